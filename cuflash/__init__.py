@@ -1,0 +1,35 @@
+"""Exact attention for people who write NumPy: tiled, causal and block-sparse, forward and backward.
+
+>>> import numpy as np, cuflash
+>>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 256, 64), dtype=np.float32)
+>>> cuflash.attention(q, k, v, causal=True).shape
+(8, 256, 64)
+"""
+
+from . import masks as masks
+from . import patterns as patterns
+from . import reference as reference
+from .api import attention, attention_vjp, plan
+from .arrays import ShapeDtype
+from .block_index import BlockIndex
+from .device import DeviceSpec
+from .errors import UnsupportedProblem
+from .launch import Gradients
+from .states import merge
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockIndex",
+    "DeviceSpec",
+    "Gradients",
+    "ShapeDtype",
+    "UnsupportedProblem",
+    "attention",
+    "attention_vjp",
+    "masks",
+    "merge",
+    "patterns",
+    "plan",
+    "reference",
+]

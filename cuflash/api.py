@@ -1,0 +1,300 @@
+"""The public functions: check, plan, run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Literal, overload
+
+from .arrays import Array, is_array, namespace
+from .device import DeviceSpec
+from .errors import UnsupportedProblem, collecting
+from .launch import Executable, Gradients
+from .mask import Mask
+from .plans import Plan, make_plan
+from .problem import Problem
+from .work_list import requested_mask
+
+EXECUTORS = ("auto", "cpu")
+ABSENT_EXECUTORS = ("gpu", "sim")
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    executor: str = "auto",
+    precision: str = "ieee",
+    deterministic: bool = False,
+    out: Any = None,
+    return_lse: Literal[False] = False,
+) -> Array: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    executor: str = "auto",
+    precision: str = "ieee",
+    deterministic: bool = False,
+    out: Any = None,
+    return_lse: Literal[True],
+) -> tuple[Array, Array]: ...
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    executor: str = "auto",
+    precision: str = "ieee",
+    deterministic: bool = False,
+    out: Any = None,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Exact attention, softmax(scale q k^T + mask) v, in memory linear in the length.
+
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 4, 100, 64), dtype=np.float32)   # batch 2, heads 4, seqlen 100
+    >>> o = cuflash.attention(q, k, v, causal=True)
+    >>> o.shape
+    (2, 4, 100, 64)
+    >>> o, lse = cuflash.attention(q, k, v, mask=cuflash.masks.SlidingWindow(15, 0), return_lse=True)
+    >>> lse.shape
+    (2, 4, 100)
+
+    Parameters
+    ----------
+    q : array [..., num_heads, seqlen_q, head_dim] or [seqlen_q, head_dim]
+    k : array [..., num_kv_heads, seqlen_kv, head_dim] or [seqlen_kv, head_dim]
+    v : array [..., num_kv_heads, seqlen_kv, value_dim] or [seqlen_kv, value_dim]
+        float16, bfloat16, float32 or float64, all the same; any strides. The axes before the heads broadcast by
+        NumPy's rules; query head h reads key/value head h // (num_heads / num_kv_heads).
+    mask : Mask, BlockIndex or bool array, optional
+        True = attend; an array broadcasts against (*batch, num_heads, seqlen_q, seqlen_kv). mask, causal and window
+        are intersected.
+    causal : bool, "bottom_right" or "top_left"
+        No later keys. True needs equal lengths; otherwise say whether the last query meets the last key or the first
+        the first.
+    window : (left, right), optional
+        Keys on either side of the diagonal that `causal` aligns, inclusive; None is unlimited.
+    scale : float, optional
+        1 / sqrt(head_dim) unless given.
+    kernel, executor, precision : str
+        "auto" lets the arrays decide: NumPy arrays go to executor "cpu", which has one kernel and sums in float32
+        (float64 for float64), precision "ieee".
+    deterministic : bool
+        Results of the cpu executor are bitwise repeatable either way.
+    out : array, or pair (o, lse), optional
+        Written to instead of new arrays; must not overlap q, k or v.
+    return_lse : bool
+        Also return lse.
+
+    Returns
+    -------
+    o : array [..., num_heads, seqlen_q, value_dim]
+        C-contiguous, of q's dtype. 0 in rows without a key.
+    lse : array [..., num_heads, seqlen_q]
+        Log-sum-exp of the scores, natural logarithm, float32 (float64 for float64). -inf in rows without a key.
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a known kind.
+    UnsupportedProblem
+        Anything else that cannot be, all reasons at once, before any work.
+    MemoryError
+        The results or the tiles do not fit; inputs stay as they were.
+
+    Notes
+    -----
+    FlashAttention-2, arXiv 2307.08691, algorithm 1.
+    """
+    ready = plan(
+        q, k, v, mask=mask, causal=causal, window=window, scale=scale, kernel=kernel, executor=executor,
+        precision=precision, deterministic=deterministic,
+    )  # fmt: skip
+    o, lse = ready.forward(q, k, v, out=out)
+    return (o, lse) if return_lse else o
+
+
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    executor: str = "auto",
+    precision: str = "ieee",
+    deterministic: bool = False,
+    out: Any = None,
+    return_lse: bool = False,
+) -> tuple[Any, Callable[..., Gradients]]:
+    """Attention and the function that pulls gradients back through it.
+
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 4, 50, 32), dtype=np.float32)
+    >>> o, vjp = cuflash.attention_vjp(q, k, v, causal=True)
+    >>> dq, dk, dv = vjp(np.ones_like(o))
+    >>> dq.shape, bool(abs(dk.sum(axis=1)).max() < 1e-4)       # every row of dS sums to 0
+    ((4, 50, 32), True)
+
+    Parameters
+    ----------
+    q, k, v, mask, causal, window, scale, kernel, executor, precision, deterministic, out
+        As in `attention`.
+    return_lse : bool
+        Return (o, lse) in o's place.
+
+    Returns
+    -------
+    o : array, or pair (o, lse)
+    vjp : callable (do, dlse=None) -> Gradients
+        Takes cotangents of o and, optionally, of lse; returns dq, dk, dv of the shapes and dtype of q, k, v, summed
+        over broadcast axes and grouped heads. It reads q, k, v, o and lse again: leave them as they are until then.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem, MemoryError
+        As `attention`; `vjp` raises them for do and dlse.
+
+    Notes
+    -----
+    FlashAttention-2, arXiv 2307.08691, algorithm 2: P is recomputed from lse, dS = P (dP - rowsum(dO O) + dlse).
+    """
+    ready = plan(
+        q, k, v, mask=mask, causal=causal, window=window, scale=scale, kernel=kernel, executor=executor,
+        precision=precision, deterministic=deterministic,
+    )  # fmt: skip
+    o, lse = ready.forward(q, k, v, out=out)
+
+    def vjp(do: Array, dlse: Array | None = None) -> Gradients:
+        return ready.backward(do, q, k, v, o, lse, dlse)
+
+    return ((o, lse) if return_lse else o), vjp
+
+
+def plan(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    executor: str = "auto",
+    precision: str = "ieee",
+    deterministic: bool = False,
+    device: DeviceSpec | None = None,
+) -> Executable:
+    """Decide everything about a call once, to run it many times.
+
+    >>> import numpy as np, cuflash
+    >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
+    >>> ready = cuflash.plan(shape, shape, shape, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
+    >>> print(ready.explain())
+    executor   gpu
+    problem    batch (), 8 heads, 4096 queries, 4096 keys, dims 64 and 64, float32, scale 0.125
+    device     H100: sm_90, 132 multiprocessors, 227 KiB for a tile
+    tile       128 queries x 128 keys
+    work       implicit: keys with None <= j - i <= 0, no list
+    FLOPs      17716740096 forward
+    workspace  131072 bytes, 0 of them the work list
+
+    Parameters
+    ----------
+    q, k, v : arrays, or ShapeDtype where only the shapes are known
+    mask, causal, window, scale, kernel, executor, precision, deterministic
+        As in `attention`.
+    device : DeviceSpec, optional
+        Plan for this device instead of the one here. A plan for a GPU explains itself and is not run by this version.
+
+    Returns
+    -------
+    Executable
+        With ``forward(q, k, v, out=)``, ``backward(do, q, k, v, o, lse, dlse=)``, ``explain()``,
+        ``workspace_bytes`` and ``compile()``.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention`.
+    """
+    reasons = _option_reasons((q, k, v), kernel, executor, precision)
+    problem = None
+    with collecting(reasons):
+        problem = Problem.of(q, k, v, scale=scale)
+    resolved = None
+    if problem is not None:
+        with collecting(reasons):
+            resolved = requested_mask(mask, causal, window, problem.mask_shape)
+    if reasons or problem is None or resolved is None:
+        raise UnsupportedProblem(reasons)
+    where = _host() if device is None else device
+    made = _plan(problem, resolved, where)
+    return Executable(made, "cpu" if where.compute_capability is None else "gpu")
+
+
+_host = lru_cache(maxsize=1)(DeviceSpec.host)
+_remembered = lru_cache(maxsize=256)(make_plan)
+
+
+def _plan(problem: Problem, mask: Mask, device: DeviceSpec) -> Plan:
+    """Plans of masks without arrays are remembered; others are made anew, since arrays may change."""
+    try:
+        return _remembered(problem, mask, device)
+    except TypeError:  # an unhashable mask
+        return make_plan(problem, mask, device)
+
+
+def _option_reasons(arrays: tuple[Any, ...], kernel: str, executor: str, precision: str) -> list[str]:
+    reasons = []
+    spaces = {namespace(array).__name__ for array in arrays if is_array(array)}
+    if len(spaces) > 1:
+        reasons.append(
+            f"q, k and v must be of one kind; got arrays of {', '.join(sorted(spaces))}: copy them explicitly"
+        )
+    elif spaces - {"numpy"} and executor in EXECUTORS:
+        reasons.append(
+            f"arrays of {spaces.pop()} need executor 'gpu', which this version does not have: use NumPy arrays"
+        )
+    if executor in ABSENT_EXECUTORS:
+        reasons.append(f"executor must be 'auto' or 'cpu' in this version, which has no {executor!r}; got {executor!r}")
+    elif executor not in EXECUTORS:
+        reasons.append(f"executor must be 'auto' or 'cpu'; got {executor!r}")
+    if kernel != "auto":
+        reasons.append(
+            f"kernel must be 'auto': the cpu executor has one kernel, and this version no other; got {kernel!r}"
+        )
+    if precision != "ieee":
+        reasons.append(f"precision must be 'ieee' for the cpu executor; got {precision!r}")
+    return reasons

@@ -1,0 +1,68 @@
+"""What counts as an array here: its namespace, its dtypes, and arrays that are only a shape and a dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+Array: TypeAlias = Any  # an array of any namespace: NumPy's, CuPy's
+Namespace: TypeAlias = Any
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeDtype:
+    """An array's shape and dtype without its data, for planning.
+
+    >>> import numpy as np
+    >>> ShapeDtype((2, 8, 1024, 64), np.float32)
+    ShapeDtype(shape=(2, 8, 1024, 64), dtype=dtype('float32'))
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(extent) for extent in self.shape))
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def namespace(*arrays: Any) -> Namespace:
+    """The array namespace of the first argument that has one; NumPy for plain numbers."""
+    for array in arrays:
+        if hasattr(array, "__array_namespace__"):
+            return array.__array_namespace__()
+    return np
+
+
+def is_array(value: object) -> bool:
+    """Whether `value` is an array of a known kind: one that names its namespace and hides no mask of its own."""
+    return hasattr(value, "__array_namespace__") and not isinstance(value, (np.ma.MaskedArray, np.matrix))
+
+
+def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of sums, softmax and lse: float64 for float64, else float32."""
+    return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def is_integer_dtype(dtype: Any) -> bool:
+    return np.dtype(dtype).kind in "iu"
+
+
+def describe(value: object) -> str:
+    if is_array(value):
+        return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"  # type: ignore[attr-defined]
+    return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__

@@ -1,0 +1,500 @@
+"""Masks turned into lists of blocks, at the block size the user chose; no kernel, no device, no dtype here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+
+from .arrays import Array
+from .block_set import BlockSet, block_pair
+from .classify import Kind, classify, pack, pointers, unpack
+from .errors import UnsupportedProblem
+from .mask import Mask, MaskShape
+from .masks import BlockPattern
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockIndex:
+    """Which blocks of the score matrix are absent, full or partial, and what the partial ones hold.
+
+    >>> from cuflash import masks
+    >>> index = BlockIndex.from_mask(masks.Causal(), masks.MaskShape((), 1, 8, 8), block=2)
+    >>> print(index.picture())
+    ▒···
+    █▒··
+    ██▒·
+    ███▒
+    >>> index.to_scipy().toarray()
+    array([[2, 0, 0, 0],
+           [1, 2, 0, 0],
+           [1, 1, 2, 0],
+           [1, 1, 1, 2]], dtype=uint8)
+
+    Attributes
+    ----------
+    seqlen_q, seqlen_kv : int
+    block : (int, int)
+        block_q and block_kv in tokens; the last of a side may be cut off by the length.
+    batch, num_heads : int
+        1 where the index serves every batch entry or head; batch counts the leading axes as one, in C order.
+    indptr : int32 array [batch * num_heads * num_q_blocks + 1]
+        Where each block row's entries start in the arrays below (compressed sparse rows, ragged).
+    indices : int32 array [num_entries]
+        Key block of each entry, increasing within a row.
+    kinds : uint8 array [num_entries]
+        `Kind` of each entry.
+    tiles : int32 array [num_entries]
+        Row of `bits` for entries of kind BITS, else -1.
+    bits : uint8 array [num_tiles, block_q, ceil(block_kv / 8)]
+        Bit tiles, each stored once; key 8 c + r of a tile is bit r of byte c.
+    lo, hi : int32 array [batch or 1, num_heads or 1, seqlen_q], or None
+        Row intervals of the entries of kind INTERVAL.
+    """
+
+    seqlen_q: int
+    seqlen_kv: int
+    block: tuple[int, int]
+    batch: int
+    num_heads: int
+    indptr: Array
+    indices: Array
+    kinds: Array
+    tiles: Array
+    bits: Array
+    lo: Array | None = None
+    hi: Array | None = None
+
+    # Making one
+
+    @classmethod
+    def from_mask(cls, mask: Mask, shape: MaskShape, block: Any) -> BlockIndex:
+        """Classify every block of a mask exactly: by closed forms where they decide, else element by element.
+
+        Parameters
+        ----------
+        mask : Mask
+        shape : MaskShape
+        block : int or (int, int)
+            block_q and block_kv.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The mask does not fit the shape, or the block is no pair of positive ints.
+        """
+        sides = block_pair(block)
+        found = classify(mask.resolve(shape), shape, sides)
+        return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=sides, **found._asdict())
+
+    @classmethod
+    def from_blocks(cls, blocks: Array, seqlen_q: int, seqlen_kv: int, block: Any) -> BlockIndex:
+        """Whole blocks, from booleans [..., num_q_blocks, num_kv_blocks] with axes (batch, heads) before them.
+
+        >>> import numpy as np
+        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).num_entries
+        2
+        """
+        pattern = BlockPattern(blocks, block)
+        leading = (1, 1, *pattern.blocks.shape[:-2])
+        shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), seqlen_q, seqlen_kv)
+        return cls.from_mask(pattern, shape, pattern.block)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any, seqlen_q: int, seqlen_kv: int, block: Any = None) -> BlockIndex:
+        """From a scipy.sparse array: of blocks, or, as BSR, of elements.
+
+        >>> import scipy.sparse
+        >>> BlockIndex.from_scipy(scipy.sparse.eye_array(3), 6, 6, block=2).num_entries
+        3
+
+        Parameters
+        ----------
+        matrix : scipy.sparse array [num_q_blocks, num_kv_blocks]
+            Every stored non-zero is a full block. A BSR array given without `block` holds elements instead, its
+            blocksize is the block, and its shape the padded lengths: what `to_scipy(elements=True)` returns.
+        seqlen_q, seqlen_kv : int
+        block : int or (int, int), optional
+        """
+        if not scipy.sparse.issparse(matrix):
+            raise TypeError(f"matrix must be a scipy.sparse array; got {type(matrix).__name__}: use from_blocks")
+        if block is not None:
+            return cls.from_blocks(matrix, seqlen_q, seqlen_kv, block)
+        if matrix.format != "bsr":
+            raise UnsupportedProblem(["block must be given unless matrix is a BSR array of elements"])
+        return _from_bsr(matrix, seqlen_q, seqlen_kv)
+
+    # Asking it
+
+    @property
+    def num_q_blocks(self) -> int:
+        return -(-self.seqlen_q // self.block[0])
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return -(-self.seqlen_kv // self.block[1])
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.indices)
+
+    @cached_property
+    def block_rows(self) -> Array:
+        """Block row of each entry, counted through batch and heads."""
+        return np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
+
+    def states(self) -> Array:
+        """0 absent, 1 full, 2 partial, as uint8 [batch, num_heads, num_q_blocks, num_kv_blocks].
+
+        >>> import numpy as np
+        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).states()[0, 0]
+        array([[1, 0],
+               [0, 1]], dtype=uint8)
+        """
+        states = np.zeros((len(self.indptr) - 1, self.num_kv_blocks), np.uint8)
+        states[self.block_rows, self.indices] = np.minimum(self.kinds, 2)
+        return states.reshape(self.batch, self.num_heads, self.num_q_blocks, self.num_kv_blocks)
+
+    def dense(self) -> Array:
+        """The mask element by element, bool [batch, num_heads, seqlen_q, seqlen_kv]: for tests and small problems."""
+        return self.as_mask().dense(MaskShape((self.batch,), self.num_heads, self.seqlen_q, self.seqlen_kv))
+
+    def to_scipy(self, b: int = 0, h: int = 0, *, elements: bool = False) -> Any:
+        """The index of one batch entry and head as a scipy.sparse array.
+
+        Parameters
+        ----------
+        b, h : int
+            Batch entry and head; an index that serves all of them has one.
+        elements : bool
+            False: CSR of blocks, 1 full, 2 partial. True: BSR of booleans, exact, its shape padded to whole blocks.
+        """
+        start, stop = self._entries_of(b, h)
+        rows = self.indptr[self._row(b, h) : self._row(b, h) + self.num_q_blocks + 1] - start
+        cols = self.indices[start:stop]
+        grid = (self.num_q_blocks, self.num_kv_blocks)
+        if not elements:
+            return scipy.sparse.csr_array((np.minimum(self.kinds[start:stop], 2), cols, rows), shape=grid)
+        blocks = np.zeros((stop - start, *self.block), bool)
+        for place in range(stop - start):
+            blocks[place] = self._elements(start + place)
+        shape = (grid[0] * self.block[0], grid[1] * self.block[1])
+        return scipy.sparse.bsr_array((blocks, cols, rows), shape=shape, blocksize=self.block)
+
+    def row_counts(self) -> Array:
+        """How many keys each query attends, int64 [batch, num_heads, seqlen_q]."""
+        block_q, block_kv = self.block
+        counts = np.zeros((len(self.indptr) - 1, block_q), np.int64)
+        first_key = self.indices.astype(np.int64) * block_kv
+        num_keys = np.minimum(block_kv, self.seqlen_kv - first_key)
+        full = self.kinds == Kind.FULL
+        np.add.at(counts, self.block_rows[full], num_keys[full, None])
+        partial = self.kinds == Kind.INTERVAL
+        lo, hi = self._entry_intervals(partial)
+        inside = np.minimum(hi, (first_key + num_keys)[partial, None]) - np.maximum(lo, first_key[partial, None])
+        np.add.at(counts, self.block_rows[partial], np.maximum(inside, 0))
+        bits = self.kinds == Kind.BITS
+        tile_counts = np.bitwise_count(self.bits).sum(-1, dtype=np.int64)
+        np.add.at(counts, self.block_rows[bits], tile_counts[self.tiles[bits]])
+        rows = counts.reshape(self.batch, self.num_heads, self.num_q_blocks * block_q)
+        return rows[..., : self.seqlen_q]
+
+    # Sets
+
+    def as_mask(self) -> IndexMask:
+        """The index as a mask, to combine with others or to compile at another block size."""
+        return IndexMask.of_index(self)
+
+    def __and__(self, other: BlockIndex) -> BlockIndex:
+        """Elements allowed by both; the indices must share lengths and block."""
+        return self._combined(other, lambda x, y: x & y)
+
+    def __or__(self, other: BlockIndex) -> BlockIndex:
+        """Elements allowed by either; the indices must share lengths and block."""
+        return self._combined(other, lambda x, y: x | y)
+
+    def transpose(self) -> BlockIndex:
+        """Keys asking queries: block row c lists the query blocks that attend key block c.
+
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.array([[1, 1], [0, 1]], bool), 4, 4, block=2)
+        >>> print(index.transpose().picture())
+        █·
+        ██
+        """
+        num_q, num_kv = self.num_q_blocks, self.num_kv_blocks
+        matrix, row = np.divmod(self.block_rows, max(num_q, 1))
+        new_row = matrix * num_kv + self.indices
+        order = np.lexsort((row, new_row))
+        lo, hi = (None, None) if self.lo is None else _transposed_intervals(self.lo, self.hi, self.seqlen_kv)
+        return BlockIndex(
+            seqlen_q=self.seqlen_kv,
+            seqlen_kv=self.seqlen_q,
+            block=(self.block[1], self.block[0]),
+            batch=self.batch,
+            num_heads=self.num_heads,
+            indptr=pointers(new_row, self.batch * self.num_heads * num_kv),
+            indices=row[order].astype(np.int32),
+            kinds=self.kinds[order],
+            tiles=self.tiles[order],
+            bits=pack(unpack(self.bits, self.block[1]).swapaxes(-1, -2)),
+            lo=lo,
+            hi=hi,
+        )
+
+    # Showing it
+
+    def report(
+        self, *, head_dim: int = 64, value_dim: int | None = None, itemsize: int = 4, eligible: BlockIndex | None = None
+    ) -> IndexReport:
+        """Density, load of the rows, empty rows, FLOPs and bytes.
+
+        Parameters
+        ----------
+        head_dim, value_dim : int
+            For FLOPs and bytes; value_dim is head_dim unless given.
+        itemsize : int
+            Bytes of one element of q, k and v.
+        eligible : BlockIndex, optional
+            The denominator of `density`: the causal index, say. Every block of the grid unless given.
+        """
+        value_dim = head_dim if value_dim is None else value_dim
+        matrices = self.batch * self.num_heads
+        rows = np.minimum(self.block[0], self.seqlen_q - (self.block_rows % max(self.num_q_blocks, 1)) * self.block[0])
+        keys = np.minimum(self.block[1], self.seqlen_kv - self.indices.astype(np.int64) * self.block[1])
+        visited = int((rows * keys).sum())
+        counts = self.row_counts()
+        load = np.diff(self.indptr)
+        num_eligible = self.num_q_blocks * self.num_kv_blocks * matrices
+        if eligible is not None:
+            num_eligible = eligible.num_entries * matrices // (eligible.batch * eligible.num_heads)
+        return IndexReport(
+            num_full=int((self.kinds == Kind.FULL).sum()),
+            num_partial=int((self.kinds != Kind.FULL).sum()),
+            num_eligible=num_eligible,
+            denominator="all blocks" if eligible is None else "eligible blocks",
+            elements_visited=visited,
+            elements_allowed=int(counts.sum()),
+            num_elements=matrices * self.seqlen_q * self.seqlen_kv,
+            row_load=(int(load.min()), float(load.mean()), int(load.max())) if len(load) else (0, 0.0, 0),
+            empty_rows=int((counts == 0).sum()),
+            forward_flops=2 * visited * (head_dim + value_dim),
+            backward_flops=2 * visited * (3 * head_dim + 2 * value_dim),
+            kv_bytes=int(keys.sum()) * (head_dim + value_dim) * itemsize,
+            index_bytes=sum(
+                a.nbytes
+                for a in (self.indptr, self.indices, self.kinds, self.tiles, self.bits, self.lo, self.hi)
+                if a is not None
+            ),
+        )
+
+    def picture(self, b: int = 0, h: int = 0, *, width: int = 64) -> str:
+        """One batch entry and head as text: █ full, ▒ partial, · absent; coarser when wider than `width` blocks."""
+        states = self.states()[b, h]
+        step = max(1, -(-self.num_kv_blocks // width))
+        cells = []
+        for row in range(0, self.num_q_blocks, step):
+            strip = states[row : row + step]
+            groups = [strip[:, col : col + step] for col in range(0, self.num_kv_blocks, step)]
+            cells.append("".join("·" if not g.any() else "█" if (g == Kind.FULL).all() else "▒" for g in groups))
+        return "\n".join(cells)
+
+    def _row(self, b: int, h: int) -> int:
+        if not (0 <= b < self.batch and 0 <= h < self.num_heads):
+            raise UnsupportedProblem([f"b, h must be below ({self.batch}, {self.num_heads}); got ({b}, {h})"])
+        return (b * self.num_heads + h) * self.num_q_blocks
+
+    def _entries_of(self, b: int, h: int) -> tuple[int, int]:
+        row = self._row(b, h)
+        return int(self.indptr[row]), int(self.indptr[row + self.num_q_blocks])
+
+    def _elements(self, entry: int) -> Array:
+        """One listed block as booleans [block_q, block_kv], False past the lengths."""
+        block_q, block_kv = self.block
+        matrix, row = divmod(int(self.block_rows[entry]), self.num_q_blocks)
+        b, h = divmod(matrix, self.num_heads)
+        i = np.minimum(row * block_q + np.arange(block_q), self.seqlen_q - 1)[:, None]
+        j = int(self.indices[entry]) * block_kv + np.arange(block_kv)
+        exists = ((row * block_q + np.arange(block_q)) < self.seqlen_q)[:, None] & (j < self.seqlen_kv)
+        return exists & self.as_mask()(b, h, i, np.minimum(j, self.seqlen_kv - 1))
+
+    def _entry_intervals(self, entries: Array) -> tuple[Array, Array]:
+        """Row intervals [num_entries, block_q] of the chosen entries; empty for rows past the end."""
+        if self.lo is None or self.hi is None:
+            return np.zeros((0, self.block[0]), np.int64), np.zeros((0, self.block[0]), np.int64)
+        matrix, row = np.divmod(self.block_rows[entries], self.num_q_blocks)
+        b, h = np.divmod(matrix, self.num_heads)
+        i = row[:, None] * self.block[0] + np.arange(self.block[0])
+        place = (
+            b[:, None] if self.lo.shape[0] > 1 else 0,
+            h[:, None] if self.lo.shape[1] > 1 else 0,
+            np.minimum(i, self.seqlen_q - 1),
+        )
+        return self.lo[place].astype(np.int64), np.where(i < self.seqlen_q, self.hi[place], 0).astype(np.int64)
+
+    def _combined(self, other: BlockIndex, combine: Any) -> BlockIndex:
+        if not isinstance(other, BlockIndex):
+            return NotImplemented
+        ours, theirs = ((x.seqlen_q, x.seqlen_kv, x.block) for x in (self, other))
+        extents = [{x, y} for x, y in ((self.batch, other.batch), (self.num_heads, other.num_heads))]
+        if ours != theirs or any(len(extent - {1}) > 1 for extent in extents):
+            raise UnsupportedProblem(
+                [
+                    f"block indices to combine must share lengths, block, batch and heads (or have 1); got "
+                    f"{(*ours, self.batch, self.num_heads)} and {(*theirs, other.batch, other.num_heads)}"
+                ]
+            )
+        shape = MaskShape((max(extents[0]),), max(extents[1]), self.seqlen_q, self.seqlen_kv)
+        return BlockIndex.from_mask(combine(self.as_mask(), other.as_mask()), shape, self.block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexReport:
+    """What `BlockIndex.report` counts, summed over the index's batch and heads.
+
+    >>> from cuflash import masks
+    >>> index = BlockIndex.from_mask(masks.Causal(), masks.MaskShape((), 1, 4, 4), block=2)
+    >>> print(index.report(head_dim=8))
+    density             75.0 % of all blocks (1 full + 2 partial of 4)
+    elements            10 allowed of 12 visited of 16
+    blocks in a row     1 to 2, mean 1.50
+    rows without a key  0
+    FLOPs               384 forward, 960 backward
+    bytes               384 of k and v read, 71 of index
+    """
+
+    num_full: int
+    num_partial: int
+    num_eligible: int
+    denominator: str
+    elements_visited: int
+    elements_allowed: int
+    num_elements: int
+    row_load: tuple[int, float, int]
+    empty_rows: int
+    forward_flops: int
+    backward_flops: int
+    kv_bytes: int
+    index_bytes: int
+
+    @property
+    def density(self) -> float:
+        """Blocks kept over eligible blocks (`denominator` says which those are)."""
+        return (self.num_full + self.num_partial) / self.num_eligible if self.num_eligible else 0.0
+
+    @property
+    def element_density(self) -> float:
+        """Elements allowed over all elements."""
+        return self.elements_allowed / self.num_elements if self.num_elements else 0.0
+
+    def __str__(self) -> str:
+        least, mean, most = self.row_load
+        kept = f"({self.num_full} full + {self.num_partial} partial of {self.num_eligible})"
+        return "\n".join(
+            [
+                f"density             {self.density:.1%} of {self.denominator} {kept}".replace("%", " %"),
+                f"elements            {self.elements_allowed} allowed of {self.elements_visited} visited "
+                f"of {self.num_elements}",
+                f"blocks in a row     {least} to {most}, mean {mean:.2f}",
+                f"rows without a key  {self.empty_rows}",
+                f"FLOPs               {self.forward_flops} forward, {self.backward_flops} backward",
+                f"bytes               {self.kv_bytes} of k and v read, {self.index_bytes} of index",
+            ]
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class IndexMask(BlockSet):
+    """A block index as a mask."""
+
+    index: Any = None
+
+    @classmethod
+    def of_index(cls, index: BlockIndex) -> IndexMask:
+        grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
+        keys = index.block_rows * grid[3] + index.indices
+        return cls(grid, index.block, BlockSet.of(grid, index.block, keys, index.kinds == Kind.FULL).levels, index)
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        index = self.index
+        reasons = []
+        if (index.seqlen_q, index.seqlen_kv) != (shape.seqlen_q, shape.seqlen_kv):
+            reasons.append(
+                f"the block index must be for lengths (seqlen_q={shape.seqlen_q}, seqlen_kv={shape.seqlen_kv}); "
+                f"got one for ({index.seqlen_q}, {index.seqlen_kv})"
+            )
+        for name, have, want in (
+            ("batch", index.batch, shape.num_batch),
+            ("num_heads", index.num_heads, shape.num_heads),
+        ):
+            if have not in (1, want):
+                reasons.append(f"the block index must have {name} 1 or {want}; got {have}")
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        return self
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        index = self.index
+        block_q, block_kv = self.block
+        place, hit = self._place(0, b, h, i // block_q, j // block_kv)
+        if index.num_entries == 0:
+            return hit
+        kinds = index.kinds[place]
+        allowed = hit & (kinds == Kind.FULL)
+        if index.lo is not None:
+            rows = (b if index.lo.shape[0] > 1 else 0, h if index.lo.shape[1] > 1 else 0, i)
+            allowed |= hit & (kinds == Kind.INTERVAL) & (index.lo[rows] <= j) & (j < index.hi[rows])
+        if len(index.bits):
+            tile = np.maximum(index.tiles[place], 0)
+            bit = (
+                index.bits[tile, i % block_q, j % block_kv // 8] >> (j % 8 if block_kv % 8 == 0 else j % block_kv % 8)
+            ) & 1
+            allowed |= hit & (kinds == Kind.BITS) & (bit == 1)
+        return allowed
+
+
+def _transposed_intervals(lo: Array, hi: Array, seqlen_kv: int) -> tuple[Array, Array]:
+    """Row intervals seen from the keys: lo and hi never decrease, so the queries of a key are an interval too."""
+    keys = np.arange(seqlen_kv)
+    leading = lo.shape[:-1]
+    first, end = (np.empty((*leading, seqlen_kv), np.int32) for _ in range(2))
+    for place in np.ndindex(leading):
+        first[place] = np.searchsorted(hi[place], keys, side="right")
+        end[place] = np.searchsorted(lo[place], keys, side="right")
+    return first, end
+
+
+def _from_bsr(matrix: Any, seqlen_q: int, seqlen_kv: int) -> BlockIndex:
+    block = block_pair(tuple(matrix.blocksize))
+    padded = tuple(-(-length // side) * side for length, side in zip((seqlen_q, seqlen_kv), block))
+    if tuple(matrix.shape) != padded:
+        raise UnsupportedProblem(
+            [f"matrix must have shape {padded}, the lengths padded to whole blocks of {block}; got {matrix.shape}"]
+        )
+    matrix = matrix.copy()
+    matrix.sum_duplicates()
+    rows = np.repeat(np.arange(padded[0] // block[0]), np.diff(matrix.indptr))
+    i = rows[:, None, None] * block[0] + np.arange(block[0])[:, None]
+    j = matrix.indices[:, None, None] * block[1] + np.arange(block[1])
+    exists = (i < seqlen_q) & (j < seqlen_kv)
+    allowed = (matrix.data != 0) & exists
+    some, every = allowed.any((1, 2)), (allowed == exists).all((1, 2))
+    partial = some & ~every
+    tiles, inverse = np.unique(pack(allowed[partial]), axis=0, return_inverse=True)
+    tile = np.full(len(rows), -1, np.int32)
+    tile[partial] = inverse.reshape(-1)
+    return BlockIndex(
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        block=block,
+        batch=1,
+        num_heads=1,
+        indptr=pointers(rows[some], padded[0] // block[0]),
+        indices=matrix.indices[some].astype(np.int32),
+        kinds=np.where(every, Kind.FULL, Kind.BITS)[some].astype(np.uint8),
+        tiles=tile[some],
+        bits=tiles,
+    )

@@ -1,0 +1,103 @@
+"""A set of blocks as a mask: sorted block numbers, and what any rectangle holds of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, is_int
+from .errors import UnsupportedProblem
+from .mask import Mask
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSet(Mask):
+    """A set of blocks by their sorted numbers, some known to be full: what `BlockPattern` resolves to.
+
+    Level l of `levels` holds the cells of 2^l by 2^l blocks that contain any block, and whether all of it is full;
+    so a rectangle of any size is answered by four look-ups.
+    """
+
+    grid: tuple[int, int, int, int]  # batch or 1, heads or 1, num_q_blocks, num_kv_blocks
+    block: tuple[int, int]
+    levels: tuple[tuple[Array, Array], ...]
+
+    @classmethod
+    def of(cls, grid: tuple[int, int, int, int], block: tuple[int, int], keys: Array, full: Array) -> BlockSet:
+        return cls(grid, block, tuple(_pyramid(grid, keys, full)))
+
+    @property
+    def natural_block(self) -> tuple[int, int]:
+        return self.block
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        hit, _ = self._look_up(0, b, h, i // self.block[0], j // self.block[1])
+        return hit
+
+    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
+        rows = i0 // self.block[0], (i1 - 1) // self.block[0]
+        cols = j0 // self.block[1], (j1 - 1) // self.block[1]
+        extent = max(int(np.max(rows[1] - rows[0], initial=0)), int(np.max(cols[1] - cols[0], initial=0)))
+        level = min(extent.bit_length(), len(self.levels) - 1)  # a rectangle then touches at most two cells a side
+        corners = [self._look_up(level, b, h, row >> level, col >> level) for row in rows for col in cols]
+        may = reduce(np.logical_or, (hit for hit, _ in corners))
+        must = reduce(np.logical_and, (full for _, full in corners))
+        return may, must
+
+    def _look_up(self, level: int, b: Array, h: Array, row: Array, col: Array) -> tuple[Array, Array]:
+        """Whether the cell is there, and whether all of it is full."""
+        keys, full = self.levels[level]
+        place, hit = self._place(level, b, h, row, col)
+        return hit, hit & (full[place] if len(keys) else False)
+
+    def _place(self, level: int, b: Array, h: Array, row: Array, col: Array) -> tuple[Array, Array]:
+        """Where the cell's number stands among the sorted ones, and whether it stands there."""
+        keys, _ = self.levels[level]
+        batch, heads, num_rows, num_cols = self.grid
+        num_rows, num_cols = _coarse(num_rows, level), _coarse(num_cols, level)
+        matrix = (b if batch > 1 else 0) * heads + (h if heads > 1 else 0)
+        key = np.asarray((matrix * num_rows + row) * num_cols + col)
+        if len(keys) == 0:
+            return np.zeros(key.shape, np.int64), np.zeros(key.shape, bool)
+        place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
+        return place, keys[place] == key
+
+
+def _coarse(extent: int, level: int) -> int:
+    return (extent + (1 << level) - 1) >> level
+
+
+def _pyramid(grid: tuple[int, int, int, int], keys: Array, full: Array) -> list[tuple[Array, Array]]:
+    """The cells of each level and whether all blocks in them are full."""
+    num_rows, num_cols = grid[2:]
+    levels = [(keys, full)]
+    while num_rows > 1 or num_cols > 1:
+        up_rows, up_cols = (num_rows + 1) // 2, (num_cols + 1) // 2
+        matrix, cell = np.divmod(keys, num_rows * num_cols)
+        row, col = np.divmod(cell, num_cols)
+        parents = (matrix * up_rows + row // 2) * up_cols + col // 2
+        up_keys, group = np.unique(parents, return_inverse=True)
+        num_full = np.bincount(group, weights=full, minlength=len(up_keys))
+        up_row, up_col = np.divmod(up_keys % (up_rows * up_cols), up_cols)
+        num_children = np.minimum(2, num_rows - 2 * up_row) * np.minimum(2, num_cols - 2 * up_col)
+        keys, full = up_keys, num_full == num_children
+        num_rows, num_cols = up_rows, up_cols
+        levels.append((keys, full))
+    return levels
+
+
+def block_pair(block: Any) -> tuple[int, int]:
+    """block_q and block_kv from one int or two.
+
+    >>> block_pair(64), block_pair((64, 128))
+    ((64, 64), (64, 128))
+    """
+    pair = (block, block) if is_int(block) else block
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(is_int(side) and side >= 1 for side in pair)):
+        raise UnsupportedProblem(
+            [f"block must be an int of at least 1, or two of them (block_q, block_kv); got {block!r}"]
+        )
+    return int(pair[0]), int(pair[1])

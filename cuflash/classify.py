@@ -1,0 +1,296 @@
+"""Which blocks of a mask are absent, full or partial: exact, by closed forms first, element by element where needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arrays import Array
+from .mask import And, Mask, MaskShape
+
+_BLOCKS_AT_ONCE = 1 << 20  # blocks classified in one sweep: bounds the memory of compiling a mask
+_ELEMENTS_AT_ONCE = 1 << 21  # elements evaluated in one sweep, likewise
+
+
+class Kind(IntEnum):
+    """What a listed block holds; blocks that are not listed hold nothing."""
+
+    FULL = 1
+    """Every element that exists is allowed."""
+    INTERVAL = 2
+    """Row i is allowed the keys lo[i] <= j < hi[i] of it."""
+    BITS = 3
+    """A bit an element."""
+
+
+class Classified(NamedTuple):
+    """The listed blocks of a mask as compressed sparse rows; `BlockIndex` says what each array holds."""
+
+    batch: int
+    num_heads: int
+    indptr: Array
+    indices: Array
+    kinds: Array
+    tiles: Array
+    bits: Array
+    lo: Array | None
+    hi: Array | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """Blocks by matrix (batch and head as one), block row and block column."""
+
+    matrix: Array
+    row: Array
+    col: Array
+
+    def __getitem__(self, chosen: Any) -> _Blocks:
+        return _Blocks(self.matrix[chosen], self.row[chosen], self.col[chosen])
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+
+@dataclass(frozen=True, eq=False)
+class _Frame:
+    """Where blocks lie: lengths, block size, and over how many batch entries and heads the mask varies."""
+
+    seqlen_q: int
+    seqlen_kv: int
+    block: tuple[int, int]
+    batch: int
+    num_heads: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return -(-self.seqlen_q // self.block[0]), -(-self.seqlen_kv // self.block[1])
+
+    def rectangle(
+        self, mask: Mask, matrix: Array, row0: Array, row1: Array, col0: Array, col1: Array
+    ) -> tuple[Array, Array]:
+        """`Mask.rectangle` over block rows row0..row1 and columns col0..col1, as two boolean arrays."""
+        b, h = np.divmod(matrix, self.num_heads)
+        answers = mask.rectangle(
+            b,
+            h,
+            row0 * self.block[0],
+            np.minimum(row1 * self.block[0], self.seqlen_q),
+            col0 * self.block[1],
+            np.minimum(col1 * self.block[1], self.seqlen_kv),
+        )
+        may, must = (np.broadcast_to(answer, matrix.shape) for answer in answers)
+        return may, must
+
+    def must(self, mask: Mask, blocks: _Blocks) -> Array:
+        """Which blocks a mask is known to allow altogether."""
+        return self.rectangle(mask, blocks.matrix, blocks.row, blocks.row + 1, blocks.col, blocks.col + 1)[1]
+
+    def coordinates(self, blocks: _Blocks) -> tuple[Array, Array, Array, Array, Array]:
+        """b, h [n, 1, 1], i [n, block_q, 1], j [n, 1, block_kv], all in range, and which of the elements exist."""
+        b, h = np.divmod(blocks.matrix[:, None, None], self.num_heads)
+        i = blocks.row[:, None, None] * self.block[0] + np.arange(self.block[0])[:, None]
+        j = blocks.col[:, None, None] * self.block[1] + np.arange(self.block[1])
+        exists = (i < self.seqlen_q) & (j < self.seqlen_kv)
+        return b, h, np.minimum(i, self.seqlen_q - 1), np.minimum(j, self.seqlen_kv - 1), exists
+
+
+def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Classified:
+    """Descend from large rectangles to single blocks by closed forms; evaluate the blocks they leave undecided."""
+    if 0 in (shape.num_batch, *shape[1:]):
+        return _assembled(_Frame(shape.seqlen_q, shape.seqlen_kv, block, 1, 1), [], [], {}, None)
+    frame = _Frame(shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape))
+    factors = mask.operands if isinstance(mask, And) else (mask,)
+    closed = [factor for factor in factors if factor.intervals(0, 0, 0) is not None]
+    others = [factor for factor in factors if factor.intervals(0, 0, 0) is None]
+    rows = And(tuple(closed)) if closed else None
+    found: list[_Blocks] = []
+    kinds: list[tuple[Array, Array]] = []
+    dictionary: dict[bytes, int] = {}
+    for full, undecided in _descend(mask, frame):
+        found.append(full)
+        kinds.append((np.full(len(full), Kind.FULL), np.full(len(full), -1)))
+        by_rows = np.full(len(undecided), rows is not None)
+        for other in others:
+            by_rows &= frame.must(other, undecided)
+        if rows is not None and by_rows.any():
+            inside = undecided[by_rows]
+            inside = inside[_meets_interval(rows, frame, inside)]
+            found.append(inside)
+            kind = np.where(frame.must(rows, inside), Kind.FULL, Kind.INTERVAL)
+            kinds.append((kind, np.full(len(inside), -1)))
+        for blocks, kind, tile in _evaluate(factors, frame, undecided[~by_rows], dictionary):
+            found.append(blocks)
+            kinds.append((kind, tile))
+    return _assembled(frame, found, kinds, dictionary, rows)
+
+
+def extents(mask: Mask, shape: MaskShape) -> tuple[int, int]:
+    """Over how many batch entries and heads a resolved mask varies, told by how its answer broadcasts."""
+    b = np.arange(shape.num_batch)[:, None, None, None]
+    h = np.arange(shape.num_heads)[:, None, None]
+    answer = np.shape(mask(b, h, np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)))
+    return (1, 1, 1, 1, *answer)[-4], (1, 1, 1, 1, *answer)[-3]
+
+
+def _descend(mask: Mask, frame: _Frame) -> Iterator[tuple[_Blocks, _Blocks]]:
+    """Per strip of the grid: the blocks known to be full, and those that the closed forms leave undecided."""
+    num_rows, num_cols = frame.grid
+    matrices = frame.batch * frame.num_heads
+    height = 1 << max(0, (max(_BLOCKS_AT_ONCE // num_cols, 1)).bit_length() - 1)
+    at_once = max(1, _BLOCKS_AT_ONCE // (min(height, num_rows) * num_cols))
+    for first in range(0, matrices, at_once):
+        matrix = np.arange(first, min(first + at_once, matrices))
+        for top in range(0, num_rows, height):
+            row0 = np.full(len(matrix), top)
+            row1 = np.full(len(matrix), min(top + height, num_rows))
+            yield _descend_strip(
+                mask, frame, (matrix, row0, row1, np.zeros_like(matrix), np.full_like(matrix, num_cols))
+            )
+
+
+def _descend_strip(mask: Mask, frame: _Frame, boxes: tuple[Array, ...]) -> tuple[_Blocks, _Blocks]:
+    full: list[_Blocks] = []
+    undecided: list[_Blocks] = []
+    while len(boxes[0]):
+        may, must = frame.rectangle(mask, *boxes)
+        full.append(_cells(*(side[must & may] for side in boxes)))
+        boxes = tuple(side[may & ~must] for side in boxes)
+        matrix, row0, row1, col0, col1 = boxes
+        single = (row1 - row0 == 1) & (col1 - col0 == 1)
+        undecided.append(_Blocks(matrix[single], row0[single], col0[single]))
+        boxes = _split(*(side[~single] for side in boxes))
+    return _joined(full), _joined(undecided)
+
+
+def _split(matrix: Array, row0: Array, row1: Array, col0: Array, col1: Array) -> tuple[Array, ...]:
+    """Quarter boxes at powers of two, so that the cells of coarser grids stay whole."""
+    row_cut, col_cut = row0 + _half(row1 - row0), col0 + _half(col1 - col0)
+    quarters = [
+        (matrix, top, bottom, left, right)
+        for top, bottom in ((row0, row_cut), (row_cut, row1))
+        for left, right in ((col0, col_cut), (col_cut, col1))
+    ]
+    joined = tuple(np.concatenate(sides) for sides in zip(*quarters))
+    some = (joined[1] < joined[2]) & (joined[3] < joined[4])
+    return tuple(side[some] for side in joined)
+
+
+def _half(extent: Array) -> Array:
+    """The largest power of two below the extent; the extent itself where it is 1."""
+    power = 1 << (np.frexp(np.maximum(extent - 1, 0).astype(np.float64))[1] - 1).clip(0).astype(np.int64)
+    return np.where(extent > 1, power, extent)
+
+
+def _cells(matrix: Array, row0: Array, row1: Array, col0: Array, col1: Array) -> _Blocks:
+    """The single blocks of boxes."""
+    width, area = col1 - col0, (row1 - row0) * (col1 - col0)
+    box = np.repeat(np.arange(len(matrix)), area)
+    place = np.arange(len(box)) - np.repeat(np.cumsum(area) - area, area)
+    return _Blocks(matrix[box], row0[box] + place // width[box], col0[box] + place % width[box])
+
+
+def _joined(parts: list[_Blocks]) -> _Blocks:
+    empty = np.zeros(0, np.int64)
+    columns = [(empty, *(getattr(part, name) for part in parts)) for name in ("matrix", "row", "col")]
+    return _Blocks(*(np.concatenate(column) for column in columns))
+
+
+def _chunks(blocks: _Blocks, elements: int) -> Iterator[_Blocks]:
+    size = max(1, _ELEMENTS_AT_ONCE // elements)
+    return (blocks[start : start + size] for start in range(0, len(blocks), size))
+
+
+def _meets_interval(rows: Mask, frame: _Frame, blocks: _Blocks) -> Array:
+    """Which blocks hold any key of any row's interval."""
+    kept = [np.zeros(0, bool)]
+    for chunk in _chunks(blocks, frame.block[0]):
+        b, h, i, _, _ = frame.coordinates(chunk)
+        lo, hi = rows.closed_form(b, h, i)
+        first = chunk.col[:, None, None] * frame.block[1]
+        kept.append(
+            (np.maximum(lo, first) < np.minimum(hi, np.minimum(first + frame.block[1], frame.seqlen_kv))).any((1, 2))
+        )
+    return np.concatenate(kept)
+
+
+def _evaluate(
+    factors: tuple[Mask, ...], frame: _Frame, blocks: _Blocks, dictionary: dict[bytes, int]
+) -> Iterator[tuple[_Blocks, Array, Array]]:
+    """Element by element: the blocks that hold something, their kind, and their bit tile, each new one noted."""
+    for chunk in _chunks(blocks, frame.block[0] * frame.block[1]):
+        b, h, i, j, exists = frame.coordinates(chunk)
+        allowed = exists.copy()
+        for factor in factors:
+            open_ = ~frame.must(factor, chunk)
+            if open_.any():
+                allowed[open_] &= factor(b[open_], h[open_], i[open_], j[open_])
+        some, every = allowed.any((1, 2)), (allowed == exists).all((1, 2))
+        kind = np.where(every, Kind.FULL, Kind.BITS)[some]
+        tile = np.full(len(kind), -1)
+        packed = pack(allowed[some & ~every])
+        tile[kind == Kind.BITS] = [dictionary.setdefault(bits.tobytes(), len(dictionary)) for bits in packed]
+        yield chunk[some], kind, tile
+
+
+def _assembled(
+    frame: _Frame,
+    found: list[_Blocks],
+    kinds: list[tuple[Array, Array]],
+    dictionary: dict[bytes, int],
+    rows: Mask | None,
+) -> Classified:
+    blocks = _joined(found)
+    kind = np.concatenate([np.zeros(0, np.uint8), *(k for k, _ in kinds)]).astype(np.uint8)
+    tile = np.concatenate([np.zeros(0, np.int32), *(t for _, t in kinds)]).astype(np.int32)
+    num_rows, num_cols = frame.grid
+    row = blocks.matrix * num_rows + blocks.row
+    order = np.argsort(row * num_cols + blocks.col)
+    bits = np.frombuffer(b"".join(dictionary), np.uint8)
+    needs_rows = rows is not None and bool((kind == Kind.INTERVAL).any())
+    lo, hi = (
+        row_intervals(rows, frame.seqlen_q, frame.seqlen_kv, frame.batch, frame.num_heads)
+        if needs_rows
+        else (None, None)
+    )
+    return Classified(
+        batch=frame.batch,
+        num_heads=frame.num_heads,
+        indptr=pointers(row, frame.batch * frame.num_heads * num_rows),
+        indices=blocks.col[order].astype(np.int32),
+        kinds=kind[order],
+        tiles=tile[order],
+        bits=bits.reshape(len(dictionary), frame.block[0], -(-frame.block[1] // 8)),
+        lo=lo,
+        hi=hi,
+    )
+
+
+def row_intervals(mask: Mask, seqlen_q: int, seqlen_kv: int, batch: int, num_heads: int) -> tuple[Array, Array]:
+    """A mask's row intervals within the keys that exist, int32 [batch or 1, num_heads or 1, seqlen_q] each."""
+    b, h = np.arange(batch)[:, None, None], np.arange(num_heads)[:, None]
+    lo, hi = (np.clip(side, 0, seqlen_kv) for side in mask.closed_form(b, h, np.arange(seqlen_q)))
+    leading = np.broadcast_shapes(np.shape(lo), np.shape(hi), (1, 1, seqlen_q))
+    return np.broadcast_to(lo, leading).astype(np.int32), np.broadcast_to(hi, leading).astype(np.int32)
+
+
+def pointers(rows: Array, num_rows: int) -> Array:
+    """Where each row's entries start, int32 [num_rows + 1], from the row of every entry."""
+    counts = np.bincount(rows, minlength=num_rows)
+    if counts.sum() > np.iinfo(np.int32).max:
+        raise MemoryError(f"the mask keeps {counts.sum()} blocks, more than int32 counts: use larger blocks")
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def pack(allowed: Array) -> Array:
+    """Booleans [..., block_kv] as bits: key 8 c + r is bit r of byte c."""
+    return np.packbits(allowed, axis=-1, bitorder="little")
+
+
+def unpack(bits: Array, block_kv: int) -> Array:
+    """Bits back to booleans [..., block_kv]."""
+    return np.unpackbits(bits, axis=-1, count=block_kv, bitorder="little").view(bool)

@@ -1,0 +1,92 @@
+"""The numbers of a chip that planning reads. A GPU's can be given without the GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from .errors import UnsupportedProblem
+
+# Shared memory one thread block may ask for, in KiB, by compute capability.
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+_SHARED_KIB = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+
+# name: (compute capability, streaming multiprocessors), from NVIDIA's data sheets.
+_GPUS = {
+    "T4": ((7, 5), 40),
+    "A100": ((8, 0), 108),
+    "RTX 3090": ((8, 6), 82),
+    "RTX 4090": ((8, 9), 128),
+    "L4": ((8, 9), 58),
+    "H100": ((9, 0), 132),
+    "H200": ((9, 0), 132),
+    "B200": ((10, 0), 148),
+    "RTX 5090": ((12, 0), 170),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """A chip, as far as the choice of a tile depends on it.
+
+    >>> DeviceSpec.gpu("H100")
+    DeviceSpec(name='H100', compute_capability=(9, 0), num_processors=132, tile_memory_bytes=232448)
+
+    Attributes
+    ----------
+    name : str
+    compute_capability : (int, int) or None
+        None for the host's processor.
+    num_processors : int
+        Streaming multiprocessors, or the cores this process may use.
+    tile_memory_bytes : int
+        Fast memory that one tile may fill: shared memory per thread block, or a core's level-2 cache.
+    """
+
+    name: str
+    compute_capability: tuple[int, int] | None = None
+    num_processors: int
+    tile_memory_bytes: int
+
+    @staticmethod
+    def host() -> DeviceSpec:
+        """The processor this process runs on.
+
+        >>> DeviceSpec.host().compute_capability is None
+        True
+        """
+        return DeviceSpec(name="host", num_processors=_usable_cores(), tile_memory_bytes=_level2_bytes())
+
+    @staticmethod
+    def gpu(name: str) -> DeviceSpec:
+        """A known GPU by name.
+
+        >>> DeviceSpec.gpu("A100").num_processors
+        108
+        """
+        if name not in _GPUS:
+            known = ", ".join(_GPUS)
+            raise UnsupportedProblem(
+                [f"name must be one of {known}; got {name!r}: build a DeviceSpec from its numbers"]
+            )
+        capability, num_processors = _GPUS[name]
+        return DeviceSpec(
+            name=name,
+            compute_capability=capability,
+            num_processors=num_processors,
+            tile_memory_bytes=_SHARED_KIB[capability] * 1024,
+        )
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _level2_bytes() -> int:
+    """The level-2 cache of one core; 1 MiB where the system does not say (other than Linux with glibc)."""
+    try:
+        return os.sysconf("SC_LEVEL2_CACHE_SIZE") or 1 << 20
+    except (AttributeError, ValueError, OSError):
+        return 1 << 20

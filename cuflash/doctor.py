@@ -1,0 +1,172 @@
+"""What this machine can run, and what to do about the rest: ``python -m cuflash``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import threadpoolctl
+
+from .device import DeviceSpec
+
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+_OLDEST_DRIVER = (12, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of a report: ``ok``, ``missing``, or ``unknown`` where looking failed; with what to do, if anything."""
+
+    subject: str
+    status: Literal["ok", "missing", "unknown"] = "ok"
+    detail: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.status:8} {self.subject}: {self.detail}"
+        return f"{line}\n{'':9}-> {self.advice}" if self.advice else line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Findings in the order printed; ``report["NumPy"]`` is one of them."""
+
+    findings: tuple[Finding, ...]
+
+    def __getitem__(self, subject: str) -> Finding:
+        return {finding.subject: finding for finding in self.findings}[subject]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.findings))
+
+
+def doctor() -> Report:
+    """Look at the machine and say what works, what is missing and what to do. Never raises.
+
+    >>> report = doctor()
+    >>> report["executor cpu"].status
+    'ok'
+    >>> print(report)                                          # doctest: +ELLIPSIS
+    ok       cuflash: ...
+
+    No CUDA context is made and CuPy is not imported, so it is safe before a fork.
+
+    Returns
+    -------
+    Report
+        A record that prints itself; its `findings` have `subject`, `status`, `detail` and `advice`.
+    """
+    return Report(findings=tuple(_look(subject, check) for subject, check in _CHECKS.items()))
+
+
+def _look(subject: str, check: Callable[[str], Finding]) -> Finding:
+    try:
+        return check(subject)
+    except Exception as error:  # a report about a broken machine must not break on it
+        detail = f"could not be examined: {type(error).__name__}: {error}"
+        return Finding(subject=subject, status="unknown", detail=detail)
+
+
+def _cuflash(subject: str) -> Finding:
+    place = Path(__file__).parent
+    try:
+        return Finding(subject=subject, detail=f"{metadata.version('cuflash')} in {place}")
+    except metadata.PackageNotFoundError:
+        return Finding(subject=subject, detail=f"not installed, runs from {place}")
+
+
+def _python(subject: str) -> Finding:
+    return Finding(subject=subject, detail=f"{platform.python_version()}, {sys.executable}")
+
+
+def _numpy(subject: str) -> Finding:
+    pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+    names = {f"{pool['internal_api']} {pool['version']}, {pool['num_threads']} threads" for pool in pools}
+    if not names:
+        names = {np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]}
+    return Finding(subject=subject, detail=f"{np.__version__}, BLAS: {'; '.join(sorted(names))}")
+
+
+def _cores(subject: str) -> Finding:
+    return Finding(subject=subject, detail=f"{DeviceSpec.host().num_processors} of {os.cpu_count()} for this process")
+
+
+def _executor_cpu(subject: str) -> Finding:
+    return Finding(subject=subject, detail="NumPy arrays")
+
+
+def _executor_absent(subject: str) -> Finding:
+    return Finding(subject=subject, status="missing", detail="not in this version", advice="use executor='cpu'")
+
+
+def _compiler(subject: str) -> Finding:
+    wanted = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
+    path = next(filter(None, map(shutil.which, wanted)), None)
+    if path is None:
+        advice = "nothing in this version compiles C++; the sim executor will: apt install g++"
+        return Finding(subject=subject, status="missing", detail="no g++, clang++ or c++ on PATH", advice=advice)
+    run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
+    return Finding(subject=subject, detail=f"{path}, {(run.stdout or run.stderr).partition(chr(10))[0]}")
+
+
+def _driver(subject: str) -> Finding:
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    version = ctypes.c_int()
+    try:
+        code = ctypes.CDLL(name).cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return Finding(subject=subject, status="missing", detail=f"no {name}", advice="fine without an NVIDIA GPU")
+    if code != 0:
+        return Finding(subject=subject, status="unknown", detail=f"cuDriverGetVersion answers with error {code}")
+    major, minor = version.value // 1000, version.value % 1000 // 10
+    if (major, minor) < _OLDEST_DRIVER:
+        detail = f"only for CUDA {major}.{minor}"
+        return Finding(subject=subject, status="missing", detail=detail, advice="update it to one for CUDA 12 or newer")
+    return Finding(subject=subject, detail=f"for CUDA {major}.{minor} and older")
+
+
+def _cupy(subject: str) -> Finding:
+    found = {name: _version(name) for name in _CUPY}
+    installed = [f"{name} {version}" for name, version in found.items() if version]
+    if len(installed) > 1:
+        detail = f"{' and '.join(installed)} overwrite each other"
+        return Finding(subject=subject, status="missing", detail=detail, advice="uninstall all, install one")
+    if installed:
+        return Finding(subject=subject, detail=installed[0])
+    return Finding(
+        subject=subject,
+        status="missing",
+        detail="not installed",
+        advice="only for a GPU: pip install 'cuflash[cuda13]', or [cuda12] for a driver older than CUDA 13",
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+_CHECKS = {
+    "cuflash": _cuflash,
+    "Python": _python,
+    "NumPy": _numpy,
+    "cores": _cores,
+    "executor cpu": _executor_cpu,
+    "executor sim": _executor_absent,
+    "executor gpu": _executor_absent,
+    "C++ compiler": _compiler,
+    "NVIDIA driver": _driver,
+    "CuPy": _cupy,
+}

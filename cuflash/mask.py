@@ -1,0 +1,337 @@
+"""A mask as mathematics: what it can be asked, and the algebra of ``& | ~``.
+
+A mask answers element by element, and, where it has a closed form, for a whole rectangle or a whole row at once.
+It knows no lengths but those it is about, and nothing of blocks or kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from .arrays import Array, is_array, namespace
+from .errors import UnsupportedProblem, collecting
+
+UNBOUNDED = 2**31 - 1  # beyond any key; fits int32, so that it may meet int32 coordinates
+
+Intervals: TypeAlias = tuple[Array, Array]
+
+
+class MaskShape(NamedTuple):
+    """The shape a mask is asked for: the leading axes, the query heads and the two lengths.
+
+    >>> MaskShape((2, 3), 8, 128, 256).num_batch
+    6
+    """
+
+    batch: tuple[int, ...]
+    num_heads: int
+    seqlen_q: int
+    seqlen_kv: int
+
+    @property
+    def num_batch(self) -> int:
+        return prod(self.batch)
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Who may see whom: True where query i of head h in batch entry b attends key j.
+
+    Combine masks by ``&``, ``|`` and ``~``. ``bool(mask)`` raises, since ``and``, ``or`` and ``not`` would ask for it.
+    Masks that hold no arrays compare by value and can be hashed; array contents are never hashed or copied.
+
+    >>> bool(Band(None, 0))
+    Traceback (most recent call last):
+        ...
+    TypeError: a mask has no truth value: combine masks with & | ~ instead of and, or, not
+    """
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        """Element-wise: integer arrays that broadcast against each other in, booleans out.
+
+        ``b`` counts the leading axes as one, in C order. The default reads the closed form of `intervals`.
+        """
+        lo, hi = self.closed_form(b, h, i)
+        return (lo <= j) & (j < hi)
+
+    def intervals(self, b: Array, h: Array, i: Array) -> Intervals | None:
+        """``lo, hi`` such that row i attends exactly the keys lo <= j < hi; None without such a closed form.
+
+        For fixed b and h, lo and hi never decrease with i; that makes rows and columns, rectangles and the
+        transposed question closed forms too. An empty row is one with lo >= hi.
+        """
+        return None
+
+    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
+        """``may, must`` for rectangles of rows i0 <= i < i1 and keys j0 <= j < j1, none of them empty.
+
+        Not ``may`` proves that no element is allowed, ``must`` proves that all are. ``(True, False)`` is always right.
+        """
+        first, last = self.intervals(b, h, i0), self.intervals(b, h, i1 - 1)
+        if first is None or last is None:
+            return True, False
+        may = (first[0] < j1) & (last[1] > j0)
+        must = (last[0] <= j0) & (first[1] >= j1)
+        return may, must
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        """The same mask in absolute coordinates for this shape: alignments become offsets, arrays are checked.
+
+        Raises
+        ------
+        UnsupportedProblem
+            An alignment is needed and not given, or an array's shape does not fit.
+        """
+        return self
+
+    @property
+    def natural_block(self) -> tuple[int, int] | None:
+        """The block size the mask is made of, if it is made of blocks."""
+        return None
+
+    def dense(self, shape: MaskShape) -> Array:
+        """The whole mask as a bool array [*batch, num_heads, seqlen_q, seqlen_kv]: for tests and small problems.
+
+        >>> Band(0, 1).dense(MaskShape((), 1, 1, 3))
+        array([[[ True,  True, False]]])
+        """
+        resolved = self.resolve(shape)
+        batch, heads, rows, keys = (
+            np.arange(extent).reshape([-1 if axis == place else 1 for axis in range(4)])
+            for place, extent in enumerate((shape.num_batch, *shape[1:]))
+        )
+        allowed = resolved(batch, heads, rows, keys)
+        flat = np.broadcast_to(allowed, (shape.num_batch, *shape[1:]))
+        return flat.reshape(*shape.batch, *shape[1:]).copy()
+
+    def __and__(self, other: Mask) -> Mask:
+        return And((self, other)) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or((self, other)) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask has no truth value: combine masks with & | ~ instead of and, or, not")
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        pairs = zip(self._key(), other._key())  # type: ignore[attr-defined]
+        return all(a is b or (not is_array(a) and not is_array(b) and a == b) for a, b in pairs)
+
+    def __hash__(self) -> int:
+        if any(is_array(value) or callable(value) and not isinstance(value, Mask) for value in self._key()):
+            raise TypeError(f"{type(self).__name__} holds arrays or a function, whose contents are never hashed")
+        return hash((type(self), self._key()))
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def closed_form(self, b: Array, h: Array, i: Array) -> Intervals:
+        bounds = self.intervals(b, h, i)
+        if bounds is None:
+            raise NotImplementedError(f"{type(self).__name__} defines neither __call__ nor intervals")
+        return bounds
+
+
+@dataclass(frozen=True, eq=False)
+class Band(Mask):
+    """Keys with lower <= j - i <= upper, in absolute coordinates; None is unlimited.
+
+    >>> Band(-1, 0).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [0, 1, 1]])
+    """
+
+    lower: int | None = None
+    upper: int | None = None
+
+    def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
+        lo = 0 * i if self.lower is None else i + self.lower
+        hi = 0 * i + UNBOUNDED if self.upper is None else i + (self.upper + 1)
+        return lo, hi
+
+    @property
+    def transposed(self) -> Band:
+        """The band of keys seen from the queries: lower <= i - j <= upper."""
+        return Band(_negated(self.upper), _negated(self.lower))
+
+
+# The algebra
+
+
+@dataclass(frozen=True, eq=False)
+class And(Mask):
+    """Allowed by every operand."""
+
+    operands: tuple[Mask, ...]
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        return reduce(lambda x, y: x & y, (mask(b, h, i, j) for mask in self.operands))
+
+    def intervals(self, b: Array, h: Array, i: Array) -> Intervals | None:
+        bounds = [mask.intervals(b, h, i) for mask in self.operands]
+        known = [pair for pair in bounds if pair is not None]
+        if len(known) < len(bounds):
+            return None
+        xp = namespace(*(side for pair in known for side in pair))
+        return reduce(xp.maximum, (lo for lo, _ in known)), reduce(xp.minimum, (hi for _, hi in known))
+
+    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
+        answers = [mask.rectangle(b, h, i0, i1, j0, j1) for mask in self.operands]
+        return reduce(lambda x, y: x & y, (a[0] for a in answers)), reduce(lambda x, y: x & y, (a[1] for a in answers))
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        return intersection(_flattened(And, _resolve_all(self.operands, shape)))
+
+    @property
+    def natural_block(self) -> tuple[int, int] | None:
+        return _finest(self.operands)
+
+
+@dataclass(frozen=True, eq=False)
+class Or(Mask):
+    """Allowed by any operand."""
+
+    operands: tuple[Mask, ...]
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        return reduce(lambda x, y: x | y, (mask(b, h, i, j) for mask in self.operands))
+
+    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
+        answers = [mask.rectangle(b, h, i0, i1, j0, j1) for mask in self.operands]
+        return reduce(lambda x, y: x | y, (a[0] for a in answers)), reduce(lambda x, y: x | y, (a[1] for a in answers))
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        return Or(_flattened(Or, _resolve_all(self.operands, shape)))
+
+    @property
+    def natural_block(self) -> tuple[int, int] | None:
+        return _finest(self.operands)
+
+
+@dataclass(frozen=True, eq=False)
+class Not(Mask):
+    """Allowed where the operand is not."""
+
+    operand: Mask
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        return namespace(b, h, i, j).logical_not(self.operand(b, h, i, j))
+
+    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
+        may, must = self.operand.rectangle(b, h, i0, i1, j0, j1)
+        return namespace(must, i0).logical_not(must), namespace(may, i0).logical_not(may)
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        inner = self.operand.resolve(shape)
+        if isinstance(inner, Band) and inner.lower is None and inner.upper is not None:
+            return Band(inner.upper + 1, None)
+        if isinstance(inner, Band) and inner.upper is None and inner.lower is not None:
+            return Band(None, inner.lower - 1)
+        return Not(inner)
+
+    @property
+    def natural_block(self) -> tuple[int, int] | None:
+        return self.operand.natural_block
+
+
+def intersection(masks: Sequence[Mask]) -> Mask:
+    """One resolved mask for several resolved ones; bands become one band. No mask at all allows everything."""
+    bands = [mask for mask in masks if isinstance(mask, Band)]
+    lowers = [band.lower for band in bands if band.lower is not None]
+    uppers = [band.upper for band in bands if band.upper is not None]
+    band = Band(max(lowers, default=None), min(uppers, default=None))
+    rest = [mask for mask in masks if not isinstance(mask, Band)]
+    if not rest:
+        return band
+    factors = rest if band == Band() else [band, *rest]
+    return factors[0] if len(factors) == 1 else And(tuple(factors))
+
+
+def _resolve_all(masks: Sequence[Mask], shape: MaskShape) -> list[Mask]:
+    reasons: list[str] = []
+    resolved = []
+    for mask in masks:
+        with collecting(reasons):
+            resolved.append(mask.resolve(shape))
+    if reasons:
+        raise UnsupportedProblem(dict.fromkeys(reasons))
+    return resolved
+
+
+def _flattened(node: type[And] | type[Or], masks: Sequence[Mask]) -> tuple[Mask, ...]:
+    return tuple(leaf for mask in masks for leaf in (mask.operands if isinstance(mask, node) else (mask,)))
+
+
+def _finest(masks: Sequence[Mask]) -> tuple[int, int] | None:
+    blocks = [mask.natural_block for mask in masks if mask.natural_block is not None]
+    return (min(block[0] for block in blocks), min(block[1] for block in blocks)) if blocks else None
+
+
+# Arrays over the leading axes
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LeadingArray:
+    """An array whose axes before the last `trailing` broadcast over the leading axes, read without copying it."""
+
+    array: Array
+    batch: tuple[int, ...]
+    trailing: int
+
+    __hash__ = None  # type: ignore[assignment]  # contents are never hashed
+
+    @staticmethod
+    def of(array: Array, batch: tuple[int, ...], trailing: int) -> LeadingArray:
+        missing = len(batch) + trailing - array.ndim
+        return LeadingArray(array.reshape((1,) * missing + tuple(array.shape)), batch, trailing)
+
+    def at(self, b: Array, *rest: Array) -> Array:
+        """Elements at flat batch index b and the trailing coordinates; an axis of extent 1 ignores its coordinate."""
+        if any(extent > 1 for extent in self.array.shape[: len(self.batch)]):
+            places = namespace(b).unravel_index(b, self.batch) if len(self.batch) > 1 else (b,)
+        else:
+            places = (0,) * len(self.batch)
+        coordinates = (*places, *rest)
+        return self.array[tuple(c if extent > 1 else 0 for c, extent in zip(coordinates, self.array.shape))]
+
+
+@dataclass(frozen=True, slots=True)
+class PerBatch:
+    """One int, or one int per batch entry."""
+
+    value: int | LeadingArray
+
+    @staticmethod
+    def of(name: str, value: int | Array, batch: tuple[int, ...] | None) -> PerBatch:
+        if not is_array(value):
+            return PerBatch(int(value))
+        if batch is None:
+            raise UnsupportedProblem([f"{name} given per batch entry depends on the batch: call .resolve(shape) first"])
+        reasons = leading_reasons(name, tuple(value.shape), batch)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        return PerBatch(LeadingArray.of(value, batch, 0))
+
+    def at(self, b: Array) -> Array:
+        return self.value if isinstance(self.value, int) else self.value.at(b)
+
+
+def leading_reasons(name: str, leading: tuple[int, ...], wanted: tuple[int, ...]) -> list[str]:
+    fits = len(leading) <= len(wanted) and all(have in (1, want) for have, want in zip(leading[::-1], wanted[::-1]))
+    return [] if fits else [f"{name}'s leading axes must broadcast to {wanted}; got {leading}"]
+
+
+def _negated(bound: int | None) -> int | None:
+    return None if bound is None else -bound

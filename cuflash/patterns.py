@@ -1,0 +1,354 @@
+"""Block-sparse patterns of the literature, as masks.
+
+Those made of windows, prefixes and combs hold no lengths; those made of blocks are drawn for given lengths.
+
+>>> from cuflash.masks import MaskShape
+>>> sink_local(1, 2).dense(MaskShape((), 1, 4, 4))[0].astype(int)
+array([[1, 0, 0, 0],
+       [1, 1, 0, 0],
+       [1, 1, 1, 0],
+       [1, 0, 1, 1]])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+
+from .arrays import Array, is_int
+from .block_set import block_pair
+from .errors import UnsupportedProblem
+from .mask import Intervals, Mask
+from .masks import BlockPattern, Causal, Dilated, Lengths, SlidingWindow
+
+__all__ = ["bigbird", "butterfly", "checkerboard", "fixed", "longformer", "random", "sink_local", "strided"]
+
+
+def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, max_stride: int | None = None) -> Mask:
+    """Flat block butterfly: block row I keeps block I and the blocks whose number differs from I in one bit.
+
+    >>> from cuflash.masks import MaskShape
+    >>> butterfly(8, block=1).dense(MaskShape((), 1, 8, 8))[0].astype(int)
+    array([[1, 1, 1, 0, 1, 0, 0, 0],
+           [1, 1, 0, 1, 0, 1, 0, 0],
+           [1, 0, 1, 1, 0, 0, 1, 0],
+           [0, 1, 1, 1, 0, 0, 0, 1],
+           [1, 0, 0, 0, 1, 1, 1, 0],
+           [0, 1, 0, 0, 1, 1, 0, 1],
+           [0, 0, 1, 0, 1, 0, 1, 1],
+           [0, 0, 0, 1, 0, 1, 1, 1]])
+
+    Parameters
+    ----------
+    seqlen_q, seqlen_kv : int
+        Lengths in tokens; seqlen_kv is seqlen_q unless given. A grid that is no power of two is clipped.
+    block : int or (int, int)
+    max_stride : int, optional
+        Keep only bits below this power of two, counted in blocks; the whole grid unless given.
+
+    Notes
+    -----
+    Pixelated Butterfly, arXiv 2112.00029, section 3.2; the pattern of FlashAttention's block-sparse experiments,
+    arXiv 2205.14135, section 3.3. About log2(number of blocks) + 1 blocks a row.
+    """
+    grid, sides = _grid(seqlen_q, seqlen_kv, block)
+    if max_stride is not None:
+        _check_positive("max_stride", max_stride)
+    reach = max(grid) if max_stride is None else max_stride
+    rows = np.arange(grid[0])
+    cols = [rows, *(rows ^ (1 << bit) for bit in range(max(reach - 1, 0).bit_length()))]
+    return _kept(np.tile(rows, len(cols)), np.concatenate(cols), grid, sides)
+
+
+def bigbird(
+    seqlen_q: int,
+    seqlen_kv: int | None = None,
+    *,
+    block: Any = 64,
+    num_window: int = 3,
+    num_global: int = 1,
+    num_random: int = 3,
+    num_heads: int = 1,
+    seed: int = 0,
+) -> Mask:
+    """BigBird: a window of blocks, global blocks at both ends as rows and as columns, and random blocks in each row.
+
+    >>> from cuflash.masks import MaskShape
+    >>> mask = bigbird(8, block=1, num_random=1)
+    >>> mask.dense(MaskShape((), 1, 8, 8)).sum(axis=-1)       # 3 window + 2 global + 1 random, and two global rows
+    array([[8, 5, 6, 6, 6, 6, 5, 8]])
+
+    Parameters
+    ----------
+    seqlen_q, seqlen_kv : int
+    block : int or (int, int)
+    num_window : int
+        Odd number of blocks around the diagonal.
+    num_global : int
+        Blocks at each end that see all and are seen by all.
+    num_random : int
+        Blocks a row drawn without replacement from the rest, as many as there are.
+    num_heads : int
+        Heads with random blocks of their own; 1 serves all.
+    seed : int
+
+    Notes
+    -----
+    arXiv 2007.14062, section 2 and appendix D (internal transformer construction).
+    """
+    grid, sides = _grid(seqlen_q, seqlen_kv, block)
+    _check_counts(num_window=num_window, num_global=num_global, num_random=num_random)
+    if num_window % 2 == 0:
+        raise UnsupportedProblem(
+            [f"num_window must be odd, the diagonal and as many blocks on each side; got {num_window}"]
+        )
+    _check_positive("num_heads", num_heads)
+    row, col = np.ogrid[: grid[0], : grid[1]]
+    base = abs(row - col) <= num_window // 2
+    for place, extent in ((row, grid[0]), (col, grid[1])):
+        base = base | (place < num_global) | (place >= extent - num_global)
+    rng = np.random.default_rng(seed)
+    heads = [base | _random_rows(rng, ~base, num_random) for _ in range(num_heads)]
+    return BlockPattern(np.stack(heads) if num_heads > 1 else heads[0], sides)
+
+
+def random(
+    seqlen_q: int,
+    seqlen_kv: int | None = None,
+    *,
+    block: Any = 128,
+    density: float,
+    num_heads: int = 1,
+    seed: int = 0,
+    diagonal: bool = True,
+) -> Mask:
+    """Random blocks, as many in each row, at a density; the usual yardstick of block-sparse kernels.
+
+    >>> from cuflash.masks import MaskShape
+    >>> random(8, block=1, density=0.25).dense(MaskShape((), 1, 8, 8)).sum(axis=-1)
+    array([[2, 2, 2, 2, 2, 2, 2, 2]])
+
+    Parameters
+    ----------
+    seqlen_q, seqlen_kv : int
+    block : int or (int, int)
+    density : float
+        Blocks kept over all blocks, 0 to 1, rounded to whole blocks a row.
+    num_heads : int
+        Heads with blocks of their own; 1 serves all.
+    seed : int
+    diagonal : bool
+        Whether each row's diagonal block is always one of those kept.
+    """
+    grid, sides = _grid(seqlen_q, seqlen_kv, block)
+    if not (isinstance(density, (int, float)) and 0 <= density <= 1):
+        raise UnsupportedProblem([f"density must be a number from 0 to 1; got {density!r}"])
+    _check_positive("num_heads", num_heads)
+    count = round(density * grid[1])
+    rng = np.random.default_rng(seed)
+    forced = np.eye(*grid, dtype=bool) if diagonal and count else np.zeros(grid, bool)
+    drawn = [forced | _random_rows(rng, ~forced, count - forced.sum(axis=1)) for _ in range(num_heads)]
+    return BlockPattern(np.stack(drawn) if num_heads > 1 else drawn[0], sides)
+
+
+def longformer(window: int, num_global: int = 0, *, dilation: int = 1, align: str | None = None) -> Mask:
+    """Longformer: a window of keys around each query, and tokens at the start that see all and are seen by all.
+
+    >>> from cuflash.masks import MaskShape
+    >>> longformer(2, 1).dense(MaskShape((), 1, 5, 5))[0].astype(int)
+    array([[1, 1, 1, 1, 1],
+           [1, 1, 1, 0, 0],
+           [1, 1, 1, 1, 0],
+           [1, 0, 1, 1, 1],
+           [1, 0, 0, 1, 1]])
+
+    Parameters
+    ----------
+    window : int
+        Keys in the window beside the diagonal, half on each side.
+    num_global : int
+        Global tokens, the first of the sequence.
+    dilation : int
+        Distance between the window's keys.
+    align : "bottom_right", "top_left" or None
+        As in `masks.Causal`; needed when the lengths differ.
+
+    Notes
+    -----
+    arXiv 2004.05150, section 3.1.
+    """
+    _check_counts(window=window, num_global=num_global)
+    side = window // 2
+    local = SlidingWindow(side, side, align) if dilation == 1 else Dilated(dilation, side, side, align)
+    return local | Lengths(kv=num_global) | Lengths(q=num_global) if num_global else local
+
+
+def strided(stride: int, *, align: str | None = None) -> Mask:
+    """Sparse Transformer, strided: the last `stride` keys, and every `stride`-th key before them.
+
+    >>> from cuflash.masks import MaskShape
+    >>> strided(2).dense(MaskShape((), 1, 5, 5))[0].astype(int)
+    array([[1, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0],
+           [1, 1, 1, 0, 0],
+           [0, 1, 1, 1, 0],
+           [1, 0, 1, 1, 1]])
+
+    Parameters
+    ----------
+    stride : int
+    align : "bottom_right", "top_left" or None
+        As in `masks.Causal`.
+
+    Notes
+    -----
+    arXiv 1904.10509, section 4.3: both heads' sets in one mask.
+    """
+    _check_positive("stride", stride)
+    return SlidingWindow(stride - 1, 0, align) | Dilated(stride, None, 0, align)
+
+
+def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
+    """Sparse Transformer, fixed: causal, the own stretch of `stride` keys, and the last keys of every stretch.
+
+    >>> from cuflash.masks import MaskShape
+    >>> fixed(3, 1).dense(MaskShape((), 1, 6, 6))[0].astype(int)
+    array([[1, 0, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0, 0],
+           [1, 1, 1, 0, 0, 0],
+           [0, 0, 1, 1, 0, 0],
+           [0, 0, 1, 1, 1, 0],
+           [0, 0, 1, 1, 1, 1]])
+
+    Parameters
+    ----------
+    stride : int
+        Length of a stretch.
+    num_summary : int
+        Keys at the end of every stretch that all later queries see, at most `stride`.
+    align : "bottom_right", "top_left" or None
+        As in `masks.Causal`.
+
+    Notes
+    -----
+    arXiv 1904.10509, section 4.3 (there l and c): both heads' sets in one mask.
+    """
+    _check_positive("stride", stride)
+    _check_counts(num_summary=num_summary)
+    if num_summary > stride:
+        raise UnsupportedProblem([f"num_summary must be at most stride={stride}; got {num_summary}"])
+    return Causal(align) & (SameStretch(stride) | StretchEnds(stride, num_summary))
+
+
+def sink_local(num_sinks: int, window: int, *, align: str | None = None) -> Mask:
+    """Attention sinks and a causal window: the first `num_sinks` keys and the last `window`.
+
+    Parameters
+    ----------
+    num_sinks, window : int
+        In keys; the window counts the diagonal.
+    align : "bottom_right", "top_left" or None
+        As in `masks.Causal`.
+
+    Examples
+    --------
+    >>> from cuflash.masks import MaskShape
+    >>> sink_local(1, 1).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [1, 0, 1]])
+
+    Notes
+    -----
+    StreamingLLM, arXiv 2309.17453, section 3.2.
+    """
+    _check_counts(num_sinks=num_sinks)
+    _check_positive("window", window)
+    return Causal(align) & (Lengths(kv=num_sinks) | SlidingWindow(window - 1, 0, align))
+
+
+def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128) -> Mask:
+    """Every other block: density one half without two neighbours, the worst case for reading keys in runs.
+
+    >>> from cuflash.masks import MaskShape
+    >>> checkerboard(3, block=1).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    array([[1, 0, 1],
+           [0, 1, 0],
+           [1, 0, 1]])
+    """
+    grid, sides = _grid(seqlen_q, seqlen_kv, block)
+    return BlockPattern((np.arange(grid[0])[:, None] + np.arange(grid[1])) % 2 == 0, sides)
+
+
+@dataclass(frozen=True, eq=False)
+class SameStretch(Mask):
+    """Query and key lie in the same stretch of `stride` tokens."""
+
+    stride: int
+
+    def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
+        lo = i // self.stride * self.stride
+        return lo, lo + self.stride
+
+
+@dataclass(frozen=True, eq=False)
+class StretchEnds(Mask):
+    """The last `count` keys of every stretch of `stride`."""
+
+    stride: int
+    count: int
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        return j % self.stride >= self.stride - self.count
+
+    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
+        num_keys = (
+            (j1 - 1) // self.stride * self.count
+            + self._into(j1 - 1)
+            - (j0 // self.stride * self.count + self._into(j0))
+        )
+        ends = num_keys + (j0 % self.stride >= self.stride - self.count)
+        return ends > 0, ends == j1 - j0
+
+    def _into(self, j: Array) -> Array:
+        """How many of a stretch's last keys come at or before key j, less those of the stretches before."""
+        into = j % self.stride - (self.stride - self.count) + 1
+        return into * (into > 0)
+
+
+def _grid(seqlen_q: int, seqlen_kv: int | None, block: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    seqlen_kv = seqlen_q if seqlen_kv is None else seqlen_kv
+    _check_counts(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    sides = block_pair(block)
+    return (-(-seqlen_q // sides[0]), -(-seqlen_kv // sides[1])), sides
+
+
+def _kept(rows: Array, cols: Array, grid: tuple[int, int], sides: tuple[int, int]) -> Mask:
+    inside = cols < grid[1]
+    rows, cols = rows[inside], cols[inside]
+    return BlockPattern(scipy.sparse.coo_array((np.ones(len(rows), bool), (rows, cols)), shape=grid), sides)
+
+
+def _random_rows(rng: np.random.Generator, candidates: Array, count: Any) -> Array:
+    """`count` candidates of each row, drawn without replacement; all of them where there are fewer."""
+    order = np.where(candidates, rng.random(candidates.shape), 2.0)
+    rank = order.argsort(axis=1).argsort(axis=1)
+    return candidates & (rank < np.reshape(count, (-1, 1)))
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not is_int(value) or value < 1:  # type: ignore[operator]
+        raise UnsupportedProblem([f"{name} must be an int of at least 1; got {value!r}"])
+
+
+def _check_counts(**counts: object) -> None:
+    reasons = [
+        f"{name} must be an int of at least 0; got {value!r}"
+        for name, value in counts.items()
+        if not is_int(value) or value < 0  # type: ignore[operator]
+    ]
+    if reasons:
+        raise UnsupportedProblem(reasons)

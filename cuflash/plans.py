@@ -1,0 +1,119 @@
+"""A plan: everything decided about a call before its data is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .device import DeviceSpec
+from .mask import Mask
+from .problem import Problem
+from .tiles import Tile, choose_tile
+from .work_list import IntervalWork, ListedWork, WorkList, work_list
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Plan:
+    """Problem, mask, device, tile and work, all frozen.
+
+    Attributes
+    ----------
+    problem : Problem
+    mask : Mask
+        Resolved for the problem's shape.
+    device : DeviceSpec
+    tile : Tile
+    work : WorkList
+    """
+
+    problem: Problem
+    mask: Mask
+    device: DeviceSpec
+    tile: Tile
+    work: WorkList
+
+    @property
+    def num_matrices(self) -> int:
+        """Batch entries times query heads."""
+        return self.problem.mask_shape.num_batch * self.problem.num_heads
+
+    @property
+    def num_workers(self) -> int:
+        """Threads that a call on the host uses: one where the work is too little to share."""
+        tiles = self.num_matrices * -(-self.problem.seqlen_q // self.work.block_q)
+        scores = self.num_matrices * self.problem.seqlen_q * self.problem.seqlen_kv
+        return 1 if scores < 1 << 18 else max(1, min(self.device.num_processors, tiles))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory beside inputs and outputs: tiles of scores and of their gradients a worker, and the work list.
+
+        On the host: two tiles of scores, three tiles of gathered and widened rows and one accumulator for each
+        worker; the backward pass also keeps one number a query. On a GPU tiles live in shared memory: that number alone.
+        """
+        problem, itemsize = self.problem, self.problem.accumulator.itemsize
+        if self.device.compute_capability is not None:
+            return self.num_matrices * problem.seqlen_q * itemsize + self.work.nbytes
+        rows = max(self.tile.block_q, self.work.block_q, self.work.block_kv)
+        columns = max(self.tile.block_kv, self.work.block_kv, self.work.block_q)
+        scores = 2 * rows * columns
+        gathered = 2 * (rows + columns) * (problem.head_dim + problem.value_dim)
+        delta = self.num_matrices * problem.seqlen_q
+        return (self.num_workers * (scores + gathered) + delta) * itemsize + self.work.nbytes
+
+    def explain(self) -> str:
+        """What was decided and why, a line each."""
+        problem, work = self.problem, self.work
+        heads = f"{problem.num_heads} heads"
+        if problem.num_heads != problem.num_kv_heads:
+            heads += f" in groups of {problem.group_size} on {problem.num_kv_heads} key/value heads"
+        where = f"{self.device.num_processors} cores"
+        if self.device.compute_capability is not None:
+            major, minor = self.device.compute_capability
+            where = f"sm_{major}{minor}, {self.device.num_processors} multiprocessors"
+        lines = [
+            f"problem    batch {problem.batch}, {heads}, {problem.seqlen_q} queries, {problem.seqlen_kv} keys, "
+            f"dims {problem.head_dim} and {problem.value_dim}, {problem.dtype}, scale {problem.softmax_scale:.6g}",
+            f"device     {self.device.name}: {where}, {self.device.tile_memory_bytes >> 10} KiB for a tile",
+            f"tile       {self.tile.block_q} queries x {self.tile.block_kv} keys",
+            f"work       {_describe_work(work)}",
+            f"FLOPs      {self.forward_flops} forward",
+            f"workspace  {self.workspace_bytes} bytes, {work.nbytes} of them the work list",
+        ]
+        return "\n".join(lines)
+
+    @property
+    def forward_flops(self) -> int:
+        """Multiplications and additions of both products over the scores that the work visits."""
+        return 2 * self.visited_scores * (self.problem.head_dim + self.problem.value_dim)
+
+    @property
+    def visited_scores(self) -> int:
+        """Scores that the work list visits, over all batch entries and heads."""
+        total = 0
+        step = self.work.block_q
+        shape = self.problem.mask_shape
+        for b in range(shape.num_batch):
+            for h in range(shape.num_heads):
+                for start in range(0, shape.seqlen_q, step):
+                    stop = min(start + step, shape.seqlen_q)
+                    keys = sum(segment.stop - segment.start for segment in self.work.row(b, h, start, stop))
+                    total += (stop - start) * keys
+        return total
+
+
+def make_plan(problem: Problem, mask: Mask, device: DeviceSpec) -> Plan:
+    """Choose the tile, then list the work at it."""
+    tile = choose_tile(problem, device)
+    listed = work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
+    return Plan(problem=problem, mask=mask, device=device, tile=tile, work=listed)
+
+
+def _describe_work(work: WorkList) -> str:
+    if isinstance(work, ListedWork):
+        index = work.index
+        full, partial = int((index.kinds == 1).sum()), int((index.kinds != 1).sum())
+        return f"listed: {full} full and {partial} partial blocks of {index.block}, {len(index.bits)} bit tiles"
+    assert isinstance(work, IntervalWork)
+    if work.band is not None:
+        return f"implicit: keys with {work.band.lower} <= j - i <= {work.band.upper}, no list"
+    return "implicit: one interval of keys a row, no list"

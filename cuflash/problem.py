@@ -1,0 +1,197 @@
+"""The problem a call poses: shapes, dtype and scale, checked; no data, no mask, no device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .arrays import DTYPES, Array, ShapeDtype, accumulator_dtype, describe, is_array
+from .errors import UnsupportedProblem
+from .mask import MaskShape
+
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Everything about a call but its mask and its data.
+
+    >>> import numpy as np
+    >>> q = k = v = np.zeros((2, 8, 128, 64), np.float32)
+    >>> problem = Problem.of(q, k, v)
+    >>> problem.batch, problem.num_heads, problem.seqlen_kv, problem.softmax_scale
+    ((2,), 8, 128, 0.125)
+
+    Attributes
+    ----------
+    q_batch, k_batch, v_batch : tuple of int
+        The leading axes of each argument; they broadcast to `batch`.
+    num_heads, num_kv_heads : int
+        Query head h reads key/value head h // (num_heads / num_kv_heads).
+    has_heads : bool
+        False for 2-D arguments (seqlen, head_dim).
+    softmax_scale : float
+        What q . k is multiplied by; 1 / sqrt(head_dim) unless given.
+    """
+
+    q_batch: tuple[int, ...]
+    k_batch: tuple[int, ...]
+    v_batch: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    seqlen_q: int
+    seqlen_kv: int
+    head_dim: int
+    value_dim: int
+    has_heads: bool
+    dtype: np.dtype[Any]
+    softmax_scale: float
+
+    @classmethod
+    def of(cls, q: Array, k: Array, v: Array, *, scale: float | None = None) -> Problem:
+        """The problem of these arguments (arrays or `ShapeDtype`).
+
+        Raises
+        ------
+        TypeError
+            An argument is not an array of a known kind.
+        UnsupportedProblem
+            Anything else that cannot be, all reasons at once.
+        """
+        arguments = {"q": q, "k": k, "v": v}
+        for name, array in arguments.items():
+            if not (is_array(array) or isinstance(array, ShapeDtype)):
+                raise TypeError(f"{name} must be an array; got {describe(array)}: numpy.asarray makes one")
+        reasons = _rank_reasons(arguments) + _dtype_reasons(arguments) + _scale_reasons(scale)
+        if not _rank_reasons(arguments):
+            reasons += _shape_reasons(q, k, v)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        has_heads = q.ndim > 2
+        head_dim = int(q.shape[-1])
+        return cls(
+            q_batch=_ints(q.shape[:-3]),
+            k_batch=_ints(k.shape[:-3]),
+            v_batch=_ints(v.shape[:-3]),
+            num_heads=int(q.shape[-3]) if has_heads else 1,
+            num_kv_heads=int(k.shape[-3]) if has_heads else 1,
+            seqlen_q=int(q.shape[-2]),
+            seqlen_kv=int(k.shape[-2]),
+            head_dim=head_dim,
+            value_dim=int(v.shape[-1]),
+            has_heads=has_heads,
+            dtype=np.dtype(q.dtype),
+            softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+        )
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The broadcast leading axes."""
+        return np.broadcast_shapes(self.q_batch, self.k_batch, self.v_batch)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
+
+    @property
+    def mask_shape(self) -> MaskShape:
+        return MaskShape(self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
+
+    @property
+    def accumulator(self) -> np.dtype[Any]:
+        return accumulator_dtype(self.dtype)
+
+    def o_shape(self) -> tuple[int, ...]:
+        """(*batch, num_heads, seqlen_q, value_dim), without the heads for 2-D arguments."""
+        return (*self.lse_shape(), self.value_dim)
+
+    def lse_shape(self) -> tuple[int, ...]:
+        """(*batch, num_heads, seqlen_q), without the heads for 2-D arguments."""
+        return (*self.batch, self.num_heads, self.seqlen_q) if self.has_heads else (self.seqlen_q,)
+
+    def argument_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of q, k and v as they were given."""
+        heads_q, heads_kv = ((self.num_heads,), (self.num_kv_heads,)) if self.has_heads else ((), ())
+        return {
+            "q": (*self.q_batch, *heads_q, self.seqlen_q, self.head_dim),
+            "k": (*self.k_batch, *heads_kv, self.seqlen_kv, self.head_dim),
+            "v": (*self.v_batch, *heads_kv, self.seqlen_kv, self.value_dim),
+        }
+
+
+def _ints(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(extent) for extent in shape)
+
+
+def _rank_reasons(arguments: dict[str, Array]) -> list[str]:
+    reasons = [
+        f"{name} must have shape (..., heads, seqlen, dim) or (seqlen, dim); got {tuple(array.shape)}"
+        for name, array in arguments.items()
+        if array.ndim < 2
+    ]
+    if not reasons and len({array.ndim > 2 for array in arguments.values()}) > 1:
+        ranks = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arguments.items())
+        reasons.append(f"either all of q, k, v have a heads axis or none has; got {ranks}: add it with x[None]")
+    return reasons
+
+
+def _dtype_reasons(arguments: dict[str, Array]) -> list[str]:
+    dtypes = {name: np.dtype(array.dtype) for name, array in arguments.items()}
+    names = ", ".join(dtype.name for dtype in DTYPES)
+    reasons = [
+        f"{name}'s dtype must be one of {names}; got {dtype.str if not dtype.isnative else dtype}: "
+        f"convert it with {name}.astype"
+        for name, dtype in dtypes.items()
+        if dtype not in DTYPES
+    ]
+    if len(set(dtypes.values())) > 1:
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        reasons.append(f"q, k and v must share one dtype; got {listed}")
+    return reasons
+
+
+def _scale_reasons(scale: float | None) -> list[str]:
+    if scale is None:
+        return []
+    try:
+        finite = math.isfinite(scale)
+    except TypeError:
+        finite = False
+    return [] if finite else [f"scale must be a finite number or None; got {describe(scale)}"]
+
+
+def _shape_reasons(q: Array, k: Array, v: Array) -> list[str]:
+    """The rules that bind q, k and v to each other, once their ranks are right."""
+    reasons = []
+    for name, array, what in (("q", q, "head_dim"), ("v", v, "value dim")):
+        if not 1 <= array.shape[-1] <= MAX_HEAD_DIM:
+            reasons.append(f"{name}'s last axis ({what}) must be 1..{MAX_HEAD_DIM}; got shape {tuple(array.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        reasons.append(f"k must have q's head_dim={q.shape[-1]} as its last axis; got shape {tuple(k.shape)}")
+    if v.shape[-2] != k.shape[-2]:
+        reasons.append(f"v must have k's seqlen_kv={k.shape[-2]} as its axis -2; got shape {tuple(v.shape)}")
+    if q.ndim > 2:
+        reasons += _head_reasons(q, k, v)
+        try:
+            np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+        except ValueError:
+            leading = ", ".join(str(tuple(array.shape[:-3])) for array in (q, k, v))
+            reasons.append(f"the axes before heads of q, k, v must broadcast by NumPy's rules; got {leading}")
+    return reasons
+
+
+def _head_reasons(q: Array, k: Array, v: Array) -> list[str]:
+    num_heads, num_kv_heads = q.shape[-3], k.shape[-3]
+    reasons = []
+    if v.shape[-3] != num_kv_heads:
+        reasons.append(f"v must have k's {num_kv_heads} heads on axis -3; got shape {tuple(v.shape)}")
+    if num_kv_heads != num_heads and (num_kv_heads == 0 or num_heads % num_kv_heads):
+        reasons.append(
+            f"q's {num_heads} heads must be a multiple of k's {num_kv_heads}, since consecutive query heads share a "
+            f"key/value head"
+        )
+    return reasons

@@ -1,0 +1,196 @@
+"""The specification: what attention and its gradients are, on full matrices and nothing but NumPy.
+
+>>> import numpy as np
+>>> q = np.zeros((2, 1))
+>>> k = np.zeros((3, 1))
+>>> v = np.array([[1.0], [2.0], [6.0]])
+>>> causal = np.array([[1, 0, 0], [1, 1, 0]], bool)
+>>> o, lse = attention(q, k, v, mask=causal)
+>>> o.ravel().tolist(), np.exp(lse).round(9).tolist()
+([1.0, 1.5], [1.0, 2.0])
+
+Everything here is written to be read beside the paper and to be right, not fast: memory is O(seqlen_q seqlen_kv).
+Arithmetic is float64 whatever comes in; long double and complex arguments keep their kind, so that rounding can be
+told from error (long double) and the forward differentiated by a complex step of 1e-20. Nothing of the tiled code is
+used, and nothing of it may come to be used, since the two check each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array
+
+__all__ = ["attention", "attention_vjp"]
+
+
+def attention(q: Array, k: Array, v: Array, mask: Array | None = None, scale: float | None = None) -> tuple[Array, Array]:
+    """Softmax attention and the log-sum-exp of its scores.
+
+    >>> import numpy as np
+    >>> q = k = np.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> o, lse = attention(q, k, np.eye(2), scale=np.log(3.0))
+    >>> o.round(9).tolist()
+    [[0.75, 0.25], [0.25, 0.75]]
+    >>> np.exp(lse).round(9).tolist()
+    [4.0, 4.0]
+
+    Parameters
+    ----------
+    q : array [*batch, num_heads, seqlen_q, head_dim], or [seqlen_q, head_dim]
+    k : array [*batch, num_kv_heads, seqlen_kv, head_dim], or [seqlen_kv, head_dim]
+    v : array [*batch, num_kv_heads, seqlen_kv, value_dim], or [seqlen_kv, value_dim]
+        Axes before the heads broadcast. Query head h reads key/value head h // (num_heads / num_kv_heads).
+    mask : bool array, optional
+        True = attend; broadcasts to [*batch, num_heads, seqlen_q, seqlen_kv].
+    scale : float, optional
+        What q . k is multiplied by; 1 / sqrt(head_dim) unless given.
+
+    Returns
+    -------
+    o : array [*batch, num_heads, seqlen_q, value_dim], or [seqlen_q, value_dim]
+        softmax(scale q k^T) v. A row with no key is 0.
+    lse : array [*batch, num_heads, seqlen_q], or [seqlen_q]
+        Natural log of the sum of exp(scale q k^T) over the row's keys. A row with no key is -inf.
+
+    Raises
+    ------
+    TypeError
+        The mask is not boolean.
+
+    Notes
+    -----
+    S = scale Q K^T, P = softmax(S), O = P V: FlashAttention (arXiv 2205.14135), section 2.2; the shift by the row
+    maximum and L = m + log(l) are FlashAttention-2's (arXiv 2307.08691, section 2.3 and algorithm 1).
+    """
+    probability, lse = _softmax(q, k, v, mask, scale)
+    o = probability @ expand_heads(widened(v), probability.shape[-3])
+    return (o, lse) if np.ndim(q) > 2 else (o[0], lse[0])
+
+
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    dlse: Array | None = None,
+    mask: Array | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array, Array]:
+    """The gradients of sum(do * o) + sum(dlse * lse).
+
+    >>> import numpy as np
+    >>> q, k, v = np.zeros((1, 1)), np.array([[1.0], [3.0]]), np.array([[0.0], [8.0]])
+    >>> dq, dk, dv = attention_vjp(q, k, v, np.ones((1, 1)))
+    >>> dq.tolist(), dk.tolist(), dv.tolist()
+    ([[4.0]], [[0.0], [0.0]], [[0.5], [0.5]])
+
+    Parameters
+    ----------
+    q, k, v, mask, scale
+        As in `attention`.
+    do : array, shaped as `attention` returns o
+    dlse : array, shaped as `attention` returns lse, optional
+        Zero unless given.
+
+    Returns
+    -------
+    dq, dk, dv : arrays, shaped as q, k, v
+        Summed over the query heads that share a key/value head, and over the axes that were broadcast. Rows with no
+        key contribute nothing.
+
+    Notes
+    -----
+    FlashAttention-2 (arXiv 2307.08691), section 2.2 and algorithm 2::
+
+        dV = P^T dO     dP = dO V^T     D = rowsum(dO * O)     dS = P * (dP - D)
+        dQ = scale dS K     dK = scale dS^T Q
+
+    with D replaced by D - dlse, since the derivative of a row's lse with respect to its scores is P.
+    """
+    probability, _ = _softmax(q, k, v, mask, scale)
+    num_heads = probability.shape[-3]
+    keys, values = (expand_heads(widened(x), num_heads) for x in (k, v))
+    queries, do = with_heads(widened(q)), with_heads(widened(do))
+
+    o = probability @ values
+    d = np.sum(do * o, axis=-1, keepdims=True)
+    if dlse is not None:
+        d = d - widened(dlse).reshape(d.shape)
+    dp = do @ np.swapaxes(values, -1, -2)
+    ds = probability * (dp - d)
+
+    softmax_scale = default_scale(q, scale)
+    dq = softmax_scale * (ds @ keys)
+    dk = softmax_scale * (np.swapaxes(ds, -1, -2) @ queries)
+    dv = np.swapaxes(probability, -1, -2) @ do
+    return sum_to(dq, np.shape(q)), sum_heads_to(dk, np.shape(k)), sum_heads_to(dv, np.shape(v))
+
+
+def _softmax(q: Array, k: Array, v: Array, mask: Array | None, scale: float | None) -> tuple[Array, Array]:
+    """P [*batch, num_heads, seqlen_q, seqlen_kv] and lse [*batch, num_heads, seqlen_q]."""
+    queries = with_heads(widened(q))
+    keys = expand_heads(widened(k), queries.shape[-3])
+    score = default_scale(q, scale) * (queries @ np.swapaxes(keys, -1, -2))
+    batch = np.broadcast_shapes(score.shape[:-3], np.shape(v)[:-3])
+    score = np.broadcast_to(score, (*batch, *score.shape[-3:]))
+    allowed = allowed_of(mask, score.shape)
+    # The maximum by real part: any shift gives the same softmax, so a complex step sees through it.
+    row_max = np.max(score.real, axis=-1, keepdims=True, initial=-np.inf, where=allowed)
+    row_max = np.where(np.isneginf(row_max), 0, row_max)  # a row with no key; -inf - -inf would be NaN
+    weight = np.where(allowed, np.exp(np.where(allowed, score - row_max, 0)), 0)
+    row_sum = np.sum(weight, axis=-1, keepdims=True)
+    empty = ~np.any(allowed, axis=-1, keepdims=True)
+    row_sum_or_one = np.where(empty, 1, row_sum)
+    lse = np.where(empty, -np.inf, row_max + np.log(row_sum_or_one))
+    return weight / row_sum_or_one, lse[..., 0]
+
+
+def widened(x: Array) -> Array:
+    """In float64, or more: long double stays, and complex becomes complex128 at least."""
+    array = np.asarray(x)
+    return array.astype(np.result_type(array.dtype, np.float64))
+
+
+def with_heads(x: Array) -> Array:
+    """A 2-D argument with a heads axis of 1; others as they are."""
+    return x[None] if x.ndim == 2 else x
+
+
+def expand_heads(x: Array, num_heads: int) -> Array:
+    """Each key/value head repeated for the consecutive query heads that read it."""
+    headed = with_heads(x)
+    num_kv_heads = headed.shape[-3]
+    return headed if num_kv_heads == num_heads else np.repeat(headed, num_heads // num_kv_heads, axis=-3)
+
+
+def sum_heads_to(gradient: Array, shape: Sequence[int]) -> Array:
+    """The transpose of `expand_heads` and of broadcasting: sums over each group of heads, then over leading axes."""
+    num_kv_heads = shape[-3] if len(shape) > 2 else 1
+    *batch, num_heads, rows, columns = gradient.shape
+    group = num_heads // num_kv_heads if num_kv_heads else 1
+    return sum_to(gradient.reshape(*batch, num_kv_heads, group, rows, columns).sum(axis=-3), shape)
+
+
+def sum_to(gradient: Array, shape: Sequence[int]) -> Array:
+    """The transpose of broadcasting `shape` to the gradient's: sums over the axes that were stretched."""
+    missing = gradient.ndim - len(shape)
+    summed = gradient.sum(axis=tuple(range(missing))) if missing > 0 else gradient
+    stretched = tuple(axis for axis, extent in enumerate(shape) if extent == 1 != summed.shape[axis])
+    return summed.sum(axis=stretched, keepdims=True)
+
+
+def allowed_of(mask: Array | None, shape: Sequence[int]) -> Any:
+    """The mask as a full bool array; all True without one."""
+    allowed = np.asarray(True if mask is None else mask)
+    if allowed.dtype != np.bool_:
+        raise TypeError(f"mask must be boolean, True = attend; got dtype {allowed.dtype}")
+    return np.broadcast_to(allowed, shape)
+
+
+def default_scale(q: Array, scale: float | None) -> float:
+    return 1.0 / math.sqrt(np.shape(q)[-1]) if scale is None else scale

@@ -1,0 +1,90 @@
+"""Partial attention states are a monoid: what `merge` adds up, with identity (0, -inf)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .arrays import DTYPES, Array, accumulator_dtype, describe, is_array, namespace
+from .errors import UnsupportedProblem
+
+
+def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple[Array, Array]:
+    """Combine attention over disjoint sets of keys into attention over their union.
+
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 8, 4))
+    >>> left = cuflash.attention(q, k[:3], v[:3], return_lse=True)
+    >>> right = cuflash.attention(q, k[3:], v[3:], return_lse=True)
+    >>> o, lse = cuflash.merge(*zip(left, right))
+    >>> bool(np.allclose(o, cuflash.attention(q, k, v)))
+    True
+
+    Parameters
+    ----------
+    outs : sequence of arrays [..., seqlen_q, value_dim]
+        Outputs, one a part, of one shape and dtype; or one array with the parts along its first axis.
+    lses : sequence of arrays [..., seqlen_q]
+        Their log-sum-exps, natural logarithm.
+
+    Returns
+    -------
+    o : array [..., seqlen_q, value_dim], lse : array [..., seqlen_q]
+        In the dtypes that came. Rows that are empty in every part give 0 and -inf.
+
+    Raises
+    ------
+    TypeError
+        A part is not an array.
+    UnsupportedProblem
+        No parts, or parts whose shapes or dtypes do not fit; all reasons at once.
+
+    Notes
+    -----
+    o = sum_p exp(lse_p - lse) o_p with lse = log sum_p exp(lse_p): the rescaling of FlashAttention-2
+    (arXiv 2307.08691, section 3.1), applied to finished parts. Sums run in float32 (float64 for float64).
+    """
+    outs, lses = list(outs), list(lses)
+    _check(outs, lses)
+    xp = namespace(outs[0])
+    wide = accumulator_dtype(outs[0].dtype)
+    lse_max = lses[0]
+    for lse in lses[1:]:
+        lse_max = xp.maximum(lse_max, lse)
+    # An empty row has lse_max = -inf; 0 in its place keeps -inf - (-inf) out.
+    shift = xp.where(xp.isneginf(lse_max), 0, lse_max)
+    total = xp.zeros_like(lse_max)
+    o = xp.zeros(outs[0].shape, dtype=wide)
+    for out, lse in zip(outs, lses):
+        weight = xp.exp(lse - shift)
+        total = total + weight
+        # A part that is empty in a row adds nothing there, whatever it holds.
+        o = o + xp.where(weight[..., None] > 0, weight[..., None] * out.astype(wide), 0)
+    safe = xp.where(total > 0, total, 1)
+    merged = xp.where(total > 0, shift + xp.log(safe), -xp.inf).astype(lse_max.dtype)
+    return (o / safe[..., None]).astype(outs[0].dtype), merged
+
+
+def _check(outs: list[Array], lses: list[Array]) -> None:
+    for name, parts in (("outs", outs), ("lses", lses)):
+        for place, part in enumerate(parts):
+            if not is_array(part):
+                raise TypeError(f"{name}[{place}] must be an array; got {describe(part)}")
+    if not outs or len(outs) != len(lses):
+        raise UnsupportedProblem([f"outs and lses must hold as many parts, at least one; got {len(outs)}, {len(lses)}"])
+    reasons = []
+    if outs[0].dtype not in DTYPES:
+        reasons.append(f"outs must be of a floating dtype that attention returns; got {outs[0].dtype}")
+    for place, (out, lse) in enumerate(zip(outs, lses)):
+        if out.shape != outs[0].shape or out.dtype != outs[0].dtype:
+            reasons.append(
+                f"outs[{place}] must have outs[0]'s shape {outs[0].shape} and dtype {outs[0].dtype}; "
+                f"got {out.shape}, {out.dtype}"
+            )
+        if lse.shape != out.shape[:-1] or lse.dtype != accumulator_dtype(outs[0].dtype):
+            reasons.append(
+                f"lses[{place}] must have shape {out.shape[:-1]} and dtype {accumulator_dtype(outs[0].dtype)}; "
+                f"got {lse.shape}, {lse.dtype}"
+            )
+    if reasons:
+        raise UnsupportedProblem(reasons)

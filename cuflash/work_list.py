@@ -1,0 +1,323 @@
+"""What a kernel walks: for each tile of queries the keys it visits, and the same seen from the keys.
+
+Implicit work is a few integers or two integers a row and has no list at all; explicit work is a block index and
+its transpose. All three answer the same two questions, `row` and `column`, with segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arrays import Array
+from .block_index import BlockIndex, IndexMask
+from .classify import Kind, extents, row_intervals, unpack
+from .errors import UnsupportedProblem, collecting
+from .mask import And, Band, Mask, MaskShape, intersection
+from .masks import Causal, Dense, SlidingWindow, alignment_reason
+
+
+class Segment(NamedTuple):
+    """A run of keys (or, in a column, of queries) start <= x < stop under one kind of mask."""
+
+    start: int
+    stop: int
+    kind: Kind
+    tile: int = -1
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class IntervalWork:
+    """Work whose rows each attend one interval of keys: dense, causal, windows, lengths, prefixes, sorted documents.
+
+    `band` alone says it all where it is given: a few integers, no array of any length.
+    Otherwise `lo` and `hi` [batch or 1, num_heads or 1, seqlen_q] never decrease along a row's index, which makes
+    the keys of a tile of rows, the rows of a tile of keys, and the full part of either binary searches.
+    """
+
+    seqlen_q: int
+    seqlen_kv: int
+    block_q: int
+    block_kv: int
+    band: Band | None = None
+    lo: Array | None = None
+    hi: Array | None = None
+
+    @property
+    def is_implicit(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(side.nbytes for side in (self.lo, self.hi) if side is not None)
+
+    def bounds(self, b: int, h: int, start: int, stop: int) -> tuple[Array, Array]:
+        """lo and hi of rows start <= i < stop."""
+        if self.band is not None:
+            lo, hi = self.band.intervals(0, 0, np.arange(start, stop))
+            return np.clip(lo, 0, self.seqlen_kv), np.clip(hi, 0, self.seqlen_kv)
+        lo, hi = self._rows(b, h)
+        return lo[start:stop], hi[start:stop]
+
+    def row(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
+        """The keys that queries start <= i < stop visit."""
+        (first_lo, last_lo), (first_hi, last_hi) = (
+            (int(side[0]), int(side[-1])) for side in self._ends(b, h, start, stop)
+        )
+        return _three_parts(first_lo, last_hi, last_lo, first_hi)
+
+    def column(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
+        """The queries that visit keys start <= j < stop."""
+        return _three_parts(
+            self._rows_ending_by(b, h, start),
+            self._rows_starting_by(b, h, stop - 1),
+            self._rows_ending_by(b, h, stop - 1),
+            self._rows_starting_by(b, h, start),
+        )
+
+    def _rows(self, b: int, h: int) -> tuple[Array, Array]:
+        assert self.lo is not None and self.hi is not None
+        place = (b if self.lo.shape[0] > 1 else 0, h if self.lo.shape[1] > 1 else 0)
+        return self.lo[place], self.hi[place]
+
+    def _ends(self, b: int, h: int, start: int, stop: int) -> tuple[Array, Array]:
+        """lo and hi of the first and the last of some rows."""
+        if self.band is None:
+            lo, hi = self._rows(b, h)
+            return lo[[start, stop - 1]], hi[[start, stop - 1]]
+        lo, hi = self.band.intervals(0, 0, np.array([start, stop - 1]))
+        return np.clip(lo, 0, self.seqlen_kv), np.clip(hi, 0, self.seqlen_kv)
+
+    def _rows_ending_by(self, b: int, h: int, key: int) -> int:
+        """How many rows end at or before a key: hi <= key."""
+        if self.band is None:
+            return int(np.searchsorted(self._rows(b, h)[1], key, side="right"))
+        return 0 if self.band.upper is None else min(max(key - self.band.upper, 0), self.seqlen_q)
+
+    def _rows_starting_by(self, b: int, h: int, key: int) -> int:
+        """How many rows start at or before a key: lo <= key."""
+        if self.band is None:
+            return int(np.searchsorted(self._rows(b, h)[0], key, side="right"))
+        return self.seqlen_q if self.band.lower is None else min(max(key - self.band.lower + 1, 0), self.seqlen_q)
+
+
+def _three_parts(start: int, stop: int, full_start: int, full_stop: int) -> list[Segment]:
+    """A visited run split into what comes before its full part, that part, and what comes after."""
+    if start >= stop:
+        return []
+    if full_start >= full_stop:
+        return [Segment(start, stop, Kind.INTERVAL)]
+    parts = [
+        Segment(start, full_start, Kind.INTERVAL),
+        Segment(full_start, full_stop, Kind.FULL),
+        Segment(full_stop, stop, Kind.INTERVAL),
+    ]
+    return [part for part in parts if part.start < part.stop]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ListedWork:
+    """Work listed block by block: `index` in the order of the queries, `transposed` in the order of the keys."""
+
+    index: BlockIndex
+
+    @property
+    def is_implicit(self) -> bool:
+        return False
+
+    @property
+    def block_q(self) -> int:
+        return self.index.block[0]
+
+    @property
+    def block_kv(self) -> int:
+        return self.index.block[1]
+
+    @property
+    def nbytes(self) -> int:
+        index = self.index
+        arrays = (index.indptr, index.indices, index.kinds, index.tiles, index.bits, index.lo, index.hi)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @cached_property
+    def transposed(self) -> tuple[Array, Array]:
+        """Pointers and entry numbers of each block column, rows increasing: the list that dK and dV walk."""
+        index = self.index
+        matrix, row = np.divmod(index.block_rows, max(index.num_q_blocks, 1))
+        column = matrix * index.num_kv_blocks + index.indices
+        order = np.lexsort((row, column))
+        counts = np.bincount(column, minlength=index.batch * index.num_heads * index.num_kv_blocks)
+        return np.concatenate([[0], np.cumsum(counts)]), order
+
+    def bounds(self, b: int, h: int, start: int, stop: int) -> tuple[Array, Array]:
+        """lo and hi of rows start <= i < stop, for segments of kind INTERVAL."""
+        lo, hi = self.index.lo, self.index.hi
+        assert lo is not None and hi is not None
+        place = (b if lo.shape[0] > 1 else 0, h if lo.shape[1] > 1 else 0)
+        return lo[place][start:stop], hi[place][start:stop]
+
+    def bit_tile(self, tile: int) -> Array:
+        """A bit tile as booleans [block_q, block_kv]."""
+        return unpack(self.index.bits[tile], self.index.block[1])
+
+    @cached_property
+    def used_keys(self) -> tuple[Array, Array]:
+        """First key and one past the last that any row of each bit tile attends."""
+        return _used(unpack(np.bitwise_or.reduce(self.index.bits, axis=1), self.index.block[1]))
+
+    @cached_property
+    def used_rows(self) -> tuple[Array, Array]:
+        """First row and one past the last of each bit tile that attends any key."""
+        return _used(self.index.bits.any(-1))
+
+    def row(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
+        """The keys that the block row holding queries start <= i < stop visits."""
+        index = self.index
+        row = self._matrix(b, h) * index.num_q_blocks + start // self.block_q
+        entries = slice(int(index.indptr[row]), int(index.indptr[row + 1]))
+        within = (0, index.seqlen_kv)
+        if index.lo is not None:
+            lo, hi = self.bounds(b, h, start, stop)
+            within = int(lo[0]), int(hi[-1])
+        return _segments(index, index.indices[entries], entries, self.block_kv, index.seqlen_kv, within, self.used_keys)
+
+    def column(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
+        """The queries that visit the block column holding keys start <= j < stop."""
+        index = self.index
+        pointers, order = self.transposed
+        column = self._matrix(b, h) * index.num_kv_blocks + start // self.block_kv
+        entries = order[pointers[column] : pointers[column + 1]]
+        rows = index.block_rows[entries] % max(index.num_q_blocks, 1)
+        within = (0, index.seqlen_q)
+        if index.lo is not None:
+            lo, hi = self.bounds(b, h, 0, index.seqlen_q)
+            within = int(np.searchsorted(hi, start, side="right")), int(np.searchsorted(lo, stop - 1, side="right"))
+        return _segments(index, rows, entries, self.block_q, index.seqlen_q, within, self.used_rows)
+
+    def _matrix(self, b: int, h: int) -> int:
+        return (b if self.index.batch > 1 else 0) * self.index.num_heads + (h if self.index.num_heads > 1 else 0)
+
+
+def _used(any_used: Array) -> tuple[Array, Array]:
+    return any_used.argmax(axis=1), any_used.shape[1] - any_used[:, ::-1].argmax(axis=1)
+
+
+def _segments(
+    index: BlockIndex,
+    blocks: Array,
+    entries: Any,
+    block: int,
+    length: int,
+    within: tuple[int, int],
+    used: tuple[Array, Array],
+) -> list[Segment]:
+    """Listed blocks as segments: neighbouring full ones as one, partial ones cut to what any row (or key) uses."""
+    segments: list[Segment] = []
+    for place, kind, tile in zip(blocks.tolist(), index.kinds[entries].tolist(), index.tiles[entries].tolist()):
+        start, stop = place * block, min((place + 1) * block, length)
+        last = segments[-1] if segments else None
+        if kind == Kind.FULL and last is not None and last.kind == Kind.FULL and last.stop == start:
+            segments[-1] = Segment(last.start, stop, Kind.FULL)
+        elif kind == Kind.FULL:
+            segments.append(Segment(start, stop, Kind.FULL))
+        elif kind == Kind.INTERVAL:
+            segments.append(Segment(max(start, within[0]), min(stop, within[1]), Kind.INTERVAL))
+        else:
+            segments.append(Segment(start + int(used[0][tile]), start + int(used[1][tile]), Kind.BITS, tile))
+    return segments
+
+
+WorkList = IntervalWork | ListedWork
+
+LISTED_BLOCK = 128  # at most, for masks that are not made of blocks
+OWN_BLOCKS = (16, 512)  # a mask's own blocks are listed as they are within these sizes
+
+
+def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
+    """The work of a resolved mask at a kernel's tile; a mask made of blocks is listed at its own block size."""
+    sizes = {"seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
+    if isinstance(mask, Band):
+        return IntervalWork(**sizes, block_q=tile[0], block_kv=tile[1], band=mask)
+    if 0 not in (shape.num_batch, *shape[1:]) and mask.intervals(0, 0, 0) is not None:
+        lo, hi = row_intervals(mask, shape.seqlen_q, shape.seqlen_kv, *extents(mask, shape))
+        if _widest_gap(lo, hi) < LISTED_BLOCK:
+            return IntervalWork(**sizes, block_q=tile[0], block_kv=tile[1], lo=lo, hi=hi)
+    block = _listed_block(mask, tile)
+    if isinstance(mask, IndexMask) and mask.block == block:
+        return ListedWork(index=mask.index)
+    return ListedWork(index=BlockIndex.from_mask(mask, shape, block))
+
+
+def _listed_block(mask: Mask, tile: tuple[int, int]) -> tuple[int, int]:
+    """The mask's own block size where that is a fair size for a list, else one that suits the tile."""
+    own = mask.natural_block or (OWN_BLOCKS[1] + 1,) * 2
+    block_q, block_kv = (_listed_side(mine, side) for mine, side in zip(own, tile))
+    return block_q, block_kv
+
+
+def _listed_side(own: int, tile: int) -> int:
+    smallest, largest = OWN_BLOCKS
+    if own > largest:
+        return min(tile, LISTED_BLOCK)
+    return own * -(-smallest // own)  # several small blocks at once, which become bits
+
+
+def _widest_gap(lo: Array, hi: Array) -> int:
+    """The most keys that lie between the intervals of two neighbouring rows: what walking the hull would waste."""
+    gaps = np.where(lo[..., 1:] < hi[..., 1:], lo[..., 1:] - hi[..., :-1], 0)
+    return int(gaps.max(initial=0))
+
+
+def requested_mask(mask: Any, causal: Any, window: Any, shape: MaskShape) -> Mask:
+    """The intersection of everything a call asks for, resolved for a shape; `Band()` when it asks for nothing.
+
+    Raises
+    ------
+    TypeError
+        `mask` is neither a Mask, a BlockIndex nor an array.
+    UnsupportedProblem
+        An argument breaks its rule or does not fit the shape; all reasons at once.
+    """
+    reasons: list[str] = []
+    parts: list[Mask] = []
+    align = causal if isinstance(causal, str) else None
+    if causal is True or causal in ("bottom_right", "top_left"):
+        if align is None and shape.seqlen_q != shape.seqlen_kv:
+            reasons.append(alignment_reason("causal=True", "causal", shape))
+        else:
+            parts.append(Causal(align).resolve(shape))
+    elif causal is not False:
+        reasons.append(f"causal must be True, False, 'bottom_right' or 'top_left'; got {causal!r}")
+    if window is not None:
+        with collecting(reasons):
+            parts.append(_window(window, align, shape))
+    if mask is not None:
+        with collecting(reasons):
+            parts.append(_as_mask(mask).resolve(shape))
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return intersection([leaf for part in parts for leaf in (part.operands if isinstance(part, And) else (part,))])
+
+
+def _window(window: Any, align: str | None, shape: MaskShape) -> Mask:
+    if not (isinstance(window, (tuple, list)) and len(window) == 2):
+        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {window!r}"])
+    if align is None and shape.seqlen_q != shape.seqlen_kv:
+        raise UnsupportedProblem(
+            [
+                alignment_reason(f"window={tuple(window)}", "causal", shape)
+                + "; or pass mask=masks.SlidingWindow(left, right, align=...)"
+            ]
+        )
+    return SlidingWindow(window[0], window[1], align).resolve(shape)
+
+
+def _as_mask(mask: Any) -> Mask:
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, BlockIndex):
+        return mask.as_mask()
+    return Dense(mask)

@@ -1,0 +1,207 @@
+"""What bad input gets: one error before any work, naming the argument, the rule, what came, and the fix."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from device_double import to_device
+
+import cuflash
+from cuflash import masks
+
+Q = np.ones((2, 4, 10, 8), np.float32)
+SHAPE = masks.MaskShape((2,), 4, 10, 10)
+
+
+def reasons_of(*arrays, **options):
+    with pytest.raises(cuflash.UnsupportedProblem) as caught:
+        cuflash.attention(*arrays, **options)
+    return caught.value.reasons
+
+
+@pytest.mark.parametrize(
+    "arrays, words",
+    [
+        ((Q[0, 0, 0], Q, Q), ["q must have shape", "(8,)"]),
+        ((Q[0, 0], Q, Q), ["either all of q, k, v have a heads axis", "q (10, 8)"]),
+        ((Q, Q[:, :3], Q[:, :3]), ["q's 4 heads must be a multiple of k's 3"]),
+        ((Q, Q[:, :0], Q[:, :0]), ["q's 4 heads must be a multiple of k's 0"]),
+        ((Q, Q, Q[:, :2]), ["v must have k's 4 heads", "(2, 2, 10, 8)"]),
+        ((Q, Q[..., :4], Q), ["k must have q's head_dim=8", "(2, 4, 10, 4)"]),
+        ((Q, Q, Q[:, :, :3]), ["v must have k's seqlen_kv=10", "(2, 4, 3, 8)"]),
+        ((Q, np.ones((3, 4, 10, 8), np.float32), Q), ["must broadcast by NumPy's rules", "(3,)"]),
+        ((Q.astype(np.float16), Q, Q), ["must share one dtype", "q float16", "k float32"]),
+        ((Q.astype(int),) * 3, ["q's dtype must be one of float16, bfloat16, float32, float64", "int64", "astype"]),
+        ((Q.astype(">f4"),) * 3, ["q's dtype must be one of", ">f4"]),
+        ((np.ones((4, 257), np.float32),) * 3, ["head_dim) must be 1..256", "(4, 257)"]),
+        ((np.ones((4, 0), np.float32),) * 3, ["head_dim) must be 1..256", "(4, 0)"]),
+    ],
+)
+def test_a_wrong_array_is_named_with_its_rule_and_what_came(arrays, words):
+    text = "\n".join(reasons_of(*arrays))
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"scale": float("nan")}, ["scale must be a finite number", "nan"]),
+        ({"scale": "0.5"}, ["scale must be a finite number", "'0.5'"]),
+        ({"causal": "bottom"}, ["causal must be True, False, 'bottom_right' or 'top_left'", "'bottom'"]),
+        ({"causal": 1}, ["causal must be True, False", "1"]),
+        ({"window": 3}, ["window must be (left, right)", "3"]),
+        ({"window": (-1, 0)}, ["left must be an int of at least 0", "-1"]),
+        ({"mask": np.zeros((10, 10))}, ["mask must be boolean", "float64", "mask == 0"]),
+        ({"mask": np.zeros((10, 9), bool)}, ["mask must broadcast to", "(2, 4, 10, 10)", "(10, 9)"]),
+        ({"mask": cuflash.BlockIndex.from_blocks(np.ones((2, 2), bool), 8, 8, 4)}, ["block index must be for", "(8, 8)"]),
+        ({"mask": cuflash.BlockIndex.from_blocks(np.ones((3, 1, 1), bool), 10, 10, 10)}, ["num_heads 1 or 4", "3"]),
+        ({"mask": masks.BlockPattern(np.ones((2, 2), bool), 4)}, ["blocks must have shape (..., 3, 3)", "(2, 2)"]),
+        ({"mask": masks.Documents(np.zeros(7, int))}, ["q_ids must have shape (..., seqlen_q=10)", "(7,)"]),
+        ({"mask": masks.Lengths(kv=np.ones(3, int))}, ["kv's leading axes must broadcast to (2,)", "(3,)"]),
+        ({"executor": "gpu"}, ["executor must be 'auto' or 'cpu'", "'gpu'"]),
+        ({"executor": "tpu"}, ["executor must be 'auto' or 'cpu'", "'tpu'"]),
+        ({"kernel": "sm90"}, ["kernel must be 'auto'", "'sm90'"]),
+        ({"precision": "tf32"}, ["precision must be 'ieee'", "'tf32'"]),
+        ({"out": np.empty((2, 4, 10, 9), np.float32)}, ["out must have shape (2, 4, 10, 8)", "(2, 4, 10, 9)"]),
+        ({"out": np.empty(Q.shape)}, ["out must have shape", "float32", "float64"]),
+        ({"out": Q}, ["out must not overlap q"]),
+        ({"out": "o"}, ["out must be a NumPy array", "'o'"]),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_rule_and_what_came(options, words):
+    text = "\n".join(reasons_of(Q, Q, Q, **options))
+    assert all(word in text for word in words), text
+
+
+def test_unequal_lengths_need_an_alignment_by_name():
+    for options in ({"causal": True}, {"window": (2, 0)}, {"mask": masks.Causal()}, {"mask": masks.PrefixLM(2)}):
+        (reason,) = reasons_of(Q[:, :, :4], Q, Q, **options)
+        assert "seqlen_q=4, seqlen_kv=10" in reason and "'bottom_right'" in reason and "'top_left'" in reason
+
+
+def test_all_reasons_come_at_once():
+    reasons = reasons_of(Q, Q[..., :4], Q, scale=float("inf"), kernel="sm90", executor="gpu")
+    assert len(reasons) == 4
+
+
+@pytest.mark.parametrize("value", [None, [[1.0]], "q", np.ma.ones((4, 4), np.float32)])
+def test_what_is_no_array_is_a_type_error(value):
+    with pytest.raises(TypeError, match="k must be an array"):
+        cuflash.attention(Q, value, Q)
+
+
+def test_a_mask_that_is_no_mask_is_a_type_error():
+    with pytest.raises(TypeError, match="mask must be a Mask, a BlockIndex or a boolean array; got list"):
+        cuflash.attention(Q, Q, Q, mask=[[True]])
+
+
+def test_arrays_of_two_kinds_are_refused():
+    (reason,) = reasons_of(Q, to_device(Q), Q)
+    assert "must be of one kind" in reason
+
+
+def test_device_arrays_say_that_this_version_has_no_gpu():
+    device = to_device(Q)
+    (reason,) = reasons_of(device, device, device)
+    assert "need executor 'gpu', which this version does not have" in reason
+
+
+def test_a_read_only_or_broadcast_output_is_refused():
+    frozen = np.empty_like(Q)
+    frozen.flags.writeable = False
+    assert "out must be writeable" in reasons_of(Q, Q, Q, out=frozen)[0]
+    repeated = np.broadcast_to(np.empty((10, 8), np.float32), Q.shape)
+    assert any("must not be a broadcast view" in reason for reason in reasons_of(Q, Q, Q, out=repeated))
+
+
+def test_outputs_that_overlap_each_other_are_refused():
+    both = np.empty(Q.size + Q.size // 8, np.float32)
+    o, lse = both[: Q.size].reshape(Q.shape), both[: Q.size // 8].reshape(Q.shape[:-1])
+    assert "must not overlap" in reasons_of(Q, Q, Q, out=(o, lse))[0]
+
+
+def test_an_output_beside_its_inputs_in_one_buffer_is_accepted():
+    packed = np.random.default_rng(0).standard_normal((2, 10, 4, 4, 8), dtype=np.float32)
+    q, k, v, o = (packed[:, :, part].swapaxes(1, 2) for part in range(4))
+    expected = cuflash.attention(q, k, v)
+    assert cuflash.attention(q, k, v, out=o) is o
+    assert (o == expected).all()
+
+
+def test_the_vjp_refuses_a_wrong_cotangent():
+    o, vjp = cuflash.attention_vjp(Q, Q, Q)
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"do must have shape \(2, 4, 10, 8\)"):
+        vjp(o[..., :4])
+    with pytest.raises(cuflash.UnsupportedProblem, match="dlse must have shape .* and dtype float32"):
+        vjp(o, np.zeros(Q.shape[:-1]))
+    with pytest.raises(TypeError, match="do must be an array"):
+        vjp(1.0)
+
+
+def test_a_plan_refuses_arrays_it_was_not_made_for():
+    ready = cuflash.plan(Q, Q, Q)
+    with pytest.raises(cuflash.UnsupportedProblem, match="k must have shape"):
+        ready.forward(Q, Q[:, :, :5], Q)
+
+
+def test_a_plan_for_a_gpu_explains_itself_and_does_not_run():
+    ready = cuflash.plan(Q, Q, Q, device=cuflash.DeviceSpec.gpu("A100"))
+    assert "sm_80, 108 multiprocessors" in ready.explain()
+    with pytest.raises(cuflash.UnsupportedProblem, match="not run by this version"):
+        ready.forward(Q, Q, Q)
+
+
+def test_an_unknown_gpu_names_the_known_ones():
+    with pytest.raises(cuflash.UnsupportedProblem, match="H100"):
+        cuflash.DeviceSpec.gpu("H1000")
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: masks.Causal("left"), "align must be"),
+        (lambda: masks.SlidingWindow(1.5, 0), "left must be an int"),
+        (lambda: masks.Dilated(0), "dilation must be an int of at least 1"),
+        (lambda: masks.Lengths(kv=-1), "kv must be an int of at least 0"),
+        (lambda: masks.Lengths(q=np.ones(2)), "q must be an int of at least 0, or an integer array"),
+        (lambda: masks.PrefixLM("2"), "prefix must be an int"),
+        (lambda: masks.Documents([0, 1]), "q_ids must be an integer array"),
+        (lambda: masks.BlockPattern(np.ones((2, 2)), 4), "blocks must be a boolean array"),
+        (lambda: masks.BlockPattern(np.ones((2, 2), bool), 0), "block must be an int of at least 1"),
+        (lambda: masks.BlockPattern(np.ones((2, 2), bool), (1, 2, 3)), "block must be an int of at least 1"),
+    ],
+)
+def test_a_wrong_mask_argument_is_named(make, words):
+    with pytest.raises(cuflash.UnsupportedProblem, match=words):
+        make()
+
+
+def test_a_function_that_returns_no_booleans_is_refused():
+    (reason,) = reasons_of(Q, Q, Q, mask=masks.FromFunction(lambda b, h, i, j: i - j))
+    assert "must return a boolean array; got int64" in reason
+
+
+def test_merge_refuses_parts_that_do_not_fit():
+    o, lse = cuflash.attention(Q, Q, Q, return_lse=True)
+    for outs, lses in (([], []), ([o], []), ([o, o[:1]], [lse, lse]), ([o, o], [lse, lse.astype(float)])):
+        with pytest.raises(cuflash.UnsupportedProblem):
+            cuflash.merge(outs, lses)
+    with pytest.raises(TypeError, match=r"outs\[0\] must be an array"):
+        cuflash.merge([1.0], [2.0])
+
+
+def test_inputs_are_never_modified():
+    rng = np.random.default_rng(0)
+    for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
+        arrays = [rng.standard_normal((3, 40, 8)).astype(dtype) for _ in range(4)]
+        before = [array.tobytes() for array in arrays]
+        o, vjp = cuflash.attention_vjp(*arrays[:3], causal=True)
+        vjp(arrays[3])
+        assert [array.tobytes() for array in arrays] == before
+
+
+def test_out_of_memory_raises_memory_error_and_leaves_the_process_usable():
+    few = np.zeros((1, 1), np.float32)
+    huge = np.broadcast_to(few, (1 << 40, 1, 1 << 20, 1))  # an output of 4 EiB
+    with pytest.raises(MemoryError):
+        cuflash.attention(huge, few[None, None], few[None, None])
+    assert (cuflash.attention(Q, Q, Q) == 1).all()

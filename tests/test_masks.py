@@ -1,0 +1,207 @@
+"""Masks as mathematics: literal tables, the algebra, closed forms against elements, and arrays that keep their kind."""
+
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash import UnsupportedProblem, masks, patterns
+from cuflash.masks import MaskShape
+from cuflash.testing import strategies
+
+SHAPES = st.builds(
+    MaskShape,
+    st.sampled_from([(), (1,), (2,), (2, 3)]),
+    st.sampled_from([1, 2, 3]),
+    st.integers(1, 40),
+    st.integers(1, 40),
+)
+SHAPES_AND_MASKS = SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), strategies.masks(shape)))
+
+# patterns whose lengths are not fixed by their blocks
+LENGTH_FREE = st.one_of(
+    st.builds(patterns.longformer, st.integers(0, 12), st.integers(0, 5), dilation=st.integers(1, 4)),
+    st.builds(patterns.strided, st.integers(1, 9)),
+    st.integers(1, 9).flatmap(lambda stride: st.builds(patterns.fixed, st.just(stride), st.integers(0, stride))),
+    st.builds(patterns.sink_local, st.integers(0, 5), st.integers(1, 9)),
+)
+
+
+def table(mask, seqlen_q, seqlen_kv):
+    return mask.dense(MaskShape((), 1, seqlen_q, seqlen_kv))[0].astype(int).tolist()
+
+
+def test_causal_with_fewer_queries_than_keys():
+    assert table(masks.Causal("bottom_right"), 4, 6) == [
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1, 1],
+    ]
+    assert table(masks.Causal("top_left"), 4, 6) == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+    ]
+
+
+def test_causal_with_more_queries_than_keys():
+    assert table(masks.Causal("bottom_right"), 6, 4) == [
+        [0, 0, 0, 0],
+        [0, 0, 0, 0],
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 0],
+        [1, 1, 1, 1],
+    ]
+    assert table(masks.Causal("top_left"), 6, 4) == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 0],
+        [1, 1, 1, 1],
+        [1, 1, 1, 1],
+        [1, 1, 1, 1],
+    ]
+
+
+def test_a_window_of_left_w_holds_w_plus_one_keys():
+    counts = masks.SlidingWindow(3, 0).dense(MaskShape((), 1, 10, 10)).sum(axis=-1)
+    assert counts.tolist() == [[1, 2, 3, 4, 4, 4, 4, 4, 4, 4]]
+
+
+def test_a_window_shifts_with_its_alignment():
+    assert table(masks.SlidingWindow(1, 0, "bottom_right"), 2, 4) == [[0, 1, 1, 0], [0, 0, 1, 1]]
+    assert table(masks.SlidingWindow(1, 0, "top_left"), 2, 4) == [[1, 0, 0, 0], [1, 1, 0, 0]]
+
+
+def test_a_prefix_is_seen_by_all_and_the_rest_causally():
+    assert table(masks.PrefixLM(3, "top_left"), 2, 5) == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
+
+
+def test_lengths_differ_by_batch_entry():
+    mask = masks.Lengths(q=np.array([1, 2]), kv=np.array([2, 0]))
+    assert mask.dense(MaskShape((2,), 1, 2, 3)).astype(int)[:, 0].tolist() == [
+        [[1, 1, 0], [0, 0, 0]],
+        [[0, 0, 0], [0, 0, 0]],
+    ]
+
+
+def test_documents_may_come_in_any_order_and_ask_other_keys():
+    mask = masks.Documents(np.array([2, 0]), np.array([0, 2, 0]))
+    assert table(mask, 2, 3) == [[0, 1, 0], [1, 0, 1]]
+
+
+def test_leading_axes_of_arrays_broadcast_over_the_batch():
+    rng = np.random.default_rng(0)
+    allowed = rng.random((3, 1, 2, 4, 5)) < 0.5  # over batch (3, 2) and 2 heads
+    expected = np.broadcast_to(allowed, (3, 2, 2, 4, 5))
+    assert (masks.Dense(allowed).dense(MaskShape((3, 2), 2, 4, 5)) == expected).all()
+
+
+def test_a_sparse_array_keeps_what_it_stores():
+    blocks = scipy.sparse.coo_array(([True, True], ([0, 1], [1, 0])), shape=(2, 2))
+    assert table(masks.BlockPattern(blocks, 1), 2, 2) == [[0, 1], [1, 0]]
+
+
+@given(SHAPES_AND_MASKS, st.data())
+def test_the_algebra_is_that_of_dense_logic(shape_and_mask, data):
+    shape, first = shape_and_mask
+    second = data.draw(strategies.masks(shape))
+    ours, theirs = first.dense(shape), second.dense(shape)
+    assert ((first & second).dense(shape) == (ours & theirs)).all()
+    assert ((first | second).dense(shape) == (ours | theirs)).all()
+    assert ((~first).dense(shape) == ~ours).all()
+
+
+@given(SHAPES_AND_MASKS)
+def test_row_intervals_hold_exactly_the_allowed_keys_and_never_decrease(shape_and_mask):
+    shape, mask = shape_and_mask
+    resolved = mask.resolve(shape)
+    b, h = np.arange(shape.num_batch)[:, None, None], np.arange(shape.num_heads)[:, None]
+    bounds = resolved.intervals(b, h, np.arange(shape.seqlen_q))
+    if bounds is None:
+        return
+    full = (shape.num_batch, *shape[1:3])
+    lo, hi = (np.broadcast_to(np.clip(side, 0, shape.seqlen_kv), full) for side in bounds)
+    inside = (lo[..., None] <= np.arange(shape.seqlen_kv)) & (np.arange(shape.seqlen_kv) < hi[..., None])
+    assert (inside.reshape(mask.dense(shape).shape) == mask.dense(shape)).all()
+    assert (np.diff(lo) >= 0).all() and (np.diff(hi) >= 0).all()
+
+
+@given(SHAPES, st.data())
+def test_rectangles_never_claim_too_much(shape, data):
+    mask = data.draw(st.one_of(strategies.masks(shape), LENGTH_FREE))
+    try:
+        resolved = mask.resolve(shape)
+    except UnsupportedProblem:
+        return  # a pattern without an alignment
+    dense = mask.dense(shape).reshape(shape.num_batch, *shape[1:])
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    b, h = rng.integers(0, shape.num_batch, 50), rng.integers(0, shape.num_heads, 50)
+    (i0, i1), (j0, j1) = (np.sort(rng.integers(0, length + 1, (2, 50)), axis=0) for length in shape[2:])
+    some = (i0 < i1) & (j0 < j1)
+    boxes = [side[some] for side in (b, h, i0, i1, j0, j1)]
+    may, must = (np.broadcast_to(answer, boxes[0].shape) for answer in resolved.rectangle(*boxes))
+    for place, (b, h, i0, i1, j0, j1) in enumerate(zip(*boxes)):
+        inside = dense[b, h, i0:i1, j0:j1]
+        assert may[place] or not inside.any()
+        assert not must[place] or inside.all()
+
+
+@pytest.mark.parametrize("mask", [masks.Causal(), masks.SlidingWindow(3, 1) & ~masks.Causal(), masks.Lengths(kv=3)])
+def test_masks_without_arrays_compare_and_hash_by_value(mask):
+    twin = type(mask)(*(getattr(mask, field) for field in mask.__dataclass_fields__))
+    assert mask == twin and hash(mask) == hash(twin)
+    assert mask != masks.Causal("top_left")
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.Lengths(kv=np.array([3])),
+        masks.Dense(np.ones((2, 2), bool)),
+        masks.BlockPattern(np.ones((2, 2), bool), 4),
+        masks.Documents(np.zeros(3, int)),
+        masks.FromFunction(lambda b, h, i, j: j <= i),
+        masks.Causal() & masks.Dense(np.ones((2, 2), bool)),
+    ],
+)
+def test_masks_with_arrays_or_functions_are_not_hashed(mask):
+    with pytest.raises(TypeError, match="never hashed|unhashable"):
+        hash(mask)
+
+
+def test_bool_of_a_mask_says_which_operators_to_use():
+    with pytest.raises(TypeError, match="combine masks with & | ~"):
+        masks.Causal() and masks.Causal()
+
+
+def test_a_mask_does_not_combine_with_an_array():
+    with pytest.raises(TypeError):
+        masks.Causal() & np.ones((2, 2), bool)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda to: masks.Band(-2, 1),
+        lambda to: masks.Lengths(q=to(np.array([3, 5])), kv=to(np.array([2, 7]))),
+        lambda to: masks.PrefixLM(to(np.array([2, 4]))),
+        lambda to: masks.Dense(to(np.tri(8, dtype=bool))),
+        lambda to: masks.Dilated(3) & ~masks.Causal() | masks.SlidingWindow(1, 1),
+        lambda to: masks.FromFunction(lambda b, h, i, j: (i + j) % 3 == 0),
+        lambda to: patterns.fixed(3, 1) | patterns.strided(4),
+    ],
+)
+def test_elements_are_computed_where_the_coordinates_are_without_waiting(device, make):
+    shape = MaskShape((2,), 2, 8, 8)
+    grid = np.ogrid[:2, :2, :8, :8]
+    expected = np.broadcast_to(make(lambda x: x).resolve(shape)(*grid), (2, 2, 8, 8))
+    with device.transfers_allowed():
+        on_device = [device.to_device(coordinate) for coordinate in grid]
+    got = make(device.to_device).resolve(shape)(*on_device)
+    assert isinstance(got, device.DeviceArray)
+    with device.transfers_allowed():
+        assert (np.broadcast_to(device.to_host(got), expected.shape) == expected).all()

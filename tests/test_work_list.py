@@ -1,0 +1,149 @@
+"""Work lists visit what the mask allows, from either side, and nothing that is absent."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_masks import SHAPES_AND_MASKS
+
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, masks, patterns, plan
+from cuflash.classify import Kind
+from cuflash.masks import MaskShape
+from cuflash.work_list import IntervalWork, ListedWork, requested_mask, work_list
+
+TILES = st.tuples(st.integers(1, 12), st.integers(1, 12))
+
+
+def made(mask, shape, tile):
+    return work_list(requested_mask(mask, False, None, shape), shape, tile)
+
+
+def elements_of(work, segment, b, h, rows, keys):
+    if segment.kind == Kind.FULL:
+        return True
+    if segment.kind == Kind.BITS:
+        tile = work.bit_tile(segment.tile)
+        return tile[np.ix_(np.arange(*rows) % work.block_q, np.arange(*keys) % work.block_kv)]
+    lo, hi = work.bounds(b, h, *rows)
+    j = np.arange(*keys)
+    return (lo[:, None] <= j) & (j < hi[:, None])
+
+
+def rebuilt(work, shape, transposed):
+    """The mask as a work list tells it, by rows or by columns, and which elements it visits."""
+    allowed, visited = (np.zeros((shape.num_batch, *shape[1:]), bool) for _ in range(2))
+    length = shape.seqlen_kv if transposed else shape.seqlen_q
+    block = work.block_kv if transposed else work.block_q
+    for b, h in np.ndindex(shape.num_batch, shape.num_heads):
+        for start in range(0, length, block):
+            here = (start, min(start + block, length))
+            for segment in (work.column if transposed else work.row)(b, h, *here):
+                there = (segment.start, segment.stop)
+                rows, keys = (there, here) if transposed else (here, there)
+                place = (b, h, slice(*rows), slice(*keys))
+                assert not visited[place].any() and segment.start < segment.stop
+                visited[place] = True
+                allowed[place] = elements_of(work, segment, b, h, rows, keys)
+    return allowed, visited
+
+
+@given(SHAPES_AND_MASKS, TILES, st.booleans())
+def test_rows_and_columns_tell_the_same_mask(shape_and_mask, tile, transposed):
+    shape, mask = shape_and_mask
+    work = made(mask, shape, tile)
+    allowed, _ = rebuilt(work, shape, transposed)
+    assert (allowed == mask.dense(shape).reshape(allowed.shape)).all()
+
+
+@given(SHAPES_AND_MASKS, TILES)
+def test_no_tile_without_an_allowed_element_is_visited(shape_and_mask, tile):
+    shape, mask = shape_and_mask
+    work = made(mask, shape, tile)
+    allowed, visited = rebuilt(work, shape, False)
+    for b, h in np.ndindex(allowed.shape[:2]):
+        for row in range(0, shape.seqlen_q, work.block_q):
+            rows = slice(row, row + work.block_q)
+            for start in np.flatnonzero(visited[b, h, rows].any(axis=0)):
+                near = slice(max(start - work.block_kv + 1, 0), start + work.block_kv)
+                assert allowed[b, h, rows, near].any()
+
+
+def test_dense_causal_and_windows_hold_no_array():
+    shape = MaskShape((2,), 4, 1 << 20, 1 << 20)
+    for mask in (None, masks.Causal(), masks.SlidingWindow(100, 5) & masks.Causal()):
+        work = made(mask, shape, (128, 128))
+        assert isinstance(work, IntervalWork) and work.band is not None and work.nbytes == 0
+
+
+def test_lengths_prefixes_and_sorted_documents_hold_two_integers_a_row():
+    shape = MaskShape((2,), 4, 1000, 1000)
+    ids = np.sort(np.random.default_rng(0).integers(0, 9, 1000))
+    for mask in (masks.Lengths(kv=np.array([3, 900])), masks.PrefixLM(7), masks.Documents(ids) & masks.Causal()):
+        work = made(mask, shape, (128, 128))
+        assert isinstance(work, IntervalWork) and work.nbytes <= 2 * 2 * 4 * 1000
+
+
+def test_a_block_index_is_walked_as_it_came():
+    index = BlockIndex.from_blocks(np.eye(4, dtype=bool), 64, 64, 16)
+    work = made(index, MaskShape((), 1, 64, 64), (256, 512))
+    assert isinstance(work, ListedWork) and work.index is index
+
+
+def test_large_blocks_are_listed_as_several():
+    index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 2048, 2048, 1024)
+    work = made(index, MaskShape((), 1, 2048, 2048), (256, 512))
+    assert (work.block_q, work.block_kv) == (128, 128) and set(work.index.kinds) == {Kind.FULL}
+
+
+def test_blocks_too_small_for_a_list_are_joined():
+    mask = masks.BlockPattern(np.random.default_rng(0).random((25, 25)) < 0.5, 4)
+    work = made(mask, MaskShape((), 1, 100, 100), (256, 512))
+    assert (work.block_q, work.block_kv) == (16, 16) and Kind.BITS in work.index.kinds
+
+
+def test_documents_whose_queries_skip_keys_are_listed():
+    queries, keys = np.array([0] * 8 + [2] * 8), np.array([0] * 8 + [1] * 64 + [2] * 8)
+    work = made(masks.Documents(queries, keys), MaskShape((), 1, 16, 80), (16, 8))
+    assert isinstance(work, ListedWork) and work.index.num_entries == 2
+
+
+def peak_bytes(function):
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+MILLION = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "make, limit",
+    [
+        (lambda: masks.Causal(), 1 << 20),
+        (lambda: masks.SlidingWindow(4096, 0), 1 << 20),
+        (lambda: masks.Lengths(kv=np.array([1000])) & masks.Causal(), 64 << 20),
+        (lambda: masks.Causal() & masks.Documents(np.arange(MILLION) // 5000), 96 << 20),
+        (lambda: patterns.butterfly(MILLION) & masks.Causal(), 256 << 20),
+        (lambda: masks.PrefixLM(5000), 64 << 20),
+    ],
+)
+def test_a_million_tokens_never_need_a_square_array(make, limit):
+    # A bit for each element would be 128 GiB, a byte for each block of 128 x 128 64 MiB.
+    shape = ShapeDtype((1, 1, MILLION, 64), np.float16)
+    assert peak_bytes(lambda: plan(shape, shape, shape, mask=make())) < limit
+
+
+def test_every_gpu_gets_a_tile_that_fits_its_shared_memory():
+    for name in ("T4", "A100", "RTX 4090", "H100", "B200"):
+        device = DeviceSpec.gpu(name)
+        for head_dim in (1, 64, 128, 256):
+            shape = ShapeDtype((1024, head_dim), np.float16)
+            ready = plan(shape, shape, shape, causal=True, device=device)
+            tile = ready.plan.tile
+            held = (tile.block_q + 4 * tile.block_kv) * head_dim * 2
+            assert held <= device.tile_memory_bytes and min(tile.block_q, tile.block_kv) >= 16
