@@ -12,21 +12,27 @@ from . import reference as reference
 from .api import attention, attention_vjp, plan
 from .arrays import ShapeDtype
 from .block_index import BlockIndex
+from .bounds import Bounds, error_bound
 from .device import DeviceSpec
+from .doctor import doctor
 from .errors import UnsupportedProblem
-from .launch import Gradients
+from .launch import Executable, Gradients
 from .states import merge
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockIndex",
+    "Bounds",
     "DeviceSpec",
+    "Executable",
     "Gradients",
     "ShapeDtype",
     "UnsupportedProblem",
     "attention",
     "attention_vjp",
+    "doctor",
+    "error_bound",
     "masks",
     "merge",
     "patterns",

@@ -17,22 +17,22 @@ head_dim terms, and a kernel that scales after the product rounds no more often:
 
 The weights p = exp2(S log2(e) - m'). Subtracting the running maximum rounds once; a later rescaling of the row rounds
 its own argument, and those arguments add up to at most |S| + |m|; a fused multiply-add with the rounded m log2(e)
-costs two. Four cover all. exp2 itself is off by at most 4 ua (2^-22 in float32: ex2.approx.ftz.f32; NumPy's is nearer)::
+costs two. Four cover all. exp2 is off by at most 4 ua (ex2.approx.ftz.f32 by 2^-22; NumPy's is nearer)::
 
     eta = (k(d) + 4) ua |scale| |Q||K|^T + 4 ua (|S| + |m|) + 4 ua          so that  |log p^ - log p| <= eta
 
 Its effect is carried without linearising, which keeps the bound valid when eta is large: |p^ - p| <= p (exp(eta) - 1),
 and with r = sum_j P_j (exp(eta_j) - 1) the computed row sum lies between l / (1 + r) and l (1 + r).
 
-Sums over keys. k(n) = n holds for any order of summation; it also covers an online softmax with tiles of b >= 4 keys,
-whose n / b tiles each add once and rescale once (a product and an exp2, three roundoffs): b + 4 n / b <= n + 8.
+Sums over keys. k(n) = n holds for any order of summation. It also covers an online softmax with tiles of b >= 6 keys,
+whose n / b tiles each add once and rescale once (a product and an exp2, five roundoffs): b + 6 n / b <= n + 8.
 
     tol_L = log(1 + r) + (k(n) + 8) ua + 4 ua (|m| + |L|)        four: log, the change of base twice, the last addition
-    tol_O = (1 + r) (sum_j P e^.. |v| + r |O| + (up + 2 (k(n) + 8) ua) sum_j P |v| + sum_j min(P, wp / l) |v|)
-            + u |O| + w
+    tol_O = (1 + r) (sum_j P (exp(eta) - 1) |v| + r |O| + (up + 2 (k(n) + 8) ua) sum_j P exp(eta) |v|
+                     + sum_j min(P, wp / l) |v|) + u |O| + w
 
-where P is replaced by P exp(eta) in the rounding terms. O is also a weighted mean of the rows of v whatever the weights,
-so tol_O is never larger than the spread of v plus those roundings.
+O is a weighted mean of the rows of v whatever the weights, so tol_O is never more than the spread of v plus the same
+roundings of the largest |v|.
 
 The gradients. P is computed again from the stored lse, so its error is eta' = eta + tol_L + 4 ua (|S| + |L|), and
 D = rowsum(dO O) uses the O that was stored, error and all::
@@ -85,9 +85,9 @@ class Bounds:
 
     o: Array
     lse: Array
-    dq: Array | None = None
-    dk: Array | None = None
-    dv: Array | None = None
+    dq: Array = None
+    dk: Array = None
+    dv: Array = None
 
 
 def error_bound(
@@ -180,7 +180,7 @@ class _Rounding:
             w=_underflow(storage),
             wa=_underflow(accumulator),
             wp=_underflow(product),
-            largest=float(_limits(storage).max),
+            largest=float(limits(storage).max),
             probable=probable,
         )
 
@@ -188,17 +188,18 @@ class _Rounding:
         return min(terms, 6 * math.sqrt(terms)) if self.probable else terms
 
 
-def _limits(dtype: np.dtype[Any]) -> Any:
+def limits(dtype: np.dtype[Any]) -> Any:
+    """`numpy.finfo` that knows bfloat16 too."""
     return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
 
 
 def _roundoff(dtype: np.dtype[Any]) -> float:
-    return float(_limits(dtype).eps) / 2
+    return float(limits(dtype).eps) / 2
 
 
 def _underflow(dtype: np.dtype[Any]) -> float:
     """Half the smallest subnormal of float16; elsewhere the smallest normal, as CUDA compilers may flush below it."""
-    info = _limits(dtype)
+    info = limits(dtype)
     return float(info.smallest_subnormal) / 2 if dtype == np.float16 else float(info.smallest_normal)
 
 

@@ -251,12 +251,9 @@ def _assembled(
     row = blocks.matrix * num_rows + blocks.row
     order = np.argsort(row * num_cols + blocks.col)
     bits = np.frombuffer(b"".join(dictionary), np.uint8)
-    needs_rows = rows is not None and bool((kind == Kind.INTERVAL).any())
-    lo, hi = (
-        row_intervals(rows, frame.seqlen_q, frame.seqlen_kv, frame.batch, frame.num_heads)
-        if needs_rows
-        else (None, None)
-    )
+    lo = hi = None
+    if rows is not None and (kind == Kind.INTERVAL).any():
+        lo, hi = row_intervals(rows, frame.seqlen_q, frame.seqlen_kv, frame.batch, frame.num_heads)
     return Classified(
         batch=frame.batch,
         num_heads=frame.num_heads,

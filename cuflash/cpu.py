@@ -153,9 +153,9 @@ class _Call:
         dq = np.zeros((stop - start, plan.problem.head_dim), self.wide)
         for keys in _groups(plan.work.row(b, h, start, stop), plan.tile.block_kv):
             k = self.gather("k", b, kv_head, keys)
-            s = q @ k.T
-            _mask_keys(plan.work, tile, keys, s)
-            ds = self._score_gradient(b, h, rows, s, do @ self.gather("v", b, kv_head, keys).T)[1]
+            s, dp = q @ k.T, do @ self.gather("v", b, kv_head, keys).T
+            _mask_keys(plan.work, tile, keys, s, dp)
+            _, ds = self._score_gradient(b, h, rows, s, dp)
             dq += ds @ k
         self.at("dq", b, h)[start:stop] = dq * self.wide(plan.problem.softmax_scale)
 
@@ -171,9 +171,9 @@ class _Call:
             for rows in _groups(plan.work.column(b, h, start, stop), plan.tile.block_kv):
                 q = self.scaled_queries(b, h, rows)
                 do = self._gradient_rows(b, h, rows)
-                s = q @ k.T
-                _mask_queries(plan.work, tile._replace(h=h), rows, s)
-                p, ds = self._score_gradient(b, h, rows, s, do @ v.T)
+                s, dp = q @ k.T, do @ v.T
+                _mask_queries(plan.work, tile._replace(h=h), rows, s, dp)
+                p, ds = self._score_gradient(b, h, rows, s, dp)
                 dv += p.T @ do
                 dk += ds.T @ q
         # q carries softmax_scale log2(e); dK wants softmax_scale.
@@ -229,26 +229,32 @@ def _groups(segments: list[Segment], limit: int) -> Iterator[list[Segment]]:
         yield group
 
 
-def _mask_keys(work: WorkList, tile: _TileAt, keys: list[Segment], s: Array) -> None:
-    """Set the scores of masked keys to -inf: rows of `tile`, columns of `keys`."""
+def _mask_keys(work: WorkList, tile: _TileAt, keys: list[Segment], s: Array, dp: Array | None = None) -> None:
+    """Set the scores of masked keys to -inf, and their dP to 0: rows of `tile`, columns of `keys`."""
     column = 0
     for segment in keys:
-        width = segment.stop - segment.start
+        here = slice(column, column + segment.stop - segment.start)
         if segment.kind != Kind.FULL:
             outside = _outside(work, tile.b, tile.h, segment, (tile.start, tile.stop), (segment.start, segment.stop))
-            np.copyto(s[:, column : column + width], -np.inf, where=outside)
-        column += width
+            _mask(s[:, here], None if dp is None else dp[:, here], outside)
+        column = here.stop
 
 
-def _mask_queries(work: WorkList, tile: _TileAt, rows: list[Segment], s: Array) -> None:
-    """Set the scores of masked queries to -inf: rows of `rows`, columns of `tile`."""
+def _mask_queries(work: WorkList, tile: _TileAt, rows: list[Segment], s: Array, dp: Array) -> None:
+    """Set the scores of masked queries to -inf, and their dP to 0: rows of `rows`, columns of `tile`."""
     row = 0
     for segment in rows:
-        height = segment.stop - segment.start
+        here = slice(row, row + segment.stop - segment.start)
         if segment.kind != Kind.FULL:
             outside = _outside(work, tile.b, tile.h, segment, (segment.start, segment.stop), (tile.start, tile.stop))
-            np.copyto(s[row : row + height], -np.inf, where=outside)
-        row += height
+            _mask(s[here], dp[here], outside)
+        row = here.stop
+
+
+def _mask(s: Array, dp: Array | None, outside: Array) -> None:
+    np.copyto(s, -np.inf, where=outside)
+    if dp is not None:
+        np.copyto(dp, 0, where=outside)  # P is 0 there, and 0 times what a masked value holds may not be
 
 
 def _outside(work: WorkList, b: int, h: int, segment: Segment, rows: tuple[int, int], keys: tuple[int, int]) -> Array:

@@ -179,7 +179,7 @@ def _output_reasons(name: str, array: Any, shape: tuple[int, ...], dtype: Any, i
 def _overlap(first: Array, second: Array) -> bool:
     """Whether two arrays share any element; yes where that would be hard to tell."""
     try:
-        return bool(np.shares_memory(first, second, max_work=1 << 16))
+        return bool(np.shares_memory(first, second, max_work=1 << 16))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

@@ -125,7 +125,7 @@ class Mask:
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        pairs = zip(self._key(), other._key())  # type: ignore[attr-defined]
+        pairs = zip(self._key(), other._key())
         return all(a is b or (not is_array(a) and not is_array(b) and a == b) for a, b in pairs)
 
     def __hash__(self) -> int:
@@ -299,12 +299,12 @@ class LeadingArray:
 
     def at(self, b: Array, *rest: Array) -> Array:
         """Elements at flat batch index b and the trailing coordinates; an axis of extent 1 ignores its coordinate."""
-        if any(extent > 1 for extent in self.array.shape[: len(self.batch)]):
+        if any(extent != 1 for extent in self.array.shape[: len(self.batch)]):
             places = namespace(b).unravel_index(b, self.batch) if len(self.batch) > 1 else (b,)
         else:
             places = (0,) * len(self.batch)
         coordinates = (*places, *rest)
-        return self.array[tuple(c if extent > 1 else 0 for c, extent in zip(coordinates, self.array.shape))]
+        return self.array[tuple(c if extent != 1 else 0 for c, extent in zip(coordinates, self.array.shape))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,7 @@ class PerBatch:
     value: int | LeadingArray
 
     @staticmethod
-    def of(name: str, value: int | Array, batch: tuple[int, ...] | None) -> PerBatch:
+    def of(name: str, value: Any, batch: tuple[int, ...] | None) -> PerBatch:
         if not is_array(value):
             return PerBatch(int(value))
         if batch is None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -334,11 +335,11 @@ class Documents(Mask):
     kv_ids: Array | None = None
 
     def __post_init__(self) -> None:
+        given = {"q_ids": self.q_ids} if self.kv_ids is None else {"q_ids": self.q_ids, "kv_ids": self.kv_ids}
         reasons = [
             f"{name} must be an integer array (..., seqlen); got {describe(ids)}"
-            for name, ids in (("q_ids", self.q_ids), ("kv_ids", self.kv_ids))
-            if not (name == "kv_ids" and ids is None)
-            and not (is_array(ids) and ids.ndim >= 1 and is_integer_dtype(ids.dtype))
+            for name, ids in given.items()
+            if not (is_array(ids) and ids.ndim >= 1 and is_integer_dtype(ids.dtype))
         ]
         if reasons:
             raise UnsupportedProblem(reasons)
@@ -375,8 +376,10 @@ def _document_bounds(q_ids: LeadingArray, kv_ids: LeadingArray) -> tuple[Leading
     kv = xp.broadcast_to(kv_ids.array, (*leading, kv_ids.array.shape[-1]))
     bounds = []
     for side in ("left", "right"):
-        rows = [xp.searchsorted(kv[place], q[place], side=side) for place in np.ndindex(leading)]
-        bounds.append(LeadingArray(xp.stack(rows).reshape(q.shape), q_ids.batch, 1))
+        places = xp.empty(q.shape, dtype=np.int64)
+        for entry in np.ndindex(leading):
+            places[entry] = xp.searchsorted(kv[entry], q[entry], side=side)
+        bounds.append(LeadingArray(places, q_ids.batch, 1))
     return bounds[0], bounds[1]
 
 
@@ -531,7 +534,8 @@ class BlockPattern(Mask):
 
     @property
     def natural_block(self) -> tuple[int, int]:
-        return self.block
+        block_q, block_kv = self.block
+        return block_q, block_kv
 
     def __hash__(self) -> int:
         raise TypeError("BlockPattern holds arrays, whose contents are never hashed")
@@ -556,7 +560,7 @@ class BlockPattern(Mask):
         padded = self.blocks.reshape((1,) * (len(shape.batch) + 1 - len(leading)) + tuple(self.blocks.shape))
         if any(extent > 1 for extent in padded.shape[:-3]):
             padded = np.broadcast_to(padded, (*shape.batch, *padded.shape[-3:]))
-        flat = padded.reshape(-1, *padded.shape[-3:])
+        flat = padded.reshape(prod(padded.shape[:-3]), *padded.shape[-3:])
         keys = np.flatnonzero(flat)
         return BlockSet.of(flat.shape, self.block, keys, np.ones(len(keys), bool))
 

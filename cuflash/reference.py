@@ -28,7 +28,9 @@ from .arrays import Array
 __all__ = ["attention", "attention_vjp"]
 
 
-def attention(q: Array, k: Array, v: Array, mask: Array | None = None, scale: float | None = None) -> tuple[Array, Array]:
+def attention(
+    q: Array, k: Array, v: Array, mask: Array | None = None, scale: float | None = None
+) -> tuple[Array, Array]:
     """Softmax attention and the log-sum-exp of its scores.
 
     >>> import numpy as np

@@ -7,7 +7,7 @@ its transpose. All three answer the same two questions, `row` and `column`, with
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -238,13 +238,15 @@ OWN_BLOCKS = (16, 512)  # a mask's own blocks are listed as they are within thes
 
 def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
     """The work of a resolved mask at a kernel's tile; a mask made of blocks is listed at its own block size."""
-    sizes = {"seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
+    intervals = partial(
+        IntervalWork, seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=tile[0], block_kv=tile[1]
+    )
     if isinstance(mask, Band):
-        return IntervalWork(**sizes, block_q=tile[0], block_kv=tile[1], band=mask)
+        return intervals(band=mask)
     if 0 not in (shape.num_batch, *shape[1:]) and mask.intervals(0, 0, 0) is not None:
         lo, hi = row_intervals(mask, shape.seqlen_q, shape.seqlen_kv, *extents(mask, shape))
-        if _widest_gap(lo, hi) < LISTED_BLOCK:
-            return IntervalWork(**sizes, block_q=tile[0], block_kv=tile[1], lo=lo, hi=hi)
+        if _widest_gap(lo, hi) < min(tile[1], LISTED_BLOCK):
+            return intervals(lo=lo, hi=hi)
     block = _listed_block(mask, tile)
     if isinstance(mask, IndexMask) and mask.block == block:
         return ListedWork(index=mask.index)

@@ -1,0 +1,56 @@
+# make demo    installs, then runs the block-sparsity study
+# make test    installs, then runs every test that this machine can run
+# make types lint cover clean
+# Needs make, python3 (3.11 or newer, with venv) and g++. PYTHON=python3.13 picks another Python;
+# CUDA=cuda13, CUDA=cuda12 or CUDA= (none) overrides what the NVIDIA driver says.
+
+PYTHON ?= python3
+VENV   ?= .venv
+RUN     = $(VENV)/bin/python
+
+ifeq ($(origin CUDA),undefined)
+CUDA := $(shell $(PYTHON) -c 'import ctypes; version = ctypes.c_int(); \
+  ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)); \
+  print("cuda13" if version.value >= 13000 else "cuda12" if version.value >= 12000 else "")' 2>/dev/null)
+endif
+
+comma := ,
+extra  = $(if $(CUDA),$(comma)$(CUDA))
+# The name of the stamp holds the choice of CUDA: another driver, another install.
+stamp  = $(VENV)/.installed-$(1)$(if $(CUDA),-$(CUDA))
+
+.PHONY: demo test types lint cover clean
+demo: $(call stamp,experiments)
+	$(RUN) experiments/block_sparsity.py
+
+test: $(call stamp,test)
+	$(RUN) -m pytest
+
+types: $(call stamp,test)
+	$(RUN) -m mypy
+
+lint: $(call stamp,test)
+	$(RUN) -m flake8 cuflash tests experiments
+
+cover: $(call stamp,test)
+	$(RUN) -m coverage run -m pytest
+	$(RUN) -m coverage report
+
+$(call stamp,experiments): setup.cfg pyproject.toml | $(RUN)
+	$(RUN) -m pip install --disable-pip-version-check --quiet --editable '.[experiments$(extra)]'
+	@touch $@
+
+# Tests run the experiments too.
+$(call stamp,test): setup.cfg pyproject.toml | $(RUN)
+	$(RUN) -m pip install --disable-pip-version-check --quiet --editable '.[test,experiments$(extra)]'
+	@touch $@ $(call stamp,experiments)
+
+$(RUN):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "cuflash needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.13 ..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || \
+	  { echo "$(PYTHON) has no venv. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .hypothesis

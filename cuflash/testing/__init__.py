@@ -1,0 +1,54 @@
+"""Tests for attention: exact answers, bounds that mean something, and a search for what breaks.
+
+For an attention function of your own, in whatever it is written, this is a test file:
+
+    from hypothesis import given, strategies
+    from cuflash import testing
+
+    @given(testing.examples())
+    def test_my_attention_is_right(example):
+        o, lse = my_attention(example.q, example.k, example.v, mask=example.dense_mask, scale=example.scale)
+        testing.assert_within_bounds(example, o=o, lse=lse)
+
+    @given(testing.examples(), strategies.sampled_from(testing.FORWARD_PROPERTIES))
+    def test_my_attention_has_its_properties(example, check):
+        check(my_attention, example)
+
+    @given(testing.examples())
+    def test_my_attention_passes_the_exact_probes(example):
+        testing.assert_exact_probes(my_attention, example)
+
+The function takes ``(q, k, v, *, mask, scale)``, arrays as `cuflash.attention` takes them, with a bool array or None
+for the mask, and returns o and lse. Gradients, ``(q, k, v, do, *, dlse, mask, scale) -> (dq, dk, dv)``, go to the same
+assertion and to `GRADIENT_PROPERTIES`, both together to `PAIR_PROPERTIES`.
+
+Needs Hypothesis and runs under any test runner: ``pip install cuflash[test]``.
+"""
+
+from . import assertions, oracle, properties, strategies
+from .assertions import (
+    Example,
+    assert_exact_probes,
+    assert_within,
+    assert_within_bounds,
+)
+from .properties import FORWARD_PROPERTIES, GRADIENT_PROPERTIES, PAIR_PROPERTIES
+from .strategies import Structure, examples, masks, structures
+
+__all__ = [
+    "FORWARD_PROPERTIES",
+    "GRADIENT_PROPERTIES",
+    "PAIR_PROPERTIES",
+    "Example",
+    "Structure",
+    "assert_exact_probes",
+    "assert_within",
+    "assert_within_bounds",
+    "assertions",
+    "examples",
+    "masks",
+    "oracle",
+    "properties",
+    "strategies",
+    "structures",
+]

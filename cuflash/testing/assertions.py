@@ -1,0 +1,378 @@
+"""What it means for attention to be right: three tiers of assertions over one record of operands.
+
+=====  ============================================  ======================================================
+tier   asks                                          sees
+=====  ============================================  ======================================================
+R      `assert_within_bounds`: every element of o,   most faults; a bound that the inputs themselves set
+       lse, dq, dk, dv within `error_bound`
+L      the same with lse alone                       one key too many, too few or wrong, at any magnitude
+E      `assert_exact_probes`: inputs whose results   which keys a row reads; accumulators that are too
+       are known to the last rounding                narrow, which hide from R at long lengths
+=====  ============================================  ======================================================
+
+Each returns the largest error as a share of its bound, to record, or to steer Hypothesis with `hypothesis.target`.
+No tolerance is typed: each follows from roundings that can be counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..arrays import accumulator_dtype
+from ..bounds import Bounds, error_bound, limits
+from ..mask import Mask
+from ..problem import Problem
+from . import oracle
+
+__all__ = [
+    "Attend",
+    "Example",
+    "assert_exact_probes",
+    "assert_lse_counts_the_keys",
+    "assert_mask_is_the_one_asked_for",
+    "assert_means_are_exact",
+    "assert_ones_stay_ones",
+    "assert_wide_accumulators",
+    "assert_within",
+    "assert_within_bounds",
+]
+
+
+class Attend(Protocol):
+    """A forward pass under test: arrays in the layout of `cuflash.attention`, the mask a bool array or None."""
+
+    def __call__(self, q: Any, k: Any, v: Any, *, mask: Any, scale: float | None) -> tuple[Any, Any]:
+        """o and lse."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Example:
+    """Operands of one call, with the exact answer and the bounds on it.
+
+    >>> import numpy as np
+    >>> example = Example(q=np.zeros((2, 4)), k=np.ones((3, 4)), v=np.eye(3), mask=np.eye(2, 3, dtype=bool))
+    >>> example.exact.o.astype(int)
+    array([[1, 0, 0],
+           [0, 1, 0]])
+    >>> example.but(scale=2.0).scale
+    2.0
+
+    Attributes
+    ----------
+    q, k, v, do, dlse : array
+        As in `cuflash.attention_vjp`; `do` and `dlse` may be None.
+    mask : Mask, bool array or None
+    scale : float or None
+    product_dtype : dtype, optional
+        What the implementation under test rounds P and dS to; see `cuflash.error_bound`.
+    origin : str
+        Source text that makes this example again; its repr.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any = None
+    dlse: Any = None
+    mask: Any = None
+    scale: float | None = None
+    product_dtype: Any = None
+    origin: str = ""
+
+    def but(self, **changes: Any) -> Example:
+        """A copy with some operands replaced."""
+        origin = f"{self.origin}.but({', '.join(changes)})" if self.origin else ""
+        return dataclasses.replace(self, **{"origin": origin, **changes})
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        return Problem.of(self.q, self.k, self.v, scale=self.scale)
+
+    @functools.cached_property
+    def dense_mask(self) -> Any:
+        """The mask as a bool array [*batch, num_heads, seqlen_q, seqlen_kv], 2-D for 2-D operands; None without one."""
+        if self.mask is None:
+            return None
+        shape = self.problem.mask_shape
+        if isinstance(self.mask, Mask):
+            full = self.mask.dense(shape)
+        else:
+            full = np.broadcast_to(self.mask, (*shape.batch, *shape[1:]))
+        return full if self.problem.has_heads else full[0]
+
+    @property
+    def allowed(self) -> Any:
+        """`dense_mask`, all True without a mask."""
+        shape = (*self.problem.lse_shape(), self.problem.seqlen_kv)
+        return np.ones(shape, bool) if self.mask is None else self.dense_mask
+
+    @functools.cached_property
+    def exact(self) -> Bounds:
+        """The oracle's o and lse, and with `do` its dq, dk and dv, under the names that the bounds have."""
+        o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale)
+        if self.do is None:
+            return Bounds(o=o, lse=lse)
+        operands = self.q, self.k, self.v, self.do, self.dlse, self.dense_mask, self.scale
+        dq, dk, dv = oracle.attention_vjp(*operands)
+        return Bounds(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+    @functools.cached_property
+    def bounds(self) -> Bounds:
+        """`cuflash.error_bound` of these operands."""
+        return self._bounds(probable=False)
+
+    @functools.cached_property
+    def probable_bounds(self) -> Bounds:
+        """The same for rounding errors that do not conspire; for thousands of keys."""
+        return self._bounds(probable=True)
+
+    def _bounds(self, probable: bool) -> Bounds:
+        return error_bound(
+            self.q,
+            self.k,
+            self.v,
+            self.do,
+            dlse=self.dlse,
+            mask=self.dense_mask,
+            scale=self.scale,
+            product_dtype=self.product_dtype,
+            probable=probable,
+        )
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}={getattr(self, name).shape}" for name in "qkv")
+        return self.origin or f"Example({shapes}, dtype={self.q.dtype}, mask={self.mask!r}, scale={self.scale})"
+
+
+# Tiers R and L
+
+
+def assert_within_bounds(
+    example: Example,
+    *,
+    o: Any = None,
+    lse: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    probable: bool = False,
+) -> float:
+    """Tier R: every element of the results given is within its bound of the exact one. Tier L is `lse` alone.
+
+    >>> import numpy as np
+    >>> q, k, v = (np.array(x, np.float32) for x in ([[0, 0]], [[1, 1], [2, 2]], [[1], [2]]))
+    >>> example = Example(q=q, k=k, v=v)
+    >>> assert_within_bounds(example, o=np.array([[1.5]]))
+    0.0
+    >>> assert_within_bounds(example, lse=np.array([0.5]))
+    Traceback (most recent call last):
+        ...
+    AssertionError: lse[0] is 0.5, should be 0.6931471805599453: off by 0.193, 1.3e+05 times its bound of 1.5e-06
+    1 of 1 elements are outside their bounds, the first at lse[0]
+    Example(q=(1, 2), k=(2, 2), v=(2, 1), dtype=float32, mask=None, scale=None)
+
+    Parameters
+    ----------
+    example : Example
+    o, lse, dq, dk, dv : array, optional
+        What the implementation under test returned for it.
+    probable : bool
+        Use the sharper `probable` bounds.
+
+    Returns
+    -------
+    float
+        The largest error as a share of its bound.
+
+    Raises
+    ------
+    AssertionError
+        Names the worst element, the first wrong one and the example.
+    """
+    __tracebackhide__ = True
+    bounds = example.probable_bounds if probable else example.bounds
+    results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    share = 1.0 if _reference_is_finer(example.q.dtype) else 2.0
+    ratios = [
+        assert_within(name, result, getattr(example.exact, name), share * getattr(bounds, name), example)
+        for name, result in results.items()
+        if result is not None
+    ]
+    return max(ratios, default=0.0)
+
+
+def _reference_is_finer(dtype: Any) -> bool:
+    """False for float64 where long double is float64 too: then the oracle errs as much as the result may."""
+    return bool(np.finfo(np.longdouble).eps < limits(accumulator_dtype(np.dtype(dtype))).eps)
+
+
+def assert_within(name: str, actual: Any, exact: Any, bound: Any, context: object = "") -> float:
+    """Every element of `actual` is within `bound` of `exact`; returns the largest error as a share of its bound.
+
+    >>> import numpy as np
+    >>> assert_within("x", np.array([1.0, 3.0]), np.array([1.5, 3.0]), np.array([2.0, 0.0]))
+    0.25
+
+    Infinities must agree; NaN agrees with NaN alone. An infinite bound lets everything pass.
+    """
+    __tracebackhide__ = True
+    actual, exact = np.asarray(actual), np.asarray(exact)
+    assert actual.shape == exact.shape, f"{name} has shape {actual.shape}, should have {exact.shape}\n{context}"
+    bound = np.broadcast_to(bound, exact.shape)
+    error, ratio = _errors(actual, exact, bound)
+    outside = ~(ratio <= 1)
+    if not outside.any():
+        return float(ratio.max(initial=0.0))
+    worst = np.unravel_index(np.argmax(ratio), ratio.shape)
+    first = np.unravel_index(np.argmax(outside), ratio.shape)
+    raise AssertionError(
+        f"{_element(name, worst)} is {float(actual[worst])!r}, should be {float(exact[worst])!r}: "
+        f"off by {float(error[worst]):.3g}, {float(ratio[worst]):.2g} times its bound of {float(bound[worst]):.2g}\n"
+        f"{outside.sum()} of {outside.size} elements are outside their bounds, the first at {_element(name, first)}\n"
+        f"{context}"
+    )
+
+
+def _errors(actual: Any, exact: Any, bound: Any) -> tuple[Any, Any]:
+    """|actual - exact| and its share of the bound."""
+    wide = np.longdouble if np.longdouble in (actual.dtype, exact.dtype) else np.float64
+    actual, exact = actual.astype(wide), exact.astype(wide)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        agrees = (actual == exact) | (np.isnan(actual) & np.isnan(exact))
+        error = np.where(agrees, 0, np.abs(actual - exact))
+        error = np.where(np.isnan(error), np.inf, error)
+        ratio = np.where(agrees | np.isposinf(bound), 0, error / bound)
+    return error, np.where(np.isnan(ratio), np.inf, ratio)
+
+
+def _element(name: str, place: tuple[Any, ...]) -> str:
+    return f"{name}[{', '.join(str(int(index)) for index in place)}]"
+
+
+# Tier E
+
+
+def assert_exact_probes(attend: Attend, example: Example) -> float:
+    """Tier E with the shapes, dtype and mask of an example: every probe of this module, one after the other."""
+    __tracebackhide__ = True
+    probes = (
+        assert_lse_counts_the_keys,
+        assert_ones_stay_ones,
+        assert_mask_is_the_one_asked_for,
+        assert_means_are_exact,
+    )
+    return max([probe(attend, example) for probe in probes] + [assert_wide_accumulators(attend, example.q.dtype)])
+
+
+def assert_lse_counts_the_keys(attend: Attend, example: Example) -> float:
+    """With q = 0 every weight is 1, so lse is log(number of keys), whatever k holds.
+
+    Tells n keys from n - 1 up to half a million keys in float32: the sum is exact, and four roundoffs (two for the
+    logarithm, one for a change of base, one for its constant) are all that is left.
+    """
+    __tracebackhide__ = True
+    lse = _with_zero_scores(attend, example, example.v)[1]
+    exact = _logarithm(_key_counts(example))
+    return assert_within("lse", lse, exact, 4 * _roundoffs(example)[1] * np.abs(exact), _probe("q = 0", example))
+
+
+def assert_ones_stay_ones(attend: Attend, example: Example) -> float:
+    """With q = 0 and v = 1, o is 1 to one last place, and 0 in a row without keys."""
+    __tracebackhide__ = True
+    o = _with_zero_scores(attend, example, np.ones_like(example.v))[0]
+    exact = np.broadcast_to(_key_counts(example)[..., None] > 0, o.shape).astype(np.float64)
+    return assert_within("o", o, exact, 2 * _roundoffs(example)[0], _probe("q = 0, v = 1", example))
+
+
+def assert_mask_is_the_one_asked_for(attend: Attend, example: Example) -> float:
+    """With q = 0 and v[j] the unit vector of a digit of j, o counts a row's keys by that digit: the mask, decoded.
+
+    Two probes, for both digits of j in base value_dim: every key up to value_dim ** 2 has its own pair. Each element is
+    a quotient of two integers, rounded twice in the accumulator (division may multiply by the reciprocal) and once in
+    the storage dtype.
+    """
+    __tracebackhide__ = True
+    value_dim = example.v.shape[-1]
+    key = np.arange(example.k.shape[-2])
+    ratios = []
+    for digit in (key % value_dim, key // value_dim % value_dim):
+        v = np.broadcast_to(np.eye(value_dim)[digit], example.v.shape).astype(example.v.dtype)
+        o = _with_zero_scores(attend, example, v)[0]
+        exact = _mean(example, np.eye(value_dim)[digit])
+        ratios.append(
+            assert_within("o", o, exact, _two_roundings(example, exact), _probe("q = 0, v = digits", example))
+        )
+    return max(ratios)
+
+
+def assert_means_are_exact(attend: Attend, example: Example) -> float:
+    """With q = 0 and integers in v, o is their mean over the row's keys: only the division and the store round."""
+    __tracebackhide__ = True
+    v = on_lattice(example.v)
+    o = _with_zero_scores(attend, example, v)[0]
+    group = example.problem.group_size
+    values = np.repeat(v, group, axis=-3) if v.ndim > 2 else v
+    exact = _mean(example, values)
+    return assert_within("o", o, exact, _two_roundings(example, exact), _probe("q = 0, v = integers", example))
+
+
+def assert_wide_accumulators(attend: Attend, dtype: Any) -> float:
+    """A staircase that narrow sums climb wrongly: one key of weight 1, then 8192 keys of a weight far below.
+
+    The small weights are 2^-19 in float16 and 2^-15 in bfloat16, under half a last place of 1, and v = 1: o is 1
+    exactly. An accumulator of the storage dtype loses all of them, and gives 0.98 and 0.8; a denominator of that dtype
+    gives 1.02 and 1.25. float32 and float64 accumulate in their own dtype and pass by nature.
+    """
+    __tracebackhide__ = True
+    step = {"float16": 19, "bfloat16": 15}.get(np.dtype(dtype).name)
+    if step is None:
+        return 0.0
+    q, k, v = np.zeros((1, 1, 8)), np.zeros((1, 8193, 8)), np.ones((1, 8193, 8))
+    q[..., 0], k[:, 1:, 0] = 1, -step
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    example = Example(q=q, k=k, v=v, scale=float(np.log(2)))
+    o, _ = attend(example.q, example.k, example.v, mask=None, scale=example.scale)
+    return assert_within("o", o, np.ones(o.shape), 2 * _roundoffs(example)[0], _probe("staircase", example))
+
+
+def on_lattice(x: Any) -> Any:
+    """The array rounded to the integers -2..2: exact in every dtype, and so are its short sums and products."""
+    return np.clip(np.rint(x.astype(np.float64)), -2, 2).astype(x.dtype)
+
+
+def _with_zero_scores(attend: Attend, example: Example, v: Any) -> tuple[Any, Any]:
+    return attend(np.zeros_like(example.q), on_lattice(example.k), v, mask=example.dense_mask, scale=example.scale)
+
+
+def _key_counts(example: Example) -> Any:
+    return np.count_nonzero(example.allowed, axis=-1)
+
+
+def _mean(example: Example, values: Any) -> Any:
+    """The mean of integer values over each row's keys; 0 in a row without keys."""
+    total = example.allowed.astype(np.float64) @ values.astype(np.float64)
+    return total / np.maximum(_key_counts(example), 1)[..., None].astype(np.longdouble)
+
+
+def _logarithm(count: Any) -> Any:
+    with np.errstate(divide="ignore"):
+        return np.log(count.astype(np.longdouble))
+
+
+def _two_roundings(example: Example, exact: Any) -> Any:
+    u, ua = _roundoffs(example)
+    return (u + 2 * ua) * (1 + u) * np.abs(exact) + float(limits(np.dtype(example.q.dtype)).smallest_subnormal)
+
+
+def _roundoffs(example: Example) -> tuple[float, float]:
+    """Unit roundoffs of the storage dtype and of the accumulator."""
+    dtype = np.dtype(example.q.dtype)
+    return float(limits(dtype).eps) / 2, float(limits(accumulator_dtype(dtype)).eps) / 2
+
+
+def _probe(inputs: str, example: Example) -> str:
+    return f"with {inputs} in the place of {example!r}"

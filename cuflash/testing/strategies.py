@@ -1,0 +1,462 @@
+"""Hypothesis strategies for attention: structure is drawn, the numbers follow from a seed.
+
+What is drawn is what faults hide in (lengths off a tile, groups of heads, masks with empty rows, views with odd
+strides, magnitudes), so that an example shrinks towards the smallest shape and the plainest mask. `examples` puts it
+all together; the parts serve alone.
+
+>>> from hypothesis import given
+>>> @given(examples())
+... def test_shapes(example):
+...     o, lse = my_attention(example.q, example.k, example.v, example.dense_mask, example.scale)
+...     assert o.shape[:-1] == lse.shape == example.q.shape[:-1]
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+from ..arrays import DTYPES, accumulator_dtype
+from ..mask import Mask, MaskShape
+from ..masks import (
+    BlockPattern,
+    Causal,
+    Dense,
+    Dilated,
+    Documents,
+    FromFunction,
+    Lengths,
+    PrefixLM,
+    SlidingWindow,
+)
+from .assertions import Example, on_lattice
+
+__all__ = [
+    "HEAD_DIMS",
+    "LAYOUTS",
+    "VALUES",
+    "Structure",
+    "examples",
+    "head_dims",
+    "heads",
+    "laid_out",
+    "layouts",
+    "lengths",
+    "masks",
+    "scales",
+    "structures",
+]
+
+DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES)
+HEAD_DIMS = (1, 2, 3, 7, 8, 16, 17, 32, 40, 59, 64, 80, 96, 111, 128, 256)
+PRIMES = (1, 2, 3, 5, 7, 13, 31, 61, 127)
+GROUPS = (1, 2, 3, 7, 8)
+SCALES = (1.0, 0.5, -0.5, 1e-3, 10.0, 100.0, 1e4)
+VALUES = ("normal", "lattice", "constant", "outliers", "small", "large")
+LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset", "broadcast", "odd_strides")
+
+
+# Sizes
+
+
+def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
+    """Sequence lengths: 0 and 1, whole tiles and one token more, one or two off, half a tile over, primes."""
+    extra = st.sampled_from((0, 1, -1, 2, tile // 2))
+    around = st.builds(lambda tiles, extra: tiles * tile + extra, st.integers(0, 4), extra)
+    primes = st.sampled_from([prime for prime in PRIMES if prime <= longest])
+    return st.one_of(primes, around.map(lambda length: min(max(length, 0), longest)))
+
+
+def heads(most: int = 24) -> st.SearchStrategy[tuple[int, int]]:
+    """(num_heads, num_kv_heads): key/value heads times a group of 1, 2, 3, 7 or 8."""
+    pairs = [(kv * group, kv) for group in GROUPS for kv in (1, 2, 3) if kv * group <= max(most, 1)]
+    return st.sampled_from(pairs)
+
+
+def head_dims(widest: int = 256) -> st.SearchStrategy[int]:
+    """Head and value dims: powers of two, their neighbours, and those that models have."""
+    return st.sampled_from([dim for dim in HEAD_DIMS if dim <= widest])
+
+
+def scales() -> st.SearchStrategy[float | None]:
+    """None (1 / sqrt(head_dim)) as often as all else, then 1e-3 to 1e4, and a negative one."""
+    return st.none() | st.sampled_from(SCALES)
+
+
+# Masks
+
+
+@st.composite
+def masks(draw: st.DrawFn, shape: MaskShape, max_leaves: int = 3) -> Mask:
+    """Masks of every kind that fit this shape, alone and composed by ``& | ~``; with rows that attend nothing."""
+    mask = _leaf(draw, shape)
+    for _ in range(draw(st.integers(0, max_leaves - 1))):
+        mask = draw(st.sampled_from((operator.and_, operator.or_)))(mask, _leaf(draw, shape))
+        mask = ~mask if draw(st.booleans()) else mask
+    return mask
+
+
+def _leaf(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    kind = draw(st.sampled_from(_LEAVES))
+    mask = kind(draw, shape)
+    return ~mask if draw(st.sampled_from((False, False, False, True))) else mask
+
+
+def _align(draw: st.DrawFn, shape: MaskShape) -> str | None:
+    is_square = shape.seqlen_q == shape.seqlen_kv
+    return draw(st.sampled_from([None] * is_square + ["bottom_right", "top_left"]))
+
+
+def _sides(draw: st.DrawFn, shape: MaskShape) -> tuple[int | None, int | None]:
+    side = st.none() | st.integers(0, shape.seqlen_kv + 1)
+    return draw(side), draw(side)
+
+
+def _count(draw: st.DrawFn, shape: MaskShape, most: int) -> Any:
+    """One count for all, or an array of one for each entry of the leading axes."""
+    size = math.prod(shape.batch)
+    if not shape.batch or not size or draw(st.booleans()):
+        return draw(st.integers(0, most))
+    return np.array([draw(st.integers(0, most)) for _ in range(size)]).reshape(shape.batch)
+
+
+def _generator(draw: st.DrawFn) -> np.random.Generator:
+    return np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+
+def _causal(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return Causal(_align(draw, shape))
+
+
+def _sliding_window(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return SlidingWindow(*_sides(draw, shape), _align(draw, shape))
+
+
+def _lengths(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    q, kv = (_count(draw, shape, most) if draw(st.booleans()) else None for most in shape[2:])
+    return Lengths(q=q, kv=kv)
+
+
+def _prefix_lm(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return PrefixLM(_count(draw, shape, shape.seqlen_kv), _align(draw, shape))
+
+
+def _dilated(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return Dilated(draw(st.integers(1, 5)), *_sides(draw, shape), _align(draw, shape))
+
+
+def _documents(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    rng, count = _generator(draw), draw(st.integers(1, 5))
+    leading = shape.batch if draw(st.booleans()) else ()
+    q_ids = rng.integers(0, count, (*leading, shape.seqlen_q))
+    kv_ids = rng.integers(0, count + 1, (*leading, shape.seqlen_kv))
+    if draw(st.booleans()):
+        q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
+    is_one_sequence = shape.seqlen_q == shape.seqlen_kv and draw(st.booleans())
+    return Documents(q_ids) if is_one_sequence else Documents(q_ids, kv_ids)
+
+
+def _block_pattern(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    sizes = st.sampled_from((1, 2, 3, 16, 17, 64, 100))
+    block = draw(sizes), draw(sizes)
+    grid = -(-shape.seqlen_q // block[0]), -(-shape.seqlen_kv // block[1])
+    return BlockPattern(_random_bools(draw, shape, grid), block)
+
+
+def _dense(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return Dense(_random_bools(draw, shape, shape[2:]))
+
+
+def _single_cell(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    allowed = np.zeros(shape[2:], bool)
+    if allowed.size:
+        allowed.flat[draw(st.integers(0, allowed.size - 1))] = True
+    return Dense(allowed)
+
+
+def _without_rows(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    """Everything but some rows, which attend nothing."""
+    kept = np.ones((shape.seqlen_q, 1), bool)
+    third = -(-shape.seqlen_q // 3)
+    first, middle, last, every_other = slice(third), slice(third, -third), slice(-third, None), slice(0, None, 2)
+    kept[draw(st.sampled_from((first, middle, last, every_other)))] = False
+    return Dense(kept)
+
+
+def _checkered(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    period, by_head = draw(st.integers(2, 7)), draw(st.booleans())
+
+    def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i + 2 * j + (h + b if by_head else 0)) % period != 0
+
+    return FromFunction(allowed)
+
+
+_LEAVES = (
+    _causal,
+    _sliding_window,
+    _lengths,
+    _prefix_lm,
+    _dilated,
+    _documents,
+    _block_pattern,
+    _dense,
+    _single_cell,
+    _without_rows,
+    _checkered,
+)
+
+
+def _random_bools(draw: st.DrawFn, shape: MaskShape, last: tuple[int, ...]) -> Any:
+    leading = _leading(shape, draw(st.integers(0, 3)))
+    density = draw(st.sampled_from((0.5, 0.05, 0.95, 0.0, 1.0)))
+    return _generator(draw).random((*leading, *last)) < density
+
+
+def _leading(shape: MaskShape, axes: int) -> tuple[int, ...]:
+    """That many of (*batch, num_heads), from the right; 3 is all, and one less than all keeps a stretched axis."""
+    full = (*shape.batch, shape.num_heads)
+    return (*full[:-1], 1) if axes == 2 and len(full) > 1 else full[len(full) - min(axes, len(full)) :]
+
+
+# Views
+
+
+def layouts() -> st.SearchStrategy[str]:
+    """Names of memory layouts for `laid_out`."""
+    return st.sampled_from(LAYOUTS)
+
+
+def laid_out(values: Any, layout: str) -> Any:
+    """The same values in another memory layout; gaps in the memory hold NaN.
+
+    >>> laid_out(np.zeros((2, 3, 4)), "negative").strides
+    (96, -32, -8)
+
+    - contiguous: C order
+    - transposed: (batch, seqlen, heads, dim) in memory, seen as (batch, heads, seqlen, dim)
+    - padded: a corner of a larger array
+    - stepped: every other row and every other element
+    - negative: the last two axes run backwards
+    - offset: starts one element after the start of its memory
+    - broadcast: stride 0 along the first axis, whose first entry stands for all
+    - odd_strides: axes of extent 1 have strides that point nowhere
+    """
+    if layout == "transposed":
+        return np.ascontiguousarray(values.swapaxes(0, -2)).swapaxes(0, -2)
+    if layout == "padded":
+        return _embedded(values, tuple(extent + 3 for extent in values.shape), [slice(1, -2)] * values.ndim)
+    if layout == "stepped":
+        *leading, rows, columns = values.shape
+        return _embedded(values, (*leading, 2 * rows, 2 * columns), [..., slice(None, None, 2), slice(1, None, 2)])
+    if layout == "negative":
+        return _embedded(values, values.shape, [..., slice(None, None, -1), slice(None, None, -1)])
+    if layout == "offset":
+        return _embedded(values.ravel(), (values.size + 1,), [slice(1, None)]).reshape(values.shape)
+    if layout == "broadcast" and values.shape[0]:
+        return np.broadcast_to(values[:1].copy(), values.shape)
+    if layout == "odd_strides":
+        contiguous = np.array(values, order="C")
+        strides = [
+            99_990_001 * values.itemsize if extent == 1 else stride
+            for extent, stride in zip(values.shape, contiguous.strides)
+        ]
+        return np.lib.stride_tricks.as_strided(contiguous, strides=strides)
+    return np.array(values, order="C")
+
+
+def _embedded(values: Any, shape: Sequence[int], place: Sequence[Any]) -> Any:
+    buffer = np.full(shape, np.nan).astype(values.dtype)
+    view = buffer[tuple(place)]
+    view[...] = values
+    return view
+
+
+# Examples
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Structure:
+    """All that an example is made from; `Structure(...).example()` makes it.
+
+    >>> example = Structure(num_heads=4, num_kv_heads=2, seqlen_q=5, seqlen_kv=7, mask=Causal("bottom_right")).example()
+    >>> example.q.shape, example.k.shape, example.q.dtype
+    ((4, 5, 8), (2, 7, 8), dtype('float32'))
+
+    Attributes
+    ----------
+    q_batch, k_batch, v_batch : tuple of int
+        Leading axes; they broadcast.
+    num_heads, num_kv_heads : int
+        Both 0 for 2-D operands without a heads axis; see `has_heads`.
+    layouts : tuple of str
+        Of q, k, v, do, dlse; see `laid_out`.
+    values : str
+        "normal", "lattice" (integers -2..2, three quarters of them 0 or 1), "constant", "outliers" (one element in 50
+        is 10 times as large), "small" (1e-3 times normal), "large" (q and k as normal, v and do 100 times).
+    has_dlse : bool
+        Without one, dlse is None.
+    """
+
+    q_batch: tuple[int, ...] = ()
+    k_batch: tuple[int, ...] = ()
+    v_batch: tuple[int, ...] = ()
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    has_heads: bool = True
+    seqlen_q: int = 1
+    seqlen_kv: int = 1
+    head_dim: int = 8
+    value_dim: int = 8
+    dtype: str = "float32"
+    mask: Mask | None = None
+    scale: float | None = None
+    layouts: tuple[str, ...] = ("contiguous",) * 5
+    values: str = "normal"
+    has_dlse: bool = True
+    seed: int = 0
+
+    @property
+    def mask_shape(self) -> MaskShape:
+        batch = np.broadcast_shapes(self.q_batch, self.k_batch, self.v_batch)
+        return MaskShape(batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
+
+    def __repr__(self) -> str:
+        """What differs from the defaults; a mask with many elements is cut short."""
+        with np.printoptions(threshold=64, edgeitems=2):
+            changed = [
+                f"{each.name}={getattr(self, each.name)!r}"
+                for each in fields(self)
+                if not _same_value(getattr(self, each.name), each.default)
+            ]
+        return f"Structure({', '.join(changed)})"
+
+    def example(self) -> Example:
+        """The operands, filled by a generator of `seed`."""
+        rng = np.random.default_rng(self.seed)
+        heads_q, heads_kv = ((self.num_heads,), (self.num_kv_heads,)) if self.has_heads else ((), ())
+        batch = self.mask_shape.batch if self.has_heads else ()
+        shapes = {
+            "q": (*self.q_batch, *heads_q, self.seqlen_q, self.head_dim),
+            "k": (*self.k_batch, *heads_kv, self.seqlen_kv, self.head_dim),
+            "v": (*self.v_batch, *heads_kv, self.seqlen_kv, self.value_dim),
+            "do": (*batch, *heads_q, self.seqlen_q, self.value_dim),
+            "dlse": (*batch, *heads_q, self.seqlen_q, 1),
+        }
+        dtype = _dtype(self.dtype)
+        operands = {}
+        for (name, shape), layout in zip(shapes.items(), self.layouts):
+            kind = accumulator_dtype(dtype) if name == "dlse" else dtype
+            operands[name] = laid_out(_filled(rng, name, shape, self.values).astype(kind), layout)
+        dlse = operands.pop("dlse")[..., 0] if self.has_dlse else None
+        return Example(
+            **{name: operands[name] for name in ("q", "k", "v", "do")},
+            dlse=dlse,
+            mask=self.mask,
+            scale=self.scale,
+            origin=f"{self!r}.example()",
+        )
+
+
+def _same_value(value: object, default: object) -> bool:
+    return value is default if isinstance(value, Mask) else value == default
+
+
+def _filled(rng: np.random.Generator, name: str, shape: tuple[int, ...], values: str) -> Any:
+    drawn = rng.standard_normal(shape)
+    if values == "lattice":
+        return on_lattice(drawn)
+    if values == "constant":
+        return np.full(shape, drawn.flat[0] if drawn.size else 0.0)
+    if values == "outliers":
+        return drawn * np.where(rng.random(shape) < 0.02, 10, 1)
+    if values == "small":
+        return 1e-3 * drawn
+    if values == "large":
+        return 100 * drawn if name in ("v", "do") else drawn
+    return drawn
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+@st.composite
+def structures(
+    draw: st.DrawFn,
+    *,
+    tile: int = 64,
+    dtypes: Sequence[str] = DTYPE_NAMES,
+    most_scores: int = 1 << 16,
+    most_rows: int = 1200,
+    max_leaves: int = 3,
+) -> Structure:
+    """`Structure`s with at most `most_scores` scores and `most_rows` rows in all; the tokens of a tile are `tile`."""
+    seqlen_q, seqlen_kv = draw(st.tuples(lengths(tile), lengths(tile)))
+    seqlen_kv = seqlen_q if draw(st.booleans()) else seqlen_kv
+    room = min(most_scores // max(1, seqlen_q * seqlen_kv), most_rows // max(1, seqlen_q))
+    has_heads = draw(st.sampled_from((True, True, True, False)))
+    num_heads, num_kv_heads = draw(heads(room)) if has_heads else (1, 1)
+    batches = draw(_leading_axes(room // num_heads)) if has_heads else ((), (), ())
+    shape = MaskShape(np.broadcast_shapes(*batches), num_heads, seqlen_q, seqlen_kv)
+    widest = 256 if seqlen_q * num_heads <= 512 else 64
+    return Structure(
+        q_batch=batches[0],
+        k_batch=batches[1],
+        v_batch=batches[2],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        has_heads=has_heads,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        head_dim=draw(head_dims(widest)),
+        value_dim=draw(head_dims(widest)),
+        dtype=draw(st.sampled_from(tuple(dtypes))),
+        mask=draw(masks(shape, max_leaves)) if draw(st.sampled_from((False, True, True, True))) else None,
+        scale=draw(scales()),
+        layouts=draw(st.just(("contiguous",) * 5) | st.tuples(*[layouts()] * 5)),
+        values=draw(st.sampled_from(VALUES)),
+        has_dlse=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+def _leading_axes(room: int) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
+    """Leading axes of q, k and v that broadcast, at most `room` in all; also none and empty ones."""
+    plain = [(), (1,), (0,)] + [(2,)] * (room >= 2) + [(3,)] * (room >= 3) + [(2, 2)] * (room >= 4)
+    stretched: list[tuple[tuple[int, ...], ...]] = [((2,), (1,), (1,)), ((1,), (2,), (2,)), ((2,), (2,), ())] * (
+        room >= 2
+    )
+    stretched += [((2, 1), (2,), (1, 2))] * (room >= 4)
+    return st.sampled_from([(axes,) * 3 for axes in plain] + stretched)
+
+
+def examples(
+    *,
+    tile: int = 64,
+    dtypes: Sequence[str] = DTYPE_NAMES,
+    most_scores: int = 1 << 16,
+    most_rows: int = 1200,
+    max_leaves: int = 3,
+) -> st.SearchStrategy[Example]:
+    """`Example`s of every structure; see `structures`.
+
+    Parameters
+    ----------
+    tile : int
+        Tokens of the implementation's tile: lengths gather around its multiples.
+    dtypes : names of dtypes
+    most_scores, most_rows : int
+        Caps on batch x heads x seqlen_q x seqlen_kv, and without seqlen_kv.
+    max_leaves : int
+        Masks that may be composed into one.
+    """
+    drawn = structures(tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves)
+    return drawn.map(Structure.example)

@@ -1,0 +1,281 @@
+"""The semantics that systems in the field disagree on, each pinned; values are checked in test_properties and below."""
+
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+import threadpoolctl
+from hypothesis import event, given, target
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import DeviceSpec, masks, plans, reference
+from cuflash.launch import Executable
+from cuflash.problem import Problem
+from cuflash.testing import assertions, strategies
+from cuflash.tiles import Tile
+from cuflash.work_list import requested_mask
+
+RNG = np.random.default_rng(0)
+
+
+def drawn(*shape, dtype=np.float32):
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def at_tile(example, tile, num_processors=1):
+    """An executable with a tile of the test's choosing, so that small problems have many tiles."""
+    device = DeviceSpec(name="test", num_processors=num_processors, tile_memory_bytes=1 << 20)
+    problem = Problem.of(example.q, example.k, example.v, scale=example.scale)
+    mask = requested_mask(example.mask, False, None, problem.mask_shape)
+    work = plans.work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
+    return Executable(plans.Plan(problem=problem, mask=mask, device=device, tile=tile, work=work))
+
+
+TILES = st.builds(Tile, st.integers(8, 70), st.integers(8, 70))
+SMALL = strategies.examples(most_scores=1 << 13)
+
+
+@given(SMALL, TILES)
+def test_results_and_gradients_are_within_their_bounds_at_every_tile(example, tile):
+    ready = at_tile(example, tile)
+    o, lse = ready.forward(example.q, example.k, example.v)
+    gradients = ready.backward(example.do, example.q, example.k, example.v, o, lse, example.dlse)
+    event(type(ready.plan.work).__name__)
+    dq, dk, dv = gradients
+    target(assertions.assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv))
+
+
+@given(SMALL, TILES)
+def test_the_number_of_threads_changes_no_bit(example, tile):
+    alone, shared = at_tile(example, tile), at_tile(example, tile, num_processors=3)
+    object.__setattr__(shared, "plan", _Eager(shared.plan))
+    results = [each.forward(example.q, example.k, example.v) for each in (alone, shared)]
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(*results))
+    gradients = [
+        each.backward(example.do, example.q, example.k, example.v, *results[0], example.dlse) for each in (alone, shared)
+    ]
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(*gradients))
+
+
+class _Eager:
+    """A plan that shares even the smallest work among its processors."""
+
+    def __init__(self, plan):
+        self.wrapped = plan
+        self.num_workers = plan.device.num_processors
+
+    def __getattr__(self, name):
+        return getattr(self.wrapped, name)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_o_has_the_inputs_dtype_and_lse_the_accumulators(dtype):
+    q = drawn(2, 5, 8, dtype=dtype)
+    o, lse = cuflash.attention(q, q, q, return_lse=True)
+    assert o.dtype == dtype and lse.dtype == (np.float64 if dtype == np.float64 else np.float32)
+
+
+def test_results_are_c_contiguous_whatever_the_strides():
+    q = drawn(2, 30, 4, 8).swapaxes(1, 2)
+    o, lse = cuflash.attention(q, q, q, return_lse=True)
+    assert o.flags.c_contiguous and lse.flags.c_contiguous and o.shape == q.shape
+
+
+def test_two_dimensional_arguments_have_no_heads():
+    q, k, v = drawn(5, 8), drawn(7, 8), drawn(7, 3)
+    o, lse = cuflash.attention(q, k, v, return_lse=True)
+    assert o.shape == (5, 3) and lse.shape == (5,)
+    assert (o == cuflash.attention(q[None], k[None], v[None])[0]).all()
+
+
+def test_query_heads_share_key_heads_in_consecutive_groups():
+    q, k, v = drawn(6, 9, 8), drawn(2, 9, 8), drawn(2, 9, 8)
+    o = cuflash.attention(q, k, v)
+    for head in range(6):
+        assert (o[head] == cuflash.attention(q[head : head + 1], k[head // 3][None], v[head // 3][None])[0]).all()
+
+
+def test_leading_axes_broadcast_and_their_gradients_are_summed():
+    q, k, v = drawn(2, 3, 2, 5, 4, dtype=float), drawn(3, 2, 6, 4, dtype=float), drawn(2, 1, 2, 6, 4, dtype=float)
+    o, vjp = cuflash.attention_vjp(q, k, v)
+    full = [np.broadcast_to(x, (2, 3, 2, *x.shape[-2:])) for x in (k, v)]
+    wide_o, wide_vjp = cuflash.attention_vjp(q, *full)
+    assert (o == wide_o).all()
+    do = drawn(*o.shape, dtype=float)
+    (dq, dk, dv), (wide_dq, wide_dk, wide_dv) = vjp(do), wide_vjp(do)
+    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+    assert (dq == wide_dq).all() and (dk == wide_dk.sum(0)).all() and (dv == wide_dv.sum(1, keepdims=True)).all()
+
+
+def test_scale_is_one_over_the_root_of_head_dim():
+    q, k, v = drawn(5, 16), drawn(7, 16), drawn(7, 16)
+    assert (cuflash.attention(q, k, v) == cuflash.attention(q, k, v, scale=0.25)).all()
+
+
+def test_lse_is_a_natural_logarithm():
+    zeros = np.zeros((4, 8), np.float32)
+    _, lse = cuflash.attention(zeros, np.zeros((7, 8), np.float32), np.zeros((7, 8), np.float32), return_lse=True)
+    assert (lse == np.log(np.float32(7))).all()
+
+
+def test_a_row_without_a_key_is_zero_with_lse_minus_infinity_and_no_gradient():
+    q, k, v, do = (drawn(6, 4) for _ in range(4))
+    do[2] = np.nan
+    allowed = np.ones((6, 6), bool)
+    allowed[2] = False
+    (o, lse), vjp = cuflash.attention_vjp(q, k, v, mask=allowed, return_lse=True)
+    assert (o[2] == 0).all() and lse[2] == -np.inf
+    dq, dk, dv = vjp(do, np.ones(6, np.float32))
+    assert (dq[2] == 0).all() and np.isfinite(dk).all() and np.isfinite(dv).all()
+
+
+@pytest.mark.parametrize("shapes", [((2, 0, 8), (2, 5, 8)), ((2, 5, 8), (2, 0, 8)), ((0, 5, 8), (0, 5, 8))])
+def test_empty_problems_have_shaped_results(shapes):
+    q, k = (np.ones(shape, np.float32) for shape in shapes)
+    (o, lse), vjp = cuflash.attention_vjp(q, k, k, causal="bottom_right", return_lse=True)
+    assert o.shape == q.shape and (o == 0).all() and (lse == -np.inf).all()
+    assert [g.shape for g in vjp(o)] == [q.shape, k.shape, k.shape] and all((g == 0).all() for g in vjp(o))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.Lengths(q=20, kv=30),
+        masks.Lengths(q=20, kv=30) & masks.Causal("top_left"),
+        masks.Lengths(q=20, kv=30) & masks.FromFunction(lambda b, h, i, j: (i + j) % 5 != 0),
+    ],
+)
+def test_what_stands_past_a_length_never_matters(mask):
+    q, k, v, do = drawn(2, 50, 8), drawn(2, 60, 8), drawn(2, 60, 8), drawn(2, 50, 8)
+    o, vjp = cuflash.attention_vjp(q, k, v, mask=mask)
+    expected = o, *vjp(do)
+    for array, end in ((q, 20), (k, 30), (v, 30), (do, 20)):
+        array[:, end:] = np.nan
+    o, vjp = cuflash.attention_vjp(q, k, v, mask=mask)
+    assert all((a == b).all() for a, b in zip((o, *vjp(do)), expected))
+
+
+def test_absent_blocks_never_matter():
+    keep = np.tri(4, dtype=bool) & ~np.eye(4, k=-2, dtype=bool)
+    index = cuflash.BlockIndex.from_blocks(keep, 64, 64, 16)
+    q, k, v = drawn(64, 8), drawn(64, 8), drawn(64, 8)
+    expected = cuflash.attention(q, k, v, mask=index)[:16]
+    k[16:], v[16:] = np.nan, np.inf
+    assert (cuflash.attention(q, k, v, mask=index)[:16] == expected).all()
+
+
+def test_nan_inside_a_partial_block_goes_where_arithmetic_takes_it():
+    q, k, v = drawn(4, 8), drawn(4, 8), drawn(4, 8)
+    v[3] = np.nan
+    assert np.isnan(cuflash.attention(q, k, v, causal=True)[3]).all()
+
+
+def test_logits_of_any_size_give_convex_combinations():
+    q, k, v = drawn(20, 8), drawn(30, 8), drawn(30, 8)
+    for scale in (1e6, 1e12, 1e30):
+        o, vjp = cuflash.attention_vjp(q, k, v, scale=scale)
+        assert np.isfinite(o).all() and (o <= v.max(0)).all() and (o >= v.min(0)).all()
+        assert all(np.isfinite(g).all() for g in vjp(np.ones_like(o)) if scale < 1e20)
+
+
+def test_mask_causal_and_window_are_intersected():
+    q, k, v = drawn(20, 8, dtype=float), drawn(20, 8, dtype=float), drawn(20, 8, dtype=float)
+    allowed = RNG.random((20, 20)) < 0.7
+    o = cuflash.attention(q, k, v, mask=allowed, causal=True, window=(5, 3))
+    i, j = np.ogrid[:20, :20]
+    expected, _ = reference.attention(q, k, v, mask=allowed & (j <= i) & (j >= i - 5))
+    assert np.abs(o - expected).max() < 1e-14
+
+
+def test_calls_repeat_bit_for_bit():
+    q, k, v, do = (drawn(3, 700, 64) for _ in range(4))
+    first = None
+    for _ in range(3):
+        (o, lse), vjp = cuflash.attention_vjp(q, k, v, causal=True, return_lse=True)
+        now = [array.tobytes() for array in (o, lse, *vjp(do))]
+        assert first is None or now == first
+        first = now
+
+
+def test_a_plan_gives_what_attention_gives():
+    q, k, v, do = (drawn(2, 300, 16) for _ in range(4))
+    ready = cuflash.plan(q, k, v, window=(40, 0))
+    ready.compile()
+    o, lse = ready.forward(q, k, v)
+    expected, vjp = cuflash.attention_vjp(q, k, v, window=(40, 0))
+    assert (o == expected).all()
+    assert all((a == b).all() for a, b in zip(ready.backward(do, q, k, v, o, lse), vjp(do)))
+
+
+def test_out_is_written_and_returned():
+    q = drawn(2, 30, 8)
+    o, lse = np.full_like(q, np.nan), np.full((2, 30), np.nan, np.float32)
+    got = cuflash.attention(q, q, q, out=(o, lse), return_lse=True)
+    assert got[0] is o and got[1] is lse
+    fresh = cuflash.attention(q, q, q, return_lse=True)
+    assert (o == fresh[0]).all() and (lse == fresh[1]).all()
+
+
+def test_plans_of_masks_with_arrays_see_the_arrays_change():
+    q = drawn(8, 4)
+    allowed = np.ones((8, 8), bool)
+    before = cuflash.attention(q, q, q, mask=allowed)
+    allowed[:, 4:] = False
+    assert (cuflash.attention(q, q, q, mask=allowed) != before).any()
+
+
+def test_blas_threads_are_what_they_were_after_calls_from_many_threads():
+    q = drawn(4, 1024, 32)
+    before = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
+    callers = [threading.Thread(target=lambda: cuflash.attention(q, q, q)) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert [pool["num_threads"] for pool in threadpoolctl.threadpool_info()] == before
+
+
+def test_an_error_in_a_worker_comes_out_and_stops_the_others(monkeypatch):
+    q = drawn(4, 1024, 32)
+
+    def fails(*_):
+        raise MemoryError("no room for a tile")
+
+    monkeypatch.setattr("cuflash.cpu._mask_keys", fails)
+    with pytest.raises(MemoryError, match="no room for a tile"):
+        cuflash.attention(q, q, q)
+    monkeypatch.undo()
+    assert np.isfinite(cuflash.attention(q, q, q)).all()
+
+
+def test_explain_says_what_was_decided():
+    text = cuflash.plan(*(np.zeros((4, 1000, 64), np.float32),) * 3, window=(10, 0)).explain()
+    assert "executor   cpu" in text and "implicit: keys with -10 <= j - i <= 0" in text and "4 heads" in text
+
+
+def test_merging_nothing_to_see_changes_nothing():
+    q, k, v = drawn(6, 8), drawn(9, 8), drawn(9, 8)
+    o, lse = cuflash.attention(q, k, v, return_lse=True)
+    nothing = np.full_like(o, np.nan), np.full_like(lse, -np.inf)
+    merged_o, merged_lse = cuflash.merge([o, nothing[0]], [lse, nothing[1]])
+    assert (merged_o == o).all() and (merged_lse == lse).all()
+    empty_o, empty_lse = cuflash.merge([nothing[0]] * 2, [nothing[1]] * 2)
+    assert (empty_o == 0).all() and (empty_lse == -np.inf).all()
+
+
+def test_merging_survives_far_apart_lses():
+    o, lse = np.array([[[1.0]], [[3.0]]]), np.array([[1000.0], [-1000.0]])
+    merged_o, merged_lse = cuflash.merge(o, lse)
+    assert merged_o == 1.0 and merged_lse == 1000.0
+
+
+def test_merge_keeps_the_arrays_namespace(device):
+    outs, lses = drawn(2, 3, 4), drawn(2, 3)
+    expected = cuflash.merge(outs, lses)
+    with device.transfers_allowed():
+        on_device = [device.to_device(x) for x in (*outs, *lses)]
+    got = cuflash.merge(on_device[:2], on_device[2:])
+    with device.transfers_allowed():
+        assert all((device.to_host(a) == b).all() for a, b in zip(got, expected))

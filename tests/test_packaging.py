@@ -1,0 +1,109 @@
+"""What is installed is what was meant: wheel, source archive and both editable modes, built and imported offline."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import cuflash
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytest.importorskip("setuptools", "70.1", reason="building needs setuptools 70.1: pip install 'cuflash[test]'")
+pytestmark = pytest.mark.slow
+
+# Beside the CUDA sources there is no __init__.py; a copy with such a folder shows that they will be packed.
+KERNELS = {"kernels_cu/simt/forward.cu": "// forward\n", "kernels_cu/tile/layout.cuh": "// layout\n"}
+USE = "import numpy as np, cuflash; q = np.ones((3, 2)); print(cuflash.attention(q, q, q).sum(), cuflash.__file__)"
+
+
+def _build(source: Path, hook: str, out: Path, settings: object = None) -> Path:
+    """What the build backend makes of a copy of the project, as pip and build call it, without a network."""
+    out.mkdir(parents=True, exist_ok=True)
+    code = f"from setuptools import build_meta as b; print('made', b.{hook}({str(out)!r}, {settings!r}))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return out / re.findall(r"^made (.+)$", run.stdout, re.MULTILINE)[-1]
+
+
+def _use(site: Path) -> str:
+    """Run cuflash from this folder of installed packages and no other copy; the path of the module used."""
+    # -S: no site-packages whose .pth files may name the checkout; NumPy and SciPy come last, without theirs.
+    packages = str(Path(np.__file__).parents[1])
+    code = f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({packages!r}); {USE}"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    run = subprocess.run(command, cwd=site, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    total, place = run.stdout.split(maxsplit=1)
+    assert total == "6.0"
+    return place.strip()
+
+
+def _unpacked(wheel: Path, where: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(where)
+    return where
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("project") / "cuflash"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "results"))
+    for name, text in KERNELS.items():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_text(text)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build(project, "build_wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def _names(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
+    library = {str(path.relative_to(ROOT)) for path in (ROOT / "cuflash").rglob("*.py")} | {"cuflash/py.typed"}
+    packed = {name for name in _names(wheel) if ".dist-info/" not in name}
+    assert packed - {name for name in packed if name.startswith("kernels_cu/")} == library
+    assert set(KERNELS) <= packed
+    assert any(name.endswith("licenses/LICENSE") for name in _names(wheel))
+
+
+def test_the_wheel_works(wheel: Path, tmp_path: Path) -> None:
+    assert Path(_use(_unpacked(wheel, tmp_path))).is_relative_to(tmp_path)
+
+
+def test_the_metadata_is_complete(wheel: Path, tmp_path: Path) -> None:
+    text = next(_unpacked(wheel, tmp_path).glob("*.dist-info/METADATA")).read_text("utf-8")
+    for line in ("Name: cuflash", "License: BSD-3-Clause", "Requires-Python: >=3.11", "Provides-Extra: cuda13"):
+        assert f"{line}\n" in text
+
+
+def test_the_source_archive_builds_the_same_wheel(project: Path, wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(_build(project, "build_sdist", tmp_path)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.glob("cuflash-*/")
+    assert _names(_build(source, "build_wheel", tmp_path / "wheel")) == _names(wheel)
+
+
+@pytest.mark.parametrize("mode", ["lenient", "strict"])
+def test_an_editable_install_works(project: Path, tmp_path: Path, mode: str) -> None:
+    made = _build(project, "build_editable", tmp_path / "wheel", {"editable_mode": mode})
+    assert Path(_use(_unpacked(made, tmp_path / "site"))).is_relative_to(project)
+
+
+def test_the_version_is_the_same_everywhere(wheel: Path) -> None:
+    assert wheel.name.split("-")[1] == cuflash.__version__
+    assert f"version: {cuflash.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    changes = re.findall(r"^## \[(\d.+?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert changes[0] == cuflash.__version__

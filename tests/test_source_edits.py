@@ -1,0 +1,185 @@
+"""Faults planted in the library's own source: every one must be seen by the property that guards its room.
+
+Each edit is a line of the library and what stands in its place. An edit whose line is gone fails, so that the list
+keeps up with the code.
+"""
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from test_block_index import blocks_of
+from test_work_list import rebuilt
+
+import cuflash
+
+EDITS = {
+    "o is not rescaled": ("cpu", "+ o_acc * rescale[:, None]", "+ o_acc"),
+    "row_sum is not rescaled": ("cpu", "row_sum * rescale + p.sum", "row_sum + p.sum"),
+    "the row maximum is not subtracted from an empty start": (
+        "cpu",
+        "np.where(new_max == -np.inf, wide(0), new_max)",
+        "new_max",
+    ),
+    "lse is base 2": ("cpu", "row_max * wide(LN_2) + np.log(divisor)", "row_max + np.log2(divisor)"),
+    "an empty row has a finite lse": ("cpu", "np.where(empty, -np.inf, row_max", "np.where(empty, 0, row_max"),
+    "the first key of an interval is lost": ("cpu", "(j < lo[:, None])", "(j <= lo[:, None])"),
+    "the key past an interval is seen": ("cpu", "(j >= hi[:, None])", "(j > hi[:, None])"),
+    "a bit tile starts at its first key": ("cpu", "keys[0] % work.block_kv", "0"),
+    "a bit tile is read inverted": ("cpu", "return ~tile[", "return tile["),
+    "a key is lost where a run is cut": ("cpu", "start=segment.start + room)", "start=segment.start + room + 1)"),
+    "a key is seen twice where a run is cut": ("cpu", "start=segment.start + room)", "start=segment.start + room - 1)"),
+    "heads are grouped by remainder": (
+        "cpu",
+        "kv_head, wide = h // self.group_size, self.wide",
+        "kv_head, wide = h % plan.problem.num_kv_heads, self.wide",
+    ),
+    "only the first head of a group gives dk and dv": ("cpu", "(kv_head + 1) * self.group_size", "kv_head * self.group_size + 1"),
+    "delta is left out": ("cpu", "dp -= delta[:, None]", "pass"),
+    "dlse has the wrong sign": ("cpu", "delta -= np.where(empty", "delta += np.where(empty"),
+    "dq lacks the scale": ("cpu", "dq * self.wide(plan.problem.softmax_scale)", "dq"),
+    "dk keeps log2(e)": ("cpu", "dk * wide(LN_2)", "dk"),
+    "only the last step gives dv": ("cpu", "dv += p.T @ do", "dv = p.T @ do"),
+    "columns are not masked": ("cpu", "_mask_queries(plan.work, tile._replace(h=h), rows, s, dp)", "pass"),
+    "an empty row is exponentiated": ("cpu", "np.where(lse == -np.inf, np.inf, lse * self.wide(LOG2_E))", "(lse * self.wide(LOG2_E))"),
+    "the scale is left to q alone": ("cpu", "self.plan.problem.softmax_scale * LOG2_E", "LOG2_E"),
+    "tiles stop one row early": ("cpu", "min(start + block, length)", "min(start + block, length - 1)"),
+    "every batch entry reads the first": ("cpu", "(*self.places[b], h)", "(*self.places[0], h)"),
+    "a band ends one query late for its keys": ("work_list", "max(key - self.band.upper, 0)", "max(key - self.band.upper + 1, 0)"),
+    "a band starts one query late for its keys": (
+        "work_list",
+        "max(key - self.band.lower + 1, 0)",
+        "max(key - self.band.lower, 0)",
+    ),
+    "a partial part is called full": ("work_list", "Segment(start, full_start, Kind.INTERVAL)", "Segment(start, full_start, Kind.FULL)"),
+    "what follows the full part is dropped": (
+        "work_list",
+        "        Segment(full_stop, stop, Kind.INTERVAL),\n",
+        "",
+    ),
+    "neighbouring full blocks swallow a gap": ("work_list", " and last.stop == start:", ":"),
+    "a bit tile loses its last used key": ("work_list", "start + int(used[1][tile])", "start + int(used[1][tile]) - 1"),
+    "columns are listed in the rows' order": ("work_list", "entries = order[pointers[column]", "entries = np.arange(len(order))[pointers[column]"),
+    "one list serves all heads": ("work_list", "(h if self.index.num_heads > 1 else 0)", "0"),
+    "intervals of the first entry serve all": ("work_list", "b if self.lo.shape[0] > 1 else 0", "0"),
+    "a block is full if its first element is": ("classify", "(allowed == exists).all((1, 2))", "allowed[:, 0, 0]"),
+    "undecided blocks are taken for full": ("classify", "full.append(_cells(*(side[must & may]", "full.append(_cells(*(side[may]"),
+    "a quarter is dropped": ("classify", "for left, right in ((col0, col_cut), (col_cut, col1))", "for left, right in ((col0, col_cut),)"),
+    "equal hashes for unequal tiles": ("classify", "dictionary.setdefault(bits.tobytes(),", "dictionary.setdefault(bits.tobytes()[:1],"),
+    "a coarse cell counts as full": ("block_set", "num_full == num_children", "num_full > 0"),
+    "a rectangle asks two corners": ("block_set", "for row in rows for col in cols]", "for row in rows[:1] for col in cols[:1]]"),
+    "broadcast gradients are not summed": ("launch", "gradient.sum(axis=axes, keepdims=True)", "gradient.max(axis=axes, keepdims=True)"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """Import a copy of the library with one edit, under a name of its own."""
+
+    def load(file, line, replacement):
+        name = f"cuflash_edited_{abs(hash((file, line, replacement)))}"
+        shutil.copytree(Path(cuflash.__file__).parent, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        path = tmp_path / name / f"{file}.py"
+        source = path.read_text()
+        assert source.count(line) == 1, f"{line!r} stands {source.count(line)} times in {file}.py: bring the edit up to date"
+        path.write_text(source.replace(line, replacement))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return importlib.import_module(name)
+
+    yield load
+    for module in [module for module in sys.modules if module.startswith("cuflash_edited_")]:
+        del sys.modules[module]
+
+
+def part(library, name):
+    return importlib.import_module(f"{library.__name__}.{name}")
+
+
+def hunt(*strategies):
+    """Many examples from several seeds, so that no run of alike examples decides; reported at the first failure."""
+
+    def run(check):
+        options = settings(max_examples=120, database=None, phases=[Phase.generate])
+        for number in range(5):
+            seed(number)(options(given(*strategies)(check)))()
+
+    return run
+
+
+def attention_is_right(library):
+    """Every result within its bound, at tiles of any size."""
+    launch, plans, work_list = (part(library, name) for name in ("launch", "plans", "work_list"))
+    device = part(library, "device").DeviceSpec(name="test", num_processors=1, tile_memory_bytes=1 << 20)
+    examples = part(library, "testing.strategies").examples(tile=16, most_scores=1 << 12, dtypes=["float32", "float64"])
+
+    @hunt(examples, st.integers(8, 24), st.integers(8, 24))
+    def check(example, block_q, block_kv):
+        problem = part(library, "problem").Problem.of(example.q, example.k, example.v, scale=example.scale)
+        mask = work_list.requested_mask(example.mask, False, None, problem.mask_shape)
+        work = work_list.work_list(mask, problem.mask_shape, (block_q, block_kv))
+        tile = part(library, "tiles").Tile(block_q, block_kv)
+        ready = launch.Executable(plans.Plan(problem=problem, mask=mask, device=device, tile=tile, work=work))
+        o, lse = ready.forward(example.q, example.k, example.v)
+        dq, dk, dv = ready.backward(example.do, example.q, example.k, example.v, o, lse, example.dlse)
+        part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+def shapes_and_masks(library):
+    shapes = st.builds(
+        part(library, "mask").MaskShape, st.sampled_from([(3,), (2, 2), ()]), st.sampled_from([1, 3]), st.integers(1, 90), st.integers(1, 90)
+    )  # fmt: skip
+    return shapes.flatmap(lambda shape: st.tuples(st.just(shape), part(library, "testing.strategies").masks(shape)))
+
+
+def indices_are_right(library):
+    """A block index holds exactly its mask, at blocks of any size."""
+    index_of = part(library, "block_index").BlockIndex.from_mask
+
+    @hunt(shapes_and_masks(library), st.tuples(st.integers(1, 12), st.integers(1, 12)))
+    def check(shape_and_mask, block):
+        shape, mask = shape_and_mask
+        index, expected = index_of(mask, shape, block), mask.dense(shape).reshape(shape.num_batch, *shape[1:])
+        assert (index.dense() == expected).all()
+        for place, elements in blocks_of(index.dense(), block):
+            assert index.states()[place] == (1 if elements.all() else 2 if elements.any() else 0)
+
+
+def work_is_right(library):
+    """A work list tells exactly its mask, by rows and by columns, at tiles of any size."""
+    work_list = part(library, "work_list")
+
+    @hunt(shapes_and_masks(library), st.tuples(st.integers(1, 24), st.integers(1, 24)))
+    def check(shape_and_mask, tile):
+        shape, mask = shape_and_mask
+        work = work_list.work_list(work_list.requested_mask(mask, False, None, shape), shape, tile)
+        for transposed in (False, True):
+            allowed, _ = rebuilt(work, shape, transposed)
+            assert (allowed == mask.dense(shape).reshape(allowed.shape)).all()
+
+
+GUARDS = {
+    "cpu": attention_is_right,
+    "launch": attention_is_right,
+    "work_list": work_is_right,
+    "classify": indices_are_right,
+    "block_set": indices_are_right,
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_planted_fault_is_seen(edited, name):
+    file, line, replacement = EDITS[name]
+    library = edited(file, line, replacement)
+    with pytest.raises(Exception):  # noqa: B017 - a wrong number or a crash, either is seen
+        GUARDS[file](library)
+
+
+@pytest.mark.parametrize("guard", dict.fromkeys(GUARDS.values()))
+def test_the_library_as_it_is_passes_the_same_guards(guard):
+    guard(cuflash)
