@@ -75,6 +75,12 @@ SECOND_ORDER = 1.5
 class Bounds:
     """How far each element of a result may be from the exact one; float64 arrays.
 
+    >>> import numpy as np
+    >>> q = k = v = np.ones((4, 8), np.float32)
+    >>> bounds = error_bound(q, k, v)
+    >>> bounds.o.shape, bounds.lse.shape, bounds.dq
+    ((4, 8), (4,), None)
+
     Attributes
     ----------
     o, lse : array

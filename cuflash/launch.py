@@ -168,7 +168,7 @@ def _output_reasons(name: str, array: Any, shape: tuple[int, ...], dtype: Any, i
         reasons.append(f"{name} must have shape {shape} and dtype {dtype}; got {array.shape} and {array.dtype}")
     if not array.flags.writeable:
         reasons.append(f"{name} must be writeable; got a read-only array")
-    if any(stride == 0 and extent > 1 for stride, extent in zip(array.strides, array.shape)):
+    if array.size and any(stride == 0 and extent > 1 for stride, extent in zip(array.strides, array.shape)):
         reasons.append(f"{name} must not be a broadcast view; got strides {array.strides}: give an array of its own")
     for other, value in inputs.items():
         if isinstance(value, np.ndarray) and _overlap(array, value):
@@ -189,4 +189,5 @@ def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     missing = gradient.ndim - len(shape)
     gradient = gradient.sum(axis=tuple(range(missing)))
     axes = tuple(axis for axis, extent in enumerate(shape) if extent == 1 and gradient.shape[axis] != 1)
-    return gradient.sum(axis=axes, keepdims=True).astype(dtype, copy=False).reshape(shape)
+    with np.errstate(over="ignore"):  # what float16 cannot hold becomes inf, as in the results that need no sum
+        return gradient.sum(axis=axes, keepdims=True).astype(dtype, copy=False).reshape(shape)

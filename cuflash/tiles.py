@@ -13,10 +13,9 @@ from .problem import Problem
 _GPU_TILES = ((128, 128), (128, 64), (64, 64), (64, 32), (32, 32), (16, 32), (16, 16))
 _STAGES = 2  # key and value tiles in flight
 
-# On the host a tile of scores passes through max, exp2 and two matrix products; experiments/results/cpu_tiles.csv
-# has the times behind these two.
+# On the host a tile of scores passes through max, exp2 and two matrix products; experiments/results/tile_sweep.csv has
+# the times. Shapes differ by little as long as the tile stays near the level-2 cache; wider ones cost memory.
 _HOST_BLOCK_Q = 256
-_HOST_CACHES = 4  # a tile of scores may be this many level-2 caches large: it streams, and longer products pay more
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ def choose_tile(problem: Problem, device: DeviceSpec) -> Tile:
         No tile fits the device's shared memory.
     """
     if device.compute_capability is None:
-        budget = _HOST_CACHES * device.tile_memory_bytes // (problem.accumulator.itemsize * _HOST_BLOCK_Q)
-        return Tile(_HOST_BLOCK_Q, max(512, 1 << (budget.bit_length() - 1)))
+        keys = device.tile_memory_bytes // (problem.accumulator.itemsize * _HOST_BLOCK_Q)
+        return Tile(_HOST_BLOCK_Q, max(512, 1 << (keys.bit_length() - 1)))
     for block_q, block_kv in _GPU_TILES:
         if shared_bytes(problem, block_q, block_kv) <= device.tile_memory_bytes:
             return Tile(block_q, block_kv)

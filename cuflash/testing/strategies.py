@@ -241,7 +241,7 @@ def laid_out(values: Any, layout: str) -> Any:
     (96, -32, -8)
 
     - contiguous: C order
-    - transposed: (batch, seqlen, heads, dim) in memory, seen as (batch, heads, seqlen, dim)
+    - transposed: (batch, seqlen, heads, dim) in memory, seen as (batch, heads, seqlen, dim); 2-D: Fortran order
     - padded: a corner of a larger array
     - stepped: every other row and every other element
     - negative: the last two axes run backwards
@@ -250,7 +250,8 @@ def laid_out(values: Any, layout: str) -> Any:
     - odd_strides: axes of extent 1 have strides that point nowhere
     """
     if layout == "transposed":
-        return np.ascontiguousarray(values.swapaxes(0, -2)).swapaxes(0, -2)
+        other = -3 if values.ndim > 2 else -1
+        return np.ascontiguousarray(values.swapaxes(other, -2)).swapaxes(other, -2)
     if layout == "padded":
         return _embedded(values, tuple(extent + 3 for extent in values.shape), [slice(1, -2)] * values.ndim)
     if layout == "stepped":
@@ -295,12 +296,12 @@ class Structure:
     q_batch, k_batch, v_batch : tuple of int
         Leading axes; they broadcast.
     num_heads, num_kv_heads : int
-        Both 0 for 2-D operands without a heads axis; see `has_heads`.
+        Both 1 where `has_heads` is False: 2-D operands.
     layouts : tuple of str
         Of q, k, v, do, dlse; see `laid_out`.
     values : str
-        "normal", "lattice" (integers -2..2, three quarters of them 0 or 1), "constant", "outliers" (one element in 50
-        is 10 times as large), "small" (1e-3 times normal), "large" (q and k as normal, v and do 100 times).
+        "normal", "lattice" (integers -2..2), "constant" (each operand one number), "outliers" (one element in 50 is
+        10 times as large), "small" (1e-3 times normal), "large" (v and do 100 times normal).
     has_dlse : bool
         Without one, dlse is None.
     """

@@ -1,0 +1,228 @@
+"""How fast is the cpu executor against its BLAS, plain NumPy and PyTorch, and how much memory does it take?
+
+    python experiments/cpu_speed.py        # pip install torch adds the PyTorch rows
+
+Times are medians of calls made in turn in one process, float32, head_dim 64. Ratios say over what.
+Memory is the peak resident set over what was resident before the call, less the results, in a process of its own.
+
+Expect: forward within a small factor of its two matmuls, block-sparse time in proportion to density, memory O(seqlen).
+Found:  (not yet run as published)
+"""
+
+import concurrent.futures
+import importlib.util
+import multiprocessing
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cuflash
+import numpy as np
+from cuflash import masks
+from harness import Record, Timing, main, time_alternately, track
+from rich.table import Table
+
+Arrays = tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Shapes of the published run."""
+
+    num_heads: int = 4
+    seqlen: int = 4096
+    head_dim: int = 64
+    densities: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.1)
+    block: int = 128
+    short_seqlens: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+    memory_seqlen: int = 65536
+    window: int = 1023
+    seconds: float = 6.0  # for each group of calls that are timed in turn
+
+    def __post_init__(self) -> None:
+        if min(self.num_heads, self.seqlen, self.head_dim, self.block, self.memory_seqlen, *self.short_seqlens) < 1:
+            raise ValueError("num_heads, head_dim, lengths and block must be positive")
+        if not all(0 < density <= 1 for density in self.densities) or self.densities[0] != 1:
+            raise ValueError(f"densities must lie in (0, 1] and begin with 1, the base; got {self.densities}")
+
+
+def draw(num_heads: int, seqlen: int, head_dim: int) -> Arrays:
+    """q, k, v, do of shape (num_heads, seqlen, head_dim), normal, float32."""
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal((num_heads, seqlen, head_dim), np.float32) for _ in range(4))
+
+
+def plain_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Attention as one writes it in NumPy: whole matrices, in place where that is free."""
+    s = q @ k.swapaxes(-1, -2)
+    s *= np.float32(q.shape[-1] ** -0.5)
+    s -= s.max(-1, keepdims=True)
+    np.exp(s, out=s)
+    s /= s.sum(-1, keepdims=True)
+    return s @ v
+
+
+def backward(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray, mask: Any = None) -> Callable[[], object]:
+    """The backward call alone, its forward done."""
+    plan = cuflash.plan(q, k, v, mask=mask)
+    o, lse = plan.forward(q, k, v)
+    return lambda: plan.backward(do, q, k, v, o, lse)
+
+
+def check(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+    """The timed forward is right, on its first 64 queries: within the bound of the reference."""
+    o = cuflash.attention(q, k, v)[:, :64]
+    error = np.abs(o - cuflash.reference.attention(q[:, :64], k, v)[0])
+    if not (error <= cuflash.error_bound(q[:, :64], k, v).o).all():
+        raise AssertionError(f"the forward to be timed is wrong by {error.max():.3g}")
+
+
+def record(measure: str, timing: Timing, over: Timing | None = None, ratio_of: str = "", **shape: Any) -> Record:
+    ratio = {"ratio": timing.median_ms / over.median_ms, "ratio_of": ratio_of} if over else {}
+    return {"measure": measure, **shape, "ms": timing.median_ms, "spread_ms": timing.spread_ms, **ratio}
+
+
+def run_dense(config: Config) -> list[Record]:
+    """Dense calls beside the two products they cannot do without, all BLAS threads, and plain NumPy; then PyTorch.
+
+    PyTorch has threads of its own that stay awake for a while, so it comes when all else is done.
+    """
+    records = []
+    lengths = sorted({*config.short_seqlens, config.seqlen})
+    for with_torch, seqlen in track([(is_last, seqlen) for is_last in (False, True) for seqlen in lengths], "dense"):
+        arrays = draw(config.num_heads, seqlen, config.head_dim)
+        ours = cuflash_calls(*arrays)
+        others = torch_calls(*arrays) if with_torch else numpy_calls(*arrays)
+        if not others:
+            continue
+        times = time_alternately(ours | others, repeats=200, budget_s=config.seconds)
+        shape = {"seqlen": seqlen, "num_heads": config.num_heads, "head_dim": config.head_dim, "density": 1.0}
+        for name in others if with_torch else times:
+            base = {"forward": "two matmuls", "backward": "forward"}.get(name, name.split()[-1])
+            over = times.get(base)
+            records.append(record(name, times[name], over, f"over {base}", **shape))
+    return records
+
+
+def cuflash_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> dict[str, Callable[[], object]]:
+    """The calls that this is about, once they are known to be right."""
+    check(q, k, v)
+    return {"forward": lambda: cuflash.attention(q, k, v), "backward": backward(q, k, v, do)}
+
+
+def numpy_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> dict[str, Callable[[], object]]:
+    """The two products of the forward alone, into memory that is there, and attention as one writes it."""
+    s = np.empty((*q.shape[:2], k.shape[1]), np.float32)
+    return {
+        "two matmuls": lambda: np.matmul(q, k.swapaxes(-1, -2), out=s) @ v,
+        "plain NumPy forward": lambda: plain_attention(q, k, v),
+    }
+
+
+def torch_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> dict[str, Callable[[], object]]:
+    """PyTorch's scaled_dot_product_attention on the same data; nothing where PyTorch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        return {}
+    import torch  # only here: two seconds and 200 MB
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    tensors = [torch.from_numpy(x)[None].requires_grad_() for x in (q, k, v)]
+    cotangent = torch.from_numpy(do)[None]
+
+    def forward() -> object:
+        with torch.no_grad():
+            return sdpa(*tensors)
+
+    o = sdpa(*tensors)
+    name = f"PyTorch {torch.__version__}"
+    return {
+        f"{name} forward": forward,
+        f"{name} backward": lambda: torch.autograd.grad(o, tensors, cotangent, retain_graph=True),
+    }
+
+
+def run_density(config: Config) -> list[Record]:
+    """Random blocks: time over that of all blocks, times density; 1 is proportional."""
+    q, k, v, do = draw(config.num_heads, config.seqlen, config.head_dim)
+    calls: dict[str, dict[float, Callable[[], object]]] = {"block-sparse forward": {}, "block-sparse backward": {}}
+    kept = {}
+    grid = -(-config.seqlen // config.block)
+    for density in config.densities:
+        blocks = np.zeros((grid, grid), bool)
+        blocks.flat[np.random.default_rng(1).permutation(grid * grid)[: round(density * grid * grid)]] = True
+        mask = masks.BlockPattern(blocks, config.block)
+        kept[density] = float(blocks.mean())
+        calls["block-sparse forward"][density] = lambda mask=mask: cuflash.attention(q, k, v, mask=mask)
+        calls["block-sparse backward"][density] = backward(q, k, v, do, mask)
+    records = []
+    for name, by_density in track(list(calls.items()), "densities"):
+        times = time_alternately({str(d): call for d, call in by_density.items()}, repeats=200, budget_s=config.seconds)
+        for density in config.densities:
+            shape = {"seqlen": config.seqlen, "num_heads": config.num_heads, "head_dim": config.head_dim}
+            row = record(name, times[str(density)], **shape, density=kept[density], block=config.block)
+            speed = row["ms"] / times[str(config.densities[0])].median_ms
+            records.append(row | {"ratio": speed / kept[density], "ratio_of": "over all blocks * density"})
+    return records
+
+
+def run_memory(config: Config) -> list[Record]:
+    """Peak memory of one head in a fresh process a case, so that no earlier peak hides it."""
+    cases = [(name, direction) for name in ("causal", "window") for direction in ("forward", "backward")]
+    records = []
+    for name, direction in track(cases, "memory"):
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            mib, data_mib = pool.submit(peak_mib, config, name, direction == "backward").result()
+        shape = {"seqlen": config.memory_seqlen, "num_heads": 1, "head_dim": config.head_dim}
+        over = {"mib": mib, "ratio": mib / data_mib, "ratio_of": "over q, k, v and results"}
+        records.append({"measure": f"peak memory, {name}, {direction}", **shape, **over})
+    return records
+
+
+def peak_mib(config: Config, name: str, is_backward: bool) -> tuple[float, float]:
+    """Peak resident MiB of one call beyond its arguments and results, and the MiB of those."""
+    arguments: dict[str, Any] = {"causal": {"causal": True}, "window": {"window": (config.window, 0)}}[name]
+
+    def call(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> Arrays:
+        if not is_backward:
+            return cuflash.attention(q, k, v, **arguments, return_lse=True)
+        o, vjp = cuflash.attention_vjp(q, k, v, **arguments)
+        return (o, *vjp(do))
+
+    call(*draw(1, 512, config.head_dim))  # imports and BLAS buffers are not the problem's
+    arrays = draw(1, config.memory_seqlen, config.head_dim)
+    before = _status_kib("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here: man proc
+    results = call(*arrays)
+    beyond = _status_kib("VmHWM") - before
+    bytes_out, bytes_in = (sum(x.nbytes for x in xs) for xs in (results, arrays))
+    return beyond / 2**10 - bytes_out / 2**20, (bytes_in + bytes_out) / 2**20
+
+
+def _status_kib(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    if found is None:
+        raise OSError(f"/proc/self/status has no {name}: peak memory is measured on Linux only")
+    return int(found[1])
+
+
+def run(config: Config) -> list[Record]:
+    """Every measure, one record each."""
+    return run_dense(config) + run_density(config) + run_memory(config)
+
+
+def table(records: list[Record]) -> Table:
+    """What was measured, in rows."""
+    made = Table(title="cpu executor, float32")
+    for column in ("measure", "seqlen", "density", "ms", "± ms", "MiB", "ratio", "of what"):
+        made.add_column(column, justify="left" if column in ("measure", "of what") else "right")
+    forms = {"density": ".3f", "ms": ".2f", "spread_ms": ".2f", "mib": ".1f", "ratio": ".2f"}
+    for row in records:
+        columns = ("measure", "seqlen", "density", "ms", "spread_ms", "mib", "ratio", "ratio_of")
+        made.add_row(*(format(row[name], forms.get(name, "")) if name in row else "" for name in columns))
+    return made
+
+
+if __name__ == "__main__":
+    main(Config, run, table)

@@ -1,0 +1,215 @@
+"""What the experiments share: flags from a Config, the machine's record, progress, timing, files written whole or not.
+
+    records = harness.main(Config, run, table, plot)     # the last line of an experiment
+
+An experiment is `Config` (a frozen dataclass whose defaults are the published run), `run(config) -> records`,
+`table(records) -> what rich prints` and `plot(records) -> matplotlib figure` (or no plot).
+"""
+
+import argparse
+import csv
+import dataclasses
+import datetime
+import functools
+import inspect
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import cuflash
+import numpy as np
+import scipy
+
+try:
+    import matplotlib
+    from rich.console import Console
+    from rich.progress import track as rich_track
+except ImportError as error:
+    raise ImportError("the experiments need matplotlib and rich: pip install -e '.[experiments]'") from error
+
+matplotlib.use("Agg")
+
+RESULTS = Path(__file__).parent / "results"
+Record = dict[str, Any]
+Item = TypeVar("Item")
+Config = TypeVar("Config")
+
+
+class Timing(NamedTuple):
+    """Median of the repeats and the width of their middle half, both in milliseconds."""
+
+    median_ms: float
+    spread_ms: float
+    repeats: int
+
+
+@functools.cache
+def machine() -> Record:
+    """What a number depends on besides the code: CPU, GPU, system, versions, commit, date; all text or integers."""
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "none",
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "blas": f"{blas['name']} {blas['version']}",
+        "scipy": scipy.__version__,
+        "cuflash": cuflash.__version__,
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _commit() -> str:
+    git = ("git", "-C", str(Path(__file__).parents[1]))
+    code = ("cuflash", "kernels_cu", "experiments/*.py")  # results and pages may change between two experiments
+    changed = _output(*git, "status", "--porcelain", "--", *code)
+    return _output(*git, "rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _output(*command: str) -> str:
+    """First line that a command prints; empty where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (done.stdout.splitlines() or [""])[0] if done.returncode == 0 else ""
+
+
+def track(items: Sequence[Item], label: str) -> Iterator[Item]:
+    """Iterate with a progress bar on standard error."""
+    yield from rich_track(items, label, console=Console(stderr=True))
+
+
+def time_alternately(
+    calls: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 1, budget_s: float = float("inf")
+) -> dict[str, Timing]:
+    """Time calls in turn, so that a slow minute of the machine slows them all: name -> Timing.
+
+    After `budget_s` seconds no new round starts, but there are always three, or `repeats` where that is less.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(warmup):
+            call()
+    start = time.perf_counter()
+    for turn in range(repeats):
+        if turn >= 3 and time.perf_counter() - start > budget_s:
+            break
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: _timing(values) for name, values in seconds.items()}
+
+
+def _timing(seconds: list[float]) -> Timing:
+    low, median, high = 1e3 * np.percentile(seconds, (25, 50, 75))
+    return Timing(float(median), float(high - low), len(seconds))
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to; it takes the name `path` only if the block ends without an exception."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_csv(path: Path, records: Sequence[Record]) -> None:
+    """One row a record, the machine's columns last; records may lack columns that others have."""
+    columns = list(dict.fromkeys(name for record in records for name in record)) + list(machine())
+    with atomic_path(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        for record in records:
+            writer.writerow({name: _short(value) for name, value in (record | machine()).items()})
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a result, as text."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _short(value: object) -> object:
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def parse_config(
+    config_type: Callable[..., Config], doc: str | None, argv: Sequence[str] | None = None
+) -> tuple[Config, Path]:
+    """(config, results folder) from the command line: a flag for each field of the dataclass, and --results."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    types = typing.get_type_hints(config_type)
+    for field in dataclasses.fields(config_type):  # type: ignore[arg-type]
+        flag, kind, default = "--" + field.name.replace("_", "-"), types[field.name], field.default
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+        else:
+            convert = _list_of(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else kind
+            parser.add_argument(flag, type=convert, default=default, help=f"default {_shown(default)}")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="where files go")
+    values = vars(parser.parse_args(argv))
+    results = values.pop("results")
+    try:
+        return config_type(**values), results
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _shown(default: object) -> str:
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def _list_of(kind: type) -> Callable[[str], tuple[Any, ...]]:
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {kind.__name__}s with commas between; got {text!r}") from None
+
+    return parse
+
+
+def main(
+    config_type: Callable[..., Config],
+    run: Callable[[Config], list[Record]],
+    table: Callable[[list[Record]], object],
+    plot: Callable[[list[Record]], Any] | None = None,
+) -> None:
+    """Parse, run, print the table, write results/NAME.csv and NAME.png, NAME being the script's."""
+    source = Path(inspect.getfile(run))
+    config, results = parse_config(config_type, sys.modules[run.__module__].__doc__)
+    try:
+        records = run(config)
+        Console(width=None if sys.stdout.isatty() else 120).print(table(records))
+        written = [results / f"{source.stem}.csv"]
+        write_csv(written[0], records)
+        if plot is not None:
+            written.append(results / f"{source.stem}.png")
+            with atomic_path(written[1]) as partial:
+                plot(records).savefig(partial, dpi=150)
+    except KeyboardInterrupt:
+        sys.exit("interrupted: what was not yet written whole is as it was before")
+    print("wrote", *(os.path.relpath(path) for path in written))

@@ -1,0 +1,111 @@
+"""How long does it take to turn a mask into the list of work a kernel walks, and how much memory?
+
+    python experiments/mask_compile.py
+
+Causal attention within documents at 128k tokens, and a butterfly at a million: masks whose dense form has 2 GB and
+137 GB of bits. Times are medians; memory is the peak that Python and NumPy allocate during one call, and what is kept.
+
+Expect: closed forms answer for rows and blocks, so neither time nor memory grows with seqlen squared.
+Found:  (not yet run as published)
+"""
+
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from cuflash import masks, patterns
+from cuflash.block_index import BlockIndex
+from cuflash.work_list import ListedWork, WorkList, work_list
+from harness import Record, main, time_alternately, track
+from rich.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Lengths, in tokens, and the kernel's tile; the defaults are the published run."""
+
+    documents_seqlen: int = 2**17
+    mean_document: int = 1000
+    butterfly_seqlen: int = 2**20
+    block: int = 128
+    repeats: int = 9
+
+    def __post_init__(self) -> None:
+        if min(self.documents_seqlen, self.mean_document, self.butterfly_seqlen, self.block, self.repeats) < 1:
+            raise ValueError("lengths, block and repeats must be positive")
+
+
+def document_ids(seqlen: int, mean_document: int) -> np.ndarray:
+    """Document number of each token, int32 [seqlen], sorted; lengths are exponential about their mean."""
+    starts = np.random.default_rng(0).random(seqlen) < 1 / mean_document
+    return np.cumsum(starts, dtype=np.int32)
+
+
+def packed(seqlen: int, config: Config) -> Callable[[], masks.Mask]:
+    """Makes the mask of causal attention within documents; their ids are the caller's, so they are made before."""
+    ids = document_ids(seqlen, config.mean_document)
+    return lambda: masks.Causal() & masks.Documents(ids)
+
+
+def butterfly(seqlen: int, config: Config) -> Callable[[], masks.Mask]:
+    """Makes a butterfly over the whole grid."""
+    return lambda: patterns.butterfly(seqlen, block=config.block)
+
+
+def check(mask: masks.Mask, seqlen: int, block: int) -> None:
+    """The index of a mask that is small enough holds exactly the mask's elements."""
+    shape = masks.MaskShape((), 1, seqlen, seqlen)
+    if not np.array_equal(BlockIndex.from_mask(mask, shape, block).dense()[0], mask.dense(shape)):
+        raise AssertionError("the block index holds other elements than the mask")
+
+
+def listed(mask: masks.Mask, shape: masks.MaskShape, block: int) -> WorkList:
+    """The work of forward and backward."""
+    work = work_list(mask.resolve(shape), shape, (block, block))
+    if isinstance(work, ListedWork):
+        work.transposed  # noqa: B018  (made when first asked for)
+    return work
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most bytes allocated at one time during a call."""
+    tracemalloc.start()
+    call()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
+def run(config: Config) -> list[Record]:
+    """One record per mask and what is made of it, the mask's own making included."""
+    records = []
+    cases = (("causal & documents", packed, config.documents_seqlen), ("butterfly", butterfly, config.butterfly_seqlen))
+    for name, maker, seqlen in track(cases, "masks"):
+        check(maker(1000, config)(), 1000, config.block)
+        make, shape, block = maker(seqlen, config), masks.MaskShape((), 1, seqlen, seqlen), config.block
+        calls: dict[str, Callable[[], object]] = {
+            "work list": lambda make=make, shape=shape: listed(make(), shape, block),
+            "block index": lambda make=make, shape=shape: BlockIndex.from_mask(make(), shape, block),
+        }
+        kept = {"work list": {"kept_mib": listed(make(), shape, block).nbytes / 2**20}}
+        for made, timing in time_alternately(calls, repeats=config.repeats, budget_s=10).items():
+            row: Record = {"mask": name, "seqlen": seqlen, "block": block, "made": made, "ms": timing.median_ms}
+            row |= {"spread_ms": timing.spread_ms, "peak_mib": peak_bytes(calls[made]) / 2**20}
+            records.append(row | kept.get(made, {}))
+    return records
+
+
+def table(records: list[Record]) -> Table:
+    """What was measured, in rows."""
+    made = Table(title="masks compiled on the host")
+    for column in ("mask", "seqlen", "made", "ms", "± ms", "peak MiB", "kept MiB"):
+        made.add_column(column, justify="left" if column in ("mask", "made") else "right")
+    for row in records:
+        numbers = (f"{row[name]:.2f}" if name in row else "" for name in ("ms", "spread_ms", "peak_mib", "kept_mib"))
+        made.add_row(row["mask"], str(row["seqlen"]), row["made"], *numbers)
+    return made
+
+
+if __name__ == "__main__":
+    main(Config, run, table)

@@ -1,0 +1,136 @@
+"""Write the README's tables of results from results/*.csv.
+
+    python experiments/tables.py            # rewrite them
+    python experiments/tables.py --check    # fail if they are not what the results say
+
+A table stands in the README between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is one of `TABLES`.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from harness import RESULTS, atomic_path, read_csv
+
+README = Path(__file__).parents[1] / "README.md"
+MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+Row = dict[str, str]
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; the first column is text, the others are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def signature(rows: list[Row]) -> str:
+    """What the numbers were measured on."""
+    row = rows[0]
+    place = f"{row['cpu']}, {row['cores']} cores" + ("" if row["gpu"] == "none" else f", {row['gpu']}")
+    return f"*{place}; Python {row['python']}, NumPy {row['numpy']}, {row['blas']}; {row['date']}.*"
+
+
+def number(row: Row, name: str, form: str = ".3g") -> str:
+    """A cell; empty where the row has no such measure."""
+    return format(float(row[name]), form) if row.get(name) else ""
+
+
+def recall(rows: list[Row]) -> str:
+    """Softmax mass kept, by pattern and budget; in brackets the density that the pattern spends."""
+    rows = [row for row in rows if row["part"] == "recall" and row["block"] == rows[0]["block"]]
+    budgets = sorted({row["budget"] for row in rows if row["budget"]}, key=float)
+    cells = {
+        (row["pattern"], row["budget"]): f"{number(row, 'recall', '.2f')} ({number(row, 'density', '.2f')})"
+        for row in rows
+    }
+    names = dict.fromkeys(row["pattern"] for row in rows)
+    header = ["pattern", *(f"at most {budget}" for budget in budgets)]
+    return markdown(header, ([name, *(cells.get((name, budget), "") for budget in budgets)] for name in names))
+
+
+def sparse_speed(rows: list[Row]) -> str:
+    """Time of block-sparse attention against dense."""
+    forms = {"density": ".2f", "forward_ms": ".0f", "forward_speedup": ".2f"}
+    forms |= {"backward_ms": ".0f", "backward_speedup": ".2f"}
+    header = ["pattern", "seqlen", "block", "density", "forward ms", "speed-up", "backward ms", "speed-up"]
+    return markdown(
+        header,
+        (
+            [row["pattern"], row["seqlen"], row["block"], *(number(row, *cell) for cell in forms.items())]
+            for row in rows
+            if row["part"] == "speed"
+        ),
+    )
+
+
+def cpu_speed(rows: list[Row]) -> str:
+    """The cpu executor's times and memory."""
+    header = ["measure", "seqlen", "density", "ms", "MiB", "ratio", "of what"]
+    return markdown(
+        header,
+        (
+            [row["measure"], row["seqlen"], *(number(row, name) for name in ("density", "ms", "mib", "ratio"))]
+            + [row["ratio_of"]]
+            for row in rows
+        ),
+    )
+
+
+def mask_compile(rows: list[Row]) -> str:
+    """Masks compiled on the host."""
+    numbers = ("ms", "peak_mib", "kept_mib")
+    header = ["mask", "seqlen", "made", "ms", "peak MiB", "kept MiB"]
+    return markdown(
+        header, ([row["mask"], row["seqlen"], row["made"], *(number(row, name) for name in numbers)] for row in rows)
+    )
+
+
+def tolerance_health(rows: list[Row]) -> str:
+    """The largest error over its bound."""
+    outputs = ("o", "lse", "dq", "dk", "dv")
+    return markdown(
+        ["dtype", "examples", *outputs],
+        ([row["dtype"], row["examples"], *(number(row, name, ".3f") for name in outputs)] for row in rows),
+    )
+
+
+TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "recall": ("block_sparsity", recall),
+    "sparse-speed": ("block_sparsity", sparse_speed),
+    "cpu-speed": ("cpu_speed", cpu_speed),
+    "mask-compile": ("mask_compile", mask_compile),
+    "tolerance-health": ("tolerance_health", tolerance_health),
+}
+
+
+def written(text: str, results: Path = RESULTS) -> str:
+    """The page with every marked table made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        begin, name, end = match.groups()
+        if name not in TABLES:
+            raise ValueError(f"the page marks a table {name!r}; there are only {', '.join(TABLES)}")
+        source, make = TABLES[name]
+        rows = read_csv(results / f"{source}.csv")
+        return f"{begin}\n{make(rows)}\n\n{signature(rows)}\n\n{end}"
+
+    return MARKED.sub(table, text)
+
+
+def update(page: Path, results: Path, *, check: bool) -> None:
+    """Rewrite the page's tables; with `check`, change nothing and end the program if they are stale."""
+    old = page.read_text(encoding="utf-8")
+    new = written(old, results)
+    if check and new != old:
+        sys.exit(f"{page.name} does not show what experiments/results says: run python experiments/tables.py")
+    if new != old:
+        with atomic_path(page) as partial:
+            partial.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is stale")
+    update(README, RESULTS, check=parser.parse_args().check)

@@ -1,0 +1,113 @@
+"""What the experiments run on: captured activations, more of their kind, and families of block patterns."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from cuflash import masks, patterns
+
+ARCHIVE = Path(__file__).parent / "data" / "minilm_activations.npz"
+LAYERS, NUM_HEADS = (0, 2, 5), 12  # what the archive holds
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def activations() -> Arrays:
+    """q, k, v of a sentence encoder on 512 tokens of English, float32 (3 layers, 12 heads, 512, 32)."""
+    with np.load(ARCHIVE) as archive:
+        q, k, v = (archive[name].astype(np.float32) for name in "qkv")
+    return q, k, v
+
+
+def same_statistics(seqlen: int, num_heads: int) -> Arrays:
+    """q, k, v, float32 (num_heads, seqlen, 32), like those of the first heads of layer 2, for any length.
+
+    Token t is captured token t mod 512, (x - mean + z) / sqrt(2) + mean, with z normal of the covariance that q, k and
+    v of this head have together: mean and covariance stay what they were, and no two tokens are alike.
+    """
+    joint = np.concatenate([x[1, :num_heads] for x in activations()], axis=-1)
+    rng = np.random.default_rng(0)
+    tokens = np.empty((num_heads, seqlen, joint.shape[-1]), np.float32)
+    for head, captured in enumerate(joint):
+        centred = captured - captured.mean(0)
+        noise = rng.multivariate_normal(np.zeros(len(centred.T)), np.cov(centred.T), seqlen, method="cholesky")
+        tokens[head] = captured.mean(0) + (np.resize(centred, noise.shape) + noise) * 0.5**0.5
+    q, k, v = np.split(tokens, 3, axis=-1)
+    return q, k, v
+
+
+# Families: one pattern in all its sizes, on a square grid of blocks, bidirectional as the encoder is
+
+
+def window(grid: int, block: int) -> Iterator[masks.Mask]:
+    """The blocks around the diagonal."""
+    for side in range(grid):
+        yield on_blocks(masks.SlidingWindow(side, side), grid, block)
+
+
+def sink_local(grid: int, block: int) -> Iterator[masks.Mask]:
+    """The first block and a window; patterns.sink_local is causal, so the window's later half is added."""
+    for side in range(grid):
+        yield on_blocks(patterns.sink_local(1, side + 1) | masks.SlidingWindow(0, side), grid, block)
+
+
+def longformer(grid: int, block: int) -> Iterator[masks.Mask]:
+    """A window, and one block that sees all and is seen by all."""
+    for side in range(grid):
+        yield on_blocks(patterns.longformer(2 * side, 1), grid, block)
+
+
+def bigbird(grid: int, block: int) -> Iterator[masks.Mask]:
+    """A window of three, one global block at either end, and random blocks of each head's own."""
+    for num_random in range(grid):
+        yield patterns.bigbird(grid * block, block=block, num_random=num_random, num_heads=NUM_HEADS)
+
+
+def butterfly(grid: int, block: int) -> Iterator[masks.Mask]:
+    """Block numbers that differ in one of the low bits, or in none."""
+    for bits in range(grid.bit_length() + 1):
+        yield patterns.butterfly(grid * block, block=block, max_stride=2**bits)
+
+
+def strided(grid: int, block: int) -> Iterator[masks.Mask]:
+    """The last `stride` blocks and every `stride`-th one; causal, so joined with its transpose."""
+    for stride in range(1, grid + 1):
+        yield on_blocks(patterns.strided(stride), grid, block, mirrored=True)
+
+
+def fixed(grid: int, block: int) -> Iterator[masks.Mask]:
+    """Stretches of `stride` blocks and the last block of each; causal, so joined with its transpose."""
+    for stride in range(1, grid + 1):
+        yield on_blocks(patterns.fixed(stride, 1), grid, block, mirrored=True)
+
+
+def random(grid: int, block: int) -> Iterator[masks.Mask]:
+    """As many blocks in every row, the diagonal one among them, of each head's own."""
+    for count in range(1, grid + 1):
+        yield patterns.random(grid * block, block=block, density=count / grid, num_heads=NUM_HEADS)
+
+
+def oracle(q: np.ndarray, k: np.ndarray, grid: int) -> Iterator[masks.Mask]:
+    """The blocks of most true softmax mass in every block row of every head: what no static pattern can know."""
+    s = q @ k.swapaxes(-1, -2) * np.float32(q.shape[-1] ** -0.5)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    block = p.shape[-1] // grid
+    mass = p.reshape(*p.shape[:-2], grid, block, grid, block).sum((-3, -1))
+    rank = np.argsort(np.argsort(-mass, axis=-1), axis=-1)
+    for count in range(1, grid + 1):
+        yield masks.BlockPattern(rank < count, block)
+
+
+FAMILIES = {f.__name__: f for f in (window, sink_local, longformer, bigbird, butterfly, strided, fixed, random)}
+
+
+def on_blocks(mask: masks.Mask, grid: int, block: int, *, mirrored: bool = False) -> masks.Mask:
+    """A pattern of tokens read as one of blocks."""
+    kept = mask.dense(masks.MaskShape((), 1, grid, grid))[0]
+    return masks.BlockPattern(kept | kept.T if mirrored else kept, block)
+
+
+def first_heads(pattern: masks.BlockPattern, num_heads: int) -> masks.BlockPattern:
+    """A pattern with blocks of every head's own, for fewer heads."""
+    has_heads = len(pattern.blocks.shape) > 2
+    return masks.BlockPattern(pattern.blocks[:num_heads], pattern.block) if has_heads else pattern

@@ -1,0 +1,137 @@
+"""error_bound: it holds, it is as small as it says, and it says where it promises nothing."""
+
+import math
+
+import faulty_attention
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, target
+
+import cuflash
+from cuflash import masks
+from cuflash.bounds import error_bound
+from cuflash.testing import Structure, assert_within_bounds, examples
+
+RESULTS = ("o", "lse", "dq", "dk", "dv")
+GAUSSIAN = Structure(num_heads=2, seqlen_q=200, seqlen_kv=200, head_dim=64, value_dim=64, mask=masks.Causal())
+
+
+@given(examples())
+def test_the_exact_answer_rounded_once_is_within_the_bound(example):
+    with np.errstate(over="ignore"):
+        rounded = {name: getattr(example.exact, name).astype(example.q.dtype) for name in ("o", "dq", "dk", "dv")}
+        lse = example.exact.lse.astype(example.problem.accumulator)
+    assert_within_bounds(example, **rounded, lse=lse)
+
+
+@given(examples().filter(faulty_attention.can_serve))
+def test_a_kernel_that_rounds_p_to_the_storage_dtype_is_within_the_bound(example):
+    example = example.but(product_dtype=example.q.dtype)
+    options = {"mask": example.dense_mask, "scale": example.problem.softmax_scale}
+    o, lse = faulty_attention.attend(example.q, example.k, example.v, **options)
+    gradients = faulty_attention.pull(example.q, example.k, example.v, example.do, dlse=example.dlse, **options)
+    target(assert_within_bounds(example, o=o, lse=lse, **dict(zip(("dq", "dk", "dv"), gradients))))
+
+
+def test_one_key_with_one_number_gives_the_formula_by_hand():
+    u, ua, s = 2**-11, 2**-24, 3.0
+    bound = error_bound(*(np.full((1, 1), x, np.float16) for x in (s, 1, 5)), scale=1.0)
+    eta = (1 + 4) * ua * s + 4 * ua * (s + s) + 4 * ua
+    r = math.expm1(eta)
+    tol_lse = eta + (1 + 8) * ua + 4 * ua * (s + s)
+    tol_o = (1 + r) * (5 * r + 5 * r + (ua + 2 * (1 + 8) * ua) * 5 * (1 + r) + 2**-126 * 5) + u * 5
+    spread = (ua + 2 * (1 + 8) * ua + 2**-126 + u) * 5
+    underflow = 2**-25 + 2**-126
+    assert bound.lse.item() == pytest.approx(1.5 * tol_lse)
+    assert bound.o.item() == pytest.approx(1.5 * (min(tol_o, spread) + underflow))
+
+
+def test_results_of_a_row_without_keys_are_exact():
+    q = k = v = np.ones((3, 2), np.float32)
+    bounds = error_bound(q, k, v, q, mask=masks.Lengths(q=1))
+    assert not bounds.o[1:].any() and not bounds.lse[1:].any()
+    assert bounds.o[0].all() and bounds.lse[0] > 0
+
+
+def test_bounds_have_the_shapes_of_what_they_bound():
+    q, k, v = np.ones((3, 1, 4, 5, 8)), np.ones((2, 2, 6, 8)), np.ones((1, 2, 6, 7))
+    bounds = error_bound(q, k, v, np.ones((3, 2, 4, 5, 7)))
+    assert [getattr(bounds, name).shape for name in RESULTS] == [
+        (3, 2, 4, 5, 7), (3, 2, 4, 5), q.shape, k.shape, v.shape,
+    ]  # fmt: skip
+
+
+def test_gradients_have_no_bounds_without_do():
+    bounds = error_bound(*np.ones((3, 4, 2)))
+    assert (bounds.dq, bounds.dk, bounds.dv) == (None, None, None)
+
+
+def test_masks_are_those_of_attention():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 6, 4))
+    dense = np.tri(6, dtype=bool) & ~np.tri(6, k=-3, dtype=bool)
+    for options in ({"causal": True, "window": (2, None)}, {"mask": masks.SlidingWindow(2, 0)}, {"mask": dense}):
+        assert np.array_equal(error_bound(q, k, v, **options).o, error_bound(q, k, v, mask=dense).o)
+    with pytest.raises(cuflash.UnsupportedProblem, match="bottom_right"):
+        error_bound(q[:3], k, v, causal=True)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_finer_dtype_has_a_smaller_bound(name):
+    example = GAUSSIAN.example()
+    halves = [getattr(example, each).astype(np.float16) for each in ("q", "k", "v", "do")]
+
+    def bound(dtype):
+        return getattr(error_bound(*(x.astype(dtype) for x in halves), causal=True), name)
+
+    float64, float32, float16 = bound(np.float64), bound(np.float32), bound(np.float16)
+    assert (float64 < float32).all() and (float32 <= float16).all()
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_probable_bounds_are_never_larger(name):
+    guaranteed, probable = (
+        getattr(bounds, name) for bounds in (GAUSSIAN.example().bounds, GAUSSIAN.example().probable_bounds)
+    )
+    assert (probable <= guaranteed).all() and (probable < guaranteed).any()
+
+
+@pytest.mark.parametrize(("seqlen", "probable"), [(128, False), (1024, False), (8192, True)])
+def test_the_bound_on_lse_sees_one_average_key_missing(seqlen, probable):
+    q, k = (
+        np.random.default_rng(seed).standard_normal((rows, 64)).astype(np.float32)
+        for seed, rows in ((0, 4), (1, seqlen))
+    )
+    bound = error_bound(q, k, k, probable=probable).lse
+    assert (bound < -np.log1p(-1 / seqlen)).all()
+
+
+def test_keys_that_no_query_attends_take_no_part():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 4, 2))
+    k[2:], v[2:] = np.nan, np.inf
+    bounds = error_bound(q, k, v, q, mask=masks.Lengths(kv=2))
+    cut = error_bound(q, k[:2], v[:2], q)
+    for name in ("o", "lse", "dq"):
+        # More keys take more additions; that is all.
+        assert np.isfinite(getattr(bounds, name)).all() and (getattr(bounds, name) >= getattr(cut, name)).all()
+
+
+def test_nothing_is_promised_where_the_dtype_may_overflow():
+    q, k = np.ones((1, 1), np.float16), np.ones((1, 1), np.float16)
+    bounds = error_bound(q, k, np.full((1, 1), 65504, np.float16))
+    assert np.isposinf(bounds.o).all() and np.isfinite(bounds.lse).all()
+
+
+def test_scores_without_a_correct_digit_leave_the_spread_of_values_and_no_gradient():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 8, 4)).astype(np.float32)
+    bounds = error_bound(q, k, v, v, scale=1e9)
+    assert (bounds.o <= 2 * (v.max(axis=0) - v.min(axis=0))).all()
+    assert np.isposinf(bounds.dk).any() and not np.isnan(bounds.dk).any()
+
+
+@pytest.mark.parametrize("product_dtype", [np.float16, ml_dtypes.bfloat16])
+def test_rounding_p_costs_its_roundoff(product_dtype):
+    example = GAUSSIAN.example()
+    kept, rounded = example.bounds.o, example.but(product_dtype=product_dtype).bounds.o
+    assert (rounded > kept).all()
+    assert rounded.max() < 2 * float(ml_dtypes.finfo(product_dtype).eps) * np.abs(example.v).max()

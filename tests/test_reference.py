@@ -1,0 +1,162 @@
+"""The specification, against tables worked by hand, against the oracle, and its gradients against its own slope."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash import masks, reference
+from cuflash.bounds import error_bound
+from cuflash.testing import Example, Structure, assert_within, assert_within_bounds, examples
+
+
+def columns(*values):
+    return np.array(values, float)[:, None]
+
+
+def agree(o, lse, *operands, **options):
+    """The specification gives this o and lse."""
+    bounds = error_bound(*operands, **options)
+    for name, result, expected in zip(("o", "lse"), reference.attention(*operands, **options), (o, lse)):
+        assert_within(name, result, expected, getattr(bounds, name))
+
+
+def test_equal_scores_average_the_values_a_row_attends():
+    causal = np.tri(3, dtype=bool)
+    agree(columns(3, 4.5, 6), np.log([1, 2, 3]), np.zeros((3, 2)), np.zeros((3, 2)), columns(3, 6, 9), mask=causal)
+
+
+def test_scores_weigh_the_values():
+    agree(columns(2), np.log([8]), columns(1), np.log(columns(1, 2, 5)), columns(8, 4, 0), scale=1.0)
+
+
+def test_the_scale_is_one_over_the_root_of_head_dim_unless_given():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 5, 16))
+    for ours, given_scale in zip(reference.attention(q, k, v), reference.attention(q, k, v, scale=0.25)):
+        assert np.array_equal(ours, given_scale)
+
+
+def test_query_head_h_reads_key_value_head_h_over_group():
+    v = np.array([10.0, 20.0]).reshape(2, 1, 1)
+    o, _ = reference.attention(np.zeros((6, 1, 1)), np.zeros((2, 1, 1)), v)
+    assert o.ravel().tolist() == [10, 10, 10, 20, 20, 20]
+
+
+def test_gradients_of_a_shared_head_are_summed_over_its_group():
+    do = np.arange(6.0).reshape(6, 1, 1)
+    *_, dv = reference.attention_vjp(np.zeros((6, 1, 1)), np.zeros((2, 1, 1)), np.ones((2, 1, 1)), do)
+    assert dv.ravel().tolist() == [0 + 1 + 2, 3 + 4 + 5]
+
+
+def test_leading_axes_broadcast_and_their_gradients_are_summed():
+    q, k, v, do = np.zeros((3, 1, 2, 1, 1)), np.zeros((4, 2, 1, 1)), np.ones((1, 2, 1, 1)), np.ones((3, 4, 2, 1, 1))
+    o, lse = reference.attention(q, k, v)
+    gradients = reference.attention_vjp(q, k, v, do)
+    assert (o.shape, lse.shape) == ((3, 4, 2, 1, 1), (3, 4, 2, 1))
+    assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, v.shape]
+    assert gradients[2].ravel().tolist() == [12, 12]
+
+
+def test_a_row_without_keys_is_zero_and_has_no_gradient():
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 2, 2))
+    mask = np.array([[False, False], [True, True]])
+    o, lse = reference.attention(q, k, v, mask)
+    dq, dk, dv = reference.attention_vjp(q, k, v, do, np.ones(2), mask)
+    alone = Example(q=q[1:], k=k, v=v, do=do[1:], dlse=np.ones(1))
+    assert (o[0].tolist(), lse[0], dq[0].tolist()) == ([0, 0], -np.inf, [0, 0])
+    assert_within_bounds(alone, o=o[1:], lse=lse[1:], dq=dq[1:], dk=dk, dv=dv)
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (0, 0)])
+def test_lengths_of_zero_give_shaped_results(lengths):
+    q, k, v = np.ones((2, lengths[0], 4)), np.ones((1, lengths[1], 4)), np.ones((1, lengths[1], 5))
+    o, lse = reference.attention(q, k, v)
+    gradients = reference.attention_vjp(q, k, v, np.ones_like(o))
+    assert (o.shape, lse.shape) == ((2, lengths[0], 5), (2, lengths[0]))
+    assert not o.any() and np.isneginf(lse).all() and not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    ("given_dtype", "dtype"),
+    [
+        (np.float16, np.float64),
+        (ml_dtypes.bfloat16, np.float64),
+        (np.int8, np.float64),
+        (np.longdouble, np.longdouble),
+        (np.complex64, np.complex128),
+    ],
+)
+def test_arithmetic_is_float64_or_wider(given_dtype, dtype):
+    o, lse = reference.attention(*np.ones((3, 2, 2)).astype(given_dtype))
+    assert (o.dtype, lse.dtype) == (dtype, dtype)
+
+
+def test_an_additive_mask_is_refused():
+    with pytest.raises(TypeError, match="mask must be boolean, True = attend; got dtype float64"):
+        reference.attention(*np.ones((3, 2, 2)), mask=np.zeros((2, 2)))
+
+
+@given(examples(dtypes=["float64"]))
+def test_the_specification_and_the_oracle_agree(example):
+    operands = example.q, example.k, example.v
+    o, lse = reference.attention(*operands, example.dense_mask, example.scale)
+    dq, dk, dv = reference.attention_vjp(*operands, example.do, example.dlse, example.dense_mask, example.scale)
+    assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+SMALL = [
+    Structure(seqlen_q=3, seqlen_kv=4, head_dim=3, value_dim=2, dtype="float64", has_heads=False, scale=0.7),
+    Structure(num_heads=4, num_kv_heads=2, seqlen_q=3, seqlen_kv=3, head_dim=2, dtype="float64", mask=masks.Causal()),
+    Structure(
+        q_batch=(2,), k_batch=(1,), v_batch=(), num_heads=2, seqlen_q=4, seqlen_kv=3, head_dim=2, value_dim=3,
+        dtype="float64", mask=masks.Lengths(q=2) | masks.Causal("bottom_right"), scale=2.0,
+    ),
+]  # fmt: skip
+
+
+def objective(example, q, k, v):
+    """sum(do o) + sum(dlse lse) over the rows that have keys, for complex arguments too."""
+    o, lse = reference.attention(q, k, v, example.dense_mask, example.scale)
+    return (example.do * o).sum() + (example.dlse * np.where(example.allowed.any(axis=-1), lse, 0)).sum()
+
+
+@pytest.mark.parametrize("structure", SMALL)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_gradients_are_the_complex_step_derivative(structure, name):
+    example = structure.example()
+    step = 1e-20  # its square vanishes beside any real part, so nothing cancels and no size has to be chosen
+    slopes = np.empty(getattr(example, name).shape)
+    for place in np.ndindex(slopes.shape):
+        operands = {each: getattr(example, each).astype(complex) for each in "qkv"}
+        operands[name][place] += 1j * step
+        slopes[place] = objective(example, **operands).imag / step
+    gradients = dict(zip("qkv", vjp_of(example)))
+    bound = getattr(example.bounds, f"d{name}")
+    assert_within(f"d{name}", gradients[name], slopes, 2 * bound, example)
+
+
+@given(st.sampled_from(SMALL), st.integers(0, 2**32 - 1))
+def test_gradients_are_the_central_difference(structure, seed):
+    example = structure.example()
+    rng = np.random.default_rng(seed)
+    direction = {name: rng.standard_normal(getattr(example, name).shape) for name in "qkv"}
+
+    def difference(step):
+        forth, back = (
+            objective(example, **{name: getattr(example, name) + h * direction[name] for name in "qkv"})
+            for h in (step, -step)
+        )
+        return (forth - back) / (2 * step)
+
+    step = np.cbrt(np.finfo(float).eps)
+    slope = sum((gradient * direction[name]).sum() for gradient, name in zip(vjp_of(example), "qkv"))
+    # The truncation error of a step is a third of what doubling the step adds to it; the rest is rounding.
+    bounds = error_bound(example.q, example.k, example.v, mask=example.dense_mask, scale=example.scale)
+    rounding = (np.abs(example.do) * bounds.o).sum() + (np.abs(example.dlse) * bounds.lse).sum()
+    assert_within("slope", difference(step), slope, np.abs(difference(2 * step) - difference(step)) + rounding / step)
+
+
+def vjp_of(example):
+    operands = example.q, example.k, example.v, example.do, example.dlse
+    return reference.attention_vjp(*operands, example.dense_mask, example.scale)

@@ -1,0 +1,332 @@
+"""The kit itself: strategies draw what they say, assertions fail when they must, and the oracle is right."""
+
+import functools
+import inspect
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+
+import cuflash
+from cuflash import masks, reference, testing
+from cuflash.mask import And, Mask, Not, Or
+from cuflash.testing import Structure, assert_within, assert_within_bounds, oracle, strategies
+from cuflash.testing.strategies import laid_out
+
+SHAPE = masks.MaskShape((2,), 2, 9, 12)
+STRATEGIES = {
+    "lengths": strategies.lengths(tile=64),
+    "heads": strategies.heads(),
+    "structures": strategies.structures(max_leaves=1),
+    "masks": strategies.masks(SHAPE),
+}
+
+
+@functools.cache
+def sample(name):
+    """A thousand draws, the same in every run."""
+    draws = []
+
+    @settings(max_examples=1000, phases=[Phase.generate], derandomize=True, database=None, deadline=None)
+    @given(STRATEGIES[name])
+    def collect(value):
+        draws.append(value)
+
+    collect()
+    return draws
+
+
+# Strategies draw what they say
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 31, 63, 64, 65, 96, 127, 128, 129, 192, 255, 260])
+def test_lengths_gather_around_tiles(length):
+    assert length in sample("lengths")
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
+def test_heads_come_in_groups(group, num_kv_heads):
+    assert (group * num_kv_heads, num_kv_heads) in sample("heads")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("dtype", dtype) for dtype in ("float16", "bfloat16", "float32", "float64")],
+        *[("values", values) for values in strategies.VALUES],
+        *[("scale", scale) for scale in (None, *strategies.SCALES)],
+        *[("head_dim", dim) for dim in strategies.HEAD_DIMS],
+        *[("value_dim", dim) for dim in strategies.HEAD_DIMS],
+        ("has_heads", False),
+        ("has_dlse", True),
+        ("mask", None),
+        ("seqlen_q", 0),
+        ("seqlen_kv", 0),
+    ],
+)
+def test_structures_have_every(name, value):
+    assert any(
+        getattr(each, name) == value for each in sample("structures") if not isinstance(getattr(each, name), Mask)
+    )
+
+
+@pytest.mark.parametrize("operand", range(5))
+@pytest.mark.parametrize("layout", strategies.LAYOUTS)
+def test_every_operand_has_every_layout(operand, layout):
+    assert any(each.layouts[operand] == layout for each in sample("structures"))
+
+
+STRUCTURES = {
+    "more queries than keys": lambda each: each.seqlen_q > each.seqlen_kv > 0,
+    "more keys than queries": lambda each: each.seqlen_kv > each.seqlen_q > 1,
+    "an empty batch": lambda each: each.mask_shape.batch == (0,),
+    "two leading axes": lambda each: len(each.mask_shape.batch) == 2,
+    "keys stretched over the batch": lambda each: each.q_batch == (2,) and each.k_batch == (1,),
+    "queries stretched over the batch": lambda each: each.q_batch == (1,) and each.k_batch == (2,),
+    "values without a leading axis": lambda each: each.q_batch and not each.v_batch,
+    "unequal dims": lambda each: each.head_dim != each.value_dim,
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structures_have(name):
+    assert any(map(STRUCTURES[name], sample("structures")))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        masks.Causal, masks.SlidingWindow, masks.Lengths, masks.PrefixLM, masks.Documents, masks.Dilated,
+        masks.BlockPattern, masks.Dense, masks.FromFunction, And, Or, Not,
+    ],
+)  # fmt: skip
+def test_masks_are_of_every(kind):
+    assert any(isinstance(mask, kind) for mask in sample("masks"))
+
+
+def empty_rows(mask):
+    return ~mask.dense(SHAPE).any(axis=-1)
+
+
+MASKS = {
+    "an empty first row alone": lambda mask: empty_rows(mask)[..., 0].all() and not empty_rows(mask)[..., 1:].all(),
+    "an empty last row": lambda mask: empty_rows(mask)[..., -1].all() and not empty_rows(mask)[..., 0].any(),
+    "empty rows in the middle": lambda mask: (
+        empty_rows(mask)[..., 4].all() and not empty_rows(mask)[..., [0, -1]].any()
+    ),
+    "nothing": lambda mask: not mask.dense(SHAPE).any(),
+    "everything": lambda mask: mask.dense(SHAPE).all(),
+    "a single cell": lambda mask: (mask.dense(SHAPE).sum(axis=(-1, -2)) == 1).all(),
+    "another mask for another head": lambda mask: (mask.dense(SHAPE)[:, 0] != mask.dense(SHAPE)[:, 1]).any(),
+    "another mask for another batch entry": lambda mask: (mask.dense(SHAPE)[0] != mask.dense(SHAPE)[1]).any(),
+    "lengths for each batch entry": lambda mask: isinstance(mask, masks.Lengths) and np.ndim(mask.kv) == 1,
+    "documents out of order": lambda mask: isinstance(mask, masks.Documents) and (np.diff(mask.q_ids) < 0).any(),
+    "unequal blocks": lambda mask: isinstance(mask, masks.BlockPattern) and mask.block[0] != mask.block[1],
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_have(name):
+    assert any(map(MASKS[name], sample("masks")))
+
+
+@given(strategies.structures(most_scores=5000, most_rows=200))
+def test_structures_keep_their_caps(structure):
+    batch, num_heads, seqlen_q, seqlen_kv = structure.mask_shape
+    rows = int(np.prod(batch)) * num_heads * seqlen_q
+    # One head of one batch entry is always allowed: the caps limit how many there are.
+    assert rows <= 200 or rows == seqlen_q
+    assert rows * seqlen_kv <= 5000 or rows == seqlen_q
+
+
+@given(strategies.examples())
+def test_examples_are_problems_of_cuflash(example):
+    problem = example.problem
+    assert (example.do.shape, example.do.dtype) == (problem.o_shape(), problem.dtype)
+    assert example.allowed.shape == (*problem.lse_shape(), problem.seqlen_kv)
+    if example.dlse is not None:
+        assert (example.dlse.shape, example.dlse.dtype) == (problem.lse_shape(), problem.accumulator)
+
+
+@given(strategies.structures())
+def test_a_structure_always_makes_the_same_example(structure):
+    first, second = structure.example(), structure.example()
+    assert all(getattr(first, name).tobytes() == getattr(second, name).tobytes() for name in ("q", "k", "v", "do"))
+
+
+def test_the_repr_of_an_example_makes_it_again():
+    example = Structure(seqlen_q=3, dtype="bfloat16", mask=masks.SlidingWindow(1, 0) | ~masks.Causal()).example()
+    names = {"Structure": Structure, "Or": Or, "Not": Not, **vars(masks)}
+    again = eval(repr(example), names)
+    assert repr(again) == repr(example) and np.array_equal(again.q, example.q)
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize("shape", [(4, 3), (2, 4, 3), (2, 1, 4, 1), (1, 3, 1, 5), (0, 2, 3), (2, 0, 3)])
+@pytest.mark.parametrize("layout", [layout for layout in strategies.LAYOUTS if layout != "broadcast"])
+def test_a_layout_leaves_the_values(layout, shape, dtype):
+    values = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    view = laid_out(values, layout)
+    assert (view.shape, view.dtype) == (values.shape, values.dtype) and np.array_equal(view, values)
+
+
+@pytest.mark.parametrize(
+    ("layout", "strides"),
+    [
+        ("contiguous", (96, 32, 8)),
+        ("transposed", (32, 64, 8)),
+        ("padded", (7 * 6 * 8, 7 * 8, 8)),
+        ("stepped", (6 * 8 * 8, 2 * 8 * 8, 2 * 8)),
+        ("negative", (96, -32, -8)),
+        ("offset", (96, 32, 8)),
+        ("broadcast", (0, 32, 8)),
+    ],
+)
+def test_a_layout_has_its_strides(layout, strides):
+    assert laid_out(np.zeros((2, 3, 4)), layout).strides == strides
+
+
+def test_transposed_operands_have_the_sequence_before_the_heads():
+    assert laid_out(np.zeros((2, 3, 4, 5)), "transposed").strides == (480, 40, 120, 8)
+    assert laid_out(np.zeros((3, 4)), "transposed").strides == (8, 24)
+
+
+def test_axes_of_extent_one_may_have_any_stride():
+    assert laid_out(np.zeros((1, 3, 1)), "odd_strides").strides == (99_990_001 * 8, 8, 99_990_001 * 8)
+
+
+def test_an_offset_view_is_off_by_one_element():
+    assert laid_out(np.zeros((2, 3), np.float16), "offset").ctypes.data % 4 == 2
+
+
+@pytest.mark.parametrize("layout", ["padded", "stepped", "offset"])
+def test_the_gaps_of_a_layout_are_poisoned(layout):
+    view = laid_out(np.zeros((2, 3, 4)), layout)
+    while view.base is not None:
+        view = view.base
+    assert np.isnan(view).any()
+
+
+# Assertions
+
+
+@pytest.mark.parametrize(
+    ("actual", "exact", "bound", "ratio"),
+    [
+        ([1.0], [1.0], [0.0], 0.0),
+        ([1.5, 2.0], [1.0, 2.0], [1.0, 0.0], 0.5),
+        ([-np.inf], [-np.inf], [0.0], 0.0),
+        ([np.nan], [np.nan], [0.0], 0.0),
+        ([5.0], [1.0], [np.inf], 0.0),
+        ([np.inf], [1.0], [np.inf], 0.0),
+        ([], [], [], 0.0),
+    ],
+)
+def test_what_is_within_gives_its_share_of_the_bound(actual, exact, bound, ratio):
+    assert assert_within("x", np.array(actual), np.array(exact), np.array(bound)) == ratio
+
+
+@pytest.mark.parametrize(
+    ("actual", "exact", "bound"),
+    [
+        ([np.nextafter(2.0, 3.0)], [1.0], [1.0]),
+        ([np.nan], [1.0], [1.0]),
+        ([1.0], [np.nan], [1.0]),
+        ([np.inf], [1.0], [1.0]),
+        ([0.0], [-np.inf], [1.0]),
+        ([np.inf], [-np.inf], [1.0]),
+        ([1e-300], [0.0], [0.0]),
+        ([1.0], [1.0, 1.0], [1.0]),
+        ([1.0], [0.0], [np.nan]),
+    ],
+)
+def test_what_is_outside_fails(actual, exact, bound):
+    with pytest.raises(AssertionError):
+        assert_within("x", np.array(actual), np.array(exact), np.array(bound))
+
+
+def test_a_failure_names_the_worst_and_the_first_element():
+    exact = np.zeros((2, 3))
+    actual = exact + [[0, 2, 0], [0, 0, 8]]
+    with pytest.raises(AssertionError) as failure:
+        assert_within("dq", actual, exact, np.ones((2, 3)), "of this call")
+    assert str(failure.value).splitlines() == [
+        "dq[1, 2] is 8.0, should be 0.0: off by 8, 8 times its bound of 1",
+        "2 of 6 elements are outside their bounds, the first at dq[0, 1]",
+        "of this call",
+    ]
+
+
+@pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
+def test_every_result_is_compared(name):
+    example = Structure(seqlen_q=5, seqlen_kv=7).example()
+    exact = getattr(example.exact, name)
+    assert assert_within_bounds(example, **{name: exact}) == 0
+    with pytest.raises(AssertionError, match=rf"{name}\["):
+        assert_within_bounds(example, **{name: exact + 2 * getattr(example.bounds, name)})
+
+
+def test_changed_operands_are_judged_anew():
+    example = Structure(seqlen_q=2, seqlen_kv=3).example()
+    assert not np.array_equal(example.exact.o, example.but(v=2 * example.v).exact.o)
+
+
+# The oracle
+
+
+def test_the_oracle_reads_only_what_is_attended():
+    q, k, v = np.zeros((3, 4, 2), np.float32)
+    v[:2] = [[1], [3]]
+    k[2:], v[2:], q[3:] = np.nan, np.inf, np.nan
+    mask = masks.Lengths(q=3, kv=2).dense(masks.MaskShape((), 1, 4, 4))[0]
+    o, lse = oracle.attention(q, k, v, mask)
+    gradients = oracle.attention_vjp(q, k, v, np.ones_like(o), np.ones_like(lse), mask)
+    assert (o[:3].astype(np.float32) == 2).all() and o[3].tolist() == [0, 0] and lse[3] == -np.inf
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(np.float16, np.float64), (np.float64, np.longdouble)])
+def test_the_oracle_is_wider_than_what_it_judges(dtype, wide):
+    o, _ = oracle.attention(*np.ones((3, 2, 2), dtype))
+    assert o.dtype == wide
+
+
+# For users
+
+
+def documented_code():
+    """The indented block of the package's docstring."""
+    return re.search(r"^ {4}from .*?(?=^\S)", inspect.getdoc(testing), re.MULTILINE | re.DOTALL)[0]
+
+
+def run_documented(my_attention):
+    names = {"my_attention": my_attention}
+    exec(inspect.cleandoc("\n" + documented_code()), names)
+    for name, test in names.items():
+        if name.startswith("test_"):
+            test()
+
+
+def test_the_documented_test_file_passes_a_right_attention():
+    run_documented(lambda q, k, v, *, mask, scale: cuflash.attention(q, k, v, mask=mask, scale=scale, return_lse=True))
+
+
+def test_the_documented_test_file_fails_a_wrong_one():
+    def without_a_scale(q, k, v, *, mask, scale):
+        return reference.attention(q, k, v, mask=mask, scale=1.0)
+
+    with pytest.raises(AssertionError):
+        run_documented(without_a_scale)
+
+
+def test_every_check_of_the_module_is_in_one_list_and_names_its_source():
+    checks = {name for name in vars(testing.properties) if name.startswith("check_")}
+    listed = [*testing.FORWARD_PROPERTIES, *testing.GRADIENT_PROPERTIES, *testing.PAIR_PROPERTIES]
+    assert sorted(check.__name__ for check in listed) == sorted(checks)
+    assert all(re.search(r"\(\d+(, \d+)*\)$", inspect.getdoc(check)) for check in listed)
