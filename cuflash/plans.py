@@ -39,9 +39,13 @@ class Plan:
     @property
     def num_workers(self) -> int:
         """Threads that a call on the host uses: one where the work is too little to share."""
-        tiles = self.num_matrices * -(-self.problem.seqlen_q // self.work.block_q)
         scores = self.num_matrices * self.problem.seqlen_q * self.problem.seqlen_kv
-        return 1 if scores < 1 << 18 else max(1, min(self.device.num_processors, tiles))
+        return 1 if scores < 1 << 21 else max(1, min(self.device.num_processors, self.num_tiles))
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of queries, over all batch entries and heads."""
+        return self.num_matrices * -(-self.problem.seqlen_q // self.work.block_q)
 
     @property
     def workspace_bytes(self) -> int:

@@ -27,8 +27,8 @@ class Problem:
 
     Attributes
     ----------
-    q_batch, k_batch, v_batch : tuple of int
-        The leading axes of each argument; they broadcast to `batch`.
+    q_batch, k_batch, v_batch, batch : tuple of int
+        The leading axes of each argument, and what they broadcast to.
     num_heads, num_kv_heads : int
         Query head h reads key/value head h // (num_heads / num_kv_heads).
     has_heads : bool
@@ -40,6 +40,7 @@ class Problem:
     q_batch: tuple[int, ...]
     k_batch: tuple[int, ...]
     v_batch: tuple[int, ...]
+    batch: tuple[int, ...]
     num_heads: int
     num_kv_heads: int
     seqlen_q: int
@@ -65,8 +66,9 @@ class Problem:
         for name, array in arguments.items():
             if not (is_array(array) or isinstance(array, ShapeDtype)):
                 raise TypeError(f"{name} must be an array; got {describe(array)}: numpy.asarray makes one")
-        reasons = _rank_reasons(arguments) + _dtype_reasons(arguments) + _scale_reasons(scale)
-        if not _rank_reasons(arguments):
+        rank_reasons = _rank_reasons(arguments)
+        reasons = rank_reasons + _dtype_reasons(arguments) + _scale_reasons(scale)
+        if not rank_reasons:
             reasons += _shape_reasons(q, k, v)
         if reasons:
             raise UnsupportedProblem(reasons)
@@ -76,6 +78,7 @@ class Problem:
             q_batch=_ints(q.shape[:-3]),
             k_batch=_ints(k.shape[:-3]),
             v_batch=_ints(v.shape[:-3]),
+            batch=np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]),
             num_heads=int(q.shape[-3]) if has_heads else 1,
             num_kv_heads=int(k.shape[-3]) if has_heads else 1,
             seqlen_q=int(q.shape[-2]),
@@ -86,11 +89,6 @@ class Problem:
             dtype=np.dtype(q.dtype),
             softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else float(scale),
         )
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        """The broadcast leading axes."""
-        return np.broadcast_shapes(self.q_batch, self.k_batch, self.v_batch)
 
     @property
     def group_size(self) -> int:
@@ -141,10 +139,9 @@ def _rank_reasons(arguments: dict[str, Array]) -> list[str]:
 
 def _dtype_reasons(arguments: dict[str, Array]) -> list[str]:
     dtypes = {name: np.dtype(array.dtype) for name, array in arguments.items()}
-    names = ", ".join(dtype.name for dtype in DTYPES)
     reasons = [
-        f"{name}'s dtype must be one of {names}; got {dtype.str if not dtype.isnative else dtype}: "
-        f"convert it with {name}.astype"
+        f"{name}'s dtype must be one of {', '.join(known.name for known in DTYPES)}; "
+        f"got {dtype.str if not dtype.isnative else dtype}: convert it with {name}.astype"
         for name, dtype in dtypes.items()
         if dtype not in DTYPES
     ]

@@ -243,7 +243,7 @@ def test_an_error_in_a_worker_comes_out_and_stops_the_others(monkeypatch):
     def fails(*_):
         raise MemoryError("no room for a tile")
 
-    monkeypatch.setattr("cuflash.cpu._mask_keys", fails)
+    monkeypatch.setattr("cuflash.cpu._Call._mask_keys", fails)
     with pytest.raises(MemoryError, match="no room for a tile"):
         cuflash.attention(q, q, q)
     monkeypatch.undo()
