@@ -157,6 +157,19 @@ def test_what_stands_past_a_length_never_matters(mask):
     assert all((a == b).all() for a, b in zip((o, *vjp(do)), expected))
 
 
+def test_a_batch_entry_with_masks_of_its_own_is_as_if_alone():
+    q, k, v, do = (drawn(6, 2, 90, 8, dtype=float) for _ in range(4))
+    lengths = np.array([0, 1, 17, 64, 89, 90])
+    ids = np.sort(RNG.integers(0, 4, (6, 90)))
+    for make in (lambda b: masks.Lengths(kv=lengths[b]), lambda b: masks.Documents(ids[b]) & masks.Causal()):
+        o, vjp = cuflash.attention_vjp(q, k, v, mask=make(slice(None)))
+        gradients = vjp(do)
+        for b in range(6):
+            alone, alone_vjp = cuflash.attention_vjp(q[b], k[b], v[b], mask=make(b))
+            pairs = zip((o, *gradients), (alone, *alone_vjp(do[b])))
+            assert all(np.abs(ours[b] - theirs).max() < 1e-13 for ours, theirs in pairs)
+
+
 def test_absent_blocks_never_matter():
     keep = np.tri(4, dtype=bool) & ~np.eye(4, k=-2, dtype=bool)
     index = cuflash.BlockIndex.from_blocks(keep, 64, 64, 16)

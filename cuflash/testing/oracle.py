@@ -76,6 +76,7 @@ class _Rows:
             for row in np.flatnonzero(allowed.any(axis=-1)):
                 attended = np.flatnonzero(allowed[row])
                 p = np.exp(score[row, attended] - lse[row])
+                p /= p.sum()  # at scores of 10^6 rounding lse moves all of them by more than a long double's roundoff
                 yield (*where, int(row)), keys[attended], values[attended], attended, p, lse[row]
 
 
