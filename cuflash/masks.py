@@ -577,8 +577,9 @@ def _check_count(name: str, value: object, meaning: str) -> None:
         raise UnsupportedProblem([f"{name} must be an int of at least 0 ({meaning}); got {value!r}"])
 
 
-def _check_lengths(name: str, value: object) -> None:
-    if not (is_int(value) and value >= 0) and not (is_array(value) and is_integer_dtype(value.dtype)):  # type: ignore[operator, attr-defined]
+def _check_lengths(name: str, value: Any) -> None:
+    is_count = is_int(value) and value >= 0
+    if not is_count and not (is_array(value) and is_integer_dtype(value.dtype)):
         raise UnsupportedProblem(
             [f"{name} must be an int of at least 0, or an integer array over the leading axes; got {describe(value)}"]
         )

@@ -52,7 +52,7 @@ class Plan:
         """Memory beside inputs and outputs: tiles of scores and of their gradients a worker, and the work list.
 
         On the host: two tiles of scores, three tiles of gathered and widened rows and one accumulator for each
-        worker; the backward pass also keeps one number a query. On a GPU tiles live in shared memory: that number alone.
+        worker; the backward pass also keeps one number a query, which is all on a GPU: tiles lie in shared memory.
         """
         problem, itemsize = self.problem, self.problem.accumulator.itemsize
         if self.device.compute_capability is not None:

@@ -80,7 +80,8 @@ def table(records: list[Record]) -> Table:
     for column in ("way", "threads", "block_q", "block_kv", "ms"):
         shown.add_column(column, justify="left" if column in ("way", "threads") else "right")
     for row in records:
-        shown.add_row(*(str(row.get(name, "")) for name in ("way", "threads", "block_q", "block_kv")), f"{row['ms']:.2f}")
+        texts = (str(row.get(name, "")) for name in ("way", "threads", "block_q", "block_kv"))
+        shown.add_row(*texts, f"{row['ms']:.2f}")
     return shown
 
 

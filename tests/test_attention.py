@@ -53,9 +53,8 @@ def test_the_number_of_threads_changes_no_bit(example, tile):
     object.__setattr__(shared, "plan", _Eager(shared.plan))
     results = [each.forward(example.q, example.k, example.v) for each in (alone, shared)]
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*results))
-    gradients = [
-        each.backward(example.do, example.q, example.k, example.v, *results[0], example.dlse) for each in (alone, shared)
-    ]
+    rest = (example.q, example.k, example.v, *results[0], example.dlse)
+    gradients = [each.backward(example.do, *rest) for each in (alone, shared)]
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*gradients))
 
 

@@ -6,7 +6,7 @@ import pytest
 from device_double import to_device
 
 import cuflash
-from cuflash import masks
+from cuflash import BlockIndex, masks
 
 Q = np.ones((2, 4, 10, 8), np.float32)
 SHAPE = masks.MaskShape((2,), 4, 10, 10)
@@ -52,8 +52,8 @@ def test_a_wrong_array_is_named_with_its_rule_and_what_came(arrays, words):
         ({"window": (-1, 0)}, ["left must be an int of at least 0", "-1"]),
         ({"mask": np.zeros((10, 10))}, ["mask must be boolean", "float64", "mask == 0"]),
         ({"mask": np.zeros((10, 9), bool)}, ["mask must broadcast to", "(2, 4, 10, 10)", "(10, 9)"]),
-        ({"mask": cuflash.BlockIndex.from_blocks(np.ones((2, 2), bool), 8, 8, 4)}, ["block index must be for", "(8, 8)"]),
-        ({"mask": cuflash.BlockIndex.from_blocks(np.ones((3, 1, 1), bool), 10, 10, 10)}, ["num_heads 1 or 4", "3"]),
+        ({"mask": BlockIndex.from_blocks(np.ones((2, 2), bool), 8, 8, 4)}, ["block index must be for", "(8, 8)"]),
+        ({"mask": BlockIndex.from_blocks(np.ones((3, 1, 1), bool), 10, 10, 10)}, ["num_heads 1 or 4", "3"]),
         ({"mask": masks.BlockPattern(np.ones((2, 2), bool), 4)}, ["blocks must have shape (..., 3, 3)", "(2, 2)"]),
         ({"mask": masks.Documents(np.zeros(7, int))}, ["q_ids must have shape (..., seqlen_q=10)", "(7,)"]),
         ({"mask": masks.Lengths(kv=np.ones(3, int))}, ["kv's leading axes must broadcast to (2,)", "(3,)"]),

@@ -39,28 +39,48 @@ EDITS = {
         "(tile.b, tile.h // self.group_size)",
         "(tile.b, tile.h % self.plan.problem.num_kv_heads)",
     ),
-    "only the first head of a group gives dk and dv": ("cpu", "for head in range(self.group_size)", "for head in range(1)"),
+    "only the first head of a group gives dk and dv": (
+        "cpu",
+        "for head in range(self.group_size)",
+        "for head in range(1)",
+    ),
     "delta is left out": ("cpu", "dp -= delta[..., None]", "pass"),
     "dlse has the wrong sign": ("cpu", "delta -= np.where(lse", "delta += np.where(lse"),
     "dq lacks the scale": ("cpu", "dq * self.wide(self.plan.problem.softmax_scale)", "dq"),
     "dk keeps log2(e)": ("cpu", "dk * self.wide(LN_2)", "dk"),
     "only the last step gives dv": ("cpu", "dv += p.swapaxes", "dv = p.swapaxes"),
     "columns are not masked": ("cpu", "self._mask_queries(tiles, places, rows, s, dp)", "pass"),
-    "an empty row is exponentiated": ("cpu", "np.where(lse == -np.inf, np.inf, lse * self.wide(LOG2_E))", "(lse * self.wide(LOG2_E))"),
+    "an empty row is exponentiated": (
+        "cpu",
+        "np.where(lse == -np.inf, np.inf, lse * self.wide(LOG2_E))",
+        "(lse * self.wide(LOG2_E))",
+    ),
     "the scale is left to q alone": ("cpu", "self.plan.problem.softmax_scale * LOG2_E", "LOG2_E"),
     "tiles stop one row early": ("cpu", "min(start + block, length)", "min(start + block, length - 1)"),
     "every batch entry reads the first": ("cpu", "(*self.places[place[0]], place[1])", "(*self.places[0], place[1])"),
     "batches that are not full are forgotten": ("cpu", "    yield from waiting.values()\n", ""),
     "tiles of unlike visits are batched": ("cpu", "(height, *visited), [])", "(height,), [])"),
-    "a batch writes what belongs to its first tile": ("cpu", "zip(places, rows, values):", "zip(places, rows, [values[0]] * len(places)):"),
+    "a batch writes what belongs to its first tile": (
+        "cpu",
+        "zip(places, rows, values):",
+        "zip(places, rows, [values[0]] * len(places)):",
+    ),
     "the masks of a batch all fall on its first tile": ("cpu", "_mask(s[place, :, here]", "_mask(s[0, :, here]"),
-    "a band ends one query late for its keys": ("work_list", "max(key - self.band.upper, 0)", "max(key - self.band.upper + 1, 0)"),
+    "a band ends one query late for its keys": (
+        "work_list",
+        "max(key - self.band.upper, 0)",
+        "max(key - self.band.upper + 1, 0)",
+    ),
     "a band starts one query late for its keys": (
         "work_list",
         "max(key - self.band.lower + 1, 0)",
         "max(key - self.band.lower, 0)",
     ),
-    "a partial part is called full": ("work_list", "Segment(start, full_start, Kind.INTERVAL)", "Segment(start, full_start, Kind.FULL)"),
+    "a partial part is called full": (
+        "work_list",
+        "Segment(start, full_start, Kind.INTERVAL)",
+        "Segment(start, full_start, Kind.FULL)",
+    ),
     "what follows the full part is dropped": (
         "work_list",
         "        Segment(full_stop, stop, Kind.INTERVAL),\n",
@@ -68,17 +88,41 @@ EDITS = {
     ),
     "neighbouring full blocks swallow a gap": ("work_list", " and last.stop == start:", ":"),
     "a bit tile loses its last used key": ("work_list", "start + int(used[1][tile])", "start + int(used[1][tile]) - 1"),
-    "columns are listed in the rows' order": ("work_list", "entries = order[pointers[column]", "entries = np.arange(len(order))[pointers[column]"),
+    "columns are listed in the rows' order": (
+        "work_list",
+        "entries = order[pointers[column]",
+        "entries = np.arange(len(order))[pointers[column]",
+    ),
     "one list serves all heads": ("work_list", "(h if self.index.num_heads > 1 else 0)", "0"),
     "intervals of the first entry serve all": ("work_list", "b if self.lo.shape[0] > 1 else 0", "0"),
     "a block is full if its first element is": ("classify", "(allowed == exists).all((1, 2))", "allowed[:, 0, 0]"),
-    "undecided blocks are taken for full": ("classify", "full.append(_cells(*(side[must & may]", "full.append(_cells(*(side[may]"),
-    "a quarter is dropped": ("classify", "for left, right in ((col0, col_cut), (col_cut, col1))", "for left, right in ((col0, col_cut),)"),
-    "equal hashes for unequal tiles": ("classify", "dictionary.setdefault(bits.tobytes(),", "dictionary.setdefault(bits.tobytes()[:1],"),
+    "undecided blocks are taken for full": (
+        "classify",
+        "full.append(_cells(*(side[must & may]",
+        "full.append(_cells(*(side[may]",
+    ),
+    "a quarter is dropped": (
+        "classify",
+        "for left, right in ((col0, col_cut), (col_cut, col1))",
+        "for left, right in ((col0, col_cut),)",
+    ),
+    "equal hashes for unequal tiles": (
+        "classify",
+        "dictionary.setdefault(bits.tobytes(),",
+        "dictionary.setdefault(bits.tobytes()[:1],",
+    ),
     "a coarse cell counts as full": ("block_set", "num_full == num_children", "num_full > 0"),
-    "a rectangle asks two corners": ("block_set", "for row in rows for col in cols]", "for row in rows[:1] for col in cols[:1]]"),
-    "broadcast gradients are not summed": ("launch", "gradient.sum(axis=axes, keepdims=True)", "gradient.max(axis=axes, keepdims=True)"),
-}  # fmt: skip
+    "a rectangle asks two corners": (
+        "block_set",
+        "for row in rows for col in cols]",
+        "for row in rows[:1] for col in cols[:1]]",
+    ),
+    "broadcast gradients are not summed": (
+        "launch",
+        "gradient.sum(axis=axes, keepdims=True)",
+        "gradient.max(axis=axes, keepdims=True)",
+    ),
+}
 
 
 @pytest.fixture
@@ -90,7 +134,9 @@ def edited(tmp_path, monkeypatch):
         shutil.copytree(Path(cuflash.__file__).parent, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
         path = tmp_path / name / f"{file}.py"
         source = path.read_text()
-        assert source.count(line) == 1, f"{line!r} stands {source.count(line)} times in {file}.py: bring the edit up to date"
+        assert source.count(line) == 1, (
+            f"{line!r} stands {source.count(line)} times in {file}.py: bring the edit up to date"
+        )
         path.write_text(source.replace(line, replacement))
         monkeypatch.syspath_prepend(str(tmp_path))
         return importlib.import_module(name)
@@ -135,8 +181,12 @@ def attention_is_right(library):
 
 def shapes_and_masks(library):
     shapes = st.builds(
-        part(library, "mask").MaskShape, st.sampled_from([(3,), (2, 2), ()]), st.sampled_from([1, 3]), st.integers(1, 90), st.integers(1, 90)
-    )  # fmt: skip
+        part(library, "mask").MaskShape,
+        st.sampled_from([(3,), (2, 2), ()]),
+        st.sampled_from([1, 3]),
+        st.integers(1, 90),
+        st.integers(1, 90),
+    )
     return shapes.flatmap(lambda shape: st.tuples(st.just(shape), part(library, "testing.strategies").masks(shape)))
 
 
