@@ -186,6 +186,8 @@ def _overlap(first: Array, second: Array) -> bool:
 
 def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """Sum over the leading axes that were broadcast, and round once."""
+    if gradient.shape == shape:  # a sum over no axes would copy
+        return gradient.astype(dtype, copy=False)
     missing = gradient.ndim - len(shape)
     gradient = gradient.sum(axis=tuple(range(missing)))
     axes = tuple(axis for axis, extent in enumerate(shape) if extent == 1 and gradient.shape[axis] != 1)
