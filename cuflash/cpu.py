@@ -117,11 +117,8 @@ class _Call:
 
     def gather(self, name: str, places: list[_Place], visits: Sequence[list[Segment]]) -> Array:
         """Rows [tiles, rows, dim] of some segments, widened to the accumulator's dtype; a view where one run is all."""
-        runs = [
-            self.at(name, place)[start:stop]
-            for place, segments in zip(places, visits)
-            for start, stop in _runs(segments)
-        ]
+        matrices = [self.at(name, place) for place in places]
+        runs = [matrix[start:stop] for matrix, segments in zip(matrices, visits) for start, stop in _runs(segments)]
         rows = runs[0] if len(runs) == 1 else np.concatenate(runs)
         return rows.astype(self.wide, copy=False).reshape(len(places), -1, *rows.shape[1:])
 
@@ -131,7 +128,8 @@ class _Call:
 
     def steps(self, tiles: list[_Tile], head: int = 0) -> Iterator[tuple[list[Segment], ...]]:
         """What the tiles visit, in steps of as many rows as a tile of scores has room for."""
-        return zip(*(_groups(tile.visits[head], self.plan.tile.block_kv) for tile in tiles))
+        width = self.plan.step_width(tiles[0].stop - tiles[0].start)
+        return zip(*(_groups(tile.visits[head], width) for tile in tiles))
 
     def forward_rows(self, tiles: list[_Tile]) -> None:
         """Tiles of queries through all of their keys: online softmax, then o and lse."""
@@ -276,7 +274,7 @@ def _batches(plan: Plan, tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
     for tile in tiles:
         visited = tuple(sum(segment.stop - segment.start for segment in segments) for segments in tile.visits)
         height, widest = tile.stop - tile.start, max(visited)
-        limit = min(room // (height * max(widest, 1)), most) if widest <= plan.tile.block_kv else 1
+        limit = min(room // (height * max(widest, 1)), most) if widest <= plan.step_width(height) else 1
         group = waiting.setdefault((height, *visited), [])
         group.append(tile)
         if len(group) >= limit:

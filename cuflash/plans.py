@@ -38,14 +38,19 @@ class Plan:
 
     @property
     def num_workers(self) -> int:
-        """Threads that a call on the host uses: one where the work is too little to share."""
+        """Threads that a call on the host uses: one, and BLAS's own, where the work is too little to share."""
         scores = self.num_matrices * self.problem.seqlen_q * self.problem.seqlen_kv
-        return 1 if scores < 1 << 21 else max(1, min(self.device.num_processors, self.num_tiles))
+        return 1 if scores < 1 << 23 else max(1, min(self.device.num_processors, self.num_tiles))
 
     @property
     def num_tiles(self) -> int:
         """Tiles of queries, over all batch entries and heads."""
         return self.num_matrices * -(-self.problem.seqlen_q // self.work.block_q)
+
+    def step_width(self, height: int) -> int:
+        """Rows that a tile of some height visits at once: a flat tile is as wide as its area allows, up to 8 tiles."""
+        area = self.tile.block_q * self.tile.block_kv
+        return min(max(self.tile.block_kv, area // height), 8 * self.tile.block_kv)
 
     @property
     def workspace_bytes(self) -> int:
@@ -58,8 +63,8 @@ class Plan:
         if self.device.compute_capability is not None:
             return self.num_matrices * problem.seqlen_q * itemsize + self.work.nbytes
         rows = max(self.tile.block_q, self.work.block_q, self.work.block_kv)
-        columns = max(self.tile.block_kv, self.work.block_kv, self.work.block_q)
-        scores = 2 * rows * columns
+        columns = self.step_width(min(self.work.block_q, self.work.block_kv))
+        scores = 2 * max(self.tile.block_q * self.tile.block_kv, rows * self.tile.block_kv)
         gathered = 2 * (rows + columns) * (problem.head_dim + problem.value_dim)
         delta = self.num_matrices * problem.seqlen_q
         return (self.num_workers * (scores + gathered) + delta) * itemsize + self.work.nbytes
