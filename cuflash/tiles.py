@@ -14,9 +14,8 @@ _GPU_TILES = ((128, 128), (128, 64), (64, 64), (64, 32), (32, 32), (16, 32), (16
 _STAGES = 2  # key and value tiles in flight
 
 # On the host a tile of scores passes through max, exp2 and two matrix products; experiments/results/tile_sweep.csv has
-# the times. Tall tiles spare Python's share; a tile of two level-2 caches streams well, and wider ones cost memory.
+# the times. Tall tiles spare Python's share; the backward pass slows down once two tiles leave the level-2 cache.
 _HOST_BLOCK_Q = 512
-_HOST_CACHES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ def choose_tile(problem: Problem, device: DeviceSpec) -> Tile:
         No tile fits the device's shared memory.
     """
     if device.compute_capability is None:
-        keys = _HOST_CACHES * device.tile_memory_bytes // (problem.accumulator.itemsize * _HOST_BLOCK_Q)
+        keys = device.tile_memory_bytes // (problem.accumulator.itemsize * _HOST_BLOCK_Q)
         return Tile(_HOST_BLOCK_Q, max(512, 1 << (keys.bit_length() - 1)))
     for block_q, block_kv in _GPU_TILES:
         if shared_bytes(problem, block_q, block_kv) <= device.tile_memory_bytes:
