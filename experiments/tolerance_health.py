@@ -8,7 +8,7 @@ Draws examples from `cuflash.testing.structures` (lengths off a tile, masks of e
 Shards are seeded, so that a shard's number is all that is needed to draw it again.
 
 Expect: never above 1, and above 0.05 somewhere for every output.
-Found:  (not yet run as published)
+Found:  at most 0.67 (one rounding of a 16-bit result over the margin of 1.5), at most 0.15 for lse; never above 1.
 """
 
 import functools
