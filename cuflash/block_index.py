@@ -416,7 +416,7 @@ class IndexMask(BlockSet):
     def of_index(cls, index: BlockIndex) -> IndexMask:
         grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
         keys = index.block_rows * grid[3] + index.indices
-        return cls(grid, index.block, BlockSet.of(grid, index.block, keys, index.kinds == Kind.FULL).levels, index)
+        return cls(grid, index.block, keys, index.kinds == Kind.FULL, index)
 
     def resolve(self, shape: MaskShape) -> Mask:
         index = self.index

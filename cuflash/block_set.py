@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,12 @@ class BlockSet(Mask):
 
     grid: tuple[int, int, int, int]  # batch or 1, heads or 1, num_q_blocks, num_kv_blocks
     block: tuple[int, int]
-    levels: tuple[tuple[Array, Array], ...]
+    keys: Array
+    full: Array
 
-    @classmethod
-    def of(cls, grid: tuple[int, int, int, int], block: tuple[int, int], keys: Array, full: Array) -> BlockSet:
-        return cls(grid, block, tuple(_pyramid(grid, keys, full)))
+    @cached_property
+    def levels(self) -> list[tuple[Array, Array]]:
+        return _pyramid(self.grid, self.keys, self.full)
 
     @property
     def natural_block(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import Array
+from .block_set import BlockSet
 from .mask import And, Mask, MaskShape
 
 _BLOCKS_AT_ONCE = 1 << 20  # blocks classified in one sweep: bounds the memory of compiling a mask
@@ -103,6 +104,8 @@ def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Classified
     """Descend from large rectangles to single blocks by closed forms; evaluate the blocks they leave undecided."""
     if 0 in (shape.num_batch, *shape[1:]):
         return _assembled(_Frame(shape.seqlen_q, shape.seqlen_kv, block, 1, 1), [], [], {}, None)
+    if isinstance(mask, BlockSet) and mask.block == block and mask.full.all():
+        return _listed(mask, _Frame(shape.seqlen_q, shape.seqlen_kv, block, *mask.grid[:2]))
     frame = _Frame(shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape))
     factors = mask.operands if isinstance(mask, And) else (mask,)
     closed = [factor for factor in factors if factor.intervals(0, 0, 0) is not None]
@@ -127,6 +130,13 @@ def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Classified
             found.append(blocks)
             kinds.append((kind, tile))
     return _assembled(frame, found, kinds, dictionary, rows)
+
+
+def _listed(mask: BlockSet, frame: _Frame) -> Classified:
+    """Whole blocks at their own size: their numbers say it all."""
+    matrix, cell = np.divmod(mask.keys, frame.grid[0] * frame.grid[1])
+    kinds = np.full(len(mask.keys), Kind.FULL), np.full(len(mask.keys), -1)
+    return _assembled(frame, [_Blocks(matrix, *np.divmod(cell, frame.grid[1]))], [kinds], {}, None)
 
 
 def extents(mask: Mask, shape: MaskShape) -> tuple[int, int]:

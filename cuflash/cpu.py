@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,7 +32,7 @@ LN_2 = math.log(2.0)
 def forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
     call = _Call.of(plan, q=q, k=k, v=v, o=o, lse=lse)
-    _run(plan, call.forward_rows, call.row_tiles())
+    _run(plan, (call.forward_rows, call.row_tiles()))
 
 
 def backward(
@@ -48,33 +49,57 @@ def backward(
     dv: Array,
 ) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
-    delta = np.empty(lse.shape, plan.problem.accumulator)
-    call = _Call.of(plan, q=q, k=k, v=v, o=o, lse=lse, do=do, dlse=dlse, delta=delta, dq=dq, dk=dk, dv=dv)
-    _run(plan, call.backward_rows, call.row_tiles())
-    _run(plan, call.backward_columns, call.column_tiles())
+    empty = lse == -np.inf
+    # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
+    lse_2 = np.where(empty, np.inf, lse * LOG2_E).astype(plan.problem.accumulator, copy=False)
+    delta = np.empty_like(lse_2)
+    arrays = dict(q=q, k=k, v=v, o=o, lse_2=lse_2, do=do, dlse=dlse, delta=delta, dq=dq, dk=dk, dv=dv)
+    call = _Call.of(plan, **arrays, empty=empty if empty.any() else None)
+    _run(plan, (call.backward_rows, call.row_tiles()), (call.backward_columns, call.column_tiles()))
+
+
+class _Step(NamedTuple):
+    """What a tile visits at once: an index of rows, their number, and which of them need a mask."""
+
+    rows: slice | Array
+    num_rows: int
+    partial: list[tuple[Segment, slice]]  # with where the segment's rows lie among the step's
+
+
+class _Visit(NamedTuple):
+    """All that a tile visits of one matrix, in steps of as many rows as a tile of scores has room for."""
+
+    steps: list[_Step]
+    num_rows: int
+
+    @classmethod
+    def of(cls, segments: list[Segment], width: int) -> _Visit:
+        steps = [_step(group) for group in _groups(segments, width)]
+        return cls(steps, sum(step.num_rows for step in steps))
 
 
 class _Tile(NamedTuple):
-    """Queries start <= i < stop of a head, or keys of a key/value head, and the segments that they visit.
+    """Queries of a head, or keys of a key/value head, and what they visit.
 
-    A tile of keys visits the queries of each head of its group, one list a head.
+    A tile of keys visits the queries of each head of its group, one visit a head.
     """
 
     b: int
     h: int
-    start: int
-    stop: int
-    visits: tuple[list[Segment], ...]
+    rows: slice
+    visits: tuple[_Visit, ...]
 
 
 _Place: TypeAlias = tuple[int, int]  # batch entry, head
+_Where: TypeAlias = tuple[Any, ...]  # an index that takes rows [tiles, rows, ...] of several matrices
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
     """The arrays of one call, their leading axes broadcast, and what a batch of its tiles does.
 
-    The tiles of a batch visit equally many rows: their arrays are stacked along a first axis.
+    The tiles of a batch visit equally many rows: their arrays are stacked along a first axis. Few calls of NumPy
+    matter as much as few bytes, since each may wait for another thread to hand the interpreter over.
     """
 
     plan: Plan
@@ -89,7 +114,7 @@ class _Call:
         broadcast = {}
         for name, array in arrays.items():
             if array is not None:
-                rank = 1 + problem.has_heads + (name not in ("lse", "dlse", "delta"))
+                rank = 1 + problem.has_heads + (name not in ("lse", "lse_2", "dlse", "delta", "empty"))
                 full = (*batch, *array.shape[array.ndim - rank :])
                 view = array if array.shape == full else np.broadcast_to(array, full)
                 broadcast[name] = view if problem.has_heads else view[None]
@@ -98,182 +123,204 @@ class _Call:
     def row_tiles(self) -> Iterator[_Tile]:
         """Tiles of queries, last first: under a causal mask those are the longest."""
         problem, work = self.plan.problem, self.plan.work
-        for start, stop in _cuts(problem.seqlen_q, work.block_q):
-            for b, h in np.ndindex(problem.mask_shape.num_batch, problem.num_heads):
-                yield _Tile(b, h, start, stop, (work.row(b, h, start, stop),))
+        for rows in _cuts(problem.seqlen_q, work.block_q):
+            known: dict[_Place, _Visit] = {}
+            for b, h in product(range(problem.mask_shape.num_batch), range(problem.num_heads)):
+                yield _Tile(b, h, rows, (self._visit(known, work.row, (b, h), rows),))
 
     def column_tiles(self) -> Iterator[_Tile]:
         """Tiles of keys."""
         problem, work = self.plan.problem, self.plan.work
         block = work.block_kv if isinstance(work, ListedWork) else work.block_q
-        for start, stop in _cuts(problem.seqlen_kv, block):
-            for b, kv_head in np.ndindex(problem.mask_shape.num_batch, problem.num_kv_heads):
+        for rows in _cuts(problem.seqlen_kv, block):
+            known: dict[_Place, _Visit] = {}
+            for b, kv_head in product(range(problem.mask_shape.num_batch), range(problem.num_kv_heads)):
                 heads = range(kv_head * self.group_size, (kv_head + 1) * self.group_size)
-                yield _Tile(b, kv_head, start, stop, tuple(work.column(b, h, start, stop) for h in heads))
+                yield _Tile(b, kv_head, rows, tuple(self._visit(known, work.column, (b, h), rows) for h in heads))
 
-    def at(self, name: str, place: _Place) -> Array:
-        """One matrix (or one row vector) of an array."""
-        return self.arrays[name][(*self.places[place[0]], place[1])]
+    def _visit(
+        self, known: dict[_Place, _Visit], visited: Callable[..., list[Segment]], place: _Place, rows: slice
+    ) -> _Visit:
+        """What some rows of a place visit, made once for all places that share it."""
+        shared = self.plan.work.place(*place)
+        if shared not in known:
+            width = self.plan.step_width(rows.stop - rows.start)
+            known[shared] = _Visit.of(visited(*shared, rows.start, rows.stop), width)
+        return known[shared]
 
-    def gather(self, name: str, places: list[_Place], visits: Sequence[list[Segment]]) -> Array:
-        """Rows [tiles, rows, dim] of some segments, widened to the accumulator's dtype; a view where one run is all."""
-        matrices = [self.at(name, place) for place in places]
-        runs = [matrix[start:stop] for matrix, segments in zip(matrices, visits) for start, stop in _runs(segments)]
-        rows = runs[0] if len(runs) == 1 else np.concatenate(runs)
-        return rows.astype(self.wide, copy=False).reshape(len(places), -1, *rows.shape[1:])
+    def where(self, places: list[_Place], rows: Sequence[slice | Array]) -> _Where:
+        """The index of some rows of each place: slices, which make a view, for one run of neighbouring heads."""
+        (b, h), run = places[0], rows[0]
+        if any(other is not run for other in rows):
+            run = np.stack([_numbers(other) for other in rows])
+        elif isinstance(run, slice) and places == [(b, h + i) for i in range(len(places))]:
+            return (*self.places[b], slice(h, h + len(places)), run)
+        else:
+            run = _numbers(run)[None]
+        return (*np.array([(*self.places[b], h) for b, h in places]).T[..., None], run)
 
-    def scaled_queries(self, places: list[_Place], visits: Sequence[list[Segment]]) -> Array:
+    def read(self, name: str, where: _Where) -> Array:
+        """Rows [tiles, rows, ...], widened to the accumulator's dtype."""
+        return self.arrays[name][where].astype(self.wide, copy=False)
+
+    def write(self, name: str, where: _Where, values: Array) -> None:
+        self.arrays[name][where] = values
+
+    def read_queries(self, where: _Where) -> Array:
         """Queries times softmax_scale log2(e): exp2 of their products with keys is the exp of the scores."""
-        return self.gather("q", places, visits) * self.wide(self.plan.problem.softmax_scale * LOG2_E)
+        return self.read("q", where) * self.wide(self.plan.problem.softmax_scale * LOG2_E)
 
-    def steps(self, tiles: list[_Tile], head: int = 0) -> Iterator[tuple[list[Segment], ...]]:
-        """What the tiles visit, in steps of as many rows as a tile of scores has room for."""
-        width = self.plan.step_width(tiles[0].stop - tiles[0].start)
-        return zip(*(_groups(tile.visits[head], width) for tile in tiles))
+    def read_gradients(self, where: _Where) -> Array:
+        """dO; 0 for rows without a key, whose gradients are 0 whatever came."""
+        do = self.read("do", where)
+        return np.where(self.arrays["empty"][where][..., None], self.wide(0), do) if "empty" in self.arrays else do
 
-    def forward_rows(self, tiles: list[_Tile]) -> None:
+    def forward_rows(self, tiles: list[_Tile], scratch: Array) -> None:
         """Tiles of queries through all of their keys: online softmax, then o and lse."""
-        wide, places, kv_places, rows = self.wide, *self._rows_of(tiles)
-        shape = len(tiles), tiles[0].stop - tiles[0].start
-        row_max, row_sum = np.full(shape, -np.inf, wide), np.zeros(shape, wide)
-        o_acc: Array | None = None
-        q = self.scaled_queries(places, rows)
-        for keys in self.steps(tiles):
-            s = q @ self.gather("k", kv_places, keys).swapaxes(-1, -2)
-            self._mask_keys(tiles, keys, s)
-            new_max = np.maximum(row_max, s.max(axis=-1))
-            shift = np.where(new_max == -np.inf, wide(0), new_max)  # -inf - (-inf) must not arise
+        rows, kv_places = self._rows_of(tiles)
+        q = self.read_queries(rows)
+        row_max, row_sum, o_acc = self.wide(-np.inf), self.wide(0), None
+        for steps in _together(tiles):
+            keys = self.where(kv_places, [step.rows for step in steps])
+            s = _product(q, self.read("k", keys), scratch[0])
+            self._mask_keys(tiles, steps, s)
+            new_max = s.max(axis=-1) if o_acc is None else np.maximum(row_max, s.max(axis=-1))
+            shift = np.maximum(new_max, np.finfo(self.wide).min)  # -inf - (-inf) must not arise
             s -= shift[..., None]
             p = np.exp2(s, out=s)
-            p_sum, p_v = p @ np.ones(p.shape[-1], wide), p @ self.gather("v", kv_places, keys)
+            p_sum, p_v = p @ np.ones(p.shape[-1], self.wide), p @ self.read("v", keys)
             if o_acc is None:
                 row_sum, o_acc = p_sum, p_v
             else:
                 rescale = np.exp2(row_max - shift)
-                row_sum, o_acc = row_sum * rescale + p_sum, o_acc * rescale[..., None] + p_v
+                row_sum = row_sum * rescale + p_sum
+                o_acc *= rescale[..., None]
+                o_acc += p_v
             row_max = new_max
-        empty = row_sum == 0
-        divisor = np.where(empty, wide(1), row_sum)
-        self._write("o", places, rows, np.zeros(shape)[..., None] if o_acc is None else o_acc / divisor[..., None])
-        self._write("lse", places, rows, np.where(empty, -np.inf, row_max * wide(LN_2) + np.log(divisor)))
+        divisor = np.maximum(row_sum, 1)  # where there is a key, the greatest score adds 1; else o is 0 and lse -inf
+        self.write("o", rows, 0 if o_acc is None else np.divide(o_acc, divisor[..., None], out=o_acc))
+        self.write("lse", rows, row_max * self.wide(LN_2) + np.log(divisor))
 
-    def backward_rows(self, tiles: list[_Tile]) -> None:
+    def backward_rows(self, tiles: list[_Tile], scratch: Array) -> None:
         """delta = rowsum(dO * O) - dlse of tiles of queries, and their dQ."""
-        places, kv_places, rows = self._rows_of(tiles)
-        do, lse = self._gradient_rows(places, rows), self.gather("lse", places, rows)
-        delta = np.sum(do * self.gather("o", places, rows), axis=-1)
+        rows, kv_places = self._rows_of(tiles)
+        do, lse_2 = self.read_gradients(rows), self.read("lse_2", rows)
+        delta = np.vecdot(do, self.read("o", rows))
         if "dlse" in self.arrays:
-            delta -= np.where(lse == -np.inf, 0, self.gather("dlse", places, rows))
-        self._write("delta", places, rows, delta)
-        q = self.scaled_queries(places, rows)
-        dq: Array = self.wide(0)
-        for keys in self.steps(tiles):
-            k = self.gather("k", kv_places, keys)
-            s, dp = q @ k.swapaxes(-1, -2), do @ self.gather("v", kv_places, keys).swapaxes(-1, -2)
-            self._mask_keys(tiles, keys, s, dp)
-            _, ds = self._score_gradient(lse, delta, s, dp)
-            dq = dq + ds @ k
-        self._write("dq", places, rows, np.broadcast_to(dq * self.wide(self.plan.problem.softmax_scale), q.shape))
+            delta -= np.where(lse_2 == np.inf, 0, self.read("dlse", rows))
+        self.write("delta", rows, delta)
+        q = self.read_queries(rows)
+        dq: Array | None = None
+        for steps in _together(tiles):
+            keys = self.where(kv_places, [step.rows for step in steps])
+            k = self.read("k", keys)
+            s, dp = _product(q, k, scratch[0]), _product(do, self.read("v", keys), scratch[1])
+            self._mask_keys(tiles, steps, s, dp)
+            _, ds = _score_gradient(lse_2[..., None], delta[..., None], s, dp)
+            dq = _plus(dq, ds @ k)
+        self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.softmax_scale))
 
-    def backward_columns(self, tiles: list[_Tile]) -> None:
+    def backward_columns(self, tiles: list[_Tile], scratch: Array) -> None:
         """dK and dV of tiles of keys, summed over the query heads that share them."""
-        here = [[Segment(tile.start, tile.stop, Kind.FULL)] for tile in tiles]
-        kv_places = [(tile.b, tile.h) for tile in tiles]
-        k, v = self.gather("k", kv_places, here), self.gather("v", kv_places, here)
-        dk, dv = np.zeros(k.shape, self.wide), np.zeros(v.shape, self.wide)
+        keys = self.where([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
+        k, v = self.read("k", keys), self.read("v", keys)
+        dk: Array | None = None
+        dv: Array | None = None
         for head in range(self.group_size):
             places = [(tile.b, tile.h * self.group_size + head) for tile in tiles]
-            for rows in self.steps(tiles, head):
-                q, do = self.scaled_queries(places, rows), self._gradient_rows(places, rows)
-                s, dp = q @ k.swapaxes(-1, -2), do @ v.swapaxes(-1, -2)
-                self._mask_queries(tiles, places, rows, s, dp)
-                lse, delta = self.gather("lse", places, rows), self.gather("delta", places, rows)
-                p, ds = self._score_gradient(lse, delta, s, dp)
-                dv += p.swapaxes(-1, -2) @ do
-                dk += ds.swapaxes(-1, -2) @ q
+            for steps in _together(tiles, head):
+                rows = self.where(places, [step.rows for step in steps])
+                q, do = self.read_queries(rows), self.read_gradients(rows)
+                lse_2, delta = self.read("lse_2", rows), self.read("delta", rows)
+                s, dp = _product(k, q, scratch[0]), _product(v, do, scratch[1])  # transposed: [tiles, keys, queries]
+                self._mask_queries(tiles, places, steps, s, dp)
+                p, ds = _score_gradient(lse_2[..., None, :], delta[..., None, :], s, dp)
+                dv, dk = _plus(dv, p @ do), _plus(dk, ds @ q)
         # q carries softmax_scale log2(e); dK wants softmax_scale.
-        self._write("dk", kv_places, here, dk * self.wide(LN_2))
-        self._write("dv", kv_places, here, dv)
+        self.write("dk", keys, 0 if dk is None else dk * self.wide(LN_2))
+        self.write("dv", keys, 0 if dv is None else dv)
 
-    def _rows_of(self, tiles: list[_Tile]) -> tuple[list[_Place], list[_Place], list[list[Segment]]]:
-        """Where tiles of queries lie: their heads, the key/value heads they read, and their own rows."""
-        places = [(tile.b, tile.h) for tile in tiles]
-        kv_places = [(tile.b, tile.h // self.group_size) for tile in tiles]
-        return places, kv_places, [[Segment(tile.start, tile.stop, Kind.FULL)] for tile in tiles]
+    def _rows_of(self, tiles: list[_Tile]) -> tuple[_Where, list[_Place]]:
+        """The rows of tiles of queries, and the key/value heads that these read."""
+        rows = self.where([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
+        return rows, [(tile.b, tile.h // self.group_size) for tile in tiles]
 
-    def _write(self, name: str, places: list[_Place], rows: list[list[Segment]], values: Array) -> None:
-        for place, (segment,), value in zip(places, rows, values):
-            self.at(name, place)[segment.start : segment.stop] = value
-
-    def _gradient_rows(self, places: list[_Place], rows: Sequence[list[Segment]]) -> Array:
-        """dO of some rows; 0 for rows without a key, whose gradients are 0 whatever came."""
-        do, lse = self.gather("do", places, rows), self.gather("lse", places, rows)
-        empty = lse == -np.inf
-        return np.where(empty[..., None], self.wide(0), do) if empty.any() else do
-
-    def _score_gradient(self, lse: Array, delta: Array, s: Array, dp: Array) -> tuple[Array, Array]:
-        """P and dS / softmax_scale from scores (base 2, masked) and dP, in the memory of both."""
-        # An empty row has nothing but scores of -inf; +inf in place of its lse keeps them there.
-        s -= np.where(lse == -np.inf, np.inf, lse * self.wide(LOG2_E))[..., None]
-        p = np.exp2(s, out=s)
-        np.minimum(p, 1, out=p)  # at logits of 1e6 and more the rounding of lse alone would lift P above 1
-        dp -= delta[..., None]
-        dp *= p
-        return p, dp
-
-    def _mask_keys(
-        self, tiles: list[_Tile], keys: tuple[list[Segment], ...], s: Array, dp: Array | None = None
-    ) -> None:
+    def _mask_keys(self, tiles: list[_Tile], steps: tuple[_Step, ...], s: Array, dp: Array | None = None) -> None:
         """Set the scores of masked keys to -inf, and their dP to 0."""
-        for place, (tile, segments) in enumerate(zip(tiles, keys)):
-            column = 0
-            for segment in segments:
-                here = slice(column, column + segment.stop - segment.start)
-                if segment.kind != Kind.FULL:
-                    rows, run = (tile.start, tile.stop), (segment.start, segment.stop)
-                    outside = _outside(self.plan.work, (tile.b, tile.h), segment, rows, run)
-                    _mask(s[place, :, here], None if dp is None else dp[place, :, here], outside)
-                column = here.stop
+        for number, (tile, step) in enumerate(zip(tiles, steps)):
+            for segment, here in step.partial:
+                outside = _outside(self.plan.work, (tile.b, tile.h), segment, tile.rows, slice(*segment[:2]))
+                _mask(s[number, :, here], None if dp is None else dp[number, :, here], outside)
 
     def _mask_queries(
-        self, tiles: list[_Tile], places: list[_Place], rows: tuple[list[Segment], ...], s: Array, dp: Array
+        self, tiles: list[_Tile], places: list[_Place], steps: tuple[_Step, ...], s: Array, dp: Array
     ) -> None:
-        """Set the scores of masked queries to -inf, and their dP to 0."""
-        for place, (tile, where, segments) in enumerate(zip(tiles, places, rows)):
-            row = 0
-            for segment in segments:
-                here = slice(row, row + segment.stop - segment.start)
-                if segment.kind != Kind.FULL:
-                    run, keys = (segment.start, segment.stop), (tile.start, tile.stop)
-                    _mask(s[place, here], dp[place, here], _outside(self.plan.work, where, segment, run, keys))
-                row = here.stop
+        """Set the transposed scores of masked queries to -inf, and their dP to 0."""
+        for number, (tile, place, step) in enumerate(zip(tiles, places, steps)):
+            for segment, here in step.partial:
+                outside = _outside(self.plan.work, place, segment, slice(*segment[:2]), tile.rows)
+                _mask(s[number, :, here], dp[number, :, here], outside.T)
 
 
-def _runs(segments: list[Segment]) -> list[tuple[int, int]]:
-    """Segments as few runs of rows: one where they follow each other without a gap."""
+def _together(tiles: list[_Tile], head: int = 0) -> Iterator[tuple[_Step, ...]]:
+    """The steps of all tiles of a batch, side by side."""
+    return zip(*(tile.visits[head].steps for tile in tiles))
+
+
+def _step(segments: list[Segment]) -> _Step:
+    partial, count = [], 0
+    for segment in segments:
+        first, count = count, count + segment.stop - segment.start
+        if segment.kind != Kind.FULL:
+            partial.append((segment, slice(first, count)))
     start, stop = segments[0].start, segments[-1].stop
-    if stop - start == sum(segment.stop - segment.start for segment in segments):
-        return [(start, stop)]
-    return [(segment.start, segment.stop) for segment in segments]
+    if stop - start == count:  # they follow each other without a gap
+        return _Step(slice(start, stop), count, partial)
+    rows = np.concatenate([np.arange(segment.start, segment.stop) for segment in segments])
+    return _Step(rows, count, partial)
 
 
-def _cuts(length: int, block: int) -> Iterator[tuple[int, int]]:
+def _numbers(rows: slice | Array) -> Array:
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+def _product(rows: Array, columns: Array, scratch: Array) -> Array:
+    """rows @ columns^T, in memory that is there: a fresh tile's pages would take longer to come than its numbers."""
+    shape = *rows.shape[:-1], columns.shape[-2]
+    return np.matmul(rows, columns.swapaxes(-1, -2), out=scratch[: math.prod(shape)].reshape(shape))
+
+
+def _plus(total: Array | None, term: Array) -> Array:
+    return term if total is None else np.add(total, term, out=total)
+
+
+def _score_gradient(lse_2: Array, delta: Array, s: Array, dp: Array) -> tuple[Array, Array]:
+    """P and dS / softmax_scale from scores (base 2, masked) and dP, in the memory of both."""
+    s -= lse_2
+    p = np.exp2(s, out=s)
+    np.minimum(p, 1, out=p)  # at logits of 1e6 and more the rounding of lse alone would lift P above 1
+    dp -= delta
+    dp *= p
+    return p, dp
+
+
+def _cuts(length: int, block: int) -> Iterator[slice]:
     """Tiles of a length, the last first."""
-    return ((start, min(start + block, length)) for start in reversed(range(0, length, block)))
+    return (slice(start, min(start + block, length)) for start in reversed(range(0, length, block)))
 
 
 def _batches(plan: Plan, tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
-    """Tiles of one height that visit equally many rows, as many together as fill a tile of scores.
+    """Tiles of one height that visit equally many rows, as many together as `Plan.batch_area` has room for.
 
     NumPy's price for a call, and the threads' for handing the interpreter to each other, are paid once a batch.
     A quarter of all tiles is the most, so that there is something to share; threads are not counted, since results
     may not depend on them.
     """
-    room, most = plan.tile.block_q * plan.tile.block_kv, max(1, plan.num_tiles // 4)
+    room, most = plan.batch_area, plan.num_tiles if plan.is_small else max(1, plan.num_tiles // 4)
     waiting: dict[tuple[int, ...], list[_Tile]] = {}
     for tile in tiles:
-        visited = tuple(sum(segment.stop - segment.start for segment in segments) for segments in tile.visits)
-        height, widest = tile.stop - tile.start, max(visited)
+        visited = tuple(visit.num_rows for visit in tile.visits)
+        height, widest = tile.rows.stop - tile.rows.start, max(visited)
         limit = min(room // (height * max(widest, 1)), most) if widest <= plan.step_width(height) else 1
         group = waiting.setdefault((height, *visited), [])
         group.append(tile)
@@ -308,15 +355,15 @@ def _mask(s: Array, dp: Array | None, outside: Array) -> None:
         np.copyto(dp, 0, where=outside)  # P is 0 there, and 0 times what a masked value holds may not be
 
 
-def _outside(work: WorkList, place: _Place, segment: Segment, rows: tuple[int, int], keys: tuple[int, int]) -> Array:
+def _outside(work: WorkList, place: _Place, segment: Segment, rows: slice, keys: slice) -> Array:
     """Which elements of a partial segment are masked, bool [rows, keys]."""
     if segment.kind == Kind.BITS:
         assert isinstance(work, ListedWork)
-        first_row, first_key = rows[0] % work.block_q, keys[0] % work.block_kv
+        first_row, first_key = rows.start % work.block_q, keys.start % work.block_kv
         tile = work.bit_tile(segment.tile)
-        return ~tile[first_row : first_row + rows[1] - rows[0], first_key : first_key + keys[1] - keys[0]]
-    lo, hi = work.bounds(*place, *rows)
-    j = np.arange(*keys)
+        return ~tile[first_row : first_row + rows.stop - rows.start, first_key : first_key + keys.stop - keys.start]
+    lo, hi = work.bounds(*place, rows.start, rows.stop)
+    j = np.arange(keys.start, keys.stop)
     return (j < lo[:, None]) | (j >= hi[:, None])
 
 
@@ -353,29 +400,61 @@ def _one_thread_blas() -> Iterator[None]:
                 _blas_limits.restore_original_limits()
 
 
-def _run(plan: Plan, step: Callable[[list[_Tile]], None], tiles: Iterable[_Tile]) -> None:
-    """Every tile once, on the plan's number of threads. Tiles write to places of their own."""
-    batches = _batches(plan, tiles)
-    lock = threading.Lock()
-    stop = threading.Event()
+_Pass: TypeAlias = tuple[Callable[[list[_Tile], Array], None], Iterable[_Tile]]  # what befalls a batch, and all tiles
 
-    def drain() -> None:
-        with np.errstate(all="ignore"):
-            while not stop.is_set():
-                with lock:
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                step(batch)
+_spare_scratch: list[Array] = []  # bytes that earlier calls worked in, at most one piece a processor
 
+
+@contextmanager
+def _scratch(plan: Plan) -> Iterator[Array]:
+    """Memory for two tiles of scores, kept for later calls."""
+    dtype = plan.problem.accumulator
+    size = 2 * plan.scratch_scores * dtype.itemsize
+    try:
+        memory = _spare_scratch.pop()
+    except IndexError:
+        memory = np.empty(0, np.uint8)
+    if memory.size < size:
+        memory = np.empty(size, np.uint8)
+    yield memory[:size].view(dtype).reshape(2, -1)
+    if len(_spare_scratch) < plan.device.num_processors:
+        _spare_scratch.append(memory)
+
+
+def _run(plan: Plan, *passes: _Pass) -> None:
+    """Every tile of each pass once, one pass after the other, on the plan's number of threads.
+
+    The tiles of a pass write to places of their own.
+    """
     if plan.num_workers == 1:
-        drain()
+        for step, tiles in passes:
+            _drain(plan, step, _batches(plan, tiles), threading.Lock(), threading.Event())
         return
     with _one_thread_blas(), ThreadPoolExecutor(plan.num_workers - 1) as pool:
-        try:
-            others = [pool.submit(drain) for _ in range(plan.num_workers - 1)]
-            drain()
-            for other in others:
-                other.result()
-        finally:
-            stop.set()  # after an error or an interrupt the other threads stop at their next batch
+        for step, tiles in passes:
+            stop = threading.Event()
+            work = plan, step, _batches(plan, tiles), threading.Lock(), stop
+            try:
+                others = [pool.submit(_drain, *work) for _ in range(plan.num_workers - 1)]
+                _drain(*work)
+                for other in others:
+                    other.result()
+            finally:
+                stop.set()  # after an error or an interrupt the other threads stop at their next batch
+
+
+def _drain(
+    plan: Plan,
+    step: Callable[[list[_Tile], Array], None],
+    batches: Iterator[list[_Tile]],
+    lock: threading.Lock,
+    stop: threading.Event,
+) -> None:
+    """Do batches until none is left: what each thread runs."""
+    with np.errstate(all="ignore"), _scratch(plan) as scratch:
+        while not stop.is_set():
+            with lock:
+                batch = next(batches, None)
+            if batch is None:
+                return
+            step(batch, scratch)

@@ -556,13 +556,13 @@ class BlockPattern(Mask):
             kept = self.blocks.tocoo()
             stored = kept.data != 0
             keys = np.unique(kept.row[stored].astype(np.int64) * grid[1] + kept.col[stored])
-            return BlockSet.of((1, 1, *grid), self.block, keys, np.ones(len(keys), bool))
+            return BlockSet((1, 1, *grid), self.block, keys, np.ones(len(keys), bool))
         padded = self.blocks.reshape((1,) * (len(shape.batch) + 1 - len(leading)) + tuple(self.blocks.shape))
         if any(extent > 1 for extent in padded.shape[:-3]):
             padded = np.broadcast_to(padded, (*shape.batch, *padded.shape[-3:]))
         flat = padded.reshape(prod(padded.shape[:-3]), *padded.shape[-3:])
         keys = np.flatnonzero(flat)
-        return BlockSet.of(flat.shape, self.block, keys, np.ones(len(keys), bool))
+        return BlockSet(flat.shape, self.block, keys, np.ones(len(keys), bool))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         if len(self.blocks.shape) > 2 or scipy.sparse.issparse(self.blocks):

@@ -39,8 +39,26 @@ class Plan:
     @property
     def num_workers(self) -> int:
         """Threads that a call on the host uses: one, and BLAS's own, where the work is too little to share."""
-        scores = self.num_matrices * self.problem.seqlen_q * self.problem.seqlen_kv
-        return 1 if scores < 1 << 23 else max(1, min(self.device.num_processors, self.num_tiles))
+        return 1 if self.is_small else max(1, min(self.device.num_processors, self.num_tiles))
+
+    @property
+    def is_small(self) -> bool:
+        """Too little work to share among threads on the host, whatever their number."""
+        return self.num_matrices * self.problem.seqlen_q * self.problem.seqlen_kv < 1 << 23
+
+    @property
+    def batch_area(self) -> int:
+        """Scores that the tiles of a batch hold together on the host, unless a single tile is larger.
+
+        Small calls run on BLAS's threads and share nothing, so two tiles at once spare Python's part of the second.
+        """
+        return (1 + self.is_small) * self.tile.block_q * self.tile.block_kv
+
+    @property
+    def scratch_scores(self) -> int:
+        """Scores that a batch holds at most."""
+        rows = max(self.tile.block_q, self.work.block_q, self.work.block_kv)
+        return max(self.batch_area, rows * self.tile.block_kv)
 
     @property
     def num_tiles(self) -> int:
@@ -64,7 +82,7 @@ class Plan:
             return self.num_matrices * problem.seqlen_q * itemsize + self.work.nbytes
         rows = max(self.tile.block_q, self.work.block_q, self.work.block_kv)
         columns = self.step_width(min(self.work.block_q, self.work.block_kv))
-        scores = 2 * max(self.tile.block_q * self.tile.block_kv, rows * self.tile.block_kv)
+        scores = 2 * self.scratch_scores
         gathered = 2 * (rows + columns) * (problem.head_dim + problem.value_dim)
         delta = self.num_matrices * problem.seqlen_q
         return (self.num_workers * (scores + gathered) + delta) * itemsize + self.work.nbytes

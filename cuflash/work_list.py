@@ -54,6 +54,10 @@ class IntervalWork:
     def nbytes(self) -> int:
         return sum(side.nbytes for side in (self.lo, self.hi) if side is not None)
 
+    def place(self, b: int, h: int) -> tuple[int, int]:
+        """The batch entry and head whose work this one shares."""
+        return _place(b, h, (1, 1) if self.lo is None else self.lo.shape)
+
     def bounds(self, b: int, h: int, start: int, stop: int) -> tuple[Array, Array]:
         """lo and hi of rows start <= i < stop."""
         if self.band is not None:
@@ -80,8 +84,7 @@ class IntervalWork:
 
     def _rows(self, b: int, h: int) -> tuple[Array, Array]:
         assert self.lo is not None and self.hi is not None
-        place = (b if self.lo.shape[0] > 1 else 0, h if self.lo.shape[1] > 1 else 0)
-        return self.lo[place], self.hi[place]
+        return self.lo[self.place(b, h)], self.hi[self.place(b, h)]
 
     def _ends(self, b: int, h: int, start: int, stop: int) -> tuple[Array, Array]:
         """lo and hi of the first and the last of some rows."""
@@ -152,11 +155,15 @@ class ListedWork:
         counts = np.bincount(column, minlength=index.batch * index.num_heads * index.num_kv_blocks)
         return np.concatenate([[0], np.cumsum(counts)]), order
 
+    def place(self, b: int, h: int) -> tuple[int, int]:
+        """The batch entry and head whose work this one shares."""
+        return _place(b, h, (self.index.batch, self.index.num_heads))
+
     def bounds(self, b: int, h: int, start: int, stop: int) -> tuple[Array, Array]:
         """lo and hi of rows start <= i < stop, for segments of kind INTERVAL."""
         lo, hi = self.index.lo, self.index.hi
         assert lo is not None and hi is not None
-        place = (b if lo.shape[0] > 1 else 0, h if lo.shape[1] > 1 else 0)
+        place = _place(b, h, lo.shape)
         return lo[place][start:stop], hi[place][start:stop]
 
     def bit_tile(self, tile: int) -> Array:
@@ -198,7 +205,13 @@ class ListedWork:
         return _segments(index, rows, entries, self.block_q, index.seqlen_q, within, self.used_rows)
 
     def _matrix(self, b: int, h: int) -> int:
-        return (b if self.index.batch > 1 else 0) * self.index.num_heads + (h if self.index.num_heads > 1 else 0)
+        b, h = self.place(b, h)
+        return b * self.index.num_heads + h
+
+
+def _place(b: int, h: int, extents: tuple[int, ...]) -> tuple[int, int]:
+    """Where an entry lies in arrays whose first axes may have extent 1."""
+    return (b if extents[0] > 1 else 0), (h if extents[1] > 1 else 0)
 
 
 def _used(any_used: Array) -> tuple[Array, Array]:
