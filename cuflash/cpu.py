@@ -322,10 +322,11 @@ def _batches(plan: Plan, tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
         visited = tuple(visit.num_rows for visit in tile.visits)
         height, widest = tile.rows.stop - tile.rows.start, max(visited)
         limit = min(room // (height * max(widest, 1)), most) if widest <= plan.step_width(height) else 1
-        group = waiting.setdefault((height, *visited), [])
+        alike = height, *visited
+        group = waiting.setdefault(alike, [])
         group.append(tile)
         if len(group) >= limit:
-            yield waiting.pop((height, *visited))
+            yield waiting.pop(alike)
     yield from waiting.values()
 
 
