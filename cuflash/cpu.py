@@ -100,6 +100,7 @@ class _Call:
 
     The tiles of a batch visit equally many rows: their arrays are stacked along a first axis. Few calls of NumPy
     matter as much as few bytes, since each may wait for another thread to hand the interpreter over.
+    Scores are transposed, [tiles, keys, queries]: what belongs to a query is then added along whole rows of memory.
     """
 
     plan: Plan
@@ -182,13 +183,13 @@ class _Call:
         row_max, row_sum, o_acc = self.wide(-np.inf), self.wide(0), None
         for steps in _together(tiles):
             keys = self.where(kv_places, [step.rows for step in steps])
-            s = _product(q, self.read("k", keys), scratch[0])
+            s = _product(self.read("k", keys), q, scratch[0])
             self._mask_keys(tiles, steps, s)
-            new_max = s.max(axis=-1) if o_acc is None else np.maximum(row_max, s.max(axis=-1))
+            new_max = s.max(axis=-2) if o_acc is None else np.maximum(row_max, s.max(axis=-2))
             shift = np.maximum(new_max, np.finfo(self.wide).min)  # -inf - (-inf) must not arise
-            s -= shift[..., None]
+            s -= shift[..., None, :]
             p = np.exp2(s, out=s)
-            p_sum, p_v = p @ np.ones(p.shape[-1], self.wide), p @ self.read("v", keys)
+            p_sum, p_v = np.ones(p.shape[-2], self.wide) @ p, p.swapaxes(-1, -2) @ self.read("v", keys)
             if o_acc is None:
                 row_sum, o_acc = p_sum, p_v
             else:
@@ -214,10 +215,10 @@ class _Call:
         for steps in _together(tiles):
             keys = self.where(kv_places, [step.rows for step in steps])
             k = self.read("k", keys)
-            s, dp = _product(q, k, scratch[0]), _product(do, self.read("v", keys), scratch[1])
+            s, dp = _product(k, q, scratch[0]), _product(self.read("v", keys), do, scratch[1])
             self._mask_keys(tiles, steps, s, dp)
-            _, ds = _score_gradient(lse_2[..., None], delta[..., None], s, dp)
-            dq = _plus(dq, ds @ k)
+            _, ds = _score_gradient(lse_2, delta, s, dp)
+            dq = _plus(dq, ds.swapaxes(-1, -2) @ k)
         self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.softmax_scale))
 
     def backward_columns(self, tiles: list[_Tile], scratch: Array) -> None:
@@ -232,9 +233,9 @@ class _Call:
                 rows = self.where(places, [step.rows for step in steps])
                 q, do = self.read_queries(rows), self.read_gradients(rows)
                 lse_2, delta = self.read("lse_2", rows), self.read("delta", rows)
-                s, dp = _product(k, q, scratch[0]), _product(v, do, scratch[1])  # transposed: [tiles, keys, queries]
+                s, dp = _product(k, q, scratch[0]), _product(v, do, scratch[1])
                 self._mask_queries(tiles, places, steps, s, dp)
-                p, ds = _score_gradient(lse_2[..., None, :], delta[..., None, :], s, dp)
+                p, ds = _score_gradient(lse_2, delta, s, dp)
                 dv, dk = _plus(dv, p @ do), _plus(dk, ds @ q)
         # q carries softmax_scale log2(e); dK wants softmax_scale.
         self.write("dk", keys, 0 if dk is None else dk * self.wide(LN_2))
@@ -250,16 +251,16 @@ class _Call:
         for number, (tile, step) in enumerate(zip(tiles, steps)):
             for segment, here in step.partial:
                 outside = _outside(self.plan.work, (tile.b, tile.h), segment, tile.rows, slice(*segment[:2]))
-                _mask(s[number, :, here], None if dp is None else dp[number, :, here], outside)
+                _mask(s[number, here], None if dp is None else dp[number, here], outside)
 
     def _mask_queries(
         self, tiles: list[_Tile], places: list[_Place], steps: tuple[_Step, ...], s: Array, dp: Array
     ) -> None:
-        """Set the transposed scores of masked queries to -inf, and their dP to 0."""
+        """Set the scores of masked queries to -inf, and their dP to 0."""
         for number, (tile, place, step) in enumerate(zip(tiles, places, steps)):
             for segment, here in step.partial:
                 outside = _outside(self.plan.work, place, segment, slice(*segment[:2]), tile.rows)
-                _mask(s[number, :, here], dp[number, :, here], outside.T)
+                _mask(s[number, :, here], dp[number, :, here], outside)
 
 
 def _together(tiles: list[_Tile], head: int = 0) -> Iterator[tuple[_Step, ...]]:
@@ -284,10 +285,10 @@ def _numbers(rows: slice | Array) -> Array:
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
-def _product(rows: Array, columns: Array, scratch: Array) -> Array:
-    """rows @ columns^T, in memory that is there: a fresh tile's pages would take longer to come than its numbers."""
-    shape = *rows.shape[:-1], columns.shape[-2]
-    return np.matmul(rows, columns.swapaxes(-1, -2), out=scratch[: math.prod(shape)].reshape(shape))
+def _product(keys: Array, queries: Array, scratch: Array) -> Array:
+    """Transposed scores keys @ queries^T, in memory that is there: fresh pages would take longer than the numbers."""
+    shape = *keys.shape[:-1], queries.shape[-2]
+    return np.matmul(keys, queries.swapaxes(-1, -2), out=scratch[: math.prod(shape)].reshape(shape))
 
 
 def _plus(total: Array | None, term: Array) -> Array:
@@ -296,10 +297,10 @@ def _plus(total: Array | None, term: Array) -> Array:
 
 def _score_gradient(lse_2: Array, delta: Array, s: Array, dp: Array) -> tuple[Array, Array]:
     """P and dS / softmax_scale from scores (base 2, masked) and dP, in the memory of both."""
-    s -= lse_2
+    s -= lse_2[..., None, :]
     p = np.exp2(s, out=s)
     np.minimum(p, 1, out=p)  # at logits of 1e6 and more the rounding of lse alone would lift P above 1
-    dp -= delta
+    dp -= delta[..., None, :]
     dp *= p
     return p, dp
 
@@ -351,21 +352,23 @@ def _groups(segments: list[Segment], limit: int) -> Iterator[list[Segment]]:
 
 
 def _mask(s: Array, dp: Array | None, outside: Array) -> None:
+    """Set scores to -inf, and their dP to 0, where they are outside the mask."""
     np.copyto(s, -np.inf, where=outside)
     if dp is not None:
         np.copyto(dp, 0, where=outside)  # P is 0 there, and 0 times what a masked value holds may not be
 
 
 def _outside(work: WorkList, place: _Place, segment: Segment, rows: slice, keys: slice) -> Array:
-    """Which elements of a partial segment are masked, bool [rows, keys]."""
+    """Which elements of a partial segment are masked, bool [keys, queries]."""
     if segment.kind == Kind.BITS:
         assert isinstance(work, ListedWork)
         first_row, first_key = rows.start % work.block_q, keys.start % work.block_kv
         tile = work.bit_tile(segment.tile)
-        return ~tile[first_row : first_row + rows.stop - rows.start, first_key : first_key + keys.stop - keys.start]
+        tile = tile[first_row : first_row + rows.stop - rows.start, first_key : first_key + keys.stop - keys.start]
+        return ~tile.T
     lo, hi = work.bounds(*place, rows.start, rows.stop)
     j = np.arange(keys.start, keys.stop)
-    return (j < lo[:, None]) | (j >= hi[:, None])
+    return (j[:, None] < lo) | (j[:, None] >= hi)
 
 
 # Threads

@@ -30,10 +30,10 @@ EDITS = {
     "lse is base 2": ("cpu", "row_max * self.wide(LN_2) + np.log(divisor)", "row_max + np.log2(divisor)"),
     "an empty row has a finite lse": ("cpu", "self.write(\"lse\", rows, row_max", "self.write(\"lse\", rows, shift"),
     "an empty row is divided by 0": ("cpu", "divisor = np.maximum(row_sum, 1)", "divisor = row_sum"),
-    "the first key of an interval is lost": ("cpu", "(j < lo[:, None])", "(j <= lo[:, None])"),
-    "the key past an interval is seen": ("cpu", "(j >= hi[:, None])", "(j > hi[:, None])"),
+    "the first key of an interval is lost": ("cpu", "(j[:, None] < lo)", "(j[:, None] <= lo)"),
+    "the key past an interval is seen": ("cpu", "(j[:, None] >= hi)", "(j[:, None] > hi)"),
     "a bit tile starts at its first key": ("cpu", "keys.start % work.block_kv", "0"),
-    "a bit tile is read inverted": ("cpu", "return ~tile[", "return tile["),
+    "a bit tile is read inverted": ("cpu", "return ~tile.T", "return tile.T"),
     "a key is lost where a run is cut": ("cpu", "start=segment.start + room)", "start=segment.start + room + 1)"),
     "a key is seen twice where a run is cut": ("cpu", "start=segment.start + room)", "start=segment.start + room - 1)"),
     "heads are grouped by remainder": (
@@ -46,7 +46,7 @@ EDITS = {
         "for head in range(self.group_size)",
         "for head in range(1)",
     ),
-    "delta is left out": ("cpu", "    dp -= delta\n", ""),
+    "delta is left out": ("cpu", "    dp -= delta[..., None, :]\n", ""),
     "dlse has the wrong sign": ("cpu", "delta -= np.where(lse_2", "delta += np.where(lse_2"),
     "dq lacks the scale": ("cpu", "dq * self.wide(self.plan.problem.softmax_scale)", "dq"),
     "dk keeps log2(e)": ("cpu", "dk * self.wide(LN_2)", "dk"),
@@ -73,8 +73,8 @@ EDITS = {
     ),
     "the masks of a batch all fall on its first tile": (
         "cpu",
-        "_mask(s[number, :, here], None",
-        "_mask(s[0, :, here], None",
+        "_mask(s[number, here], None",
+        "_mask(s[0, here], None",
     ),
     "a band ends one query late for its keys": (
         "work_list",
