@@ -13,7 +13,7 @@ Speed: medians of calls made in turn, plans made before, on as many tokens as wa
 Expect: windows and sinks do well in local heads, no static pattern comes near the oracle, time is proportional.
 Found:  in a quarter of the blocks of 32, the first one and a window keep 50 % of the mass (67 % in layer 2, 37 % in
 layer 5), random blocks 40 % and the oracle 57 %: what is lost is mostly spread too widely for any choice of blocks. At
-an eighth of the blocks calls are 3 to 6 times faster than dense, not 8: short tiles pay for gathering keys and for
+an eighth of the blocks calls are 2.7 to 5.5 times faster than dense, not 8: short tiles pay for gathering keys and for
 Python, the more so at head_dim 32.
 """
 

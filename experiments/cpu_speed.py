@@ -6,10 +6,11 @@ Times are medians of calls made in turn in one process, float32, head_dim 64. Ra
 Memory is the peak resident set over what was resident before the call, less the results, in a process of its own.
 
 Expect: forward within a small factor of its two matmuls, block-sparse time in proportion to density, memory O(seqlen).
-Found:  at 4096 tokens forward takes 1.3 times its two matmuls (whose times spread by a seventh in this run). It is
-level with plain NumPy at 512 tokens and faster from 1024 on. Time over density is 1.06, 1.13, 1.23, 1.31 at 0.5, 0.25,
-0.125, 0.1, and 1.02, 0.99, 1.21, 1.21 backward; threads that wait for the interpreter take most of the rest. 64k tokens
-take 5 MiB beside inputs and results. PyTorch's forward takes 0.77 of ours. Published with --seconds 3.
+Found:  at 4096 tokens forward takes 1.2 times its two matmuls (whose times spread by a twelfth in this run). It is
+level with plain NumPy at 512 tokens and faster from 1024 on. Time over density is 1.13, 1.17, 1.30, 1.41 at 0.5, 0.25,
+0.125, 0.1, and 1.06, 1.08, 1.21, 1.24 backward: products of short tiles, queries read and results written once whatever
+the density, and threads that wait for the interpreter. 64k tokens take 5 MiB beside inputs and results. PyTorch's
+forward takes 0.81 of ours. Published with --seconds 3.
 """
 
 import concurrent.futures
