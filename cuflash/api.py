@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, overload
 
+from . import gpu
 from .arrays import Array, is_array, namespace
 from .device import DeviceSpec
 from .errors import UnsupportedProblem, collecting
-from .launch import Executable, Gradients
+from .launch import EXECUTORS, Executable, Gradients
 from .mask import Mask
 from .plans import Plan, make_plan
 from .problem import Problem
 from .work_list import requested_mask
 
-EXECUTORS = ("auto", "cpu")
-ABSENT_EXECUTORS = ("gpu", "sim")
+_FAMILIES = ("simt",)  # of kernels
+_SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
 
 
 @overload
@@ -249,7 +251,8 @@ def plan(
     TypeError, UnsupportedProblem
         As `attention`.
     """
-    reasons = _option_reasons((q, k, v), kernel, executor, precision)
+    where = _executor((q, k, v), executor, device)
+    reasons = _option_reasons((q, k, v), kernel, where, precision)
     problem = None
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale)
@@ -259,42 +262,54 @@ def plan(
             resolved = requested_mask(mask, causal, window, problem.mask_shape)
     if reasons or problem is None or resolved is None:
         raise UnsupportedProblem(reasons)
-    where = _host() if device is None else device
-    made = _plan(problem, resolved, where)
-    return Executable(made, "cpu" if where.compute_capability is None else "gpu")
+    family = None if where == "cpu" else "simt" if kernel == "auto" else kernel
+    return Executable(_plan(problem, resolved, device or _device(where), family), where)
 
 
 _host = lru_cache(maxsize=1)(DeviceSpec.host)
 _remembered = lru_cache(maxsize=256)(make_plan)
 
 
-def _plan(problem: Problem, mask: Mask, device: DeviceSpec) -> Plan:
-    """Plans of masks without arrays are remembered; others are made anew, since arrays may change."""
+def _executor(arrays: tuple[Any, ...], executor: str, device: DeviceSpec | None) -> str:
+    """The executor that "auto" stands for: where the arrays are, or what a device given is."""
+    if executor != "auto":
+        return executor
+    if device is not None:
+        return "cpu" if device.compute_capability is None else "gpu"
+    return "gpu" if any(namespace(array).__name__ == "cupy" for array in arrays) else "cpu"
+
+
+def _device(executor: str) -> DeviceSpec:
+    if executor == "gpu":
+        return gpu.current_device()
+    return _host() if executor == "cpu" else _SIMULATED
+
+
+def _plan(problem: Problem, mask: Mask, device: DeviceSpec, family: str | None) -> Plan:
+    """Plans whose masks hold no arrays are remembered: calls of one shape plan once."""
     try:
-        return _remembered(problem, mask, device)
-    except TypeError:  # an unhashable mask
-        return make_plan(problem, mask, device)
+        hash(mask)
+    except TypeError:
+        return make_plan(problem, mask, device, family)
+    return _remembered(problem, mask, device, family)
 
 
 def _option_reasons(arrays: tuple[Any, ...], kernel: str, executor: str, precision: str) -> list[str]:
+    if executor not in EXECUTORS:
+        return [f"executor must be 'auto', {', '.join(map(repr, EXECUTORS))}; got {executor!r}"]
     reasons = []
     spaces = {namespace(array).__name__ for array in arrays if is_array(array)}
     if len(spaces) > 1:
         reasons.append(
             f"q, k and v must be of one kind; got arrays of {', '.join(sorted(spaces))}: copy them explicitly"
         )
-    elif spaces - {"numpy"} and executor in EXECUTORS:
-        reasons.append(
-            f"arrays of {spaces.pop()} need executor 'gpu', which this version does not have: use NumPy arrays"
-        )
-    if executor in ABSENT_EXECUTORS:
-        reasons.append(f"executor must be 'auto' or 'cpu' in this version, which has no {executor!r}; got {executor!r}")
-    elif executor not in EXECUTORS:
-        reasons.append(f"executor must be 'auto' or 'cpu'; got {executor!r}")
-    if kernel != "auto":
-        reasons.append(
-            f"kernel must be 'auto': the cpu executor has one kernel, and this version no other; got {kernel!r}"
-        )
+    elif spaces - {"cupy" if executor == "gpu" else "numpy"}:
+        wanted = "CuPy" if executor == "gpu" else "NumPy"
+        reasons.append(f"executor {executor!r} takes {wanted} arrays; got arrays of {spaces.pop()}: copy them explicitly")
+    families = () if executor == "cpu" else _FAMILIES
+    if kernel not in ("auto", *families):
+        known = "'auto': the cpu executor has one kernel" if executor == "cpu" else f"'auto', {str(families)[1:-2]}"
+        reasons.append(f"kernel must be {known}; got {kernel!r}")
     if precision != "ieee":
-        reasons.append(f"precision must be 'ieee' for the cpu executor; got {precision!r}")
+        reasons.append(f"precision must be 'ieee'; got {precision!r}")
     return reasons

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from . import cpu
+from . import cpu, gpu
 from .arrays import Array, describe, is_array, namespace
 from .errors import UnsupportedProblem
 from .plans import Plan
+
+EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class Executable:
     plan : Plan
         Problem, mask, device, tile and work.
     executor : str
-        "cpu".
+        "cpu", "gpu" or "sim".
     """
 
     plan: Plan
@@ -82,9 +84,10 @@ class Executable:
             reasons.append("out[0] and out[1] must not overlap in memory: give each its own")
         if reasons:
             raise UnsupportedProblem(reasons)
-        o = np.empty(problem.o_shape(), problem.dtype) if out_o is None else out_o
-        lse = np.empty(problem.lse_shape(), problem.accumulator) if out_lse is None else out_lse
-        cpu.forward(self.plan, q, k, v, o, lse)
+        xp = namespace(q)
+        o = xp.empty(problem.o_shape(), problem.dtype) if out_o is None else out_o
+        lse = xp.empty(problem.lse_shape(), problem.accumulator) if out_lse is None else out_lse
+        EXECUTORS[self.executor].forward(self.plan, q, k, v, o, lse)
         return o, lse
 
     def backward(
@@ -112,11 +115,12 @@ class Executable:
             raise UnsupportedProblem(reasons)
         shapes = problem.argument_shapes()
         heads = {"q": problem.num_heads, "k": problem.num_kv_heads, "v": problem.num_kv_heads}
-        results = {}
+        results, xp = {}, namespace(q)
         for name, shape in shapes.items():
             full = (*problem.batch, heads[name], *shape[-2:]) if problem.has_heads else shape
-            results[name] = np.empty(full, problem.dtype if full == shape else problem.accumulator)
-        cpu.backward(self.plan, do, q, k, v, o, lse, dlse, results["q"], results["k"], results["v"])
+            results[name] = xp.empty(full, problem.dtype if full == shape else problem.accumulator)
+        given_and_made = (do, q, k, v, o, lse, dlse, *results.values())
+        EXECUTORS[self.executor].backward(self.plan, *given_and_made)
         return Gradients(*(_summed_to(results[name], shapes[name], problem.dtype) for name in ("q", "k", "v")))
 
     @property
@@ -134,8 +138,6 @@ class Executable:
 
     def _input_reasons(self, given: dict[str, Array]) -> list[str]:
         problem = self.plan.problem
-        if self.executor != "cpu":
-            return [f"executor={self.executor!r} is planned for and explained, but not run by this version: use 'cpu'"]
         wanted = {
             **{name: (shape, problem.dtype) for name, shape in problem.argument_shapes().items()},
             "o": (problem.o_shape(), problem.dtype),
@@ -148,13 +150,22 @@ class Executable:
             if not is_array(array):
                 raise TypeError(f"{name} must be an array; got {describe(array)}: numpy.asarray makes one")
             shape, dtype = wanted[name]
-            if namespace(array) is not np:
-                reasons.append(f"{name} must be a NumPy array for executor='cpu'; got {type(array).__name__}")
+            reasons += self._place_reasons(name, array)
             if tuple(array.shape) != shape or array.dtype != dtype:
                 reasons.append(
                     f"{name} must have shape {shape} and dtype {dtype}; got {tuple(array.shape)} and {array.dtype}"
                 )
         return reasons
+
+    def _place_reasons(self, name: str, array: Array) -> list[str]:
+        """Why the executor cannot reach an array."""
+        home = "cupy" if self.executor == "gpu" else "numpy"
+        if namespace(array).__name__ == home:
+            return []
+        return [
+            f"{name} must be a {home} array for executor={self.executor!r}; "
+            f"got {type(array).__module__.partition('.')[0]}.{type(array).__name__}: copy it with {home}.asarray"
+        ]
 
 
 def _output_reasons(name: str, array: Any, shape: tuple[int, ...], dtype: Any, inputs: dict[str, Array]) -> list[str]:

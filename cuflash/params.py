@@ -1,8 +1,4 @@
-"""The record that a launch hands to a kernel by value, and how arrays, a problem and its work fill it.
-
-It mirrors `kernels_cu/attention/params.cuh`: `assertions` turns the offsets that NumPy computes into `static_assert`s,
-which are part of every kernel's text.
-"""
+"""How arrays, a problem and its work fill the record that a launch hands to a kernel."""
 
 from __future__ import annotations
 
@@ -15,51 +11,10 @@ import numpy as np
 
 from .arrays import Array
 from .plans import Plan
+from .records import ARRAYS, BATCH_AXES, LISTS, PARAMS, ROW_VECTORS, WORK
 from .work_list import IntervalWork, WorkList
 
-BATCH_AXES = 3  # as kBatchAxes; further ones take a launch for each of their entries
 UNLIMITED = 1 << 40  # beyond any length, and far from overflow
-
-_POINTER = np.uint64
-MATRICES = np.dtype(
-    [
-        ("data", _POINTER),
-        ("batch_strides", np.int64, (BATCH_AXES,)),
-        ("head_stride", np.int64),
-        ("row_stride", np.int64),
-        ("column_stride", np.int64),
-        ("is_wide", np.int64),
-    ],
-    align=True,
-)
-SHAPE = np.dtype(
-    [
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("first_batch", "num_heads", "group_size", "seqlen_q", "seqlen_kv")),
-        *((name, np.int32) for name in ("head_dim", "value_dim")),
-        ("softmax_scale", np.float64),
-    ],
-    align=True,
-)
-_LISTS = ("row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers", "column_entries")
-WORK = np.dtype(
-    [
-        ("lower", np.int64),
-        ("upper", np.int64),
-        ("lo", _POINTER),
-        ("hi", _POINTER),
-        ("interval_batch_stride", np.int64),
-        ("interval_head_stride", np.int64),
-        *((name, _POINTER) for name in _LISTS),
-        *((name, np.int32) for name in ("list_batch_stride", "list_head_stride")),
-        *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks")),
-    ],
-    align=True,
-)
-ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta")
-PARAMS = np.dtype([*((name, MATRICES) for name in ARRAYS), ("shape", SHAPE), ("work", WORK)], align=True)
-ROW_VECTORS = ("lse", "dlse", "delta")  # of one number a row
-_RECORDS = {"Matrices": MATRICES, "Shape": SHAPE, "Work": WORK, "Params": PARAMS}
 
 
 def _places() -> dict[str, int]:
@@ -67,22 +22,10 @@ def _places() -> dict[str, int]:
     assert PARAMS.fields is not None and WORK.fields is not None
     work = PARAMS.fields["work"][1]
     arrays = {name: PARAMS.fields[name][1] // 8 for name in ARRAYS}
-    return arrays | {name: (work + WORK.fields[name][1]) // 8 for name in ("lo", "hi", *_LISTS)}
+    return arrays | {name: (work + WORK.fields[name][1]) // 8 for name in ("lo", "hi", *LISTS)}
 
 
 _PLACES = _places()
-
-
-def assertions() -> str:
-    """C++ that stops the compiler where a record of params.cuh does not lie as its NumPy twin does."""
-    lines = []
-    for record, dtype in _RECORDS.items():
-        assert dtype.fields is not None
-        for name, (_, offset, *_) in dtype.fields.items():
-            member = "do_" if name == "do" else name
-            lines.append(f'static_assert(__builtin_offsetof({record}, {member}) == {offset}, "{record}.{name}");')
-        lines.append(f'static_assert(sizeof({record}) == {dtype.itemsize}, "{record}");')
-    return "\n".join(["namespace cuflash::attention {", *lines, "}  // namespace cuflash::attention", ""])
 
 
 class View(NamedTuple):
@@ -167,7 +110,7 @@ def _folded(batch: tuple[int, ...], strides: list[tuple[int, ...]]) -> list[tupl
 
 def _work(work: WorkList) -> tuple[Any, ...]:
     """The WORK record of a work list, its addresses 0."""
-    lists = (0,) * len(_LISTS)
+    lists = (0,) * len(LISTS)
     if isinstance(work, IntervalWork):
         lower, upper = (None, None) if work.band is None else (work.band.lower, work.band.upper)
         return (*_band(lower, upper), 0, 0, *_leading_strides(work.lo), *lists, 0, 0, work.block_q, work.block_kv, 0, 0)

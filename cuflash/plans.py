@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .device import DeviceSpec
 from .mask import Mask
 from .problem import Problem
-from .tiles import Tile, choose_tile
+from .source import KernelSpec
+from .tiles import Tile, host_tile, kernel_specs
 from .work_list import IntervalWork, ListedWork, WorkList, work_list
 
 
@@ -23,6 +24,8 @@ class Plan:
     device : DeviceSpec
     tile : Tile
     work : WorkList
+    specs : dict of KernelSpec by entry
+        The kernels that a GPU runs; none on the host.
     """
 
     problem: Problem
@@ -30,6 +33,7 @@ class Plan:
     device: DeviceSpec
     tile: Tile
     work: WorkList
+    specs: dict[str, KernelSpec] = field(default_factory=dict)
 
     @property
     def num_matrices(self) -> int:
@@ -69,6 +73,16 @@ class Plan:
         """Rows that a tile of some height visits at once: a flat tile is as wide as its area allows, up to 8 tiles."""
         area = self.tile.block_q * self.tile.block_kv
         return min(max(self.tile.block_kv, area // height), 8 * self.tile.block_kv)
+
+    def grid(self, spec: KernelSpec) -> int:
+        """Blocks that a kernel is launched with for all leading axes: a tile each, tiles stay within listed blocks."""
+        problem, num_batch = self.problem, self.problem.mask_shape.num_batch
+        if spec.entry == "backward_columns":
+            heads, length, listed, height = problem.num_kv_heads, problem.seqlen_kv, self.work.block_kv, spec.block_kv
+        else:
+            heads, length, listed, height = problem.num_heads, problem.seqlen_q, self.work.block_q, spec.block_q
+        block = listed if isinstance(self.work, ListedWork) else height
+        return num_batch * heads * -(-length // block) * -(-block // height)
 
     @property
     def workspace_bytes(self) -> int:
@@ -128,11 +142,17 @@ class Plan:
         return total
 
 
-def make_plan(problem: Problem, mask: Mask, device: DeviceSpec) -> Plan:
-    """Choose the tile, then list the work at it."""
-    tile = choose_tile(problem, device)
-    listed = work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
-    return Plan(problem=problem, mask=mask, device=device, tile=tile, work=listed)
+def make_plan(problem: Problem, mask: Mask, device: DeviceSpec, family: str | None = None) -> Plan:
+    """Choose the tile, then list the work at it; then, for a family of kernels, those whose tiles the list allows."""
+    if family is None:
+        tile, specs = host_tile(problem, device), {}
+    else:
+        specs = kernel_specs(family, problem, device)
+        tile = Tile(specs["forward"].block_q, specs["forward"].block_kv)
+    work = work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
+    if family is not None and isinstance(work, ListedWork):
+        specs = kernel_specs(family, problem, device, (work.block_q, work.block_kv))
+    return Plan(problem=problem, mask=mask, device=device, tile=tile, work=work, specs=specs)
 
 
 def _describe_work(work: WorkList) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import BFLOAT16
+from .records import assertions
 
 KERNELS = Path(__file__).parents[1] / "kernels_cu"
 HOST = Path(__file__).parent / "sim"  # its ptx/ stands in for that of kernels_cu/
@@ -83,7 +84,8 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     seen: set[str] = set()
     types = "".join(_flattened("ptx/types.cuh", seen, host))
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", seen, host))
-    return f"// {spec}\n{types}{spec.constants()}{entry}"
+    layout = assertions(host=host) if "attention/params.cuh" in seen else ""
+    return f"// {spec}\n{types}{spec.constants()}{entry}{layout}"
 
 
 def flatten(path: str, *, host: bool = False) -> str:

@@ -54,6 +54,11 @@ class IntervalWork:
     def nbytes(self) -> int:
         return sum(side.nbytes for side in (self.lo, self.hi) if side is not None)
 
+    @property
+    def lists(self) -> dict[str, Array]:
+        """The arrays that kernels read, by name."""
+        return {} if self.lo is None else {"lo": self.lo, "hi": self.hi}
+
     def place(self, b: int, h: int) -> tuple[int, int]:
         """The batch entry and head whose work this one shares."""
         return _place(b, h, (1, 1) if self.lo is None else self.lo.shape)
@@ -154,6 +159,23 @@ class ListedWork:
         order = np.lexsort((row, column))
         counts = np.bincount(column, minlength=index.batch * index.num_heads * index.num_kv_blocks)
         return np.concatenate([[0], np.cumsum(counts)]), order
+
+    @cached_property
+    def lists(self) -> dict[str, Array]:
+        """The arrays that kernels read, by name."""
+        index = self.index
+        pointers, entries = self.transposed
+        found = {
+            "row_pointers": index.indptr,
+            "kv_blocks": index.indices,
+            "q_blocks": (index.block_rows % max(index.num_q_blocks, 1)).astype(np.int32),
+            "kinds": index.kinds,
+            "tiles": index.tiles,
+            "bits": index.bits,
+            "column_pointers": pointers.astype(np.int32),
+            "column_entries": entries.astype(np.int32),
+        }
+        return found if index.lo is None else found | {"lo": index.lo, "hi": index.hi}
 
     def place(self, b: int, h: int) -> tuple[int, int]:
         """The batch entry and head whose work this one shares."""

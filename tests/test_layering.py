@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
-ROOMS = """errors arrays device mask block_set masks patterns problem reference classify block_index work_list tiles
-source plans params states bounds cpu launch api doctor cuflash __main__
+ROOMS = """errors arrays device mask block_set masks patterns problem reference classify block_index work_list
+records source tiles plans params passes states bounds compile cpu gpu sim.build sim.launch sim launch api doctor cuflash __main__
 testing.oracle testing.assertions testing.strategies testing.properties testing""".split()
 
 THIRD_PARTY = {
@@ -24,6 +24,7 @@ THIRD_PARTY = {
     "block_index": {"scipy"},
     "bounds": {"ml_dtypes", "scipy"},
     "cpu": {"threadpoolctl"},
+    "gpu": {"cupy"},
     "doctor": {"threadpoolctl"},
     "testing.oracle": {"ml_dtypes", "scipy"},
     "testing.assertions": {"ml_dtypes"},

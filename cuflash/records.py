@@ -1,0 +1,68 @@
+"""The record that a launch hands to a kernel by value, as NumPy lays it out.
+
+It mirrors `kernels_cu/attention/params.cuh`: `assertions` turns the offsets into `static_assert`s, which are part of the
+text of every kernel that takes it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BATCH_AXES = 3  # as kBatchAxes; further ones take a launch for each of their entries
+
+_POINTER = np.uint64
+MATRICES = np.dtype(
+    [
+        ("data", _POINTER),
+        ("batch_strides", np.int64, (BATCH_AXES,)),
+        ("head_stride", np.int64),
+        ("row_stride", np.int64),
+        ("column_stride", np.int64),
+        ("is_wide", np.int64),
+    ],
+    align=True,
+)
+SHAPE = np.dtype(
+    [
+        ("batch", np.int32, (BATCH_AXES,)),
+        *((name, np.int32) for name in ("first_batch", "num_heads", "group_size", "seqlen_q", "seqlen_kv")),
+        *((name, np.int32) for name in ("head_dim", "value_dim")),
+        ("softmax_scale", np.float64),
+    ],
+    align=True,
+)
+LISTS = ("row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers", "column_entries")
+WORK = np.dtype(
+    [
+        ("lower", np.int64),
+        ("upper", np.int64),
+        ("lo", _POINTER),
+        ("hi", _POINTER),
+        ("interval_batch_stride", np.int64),
+        ("interval_head_stride", np.int64),
+        *((name, _POINTER) for name in LISTS),
+        *((name, np.int32) for name in ("list_batch_stride", "list_head_stride")),
+        *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks")),
+    ],
+    align=True,
+)
+ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta")
+PARAMS = np.dtype([*((name, MATRICES) for name in ARRAYS), ("shape", SHAPE), ("work", WORK)], align=True)
+ROW_VECTORS = ("lse", "dlse", "delta")  # of one number a row
+_RECORDS = {"Matrices": MATRICES, "Shape": SHAPE, "Work": WORK, "Params": PARAMS}
+
+
+def assertions(*, host: bool = False) -> str:
+    """C++ that stops the compiler where a record of params.cuh does not lie as its NumPy twin does.
+
+    NVRTC knows no offsetof, but the operator that its makers' own is made of.
+    """
+    offset_of = "__builtin_offsetof({}, {})" if host else "__INTADDR__(&(({}*)0)->{})"
+    lines = []
+    for record, dtype in _RECORDS.items():
+        assert dtype.fields is not None
+        for name, (_, offset, *_) in dtype.fields.items():
+            member = "do_" if name == "do" else name
+            lines.append(f'static_assert({offset_of.format(record, member)} == {offset}, "{record}.{name}");')
+        lines.append(f'static_assert(sizeof({record}) == {dtype.itemsize}, "{record}");')
+    return "\n".join(["namespace cuflash::attention {", *lines, "}  // namespace cuflash::attention", ""])

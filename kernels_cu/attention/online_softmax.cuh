@@ -1,0 +1,65 @@
+#pragma once
+#include <tile/element.cuh>
+#include <tile/register_tile.cuh>
+
+namespace cuflash::attention {
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr double kLn2 = 0.6931471805599453;
+
+// The running maximum and sum of a tile's rows (FlashAttention-2, arXiv 2307.08691, algorithm 1), in base 2: scores
+// come multiplied by log2(e), so that exp2 of them is the exp of the paper's. A thread keeps the sum of its own columns.
+template <class T, int Rows>
+struct OnlineSoftmax {
+  static constexpr int kRows = Rows / tile::kRowLanes;
+  T row_max[kRows], row_sum[kRows];
+
+  CUFLASH_DEVICE OnlineSoftmax() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      row_max[i] = ptx::negative_infinity<T>();
+      row_sum[i] = 0;
+    }
+  }
+
+  // Turn scores into exp2(s - row_max), and scale what has been summed before by what the maximum rose.
+  // Called by all threads: the eight of a row share its maximum.
+  template <int Columns, int ValueColumns, int Run>
+  CUFLASH_DEVICE void update(tile::RegisterTile<T, Rows, Columns>& s, tile::RegisterTile<T, Rows, ValueColumns, Run>& o) {
+    using Scores = tile::RegisterTile<T, Rows, Columns>;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      T highest = row_max[i];
+#pragma unroll
+      for (int j = 0; j < Scores::kColumns; ++j) highest = tile::greater(highest, s.at[i][j]);
+#pragma unroll
+      for (int step = 1; step < tile::kColumnLanes; step *= 2)
+        highest = tile::greater(highest, __shfl_xor_sync(0xffffffffu, highest, step));
+      const T shift = tile::greater(highest, tile::lowest<T>());  // -inf - (-inf) must not arise
+      const T rescale = ptx::exp2_accurate(row_max[i] - shift);
+      T sum = 0;
+#pragma unroll
+      for (int j = 0; j < Scores::kColumns; ++j) {
+        s.at[i][j] = ptx::exp2_accurate(s.at[i][j] - shift);
+        sum += s.at[i][j];
+      }
+      row_max[i] = highest;
+      row_sum[i] = row_sum[i] * rescale + sum;
+      o.scale_row(i, rescale);
+    }
+  }
+
+  // Divide o by its row sums; returns the natural log-sum-exp of row i. Rows without a key: o = 0, lse = -inf.
+  // Called by all threads, once for every i.
+  template <int ValueColumns, int Run>
+  CUFLASH_DEVICE T finalize(int i, tile::RegisterTile<T, Rows, ValueColumns, Run>& o) const {
+    const T sum = tile::row_sum(row_sum[i]);
+    const bool is_empty = row_max[i] == ptx::negative_infinity<T>() && sum == 0;
+    const T divisor = is_empty ? T(1) : sum;
+#pragma unroll
+    for (int j = 0; j < tile::RegisterTile<T, Rows, ValueColumns, Run>::kColumns; ++j) o.at[i][j] /= divisor;
+    return row_max[i] * T(kLn2) + ptx::log_accurate(divisor);
+  }
+};
+
+}  // namespace cuflash::attention

@@ -1,0 +1,106 @@
+#pragma once
+#include <attention/online_softmax.cuh>
+#include <attention/steps.cuh>
+#include <tile/register_tile.cuh>
+
+namespace cuflash::attention {
+
+// lse in base 2; +inf in rows without a key, so that P, recomputed from it, is 0 there and never NaN.
+template <class T>
+CUFLASH_DEVICE T base_2(T lse) {
+  return lse == ptx::negative_infinity<T>() ? -lse : lse * T(kLog2E);
+}
+
+// From a score q k^T and dP: P = exp2(scale log2(e) q k^T - lse), dS = P (dP - delta), both 0 where the mask says no.
+// At logits of 1e6 and more the rounding of lse alone would lift P above 1, hence the minimum.
+template <class T>
+CUFLASH_DEVICE void score_gradient(T& s_to_p, T& dp_to_ds, T softmax_scale_log2, T lse_2, T delta, bool is_allowed) {
+  const T p = is_allowed ? tile::lesser(ptx::exp2_accurate(s_to_p * softmax_scale_log2 - lse_2), T(1)) : T(0);
+  dp_to_ds = is_allowed ? p * (dp_to_ds - delta) : T(0);
+  s_to_p = p;
+}
+
+// lse (base 2) and delta = rowsum(dO o O) - dlse of a thread's rows; delta is written too, for the columns' half.
+// Called by all threads, once dO is there.
+template <class Element, class T, int Rows, int Columns, int Kept>
+CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, tile::SharedTile<T, Rows, Columns> d_o,
+                                   T (&lse_2)[Kept], T (&delta)[Kept]) {
+  const Place& place = work.place;
+  const int length = params.shape.seqlen_q;
+  const auto o = matrix<Element>(params.o, place, place.head, length, params.shape.value_dim);
+  const auto lse = matrix<T>(params.lse, place, place.head, length, 1);
+  const auto dlse = matrix<T>(params.dlse, place, place.head, length, 1);
+  const auto kept = matrix<T>(params.delta, place, place.head, length, 1);
+#pragma unroll
+  for (int i = 0; i < Kept; ++i) {
+    const int row = tile::row_lane() + tile::kRowLanes * i, query = work.first + row;
+    const bool is_there = query < work.last;
+    lse_2[i] = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
+    const bool is_empty = lse_2[i] == -ptx::negative_infinity<T>();
+    T sum = 0;
+    if (!is_empty)
+      for (int column = tile::column_lane(); column < o.num_columns; column += tile::kColumnLanes)
+        sum += d_o.at(row, column) * tile::widen(o.at(query, column));
+    sum = tile::row_sum(sum);
+    if (!is_empty && params.dlse.data != nullptr) sum -= dlse.at(query, 0);
+    delta[i] = sum;
+    if (is_there && tile::column_lane() == 0) kept.at(query, 0) = sum;
+  }
+}
+
+// P and dS of a tile of queries in one step.
+template <class T, int Rows, int Columns, int Kept>
+CUFLASH_DEVICE void score_gradients_of_queries(tile::RegisterTile<T, Rows, Columns>& s,
+                                               tile::RegisterTile<T, Rows, Columns>& dp, const Params& params,
+                                               const WorkTile& work, const Step& step, const T (&lse_2)[Kept],
+                                               const T (&delta)[Kept]) {
+  using Tile = tile::RegisterTile<T, Rows, Columns>;
+  const T softmax_scale_log2 = params.shape.softmax_scale * kLog2E;
+  const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == Columns;
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      const int query = work.first + Tile::row(i), key = step.start + Tile::column(j);
+      const bool is_allowed = is_whole || (query < work.last && key < step.stop &&
+                                           step.is_allowed(params, work.place, query, key));
+      score_gradient(s.at[i][j], dp.at[i][j], softmax_scale_log2, lse_2[i], delta[i], is_allowed);
+    }
+}
+
+// P^T and dS^T of a tile of keys in one step.
+template <class T, int Rows, int Columns>
+CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>& s,
+                                            tile::RegisterTile<T, Rows, Columns>& dp, const Params& params,
+                                            const WorkTile& work, const Step& step, const tile::Matrix<T>& lse,
+                                            const tile::Matrix<T>& delta) {
+  using Tile = tile::RegisterTile<T, Rows, Columns>;
+  const T softmax_scale_log2 = params.shape.softmax_scale * kLog2E;
+#pragma unroll
+  for (int j = 0; j < Tile::kColumns; ++j) {
+    const int query = step.start + Tile::column(j);
+    const bool is_there = query < step.stop;
+    const T query_lse_2 = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
+    const T query_delta = is_there ? delta.at(query, 0) : T(0);
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+      const int key = work.first + Tile::row(i);
+      const bool is_allowed = is_there && (step.kind == Kind::kFull ||
+                                           (key < work.last && step.is_allowed(params, work.place, query, key)));
+      score_gradient(s.at[i][j], dp.at[i][j], softmax_scale_log2, query_lse_2, query_delta, is_allowed);
+    }
+  }
+}
+
+// Rows of a gradient, which is stored in the accumulator's dtype where it is summed over broadcast axes afterwards.
+template <class Element, class T, int Rows, int Columns, int Run>
+CUFLASH_DEVICE void store_gradient(const Matrices& to, const WorkTile& work, int head, int num_rows, int num_columns,
+                                   const tile::RegisterTile<T, Rows, Columns, Run>& gradient) {
+  if (to.is_wide) {
+    tile::store(matrix<T>(to, work.place, head, num_rows, num_columns).rows(work.first, work.last), gradient);
+  } else {
+    tile::store(matrix<Element>(to, work.place, head, num_rows, num_columns).rows(work.first, work.last), gradient);
+  }
+}
+
+}  // namespace cuflash::attention

@@ -1,0 +1,83 @@
+// The columns' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2): dK and dV of one tile of keys,
+// summed over the query heads that share it, P recomputed from lse. Scores are transposed here: rows are keys.
+#include <attention/score_gradient.cuh>
+#include <attention/steps.cuh>
+#include <ptx/shared.cuh>
+#include <tile/product.cuh>
+
+namespace cuflash {
+
+using config::Accumulator;
+using config::Element;
+using config::kBlockKv;
+using config::kBlockQ;
+using config::kHeadDim;
+using config::kValueDim;
+
+using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
+using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
+using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
+using DoTile = tile::SharedTile<Accumulator, kBlockQ, kValueDim>;
+using PTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ>;
+constexpr int kRun = tile::Vector<Accumulator>::kLength;
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads)
+simt_backward_columns(const __grid_constant__ cuflash::attention::Params params) {
+  using namespace cuflash;
+  using namespace cuflash::attention;
+  const Shape& shape = params.shape;
+  WorkTile work = key_tile(params, kBlockKv);
+  if (work.is_empty()) return;
+  const int first_head = work.place.head, kv_head = first_head / shape.group_size;
+
+  Accumulator* const room = ptx::dynamic_shared<Accumulator>();
+  const KTile k_smem{room};
+  const VTile v_smem{k_smem.data + KTile::kElements};
+  const QTile q_smem{v_smem.data + VTile::kElements};
+  const DoTile do_smem{q_smem.data + QTile::kElements};
+  const PTile p_smem{do_smem.data + DoTile::kElements};  // P^T, then dS^T
+  tile::load(k_smem, matrix<Element>(params.k, work.place, kv_head, shape.seqlen_kv, shape.head_dim)
+                         .rows(work.first, work.last));
+  tile::load(v_smem, matrix<Element>(params.v, work.place, kv_head, shape.seqlen_kv, shape.value_dim)
+                         .rows(work.first, work.last));
+
+  tile::RegisterTile<Accumulator, kBlockKv, kHeadDim, kRun> dk;
+  tile::RegisterTile<Accumulator, kBlockKv, kValueDim, kRun> dv;
+  dk.fill(0);
+  dv.fill(0);
+  for (int head = first_head; head < first_head + shape.group_size; ++head) {
+    work.place.head = head;
+    const auto q = matrix<Element>(params.q, work.place, head, shape.seqlen_q, shape.head_dim);
+    const auto d_o = matrix<Element>(params.do_, work.place, head, shape.seqlen_q, shape.value_dim);
+    const auto lse = matrix<Accumulator>(params.lse, work.place, head, shape.seqlen_q, 1);
+    const auto delta = matrix<Accumulator>(params.delta, work.place, head, shape.seqlen_q, 1);
+    auto steps = Steps<kBlockQ>::of_keys(params, work);
+    for (Step step; steps.next(step);) {
+      __syncthreads();  // Q and dS of the last step are read
+      tile::load(q_smem, q.rows(step.start, step.stop));
+      // Whatever a query without a key brings, its gradients are 0.
+      tile::load(do_smem, d_o.rows(step.start, step.stop), [&](int row) {
+        return lse.at(step.start + row, 0) != ptx::negative_infinity<Accumulator>();
+      });
+      __syncthreads();  // Q and dO, and K and V before the first step, are there
+      tile::RegisterTile<Accumulator, kBlockKv, kBlockQ> s, dp;
+      s.fill(0);
+      dp.fill(0);
+      tile::add_product_nt(s, k_smem, q_smem);
+      tile::add_product_nt(dp, v_smem, do_smem);
+      score_gradients_of_keys(s, dp, params, work, step, lse, delta);
+      tile::store(p_smem, s);
+      __syncthreads();  // P is there
+      tile::add_product_nn(dv, p_smem, do_smem);
+      __syncthreads();  // P is read
+      tile::store(p_smem, dp);
+      __syncthreads();  // dS is there
+      tile::add_product_nn(dk, p_smem, q_smem);
+    }
+  }
+  dk.scale(shape.softmax_scale);
+  store_gradient<Element>(params.dk, work, kv_head, shape.seqlen_kv, shape.head_dim, dk);
+  store_gradient<Element>(params.dv, work, kv_head, shape.seqlen_kv, shape.value_dim, dv);
+}

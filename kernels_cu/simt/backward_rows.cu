@@ -1,0 +1,72 @@
+// The rows' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2): delta = rowsum(dO o O) - dlse and
+// dQ of one tile of queries, P recomputed from lse. The columns' half reads delta; no sum depends on who finishes first.
+#include <attention/score_gradient.cuh>
+#include <attention/steps.cuh>
+#include <ptx/shared.cuh>
+#include <tile/product.cuh>
+
+namespace cuflash {
+
+using config::Accumulator;
+using config::Element;
+using config::kBlockKv;
+using config::kBlockQ;
+using config::kHeadDim;
+using config::kValueDim;
+
+using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
+using DoTile = tile::SharedTile<Accumulator, kBlockQ, kValueDim>;
+using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
+using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
+using DsTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;
+constexpr int kRun = tile::Vector<Accumulator>::kLength;
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads)
+simt_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
+  using namespace cuflash;
+  using namespace cuflash::attention;
+  const Shape& shape = params.shape;
+  const WorkTile work = query_tile(params, kBlockQ);
+  if (work.is_empty()) return;
+  const Place& place = work.place;
+  const int kv_head = place.head / shape.group_size;
+  const auto k = matrix<Element>(params.k, place, kv_head, shape.seqlen_kv, shape.head_dim);
+  const auto v = matrix<Element>(params.v, place, kv_head, shape.seqlen_kv, shape.value_dim);
+
+  Accumulator* const room = ptx::dynamic_shared<Accumulator>();
+  const QTile q_smem{room};
+  const DoTile do_smem{q_smem.data + QTile::kElements};
+  const KTile k_smem{do_smem.data + DoTile::kElements};
+  const VTile v_smem{k_smem.data + KTile::kElements};
+  const DsTile ds_smem{v_smem.data + VTile::kElements};
+  tile::load(q_smem, matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim)
+                         .rows(work.first, work.last));
+  tile::load(do_smem, matrix<Element>(params.do_, place, place.head, shape.seqlen_q, shape.value_dim)
+                          .rows(work.first, work.last));
+  __syncthreads();  // dO is there
+
+  tile::RegisterTile<Accumulator, kBlockQ, kHeadDim, kRun> dq;
+  Accumulator lse_2[dq.kRows], delta[dq.kRows];
+  row_statistics<Element>(params, work, do_smem, lse_2, delta);
+  dq.fill(0);
+  auto steps = Steps<kBlockKv>::of_queries(params, work);
+  for (Step step; steps.next(step);) {
+    __syncthreads();  // K and dS of the last step are read
+    tile::load(k_smem, k.rows(step.start, step.stop));
+    tile::load(v_smem, v.rows(step.start, step.stop));
+    __syncthreads();  // K and V, and Q before the first step, are there
+    tile::RegisterTile<Accumulator, kBlockQ, kBlockKv> s, dp;
+    s.fill(0);
+    dp.fill(0);
+    tile::add_product_nt(s, q_smem, k_smem);
+    tile::add_product_nt(dp, do_smem, v_smem);
+    score_gradients_of_queries(s, dp, params, work, step, lse_2, delta);
+    tile::store(ds_smem, dp);
+    __syncthreads();  // dS is there
+    tile::add_product_nn(dq, ds_smem, k_smem);
+  }
+  dq.scale(shape.softmax_scale);
+  store_gradient<Element>(params.dq, work, place.head, shape.seqlen_q, shape.head_dim, dq);
+}

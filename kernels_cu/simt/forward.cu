@@ -1,0 +1,76 @@
+// FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1) with plain multiply-adds: exact in float32 and float64.
+// One block works on one tile of queries and walks their keys; K and V take turns in one shared tile.
+#include <attention/mask_scores.cuh>
+#include <attention/online_softmax.cuh>
+#include <ptx/shared.cuh>
+#include <tile/product.cuh>
+
+namespace cuflash {
+
+using config::Accumulator;
+using config::Element;
+using config::kBlockKv;
+using config::kBlockQ;
+using config::kHeadDim;
+using config::kValueDim;
+
+constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
+using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
+using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
+using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
+using PTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;
+using KvRoom = tile::SharedTile<Accumulator, kBlockKv, kWidest>;
+constexpr int kRun = tile::Vector<Accumulator>::kLength;
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads)
+simt_forward(const __grid_constant__ cuflash::attention::Params params) {
+  using namespace cuflash;
+  using namespace cuflash::attention;
+  const Shape& shape = params.shape;
+  const WorkTile work = query_tile(params, kBlockQ);
+  if (work.is_empty()) return;
+  const Place& place = work.place;
+  const int kv_head = place.head / shape.group_size;
+  const auto k = matrix<Element>(params.k, place, kv_head, shape.seqlen_kv, shape.head_dim);
+  const auto v = matrix<Element>(params.v, place, kv_head, shape.seqlen_kv, shape.value_dim);
+
+  Accumulator* const room = ptx::dynamic_shared<Accumulator>();
+  const QTile q_smem{room};
+  const KTile k_smem{room + QTile::kElements};
+  const VTile v_smem{room + QTile::kElements};
+  const PTile p_smem{room + QTile::kElements + KvRoom::kElements};
+  tile::load(q_smem, matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim)
+                         .rows(work.first, work.last));
+
+  const Accumulator softmax_scale_log2 = shape.softmax_scale * kLog2E;
+  OnlineSoftmax<Accumulator, kBlockQ> softmax;
+  tile::RegisterTile<Accumulator, kBlockQ, kValueDim, kRun> o;
+  o.fill(0);
+  auto steps = Steps<kBlockKv>::of_queries(params, work);
+  for (Step step; steps.next(step);) {
+    __syncthreads();  // V and P of the last step are read
+    tile::load(k_smem, k.rows(step.start, step.stop));
+    __syncthreads();  // K, and Q before the first step, is there
+    tile::RegisterTile<Accumulator, kBlockQ, kBlockKv> s;
+    s.fill(0);
+    tile::add_product_nt(s, q_smem, k_smem);
+    __syncthreads();  // K is read
+    tile::load(v_smem, v.rows(step.start, step.stop));
+    s.scale(softmax_scale_log2);
+    mask_scores(s, params, work, step);
+    softmax.update(s, o);
+    tile::store(p_smem, s);
+    __syncthreads();  // V and P are there
+    tile::add_product_nn(o, p_smem, v_smem);
+  }
+
+  const auto lse = matrix<Accumulator>(params.lse, place, place.head, shape.seqlen_q, 1).rows(work.first, work.last);
+#pragma unroll
+  for (int i = 0; i < o.kRows; ++i) {
+    const Accumulator row_lse = softmax.finalize(i, o);
+    if (tile::column_lane() == 0 && o.row(i) < lse.num_rows) lse.at(o.row(i), 0) = row_lse;
+  }
+  tile::store(matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim).rows(work.first, work.last), o);
+}

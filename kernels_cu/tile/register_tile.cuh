@@ -1,0 +1,55 @@
+#pragma once
+#include <ptx/types.cuh>
+
+namespace cuflash::tile {
+
+// 128 threads as 16 rows of 8: a warp reads 4 rows of one operand, which broadcast, and 8 of the other, a vector each.
+constexpr int kThreads = 128;
+constexpr int kRowLanes = 16;
+constexpr int kColumnLanes = 8;
+
+CUFLASH_DEVICE int row_lane() { return threadIdx.x / kColumnLanes; }
+CUFLASH_DEVICE int column_lane() { return threadIdx.x % kColumnLanes; }
+
+// A matrix in the registers of the block's threads. A thread holds every kRowLanes-th row and, in every row, runs of
+// Run columns, one run in each kColumnLanes * Run.
+template <class T, int Rows, int Columns, int Run = 1>
+struct RegisterTile {
+  static constexpr int kRun = Run;
+  static constexpr int kRows = Rows / kRowLanes;
+  static constexpr int kColumns = Columns / kColumnLanes;
+  static_assert(Rows % kRowLanes == 0, "every thread holds as many rows");
+  static_assert(Columns % (kColumnLanes * Run) == 0, "every thread holds as many runs of columns");
+
+  T at[kRows][kColumns];
+
+  static CUFLASH_DEVICE int row(int i) { return row_lane() + kRowLanes * i; }
+  static CUFLASH_DEVICE int column(int j) { return (j / Run * kColumnLanes + column_lane()) * Run + j % Run; }
+
+  CUFLASH_DEVICE void fill(T value) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) at[i][j] = value;
+  }
+
+  CUFLASH_DEVICE void scale(T by) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) scale_row(i, by);
+  }
+
+  CUFLASH_DEVICE void scale_row(int i, T by) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) at[i][j] *= by;
+  }
+};
+
+// Reductions over a row: the eight threads that share it are neighbours. Called by whole warps.
+template <class T>
+CUFLASH_DEVICE T row_sum(T x) {
+#pragma unroll
+  for (int step = 1; step < kColumnLanes; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+
+}  // namespace cuflash::tile
