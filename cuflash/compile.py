@@ -22,6 +22,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from .errors import CompileError, UnsupportedProblem
+from .params import assertions
 from .source import KernelSpec, source
 
 # What CuPy is told beside the architecture; it adds the last two itself.
@@ -264,7 +265,7 @@ def _nvrtc(spec: KernelSpec, architecture: str) -> tuple[bytes, str]:
         from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise RuntimeError(f"cuda-core is missing ({error}): {_PACKAGES}") from error
-    text = source(spec)
+    text = _text(spec)
     dumped = _dump(spec, architecture, text)
     log = io.StringIO()
     options = ProgramOptions(
@@ -278,6 +279,11 @@ def _nvrtc(spec: KernelSpec, architecture: str) -> tuple[bytes, str]:
             raise
         raise _failure(spec, architecture, str(error), version, dumped) from None
     return bytes(code), log.getvalue().replace("\0", "")
+
+
+def _text(spec: KernelSpec) -> str:
+    """All that the compiler reads: the kernel, then that its records lie as their NumPy twins do."""
+    return f'{source(spec)}#line 1 "cuflash/params.py: assertions()"\n{assertions()}'
 
 
 def _failure(
@@ -376,7 +382,7 @@ def _load(cupy: Any, spec: KernelSpec, architecture: str) -> tuple[Any, Compiled
         version = cupy.cuda.nvrtc.getVersion()
     except RuntimeError as error:
         raise RuntimeError(f"NVRTC is missing ({_first_line(error)}): {_PACKAGES}") from error
-    text = source(spec)
+    text = _text(spec)
     dumped = _dump(spec, architecture, text)
     log = _Log()
     raw = cupy.RawKernel(text, spec.name, (*_OPTIONS, f"-arch={architecture}"))

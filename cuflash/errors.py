@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
+_LOG_LINES = 40  # as many of them are shown
+
+
 class UnsupportedProblem(ValueError):
     """Raised before any work, with every reason at once.
 
@@ -58,7 +61,10 @@ class CompileError(RuntimeError):
         advice = "CUFLASH_DUMP=<folder> in the environment writes the text that the compiler saw"
         if self.text:
             advice = f"the text that the compiler saw is {self.text}"
-        return f"{self.kernel} does not compile for {self.architecture}:\n{self.log}\n{advice}"
+        lines = self.log.splitlines()
+        if len(lines) > _LOG_LINES:
+            lines[_LOG_LINES:] = [f"... {len(lines) - _LOG_LINES} more lines in .log"]
+        return "\n".join([f"{self.kernel} does not compile for {self.architecture}:", *lines, advice])
 
 
 @contextmanager

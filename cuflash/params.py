@@ -1,7 +1,7 @@
 """The record that a launch hands to a kernel by value, and how arrays, a problem and its work fill it.
 
 It mirrors `kernels_cu/attention/params.cuh`: `assertions` turns the offsets that NumPy computes into `static_assert`s,
-which are part of every kernel's text.
+which follow every kernel's text.
 """
 
 from __future__ import annotations
@@ -73,14 +73,16 @@ def _places() -> dict[str, int]:
 _PLACES = _places()
 
 
-def assertions() -> str:
-    """C++ that stops the compiler where a record of params.cuh does not lie as its NumPy twin does."""
+def assertions(*, host: bool = False) -> str:
+    """C++ that stops NVRTC, or the host's compiler, where a record of params.cuh does not lie as its NumPy twin does."""
+    # NVRTC has no offsetof without headers, but the operator that its front end's own offsetof is made of.
+    place = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
     lines = []
     for record, dtype in _RECORDS.items():
         assert dtype.fields is not None
         for name, (_, offset, *_) in dtype.fields.items():
             member = "do_" if name == "do" else name
-            lines.append(f'static_assert(__builtin_offsetof({record}, {member}) == {offset}, "{record}.{name}");')
+            lines.append(f'static_assert({place.format(record, member)} == {offset}, "{record}.{name}");')
         lines.append(f'static_assert(sizeof({record}) == {dtype.itemsize}, "{record}");')
     return "\n".join(["namespace cuflash::attention {", *lines, "}  // namespace cuflash::attention", ""])
 
