@@ -1,4 +1,4 @@
-"""Hypothesis profiles (CUFLASH_PROFILE=ci, dev or long), the gpu marker, and stand-ins: a device, kernels to compile."""
+"""Hypothesis profiles (CUFLASH_PROFILE=ci, dev or long), the gpu marker, a device that is not there, test kernels."""
 
 from __future__ import annotations
 

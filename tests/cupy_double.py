@@ -1,7 +1,7 @@
 """A stand-in for the part of CuPy that compiles and loads: its cache on disk, with the faults that CuPy's own has.
 
-As in CuPy 14's `cupy/cuda/_compiler_cache.py`: an entry is the SHA-1 of the code, then the code; one whose digest is wrong
-is a miss, while errors of the file system escape from both reading and writing, and a forged entry reaches the driver.
+As in CuPy 14's `cupy/cuda/_compiler_cache.py`: an entry is the SHA-1 of the code, then the code; one whose digest is
+wrong is a miss, while errors of the file system escape from reading and writing, and a forged entry reaches the driver.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import pytest
 from cuflash import CompileError, UnsupportedProblem
 from cuflash import compile as room
 from cuflash.source import KernelSpec
-from cupy_double import MACHINE_CODE, MOST_BYTES, STATIC_BYTES, CUDARuntimeError, Double
+from cupy_double import MACHINE_CODE, MOST_BYTES, STATIC_BYTES, CUDADriverError, CUDARuntimeError, Double, Module
 
 ROOT = Path(__file__).parents[1]
 HOPPER = (9, 0)
@@ -63,8 +63,13 @@ def test_a_family_is_compiled_for_its_chip(spec: Make, family: str, capability: 
 
 @pytest.mark.parametrize(
     ("family", "capability", "wanted"),
-    [("simt", (7, 0), "7.5 or newer"), ("sm80", (7, 5), "8.0 or newer"), ("sm90", (8, 9), "9.0;"), ("sm90", (10, 0), "9.0;")],
-)  # fmt: skip
+    [
+        ("simt", (7, 0), "7.5 or newer"),
+        ("sm80", (7, 5), "8.0 or newer"),
+        ("sm90", (8, 9), "9.0;"),
+        ("sm90", (10, 0), "9.0;"),
+    ],
+)
 def test_a_family_refuses_other_chips(spec: Make, family: str, capability: tuple[int, int], wanted: str) -> None:
     with pytest.raises(UnsupportedProblem, match=wanted):
         room.architecture(spec(family=family), capability)
@@ -73,10 +78,9 @@ def test_a_family_refuses_other_chips(spec: Make, family: str, capability: tuple
 # Without a GPU.
 
 
-def test_a_cubin_needs_no_gpu_and_no_file(
+def test_a_cubin_needs_no_gpu_and_no_temporary_file(
     nvrtc: Any, kernels: Path, spec: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec("plain"), room._text(spec("plain"))
     monkeypatch.setattr("tempfile.tempdir", "/nowhere/at/all")
     made = room.cubin(spec("plain"), "sm_90")
     assert made.code.startswith(MACHINE_CODE) and made.advisories == () and not made.is_from_cache
@@ -90,12 +94,10 @@ def test_spills_are_counted(nvrtc: Any, kernels: Path, spec: Make) -> None:
 
 def test_shared_memory_is_counted(nvrtc: Any, kernels: Path, spec: Make) -> None:
     path = kernels / "simt" / "plain.cu"
-    store = "static_cast<cuflash::config::Element*>(params.o.data)[threadIdx.x]"
-    text = path.read_text().replace(
-        f"  {store}", f"  __shared__ float s[300];\n  s[threadIdx.x] = 1;\n  {store} = s[127 - threadIdx.x];\n  {store}"
-    )
-    path.write_text(text.replace(" = s[", " += s["))
-    assert room.cubin(spec("plain"), "sm_90").resources.shared_bytes >= 1200
+    reads_shared = "  __shared__ float s[300];\n  s[threadIdx.x] = clock64();\n  __syncthreads();\n"
+    text = path.read_text().replace("Element(0)", "Element(s[127 - threadIdx.x])")
+    path.write_text(text.replace("  static_cast", f"{reads_shared}  static_cast"))
+    assert 1200 <= room.cubin(spec("plain"), "sm_90").resources.shared_bytes < 2400  # sm_90 may keep 1 KiB for itself
 
 
 def test_advisories_of_ptxas_are_seen(nvrtc: Any, kernels: Path, spec: Make) -> None:
@@ -128,14 +130,12 @@ def test_the_text_is_dumped_on_request(
     assert path.read_text() == room._text(spec("broken")) and path.name.startswith("simt_broken-sm_90-")
 
 
-def test_records_that_do_not_lie_as_their_twins_stop_the_compiler(
-    nvrtc: Any, kernels: Path, spec: Make
-) -> None:
+def test_records_that_are_not_laid_out_as_their_twins_stop_the_compiler(nvrtc: Any, kernels: Path, spec: Make) -> None:
     path = kernels / "attention" / "params.cuh"
     text = path.read_text()
-    path.write_text(text.replace("int64_t head_stride;", "int32_t head_stride;"))
+    path.write_text(text.replace("int64_t head_stride;", "int32_t head_stride;"))  # moves no offset
     assert path.read_text() != text
-    with pytest.raises(CompileError, match="Matrices.head_stride|Matrices.row_stride|static assertion"):
+    with pytest.raises(CompileError, match='"Matrices.head_stride"'):
         room.cubin(spec("plain"), "sm_90")
 
 
@@ -177,9 +177,8 @@ def test_many_kernels_compile_at_once(nvrtc: Any, kernels: Path, spec: Make) -> 
     specs = [spec("plain", head_dim=dim) for dim in (32, 64, 128)]
     report = room.precompile(specs, "sm_86")
     assert [made.spec for made in report] == specs and all(made.code for made in report)
-    assert [made.spec for made in room.cache_info().compiled] != [] and not any(
-        made.code for made in room.cache_info().compiled
-    )
+    recorded = room.cache_info().compiled
+    assert {made.spec for made in recorded} == set(specs) and not any(made.code for made in recorded)
 
 
 # On a GPU that is not there.
@@ -351,7 +350,10 @@ def test_a_broken_cache_is_passed_with_one_warning(
 def test_what_the_driver_does_not_load_in_either_way_is_no_fault_of_the_cache(
     nvrtc: Any, cupy: Double, spec: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cupy_double.MACHINE_CODE", b"of another driver")
+    def load(self: Module, code: bytes) -> None:
+        raise CUDADriverError("CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid")
+
+    monkeypatch.setattr(Module, "load", load)
     with pytest.raises(RuntimeError, match=r"the driver does not load simt_plain.* by NVRTC 13\.\d+ .*INVALID_IMAGE"):
         room.kernel(spec("plain"), HOPPER)
 

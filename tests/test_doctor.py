@@ -110,7 +110,7 @@ def _nvidia_smi(folder: Path, script: str) -> str:
 @pytest.mark.parametrize(
     ("script", "status", "words"),
     [
-        ("echo 'NVIDIA H100 80GB HBM3, 9.0'; echo 'Tesla T4, 7.5'", "ok", "NVIDIA H100 80GB HBM3, sm_90; Tesla T4, sm_75"),
+        ("echo 'NVIDIA H100, 9.0'; echo 'Tesla T4, 7.5'", "ok", "NVIDIA H100, sm_90; Tesla T4, sm_75"),
         ("echo 'No devices were found'; exit 6", "missing", "No devices were found"),
     ],
 )

@@ -89,7 +89,8 @@ def _reads_environment(tree: ast.Module, allowed: set[str]) -> bool:
 def _heavy(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
     """Packages that only a GPU needs, of those that an import statement asks for."""
     modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-    yield from (name for name in modules if not getattr(node, "level", 0) and name.partition(".")[0] in ("cupy", "cuda"))
+    if not getattr(node, "level", 0):
+        yield from (name for name in modules if name.partition(".")[0] in ("cupy", "cuda"))
 
 
 def _name(node: ast.AST) -> str | None:
