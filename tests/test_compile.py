@@ -438,21 +438,20 @@ def test_a_forked_child_is_told_to_spawn(kernels: Path, tmp_path: Path) -> None:
 # On a real one.
 
 REAL = """
-import sys, pathlib, warnings
+import pathlib, warnings
 import numpy as np
 from cuflash import cache_info, compile as room, params, source
 source.KERNELS = pathlib.Path({kernels!r})
 spec = source.KernelSpec(family="simt", entry="plain", dtype=np.dtype(np.float32),
                          head_dim=64, value_dim=64, block_q=32, block_kv=32)
-import os
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     cupy = room._cupy()
     device = cupy.cuda.Device()
     {damage}
     function = room.kernel(spec, tuple(map(int, (device.compute_capability[:-1], device.compute_capability[-1]))))
-o = cupy.ones(128, cupy.float32)
-record = np.zeros((), params.PARAMS)
+o = cupy.asarray(np.ones(128, np.float32))  # a copy: a kernel of CuPy's own would meet the broken cache too
+record = np.zeros(1, params.PARAMS)
 record["o"]["data"] = o.data.ptr
 function((1,), (128,), (record,))
 assert not o.get().any()
