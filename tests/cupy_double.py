@@ -36,6 +36,7 @@ class Function:
     def __init__(self, name: str, module: Module) -> None:
         self.name, self.module, self.ptr = name, module, id(self)
         self.allowed = 48 << 10
+        self.device = -1
 
 
 class Module:
@@ -136,6 +137,7 @@ class Double(ModuleType):
             self._write(entry, payload)
         module.load(payload)
         self.functions.append(module.get_function(name))
+        self.functions[-1].device = self.device
         return self.functions[-1]
 
     def _nvrtc(self, code: str, name: str, options: tuple[str, ...]) -> bytes:

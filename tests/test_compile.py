@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import locale
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -85,6 +86,37 @@ def test_a_cubin_needs_no_gpu_and_no_temporary_file(
     made = room.cubin(spec("plain"), "sm_90")
     assert made.code.startswith(MACHINE_CODE) and made.advisories == () and not made.is_from_cache
     assert made.resources.registers > 0 and made.resources[1:] == (0, 0, 0)
+
+
+def _sections(elf: bytes) -> dict[str, bytes]:
+    """The sections of a 64-bit ELF file by name."""
+    (start,) = struct.unpack_from("<Q", elf, 40)
+    size, number, names = struct.unpack_from("<HHH", elf, 58)
+    headers = [struct.unpack_from("<IIQQQQ", elf, start + size * index) for index in range(number)]
+    strings = headers[names][4]
+    return {
+        elf[strings + name : elf.index(b"\0", strings + name)].decode(): elf[place : place + length]
+        for name, _, _, _, place, length in headers
+    }
+
+
+def test_a_cubin_is_what_cupy_would_run(nvrtc: Any, kernels: Path, spec: Make) -> None:
+    from cuda.bindings import nvrtc as compiler
+
+    path = kernels / "simt" / "plain.cu"
+    text = path.read_text().replace("Element(0)", "Element(params.shape.softmax_scale) * 1.5f")
+    path.write_text(text + 'static_assert(__cplusplus == 201703L, "C++17");\n')
+    # CuPy adds the last three to ours.
+    ours = (*room._OPTIONS, "-arch=sm_90")
+    options = [*ours, "-ftz=true", "-arch=sm_90", "--device-as-default-execution-space"]
+    _, program = compiler.nvrtcCreateProgram(room._text(spec("plain")).encode(), b"simt_plain.cu", 0, [], [])
+    (status,) = compiler.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    _, size = compiler.nvrtcGetCUBINSize(program)
+    code = b" " * size
+    compiler.nvrtcGetCUBIN(program, code)
+    wanted, got = _sections(code), _sections(room.cubin(spec("plain"), "sm_90").code)
+    assert status == 0 and got.keys() == wanted.keys() and ".debug_line" in got
+    assert got[".text.simt_plain"] == wanted[".text.simt_plain"]
 
 
 def test_spills_are_counted(nvrtc: Any, kernels: Path, spec: Make) -> None:
@@ -250,6 +282,7 @@ def test_kernels_are_loaded_ahead_on_the_callers_device(cupy: Double, spec: Make
         report = room.precompile(specs, HOPPER)
         room.kernel(specs[0], HOPPER)
     assert [made.spec for made in report] == specs and len(cupy.compiled) == 2
+    assert [function.device for function in cupy.functions] == [1, 1]
 
 
 def test_the_cache_is_described(cupy: Double, spec: Make) -> None:
