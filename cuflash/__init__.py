@@ -13,9 +13,10 @@ from .api import attention, attention_vjp, plan
 from .arrays import ShapeDtype
 from .block_index import BlockIndex
 from .bounds import Bounds, error_bound
+from .compile import cache_info
 from .device import DeviceSpec
 from .doctor import doctor
-from .errors import UnsupportedProblem
+from .errors import CompileError, UnsupportedProblem
 from .launch import Executable, Gradients
 from .states import merge
 
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockIndex",
     "Bounds",
+    "CompileError",
     "DeviceSpec",
     "Executable",
     "Gradients",
@@ -31,6 +33,7 @@ __all__ = [
     "UnsupportedProblem",
     "attention",
     "attention_vjp",
+    "cache_info",
     "doctor",
     "error_bound",
     "masks",

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import threadpoolctl
 
+from .compile import cache_info, nvrtc_version
 from .device import DeviceSpec
 
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -135,6 +136,40 @@ def _driver(subject: str) -> Finding:
     return Finding(subject=subject, detail=f"for CUDA {major}.{minor} and older")
 
 
+def _gpus(subject: str) -> Finding:
+    """Asks nvidia-smi, since asking the driver itself would start CUDA here, and forked children could not use it."""
+    path = shutil.which("nvidia-smi")
+    if path is None:
+        return Finding(subject=subject, status="missing", detail="no nvidia-smi", advice="fine without an NVIDIA GPU")
+    command = [path, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+    if run.returncode != 0:
+        return Finding(subject=subject, status="missing", detail=(run.stdout + run.stderr).strip().partition("\n")[0])
+    chips = [line.rpartition(", ") for line in run.stdout.strip().splitlines()]
+    return Finding(subject=subject, detail="; ".join(f"{name}, sm_{cap.replace('.', '')}" for name, _, cap in chips))
+
+
+def _nvrtc(subject: str) -> Finding:
+    try:
+        major, minor = nvrtc_version()
+    except RuntimeError as error:
+        what, _, how = str(error).rpartition(": ")
+        return Finding(subject=subject, status="missing", detail=what, advice=f"only for a GPU: {how}")
+    return Finding(subject=subject, detail=f"{major}.{minor}")
+
+
+def _kernel_cache(subject: str) -> Finding:
+    info = cache_info()
+    if info.folder is None:
+        return Finding(subject=subject, detail="in memory, as CUPY_CACHE_IN_MEMORY says")
+    detail = f"{info.folder}, {info.entries} kernels, {info.nbytes} bytes"
+    place = next(folder for folder in (info.folder, *info.folder.parents) if folder.exists())
+    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+        return Finding(subject=subject, detail=detail)
+    advice = "kernels are compiled anew in each process: set CUPY_CACHE_DIR to a folder of your own"
+    return Finding(subject=subject, status="missing", detail=f"{place} cannot be written", advice=advice)
+
+
 def _cupy(subject: str) -> Finding:
     found = {name: _version(name) for name in _CUPY}
     installed = [f"{name} {version}" for name, version in found.items() if version]
@@ -168,5 +203,8 @@ _CHECKS = {
     "executor gpu": _executor_absent,
     "C++ compiler": _compiler,
     "NVIDIA driver": _driver,
+    "GPUs": _gpus,
+    "NVRTC": _nvrtc,
     "CuPy": _cupy,
+    "kernel cache": _kernel_cache,
 }

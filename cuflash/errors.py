@@ -1,9 +1,12 @@
-"""The one exception for problems that cuflash does not solve."""
+"""The exception for problems that cuflash does not solve, and the one for kernels that do not compile."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+
+_LOG_LINES = 40  # as many of them are shown
 
 
 class UnsupportedProblem(ValueError):
@@ -31,6 +34,37 @@ class UnsupportedProblem(ValueError):
         if len(self.reasons) == 1:
             return self.reasons[0]
         return "\n- ".join([f"{len(self.reasons)} reasons:", *self.reasons])
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused the text of a kernel: a fault of cuflash, or of a version of NVRTC that it does not know.
+
+    >>> print(CompileError("simt_forward head_dim 64", "sm_90", "kernels_cu/simt/forward.cu(7): error: expected a ;"))
+    simt_forward head_dim 64 does not compile for sm_90:
+    kernels_cu/simt/forward.cu(7): error: expected a ;
+    CUFLASH_DUMP=<folder> in the environment writes the text that the compiler saw
+
+    Attributes
+    ----------
+    kernel, architecture : str
+    log : str
+        What NVRTC said, with lines of our files.
+    text : str
+        Where the text lies, if CUFLASH_DUMP was set.
+    """
+
+    def __init__(self, kernel: str, architecture: str, log: str, text: str = "") -> None:
+        self.kernel, self.architecture, self.log, self.text = kernel, architecture, log, text
+        super().__init__(kernel, architecture, log, text)
+
+    def __str__(self) -> str:
+        advice = "CUFLASH_DUMP=<folder> in the environment writes the text that the compiler saw"
+        if self.text:
+            advice = f"the text that the compiler saw is {self.text}"
+        lines = self.log.splitlines()
+        if len(lines) > _LOG_LINES:
+            lines[_LOG_LINES:] = [f"... {len(lines) - _LOG_LINES} more lines in .log"]
+        return "\n".join([f"{self.kernel} does not compile for {self.architecture}:", *lines, advice])
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def _strides(view: View, plan: Plan) -> tuple[int, ...]:
 
 
 def _folded(batch: tuple[int, ...], strides: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Leading axes as (extent, a stride for each array), neighbours joined where every array steps through both alike."""
+    """Leading axes as (extent, a stride for each array), neighbours joined where all arrays step through both alike."""
     axes: list[tuple[int, tuple[int, ...]]] = []
     for extent, steps in zip(batch, zip(*strides)):
         if extent == 1:

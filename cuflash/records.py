@@ -53,16 +53,15 @@ _RECORDS = {"Matrices": MATRICES, "Shape": SHAPE, "Work": WORK, "Params": PARAMS
 
 
 def assertions(*, host: bool = False) -> str:
-    """C++ that stops the compiler where a record of params.cuh does not lie as its NumPy twin does.
-
-    NVRTC knows no offsetof, but the operator that its makers' own is made of.
-    """
-    offset_of = "__builtin_offsetof({}, {})" if host else "__INTADDR__(&(({}*)0)->{})"
+    """C++ that stops NVRTC, or the host's compiler, where a record of params.cuh is not laid out as its NumPy twin."""
+    # NVRTC has no offsetof without headers, but the operator that its front end's own offsetof is made of.
+    place = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
     lines = []
     for record, dtype in _RECORDS.items():
         assert dtype.fields is not None
-        for name, (_, offset, *_) in dtype.fields.items():
+        for name, (kind, offset, *_) in dtype.fields.items():
             member = "do_" if name == "do" else name
-            lines.append(f'static_assert({offset_of.format(record, member)} == {offset}, "{record}.{name}");')
+            lies = f"{place.format(record, member)} == {offset} && sizeof({record}::{member}) == {kind.itemsize}"
+            lines.append(f'static_assert({lies}, "{record}.{name}");')
         lines.append(f'static_assert(sizeof({record}) == {dtype.itemsize}, "{record}");')
     return "\n".join(["namespace cuflash::attention {", *lines, "}  // namespace cuflash::attention", ""])

@@ -23,7 +23,7 @@ _ELEMENTS = {
     np.dtype(np.float32): "float",
     np.dtype(np.float64): "double",
 }
-_INCLUDE = re.compile(r"\s*#\s*include\b(.*)")
+_INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
 _OURS = re.compile(r"\s*<((?:ptx|tile|attention)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
 
@@ -84,8 +84,8 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     seen: set[str] = set()
     types = "".join(_flattened("ptx/types.cuh", seen, host))
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", seen, host))
-    layout = assertions(host=host) if "attention/params.cuh" in seen else ""
-    return f"// {spec}\n{types}{spec.constants()}{entry}{layout}"
+    layout = f'#line 1 "cuflash/records.py: assertions()"\n{assertions(host=host)}'
+    return f"// {spec}\n{types}{spec.constants()}{entry}{layout if 'attention/params.cuh' in seen else ''}"
 
 
 def flatten(path: str, *, host: bool = False) -> str:

@@ -1,12 +1,19 @@
-"""Hypothesis profiles (CUFLASH_PROFILE=ci, dev or long), the gpu marker, and arrays of a device that is not there."""
+"""Hypothesis profiles (CUFLASH_PROFILE=ci, dev or long), the gpu marker, a device that is not there, test kernels."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import device_double
+import numpy as np
 import pytest
+from cuflash import compile as compiling
+from cuflash import source as sources
 from hypothesis import HealthCheck, settings
 
 # Timings on a busy machine say nothing about the code: no deadline, and slow examples are no failure.
@@ -40,3 +47,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> ModuleType:
     """The stand-in for CuPy: device.to_device, device.to_host, device.namespace, device.transfers_allowed."""
     return device_double
+
+
+@pytest.fixture(scope="session")
+def nvrtc() -> tuple[int, int]:
+    """The version of NVRTC, without which a test makes no sense; the test extra installs it where there is a wheel."""
+    try:
+        return compiling.nvrtc_version()
+    except RuntimeError as error:
+        if sys.platform in ("linux", "win32"):
+            raise
+        pytest.skip(f"{sys.platform} has no wheels of NVRTC ({error})")
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of kernels_cu/ with the kernels of tests/kernels/ in it, which sources are made of meanwhile."""
+    folder = tmp_path / "kernels_cu"
+    for original in (sources.KERNELS, Path(__file__).parent / "kernels"):
+        shutil.copytree(original, folder, dirs_exist_ok=True)
+    monkeypatch.setattr(sources, "KERNELS", folder)
+    sources.source.cache_clear()
+    yield folder
+    sources.source.cache_clear()
+
+
+@pytest.fixture
+def spec() -> Callable[..., sources.KernelSpec]:
+    """spec("plain", head_dim=128): a kernel's specification, simt and small but for what is said."""
+
+    def make(entry: str = "plain", **fields: object) -> sources.KernelSpec:
+        small = {"family": "simt", "head_dim": 64, "value_dim": 64, "block_q": 32, "block_kv": 32}
+        return sources.KernelSpec(**{**small, "entry": entry, "dtype": np.dtype(np.float32), **fields})
+
+    return make

@@ -100,6 +100,51 @@ def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert room.doctor()["C++ compiler"].status == "missing"
 
 
+def _nvidia_smi(folder: Path, script: str) -> str:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "words"),
+    [
+        ("echo 'NVIDIA H100, 9.0'; echo 'Tesla T4, 7.5'", "ok", "NVIDIA H100, sm_90; Tesla T4, sm_75"),
+        ("echo 'No devices were found'; exit 6", "missing", "No devices were found"),
+    ],
+)
+def test_gpus_are_named_with_their_architecture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, status: str, words: str
+) -> None:
+    monkeypatch.setenv("PATH", _nvidia_smi(tmp_path, script))
+    finding = room.doctor()["GPUs"]
+    assert (finding.status, words in finding.detail) == (status, True)
+
+
+def test_a_missing_nvrtc_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    finding = room.doctor()["NVRTC"]
+    assert (finding.status, "pip install 'cuflash[cuda13]'" in finding.advice) == ("missing", True)
+
+
+def test_the_kernel_cache_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / f"{'0f' * 20}.cubin").write_bytes(b"12345")
+    (tmp_path / "tmpabc").write_bytes(b"left by a writer that was killed")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+    assert room.doctor()["kernel cache"].detail == f"{tmp_path}, 1 kernels, 5 bytes"
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
+    assert "in memory" in room.doctor()["kernel cache"].detail
+
+
+def test_a_kernel_cache_that_cannot_be_made_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+    assert "CUPY_CACHE_DIR" in room.doctor()["kernel cache"].advice
+
+
 def test_the_module_runs_as_a_program() -> None:
     command = [sys.executable, "-m", "cuflash"]
     run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
 ROOMS = """errors arrays device mask block_set masks patterns problem reference classify block_index work_list
-records source tiles plans params passes states bounds compile cpu gpu sim.build sim.launch sim launch api doctor cuflash __main__
+records source tiles plans params passes states bounds compile cpu gpu sim.build sim.launch sim launch api doctor
+cuflash __main__
 testing.oracle testing.assertions testing.strategies testing.properties testing""".split()
 
 THIRD_PARTY = {
@@ -23,6 +24,7 @@ THIRD_PARTY = {
     "patterns": {"scipy"},
     "block_index": {"scipy"},
     "bounds": {"ml_dtypes", "scipy"},
+    "compile": {"cuda", "cupy"},
     "cpu": {"threadpoolctl"},
     "gpu": {"cupy"},
     "doctor": {"threadpoolctl"},
@@ -42,8 +44,14 @@ NEVER = {
     "cpu": {"reference"},
     "launch": {"reference"},
 }
+# Functions that may look at the environment.
+ENVIRONMENT = {"compile": {"_environment", "_spare_cupy_its_folder"}}
 # Rooms that ask or carry do not decide.
-WORDS = {"device": {"head_dim", "seqlen_q", "seqlen_kv"}, "launch": {"head_dim", "block_q", "block_kv"}}
+WORDS = {
+    "compile": {"head_dim", "value_dim", "block_q", "block_kv", "seqlen_q", "seqlen_kv"},
+    "device": {"head_dim", "seqlen_q", "seqlen_kv"},
+    "launch": {"head_dim", "block_q", "block_kv"},
+}
 SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "legacy", "experimental"}
 
 
@@ -54,17 +62,37 @@ def rules(room: str, source: str) -> Iterator[str]:
     if room not in ROOMS:
         yield f"{room} is not in the table of rooms"
         return
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    if room != "doctor" and _reads_environment(tree, ENVIRONMENT.get(room, set())):
+        yield "reads the environment"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and node in tree.body:
+            yield from (f"imports {name} before it is needed" for name in _heavy(node))
         for target, names in _imports(room, node):
             yield from _import_rules(room, target, names)
         if isinstance(node, ast.Call) and _name(node.func) in ("eval", "exec", "import_module", "__import__"):
             yield f"calls {_name(node.func)}"
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and getattr(node.value, "value", True):
             yield "allows pickles"
-        if _name(node) in ("environ", "getenv") and room != "doctor":
-            yield "reads the environment"
         if _name(node) in WORDS.get(room, ()):
             yield f"speaks of {_name(node)}"
+
+
+def _reads_environment(tree: ast.Module, allowed: set[str]) -> bool:
+    inside = {
+        id(node)
+        for function in tree.body
+        if isinstance(function, ast.FunctionDef) and function.name in allowed
+        for node in ast.walk(function)
+    }
+    return any(_name(node) in ("environ", "getenv") and id(node) not in inside for node in ast.walk(tree))
+
+
+def _heavy(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Packages that only a GPU needs, of those that an import statement asks for."""
+    modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+    if not getattr(node, "level", 0):
+        yield from (name for name in modules if name.partition(".")[0] in ("cupy", "cuda"))
 
 
 def _name(node: ast.AST) -> str | None:
@@ -155,6 +183,11 @@ PLANTED = {
     ("api", "np.load(f, allow_pickle=True)"): "allows pickles",
     ("api", "eval('1')"): "calls eval",
     ("cpu", "import os\nos.environ['X']"): "reads the environment",
+    ("compile", "import os\ndef _dump(): return os.environ['X']"): "reads the environment",
+    ("compile", "import os\nX = os.getenv('X')\ndef _environment(): return os.environ"): "reads the environment",
+    ("compile", "import cupy"): "imports cupy before it is needed",
+    ("compile", "from cuda.core import Program"): "imports cuda.core before it is needed",
+    ("compile", "spec.head_dim > 64"): "speaks of head_dim",
     ("device", "def f(head_dim): ..."): "speaks of head_dim",
     ("launch", "if problem.head_dim > 64: pass"): "speaks of head_dim",
     ("utils", ""): "a room is named after a concept",
@@ -174,6 +207,8 @@ def test_a_planted_violation_is_caught(room: str, source: str) -> None:
         ("cuflash", "from . import masks\nfrom .api import attention\nfrom .doctor import doctor"),
         ("testing.properties", "from hypothesis import given\nfrom .. import masks, attention\nfrom .oracle import x"),
         ("testing", "from .oracle import check\nfrom . import strategies"),
+        ("compile", "import os\ndef _environment(): return os.environ"),
+        ("compile", "def _cupy():\n    import cupy\n    return cupy"),
         ("arrays", "import ml_dtypes\nfrom .errors import UnsupportedProblem"),
     ],
 )

@@ -1,0 +1,474 @@
+"""From a specification to machine code: NVRTC, CuPy's cache of what it made, and the faults of either.
+
+CuPy compiles and keeps what runs. `cubin` compiles the same text without CuPy, driver or GPU: for tests, and for where
+CuPy's cache fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from .errors import CompileError, UnsupportedProblem
+from .source import KernelSpec, source
+
+# What CuPy is told beside the architecture; it adds the last two itself.
+_OPTIONS = ("-std=c++17", "-lineinfo")
+_CUPY_ADDS = {"ftz": True, "device_as_default_execution_space": True}
+
+_OLDEST = {"sm80": (8, 0), "sm90": (9, 0)}  # of a family; what NVRTC 13 still compiles for is 7.5 and newer
+_WITHOUT_ASKING = 48 << 10  # dynamic shared memory, bytes
+_PACKAGES = "pip install 'cuflash[cuda13]', or [cuda12] for a driver older than CUDA 13"
+
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_ADVISORY = re.compile(r"\(C\d{4}\)|\bwarning\b")
+_ENTRY = re.compile(r"[0-9a-f]{40}\.cubin")
+
+
+class Resources(NamedTuple):
+    """What one thread, or for shared memory one block, of a kernel takes."""
+
+    registers: int
+    stack_bytes: int  # spilled registers and arrays
+    shared_bytes: int  # static
+    spill_bytes: int | None  # stored and loaded; None where the driver was asked, which does not tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A kernel for one architecture, and how it came to be.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+    architecture : str
+    seconds : float
+        Time to compile, or to find it in CuPy's cache, and to load it where there is a GPU.
+    is_from_cache : bool
+    resources : Resources
+    log : str
+        What the compiler said.
+    code : bytes
+        The cubin; empty where the driver holds it.
+    """
+
+    spec: KernelSpec
+    architecture: str
+    seconds: float
+    is_from_cache: bool
+    resources: Resources
+    log: str = field(repr=False)
+    code: bytes = field(repr=False, default=b"")
+
+    @property
+    def advisories(self) -> tuple[str, ...]:
+        """Lines of the log that warn: a serialised wgmma (C7510), an unused variable."""
+        return tuple(line for line in self.log.splitlines() if _ADVISORY.search(line))
+
+    def __str__(self) -> str:
+        registers, stack, shared, _ = self.resources
+        origin = "CuPy's cache" if self.is_from_cache else "compiled"
+        return (
+            f"{self.spec}, {self.architecture}: {origin} in {self.seconds:.2f} s, {registers} registers, "
+            f"{stack} bytes of stack, {shared} bytes of shared memory"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInfo:
+    """CuPy's cache of compiled kernels, of all programs of this user, and what this process compiled of ours.
+
+    Attributes
+    ----------
+    folder : pathlib.Path or None
+        None where CuPy keeps nothing on disk.
+    entries, nbytes : int
+        Files in the folder, and their size.
+    compiled : tuple of Compiled
+        Each kernel of cuflash that this process compiled or loaded.
+    """
+
+    folder: Path | None
+    entries: int
+    nbytes: int
+    compiled: tuple[Compiled, ...]
+
+    def __str__(self) -> str:
+        place = "in memory" if self.folder is None else f"{self.folder}: {self.entries} kernels, {self.nbytes} bytes"
+        return "\n".join([place, *map(str, self.compiled)])
+
+
+_Key = tuple[KernelSpec, str, int]  # the last is a device
+
+
+class _Loaded:
+    """A kernel on a device, once it is there; the lock makes the first thread compile and the others wait."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.function: Any = None
+        self.shared_bytes = _WITHOUT_ASKING
+
+
+_guard = Lock()
+_loaded: dict[_Key, _Loaded] = {}
+_compiled: dict[_Key, Compiled] = {}
+_process: int | None = None  # that used CUDA first
+_warned = False
+
+
+def architecture(spec: KernelSpec, compute_capability: tuple[int, int]) -> str:
+    """What NVRTC calls the machine code for a chip.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The kernel's family needs another chip.
+    """
+    major, minor = compute_capability
+    oldest = _OLDEST.get(spec.family, (7, 5))
+    if compute_capability < oldest or spec.family == "sm90" and compute_capability != (9, 0):
+        wanted = f"{oldest[0]}.{oldest[1]}" + ("" if spec.family == "sm90" else " or newer")
+        raise UnsupportedProblem(
+            [f"kernel={spec.family!r} needs compute capability {wanted}; got {major}.{minor}: use kernel='auto'"]
+        )
+    return f"sm_{major}{minor}" + ("a" if spec.family == "sm90" else "")
+
+
+def cubin(spec: KernelSpec, architecture: str) -> Compiled:
+    """Compile without a GPU, a driver or a cache.
+
+    Raises
+    ------
+    CompileError
+        NVRTC refuses the text.
+    RuntimeError
+        A package is missing, or NVRTC does not know the architecture.
+    """
+    started = perf_counter()
+    code, log = _nvrtc(spec, architecture)
+    seconds = perf_counter() - started
+    made = Compiled(
+        spec=spec, architecture=architecture, seconds=seconds, is_from_cache=False,
+        resources=_resources(log), log=log, code=code,
+    )  # fmt: skip
+    _compiled[spec, architecture, -1] = replace(made, code=b"")
+    return made
+
+
+def kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, shared_bytes: int = 0) -> Any:
+    """The kernel as a cupy.cuda.Function of the current device, compiled by the first call that asks for it.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    compute_capability : (int, int)
+        Of the current device.
+    shared_bytes : int
+        The most dynamic shared memory that a launch will ask for.
+
+    Raises
+    ------
+    CompileError
+        NVRTC refuses the text.
+    RuntimeError
+        A package or the GPU is missing, a version is too old, or the process was forked from one that used CUDA.
+    """
+    name = architecture(spec, compute_capability)
+    cupy, device = _device()
+    return _kernel(cupy, device, spec, name, shared_bytes)
+
+
+def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tuple[Compiled, ...]:
+    """Compile many kernels at once, on as many threads as there are cores.
+
+    Parameters
+    ----------
+    specs : iterable of KernelSpec
+    target : (int, int) or str
+        The compute capability of the current device: kernels are loaded there, and CuPy's cache keeps them.
+        Or an architecture, "sm_90a" say: no GPU is needed, and nothing is kept but what is returned.
+
+    Raises
+    ------
+    CompileError, RuntimeError
+        Of the first kernel that fails.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        if isinstance(target, str):
+            return tuple(pool.map(lambda spec: cubin(spec, target), specs))
+        keys = [(spec, architecture(spec, target)) for spec in specs]
+        cupy, device = _device()
+        list(pool.map(lambda key: _kernel(cupy, device, key[0], key[1], 0), keys))
+        return tuple(_compiled[spec, name, device] for spec, name in keys)
+
+
+def cache_info() -> CacheInfo:
+    """What CuPy's cache holds, and what this process compiled.
+
+    >>> info = cache_info()
+    >>> info.nbytes >= info.entries
+    True
+
+    Neither CuPy nor CUDA is started.
+
+    Returns
+    -------
+    CacheInfo
+        A record that prints itself; each of its `compiled` has `spec`, `architecture`, `seconds`, `is_from_cache` and
+        `resources`.
+    """
+    environment = _environment()
+    folder = None if environment.in_memory else environment.cache
+    files = []
+    if folder is not None and folder.is_dir():
+        files = [entry.stat().st_size for entry in os.scandir(folder) if _ENTRY.fullmatch(entry.name)]
+    return CacheInfo(folder=folder, entries=len(files), nbytes=sum(files), compiled=tuple(_compiled.values()))
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """The version of the compiler, without CuPy and without a driver.
+
+    Raises
+    ------
+    RuntimeError
+        It is not there.
+    """
+    try:
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(f"cuda-bindings or NVRTC is missing ({_first_line(error)}): {_PACKAGES}") from error
+    return major, minor
+
+
+def _nvrtc(spec: KernelSpec, architecture: str) -> tuple[bytes, str]:
+    """Machine code and log, out of memory and into memory."""
+    version = nvrtc_version()
+    try:
+        with _guard:  # its first import is not safe from several threads
+            from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise RuntimeError(f"cuda-core is missing ({error}): {_PACKAGES}") from error
+    text = source(spec)
+    dumped = _dump(spec, architecture, text)
+    log = io.StringIO()
+    options = ProgramOptions(
+        name=f"{spec.name}.cu",  # without a name the text goes through a temporary file
+        arch=architecture, std="c++17", lineinfo=True, ptxas_options=["-v"], **_CUPY_ADDS,
+    )  # fmt: skip
+    try:
+        code = Program(text, "c++", options=options).compile("cubin", logs=log).code
+    except Exception as error:  # NVRTCError has no public name
+        if "NVRTC_ERROR" not in str(error):
+            raise
+        raise _failure(spec, architecture, str(error), version, dumped) from None
+    return bytes(code), log.getvalue().replace("\0", "")
+
+
+def _failure(
+    spec: KernelSpec, architecture: str, log: str, version: tuple[int, int], dumped: str
+) -> CompileError | RuntimeError:
+    log = log.replace("\0", "").partition("compilation log:")[2].strip() or log.replace("\0", "").strip()
+    if "--gpu-architecture" in log:
+        return RuntimeError(
+            f"NVRTC {version[0]}.{version[1]} does not compile for {architecture}: install a newer one, "
+            f"or an older one for a chip before sm_75 ({_PACKAGES})"
+        )
+    return CompileError(str(spec), architecture, log, dumped)
+
+
+def _resources(log: str) -> Resources:
+    """What ptxas says of a kernel and the functions that it did not inline."""
+    registers = [int(found) for found in _REGISTERS.findall(log)]
+    stacks = [tuple(map(int, found)) for found in _STACK.findall(log)]
+    if not registers or not stacks:
+        raise RuntimeError(f"NVRTC's log names no registers, so this version of it is not known to cuflash:\n{log}")
+    return Resources(
+        registers=max(registers),
+        stack_bytes=max(stack for stack, _, _ in stacks),
+        shared_bytes=max(map(int, _SHARED.findall(log)), default=0),
+        spill_bytes=sum(stored + loaded for _, stored, loaded in stacks),
+    )
+
+
+def _device() -> tuple[Any, int]:
+    """CuPy and its current device, in the one process that may use them."""
+    global _process
+    if _process not in (None, os.getpid()):
+        raise RuntimeError(
+            "this process was forked from one that had used CUDA, which does not survive a fork: start it by "
+            "multiprocessing.get_context('spawn') or 'forkserver'"
+        )
+    cupy = _cupy()
+    try:
+        device = int(cupy.cuda.runtime.getDevice())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        advice = "python -m cuflash says what this machine has"
+        raise RuntimeError(f"CuPy finds no usable GPU ({error}): {advice}") from error
+    _process = os.getpid()
+    return cupy, device
+
+
+def _cupy() -> Any:
+    if "cupy" not in sys.modules:
+        _spare_cupy_its_folder()
+    try:
+        import cupy
+    except ImportError as error:
+        raise RuntimeError(f"CuPy is missing ({_first_line(error)}): {_PACKAGES}") from error
+    return cupy
+
+
+def _spare_cupy_its_folder() -> None:
+    """CuPy does not import where it cannot make the folder of its cache: name one that is there, keep nothing in it."""
+    try:
+        _environment().cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _warn(f"CuPy's cache folder cannot be made ({error}), so kernels are compiled anew in each process")
+        os.environ.update(CUPY_CACHE_DIR=tempfile.gettempdir(), CUPY_CACHE_IN_MEMORY="1")
+
+
+def _kernel(cupy: Any, device: int, spec: KernelSpec, architecture: str, shared_bytes: int) -> Any:
+    with _guard:
+        loaded = _loaded.setdefault((spec, architecture, device), _Loaded())
+    if loaded.function is not None and shared_bytes <= loaded.shared_bytes:
+        return loaded.function
+    with loaded.lock, cupy.cuda.Device(device):
+        if loaded.function is None:
+            function, made = _load(cupy, spec, architecture)
+            _compiled[spec, architecture, device] = made
+            loaded.function = function
+        if shared_bytes > loaded.shared_bytes:
+            _allow(cupy, spec, loaded.function, shared_bytes)
+            loaded.shared_bytes = shared_bytes
+    return loaded.function
+
+
+class _Log(io.StringIO):
+    """CuPy writes to it, if only an empty text, exactly when it compiles."""
+
+    is_written = False
+
+    def write(self, text: str, /) -> int:
+        self.is_written = True
+        return super().write(text)
+
+
+def _load(cupy: Any, spec: KernelSpec, architecture: str) -> tuple[Any, Compiled]:
+    """The kernel on the current device, through CuPy's cache, or past it where that fails."""
+    started = perf_counter()
+    try:
+        version = cupy.cuda.nvrtc.getVersion()
+    except RuntimeError as error:
+        raise RuntimeError(f"NVRTC is missing ({_first_line(error)}): {_PACKAGES}") from error
+    text = source(spec)
+    dumped = _dump(spec, architecture, text)
+    log = _Log()
+    raw = cupy.RawKernel(text, spec.name, (*_OPTIONS, f"-arch={architecture}"))
+    try:
+        raw.compile(log_stream=log)
+        function, said, is_from_cache = raw.kernel, log.getvalue(), not log.is_written
+    except cupy.cuda.compiler.CompileException as error:
+        raise _failure(spec, architecture, str(error), version, dumped) from None
+    except (OSError, cupy.cuda.driver.CUDADriverError) as error:
+        function, said = _load_past_the_cache(cupy, spec, architecture, error)
+        is_from_cache = False
+    made = Compiled(
+        spec=spec, architecture=architecture, seconds=perf_counter() - started, is_from_cache=is_from_cache,
+        resources=_resources_loaded(cupy, function), log=said.replace("\0", ""),
+    )  # fmt: skip
+    return function, made
+
+
+def _load_past_the_cache(cupy: Any, spec: KernelSpec, architecture: str, fault: Exception) -> tuple[Any, str]:
+    """Compile in memory and load. What fails here too is no fault of the cache."""
+    code, log = _nvrtc(spec, architecture)
+    module = cupy.cuda.Module()
+    try:
+        module.load(code)
+        function = module.get_function(spec.name)
+    except cupy.cuda.driver.CUDADriverError as error:
+        major, minor = nvrtc_version()
+        raise RuntimeError(
+            f"the driver does not load {spec.name}, compiled for {architecture} by NVRTC {major}.{minor} ({error}): "
+            "it may be older than that NVRTC (python -m cuflash shows both), or an earlier kernel of any library failed"
+        ) from error
+    _warn(f"CuPy's cache does not work ({fault}), so kernels are compiled anew: see cuflash.cache_info()")
+    return function, log
+
+
+def _resources_loaded(cupy: Any, function: Any) -> Resources:
+    driver = cupy.cuda.driver
+    return Resources(
+        registers=driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function.ptr),
+        stack_bytes=driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function.ptr),
+        shared_bytes=driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr),
+        spill_bytes=None,
+    )
+
+
+def _allow(cupy: Any, spec: KernelSpec, function: Any, shared_bytes: int) -> None:
+    """Let launches ask for more dynamic shared memory than every chip has."""
+    driver, runtime = cupy.cuda.driver, cupy.cuda.runtime
+    try:
+        driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+    except driver.CUDADriverError as error:
+        static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
+        most = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, runtime.getDevice())
+        raise RuntimeError(
+            f"{spec} asks for {shared_bytes} bytes of shared memory beside its own {static}; "
+            f"a block of this GPU has {most} ({error})"
+        ) from error
+
+
+class _Environment(NamedTuple):
+    dump: Path | None
+    cache: Path
+    in_memory: bool
+
+
+def _environment() -> _Environment:
+    """CUFLASH_DUMP, and where CuPy keeps its cache, read as CuPy reads it."""
+    dump = os.environ.get("CUFLASH_DUMP")
+    cache = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
+    in_memory = os.environ.get("CUPY_CACHE_IN_MEMORY") == "1"
+    return _Environment(Path(dump) if dump else None, Path(cache), in_memory)
+
+
+def _dump(spec: KernelSpec, architecture: str, text: str) -> str:
+    """Write a text for people to read, if they asked; where it went."""
+    folder = _environment().dump
+    if folder is None:
+        return ""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{spec.name}-{architecture}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.cu"
+    path.write_text(text, "utf-8")
+    return str(path)
+
+
+def _warn(message: str) -> None:
+    """Once a process: every kernel would say the same."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

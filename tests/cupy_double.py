@@ -1,0 +1,166 @@
+"""A stand-in for the part of CuPy that compiles and loads: its cache on disk, with the faults that CuPy's own has.
+
+As in CuPy 14's `cupy/cuda/_compiler_cache.py`: an entry is the SHA-1 of the code, then the code; one whose digest is
+wrong is a miss, while errors of the file system escape from reading and writing, and a forged entry reaches the driver.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+MACHINE_CODE = b"\x7fELF"
+STATIC_BYTES, MOST_BYTES = 1024, 232448
+FUNCTION_ATTRIBUTES = {"NUM_REGS": 40, "LOCAL_SIZE_BYTES": 0, "SHARED_SIZE_BYTES": STATIC_BYTES}
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class CUDADriverError(RuntimeError):
+    pass
+
+
+class CompileException(Exception):
+    pass
+
+
+class Function:
+    def __init__(self, name: str, module: Module) -> None:
+        self.name, self.module, self.ptr = name, module, id(self)
+        self.allowed = 48 << 10
+        self.device = -1
+
+
+class Module:
+    def __init__(self) -> None:
+        self.code = b""
+
+    def load(self, code: bytes) -> None:
+        if not code.startswith(MACHINE_CODE):
+            raise CUDADriverError("CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid")
+        self.code = code
+
+    def get_function(self, name: str) -> Function:
+        if name.encode() not in self.code:
+            raise CUDADriverError("CUDA_ERROR_NOT_FOUND: named symbol not found")
+        return Function(name, self)
+
+
+class Double(ModuleType):
+    """`import cupy`, once it stands in sys.modules.
+
+    Attributes
+    ----------
+    compiled : list of str
+        The texts that NVRTC would have seen.
+    most_at_once : int
+        The most threads that were compiling at the same time.
+    """
+
+    def __init__(self, cache: Path, seconds: float = 0) -> None:
+        super().__init__("cupy")
+        self.cache, self.seconds = cache, seconds
+        self.compiled: list[str] = []
+        self.options: list[tuple[str, ...]] = []
+        self.functions: list[Function] = []
+        self.most_at_once = self._at_once = 0
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        cache.mkdir(parents=True, exist_ok=True)
+        double = self
+
+        class Device:
+            def __init__(self, number: int) -> None:
+                self.number = number
+
+            def __enter__(self) -> None:
+                self.before, double._thread.device = double.device, self.number
+
+            def __exit__(self, *error: Any) -> None:
+                double._thread.device = self.before
+
+        class RawKernel:
+            def __init__(self, code: str, name: str, options: tuple[str, ...]) -> None:
+                self.code, self.name, self.options = code, name, options
+
+            def compile(self, log_stream: Any) -> None:
+                self.kernel = double._compiled(self.code, self.name, self.options, log_stream)
+
+        constants = {f"CU_FUNC_ATTRIBUTE_{name}": name for name in FUNCTION_ATTRIBUTES}
+        self.RawKernel = RawKernel
+        self.cuda = SimpleNamespace(
+            Device=Device,
+            Module=Module,
+            compiler=SimpleNamespace(CompileException=CompileException),
+            nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
+            driver=SimpleNamespace(
+                CUDADriverError=CUDADriverError,
+                CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="allowed",
+                funcGetAttribute=lambda attribute, pointer: FUNCTION_ATTRIBUTES[attribute],
+                funcSetAttribute=self._set,
+                **constants,
+            ),
+            runtime=SimpleNamespace(
+                CUDARuntimeError=CUDARuntimeError,
+                cudaDevAttrMaxSharedMemoryPerBlockOptin=97,
+                getDevice=lambda: self.device,
+                deviceGetAttribute=lambda attribute, device: {97: MOST_BYTES}[attribute],
+            ),
+        )
+
+    @property
+    def device(self) -> int:
+        return getattr(self._thread, "device", 0)
+
+    def _set(self, pointer: int, attribute: str, value: int) -> None:
+        assert attribute == "allowed"
+        if value + STATIC_BYTES > MOST_BYTES:
+            raise CUDADriverError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+        (function,) = (function for function in self.functions if function.ptr == pointer)
+        function.allowed = value
+
+    def _compiled(self, code: str, name: str, options: tuple[str, ...], log_stream: Any) -> Function:
+        entry = hashlib.sha1(f"{options} {code}".encode()).hexdigest() + ".cubin"
+        module = Module()
+        payload = self._read(entry)
+        if payload is None:
+            payload = self._nvrtc(code, name, options)
+            log_stream.write("")
+            self._write(entry, payload)
+        module.load(payload)
+        self.functions.append(module.get_function(name))
+        self.functions[-1].device = self.device
+        return self.functions[-1]
+
+    def _nvrtc(self, code: str, name: str, options: tuple[str, ...]) -> bytes:
+        with self._lock:
+            self.compiled.append(code)
+            self.options.append(options)
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        time.sleep(self.seconds)
+        with self._lock:
+            self._at_once -= 1
+        if re.search("no_such_member", code):
+            raise CompileException('kernels_cu/simt/broken.cu(4): error: no member "no_such_member"\0')
+        return MACHINE_CODE + name.encode()
+
+    def _read(self, entry: str) -> bytes | None:
+        path = self.cache / entry
+        if not path.exists():
+            return None
+        data = path.read_bytes()
+        return data[40:] if data[:40] == hashlib.sha1(data[40:]).hexdigest().encode() else None
+
+    def _write(self, entry: str, payload: bytes) -> None:
+        temporary = self.cache / f"tmp{threading.get_ident()}"
+        temporary.write_bytes(hashlib.sha1(payload).hexdigest().encode() + payload)
+        os.replace(temporary, self.cache / entry)

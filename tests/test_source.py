@@ -1,0 +1,266 @@
+"""A specification's text is complete, repeatable and leads back to our files; a CUDA file holds what its room may."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuflash import CompileError, records
+from cuflash import compile as compiling
+from cuflash import source as room
+from cuflash.source import KernelSpec
+
+Make = Callable[..., KernelSpec]
+CHANGED = {
+    "family": "sm90",
+    "entry": "spills",
+    "dtype": np.dtype(np.float64),
+    "head_dim": 128,
+    "value_dim": 128,
+    "block_q": 64,
+    "block_kv": 64,
+}
+
+
+# The text.
+
+
+def test_equal_specifications_give_equal_texts(kernels: Path, spec: Make) -> None:
+    first = room.source(spec("plain"))
+    room.source.cache_clear()
+    assert room.source(spec("plain")) == first and spec("plain") == spec("plain")
+
+
+@pytest.mark.parametrize("field", KernelSpec.__slots__)
+def test_every_field_changes_the_text(kernels: Path, spec: Make, field: str) -> None:
+    shutil.copy(kernels / "simt" / "plain.cu", kernels / "sm90" / "plain.cu")
+    plain = spec("plain")
+    assert room.source(replace(plain, **{field: CHANGED[field]})) != room.source(plain)
+
+
+def test_a_changed_header_changes_the_text(kernels: Path, spec: Make) -> None:
+    before = room.source(spec("plain"))
+    with (kernels / "attention" / "params.cuh").open("a") as header:
+        header.write("// changed\n")
+    room.source.cache_clear()  # as in the next process
+    assert room.source(spec("plain")) != before
+
+
+def _write(kernels: Path, **files: str) -> None:
+    for name, text in files.items():
+        (kernels / "simt" / f"{name}.cu").write_text(text)
+
+
+def test_each_file_comes_once_however_often_it_is_included(kernels: Path) -> None:
+    (kernels / "tile").mkdir(exist_ok=True)
+    (kernels / "tile" / "a.cuh").write_text("#pragma once\n#include <ptx/types.cuh>\n#include <tile/b.cuh>\n")
+    (kernels / "tile" / "b.cuh").write_text("#pragma once\n#include <tile/a.cuh>\n#include <ptx/types.cuh>\n")
+    _write(kernels, diamond="#include <tile/b.cuh>\n  #  include  <tile/a.cuh>  // again\n#include <tile/b.cuh>\n")
+    text = room.flatten("simt/diamond.cu")
+    starts = re.findall(r'#line 1 "kernels_cu/(.*)"', text)
+    assert sorted(starts) == ["ptx/types.cuh", "simt/diamond.cu", "tile/a.cuh", "tile/b.cuh"]
+    assert "#include" not in text and "#  include" not in text and "#pragma once" not in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "#include <cuda_fp16.h>",
+        '#include "ptx/types.cuh"',
+        "#include <stdint.h>",
+        "#include <ptx/../../secret.cuh>",
+        "#include </etc/passwd>",
+        "#include <simt/plain.cu>",
+        "# include<tile/Upper.cuh>",
+        "#include HEADER",
+        "#include_next <ptx/types.cuh>",
+    ],
+)
+def test_an_include_of_something_else_is_refused_with_its_line(kernels: Path, line: str) -> None:
+    _write(kernels, stray=f"int x;\n{line}\n")
+    with pytest.raises(ValueError, match=r"kernels_cu/simt/stray.cu:2 must include files of kernels_cu/"):
+        room.flatten("simt/stray.cu")
+
+
+# Lines lead back to our files. `$` is where the fault goes.
+
+ENTRY = "// first line\n{before}\n#include <attention/outer.cuh>\n{after}\n"
+OUTER = "#pragma once\n#include <attention/inner.cuh>\n\n{outer}\n"
+INNER = "#pragma once\n\n\n{inner}\n"
+PLACES = {
+    "before": ("simt/fault.cu", 2),
+    "after": ("simt/fault.cu", 4),
+    "outer": ("attention/outer.cuh", 4),
+    "inner": ("attention/inner.cuh", 4),
+}
+
+
+def _broken(kernels: Path, place: str) -> tuple[str, int]:
+    faults = dict.fromkeys(PLACES, "") | {place: "constexpr int fault = no_such_name;"}
+    _write(kernels, fault=ENTRY.format(**faults))
+    (kernels / "attention" / "outer.cuh").write_text(OUTER.format(**faults))
+    (kernels / "attention" / "inner.cuh").write_text(INNER.format(**faults))
+    return PLACES[place]
+
+
+def _host_compiler(text: str, standard: str) -> str:
+    """What g++ says of a text without CUDA's words; nothing if it is right."""
+    path = shutil.which("g++")
+    if path is None:
+        pytest.skip("no g++: apt install g++")
+    command = [path, "-fsyntax-only", f"-std={standard}", "-Wall", "-Wextra", "-x", "c++", "-"]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60).stderr
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gcc_names_our_file_and_line(kernels: Path, spec: Make, place: str) -> None:
+    file, line = _broken(kernels, place)
+    # The tags of 16-bit types are no business of this text, whose element is a float.
+    assert f"kernels_cu/{file}:{line}:" in _host_compiler(room.source(spec("fault")), "c++17")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nvrtc_names_our_file_and_line(nvrtc: Any, kernels: Path, spec: Make, place: str) -> None:
+    file, line = _broken(kernels, place)
+    with pytest.raises(CompileError, match=rf"kernels_cu/{re.escape(file)}\({line}\): error"):
+        compiling.cubin(spec("fault"), "sm_90")
+
+
+# The record.
+
+
+@pytest.mark.parametrize("standard", ["c++17", "c++20"])
+def test_the_records_are_laid_out_as_their_twins(standard: str) -> None:
+    text = room.flatten("attention/params.cuh")
+    assert _host_compiler(text + records.assertions(host=True), standard) == ""
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["offset", "size"])
+def test_each_wrong_number_stops_the_compiler(which: int) -> None:
+    lines = records.assertions(host=True).splitlines()
+    members = [re.findall('"(.*)"', line)[0] for line in lines if "static_assert" in line]
+    for number, line in enumerate(lines):
+        equals = re.findall(r"== \d+", line)
+        if equals:
+            before, found, after = line.partition(equals[which]) if which == 0 else line.rpartition(equals[which])
+            lines[number] = f"{before}{found}1{after}"  # one more digit
+    said = _host_compiler(room.flatten("attention/params.cuh") + "\n".join(lines), "c++17")
+    assert re.findall(r"static assertion failed: (.*)", said) == members != []
+
+
+def test_nvrtc_and_gcc_are_asked_the_same() -> None:
+    def facts(text: str) -> list[tuple[str, ...]]:
+        return re.findall(r'== (\d+)(?: && sizeof\((.*)\) == (\d+))?, "(.*)"', text)
+
+    assert facts(records.assertions()) == facts(records.assertions(host=True)) != []
+
+
+# The files.
+
+ORDER = ("ptx", "tile", "attention")  # each includes itself and what is on its left; entries include them all
+ENTRIES = "entries"
+MAY_INCLUDE = {"attention": {"attention", "tile", "ptx/math.cuh", "ptx/types.cuh"}}
+WORDS = {
+    "ptx": {"threadIdx", "blockIdx", "softmax", "head", "seqlen", "query", "key"},
+    "tile": {"asm", "softmax", "mask", "head", "blockIdx"},
+    "attention": {"asm", "lane", "swizzle", "blockIdx"},
+    ENTRIES: {"asm"},
+}
+EXCEPT = {"attention/tile_scheduler.cuh": {"blockIdx"}}
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def rules(path: str, text: str) -> Iterator[str]:
+    """What a file of kernels_cu/ holds that it may not."""
+    room_of = path.partition("/")[0]
+    kind = room_of if room_of in ORDER else ENTRIES
+    if path.endswith(".cuh") != (kind != ENTRIES) or not re.fullmatch(r"[a-z0-9_]+/[a-z0-9_]+\.cuh?", path):
+        yield "rooms hold .cuh files and families .cu files, named in small letters"
+    if not text.isascii():
+        yield "holds a letter that is not ASCII"
+    code = _COMMENT.sub(lambda found: "\n" * found[0].count("\n"), text)
+    for line in code.splitlines():
+        yield from _directive_rules(path, kind, line.strip())
+    for name in set(re.findall(r"\w+", code)):
+        parts = {name, *re.findall(r"[A-Z]?[a-z0-9]+", name)}
+        yield from (
+            f"speaks of {word}"
+            for word in WORDS[kind] - EXCEPT.get(path, set())
+            if parts & {word, f"{word}s", word.capitalize(), f"__{word}__", f"{word.capitalize()}s"}
+        )
+    if kind != ENTRIES and "#pragma once" not in text.splitlines():
+        yield "has no #pragma once"
+
+
+def _directive_rules(path: str, kind: str, line: str) -> Iterator[str]:
+    if not line.startswith("#"):
+        return
+    include = re.fullmatch(r"#include <((\w+)/\w+\.cuh)>", line)
+    if include:
+        allowed = MAY_INCLUDE.get(kind, set(ORDER if kind == ENTRIES else ORDER[: ORDER.index(kind) + 1]))
+        if not {include[1], include[2]} & allowed:
+            yield f"includes {include[1]}"
+    elif line != "#pragma once" and not re.fullmatch(r"#pragma unroll( \d+)?", line):
+        if path != "ptx/types.cuh" or line != "#define CUFLASH_DEVICE __device__ __forceinline__":
+            yield f"has the directive {line}"
+
+
+FILES = sorted(path.relative_to(room.KERNELS).as_posix() for path in room.KERNELS.rglob("*.cu*"))
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_every_cuda_file_keeps_the_rules(path: str) -> None:
+    assert list(rules(path, (room.KERNELS / path).read_text("utf-8"))) == []
+
+
+PLANTED = {
+    ("tile/a.cuh", 'asm volatile("");'): "speaks of asm",
+    ("attention/a.cuh", '__asm__("");'): "speaks of asm",
+    ("simt/a.cu", 'asm("");'): "speaks of asm",
+    ("ptx/a.cuh", "#if __CUDA_ARCH__ > 800"): "has the directive #if __CUDA_ARCH__ > 800",
+    ("simt/a.cu", "#ifdef X"): "has the directive #ifdef X",
+    ("tile/a.cuh", "#define X 1"): "has the directive #define X 1",
+    ("ptx/types.cuh", "#define X 1"): "has the directive #define X 1",
+    ("simt/a.cu", "#include <cuda_fp16.h>"): "has the directive #include <cuda_fp16.h>",
+    ("simt/a.cu", '#include "tile/a.cuh"'): 'has the directive #include "tile/a.cuh"',
+    ("ptx/a.cuh", "#include <tile/b.cuh>"): "includes tile/b.cuh",
+    ("tile/a.cuh", "#include <attention/b.cuh>"): "includes attention/b.cuh",
+    ("attention/a.cuh", "#include <ptx/mma.cuh>"): "includes ptx/mma.cuh",
+    ("simt/a.cu", "#include <sm80/b.cuh>"): "includes sm80/b.cuh",
+    ("ptx/a.cuh", "int i = threadIdx.x;"): "speaks of threadIdx",
+    ("tile/a.cuh", "int head_dim;"): "speaks of head",
+    ("tile/a.cuh", "struct OnlineSoftmax {};"): "speaks of softmax",
+    ("tile/a.cuh", "int x = blockIdx.x;"): "speaks of blockIdx",
+    ("attention/a.cuh", "int x = blockIdx.x;"): "speaks of blockIdx",
+    ("attention/a.cuh", "int lane_id;"): "speaks of lane",
+    ("attention/a.cuh", "constexpr int kSwizzle = 3;"): "speaks of swizzle",
+    ("attention/a.cu", ""): "rooms hold .cuh files and families .cu files, named in small letters",
+    ("simt/a.cuh", ""): "rooms hold .cuh files and families .cu files, named in small letters",
+    ("tile/a.cuh", "int x;"): "has no #pragma once",
+    ("tile/a.cuh", "// caf\u00e9"): "holds a letter that is not ASCII",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "text"), PLANTED)
+def test_a_planted_violation_is_caught(path: str, text: str) -> None:
+    assert PLANTED[path, text] in list(rules(path, text))
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("tile/a.cuh", "#pragma once\n#include <ptx/mma.cuh>\n// a softmax, in asm\n#pragma unroll 4\nint heading;"),
+        ("attention/tile_scheduler.cuh", "#pragma once\n#include <tile/layout.cuh>\nint x = blockIdx.x; int plane;"),
+        ("ptx/types.cuh", "#pragma once\n#define CUFLASH_DEVICE __device__ __forceinline__\n"),
+        ("simt/forward.cu", "#include <ptx/mma.cuh>\n#include <attention/params.cuh>\nint lane = threadIdx.x;"),
+    ],
+)  # fmt: skip
+def test_what_is_allowed_passes(path: str, text: str) -> None:
+    assert list(rules(path, text)) == []
