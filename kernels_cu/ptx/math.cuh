@@ -1,0 +1,89 @@
+// Conversions between the 16-bit floats and float, and the few functions that softmax needs.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+#pragma once
+
+#include <ptx/types.cuh>
+
+namespace cuflash::ptx {
+
+// 2^x, error below 2^-22 relative; subnormal results are 0, and 2^-inf is 0.
+CUFLASH_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The library's functions, one name for float and double.
+CUFLASH_DEVICE float exp2_accurate(float x) { return ::exp2f(x); }
+CUFLASH_DEVICE double exp2_accurate(double x) { return ::exp2(x); }
+CUFLASH_DEVICE float log2_accurate(float x) { return ::log2f(x); }
+CUFLASH_DEVICE double log2_accurate(double x) { return ::log2(x); }
+CUFLASH_DEVICE float log_accurate(float x) { return ::logf(x); }
+CUFLASH_DEVICE double log_accurate(double x) { return ::log(x); }
+
+// a * b + c, rounded once.
+CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
+CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
+
+template <class T>
+CUFLASH_DEVICE T negative_infinity();
+template <>
+CUFLASH_DEVICE float negative_infinity<float>() { return __int_as_float(static_cast<int>(0xff800000u)); }
+template <>
+CUFLASH_DEVICE double negative_infinity<double>() {
+  return __longlong_as_double(static_cast<long long>(0xfff0000000000000ull));
+}
+
+CUFLASH_DEVICE float to_float(float x) { return x; }
+
+CUFLASH_DEVICE float to_float(Half x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+
+// A bfloat16 is the upper half of a float; the instruction for it exists only from sm_90 on.
+CUFLASH_DEVICE float to_float(BFloat16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+// Rounds to nearest, ties to even; too large becomes infinity.
+template <class T>
+CUFLASH_DEVICE T from_float(float x);
+
+template <>
+CUFLASH_DEVICE float from_float<float>(float x) { return x; }
+
+template <>
+CUFLASH_DEVICE Half from_float<Half>(float x) {
+  Half y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+
+template <>
+CUFLASH_DEVICE BFloat16 from_float<BFloat16>(float x) {
+  BFloat16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+
+// Two floats as one register of an mma operand, `lo` in the lower half: the instruction names the upper first.
+CUFLASH_DEVICE uint32_t pack2(Half, float lo, float hi) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+  return y;
+}
+
+CUFLASH_DEVICE uint32_t pack2(BFloat16, float lo, float hi) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+  return y;
+}
+
+// The bits of x rounded to tf32 (10 bits of mantissa), ties away from zero: an operand of mma_m16n8k8_tf32.
+CUFLASH_DEVICE uint32_t to_tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace cuflash::ptx

@@ -1,0 +1,37 @@
+// Products of register tiles on the tensor cores: d (16 x 8) += a (16 x K) * b (K x 8), accumulated in float.
+// With g = lane / 4 and t = lane % 4, for 16-bit elements (two to a register, the lower half first):
+//   a[0], a[1]: rows g, g + 8, columns 2t, 2t + 1;   a[2], a[3]: the same rows, columns 2t + 8, 2t + 9
+//   b[0], b[1]: column g, rows 2t, 2t + 1 and 2t + 8, 2t + 9
+//   d[0], d[1]: row g, columns 2t, 2t + 1;           d[2], d[3]: row g + 8
+// For tf32 a register is one element: a at rows g, g + 8 and columns t, then t + 4; b at rows t, t + 4; d as above.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma
+#pragma once
+
+#include <ptx/types.cuh>
+
+namespace cuflash::ptx {
+
+// All 32 lanes of the warp call each of these together.
+CUFLASH_DEVICE void mma_m16n8k16(Half, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+CUFLASH_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Operands are bits of floats, of which the lower 13 are ignored; to_tf32 in ptx/math.cuh rounds them.
+CUFLASH_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace cuflash::ptx

@@ -1,0 +1,22 @@
+// The names that every other file leans on: integers of known width, and tags for the 16-bit floats.
+// NVRTC has no <stdint.h>; the 64-bit types are spelled so that they are glibc's where a compiler brings those too.
+#pragma once
+
+#define CUFLASH_DEVICE __device__ __forceinline__
+
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef decltype(static_cast<char*>(nullptr) - static_cast<char*>(nullptr)) int64_t;
+typedef decltype(sizeof(0)) uint64_t;
+
+namespace cuflash::ptx {
+
+// Storage only: arithmetic happens in float registers, conversions are in ptx/math.cuh.
+struct Half { unsigned short bits; };
+struct BFloat16 { unsigned short bits; };
+
+}  // namespace cuflash::ptx
