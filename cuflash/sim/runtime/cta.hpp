@@ -20,6 +20,7 @@ constexpr uint32_t kSharedBase = 1024;   // the first shared address, so that 0 
 constexpr size_t kCanaryBytes = 1024;    // behind shared memory, to see stores past its end
 constexpr int kMaxWarps = 32;
 constexpr int kBarriers = 16;
+constexpr int kMeetings = 8;             // of parts of one warp, at a time
 constexpr int kCopyEngines = 4;          // of one thread; groups take turns
 
 enum class State : uint8_t { fresh, ready, blocked, exited };
@@ -71,7 +72,7 @@ struct Warp {
   int index = 0;
   uint32_t existing = 0, ready = 0, exited = 0;   // lanes, as bits
   uint64_t priority = 0;
-  Rendezvous pending[4];
+  Rendezvous pending[kMeetings];
 };
 
 struct Barrier {

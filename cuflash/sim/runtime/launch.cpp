@@ -119,6 +119,7 @@ void run_block(Cta& cta, unsigned char* shared) {
   cta.block_dim = dim3(request.block);
   cta.thread_count = cta.alive = static_cast<int>(request.block);
   cta.warp_count = (cta.thread_count + 31) / 32;
+  cta.running_warp = cta.warp_count - 1;   // whose successor in turn is warp 0
   cta.threads = pool.data();
   cta.shared = shared;
   cta.shared_bytes = request.shared_bytes;

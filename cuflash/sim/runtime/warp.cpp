@@ -5,17 +5,19 @@ namespace cuflash::sim {
 
 namespace {
 
-// The meeting that this lane belongs to, new if it is the first.
+// The meeting that this lane belongs to, new if it is the first. Parts of a warp may meet on their own, and one part may
+// wait for all while another still meets; but not each for the other.
 Rendezvous& meeting(Warp& warp, const Operation& operation, uint32_t mask, Location where) {
+  const uint32_t me = 1u << self().lane;
   Rendezvous* free = nullptr;
   for (Rendezvous& pending : warp.pending) {
     if (pending.mask == mask) return pending;
-    if (pending.mask & mask)
-      fail(where, "%s with mask %08x overlaps one with mask %08x that waits at %s", operation.name, mask, pending.mask,
-           place(pending.where).c_str());
     if (!pending.mask) free = &pending;
+    if ((pending.mask & me) && (pending.arrived & mask))
+      fail(where, "the warp diverged: this lane is in %s with mask %08x here, while lanes %08x wait for it in %s at %s",
+           operation.name, mask, pending.arrived, pending.operation->name, place(pending.where).c_str());
   }
-  if (!free) fail(where, "%s: four other parts of this warp already wait in operations of their own", operation.name);
+  if (!free) fail(where, "%s: %d other parts of this warp already wait in operations of their own", operation.name, kMeetings);
   free->mask = mask;
   free->arrived = 0;
   free->operation = &operation;
