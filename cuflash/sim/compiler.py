@@ -22,9 +22,11 @@ Sanitizer = Literal["", "address", "undefined", "thread"]
 
 _COMPILER = "g++"
 _RUNTIME = Path(__file__).parent / "runtime"
-# No contraction: the same bits on every host. No strict aliasing: CUDA compilers do not use it, and kernels reinterpret.
+# No contraction: the same bits on every host. No strict aliasing: CUDA compilers assume none, and kernels reinterpret.
 _COMMON = ("-std=c++20", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-psabi")
 _KERNEL = ("-O1", "-g", "-fno-strict-aliasing", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-unknown-pragmas")
+# Debug information names our files, not the folder of the compilation.
+_HERE = ("-fdebug-prefix-map={here}=.",)
 # The runtime answers UndefinedBehaviorSanitizer itself, so that kernels link without its library.
 _UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined")
 _SANITIZE: dict[str, tuple[str, ...]] = {
@@ -97,7 +99,13 @@ def preload_environment(sanitize: Sanitizer) -> dict[str, str]:
     if not os.path.isabs(found):
         raise BuildError(f"{_COMPILER} has no {name}; on Debian or Ubuntu it comes with: apt install g++")
     # Python's own memory is none of our business, and BLAS threads would be reported as racing.
-    return {"LD_PRELOAD": found, "ASAN_OPTIONS": "detect_leaks=0", "OPENBLAS_NUM_THREADS": "1"}
+    # Blocks use the same shared memory, so an address that raced once may do so again elsewhere.
+    return {
+        "LD_PRELOAD": found,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "TSAN_OPTIONS": "suppress_equal_addresses=0",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
 
 
 def cache_directory() -> Path:
@@ -164,9 +172,9 @@ def _build_kernel(compiler: str, text: str, entry: str, sanitize: str) -> Path:
     if not target.exists():
         kept = target.with_suffix(".cpp")
         prelude = str(_RUNTIME / "prelude.hpp")
-        compile_ = [compiler, *flags, "-fdebug-prefix-map={here}=.", "-include", prelude, "-c", kept.name, "-o", "kernel.o"]
-        link = [compiler, "-shared", *_LINK.get(sanitize, ()), "kernel.o", "-o", target.name]
-        _publish([compile_, link], target, f"kernel {entry}", source)
+        to_object = [compiler, *flags, *_HERE, "-include", prelude, "-c", kept.name, "-o", "kernel.o"]
+        to_library = [compiler, "-shared", *_LINK.get(sanitize, ()), "kernel.o", "-o", target.name]
+        _publish([to_object, to_library], target, f"kernel {entry}", source)
     return target
 
 

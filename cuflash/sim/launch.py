@@ -1,4 +1,4 @@
-"""Where a kernel built for the host meets arrays: arguments by address, one simulated launch, failures as exceptions."""
+"""Where a kernel built for the host meets arrays: arguments by address, a simulated launch, failures as exceptions."""
 
 from __future__ import annotations
 

@@ -125,7 +125,8 @@ inline Thread& thread_of(Cta& cta, const Warp& warp, int lane) { return *cta.thr
 
 // ---- failure.cpp ----
 std::string place(Location where);
-[[noreturn]] void fail_at(const char* file, unsigned line, const char* format, ...) __attribute__((format(printf, 3, 4)));
+[[noreturn]] void fail_at(const char* file, unsigned line, const char* format, ...)
+    __attribute__((format(printf, 3, 4)));
 void check_time_limit(Location where);
 
 // First thing in every operation that a kernel calls: what is under way, and that it is the runtime's work.

@@ -1,4 +1,5 @@
-// Conversions of the 16-bit floats and of tf32 by integer arithmetic: the same bits on every host, with no CPU feature asked for.
+// Conversions of the 16-bit floats and of tf32 by integer arithmetic: the same bits on every host, and no CPU feature
+// asked for.
 #pragma once
 
 #include <bit>

@@ -101,8 +101,8 @@ void check_block_end(const Cta& cta) {
     if (!barrier.arrived) continue;
     launch->failed = true;
     snprintf(launch->message, sizeof launch->message,
-             "%s: the block (%u, %u, %u) ends with %d of %d threads counted at barrier %d", place(barrier.where).c_str(),
-             cta.index.x, cta.index.y, cta.index.z, barrier.arrived, barrier.expected, id);
+             "%s: the block (%u, %u, %u) ends with %d of %d threads counted at barrier %d",
+             place(barrier.where).c_str(), cta.index.x, cta.index.y, cta.index.z, barrier.arrived, barrier.expected, id);
   }
   for (size_t i = 0; i < kCanaryBytes && !launch->failed && !kSanitized; ++i) {
     if (cta.shared[cta.shared_bytes + i] == kCanary) continue;

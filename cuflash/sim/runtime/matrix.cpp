@@ -56,7 +56,8 @@ void execute_mma_m16n8k16(void* const* arguments, uint32_t) {
     const auto& own = *static_cast<MmaLane*>(arguments[lane]);
     const int g = lane / 4, t = lane % 4 * 2;
     for (int e = 0; e < 2; ++e) {
-      for (int r = 0; r < 4; ++r) a[g + r % 2 * 8][t + r / 2 * 8 + e] = kToFloat(static_cast<uint16_t>(own.a[r] >> 16 * e));
+      for (int r = 0; r < 4; ++r)
+        a[g + r % 2 * 8][t + r / 2 * 8 + e] = kToFloat(static_cast<uint16_t>(own.a[r] >> 16 * e));
       for (int r = 0; r < 2; ++r) b[t + r * 8 + e][g] = kToFloat(static_cast<uint16_t>(own.b[r] >> 16 * e));
     }
   }

@@ -21,7 +21,8 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 // One object for all blocks, neither poisoned nor watched, would be no shared memory.
-#define __shared__ _Pragma("GCC error \"shared memory comes from ptx::dynamic_shared<T>(), not from __shared__\"") static
+#define __shared__ \
+  _Pragma("GCC error \"shared memory comes from ptx::dynamic_shared<T>(), not from __shared__\"") static
 #define threadIdx (::cuflash::sim::current->index)
 #define blockIdx (::cuflash::sim::current->block->index)
 #define blockDim (::cuflash::sim::current->block->block_dim)
@@ -34,7 +35,9 @@ constexpr int warpSize = 32;
 #include "words/atomics.hpp"
 #include "words/math.hpp"
 
-inline void __syncthreads(CUFLASH_SIM_WHERE) { ::cuflash::sim::barrier(0, ::cuflash::sim::block_threads(), true, where); }
+inline void __syncthreads(CUFLASH_SIM_WHERE) {
+  ::cuflash::sim::barrier(0, ::cuflash::sim::block_threads(), true, where);
+}
 inline void __threadfence() { ::cuflash::sim::fence(); }
 inline void __threadfence_block() { ::cuflash::sim::fence(); }
 inline void __nanosleep(unsigned, CUFLASH_SIM_WHERE) { ::cuflash::sim::spin(where); }

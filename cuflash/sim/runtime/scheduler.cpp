@@ -61,13 +61,14 @@ void describe(const Cta& cta, const Warp& warp, std::string& text) {
   int first = 0, last = -1;
   const auto flush = [&] {
     if (last >= first)
-      text += "\n  warp " + std::to_string(warp.index) + " lanes " + std::to_string(first) + "-" + std::to_string(last) +
-              ": " + group;
+      text += "\n  warp " + std::to_string(warp.index) + " lanes " + std::to_string(first) + "-" +
+              std::to_string(last) + ": " + group;
   };
   for (int lane = 0; lane < 32 && warp.existing >> lane & 1; ++lane) {
     const Thread& thread = *cta.threads[warp.index * 32 + lane];
-    const std::string state =
-        thread.state == State::exited ? "exited" : std::string("waits in ") + thread.doing + " at " + place(thread.where);
+    const std::string state = thread.state == State::exited
+                                  ? "exited"
+                                  : std::string("waits in ") + thread.doing + " at " + place(thread.where);
     if (state != group) {
       flush();
       first = lane;

@@ -5,8 +5,8 @@ namespace cuflash::sim {
 
 namespace {
 
-// The meeting that this lane belongs to, new if it is the first. Parts of a warp may meet on their own, and one part may
-// wait for all while another still meets; but not each for the other.
+// The meeting that this lane belongs to, new if it is the first. Parts of a warp may meet on their own, and one part
+// may wait for all while another still meets; but not each for the other.
 Rendezvous& meeting(Warp& warp, const Operation& operation, uint32_t mask, Location where) {
   const uint32_t me = 1u << self().lane;
   Rendezvous* free = nullptr;
@@ -17,7 +17,7 @@ Rendezvous& meeting(Warp& warp, const Operation& operation, uint32_t mask, Locat
       fail(where, "the warp diverged: this lane is in %s with mask %08x here, while lanes %08x wait for it in %s at %s",
            operation.name, mask, pending.arrived, pending.operation->name, place(pending.where).c_str());
   }
-  if (!free) fail(where, "%s: %d other parts of this warp already wait in operations of their own", operation.name, kMeetings);
+  if (!free) fail(where, "%s: %d other parts of this warp already wait each for its own", operation.name, kMeetings);
   free->mask = mask;
   free->arrived = 0;
   free->operation = &operation;

@@ -1,3 +1,4 @@
+// Two guards of a launch: against time and against faults.
 #include "watchdog.hpp"
 
 #include <dlfcn.h>
@@ -12,7 +13,8 @@ namespace cuflash::sim {
 namespace {
 
 bool kernel_is_running() {
-  return launch && launch->in_kernel.load(std::memory_order_relaxed) && pthread_equal(pthread_self(), launch->os_thread);
+  return launch && launch->in_kernel.load(std::memory_order_relaxed) &&
+         pthread_equal(pthread_self(), launch->os_thread);
 }
 
 // Where in the kernel's library the interrupted instruction is, for whoever turns that into a line; 0 if elsewhere.
@@ -33,7 +35,8 @@ void note_instruction(void* context) {
 void on_time_up(int, siginfo_t*, void* context) {
   if (!kernel_is_running()) return;   // the mark in `expired` ends the launch at the next operation
   note_instruction(context);
-  fail(self().where, "the launch passed its time limit of %g s in a loop without operations, entered after this one (%s)",
+  fail(self().where,
+       "the launch passed its time limit of %g s in a loop without operations, entered after this one (%s)",
        launch->request.time_limit, self().doing);
 }
 
@@ -87,7 +90,8 @@ void Watchdog::watch(double seconds) {
     pthread_kill(launch->os_thread, SIGURG);
     if (over_within(0.05)) return;
   }
-  fprintf(stderr, "cuflash.sim: the launch passed its time limit of %g s in a loop without operations, entered after %s:%u\n",
+  fprintf(stderr,
+          "cuflash.sim: the launch passed its time limit of %g s in a loop without operations, entered after %s:%u\n",
           seconds, self().where.file_name(), self().where.line());
   _exit(70);
 }

@@ -65,8 +65,8 @@ template <class T>
 inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, CUFLASH_SIM_WHERE) {
   const int lane = ::cuflash::sim::current->lane, from = lane ^ bits;
   // Unlike the others, xor may read an earlier segment.
-  return ::cuflash::sim::shuffle(::cuflash::sim::kShuffleXor, mask, value, from > (lane | (width - 1)) ? lane : from, width,
-                                 where);
+  const int source = from > (lane | (width - 1)) ? lane : from;
+  return ::cuflash::sim::shuffle(::cuflash::sim::kShuffleXor, mask, value, source, width, where);
 }
 template <class T>
 inline T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = 32, CUFLASH_SIM_WHERE) {
