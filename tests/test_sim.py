@@ -551,7 +551,7 @@ def test_no_rule_is_broken_where_no_bug_is_asked_for() -> None:
 
 def test_tensor_core_operations_ask_for_whole_warps() -> None:
     out = np.zeros((16, 16), np.float32)
-    with pytest.raises(sim.SimulationError, match="ldmatrix_x4 needs all 32 lanes of a warp, and this one has 16: make"):
+    with pytest.raises(sim.SimulationError, match="ldmatrix_x4 needs all 32 lanes of a warp, and this one has 16"):
         build(MMA, "mma")(1, 48, (out,) * 9, 4096)
 
 
