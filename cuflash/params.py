@@ -1,0 +1,189 @@
+"""The record that a launch hands to a kernel by value, and how arrays, a problem and its work fill it.
+
+It mirrors `kernels_cu/attention/params.cuh`: `assertions` turns the offsets that NumPy computes into `static_assert`s,
+which are part of every kernel's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arrays import Array
+from .plans import Plan
+from .work_list import IntervalWork, WorkList
+
+BATCH_AXES = 3  # as kBatchAxes; further ones take a launch for each of their entries
+UNLIMITED = 1 << 40  # beyond any length, and far from overflow
+
+_POINTER = np.uint64
+MATRICES = np.dtype(
+    [
+        ("data", _POINTER),
+        ("batch_strides", np.int64, (BATCH_AXES,)),
+        ("head_stride", np.int64),
+        ("row_stride", np.int64),
+        ("column_stride", np.int64),
+        ("is_wide", np.int64),
+    ],
+    align=True,
+)
+SHAPE = np.dtype(
+    [
+        ("batch", np.int32, (BATCH_AXES,)),
+        *((name, np.int32) for name in ("first_batch", "num_heads", "group_size", "seqlen_q", "seqlen_kv")),
+        *((name, np.int32) for name in ("head_dim", "value_dim")),
+        ("softmax_scale", np.float64),
+    ],
+    align=True,
+)
+_LISTS = ("row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers", "column_entries")
+WORK = np.dtype(
+    [
+        ("lower", np.int64),
+        ("upper", np.int64),
+        ("lo", _POINTER),
+        ("hi", _POINTER),
+        ("interval_batch_stride", np.int64),
+        ("interval_head_stride", np.int64),
+        *((name, _POINTER) for name in _LISTS),
+        *((name, np.int32) for name in ("list_batch_stride", "list_head_stride")),
+        *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks")),
+    ],
+    align=True,
+)
+ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta")
+PARAMS = np.dtype([*((name, MATRICES) for name in ARRAYS), ("shape", SHAPE), ("work", WORK)], align=True)
+ROW_VECTORS = ("lse", "dlse", "delta")  # of one number a row
+_RECORDS = {"Matrices": MATRICES, "Shape": SHAPE, "Work": WORK, "Params": PARAMS}
+
+
+def _places() -> dict[str, int]:
+    """Where each address lies in a record, in words of 8 bytes."""
+    assert PARAMS.fields is not None and WORK.fields is not None
+    work = PARAMS.fields["work"][1]
+    arrays = {name: PARAMS.fields[name][1] // 8 for name in ARRAYS}
+    return arrays | {name: (work + WORK.fields[name][1]) // 8 for name in ("lo", "hi", *_LISTS)}
+
+
+_PLACES = _places()
+
+
+def assertions() -> str:
+    """C++ that stops the compiler where a record of params.cuh does not lie as its NumPy twin does."""
+    lines = []
+    for record, dtype in _RECORDS.items():
+        assert dtype.fields is not None
+        for name, (_, offset, *_) in dtype.fields.items():
+            member = "do_" if name == "do" else name
+            lines.append(f'static_assert(__builtin_offsetof({record}, {member}) == {offset}, "{record}.{name}");')
+        lines.append(f'static_assert(sizeof({record}) == {dtype.itemsize}, "{record}");')
+    return "\n".join(["namespace cuflash::attention {", *lines, "}  // namespace cuflash::attention", ""])
+
+
+class View(NamedTuple):
+    """How an array lies in memory: all that a kernel needs to know of it but its address."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """The records of one pass over one plan and arrays that lie as `views` say, complete but for addresses.
+
+    More than one where leading axes do not fold into `BATCH_AXES`: a launch each.
+    """
+
+    views: tuple[View, ...]
+    templates: tuple[Any, ...]  # records whose addresses are offsets in bytes
+
+    @classmethod
+    def of(cls, plan: Plan, views: tuple[View, ...]) -> Records:
+        problem = plan.problem
+        strides = [_strides(view, plan) for view in views]
+        axes = _folded(problem.batch, [steps[:-3] for steps in strides])
+        inner, outer = axes[-BATCH_AXES:], axes[:-BATCH_AXES]
+        padding = BATCH_AXES - len(inner)
+        record = np.zeros((), PARAMS)
+        record["work"] = _work(plan.work)
+        record["shape"] = (
+            [1] * padding + [extent for extent, _ in inner], 0, problem.num_heads, problem.group_size,
+            problem.seqlen_q, problem.seqlen_kv, problem.head_dim, problem.value_dim, problem.softmax_scale,
+        )  # fmt: skip
+        templates = []
+        for place in np.ndindex(*(extent for extent, _ in outer)):
+            for index, (view, steps) in enumerate(zip(views, strides)):
+                start = sum(number * by[index] for number, (_, by) in zip(place, outer)) * view.dtype.itemsize
+                batch = [0] * padding + [by[index] for _, by in inner]
+                record[view.name] = (start, batch, *steps[-3:], view.dtype == problem.accumulator)
+            templates.append(record.copy())
+            record["shape"]["first_batch"] += prod(extent for extent, _ in inner)
+        return cls(views, tuple(templates))
+
+    def at(self, addresses: Mapping[str, int]) -> list[Any]:
+        """The records for arrays, and arrays of the work, that lie at these addresses."""
+        places = [_PLACES[name] for name in addresses]
+        records = []
+        for template in self.templates:
+            record = template.copy()
+            record.reshape(1).view(np.uint64)[places] += np.fromiter(addresses.values(), np.uint64, len(places))
+            records.append(record)
+        return records
+
+
+def _strides(view: View, plan: Plan) -> tuple[int, ...]:
+    """Strides in elements over (*batch, heads, rows, columns), 0 where an axis is broadcast or not there."""
+    problem = plan.problem
+    columns = () if view.name in ROW_VECTORS else (view.shape[-1],)
+    rank = 1 + problem.has_heads + len(columns)
+    steps = [step // view.dtype.itemsize for step in view.strides]
+    missing = len(problem.batch) - (len(steps) - rank)
+    steps = [0] * missing + steps
+    shape = (1,) * missing + view.shape
+    batch = [step if extent != 1 else 0 for step, extent in zip(steps, shape[: len(problem.batch)])]
+    heads = [] if problem.has_heads else [0]
+    return (*batch, *heads, *steps[len(batch) :], *([] if columns else [0]))
+
+
+def _folded(batch: tuple[int, ...], strides: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Leading axes as (extent, a stride for each array), neighbours joined where every array steps through both alike."""
+    axes: list[tuple[int, tuple[int, ...]]] = []
+    for extent, steps in zip(batch, zip(*strides)):
+        if extent == 1:
+            continue
+        if axes and all(outer == step * extent for outer, step in zip(axes[-1][1], steps)):
+            axes[-1] = axes[-1][0] * extent, steps
+        else:
+            axes.append((extent, steps))
+    return axes
+
+
+def _work(work: WorkList) -> tuple[Any, ...]:
+    """The WORK record of a work list, its addresses 0."""
+    lists = (0,) * len(_LISTS)
+    if isinstance(work, IntervalWork):
+        lower, upper = (None, None) if work.band is None else (work.band.lower, work.band.upper)
+        return (*_band(lower, upper), 0, 0, *_leading_strides(work.lo), *lists, 0, 0, work.block_q, work.block_kv, 0, 0)
+    index = work.index
+    shared = (index.num_heads if index.batch > 1 else 0, 1 if index.num_heads > 1 else 0)
+    grid = (index.num_q_blocks, index.num_kv_blocks)
+    return (*_band(None, None), 0, 0, *_leading_strides(index.lo), *lists, *shared, *index.block, *grid)
+
+
+def _band(lower: int | None, upper: int | None) -> tuple[int, int]:
+    return -UNLIMITED if lower is None else lower, UNLIMITED if upper is None else upper
+
+
+def _leading_strides(side: Array | None) -> tuple[int, int]:
+    """Strides in elements of the first two axes of lo and hi, 0 where their extent is 1."""
+    if side is None:
+        return 0, 0
+    batch, heads, rows = side.shape
+    return heads * rows if batch > 1 else 0, rows if heads > 1 else 0

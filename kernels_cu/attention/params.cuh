@@ -1,0 +1,58 @@
+#pragma once
+#include <ptx/types.cuh>
+
+// What a launch hands to every attention kernel, by value. cuflash/params.py has the same records as NumPy dtypes; each
+// translation unit asserts that all offsets agree.
+namespace cuflash::attention {
+
+constexpr int kBatchAxes = 3;
+
+// A stack of matrices [batch, heads, rows, columns]. Strides in elements; 0 where an axis broadcasts.
+struct Matrices {
+  void* data;
+  int64_t batch_strides[kBatchAxes];
+  int64_t head_stride;
+  int64_t row_stride;
+  int64_t column_stride;
+  int64_t is_wide;  // elements are accumulators: gradients that are summed over broadcast axes, and lse
+};
+
+struct Shape {
+  int32_t batch[kBatchAxes];
+  int32_t first_batch;  // of the batch entries of this launch, among those that masks count
+  int32_t num_heads;    // of the queries
+  int32_t group_size;   // query heads that share a key/value head
+  int32_t seqlen_q;
+  int32_t seqlen_kv;
+  int32_t head_dim;
+  int32_t value_dim;
+  double softmax_scale;
+};
+
+// Which keys a query may see: a band, an interval for every row, or a list of blocks.
+struct Work {
+  int64_t lower, upper;  // lower <= j - i <= upper
+  const int32_t* lo;     // [batch or 1, heads or 1, seqlen_q] lo <= j < hi; null where the band says it all
+  const int32_t* hi;
+  int64_t interval_batch_stride, interval_head_stride;
+  const int32_t* row_pointers;  // [batch or 1, heads or 1, num_q_blocks], then one more; null without a list
+  const int32_t* kv_blocks;     // of each entry; so are q_blocks, kinds and tiles
+  const int32_t* q_blocks;
+  const uint8_t* kinds;
+  const int32_t* tiles;
+  const uint8_t* bits;              // [tile, block_q, ceil(block_kv / 8)] key 8 c + r is bit r of byte c
+  const int32_t* column_pointers;   // [batch or 1, heads or 1, num_kv_blocks], then one more
+  const int32_t* column_entries;    // entry numbers, column after column
+  int32_t list_batch_stride, list_head_stride;  // in matrices of the list: 0 where it is shared
+  int32_t block_q, block_kv;                    // of the list
+  int32_t num_q_blocks, num_kv_blocks;
+};
+
+struct Params {
+  Matrices q, k, v, o, lse;  // lse and delta have one column
+  Matrices do_, dq, dk, dv, dlse, delta;
+  Shape shape;
+  Work work;
+};
+
+}  // namespace cuflash::attention
