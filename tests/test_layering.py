@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
-ROOMS = """errors arrays device mask block_set masks patterns problem reference classify block_index work_list
-records source tiles plans params passes states bounds compile cpu gpu sim.build sim.launch sim launch api doctor
-cuflash __main__
+ROOMS = """errors arrays device mask block_set masks patterns problem reference classify whole_grid block_index work_list
+records source tiles plans params passes states bounds compile sim.launch sim.compiler sim cpu gpu simulated launch api
+doctor cuflash __main__
 testing.oracle testing.assertions testing.strategies testing.properties testing""".split()
 
 THIRD_PARTY = {
@@ -106,7 +106,7 @@ def _imports(room: str, node: ast.AST) -> Iterator[tuple[str, list[str]]]:
         yield from ((alias.name, []) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         module = _module(room)
-        package = module if room in ("cuflash", "testing") else module.rpartition(".")[0]
+        package = module if room in ("cuflash", "sim", "testing") else module.rpartition(".")[0]
         base = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
         target = ".".join([*base, *([node.module] if node.module else [])])
         for alias in node.names:

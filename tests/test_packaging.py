@@ -72,7 +72,8 @@ def _names(wheel: Path) -> set[str]:
 
 
 def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
-    library = {str(path.relative_to(ROOT)) for path in (ROOT / "cuflash").rglob("*.py")} | {"cuflash/py.typed"}
+    sources = [path for path in (ROOT / "cuflash").rglob("*") if path.suffix in (".py", ".cuh", ".hpp", ".cpp")]
+    library = {str(path.relative_to(ROOT)) for path in sources} | {"cuflash/py.typed"}
     packed = {name for name in _names(wheel) if ".dist-info/" not in name}
     assert packed - {name for name in packed if name.startswith("kernels_cu/")} == library
     assert set(KERNELS) <= packed

@@ -1,0 +1,211 @@
+"""From the text of a kernel to a library of the host, by g++; compiled once and kept on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+from .launch import Kernel
+
+Sanitizer = Literal["", "address", "undefined", "thread"]
+
+_COMPILER = "g++"
+_RUNTIME = Path(__file__).parent / "runtime"
+# No contraction: the same bits on every host. No strict aliasing: CUDA compilers assume none, and kernels reinterpret.
+_COMMON = ("-std=c++20", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-psabi")
+_KERNEL = ("-O1", "-g", "-fno-strict-aliasing", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-unknown-pragmas")
+# Debug information names our files, not the folder of the compilation.
+_HERE = ("-fdebug-prefix-map={here}=.",)
+# The runtime answers UndefinedBehaviorSanitizer itself, so that kernels link without its library.
+_UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined")
+_SANITIZE: dict[str, tuple[str, ...]] = {
+    "": (),
+    "undefined": _UNDEFINED,
+    "address": ("-fsanitize=address", *_UNDEFINED),
+    "thread": ("-fsanitize=thread",),
+}
+# Flavours of the runtime: what it defines and what a kernel is linked with.
+_FLAVOUR: dict[str, tuple[str, ...]] = {"address": ("-DCUFLASH_SIM_ADDRESS",), "thread": ("-DCUFLASH_SIM_THREAD",)}
+_LINK: dict[str, tuple[str, ...]] = {"address": ("-fsanitize=address",), "thread": ("-fsanitize=thread",)}
+# What has to be in the process before Python starts, and a symbol that shows it is.
+_PRELOAD = {"address": ("libasan.so", "__asan_init"), "thread": ("libtsan.so", "__tsan_init")}
+
+
+class BuildError(RuntimeError):
+    """A kernel cannot be compiled for the host: no compiler, no sanitizer, or an error in the text."""
+
+
+def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
+    """Compile a kernel for the host.
+
+    >>> text = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
+    >>> build(text, "twice")                                             # doctest: +SKIP
+    <Kernel twice for the host, parameters of [8] bytes>
+
+    Parameters
+    ----------
+    text : str
+        CUDA C++ without includes; ``#line`` says where its lines come from.
+    entry : str
+        Name of an ``extern "C" __global__`` function of any trivially copyable parameters.
+    sanitize : "", "address", "undefined" or "thread"
+        "undefined" ends a launch that does what C++ leaves undefined with a SimulationError. "address" sees reads and
+        writes outside arrays besides, "thread" sees races in shared memory; both print a report, end the process, and
+        need it to be started with `preload_environment`.
+
+    Raises
+    ------
+    BuildError
+        No g++, or the text does not compile: its message has our file and line.
+    """
+    if sanitize not in _SANITIZE:
+        raise ValueError(f"sanitize must be one of {', '.join(map(repr, _SANITIZE))}; got {sanitize!r}")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", entry):
+        raise ValueError(f"entry must be the name of an extern \"C\" function; got {entry!r}")
+    compiler = _compiler()
+    if sanitize in _PRELOAD and not hasattr(ctypes.CDLL(None), _PRELOAD[sanitize][1]):
+        raise BuildError(
+            f"sanitize={sanitize!r} needs {_PRELOAD[sanitize][0]} in the process before Python starts: "
+            f"run it as a child with the variables that sim.preload_environment({sanitize!r}) returns"
+        )
+    # Neither needs the other, so they compile side by side.
+    with ThreadPoolExecutor(max_workers=2) as together:
+        runtime = together.submit(_build_runtime, compiler, sanitize)
+        library = _build_kernel(compiler, text, entry, sanitize)
+        return Kernel(library, runtime.result(), entry)
+
+
+def preload_environment(sanitize: Sanitizer) -> dict[str, str]:
+    """Variables for a child process in which ``build(..., sanitize=...)`` works.
+
+    >>> preload_environment("undefined")
+    {}
+    """
+    if sanitize not in _PRELOAD:
+        return {}
+    name = _PRELOAD[sanitize][0]
+    found = _run([_compiler(), f"-print-file-name={name}"]).stdout.strip()
+    if not os.path.isabs(found):
+        raise BuildError(f"{_COMPILER} has no {name}; on Debian or Ubuntu it comes with: apt install g++")
+    # Python's own memory is none of our business, and BLAS threads would be reported as racing.
+    # Blocks use the same shared memory, so an address that raced once may do so again elsewhere.
+    return {
+        "LD_PRELOAD": found,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "TSAN_OPTIONS": "suppress_equal_addresses=0",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: the user's cache folder, or one of this process where that cannot be written."""
+    try:
+        folder = Path.home() / ".cache" / "cuflash" / "sim"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # What is loaded from here runs with the user's rights, so nobody else may own it.
+        if os.access(folder, os.W_OK | os.X_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+        reason = f"{folder} is not writable, or not this user's"
+    except (OSError, RuntimeError) as error:
+        reason = str(error)
+    return _temporary_directory(reason)
+
+
+@functools.lru_cache(maxsize=None)
+def _temporary_directory(reason: str) -> Path:
+    warnings.warn(f"kernels for the host are compiled anew in every process: {reason}", RuntimeWarning, stacklevel=2)
+    folder = tempfile.TemporaryDirectory(prefix="cuflash-sim-")
+    _kept.append(folder)
+    return Path(folder.name)
+
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
+
+
+def _compiler() -> str:
+    path = shutil.which(_COMPILER)
+    if path is None:
+        raise BuildError(
+            f"running CUDA kernels on the host needs the C++ compiler {_COMPILER}, version 11 or newer, "
+            f"which is not on the path; on Debian or Ubuntu: apt install g++"
+        )
+    return path
+
+
+@functools.lru_cache(maxsize=None)
+def _identity(compiler: str) -> str:
+    return f"{compiler} {platform.machine()} {_run([compiler, '--version']).stdout}"
+
+
+@functools.lru_cache(maxsize=None)
+def _runtime_text() -> str:
+    """All that a kernel or the runtime is compiled with."""
+    paths = sorted(path for path in _RUNTIME.rglob("*") if path.suffix in (".hpp", ".cpp"))
+    return "\n".join(f"{path.relative_to(_RUNTIME)}\n{path.read_text('utf-8')}" for path in paths)
+
+
+def _build_runtime(compiler: str, sanitize: str) -> Path:
+    flags = (*_COMMON, "-O2", *_FLAVOUR.get(sanitize, ()))
+    target = _target("runtime", _identity(compiler), _runtime_text(), *flags)
+    if not target.exists():
+        source = _RUNTIME / "runtime.cpp"
+        command = [compiler, *flags, "-shared", str(source), "-o", target.name, "-ldl"]
+        _publish([command], target, f"the simulator's runtime, {source}")
+    return target
+
+
+def _build_kernel(compiler: str, text: str, entry: str, sanitize: str) -> Path:
+    flags = (*_COMMON, *_KERNEL, *_SANITIZE[sanitize])
+    source = f'#line 1 "kernel.cu"\n{text}\n{_glue(entry)}'
+    target = _target("kernel", _identity(compiler), _runtime_text(), source, *flags)
+    if not target.exists():
+        kept = target.with_suffix(".cpp")
+        prelude = str(_RUNTIME / "prelude.hpp")
+        to_object = [compiler, *flags, *_HERE, "-include", prelude, "-c", kept.name, "-o", "kernel.o"]
+        to_library = [compiler, "-shared", *_LINK.get(sanitize, ()), "kernel.o", "-o", target.name]
+        _publish([to_object, to_library], target, f"kernel {entry}", source)
+    return target
+
+
+def _glue(entry: str) -> str:
+    """What the launch asks a kernel's library for."""
+    export = '__attribute__((visibility("default")))'
+    return f"""#line 1 "(launch of {entry})"
+extern "C" {export} void cuflash_sim_kernel(void** arguments) {{ ::cuflash::sim::call(&{entry}, arguments); }}
+extern "C" {export} const size_t* cuflash_sim_parameter_sizes() {{ return ::cuflash::sim::parameter_sizes(&{entry}); }}
+"""
+
+
+def _target(kind: str, *parts: str) -> Path:
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return cache_directory() / f"{kind}-{digest}.so"
+
+
+def _publish(commands: list[list[str]], target: Path, what: str, source: str = "") -> None:
+    """Run the compiler in a folder of its own, then move the result into place: all of it or nothing is seen."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as here:
+        kept = target.with_suffix(".cpp")
+        (Path(here) / kept.name).write_text(source, "utf-8")
+        for command in commands:
+            run = _run([word.format(here=here) if "{here}" in word else word for word in command], here)
+            if run.returncode:
+                if source:
+                    os.replace(Path(here) / kept.name, kept)
+                where = f"\nThe whole text is in {kept}" if source else ""
+                raise BuildError(f"{_COMPILER} does not compile {what}:\n{run.stderr.strip()}{where}")
+        os.replace(Path(here) / target.name, target)
+
+
+def _run(command: list[str], folder: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)

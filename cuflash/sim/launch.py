@@ -1,0 +1,232 @@
+"""Where a kernel built for the host meets arrays: arguments by address, a simulated launch, failures as exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+_ORDERS = ("round_robin", "first_warp", "last_warp", "random", "priorities")
+_COPIES = ("eager", "late", "random")
+_MAX_SHARED_BYTES = 227 << 10
+_MAX_BLOCK = 1024
+# As strict as any type that a kernel takes by value: a tensor map.
+_ALIGNMENT = 128
+_MESSAGE_BYTES = 8192
+
+# The runtime holds one launch, so calls from several threads queue here.
+_one_launch = threading.Lock()
+
+
+class SimulationError(RuntimeError):
+    """A kernel broke a rule: the message names its line, block and thread, and the schedule that shows it again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The choices of a launch that a correct kernel cannot notice.
+
+    >>> Schedule(seed=7, order="random", copies="late", shuffle_lanes=True).order
+    'random'
+
+    Attributes
+    ----------
+    seed : int
+        All random choices of a launch follow from it.
+    order : "round_robin", "first_warp", "last_warp", "random" or "priorities"
+        Which warp goes on when one waits or has finished an operation. "priorities" runs the warp of the highest one,
+        and changes priorities a few times: it finds bugs that need few switches at unlikely places.
+    copies : "eager", "late" or "random"
+        When asynchronous copies land: when issued, when waited for, or either.
+    poison : bool
+        Shared memory, and the destination of a copy in flight, hold bytes 0xFF: NaN as any float.
+    shuffle_lanes : bool
+        The lanes of a warp run in random order instead of from 0 up.
+    """
+
+    seed: int = 0
+    order: Literal["round_robin", "first_warp", "last_warp", "random", "priorities"] = "round_robin"
+    copies: Literal["eager", "late", "random"] = "eager"
+    poison: bool = True
+    shuffle_lanes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.order not in _ORDERS:
+            raise ValueError(f"order must be one of {', '.join(_ORDERS)}; got {self.order!r}")
+        if self.copies not in _COPIES:
+            raise ValueError(f"copies must be one of {', '.join(_COPIES)}; got {self.copies!r}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be from 0 to 2**64 - 1; got {self.seed}")
+
+
+class _Schedule(ctypes.Structure):
+    """Schedule in runtime/schedule.hpp."""
+
+    _fields_ = [
+        ("seed", ctypes.c_uint64),
+        ("order", ctypes.c_int32),
+        ("copies", ctypes.c_int32),
+        ("poison", ctypes.c_int32),
+        ("shuffle_lanes", ctypes.c_int32),
+    ]
+
+
+class _Request(ctypes.Structure):
+    """Request in runtime/cta.hpp."""
+
+    _fields_ = [
+        ("kernel", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p),
+        ("shared_bytes", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32),
+        ("time_limit", ctypes.c_double),
+        ("schedule", _Schedule),
+    ]
+
+
+class Kernel:
+    """A kernel compiled for the host; made by `cuflash.sim.build`, called like a launch.
+
+    >>> text = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
+    >>> from cuflash import sim
+    >>> x = np.arange(4, dtype=np.float32)
+    >>> sim.build(text, "twice")(grid=1, block=4, params=(x,))           # doctest: +SKIP
+    >>> x                                                                # doctest: +SKIP
+    array([0., 2., 4., 6.], dtype=float32)
+    """
+
+    def __init__(self, library: Path, runtime: Path, entry: str) -> None:
+        self.entry = entry
+        self._library = library
+        self._runtime = _load_runtime(runtime)
+        kernel = ctypes.CDLL(str(library))
+        self._kernel = ctypes.cast(kernel.cuflash_sim_kernel, ctypes.c_void_p)
+        kernel.cuflash_sim_parameter_sizes.restype = ctypes.POINTER(ctypes.c_size_t)
+        sizes = kernel.cuflash_sim_parameter_sizes()
+        self._parameter_sizes: list[int] = []
+        while sizes[len(self._parameter_sizes)]:
+            self._parameter_sizes.append(sizes[len(self._parameter_sizes)])
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.entry} for the host, parameters of {self._parameter_sizes} bytes>"
+
+    def __call__(
+        self,
+        grid: int | tuple[int, ...],
+        block: int,
+        params: tuple[Any, ...],
+        shared_bytes: int = 0,
+        schedule: Schedule = Schedule(),
+        *,
+        time_limit: float = 60.0,
+    ) -> None:
+        """Run every block of the grid, one after another, and return when all have ended.
+
+        Parameters
+        ----------
+        grid : int or tuple of 1 to 3 ints
+        block : int
+            Threads of a block, 1 to 1024.
+        params : tuple
+            An array is passed as the address of its first element, a NumPy scalar (a structured one too) by value.
+        shared_bytes : int
+            Dynamic shared memory of a block.
+        time_limit : float
+            Seconds after which a launch that has not ended is stopped.
+
+        Raises
+        ------
+        SimulationError
+            The kernel broke a rule.
+        """
+        request = _Request(kernel=self._kernel, shared_bytes=shared_bytes, block=block, time_limit=time_limit)
+        request.grid[:] = _grid(grid)
+        if not 1 <= block <= _MAX_BLOCK:
+            raise ValueError(f"block must be from 1 to {_MAX_BLOCK} threads; got {block}")
+        if not 0 <= shared_bytes <= _MAX_SHARED_BYTES:
+            raise ValueError(f"shared_bytes must be from 0 to {_MAX_SHARED_BYTES}; got {shared_bytes}")
+        if not 0 < time_limit < float("inf"):
+            raise ValueError(f"time_limit must be a positive number of seconds; got {time_limit}")
+        request.schedule = _Schedule(
+            schedule.seed,
+            _ORDERS.index(schedule.order),
+            _COPIES.index(schedule.copies),
+            schedule.poison,
+            schedule.shuffle_lanes,
+        )
+        values = self._values(params)
+        addresses = (ctypes.c_void_p * max(len(values), 1))(*(value.ctypes.data for value in values))
+        request.arguments = ctypes.cast(addresses, ctypes.c_void_p)
+        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        offset = ctypes.c_uint64()
+        with _one_launch:
+            failed = self._runtime.cuflash_sim_launch(
+                ctypes.byref(request), message, ctypes.c_size_t(_MESSAGE_BYTES), ctypes.byref(offset)
+            )
+        if failed:
+            lines = [f"kernel {self.entry}: {message.value.decode(errors='replace')}"]
+            lines += _source_lines(self._library, offset.value) if offset.value else []
+            raise SimulationError("\n  ".join([*lines, f"under {schedule}"]))
+
+    def _values(self, params: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
+        """The bytes of each argument, aligned as the strictest type asks."""
+        if not isinstance(params, tuple):
+            raise TypeError(f"params must be a tuple; got {type(params).__name__}")
+        if len(params) != len(self._parameter_sizes):
+            raise TypeError(f"{self.entry} takes {len(self._parameter_sizes)} parameters; got {len(params)}")
+        values = []
+        for position, (param, size) in enumerate(zip(params, self._parameter_sizes)):
+            if isinstance(param, np.ndarray):
+                data = np.uint64(param.ctypes.data).tobytes()
+            elif isinstance(param, np.generic):
+                data = param.tobytes()
+            else:
+                raise TypeError(
+                    f"params[{position}] must be an array or a NumPy scalar, as np.int32(3); "
+                    f"got {type(param).__name__}"
+                )
+            if len(data) != size:
+                raise TypeError(
+                    f"params[{position}] must have the {size} bytes of {self.entry}'s parameter; "
+                    f"got {len(data)} ({type(param).__name__} of dtype {param.dtype})"
+                )
+            room = np.empty(size + _ALIGNMENT, np.uint8)
+            start = -room.ctypes.data % _ALIGNMENT
+            room[start : start + size] = np.frombuffer(data, np.uint8)
+            values.append(room[start : start + size])
+        return values
+
+
+def _grid(grid: int | tuple[int, ...]) -> tuple[int, int, int]:
+    sizes = grid if isinstance(grid, tuple) else (grid,)
+    if not 1 <= len(sizes) <= 3 or any(not 1 <= size < 2**31 for size in sizes):
+        raise ValueError(f"grid must be 1 to 3 positive ints; got {grid}")
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
+@functools.lru_cache(maxsize=None)
+def _load_runtime(path: Path) -> ctypes.CDLL:
+    """Loaded so that kernels, which name none, find its functions."""
+    runtime = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    runtime.cuflash_sim_launch.restype = ctypes.c_int
+    return runtime
+
+
+def _source_lines(library: Path, offset: int) -> list[str]:
+    """Which line of the kernel an instruction came from, and the lines that it was inlined into."""
+    tool = shutil.which("addr2line")
+    if tool is None:
+        return ["install binutils (addr2line) to see the line that was interrupted"]
+    run = subprocess.run([tool, "-i", "-e", str(library), hex(offset)], capture_output=True, text=True, timeout=60)
+    lines = [os.path.normpath(line.split(" (")[0]) for line in run.stdout.split("\n") if line]
+    return [f"interrupted at {' in '.join(lines)}"] if lines and "?" not in lines[0] else []

@@ -1,0 +1,53 @@
+// Host twin of kernels_cu/ptx/math.cuh.
+#pragma once
+
+#include <ptx/types.cuh>
+
+namespace cuflash::ptx {
+
+// Flushes subnormal operands and results to zero, as the instruction does.
+CUFLASH_DEVICE float exp2_approx(float x) {
+  const float y = ::exp2f(x);
+  return y < 0x1p-126f ? 0.0f : y;
+}
+
+CUFLASH_DEVICE float exp2_accurate(float x) { return ::exp2f(x); }
+CUFLASH_DEVICE double exp2_accurate(double x) { return ::exp2(x); }
+CUFLASH_DEVICE float log2_accurate(float x) { return ::log2f(x); }
+CUFLASH_DEVICE double log2_accurate(double x) { return ::log2(x); }
+CUFLASH_DEVICE float log_accurate(float x) { return ::logf(x); }
+CUFLASH_DEVICE double log_accurate(double x) { return ::log(x); }
+
+CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
+CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
+
+template <class T>
+CUFLASH_DEVICE T negative_infinity();
+template <>
+CUFLASH_DEVICE float negative_infinity<float>() { return -__builtin_inff(); }
+template <>
+CUFLASH_DEVICE double negative_infinity<double>() { return -__builtin_inf(); }
+
+CUFLASH_DEVICE float to_float(float x) { return x; }
+CUFLASH_DEVICE float to_float(Half x) { return sim::half_to_float(x.bits); }
+CUFLASH_DEVICE float to_float(BFloat16 x) { return sim::bfloat16_to_float(x.bits); }
+
+template <class T>
+CUFLASH_DEVICE T from_float(float x);
+template <>
+CUFLASH_DEVICE float from_float<float>(float x) { return x; }
+template <>
+CUFLASH_DEVICE Half from_float<Half>(float x) { return {sim::float_to_half(x)}; }
+template <>
+CUFLASH_DEVICE BFloat16 from_float<BFloat16>(float x) { return {sim::float_to_bfloat16(x)}; }
+
+CUFLASH_DEVICE uint32_t pack2(Half, float lo, float hi) {
+  return sim::float_to_half(lo) | static_cast<uint32_t>(sim::float_to_half(hi)) << 16;
+}
+CUFLASH_DEVICE uint32_t pack2(BFloat16, float lo, float hi) {
+  return sim::float_to_bfloat16(lo) | static_cast<uint32_t>(sim::float_to_bfloat16(hi)) << 16;
+}
+
+CUFLASH_DEVICE uint32_t to_tf32(float x) { return sim::float_to_tf32(x); }
+
+}  // namespace cuflash::ptx

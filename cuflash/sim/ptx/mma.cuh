@@ -1,0 +1,31 @@
+// Host twin of kernels_cu/ptx/mma.cuh.
+#pragma once
+
+#include <ptx/types.cuh>
+
+namespace cuflash::sim {
+
+CUFLASH_DEVICE void mma(const Operation& operation, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                        Location where) {
+  MmaLane lane{{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  collective(operation, 0xffffffffu, &lane, where);
+  for (int i = 0; i < 4; ++i) d[i] = lane.d[i];
+}
+
+}  // namespace cuflash::sim
+
+namespace cuflash::ptx {
+
+CUFLASH_DEVICE void mma_m16n8k16(Half, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                 CUFLASH_SIM_WHERE) {
+  sim::mma(sim::kMmaHalf, d, a, b, where);
+}
+CUFLASH_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                 CUFLASH_SIM_WHERE) {
+  sim::mma(sim::kMmaBFloat16, d, a, b, where);
+}
+CUFLASH_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], CUFLASH_SIM_WHERE) {
+  sim::mma(sim::kMmaTf32, d, a, b, where);
+}
+
+}  // namespace cuflash::ptx

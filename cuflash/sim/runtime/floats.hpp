@@ -1,0 +1,45 @@
+// Conversions of the 16-bit floats and of tf32 by integer arithmetic: the same bits on every host, and no CPU feature
+// asked for.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace cuflash::sim {
+
+inline float half_to_float(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, rest = bits & 0x7fff;
+  // Read as a float the exponent is 112 too small, which one exact multiplication mends, subnormals included.
+  const uint32_t scaled = std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 13) * 0x1p112f);
+  return std::bit_cast<float>((rest >= 0x7c00 ? 0x7f800000 | rest << 13 : scaled) | sign);
+}
+
+inline uint16_t float_to_half(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff;
+  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+  if (magnitude > 0x7f800000) return 0x7fff;               // NaN: the one that the GPU's conversion makes
+  if (magnitude >= 0x477ff000) return sign | 0x7c00;       // 65520 and above round to infinity
+  if (magnitude < 0x38800000) {                            // below 2^-14: adding 1/2 leaves the rounded subnormal
+    const float aligned = std::bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(aligned) - 0x3f000000));
+  }
+  const uint32_t odd = magnitude >> 13 & 1;                // to nearest, ties to even
+  return static_cast<uint16_t>(sign | ((magnitude - 0x38000000 + 0xfff + odd) >> 13));
+}
+
+inline float bfloat16_to_float(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+inline uint16_t float_to_bfloat16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The bits of a float rounded to 10 bits of mantissa, ties away from zero.
+inline uint32_t float_to_tf32(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fffffff;
+  return (bits + 0x1000) & ~0x1fffu;
+}
+
+}  // namespace cuflash::sim

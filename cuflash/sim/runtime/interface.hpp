@@ -1,0 +1,81 @@
+// What a kernel sees of the simulator: who is running, and the operations behind the language words and ptx/.
+// Every operation takes the place it was called from, so that a report can name the kernel's line.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <source_location>
+#include <type_traits>
+#include <utility>
+
+#include "vector_types.hpp"
+
+namespace cuflash::sim {
+
+using Location = std::source_location;
+
+struct Block { uint3 index; dim3 grid_dim, block_dim; };
+struct Identity { uint3 index; int lane; const Block* block; };
+extern Identity* current;   // the CUDA thread that runs now
+
+[[noreturn]] void fail(Location where, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+// ---- warp operations: the last lane to arrive runs `execute` for all ----
+using Execute = void (*)(void* const* arguments, uint32_t mask);
+struct Operation {
+  const char* name;
+  Execute execute = nullptr;
+  bool whole_warp = false;      // needs all 32 lanes
+  bool orders_memory = false;   // what lanes wrote before, all see after
+};
+void collective(const Operation& operation, uint32_t mask, void* argument, Location where);
+
+// Operands travel by value through these: the instrumented kernel does the copying, so sanitizers see it.
+struct ShuffleLane { uint64_t in, out; int source; };
+struct GatherLane { uint32_t value; uint32_t participants; uint32_t values[32]; };
+struct MatrixLane { uint16_t row[8]; uint32_t matrices[4]; };
+struct MmaLane { float d[4]; uint32_t a[4], b[2]; };
+void execute_shuffle(void* const* arguments, uint32_t mask);
+void execute_gather(void* const* arguments, uint32_t mask);
+
+extern const Operation kLdmatrix[2][3], kStmatrix[2][3];   // [transposed][1, 2 or 4 matrices, halved]
+extern const Operation kMmaHalf, kMmaBFloat16, kMmaTf32;
+void load_row(uint32_t address, MatrixLane& lane, const char* name, Location where);
+void store_row(uint32_t address, const MatrixLane& lane, const char* name, Location where);
+
+// ---- shared memory ----
+unsigned char* dynamic_shared();
+uint32_t shared_address(const void* pointer, Location where);
+
+// ---- block and grid ----
+void barrier(int id, int threads, bool wait, Location where);
+int block_threads();
+void fence();                         // orders this thread's memory operations with those of other threads' fences
+void spin(Location where);     // a thread that may wait for another by looking again lets others run
+void check_aligned(const void* pointer, size_t alignment, const char* name, Location where);
+
+// ---- asynchronous copies ----
+void cp_async(uint32_t destination, const void* source, int bytes, int source_bytes, const char* name,
+              Location where);
+void cp_async_commit(Location where);
+void cp_async_wait(int pending, Location where);
+void cp_async_wait_all(Location where);
+
+// ---- launch: a kernel of any signature, its arguments as addresses ----
+template <class... Args>
+void call(void (*kernel)(Args...), void** arguments) {
+  [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    kernel(*static_cast<std::remove_cv_t<std::remove_reference_t<Args>>*>(arguments[kIndex])...);
+  }(std::index_sequence_for<Args...>{});
+}
+
+// Sizes of the parameters, ended by 0, so that a launch with other arguments is refused.
+template <class... Args>
+const size_t* parameter_sizes(void (*)(Args...)) {
+  static_assert((std::is_trivially_copyable_v<Args> && ...), "a kernel's parameters are copied as bytes");
+  static const size_t sizes[] = {sizeof(Args)..., 0};
+  return sizes;
+}
+
+}  // namespace cuflash::sim

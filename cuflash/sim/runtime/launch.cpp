@@ -1,0 +1,188 @@
+// A launch from start to end: its threads' stacks, its shared memory, its blocks one after another.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "watchdog.hpp"
+
+namespace cuflash::sim {
+
+namespace {
+
+constexpr unsigned char kCanary = 0xa5;
+std::vector<Thread*> pool;   // reused from block to block and launch to launch
+
+// Where a fiber begins, and where it is again when its thread's next block starts.
+void run_thread() {
+  enter_stack(nullptr);
+  for (;;) {
+    acquire(&self().cta->block_clock);
+    launch->in_kernel.store(true, std::memory_order_relaxed);
+    launch->request.kernel(launch->request.arguments);
+    launch->in_kernel.store(false, std::memory_order_relaxed);
+    Unwatched unwatched;
+    Thread& me = self();
+    if (!me.copies.empty())
+      fail(me.where, "the thread exits with %zu copies of cp.async that it never waited for", me.copies.size());
+    for (const Rendezvous& pending : me.warp->pending)
+      if (pending.mask >> me.lane & 1)
+        fail(pending.where, "the thread exits while lanes %08x of its warp wait for it in %s here", pending.arrived,
+             pending.operation->name);
+    release(&me.cta->block_clock);
+    me.state = State::exited;
+    me.warp->exited |= 1u << me.lane;
+    --me.cta->alive;
+    schedule(true);
+  }
+}
+
+// A guard page below each stack turns an overflow into a fault.
+void new_stack(Thread& thread) {
+  const size_t guard = static_cast<size_t>(getpagesize());
+  void* memory = mmap(nullptr, kStackBytes + guard, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                      -1, 0);
+  if (memory == MAP_FAILED) {
+    perror("cuflash.sim: no memory for a thread's stack");
+    abort();
+  }
+  mprotect(memory, guard, PROT_NONE);
+  thread.stack = static_cast<char*>(memory) + guard;
+}
+
+void start_thread(Cta& cta, int linear) {
+  Thread& thread = *pool[linear];
+  thread.index = {static_cast<unsigned>(linear), 0, 0};
+  thread.linear = linear;
+  thread.lane = linear % 32;
+  thread.block = thread.cta = &cta;
+  thread.warp = &cta.warps[linear / 32];
+  thread.doing = "its first lines";
+  thread.copies.clear();
+  thread.groups = thread.spins = 0;
+  if (thread.state != State::exited) {   // new, or left in the middle of a launch that failed
+    unpoison(thread.stack, kStackBytes);
+    make_context(thread.context, thread.stack, kStackBytes, run_thread);
+  }
+  thread.warp->existing |= 1u << thread.lane;
+  set_ready(thread);
+}
+
+// ThreadSanitizer's fibers know at birth what their maker knows, so they are all made before any kernel code runs.
+void grow_pool(int count) {
+  while (static_cast<int>(pool.size()) < count) {
+    auto* thread = new Thread;
+    char name[64];
+    snprintf(name, sizeof name, "CUDA thread %zu", pool.size());
+    thread->fiber = new_fiber(name);
+    new_stack(*thread);
+    pool.push_back(thread);
+  }
+}
+
+// AddressSanitizer asks for the bounds of the stack that fibers return to.
+void find_host_stack(Thread& host) {
+#if defined(CUFLASH_SIM_ADDRESS)
+  pthread_attr_t attributes;
+  void* low;
+  pthread_getattr_np(pthread_self(), &attributes);
+  pthread_attr_getstack(&attributes, &low, &host.stack_bytes);
+  pthread_attr_destroy(&attributes);
+  host.stack = static_cast<char*>(low);
+#else
+  static_cast<void>(host);
+#endif
+}
+
+void check_block_end(const Cta& cta) {
+  for (int id = 0; id < kBarriers && !launch->failed; ++id) {
+    const Barrier& barrier = cta.barriers[id];
+    if (!barrier.arrived) continue;
+    launch->failed = true;
+    snprintf(launch->message, sizeof launch->message,
+             "%s: the block (%u, %u, %u) ends with %d of %d threads counted at barrier %d",
+             place(barrier.where).c_str(), cta.index.x, cta.index.y, cta.index.z, barrier.arrived, barrier.expected, id);
+  }
+  for (size_t i = 0; i < kCanaryBytes && !launch->failed && !kSanitized; ++i) {
+    if (cta.shared[cta.shared_bytes + i] == kCanary) continue;
+    launch->failed = true;
+    snprintf(launch->message, sizeof launch->message,
+             "%s: block (%u, %u, %u) wrote into the byte %zu past the end of its %zu bytes of dynamic shared memory",
+             place(cta.threads[0]->where).c_str(), cta.index.x, cta.index.y, cta.index.z, i, cta.shared_bytes);
+  }
+}
+
+void run_block(Cta& cta, unsigned char* shared) {
+  const Request& request = launch->request;
+  cta.grid_dim = dim3(request.grid[0], request.grid[1], request.grid[2]);
+  cta.block_dim = dim3(request.block);
+  cta.thread_count = cta.alive = static_cast<int>(request.block);
+  cta.warp_count = (cta.thread_count + 31) / 32;
+  cta.running_warp = cta.warp_count - 1;   // whose successor in turn is warp 0
+  cta.threads = pool.data();
+  cta.shared = shared;
+  cta.shared_bytes = request.shared_bytes;
+  cta.change_points = 6;
+  if (request.schedule.poison) memset(shared, 0xff, request.shared_bytes);
+  if (!kSanitized) memset(shared + request.shared_bytes, kCanary, kCanaryBytes);
+  for (int w = 0; w < cta.warp_count; ++w) {
+    cta.warps[w].index = w;
+    cta.warps[w].priority = 1000 + launch->random.below(1000);
+  }
+  for (int i = 0; i < cta.thread_count; ++i) start_thread(cta, i);
+  release(&cta.block_clock);
+  launch->host.cta = &cta;
+  current = &launch->host;
+  schedule(false);
+  launch->host.cta = nullptr;
+  acquire(&cta.block_clock);
+  check_block_end(cta);
+}
+
+void run_grid() {
+  const Request& request = launch->request;
+  const size_t room = (request.shared_bytes + kCanaryBytes + 1023) / 1024 * 1024;
+  auto* shared = static_cast<unsigned char*>(aligned_alloc(1024, room));
+  poison(shared + (request.shared_bytes + 7) / 8 * 8, room - (request.shared_bytes + 7) / 8 * 8);
+  for (unsigned z = 0; z < request.grid[2] && !launch->failed; ++z)
+    for (unsigned y = 0; y < request.grid[1] && !launch->failed; ++y)
+      for (unsigned x = 0; x < request.grid[0] && !launch->failed; ++x) {
+        auto* cta = new Cta{};
+        cta->index = {x, y, z};
+        run_block(*cta, shared);
+        delete cta;
+      }
+  unpoison(shared, room);
+  free(shared);
+}
+
+}  // namespace
+}  // namespace cuflash::sim
+
+// One launch at a time, which the caller sees to. Returns whether it failed, and why.
+extern "C" int cuflash_sim_launch(const cuflash::sim::Request* request, char* message, size_t room,
+                                  uint64_t* fault_offset) {
+  using namespace cuflash::sim;
+  auto* mine = launch = new Launch;
+  mine->request = *request;
+  mine->random.state = request->schedule.seed;
+  mine->os_thread = pthread_self();
+  mine->host.fiber = this_fiber();
+  find_host_stack(mine->host);
+  grow_pool(static_cast<int>(request->block));
+  {
+    FaultHandlers faults;
+    Watchdog watchdog(request->time_limit);
+    run_grid();
+  }
+  const bool failed = mine->failed;
+  if (failed)
+    for (Thread* thread : pool) thread->state = State::fresh;
+  snprintf(message, room, "%s", mine->message);
+  *fault_offset = mine->fault_offset;
+  launch = nullptr;
+  current = nullptr;
+  delete mine;
+  return failed;
+}

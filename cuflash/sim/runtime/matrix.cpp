@@ -1,0 +1,97 @@
+// ldmatrix, stmatrix and mma on the operands of a whole warp. Where each element lives is drawn in kernels_cu/ptx.
+#include "cta.hpp"
+#include "floats.hpp"
+
+namespace cuflash::sim {
+
+namespace {
+
+MatrixLane& matrix_lane(void* const* arguments, int lane) { return *static_cast<MatrixLane*>(arguments[lane]); }
+
+// The two elements of matrix m that a lane's register holds, as places in the rows that lanes 8m to 8m + 7 name.
+template <bool kTrans>
+uint16_t& element(void* const* arguments, int m, int lane, int which) {
+  const int i = lane / 4, j = lane % 4 * 2 + which;
+  return kTrans ? matrix_lane(arguments, m * 8 + j).row[i] : matrix_lane(arguments, m * 8 + i).row[j];
+}
+
+template <int kMatrices, bool kTrans>
+void execute_ldmatrix(void* const* arguments, uint32_t) {
+  for (int m = 0; m < kMatrices; ++m)
+    for (int lane = 0; lane < 32; ++lane)
+      matrix_lane(arguments, lane).matrices[m] =
+          element<kTrans>(arguments, m, lane, 0) | static_cast<uint32_t>(element<kTrans>(arguments, m, lane, 1)) << 16;
+}
+
+template <int kMatrices, bool kTrans>
+void execute_stmatrix(void* const* arguments, uint32_t) {
+  for (int m = 0; m < kMatrices; ++m)
+    for (int lane = 0; lane < 32; ++lane) {
+      const uint32_t both = matrix_lane(arguments, lane).matrices[m];
+      element<kTrans>(arguments, m, lane, 0) = static_cast<uint16_t>(both);
+      element<kTrans>(arguments, m, lane, 1) = static_cast<uint16_t>(both >> 16);
+    }
+}
+
+// d (16 x 8) += a (16 x kDepth) * b (kDepth x 8), summed in float from the first column to the last.
+template <int kDepth>
+void multiply_add(const float (&a)[16][kDepth], const float (&b)[kDepth][8], void* const* arguments) {
+  float product[16][8];
+  for (int i = 0; i < 16; ++i) {
+    float sum[8] = {};
+    for (int k = 0; k < kDepth; ++k)
+      for (int j = 0; j < 8; ++j) sum[j] += a[i][k] * b[k][j];
+    for (int j = 0; j < 8; ++j) product[i][j] = sum[j];
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    float(&d)[4] = static_cast<MmaLane*>(arguments[lane])->d;
+    for (int e = 0; e < 4; ++e) d[e] += product[lane / 4 + e / 2 * 8][lane % 4 * 2 + e % 2];
+  }
+}
+
+template <float (*kToFloat)(uint16_t)>
+void execute_mma_m16n8k16(void* const* arguments, uint32_t) {
+  float a[16][16], b[16][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const auto& own = *static_cast<MmaLane*>(arguments[lane]);
+    const int g = lane / 4, t = lane % 4 * 2;
+    for (int e = 0; e < 2; ++e) {
+      for (int r = 0; r < 4; ++r)
+        a[g + r % 2 * 8][t + r / 2 * 8 + e] = kToFloat(static_cast<uint16_t>(own.a[r] >> 16 * e));
+      for (int r = 0; r < 2; ++r) b[t + r * 8 + e][g] = kToFloat(static_cast<uint16_t>(own.b[r] >> 16 * e));
+    }
+  }
+  multiply_add(a, b, arguments);
+}
+
+void execute_mma_m16n8k8_tf32(void* const* arguments, uint32_t) {
+  const auto to_float = [](uint32_t bits) { return std::bit_cast<float>(bits & ~0x1fffu); };
+  float a[16][8], b[8][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const auto& own = *static_cast<MmaLane*>(arguments[lane]);
+    const int g = lane / 4, t = lane % 4;
+    for (int r = 0; r < 4; ++r) a[g + r % 2 * 8][t + r / 2 * 4] = to_float(own.a[r]);
+    for (int r = 0; r < 2; ++r) b[t + r * 4][g] = to_float(own.b[r]);
+  }
+  multiply_add(a, b, arguments);
+}
+
+}  // namespace
+
+const Operation kLdmatrix[2][3] = {{{"ldmatrix_x1", execute_ldmatrix<1, false>, true},
+                                    {"ldmatrix_x2", execute_ldmatrix<2, false>, true},
+                                    {"ldmatrix_x4", execute_ldmatrix<4, false>, true}},
+                                   {{"ldmatrix_x1_trans", execute_ldmatrix<1, true>, true},
+                                    {"ldmatrix_x2_trans", execute_ldmatrix<2, true>, true},
+                                    {"ldmatrix_x4_trans", execute_ldmatrix<4, true>, true}}};
+const Operation kStmatrix[2][3] = {{{"stmatrix_x1", execute_stmatrix<1, false>, true},
+                                    {"stmatrix_x2", execute_stmatrix<2, false>, true},
+                                    {"stmatrix_x4", execute_stmatrix<4, false>, true}},
+                                   {{"stmatrix_x1_trans", execute_stmatrix<1, true>, true},
+                                    {"stmatrix_x2_trans", execute_stmatrix<2, true>, true},
+                                    {"stmatrix_x4_trans", execute_stmatrix<4, true>, true}}};
+const Operation kMmaHalf{"mma_m16n8k16 (Half)", execute_mma_m16n8k16<half_to_float>, true};
+const Operation kMmaBFloat16{"mma_m16n8k16 (BFloat16)", execute_mma_m16n8k16<bfloat16_to_float>, true};
+const Operation kMmaTf32{"mma_m16n8k8_tf32", execute_mma_m16n8k8_tf32, true};
+
+}  // namespace cuflash::sim

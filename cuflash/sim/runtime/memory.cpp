@@ -1,0 +1,48 @@
+// Shared memory: addresses to bytes and back, each access checked.
+#include "memory.hpp"
+
+namespace cuflash::sim {
+
+unsigned char* dynamic_shared() { return self().cta->shared; }
+
+uint32_t shared_address(const void* pointer, Location where) {
+  const Cta& cta = *self().cta;
+  const auto offset = static_cast<const unsigned char*>(pointer) - cta.shared;
+  if (offset < 0 || static_cast<size_t>(offset) > cta.shared_bytes)
+    fail(where, "shared_address: the pointer is not into the %zu bytes of dynamic shared memory", cta.shared_bytes);
+  return static_cast<uint32_t>(offset) + kSharedBase;
+}
+
+unsigned char* shared_bytes(uint32_t address, size_t bytes, size_t alignment, const char* name, Location where) {
+  const Cta& cta = *self().cta;
+  const long long offset = static_cast<long long>(address) - kSharedBase;
+  if (address % alignment)
+    fail(where, "%s: shared address must be a multiple of %zu; got offset %lld", name, alignment, offset);
+  if (offset < 0 || static_cast<size_t>(offset) + bytes > cta.shared_bytes)
+    fail(where, "%s: %zu bytes at shared offset %lld are outside the %zu bytes of dynamic shared memory", name, bytes,
+         offset, cta.shared_bytes);
+  return cta.shared + offset;
+}
+
+void check_aligned(const void* pointer, size_t alignment, const char* name, Location where) {
+  if (reinterpret_cast<uintptr_t>(pointer) % alignment)
+    fail(where, "%s: address must be a multiple of %zu; got %p", name, alignment, pointer);
+}
+
+void load_row(uint32_t address, MatrixLane& lane, const char* name, Location where) {
+  Frame frame(__builtin_return_address(0));
+  const unsigned char* row = shared_bytes(address, sizeof lane.row, sizeof lane.row, name, where);
+  kernel_reads(row, sizeof lane.row);
+  Entry entry(name, where);
+  memcpy(lane.row, row, sizeof lane.row);
+}
+
+void store_row(uint32_t address, const MatrixLane& lane, const char* name, Location where) {
+  Frame frame(__builtin_return_address(0));
+  unsigned char* row = shared_bytes(address, sizeof lane.row, sizeof lane.row, name, where);
+  kernel_writes(row, sizeof lane.row);
+  Entry entry(name, where);
+  memcpy(row, lane.row, sizeof lane.row);
+}
+
+}  // namespace cuflash::sim

@@ -1,0 +1,11 @@
+// The runtime as one translation unit: its headers are read once, which is most of its compile time.
+#include "failure.cpp"
+#include "scheduler.cpp"
+#include "warp.cpp"
+#include "matrix.cpp"
+#include "memory.cpp"
+#include "barrier.cpp"
+#include "copy.cpp"
+#include "undefined.cpp"
+#include "watchdog.cpp"
+#include "launch.cpp"

@@ -1,0 +1,147 @@
+// Whose turn it is. Threads give up theirs only inside operations: one fiber runs until it blocks or yields.
+#include "cta.hpp"
+
+namespace cuflash::sim {
+
+Launch* launch = nullptr;
+Identity* current = nullptr;
+
+void switch_thread(Thread& from, Thread& to) {
+  if (&from == &to) return;
+  from.spins = 0;
+  leave_stack(&from.fake_stack, to.stack, to.stack_bytes);
+  before_switch_to_fiber(to.fiber);
+  current = &to;
+  switch_context(from.context, to.context);
+  enter_stack(from.fake_stack);
+}
+
+void abandon_block() {
+  switch_thread(self(), launch->host);
+  __builtin_unreachable();
+}
+
+void set_ready(Thread& thread) {
+  thread.state = State::ready;
+  thread.warp->ready |= 1u << thread.lane;
+}
+
+namespace {
+
+// The warp that the order prefers among those with a thread to run; -1 if there is none.
+int pick_warp(Cta& cta) {
+  const auto first_from = [&](int start, int step) {
+    for (int i = 0, w = start; i < cta.warp_count; ++i, w = (w + step + cta.warp_count) % cta.warp_count)
+      if (cta.warps[w].ready) return w;
+    return -1;
+  };
+  switch (launch->request.schedule.order) {
+    case Order::round_robin: return first_from((cta.running_warp + 1) % cta.warp_count, 1);
+    case Order::first_warp: return first_from(0, 1);
+    case Order::last_warp: return first_from(cta.warp_count - 1, -1);
+    case Order::random: return first_from(static_cast<int>(launch->random.below(cta.warp_count)), 1);
+    case Order::priorities: break;
+  }
+  int best = -1;
+  for (int w = 0; w < cta.warp_count; ++w)
+    if (cta.warps[w].ready && (best < 0 || cta.warps[w].priority > cta.warps[best].priority)) best = w;
+  return best;
+}
+
+int pick_lane(uint32_t ready) {
+  if (launch->request.schedule.shuffle_lanes)
+    for (uint32_t skip = launch->random.below(static_cast<uint32_t>(__builtin_popcount(ready))); skip; --skip)
+      ready &= ready - 1;
+  return __builtin_ctz(ready);
+}
+
+// Which lanes of a warp do the same, as "warp 0 lanes 0-15: __syncthreads at forward.cu:12", a line each.
+void describe(const Cta& cta, const Warp& warp, std::string& text) {
+  std::string group;
+  int first = 0, last = -1;
+  const auto flush = [&] {
+    if (last >= first)
+      text += "\n  warp " + std::to_string(warp.index) + " lanes " + std::to_string(first) + "-" +
+              std::to_string(last) + ": " + group;
+  };
+  for (int lane = 0; lane < 32 && warp.existing >> lane & 1; ++lane) {
+    const Thread& thread = *cta.threads[warp.index * 32 + lane];
+    const std::string state = thread.state == State::exited
+                                  ? "exited"
+                                  : std::string("waits in ") + thread.doing + " at " + place(thread.where);
+    if (state != group) {
+      flush();
+      first = lane;
+      group = state;
+    }
+    last = lane;
+  }
+  flush();
+}
+
+[[noreturn]] void report_deadlock(Cta& cta) {
+  std::string text;
+  for (int w = 0; w < cta.warp_count; ++w) describe(cta, cta.warps[w], text);
+  // Named after a thread that waits: the one that looked last may have exited.
+  for (int i = 0; i < cta.thread_count; ++i)
+    if (cta.threads[i]->state == State::blocked) {
+      fail(cta.threads[i]->where, "deadlock: no thread can run; each of these waits for one that never comes%s",
+           text.c_str());
+    }
+  __builtin_unreachable();
+}
+
+}  // namespace
+
+void schedule(bool same_warp_first) {
+  Thread& me = self();
+  Cta& cta = *me.cta;
+  if (cta.alive == 0) {
+    switch_thread(me, launch->host);
+    return;
+  }
+  check_time_limit(me.where);
+  int warp = cta.running_warp;
+  if (!same_warp_first || !cta.warps[warp].ready) warp = pick_warp(cta);
+  if (warp < 0) report_deadlock(cta);
+  cta.running_warp = warp;
+  const int lane = pick_lane(cta.warps[warp].ready);
+  cta.warps[warp].ready &= ~(1u << lane);
+  switch_thread(me, thread_of(cta, cta.warps[warp], lane));
+}
+
+void block() {
+  self().state = State::blocked;
+  schedule(true);
+}
+
+void yield() {
+  set_ready(self());
+  schedule(false);
+}
+
+// A spinning thread starves the one it waits for in every order but round robin, so the turn is forced now and then.
+void spin(Location where) {
+  Thread& me = self();
+  const bool insist = ++me.spins >= 64;
+  if (!insist && !(launch->request.schedule.order == Order::random && launch->random.one_in(4))) return;
+  Entry entry("a spin", where);
+  Cta& cta = *me.cta;
+  set_ready(me);
+  me.spins = 0;
+  for (int i = 1; insist && i <= cta.warp_count; ++i) {
+    const int warp = (me.warp->index + i) % cta.warp_count;
+    const uint32_t ready = cta.warps[warp].ready & ~(warp == me.warp->index ? 1u << me.lane : 0u);
+    if (!ready) continue;
+    // The lane after this one first, so that spinning lanes of one warp cannot hand the turn back and forth.
+    const uint32_t later = warp == me.warp->index ? ready & ~((2u << me.lane) - 1) : ready;
+    const int lane = __builtin_ctz(later ? later : ready);
+    cta.running_warp = warp;
+    cta.warps[warp].ready &= ~(1u << lane);
+    switch_thread(me, thread_of(cta, cta.warps[warp], lane));
+    return;
+  }
+  schedule(false);
+}
+
+}  // namespace cuflash::sim

@@ -1,0 +1,119 @@
+// Two guards of a launch: against time and against faults.
+#include "watchdog.hpp"
+
+#include <dlfcn.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace cuflash::sim {
+
+namespace {
+
+bool kernel_is_running() {
+  return launch && launch->in_kernel.load(std::memory_order_relaxed) &&
+         pthread_equal(pthread_self(), launch->os_thread);
+}
+
+// Where in the kernel's library the interrupted instruction is, for whoever turns that into a line; 0 if elsewhere.
+void note_instruction(void* context) {
+  [[maybe_unused]] auto* interrupted = static_cast<ucontext_t*>(context);
+  uint64_t instruction = 0;
+#if defined(__linux__) && defined(__x86_64__)
+  instruction = static_cast<uint64_t>(interrupted->uc_mcontext.gregs[REG_RIP]);
+#elif defined(__linux__) && defined(__aarch64__)
+  instruction = interrupted->uc_mcontext.pc;
+#endif
+  Dl_info here, kernel;
+  if (dladdr(reinterpret_cast<void*>(instruction), &here) &&
+      dladdr(reinterpret_cast<void*>(launch->request.kernel), &kernel) && here.dli_fbase == kernel.dli_fbase)
+    launch->fault_offset = instruction - reinterpret_cast<uint64_t>(here.dli_fbase);
+}
+
+void on_time_up(int, siginfo_t*, void* context) {
+  if (!kernel_is_running()) return;   // the mark in `expired` ends the launch at the next operation
+  note_instruction(context);
+  fail(self().where,
+       "the launch passed its time limit of %g s in a loop without operations, entered after this one (%s)",
+       launch->request.time_limit, self().doing);
+}
+
+void on_fault(int number, siginfo_t* information, void* context) {
+  if (!kernel_is_running()) {
+    signal(number, SIG_DFL);          // not the kernel's: happens again on return, and ends the process
+    return;
+  }
+  note_instruction(context);
+  const char* address = static_cast<const char*>(information->si_addr);
+  const Thread& me = self();
+  if (number == SIGFPE)
+    fail(me.where, "integer division by zero, after the operation here (%s)", me.doing);
+  if (address < me.stack && address >= me.stack - getpagesize())
+    fail(me.where, "the thread's stack of %zu bytes overflowed, after the operation here (%s)", kStackBytes, me.doing);
+  fail(me.where,
+       "a load or store at %p, which is no memory of this process, after the operation here (%s); building with "
+       "sanitize=\"address\" names the buffer that it missed",
+       static_cast<const void*>(address), me.doing);
+}
+
+}  // namespace
+
+Watchdog::Watchdog(double seconds) {
+  struct sigaction action {};
+  action.sa_sigaction = on_time_up;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK | SA_RESTART;
+  sigaction(SIGURG, &action, &before_);
+  thread_ = std::thread(&Watchdog::watch, this, seconds);
+}
+
+Watchdog::~Watchdog() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    over_ = true;
+  }
+  ended_.notify_all();
+  thread_.join();
+  sigaction(SIGURG, &before_, nullptr);
+}
+
+void Watchdog::watch(double seconds) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto over_within = [&](double wait) {
+    return ended_.wait_for(lock, std::chrono::duration<double>(wait), [&] { return over_; });
+  };
+  if (over_within(seconds)) return;
+  launch->expired = true;
+  // Again and again: a signal that meets the runtime at work only leaves the mark.
+  for (double waited = 0; waited < seconds + 1; waited += 0.05) {
+    pthread_kill(launch->os_thread, SIGURG);
+    if (over_within(0.05)) return;
+  }
+  fprintf(stderr,
+          "cuflash.sim: the launch passed its time limit of %g s in a loop without operations, entered after %s:%u\n",
+          seconds, self().where.file_name(), self().where.line());
+  _exit(70);
+}
+
+FaultHandlers::FaultHandlers() {
+  if (kSanitized) return;
+  // A stack of their own: the kernel's may be what overflowed.
+  static char stack[64 << 10];
+  stack_t own {};
+  own.ss_sp = stack;
+  own.ss_size = sizeof stack;
+  sigaltstack(&own, &stack_before_);
+  struct sigaction action {};
+  action.sa_sigaction = on_fault;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+  for (int i = 0; i < 4; ++i) sigaction(kSignals[i], &action, &before_[i]);
+}
+
+FaultHandlers::~FaultHandlers() {
+  if (kSanitized) return;
+  for (int i = 0; i < 4; ++i) sigaction(kSignals[i], &before_[i], nullptr);
+  sigaltstack(&stack_before_, nullptr);
+}
+
+}  // namespace cuflash::sim
