@@ -44,6 +44,11 @@ def namespace(*arrays: Any) -> Namespace:
     return np
 
 
+def to_host(array: Array) -> Array:
+    """The array as NumPy's. For a device array this waits for the device and copies, so only what shows things asks."""
+    return array if namespace(array) is np else array.get()
+
+
 def is_array(value: object) -> bool:
     """Whether `value` is an array of a known kind: one that names its namespace and hides no mask of its own."""
     return hasattr(value, "__array_namespace__") and not isinstance(value, (np.ma.MaskedArray, np.matrix))
