@@ -108,8 +108,8 @@ def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Classified
         return _listed(mask, _Frame(shape.seqlen_q, shape.seqlen_kv, block, *mask.grid[:2]))
     frame = _Frame(shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape))
     factors = mask.operands if isinstance(mask, And) else (mask,)
-    closed = [factor for factor in factors if factor.intervals(0, 0, 0) is not None]
-    others = [factor for factor in factors if factor.intervals(0, 0, 0) is None]
+    closed = [factor for factor in factors if factor.has_intervals]
+    others = [factor for factor in factors if not factor.has_intervals]
     rows = And(tuple(closed)) if closed else None
     found: list[_Blocks] = []
     kinds: list[tuple[Array, Array]] = []

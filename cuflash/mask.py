@@ -68,6 +68,11 @@ class Mask:
         """
         return None
 
+    @property
+    def has_intervals(self) -> bool:
+        """Whether `intervals` answers at all."""
+        return self.intervals(0, 0, 0) is not None
+
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
         """``may, must`` for rectangles of rows i0 <= i < i1 and keys j0 <= j < j1, none of them empty.
 
@@ -187,6 +192,10 @@ class And(Mask):
             return None
         xp = namespace(*(side for pair in known for side in pair))
         return reduce(xp.maximum, (lo for lo, _ in known)), reduce(xp.minimum, (hi for _, hi in known))
+
+    @property
+    def has_intervals(self) -> bool:
+        return all(mask.has_intervals for mask in self.operands)
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
         answers = [mask.rectangle(b, h, i0, i1, j0, j1) for mask in self.operands]

@@ -252,7 +252,8 @@ class ResolvedPrefix(Mask):
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
         lo, hi = self.causal.closed_form(b, h, i)
-        return lo, namespace(hi).maximum(hi, self.prefix.at(b))
+        prefix = self.prefix.at(b)
+        return lo, namespace(hi, prefix).maximum(hi, prefix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -396,7 +397,7 @@ def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
     starts = xp.ones(ids.array.shape, dtype=bool)
     starts[..., 1:] = ids.array[..., 1:] != ids.array[..., :-1]
     runs = xp.cumsum(starts.reshape(-1), dtype=np.int64)
-    before = xp.arange(runs.size) // max(length, 1) * length  # tokens of the entries before
+    before = xp.arange(runs.size) // length * length if runs.size > length else 0  # tokens of the entries before
     first, end = (
         LeadingArray((xp.searchsorted(runs, runs, side=side) - before).reshape(ids.array.shape), ids.batch, 1)
         for side in ("left", "right")

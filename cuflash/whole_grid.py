@@ -74,7 +74,7 @@ def classify_grid(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Class
     if grid.num_cells > np.iinfo(np.int32).max:
         raise MemoryError(f"the grid has {grid.num_cells} blocks, more than int32 counts: use larger blocks")
     factors = mask.operands if isinstance(mask, And) else (mask,)
-    closed = tuple(factor for factor in factors if factor.intervals(0, 0, 0) is not None)
+    closed = tuple(factor for factor in factors if factor.has_intervals)
     whole = [factor for factor in factors if isinstance(factor, BlockGrid) and _divides(block, factor.block)]
     if len(closed) + len(whole) < len(factors):
         kinds, bits = _by_elements(grid, mask)

@@ -307,8 +307,10 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
     )
     if isinstance(mask, Band):
         return intervals(band=mask)
-    if 0 not in (shape.num_batch, *shape[1:]) and mask.intervals(0, 0, 0) is not None:
-        lo, hi = row_intervals(mask, shape.seqlen_q, shape.seqlen_kv, *extents(mask, shape, xp), xp)
+    if 0 not in (shape.num_batch, *shape[1:]) and mask.has_intervals:
+        # On a device the extents show in the intervals' shape, which is cheaper than evaluating elements for them.
+        over = extents(mask, shape) if xp is np else (shape.num_batch, shape.num_heads)
+        lo, hi = row_intervals(mask, shape.seqlen_q, shape.seqlen_kv, *over, xp)
         if xp is not np or _widest_gap(lo, hi) < min(tile[1], LISTED_BLOCK):
             return intervals(lo=lo, hi=hi)
     block = _listed_block(mask, tile)
