@@ -481,6 +481,9 @@ class IndexGrid(Mask):
 
     index: BlockIndex
 
+    def __hash__(self) -> int:
+        raise TypeError("a block index holds arrays, whose contents are never hashed")
+
     @cached_property
     def table(self) -> LeadingArray:
         """Entry of each block, one past the room for entries where there is none."""

@@ -220,7 +220,7 @@ class PrefixLM(_Aligned):
     Parameters
     ----------
     prefix : int or int array [*batch]
-        Length of the prefix; an array broadcasts over the leading axes.
+        Length of the prefix; an array broadcasts over the leading axes. Past either end it is that end.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
     """
@@ -269,7 +269,7 @@ class Lengths(Mask):
     Parameters
     ----------
     q, kv : int, int array [*batch], or None
-        Lengths of queries and keys; arrays broadcast over the leading axes; None is all.
+        Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Past either end is that end.
     """
 
     q: int | Array | None = None

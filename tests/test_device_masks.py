@@ -258,7 +258,7 @@ def test_an_index_is_sent_as_it_is():
 # What it costs
 
 
-@pytest.mark.parametrize(("batch", "most"), [((), 22), ((3,), 27), ((2, 4), 35)])
+@pytest.mark.parametrize(("batch", "most"), [((), 23), ((3,), 27), ((2, 4), 35)])
 def test_causal_documents_take_a_handful_of_operations(batch, most):
     length = 1 << 17
     ids = device.to_device(np.broadcast_to(np.arange(length) // 5000, (*batch, length)))
@@ -299,6 +299,25 @@ def test_what_shows_an_index_waits_and_says_what_the_host_says(name):
     with device.transfers_allowed():
         got, expected = SHOWN[name](index), SHOWN[name](BlockIndex.from_mask(mask, shape, 4))
     assert got == expected
+
+
+def test_an_index_on_a_device_is_walked_as_it_came():
+    shape = MaskShape((), 1, 64, 64)
+    index = BlockIndex.from_blocks(device.to_device(np.eye(4, dtype=bool)), 64, 64, 16)
+    work = work_list(requested_mask(index, False, None, shape, device.namespace), shape, (256, 512))
+    assert isinstance(work, ListedWork) and work.index is index
+
+
+def test_an_index_on_a_device_is_not_hashed():
+    index = BlockIndex.from_blocks(device.to_device(np.eye(4, dtype=bool)), 64, 64, 16)
+    with pytest.raises(TypeError, match="never hashed"):
+        hash(index.as_mask() & masks.Causal())
+
+
+def test_a_grid_of_more_blocks_than_int32_counts_is_refused():
+    mask = masks.Lengths(kv=device.to_device(np.array(3))) | masks.Causal()
+    with pytest.raises(MemoryError, match="use larger blocks"):
+        BlockIndex.from_mask(mask, MaskShape((), 1, 1 << 20, 1 << 20), 8)
 
 
 def test_states_stay_on_the_device():

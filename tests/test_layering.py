@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
-ROOMS = """errors arrays device mask block_set masks patterns problem reference classify whole_grid block_index work_list
-tiles source plans params states bounds cpu launch api doctor cuflash __main__
+ROOMS = """errors arrays device mask block_set masks patterns problem reference classify whole_grid
+block_index work_list tiles source plans params states bounds cpu launch api doctor cuflash __main__
 testing.oracle testing.assertions testing.strategies testing.properties testing""".split()
 
 THIRD_PARTY = {
