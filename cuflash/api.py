@@ -256,8 +256,7 @@ def plan(
     resolved = None
     if problem is not None:
         with collecting(reasons):
-            where = namespace(q) if is_array(q) else None
-            resolved = requested_mask(mask, causal, window, problem.mask_shape, where)
+            resolved = requested_mask(mask, causal, window, problem.mask_shape, namespace(q) if is_array(q) else None)
     if reasons or problem is None or resolved is None:
         raise UnsupportedProblem(reasons)
     where = _host() if device is None else device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -41,22 +42,31 @@ def namespace(*arrays: Any) -> Namespace:
     for array in arrays:
         if hasattr(array, "__array_namespace__"):
             return array.__array_namespace__()
+        if _is_cupy(array):
+            return sys.modules["cupy"]
     return np
-
-
-def to_host(array: Array) -> Array:
-    """The array as NumPy's. For a device array this waits for the device and copies, so only what shows things asks."""
-    return array if namespace(array) is np else array.get()
 
 
 def is_array(value: object) -> bool:
     """Whether `value` is an array of a known kind: one that names its namespace and hides no mask of its own."""
-    return hasattr(value, "__array_namespace__") and not isinstance(value, (np.ma.MaskedArray, np.matrix))
+    names_itself = hasattr(value, "__array_namespace__") or _is_cupy(value)
+    return names_itself and not isinstance(value, (np.ma.MaskedArray, np.matrix))
+
+
+def _is_cupy(value: object) -> bool:
+    """CuPy's arrays do not name their namespace (version 14)."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(value, cupy.ndarray)
 
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype of sums, softmax and lse: float64 for float64, else float32."""
     return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
+
+
+def to_host(array: Array) -> Array:
+    """The array as NumPy's. For a device array this waits for the device and copies, so only what shows things asks."""
+    return array if namespace(array) is np else array.get()
 
 
 def is_int(value: object) -> bool:

@@ -193,7 +193,7 @@ class BlockIndex:
         """
         if not self.is_on_host:
             there, kinds = IndexGrid(self).entries()
-            return (there * (2 - (kinds == int(Kind.FULL)))).astype(np.uint8)
+            return (there * namespace(kinds).where(kinds == int(Kind.FULL), 1, 2)).astype(np.uint8)
         states = np.zeros((len(self.indptr) - 1, self.num_kv_blocks), np.uint8)
         states[self.block_rows, self.indices] = np.minimum(self.kinds, 2)
         return states.reshape(self.batch, self.num_heads, self.num_q_blocks, self.num_kv_blocks)

@@ -62,6 +62,11 @@ class IntervalWork:
     def nbytes(self) -> int:
         return sum(side.nbytes for side in (self.lo, self.hi) if side is not None)
 
+    @property
+    def lists(self) -> dict[str, Array]:
+        """The arrays that kernels read, by name."""
+        return {} if self.lo is None else {"lo": self.lo, "hi": self.hi}
+
     def place(self, b: int, h: int) -> tuple[int, int]:
         """The batch entry and head whose work this one shares."""
         return _place(b, h, (1, 1) if self.lo is None else self.lo.shape)
@@ -129,22 +134,6 @@ def _three_parts(start: int, stop: int, full_start: int, full_stop: int) -> list
     return [part for part in parts if part.start < part.stop]
 
 
-class BlockLists(NamedTuple):
-    """What a kernel reads of listed work, flat arrays in C order; entries past the last of `row_pointers` are not read.
-
-    A matrix is a batch entry and head of the index. Names as in `params.WORK`.
-    """
-
-    row_pointers: Array  # int32 [matrices * num_q_blocks + 1]
-    kv_blocks: Array  # int32 [entries]
-    q_blocks: Array  # int32 [entries], within the matrix
-    kinds: Array  # uint8 [entries]
-    tiles: Array  # int32 [entries]
-    bits: Array  # uint8 [tiles, block_q, ceil(block_kv / 8)]
-    column_pointers: Array  # int32 [matrices * num_kv_blocks + 1]
-    column_entries: Array  # int32 [entries], entry numbers
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ListedWork:
     """Work listed block by block: `index` in the order of the queries, `transposed` in the order of the keys."""
@@ -175,19 +164,33 @@ class ListedWork:
         return self if self.index.is_on_host else ListedWork(index=self.index.on_host)
 
     @cached_property
-    def lists(self) -> BlockLists:
-        """The arrays that a kernel reads, where the index is."""
+    def lists(self) -> dict[str, Array]:
+        """The arrays that kernels read, by name, in C order, where the index is.
+
+        uint8 are kinds [entries] and bits [tiles, block_q, ceil(block_kv / 8)]. int32 are row_pointers [matrices *
+        num_q_blocks + 1] and column_pointers [matrices * num_kv_blocks + 1], a matrix being a batch entry and head of
+        the index; and, each [entries], kv_blocks and q_blocks within their matrix, tiles, and column_entries, which
+        numbers entries column by column. What stands behind the last entry is not read. lo and hi as in `BlockIndex`.
+        """
         index = self.index
-        xp = namespace(index.indptr)
-        q_blocks = index.block_rows % max(index.num_q_blocks, 1)
-        arrays = (index.indptr, index.indices, q_blocks, index.kinds, index.tiles, index.bits, *self.transposed)
-        bytewise = (3, 5)
-        return BlockLists(
-            *(
-                xp.ascontiguousarray(array, dtype=np.uint8 if place in bytewise else np.int32)
-                for place, array in enumerate(arrays)
-            )
-        )
+        pointers, entries = self.transposed
+        found = {
+            "row_pointers": index.indptr,
+            "kv_blocks": index.indices,
+            "q_blocks": index.block_rows % max(index.num_q_blocks, 1),
+            "kinds": index.kinds,
+            "tiles": index.tiles,
+            "bits": index.bits,
+            "column_pointers": pointers,
+            "column_entries": entries,
+        }
+        if index.lo is not None:
+            found |= {"lo": index.lo, "hi": index.hi}
+        xp, of_bytes = namespace(index.indptr), ("kinds", "bits")
+        return {
+            name: xp.ascontiguousarray(array, dtype=np.uint8 if name in of_bytes else np.int32)
+            for name, array in found.items()
+        }
 
     @cached_property
     def transposed(self) -> tuple[Array, Array]:

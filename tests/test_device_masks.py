@@ -20,7 +20,7 @@ from cuflash.mask import held_arrays
 from cuflash.masks import MaskShape
 from cuflash.params import WORK
 from cuflash.testing import strategies
-from cuflash.work_list import BlockLists, IntervalWork, ListedWork, requested_mask, work_list
+from cuflash.work_list import IntervalWork, ListedWork, requested_mask, work_list
 
 
 def changed(mask, change):
@@ -88,9 +88,13 @@ def assert_same_blocks(got, expected):
 def assert_same_lists(got, expected, num_entries):
     """The arrays that kernels read, the room behind the last entry aside."""
     for name in ("row_pointers", "column_pointers"):
-        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
+        np.testing.assert_array_equal(got[name], expected[name])
     for name in ("kv_blocks", "q_blocks", "column_entries"):
-        np.testing.assert_array_equal(getattr(got, name)[:num_entries], getattr(expected, name)[:num_entries])
+        np.testing.assert_array_equal(got[name][:num_entries], expected[name][:num_entries])
+
+
+def on_host(lists):
+    return {name: device.to_host(array) for name, array in lists.items()}
 
 
 @given(CASES, BLOCKS)
@@ -106,7 +110,7 @@ def test_the_lists_of_kernels_are_the_same_wherever_they_are_made(case, block):
     shape, mask = case
     lists = ListedWork(index=BlockIndex.from_mask(sent(mask, device.to_device), shape, block)).lists
     expected = BlockIndex.from_mask(mask, shape, block)
-    here = BlockLists(*map(device.to_host, lists))
+    here = on_host(lists)
     assert_same_lists(here, ListedWork(index=expected).lists, expected.num_entries)
 
 
@@ -225,28 +229,30 @@ def test_kernels_read_flat_arrays_of_known_dtypes_and_shapes(case, block):
         lists = ListedWork(index=each).lists
         room = len(each.indices)
         assert room == matrices * each.num_q_blocks * each.num_kv_blocks or each is not index
-        assert [array.dtype.name for array in lists] == ["int32"] * 3 + ["uint8", "int32", "uint8"] + ["int32"] * 2
-        assert all(array.flags.c_contiguous for array in lists)
-        rows, columns = matrices * each.num_q_blocks + 1, matrices * each.num_kv_blocks + 1
-        tiles = lists.bits.shape
-        assert [array.shape for array in lists] == [(rows,), *[(room,)] * 4, tiles, (columns,), (room,)]
-        assert tiles[1:] == (block[0], -(-block[1] // 8))
+        assert {name for name, array in lists.items() if array.dtype == np.uint8} == {"kinds", "bits"}
+        assert all(array.dtype in (np.uint8, np.int32) and array.flags.c_contiguous for array in lists.values())
+        shapes = {name: array.shape for name, array in lists.items()}
+        assert shapes.pop("row_pointers") == (matrices * each.num_q_blocks + 1,)
+        assert shapes.pop("column_pointers") == (matrices * each.num_kv_blocks + 1,)
+        assert shapes.pop("bits")[1:] == (block[0], -(-block[1] // 8))
+        assert {shapes.pop(name, None) for name in ("lo", "hi")} == {None if each.lo is None else each.lo.shape}
+        assert set(shapes.values()) == {(room,)}
 
 
 @given(CASES, BLOCKS)
 def test_the_room_behind_the_last_entry_is_safe_to_read(case, block):
     shape, mask = case
     index = BlockIndex.from_mask(sent(mask, device.to_device), shape, block)
-    lists = BlockLists(*map(device.to_host, ListedWork(index=index).lists))
-    behind = slice(int(lists.row_pointers[-1]), None)
-    assert not any(getattr(lists, name)[behind].any() for name in ("kv_blocks", "kinds", "tiles", "column_entries"))
-    assert ((0 <= lists.q_blocks) & (lists.q_blocks < index.num_q_blocks)).all()
+    lists = on_host(ListedWork(index=index).lists)
+    behind = slice(int(lists["row_pointers"][-1]), None)
+    assert not any(lists[name][behind].any() for name in ("kv_blocks", "kinds", "tiles", "column_entries"))
+    assert ((0 <= lists["q_blocks"]) & (lists["q_blocks"] < index.num_q_blocks)).all()
 
 
 def test_lists_are_named_as_in_the_record_of_kernels():
-    names = WORK.names
-    first = names.index(BlockLists._fields[0])
-    assert names[first : first + len(BlockLists._fields)] == BlockLists._fields
+    rows = masks.Lengths(kv=np.array([3, 9])) & masks.Causal()
+    index = BlockIndex.from_mask(rows, MaskShape((2,), 1, 16, 16), 4)
+    assert set(ListedWork(index=index).lists) <= set(WORK.names)
 
 
 def test_intervals_lie_in_c_order():
@@ -264,7 +270,7 @@ def test_an_index_is_sent_as_it_is():
     with device.transfers_allowed():
         there = index.to(device.to_device)
     lists = ListedWork(index=there).lists
-    assert_same_lists(BlockLists(*map(device.to_host, lists)), ListedWork(index=index).lists, index.num_entries)
+    assert_same_lists(on_host(lists), ListedWork(index=index).lists, index.num_entries)
     with device.transfers_allowed():
         assert_same_blocks(there.on_host, index)
 
@@ -416,7 +422,7 @@ def test_an_empty_problem_has_an_empty_index_on_a_device(shape):
     shape = MaskShape(*shape)
     index = BlockIndex.from_mask(masks.Lengths(kv=device.to_device(np.array(3))), shape, 2)
     lists = ListedWork(index=index).lists
-    assert lists.column_pointers.shape == (index.num_kv_blocks + 1,)
+    assert lists["column_pointers"].shape == (index.num_kv_blocks + 1,)
     assert index.transpose().indptr.shape == (index.num_kv_blocks + 1,)
     with device.transfers_allowed():
         assert index.num_entries == 0 and index.picture() is not None

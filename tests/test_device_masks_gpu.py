@@ -7,8 +7,9 @@ import pytest
 from test_device_masks import LARGE, assert_same_blocks, assert_same_lists, sent
 
 from cuflash import BlockIndex, masks, patterns
+from cuflash.arrays import namespace
 from cuflash.masks import MaskShape
-from cuflash.work_list import BlockLists, IntervalWork, ListedWork, requested_mask, work_list
+from cuflash.work_list import IntervalWork, ListedWork, requested_mask, work_list
 
 pytestmark = pytest.mark.gpu
 
@@ -68,14 +69,14 @@ def test_an_index_and_its_lists_are_made_without_waiting(cupy, shape, mask, bloc
     expected = BlockIndex.from_mask(mask, shape, block)
     assert_same_blocks(index.on_host, expected)
     assert_same_blocks(turned.on_host, expected.transpose())
-    here = BlockLists(*map(cupy.asnumpy, lists))
+    here = {name: cupy.asnumpy(array) for name, array in lists.items()}
     assert_same_lists(here, ListedWork(index=expected).lists, expected.num_entries)
 
 
 @pytest.mark.parametrize(("shape", "mask"), CASES, ids=IDS)
 def test_work_is_made_without_waiting(cupy, shape, mask):
     there = sent(mask, cupy.asarray)
-    where = cupy.zeros(0).__array_namespace__()
+    where = namespace(cupy.zeros(0))
     work = captured(cupy, lambda: work_list(requested_mask(there, False, None, shape, where), shape, (64, 32)))
     here = work.on_host
     if isinstance(here, ListedWork):

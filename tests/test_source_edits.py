@@ -275,7 +275,8 @@ def lists_on_a_device_are_right(library):
         if not any(True for _ in part(library, "mask").held_arrays(mask)):
             return
         index, expected = index_of(sent(mask, device_double.to_device), shape, block), index_of(mask, shape, block)
-        pointers, entries = (device_double.to_host(array) for array in listed(index=index).lists[-2:])
+        lists = listed(index=index).lists
+        pointers, entries = (device_double.to_host(lists[f"column_{name}"]) for name in ("pointers", "entries"))
         with device_double.transfers_allowed():
             index = index.on_host
         for name in ("indptr", "indices"):
