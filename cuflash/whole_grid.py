@@ -92,12 +92,12 @@ def _divides(block: tuple[int, int], larger: tuple[int, int]) -> bool:
 def _by_closed_forms(grid: _Grid, whole: list[BlockGrid], rows: tuple[Array, Array] | None) -> Array:
     """Kinds of all blocks, uint8 [batch, heads, rows, cols], of an intersection of whole blocks and row intervals."""
     xp = grid.xp
-    corners = (
+    first = [
         (xp.arange(extent) * side).reshape([-1 if axis == place else 1 for axis in range(4)])
         for place, (extent, side) in enumerate(zip(grid.shape, (1, 1, *grid.block)))
-    )
-    here = tuple(corners)
-    some = every = reduce(lambda x, y: x & y, (mask(*here) for mask in whole), xp.ones((1, 1, 1, 1), dtype=bool))
+    ]
+    # One element of a block stands for all where blocks are whole.
+    some = every = reduce(lambda x, y: x & y, (mask(*first) for mask in whole), xp.ones((1, 1, 1, 1), dtype=bool))
     if rows is not None:
         meets, covers = _met_by_rows(grid, *rows)
         some, every = some & meets, every & covers
@@ -135,7 +135,7 @@ def _by_elements(grid: _Grid, mask: Mask) -> tuple[Array, Array]:
     # Keys of each block, padded to whole bytes.
     key = xp.arange(8 * num_bytes)
     j = (xp.arange(grid.num_cols)[:, None] * block_kv + key).reshape(-1)
-    is_key = (xp.broadcast_to(key < block_kv, (grid.num_cols, 8 * num_bytes)).reshape(-1)) & (j < grid.seqlen_kv)
+    is_key = xp.broadcast_to(key < block_kv, (grid.num_cols, 8 * num_bytes)).reshape(-1) & (j < grid.seqlen_kv)
     for matrices, strip in grid.strips(block_q * grid.num_cols * 8 * num_bytes):
         matrix = xp.arange(matrices.start, matrices.stop)[:, None, None]
         i = xp.arange(strip.start * block_q, strip.stop * block_q)[:, None]

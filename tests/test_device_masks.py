@@ -413,6 +413,9 @@ def test_a_function_answers_where_it_is_asked():
     host = np.ones((8, 8), bool)
     with pytest.raises(UnsupportedProblem, match="or make a BlockIndex of the mask with NumPy"):
         BlockIndex.from_mask(lengths & masks.FromFunction(lambda b, h, i, j: host), shape, 4)
+    closed_over = device.to_device(host)
+    with pytest.raises(UnsupportedProblem, match="must answer coordinates of numpy with an array of numpy"):
+        BlockIndex.from_mask(masks.FromFunction(lambda b, h, i, j: closed_over), shape, 4)
     with pytest.raises(LeavesNamespace):
         BlockIndex.from_mask(lengths & masks.FromFunction(lambda b, h, i, j: np.less_equal(j, i)), shape, 4)
 
