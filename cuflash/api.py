@@ -259,7 +259,7 @@ def plan(
     resolved = None
     if problem is not None:
         with collecting(reasons):
-            resolved = requested_mask(mask, causal, window, problem.mask_shape)
+            resolved = requested_mask(mask, causal, window, problem.mask_shape, namespace(q) if is_array(q) else None)
     if reasons or problem is None or resolved is None:
         raise UnsupportedProblem(reasons)
     family = None if where == "cpu" else "simt" if kernel == "auto" else kernel

@@ -64,6 +64,11 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
 
 
+def to_host(array: Array) -> Array:
+    """The array as NumPy's. For a device array this waits for the device and copies, so only what shows things asks."""
+    return array if namespace(array) is np else array.get()
+
+
 def is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 

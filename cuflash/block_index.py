@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import scipy.sparse
 
-from .arrays import Array
+from .arrays import Array, is_array, namespace, to_host
 from .block_set import BlockSet, block_pair
 from .classify import Kind, classify, pack, pointers, unpack
 from .errors import UnsupportedProblem
-from .mask import Mask, MaskShape
+from .mask import LeadingArray, Mask, MaskShape, mask_namespace
 from .masks import BlockPattern
+from .whole_grid import classify_grid, column_lists, entry_grid, entry_rows, transposed_tiles
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,6 +55,13 @@ class BlockIndex:
         Bit tiles, each stored once; key 8 c + r of a tile is bit r of byte c.
     lo, hi : int32 array [batch or 1, num_heads or 1, seqlen_q], or None
         Row intervals of the entries of kind INTERVAL.
+
+    Notes
+    -----
+    An index made from device arrays stays on the device and is made without waiting for it, so the host does not know
+    how many entries there are: lists then have room for the whole grid, zeros stand behind the last entry, and each
+    block has a bit tile of its own. What shows an index or counts its entries (`num_entries`, `row_counts`, `report`,
+    `picture`, `to_scipy`) waits and copies; nothing else does.
     """
 
     seqlen_q: int
@@ -87,7 +96,8 @@ class BlockIndex:
             The mask does not fit the shape, or the block is no pair of positive ints.
         """
         sides = block_pair(block)
-        found = classify(mask.resolve(shape), shape, sides)
+        is_on_host = mask_namespace(mask) is np
+        found = (classify if is_on_host else classify_grid)(mask.resolve(shape), shape, sides)
         return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=sides, **found._asdict())
 
     @classmethod
@@ -139,11 +149,38 @@ class BlockIndex:
 
     @property
     def num_entries(self) -> int:
-        return len(self.indices)
+        """How many blocks are listed; waits for a device."""
+        return len(self.indices) if self.is_on_host else int(to_host(self.indptr[-1:])[0])
+
+    @property
+    def is_on_host(self) -> bool:
+        return namespace(self.indptr) is np
+
+    def to(self, convert: Callable[[Array], Array]) -> BlockIndex:
+        """The same index with each array converted: ``index.to(cupy.asarray)`` copies one to the device.
+
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.to(np.copy).picture() == index.picture()
+        True
+        """
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: convert(value) for name, value in arrays.items() if is_array(value)})
+
+    @cached_property
+    def on_host(self) -> BlockIndex:
+        """The same index in NumPy arrays, without the room behind the last entry; waits for a device and copies."""
+        if self.is_on_host:
+            return self
+        here = self.to(to_host)
+        listed = slice(int(here.indptr[-1]))
+        return replace(here, indices=here.indices[listed], kinds=here.kinds[listed], tiles=here.tiles[listed])
 
     @cached_property
     def block_rows(self) -> Array:
         """Block row of each entry, counted through batch and heads."""
+        if not self.is_on_host:
+            return entry_rows(self.indptr, len(self.indices))
         return np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
 
     def states(self) -> Array:
@@ -154,6 +191,9 @@ class BlockIndex:
         array([[1, 0],
                [0, 1]], dtype=uint8)
         """
+        if not self.is_on_host:
+            there, kinds = IndexGrid(self).entries()
+            return (there * namespace(kinds).where(kinds == int(Kind.FULL), 1, 2)).astype(np.uint8)
         states = np.zeros((len(self.indptr) - 1, self.num_kv_blocks), np.uint8)
         states[self.block_rows, self.indices] = np.minimum(self.kinds, 2)
         return states.reshape(self.batch, self.num_heads, self.num_q_blocks, self.num_kv_blocks)
@@ -172,6 +212,8 @@ class BlockIndex:
         elements : bool
             False: CSR of blocks, 1 full, 2 partial. True: BSR of booleans, exact, its shape padded to whole blocks.
         """
+        if not self.is_on_host:
+            return self.on_host.to_scipy(b, h, elements=elements)
         start, stop = self._entries_of(b, h)
         rows = self.indptr[self._row(b, h) : self._row(b, h) + self.num_q_blocks + 1] - start
         cols = self.indices[start:stop]
@@ -185,7 +227,9 @@ class BlockIndex:
         return scipy.sparse.bsr_array((blocks, cols, rows), shape=shape, blocksize=self.block)
 
     def row_counts(self) -> Array:
-        """How many keys each query attends, int64 [batch, num_heads, seqlen_q]."""
+        """How many keys each query attends, int64 [batch, num_heads, seqlen_q], on the host."""
+        if not self.is_on_host:
+            return self.on_host.row_counts()
         block_q, block_kv = self.block
         counts = np.zeros((len(self.indptr) - 1, block_q), np.int64)
         first_key = self.indices.astype(np.int64) * block_kv
@@ -204,9 +248,9 @@ class BlockIndex:
 
     # Sets
 
-    def as_mask(self) -> IndexMask:
+    def as_mask(self) -> IndexMask | IndexGrid:
         """The index as a mask, to combine with others or to compile at another block size."""
-        return IndexMask.of_index(self)
+        return IndexMask.of_index(self) if self.is_on_host else IndexGrid(self)
 
     def __and__(self, other: BlockIndex) -> BlockIndex:
         """Elements allowed by both; the indices must share lengths and block."""
@@ -225,6 +269,8 @@ class BlockIndex:
         █·
         ██
         """
+        if not self.is_on_host:
+            return _transposed_grid(self)
         num_q, num_kv = self.num_q_blocks, self.num_kv_blocks
         matrix, row = np.divmod(self.block_rows, max(num_q, 1))
         new_row = matrix * num_kv + self.indices
@@ -261,6 +307,8 @@ class BlockIndex:
         eligible : BlockIndex, optional
             The denominator of `density`: the causal index, say. Every block of the grid unless given.
         """
+        if not self.is_on_host:
+            return self.on_host.report(head_dim=head_dim, value_dim=value_dim, itemsize=itemsize, eligible=eligible)
         value_dim = head_dim if value_dim is None else value_dim
         matrices = self.batch * self.num_heads
         rows = np.minimum(self.block[0], self.seqlen_q - (self.block_rows % max(self.num_q_blocks, 1)) * self.block[0])
@@ -293,7 +341,7 @@ class BlockIndex:
 
     def picture(self, b: int = 0, h: int = 0, *, width: int = 64) -> str:
         """One batch entry and head as text: █ full, ▒ partial, · absent; coarser when wider than `width` blocks."""
-        states = self.states()[b, h]
+        states = self.on_host.states()[b, h]
         step = max(1, -(-self.num_kv_blocks // width))
         cells = []
         for row in range(0, self.num_q_blocks, step):
@@ -419,51 +467,118 @@ class IndexMask(BlockSet):
         return cls(grid, index.block, keys, index.kinds == Kind.FULL, index)
 
     def resolve(self, shape: MaskShape) -> Mask:
-        index = self.index
-        reasons = []
-        if (index.seqlen_q, index.seqlen_kv) != (shape.seqlen_q, shape.seqlen_kv):
-            reasons.append(
-                f"the block index must be for lengths (seqlen_q={shape.seqlen_q}, seqlen_kv={shape.seqlen_kv}); "
-                f"got one for ({index.seqlen_q}, {index.seqlen_kv})"
-            )
-        for name, have, want in (
-            ("batch", index.batch, shape.num_batch),
-            ("num_heads", index.num_heads, shape.num_heads),
-        ):
-            if have not in (1, want):
-                reasons.append(f"the block index must have {name} 1 or {want}; got {have}")
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        _check_fit(self.index, shape)
         return self
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        place, hit = self._place(0, b, h, i // self.block[0], j // self.block[1])
+        return _allowed(self.index, place, hit, b, h, i, j)
+
+
+@dataclass(frozen=True, eq=False)
+class IndexGrid(Mask):
+    """A block index on a device as a mask: a table of all blocks says which entry each is."""
+
+    index: BlockIndex
+
+    def __hash__(self) -> int:
+        raise TypeError("a block index holds arrays, whose contents are never hashed")
+
+    @cached_property
+    def table(self) -> LeadingArray:
+        """Entry of each block, one past the room for entries where there is none."""
         index = self.index
-        block_q, block_kv = self.block
-        place, hit = self._place(0, b, h, i // block_q, j // block_kv)
-        if index.num_entries == 0:
-            return hit
-        kinds = index.kinds[place]
-        allowed = hit & (kinds == Kind.FULL)
-        if index.lo is not None:
-            rows = (b if index.lo.shape[0] > 1 else 0, h if index.lo.shape[1] > 1 else 0, i)
-            allowed |= hit & (kinds == Kind.INTERVAL) & (index.lo[rows] <= j) & (j < index.hi[rows])
-        if len(index.bits):
-            tile = np.maximum(index.tiles[place], 0)
-            bit = (
-                index.bits[tile, i % block_q, j % block_kv // 8] >> (j % 8 if block_kv % 8 == 0 else j % block_kv % 8)
-            ) & 1
-            allowed |= hit & (kinds == Kind.BITS) & (bit == 1)
-        return allowed
+        grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
+        return LeadingArray(entry_grid(index.indptr, index.indices, grid[3]).reshape(grid), (index.batch,), 3)
+
+    @property
+    def natural_block(self) -> tuple[int, int]:
+        return self.index.block
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        _check_fit(self.index, shape)
+        return self
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        entry = self.table.at(b, h, i // self.index.block[0], j // self.index.block[1])
+        return _allowed(self.index, *self._clipped(entry), b, h, i, j)
+
+    def entries(self) -> tuple[Array, Array]:
+        """Of each block whether it is listed, and the kind of its entry."""
+        place, there = self._clipped(self.table.array)
+        return there, self.index.kinds[place] if len(self.index.kinds) else there
+
+    def _clipped(self, entry: Array) -> tuple[Array, Array]:
+        """A place in the lists, whatever there is none for, and whether there is one."""
+        room = len(self.index.indices)
+        return namespace(entry).minimum(entry, max(room - 1, 0)), entry < room
+
+
+def _check_fit(index: BlockIndex, shape: MaskShape) -> None:
+    reasons = []
+    if (index.seqlen_q, index.seqlen_kv) != (shape.seqlen_q, shape.seqlen_kv):
+        reasons.append(
+            f"the block index must be for lengths (seqlen_q={shape.seqlen_q}, seqlen_kv={shape.seqlen_kv}); "
+            f"got one for ({index.seqlen_q}, {index.seqlen_kv})"
+        )
+    for name, have, want in (
+        ("batch", index.batch, shape.num_batch),
+        ("num_heads", index.num_heads, shape.num_heads),
+    ):
+        if have not in (1, want):
+            reasons.append(f"the block index must have {name} 1 or {want}; got {have}")
+    if reasons:
+        raise UnsupportedProblem(reasons)
+
+
+def _allowed(index: BlockIndex, place: Array, hit: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
+    """Elements of an index, given the entry of the block that each lies in and whether it is listed."""
+    if len(index.indices) == 0:
+        return hit
+    block_q, block_kv = index.block
+    kinds = index.kinds[place]
+    allowed = hit & (kinds == int(Kind.FULL))
+    if index.lo is not None and index.hi is not None:
+        rows = (b if index.lo.shape[0] > 1 else 0, h if index.lo.shape[1] > 1 else 0, i)
+        allowed = allowed | hit & (kinds == int(Kind.INTERVAL)) & (index.lo[rows] <= j) & (j < index.hi[rows])
+    if len(index.bits):
+        tile = namespace(index.bits).clip(index.tiles[place], 0, len(index.bits) - 1)
+        byte = index.bits[tile, i % block_q, j % block_kv // 8]
+        bit = (byte >> (j % 8 if block_kv % 8 == 0 else j % block_kv % 8)) & 1
+        allowed = allowed | hit & (kinds == int(Kind.BITS)) & (bit == 1)
+    return allowed
+
+
+def _transposed_grid(index: BlockIndex) -> BlockIndex:
+    """`BlockIndex.transpose` of an index on a device."""
+    xp, grid = namespace(index.indptr), (index.num_q_blocks, index.num_kv_blocks)
+    indptr, entries = column_lists(index.indptr, index.indices, index.batch * index.num_heads, *grid)
+    is_entry = xp.arange(len(entries), dtype=np.int32) < indptr[-1]
+    rows = index.block_rows % max(grid[0], 1)
+    lo, hi = (None, None) if index.lo is None else _transposed_intervals(index.lo, index.hi, index.seqlen_kv)
+    return replace(
+        index,
+        seqlen_q=index.seqlen_kv,
+        seqlen_kv=index.seqlen_q,
+        block=index.block[::-1],
+        indptr=indptr,
+        indices=rows[entries] * is_entry,
+        kinds=index.kinds[entries] * is_entry,
+        tiles=index.tiles[entries] * is_entry,
+        bits=transposed_tiles(index.bits, index.block[1]),
+        lo=lo,
+        hi=hi,
+    )
 
 
 def _transposed_intervals(lo: Array, hi: Array, seqlen_kv: int) -> tuple[Array, Array]:
     """Row intervals seen from the keys: lo and hi never decrease, so the queries of a key are an interval too."""
-    keys = np.arange(seqlen_kv)
-    leading = lo.shape[:-1]
-    first, end = (np.empty((*leading, seqlen_kv), np.int32) for _ in range(2))
+    xp, leading = namespace(lo), lo.shape[:-1]
+    keys = xp.arange(seqlen_kv)
+    first, end = (xp.empty((*leading, seqlen_kv), dtype=np.int32) for _ in range(2))
     for place in np.ndindex(leading):
-        first[place] = np.searchsorted(hi[place], keys, side="right")
-        end[place] = np.searchsorted(lo[place], keys, side="right")
+        first[place] = xp.searchsorted(hi[place], keys, side="right")
+        end[place] = xp.searchsorted(lo[place], keys, side="right")
     return first, end
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, is_int
+from .arrays import Array, is_int, namespace
 from .errors import UnsupportedProblem
-from .mask import Mask
+from .mask import LeadingArray, Mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +65,36 @@ class BlockSet(Mask):
             return np.zeros(key.shape, np.int64), np.zeros(key.shape, bool)
         place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
         return place, keys[place] == key
+
+
+@dataclass(frozen=True, eq=False)
+class BlockGrid(Mask):
+    """Whole blocks as booleans, one for each: what `BlockPattern` resolves to where its array is on a device."""
+
+    blocks: LeadingArray  # heads or 1, num_q_blocks, num_kv_blocks after the leading axes
+    block: tuple[int, int]
+
+    @cached_property
+    def sums(self) -> LeadingArray:
+        """Blocks kept above and left of each corner of the grid."""
+        kept = self.blocks.array
+        xp, (*leading, num_rows, num_cols) = namespace(kept), kept.shape
+        sums = xp.zeros((*leading, num_rows + 1, num_cols + 1), dtype=np.int64)
+        sums[..., 1:, 1:] = xp.cumsum(xp.cumsum(kept, axis=-2, dtype=np.int64), axis=-1)
+        return LeadingArray(sums, self.blocks.batch, 3)
+
+    @property
+    def natural_block(self) -> tuple[int, int]:
+        return self.block
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        return self.blocks.at(b, h, i // self.block[0], j // self.block[1])
+
+    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
+        top, bottom = i0 // self.block[0], (i1 - 1) // self.block[0] + 1
+        left, right = j0 // self.block[1], (j1 - 1) // self.block[1] + 1
+        above, below = (self.sums.at(b, h, row, right) - self.sums.at(b, h, row, left) for row in (top, bottom))
+        return below - above > 0, below - above == (bottom - top) * (right - left)
 
 
 def _coarse(extent: int, level: int) -> int:

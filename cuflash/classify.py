@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Array
+from .arrays import Array, Namespace
 from .block_set import BlockSet
 from .mask import And, Mask, MaskShape
 
@@ -108,8 +108,8 @@ def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Classified
         return _listed(mask, _Frame(shape.seqlen_q, shape.seqlen_kv, block, *mask.grid[:2]))
     frame = _Frame(shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape))
     factors = mask.operands if isinstance(mask, And) else (mask,)
-    closed = [factor for factor in factors if factor.intervals(0, 0, 0) is not None]
-    others = [factor for factor in factors if factor.intervals(0, 0, 0) is None]
+    closed = [factor for factor in factors if factor.has_intervals]
+    others = [factor for factor in factors if not factor.has_intervals]
     rows = And(tuple(closed)) if closed else None
     found: list[_Blocks] = []
     kinds: list[tuple[Array, Array]] = []
@@ -139,11 +139,11 @@ def _listed(mask: BlockSet, frame: _Frame) -> Classified:
     return _assembled(frame, [_Blocks(matrix, *np.divmod(cell, frame.grid[1]))], [kinds], {}, None)
 
 
-def extents(mask: Mask, shape: MaskShape) -> tuple[int, int]:
+def extents(mask: Mask, shape: MaskShape, xp: Namespace = np) -> tuple[int, int]:
     """Over how many batch entries and heads a resolved mask varies, told by how its answer broadcasts."""
-    b = np.arange(shape.num_batch)[:, None, None, None]
-    h = np.arange(shape.num_heads)[:, None, None]
-    answer = np.shape(mask(b, h, np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)))
+    b = xp.arange(shape.num_batch)[:, None, None, None]
+    h = xp.arange(shape.num_heads)[:, None, None]
+    answer = mask(b, h, xp.zeros((1, 1), dtype=np.int64), xp.zeros((1, 1), dtype=np.int64)).shape
     return (1, 1, 1, 1, *answer)[-4], (1, 1, 1, 1, *answer)[-3]
 
 
@@ -277,12 +277,15 @@ def _assembled(
     )
 
 
-def row_intervals(mask: Mask, seqlen_q: int, seqlen_kv: int, batch: int, num_heads: int) -> tuple[Array, Array]:
-    """A mask's row intervals within the keys that exist, int32 [batch or 1, num_heads or 1, seqlen_q] each."""
-    b, h = np.arange(batch)[:, None, None], np.arange(num_heads)[:, None]
-    lo, hi = (np.clip(side, 0, seqlen_kv) for side in mask.closed_form(b, h, np.arange(seqlen_q)))
-    leading = np.broadcast_shapes(np.shape(lo), np.shape(hi), (1, 1, seqlen_q))
-    return np.broadcast_to(lo, leading).astype(np.int32), np.broadcast_to(hi, leading).astype(np.int32)
+def row_intervals(
+    mask: Mask, seqlen_q: int, seqlen_kv: int, batch: int, num_heads: int, xp: Namespace = np
+) -> tuple[Array, Array]:
+    """A mask's row intervals within the keys that exist, int32 [batch or 1, num_heads or 1, seqlen_q] each, C order."""
+    b, h = xp.arange(batch)[:, None, None], xp.arange(num_heads)[:, None]
+    lo, hi = (xp.clip(side, 0, seqlen_kv) for side in mask.closed_form(b, h, xp.arange(seqlen_q)))
+    leading = np.broadcast_shapes(lo.shape, hi.shape, (1, 1, seqlen_q))
+    first, end = (xp.broadcast_to(side, leading).astype(np.int32, order="C") for side in (lo, hi))
+    return first, end
 
 
 def pointers(rows: Array, num_rows: int) -> Array:

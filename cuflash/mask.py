@@ -6,15 +6,15 @@ It knows no lengths but those it is about, and nothing of blocks or kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .arrays import Array, is_array, namespace
+from .arrays import Array, Namespace, is_array, namespace
 from .errors import UnsupportedProblem, collecting
 
 UNBOUNDED = 2**31 - 1  # beyond any key; fits int32, so that it may meet int32 coordinates
@@ -68,6 +68,11 @@ class Mask:
         """
         return None
 
+    @property
+    def has_intervals(self) -> bool:
+        """Whether `intervals` answers at all."""
+        return self.intervals(0, 0, 0) is not None
+
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
         """``may, must`` for rectangles of rows i0 <= i < i1 and keys j0 <= j < j1, none of them empty.
 
@@ -102,12 +107,13 @@ class Mask:
         array([[[ True,  True, False]]])
         """
         resolved = self.resolve(shape)
+        xp = mask_namespace(resolved)
         batch, heads, rows, keys = (
-            np.arange(extent).reshape([-1 if axis == place else 1 for axis in range(4)])
+            xp.arange(extent).reshape([-1 if axis == place else 1 for axis in range(4)])
             for place, extent in enumerate((shape.num_batch, *shape[1:]))
         )
         allowed = resolved(batch, heads, rows, keys)
-        flat = np.broadcast_to(allowed, (shape.num_batch, *shape[1:]))
+        flat = xp.broadcast_to(allowed, (shape.num_batch, *shape[1:]))
         return flat.reshape(*shape.batch, *shape[1:]).copy()
 
     def __and__(self, other: Mask) -> Mask:
@@ -186,6 +192,10 @@ class And(Mask):
             return None
         xp = namespace(*(side for pair in known for side in pair))
         return reduce(xp.maximum, (lo for lo, _ in known)), reduce(xp.minimum, (hi for _, hi in known))
+
+    @property
+    def has_intervals(self) -> bool:
+        return all(mask.has_intervals for mask in self.operands)
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
         answers = [mask.rectangle(b, h, i0, i1, j0, j1) for mask in self.operands]
@@ -299,12 +309,20 @@ class LeadingArray:
 
     def at(self, b: Array, *rest: Array) -> Array:
         """Elements at flat batch index b and the trailing coordinates; an axis of extent 1 ignores its coordinate."""
+        places: tuple[Array, ...] = (0,) * len(self.batch)
         if any(extent != 1 for extent in self.array.shape[: len(self.batch)]):
-            places = namespace(b).unravel_index(b, self.batch) if len(self.batch) > 1 else (b,)
-        else:
-            places = (0,) * len(self.batch)
+            places = _unravelled(b, self.batch) if len(self.batch) > 1 else (b,)
         coordinates = (*places, *rest)
         return self.array[tuple(c if extent != 1 else 0 for c, extent in zip(coordinates, self.array.shape))]
+
+
+def _unravelled(index: Array, extents: tuple[int, ...]) -> tuple[Array, ...]:
+    """`unravel_index`, which waits for a device to check its argument."""
+    places = []
+    for extent in reversed(extents):
+        places.append(index % extent)
+        index = index // extent
+    return tuple(reversed(places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,3 +353,35 @@ def leading_reasons(name: str, leading: tuple[int, ...], wanted: tuple[int, ...]
 
 def _negated(bound: int | None) -> int | None:
     return None if bound is None else -bound
+
+
+# Where a mask's arrays are
+
+
+def held_arrays(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Array]:
+    """The arrays that a mask, or a part of one, holds; those inside objects of the kinds `besides` are left out."""
+    if is_array(value):
+        yield value
+    elif isinstance(value, besides):
+        return
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from held_arrays(part, besides)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from held_arrays(getattr(value, field.name), besides)
+
+
+def mask_namespace(mask: Any) -> Namespace:
+    """The namespace of a mask's arrays; NumPy for a mask without any.
+
+    Raises
+    ------
+    UnsupportedProblem
+        Its arrays are of several namespaces.
+    """
+    spaces = {namespace(array) for array in held_arrays(mask)}
+    if len(spaces) > 1:
+        names = ", ".join(sorted(space.__name__ for space in spaces))
+        raise UnsupportedProblem([f"mask's arrays must all be in one place; got arrays of {names}: copy them there"])
+    return spaces.pop() if spaces else np

@@ -23,7 +23,7 @@ import numpy as np
 import scipy.sparse
 
 from .arrays import Array, describe, is_array, is_int, is_integer_dtype, namespace
-from .block_set import BlockSet, block_pair
+from .block_set import BlockGrid, BlockSet, block_pair
 from .errors import UnsupportedProblem, collecting
 from .mask import (
     UNBOUNDED,
@@ -220,7 +220,7 @@ class PrefixLM(_Aligned):
     Parameters
     ----------
     prefix : int or int array [*batch]
-        Length of the prefix; an array broadcasts over the leading axes.
+        Length of the prefix; an array broadcasts over the leading axes. Past either end it is that end.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
     """
@@ -252,7 +252,8 @@ class ResolvedPrefix(Mask):
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
         lo, hi = self.causal.closed_form(b, h, i)
-        return lo, namespace(hi).maximum(hi, self.prefix.at(b))
+        prefix = self.prefix.at(b)
+        return lo, namespace(hi, prefix).maximum(hi, prefix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +269,7 @@ class Lengths(Mask):
     Parameters
     ----------
     q, kv : int, int array [*batch], or None
-        Lengths of queries and keys; arrays broadcast over the leading axes; None is all.
+        Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Past either end is that end.
     """
 
     q: int | Array | None = None
@@ -329,6 +330,10 @@ class Documents(Mask):
     -----
     Ids in non-decreasing order, as packing leaves them, have a closed form (a row sees one interval of keys);
     ids in any order are right too, compared element by element.
+
+    Device arrays are never looked at, since that would wait for the device: there the order is a condition. Equal ids
+    of `q_ids` alone must be neighbours (each run is a document); with `kv_ids`, neither may decrease. Other ids read
+    no memory that is not theirs, and mean nothing; ``Dense(q_ids[:, None] == kv_ids)`` takes ids in any order.
     """
 
     q_ids: Array
@@ -357,6 +362,9 @@ class Documents(Mask):
             raise UnsupportedProblem(reasons)
         q_leading = LeadingArray.of(self.q_ids, shape.batch, 1)
         kv_leading = LeadingArray.of(kv_ids, shape.batch, 1)
+        if namespace(self.q_ids) is not np:
+            bounds = _run_bounds(q_leading) if kv_ids is self.q_ids else _document_bounds(q_leading, kv_leading)
+            return SortedDocuments(*bounds)
         if _never_decreases(self.q_ids) and _never_decreases(kv_ids):
             return SortedDocuments(*_document_bounds(q_leading, kv_leading))
         return ResolvedDocuments(q_leading, kv_leading)
@@ -381,6 +389,20 @@ def _document_bounds(q_ids: LeadingArray, kv_ids: LeadingArray) -> tuple[Leading
             places[entry] = xp.searchsorted(kv[entry], q[entry], side=side)
         bounds.append(LeadingArray(places, q_ids.batch, 1))
     return bounds[0], bounds[1]
+
+
+def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
+    """The same for ids that ask themselves, all entries at once: runs of equal ids, numbered through the entries."""
+    xp, length = namespace(ids.array), ids.array.shape[-1]
+    starts = xp.ones(ids.array.shape, dtype=bool)
+    starts[..., 1:] = ids.array[..., 1:] != ids.array[..., :-1]
+    runs = xp.cumsum(starts.reshape(-1), dtype=np.int64)
+    before = xp.arange(runs.size) // length * length if runs.size > length else 0  # tokens of the entries before
+    first, end = (
+        LeadingArray((xp.searchsorted(runs, runs, side=side) - before).reshape(ids.array.shape), ids.batch, 1)
+        for side in ("left", "right")
+    )
+    return first, end
 
 
 @dataclass(frozen=True, eq=False)
@@ -479,6 +501,8 @@ class FromFunction(Mask):
     Notes
     -----
     Every element is evaluated, tile by tile, never sampled. The function runs as given: it is code, not data.
+    Coordinates are NumPy arrays unless the rule is combined with masks whose arrays are on a device; the answer must
+    be an array of their kind.
     """
 
     function: Callable[[Array, Array, Array, Array], Array]
@@ -492,6 +516,14 @@ class FromFunction(Mask):
         if getattr(allowed, "dtype", None) != np.bool_:
             kind = getattr(allowed, "dtype", type(allowed).__name__)
             raise UnsupportedProblem([f"FromFunction's function must return a boolean array; got {kind}"])
+        asked, answered = namespace(b, h, i, j).__name__, namespace(allowed).__name__
+        if asked != answered:
+            raise UnsupportedProblem(
+                [
+                    f"FromFunction's function must answer coordinates of {asked} with an array of {asked}; got one of "
+                    f"{answered}: use arrays of {asked}, or make a BlockIndex of the mask with NumPy and pass that"
+                ]
+            )
         return allowed
 
 
@@ -557,6 +589,8 @@ class BlockPattern(Mask):
             stored = kept.data != 0
             keys = np.unique(kept.row[stored].astype(np.int64) * grid[1] + kept.col[stored])
             return BlockSet((1, 1, *grid), self.block, keys, np.ones(len(keys), bool))
+        if namespace(self.blocks) is not np:
+            return BlockGrid(LeadingArray.of(self.blocks, shape.batch, 3), self.block)
         padded = self.blocks.reshape((1,) * (len(shape.batch) + 1 - len(leading)) + tuple(self.blocks.shape))
         if any(extent > 1 for extent in padded.shape[:-3]):
             padded = np.broadcast_to(padded, (*shape.batch, *padded.shape[-3:]))

@@ -131,13 +131,14 @@ class Plan:
     def visited_scores(self) -> int:
         """Scores that the work list visits, over all batch entries and heads."""
         total = 0
-        step = self.work.block_q
+        work = self.work.on_host
+        step = work.block_q
         shape = self.problem.mask_shape
         for b in range(shape.num_batch):
             for h in range(shape.num_heads):
                 for start in range(0, shape.seqlen_q, step):
                     stop = min(start + step, shape.seqlen_q)
-                    keys = sum(segment.stop - segment.start for segment in self.work.row(b, h, start, stop))
+                    keys = sum(segment.stop - segment.start for segment in work.row(b, h, start, stop))
                     total += (stop - start) * keys
         return total
 
@@ -157,7 +158,7 @@ def make_plan(problem: Problem, mask: Mask, device: DeviceSpec, family: str | No
 
 def _describe_work(work: WorkList) -> str:
     if isinstance(work, ListedWork):
-        index = work.index
+        index = work.index.on_host
         full, partial = int((index.kinds == 1).sum()), int((index.kinds != 1).sum())
         return f"listed: {full} full and {partial} partial blocks of {index.block}, {len(index.bits)} bit tiles"
     assert isinstance(work, IntervalWork)

@@ -6,18 +6,19 @@ its transpose. All three answer the same two questions, `row` and `column`, with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Array
-from .block_index import BlockIndex, IndexMask
+from .arrays import Array, Namespace, namespace, to_host
+from .block_index import BlockIndex, IndexGrid, IndexMask
 from .classify import Kind, extents, row_intervals, unpack
 from .errors import UnsupportedProblem, collecting
-from .mask import And, Band, Mask, MaskShape, intersection
-from .masks import Causal, Dense, SlidingWindow, alignment_reason
+from .mask import And, Band, Mask, MaskShape, held_arrays, intersection, mask_namespace
+from .masks import BlockPattern, Causal, Dense, SlidingWindow, alignment_reason
+from .whole_grid import column_lists
 
 
 class Segment(NamedTuple):
@@ -49,6 +50,13 @@ class IntervalWork:
     @property
     def is_implicit(self) -> bool:
         return True
+
+    @cached_property
+    def on_host(self) -> IntervalWork:
+        """The same work in NumPy arrays; waits for a device and copies."""
+        if self.lo is None or self.hi is None or namespace(self.lo) is np:
+            return self
+        return replace(self, lo=to_host(self.lo), hi=to_host(self.hi))
 
     @property
     def nbytes(self) -> int:
@@ -151,9 +159,46 @@ class ListedWork:
         return sum(array.nbytes for array in arrays if array is not None)
 
     @cached_property
+    def on_host(self) -> ListedWork:
+        """The same work in NumPy arrays; waits for a device and copies."""
+        return self if self.index.is_on_host else ListedWork(index=self.index.on_host)
+
+    @cached_property
+    def lists(self) -> dict[str, Array]:
+        """The arrays that kernels read, by name, in C order, where the index is.
+
+        uint8 are kinds [entries] and bits [tiles, block_q, ceil(block_kv / 8)]. int32 are row_pointers [matrices *
+        num_q_blocks + 1] and column_pointers [matrices * num_kv_blocks + 1], a matrix being a batch entry and head of
+        the index; and, each [entries], kv_blocks and q_blocks within their matrix, tiles, and column_entries, which
+        numbers entries column by column. What stands behind the last entry is not read. lo and hi as in `BlockIndex`.
+        """
+        index = self.index
+        pointers, entries = self.transposed
+        found = {
+            "row_pointers": index.indptr,
+            "kv_blocks": index.indices,
+            "q_blocks": index.block_rows % max(index.num_q_blocks, 1),
+            "kinds": index.kinds,
+            "tiles": index.tiles,
+            "bits": index.bits,
+            "column_pointers": pointers,
+            "column_entries": entries,
+        }
+        if index.lo is not None:
+            found |= {"lo": index.lo, "hi": index.hi}
+        xp, of_bytes = namespace(index.indptr), ("kinds", "bits")
+        return {
+            name: xp.ascontiguousarray(array, dtype=np.uint8 if name in of_bytes else np.int32)
+            for name, array in found.items()
+        }
+
+    @cached_property
     def transposed(self) -> tuple[Array, Array]:
         """Pointers and entry numbers of each block column, rows increasing: the list that dK and dV walk."""
         index = self.index
+        if not index.is_on_host:
+            matrices = index.batch * index.num_heads
+            return column_lists(index.indptr, index.indices, matrices, index.num_q_blocks, index.num_kv_blocks)
         matrix, row = np.divmod(index.block_rows, max(index.num_q_blocks, 1))
         column = matrix * index.num_kv_blocks + index.indices
         order = np.lexsort((row, column))
@@ -272,18 +317,24 @@ OWN_BLOCKS = (16, 512)  # a mask's own blocks are listed as they are within thes
 
 
 def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
-    """The work of a resolved mask at a kernel's tile; a mask made of blocks is listed at its own block size."""
+    """The work of a resolved mask at a kernel's tile; a mask made of blocks is listed at its own block size.
+
+    Arrays on a device are not looked at: intervals are then taken as they are, with the keys that lie between them.
+    """
+    xp = mask_namespace(mask)
     intervals = partial(
         IntervalWork, seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=tile[0], block_kv=tile[1]
     )
     if isinstance(mask, Band):
         return intervals(band=mask)
-    if 0 not in (shape.num_batch, *shape[1:]) and mask.intervals(0, 0, 0) is not None:
-        lo, hi = row_intervals(mask, shape.seqlen_q, shape.seqlen_kv, *extents(mask, shape))
-        if _widest_gap(lo, hi) < min(tile[1], LISTED_BLOCK):
+    if 0 not in (shape.num_batch, *shape[1:]) and mask.has_intervals:
+        # On a device the extents show in the intervals' shape, which is cheaper than evaluating elements for them.
+        over = extents(mask, shape) if xp is np else (shape.num_batch, shape.num_heads)
+        lo, hi = row_intervals(mask, shape.seqlen_q, shape.seqlen_kv, *over, xp)
+        if xp is not np or _widest_gap(lo, hi) < min(tile[1], LISTED_BLOCK):
             return intervals(lo=lo, hi=hi)
     block = _listed_block(mask, tile)
-    if isinstance(mask, IndexMask) and mask.block == block:
+    if isinstance(mask, (IndexMask, IndexGrid)) and mask.index.block == block:
         return ListedWork(index=mask.index)
     return ListedWork(index=BlockIndex.from_mask(mask, shape, block))
 
@@ -308,8 +359,12 @@ def _widest_gap(lo: Array, hi: Array) -> int:
     return int(gaps.max(initial=0))
 
 
-def requested_mask(mask: Any, causal: Any, window: Any, shape: MaskShape) -> Mask:
+def requested_mask(
+    mask: Any, causal: Any, window: Any, shape: MaskShape, where: Namespace | None = None
+) -> Mask:
     """The intersection of everything a call asks for, resolved for a shape; `Band()` when it asks for nothing.
+
+    `where` is the namespace of q, if q is an array.
 
     Raises
     ------
@@ -332,11 +387,35 @@ def requested_mask(mask: Any, causal: Any, window: Any, shape: MaskShape) -> Mas
         with collecting(reasons):
             parts.append(_window(window, align, shape))
     if mask is not None:
+        given = _as_mask(mask)
+        misplaced = _placement_reasons(given, where)
+        reasons.extend(misplaced)
         with collecting(reasons):
-            parts.append(_as_mask(mask).resolve(shape))
+            if not misplaced:
+                parts.append(given.resolve(shape))
     if reasons:
         raise UnsupportedProblem(reasons)
     return intersection([leaf for part in parts for leaf in (part.operands if isinstance(part, And) else (part,))])
+
+
+def _placement_reasons(mask: Mask, where: Namespace | None) -> list[str]:
+    """Why a mask's arrays cannot be met by q. Lists of blocks made on the host serve a device too: a launch sends them.
+
+    What a caller has put on the host is never sent for every call in silence, so all other arrays must be where q is.
+    """
+    every, loose = (
+        {namespace(array) for array in held_arrays(mask, besides)}
+        for besides in ((), (BlockPattern, IndexMask, IndexGrid))
+    )
+    places = {where} if where is not None else every | {np}
+    if len(every) <= 1 and loose <= places and every <= places | {np}:
+        return []
+    names = " and ".join(sorted(space.__name__ for space in every))
+    q = "" if where is None else f" with q of {where.__name__}"
+    return [
+        f"mask's arrays must be where q is, all of them; got arrays of {names}{q}: copy them explicitly, "
+        f"or make a BlockIndex of the whole mask once"
+    ]
 
 
 def _window(window: Any, align: str | None, shape: MaskShape) -> Mask:

@@ -22,6 +22,7 @@ would lie. It is stricter than CuPy on purpose: CuPy lets ``np.add`` through, an
 
 from __future__ import annotations
 
+import enum
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,11 +40,14 @@ class LeavesNamespace(TypeError):
     """NumPy was asked instead of the array's own namespace, or host and device arrays met."""
 
 
-# Sizes of the results depend on the data, so the host has to wait for it; bincount needs the largest element.
+# Sizes of the results depend on the data, so the host has to wait for it; bincount needs the largest element, and the
+# rest raise for values out of range.
 _DATA_DEPENDENT = {
     "nonzero", "flatnonzero", "argwhere", "extract", "compress", "trim_zeros", "bincount", "histogram",
     "unique", "unique_all", "unique_counts", "unique_inverse", "unique_values",
-    "union1d", "intersect1d", "setdiff1d", "setxor1d",
+    "union1d", "intersect1d", "setdiff1d", "setxor1d", "place", "putmask", "delete", "average", "gradient",
+    "unravel_index", "ravel_multi_index", "choose", "histogram2d", "histogramdd", "quantile", "percentile", "median",
+    "nanquantile", "nanpercentile", "nanmedian", "ediff1d", "interp", "corrcoef",
 }  # fmt: skip
 # Absent from CuPy 14.2's __init__.py, of the names that library code might reach for.
 _NOT_IN_CUPY = {
@@ -56,10 +60,26 @@ _NEEDS_LIBRARY = {
     "matmul", "dot", "vdot", "inner", "outer", "tensordot", "einsum", "kron", "cov", "corrcoef", "convolve",
     "correlate", "random", "linalg", "fft", "polyfit",
 }  # fmt: skip
+# Arguments, counted without the array of a method, that say how large a result is: the host has to know them.
+_SIZES = {
+    "arange": (0, 1, 2), "linspace": (0, 1, 2), "logspace": (0, 1, 2), "zeros": (0,), "ones": (0,), "empty": (0,),
+    "full": (0,), "eye": (0, 1, 2), "identity": (0,), "tri": (0, 1, 2), "reshape": (1,), "broadcast_to": (1,),
+    "repeat": (1,), "tile": (1,), "roll": (1, 2), "split": (1,), "array_split": (1,), "resize": (1,), "pad": (1,),
+    "indices": (0,), "expand_dims": (1,),
+}  # fmt: skip
+_REDUCTIONS = {"sum", "prod", "max", "min", "amax", "amin", "any", "all", "mean"}
 # Answered from shape and dtype alone.
 _METADATA = {"ndim", "shape", "size", "isscalar", "issubdtype", "isdtype", "can_cast", "result_type", "isrealobj",
              "iscomplexobj", "may_share_memory", "shares_memory"}  # fmt: skip
 _transfers_allowed = False
+_operations = 0
+
+
+@contextmanager
+def counted() -> Iterator[Callable[[], int]]:
+    """Counts what launches a kernel or more: functions, operators, look-ups and assignments, but no views."""
+    before = _operations
+    yield lambda: _operations - before
 
 
 @contextmanager
@@ -92,12 +112,16 @@ def _unwrapped(value: Any) -> Any:
         return value._host
     if isinstance(value, np.ndarray) and not _transfers_allowed:
         raise LeavesNamespace(f"a host array of shape {value.shape} met a device array or the device's namespace")
+    if isinstance(value, enum.Enum):
+        raise LeavesNamespace(f"{value!r} met a device array: CuPy takes plain numbers for scalars")
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(map(_unwrapped, value))
     return value
 
 
 def _wrapped(value: Any) -> Any:
+    global _operations
+    _operations += getattr(value, "base", None) is None
     if isinstance(value, (np.ndarray, np.generic)):
         return DeviceArray(np.asarray(value))
     if isinstance(value, (list, tuple)):
@@ -112,11 +136,28 @@ def _holds_array(value: Any) -> bool:
 class _Function:
     """A function of the namespace, and the methods of a ufunc: ``xp.add.reduce``."""
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self._function, self.__name__ = function, name
+    def __init__(self, function: Callable[..., Any], name: str, *, is_method: bool = False) -> None:
+        self._function, self.__name__, self._is_method = function, name, is_method
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name, method = self.__name__, self.__name__.rpartition(".")[2]
+        sizes = [place - self._is_method for place in _SIZES.get(name, ())]
+        if name == "reshape" and self._is_method:
+            sizes = list(range(len(args)))
+        if any(_holds_array(args[place]) for place in sizes if 0 <= place < len(args)):
+            _synchronise(f"{name}, whose result has a size that depends on the data,")
+        if _holds_array([kwargs.get(key) for key in ("shape", "repeats", "start", "stop", "step", "num", "N", "M")]):
+            _synchronise(f"{name}, whose result has a size that depends on the data,")
+        if name in ("packbits", "unpackbits") and (len(args) > 1 or {"axis", "count"} & kwargs.keys()):
+            raise NotImplementedError(f"CuPy's {name} has no axis or count")
+        if name in _REDUCTIONS and {"initial", "where"} & kwargs.keys():
+            raise TypeError(f"CuPy's {name} has no initial or where")
+        if method in ("accumulate", "reduceat") and name not in ("add.accumulate", "multiply.accumulate"):
+            raise NotImplementedError(f"CuPy has no {name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = self.__name__
+        self._check(args, kwargs)
         if name in _DATA_DEPENDENT or name == "where" and len(args) == 1:
             _synchronise(f"{name}, whose result has a size that depends on the data,")
         result = self._function(*_unwrapped(args), **{key: _unwrapped(value) for key, value in kwargs.items()})
@@ -202,7 +243,7 @@ class DeviceArray:
             raise AttributeError(name)
         value = getattr(self._host, name)
         if callable(value):
-            return _Function(value, name)
+            return _Function(value, name, is_method=True)
         return _wrapped(value) if isinstance(value, np.ndarray) else value
 
     def __getitem__(self, key: Any) -> Any:
@@ -212,6 +253,11 @@ class DeviceArray:
         return _wrapped(self._host[_unwrapped(key)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        for part in key if isinstance(key, tuple) else (key,):
+            if isinstance(part, DeviceArray) and part.dtype == bool and isinstance(value, DeviceArray):
+                _synchronise("assigning an array where a boolean array says,")
+        global _operations
+        _operations += 1
         self._host[_unwrapped(key)] = _unwrapped(value)
 
     # What NumPy calls on meeting an array that is not its own.

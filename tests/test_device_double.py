@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import enum
 import operator
+from typing import Any
 
 import device_double as device
 import numpy as np
@@ -17,6 +19,15 @@ HOST = np.arange(6).reshape(2, 3)
 @pytest.fixture
 def x() -> DeviceArray:
     return device.to_device(HOST)
+
+
+def _assigned(x: Any, key: Any, value: Any) -> Any:
+    x[key] = value
+    return x
+
+
+class Colour(enum.IntEnum):
+    RED = 1
 
 
 ALLOWED = {
@@ -33,6 +44,10 @@ ALLOWED = {
     "gather": lambda x, n: x[n.arange(2) % 2, :2],
     "several results": lambda x, n: n.broadcast_arrays(x, x[:, :1])[1],
     "divmod": lambda x, n: n.divmod(x, 4)[1],
+    "shapes known beforehand": lambda x, n: n.broadcast_to(x.sum(axis=1), (3, 2)).reshape(2, 3),
+    "sums along": lambda x, n: n.add.accumulate(x, axis=1) + n.cumsum(x, axis=1),
+    "bits": lambda x, n: n.unpackbits(n.packbits(x > 2, bitorder="little"), bitorder="little"),
+    "a scalar where a boolean array says": lambda x, n: _assigned(x.copy(), x > 2, -1),
     "search": lambda x, n: n.searchsorted(x.ravel(), x[:, 0]),
 }
 
@@ -64,6 +79,18 @@ SYNCHRONISES = {
     "where with one argument": lambda x: xp.where(x > 0),
     "unique": lambda x: xp.unique(x),
     "a boolean index": lambda x: x[x > 2],
+    "an array where a boolean array says": lambda x: _assigned(x, x > 2, x[1]),
+    "flatnonzero": lambda x: xp.flatnonzero(x),
+    "bincount": lambda x: xp.bincount(x.ravel(), minlength=9),
+    "unravel_index": lambda x: xp.unravel_index(x, (9, 9)),
+    "a slice": lambda x: x.ravel()[: x[0, 2]],
+    "arange": lambda x: xp.arange(x[0, 1]),
+    "zeros": lambda x: xp.zeros((2, x[0, 1])),
+    "full by keyword": lambda x: xp.full(shape=(x[0, 1],), fill_value=2),
+    "repeat": lambda x: xp.repeat(x, x[0], axis=1),
+    ".repeat": lambda x: x.repeat(x[0, 1]),
+    ".reshape": lambda x: x.reshape(x[1, 2] - 2, 2),
+    "quantile": lambda x: xp.quantile(x, 0.5),
     "array_equal": lambda x: xp.array_equal(x, x),
 }
 
@@ -86,6 +113,8 @@ LEAVES = {
     "a host array as an argument": lambda x: xp.where(x > 0, HOST, 0),
     "a host array sent to the device": lambda x: xp.asarray(HOST),
     "a host array as an index": lambda x: x[np.arange(2)],
+    "an enumeration": lambda x: x == Colour.RED,
+    "an enumeration as an argument": lambda x: xp.where(x > 0, Colour.RED, 0),
     "a host array assigned": lambda x: operator.setitem(x, slice(None), HOST),
 }
 
@@ -100,6 +129,26 @@ def test_host_functions_and_host_arrays_are_refused(x: DeviceArray, name: str) -
 def test_what_cupy_or_a_minimal_install_lacks_is_absent(name: str) -> None:
     with pytest.raises(AttributeError):
         getattr(xp, name)
+
+
+LACKING = {
+    "packbits along an axis": lambda x: xp.packbits(x > 2, axis=-1),
+    "a running maximum": lambda x: xp.maximum.accumulate(x, axis=1),
+    "max with a start": lambda x: xp.max(x, initial=0),
+    ".max with a start": lambda x: x.max(initial=0),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_arguments_that_cupy_lacks_are_refused(x: DeviceArray, name: str) -> None:
+    with pytest.raises((NotImplementedError, TypeError)):
+        LACKING[name](x)
+
+
+def test_operations_are_counted(x: DeviceArray) -> None:
+    with device.counted() as operations:
+        xp.where(x > 2, x[:, :1] + 1, 0)
+    assert operations() == 3
 
 
 def test_facts_need_no_transfer(x: DeviceArray) -> None:

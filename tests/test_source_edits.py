@@ -10,11 +10,14 @@ import shutil
 import sys
 from pathlib import Path
 
+import device_double
+import numpy as np
 import pytest
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from test_block_index import blocks_of
+from test_device_masks import changed, in_order, packed, sent
 from test_work_list import rebuilt
 
 import cuflash
@@ -127,6 +130,40 @@ EDITS = {
         "for row in rows for col in cols]",
         "for row in rows[:1] for col in cols[:1]]",
     ),
+    "on a device, a block that one row misses is absent": (
+        "whole_grid",
+        "< xp.minimum(end, stop)).any(axis=3)",
+        "< xp.minimum(end, stop)).all(axis=3)",
+    ),
+    "on a device, a block that one row fills is full": (
+        "whole_grid",
+        "(stop <= end)).all(axis=3)",
+        "(stop <= end)).any(axis=3)",
+    ),
+    "on a device, a block cut off by the lengths is never full": (
+        "whole_grid",
+        "(tiles | ~exists.reshape(blocks))",
+        "tiles",
+    ),
+    "on a device, the last block keeps keys past the end": ("whole_grid", " & (j < grid.seqlen_kv)", ""),
+    "on a device, bit tiles are mirrored": ("whole_grid", "tiles.swapaxes(2, 3)", "tiles.swapaxes(2, 3)[..., ::-1]"),
+    "on a device, every batch entry is the first": ("whole_grid", "matrix // grid.num_heads,", "matrix * 0,"),
+    "on a device, lists start one late": ("whole_grid", "ends - 1, room", "ends, room"),
+    "on a device, columns are listed by rows": (
+        "whole_grid",
+        "grid.swapaxes(1, 2).reshape(",
+        "grid.reshape(",
+    ),
+    "on a device, the documents of one entry count on from those before": (
+        "masks",
+        "runs, side=side) - before)",
+        "runs, side=side))",
+    ),
+    "on a device, a document ends before its neighbour's number": (
+        "masks",
+        "ids.array[..., 1:] != ids.array[..., :-1]",
+        "ids.array[..., 1:] > ids.array[..., :-1] + 1",
+    ),
     "broadcast gradients are not summed": (
         "launch",
         "gradient.sum(axis=axes, keepdims=True)",
@@ -226,7 +263,35 @@ def work_is_right(library):
             assert (allowed == mask.dense(shape).reshape(allowed.shape)).all()
 
 
+def lists_on_a_device_are_right(library):
+    """Lists made on a device hold exactly their mask, and their columns what their rows hold."""
+    index_of, listed = part(library, "block_index").BlockIndex.from_mask, part(library, "work_list").ListedWork
+
+    drawn = st.one_of(shapes_and_masks(library), packed(part(library, "masks")))
+
+    @hunt(drawn, st.tuples(st.integers(1, 12), st.integers(1, 12)))
+    def check(shape_and_mask, block):
+        shape, mask = shape_and_mask[0], changed(shape_and_mask[1], in_order)
+        if not any(True for _ in part(library, "mask").held_arrays(mask)):
+            return
+        index, expected = index_of(sent(mask, device_double.to_device), shape, block), index_of(mask, shape, block)
+        lists = listed(index=index).lists
+        pointers, entries = (device_double.to_host(lists[f"column_{name}"]) for name in ("pointers", "entries"))
+        with device_double.transfers_allowed():
+            index = index.on_host
+        for name in ("indptr", "indices"):
+            assert np.array_equal(getattr(index, name), getattr(expected, name))
+        assert (index.dense() == expected.dense()).all() and (index.states() == expected.states()).all()
+        bits = (index.kinds == 3) & (expected.kinds == 3)
+        assert np.array_equal(index.bits[index.tiles[bits]], expected.bits[expected.tiles[bits]])
+        column = index.block_rows // index.num_q_blocks * index.num_kv_blocks + index.indices
+        assert np.array_equal(entries[: pointers[-1]], np.argsort(column, kind="stable"))
+        assert np.array_equal(np.diff(pointers), np.bincount(column, minlength=len(pointers) - 1))
+
+
 GUARDS = {
+    "masks": lists_on_a_device_are_right,
+    "whole_grid": lists_on_a_device_are_right,
     "cpu": attention_is_right,
     "launch": attention_is_right,
     "work_list": work_is_right,

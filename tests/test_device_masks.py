@@ -1,0 +1,431 @@
+"""Masks, block lists and work made on a device say what those made on the host say, and nobody waits for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import device_double as device
+import numpy as np
+import pytest
+from device_double import LeavesNamespace, Synchronises
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from test_block_index import BLOCKS
+from test_masks import SHAPES, SHAPES_AND_MASKS
+from test_work_list import TILES, rebuilt
+
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, attention, masks, patterns, plan, whole_grid
+from cuflash.classify import Kind
+from cuflash.mask import held_arrays
+from cuflash.masks import MaskShape
+from cuflash.params import WORK
+from cuflash.testing import strategies
+from cuflash.work_list import IntervalWork, ListedWork, requested_mask, work_list
+
+
+def changed(mask, change):
+    """A mask with each of its leaves changed."""
+    if hasattr(mask, "operands"):
+        return type(mask)(tuple(changed(operand, change) for operand in mask.operands))
+    return type(mask)(changed(mask.operand, change)) if hasattr(mask, "operand") else change(mask)
+
+
+def in_order(mask):
+    """Documents as a device wants them: ids that never decrease."""
+    if not hasattr(mask, "q_ids"):
+        return mask
+    return type(mask)(np.sort(mask.q_ids), None if mask.kv_ids is None else np.sort(mask.kv_ids))
+
+
+def sent(mask, to_device):
+    """A mask with its arrays sent to a device."""
+
+    def leaf(mask):
+        values = {field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}
+        arrays = {name: to_device(value) for name, value in values.items() if isinstance(value, np.ndarray)}
+        return dataclasses.replace(mask, **arrays)
+
+    return changed(mask, leaf)
+
+
+def with_arrays(shape_and_mask):
+    return any(True for _ in held_arrays(shape_and_mask[1]))
+
+
+@st.composite
+def packed(draw, masks=masks):
+    """Documents that ask themselves, which masks of any shape seldom are, alone and causal."""
+    shape = draw(SHAPES)
+    shape = shape._replace(seqlen_kv=shape.seqlen_q)
+    steps = np.random.default_rng(draw(st.integers(0, 2**32))).random((*shape.batch, shape.seqlen_q)) < 0.2
+    mask = masks.Documents(np.cumsum(steps, axis=-1))
+    return shape, mask & masks.Causal() if draw(st.booleans()) else mask
+
+
+CASES = st.one_of(
+    SHAPES_AND_MASKS.filter(with_arrays).map(lambda pair: (pair[0], changed(pair[1], in_order))), packed()
+)
+LARGE = [
+    (MaskShape((2,), 2, 300, 260), masks.Dense(np.random.default_rng(0).random((2, 1, 300, 260)) < 0.5)),
+    (MaskShape((), 3, 300, 300), masks.Causal() & patterns.bigbird(300, block=16, num_heads=3, num_random=2)),
+    (MaskShape((3,), 1, 200, 200), masks.Causal() & masks.Documents(np.arange(600).reshape(3, 200) // 37)),
+    (MaskShape((3,), 1, 200, 250), masks.PrefixLM(np.array([0, 9, 250]), "top_left") | masks.Lengths(kv=3)),
+]
+
+
+def assert_same_blocks(got, expected):
+    """Both on the host: which blocks are listed, which are full, and every element."""
+    assert (got.batch, got.num_heads, got.block) == (expected.batch, expected.num_heads, expected.block)
+    for name in ("indptr", "indices"):
+        assert getattr(got, name).dtype == np.int32
+        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
+    np.testing.assert_array_equal(got.kinds == Kind.FULL, expected.kinds == Kind.FULL)
+    np.testing.assert_array_equal(got.dense(), expected.dense())
+    bits = (got.kinds == Kind.BITS) & (expected.kinds == Kind.BITS)
+    np.testing.assert_array_equal(got.bits[got.tiles[bits]], expected.bits[expected.tiles[bits]])
+
+
+def assert_same_lists(got, expected, num_entries):
+    """The arrays that kernels read, the room behind the last entry aside."""
+    for name in ("row_pointers", "column_pointers"):
+        np.testing.assert_array_equal(got[name], expected[name])
+    for name in ("kv_blocks", "q_blocks", "column_entries"):
+        np.testing.assert_array_equal(got[name][:num_entries], expected[name][:num_entries])
+
+
+def on_host(lists):
+    return {name: device.to_host(array) for name, array in lists.items()}
+
+
+@given(CASES, BLOCKS)
+def test_an_index_is_the_same_wherever_it_is_made(case, block):
+    shape, mask = case
+    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, block)
+    with device.transfers_allowed():
+        assert_same_blocks(index.on_host, BlockIndex.from_mask(mask, shape, block))
+
+
+@given(CASES, BLOCKS)
+def test_the_lists_of_kernels_are_the_same_wherever_they_are_made(case, block):
+    shape, mask = case
+    lists = ListedWork(index=BlockIndex.from_mask(sent(mask, device.to_device), shape, block)).lists
+    expected = BlockIndex.from_mask(mask, shape, block)
+    here = on_host(lists)
+    assert_same_lists(here, ListedWork(index=expected).lists, expected.num_entries)
+
+
+@given(CASES, BLOCKS)
+def test_transposing_on_a_device_is_transposing(case, block):
+    shape, mask = case
+    turned = BlockIndex.from_mask(sent(mask, device.to_device), shape, block).transpose()
+    with device.transfers_allowed():
+        assert_same_blocks(turned.on_host, BlockIndex.from_mask(mask, shape, block).transpose())
+
+
+@given(CASES, BLOCKS, BLOCKS)
+def test_an_index_on_a_device_is_a_mask(case, block, other):
+    shape, mask = case
+    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, block)
+    again = BlockIndex.from_mask(index.as_mask(), shape, other)
+    expected = BlockIndex.from_mask(BlockIndex.from_mask(mask, shape, block).as_mask(), shape, other)
+    with device.transfers_allowed():
+        assert_same_blocks(again.on_host, expected)
+
+
+@given(CASES, BLOCKS, st.data())
+def test_union_and_intersection_stay_on_the_device(case, block, data):
+    shape, mask = case
+    other = changed(data.draw(strategies.masks(shape)), in_order)
+    assume(with_arrays((shape, other)))
+    ours, theirs = (BlockIndex.from_mask(sent(each, device.to_device), shape, block) for each in (mask, other))
+    got = ours & theirs, ours | theirs
+    first, second = (BlockIndex.from_mask(each, shape, block) for each in (mask, other))
+    with device.transfers_allowed():
+        assert_same_blocks(got[0].on_host, first & second)
+        assert_same_blocks(got[1].on_host, first | second)
+
+
+@given(CASES, TILES)
+def test_work_on_a_device_tells_the_mask_by_rows_and_by_columns(case, tile):
+    shape, mask = case
+    on_device = sent(mask, device.to_device)
+    work = work_list(requested_mask(on_device, False, None, shape, device.namespace), shape, tile)
+    assert all(isinstance(array, device.DeviceArray) for array in held_arrays(work))
+    with device.transfers_allowed():
+        here = work.on_host
+    for transposed in (False, True):
+        allowed, _ = rebuilt(here, shape, transposed)
+        assert (allowed == mask.dense(shape).reshape(allowed.shape)).all()
+
+
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: type(case[1]).__name__)
+@pytest.mark.parametrize("at_once", [1, 5000, 1 << 24])
+def test_sweeps_of_any_size_say_the_same(monkeypatch, case, at_once):
+    monkeypatch.setattr(whole_grid, "_ELEMENTS_AT_ONCE", at_once)
+    shape, mask = case
+    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, (32, 20))
+    with device.transfers_allowed():
+        assert_same_blocks(index.on_host, BlockIndex.from_mask(mask, shape, (32, 20)))
+
+
+@given(CASES)
+def test_elements_and_intervals_are_computed_on_the_device(case):
+    shape, mask = case
+    resolved, there = mask.resolve(shape), sent(mask, device.to_device).resolve(shape)
+    grid = np.ogrid[tuple(slice(extent) for extent in (shape.num_batch, *shape[1:]))]
+    coordinates = [device.to_device(side) for side in grid]
+    got = device.to_host(there(*coordinates))
+    full = (shape.num_batch, *shape[1:])
+    assert (np.broadcast_to(got, full) == np.broadcast_to(resolved(*grid), full)).all()
+    assert (device.to_host(sent(mask, device.to_device).dense(shape)) == mask.dense(shape)).all()
+    bounds, expected = there.intervals(*coordinates[:3]), resolved.intervals(*grid[:3])
+    assert (bounds is None) == (expected is None)
+    for side, wanted in zip(bounds or (), expected or ()):
+        limits = (0, shape.seqlen_kv)
+        assert (np.clip(device.to_host(side), *limits) == np.clip(wanted, *limits)).all()
+
+
+@given(SHAPES, st.data())
+def test_rectangles_on_a_device_never_claim_too_much(shape, data):
+    mask = changed(data.draw(strategies.masks(shape)), in_order)
+    assume(with_arrays((shape, mask)))
+    dense = mask.dense(shape).reshape(shape.num_batch, *shape[1:])
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    b, h = rng.integers(0, shape.num_batch, 50), rng.integers(0, shape.num_heads, 50)
+    (i0, i1), (j0, j1) = (np.sort(rng.integers(0, length + 1, (2, 50)), axis=0) for length in shape[2:])
+    boxes = [side[(i0 < i1) & (j0 < j1)] for side in (b, h, i0, i1, j0, j1)]
+    answers = sent(mask, device.to_device).resolve(shape).rectangle(*map(device.to_device, boxes))
+    may, must = (
+        np.broadcast_to(device.to_host(answer) if isinstance(answer, device.DeviceArray) else answer, boxes[0].shape)
+        for answer in answers
+    )
+    for place, (b, h, i0, i1, j0, j1) in enumerate(zip(*boxes)):
+        inside = dense[b, h, i0:i1, j0:j1]
+        assert may[place] or not inside.any()
+        assert not must[place] or inside.all()
+
+
+def test_rectangles_of_whole_blocks_are_exact_on_a_device():
+    rng = np.random.default_rng(0)
+    blocks = rng.random((2, 6, 5)) < 0.5
+    grid = masks.BlockPattern(device.to_device(blocks), 4).resolve(MaskShape((), 2, 24, 20))
+    first = np.array([[0, 0, 4, 1, 5], [1, 3, 8, 0, 20], [0, 8, 24, 0, 4], [1, 0, 24, 0, 20]]).T
+    may, must = grid.rectangle(device.to_device(np.zeros(4, int)), *map(device.to_device, first))
+    h, i0, i1, j0, j1 = first
+    inside = [blocks[h[n], i0[n] // 4 : -(-i1[n] // 4), j0[n] // 4 : -(-j1[n] // 4)] for n in range(4)]
+    assert device.to_host(may).tolist() == [part.any() for part in inside]
+    assert device.to_host(must).tolist() == [part.all() for part in inside]
+
+
+# What kernels read
+
+
+@given(CASES, BLOCKS)
+def test_kernels_read_flat_arrays_of_known_dtypes_and_shapes(case, block):
+    shape, mask = case
+    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, block)
+    for each in (index, BlockIndex.from_mask(mask, shape, block)):
+        matrices = each.batch * each.num_heads
+        lists = ListedWork(index=each).lists
+        room = len(each.indices)
+        assert room == matrices * each.num_q_blocks * each.num_kv_blocks or each is not index
+        assert {name for name, array in lists.items() if array.dtype == np.uint8} == {"kinds", "bits"}
+        assert all(array.dtype in (np.uint8, np.int32) and array.flags.c_contiguous for array in lists.values())
+        shapes = {name: array.shape for name, array in lists.items()}
+        assert shapes.pop("row_pointers") == (matrices * each.num_q_blocks + 1,)
+        assert shapes.pop("column_pointers") == (matrices * each.num_kv_blocks + 1,)
+        assert shapes.pop("bits")[1:] == (block[0], -(-block[1] // 8))
+        assert {shapes.pop(name, None) for name in ("lo", "hi")} == {None if each.lo is None else each.lo.shape}
+        assert set(shapes.values()) == {(room,)}
+
+
+@given(CASES, BLOCKS)
+def test_the_room_behind_the_last_entry_is_safe_to_read(case, block):
+    shape, mask = case
+    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, block)
+    lists = on_host(ListedWork(index=index).lists)
+    behind = slice(int(lists["row_pointers"][-1]), None)
+    assert not any(lists[name][behind].any() for name in ("kv_blocks", "kinds", "tiles", "column_entries"))
+    assert ((0 <= lists["q_blocks"]) & (lists["q_blocks"] < index.num_q_blocks)).all()
+
+
+def test_lists_are_named_as_in_the_record_of_kernels():
+    rows = masks.Lengths(kv=np.array([3, 9])) & masks.Causal()
+    index = BlockIndex.from_mask(rows, MaskShape((2,), 1, 16, 16), 4)
+    assert set(ListedWork(index=index).lists) <= set(WORK.names)
+
+
+def test_intervals_lie_in_c_order():
+    shape = MaskShape((3,), 2, 40, 40)
+    for to in (lambda x: x, device.to_device):
+        for mask in (masks.Lengths(kv=to(np.array([1, 2, 3]))), masks.Lengths(q=to(np.array([3, 2, 1])), kv=9)):
+            work = work_list(mask.resolve(shape), shape, (16, 16))
+            assert isinstance(work, IntervalWork)
+            for side in (work.lo, work.hi):
+                assert side.dtype == np.int32 and side.flags.c_contiguous and side.shape == (3, 1, 40)
+
+
+def test_an_index_is_sent_as_it_is():
+    index = BlockIndex.from_mask(masks.Causal() | patterns.strided(3), MaskShape((), 1, 50, 50), 8)
+    with device.transfers_allowed():
+        there = index.to(device.to_device)
+    lists = ListedWork(index=there).lists
+    assert_same_lists(on_host(lists), ListedWork(index=index).lists, index.num_entries)
+    with device.transfers_allowed():
+        assert_same_blocks(there.on_host, index)
+
+
+# What it costs
+
+
+@pytest.mark.parametrize(("batch", "most"), [((), 23), ((3,), 27), ((2, 4), 35)])
+def test_causal_documents_take_a_handful_of_operations(batch, most):
+    length = 1 << 17
+    ids = device.to_device(np.broadcast_to(np.arange(length) // 5000, (*batch, length)))
+    shape = MaskShape(batch, 8, length, length)
+    with device.counted() as operations:
+        work = work_list(requested_mask(masks.Documents(ids), True, None, shape, device.namespace), shape, (128, 128))
+    assert isinstance(work, IntervalWork) and operations() <= most
+
+
+def test_listing_takes_operations_that_do_not_follow_the_blocks():
+    counts = []
+    for num_blocks in (4, 64):
+        blocks = device.to_device(np.eye(num_blocks, dtype=bool))
+        shape = MaskShape((), 1, 16 * num_blocks, 16 * num_blocks)
+        with device.counted() as operations:
+            work_list(masks.BlockPattern(blocks, 16).resolve(shape), shape, (128, 128)).lists
+        counts.append(operations())
+    assert counts[0] == counts[1] <= 80
+
+
+# What may wait, and what may be anywhere
+
+SHOWN = {
+    "num_entries": lambda index: index.num_entries,
+    "report": lambda index: index.report(eligible=index),
+    "picture": lambda index: index.picture(),
+    "to_scipy": lambda index: index.to_scipy(elements=True).toarray().tolist(),
+    "row_counts": lambda index: index.row_counts().tolist(),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_shows_an_index_waits_and_says_what_the_host_says(name):
+    shape, mask = MaskShape((2,), 1, 20, 20), masks.Lengths(kv=np.array([3, 17])) & masks.Causal()
+    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, 4)
+    with pytest.raises(Synchronises):
+        SHOWN[name](index)
+    with device.transfers_allowed():
+        got, expected = SHOWN[name](index), SHOWN[name](BlockIndex.from_mask(mask, shape, 4))
+    assert got == expected
+
+
+def test_an_index_on_a_device_is_walked_as_it_came():
+    shape = MaskShape((), 1, 64, 64)
+    index = BlockIndex.from_blocks(device.to_device(np.eye(4, dtype=bool)), 64, 64, 16)
+    work = work_list(requested_mask(index, False, None, shape, device.namespace), shape, (256, 512))
+    assert isinstance(work, ListedWork) and work.index is index
+
+
+def test_an_index_on_a_device_is_not_hashed():
+    index = BlockIndex.from_blocks(device.to_device(np.eye(4, dtype=bool)), 64, 64, 16)
+    with pytest.raises(TypeError, match="never hashed"):
+        hash(index.as_mask() & masks.Causal())
+
+
+def test_a_grid_of_more_blocks_than_int32_counts_is_refused():
+    mask = masks.Lengths(kv=device.to_device(np.array(3))) | masks.Causal()
+    with pytest.raises(MemoryError, match="use larger blocks"):
+        BlockIndex.from_mask(mask, MaskShape((), 1, 1 << 20, 1 << 20), 8)
+
+
+def test_states_stay_on_the_device():
+    blocks = np.random.default_rng(0).random((3, 4, 5)) < 0.5
+    shape = MaskShape((), 3, 16, 20)
+    mask = masks.Causal("top_left") & masks.BlockPattern(blocks, 4)
+    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, 4)
+    assert (device.to_host(index.states()) == BlockIndex.from_mask(mask, shape, 4).states()).all()
+
+
+def test_a_plan_explains_work_on_a_device():
+    shape = ShapeDtype((64, 16), np.float16)
+    for mask in (masks.Documents(np.arange(64) // 9), masks.BlockPattern(np.eye(4, dtype=bool), 16)):
+        ready = plan(shape, shape, shape, mask=sent(mask, device.to_device), device=DeviceSpec.gpu("H100"))
+        with pytest.raises(Synchronises):
+            ready.explain()
+        with device.transfers_allowed():
+            said = ready.explain()
+        host = plan(shape, shape, shape, mask=mask, device=DeviceSpec.gpu("H100")).explain()
+        assert said.splitlines()[:5] == host.splitlines()[:5]
+
+
+def test_contents_out_of_order_or_range_leave_intervals_in_range():
+    shape = MaskShape((2,), 1, 30, 20)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(-9, 9, (2, 30)), rng.integers(-9, 9, (2, 20))
+    for mask in (
+        masks.Documents(*map(device.to_device, ids)),
+        masks.Lengths(q=device.to_device(np.array([-5, 99])), kv=device.to_device(np.array([2**40, -1]))),
+        masks.PrefixLM(device.to_device(np.array([-(2**40), 2**40])), "top_left"),
+    ):
+        work = work_list(mask.resolve(shape), shape, (16, 16))
+        for side in map(device.to_host, (work.lo, work.hi)):
+            assert ((0 <= side) & (side <= 20)).all()
+
+
+def test_runs_of_ids_in_any_order_are_documents_on_a_device():
+    ids = np.array([5, 5, 1, 7, 7, 7])
+    dense = masks.Documents(device.to_device(ids)).dense(MaskShape((), 1, 6, 6))
+    assert (device.to_host(dense)[0] == (ids[:, None] == ids)).all()
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.Dense(np.ones((4, 4), bool)), masks.Lengths(kv=np.array([2])), masks.Documents(np.zeros(4, int))]
+)
+def test_arrays_of_a_mask_must_be_where_q_is(mask):
+    shape = MaskShape((), 1, 4, 4)
+    with pytest.raises(UnsupportedProblem, match="mask's arrays must be where q is"):
+        requested_mask(mask, False, None, shape, device.namespace)
+    q = np.ones((4, 2), np.float32)
+    with pytest.raises(UnsupportedProblem, match="mask's arrays must be where q is"):
+        attention(q, q, q, mask=sent(mask, device.to_device))
+
+
+def test_arrays_of_a_mask_must_be_in_one_place():
+    mask = masks.Lengths(kv=np.array(2)) & masks.Documents(device.to_device(np.zeros(4, int)))
+    with pytest.raises(UnsupportedProblem, match="where q is, all of them"):
+        requested_mask(mask, False, None, MaskShape((), 1, 4, 4))
+    with pytest.raises(UnsupportedProblem, match="all be in one place"):
+        BlockIndex.from_mask(mask, MaskShape((), 1, 4, 4), 2)
+
+
+def test_lists_of_blocks_made_on_the_host_serve_a_device():
+    shape = MaskShape((), 2, 64, 64)
+    index = BlockIndex.from_mask(masks.Causal(), shape, 16)
+    for mask in (index, patterns.random(64, block=16, density=0.5, num_heads=2), masks.SlidingWindow(3, 0), None):
+        work = work_list(requested_mask(mask, True, None, shape, device.namespace), shape, (64, 64))
+        assert all(isinstance(array, np.ndarray) for array in held_arrays(work))
+
+
+def test_a_function_answers_where_it_is_asked():
+    shape, lengths = MaskShape((2,), 1, 8, 8), masks.Lengths(kv=device.to_device(np.array([3, 8])))
+    host = np.ones((8, 8), bool)
+    with pytest.raises(UnsupportedProblem, match="or make a BlockIndex of the mask with NumPy"):
+        BlockIndex.from_mask(lengths & masks.FromFunction(lambda b, h, i, j: host), shape, 4)
+    closed_over = device.to_device(host)
+    with pytest.raises(UnsupportedProblem, match="must answer coordinates of numpy with an array of numpy"):
+        BlockIndex.from_mask(masks.FromFunction(lambda b, h, i, j: closed_over), shape, 4)
+    with pytest.raises(LeavesNamespace):
+        BlockIndex.from_mask(lengths & masks.FromFunction(lambda b, h, i, j: np.less_equal(j, i)), shape, 4)
+
+
+@pytest.mark.parametrize("shape", [((), 1, 0, 5), ((), 1, 5, 0), ((0,), 2, 5, 5), ((2,), 0, 5, 5), ((), 1, 0, 0)])
+def test_an_empty_problem_has_an_empty_index_on_a_device(shape):
+    shape = MaskShape(*shape)
+    index = BlockIndex.from_mask(masks.Lengths(kv=device.to_device(np.array(3))), shape, 2)
+    lists = ListedWork(index=index).lists
+    assert lists["column_pointers"].shape == (index.num_kv_blocks + 1,)
+    assert index.transpose().indptr.shape == (index.num_kv_blocks + 1,)
+    with device.transfers_allowed():
+        assert index.num_entries == 0 and index.picture() is not None
