@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from . import cpu, gpu
+from . import cpu, gpu, simulated
 from .arrays import Array, describe, is_array, namespace
 from .errors import UnsupportedProblem
 from .plans import Plan
 
-EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu}
+EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": simulated}
 
 
 @dataclass(frozen=True, eq=False)

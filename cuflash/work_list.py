@@ -205,23 +205,6 @@ class ListedWork:
         counts = np.bincount(column, minlength=index.batch * index.num_heads * index.num_kv_blocks)
         return np.concatenate([[0], np.cumsum(counts)]), order
 
-    @cached_property
-    def lists(self) -> dict[str, Array]:
-        """The arrays that kernels read, by name."""
-        index = self.index
-        pointers, entries = self.transposed
-        found = {
-            "row_pointers": index.indptr,
-            "kv_blocks": index.indices,
-            "q_blocks": (index.block_rows % max(index.num_q_blocks, 1)).astype(np.int32),
-            "kinds": index.kinds,
-            "tiles": index.tiles,
-            "bits": index.bits,
-            "column_pointers": pointers.astype(np.int32),
-            "column_entries": entries.astype(np.int32),
-        }
-        return found if index.lo is None else found | {"lo": index.lo, "hi": index.hi}
-
     def place(self, b: int, h: int) -> tuple[int, int]:
         """The batch entry and head whose work this one shares."""
         return _place(b, h, (self.index.batch, self.index.num_heads))

@@ -1,0 +1,61 @@
+"""The `sim` executor: a plan's kernels on the simulator, from the text that a GPU runs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from . import passes, sim
+from .arrays import Array
+from .plans import Plan
+from .source import KernelSpec, source
+from .tiles import THREADS
+from .work_list import WorkList
+
+
+class _Simulator:
+    """The host, as what runs kernels."""
+
+    def address(self, array: Array) -> int:
+        return int(array.ctypes.data)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return np.empty(shape, dtype)
+
+    def lists(self, work: WorkList) -> dict[str, Array]:
+        return work.lists
+
+    def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, params: Any) -> None:
+        _kernel(spec)((grid,), THREADS, (params[()],), shared_bytes)
+
+
+@lru_cache(maxsize=256)
+def _kernel(spec: KernelSpec) -> sim.Kernel:
+    return sim.build(source(spec, host=True), spec.name)
+
+
+_SIMULATOR = _Simulator()
+
+
+def forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
+    """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
+    passes.forward(plan, _SIMULATOR, q, k, v, o, lse)
+
+
+def backward(
+    plan: Plan,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    dlse: Array | None,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+) -> None:
+    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
+    passes.backward(plan, _SIMULATOR, do, q, k, v, o, lse, dlse, dq, dk, dv)
