@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import accumulator_dtype
+from .arrays import BFLOAT16, accumulator_dtype
 from .device import DeviceSpec
 from .errors import UnsupportedProblem
 from .problem import Problem
@@ -40,7 +40,7 @@ def host_tile(problem: Problem, device: DeviceSpec) -> Tile:
 # Kernels have room for these dimensions; a problem's own are rounded up.
 DIMS = (32, 64, 96, 128, 192, 256)
 THREADS = 128  # of a block of the simt family: kThreads
-_SPARE = 24
+_SPARE = 32
 _SIDES = (128, 64, 32, 16, 8)  # of a tile of the simt family
 
 
@@ -76,6 +76,8 @@ def kernel_specs(
     UnsupportedProblem
         No tile fits the device's shared memory.
     """
+    if problem.dtype == BFLOAT16 and device.compute_capability is not None and device.compute_capability < (8, 0):
+        raise UnsupportedProblem([f"bfloat16 needs compute capability 8.0; {device.name} is older: use float16 or float32"])
     head_dim, value_dim = (next(room for room in DIMS if room >= dim) for dim in (problem.head_dim, problem.value_dim))
     specs = {}
     for entry in ENTRIES[family]:
@@ -122,10 +124,11 @@ def _is_simt_tile(spec: KernelSpec) -> bool:
     """Whether threads share its rows evenly and its accumulators fit their registers."""
     entry = _SIMT[spec.entry]
     rows, step = _rows_and_step(spec)
-    columns = entry.num_scores * step + sum(getattr(spec, dim) for dim in entry.sums)
-    words = rows * columns * accumulator_dtype(spec.dtype).itemsize // (4 * THREADS)
-    spare = 0 if spec.dtype == np.float32 else _SPARE  # what wider addresses and conversions take
-    return rows % 16 == 0 and words <= entry.registers - spare
+    sums = sum(getattr(spec, dim) for dim in entry.sums)
+    words = rows * (entry.num_scores * step + sums) * accumulator_dtype(spec.dtype).itemsize // (4 * THREADS)
+    # Conversions take registers too, and so do the operands of very wide rows.
+    spare = _SPARE * (spec.dtype != np.float32) + _SPARE * (sums > 384)
+    return rows % 16 == 0 and (words <= entry.registers - spare or rows == 16 and step == _SIDES[-1])
 
 
 def shared_bytes(spec: KernelSpec) -> int:
