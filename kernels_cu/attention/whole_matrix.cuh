@@ -1,0 +1,65 @@
+#pragma once
+#include <attention/steps.cuh>
+
+// What the naive kernels need to work on a matrix of scores that is there as a whole: any tile of it may be asked for.
+namespace cuflash::attention {
+
+// The step that a tile of scores is: all of it lies within one block of a list. False where that block is absent.
+CUFLASH_DEVICE bool find_step(const Params& params, const Place& place, Range queries, Range keys, Step& step) {
+  const Work& work = params.work;
+  step = {keys.first, keys.last, Kind::kInterval, nullptr, 0, 0, (work.block_kv + 7) / 8};
+  if (work.row_pointers == nullptr) return true;
+  const int64_t matrix = place.entry * work.list_batch_stride + place.head * work.list_head_stride;
+  const int32_t* const row = work.row_pointers + matrix * work.num_q_blocks + queries.first / work.block_q;
+  const int block = keys.first / work.block_kv, end = row[1];
+  int entry = row[0];
+  for (int last = end; entry < last;) {  // key blocks increase along a row of blocks
+    const int middle = (entry + last) / 2;
+    if (work.kv_blocks[middle] < block) entry = middle + 1;
+    else last = middle;
+  }
+  if (entry == end || work.kv_blocks[entry] != block) return false;
+  step.kind = static_cast<Kind>(work.kinds[entry]);
+  if (step.kind == Kind::kBits) {
+    step.bits = work.bits + static_cast<int64_t>(work.tiles[entry]) * work.block_q * step.pitch;
+    step.first_row = queries.first / work.block_q * work.block_q;
+    step.first_key = block * work.block_kv;
+  }
+  return true;
+}
+
+// Which keys of a tile some query of it visits. What stands at the others never matters: products take it as 0, since
+// the P of 0 that they have would make NaN of NaN.
+CUFLASH_DEVICE bool is_visited_key(const Params& params, const Place& place, Range queries, Range keys, int key) {
+  Step step;
+  if (key >= keys.last || !find_step(params, place, queries, keys, step)) return false;
+  if (step.kind == Kind::kFull) return true;
+  if (step.kind == Kind::kInterval)
+    return interval(params, place, queries.first).lo <= key && key < interval(params, place, queries.last - 1).hi;
+  for (int query = queries.first; query < queries.last; ++query)
+    if (step.is_allowed(params, place, query, key)) return true;
+  return false;
+}
+
+// Which queries of a tile visit some key of it.
+CUFLASH_DEVICE bool is_visiting_query(const Params& params, const Place& place, Range queries, Range keys, int query) {
+  Step step;
+  if (query >= queries.last || !find_step(params, place, queries, keys, step)) return false;
+  if (step.kind == Kind::kFull) return true;
+  if (step.kind == Kind::kInterval) {
+    const Interval visited = interval(params, place, query);
+    return max(visited.lo, keys.first) < min(visited.hi, keys.last);
+  }
+  for (int key = keys.first; key < keys.last; ++key)
+    if (step.is_allowed(params, place, query, key)) return true;
+  return false;
+}
+
+// Columns of a matrix in tiles of `width`.
+CUFLASH_DEVICE int num_column_tiles(int num_columns, int width) { return (num_columns + width - 1) / width; }
+
+CUFLASH_DEVICE Range column_tile(int num_columns, int width, int number) {
+  return {number * width, min(number * width + width, num_columns)};
+}
+
+}  // namespace cuflash::attention
