@@ -92,4 +92,3 @@ def _run(plan: Plan, machine: Machine, table: _Table, arrays: dict[str, Array]) 
 @lru_cache(maxsize=256)
 def _records(plan: Plan, views: tuple[View, ...]) -> Records:
     return Records.of(plan, views)
-

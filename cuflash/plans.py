@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def whole_matrices_bytes(self) -> int:
-        """The naive kernels' scores and their gradients, as the backward pass keeps them; the forward pass takes half."""
+        """Scores and their gradients, as the naive kernels' backward pass keeps them; the forward pass takes half."""
         if self.family != "naive":
             return 0
         scores = self.num_matrices * self.problem.seqlen_q * self.problem.seqlen_kv

@@ -106,11 +106,11 @@ def kernel_specs(
 
 
 def _naive_spec(entry: str, problem: Problem, largest: tuple[int, int] | None) -> KernelSpec:
-    """One tile for all chips and dims, half as long on a side where blocks are shorter: a baseline is not tuned."""
-    block_q, block_kv = (min(_NAIVE_SIDE, side // 16 * 16) for side in largest or (_NAIVE_SIDE, _NAIVE_SIDE))
+    """One tile for all chips and dims, but half as long where blocks are shorter: a baseline is not tuned."""
+    side = _NAIVE_SIDE if largest is None or min(largest) >= _NAIVE_SIDE else _NAIVE_SIDE // 2
     return KernelSpec(
         family="naive", entry=entry, dtype=problem.dtype, head_dim=_NAIVE_SIDE, value_dim=_NAIVE_SIDE,
-        block_q=block_q, block_kv=block_kv,
+        block_q=side, block_kv=side,
     )  # fmt: skip
 
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash import UnsupportedProblem
+from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem
 from cuflash import compile as room
 from cuflash import source as sources
 from cuflash.compile import Compiled
+from cuflash.problem import Problem
 from cuflash.source import KernelSpec
+from cuflash.tiles import kernel_specs
 
 # One chip for each size of shared memory and each set of instructions that we use.
 CHIPS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -25,14 +27,19 @@ ROOMS = ("ptx", "tile", "attention")
 
 
 def every_spec() -> list[KernelSpec]:
-    """Each specification that a plan may ask for; while no plan asks, one for each entry."""
+    """Each specification that a plan may ask for of the naive family, and one for each entry of the others."""
     entries = sorted(path.relative_to(sources.KERNELS) for path in sources.KERNELS.glob("*/*.cu"))
     sizes = {"head_dim": 64, "value_dim": 64, "block_q": 32, "block_kv": 32}
-    return [
+    specs = [
         KernelSpec(family=path.parts[0], entry=path.stem, dtype=np.dtype(np.float32), **sizes)
         for path in entries
-        if path.parts[0] not in ROOMS
+        if path.parts[0] not in (*ROOMS, "naive")
     ]
+    for dtype in (np.float16, np.float32):
+        problem = Problem.of(*(ShapeDtype((1, 1), dtype),) * 3)
+        for largest in (None, (16, 16)):
+            specs += kernel_specs("naive", problem, DeviceSpec.gpu("H100"), largest).values()
+    return specs
 
 
 def every_target(specs: list[KernelSpec]) -> list[tuple[KernelSpec, str]]:

@@ -18,7 +18,8 @@ using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads)
+// Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;
@@ -39,7 +40,6 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params)
   const DoTile do_smem{ptx::dynamic_shared<Accumulator>()};
   const VTile v_smem{do_smem.data + DoTile::kElements};
   tile::RegisterTile<Accumulator, kBlockQ, kBlockKv> s, dp;
-  Accumulator delta[dp.kRows] = {};
   dp.fill(0);
   for (int first = 0; first < shape.value_dim; first += kValueDim) {
     const int last = min(first + kValueDim, shape.value_dim);
@@ -48,10 +48,6 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params)
     tile::load(v_smem, v.columns(first, last));
     __syncthreads();  // these are there
     tile::add_product_nt(dp, do_smem, v_smem);
-#pragma unroll
-    for (int i = 0; i < dp.kRows; ++i)
-      for (int column = first + tile::column_lane(); column < last && dp.row(i) < o.num_rows; column += tile::kColumnLanes)
-        delta[i] += do_smem.at(dp.row(i), column - first) * tile::widen(o.at(dp.row(i), column));
   }
 
   const auto p = rows(matrix<Accumulator>(params.whole.scores, place, place.head, shape.seqlen_q, shape.seqlen_kv))
@@ -60,17 +56,21 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params)
                                            shape.seqlen_kv)).columns(keys.first, keys.last);
 #pragma unroll
   for (int i = 0; i < s.kRows; ++i) {
-    delta[i] = tile::row_sum(delta[i]);
-    const bool is_there = s.row(i) < p.num_rows;
-    if (is_there && params.dlse.data != nullptr) delta[i] -= dlse.at(s.row(i), 0);
-    const Accumulator lse_2 = is_there ? base_2(lse.at(s.row(i), 0)) : Accumulator(0);
+    const int row = s.row(i);
+    const bool is_there = row < p.num_rows;
+    Accumulator delta = 0;
+    for (int column = tile::column_lane(); is_there && column < shape.value_dim; column += tile::kColumnLanes)
+      delta += tile::widen(d_o.at(row, column)) * tile::widen(o.at(row, column));
+    delta = tile::row_sum(delta);
+    if (is_there && params.dlse.data != nullptr) delta -= dlse.at(row, 0);
+    const Accumulator lse_2 = is_there ? base_2(lse.at(row, 0)) : Accumulator(0);
     const bool is_empty = lse_2 == -ptx::negative_infinity<Accumulator>();  // of keys: its gradients are 0
 #pragma unroll
     for (int j = 0; j < s.kColumns; ++j) {
       s.at[i][j] = ptx::negative_infinity<Accumulator>();
-      if (is_there && s.column(j) < p.num_columns) s.at[i][j] = p.at(s.row(i), s.column(j));
+      if (is_there && s.column(j) < p.num_columns) s.at[i][j] = p.at(row, s.column(j));
       const bool is_allowed = !is_empty && s.at[i][j] != ptx::negative_infinity<Accumulator>();
-      score_gradient(s.at[i][j], dp.at[i][j], Accumulator(1), lse_2, delta[i], is_allowed);
+      score_gradient(s.at[i][j], dp.at[i][j], Accumulator(1), lse_2, delta, is_allowed);
     }
   }
   tile::store(p, s);
