@@ -95,14 +95,11 @@ CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>
 // Rows of a gradient, which is stored in the accumulator's dtype where it is summed over broadcast axes afterwards.
 template <class Element, class T, int Rows, int Columns, int Run>
 CUFLASH_DEVICE void store_gradient(const Matrices& to, const WorkTile& work, int head, int num_rows, int num_columns,
-                                   const tile::RegisterTile<T, Rows, Columns, Run>& gradient, int first_column = 0) {
-  const auto store_as = [&](auto to_matrix) {
-    tile::store(to_matrix.rows(work.first, work.last).columns(first_column, num_columns), gradient);
-  };
+                                   const tile::RegisterTile<T, Rows, Columns, Run>& gradient) {
   if (to.is_wide) {
-    store_as(matrix<T>(to, work.place, head, num_rows, num_columns));
+    tile::store(matrix<T>(to, work.place, head, num_rows, num_columns).rows(work.first, work.last), gradient);
   } else {
-    store_as(matrix<Element>(to, work.place, head, num_rows, num_columns));
+    tile::store(matrix<Element>(to, work.place, head, num_rows, num_columns).rows(work.first, work.last), gradient);
   }
 }
 

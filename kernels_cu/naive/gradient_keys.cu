@@ -27,13 +27,14 @@ naive_gradient_keys(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const int num_of_keys = num_column_tiles(shape.head_dim, kHeadDim);
-  WorkTile work = key_tile(params, kBlockKv, num_of_keys + num_column_tiles(shape.value_dim, kValueDim));
+  const int num_parts = num_of_keys + num_column_tiles(shape.value_dim, kValueDim), part = work_part(num_parts);
+  WorkTile work = key_tile(params, kBlockKv, num_parts);
   if (work.is_empty()) return;
-  const bool is_of_keys = work.part < num_of_keys;
+  const bool is_of_keys = part < num_of_keys;
   const Matrices& weights = is_of_keys ? params.whole.score_gradients : params.whole.scores;
   const Matrices& other = is_of_keys ? params.q : params.do_;
   const int num_columns = is_of_keys ? shape.head_dim : shape.value_dim;
-  const Range columns = column_tile(num_columns, kHeadDim, is_of_keys ? work.part : work.part - num_of_keys);
+  const Range columns = column_tile(num_columns, kHeadDim, is_of_keys ? part : part - num_of_keys);
   const int first_head = work.place.head;
 
   const WeightTile weight_smem{ptx::dynamic_shared<Accumulator>()};
@@ -54,7 +55,7 @@ naive_gradient_keys(const __grid_constant__ cuflash::attention::Params params) {
       if (queries.is_empty()) continue;
       __syncthreads();  // both operands of the last tile are read
       for (int row = threadIdx.x; row < kBlockQ; row += tile::kThreads)
-        is_kept[row] = is_visiting_query(params, work.place, queries, work, queries.first + row) &&
+        is_kept[row] = is_visiting_query(params, work.place, queries, rows_of(work), queries.first + row) &&
                        lse.at(queries.first + row, 0) != ptx::negative_infinity<Accumulator>();
       tile::load(weight_smem, weight.rows(queries.first, queries.last));
       __syncthreads();  // which queries visit these keys is known
@@ -66,8 +67,8 @@ naive_gradient_keys(const __grid_constant__ cuflash::attention::Params params) {
   const int kv_head = first_head / shape.group_size;
   if (is_of_keys) {
     sum.scale(shape.softmax_scale);
-    store_gradient<Element>(params.dk, work, kv_head, shape.seqlen_kv, num_columns, sum, columns.first);
+    store_gradient_columns<Element>(params.dk, work, kv_head, shape.seqlen_kv, num_columns, columns.first, sum);
   } else {
-    store_gradient<Element>(params.dv, work, kv_head, shape.seqlen_kv, num_columns, sum, columns.first);
+    store_gradient_columns<Element>(params.dv, work, kv_head, shape.seqlen_kv, num_columns, columns.first, sum);
   }
 }

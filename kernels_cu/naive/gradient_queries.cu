@@ -18,15 +18,16 @@ constexpr int kRun = tile::Vector<Accumulator>::kLength;
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
-  const WorkTile work = query_tile(params, kBlockQ, num_column_tiles(shape.head_dim, kHeadDim));
+  const int num_parts = num_column_tiles(shape.head_dim, kHeadDim);
+  const WorkTile work = query_tile(params, kBlockQ, num_parts);
   if (work.is_empty()) return;
   const Place& place = work.place;
-  const Range columns = column_tile(shape.head_dim, kHeadDim, work.part);
+  const Range columns = column_tile(shape.head_dim, kHeadDim, work_part(num_parts));
   const auto ds = matrix<Accumulator>(params.whole.score_gradients, place, place.head, shape.seqlen_q, shape.seqlen_kv)
                       .rows(work.first, work.last);
   const auto k = matrix<Element>(params.k, place, place.head / shape.group_size, shape.seqlen_kv, shape.head_dim)
@@ -42,8 +43,8 @@ naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params
     const Range keys = key_tiles.tile(number);
     if (keys.is_empty()) continue;
     __syncthreads();  // dS and K of the last tile are read
-    for (int row = threadIdx.x; row < kBlockKv; row += tile::kThreads)
-      is_kept[row] = is_visited_key(params, place, work, keys, keys.first + row);
+    for (int row = threadIdx.x; row < kBlockKv; row += tile::kThreads, 4)
+      is_kept[row] = is_visited_key(params, place, rows_of(work), keys, keys.first + row);
     tile::load(ds_smem, ds.columns(keys.first, keys.last));
     __syncthreads();  // which keys are visited is known
     tile::load(k_smem, k.rows(keys.first, keys.last), [&](int row) { return is_kept[row] != 0; });
@@ -51,5 +52,5 @@ naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params
     tile::add_product_nn(dq, ds_smem, k_smem);
   }
   dq.scale(shape.softmax_scale);
-  store_gradient<Element>(params.dq, work, place.head, shape.seqlen_q, shape.head_dim, dq, columns.first);
+  store_gradient_columns<Element>(params.dq, work, place.head, shape.seqlen_q, shape.head_dim, columns.first, dq);
 }

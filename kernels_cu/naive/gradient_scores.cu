@@ -26,7 +26,7 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params)
   const Shape& shape = params.shape;
   const Tiling key_tiles = key_tiling(params, kBlockKv);
   const WorkTile work = query_tile(params, kBlockQ, key_tiles.num_tiles());
-  const Range keys = key_tiles.tile(work.part);
+  const Range keys = key_tiles.tile(work_part(key_tiles.num_tiles()));
   if (work.is_empty() || keys.is_empty()) return;
   const Place& place = work.place;
   const auto rows = [&](auto of) { return of.rows(work.first, work.last); };

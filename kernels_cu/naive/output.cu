@@ -23,10 +23,11 @@ naive_output(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
-  const WorkTile work = query_tile(params, kBlockQ, num_column_tiles(shape.value_dim, kValueDim));
+  const int num_parts = num_column_tiles(shape.value_dim, kValueDim);
+  const WorkTile work = query_tile(params, kBlockQ, num_parts);
   if (work.is_empty()) return;
   const Place& place = work.place;
-  const Range columns = column_tile(shape.value_dim, kValueDim, work.part);
+  const Range columns = column_tile(shape.value_dim, kValueDim, work_part(num_parts));
   const auto p = matrix<Accumulator>(params.whole.scores, place, place.head, shape.seqlen_q, shape.seqlen_kv)
                      .rows(work.first, work.last);
   const auto v = matrix<Element>(params.v, place, place.head / shape.group_size, shape.seqlen_kv, shape.value_dim)
@@ -45,7 +46,7 @@ naive_output(const __grid_constant__ cuflash::attention::Params params) {
     if (keys.is_empty()) continue;
     __syncthreads();  // P and V of the last tile are read
     for (int row = threadIdx.x; row < kBlockKv; row += tile::kThreads, 4)
-      is_kept[row] = is_visited_key(params, place, work, keys, keys.first + row);
+      is_kept[row] = is_visited_key(params, place, rows_of(work), keys, keys.first + row);
     tile::load(p_smem, p.columns(keys.first, keys.last));
     __syncthreads();  // which keys are visited is known
     tile::load(v_smem, v.rows(keys.first, keys.last), [&](int row) { return is_kept[row] != 0; });

@@ -19,14 +19,14 @@ using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_scores(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   const Tiling key_tiles = key_tiling(params, kBlockKv);
   const WorkTile work = query_tile(params, kBlockQ, key_tiles.num_tiles());
-  const Range keys = key_tiles.tile(work.part);
+  const Range keys = key_tiles.tile(work_part(key_tiles.num_tiles()));
   if (work.is_empty() || keys.is_empty()) return;
   const Place& place = work.place;
   const auto q = matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim).rows(work.first, work.last);
@@ -47,7 +47,7 @@ naive_scores(const __grid_constant__ cuflash::attention::Params params) {
   }
   s.scale(shape.softmax_scale * kLog2E);
   Step step;
-  if (find_step(params, place, work, keys, step)) {
+  if (find_step(params, place, rows_of(work), keys, step)) {
     mask_scores(s, params, work, step);
   } else {
     s.fill(ptx::negative_infinity<Accumulator>());

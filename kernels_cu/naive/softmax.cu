@@ -18,7 +18,7 @@ CUFLASH_DEVICE Accumulator row_max(Accumulator x) {
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_softmax(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;
