@@ -1,4 +1,4 @@
-"""The naive kernels on the simulator: standard attention over whole matrices of scores, within its bounds, all masks."""
+"""The naive kernels on the simulator: standard attention over whole matrices of scores, within bounds, all masks."""
 
 from __future__ import annotations
 

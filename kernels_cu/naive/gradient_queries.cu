@@ -18,6 +18,7 @@ constexpr int kRun = tile::Vector<Accumulator>::kLength;
 
 }  // namespace cuflash
 
+// Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;

@@ -1,5 +1,5 @@
-// Backward of standard attention: P = exp2(S - lse) in S's place, and dS = P (dP - delta) beside it, where dP = do v^T and
-// delta = rowsum(do o) - dlse. One block makes one tile of both, and delta of its rows again.
+// Backward of standard attention: P = exp2(S - lse) in S's place, and dS = P (dP - delta) beside it, where dP = do v^T
+// and delta = rowsum(do o) - dlse. One block makes one tile of both, and delta of its rows again.
 #include <attention/score_gradient.cuh>
 #include <attention/whole_matrix.cuh>
 #include <ptx/shared.cuh>

@@ -1,5 +1,5 @@
-// Standard attention, first of three kernels: S = q k^T softmax_scale, a whole matrix in global memory, -inf where the mask
-// says no. In base 2, that is times log2(e), as exp2 wants it. One block makes one tile of S, whatever the mask.
+// Standard attention, first of three kernels: S = q k^T softmax_scale, a whole matrix in global memory, -inf where the
+// mask says no. In base 2, that is times log2(e), as exp2 wants it. One block makes one tile of S, whatever the mask.
 #include <attention/mask_scores.cuh>
 #include <attention/online_softmax.cuh>
 #include <attention/whole_matrix.cuh>
@@ -19,6 +19,7 @@ using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
 
 }  // namespace cuflash
 
+// Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_scores(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
@@ -29,7 +30,8 @@ naive_scores(const __grid_constant__ cuflash::attention::Params params) {
   const Range keys = key_tiles.tile(work_part(key_tiles.num_tiles()));
   if (work.is_empty() || keys.is_empty()) return;
   const Place& place = work.place;
-  const auto q = matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim).rows(work.first, work.last);
+  const auto q = matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim)
+                     .rows(work.first, work.last);
   const auto k = matrix<Element>(params.k, place, place.head / shape.group_size, shape.seqlen_kv, shape.head_dim)
                      .rows(keys.first, keys.last);
 

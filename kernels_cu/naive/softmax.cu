@@ -1,5 +1,5 @@
-// Standard attention, second of three kernels: every row of S becomes P = softmax(S) in its place; lse is written. A row
-// belongs to eight threads, which read it three times: for its maximum, its sum, and to write.
+// Standard attention, second of three kernels: every row of S becomes P = softmax(S) in its place; lse is written. A
+// row belongs to eight threads, which read it three times: for its maximum, its sum, and to write.
 #include <attention/online_softmax.cuh>
 #include <attention/work_tile.cuh>
 
@@ -18,6 +18,7 @@ CUFLASH_DEVICE Accumulator row_max(Accumulator x) {
 
 }  // namespace cuflash
 
+// Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_softmax(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
