@@ -15,9 +15,10 @@ from .launch import EXECUTORS, Executable, Gradients
 from .mask import Mask
 from .plans import Plan, make_plan
 from .problem import Problem
+from .tiles import family_reasons
 from .work_list import requested_mask
 
-_FAMILIES = ("simt",)  # of kernels
+_FAMILIES = ("simt", "naive")  # of kernels
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
 
 
@@ -106,7 +107,8 @@ def attention(
         1 / sqrt(head_dim) unless given.
     kernel, executor, precision : str
         "auto" lets the arrays decide: NumPy arrays go to executor "cpu", which has one kernel and sums in float32
-        (float64 for float64), precision "ieee".
+        (float64 for float64), precision "ieee". On a GPU kernel "naive" is the baseline that the others are compared
+        with: three kernels over whole matrices of scores, so memory is not linear; float16 and float32.
     deterministic : bool
         Results of the cpu executor are bitwise repeatable either way.
     out : array, or pair (o, lse), optional
@@ -253,6 +255,7 @@ def plan(
     """
     where = _executor((q, k, v), executor, device)
     reasons = _option_reasons((q, k, v), kernel, where, precision)
+    family = None if where == "cpu" else "simt" if kernel == "auto" else kernel
     problem = None
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale)
@@ -260,9 +263,9 @@ def plan(
     if problem is not None:
         with collecting(reasons):
             resolved = requested_mask(mask, causal, window, problem.mask_shape, namespace(q) if is_array(q) else None)
+        reasons += family_reasons(family, problem)
     if reasons or problem is None or resolved is None:
         raise UnsupportedProblem(reasons)
-    family = None if where == "cpu" else "simt" if kernel == "auto" else kernel
     return Executable(_plan(problem, resolved, device or _device(where), family), where)
 
 

@@ -13,6 +13,21 @@ from .tiles import shared_bytes
 from .work_list import WorkList
 
 
+_Table = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
+# Of each family: entries in order, and beside inputs and results the arrays that they leave to each other.
+_FORWARD: _Table = {
+    "simt": (("forward",), ()),
+    "naive": (("scores", "softmax", "output"), ("scores",)),
+}
+_BACKWARD: _Table = {
+    "simt": (("backward_rows", "backward_columns"), ("delta",)),
+    "naive": (
+        ("scores", "gradient_scores", "gradient_queries", "gradient_keys"),
+        ("scores", "score_gradients"),
+    ),
+}
+
+
 class Machine(Protocol):
     """What runs kernels: a GPU, or the simulator."""
 
@@ -31,7 +46,7 @@ class Machine(Protocol):
 
 def forward(plan: Plan, machine: Machine, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    _run(plan, machine, ("forward",), {"q": q, "k": k, "v": v, "o": o, "lse": lse})
+    _run(plan, machine, _FORWARD, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
 
 
 def backward(
@@ -49,14 +64,18 @@ def backward(
     dv: Array,
 ) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
-    delta = machine.empty(plan.problem.lse_shape(), plan.problem.accumulator)
-    arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "dq": dq, "dk": dk, "dv": dv, "delta": delta}
+    arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "dq": dq, "dk": dk, "dv": dv}
     if dlse is not None:
         arrays["dlse"] = dlse
-    _run(plan, machine, ("backward_rows", "backward_columns"), arrays)
+    _run(plan, machine, _BACKWARD, arrays)
 
 
-def _run(plan: Plan, machine: Machine, entries: tuple[str, ...], arrays: dict[str, Array]) -> None:
+def _run(plan: Plan, machine: Machine, table: _Table, arrays: dict[str, Array]) -> None:
+    assert plan.family is not None
+    entries, workspaces = table[plan.family]
+    columns = {"delta": (), "scores": (plan.problem.seqlen_kv,), "score_gradients": (plan.problem.seqlen_kv,)}
+    for name in workspaces:
+        arrays[name] = machine.empty((*plan.problem.lse_shape(), *columns[name]), plan.problem.accumulator)
     views = tuple(View(name, array.dtype, array.shape, array.strides) for name, array in arrays.items())
     records = _records(plan, views)
     addresses = {name: machine.address(array) for name, array in (arrays | machine.lists(plan.work)).items()}
@@ -73,4 +92,3 @@ def _run(plan: Plan, machine: Machine, entries: tuple[str, ...], arrays: dict[st
 @lru_cache(maxsize=256)
 def _records(plan: Plan, views: tuple[View, ...]) -> Records:
     return Records.of(plan, views)
-

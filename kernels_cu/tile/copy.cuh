@@ -15,6 +15,9 @@ struct Matrix {
   CUFLASH_DEVICE Matrix rows(int first, int last) const {
     return {data + first * row_stride, row_stride, column_stride, last - first, num_columns};
   }
+  CUFLASH_DEVICE Matrix columns(int first, int last) const {
+    return {data + first * column_stride, row_stride, column_stride, num_rows, last - first};
+  }
   CUFLASH_DEVICE T& at(int row, int column) const { return data[row * row_stride + column * column_stride]; }
 };
 

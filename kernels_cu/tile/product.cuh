@@ -55,4 +55,22 @@ CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLe
   }
 }
 
+// c += a^T b: a thread multiplies its columns of a by its runs of columns of b.
+template <class T, int Rows, int Columns, int Depth>
+CUFLASH_DEVICE void add_product_tn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c, SharedTile<T, Depth, Rows> a,
+                                   SharedTile<T, Depth, Columns> b) {
+  using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
+  constexpr int kVector = Vector<T>::kLength;
+#pragma unroll 8
+  for (int k = 0; k < Depth; ++k)
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; j += kVector) {
+      const Vector<T> b_frag = b.vector(k, Tile::column(j));
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i)
+#pragma unroll
+        for (int f = 0; f < kVector; ++f) c.at[i][j + f] += a.at(k, Tile::row(i)) * b_frag.at[f];
+    }
+}
+
 }  // namespace cuflash::tile
