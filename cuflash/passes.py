@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from . import checks
 from .arrays import Array
 from .params import Records, View
 from .plans import Plan
 from .source import KernelSpec
 from .tiles import shared_bytes
 from .work_list import WorkList
+
+FORWARD = ("forward",)
+BACKWARD = ("backward_rows", "backward_columns")
+_WRITES = {"forward": ("o", "lse"), "backward_rows": ("dq", "delta"), "backward_columns": ("dk", "dv")}
 
 
 class Machine(Protocol):
@@ -29,9 +34,24 @@ class Machine(Protocol):
         """Run a kernel on `grid` blocks; it may still be running when this returns."""
 
 
+class Launch(NamedTuple):
+    """One kernel of a pass, over every record of it."""
+
+    spec: KernelSpec
+    grid: int
+    shared_bytes: int
+
+
+class Bound(NamedTuple):
+    """Passes over a plan and arrays that lie in one way: everything about their launches but addresses."""
+
+    records: Records
+    launches: tuple[Launch, ...]
+
+
 def forward(plan: Plan, machine: Machine, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    _run(plan, machine, ("forward",), {"q": q, "k": k, "v": v, "o": o, "lse": lse})
+    _run(plan, machine, FORWARD, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
 
 
 def backward(
@@ -49,28 +69,38 @@ def backward(
     dv: Array,
 ) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
-    delta = machine.empty(plan.problem.lse_shape(), plan.problem.accumulator)
+    check, shape, dtype = checks.current(), plan.problem.lse_shape(), plan.problem.accumulator
+    delta = machine.empty(shape, dtype) if check is None else check.empty("delta", shape, dtype)
     arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "dq": dq, "dk": dk, "dv": dv, "delta": delta}
     if dlse is not None:
         arrays["dlse"] = dlse
-    _run(plan, machine, ("backward_rows", "backward_columns"), arrays)
+    _run(plan, machine, BACKWARD, arrays)
 
 
-def _run(plan: Plan, machine: Machine, entries: tuple[str, ...], arrays: dict[str, Array]) -> None:
+def bound(plan: Plan, entries: tuple[str, ...], arrays: dict[str, Array]) -> Bound:
+    """The launches of passes over arrays that lie as these do."""
     views = tuple(View(name, array.dtype, array.shape, array.strides) for name, array in arrays.items())
-    records = _records(plan, views)
-    addresses = {name: machine.address(array) for name, array in (arrays | machine.lists(plan.work)).items()}
-    params = records.at(addresses)
-    for entry in entries:
-        spec = plan.specs[entry]
-        grid = plan.grid(spec) // len(params)
-        if grid == 0:
-            continue
-        for record in params:
-            machine.launch(spec, grid, shared_bytes(spec), record)
+    return _bound(plan, entries, views)
 
 
 @lru_cache(maxsize=256)
-def _records(plan: Plan, views: tuple[View, ...]) -> Records:
-    return Records.of(plan, views)
+def _bound(plan: Plan, entries: tuple[str, ...], views: tuple[View, ...]) -> Bound:
+    records = Records.of(plan, views)
+    specs = [plan.specs[entry] for entry in entries]
+    launches = (Launch(spec, plan.grid(spec) // len(records.templates), shared_bytes(spec)) for spec in specs)
+    return Bound(records, tuple(launch for launch in launches if launch.grid))
 
+
+def _run(plan: Plan, machine: Machine, entries: tuple[str, ...], arrays: dict[str, Array]) -> None:
+    records, launches = bound(plan, entries, arrays)
+    lists, check = machine.lists(plan.work), checks.current()
+    if check is not None:
+        checks.check_lists(plan.work, lists)
+    filler = records.placed({name: machine.address(array) for name, array in lists.items()})
+    params = filler.filled(*(machine.address(array) for array in arrays.values()))
+    for spec, grid, nbytes in launches:
+        for record in params:
+            machine.launch(spec, grid, nbytes, record)
+        if check is not None:
+            written = {name: arrays[name] for name in _WRITES[spec.entry]}
+            check.after(spec.name, written)
