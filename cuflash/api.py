@@ -280,6 +280,9 @@ def plan(
     problem = None
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale)
+    if device is not None and (where == "cpu") != (device.compute_capability is None):
+        kind = "the host" if where == "cpu" else "a GPU"
+        reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}")
     resolved = None
     if problem is not None:
         with collecting(reasons):

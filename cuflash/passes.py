@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from . import checks
 from .arrays import Array
@@ -80,15 +80,21 @@ def backward(
 def bound(plan: Plan, entries: tuple[str, ...], arrays: dict[str, Array]) -> Bound:
     """The launches of passes over arrays that lie as these do."""
     views = tuple(View(name, array.dtype, array.shape, array.strides) for name, array in arrays.items())
-    return _bound(plan, entries, views)
+    known = _bound.setdefault(plan, {})
+    found = known.get((entries, views))
+    if found is None:
+        records = Records.of(plan, views)
+        specs = [plan.specs[entry] for entry in entries]
+        launches = (Launch(spec, plan.grid(spec) // len(records.templates), shared_bytes(spec)) for spec in specs)
+        found = Bound(records, tuple(launch for launch in launches if launch.grid))
+        if len(known) >= _MOST_BOUND:
+            known.clear()
+        known[entries, views] = found
+    return found
 
 
-@lru_cache(maxsize=256)
-def _bound(plan: Plan, entries: tuple[str, ...], views: tuple[View, ...]) -> Bound:
-    records = Records.of(plan, views)
-    specs = [plan.specs[entry] for entry in entries]
-    launches = (Launch(spec, plan.grid(spec) // len(records.templates), shared_bytes(spec)) for spec in specs)
-    return Bound(records, tuple(launch for launch in launches if launch.grid))
+_MOST_BOUND = 64  # ways for arrays to lie, of one plan
+_bound: WeakKeyDictionary[Plan, dict[tuple[tuple[str, ...], tuple[View, ...]], Bound]] = WeakKeyDictionary()
 
 
 def _run(plan: Plan, machine: Machine, entries: tuple[str, ...], arrays: dict[str, Array]) -> None:
