@@ -156,6 +156,7 @@ def attention(
         precision=precision, deterministic=deterministic,
     )  # fmt: skip
     o, lse = ready.forward(q, k, v, out=out)
+    gpu.pin(ready.plan)
     _remember(key, ready, q, k, v)
     return (o, lse) if return_lse else o
 
@@ -215,9 +216,12 @@ def attention_vjp(
         precision=precision, deterministic=deterministic,
     )  # fmt: skip
     o, lse = ready.forward(q, k, v, out=out)
+    gpu.pin(ready.plan)
 
     def vjp(do: Array, dlse: Array | None = None) -> Gradients:
-        return ready.backward(do, q, k, v, o, lse, dlse)
+        gradients = ready.backward(do, q, k, v, o, lse, dlse)
+        gpu.pin(ready.plan)
+        return gradients
 
     return ((o, lse) if return_lse else o), vjp
 
@@ -389,7 +393,7 @@ def _remember(key: Hashable, ready: Executable, q: Array, k: Array, v: Array) ->
         return
     if len(_ready) >= _MOST_REPEATED:
         _ready.clear()
-    _ready[key] = ready.repeated(q, k, v)
+    _ready[key] = ready.repeated(q, k, v, pins=True)
 
 
 _host = lru_cache(maxsize=1)(DeviceSpec.host)

@@ -345,6 +345,11 @@ def current_device() -> tuple[Any, int]:
     return cupy, device
 
 
+def is_started() -> bool:
+    """Whether `current_device` has answered in this very process, and not in one that it was forked from."""
+    return _process == os.getpid()
+
+
 def _cupy() -> Any:
     if "cupy" not in sys.modules:
         _spare_cupy_its_folder()

@@ -197,16 +197,22 @@ def require_capturable(plan: Plan) -> None:
         Something is not, or CUFLASH_CHECK asks for waits.
     """
     cupy, _ = compile.current_device()
+    if checks.is_on():
+        refuse_capture("CUFLASH_CHECK waits for each kernel, which a stream capture cannot")
     if not cupy.cuda.get_current_stream().is_capturing():
         return
-    if checks.is_on():
-        raise RuntimeError("CUFLASH_CHECK waits for each kernel, which a stream capture cannot: unset it")
     capability = current_device().compute_capability
     assert capability is not None
     cold = [spec for spec in plan.specs.values() if not compile.is_loaded(spec, capability, shared_bytes(spec))]
     if cold:
         raise RuntimeError(f"{cold[0].name} is not compiled yet, which a stream capture cannot wait for: {_COLD}")
     _GPU.resident(plan.work)
+
+
+def refuse_capture(reason: str) -> None:
+    """RuntimeError where the current stream is captured."""
+    if namespace().cuda.get_current_stream().is_capturing():
+        raise RuntimeError(f"this call cannot be captured: {reason}")
 
 
 def forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
@@ -228,10 +234,30 @@ def backward(
     dv: Array,
 ) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
-    passes.backward(plan, _GPU, do, q, k, v, o, lse, dlse, dq, dk, dv)
+    keep(plan, passes.backward(plan, _GPU, do, q, k, v, o, lse, dlse, dq, dk, dv))
 
 
-def repeated_forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> Callable[..., None]:
+_captured: WeakKeyDictionary[Plan, list[Array]] = WeakKeyDictionary()
+_pinned: set[Plan] = set()
+
+
+def keep(plan: Plan, *arrays: Array) -> None:
+    """Hold what was allocated inside a stream capture as long as the plan: its graph writes there at each replay."""
+    import cupy
+
+    if cupy.cuda.get_current_stream().is_capturing():
+        _captured.setdefault(plan, []).extend(arrays)
+
+
+def pin(plan: Plan) -> None:
+    """Hold a plan that nobody else may hold for ever, if a graph needs what it keeps."""
+    if plan in _captured:
+        _pinned.add(plan)
+
+
+def repeated_forward(
+    plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array, pins: bool
+) -> Callable[..., None]:
     """`forward` without its questions: for the current device, and for arrays that lie as these do, wherever they are.
 
     Raises
@@ -253,11 +279,16 @@ def repeated_forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Ar
         if (at_q | at_k | at_v) & odd:
             given = {"q": q, "k": k, "v": v}.items()
             raise UnsupportedProblem(reason for name, array in given for reason in layout_reasons(name, array))
+        stream = current_stream()
         if resident is not None:
-            resident.on(current_stream())
+            resident.on(stream)
         records = fill(at_q, at_k, at_v, o.data.ptr, lse.data.ptr)
         for function, grid, nbytes in ready:
             for record in records:
                 function(grid, threads, (record,), nbytes)
+        if stream.is_capturing():
+            _captured.setdefault(plan, []).extend((o, lse))
+            if pins:
+                _pinned.add(plan)
 
     return run

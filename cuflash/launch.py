@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -112,17 +111,22 @@ class Executable:
                 o[...], lse[...] = 0, -np.inf
             else:
                 EXECUTORS[self.executor].forward(self.plan, q, k, v, o, lse)
+                if self.executor == "gpu":
+                    gpu.keep(self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None))
             if check is not None:
                 check.after(f"the {self.executor} executor", {"o": o, "lse": lse})
         return o, lse
 
-    def repeated(self, q: Array, k: Array, v: Array) -> Forward:
-        """`forward` without its checks, for arrays that lie as these do, which it has accepted."""
+    def repeated(self, q: Array, k: Array, v: Array, *, pins: bool = False) -> Forward:
+        """`forward` without its checks, for arrays that lie as these do, which it has accepted.
+
+        With `pins`, what a capture needs stays for ever: whoever captures does not hold the plan.
+        """
         plan, problem, xp = self.plan, self.plan.problem, namespace(q)
         empty, o_shape, lse_shape = xp.empty, problem.o_shape(), problem.lse_shape()
         dtype, accumulator = problem.dtype, problem.accumulator
         if self.executor == "gpu":
-            run = gpu.repeated_forward(plan, q, k, v, empty(o_shape, dtype), empty(lse_shape, accumulator))
+            run = gpu.repeated_forward(plan, q, k, v, empty(o_shape, dtype), empty(lse_shape, accumulator), pins)
         else:
             run = partial(EXECUTORS[self.executor].forward, plan)
 
@@ -157,11 +161,14 @@ class Executable:
         if reasons:
             raise UnsupportedProblem(reasons)
         self._require_ready()
+        shapes, full_shapes = problem.argument_shapes(), problem.gradient_shapes()
+        if self.executor == "gpu" and shapes != full_shapes:
+            gpu.refuse_capture("gradients over broadcast axes are summed in memory that a graph would outlive")
         read = {name: array for name, array in given.items() if array is not None and name not in ("o", "lse")}
-        shapes, results = problem.argument_shapes(), {}
+        results = {}
         with checks.checking(namespace(given["q"]), read) as check:
             empty = _empty(given["q"], check)
-            for name, full in problem.gradient_shapes().items():
+            for name, full in full_shapes.items():
                 dtype = problem.dtype if full == shapes[name] else problem.accumulator
                 results[name] = empty(f"d{name}", full, dtype)
             if self.plan.is_empty:
@@ -298,7 +305,7 @@ class Executable:
 
 
 def lie_of(q: Array, k: Array, v: Array) -> Hashable:
-    """Kind, shape, strides, dtype and device of plain arrays, and the process that asks; None for anything else.
+    """Kind, shape, strides, dtype and device of plain arrays; None for anything else, and before a GPU was used.
 
     Two calls for which all of it is equal are refused for the same reasons, or for none, but for odd addresses.
     """
@@ -308,11 +315,11 @@ def lie_of(q: Array, k: Array, v: Array) -> Hashable:
     if kind is np.ndarray:
         return q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
     cupy = sys.modules.get("cupy")
-    if cupy is None or kind is not cupy.ndarray:
+    if cupy is None or kind is not cupy.ndarray or not compile.is_started():
         return None
     return (
         q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype,
-        q.data.device_id, k.data.device_id, v.data.device_id, cupy.cuda.runtime.getDevice(), os.getpid(),
+        q.data.device_id, k.data.device_id, v.data.device_id, cupy.cuda.runtime.getDevice(),
     )  # fmt: skip
 
 

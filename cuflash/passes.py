@@ -67,14 +67,18 @@ def backward(
     dq: Array,
     dk: Array,
     dv: Array,
-) -> None:
-    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
+) -> Array:
+    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes.
+
+    What one kernel left to the next is returned, for whoever runs the kernels again.
+    """
     check, shape, dtype = checks.current(), plan.problem.lse_shape(), plan.problem.accumulator
     delta = machine.empty(shape, dtype) if check is None else check.empty("delta", shape, dtype)
     arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "dq": dq, "dk": dk, "dv": dv, "delta": delta}
     if dlse is not None:
         arrays["dlse"] = dlse
     _run(plan, machine, BACKWARD, arrays)
+    return delta
 
 
 def bound(plan: Plan, entries: tuple[str, ...], arrays: dict[str, Array]) -> Bound:

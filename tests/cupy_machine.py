@@ -255,6 +255,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     for name, fresh in (("_loaded", {}), ("_compiled", {}), ("_process", None)):
         monkeypatch.setattr(compiling, name, fresh)
     monkeypatch.setattr(gpu, "_GPU", gpu._Gpu())
+    monkeypatch.setattr(gpu, "_pinned", set())
     monkeypatch.setattr(api, "_ready", {})
     gpu._device_spec.cache_clear()
     api._remembered.cache_clear()

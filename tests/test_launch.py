@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
+import weakref
 
 import cupy_machine
 import ml_dtypes
@@ -146,6 +148,16 @@ def test_a_repeated_call_on_another_device_is_refused(cupy):
         reasons = reasons_of(cuflash.attention, *arrays)
     wanted = "must be on the current device, 1; got device 0: "
     assert [reason.partition(wanted)[0] for reason in reasons] == ["q ", "k ", "v "]
+
+
+def test_a_forked_child_is_told_so_by_a_repeated_call_too(cupy, monkeypatch):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    cuflash.attention(*arrays)
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: pytest.fail("CUDA was asked in a forked child"))
+    with pytest.raises(RuntimeError, match="this process was forked from one that had used CUDA"):
+        cuflash.attention(*arrays)
 
 
 # Bad arrays, before any work.
@@ -386,6 +398,59 @@ def test_a_compiled_plan_is_captured_and_replayed_on_changed_data(cupy, mask):
         (host_o, host_lse), vjp = cuflash.attention_vjp(change * Q, K, V, mask=mask, return_lse=True)
         assert close(o, host_o) and close(lse, host_lse)
         assert all(close(ours, theirs) for ours, theirs in zip(gradients, vjp(DO)))
+
+
+def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
+    """Memory given back after a capture would be another array's at the next replay."""
+    q, k, v, do = (cupy.asarray(array) for array in (Q, K, V, DO))
+    ready = cuflash.plan(q, k, v)
+    ready.compile()
+    stream = cupy.cuda.Stream()
+    made = []
+    empty, cupy.empty = cupy.empty, lambda shape, dtype: made.append(weakref.ref(x := empty(shape, dtype))) or x
+    with stream:
+        stream.begin_capture()
+        for _ in range(2):  # a first call, and a repeated one
+            o, lse = ready.forward(q, k, v)
+            ready.backward(do, q, k, v, o, lse)
+        del o, lse
+        graph = stream.end_capture()
+    gc.collect()
+    temporaries = [x() for x in made if x() is not None]
+    assert {x.shape for x in temporaries} == {Q.shape, Q.shape[:-1]} and len(graph.nodes) == 6
+    assert len([x for x in temporaries if x.shape == Q.shape[:-1]]) == 2 + 2  # lse and delta of each call
+    del ready, temporaries
+    api._remembered.cache_clear()
+    gc.collect()
+    assert [x for x in made if x() is not None] == []
+
+
+def test_attention_keeps_what_its_captures_need(cupy):
+    from cuflash import gpu
+
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    cuflash.plan(*arrays, scale=0.25).compile()
+    stream = cupy.cuda.Stream()
+    for _ in range(2):
+        with stream:
+            stream.begin_capture()
+            cuflash.attention(*arrays, scale=0.25)
+            stream.end_capture()
+    (plan,) = gpu._pinned
+    assert len(gpu._captured[plan]) == 4
+
+
+def test_gradients_of_broadcast_axes_are_not_captured(cupy):
+    q, k = (cupy.asarray(RNG.standard_normal((n, 2, 40, 16), dtype=np.float32)) for n in (3, 1))
+    ready = cuflash.plan(q, k, k)
+    ready.compile()
+    o, lse = ready.forward(q, k, k)
+    stream = cupy.cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="cannot be captured: gradients over broadcast axes"):
+            ready.backward(o, q, k, k, o, lse)
+        assert stream.end_capture().nodes == []
 
 
 def test_a_cold_plan_is_not_captured(cupy):
