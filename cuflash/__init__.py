@@ -9,7 +9,7 @@
 from . import masks as masks
 from . import patterns as patterns
 from . import reference as reference
-from .api import attention, attention_vjp, plan
+from .api import attention, attention_vjp, plan, precompile
 from .arrays import ShapeDtype
 from .block_index import BlockIndex
 from .bounds import Bounds, error_bound
@@ -40,5 +40,6 @@ __all__ = [
     "merge",
     "patterns",
     "plan",
+    "precompile",
     "reference",
 ]

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, overload
 
-from . import gpu
+from . import checks, compile, gpu
 from .arrays import Array, is_array, namespace
+from .compile import Compiled
 from .device import DeviceSpec
 from .errors import UnsupportedProblem, collecting
-from .launch import EXECUTORS, Executable, Gradients
-from .mask import Mask
+from .launch import EXECUTORS, Executable, Forward, Gradients, as_arrays, lie_of
+from .mask import Mask, held_arrays
+from .memory import device_number
 from .plans import Plan, make_plan
 from .problem import Problem
-from .tiles import family_reasons
+from .tiles import ENTRIES, family_reasons
 from .work_list import requested_mask
 
-_FAMILIES = ("simt", "naive")  # of kernels
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
 
 
@@ -105,12 +106,18 @@ def attention(
         Keys on either side of the diagonal that `causal` aligns, inclusive; None is unlimited.
     scale : float, optional
         1 / sqrt(head_dim) unless given.
-    kernel, executor, precision : str
-        "auto" lets the arrays decide: NumPy arrays go to executor "cpu", which has one kernel and sums in float32
-        (float64 for float64), precision "ieee". On a GPU kernel "naive" is the baseline that the others are compared
-        with: three kernels over whole matrices of scores, so memory is not linear; float16 and float32.
+        Arrays of any library with DLPack are taken where they lie and without a copy; results are NumPy's or CuPy's.
+    kernel : str
+        Of the gpu and sim executors "auto" or a family's name: "simt", which serves everything, or "naive", the baseline
+        that others are compared with: three kernels over whole matrices of scores, so memory is not linear; float16 and
+        float32.
+    executor : str
+        "auto" lets the arrays decide: "gpu" for arrays on a CUDA device, which must be CuPy's current one, on whose
+        current stream everything runs; "cpu" for all others. "sim" runs the GPU's kernels on a simulator, for tests.
+    precision : str
+        "ieee": products and sums in float32 (float64 for float64).
     deterministic : bool
-        Results of the cpu executor are bitwise repeatable either way.
+        Results are bitwise repeatable either way.
     out : array, or pair (o, lse), optional
         Written to instead of new arrays; must not overlap q, k or v.
     return_lse : bool
@@ -131,16 +138,28 @@ def attention(
         Anything else that cannot be, all reasons at once, before any work.
     MemoryError
         The results or the tiles do not fit; inputs stay as they were.
+    RuntimeError
+        The arrays are on a GPU and CuPy is missing, or the stream is captured before the kernels are compiled.
 
     Notes
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 1.
     """
+    key = None
+    if out is None and (mask is None or isinstance(mask, Mask)) and not checks.is_on():
+        key = _key(q, k, v, mask, causal, window, scale, kernel, executor, precision, deterministic)
+        repeated = _repeated(key)
+        if repeated is not None:
+            o, lse = repeated(q, k, v)
+            return (o, lse) if return_lse else o
+    q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     ready = plan(
         q, k, v, mask=mask, causal=causal, window=window, scale=scale, kernel=kernel, executor=executor,
         precision=precision, deterministic=deterministic,
     )  # fmt: skip
     o, lse = ready.forward(q, k, v, out=out)
+    gpu.pin(ready.plan)
+    _remember(key, ready, q, k, v)
     return (o, lse) if return_lse else o
 
 
@@ -193,14 +212,18 @@ def attention_vjp(
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 2: P is recomputed from lse, dS = P (dP - rowsum(dO O) + dlse).
     """
+    q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     ready = plan(
         q, k, v, mask=mask, causal=causal, window=window, scale=scale, kernel=kernel, executor=executor,
         precision=precision, deterministic=deterministic,
     )  # fmt: skip
     o, lse = ready.forward(q, k, v, out=out)
+    gpu.pin(ready.plan)
 
     def vjp(do: Array, dlse: Array | None = None) -> Gradients:
-        return ready.backward(do, q, k, v, o, lse, dlse)
+        gradients = ready.backward(do, q, k, v, o, lse, dlse)
+        gpu.pin(ready.plan)
+        return gradients
 
     return ((o, lse) if return_lse else o), vjp
 
@@ -225,11 +248,15 @@ def plan(
     >>> import numpy as np, cuflash
     >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
     >>> ready = cuflash.plan(shape, shape, shape, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
-    >>> print(ready.explain())
+    >>> print(ready.explain())  # doctest: +ELLIPSIS
     executor   gpu
+    kernels    simt, by kernel='auto': it serves every dtype, mask and chip
     problem    batch (), 8 heads, 4096 queries, 4096 keys, dims 64 and 64, float32, scale 0.125
     device     H100: sm_90, 132 multiprocessors, 227 KiB for a tile
-    tile       128 queries x 128 keys
+    tile       128 queries x 64 keys
+    kernel     simt_forward: 128 queries x 64 keys, grid 256, 87040 bytes of shared memory, ...
+    kernel     simt_backward_rows: ...
+    kernel     simt_backward_columns: ...
     work       implicit: keys with None <= j - i <= 0, no list
     FLOPs      17716740096 forward
     workspace  131072 bytes, 0 of them the work list
@@ -240,7 +267,7 @@ def plan(
     mask, causal, window, scale, kernel, executor, precision, deterministic
         As in `attention`.
     device : DeviceSpec, optional
-        Plan for this device instead of the one here. A plan for a GPU explains itself and is not run by this version.
+        Plan for this device instead of the one here. A plan for a GPU runs on any of its compute capability.
 
     Returns
     -------
@@ -253,20 +280,123 @@ def plan(
     TypeError, UnsupportedProblem
         As `attention`.
     """
+    q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     where = _executor((q, k, v), executor, device)
-    reasons = _option_reasons((q, k, v), kernel, where, precision)
-    family = None if where == "cpu" else "simt" if kernel == "auto" else kernel
+    reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
+    family = None if where == "cpu" else _AUTO if kernel == "auto" else kernel
     problem = None
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale)
+    if device is not None and (where == "cpu") != (device.compute_capability is None):
+        kind = "the host" if where == "cpu" else "a GPU"
+        reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}")
     resolved = None
     if problem is not None:
         with collecting(reasons):
             resolved = requested_mask(mask, causal, window, problem.mask_shape, namespace(q) if is_array(q) else None)
         reasons += family_reasons(family, problem)
+    if resolved is not None and where == "gpu" and device is None and not reasons:
+        reasons += _mask_device_reasons(resolved)
     if reasons or problem is None or resolved is None:
         raise UnsupportedProblem(reasons)
-    return Executable(_plan(problem, resolved, device or _device(where), family), where)
+    made = _plan(problem, resolved, device or _device(where), family)
+    for spec in made.specs.values():
+        assert made.device.compute_capability is not None
+        compile.architecture(spec, made.device.compute_capability)
+    if family is None:
+        return Executable(made, where)
+    return Executable(made, where, f"{family}, {_RULE if kernel == 'auto' else 'asked for by name'}")
+
+
+def precompile(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    precision: str = "ieee",
+    deterministic: bool = False,
+    device: DeviceSpec | None = None,
+) -> tuple[Compiled, ...]:
+    """Compile the kernels of a call before its data is there: on this machine's GPU, or for any GPU without one.
+
+    >>> import numpy as np, cuflash
+    >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
+    >>> made = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
+    >>> [(each.spec.entry, each.architecture, each.resources.spill_bytes) for each in made]
+    [('forward', 'sm_80', 0), ('backward_rows', 'sm_80', 0), ('backward_columns', 'sm_80', 0)]
+
+    Parameters
+    ----------
+    q, k, v : arrays, or ShapeDtype where only the shapes are known
+    mask, causal, window, scale, kernel, precision, deterministic
+        As in `attention`.
+    device : DeviceSpec, optional
+        Compile for this GPU; the machine code is returned and not kept. Without it, kernels are loaded on the current
+        device, where a later call finds them, and CuPy's cache keeps them for other processes.
+
+    Returns
+    -------
+    tuple of records
+        Of each kernel: `spec`, `architecture`, `seconds`, `is_from_cache`, `resources` (registers, stack, shared memory
+        and spills), the compiler's `log`, and `code`, empty where the driver holds it.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention`.
+    CompileError, RuntimeError
+        A kernel does not compile; a package or, without `device`, the GPU is missing.
+    """
+    ready = plan(
+        q, k, v, mask=mask, causal=causal, window=window, scale=scale, kernel=kernel, executor="gpu",
+        precision=precision, deterministic=deterministic, device=device,
+    )  # fmt: skip
+    specs, capability = ready.plan.specs.values(), ready.plan.device.compute_capability
+    if capability is None:
+        raise UnsupportedProblem([f"device must be a GPU; got {ready.plan.device.name}: DeviceSpec.gpu has some"])
+    if device is None:
+        return compile.precompile(specs, capability)
+    return compile.precompile(specs, compile.architecture(next(iter(specs)), capability))
+
+
+_AUTO, _RULE = "simt", "by kernel='auto': it serves every dtype, mask and chip"
+_MOST_REPEATED = 512
+_ready: dict[Hashable, Forward] = {}
+
+
+def _key(q: Any, k: Any, v: Any, mask: Any, causal: Any, window: Any, *options: Any) -> Hashable:
+    """What decides a call but its data; None where equal values may mean different things, 1 and True say."""
+    if type(causal) is not bool and type(causal) is not str:
+        return None
+    if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
+        return None
+    lie = lie_of(q, k, v)
+    return None if lie is None else (lie, mask, causal, window, options)
+
+
+def _repeated(key: Hashable) -> Forward | None:
+    """What an equal call was found to need; None for a first one, and for one with arrays in its mask."""
+    try:
+        return None if key is None else _ready.get(key)
+    except TypeError:  # not hashable
+        return None
+
+
+def _remember(key: Hashable, ready: Executable, q: Array, k: Array, v: Array) -> None:
+    if key is None or not ready.is_repeatable:
+        return
+    try:
+        hash(key)
+    except TypeError:
+        return
+    if len(_ready) >= _MOST_REPEATED:
+        _ready.clear()
+    _ready[key] = ready.repeated(q, k, v, pins=True)
 
 
 _host = lru_cache(maxsize=1)(DeviceSpec.host)
@@ -297,7 +427,9 @@ def _plan(problem: Problem, mask: Mask, device: DeviceSpec, family: str | None) 
     return _remembered(problem, mask, device, family)
 
 
-def _option_reasons(arrays: tuple[Any, ...], kernel: str, executor: str, precision: str) -> list[str]:
+def _option_reasons(
+    arrays: tuple[Any, ...], kernel: str, executor: str, precision: str, *, is_elsewhere: bool
+) -> list[str]:
     if executor not in EXECUTORS:
         return [f"executor must be 'auto', {', '.join(map(repr, EXECUTORS))}; got {executor!r}"]
     reasons = []
@@ -306,13 +438,20 @@ def _option_reasons(arrays: tuple[Any, ...], kernel: str, executor: str, precisi
         reasons.append(
             f"q, k and v must be of one kind; got arrays of {', '.join(sorted(spaces))}: copy them explicitly"
         )
-    elif spaces - {"cupy" if executor == "gpu" else "numpy"}:
+    elif not is_elsewhere and spaces - {"cupy" if executor == "gpu" else "numpy"}:
         wanted = "CuPy" if executor == "gpu" else "NumPy"
-        reasons.append(f"executor {executor!r} takes {wanted} arrays; got arrays of {spaces.pop()}: copy them explicitly")
-    families = () if executor == "cpu" else _FAMILIES
+        reasons.append(f"executor={executor!r} takes {wanted} arrays; got {spaces.pop()}'s: copy them explicitly")
+    families = () if executor == "cpu" else tuple(ENTRIES)
     if kernel not in ("auto", *families):
-        known = "'auto': the cpu executor has one kernel" if executor == "cpu" else f"'auto', {str(families)[1:-2]}"
-        reasons.append(f"kernel must be {known}; got {kernel!r}")
+        known, why = ", ".join(map(repr, ("auto", *families))), "" if families else ": the cpu executor has one kernel"
+        reasons.append(f"kernel must be {known}{why}; got {kernel!r}")
     if precision != "ieee":
         reasons.append(f"precision must be 'ieee'; got {precision!r}")
     return reasons
+
+
+def _mask_device_reasons(mask: Mask) -> list[str]:
+    """Why kernels on the current device cannot read what a mask holds."""
+    _, current = compile.current_device()
+    numbers = {device_number(array) for array in held_arrays(mask)} - {None, current}
+    return [f"mask's arrays must be on the current device, {current}; got device {number}" for number in numbers]

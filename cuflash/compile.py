@@ -189,8 +189,22 @@ def kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, shared_byte
         A package or the GPU is missing, a version is too old, or the process was forked from one that used CUDA.
     """
     name = architecture(spec, compute_capability)
-    cupy, device = _device()
+    cupy, device = current_device()
     return _kernel(cupy, device, spec, name, shared_bytes)
+
+
+def is_loaded(spec: KernelSpec, compute_capability: tuple[int, int], shared_bytes: int = 0) -> bool:
+    """Whether `kernel` would answer at once."""
+    _, device = current_device()
+    loaded = _loaded.get((spec, architecture(spec, compute_capability), device))
+    return loaded is not None and loaded.function is not None and shared_bytes <= loaded.shared_bytes
+
+
+def compiled(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled | None:
+    """What this process knows of a kernel that it compiled for such a chip; None where it compiled none."""
+    name = architecture(spec, compute_capability)
+    found = [made for (each, chip, _), made in list(_compiled.items()) if (each, chip) == (spec, name)]
+    return found[0] if found else None
 
 
 def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tuple[Compiled, ...]:
@@ -212,7 +226,7 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
         if isinstance(target, str):
             return tuple(pool.map(lambda spec: cubin(spec, target), specs))
         keys = [(spec, architecture(spec, target)) for spec in specs]
-        cupy, device = _device()
+        cupy, device = current_device()
         list(pool.map(lambda key: _kernel(cupy, device, key[0], key[1], 0), keys))
         return tuple(_compiled[spec, name, device] for spec, name in keys)
 
@@ -307,8 +321,14 @@ def _resources(log: str) -> Resources:
     )
 
 
-def _device() -> tuple[Any, int]:
-    """CuPy and its current device, in the one process that may use them."""
+def current_device() -> tuple[Any, int]:
+    """CuPy and the number of its current device, in the one process that may use them.
+
+    Raises
+    ------
+    RuntimeError
+        CuPy or the GPU is missing, or the process was forked from one that used CUDA.
+    """
     global _process
     if _process not in (None, os.getpid()):
         raise RuntimeError(
@@ -323,6 +343,11 @@ def _device() -> tuple[Any, int]:
         raise RuntimeError(f"CuPy finds no usable GPU ({error}): {advice}") from error
     _process = os.getpid()
     return cupy, device
+
+
+def is_started() -> bool:
+    """Whether `current_device` has answered in this very process, and not in one that it was forked from."""
+    return _process == os.getpid()
 
 
 def _cupy() -> Any:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
-from . import compile, passes
+from . import checks, compile, passes
 from .arrays import Array
 from .device import DeviceSpec
+from .errors import UnsupportedProblem
+from .memory import layout_reasons
 from .plans import Plan
 from .source import KernelSpec
-from .tiles import THREADS
+from .tiles import THREADS, shared_bytes
 from .work_list import WorkList
+
+_COLD = "call plan.compile() before the capture, then run the same plan inside it"
 
 
 def current_device() -> DeviceSpec:
-    """The device that CuPy has current."""
-    import cupy
+    """The device that CuPy has current.
 
-    return _device_spec(cupy.cuda.runtime.getDevice())
+    Raises
+    ------
+    RuntimeError
+        CuPy or the GPU is missing.
+    """
+    return _device_spec(compile.current_device()[1])
 
 
 @lru_cache(maxsize=64)
@@ -36,11 +46,59 @@ def _device_spec(number: int) -> DeviceSpec:
     )
 
 
+class _Resident:
+    """The arrays of a work list on one device, and the streams that must not be overtaken when they go.
+
+    CuPy's pool hands freed memory to the next array of the stream that it was made on. So another stream that still
+    reads it is waited for first, by that stream and not by the host.
+    """
+
+    def __init__(self, cupy: Any, arrays: dict[str, Array]) -> None:
+        self.arrays, self._cupy = arrays, cupy
+        self._home = cupy.cuda.get_current_stream()
+        self._made = self._home.record(cupy.cuda.Event(disable_timing=True))
+        self._is_made = False  # seen by the host, so that no stream has to wait
+        self._guests: dict[int, Any] = {}
+
+    def on(self, stream: Any) -> dict[str, Array]:
+        """The arrays, for kernels on a stream."""
+        if not self._is_made:
+            self._is_made = self._made.done
+            if not self._is_made and stream.is_capturing():
+                raise RuntimeError(f"the copy of a work list is still under way when a capture reads it: {_COLD}")
+            if not self._is_made and stream.ptr != self._home.ptr:
+                stream.wait_event(self._made)
+        if stream.ptr != self._home.ptr:
+            self._guests[stream.ptr] = stream
+        return self.arrays
+
+    def settle(self) -> None:
+        """Wait, once, until the arrays are there for every stream and for captures."""
+        self._made.synchronize()
+        self._is_made = True
+
+    @property
+    def has_guests(self) -> bool:
+        return bool(self._guests)
+
+    def leave(self) -> bool:
+        """Let the arrays go, unless a stream that may read them is being captured and cannot be waited for."""
+        try:
+            if any(stream.is_capturing() for stream in (self._home, *self._guests.values())):
+                return False
+        except self._cupy.cuda.runtime.CUDARuntimeError:  # the default stream, while another is captured
+            return False
+        for stream in self._guests.values():
+            self._home.wait_event(stream.record(self._cupy.cuda.Event(disable_timing=True)))
+        return True
+
+
 class _Gpu:
     """CuPy, as what runs kernels."""
 
     def __init__(self) -> None:
-        self._resident: WeakKeyDictionary[WorkList, dict[int, tuple[dict[str, Array], Any]]] = WeakKeyDictionary()
+        self._resident: WeakKeyDictionary[WorkList, dict[int, _Resident]] = WeakKeyDictionary()
+        self._leaving: deque[_Resident] = deque()
         self._lock = threading.Lock()
 
     def address(self, array: Array) -> int:
@@ -52,43 +110,114 @@ class _Gpu:
         return cupy.empty(shape, dtype)
 
     def lists(self, work: WorkList) -> dict[str, Array]:
-        """The arrays of a work list on the current device: copied there once, which other streams wait for."""
+        """The arrays of a work list on the current device, made there once."""
         import cupy
 
-        lists = work.lists
-        if all(isinstance(array, cupy.ndarray) for array in lists.values()):
-            return lists
-        number, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream()
+        resident = self.resident(work)
+        return {} if resident is None else resident.on(cupy.cuda.get_current_stream())
+
+    def resident(self, work: WorkList) -> _Resident | None:
+        """What holds the arrays of a work list on the current device; None where it has none."""
+        import cupy
+
+        number = cupy.cuda.runtime.getDevice()
+        found = self._resident.get(work, {}).get(number)
+        if found is not None or not work.nbytes:
+            return found
+        if cupy.cuda.get_current_stream().is_capturing():
+            raise RuntimeError(f"a work list cannot be made inside a stream capture: {_COLD}")
         with self._lock:
-            copies = self._resident.setdefault(work, {})
-            if number not in copies:
-                if stream.is_capturing():
-                    raise RuntimeError(
-                        "a block list cannot be copied to the device while its stream is captured: "
-                        "call the plan once before capturing"
-                    )
-                arrays = {name: cupy.asarray(array) for name, array in lists.items()}
-                copies[number] = arrays, stream.record()
-            arrays, copied = copies[number]
-        if not copied.done and not stream.is_capturing():
-            stream.wait_event(copied)
-        return arrays
+            residents = self._resident.setdefault(work, {})
+            if number not in residents:
+                for _ in range(len(self._leaving)):
+                    self._release(self._leaving.popleft())
+                arrays = {name: cupy.asarray(array) for name, array in work.lists.items()}
+                residents[number] = _Resident(cupy, arrays)
+                finalize(work, self._retire, residents[number]).atexit = False
+            return residents[number]
+
+    def _retire(self, resident: _Resident) -> None:
+        """A work list is gone, at any moment and on any thread: what others may still read goes with the next copy."""
+        if resident.has_guests:
+            self._leaving.append(resident)
+
+    def _release(self, resident: _Resident) -> None:
+        if not resident.leave():
+            self._leaving.append(resident)
 
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, params: Any) -> None:
         import cupy
 
-        capability = _device_spec(cupy.cuda.runtime.getDevice()).compute_capability
-        assert capability is not None
-        kernel = compile.kernel(spec, capability, shared_bytes=shared_bytes)
-        kernel((grid,), (THREADS,), (params,), shared_mem=shared_bytes)
+        _function(spec, shared_bytes)((grid,), (THREADS,), (params,), shared_mem=shared_bytes)
+        if checks.current() is not None:
+            try:
+                cupy.cuda.get_current_stream().synchronize()
+            except cupy.cuda.runtime.CUDARuntimeError as error:
+                raise RuntimeError(f"{spec.name} on {grid} blocks failed: {error}") from error
 
 
 _GPU = _Gpu()
 
 
+def _function(spec: KernelSpec, nbytes: int) -> Any:
+    capability = current_device().compute_capability
+    assert capability is not None
+    return compile.kernel(spec, capability, shared_bytes=nbytes)
+
+
+def namespace() -> Any:
+    """CuPy.
+
+    Raises
+    ------
+    RuntimeError
+        It or the GPU is missing.
+    """
+    return compile.current_device()[0]
+
+
+def make_ready(plan: Plan) -> None:
+    """Compile and load the kernels of all passes for the current device, and put the work list there; waits for it."""
+    capability = current_device().compute_capability
+    assert capability is not None
+    compile.precompile(plan.specs.values(), capability)
+    for spec in plan.specs.values():
+        compile.kernel(spec, capability, shared_bytes=shared_bytes(spec))
+    resident = _GPU.resident(plan.work)
+    if resident is not None:
+        resident.settle()
+
+
+def require_capturable(plan: Plan) -> None:
+    """Where the current stream is captured, everything that a capture cannot make is there.
+
+    Raises
+    ------
+    RuntimeError
+        Something is not, or CUFLASH_CHECK asks for waits.
+    """
+    cupy, _ = compile.current_device()
+    if checks.is_on():
+        refuse_capture("CUFLASH_CHECK waits for each kernel, which a stream capture cannot")
+    if not cupy.cuda.get_current_stream().is_capturing():
+        return
+    capability = current_device().compute_capability
+    assert capability is not None
+    cold = [spec for spec in plan.specs.values() if not compile.is_loaded(spec, capability, shared_bytes(spec))]
+    if cold:
+        raise RuntimeError(f"{cold[0].name} is not compiled yet, which a stream capture cannot wait for: {_COLD}")
+    _GPU.resident(plan.work)
+
+
+def refuse_capture(reason: str) -> None:
+    """RuntimeError where the current stream is captured."""
+    if namespace().cuda.get_current_stream().is_capturing():
+        raise RuntimeError(f"this call cannot be captured: {reason}")
+
+
 def forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    passes.forward(plan, _GPU, q, k, v, o, lse)
+    keep(plan, *passes.forward(plan, _GPU, q, k, v, o, lse))
 
 
 def backward(
@@ -105,4 +234,62 @@ def backward(
     dv: Array,
 ) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
-    passes.backward(plan, _GPU, do, q, k, v, o, lse, dlse, dq, dk, dv)
+    keep(plan, *passes.backward(plan, _GPU, do, q, k, v, o, lse, dlse, dq, dk, dv))
+
+
+_captured: WeakKeyDictionary[Plan, list[Array]] = WeakKeyDictionary()
+_pinned: set[Plan] = set()
+
+
+def keep(plan: Plan, *arrays: Array) -> None:
+    """Hold what was allocated inside a stream capture as long as the plan: its graph writes there at each replay."""
+    import cupy
+
+    if cupy.cuda.get_current_stream().is_capturing():
+        _captured.setdefault(plan, []).extend(arrays)
+
+
+def pin(plan: Plan) -> None:
+    """Hold a plan that nobody else may hold for ever, if a graph needs what it keeps."""
+    if plan in _captured:
+        _pinned.add(plan)
+
+
+def repeated_forward(
+    plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array, pins: bool
+) -> Callable[..., None]:
+    """`forward` without its questions: for the current device, and for arrays that lie as these do, wherever they are.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The function returned does, of arrays that do not start at a multiple of their item size.
+    """
+    import cupy
+
+    assert plan.family is not None
+    records, launches = passes.bound(plan, passes.FORWARD[plan.family].entries, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
+    resident = _GPU.resident(plan.work)
+    lists = {} if resident is None else resident.arrays
+    fill = records.placed({name: _GPU.address(array) for name, array in lists.items()}).filled
+    ready = [(_function(spec, nbytes), (grid,), nbytes) for spec, grid, nbytes in launches]
+    odd, threads, current_stream = plan.problem.dtype.itemsize - 1, (THREADS,), cupy.cuda.get_current_stream
+
+    def run(q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
+        at_q, at_k, at_v = q.data.ptr, k.data.ptr, v.data.ptr
+        if (at_q | at_k | at_v) & odd:
+            given = {"q": q, "k": k, "v": v}.items()
+            raise UnsupportedProblem(reason for name, array in given for reason in layout_reasons(name, array))
+        stream = current_stream()
+        if resident is not None:
+            resident.on(stream)
+        records = fill(at_q, at_k, at_v, o.data.ptr, lse.data.ptr)
+        for function, grid, nbytes in ready:
+            for record in records:
+                function(grid, threads, (record,), nbytes)
+        if stream.is_capturing():
+            _captured.setdefault(plan, []).extend((o, lse))
+            if pins:
+                _pinned.add(plan)
+
+    return run

@@ -75,12 +75,39 @@ class Records:
 
     def at(self, addresses: Mapping[str, int]) -> list[Any]:
         """The records for arrays, and arrays of the work, that lie at these addresses."""
-        places = [_PLACES[name] for name in addresses]
-        records = []
+        return self.placed({name: addresses[name] for name in addresses if name not in self._names}).filled(
+            *(addresses[view.name] for view in self.views)
+        )
+
+    def placed(self, lists: Mapping[str, int]) -> Filler:
+        """What makes records of arrays' addresses alone: arrays of the work lie at these."""
+        templates = []
         for template in self.templates:
-            record = template.copy()
-            record.reshape(1).view(np.uint64)[places] += np.fromiter(addresses.values(), np.uint64, len(places))
-            records.append(record)
+            words = template.reshape(1).view(np.uint64).copy()
+            words[[_PLACES[name] for name in lists]] = list(lists.values())
+            places = [_PLACES[view.name] for view in self.views]
+            templates.append((words, tuple(zip(places, words[places].tolist()))))
+        return Filler(templates)
+
+    @property
+    def _names(self) -> set[str]:
+        return {view.name for view in self.views}
+
+
+class Filler:
+    """Records complete but for the addresses of arrays, which each call has its own of."""
+
+    def __init__(self, templates: list[tuple[Any, tuple[tuple[int, int], ...]]]) -> None:
+        self._templates = templates
+
+    def filled(self, *addresses: int) -> list[Any]:
+        """The records for arrays that lie at these addresses, in the order of the views."""
+        records = []
+        for template, places in self._templates:
+            words = template.copy()
+            for (place, start), address in zip(places, addresses):
+                words[place] = start + address
+            records.append(words.view(PARAMS).reshape(()))
         return records
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
+from . import checks
 from .arrays import Array
 from .params import Records, View
 from .plans import Plan
@@ -13,18 +15,34 @@ from .tiles import shared_bytes
 from .work_list import WorkList
 
 
-_Table = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
-# Of each family: entries in order, and beside inputs and results the arrays that they leave to each other.
-_FORWARD: _Table = {
-    "simt": (("forward",), ()),
-    "naive": (("scores", "softmax", "output"), ("scores",)),
+class Pass(NamedTuple):
+    """The kernels of a pass in order, and beside inputs and results the arrays that they leave to each other."""
+
+    entries: tuple[str, ...]
+    workspaces: tuple[str, ...]
+
+
+FORWARD = {
+    "simt": Pass(("forward",), ()),
+    "naive": Pass(("scores", "softmax", "output"), ("scores",)),
 }
-_BACKWARD: _Table = {
-    "simt": (("backward_rows", "backward_columns"), ("delta",)),
-    "naive": (
+BACKWARD = {
+    "simt": Pass(("backward_rows", "backward_columns"), ("delta",)),
+    "naive": Pass(
         ("scores", "gradient_scores", "gradient_queries", "gradient_keys"),
         ("scores", "score_gradients"),
     ),
+}
+_WRITES = {
+    "simt_forward": ("o", "lse"),
+    "simt_backward_rows": ("dq", "delta"),
+    "simt_backward_columns": ("dk", "dv"),
+    "naive_scores": ("scores",),
+    "naive_softmax": ("scores", "lse"),
+    "naive_output": ("o",),
+    "naive_gradient_scores": ("scores", "score_gradients"),
+    "naive_gradient_queries": ("dq",),
+    "naive_gradient_keys": ("dk", "dv"),
 }
 
 
@@ -44,9 +62,27 @@ class Machine(Protocol):
         """Run a kernel on `grid` blocks; it may still be running when this returns."""
 
 
-def forward(plan: Plan, machine: Machine, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
-    """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    _run(plan, machine, _FORWARD, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
+class Launch(NamedTuple):
+    """One kernel of a pass, over every record of it."""
+
+    spec: KernelSpec
+    grid: int
+    shared_bytes: int
+
+
+class Bound(NamedTuple):
+    """Passes over a plan and arrays that lie in one way: everything about their launches but addresses."""
+
+    records: Records
+    launches: tuple[Launch, ...]
+
+
+def forward(plan: Plan, machine: Machine, q: Array, k: Array, v: Array, o: Array, lse: Array) -> list[Array]:
+    """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q].
+
+    What one kernel left to the next is returned, for whoever runs the kernels again.
+    """
+    return _run(plan, machine, FORWARD, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
 
 
 def backward(
@@ -62,33 +98,54 @@ def backward(
     dq: Array,
     dk: Array,
     dv: Array,
-) -> None:
-    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
+) -> list[Array]:
+    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes.
+
+    What one kernel left to the next is returned, for whoever runs the kernels again.
+    """
     arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "dq": dq, "dk": dk, "dv": dv}
     if dlse is not None:
         arrays["dlse"] = dlse
-    _run(plan, machine, _BACKWARD, arrays)
+    return _run(plan, machine, BACKWARD, arrays)
 
 
-def _run(plan: Plan, machine: Machine, table: _Table, arrays: dict[str, Array]) -> None:
+def bound(plan: Plan, entries: tuple[str, ...], arrays: dict[str, Array]) -> Bound:
+    """The launches of passes over arrays that lie as these do."""
+    views = tuple(View(name, array.dtype, array.shape, array.strides) for name, array in arrays.items())
+    known = _bound.setdefault(plan, {})
+    found = known.get((entries, views))
+    if found is None:
+        records = Records.of(plan, views)
+        specs = [plan.specs[entry] for entry in entries]
+        launches = (Launch(spec, plan.grid(spec) // len(records.templates), shared_bytes(spec)) for spec in specs)
+        found = Bound(records, tuple(launch for launch in launches if launch.grid))
+        if len(known) >= _MOST_BOUND:
+            known.clear()
+        known[entries, views] = found
+    return found
+
+
+_MOST_BOUND = 64  # ways for arrays to lie, of one plan
+_bound: WeakKeyDictionary[Plan, dict[tuple[tuple[str, ...], tuple[View, ...]], Bound]] = WeakKeyDictionary()
+
+
+def _run(plan: Plan, machine: Machine, table: dict[str, Pass], arrays: dict[str, Array]) -> list[Array]:
     assert plan.family is not None
     entries, workspaces = table[plan.family]
-    columns = {"delta": (), "scores": (plan.problem.seqlen_kv,), "score_gradients": (plan.problem.seqlen_kv,)}
+    check, problem = checks.current(), plan.problem
     for name in workspaces:
-        arrays[name] = machine.empty((*plan.problem.lse_shape(), *columns[name]), plan.problem.accumulator)
-    views = tuple(View(name, array.dtype, array.shape, array.strides) for name, array in arrays.items())
-    records = _records(plan, views)
-    addresses = {name: machine.address(array) for name, array in (arrays | machine.lists(plan.work)).items()}
-    params = records.at(addresses)
-    for entry in entries:
-        spec = plan.specs[entry]
-        grid = plan.grid(spec) // len(params)
-        if grid == 0:
-            continue
+        shape = problem.lse_shape() if name == "delta" else (*problem.lse_shape(), problem.seqlen_kv)
+        empty = machine.empty if check is None else partial(check.empty, name)
+        arrays[name] = empty(shape, problem.accumulator)
+    records, launches = bound(plan, entries, arrays)
+    lists = machine.lists(plan.work)
+    if check is not None:
+        checks.check_lists(plan.work, lists)
+    filler = records.placed({name: machine.address(array) for name, array in lists.items()})
+    params = filler.filled(*(machine.address(array) for array in arrays.values()))
+    for spec, grid, nbytes in launches:
         for record in params:
-            machine.launch(spec, grid, shared_bytes(spec), record)
-
-
-@lru_cache(maxsize=256)
-def _records(plan: Plan, views: tuple[View, ...]) -> Records:
-    return Records.of(plan, views)
+            machine.launch(spec, grid, nbytes, record)
+        if check is not None:
+            check.after(spec.name, {name: arrays[name] for name in _WRITES[spec.name]})
+    return [arrays[name] for name in workspaces]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
 
 from .device import DeviceSpec
 from .mask import Mask
 from .problem import Problem
 from .source import KernelSpec
-from .tiles import Tile, host_tile, kernel_specs
+from .tiles import Tile, host_tile, kernel_specs, shared_bytes
 from .work_list import IntervalWork, ListedWork, WorkList, work_list
 
 
@@ -39,6 +42,11 @@ class Plan:
     def num_matrices(self) -> int:
         """Batch entries times query heads."""
         return self.problem.mask_shape.num_batch * self.problem.num_heads
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute: no queries, no keys, or nothing in the batch."""
+        return 0 in (self.num_matrices, self.problem.seqlen_q, self.problem.seqlen_kv)
 
     @property
     def num_workers(self) -> int:
@@ -112,17 +120,19 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory beside inputs and outputs: tiles of scores and of their gradients a worker, and the work list.
+        """Memory beside inputs and outputs of the pass that needs more of it, the backward pass.
 
-        On the host: two tiles of scores, three tiles of gathered and widened rows and one accumulator for each
-        worker; the backward pass also keeps one number a query, which is all on a GPU: tiles lie in shared memory.
-        The naive kernels keep whole matrices instead.
+        On a GPU: one number a query, gradients in the accumulator's dtype over axes that were broadcast, with their
+        sums where these are rounded, and the lists that kernels read; tiles lie in shared memory. On the host: two
+        tiles of scores, three tiles of gathered and widened rows and one accumulator for each worker; one number a
+        query; and the work list. The naive kernels keep whole matrices of scores instead.
         """
         problem, itemsize = self.problem, self.problem.accumulator.itemsize
         if self.family == "naive":
             return self.whole_matrices_bytes + self.work.nbytes
         if self.device.compute_capability is not None:
-            return self.num_matrices * problem.seqlen_q * itemsize + self.work.nbytes
+            delta = self.num_matrices * problem.seqlen_q * itemsize
+            return delta + self._summed_bytes + _list_bytes(self.work)
         rows = max(self.tile.block_q, self.work.block_q, self.work.block_kv)
         columns = self.step_width(min(self.work.block_q, self.work.block_kv))
         scores = 2 * self.scratch_scores
@@ -130,8 +140,17 @@ class Plan:
         delta = self.num_matrices * problem.seqlen_q
         return (self.num_workers * (scores + gathered) + delta) * itemsize + self.work.nbytes
 
-    def explain(self) -> str:
-        """What was decided and why, a line each."""
+    @property
+    def _summed_bytes(self) -> int:
+        """Gradients before they are summed over broadcast axes, and the largest of the sums before it is rounded."""
+        problem, shapes = self.problem, self.problem.argument_shapes()
+        summed = {name: full for name, full in problem.gradient_shapes().items() if full != shapes[name]}
+        before = sum(map(prod, summed.values()))
+        rounded = max((prod(shapes[name]) for name in summed), default=0) if problem.dtype != problem.accumulator else 0
+        return (before + rounded) * problem.accumulator.itemsize
+
+    def explain(self, notes: Mapping[str, str] = MappingProxyType({})) -> str:
+        """What was decided and why, a line each; `notes` say more of the kernels of some entries."""
         problem, work = self.problem, self.work
         heads = f"{problem.num_heads} heads"
         if problem.num_heads != problem.num_kv_heads:
@@ -140,19 +159,26 @@ class Plan:
         if self.device.compute_capability is not None:
             major, minor = self.device.compute_capability
             where = f"sm_{major}{minor}, {self.device.num_processors} multiprocessors"
+        listed = work.nbytes if self.device.compute_capability is None else _list_bytes(work)
         lines = [
             f"problem    batch {problem.batch}, {heads}, {problem.seqlen_q} queries, {problem.seqlen_kv} keys, "
             f"dims {problem.head_dim} and {problem.value_dim}, {problem.dtype}, scale {problem.softmax_scale:.6g}",
             f"device     {self.device.name}: {where}, {self.device.tile_memory_bytes >> 10} KiB for a tile",
             f"tile       {self.tile.block_q} queries x {self.tile.block_kv} keys",
+            *(self._describe_kernel(spec, notes.get(entry, "not compiled yet")) for entry, spec in self.specs.items()),
             f"work       {_describe_work(work)}",
             f"FLOPs      {self.forward_flops} forward",
-            f"workspace  {self.workspace_bytes} bytes, {work.nbytes} of them the work list",
+            f"workspace  {self.workspace_bytes} bytes, {listed} of them the work list",
         ]
         if self.family == "naive":
             lines[-1] += f", {self.whole_matrices_bytes} the whole scores and, backward, their gradients"
             lines.insert(2, "kernel     naive: every score is made and kept, whatever the mask")
         return "\n".join(lines)
+
+    def _describe_kernel(self, spec: KernelSpec, note: str) -> str:
+        tile = f"{spec.block_q} queries x {spec.block_kv} keys"
+        memory = f"{shared_bytes(spec)} bytes of shared memory"
+        return f"kernel     {spec.name}: {tile}, grid {self.grid(spec)}, {memory}, {note}"
 
     @property
     def forward_flops(self) -> int:
@@ -187,6 +213,16 @@ def make_plan(problem: Problem, mask: Mask, device: DeviceSpec, family: str | No
     if family is not None and isinstance(work, ListedWork):
         specs = kernel_specs(family, problem, device, (work.block_q, work.block_kv))
     return Plan(problem=problem, mask=mask, device=device, tile=tile, work=work, specs=specs)
+
+
+def _list_bytes(work: WorkList) -> int:
+    """Memory of the arrays that kernels read: `ListedWork.lists` says of what they are."""
+    if isinstance(work, IntervalWork):
+        return work.nbytes
+    index = work.index
+    columns, entries = index.batch * index.num_heads * index.num_kv_blocks + 1, len(index.indices)
+    sides = sum(int(side.nbytes) for side in (index.lo, index.hi) if side is not None)
+    return 4 * (len(index.indptr) + columns + 4 * entries) + entries + int(index.bits.nbytes) + sides
 
 
 def _describe_work(work: WorkList) -> str:

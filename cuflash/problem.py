@@ -120,6 +120,12 @@ class Problem:
             "v": (*self.v_batch, *heads_kv, self.seqlen_kv, self.value_dim),
         }
 
+    def gradient_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The same over all of the batch, which gradients have until they are summed over broadcast axes."""
+        if not self.has_heads:
+            return self.argument_shapes()
+        return {name: (*self.batch, *shape[-3:]) for name, shape in self.argument_shapes().items()}
+
 
 def _ints(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(extent) for extent in shape)

@@ -1,5 +1,7 @@
 """What bad input gets: one error before any work, naming the argument, the rule, what came, and the fix."""
 
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from device_double import to_device
 
 import cuflash
 from cuflash import BlockIndex, masks
+from cuflash import compile as compiling
 
 Q = np.ones((2, 4, 10, 8), np.float32)
 SHAPE = masks.MaskShape((2,), 4, 10, 10)
@@ -57,8 +60,9 @@ def test_a_wrong_array_is_named_with_its_rule_and_what_came(arrays, words):
         ({"mask": masks.BlockPattern(np.ones((2, 2), bool), 4)}, ["blocks must have shape (..., 3, 3)", "(2, 2)"]),
         ({"mask": masks.Documents(np.zeros(7, int))}, ["q_ids must have shape (..., seqlen_q=10)", "(7,)"]),
         ({"mask": masks.Lengths(kv=np.ones(3, int))}, ["kv's leading axes must broadcast to (2,)", "(3,)"]),
-        ({"executor": "gpu"}, ["executor must be 'auto' or 'cpu'", "'gpu'"]),
-        ({"executor": "tpu"}, ["executor must be 'auto' or 'cpu'", "'tpu'"]),
+        ({"executor": "gpu"}, ["executor='gpu' takes CuPy arrays", "numpy"]),
+        ({"executor": "tpu"}, ["executor must be 'auto', 'cpu', 'gpu', 'sim'", "'tpu'"]),
+        ({"executor": "sim", "kernel": "sm91"}, ["kernel must be 'auto', 'simt'", "'sm91'"]),
         ({"kernel": "sm90"}, ["kernel must be 'auto'", "'sm90'"]),
         ({"precision": "tf32"}, ["precision must be 'ieee'", "'tf32'"]),
         ({"out": np.empty((2, 4, 10, 9), np.float32)}, ["out must have shape (2, 4, 10, 8)", "(2, 4, 10, 9)"]),
@@ -94,15 +98,12 @@ def test_a_mask_that_is_no_mask_is_a_type_error():
         cuflash.attention(Q, Q, Q, mask=[[True]])
 
 
-def test_arrays_of_two_kinds_are_refused():
-    (reason,) = reasons_of(Q, to_device(Q), Q)
-    assert "must be of one kind" in reason
-
-
-def test_device_arrays_say_that_this_version_has_no_gpu():
+def test_arrays_on_a_gpu_without_cupy_name_the_package_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(compiling, "_warned", True)
     device = to_device(Q)
-    (reason,) = reasons_of(device, device, device)
-    assert "need executor 'gpu', which this version does not have" in reason
+    with pytest.raises(RuntimeError, match=r"CuPy is missing .*pip install 'cuflash\[cuda13\]'"):
+        cuflash.attention(device, device, device)
 
 
 def test_a_read_only_or_broadcast_output_is_refused():
@@ -146,7 +147,7 @@ def test_a_plan_refuses_arrays_it_was_not_made_for():
 def test_a_plan_for_a_gpu_explains_itself_and_does_not_run():
     ready = cuflash.plan(Q, Q, Q, device=cuflash.DeviceSpec.gpu("A100"))
     assert "sm_80, 108 multiprocessors" in ready.explain()
-    with pytest.raises(cuflash.UnsupportedProblem, match="not run by this version"):
+    with pytest.raises(cuflash.UnsupportedProblem, match="q must be a cupy array .* got numpy.ndarray"):
         ready.forward(Q, Q, Q)
 
 

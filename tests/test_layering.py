@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
-ROOMS = """errors arrays device mask block_set masks patterns problem reference classify whole_grid block_index work_list
-records source tiles plans params passes states bounds compile sim.launch sim.compiler sim cpu gpu simulated launch api
-doctor cuflash __main__
+ROOMS = """errors arrays memory device mask block_set masks patterns problem reference classify whole_grid block_index
+work_list records source tiles plans params checks passes states bounds compile sim.launch sim.compiler sim cpu gpu
+simulated launch api doctor cuflash __main__
 testing.oracle testing.assertions testing.strategies testing.properties testing""".split()
 
 THIRD_PARTY = {
@@ -45,7 +45,7 @@ NEVER = {
     "launch": {"reference"},
 }
 # Functions that may look at the environment.
-ENVIRONMENT = {"compile": {"_environment", "_spare_cupy_its_folder"}}
+ENVIRONMENT = {"compile": {"_environment", "_spare_cupy_its_folder"}, "checks": {"is_on"}}
 # Rooms that ask or carry do not decide.
 WORDS = {
     "compile": {"head_dim", "value_dim", "block_q", "block_kv", "seqlen_q", "seqlen_kv"},
@@ -184,6 +184,8 @@ PLANTED = {
     ("api", "eval('1')"): "calls eval",
     ("cpu", "import os\nos.environ['X']"): "reads the environment",
     ("compile", "import os\ndef _dump(): return os.environ['X']"): "reads the environment",
+    ("checks", "import os\ndef current(): return os.environ['X']"): "reads the environment",
+    ("launch", "import os\ndef is_on(): return os.environ['X']"): "reads the environment",
     ("compile", "import os\nX = os.getenv('X')\ndef _environment(): return os.environ"): "reads the environment",
     ("compile", "import cupy"): "imports cupy before it is needed",
     ("compile", "from cuda.core import Program"): "imports cuda.core before it is needed",

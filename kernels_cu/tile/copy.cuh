@@ -41,7 +41,8 @@ CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<Element> from, 
 // The same in vectors, for matrices of numbers whose rows are whole vectors that start at multiples of 16 bytes.
 template <class T, int Rows, int Columns, class Kept = EveryRow>
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<T> from, Kept is_kept = {}) {
-  constexpr int kVector = Vector<T>::kLength, kVectors = Columns / (kColumnLanes * kVector);
+  constexpr int kVector = Vector<T>::kLength, kWidth = kColumnLanes * kVector;
+  constexpr int kVectors = (Columns + kWidth - 1) / kWidth;
   constexpr int kUnroll = kVectors < 4 ? 4 / kVectors : 1;  // four loads in flight, or a row
   const bool is_aligned = from.column_stride == 1 && from.row_stride % kVector == 0 &&
                           from.num_columns % kVector == 0 && reinterpret_cast<uint64_t>(from.data) % 16 == 0;

@@ -1,0 +1,142 @@
+"""CUFLASH_CHECK=1: every launch is waited for, lists are read before, margins around results and NaN after."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arrays import Array, Namespace, to_host
+from .classify import Kind
+from .work_list import ListedWork, WorkList
+
+MARGIN = 4096  # bytes before and after a result
+_PATTERN = 0xA5
+
+
+def is_on() -> bool:
+    """Whether the environment asks for checks: CUFLASH_CHECK, set and not 0."""
+    return os.environ.get("CUFLASH_CHECK", "0") not in ("", "0")
+
+
+class _Margins(NamedTuple):
+    name: str
+    buffer: Array  # bytes
+    nbytes: int  # of the array between them
+
+
+class Check:
+    """The checks of one call.
+
+    Parameters
+    ----------
+    inputs : dict of arrays by name
+        What the call reads. Where all their elements are finite, results that hold a NaN are an error.
+    """
+
+    def __init__(self, xp: Namespace, inputs: Mapping[str, Array]) -> None:
+        self._xp = xp
+        self._margins: list[_Margins] = []
+        self._is_finite = all(bool(xp.isfinite(array).all()) for array in inputs.values())
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new array with margins on both sides."""
+        dtype = np.dtype(dtype)
+        nbytes = prod(shape) * dtype.itemsize
+        buffer = self._xp.full(nbytes + 2 * MARGIN, _PATTERN, np.uint8)
+        self._margins.append(_Margins(name, buffer, nbytes))
+        return buffer[MARGIN : MARGIN + nbytes].view(dtype).reshape(shape)
+
+    def after(self, kernel: str, written: Mapping[str, Array]) -> None:
+        """Margins are as they were, and what the kernel wrote holds no NaN that no input brought.
+
+        Raises
+        ------
+        RuntimeError
+            Naming the kernel and the array.
+        """
+        for name, buffer, nbytes in self._margins:
+            for side, part in (("before", buffer[:MARGIN]), ("after", buffer[MARGIN + nbytes :])):
+                wrong = part != _PATTERN
+                if bool(wrong.any()):
+                    place = int(np.flatnonzero(to_host(wrong))[0])
+                    distance = MARGIN - place if side == "before" else place
+                    raise RuntimeError(f"{kernel} wrote outside {name}: {distance} bytes {side} its memory")
+        for name, array in written.items() if self._is_finite else ():
+            wrong = array != array
+            if bool(wrong.any()):
+                first = [int(side[0]) for side in np.nonzero(to_host(wrong))]
+                raise RuntimeError(f"{kernel} wrote NaN to {name}{first}, and all its inputs are finite")
+
+
+_current: ContextVar[Check | None] = ContextVar("cuflash_check", default=None)
+
+
+@contextmanager
+def checking(xp: Namespace, inputs: Mapping[str, Array]) -> Iterator[Check | None]:
+    """The checks of one call, which passes find by `current`; None unless the environment asks."""
+    check = Check(xp, inputs) if is_on() else None
+    token = _current.set(check)
+    try:
+        yield check
+    finally:
+        _current.reset(token)
+
+
+def current() -> Check | None:
+    return _current.get()
+
+
+def check_lists(work: WorkList, lists: Mapping[str, Array]) -> None:
+    """What kernels follow without looking leads nowhere outside.
+
+    Raises
+    ------
+    RuntimeError
+        Naming the list and the first wrong place in it.
+    """
+    host = {name: to_host(array) for name, array in lists.items()}
+    if isinstance(work, ListedWork):
+        for name, side in host.items():
+            _check_list(work, name, side, host)
+    if "lo" in host:
+        length = work.index.seqlen_kv if isinstance(work, ListedWork) else work.seqlen_kv
+        for name in ("lo", "hi"):
+            _in_range(name, host[name], 0, length + 1)
+            _require(name, np.diff(host[name], axis=-1) >= 0, "never decreases along the rows")
+
+
+def _check_list(work: ListedWork, name: str, side: Any, lists: Mapping[str, Any]) -> None:
+    index = work.index
+    matrices, entries = index.batch * index.num_heads, int(lists["row_pointers"].ravel()[-1])
+    if name in ("row_pointers", "column_pointers"):
+        blocks = index.num_q_blocks if name == "row_pointers" else index.num_kv_blocks
+        _require(name, np.array(side.size == matrices * blocks + 1), f"has {matrices * blocks + 1} elements")
+        _require(name, side[:1] == 0, "starts at 0")
+        _require(name, np.diff(side) >= 0, "never decreases")
+        _in_range(name, side, 0, min(entries, len(lists["kinds"])) + 1)
+    side = side[:entries]
+    if name in ("kv_blocks", "q_blocks"):
+        _in_range(name, side, 0, index.num_kv_blocks if name == "kv_blocks" else index.num_q_blocks)
+    elif name == "column_entries":
+        _in_range(name, side, 0, entries)
+    elif name == "kinds":
+        _require(name, np.isin(side, [int(kind) for kind in Kind]), f"is one of {[int(kind) for kind in Kind]}")
+    elif name == "tiles":
+        are_bits = lists["kinds"][:entries] == Kind.BITS
+        _require(name, ~are_bits | (side >= 0) & (side < len(lists["bits"])), f"is in 0..{len(lists['bits']) - 1}")
+
+
+def _in_range(name: str, values: Any, start: int, stop: int) -> None:
+    _require(name, (values >= start) & (values < stop), f"is in {start}..{stop - 1}")
+
+
+def _require(name: str, holds: Any, rule: str) -> None:
+    if not holds.all():
+        place = [int(side[0]) for side in np.nonzero(~np.atleast_1d(holds))]
+        raise RuntimeError(f"the work list's {name} breaks its rule at {place}: it {rule}")

@@ -1,0 +1,111 @@
+"""Where arrays lie: address, device, extent; whether two overlap; arrays of other libraries taken without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, is_array, namespace
+from .errors import UnsupportedProblem
+
+_ON_DEVICE = {2: "CUDA", 13: "CUDA managed"}  # kDLCUDA, kDLCUDAManaged
+_ON_HOST = {1: "CPU", 3: "CUDA pinned"}  # kDLCPU, kDLCUDAHost
+
+
+def address(array: Array) -> int:
+    """Of the first element, on whichever device."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def device_number(array: Array) -> int | None:
+    """Of the CUDA device that holds an array; None on the host."""
+    return None if isinstance(array, np.ndarray) else int(array.data.device_id)
+
+
+def layout_reasons(name: str, array: Array) -> list[str]:
+    """Why a kernel, which counts in elements, cannot walk an array."""
+    itemsize = array.dtype.itemsize
+    if array.size == 0:
+        return []
+    reasons = []
+    if any(step % itemsize and extent > 1 for step, extent in zip(array.strides, array.shape)):
+        reasons.append(
+            f"{name}'s strides must be multiples of its item size, {itemsize} bytes; got {array.strides}: copy it"
+        )
+    if address(array) % itemsize:
+        reasons.append(
+            f"{name} must start at a multiple of its item size, {itemsize} bytes; got a misaligned view: copy it"
+        )
+    return reasons
+
+
+def is_broadcast(array: Array) -> bool:
+    """Whether two places of an array are the same memory by a stride of 0."""
+    return bool(array.size) and any(step == 0 and extent > 1 for step, extent in zip(array.strides, array.shape))
+
+
+def overlap(first: Array, second: Array) -> bool:
+    """Whether two arrays share any element; yes where that would be hard to tell."""
+    try:
+        return bool(np.shares_memory(_span(first), _span(second), max_work=1 << 16))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Span:
+    """An array that lies where another does, on any device: NumPy counts its addresses and never reads there."""
+
+    def __init__(self, array: Array) -> None:
+        self.__array_interface__ = {
+            "version": 3, "data": (address(array), False), "typestr": f"|V{array.dtype.itemsize}",
+            "shape": tuple(array.shape), "strides": tuple(array.strides),
+        }  # fmt: skip
+
+
+def _span(array: Array) -> Any:
+    return array if isinstance(array, np.ndarray) else np.asarray(_Span(array))
+
+
+def is_foreign(value: object) -> bool:
+    """Whether a value is another library's array that can be taken without a copy."""
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack_device__"):
+        return False
+    return not (is_array(value) and namespace(value).__name__ == "cupy")
+
+
+def is_on_cuda(value: Any) -> bool:
+    """Where another library's array lies.
+
+    Raises
+    ------
+    UnsupportedProblem
+        It lies on a device that is neither a CUDA device nor the host.
+    """
+    kind = int(value.__dlpack_device__()[0])
+    if kind not in _ON_DEVICE and kind not in _ON_HOST:
+        raise UnsupportedProblem(
+            [f"{_kind(value)} must lie on a CUDA device or the CPU; got DLPack device type {kind}: copy it to either"]
+        )
+    return kind in _ON_DEVICE
+
+
+def taken(name: str, value: Any, xp: Any) -> Array:
+    """Another library's array as one of the namespace `xp`, which lies where it does: no copy.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The library does not give it away, or `xp` does not know its dtype.
+    """
+    try:
+        return xp.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        text = str(error).strip().partition("\n")[0]
+        raise UnsupportedProblem(
+            [f"{name} must be an array that {xp.__name__}.from_dlpack takes; got {_kind(value)} ({text})"]
+        ) from error
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"

@@ -1,0 +1,264 @@
+"""A stand-in for CuPy and a GPU: `cupy_double` compiles, this one has arrays, streams, captures, and runs the kernels.
+
+Device memory is the host's, kernels run on the simulator as soon as they are launched, and everything that a stream is
+told stands in `log`. What CUDA forbids inside a capture raises here: waits, copies from the host, compiling.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cupy_double
+import numpy as np
+
+from cuflash import compile as compiling
+from cuflash import simulated
+from cuflash.source import KernelSpec, source
+
+H100 = {
+    "name": b"NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multiProcessorCount": 132,
+    "sharedMemPerBlockOptin": 232448,
+}  # fmt: skip
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+class Pointer:
+    __slots__ = ("ptr", "device_id")
+
+    def __init__(self, ptr: int, device_id: int) -> None:
+        self.ptr, self.device_id = ptr, device_id
+
+
+class Ndarray:
+    """An array on a device: no subclass of NumPy's, and without `__array_namespace__`, as CuPy's."""
+
+    def __init__(self, host: Any, device_id: int) -> None:
+        self.host, self.shape, self.strides, self.dtype = host, host.shape, host.strides, host.dtype
+        self.data = Pointer(host.ctypes.data, device_id)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = getattr(self.host, name)
+        if not callable(value):
+            return value
+        return lambda *args, **options: self._like(value(*args, **options))
+
+    def _like(self, value: Any) -> Any:
+        return Ndarray(np.asarray(value), self.data.device_id)
+
+    def get(self) -> Any:
+        return self.host.copy()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._like(self.host[key])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.host[key] = value
+
+    def __eq__(self, other: Any) -> Any:
+        return self._binary(operator.eq, other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self._binary(operator.ne, other)
+
+    def _binary(self, function: Callable[..., Any], other: Any) -> Any:
+        return self._like(function(self.host, getattr(other, "host", other)))
+
+    def __bool__(self) -> bool:
+        return bool(self.host)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Event:
+    """`is_reached` says what the device would answer."""
+
+    def __init__(self, machine: Cupy, number: int) -> None:
+        self._machine, self.number = machine, number
+        self.is_reached = machine.events_are_reached
+
+    @property
+    def done(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self._machine.waits("event.synchronize")
+        self.is_reached = True
+
+
+class Graph:
+    def __init__(self, nodes: list[Callable[[], None]]) -> None:
+        self.nodes = nodes
+
+    def launch(self, stream: Any = None) -> None:
+        for node in self.nodes:
+            node()
+
+
+class Stream:
+    def __init__(self, machine: Cupy, ptr: int) -> None:
+        self._machine, self.ptr = machine, ptr
+        self.nodes: list[Callable[[], None]] | None = None
+
+    def __enter__(self) -> Stream:
+        self._before, self._machine.stream = self._machine.stream, self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._machine.stream = self._before
+
+    def is_capturing(self) -> bool:
+        return self.nodes is not None
+
+    def begin_capture(self) -> None:
+        self.nodes = []
+
+    def end_capture(self) -> Graph:
+        assert self.nodes is not None
+        graph, self.nodes = Graph(self.nodes), None
+        return graph
+
+    def record(self, event: Event) -> Event:
+        self._machine.log.append(("record", self.ptr, event.number))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self._machine.log.append(("wait", self.ptr, event.number))
+
+    def synchronize(self) -> None:
+        self._machine.waits("stream.synchronize")
+        self._machine.log.append(("synchronize", self.ptr))
+        if self._machine.fault:
+            raise cupy_double.CUDARuntimeError(self._machine.fault)
+
+
+class Function(cupy_double.Function):
+    machine: Cupy
+    spec: KernelSpec
+
+    def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...], shared_mem: int = 0) -> None:
+        machine, record = self.machine, args[0].copy()
+        machine.log.append(("launch", machine.stream.ptr, self.spec.entry))
+
+        def run() -> None:
+            if machine.runs_kernels:
+                simulated._kernel(self.spec)(grid, block[0], (record[()],), shared_mem)
+
+        if machine.stream.nodes is None:
+            run()
+        else:
+            machine.stream.nodes.append(run)
+
+
+class Cupy(cupy_double.Double):
+    """`import cupy`, once it stands in sys.modules.
+
+    Attributes
+    ----------
+    log : list of tuple
+        What streams were told, in order.
+    allocated : int
+        Arrays made so far.
+    room : int
+        Bytes that one array may have.
+    fault : str
+        What the next wait for a stream finds.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        super().__init__(cache)
+        self.specs: dict[str, KernelSpec] = {}
+        self.log: list[tuple[Any, ...]] = []
+        self.allocated, self.room, self.fault = 0, 1 << 30, ""
+        self.runs_kernels = self.events_are_reached = True
+        self._number = 0
+        self.null = self.stream = Stream(self, 0)
+        self.ndarray, self.uint8 = Ndarray, np.uint8
+        cuda = self.cuda
+        cuda.Stream = lambda non_blocking=False: Stream(self, self._next())
+        cuda.Event = lambda disable_timing=False: Event(self, self._next())
+        cuda.get_current_stream = lambda: self.stream
+        cuda.runtime.getDeviceProperties = lambda number: H100
+        cuda.runtime.getDeviceCount = lambda: 2
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def waits(self, what: str) -> None:
+        if self.stream.is_capturing():
+            raise cupy_double.CUDARuntimeError(f"{what}: operation not permitted when stream is capturing")
+
+    def _compiled(self, code: str, name: str, options: tuple[str, ...], log_stream: Any) -> Any:
+        self.waits("compiling")
+        made = super()._compiled(code, name, options, log_stream)
+        function = Function(name, made.module)
+        function.machine, function.spec = self, self.specs[code]
+        self.functions.append(function)
+        return function
+
+    # Arrays.
+
+    def empty(self, shape: Any, dtype: Any) -> Ndarray:
+        host = np.empty(shape, dtype)
+        if host.nbytes > self.room:
+            raise OutOfMemoryError(f"Out of memory allocating {host.nbytes} bytes")
+        self.allocated += 1
+        host.reshape(-1).view(np.uint8)[...] = 0xFF  # NaN in every dtype
+        return Ndarray(host, self.device)
+
+    def full(self, shape: Any, value: Any, dtype: Any) -> Ndarray:
+        made = self.empty(shape, dtype)
+        made[...] = value
+        return made
+
+    def asarray(self, array: Any) -> Ndarray:
+        if isinstance(array, Ndarray):
+            return array
+        self.waits("a copy from the host")
+        made = self.empty(array.shape, array.dtype)
+        made[...] = array
+        self.log.append(("copy", self.stream.ptr))
+        return made
+
+    def isfinite(self, array: Ndarray) -> Ndarray:
+        return Ndarray(np.isfinite(array.host), array.data.device_id)
+
+    def ascontiguousarray(self, array: Any, dtype: Any = None) -> Any:
+        return Ndarray(np.ascontiguousarray(array.host, dtype), array.data.device_id)
+
+    def from_dlpack(self, array: Any) -> Ndarray:
+        return Ndarray(np.from_dlpack(array.host), int(array.__dlpack_device__()[1]))
+
+
+@contextmanager
+def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
+    """The stand-in as `import cupy`, with rooms that know nothing of an earlier one."""
+    from cuflash import api, gpu
+
+    machine = Cupy(cache)
+
+    def remembered(spec: KernelSpec) -> str:
+        machine.specs[source(spec)] = spec
+        return source(spec)
+
+    monkeypatch.setitem(__import__("sys").modules, "cupy", machine)
+    monkeypatch.setattr(compiling, "source", remembered)
+    for name, fresh in (("_loaded", {}), ("_compiled", {}), ("_process", None)):
+        monkeypatch.setattr(compiling, name, fresh)
+    monkeypatch.setattr(gpu, "_GPU", gpu._Gpu())
+    monkeypatch.setattr(gpu, "_pinned", set())
+    monkeypatch.setattr(api, "_ready", {})
+    gpu._device_spec.cache_clear()
+    api._remembered.cache_clear()
+    yield machine
+    gpu._device_spec.cache_clear()
+    api._remembered.cache_clear()

@@ -1,0 +1,293 @@
+"""The gpu executor on a GPU: results within their bounds, streams, captures, memory, other libraries and processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import BlockIndex, masks
+from cuflash.testing.assertions import Example, assert_within_bounds
+
+pytestmark = pytest.mark.gpu
+
+RNG = np.random.default_rng(0)
+SHAPE = masks.MaskShape((2,), 4, 190, 250)
+IDS = np.sort(RNG.integers(0, 5, 190)), np.sort(RNG.integers(0, 5, 250))
+MASKS = {
+    "dense": None,
+    "causal": masks.Causal("bottom_right"),
+    "window": masks.SlidingWindow(50, 3, align="top_left"),
+    "lengths": masks.Lengths(q=np.array([0, 190]), kv=np.array([250, 17])),
+    "prefix": masks.PrefixLM(30, "bottom_right"),
+    "documents": masks.Documents(*IDS),
+    "causal documents": masks.Causal("top_left") & masks.Documents(*IDS),
+    "dilated": masks.Dilated(3, align="top_left"),
+    "function": masks.FromFunction(lambda b, h, i, j: (i * 7 + j * j + h) % 5 < 2),
+    "blocks": masks.BlockPattern(RNG.random((4, 6, 8)) < 0.4, 32),
+    "small blocks": masks.BlockPattern(RNG.random((48, 63)) < 0.3, 4),
+    "random": masks.Dense(RNG.random((190, 250)) < 0.3),
+}
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
+@pytest.fixture
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+def drawn(*shape, dtype=np.float32):
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def example_of(mask=None, *, q=(2, 4, 190, 48), k=(2, 2, 250, 48), v=(2, 2, 250, 24), dtype=np.float32):
+    batch = np.broadcast_shapes(q[:-3], k[:-3], v[:-3])
+    o = (*batch, *q[-3:-1], v[-1])
+    arrays = {"q": drawn(*q, dtype=dtype), "k": drawn(*k, dtype=dtype), "v": drawn(*v, dtype=dtype)}
+    wide = np.float64 if dtype == np.float64 else np.float32
+    return Example(**arrays, mask=mask, do=drawn(*o, dtype=dtype), dlse=drawn(*o[:-1], dtype=wide))
+
+
+def sent(cupy, *arrays):
+    """Arrays on the device; bfloat16 only where CuPy has it."""
+    try:
+        return [cupy.asarray(array) for array in arrays]
+    except (TypeError, ValueError) as error:
+        if arrays[0].dtype != ml_dtypes.bfloat16:
+            raise
+        pytest.skip(f"this CuPy has no bfloat16 ({error})")
+
+
+def on_the_device(mask):
+    """A mask without arrays as it is, one with arrays of the host as a list that goes to the device once."""
+    try:
+        hash(mask)
+        return mask
+    except TypeError:
+        return BlockIndex.from_mask(mask, SHAPE, 32)
+
+
+def results(cupy, example, lie=lambda array: array):
+    q, k, v, do, dlse = map(lie, sent(cupy, example.q, example.k, example.v, example.do, example.dlse))
+    (o, lse), vjp = cuflash.attention_vjp(q, k, v, mask=on_the_device(example.mask), return_lse=True)
+    dq, dk, dv = vjp(do, dlse)
+    return {name: x.get() for name, x in {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}.items()}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_is_within_the_bounds(cupy, name):
+    example = example_of(MASKS[name])
+    assert_within_bounds(example, **results(cupy, example))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_dtype_is_within_the_bounds(cupy, dtype):
+    example = example_of(MASKS["causal"], dtype=dtype)
+    assert_within_bounds(example, **results(cupy, example))
+
+
+@pytest.mark.parametrize("dims", [(1, 3), (64, 64), (128, 96), (256, 256)])
+def test_every_size_of_head_is_within_the_bounds(cupy, dims):
+    example = example_of(MASKS["window"], q=(2, 65, dims[0]), k=(1, 129, dims[0]), v=(1, 129, dims[1]))
+    assert_within_bounds(example, **results(cupy, example))
+
+
+def test_strided_and_broadcast_arrays_are_within_the_bounds(cupy):
+    example = example_of(q=(3, 2, 4, 33, 20), k=(2, 2, 50, 20), v=(3, 1, 2, 50, 7))
+    assert_within_bounds(example, **results(cupy, example))
+    backwards = results(cupy, example, lambda array: array[..., ::-1].copy()[..., ::-1])
+    swapped = results(cupy, example, lambda array: array.swapaxes(-1, -2).copy().swapaxes(-1, -2))
+    for each in (backwards, swapped):
+        assert_within_bounds(example, **each)
+
+
+def test_calls_repeat_bit_for_bit(cupy):
+    example = example_of(MASKS["random"])
+    first, again = results(cupy, example), results(cupy, example)
+    assert all(first[name].tobytes() == again[name].tobytes() for name in first)
+
+
+def test_checks_pass(cupy, monkeypatch):
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    for name in ("dense", "documents", "random"):
+        example = example_of(MASKS[name])
+        assert_within_bounds(example, **results(cupy, example))
+
+
+def test_explain_knows_the_registers_of_compiled_kernels(cupy):
+    ready = cuflash.plan(*sent(cupy, *drawn(3, 2, 100, 64)))
+    ready.compile()
+    assert ready.explain().count(" registers, 0 bytes of stack") == 3
+
+
+# Streams and captures.
+
+
+def test_streams_do_not_disturb_each_other(cupy):
+    """Lists, temporaries and results of 4 streams at once, of plans that come and go, are nobody else's."""
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    examples = [example_of(MASKS[name]) for name in ("dense", "random", "blocks", "documents")]
+    arrays = [sent(cupy, example.q, example.k, example.v, example.do) for example in examples]
+    shared = cuflash.plan(*arrays[1][:3], mask=on_the_device(MASKS["random"]))
+    expected = [results_of(shared, arrays[1])]
+    cupy.cuda.Device().synchronize()
+    found = []
+    for turn in range(20):
+        for number, stream in enumerate(streams):
+            example, (q, k, v, do) = examples[(turn + number) % 4], arrays[(turn + number) % 4]
+            with stream:
+                found.append((stream, results_of(shared, arrays[1])))
+                passing = cuflash.plan(q, k, v, mask=on_the_device(example.mask))  # its list goes while kernels run
+                results_of(passing, (q, k, v, do))
+    del passing
+    cupy.cuda.Device().synchronize()
+    for _, result in found:
+        assert all((ours == first).all() for ours, first in zip(result, expected[0]))
+
+
+def results_of(ready, arrays):
+    q, k, v, do = arrays
+    o, lse = ready.forward(q, k, v)
+    return (o, lse, *ready.backward(do, q, k, v, o, lse))
+
+
+@pytest.mark.parametrize("name", ["causal", "lengths", "random"])
+def test_a_captured_graph_replays_on_changed_data(cupy, name):
+    first, second = example_of(MASKS[name], v=(2, 2, 250, 48)), example_of(MASKS[name], v=(2, 2, 250, 48))
+    arrays = {part: cupy.asarray(getattr(first, part)) for part in ("q", "k", "v", "do", "dlse")}
+    q, k, v, do, dlse = arrays.values()
+    o, lse = cupy.empty(do.shape, np.float32), cupy.empty(dlse.shape, np.float32)
+    ready = cuflash.plan(q, k, v, mask=on_the_device(first.mask))
+    ready.compile()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        ready.forward(q, k, v, out=(o, lse))
+        gradients = ready.backward(do, q, k, v, o, lse, dlse)
+        graph = stream.end_capture()
+        for example in (first, second):
+            for part, array in arrays.items():
+                array.set(getattr(example, part))
+            graph.launch(stream)
+            stream.synchronize()
+            found = {"o": o, "lse": lse, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+            assert_within_bounds(example, **{name: result.get() for name, result in found.items()})
+
+
+def test_a_cold_plan_is_refused_inside_a_capture(cupy):
+    arrays = sent(cupy, *drawn(3, 2, 64, 31))
+    index = BlockIndex.from_blocks(np.eye(4, dtype=bool), 64, 64, 16)
+    cuflash.plan(*arrays, mask=index).compile()
+    cold = cuflash.plan(*arrays, mask=index)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(RuntimeError, match=r"call plan.compile\(\) before the capture"):
+                cold.forward(*arrays)
+        finally:
+            stream.end_capture()
+
+
+# Devices, memory, other libraries, other processes, host time.
+
+
+def test_arrays_on_another_device_are_refused_and_served_there(cupy):
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("one GPU")
+    example = example_of(MASKS["random"])
+    with cupy.cuda.Device(1):
+        there = sent(cupy, example.q, example.k, example.v)
+    with pytest.raises(cuflash.UnsupportedProblem, match="q must be on the current device, 0; got device 1"):
+        cuflash.attention(*there)
+    here = results(cupy, example)
+    with cupy.cuda.Device(1):
+        assert all((ours == theirs).all() for ours, theirs in zip(results(cupy, example).values(), here.values()))
+
+
+def test_out_of_memory_leaves_nothing_behind(cupy):
+    pool = cupy.get_default_memory_pool()
+    q, k, v = sent(cupy, *drawn(3, 4, 256, 64))
+    expected = cuflash.attention(q, k, v).get()
+    broadcast = cupy.broadcast_to(q[None], (1 << 24, 4, 256, 64))  # o would take 4 TiB
+    used = pool.used_bytes()
+    for _ in range(20):
+        with pytest.raises(MemoryError):
+            cuflash.attention(broadcast, k, v)
+    assert pool.used_bytes() == used
+    assert (cuflash.attention(q, k, v).get() == expected).all()
+
+
+def test_peak_memory_is_arrays_and_workspace(cupy):
+    q, k, v, do = sent(cupy, drawn(3, 4, 512, 64), drawn(1, 2, 512, 64), drawn(3, 2, 512, 64), drawn(3, 4, 512, 64))
+    ready = cuflash.plan(q, k, v, mask=masks.Dilated(3))
+    ready.compile()
+    resident = ready.workspace_bytes
+    peak = cupy.cuda.MemoryPool()
+    before = cupy.cuda.get_allocator()
+    cupy.cuda.set_allocator(peak.malloc)
+    try:
+        o, lse = ready.forward(q, k, v)
+        gradients = ready.backward(do, q, k, v, o, lse)
+        cupy.cuda.Device().synchronize()
+        made = sum(array.nbytes for array in (o, lse, *gradients))
+        assert peak.total_bytes() <= made + resident + 512 * 16  # the pool rounds each array up to 512 bytes
+    finally:
+        cupy.cuda.set_allocator(before)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_torch_tensors_are_taken_and_given_without_a_copy(cupy, dtype):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    q, k, v = (torch.randn(2, 100, 64, device="cuda", dtype=getattr(torch, dtype)) for _ in range(3))
+    out = torch.empty_like(q)
+    o = cuflash.attention(q, k, v, causal=True, out=out)
+    assert o.data.ptr == out.data_ptr() and torch.from_dlpack(o).data_ptr() == out.data_ptr()
+    example = Example(q=q.cpu().numpy(), k=k.cpu().numpy(), v=v.cpu().numpy(), mask=masks.Causal())
+    assert_within_bounds(example, o=out.cpu().numpy())
+
+
+def _attend_in_a_child(answers):
+    import cupy
+
+    try:
+        memory = cupy.cuda.UnownedMemory(4096, 1024, None, 0)  # nothing reads there
+        q = cupy.ndarray((2, 16, 8), np.float32, cupy.cuda.MemoryPointer(memory, 0))
+        answers.put(str(cuflash.attention(q, q, q)))
+    except BaseException as error:
+        answers.put(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_told_so(cupy):
+    cuflash.attention(*sent(cupy, *drawn(3, 2, 16, 8)))
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=_attend_in_a_child, args=(answers,))
+    child.start()
+    answer = answers.get(timeout=60)
+    child.join(60)
+    assert "RuntimeError: this process was forked from one that had used CUDA" in answer
+
+
+def test_host_time_of_a_repeated_call(cupy):
+    """Printed for people; a busy machine's times say nothing about the code."""
+    q, k, v = sent(cupy, *drawn(3, 1, 128, 64))
+    for name, mask in (("dense", None), ("causal", masks.Causal()), ("list", masks.Dilated(3))):
+        times = []
+        for _ in range(2000):
+            started = time.perf_counter()
+            cuflash.attention(q, k, v, mask=mask)
+            times.append(time.perf_counter() - started)
+        cupy.cuda.Device().synchronize()
+        print(f"{name}: {statistics.median(times) * 1e6:.1f} us")

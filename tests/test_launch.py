@@ -1,0 +1,663 @@
+"""What happens around a kernel: bad arrays, streams, captures, checks, memory; on a stand-in for CuPy that runs it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import sys
+import weakref
+
+import cupy_machine
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, checks, masks, memory, passes, simulated
+from cuflash import compile as compiling
+
+RNG = np.random.default_rng(0)
+Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
+LISTED = masks.Dilated(3)  # its work is a list
+
+
+@pytest.fixture
+def cupy(tmp_path, monkeypatch):
+    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
+        yield machine
+
+
+def launches(cupy):
+    return [entry for kind, *_, entry in cupy.log if kind == "launch"]
+
+
+def reasons_of(call, *arrays, **options):
+    with pytest.raises(cuflash.UnsupportedProblem) as caught:
+        call(*arrays, **options)
+    return caught.value.reasons
+
+
+def close(ours, theirs):
+    return np.allclose(ours.get(), theirs, rtol=1e-4, atol=1e-5)
+
+
+# Results: the stand-in runs the kernels, so that what follows is about real launches.
+
+
+@pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Lengths(kv=17), LISTED], ids=str)
+def test_calls_on_the_device_give_what_the_host_gives(cupy, mask):
+    (o, lse), vjp = cuflash.attention_vjp(*map(cupy.asarray, (Q, K, V)), mask=mask, return_lse=True)
+    (host_o, host_lse), host_vjp = cuflash.attention_vjp(Q, K, V, mask=mask, return_lse=True)
+    assert type(o) is cupy.ndarray and close(o, host_o) and close(lse, host_lse)
+    assert all(close(ours, theirs) for ours, theirs in zip(vjp(cupy.asarray(DO)), host_vjp(DO)))
+
+
+def test_gradients_of_broadcast_axes_are_summed_on_the_device(cupy):
+    k = RNG.standard_normal((1, 2, 40, 16), dtype=np.float32)
+    q = RNG.standard_normal((3, 2, 40, 16), dtype=np.float32)
+    _, vjp = cuflash.attention_vjp(*map(cupy.asarray, (q, k, V)))
+    _, host_vjp = cuflash.attention_vjp(q, k, V)
+    assert all(close(ours, theirs) for ours, theirs in zip(vjp(cupy.asarray(q)), host_vjp(q)))
+
+
+@pytest.mark.parametrize("shapes", [((2, 0, 8), (2, 5, 8)), ((2, 5, 8), (2, 0, 8)), ((0, 5, 8), (0, 5, 8))])
+@pytest.mark.parametrize("executor", ["gpu", "sim"])
+def test_empty_problems_have_shaped_results_without_a_launch(cupy, monkeypatch, shapes, executor):
+    monkeypatch.setattr(simulated, "_kernel", lambda spec: pytest.fail("launched"))
+    send = cupy.asarray if executor == "gpu" else np.asarray
+    q, k = (send(np.ones(shape, np.float32)) for shape in shapes)
+    (o, lse), vjp = cuflash.attention_vjp(q, k, k, causal="bottom_right", return_lse=True, executor=executor)
+    assert o.shape == q.shape and bool((o == 0).all()) and bool((lse == -np.inf).all()) and launches(cupy) == []
+    gradients = list(vjp(o))
+    assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape] and all(bool((g == 0).all()) for g in gradients)
+
+
+# Repeated calls.
+
+
+def test_a_repeated_call_gives_what_the_first_gave_and_asks_nothing_again(cupy, monkeypatch):
+    first = cuflash.attention(*map(cupy.asarray, (Q, K, V)), mask=LISTED)
+    monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+    monkeypatch.setattr(passes, "bound", lambda *args: pytest.fail("bound again"))
+    monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
+    again = cuflash.attention(*map(cupy.asarray, (Q.copy(), K.copy(), V.copy())), mask=masks.Dilated(3))
+    assert (again.get() == first.get()).all() and [kind for kind, *_ in cupy.log].count("copy") == 3 + 3 + 8
+    other = cuflash.attention(*map(cupy.asarray, (2 * Q, K, V)), mask=LISTED)
+    assert (other.get() != first.get()).any()
+
+
+@pytest.mark.parametrize("executor", ["auto", "cpu"])
+@given(data=st.data())
+@settings(max_examples=40)
+def test_a_call_after_others_gives_what_it_gives_alone(executor, data):
+    """Whatever decides a call is part of what repeated calls are looked up by."""
+    drawn = data.draw(
+        st.lists(
+            st.fixed_dictionaries(
+                {
+                    "causal": st.sampled_from([False, True, "top_left", 1, 0]),
+                    "window": st.sampled_from([None, (3, 1), (3.0, 1), (True, 1), [3, 1]]),
+                    "scale": st.sampled_from([None, 0.5, 1, True, float("nan")]),
+                    "mask": st.sampled_from([None, LISTED, masks.Causal(), np.tri(9, dtype=bool)]),
+                    "kernel": st.sampled_from(["auto", "simt"]),
+                    "layout": st.sampled_from(["plain", "reversed", "transposed"]),
+                }
+            ),
+            min_size=2,
+            max_size=6,
+        )
+    )
+    lies = {
+        "plain": lambda x: x,
+        "reversed": lambda x: x[:, ::-1],
+        "transposed": lambda x: x.swapaxes(0, 1).copy().swapaxes(0, 1),
+    }
+
+    def outcome(options):
+        given = dict(options)
+        lie = lies[given.pop("layout")]
+        try:
+            return cuflash.attention(*(lie(x[:, :9]) for x in (Q, K, V)), executor=executor, **given).tobytes()
+        except (cuflash.UnsupportedProblem, TypeError) as error:
+            return str(error)
+
+    api._ready.clear()
+    together = [outcome(options) for options in drawn]
+    for options, result in zip(drawn, together):
+        api._ready.clear()
+        assert outcome(options) == result
+
+
+def test_a_misaligned_array_is_refused_by_a_repeated_call_too(cupy):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    cuflash.attention(*arrays)
+    memory_of = np.empty(Q.nbytes + 4, np.uint8)
+    odd = cupy_machine.Ndarray(np.ndarray(Q.shape, np.float32, memory_of.data, 2), 0)
+    (reason,) = reasons_of(cuflash.attention, odd, *arrays[1:])
+    assert "q must start at a multiple of its item size, 4 bytes" in reason
+    assert len(launches(cupy)) == 1
+
+
+def test_a_repeated_call_on_another_device_is_refused(cupy):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    cuflash.attention(*arrays)
+    with cupy.cuda.Device(1):
+        reasons = reasons_of(cuflash.attention, *arrays)
+    wanted = "must be on the current device, 1; got device 0: "
+    assert [reason.partition(wanted)[0] for reason in reasons] == ["q ", "k ", "v "]
+
+
+def test_a_forked_child_is_told_so_by_a_repeated_call_too(cupy, monkeypatch):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    cuflash.attention(*arrays)
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: pytest.fail("CUDA was asked in a forked child"))
+    with pytest.raises(RuntimeError, match="this process was forked from one that had used CUDA"):
+        cuflash.attention(*arrays)
+
+
+# Bad arrays, before any work.
+
+
+def test_every_reason_against_the_arrays_comes_at_once(cupy):
+    q, k, v = (cupy.asarray(array) for array in (Q, K, V))
+    with cupy.cuda.Device(1):
+        k = cupy.asarray(K)
+    records = np.zeros(V.shape, [("x", np.float32), ("y", np.int8)])
+    records["x"] = V
+    v = cupy_machine.Ndarray(records["x"], 0)
+    reasons = reasons_of(cuflash.attention, q, k, v, out=cupy.asarray(Q[:, :3]))
+    text = "\n".join(reasons)
+    assert "k must be on the current device, 0; got device 1" in text
+    assert "v's strides must be multiples of its item size, 4 bytes" in text and "out must have shape" in text
+    assert launches(cupy) == [] and cupy.compiled == []
+
+
+def test_host_and_device_arrays_do_not_mix(cupy):
+    (reason,) = reasons_of(cuflash.attention, cupy.asarray(Q), K, V)
+    assert "must be of one kind; got arrays of cupy, numpy" in reason
+    (reason,) = reasons_of(cuflash.attention, *map(cupy.asarray, (Q, K, V)), executor="cpu")
+    assert "executor='cpu' takes NumPy arrays; got cupy's" in reason
+    (reason,) = reasons_of(cuflash.attention, Q, K, V, executor="gpu")
+    assert "executor='gpu' takes CuPy arrays; got numpy's" in reason
+    (reason,) = reasons_of(cuflash.attention, Q, K, V, out=cupy.asarray(Q))
+    assert "out must be a NumPy array" in reason
+
+
+def test_arrays_of_a_mask_on_another_device_are_refused(cupy):
+    with cupy.cuda.Device(1):
+        index = BlockIndex.from_blocks(np.ones((3, 3), bool), 40, 40, 16)
+        index = type(index)(**{
+            name: cupy.asarray(value) if isinstance(value, np.ndarray) else value
+            for name, value in ((name, getattr(index, name)) for name in index.__dataclass_fields__)
+        })  # fmt: skip
+    assert any(
+        "mask's arrays must be on the current device, 0; got device 1" in reason
+        for reason in reasons_of(cuflash.attention, *map(cupy.asarray, (Q, K, V)), mask=index)
+    )
+
+
+def test_a_strided_view_in_the_simulator_is_held_to_the_same_rules():
+    records = np.zeros(V.shape, [("x", np.float32), ("y", np.int8)])
+    (reason,) = reasons_of(cuflash.attention, Q, K, records["x"], executor="sim")
+    assert "v's strides must be multiples of its item size, 4 bytes" in reason
+    assert np.isfinite(cuflash.attention(Q, K, records["x"], executor="cpu")).all()
+
+
+def test_outputs_on_the_device(cupy):
+    q, k, v = (cupy.asarray(array) for array in (Q, K, V))
+    o, lse = cupy.empty(Q.shape, np.float32), cupy.empty(Q.shape[:-1], np.float32)
+    got = cuflash.attention(q, k, v, out=(o, lse), return_lse=True)
+    assert got[0] is o and got[1] is lse and close(o, cuflash.attention(Q, K, V))
+    assert "out must not overlap k in memory" in reasons_of(cuflash.attention, q, k, v, out=k)[0]
+    shared = cupy_machine.Ndarray(np.broadcast_to(np.zeros(16, np.float32), Q.shape), 0)
+    assert "out must not be a broadcast view" in reasons_of(cuflash.attention, q, k, v, out=shared)[0]
+    assert any("float64" in reason for reason in reasons_of(cuflash.attention, q, k, v, out=cupy.empty(Q.shape, float)))
+
+
+def test_interleaved_outputs_overlap_nothing_and_shifted_ones_do(cupy):
+    packed = np.zeros((2, 40, 4, 16), np.float32)
+    parts = [cupy_machine.Ndarray(packed[:, :, part], 0) for part in range(4)]
+    assert not any(memory.overlap(parts[0], other) for other in parts[1:])
+    assert memory.overlap(parts[0], cupy_machine.Ndarray(packed[:, 1:, 0], 0))
+    assert memory.overlap(parts[0], cupy_machine.Ndarray(packed.reshape(-1)[15:17], 0))
+    cuflash.attention(*parts[:3], out=parts[3])
+
+
+def test_a_chip_too_old_for_the_kernels_is_refused_before_any_compile(cupy, monkeypatch):
+    monkeypatch.setitem(cupy_machine.H100, "major", 7)
+    (reason,) = reasons_of(cuflash.attention, *map(cupy.asarray, (Q, K, V)))
+    assert "kernel='simt' needs compute capability 7.5 or newer; got 7.0" in reason and cupy.compiled == []
+
+
+def test_a_plan_for_another_gpu_does_not_run_here(cupy):
+    shape = ShapeDtype(Q.shape, Q.dtype)
+    ready = cuflash.plan(shape, shape, shape, device=DeviceSpec.gpu("A100"))
+    for call in (ready.compile, lambda: ready.forward(*map(cupy.asarray, (Q, K, V)))):
+        (reason,) = reasons_of(call)
+        assert "the plan is for A100, and the current device is NVIDIA H100 80GB HBM3" in reason
+    close(cuflash.plan(shape, shape, shape, device=DeviceSpec.gpu("H100")).forward(*map(cupy.asarray, (Q, K, V)))[0], Q)
+
+
+def test_out_of_memory_is_a_memory_error_and_a_smaller_call_works_after(cupy):
+    q, k, v = (cupy.asarray(array) for array in (Q, K, V))
+    cupy.room = Q.nbytes - 1
+    with pytest.raises(MemoryError):
+        cuflash.attention(q, k, v)
+    assert launches(cupy) == []
+    small = cuflash.attention(*map(cupy.asarray, (Q[:, :9], K[:, :9], V[:, :9])))
+    assert close(small, cuflash.attention(Q[:, :9], K[:, :9], V[:, :9]))
+
+
+# Arrays of other libraries.
+
+
+class Foreign:
+    """An array of a library of its own."""
+
+    def __init__(self, host, device=(1, 0), error=None):
+        self.host, self.device, self.error = host, device, error
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **options):
+        if self.error:
+            raise BufferError(self.error)
+        return self.host.__dlpack__(**options)
+
+
+def test_foreign_arrays_on_the_host_are_taken_without_a_copy():
+    o = cuflash.attention(*map(Foreign, (Q, K, V)))
+    assert type(o) is np.ndarray and (o == cuflash.attention(Q, K, V)).all()
+    assert np.shares_memory(memory.taken("q", Foreign(Q), np), Q)
+
+
+def test_foreign_arrays_on_a_device_are_taken_without_a_copy(cupy):
+    arrays = [Foreign(array, (2, 0)) for array in (Q, K, V)]
+    (o, lse), vjp = cuflash.attention_vjp(*arrays, return_lse=True)
+    assert type(o) is cupy.ndarray and close(o, cuflash.attention(Q, K, V))
+    copies = [entry for entry in cupy.log if entry[0] == "copy"]
+    _, host_vjp = cuflash.attention_vjp(Q, K, V)
+    assert all(close(ours, theirs) for ours, theirs in zip(vjp(Foreign(DO, (13, 0))), host_vjp(DO)))
+    assert copies == []
+
+
+def test_foreign_arrays_that_cannot_be_taken_say_why():
+    bad = Foreign(Q, error="tensor requires grad, use detach()"), Foreign(K, (10, 0)), V
+    reasons = reasons_of(cuflash.attention, *bad)
+    assert "q must be an array that numpy.from_dlpack takes" in reasons[0] and "use detach()" in reasons[0]
+    assert "must lie on a CUDA device or the CPU; got DLPack device type 10" in reasons[1]
+
+
+def test_a_foreign_output_is_written_to(cupy):
+    out = np.zeros_like(Q)
+    o = cuflash.attention(*map(cupy.asarray, (Q, K, V)), out=Foreign(out, (2, 0)))
+    assert close(o, out) and close(o, cuflash.attention(Q, K, V))
+
+
+def test_torch_on_the_host():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(array.copy()) for array in (Q, K, V))
+    o = cuflash.attention(q, k, v, causal=True)
+    assert (o == cuflash.attention(Q, K, V, causal=True)).all() and torch.from_dlpack(o).shape == q.shape
+    assert "q must be an array that" in reasons_of(cuflash.attention, q.requires_grad_(), k, v)[0]
+
+
+def test_jax_on_the_host():
+    jax = pytest.importorskip("jax")
+    with jax.default_device(jax.devices("cpu")[0]):
+        arrays = [jax.numpy.asarray(array) for array in (Q, K, V)]
+    assert (cuflash.attention(*arrays) == cuflash.attention(Q, K, V)).all()
+
+
+# Streams.
+
+
+def test_everything_goes_on_the_current_stream(cupy):
+    arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
+    for stream in (cupy.cuda.Stream(), cupy.cuda.Stream()):
+        cupy.log.clear()
+        with stream:
+            _, vjp = cuflash.attention_vjp(*arrays[:3], mask=LISTED)
+            vjp(arrays[3])
+        assert {where for kind, where, *_ in cupy.log if kind in ("launch", "copy")} == {stream.ptr}
+        assert len(launches(cupy)) == 3
+
+
+def test_a_list_is_copied_once_and_another_stream_waits_for_the_copy(cupy):
+    cupy.events_are_reached = False
+    ready = cuflash.plan(*map(cupy.asarray, (Q, K, V)), mask=LISTED)
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    cupy.log.clear()
+    one, other = cupy.cuda.Stream(), cupy.cuda.Stream()
+    for stream in (one, one, other):
+        with stream:
+            ready.forward(*arrays)
+    (made,) = [event for kind, _, event in (entry for entry in cupy.log if entry[0] == "record")]
+    after_copies = [entry for entry in cupy.log if entry[0] != "copy"]
+    assert after_copies == [
+        ("record", one.ptr, made), ("launch", one.ptr, "forward"), ("launch", one.ptr, "forward"),
+        ("wait", other.ptr, made), ("launch", other.ptr, "forward"),
+    ]  # fmt: skip
+
+
+def test_a_list_that_another_stream_may_read_is_not_given_back_under_it(cupy):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    ready = cuflash.plan(*arrays, mask=BlockIndex.from_blocks(np.tri(5, dtype=bool), 40, 40, 8))
+    other = cupy.cuda.Stream()
+    ready.forward(*arrays)
+    with other:
+        ready.forward(*arrays)
+        other.begin_capture()
+    cupy.log.clear()
+    del ready
+    gc.collect()
+    index = BlockIndex.from_blocks(np.eye(5, dtype=bool), 40, 40, 8)
+    cuflash.attention(*arrays, mask=index)
+    assert not any(kind == "record" and where == other.ptr for kind, where, *_ in cupy.log)  # it is being captured
+    other.end_capture()
+    cuflash.attention(*arrays, mask=index)
+    recorded = [event for kind, where, *event in cupy.log if kind == "record" and where == other.ptr]
+    assert len(recorded) == 1 and ("wait", 0, *recorded[0]) in cupy.log
+
+
+def test_a_list_of_one_stream_alone_goes_with_its_plan(cupy):
+    from cuflash import gpu
+
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    cuflash.attention(*arrays, mask=BlockIndex.from_blocks(np.tri(5, dtype=bool), 40, 40, 8))
+    gc.collect()
+    assert not gpu._GPU._leaving and len(gpu._GPU._resident) == 0
+
+
+# Captures.
+
+
+@pytest.mark.parametrize("mask", [None, LISTED], ids=str)
+def test_a_compiled_plan_is_captured_and_replayed_on_changed_data(cupy, mask):
+    cupy.events_are_reached = False
+    q, k, v, do = (cupy.asarray(array) for array in (Q, K, V, DO))
+    o, lse = cupy.empty(Q.shape, np.float32), cupy.empty(Q.shape[:-1], np.float32)
+    ready = cuflash.plan(q, k, v, mask=mask)
+    ready.compile()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        ready.forward(q, k, v, out=(o, lse))
+        gradients = ready.backward(do, q, k, v, o, lse)
+        graph = stream.end_capture()
+    assert len(graph.nodes) == 3
+    for change in (1, 2):
+        q[...] = change * Q
+        graph.launch()
+        (host_o, host_lse), vjp = cuflash.attention_vjp(change * Q, K, V, mask=mask, return_lse=True)
+        assert close(o, host_o) and close(lse, host_lse)
+        assert all(close(ours, theirs) for ours, theirs in zip(gradients, vjp(DO)))
+
+
+def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
+    """Memory given back after a capture would be another array's at the next replay."""
+    q, k, v, do = (cupy.asarray(array) for array in (Q, K, V, DO))
+    ready = cuflash.plan(q, k, v)
+    ready.compile()
+    stream = cupy.cuda.Stream()
+    made = []
+    empty, cupy.empty = cupy.empty, lambda shape, dtype: made.append(weakref.ref(x := empty(shape, dtype))) or x
+    with stream:
+        stream.begin_capture()
+        for _ in range(2):  # a first call, and a repeated one
+            o, lse = ready.forward(q, k, v)
+            ready.backward(do, q, k, v, o, lse)
+        del o, lse
+        graph = stream.end_capture()
+    gc.collect()
+    temporaries = [x() for x in made if x() is not None]
+    assert {x.shape for x in temporaries} == {Q.shape, Q.shape[:-1]} and len(graph.nodes) == 6
+    assert len([x for x in temporaries if x.shape == Q.shape[:-1]]) == 2 + 2  # lse and delta of each call
+    del ready, temporaries
+    api._remembered.cache_clear()
+    gc.collect()
+    assert [x for x in made if x() is not None] == []
+
+
+def test_attention_keeps_what_its_captures_need(cupy):
+    from cuflash import gpu
+
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    cuflash.plan(*arrays, scale=0.25).compile()
+    stream = cupy.cuda.Stream()
+    for _ in range(2):
+        with stream:
+            stream.begin_capture()
+            cuflash.attention(*arrays, scale=0.25)
+            stream.end_capture()
+    (plan,) = gpu._pinned
+    assert len(gpu._captured[plan]) == 4
+
+
+def test_gradients_of_broadcast_axes_are_not_captured(cupy):
+    q, k = (cupy.asarray(RNG.standard_normal((n, 2, 40, 16), dtype=np.float32)) for n in (3, 1))
+    ready = cuflash.plan(q, k, k)
+    ready.compile()
+    o, lse = ready.forward(q, k, k)
+    stream = cupy.cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="cannot be captured: gradients over broadcast axes"):
+            ready.backward(o, q, k, k, o, lse)
+        assert stream.end_capture().nodes == []
+
+
+def test_a_cold_plan_is_not_captured(cupy):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    stream = cupy.cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match=r"simt_forward is not compiled yet.*call plan.compile\(\) before"):
+            cuflash.attention(*arrays)
+        assert stream.end_capture().nodes == []
+    cuflash.plan(*arrays).compile()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match=r"a work list cannot be made inside a stream capture.*plan.compile\(\)"):
+            cuflash.attention(*arrays, mask=LISTED)
+        assert stream.end_capture().nodes == []
+
+
+def test_a_copy_that_a_capture_cannot_wait_for_is_named(cupy):
+    cupy.events_are_reached = False
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    cuflash.attention(*arrays, mask=LISTED)
+    compiled = cuflash.plan(*arrays)
+    compiled.compile()
+    stream = cupy.cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="the copy of a work list is still under way"):
+            cuflash.attention(*arrays, mask=LISTED)
+
+
+def test_compile_leaves_nothing_for_the_first_call(cupy):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    ready = cuflash.plan(*arrays, mask=LISTED)
+    ready.compile()
+    compiled, copies = len(cupy.compiled), [kind for kind, *_ in cupy.log].count("copy")
+    o, lse = ready.forward(*arrays)
+    ready.backward(o, *arrays, o, lse)
+    assert (len(cupy.compiled), [kind for kind, *_ in cupy.log].count("copy")) == (compiled, copies) and compiled == 3
+    assert ready.explain().count("40 registers") == 3
+
+
+def test_precompile_needs_no_data_and_no_gpu(nvrtc, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    shape = ShapeDtype((8, 4096, 64), ml_dtypes.bfloat16)
+    made = cuflash.precompile(shape, shape, shape, causal=True, device=DeviceSpec.gpu("H100"))
+    assert [each.spec.entry for each in made] == ["forward", "backward_rows", "backward_columns"]
+    assert all(each.code.startswith(b"\x7fELF") and each.architecture == "sm_90" for each in made)
+    (reason,) = reasons_of(cuflash.precompile, shape, shape, shape, device=DeviceSpec.host())
+    assert "device must be a GPU" in reason
+
+
+def test_precompile_on_this_gpu_warms_the_first_call(cupy):
+    made = cuflash.precompile(*(ShapeDtype(Q.shape, Q.dtype),) * 3)
+    assert len(made) == len(cupy.compiled) == 3
+    cuflash.attention(*map(cupy.asarray, (Q, K, V)))
+    assert len(cupy.compiled) == 3
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("mask", [None, masks.Lengths(kv=17), LISTED], ids=str)
+def test_the_workspace_is_what_a_backward_pass_allocates(cupy, monkeypatch, mask):
+    k = np.ones((1, 2, 40, 16), np.float32)
+    q = np.ones((3, 2, 40, 16), np.float32)
+    q, k, v = map(cupy.asarray, (q, k, V))
+    ready = cuflash.plan(q, k, v, mask=mask)
+    o, lse = cupy.empty(q.shape, np.float32), cupy.empty(q.shape[:-1], np.float32)
+    made = []
+    empty = cupy.empty
+    monkeypatch.setattr(cupy, "empty", lambda shape, dtype: made.append(empty(shape, dtype)) or made[-1])
+    ready.forward(q, k, v, out=(o, lse))
+    gradients = ready.backward(o, q, k, v, o, lse)
+    outputs = gradients.dq.nbytes  # dk and dv are sums of arrays that are counted
+    assert sum(array.nbytes for array in made) - outputs == ready.workspace_bytes
+
+
+# CUFLASH_CHECK=1.
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+
+
+def after_launch(monkeypatch, entry, damage):
+    """Let the simulator's next launch of an entry leave damage behind."""
+    launch = simulated._Simulator.launch
+
+    def damaged(self, spec, grid, nbytes, params):
+        launch(self, spec, grid, nbytes, params)
+        if spec.entry == entry:
+            damage(params)
+
+    monkeypatch.setattr(simulated._Simulator, "launch", damaged)
+
+
+def poke(address, values):
+    import ctypes
+
+    data = np.asarray(values)
+    ctypes.memmove(int(address), data.ctypes.data, data.nbytes)
+
+
+@pytest.mark.parametrize("executor", ["cpu", "sim"])
+@pytest.mark.parametrize("mask", [None, masks.Lengths(kv=17), LISTED, masks.Lengths(q=0)], ids=str)
+def test_checks_pass_on_sound_calls_and_change_no_bit(monkeypatch, executor, mask):
+    def call():
+        (o, lse), vjp = cuflash.attention_vjp(Q, K, V, mask=mask, executor=executor, return_lse=True)
+        return [array.tobytes() for array in (o, lse, *vjp(DO))]
+
+    plain = call()
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    assert call() == plain
+
+
+def test_nan_in_the_inputs_is_nobodys_fault(checked):
+    q = Q.copy()
+    q[0, 3] = np.nan
+    o, vjp = cuflash.attention_vjp(q, K, V, executor="sim")
+    assert np.isnan(o[0, 3]).all() and np.isnan(vjp(DO).dk).any()
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "place"),
+    [
+        ("forward", "o", [1, 2, 3]), ("forward", "lse", [1, 2]), ("backward_rows", "dq", [1, 2, 3]),
+        ("backward_columns", "dk", [1, 2, 3]), ("backward_columns", "dv", [0, 39, 15]),
+        ("backward_rows", "delta", [0, 5]),
+    ],
+)  # fmt: skip
+def test_a_nan_that_a_kernel_writes_is_named(checked, monkeypatch, entry, name, place):
+    strides = (40 * 16, 16, 1) if len(place) == 3 else (40, 1)
+    offset = 4 * sum(step * index for step, index in zip(strides, place))
+    after_launch(monkeypatch, entry, lambda params: poke(int(params[name]["data"]) + offset, np.float32(np.nan)))
+    with pytest.raises(RuntimeError, match=re.escape(f"simt_{entry} wrote NaN to {name}{place}, and all its inputs")):
+        o, vjp = cuflash.attention_vjp(Q, K, V, executor="sim")
+        vjp(DO)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [("forward", "o"), ("forward", "lse"), ("backward_rows", "delta"), ("backward_columns", "dv")],
+)
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_write_beside_a_result_is_named(checked, monkeypatch, entry, name, side):
+    nbytes = Q.nbytes if name in ("o", "dv") else Q.nbytes // 16
+    offset = -8 if side == "before" else nbytes + 8
+    after_launch(monkeypatch, entry, lambda params: poke(int(params[name]["data"]) + offset, np.float32(1)))
+    with pytest.raises(RuntimeError, match=f"simt_{entry} wrote outside {name}: 8 bytes {side} its memory"):
+        o, vjp = cuflash.attention_vjp(Q, K, V, executor="sim")
+        vjp(DO)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "rule"),
+    [
+        ("row_pointers", 0, 1, "starts at 0"), ("row_pointers", 1, 99, "never decreases"),
+        ("column_pointers", -1, 1 << 20, "is in 0.."), ("kv_blocks", 0, 77, "is in 0.."),
+        ("q_blocks", 1, -1, "is in 0.."),
+        ("kinds", 0, 9, "is one of"), ("tiles", 0, 1 << 20, "is in 0.."), ("column_entries", 0, -5, "is in 0.."),
+    ],
+)  # fmt: skip
+def test_a_corrupt_list_is_named_before_any_launch(checked, monkeypatch, name, place, value, rule):
+    monkeypatch.setattr(simulated, "_kernel", lambda spec: pytest.fail("launched"))
+    index = BlockIndex.from_mask(masks.Dilated(3), masks.MaskShape((), 2, 40, 40), 16)
+    ready = cuflash.plan(Q, K, V, mask=index, executor="sim")
+    lists = ready.plan.work.lists
+    lists[name] = lists[name].copy()
+    lists[name][place] = value
+    with pytest.raises(RuntimeError, match=rf"the work list's {name} breaks its rule at \[.*\]: it .*{rule}"):
+        ready.forward(Q, K, V)
+
+
+def test_corrupt_intervals_are_named(checked):
+    ready = cuflash.plan(Q, K, V, mask=masks.Lengths(kv=17), executor="sim")
+    ready.plan.work.hi[..., 5] = 1000
+    with pytest.raises(RuntimeError, match=r"the work list's hi breaks its rule at \[0, 0, 5\]: it is in 0..40"):
+        ready.forward(Q, K, V)
+
+
+def test_checks_wait_for_each_kernel_on_the_device_and_name_the_one_that_failed(cupy, checked):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    o, vjp = cuflash.attention_vjp(*arrays)
+    vjp(cupy.asarray(DO))
+    assert [kind for kind, *_ in cupy.log if kind in ("launch", "synchronize")] == ["launch", "synchronize"] * 3
+    cupy.fault = "cudaErrorIllegalAddress: an illegal memory access was encountered"
+    with pytest.raises(RuntimeError, match="simt_forward on .* blocks failed: cudaErrorIllegalAddress"):
+        cuflash.attention(*arrays)
+
+
+def test_checks_and_captures_exclude_each_other(cupy, checked):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    ready = cuflash.plan(*arrays)
+    ready.compile()
+    stream = cupy.cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="CUFLASH_CHECK waits for each kernel"):
+            ready.forward(*arrays)
+
+
+@pytest.mark.parametrize(("value", "is_on"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_environment_asks_for_checks(monkeypatch, value, is_on):
+    if value is None:
+        monkeypatch.delenv("CUFLASH_CHECK", raising=False)
+    else:
+        monkeypatch.setenv("CUFLASH_CHECK", value)
+    assert checks.is_on() is is_on
