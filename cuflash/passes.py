@@ -63,14 +63,13 @@ def _run(plan: Plan, machine: Machine, entries: tuple[str, ...], arrays: dict[st
     params = records.at(addresses)
     for entry in entries:
         spec = plan.specs[entry]
-        grid = plan.grid(spec) // len(params)
-        if grid == 0:
+        num_blocks = plan.grid(spec)
+        if num_blocks == 0:  # and with no batch entry perhaps no record
             continue
         for record in params:
-            machine.launch(spec, grid, shared_bytes(spec), record)
+            machine.launch(spec, num_blocks // len(params), shared_bytes(spec), record)
 
 
 @lru_cache(maxsize=256)
 def _records(plan: Plan, views: tuple[View, ...]) -> Records:
     return Records.of(plan, views)
-

@@ -1,0 +1,30 @@
+"""Kernels read nothing beyond their inputs, write every element of their results and nothing else."""
+
+import numpy as np
+import pytest
+from executors import on_kernels
+from poison import STRUCTURES, Guarded, call
+
+from cuflash.testing import assert_within_bounds
+
+
+@on_kernels
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_poison_around_every_array_is_neither_read_nor_overwritten(run, name):
+    example = STRUCTURES[name].example()
+    results = call(example, run)
+    assert_within_bounds(example, **results)
+
+
+@on_kernels
+def test_an_element_too_many_or_too_few_is_noticed(run):
+    guarded = Guarded.of((3, 4), np.float32, run, 2)
+    guarded.view[...] = 1
+    assert (guarded.result("x", run) == 1).all()
+    guarded.view[:, 1:] = 1
+    with pytest.raises(AssertionError, match="x has elements that were not written"):
+        guarded.result("x", run)
+    guarded.view[...] = 1
+    guarded.memory[7] = 0
+    with pytest.raises(AssertionError, match="memory around x was written"):
+        guarded.result("x", run)
