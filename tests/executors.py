@@ -121,7 +121,8 @@ def _is_long() -> bool:
 
 # A kernel of the simulator takes a second to build for every dtype, tile and room for dims: few of them, all dtypes.
 SIM = Run("sim", (("widest", 32), ("most_scores", 1 << 13), ("most_rows", 400)), most_examples=10)
-CPU, GPU = Run("cpu"), Run("gpu")
+GPU = Run("gpu", (("widest", 32),), most_examples=15)
+CPU = Run("cpu")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
 RUNS = (CPU, pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu))
 KERNELS = RUNS[1:]

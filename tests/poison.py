@@ -29,7 +29,7 @@ class PoisonedGpu(gpu._Gpu):
 
 @dataclass
 class Guarded:
-    """An array in the middle of a larger one, all bits of which are set: NaN in every dtype, and none that is computed."""
+    """An array in the middle of a larger one, with every bit set: NaN in each dtype, and one that nobody computes."""
 
     memory: Any
     view: Any

@@ -26,18 +26,36 @@ def test_a_probe_leaves_what_numpy_says(launch: Launch) -> None:
 
 @pytest.mark.gpu
 @launches
+def test_a_probe_on_a_gpu_leaves_what_numpy_says(launch: Launch) -> None:
+    assert_expected(launch, launch.on_gpu())
+
+
+@pytest.mark.gpu
+@launches
 @needs_compiler
-def test_a_gpu_leaves_the_same_bits_as_the_simulator(launch: Launch) -> None:
+def test_a_probe_on_a_gpu_leaves_the_simulators_bits(launch: Launch) -> None:
     on_gpu, simulated = launch.on_gpu(), launch.on_simulator()
-    assert_expected(launch, on_gpu)
     for place, expected in launch.expected.items():
+        first, second = on_gpu[place], simulated[place]
         if expected.ulps:
-            where = np.ones(np.shape(expected.values), bool) if expected.where is None else expected.where
-            np.testing.assert_allclose(
-                on_gpu[place][where], simulated[place][where], rtol=expected.ulps * np.finfo(on_gpu[place].dtype).eps
-            )
+            where = np.ones(first.shape, bool) if expected.where is None else expected.where
+            np.testing.assert_allclose(first[where], second[where], rtol=expected.ulps * np.finfo(first.dtype).eps)
         else:
-            assert same_bits(on_gpu[place], simulated[place])
+            assert same_bits(first, second), (launch.name, place)
+
+
+def texts() -> dict[str, Launch]:
+    """A launch of each text that is compiled."""
+    walked_ = [walk(*WALKS[name]).launch for name in WALKS]
+    return {launch.text(host=False): launch for launch in (*LAUNCHES, *walked_)}
+
+
+def test_every_probe_compiles_for_a_gpu(nvrtc: tuple[int, int]) -> None:
+    from cuda.core import Program, ProgramOptions
+
+    for text, launch in texts().items():
+        code = Program(text, "c++", options=ProgramOptions(arch="sm_90", std="c++17")).compile("cubin").code
+        assert launch.entry.encode() in code
 
 
 @pytest.fixture(params=WALKS)

@@ -44,7 +44,8 @@ from cuflash.simulated import Simulator
 from cuflash.testing import assert_within_bounds
 from executors import SIM
 sanitize, *edit = sys.argv[1:]
-with tempfile.TemporaryDirectory() as folder, (planting.planted(Path(folder), *edit) if edit else contextlib.nullcontext()):
+folder = tempfile.TemporaryDirectory()
+with planting.planted(Path(folder.name), *edit) if edit else contextlib.nullcontext():
     for name in ("mask: causal, with lengths", "mask: a few bits", "mask: full and interval blocks of 128"):
         example = poison.STRUCTURES[name].example()
         if sanitize == "address":  # the ends of arrays are the ends of their memory
@@ -57,8 +58,8 @@ print("end", file=sys.stderr)
 """
 PLANTED = {
     "thread": ("simt/forward.cu", "    __syncthreads();  // K is read\n", "", "WARNING: ThreadSanitizer: data race"),
-    "address": ("tile/copy.cuh", "    if (row < from.num_rows && column < from.num_columns && is_kept(row))\n      x = *",
-                "    if (is_kept(row))\n      x = *", "ERROR: AddressSanitizer: heap-buffer-overflow"),
+    "address": ("tile/copy.cuh", "if (row < from.num_rows && column < from.num_columns && is_kept(row))\n      x = *",
+                "if (is_kept(row))\n      x = *", "ERROR: AddressSanitizer: heap-buffer-overflow"),
     "undefined": ("attention/steps.cuh", ">> key % 8 & 1", ">> key & 1", "undefined behaviour: .*a shift by"),
 }  # fmt: skip
 

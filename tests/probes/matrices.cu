@@ -35,16 +35,16 @@ CUFLASH_DEVICE void both(const Params& params, int form, Load load, Store store)
 extern "C" __global__ void matrices(const uint16_t* memory, const int* rows, const uint32_t* fragments, uint32_t* loaded,
                                     uint16_t* stored) {
   const Params params{memory, rows, fragments, loaded, stored};
-  both<1>(params, 0, [](auto& m, uint32_t a) { ptx::ldmatrix_x1(m, a); },
-          [](uint32_t a, auto& m) { ptx::stmatrix_x1(a, m); });
-  both<2>(params, 1, [](auto& m, uint32_t a) { ptx::ldmatrix_x2(m, a); },
-          [](uint32_t a, auto& m) { ptx::stmatrix_x2(a, m); });
-  both<4>(params, 2, [](auto& m, uint32_t a) { ptx::ldmatrix_x4(m, a); },
-          [](uint32_t a, auto& m) { ptx::stmatrix_x4(a, m); });
-  both<1>(params, 3, [](auto& m, uint32_t a) { ptx::ldmatrix_x1_trans(m, a); },
-          [](uint32_t a, auto& m) { ptx::stmatrix_x1_trans(a, m); });
-  both<2>(params, 4, [](auto& m, uint32_t a) { ptx::ldmatrix_x2_trans(m, a); },
-          [](uint32_t a, auto& m) { ptx::stmatrix_x2_trans(a, m); });
-  both<4>(params, 5, [](auto& m, uint32_t a) { ptx::ldmatrix_x4_trans(m, a); },
-          [](uint32_t a, auto& m) { ptx::stmatrix_x4_trans(a, m); });
+  both<1>(params, 0, [](uint32_t (&m)[1], uint32_t a) { ptx::ldmatrix_x1(m, a); },
+          [](uint32_t a, uint32_t (&m)[1]) { ptx::stmatrix_x1(a, m); });
+  both<2>(params, 1, [](uint32_t (&m)[2], uint32_t a) { ptx::ldmatrix_x2(m, a); },
+          [](uint32_t a, uint32_t (&m)[2]) { ptx::stmatrix_x2(a, m); });
+  both<4>(params, 2, [](uint32_t (&m)[4], uint32_t a) { ptx::ldmatrix_x4(m, a); },
+          [](uint32_t a, uint32_t (&m)[4]) { ptx::stmatrix_x4(a, m); });
+  both<1>(params, 3, [](uint32_t (&m)[1], uint32_t a) { ptx::ldmatrix_x1_trans(m, a); },
+          [](uint32_t a, uint32_t (&m)[1]) { ptx::stmatrix_x1_trans(a, m); });
+  both<2>(params, 4, [](uint32_t (&m)[2], uint32_t a) { ptx::ldmatrix_x2_trans(m, a); },
+          [](uint32_t a, uint32_t (&m)[2]) { ptx::stmatrix_x2_trans(a, m); });
+  both<4>(params, 5, [](uint32_t (&m)[4], uint32_t a) { ptx::ldmatrix_x4_trans(m, a); },
+          [](uint32_t a, uint32_t (&m)[4]) { ptx::stmatrix_x4_trans(a, m); });
 }
