@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,26 +33,47 @@ class Guarded:
     """An array in the middle of a larger one, with every bit set: NaN in each dtype, and one that nobody computes."""
 
     memory: Any
-    view: Any
+    shape: tuple[int, ...]
+    dtype: Any
+    margin: int
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dtype: Any, run: Run, margin: int) -> Guarded:
         size = math.prod(extent + 2 * margin for extent in shape)
         memory = run.put(np.full(size * np.dtype(dtype).itemsize, 0xFF, np.uint8))
-        inner = (slice(margin, -margin or None),) * len(shape)
-        return cls(memory, memory.view(dtype).reshape([extent + 2 * margin for extent in shape])[inner])
+        return cls(memory, shape, np.dtype(dtype), margin)
+
+    @property
+    def view(self) -> Any:
+        """The array itself."""
+        return self._inner(self.memory)
+
+    def _inner(self, memory: Any) -> Any:
+        whole = memory.view(self.dtype).reshape([extent + 2 * self.margin for extent in self.shape])
+        return whole[(slice(self.margin, -self.margin or None),) * len(self.shape)]
 
     def result(self, name: str, run: Run) -> Any:
         """What was written; fails where anything was written around it, or not everything in it."""
-        result = run.get(self.view).copy()
+        memory = run.get(self.memory).copy()
+        inner = self._inner(memory)
+        result = inner.copy()
         assert not np.isnan(result.astype(np.float64)).any(), f"{name} has elements that were not written, or are NaN"
-        self.view.view(f"u{self.view.itemsize}")[...] = ~run.put(np.zeros((), f"u{self.view.itemsize}"))
-        assert (run.get(self.memory) == 0xFF).all(), f"memory around {name} was written"
+        inner.view(f"u{inner.itemsize}")[...] = np.iinfo(f"u{inner.itemsize}").max
+        assert (memory == 0xFF).all(), f"memory around {name} was written"
         return result
 
 
-def call(example: Example, run: Run, machine: Any = None, margin: int = MARGIN) -> dict[str, Any]:
-    """All results of both passes on guarded memory; `machine` runs the kernels, the executor's own unless given."""
+def call(
+    example: Example,
+    run: Run,
+    machine: Any = None,
+    margin: int = MARGIN,
+    check: Callable[..., object] = lambda **results: None,
+) -> dict[str, Any]:
+    """All results of both passes on guarded memory.
+
+    `machine` runs the kernels, the executor's own unless given; `check` sees what each pass returns, before the next.
+    """
     machine = machine or (PoisonedGpu() if run.is_on_device else Simulator())
     q, k, v, do, dlse = (run.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
     plan = cuflash.plan(q, k, v, mask=example.mask, scale=example.scale, executor=run.executor).plan
@@ -59,6 +81,8 @@ def call(example: Example, run: Run, machine: Any = None, margin: int = MARGIN) 
     o = Guarded.of(problem.o_shape(), problem.dtype, run, margin)
     lse = Guarded.of(problem.lse_shape(), problem.accumulator, run, margin)
     passes.forward(plan, machine, q, k, v, o.view, lse.view)
+    forward = {"o": o.result("o", run), "lse": lse.result("lse", run)}
+    check(**forward)
     shapes = problem.argument_shapes()
     heads = {"q": problem.num_heads, "k": problem.num_kv_heads, "v": problem.num_kv_heads}
     gradients = {}
@@ -67,10 +91,11 @@ def call(example: Example, run: Run, machine: Any = None, margin: int = MARGIN) 
         kind = problem.dtype if full == shape else problem.accumulator
         gradients[name] = Guarded.of(full, kind, run, margin)
     passes.backward(plan, machine, do, q, k, v, o.view, lse.view, dlse, *(each.view for each in gradients.values()))
-    results = {"o": o.result("o", run), "lse": lse.result("lse", run)}
+    backward = {}
     for name, each in gradients.items():
-        results[f"d{name}"] = _summed_to(each.result(f"d{name}", run), shapes[name], problem.dtype)
-    return results
+        backward[f"d{name}"] = _summed_to(each.result(f"d{name}", run), shapes[name], problem.dtype)
+    check(**backward)
+    return forward | backward
 
 
 def _dense(*shape: int, density: float = 0.3) -> Any:

@@ -370,25 +370,21 @@ def stores(dtype: str) -> Iterator[Launch]:
         "transposed": lambda x: x[:64, :32].T,
     }
     for (name, place), first in itertools.product(places.items(), (0, 5)):
-        arguments: list[Any] = []
-        right: list[Any] = []
-        for _ in range(2):
-            to = place(np.full((70, 140), SENTINEL).astype(_numpy(dtype)))
-            after = _own(to)
-            height, width = min(32, len(to) - first), min(64, to.shape[1])
-            number = 1000.0 * np.arange(height)[:, None] + np.arange(width)
-            after[first : first + height, :width] = number.astype(_wide(dtype)).astype(_numpy(dtype))
-            arguments.append(to)
-            right.append(after)
-        memory = np.full((32, _pitch(dtype, 64)), SENTINEL, _wide(dtype))
-        memory[:, :64] = 1000 * np.arange(32)[:, None] + np.arange(64)
-        to = arguments[0]
+        memory = np.full((70, 140), SENTINEL).astype(_numpy(dtype))
+        after = memory.copy()
+        to = place(after)
+        start = np.int64((to.ctypes.data - after.ctypes.data) // to.itemsize)
         strides = [np.int64(step // to.itemsize) for step in to.strides]
         limits = [np.int32(first), np.int32(to.shape[0]), np.int32(to.shape[1])]
+        height, width = min(32, len(to) - first), min(64, to.shape[1])
+        number = 1000.0 * np.arange(height)[:, None] + np.arange(width)
+        to[first : first + height, :width] = number.astype(_wide(dtype)).astype(_numpy(dtype))
+        shared = np.full((32, _pitch(dtype, 64)), SENTINEL, _wide(dtype))
+        shared[:, :64] = 1000 * np.arange(32)[:, None] + np.arange(64)
         yield _tile(
             f"store, {name}, from row {first}", "stores", dtype,
-            (*arguments, *strides, *limits, memory * 0, memory * 0),
-            {0: Expected(right[0]), 1: Expected(right[1]), 7: Expected(memory), 8: Expected(memory)},
+            (memory, memory.copy(), start, *strides, *limits, shared * 0, shared * 0),
+            {0: Expected(after), 1: Expected(after), 8: Expected(shared), 9: Expected(shared)},
         )  # fmt: skip
 
 

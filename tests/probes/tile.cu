@@ -82,10 +82,12 @@ CUFLASH_DEVICE void store_both(const Matrix<Element>& matrix, T* memory) {
 
 // Rows first <= x < last of a matrix, and shared memory, after a store of 1000 row + column; by both kinds of tiles.
 extern "C" __global__ void __launch_bounds__(kThreads)
-stores(Element* plain, Element* in_runs, int64_t row_stride, int64_t column_stride, int first, int last, int num_columns,
-       T* memory, T* run_memory) {
-  store_both<Plain>(Matrix<Element>{plain, row_stride, column_stride, last, num_columns}.rows(first, last), memory);
-  store_both<InRuns>(Matrix<Element>{in_runs, row_stride, column_stride, last, num_columns}.rows(first, last), run_memory);
+stores(Element* plain, Element* in_runs, int64_t start, int64_t row_stride, int64_t column_stride, int first, int last,
+       int num_columns, T* memory, T* run_memory) {
+  const Matrix<Element> to{plain + start, row_stride, column_stride, last, num_columns};
+  const Matrix<Element> runs_to{in_runs + start, row_stride, column_stride, last, num_columns};
+  store_both<Plain>(to.rows(first, last), memory);
+  store_both<InRuns>(runs_to.rows(first, last), run_memory);
 }
 
 // c + a b^T with b [kColumns, kDepth], and c + a b with b [kDepth, kColumns], c being 1000 row + column.
