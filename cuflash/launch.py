@@ -172,28 +172,23 @@ def _output_reasons(name: str, array: Any, shape: tuple[int, ...], dtype: Any, i
     """Why an array cannot be written to as a result."""
     if array is None:
         return []
-    home = namespace(inputs["q"])
-    if not is_array(array) or namespace(array) is not home:
-        kind = "NumPy" if home is np else "CuPy"
-        return [f"{name} must be a {kind} array of shape {shape} and dtype {dtype}; got {describe(array)}"]
+    if not isinstance(array, np.ndarray):
+        return [f"{name} must be a NumPy array of shape {shape} and dtype {dtype}; got {describe(array)}"]
     reasons = []
     if array.shape != shape or array.dtype != dtype:
         reasons.append(f"{name} must have shape {shape} and dtype {dtype}; got {array.shape} and {array.dtype}")
-    if not getattr(array.flags, "writeable", True):  # CuPy's arrays always are
+    if not array.flags.writeable:
         reasons.append(f"{name} must be writeable; got a read-only array")
     if array.size and any(stride == 0 and extent > 1 for stride, extent in zip(array.strides, array.shape)):
         reasons.append(f"{name} must not be a broadcast view; got strides {array.strides}: give an array of its own")
     for other, value in inputs.items():
-        if namespace(value) is home and _overlap(array, value):
+        if isinstance(value, np.ndarray) and _overlap(array, value):
             reasons.append(f"{name} must not overlap {other} in memory: give an array of its own")
     return reasons
 
 
 def _overlap(first: Array, second: Array) -> bool:
-    """Whether two arrays share any element; yes where that would be hard to tell, or need a device's answer."""
-    xp = namespace(first)
-    if xp is not np:
-        return bool(xp.may_share_memory(first, second))
+    """Whether two arrays share any element; yes where that would be hard to tell."""
     try:
         return bool(np.shares_memory(first, second, max_work=1 << 16))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:

@@ -161,17 +161,9 @@ def structures() -> dict[str, Structure]:
         found[f"layout {layout}"] = Structure(
             num_heads=2, **plain, head_dim=32, value_dim=32, layouts=(layout,) * 5, mask=masks.Causal("top_left")
         )
-    sizes = {"no query": (0, 5), "no key": (5, 0), "one of each": (1, 1), "one query": (1, 130), "one key": (130, 1)}
-    for name, (seqlen_q, seqlen_kv) in sizes.items():
-        found[name] = Structure(num_heads=2, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    for seqlen_q, seqlen_kv in ((1, 1), (1, 130), (130, 1)):
+        found[f"{seqlen_q} x {seqlen_kv}"] = Structure(num_heads=2, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
     found |= {
-        "no batch entry": Structure(q_batch=(0,), k_batch=(0,), v_batch=(0,), seqlen_q=5, seqlen_kv=5),
-        "no batch entry among axes that do not fold": Structure(
-            q_batch=(2, 1, 2, 1, 0), k_batch=(1, 2, 1, 2, 1), v_batch=(1,) * 5, seqlen_q=5, seqlen_kv=5
-        ),
-        "no batch entry in the first of many axes": Structure(
-            q_batch=(0, 1, 2, 1, 2), k_batch=(1, 2, 1, 2, 1), v_batch=(1,) * 5, seqlen_q=5, seqlen_kv=5
-        ),
         "five axes that do not fold": Structure(
             q_batch=(2, 1, 3, 1, 2), k_batch=(1, 2, 1, 2, 1), v_batch=(2, 2, 1, 1, 1), num_heads=2, num_kv_heads=1,
             seqlen_q=20, seqlen_kv=30, mask=masks.Lengths(kv=np.arange(48).reshape(2, 2, 3, 2, 2) % 31),
@@ -184,3 +176,12 @@ def structures() -> dict[str, Structure]:
 
 
 STRUCTURES = structures()
+_MANY_AXES = {"k_batch": (1, 2, 1, 2, 1), "v_batch": (1,) * 5}
+EMPTY = {
+    "no query": Structure(num_heads=2, seqlen_q=0, seqlen_kv=5),
+    "no key": Structure(num_heads=2, seqlen_q=5, seqlen_kv=0),
+    "neither": Structure(has_heads=False, seqlen_q=0, seqlen_kv=0),
+    "no batch entry": Structure(q_batch=(0,), k_batch=(0,), v_batch=(0,), seqlen_q=5, seqlen_kv=5),
+    "no entry of the last of many axes": Structure(q_batch=(2, 1, 2, 1, 0), **_MANY_AXES, seqlen_q=5, seqlen_kv=5),
+    "no entry of the first of many axes": Structure(q_batch=(0, 1, 2, 1, 2), **_MANY_AXES, seqlen_q=5, seqlen_kv=5),
+}

@@ -42,7 +42,8 @@ class Record:
     def at(self, lists: Mapping[str, Any], address: Any) -> Any:
         problem = self.plan.problem
         view = View("lse", problem.accumulator, problem.lse_shape(), (0,) * len(problem.lse_shape()))
-        (record,) = Records.of(self.plan, (view,)).at({name: address(array) for name, array in lists.items()})
+        addresses = {name: address(array) for name, array in lists.items()}
+        (record,) = Records.of(self.plan, (view,)).at({"lse": 0} | addresses)
         return record
 
 

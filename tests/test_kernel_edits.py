@@ -65,8 +65,8 @@ EDITS = {
         "attention/steps.cuh", "place.entry * work.interval_batch_stride + ", ""
     ),
     "a tile of keys visits too few queries": (
-        "attention/steps.cuh", "rows_starting_by(params, tile.place, tile.last - 1),", "rows_starting_by(params, "
-        "tile.place, tile.first),",
+        "attention/steps.cuh", "rows_starting_by(params, tile.place, tile.last - 1),",
+        "rows_starting_by(params, tile.place, tile.first),",
     ),
     "a tile runs over its block": (
         "attention/work_tile.cuh", "min(min(work.first + height, start + block), length)",
@@ -75,17 +75,19 @@ EDITS = {
     "every launch takes the masks of the first": ("attention/work_tile.cuh", "shape.first_batch + matrix", "matrix"),
     "delta is left out": ("attention/score_gradient.cuh", "p * (dp_to_ds - delta)", "p * dp_to_ds"),
     "dlse has the wrong sign": ("attention/score_gradient.cuh", "sum -= dlse.at", "sum += dlse.at"),
-    "delta of the last row is not written": (
-        "attention/score_gradient.cuh", "if (is_there && tile::column_lane() == 0)",
-        "if (query < work.last - 1 && tile::column_lane() == 0)",
+    "delta of the last row is lost": (
+        "attention/score_gradient.cuh", "kept.at(query, 0) = sum;",
+        "kept.at(query, 0) = query < work.last - 1 ? sum : 0;",
     ),
     # the room tile
-    "columns past the end are loaded": (
-        "tile/copy.cuh", "column < from.num_columns && is_kept(row)) x = widen", "is_kept(row)) x = widen"
+    "the last column is the first": (
+        "tile/copy.cuh", "widen(from.at(row, column))",
+        "widen(from.at(row, column + 1 < from.num_columns ? column : 0))",
     ),
     "a vector past the last column is loaded": ("tile/copy.cuh", "from.num_columns % kVector == 0 && ", ""),
-    "one column too many is stored": ("tile/copy.cuh", "Tile::column(j) < to.num_columns", "Tile::column(j) <= "
-                                      "to.num_columns"),
+    "one column too many is stored": (
+        "tile/copy.cuh", "Tile::column(j) < to.num_columns", "Tile::column(j) <= to.num_columns"
+    ),
     "the last row is not stored": ("tile/copy.cuh", "Tile::row(i) < to.num_rows", "Tile::row(i) + 1 < to.num_rows"),
     "rows of a thread are neighbours": (
         "tile/register_tile.cuh", "return row_lane() + kRowLanes * i;", "return row_lane() * kRows + i;"
@@ -94,9 +96,13 @@ EDITS = {
         "tile/register_tile.cuh", "(j / Run * kColumnLanes + column_lane()) * Run + j % Run",
         "j / Run * kColumnLanes * Run + column_lane() + j % Run",
     ),
-    "half a row is summed": ("tile/register_tile.cuh", "step < kColumnLanes; step", "step < kColumnLanes / 2; step"),
-    "elements lie closer than vectors": ("tile/shared_tile.cuh", "data[row * kPitch + column]", "data[row * Columns + "
-                                         "column]"),
+    "half a row is summed": (
+        "tile/register_tile.cuh", "x += __shfl_xor_sync(0xffffffffu, x, step);",
+        "x += step > 2 ? T(0) : __shfl_xor_sync(0xffffffffu, x, step);",
+    ),
+    "elements lie closer than vectors": (
+        "tile/shared_tile.cuh", "data[row * kPitch + column]", "data[row * Columns + column]"
+    ),
     "a vector is multiplied backwards": ("tile/product.cuh", "b_frag[j].at[e]", "b_frag[j].at[kVector - 1 - e]"),
     "a row of b is multiplied again and again": ("tile/product.cuh", "b.vector(k + e, ", "b.vector(k, "),
 }  # fmt: skip

@@ -4,8 +4,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from executors import on_kernels
-from poison import STRUCTURES, Guarded, call
+from executors import on_every_executor, on_kernels
+from poison import EMPTY, STRUCTURES, Guarded, call
 
 from cuflash.testing import assert_within_bounds
 
@@ -15,6 +15,15 @@ from cuflash.testing import assert_within_bounds
 def test_poison_around_every_array_is_neither_read_nor_overwritten(run, name):
     example = STRUCTURES[name].example()
     call(example, run, check=partial(assert_within_bounds, example))
+
+
+@on_every_executor
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_problem_of_size_0_has_shaped_results(run, name):
+    example = EMPTY[name].example()
+    results = run.everything(example)
+    assert_within_bounds(example, **results)
+    assert results["o"].shape == example.problem.o_shape()
 
 
 @on_kernels

@@ -126,7 +126,7 @@ def test_out_receives_the_same_bits(run, example):
 # Executors side by side
 
 
-@pytest.mark.parametrize(
+in_pairs = pytest.mark.parametrize(
     "pair",
     [
         pytest.param((CPU, SIM), marks=needs_compiler, id="cpu-sim"),
@@ -134,12 +134,28 @@ def test_out_receives_the_same_bits(run, example):
         pytest.param((SIM, GPU), marks=[needs_compiler, pytest.mark.gpu], id="sim-gpu"),
     ],
 )
+
+
+def side_by_side(dtype, **changes):
+    for mask in (None, masks.Causal("bottom_right"), masks.BlockPattern(np.eye(3, 5, dtype=bool), (50, 40))):
+        yield Structure(
+            num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=200, head_dim=24, dtype=dtype, mask=mask, **changes
+        ).example()
+
+
+@in_pairs
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_executors_agree_on_exact_sums_bit_for_bit(pair, dtype):
+    for example in side_by_side(dtype, values="lattice"):
+        flat = example.but(q=np.zeros_like(example.q))  # every weight is 1
+        first, second = (run.attention(flat.q, flat.k, flat.v, mask=flat.mask) for run in pair)
+        assert_within("o", second, first, 0.0, flat)
+
+
+@in_pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_executors_agree_within_the_sum_of_their_bounds(pair, dtype):
-    for mask in (None, masks.Causal("bottom_right"), masks.BlockPattern(np.eye(3, 5, dtype=bool), (50, 40))):
-        example = Structure(
-            num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=200, head_dim=24, dtype=dtype, mask=mask
-        ).example()
+    for example in side_by_side(dtype):
         first, second = (run.everything(example) for run in pair)
         for name, result in first.items():
             assert_within(name, second[name], result, 2 * getattr(example.bounds, name), example)
