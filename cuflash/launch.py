@@ -305,7 +305,7 @@ class Executable:
 
 
 def lie_of(q: Array, k: Array, v: Array) -> Hashable:
-    """Kind, shape, strides, dtype and device of plain arrays; None for anything else, and before a GPU was used.
+    """Kind, shape, strides, dtype and device of plain arrays; None for anything else.
 
     Two calls for which all of it is equal are refused for the same reasons, or for none, but for odd addresses.
     """
@@ -315,8 +315,10 @@ def lie_of(q: Array, k: Array, v: Array) -> Hashable:
     if kind is np.ndarray:
         return q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
     cupy = sys.modules.get("cupy")
-    if cupy is None or kind is not cupy.ndarray or not compile.is_started():
+    if cupy is None or kind is not cupy.ndarray:
         return None
+    if not compile.is_started():
+        compile.current_device()
     return (
         q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype,
         q.data.device_id, k.data.device_id, v.data.device_id, cupy.cuda.runtime.getDevice(),
