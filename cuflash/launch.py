@@ -187,10 +187,10 @@ class Executable:
 
     def explain(self) -> str:
         """What was decided and why, a line each; of kernels that this process compiled, what they take."""
-        notes = {}
+        notes = dict.fromkeys(self.plan.specs, "simulated") if self.executor == "sim" else {}
+        capability = self.plan.device.compute_capability if self.executor == "gpu" else None
         for entry, spec in self.plan.specs.items():
-            capability = self.plan.device.compute_capability
-            made = compile.compiled(spec, capability) if self.executor == "gpu" and capability else None
+            made = compile.compiled(spec, capability) if capability is not None else None
             if made is not None:
                 notes[entry] = f"{made.resources.registers} registers, {made.resources.stack_bytes} bytes of stack"
         lines = [f"executor   {self.executor}"]

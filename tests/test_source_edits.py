@@ -166,8 +166,8 @@ EDITS = {
     ),
     "broadcast gradients are not summed": (
         "launch",
-        "gradient.sum(axis=axes, keepdims=True)",
-        "gradient.max(axis=axes, keepdims=True)",
+        "gradient.sum(axis=(*range(missing), *narrow))",
+        "gradient.max(axis=(*range(missing), *narrow))",
     ),
 }
 
