@@ -131,6 +131,19 @@ def test_a_call_after_others_gives_what_it_gives_alone(executor, data):
         assert outcome(options) == result
 
 
+@pytest.mark.parametrize(
+    ("sound", "equal_but_wrong"),
+    [
+        ({"causal": True}, {"causal": 1}), ({"causal": False}, {"causal": 0}),
+        ({"window": (3, 1)}, {"window": (3.0, 1)}), ({"window": (1, 0)}, {"window": (True, False)}),
+    ],
+)  # fmt: skip
+def test_what_equals_a_sound_option_is_refused_after_it_too(sound, equal_but_wrong):
+    for _ in range(2):
+        cuflash.attention(Q, K, V, **sound)
+    assert sound == equal_but_wrong and len(reasons_of(cuflash.attention, Q, K, V, **equal_but_wrong)) == 1
+
+
 def test_a_misaligned_array_is_refused_by_a_repeated_call_too(cupy):
     arrays = [cupy.asarray(array) for array in (Q, K, V)]
     cuflash.attention(*arrays)
