@@ -17,7 +17,7 @@ from .mask import Mask, held_arrays
 from .memory import device_number
 from .plans import Plan, make_plan
 from .problem import Problem
-from .tiles import ENTRIES
+from .tiles import ENTRIES, family_reasons
 from .work_list import requested_mask
 
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
@@ -108,7 +108,9 @@ def attention(
         1 / sqrt(head_dim) unless given.
         Arrays of any library with DLPack are taken where they lie and without a copy; results are NumPy's or CuPy's.
     kernel : str
-        Of the gpu and sim executors "auto" or a family's name: "simt", which serves everything.
+        Of the gpu and sim executors "auto" or a family's name: "simt", which serves everything, or "naive", the baseline
+        that others are compared with: three kernels over whole matrices of scores, so memory is not linear; float16 and
+        float32.
     executor : str
         "auto" lets the arrays decide: "gpu" for arrays on a CUDA device, which must be CuPy's current one, on whose
         current stream everything runs; "cpu" for all others. "sim" runs the GPU's kernels on a simulator, for tests.
@@ -281,6 +283,7 @@ def plan(
     q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     where = _executor((q, k, v), executor, device)
     reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
+    family = None if where == "cpu" else _AUTO if kernel == "auto" else kernel
     problem = None
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale)
@@ -291,11 +294,11 @@ def plan(
     if problem is not None:
         with collecting(reasons):
             resolved = requested_mask(mask, causal, window, problem.mask_shape, namespace(q) if is_array(q) else None)
+        reasons += family_reasons(family, problem)
     if resolved is not None and where == "gpu" and device is None and not reasons:
         reasons += _mask_device_reasons(resolved)
     if reasons or problem is None or resolved is None:
         raise UnsupportedProblem(reasons)
-    family = None if where == "cpu" else _AUTO if kernel == "auto" else kernel
     made = _plan(problem, resolved, device or _device(where), family)
     for spec in made.specs.values():
         assert made.device.compute_capability is not None
@@ -385,7 +388,7 @@ def _repeated(key: Hashable) -> Forward | None:
 
 
 def _remember(key: Hashable, ready: Executable, q: Array, k: Array, v: Array) -> None:
-    if key is None or ready.executor == "sim" or ready.plan.is_empty:
+    if key is None or not ready.is_repeatable:
         return
     try:
         hash(key)

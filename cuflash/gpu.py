@@ -217,7 +217,7 @@ def refuse_capture(reason: str) -> None:
 
 def forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    passes.forward(plan, _GPU, q, k, v, o, lse)
+    keep(plan, *passes.forward(plan, _GPU, q, k, v, o, lse))
 
 
 def backward(
@@ -234,7 +234,7 @@ def backward(
     dv: Array,
 ) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
-    keep(plan, passes.backward(plan, _GPU, do, q, k, v, o, lse, dlse, dq, dk, dv))
+    keep(plan, *passes.backward(plan, _GPU, do, q, k, v, o, lse, dlse, dq, dk, dv))
 
 
 _captured: WeakKeyDictionary[Plan, list[Array]] = WeakKeyDictionary()
@@ -267,7 +267,8 @@ def repeated_forward(
     """
     import cupy
 
-    records, launches = passes.bound(plan, passes.FORWARD, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
+    assert plan.family is not None
+    records, launches = passes.bound(plan, passes.FORWARD[plan.family].entries, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
     resident = _GPU.resident(plan.work)
     lists = {} if resident is None else resident.arrays
     fill = records.placed({name: _GPU.address(array) for name, array in lists.items()}).filled

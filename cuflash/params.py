@@ -11,7 +11,7 @@ import numpy as np
 
 from .arrays import Array
 from .plans import Plan
-from .records import ARRAYS, BATCH_AXES, LISTS, PARAMS, ROW_VECTORS, WORK
+from .records import ARRAYS, BATCH_AXES, LISTS, PARAMS, ROW_VECTORS, WHOLE, WHOLE_ARRAYS, WORK
 from .work_list import IntervalWork, WorkList
 
 UNLIMITED = 1 << 40  # beyond any length, and far from overflow
@@ -19,10 +19,12 @@ UNLIMITED = 1 << 40  # beyond any length, and far from overflow
 
 def _places() -> dict[str, int]:
     """Where each address lies in a record, in words of 8 bytes."""
-    assert PARAMS.fields is not None and WORK.fields is not None
-    work = PARAMS.fields["work"][1]
-    arrays = {name: PARAMS.fields[name][1] // 8 for name in ARRAYS}
-    return arrays | {name: (work + WORK.fields[name][1]) // 8 for name in ("lo", "hi", *LISTS)}
+    assert PARAMS.fields is not None and WORK.fields is not None and WHOLE.fields is not None
+    work, whole = PARAMS.fields["work"][1], PARAMS.fields["whole"][1]
+    bytes_before = {name: PARAMS.fields[name][1] for name in ARRAYS}
+    bytes_before |= {name: work + WORK.fields[name][1] for name in ("lo", "hi", *LISTS)}
+    bytes_before |= {name: whole + WHOLE.fields[name][1] for name in WHOLE_ARRAYS}
+    return {name: number // 8 for name, number in bytes_before.items()}
 
 
 _PLACES = _places()
@@ -65,7 +67,8 @@ class Records:
             for index, (view, steps) in enumerate(zip(views, strides)):
                 start = sum(number * by[index] for number, (_, by) in zip(place, outer)) * view.dtype.itemsize
                 batch = [0] * padding + [by[index] for _, by in inner]
-                record[view.name] = (start, batch, *steps[-3:], view.dtype == problem.accumulator)
+                within = record["whole"] if view.name in WHOLE_ARRAYS else record
+                within[view.name] = (start, batch, *steps[-3:], view.dtype == problem.accumulator)
             templates.append(record.copy())
             record["shape"]["first_batch"] += prod(extent for extent, _ in inner)
         return cls(views, tuple(templates))

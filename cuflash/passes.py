@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -13,9 +14,36 @@ from .source import KernelSpec
 from .tiles import shared_bytes
 from .work_list import WorkList
 
-FORWARD = ("forward",)
-BACKWARD = ("backward_rows", "backward_columns")
-_WRITES = {"forward": ("o", "lse"), "backward_rows": ("dq", "delta"), "backward_columns": ("dk", "dv")}
+
+class Pass(NamedTuple):
+    """The kernels of a pass in order, and beside inputs and results the arrays that they leave to each other."""
+
+    entries: tuple[str, ...]
+    workspaces: tuple[str, ...]
+
+
+FORWARD = {
+    "simt": Pass(("forward",), ()),
+    "naive": Pass(("scores", "softmax", "output"), ("scores",)),
+}
+BACKWARD = {
+    "simt": Pass(("backward_rows", "backward_columns"), ("delta",)),
+    "naive": Pass(
+        ("scores", "gradient_scores", "gradient_queries", "gradient_keys"),
+        ("scores", "score_gradients"),
+    ),
+}
+_WRITES = {
+    "simt_forward": ("o", "lse"),
+    "simt_backward_rows": ("dq", "delta"),
+    "simt_backward_columns": ("dk", "dv"),
+    "naive_scores": ("scores",),
+    "naive_softmax": ("scores", "lse"),
+    "naive_output": ("o",),
+    "naive_gradient_scores": ("scores", "score_gradients"),
+    "naive_gradient_queries": ("dq",),
+    "naive_gradient_keys": ("dk", "dv"),
+}
 
 
 class Machine(Protocol):
@@ -49,9 +77,12 @@ class Bound(NamedTuple):
     launches: tuple[Launch, ...]
 
 
-def forward(plan: Plan, machine: Machine, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
-    """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    _run(plan, machine, FORWARD, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
+def forward(plan: Plan, machine: Machine, q: Array, k: Array, v: Array, o: Array, lse: Array) -> list[Array]:
+    """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q].
+
+    What one kernel left to the next is returned, for whoever runs the kernels again.
+    """
+    return _run(plan, machine, FORWARD, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
 
 
 def backward(
@@ -67,18 +98,15 @@ def backward(
     dq: Array,
     dk: Array,
     dv: Array,
-) -> Array:
+) -> list[Array]:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes.
 
     What one kernel left to the next is returned, for whoever runs the kernels again.
     """
-    check, shape, dtype = checks.current(), plan.problem.lse_shape(), plan.problem.accumulator
-    delta = machine.empty(shape, dtype) if check is None else check.empty("delta", shape, dtype)
-    arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "dq": dq, "dk": dk, "dv": dv, "delta": delta}
+    arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "dq": dq, "dk": dk, "dv": dv}
     if dlse is not None:
         arrays["dlse"] = dlse
-    _run(plan, machine, BACKWARD, arrays)
-    return delta
+    return _run(plan, machine, BACKWARD, arrays)
 
 
 def bound(plan: Plan, entries: tuple[str, ...], arrays: dict[str, Array]) -> Bound:
@@ -101,9 +129,16 @@ _MOST_BOUND = 64  # ways for arrays to lie, of one plan
 _bound: WeakKeyDictionary[Plan, dict[tuple[tuple[str, ...], tuple[View, ...]], Bound]] = WeakKeyDictionary()
 
 
-def _run(plan: Plan, machine: Machine, entries: tuple[str, ...], arrays: dict[str, Array]) -> None:
+def _run(plan: Plan, machine: Machine, table: dict[str, Pass], arrays: dict[str, Array]) -> list[Array]:
+    assert plan.family is not None
+    entries, workspaces = table[plan.family]
+    check, problem = checks.current(), plan.problem
+    for name in workspaces:
+        shape = problem.lse_shape() if name == "delta" else (*problem.lse_shape(), problem.seqlen_kv)
+        empty = machine.empty if check is None else partial(check.empty, name)
+        arrays[name] = empty(shape, problem.accumulator)
     records, launches = bound(plan, entries, arrays)
-    lists, check = machine.lists(plan.work), checks.current()
+    lists = machine.lists(plan.work)
     if check is not None:
         checks.check_lists(plan.work, lists)
     filler = records.placed({name: machine.address(array) for name, array in lists.items()})
@@ -112,5 +147,5 @@ def _run(plan: Plan, machine: Machine, entries: tuple[str, ...], arrays: dict[st
         for record in params:
             machine.launch(spec, grid, nbytes, record)
         if check is not None:
-            written = {name: arrays[name] for name in _WRITES[spec.entry]}
-            check.after(spec.name, written)
+            check.after(spec.name, {name: arrays[name] for name in _WRITES[spec.name]})
+    return [arrays[name] for name in workspaces]

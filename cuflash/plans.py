@@ -84,13 +84,39 @@ class Plan:
 
     def grid(self, spec: KernelSpec) -> int:
         """Blocks that a kernel is launched with for all leading axes: a tile each, tiles stay within listed blocks."""
-        problem, num_batch = self.problem, self.problem.mask_shape.num_batch
-        if spec.entry == "backward_columns":
-            heads, length, listed, height = problem.num_kv_heads, problem.seqlen_kv, self.work.block_kv, spec.block_kv
+        problem, work = self.problem, self.work
+        query_tiles = self._num_tiles(problem.seqlen_q, work.block_q, spec.block_q)
+        key_tiles = self._num_tiles(problem.seqlen_kv, work.block_kv, spec.block_kv)
+        if spec.entry in ("backward_columns", "gradient_keys"):
+            tiles = problem.num_kv_heads * key_tiles
         else:
-            heads, length, listed, height = problem.num_heads, problem.seqlen_q, self.work.block_q, spec.block_q
+            tiles = problem.num_heads * query_tiles
+        head_tiles, value_tiles = -(-problem.head_dim // spec.head_dim), -(-problem.value_dim // spec.value_dim)
+        parts = {  # of a tile's work, a block each
+            "scores": key_tiles,
+            "output": value_tiles,
+            "gradient_scores": key_tiles,
+            "gradient_queries": head_tiles,
+            "gradient_keys": head_tiles + value_tiles,
+        }
+        return problem.mask_shape.num_batch * tiles * parts.get(spec.entry, 1)
+
+    def _num_tiles(self, length: int, listed: int, height: int) -> int:
         block = listed if isinstance(self.work, ListedWork) else height
-        return num_batch * heads * -(-length // block) * -(-block // height)
+        return -(-length // block) * -(-block // height)
+
+    @property
+    def family(self) -> str | None:
+        """Of the kernels that a GPU runs; None on the host."""
+        return next((spec.family for spec in self.specs.values()), None)
+
+    @property
+    def whole_matrices_bytes(self) -> int:
+        """Scores and their gradients, as the naive kernels' backward pass keeps them; the forward pass takes half."""
+        if self.family != "naive":
+            return 0
+        scores = self.num_matrices * self.problem.seqlen_q * self.problem.seqlen_kv
+        return 2 * scores * self.problem.accumulator.itemsize
 
     @property
     def workspace_bytes(self) -> int:
@@ -99,9 +125,11 @@ class Plan:
         On a GPU: one number a query, gradients in the accumulator's dtype over axes that were broadcast, with their
         sums where these are rounded, and the lists that kernels read; tiles lie in shared memory. On the host: two
         tiles of scores, three tiles of gathered and widened rows and one accumulator for each worker; one number a
-        query; and the work list.
+        query; and the work list. The naive kernels keep whole matrices of scores instead.
         """
         problem, itemsize = self.problem, self.problem.accumulator.itemsize
+        if self.family == "naive":
+            return self.whole_matrices_bytes + self.work.nbytes
         if self.device.compute_capability is not None:
             delta = self.num_matrices * problem.seqlen_q * itemsize
             return delta + self._summed_bytes + _list_bytes(self.work)
@@ -142,6 +170,9 @@ class Plan:
             f"FLOPs      {self.forward_flops} forward",
             f"workspace  {self.workspace_bytes} bytes, {listed} of them the work list",
         ]
+        if self.family == "naive":
+            lines[-1] += f", {self.whole_matrices_bytes} the whole scores and, backward, their gradients"
+            lines.insert(2, "kernel     naive: every score is made and kept, whatever the mask")
         return "\n".join(lines)
 
     def _describe_kernel(self, spec: KernelSpec, note: str) -> str:
@@ -176,7 +207,8 @@ def make_plan(problem: Problem, mask: Mask, device: DeviceSpec, family: str | No
         tile, specs = host_tile(problem, device), {}
     else:
         specs = kernel_specs(family, problem, device)
-        tile = Tile(specs["forward"].block_q, specs["forward"].block_kv)
+        first = next(iter(specs.values()))
+        tile = Tile(first.block_q, first.block_kv)
     work = work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
     if family is not None and isinstance(work, ListedWork):
         specs = kernel_specs(family, problem, device, (work.block_q, work.block_kv))

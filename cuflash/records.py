@@ -47,9 +47,13 @@ WORK = np.dtype(
     align=True,
 )
 ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta")
-PARAMS = np.dtype([*((name, MATRICES) for name in ARRAYS), ("shape", SHAPE), ("work", WORK)], align=True)
+WHOLE_ARRAYS = ("scores", "score_gradients")  # of the naive kernels
+WHOLE = np.dtype([(name, MATRICES) for name in WHOLE_ARRAYS], align=True)
+PARAMS = np.dtype(
+    [*((name, MATRICES) for name in ARRAYS), ("shape", SHAPE), ("work", WORK), ("whole", WHOLE)], align=True
+)
 ROW_VECTORS = ("lse", "dlse", "delta")  # of one number a row
-_RECORDS = {"Matrices": MATRICES, "Shape": SHAPE, "Work": WORK, "Params": PARAMS}
+_RECORDS = {"Matrices": MATRICES, "Shape": SHAPE, "Work": WORK, "WholeMatrices": WHOLE, "Params": PARAMS}
 
 
 def assertions(*, host: bool = False) -> str:

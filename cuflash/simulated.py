@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -15,28 +16,40 @@ from .tiles import THREADS
 from .work_list import WorkList
 
 
-class _Simulator:
-    """The host, as what runs kernels."""
+@dataclass(frozen=True)
+class Simulator:
+    """The host, as what runs kernels; tests give it a hostile schedule or a sanitizer.
+
+    Attributes
+    ----------
+    schedule : sim.Schedule
+        In which order threads run and copies arrive.
+    sanitize : "", "address", "undefined" or "thread"
+        As in `sim.build`.
+    """
+
+    schedule: sim.Schedule = sim.Schedule()
+    sanitize: sim.Sanitizer = ""
 
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return np.empty(shape, dtype)
+        return np.full(shape, np.nan, dtype)  # whoever reads what nobody wrote shall notice
 
     def lists(self, work: WorkList) -> dict[str, Array]:
         return work.lists
 
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, params: Any) -> None:
-        _kernel(spec)((grid,), THREADS, (params[()],), shared_bytes)
+        _kernel(spec, self.sanitize)((grid,), THREADS, (params[()],), shared_bytes, self.schedule)
 
 
 @lru_cache(maxsize=256)
-def _kernel(spec: KernelSpec) -> sim.Kernel:
-    return sim.build(source(spec, host=True), spec.name)
+def _kernel(spec: KernelSpec, sanitize: sim.Sanitizer) -> sim.Kernel:
+    return sim.build(source(spec, host=True), spec.name, sanitize=sanitize)
 
 
-_SIMULATOR = _Simulator()
+_SIMULATOR = Simulator()
 
 
 def forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:

@@ -99,11 +99,19 @@ def flatten(path: str, *, host: bool = False) -> str:
     return "".join(_flattened(path, set(), host))
 
 
+def flatten_text(text: str, name: str, *, host: bool = False) -> str:
+    """The same of a text that is no file of `kernels_cu/`; messages call it `name`."""
+    return "".join(_expanded(text, name, set(), host))
+
+
 def _flattened(path: str, seen: set[str], host: bool) -> Iterator[str]:
     seen.add(path)
-    shown = _shown(path, host)
+    yield from _expanded(_read(path, host), _shown(path, host), seen, host)
+
+
+def _expanded(text: str, shown: str, seen: set[str], host: bool) -> Iterator[str]:
     yield f'#line 1 "{shown}"\n'
-    for number, line in enumerate(_read(path, host).splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         include = _INCLUDE.fullmatch(line)
         if include is None:
             yield "\n" if line == "#pragma once" else line + "\n"  # each file comes once, and the text has no header
@@ -116,7 +124,7 @@ def _flattened(path: str, seen: set[str], host: bool) -> Iterator[str]:
             )
         if ours[1] not in seen:
             yield from _flattened(ours[1], seen, host)
-            yield f'#line {number + 1} "{shown}"\n'
+        yield f'#line {number + 1} "{shown}"\n'
 
 
 def _shown(path: str, host: bool) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import accumulator_dtype
+from .arrays import BFLOAT16, accumulator_dtype
 from .device import DeviceSpec
 from .errors import UnsupportedProblem
 from .problem import Problem
@@ -40,7 +40,7 @@ def host_tile(problem: Problem, device: DeviceSpec) -> Tile:
 # Kernels have room for these dimensions; a problem's own are rounded up.
 DIMS = (32, 64, 96, 128, 192, 256)
 THREADS = 128  # of a block of the simt family: kThreads
-_SPARE = 24
+_SPARE = 32
 _SIDES = (128, 64, 32, 16, 8)  # of a tile of the simt family
 
 
@@ -58,7 +58,20 @@ _SIMT = {
     "backward_rows": _Entry(True, 2, ("head_dim",), 112),
     "backward_columns": _Entry(False, 2, ("head_dim", "value_dim"), 160),
 }
-ENTRIES = {"simt": tuple(_SIMT)}
+ENTRIES = {
+    "simt": tuple(_SIMT),
+    "naive": ("scores", "softmax", "output", "gradient_scores", "gradient_queries", "gradient_keys"),
+}
+_NAIVE_SIDE = 32  # of a tile of the naive family, and the columns that it multiplies at a time
+_NAIVE_DTYPES = tuple(map(np.dtype, (np.float16, np.float32)))
+
+
+def family_reasons(family: str | None, problem: Problem) -> list[str]:
+    """Why a family of kernels does not serve a problem on any device."""
+    if family != "naive" or problem.dtype in _NAIVE_DTYPES:
+        return []
+    served = " or ".join(dtype.name for dtype in _NAIVE_DTYPES)
+    return [f"kernel='naive' takes {served}; got {problem.dtype}: convert q, k and v, or use kernel='simt'"]
 
 
 def kernel_specs(
@@ -74,8 +87,17 @@ def kernel_specs(
     Raises
     ------
     UnsupportedProblem
-        No tile fits the device's shared memory.
+        The family does not serve the dtype, or no tile fits the device's shared memory.
     """
+    reasons = family_reasons(family, problem)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    if family == "naive":
+        return {entry: _naive_spec(entry, problem, largest) for entry in ENTRIES[family]}
+    if problem.dtype == BFLOAT16 and device.compute_capability is not None and device.compute_capability < (8, 0):
+        raise UnsupportedProblem(
+            [f"bfloat16 needs compute capability 8.0; {device.name} is older: use float16 or float32"]
+        )
     head_dim, value_dim = (next(room for room in DIMS if room >= dim) for dim in (problem.head_dim, problem.value_dim))
     specs = {}
     for entry in ENTRIES[family]:
@@ -85,6 +107,15 @@ def kernel_specs(
         )  # fmt: skip
         specs[entry] = _simt_spec(smallest, device, largest or (_SIDES[0], _SIDES[0]))
     return specs
+
+
+def _naive_spec(entry: str, problem: Problem, largest: tuple[int, int] | None) -> KernelSpec:
+    """One tile for all chips and dims, but half as long where blocks are shorter: a baseline is not tuned."""
+    side = _NAIVE_SIDE if largest is None or min(largest) >= _NAIVE_SIDE else _NAIVE_SIDE // 2
+    return KernelSpec(
+        family="naive", entry=entry, dtype=problem.dtype, head_dim=_NAIVE_SIDE, value_dim=_NAIVE_SIDE,
+        block_q=side, block_kv=side,
+    )  # fmt: skip
 
 
 def _simt_spec(smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int]) -> KernelSpec:
@@ -122,16 +153,19 @@ def _is_simt_tile(spec: KernelSpec) -> bool:
     """Whether threads share its rows evenly and its accumulators fit their registers."""
     entry = _SIMT[spec.entry]
     rows, step = _rows_and_step(spec)
-    columns = entry.num_scores * step + sum(getattr(spec, dim) for dim in entry.sums)
-    words = rows * columns * accumulator_dtype(spec.dtype).itemsize // (4 * THREADS)
-    spare = 0 if spec.dtype == np.float32 else _SPARE  # what wider addresses and conversions take
-    return rows % 16 == 0 and words <= entry.registers - spare
+    sums = sum(getattr(spec, dim) for dim in entry.sums)
+    words = rows * (entry.num_scores * step + sums) * accumulator_dtype(spec.dtype).itemsize // (4 * THREADS)
+    # Conversions take registers too, and so do the operands of very wide rows.
+    spare = _SPARE * (spec.dtype != np.float32) + _SPARE * (sums > 384)
+    return rows % 16 == 0 and (words <= entry.registers - spare or rows == 16 and step == _SIDES[-1])
 
 
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a block; every row is one vector of 16 bytes longer than it is wide."""
     itemsize = accumulator_dtype(spec.dtype).itemsize
     vector = 16 // itemsize
+    if spec.family == "naive":
+        return _naive_shared_bytes(spec, itemsize, vector)
     rows, step = _rows_and_step(spec)
     head_row, value_row = spec.head_dim + vector, spec.value_dim + vector
     if spec.entry == "forward":  # keys and values take turns
@@ -139,3 +173,16 @@ def shared_bytes(spec: KernelSpec) -> int:
     else:
         elements = (rows + step) * (head_row + value_row)
     return (elements + rows * (step + vector)) * itemsize
+
+
+def _naive_shared_bytes(spec: KernelSpec, itemsize: int, vector: int) -> int:
+    """Two tiles, and an int for each row of the second that says whether it is multiplied."""
+    head_row, value_row, scores_row = spec.head_dim + vector, spec.value_dim + vector, spec.block_kv + vector
+    return {
+        "scores": (spec.block_q + spec.block_kv) * head_row * itemsize,
+        "softmax": 0,
+        "output": (spec.block_q * scores_row + spec.block_kv * value_row) * itemsize + 4 * spec.block_kv,
+        "gradient_scores": (spec.block_q + spec.block_kv) * value_row * itemsize,
+        "gradient_queries": (spec.block_q * scores_row + spec.block_kv * head_row) * itemsize + 4 * spec.block_kv,
+        "gradient_keys": spec.block_q * (scores_row + head_row) * itemsize + 4 * spec.block_q,
+    }[spec.entry]

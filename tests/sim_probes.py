@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 
 from cuflash import sim
+from cuflash.source import flatten_text
 
 PTX = Path(sim.__file__).parent / "ptx"
 
 
-def expand(text: str, name: str, seen: set[str] | None = None) -> str:
-    """The text with each ptx file in place of its first include."""
-    seen = set() if seen is None else seen
-    lines = [f'#line 1 "{name}"']
-    for number, line in enumerate(text.split("\n"), start=1):
-        include = re.fullmatch(r"#include <ptx/(\w+\.cuh)>", line)
-        if include is None:
-            lines.append("" if line == "#pragma once" else line)
-        else:
-            file = include[1]
-            if file not in seen:
-                seen.add(file)
-                lines.append(expand((PTX / file).read_text("utf-8"), f"ptx/{file}", seen))
-            lines.append(f'#line {number + 1} "{name}"')
-    return "\n".join(lines)
-
-
-def build(text: str, entry: str, sanitize: sim.compiler.Sanitizer = "") -> sim.Kernel:
-    return sim.build(expand(text, f"{entry}.cu"), entry, sanitize=sanitize)
+def build(text: str, entry: str, sanitize: sim.Sanitizer = "") -> sim.Kernel:
+    return sim.build(flatten_text(text, f"{entry}.cu", host=True), entry, sanitize=sanitize)
 
 
 def line_of(text: str, marker: str) -> int:

@@ -19,7 +19,7 @@ import cuflash
 import pytest
 from cuflash import CompileError, UnsupportedProblem
 from cuflash import compile as room
-from cuflash.source import KernelSpec
+from cuflash.source import KernelSpec, source
 from cupy_double import MACHINE_CODE, MOST_BYTES, STATIC_BYTES, CUDADriverError, CUDARuntimeError, Double, Module
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +109,7 @@ def test_a_cubin_is_what_cupy_would_run(nvrtc: Any, kernels: Path, spec: Make) -
     # CuPy adds the last three to ours.
     ours = (*room._OPTIONS, "-arch=sm_90")
     options = [*ours, "-ftz=true", "-arch=sm_90", "--device-as-default-execution-space"]
-    _, program = compiler.nvrtcCreateProgram(room._text(spec("plain")).encode(), b"simt_plain.cu", 0, [], [])
+    _, program = compiler.nvrtcCreateProgram(source(spec("plain")).encode(), b"simt_plain.cu", 0, [], [])
     (status,) = compiler.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     _, size = compiler.nvrtcGetCUBINSize(program)
     code = b" " * size
@@ -159,7 +159,7 @@ def test_the_text_is_dumped_on_request(
         room.cubin(spec("broken"), "sm_90")
     (path,) = (tmp_path / "new" / "folder").iterdir()
     assert caught.value.text == str(path) and str(path) in str(caught.value)
-    assert path.read_text() == room._text(spec("broken")) and path.name.startswith("simt_broken-sm_90-")
+    assert path.read_text() == source(spec("broken")) and path.name.startswith("simt_broken-sm_90-")
 
 
 def test_records_that_are_not_laid_out_as_their_twins_stop_the_compiler(nvrtc: Any, kernels: Path, spec: Make) -> None:
@@ -219,7 +219,7 @@ def test_many_kernels_compile_at_once(nvrtc: Any, kernels: Path, spec: Make) -> 
 def test_the_first_call_compiles_and_later_ones_find_it(cupy: Double, spec: Make) -> None:
     function = room.kernel(spec("plain"), HOPPER)
     assert function.name == "simt_plain" and room.kernel(spec("plain"), HOPPER) is function
-    assert cupy.compiled == [room._text(spec("plain"))]
+    assert cupy.compiled == [source(spec("plain"))]
     assert cupy.options == [("-std=c++17", "-lineinfo", "-arch=sm_90")]
 
 
@@ -473,7 +473,7 @@ def test_a_forked_child_is_told_to_spawn(kernels: Path, tmp_path: Path) -> None:
 REAL = """
 import pathlib, warnings
 import numpy as np
-from cuflash import cache_info, compile as room, params, source
+from cuflash import cache_info, compile as room, records, source
 source.KERNELS = pathlib.Path({kernels!r})
 spec = source.KernelSpec(family="simt", entry="plain", dtype=np.dtype(np.float32),
                          head_dim=64, value_dim=64, block_q=32, block_kv=32)
@@ -484,7 +484,7 @@ with warnings.catch_warnings(record=True) as caught:
     {damage}
     function = room.kernel(spec, tuple(map(int, (device.compute_capability[:-1], device.compute_capability[-1]))))
 o = cupy.asarray(np.ones(128, np.float32))  # a copy: a kernel of CuPy's own would meet the broken cache too
-record = np.zeros(1, params.PARAMS)
+record = np.zeros(1, records.PARAMS)
 record["o"]["data"] = o.data.ptr
 function((1,), (128,), (record,))
 assert not o.get().any()

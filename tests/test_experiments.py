@@ -240,6 +240,33 @@ def test_tolerance_health_counts_its_examples_and_goes_on_where_it_was(load, tmp
 # Tables of the README
 
 
+def test_the_simulator_is_compared_with_a_gpu_in_at_least_50_cases(load) -> None:
+    experiment = load("sim_against_gpu")
+    cases = list(experiment.cases(experiment.Config()))
+    assert len(cases) >= 50 and {structure.dtype for _, structure in cases} == set(experiment.DTYPES)
+    assert {structure.layouts[0] for _, structure in cases} == set(experiment.LAYOUTS)
+    zero, nan, infinite = 0.0, np.nan, np.inf
+    assert experiment.share_of_bound([1.0, infinite], [1.5, infinite], [2.0, zero]) == 0.25
+    assert experiment.share_of_bound([1.0], [nan], [2.0]) == experiment.share_of_bound([1.0], [2.0], [zero]) == infinite
+
+
+def test_without_a_gpu_the_comparison_says_so_before_any_work(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = load("sim_against_gpu")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(experiment, "compare", None)
+    with pytest.raises(SystemExit, match="CuPy is not installed"):
+        experiment.run(experiment.Config())
+
+
+@pytest.mark.gpu
+def test_the_simulator_and_the_gpu_are_within_one_bound(load) -> None:
+    experiment = load("sim_against_gpu")
+    config = experiment.Config(seqlen_q=40, seqlen_kv=50, dtypes=("float32",))
+    records = experiment.run(config)
+    assert all(record[name] <= 1 for record in records for name in experiment.OUTPUTS)
+    assert all(record["probes_pass"] for record in records)
+
+
 def test_tables_are_written_between_their_marks(load, harness: ModuleType, tmp_path: Path) -> None:
     tables = load("tables")
     row = {"mask": "butterfly", "seqlen": 8, "made": "work list", "ms": 1.25, "peak_mib": 0.5}

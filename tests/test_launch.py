@@ -66,7 +66,7 @@ def test_gradients_of_broadcast_axes_are_summed_on_the_device(cupy):
 @pytest.mark.parametrize("shapes", [((2, 0, 8), (2, 5, 8)), ((2, 5, 8), (2, 0, 8)), ((0, 5, 8), (0, 5, 8))])
 @pytest.mark.parametrize("executor", ["gpu", "sim"])
 def test_empty_problems_have_shaped_results_without_a_launch(cupy, monkeypatch, shapes, executor):
-    monkeypatch.setattr(simulated, "_kernel", lambda spec: pytest.fail("launched"))
+    monkeypatch.setattr(simulated, "_kernel", lambda *_: pytest.fail("launched"))
     send = cupy.asarray if executor == "gpu" else np.asarray
     q, k = (send(np.ones(shape, np.float32)) for shape in shapes)
     (o, lse), vjp = cuflash.attention_vjp(q, k, k, causal="bottom_right", return_lse=True, executor=executor)
@@ -629,7 +629,7 @@ def test_a_write_beside_a_result_is_named(checked, monkeypatch, entry, name, sid
     ],
 )  # fmt: skip
 def test_a_corrupt_list_is_named_before_any_launch(checked, monkeypatch, name, place, value, rule):
-    monkeypatch.setattr(simulated, "_kernel", lambda spec: pytest.fail("launched"))
+    monkeypatch.setattr(simulated, "_kernel", lambda *_: pytest.fail("launched"))
     index = BlockIndex.from_mask(masks.Dilated(3), masks.MaskShape((), 2, 40, 40), 16)
     ready = cuflash.plan(Q, K, V, mask=index, executor="sim")
     lists = ready.plan.work.lists

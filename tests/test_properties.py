@@ -1,10 +1,19 @@
-"""The properties of attention, each on `cuflash.attention`; its bounds; and what mask objects must agree on."""
+"""The properties of attention on every executor; its bounds; and what mask objects must agree on."""
 
 import numpy as np
 import pytest
-from hypothesis import given, target
+from executors import (
+    CPU,
+    DTYPES,
+    GPU,
+    SIM,
+    holds_for_examples,
+    needs_compiler,
+    on_every_executor,
+    on_kernels,
+)
+from hypothesis import target
 
-import cuflash
 from cuflash import masks
 from cuflash.testing import (
     FORWARD_PROPERTIES,
@@ -14,113 +23,150 @@ from cuflash.testing import (
     assert_exact_probes,
     assert_within,
     assert_within_bounds,
-    examples,
 )
 
-LONG = Structure(
+OVER_MANY_TILES = Structure(
     num_heads=2, seqlen_q=700, seqlen_kv=1100, head_dim=40, value_dim=24, dtype="float16",
     mask=masks.SlidingWindow(600, 0, "bottom_right") | masks.Dilated(7, align="bottom_right"),
 )  # fmt: skip
 
 
-def attend(q, k, v, *, mask, scale):
-    return cuflash.attention(q, k, v, mask=mask, scale=scale, return_lse=True)
+def checks(properties):
+    return pytest.mark.parametrize("check", properties, ids=lambda check: check.__name__.removeprefix("check_"))
 
 
-def pull(q, k, v, do, *, dlse, mask, scale):
-    _, vjp = cuflash.attention_vjp(q, k, v, mask=mask, scale=scale)
-    return vjp(do, dlse)
+@holds_for_examples()
+def test_every_result_is_within_its_bound(run, example):
+    target(assert_within_bounds(example, **run.everything(example)))
 
 
-def everything(example):
-    """All results of a call, with the mask as it was drawn: an object, with its closed forms."""
-    (o, lse), vjp = cuflash.attention_vjp(
-        example.q, example.k, example.v, mask=example.mask, scale=example.scale, return_lse=True
-    )
-    dq, dk, dv = vjp(example.do, example.dlse)
-    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+@on_every_executor
+def test_every_result_is_within_its_bound_over_many_tiles(run):
+    example = OVER_MANY_TILES.example()
+    assert_within_bounds(example, **run.everything(example), probable=True)
 
 
-@given(examples())
-def test_every_result_is_within_its_bound(example):
-    target(assert_within_bounds(example, **everything(example)))
+@holds_for_examples()
+def test_the_exact_probes_pass(run, example):
+    assert_exact_probes(run.attend, example)
 
 
-def test_every_result_is_within_its_bound_over_many_tiles():
-    example = LONG.example()
-    assert_within_bounds(example, **everything(example), probable=True)
+@checks(FORWARD_PROPERTIES)
+@holds_for_examples()
+def test_forward(run, example, check):
+    check(run.attend, example)
 
 
-@given(examples())
-def test_the_exact_probes_pass(example):
-    assert_exact_probes(attend, example)
+@checks(GRADIENT_PROPERTIES)
+@holds_for_examples(most_scores=1 << 15)
+def test_gradients(run, example, check):
+    check(run.pull, example)
 
 
-@pytest.mark.parametrize("check", FORWARD_PROPERTIES, ids=lambda check: check.__name__.removeprefix("check_"))
-@given(example=examples())
-def test_forward(check, example):
-    check(attend, example)
-
-
-@pytest.mark.parametrize("check", GRADIENT_PROPERTIES, ids=lambda check: check.__name__.removeprefix("check_"))
-@given(example=examples(most_scores=1 << 15))
-def test_gradients(check, example):
-    check(pull, example)
-
-
-@pytest.mark.parametrize("check", PAIR_PROPERTIES, ids=lambda check: check.__name__.removeprefix("check_"))
-@given(example=examples(most_scores=1 << 15))
-def test_both_passes(check, example):
-    check(attend, pull, example)
+@checks(PAIR_PROPERTIES)
+@holds_for_examples(most_scores=1 << 15)
+def test_both_passes(run, example, check):
+    check(run.attend, run.pull, example)
 
 
 # Masks that say the same (20), and padding that is never read
 
 
-def same_results(example, first, second):
-    results = [everything(example.but(mask=mask)) for mask in (first, second)]
+def same_results(run, example, first, second):
+    results = [run.everything(example.but(mask=mask)) for mask in (first, second)]
     bounds = example.but(mask=first).bounds
     for name, result in results[0].items():
         assert_within(name, results[1][name], result, 2 * getattr(bounds, name), example)
 
 
-@given(examples())
-def test_a_window_as_long_as_the_sequence_is_causal(example):
+@holds_for_examples()
+def test_a_window_as_long_as_the_sequence_is_causal(run, example):
     window = masks.SlidingWindow(example.problem.seqlen_kv, 0, "bottom_right")
-    same_results(example, window, masks.Causal("bottom_right"))
+    same_results(run, example, window, masks.Causal("bottom_right"))
 
 
-@given(examples())
-def test_a_mask_object_and_its_array_give_the_same(example):
-    same_results(example, example.mask, example.dense_mask)
+@holds_for_examples()
+def test_a_mask_object_and_its_array_give_the_same(run, example):
+    same_results(run, example, example.mask, example.dense_mask)
 
 
-@given(examples())
-def test_a_window_of_nothing_but_the_diagonal_gives_its_value(example):
+@holds_for_examples()
+def test_a_window_of_nothing_but_the_diagonal_gives_its_value(run, example):
     if example.problem.seqlen_q != example.problem.seqlen_kv:
         return
-    o = cuflash.attention(example.q, example.k, example.v, window=(0, 0), scale=example.scale)
+    o = run.attention(example.q, example.k, example.v, window=(0, 0), scale=example.scale)
     only = example.but(mask=masks.SlidingWindow(0, 0))
     assert_within_bounds(only, o=o)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@on_every_executor
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("where", ["queries", "keys"])
-def test_padding_past_an_end_may_hold_nan(where, dtype):
+def test_padding_past_an_end_may_hold_nan(run, where, dtype):
     lengths = {"q": 70} if where == "queries" else {"kv": 70}
-    example = Structure(num_heads=2, seqlen_q=200, seqlen_kv=200, dtype=dtype, mask=masks.Lengths(**lengths)).example()
+    example = Structure(
+        num_heads=2, seqlen_q=200, seqlen_kv=200, dtype=dtype, mask=masks.Lengths(**lengths)
+    ).example()
     names = ("q", "do") if where == "queries" else ("k", "v")
     poisoned = {name: getattr(example, name).copy() for name in names}
     for array in poisoned.values():
         array[..., 70:, :] = np.nan
-    clean, other = everything(example), everything(example.but(**poisoned))
+    clean, other = run.everything(example), run.everything(example.but(**poisoned))
     assert all(np.array_equal(clean[name], other[name]) for name in clean)
 
 
-@given(examples())
-def test_out_receives_the_same_bits(example):
-    o, lse = attend(example.q, example.k, example.v, mask=example.mask, scale=example.scale)
-    out = np.full_like(o, np.nan), np.full_like(lse, np.nan)
-    options = {"mask": example.mask, "scale": example.scale, "out": out}
-    cuflash.attention(example.q, example.k, example.v, **options)
-    assert out[0].tobytes() == o.tobytes() and out[1].tobytes() == lse.tobytes()
+@holds_for_examples()
+def test_out_receives_the_same_bits(run, example):
+    o, lse = run.attend(example.q, example.k, example.v, mask=example.mask, scale=example.scale)
+    out = tuple(run.put(np.full_like(x, np.nan)) for x in (o, lse))
+    run.attention(example.q, example.k, example.v, mask=example.mask, scale=example.scale, out=out)
+    assert run.get(out[0]).tobytes() == o.tobytes() and run.get(out[1]).tobytes() == lse.tobytes()
+
+
+# Executors side by side
+
+
+in_pairs = pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param((CPU, SIM), marks=needs_compiler, id="cpu-sim"),
+        pytest.param((CPU, GPU), marks=pytest.mark.gpu, id="cpu-gpu"),
+        pytest.param((SIM, GPU), marks=[needs_compiler, pytest.mark.gpu], id="sim-gpu"),
+    ],
+)
+
+
+def side_by_side(dtype, **changes):
+    for mask in (None, masks.Causal("bottom_right"), masks.BlockPattern(np.eye(3, 5, dtype=bool), (50, 40))):
+        yield Structure(
+            num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=200, head_dim=24, dtype=dtype, mask=mask, **changes
+        ).example()
+
+
+@in_pairs
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_executors_agree_on_exact_sums_bit_for_bit(pair, dtype):
+    for example in side_by_side(dtype, values="lattice"):
+        flat = example.but(q=np.zeros_like(example.q))  # every weight is 1
+        first, second = (run.attention(flat.q, flat.k, flat.v, mask=flat.mask) for run in pair)
+        assert_within("o", second, first, 0.0, flat)
+
+
+@in_pairs
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_executors_agree_within_the_sum_of_their_bounds(pair, dtype):
+    for example in side_by_side(dtype):
+        first, second = (run.everything(example) for run in pair)
+        for name, result in first.items():
+            assert_within(name, second[name], result, 2 * getattr(example.bounds, name), example)
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_give_the_same_bits_every_time(run, dtype):
+    example = Structure(
+        q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=200,
+        dtype=dtype, mask=masks.Dilated(3, align="bottom_right"),
+    ).example()  # fmt: skip
+    first, second = run.everything(example), run.everything(example)
+    assert all(first[name].tobytes() == second[name].tobytes() for name in first)

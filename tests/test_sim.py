@@ -12,8 +12,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
+import probing
 import pytest
 import sim_probes
 from numpy.testing import assert_array_equal
@@ -43,324 +43,19 @@ def schedules(count: int) -> Iterator[sim.Schedule]:
         yield sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=shuffle_lanes)
 
 
-# ---- operations of the tensor cores ----
-
-MATRICES = """#include <ptx/ldmatrix.cuh>
-#include <ptx/shared.cuh>
-using namespace cuflash;
-
-struct Params {
-  const uint16_t* memory;      // 32 rows of 8
-  const int* rows;             // of each lane
-  const uint32_t* fragments;   // 32 lanes of 4
-  uint32_t* loaded;            // 6 forms, 32 lanes of 4
-  uint16_t* stored;            // 6 forms, 32 rows of 8
-};
-
-CUFLASH_DEVICE void fill(uint16_t* shared, const uint16_t* from) {
-  for (int i = 0; i < 8; ++i) shared[8 * threadIdx.x + i] = from ? from[8 * threadIdx.x + i] : 0;
-  __syncwarp();
-}
-
-template <int kMatrices, class Load, class Store>
-CUFLASH_DEVICE void both(const Params& params, int form, Load load, Store store) {
-  uint16_t* shared = ptx::dynamic_shared<uint16_t>();
-  const uint32_t address = ptx::shared_address(shared + 8 * params.rows[threadIdx.x]);
-  uint32_t matrices[kMatrices];
-  fill(shared, params.memory);
-  load(matrices, address);
-  for (int i = 0; i < kMatrices; ++i) params.loaded[(form * 32 + threadIdx.x) * 4 + i] = matrices[i];
-  __syncwarp();
-  fill(shared, nullptr);
-  for (int i = 0; i < kMatrices; ++i) matrices[i] = params.fragments[4 * threadIdx.x + i];
-  store(address, matrices);
-  __syncwarp();
-  for (int i = 0; i < 8; ++i) params.stored[(form * 32 + threadIdx.x) * 8 + i] = shared[8 * threadIdx.x + i];
-  __syncwarp();
-}
-
-extern "C" __global__ void matrices(const Params params) {
-  both<1>(params, 0, [](auto& m, uint32_t a) { ptx::ldmatrix_x1(m, a); },
-          [](uint32_t a, auto& m) { ptx::stmatrix_x1(a, m); });
-  both<2>(params, 1, [](auto& m, uint32_t a) { ptx::ldmatrix_x2(m, a); },
-          [](uint32_t a, auto& m) { ptx::stmatrix_x2(a, m); });
-  both<4>(params, 2, [](auto& m, uint32_t a) { ptx::ldmatrix_x4(m, a); },
-          [](uint32_t a, auto& m) { ptx::stmatrix_x4(a, m); });
-  both<1>(params, 3, [](auto& m, uint32_t a) { ptx::ldmatrix_x1_trans(m, a); },
-          [](uint32_t a, auto& m) { ptx::stmatrix_x1_trans(a, m); });
-  both<2>(params, 4, [](auto& m, uint32_t a) { ptx::ldmatrix_x2_trans(m, a); },
-          [](uint32_t a, auto& m) { ptx::stmatrix_x2_trans(a, m); });
-  both<4>(params, 5, [](auto& m, uint32_t a) { ptx::ldmatrix_x4_trans(m, a); },
-          [](uint32_t a, auto& m) { ptx::stmatrix_x4_trans(a, m); });
-}
-"""
+# ---- operations under every schedule; tests/test_probes.py has each operation ----
 
 
-def pointers(*arrays: np.ndarray) -> np.void:
-    """A struct of pointers, and of the ints that follow them."""
-    fields = [(f"f{i}", "u8" if isinstance(a, np.ndarray) else "i4") for i, a in enumerate(arrays)]
-    values = tuple(a.ctypes.data if isinstance(a, np.ndarray) else a for a in arrays)
-    return np.array(values, np.dtype(fields, align=True))[()]
-
-
-def test_ldmatrix_and_stmatrix_place_elements_as_ptx_says() -> None:
-    rng = np.random.default_rng(0)
-    memory = rng.integers(0, 2**16, (32, 8), np.uint16)
-    rows = rng.permutation(32).astype(np.int32)
-    fragments = rng.integers(0, 2**32, (32, 4), np.uint32)
-    loaded, stored = np.zeros((6, 32, 4), np.uint32), np.zeros((6, 32, 8), np.uint16)
-    build(MATRICES, "matrices")(1, 32, (pointers(memory, rows, fragments, loaded, stored),), 512)
-    for form, (trans, count) in enumerate(itertools.product((False, True), (1, 2, 4))):
-        matrices = memory[rows].reshape(4, 8, 8)
-        matrices = matrices.swapaxes(1, 2) if trans else matrices
-        expected = np.ascontiguousarray(matrices).reshape(4, 32, 2).view(np.uint32)[..., 0].T.copy()
-        expected[:, count:] = 0
-        assert_array_equal(loaded[form], expected)
-        tiles = np.ascontiguousarray(fragments.T).view(np.uint16).reshape(4, 8, 8)
-        tiles = tiles.swapaxes(1, 2) if trans else tiles
-        placed = np.zeros((32, 8), np.uint16)
-        placed[rows[: 8 * count]] = tiles.reshape(32, 8)[: 8 * count]
-        assert_array_equal(stored[form], placed)
-
-
-MMA = """#include <ptx/ldmatrix.cuh>
-#include <ptx/math.cuh>
-#include <ptx/mma.cuh>
-#include <ptx/shared.cuh>
-using namespace cuflash;
-
-// Operands by the pairing that the instructions were made for: ldmatrix of a, and of b's columns stored as rows.
-template <class T>
-CUFLASH_DEVICE void multiply(const uint16_t* a, const uint16_t* b_columns, float* d) {
-  uint16_t* shared = ptx::dynamic_shared<uint16_t>();
-  const int lane = threadIdx.x;
-  for (int i = 0; i < 8; ++i) shared[8 * lane + i] = a[8 * lane + i];
-  for (int i = 0; i < 4; ++i) shared[256 + 4 * lane + i] = b_columns[4 * lane + i];
-  __syncwarp();
-  uint32_t a_frag[4], b_frag[2];
-  ptx::ldmatrix_x4(a_frag, ptx::shared_address(shared + lane % 16 * 16 + lane / 16 * 8));
-  ptx::ldmatrix_x2(b_frag, ptx::shared_address(shared + 256 + lane % 8 * 16 + lane / 8 % 2 * 8));
-  float frag[4];
-  for (int i = 0; i < 4; ++i) frag[i] = d[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2];
-  ptx::mma_m16n8k16(T{}, frag, a_frag, b_frag);
-  for (int i = 0; i < 4; ++i) d[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = frag[i];
-  __syncwarp();
-}
-
-extern "C" __global__ void mma(const uint16_t* half_a, const uint16_t* half_b, float* half_d,
-                               const uint16_t* bfloat16_a, const uint16_t* bfloat16_b, float* bfloat16_d,
-                               const float* a, const float* b, float* d) {
-  multiply<ptx::Half>(half_a, half_b, half_d);
-  multiply<ptx::BFloat16>(bfloat16_a, bfloat16_b, bfloat16_d);
-  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
-  const uint32_t a_frag[4] = {ptx::to_tf32(a[g * 8 + t]), ptx::to_tf32(a[(g + 8) * 8 + t]),
-                              ptx::to_tf32(a[g * 8 + t + 4]), ptx::to_tf32(a[(g + 8) * 8 + t + 4])};
-  const uint32_t b_frag[2] = {ptx::to_tf32(b[t * 8 + g]), ptx::to_tf32(b[(t + 4) * 8 + g])};
-  float frag[4];
-  for (int i = 0; i < 4; ++i) frag[i] = d[(g + i / 2 * 8) * 8 + t * 2 + i % 2];
-  ptx::mma_m16n8k8_tf32(frag, a_frag, b_frag);
-  for (int i = 0; i < 4; ++i) d[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = frag[i];
-}
-"""
-
-
-def test_mma_multiplies_matrices() -> None:
-    rng = np.random.default_rng(1)
-    params, expected = [], []
-    for dtype, depth in ((np.float16, 16), (ml_dtypes.bfloat16, 16), (np.float32, 8)):
-        # Small integers: every sum is exact, so one element at a wrong place shows.
-        a, b = rng.integers(-8, 9, (16, depth)), rng.integers(-8, 9, (depth, 8))
-        d = rng.integers(-99, 99, (16, 8)).astype(np.float32)
-        columns = b.T if depth == 16 else b
-        params += [a.astype(dtype), np.ascontiguousarray(columns).astype(dtype), d]
-        expected.append(d + (a @ b).astype(np.float32))
-    build(MMA, "mma")(1, 32, tuple(params), 1024)
-    for d, right in zip(params[2::3], expected):
-        assert_array_equal(d, right)
-
-
-# ---- words of the language ----
-
-WORDS = """extern "C" __global__ void words(int* shuffled, unsigned* votes, int* reduced, double* wide) {
-  const int lane = threadIdx.x % 32;
-  int* mine = shuffled + 8 * threadIdx.x;
-  mine[0] = __shfl_sync(0xffffffffu, 10 * lane, lane + 5, 8);
-  mine[1] = __shfl_xor_sync(0xffffffffu, 10 * lane, 9, 16);
-  mine[2] = __shfl_up_sync(0xffffffffu, 10 * lane, 3, 8);
-  mine[3] = __shfl_down_sync(0xffffffffu, 10 * lane, 3, 8);
-  mine[4] = __shfl_sync(0xffffffffu, 10 * lane, 40);
-  mine[5] = __shfl_xor_sync(0xffffffffu, 10 * lane, 4, 4);
-  // The halves of the warp go their own ways.
-  if (lane < 16) mine[6] = __shfl_down_sync(0x0000ffffu, lane, 1, 16);
-  else mine[6] = __shfl_up_sync(0xffff0000u, lane, 1, 16);
-  votes[4 * threadIdx.x] = __ballot_sync(0xffffffffu, lane % 3 == 0);
-  votes[4 * threadIdx.x + 1] = __any_sync(0xffffffffu, lane == 7);
-  votes[4 * threadIdx.x + 2] = __all_sync(0xffffffffu, lane < 32);
-  votes[4 * threadIdx.x + 3] = __all_sync(0xffffffffu, lane != 31);
-  reduced[6 * threadIdx.x] = __reduce_add_sync(0xffffffffu, lane - 20);
-  reduced[6 * threadIdx.x + 1] = __reduce_min_sync(0xffffffffu, lane - 20);
-  reduced[6 * threadIdx.x + 2] = __reduce_max_sync(0xffffffffu, lane - 20);
-  reduced[6 * threadIdx.x + 3] = static_cast<int>(__reduce_or_sync(0xffffffffu, 1u << lane % 5));
-  reduced[6 * threadIdx.x + 4] = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(lane - 20)));
-  reduced[6 * threadIdx.x + 5] = max(-1, lane) + min(lane, 3) + __popc(lane) + __clz(lane | 1) + __ffs(lane);
-  wide[threadIdx.x] = __shfl_xor_sync(0xffffffffu, lane + 0.5, 1) + fmaxf(1.0f, __int_as_float(0x7fc00000));
-}
-"""
-
-
-def test_shuffles_votes_and_reductions_do_what_cuda_says() -> None:
-    shuffled, votes = np.zeros((64, 8), np.int32), np.zeros((64, 4), np.uint32)
-    reduced, wide = np.zeros((64, 6), np.int32), np.zeros(64)
-    build(WORDS, "words")(1, 64, (shuffled, votes, reduced, wide), 0, sim.Schedule(order="random", shuffle_lanes=True))
-    lane = np.arange(64) % 32
-    up, down = np.where(lane % 8 < 3, lane, lane - 3), np.where(lane % 8 > 4, lane, lane + 3)
-    xor = np.where((lane ^ 4) > (lane | 3), lane, lane ^ 4)
-    halves = np.where(lane < 16, np.minimum(lane + 1, 15), np.maximum(lane - 1, 16))
-    chosen = lane // 8 * 8 + (lane + 5) % 8
-    expected = [10 * chosen, 10 * (lane ^ 9), 10 * up, 10 * down, 80 + 0 * lane, 10 * xor, halves]
-    assert_array_equal(shuffled[:, :7].T, expected)
-    assert_array_equal(votes, np.broadcast_to([sum(1 << i for i in range(0, 32, 3)), 1, 1, 0], (64, 4)))
-    sums = [(lane[:32] - 20).sum(), -20, 11, 31, -1]
-    assert_array_equal(reduced[:, :5], np.broadcast_to(sums, (64, 5)))
-    bits = [i + min(i, 3) + i.bit_count() + 32 - max(i.bit_length(), 1) + (i & -i).bit_length() for i in range(32)]
-    assert_array_equal(reduced[:, 5], bits * 2)
-    assert_array_equal(wide, (lane ^ 1) + 1.5)
-
-
-ATOMICS = """extern "C" __global__ void atomics(float* sums, int* extremes, int* lock, int* counter, unsigned* bits) {
-  atomicAdd(sums, static_cast<float>(threadIdx.x));
-  atomicMax(extremes, static_cast<int>(threadIdx.x));
-  atomicMin(extremes + 1, -static_cast<int>(threadIdx.x));
-  atomicOr(bits, 1u << threadIdx.x % 32);
-  if (threadIdx.x % 32 == 0) {
-    while (atomicCAS(lock, 0, 1) != 0) {}
-    __threadfence();
-    const int seen = *counter;
-    __nanosleep(20);
-    *counter = seen + 1;
-    __threadfence();
-    atomicExch(lock, 0);
-  }
-}
-"""
+def test_copies_fill_with_zeros_and_named_barriers_order_their_warps() -> None:
+    launch = probing.copy()
+    for schedule in schedules(60):
+        probing.assert_expected(launch, launch.on_simulator(schedule))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_atomics_lose_nothing_and_spinning_starves_nobody(order: str) -> None:
-    sums, extremes, counter = np.zeros(1, np.float32), np.zeros(2, np.int32), np.zeros(1, np.int32)
-    bits = np.zeros(1, np.uint32)
-    params = (sums, extremes, np.zeros(1, np.int32), counter, bits)
-    build(ATOMICS, "atomics")(3, 128, params, 0, sim.Schedule(order=order, seed=5))
-    assert (sums[0], *extremes, counter[0], bits[0]) == (3 * sum(range(128)), 127, -127, 12, 0xFFFFFFFF)
-
-
-MATH = """#include <ptx/math.cuh>
-using namespace cuflash;
-
-extern "C" __global__ void math(const float* x, float* half, float* bfloat16, unsigned* packed,
-                                unsigned* packed_bfloat16, unsigned* tf32, float* power, double* wide, int count) {
-  for (int i = blockIdx.x * 64 + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
-    half[i] = ptx::to_float(ptx::Half{static_cast<unsigned short>(i)});
-    bfloat16[i] = ptx::to_float(ptx::BFloat16{static_cast<unsigned short>(i)});
-    packed[i] = ptx::pack2(ptx::Half{}, x[i], -x[i]) ^ ptx::from_float<ptx::Half>(x[i]).bits;
-    packed_bfloat16[i] = ptx::pack2(ptx::BFloat16{}, x[i], 1.0f) ^ ptx::from_float<ptx::BFloat16>(x[i]).bits << 16;
-    tf32[i] = ptx::to_tf32(x[i]);
-    power[i] = ptx::exp2_approx(x[i]);
-  }
-  wide[0] = ptx::negative_infinity<double>();
-  wide[1] = ptx::negative_infinity<float>();
-  wide[2] = ptx::exp2_accurate(0.5) + ptx::log_accurate(2.0) + ptx::log2_accurate(8.0) + ptx::fma(2.0, 3.0, 4.0);
-  wide[3] = ptx::exp2_accurate(0.5f) + ptx::log_accurate(2.0f) + ptx::log2_accurate(8.0f) + ptx::fma(2.0f, 3.0f, 4.0f);
-}
-"""
-
-
-def test_conversions_round_as_the_gpu_does() -> None:
-    count = 2**16
-    bits = np.random.default_rng(2).integers(0, 2**32, count, np.uint32)
-    # Ties, subnormals and overflow of the 16-bit types, which random bits seldom meet.
-    bits[: count // 2] = np.arange(count // 2, dtype=np.uint32) * 0x1000 + 0x33000000 & 0xFFFFFFFF
-    x = bits.view(np.float32)
-    half, bfloat16, power = (np.zeros(count, np.float32) for _ in range(3))
-    packed, packed_bfloat16, tf32 = (np.zeros(count, np.uint32) for _ in range(3))
-    wide = np.zeros(4)
-    outputs = (half, bfloat16, packed, packed_bfloat16, tf32, power, wide)
-    build(MATH, "math")(4, 64, (x, *outputs, np.int32(count)))
-    every = np.arange(count).astype(np.uint16)
-    assert_array_equal(half, every.view(np.float16).astype(np.float32))
-    assert_array_equal(bfloat16, every.view(ml_dtypes.bfloat16).astype(np.float32))
-    number = ~np.isnan(x)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        low, high = (np.where(number, v.astype(np.float16).view(np.uint16), 0x7FFF).astype(np.uint32) for v in (x, -x))
-        # ml_dtypes keeps more of a NaN than the GPU does.
-        short = np.where(number, x.astype(ml_dtypes.bfloat16).view(np.uint16), 0x7FFF).astype(np.uint32)
-        right_power = np.exp2(x.astype(np.float64))
-    assert_array_equal(packed, (low | high << 16) ^ low)
-    assert_array_equal(packed_bfloat16, (short | 0x3F80 << 16) ^ short << 16)
-    rounded = (bits.astype(np.uint64) + 0x1000 & 0xFFFFE000).astype(np.uint32)
-    assert_array_equal(tf32, np.where(number, rounded, 0x7FFFFFFF))
-    normal = number & (right_power >= 2.0**-126) & (right_power < 2.0**128)
-    np.testing.assert_allclose(power[normal], right_power[normal], rtol=2.0**-22)
-    assert (power[number & (right_power < 2.0**-126)] == 0).all()
-    assert_array_equal(wide[:2], [-np.inf, -np.inf])
-    np.testing.assert_allclose(wide[2:], 2**0.5 + np.log(2) + 3 + 10, rtol=1e-6)
-
-
-# ---- copies and barriers ----
-
-COPY = """#include <ptx/barrier.cuh>
-#include <ptx/cp_async.cuh>
-#include <ptx/shared.cuh>
-using namespace cuflash;
-
-extern "C" __global__ void copy(const unsigned char* from, unsigned char* to, const int* sizes, int* handed) {
-  unsigned char* shared = ptx::dynamic_shared<unsigned char>();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (warp == 0) {
-    const uint32_t row = ptx::shared_address(shared + 64 * lane);
-    const int size = sizes[lane];
-    ptx::cp_async_ca_4(row, from + 64 * lane, size % 5);
-    ptx::cp_async_commit();
-    ptx::cp_async_ca_8(row + 8, from + 64 * lane + 8, size % 9);
-    ptx::cp_async_ca_16(row + 16, from + 64 * lane + 16, size);
-    ptx::cp_async_commit();
-    ptx::cp_async_cg_16(row + 32, from + 64 * lane + 32, size);
-    ptx::cp_async_wait<1>();
-    for (int i = 0; i < 4; ++i) to[64 * lane + i] = shared[64 * lane + i];
-    ptx::cp_async_wait<0>();
-    for (int i = 8; i < 32; ++i) to[64 * lane + i] = shared[64 * lane + i];
-    ptx::cp_async_wait_all();
-    for (int i = 32; i < 48; ++i) to[64 * lane + i] = shared[64 * lane + i];
-  }
-  // Warp 1 hands on to warp 2, which warp 1 does not wait for; warps 0 and 3 are not concerned.
-  int* letter = reinterpret_cast<int*>(shared + 2048);
-  if (warp == 1) {
-    letter[lane] = 3 * lane;
-    ptx::bar_arrive(1, 64);
-    ptx::bar_sync(2, 64);
-    letter[lane] = -1;
-  } else if (warp == 2) {
-    ptx::bar_sync(1, 64);
-    handed[lane] = letter[31 - lane];
-    ptx::bar_arrive(2, 64);
-  }
-}
-"""
-
-
-def test_copies_fill_with_zeros_and_named_barriers_order_their_warps() -> None:
-    kernel = build(COPY, "copy")
-    data = np.random.default_rng(3).integers(1, 256, (32, 64), np.uint8)
-    sizes = np.arange(32, dtype=np.int32) % 17
-    expected = np.zeros((32, 64), np.uint8)
-    for lane, size in enumerate(sizes):
-        for start, bytes_ in ((0, size % 5), (8, size % 9), (16, size), (32, size)):
-            expected[lane, start : start + bytes_] = data[lane, start : start + bytes_]
-    for schedule in schedules(60):
-        to, handed = np.zeros((32, 64), np.uint8), np.zeros(32, np.int32)
-        kernel(1, 128, (data, to, sizes, handed), 2048 + 128, schedule)
-        assert_array_equal(to, expected, err_msg=repr(schedule))
-        assert_array_equal(handed, 3 * np.arange(31, -1, -1), err_msg=repr(schedule))
+    launch = probing.atomics()
+    probing.assert_expected(launch, launch.on_simulator(sim.Schedule(order=order, seed=5)))
 
 
 # ---- schedules ----
@@ -552,7 +247,7 @@ def test_no_rule_is_broken_where_no_bug_is_asked_for() -> None:
 def test_tensor_core_operations_ask_for_whole_warps() -> None:
     out = np.zeros((16, 16), np.float32)
     with pytest.raises(sim.SimulationError, match="ldmatrix_x4 needs all 32 lanes of a warp, and this one has 16"):
-        build(MMA, "mma")(1, 48, (out,) * 9, 4096)
+        sim.build(probing.mma().text(host=True), "mma")(1, 48, (out,) * 9, 4096)
 
 
 UNDEFINED = """extern "C" __global__ void undefined(int which, int* x) {

@@ -398,6 +398,7 @@ def structures(
     most_scores: int = 1 << 16,
     most_rows: int = 1200,
     max_leaves: int = 3,
+    widest: int = 256,
 ) -> Structure:
     """`Structure`s with at most `most_scores` scores and `most_rows` rows in all; the tokens of a tile are `tile`."""
     seqlen_q, seqlen_kv = draw(st.tuples(lengths(tile), lengths(tile)))
@@ -407,7 +408,7 @@ def structures(
     num_heads, num_kv_heads = draw(heads(room)) if has_heads else (1, 1)
     batches = draw(_leading_axes(room // num_heads)) if has_heads else ((), (), ())
     shape = MaskShape(np.broadcast_shapes(*batches), num_heads, seqlen_q, seqlen_kv)
-    widest = 256 if seqlen_q * num_heads <= 512 else 64
+    widest = min(widest, 256 if seqlen_q * num_heads <= 512 else 64)
     return Structure(
         q_batch=batches[0],
         k_batch=batches[1],
@@ -446,6 +447,7 @@ def examples(
     most_scores: int = 1 << 16,
     most_rows: int = 1200,
     max_leaves: int = 3,
+    widest: int = 256,
 ) -> st.SearchStrategy[Example]:
     """`Example`s of every structure; see `structures`.
 
@@ -458,6 +460,10 @@ def examples(
         Caps on batch x heads x seqlen_q x seqlen_kv, and without seqlen_kv.
     max_leaves : int
         Masks that may be composed into one.
+    widest : int
+        The most that head and value dims may be.
     """
-    drawn = structures(tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves)
+    drawn = structures(
+        tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest
+    )
     return drawn.map(Structure.example)

@@ -11,7 +11,7 @@ constexpr double kLn2 = 0.6931471805599453;
 // come multiplied by log2(e), so that exp2 of them is the exp of the paper's. A thread keeps the sum of its own columns.
 template <class T, int Rows>
 struct OnlineSoftmax {
-  static constexpr int kRows = Rows / tile::kRowLanes;
+  static constexpr int kRows = tile::kRowsOfThread<Rows>;
   T row_max[kRows], row_sum[kRows];
 
   CUFLASH_DEVICE OnlineSoftmax() {
@@ -32,9 +32,7 @@ struct OnlineSoftmax {
       T highest = row_max[i];
 #pragma unroll
       for (int j = 0; j < Scores::kColumns; ++j) highest = tile::greater(highest, s.at[i][j]);
-#pragma unroll
-      for (int step = 1; step < tile::kColumnLanes; step *= 2)
-        highest = tile::greater(highest, __shfl_xor_sync(0xffffffffu, highest, step));
+      highest = tile::row_max(highest);
       const T shift = tile::greater(highest, tile::lowest<T>());  // -inf - (-inf) must not arise
       const T rescale = ptx::exp2_accurate(row_max[i] - shift);
       T sum = 0;

@@ -48,11 +48,18 @@ struct Work {
   int32_t num_q_blocks, num_kv_blocks;
 };
 
+// What the naive kernels alone keep: whole matrices [seqlen_q, seqlen_kv], float32.
+struct WholeMatrices {
+  Matrices scores;  // S in base 2, then P in its place
+  Matrices score_gradients;
+};
+
 struct Params {
   Matrices q, k, v, o, lse;  // lse and delta have one column
   Matrices do_, dq, dk, dv, dlse, delta;
   Shape shape;
   Work work;
+  WholeMatrices whole;
 };
 
 }  // namespace cuflash::attention

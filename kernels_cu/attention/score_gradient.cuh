@@ -25,6 +25,7 @@ CUFLASH_DEVICE void score_gradient(T& s_to_p, T& dp_to_ds, T softmax_scale_log2,
 template <class Element, class T, int Rows, int Columns, int Kept>
 CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, tile::SharedTile<T, Rows, Columns> d_o,
                                    T (&lse_2)[Kept], T (&delta)[Kept]) {
+  using Tile = tile::RegisterTile<T, Rows, Columns>;
   const Place& place = work.place;
   const int length = params.shape.seqlen_q;
   const auto o = matrix<Element>(params.o, place, place.head, length, params.shape.value_dim);
@@ -33,18 +34,19 @@ CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, t
   const auto kept = matrix<T>(params.delta, place, place.head, length, 1);
 #pragma unroll
   for (int i = 0; i < Kept; ++i) {
-    const int row = tile::row_lane() + tile::kRowLanes * i, query = work.first + row;
+    const int row = Tile::row(i), query = work.first + row;
     const bool is_there = query < work.last;
     lse_2[i] = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
     const bool is_empty = lse_2[i] == -ptx::negative_infinity<T>();
     T sum = 0;
-    if (!is_empty)
-      for (int column = tile::column_lane(); column < o.num_columns; column += tile::kColumnLanes)
-        sum += d_o.at(row, column) * tile::widen(o.at(query, column));
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      const int column = Tile::column(j);
+      if (!is_empty && column < o.num_columns) sum += d_o.at(row, column) * tile::widen(o.at(query, column));
+    }
     sum = tile::row_sum(sum);
     if (!is_empty && params.dlse.data != nullptr) sum -= dlse.at(query, 0);
     delta[i] = sum;
-    if (is_there && tile::column_lane() == 0) kept.at(query, 0) = sum;
+    if (is_there && tile::leads_rows()) kept.at(query, 0) = sum;
   }
 }
 

@@ -22,11 +22,12 @@ struct WorkTile {
 
 // Tiles of `length` rows that stay within blocks of `block`: the last block, and the last tile of a block, may be short.
 // The last tiles come first: under a causal mask those of the queries are the longest.
-CUFLASH_DEVICE WorkTile work_tile(const Shape& shape, int num_heads, int length, int block, int height) {
+CUFLASH_DEVICE WorkTile work_tile(const Shape& shape, int num_heads, int length, int block, int height,
+                                  uint32_t number) {
   const int tiles_in_block = (block + height - 1) / height;
   const int num_tiles = (length + block - 1) / block * tiles_in_block;
-  const int tile = num_tiles - 1 - blockIdx.x % num_tiles;
-  int matrix = blockIdx.x / num_tiles;
+  const int tile = num_tiles - 1 - number % num_tiles;
+  int matrix = number / num_tiles;
   WorkTile work;
   work.place.head = matrix % num_heads;
   matrix /= num_heads;
@@ -41,17 +42,20 @@ CUFLASH_DEVICE WorkTile work_tile(const Shape& shape, int num_heads, int length,
   return work;
 }
 
-CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height) {
+// Which part of its tile's work a block does, where `num_parts` of them share it.
+CUFLASH_DEVICE int work_part(int num_parts) { return blockIdx.x % num_parts; }
+
+CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_parts = 1) {
   const bool is_listed = params.work.row_pointers != nullptr;
   return work_tile(params.shape, params.shape.num_heads, params.shape.seqlen_q, is_listed ? params.work.block_q : height,
-                   height);
+                   height, blockIdx.x / num_parts);
 }
 
 // A tile of keys; `place.head` is the first query head of the key/value head's group.
-CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height) {
+CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height, int num_parts = 1) {
   const bool is_listed = params.work.row_pointers != nullptr;
   WorkTile work = work_tile(params.shape, params.shape.num_heads / params.shape.group_size, params.shape.seqlen_kv,
-                            is_listed ? params.work.block_kv : height, height);
+                            is_listed ? params.work.block_kv : height, height, blockIdx.x / num_parts);
   work.place.head *= params.shape.group_size;
   return work;
 }

@@ -23,7 +23,7 @@ constexpr int kRun = tile::Vector<Accumulator>::kLength;
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;

@@ -24,7 +24,7 @@ constexpr int kRun = tile::Vector<Accumulator>::kLength;
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_forward(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;
@@ -70,7 +70,7 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params) {
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i) {
     const Accumulator row_lse = softmax.finalize(i, o);
-    if (tile::column_lane() == 0 && o.row(i) < lse.num_rows) lse.at(o.row(i), 0) = row_lse;
+    if (tile::leads_rows() && o.row(i) < lse.num_rows) lse.at(o.row(i), 0) = row_lse;
   }
   tile::store(matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim).rows(work.first, work.last), o);
 }

@@ -15,6 +15,9 @@ struct Matrix {
   CUFLASH_DEVICE Matrix rows(int first, int last) const {
     return {data + first * row_stride, row_stride, column_stride, last - first, num_columns};
   }
+  CUFLASH_DEVICE Matrix columns(int first, int last) const {
+    return {data + first * column_stride, row_stride, column_stride, num_rows, last - first};
+  }
   CUFLASH_DEVICE T& at(int row, int column) const { return data[row * row_stride + column * column_stride]; }
 };
 
@@ -24,31 +27,36 @@ struct EveryRow {
 };
 
 // Copy a matrix to shared memory, widened; zeros past its ends and in rows that are not kept. Called by all threads.
+// The eight threads that share rows of registers share rows here too: no division, and whole sectors of memory.
 template <class T, int Rows, int Columns, class Element, class Kept = EveryRow>
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<Element> from, Kept is_kept = {}) {
+  for (int row = row_lane(); row < Rows; row += kRowLanes) {
+    const bool is_there = row < from.num_rows && is_kept(row);
 #pragma unroll 4
-  for (int place = threadIdx.x; place < Rows * Columns; place += kThreads) {
-    const int row = place / Columns, column = place % Columns;
-    T x = 0;
-    if (row < from.num_rows && column < from.num_columns && is_kept(row)) x = widen(from.at(row, column));
-    to.at(row, column) = x;
+    for (int column = column_lane(); column < Columns; column += kColumnLanes)
+      to.at(row, column) = is_there && column < from.num_columns ? widen(from.at(row, column)) : T(0);
   }
 }
 
 // The same in vectors, for matrices of numbers whose rows are whole vectors that start at multiples of 16 bytes.
 template <class T, int Rows, int Columns, class Kept = EveryRow>
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<T> from, Kept is_kept = {}) {
-  constexpr int kVector = Vector<T>::kLength;
+  constexpr int kVector = Vector<T>::kLength, kWidth = kColumnLanes * kVector;
+  constexpr int kVectors = (Columns + kWidth - 1) / kWidth;
+  constexpr int kUnroll = kVectors < 4 ? 4 / kVectors : 1;  // four loads in flight, or a row
   const bool is_aligned = from.column_stride == 1 && from.row_stride % kVector == 0 &&
                           from.num_columns % kVector == 0 && reinterpret_cast<uint64_t>(from.data) % 16 == 0;
   if (!is_aligned) return load<T, Rows, Columns, T>(to, from, is_kept);
-#pragma unroll 8
-  for (int place = threadIdx.x; place < Rows * Columns / kVector; place += kThreads) {
-    const int row = place / (Columns / kVector), column = place % (Columns / kVector) * kVector;
-    Vector<T> x{};
-    if (row < from.num_rows && column < from.num_columns && is_kept(row))
-      x = *reinterpret_cast<const Vector<T>*>(&from.at(row, column));
-    to.vector(row, column) = x;
+#pragma unroll kUnroll
+  for (int row = row_lane(); row < Rows; row += kRowLanes) {
+    const bool is_there = row < from.num_rows && is_kept(row);
+    const T* const data = &from.at(row, 0);
+#pragma unroll
+    for (int column = column_lane() * kVector; column < Columns; column += kColumnLanes * kVector) {
+      Vector<T> x{};
+      if (is_there && column < from.num_columns) x = *reinterpret_cast<const Vector<T>*>(data + column);
+      to.vector(row, column) = x;
+    }
   }
 }
 

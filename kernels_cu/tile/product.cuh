@@ -5,17 +5,17 @@
 // Products of tiles by multiply-add. Called by all threads; operands must be complete in shared memory.
 namespace cuflash::tile {
 
-// Steps of a product's loop that are laid out at once: as many as leave registers for tall tiles.
+// Steps of a product's loop that are laid out at once: as many as leave registers for accumulators.
 template <class T, class Tile>
-constexpr int kUnroll = sizeof(T) > 4 || Tile::kRows > 4 ? 1 : 4;
+constexpr int kSteps = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ? 1 : 4;
 
 // c += a b^T: a thread multiplies its rows of a by its rows of b, a vector of both at once.
 template <class T, int Rows, int Columns, int Depth>
 CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth> a,
                                    SharedTile<T, Columns, Depth> b) {
   using Tile = RegisterTile<T, Rows, Columns>;
-  constexpr int kVector = Vector<T>::kLength;
-#pragma unroll kUnroll<T, Tile>
+  constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
+#pragma unroll kUnroll
   for (int k = 0; k < Depth; k += kVector) {
     Vector<T> a_frag[Tile::kRows], b_frag[Tile::kColumns];
 #pragma unroll
@@ -36,8 +36,8 @@ template <class T, int Rows, int Columns, int Depth>
 CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c, SharedTile<T, Rows, Depth> a,
                                    SharedTile<T, Depth, Columns> b) {
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
-  constexpr int kVector = Vector<T>::kLength;
-#pragma unroll kUnroll<T, Tile>
+  constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
+#pragma unroll kUnroll
   for (int k = 0; k < Depth; k += kVector) {
     Vector<T> a_frag[Tile::kRows];
 #pragma unroll
@@ -53,6 +53,24 @@ CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLe
           for (int f = 0; f < kVector; ++f) c.at[i][j + f] += a_frag[i].at[e] * b_frag.at[f];
       }
   }
+}
+
+// c += a^T b: a thread multiplies its columns of a by its runs of columns of b.
+template <class T, int Rows, int Columns, int Depth>
+CUFLASH_DEVICE void add_product_tn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c, SharedTile<T, Depth, Rows> a,
+                                   SharedTile<T, Depth, Columns> b) {
+  using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
+  constexpr int kVector = Vector<T>::kLength;
+#pragma unroll 8
+  for (int k = 0; k < Depth; ++k)
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; j += kVector) {
+      const Vector<T> b_frag = b.vector(k, Tile::column(j));
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i)
+#pragma unroll
+        for (int f = 0; f < kVector; ++f) c.at[i][j + f] += a.at(k, Tile::row(i)) * b_frag.at[f];
+    }
 }
 
 }  // namespace cuflash::tile

@@ -1,5 +1,5 @@
 #pragma once
-#include <ptx/types.cuh>
+#include <tile/element.cuh>
 
 namespace cuflash::tile {
 
@@ -11,12 +11,15 @@ constexpr int kColumnLanes = 8;
 CUFLASH_DEVICE int row_lane() { return threadIdx.x / kColumnLanes; }
 CUFLASH_DEVICE int column_lane() { return threadIdx.x % kColumnLanes; }
 
+template <int Rows>
+constexpr int kRowsOfThread = Rows / kRowLanes;
+
 // A matrix in the registers of the block's threads. A thread holds every kRowLanes-th row and, in every row, runs of
 // Run columns, one run in each kColumnLanes * Run.
 template <class T, int Rows, int Columns, int Run = 1>
 struct RegisterTile {
   static constexpr int kRun = Run;
-  static constexpr int kRows = Rows / kRowLanes;
+  static constexpr int kRows = kRowsOfThread<Rows>;
   static constexpr int kColumns = Columns / kColumnLanes;
   static_assert(Rows % kRowLanes == 0, "every thread holds as many rows");
   static_assert(Columns % (kColumnLanes * Run) == 0, "every thread holds as many runs of columns");
@@ -51,5 +54,14 @@ CUFLASH_DEVICE T row_sum(T x) {
   for (int step = 1; step < kColumnLanes; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
   return x;
 }
+template <class T>
+CUFLASH_DEVICE T row_max(T x) {
+#pragma unroll
+  for (int step = 1; step < kColumnLanes; step *= 2) x = greater(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+}
+
+// Whether this thread speaks for the rows it shares.
+CUFLASH_DEVICE bool leads_rows() { return column_lane() == 0; }
 
 }  // namespace cuflash::tile

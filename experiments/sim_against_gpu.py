@@ -1,0 +1,206 @@
+"""Is the simulator's number the GPU's?  Both run the same kernels on the same arrays; this compares what they return.
+
+    python experiments/sim_against_gpu.py                     # needs CuPy and a GPU; minutes, most of them compiling
+    python experiments/sim_against_gpu.py --dtypes float32    # a quarter of it
+
+Every case runs forward and backward on executor "sim" and on executor "gpu", in the same memory layouts, and once more
+with operands of small integers and q = 0, where results are known to the last rounding and few operations round at all.
+
+Expect: |sim - gpu| far below the bound on either, for exp2 and the order of some sums differ in last places; and the
+same bits for lattice operands in o, as their sums are exact.
+Found:  not yet run.
+"""
+
+import ctypes
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cuflash
+import ml_dtypes
+import numpy as np
+from cuflash import masks
+from cuflash.testing import Example, Structure, assert_exact_probes
+from cuflash.testing.strategies import laid_out
+from harness import Record, main, track
+from rich.table import Table
+
+OUTPUTS = ("o", "lse", "dq", "dk", "dv")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+DIMS = ((32, 32), (40, 24), (64, 64), (96, 200), (256, 256), (1, 3))
+LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What to compare; the defaults are the published run."""
+
+    seqlen_q: int = 150
+    seqlen_kv: int = 200
+    dtypes: tuple[str, ...] = DTYPES
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.seqlen_q, self.seqlen_kv) < 1:
+            raise ValueError("seqlen_q and seqlen_kv must be positive")
+        if unknown := set(self.dtypes) - set(DTYPES):
+            raise ValueError(f"unknown dtype {', '.join(sorted(unknown))}")
+
+
+def kinds_of_mask(config: Config) -> dict[str, masks.Mask | None]:
+    """Every kind of work that a kernel walks."""
+    rng = np.random.default_rng(config.seed)
+    rows, keys = config.seqlen_q, config.seqlen_kv
+
+    def blocks(block_q: int, block_kv: int, *leading: int) -> masks.Mask:
+        grid = (*leading, -(-rows // block_q), -(-keys // block_kv))
+        return masks.BlockPattern(rng.random(grid) < 0.5, (block_q, block_kv))
+
+    causal = masks.Causal("bottom_right")
+    return {
+        "none": None,
+        "causal": causal,
+        "window": masks.SlidingWindow(40, 10, "bottom_right"),
+        "lengths": masks.Lengths(q=np.array([rows, rows // 2]), kv=np.array([keys // 3, keys])),
+        "documents": masks.Documents(np.arange(rows) // 60, np.arange(keys) // 60) & causal,
+        "bits": masks.Dense(rng.random((4, rows, keys)) < 0.4),
+        "dilated": masks.Dilated(3, align="bottom_right"),
+        "blocks of 16": blocks(16, 16, 4),
+        "blocks of 24": blocks(24, 24),
+        "blocks of 64, causal": blocks(64, 64, 2, 4) & causal,
+        "blocks of 100 x 128": blocks(100, 128),
+    }
+
+
+def cases(config: Config) -> Iterator[tuple[str, Structure]]:
+    """(kind of mask, structure): each mask with each dtype, then each pair of dims; groups and layouts take turns."""
+    kinds = kinds_of_mask(config)
+    grid = [(kind, dtype, (32, 32)) for kind, dtype in itertools.product(kinds, config.dtypes)]
+    grid += [("causal", dtype, dims) for dims, dtype in itertools.product(DIMS[1:], config.dtypes)]
+    for number, (kind, dtype, (head_dim, value_dim)) in enumerate(grid):
+        v_batch, num_kv_heads = ((2,), (1,))[number % 2], (4, 2, 1)[number % 3]
+        yield kind, Structure(
+            q_batch=(2,), k_batch=(2,), v_batch=v_batch, num_heads=4, num_kv_heads=num_kv_heads,
+            seqlen_q=config.seqlen_q, seqlen_kv=config.seqlen_kv, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
+            mask=kinds[kind], layouts=(LAYOUTS[number % len(LAYOUTS)],) * 5, seed=config.seed + number,
+        )  # fmt: skip
+
+
+def to_device(array: Any, layout: str) -> Any:
+    """A CuPy array of the same values and strides."""
+    import cupy
+
+    host = laid_out(np.asarray(array), layout)
+    low, high = np.lib.array_utils.byte_bounds(host)
+    memory = cupy.asarray(np.frombuffer((ctypes.c_char * (high - low)).from_address(low), np.uint8))
+    return cupy.ndarray(host.shape, host.dtype, memory.data + (host.ctypes.data - low), host.strides)
+
+
+def results(example: Example, executor: str, layout: str) -> dict[str, Any]:
+    """Both passes on one executor, as NumPy arrays."""
+    q, k, v, do, dlse = (getattr(example, name) for name in ("q", "k", "v", "do", "dlse"))
+    if executor == "gpu":
+        q, k, v, do = (to_device(x, layout) for x in (q, k, v, do))
+        dlse = to_device(np.ascontiguousarray(dlse), "contiguous")
+    (o, lse), vjp = cuflash.attention_vjp(
+        q, k, v, mask=example.mask, scale=example.scale, executor=executor, return_lse=True
+    )
+    found = dict(zip(OUTPUTS, (o, lse, *vjp(do, dlse)), strict=True))
+    return {name: x.get() if executor == "gpu" else x for name, x in found.items()}
+
+
+def share_of_bound(first: Any, second: Any, bound: Any) -> float:
+    """The largest |first - second| / bound; infinite where one is NaN or infinite and the other is not the same."""
+    wide, other = (np.asarray(x).astype(np.float64) for x in (first, second))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = np.where(wide == other, 0.0, np.abs(wide - other) / bound)
+    return float(np.where(np.isnan(share), np.inf, share).max(initial=0.0))
+
+
+def probes_agree(example: Example, layout: str) -> tuple[bool, bool]:
+    """Whether the exact probes pass on the GPU, and whether each returned the simulator's bits there."""
+    agree = True
+
+    def attend(q: Any, k: Any, v: Any, *, mask: Any, scale: float | None) -> tuple[Any, Any]:
+        nonlocal agree
+        simulated = cuflash.attention(q, k, v, mask=mask, scale=scale, executor="sim", return_lse=True)
+        arrays = (to_device(x, layout) for x in (q, k, v))
+        made = cuflash.attention(*arrays, mask=mask, scale=scale, executor="gpu", return_lse=True)
+        o, lse = (x.get() for x in made)
+        agree &= o.tobytes() == simulated[0].tobytes()
+        return o, lse
+
+    try:
+        assert_exact_probes(attend, example)
+    except AssertionError:
+        return False, agree
+    return True, agree
+
+
+def compare(kind: str, structure: Structure) -> Record:
+    """One case: its shape, |sim - gpu| over the bound for each output, and what the probes say."""
+    example, layout = structure.example(), structure.layouts[0]
+    simulated, on_gpu = (results(example, executor, layout) for executor in ("sim", "gpu"))
+    record: Record = {
+        "dtype": structure.dtype, "mask": kind, "head_dim": structure.head_dim, "value_dim": structure.value_dim,
+        "seqlen_q": structure.seqlen_q, "seqlen_kv": structure.seqlen_kv,
+        "group_size": structure.num_heads // structure.num_kv_heads, "v_batch": structure.v_batch[0], "layout": layout,
+    }  # fmt: skip
+    for name in OUTPUTS:
+        record[name] = share_of_bound(simulated[name], on_gpu[name], getattr(example.bounds, name))
+        record[f"{name}_same_bits"] = simulated[name].tobytes() == on_gpu[name].tobytes()
+    record["probes_pass"], record["probes_same_bits"] = probes_agree(example, layout)
+    return record
+
+
+def why_not() -> str | None:
+    """What is missing for this experiment."""
+    try:
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except ImportError as error:
+        return f"CuPy is not installed ({error})"
+    except Exception as error:  # CUDARuntimeError has no base class that can be named without CuPy
+        return f"CuPy finds no GPU ({error})"
+    return None if count else "CuPy finds no GPU"
+
+
+def takes_bfloat16() -> bool:
+    """Whether CuPy knows ml_dtypes' bfloat16; not all versions do."""
+    import cupy
+
+    try:
+        ones = to_device(np.ones((2, 3), ml_dtypes.bfloat16), "contiguous")
+        return bool(ones.astype(np.float32).sum().item() == 6) and cupy.empty(1, ones.dtype).dtype == ones.dtype
+    except Exception:  # whatever this version says to a dtype that it does not know
+        return False
+
+
+def run(config: Config) -> list[Record]:
+    """A record for each case."""
+    if reason := why_not():
+        sys.exit(f"sim_against_gpu compares the simulator with a GPU: {reason}")
+    dtypes = tuple(dtype for dtype in config.dtypes if dtype != "bfloat16" or takes_bfloat16())
+    if dtypes != config.dtypes:
+        print("this CuPy has no bfloat16: its cases are left out", file=sys.stderr)
+    return [compare(*case) for case in track(list(cases(replace(config, dtypes=dtypes))), "cases")]
+
+
+def table(records: list[Record]) -> Table:
+    """The largest shares for each dtype, and how many cases had the same bits."""
+    made = Table(title="largest |sim - gpu| over the bound")
+    for column in ("dtype", "cases", *OUTPUTS, "probes pass", "probes same bits"):
+        made.add_column(column, justify="left" if column == "dtype" else "right")
+    for dtype in dict.fromkeys(record["dtype"] for record in records):
+        mine = [record for record in records if record["dtype"] == dtype]
+        shares = (f"{max(record[name] for record in mine):.3f}" for name in OUTPUTS)
+        passed = (str(sum(record[name] for record in mine)) for name in ("probes_pass", "probes_same_bits"))
+        made.add_row(dtype, str(len(mine)), *shares, *passed)
+    return made
+
+
+if __name__ == "__main__":
+    main(Config, run, table)

@@ -1,0 +1,110 @@
+#pragma once
+#include <attention/steps.cuh>
+
+// What the naive kernels need to work on a matrix of scores that is there as a whole: any tile of it may be asked for.
+namespace cuflash::attention {
+
+// first <= x < last, of queries, keys or columns.
+struct Range {
+  int first, last;
+
+  CUFLASH_DEVICE bool is_empty() const { return first >= last; }
+};
+
+CUFLASH_DEVICE Range rows_of(const WorkTile& work) { return {work.first, work.last}; }
+
+// A length in tiles that stay within blocks, as `work_tile` has them: the last of a block may be short, or empty.
+struct Tiling {
+  int length, block, height;
+
+  CUFLASH_DEVICE int tiles_in_block() const { return (block + height - 1) / height; }
+  CUFLASH_DEVICE int num_tiles() const { return (length + block - 1) / block * tiles_in_block(); }
+  CUFLASH_DEVICE Range tile(int number) const {
+    const int start = number / tiles_in_block() * block;
+    const int first = start + number % tiles_in_block() * height;
+    return {first, min(min(first + height, start + block), length)};
+  }
+};
+
+CUFLASH_DEVICE Tiling query_tiling(const Params& params, int height) {
+  return {params.shape.seqlen_q, params.work.row_pointers != nullptr ? params.work.block_q : height, height};
+}
+
+CUFLASH_DEVICE Tiling key_tiling(const Params& params, int height) {
+  return {params.shape.seqlen_kv, params.work.row_pointers != nullptr ? params.work.block_kv : height, height};
+}
+
+// The step that a tile of scores is: all of it lies within one block of a list. False where that block is absent.
+CUFLASH_DEVICE bool find_step(const Params& params, const Place& place, Range queries, Range keys, Step& step) {
+  const Work& work = params.work;
+  step = {keys.first, keys.last, Kind::kInterval, nullptr, 0, 0, (work.block_kv + 7) / 8};
+  if (work.row_pointers == nullptr) return true;
+  const int64_t matrix = place.entry * work.list_batch_stride + place.head * work.list_head_stride;
+  const int32_t* const row = work.row_pointers + matrix * work.num_q_blocks + queries.first / work.block_q;
+  const int block = keys.first / work.block_kv, end = row[1];
+  int entry = row[0];
+  for (int last = end; entry < last;) {  // key blocks increase along a row of blocks
+    const int middle = (entry + last) / 2;
+    if (work.kv_blocks[middle] < block) entry = middle + 1;
+    else last = middle;
+  }
+  if (entry == end || work.kv_blocks[entry] != block) return false;
+  step.kind = static_cast<Kind>(work.kinds[entry]);
+  if (step.kind == Kind::kBits) {
+    step.bits = work.bits + static_cast<int64_t>(work.tiles[entry]) * work.block_q * step.pitch;
+    step.first_row = queries.first / work.block_q * work.block_q;
+    step.first_key = block * work.block_kv;
+  }
+  return true;
+}
+
+// Which keys of a tile some query of it visits. What stands at the others never matters: products take it as 0, since
+// the P of 0 that they have would make NaN of NaN.
+CUFLASH_DEVICE bool is_visited_key(const Params& params, const Place& place, Range queries, Range keys, int key) {
+  Step step;
+  if (key >= keys.last || !find_step(params, place, queries, keys, step)) return false;
+  if (step.kind == Kind::kFull) return true;
+  if (step.kind == Kind::kInterval)
+    return interval(params, place, queries.first).lo <= key && key < interval(params, place, queries.last - 1).hi;
+  for (int query = queries.first; query < queries.last; ++query)
+    if (step.is_allowed(params, place, query, key)) return true;
+  return false;
+}
+
+// Which queries of a tile visit some key of it.
+CUFLASH_DEVICE bool is_visiting_query(const Params& params, const Place& place, Range queries, Range keys, int query) {
+  Step step;
+  if (query >= queries.last || !find_step(params, place, queries, keys, step)) return false;
+  if (step.kind == Kind::kFull) return true;
+  if (step.kind == Kind::kInterval) {
+    const Interval visited = interval(params, place, query);
+    return max(visited.lo, keys.first) < min(visited.hi, keys.last);
+  }
+  for (int key = keys.first; key < keys.last; ++key)
+    if (step.is_allowed(params, place, query, key)) return true;
+  return false;
+}
+
+// Columns of a matrix in tiles of `width`.
+CUFLASH_DEVICE int num_column_tiles(int num_columns, int width) { return (num_columns + width - 1) / width; }
+
+CUFLASH_DEVICE Range column_tile(int num_columns, int width, int number) {
+  return {number * width, min(number * width + width, num_columns)};
+}
+
+// `store_gradient` for the columns from `first_column` on.
+template <class Element, class T, int Rows, int Columns, int Run>
+CUFLASH_DEVICE void store_gradient_columns(const Matrices& to, const WorkTile& work, int head, int num_rows,
+                                           int num_columns, int first_column,
+                                           const tile::RegisterTile<T, Rows, Columns, Run>& gradient) {
+  const auto store_as = [&](auto all) {
+    tile::store(all.rows(work.first, work.last).columns(first_column, num_columns), gradient);
+  };
+  if (to.is_wide) {
+    store_as(matrix<T>(to, work.place, head, num_rows, num_columns));
+  } else {
+    store_as(matrix<Element>(to, work.place, head, num_rows, num_columns));
+  }
+}
+
+}  // namespace cuflash::attention

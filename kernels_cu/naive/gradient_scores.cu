@@ -1,0 +1,78 @@
+// Backward of standard attention: P = exp2(S - lse) in S's place, and dS = P (dP - delta) beside it, where dP = do v^T
+// and delta = rowsum(do o) - dlse. One block makes one tile of both, and delta of its rows again.
+#include <attention/score_gradient.cuh>
+#include <attention/whole_matrix.cuh>
+#include <ptx/shared.cuh>
+#include <tile/product.cuh>
+
+namespace cuflash {
+
+using config::Accumulator;
+using config::Element;
+using config::kBlockKv;
+using config::kBlockQ;
+using config::kValueDim;
+
+using DoTile = tile::SharedTile<Accumulator, kBlockQ, kValueDim>;
+using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
+
+}  // namespace cuflash
+
+// Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
+naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params) {
+  using namespace cuflash;
+  using namespace cuflash::attention;
+  const Shape& shape = params.shape;
+  const Tiling key_tiles = key_tiling(params, kBlockKv);
+  const WorkTile work = query_tile(params, kBlockQ, key_tiles.num_tiles());
+  const Range keys = key_tiles.tile(work_part(key_tiles.num_tiles()));
+  if (work.is_empty() || keys.is_empty()) return;
+  const Place& place = work.place;
+  const auto rows = [&](auto of) { return of.rows(work.first, work.last); };
+  const auto d_o = rows(matrix<Element>(params.do_, place, place.head, shape.seqlen_q, shape.value_dim));
+  const auto o = rows(matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim));
+  const auto lse = rows(matrix<Accumulator>(params.lse, place, place.head, shape.seqlen_q, 1));
+  const auto dlse = rows(matrix<Accumulator>(params.dlse, place, place.head, shape.seqlen_q, 1));
+  const auto v = matrix<Element>(params.v, place, place.head / shape.group_size, shape.seqlen_kv, shape.value_dim)
+                     .rows(keys.first, keys.last);
+
+  const DoTile do_smem{ptx::dynamic_shared<Accumulator>()};
+  const VTile v_smem{do_smem.data + DoTile::kElements};
+  tile::RegisterTile<Accumulator, kBlockQ, kBlockKv> s, dp;
+  dp.fill(0);
+  for (int first = 0; first < shape.value_dim; first += kValueDim) {
+    const int last = min(first + kValueDim, shape.value_dim);
+    __syncthreads();  // the last columns are read
+    tile::load(do_smem, d_o.columns(first, last));
+    tile::load(v_smem, v.columns(first, last));
+    __syncthreads();  // these are there
+    tile::add_product_nt(dp, do_smem, v_smem);
+  }
+
+  const auto p = rows(matrix<Accumulator>(params.whole.scores, place, place.head, shape.seqlen_q, shape.seqlen_kv))
+                     .columns(keys.first, keys.last);
+  const auto ds = rows(matrix<Accumulator>(params.whole.score_gradients, place, place.head, shape.seqlen_q,
+                                           shape.seqlen_kv)).columns(keys.first, keys.last);
+#pragma unroll
+  for (int i = 0; i < s.kRows; ++i) {
+    const int row = s.row(i);
+    const bool is_there = row < p.num_rows;
+    Accumulator delta = 0;
+    for (int column = tile::column_lane(); is_there && column < shape.value_dim; column += tile::kColumnLanes)
+      delta += tile::widen(d_o.at(row, column)) * tile::widen(o.at(row, column));
+    delta = tile::row_sum(delta);
+    if (is_there && params.dlse.data != nullptr) delta -= dlse.at(row, 0);
+    const Accumulator lse_2 = is_there ? base_2(lse.at(row, 0)) : Accumulator(0);
+    const bool is_empty = lse_2 == -ptx::negative_infinity<Accumulator>();  // of keys: its gradients are 0
+#pragma unroll
+    for (int j = 0; j < s.kColumns; ++j) {
+      s.at[i][j] = ptx::negative_infinity<Accumulator>();
+      if (is_there && s.column(j) < p.num_columns) s.at[i][j] = p.at(row, s.column(j));
+      const bool is_allowed = !is_empty && s.at[i][j] != ptx::negative_infinity<Accumulator>();
+      score_gradient(s.at[i][j], dp.at[i][j], Accumulator(1), lse_2, delta, is_allowed);
+    }
+  }
+  tile::store(p, s);
+  tile::store(ds, dp);
+}

@@ -1,0 +1,59 @@
+// Standard attention, first of three kernels: S = q k^T softmax_scale, a whole matrix in global memory, -inf where the
+// mask says no. In base 2, that is times log2(e), as exp2 wants it. One block makes one tile of S, whatever the mask.
+#include <attention/mask_scores.cuh>
+#include <attention/online_softmax.cuh>
+#include <attention/whole_matrix.cuh>
+#include <ptx/shared.cuh>
+#include <tile/product.cuh>
+
+namespace cuflash {
+
+using config::Accumulator;
+using config::Element;
+using config::kBlockKv;
+using config::kBlockQ;
+using config::kHeadDim;
+
+using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
+using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
+
+}  // namespace cuflash
+
+// Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
+naive_scores(const __grid_constant__ cuflash::attention::Params params) {
+  using namespace cuflash;
+  using namespace cuflash::attention;
+  const Shape& shape = params.shape;
+  const Tiling key_tiles = key_tiling(params, kBlockKv);
+  const WorkTile work = query_tile(params, kBlockQ, key_tiles.num_tiles());
+  const Range keys = key_tiles.tile(work_part(key_tiles.num_tiles()));
+  if (work.is_empty() || keys.is_empty()) return;
+  const Place& place = work.place;
+  const auto q = matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim)
+                     .rows(work.first, work.last);
+  const auto k = matrix<Element>(params.k, place, place.head / shape.group_size, shape.seqlen_kv, shape.head_dim)
+                     .rows(keys.first, keys.last);
+
+  const QTile q_smem{ptx::dynamic_shared<Accumulator>()};
+  const KTile k_smem{q_smem.data + QTile::kElements};
+  tile::RegisterTile<Accumulator, kBlockQ, kBlockKv> s;
+  s.fill(0);
+  for (int first = 0; first < shape.head_dim; first += kHeadDim) {
+    const int last = min(first + kHeadDim, shape.head_dim);
+    __syncthreads();  // the last columns are read
+    tile::load(q_smem, q.columns(first, last));
+    tile::load(k_smem, k.columns(first, last));
+    __syncthreads();  // these are there
+    tile::add_product_nt(s, q_smem, k_smem);
+  }
+  s.scale(shape.softmax_scale * kLog2E);
+  Step step;
+  if (find_step(params, place, rows_of(work), keys, step)) {
+    mask_scores(s, params, work, step);
+  } else {
+    s.fill(ptx::negative_infinity<Accumulator>());
+  }
+  tile::store(matrix<Accumulator>(params.whole.scores, place, place.head, shape.seqlen_q, shape.seqlen_kv)
+                  .rows(work.first, work.last).columns(keys.first, keys.last), s);
+}

@@ -1,0 +1,154 @@
+"""The three executors behind one face: NumPy arrays go in and come out, wherever the work is done."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuflash.testing import Example, examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@functools.cache
+def _why_no_bfloat16() -> str | None:
+    """CuPy took ml_dtypes' bfloat16 in only lately, and only where ml_dtypes is installed."""
+    import cupy
+
+    try:
+        ones = cupy.asarray(np.ones(3, ml_dtypes.bfloat16))
+        cupy.empty(3, ml_dtypes.bfloat16)[...] = ones
+        return None if ones.astype(np.float32).sum().item() == 3 else "CuPy sums bfloat16 wrongly"
+    except Exception as error:  # whatever this version of CuPy says to a dtype that it does not know
+        return f"CuPy {cupy.__version__} has no bfloat16 ({error})"
+
+
+def to_device(array: Any) -> Any:
+    """A CuPy array with the same strides and, in the gaps of its memory, the same bytes."""
+    import cupy
+
+    if array is None:
+        return None
+    if array.dtype == ml_dtypes.bfloat16 and (reason := _why_no_bfloat16()):
+        pytest.skip(reason)
+    if not array.size:
+        return cupy.empty(array.shape, array.dtype)
+    low, high = np.lib.array_utils.byte_bounds(array)
+    memory = np.frombuffer((ctypes.c_char * (high - low)).from_address(low), np.uint8)
+    start = cupy.asarray(memory).data + (array.ctypes.data - low)
+    return cupy.ndarray(array.shape, array.dtype, start, array.strides)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Calls of the library on one executor.
+
+    Attributes
+    ----------
+    executor : str
+    drawn : dict
+        What examples are drawn from in a short run; a long one draws from everything.
+    most_examples : int, optional
+        Of a short run.
+    """
+
+    executor: str
+    drawn: tuple[tuple[str, Any], ...] = ()
+    most_examples: int | None = None
+
+    def __str__(self) -> str:
+        return self.executor
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.executor == "gpu"
+
+    def put(self, array: Any) -> Any:
+        return to_device(array) if self.is_on_device else array
+
+    def get(self, array: Any) -> Any:
+        return array.get() if self.is_on_device else array
+
+    def attention(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        arrays = (self.put(x) for x in (q, k, v))
+        made = cuflash.attention(*arrays, executor=self.executor, **options)
+        return tuple(self.get(x) for x in made) if isinstance(made, tuple) else self.get(made)
+
+    def attend(self, q: Any, k: Any, v: Any, *, mask: Any, scale: float | None) -> tuple[Any, Any]:
+        o, lse = self.attention(q, k, v, mask=mask, scale=scale, return_lse=True)
+        return o, lse
+
+    def pull(self, q: Any, k: Any, v: Any, do: Any, *, dlse: Any, mask: Any, scale: float | None) -> tuple[Any, ...]:
+        arrays = (self.put(x) for x in (q, k, v))
+        _, vjp = cuflash.attention_vjp(*arrays, mask=mask, scale=scale, executor=self.executor)
+        return tuple(self.get(x) for x in vjp(self.put(do), self.put(dlse)))
+
+    def everything(self, example: Example) -> dict[str, Any]:
+        """All results of a call, with the mask as it was drawn: an object, with its closed forms."""
+        q, k, v, do, dlse = (self.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
+        options = {"mask": example.mask, "scale": example.scale, "executor": self.executor}
+        (o, lse), vjp = cuflash.attention_vjp(q, k, v, return_lse=True, **options)
+        return {name: self.get(x) for name, x in zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(do, dlse)))}
+
+    def examples(self, **drawn: Any) -> st.SearchStrategy[Example]:
+        if self.is_on_device and _why_no_bfloat16():
+            drawn["dtypes"] = [name for name in DTYPES if name != "bfloat16"]
+        return examples(**drawn | ({} if _is_long() else dict(self.drawn)))
+
+    @property
+    def settings(self) -> settings:
+        profile = settings.default
+        if _is_long() or self.most_examples is None:
+            return profile
+        return settings(profile, max_examples=min(self.most_examples, profile.max_examples))
+
+
+def _is_long() -> bool:
+    return settings.default.max_examples > 100
+
+
+# A kernel of the simulator takes a second to build for every dtype, tile and room for dims: few of them, all dtypes.
+SIM = Run("sim", (("widest", 32), ("most_scores", 1 << 13), ("most_rows", 400)), most_examples=10)
+GPU = Run("gpu", (("widest", 32),), most_examples=15)
+CPU = Run("cpu")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
+RUNS = (CPU, pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu))
+KERNELS = RUNS[1:]
+
+on_every_executor = pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run))
+on_kernels = pytest.mark.parametrize("run", KERNELS, ids=lambda run: str(run))
+
+
+def holds_for_examples(**drawn: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A property `test(run, example, ...)` of every executor: its examples are drawn as the executor can afford."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def on_examples(run: Run, **fixed: Any) -> None:
+            def check(example: Example) -> None:
+                test(run, example, **fixed)
+
+            # Each test has examples of its own, and the same ones every time.
+            check.__name__ = check.__qualname__ = "_".join([test.__name__, *(each.__name__ for each in fixed.values())])
+            run.settings(given(run.examples(**drawn))(check))()
+
+        given_names = [name for name in inspect.signature(test).parameters if name not in ("run", "example")]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in given_names]
+        first = inspect.Parameter("run", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        on_examples.__signature__ = inspect.Signature([first, *parameters])  # type: ignore[attr-defined]
+        on_examples.__name__, on_examples.__doc__ = test.__name__, test.__doc__
+        on_examples.__qualname__, on_examples.__module__ = test.__qualname__, test.__module__
+        return on_every_executor(on_examples)
+
+    return decorate

@@ -1,0 +1,15 @@
+extern "C" __global__ void atomics(float* sums, int* extremes, int* lock, int* counter, unsigned* bits) {
+  atomicAdd(sums, static_cast<float>(threadIdx.x));
+  atomicMax(extremes, static_cast<int>(threadIdx.x));
+  atomicMin(extremes + 1, -static_cast<int>(threadIdx.x));
+  atomicOr(bits, 1u << threadIdx.x % 32);
+  if (threadIdx.x % 32 == 0) {
+    while (atomicCAS(lock, 0, 1) != 0) {}
+    __threadfence();
+    const int seen = *counter;
+    __nanosleep(20);
+    *counter = seen + 1;
+    __threadfence();
+    atomicExch(lock, 0);
+  }
+}

@@ -1,0 +1,110 @@
+// Every index map of the tile room. `probe` names the types and sizes: T, Element, kRows, kColumns, kDepth.
+#include <ptx/shared.cuh>
+#include <tile/copy.cuh>
+#include <tile/product.cuh>
+using namespace cuflash;
+using namespace cuflash::tile;
+using probe::Element;
+using probe::T;
+using probe::kColumns;
+using probe::kDepth;
+using probe::kRows;
+
+constexpr int kRun = Vector<T>::kLength;
+using Shared = SharedTile<T, kRows, kColumns>;
+using Plain = RegisterTile<T, kRows, kColumns>;
+using InRuns = RegisterTile<T, kRows, kColumns, kRun>;
+
+template <class Tile>
+CUFLASH_DEVICE void number(Tile& tile) {
+  for (int i = 0; i < Tile::kRows; ++i)
+    for (int j = 0; j < Tile::kColumns; ++j) tile.at[i][j] = Tile::row(i) * 1000 + Tile::column(j);
+}
+
+template <class Tile>
+CUFLASH_DEVICE void write_map(int* rows, int* columns) {
+  for (int i = 0; i < Tile::kRows; ++i) rows[threadIdx.x * Tile::kRows + i] = Tile::row(i);
+  for (int j = 0; j < Tile::kColumns; ++j) columns[threadIdx.x * Tile::kColumns + j] = Tile::column(j);
+}
+
+// Which rows and columns a thread holds; where elements and vectors of a shared tile lie; what rows sum to.
+extern "C" __global__ void __launch_bounds__(kThreads)
+maps(int* rows, int* columns, int* run_rows, int* run_columns, int* elements, int* vectors, T* sums, T* scaled) {
+  write_map<Plain>(rows, columns);
+  write_map<InRuns>(run_rows, run_columns);
+  const Shared shared{ptx::dynamic_shared<T>()};
+  for (int place = threadIdx.x; place < kRows * kColumns; place += kThreads) {
+    const int row = place / kColumns, column = place % kColumns;
+    elements[place] = &shared.at(row, column) - shared.data;
+    vectors[place] = column % kRun == 0 ? &shared.vector(row, column).at[0] - shared.data : -1;
+  }
+  sums[threadIdx.x] = row_sum(static_cast<T>(threadIdx.x * threadIdx.x));
+  InRuns tile;
+  tile.fill(3);
+  tile.scale(2);
+  tile.scale_row(1, 5);
+  for (int i = 0; i < InRuns::kRows; ++i)
+    for (int j = 0; j < InRuns::kColumns; ++j)
+      scaled[(threadIdx.x * InRuns::kRows + i) * InRuns::kColumns + j] = tile.at[i][j];
+}
+
+struct KeptBits {
+  int64_t bits;
+  CUFLASH_DEVICE bool operator()(int row) const { return bits >> row & 1; }
+};
+
+// Shared memory after a load, its padding included.
+extern "C" __global__ void __launch_bounds__(kThreads)
+loads(Element* from, int64_t row_stride, int64_t column_stride, int num_rows, int num_columns, int64_t kept, T* memory) {
+  const Shared shared{ptx::dynamic_shared<T>()};
+  for (int i = threadIdx.x; i < Shared::kElements; i += kThreads) shared.data[i] = -7;
+  __syncthreads();
+  const Matrix<Element> matrix{from, row_stride, column_stride, num_rows, num_columns};
+  if (kept == -1) load(shared, matrix);
+  else load(shared, matrix, KeptBits{kept});
+  __syncthreads();
+  for (int i = threadIdx.x; i < Shared::kElements; i += kThreads) memory[i] = shared.data[i];
+}
+
+template <class Tile>
+CUFLASH_DEVICE void store_both(const Matrix<Element>& matrix, T* memory) {
+  Tile tile;
+  number(tile);
+  store(matrix, tile);
+  const Shared shared{ptx::dynamic_shared<T>()};
+  for (int i = threadIdx.x; i < Shared::kElements; i += kThreads) shared.data[i] = -7;
+  __syncthreads();
+  store(shared, tile);
+  __syncthreads();
+  for (int i = threadIdx.x; i < Shared::kElements; i += kThreads) memory[i] = shared.data[i];
+  __syncthreads();
+}
+
+// Rows first <= x < last of a matrix, and shared memory, after a store of 1000 row + column; by both kinds of tiles.
+extern "C" __global__ void __launch_bounds__(kThreads)
+stores(Element* plain, Element* in_runs, int64_t start, int64_t row_stride, int64_t column_stride, int first, int last,
+       int num_columns, T* memory, T* run_memory) {
+  const Matrix<Element> to{plain + start, row_stride, column_stride, last, num_columns};
+  const Matrix<Element> runs_to{in_runs + start, row_stride, column_stride, last, num_columns};
+  store_both<Plain>(to.rows(first, last), memory);
+  store_both<InRuns>(runs_to.rows(first, last), run_memory);
+}
+
+// c + a b^T with b [kColumns, kDepth], and c + a b with b [kDepth, kColumns], c being 1000 row + column.
+extern "C" __global__ void __launch_bounds__(kThreads) products(T* a, T* b_nt, T* b_nn, T* c_nt, T* c_nn) {
+  const SharedTile<T, kRows, kDepth> a_smem{ptx::dynamic_shared<T>()};
+  const SharedTile<T, kColumns, kDepth> b_nt_smem{a_smem.data + a_smem.kElements};
+  const SharedTile<T, kDepth, kColumns> b_nn_smem{b_nt_smem.data + b_nt_smem.kElements};
+  load(a_smem, Matrix<T>{a, kDepth, 1, kRows, kDepth});
+  load(b_nt_smem, Matrix<T>{b_nt, kDepth, 1, kColumns, kDepth});
+  load(b_nn_smem, Matrix<T>{b_nn, kColumns, 1, kDepth, kColumns});
+  __syncthreads();
+  Plain nt;
+  number(nt);
+  add_product_nt(nt, a_smem, b_nt_smem);
+  store(Matrix<T>{c_nt, kColumns, 1, kRows, kColumns}, nt);
+  InRuns nn;
+  number(nn);
+  add_product_nn(nn, a_smem, b_nn_smem);
+  store(Matrix<T>{c_nn, kColumns, 1, kRows, kColumns}, nn);
+}

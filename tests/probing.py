@@ -1,0 +1,521 @@
+"""Launches of the small kernels in tests/probes/, each with what a line of NumPy says that it leaves in memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from cuflash.params import Records, View
+from cuflash.plans import Plan
+from cuflash.source import flatten_text
+from cuflash.testing import Structure
+from executors import to_device
+
+import cuflash
+from cuflash import masks, patterns, sim
+
+PROBES = Path(__file__).parent / "probes"
+ELEMENTS = {"float16": "ptx::Half", "bfloat16": "ptx::BFloat16", "float32": "float", "float64": "double"}
+ULP = {np.dtype(np.float32): 2.0**-23, np.dtype(np.float64): 2.0**-52}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an argument holds after a launch: these bits, or numbers that are at most some last places away."""
+
+    values: Any
+    ulps: float = 0.0
+    where: Any = None  # elements that are promised; all unless given
+
+
+@dataclass(frozen=True)
+class Record:
+    """A parameter by value: the record of a plan, for the arrays of its work."""
+
+    plan: Plan
+
+    def at(self, lists: Mapping[str, Any], address: Any) -> Any:
+        problem = self.plan.problem
+        view = View("lse", problem.accumulator, problem.lse_shape(), (0,) * len(problem.lse_shape()))
+        addresses = {name: address(array) for name, array in lists.items()}
+        (record,) = Records.of(self.plan, (view,)).at({"lse": 0} | addresses)
+        return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One kernel of a probe's file, its arguments, and what it leaves in those that it writes."""
+
+    name: str
+    file: str
+    entry: str
+    block: int
+    arguments: tuple[Any, ...]
+    expected: Mapping[int, Expected]
+    grid: int = 1
+    shared_bytes: int = 0
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self, *, host: bool) -> str:
+        lines = ["#include <ptx/types.cuh>", "namespace probe {", "using namespace cuflash;"]
+        for name, value in self.constants.items():
+            lines.append(f"constexpr int {name} = {value};" if isinstance(value, int) else f"using {name} = {value};")
+        lines += ["}  // namespace probe", f'#line 1 "tests/probes/{self.file}.cu"']
+        own = (PROBES / f"{self.file}.cu").read_text("utf-8")
+        # The types come with the constants, so that they are there before the probe's own includes.
+        return flatten_text("\n".join(lines) + "\n" + own, f"tests/probes/{self.file}.cu", host=host)
+
+    def on_simulator(self, schedule: sim.Schedule = sim.Schedule()) -> dict[int, Any]:
+        """What arrays among the arguments hold after a run on the simulator, by place."""
+        given = [_own(x) if isinstance(x, np.ndarray) and x.size else x for x in self.arguments]
+        passed = tuple(
+            x.at(x.plan.work.lists, lambda array: array.ctypes.data)[()] if isinstance(x, Record) else x for x in given
+        )
+        kernel = sim.build(self.text(host=True), self.entry)
+        kernel(self.grid, self.block, passed, self.shared_bytes, schedule)
+        return {place: x for place, x in enumerate(given) if isinstance(x, np.ndarray)}
+
+    def on_gpu(self) -> dict[int, Any]:
+        """The same on CuPy's device."""
+        import cupy
+
+        given: list[Any] = []
+        kept = []
+        for argument in self.arguments:
+            if isinstance(argument, Record):
+                lists = {name: cupy.asarray(array) for name, array in argument.plan.work.lists.items()}
+                kept.append(lists)
+                given.append(argument.at(lists, lambda array: array.data.ptr))
+            else:
+                given.append(to_device(_as_bits(argument)) if isinstance(argument, np.ndarray) else argument)
+        kernel = cupy.RawKernel(self.text(host=False), self.entry, ("-std=c++17",))
+        if self.shared_bytes > 48 << 10:
+            kernel.max_dynamic_shared_size_bytes = self.shared_bytes
+        kernel((self.grid,), (self.block,), tuple(given), shared_mem=self.shared_bytes)
+        return {place: x.get().view(self.arguments[place].dtype) for place, x in enumerate(given) if hasattr(x, "get")}
+
+
+def _own(array: Any) -> Any:
+    """A copy with the same strides, gaps included."""
+    low, high = np.lib.array_utils.byte_bounds(array)
+    memory = np.empty(high - low + 16, np.uint8)
+    first = -memory.ctypes.data % 16 + low % 16
+    memory = memory[first % 16 :][: high - low]
+    view = np.ndarray(array.shape, array.dtype, memory, array.ctypes.data - low, array.strides)
+    view[...] = array
+    return view
+
+
+def _as_bits(array: Any) -> Any:
+    """The array, or as integers where CuPy may not know its dtype."""
+    return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
+
+
+def same_bits(first: Any, second: Any) -> bool:
+    """Equal bit for bit, but that a NaN is a NaN."""
+    if first.dtype.kind in "iu":
+        return bool(np.array_equal(first, second))
+    with np.errstate(invalid="ignore"):
+        nan, other = (np.isnan(x.astype(np.float64)) for x in (first, second))
+    return np.array_equal(nan, other) and first[~nan].tobytes() == second[~nan].tobytes()
+
+
+def assert_expected(launch: Launch, results: Mapping[int, Any]) -> None:
+    for place, expected in launch.expected.items():
+        found, right = results[place], np.asarray(expected.values)
+        assert found.shape == right.shape, (launch.name, place)
+        where = np.ones(right.shape, bool) if expected.where is None else expected.where
+        if not expected.ulps:
+            with np.errstate(invalid="ignore"):  # NaN of every payload
+                found, right = (x[where].astype(np.float64) for x in (found, right))
+            np.testing.assert_array_equal(found, right, f"{launch.name}, argument {place}")
+        else:
+            np.testing.assert_allclose(
+                found[where], right[where], rtol=expected.ulps * ULP[found.dtype], atol=0,
+                err_msg=f"{launch.name}, argument {place}",
+            )  # fmt: skip
+
+
+# ---- the room ptx ----
+
+
+def matrices() -> Launch:
+    rng = np.random.default_rng(0)
+    memory = rng.integers(0, 2**16, (32, 8), np.uint16)
+    rows = rng.permutation(32).astype(np.int32)
+    fragments = rng.integers(0, 2**32, (32, 4), np.uint32)
+    loaded, stored = np.zeros((6, 32, 4), np.uint32), np.zeros((6, 32, 8), np.uint16)
+    right_loaded, right_stored = loaded.copy(), stored.copy()
+    for form, (trans, count) in enumerate(itertools.product((False, True), (1, 2, 4))):
+        turned = memory[rows].reshape(4, 8, 8)
+        turned = turned.swapaxes(1, 2) if trans else turned
+        right_loaded[form] = np.ascontiguousarray(turned).reshape(4, 32, 2).view(np.uint32)[..., 0].T
+        right_loaded[form, :, count:] = 0
+        tiles = np.ascontiguousarray(fragments.T).view(np.uint16).reshape(4, 8, 8)
+        tiles = tiles.swapaxes(1, 2) if trans else tiles
+        right_stored[form, rows[: 8 * count]] = tiles.reshape(32, 8)[: 8 * count]
+    return Launch(
+        name="ldmatrix and stmatrix", file="matrices", entry="matrices", block=32, shared_bytes=512,
+        arguments=(memory, rows, fragments, loaded, stored),
+        expected={3: Expected(right_loaded), 4: Expected(right_stored)},
+    )  # fmt: skip
+
+
+def mma() -> Launch:
+    rng = np.random.default_rng(1)
+    arguments, expected = [], {}
+    for dtype, depth in ((np.float16, 16), (ml_dtypes.bfloat16, 16), (np.float32, 8)):
+        # Small integers: every sum is exact, so one element at a wrong place shows.
+        a, b = rng.integers(-8, 9, (16, depth)), rng.integers(-8, 9, (depth, 8))
+        d = rng.integers(-99, 99, (16, 8)).astype(np.float32)
+        columns = b.T if depth == 16 else b
+        stored = [a.astype(dtype), np.ascontiguousarray(columns).astype(dtype)]
+        arguments += [x.view(np.uint16) if depth == 16 else x for x in stored] + [d]
+        expected[len(arguments) - 1] = Expected(d + (a @ b).astype(np.float32))
+    return Launch(
+        name="mma", file="mma", entry="mma", block=32, shared_bytes=1024, arguments=tuple(arguments), expected=expected
+    )
+
+
+def words() -> Launch:
+    lane = np.arange(64) % 32
+    up, down = np.where(lane % 8 < 3, lane, lane - 3), np.where(lane % 8 > 4, lane, lane + 3)
+    xor = np.where((lane ^ 4) > (lane | 3), lane, lane ^ 4)
+    halves = np.where(lane < 16, np.minimum(lane + 1, 15), np.maximum(lane - 1, 16))
+    chosen = lane // 8 * 8 + (lane + 5) % 8
+    shuffled = [10 * chosen, 10 * (lane ^ 9), 10 * up, 10 * down, 80 + 0 * lane, 10 * xor, halves, 0 * lane]
+    votes = np.broadcast_to([sum(1 << i for i in range(0, 32, 3)), 1, 1, 0], (64, 4))
+    bits = [i + min(i, 3) + i.bit_count() + 32 - max(i.bit_length(), 1) + (i & -i).bit_length() for i in range(32)]
+    unsigned = np.full(64, -1)  # the greatest of lane - 20 as unsigned
+    sums = [lane * 0 + x for x in ((lane[:32] - 20).sum(), -20, 11, 31)]
+    reduced = np.stack([*sums, unsigned, np.array(bits * 2)], axis=1)
+    return Launch(
+        name="words of the language", file="words", entry="words", block=64,
+        arguments=(
+            np.zeros((64, 8), np.int32), np.zeros((64, 4), np.uint32), np.zeros((64, 6), np.int32), np.zeros(64),
+        ),
+        expected={0: Expected(np.stack(shuffled, axis=1)), 1: Expected(votes), 2: Expected(reduced),
+                  3: Expected((lane ^ 1) + 1.5)},
+    )  # fmt: skip
+
+
+def atomics() -> Launch:
+    arguments = (
+        np.zeros(1, np.float32), np.zeros(2, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32),
+        np.zeros(1, np.uint32),
+    )  # fmt: skip
+    right = ([3 * sum(range(128))], [127, -127], [0], [12], [0xFFFFFFFF])
+    return Launch(
+        name="atomics", file="atomics", entry="atomics", block=128, grid=3, arguments=arguments,
+        expected={place: Expected(np.array(values)) for place, values in enumerate(right)},
+    )  # fmt: skip
+
+
+def math() -> Launch:
+    count = 2**16
+    bits = np.random.default_rng(2).integers(0, 2**32, count, np.uint32)
+    # Ties, subnormals and overflow of the 16-bit types, which random bits seldom meet.
+    bits[: count // 2] = np.arange(count // 2, dtype=np.uint32) * 0x1000 + 0x33000000 & 0xFFFFFFFF
+    x = bits.view(np.float32)
+    every, number = np.arange(count).astype(np.uint16), ~np.isnan(x)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        low, high = (np.where(number, v.astype(np.float16).view(np.uint16), 0x7FFF).astype(np.uint32) for v in (x, -x))
+        # ml_dtypes keeps more of a NaN than the GPU does.
+        short = np.where(number, x.astype(ml_dtypes.bfloat16).view(np.uint16), 0x7FFF).astype(np.uint32)
+        power = np.exp2(x.astype(np.float64))
+    rounded = (bits.astype(np.uint64) + 0x1000 & 0xFFFFE000).astype(np.uint32)
+    is_normal = number & (power >= 2.0**-126) & (power < 2.0**128)
+    right_power = np.where(is_normal, power, 0)
+    floats, words_ = (lambda: np.zeros(count, np.float32)), (lambda: np.zeros(count, np.uint32))
+    arguments = [x, floats(), floats(), words_(), words_(), words_(), floats(), np.int32(count)]
+    expected = {
+        1: Expected(every.view(np.float16).astype(np.float32)),
+        2: Expected(every.view(ml_dtypes.bfloat16).astype(np.float32)),
+        3: Expected((low | high << 16) ^ low),
+        4: Expected((short | 0x3F80 << 16) ^ short << 16),
+        5: Expected(np.where(number, rounded, 0x7FFFFFFF)),
+        6: Expected(right_power, ulps=2, where=number & (power < 2.0**128)),
+    }
+    for dtype, half_bits in ((np.float32, 12), (np.float64, 27)):
+        some = np.exp(np.random.default_rng(3).uniform(-4, 4, 64)).astype(dtype)
+        factor = dtype(1 + 2.0**-half_bits)  # its square takes one bit too many
+        exact = np.array([0, 0, factor, -(1 + 2.0 ** (1 - half_bits))], dtype)
+        wide = some.astype(np.longdouble)
+        functions = np.stack([np.exp2(wide), np.log(wide), np.log2(wide)], axis=1).ravel()
+        arguments += [some, np.zeros(192, dtype), exact]
+        expected[len(arguments) - 2] = Expected(functions.astype(dtype), ulps=4)
+        expected[len(arguments) - 1] = Expected(np.array([-np.inf, 2.0 ** (-2 * half_bits), *exact[2:]], dtype))
+    return Launch(
+        name="conversions and functions", file="math", entry="math", block=64, grid=4, arguments=tuple(arguments),
+        expected=expected,
+    )  # fmt: skip
+
+
+def copy() -> Launch:
+    data = np.random.default_rng(3).integers(1, 256, (32, 64), np.uint8)
+    sizes = np.arange(32, dtype=np.int32) % 17
+    right = np.zeros((32, 64), np.uint8)
+    for lane, size in enumerate(sizes):
+        for start, bytes_ in ((0, size % 5), (8, size % 9), (16, size), (32, size)):
+            right[lane, start : start + bytes_] = data[lane, start : start + bytes_]
+    # What stands between the copies is not written.
+    written = np.zeros(64, bool)
+    written[[*range(4), *range(8, 48)]] = True
+    return Launch(
+        name="copies and barriers", file="copy", entry="copy", block=128, shared_bytes=2048 + 128,
+        arguments=(data, np.zeros((32, 64), np.uint8), sizes, np.zeros(32, np.int32)),
+        expected={1: Expected(np.where(written, right, 0)), 3: Expected(3 * np.arange(31, -1, -1))},
+    )  # fmt: skip
+
+
+# ---- the room tile ----
+
+SENTINEL = -7
+
+
+def _tile(
+    name: str, entry: str, dtype: str, arguments: tuple[Any, ...], expected: dict[int, Any], **sizes: int
+) -> Launch:
+    wide = "double" if dtype == "float64" else "float"
+    constants = {"T": wide, "Element": ELEMENTS[dtype]} | {"kRows": 32, "kColumns": 64, "kDepth": 40} | sizes
+    return Launch(
+        name=f"{name} {dtype}", file="tile", entry=entry, block=128, shared_bytes=64 << 10, constants=constants,
+        arguments=arguments, expected=expected,
+    )  # fmt: skip
+
+
+def _wide(dtype: str) -> Any:
+    return np.float64 if dtype == "float64" else np.float32
+
+
+def _pitch(dtype: str, columns: int) -> int:
+    return columns + 16 // np.dtype(_wide(dtype)).itemsize
+
+
+def _held(rows: int, columns: int, run: int) -> tuple[Any, Any]:
+    """Rows and columns that each of 128 threads holds."""
+    thread, i, j = np.arange(128)[:, None], np.arange(rows // 16), np.arange(columns // 8)
+    return thread // 8 + 16 * i, (j // run * 8 + thread % 8) * run + j % run
+
+
+def maps(dtype: str) -> Launch:
+    rows, columns, run = 32, 64, 16 // np.dtype(_wide(dtype)).itemsize
+    plain, in_runs = _held(rows, columns, 1), _held(rows, columns, run)
+    elements = np.arange(rows)[:, None] * _pitch(dtype, columns) + np.arange(columns)
+    vectors = np.where(np.arange(columns) % run == 0, elements, -1)
+    sums = (np.arange(128) ** 2).reshape(16, 8).sum(axis=1).repeat(8)
+    scaled = np.broadcast_to([[6], [30]], (128, 2, columns // 8))
+    right = (*plain, *in_runs, elements, vectors, sums, scaled)
+    kinds = (np.int32,) * 6 + (_wide(dtype),) * 2
+    arguments = tuple(np.zeros(values.shape, kind) for values, kind in zip(right, kinds))
+    return _tile("index maps", "maps", dtype, arguments, dict(enumerate(map(Expected, right))))
+
+
+def loads(dtype: str) -> Iterator[Launch]:
+    numbers = np.random.default_rng(4).integers(1, 99, (70, 140)).astype(_numpy(dtype))
+    views = {
+        "whole": numbers[:32, :64].copy(),
+        "aligned rows of a larger array": _aligned(numbers)[3:40, 16:80],
+        "aligned, too few columns": _aligned(numbers)[:, :24],
+        "rows that start at odd addresses": _aligned(numbers)[:, 1:65],
+        "odd pitch": numbers.ravel()[: 40 * 67].reshape(40, 67)[:, :60],
+        "every other column": numbers[:40, ::2],
+        "backwards": numbers[40::-1, 63::-1],
+        "transposed": numbers[:64, :40].T,
+        "one row for all": np.broadcast_to(numbers[:1, :64], (32, 64)),
+        "columns that are no whole vectors": _aligned(numbers)[:20, :61],
+        "one element": numbers[:1, :1],
+        "no row": numbers[:0, :64],
+    }
+    for name, view in views.items():
+        for kept in (-1, 0x5555_5555, 0x0F0F_8001):
+            yield _load(f"load, {name}, {kept:#x}", dtype, view, kept)
+
+
+def _load(name: str, dtype: str, view: Any, kept: int) -> Launch:
+    right = np.full((32, _pitch(dtype, 64)), SENTINEL, _wide(dtype))
+    right[:, :64] = 0
+    rows, columns = min(view.shape[0], 32), min(view.shape[1], 64)
+    part = view[:rows, :columns].astype(_wide(dtype))
+    is_kept = (kept >> np.arange(rows) & 1).astype(bool)
+    right[:rows, :columns] = np.where(is_kept[:, None], part, 0)
+    strides = [np.int64(step // view.itemsize) for step in view.strides]
+    arguments = (view, *strides, np.int32(view.shape[0]), np.int32(view.shape[1]), np.int64(kept), right * 0)
+    return _tile(name, "loads", dtype, arguments, {6: Expected(right)})
+
+
+def _numpy(dtype: str) -> Any:
+    return ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def _aligned(numbers: Any) -> Any:
+    """The same numbers from an address that is a multiple of 64 on, 160 to a row."""
+    memory = np.zeros(len(numbers) * 160 * numbers.itemsize + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    wide = memory[start:][: len(numbers) * 160 * numbers.itemsize].view(numbers.dtype).reshape(len(numbers), 160)
+    wide[:, : numbers.shape[1]] = numbers
+    return wide
+
+
+def stores(dtype: str) -> Iterator[Launch]:
+    places = {
+        "whole": lambda x: x[:32, :64],
+        "short": lambda x: x[:29, :50],
+        "every other column": lambda x: x[:32, ::2][:, :64],
+        "backwards": lambda x: x[31::-1, 63::-1],
+        "transposed": lambda x: x[:64, :32].T,
+    }
+    for (name, place), first in itertools.product(places.items(), (0, 5)):
+        memory = np.full((70, 140), SENTINEL).astype(_numpy(dtype))
+        after = memory.copy()
+        to = place(after)
+        start = np.int64((to.ctypes.data - after.ctypes.data) // to.itemsize)
+        strides = [np.int64(step // to.itemsize) for step in to.strides]
+        limits = [np.int32(first), np.int32(to.shape[0]), np.int32(to.shape[1])]
+        height, width = min(32, len(to) - first), min(64, to.shape[1])
+        number = 1000.0 * np.arange(height)[:, None] + np.arange(width)
+        to[first : first + height, :width] = number.astype(_wide(dtype)).astype(_numpy(dtype))
+        shared = np.full((32, _pitch(dtype, 64)), SENTINEL, _wide(dtype))
+        shared[:, :64] = 1000 * np.arange(32)[:, None] + np.arange(64)
+        yield _tile(
+            f"store, {name}, from row {first}", "stores", dtype,
+            (memory, memory.copy(), start, *strides, *limits, shared * 0, shared * 0),
+            {0: Expected(after), 1: Expected(after), 8: Expected(shared), 9: Expected(shared)},
+        )  # fmt: skip
+
+
+def products(dtype: str, rows: int, columns: int, depth: int) -> Launch:
+    rng = np.random.default_rng(5)
+    a, b_nt, b_nn = (
+        rng.integers(-9, 10, shape).astype(_wide(dtype))
+        for shape in ((rows, depth), (columns, depth), (depth, columns))
+    )
+    c = (1000 * np.arange(rows)[:, None] + np.arange(columns)).astype(_wide(dtype))
+    sizes = {"kRows": rows, "kColumns": columns, "kDepth": depth}
+    return _tile(
+        f"products {rows} x {columns} x {depth}", "products", dtype, (a, b_nt, b_nn, c * 0, c * 0),
+        {3: Expected(c + a @ b_nt.T), 4: Expected(c + a @ b_nn)}, **sizes,
+    )  # fmt: skip
+
+
+# ---- what tiles visit ----
+
+
+class Walk(NamedTuple):
+    """A probe of a plan's steps: its launch, and how its tiles are cut."""
+
+    plan: Plan
+    launch: Launch
+
+
+def walk(structure: Structure, query_tile: int, key_tile: int) -> Walk:
+    """The steps of all tiles of a problem: query tiles that step over keys by `key_tile`, and the other way round."""
+    example = structure.example()
+    plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim").plan
+    entries = ("forward", "backward_columns")
+    grids = [plan.grid(replace(plan.specs[entry], block_q=query_tile, block_kv=key_tile)) for entry in entries]
+    shape = (plan.problem.mask_shape.num_batch, *plan.problem.mask_shape[1:])
+    allowed = np.broadcast_to(example.allowed, (*plan.problem.mask_shape.batch, *shape[1:])).reshape(shape)
+    capacity = 1 << 14
+    arguments = (
+        Record(plan), *map(np.int32, grids), np.zeros(1, np.int32), np.zeros((capacity, 8), np.int32),
+        np.int32(capacity), np.zeros(shape, np.int32), np.zeros(shape, np.int32),
+    )  # fmt: skip
+    sizes = {"kQueryTile": query_tile, "kKeyStep": key_tile, "kKeyTile": key_tile, "kQueryStep": query_tile}
+    launch = Launch(
+        name=f"steps {type(structure.mask).__name__} {query_tile} x {key_tile}", file="steps", entry="steps", block=32,
+        grid=max(grids), arguments=arguments, constants=sizes,
+        expected={6: Expected(allowed), 7: Expected(allowed)},
+    )  # fmt: skip
+    return Walk(plan, launch)
+
+
+def _random(*shape: int) -> Any:
+    return np.random.default_rng(sum(shape)).random(shape) < 0.3
+
+
+def _steps_of(structures: dict[str, Structure]) -> dict[str, tuple[Structure, int, int]]:
+    tiles = ((16, 16), (32, 8), (64, 32))
+    return {
+        f"{name}, {query_tile} x {key_tile}": (structure, query_tile, key_tile)
+        for name, structure in structures.items()
+        for query_tile, key_tile in tiles
+    }
+
+
+WALKS = _steps_of(
+    {
+        "no mask": Structure(q_batch=(2,), num_heads=2, seqlen_q=70, seqlen_kv=45),
+        "causal": Structure(num_heads=2, seqlen_q=100, seqlen_kv=130, mask=masks.Causal("bottom_right")),
+        "causal, more queries": Structure(seqlen_q=130, seqlen_kv=100, mask=masks.Causal("bottom_right")),
+        "window": Structure(seqlen_q=200, seqlen_kv=200, mask=masks.SlidingWindow(40, 20)),
+        "narrow window": Structure(seqlen_q=150, seqlen_kv=150, mask=masks.SlidingWindow(3, 0)),
+        "lengths of batch entries": Structure(
+            q_batch=(3,), k_batch=(3,), v_batch=(3,), num_heads=4, num_kv_heads=2, seqlen_q=65, seqlen_kv=90,
+            mask=masks.Lengths(q=np.array([65, 0, 20]), kv=np.array([90, 40, 0])),
+        ),
+        "documents": Structure(seqlen_q=140, seqlen_kv=140, mask=masks.Documents(np.arange(140) // 33)),
+        "bits": Structure(
+            num_heads=2, num_kv_heads=1, seqlen_q=90, seqlen_kv=100, mask=masks.Dense(_random(2, 90, 100))
+        ),
+        "blocks of 16": Structure(
+            num_heads=2, seqlen_q=100, seqlen_kv=90, mask=masks.BlockPattern(_random(2, 7, 6), 16)
+        ),
+        "blocks of 24": Structure(seqlen_q=100, seqlen_kv=140, mask=masks.BlockPattern(_random(5, 6), 24)),
+        "blocks of 100 x 64, causal": Structure(
+            q_batch=(2,), k_batch=(1,), num_heads=2, seqlen_q=250, seqlen_kv=250,
+            mask=masks.BlockPattern(_random(2, 2, 3, 4), (100, 64)) & masks.Causal(),
+        ),
+        "butterfly": Structure(seqlen_q=128, seqlen_kv=128, mask=patterns.butterfly(128, block=16) & masks.Causal()),
+    }
+)  # fmt: skip
+
+
+def wrong_steps(plan: Plan, records: Any) -> list[str]:
+    """What is wrong with the steps of a walk, beside what they allow: order, width, kinds, and what they visit."""
+    work, allowed = plan.work, plan.mask.dense(plan.problem.mask_shape)
+    allowed = allowed.reshape(plan.problem.mask_shape.num_batch, *allowed.shape[-3:])
+    wrong = []
+    tiles: dict[tuple[int, ...], list[Any]] = {}
+    for entry, head, first, last, start, stop, kind, side in records.tolist():
+        tiles.setdefault((side, entry, head, first, last), []).append((start, stop, kind))
+    for (side, b, h, first, last), steps in tiles.items():
+        segments = (work.column if side else work.row)(b, h, first, last)
+        seen = np.zeros(max(plan.problem.seqlen_q, plan.problem.seqlen_kv), bool)
+        for start, stop, kind in steps:
+            part = allowed[b, h, start:stop, first:last] if side else allowed[b, h, first:last, start:stop]
+            if not start < stop or seen[start:stop].any():
+                wrong.append(f"{side, b, h, first, last} visits {start}:{stop} twice, or it is empty")
+            if kind == 1 and not part.all():
+                wrong.append(f"{side, b, h, first, last} calls {start}:{stop} full")
+            seen[start:stop] = True
+        asked = np.zeros_like(seen)
+        for segment in segments:
+            asked[segment.start : segment.stop] = True
+        # A listed block is visited whole, while a segment of bits is cut to what any row uses.
+        more = seen & ~asked
+        if (asked & ~seen).any() or (more.any() and work.is_implicit):
+            wrong.append(f"{side, b, h, first, last} visits {steps}, the work list has {segments}")
+        if [start for start, _, _ in steps] != sorted(start for start, _, _ in steps):
+            wrong.append(f"{side, b, h, first, last} visits {steps} out of order")
+    return wrong
+
+
+LAUNCHES = (
+    matrices(),
+    mma(),
+    words(),
+    atomics(),
+    math(),
+    copy(),
+    *(maps(dtype) for dtype in ("float32", "float64")),
+    *(launch for dtype in ELEMENTS for launch in loads(dtype)),
+    *(launch for dtype in ELEMENTS for launch in stores(dtype)),
+    *(products(dtype, *sizes) for dtype, sizes in (("float32", (32, 64, 40)), ("float32", (64, 32, 8)),
+                                                   ("float64", (16, 48, 24)))),
+)  # fmt: skip

@@ -1,0 +1,164 @@
+"""Faults planted in the CUDA sources: every one must be seen on the simulator, as a wrong number and not as a crash.
+
+Each edit is a line of a file of kernels_cu/ and what stands in its place. An edit whose line is gone fails, so that the
+list keeps up with the code. Barriers that are taken away are seen under hostile schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from executors import SIM, needs_compiler
+from planting import planted
+from poison import STRUCTURES, call
+from probing import assert_expected, loads, maps, products, stores
+
+from cuflash import masks, sim
+from cuflash.simulated import Simulator
+from cuflash.testing import Structure, assert_within_bounds
+
+pytestmark = needs_compiler
+
+EDITS = {
+    # the entries
+    "K is overwritten before it is read": ("simt/forward.cu", "    __syncthreads();  // K is read\n", ""),
+    "P is read before it is there": ("simt/forward.cu", "    __syncthreads();  // V and P are there\n", ""),
+    "V is overwritten before it is read": (
+        "simt/forward.cu", "    __syncthreads();  // V and P of the last step are read\n", ""
+    ),
+    "scores are not scaled": ("simt/forward.cu", "    s.scale(softmax_scale_log2);\n", ""),
+    "scores are not masked": ("simt/forward.cu", "    mask_scores(s, params, work, step);\n", ""),
+    "lse of the last row is lost": ("simt/forward.cu", "o.row(i) < lse.num_rows)", "o.row(i) < lse.num_rows - 1)"),
+    "heads are grouped by remainder": (
+        "simt/forward.cu", "place.head / shape.group_size", "place.head % (shape.num_heads / shape.group_size)"
+    ),
+    "dS is read before it is there": ("simt/backward_rows.cu", "    __syncthreads();  // dS is there\n", ""),
+    "dq is not scaled": ("simt/backward_rows.cu", "  dq.scale(shape.softmax_scale);\n", ""),
+    "P is overwritten before it is read": ("simt/backward_columns.cu", "      __syncthreads();  // P is read\n", ""),
+    "only the first head of a group gives dk and dv": (
+        "simt/backward_columns.cu", "head < first_head + shape.group_size", "head < first_head + 1"
+    ),
+    "dk takes P in the place of dS": ("simt/backward_columns.cu", "      tile::store(p_smem, dp);\n", ""),
+    # the room attention
+    "o is not rescaled": ("attention/online_softmax.cuh", "      o.scale_row(i, rescale);\n", ""),
+    "row_sum is not rescaled": ("attention/online_softmax.cuh", "row_sum[i] * rescale + sum", "row_sum[i] + sum"),
+    "lse is base 2": ("attention/online_softmax.cuh", "row_max[i] * T(kLn2)", "row_max[i]"),
+    "the maximum of an empty start is subtracted": (
+        "attention/online_softmax.cuh", "tile::greater(highest, tile::lowest<T>())", "highest"
+    ),
+    "the key past a step is seen": ("attention/mask_scores.cuh", "key < step.stop", "key <= step.stop"),
+    "the first key of an interval is lost": ("attention/steps.cuh", "keys.lo <= j", "keys.lo < j"),
+    "the last key of a band is lost": ("attention/steps.cuh", "i + work.upper + 1, length", "i + work.upper, length"),
+    "what follows the full part is called full": ("attention/steps.cuh", " && step.stop <= full_stop_) ", ") "),
+    "the last entry of a list is lost": ("attention/steps.cuh", "pointers[1];", "pointers[1] - 1;"),
+    "a list starts one entry late": ("attention/steps.cuh", "place_ = pointers[0];", "place_ = pointers[0] + 1;"),
+    "bits are mirrored": ("attention/steps.cuh", ">> key % 8 & 1", ">> (7 - key % 8) & 1"),
+    "one list serves all heads": ("attention/steps.cuh", " + place.head * params_.work.list_head_stride", ""),
+    "one list serves all batch entries": (
+        "attention/steps.cuh", "place.entry * params_.work.list_batch_stride + ", ""
+    ),
+    "intervals of the first entry serve all": (
+        "attention/steps.cuh", "place.entry * work.interval_batch_stride + ", ""
+    ),
+    "a tile of keys visits too few queries": (
+        "attention/steps.cuh", "rows_starting_by(params, tile.place, tile.last - 1),",
+        "rows_starting_by(params, tile.place, tile.first),",
+    ),
+    "a tile runs over its block": (
+        "attention/work_tile.cuh", "min(min(work.first + height, start + block), length)",
+        "min(work.first + height, length)",
+    ),
+    "every launch takes the masks of the first": ("attention/work_tile.cuh", "shape.first_batch + matrix", "matrix"),
+    "delta is left out": ("attention/score_gradient.cuh", "p * (dp_to_ds - delta)", "p * dp_to_ds"),
+    "dlse has the wrong sign": ("attention/score_gradient.cuh", "sum -= dlse.at", "sum += dlse.at"),
+    "delta of the last row is lost": (
+        "attention/score_gradient.cuh", "kept.at(query, 0) = sum;",
+        "kept.at(query, 0) = query < work.last - 1 ? sum : 0;",
+    ),
+    # the room tile
+    "the last column is the first": (
+        "tile/copy.cuh", "widen(from.at(row, column))",
+        "widen(from.at(row, column + 1 < from.num_columns ? column : 0))",
+    ),
+    "a vector past the last column is loaded": ("tile/copy.cuh", "from.num_columns % kVector == 0 && ", ""),
+    "one column too many is stored": (
+        "tile/copy.cuh", "Tile::column(j) < to.num_columns", "Tile::column(j) <= to.num_columns"
+    ),
+    "the last row is not stored": ("tile/copy.cuh", "Tile::row(i) < to.num_rows", "Tile::row(i) + 1 < to.num_rows"),
+    "rows of a thread are neighbours": (
+        "tile/register_tile.cuh", "return row_lane() + kRowLanes * i;", "return row_lane() * kRows + i;"
+    ),
+    "runs of a thread overlap": (
+        "tile/register_tile.cuh", "(j / Run * kColumnLanes + column_lane()) * Run + j % Run",
+        "j / Run * kColumnLanes * Run + column_lane() + j % Run",
+    ),
+    "half a row is summed": (
+        "tile/register_tile.cuh", "x += __shfl_xor_sync(0xffffffffu, x, step);",
+        "x += step > 2 ? T(0) : __shfl_xor_sync(0xffffffffu, x, step);",
+    ),
+    "elements lie closer than vectors": (
+        "tile/shared_tile.cuh", "data[row * kPitch + column]", "data[row * Columns + column]"
+    ),
+    "a vector is multiplied backwards": ("tile/product.cuh", "b_frag[j].at[e]", "b_frag[j].at[kVector - 1 - e]"),
+    "a row of b is multiplied again and again": ("tile/product.cuh", "b.vector(k + e, ", "b.vector(k, "),
+}  # fmt: skip
+
+
+def examples() -> Iterator[Structure]:
+    """A few that reach every line, of few tiles: implicit work, intervals, lists of every kind, groups, many axes."""
+    dims = {"head_dim": 24, "value_dim": 20, "layouts": ("padded",) * 5}
+    two = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
+    lengths = masks.Lengths(q=np.array([150, 60]), kv=np.array([130, 200]))
+    yield Structure(
+        **two, num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=200, **dims,
+        mask=masks.Causal("bottom_right") & lengths,
+    )  # fmt: skip
+    yield Structure(num_heads=2, seqlen_q=300, seqlen_kv=290, **dims, mask=masks.SlidingWindow(170, 30, "top_left"))
+    rng = np.random.default_rng(0)
+    yield Structure(
+        **two, num_heads=2, seqlen_q=150, seqlen_kv=140, **dims,
+        mask=masks.BlockPattern(rng.random((2, 2, 7, 6)) < 0.5, 24) & masks.Dilated(2, align="top_left"),
+    )  # fmt: skip
+    yield STRUCTURES["five axes that do not fold"]
+
+
+def attention_is_right() -> None:
+    """Every result within its bound, in the midst of poison, under the default schedule and then hostile ones."""
+    made = [structure.example() for structure in examples()]
+    for schedule in (sim.Schedule(), *(sim.Schedule(seed=seed, order="random") for seed in range(3))):
+        for example in made:
+            call(example, SIM, Simulator(schedule), check=partial(assert_within_bounds, example))
+
+
+def tiles_are_right() -> None:
+    """Every index map is the one that NumPy says."""
+    launches = [maps("float32"), *loads("float32"), *stores("float32"), products("float32", 32, 64, 40)]
+    for launch in launches:
+        assert_expected(launch, launch.on_simulator())
+
+
+def guard_of(file: str) -> Callable[[], None]:
+    return tiles_are_right if file.startswith("tile/") else attention_is_right
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_planted_fault_is_seen(name: str, tmp_path: Path) -> None:
+    file, line, replacement = EDITS[name]
+    with planted(tmp_path / "kernels_cu", file, line, replacement), pytest.raises(AssertionError):
+        guard_of(file)()
+
+
+@pytest.mark.parametrize("guard", (attention_is_right, tiles_are_right))
+def test_the_kernels_as_they_are_pass_the_same_guards(guard: Callable[[], None]) -> None:
+    guard()
+
+
+def test_an_edit_whose_line_is_gone_fails(tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match="stands 0 times in simt/forward.cu: bring the edit up to date"):
+        with planted(tmp_path / "kernels_cu", "simt/forward.cu", "no such line", ""):
+            pass

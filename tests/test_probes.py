@@ -1,0 +1,83 @@
+"""Every wrapper of the room ptx, every index map of the room tile and every step of a work list, alone: a small kernel
+against a line of NumPy on the simulator, and the same bits on a GPU."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+from probing import LAUNCHES, WALKS, Launch, Walk, assert_expected, same_bits, walk, wrong_steps
+
+from cuflash import sim
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
+HOSTILE = sim.Schedule(seed=3, order="random", copies="random", shuffle_lanes=True)
+
+launches = pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
+
+
+@launches
+@needs_compiler
+def test_a_probe_leaves_what_numpy_says(launch: Launch) -> None:
+    for schedule in (sim.Schedule(), HOSTILE):
+        assert_expected(launch, launch.on_simulator(schedule))
+
+
+@pytest.mark.gpu
+@launches
+def test_a_probe_on_a_gpu_leaves_what_numpy_says(launch: Launch) -> None:
+    assert_expected(launch, launch.on_gpu())
+
+
+@pytest.mark.gpu
+@launches
+@needs_compiler
+def test_a_probe_on_a_gpu_leaves_the_simulators_bits(launch: Launch) -> None:
+    on_gpu, simulated = launch.on_gpu(), launch.on_simulator()
+    for place, expected in launch.expected.items():
+        first, second = on_gpu[place], simulated[place]
+        if expected.ulps:
+            where = np.ones(first.shape, bool) if expected.where is None else expected.where
+            np.testing.assert_allclose(first[where], second[where], rtol=expected.ulps * np.finfo(first.dtype).eps)
+        else:
+            assert same_bits(first, second), (launch.name, place)
+
+
+def texts() -> dict[str, Launch]:
+    """A launch of each text that is compiled."""
+    walked_ = [walk(*WALKS[name]).launch for name in WALKS]
+    return {launch.text(host=False): launch for launch in (*LAUNCHES, *walked_)}
+
+
+def test_every_probe_compiles_for_a_gpu(nvrtc: tuple[int, int]) -> None:
+    from cuda.core import Program, ProgramOptions
+
+    for text, launch in texts().items():
+        code = Program(text, "c++", options=ProgramOptions(arch="sm_90", std="c++17")).compile("cubin").code
+        assert launch.entry.encode() in code
+
+
+@pytest.fixture(params=WALKS)
+def walked(request: pytest.FixtureRequest) -> Walk:
+    return walk(*WALKS[request.param])
+
+
+@needs_compiler
+def test_steps_visit_what_the_work_list_says_and_allow_what_the_mask_says(walked: Walk) -> None:
+    left = walked.launch.on_simulator()
+    assert_expected(walked.launch, left)
+    (number,), records = left[3], left[4]
+    assert 0 < number <= len(records)
+    assert wrong_steps(walked.plan, records[:number]) == []
+
+
+@pytest.mark.gpu
+@needs_compiler
+def test_steps_on_a_gpu_are_those_of_the_simulator(walked: Walk) -> None:
+    on_gpu, simulated = walked.launch.on_gpu(), walked.launch.on_simulator()
+    assert_expected(walked.launch, on_gpu)
+    assert on_gpu[3] == simulated[3]
+    # Blocks run in any order.
+    first, second = (sorted(left[4][: left[3][0]].tolist()) for left in (on_gpu, simulated))
+    assert first == second

@@ -1,0 +1,88 @@
+"""No order of threads, lanes or blocks changes a bit; the sanitizers have nothing to say."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cuflash.simulated import Simulator
+from executors import SIM, needs_compiler
+from poison import STRUCTURES, call
+
+from cuflash import sim
+
+pytestmark = needs_compiler
+ORDERS = ("random", "priorities", "last_warp")
+WALKED = (
+    "mask: a band", "mask: intervals of heads", "mask: full and interval blocks of 128", "mask: bits",
+    "mask: blocks of 100 x 24, each head its own", "float64, grouped heads", "bfloat16, grouped heads",
+    "five axes that do not fold",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WALKED)
+def test_every_schedule_gives_the_bits_of_the_default(name: str) -> None:
+    example = STRUCTURES[name].example()
+    expected = call(example, SIM)
+    for seed, (order, shuffle_lanes) in enumerate(itertools.product(ORDERS, (False, True))):
+        schedule = sim.Schedule(seed=seed, order=order, shuffle_lanes=shuffle_lanes)
+        results = call(example, SIM, Simulator(schedule))
+        assert all(results[each].tobytes() == expected[each].tobytes() for each in expected), schedule
+
+
+# In a process of its own, which a sanitizer may end. `sys.argv`: sanitizer, then the edit to plant, if any.
+CHILD = """
+import contextlib, sys, tempfile
+from pathlib import Path
+import planting, poison
+from cuflash import sim
+from cuflash.simulated import Simulator
+from cuflash.testing import assert_within_bounds
+from executors import SIM
+sanitize, *edit = sys.argv[1:]
+folder = tempfile.TemporaryDirectory()
+with planting.planted(Path(folder.name), *edit) if edit else contextlib.nullcontext():
+    for name in ("mask: causal, with lengths", "mask: a few bits", "mask: full and interval blocks of 128"):
+        example = poison.STRUCTURES[name].example()
+        if sanitize == "address":  # the ends of arrays are the ends of their memory
+            example = example.but(**{x: getattr(example, x).copy() for x in ("q", "k", "v", "do", "dlse")})
+        machine = Simulator(sim.Schedule(order="random"), sanitize)
+        results = poison.call(example, SIM, machine, margin=0 if sanitize == "address" else poison.MARGIN)
+        if not edit:
+            assert_within_bounds(example, **results)
+print("end", file=sys.stderr)
+"""
+PLANTED = {
+    "thread": ("simt/forward.cu", "    __syncthreads();  // K is read\n", "", "WARNING: ThreadSanitizer: data race"),
+    "address": ("tile/copy.cuh", "Tile::row(i) < to.num_rows && ", "", "ERROR: AddressSanitizer: heap-buffer-overflow"),
+    "undefined": ("attention/steps.cuh", ">> key % 8 & 1", ">> key & 1", "undefined behaviour: .*a shift by"),
+}  # fmt: skip
+
+
+def in_child(sanitize: sim.Sanitizer, *edit: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+    code = f"import sys; sys.path[:0] = {paths}\n{CHILD}"
+    command = ["env", *(f"{name}={value}" for name, value in sim.preload_environment(sanitize).items())]
+    return subprocess.run(
+        [*command, sys.executable, "-c", code, sanitize, *edit], capture_output=True, text=True, timeout=280
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitize", PLANTED)
+def test_sanitizers_find_nothing(sanitize: sim.Sanitizer) -> None:
+    run = in_child(sanitize)
+    assert run.returncode == 0 and run.stderr.endswith("end\n"), run.stderr
+    assert "WARNING" not in run.stderr and "ERROR" not in run.stderr, run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitize", PLANTED)
+def test_sanitizers_find_what_is_planted(sanitize: sim.Sanitizer) -> None:
+    *edit, report = PLANTED[sanitize]
+    run = in_child(sanitize, *edit)
+    assert re.search(report, run.stderr), run.stderr
