@@ -552,14 +552,14 @@ def checked(monkeypatch):
 
 def after_launch(monkeypatch, entry, damage):
     """Let the simulator's next launch of an entry leave damage behind."""
-    launch = simulated._Simulator.launch
+    launch = simulated.Simulator.launch
 
     def damaged(self, spec, grid, nbytes, params):
         launch(self, spec, grid, nbytes, params)
         if spec.entry == entry:
             damage(params)
 
-    monkeypatch.setattr(simulated._Simulator, "launch", damaged)
+    monkeypatch.setattr(simulated.Simulator, "launch", damaged)
 
 
 def poke(address, values):
@@ -674,3 +674,10 @@ def test_the_environment_asks_for_checks(monkeypatch, value, is_on):
     else:
         monkeypatch.setenv("CUFLASH_CHECK", value)
     assert checks.is_on() is is_on
+
+
+def test_kernels_that_leave_arrays_to_each_other_repeat_too(cupy):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    expected = cuflash.attention(Q, K, V, causal=True)
+    for _ in range(3):
+        assert close(cuflash.attention(*arrays, causal=True, kernel="naive"), expected)
