@@ -108,7 +108,7 @@ def attention(
         1 / sqrt(head_dim) unless given.
         Arrays of any library with DLPack are taken where they lie and without a copy; results are NumPy's or CuPy's.
     kernel : str
-        Of the gpu and sim executors "auto" or a family's name: "simt", which serves everything, or "naive", the baseline
+        Of the gpu and sim executors "auto" or a family's name: "simt", which serves everything, or "naive", a baseline
         that others are compared with: three kernels over whole matrices of scores, so memory is not linear; float16 and
         float32.
     executor : str

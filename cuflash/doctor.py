@@ -106,15 +106,28 @@ def _executor_cpu(subject: str) -> Finding:
     return Finding(subject=subject, detail="NumPy arrays")
 
 
-def _executor_absent(subject: str) -> Finding:
-    return Finding(subject=subject, status="missing", detail="not in this version", advice="use executor='cpu'")
+def _executor_sim(subject: str) -> Finding:
+    return _needing(subject, "NumPy arrays, on simulated thread blocks: for tests", _compiler("C++ compiler"))
+
+
+def _executor_gpu(subject: str) -> Finding:
+    needed = _driver("NVIDIA driver"), _gpus("GPUs"), _nvrtc("NVRTC"), _cupy("CuPy")
+    return _needing(subject, "CuPy arrays, and other libraries' by DLPack", *needed)
+
+
+def _needing(subject: str, detail: str, *needed: Finding) -> Finding:
+    missing = [finding.subject for finding in needed if finding.status == "missing"]
+    if not missing:
+        return Finding(subject=subject, detail=detail)
+    advice = "use executor='cpu', or see below"
+    return Finding(subject=subject, status="missing", detail=f"needs {', '.join(missing)}", advice=advice)
 
 
 def _compiler(subject: str) -> Finding:
     wanted = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
     path = next(filter(None, map(shutil.which, wanted)), None)
     if path is None:
-        advice = "nothing in this version compiles C++; the sim executor will: apt install g++"
+        advice = "only the sim executor compiles C++: apt install g++"
         return Finding(subject=subject, status="missing", detail="no g++, clang++ or c++ on PATH", advice=advice)
     run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
     return Finding(subject=subject, detail=f"{path}, {(run.stdout or run.stderr).partition(chr(10))[0]}")
@@ -199,8 +212,8 @@ _CHECKS = {
     "NumPy": _numpy,
     "cores": _cores,
     "executor cpu": _executor_cpu,
-    "executor sim": _executor_absent,
-    "executor gpu": _executor_absent,
+    "executor sim": _executor_sim,
+    "executor gpu": _executor_gpu,
     "C++ compiler": _compiler,
     "NVIDIA driver": _driver,
     "GPUs": _gpus,

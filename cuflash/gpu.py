@@ -268,7 +268,8 @@ def repeated_forward(
     import cupy
 
     assert plan.family is not None
-    records, launches = passes.bound(plan, passes.FORWARD[plan.family].entries, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
+    entries, arrays = passes.FORWARD[plan.family].entries, {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+    records, launches = passes.bound(plan, entries, arrays)
     resident = _GPU.resident(plan.work)
     lists = {} if resident is None else resident.arrays
     fill = records.placed({name: _GPU.address(array) for name, array in lists.items()}).filled

@@ -195,10 +195,10 @@ class Executable:
 
     def explain(self) -> str:
         """What was decided and why, a line each; of kernels that this process compiled, what they take."""
-        notes = {}
+        notes = dict.fromkeys(self.plan.specs, "simulated") if self.executor == "sim" else {}
+        capability = self.plan.device.compute_capability if self.executor == "gpu" else None
         for entry, spec in self.plan.specs.items():
-            capability = self.plan.device.compute_capability
-            made = compile.compiled(spec, capability) if self.executor == "gpu" and capability else None
+            made = compile.compiled(spec, capability) if capability is not None else None
             if made is not None:
                 notes[entry] = f"{made.resources.registers} registers, {made.resources.stack_bytes} bytes of stack"
         lines = [f"executor   {self.executor}"]
@@ -313,7 +313,7 @@ class Executable:
 
 
 def lie_of(q: Array, k: Array, v: Array) -> Hashable:
-    """Kind, shape, strides, dtype and device of plain arrays; None for anything else, and before a GPU was used.
+    """Kind, shape, strides, dtype and device of plain arrays; None for anything else.
 
     Two calls for which all of it is equal are refused for the same reasons, or for none, but for odd addresses.
     """
@@ -323,8 +323,10 @@ def lie_of(q: Array, k: Array, v: Array) -> Hashable:
     if kind is np.ndarray:
         return q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
     cupy = sys.modules.get("cupy")
-    if cupy is None or kind is not cupy.ndarray or not compile.is_started():
+    if cupy is None or kind is not cupy.ndarray:
         return None
+    if not compile.is_started():
+        compile.current_device()
     return (
         q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype,
         q.data.device_id, k.data.device_id, v.data.device_id, cupy.cuda.runtime.getDevice(),

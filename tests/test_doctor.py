@@ -24,9 +24,18 @@ def test_every_subject_is_reported_and_printed() -> None:
     assert all(report[subject].status == "ok" for subject in ("cuflash", "Python", "NumPy", "cores", "executor cpu"))
 
 
-def test_what_is_missing_for_good_reason_says_so() -> None:
-    assert room.doctor()["executor gpu"].status == "missing"
-    assert "executor='cpu'" in room.doctor()["executor sim"].advice
+def test_what_is_missing_for_good_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_CUPY", ())
+    monkeypatch.setattr(room.shutil, "which", lambda name: None)
+    report = room.doctor()
+    assert "CuPy" in report["executor gpu"].detail and "executor='cpu'" in report["executor gpu"].advice
+    assert (report["executor sim"].status, report["executor sim"].detail) == ("missing", "needs C++ compiler")
+
+
+def test_an_executor_whose_parts_are_there_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_driver", "_gpus", "_nvrtc", "_cupy", "_compiler"):
+        monkeypatch.setattr(room, name, lambda subject: room.Finding(subject=subject, detail="there"))
+    assert room._executor_gpu("executor gpu").status == room._executor_sim("executor sim").status == "ok"
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

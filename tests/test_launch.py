@@ -131,6 +131,19 @@ def test_a_call_after_others_gives_what_it_gives_alone(executor, data):
         assert outcome(options) == result
 
 
+@pytest.mark.parametrize(
+    ("sound", "equal_but_wrong"),
+    [
+        ({"causal": True}, {"causal": 1}), ({"causal": False}, {"causal": 0}),
+        ({"window": (3, 1)}, {"window": (3.0, 1)}), ({"window": (1, 0)}, {"window": (True, False)}),
+    ],
+)  # fmt: skip
+def test_what_equals_a_sound_option_is_refused_after_it_too(sound, equal_but_wrong):
+    for _ in range(2):
+        cuflash.attention(Q, K, V, **sound)
+    assert sound == equal_but_wrong and len(reasons_of(cuflash.attention, Q, K, V, **equal_but_wrong)) == 1
+
+
 def test_a_misaligned_array_is_refused_by_a_repeated_call_too(cupy):
     arrays = [cupy.asarray(array) for array in (Q, K, V)]
     cuflash.attention(*arrays)
@@ -539,14 +552,14 @@ def checked(monkeypatch):
 
 def after_launch(monkeypatch, entry, damage):
     """Let the simulator's next launch of an entry leave damage behind."""
-    launch = simulated._Simulator.launch
+    launch = simulated.Simulator.launch
 
     def damaged(self, spec, grid, nbytes, params):
         launch(self, spec, grid, nbytes, params)
         if spec.entry == entry:
             damage(params)
 
-    monkeypatch.setattr(simulated._Simulator, "launch", damaged)
+    monkeypatch.setattr(simulated.Simulator, "launch", damaged)
 
 
 def poke(address, values):
@@ -661,3 +674,10 @@ def test_the_environment_asks_for_checks(monkeypatch, value, is_on):
     else:
         monkeypatch.setenv("CUFLASH_CHECK", value)
     assert checks.is_on() is is_on
+
+
+def test_kernels_that_leave_arrays_to_each_other_repeat_too(cupy):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    expected = cuflash.attention(Q, K, V, causal=True)
+    for _ in range(3):
+        assert close(cuflash.attention(*arrays, causal=True, kernel="naive"), expected)
