@@ -6,8 +6,8 @@ It knows no lengths but those it is about, and nothing of blocks or kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import reduce
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -94,6 +94,16 @@ class Mask:
             An alignment is needed and not given, or an array's shape does not fit.
         """
         return self
+
+    def to(self, convert: Callable[[Array], Array]) -> Mask:
+        """The same mask with each array converted: ``mask.to(cupy.asarray)`` copies them to the device.
+
+        >>> import numpy as np
+        >>> from cuflash import masks
+        >>> (masks.Lengths(kv=np.array([3, 5])) & masks.Causal()).to(np.copy)
+        And(operands=(Lengths(q=None, kv=array([3, 5])), Causal(align=None)))
+        """
+        return replace(self, **{field.name: _converted(getattr(self, field.name), convert) for field in fields(self)})
 
     @property
     def natural_block(self) -> tuple[int, int] | None:
@@ -267,6 +277,17 @@ def intersection(masks: Sequence[Mask]) -> Mask:
         return band
     factors = rest if band == Band() else [band, *rest]
     return factors[0] if len(factors) == 1 else And(tuple(factors))
+
+
+def _converted(value: Any, convert: Callable[[Array], Array]) -> Any:
+    """A field of a mask with the arrays that it holds converted."""
+    if isinstance(value, Mask):
+        return value.to(convert)
+    if isinstance(value, tuple) and any(isinstance(part, Mask) for part in value):
+        return tuple(_converted(part, convert) for part in value)
+    if isinstance(value, (LeadingArray, PerBatch)):
+        return replace(value, **{field.name: _converted(getattr(value, field.name), convert) for field in fields(value)})
+    return convert(value) if is_array(value) else value
 
 
 def _resolve_all(masks: Sequence[Mask], shape: MaskShape) -> list[Mask]:

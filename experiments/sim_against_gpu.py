@@ -98,6 +98,15 @@ def to_device(array: Any, layout: str) -> Any:
     return cupy.ndarray(host.shape, host.dtype, memory.data + (host.ctypes.data - low), host.strides)
 
 
+def masked(mask: Any, executor: str) -> Any:
+    """A mask, or a boolean array, with its arrays where the executor reads them."""
+    if executor != "gpu" or mask is None:
+        return mask
+    import cupy
+
+    return mask.to(cupy.asarray) if isinstance(mask, masks.Mask) else cupy.asarray(mask)
+
+
 def results(example: Example, executor: str, layout: str) -> dict[str, Any]:
     """Both passes on one executor, as NumPy arrays."""
     q, k, v, do, dlse = (getattr(example, name) for name in ("q", "k", "v", "do", "dlse"))
@@ -105,7 +114,7 @@ def results(example: Example, executor: str, layout: str) -> dict[str, Any]:
         q, k, v, do = (to_device(x, layout) for x in (q, k, v, do))
         dlse = to_device(np.ascontiguousarray(dlse), "contiguous")
     (o, lse), vjp = cuflash.attention_vjp(
-        q, k, v, mask=example.mask, scale=example.scale, executor=executor, return_lse=True
+        q, k, v, mask=masked(example.mask, executor), scale=example.scale, executor=executor, return_lse=True
     )
     found = dict(zip(OUTPUTS, (o, lse, *vjp(do, dlse)), strict=True))
     return {name: x.get() if executor == "gpu" else x for name, x in found.items()}
@@ -127,7 +136,9 @@ def probes_agree(example: Example, layout: str) -> tuple[bool, bool]:
         nonlocal agree
         simulated = cuflash.attention(q, k, v, mask=mask, scale=scale, executor="sim", return_lse=True)
         arrays = (to_device(x, layout) for x in (q, k, v))
-        made = cuflash.attention(*arrays, mask=mask, scale=scale, executor="gpu", return_lse=True)
+        made = cuflash.attention(
+            *arrays, mask=masked(mask, "gpu"), scale=scale, executor="gpu", return_lse=True
+        )
         o, lse = (x.get() for x in made)
         agree &= o.tobytes() == simulated[0].tobytes()
         return o, lse

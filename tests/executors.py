@@ -13,6 +13,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cuflash import masks
+from cuflash.problem import Problem
 from cuflash.testing import Example, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,9 +83,21 @@ class Run:
     def get(self, array: Any) -> Any:
         return array.get() if self.is_on_device else array
 
-    def attention(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
-        arrays = (self.put(x) for x in (q, k, v))
-        made = cuflash.attention(*arrays, executor=self.executor, **options)
+    def put_mask(self, mask: Any, *arrays: Any) -> Any:
+        """A mask where the call's arrays go; as blocks where a device could not know that documents are unsorted."""
+        if not self.is_on_device or mask is None:
+            return mask
+        import cupy
+
+        if isinstance(mask, np.ndarray):
+            return cupy.asarray(mask)
+        if _is_unsorted(mask):
+            return cuflash.BlockIndex.from_mask(mask, Problem.of(*arrays).mask_shape, 32)
+        return mask.to(cupy.asarray)
+
+    def attention(self, q: Any, k: Any, v: Any, *, mask: Any = None, **options: Any) -> Any:
+        arrays, mask = [self.put(x) for x in (q, k, v)], self.put_mask(mask, q, k, v)
+        made = cuflash.attention(*arrays, mask=mask, executor=self.executor, **options)
         return tuple(self.get(x) for x in made) if isinstance(made, tuple) else self.get(made)
 
     def attend(self, q: Any, k: Any, v: Any, *, mask: Any, scale: float | None) -> tuple[Any, Any]:
@@ -91,14 +105,15 @@ class Run:
         return o, lse
 
     def pull(self, q: Any, k: Any, v: Any, do: Any, *, dlse: Any, mask: Any, scale: float | None) -> tuple[Any, ...]:
-        arrays = (self.put(x) for x in (q, k, v))
+        arrays, mask = [self.put(x) for x in (q, k, v)], self.put_mask(mask, q, k, v)
         _, vjp = cuflash.attention_vjp(*arrays, mask=mask, scale=scale, executor=self.executor)
         return tuple(self.get(x) for x in vjp(self.put(do), self.put(dlse)))
 
     def everything(self, example: Example) -> dict[str, Any]:
         """All results of a call, with the mask as it was drawn: an object, with its closed forms."""
         q, k, v, do, dlse = (self.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
-        options = {"mask": example.mask, "scale": example.scale, "executor": self.executor}
+        mask = self.put_mask(example.mask, example.q, example.k, example.v)
+        options = {"mask": mask, "scale": example.scale, "executor": self.executor}
         (o, lse), vjp = cuflash.attention_vjp(q, k, v, return_lse=True, **options)
         return {name: self.get(x) for name, x in zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(do, dlse)))}
 
@@ -113,6 +128,13 @@ class Run:
         if _is_long() or self.most_examples is None:
             return profile
         return settings(profile, max_examples=min(self.most_examples, profile.max_examples))
+
+
+def _is_unsorted(mask: masks.Mask) -> bool:
+    if isinstance(mask, masks.Documents):
+        return any(ids is not None and (np.diff(ids) < 0).any() for ids in (mask.q_ids, mask.kv_ids))
+    inner = getattr(mask, "operands", None) or [getattr(mask, "operand", None)]
+    return any(_is_unsorted(each) for each in inner if each is not None)
 
 
 def _is_long() -> bool:

@@ -20,7 +20,7 @@ extern "C" __global__ void math(const float* x, float* half, float* bfloat16, un
     bfloat16[i] = ptx::to_float(ptx::BFloat16{static_cast<unsigned short>(i)});
     packed[i] = ptx::pack2(ptx::Half{}, x[i], -x[i]) ^ ptx::from_float<ptx::Half>(x[i]).bits;
     packed_bfloat16[i] = ptx::pack2(ptx::BFloat16{}, x[i], 1.0f) ^ ptx::from_float<ptx::BFloat16>(x[i]).bits << 16;
-    tf32[i] = ptx::to_tf32(ptx::from_float<float>(ptx::to_float(x[i])));
+    tf32[i] = x[i] == x[i] ? ptx::to_tf32(ptx::from_float<float>(ptx::to_float(x[i]))) : 0;  // PTX names no NaN
     power[i] = ptx::exp2_approx(x[i]);
   }
   if (blockIdx.x > 0) return;
