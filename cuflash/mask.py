@@ -286,7 +286,8 @@ def _converted(value: Any, convert: Callable[[Array], Array]) -> Any:
     if isinstance(value, tuple) and any(isinstance(part, Mask) for part in value):
         return tuple(_converted(part, convert) for part in value)
     if isinstance(value, (LeadingArray, PerBatch)):
-        return replace(value, **{field.name: _converted(getattr(value, field.name), convert) for field in fields(value)})
+        parts = {field.name: _converted(getattr(value, field.name), convert) for field in fields(value)}
+        return replace(value, **parts)
     return convert(value) if is_array(value) else value
 
 

@@ -1,7 +1,7 @@
 """The record that a launch hands to a kernel by value, as NumPy lays it out.
 
-It mirrors `kernels_cu/attention/params.cuh`: `assertions` turns the offsets into `static_assert`s, which are part of the
-text of every kernel that takes it.
+It mirrors `kernels_cu/attention/params.cuh`: `assertions` turns the offsets into `static_assert`s, which are part of
+the text of every kernel that takes it.
 """
 
 from __future__ import annotations

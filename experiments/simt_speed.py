@@ -1,0 +1,239 @@
+"""How near do the simt kernels come to what a GPU's plain multiply-adds allow, and what does a call cost beside them?
+
+    python experiments/simt_speed.py        # needs an NVIDIA GPU and CuPy
+
+Rates count the products of the paper (forward 2, backward 5 of seqlen_q * seqlen_kv * dim multiply-adds, halved by
+nothing: no mask) over the median time of calls between two events, against the rate of a loop of multiply-adds on the
+same card in the same run. The backward pass makes seven products, dQ by rows and dK and dV by columns, so that every
+result is bitwise repeatable. Block-sparse rates are over the dense one, per kept block. Host time is that of a call on
+the host alone; memory is what CuPy's pool holds at its peak beside arguments and results.
+
+Expect: half of the multiply-adds' rate forward: what a thread's registers hold decides how often shared memory is read.
+Found:  not measured yet on these kernels.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cuflash
+import numpy as np
+from cuflash import compile, gpu, masks
+from cuflash.work_list import requested_mask, work_list
+from harness import Record, main, track
+from mask_compile import document_ids
+from rich.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Shapes of the published run."""
+
+    num_heads: int = 32
+    seqlen: int = 4096
+    head_dims: tuple[int, ...] = (64, 128)
+    densities: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)
+    block: int = 128
+    memory_seqlen: int = 65536
+    documents_seqlen: int = 2**17
+    repeats: int = 7
+    host_calls: int = 10000
+
+    def __post_init__(self) -> None:
+        counts = (self.num_heads, self.seqlen, self.block, self.memory_seqlen, self.repeats, self.host_calls)
+        if min(*counts, *self.head_dims, self.documents_seqlen) < 1 or not all(0 < d <= 1 for d in self.densities):
+            raise ValueError("counts, lengths and dims must be positive, densities in (0, 1]")
+
+
+MULTIPLY_ADDS = """
+extern "C" __global__ void multiply_adds(T* x, int n) {
+  T a[16];
+  for (int i = 0; i < 16; ++i) a[i] = x[i] + threadIdx.x;
+  const T b = x[0], c = x[1];
+  for (int k = 0; k < n; ++k) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) a[i] = a[i] * b + c;
+  }
+  T sum = 0;
+  for (int i = 0; i < 16; ++i) sum += a[i];
+  if (sum == T(12345)) x[0] = sum;
+}
+"""
+
+
+def device_ms(call: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Median and spread of a call between two events, in milliseconds, after two calls to warm up."""
+    import cupy
+
+    times = []
+    for turn in range(repeats + 2):
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(start, stop))
+    low, median, high = np.percentile(times[2:], (25, 50, 75))
+    return float(median), float(high - low)
+
+
+def multiply_adds_rate(dtype: Any, repeats: int) -> float:
+    """TFLOP/s of a loop of independent multiply-adds, two blocks of 1024 threads' worth a multiprocessor."""
+    import cupy
+
+    name = {4: "float", 8: "double"}[np.dtype(dtype).itemsize]
+    kernel = cupy.RawKernel(f"using T = {name};{MULTIPLY_ADDS}", "multiply_adds")
+    blocks, threads, steps = 8 * gpu.current_device().num_processors, 256, 4096
+    x = cupy.ones(16, dtype)
+    ms, _ = device_ms(lambda: kernel((blocks,), (threads,), (x, np.int32(steps))), repeats)
+    return 2 * 16 * blocks * threads * steps / ms / 1e9
+
+
+def draw(*shape: int, dtype: Any = np.float32) -> list[Any]:
+    """q, k, v, do on the device, normal."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    return [cupy.asarray(rng.standard_normal(shape, np.float32).astype(dtype)) for _ in range(4)]
+
+
+def check(q: Any, k: Any, v: Any, o: Any) -> None:
+    """The timed forward is right on its first head and 64 queries: within the bound of the reference."""
+    q, k, v, o = (x[:1].get() for x in (q[:, :64], k, v, o[:, :64]))
+    error = np.abs(o - cuflash.reference.attention(q, k, v)[0])
+    if not (error <= cuflash.error_bound(q, k, v).o).all():
+        raise AssertionError(f"the forward to be timed is wrong by {error.max():.3g}")
+
+
+def run_rates(config: Config) -> list[Record]:
+    """Dense forward and backward of both dtypes, over the rate of multiply-adds."""
+    records = []
+    for dtype in (np.float32, np.float64):
+        peak = multiply_adds_rate(dtype, config.repeats)
+        records.append({"measure": "multiply-adds", "dtype": np.dtype(dtype).name, "tflops": peak})
+        for head_dim in track(config.head_dims, f"rates, {np.dtype(dtype)}"):
+            q, k, v, do = draw(config.num_heads, config.seqlen, head_dim, dtype=dtype)
+            plan = cuflash.plan(q, k, v)
+            o, lse = plan.forward(q, k, v)
+            check(q, k, v, o)
+            flops = 4 * config.num_heads * config.seqlen**2 * head_dim
+            calls = both_passes(plan, q, k, v, do, o, lse)
+            for name, passes in (("forward", 1.0), ("backward", 2.5)):
+                call = calls[name]
+                ms, spread = device_ms(call, config.repeats)
+                row = {"measure": name, "dtype": np.dtype(dtype).name, "seqlen": config.seqlen, "head_dim": head_dim}
+                rate = passes * flops / ms / 1e9
+                records.append(row | {"ms": ms, "spread_ms": spread, "tflops": rate, "ratio": rate / peak})
+    return records
+
+
+def both_passes(plan: Any, q: Any, k: Any, v: Any, do: Any, o: Any, lse: Any) -> dict[str, Callable[[], object]]:
+    """The two calls of a plan on these arrays."""
+    return {"forward": lambda: plan.forward(q, k, v), "backward": lambda: plan.backward(do, q, k, v, o, lse)}
+
+
+def run_densities(config: Config) -> list[Record]:
+    """Random blocks: the rate of kept blocks over the dense rate."""
+    q, k, v, do = draw(config.num_heads, config.seqlen, config.head_dims[0])
+    grid = -(-config.seqlen // config.block)
+    dense: dict[str, float] = {}
+    records = []
+    for density in track(config.densities, "densities"):
+        blocks = np.zeros((grid, grid), bool)
+        blocks.flat[np.random.default_rng(1).permutation(grid * grid)[: round(density * grid * grid)]] = True
+        plan = cuflash.plan(q, k, v, mask=masks.BlockPattern(blocks, config.block))
+        o, lse = plan.forward(q, k, v)
+        for name, call in both_passes(plan, q, k, v, do, o, lse).items():
+            ms, spread = device_ms(call, config.repeats)
+            base = dense.setdefault(name, ms / float(blocks.mean()))
+            row = {"measure": f"block-sparse {name}", "dtype": "float32", "seqlen": config.seqlen}
+            row |= {"head_dim": config.head_dims[0], "density": float(blocks.mean()), "ms": ms, "spread_ms": spread}
+            records.append(row | {"ratio": base * float(blocks.mean()) / ms})
+    return records
+
+
+def run_costs(config: Config) -> list[Record]:
+    """Host time of a warm call, making a work list on the device, and memory beside arrays."""
+    import cupy
+
+    records = []
+    q, k, v, _ = draw(2, 4, 256, 64)
+    others = [[x.copy() for x in (q, k, v)] for _ in range(8)]
+    for name, options in (("dense", {}), ("causal", {"causal": True}), ("dilated", {"mask": masks.Dilated(3)})):
+        seconds = []
+        for turn in track(range(config.host_calls), f"host, {name}"):
+            arrays = others[turn % 8]
+            begin = time.perf_counter()
+            cuflash.attention(*arrays, **options)
+            seconds.append(time.perf_counter() - begin)
+            if turn % 100 == 99:
+                cupy.cuda.Device().synchronize()
+        records.append({"measure": f"host time of a call, {name}", "us": float(np.median(seconds[100:]) * 1e6)})
+    ids, shape = cupy.asarray(document_ids(config.documents_seqlen, 1000)), config.documents_seqlen
+    frame = masks.MaskShape((), 1, shape, shape)
+    ms, spread = device_ms(
+        lambda: work_list(requested_mask(masks.Causal() & masks.Documents(ids), False, None, frame, cupy), frame, (64, 64)),
+        config.repeats,
+    )
+    row = {"measure": "work list, causal & documents", "seqlen": shape, "ms": ms, "spread_ms": spread}
+    return [*records, row, *run_memory(config)]
+
+
+def run_memory(config: Config) -> list[Record]:
+    """The peak of CuPy's pool in a forward and a backward call, beside what they take and return."""
+    import cupy
+
+    q, k, v, do = draw(1, config.memory_seqlen, 64)
+    plan = cuflash.plan(q, k, v, window=(1023, 0))
+    plan.compile()
+    records = []
+    o, lse = plan.forward(q, k, v)
+    for name, call, results in (
+        ("forward", lambda: plan.forward(q, k, v), o.nbytes + lse.nbytes),
+        ("backward", lambda: plan.backward(do, q, k, v, o, lse), q.nbytes + k.nbytes + v.nbytes),
+    ):
+        pool = cupy.get_default_memory_pool()
+        cupy.cuda.Device().synchronize()
+        pool.free_all_blocks()
+        before = pool.total_bytes()
+        kept = call()
+        cupy.cuda.Device().synchronize()
+        beside = pool.total_bytes() - before - results
+        del kept
+        row = {"measure": f"memory beside arrays, {name}", "seqlen": config.memory_seqlen, "head_dim": 64}
+        records.append(row | {"mib": beside / 2**20, "ratio": plan.workspace_bytes / 2**20})
+    return records
+
+
+def run(config: Config) -> list[Record]:
+    """Every measure, one record each, with the versions that a GPU's numbers depend on."""
+    compile.current_device()
+    import cupy
+
+    versions = {
+        "cupy": cupy.__version__,
+        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "driver": cupy.cuda.runtime.driverGetVersion(),
+    }
+    records = run_rates(config) + run_densities(config) + run_costs(config)
+    for made in cuflash.cache_info().compiled:
+        row = {"measure": f"compile, {made.spec.entry}", "dtype": made.spec.dtype.name, "head_dim": made.spec.head_dim}
+        records.append(row | {"ms": made.seconds * 1e3, "registers": made.resources.registers})
+    return [record | versions for record in records]
+
+
+def table(records: list[Record]) -> Table:
+    """What was measured, in rows."""
+    made = Table(title="simt kernels")
+    columns = ("measure", "dtype", "seqlen", "head_dim", "density", "ms", "tflops", "ratio", "us", "mib", "registers")
+    for column in columns:
+        made.add_column(column, justify="left" if column in ("measure", "dtype") else "right")
+    for row in records:
+        cells = (row.get(name, "") for name in columns)
+        made.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    return made
+
+
+if __name__ == "__main__":
+    main(Config, run, table)
