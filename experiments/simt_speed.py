@@ -171,10 +171,9 @@ def run_costs(config: Config) -> list[Record]:
                 cupy.cuda.Device().synchronize()
         records.append({"measure": f"host time of a call, {name}", "us": float(np.median(seconds[100:]) * 1e6)})
     ids, shape = cupy.asarray(document_ids(config.documents_seqlen, 1000)), config.documents_seqlen
-    frame = masks.MaskShape((), 1, shape, shape)
+    frame, packed = masks.MaskShape((), 1, shape, shape), masks.Causal() & masks.Documents(ids)
     ms, spread = device_ms(
-        lambda: work_list(requested_mask(masks.Causal() & masks.Documents(ids), False, None, frame, cupy), frame, (64, 64)),
-        config.repeats,
+        lambda: work_list(requested_mask(packed, False, None, frame, cupy), frame, (64, 64)), config.repeats
     )
     row = {"measure": "work list, causal & documents", "seqlen": shape, "ms": ms, "spread_ms": spread}
     return [*records, row, *run_memory(config)]
@@ -193,14 +192,11 @@ def run_memory(config: Config) -> list[Record]:
         ("forward", lambda: plan.forward(q, k, v), o.nbytes + lse.nbytes),
         ("backward", lambda: plan.backward(do, q, k, v, o, lse), q.nbytes + k.nbytes + v.nbytes),
     ):
-        pool = cupy.get_default_memory_pool()
+        pool = cupy.cuda.MemoryPool()  # a fresh one: what it took from the device is the peak
+        with cupy.cuda.using_allocator(pool.malloc):
+            call()
         cupy.cuda.Device().synchronize()
-        pool.free_all_blocks()
-        before = pool.total_bytes()
-        kept = call()
-        cupy.cuda.Device().synchronize()
-        beside = pool.total_bytes() - before - results
-        del kept
+        beside = pool.total_bytes() - results
         row = {"measure": f"memory beside arrays, {name}", "seqlen": config.memory_seqlen, "head_dim": 64}
         records.append(row | {"mib": beside / 2**20, "ratio": plan.workspace_bytes / 2**20})
     return records

@@ -259,11 +259,11 @@ def test_without_a_gpu_the_comparison_says_so_before_any_work(load, monkeypatch:
 
 
 @pytest.mark.gpu
-def test_the_simulator_and_the_gpu_are_within_one_bound(load) -> None:
+def test_the_simulator_and_the_gpu_are_each_within_the_bound(load) -> None:
     experiment = load("sim_against_gpu")
     config = experiment.Config(seqlen_q=40, seqlen_kv=50, dtypes=("float32",))
     records = experiment.run(config)
-    assert all(record[name] <= 1 for record in records for name in experiment.OUTPUTS)
+    assert all(record[name] <= 2 for record in records for name in experiment.OUTPUTS)
     assert all(record["probes_pass"] for record in records)
 
 
