@@ -94,6 +94,9 @@ class Records:
         return {view.name for view in self.views}
 
 
+_BYTES = np.dtype((np.void, PARAMS.itemsize))
+
+
 class Filler:
     """Records complete but for the addresses of arrays, which each call has its own of."""
 
@@ -101,13 +104,16 @@ class Filler:
         self._templates = templates
 
     def filled(self, *addresses: int) -> list[Any]:
-        """The records for arrays that lie at these addresses, in the order of the views."""
+        """The records for arrays that lie at these addresses, in the order of the views.
+
+        As plain bytes: CuPy would take 70 us to ask a structured scalar for its fields, and reads none.
+        """
         records = []
         for template, places in self._templates:
             words = template.copy()
             for (place, start), address in zip(places, addresses):
                 words[place] = start + address
-            records.append(words.view(PARAMS).reshape(()))
+            records.append(words.view(_BYTES)[0])
         return records
 
 

@@ -41,7 +41,7 @@ class Simulator:
         return work.lists
 
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, params: Any) -> None:
-        _kernel(spec, self.sanitize)((grid,), THREADS, (params[()],), shared_bytes, self.schedule)
+        _kernel(spec, self.sanitize)((grid,), THREADS, (params,), shared_bytes, self.schedule)
 
 
 @lru_cache(maxsize=256)

@@ -96,11 +96,39 @@ def tolerance_health(rows: list[Row]) -> str:
     )
 
 
+def simt_speed(rows: list[Row]) -> str:
+    """Rates of the simt kernels, block-sparse calls, and what a call costs beside them."""
+    names = ("head_dim", "density", "ms", "tflops", "ratio", "us", "mib")
+    header = ["measure", "dtype", "seqlen", "head_dim", "density", "ms", "TFLOP/s", "ratio", "us", "MiB"]
+    return markdown(
+        header,
+        (
+            [row["measure"], row["dtype"], row["seqlen"], *(number(row, name) for name in names)]
+            for row in rows
+            if not row["measure"].startswith("compile")
+        ),
+    )
+
+
+def sim_against_gpu(rows: list[Row]) -> str:
+    """The largest difference between the simulator and the GPU over the bound on either."""
+    outputs = ("o", "lse", "dq", "dk", "dv")
+    lines = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        cases = [row for row in rows if row["dtype"] == dtype]
+        shares = (f"{max(float(row[name]) for row in cases):.3f}" for name in outputs)
+        same = sum(row["probes_same_bits"] == "True" for row in cases)
+        lines.append([dtype, str(len(cases)), *shares, f"{same} of {len(cases)}"])
+    return markdown(["dtype", "cases", *outputs, "probes bit-equal"], lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "recall": ("block_sparsity", recall),
     "sparse-speed": ("block_sparsity", sparse_speed),
     "cpu-speed": ("cpu_speed", cpu_speed),
     "mask-compile": ("mask_compile", mask_compile),
+    "simt-speed": ("simt_speed", simt_speed),
+    "sim-against-gpu": ("sim_against_gpu", sim_against_gpu),
     "tolerance-health": ("tolerance_health", tolerance_health),
 }
 

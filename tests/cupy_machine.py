@@ -150,7 +150,7 @@ class Function(cupy_double.Function):
 
         def run() -> None:
             if machine.runs_kernels:
-                simulated._kernel(self.spec, "")(grid, block[0], (record[()],), shared_mem)
+                simulated._kernel(self.spec, "")(grid, block[0], (record,), shared_mem)
 
         if machine.stream.nodes is None:
             run()

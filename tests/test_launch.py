@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, checks, masks, memory, passes, simulated
 from cuflash import compile as compiling
+from cuflash.records import PARAMS
 
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
@@ -557,7 +558,7 @@ def after_launch(monkeypatch, entry, damage):
     def damaged(self, spec, grid, nbytes, params):
         launch(self, spec, grid, nbytes, params)
         if spec.entry == entry:
-            damage(params)
+            damage(np.frombuffer(params.tobytes(), PARAMS)[0])
 
     monkeypatch.setattr(simulated.Simulator, "launch", damaged)
 
