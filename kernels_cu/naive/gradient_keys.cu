@@ -1,5 +1,6 @@
 // Backward of standard attention: dk = dS^T q softmax_scale and dv = P^T do, summed over the query heads that share a
 // key/value head. One block makes one tile of either, from all queries: it is the same product of other matrices.
+#include <attention/operands.cuh>
 #include <attention/score_gradient.cuh>
 #include <attention/whole_matrix.cuh>
 #include <ptx/shared.cuh>
@@ -7,17 +8,9 @@
 
 namespace cuflash {
 
-using config::Accumulator;
-using config::Element;
-using config::kBlockKv;
-using config::kBlockQ;
-using config::kHeadDim;
-using config::kValueDim;
-
 static_assert(kHeadDim == kValueDim, "dk and dv are made of tiles of one width");
 using WeightTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;  // dS or P
 using RowTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;     // of q or dO
-constexpr int kRun = tile::Vector<Accumulator>::kLength;
 
 }  // namespace cuflash
 

@@ -1,22 +1,9 @@
 // Backward of standard attention: dq = dS k softmax_scale. One block makes one tile of dq, from all keys.
+#include <attention/operands.cuh>
 #include <attention/score_gradient.cuh>
 #include <attention/whole_matrix.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
-
-namespace cuflash {
-
-using config::Accumulator;
-using config::Element;
-using config::kBlockKv;
-using config::kBlockQ;
-using config::kHeadDim;
-
-using DsTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;
-using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
-constexpr int kRun = tile::Vector<Accumulator>::kLength;
-
-}  // namespace cuflash
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
@@ -34,8 +21,8 @@ naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params
   const auto k = matrix<Element>(params.k, place, place.head / shape.group_size, shape.seqlen_kv, shape.head_dim)
                      .columns(columns.first, columns.last);
 
-  const DsTile ds_smem{ptx::dynamic_shared<Accumulator>()};
-  const KTile k_smem{ds_smem.data + DsTile::kElements};
+  const PTile ds_smem{ptx::dynamic_shared<Accumulator>()};
+  const KTile k_smem{ds_smem.data + PTile::kElements};
   int* const is_kept = reinterpret_cast<int*>(k_smem.data + KTile::kElements);
   tile::RegisterTile<Accumulator, kBlockQ, kHeadDim, kRun> dq;
   dq.fill(0);
@@ -44,7 +31,7 @@ naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params
     const Range keys = key_tiles.tile(number);
     if (keys.is_empty()) continue;
     __syncthreads();  // dS and K of the last tile are read
-    for (int row = threadIdx.x; row < kBlockKv; row += tile::kThreads, 4)
+    for (int row = threadIdx.x; row < kBlockKv; row += tile::kThreads)
       is_kept[row] = is_visited_key(params, place, rows_of(work), keys, keys.first + row);
     tile::load(ds_smem, ds.columns(keys.first, keys.last));
     __syncthreads();  // which keys are visited is known

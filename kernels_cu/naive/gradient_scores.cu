@@ -1,22 +1,10 @@
 // Backward of standard attention: P = exp2(S - lse) in S's place, and dS = P (dP - delta) beside it, where dP = do v^T
 // and delta = rowsum(do o) - dlse. One block makes one tile of both, and delta of its rows again.
+#include <attention/operands.cuh>
 #include <attention/score_gradient.cuh>
 #include <attention/whole_matrix.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
-
-namespace cuflash {
-
-using config::Accumulator;
-using config::Element;
-using config::kBlockKv;
-using config::kBlockQ;
-using config::kValueDim;
-
-using DoTile = tile::SharedTile<Accumulator, kBlockQ, kValueDim>;
-using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
-
-}  // namespace cuflash
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)

@@ -1,21 +1,8 @@
 // Standard attention, third of three kernels: o = P v. One block makes one tile of o, from all keys.
+#include <attention/operands.cuh>
 #include <attention/whole_matrix.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
-
-namespace cuflash {
-
-using config::Accumulator;
-using config::Element;
-using config::kBlockKv;
-using config::kBlockQ;
-using config::kValueDim;
-
-using PTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;
-using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
-constexpr int kRun = tile::Vector<Accumulator>::kLength;
-
-}  // namespace cuflash
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
@@ -45,7 +32,7 @@ naive_output(const __grid_constant__ cuflash::attention::Params params) {
     const Range keys = key_tiles.tile(number);
     if (keys.is_empty()) continue;
     __syncthreads();  // P and V of the last tile are read
-    for (int row = threadIdx.x; row < kBlockKv; row += tile::kThreads, 4)
+    for (int row = threadIdx.x; row < kBlockKv; row += tile::kThreads)
       is_kept[row] = is_visited_key(params, place, rows_of(work), keys, keys.first + row);
     tile::load(p_smem, p.columns(keys.first, keys.last));
     __syncthreads();  // which keys are visited is known

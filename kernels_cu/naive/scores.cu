@@ -2,22 +2,10 @@
 // mask says no. In base 2, that is times log2(e), as exp2 wants it. One block makes one tile of S, whatever the mask.
 #include <attention/mask_scores.cuh>
 #include <attention/online_softmax.cuh>
+#include <attention/operands.cuh>
 #include <attention/whole_matrix.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
-
-namespace cuflash {
-
-using config::Accumulator;
-using config::Element;
-using config::kBlockKv;
-using config::kBlockQ;
-using config::kHeadDim;
-
-using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
-using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
-
-}  // namespace cuflash
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)

@@ -1,22 +1,8 @@
 // Standard attention, second of three kernels: every row of S becomes P = softmax(S) in its place; lse is written. A
 // row belongs to eight threads, which read it three times: for its maximum, its sum, and to write.
 #include <attention/online_softmax.cuh>
+#include <attention/operands.cuh>
 #include <attention/work_tile.cuh>
-
-namespace cuflash {
-
-using config::Accumulator;
-using config::kBlockQ;
-
-// The greatest number of the threads of a row. Called by whole warps.
-CUFLASH_DEVICE Accumulator row_max(Accumulator x) {
-#pragma unroll
-  for (int step = 1; step < tile::kColumnLanes; step *= 2)
-    x = tile::greater(x, __shfl_xor_sync(0xffffffffu, x, step));
-  return x;
-}
-
-}  // namespace cuflash
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
@@ -37,7 +23,7 @@ naive_softmax(const __grid_constant__ cuflash::attention::Params params) {
     Accumulator highest = ptx::negative_infinity<Accumulator>();
     for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes)
       highest = tile::greater(highest, s.at(query, key));
-    highest = row_max(highest);
+    highest = tile::row_max(highest);
     const Accumulator shift = tile::greater(highest, tile::lowest<Accumulator>());  // -inf - (-inf) must not arise
     Accumulator sum = 0;
     for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes)
@@ -48,7 +34,7 @@ naive_softmax(const __grid_constant__ cuflash::attention::Params params) {
     const Accumulator divisor = is_empty ? Accumulator(1) : sum;
     for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes)
       s.at(query, key) = ptx::exp2_accurate(s.at(query, key) - shift) / divisor;
-    if (is_there && tile::column_lane() == 0)
+    if (is_there && tile::leads_rows())
       lse.at(query, 0) = highest * Accumulator(kLn2) + ptx::log_accurate(divisor);
   }
 }

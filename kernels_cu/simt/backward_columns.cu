@@ -1,5 +1,6 @@
 // The columns' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2): dK and dV of one tile of keys,
 // summed over the query heads that share it, P recomputed from lse. Scores are transposed here: rows are keys.
+#include <attention/operands.cuh>
 #include <attention/score_gradient.cuh>
 #include <attention/steps.cuh>
 #include <ptx/shared.cuh>
@@ -7,19 +8,7 @@
 
 namespace cuflash {
 
-using config::Accumulator;
-using config::Element;
-using config::kBlockKv;
-using config::kBlockQ;
-using config::kHeadDim;
-using config::kValueDim;
-
-using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
-using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
-using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
-using DoTile = tile::SharedTile<Accumulator, kBlockQ, kValueDim>;
-using PTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ>;
-constexpr int kRun = tile::Vector<Accumulator>::kLength;
+using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ>;
 
 }  // namespace cuflash
 
@@ -37,7 +26,7 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params)
   const VTile v_smem{k_smem.data + KTile::kElements};
   const QTile q_smem{v_smem.data + VTile::kElements};
   const DoTile do_smem{q_smem.data + QTile::kElements};
-  const PTile p_smem{do_smem.data + DoTile::kElements};  // P^T, then dS^T
+  const PtTile p_smem{do_smem.data + DoTile::kElements};  // P^T, then dS^T
   tile::load(k_smem, matrix<Element>(params.k, work.place, kv_head, shape.seqlen_kv, shape.head_dim)
                          .rows(work.first, work.last));
   tile::load(v_smem, matrix<Element>(params.v, work.place, kv_head, shape.seqlen_kv, shape.value_dim)

@@ -1,27 +1,10 @@
 // The rows' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2): delta = rowsum(dO o O) - dlse and
 // dQ of one tile of queries, P recomputed from lse. The columns' half reads delta; no sum depends on who finishes first.
+#include <attention/operands.cuh>
 #include <attention/score_gradient.cuh>
 #include <attention/steps.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
-
-namespace cuflash {
-
-using config::Accumulator;
-using config::Element;
-using config::kBlockKv;
-using config::kBlockQ;
-using config::kHeadDim;
-using config::kValueDim;
-
-using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
-using DoTile = tile::SharedTile<Accumulator, kBlockQ, kValueDim>;
-using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
-using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
-using DsTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;
-constexpr int kRun = tile::Vector<Accumulator>::kLength;
-
-}  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
@@ -40,7 +23,7 @@ simt_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
   const DoTile do_smem{q_smem.data + QTile::kElements};
   const KTile k_smem{do_smem.data + DoTile::kElements};
   const VTile v_smem{k_smem.data + KTile::kElements};
-  const DsTile ds_smem{v_smem.data + VTile::kElements};
+  const PTile ds_smem{v_smem.data + VTile::kElements};
   tile::load(q_smem, matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim)
                          .rows(work.first, work.last));
   tile::load(do_smem, matrix<Element>(params.do_, place, place.head, shape.seqlen_q, shape.value_dim)

@@ -2,25 +2,14 @@
 // One block works on one tile of queries and walks their keys; K and V take turns in one shared tile.
 #include <attention/mask_scores.cuh>
 #include <attention/online_softmax.cuh>
+#include <attention/operands.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
 
 namespace cuflash {
 
-using config::Accumulator;
-using config::Element;
-using config::kBlockKv;
-using config::kBlockQ;
-using config::kHeadDim;
-using config::kValueDim;
-
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
-using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
-using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
-using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
-using PTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;
 using KvRoom = tile::SharedTile<Accumulator, kBlockKv, kWidest>;
-constexpr int kRun = tile::Vector<Accumulator>::kLength;
 
 }  // namespace cuflash
 

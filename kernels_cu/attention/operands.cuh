@@ -1,0 +1,23 @@
+#pragma once
+#include <tile/shared_tile.cuh>
+
+// A kernel's specification, and the tiles of its operands in shared memory, under the names that the paper gives them.
+namespace cuflash {
+
+using config::Accumulator;
+using config::Element;
+using config::kBlockKv;
+using config::kBlockQ;
+using config::kHeadDim;
+using config::kValueDim;
+
+using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
+using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
+using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
+using DoTile = tile::SharedTile<Accumulator, kBlockQ, kValueDim>;
+using PTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;
+
+// Columns that a thread sums side by side.
+constexpr int kRun = tile::Vector<Accumulator>::kLength;
+
+}  // namespace cuflash
