@@ -122,12 +122,27 @@ def sim_against_gpu(rows: list[Row]) -> str:
     return markdown(["dtype", "cases", *outputs, "probes bit-equal"], lines)
 
 
+def simulator_speed(rows: list[Row]) -> str:
+    """The simulator's build, calls and schedules."""
+    header = ["measure", "kernel", "seqlen", "head_dim", "ms", "runs", "false reports", "runs with other bits"]
+    counts = ("runs", "reports", "other_bits")
+    return markdown(
+        header,
+        (
+            [*(row[name] for name in ("measure", "kernel", "seqlen", "head_dim")), number(row, "ms")]
+            + [row[name] for name in counts]
+            for row in rows
+        ),
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "recall": ("block_sparsity", recall),
     "sparse-speed": ("block_sparsity", sparse_speed),
     "cpu-speed": ("cpu_speed", cpu_speed),
     "mask-compile": ("mask_compile", mask_compile),
     "simt-speed": ("simt_speed", simt_speed),
+    "simulator-speed": ("simulator_speed", simulator_speed),
     "sim-against-gpu": ("sim_against_gpu", sim_against_gpu),
     "tolerance-health": ("tolerance_health", tolerance_health),
 }

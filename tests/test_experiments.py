@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -265,6 +266,14 @@ def test_the_simulator_and_the_gpu_are_each_within_the_bound(load) -> None:
     records = experiment.run(config)
     assert all(record[name] <= 2 for record in records for name in experiment.OUTPUTS)
     assert all(record["probes_pass"] for record in records)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
+def test_the_simulator_is_timed_and_runs_under_every_schedule(load) -> None:
+    experiment = load("simulator_speed")
+    build, forward, backward, schedules = experiment.run(experiment.Config(seqlen=40, schedules=3, repeats=1))
+    assert build["ms"] > forward["ms"] > 0 and backward["ms"] > 0
+    assert (schedules["runs"], schedules["reports"], schedules["other_bits"]) == (3, 0, 0)
 
 
 def test_tables_are_written_between_their_marks(load, harness: ModuleType, tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""How long does a kernel take on the simulator, and does a right kernel ever get a false report?
+
+    python experiments/simulator_speed.py        # needs g++
+
+The build is from cold, runtime and kernel, in a folder of its own; the call is the median of forward calls. Schedules
+are random: any order of threads, copies early, late or at random moments, lanes shuffled, memory poisoned.
+
+Expect: seconds to build, tens of milliseconds to run, no report and the same bits whatever the schedule.
+Found:  not measured yet.
+"""
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import cuflash
+import numpy as np
+from cuflash import passes, sim
+from cuflash.simulated import Simulator
+from cuflash.source import source
+from harness import Record, main, time_alternately, track
+from rich.table import Table
+
+COPIES = ("eager", "late", "random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The timed shape (heads, seqlen, head_dim) and how many schedules a small problem is run under."""
+
+    num_heads: int = 2
+    seqlen: int = 200
+    head_dim: int = 64
+    schedules: int = 2000
+    repeats: int = 9
+
+    def __post_init__(self) -> None:
+        if min(self.num_heads, self.seqlen, self.head_dim, self.schedules, self.repeats) < 1:
+            raise ValueError("heads, length, dim, schedules and repeats must be positive")
+
+
+def draw(num_heads: int, seqlen: int, head_dim: int) -> list[np.ndarray]:
+    """q, k, v, do of shape (1, num_heads, seqlen, head_dim), normal, float32."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((1, num_heads, seqlen, head_dim), np.float32) for _ in range(4)]
+
+
+def run_build(config: Config) -> Record:
+    """Seconds to build the runtime and the forward kernel where nothing was built before."""
+    q, k, v, _ = draw(config.num_heads, config.seqlen, config.head_dim)
+    spec = cuflash.plan(q, k, v, causal=True, executor="sim").plan.specs["forward"]
+    folder = sim.compiler.cache_directory
+    with tempfile.TemporaryDirectory() as empty:
+        sim.compiler.cache_directory = lambda: Path(empty)
+        try:
+            begin = time.perf_counter()
+            sim.build(source(spec, host=True), spec.name)
+            seconds = time.perf_counter() - begin
+        finally:
+            sim.compiler.cache_directory = folder
+    return {"measure": "build from cold", "kernel": spec.name, "ms": 1e3 * seconds}
+
+
+def run_calls(config: Config) -> list[Record]:
+    """Times of both passes, causal."""
+    q, k, v, do = draw(config.num_heads, config.seqlen, config.head_dim)
+    plan = cuflash.plan(q, k, v, causal=True, executor="sim")
+    o, lse = plan.forward(q, k, v)
+    bound = cuflash.error_bound(q, k, v, mask=cuflash.masks.Causal())
+    mask = np.tril(np.ones((config.seqlen, config.seqlen), bool))
+    if not (np.abs(o - cuflash.reference.attention(q, k, v, mask=mask)[0]) <= bound.o).all():
+        raise AssertionError("the forward to be timed is wrong")
+    calls = {"forward": lambda: plan.forward(q, k, v), "backward": lambda: plan.backward(do, q, k, v, o, lse)}
+    times = time_alternately(calls, repeats=config.repeats)
+    shape = {"num_heads": config.num_heads, "seqlen": config.seqlen, "head_dim": config.head_dim}
+    return [
+        {"measure": name, "kernel": "simt", **shape, "ms": timing.median_ms, "spread_ms": timing.spread_ms}
+        for name, timing in times.items()
+    ]
+
+
+def run_schedules(config: Config) -> Record:
+    """Both passes under one random schedule after another: how many are reported, how many have other bits."""
+    q, k, v, do = draw(1, 24, 16)
+    plan = cuflash.plan(q, k, v, causal=True, executor="sim").plan
+    first, others, reports = None, 0, 0
+    for seed in track(range(config.schedules), "schedules"):
+        schedule = sim.Schedule(seed=seed, order="random", copies=COPIES[seed % 3], shuffle_lanes=True)
+        machine = Simulator(schedule=schedule)
+        o, lse = np.full_like(q, np.nan), np.full(q.shape[:-1], np.nan, np.float32)
+        dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
+        try:
+            passes.forward(plan, machine, q, k, v, o, lse)
+            passes.backward(plan, machine, do, q, k, v, o, lse, None, dq, dk, dv)
+        except sim.SimulationError:
+            reports += 1
+            continue
+        bits = b"".join(x.tobytes() for x in (o, lse, dq, dk, dv))
+        first = first or bits
+        others += bits != first
+    counts = {"runs": config.schedules, "reports": reports, "other_bits": others}
+    return {"measure": "random schedules", "kernel": "simt", **counts}
+
+
+def run(config: Config) -> list[Record]:
+    """Every measure, one record each."""
+    return [run_build(config), *run_calls(config), run_schedules(config)]
+
+
+def table(records: list[Record]) -> Table:
+    """What was measured, in rows."""
+    made = Table(title="the simulator")
+    columns = ("measure", "kernel", "seqlen", "head_dim", "ms", "spread_ms", "runs", "reports", "other_bits")
+    for column in columns:
+        made.add_column(column)
+    for row in records:
+        cells = (row.get(name, "") for name in columns)
+        made.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    return made
+
+
+if __name__ == "__main__":
+    main(Config, run, table)
