@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import statistics
-import time
 
 import ml_dtypes
 import numpy as np
@@ -196,7 +194,7 @@ def test_a_cold_plan_is_refused_inside_a_capture(cupy):
             stream.end_capture()
 
 
-# Devices, memory, other libraries, other processes, host time.
+# Devices, memory, other libraries, other processes.
 
 
 def test_arrays_on_another_device_are_refused_and_served_there(cupy):
@@ -278,16 +276,3 @@ def test_a_forked_child_is_told_so(cupy):
     answer = answers.get(timeout=60)
     child.join(60)
     assert "RuntimeError: this process was forked from one that had used CUDA" in answer
-
-
-def test_host_time_of_a_repeated_call(cupy):
-    """Printed for people; a busy machine's times say nothing about the code."""
-    q, k, v = sent(cupy, *drawn(3, 1, 128, 64))
-    for name, mask in (("dense", None), ("causal", masks.Causal()), ("list", masks.Dilated(3))):
-        times = []
-        for _ in range(2000):
-            started = time.perf_counter()
-            cuflash.attention(q, k, v, mask=mask)
-            times.append(time.perf_counter() - started)
-        cupy.cuda.Device().synchronize()
-        print(f"{name}: {statistics.median(times) * 1e6:.1f} us")
