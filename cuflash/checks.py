@@ -120,6 +120,11 @@ def _check_list(work: ListedWork, name: str, side: Any, lists: Mapping[str, Any]
         _require(name, side[:1] == 0, "starts at 0")
         _require(name, np.diff(side) >= 0, "never decreases")
         _in_range(name, side, 0, min(entries, len(lists["kinds"])) + 1)
+    elif name in ("row_order", "column_order"):
+        blocks = index.num_q_blocks if name == "row_order" else index.num_kv_blocks
+        _require(name, np.array(side.size == matrices * blocks), f"has {matrices * blocks} elements")
+        numbers = np.sort(side.reshape(matrices, blocks), axis=1)
+        _require(name, numbers == np.arange(blocks), f"holds each of 0..{blocks - 1} once a matrix")
     side = side[:entries]
     if name in ("kv_blocks", "q_blocks"):
         _in_range(name, side, 0, index.num_kv_blocks if name == "kv_blocks" else index.num_q_blocks)

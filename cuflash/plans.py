@@ -129,7 +129,7 @@ class Plan:
         """
         problem, itemsize = self.problem, self.problem.accumulator.itemsize
         if self.family == "naive":
-            return self.whole_matrices_bytes + self.work.nbytes
+            return self.whole_matrices_bytes + _list_bytes(self.work)
         if self.device.compute_capability is not None:
             delta = self.num_matrices * problem.seqlen_q * itemsize
             return delta + self._summed_bytes + _list_bytes(self.work)
@@ -220,9 +220,10 @@ def _list_bytes(work: WorkList) -> int:
     if isinstance(work, IntervalWork):
         return work.nbytes
     index = work.index
-    columns, entries = index.batch * index.num_heads * index.num_kv_blocks + 1, len(index.indices)
+    rows, columns = (index.batch * index.num_heads * blocks for blocks in (index.num_q_blocks, index.num_kv_blocks))
+    entries = len(index.indices)
     sides = sum(int(side.nbytes) for side in (index.lo, index.hi) if side is not None)
-    return 4 * (len(index.indptr) + columns + 4 * entries) + entries + int(index.bits.nbytes) + sides
+    return 4 * (2 * (rows + columns + 1) + 4 * entries) + entries + int(index.bits.nbytes) + sides
 
 
 def _describe_work(work: WorkList) -> str:

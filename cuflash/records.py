@@ -31,7 +31,10 @@ SHAPE = np.dtype(
     ],
     align=True,
 )
-LISTS = ("row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers", "column_entries")
+LISTS = (
+    "row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers", "column_entries",
+    "row_order", "column_order",
+)  # fmt: skip
 WORK = np.dtype(
     [
         ("lower", np.int64),

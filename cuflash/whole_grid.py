@@ -229,6 +229,18 @@ def column_lists(
     return listed.pointers, listed.list(columns.reshape(-1))
 
 
+def longest_first(lengths: Array, longest: int) -> Array:
+    """Numbers of rows, int32 [matrices, rows], by their lengths 0..longest, the longest first; of equal ones the last.
+
+    A count for each length, not a sort: CuPy's may wait for the device.
+    """
+    xp, (num_matrices, num_rows) = namespace(lengths), lengths.shape
+    numbers = xp.arange(num_rows - 1, -1, -1, dtype=np.int32)
+    has_length = lengths[:, None, ::-1] == xp.arange(longest, -1, -1)[:, None]
+    listed = _Listed.of(has_length.reshape(num_matrices * (longest + 1), num_rows), lengths.size)
+    return listed.list(xp.broadcast_to(numbers, has_length.shape).reshape(-1)).reshape(num_matrices, num_rows)
+
+
 def transposed_tiles(bits: Array, block_kv: int) -> Array:
     """Bit tiles [tiles, block_q, ceil(block_kv / 8)] seen from the keys."""
     xp, (num_tiles, block_q, num_bytes) = namespace(bits), bits.shape

@@ -18,7 +18,7 @@ from .classify import Kind, extents, row_intervals, unpack
 from .errors import UnsupportedProblem, collecting
 from .mask import And, Band, Mask, MaskShape, held_arrays, intersection, mask_namespace
 from .masks import BlockPattern, Causal, Dense, SlidingWindow, alignment_reason
-from .whole_grid import column_lists
+from .whole_grid import column_lists, longest_first
 
 
 class Segment(NamedTuple):
@@ -170,7 +170,9 @@ class ListedWork:
         uint8 are kinds [entries] and bits [tiles, block_q, ceil(block_kv / 8)]. int32 are row_pointers [matrices *
         num_q_blocks + 1] and column_pointers [matrices * num_kv_blocks + 1], a matrix being a batch entry and head of
         the index; and, each [entries], kv_blocks and q_blocks within their matrix, tiles, and column_entries, which
-        numbers entries column by column. What stands behind the last entry is not read. lo and hi as in `BlockIndex`.
+        numbers entries column by column. What stands behind the last entry is not read. row_order [matrices *
+        num_q_blocks] and column_order [matrices * num_kv_blocks] number the block rows and columns of each matrix,
+        those of most entries first, and of equally many the last. lo and hi as in `BlockIndex`.
         """
         index = self.index
         pointers, entries = self.transposed
@@ -183,6 +185,8 @@ class ListedWork:
             "bits": index.bits,
             "column_pointers": pointers,
             "column_entries": entries,
+            "row_order": self._longest_first(index.indptr, index.num_q_blocks, index.num_kv_blocks),
+            "column_order": self._longest_first(pointers, index.num_kv_blocks, index.num_q_blocks),
         }
         if index.lo is not None:
             found |= {"lo": index.lo, "hi": index.hi}
@@ -191,6 +195,16 @@ class ListedWork:
             name: xp.ascontiguousarray(array, dtype=np.uint8 if name in of_bytes else np.int32)
             for name, array in found.items()
         }
+
+    def _longest_first(self, pointers: Array, num_blocks: int, longest: int) -> Array:
+        """Numbers of the block rows, or columns, of each matrix, most entries first, so that the last are short.
+
+        Of equally many the last comes first, as it does without a list.
+        """
+        lengths = (pointers[1:] - pointers[:-1]).reshape(self.index.batch * self.index.num_heads, num_blocks)
+        if not self.index.is_on_host:
+            return longest_first(lengths, longest).reshape(-1)
+        return np.argsort(lengths, axis=1, kind="stable")[:, ::-1].reshape(-1)
 
     @cached_property
     def transposed(self) -> tuple[Array, Array]:

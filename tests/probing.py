@@ -14,6 +14,7 @@ from cuflash.params import Records, View
 from cuflash.plans import Plan
 from cuflash.source import flatten_text
 from cuflash.testing import Structure
+from cuflash.work_list import ListedWork
 from executors import to_device
 
 import cuflash
@@ -425,6 +426,7 @@ def walk(structure: Structure, query_tile: int, key_tile: int) -> Walk:
     arguments = (
         Record(plan), *map(np.int32, grids), np.zeros(1, np.int32), np.zeros((capacity, 8), np.int32),
         np.int32(capacity), np.zeros(shape, np.int32), np.zeros(shape, np.int32),
+        np.full((max(grids), 2, 4), -1, np.int32),
     )  # fmt: skip
     sizes = {"kQueryTile": query_tile, "kKeyStep": key_tile, "kKeyTile": key_tile, "kQueryStep": query_tile}
     launch = Launch(
@@ -503,6 +505,35 @@ def wrong_steps(plan: Plan, records: Any) -> list[str]:
             wrong.append(f"{side, b, h, first, last} visits {steps}, the work list has {segments}")
         if [start for start, _, _ in steps] != sorted(start for start, _, _ in steps):
             wrong.append(f"{side, b, h, first, last} visits {steps} out of order")
+    return wrong
+
+
+def wrong_tiles(plan: Plan, tiles: Any) -> list[str]:
+    """What is wrong with the tiles of a grid: each query or key is in one, and those of a list come longest first.
+
+    `tiles` [blocks, 2, 4] says entry, head, first and last of each block's tile of queries and of keys.
+    """
+    wrong = []
+    problem, work = plan.problem, plan.work
+    for side, (length, group) in enumerate(((problem.seqlen_q, 1), (problem.seqlen_kv, problem.group_size))):
+        cut = tiles[tiles[:, side, 0] >= 0, side]
+        covered = np.zeros((problem.mask_shape.num_batch, problem.num_heads // group, length), int)
+        for entry, head, first, last in cut.tolist():
+            covered[entry, head // group, first:last] += 1
+        if (covered != 1).any():
+            wrong.append(f"{side}: positions lie in other than one tile: {np.argwhere(covered != 1).tolist()}")
+        if not isinstance(work, ListedWork):
+            continue
+        pointers = work.lists["column_pointers" if side else "row_pointers"]
+        block, num_blocks = ((work.block_q, work.index.num_q_blocks), (work.block_kv, work.index.num_kv_blocks))[side]
+        matrix = np.array([np.dot(work.place(b, h), (work.index.num_heads, 1)) for b, h in cut[:, :2].tolist()])
+        row = matrix * num_blocks + cut[:, 2] // block
+        turns = np.diff(pointers)[row].reshape(-1, covered[..., 0].size)
+        places = cut[:, :2].reshape(*turns.shape, 2)
+        if (places != places[0]).any() or len(np.unique(places[0], axis=0)) != len(places[0]):
+            wrong.append(f"{side}: batch entries and heads do not take turns: {places.tolist()}")
+        elif (np.diff(turns, axis=0) > 0).any():
+            wrong.append(f"{side}: entries of the tiles, turn by turn, are {turns.tolist()}")
     return wrong
 
 

@@ -87,7 +87,7 @@ def assert_same_blocks(got, expected):
 
 def assert_same_lists(got, expected, num_entries):
     """The arrays that kernels read, the room behind the last entry aside."""
-    for name in ("row_pointers", "column_pointers"):
+    for name in ("row_pointers", "column_pointers", "row_order", "column_order"):
         np.testing.assert_array_equal(got[name], expected[name])
     for name in ("kv_blocks", "q_blocks", "column_entries"):
         np.testing.assert_array_equal(got[name][:num_entries], expected[name][:num_entries])
@@ -234,6 +234,8 @@ def test_kernels_read_flat_arrays_of_known_dtypes_and_shapes(case, block):
         shapes = {name: array.shape for name, array in lists.items()}
         assert shapes.pop("row_pointers") == (matrices * each.num_q_blocks + 1,)
         assert shapes.pop("column_pointers") == (matrices * each.num_kv_blocks + 1,)
+        assert shapes.pop("row_order") == (matrices * each.num_q_blocks,)
+        assert shapes.pop("column_order") == (matrices * each.num_kv_blocks,)
         assert shapes.pop("bits")[1:] == (block[0], -(-block[1] // 8))
         assert {shapes.pop(name, None) for name in ("lo", "hi")} == {None if each.lo is None else each.lo.shape}
         assert set(shapes.values()) == {(room,)}
@@ -296,7 +298,7 @@ def test_listing_takes_operations_that_do_not_follow_the_blocks():
         with device.counted() as operations:
             work_list(masks.BlockPattern(blocks, 16).resolve(shape), shape, (128, 128)).lists
         counts.append(operations())
-    assert counts[0] == counts[1] <= 80
+    assert counts[0] == counts[1] <= 100
 
 
 # What may wait, and what may be anywhere
@@ -426,6 +428,7 @@ def test_an_empty_problem_has_an_empty_index_on_a_device(shape):
     index = BlockIndex.from_mask(masks.Lengths(kv=device.to_device(np.array(3))), shape, 2)
     lists = ListedWork(index=index).lists
     assert lists["column_pointers"].shape == (index.num_kv_blocks + 1,)
+    assert lists["column_order"].shape == (index.num_kv_blocks,)
     assert index.transpose().indptr.shape == (index.num_kv_blocks + 1,)
     with device.transfers_allowed():
         assert index.num_entries == 0 and index.picture() is not None

@@ -15,7 +15,7 @@ import pytest
 from executors import SIM, needs_compiler
 from planting import planted
 from poison import STRUCTURES, call
-from probing import assert_expected, loads, maps, products, stores
+from probing import WALKS, assert_expected, loads, maps, products, stores, walk, wrong_tiles
 
 from cuflash import masks, sim
 from cuflash.simulated import Simulator
@@ -57,9 +57,9 @@ EDITS = {
     "the last entry of a list is lost": ("attention/steps.cuh", "pointers[1];", "pointers[1] - 1;"),
     "a list starts one entry late": ("attention/steps.cuh", "place_ = pointers[0];", "place_ = pointers[0] + 1;"),
     "bits are mirrored": ("attention/steps.cuh", ">> key % 8 & 1", ">> (7 - key % 8) & 1"),
-    "one list serves all heads": ("attention/steps.cuh", " + place.head * params_.work.list_head_stride", ""),
+    "one list serves all heads": ("attention/work_tile.cuh", " + place.head * work.list_head_stride", ""),
     "one list serves all batch entries": (
-        "attention/steps.cuh", "place.entry * params_.work.list_batch_stride + ", ""
+        "attention/work_tile.cuh", "place.entry * work.list_batch_stride + ", ""
     ),
     "intervals of the first entry serve all": (
         "attention/steps.cuh", "place.entry * work.interval_batch_stride + ", ""
@@ -69,10 +69,28 @@ EDITS = {
         "rows_starting_by(params, tile.place, tile.first),",
     ),
     "a tile runs over its block": (
-        "attention/work_tile.cuh", "min(min(work.first + height, start + block), length)",
-        "min(work.first + height, length)",
+        "attention/work_tile.cuh", "min(min(work.first + height, start + block), side.length)",
+        "min(work.first + height, side.length)",
     ),
-    "every launch takes the masks of the first": ("attention/work_tile.cuh", "shape.first_batch + matrix", "matrix"),
+    "every tile of a block is its first": (
+        "attention/work_tile.cuh", "start + turn % tiles_in_block * height", "start"
+    ),
+    "a block is worked on twice": (
+        "attention/work_tile.cuh", "rank = turn / tiles_in_block;", "rank = turn / tiles_in_block / 2 * 2;"
+    ),
+    "blocks of a list come as they stand": (
+        "attention/work_tile.cuh", "side.order[list_matrix(params.work, work.place) * num_blocks + rank]", "rank"
+    ),
+    "the order of one list serves all": (
+        "attention/work_tile.cuh", "side.order[list_matrix(params.work, work.place) * num_blocks + rank]",
+        "side.order[rank]",
+    ),
+    "a head is done before the next begins": (
+        "attention/work_tile.cuh",
+        "number / num_places : number % num_tiles;\n  int place = is_listed ? number % num_places : ",
+        "number % num_tiles : number % num_tiles;\n  int place = is_listed ? number / num_tiles : ",
+    ),
+    "every launch takes the masks of the first": ("attention/work_tile.cuh", "shape.first_batch + place", "place"),
     "delta is left out": ("attention/score_gradient.cuh", "p * (dp_to_ds - delta)", "p * dp_to_ds"),
     "dlse has the wrong sign": ("attention/score_gradient.cuh", "sum -= dlse.at", "sum += dlse.at"),
     "delta of the last row is lost": (
@@ -134,6 +152,15 @@ def attention_is_right() -> None:
             call(example, SIM, Simulator(schedule), check=partial(assert_within_bounds, example))
 
 
+def work_is_shared_out() -> None:
+    """Every query and key is in one tile, a list's longest come first, and then `attention_is_right`."""
+    for name in ("blocks of 16, 16 x 16", "blocks of 100 x 64, causal, 32 x 8"):
+        plan, launch = walk(*WALKS[name])
+        left = launch.on_simulator()
+        assert wrong_tiles(plan, left[8]) == []
+    attention_is_right()
+
+
 def tiles_are_right() -> None:
     """Every index map is the one that NumPy says."""
     launches = [maps("float32"), *loads("float32"), *stores("float32"), products("float32", 32, 64, 40)]
@@ -142,6 +169,8 @@ def tiles_are_right() -> None:
 
 
 def guard_of(file: str) -> Callable[[], None]:
+    if file == "attention/work_tile.cuh":
+        return work_is_shared_out
     return tiles_are_right if file.startswith("tile/") else attention_is_right
 
 
@@ -153,7 +182,7 @@ def test_a_planted_fault_is_seen(name: str, tmp_path: Path) -> None:
         guard_of(file)()
 
 
-@pytest.mark.parametrize("guard", (attention_is_right, tiles_are_right))
+@pytest.mark.parametrize("guard", (work_is_shared_out, tiles_are_right))
 def test_the_kernels_as_they_are_pass_the_same_guards(guard: Callable[[], None]) -> None:
     guard()
 

@@ -85,7 +85,7 @@ def test_a_repeated_call_gives_what_the_first_gave_and_asks_nothing_again(cupy, 
     monkeypatch.setattr(passes, "bound", lambda *args: pytest.fail("bound again"))
     monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
     again = cuflash.attention(*map(cupy.asarray, (Q.copy(), K.copy(), V.copy())), mask=masks.Dilated(3))
-    assert (again.get() == first.get()).all() and [kind for kind, *_ in cupy.log].count("copy") == 3 + 3 + 8
+    assert (again.get() == first.get()).all() and [kind for kind, *_ in cupy.log].count("copy") == 3 + 3 + 10
     other = cuflash.attention(*map(cupy.asarray, (2 * Q, K, V)), mask=LISTED)
     assert (other.get() != first.get()).any()
 
@@ -627,6 +627,7 @@ def test_a_write_beside_a_result_is_named(checked, monkeypatch, entry, name, sid
         ("column_pointers", -1, 1 << 20, "is in 0.."), ("kv_blocks", 0, 77, "is in 0.."),
         ("q_blocks", 1, -1, "is in 0.."),
         ("kinds", 0, 9, "is one of"), ("tiles", 0, 1 << 20, "is in 0.."), ("column_entries", 0, -5, "is in 0.."),
+        ("row_order", 1, 77, "holds each of 0..2 once"), ("column_order", slice(0, 2), 1, "holds each of 0..2 once"),
     ],
 )  # fmt: skip
 def test_a_corrupt_list_is_named_before_any_launch(checked, monkeypatch, name, place, value, rule):

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from probing import LAUNCHES, WALKS, Launch, Walk, assert_expected, same_bits, walk, wrong_steps
+from probing import LAUNCHES, WALKS, Launch, Walk, assert_expected, same_bits, walk, wrong_steps, wrong_tiles
 
 from cuflash import sim
 
@@ -70,6 +70,7 @@ def test_steps_visit_what_the_work_list_says_and_allow_what_the_mask_says(walked
     (number,), records = left[3], left[4]
     assert 0 < number <= len(records)
     assert wrong_steps(walked.plan, records[:number]) == []
+    assert wrong_tiles(walked.plan, left[8]) == []
 
 
 @pytest.mark.gpu
@@ -77,7 +78,7 @@ def test_steps_visit_what_the_work_list_says_and_allow_what_the_mask_says(walked
 def test_steps_on_a_gpu_are_those_of_the_simulator(walked: Walk) -> None:
     on_gpu, simulated = walked.launch.on_gpu(), walked.launch.on_simulator()
     assert_expected(walked.launch, on_gpu)
-    assert on_gpu[3] == simulated[3]
+    assert on_gpu[3] == simulated[3] and (on_gpu[8] == simulated[8]).all()
     # Blocks run in any order.
     first, second = (sorted(left[4][: left[3][0]].tolist()) for left in (on_gpu, simulated))
     assert first == second

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from test_block_index import blocks_of
 from test_device_masks import changed, in_order, packed, sent
-from test_work_list import rebuilt
+from test_work_list import assert_longest_first, rebuilt
 
 import cuflash
 
@@ -106,6 +106,7 @@ EDITS = {
         "entries = order[pointers[column]",
         "entries = np.arange(len(order))[pointers[column]",
     ),
+    "the shortest rows come first": ("work_list", 'kind="stable")[:, ::-1]', 'kind="stable")'),
     "one list serves all heads": ("work_list", "(h if extents[1] > 1 else 0)", "0"),
     "intervals of the first entry serve all": ("work_list", "b if extents[0] > 1 else 0", "0"),
     "a block is full if its first element is": ("classify", "(allowed == exists).all((1, 2))", "allowed[:, 0, 0]"),
@@ -154,6 +155,12 @@ EDITS = {
         "grid.swapaxes(1, 2).reshape(",
         "grid.reshape(",
     ),
+    "on a device, the shortest rows come first": (
+        "whole_grid",
+        "xp.arange(longest, -1, -1)[:, None]",
+        "xp.arange(longest + 1)[:, None]",
+    ),
+    "on a device, rows are numbered from the wrong end": ("whole_grid", "[:, None, ::-1]", "[:, None]"),
     "on a device, the documents of one entry count on from those before": (
         "masks",
         "runs, side=side) - before)",
@@ -261,6 +268,8 @@ def work_is_right(library):
         for transposed in (False, True):
             allowed, _ = rebuilt(work, shape, transposed)
             assert (allowed == mask.dense(shape).reshape(allowed.shape)).all()
+        if not work.is_implicit:
+            assert_longest_first(work.lists, work.index.batch * work.index.num_heads)
 
 
 def lists_on_a_device_are_right(library):
@@ -275,8 +284,9 @@ def lists_on_a_device_are_right(library):
         if not any(True for _ in part(library, "mask").held_arrays(mask)):
             return
         index, expected = index_of(sent(mask, device_double.to_device), shape, block), index_of(mask, shape, block)
-        lists = listed(index=index).lists
-        pointers, entries = (device_double.to_host(lists[f"column_{name}"]) for name in ("pointers", "entries"))
+        lists = {name: device_double.to_host(array) for name, array in listed(index=index).lists.items()}
+        pointers, entries = (lists[f"column_{name}"] for name in ("pointers", "entries"))
+        assert_longest_first(lists, index.batch * index.num_heads)
         with device_double.transfers_allowed():
             index = index.on_host
         for name in ("indptr", "indices"):

@@ -111,6 +111,23 @@ def test_documents_whose_queries_skip_keys_are_listed():
     assert isinstance(work, ListedWork) and work.index.num_entries == 2
 
 
+def assert_longest_first(lists, num_matrices):
+    """Each matrix's block rows, and columns, each once, by falling numbers of entries; of equal ones the last first."""
+    for side in ("row", "column"):
+        order = lists[f"{side}_order"].reshape(num_matrices, -1)
+        lengths = np.diff(lists[f"{side}_pointers"]).reshape(order.shape)
+        assert (np.sort(order, axis=1) == np.arange(order.shape[1])).all()
+        fall = np.diff(np.take_along_axis(lengths, order, axis=1), axis=1)
+        assert (fall <= 0).all() and (np.diff(order, axis=1)[fall == 0] < 0).all()
+
+
+@given(SHAPES_AND_MASKS, TILES)
+def test_rows_and_columns_of_most_entries_come_first(shape_and_mask, tile):
+    shape, mask = shape_and_mask
+    index = BlockIndex.from_mask(mask, shape, tile)
+    assert_longest_first(ListedWork(index=index).lists, index.batch * index.num_heads)
+
+
 def peak_bytes(function):
     tracemalloc.start()
     try:

@@ -52,8 +52,8 @@ class Steps {
     Steps steps{params, first.lo, last.hi, last.lo, first.hi};
     if (work.row_pointers != nullptr) {
       const int row = tile.first / work.block_q;
-      steps.use_list(work.row_pointers + steps.matrix(tile.place) * work.num_q_blocks + row, nullptr, work.kv_blocks,
-                     work.block_kv, params.shape.seqlen_kv);
+      steps.use_list(work.row_pointers + list_matrix(work, tile.place) * work.num_q_blocks + row, nullptr,
+                     work.kv_blocks, work.block_kv, params.shape.seqlen_kv);
     }
     return steps;
   }
@@ -65,8 +65,8 @@ class Steps {
                 rows_ending_by(params, tile.place, tile.last - 1), rows_starting_by(params, tile.place, tile.first)};
     if (work.row_pointers != nullptr) {
       const int column = tile.first / work.block_kv;
-      steps.use_list(work.column_pointers + steps.matrix(tile.place) * work.num_kv_blocks + column, work.column_entries,
-                     work.q_blocks, work.block_q, params.shape.seqlen_q);
+      steps.use_list(work.column_pointers + list_matrix(work, tile.place) * work.num_kv_blocks + column,
+                     work.column_entries, work.q_blocks, work.block_q, params.shape.seqlen_q);
     }
     return steps;
   }
@@ -113,10 +113,6 @@ class Steps {
       else last = middle;
     }
     return first;
-  }
-
-  CUFLASH_DEVICE int64_t matrix(const Place& place) const {
-    return place.entry * params_.work.list_batch_stride + place.head * params_.work.list_head_stride;
   }
 
   CUFLASH_DEVICE void use_list(const int32_t* pointers, const int32_t* entries, const int32_t* blocks, int block,

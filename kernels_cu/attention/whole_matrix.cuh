@@ -39,8 +39,8 @@ CUFLASH_DEVICE bool find_step(const Params& params, const Place& place, Range qu
   const Work& work = params.work;
   step = {keys.first, keys.last, Kind::kInterval, nullptr, 0, 0, (work.block_kv + 7) / 8};
   if (work.row_pointers == nullptr) return true;
-  const int64_t matrix = place.entry * work.list_batch_stride + place.head * work.list_head_stride;
-  const int32_t* const row = work.row_pointers + matrix * work.num_q_blocks + queries.first / work.block_q;
+  const int32_t* const row =
+      work.row_pointers + list_matrix(work, place) * work.num_q_blocks + queries.first / work.block_q;
   const int block = keys.first / work.block_kv, end = row[1];
   int entry = row[0];
   for (int last = end; entry < last;) {  // key blocks increase along a row of blocks

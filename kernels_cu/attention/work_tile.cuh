@@ -20,25 +20,44 @@ struct WorkTile {
   CUFLASH_DEVICE bool is_empty() const { return first >= last; }
 };
 
-// Tiles of `length` rows that stay within blocks of `block`: the last block, and the last tile of a block, may be short.
-// The last tiles come first: under a causal mask those of the queries are the longest.
-CUFLASH_DEVICE WorkTile work_tile(const Shape& shape, int num_heads, int length, int block, int height,
-                                  uint32_t number) {
-  const int tiles_in_block = (block + height - 1) / height;
-  const int num_tiles = (length + block - 1) / block * tiles_in_block;
-  const int tile = num_tiles - 1 - number % num_tiles;
-  int matrix = number / num_tiles;
+// Which matrix of a list a place shares.
+CUFLASH_DEVICE int64_t list_matrix(const Work& work, const Place& place) {
+  return place.entry * work.list_batch_stride + place.head * work.list_head_stride;
+}
+
+// The queries or the keys, as tiles cut them. A place is a batch entry and as many query heads as share the rows.
+struct Side {
+  int length, heads_in_place;
+  int block;             // of the list
+  const int32_t* order;  // of the list; null without one
+};
+
+// Tiles stay within blocks: the last block, and the last tile of a block, may be short.
+// What starts last decides how long others idle. So places take turns with a list's blocks, each its longest first; where
+// there is no list place follows place, and last tiles come first: under a causal mask those of the queries are the longest.
+CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int height, int number) {
+  const Shape& shape = params.shape;
+  const bool is_listed = side.order != nullptr;
+  const int block = is_listed ? side.block : height, tiles_in_block = (block + height - 1) / height;
+  const int num_blocks = (side.length + block - 1) / block, num_tiles = num_blocks * tiles_in_block;
+  const int num_heads = shape.num_heads / side.heads_in_place;
+  int num_places = num_heads;
+  for (int axis = 0; axis < kBatchAxes; ++axis) num_places *= shape.batch[axis];
+  const int turn = is_listed ? number / num_places : number % num_tiles;
+  int place = is_listed ? number % num_places : number / num_tiles;
   WorkTile work;
-  work.place.head = matrix % num_heads;
-  matrix /= num_heads;
-  work.place.entry = shape.first_batch + matrix;
+  work.place.head = place % num_heads * side.heads_in_place;
+  place /= num_heads;
+  work.place.entry = shape.first_batch + place;
   for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
-    work.place.batch[axis] = matrix % shape.batch[axis];
-    matrix /= shape.batch[axis];
+    work.place.batch[axis] = place % shape.batch[axis];
+    place /= shape.batch[axis];
   }
-  const int start = tile / tiles_in_block * block;
-  work.first = start + tile % tiles_in_block * height;
-  work.last = min(min(work.first + height, start + block), length);
+  const int rank = turn / tiles_in_block;
+  const int start =
+      block * (is_listed ? side.order[list_matrix(params.work, work.place) * num_blocks + rank] : num_blocks - 1 - rank);
+  work.first = start + turn % tiles_in_block * height;
+  work.last = min(min(work.first + height, start + block), side.length);
   return work;
 }
 
@@ -46,18 +65,14 @@ CUFLASH_DEVICE WorkTile work_tile(const Shape& shape, int num_heads, int length,
 CUFLASH_DEVICE int work_part(int num_parts) { return blockIdx.x % num_parts; }
 
 CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_parts = 1) {
-  const bool is_listed = params.work.row_pointers != nullptr;
-  return work_tile(params.shape, params.shape.num_heads, params.shape.seqlen_q, is_listed ? params.work.block_q : height,
-                   height, blockIdx.x / num_parts);
+  const Side queries{params.shape.seqlen_q, 1, params.work.block_q, params.work.row_order};
+  return work_tile(params, queries, height, blockIdx.x / num_parts);
 }
 
-// A tile of keys; `place.head` is the first query head of the key/value head's group.
+// A tile of keys; `place.head` is the first query head of the key/value head's group, whose list says the order.
 CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height, int num_parts = 1) {
-  const bool is_listed = params.work.row_pointers != nullptr;
-  WorkTile work = work_tile(params.shape, params.shape.num_heads / params.shape.group_size, params.shape.seqlen_kv,
-                            is_listed ? params.work.block_kv : height, height, blockIdx.x / num_parts);
-  work.place.head *= params.shape.group_size;
-  return work;
+  const Side keys{params.shape.seqlen_kv, params.shape.group_size, params.work.block_kv, params.work.column_order};
+  return work_tile(params, keys, height, blockIdx.x / num_parts);
 }
 
 // The matrix of a batch entry and head.

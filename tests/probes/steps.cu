@@ -26,6 +26,15 @@ struct Log {
   }
 };
 
+// Which tile a block works on: entry, head, first, last.
+CUFLASH_DEVICE void note(const WorkTile& work, int side, int* tiles) {
+  int* tile = tiles + (2 * blockIdx.x + side) * 4;
+  tile[0] = work.place.entry;
+  tile[1] = work.place.head;
+  tile[2] = work.first;
+  tile[3] = work.last;
+}
+
 // One more for each element that is allowed: what is visited twice shows.
 CUFLASH_DEVICE void count(const Params& params, const WorkTile& work, const Step& step, bool rows_are_queries, int* counts) {
   const Shape& shape = params.shape;
@@ -39,11 +48,12 @@ CUFLASH_DEVICE void count(const Params& params, const WorkTile& work, const Step
 }
 
 extern "C" __global__ void steps(const __grid_constant__ Params params, int num_query_tiles, int num_key_tiles, int* number,
-                                 int* records, int capacity, int* by_queries, int* by_keys) {
+                                 int* records, int capacity, int* by_queries, int* by_keys, int* tiles) {
   if (threadIdx.x > 0) return;
   const Log log{number, records, capacity};
   if (static_cast<int>(blockIdx.x) < num_query_tiles) {
     const WorkTile work = query_tile(params, probe::kQueryTile);
+    note(work, 0, tiles);
     if (!work.is_empty()) {
       auto walk = Steps<probe::kKeyStep>::of_queries(params, work);
       for (Step step; walk.next(step);) {
@@ -54,6 +64,7 @@ extern "C" __global__ void steps(const __grid_constant__ Params params, int num_
   }
   if (static_cast<int>(blockIdx.x) < num_key_tiles) {
     WorkTile work = key_tile(params, probe::kKeyTile);
+    note(work, 1, tiles);
     if (work.is_empty()) return;
     const int first_head = work.place.head;
     for (int head = first_head; head < first_head + params.shape.group_size; ++head) {
