@@ -78,13 +78,8 @@ EDITS = {
     "a block is worked on twice": (
         "attention/work_tile.cuh", "rank = turn / tiles_in_block;", "rank = turn / tiles_in_block / 2 * 2;"
     ),
-    "blocks of a list come as they stand": (
-        "attention/work_tile.cuh", "side.order[list_matrix(params.work, work.place) * num_blocks + rank]", "rank"
-    ),
-    "the order of one list serves all": (
-        "attention/work_tile.cuh", "side.order[list_matrix(params.work, work.place) * num_blocks + rank]",
-        "side.order[rank]",
-    ),
+    "blocks of a list come as they stand": ("attention/work_tile.cuh", "side.order[first_rank + rank]", "rank"),
+    "the order of one list serves all": ("attention/work_tile.cuh", "[first_rank + rank]", "[rank]"),
     "a head is done before the next begins": (
         "attention/work_tile.cuh",
         "number / num_places : number % num_tiles;\n  int place = is_listed ? number % num_places : ",

@@ -33,8 +33,8 @@ struct Side {
 };
 
 // Tiles stay within blocks: the last block, and the last tile of a block, may be short.
-// What starts last decides how long others idle. So places take turns with a list's blocks, each its longest first; where
-// there is no list place follows place, and last tiles come first: under a causal mask those of the queries are the longest.
+// What starts last decides how long others idle. So places take turns with a list's blocks, each its longest first;
+// without a list place follows place, and last tiles come first: under a causal mask those of the queries are longest.
 CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int height, int number) {
   const Shape& shape = params.shape;
   const bool is_listed = side.order != nullptr;
@@ -54,8 +54,8 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int he
     place /= shape.batch[axis];
   }
   const int rank = turn / tiles_in_block;
-  const int start =
-      block * (is_listed ? side.order[list_matrix(params.work, work.place) * num_blocks + rank] : num_blocks - 1 - rank);
+  const int64_t first_rank = list_matrix(params.work, work.place) * num_blocks;
+  const int start = block * (is_listed ? side.order[first_rank + rank] : num_blocks - 1 - rank);
   work.first = start + turn % tiles_in_block * height;
   work.last = min(min(work.first + height, start + block), side.length);
   return work;
