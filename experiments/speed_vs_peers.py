@@ -423,10 +423,11 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
                 tflops = rate(row, time)
                 if tflops is not None:
                     curves.setdefault(name, {})[int(row["seqlen"])] = tflops
+        ours = sorted(name for name in curves if name.startswith(OURS))
         for name, points in sorted(curves.items()):
-            ours = name.startswith(OURS)
-            color = f"C{list(PEERS).index(name)}" if not ours else None
-            style: dict[str, Any] = {"color": "black", "linewidth": 2} if ours else {"color": color, "alpha": 0.8}
+            style: dict[str, Any] = {"color": f"C{list(PEERS).index(name)}"} if name in PEERS else {"color": "black"}
+            if name in ours:  # a line style for each of our kernels
+                style |= {"linewidth": 2, "linestyle": ("-", "--", "-.", ":")[ours.index(name) % 4]}
             panel.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=name, **style)
         panel.set(title=f"{way}, {mask}, head_dim {head_dim}", ylim=(0, None))
         panel.set_xscale("log", base=2)
