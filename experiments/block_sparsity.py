@@ -1,6 +1,7 @@
 """How much of real attention do static block patterns keep, and does the time follow the blocks?
 
-    python experiments/block_sparsity.py
+    python experiments/block_sparsity.py            # on the host: `make demo`
+    python experiments/block_sparsity.py --gpu      # its GPU part alone: from which density on do blocks pay?
 
 Recall: the softmax mass of the dense attention that falls on kept blocks, exp(lse_sparse - lse_dense), exact, averaged
 over the rows of all heads of three layers of a sentence encoder (data/README.md). Error: |o_sparse - o_dense| over
@@ -9,6 +10,9 @@ bidirectional, so any block could be kept. A pattern enters a budget with its de
 the next smaller one does not. Oracle: in every head the blocks of most true mass of each block row.
 Speed: medians of calls made in turn, plans made before, on as many tokens as wanted of the same statistics
 (`workloads.same_statistics`).
+On a GPU: random blocks, equally many in each head and the diagonal among them, standard normal data of 16k tokens, the
+level-2 cache written over before each call. The break-even density is where a block-sparse call takes the time of the
+dense one, between the densities measured.
 
 Expect: windows and sinks do well in local heads, no static pattern comes near the oracle, time is proportional.
 Found:  in a quarter of the blocks of 32, the first one and a window keep 50 % of the mass (67 % in layer 2, 37 % in
@@ -17,20 +21,28 @@ an eighth of the blocks calls are 2.7 to 5.5 times faster than dense, not 8: sho
 Python, the more so at head_dim 32.
 """
 
-from collections.abc import Callable, Iterable
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cuflash
+import ml_dtypes
 import numpy as np
 from cuflash import BlockIndex, masks
-from harness import Record, main, time_alternately, track
+from harness import Record, Timing, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from matplotlib.figure import Figure
 from rich.console import Group
 from rich.table import Table
-from workloads import FAMILIES, LAYERS, activations, first_heads, oracle, same_statistics
+from simt_speed import both_passes
+from spot_check import SpotCheck
+from workloads import (
+    FAMILIES, LAYERS, activations, first_heads, flops, num_kept, oracle, random_blocks, same_statistics,
+)  # fmt: skip
 
 WAYS = ("forward", "backward")
+GPU_DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +58,19 @@ class Config:
     speed_heads: int = 1
     repeats: int = 5
     executor: str = "auto"
+    gpu: bool = False
+    gpu_seqlens: tuple[int, ...] = (16384,)
+    gpu_blocks: tuple[int, ...] = (128, 64, 32, 16)
+    gpu_densities: tuple[float, ...] = (0.031, 0.0625, 0.125, 0.25, 0.5, 1.0)
+    gpu_head_dim: int = 128
+    gpu_hidden: int = 2048
+    gpu_dtype: str = "bfloat16"
+    gpu_kernel: str = "auto"
+    gpu_repeats: int = 30
+
+    @property
+    def gpu_num_heads(self) -> int:
+        return self.gpu_hidden // self.gpu_head_dim
 
     def __post_init__(self) -> None:
         if not all(0 < block and 512 % block == 0 for block in self.blocks):
@@ -54,11 +79,15 @@ class Config:
             raise ValueError(f"speed_blocks must divide speed_seqlens; got {self.speed_blocks}, {self.speed_seqlens}")
         if not 1 <= self.speed_heads <= 12 or self.repeats < 1:
             raise ValueError("speed_heads must be 1..12, as many as the encoder has, and repeats at least 1")
-        for budgets in (self.budgets, self.speed_budgets):
+        for budgets in (self.budgets, self.speed_budgets, self.gpu_densities):
             if not all(0 < budget <= 1 for budget in budgets) or list(budgets) != sorted(set(budgets)):
                 raise ValueError(f"budgets must lie in (0, 1] and increase; got {budgets}")
         if unknown := set(self.speed_patterns) - set(FAMILIES):
             raise ValueError(f"no pattern {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+        if self.gpu_hidden % self.gpu_head_dim or self.gpu_repeats < 1 or self.gpu_dtype not in GPU_DTYPES:
+            raise ValueError(f"gpu_head_dim must divide gpu_hidden, gpu_dtype be one of {', '.join(GPU_DTYPES)}")
+        for seqlen, block in itertools.product(self.gpu_seqlens, self.gpu_blocks):
+            num_kept(seqlen, block, self.gpu_densities[0])
 
 
 def within_budgets(
@@ -154,9 +183,81 @@ def run_speed(config: Config) -> list[Record]:
     return records
 
 
+def on_gpu(mask: Any, config: Config, arrays: tuple[Any, ...]) -> tuple[str, dict[str, Callable[[], object]]]:
+    """The kernels of a plan and both its passes, ready to time, after some rows of them were found right."""
+    q, k, v, do = arrays
+    plan = cuflash.plan(q, k, v, mask=mask, kernel=config.gpu_kernel)
+    o, lse = plan.forward(q, k, v)
+    check = SpotCheck.of(q, k, v, mask)
+    gradients = plan.backward(sent(check.do), q, k, v, o, lse)
+    share = check.share(o=o, lse=lse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
+    if not share <= 1:
+        raise AssertionError(f"a call to be timed is wrong: {share:.3g} times its bound, {mask}")
+    return plan.plan.family, both_passes(plan, q, k, v, do, o, lse)
+
+
+def sent(x: np.ndarray) -> Any:
+    """An array on the device."""
+    import cupy
+
+    return cupy.asarray(x)
+
+
+def run_gpu(config: Config) -> list[Record]:
+    """Block-sparse calls in turn with the dense one, one record a length, block size and density."""
+    if reason := why_no_gpu():
+        sys.exit(f"the GPU part needs one: {reason}")
+    records: list[Record] = []
+    for seqlen in config.gpu_seqlens:
+        rng, shape = np.random.default_rng(0), (1, config.gpu_num_heads, seqlen, config.gpu_head_dim)
+        drawn = (rng.standard_normal(shape, np.float32).astype(GPU_DTYPES[config.gpu_dtype]) for _ in range(4))
+        arrays = tuple(map(sent, drawn))
+        kernel, dense = on_gpu(None, config, arrays)
+        for block in track(config.gpu_blocks, f"blocks, {seqlen} tokens"):
+            calls = {f"dense {way}": call for way, call in dense.items()}
+            for density in config.gpu_densities:
+                blocks = random_blocks(config.gpu_num_heads, seqlen, block, density)
+                _, sparse = on_gpu(masks.BlockPattern(blocks, block), config, arrays)
+                calls |= {f"{density} {way}": call for way, call in sparse.items()}
+            times = time_on_device(calls, repeats=config.gpu_repeats)
+            rows = [gpu_row(config, seqlen, block, density, times) for density in config.gpu_densities]
+            shared = {"kernel": kernel} | {
+                f"{way}_break_even": break_even([(row["density"], 1 / row[f"{way}_speedup"]) for row in rows])
+                for way in WAYS
+            }
+            records += [row | shared for row in rows]
+    return [record | gpu_versions() for record in records]
+
+
+def gpu_row(config: Config, seqlen: int, block: int, density: float, times: Mapping[str, Timing]) -> Record:
+    """Times and rates of one density, beside the dense ones."""
+    kept = num_kept(seqlen, block, density) / (seqlen // block) ** 2
+    shape = {"seqlen": seqlen, "num_heads": config.gpu_num_heads, "head_dim": config.gpu_head_dim}
+    row: Record = {"part": "gpu", **shape, "dtype": config.gpu_dtype, "block": block, "density": kept}
+    for way in WAYS:
+        timing, dense = times[f"{density} {way}"], times[f"dense {way}"].median_ms
+        row |= {f"{way}_ms": timing.median_ms, f"{way}_spread_ms": timing.spread_ms, f"dense_{way}_ms": dense}
+        row |= {f"{way}_speedup": dense / timing.median_ms, f"{way}_over_density": timing.median_ms / dense / kept}
+        row |= {f"{way}_tflops": kept * flops(way, "full", batch=1, **shape) / timing.median_ms / 1e9}
+    return row
+
+
+def break_even(points: Sequence[tuple[float, float]]) -> float | None:
+    """Where time over the dense time reaches 1, of points (density, time over dense) that increase in density.
+
+    Between two points by a line; 1 where even the densest is faster than dense; None where none is.
+    """
+    if points[0][1] >= 1:
+        return None
+    for (thin, fast), (thick, slow) in itertools.pairwise(points):
+        if slow >= 1:
+            return thin + (thick - thin) * (1 - fast) / (slow - fast)
+    return 1.0
+
+
 def run(config: Config) -> list[Record]:
-    """Recall first, then speed."""
-    return run_recall(config) + run_speed(config)
+    """Recall first, then speed; or the GPU part alone."""
+    return run_gpu(config) if config.gpu else run_recall(config) + run_speed(config)
 
 
 def part(records: list[Record], name: str) -> list[Record]:
@@ -182,8 +283,30 @@ def finding(records: list[Record]) -> str:
     )
 
 
-def table(records: list[Record]) -> Group:
-    """Recall by pattern and budget, speed by pattern and length, the finding."""
+def gpu_table(records: list[Record]) -> Table:
+    """Times, rates and break-even densities of the GPU part."""
+    made = Table(title="block-sparse on a GPU; x is speed-up over dense, TFLOP/s are of kept blocks")
+    measures = [f"{way} {name}" for way in WAYS for name in ("ms", "x", "TFLOP/s", "pays below")]
+    for column in ("seqlen", "block", "density", *measures):
+        made.add_column(column, justify="right")
+    for row in records:
+        cells = [str(row["seqlen"]), str(row["block"]), f"{row['density']:.3f}"]
+        for way in WAYS:
+            cells += [f"{row[f'{way}_{name}']:.4g}" for name in ("ms", "speedup", "tflops")]
+            cells.append(pays_below(row[f"{way}_break_even"], records[0]["density"]))
+        made.add_row(*cells)
+    return made
+
+
+def pays_below(density: float | None, smallest: float) -> str:
+    """A break-even density in words."""
+    return f"< {smallest:.2g}" if density is None else "any" if density == 1 else f"{density:.2f}"
+
+
+def table(records: list[Record]) -> Group | Table:
+    """Recall by pattern and budget, speed by pattern and length, the finding; or the GPU part."""
+    if records[0]["part"] == "gpu":
+        return gpu_table(records)
     recall, speed = part(records, "recall"), part(records, "speed")
     budgets = sorted({row["budget"] for row in recall})
     kept = Table(title=f"recall, output error @ density; blocks of {recall[0]['block']}")
@@ -202,8 +325,26 @@ def table(records: list[Record]) -> Group:
     return Group(kept, timed, f"Found: {finding(records)}")
 
 
+def gpu_plot(records: list[Record]) -> Figure:
+    """Time over dense time, over density, a panel a pass."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    for axes, way in zip(figure.subplots(1, 2), WAYS, strict=True):
+        for seqlen, block in dict.fromkeys((row["seqlen"], row["block"]) for row in records):
+            rows = [row for row in records if (row["seqlen"], row["block"]) == (seqlen, block)]
+            points = [(row["density"], 1 / row[f"{way}_speedup"]) for row in rows]
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"blocks of {block}, {seqlen} tokens")
+        axes.axline((0, 0), slope=1, color="grey", linestyle=":", label="proportional")
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set(xlabel="density: blocks kept / all blocks", ylabel="time / dense time", title=way, xlim=(0, 1))
+        axes.set_ylim(0, None)
+        axes.legend(fontsize="small")
+    return figure
+
+
 def plot(records: list[Record]) -> Figure:
-    """Recall over density, and time over density."""
+    """Recall over density, and time over density; of the GPU part the latter."""
+    if records[0]["part"] == "gpu":
+        return gpu_plot(records)
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     recall, speed = part(records, "recall"), part(records, "speed")
@@ -227,4 +368,4 @@ def plot(records: list[Record]) -> Figure:
 
 
 if __name__ == "__main__":
-    main(Config, run, table, plot)
+    main(Config, run, table, plot, name=lambda config: "block_sparsity_gpu" if config.gpu else "block_sparsity")

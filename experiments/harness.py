@@ -3,7 +3,9 @@
     records = harness.main(Config, run, table, plot)     # the last line of an experiment
 
 An experiment is `Config` (a frozen dataclass whose defaults are the published run), `run(config) -> records`,
-`table(records) -> what rich prints` and `plot(records) -> matplotlib figure` (or no plot).
+`table(records) -> what rich prints` and `plot(records) -> matplotlib figure` (or no plot). An experiment that is also
+run in parts names the columns that tell its rows apart, `replacing=`: each row is then written when it is measured, in
+place of the row of the same name, and all other rows stay.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import time
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +40,7 @@ except ImportError as error:
 matplotlib.use("Agg")
 
 RESULTS = Path(__file__).parent / "results"
+FLUSH_BYTES = 512 << 20  # many times any level-2 cache; 0.2 ms of writing, in which the host queues what is timed
 Record = dict[str, Any]
 Item = TypeVar("Item")
 Config = TypeVar("Config")
@@ -119,6 +122,58 @@ def time_alternately(
     return {name: _timing(values) for name, values in seconds.items()}
 
 
+def time_on_device(calls: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 3) -> dict[str, Timing]:
+    """Time calls on CuPy's current stream in turn, each between two events: name -> Timing.
+
+    Before each the level-2 cache is written over. Nothing waits in between, and the host is done with a call while the
+    device still writes: what is timed is the device's part of a call alone.
+    """
+    import cupy
+
+    for call in calls.values():
+        for _ in range(warmup):
+            call()
+    cache = cupy.empty(FLUSH_BYTES, np.uint8)
+    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            cache.data.memset_async(0, FLUSH_BYTES)
+            start.record()
+            call()
+            stop.record()
+            events[name].append((start, stop))
+    cupy.cuda.get_current_stream().synchronize()
+    return {
+        name: _timing([cupy.cuda.get_elapsed_time(start, stop) / 1e3 for start, stop in pairs])
+        for name, pairs in events.items()
+    }
+
+
+def why_no_gpu() -> str | None:
+    """What is missing to run on a GPU."""
+    try:
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except ImportError as error:
+        return f"CuPy is not installed ({error})"
+    except Exception as error:  # CUDARuntimeError has no base class that can be named without CuPy
+        return f"CuPy finds no GPU ({error})"
+    return None if count else "CuPy finds no GPU"
+
+
+def gpu_versions() -> Record:
+    """What a number of a GPU depends on besides the machine's record."""
+    import cupy
+
+    return {
+        "cupy": cupy.__version__,
+        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "driver": cupy.cuda.runtime.driverGetVersion(),
+    }
+
+
 def _timing(seconds: list[float]) -> Timing:
     low, median, high = 1e3 * np.percentile(seconds, (25, 50, 75))
     return Timing(float(median), float(high - low), len(seconds))
@@ -136,14 +191,24 @@ def atomic_path(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def write_csv(path: Path, records: Sequence[Record]) -> None:
-    """One row a record, the machine's columns last; records may lack columns that others have."""
-    columns = list(dict.fromkeys(name for record in records for name in record)) + list(machine())
+def write_csv(path: Path, records: Sequence[Record], replacing: Sequence[str] = ()) -> None:
+    """One row a record, the machine's columns last; records may lack columns that others have.
+
+    With `replacing`, columns that tell rows apart, rows of the file that no record replaces stay, where they are.
+    """
+    rows = [{name: _text(value) for name, value in (record | machine()).items()} for record in records]
+    if replacing:
+        named = {} if not path.exists() else {_key(row, replacing): row for row in read_csv(path)}
+        rows = list((named | {_key(row, replacing): row for row in rows}).values())
+    columns = dict.fromkeys(name for row in rows for name in row if name not in machine())
     with atomic_path(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer = csv.DictWriter(file, [*columns, *machine()], restval="", lineterminator="\n")
         writer.writeheader()
-        for record in records:
-            writer.writerow({name: _short(value) for name, value in (record | machine()).items()})
+        writer.writerows(rows)
+
+
+def _key(row: Mapping[str, str], columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(row.get(name, "") for name in columns)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -152,8 +217,10 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _short(value: object) -> object:
-    return f"{value:.6g}" if isinstance(value, float) else value
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def parse_config(
@@ -194,22 +261,31 @@ def _list_of(kind: type) -> Callable[[str], tuple[Any, ...]]:
 
 def main(
     config_type: Callable[..., Config],
-    run: Callable[[Config], list[Record]],
+    run: Callable[[Config], Iterable[Record]],
     table: Callable[[list[Record]], object],
     plot: Callable[[list[Record]], Any] | None = None,
-) -> None:
-    """Parse, run, print the table, write results/NAME.csv and NAME.png, NAME being the script's."""
+    *,
+    replacing: Sequence[str] = (),
+    name: Callable[[Config], str] | None = None,
+) -> list[Record]:
+    """Parse, run, print the table, write results/NAME.csv and NAME.png, NAME being the script's unless `name` says."""
     source = Path(inspect.getfile(run))
     config, results = parse_config(config_type, sys.modules[run.__module__].__doc__)
+    stem = source.stem if name is None else name(config)
+    written, records = [results / f"{stem}.csv"], list[Record]()
     try:
-        records = run(config)
+        for record in run(config):
+            records.append(record)
+            if replacing:
+                write_csv(written[0], [record], replacing)
         Console(width=None if sys.stdout.isatty() else 120).print(table(records))
-        written = [results / f"{source.stem}.csv"]
-        write_csv(written[0], records)
+        if not replacing:
+            write_csv(written[0], records)
         if plot is not None:
-            written.append(results / f"{source.stem}.png")
+            written.append(results / f"{stem}.png")
             with atomic_path(written[1]) as partial:
                 plot(records).savefig(partial, dpi=150)
     except KeyboardInterrupt:
         sys.exit("interrupted: what was not yet written whole is as it was before")
     print("wrote", *(os.path.relpath(path) for path in written))
+    return records

@@ -25,8 +25,9 @@ import numpy as np
 from cuflash import masks
 from cuflash.testing import Example, Structure, assert_exact_probes
 from cuflash.testing.strategies import laid_out
-from harness import Record, main, track
+from harness import Record, main, track, why_no_gpu
 from rich.table import Table
+from spot_check import share_of_bound
 
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -121,14 +122,6 @@ def results(example: Example, executor: str, layout: str) -> dict[str, Any]:
     return {name: x.get() if executor == "gpu" else x for name, x in found.items()}
 
 
-def share_of_bound(first: Any, second: Any, bound: Any) -> float:
-    """The largest |first - second| / bound; infinite where one is NaN or infinite and the other is not the same."""
-    wide, other = (np.asarray(x).astype(np.float64) for x in (first, second))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        share = np.where(wide == other, 0.0, np.abs(wide - other) / bound)
-    return float(np.where(np.isnan(share), np.inf, share).max(initial=0.0))
-
-
 def probes_agree(example: Example, layout: str) -> tuple[bool, bool]:
     """Whether the exact probes pass on the GPU, and whether each returned the simulator's bits there."""
     agree = True
@@ -167,19 +160,6 @@ def compare(kind: str, structure: Structure) -> Record:
     return record
 
 
-def why_not() -> str | None:
-    """What is missing for this experiment."""
-    try:
-        import cupy
-
-        count = cupy.cuda.runtime.getDeviceCount()
-    except ImportError as error:
-        return f"CuPy is not installed ({error})"
-    except Exception as error:  # CUDARuntimeError has no base class that can be named without CuPy
-        return f"CuPy finds no GPU ({error})"
-    return None if count else "CuPy finds no GPU"
-
-
 def takes_bfloat16() -> bool:
     """Whether CuPy knows ml_dtypes' bfloat16; not all versions do."""
     import cupy
@@ -193,7 +173,7 @@ def takes_bfloat16() -> bool:
 
 def run(config: Config) -> list[Record]:
     """A record for each case."""
-    if reason := why_not():
+    if reason := why_no_gpu():
         sys.exit(f"sim_against_gpu compares the simulator with a GPU: {reason}")
     dtypes = tuple(dtype for dtype in config.dtypes if dtype != "bfloat16" or takes_bfloat16())
     if dtypes != config.dtypes:

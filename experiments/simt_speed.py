@@ -26,7 +26,7 @@ import cuflash
 import numpy as np
 from cuflash import compile, gpu, masks
 from cuflash.work_list import requested_mask, work_list
-from harness import Record, main, track
+from harness import Record, gpu_versions, main, track
 from mask_compile import document_ids
 from rich.table import Table
 
@@ -210,13 +210,7 @@ def run_memory(config: Config) -> list[Record]:
 def run(config: Config) -> list[Record]:
     """Every measure, one record each, with the versions that a GPU's numbers depend on."""
     compile.current_device()
-    import cupy
-
-    versions = {
-        "cupy": cupy.__version__,
-        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
-        "driver": cupy.cuda.runtime.driverGetVersion(),
-    }
+    versions = gpu_versions()
     records = run_rates(config) + run_densities(config) + run_costs(config)
     for made in cuflash.cache_info().compiled:
         row = {"measure": f"compile, {made.spec.entry}", "dtype": made.spec.dtype.name, "head_dim": made.spec.head_dim}

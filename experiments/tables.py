@@ -1,9 +1,10 @@
 """Write the README's tables of results from results/*.csv.
 
-    python experiments/tables.py            # rewrite them
+    python experiments/tables.py            # rewrite them, and draw the plots that are made of whole results
     python experiments/tables.py --check    # fail if they are not what the results say
 
-A table stands in the README between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is one of `TABLES`.
+A table stands in the README between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is one of `TABLES`. Where there
+is no result yet it says so.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import speed_vs_peers as against_peers
+from block_sparsity import pays_below
 from harness import RESULTS, atomic_path, read_csv
 
 README = Path(__file__).parents[1] / "README.md"
@@ -26,8 +29,11 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def signature(rows: list[Row]) -> str:
-    """What the numbers were measured on."""
-    row = rows[0]
+    """What the numbers were measured on; rows of several runs may have several answers."""
+    return "  \n".join(dict.fromkeys(map(_measured_on, rows)))
+
+
+def _measured_on(row: Row) -> str:
     place = f"{row['cpu']}, {row['cores']} cores" + ("" if row["gpu"] == "none" else f", {row['gpu']}")
     return f"*{place}; Python {row['python']}, NumPy {row['numpy']}, {row['blas']}; {row['date']}.*"
 
@@ -136,12 +142,66 @@ def simulator_speed(rows: list[Row]) -> str:
     )
 
 
+def sparse_gpu(rows: list[Row]) -> str:
+    """Block-sparse calls on a GPU against the dense one, and the density from which on they do not pay."""
+    ways = ("forward", "backward")
+    header = ["seqlen", "block", "kernel", "density"]
+    header += [f"{way} {name}" for way in ways for name in ("ms", "speed-up", "TFLOP/s", "pays below")]
+    lines = []
+    for row in rows:
+        cells = [row["seqlen"], row["block"], row["kernel"], number(row, "density", ".3f")]
+        for way in ways:
+            forms = {f"{way}_ms": ".3g", f"{way}_speedup": ".2f", f"{way}_tflops": ".0f"}
+            cells += [number(row, *cell) for cell in forms.items()]
+            pays = row[f"{way}_break_even"]
+            cells.append(pays_below(float(pays) if pays else None, min(float(other["density"]) for other in rows)))
+        lines.append(cells)
+    return markdown(header, lines)
+
+
+def speed_vs_peers(rows: list[Row]) -> str:
+    """A table and a plot for each GPU and dtype."""
+    parts = []
+    for (gpu, dtype), group in by_gpu_and_dtype(rows).items():
+        header, lines = against_peers.summary(group)
+        parts += [f"{gpu}, {dtype}, TFLOP/s:", markdown(header, lines)]
+        if against_peers.plot(group) is not None:
+            parts.append(f"![TFLOP/s over length, {gpu}, {dtype}](experiments/results/{plot_name(gpu, dtype)})")
+        names = ("torch", "cuda", "cudnn", "triton", "flash_attn", "flash_attn_4", "cupy")
+        built = (", ".join(f"{name} {row[name]}" for name in names if row.get(name)) for row in group)
+        parts.append("; ".join(dict.fromkeys(built)) + ".")
+    return "\n\n".join(parts)
+
+
+def by_gpu_and_dtype(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["gpu"], row["dtype"]), []).append(row)
+    return groups
+
+
+def plot_name(gpu: str, dtype: str) -> str:
+    return f"speed_vs_peers_{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}_{dtype}.png"
+
+
+def draw_plots(results: Path) -> None:
+    """The plots that speed_vs_peers' table shows: a run may measure a part of what they draw."""
+    source = results / "speed_vs_peers.csv"
+    for (gpu, dtype), group in (by_gpu_and_dtype(read_csv(source)) if source.exists() else {}).items():
+        figure = against_peers.plot(group)
+        if figure is not None:
+            with atomic_path(results / plot_name(gpu, dtype)) as partial:
+                figure.savefig(partial, dpi=150)
+
+
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "recall": ("block_sparsity", recall),
     "sparse-speed": ("block_sparsity", sparse_speed),
     "cpu-speed": ("cpu_speed", cpu_speed),
     "mask-compile": ("mask_compile", mask_compile),
     "simt-speed": ("simt_speed", simt_speed),
+    "sparse-gpu": ("block_sparsity_gpu", sparse_gpu),
+    "speed-vs-peers": ("speed_vs_peers", speed_vs_peers),
     "simulator-speed": ("simulator_speed", simulator_speed),
     "sim-against-gpu": ("sim_against_gpu", sim_against_gpu),
     "tolerance-health": ("tolerance_health", tolerance_health),
@@ -156,6 +216,8 @@ def written(text: str, results: Path = RESULTS) -> str:
         if name not in TABLES:
             raise ValueError(f"the page marks a table {name!r}; there are only {', '.join(TABLES)}")
         source, make = TABLES[name]
+        if not (results / f"{source}.csv").exists():
+            return f"{begin}\n*Not measured yet.*\n\n{end}"
         rows = read_csv(results / f"{source}.csv")
         return f"{begin}\n{make(rows)}\n\n{signature(rows)}\n\n{end}"
 
@@ -176,4 +238,7 @@ def update(page: Path, results: Path, *, check: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is stale")
-    update(README, RESULTS, check=parser.parse_args().check)
+    is_check = parser.parse_args().check
+    update(README, RESULTS, check=is_check)
+    if not is_check:
+        draw_plots(RESULTS)

@@ -1,5 +1,6 @@
-"""What the experiments run on: captured activations, more of their kind, and families of block patterns."""
+"""What the experiments run on: captured activations, more of their kind, families of block patterns, masks by name."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,3 +112,60 @@ def first_heads(pattern: masks.BlockPattern, num_heads: int) -> masks.BlockPatte
     """A pattern with blocks of every head's own, for fewer heads."""
     has_heads = len(pattern.blocks.shape) > 2
     return masks.BlockPattern(pattern.blocks[:num_heads], pattern.block) if has_heads else pattern
+
+
+# Masks by name: "full", "causal", and random blocks of one size and density, "blocks128_0.125"
+
+
+def blocks_name(block: int, density: float) -> str:
+    """The name of a mask of random blocks."""
+    return f"blocks{block}_{density:g}"
+
+
+def named_blocks(mask: str) -> tuple[int, float] | None:
+    """Block size and density of a mask by its name; None for "full" and "causal"."""
+    if mask in ("full", "causal"):
+        return None
+    named = re.fullmatch(r"blocks([1-9]\d*)_(\d*\.?\d+)", mask)
+    if named is None or not 0 < float(named[2]) <= 1:
+        raise ValueError(f"masks are full, causal and blocks<size>_<density in (0, 1]>; got {mask!r}")
+    return int(named[1]), float(named[2])
+
+
+def num_kept(seqlen: int, block: int, density: float) -> int:
+    """Blocks that a head keeps of a square grid: a share of all, to the nearest, and at least the diagonal.
+
+    Raises
+    ------
+    ValueError
+        The blocks do not divide the length, or the diagonal is more than the share.
+    """
+    grid = seqlen // block
+    count = round(density * grid**2)
+    if seqlen % block or count < grid:
+        raise ValueError(f"{seqlen} tokens in blocks of {block}: the diagonal must fit in a share of {density:g}")
+    return count
+
+
+def random_blocks(num_heads: int, seqlen: int, block: int, density: float) -> np.ndarray:
+    """Random blocks, bool [num_heads, grid, grid]: equally many in each head, the diagonal among them."""
+    grid, count = seqlen // block, num_kept(seqlen, block, density)
+    rank = np.random.default_rng(0).random((num_heads, grid * grid), np.float32)
+    rank[:, :: grid + 1] = -1
+    kept = np.zeros(rank.shape, bool)
+    np.put_along_axis(kept, np.argpartition(rank, count - 1)[:, :count], True, axis=-1)
+    return kept.reshape(num_heads, grid, grid)
+
+
+def share_kept(mask: str, seqlen: int) -> float:
+    """The scores that count as computed, of all: half of them when causal."""
+    blocks = named_blocks(mask)
+    if blocks is None:
+        return {"full": 1.0, "causal": 0.5}[mask]
+    return num_kept(seqlen, *blocks) / (seqlen // blocks[0]) ** 2
+
+
+def flops(way: str, mask: str, *, seqlen: int, batch: int, num_heads: int, head_dim: int) -> float:
+    """Of the paper's products: 2 forward and 5 backward, for each score that the mask keeps."""
+    products = {"forward": 2, "backward": 5}[way]
+    return products * 2 * batch * num_heads * seqlen**2 * head_dim * share_kept(mask, seqlen)

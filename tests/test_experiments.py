@@ -8,9 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,6 +111,39 @@ def test_a_table_names_the_machine_in_every_row(harness: ModuleType, tmp_path: P
         assert {row[name] for row in rows} == {str(value)}
 
 
+def test_rows_of_the_same_name_are_replaced_and_all_others_stay(harness: ModuleType, tmp_path: Path) -> None:
+    path, names = tmp_path / "result.csv", ("pass", "seqlen")
+    harness.write_csv(path, [{"pass": "forward", "seqlen": n, "ms": n + 0.5} for n in (1, 2, 3)], names)
+    harness.write_csv(path, [{"pass": "forward", "seqlen": 2, "ms": 9.0}, {"pass": "backward", "seqlen": 2}], names)
+    rows = [(row["pass"], row["seqlen"], row["ms"]) for row in harness.read_csv(path)]
+    assert rows == [("forward", "1", "1.5"), ("forward", "2", "9"), ("forward", "3", "3.5"), ("backward", "2", "")]
+    harness.write_csv(path, [{"seqlen": 7}])
+    assert [row["seqlen"] for row in harness.read_csv(path)] == ["7"]
+
+
+def test_rows_on_another_gpu_are_other_rows(
+    harness: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "result.csv"
+    for gpu, ms in (("H100", 1), ("H200", 2), ("H100", 3)):
+        monkeypatch.setattr(harness, "machine", lambda gpu=gpu: {"gpu": gpu})
+        harness.write_csv(path, [{"seqlen": 8, "ms": ms}], ("gpu", "seqlen"))
+    assert [(row["gpu"], row["ms"]) for row in harness.read_csv(path)] == [("H100", "3"), ("H200", "2")]
+
+
+def test_an_interrupted_run_in_parts_keeps_what_it_measured(
+    harness: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(config: Config):
+        yield {"seqlen": 1}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["experiment", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="interrupted"):
+        harness.main(Config, run, str, replacing=("seqlen",), name=lambda config: "named")
+    assert [row["seqlen"] for row in harness.read_csv(tmp_path / "named.csv")] == ["1"]
+
+
 def test_interrupted_main_writes_nothing(
     harness: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +169,32 @@ def test_calls_are_timed_in_turn(harness: ModuleType) -> None:
 
 def test_a_spent_budget_still_leaves_three_rounds(harness: ModuleType) -> None:
     assert harness.time_alternately({"a": lambda: None}, repeats=50, budget_s=0)["a"].repeats == 3
+
+
+def test_on_a_device_calls_take_turns_and_the_cache_is_written_over_before_each(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            self.place = len(queued)
+            queued.append("event")
+
+    def elapsed(start: Event, stop: Event) -> float:
+        assert queued[-1] == "waited"
+        return float(stop.place - start.place)
+
+    memory = SimpleNamespace(memset_async=lambda value, size: queued.append("flush"))
+    stream = SimpleNamespace(synchronize=lambda: queued.append("waited"))
+    cuda = SimpleNamespace(Event=Event, get_elapsed_time=elapsed, get_current_stream=lambda: stream)
+    cupy = SimpleNamespace(cuda=cuda, empty=lambda size, dtype: SimpleNamespace(data=memory))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    calls = {name: lambda name=name: queued.append(name) for name in "ab"}
+    times = harness.time_on_device(calls, repeats=3, warmup=1)
+    turn = ["flush", "event", "a", "event", "flush", "event", "b", "event"]
+    assert queued == ["a", "b", *turn * 3, "waited"]
+    assert times == {name: harness.Timing(2.0, 0.0, 3) for name in "ab"}
 
 
 # Experiments
@@ -293,9 +353,273 @@ def test_tables_are_written_between_their_marks(load, harness: ModuleType, tmp_p
     assert harness.machine()["cpu"] in page
 
 
+def test_a_table_without_a_result_says_so_and_one_of_several_runs_names_each(
+    load, harness: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = load("tables")
+    page = "<!-- table:speed-vs-peers -->\n<!-- /table -->\n"
+    silent = "<!-- table:speed-vs-peers -->\n\n*Not measured yet.*\n\n<!-- /table -->\n"
+    assert tables.written(page, tmp_path) == tables.written(silent, tmp_path) == silent
+    tables.draw_plots(tmp_path)
+    assert not list(tmp_path.iterdir())
+    rows = peer_rows(load, harness, full=(2.0, {"sdpa_flash": 3.0}))
+    machine, path, names = harness.machine(), tmp_path / "speed_vs_peers.csv", load("speed_vs_peers").CASE
+    for gpu in ("NVIDIA H100", "NVIDIA H200"):
+        monkeypatch.setattr(harness, "machine", lambda gpu=gpu: machine | {"gpu": gpu})
+        harness.write_csv(path, rows, (*names, "peer"))
+    written = tables.written(page, tmp_path)
+    for gpu in ("h100", "h200"):
+        assert f"NVIDIA {gpu.upper()}, bfloat16, TFLOP/s:" in written
+        assert f"(experiments/results/speed_vs_peers_nvidia-{gpu}_bfloat16.png)" in written
+    assert written.count("*" + machine["cpu"]) == 2
+    tables.draw_plots(tmp_path)
+    assert len(list(tmp_path.glob("*.png"))) == 2
+
+
 def test_an_unknown_table_is_named(load, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a table 'nonsense'; there are only recall, "):
         load("tables").written("<!-- table:nonsense -->\n<!-- /table -->", tmp_path)
+
+
+# Against peers, on a GPU
+
+
+def test_flops_are_those_of_the_paper(load) -> None:
+    flops = load("workloads").flops
+    shape = {"seqlen": 4096, "batch": 4, "num_heads": 16, "head_dim": 128}
+    whole = flops("forward", "full", **shape)
+    assert whole == 4 * 4 * 16 * 4096 * 4096 * 128
+    assert flops("backward", "full", **shape) == 2.5 * whole
+    assert flops("forward", "causal", **shape) == whole / 2
+    assert flops("backward", "blocks128_0.25", **shape) == 2.5 * whole / 4
+
+
+def test_masks_of_blocks_are_named_by_size_and_density(load) -> None:
+    workloads = load("workloads")
+    assert workloads.blocks_name(128, 0.125) == "blocks128_0.125"
+    for block, density in ((16, 0.031), (128, 1.0), (64, 0.0625)):
+        assert workloads.named_blocks(workloads.blocks_name(block, density)) == (block, density)
+    assert workloads.named_blocks("full") is workloads.named_blocks("causal") is None
+    for name in ("blocks128", "blocks128_0", "blocks128_1.5", "blocks0_0.5", "window"):
+        with pytest.raises(ValueError, match=f"masks are full, causal and blocks.*; got '{name}'"):
+            workloads.named_blocks(name)
+
+
+@pytest.mark.parametrize(("block", "density"), [(128, 0.25), (32, 0.125), (16, 1.0)])
+def test_random_blocks_are_equally_many_in_each_head_and_hold_the_diagonal(load, block: int, density: float) -> None:
+    workloads = load("workloads")
+    kept = workloads.random_blocks(3, 1024, block, density)
+    grid = 1024 // block
+    assert kept.shape == (3, grid, grid)
+    assert (kept.sum((1, 2)) == round(density * grid**2)).all()
+    assert kept[:, range(grid), range(grid)].all()
+    assert density == 1 or (kept[0] != kept[1]).any()
+
+
+def test_blocks_thinner_than_the_diagonal_are_left_out(load, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = load("speed_vs_peers")
+    config = experiment.Config(masks=("blocks128",), densities=(0.5, 0.031), seqlens=(1024, 16384), head_dims=(64,))
+    assert config.mask_names == ("blocks128_0.5", "blocks128_0.031")
+    made = [(case.mask, case.seqlen, case.batch, case.num_heads) for case in experiment.cases(config)]
+    assert made == [("blocks128_0.5", 1024, 16, 32), ("blocks128_0.5", 16384, 1, 32), ("blocks128_0.031", 16384, 1, 32)]
+    assert "left out: 1024 tokens in blocks of 128" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--peers", "flux"], "no flux in peers; there are sdpa_flash, "),
+        (["--passes", "sideways"], "no sideways in passes; there are forward, backward"),
+        (["--masks", "full,window"], "masks are full, causal and blocks"),
+        (["--seqlens", "1000"], "seqlens must divide tokens"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(
+    load, harness: ModuleType, capsys: pytest.CaptureFixture[str], argv, complaint
+) -> None:
+    with pytest.raises(SystemExit):
+        harness.parse_config(load("speed_vs_peers").Config, "", argv)
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["speed_vs_peers", "block_sparsity"])
+def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, capsys, monkeypatch, name: str) -> None:
+    for package in ("cupy", "torch"):
+        monkeypatch.setitem(sys.modules, package, None)
+    experiment = load(name)
+    with pytest.raises(SystemExit, match="^0$"):
+        harness.parse_config(experiment.Config, experiment.__doc__, ["--help"])
+    shown = capsys.readouterr().out
+    assert f"python experiments/{name}.py" in shown and "--results" in shown
+
+
+@pytest.mark.parametrize(("name", "options"), [("speed_vs_peers", {}), ("block_sparsity", {"gpu": True})])
+def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.MonkeyPatch, name: str, options) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    experiment = load(name)
+    with pytest.raises(SystemExit, match="CuPy is not installed"):
+        list(experiment.run(experiment.Config(**options)))
+
+
+def test_a_spot_check_passes_what_is_right_and_sees_what_is_not(load) -> None:
+    spot_check, masks = load("spot_check"), load("cuflash").masks
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 256, 16)).astype(np.float16)
+    mask = masks.BlockPattern(load("workloads").random_blocks(3, 256, 32, 0.5), 32)
+    check = spot_check.SpotCheck.of(q, k, v, mask)
+    (o, lse), vjp = load("cuflash").attention_vjp(q, k, v, mask=mask, return_lse=True)
+    dq, dk, dv = vjp(check.do)
+    assert 0 < check.share(o=o, lse=lse, dq=dq, dk=dk, dv=dv) <= 1
+    for name, right in (("o", o), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv)):
+        wrong = right.copy()
+        wrong[1, 2, ::2] *= 1.5
+        assert check.share(**{name: wrong}) > 1
+        wrong[...] = np.nan
+        assert check.share(**{name: wrong}) == np.inf
+    without = load("cuflash").attention(q, k, v, return_lse=True)
+    assert check.share(o=without[0]) > 1 and check.share(lse=without[1]) > 1
+
+
+def test_blocks_of_blocks_are_partial_or_full(load) -> None:
+    blocks = np.array([[[1, 1, 0, 0], [1, 1, 0, 1], [0, 0, 1, 1], [0, 0, 1, 1]]], bool)
+    partial, full = load("peers").partial_and_full(blocks, 2)
+    assert (partial == [[[0, 1], [0, 0]]]).all() and (full == [[[1, 0], [0, 1]]]).all()
+    partial, full = load("peers").partial_and_full(blocks, 1)
+    assert not partial.any() and (full == blocks).all()
+
+
+def test_why_a_method_does_not_take_part_is_noted_and_a_fault_of_ours_is_not_hidden(load) -> None:
+    experiment = load("speed_vs_peers")
+    notes: dict[str, str] = {}
+    with experiment.noted(notes, "sdpa_flash"):
+        warnings.warn("it wants 16 bits\nin detail", stacklevel=1)
+        raise RuntimeError("No available kernel.")
+    with experiment.noted(notes, "cuflash"):
+        raise experiment.Wrong("wrong: 3 times")
+    assert notes == {"sdpa_flash": "No available kernel.; it wants 16 bits", "cuflash": "wrong: 3 times"}
+    with pytest.raises(RuntimeError, match="launch failed"), experiment.noted(notes, "cuflash"):
+        raise RuntimeError("launch failed")
+
+
+def test_a_result_outside_its_bound_is_wrong_and_a_peer_may_round_once_more(load) -> None:
+    experiment = load("speed_vs_peers")
+    check = SimpleNamespace(share=lambda o: o)
+    assert experiment.checked("cuflash", check, {"o": 1.0}) == 1 and experiment.checked("flex", check, {"o": 2.0}) == 2
+    for name, share in (("cuflash", 1.01), ("flex", 2.01), ("flex", np.nan)):
+        with pytest.raises(experiment.Wrong, match="times the bound on o"):
+            experiment.checked(name, check, {"o": share})
+
+
+def test_only_short_calls_are_timed_as_graphs(load, harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = load("speed_vs_peers")
+    ms = {"long": 1.0, "short": 0.03, "fixed": 0.01}
+    monkeypatch.setattr(
+        experiment,
+        "time_on_device",
+        lambda calls, *, repeats: {name: harness.Timing(ms[call()], 0.0, repeats) for name, call in calls.items()},
+    )
+
+    def refuse(make):
+        raise RuntimeError("cannot be captured")
+
+    prepared = {name: lambda name=name: lambda: name for name in ms}
+    contenders = {"long": None, "short": SimpleNamespace(replay=lambda make: lambda: "fixed")}
+    contenders["fixed"] = SimpleNamespace(replay=refuse)
+    notes: dict[str, str] = {}
+    times, graphs = experiment.timed(prepared, contenders, notes, 30)
+    assert graphs == {"short"} and notes == {"fixed": "cannot be captured"}
+    assert {name: timing.median_ms for name, timing in times.items()} == {"long": 1.0, "short": 0.01, "fixed": 0.01}
+    assert all(timing.repeats == 30 for timing in times.values())
+
+
+def peer_rows(load, harness: ModuleType, **times: tuple[float | None, dict[str, float]]) -> list[dict]:
+    """Records of cases by mask: our time and the peers'."""
+    experiment = load("speed_vs_peers")
+    records = []
+    for mask, (ours, theirs) in times.items():
+        for seqlen in (1024, 4096):
+            case = experiment.Case(
+                head_dim=64, mask=mask.replace("__", "."), seqlen=seqlen, batch=2, num_heads=4, dtype="bfloat16"
+            )
+            measured = {"cuflash": ours, **theirs}
+            timings = {name: harness.Timing(ms, 0.1, 30) for name, ms in measured.items() if ms is not None}
+            notes = {"flex": "not there"} if "flex" not in theirs else {}
+            peers = ("sdpa_flash", "flex")
+            records += experiment.records_of(case, "forward", "sm80", peers, timings, {}, notes, {"flex"})
+    return [record | {"gemm_tflops": 700.0} for record in records]
+
+
+def test_records_have_the_columns_in_order_and_the_ratio_is_theirs_over_ours(load, harness: ModuleType) -> None:
+    first, second, *_ = peer_rows(load, harness, full=(2.0, {"sdpa_flash": 3.0}))
+    columns = "pass,head_dim,mask,seqlen,batch,heads,dtype,kernel,peer,peer_ms,cuflash_ms,ratio"
+    assert list(first)[:12] == columns.split(",")
+    assert (first["ratio"], first["graphs"], first["note"]) == (1.5, "", "")
+    assert (second["ratio"], second["graphs"], second["note"]) == (None, "flex", "flex: not there")
+
+
+def test_means_are_geometric_over_the_best_peers(load, harness: ModuleType) -> None:
+    experiment = load("speed_vs_peers")
+    rows = peer_rows(
+        load, harness, full=(2.0, {"sdpa_flash": 3.0, "flex": 1.0}), causal=(1.0, {"sdpa_flash": 2.0}),
+        blocks128_0__5=(1.0, {"flex": 4.0}), blocks64_0__5=(1.0, {"flex": 9.0}), blocks32_0__5=(None, {"flex": 9.0}),
+    )  # fmt: skip
+    means = {mask: mean for (_, _, mask), mean in experiment.means(rows).items()}
+    assert means == {"full": (0.5, 2), "causal": (2.0, 2), "random blocks": (pytest.approx(6.0), 4)}
+    header, lines = experiment.summary(rows)
+    assert header[5:] == ["cuflash", "of matmul", "sdpa_flash", "flex", "best peer / ours"]
+    flops = load("workloads").flops("forward", "full", seqlen=1024, batch=2, num_heads=4, head_dim=64)
+    assert lines[0] == [
+        "forward", "64", "full", "1024", "sm80", f"{flops / 2e9:.0f}", f"{flops / 2e9 / 700:.2f}",
+        f"{flops / 3e9:.0f}", f"{flops / 1e9:.0f}", "0.50",
+    ]  # fmt: skip
+    assert lines[-1] == ["forward", "", "random blocks", "mean of 4", "sm80", "", "", "", "", "6.00"]
+
+
+@pytest.mark.parametrize(
+    ("points", "density"),
+    [
+        ([(0.25, 0.5), (0.5, 0.75), (1.0, 1.25)], 0.75),
+        ([(0.25, 0.5), (0.5, 1.0), (1.0, 2.0)], 0.5),
+        ([(0.5, 0.6), (1.0, 0.99)], 1.0),
+        ([(0.25, 1.1), (1.0, 3.0)], None),
+    ],
+)
+def test_blocks_break_even_between_the_densities_measured(load, points, density: float | None) -> None:
+    experiment = load("block_sparsity")
+    assert experiment.break_even(points) == density
+    words = {0.75: "0.75", 0.5: "0.50", 1.0: "any", None: "< 0.25"}
+    assert experiment.pays_below(density, 0.25) == words[density]
+
+
+@pytest.mark.gpu
+def test_block_sparsity_is_timed_on_a_gpu(load) -> None:
+    experiment = load("block_sparsity")
+    config = experiment.Config(
+        gpu=True, gpu_seqlens=(512,), gpu_blocks=(64,), gpu_densities=(0.25, 1.0), gpu_hidden=128, gpu_head_dim=64,
+        gpu_dtype="float16", gpu_repeats=3,
+    )  # fmt: skip
+    records = experiment.run(config)
+    assert [(row["block"], row["density"]) for row in records] == [(64, 0.25), (64, 1.0)]
+    assert all(row[f"{way}_ms"] > 0 for row in records for way in experiment.WAYS)
+    experiment.table(records), experiment.plot(records)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_peer_and_we_are_timed_on_a_gpu_as_graphs(load, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    experiment = load("speed_vs_peers")
+    peer = "sdpa_efficient" if dtype == "float32" else "sdpa_flash"
+    config = experiment.Config(
+        head_dims=(64,), masks=("causal", "blocks32_0.5"), seqlens=(128,), tokens=256, hidden=128, dtypes=(dtype,),
+        peers=(peer,), repeats=3,
+    )  # fmt: skip
+    causal_forward, causal_backward, *blocks = experiment.run(config)
+    for row in (causal_forward, causal_backward):
+        assert row["ratio"] > 0 and row["peer_error"] <= 2 and row["cuflash_error"] <= 1 and row["note"] == ""
+    assert causal_forward["graphs"] == f"cuflash {peer}"
+    assert all(row["cuflash_ms"] > 0 and row["peer_ms"] is None and "list of blocks" in row["note"] for row in blocks)
 
 
 # Activations

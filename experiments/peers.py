@@ -1,0 +1,236 @@
+"""Attention of others, to time beside ours: PyTorch's three fused kernels, FlexAttention, FlashAttention's packages.
+
+Each peer is a function of a mask that returns its `attend(q, k, v) -> o`, all [batch, heads, seqlen, head_dim] to the
+eye, and in memory as it likes them best: heads first, or tokens first (`TOKENS_FIRST`; the views between the two cost
+nothing). Backward is `torch.autograd.grad` on a retained graph: the same kernels as called directly, and what autograd
+adds is host time, which the clock does not see. PyTorch is imported when asked for: it takes seconds.
+"""
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from harness import Record
+
+Attend = Callable[[Any, Any, Any], Any]
+FLEX_BLOCK = 128  # FlexAttention's default, which its tiles divide
+
+
+class Unavailable(Exception):
+    """A peer cannot serve; the text says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What a peer is asked for: a mask by its kind, and random blocks as they are.
+
+    Attributes
+    ----------
+    is_causal : bool
+    blocks : bool array [heads, grid, grid], optional
+    block : int
+        Tokens of a block; 0 without blocks.
+    """
+
+    is_causal: bool
+    blocks: np.ndarray | None = None
+    block: int = 0
+
+
+def sdpa_flash(wanted: Wanted) -> Attend:
+    """FlashAttention-2, as PyTorch builds it."""
+    return _sdpa(wanted, "FLASH_ATTENTION")
+
+
+def sdpa_efficient(wanted: Wanted) -> Attend:
+    """The memory-efficient kernels of xFormers, as PyTorch builds them; the only ones of the three for float32."""
+    return _sdpa(wanted, "EFFICIENT_ATTENTION")
+
+
+def sdpa_cudnn(wanted: Wanted) -> Attend:
+    """cuDNN's fused attention."""
+    return _sdpa(wanted, "CUDNN_ATTENTION")
+
+
+def _sdpa(wanted: Wanted, backend: str) -> Attend:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if wanted.blocks is not None:
+        raise Unavailable("takes no list of blocks, only a matrix of all scores")
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return scaled_dot_product_attention(q, k, v, is_causal=wanted.is_causal)
+
+    return attend
+
+
+def flex(wanted: Wanted) -> Attend:
+    """FlexAttention, compiled for the shape, with the mask as a BlockMask of its default blocks of 128.
+
+    Blocks of 128 are listed as full, with no rule to evaluate. Finer ones leave partial blocks, whose elements the
+    compiled kernel looks up in the table of blocks.
+    """
+    import torch
+    from torch.nn.attention import flex_attention as flexible
+
+    torch._dynamo.reset()  # or the eighth shape of a process would be one recompilation too many
+    compiled = torch.compile(flexible.flex_attention, dynamic=False, fullgraph=True)
+    made: dict[int, Any] = {}
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        if not made:
+            made[0] = _flex_mask(flexible, wanted, q.shape[-2], q.device)
+        return compiled(q, k, v, block_mask=made[0])
+
+    return attend
+
+
+def _flex_mask(flexible: ModuleType, wanted: Wanted, seqlen: int, device: Any) -> Any:
+    import torch
+
+    if wanted.is_causal:
+        return flexible.create_block_mask(lambda b, h, i, j: i >= j, None, None, seqlen, seqlen, device=device)
+    if wanted.blocks is None:
+        return None
+    if seqlen % FLEX_BLOCK or FLEX_BLOCK % wanted.block:
+        raise Unavailable(f"lists blocks of {FLEX_BLOCK}, which must divide the length and be divided by the mask's")
+    kept, block = torch.from_numpy(wanted.blocks).to(device), wanted.block
+    lists = [_lists(torch.from_numpy(x).to(device)) for x in partial_and_full(wanted.blocks, FLEX_BLOCK // block)]
+    return flexible.BlockMask.from_kv_blocks(
+        *(x for pair in lists for x in pair), BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=lambda b, h, i, j: kept[h, i // block, j // block],
+    )  # fmt: skip
+
+
+def partial_and_full(blocks: np.ndarray, factor: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which blocks `factor` times as long keep some of their parts, and which keep all: bool [heads, grid, grid]."""
+    heads, grid, _ = blocks.shape
+    coarse = grid // factor
+    parts = blocks.reshape(heads, coarse, factor, coarse, factor)
+    full = parts.all((2, 4))
+    return parts.any((2, 4)) & ~full, full
+
+
+def _lists(kept: Any) -> tuple[Any, Any]:
+    """Counts [1, heads, grid] and column numbers, those kept first [1, heads, grid, grid], int32."""
+    order = (~kept).int().argsort(dim=-1, stable=True)
+    return kept.sum(-1).int()[None].contiguous(), order.int()[None].contiguous()
+
+
+def flash_attn_2(wanted: Wanted) -> Attend:
+    """The package flash-attn, FlashAttention-2."""
+    from flash_attn import flash_attn_func
+
+    if wanted.blocks is not None:
+        raise Unavailable("takes no blocks")
+    return _tokens_first(lambda q, k, v: flash_attn_func(q, k, v, causal=wanted.is_causal))
+
+
+def flash_attn_4(wanted: Wanted) -> Attend:
+    """The package flash-attn-4, whose kernels for Hopper are FlashAttention-3's."""
+    import torch
+    from flash_attn.cute import flash_attn_func
+
+    if wanted.blocks is None:
+        return _tokens_first(lambda q, k, v: flash_attn_func(q, k, v, causal=wanted.is_causal))
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    if wanted.block != 128:
+        raise Unavailable("takes blocks of 128 only")
+    kept = torch.from_numpy(wanted.blocks).cuda()
+    rows, columns = (_all_full(BlockSparseTensorsTorch, *_lists(x)) for x in (kept, kept.transpose(1, 2)))
+    return _tokens_first(
+        lambda q, k, v: flash_attn_func(q, k, v, block_sparse_tensors=rows, block_sparse_tensors_bwd=columns)
+    )
+
+
+def _all_full(make: Callable[..., Any], counts: Any, order: Any) -> Any:
+    import torch
+
+    return make(torch.zeros_like(counts), torch.zeros_like(order), counts, order, block_size=(128, 128))
+
+
+def _tokens_first(attend: Attend) -> Attend:
+    """A function of [batch, seqlen, heads, head_dim], some of which return o first of several."""
+
+    def attended(q: Any, k: Any, v: Any) -> Any:
+        result = attend(*(x.transpose(1, 2) for x in (q, k, v)))
+        return (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
+
+    return attended
+
+
+PEERS: dict[str, Callable[[Wanted], Attend]] = {
+    peer.__name__: peer for peer in (sdpa_flash, sdpa_efficient, sdpa_cudnn, flex, flash_attn_2, flash_attn_4)
+}
+TOKENS_FIRST = {"sdpa_flash", "sdpa_efficient", "flash_attn_2", "flash_attn_4"}
+
+
+class Peer:
+    """A peer's passes over arrays [batch, heads, seqlen, head_dim], which it copies into its own layout."""
+
+    def __init__(self, name: str, wanted: Wanted, q: Any, k: Any, v: Any) -> None:
+        self._attend, self._is_tokens_first = PEERS[name](wanted), name in TOKENS_FIRST
+        self._inputs = [self._laid_out(x) for x in (q, k, v)]
+
+    def _laid_out(self, x: Any) -> Any:
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if self._is_tokens_first else x.contiguous()
+
+    def forward(self) -> dict[str, Any]:
+        """o, by its name; nothing is kept for a backward pass."""
+        import torch
+
+        with torch.no_grad():
+            return {"o": self._attend(*self._inputs)}
+
+    def backward(self, do: Any) -> Callable[[], dict[str, Any]]:
+        """The backward pass alone, after a forward pass on the current stream: dq, dk, dv, by their names."""
+        import torch
+
+        inputs = [x.detach().requires_grad_() for x in self._inputs]  # new leaves, which belong to this stream
+        o, do = self._attend(*inputs), self._laid_out(do)
+
+        def backward() -> dict[str, Any]:
+            gradients = torch.autograd.grad(o, inputs, do, retain_graph=True)
+            return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+        return backward
+
+    def replay(self, make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+        """A pass as a CUDA graph; `make` prepares it on the stream that is captured."""
+        import torch
+
+        stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            call = make()
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+
+        def replayed() -> Callable[[], object]:
+            graph.replay()
+            return call  # what the graph reads lives as long as it
+
+        return replayed
+
+
+def versions() -> Record:
+    """PyTorch and what it was built with, and the packages beside it; empty where there is none."""
+    import torch
+
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    for package in ("triton", "flash-attn", "flash-attn-4"):
+        try:
+            found[package.replace("-", "_")] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package.replace("-", "_")] = ""
+    return found

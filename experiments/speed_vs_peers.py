@@ -1,0 +1,444 @@
+"""Who is faster on the same data? cuflash and its peers on one GPU, timed in turn in one process.
+
+    python experiments/speed_vs_peers.py                                             # bfloat16, full and causal
+    python experiments/speed_vs_peers.py --masks blocks128 --head-dims 128 --seqlens 16384 --peers flex,flash_attn_4
+    python experiments/speed_vs_peers.py --dtypes float32 --peers sdpa_efficient --kernel simt
+
+Needs an NVIDIA GPU, CuPy and PyTorch; of the peers (peers.py) those that are missing, or cannot serve a case, are
+recorded with the reason. `--masks` takes full, causal, blocks<size>_<density>, and blocks<size> for every one of
+`--densities`: random blocks, equally many in each head, the diagonal among them. Rows of the result that a run does
+not measure stay as they are, those that it measures are written one by one.
+
+Every case holds `tokens` tokens of `hidden` channels, standard normal. Every method computes o and, where its interface
+gives it, lse. Before it is timed some rows of two heads, and the gradients that they send, are compared with float64
+(spot_check.py): errors are shares of our kernels' bound, up to 2 for a peer, which may round once more. Then the
+methods take turns, each call between two events with the level-2 cache written over before it: medians, and the width
+of their middle half. The backward pass is timed alone. A method that takes less than 0.04 ms is timed again as a CUDA
+graph; `graphs` names it. ratio is the peer's time over ours. TFLOP/s count the paper's products, forward 2 and backward
+5, half of them when causal, those of kept blocks when block-sparse. gemm_tflops is the rate of torch.matmul on
+8192 x 8192 bfloat16 matrices in the same run.
+"""
+
+import itertools
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from statistics import geometric_mean
+from typing import Any
+
+import cuflash
+import ml_dtypes
+import numpy as np
+from cuflash import masks
+from harness import Record, Timing, gpu_versions, main, time_on_device, track, why_no_gpu
+from matplotlib.figure import Figure
+from peers import PEERS, Peer, Wanted, versions
+from rich.table import Table
+from spot_check import SpotCheck
+from workloads import blocks_name, flops, named_blocks, num_kept, random_blocks
+
+WAYS = ("forward", "backward")
+DTYPES = ("float16", "bfloat16", "float32")
+# What tells the rows of a result apart.
+CASE = ("gpu", "dtype", "pass", "head_dim", "mask", "seqlen", "batch", "heads", "kernel")
+OURS = "cuflash"
+GRAPH_BELOW_MS = 0.04
+Prepared = Callable[[], Callable[[], object]]  # makes a pass ready on the current stream: what runs it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What to compare; the defaults are the published run."""
+
+    passes: tuple[str, ...] = WAYS
+    head_dims: tuple[int, ...] = (64, 128, 256)
+    masks: tuple[str, ...] = ("full", "causal")
+    densities: tuple[float, ...] = (0.5, 0.25, 0.125, 0.0625, 0.031)
+    seqlens: tuple[int, ...] = (1024, 4096, 16384)
+    tokens: int = 16384
+    hidden: int = 2048
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    kernel: str = "auto"
+    peers: tuple[str, ...] = ("sdpa_flash", "sdpa_cudnn", "flash_attn_4")
+    repeats: int = 30
+
+    def __post_init__(self) -> None:
+        for name, known in (("passes", WAYS), ("dtypes", DTYPES), ("peers", tuple(PEERS))):
+            if unknown := set(getattr(self, name)) - set(known):
+                raise ValueError(f"no {', '.join(sorted(unknown))} in {name}; there are {', '.join(known)}")
+        if min(*self.head_dims, *self.seqlens, self.tokens, self.hidden, self.repeats) < 1:
+            raise ValueError("lengths, dims and repeats must be positive")
+        if any(self.tokens % seqlen for seqlen in self.seqlens) or any(self.hidden % dim for dim in self.head_dims):
+            raise ValueError("seqlens must divide tokens, and head_dims hidden")
+        for mask in self.mask_names:
+            named_blocks(mask)
+
+    @property
+    def mask_names(self) -> tuple[str, ...]:
+        """The masks, with a bare block size spelled out for every density."""
+        names = list[str]()
+        for mask in self.masks:
+            bare = re.fullmatch(r"blocks(\d+)", mask)
+            names += [blocks_name(int(bare[1]), density) for density in self.densities] if bare else [mask]
+        return tuple(names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One problem; [batch, num_heads, seqlen, head_dim] each of q, k, v."""
+
+    head_dim: int
+    mask: str
+    seqlen: int
+    batch: int
+    num_heads: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} d{self.head_dim} {self.mask} {self.seqlen}"
+
+    def wanted(self) -> Wanted:
+        """The mask, for peers and for us."""
+        blocks = named_blocks(self.mask)
+        if blocks is None:
+            return Wanted(is_causal=self.mask == "causal")
+        return Wanted(is_causal=False, blocks=random_blocks(self.num_heads, self.seqlen, *blocks), block=blocks[0])
+
+
+def cases(config: Config) -> list[Case]:
+    """Every case, but those whose blocks the length cannot have; these are named on standard error."""
+    made = []
+    grid = itertools.product(config.dtypes, config.head_dims, config.mask_names, config.seqlens)
+    for dtype, head_dim, mask, seqlen in grid:
+        blocks = named_blocks(mask)
+        try:
+            if blocks is not None:
+                num_kept(seqlen, *blocks)
+        except ValueError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        batch, num_heads = config.tokens // seqlen, config.hidden // head_dim
+        made.append(
+            Case(head_dim=head_dim, mask=mask, seqlen=seqlen, batch=batch, num_heads=num_heads, dtype=dtype)
+        )
+    return made
+
+
+def mask_of(wanted: Wanted) -> masks.Mask | None:
+    """As cuflash has it."""
+    if wanted.blocks is not None:
+        return masks.BlockPattern(wanted.blocks, wanted.block)
+    return masks.Causal() if wanted.is_causal else None
+
+
+def as_cupy(x: Any) -> Any:
+    """A tensor of PyTorch's on a GPU as CuPy's array, in place; by its bits, as not every CuPy takes bfloat16 so."""
+    import cupy
+    import torch
+
+    if x.dtype != torch.bfloat16:
+        return cupy.from_dlpack(x)
+    return cupy.ndarray(tuple(x.shape), ml_dtypes.bfloat16, cupy.from_dlpack(x.view(torch.int16)).data)
+
+
+def as_torch(x: np.ndarray) -> Any:
+    """A NumPy array on the GPU, PyTorch's."""
+    import torch
+
+    if x.dtype != ml_dtypes.bfloat16:
+        return torch.from_numpy(x).cuda()
+    return torch.from_numpy(x.view(np.int16)).cuda().view(torch.bfloat16)
+
+
+class Ours:
+    """cuflash's passes, in the form of a peer's; takes PyTorch's tensors."""
+
+    def __init__(self, wanted: Wanted, kernel: str, q: Any, k: Any, v: Any) -> None:
+        self._inputs = [as_cupy(x) for x in (q, k, v)]
+        self.plan = cuflash.plan(*self._inputs, mask=mask_of(wanted), kernel=kernel)
+        self.plan.compile()
+
+    def forward(self) -> dict[str, Any]:
+        return dict(zip(("o", "lse"), self.plan.forward(*self._inputs), strict=True))
+
+    def backward(self, do: Any) -> Callable[[], dict[str, Any]]:
+        (o, lse), do = self.plan.forward(*self._inputs), as_cupy(do)
+        names = ("dq", "dk", "dv")
+        return lambda: dict(zip(names, self.plan.backward(do, *self._inputs, o, lse), strict=True))
+
+    def replay(self, make: Prepared) -> Callable[[], object]:
+        import cupy
+
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            call = make()
+            call()
+            stream.synchronize()
+            stream.begin_capture()
+            call()
+            graph = stream.end_capture()
+
+        def replayed() -> Callable[[], object]:
+            graph.launch(cupy.cuda.get_current_stream())
+            return call  # what the graph reads lives as long as it
+
+        return replayed
+
+
+class Wrong(Exception):
+    """A result is outside its bound."""
+
+
+@contextmanager
+def noted(notes: dict[str, str], name: str) -> Iterator[None]:
+    """Why a method does not take part goes to `notes`; of our own errors only what cannot be, or is wrong.
+
+    PyTorch says why a kernel cannot serve in warnings before an error that does not.
+    """
+    expected = (cuflash.UnsupportedProblem, MemoryError, Wrong) if name == OURS else (Exception,)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            yield
+        except expected as error:
+            lines = [str(error).strip() or type(error).__name__, *(str(warning.message) for warning in said)]
+            notes[name] = "; ".join(dict.fromkeys(line.strip().splitlines()[0] for line in lines))[:300]
+            print(f"{name}: {notes[name]}", file=sys.stderr)
+
+
+def checked(name: str, check: SpotCheck, results: Mapping[str, Any]) -> float:
+    """The largest share of a bound; Wrong where it is more than 1, or 2 for a peer, which may round once more."""
+    share = check.share(**results)
+    if not share <= (1 if name == OURS else 2):
+        raise Wrong(f"wrong: {share:.3g} times the bound on {', '.join(results)}")
+    return share
+
+
+def compare(case: Case, config: Config) -> Iterator[Record]:
+    """A record a pass and peer."""
+    import torch
+
+    shape = (case.batch, case.num_heads, case.seqlen, case.head_dim)
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, do = (
+        torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, case.dtype)) for _ in range(4)
+    )
+    wanted = case.wanted()
+    check = SpotCheck.of(*(as_cupy(x) for x in (q, k, v)), mask_of(wanted))
+    contenders: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    with noted(missing, OURS):
+        contenders[OURS] = Ours(wanted, config.kernel, q, k, v)
+    for name in config.peers:
+        with noted(missing, name):
+            contenders[name] = Peer(name, wanted, q, k, v)
+    kernel = contenders[OURS].plan.plan.family if OURS in contenders else config.kernel
+    for way in config.passes:
+        notes, errors, prepared = dict(missing), dict[str, float](), dict[str, Prepared]()
+        for name, contender in contenders.items():
+            with noted(notes, name):
+                if way == "forward":
+                    errors[name] = checked(name, check, contender.forward())
+                    prepared[name] = lambda contender=contender: contender.forward
+                else:
+                    errors[name] = checked(name, check, contender.backward(as_torch(check.do))())
+                    prepared[name] = lambda contender=contender: contender.backward(do)
+        times, graphs = timed(prepared, contenders, notes, config.repeats)
+        print(f"{case} {way}:", ", ".join(f"{name} {timing.median_ms:.4g} ms" for name, timing in times.items()))
+        yield from records_of(case, way, kernel, config.peers, times, errors, notes, graphs)
+
+
+def timed(
+    prepared: Mapping[str, Prepared], contenders: Mapping[str, Any], notes: dict[str, str], repeats: int
+) -> tuple[dict[str, Timing], set[str]]:
+    """Times of the methods in turn, and which of them were short enough to be timed as graphs."""
+    calls: dict[str, Callable[[], object]] = {}
+    for name, make in prepared.items():
+        with noted(notes, name):
+            calls[name] = make()
+    graphs = set()
+    for name, timing in time_on_device(calls, repeats=5).items():
+        if timing.median_ms < GRAPH_BELOW_MS:
+            with noted(notes, name):
+                calls[name] = contenders[name].replay(prepared[name])
+                graphs.add(name)
+    return time_on_device(calls, repeats=repeats), graphs
+
+
+def records_of(
+    case: Case,
+    way: str,
+    kernel: str,
+    peers: Sequence[str],
+    times: Mapping[str, Timing],
+    errors: Mapping[str, float],
+    notes: Mapping[str, str],
+    graphs: set[str],
+) -> Iterator[Record]:
+    """A record a peer; without times where the peer, or we, did not take part, and with the reason."""
+    ours = times.get(OURS)
+    row: Record = {"pass": way, "head_dim": case.head_dim, "mask": case.mask, "seqlen": case.seqlen}
+    row |= {"batch": case.batch, "heads": case.num_heads, "dtype": case.dtype, "kernel": kernel}
+    for peer in peers:
+        theirs = times.get(peer)
+        yield row | {
+            "peer": peer,
+            "peer_ms": theirs and theirs.median_ms,
+            "cuflash_ms": ours and ours.median_ms,
+            "ratio": theirs.median_ms / ours.median_ms if theirs and ours else None,
+            "peer_spread_ms": theirs and theirs.spread_ms,
+            "cuflash_spread_ms": ours and ours.spread_ms,
+            "repeats": max((timing.repeats for timing in (ours, theirs) if timing), default=0),
+            "graphs": " ".join(name for name in (OURS, peer) if name in graphs),
+            "peer_error": errors.get(peer),
+            "cuflash_error": errors.get(OURS),
+            "note": "; ".join(f"{name}: {notes[name]}" for name in (OURS, peer) if name in notes),
+        }
+
+
+def gemm_tflops(repeats: int, size: int = 8192) -> float:
+    """The rate of PyTorch's bfloat16 matrix product."""
+    import torch
+
+    a, b, c = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    times = time_on_device({"gemm": lambda: torch.matmul(a, b, out=c)}, repeats=repeats)
+    return 2 * size**3 / times["gemm"].median_ms / 1e9
+
+
+def run(config: Config) -> Iterator[Record]:
+    """A record a case, pass and peer, with the versions that a GPU's numbers depend on."""
+    reason = why_no_gpu() or ("PyTorch is not installed" if find_spec("torch") is None else None)
+    if reason:
+        sys.exit(f"speed_vs_peers compares methods on a GPU: {reason}")
+    import cupy
+    import torch
+
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    constants = {"gemm_tflops": gemm_tflops(config.repeats)} | gpu_versions() | versions()
+    print(f"bfloat16 matmul of 8192: {constants['gemm_tflops']:.0f} TFLOP/s")
+    for case in track(cases(config), "cases"):
+        for record in compare(case, config):
+            yield record | constants
+        cupy.get_default_memory_pool().free_all_blocks()
+        torch.cuda.empty_cache()
+
+
+# What the rows say: records of a run, or rows of the file
+
+
+def milliseconds(row: Mapping[str, Any], column: str) -> float | None:
+    return float(row[column]) if row.get(column) else None
+
+
+def by_case(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
+    """The rows of each case, pass and kernel; one a peer."""
+    found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(str(row.get(name, "")) for name in CASE), []).append(row)
+    return found
+
+
+def rate(row: Mapping[str, Any], column: str) -> float | None:
+    """TFLOP/s of a time in a row."""
+    ms = milliseconds(row, column)
+    if ms is None:
+        return None
+    shape = {"seqlen": int(row["seqlen"]), "batch": int(row["batch"]), "num_heads": int(row["heads"])}
+    return flops(row["pass"], row["mask"], **shape, head_dim=int(row["head_dim"])) / ms / 1e9
+
+
+def over_best(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The best peer's time over ours, of the rows of one case."""
+    ratios = [float(row["ratio"]) for row in rows if row.get("ratio")]
+    return min(ratios, default=None)
+
+
+def means(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], tuple[float, int]]:
+    """(kernel, pass, mask) -> the geometric mean of `over_best` and over how many cases; random blocks are one mask."""
+    ratios: dict[tuple[str, str, str], list[float]] = {}
+    for case in by_case(rows).values():
+        best, first = over_best(case), case[0]
+        if best is not None:
+            mask = first["mask"] if named_blocks(first["mask"]) is None else "random blocks"
+            ratios.setdefault((first["kernel"], first["pass"], mask), []).append(best)
+    return {name: (geometric_mean(values), len(values)) for name, values in ratios.items()}
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells: TFLOP/s of each case, ours over the matrix product's, the best peer's time over ours.
+
+    Geometric means of the last come last.
+    """
+    peers = [name for name in PEERS if any(row["peer"] == name and row.get("peer_ms") for row in rows)]
+    header = ["pass", "head_dim", "mask", "seqlen", "kernel", OURS, "of matmul", *peers, "best peer / ours"]
+    lines = []
+    order = {name: place for place, name in enumerate(WAYS)}
+    for case in sorted(
+        by_case(rows).values(), key=lambda case: (order[case[0]["pass"]], int(case[0]["head_dim"]))
+    ):
+        first = case[0]
+        ours, peer = rate(first, "cuflash_ms"), {row["peer"]: rate(row, "peer_ms") for row in case}
+        gemm = ours / float(first["gemm_tflops"]) if ours else None
+        cells = [str(first[name]) for name in ("pass", "head_dim", "mask", "seqlen", "kernel")]
+        numbers = [ours, gemm, *(peer.get(name) for name in peers), over_best(case)]
+        forms = [".0f", ".2f", *(".0f" for _ in peers), ".2f"]
+        lines.append([*cells, *("" if x is None else format(x, form) for x, form in zip(numbers, forms, strict=True))])
+    for (kernel, way, mask), (mean, count) in means(rows).items():
+        cells = [way, "", mask, f"mean of {count}", kernel, *[""] * (2 + len(peers)), f"{mean:.2f}"]
+        lines.append(cells)
+    return header, lines
+
+
+def table(records: list[Record]) -> Table:
+    """TFLOP/s of this run."""
+    header, lines = summary(records)
+    made = Table(title="TFLOP/s")
+    for column in header:
+        made.add_column(column, justify="left" if column in ("pass", "mask", "kernel") else "right")
+    for line in lines:
+        made.add_row(*line)
+    return made
+
+
+def plot(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+    """TFLOP/s over the length: a panel a pass, mask (full or causal) and head_dim; None without two lengths."""
+    rows = [row for row in rows if named_blocks(row["mask"]) is None]
+    if len({row["seqlen"] for row in rows}) < 2:
+        return None
+    panels = sorted({(row["pass"], row["mask"]) for row in rows}, reverse=True)
+    head_dims = sorted({int(row["head_dim"]) for row in rows})
+    figure = Figure(figsize=(4 * len(head_dims), 2.6 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), len(head_dims), squeeze=False, sharex=True)
+    for (line, (way, mask)), (column, head_dim) in itertools.product(enumerate(panels), enumerate(head_dims)):
+        panel = axes[line][column]
+        shown = [row for row in rows if (row["pass"], row["mask"], int(row["head_dim"])) == (way, mask, head_dim)]
+        curves: dict[str, dict[int, float]] = {}
+        for row in shown:
+            for name, time in ((f"{OURS} {row['kernel']}", "cuflash_ms"), (row["peer"], "peer_ms")):
+                tflops = rate(row, time)
+                if tflops is not None:
+                    curves.setdefault(name, {})[int(row["seqlen"])] = tflops
+        ours = sorted(name for name in curves if name.startswith(OURS))
+        for name, points in sorted(curves.items()):
+            style: dict[str, Any] = {"color": f"C{list(PEERS).index(name)}"} if name in PEERS else {"color": "black"}
+            if name in ours:  # a line style for each of our kernels
+                style |= {"linewidth": 2, "linestyle": ("-", "--", "-.", ":")[ours.index(name) % 4]}
+            panel.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=name, **style)
+        panel.set(title=f"{way}, {mask}, head_dim {head_dim}", ylim=(0, None))
+        panel.set_xscale("log", base=2)
+        panel.title.set_fontsize("medium")
+        if curves:
+            panel.legend(fontsize="x-small")
+    figure.supxlabel("seqlen")
+    figure.supylabel("TFLOP/s")
+    return figure
+
+
+if __name__ == "__main__":
+    if any(f"{OURS}: wrong" in record["note"] for record in main(Config, run, table, replacing=(*CASE, "peer"))):
+        sys.exit("a result of ours was wrong, and was not timed")

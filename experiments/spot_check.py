@@ -1,0 +1,86 @@
+"""Whether a call too large for the reference is right: some rows of two heads, recomputed in float64 and bounded."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuflash
+import numpy as np
+from cuflash import masks
+
+_SCORES = 2**18  # of a head's rows that are recomputed; the bound holds some thirty arrays of them
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SpotCheck:
+    """What a call on arrays [batch, heads, seqlen, head_dim] has to return at some places.
+
+    Gradients are those of `do`, which is 0 but in the rows that are recomputed: so dk and dv are known for all keys.
+
+    Attributes
+    ----------
+    places : list of (batch entry, head)
+    rows : int array
+        The queries recomputed.
+    do : array [batch, heads, seqlen, head_dim]
+        On the host, in the dtype of q.
+    exact, bounds : dict of arrays by output
+        Of each place: o, dq [rows, head_dim], lse [rows], dk, dv [seqlen, head_dim].
+    """
+
+    places: list[tuple[int, int]]
+    rows: np.ndarray
+    do: np.ndarray
+    exact: dict[str, np.ndarray]
+    bounds: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, q: Any, k: Any, v: Any, mask: masks.Mask | None) -> "SpotCheck":
+        """Of CuPy or NumPy arrays: the first head of the first batch entry, the last of the last."""
+        batch, num_heads, seqlen, _ = q.shape
+        places = [(0, 0), (batch - 1, num_heads - 1)]
+        rows = np.linspace(0, seqlen - 1, min(64, seqlen, max(16, _SCORES // seqlen))).astype(int)
+        queries, keys, values = (np.stack([on_host(x[place]) for place in places]) for x in (q, k, v))
+        queries = queries[:, rows]
+        allowed = None
+        if mask is not None:
+            b, h = (np.array(place)[:, None, None] for place in zip(*places, strict=True))
+            frame = masks.MaskShape((batch,), num_heads, seqlen, seqlen)
+            allowed = mask.resolve(frame)(b, h, rows[:, None], np.arange(seqlen))
+            allowed = np.broadcast_to(allowed, (len(places), len(rows), seqlen))
+        do = np.zeros(q.shape, queries.dtype)
+        cotangents = np.random.default_rng(0).standard_normal(queries.shape).astype(queries.dtype)
+        for place, cotangent in zip(places, cotangents, strict=True):
+            do[place][rows] = cotangent
+        product = queries.dtype if queries.dtype.itemsize == 2 else None  # tensor cores multiply what is rounded
+        exact = cuflash.reference.attention(queries, keys, values, mask=allowed)
+        exact += cuflash.reference.attention_vjp(queries, keys, values, cotangents, mask=allowed)
+        bounds = cuflash.error_bound(queries, keys, values, cotangents, mask=allowed, product_dtype=product)
+        names = ("o", "lse", "dq", "dk", "dv")
+        return cls(
+            places=places, rows=rows, do=do, exact=dict(zip(names, exact, strict=True)),
+            bounds={name: getattr(bounds, name) for name in names},
+        )  # fmt: skip
+
+    def share(self, **results: Any) -> float:
+        """The largest error of results, by their names, over its bound: more than 1 is wrong."""
+        shares = [0.0]
+        for name, result in results.items():
+            for place, exact, bound in zip(self.places, self.exact[name], self.bounds[name], strict=True):
+                found = on_host(result[place])
+                shares.append(share_of_bound(found if name in ("dk", "dv") else found[self.rows], exact, bound))
+        return max(shares)
+
+
+def on_host(x: Any) -> np.ndarray:
+    """An array of NumPy's, CuPy's or PyTorch's as NumPy's: those of PyTorch in float64, which holds their dtypes."""
+    if isinstance(x, np.ndarray):
+        return x
+    return x.get() if hasattr(x, "get") else x.detach().double().cpu().numpy()
+
+
+def share_of_bound(first: Any, second: Any, bound: Any) -> float:
+    """The largest |first - second| / bound; infinite where one is NaN or infinite and the other is not the same."""
+    wide, other = (np.asarray(x).astype(np.float64) for x in (first, second))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = np.where(wide == other, 0.0, np.abs(wide - other) / bound)
+    return float(np.where(np.isnan(share), np.inf, share).max(initial=0.0))
