@@ -1,9 +1,39 @@
 #pragma once
+#include <ptx/mma.cuh>
 #include <tile/register_tile.cuh>
 #include <tile/shared_tile.cuh>
 
-// Products of tiles by multiply-add. Called by all threads; operands must be complete in shared memory.
+// Products of tiles by multiply-add or on tensor cores. Called by all threads; operands must be complete in shared memory.
 namespace cuflash::tile {
+
+// c += a times what `b_at(k, column)` gives, on tensor cores. Every warp multiplies eight rows in each kRowLanes of a by
+// all columns, four k at a time.
+template <class T, int Rows, int Columns, int Depth, int Run, class B>
+CUFLASH_DEVICE void add_product_of_fragments(RegisterTile<T, Rows, Columns, Run>& c, SharedTile<T, Rows, Depth> a, B b_at) {
+  using Tile = RegisterTile<T, Rows, Columns, Run>;
+  static_assert(Run == 2, "a thread holds two neighbouring columns of a product");
+  constexpr int kPaired = kMmaRows == 16 && Tile::kRows % 2 == 0 ? 2 : 1;  // fragments of rows to an instruction
+#pragma unroll 4
+  for (int k = 0; k < Depth; k += 4) {
+    T a_frag[Tile::kRows];
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) a_frag[i] = a.at(Tile::row(i), k + column_lane());
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; j += 2) {
+      const T b_frag = b_at(k + column_lane(), j * kColumnLanes + row_lane() % 8);
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; i += kPaired) {
+        T(&d)[Tile::kColumns] = c.at[i];
+        if constexpr (kPaired == 2) {
+          T(&below)[Tile::kColumns] = c.at[i + 1];
+          ptx::mma_m16n8k4(d[j], d[j + 1], below[j], below[j + 1], a_frag[i], a_frag[i + 1], b_frag);
+        } else {
+          ptx::mma_m8n8k4(d[j], d[j + 1], a_frag[i], b_frag);
+        }
+      }
+    }
+  }
+}
 
 // Steps of a product's loop that are laid out at once: as many as leave registers for accumulators.
 template <class T, class Tile>
@@ -13,6 +43,8 @@ constexpr int kSteps = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ?
 template <class T, int Rows, int Columns, int Depth>
 CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth> a,
                                    SharedTile<T, Columns, Depth> b) {
+  if constexpr (kMmaRows > 0)
+    return add_product_of_fragments(c, a, [&](int k, int column) { return b.at(column, k); });
   using Tile = RegisterTile<T, Rows, Columns>;
   constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
 #pragma unroll kUnroll
@@ -35,6 +67,7 @@ CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile
 template <class T, int Rows, int Columns, int Depth>
 CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c, SharedTile<T, Rows, Depth> a,
                                    SharedTile<T, Depth, Columns> b) {
+  if constexpr (kMmaRows > 0) return add_product_of_fragments(c, a, [&](int k, int column) { return b.at(k, column); });
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
   constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
 #pragma unroll kUnroll
