@@ -6,13 +6,14 @@
 // Products of tiles by multiply-add or on tensor cores. Called by all threads; operands must be complete in shared memory.
 namespace cuflash::tile {
 
-// c += a times what `b_at(k, column)` gives, on tensor cores. Every warp multiplies eight rows in each kRowLanes of a by
-// all columns, four k at a time.
-template <class T, int Rows, int Columns, int Depth, int Run, class B>
-CUFLASH_DEVICE void add_product_of_fragments(RegisterTile<T, Rows, Columns, Run>& c, SharedTile<T, Rows, Depth> a, B b_at) {
+// c += a b on tensor cores, where element (k, column) of b is b[k * KStride + column * ColumnStride]. Every warp
+// multiplies eight rows in each kRowLanes of a by all columns, four k at a time.
+template <int KStride, int ColumnStride, class T, int Rows, int Columns, int Run, int Depth>
+CUFLASH_DEVICE void add_product_by_mma(RegisterTile<T, Rows, Columns, Run>& c, SharedTile<T, Rows, Depth> a, const T* b) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
   static_assert(Run == 2, "a thread holds two neighbouring columns of a product");
   constexpr int kPaired = kMmaRows == 16 && Tile::kRows % 2 == 0 ? 2 : 1;  // fragments of rows to an instruction
+  b += column_lane() * KStride + row_lane() % 8 * ColumnStride;
 #pragma unroll 4
   for (int k = 0; k < Depth; k += 4) {
     T a_frag[Tile::kRows];
@@ -20,7 +21,7 @@ CUFLASH_DEVICE void add_product_of_fragments(RegisterTile<T, Rows, Columns, Run>
     for (int i = 0; i < Tile::kRows; ++i) a_frag[i] = a.at(Tile::row(i), k + column_lane());
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; j += 2) {
-      const T b_frag = b_at(k + column_lane(), j * kColumnLanes + row_lane() % 8);
+      const T b_frag = b[k * KStride + j * kColumnLanes * ColumnStride];
 #pragma unroll
       for (int i = 0; i < Tile::kRows; i += kPaired) {
         T(&d)[Tile::kColumns] = c.at[i];
@@ -43,8 +44,7 @@ constexpr int kSteps = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ?
 template <class T, int Rows, int Columns, int Depth>
 CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth> a,
                                    SharedTile<T, Columns, Depth> b) {
-  if constexpr (kMmaRows > 0)
-    return add_product_of_fragments(c, a, [&](int k, int column) { return b.at(column, k); });
+  if constexpr (kMmaRows > 0) return add_product_by_mma<1, b.kPitch>(c, a, b.data);
   using Tile = RegisterTile<T, Rows, Columns>;
   constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
 #pragma unroll kUnroll
@@ -67,7 +67,7 @@ CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile
 template <class T, int Rows, int Columns, int Depth>
 CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c, SharedTile<T, Rows, Depth> a,
                                    SharedTile<T, Depth, Columns> b) {
-  if constexpr (kMmaRows > 0) return add_product_of_fragments(c, a, [&](int k, int column) { return b.at(k, column); });
+  if constexpr (kMmaRows > 0) return add_product_by_mma<b.kPitch, 1>(c, a, b.data);
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
   constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
 #pragma unroll kUnroll
