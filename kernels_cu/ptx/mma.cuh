@@ -4,8 +4,8 @@
 //   b[0], b[1]: column g, rows 2t, 2t + 1 and 2t + 8, 2t + 9
 //   d[0], d[1]: row g, columns 2t, 2t + 1;           d[2], d[3]: row g + 8
 // For tf32 a register is one element: a at rows g, g + 8 and columns t, then t + 4; b at rows t, t + 4; d as above.
-// Doubles (K = 4, accumulated in double, k after k, each rounded once): a at rows g, g + 8 and column t; b at row t; d as
-// above. The instruction of 8 rows has the first half of a and d; on sm_90 it runs at half the rate of that of 16.
+// For doubles (K = 4, accumulated in double, each multiply-add rounded once) a has rows g, g + 8 of column t, b row t, d is
+// as above; the instruction of 8 rows has the first half of a and d.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma
 #pragma once
 
@@ -43,7 +43,7 @@ CUFLASH_DEVICE void mma_m8n8k4(double& d0, double& d1, double a, double b) {
                : "d"(a), "d"(b));
 }
 
-// From sm_90 on; later chips make two of the other of it.
+// From sm_90 on; chips after sm_90 have it made of the other.
 CUFLASH_DEVICE void mma_m16n8k4(double& d0, double& d1, double& d2, double& d3, double a0, double a1, double b) {
   asm volatile("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
                : "+d"(d0), "+d"(d1), "+d"(d2), "+d"(d3)
