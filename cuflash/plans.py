@@ -176,7 +176,7 @@ class Plan:
         return "\n".join(lines)
 
     def _describe_kernel(self, spec: KernelSpec, note: str) -> str:
-        tile = f"{spec.block_q} queries x {spec.block_kv} keys"
+        tile = f"{spec.block_q} queries x {spec.block_kv} keys" + " on tensor cores" * (spec.mma_rows > 0)
         memory = f"{shared_bytes(spec)} bytes of shared memory"
         return f"kernel     {spec.name}: {tile}, grid {self.grid(spec)}, {memory}, {note}"
 

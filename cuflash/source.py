@@ -48,6 +48,8 @@ class KernelSpec:
         What the kernel has room for: the problem's own, rounded up.
     block_q, block_kv : int
         Queries and keys of a tile.
+    mma_rows : 0, 8 or 16
+        Rows of the tensor cores' instruction that makes the products; 0 where multiply-adds make them.
     """
 
     family: str
@@ -57,6 +59,7 @@ class KernelSpec:
     value_dim: int
     block_q: int
     block_kv: int
+    mma_rows: int = 0
 
     @property
     def name(self) -> str:

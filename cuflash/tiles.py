@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,12 +51,13 @@ class _Entry(NamedTuple):
     num_scores: int  # tiles of scores in registers
     sums: tuple[str, ...]  # dimensions of the accumulators in registers
     registers: int  # that both may fill of a thread's 255: beyond it times rose or registers spilled
+    mma_registers: int  # the same where tensor cores multiply
 
 
 _SIMT = {
-    "forward": _Entry(True, 1, ("value_dim",), 144),
-    "backward_rows": _Entry(True, 2, ("head_dim",), 112),
-    "backward_columns": _Entry(False, 2, ("head_dim", "value_dim"), 160),
+    "forward": _Entry(True, 1, ("value_dim",), 144, 176),
+    "backward_rows": _Entry(True, 2, ("head_dim",), 112, 176),
+    "backward_columns": _Entry(False, 2, ("head_dim", "value_dim"), 160, 192),
 }
 ENTRIES = {
     "simt": tuple(_SIMT),
@@ -109,6 +110,13 @@ def kernel_specs(
     return specs
 
 
+def _mma_rows(dtype: np.dtype[Any], device: DeviceSpec) -> tuple[int, ...]:
+    """How a chip can make products of a dtype, fastest first: float64 on tensor cores, with 16 rows on sm_90 alone."""
+    if dtype != np.float64 or device.compute_capability is None or device.compute_capability < (8, 0):
+        return (0,)
+    return (16 if device.compute_capability == (9, 0) else 8, 0)
+
+
 def _naive_spec(entry: str, problem: Problem, largest: tuple[int, int] | None) -> KernelSpec:
     """One tile for all chips and dims, but half as long where blocks are shorter: a baseline is not tuned."""
     side = _NAIVE_SIDE if largest is None or min(largest) >= _NAIVE_SIDE else _NAIVE_SIDE // 2
@@ -119,13 +127,19 @@ def _naive_spec(entry: str, problem: Problem, largest: tuple[int, int] | None) -
 
 
 def _simt_spec(smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int]) -> KernelSpec:
-    """The tile that multiplies most for what it loads, of those that fit a multiprocessor twice, or else once."""
-    sides = [replace(smallest, block_q=block_q, block_kv=block_kv) for block_q, block_kv in product(_SIDES, _SIDES)]
-    legal = [
-        spec for spec in sides if spec.block_q <= largest[0] and spec.block_kv <= largest[1] and _is_simt_tile(spec)
-    ]
-    legal.sort(key=_preference, reverse=True)
-    for room in (device.tile_memory_bytes // 2, device.tile_memory_bytes):
+    """The tile that multiplies most for what it loads, of those that fit a multiprocessor twice, or else once.
+
+    Tensor cores multiply where any tile of theirs fits: they share 32 rows, so blocks of a list may be too short.
+    """
+    legal = []
+    rooms = device.tile_memory_bytes // 2, device.tile_memory_bytes
+    for mma_rows, room in product(_mma_rows(smallest.dtype, device), rooms):
+        sides = (
+            replace(smallest, block_q=block_q, block_kv=block_kv, mma_rows=mma_rows)
+            for block_q, block_kv in product(_SIDES, _SIDES)
+            if block_q <= largest[0] and block_kv <= largest[1]
+        )
+        legal = sorted(filter(_is_simt_tile, sides), key=_preference, reverse=True)
         for spec in legal:
             if shared_bytes(spec) <= room:
                 return spec
@@ -155,15 +169,17 @@ def _is_simt_tile(spec: KernelSpec) -> bool:
     rows, step = _rows_and_step(spec)
     sums = sum(getattr(spec, dim) for dim in entry.sums)
     words = rows * (entry.num_scores * step + sums) * accumulator_dtype(spec.dtype).itemsize // (4 * THREADS)
+    if spec.mma_rows:
+        return rows % 32 == 0 and words <= entry.mma_registers
     # Conversions take registers too, and so do the operands of very wide rows.
     spare = _SPARE * (spec.dtype != np.float32) + _SPARE * (sums > 384)
     return rows % 16 == 0 and (words <= entry.registers - spare or rows == 16 and step == _SIDES[-1])
 
 
 def shared_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of a block; every row is one vector of 16 bytes longer than it is wide."""
+    """Dynamic shared memory of a block; every row is 16 bytes longer than it is wide, or 32 for tensor cores."""
     itemsize = accumulator_dtype(spec.dtype).itemsize
-    vector = 16 // itemsize
+    vector = (32 if spec.mma_rows else 16) // itemsize
     if spec.family == "naive":
         return _naive_shared_bytes(spec, itemsize, vector)
     rows, step = _rows_and_step(spec)

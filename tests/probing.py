@@ -61,9 +61,11 @@ class Launch:
     grid: int = 1
     shared_bytes: int = 0
     constants: Mapping[str, Any] = field(default_factory=dict)
+    mma_rows: int = 0  # as in KernelSpec
 
     def text(self, *, host: bool) -> str:
-        lines = ["#include <ptx/types.cuh>", "namespace probe {", "using namespace cuflash;"]
+        config = f"namespace cuflash::config {{ constexpr int kMmaRows = {self.mma_rows}; }}"
+        lines = ["#include <ptx/types.cuh>", config, "namespace probe {", "using namespace cuflash;"]
         for name, value in self.constants.items():
             lines.append(f"constexpr int {name} = {value};" if isinstance(value, int) else f"using {name} = {value};")
         lines += ["}  // namespace probe", f'#line 1 "tests/probes/{self.file}.cu"']
@@ -183,6 +185,16 @@ def mma() -> Launch:
     )
 
 
+def mma_double(rows: int) -> Launch:
+    rng = np.random.default_rng(rows)
+    a, b = (rng.integers(-8, 9, shape).astype(np.float64) for shape in ((rows, 4), (4, 8)))
+    d = rng.integers(-99, 99, (rows, 8)).astype(np.float64)
+    return Launch(
+        name=f"mma of {rows} rows of doubles", file="mma_double", entry="mma_double", block=32,
+        constants={"kRows": rows}, arguments=(a, b, d), expected={2: Expected(d + a @ b)},
+    )  # fmt: skip
+
+
 def words() -> Launch:
     lane = np.arange(64) % 32
     up, down = np.where(lane % 8 < 3, lane, lane - 3), np.where(lane % 8 > 4, lane, lane + 3)
@@ -280,13 +292,19 @@ SENTINEL = -7
 
 
 def _tile(
-    name: str, entry: str, dtype: str, arguments: tuple[Any, ...], expected: dict[int, Any], **sizes: int
+    name: str,
+    entry: str,
+    dtype: str,
+    mma_rows: int,
+    arguments: tuple[Any, ...],
+    expected: dict[int, Any],
+    **sizes: int,
 ) -> Launch:
     wide = "double" if dtype == "float64" else "float"
     constants = {"T": wide, "Element": ELEMENTS[dtype]} | {"kRows": 32, "kColumns": 64, "kDepth": 40} | sizes
     return Launch(
-        name=f"{name} {dtype}", file="tile", entry=entry, block=128, shared_bytes=64 << 10, constants=constants,
-        arguments=arguments, expected=expected,
+        name=f"{name} {dtype}" + f", mma of {mma_rows} rows" * (mma_rows > 0), file="tile", entry=entry, block=128,
+        shared_bytes=64 << 10, constants=constants, mma_rows=mma_rows, arguments=arguments, expected=expected,
     )  # fmt: skip
 
 
@@ -294,30 +312,31 @@ def _wide(dtype: str) -> Any:
     return np.float64 if dtype == "float64" else np.float32
 
 
-def _pitch(dtype: str, columns: int) -> int:
-    return columns + 16 // np.dtype(_wide(dtype)).itemsize
+def _pitch(dtype: str, columns: int, mma_rows: int) -> int:
+    return columns + (32 if mma_rows else 16) // np.dtype(_wide(dtype)).itemsize
 
 
-def _held(rows: int, columns: int, run: int) -> tuple[Any, Any]:
-    """Rows and columns that each of 128 threads holds."""
-    thread, i, j = np.arange(128)[:, None], np.arange(rows // 16), np.arange(columns // 8)
-    return thread // 8 + 16 * i, (j // run * 8 + thread % 8) * run + j % run
+def _held(rows: int, columns: int, run: int, width: int) -> tuple[Any, Any]:
+    """Rows and columns that each of 128 threads holds, `width` of which share a row."""
+    thread, i, j = np.arange(128)[:, None], np.arange(rows * width // 128), np.arange(columns // width)
+    return thread // width + 128 // width * i, (j // run * width + thread % width) * run + j % run
 
 
-def maps(dtype: str) -> Launch:
-    rows, columns, run = 32, 64, 16 // np.dtype(_wide(dtype)).itemsize
-    plain, in_runs = _held(rows, columns, 1), _held(rows, columns, run)
-    elements = np.arange(rows)[:, None] * _pitch(dtype, columns) + np.arange(columns)
+def maps(dtype: str, mma_rows: int = 0) -> Launch:
+    width, least_run = (4, 2) if mma_rows else (8, 1)
+    rows, columns, run = 256 // width, 64, 16 // np.dtype(_wide(dtype)).itemsize
+    plain, in_runs = _held(rows, columns, least_run, width), _held(rows, columns, run, width)
+    elements = np.arange(rows)[:, None] * _pitch(dtype, columns, mma_rows) + np.arange(columns)
     vectors = np.where(np.arange(columns) % run == 0, elements, -1)
-    sums = (np.arange(128) ** 2).reshape(16, 8).sum(axis=1).repeat(8)
-    scaled = np.broadcast_to([[6], [30]], (128, 2, columns // 8))
+    sums = (np.arange(128) ** 2).reshape(-1, width).sum(axis=1).repeat(width)
+    scaled = np.broadcast_to([[6], [30]], (128, 2, columns // width))
     right = (*plain, *in_runs, elements, vectors, sums, scaled)
     kinds = (np.int32,) * 6 + (_wide(dtype),) * 2
     arguments = tuple(np.zeros(values.shape, kind) for values, kind in zip(right, kinds))
-    return _tile("index maps", "maps", dtype, arguments, dict(enumerate(map(Expected, right))))
+    return _tile("index maps", "maps", dtype, mma_rows, arguments, dict(enumerate(map(Expected, right))), kRows=rows)
 
 
-def loads(dtype: str) -> Iterator[Launch]:
+def loads(dtype: str, mma_rows: int = 0) -> Iterator[Launch]:
     numbers = np.random.default_rng(4).integers(1, 99, (70, 140)).astype(_numpy(dtype))
     views = {
         "whole": numbers[:32, :64].copy(),
@@ -335,11 +354,11 @@ def loads(dtype: str) -> Iterator[Launch]:
     }
     for name, view in views.items():
         for kept in (-1, 0x5555_5555, 0x0F0F_8001):
-            yield _load(f"load, {name}, {kept:#x}", dtype, view, kept)
+            yield _load(f"load, {name}, {kept:#x}", dtype, mma_rows, view, kept)
 
 
-def _load(name: str, dtype: str, view: Any, kept: int) -> Launch:
-    right = np.full((32, _pitch(dtype, 64)), SENTINEL, _wide(dtype))
+def _load(name: str, dtype: str, mma_rows: int, view: Any, kept: int) -> Launch:
+    right = np.full((32, _pitch(dtype, 64, mma_rows)), SENTINEL, _wide(dtype))
     right[:, :64] = 0
     rows, columns = min(view.shape[0], 32), min(view.shape[1], 64)
     part = view[:rows, :columns].astype(_wide(dtype))
@@ -347,7 +366,7 @@ def _load(name: str, dtype: str, view: Any, kept: int) -> Launch:
     right[:rows, :columns] = np.where(is_kept[:, None], part, 0)
     strides = [np.int64(step // view.itemsize) for step in view.strides]
     arguments = (view, *strides, np.int32(view.shape[0]), np.int32(view.shape[1]), np.int64(kept), right * 0)
-    return _tile(name, "loads", dtype, arguments, {6: Expected(right)})
+    return _tile(name, "loads", dtype, mma_rows, arguments, {6: Expected(right)})
 
 
 def _numpy(dtype: str) -> Any:
@@ -363,7 +382,7 @@ def _aligned(numbers: Any) -> Any:
     return wide
 
 
-def stores(dtype: str) -> Iterator[Launch]:
+def stores(dtype: str, mma_rows: int = 0) -> Iterator[Launch]:
     places = {
         "whole": lambda x: x[:32, :64],
         "short": lambda x: x[:29, :50],
@@ -381,16 +400,16 @@ def stores(dtype: str) -> Iterator[Launch]:
         height, width = min(32, len(to) - first), min(64, to.shape[1])
         number = 1000.0 * np.arange(height)[:, None] + np.arange(width)
         to[first : first + height, :width] = number.astype(_wide(dtype)).astype(_numpy(dtype))
-        shared = np.full((32, _pitch(dtype, 64)), SENTINEL, _wide(dtype))
+        shared = np.full((32, _pitch(dtype, 64, mma_rows)), SENTINEL, _wide(dtype))
         shared[:, :64] = 1000 * np.arange(32)[:, None] + np.arange(64)
         yield _tile(
-            f"store, {name}, from row {first}", "stores", dtype,
+            f"store, {name}, from row {first}", "stores", dtype, mma_rows,
             (memory, memory.copy(), start, *strides, *limits, shared * 0, shared * 0),
             {0: Expected(after), 1: Expected(after), 8: Expected(shared), 9: Expected(shared)},
         )  # fmt: skip
 
 
-def products(dtype: str, rows: int, columns: int, depth: int) -> Launch:
+def products(dtype: str, rows: int, columns: int, depth: int, mma_rows: int = 0) -> Launch:
     rng = np.random.default_rng(5)
     a, b_nt, b_nn = (
         rng.integers(-9, 10, shape).astype(_wide(dtype))
@@ -399,7 +418,7 @@ def products(dtype: str, rows: int, columns: int, depth: int) -> Launch:
     c = (1000 * np.arange(rows)[:, None] + np.arange(columns)).astype(_wide(dtype))
     sizes = {"kRows": rows, "kColumns": columns, "kDepth": depth}
     return _tile(
-        f"products {rows} x {columns} x {depth}", "products", dtype, (a, b_nt, b_nn, c * 0, c * 0),
+        f"products {rows} x {columns} x {depth}", "products", dtype, mma_rows, (a, b_nt, b_nn, c * 0, c * 0),
         {3: Expected(c + a @ b_nt.T), 4: Expected(c + a @ b_nn)}, **sizes,
     )  # fmt: skip
 
@@ -537,16 +556,18 @@ def wrong_tiles(plan: Plan, tiles: Any) -> list[str]:
     return wrong
 
 
+FRAGMENTS = ("float64", 8)  # registers and shared memory as tensor cores want them
 LAUNCHES = (
     matrices(),
     mma(),
+    *map(mma_double, (8, 16)),
     words(),
     atomics(),
     math(),
     copy(),
-    *(maps(dtype) for dtype in ("float32", "float64")),
-    *(launch for dtype in ELEMENTS for launch in loads(dtype)),
-    *(launch for dtype in ELEMENTS for launch in stores(dtype)),
-    *(products(dtype, *sizes) for dtype, sizes in (("float32", (32, 64, 40)), ("float32", (64, 32, 8)),
-                                                   ("float64", (16, 48, 24)))),
+    *(maps(*way) for way in (("float32",), ("float64",), FRAGMENTS)),
+    *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in loads(*way)),
+    *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in stores(*way)),
+    *(products("float32", *sizes) for sizes in ((32, 64, 40), (64, 32, 8))),
+    *(products("float64", *sizes) for sizes in ((16, 48, 24), (64, 40, 24, 8), (32, 16, 8, 16), (128, 24, 40, 16))),
 )  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 from executors import SIM, needs_compiler
 from planting import planted
 from poison import STRUCTURES, call
-from probing import WALKS, assert_expected, loads, maps, products, stores, walk, wrong_tiles
+from probing import FRAGMENTS, WALKS, assert_expected, loads, maps, products, stores, walk, wrong_tiles
 
 from cuflash import masks, sim
 from cuflash.simulated import Simulator
@@ -118,6 +118,25 @@ EDITS = {
     ),
     "a vector is multiplied backwards": ("tile/product.cuh", "b_frag[j].at[e]", "b_frag[j].at[kVector - 1 - e]"),
     "a row of b is multiplied again and again": ("tile/product.cuh", "b.vector(k + e, ", "b.vector(k, "),
+    "a fragment of a is another lane's": (
+        "tile/product.cuh", "a.at(Tile::row(i), k + column_lane())", "a.at(Tile::row(i), k + (column_lane() ^ 1))"
+    ),
+    "a fragment of b is transposed": (
+        "tile/product.cuh", "column_lane() * KStride + row_lane() % 8 * ColumnStride",
+        "column_lane() * ColumnStride + row_lane() % 8 * KStride",
+    ),
+    "a fragment of b is its neighbour's": (
+        "tile/product.cuh", "j * kColumnLanes * ColumnStride", "(j ^ 2) * kColumnLanes * ColumnStride"
+    ),
+    "two fragments of a change places": (
+        "tile/product.cuh", "a_frag[i], a_frag[i + 1], b_frag", "a_frag[i + 1], a_frag[i], b_frag"
+    ),
+    "two rows of fragments are summed": (
+        "tile/register_tile.cuh", "step < kColumnLanes; step *= 2) x += ", "step < 8; step *= 2) x += "
+    ),
+    "rows of fragments meet in the banks": (
+        "tile/shared_tile.cuh", "Columns + (config::kMmaRows > 0 ? 2 : 1) * kVector", "Columns + kVector"
+    ),
 }  # fmt: skip
 
 
@@ -159,6 +178,7 @@ def work_is_shared_out() -> None:
 def tiles_are_right() -> None:
     """Every index map is the one that NumPy says."""
     launches = [maps("float32"), *loads("float32"), *stores("float32"), products("float32", 32, 64, 40)]
+    launches += [maps(*FRAGMENTS), products("float64", 64, 40, 24, 8), products("float64", 128, 24, 40, 16)]
     for launch in launches:
         assert_expected(launch, launch.on_simulator())
 

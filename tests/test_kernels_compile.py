@@ -94,6 +94,16 @@ def test_the_choice_has_every_kernel_and_every_architecture() -> None:
     assert {spec.name for spec, _ in TARGETS} == on_disk
 
 
+def test_float64_is_multiplied_on_tensor_cores_where_a_chip_has_them() -> None:
+    by_chip = {chip: every_spec(chip, [(64, 64)], (None, (32, 32))) for chip in CHIPS}
+    rows = {"T4": 0, "H100": 16} | dict.fromkeys(("A100", "RTX 3090", "L4", "B200", "RTX 5090"), 8)
+    for chip, specs in by_chip.items():
+        assert {spec.mma_rows for spec in specs if spec.dtype == np.float64} == {rows[chip]}
+        assert {spec.mma_rows for spec in specs if spec.dtype != np.float64} == {0}
+    in_short_blocks = every_spec("H100", [(64, 64)], ((16, 16), (24, 24)))
+    assert {spec.mma_rows for spec in in_short_blocks} == {0}
+
+
 @pytest.mark.parametrize(
     ("spec", "architecture"), chosen(TARGETS), ids=[f"{spec}, {name}" for spec, name in chosen(TARGETS)]
 )

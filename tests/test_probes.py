@@ -7,7 +7,19 @@ import shutil
 
 import numpy as np
 import pytest
-from probing import LAUNCHES, WALKS, Launch, Walk, assert_expected, same_bits, walk, wrong_steps, wrong_tiles
+from probing import (
+    FRAGMENTS,
+    LAUNCHES,
+    WALKS,
+    Launch,
+    Walk,
+    assert_expected,
+    maps,
+    same_bits,
+    walk,
+    wrong_steps,
+    wrong_tiles,
+)
 
 from cuflash import sim
 
@@ -22,6 +34,15 @@ launches = pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch
 def test_a_probe_leaves_what_numpy_says(launch: Launch) -> None:
     for schedule in (sim.Schedule(), HOSTILE):
         assert_expected(launch, launch.on_simulator(schedule))
+
+
+@needs_compiler
+def test_half_a_warp_reads_a_fragment_from_all_banks() -> None:
+    probe = maps(*FRAGMENTS)
+    places = probe.on_simulator()[4]  # in shared memory, of elements
+    row, k = np.divmod(np.arange(16), 4)
+    for fragment in (places[row, k], places[k, row]):  # four k of four rows; four columns of four k
+        assert len(set(fragment % 16)) == 16
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from executors import (
 )
 from hypothesis import target
 
+import cuflash
 from cuflash import masks
 from cuflash.testing import (
     FORWARD_PROPERTIES,
@@ -159,6 +160,17 @@ def test_two_executors_agree_within_the_sum_of_their_bounds(pair, dtype):
         first, second = (run.everything(example) for run in pair)
         for name, result in first.items():
             assert_within(name, second[name], result, 2 * getattr(example.bounds, name), example)
+
+
+@needs_compiler
+@pytest.mark.parametrize("chip", ["T4", "A100", "H100"])
+def test_float64_is_within_its_bounds_however_a_chip_multiplies(chip):
+    for example in side_by_side("float64", values="outliers"):
+        arrays = example.q, example.k, example.v
+        ready = cuflash.plan(*arrays, mask=example.mask, executor="sim", device=cuflash.DeviceSpec.gpu(chip))
+        o, lse = ready.forward(*arrays)
+        dq, dk, dv = ready.backward(example.do, *arrays, o, lse, dlse=example.dlse)
+        assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
 
 
 @on_kernels

@@ -26,6 +26,7 @@ CHANGED = {
     "value_dim": 128,
     "block_q": 64,
     "block_kv": 64,
+    "mma_rows": 8,
 }
 
 

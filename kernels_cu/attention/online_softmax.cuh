@@ -23,7 +23,7 @@ struct OnlineSoftmax {
   }
 
   // Turn scores into exp2(s - row_max), and scale what has been summed before by what the maximum rose.
-  // Called by all threads: the eight of a row share its maximum.
+  // Called by all threads: those of a row share its maximum.
   template <int Columns, int ValueColumns, int Run>
   CUFLASH_DEVICE void update(tile::RegisterTile<T, Rows, Columns>& s, tile::RegisterTile<T, Rows, ValueColumns, Run>& o) {
     using Scores = tile::RegisterTile<T, Rows, Columns>;

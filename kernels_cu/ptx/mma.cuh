@@ -4,6 +4,8 @@
 //   b[0], b[1]: column g, rows 2t, 2t + 1 and 2t + 8, 2t + 9
 //   d[0], d[1]: row g, columns 2t, 2t + 1;           d[2], d[3]: row g + 8
 // For tf32 a register is one element: a at rows g, g + 8 and columns t, then t + 4; b at rows t, t + 4; d as above.
+// For doubles (K = 4, accumulated in double, each multiply-add rounded once) a has rows g, g + 8 of column t, b row t, d is
+// as above; the instruction of 8 rows has the first half of a and d.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma
 #pragma once
 
@@ -32,6 +34,20 @@ CUFLASH_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], cons
                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// From sm_80 on.
+CUFLASH_DEVICE void mma_m8n8k4(double& d0, double& d1, double a, double b) {
+  asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+               : "+d"(d0), "+d"(d1)
+               : "d"(a), "d"(b));
+}
+
+// From sm_90 on; chips after sm_90 have it made of the other.
+CUFLASH_DEVICE void mma_m16n8k4(double& d0, double& d1, double& d2, double& d3, double a0, double a1, double b) {
+  asm volatile("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+d"(d0), "+d"(d1), "+d"(d2), "+d"(d3)
+               : "d"(a0), "d"(a1), "d"(b));
 }
 
 }  // namespace cuflash::ptx

@@ -1,4 +1,4 @@
-// FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1) with plain multiply-adds: exact in float32 and float64.
+// FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1), products and sums in true float32 or float64.
 // One block works on one tile of queries and walks their keys; K and V take turns in one shared tile.
 #include <attention/mask_scores.cuh>
 #include <attention/online_softmax.cuh>

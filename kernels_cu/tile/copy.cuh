@@ -26,14 +26,18 @@ struct EveryRow {
   CUFLASH_DEVICE bool operator()(int) const { return true; }
 };
 
+// Threads as `load` shares its rows among them: eight to each, whose vectors meet no bank of a shared tile twice.
+constexpr int kLoadColumns = 8, kLoadRows = kThreads / kLoadColumns;
+CUFLASH_DEVICE int load_row() { return threadIdx.x / kLoadColumns; }
+CUFLASH_DEVICE int load_column() { return threadIdx.x % kLoadColumns; }
+
 // Copy a matrix to shared memory, widened; zeros past its ends and in rows that are not kept. Called by all threads.
-// The eight threads that share rows of registers share rows here too: no division, and whole sectors of memory.
 template <class T, int Rows, int Columns, class Element, class Kept = EveryRow>
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<Element> from, Kept is_kept = {}) {
-  for (int row = row_lane(); row < Rows; row += kRowLanes) {
+  for (int row = load_row(); row < Rows; row += kLoadRows) {
     const bool is_there = row < from.num_rows && is_kept(row);
 #pragma unroll 4
-    for (int column = column_lane(); column < Columns; column += kColumnLanes)
+    for (int column = load_column(); column < Columns; column += kLoadColumns)
       to.at(row, column) = is_there && column < from.num_columns ? widen(from.at(row, column)) : T(0);
   }
 }
@@ -41,18 +45,18 @@ CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<Element> from, 
 // The same in vectors, for matrices of numbers whose rows are whole vectors that start at multiples of 16 bytes.
 template <class T, int Rows, int Columns, class Kept = EveryRow>
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<T> from, Kept is_kept = {}) {
-  constexpr int kVector = Vector<T>::kLength, kWidth = kColumnLanes * kVector;
+  constexpr int kVector = Vector<T>::kLength, kWidth = kLoadColumns * kVector;
   constexpr int kVectors = (Columns + kWidth - 1) / kWidth;
   constexpr int kUnroll = kVectors < 4 ? 4 / kVectors : 1;  // four loads in flight, or a row
   const bool is_aligned = from.column_stride == 1 && from.row_stride % kVector == 0 &&
                           from.num_columns % kVector == 0 && reinterpret_cast<uint64_t>(from.data) % 16 == 0;
   if (!is_aligned) return load<T, Rows, Columns, T>(to, from, is_kept);
 #pragma unroll kUnroll
-  for (int row = row_lane(); row < Rows; row += kRowLanes) {
+  for (int row = load_row(); row < Rows; row += kLoadRows) {
     const bool is_there = row < from.num_rows && is_kept(row);
     const T* const data = &from.at(row, 0);
 #pragma unroll
-    for (int column = column_lane() * kVector; column < Columns; column += kColumnLanes * kVector) {
+    for (int column = load_column() * kVector; column < Columns; column += kWidth) {
       Vector<T> x{};
       if (is_there && column < from.num_columns) x = *reinterpret_cast<const Vector<T>*>(data + column);
       to.vector(row, column) = x;

@@ -1,9 +1,40 @@
 #pragma once
+#include <ptx/mma.cuh>
 #include <tile/register_tile.cuh>
 #include <tile/shared_tile.cuh>
 
-// Products of tiles by multiply-add. Called by all threads; operands must be complete in shared memory.
+// Products of tiles by multiply-add or on tensor cores. Called by all threads; operands must be complete in shared memory.
 namespace cuflash::tile {
+
+// c += a b on tensor cores, where element (k, column) of b is b[k * KStride + column * ColumnStride]. Every warp
+// multiplies eight rows in each kRowLanes of a by all columns, four k at a time.
+template <int KStride, int ColumnStride, class T, int Rows, int Columns, int Run, int Depth>
+CUFLASH_DEVICE void add_product_by_mma(RegisterTile<T, Rows, Columns, Run>& c, SharedTile<T, Rows, Depth> a, const T* b) {
+  using Tile = RegisterTile<T, Rows, Columns, Run>;
+  static_assert(Run == 2, "a thread holds two neighbouring columns of a product");
+  constexpr int kPaired = kMmaRows == 16 && Tile::kRows % 2 == 0 ? 2 : 1;  // fragments of rows to an instruction
+  b += column_lane() * KStride + row_lane() % 8 * ColumnStride;
+#pragma unroll 4
+  for (int k = 0; k < Depth; k += 4) {
+    T a_frag[Tile::kRows];
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) a_frag[i] = a.at(Tile::row(i), k + column_lane());
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; j += 2) {
+      const T b_frag = b[k * KStride + j * kColumnLanes * ColumnStride];
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; i += kPaired) {
+        T(&d)[Tile::kColumns] = c.at[i];
+        if constexpr (kPaired == 2) {
+          T(&below)[Tile::kColumns] = c.at[i + 1];
+          ptx::mma_m16n8k4(d[j], d[j + 1], below[j], below[j + 1], a_frag[i], a_frag[i + 1], b_frag);
+        } else {
+          ptx::mma_m8n8k4(d[j], d[j + 1], a_frag[i], b_frag);
+        }
+      }
+    }
+  }
+}
 
 // Steps of a product's loop that are laid out at once: as many as leave registers for accumulators.
 template <class T, class Tile>
@@ -13,6 +44,7 @@ constexpr int kSteps = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ?
 template <class T, int Rows, int Columns, int Depth>
 CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth> a,
                                    SharedTile<T, Columns, Depth> b) {
+  if constexpr (kMmaRows > 0) return add_product_by_mma<1, b.kPitch>(c, a, b.data);
   using Tile = RegisterTile<T, Rows, Columns>;
   constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
 #pragma unroll kUnroll
@@ -35,6 +67,7 @@ CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile
 template <class T, int Rows, int Columns, int Depth>
 CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c, SharedTile<T, Rows, Depth> a,
                                    SharedTile<T, Depth, Columns> b) {
+  if constexpr (kMmaRows > 0) return add_product_by_mma<b.kPitch, 1>(c, a, b.data);
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
   constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
 #pragma unroll kUnroll

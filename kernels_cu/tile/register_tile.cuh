@@ -3,10 +3,15 @@
 
 namespace cuflash::tile {
 
+using config::kMmaRows;  // of the instruction that multiplies on tensor cores; 0: products are multiply-adds
+
 // 128 threads as 16 rows of 8: a warp reads 4 rows of one operand, which broadcast, and 8 of the other, a vector each.
+// Tensor cores want 8 rows of 4 in every warp, and two neighbouring columns of a product in a thread: its columns come
+// in runs of two at least.
 constexpr int kThreads = 128;
-constexpr int kRowLanes = 16;
-constexpr int kColumnLanes = 8;
+constexpr int kColumnLanes = kMmaRows > 0 ? 4 : 8;
+constexpr int kRowLanes = kThreads / kColumnLanes;
+constexpr int kLeastRun = kMmaRows > 0 ? 2 : 1;
 
 CUFLASH_DEVICE int row_lane() { return threadIdx.x / kColumnLanes; }
 CUFLASH_DEVICE int column_lane() { return threadIdx.x % kColumnLanes; }
@@ -16,7 +21,7 @@ constexpr int kRowsOfThread = Rows / kRowLanes;
 
 // A matrix in the registers of the block's threads. A thread holds every kRowLanes-th row and, in every row, runs of
 // Run columns, one run in each kColumnLanes * Run.
-template <class T, int Rows, int Columns, int Run = 1>
+template <class T, int Rows, int Columns, int Run = kLeastRun>
 struct RegisterTile {
   static constexpr int kRun = Run;
   static constexpr int kRows = kRowsOfThread<Rows>;
@@ -47,7 +52,7 @@ struct RegisterTile {
   }
 };
 
-// Reductions over a row: the eight threads that share it are neighbours. Called by whole warps.
+// Reductions over a row: the threads that share it are neighbours. Called by whole warps.
 template <class T>
 CUFLASH_DEVICE T row_sum(T x) {
 #pragma unroll

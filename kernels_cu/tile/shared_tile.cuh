@@ -10,13 +10,14 @@ struct alignas(16) Vector {
   T at[kLength];
 };
 
-// A matrix in shared memory, row after row, each row one vector longer than it is wide: eight rows that follow each
-// other then start 16 bytes apart modulo the 128 bytes of the banks, so that reading a column of vectors meets no
-// bank twice.
+// A matrix in shared memory, row after row, each row longer than it is wide. By one vector: eight rows that follow each
+// other then start 16 bytes apart modulo the 128 bytes of the banks, so that reading a column of vectors meets no bank
+// twice. By two where tensor cores multiply: half a warp then reads four numbers of four rows, in either direction, from
+// all banks.
 template <class T, int Rows, int Columns>
 struct SharedTile {
   static constexpr int kVector = Vector<T>::kLength;
-  static constexpr int kPitch = Columns + kVector;
+  static constexpr int kPitch = Columns + (config::kMmaRows > 0 ? 2 : 1) * kVector;
   static constexpr int kElements = Rows * kPitch;
   static_assert(Columns % kVector == 0, "rows must be whole vectors");
 

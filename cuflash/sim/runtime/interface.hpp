@@ -36,11 +36,12 @@ struct ShuffleLane { uint64_t in, out; int source; };
 struct GatherLane { uint32_t value; uint32_t participants; uint32_t values[32]; };
 struct MatrixLane { uint16_t row[8]; uint32_t matrices[4]; };
 struct MmaLane { float d[4]; uint32_t a[4], b[2]; };
+struct MmaDoubleLane { double d[4], a[2], b; };   // of 8 rows: the first halves
 void execute_shuffle(void* const* arguments, uint32_t mask);
 void execute_gather(void* const* arguments, uint32_t mask);
 
 extern const Operation kLdmatrix[2][3], kStmatrix[2][3];   // [transposed][1, 2 or 4 matrices, halved]
-extern const Operation kMmaHalf, kMmaBFloat16, kMmaTf32;
+extern const Operation kMmaHalf, kMmaBFloat16, kMmaTf32, kMmaDouble[2];   // [8 or 16 rows, over 8, halved]
 void load_row(uint32_t address, MatrixLane& lane, const char* name, Location where);
 void store_row(uint32_t address, const MatrixLane& lane, const char* name, Location where);
 

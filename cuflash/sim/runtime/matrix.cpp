@@ -1,4 +1,6 @@
 // ldmatrix, stmatrix and mma on the operands of a whole warp. Where each element lives is drawn in kernels_cu/ptx.
+#include <cmath>
+
 #include "cta.hpp"
 #include "floats.hpp"
 
@@ -76,6 +78,16 @@ void execute_mma_m16n8k8_tf32(void* const* arguments, uint32_t) {
   multiply_add(a, b, arguments);
 }
 
+// PTX leaves open in which order doubles are summed; here it is the order of the columns of a, each rounded once.
+template <int kRows>
+void execute_mma_double(void* const* arguments, uint32_t) {
+  const auto lane = [&](int i) -> MmaDoubleLane& { return *static_cast<MmaDoubleLane*>(arguments[i]); };
+  for (int i = 0; i < 32; ++i)
+    for (int e = 0; e < kRows / 4; ++e)
+      for (int k = 0; k < 4; ++k)
+        lane(i).d[e] = std::fma(lane(i / 4 * 4 + k).a[e / 2], lane((i % 4 * 2 + e % 2) * 4 + k).b, lane(i).d[e]);
+}
+
 }  // namespace
 
 const Operation kLdmatrix[2][3] = {{{"ldmatrix_x1", execute_ldmatrix<1, false>, true},
@@ -93,5 +105,7 @@ const Operation kStmatrix[2][3] = {{{"stmatrix_x1", execute_stmatrix<1, false>, 
 const Operation kMmaHalf{"mma_m16n8k16 (Half)", execute_mma_m16n8k16<half_to_float>, true};
 const Operation kMmaBFloat16{"mma_m16n8k16 (BFloat16)", execute_mma_m16n8k16<bfloat16_to_float>, true};
 const Operation kMmaTf32{"mma_m16n8k8_tf32", execute_mma_m16n8k8_tf32, true};
+const Operation kMmaDouble[2] = {{"mma_m8n8k4", execute_mma_double<8>, true},
+                                 {"mma_m16n8k4", execute_mma_double<16>, true}};
 
 }  // namespace cuflash::sim
