@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import starmap
 from operator import and_
@@ -163,9 +163,27 @@ _GPU = _Gpu()
 
 
 def _function(spec: KernelSpec, nbytes: int) -> Any:
+    return compile.kernel(spec, _capability(), shared_bytes=nbytes)
+
+
+def _capability() -> tuple[int, int]:
     capability = current_device().compute_capability
     assert capability is not None
-    return compile.kernel(spec, capability, shared_bytes=nbytes)
+    return capability
+
+
+def _cold(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
+    """Those that are yet to be compiled, or loaded, for the current device."""
+    capability = _capability()
+    return [spec for spec in specs if not compile.is_loaded(spec, capability, shared_bytes(spec))]
+
+
+def _compile_at_once(plan: Plan, table: Mapping[str, passes.Pass]) -> None:
+    """A pass waits for the slowest of its kernels, not for one after the other."""
+    assert plan.family is not None
+    cold = _cold(plan.specs[entry] for entry in table[plan.family].entries)
+    if len(cold) > 1:
+        compile.precompile(cold, _capability())
 
 
 def namespace() -> Any:
@@ -181,11 +199,9 @@ def namespace() -> Any:
 
 def make_ready(plan: Plan) -> None:
     """Compile and load the kernels of all passes for the current device, and put the work list there; waits for it."""
-    capability = current_device().compute_capability
-    assert capability is not None
-    compile.precompile(plan.specs.values(), capability)
+    compile.precompile(plan.specs.values(), _capability())
     for spec in plan.specs.values():
-        compile.kernel(spec, capability, shared_bytes=shared_bytes(spec))
+        _function(spec, shared_bytes(spec))
     resident = _GPU.resident(plan.work)
     if resident is not None:
         resident.settle()
@@ -204,9 +220,7 @@ def require_capturable(plan: Plan) -> None:
         refuse_capture("CUFLASH_CHECK waits for each kernel, which a stream capture cannot")
     if not cupy.cuda.get_current_stream().is_capturing():
         return
-    capability = current_device().compute_capability
-    assert capability is not None
-    cold = [spec for spec in plan.specs.values() if not compile.is_loaded(spec, capability, shared_bytes(spec))]
+    cold = _cold(plan.specs.values())
     if cold:
         raise RuntimeError(f"{cold[0].name} is not compiled yet, which a stream capture cannot wait for: {_COLD}")
     _GPU.resident(plan.work)
@@ -220,6 +234,7 @@ def refuse_capture(reason: str) -> None:
 
 def forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
+    _compile_at_once(plan, passes.FORWARD)
     keep(plan, *passes.forward(plan, _GPU, q, k, v, o, lse))
 
 
@@ -237,6 +252,7 @@ def backward(
     dv: Array,
 ) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
+    _compile_at_once(plan, passes.BACKWARD)
     keep(plan, *passes.backward(plan, _GPU, do, q, k, v, o, lse, dlse, dq, dk, dv), dq, dk, dv)
 
 
@@ -290,6 +306,7 @@ def repeated(
     import cupy
 
     assert plan.family is not None
+    _compile_at_once(plan, table)
     rooms = results | passes.workspaces(plan, table)
     views = *starmap(View.of, given.items()), *starmap(View.of_new, rooms.items())
     records, launches = passes.bound(plan, table[plan.family].entries, views)

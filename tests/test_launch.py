@@ -95,7 +95,8 @@ def test_a_repeated_call_gives_what_the_first_gave_and_asks_nothing_again(cupy, 
 @pytest.mark.parametrize("has_dlse", [False, True])
 def test_repeated_gradients_are_what_the_first_call_gave_and_ask_nothing_again(cupy, monkeypatch, kernel, has_dlse):
     def call(q):
-        (_, lse), vjp = cuflash.attention_vjp(*map(cupy.asarray, (q, K, V)), causal=True, kernel=kernel, return_lse=True)
+        arrays = [cupy.asarray(array) for array in (q, K, V)]
+        (_, lse), vjp = cuflash.attention_vjp(*arrays, causal=True, kernel=kernel, return_lse=True)
         return [x.get() for x in vjp(cupy.asarray(DO), lse if has_dlse else None)]
 
     (_, host_lse), host_vjp = cuflash.attention_vjp(2 * Q, K, V, causal=True, return_lse=True)
@@ -539,6 +540,17 @@ def test_a_copy_that_a_capture_cannot_wait_for_is_named(cupy):
         stream.begin_capture()
         with pytest.raises(RuntimeError, match="the copy of a work list is still under way"):
             cuflash.attention(*arrays, mask=LISTED)
+
+
+@pytest.mark.parametrize("options", [{}, {"v": V[None].repeat(2, 0)}], ids=["repeatable", "summed"])
+def test_the_kernels_of_a_pass_are_compiled_at_once(cupy, options):
+    q, k, v = (cupy.asarray(array) for array in (Q, K, options.get("v", V)))
+    ready = cuflash.plan(q, k, v)
+    o, lse = ready.forward(q, k, v)
+    assert cupy.most_at_once == 1
+    cupy.seconds = 0.3
+    ready.backward(o, q, k, v, o, lse)
+    assert cupy.most_at_once == 2 and len(cupy.compiled) == 3
 
 
 def test_compile_leaves_nothing_for_the_first_call(cupy):
