@@ -12,7 +12,7 @@ from .arrays import Array, is_array, namespace
 from .compile import Compiled
 from .device import DeviceSpec
 from .errors import UnsupportedProblem, collecting
-from .launch import EXECUTORS, Executable, Forward, Gradients, as_arrays, lie_of
+from .launch import EXECUTORS, Executable, Gradients, Repeated, as_arrays, lie_of
 from .mask import Mask, held_arrays
 from .memory import device_number
 from .plans import Plan, make_plan
@@ -145,21 +145,7 @@ def attention(
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 1.
     """
-    key = None
-    if out is None and (mask is None or isinstance(mask, Mask)) and not checks.is_on():
-        key = _key(q, k, v, mask, causal, window, scale, kernel, executor, precision, deterministic)
-        repeated = _repeated(key)
-        if repeated is not None:
-            o, lse = repeated(q, k, v)
-            return (o, lse) if return_lse else o
-    q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
-    ready = plan(
-        q, k, v, mask=mask, causal=causal, window=window, scale=scale, kernel=kernel, executor=executor,
-        precision=precision, deterministic=deterministic,
-    )  # fmt: skip
-    o, lse = ready.forward(q, k, v, out=out)
-    gpu.pin(ready.plan)
-    _remember(key, ready, q, k, v)
+    *_, o, lse = _call(q, k, v, out, mask, causal, window, scale, kernel, executor, precision, deterministic)
     return (o, lse) if return_lse else o
 
 
@@ -212,16 +198,12 @@ def attention_vjp(
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 2: P is recomputed from lse, dS = P (dP - rowsum(dO O) + dlse).
     """
-    q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
-    ready = plan(
-        q, k, v, mask=mask, causal=causal, window=window, scale=scale, kernel=kernel, executor=executor,
-        precision=precision, deterministic=deterministic,
+    ready, q, k, v, o, lse = _call(
+        q, k, v, out, mask, causal, window, scale, kernel, executor, precision, deterministic
     )  # fmt: skip
-    o, lse = ready.forward(q, k, v, out=out)
-    gpu.pin(ready.plan)
 
     def vjp(do: Array, dlse: Array | None = None) -> Gradients:
-        gradients = ready.backward(do, q, k, v, o, lse, dlse)
+        gradients: Gradients = ready.backward(do, q, k, v, o, lse, dlse)
         gpu.pin(ready.plan)
         return gradients
 
@@ -366,37 +348,41 @@ def precompile(
 
 _AUTO, _RULE = "simt", "by kernel='auto': it serves every dtype, mask and chip"
 _MOST_REPEATED = 512
-_ready: dict[Hashable, Forward] = {}
 
 
-def _key(q: Any, k: Any, v: Any, mask: Any, causal: Any, window: Any, *options: Any) -> Hashable:
+_repeated: dict[Hashable, tuple[Executable, Repeated]] = {}
+
+
+def _call(q: Any, k: Any, v: Any, out: Any, mask: Any, causal: Any, window: Any, *options: Any) -> tuple[Any, ...]:
+    """What ran the forward pass of a call, its q, k and v as arrays, o and lse; equal calls look up what they need."""
+    key = None if out is not None or checks.is_on() else _key(q, k, v, mask, causal, window, options)
+    try:
+        found = _repeated.get(key)
+    except TypeError:  # arrays in the mask
+        key = found = None
+    if found is not None:
+        ready, forward = found
+        return ready, q, k, v, *forward(q, k, v)
+    q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
+    names = ("scale", "kernel", "executor", "precision", "deterministic")
+    ready = plan(q, k, v, mask=mask, causal=causal, window=window, **dict(zip(names, options)))
+    o, lse = ready.forward(q, k, v, out=out)
+    gpu.pin(ready.plan)
+    if key is not None and ready.is_repeatable:
+        if len(_repeated) >= _MOST_REPEATED:
+            _repeated.clear()
+        _repeated[key] = ready, ready.repeated(q, k, v, pins=True)
+    return ready, q, k, v, o, lse
+
+
+def _key(q: Any, k: Any, v: Any, mask: Any, causal: Any, window: Any, options: Any) -> Hashable:
     """What decides a call but its data; None where equal values may mean different things, 1 and True say."""
-    if type(causal) is not bool and type(causal) is not str:
+    if type(causal) is not bool and type(causal) is not str or not (mask is None or isinstance(mask, Mask)):
         return None
     if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
         return None
     lie = lie_of(q, k, v)
     return None if lie is None else (lie, mask, causal, window, options)
-
-
-def _repeated(key: Hashable) -> Forward | None:
-    """What an equal call was found to need; None for a first one, and for one with arrays in its mask."""
-    try:
-        return None if key is None else _ready.get(key)
-    except TypeError:  # not hashable
-        return None
-
-
-def _remember(key: Hashable, ready: Executable, q: Array, k: Array, v: Array) -> None:
-    if key is None or not ready.is_repeatable:
-        return
-    try:
-        hash(key)
-    except TypeError:
-        return
-    if len(_ready) >= _MOST_REPEATED:
-        _ready.clear()
-    _ready[key] = ready.repeated(q, k, v, pins=True)
 
 
 _host = lru_cache(maxsize=1)(DeviceSpec.host)

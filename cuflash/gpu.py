@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from itertools import starmap
+from operator import and_
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 from . import checks, compile, passes
-from .arrays import Array
+from .arrays import Array, ShapeDtype
 from .device import DeviceSpec
 from .errors import UnsupportedProblem
 from .memory import layout_reasons
+from .params import View
 from .plans import Plan
 from .source import KernelSpec
 from .tiles import THREADS, shared_bytes
@@ -160,9 +163,27 @@ _GPU = _Gpu()
 
 
 def _function(spec: KernelSpec, nbytes: int) -> Any:
+    return compile.kernel(spec, _capability(), shared_bytes=nbytes)
+
+
+def _capability() -> tuple[int, int]:
     capability = current_device().compute_capability
     assert capability is not None
-    return compile.kernel(spec, capability, shared_bytes=nbytes)
+    return capability
+
+
+def _cold(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
+    """Those that are yet to be compiled, or loaded, for the current device."""
+    capability = _capability()
+    return [spec for spec in specs if not compile.is_loaded(spec, capability, shared_bytes(spec))]
+
+
+def _compile_at_once(plan: Plan, table: Mapping[str, passes.Pass]) -> None:
+    """A pass waits for the slowest of its kernels, not for one after the other."""
+    assert plan.family is not None
+    cold = _cold(plan.specs[entry] for entry in table[plan.family].entries)
+    if len(cold) > 1:
+        compile.precompile(cold, _capability())
 
 
 def namespace() -> Any:
@@ -178,11 +199,9 @@ def namespace() -> Any:
 
 def make_ready(plan: Plan) -> None:
     """Compile and load the kernels of all passes for the current device, and put the work list there; waits for it."""
-    capability = current_device().compute_capability
-    assert capability is not None
-    compile.precompile(plan.specs.values(), capability)
+    compile.precompile(plan.specs.values(), _capability())
     for spec in plan.specs.values():
-        compile.kernel(spec, capability, shared_bytes=shared_bytes(spec))
+        _function(spec, shared_bytes(spec))
     resident = _GPU.resident(plan.work)
     if resident is not None:
         resident.settle()
@@ -201,9 +220,7 @@ def require_capturable(plan: Plan) -> None:
         refuse_capture("CUFLASH_CHECK waits for each kernel, which a stream capture cannot")
     if not cupy.cuda.get_current_stream().is_capturing():
         return
-    capability = current_device().compute_capability
-    assert capability is not None
-    cold = [spec for spec in plan.specs.values() if not compile.is_loaded(spec, capability, shared_bytes(spec))]
+    cold = _cold(plan.specs.values())
     if cold:
         raise RuntimeError(f"{cold[0].name} is not compiled yet, which a stream capture cannot wait for: {_COLD}")
     _GPU.resident(plan.work)
@@ -217,6 +234,7 @@ def refuse_capture(reason: str) -> None:
 
 def forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
+    _compile_at_once(plan, passes.FORWARD)
     keep(plan, *passes.forward(plan, _GPU, q, k, v, o, lse))
 
 
@@ -234,7 +252,8 @@ def backward(
     dv: Array,
 ) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
-    keep(plan, *passes.backward(plan, _GPU, do, q, k, v, o, lse, dlse, dq, dk, dv))
+    _compile_at_once(plan, passes.BACKWARD)
+    keep(plan, *passes.backward(plan, _GPU, do, q, k, v, o, lse, dlse, dq, dk, dv), dq, dk, dv)
 
 
 _captured: WeakKeyDictionary[Plan, list[Array]] = WeakKeyDictionary()
@@ -255,10 +274,29 @@ def pin(plan: Plan) -> None:
         _pinned.add(plan)
 
 
-def repeated_forward(
-    plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array, pins: bool
-) -> Callable[..., None]:
-    """`forward` without its questions: for the current device, and for arrays that lie as these do, wherever they are.
+def repeated(
+    plan: Plan,
+    table: Mapping[str, passes.Pass],
+    given: Mapping[str, Array],
+    results: dict[str, ShapeDtype],
+    *,
+    pins: bool = False,
+) -> Callable[..., list[Array]]:
+    """A pass without its questions: for the current device, and for arrays that lie as these do, wherever they are.
+
+    Parameters
+    ----------
+    given : dict of arrays by name
+        What the pass reads.
+    results : dict of ShapeDtype by name
+        What it writes.
+    pins : bool
+        What a capture needs stays for ever.
+
+    Returns
+    -------
+    callable
+        Takes arrays in the order of `given`, and returns new results.
 
     Raises
     ------
@@ -268,29 +306,36 @@ def repeated_forward(
     import cupy
 
     assert plan.family is not None
-    entries, arrays = passes.FORWARD[plan.family].entries, {"q": q, "k": k, "v": v, "o": o, "lse": lse}
-    records, launches = passes.bound(plan, entries, arrays)
+    _compile_at_once(plan, table)
+    rooms = results | passes.workspaces(plan, table)
+    views = *starmap(View.of, given.items()), *starmap(View.of_new, rooms.items())
+    records, launches = passes.bound(plan, table[plan.family].entries, views)
     resident = _GPU.resident(plan.work)
     lists = {} if resident is None else resident.arrays
-    fill = records.placed({name: _GPU.address(array) for name, array in lists.items()}).filled
+    filler = records.placed({name: _GPU.address(array) for name, array in lists.items()})
     ready = [(_function(spec, nbytes), (grid,), nbytes) for spec, grid, nbytes in launches]
-    odd, threads, current_stream = plan.problem.dtype.itemsize - 1, (THREADS,), cupy.cuda.get_current_stream
+    names, odd = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
+    new, num_results, threads = [(room.shape, room.dtype) for room in rooms.values()], len(results), (THREADS,)
+    empty, current_stream = cupy.empty, cupy.cuda.get_current_stream
 
-    def run(q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
-        at_q, at_k, at_v = q.data.ptr, k.data.ptr, v.data.ptr
-        if (at_q | at_k | at_v) & odd:
-            given = {"q": q, "k": k, "v": v}.items()
-            raise UnsupportedProblem(reason for name, array in given for reason in layout_reasons(name, array))
+    def run(*arrays: Array) -> list[Array]:
+        addresses = [array.data.ptr for array in arrays]
+        if any(map(and_, addresses, odd)):
+            raise UnsupportedProblem(reason for pair in zip(names, arrays) for reason in layout_reasons(*pair))
+        made = [empty(shape, dtype) for shape, dtype in new]
+        addresses += [array.data.ptr for array in made]
         stream = current_stream()
         if resident is not None:
             resident.on(stream)
-        records = fill(at_q, at_k, at_v, o.data.ptr, lse.data.ptr)
+        filled = filler.filled(addresses)
         for function, grid, nbytes in ready:
-            for record in records:
+            for record in filled.records:
                 function(grid, threads, (record,), nbytes)
+        filler.reuse(filled)
         if stream.is_capturing():
-            _captured.setdefault(plan, []).extend((o, lse))
+            _captured.setdefault(plan, []).extend(made)
             if pins:
                 _pinned.add(plan)
+        return made[:num_results]
 
     return run

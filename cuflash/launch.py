@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from . import checks, compile, cpu, gpu, passes, simulated
-from .arrays import Array, describe, is_array, namespace
+from .arrays import Array, ShapeDtype, describe, is_array, namespace
 from .device import DeviceSpec
 from .errors import UnsupportedProblem, collecting
 from .memory import device_number, is_broadcast, is_foreign, is_on_cuda, layout_reasons, overlap, taken
@@ -40,7 +40,7 @@ class Gradients:
         return iter((self.dq, self.dk, self.dv))
 
 
-Forward = Callable[[Array, Array, Array], tuple[Array, Array]]
+Repeated = Callable[..., Sequence[Array]]
 _HOMES = {"cpu": "numpy", "gpu": "cupy", "sim": "numpy"}
 _MOST_REPEATED = 64  # ways for arrays to lie, of one plan
 
@@ -69,7 +69,7 @@ class Executable:
     plan: Plan
     executor: str = field(default="cpu")
     rule: str = field(default="")
-    _repeated: dict[Hashable, Forward] = field(default_factory=dict, repr=False)
+    _repeated: dict[Hashable, Repeated] = field(default_factory=dict, repr=False)
 
     def forward(self, q: Array, k: Array, v: Array, out: Any = None) -> tuple[Array, Array]:
         """o and lse of these arrays.
@@ -91,7 +91,8 @@ class Executable:
             key = lie_of(q, k, v)
             repeated = self._repeated.get(key)
             if repeated is not None and not checks.is_on():
-                return repeated(q, k, v)
+                o, lse = repeated(q, k, v)
+                return o, lse
         out_o, out_lse = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
         name_o = "out" if out_lse is None else "out[0]"
         given = as_arrays({"q": q, "k": k, "v": v, name_o: out_o, "out[1]": out_lse})
@@ -100,10 +101,8 @@ class Executable:
         q, k, v = given.values()
         with checks.checking(namespace(q), given) as check:
             if out is None and key is not None and check is None and self.is_repeatable:
-                repeated = self.repeated(q, k, v)
-                if len(self._repeated) < _MOST_REPEATED:
-                    self._repeated[key] = repeated
-                return repeated(q, k, v)
+                o, lse = self._remembered(key, self.repeated(q, k, v))(q, k, v)
+                return o, lse
             problem, empty = self.plan.problem, _empty(q, check)
             o = empty("o", problem.o_shape(), problem.dtype) if out_o is None else out_o
             lse = empty("lse", problem.lse_shape(), problem.accumulator) if out_lse is None else out_lse
@@ -120,29 +119,30 @@ class Executable:
     @property
     def is_repeatable(self) -> bool:
         """Whether calls on arrays that lie alike differ in nothing but addresses."""
-        if self.plan.is_empty or self.executor == "sim":
-            return False
-        family = self.plan.family
-        return family is None or not passes.FORWARD[family].workspaces
+        return not self.plan.is_empty and self.executor != "sim"
 
-    def repeated(self, q: Array, k: Array, v: Array, *, pins: bool = False) -> Forward:
+    def repeated(self, q: Array, k: Array, v: Array, *, pins: bool = False) -> Repeated:
         """`forward` without its checks, for arrays that lie as these do, which it has accepted.
 
         With `pins`, what a capture needs stays for ever: whoever captures does not hold the plan.
         """
-        plan, problem, xp = self.plan, self.plan.problem, namespace(q)
-        empty, o_shape, lse_shape = xp.empty, problem.o_shape(), problem.lse_shape()
-        dtype, accumulator = problem.dtype, problem.accumulator
+        plan, problem = self.plan, self.plan.problem
+        o, lse = ShapeDtype(problem.o_shape(), problem.dtype), ShapeDtype(problem.lse_shape(), problem.accumulator)
         if self.executor == "gpu":
-            run = gpu.repeated_forward(plan, q, k, v, empty(o_shape, dtype), empty(lse_shape, accumulator), pins)
-        else:
-            run = partial(EXECUTORS[self.executor].forward, plan)
+            given = {"q": q, "k": k, "v": v}
+            return gpu.repeated(plan, passes.FORWARD, given, {"o": o, "lse": lse}, pins=pins)
 
         def repeated(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            o, lse = empty(o_shape, dtype), empty(lse_shape, accumulator)
-            run(q, k, v, o, lse)
-            return o, lse
+            made = np.empty(o.shape, o.dtype), np.empty(lse.shape, lse.dtype)
+            EXECUTORS[self.executor].forward(plan, q, k, v, *made)
+            return made
 
+        return repeated
+
+    def _remembered(self, key: Hashable, repeated: Repeated) -> Repeated:
+        """The same, found by calls on arrays that lie alike."""
+        if len(self._repeated) < _MOST_REPEATED:
+            self._repeated[key] = repeated
         return repeated
 
     def backward(
@@ -163,18 +163,29 @@ class Executable:
         RuntimeError
             The stream is captured and something is not ready: `compile` makes it so.
         """
+        arrays = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
+        key = lie_of(*arrays)
+        repeated = self._repeated.get(key)
+        if repeated is not None and not checks.is_on():
+            return Gradients(*repeated(*arrays))
         problem = self.plan.problem
         given = as_arrays({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse})
-        reasons = self._input_reasons({name: array for name, array in given.items() if array is not None})
+        there = {name: array for name, array in given.items() if array is not None}
+        reasons = self._input_reasons(there)
         if reasons:
             raise UnsupportedProblem(reasons)
         self._require_ready()
         shapes, full_shapes = problem.argument_shapes(), problem.gradient_shapes()
         if self.executor == "gpu" and shapes != full_shapes:
             gpu.refuse_capture("gradients over broadcast axes are summed in memory that a graph would outlive")
-        read = {name: array for name, array in given.items() if array is not None and name not in ("o", "lse")}
+        read = {name: array for name, array in there.items() if name not in ("o", "lse")}
         results = {}
         with checks.checking(namespace(given["q"]), read) as check:
+            is_alike = key is not None and check is None and shapes == full_shapes
+            if is_alike and self.executor == "gpu" and not self.plan.is_empty:
+                made = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in shapes.items()}
+                repeated = self._remembered(key, gpu.repeated(self.plan, passes.BACKWARD, there, made))
+                return Gradients(*repeated(*arrays))
             empty = _empty(given["q"], check)
             for name, full in full_shapes.items():
                 dtype = problem.dtype if full == shapes[name] else problem.accumulator
@@ -312,25 +323,26 @@ class Executable:
         return reasons
 
 
-def lie_of(q: Array, k: Array, v: Array) -> Hashable:
+_lie = attrgetter("shape", "strides", "dtype")
+_lie_on_device = attrgetter("shape", "strides", "dtype", "data.device_id")
+
+
+def lie_of(*arrays: Array) -> Hashable:
     """Kind, shape, strides, dtype and device of plain arrays; None for anything else.
 
     Two calls for which all of it is equal are refused for the same reasons, or for none, but for odd addresses.
     """
-    kind = type(q)
-    if kind is not type(k) or kind is not type(v):
+    kind = type(arrays[0])
+    if len(set(map(type, arrays))) > 1:
         return None
     if kind is np.ndarray:
-        return q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
+        return tuple(map(_lie, arrays))
     cupy = sys.modules.get("cupy")
     if cupy is None or kind is not cupy.ndarray:
         return None
     if not compile.is_started():
         compile.current_device()
-    return (
-        q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype,
-        q.data.device_id, k.data.device_id, v.data.device_id, cupy.cuda.runtime.getDevice(),
-    )  # fmt: skip
+    return cupy.cuda.runtime.getDevice(), *map(_lie_on_device, arrays)
 
 
 def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -145,6 +145,14 @@ class Mask:
         return all(a is b or (not is_array(a) and not is_array(b) and a == b) for a, b in pairs)
 
     def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs, where types have other hashes."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    @cached_property
+    def _hash(self) -> int:
         if any(is_array(value) or callable(value) and not isinstance(value, Mask) for value in self._key()):
             raise TypeError(f"{type(self).__name__} holds arrays or a function, whose contents are never hashed")
         return hash((type(self), self._key()))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Array
+from .arrays import Array, ShapeDtype
 from .plans import Plan
 from .records import ARRAYS, BATCH_AXES, LISTS, PARAMS, ROW_VECTORS, WHOLE, WHOLE_ARRAYS, WORK
 from .work_list import IntervalWork, WorkList
@@ -37,6 +37,16 @@ class View(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in bytes
+
+    @classmethod
+    def of(cls, name: str, array: Array) -> View:
+        return cls(name, array.dtype, array.shape, array.strides)
+
+    @classmethod
+    def of_new(cls, name: str, room: ShapeDtype) -> View:
+        """Of an array that is yet to be allocated, in C order."""
+        shape, step = room.shape, room.dtype.itemsize
+        return cls(name, room.dtype, shape, tuple(step * prod(shape[axis + 1 :]) for axis in range(len(shape))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,26 +85,30 @@ class Records:
 
     def at(self, addresses: Mapping[str, int]) -> list[Any]:
         """The records for arrays, and arrays of the work, that lie at these addresses."""
-        return self.placed({name: addresses[name] for name in addresses if name not in self._names}).filled(
-            *(addresses[view.name] for view in self.views)
-        )
+        names = [view.name for view in self.views]
+        filler = self.placed({name: address for name, address in addresses.items() if name not in names})
+        return filler.filled([addresses[name] for name in names]).records
 
     def placed(self, lists: Mapping[str, int]) -> Filler:
         """What makes records of arrays' addresses alone: arrays of the work lie at these."""
+        places = [_PLACES[view.name] for view in self.views]
         templates = []
         for template in self.templates:
             words = template.reshape(1).view(np.uint64).copy()
             words[[_PLACES[name] for name in lists]] = list(lists.values())
-            places = [_PLACES[view.name] for view in self.views]
             templates.append((words, tuple(zip(places, words[places].tolist()))))
         return Filler(templates)
 
-    @property
-    def _names(self) -> set[str]:
-        return {view.name for view in self.views}
+
+# One field makes a scalar that is a view. CuPy looks at its type alone; fields of fields would take it 70 us.
+_BYTES = np.dtype([("bytes", np.void, PARAMS.itemsize)])
 
 
-_BYTES = np.dtype((np.void, PARAMS.itemsize))
+class Filled(NamedTuple):
+    """Records of a call, and the words that they are made of."""
+
+    records: list[Any]
+    words: list[memoryview]
 
 
 class Filler:
@@ -102,19 +116,26 @@ class Filler:
 
     def __init__(self, templates: list[tuple[Any, tuple[tuple[int, int], ...]]]) -> None:
         self._templates = templates
+        self._spare: list[Filled] = []
 
-    def filled(self, *addresses: int) -> list[Any]:
-        """The records for arrays that lie at these addresses, in the order of the views.
-
-        As plain bytes: CuPy would take 70 us to ask a structured scalar for its fields, and reads none.
-        """
-        records = []
-        for template, places in self._templates:
-            words = template.copy()
+    def filled(self, addresses: Sequence[int]) -> Filled:
+        """The records for arrays that lie at these addresses, in the order of the views; the caller's until `reuse`."""
+        try:
+            filled = self._spare.pop()
+        except IndexError:  # asked so, no other thread comes between the question and the answer
+            filled = self._made()
+        for words, (_, places) in zip(filled.words, self._templates):
             for (place, start), address in zip(places, addresses):
                 words[place] = start + address
-            records.append(words.view(_BYTES)[0])
-        return records
+        return filled
+
+    def reuse(self, filled: Filled) -> None:
+        """Let a later call, of any thread, have records that are launched: a launch copies its own."""
+        self._spare.append(filled)
+
+    def _made(self) -> Filled:
+        copies = [template.copy() for template, _ in self._templates]
+        return Filled([words.view(_BYTES)[0] for words in copies], [memoryview(words) for words in copies])
 
 
 def _strides(view: View, plan: Plan) -> tuple[int, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from . import checks
-from .arrays import Array
+from .arrays import Array, ShapeDtype
 from .params import Records, View
 from .plans import Plan
 from .source import KernelSpec
@@ -109,9 +110,18 @@ def backward(
     return _run(plan, machine, BACKWARD, arrays)
 
 
-def bound(plan: Plan, entries: tuple[str, ...], arrays: dict[str, Array]) -> Bound:
-    """The launches of passes over arrays that lie as these do."""
-    views = tuple(View(name, array.dtype, array.shape, array.strides) for name, array in arrays.items())
+def workspaces(plan: Plan, table: Mapping[str, Pass]) -> dict[str, ShapeDtype]:
+    """What a pass's kernels leave to each other."""
+    assert plan.family is not None
+    problem, rows = plan.problem, plan.problem.lse_shape()
+    return {
+        name: ShapeDtype(rows if name == "delta" else (*rows, problem.seqlen_kv), problem.accumulator)
+        for name in table[plan.family].workspaces
+    }
+
+
+def bound(plan: Plan, entries: tuple[str, ...], views: tuple[View, ...]) -> Bound:
+    """The launches of passes over arrays that lie so."""
     known = _bound.setdefault(plan, {})
     found = known.get((entries, views))
     if found is None:
@@ -130,22 +140,21 @@ _bound: WeakKeyDictionary[Plan, dict[tuple[tuple[str, ...], tuple[View, ...]], B
 
 
 def _run(plan: Plan, machine: Machine, table: dict[str, Pass], arrays: dict[str, Array]) -> list[Array]:
-    assert plan.family is not None
-    entries, workspaces = table[plan.family]
-    check, problem = checks.current(), plan.problem
-    for name in workspaces:
-        shape = problem.lse_shape() if name == "delta" else (*problem.lse_shape(), problem.seqlen_kv)
+    check, rooms = checks.current(), workspaces(plan, table)
+    for name, room in rooms.items():
         empty = machine.empty if check is None else partial(check.empty, name)
-        arrays[name] = empty(shape, problem.accumulator)
-    records, launches = bound(plan, entries, arrays)
+        arrays[name] = empty(room.shape, room.dtype)
+    views = tuple(View.of(name, array) for name, array in arrays.items())
+    assert plan.family is not None
+    records, launches = bound(plan, table[plan.family].entries, views)
     lists = machine.lists(plan.work)
     if check is not None:
         checks.check_lists(plan.work, lists)
     filler = records.placed({name: machine.address(array) for name, array in lists.items()})
-    params = filler.filled(*(machine.address(array) for array in arrays.values()))
+    params = filler.filled([machine.address(array) for array in arrays.values()]).records
     for spec, grid, nbytes in launches:
         for record in params:
             machine.launch(spec, grid, nbytes, record)
         if check is not None:
             check.after(spec.name, {name: arrays[name] for name in _WRITES[spec.name]})
-    return [arrays[name] for name in workspaces]
+    return [arrays[name] for name in rooms]

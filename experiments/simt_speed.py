@@ -163,14 +163,20 @@ def run_costs(config: Config) -> list[Record]:
     import cupy
 
     records = []
-    q, k, v, _ = draw(2, 4, 256, 64)
+    q, k, v, do = draw(2, 4, 16, 64)  # kernels shorter than calls: longer ones could fill the queue, and calls wait
     others = [[x.copy() for x in (q, k, v)] for _ in range(8)]
-    for name, options in (("dense", {}), ("causal", {"causal": True}), ("dilated", {"mask": masks.Dilated(3)})):
+    dilated, vjps = masks.Dilated(3), [cuflash.attention_vjp(*arrays)[1] for arrays in others]
+    calls: dict[str, Callable[[int], object]] = {
+        "dense": lambda turn: cuflash.attention(*others[turn]),
+        "causal": lambda turn: cuflash.attention(*others[turn], causal=True),
+        "dilated": lambda turn: cuflash.attention(*others[turn], mask=dilated),
+        "gradients": lambda turn: vjps[turn](do),
+    }
+    for name, call in calls.items():
         seconds = []
         for turn in track(range(config.host_calls), f"host, {name}"):
-            arrays = others[turn % 8]
             begin = time.perf_counter()
-            cuflash.attention(*arrays, **options)
+            call(turn % 8)
             seconds.append(time.perf_counter() - begin)
             if turn % 100 == 99:
                 cupy.cuda.Device().synchronize()
@@ -214,7 +220,8 @@ def run(config: Config) -> list[Record]:
     records = run_rates(config) + run_densities(config) + run_costs(config)
     for made in cuflash.cache_info().compiled:
         row = {"measure": f"compile, {made.spec.entry}", "dtype": made.spec.dtype.name, "head_dim": made.spec.head_dim}
-        records.append(row | {"ms": made.seconds * 1e3, "registers": made.resources.registers})
+        row |= {"from_cache": made.is_from_cache, "ms": made.seconds * 1e3}
+        records.append(row | {"registers": made.resources.registers})
     return [record | versions for record in records]
 
 

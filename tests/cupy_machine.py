@@ -256,7 +256,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
         monkeypatch.setattr(compiling, name, fresh)
     monkeypatch.setattr(gpu, "_GPU", gpu._Gpu())
     monkeypatch.setattr(gpu, "_pinned", set())
-    monkeypatch.setattr(api, "_ready", {})
+    monkeypatch.setattr(api, "_repeated", {})
     gpu._device_spec.cache_clear()
     api._remembered.cache_clear()
     yield machine

@@ -51,7 +51,7 @@ EDITS = {
         "attention/online_softmax.cuh", "tile::greater(highest, tile::lowest<T>())", "highest"
     ),
     "the key past a step is seen": ("attention/mask_scores.cuh", "key < step.stop", "key <= step.stop"),
-    "the first key of an interval is lost": ("attention/steps.cuh", "keys.lo <= j", "keys.lo < j"),
+    "the first key of an interval is lost": ("attention/steps.cuh", "j < lo ||", "j <= lo ||"),
     "the last key of a band is lost": ("attention/steps.cuh", "i + work.upper + 1, length", "i + work.upper, length"),
     "what follows the full part is called full": ("attention/steps.cuh", " && step.stop <= full_stop_) ", ") "),
     "the last entry of a list is lost": ("attention/steps.cuh", "pointers[1];", "pointers[1] - 1;"),

@@ -31,7 +31,7 @@ Limit: TypeAlias = tuple[int, int] | None
 # not spill, is slower by a seventh (experiments/results/simt_tiles.log).
 SPILLS = {
     ("simt_backward_columns", np.dtype(np.float64), 256): 16,
-    ("simt_backward_columns", np.dtype(np.float32), 128): 140,
+    ("simt_backward_columns", np.dtype(np.float32), 128): 40,
 }
 
 

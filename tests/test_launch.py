@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, checks, masks, memory, passes, simulated
 from cuflash import compile as compiling
+from cuflash.params import Records, View
 from cuflash.records import PARAMS
 
 RNG = np.random.default_rng(0)
@@ -90,6 +91,45 @@ def test_a_repeated_call_gives_what_the_first_gave_and_asks_nothing_again(cupy, 
     assert (other.get() != first.get()).any()
 
 
+@pytest.mark.parametrize("kernel", ["simt", "naive"])
+@pytest.mark.parametrize("has_dlse", [False, True])
+def test_repeated_gradients_are_what_the_first_call_gave_and_ask_nothing_again(cupy, monkeypatch, kernel, has_dlse):
+    def call(q):
+        arrays = [cupy.asarray(array) for array in (q, K, V)]
+        (_, lse), vjp = cuflash.attention_vjp(*arrays, causal=True, kernel=kernel, return_lse=True)
+        return [x.get() for x in vjp(cupy.asarray(DO), lse if has_dlse else None)]
+
+    (_, host_lse), host_vjp = cuflash.attention_vjp(2 * Q, K, V, causal=True, return_lse=True)
+    expected = host_vjp(DO, host_lse if has_dlse else None)
+    first = call(Q)
+    monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+    monkeypatch.setattr(passes, "bound", lambda *args: pytest.fail("bound again"))
+    monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
+    assert all((again == x).all() for again, x in zip(call(Q), first))
+    assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(call(2 * Q), expected))
+
+
+def test_checks_asked_for_between_calls_are_made_by_repeated_ones(cupy, monkeypatch):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    _, vjp = cuflash.attention_vjp(*arrays)
+    vjp(cupy.asarray(DO))
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    cupy.log.clear()
+    cuflash.attention(*arrays)
+    vjp(cupy.asarray(DO))
+    assert [kind for kind, *_ in cupy.log if kind == "synchronize"] == ["synchronize"] * 3
+
+
+def test_calls_at_once_have_records_of_their_own_and_later_ones_have_them_again():
+    views = tuple(View(name, array.dtype, array.shape, array.strides) for name, array in (("q", Q), ("k", K)))
+    filler = Records.of(cuflash.plan(Q, K, V, executor="sim").plan, views).placed({})
+    first, second = filler.filled([1 << 40, 2 << 40]), filler.filled([3 << 40, 4 << 40])
+    found = [np.frombuffer(each.records[0].tobytes(), PARAMS)[0] for each in (first, second)]
+    assert [int(record[name]["data"]) >> 40 for record in found for name in ("q", "k")] == [1, 2, 3, 4]
+    filler.reuse(first)
+    assert filler.filled([5 << 40, 6 << 40]) is first
+
+
 @pytest.mark.parametrize("executor", ["auto", "cpu"])
 @given(data=st.data())
 @settings(max_examples=40)
@@ -125,10 +165,10 @@ def test_a_call_after_others_gives_what_it_gives_alone(executor, data):
         except (cuflash.UnsupportedProblem, TypeError) as error:
             return str(error)
 
-    api._ready.clear()
+    api._repeated.clear()
     together = [outcome(options) for options in drawn]
     for options, result in zip(drawn, together):
-        api._ready.clear()
+        api._repeated.clear()
         assert outcome(options) == result
 
 
@@ -153,6 +193,11 @@ def test_a_misaligned_array_is_refused_by_a_repeated_call_too(cupy):
     (reason,) = reasons_of(cuflash.attention, odd, *arrays[1:])
     assert "q must start at a multiple of its item size, 4 bytes" in reason
     assert len(launches(cupy)) == 1
+    _, vjp = cuflash.attention_vjp(*arrays)
+    vjp(arrays[0])
+    (reason,) = reasons_of(vjp, odd)
+    assert "do must start at a multiple of its item size, 4 bytes" in reason
+    assert len(launches(cupy)) == 1 + 1 + 2
 
 
 def test_a_repeated_call_on_another_device_is_refused(cupy):
@@ -433,6 +478,7 @@ def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
     temporaries = [x() for x in made if x() is not None]
     assert {x.shape for x in temporaries} == {Q.shape, Q.shape[:-1]} and len(graph.nodes) == 6
     assert len([x for x in temporaries if x.shape == Q.shape[:-1]]) == 2 + 2  # lse and delta of each call
+    assert len([x for x in temporaries if x.shape == Q.shape]) == 2 + 6  # o and gradients
     del ready, temporaries
     api._remembered.cache_clear()
     gc.collect()
@@ -494,6 +540,17 @@ def test_a_copy_that_a_capture_cannot_wait_for_is_named(cupy):
         stream.begin_capture()
         with pytest.raises(RuntimeError, match="the copy of a work list is still under way"):
             cuflash.attention(*arrays, mask=LISTED)
+
+
+@pytest.mark.parametrize("options", [{}, {"v": V[None].repeat(2, 0)}], ids=["repeatable", "summed"])
+def test_the_kernels_of_a_pass_are_compiled_at_once(cupy, options):
+    q, k, v = (cupy.asarray(array) for array in (Q, K, options.get("v", V)))
+    ready = cuflash.plan(q, k, v)
+    o, lse = ready.forward(q, k, v)
+    assert cupy.most_at_once == 1
+    cupy.seconds = 0.3
+    ready.backward(o, q, k, v, o, lse)
+    assert cupy.most_at_once == 2 and len(cupy.compiled) == 3
 
 
 def test_compile_leaves_nothing_for_the_first_call(cupy):

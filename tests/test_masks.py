@@ -1,5 +1,7 @@
 """Masks as mathematics: literal tables, the algebra, closed forms against elements, and arrays that keep their kind."""
 
+import pickle
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -155,6 +157,14 @@ def test_masks_without_arrays_compare_and_hash_by_value(mask):
     twin = type(mask)(*(getattr(mask, field) for field in mask.__dataclass_fields__))
     assert mask == twin and hash(mask) == hash(twin)
     assert mask != masks.Causal("top_left")
+
+
+@pytest.mark.parametrize("mask", [masks.Causal("top_left"), ~masks.Lengths(kv=3) & masks.Band(0, 1)], ids=str)
+def test_a_hash_stays_in_the_process_that_made_it(mask):
+    """Types, and strings, hash anew in each."""
+    hash(mask)
+    sent = pickle.loads(pickle.dumps(mask))
+    assert vars(sent).keys() == mask.__dataclass_fields__.keys() and sent == mask and hash(sent) == hash(mask)
 
 
 @pytest.mark.parametrize(

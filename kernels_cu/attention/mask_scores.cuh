@@ -11,13 +11,16 @@ CUFLASH_DEVICE void mask_scores(tile::RegisterTile<T, Rows, Columns>& s, const P
   using Tile = tile::RegisterTile<T, Rows, Columns>;
   if (step.kind == Kind::kFull && step.stop - step.start == Columns) return;
 #pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i)
+  for (int i = 0; i < Tile::kRows; ++i) {
+    const int row = work.first + Tile::row(i);
+    const Seen seen = step.seen(params, work.place, min(row, work.last - 1));
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) {
-      const int row = work.first + Tile::row(i), key = step.start + Tile::column(j);
+      const int key = step.start + Tile::column(j);
       const bool is_there = row < work.last && key < step.stop;
-      if (!is_there || !step.is_allowed(params, work.place, row, key)) s.at[i][j] = ptx::negative_infinity<T>();
+      if (!is_there || !seen.has(key)) s.at[i][j] = ptx::negative_infinity<T>();
     }
+  }
 }
 
 }  // namespace cuflash::attention

@@ -60,14 +60,16 @@ CUFLASH_DEVICE void score_gradients_of_queries(tile::RegisterTile<T, Rows, Colum
   const T softmax_scale_log2 = params.shape.softmax_scale * kLog2E;
   const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == Columns;
 #pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i)
+  for (int i = 0; i < Tile::kRows; ++i) {
+    const int query = work.first + Tile::row(i);
+    const Seen seen = step.seen(params, work.place, min(query, work.last - 1));
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) {
-      const int query = work.first + Tile::row(i), key = step.start + Tile::column(j);
-      const bool is_allowed = is_whole || (query < work.last && key < step.stop &&
-                                           step.is_allowed(params, work.place, query, key));
+      const int key = step.start + Tile::column(j);
+      const bool is_allowed = is_whole || (query < work.last && key < step.stop && seen.has(key));
       score_gradient(s.at[i][j], dp.at[i][j], softmax_scale_log2, lse_2[i], delta[i], is_allowed);
     }
+  }
 }
 
 // P^T and dS^T of a tile of keys in one step.
@@ -84,11 +86,11 @@ CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>
     const bool is_there = query < step.stop;
     const T query_lse_2 = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
     const T query_delta = is_there ? delta.at(query, 0) : T(0);
+    const Seen seen = step.seen(params, work.place, min(query, step.stop - 1));
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
       const int key = work.first + Tile::row(i);
-      const bool is_allowed = is_there && (step.kind == Kind::kFull ||
-                                           (key < work.last && step.is_allowed(params, work.place, query, key)));
+      const bool is_allowed = is_there && key < work.last && seen.has(key);
       score_gradient(s.at[i][j], dp.at[i][j], softmax_scale_log2, query_lse_2, query_delta, is_allowed);
     }
   }
@@ -98,7 +100,7 @@ CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>
 template <class Element, class T, int Rows, int Columns, int Run>
 CUFLASH_DEVICE void store_gradient(const Matrices& to, const WorkTile& work, int head, int num_rows, int num_columns,
                                    const tile::RegisterTile<T, Rows, Columns, Run>& gradient) {
-  if (to.is_wide) {
+  if (sizeof(Element) == sizeof(T) || to.is_wide) {  // one text where the two are one type
     tile::store(matrix<T>(to, work.place, head, num_rows, num_columns).rows(work.first, work.last), gradient);
   } else {
     tile::store(matrix<Element>(to, work.place, head, num_rows, num_columns).rows(work.first, work.last), gradient);

@@ -21,6 +21,20 @@ CUFLASH_DEVICE Interval interval(const Params& params, const Place& place, int i
   return {clipped(work.lo[at], length), clipped(work.hi[at], length)};
 }
 
+// Which keys a query sees in a step: lo <= j < hi, and of them those whose bits are 1, where there are bits.
+struct Seen {
+  int lo, hi;
+  const uint8_t* bits;  // from first_key on
+  int first_key;
+
+  CUFLASH_DEVICE bool has(int j) const {
+    if (j < lo || j >= hi) return false;
+    if (bits == nullptr) return true;
+    const unsigned key = j - first_key;
+    return bits[key / 8] >> key % 8 & 1;
+  }
+};
+
 // Rows or keys start <= x < stop under one kind of mask.
 struct Step {
   int start, stop;
@@ -29,14 +43,16 @@ struct Step {
   int first_row, first_key;  // of the listed block
   int pitch;                 // bytes of a row of bits
 
-  CUFLASH_DEVICE bool is_allowed(const Params& params, const Place& place, int i, int j) const {
-    if (kind == Kind::kFull) return true;
-    if (kind == Kind::kBits) {
-      const int key = j - first_key;
-      return bits[(i - first_row) * pitch + key / 8] >> key % 8 & 1;
-    }
+  // Asked once for a row: what it takes to find out would otherwise be most of a kernel's text.
+  CUFLASH_DEVICE Seen seen(const Params& params, const Place& place, int i) const {
+    const int length = params.shape.seqlen_kv;
+    if (kind == Kind::kFull) return {0, length, nullptr, 0};
+    if (kind == Kind::kBits) return {0, length, bits + (i - first_row) * pitch, first_key};
     const Interval keys = interval(params, place, i);
-    return keys.lo <= j && j < keys.hi;
+    return {keys.lo, keys.hi, nullptr, 0};
+  }
+  CUFLASH_DEVICE bool is_allowed(const Params& params, const Place& place, int i, int j) const {
+    return seen(params, place, i).has(j);
   }
 };
 

@@ -100,7 +100,7 @@ CUFLASH_DEVICE void store_gradient_columns(const Matrices& to, const WorkTile& w
   const auto store_as = [&](auto all) {
     tile::store(all.rows(work.first, work.last).columns(first_column, num_columns), gradient);
   };
-  if (to.is_wide) {
+  if (sizeof(Element) == sizeof(T) || to.is_wide) {
     store_as(matrix<T>(to, work.place, head, num_rows, num_columns));
   } else {
     store_as(matrix<Element>(to, work.place, head, num_rows, num_columns));

@@ -80,10 +80,10 @@ CUFLASH_DEVICE void store(Matrix<Element> to, const RegisterTile<T, Rows, Column
   using Tile = RegisterTile<T, Rows, Columns, Run>;
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i)
+    if (Tile::row(i) < to.num_rows)  // asked once a row: less text
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j)
-      if (Tile::row(i) < to.num_rows && Tile::column(j) < to.num_columns)
-        narrow(from.at[i][j], to.at(Tile::row(i), Tile::column(j)));
+      for (int j = 0; j < Tile::kColumns; ++j)
+        if (Tile::column(j) < to.num_columns) narrow(from.at[i][j], to.at(Tile::row(i), Tile::column(j)));
 }
 
 }  // namespace cuflash::tile
