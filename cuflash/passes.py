@@ -26,15 +26,15 @@ FORWARD = {
     "simt": Pass(("forward",), ()),
     "naive": Pass(("scores", "softmax", "output"), ("scores",)),
 }
-BACKWARD = {
-    "simt": Pass(("backward_rows", "backward_columns"), ("delta",)),
-    "naive": Pass(
-        ("scores", "gradient_scores", "gradient_queries", "gradient_keys"),
-        ("scores", "score_gradients"),
-    ),
-}
+BACKWARD = (  # a plan's is the one whose kernels it has
+    Pass(("backward_statistics", "backward"), ("delta",)),
+    Pass(("backward_rows", "backward_columns"), ("delta",)),
+    Pass(("scores", "gradient_scores", "gradient_queries", "gradient_keys"), ("scores", "score_gradients")),
+)
 _WRITES = {
     "simt_forward": ("o", "lse"),
+    "simt_backward_statistics": ("delta", "dq"),
+    "simt_backward": ("dq", "dk", "dv"),
     "simt_backward_rows": ("dq", "delta"),
     "simt_backward_columns": ("dk", "dv"),
     "naive_scores": ("scores",),
@@ -82,7 +82,8 @@ def forward(plan: Plan, machine: Machine, q: Array, k: Array, v: Array, o: Array
 
     What one kernel left to the next is returned, for whoever runs the kernels again.
     """
-    return _run(plan, machine, FORWARD, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
+    assert plan.family is not None
+    return _run(plan, machine, FORWARD[plan.family], {"q": q, "k": k, "v": v, "o": o, "lse": lse})
 
 
 def backward(
@@ -106,7 +107,7 @@ def backward(
     arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "dq": dq, "dk": dk, "dv": dv}
     if dlse is not None:
         arrays["dlse"] = dlse
-    return _run(plan, machine, BACKWARD, arrays)
+    return _run(plan, machine, next(each for each in BACKWARD if set(each.entries) <= set(plan.specs)), arrays)
 
 
 def bound(plan: Plan, entries: tuple[str, ...], arrays: dict[str, Array]) -> Bound:
@@ -129,9 +130,8 @@ _MOST_BOUND = 64  # ways for arrays to lie, of one plan
 _bound: WeakKeyDictionary[Plan, dict[tuple[tuple[str, ...], tuple[View, ...]], Bound]] = WeakKeyDictionary()
 
 
-def _run(plan: Plan, machine: Machine, table: dict[str, Pass], arrays: dict[str, Array]) -> list[Array]:
-    assert plan.family is not None
-    entries, workspaces = table[plan.family]
+def _run(plan: Plan, machine: Machine, kernels: Pass, arrays: dict[str, Array]) -> list[Array]:
+    entries, workspaces = kernels
     check, problem = checks.current(), plan.problem
     for name in workspaces:
         shape = problem.lse_shape() if name == "delta" else (*problem.lse_shape(), problem.seqlen_kv)

@@ -1,4 +1,5 @@
 #pragma once
+#include <ptx/atomic.cuh>
 #include <tile/element.cuh>
 #include <tile/register_tile.cuh>
 #include <tile/shared_tile.cuh>
@@ -28,8 +29,8 @@ struct EveryRow {
 
 // Copy a matrix to shared memory, widened; zeros past its ends and in rows that are not kept. Called by all threads.
 // The eight threads that share rows of registers share rows here too: no division, and whole sectors of memory.
-template <class T, int Rows, int Columns, class Element, class Kept = EveryRow>
-CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<Element> from, Kept is_kept = {}) {
+template <class T, int Rows, int Columns, int Pitch, class Element, class Kept = EveryRow>
+CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<Element> from, Kept is_kept = {}) {
   for (int row = row_lane(); row < Rows; row += kRowLanes) {
     const bool is_there = row < from.num_rows && is_kept(row);
 #pragma unroll 4
@@ -39,14 +40,14 @@ CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<Element> from, 
 }
 
 // The same in vectors, for matrices of numbers whose rows are whole vectors that start at multiples of 16 bytes.
-template <class T, int Rows, int Columns, class Kept = EveryRow>
-CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<T> from, Kept is_kept = {}) {
+template <class T, int Rows, int Columns, int Pitch, class Kept = EveryRow>
+CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from, Kept is_kept = {}) {
   constexpr int kVector = Vector<T>::kLength, kWidth = kColumnLanes * kVector;
   constexpr int kVectors = (Columns + kWidth - 1) / kWidth;
   constexpr int kUnroll = kVectors < 4 ? 4 / kVectors : 1;  // four loads in flight, or a row
   const bool is_aligned = from.column_stride == 1 && from.row_stride % kVector == 0 &&
                           from.num_columns % kVector == 0 && reinterpret_cast<uint64_t>(from.data) % 16 == 0;
-  if (!is_aligned) return load<T, Rows, Columns, T>(to, from, is_kept);
+  if (!is_aligned) return load<T, Rows, Columns, Pitch, T>(to, from, is_kept);
 #pragma unroll kUnroll
   for (int row = row_lane(); row < Rows; row += kRowLanes) {
     const bool is_there = row < from.num_rows && is_kept(row);
@@ -61,8 +62,8 @@ CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<T> from, Kept i
 }
 
 // Copy registers to shared memory. Called by all threads.
-template <class T, int Rows, int Columns, int Run>
-CUFLASH_DEVICE void store(SharedTile<T, Rows, Columns> to, const RegisterTile<T, Rows, Columns, Run>& from) {
+template <class T, int Rows, int Columns, int Pitch, int Run>
+CUFLASH_DEVICE void store(SharedTile<T, Rows, Columns, Pitch> to, const RegisterTile<T, Rows, Columns, Run>& from) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i)
@@ -80,6 +81,23 @@ CUFLASH_DEVICE void store(Matrix<Element> to, const RegisterTile<T, Rows, Column
     for (int j = 0; j < Tile::kColumns; ++j)
       if (Tile::row(i) < to.num_rows && Tile::column(j) < to.num_columns)
         narrow(from.at[i][j], to.at(Tile::row(i), Tile::column(j)));
+}
+
+// Add shared memory to global memory, as far as the matrix goes, while other blocks do. Called by all threads.
+template <class T, int Rows, int Columns, int Pitch>
+CUFLASH_DEVICE void add(Matrix<T> to, SharedTile<T, Rows, Columns, Pitch> from) {
+  constexpr int kColumns = Columns / kColumnLanes;
+  for (int row = row_lane(); row < Rows; row += kRowLanes) {
+    if (row >= to.num_rows) return;
+    T values[kColumns];
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) values[j] = from.at(row, column_lane() + kColumnLanes * j);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const int column = column_lane() + kColumnLanes * j;
+      if (column < to.num_columns) ptx::red_add(&to.at(row, column), values[j]);
+    }
+  }
 }
 
 }  // namespace cuflash::tile

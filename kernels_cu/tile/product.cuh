@@ -10,9 +10,9 @@ template <class T, class Tile>
 constexpr int kSteps = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ? 1 : 4;
 
 // c += a b^T: a thread multiplies its rows of a by its rows of b, a vector of both at once.
-template <class T, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth> a,
-                                   SharedTile<T, Columns, Depth> b) {
+template <class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
+CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth, PitchA> a,
+                                   SharedTile<T, Columns, Depth, PitchB> b) {
   using Tile = RegisterTile<T, Rows, Columns>;
   constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
 #pragma unroll kUnroll
@@ -32,9 +32,9 @@ CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile
 }
 
 // c += a b: a thread multiplies its rows of a by its runs of columns of b.
-template <class T, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c, SharedTile<T, Rows, Depth> a,
-                                   SharedTile<T, Depth, Columns> b) {
+template <class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
+CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c,
+                                   SharedTile<T, Rows, Depth, PitchA> a, SharedTile<T, Depth, Columns, PitchB> b) {
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
   constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
 #pragma unroll kUnroll
@@ -55,22 +55,27 @@ CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLe
   }
 }
 
-// c += a^T b: a thread multiplies its columns of a by its runs of columns of b.
-template <class T, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void add_product_tn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c, SharedTile<T, Depth, Rows> a,
-                                   SharedTile<T, Depth, Columns> b) {
+// c += a^T b over the rows first <= k < last of both: a thread multiplies its columns of a by its runs of columns of b.
+template <class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
+CUFLASH_DEVICE void add_product_tn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c,
+                                   SharedTile<T, Depth, Rows, PitchA> a, SharedTile<T, Depth, Columns, PitchB> b,
+                                   int first = 0, int last = Depth) {
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
   constexpr int kVector = Vector<T>::kLength;
 #pragma unroll 8
-  for (int k = 0; k < Depth; ++k)
+  for (int k = first; k < last; ++k) {
+    T a_frag[Tile::kRows];
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) a_frag[i] = a.at(k, Tile::row(i));
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; j += kVector) {
       const Vector<T> b_frag = b.vector(k, Tile::column(j));
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
-        for (int f = 0; f < kVector; ++f) c.at[i][j + f] += a.at(k, Tile::row(i)) * b_frag.at[f];
+        for (int f = 0; f < kVector; ++f) c.at[i][j + f] += a_frag[i] * b_frag.at[f];
     }
+  }
 }
 
 }  // namespace cuflash::tile

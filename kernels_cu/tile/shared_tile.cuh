@@ -12,19 +12,23 @@ struct alignas(16) Vector {
 
 // A matrix in shared memory, row after row, each row one vector longer than it is wide: eight rows that follow each
 // other then start 16 bytes apart modulo the 128 bytes of the banks, so that reading a column of vectors meets no
-// bank twice.
-template <class T, int Rows, int Columns>
+// bank twice. What is only read along its rows needs no more than its width.
+template <class T, int Rows, int Columns, int Pitch = Columns + Vector<T>::kLength>
 struct SharedTile {
   static constexpr int kVector = Vector<T>::kLength;
-  static constexpr int kPitch = Columns + kVector;
+  static constexpr int kPitch = Pitch;
   static constexpr int kElements = Rows * kPitch;
-  static_assert(Columns % kVector == 0, "rows must be whole vectors");
+  static_assert(Columns % kVector == 0 && Pitch % kVector == 0, "rows must be whole vectors");
 
   T* data;
 
   CUFLASH_DEVICE T& at(int row, int column) const { return data[row * kPitch + column]; }
   CUFLASH_DEVICE Vector<T>& vector(int row, int column) const {
     return *reinterpret_cast<Vector<T>*>(data + row * kPitch + column);
+  }
+  template <int Width>
+  CUFLASH_DEVICE SharedTile<T, Rows, Width, Pitch> columns(int first) const {
+    return {data + first};
   }
 };
 
