@@ -51,6 +51,7 @@ class _Entry(NamedTuple):
     num_scores: int  # tiles of scores in registers
     sums: tuple[str, ...]  # dimensions of the accumulators in registers
     registers: int  # that both may fill of a thread's 255: beyond it times rose or registers spilled
+    most_rows: int = _SIDES[0]
     least_step: int = _SIDES[-1]
 
 
@@ -58,7 +59,7 @@ _SIMT = {
     "forward": _Entry(True, 1, ("value_dim",), 144),
     "backward_rows": _Entry(True, 2, ("head_dim",), 112),
     "backward_columns": _Entry(False, 2, ("head_dim", "value_dim"), 160),
-    "backward": _Entry(False, 1, ("head_dim", "value_dim"), 160, least_step=16),
+    "backward": _Entry(False, 1, ("head_dim", "value_dim"), 160, most_rows=64, least_step=16),  # 128 rows spill
 }
 _STATISTICS_BLOCK_Q = 64  # of backward_statistics, which multiplies nothing and keeps nothing
 FAMILIES = ("simt", "naive")
@@ -186,7 +187,7 @@ def _is_simt_tile(spec: KernelSpec) -> bool:
     # Conversions take registers too, and so do the operands of very wide rows.
     spare = _SPARE * (spec.dtype != np.float32) + _SPARE * (sums > 384)
     fits = words <= entry.registers - spare or (rows, step) == (16, entry.least_step)
-    return rows % 16 == 0 and step >= entry.least_step and fits
+    return rows % 16 == 0 and rows <= entry.most_rows and step >= entry.least_step and fits
 
 
 def shared_bytes(spec: KernelSpec) -> int:
@@ -200,7 +201,8 @@ def shared_bytes(spec: KernelSpec) -> int:
     rows, step = _rows_and_step(spec)
     head_row, value_row = spec.head_dim + vector, spec.value_dim + vector
     if spec.entry == "backward":  # queries and dO take turns, and what is read along rows alone is not padded
-        return (rows * (spec.head_dim + spec.value_dim + step) + step * max(head_row, value_row)) * itemsize
+        p_row = step + 8 if step > 64 else step
+        return (rows * (spec.head_dim + spec.value_dim + p_row) + step * max(head_row, value_row)) * itemsize
     if spec.entry == "forward":  # keys and values take turns
         elements = rows * head_row + step * max(head_row, value_row)
     else:

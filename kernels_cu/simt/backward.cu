@@ -11,9 +11,12 @@ namespace cuflash {
 
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 constexpr int kDqWidth = kHeadDim % 64 == 0 ? 64 : kHeadDim;  // columns of dQ in registers at a time
+constexpr int kSteps = kHeadDim + kValueDim > 128 ? 1 : 0;  // of a product: dK and dV leave few registers
 using KRows = tile::SharedTile<Accumulator, kBlockKv, kHeadDim, kHeadDim>;
 using VRows = tile::SharedTile<Accumulator, kBlockKv, kValueDim, kValueDim>;
-using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ, kBlockQ>;
+// Rows that start 8 banks apart meet no bank twice when 4 of them are written at once; 64 queries leave no room for it.
+constexpr int kPtPitch = kBlockQ > 64 ? kBlockQ + 8 : kBlockQ;
+using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ, kPtPitch>;
 
 }  // namespace cuflash
 
@@ -56,7 +59,7 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params) {
       tile::load(q_smem, q.rows(step.start, step.stop));
       __syncthreads();  // Q, and K and V before the first step, are there
       scores.fill(0);
-      tile::add_product_nt(scores, k_smem, q_smem);
+      tile::add_product_nt<kSteps>(scores, k_smem, q_smem);
       probabilities_of_keys(scores, params, work, step, lse);
       tile::store(p_smem, scores);
       __syncthreads();  // P is there, and Q is read
@@ -65,17 +68,17 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params) {
         return lse.at(step.start + row, 0) != ptx::negative_infinity<Accumulator>();
       });
       __syncthreads();  // dO is there
-      tile::add_product_nn(dv, p_smem, do_smem);
+      tile::add_product_nn<kSteps>(dv, p_smem, do_smem);
       scores.fill(0);
-      tile::add_product_nt(scores, v_smem, do_smem);
+      tile::add_product_nt<kSteps>(scores, v_smem, do_smem);
       __syncthreads();  // P and dO are read
       score_gradients_of_keys(p_smem, scores, params, work, step, delta);
       tile::load(q_smem, q.rows(step.start, step.stop));
       __syncthreads();  // dS and Q are there
-      tile::add_product_nn(dk, p_smem, q_smem);
+      tile::add_product_nn<kSteps>(dk, p_smem, q_smem);
       __syncthreads();  // Q is read
       const Interval keys = visited_keys(params, work, step);
-#pragma unroll
+#pragma unroll 1
       for (int column = 0; column < kHeadDim; column += kDqWidth) {
         tile::RegisterTile<Accumulator, kBlockQ, kDqWidth, kRun> dq_frag;
         dq_frag.fill(0);

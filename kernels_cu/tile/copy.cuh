@@ -61,14 +61,24 @@ CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from,
   }
 }
 
-// Copy registers to shared memory. Called by all threads.
+// Copy registers to shared memory, runs that are vectors as such. Called by all threads.
 template <class T, int Rows, int Columns, int Pitch, int Run>
 CUFLASH_DEVICE void store(SharedTile<T, Rows, Columns, Pitch> to, const RegisterTile<T, Rows, Columns, Run>& from) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) to.at(Tile::row(i), Tile::column(j)) = from.at[i][j];
+    for (int j = 0; j < Tile::kColumns; j += Run) {
+      if constexpr (Run == Vector<T>::kLength) {
+        Vector<T> x;
+#pragma unroll
+        for (int e = 0; e < Run; ++e) x.at[e] = from.at[i][j + e];
+        to.vector(Tile::row(i), Tile::column(j)) = x;
+      } else {
+#pragma unroll
+        for (int e = 0; e < Run; ++e) to.at(Tile::row(i), Tile::column(j + e)) = from.at[i][j + e];
+      }
+    }
 }
 
 // Copy registers to global memory, narrowed, as far as the matrix goes. Called by all threads.
@@ -86,18 +96,10 @@ CUFLASH_DEVICE void store(Matrix<Element> to, const RegisterTile<T, Rows, Column
 // Add shared memory to global memory, as far as the matrix goes, while other blocks do. Called by all threads.
 template <class T, int Rows, int Columns, int Pitch>
 CUFLASH_DEVICE void add(Matrix<T> to, SharedTile<T, Rows, Columns, Pitch> from) {
-  constexpr int kColumns = Columns / kColumnLanes;
-  for (int row = row_lane(); row < Rows; row += kRowLanes) {
-    if (row >= to.num_rows) return;
-    T values[kColumns];
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) values[j] = from.at(row, column_lane() + kColumnLanes * j);
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      const int column = column_lane() + kColumnLanes * j;
-      if (column < to.num_columns) ptx::red_add(&to.at(row, column), values[j]);
-    }
-  }
+  for (int row = row_lane(); row < to.num_rows; row += kRowLanes)
+#pragma unroll 4
+    for (int column = column_lane(); column < Columns; column += kColumnLanes)
+      if (column < to.num_columns) ptx::red_add(&to.at(row, column), from.at(row, column));
 }
 
 }  // namespace cuflash::tile

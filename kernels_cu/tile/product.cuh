@@ -5,16 +5,17 @@
 // Products of tiles by multiply-add. Called by all threads; operands must be complete in shared memory.
 namespace cuflash::tile {
 
-// Steps of a product's loop that are laid out at once: as many as leave registers for accumulators.
+// Steps of a product's loop that are laid out at once, unless the caller says: as many as leave registers for
+// accumulators.
 template <class T, class Tile>
 constexpr int kSteps = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ? 1 : 4;
 
 // c += a b^T: a thread multiplies its rows of a by its rows of b, a vector of both at once.
-template <class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
+template <int Steps = 0, class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
 CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth, PitchA> a,
                                    SharedTile<T, Columns, Depth, PitchB> b) {
   using Tile = RegisterTile<T, Rows, Columns>;
-  constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
+  constexpr int kVector = Vector<T>::kLength, kUnroll = Steps ? Steps : kSteps<T, Tile>;
 #pragma unroll kUnroll
   for (int k = 0; k < Depth; k += kVector) {
     Vector<T> a_frag[Tile::kRows], b_frag[Tile::kColumns];
@@ -32,11 +33,11 @@ CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile
 }
 
 // c += a b: a thread multiplies its rows of a by its runs of columns of b.
-template <class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
+template <int Steps = 0, class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
 CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c,
                                    SharedTile<T, Rows, Depth, PitchA> a, SharedTile<T, Depth, Columns, PitchB> b) {
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
-  constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
+  constexpr int kVector = Vector<T>::kLength, kUnroll = Steps ? Steps : kSteps<T, Tile>;
 #pragma unroll kUnroll
   for (int k = 0; k < Depth; k += kVector) {
     Vector<T> a_frag[Tile::kRows];
