@@ -170,6 +170,10 @@ class Plan:
             f"FLOPs      {self.forward_flops} forward",
             f"workspace  {self.workspace_bytes} bytes, {listed} of them the work list",
         ]
+        if "backward" in self.specs:
+            lines.insert(-3, "gradients  dq by atomic additions: its bits may differ from call to call, for speed")
+        elif self.specs:
+            lines.insert(-3, "gradients  every result is bitwise repeatable")
         if self.family == "naive":
             lines[-1] += f", {self.whole_matrices_bytes} the whole scores and, backward, their gradients"
             lines.insert(2, "kernel     naive: every score is made and kept, whatever the mask")

@@ -7,7 +7,9 @@ list keeps up with the code. Barriers that are taken away are seen under hostile
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,11 @@ import pytest
 from executors import SIM, needs_compiler
 from planting import planted
 from poison import STRUCTURES, call
-from probing import assert_expected, loads, maps, products, stores
+from probing import assert_expected, loads, maps, products, stores, transposed_products
 
 from cuflash import masks, sim
 from cuflash.simulated import Simulator
-from cuflash.testing import Structure, assert_within_bounds
+from cuflash.testing import Example, Structure, assert_within_bounds
 
 pytestmark = needs_compiler
 
@@ -39,6 +41,36 @@ EDITS = {
     "dS is read before it is there": ("simt/backward_rows.cu", "    __syncthreads();  // dS is there\n", ""),
     "dq is not scaled": ("simt/backward_rows.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "P is overwritten before it is read": ("simt/backward_columns.cu", "      __syncthreads();  // P is read\n", ""),
+    "dq is not zeroed": ("simt/backward_statistics.cu", "  dq.fill(0);\n", "  dq.fill(1);\n"),
+    "dq is left as it came": ("simt/backward_statistics.cu", "  store_gradient<Element>(", "  if (false) store_gradient<Element>("),
+    "what is added to dq is not scaled": ("simt/backward.cu", "        dq_frag.scale(shape.softmax_scale);\n", ""),
+    "dq is added a row late": (
+        "simt/backward.cu", "dq.rows(step.start, step.stop)", "dq.rows(step.start + 1, step.stop)"
+    ),
+    "all heads of a group add to the first one's dq": (
+        "simt/backward.cu", "params.dq, work.place, head,", "params.dq, work.place, first_head,"
+    ),
+    "Q is overwritten before it is read": ("simt/backward.cu", "      __syncthreads();  // P is there, and Q is read\n", ""),
+    "dO is read before it is there": ("simt/backward.cu", "      __syncthreads();  // dO is there\n", ""),
+    "P takes dS before it is read": ("simt/backward.cu", "      __syncthreads();  // P and dO are read\n", ""),
+    "Q takes dQ before it is read": ("simt/backward.cu", "      __syncthreads();  // Q is read\n", ""),
+    "dQ is added before it is there": ("simt/backward.cu", "      __syncthreads();  // dQ is there\n", ""),
+    "dQ is overwritten before it is added": (
+        "simt/backward.cu", "      __syncthreads();  // dQ and dS of the last step are read\n", ""
+    ),
+    "one head of a group gives dk and dv": (
+        "simt/backward.cu", "head < first_head + shape.group_size", "head < first_head + 1"
+    ),
+    "P of keys past the tile is kept": (
+        "simt/backward.cu", "      probabilities_of_keys(scores, params, work, step, lse);\n", ""
+    ),
+    "keys that no query of a step sees bring their NaN": (
+        "attention/score_gradient.cuh", "  if (step.kind != Kind::kInterval) return {0, height};",
+        "  if (true) return {0, height};",
+    ),
+    "the last visited key is lost": (
+        "attention/score_gradient.cuh", ".hi - work.first, height)", ".hi - work.first - 1, height)"
+    ),
     "only the first head of a group gives dk and dv": (
         "simt/backward_columns.cu", "head < first_head + shape.group_size", "head < first_head + 1"
     ),
@@ -73,7 +105,7 @@ EDITS = {
         "min(work.first + height, length)",
     ),
     "every launch takes the masks of the first": ("attention/work_tile.cuh", "shape.first_batch + matrix", "matrix"),
-    "delta is left out": ("attention/score_gradient.cuh", "p * (dp_to_ds - delta)", "p * dp_to_ds"),
+    "delta is left out": ("attention/score_gradient.cuh", "p * (dp - delta)", "p * dp"),
     "dlse has the wrong sign": ("attention/score_gradient.cuh", "sum -= dlse.at", "sum += dlse.at"),
     "delta of the last row is lost": (
         "attention/score_gradient.cuh", "kept.at(query, 0) = sum;",
@@ -104,6 +136,10 @@ EDITS = {
         "tile/shared_tile.cuh", "data[row * kPitch + column]", "data[row * Columns + column]"
     ),
     "a vector is multiplied backwards": ("tile/product.cuh", "b_frag[j].at[e]", "b_frag[j].at[kVector - 1 - e]"),
+    "what is added misses the last column": (
+        "tile/copy.cuh", "if (column < to.num_columns) ptx::red_add", "if (column < to.num_columns - 1) ptx::red_add"
+    ),
+    "a^T b starts a row late": ("tile/product.cuh", "for (int k = first; k < last", "for (int k = first + 1; k < last"),
     "a row of b is multiplied again and again": ("tile/product.cuh", "b.vector(k + e, ", "b.vector(k, "),
 }  # fmt: skip
 
@@ -129,14 +165,29 @@ def examples() -> Iterator[Structure]:
 def attention_is_right() -> None:
     """Every result within its bound, in the midst of poison, under the default schedule and then hostile ones."""
     made = [structure.example() for structure in examples()]
+    padded = padded_with_nan()
     for schedule in (sim.Schedule(), *(sim.Schedule(seed=seed, order="random") for seed in range(3))):
-        for example in made:
-            call(example, SIM, Simulator(schedule), check=partial(assert_within_bounds, example))
+        for example, run in product((*made, padded), (SIM, replace(SIM, deterministic=True))):
+            check = partial(assert_within_bounds, example.but(k=np.nan_to_num(example.k)))
+            call(example, run, Simulator(schedule), check=check)
+
+
+def padded_with_nan() -> Example:
+    """Keys that stand past a length, in the middle of a tile, hold NaN."""
+    example = Structure(
+        num_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=24, value_dim=20, mask=masks.Lengths(kv=40)
+    ).example()  # fmt: skip
+    k = example.k.copy()
+    k[..., 40:, :] = np.nan
+    return example.but(k=k)
 
 
 def tiles_are_right() -> None:
     """Every index map is the one that NumPy says."""
-    launches = [maps("float32"), *loads("float32"), *stores("float32"), products("float32", 32, 64, 40)]
+    launches = [
+        maps("float32"), *loads("float32"), *stores("float32"), products("float32", 32, 64, 40),
+        transposed_products("float32", 32, 64, 24, 5, 18),
+    ]  # fmt: skip
     for launch in launches:
         assert_expected(launch, launch.on_simulator())
 

@@ -21,7 +21,7 @@ from cuflash.arrays import DTYPES
 from cuflash.compile import Compiled
 from cuflash.problem import Problem
 from cuflash.source import KernelSpec
-from cuflash.tiles import DIMS, ENTRIES, kernel_specs
+from cuflash.tiles import DIMS, FAMILIES, kernel_specs
 
 # One chip for each size of shared memory and each set of instructions that we use.
 CHIPS = ("T4", "A100", "RTX 3090", "L4", "H100", "B200", "RTX 5090")
@@ -31,6 +31,7 @@ Limit: TypeAlias = tuple[int, int] | None
 # not spill, is slower by a seventh (experiments/results/simt_tiles.log).
 SPILLS = {
     ("simt_backward_columns", np.dtype(np.float64), 256): 16,
+    ("simt_backward", np.dtype(np.float64), 256): 220,
     ("simt_backward_columns", np.dtype(np.float32), 128): 140,
 }
 
@@ -40,9 +41,10 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
     device, specs = DeviceSpec.gpu(name), set()
     for dtype, (head_dim, value_dim), limit in product(DTYPES, dims, limits):
         q, v = (ShapeDtype((1, dim), dtype) for dim in (head_dim, value_dim))
-        for family in ENTRIES:
+        for family, deterministic in product(FAMILIES, (False, True)):
             with suppress(UnsupportedProblem):  # no tile fits
-                specs |= set(kernel_specs(family, Problem.of(q, q, v), device, limit).values())
+                problem = Problem.of(q, q, v)
+                specs |= set(kernel_specs(family, problem, device, limit, deterministic=deterministic).values())
     return specs
 
 

@@ -26,9 +26,9 @@ CUFLASH_DEVICE T score_gradient(T p, T dp, T delta, bool is_allowed) {
 
 // lse (base 2) and delta = rowsum(dO o O) - dlse of a thread's rows of a tile; delta is written too, for other kernels.
 // Called by all threads.
-template <class Element, int Columns, class T, int Kept>
+template <class Element, int Rows, int Columns, class T, int Kept>
 CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, T (&lse_2)[Kept], T (&delta)[Kept]) {
-  using Tile = tile::RegisterTile<T, Kept * tile::kRowLanes, Columns>;
+  using Tile = tile::RegisterTile<T, Rows, Columns>;
   const Place& place = work.place;
   const int length = params.shape.seqlen_q;
   const auto o = matrix<Element>(params.o, place, place.head, length, params.shape.value_dim);

@@ -31,7 +31,7 @@ simt_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
 
   tile::RegisterTile<Accumulator, kBlockQ, kHeadDim, kRun> dq;
   Accumulator lse_2[dq.kRows], delta[dq.kRows];
-  row_statistics<Element, kValueDim>(params, work, lse_2, delta);
+  row_statistics<Element, kBlockQ, kValueDim>(params, work, lse_2, delta);
   dq.fill(0);
   auto steps = Steps<kBlockKv>::of_queries(params, work);
   for (Step step; steps.next(step);) {

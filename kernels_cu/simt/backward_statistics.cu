@@ -10,7 +10,7 @@ simt_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   if (work.is_empty()) return;
   tile::RegisterTile<Accumulator, kBlockQ, kHeadDim> dq;
   Accumulator lse_2[dq.kRows], delta[dq.kRows];
-  row_statistics<Element, kValueDim>(params, work, lse_2, delta);
+  row_statistics<Element, kBlockQ, kValueDim>(params, work, lse_2, delta);
   dq.fill(0);
   store_gradient<Element>(params.dq, work, work.place.head, params.shape.seqlen_q, params.shape.head_dim, dq);
 }
