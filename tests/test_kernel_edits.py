@@ -42,7 +42,9 @@ EDITS = {
     "dq is not scaled": ("simt/backward_rows.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "P is overwritten before it is read": ("simt/backward_columns.cu", "      __syncthreads();  // P is read\n", ""),
     "dq is not zeroed": ("simt/backward_statistics.cu", "  dq.fill(0);\n", "  dq.fill(1);\n"),
-    "dq is left as it came": ("simt/backward_statistics.cu", "  store_gradient<Element>(", "  if (false) store_gradient<Element>("),
+    "dq is left as it came": (
+        "simt/backward_statistics.cu", "  store_gradient<Element>(", "  if (false) store_gradient<Element>("
+    ),
     "what is added to dq is not scaled": ("simt/backward.cu", "        dq_frag.scale(shape.softmax_scale);\n", ""),
     "dq is added a row late": (
         "simt/backward.cu", "dq.rows(step.start, step.stop)", "dq.rows(step.start + 1, step.stop)"
@@ -50,7 +52,9 @@ EDITS = {
     "all heads of a group add to the first one's dq": (
         "simt/backward.cu", "params.dq, work.place, head,", "params.dq, work.place, first_head,"
     ),
-    "Q is overwritten before it is read": ("simt/backward.cu", "      __syncthreads();  // P is there, and Q is read\n", ""),
+    "Q is overwritten before it is read": (
+        "simt/backward.cu", "      __syncthreads();  // P is there, and Q is read\n", ""
+    ),
     "dO is read before it is there": ("simt/backward.cu", "      __syncthreads();  // dO is there\n", ""),
     "P takes dS before it is read": ("simt/backward.cu", "      __syncthreads();  // P and dO are read\n", ""),
     "Q takes dQ before it is read": ("simt/backward.cu", "      __syncthreads();  // Q is read\n", ""),

@@ -13,7 +13,6 @@ from executors import (
     needs_compiler,
     on_every_backward,
     on_every_deterministic_backward,
-    on_every_executor,
     on_kernels,
 )
 from hypothesis import target
