@@ -17,7 +17,7 @@ from .mask import Mask, held_arrays
 from .memory import device_number
 from .plans import Plan, make_plan
 from .problem import Problem
-from .tiles import ENTRIES, family_reasons
+from .tiles import FAMILIES, family_reasons
 from .work_list import requested_mask
 
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
@@ -117,7 +117,8 @@ def attention(
     precision : str
         "ieee": products and sums in float32 (float64 for float64).
     deterministic : bool
-        Results are bitwise repeatable either way.
+        o, lse, dk and dv are bitwise repeatable either way. dq of float32 and float64 on a GPU is so only if this is
+        True: otherwise blocks add to it in whichever order they come, which is faster.
     out : array, or pair (o, lse), optional
         Written to instead of new arrays; must not overlap q, k or v.
     return_lse : bool
@@ -237,8 +238,9 @@ def plan(
     device     H100: sm_90, 132 multiprocessors, 227 KiB for a tile
     tile       128 queries x 64 keys
     kernel     simt_forward: 128 queries x 64 keys, grid 256, 87040 bytes of shared memory, ...
-    kernel     simt_backward_rows: ...
-    kernel     simt_backward_columns: ...
+    kernel     simt_backward_statistics: ...
+    kernel     simt_backward: ...
+    gradients  dq by atomic additions: its bits may differ from call to call, for speed
     work       implicit: keys with None <= j - i <= 0, no list
     FLOPs      17716740096 forward
     workspace  131072 bytes, 0 of them the work list
@@ -281,7 +283,7 @@ def plan(
         reasons += _mask_device_reasons(resolved)
     if reasons or problem is None or resolved is None:
         raise UnsupportedProblem(reasons)
-    made = _plan(problem, resolved, device or _device(where), family)
+    made = _plan(problem, resolved, device or _device(where), family, bool(deterministic))
     for spec in made.specs.values():
         assert made.device.compute_capability is not None
         compile.architecture(spec, made.device.compute_capability)
@@ -310,7 +312,7 @@ def precompile(
     >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
     >>> made = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
     >>> [(each.spec.entry, each.architecture, each.resources.spill_bytes) for each in made]
-    [('forward', 'sm_80', 0), ('backward_rows', 'sm_80', 0), ('backward_columns', 'sm_80', 0)]
+    [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
 
     Parameters
     ----------
@@ -404,13 +406,13 @@ def _device(executor: str) -> DeviceSpec:
     return _host() if executor == "cpu" else _SIMULATED
 
 
-def _plan(problem: Problem, mask: Mask, device: DeviceSpec, family: str | None) -> Plan:
+def _plan(problem: Problem, mask: Mask, device: DeviceSpec, family: str | None, deterministic: bool) -> Plan:
     """Plans whose masks hold no arrays are remembered: calls of one shape plan once."""
     try:
         hash(mask)
     except TypeError:
-        return make_plan(problem, mask, device, family)
-    return _remembered(problem, mask, device, family)
+        return make_plan(problem, mask, device, family, deterministic)
+    return _remembered(problem, mask, device, family, deterministic)
 
 
 def _option_reasons(
@@ -427,7 +429,7 @@ def _option_reasons(
     elif not is_elsewhere and spaces - {"cupy" if executor == "gpu" else "numpy"}:
         wanted = "CuPy" if executor == "gpu" else "NumPy"
         reasons.append(f"executor={executor!r} takes {wanted} arrays; got {spaces.pop()}'s: copy them explicitly")
-    families = () if executor == "cpu" else tuple(ENTRIES)
+    families = () if executor == "cpu" else FAMILIES
     if kernel not in ("auto", *families):
         known, why = ", ".join(map(repr, ("auto", *families))), "" if families else ": the cpu executor has one kernel"
         reasons.append(f"kernel must be {known}{why}; got {kernel!r}")

@@ -178,10 +178,9 @@ def _cold(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
     return [spec for spec in specs if not compile.is_loaded(spec, capability, shared_bytes(spec))]
 
 
-def _compile_at_once(plan: Plan, table: Mapping[str, passes.Pass]) -> None:
+def _compile_at_once(plan: Plan, kernels: passes.Pass) -> None:
     """A pass waits for the slowest of its kernels, not for one after the other."""
-    assert plan.family is not None
-    cold = _cold(plan.specs[entry] for entry in table[plan.family].entries)
+    cold = _cold(plan.specs[entry] for entry in kernels.entries)
     if len(cold) > 1:
         compile.precompile(cold, _capability())
 
@@ -234,7 +233,7 @@ def refuse_capture(reason: str) -> None:
 
 def forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    _compile_at_once(plan, passes.FORWARD)
+    _compile_at_once(plan, passes.of_plan(plan, passes.FORWARD))
     keep(plan, *passes.forward(plan, _GPU, q, k, v, o, lse))
 
 
@@ -252,7 +251,7 @@ def backward(
     dv: Array,
 ) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
-    _compile_at_once(plan, passes.BACKWARD)
+    _compile_at_once(plan, passes.of_plan(plan, passes.BACKWARD))
     keep(plan, *passes.backward(plan, _GPU, do, q, k, v, o, lse, dlse, dq, dk, dv), dq, dk, dv)
 
 
@@ -276,7 +275,7 @@ def pin(plan: Plan) -> None:
 
 def repeated(
     plan: Plan,
-    table: Mapping[str, passes.Pass],
+    kernels: passes.Pass,
     given: Mapping[str, Array],
     results: dict[str, ShapeDtype],
     *,
@@ -305,11 +304,10 @@ def repeated(
     """
     import cupy
 
-    assert plan.family is not None
-    _compile_at_once(plan, table)
-    rooms = results | passes.workspaces(plan, table)
+    _compile_at_once(plan, kernels)
+    rooms = results | passes.workspaces(plan, kernels)
     views = *starmap(View.of, given.items()), *starmap(View.of_new, rooms.items())
-    records, launches = passes.bound(plan, table[plan.family].entries, views)
+    records, launches = passes.bound(plan, kernels.entries, views)
     resident = _GPU.resident(plan.work)
     lists = {} if resident is None else resident.arrays
     filler = records.placed({name: _GPU.address(array) for name, array in lists.items()})

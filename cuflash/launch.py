@@ -130,7 +130,7 @@ class Executable:
         o, lse = ShapeDtype(problem.o_shape(), problem.dtype), ShapeDtype(problem.lse_shape(), problem.accumulator)
         if self.executor == "gpu":
             given = {"q": q, "k": k, "v": v}
-            return gpu.repeated(plan, passes.FORWARD, given, {"o": o, "lse": lse}, pins=pins)
+            return gpu.repeated(plan, passes.of_plan(plan, passes.FORWARD), given, {"o": o, "lse": lse}, pins=pins)
 
         def repeated(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
             made = np.empty(o.shape, o.dtype), np.empty(lse.shape, lse.dtype)
@@ -184,7 +184,8 @@ class Executable:
             is_alike = key is not None and check is None and shapes == full_shapes
             if is_alike and self.executor == "gpu" and not self.plan.is_empty:
                 made = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in shapes.items()}
-                repeated = self._remembered(key, gpu.repeated(self.plan, passes.BACKWARD, there, made))
+                kernels = passes.of_plan(self.plan, passes.BACKWARD)
+                repeated = self._remembered(key, gpu.repeated(self.plan, kernels, there, made))
                 return Gradients(*repeated(*arrays))
             empty = _empty(given["q"], check)
             for name, full in full_shapes.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -23,19 +22,19 @@ class Pass(NamedTuple):
     workspaces: tuple[str, ...]
 
 
-FORWARD = {
-    "simt": Pass(("forward",), ()),
-    "naive": Pass(("scores", "softmax", "output"), ("scores",)),
-}
-BACKWARD = {
-    "simt": Pass(("backward_rows", "backward_columns"), ("delta",)),
-    "naive": Pass(
-        ("scores", "gradient_scores", "gradient_queries", "gradient_keys"),
-        ("scores", "score_gradients"),
-    ),
-}
+FORWARD = (
+    Pass(("forward",), ()),
+    Pass(("scores", "softmax", "output"), ("scores",)),
+)
+BACKWARD = (
+    Pass(("backward_statistics", "backward"), ("delta",)),
+    Pass(("backward_rows", "backward_columns"), ("delta",)),
+    Pass(("scores", "gradient_scores", "gradient_queries", "gradient_keys"), ("scores", "score_gradients")),
+)
 _WRITES = {
     "simt_forward": ("o", "lse"),
+    "simt_backward_statistics": ("delta", "dq"),
+    "simt_backward": ("dq", "dk", "dv"),
     "simt_backward_rows": ("dq", "delta"),
     "simt_backward_columns": ("dk", "dv"),
     "naive_scores": ("scores",),
@@ -83,7 +82,7 @@ def forward(plan: Plan, machine: Machine, q: Array, k: Array, v: Array, o: Array
 
     What one kernel left to the next is returned, for whoever runs the kernels again.
     """
-    return _run(plan, machine, FORWARD, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
+    return _run(plan, machine, of_plan(plan, FORWARD), {"q": q, "k": k, "v": v, "o": o, "lse": lse})
 
 
 def backward(
@@ -107,16 +106,20 @@ def backward(
     arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "dq": dq, "dk": dk, "dv": dv}
     if dlse is not None:
         arrays["dlse"] = dlse
-    return _run(plan, machine, BACKWARD, arrays)
+    return _run(plan, machine, of_plan(plan, BACKWARD), arrays)
 
 
-def workspaces(plan: Plan, table: Mapping[str, Pass]) -> dict[str, ShapeDtype]:
+def of_plan(plan: Plan, passes: tuple[Pass, ...]) -> Pass:
+    """The first pass whose kernels a plan has."""
+    return next(each for each in passes if set(each.entries) <= set(plan.specs))
+
+
+def workspaces(plan: Plan, kernels: Pass) -> dict[str, ShapeDtype]:
     """What a pass's kernels leave to each other."""
-    assert plan.family is not None
     problem, rows = plan.problem, plan.problem.lse_shape()
     return {
         name: ShapeDtype(rows if name == "delta" else (*rows, problem.seqlen_kv), problem.accumulator)
-        for name in table[plan.family].workspaces
+        for name in kernels.workspaces
     }
 
 
@@ -139,14 +142,13 @@ _MOST_BOUND = 64  # ways for arrays to lie, of one plan
 _bound: WeakKeyDictionary[Plan, dict[tuple[tuple[str, ...], tuple[View, ...]], Bound]] = WeakKeyDictionary()
 
 
-def _run(plan: Plan, machine: Machine, table: dict[str, Pass], arrays: dict[str, Array]) -> list[Array]:
-    check, rooms = checks.current(), workspaces(plan, table)
+def _run(plan: Plan, machine: Machine, kernels: Pass, arrays: dict[str, Array]) -> list[Array]:
+    check, rooms = checks.current(), workspaces(plan, kernels)
     for name, room in rooms.items():
         empty = machine.empty if check is None else partial(check.empty, name)
         arrays[name] = empty(room.shape, room.dtype)
     views = tuple(View.of(name, array) for name, array in arrays.items())
-    assert plan.family is not None
-    records, launches = bound(plan, table[plan.family].entries, views)
+    records, launches = bound(plan, kernels.entries, views)
     lists = machine.lists(plan.work)
     if check is not None:
         checks.check_lists(plan.work, lists)

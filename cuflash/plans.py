@@ -87,7 +87,7 @@ class Plan:
         problem, work = self.problem, self.work
         query_tiles = self._num_tiles(problem.seqlen_q, work.block_q, spec.block_q)
         key_tiles = self._num_tiles(problem.seqlen_kv, work.block_kv, spec.block_kv)
-        if spec.entry in ("backward_columns", "gradient_keys"):
+        if spec.entry in ("backward", "backward_columns", "gradient_keys"):
             tiles = problem.num_kv_heads * key_tiles
         else:
             tiles = problem.num_heads * query_tiles
@@ -170,6 +170,10 @@ class Plan:
             f"FLOPs      {self.forward_flops} forward",
             f"workspace  {self.workspace_bytes} bytes, {listed} of them the work list",
         ]
+        if "backward" in self.specs:
+            lines.insert(-3, "gradients  dq by atomic additions: its bits may differ from call to call, for speed")
+        elif self.specs:
+            lines.insert(-3, "gradients  every result is bitwise repeatable")
         if self.family == "naive":
             lines[-1] += f", {self.whole_matrices_bytes} the whole scores and, backward, their gradients"
             lines.insert(2, "kernel     naive: every score is made and kept, whatever the mask")
@@ -201,17 +205,19 @@ class Plan:
         return total
 
 
-def make_plan(problem: Problem, mask: Mask, device: DeviceSpec, family: str | None = None) -> Plan:
+def make_plan(
+    problem: Problem, mask: Mask, device: DeviceSpec, family: str | None = None, deterministic: bool = False
+) -> Plan:
     """Choose the tile, then list the work at it; then, for a family of kernels, those whose tiles the list allows."""
     if family is None:
         tile, specs = host_tile(problem, device), {}
     else:
-        specs = kernel_specs(family, problem, device)
+        specs = kernel_specs(family, problem, device, deterministic=deterministic)
         first = next(iter(specs.values()))
         tile = Tile(first.block_q, first.block_kv)
     work = work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
     if family is not None and isinstance(work, ListedWork):
-        specs = kernel_specs(family, problem, device, (work.block_q, work.block_kv))
+        specs = kernel_specs(family, problem, device, (work.block_q, work.block_kv), deterministic=deterministic)
     return Plan(problem=problem, mask=mask, device=device, tile=tile, work=work, specs=specs)
 
 

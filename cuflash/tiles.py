@@ -52,17 +52,18 @@ class _Entry(NamedTuple):
     sums: tuple[str, ...]  # dimensions of the accumulators in registers
     registers: int  # that both may fill of a thread's 255: beyond it times rose or registers spilled
     mma_registers: int  # the same where tensor cores multiply
+    most_rows: int = _SIDES[0]
+    least_step: int = _SIDES[-1]
 
 
 _SIMT = {
     "forward": _Entry(True, 1, ("value_dim",), 144, 176),
     "backward_rows": _Entry(True, 2, ("head_dim",), 112, 176),
     "backward_columns": _Entry(False, 2, ("head_dim", "value_dim"), 160, 192),
+    "backward": _Entry(False, 1, ("head_dim", "value_dim"), 160, 144, most_rows=64, least_step=16),  # 128 rows spill
 }
-ENTRIES = {
-    "simt": tuple(_SIMT),
-    "naive": ("scores", "softmax", "output", "gradient_scores", "gradient_queries", "gradient_keys"),
-}
+_STATISTICS_BLOCK_Q = 64  # of backward_statistics, which multiplies nothing and keeps nothing
+FAMILIES = ("simt", "naive")
 _NAIVE_SIDE = 32  # of a tile of the naive family, and the columns that it multiplies at a time
 _NAIVE_DTYPES = tuple(map(np.dtype, (np.float16, np.float32)))
 
@@ -75,8 +76,26 @@ def family_reasons(family: str | None, problem: Problem) -> list[str]:
     return [f"kernel='naive' takes {served}; got {problem.dtype}: convert q, k and v, or use kernel='simt'"]
 
 
+def entries(family: str, problem: Problem, *, deterministic: bool) -> tuple[str, ...]:
+    """The kernels of a family's passes, the forward pass's first.
+
+    Where bits may differ from call to call, dQ is summed by atomic additions in its own memory, in one walk over the
+    scores. Memory of 16-bit elements cannot hold sums, so their gradients are made in two walks.
+    """
+    if family == "naive":
+        return ("scores", "softmax", "output", "gradient_scores", "gradient_queries", "gradient_keys")
+    if deterministic or problem.dtype != problem.accumulator:
+        return ("forward", "backward_rows", "backward_columns")
+    return ("forward", "backward_statistics", "backward")
+
+
 def kernel_specs(
-    family: str, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    family: str,
+    problem: Problem,
+    device: DeviceSpec,
+    largest: tuple[int, int] | None = None,
+    *,
+    deterministic: bool = False,
 ) -> dict[str, KernelSpec]:
     """The kernels of a family that serve a problem on a device, by entry.
 
@@ -84,6 +103,8 @@ def kernel_specs(
     ----------
     largest : (block_q, block_kv), optional
         What tiles may not exceed: the blocks of a list.
+    deterministic : bool
+        Whether every result must be bitwise repeatable.
 
     Raises
     ------
@@ -94,19 +115,24 @@ def kernel_specs(
     if reasons:
         raise UnsupportedProblem(reasons)
     if family == "naive":
-        return {entry: _naive_spec(entry, problem, largest) for entry in ENTRIES[family]}
+        names = entries(family, problem, deterministic=deterministic)
+        return {entry: _naive_spec(entry, problem, largest) for entry in names}
     if problem.dtype == BFLOAT16 and device.compute_capability is not None and device.compute_capability < (8, 0):
         raise UnsupportedProblem(
             [f"bfloat16 needs compute capability 8.0; {device.name} is older: use float16 or float32"]
         )
     head_dim, value_dim = (next(room for room in DIMS if room >= dim) for dim in (problem.head_dim, problem.value_dim))
     specs = {}
-    for entry in ENTRIES[family]:
+    for entry in entries(family, problem, deterministic=deterministic):
         smallest = KernelSpec(
             family=family, entry=entry, dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
             block_q=_SIDES[-1], block_kv=_SIDES[-1],
         )  # fmt: skip
-        specs[entry] = _simt_spec(smallest, device, largest or (_SIDES[0], _SIDES[0]))
+        if entry == "backward_statistics":
+            block_q = max(side for side in _SIDES if side <= min(_STATISTICS_BLOCK_Q, (largest or _SIDES)[0]))
+            specs[entry] = replace(smallest, block_q=block_q)
+        else:
+            specs[entry] = _simt_spec(smallest, device, largest or (_SIDES[0], _SIDES[0]))
     return specs
 
 
@@ -168,12 +194,18 @@ def _is_simt_tile(spec: KernelSpec) -> bool:
     entry = _SIMT[spec.entry]
     rows, step = _rows_and_step(spec)
     sums = sum(getattr(spec, dim) for dim in entry.sums)
-    words = rows * (entry.num_scores * step + sums) * accumulator_dtype(spec.dtype).itemsize // (4 * THREADS)
-    if spec.mma_rows:
-        return rows % 32 == 0 and words <= entry.mma_registers
+    elements = rows * (entry.num_scores * step + sums)
+    if spec.entry == "backward":  # scores, then columns of dQ, as many as kDqWidth
+        dq_width = 32 if spec.mma_rows else 64 if spec.head_dim % 64 == 0 else spec.head_dim
+        elements = rows * sums + step * max(rows, dq_width)
+    words = elements * accumulator_dtype(spec.dtype).itemsize // (4 * THREADS)
+    if spec.mma_rows:  # of the backward pass in one walk dQ has as many rows as a step
+        shared_rows = (rows, step) if spec.entry == "backward" else (rows,)
+        return all(height % 32 == 0 for height in shared_rows) and words <= entry.mma_registers
     # Conversions take registers too, and so do the operands of very wide rows.
     spare = _SPARE * (spec.dtype != np.float32) + _SPARE * (sums > 384)
-    return rows % 16 == 0 and (words <= entry.registers - spare or rows == 16 and step == _SIDES[-1])
+    fits = words <= entry.registers - spare or (rows, step) == (16, entry.least_step)
+    return rows % 16 == 0 and rows <= entry.most_rows and step >= entry.least_step and fits
 
 
 def shared_bytes(spec: KernelSpec) -> int:
@@ -182,8 +214,15 @@ def shared_bytes(spec: KernelSpec) -> int:
     vector = (32 if spec.mma_rows else 16) // itemsize
     if spec.family == "naive":
         return _naive_shared_bytes(spec, itemsize, vector)
+    if spec.entry == "backward_statistics":
+        return 0
     rows, step = _rows_and_step(spec)
     head_row, value_row = spec.head_dim + vector, spec.value_dim + vector
+    if spec.entry == "backward":  # queries and dO take turns, and what is read along rows alone is not padded
+        padding = vector if spec.mma_rows else 0
+        p_padding = 8 if padding == 0 and step > 64 else padding
+        kept_row = spec.head_dim + spec.value_dim + step + 2 * padding + p_padding
+        return (rows * kept_row + step * max(head_row, value_row)) * itemsize
     if spec.entry == "forward":  # keys and values take turns
         elements = rows * head_row + step * max(head_row, value_row)
     else:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -64,14 +64,21 @@ class Run:
         What examples are drawn from in a short run; a long one draws from everything.
     most_examples : int, optional
         Of a short run.
+    deterministic : bool
+        What its calls ask for.
     """
 
     executor: str
     drawn: tuple[tuple[str, Any], ...] = ()
     most_examples: int | None = None
+    deterministic: bool = False
 
     def __str__(self) -> str:
-        return self.executor
+        return f"{self.executor}-deterministic" if self.deterministic else self.executor
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"executor": self.executor, "deterministic": self.deterministic}
 
     @property
     def is_on_device(self) -> bool:
@@ -97,7 +104,7 @@ class Run:
 
     def attention(self, q: Any, k: Any, v: Any, *, mask: Any = None, **options: Any) -> Any:
         arrays, mask = [self.put(x) for x in (q, k, v)], self.put_mask(mask, q, k, v)
-        made = cuflash.attention(*arrays, mask=mask, executor=self.executor, **options)
+        made = cuflash.attention(*arrays, mask=mask, **self.options, **options)
         return tuple(self.get(x) for x in made) if isinstance(made, tuple) else self.get(made)
 
     def attend(self, q: Any, k: Any, v: Any, *, mask: Any, scale: float | None) -> tuple[Any, Any]:
@@ -106,15 +113,15 @@ class Run:
 
     def pull(self, q: Any, k: Any, v: Any, do: Any, *, dlse: Any, mask: Any, scale: float | None) -> tuple[Any, ...]:
         arrays, mask = [self.put(x) for x in (q, k, v)], self.put_mask(mask, q, k, v)
-        _, vjp = cuflash.attention_vjp(*arrays, mask=mask, scale=scale, executor=self.executor)
+        _, vjp = cuflash.attention_vjp(*arrays, mask=mask, scale=scale, **self.options)
         return tuple(self.get(x) for x in vjp(self.put(do), self.put(dlse)))
 
     def everything(self, example: Example) -> dict[str, Any]:
         """All results of a call, with the mask as it was drawn: an object, with its closed forms."""
         q, k, v, do, dlse = (self.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
         mask = self.put_mask(example.mask, example.q, example.k, example.v)
-        options = {"mask": mask, "scale": example.scale, "executor": self.executor}
-        (o, lse), vjp = cuflash.attention_vjp(q, k, v, return_lse=True, **options)
+        options = {"mask": mask, "scale": example.scale, "return_lse": True}
+        (o, lse), vjp = cuflash.attention_vjp(q, k, v, **options, **self.options)
         return {name: self.get(x) for name, x in zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(do, dlse)))}
 
     def examples(self, **drawn: Any) -> st.SearchStrategy[Example]:
@@ -147,14 +154,22 @@ GPU = Run("gpu", (("widest", 32),), most_examples=15)
 CPU = Run("cpu")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
 RUNS = (CPU, pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu))
-KERNELS = RUNS[1:]
+DETERMINISTIC = (
+    pytest.param(replace(SIM, deterministic=True), marks=needs_compiler),
+    pytest.param(replace(GPU, deterministic=True), marks=pytest.mark.gpu),
+)
+KERNELS = (*RUNS[1:], *DETERMINISTIC)
 
 on_every_executor = pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run))
+on_every_backward = pytest.mark.parametrize("run", (*RUNS, *DETERMINISTIC), ids=lambda run: str(run))
+on_every_deterministic_backward = pytest.mark.parametrize("run", (CPU, *DETERMINISTIC), ids=lambda run: str(run))
 on_kernels = pytest.mark.parametrize("run", KERNELS, ids=lambda run: str(run))
 
 
-def holds_for_examples(**drawn: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A property `test(run, example, ...)` of every executor: its examples are drawn as the executor can afford."""
+def holds_for_examples(
+    on: pytest.MarkDecorator = on_every_executor, **drawn: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A property `test(run, example, ...)` of some runs: its examples are drawn as the executor can afford."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def on_examples(run: Run, **fixed: Any) -> None:
@@ -171,6 +186,6 @@ def holds_for_examples(**drawn: Any) -> Callable[[Callable[..., None]], Callable
         on_examples.__signature__ = inspect.Signature([first, *parameters])  # type: ignore[attr-defined]
         on_examples.__name__, on_examples.__doc__ = test.__name__, test.__doc__
         on_examples.__qualname__, on_examples.__module__ = test.__qualname__, test.__module__
-        return on_every_executor(on_examples)
+        return on(on_examples)
 
     return decorate

@@ -220,9 +220,10 @@ def words() -> Launch:
 def atomics() -> Launch:
     arguments = (
         np.zeros(1, np.float32), np.zeros(2, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32),
-        np.zeros(1, np.uint32),
+        np.zeros(1, np.uint32), np.ones(32, np.float32), np.ones(32, np.float64),
     )  # fmt: skip
-    right = ([3 * sum(range(128))], [127, -127], [0], [12], [0xFFFFFFFF])
+    reduced = 1 + 3 * (np.arange(128) + 0.5).reshape(4, 32).sum(axis=0)
+    right = ([3 * sum(range(128))], [127, -127], [0], [12], [0xFFFFFFFF], reduced, reduced)
     return Launch(
         name="atomics", file="atomics", entry="atomics", block=128, grid=3, arguments=arguments,
         expected={place: Expected(np.array(values)) for place, values in enumerate(right)},
@@ -423,6 +424,24 @@ def products(dtype: str, rows: int, columns: int, depth: int, mma_rows: int = 0)
     )  # fmt: skip
 
 
+def transposed_products(dtype: str, first: int, last: int, mma_rows: int = 0) -> Launch:
+    """a^T b over some rows, added to a matrix that is no longer than it has to be."""
+    rows, columns, depth = 64, 64, 24
+    rng = np.random.default_rng(6)
+    a, b = (rng.integers(-9, 10, (depth, width)).astype(_wide(dtype)) for width in (rows, columns))
+    a[:first], a[last:], b[:first], b[last:] = np.nan, np.nan, np.nan, np.nan
+    to = np.full((rows + 3, 2 * columns + 1), SENTINEL, _wide(dtype))
+    after = to.copy()
+    height, width = rows - 5, columns - 3
+    after[:height, 1 : 2 * width : 2] += (a[first:last].T @ b[first:last])[:height, :width]
+    limits = [np.int32(x) for x in (first, last, height, width)]
+    return _tile(
+        f"a^T b of rows {first} to {last}", "transposed_products", dtype, mma_rows,
+        (a, b, to, np.int64(to.shape[1]), *limits), {2: Expected(after)},
+        kRows=rows, kColumns=columns, kDepth=depth,
+    )  # fmt: skip
+
+
 # ---- what tiles visit ----
 
 
@@ -436,7 +455,7 @@ class Walk(NamedTuple):
 def walk(structure: Structure, query_tile: int, key_tile: int) -> Walk:
     """The steps of all tiles of a problem: query tiles that step over keys by `key_tile`, and the other way round."""
     example = structure.example()
-    plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim").plan
+    plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim", deterministic=True).plan
     entries = ("forward", "backward_columns")
     grids = [plan.grid(replace(plan.specs[entry], block_q=query_tile, block_kv=key_tile)) for entry in entries]
     shape = (plan.problem.mask_shape.num_batch, *plan.problem.mask_shape[1:])
@@ -570,4 +589,7 @@ LAUNCHES = (
     *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in stores(*way)),
     *(products("float32", *sizes) for sizes in ((32, 64, 40), (64, 32, 8))),
     *(products("float64", *sizes) for sizes in ((16, 48, 24), (64, 40, 24, 8), (32, 16, 8, 16), (128, 24, 40, 16))),
+    *(transposed_products(dtype, *rows, mma_rows)
+      for dtype, mma_rows in (("float32", 0), ("float64", 0), FRAGMENTS, ("float64", 16))
+      for rows in ((0, 24), (5, 18), (7, 7))),
 )  # fmt: skip

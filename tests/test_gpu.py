@@ -71,9 +71,9 @@ def on_the_device(mask):
         return BlockIndex.from_mask(mask, SHAPE, 32)
 
 
-def results(cupy, example, lie=lambda array: array):
+def results(cupy, example, lie=lambda array: array, **options):
     q, k, v, do, dlse = map(lie, sent(cupy, example.q, example.k, example.v, example.do, example.dlse))
-    (o, lse), vjp = cuflash.attention_vjp(q, k, v, mask=on_the_device(example.mask), return_lse=True)
+    (o, lse), vjp = cuflash.attention_vjp(q, k, v, mask=on_the_device(example.mask), return_lse=True, **options)
     dq, dk, dv = vjp(do, dlse)
     return {name: x.get() for name, x in {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}.items()}
 
@@ -107,8 +107,10 @@ def test_strided_and_broadcast_arrays_are_within_the_bounds(cupy):
 
 def test_calls_repeat_bit_for_bit(cupy):
     example = example_of(MASKS["random"])
-    first, again = results(cupy, example), results(cupy, example)
-    assert all(first[name].tobytes() == again[name].tobytes() for name in first)
+    for deterministic in (False, True):
+        first, again = (results(cupy, example, deterministic=deterministic) for _ in range(2))
+        names = [name for name in first if deterministic or name != "dq"]
+        assert all(first[name].tobytes() == again[name].tobytes() for name in names)
 
 
 def test_checks_pass(cupy, monkeypatch):
@@ -132,7 +134,7 @@ def test_streams_do_not_disturb_each_other(cupy):
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
     examples = [example_of(MASKS[name]) for name in ("dense", "random", "blocks", "documents")]
     arrays = [sent(cupy, example.q, example.k, example.v, example.do) for example in examples]
-    shared = cuflash.plan(*arrays[1][:3], mask=on_the_device(MASKS["random"]))
+    shared = cuflash.plan(*arrays[1][:3], mask=on_the_device(MASKS["random"]), deterministic=True)
     expected = [results_of(shared, arrays[1])]
     cupy.cuda.Device().synchronize()
     found = []
@@ -205,9 +207,10 @@ def test_arrays_on_another_device_are_refused_and_served_there(cupy):
         there = sent(cupy, example.q, example.k, example.v)
     with pytest.raises(cuflash.UnsupportedProblem, match="q must be on the current device, 0; got device 1"):
         cuflash.attention(*there)
-    here = results(cupy, example)
+    here = results(cupy, example, deterministic=True)
     with cupy.cuda.Device(1):
-        assert all((ours == theirs).all() for ours, theirs in zip(results(cupy, example).values(), here.values()))
+        same = results(cupy, example, deterministic=True)
+    assert all((same[name] == here[name]).all() for name in here)
 
 
 def test_out_of_memory_leaves_nothing_behind(cupy):

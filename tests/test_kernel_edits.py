@@ -7,7 +7,9 @@ list keeps up with the code. Barriers that are taken away are seen under hostile
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,22 @@ import pytest
 from executors import SIM, needs_compiler
 from planting import planted
 from poison import STRUCTURES, call
-from probing import FRAGMENTS, WALKS, assert_expected, loads, maps, products, stores, walk, wrong_tiles
+from probing import (
+    FRAGMENTS,
+    WALKS,
+    assert_expected,
+    loads,
+    maps,
+    products,
+    stores,
+    transposed_products,
+    walk,
+    wrong_tiles,
+)
 
 from cuflash import masks, sim
 from cuflash.simulated import Simulator
-from cuflash.testing import Structure, assert_within_bounds
+from cuflash.testing import Example, Structure, assert_within_bounds
 
 pytestmark = needs_compiler
 
@@ -39,6 +52,40 @@ EDITS = {
     "dS is read before it is there": ("simt/backward_rows.cu", "    __syncthreads();  // dS is there\n", ""),
     "dq is not scaled": ("simt/backward_rows.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "P is overwritten before it is read": ("simt/backward_columns.cu", "      __syncthreads();  // P is read\n", ""),
+    "dq is not zeroed": ("simt/backward_statistics.cu", "  dq.fill(0);\n", "  dq.fill(1);\n"),
+    "dq is left as it came": (
+        "simt/backward_statistics.cu", "  store_gradient<Element>(", "  if (false) store_gradient<Element>("
+    ),
+    "what is added to dq is not scaled": ("simt/backward.cu", "        dq_frag.scale(shape.softmax_scale);\n", ""),
+    "dq is added a row late": (
+        "simt/backward.cu", "dq.rows(step.start, step.stop)", "dq.rows(step.start + 1, step.stop)"
+    ),
+    "all heads of a group add to the first one's dq": (
+        "simt/backward.cu", "params.dq, work.place, head,", "params.dq, work.place, first_head,"
+    ),
+    "Q is overwritten before it is read": (
+        "simt/backward.cu", "      __syncthreads();  // P is there, and Q is read\n", ""
+    ),
+    "dO is read before it is there": ("simt/backward.cu", "      __syncthreads();  // dO is there\n", ""),
+    "P takes dS before it is read": ("simt/backward.cu", "      __syncthreads();  // P and dO are read\n", ""),
+    "Q takes dQ before it is read": ("simt/backward.cu", "      __syncthreads();  // Q is read\n", ""),
+    "dQ is added before it is there": ("simt/backward.cu", "      __syncthreads();  // dQ is there\n", ""),
+    "dQ is overwritten before it is added": (
+        "simt/backward.cu", "      __syncthreads();  // dQ and dS of the last step are read\n", ""
+    ),
+    "one head of a group gives dk and dv": (
+        "simt/backward.cu", "head < first_head + shape.group_size", "head < first_head + 1"
+    ),
+    "P of keys past the tile is kept": (
+        "simt/backward.cu", "      probabilities_of_keys(scores, params, work, step, lse);\n", ""
+    ),
+    "keys that no query of a step sees bring their NaN": (
+        "attention/score_gradient.cuh", "  if (step.kind != Kind::kInterval) return {0, height};",
+        "  if (true) return {0, height};",
+    ),
+    "the last visited key is lost": (
+        "attention/score_gradient.cuh", ".hi - work.first, height)", ".hi - work.first - 1, height)"
+    ),
     "only the first head of a group gives dk and dv": (
         "simt/backward_columns.cu", "head < first_head + shape.group_size", "head < first_head + 1"
     ),
@@ -86,7 +133,7 @@ EDITS = {
         "number % num_tiles : number % num_tiles;\n  int place = is_listed ? number / num_tiles : ",
     ),
     "every launch takes the masks of the first": ("attention/work_tile.cuh", "shape.first_batch + place", "place"),
-    "delta is left out": ("attention/score_gradient.cuh", "p * (dp_to_ds - delta)", "p * dp_to_ds"),
+    "delta is left out": ("attention/score_gradient.cuh", "p * (dp - delta)", "p * dp"),
     "dlse has the wrong sign": ("attention/score_gradient.cuh", "sum -= dlse.at", "sum += dlse.at"),
     "delta of the last row is lost": (
         "attention/score_gradient.cuh", "kept.at(query, 0) = sum;",
@@ -117,16 +164,24 @@ EDITS = {
         "tile/shared_tile.cuh", "data[row * kPitch + column]", "data[row * Columns + column]"
     ),
     "a vector is multiplied backwards": ("tile/product.cuh", "b_frag[j].at[e]", "b_frag[j].at[kVector - 1 - e]"),
+    "what is added misses the last column": (
+        "tile/copy.cuh", "if (column < to.num_columns) ptx::red_add", "if (column < to.num_columns - 1) ptx::red_add"
+    ),
+    "a^T b starts a row late": ("tile/product.cuh", "for (int k = first; k < last", "for (int k = first + 1; k < last"),
     "a row of b is multiplied again and again": ("tile/product.cuh", "b.vector(k + e, ", "b.vector(k, "),
     "a fragment of a is another lane's": (
-        "tile/product.cuh", "a.at(Tile::row(i), k + column_lane())", "a.at(Tile::row(i), k + (column_lane() ^ 1))"
+        "tile/product.cuh", "a += column_lane() * AStride;", "a += (column_lane() ^ 1) * AStride;"
     ),
     "a fragment of b is transposed": (
-        "tile/product.cuh", "column_lane() * KStride + row_lane() % 8 * ColumnStride",
-        "column_lane() * ColumnStride + row_lane() % 8 * KStride",
+        "tile/product.cuh", "column_lane() * BStride + row_lane() % 8 * ColumnStride",
+        "column_lane() * ColumnStride + row_lane() % 8 * BStride",
     ),
     "a fragment of b is its neighbour's": (
         "tile/product.cuh", "j * kColumnLanes * ColumnStride", "(j ^ 2) * kColumnLanes * ColumnStride"
+    ),
+    "fragments take a row too many": ("tile/product.cuh", "k + column_lane() < last;", "k + column_lane() <= last;"),
+    "fragments of a^T miss the first row": (
+        "tile/product.cuh", "is_there = first <= k + column_lane()", "is_there = first < k + column_lane()"
     ),
     "two fragments of a change places": (
         "tile/product.cuh", "a_frag[i], a_frag[i + 1], b_frag", "a_frag[i + 1], a_frag[i], b_frag"
@@ -135,7 +190,7 @@ EDITS = {
         "tile/register_tile.cuh", "step < kColumnLanes; step *= 2) x += ", "step < 8; step *= 2) x += "
     ),
     "rows of fragments meet in the banks": (
-        "tile/shared_tile.cuh", "Columns + (config::kMmaRows > 0 ? 2 : 1) * kVector", "Columns + kVector"
+        "tile/shared_tile.cuh", "(config::kMmaRows > 0 ? 2 : 1) * Vector<T>::kLength", "Vector<T>::kLength"
     ),
 }  # fmt: skip
 
@@ -161,9 +216,21 @@ def examples() -> Iterator[Structure]:
 def attention_is_right() -> None:
     """Every result within its bound, in the midst of poison, under the default schedule and then hostile ones."""
     made = [structure.example() for structure in examples()]
+    padded = padded_with_nan()
     for schedule in (sim.Schedule(), *(sim.Schedule(seed=seed, order="random") for seed in range(3))):
-        for example in made:
-            call(example, SIM, Simulator(schedule), check=partial(assert_within_bounds, example))
+        for example, run in product((*made, padded), (SIM, replace(SIM, deterministic=True))):
+            check = partial(assert_within_bounds, example.but(k=np.nan_to_num(example.k)))
+            call(example, run, Simulator(schedule), check=check)
+
+
+def padded_with_nan() -> Example:
+    """Keys that stand past a length, in the middle of a tile, hold NaN."""
+    example = Structure(
+        num_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=24, value_dim=20, mask=masks.Lengths(kv=40)
+    ).example()  # fmt: skip
+    k = example.k.copy()
+    k[..., 40:, :] = np.nan
+    return example.but(k=k)
 
 
 def work_is_shared_out() -> None:
@@ -179,6 +246,7 @@ def tiles_are_right() -> None:
     """Every index map is the one that NumPy says."""
     launches = [maps("float32"), *loads("float32"), *stores("float32"), products("float32", 32, 64, 40)]
     launches += [maps(*FRAGMENTS), products("float64", 64, 40, 24, 8), products("float64", 128, 24, 40, 16)]
+    launches += [transposed_products(*way, 5, 18) for way in (("float32",), ("float64", 16))]
     for launch in launches:
         assert_expected(launch, launch.on_simulator())
 

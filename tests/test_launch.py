@@ -574,6 +574,25 @@ def test_precompile_needs_no_data_and_no_gpu(nvrtc, monkeypatch):
     assert "device must be a GPU" in reason
 
 
+@pytest.mark.parametrize("kernel", ["simt", "naive"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_plan_has_the_kernels_that_its_promise_asks_for(dtype, kernel):
+    if (kernel, dtype) == ("naive", "float64"):
+        return
+    shape = ShapeDtype((8, 100, 64), dtype)
+    plans = [
+        cuflash.plan(shape, shape, shape, kernel=kernel, deterministic=each, device=DeviceSpec.gpu("H100"))
+        for each in (False, True)
+    ]
+    specs = [set(each.plan.specs) for each in plans]
+    is_one_walk = kernel == "simt" and dtype != "float16"
+    assert ("backward" in specs[0], "backward_rows" in specs[0]) == (is_one_walk, kernel == "simt" and not is_one_walk)
+    assert "backward" not in specs[1] and (specs[0] == specs[1]) is not is_one_walk
+    assert all(each.explain().count("kernel     simt_") == 3 * (kernel == "simt") for each in plans)
+    words = [each.explain().count("atomic additions") for each in plans]
+    assert words == [int(is_one_walk), 0]
+
+
 def test_precompile_on_this_gpu_warms_the_first_call(cupy):
     made = cuflash.precompile(*(ShapeDtype(Q.shape, Q.dtype),) * 3)
     assert len(made) == len(cupy.compiled) == 3
@@ -608,6 +627,9 @@ def checked(monkeypatch):
     monkeypatch.setenv("CUFLASH_CHECK", "1")
 
 
+TWO_WALKS = ("backward_rows", "backward_columns")
+
+
 def after_launch(monkeypatch, entry, damage):
     """Let the simulator's next launch of an entry leave damage behind."""
     launch = simulated.Simulator.launch
@@ -629,9 +651,11 @@ def poke(address, values):
 
 @pytest.mark.parametrize("executor", ["cpu", "sim"])
 @pytest.mark.parametrize("mask", [None, masks.Lengths(kv=17), LISTED, masks.Lengths(q=0)], ids=str)
-def test_checks_pass_on_sound_calls_and_change_no_bit(monkeypatch, executor, mask):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_checks_pass_on_sound_calls_and_change_no_bit(monkeypatch, executor, mask, deterministic):
     def call():
-        (o, lse), vjp = cuflash.attention_vjp(Q, K, V, mask=mask, executor=executor, return_lse=True)
+        options = {"mask": mask, "executor": executor, "deterministic": deterministic, "return_lse": True}
+        (o, lse), vjp = cuflash.attention_vjp(Q, K, V, **options)
         return [array.tobytes() for array in (o, lse, *vjp(DO))]
 
     plain = call()
@@ -651,7 +675,8 @@ def test_nan_in_the_inputs_is_nobodys_fault(checked):
     [
         ("forward", "o", [1, 2, 3]), ("forward", "lse", [1, 2]), ("backward_rows", "dq", [1, 2, 3]),
         ("backward_columns", "dk", [1, 2, 3]), ("backward_columns", "dv", [0, 39, 15]),
-        ("backward_rows", "delta", [0, 5]),
+        ("backward_rows", "delta", [0, 5]), ("backward_statistics", "dq", [1, 2, 3]),
+        ("backward_statistics", "delta", [0, 5]), ("backward", "dq", [1, 39, 15]), ("backward", "dv", [0, 1, 2]),
     ],
 )  # fmt: skip
 def test_a_nan_that_a_kernel_writes_is_named(checked, monkeypatch, entry, name, place):
@@ -659,13 +684,13 @@ def test_a_nan_that_a_kernel_writes_is_named(checked, monkeypatch, entry, name, 
     offset = 4 * sum(step * index for step, index in zip(strides, place))
     after_launch(monkeypatch, entry, lambda params: poke(int(params[name]["data"]) + offset, np.float32(np.nan)))
     with pytest.raises(RuntimeError, match=re.escape(f"simt_{entry} wrote NaN to {name}{place}, and all its inputs")):
-        o, vjp = cuflash.attention_vjp(Q, K, V, executor="sim")
+        o, vjp = cuflash.attention_vjp(Q, K, V, executor="sim", deterministic=entry in TWO_WALKS)
         vjp(DO)
 
 
 @pytest.mark.parametrize(
     ("entry", "name"),
-    [("forward", "o"), ("forward", "lse"), ("backward_rows", "delta"), ("backward_columns", "dv")],
+    [("forward", "o"), ("forward", "lse"), ("backward_rows", "delta"), ("backward_columns", "dv"), ("backward", "dv")],
 )
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_write_beside_a_result_is_named(checked, monkeypatch, entry, name, side):
@@ -673,7 +698,7 @@ def test_a_write_beside_a_result_is_named(checked, monkeypatch, entry, name, sid
     offset = -8 if side == "before" else nbytes + 8
     after_launch(monkeypatch, entry, lambda params: poke(int(params[name]["data"]) + offset, np.float32(1)))
     with pytest.raises(RuntimeError, match=f"simt_{entry} wrote outside {name}: 8 bytes {side} its memory"):
-        o, vjp = cuflash.attention_vjp(Q, K, V, executor="sim")
+        o, vjp = cuflash.attention_vjp(Q, K, V, executor="sim", deterministic=entry in TWO_WALKS)
         vjp(DO)
 
 

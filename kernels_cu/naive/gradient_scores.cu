@@ -58,7 +58,8 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params)
       s.at[i][j] = ptx::negative_infinity<Accumulator>();
       if (is_there && s.column(j) < p.num_columns) s.at[i][j] = p.at(row, s.column(j));
       const bool is_allowed = !is_empty && s.at[i][j] != ptx::negative_infinity<Accumulator>();
-      score_gradient(s.at[i][j], dp.at[i][j], Accumulator(1), lse_2, delta, is_allowed);
+      s.at[i][j] = probability(s.at[i][j], Accumulator(1), lse_2, is_allowed);
+      dp.at[i][j] = score_gradient(s.at[i][j], dp.at[i][j], delta, is_allowed);
     }
   }
   tile::store(p, s);

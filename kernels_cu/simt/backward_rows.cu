@@ -28,18 +28,17 @@ simt_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
                          .rows(work.first, work.last));
   tile::load(do_smem, matrix<Element>(params.do_, place, place.head, shape.seqlen_q, shape.value_dim)
                           .rows(work.first, work.last));
-  __syncthreads();  // dO is there
 
   tile::RegisterTile<Accumulator, kBlockQ, kHeadDim, kRun> dq;
   Accumulator lse_2[dq.kRows], delta[dq.kRows];
-  row_statistics<Element>(params, work, do_smem, lse_2, delta);
+  row_statistics<Element, kBlockQ, kValueDim>(params, work, lse_2, delta);
   dq.fill(0);
   auto steps = Steps<kBlockKv>::of_queries(params, work);
   for (Step step; steps.next(step);) {
     __syncthreads();  // K and dS of the last step are read
     tile::load(k_smem, k.rows(step.start, step.stop));
     tile::load(v_smem, v.rows(step.start, step.stop));
-    __syncthreads();  // K and V, and Q before the first step, are there
+    __syncthreads();  // K and V, and Q and dO before the first step, are there
     tile::RegisterTile<Accumulator, kBlockQ, kBlockKv> s, dp;
     s.fill(0);
     dp.fill(0);

@@ -1,4 +1,5 @@
 #pragma once
+#include <ptx/atomic.cuh>
 #include <tile/element.cuh>
 #include <tile/register_tile.cuh>
 #include <tile/shared_tile.cuh>
@@ -26,14 +27,14 @@ struct EveryRow {
   CUFLASH_DEVICE bool operator()(int) const { return true; }
 };
 
-// Threads as `load` shares its rows among them: eight to each, whose vectors meet no bank of a shared tile twice.
+// Threads as `load` and `add` share rows among them: eight to each, whose vectors meet no bank of a shared tile twice.
 constexpr int kLoadColumns = 8, kLoadRows = kThreads / kLoadColumns;
 CUFLASH_DEVICE int load_row() { return threadIdx.x / kLoadColumns; }
 CUFLASH_DEVICE int load_column() { return threadIdx.x % kLoadColumns; }
 
 // Copy a matrix to shared memory, widened; zeros past its ends and in rows that are not kept. Called by all threads.
-template <class T, int Rows, int Columns, class Element, class Kept = EveryRow>
-CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<Element> from, Kept is_kept = {}) {
+template <class T, int Rows, int Columns, int Pitch, class Element, class Kept = EveryRow>
+CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<Element> from, Kept is_kept = {}) {
   for (int row = load_row(); row < Rows; row += kLoadRows) {
     const bool is_there = row < from.num_rows && is_kept(row);
 #pragma unroll 4
@@ -43,14 +44,14 @@ CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<Element> from, 
 }
 
 // The same in vectors, for matrices of numbers whose rows are whole vectors that start at multiples of 16 bytes.
-template <class T, int Rows, int Columns, class Kept = EveryRow>
-CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<T> from, Kept is_kept = {}) {
+template <class T, int Rows, int Columns, int Pitch, class Kept = EveryRow>
+CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from, Kept is_kept = {}) {
   constexpr int kVector = Vector<T>::kLength, kWidth = kLoadColumns * kVector;
   constexpr int kVectors = (Columns + kWidth - 1) / kWidth;
   constexpr int kUnroll = kVectors < 4 ? 4 / kVectors : 1;  // four loads in flight, or a row
   const bool is_aligned = from.column_stride == 1 && from.row_stride % kVector == 0 &&
                           from.num_columns % kVector == 0 && reinterpret_cast<uint64_t>(from.data) % 16 == 0;
-  if (!is_aligned) return load<T, Rows, Columns, T>(to, from, is_kept);
+  if (!is_aligned) return load<T, Rows, Columns, Pitch, T>(to, from, is_kept);
 #pragma unroll kUnroll
   for (int row = load_row(); row < Rows; row += kLoadRows) {
     const bool is_there = row < from.num_rows && is_kept(row);
@@ -64,14 +65,24 @@ CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns> to, Matrix<T> from, Kept i
   }
 }
 
-// Copy registers to shared memory. Called by all threads.
-template <class T, int Rows, int Columns, int Run>
-CUFLASH_DEVICE void store(SharedTile<T, Rows, Columns> to, const RegisterTile<T, Rows, Columns, Run>& from) {
+// Copy registers to shared memory, runs that are vectors as such. Called by all threads.
+template <class T, int Rows, int Columns, int Pitch, int Run>
+CUFLASH_DEVICE void store(SharedTile<T, Rows, Columns, Pitch> to, const RegisterTile<T, Rows, Columns, Run>& from) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) to.at(Tile::row(i), Tile::column(j)) = from.at[i][j];
+    for (int j = 0; j < Tile::kColumns; j += Run) {
+      if constexpr (Run == Vector<T>::kLength) {
+        Vector<T> x;
+#pragma unroll
+        for (int e = 0; e < Run; ++e) x.at[e] = from.at[i][j + e];
+        to.vector(Tile::row(i), Tile::column(j)) = x;
+      } else {
+#pragma unroll
+        for (int e = 0; e < Run; ++e) to.at(Tile::row(i), Tile::column(j + e)) = from.at[i][j + e];
+      }
+    }
 }
 
 // Copy registers to global memory, narrowed, as far as the matrix goes. Called by all threads.
@@ -84,6 +95,15 @@ CUFLASH_DEVICE void store(Matrix<Element> to, const RegisterTile<T, Rows, Column
 #pragma unroll
       for (int j = 0; j < Tile::kColumns; ++j)
         if (Tile::column(j) < to.num_columns) narrow(from.at[i][j], to.at(Tile::row(i), Tile::column(j)));
+}
+
+// Add shared memory to global memory, as far as the matrix goes, while other blocks do. Called by all threads.
+template <class T, int Rows, int Columns, int Pitch>
+CUFLASH_DEVICE void add(Matrix<T> to, SharedTile<T, Rows, Columns, Pitch> from) {
+  for (int row = load_row(); row < to.num_rows; row += kLoadRows)
+#pragma unroll 4
+    for (int column = load_column(); column < Columns; column += kLoadColumns)
+      if (column < to.num_columns) ptx::red_add(&to.at(row, column), from.at(row, column));
 }
 
 }  // namespace cuflash::tile

@@ -6,22 +6,27 @@
 // Products of tiles by multiply-add or on tensor cores. Called by all threads; operands must be complete in shared memory.
 namespace cuflash::tile {
 
-// c += a b on tensor cores, where element (k, column) of b is b[k * KStride + column * ColumnStride]. Every warp
-// multiplies eight rows in each kRowLanes of a by all columns, four k at a time.
-template <int KStride, int ColumnStride, class T, int Rows, int Columns, int Run, int Depth>
-CUFLASH_DEVICE void add_product_by_mma(RegisterTile<T, Rows, Columns, Run>& c, SharedTile<T, Rows, Depth> a, const T* b) {
+// c += a b on tensor cores over first <= k < last, where element (row, k) of a is a[row * RowStride + k * AStride] and
+// element (k, column) of b is b[k * BStride + column * ColumnStride]. Every warp multiplies eight rows in each kRowLanes
+// of a by all columns, four k at a time.
+template <int Steps, int RowStride, int AStride, int BStride, int ColumnStride, class T, int Rows, int Columns, int Run>
+CUFLASH_DEVICE void add_product_by_mma(RegisterTile<T, Rows, Columns, Run>& c, const T* a, const T* b, int first,
+                                       int last) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
   static_assert(Run == 2, "a thread holds two neighbouring columns of a product");
+  constexpr int kUnroll = Steps;
   constexpr int kPaired = kMmaRows == 16 && Tile::kRows % 2 == 0 ? 2 : 1;  // fragments of rows to an instruction
-  b += column_lane() * KStride + row_lane() % 8 * ColumnStride;
-#pragma unroll 4
-  for (int k = 0; k < Depth; k += 4) {
+  a += column_lane() * AStride;
+  b += column_lane() * BStride + row_lane() % 8 * ColumnStride;
+#pragma unroll kUnroll
+  for (int k = first / 4 * 4; k < last; k += 4) {
+    const bool is_there = first <= k + column_lane() && k + column_lane() < last;
     T a_frag[Tile::kRows];
 #pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) a_frag[i] = a.at(Tile::row(i), k + column_lane());
+    for (int i = 0; i < Tile::kRows; ++i) a_frag[i] = is_there ? a[Tile::row(i) * RowStride + k * AStride] : T(0);
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; j += 2) {
-      const T b_frag = b[k * KStride + j * kColumnLanes * ColumnStride];
+      const T b_frag = is_there ? b[k * BStride + j * kColumnLanes * ColumnStride] : T(0);
 #pragma unroll
       for (int i = 0; i < Tile::kRows; i += kPaired) {
         T(&d)[Tile::kColumns] = c.at[i];
@@ -36,17 +41,18 @@ CUFLASH_DEVICE void add_product_by_mma(RegisterTile<T, Rows, Columns, Run>& c, S
   }
 }
 
-// Steps of a product's loop that are laid out at once: as many as leave registers for accumulators.
+// Steps of a product's loop that are laid out at once, unless the caller says: as many as leave registers for
+// accumulators.
 template <class T, class Tile>
 constexpr int kSteps = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ? 1 : 4;
 
 // c += a b^T: a thread multiplies its rows of a by its rows of b, a vector of both at once.
-template <class T, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth> a,
-                                   SharedTile<T, Columns, Depth> b) {
-  if constexpr (kMmaRows > 0) return add_product_by_mma<1, b.kPitch>(c, a, b.data);
+template <int Steps = 0, class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
+CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth, PitchA> a,
+                                   SharedTile<T, Columns, Depth, PitchB> b) {
+  if constexpr (kMmaRows > 0) return add_product_by_mma<Steps ? Steps : 4, PitchA, 1, 1, PitchB>(c, a.data, b.data, 0, Depth);
   using Tile = RegisterTile<T, Rows, Columns>;
-  constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
+  constexpr int kVector = Vector<T>::kLength, kUnroll = Steps ? Steps : kSteps<T, Tile>;
 #pragma unroll kUnroll
   for (int k = 0; k < Depth; k += kVector) {
     Vector<T> a_frag[Tile::kRows], b_frag[Tile::kColumns];
@@ -64,12 +70,12 @@ CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile
 }
 
 // c += a b: a thread multiplies its rows of a by its runs of columns of b.
-template <class T, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c, SharedTile<T, Rows, Depth> a,
-                                   SharedTile<T, Depth, Columns> b) {
-  if constexpr (kMmaRows > 0) return add_product_by_mma<b.kPitch, 1>(c, a, b.data);
+template <int Steps = 0, class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
+CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c,
+                                   SharedTile<T, Rows, Depth, PitchA> a, SharedTile<T, Depth, Columns, PitchB> b) {
+  if constexpr (kMmaRows > 0) return add_product_by_mma<Steps ? Steps : 4, PitchA, 1, PitchB, 1>(c, a.data, b.data, 0, Depth);
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
-  constexpr int kVector = Vector<T>::kLength, kUnroll = kSteps<T, Tile>;
+  constexpr int kVector = Vector<T>::kLength, kUnroll = Steps ? Steps : kSteps<T, Tile>;
 #pragma unroll kUnroll
   for (int k = 0; k < Depth; k += kVector) {
     Vector<T> a_frag[Tile::kRows];
@@ -88,22 +94,28 @@ CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLe
   }
 }
 
-// c += a^T b: a thread multiplies its columns of a by its runs of columns of b.
-template <class T, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void add_product_tn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c, SharedTile<T, Depth, Rows> a,
-                                   SharedTile<T, Depth, Columns> b) {
+// c += a^T b over the rows first <= k < last of both: a thread multiplies its columns of a by its runs of columns of b.
+template <class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
+CUFLASH_DEVICE void add_product_tn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c,
+                                   SharedTile<T, Depth, Rows, PitchA> a, SharedTile<T, Depth, Columns, PitchB> b,
+                                   int first = 0, int last = Depth) {
+  if constexpr (kMmaRows > 0) return add_product_by_mma<1, 1, PitchA, PitchB, 1>(c, a.data, b.data, first, last);
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
   constexpr int kVector = Vector<T>::kLength;
 #pragma unroll 8
-  for (int k = 0; k < Depth; ++k)
+  for (int k = first; k < last; ++k) {
+    T a_frag[Tile::kRows];
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) a_frag[i] = a.at(k, Tile::row(i));
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; j += kVector) {
       const Vector<T> b_frag = b.vector(k, Tile::column(j));
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
-        for (int f = 0; f < kVector; ++f) c.at[i][j + f] += a.at(k, Tile::row(i)) * b_frag.at[f];
+        for (int f = 0; f < kVector; ++f) c.at[i][j + f] += a_frag[i] * b_frag.at[f];
     }
+  }
 }
 
 }  // namespace cuflash::tile

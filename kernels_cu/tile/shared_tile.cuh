@@ -10,22 +10,29 @@ struct alignas(16) Vector {
   T at[kLength];
 };
 
-// A matrix in shared memory, row after row, each row longer than it is wide. By one vector: eight rows that follow each
-// other then start 16 bytes apart modulo the 128 bytes of the banks, so that reading a column of vectors meets no bank
-// twice. By two where tensor cores multiply: half a warp then reads four numbers of four rows, in either direction, from
-// all banks.
-template <class T, int Rows, int Columns>
+// How much longer than it is wide a row is in shared memory. One vector: eight rows that follow each other then start 16
+// bytes apart modulo the 128 bytes of the banks, so that reading a column of vectors meets no bank twice. Two where tensor
+// cores multiply: half a warp then reads four numbers of four rows, in either direction, from all banks.
+template <class T>
+constexpr int kPadding = (config::kMmaRows > 0 ? 2 : 1) * Vector<T>::kLength;
+
+// A matrix in shared memory, row after row. What is only read along its rows, by vectors, needs no padding.
+template <class T, int Rows, int Columns, int Pitch = Columns + kPadding<T>>
 struct SharedTile {
   static constexpr int kVector = Vector<T>::kLength;
-  static constexpr int kPitch = Columns + (config::kMmaRows > 0 ? 2 : 1) * kVector;
+  static constexpr int kPitch = Pitch;
   static constexpr int kElements = Rows * kPitch;
-  static_assert(Columns % kVector == 0, "rows must be whole vectors");
+  static_assert(Columns % kVector == 0 && Pitch % kVector == 0, "rows must be whole vectors");
 
   T* data;
 
   CUFLASH_DEVICE T& at(int row, int column) const { return data[row * kPitch + column]; }
   CUFLASH_DEVICE Vector<T>& vector(int row, int column) const {
     return *reinterpret_cast<Vector<T>*>(data + row * kPitch + column);
+  }
+  template <int Width>
+  CUFLASH_DEVICE SharedTile<T, Rows, Width, Pitch> columns(int first) const {
+    return {data + first};
   }
 };
 

@@ -1,4 +1,9 @@
-extern "C" __global__ void atomics(float* sums, int* extremes, int* lock, int* counter, unsigned* bits) {
+#include <ptx/atomic.cuh>
+
+extern "C" __global__ void atomics(float* sums, int* extremes, int* lock, int* counter, unsigned* bits, float* reduced,
+                                   double* wide_reduced) {
+  cuflash::ptx::red_add(reduced + threadIdx.x % 32, threadIdx.x + 0.5f);
+  cuflash::ptx::red_add(wide_reduced + threadIdx.x % 32, threadIdx.x + 0.5);
   atomicAdd(sums, static_cast<float>(threadIdx.x));
   atomicMax(extremes, static_cast<int>(threadIdx.x));
   atomicMin(extremes + 1, -static_cast<int>(threadIdx.x));

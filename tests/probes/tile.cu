@@ -108,3 +108,22 @@ extern "C" __global__ void __launch_bounds__(kThreads) products(T* a, T* b_nt, T
   add_product_nn(nn, a_smem, b_nn_smem);
   store(Matrix<T>{c_nn, kColumns, 1, kRows, kColumns}, nn);
 }
+
+// Add a^T b over the rows first <= k < last to every other column of a matrix, from the second on.
+extern "C" __global__ void __launch_bounds__(kThreads)
+transposed_products(T* a, T* b, T* to, int64_t row_stride, int first, int last, int num_rows, int num_columns) {
+  const SharedTile<T, kDepth, kRows, kRows> a_smem{ptx::dynamic_shared<T>()};
+  const SharedTile<T, kDepth, kColumns, kColumns> b_smem{a_smem.data + a_smem.kElements};
+  const Shared sum_smem{b_smem.data + b_smem.kElements};
+  load(a_smem, Matrix<T>{a, kRows, 1, kDepth, kRows});
+  load(b_smem, Matrix<T>{b, kColumns, 1, kDepth, kColumns});
+  __syncthreads();
+  for (int column = 0; column < kColumns; column += 32) {
+    RegisterTile<T, kRows, 32, kRun> sum;
+    sum.fill(0);
+    add_product_tn(sum, a_smem, b_smem.template columns<32>(column), first, last);
+    store(sum_smem.template columns<32>(column), sum);
+  }
+  __syncthreads();
+  add(Matrix<T>{to + 1, row_stride, 2, num_rows, num_columns}, sum_smem);
+}

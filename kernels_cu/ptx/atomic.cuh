@@ -1,0 +1,17 @@
+// Additions to global memory that other blocks make at the same time; what was there does not come back.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-red
+#pragma once
+
+#include <ptx/types.cuh>
+
+namespace cuflash::ptx {
+
+// Rounded to nearest in whichever order additions come; of floats, subnormal sums are 0.
+CUFLASH_DEVICE void red_add(float* address, float value) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+CUFLASH_DEVICE void red_add(double* address, double value) {
+  asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" ::"l"(address), "d"(value) : "memory");
+}
+
+}  // namespace cuflash::ptx

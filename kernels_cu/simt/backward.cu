@@ -1,0 +1,98 @@
+// FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) in one walk over the scores: dK and dV of one tile of
+// keys, and what it adds to dQ, which other blocks add to in an order of their own. Scores are transposed here: rows are
+// keys. Q, dO, Q again and the sum for dQ take turns in one shared tile; P and then dS keep theirs.
+#include <attention/operands.cuh>
+#include <attention/score_gradient.cuh>
+#include <attention/steps.cuh>
+#include <ptx/shared.cuh>
+#include <tile/product.cuh>
+
+namespace cuflash {
+
+constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
+constexpr int kDqWidth = tile::kMmaRows > 0 ? 32 : kHeadDim % 64 == 0 ? 64 : kHeadDim;  // columns of dQ in registers at a time
+constexpr int kSteps = tile::kMmaRows > 0 || kHeadDim + kValueDim > 128 ? 1 : 0;  // of a product: dK and dV leave few registers
+// Multiply-adds only read these along rows, by vectors; tensor cores read down columns too.
+constexpr int kPadding = tile::kMmaRows > 0 ? tile::kPadding<Accumulator> : 0;
+using KRows = tile::SharedTile<Accumulator, kBlockKv, kHeadDim, kHeadDim + kPadding>;
+using VRows = tile::SharedTile<Accumulator, kBlockKv, kValueDim, kValueDim + kPadding>;
+// Rows that start 8 banks apart meet no bank twice when 4 of them are written at once; 64 queries leave no room for it.
+constexpr int kPtPadding = kPadding == 0 && kBlockQ > 64 ? 8 : kPadding;
+using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ, kBlockQ + kPtPadding>;
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
+simt_backward(const __grid_constant__ cuflash::attention::Params params) {
+  using namespace cuflash;
+  using namespace cuflash::attention;
+  const Shape& shape = params.shape;
+  WorkTile work = key_tile(params, kBlockKv);
+  if (work.is_empty()) return;
+  const int first_head = work.place.head, kv_head = first_head / shape.group_size;
+
+  Accumulator* const room = ptx::dynamic_shared<Accumulator>();
+  const KRows k_smem{room};
+  const VRows v_smem{k_smem.data + KRows::kElements};
+  const PtTile p_smem{v_smem.data + VRows::kElements};  // P^T, then dS^T
+  const QTile q_smem{p_smem.data + PtTile::kElements};
+  const DoTile do_smem{q_smem.data};
+  const QTile dq_smem{q_smem.data};
+  tile::load(k_smem, matrix<Element>(params.k, work.place, kv_head, shape.seqlen_kv, shape.head_dim)
+                         .rows(work.first, work.last));
+  tile::load(v_smem, matrix<Element>(params.v, work.place, kv_head, shape.seqlen_kv, shape.value_dim)
+                         .rows(work.first, work.last));
+
+  tile::RegisterTile<Accumulator, kBlockKv, kHeadDim, kRun> dk;
+  tile::RegisterTile<Accumulator, kBlockKv, kValueDim, kRun> dv;
+  dk.fill(0);
+  dv.fill(0);
+  for (int head = first_head; head < first_head + shape.group_size; ++head) {
+    work.place.head = head;
+    const auto q = matrix<Element>(params.q, work.place, head, shape.seqlen_q, shape.head_dim);
+    const auto d_o = matrix<Element>(params.do_, work.place, head, shape.seqlen_q, shape.value_dim);
+    const auto dq = matrix<Accumulator>(params.dq, work.place, head, shape.seqlen_q, shape.head_dim);
+    const auto lse = matrix<Accumulator>(params.lse, work.place, head, shape.seqlen_q, 1);
+    const auto delta = matrix<Accumulator>(params.delta, work.place, head, shape.seqlen_q, 1);
+    auto steps = Steps<kBlockQ>::of_keys(params, work);
+    for (Step step; steps.next(step);) {
+      tile::RegisterTile<Accumulator, kBlockKv, kBlockQ> scores;  // S, then dP
+      __syncthreads();  // dQ and dS of the last step are read
+      tile::load(q_smem, q.rows(step.start, step.stop));
+      __syncthreads();  // Q, and K and V before the first step, are there
+      scores.fill(0);
+      tile::add_product_nt<kSteps>(scores, k_smem, q_smem);
+      probabilities_of_keys(scores, params, work, step, lse);
+      tile::store(p_smem, scores);
+      __syncthreads();  // P is there, and Q is read
+      // Whatever a query without a key brings, its gradients are 0.
+      tile::load(do_smem, d_o.rows(step.start, step.stop), [&](int row) {
+        return lse.at(step.start + row, 0) != ptx::negative_infinity<Accumulator>();
+      });
+      __syncthreads();  // dO is there
+      tile::add_product_nn<kSteps>(dv, p_smem, do_smem);
+      scores.fill(0);
+      tile::add_product_nt<kSteps>(scores, v_smem, do_smem);
+      __syncthreads();  // P and dO are read
+      score_gradients_of_keys(p_smem, scores, params, work, step, delta);
+      tile::load(q_smem, q.rows(step.start, step.stop));
+      __syncthreads();  // dS and Q are there
+      tile::add_product_nn<kSteps>(dk, p_smem, q_smem);
+      __syncthreads();  // Q is read
+      const Interval keys = visited_keys(params, work, step);
+#pragma unroll 1
+      for (int column = 0; column < kHeadDim; column += kDqWidth) {
+        tile::RegisterTile<Accumulator, kBlockQ, kDqWidth, kRun> dq_frag;
+        dq_frag.fill(0);
+        tile::add_product_tn(dq_frag, p_smem, k_smem.columns<kDqWidth>(column), keys.lo, keys.hi);
+        dq_frag.scale(shape.softmax_scale);
+        tile::store(dq_smem.columns<kDqWidth>(column), dq_frag);
+      }
+      __syncthreads();  // dQ is there
+      tile::add(dq.rows(step.start, step.stop), dq_smem);
+    }
+  }
+  dk.scale(shape.softmax_scale);
+  store_gradient<Element>(params.dk, work, kv_head, shape.seqlen_kv, shape.head_dim, dk);
+  store_gradient<Element>(params.dv, work, kv_head, shape.seqlen_kv, shape.value_dim, dv);
+}
