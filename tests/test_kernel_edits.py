@@ -246,7 +246,7 @@ def tiles_are_right() -> None:
     """Every index map is the one that NumPy says."""
     launches = [maps("float32"), *loads("float32"), *stores("float32"), products("float32", 32, 64, 40)]
     launches += [maps(*FRAGMENTS), products("float64", 64, 40, 24, 8), products("float64", 128, 24, 40, 16)]
-    launches += [transposed_products(*way, 5, 18) for way in (("float32",), ("float64", 16))]
+    launches += [transposed_products("float32", 5, 18), transposed_products("float64", 5, 18, 16)]
     for launch in launches:
         assert_expected(launch, launch.on_simulator())
 

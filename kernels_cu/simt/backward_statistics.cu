@@ -2,7 +2,7 @@
 #include <attention/operands.cuh>
 #include <attention/score_gradient.cuh>
 
-extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
 simt_backward_statistics(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;
