@@ -17,7 +17,7 @@ from .mask import Mask, held_arrays
 from .memory import device_number
 from .plans import Plan, make_plan
 from .problem import Problem
-from .tiles import FAMILIES, family_reasons
+from .tiles import FAMILIES, family_reasons, routed
 from .work_list import requested_mask
 
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
@@ -108,8 +108,9 @@ def attention(
         1 / sqrt(head_dim) unless given.
         Arrays of any library with DLPack are taken where they lie and without a copy; results are NumPy's or CuPy's.
     kernel : str
-        Of the gpu and sim executors "auto" or a family's name: "simt", which serves everything, or "naive", a baseline
-        that others are compared with: three kernels over whole matrices of scores, so memory is not linear; float16 and
+        Of the gpu and sim executors "auto" or a family's name: "sm80", tensor cores, float16 and bfloat16 from compute
+        capability 8.0 on, which "auto" takes where it can; "simt", which serves everything; "naive", a baseline that
+        others are compared with: three kernels over whole matrices of scores, so memory is not linear; float16 and
         float32.
     executor : str
         "auto" lets the arrays decide: "gpu" for arrays on a CUDA device, which must be CuPy's current one, on whose
@@ -117,8 +118,8 @@ def attention(
     precision : str
         "ieee": products and sums in float32 (float64 for float64).
     deterministic : bool
-        o, lse, dk and dv are bitwise repeatable either way. dq of float32 and float64 on a GPU is so only if this is
-        True: otherwise blocks add to it in whichever order they come, which is faster.
+        o, lse, dk and dv are bitwise repeatable either way. dq on a GPU is so only if this is True: otherwise
+        blocks add to it in whichever order they come, where that is faster.
     out : array, or pair (o, lse), optional
         Written to instead of new arrays; must not overlap q, k or v.
     return_lse : bool
@@ -238,9 +239,8 @@ def plan(
     device     H100: sm_90, 132 multiprocessors, 227 KiB for a tile
     tile       128 queries x 64 keys
     kernel     simt_forward: 128 queries x 64 keys, grid 256, 87040 bytes of shared memory, ...
-    kernel     simt_backward_statistics: ...
-    kernel     simt_backward: ...
-    gradients  dq by atomic additions: its bits may differ from call to call, for speed
+    kernel     simt_backward_rows: ...
+    kernel     simt_backward_columns: ...
     work       implicit: keys with None <= j - i <= 0, no list
     FLOPs      17716740096 forward
     workspace  131072 bytes, 0 of them the work list
@@ -267,7 +267,6 @@ def plan(
     q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     where = _executor((q, k, v), executor, device)
     reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
-    family = None if where == "cpu" else _AUTO if kernel == "auto" else kernel
     problem = None
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale)
@@ -278,18 +277,23 @@ def plan(
     if problem is not None:
         with collecting(reasons):
             resolved = requested_mask(mask, causal, window, problem.mask_shape, namespace(q) if is_array(q) else None)
-        reasons += family_reasons(family, problem)
+        if kernel in FAMILIES and where != "cpu":
+            reasons += family_reasons(kernel, problem)
     if resolved is not None and where == "gpu" and device is None and not reasons:
         reasons += _mask_device_reasons(resolved)
     if reasons or problem is None or resolved is None:
         raise UnsupportedProblem(reasons)
-    made = _plan(problem, resolved, device or _device(where), family, bool(deterministic))
+    target = device or _device(where)
+    family, why = None, ""
+    if where != "cpu":
+        family, why = routed(problem, target) if kernel == "auto" else (kernel, "")
+    made = _plan(problem, resolved, target, family, bool(deterministic))
     for spec in made.specs.values():
         assert made.device.compute_capability is not None
         compile.architecture(spec, made.device.compute_capability)
     if family is None:
         return Executable(made, where)
-    return Executable(made, where, f"{family}, {_RULE if kernel == 'auto' else 'asked for by name'}")
+    return Executable(made, where, f"{family}, by kernel='auto': {why}" if why else f"{family}, asked for by name")
 
 
 def precompile(
@@ -312,7 +316,7 @@ def precompile(
     >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
     >>> made = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
     >>> [(each.spec.entry, each.architecture, each.resources.spill_bytes) for each in made]
-    [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
+    [('forward', 'sm_80', 0), ('backward_rows', 'sm_80', 0), ('backward_columns', 'sm_80', 0)]
 
     Parameters
     ----------
@@ -348,7 +352,6 @@ def precompile(
     return compile.precompile(specs, compile.architecture(next(iter(specs)), capability))
 
 
-_AUTO, _RULE = "simt", "by kernel='auto': it serves every dtype, mask and chip"
 _MOST_REPEATED = 512
 
 

@@ -130,6 +130,10 @@ def _check_list(work: ListedWork, name: str, side: Any, lists: Mapping[str, Any]
         _in_range(name, side, 0, index.num_kv_blocks if name == "kv_blocks" else index.num_q_blocks)
     elif name == "column_entries":
         _in_range(name, side, 0, entries)
+    elif name == "column_steps":
+        order = lists["column_entries"][:entries]
+        expected = 4 * lists["q_blocks"][order] + lists["kinds"][order]
+        _require(name, side == expected, "is 4 * q_block + kind of the entry that column_entries names")
     elif name == "kinds":
         _require(name, np.isin(side, [int(kind) for kind in Kind]), f"is one of {[int(kind) for kind in Kind]}")
     elif name == "tiles":

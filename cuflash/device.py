@@ -11,17 +11,17 @@ from .errors import UnsupportedProblem
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 _SHARED_KIB = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
-# name: (compute capability, streaming multiprocessors), from NVIDIA's data sheets.
+# name: (compute capability, streaming multiprocessors, MiB of level-2 cache), from NVIDIA's data sheets.
 _GPUS = {
-    "T4": ((7, 5), 40),
-    "A100": ((8, 0), 108),
-    "RTX 3090": ((8, 6), 82),
-    "RTX 4090": ((8, 9), 128),
-    "L4": ((8, 9), 58),
-    "H100": ((9, 0), 132),
-    "H200": ((9, 0), 132),
-    "B200": ((10, 0), 148),
-    "RTX 5090": ((12, 0), 170),
+    "T4": ((7, 5), 40, 4),
+    "A100": ((8, 0), 108, 40),
+    "RTX 3090": ((8, 6), 82, 6),
+    "RTX 4090": ((8, 9), 128, 72),
+    "L4": ((8, 9), 58, 48),
+    "H100": ((9, 0), 132, 50),
+    "H200": ((9, 0), 132, 50),
+    "B200": ((10, 0), 148, 126),
+    "RTX 5090": ((12, 0), 170, 96),
 }
 
 
@@ -29,8 +29,9 @@ _GPUS = {
 class DeviceSpec:
     """A chip, as far as the choice of a tile depends on it.
 
-    >>> DeviceSpec.gpu("H100")
-    DeviceSpec(name='H100', compute_capability=(9, 0), num_processors=132, tile_memory_bytes=232448)
+    >>> spec = DeviceSpec.gpu("H100")
+    >>> spec.compute_capability, spec.num_processors, spec.tile_memory_bytes, spec.cache_bytes
+    ((9, 0), 132, 232448, 52428800)
 
     Attributes
     ----------
@@ -41,12 +42,15 @@ class DeviceSpec:
         Streaming multiprocessors, or the cores this process may use.
     tile_memory_bytes : int
         Fast memory that one tile may fill: shared memory per thread block, or a core's level-2 cache.
+    cache_bytes : int
+        The level-2 cache that a GPU's multiprocessors share; 0 on the host, where nothing is chosen by it.
     """
 
     name: str
     compute_capability: tuple[int, int] | None = None
     num_processors: int
     tile_memory_bytes: int
+    cache_bytes: int = 0
 
     @staticmethod
     def host() -> DeviceSpec:
@@ -69,12 +73,13 @@ class DeviceSpec:
             raise UnsupportedProblem(
                 [f"name must be one of {known}; got {name!r}: build a DeviceSpec from its numbers"]
             )
-        capability, num_processors = _GPUS[name]
+        capability, num_processors, cache_mib = _GPUS[name]
         return DeviceSpec(
             name=name,
             compute_capability=capability,
             num_processors=num_processors,
             tile_memory_bytes=_SHARED_KIB[capability] * 1024,
+            cache_bytes=cache_mib << 20,
         )
 
 

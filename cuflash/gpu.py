@@ -19,7 +19,7 @@ from .memory import layout_reasons
 from .params import View
 from .plans import Plan
 from .source import KernelSpec
-from .tiles import THREADS, shared_bytes
+from .tiles import shared_bytes
 from .work_list import WorkList
 
 _COLD = "call plan.compile() before the capture, then run the same plan inside it"
@@ -46,6 +46,7 @@ def _device_spec(number: int) -> DeviceSpec:
         compute_capability=(properties["major"], properties["minor"]),
         num_processors=properties["multiProcessorCount"],
         tile_memory_bytes=properties["sharedMemPerBlockOptin"],
+        cache_bytes=properties["l2CacheSize"],
     )
 
 
@@ -151,7 +152,7 @@ class _Gpu:
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, params: Any) -> None:
         import cupy
 
-        _function(spec, shared_bytes)((grid,), (THREADS,), (params,), shared_mem=shared_bytes)
+        _function(spec, shared_bytes)((grid,), (spec.num_threads,), (params,), shared_mem=shared_bytes)
         if checks.current() is not None:
             try:
                 cupy.cuda.get_current_stream().synchronize()
@@ -311,9 +312,9 @@ def repeated(
     resident = _GPU.resident(plan.work)
     lists = {} if resident is None else resident.arrays
     filler = records.placed({name: _GPU.address(array) for name, array in lists.items()})
-    ready = [(_function(spec, nbytes), (grid,), nbytes) for spec, grid, nbytes in launches]
+    ready = [(_function(spec, nbytes), (grid,), (spec.num_threads,), nbytes) for spec, grid, nbytes in launches]
     names, odd = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
-    new, num_results, threads = [(room.shape, room.dtype) for room in rooms.values()], len(results), (THREADS,)
+    new, num_results = [(room.shape, room.dtype) for room in rooms.values()], len(results)
     empty, current_stream = cupy.empty, cupy.cuda.get_current_stream
 
     def run(*arrays: Array) -> list[Array]:
@@ -326,7 +327,7 @@ def repeated(
         if resident is not None:
             resident.on(stream)
         filled = filler.filled(addresses)
-        for function, grid, nbytes in ready:
+        for function, grid, threads, nbytes in ready:
             for record in filled.records:
                 function(grid, threads, (record,), nbytes)
         filler.reuse(filled)

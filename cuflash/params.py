@@ -11,19 +11,21 @@ import numpy as np
 
 from .arrays import Array, ShapeDtype
 from .plans import Plan
-from .records import ARRAYS, BATCH_AXES, LISTS, PARAMS, ROW_VECTORS, WHOLE, WHOLE_ARRAYS, WORK
+from .records import ARRAYS, BATCH_AXES, LISTS, PARAMS, PART_ARRAYS, ROW_VECTORS, WHOLE_ARRAYS
 from .work_list import IntervalWork, WorkList
 
 UNLIMITED = 1 << 40  # beyond any length, and far from overflow
+_WITHIN = {"whole": WHOLE_ARRAYS, "parts": PART_ARRAYS}  # arrays that have a record of their own
 
 
 def _places() -> dict[str, int]:
     """Where each address lies in a record, in words of 8 bytes."""
-    assert PARAMS.fields is not None and WORK.fields is not None and WHOLE.fields is not None
-    work, whole = PARAMS.fields["work"][1], PARAMS.fields["whole"][1]
+    assert PARAMS.fields is not None
     bytes_before = {name: PARAMS.fields[name][1] for name in ARRAYS}
-    bytes_before |= {name: work + WORK.fields[name][1] for name in ("lo", "hi", *LISTS)}
-    bytes_before |= {name: whole + WHOLE.fields[name][1] for name in WHOLE_ARRAYS}
+    for record, names in {"work": ("lo", "hi", *LISTS), **_WITHIN}.items():
+        kind, start, *_ = PARAMS.fields[record]
+        assert kind.fields is not None
+        bytes_before |= {name: start + kind.fields[name][1] for name in names}
     return {name: number // 8 for name, number in bytes_before.items()}
 
 
@@ -70,15 +72,16 @@ class Records:
         record["work"] = _work(plan.work)
         record["shape"] = (
             [1] * padding + [extent for extent, _ in inner], 0, problem.num_heads, problem.group_size,
-            problem.seqlen_q, problem.seqlen_kv, problem.head_dim, problem.value_dim, problem.softmax_scale,
+            problem.seqlen_q, problem.seqlen_kv, problem.head_dim, problem.value_dim, plan.places_in_turn,
+            plan.num_splits, problem.softmax_scale,
         )  # fmt: skip
         templates = []
         for place in np.ndindex(*(extent for extent, _ in outer)):
             for index, (view, steps) in enumerate(zip(views, strides)):
                 start = sum(number * by[index] for number, (_, by) in zip(place, outer)) * view.dtype.itemsize
                 batch = [0] * padding + [by[index] for _, by in inner]
-                within = record["whole"] if view.name in WHOLE_ARRAYS else record
-                within[view.name] = (start, batch, *steps[-3:], view.dtype == problem.accumulator)
+                within = [record[name] for name, arrays in _WITHIN.items() if view.name in arrays] or [record]
+                within[0][view.name] = (start, batch, *steps[-3:], view.dtype == problem.accumulator)
             templates.append(record.copy())
             record["shape"]["first_batch"] += prod(extent for extent, _ in inner)
         return cls(views, tuple(templates))

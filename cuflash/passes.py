@@ -23,15 +23,24 @@ class Pass(NamedTuple):
 
 
 FORWARD = (
+    Pass(("forward", "combine"), ("o_parts", "lse_parts")),
     Pass(("forward",), ()),
     Pass(("scores", "softmax", "output"), ("scores",)),
 )
 BACKWARD = (
+    Pass(("backward_statistics", "backward", "convert_dq"), ("delta", "dq_sum")),
+    Pass(("backward_statistics", "backward", "backward_rows"), ("delta",)),
     Pass(("backward_statistics", "backward"), ("delta",)),
     Pass(("backward_rows", "backward_columns"), ("delta",)),
     Pass(("scores", "gradient_scores", "gradient_queries", "gradient_keys"), ("scores", "score_gradients")),
 )
 _WRITES = {
+    "sm80_backward_statistics": ("delta", "dq_sum"),
+    "sm80_backward": ("dq_sum", "dk", "dv"),
+    "sm80_convert_dq": ("dq",),
+    "sm80_backward_rows": ("dq",),
+    "sm80_forward": ("o", "lse"),
+    "sm80_combine": ("o", "lse"),
     "simt_forward": ("o", "lse"),
     "simt_backward_statistics": ("delta", "dq"),
     "simt_backward": ("dq", "dk", "dv"),
@@ -116,10 +125,8 @@ def of_plan(plan: Plan, passes: tuple[Pass, ...]) -> Pass:
 
 def workspaces(plan: Plan, kernels: Pass) -> dict[str, ShapeDtype]:
     """What a pass's kernels leave to each other."""
-    problem, rows = plan.problem, plan.problem.lse_shape()
     return {
-        name: ShapeDtype(rows if name == "delta" else (*rows, problem.seqlen_kv), problem.accumulator)
-        for name in kernels.workspaces
+        name: ShapeDtype(plan.workspace_shape(name), plan.problem.accumulator) for name in kernels.workspaces
     }
 
 
@@ -158,5 +165,6 @@ def _run(plan: Plan, machine: Machine, kernels: Pass, arrays: dict[str, Array]) 
         for record in params:
             machine.launch(spec, grid, nbytes, record)
         if check is not None:
-            check.after(spec.name, {name: arrays[name] for name in _WRITES[spec.name]})
+            written = tuple(rooms) if spec.is_split else _WRITES[spec.name]
+            check.after(spec.name, {name: arrays[name] for name in written})
     return [arrays[name] for name in rooms]

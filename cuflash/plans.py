@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
 
+from . import sm80_tiles
 from .device import DeviceSpec
 from .mask import Mask
 from .problem import Problem
 from .source import KernelSpec
-from .tiles import Tile, host_tile, kernel_specs, shared_bytes
+from .tiles import Tile, blocks_at_once, host_tile, kernel_specs, shared_bytes
 from .work_list import IntervalWork, ListedWork, WorkList, work_list
+
+# When blocks share a tile's keys: `Plan._splits_that_pay`.
+_FULL, _ALMOST = 0.8, 0.85  # shares of what a GPU holds at once, and of the best that sharing reaches
+_FEWEST_STEPS, _MOST_WAVES, _MOST_SPLITS = 4, 4, 128
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,6 +34,8 @@ class Plan:
     work : WorkList
     specs : dict of KernelSpec by entry
         The kernels that a GPU runs; none on the host.
+    num_splits : int
+        Blocks that share a tile's keys, forward.
     """
 
     problem: Problem
@@ -37,6 +44,7 @@ class Plan:
     tile: Tile
     work: WorkList
     specs: dict[str, KernelSpec] = field(default_factory=dict)
+    num_splits: int = 1
 
     @property
     def num_matrices(self) -> int:
@@ -89,10 +97,13 @@ class Plan:
         key_tiles = self._num_tiles(problem.seqlen_kv, work.block_kv, spec.block_kv)
         if spec.entry in ("backward", "backward_columns", "gradient_keys"):
             tiles = problem.num_kv_heads * key_tiles
+        elif spec.is_packed:
+            tiles = problem.num_kv_heads
         else:
             tiles = problem.num_heads * query_tiles
         head_tiles, value_tiles = -(-problem.head_dim // spec.head_dim), -(-problem.value_dim // spec.value_dim)
         parts = {  # of a tile's work, a block each
+            "forward": self.num_splits,
             "scores": key_tiles,
             "output": value_tiles,
             "gradient_scores": key_tiles,
@@ -100,6 +111,72 @@ class Plan:
             "gradient_keys": head_tiles + value_tiles,
         }
         return problem.mask_shape.num_batch * tiles * parts.get(spec.entry, 1)
+
+    def split(self, num_splits: int | None = None) -> Plan:
+        """The same, but that blocks of the forward pass share each tile's keys: so many, or as many as pay."""
+        work = self.work
+        shares_masks = isinstance(work, IntervalWork) and (work.lo is None or work.lo.shape[1] == 1)
+        group_size = self.problem.group_size if shares_masks else 1
+        specs = sm80_tiles.split(self.specs, self.device, self.problem.seqlen_q, group_size)
+        made = replace(self, specs=specs, num_splits=1)
+        chosen = made._splits_that_pay if num_splits is None else num_splits
+        if num_splits is None and chosen == 1 and not made.specs["forward"].is_packed:
+            return self
+        return replace(made, num_splits=chosen)
+
+    @property
+    def _splits_that_pay(self) -> int:
+        """Blocks that should share a tile's keys: the fewest that keep the GPU almost as busy as can be.
+
+        FlashAttention's rule: how much of its last wave of blocks fills the GPU. A block takes a step at least, and
+        loads no less than writing and reading its part takes.
+        """
+        problem, spec = self.problem, self.specs["forward"]
+        slots, tiles, steps = blocks_at_once(spec, self.device), self.grid(spec), self._most_steps(spec)
+        if tiles >= _FULL * slots or steps < _FEWEST_STEPS:
+            return 1
+        rows = min(spec.block_q, problem.seqlen_q * (problem.group_size if spec.is_packed else 1))
+        step_bytes = spec.block_kv * (spec.head_dim + spec.value_dim) * problem.dtype.itemsize
+        least_steps = -(-2 * rows * spec.value_dim * problem.accumulator.itemsize // step_bytes)
+        most = max(1, min(steps // least_steps, _MOST_WAVES * slots // tiles, _MOST_SPLITS))
+        busy = {}
+        for splits in range(1, most + 1):
+            if splits == 1 or -(-steps // splits) < -(-steps // (splits - 1)):  # else no block has less to do
+                busy[splits] = tiles * splits / slots / -(-tiles * splits // slots)
+        return min(splits for splits, share in busy.items() if share >= _ALMOST * max(busy.values()))
+
+    def _most_steps(self, spec: KernelSpec) -> int:
+        """Steps of the longest tile of queries, or a bound on them that needs not wait for a device."""
+        problem, work = self.problem, self.work
+        if isinstance(work, ListedWork):
+            return work.most_in_row * -(-work.block_kv // spec.block_kv)
+        keys = problem.seqlen_kv
+        if work.band is not None and work.band.lower is not None and work.band.upper is not None:
+            keys = min(keys, work.band.upper - work.band.lower + min(spec.block_q, problem.seqlen_q))
+        return -(-keys // spec.block_kv)
+
+    @property
+    def places_in_turn(self) -> int:
+        """Matrices whose tiles are worked on in turn, where a list says which are long: as many as find room in half of
+        the level-2 cache, K and V or, in a backward pass, about twice as much. One without a list."""
+        if not isinstance(self.work, ListedWork):
+            return 1
+        problem = self.problem
+        nbytes = problem.seqlen_kv * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+        return max(1, self.device.cache_bytes // (2 * max(nbytes, 1)))
+
+    def workspace_shape(self, name: str) -> tuple[int, ...]:
+        """Of an array that one kernel leaves to another: a number a query, a row of scores a query, tiles of dQ, or
+        what each block that shares a tile's keys makes of a query."""
+        shape = self.problem.lse_shape()
+        if name in ("o_parts", "lse_parts"):
+            parts = (*shape[:-1], self.num_splits * shape[-1])
+            return parts if name == "lse_parts" else (*parts, self.specs["forward"].value_dim)
+        if name == "dq_sum":
+            spec = self.specs["backward"]
+            tiles = self._num_tiles(self.problem.seqlen_q, self.work.block_q, spec.block_q)
+            return (*shape[:-1], tiles, spec.block_q * spec.head_dim)
+        return shape if name == "delta" else (*shape, self.problem.seqlen_kv)
 
     def _num_tiles(self, length: int, listed: int, height: int) -> int:
         block = listed if isinstance(self.work, ListedWork) else height
@@ -120,11 +197,12 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory beside inputs and outputs of the pass that needs more of it, the backward pass.
+        """Memory beside inputs and outputs of the pass that needs more of it, the backward pass unless keys are shared.
 
-        On a GPU: one number a query, gradients in the accumulator's dtype over axes that were broadcast, with their
-        sums where these are rounded, and the lists that kernels read; tiles lie in shared memory. On the host: two
-        tiles of scores, three tiles of gathered and widened rows and one accumulator for each worker; one number a
+        On a GPU: O and lse of each part where blocks share a tile's keys; or one number a query, the sums of dq where
+        its kernel adds to them in float32, gradients in the accumulator's dtype over axes that were broadcast, with
+        their sums where these are rounded, and the lists that kernels read; tiles lie in shared memory. On the host:
+        two tiles of scores, three tiles of gathered and widened rows and one accumulator for each worker; one number a
         query; and the work list. The naive kernels keep whole matrices of scores instead.
         """
         problem, itemsize = self.problem, self.problem.accumulator.itemsize
@@ -132,13 +210,22 @@ class Plan:
             return self.whole_matrices_bytes + _list_bytes(self.work)
         if self.device.compute_capability is not None:
             delta = self.num_matrices * problem.seqlen_q * itemsize
-            return delta + self._summed_bytes + _list_bytes(self.work)
+            sums = prod(self.workspace_shape("dq_sum")) if "convert_dq" in self.specs else 0
+            backward = delta + itemsize * sums + self._summed_bytes
+            return max(self._parts_bytes, backward) + _list_bytes(self.work)
         rows = max(self.tile.block_q, self.work.block_q, self.work.block_kv)
         columns = self.step_width(min(self.work.block_q, self.work.block_kv))
         scores = 2 * self.scratch_scores
         gathered = 2 * (rows + columns) * (problem.head_dim + problem.value_dim)
         delta = self.num_matrices * problem.seqlen_q
         return (self.num_workers * (scores + gathered) + delta) * itemsize + self.work.nbytes
+
+    @property
+    def _parts_bytes(self) -> int:
+        """What blocks that share a tile's keys leave to be merged."""
+        if "combine" not in self.specs:
+            return 0
+        return sum(prod(self.workspace_shape(name)) for name in ("o_parts", "lse_parts")) * 4
 
     @property
     def _summed_bytes(self) -> int:
@@ -170,7 +257,10 @@ class Plan:
             f"FLOPs      {self.forward_flops} forward",
             f"workspace  {self.workspace_bytes} bytes, {listed} of them the work list",
         ]
-        if "backward" in self.specs:
+        if "combine" in self.specs:
+            packed = ", which holds a group's heads" if self.specs["forward"].is_packed else ""
+            lines.insert(3, f"splits     {self.num_splits} blocks share the keys of a tile{packed}")
+        if "backward" in self.specs and "backward_rows" not in self.specs:
             lines.insert(-3, "gradients  dq by atomic additions: its bits may differ from call to call, for speed")
         elif self.specs:
             lines.insert(-3, "gradients  every result is bitwise repeatable")
@@ -218,7 +308,8 @@ def make_plan(
     work = work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
     if family is not None and isinstance(work, ListedWork):
         specs = kernel_specs(family, problem, device, (work.block_q, work.block_kv), deterministic=deterministic)
-    return Plan(problem=problem, mask=mask, device=device, tile=tile, work=work, specs=specs)
+    made = Plan(problem=problem, mask=mask, device=device, tile=tile, work=work, specs=specs)
+    return made.split() if family == "sm80" and not made.is_empty else made
 
 
 def _list_bytes(work: WorkList) -> int:
@@ -229,7 +320,7 @@ def _list_bytes(work: WorkList) -> int:
     rows, columns = (index.batch * index.num_heads * blocks for blocks in (index.num_q_blocks, index.num_kv_blocks))
     entries = len(index.indices)
     sides = sum(int(side.nbytes) for side in (index.lo, index.hi) if side is not None)
-    return 4 * (2 * (rows + columns + 1) + 4 * entries) + entries + int(index.bits.nbytes) + sides
+    return 4 * (2 * (rows + columns + 1) + 5 * entries) + entries + int(index.bits.nbytes) + sides
 
 
 def _describe_work(work: WorkList) -> str:

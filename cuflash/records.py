@@ -26,14 +26,14 @@ SHAPE = np.dtype(
     [
         ("batch", np.int32, (BATCH_AXES,)),
         *((name, np.int32) for name in ("first_batch", "num_heads", "group_size", "seqlen_q", "seqlen_kv")),
-        *((name, np.int32) for name in ("head_dim", "value_dim")),
+        *((name, np.int32) for name in ("head_dim", "value_dim", "places_in_turn", "num_splits")),
         ("softmax_scale", np.float64),
     ],
     align=True,
 )
 LISTS = (
     "row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers", "column_entries",
-    "row_order", "column_order",
+    "column_steps", "row_order", "column_order",
 )  # fmt: skip
 WORK = np.dtype(
     [
@@ -49,14 +49,19 @@ WORK = np.dtype(
     ],
     align=True,
 )
-ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta")
+ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "dq_sum")
 WHOLE_ARRAYS = ("scores", "score_gradients")  # of the naive kernels
 WHOLE = np.dtype([(name, MATRICES) for name in WHOLE_ARRAYS], align=True)
+PART_ARRAYS = ("o_parts", "lse_parts")  # of blocks that share a tile's keys
+PARTS = np.dtype([(name, MATRICES) for name in PART_ARRAYS], align=True)
 PARAMS = np.dtype(
-    [*((name, MATRICES) for name in ARRAYS), ("shape", SHAPE), ("work", WORK), ("whole", WHOLE)], align=True
+    [*((name, MATRICES) for name in ARRAYS), ("shape", SHAPE), ("work", WORK), ("whole", WHOLE), ("parts", PARTS)],
+    align=True,
 )
-ROW_VECTORS = ("lse", "dlse", "delta")  # of one number a row
-_RECORDS = {"Matrices": MATRICES, "Shape": SHAPE, "Work": WORK, "WholeMatrices": WHOLE, "Params": PARAMS}
+ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts")  # of one number a row
+_RECORDS = {
+    "Matrices": MATRICES, "Shape": SHAPE, "Work": WORK, "WholeMatrices": WHOLE, "Parts": PARTS, "Params": PARAMS,
+}  # fmt: skip
 
 
 def assertions(*, host: bool = False) -> str:

@@ -12,7 +12,6 @@ from . import passes, sim
 from .arrays import Array
 from .plans import Plan
 from .source import KernelSpec, source
-from .tiles import THREADS
 from .work_list import WorkList
 
 
@@ -41,7 +40,7 @@ class Simulator:
         return work.lists
 
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, params: Any) -> None:
-        _kernel(spec, self.sanitize)((grid,), THREADS, (params,), shared_bytes, self.schedule)
+        _kernel(spec, self.sanitize)((grid,), spec.num_threads, (params,), shared_bytes, self.schedule)
 
 
 @lru_cache(maxsize=256)

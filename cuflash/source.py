@@ -48,6 +48,20 @@ class KernelSpec:
         What the kernel has room for: the problem's own, rounded up.
     block_q, block_kv : int
         Queries and keys of a tile.
+    num_warps : int
+        Of a thread block.
+    min_blocks : int
+        Thread blocks that a multiprocessor holds at least: what the compiler shares the registers among.
+    is_listed : bool
+        The kernel walks a list of blocks.
+    num_stages : int
+        Tiles that are copied ahead and at hand.
+    sums_dq : bool
+        The kernel adds to dQ what its keys contribute.
+    is_split : bool
+        Blocks share a tile's keys, and leave their parts to be merged.
+    is_packed : bool
+        A tile holds the queries of all heads that share a key/value head.
     mma_rows : 0, 8 or 16
         Rows of the tensor cores' instruction that makes the products; 0 where multiply-adds make them.
     """
@@ -59,11 +73,22 @@ class KernelSpec:
     value_dim: int
     block_q: int
     block_kv: int
+    num_warps: int = 4
+    min_blocks: int = 2
+    is_listed: bool = False
+    num_stages: int = 1
+    sums_dq: bool = False
+    is_split: bool = False
+    is_packed: bool = False
     mma_rows: int = 0
 
     @property
     def name(self) -> str:
         return f"{self.family}_{self.entry}"
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
 
     def __str__(self) -> str:
         return " ".join([self.name, *(f"{field.name} {getattr(self, field.name)}" for field in fields(self)[2:])])
@@ -74,7 +99,9 @@ class KernelSpec:
         lines = [f"using Element = {_ELEMENTS[self.dtype]};", f"using Accumulator = {accumulator};"]
         for field in fields(self)[3:]:
             name = "".join(word.capitalize() for word in field.name.split("_"))
-            lines.append(f"constexpr int k{name} = {getattr(self, field.name)};")
+            value = getattr(self, field.name)
+            kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
+            lines.append(f"constexpr {kind} k{name} = {text};")
         return "\n".join(["namespace cuflash::config {", *lines, "}  // namespace cuflash::config", ""])
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import sm80_tiles
 from .arrays import BFLOAT16, accumulator_dtype
 from .device import DeviceSpec
 from .errors import UnsupportedProblem
@@ -39,7 +40,7 @@ def host_tile(problem: Problem, device: DeviceSpec) -> Tile:
 
 # Kernels have room for these dimensions; a problem's own are rounded up.
 DIMS = (32, 64, 96, 128, 192, 256)
-THREADS = 128  # of a block of the simt family: kThreads
+_THREADS = 128  # of a block of the simt family: kThreads
 _SPARE = 32
 _SIDES = (128, 64, 32, 16, 8)  # of a tile of the simt family
 
@@ -63,28 +64,46 @@ _SIMT = {
     "backward": _Entry(False, 1, ("head_dim", "value_dim"), 160, 144, most_rows=64, least_step=16),  # 128 rows spill
 }
 _STATISTICS_BLOCK_Q = 64  # of backward_statistics, which multiplies nothing and keeps nothing
-FAMILIES = ("simt", "naive")
+FAMILIES = ("simt", "sm80", "naive")
 _NAIVE_SIDE = 32  # of a tile of the naive family, and the columns that it multiplies at a time
-_NAIVE_DTYPES = tuple(map(np.dtype, (np.float16, np.float32)))
+_SERVED = {  # dtypes that a family serves; the simt family serves all
+    "naive": (np.dtype(np.float16), np.dtype(np.float32)),
+    "sm80": (np.dtype(np.float16), BFLOAT16),
+}
 
 
 def family_reasons(family: str | None, problem: Problem) -> list[str]:
     """Why a family of kernels does not serve a problem on any device."""
-    if family != "naive" or problem.dtype in _NAIVE_DTYPES:
+    if family not in _SERVED or problem.dtype in _SERVED[family]:
         return []
-    served = " or ".join(dtype.name for dtype in _NAIVE_DTYPES)
-    return [f"kernel='naive' takes {served}; got {problem.dtype}: convert q, k and v, or use kernel='simt'"]
+    served = " or ".join(dtype.name for dtype in _SERVED[family])
+    return [f"kernel={family!r} takes {served}; got {problem.dtype}: convert q, k and v, or use kernel='simt'"]
+
+
+def routed(problem: Problem, device: DeviceSpec) -> tuple[str, str]:
+    """The family that kernel="auto" stands for, and why: the first row that serves the problem on the device.
+
+    ============================================  ======
+    float16, bfloat16, compute capability >= 8.0  sm80
+    everything                                    simt
+    ============================================  ======
+    """
+    capability = device.compute_capability
+    if problem.dtype in _SERVED["sm80"] and capability is not None and capability >= (8, 0):
+        return "sm80", "16-bit elements on tensor cores, from compute capability 8.0 on"
+    return "simt", "it serves every dtype, mask and chip"
 
 
 def entries(family: str, problem: Problem, *, deterministic: bool) -> tuple[str, ...]:
     """The kernels of a family's passes, the forward pass's first.
 
     Where bits may differ from call to call, dQ is summed by atomic additions in its own memory, in one walk over the
-    scores. Memory of 16-bit elements cannot hold sums, so their gradients are made in two walks.
+    scores. Memory of 16-bit elements cannot hold sums, so their gradients are made in two walks; and so are those of 64
+    columns and fewer, for which one walk is slower (experiments/results/simt_walks.log).
     """
     if family == "naive":
         return ("scores", "softmax", "output", "gradient_scores", "gradient_queries", "gradient_keys")
-    if deterministic or problem.dtype != problem.accumulator:
+    if deterministic or problem.dtype != problem.accumulator or max(problem.head_dim, problem.value_dim) <= 64:
         return ("forward", "backward_rows", "backward_columns")
     return ("forward", "backward_statistics", "backward")
 
@@ -122,6 +141,10 @@ def kernel_specs(
             [f"bfloat16 needs compute capability 8.0; {device.name} is older: use float16 or float32"]
         )
     head_dim, value_dim = (next(room for room in DIMS if room >= dim) for dim in (problem.head_dim, problem.value_dim))
+    if family == "sm80":
+        return sm80_tiles.specs(
+            problem.dtype, (head_dim, value_dim), device, largest, problem.seqlen_q, deterministic=deterministic
+        )
     specs = {}
     for entry in entries(family, problem, deterministic=deterministic):
         smallest = KernelSpec(
@@ -198,7 +221,7 @@ def _is_simt_tile(spec: KernelSpec) -> bool:
     if spec.entry == "backward":  # scores, then columns of dQ, as many as kDqWidth
         dq_width = 32 if spec.mma_rows else 64 if spec.head_dim % 64 == 0 else spec.head_dim
         elements = rows * sums + step * max(rows, dq_width)
-    words = elements * accumulator_dtype(spec.dtype).itemsize // (4 * THREADS)
+    words = elements * accumulator_dtype(spec.dtype).itemsize // (4 * _THREADS)
     if spec.mma_rows:  # of the backward pass in one walk dQ has as many rows as a step
         shared_rows = (rows, step) if spec.entry == "backward" else (rows,)
         return all(height % 32 == 0 for height in shared_rows) and words <= entry.mma_registers
@@ -208,12 +231,23 @@ def _is_simt_tile(spec: KernelSpec) -> bool:
     return rows % 16 == 0 and rows <= entry.most_rows and step >= entry.least_step and fits
 
 
+def blocks_at_once(spec: KernelSpec, device: DeviceSpec) -> int:
+    """Blocks of a kernel that a GPU holds at once: as many as its registers are shared among, or as find room.
+
+    Each takes a KiB of shared memory more than it asks for, and a multiprocessor has one more than a block may ask for.
+    """
+    rooms = (device.tile_memory_bytes + 1024) // (shared_bytes(spec) + 1024)
+    return device.num_processors * max(1, min(spec.min_blocks, rooms))
+
+
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a block; every row is 16 bytes longer than it is wide, or 32 for tensor cores."""
     itemsize = accumulator_dtype(spec.dtype).itemsize
     vector = (32 if spec.mma_rows else 16) // itemsize
     if spec.family == "naive":
         return _naive_shared_bytes(spec, itemsize, vector)
+    if spec.family == "sm80":
+        return sm80_tiles.shared_bytes(spec)
     if spec.entry == "backward_statistics":
         return 0
     rows, step = _rows_and_step(spec)

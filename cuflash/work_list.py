@@ -152,6 +152,12 @@ class ListedWork:
     def block_kv(self) -> int:
         return self.index.block[1]
 
+    @cached_property
+    def most_in_row(self) -> int:
+        """Entries of the longest block row; on a device as many as can be, since nobody waits for it."""
+        index = self.index
+        return int(np.diff(index.indptr).max(initial=0)) if index.is_on_host else index.num_kv_blocks
+
     @property
     def nbytes(self) -> int:
         index = self.index
@@ -169,22 +175,25 @@ class ListedWork:
 
         uint8 are kinds [entries] and bits [tiles, block_q, ceil(block_kv / 8)]. int32 are row_pointers [matrices *
         num_q_blocks + 1] and column_pointers [matrices * num_kv_blocks + 1], a matrix being a batch entry and head of
-        the index; and, each [entries], kv_blocks and q_blocks within their matrix, tiles, and column_entries, which
-        numbers entries column by column. What stands behind the last entry is not read. row_order [matrices *
-        num_q_blocks] and column_order [matrices * num_kv_blocks] number the block rows and columns of each matrix,
-        those of most entries first, and of equally many the last. lo and hi as in `BlockIndex`.
+        the index; and, each [entries], kv_blocks and q_blocks within their matrix, tiles, column_entries, which numbers
+        entries column by column, and column_steps, 4 * q_block + kind of each of those. What stands behind the last
+        entry is not read. row_order [matrices * num_q_blocks] and column_order [matrices * num_kv_blocks] number the
+        block rows and columns of each matrix, those of most entries first, and of equally many the last. lo and hi as
+        in `BlockIndex`.
         """
         index = self.index
         pointers, entries = self.transposed
+        rows = index.block_rows % max(index.num_q_blocks, 1)
         found = {
             "row_pointers": index.indptr,
             "kv_blocks": index.indices,
-            "q_blocks": index.block_rows % max(index.num_q_blocks, 1),
+            "q_blocks": rows,
             "kinds": index.kinds,
             "tiles": index.tiles,
             "bits": index.bits,
             "column_pointers": pointers,
             "column_entries": entries,
+            "column_steps": 4 * rows[entries] + index.kinds[entries],
             "row_order": self._longest_first(index.indptr, index.num_q_blocks, index.num_kv_blocks),
             "column_order": self._longest_first(pointers, index.num_kv_blocks, index.num_q_blocks),
         }

@@ -21,7 +21,7 @@ from cuflash.source import KernelSpec, source
 
 H100 = {
     "name": b"NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multiProcessorCount": 132,
-    "sharedMemPerBlockOptin": 232448,
+    "sharedMemPerBlockOptin": 232448, "l2CacheSize": 50 << 20,
 }  # fmt: skip
 
 

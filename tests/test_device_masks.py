@@ -18,7 +18,7 @@ from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, atte
 from cuflash.classify import Kind
 from cuflash.mask import held_arrays
 from cuflash.masks import MaskShape
-from cuflash.params import WORK
+from cuflash.records import WORK
 from cuflash.testing import strategies
 from cuflash.work_list import IntervalWork, ListedWork, requested_mask, work_list
 
@@ -298,7 +298,7 @@ def test_listing_takes_operations_that_do_not_follow_the_blocks():
         with device.counted() as operations:
             work_list(masks.BlockPattern(blocks, 16).resolve(shape), shape, (128, 128)).lists
         counts.append(operations())
-    assert counts[0] == counts[1] <= 100
+    assert counts[0] == counts[1] <= 104
 
 
 # What may wait, and what may be anywhere

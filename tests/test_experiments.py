@@ -618,7 +618,7 @@ def test_a_peer_and_we_are_timed_on_a_gpu_as_graphs(load, dtype: str) -> None:
     causal_forward, causal_backward, *blocks = experiment.run(config)
     for row in (causal_forward, causal_backward):
         assert row["ratio"] > 0 and row["peer_error"] <= 2 and row["cuflash_error"] <= 1 and row["note"] == ""
-    assert causal_forward["graphs"] == f"cuflash {peer}"
+    assert peer in causal_forward["graphs"].split()
     assert all(row["cuflash_ms"] > 0 and row["peer_ms"] is None and "list of blocks" in row["note"] for row in blocks)
 
 

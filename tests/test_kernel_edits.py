@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import splitting
 from executors import SIM, needs_compiler
 from planting import planted
 from poison import STRUCTURES, call
@@ -100,9 +101,12 @@ EDITS = {
     "the key past a step is seen": ("attention/mask_scores.cuh", "key < step.stop", "key <= step.stop"),
     "the first key of an interval is lost": ("attention/steps.cuh", "j < lo ||", "j <= lo ||"),
     "the last key of a band is lost": ("attention/steps.cuh", "i + work.upper + 1, length", "i + work.upper, length"),
-    "what follows the full part is called full": ("attention/steps.cuh", " && step.stop <= full_stop_) ", ") "),
-    "the last entry of a list is lost": ("attention/steps.cuh", "pointers[1];", "pointers[1] - 1;"),
-    "a list starts one entry late": ("attention/steps.cuh", "place_ = pointers[0];", "place_ = pointers[0] + 1;"),
+    "what follows the full part is called full": ("attention/steps.cuh", " && step.stop <= reach_.full_stop)", ")"),
+    "the last entry of a row is lost": ("attention/steps.cuh", "= row[1];", "= row[1] - 1;"),
+    "the last entry of a column is lost": ("attention/steps.cuh", "= column[1];", "= column[1] - 1;"),
+    "a list starts one entry late": (
+        "attention/steps.cuh", "place_ = reach.first_place;", "place_ = reach.first_place + 1;"
+    ),
     "bits are mirrored": ("attention/steps.cuh", ">> key % 8 & 1", ">> (7 - key % 8) & 1"),
     "one list serves all heads": ("attention/work_tile.cuh", " + place.head * work.list_head_stride", ""),
     "one list serves all batch entries": (
@@ -125,13 +129,17 @@ EDITS = {
     "a block is worked on twice": (
         "attention/work_tile.cuh", "rank = turn / tiles_in_block;", "rank = turn / tiles_in_block / 2 * 2;"
     ),
-    "blocks of a list come as they stand": ("attention/work_tile.cuh", "side.order[first_rank + rank]", "rank"),
-    "the order of one list serves all": ("attention/work_tile.cuh", "[first_rank + rank]", "[rank]"),
-    "a head is done before the next begins": (
-        "attention/work_tile.cuh",
-        "number / num_places : number % num_tiles;\n  int place = is_listed ? number % num_places : ",
-        "number % num_tiles : number % num_tiles;\n  int place = is_listed ? number / num_tiles : ",
+    "blocks of a list come as they stand": (
+        "attention/work_tile.cuh", "side.order[list_matrix(params.work, work.place) * num_blocks + rank]", "rank"
     ),
+    "the order of one list serves all": (
+        "attention/work_tile.cuh", "[list_matrix(params.work, work.place) * num_blocks + rank]", "[rank]"
+    ),
+    "a head is done before the next begins": (
+        "attention/work_tile.cuh", "turn = within / places;\n  int place = first_place + within % places;",
+        "turn = within % num_tiles;\n  int place = first_place + within / num_tiles;",
+    ),
+    "a step of a column is another entry's": ("attention/steps.cuh", "column_steps[place] / 4", "column_steps[0] / 4"),
     "every launch takes the masks of the first": ("attention/work_tile.cuh", "shape.first_batch + place", "place"),
     "delta is left out": ("attention/score_gradient.cuh", "p * (dp - delta)", "p * dp"),
     "dlse has the wrong sign": ("attention/score_gradient.cuh", "sum -= dlse.at", "sum += dlse.at"),
@@ -139,6 +147,33 @@ EDITS = {
         "attention/score_gradient.cuh", "kept.at(query, 0) = sum;",
         "kept.at(query, 0) = query < work.last - 1 ? sum : 0;",
     ),
+    # the entries on tensor cores
+    "Q K^T starts before K is there": (
+        "sm80/forward.cu",
+        "    __syncthreads();  // K, and Q before the first step, is there; V of the last step is read\n", "",
+    ),
+    "V is multiplied before it is there": ("sm80/forward.cu", "    __syncthreads();  // V is there; K is read\n", ""),
+    "a negative scale is not turned": ("sm80/forward.cu", "if (shape.softmax_scale <= 0) ", "if (false) "),
+    "lse of tensor cores loses its last row": (
+        "sm80/forward.cu", "first_row + o.row(i) < lse.num_rows)", "first_row + o.row(i) < lse.num_rows - 1)"
+    ),
+    "dS is multiplied before it is there": ("sm80/backward.cu", "      __syncthreads();  // P and dS are there\n", ""),
+    "dK is not scaled": ("sm80/backward.cu", "  dk.scale(shape.softmax_scale);\n", ""),
+    "one head of a group gives dK and dV": ("sm80/backward.cu", "head < shape.group_size", "head < 1"),
+    "sums of dQ go to the first tile": ("sm80/backward.cu", "query_tile_number(params, step.start, kBlockQ)", "0"),
+    "K is kept where no query sees it": ("sm80/backward.cu", "min(work.last, last)", "work.last"),
+    "dQ of rows is not scaled": ("sm80/backward_rows.cu", "  dq.scale(shape.softmax_scale);\n", ""),
+    "converted dQ is not scaled": ("sm80/convert_dq.cu", "  dq.scale(shape.softmax_scale);\n", ""),
+    "sums of dQ start at 1": ("sm80/backward_statistics.cu", "sums[x] = 0;", "sums[x] = 1;"),
+    "delta of tensor cores misses dlse": ("sm80/backward_statistics.cu", "sum -= dlse.at(row, 0);", "sum -= 0;"),
+    "o of tensor cores is not rescaled": ("attention/fragments.cuh", "        o.scale_row(i, rescale);\n", ""),
+    "a fragment's second row takes the first's mask": (
+        "attention/fragments.cuh", "row = first_row + Tile::row(i);", "row = first_row + Tile::row(i / 2 * 2);"
+    ),
+    "bits of a fragment are its neighbour's": (
+        "attention/fragments.cuh", "(first_key % 8 + j % 2)", "(first_key % 8 + 1)"
+    ),
+    "steps start within a tile of dQ": ("attention/steps.cuh", "  reach.start -= within % height;\n", ""),
     # the room tile
     "the last column is the first": (
         "tile/copy.cuh", "widen(from.at(row, column))",
@@ -195,6 +230,49 @@ EDITS = {
 }  # fmt: skip
 
 
+# Where blocks share a tile's keys.
+SPLIT_EDITS = {
+    "a part's last step is lost": (
+        "attention/steps.cuh", "Width * part_start(num_steps, part + 1, num_parts));",
+        "Width * (part_start(num_steps, part + 1, num_parts) - 1));",
+    ),
+    "a part's last entry is lost": (
+        "attention/steps.cuh", "part_start(num_places, part + 1, num_parts);",
+        "part_start(num_places, part + 1, num_parts) - 1;",
+    ),
+    "every block does the first part": (
+        "sm80/forward.cu", "part_of<kBlockKv, Listed>(params, whole, work_part(num_splits), num_splits)",
+        "part_of<kBlockKv, Listed>(params, whole, 0, num_splits)",
+    ),
+    "every part is left in one place": (
+        "sm80/forward.cu", "first = attention::work_part(shape.num_splits) * seqlen_q;", "first = 0;"
+    ),
+    "lse of a part without a key is not written": (
+        "sm80/forward.cu", "if (o.first_column() == 0) *lse_rows",
+        "if (o.first_column() == 0 && row_lse[i] != ptx::negative_infinity<float>()) *lse_rows",
+    ),
+    "a packed row past the first head sees what a later query does": (
+        "attention/fragments.cuh", "return row % seqlen_q;", "return row;"
+    ),
+    "packed rows are all the first head's": ("tile/async_copy.cuh", "i / first.num_rows * stride + ", ""),
+    "the last part is lost": (
+        "sm80/combine.cu", "row < num_rows; row += kGroups * seqlen_q",
+        "row < num_rows - seqlen_q; row += kGroups * seqlen_q",
+    ),
+    "parts are not weighted": ("sm80/combine.cu", "o[c].at[e] += by * x.at[e];", "o[c].at[e] += x.at[e];"),
+    "a part without a key poisons": ("sm80/combine.cu", "if (by > 0) o[c]", "o[c]"),
+    "lse is that of the largest part": ("sm80/combine.cu", "most + ptx::log_accurate(total)", "most"),
+    "weights are base 2": ("sm80/combine.cu", " * static_cast<float>(attention::kLog2E)", ""),
+    "threads disagree on the largest part": (
+        "sm80/combine.cu", "most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));",
+        "__shfl_xor_sync(0xffffffffu, most, step);",
+    ),
+    "sums are read before they are there": (
+        "sm80/combine.cu", "  __syncthreads();  // every group's sums are there\n", ""
+    ),
+}  # fmt: skip
+
+
 def examples() -> Iterator[Structure]:
     """A few that reach every line, of few tiles: implicit work, intervals, lists of every kind, groups, many axes."""
     dims = {"head_dim": 24, "value_dim": 20, "layouts": ("padded",) * 5}
@@ -223,14 +301,36 @@ def attention_is_right() -> None:
             call(example, run, Simulator(schedule), check=check)
 
 
-def padded_with_nan() -> Example:
+def padded_with_nan(dtype: str = "float32", head_dim: int = 24) -> Example:
     """Keys that stand past a length, in the middle of a tile, hold NaN."""
     example = Structure(
-        num_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=24, value_dim=20, mask=masks.Lengths(kv=40)
+        num_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=head_dim, value_dim=20, mask=masks.Lengths(kv=40), dtype=dtype
     ).example()  # fmt: skip
     k = example.k.copy()
     k[..., 40:, :] = np.nan
     return example.but(k=k)
+
+
+def tensor_cores_are_right() -> None:
+    """The same of 16-bit elements, and of a negative scale; fewer examples, since kernels take seconds to build."""
+    dims = {"head_dim": 24, "value_dim": 20, "layouts": ("padded",) * 5, "dtype": "float16"}
+    rng = np.random.default_rng(0)
+    made = [
+        Structure(
+            num_heads=4, num_kv_heads=2, seqlen_q=200, seqlen_kv=210, **dims,
+            mask=masks.Causal("bottom_right") & masks.Lengths(kv=180), scale=-3.0,
+        ),
+        Structure(
+            num_heads=2, seqlen_q=150, seqlen_kv=140, **dims,
+            mask=masks.BlockPattern(rng.random((2, 5, 4)) < 0.7, (32, 40)) & masks.Dilated(2, align="top_left"),
+        ),
+    ]  # fmt: skip
+    padded = padded_with_nan("float16")
+    for example in (*(structure.example() for structure in made), padded):
+        for run, order in product((SIM, replace(SIM, deterministic=True)), ("round_robin", "random")):
+            rounded = run.rounded(example)
+            check = partial(assert_within_bounds, rounded.but(k=np.nan_to_num(example.k)))
+            call(rounded, run, Simulator(sim.Schedule(order=order)), check=check)
 
 
 def work_is_shared_out() -> None:
@@ -251,9 +351,50 @@ def tiles_are_right() -> None:
         assert_expected(launch, launch.on_simulator())
 
 
+def one_walk_is_right() -> None:
+    """`attention_is_right` where gradients of float32 are made in one walk: of more than 64 columns."""
+    example = Structure(
+        num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=72, value_dim=20,
+        mask=masks.Causal("bottom_right"),
+    ).example()  # fmt: skip
+    padded = padded_with_nan(head_dim=72)
+    for schedule, each in product((sim.Schedule(), sim.Schedule(order="random")), (example, padded)):
+        check = partial(assert_within_bounds, each.but(k=np.nan_to_num(each.k)))
+        call(each, SIM, Simulator(schedule), check=check)
+
+
+def parts_are_right() -> None:
+    """Results within their bounds where blocks share keys, without a list, packed and with one; then out of order."""
+    for schedule in (sim.Schedule(), sim.Schedule(seed=1, order="random")):
+        for name in ("few queries, causal", "window", "bits"):
+            example = splitting.rounded(splitting.STRUCTURES[name])
+            left = splitting.forward(example, 3, machine=Simulator(schedule))
+            assert_within_bounds(example, o=left.o, lse=left.lse)
+
+
+def all_steps_are_right() -> None:
+    """Those of plain arithmetic, then those that keep to the tiles of dQ."""
+    attention_is_right()
+    tensor_cores_are_right()
+
+
+def gradients_are_right() -> None:
+    """In two walks, then in one."""
+    attention_is_right()
+    one_walk_is_right()
+
+
 def guard_of(file: str) -> Callable[[], None]:
+    if file.startswith("sm80/") or file in ("attention/fragments.cuh",):
+        return tensor_cores_are_right
+    if file in ("simt/backward.cu", "simt/backward_statistics.cu"):
+        return one_walk_is_right
     if file == "attention/work_tile.cuh":
         return work_is_shared_out
+    if file == "attention/steps.cuh":
+        return all_steps_are_right
+    if file == "attention/score_gradient.cuh":
+        return gradients_are_right
     return tiles_are_right if file.startswith("tile/") else attention_is_right
 
 
@@ -265,7 +406,18 @@ def test_a_planted_fault_is_seen(name: str, tmp_path: Path) -> None:
         guard_of(file)()
 
 
-@pytest.mark.parametrize("guard", (work_is_shared_out, tiles_are_right))
+@pytest.mark.parametrize("name", SPLIT_EDITS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_planted_where_keys_are_shared_is_seen(name: str, tmp_path: Path) -> None:
+    file, line, replacement = SPLIT_EDITS[name]
+    with planted(tmp_path / "kernels_cu", file, line, replacement), pytest.raises(AssertionError):
+        parts_are_right()
+
+
+GUARDS = (work_is_shared_out, tiles_are_right, tensor_cores_are_right, one_walk_is_right, parts_are_right)
+
+
+@pytest.mark.parametrize("guard", GUARDS)
 def test_the_kernels_as_they_are_pass_the_same_guards(guard: Callable[[], None]) -> None:
     guard()
 

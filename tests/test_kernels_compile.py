@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem
 from cuflash import compile as room
+from cuflash import sm80_tiles
 from cuflash import source as sources
-from cuflash.arrays import DTYPES
+from cuflash.arrays import BFLOAT16, DTYPES
 from cuflash.compile import Compiled
 from cuflash.problem import Problem
 from cuflash.source import KernelSpec
@@ -25,7 +26,8 @@ from cuflash.tiles import DIMS, FAMILIES, kernel_specs
 
 # One chip for each size of shared memory and each set of instructions that we use.
 CHIPS = ("T4", "A100", "RTX 3090", "L4", "H100", "B200", "RTX 5090")
-MOST_SPECS, MOST_SPECS_OF_A_GPU = 4000, 2500
+MOST_SPECS, MOST_SPECS_OF_A_GPU = 9000, 5000
+LENGTHS = (1, 1000)  # a tile of few queries, and a whole one
 Limit: TypeAlias = tuple[int, int] | None
 # Bytes by exception. 256: no tile is smaller, and it holds 16 rows of 512 sums. 128: the next smaller tile, which does
 # not spill, is slower by a seventh (experiments/results/simt_tiles.log). On tensor cores: words that a step reads once.
@@ -35,18 +37,25 @@ SPILLS = {
     ("simt_backward", np.dtype(np.float64), 256): 452,
     ("simt_backward_columns", np.dtype(np.float64), 64): 36,
     ("simt_backward_columns", np.dtype(np.float32), 128): 40,
+    # The next smaller tile is slower by a seventh (experiments/results/sm80_tiles.log, 64x128).
+    ("sm80_backward", np.dtype(np.float16), 64): 20,
+    ("sm80_backward", BFLOAT16, 64): 20,
 }
 
 
 def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limit] = (None,)) -> set[KernelSpec]:
     """Each specification that tile choice returns for a known GPU, these dimensions and these limits of a list."""
     device, specs = DeviceSpec.gpu(name), set()
-    for dtype, (head_dim, value_dim), limit in product(DTYPES, dims, limits):
-        q, v = (ShapeDtype((1, dim), dtype) for dim in (head_dim, value_dim))
+    for dtype, (head_dim, value_dim), limit, length in product(DTYPES, dims, limits, LENGTHS):
+        q, k, v = (ShapeDtype((h, length, dim), dtype) for h, dim in ((2, head_dim), (1, head_dim), (1, value_dim)))
+        problem = Problem.of(q, k, v)
         for family, deterministic in product(FAMILIES, (False, True)):
             with suppress(UnsupportedProblem):  # no tile fits
-                problem = Problem.of(q, q, v)
-                specs |= set(kernel_specs(family, problem, device, limit, deterministic=deterministic).values())
+                found = kernel_specs(family, problem, device, limit, deterministic=deterministic)
+                specs |= set(found.values())
+                if family == "sm80":
+                    for group_size in {1, 2 if limit is None else 1}:
+                        specs |= set(sm80_tiles.split(found, device, length, group_size).values())
     return specs
 
 

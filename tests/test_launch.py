@@ -86,7 +86,7 @@ def test_a_repeated_call_gives_what_the_first_gave_and_asks_nothing_again(cupy, 
     monkeypatch.setattr(passes, "bound", lambda *args: pytest.fail("bound again"))
     monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
     again = cuflash.attention(*map(cupy.asarray, (Q.copy(), K.copy(), V.copy())), mask=masks.Dilated(3))
-    assert (again.get() == first.get()).all() and [kind for kind, *_ in cupy.log].count("copy") == 3 + 3 + 10
+    assert (again.get() == first.get()).all() and [kind for kind, *_ in cupy.log].count("copy") == 3 + 3 + 11
     other = cuflash.attention(*map(cupy.asarray, (2 * Q, K, V)), mask=LISTED)
     assert (other.get() != first.get()).any()
 
@@ -568,24 +568,25 @@ def test_precompile_needs_no_data_and_no_gpu(nvrtc, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     shape = ShapeDtype((8, 4096, 64), ml_dtypes.bfloat16)
     made = cuflash.precompile(shape, shape, shape, causal=True, device=DeviceSpec.gpu("H100"))
-    assert [each.spec.entry for each in made] == ["forward", "backward_rows", "backward_columns"]
+    assert [each.spec.entry for each in made] == ["forward", "backward_statistics", "backward", "convert_dq"]
     assert all(each.code.startswith(b"\x7fELF") and each.architecture == "sm_90" for each in made)
     (reason,) = reasons_of(cuflash.precompile, shape, shape, shape, device=DeviceSpec.host())
     assert "device must be a GPU" in reason
 
 
+@pytest.mark.parametrize("head_dim", [64, 65])
 @pytest.mark.parametrize("kernel", ["simt", "naive"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_a_plan_has_the_kernels_that_its_promise_asks_for(dtype, kernel):
+def test_a_plan_has_the_kernels_that_its_promise_asks_for(dtype, kernel, head_dim):
     if (kernel, dtype) == ("naive", "float64"):
         return
-    shape = ShapeDtype((8, 100, 64), dtype)
+    shape = ShapeDtype((8, 100, head_dim), dtype)
     plans = [
         cuflash.plan(shape, shape, shape, kernel=kernel, deterministic=each, device=DeviceSpec.gpu("H100"))
         for each in (False, True)
     ]
     specs = [set(each.plan.specs) for each in plans]
-    is_one_walk = kernel == "simt" and dtype != "float16"
+    is_one_walk = kernel == "simt" and dtype != "float16" and head_dim > 64
     assert ("backward" in specs[0], "backward_rows" in specs[0]) == (is_one_walk, kernel == "simt" and not is_one_walk)
     assert "backward" not in specs[1] and (specs[0] == specs[1]) is not is_one_walk
     assert all(each.explain().count("kernel     simt_") == 3 * (kernel == "simt") for each in plans)
@@ -627,6 +628,7 @@ def checked(monkeypatch):
     monkeypatch.setenv("CUFLASH_CHECK", "1")
 
 
+WIDE = tuple(np.tile(array, 5) for array in (Q, K, V, DO))  # gradients of more than 64 columns are made in one walk
 TWO_WALKS = ("backward_rows", "backward_columns")
 
 
@@ -680,12 +682,13 @@ def test_nan_in_the_inputs_is_nobodys_fault(checked):
     ],
 )  # fmt: skip
 def test_a_nan_that_a_kernel_writes_is_named(checked, monkeypatch, entry, name, place):
-    strides = (40 * 16, 16, 1) if len(place) == 3 else (40, 1)
+    q, k, v, do = (Q, K, V, DO) if entry in (*TWO_WALKS, "forward") else WIDE
+    strides = (40 * q.shape[-1], q.shape[-1], 1) if len(place) == 3 else (40, 1)
     offset = 4 * sum(step * index for step, index in zip(strides, place))
     after_launch(monkeypatch, entry, lambda params: poke(int(params[name]["data"]) + offset, np.float32(np.nan)))
     with pytest.raises(RuntimeError, match=re.escape(f"simt_{entry} wrote NaN to {name}{place}, and all its inputs")):
-        o, vjp = cuflash.attention_vjp(Q, K, V, executor="sim", deterministic=entry in TWO_WALKS)
-        vjp(DO)
+        o, vjp = cuflash.attention_vjp(q, k, v, executor="sim")
+        vjp(do)
 
 
 @pytest.mark.parametrize(
@@ -694,12 +697,13 @@ def test_a_nan_that_a_kernel_writes_is_named(checked, monkeypatch, entry, name, 
 )
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_write_beside_a_result_is_named(checked, monkeypatch, entry, name, side):
-    nbytes = Q.nbytes if name in ("o", "dv") else Q.nbytes // 16
+    q, k, v, do = (Q, K, V, DO) if entry in (*TWO_WALKS, "forward") else WIDE
+    nbytes = q.nbytes if name in ("o", "dv") else Q.nbytes // 16
     offset = -8 if side == "before" else nbytes + 8
     after_launch(monkeypatch, entry, lambda params: poke(int(params[name]["data"]) + offset, np.float32(1)))
     with pytest.raises(RuntimeError, match=f"simt_{entry} wrote outside {name}: 8 bytes {side} its memory"):
-        o, vjp = cuflash.attention_vjp(Q, K, V, executor="sim", deterministic=entry in TWO_WALKS)
-        vjp(DO)
+        o, vjp = cuflash.attention_vjp(q, k, v, executor="sim")
+        vjp(do)
 
 
 @pytest.mark.parametrize(
@@ -765,3 +769,46 @@ def test_kernels_that_leave_arrays_to_each_other_repeat_too(cupy):
     expected = cuflash.attention(Q, K, V, causal=True)
     for _ in range(3):
         assert close(cuflash.attention(*arrays, causal=True, kernel="naive"), expected)
+
+
+def few_queries():
+    shapes = (4, 2, 16), (2, 700, 16), (2, 700, 16)  # six steps of 128 keys
+    return [np.random.default_rng(1).standard_normal(shape).astype(np.float16) for shape in shapes]
+
+
+def test_calls_whose_blocks_share_keys_repeat_and_are_captured(cupy):
+    from cuflash import gpu
+
+    host = few_queries()
+    q, k, v = map(cupy.asarray, host)
+    expected = cuflash.attention(*host, kernel="sm80", executor="sim")
+    ready = cuflash.plan(q, k, v, kernel="sm80")
+    ready.compile()
+    assert ready.plan.num_splits == 6
+    for _ in range(3):
+        assert (ready.forward(q, k, v)[0].get() == expected).all()
+    assert launches(cupy) == ["forward", "combine"] * 3
+    stream = cupy.cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        o, _ = ready.forward(q, k, v)
+        graph = stream.end_capture()
+    assert len(graph.nodes) == 2
+    kept = [array.nbytes for array in gpu._captured[ready.plan]]
+    assert sum(kept) == o.nbytes + 4 * 4 * 2 + ready.plan._parts_bytes
+    q[...] = -host[0]
+    graph.launch()
+    assert (o.get() == cuflash.attention(-host[0], *host[1:], kernel="sm80", executor="sim")).all()
+
+
+def test_checks_see_what_blocks_that_share_keys_leave(checked, monkeypatch):
+    q, k, v = few_queries()
+    ready = cuflash.plan(q, k, v, kernel="sm80", executor="sim")
+    o, lse = ready.forward(q, k, v, out=(np.full(q.shape, np.nan, q.dtype), np.full(q.shape[:2], np.nan, np.float32)))
+    monkeypatch.setenv("CUFLASH_CHECK", "0")
+    assert all((ours == theirs).all() for ours, theirs in zip((o, lse), ready.forward(q, k, v)))
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    shape = type(ready.plan).workspace_shape
+    monkeypatch.setattr(type(ready.plan), "workspace_shape", lambda plan, name: (*shape(plan, name)[:-1], 1))
+    with pytest.raises(RuntimeError, match="sm80_forward wrote outside .*_parts"):
+        ready.forward(q, k, v)

@@ -6,6 +6,7 @@ import itertools
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,11 @@ WALKED = (
 
 @pytest.mark.parametrize("name", WALKED)
 def test_every_schedule_gives_the_bits_of_the_default(name: str) -> None:
-    example = STRUCTURES[name].example()
-    expected = call(example, SIM)
+    example, run = STRUCTURES[name].example(), replace(SIM, deterministic=True)
+    expected = call(example, run)
     for seed, (order, shuffle_lanes) in enumerate(itertools.product(ORDERS, (False, True))):
         schedule = sim.Schedule(seed=seed, order=order, shuffle_lanes=shuffle_lanes)
-        results = call(example, SIM, Simulator(schedule))
+        results = call(example, run, Simulator(schedule))
         assert all(results[each].tobytes() == expected[each].tobytes() for each in expected), schedule
 
 

@@ -26,7 +26,14 @@ CHANGED = {
     "value_dim": 128,
     "block_q": 64,
     "block_kv": 64,
+    "num_warps": 8,
+    "min_blocks": 1,
+    "is_listed": True,
+    "num_stages": 2,
+    "sums_dq": True,
     "mma_rows": 8,
+    "is_split": True,
+    "is_packed": True,
 }
 
 

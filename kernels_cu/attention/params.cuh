@@ -26,6 +26,8 @@ struct Shape {
   int32_t seqlen_kv;
   int32_t head_dim;
   int32_t value_dim;
+  int32_t places_in_turn;  // matrices that tiles are taken from in turn
+  int32_t num_splits;      // blocks that share a tile's keys
   double softmax_scale;
 };
 
@@ -43,6 +45,7 @@ struct Work {
   const uint8_t* bits;              // [tile, block_q, ceil(block_kv / 8)] key 8 c + r is bit r of byte c
   const int32_t* column_pointers;   // [batch or 1, heads or 1, num_kv_blocks], then one more
   const int32_t* column_entries;    // entry numbers, column after column
+  const int32_t* column_steps;      // 4 * q_block + kind of each of those
   const int32_t* row_order;         // [batch or 1, heads or 1, num_q_blocks] block rows, those of most entries first
   const int32_t* column_order;      // [batch or 1, heads or 1, num_kv_blocks] block columns likewise
   int32_t list_batch_stride, list_head_stride;  // in matrices of the list: 0 where it is shared
@@ -56,12 +59,20 @@ struct WholeMatrices {
   Matrices score_gradients;
 };
 
+// What blocks that share a tile's keys leave to be merged, float32: O and lse of each part, the parts' rows one after the
+// other.
+struct Parts {
+  Matrices o_parts;    // [splits * seqlen_q, room for value_dim]
+  Matrices lse_parts;  // [splits * seqlen_q]
+};
+
 struct Params {
   Matrices q, k, v, o, lse;  // lse and delta have one column
-  Matrices do_, dq, dk, dv, dlse, delta;
+  Matrices do_, dq, dk, dv, dlse, delta, dq_sum;  // dq_sum is float32, before it is scaled and rounded
   Shape shape;
   Work work;
   WholeMatrices whole;
+  Parts parts;
 };
 
 }  // namespace cuflash::attention

@@ -39,15 +39,18 @@ struct Seen {
 struct Step {
   int start, stop;
   Kind kind;
-  const uint8_t* bits;       // of the listed block, where they say it
-  int first_row, first_key;  // of the listed block
-  int pitch;                 // bytes of a row of bits
+  int entry;  // of the list, where bits say it
 
   // Asked once for a row: what it takes to find out would otherwise be most of a kernel's text.
   CUFLASH_DEVICE Seen seen(const Params& params, const Place& place, int i) const {
     const int length = params.shape.seqlen_kv;
     if (kind == Kind::kFull) return {0, length, nullptr, 0};
-    if (kind == Kind::kBits) return {0, length, bits + (i - first_row) * pitch, first_key};
+    if (kind == Kind::kBits) {
+      const Work& work = params.work;
+      const int64_t row = static_cast<int64_t>(work.tiles[entry]) * work.block_q + i - work.q_blocks[entry] * work.block_q;
+      return {0, length, work.bits + row * ((work.block_kv + 7) / 8),
+              work.kv_blocks[entry] * work.block_kv};
+    }
     const Interval keys = interval(params, place, i);
     return {keys.lo, keys.hi, nullptr, 0};
   }
@@ -56,119 +59,154 @@ struct Step {
   }
 };
 
-// Steps of at most Width over start <= x < stop, of which full_start <= x < full_stop needs no mask; then over the
-// listed blocks, if there is a list.
-template <int Width>
+// How far a tile's rows, or keys, reach: start <= x < stop, of which full_start <= x < full_stop needs no mask; and its
+// places first_place <= x < last_place in the list, if there is one.
+struct Reach {
+  int start, stop, full_start, full_stop;
+  int first_place, last_place;
+};
+
+// The keys that a tile of queries may visit.
+CUFLASH_DEVICE Reach reach_of_queries(const Params& params, const WorkTile& tile) {
+  const Interval first = interval(params, tile.place, tile.first), last = interval(params, tile.place, tile.last - 1);
+  Reach reach{first.lo, last.hi, last.lo, first.hi};
+  const Work& work = params.work;
+  if (work.row_pointers != nullptr) {
+    const int32_t* const row =
+        work.row_pointers + list_matrix(work, tile.place) * work.num_q_blocks + tile.first / work.block_q;
+    reach.first_place = row[0];
+    reach.last_place = row[1];
+  }
+  return reach;
+}
+
+// How many rows end, or start, at or before a key: neither lo nor hi ever decreases.
+CUFLASH_DEVICE int rows_ending_by(const Params& params, const Place& place, int key) {
+  if (params.work.lo == nullptr) return clipped(key - params.work.upper, params.shape.seqlen_q);
+  int first = 0, last = params.shape.seqlen_q;
+  while (first < last) {
+    const int middle = (first + last) / 2;
+    if (interval(params, place, middle).hi <= key) first = middle + 1;
+    else last = middle;
+  }
+  return first;
+}
+CUFLASH_DEVICE int rows_starting_by(const Params& params, const Place& place, int key) {
+  if (params.work.lo == nullptr) return clipped(key - params.work.lower + 1, params.shape.seqlen_q);
+  int first = 0, last = params.shape.seqlen_q;
+  while (first < last) {
+    const int middle = (first + last) / 2;
+    if (interval(params, place, middle).lo <= key) first = middle + 1;
+    else last = middle;
+  }
+  return first;
+}
+
+// The queries of one head that may visit a tile of keys.
+CUFLASH_DEVICE Reach reach_of_keys(const Params& params, const WorkTile& tile) {
+  Reach reach{rows_ending_by(params, tile.place, tile.first), rows_starting_by(params, tile.place, tile.last - 1),
+              rows_ending_by(params, tile.place, tile.last - 1), rows_starting_by(params, tile.place, tile.first)};
+  const Work& work = params.work;
+  if (work.column_pointers != nullptr) {
+    const int32_t* const column =
+        work.column_pointers + list_matrix(work, tile.place) * work.num_kv_blocks + tile.first / work.block_kv;
+    reach.first_place = column[0];
+    reach.last_place = column[1];
+  }
+  return reach;
+}
+
+// The same, but that it starts where a tile of queries does, as `work_tile` cuts them.
+CUFLASH_DEVICE Reach from_whole_tiles(const Params& params, Reach reach, int height) {
+  const int within = params.work.row_pointers != nullptr ? reach.start % params.work.block_q : reach.start;
+  reach.start -= within % height;
+  return reach;
+}
+
+// What the steps of a tile of queries, or of keys, run over.
+struct OverKeys {
+  static CUFLASH_DEVICE int entry(const Work&, int place) { return place; }
+  static CUFLASH_DEVICE Kind kind(const Work& work, int place) { return static_cast<Kind>(work.kinds[place]); }
+  static CUFLASH_DEVICE int first(const Work& work, int place) { return work.kv_blocks[place] * work.block_kv; }
+  static CUFLASH_DEVICE int block(const Work& work) { return work.block_kv; }
+  static CUFLASH_DEVICE int length(const Shape& shape) { return shape.seqlen_kv; }
+};
+struct OverQueries {
+  static CUFLASH_DEVICE int entry(const Work& work, int place) { return work.column_entries[place]; }
+  static CUFLASH_DEVICE Kind kind(const Work& work, int place) { return static_cast<Kind>(work.column_steps[place] % 4); }
+  static CUFLASH_DEVICE int first(const Work& work, int place) { return work.column_steps[place] / 4 * work.block_q; }
+  static CUFLASH_DEVICE int block(const Work& work) { return work.block_q; }
+  static CUFLASH_DEVICE int length(const Shape& shape) { return shape.seqlen_q; }
+};
+
+// Where a part of `total` things starts, which parts share evenly; it ends where the next one starts.
+CUFLASH_DEVICE int part_start(int total, int part, int num_parts) {
+  return total / num_parts * part + min(part, total % num_parts);
+}
+
+// One of several parts of what a tile of queries reaches: of listed blocks, or of steps of Width keys.
+template <int Width, class Listed>
+CUFLASH_DEVICE Reach part_of(const Params& params, const Reach& whole, int part, int num_parts) {
+  Reach reach = whole;
+  if (Listed::in(params.work)) {
+    const int num_places = whole.last_place - whole.first_place;
+    reach.first_place = whole.first_place + part_start(num_places, part, num_parts);
+    reach.last_place = whole.first_place + part_start(num_places, part + 1, num_parts);
+  } else {
+    const int num_steps = (max(whole.stop - whole.start, 0) + Width - 1) / Width;
+    reach.start = whole.start + Width * part_start(num_steps, part, num_parts);
+    reach.stop = min(whole.stop, whole.start + Width * part_start(num_steps, part + 1, num_parts));
+  }
+  return reach;
+}
+
+// Steps of at most Width over what a tile reaches; over the listed blocks, if there is a list. The reach stays where it
+// is, in registers or in shared memory.
+template <int Width, class Side, class Listed = ListedAtRunTime>
 class Steps {
  public:
-  // The keys that a tile of queries visits.
-  static CUFLASH_DEVICE Steps of_queries(const Params& params, const WorkTile& tile) {
-    const Work& work = params.work;
-    const Interval first = interval(params, tile.place, tile.first), last = interval(params, tile.place, tile.last - 1);
-    Steps steps{params, first.lo, last.hi, last.lo, first.hi};
-    if (work.row_pointers != nullptr) {
-      const int row = tile.first / work.block_q;
-      steps.use_list(work.row_pointers + list_matrix(work, tile.place) * work.num_q_blocks + row, nullptr,
-                     work.kv_blocks, work.block_kv, params.shape.seqlen_kv);
-    }
-    return steps;
-  }
-
-  // The queries of one head that visit a tile of keys.
-  static CUFLASH_DEVICE Steps of_keys(const Params& params, const WorkTile& tile) {
-    const Work& work = params.work;
-    Steps steps{params, rows_ending_by(params, tile.place, tile.first), rows_starting_by(params, tile.place, tile.last - 1),
-                rows_ending_by(params, tile.place, tile.last - 1), rows_starting_by(params, tile.place, tile.first)};
-    if (work.row_pointers != nullptr) {
-      const int column = tile.first / work.block_kv;
-      steps.use_list(work.column_pointers + list_matrix(work, tile.place) * work.num_kv_blocks + column,
-                     work.column_entries, work.q_blocks, work.block_q, params.shape.seqlen_q);
-    }
-    return steps;
+  CUFLASH_DEVICE Steps(const Params& params, const Reach& reach)
+      : params_(params), reach_(reach), position_(reach.start), end_(reach.stop) {
+    if (!Listed::in(params.work)) return;
+    place_ = reach.first_place;
+    position_ = end_ = 0;
   }
 
   CUFLASH_DEVICE bool next(Step& step) {
     while (position_ >= end_) {
-      if (place_ >= last_place_) return false;
+      if (!Listed::in(params_.work) || place_ >= reach_.last_place) return false;
       open(place_++);
     }
     step.start = position_;
     step.stop = min(position_ + Width, end_);
     step.kind = kind_;
-    if (kind_ == Kind::kInterval && step.start >= full_start_ && step.stop <= full_stop_) step.kind = Kind::kFull;
-    step.bits = bits_;
-    step.first_row = first_row_;
-    step.first_key = first_key_;
-    step.pitch = (params_.work.block_kv + 7) / 8;
+    step.entry = entry_;
+    if (kind_ == Kind::kInterval && step.start >= reach_.full_start && step.stop <= reach_.full_stop)
+      step.kind = Kind::kFull;
     position_ = step.stop;
     return true;
   }
 
  private:
-  CUFLASH_DEVICE Steps(const Params& params, int start, int stop, int full_start, int full_stop)
-      : params_(params), start_(start), stop_(stop), full_start_(full_start), full_stop_(full_stop), position_(start),
-        end_(stop) {}
-
-  // How many rows end, or start, at or before a key: neither lo nor hi ever decreases.
-  static CUFLASH_DEVICE int rows_ending_by(const Params& params, const Place& place, int key) {
-    if (params.work.lo == nullptr) return clipped(key - params.work.upper, params.shape.seqlen_q);
-    int first = 0, last = params.shape.seqlen_q;
-    while (first < last) {
-      const int middle = (first + last) / 2;
-      if (interval(params, place, middle).hi <= key) first = middle + 1;
-      else last = middle;
-    }
-    return first;
-  }
-  static CUFLASH_DEVICE int rows_starting_by(const Params& params, const Place& place, int key) {
-    if (params.work.lo == nullptr) return clipped(key - params.work.lower + 1, params.shape.seqlen_q);
-    int first = 0, last = params.shape.seqlen_q;
-    while (first < last) {
-      const int middle = (first + last) / 2;
-      if (interval(params, place, middle).lo <= key) first = middle + 1;
-      else last = middle;
-    }
-    return first;
-  }
-
-  CUFLASH_DEVICE void use_list(const int32_t* pointers, const int32_t* entries, const int32_t* blocks, int block,
-                               int length) {
-    place_ = pointers[0];
-    last_place_ = pointers[1];
-    entries_ = entries;
-    blocks_ = blocks;
-    block_ = block;
-    length_ = length;
-    position_ = end_ = 0;
-  }
-
-  // The next listed block; one of intervals is cut to the hull of the tile's.
+  // The next listed block; one of intervals is cut to the tile's reach.
   CUFLASH_DEVICE void open(int place) {
     const Work& work = params_.work;
-    const int entry = entries_ == nullptr ? place : entries_[place];
-    kind_ = static_cast<Kind>(work.kinds[entry]);
-    position_ = blocks_[entry] * block_;
-    end_ = min(position_ + block_, length_);
+    entry_ = Side::entry(work, place);
+    kind_ = Side::kind(work, place);
+    position_ = Side::first(work, place);
+    end_ = min(position_ + Side::block(work), Side::length(params_.shape));
     if (kind_ == Kind::kInterval) {
-      position_ = max(position_, start_);
-      end_ = min(end_, stop_);
-    } else if (kind_ == Kind::kBits) {
-      bits_ = work.bits + static_cast<int64_t>(work.tiles[entry]) * work.block_q * ((work.block_kv + 7) / 8);
-      first_row_ = work.q_blocks[entry] * work.block_q;
-      first_key_ = work.kv_blocks[entry] * work.block_kv;
+      position_ = max(position_, reach_.start);
+      end_ = min(end_, reach_.stop);
     }
   }
 
   const Params& params_;
-  int start_, stop_, full_start_, full_stop_;
+  const Reach& reach_;
   int position_, end_;
   Kind kind_ = Kind::kInterval;
-  int place_ = 0, last_place_ = 0;  // in the list
-  const int32_t* entries_ = nullptr;
-  const int32_t* blocks_ = nullptr;
-  int block_ = 0, length_ = 0;
-  const uint8_t* bits_ = nullptr;
-  int first_row_ = 0, first_key_ = 0;
+  int place_ = 0;  // in the list
+  int entry_ = -1;
 };
 
 }  // namespace cuflash::attention

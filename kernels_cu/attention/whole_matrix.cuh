@@ -37,7 +37,7 @@ CUFLASH_DEVICE Tiling key_tiling(const Params& params, int height) {
 // The step that a tile of scores is: all of it lies within one block of a list. False where that block is absent.
 CUFLASH_DEVICE bool find_step(const Params& params, const Place& place, Range queries, Range keys, Step& step) {
   const Work& work = params.work;
-  step = {keys.first, keys.last, Kind::kInterval, nullptr, 0, 0, (work.block_kv + 7) / 8};
+  step = {keys.first, keys.last, Kind::kInterval, -1};
   if (work.row_pointers == nullptr) return true;
   const int32_t* const row =
       work.row_pointers + list_matrix(work, place) * work.num_q_blocks + queries.first / work.block_q;
@@ -50,11 +50,7 @@ CUFLASH_DEVICE bool find_step(const Params& params, const Place& place, Range qu
   }
   if (entry == end || work.kv_blocks[entry] != block) return false;
   step.kind = static_cast<Kind>(work.kinds[entry]);
-  if (step.kind == Kind::kBits) {
-    step.bits = work.bits + static_cast<int64_t>(work.tiles[entry]) * work.block_q * step.pitch;
-    step.first_row = queries.first / work.block_q * work.block_q;
-    step.first_key = block * work.block_kv;
-  }
+  step.entry = entry;
   return true;
 }
 

@@ -20,6 +20,15 @@ struct WorkTile {
   CUFLASH_DEVICE bool is_empty() const { return first >= last; }
 };
 
+// Whether the work is listed: known to the kernel, or asked when it runs.
+template <bool IsListed>
+struct ListedAs {
+  static CUFLASH_DEVICE bool in(const Work&) { return IsListed; }
+};
+struct ListedAtRunTime {
+  static CUFLASH_DEVICE bool in(const Work& work) { return work.row_pointers != nullptr; }
+};
+
 // Which matrix of a list a place shares.
 CUFLASH_DEVICE int64_t list_matrix(const Work& work, const Place& place) {
   return place.entry * work.list_batch_stride + place.head * work.list_head_stride;
@@ -30,11 +39,12 @@ struct Side {
   int length, heads_in_place;
   int block;             // of the list
   const int32_t* order;  // of the list; null without one
+  bool is_last_longest;  // under a causal mask, without a list
 };
 
 // Tiles stay within blocks: the last block, and the last tile of a block, may be short.
-// What starts last decides how long others idle. So places take turns with a list's blocks, each its longest first;
-// without a list place follows place, and last tiles come first: under a causal mask those of the queries are longest.
+// What starts last decides how long others idle. So places take turns, each with its longest tiles first; as many at a
+// time as the level-2 cache has room for.
 CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int height, int number) {
   const Shape& shape = params.shape;
   const bool is_listed = side.order != nullptr;
@@ -43,19 +53,22 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int he
   const int num_heads = shape.num_heads / side.heads_in_place;
   int num_places = num_heads;
   for (int axis = 0; axis < kBatchAxes; ++axis) num_places *= shape.batch[axis];
-  const int turn = is_listed ? number / num_places : number % num_tiles;
-  int place = is_listed ? number % num_places : number / num_tiles;
+  const int first_place = number / (shape.places_in_turn * num_tiles) * shape.places_in_turn;
+  const int places = min(shape.places_in_turn, num_places - first_place);
+  const int within = number - first_place * num_tiles, turn = within / places;
+  int place = first_place + within % places;
   WorkTile work;
   work.place.head = place % num_heads * side.heads_in_place;
   place /= num_heads;
   work.place.entry = shape.first_batch + place;
   for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
-    work.place.batch[axis] = place % shape.batch[axis];
-    place /= shape.batch[axis];
+    const int extent = shape.batch[axis];
+    work.place.batch[axis] = extent == 1 ? 0 : place % extent;
+    if (extent != 1) place /= extent;
   }
   const int rank = turn / tiles_in_block;
-  const int64_t first_rank = list_matrix(params.work, work.place) * num_blocks;
-  const int start = block * (is_listed ? side.order[first_rank + rank] : num_blocks - 1 - rank);
+  int start = block * (side.is_last_longest ? num_blocks - 1 - rank : rank);
+  if (is_listed) start = block * side.order[list_matrix(params.work, work.place) * num_blocks + rank];
   work.first = start + turn % tiles_in_block * height;
   work.last = min(min(work.first + height, start + block), side.length);
   return work;
@@ -64,14 +77,33 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int he
 // Which part of its tile's work a block does, where `num_parts` of them share it.
 CUFLASH_DEVICE int work_part(int num_parts) { return blockIdx.x % num_parts; }
 
+template <class Listed = ListedAtRunTime>
 CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_parts = 1) {
-  const Side queries{params.shape.seqlen_q, 1, params.work.block_q, params.work.row_order};
+  const Work& work = params.work;
+  const Side queries{params.shape.seqlen_q, 1, work.block_q, Listed::in(work) ? work.row_order : nullptr, true};
   return work_tile(params, queries, height, blockIdx.x / num_parts);
 }
 
+// The queries of all heads that share a key/value head, head after head; `place.head` is the first of them.
+CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int num_parts) {
+  const Shape& shape = params.shape;
+  const Side queries{shape.seqlen_q * shape.group_size, shape.group_size, 0, nullptr, true};
+  return work_tile(params, queries, height, blockIdx.x / num_parts);
+}
+
+// Which tile of its matrix starts with a query.
+CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height) {
+  if (params.work.row_pointers == nullptr) return first / height;
+  const int block = params.work.block_q;
+  return first / block * ((block + height - 1) / height) + first % block / height;
+}
+
 // A tile of keys; `place.head` is the first query head of the key/value head's group, whose list says the order.
+template <class Listed = ListedAtRunTime>
 CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height, int num_parts = 1) {
-  const Side keys{params.shape.seqlen_kv, params.shape.group_size, params.work.block_kv, params.work.column_order};
+  const Work& work = params.work;
+  const int32_t* const order = Listed::in(work) ? work.column_order : nullptr;
+  const Side keys{params.shape.seqlen_kv, params.shape.group_size, work.block_kv, order, false};
   return work_tile(params, keys, height, blockIdx.x / num_parts);
 }
 

@@ -25,6 +25,13 @@ CUFLASH_DEVICE double log_accurate(double x) { return ::log(x); }
 CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
 
+// The lesser of two; NaN if either is.
+CUFLASH_DEVICE float lesser_or_nan(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 template <class T>
 CUFLASH_DEVICE T negative_infinity();
 template <>

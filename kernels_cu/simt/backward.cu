@@ -54,7 +54,8 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params) {
     const auto dq = matrix<Accumulator>(params.dq, work.place, head, shape.seqlen_q, shape.head_dim);
     const auto lse = matrix<Accumulator>(params.lse, work.place, head, shape.seqlen_q, 1);
     const auto delta = matrix<Accumulator>(params.delta, work.place, head, shape.seqlen_q, 1);
-    auto steps = Steps<kBlockQ>::of_keys(params, work);
+    const Reach reach = reach_of_keys(params, work);
+    Steps<kBlockQ, OverQueries> steps(params, reach);
     for (Step step; steps.next(step);) {
       tile::RegisterTile<Accumulator, kBlockKv, kBlockQ> scores;  // S, then dP
       __syncthreads();  // dQ and dS of the last step are read

@@ -42,7 +42,8 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params)
     const auto d_o = matrix<Element>(params.do_, work.place, head, shape.seqlen_q, shape.value_dim);
     const auto lse = matrix<Accumulator>(params.lse, work.place, head, shape.seqlen_q, 1);
     const auto delta = matrix<Accumulator>(params.delta, work.place, head, shape.seqlen_q, 1);
-    auto steps = Steps<kBlockQ>::of_keys(params, work);
+    const Reach reach = reach_of_keys(params, work);
+    Steps<kBlockQ, OverQueries> steps(params, reach);
     for (Step step; steps.next(step);) {
       __syncthreads();  // Q and dS of the last step are read
       tile::load(q_smem, q.rows(step.start, step.stop));

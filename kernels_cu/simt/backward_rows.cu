@@ -33,7 +33,8 @@ simt_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
   Accumulator lse_2[dq.kRows], delta[dq.kRows];
   row_statistics<Element, kBlockQ, kValueDim>(params, work, lse_2, delta);
   dq.fill(0);
-  auto steps = Steps<kBlockKv>::of_queries(params, work);
+  const Reach reach = reach_of_queries(params, work);
+  Steps<kBlockKv, OverKeys> steps(params, reach);
   for (Step step; steps.next(step);) {
     __syncthreads();  // K and dS of the last step are read
     tile::load(k_smem, k.rows(step.start, step.stop));

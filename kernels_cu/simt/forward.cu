@@ -37,7 +37,8 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params) {
   OnlineSoftmax<Accumulator, kBlockQ> softmax;
   tile::RegisterTile<Accumulator, kBlockQ, kValueDim, kRun> o;
   o.fill(0);
-  auto steps = Steps<kBlockKv>::of_queries(params, work);
+  const Reach reach = reach_of_queries(params, work);
+  Steps<kBlockKv, OverKeys> steps(params, reach);
   for (Step step; steps.next(step);) {
     __syncthreads();  // V and P of the last step are read
     tile::load(k_smem, k.rows(step.start, step.stop));

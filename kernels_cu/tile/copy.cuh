@@ -9,6 +9,8 @@ namespace cuflash::tile {
 // A matrix in global memory, and how much of it there is. Strides in elements.
 template <class T>
 struct Matrix {
+  using Number = T;
+
   T* data;
   int64_t row_stride, column_stride;
   int num_rows, num_columns;

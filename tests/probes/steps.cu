@@ -55,7 +55,8 @@ extern "C" __global__ void steps(const __grid_constant__ Params params, int num_
     const WorkTile work = query_tile(params, probe::kQueryTile);
     note(work, 0, tiles);
     if (!work.is_empty()) {
-      auto walk = Steps<probe::kKeyStep>::of_queries(params, work);
+      const Reach reach = reach_of_queries(params, work);
+      Steps<probe::kKeyStep, OverKeys> walk(params, reach);
       for (Step step; walk.next(step);) {
         log.write(work, step, 0);
         count(params, work, step, true, by_queries);
@@ -69,7 +70,8 @@ extern "C" __global__ void steps(const __grid_constant__ Params params, int num_
     const int first_head = work.place.head;
     for (int head = first_head; head < first_head + params.shape.group_size; ++head) {
       work.place.head = head;
-      auto walk = Steps<probe::kQueryStep>::of_keys(params, work);
+      const Reach reach = reach_of_keys(params, work);
+      Steps<probe::kQueryStep, OverQueries> walk(params, reach);
       for (Step step; walk.next(step);) {
         log.write(work, step, 1);
         count(params, work, step, false, by_keys);

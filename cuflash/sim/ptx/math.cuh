@@ -21,6 +21,8 @@ CUFLASH_DEVICE double log_accurate(double x) { return ::log(x); }
 CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
 
+CUFLASH_DEVICE float lesser_or_nan(float x, float y) { return x != x || x < y ? x : y; }
+
 template <class T>
 CUFLASH_DEVICE T negative_infinity();
 template <>

@@ -24,6 +24,12 @@ CUFLASH_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const uint32_t (&a)[4]
                                  CUFLASH_SIM_WHERE) {
   sim::mma(sim::kMmaBFloat16, d, a, b, where);
 }
+template <class T>
+CUFLASH_DEVICE void first_mma_m16n8k16(T tag, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                       CUFLASH_SIM_WHERE) {
+  for (float& x : d) x = 0;
+  mma_m16n8k16(tag, d, a, b, where);
+}
 CUFLASH_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], CUFLASH_SIM_WHERE) {
   sim::mma(sim::kMmaTf32, d, a, b, where);
 }

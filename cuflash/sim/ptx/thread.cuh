@@ -1,0 +1,11 @@
+// Host twin of kernels_cu/ptx/thread.cuh.
+#pragma once
+
+#include <ptx/types.cuh>
+
+namespace cuflash::ptx {
+
+CUFLASH_DEVICE int lane() { return static_cast<int>(threadIdx.x % 32); }
+CUFLASH_DEVICE void keep_loads_apart() {}
+
+}  // namespace cuflash::ptx

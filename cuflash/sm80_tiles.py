@@ -1,0 +1,185 @@
+"""Tiles of the sm80 family: the first of a few, best first, that a chip's shared memory and a list's blocks allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .device import DeviceSpec
+from .errors import UnsupportedProblem
+from .source import KernelSpec
+
+
+class _Tile(NamedTuple):
+    """A tile, the warps that share it, and how many of what it steps over are at hand."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int = 1
+    threads_at_once: int = 256  # of a multiprocessor, that have all the registers they can use
+
+
+# By the wider of the two dimensions. A warp holds 32 rows of queries where its registers suffice, so that each fragment
+# of K and V that it reads is multiplied twice; experiments/results/sm80_tiles.log has the times.
+_FORWARD = {64: (_Tile(128, 128, 4),), 128: (_Tile(128, 64, 4),), 256: (_Tile(64, 64, 4),)}
+_ROWS = {
+    64: (_Tile(128, 64, 4, 2),),
+    128: (_Tile(64, 64, 4, 2), _Tile(64, 32, 4, 2)),
+    256: (_Tile(64, 32, 4, 2), _Tile(64, 32, 4, 1)),
+}
+_BACKWARD = {
+    64: (_Tile(128, 128, 8, 2), _Tile(64, 64, 4, 2), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
+    128: (_Tile(64, 128, 8, 2), _Tile(64, 64, 4), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
+    256: (_Tile(64, 64, 8, 2), _Tile(64, 64, 8), _Tile(32, 32, 4), _Tile(16, 16, 2)),
+}
+_SMALLEST = 16  # rows and columns of a product
+
+
+def entries(*, deterministic: bool) -> tuple[str, ...]:
+    """The kernels of the family's passes, the forward pass's first."""
+    backward = ("backward_statistics", "backward")
+    return ("forward", *backward, "backward_rows" if deterministic else "convert_dq")
+
+
+def specs(
+    dtype: np.dtype[Any],
+    dims: tuple[int, int],
+    device: DeviceSpec,
+    largest: tuple[int, int] | None,
+    num_queries: int,
+    *,
+    deterministic: bool,
+) -> dict[str, KernelSpec]:
+    """The kernels by entry: of rooms for dims (head_dim, value_dim), with tiles no larger than `largest`, if given.
+
+    A tile of the forward pass is no taller than `num_queries` want.
+
+    Raises
+    ------
+    UnsupportedProblem
+        No tile fits the device's shared memory.
+    """
+    chosen = {}
+    for entry in entries(deterministic=deterministic):
+        # dQ is summed as the warps of the backward kernel hold it, so its neighbours cut queries alike.
+        of_backward = entry not in ("forward", "backward_rows")
+        table = _BACKWARD if of_backward else _FORWARD if entry == "forward" else _ROWS
+        bounded = "backward" if of_backward else entry
+        tiles = next(tiles for width, tiles in table.items() if width >= max(dims))
+        if entry == "forward":
+            tiles = tuple(_as_flat_as(tile, num_queries, max(dims)) for tile in tiles)
+        for tile in _allowed(tiles, dims, largest, of_backward):
+            spec = KernelSpec(
+                family="sm80", entry=bounded, dtype=dtype, head_dim=dims[0], value_dim=dims[1],
+                block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
+                min_blocks=max(1, tile.threads_at_once // (32 * tile.num_warps)), is_listed=largest is not None,
+                num_stages=tile.num_stages, sums_dq=of_backward and not deterministic,
+            )  # fmt: skip
+            if shared_bytes(spec) <= device.tile_memory_bytes:
+                chosen[entry] = replace(spec, entry=entry)
+                break
+        else:
+            raise UnsupportedProblem(
+                [
+                    f"{device.name} must have {shared_bytes(spec)} bytes of shared memory a block for {spec.name} with "
+                    f"head_dim {dims[0]}, value dim {dims[1]} in {dtype}; it has {device.tile_memory_bytes}: "
+                    "use kernel='simt'"
+                ]
+            )
+    return chosen
+
+
+def _as_flat_as(tile: _Tile, num_queries: int, widest: int) -> _Tile:
+    """A tile of the forward pass, but no taller than few queries want.
+
+    Its warps hold 16 rows each and so need fewer registers: more blocks are at work, whose loads overlap.
+    """
+    if num_queries > tile.block_q // 2:
+        return tile
+    block_q = max(_SMALLEST, _power_of_two(2 * num_queries - 1))
+    threads_at_once = 384 if widest <= 128 else 256
+    return tile._replace(block_q=block_q, num_warps=block_q // 16, threads_at_once=threads_at_once)
+
+
+def split(
+    chosen: dict[str, KernelSpec], device: DeviceSpec, num_queries: int, group_size: int
+) -> dict[str, KernelSpec]:
+    """The kernels `chosen`, but blocks share the keys of a forward tile, and a further kernel merges what they leave.
+
+    Where the queries of `group_size` heads fit one tile, it holds them all.
+    """
+    forward, others = chosen["forward"], {entry: spec for entry, spec in chosen.items() if entry != "forward"}
+    if group_size > 1:
+        dims = forward.head_dim, forward.value_dim
+        packed = specs(forward.dtype, dims, device, None, num_queries * group_size, deterministic=False)["forward"]
+        if num_queries * group_size <= packed.block_q:
+            forward = replace(packed, is_packed=True)
+    combine = KernelSpec(
+        family="sm80", entry="combine", dtype=forward.dtype, head_dim=forward.value_dim, value_dim=forward.value_dim,
+        block_q=1, block_kv=1,
+    )  # fmt: skip
+    return {"forward": replace(forward, is_split=True), "combine": combine} | others
+
+
+def _allowed(
+    tiles: tuple[_Tile, ...], dims: tuple[int, int], largest: tuple[int, int] | None, shares_products: bool
+) -> Iterator[_Tile]:
+    """The tiles that are no larger than `largest`, if given, the most scores first; those that are larger are cut."""
+    if largest is None:
+        yield from tiles
+        return
+    cut = [_cut(tile, dims, largest, shares_products) for tile in tiles]
+    yield from sorted(cut, key=lambda tile: (tile.block_q * tile.block_kv, tile in tiles), reverse=True)
+
+
+def _cut(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], shares_products: bool) -> _Tile:
+    """A tile no larger than `largest`, of as many warps as can share what it is then."""
+    block_q, block_kv = (_power_of_two(min(pair)) for pair in zip(tile[:2], largest))
+    num_warps = tile.num_warps
+    if shares_products:
+        products = [(block_q, dims[0]), (block_kv, dims[0]), (block_kv, dims[1])]
+        if max(dims) <= 128:  # gradients of wider rows take more warps than scores of small blocks have parts for
+            products.append((block_q, block_kv))
+        while not all(_can_share(rows, columns, num_warps) for rows, columns in products):
+            num_warps //= 2
+    else:
+        num_warps = block_q // min(tile.block_q // tile.num_warps, block_q)
+    return tile._replace(block_q=block_q, block_kv=block_kv, num_warps=num_warps)
+
+
+def _can_share(rows: int, columns: int, num_warps: int) -> bool:
+    """Whether warps can share a product in whole pairs of fragments: `row_groups` of tile/warp_tile.cuh is not 0."""
+    groups = (group for group in range(1, num_warps + 1) if num_warps % group == 0)
+    return any(
+        rows % (_SMALLEST * group) == 0 and columns % (_SMALLEST * (num_warps // group)) == 0 for group in groups
+    )
+
+
+def _power_of_two(most: int) -> int:
+    return 1 << most.bit_length() - 1
+
+
+_WORK_TILE, _REACH, _SCALE, _POINTER = 28, 24, 4, 8  # bytes of what a block remembers of its tile
+
+
+def shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a block: tiles of operands, and what a block remembers of its own."""
+    both = spec.head_dim + spec.value_dim
+    queries, keys, scores = spec.block_q * both, spec.block_kv * both, spec.block_q * spec.block_kv
+    kept = _WORK_TILE + _REACH + _SCALE
+    if spec.entry == "forward":  # o leaves by way of q's room
+        elements = spec.block_q * max(spec.head_dim, spec.value_dim) + keys
+        return spec.dtype.itemsize * elements + 2 * _POINTER + kept
+    if spec.entry == "backward_rows":
+        return spec.dtype.itemsize * (queries + spec.num_stages * keys) + 2 * _POINTER + kept
+    if spec.entry == "backward":
+        statistics = 2 * 4 * spec.num_stages * spec.block_q
+        elements = keys + spec.num_stages * queries + 2 * scores
+        return spec.dtype.itemsize * elements + statistics + 5 * _POINTER + kept
+    if spec.entry == "combine":  # sums of sixteen groups of threads
+        return 16 * spec.value_dim * 4
+    return spec.dtype.itemsize * spec.block_q * spec.head_dim if spec.entry == "convert_dq" else 0

@@ -1,0 +1,43 @@
+#pragma once
+#include <attention/fragments.cuh>
+#include <attention/score_gradient.cuh>
+
+// The gradients of scores, as the tensor cores leave them.
+namespace cuflash::attention {
+
+// lse (base 2, +inf in rows without a key and past the end) and delta of a thread's rows of scores.
+template <class Tile>
+struct RowStatistics {
+  float lse_2[Tile::kRows], delta[Tile::kRows];
+};
+
+template <class Tile>
+CUFLASH_DEVICE RowStatistics<Tile> row_statistics(const tile::Matrix<float>& lse, const tile::Matrix<float>& delta) {
+  RowStatistics<Tile> statistics;
+  const int first = Tile::first_row();
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i) {
+    const int row = first + Tile::row(i);
+    const bool is_there = row < lse.num_rows;
+    statistics.lse_2[i] = is_there ? base_2(lse.at(row, 0)) : -ptx::negative_infinity<float>();
+    statistics.delta[i] = is_there ? delta.at(row, 0) : 0.0f;
+  }
+  return statistics;
+}
+
+// P = exp2(scale log2(e) q k^T - lse) and dS = P (dP - delta) in the places of q k^T, which is -inf where the mask says
+// no, and dP. At logits of 1e6 and more the rounding of lse alone would lift P above 1, hence the minimum.
+template <bool IsMasked, class Tile>
+CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2, const RowStatistics<Tile>& row) {
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      const bool is_allowed = !IsMasked || s.at(i, j) != ptx::negative_infinity<float>();
+      const float p = ptx::lesser_or_nan(ptx::exp2_approx(ptx::fma(s.at(i, j), softmax_scale_log2, -row.lse_2[i])), 1);
+      s.at(i, j) = is_allowed ? p : 0.0f;
+      dp.at(i, j) = is_allowed ? p * (dp.at(i, j) - row.delta[i]) : 0.0f;
+    }
+}
+
+}  // namespace cuflash::attention

@@ -1,0 +1,144 @@
+#pragma once
+#include <attention/online_softmax.cuh>
+#include <attention/steps.cuh>
+#include <tile/warp_tile.cuh>
+
+// Masks and softmax on scores as the tensor cores leave them.
+namespace cuflash::attention {
+
+// Whether a step needs no mask.
+template <int Width>
+CUFLASH_DEVICE bool is_whole(const Step& step) {
+  return step.kind == Kind::kFull && step.stop - step.start == Width;
+}
+
+// Which query a row of a tile is.
+struct EachItsOwn {
+  CUFLASH_DEVICE int operator()(int row) const { return row; }
+};
+struct HeadAfterHead {
+  int seqlen_q;
+  CUFLASH_DEVICE int operator()(int row) const { return row % seqlen_q; }
+};
+
+// Set what a warp's queries may not see in a step to -inf: keys past the step's end, and masked ones. Bits of a step
+// start with a byte, since steps are as wide as whole bytes.
+template <bool HasBits, class Tile, class Queries = EachItsOwn>
+CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& work, const Step& step,
+                                Queries query_of = {}) {
+  const int num_keys = step.stop - step.start;
+  const int first_row = work.first + Tile::first_row(), first_key = Tile::first_column();
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i) {
+    const int row = first_row + Tile::row(i);
+    ptx::keep_loads_apart();
+    const Seen seen = step.seen(params, work.place, query_of(min(row, work.last - 1)));
+    const int lo = seen.lo - step.start, hi = row < work.last ? min(seen.hi - step.start, num_keys) : 0;
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j)
+      if (first_key + Tile::column(j) < lo || first_key + Tile::column(j) >= hi) s.at(i, j) = ptx::negative_infinity<float>();
+    if (HasBits && seen.bits != nullptr) {
+      const uint8_t* const bits = seen.bits + (step.start - seen.first_key + first_key) / 8;
+#pragma unroll
+      for (int j = 0; j < Tile::kColumns; ++j)
+        if (first_key + Tile::column(j) < num_keys && !(bits[j / 2] >> (first_key % 8 + j % 2) & 1))
+          s.at(i, j) = ptx::negative_infinity<float>();
+    }
+  }
+}
+
+// The running maximum and sum of a warp's rows (FlashAttention-2, arXiv 2307.08691, algorithm 1). Scores come as they
+// left the product: the scale, times log2(e), is part of the exponent. A maximum stays as it is until it rises by more
+// than 2^8 in the weights, so that o is rarely rescaled; P is then at most 2^8, which float16 holds.
+template <int Rows>
+struct LazySoftmax {
+  static constexpr int kRows = Rows;  // of a thread
+  static constexpr float kMostRise = 8;
+  static constexpr float kLargest = 1 << 14;  // of a score whose rounding changes no digit that o has
+
+  float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns
+
+  CUFLASH_DEVICE LazySoftmax() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      row_max[i] = ptx::negative_infinity<float>();
+      row_sum[i] = 0;
+    }
+  }
+
+  // The scale times log2(e), without its sign, and 1 in the place of 0.
+  static CUFLASH_DEVICE float scale_log2(double softmax_scale) {
+    const float scale = softmax_scale * kLog2E;
+    return scale == 0 ? 1 : fabsf(scale);
+  }
+
+  // Turn q k^T into what grows with the scores, where the scale is not positive.
+  template <class Tile>
+  static CUFLASH_DEVICE void orient(Tile& s, double softmax_scale) {
+    s.scale(softmax_scale < 0 ? -1 : 0);
+  }
+
+  // Turn scores into weights, and scale what has been summed before by what the maximum rose. Called by whole warps.
+  template <class Tile, class OutputTile>
+  CUFLASH_DEVICE void update(Tile& s, OutputTile& o, float softmax_scale_log2) {
+    float risen[kRows];
+    bool has_risen = false;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      float highest = s.at(i, 0);
+#pragma unroll
+      for (int j = 1; j < Tile::kColumns; ++j) highest = fmaxf(highest, s.at(i, j));
+      highest = tile::quad_max(highest);
+      const bool is_risen = (highest - row_max[i]) * softmax_scale_log2 > kMostRise;  // false of -inf - (-inf)
+      risen[i] = is_risen ? highest : row_max[i];
+      has_risen |= is_risen;
+    }
+    if (__any_sync(0xffffffffu, has_risen)) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float rescale = risen[i] == row_max[i] ? 1 : ptx::exp2_approx((row_max[i] - risen[i]) * softmax_scale_log2);
+        row_max[i] = risen[i];
+        row_sum[i] *= rescale;
+        o.scale_row(i, rescale);
+      }
+    }
+    float shift[kRows];
+    bool is_large = false;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      shift[i] = row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i];
+      is_large |= fabsf(shift[i]) * softmax_scale_log2 > kLargest;
+    }
+    float factor = softmax_scale_log2;
+    if (__any_sync(0xffffffffu, is_large)) {  // what rounds in a large maximum times the scale would be a large exponent
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) = (s.at(i, j) - shift[i]) * softmax_scale_log2;
+        shift[i] = 0;
+      }
+      factor = 1;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < Tile::kColumns; ++j) {
+        s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), factor, -shift[i] * factor));
+        row_sum[i] += s.at(i, j);
+      }
+    }
+  }
+
+  // Divide o by its row sums; returns the natural log-sum-exp of row i. Rows without a key: o = 0, lse = -inf.
+  // Called by whole warps, once for every i.
+  template <class OutputTile>
+  CUFLASH_DEVICE float finalize(int i, OutputTile& o, float softmax_scale_log2) const {
+    const float sum = tile::quad_sum(row_sum[i]);
+    const bool is_empty = row_max[i] == ptx::negative_infinity<float>() && sum == 0;
+    o.scale_row(i, is_empty ? 1.0f : 1.0f / sum);
+    if (is_empty) return ptx::negative_infinity<float>();
+    return row_max[i] * (softmax_scale_log2 * static_cast<float>(kLn2)) + ptx::log_accurate(sum);
+  }
+};
+
+}  // namespace cuflash::attention

@@ -1,0 +1,38 @@
+#pragma once
+#include <attention/mma_operands.cuh>
+#include <tile/fragment_order.cuh>
+
+// Where gradients go.
+namespace cuflash {
+
+using DqShare = tile::Share<kBlockQ, kHeadDim, kNumWarps>;
+using DqOfWarp = DqShare::Tile;
+static_assert(DqShare::kHolders == kNumWarps, "what two warps hold would be added twice");
+
+// The sums of dQ of a tile of queries, as the warps of both kernels hold them.
+using DqSum = tile::FragmentOrder<DqOfWarp>;
+
+// Rows of a gradient, by way of shared memory; in float32 where it is summed over broadcast axes afterwards. Called by
+// all threads; the room is free.
+template <class Gradient, class Tile>
+CUFLASH_DEVICE void write_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
+                                   int num_columns, Tile room, Gradient& gradient) {
+  if (to.is_wide) {
+    const auto all = attention::matrix<float>(to, work.place, head, work.last, num_columns);
+    const int first_row = work.first + gradient.first_row(), first_column = gradient.first_column();
+#pragma unroll
+    for (int i = 0; i < Gradient::kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < Gradient::kColumns; ++j) {
+        const int row = first_row + Gradient::row(i), column = first_column + Gradient::column(j);
+        if (row < work.last && column < num_columns) all.at(row, column) = gradient.at(i, j);
+      }
+  } else {
+    tile::store(room, gradient);
+    __syncthreads();  // all of it is there
+    const auto all = attention::matrix<Element>(to, work.place, head, work.last, num_columns);
+    tile::store<kThreads>(all.rows(work.first, work.last), room);
+  }
+}
+
+}  // namespace cuflash

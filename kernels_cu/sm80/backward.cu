@@ -1,0 +1,185 @@
+// FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) on the tensor cores of Ampere: a block keeps a tile
+// of keys and walks the queries that visit it, over the query heads that share it. dK and dV stay in registers; what a
+// step adds to dQ goes to global memory, unless dQ has a kernel of its own (backward_rows.cu).
+#include <attention/fragment_gradient.cuh>
+#include <attention/mma_gradient.cuh>
+#include <ptx/cp_async.cuh>
+
+namespace cuflash {
+
+using config::kNumStages;
+
+using Scores = tile::Share<kBlockQ, kBlockKv, kNumWarps>::Tile;
+using DkOfWarp = tile::Share<kBlockKv, kHeadDim, kNumWarps>::Tile;
+using DvOfWarp = tile::Share<kBlockKv, kValueDim, kNumWarps>::Tile;
+
+constexpr KTile k_smem{0};
+constexpr VTile v_smem{KTile::kBytes};
+constexpr int kQ = v_smem.start + VTile::kBytes;  // stages of Q, then of dO
+constexpr int kDo = kQ + kNumStages * QTile::kBytes;
+constexpr PTile p_smem{kDo + kNumStages * OTile::kBytes};
+constexpr PTile ds_smem{p_smem.start + PTile::kBytes};
+constexpr int kStatistics = ds_smem.start + PTile::kBytes;  // stages of lse and delta
+constexpr int kKept = kStatistics + kNumStages * 2 * kBlockQ * static_cast<int>(sizeof(float));
+
+// What a block remembers of its tile and the head at hand in shared memory: registers are for accumulators.
+struct Kept {
+  attention::WorkTile work;
+  attention::Reach reach;
+  float softmax_scale_log2;
+  Element* q;
+  Element* d_o;
+  float* lse;
+  float* delta;
+  float* dq_sum;
+};
+
+// Start to copy K, as far as some query of the head may see it: what stands at other keys must not reach dQ, where it
+// would meet a dS of 0.
+CUFLASH_DEVICE void load_k(const attention::Params& params, const attention::WorkTile& work) {
+  using namespace attention;
+  const Shape& shape = params.shape;
+  const int head = work.place.head / shape.group_size;
+  const int first = interval(params, work.place, 0).lo, last = interval(params, work.place, shape.seqlen_q - 1).hi;
+  const auto k = matrix<Element>(params.k, work.place, head, shape.seqlen_kv, shape.head_dim);
+  const auto seen = k.rows(work.first, max(work.first, min(work.last, last)));
+  tile::load_async<kThreads>(k_smem, seen, first - work.first);
+}
+
+// Note where the tile lies, and start to copy K and V. False where the tile is empty.
+CUFLASH_DEVICE bool begin(const attention::Params& params, Kept& kept) {
+  using namespace attention;
+  const Shape& shape = params.shape;
+  const WorkTile work = key_tile<Listed>(params, kBlockKv);
+  if (work.is_empty()) return false;
+  const int kv_head = work.place.head / shape.group_size;
+  const auto v = matrix<Element>(params.v, work.place, kv_head, shape.seqlen_kv, shape.value_dim);
+  load_k(params, work);
+  tile::load_async<kThreads>(v_smem, v.rows(work.first, work.last));
+  if (threadIdx.x == 0) {
+    kept.work = work;
+    kept.softmax_scale_log2 = shape.softmax_scale * kLog2E;
+  }
+  return true;
+}
+
+// Note where the queries of the next head lie that share the keys.
+CUFLASH_DEVICE void begin_head(const attention::Params& params, Kept& kept, int number) {
+  using namespace attention;
+  __syncthreads();  // what is kept is there, or what was kept of the last head is read
+  if (threadIdx.x == 0) {
+    if (number > 0) ++kept.work.place.head;
+    const Place& place = kept.work.place;
+    kept.reach = from_whole_tiles(params, reach_of_keys(params, kept.work), kBlockQ);
+    kept.q = matrix<Element>(params.q, place, place.head, 0, 0).data;
+    kept.d_o = matrix<Element>(params.do_, place, place.head, 0, 0).data;
+    kept.lse = matrix<float>(params.lse, place, place.head, 0, 0).data;
+    kept.delta = matrix<float>(params.delta, place, place.head, 0, 0).data;
+    kept.dq_sum = matrix<float>(params.dq_sum, place, place.head, 0, 0).data;
+  }
+  __syncthreads();  // what is kept is there
+}
+
+// lse, or delta, of a stage's queries.
+CUFLASH_DEVICE tile::Matrix<float> statistics(int stage, int which, int num_rows) {
+  float* const all = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kStatistics);
+  return {all + (2 * stage + which) * kBlockQ, 1, 1, num_rows, 1};
+}
+
+CUFLASH_DEVICE void load_step(const attention::Params& params, const Kept& kept, const attention::Step& step, int stage) {
+  const attention::Shape& shape = params.shape;
+  tile::load_async<kThreads>(QTile{kQ + stage * QTile::kBytes},
+                             rows(kept.q, params.q, shape.head_dim, step.start, step.stop));
+  tile::load_async<kThreads>(OTile{kDo + stage * OTile::kBytes},
+                             rows(kept.d_o, params.do_, shape.value_dim, step.start, step.stop));
+  const int num_rows = step.stop - step.start;
+  tile::load_async<kThreads>(statistics(stage, 0, num_rows), rows(kept.lse, params.lse, 1, step.start, step.stop));
+  tile::load_async<kThreads>(statistics(stage, 1, num_rows), rows(kept.delta, params.delta, 1, step.start, step.stop));
+}
+
+// Set what the tile's keys are hidden from in a step to -inf.
+CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const attention::WorkTile& work,
+                              const attention::Step& step) {
+  const attention::WorkTile queries{work.place, step.start, step.stop};
+  const attention::Step keys{work.first, work.last, step.kind, step.entry};
+  attention::mask_scores<config::kIsListed>(s, params, queries, keys);
+}
+
+// Whatever a query without a key brings, its gradients are 0. Called by all threads.
+CUFLASH_DEVICE void clear_empty_rows(OTile d_o, const tile::Matrix<float>& lse) {
+  for (int row = threadIdx.x; row < lse.num_rows; row += kThreads)
+    if (lse.at(row, 0) == ptx::negative_infinity<float>())
+      for (int chunk = 0; chunk < OTile::kChunks; ++chunk)
+        *d_o.pointer<tile::Chunk<Element>>(OTile::offset(row, chunk)) = {};
+  __syncthreads();
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
+  using namespace cuflash;
+  using namespace cuflash::attention;
+  const Shape& shape = params.shape;
+  auto& kept = *reinterpret_cast<Kept*>(ptx::dynamic_shared<unsigned char>() + kKept);
+  if (!begin(params, kept)) return;
+  DkOfWarp dk;
+  DvOfWarp dv;
+  dk.fill(0);
+  dv.fill(0);
+  for (int head = 0; head < shape.group_size; ++head) {
+    begin_head(params, kept, head);
+    if (head > 0 && params.work.interval_head_stride != 0) load_k(params, kept.work);  // heads see other keys
+    Steps<kBlockQ, OverQueries, Listed> steps(params, kept.reach);
+    Step step, next;
+    bool has_step = steps.next(step);
+    if (has_step) load_step(params, kept, step, 0);
+    ptx::cp_async_commit();
+    bool has_next = steps.next(next);  // one ahead: what a list says of it arrives while this one is worked on
+    for (int stage = 0; has_step; stage = kNumStages - 1 - stage) {
+      const QTile q_smem{kQ + stage * QTile::kBytes};
+      const OTile do_smem{kDo + stage * OTile::kBytes};
+      const auto lse = statistics(stage, 0, step.stop - step.start), delta = statistics(stage, 1, step.stop - step.start);
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // Q and dO, and K and V before the first step, are there; P and dS of the last step are read
+      if (kNumStages == 2 && has_next) load_step(params, kept, next, 1 - stage);
+      ptx::cp_async_commit();
+
+      Scores s, dp;
+      tile::product_nt(s, q_smem, k_smem);
+      if (step.kind == Kind::kFull && kept.work.last - kept.work.first == kBlockKv) {
+        tile::product_nt(dp, do_smem, v_smem);
+        score_gradients<false>(s, dp, kept.softmax_scale_log2, row_statistics<Scores>(lse, delta));
+      } else {
+        mask_step(s, params, kept.work, step);
+        clear_empty_rows(do_smem, lse);
+        tile::product_nt(dp, do_smem, v_smem);
+        score_gradients<true>(s, dp, kept.softmax_scale_log2, row_statistics<Scores>(lse, delta));
+      }
+      tile::store(p_smem, s);
+      tile::store(ds_smem, dp);
+      __syncthreads();  // P and dS are there
+      tile::add_product_tn(dv, p_smem, do_smem);
+      if (config::kSumsDq) {
+        DqOfWarp dq;
+        tile::product_nn(dq, ds_smem, k_smem);
+        DqSum(kept.dq_sum + query_tile_number(params, step.start, kBlockQ) * params.dq_sum.row_stride).add(dq);
+      }
+      tile::add_product_tn(dk, ds_smem, q_smem);
+      if (kNumStages == 1) {
+        __syncthreads();  // Q and dO are read
+        if (has_next) load_step(params, kept, next, 0);
+        ptx::cp_async_commit();
+      }
+      step = next;
+      has_step = has_next;
+      has_next = steps.next(next);
+    }
+  }
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // K and V are there, even without a step, and read
+  const int kv_head = kept.work.place.head / shape.group_size;
+  dk.scale(shape.softmax_scale);
+  write_gradient(params.dk, kept.work, kv_head, shape.head_dim, k_smem, dk);
+  write_gradient(params.dv, kept.work, kv_head, shape.value_dim, v_smem, dv);
+}

@@ -1,0 +1,142 @@
+#pragma once
+#include <ptx/cp_async.cuh>
+#include <tile/copy.cuh>
+#include <tile/swizzled_tile.cuh>
+
+namespace cuflash::tile {
+
+// Elements of a chunk; 16 bytes of 16-bit ones.
+template <class T>
+struct alignas(sizeof(T) * kChunk) Chunk {
+  T at[kChunk];
+};
+
+// Whether rows are made of chunks that a single instruction moves.
+template <class T>
+CUFLASH_DEVICE bool has_chunks(const Matrix<T>& matrix) {
+  return matrix.column_stride == 1 && matrix.row_stride % kChunk == 0 && reinterpret_cast<uint64_t>(matrix.data) % alignof(Chunk<T>) == 0;
+}
+
+// How threads share the chunks of a tile's rows.
+template <int Threads, class Tile>
+struct ChunksOfThread {
+  static constexpr int kColumnLanes = Tile::kChunks % 8 == 0 ? 8 : 4;
+  static constexpr int kRowLanes = Threads / kColumnLanes;
+
+  static CUFLASH_DEVICE int first_row() { return threadIdx.x / kColumnLanes; }
+  static CUFLASH_DEVICE int first_chunk() { return threadIdx.x % kColumnLanes; }
+};
+
+// Start to copy a matrix to shared memory; zeros past its ends, and in rows before the first that is kept. It is there
+// after cp_async_wait and a barrier. Called by all Threads.
+template <int Threads, class T, int Rows, int Columns>
+CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from, int first_kept = 0) {
+  using Tile = SwizzledTile<T, Rows, Columns>;
+  using Share = ChunksOfThread<Threads, Tile>;
+  const int first_row = Share::first_row(), first_chunk = Share::first_chunk();
+  if (has_chunks(from) && from.num_rows >= Rows && from.num_columns == Columns && first_kept <= 0) {
+    const T* data = from.data + first_row * from.row_stride + first_chunk * kChunk;
+#pragma unroll
+    for (int row = 0; row < Rows; row += Share::kRowLanes) {
+      if (Rows % Share::kRowLanes != 0 && first_row + row >= Rows) break;
+#pragma unroll
+      for (int c = 0; c < Tile::kChunks; c += Share::kColumnLanes)
+        ptx::cp_async_cg_16(to.address(first_row + row, first_chunk + c), data + c * kChunk, 16);
+      data += Share::kRowLanes * from.row_stride;
+    }
+  } else if (has_chunks(from)) {
+    const int first = first_chunk * kChunk;
+    const T* data = from.data + first_row * from.row_stride + first;
+#pragma unroll 1  // registers are for accumulators
+    for (int row = first_row; row < Rows; row += Share::kRowLanes) {
+#pragma unroll
+      for (int c = 0; c < Tile::kChunks; c += Share::kColumnLanes) {
+        const bool is_kept = first_kept <= row && row < from.num_rows;
+        const int rest = is_kept ? from.num_columns - first - c * kChunk : 0;
+        const T* const chunk = rest > 0 ? data + c * kChunk : from.data;
+        ptx::cp_async_cg_16(to.address(row, first_chunk + c), chunk, min(max(rest, 0), kChunk) * 2);
+      }
+      data += Share::kRowLanes * from.row_stride;
+    }
+  } else {
+#pragma unroll 1
+    for (int row = first_row; row < Rows; row += Share::kRowLanes)
+#pragma unroll 1
+      for (int chunk = first_chunk; chunk < Tile::kChunks; chunk += Share::kColumnLanes) {
+        Chunk<T> x{};
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) {
+          const int column = chunk * kChunk + e;
+          if (first_kept <= row && row < from.num_rows && column < from.num_columns) x.at[e] = from.at(row, column);
+        }
+        *to.template pointer<Chunk<T>>(to.offset(row, chunk)) = x;
+      }
+  }
+}
+
+// Rows of several matrices as one, matrix after matrix.
+template <class T>
+struct RowsOfMatrices {
+  Matrix<T> first;
+  int64_t stride;  // from one matrix to the next
+  int num_rows;    // of all
+
+  CUFLASH_DEVICE T* row(int i) const {
+    return first.data + i / first.num_rows * stride + i % first.num_rows * first.row_stride;
+  }
+};
+
+// The same of such rows.
+template <int Threads, class T, int Rows, int Columns>
+CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, RowsOfMatrices<T> from) {
+  using Tile = SwizzledTile<T, Rows, Columns>;
+  using Share = ChunksOfThread<Threads, Tile>;
+  const bool is_aligned = has_chunks(from.first) && from.stride % kChunk == 0;
+#pragma unroll 1  // registers are for accumulators
+  for (int row = Share::first_row(); row < Rows; row += Share::kRowLanes) {
+    const bool is_there = row < from.num_rows;
+    const T* const data = from.row(is_there ? row : 0);
+#pragma unroll 1
+    for (int chunk = Share::first_chunk(); chunk < Tile::kChunks; chunk += Share::kColumnLanes) {
+      const int column = chunk * kChunk, rest = is_there ? from.first.num_columns - column : 0;
+      if (is_aligned) {
+        ptx::cp_async_cg_16(to.address(row, chunk), rest > 0 ? data + column : data, min(max(rest, 0), kChunk) * 2);
+      } else {
+        Chunk<T> x{};
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e)
+          if (e < rest) x.at[e] = data[(column + e) * from.first.column_stride];
+        *to.template pointer<Chunk<T>>(to.offset(row, chunk)) = x;
+      }
+    }
+  }
+}
+
+// Start to copy a column of numbers, as long as both are.
+template <int Threads>
+CUFLASH_DEVICE void load_async(Matrix<float> to, Matrix<float> from) {
+  for (int row = threadIdx.x; row < to.num_rows; row += Threads)
+    ptx::cp_async_ca_4(ptx::shared_address(&to.at(row, 0)), &from.at(row, 0), 4);
+}
+
+// Copy a tile from shared to global memory as far as the matrix goes. Called by all Threads, once the tile is there.
+template <int Threads, class T, int Rows, int Columns>
+CUFLASH_DEVICE void store(Matrix<T> to, SwizzledTile<T, Rows, Columns> from) {
+  using Tile = SwizzledTile<T, Rows, Columns>;
+  using Share = ChunksOfThread<Threads, Tile>;
+  const bool is_aligned = has_chunks(to);
+  for (int row = Share::first_row(); row < min(Rows, to.num_rows); row += Share::kRowLanes)
+    for (int chunk = Share::first_chunk(); chunk < Tile::kChunks; chunk += Share::kColumnLanes) {
+      const Chunk<T> x = *from.template pointer<Chunk<T>>(from.offset(row, chunk));
+      const int column = chunk * kChunk;
+      if (is_aligned && column + kChunk <= to.num_columns) {
+        reinterpret_cast<Chunk<T>&>(to.at(row, column)) = x;
+      } else {
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e)
+          if (column + e < to.num_columns) to.at(row, column + e) = x.at[e];
+      }
+    }
+}
+
+}  // namespace cuflash::tile

@@ -1,0 +1,38 @@
+#pragma once
+#include <ptx/atomic.cuh>
+#include <ptx/thread.cuh>
+#include <tile/warp_tile.cuh>
+
+namespace cuflash::tile {
+
+// A block's matrix of sums in global memory as its warps hold it, register after register: each access of a warp fills a
+// line. Of no use to whoever does not share it among warps in the same way.
+template <class Tile>
+struct FragmentOrder {
+  static constexpr int kOfWarp = Tile::kRowTiles * Tile::kColumnTiles * 4 * 32;
+
+  float* data;
+
+  explicit CUFLASH_DEVICE FragmentOrder(float* matrix) : data(matrix + threadIdx.x / 32 * kOfWarp + ptx::lane()) {}
+  CUFLASH_DEVICE float* at(int i, int j, int e) const { return data + ((i * Tile::kColumnTiles + j) * 4 + e) * 32; }
+
+  CUFLASH_DEVICE void add(const Tile& part) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < Tile::kColumnTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) ptx::red_add(at(i, j, e), part.tiles[i][j][e]);
+  }
+
+  CUFLASH_DEVICE void load(Tile& part) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < Tile::kColumnTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) part.tiles[i][j][e] = *at(i, j, e);
+  }
+};
+
+}  // namespace cuflash::tile

@@ -1,0 +1,197 @@
+"""Blocks that share a tile's keys: what they leave and what is made of it, when they do, and that it costs no room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuflash.launch import Executable
+from cuflash.plans import Plan
+from cuflash.simulated import Simulator
+from cuflash.testing import Example, assert_within_bounds, examples
+from cuflash.work_list import IntervalWork, ListedWork
+from executors import Run, needs_compiler, on_kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from splitting import STRUCTURES, forward, rounded, split_plan
+
+import cuflash
+from cuflash import DeviceSpec, ShapeDtype, masks, sim
+
+SPLITS = (1, 2, 3, 9)  # of 300 keys in steps of 128; so 9 leave blocks without one
+
+
+@on_kernels
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_results_are_within_their_bounds_for_any_number_of_splits(run: Run, name: str) -> None:
+    example = rounded(STRUCTURES[name])
+    for num_splits in SPLITS:
+        left = forward(example, num_splits, run)
+        assert_within_bounds(example, o=left.o, lse=left.lse)
+
+
+def test_the_structures_are_of_every_kind() -> None:
+    plans = [split_plan(rounded(structure), 2) for structure in STRUCTURES.values()]
+    intervals = [plan.work for plan in plans if isinstance(plan.work, IntervalWork)]
+    assert {work.band is None for work in intervals} == {False, True}
+    listed = [plan.work for plan in plans if isinstance(plan.work, ListedWork)]
+    assert set(np.concatenate([work.index.kinds for work in listed])) == {1, 2, 3}
+    specs = [plan.specs["forward"] for plan in plans]
+    assert {(spec.is_listed, spec.is_packed) for spec in specs} == {(False, False), (False, True), (True, False)}
+    assert {spec.block_q for spec in specs} >= {16, 32, 128}
+
+
+@needs_compiler
+@settings(max_examples=15)
+@given(
+    example=examples(dtypes=["float16", "bfloat16"], widest=32, most_scores=1 << 13, most_rows=400),
+    num_splits=st.integers(1, 6),
+)
+def test_every_call_may_be_split(example: Example, num_splits: int) -> None:
+    example = example.but(product_dtype=example.q.dtype)
+    if not split_plan(example, 1).is_empty:
+        left = forward(example, num_splits)
+        assert_within_bounds(example, o=left.o, lse=left.lse)
+
+
+@on_kernels
+@pytest.mark.parametrize("name", ["dense", "window", "bits", "few queries, lengths"])
+def test_what_is_made_of_parts_is_what_merge_makes_of_them(run: Run, name: str) -> None:
+    example = rounded(STRUCTURES[name])
+    left = forward(example, 3, run)
+    *batch, heads, seqlen_q, value_dim = left.o.shape
+    lses = np.moveaxis(left.lse_parts.reshape(*batch, heads, 3, seqlen_q), -2, 0)
+    outs = np.moveaxis(left.o_parts.reshape(*batch, heads, 3, seqlen_q, -1), -3, 0)[..., :value_dim]
+    is_written = ~np.isneginf(lses)
+    assert not np.isnan(lses).any() and not np.isnan(outs[is_written]).any()
+    if name in ("window", "few queries, lengths"):
+        assert is_written.any() and not is_written.all()
+    if not run.is_on_device:
+        assert np.isnan(outs[~is_written]).all()  # parts without a key are not written
+    o, lse = cuflash.merge(outs, lses)
+    eps = np.finfo(np.float32).eps
+    np.testing.assert_allclose(left.lse, lse, rtol=4 * eps, atol=4 * eps)
+    half_ulp = 0.51 * np.float64(ml_dtypes.finfo(left.o.dtype).eps)
+    np.testing.assert_allclose(left.o.astype(np.float64), o, rtol=half_ulp, atol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["causal", "bits", "few queries, lengths"])
+def test_results_and_parts_repeat_bit_for_bit_under_any_schedule(name: str) -> None:
+    example = rounded(STRUCTURES[name])
+    first = forward(example, 3)
+    for seed in range(3):
+        again = forward(example, 3, machine=Simulator(sim.Schedule(seed=seed, order="random", copies="random")))
+        assert all(one.tobytes() == other.tobytes() for one, other in zip(first, again))
+
+
+@needs_compiler
+def test_what_a_part_may_not_see_never_matters() -> None:
+    example = rounded(STRUCTURES["few queries, lengths"])
+    expected = forward(example, 3)
+    k, v = example.k.copy(), example.v.copy()
+    k[0], v[0], k[1, :, 170:], v[1, :, 170:] = np.nan, np.inf, np.nan, np.inf
+    again = forward(example.but(k=k, v=v), 3)
+    assert again.o.tobytes() == expected.o.tobytes() and again.lse.tobytes() == expected.lse.tobytes()
+    assert (expected.o[0] == 0).all() and np.isneginf(expected.lse[0]).all()
+
+
+@needs_compiler
+def test_nan_in_one_part_goes_where_arithmetic_takes_it() -> None:
+    example = rounded(STRUCTURES["few queries, causal"])
+    k = example.k.copy()
+    k[0, 0, 299] = np.nan  # the last key, which the last query alone sees
+    o, lse = Executable(split_plan(example, 3), "sim").forward(example.q, k, example.v)
+    assert np.isnan(o[0, :2, 4].astype(np.float32)).all() and np.isnan(lse[0, :2, 4]).all()
+    assert np.isfinite(o[0, :2, :4].astype(np.float32)).all() and np.isfinite(lse[1]).all()
+
+
+# When, and into how many.
+
+
+def planned(
+    batch: int, num_heads: int, num_kv_heads: int, seqlen_q: int, seqlen_kv: int, dim: int = 128, **options: Any
+) -> Plan:
+    q = ShapeDtype((batch, num_heads, seqlen_q, dim), ml_dtypes.bfloat16)
+    k = ShapeDtype((batch, num_kv_heads, seqlen_kv, dim), ml_dtypes.bfloat16)
+    device = options.pop("device", "H100")
+    return cuflash.plan(q, k, k, kernel="sm80", device=DeviceSpec.gpu(device), **options).plan
+
+
+def test_a_gpu_that_its_tiles_fill_splits_none() -> None:
+    assert planned(8, 32, 32, 4096, 4096).num_splits == planned(32, 32, 32, 1, 1 << 16).num_splits == 1
+    assert planned(1, 1, 1, 64, 192).num_splits == 1  # three steps
+    assert set(planned(8, 32, 32, 4096, 4096).specs) == {
+        "forward", "backward_statistics", "backward", "convert_dq",
+    }  # fmt: skip
+
+
+def test_few_tiles_are_shared_until_the_gpu_is_full() -> None:
+    one, many = planned(1, 32, 8, 1, 1 << 16), planned(8, 32, 8, 1, 1 << 16)
+    assert one.specs["forward"].is_packed and one.num_splits > many.num_splits > 1
+    assert one.grid(one.specs["forward"]) == 8 * one.num_splits  # a tile for each key/value head
+    assert 100 < planned(1, 1, 1, 1, 1 << 20).num_splits <= 128
+    assert planned(1, 4, 4, 1, 8 * 64).num_splits == 8  # a step each
+    assert planned(1, 4, 4, 1, 1 << 16, mask=masks.SlidingWindow(500, 0, "bottom_right")).num_splits == 8
+
+
+@settings(max_examples=200)
+@given(
+    sizes=st.tuples(*(st.sampled_from([1, 2, 3, 8, 16]) for _ in range(3))),
+    seqlen_q=st.integers(1, 600),
+    steps=st.integers(1, 3000),
+    dim=st.sampled_from([32, 64, 128, 256]),
+    device=st.sampled_from(["A100", "RTX 4090", "H100", "B200"]),
+)
+def test_splitting_fills_the_gpu_better_and_takes_little_room(
+    sizes: tuple[int, int, int], seqlen_q: int, steps: int, dim: int, device: str
+) -> None:
+    batch, num_kv_heads, group_size = sizes
+    plan = planned(batch, num_kv_heads * group_size, num_kv_heads, seqlen_q, 64 * steps, dim, device=device)
+    forward = plan.specs["forward"]
+    assert forward.is_split == ("combine" in plan.specs) and (plan.num_splits == 1 or forward.is_split)
+    if not forward.is_split:
+        return
+    keys = 64 * steps * 2 * dim * 2 * plan.grid(forward) // plan.num_splits  # bytes that the tiles load
+    parts = 4 * sum(np.prod(plan.workspace_shape(name)) for name in ("o_parts", "lse_parts"))
+    assert plan.num_splits == 1 or parts <= keys
+    assert plan.num_splits <= 128 and plan.workspace_bytes >= parts
+    rows = seqlen_q * (group_size if forward.is_packed else 1)
+    assert not forward.is_packed or group_size > 1 and rows <= forward.block_q
+
+
+def test_heads_are_packed_where_they_share_masks_and_fit_a_tile() -> None:
+    def packs(*sizes: int, **options: Any) -> bool:
+        return planned(*sizes, **options).specs["forward"].is_packed
+
+    assert packs(1, 8, 2, 32, 4096) and not packs(1, 8, 2, 33, 4096)
+    assert packs(1, 8, 2, 16, 4096, 256) and not packs(1, 8, 2, 17, 4096, 256)
+    assert not packs(1, 8, 8, 1, 4096)
+    lengths = np.array([[100], [4000]])
+    assert packs(2, 8, 2, 1, 4096, mask=masks.Lengths(kv=lengths[:, 0]))
+    by_head = masks.FromFunction(lambda b, h, i, j: j >= h)
+    assert not packs(2, 8, 2, 1, 4096, mask=by_head)
+    assert not packs(2, 8, 2, 1, 4096, mask=masks.Dilated(2, align="top_left"))
+
+
+def test_explain_says_how_keys_are_shared() -> None:
+    q, k = ShapeDtype((1, 32, 1, 128), np.float16), ShapeDtype((1, 8, 1 << 14, 128), np.float16)
+    ready = cuflash.plan(q, k, k, kernel="sm80", device=DeviceSpec.gpu("H100"))
+    splits = ready.plan.num_splits
+    assert f"splits     {splits} blocks share the keys of a tile, which holds a group's heads" in ready.explain()
+    assert f"grid {8 * splits}," in ready.explain() and "sm80_combine" in ready.explain()
+    assert ready.workspace_bytes == splits * 32 * 129 * 4
+
+
+@needs_compiler
+def test_backward_takes_the_results_of_split_plans() -> None:
+    example = rounded(replace(STRUCTURES["few queries, causal"], seqlen_kv=600))
+    (o, lse), vjp = cuflash.attention_vjp(
+        example.q, example.k, example.v, mask=example.mask, kernel="sm80", executor="sim", return_lse=True
+    )
+    assert split_plan(example, 2).split().num_splits > 1
+    dq, dk, dv = vjp(example.do, example.dlse)
+    assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
