@@ -163,5 +163,6 @@ def test_every_gpu_gets_a_tile_that_fits_its_shared_memory():
         for head_dim in (1, 64, 128, 256):
             shape = ShapeDtype((1024, head_dim), np.float16)
             ready = plan(shape, shape, shape, causal=True, device=device)
-            assert set(ready.plan.specs) == {"forward", "backward_rows", "backward_columns"}
+            served = {"simt": {"backward_rows", "backward_columns"}, "sm80": {"backward", "convert_dq"}}
+            assert {"forward"} | served["simt" if name == "T4" else "sm80"] <= set(ready.plan.specs)
             assert all(shared_bytes(spec) <= device.tile_memory_bytes for spec in ready.plan.specs.values())
