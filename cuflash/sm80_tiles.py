@@ -63,6 +63,7 @@ def specs(
     UnsupportedProblem
         No tile fits the device's shared memory.
     """
+    dq_adds = 0 if deterministic else 4 if (device.compute_capability or (0, 0)) >= (9, 0) else 1
     chosen = {}
     for entry in entries(deterministic=deterministic):
         # dQ is summed as the warps of the backward kernel hold it, so its neighbours cut queries alike.
@@ -77,7 +78,7 @@ def specs(
                 family="sm80", entry=bounded, dtype=dtype, head_dim=dims[0], value_dim=dims[1],
                 block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
                 min_blocks=max(1, tile.threads_at_once // (32 * tile.num_warps)), is_listed=largest is not None,
-                num_stages=tile.num_stages, sums_dq=of_backward and not deterministic,
+                num_stages=tile.num_stages, dq_adds=dq_adds if entry in ("backward", "convert_dq") else 0,
             )  # fmt: skip
             if shared_bytes(spec) <= device.tile_memory_bytes:
                 chosen[entry] = replace(spec, entry=entry)

@@ -56,8 +56,8 @@ class KernelSpec:
         The kernel walks a list of blocks.
     num_stages : int
         Tiles that are copied ahead and at hand.
-    sums_dq : bool
-        The kernel adds to dQ what its keys contribute.
+    dq_adds : 0, 1 or 4
+        Sums of dQ that one instruction adds to; 0 where dQ has a kernel of its own.
     is_split : bool
         Blocks share a tile's keys, and leave their parts to be merged.
     is_packed : bool
@@ -77,7 +77,7 @@ class KernelSpec:
     min_blocks: int = 2
     is_listed: bool = False
     num_stages: int = 1
-    sums_dq: bool = False
+    dq_adds: int = 0
     is_split: bool = False
     is_packed: bool = False
     mma_rows: int = 0

@@ -30,7 +30,7 @@ CHANGED = {
     "min_blocks": 1,
     "is_listed": True,
     "num_stages": 2,
-    "sums_dq": True,
+    "dq_adds": 4,
     "mma_rows": 8,
     "is_split": True,
     "is_packed": True,

@@ -25,8 +25,13 @@ CUFLASH_DEVICE RowStatistics<Tile> row_statistics(const tile::Matrix<float>& lse
   return statistics;
 }
 
-// P = exp2(scale log2(e) q k^T - lse) and dS = P (dP - delta) in the places of q k^T, which is -inf where the mask says
-// no, and dP. At logits of 1e6 and more the rounding of lse alone would lift P above 1, hence the minimum.
+// P = exp2(scale log2(e) q k^T - lse) of a score q k^T. At logits of 1e6 and more the rounding of lse alone would lift it
+// above 1, hence the minimum.
+CUFLASH_DEVICE float probability(float s, float softmax_scale_log2, float lse_2) {
+  return ptx::lesser_or_nan(ptx::exp2_approx(ptx::fma(s, softmax_scale_log2, -lse_2)), 1);
+}
+
+// P and dS = P (dP - delta) in the places of q k^T, which is -inf where the mask says no, and dP.
 template <bool IsMasked, class Tile>
 CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2, const RowStatistics<Tile>& row) {
 #pragma unroll
@@ -34,10 +39,30 @@ CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2,
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) {
       const bool is_allowed = !IsMasked || s.at(i, j) != ptx::negative_infinity<float>();
-      const float p = ptx::lesser_or_nan(ptx::exp2_approx(ptx::fma(s.at(i, j), softmax_scale_log2, -row.lse_2[i])), 1);
+      const float p = probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
       s.at(i, j) = is_allowed ? p : 0.0f;
       dp.at(i, j) = is_allowed ? p * (dp.at(i, j) - row.delta[i]) : 0.0f;
     }
+}
+
+// dP = dO V^T, and P and dS as above, where all scores are allowed: P is made while the tensor cores multiply, a few of
+// its columns after each sixteen of dO's.
+template <class Tile, class Do, class V>
+CUFLASH_DEVICE void score_gradients_meanwhile(Tile& s, Tile& dp, Do do_smem, V v_smem, float softmax_scale_log2,
+                                              const RowStatistics<Tile>& row) {
+  constexpr int kTurns = 8 * Do::kChunks / 16;
+  tile::product_nt(dp, do_smem, v_smem, [&](int turn) {
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j)
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i)
+        if (j * kTurns / Tile::kColumns == turn)
+          s.at(i, j) = probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
+  });
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) dp.at(i, j) = s.at(i, j) * (dp.at(i, j) - row.delta[i]);
 }
 
 }  // namespace cuflash::attention

@@ -10,7 +10,7 @@ using DqOfWarp = DqShare::Tile;
 static_assert(DqShare::kHolders == kNumWarps, "what two warps hold would be added twice");
 
 // The sums of dQ of a tile of queries, as the warps of both kernels hold them.
-using DqSum = tile::FragmentOrder<DqOfWarp>;
+using DqSum = tile::FragmentOrder<DqOfWarp, config::kDqAdds == 4 ? 4 : 1>;
 
 // Rows of a gradient, by way of shared memory; in float32 where it is summed over broadcast axes afterwards. Called by
 // all threads; the room is free.
@@ -21,12 +21,13 @@ CUFLASH_DEVICE void write_gradient(const attention::Matrices& to, const attentio
     const auto all = attention::matrix<float>(to, work.place, head, work.last, num_columns);
     const int first_row = work.first + gradient.first_row(), first_column = gradient.first_column();
 #pragma unroll
-    for (int i = 0; i < Gradient::kRows; ++i)
+    for (int i = 0; i < Gradient::kRows; ++i) {
+      if (first_row + Gradient::row(i) >= work.last) continue;
+      float* const row = &all.at(first_row + Gradient::row(i), first_column);  // in memory of our own: no stride of columns
 #pragma unroll
-      for (int j = 0; j < Gradient::kColumns; ++j) {
-        const int row = first_row + Gradient::row(i), column = first_column + Gradient::column(j);
-        if (row < work.last && column < num_columns) all.at(row, column) = gradient.at(i, j);
-      }
+      for (int j = 0; j < Gradient::kColumns; ++j)
+        if (first_column + Gradient::column(j) < num_columns) row[Gradient::column(j)] = gradient.at(i, j);
+    }
   } else {
     tile::store(room, gradient);
     __syncthreads();  // all of it is there

@@ -51,20 +51,26 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int he
   const int block = is_listed ? side.block : height, tiles_in_block = (block + height - 1) / height;
   const int num_blocks = (side.length + block - 1) / block, num_tiles = num_blocks * tiles_in_block;
   const int num_heads = shape.num_heads / side.heads_in_place;
-  int num_places = num_heads;
-  for (int axis = 0; axis < kBatchAxes; ++axis) num_places *= shape.batch[axis];
-  const int first_place = number / (shape.places_in_turn * num_tiles) * shape.places_in_turn;
-  const int places = min(shape.places_in_turn, num_places - first_place);
-  const int within = number - first_place * num_tiles, turn = within / places;
-  int place = first_place + within % places;
+  int place, turn;
+  if (is_listed) {
+    int num_places = num_heads;
+    for (int axis = 0; axis < kBatchAxes; ++axis) num_places *= shape.batch[axis];
+    const int first_place = number / (shape.places_in_turn * num_tiles) * shape.places_in_turn;
+    const int places = min(shape.places_in_turn, num_places - first_place), within = number - first_place * num_tiles;
+    turn = within / places;
+    place = first_place + within % places;
+  } else {
+    place = number / num_tiles;
+    turn = number % num_tiles;
+  }
   WorkTile work;
   work.place.head = place % num_heads * side.heads_in_place;
   place /= num_heads;
   work.place.entry = shape.first_batch + place;
   for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
     const int extent = shape.batch[axis];
-    work.place.batch[axis] = extent == 1 ? 0 : place % extent;
-    if (extent != 1) place /= extent;
+    work.place.batch[axis] = place < extent ? place : place % extent;  // a division is long, and mostly there is one axis
+    place = place < extent ? 0 : place / extent;
   }
   const int rank = turn / tiles_in_block;
   int start = block * (side.is_last_longest ? num_blocks - 1 - rank : rank);

@@ -14,4 +14,11 @@ CUFLASH_DEVICE void red_add(double* address, double value) {
   asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" ::"l"(address), "d"(value) : "memory");
 }
 
+// Four neighbours from a multiple of 16 bytes on, from sm_90 on; each is added for itself.
+CUFLASH_DEVICE void red_add_4(float* address, const float (&values)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(values[0]), "f"(values[1]),
+               "f"(values[2]), "f"(values[3])
+               : "memory");
+}
+
 }  // namespace cuflash::ptx

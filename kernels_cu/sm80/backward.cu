@@ -13,6 +13,8 @@ using Scores = tile::Share<kBlockQ, kBlockKv, kNumWarps>::Tile;
 using DkOfWarp = tile::Share<kBlockKv, kHeadDim, kNumWarps>::Tile;
 using DvOfWarp = tile::Share<kBlockKv, kValueDim, kNumWarps>::Tile;
 
+constexpr bool kMakesPMeanwhile = Scores::kRows * Scores::kColumns <= 32;  // else registers are too few for both
+
 constexpr KTile k_smem{0};
 constexpr VTile v_smem{KTile::kBytes};
 constexpr int kQ = v_smem.start + VTile::kBytes;  // stages of Q, then of dO
@@ -148,8 +150,14 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
       Scores s, dp;
       tile::product_nt(s, q_smem, k_smem);
       if (step.kind == Kind::kFull && kept.work.last - kept.work.first == kBlockKv) {
-        tile::product_nt(dp, do_smem, v_smem);
-        score_gradients<false>(s, dp, kept.softmax_scale_log2, row_statistics<Scores>(lse, delta));
+        const auto row = row_statistics<Scores>(lse, delta);
+        const float softmax_scale_log2 = kept.softmax_scale_log2;
+        if (kMakesPMeanwhile) {
+          score_gradients_meanwhile(s, dp, do_smem, v_smem, softmax_scale_log2, row);
+        } else {
+          tile::product_nt(dp, do_smem, v_smem);
+          score_gradients<false>(s, dp, softmax_scale_log2, row);
+        }
       } else {
         mask_step(s, params, kept.work, step);
         clear_empty_rows(do_smem, lse);
@@ -160,7 +168,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
       tile::store(ds_smem, dp);
       __syncthreads();  // P and dS are there
       tile::add_product_tn(dv, p_smem, do_smem);
-      if (config::kSumsDq) {
+      if (config::kDqAdds > 0) {
         DqOfWarp dq;
         tile::product_nn(dq, ds_smem, k_smem);
         DqSum(kept.dq_sum + query_tile_number(params, step.start, kBlockQ) * params.dq_sum.row_stride).add(dq);

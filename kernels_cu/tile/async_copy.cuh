@@ -11,6 +11,11 @@ struct alignas(sizeof(T) * kChunk) Chunk {
   T at[kChunk];
 };
 
+// A chunk that is only moved: elements, once taken apart, are stored one by one.
+struct alignas(16) Packet {
+  uint64_t at[2];
+};
+
 // Whether rows are made of chunks that a single instruction moves.
 template <class T>
 CUFLASH_DEVICE bool has_chunks(const Matrix<T>& matrix) {
@@ -124,17 +129,31 @@ template <int Threads, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store(Matrix<T> to, SwizzledTile<T, Rows, Columns> from) {
   using Tile = SwizzledTile<T, Rows, Columns>;
   using Share = ChunksOfThread<Threads, Tile>;
+  const int first_row = Share::first_row(), first_chunk = Share::first_chunk();
   const bool is_aligned = has_chunks(to);
-  for (int row = Share::first_row(); row < min(Rows, to.num_rows); row += Share::kRowLanes)
-    for (int chunk = Share::first_chunk(); chunk < Tile::kChunks; chunk += Share::kColumnLanes) {
-      const Chunk<T> x = *from.template pointer<Chunk<T>>(from.offset(row, chunk));
-      const int column = chunk * kChunk;
-      if (is_aligned && column + kChunk <= to.num_columns) {
-        reinterpret_cast<Chunk<T>&>(to.at(row, column)) = x;
-      } else {
+  if (is_aligned && to.num_rows >= Rows && to.num_columns == Columns) {
+    T* data = to.data + first_row * to.row_stride + first_chunk * kChunk;
 #pragma unroll
-        for (int e = 0; e < kChunk; ++e)
-          if (column + e < to.num_columns) to.at(row, column + e) = x.at[e];
+    for (int row = 0; row < Rows; row += Share::kRowLanes) {
+      if (Rows % Share::kRowLanes != 0 && first_row + row >= Rows) break;
+#pragma unroll
+      for (int c = 0; c < Tile::kChunks; c += Share::kColumnLanes)
+        *reinterpret_cast<Packet*>(data + c * kChunk) =
+            *from.template pointer<Packet>(from.offset(first_row + row, first_chunk + c));
+      data += Share::kRowLanes * to.row_stride;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int row = first_row; row < min(Rows, to.num_rows); row += Share::kRowLanes)
+#pragma unroll 1
+    for (int chunk = first_chunk; chunk < Tile::kChunks; chunk += Share::kColumnLanes) {
+      const int column = chunk * kChunk, start = from.offset(row, chunk);
+      if (is_aligned && column + kChunk <= to.num_columns) {
+        reinterpret_cast<Packet&>(to.at(row, column)) = *from.template pointer<Packet>(start);
+      } else {
+        for (int e = 0; e < min(kChunk, to.num_columns - column); ++e)
+          to.at(row, column + e) = from.template pointer<T>(start)[e];
       }
     }
 }

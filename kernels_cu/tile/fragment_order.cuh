@@ -5,24 +5,31 @@
 
 namespace cuflash::tile {
 
-// A block's matrix of sums in global memory as its warps hold it, register after register: each access of a warp fills a
-// line. Of no use to whoever does not share it among warps in the same way.
-template <class Tile>
+// A block's matrix of sums in global memory as its warps hold it, Run registers of a thread beside each other: each access
+// of a warp fills lines. Of no use to whoever does not share it among warps in the same way.
+template <class Tile, int Run>
 struct FragmentOrder {
+  static_assert(Run == 1 || Run == 4, "one instruction adds to one sum, or to four");
   static constexpr int kOfWarp = Tile::kRowTiles * Tile::kColumnTiles * 4 * 32;
 
   float* data;
 
-  explicit CUFLASH_DEVICE FragmentOrder(float* matrix) : data(matrix + threadIdx.x / 32 * kOfWarp + ptx::lane()) {}
-  CUFLASH_DEVICE float* at(int i, int j, int e) const { return data + ((i * Tile::kColumnTiles + j) * 4 + e) * 32; }
+  explicit CUFLASH_DEVICE FragmentOrder(float* matrix) : data(matrix + threadIdx.x / 32 * kOfWarp + Run * ptx::lane()) {}
+  CUFLASH_DEVICE float* at(int i, int j, int e) const {
+    return data + (i * Tile::kColumnTiles + j) * 128 + e / Run * 32 + e % Run;
+  }
 
   CUFLASH_DEVICE void add(const Tile& part) const {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
 #pragma unroll
       for (int j = 0; j < Tile::kColumnTiles; ++j)
+        if (Run == 4) {
+          ptx::red_add_4(at(i, j, 0), part.tiles[i][j]);
+        } else {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) ptx::red_add(at(i, j, e), part.tiles[i][j][e]);
+          for (int e = 0; e < 4; ++e) ptx::red_add(at(i, j, e), part.tiles[i][j][e]);
+        }
   }
 
   CUFLASH_DEVICE void load(Tile& part) const {

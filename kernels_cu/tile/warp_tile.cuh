@@ -160,23 +160,30 @@ CUFLASH_DEVICE void add_step(Tile& c, const uint32_t (&a_frag)[Tile::kRowTiles][
   }
 }
 
-template <class T, int Depth, class Tile, class Left, class Right>
-CUFLASH_DEVICE void multiply(Tile& c, const Left& a, const Right& b, bool is_first) {
+struct Nothing {
+  CUFLASH_DEVICE void operator()(int) const {}
+};
+
+// After each sixteen of Depth, `meanwhile` is called: tensor cores are still at work then.
+template <class T, int Depth, class Tile, class Left, class Right, class Meanwhile = Nothing>
+CUFLASH_DEVICE void multiply(Tile& c, const Left& a, const Right& b, bool is_first, Meanwhile meanwhile = {}) {
 #pragma unroll
   for (int k = 0; k < Depth / 16; ++k) {
     uint32_t a_frag[Tile::kRowTiles][4];
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) load(a_frag[i], a, i, k);
     add_step<T>(c, a_frag, b, k, is_first && k == 0);
+    meanwhile(k);
   }
 }
 
 // Products of matrices in shared memory, the warp's part of them. Called by whole warps.
 
 // c = a b^T
-template <class Tile, class T, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void product_nt(Tile& c, SwizzledTile<T, Rows, Depth> a, SwizzledTile<T, Columns, Depth> b) {
-  multiply<T, Depth>(c, left_along(a, c.warp_row()), right_along(b, c.warp_column()), true);
+template <class Tile, class T, int Rows, int Columns, int Depth, class Meanwhile = Nothing>
+CUFLASH_DEVICE void product_nt(Tile& c, SwizzledTile<T, Rows, Depth> a, SwizzledTile<T, Columns, Depth> b,
+                               Meanwhile meanwhile = {}) {
+  multiply<T, Depth>(c, left_along(a, c.warp_row()), right_along(b, c.warp_column()), true, meanwhile);
 }
 
 // c = a b
