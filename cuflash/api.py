@@ -16,7 +16,7 @@ from .launch import EXECUTORS, Executable, Gradients, Repeated, as_arrays, lie_o
 from .mask import Mask, held_arrays
 from .memory import device_number
 from .plans import Plan, make_plan
-from .problem import Problem
+from .problem import Problem, precision_reasons
 from .tiles import FAMILIES, family_reasons, routed
 from .work_list import requested_mask
 
@@ -116,7 +116,10 @@ def attention(
         "auto" lets the arrays decide: "gpu" for arrays on a CUDA device, which must be CuPy's current one, on whose
         current stream everything runs; "cpu" for all others. "sim" runs the GPU's kernels on a simulator, for tests.
     precision : str
-        "ieee": products and sums in float32 (float64 for float64).
+        "ieee": products and sums in float32 (float64 for float64). On GPUs of compute capability 8.0 or newer float32
+        can be multiplied on tensor cores, and summed in float32: "tf32" rounds the operands of each product to 11
+        significant bits; "tf32x3" makes three products of their upper and lower halves, and errs about as "ieee" does,
+        but that a product with an infinite operand is NaN. `error_bound` bounds each.
     deterministic : bool
         o, lse, dk and dv are bitwise repeatable either way. dq on a GPU is so only if this is True: otherwise
         blocks add to it in whichever order they come, where that is faster.
@@ -267,9 +270,10 @@ def plan(
     q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     where = _executor((q, k, v), executor, device)
     reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
+    precision = "ieee" if precision_reasons(q, precision) else precision  # what else is wrong is said too
     problem = None
     with collecting(reasons):
-        problem = Problem.of(q, k, v, scale=scale)
+        problem = Problem.of(q, k, v, scale=scale, precision=precision)
     if device is not None and (where == "cpu") != (device.compute_capability is None):
         kind = "the host" if where == "cpu" else "a GPU"
         reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}")
@@ -436,8 +440,10 @@ def _option_reasons(
     if kernel not in ("auto", *families):
         known, why = ", ".join(map(repr, ("auto", *families))), "" if families else ": the cpu executor has one kernel"
         reasons.append(f"kernel must be {known}{why}; got {kernel!r}")
-    if precision != "ieee":
-        reasons.append(f"precision must be 'ieee'; got {precision!r}")
+    not_made = precision_reasons(arrays[0], precision)
+    if executor == "cpu" and precision != "ieee" and not not_made:
+        not_made = [f"precision={precision!r} needs a GPU's tensor cores; executor='cpu' has precision='ieee'"]
+    reasons += not_made
     return reasons
 
 

@@ -5,6 +5,7 @@ is small where the data are tame and large where they are not. Nothing in it was
 
     T, A        storage dtype; accumulator dtype (float32, or float64 for float64)
     u, ua, up   unit roundoffs of T, of A, and of the dtype P and dS are rounded to before the second products
+    t           what rounding its operands costs a product, relatively: 0 but at precision tf32 and tf32x3
     w, wa, wp   what underflow may cost an element of those three
     k(n)        roundoffs that a sum of n terms may collect
     S, m, L     scores, their row maximum, log-sum-exp; P = exp(S - L); all exact, in natural units
@@ -13,13 +14,13 @@ is small where the data are tame and large where they are not. Nothing in it was
 The scores. q is multiplied by scale log2(e), a rounded constant (three roundings at most), the product with k sums
 head_dim terms, and a kernel that scales after the product rounds no more often::
 
-    |error of S| <= (k(d) + 4) ua |scale| |Q||K|^T
+    |error of S| <= ((k(d) + 4) ua + t) |scale| |Q||K|^T
 
 The weights p = exp2(S log2(e) - m'). Subtracting the running maximum rounds once; a later rescaling of the row rounds
 its own argument, and those arguments add up to at most |S| + |m|; a fused multiply-add with the rounded m log2(e)
 costs two. Four cover all. exp2 is off by at most 4 ua (ex2.approx.ftz.f32 by 2^-22; NumPy's is nearer)::
 
-    eta = (k(d) + 4) ua |scale| |Q||K|^T + 4 ua (|S| + |m|) + 4 ua          so that  |log p^ - log p| <= eta
+    eta = ((k(d) + 4) ua + t) |scale| |Q||K|^T + 4 ua (|S| + |m|) + 4 ua    so that  |log p^ - log p| <= eta
 
 Its effect is carried without linearising, which keeps the bound valid when eta is large: |p^ - p| <= p (exp(eta) - 1),
 and with r = sum_j P_j (exp(eta_j) - 1) the computed row sum lies between l / (1 + r) and l (1 + r).
@@ -28,7 +29,7 @@ Sums over keys. k(n) = n holds for any order of summation. It also covers an onl
 whose n / b tiles each add once and rescale once (a product and an exp2, five roundoffs): b + 6 n / b <= n + 8.
 
     tol_L = log(1 + r) + (k(n) + 8) ua + 4 ua (|m| + |L|)        four: log, the change of base twice, the last addition
-    tol_O = (1 + r) (sum_j P (exp(eta) - 1) |v| + r |O| + (up + 2 (k(n) + 8) ua) sum_j P exp(eta) |v|
+    tol_O = (1 + r) (sum_j P (exp(eta) - 1) |v| + r |O| + (up + t + 2 (k(n) + 8) ua) sum_j P exp(eta) |v|
                      + sum_j min(P, wp / l) |v|) + u |O| + w
 
 O is a weighted mean of the rows of v whatever the weights, so tol_O is never more than the spread of v plus the same
@@ -37,16 +38,23 @@ roundings of the largest |v|.
 The gradients. P is computed again from the stored lse, so its error is eta' = eta + tol_L + 4 ua (|S| + |L|), and
 D = rowsum(dO O) uses the O that was stored, error and all::
 
-    e_dP = (k(dv) + 2) ua |dO||V|^T            e_D = sum_c |dO| tol_O + (k(dv) + 2) ua sum_c |dO| (|O| + tol_O)
+    e_dP = ((k(dv) + 2) ua + t) |dO||V|^T      e_D = sum_c |dO| tol_O + (k(dv) + 2) ua sum_c |dO| (|O| + tol_O)
     G    = dP - D + dlse                       e_G = e_dP + e_D + 2 ua (|dP| + |D| + |dlse|)
     e_dS = P (exp(eta') - 1) (|G| + e_G) + P e_G + 2 ua P exp(eta') (|G| + e_G)
     t_dS = e_dS + up (|dS| + e_dS) + min(|dS| + e_dS, wp)
-    tol_dQ = |scale| sum_j (t_dS + (k(n) + 8) ua (|dS| + e_dS)) |k| + u |dQ| + w       tol_dK likewise over i, with |q|
-    tol_dV = sum_i (P (exp(eta') - 1) + min(P, wp) + (up + (k(nq) + 2) ua) P exp(eta')) |dO| + u |dV| + w
+    tol_dQ = |scale| sum_j (t_dS + ((k(n) + 8) ua + t) (|dS| + e_dS)) |k| + u |dQ| + w
+    tol_dK likewise over i, with |q|
+    tol_dV = sum_i (P (exp(eta') - 1) + min(P, wp) + (up + t + (k(nq) + 2) ua) P exp(eta')) |dO| + u |dV| + w
 
 The 8 leaves room for products taken with the scaled q or k and scaled back. Sums over a group of heads and over
 broadcast axes count as one sum. Products that underflow in A cost wa each. Last, all is multiplied by 1.5, for the
 products of small terms left out and for the freedom of compilers to contract and to reorder.
+
+On tensor cores. tf32 has 11 significant bits: two operands rounded to it cost a product t = 2 2^-11 + 2^-22. tf32x3
+splits an operand into x = hi + lo + rest, hi being x rounded to tf32 and lo what 11 bits hold of x - hi. For x between
+2^e and 2^(e + 1), x - hi is a multiple of 2^(e - 23) and at most 2^(e - 11), so |rest| <= 2^-23 |x|. Left out are lo lo
+and both rests: t = 2^-22 + 2 2^-23 = 8 ua. Sums in tensor cores are rounded towards zero, at most 2 ua every eight
+terms, three times over for tf32x3: the ua that k(n) has for every term covers it.
 
 After N. J. Higham, Accuracy and Stability of Numerical Algorithms, chapter 3, and Blanchard, Higham and Higham,
 Accurately computing the log-sum-exp and softmax functions (IMA J. Numer. Anal. 41, 2021).
@@ -69,6 +77,7 @@ from .work_list import requested_mask
 __all__ = ["Bounds", "error_bound"]
 
 SECOND_ORDER = 1.5
+_OF_OPERANDS = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 * 2.0**-24}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,6 +116,7 @@ def error_bound(
     causal: bool | str = False,
     window: Any = None,
     scale: float | None = None,
+    precision: str = "ieee",
     product_dtype: Any = None,
     probable: bool = False,
 ) -> Bounds:
@@ -124,7 +134,7 @@ def error_bound(
 
     Parameters
     ----------
-    q, k, v, mask, causal, window, scale
+    q, k, v, mask, causal, window, scale, precision
         As in `attention`; what the inputs hold is taken as exact.
     do : array, optional
         The gradient of o; with it the gradients are bounded too.
@@ -153,22 +163,23 @@ def error_bound(
     Notes
     -----
     Takes some ten float64 arrays of [*batch, num_heads, seqlen_q, seqlen_kv] and the time of a few `reference` calls.
-    For float64 inputs "exact" needs more than float64: give `reference` long doubles. The bounds hold for IEEE
-    arithmetic in the accumulator dtype, not for tf32. The derivation heads this module's source.
+    For float64 inputs "exact" needs more than float64: give `reference` long doubles. The derivation
+    heads this module's source.
     """
-    problem = Problem.of(q, k, v, scale=scale)
+    problem = Problem.of(q, k, v, scale=scale, precision=precision)
     allowed = requested_mask(mask, causal, window, problem.mask_shape).dense(problem.mask_shape)
-    model = _Rounding.of(problem.dtype, product_dtype, probable)
+    model = _Rounding.of(problem.dtype, precision, product_dtype, probable)
     return _dense_bounds(q, k, v, do, dlse, allowed, problem.softmax_scale, model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rounding:
-    """The module docstring's u, ua, up, w, wa, wp and k."""
+    """The module docstring's u, ua, up, t, w, wa, wp and k."""
 
     u: float
     ua: float
     up: float
+    t: float
     w: float
     wa: float
     wp: float
@@ -176,13 +187,14 @@ class _Rounding:
     probable: bool
 
     @classmethod
-    def of(cls, storage: np.dtype[Any], product: Any, probable: bool) -> _Rounding:
+    def of(cls, storage: np.dtype[Any], precision: str, product: Any, probable: bool) -> _Rounding:
         accumulator = accumulator_dtype(storage)
         product = accumulator if product is None else np.dtype(product)
         return cls(
             u=_roundoff(storage),
             ua=_roundoff(accumulator),
             up=_roundoff(product),
+            t=_OF_OPERANDS[precision],
             w=_underflow(storage),
             wa=_underflow(accumulator),
             wp=_underflow(product),
@@ -278,14 +290,15 @@ def _forward_tolerances(
     log_p = np.where(allowed, score - lse, -np.inf)
     p = np.exp(log_p)
 
-    eta = (model.k(head_dim) + 4) * ua * mass + 4 * ua * (np.abs(score) + np.abs(row_max)) + 4 * ua
+    e_score = ((model.k(head_dim) + 4) * ua + model.t) * mass
+    eta = e_score + 4 * ua * (np.abs(score) + np.abs(row_max)) + 4 * ua
     p_excess = _excess(log_p, p, eta)
     r = p_excess.sum(axis=-1, keepdims=True)
     tol_lse = np.log1p(r) + (k_n + 8) * ua + 4 * ua * (np.abs(row_max) + np.abs(lse))
 
     o = p @ values
     lost = np.minimum(p, model.wp * np.exp(row_max - lse))
-    rounding = model.up + 2 * (k_n + 8) * ua
+    rounding = model.up + model.t + 2 * (k_n + 8) * ua
     first = (p_excess + lost + rounding * (p + p_excess)) @ np.abs(values)
     by_weights = (1 + r) * (first + r * np.abs(o)) + model.u * np.abs(o)
     tol_o = np.fmin(by_weights, _spread(values, rounding + seqlen_kv * model.wp + model.u))
@@ -331,7 +344,7 @@ def _gradient_tolerances(
     dp = do @ np.swapaxes(values, -1, -2)
     d = np.sum(do * o, axis=-1, keepdims=True)
     k_dv = model.k(value_dim) + 2
-    e_dp = k_dv * ua * (abs_do @ np.swapaxes(np.abs(values), -1, -2)) + value_dim * wa
+    e_dp = (k_dv * ua + model.t) * (abs_do @ np.swapaxes(np.abs(values), -1, -2)) + value_dim * wa
     e_d = np.sum(abs_do * (forward.tol_o + k_dv * ua * (np.abs(o) + forward.tol_o)), axis=-1, keepdims=True)
     g = dp - d + dlse
     e_g = e_dp + e_d + value_dim * wa + 2 * ua * (np.abs(dp) + np.abs(d) + np.abs(dlse))
@@ -344,11 +357,11 @@ def _gradient_tolerances(
     ds_larger = np.abs(ds) + e_ds
     t_ds = e_ds + model.up * ds_larger + np.minimum(ds_larger, model.wp)
 
-    tol_dq = abs(scale) * ((t_ds + (model.k(terms_q) + 8) * ua * ds_larger) @ np.abs(keys))
-    transposed = np.swapaxes(t_ds + (model.k(terms_k) + 8) * ua * ds_larger, -1, -2)
+    tol_dq = abs(scale) * ((t_ds + ((model.k(terms_q) + 8) * ua + model.t) * ds_larger) @ np.abs(keys))
+    transposed = np.swapaxes(t_ds + ((model.k(terms_k) + 8) * ua + model.t) * ds_larger, -1, -2)
     tol_dk = abs(scale) * (transposed @ np.abs(queries))
     lost = np.minimum(p, max(model.wp, wa))
-    weights = p_excess + lost + (model.up + (model.k(terms_v) + 2) * ua) * p_larger
+    weights = p_excess + lost + (model.up + model.t + (model.k(terms_v) + 2) * ua) * p_larger
     tol_dv = np.swapaxes(np.where(is_allowed, weights, 0), -1, -2) @ abs_do
 
     q_shape, k_shape, v_shape = shapes

@@ -117,7 +117,7 @@ class Plan:
         work = self.work
         shares_masks = isinstance(work, IntervalWork) and (work.lo is None or work.lo.shape[1] == 1)
         group_size = self.problem.group_size if shares_masks else 1
-        specs = sm80_tiles.split(self.specs, self.device, self.problem.seqlen_q, group_size)
+        specs = sm80_tiles.split(self.specs, self.problem, self.device, group_size)
         made = replace(self, specs=specs, num_splits=1)
         chosen = made._splits_that_pay if num_splits is None else num_splits
         if num_splits is None and chosen == 1 and not made.specs["forward"].is_packed:
@@ -242,6 +242,7 @@ class Plan:
         heads = f"{problem.num_heads} heads"
         if problem.num_heads != problem.num_kv_heads:
             heads += f" in groups of {problem.group_size} on {problem.num_kv_heads} key/value heads"
+        dtype = f"{problem.dtype}" + f" at precision {problem.precision}" * (problem.precision != "ieee")
         where = f"{self.device.num_processors} cores"
         if self.device.compute_capability is not None:
             major, minor = self.device.compute_capability
@@ -249,7 +250,7 @@ class Plan:
         listed = work.nbytes if self.device.compute_capability is None else _list_bytes(work)
         lines = [
             f"problem    batch {problem.batch}, {heads}, {problem.seqlen_q} queries, {problem.seqlen_kv} keys, "
-            f"dims {problem.head_dim} and {problem.value_dim}, {problem.dtype}, scale {problem.softmax_scale:.6g}",
+            f"dims {problem.head_dim} and {problem.value_dim}, {dtype}, scale {problem.softmax_scale:.6g}",
             f"device     {self.device.name}: {where}, {self.device.tile_memory_bytes >> 10} KiB for a tile",
             f"tile       {self.tile.block_q} queries x {self.tile.block_kv} keys",
             *(self._describe_kernel(spec, notes.get(entry, "not compiled yet")) for entry, spec in self.specs.items()),

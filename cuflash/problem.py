@@ -13,6 +13,7 @@ from .errors import UnsupportedProblem
 from .mask import MaskShape
 
 MAX_HEAD_DIM = 256
+PRECISIONS = ("ieee", "tf32", "tf32x3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class Problem:
         False for 2-D arguments (seqlen, head_dim).
     softmax_scale : float
         What q . k is multiplied by; 1 / sqrt(head_dim) unless given.
+    precision : "ieee", "tf32" or "tf32x3"
+        Of the products.
     """
 
     q_batch: tuple[int, ...]
@@ -50,9 +53,12 @@ class Problem:
     has_heads: bool
     dtype: np.dtype[Any]
     softmax_scale: float
+    precision: str = "ieee"
 
     @classmethod
-    def of(cls, q: Array, k: Array, v: Array, *, scale: float | None = None) -> Problem:
+    def of(
+        cls, q: Array, k: Array, v: Array, *, scale: float | None = None, precision: str = "ieee"
+    ) -> Problem:
         """The problem of these arguments (arrays or `ShapeDtype`).
 
         Raises
@@ -67,7 +73,7 @@ class Problem:
             if not (is_array(array) or isinstance(array, ShapeDtype)):
                 raise TypeError(f"{name} must be an array; got {describe(array)}: numpy.asarray makes one")
         rank_reasons = _rank_reasons(arguments)
-        reasons = rank_reasons + _dtype_reasons(arguments) + _scale_reasons(scale)
+        reasons = rank_reasons + _dtype_reasons(arguments) + _scale_reasons(scale) + precision_reasons(q, precision)
         if not rank_reasons:
             reasons += _shape_reasons(q, k, v)
         if reasons:
@@ -88,6 +94,7 @@ class Problem:
             has_heads=has_heads,
             dtype=np.dtype(q.dtype),
             softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+            precision=precision,
         )
 
     @property
@@ -165,6 +172,16 @@ def _scale_reasons(scale: float | None) -> list[str]:
     except TypeError:
         finite = False
     return [] if finite else [f"scale must be a finite number or None; got {describe(scale)}"]
+
+
+def precision_reasons(q: Array, precision: str) -> list[str]:
+    """Why products of q's dtype cannot be made at a precision."""
+    if precision not in PRECISIONS:
+        return [f"precision must be {', '.join(map(repr, PRECISIONS))}; got {precision!r}"]
+    dtype = getattr(q, "dtype", np.float32)  # what is no array is said elsewhere
+    if precision != "ieee" and dtype != np.float32:
+        return [f"precision={precision!r} is for float32; got {dtype}: use precision='ieee'"]
+    return []
 
 
 def _shape_reasons(q: Array, k: Array, v: Array) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from .device import DeviceSpec
 from .errors import UnsupportedProblem
+from .problem import Problem
 from .source import KernelSpec
 
 
@@ -23,18 +24,44 @@ class _Tile(NamedTuple):
     threads_at_once: int = 256  # of a multiprocessor, that have all the registers they can use
 
 
+_Tiles: TypeAlias = dict[int, tuple[_Tile, ...]]
+
 # By the wider of the two dimensions. A warp holds 32 rows of queries where its registers suffice, so that each fragment
 # of K and V that it reads is multiplied twice; experiments/results/sm80_tiles.log has the times.
-_FORWARD = {64: (_Tile(128, 128, 4),), 128: (_Tile(128, 64, 4),), 256: (_Tile(64, 64, 4),)}
-_ROWS = {
+_FORWARD: _Tiles = {64: (_Tile(128, 128, 4),), 128: (_Tile(128, 64, 4),), 256: (_Tile(64, 64, 4),)}
+_ROWS: _Tiles = {
     64: (_Tile(128, 64, 4, 2),),
     128: (_Tile(64, 64, 4, 2), _Tile(64, 32, 4, 2)),
     256: (_Tile(64, 32, 4, 2), _Tile(64, 32, 4, 1)),
 }
-_BACKWARD = {
+_BACKWARD: _Tiles = {
     64: (_Tile(128, 128, 8, 2), _Tile(64, 64, 4, 2), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
     128: (_Tile(64, 128, 8, 2), _Tile(64, 64, 4), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
     256: (_Tile(64, 64, 8, 2), _Tile(64, 64, 8), _Tile(32, 32, 4), _Tile(16, 16, 2)),
+}
+# The same of float32, of twice the bytes; experiments/results/tf32_tiles.log has the times. The later ones are for chips
+# of less shared memory.
+_TF32X3_FORWARD: _Tiles = {
+    64: (_Tile(128, 32, 4),),
+    128: (_Tile(64, 64, 4),),
+    256: (_Tile(128, 32, 8), _Tile(128, 16, 8), _Tile(64, 16, 4)),
+}
+_TF32_FORWARD: _Tiles = _TF32X3_FORWARD | {64: (_Tile(128, 64, 4),), 128: (_Tile(128, 32, 4),)}
+_TF32_ROWS: _Tiles = {
+    64: (_Tile(64, 64, 4),),
+    128: (_Tile(64, 32, 4),),
+    256: (_Tile(64, 32, 4), _Tile(64, 16, 4), _Tile(32, 16, 2)),
+}
+_TF32_BACKWARD: _Tiles = {
+    64: (_Tile(64, 64, 4),),
+    128: (_Tile(64, 64, 8), _Tile(32, 32, 4)),
+    256: (_Tile(32, 64, 8), _Tile(32, 32, 8), _Tile(32, 16, 4), _Tile(16, 16, 4)),
+}
+# By precision: of the forward kernel, of backward_rows, and of the other kernels.
+_TABLES: dict[str, tuple[_Tiles, _Tiles, _Tiles]] = {
+    "ieee": (_FORWARD, _ROWS, _BACKWARD),
+    "tf32": (_TF32_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
+    "tf32x3": (_TF32X3_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
 }
 _SMALLEST = 16  # rows and columns of a product
 
@@ -46,7 +73,7 @@ def entries(*, deterministic: bool) -> tuple[str, ...]:
 
 
 def specs(
-    dtype: np.dtype[Any],
+    problem: Problem,
     dims: tuple[int, int],
     device: DeviceSpec,
     largest: tuple[int, int] | None,
@@ -65,49 +92,54 @@ def specs(
     """
     dq_adds = 0 if deterministic else 4 if (device.compute_capability or (0, 0)) >= (9, 0) else 1
     chosen = {}
+    alternative = "kernel='simt'" if problem.precision == "ieee" else "precision='ieee'"
+    forward, rows, backward = _TABLES[problem.precision]
     for entry in entries(deterministic=deterministic):
         # dQ is summed as the warps of the backward kernel hold it, so its neighbours cut queries alike.
         of_backward = entry not in ("forward", "backward_rows")
-        table = _BACKWARD if of_backward else _FORWARD if entry == "forward" else _ROWS
+        table = backward if of_backward else forward if entry == "forward" else rows
         bounded = "backward" if of_backward else entry
         tiles = next(tiles for width, tiles in table.items() if width >= max(dims))
         if entry == "forward":
-            tiles = tuple(_as_flat_as(tile, num_queries, max(dims)) for tile in tiles)
+            tiles = tuple(_as_flat_as(tile, num_queries, max(dims), problem.dtype) for tile in tiles)
         for tile in _allowed(tiles, dims, largest, of_backward):
             spec = KernelSpec(
-                family="sm80", entry=bounded, dtype=dtype, head_dim=dims[0], value_dim=dims[1],
+                family="sm80", entry=bounded, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
                 block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
                 min_blocks=max(1, tile.threads_at_once // (32 * tile.num_warps)), is_listed=largest is not None,
                 num_stages=tile.num_stages, dq_adds=dq_adds if entry in ("backward", "convert_dq") else 0,
             )  # fmt: skip
             if shared_bytes(spec) <= device.tile_memory_bytes:
-                chosen[entry] = replace(spec, entry=entry)
+                multiplies = entry not in ("backward_statistics", "convert_dq")
+                precision = problem.precision if multiplies else "ieee"
+                chosen[entry] = replace(spec, entry=entry, precision=precision)
                 break
         else:
             raise UnsupportedProblem(
                 [
                     f"{device.name} must have {shared_bytes(spec)} bytes of shared memory a block for {spec.name} with "
-                    f"head_dim {dims[0]}, value dim {dims[1]} in {dtype}; it has {device.tile_memory_bytes}: "
-                    "use kernel='simt'"
+                    f"head_dim {dims[0]}, value dim {dims[1]} in {problem.dtype}; it has {device.tile_memory_bytes}: "
+                    f"use {alternative}"
                 ]
             )
     return chosen
 
 
-def _as_flat_as(tile: _Tile, num_queries: int, widest: int) -> _Tile:
+def _as_flat_as(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any]) -> _Tile:
     """A tile of the forward pass, but no taller than few queries want.
 
-    Its warps hold 16 rows each and so need fewer registers: more blocks are at work, whose loads overlap.
+    Its warps hold 16 rows each and so need fewer registers: more blocks are at work, whose loads overlap, unless shared
+    memory has no room for more.
     """
     if num_queries > tile.block_q // 2:
         return tile
     block_q = max(_SMALLEST, _power_of_two(2 * num_queries - 1))
-    threads_at_once = 384 if widest <= 128 else 256
+    threads_at_once = 384 if widest <= 128 and dtype.itemsize == 2 else 256
     return tile._replace(block_q=block_q, num_warps=block_q // 16, threads_at_once=threads_at_once)
 
 
 def split(
-    chosen: dict[str, KernelSpec], device: DeviceSpec, num_queries: int, group_size: int
+    chosen: dict[str, KernelSpec], problem: Problem, device: DeviceSpec, group_size: int
 ) -> dict[str, KernelSpec]:
     """The kernels `chosen`, but blocks share the keys of a forward tile, and a further kernel merges what they leave.
 
@@ -116,8 +148,9 @@ def split(
     forward, others = chosen["forward"], {entry: spec for entry, spec in chosen.items() if entry != "forward"}
     if group_size > 1:
         dims = forward.head_dim, forward.value_dim
-        packed = specs(forward.dtype, dims, device, None, num_queries * group_size, deterministic=False)["forward"]
-        if num_queries * group_size <= packed.block_q:
+        num_rows = problem.seqlen_q * group_size
+        packed = specs(problem, dims, device, None, num_rows, deterministic=False)["forward"]
+        if num_rows <= packed.block_q:
             forward = replace(packed, is_packed=True)
     combine = KernelSpec(
         family="sm80", entry="combine", dtype=forward.dtype, head_dim=forward.value_dim, value_dim=forward.value_dim,

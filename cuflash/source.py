@@ -23,6 +23,7 @@ _ELEMENTS = {
     np.dtype(np.float32): "float",
     np.dtype(np.float64): "double",
 }
+_TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
 _OURS = re.compile(r"\s*<((?:ptx|tile|attention)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
@@ -64,6 +65,8 @@ class KernelSpec:
         A tile holds the queries of all heads that share a key/value head.
     mma_rows : 0, 8 or 16
         Rows of the tensor cores' instruction that makes the products; 0 where multiply-adds make them.
+    precision : "ieee", "tf32" or "tf32x3"
+        Of the products.
     """
 
     family: str
@@ -81,6 +84,7 @@ class KernelSpec:
     is_split: bool = False
     is_packed: bool = False
     mma_rows: int = 0
+    precision: str = "ieee"
 
     @property
     def name(self) -> str:
@@ -97,7 +101,8 @@ class KernelSpec:
         """The specification as C++: one line a field."""
         accumulator = "double" if self.dtype == np.float64 else "float"
         lines = [f"using Element = {_ELEMENTS[self.dtype]};", f"using Accumulator = {accumulator};"]
-        for field in fields(self)[3:]:
+        lines.append(f"constexpr int kTf32Products = {_TF32_PRODUCTS[self.precision]};")
+        for field in fields(self)[3:-1]:
             name = "".join(word.capitalize() for word in field.name.split("_"))
             value = getattr(self, field.name)
             kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))

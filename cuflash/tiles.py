@@ -74,20 +74,30 @@ _SERVED = {  # dtypes that a family serves; the simt family serves all
 
 def family_reasons(family: str | None, problem: Problem) -> list[str]:
     """Why a family of kernels does not serve a problem on any device."""
+    if problem.precision != "ieee" and family in FAMILIES:
+        if family == "sm80":
+            return []
+        return [f"kernel={family!r} has precision='ieee'; got {problem.precision!r}: use kernel='auto'"]
     if family not in _SERVED or problem.dtype in _SERVED[family]:
         return []
     served = " or ".join(dtype.name for dtype in _SERVED[family])
-    return [f"kernel={family!r} takes {served}; got {problem.dtype}: convert q, k and v, or use kernel='simt'"]
+    instead = "convert q, k and v, or use kernel='simt'"
+    if family == "sm80" and problem.dtype == np.float32:
+        instead = "use precision='tf32x3' or 'tf32', or kernel='simt'"
+    return [f"kernel={family!r} takes {served}; got {problem.dtype}: {instead}"]
 
 
 def routed(problem: Problem, device: DeviceSpec) -> tuple[str, str]:
     """The family that kernel="auto" stands for, and why: the first row that serves the problem on the device.
 
     ============================================  ======
+    precision tf32 or tf32x3                      sm80
     float16, bfloat16, compute capability >= 8.0  sm80
     everything                                    simt
     ============================================  ======
     """
+    if problem.precision != "ieee":
+        return "sm80", "it has the precision asked for"
     capability = device.compute_capability
     if problem.dtype in _SERVED["sm80"] and capability is not None and capability >= (8, 0):
         return "sm80", "16-bit elements on tensor cores, from compute capability 8.0 on"
@@ -136,14 +146,18 @@ def kernel_specs(
     if family == "naive":
         names = entries(family, problem, deterministic=deterministic)
         return {entry: _naive_spec(entry, problem, largest) for entry in names}
-    if problem.dtype == BFLOAT16 and device.compute_capability is not None and device.compute_capability < (8, 0):
+    is_old = device.compute_capability is not None and device.compute_capability < (8, 0)
+    if problem.precision != "ieee" and is_old:
+        needed = f"precision={problem.precision!r} needs compute capability 8.0"
+        raise UnsupportedProblem([f"{needed}; {device.name} is older: use precision='ieee'"])
+    if problem.dtype == BFLOAT16 and is_old:
         raise UnsupportedProblem(
             [f"bfloat16 needs compute capability 8.0; {device.name} is older: use float16 or float32"]
         )
     head_dim, value_dim = (next(room for room in DIMS if room >= dim) for dim in (problem.head_dim, problem.value_dim))
     if family == "sm80":
         return sm80_tiles.specs(
-            problem.dtype, (head_dim, value_dim), device, largest, problem.seqlen_q, deterministic=deterministic
+            problem, (head_dim, value_dim), device, largest, problem.seqlen_q, deterministic=deterministic
         )
     specs = {}
     for entry in entries(family, problem, deterministic=deterministic):

@@ -3,6 +3,7 @@
     python experiments/speed_vs_peers.py                                             # bfloat16, full and causal
     python experiments/speed_vs_peers.py --masks blocks128 --head-dims 128 --seqlens 16384 --peers flex,flash_attn_4
     python experiments/speed_vs_peers.py --dtypes float32 --peers sdpa_efficient --kernel simt
+    python experiments/speed_vs_peers.py --dtypes float32 --peers sdpa_efficient --precision tf32x3
 
 Needs an NVIDIA GPU, CuPy and PyTorch; of the peers (peers.py) those that are missing, or cannot serve a case, are
 recorded with the reason. `--masks` takes full, causal, blocks<size>_<density>, and blocks<size> for every one of
@@ -63,10 +64,13 @@ class Config:
     hidden: int = 2048
     dtypes: tuple[str, ...] = ("bfloat16",)
     kernel: str = "auto"
+    precision: str = "ieee"
     peers: tuple[str, ...] = ("sdpa_flash", "sdpa_cudnn", "flash_attn_4")
     repeats: int = 30
 
     def __post_init__(self) -> None:
+        if self.precision != "ieee" and set(self.dtypes) != {"float32"}:
+            raise ValueError(f"precision {self.precision} is for float32; dtypes are {', '.join(self.dtypes)}")
         for name, known in (("passes", WAYS), ("dtypes", DTYPES), ("peers", tuple(PEERS))):
             if unknown := set(getattr(self, name)) - set(known):
                 raise ValueError(f"no {', '.join(sorted(unknown))} in {name}; there are {', '.join(known)}")
@@ -157,9 +161,9 @@ def as_torch(x: np.ndarray) -> Any:
 class Ours:
     """cuflash's passes, in the form of a peer's; takes PyTorch's tensors."""
 
-    def __init__(self, wanted: Wanted, kernel: str, q: Any, k: Any, v: Any) -> None:
+    def __init__(self, wanted: Wanted, kernel: str, precision: str, q: Any, k: Any, v: Any) -> None:
         self._inputs = [as_cupy(x) for x in (q, k, v)]
-        self.plan = cuflash.plan(*self._inputs, mask=mask_of(wanted), kernel=kernel)
+        self.plan = cuflash.plan(*self._inputs, mask=mask_of(wanted), kernel=kernel, precision=precision)
         self.plan.compile()
 
     def forward(self) -> dict[str, Any]:
@@ -229,15 +233,16 @@ def compare(case: Case, config: Config) -> Iterator[Record]:
         torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, case.dtype)) for _ in range(4)
     )
     wanted = case.wanted()
-    check = SpotCheck.of(*(as_cupy(x) for x in (q, k, v)), mask_of(wanted))
+    check = SpotCheck.of(*(as_cupy(x) for x in (q, k, v)), mask_of(wanted), config.precision)
     contenders: dict[str, Any] = {}
     missing: dict[str, str] = {}
     with noted(missing, OURS):
-        contenders[OURS] = Ours(wanted, config.kernel, q, k, v)
+        contenders[OURS] = Ours(wanted, config.kernel, config.precision, q, k, v)
     for name in config.peers:
         with noted(missing, name):
             contenders[name] = Peer(name, wanted, q, k, v)
     kernel = contenders[OURS].plan.plan.family if OURS in contenders else config.kernel
+    kernel += f" {config.precision}" * (config.precision != "ieee")
     for way in config.passes:
         notes, errors, prepared = dict(missing), dict[str, float](), dict[str, Prepared]()
         for name, contender in contenders.items():

@@ -34,7 +34,7 @@ class SpotCheck:
     bounds: dict[str, np.ndarray]
 
     @classmethod
-    def of(cls, q: Any, k: Any, v: Any, mask: masks.Mask | None) -> "SpotCheck":
+    def of(cls, q: Any, k: Any, v: Any, mask: masks.Mask | None, precision: str = "ieee") -> "SpotCheck":
         """Of CuPy or NumPy arrays: the first head of the first batch entry, the last of the last."""
         batch, num_heads, seqlen, _ = q.shape
         places = [(0, 0), (batch - 1, num_heads - 1)]
@@ -54,7 +54,8 @@ class SpotCheck:
         product = queries.dtype if queries.dtype.itemsize == 2 else None  # tensor cores multiply what is rounded
         exact = cuflash.reference.attention(queries, keys, values, mask=allowed)
         exact += cuflash.reference.attention_vjp(queries, keys, values, cotangents, mask=allowed)
-        bounds = cuflash.error_bound(queries, keys, values, cotangents, mask=allowed, product_dtype=product)
+        options = {"mask": allowed, "precision": precision, "product_dtype": product}
+        bounds = cuflash.error_bound(queries, keys, values, cotangents, **options)
         names = ("o", "lse", "dq", "dk", "dv")
         return cls(
             places=places, rows=rows, do=do, exact=dict(zip(names, exact, strict=True)),

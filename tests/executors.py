@@ -120,7 +120,7 @@ class Run:
         """All results of a call, with the mask as it was drawn: an object, with its closed forms."""
         q, k, v, do, dlse = (self.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
         mask = self.put_mask(example.mask, example.q, example.k, example.v)
-        options = {"mask": mask, "scale": example.scale, "return_lse": True}
+        options = {"mask": mask, "scale": example.scale, "precision": example.precision, "return_lse": True}
         (o, lse), vjp = cuflash.attention_vjp(q, k, v, **options, **self.options)
         return {name: self.get(x) for name, x in zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(do, dlse)))}
 

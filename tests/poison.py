@@ -77,7 +77,7 @@ def call(
     machine = machine or (PoisonedGpu() if run.is_on_device else Simulator())
     q, k, v, do, dlse = (run.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
     mask = run.put_mask(example.mask, example.q, example.k, example.v)
-    plan = cuflash.plan(q, k, v, mask=mask, scale=example.scale, **run.options).plan
+    plan = cuflash.plan(q, k, v, mask=mask, scale=example.scale, precision=example.precision, **run.options).plan
     problem = plan.problem
     o = Guarded.of(problem.o_shape(), problem.dtype, run, margin)
     lse = Guarded.of(problem.lse_shape(), problem.accumulator, run, margin)

@@ -62,9 +62,11 @@ class Launch:
     shared_bytes: int = 0
     constants: Mapping[str, Any] = field(default_factory=dict)
     mma_rows: int = 0  # as in KernelSpec
+    tf32_products: int = 0
 
     def text(self, *, host: bool) -> str:
-        config = f"namespace cuflash::config {{ constexpr int kMmaRows = {self.mma_rows}; }}"
+        sizes = f"constexpr int kMmaRows = {self.mma_rows}, kTf32Products = {self.tf32_products};"
+        config = f"namespace cuflash::config {{ {sizes} }}"
         lines = ["#include <ptx/types.cuh>", config, "namespace probe {", "using namespace cuflash;"]
         for name, value in self.constants.items():
             lines.append(f"constexpr int {name} = {value};" if isinstance(value, int) else f"using {name} = {value};")
@@ -442,6 +444,36 @@ def transposed_products(dtype: str, first: int, last: int, mma_rows: int = 0) ->
     )  # fmt: skip
 
 
+def tf32_products(number: int, rows: int, columns: int, depth: int, wide: str = "", has_nan: bool = False) -> Launch:
+    """Products of whole numbers that are exact: of few bits, but for the `wide` operands, which tf32 does not hold."""
+    rng = np.random.default_rng(6)
+    shapes = {"a": (rows, depth), "a_tn": (depth, rows), "b_nt": (columns, depth), "b_nn": (depth, columns)}
+    a, a_tn, b_nt, b_nn = (
+        rng.integers(-most, most + 1, shape).astype(np.float32)
+        for shape, most in ((shape, 3000 if name in wide.split() else 3) for name, shape in shapes.items())
+    )
+    if has_nan:
+        a[5, 3] = np.uint32(0x7FFFFFFF).view(np.float32)  # the NaN of GPUs: adding to its bits gives -0
+    nbytes = 4 * (2 * rows * depth + 2 * columns * depth + rows * columns)
+    c_nt = a @ b_nt.T
+    right = (c_nt, a @ b_nn, 1000 + a_tn.T @ b_nn, 1000 + c_nt @ b_nt, c_nt)
+    return Launch(
+        name=f"{number} products of tf32, {rows} x {columns} x {depth}, wide {wide}" + ", NaN" * has_nan,
+        file="tf32", entry="products", block=128, shared_bytes=nbytes,
+        constants={"kRows": rows, "kColumns": columns, "kDepth": depth}, tf32_products=number,
+        arguments=(a, a_tn, b_nt, b_nn, *map(np.zeros_like, right)),
+        expected={4 + place: Expected(values) for place, values in enumerate(right)},
+    )  # fmt: skip
+
+
+def tf32_places(columns: int) -> Launch:
+    return Launch(
+        name=f"places of {columns} floats", file="tf32", entry="places", block=32, tf32_products=1,
+        constants={"kRows": 64, "kColumns": columns, "kDepth": 32},
+        arguments=(np.zeros((16, columns), np.int32),), expected={},
+    )  # fmt: skip
+
+
 # ---- what tiles visit ----
 
 
@@ -576,6 +608,13 @@ def wrong_tiles(plan: Plan, tiles: Any) -> list[str]:
 
 
 FRAGMENTS = ("float64", 8)  # registers and shared memory as tensor cores want them
+TF32 = (
+    tf32_products(3, 32, 16, 32, "a a_tn"),
+    tf32_products(1, 64, 32, 64),
+    tf32_products(1, 64, 32, 32, has_nan=True),
+    tf32_products(3, 64, 96, 32, "a a_tn"),
+    tf32_products(3, 128, 64, 32, "b_nn"),
+)
 LAUNCHES = (
     matrices(),
     mma(),
@@ -588,6 +627,7 @@ LAUNCHES = (
     *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in loads(*way)),
     *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in stores(*way)),
     *(products("float32", *sizes) for sizes in ((32, 64, 40), (64, 32, 8))),
+    *TF32,
     *(products("float64", *sizes) for sizes in ((16, 48, 24), (64, 40, 24, 8), (32, 16, 8, 16), (128, 24, 40, 16))),
     *(transposed_products(dtype, *rows, mma_rows)
       for dtype, mma_rows in (("float32", 0), ("float64", 0), FRAGMENTS, ("float64", 16))

@@ -27,8 +27,8 @@ class Left(NamedTuple):
 def split_plan(example: Example, num_splits: int, run: Run = SIM) -> Plan:
     q, k, v = (run.put(array) for array in (example.q, example.k, example.v))
     mask = run.put_mask(example.mask, example.q, example.k, example.v)
-    made = cuflash.plan(q, k, v, mask=mask, scale=example.scale, kernel="sm80", executor=run.executor)
-    return made.plan.split(num_splits)
+    options = {"mask": mask, "scale": example.scale, "precision": example.precision}
+    return cuflash.plan(q, k, v, kernel="sm80", executor=run.executor, **options).plan.split(num_splits)
 
 
 def forward(example: Example, num_splits: int, run: Run = SIM, machine: Any = None) -> Left:
@@ -42,9 +42,10 @@ def forward(example: Example, num_splits: int, run: Run = SIM, machine: Any = No
     return Left(o.result("o", run), lse.result("lse", run), run.get(o_parts), run.get(lse_parts))
 
 
-def rounded(structure: Structure) -> Example:
-    """The structure's example, with the bounds of kernels that round P to the dtype of V."""
-    example = structure.example()
+def rounded(example: Example) -> Example:
+    """With the bounds of kernels that round P to the dtype of V, or split floats."""
+    if example.q.dtype == np.float32:
+        return example.but(precision="tf32x3")
     return example.but(product_dtype=example.q.dtype)
 
 
@@ -88,4 +89,10 @@ STRUCTURES = {
     ),
     "wide": Structure(**{**_FEW, "head_dim": 200, "value_dim": 256}, dtype="bfloat16"),
     "scale of a negative sign": Structure(**_FEW, dtype="float16", scale=-3.0, values="outliers"),
+    "float32": Structure(**_SQUARE, mask=masks.Causal("bottom_right"), layouts=("odd_strides",) * 5),
+    "float32, bits": Structure(**_SQUARE, mask=masks.Dilated(3, align="top_left"), layouts=("padded",) * 5),
+    "float32, few queries": Structure(**_FEW, mask=masks.Causal("bottom_right")),
+    "float32, few queries, padded": Structure(
+        **_FEW, mask=masks.Lengths(kv=np.array([0, 170])), layouts=("padded",) * 5
+    ),
 }  # fmt: skip

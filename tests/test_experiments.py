@@ -432,6 +432,7 @@ def test_blocks_thinner_than_the_diagonal_are_left_out(load, capsys: pytest.Capt
         (["--passes", "sideways"], "no sideways in passes; there are forward, backward"),
         (["--masks", "full,window"], "masks are full, causal and blocks"),
         (["--seqlens", "1000"], "seqlens must divide tokens"),
+        (["--precision", "tf32x3"], "precision tf32x3 is for float32; dtypes are bfloat16"),
     ],
 )
 def test_what_cannot_be_compared_is_named(

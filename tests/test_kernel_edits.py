@@ -20,6 +20,7 @@ from planting import planted
 from poison import STRUCTURES, call
 from probing import (
     FRAGMENTS,
+    TF32,
     WALKS,
     assert_expected,
     loads,
@@ -30,6 +31,7 @@ from probing import (
     walk,
     wrong_tiles,
 )
+from test_probes import shared_banks
 
 from cuflash import masks, sim
 from cuflash.simulated import Simulator
@@ -175,7 +177,9 @@ EDITS = {
     "four sums of dQ go where others are": (
         "tile/fragment_order.cuh", "+ Run * ptx::lane()", "+ 4 * (ptx::lane() / 2)"
     ),
-    "a result is written past its last row": ("tile/async_copy.cuh", "to.num_rows >= Rows &&", "to.num_rows >= Rows - 8 &&"),
+    "a result is written past its last row": (
+        "tile/async_copy.cuh", "to.num_rows >= Rows &&", "to.num_rows >= Rows - 8 &&"
+    ),
     "rows of a result lie too close": (
         "tile/async_copy.cuh", "      data += Share::kRowLanes * to.row_stride;",
         "      data += Share::kRowLanes * (to.row_stride - 8);",
@@ -244,6 +248,30 @@ EDITS = {
     "rows of fragments meet in the banks": (
         "tile/shared_tile.cuh", "(config::kMmaRows > 0 ? 2 : 1) * Vector<T>::kLength", "Vector<T>::kLength"
     ),
+    # float32 on tensor cores
+    "the lower half of a left operand is lost": ("tile/tf32.cuh", "    ptx::mma_m16n8k8_tf32(d, a.lo, b.hi);\n", ""),
+    "the lower half of a right operand is lost": ("tile/tf32.cuh", "    ptx::mma_m16n8k8_tf32(d, a.hi, b.lo);\n", ""),
+    "a NaN is rounded to -0": (
+        "tile/tf32.cuh", "hi[e] = ptx::to_tf32(__uint_as_float(x[e]));", "hi[e] = (x[e] + 0x1000u) & 0xffffe000u;"
+    ),
+    "words come from the other four rows": (
+        "tile/tf32.cuh", "which_row * (AsNeighbours ? 1 : 4)", "(1 - which_row) * (AsNeighbours ? 1 : 4)"
+    ),
+    "words of the second column are the first's": ("tile/tf32.cuh", "4 * tile + 2 * which_column", "4 * tile"),
+    "words are their neighbours'": ("tile/tf32.cuh", "ptx::lane() / 4 % 4 * 4;", "(ptx::lane() / 4 + 1) % 4 * 4;"),
+    "a left fragment is transposed": ("tile/tf32.cuh", "IsLeft ? e / 2 : e % 2, IsLeft", "e % 2, IsLeft"),
+    "columns of a product are not neighbours": ("tile/tf32.cuh", "[e % 2 * 2 + e / 2]);", "[e]);"),
+    "a product is not added to what there was": ("tile/tf32.cuh", "sum = kIsApart ? sum + ", "sum = kIsApart ? "),
+    "one product starts from 0": ("tile/tf32.cuh", "IsAdded && !kIsApart ? c.tiles", "false ? c.tiles"),
+    "every group of columns is the first": (
+        "tile/tf32.cuh", "load(b_frag, b, (first + j) / 2, k);", "load(b_frag, b, j / 2, k);"
+    ),
+    "a pair is stored at the start of its chunk": (
+        "tile/tf32.cuh", " + from.first_column() % kChunkOf<float> * 4;", ";"
+    ),
+    "rows of floats meet in the banks": (
+        "tile/swizzled_tile.cuh", "row % 2 * 2 ^ row / 2 % 2 * 7 ^ row / 4 % 2 * 4", "row % 8"
+    ),
 }  # fmt: skip
 
 
@@ -272,6 +300,10 @@ SPLIT_EDITS = {
         "attention/fragments.cuh", "return row % seqlen_q;", "return row;"
     ),
     "packed rows are all the first head's": ("tile/async_copy.cuh", "i / first.num_rows * stride + ", ""),
+    "packed rows are of 16-bit elements": (
+        "tile/async_copy.cuh", "there, min(max(rest, 0), kChunk) * sizeof(T));",
+        "there, min(max(rest, 0), kChunk) * 2);",
+    ),
     "the last part is lost": (
         "sm80/combine.cu", "row < num_rows; row += kGroups * seqlen_q",
         "row < num_rows - seqlen_q; row += kGroups * seqlen_q",
@@ -388,8 +420,8 @@ def one_walk_is_right() -> None:
 def parts_are_right() -> None:
     """Results within their bounds where blocks share keys, without a list, packed and with one; then out of order."""
     for schedule in (sim.Schedule(), sim.Schedule(seed=1, order="random")):
-        for name in ("few queries, causal", "window", "bits"):
-            example = splitting.rounded(splitting.STRUCTURES[name])
+        for name in ("few queries, causal", "window", "bits", "float32, few queries"):
+            example = splitting.rounded(splitting.STRUCTURES[name].example())
             left = splitting.forward(example, 3, machine=Simulator(schedule))
             assert_within_bounds(example, o=left.o, lse=left.lse)
 
@@ -412,6 +444,13 @@ _OF_TENSOR_CORES = (
 )  # fmt: skip
 
 
+def floats_on_tensor_cores_are_right() -> None:
+    """Every product of tf32 is the one that NumPy says, and no read of its operands meets a bank twice."""
+    for launch in TF32:
+        assert_expected(launch, launch.on_simulator())
+    assert [shared_banks(columns) for columns in (32, 96)] == [[], []]
+
+
 def guard_of(file: str) -> Callable[[], None]:
     if file.startswith("sm80/") or file in _OF_TENSOR_CORES:
         return tensor_cores_are_right
@@ -419,6 +458,8 @@ def guard_of(file: str) -> Callable[[], None]:
         return one_walk_is_right
     if file == "attention/work_tile.cuh":
         return work_is_shared_out
+    if file in ("tile/tf32.cuh", "tile/swizzled_tile.cuh"):
+        return floats_on_tensor_cores_are_right
     if file == "attention/steps.cuh":
         return all_steps_are_right
     if file == "attention/score_gradient.cuh":
@@ -442,7 +483,10 @@ def test_a_fault_planted_where_keys_are_shared_is_seen(name: str, tmp_path: Path
         parts_are_right()
 
 
-GUARDS = (work_is_shared_out, tiles_are_right, tensor_cores_are_right, one_walk_is_right, parts_are_right)
+GUARDS = (
+    work_is_shared_out, tiles_are_right, tensor_cores_are_right, floats_on_tensor_cores_are_right, one_walk_is_right,
+    parts_are_right,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("guard", GUARDS)

@@ -3,6 +3,7 @@ against a line of NumPy on the simulator, and the same bits on a GPU."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 
 import numpy as np
@@ -16,6 +17,7 @@ from probing import (
     assert_expected,
     maps,
     same_bits,
+    tf32_places,
     walk,
     wrong_steps,
     wrong_tiles,
@@ -43,6 +45,29 @@ def test_half_a_warp_reads_a_fragment_from_all_banks() -> None:
     row, k = np.divmod(np.arange(16), 4)
     for fragment in (places[row, k], places[k, row]):  # four k of four rows; four columns of four k
         assert len(set(fragment % 16)) == 16
+
+
+def shared_banks(columns: int) -> list[str]:
+    """Reads of a tile of floats that meet a bank twice."""
+    places = tf32_places(columns).on_simulator()[0]
+    assert sorted(places.ravel()) == list(range(16 * columns))
+    found = []
+    for row, column in itertools.product((0, 8), range(0, columns, 8)):
+        reads = {"ldmatrix": (np.arange(8), column + np.arange(4)), "a copy": ([row], np.arange(32) % columns)}
+        for name, rows in {"halves": (0, 1, 2, 3), "neighbours": (0, 2, 4, 6)}.items():
+            for second in (0, 4 if name == "halves" else 1):
+                reads[f"{name} + {second}"] = (np.array(rows) + second, column + np.arange(8))
+        for name, (rows, across) in reads.items():
+            banks = places[np.ix_(np.asarray(rows) % 8 + row, across)].ravel() % 32
+            if len(set(banks)) != len(banks):
+                found.append(f"{name} at {row}, {column}")
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns", [32, 64, 96, 256])
+def test_fragments_of_floats_are_read_from_all_banks(columns: int) -> None:
+    assert shared_banks(columns) == []
 
 
 @pytest.mark.gpu

@@ -34,6 +34,7 @@ CHANGED = {
     "mma_rows": 8,
     "is_split": True,
     "is_packed": True,
+    "precision": "tf32",
 }
 
 

@@ -67,6 +67,8 @@ class Example:
         As in `cuflash.attention_vjp`; `do` and `dlse` may be None.
     mask : Mask, bool array or None
     scale : float or None
+    precision : str
+        At which the implementation under test multiplies; see `cuflash.error_bound`.
     product_dtype : dtype, optional
         What the implementation under test rounds P and dS to; see `cuflash.error_bound`.
     origin : str
@@ -80,6 +82,7 @@ class Example:
     dlse: Any = None
     mask: Any = None
     scale: float | None = None
+    precision: str = "ieee"
     product_dtype: Any = None
     origin: str = ""
 
@@ -139,6 +142,7 @@ class Example:
             dlse=self.dlse,
             mask=self.dense_mask,
             scale=self.scale,
+            precision=self.precision,
             product_dtype=self.product_dtype,
             probable=probable,
         )

@@ -1,7 +1,7 @@
 #pragma once
 #include <attention/fragments.cuh>
 #include <tile/async_copy.cuh>
-#include <tile/warp_tile.cuh>
+#include <tile/tf32.cuh>
 
 // A kernel's specification, and the tiles of its operands in shared memory, under the names that the paper gives them.
 namespace cuflash {

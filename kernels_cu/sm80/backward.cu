@@ -13,7 +13,8 @@ using Scores = tile::Share<kBlockQ, kBlockKv, kNumWarps>::Tile;
 using DkOfWarp = tile::Share<kBlockKv, kHeadDim, kNumWarps>::Tile;
 using DvOfWarp = tile::Share<kBlockKv, kValueDim, kNumWarps>::Tile;
 
-constexpr bool kMakesPMeanwhile = Scores::kRows * Scores::kColumns <= 32;  // else registers are too few for both
+// Of 16-bit elements, and where registers suffice for both.
+constexpr bool kMakesPMeanwhile = sizeof(Element) == 2 && Scores::kRows * Scores::kColumns <= 32;
 
 constexpr KTile k_smem{0};
 constexpr VTile v_smem{KTile::kBytes};
@@ -152,7 +153,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
       if (step.kind == Kind::kFull && kept.work.last - kept.work.first == kBlockKv) {
         const auto row = row_statistics<Scores>(lse, delta);
         const float softmax_scale_log2 = kept.softmax_scale_log2;
-        if (kMakesPMeanwhile) {
+        if constexpr (kMakesPMeanwhile) {
           score_gradients_meanwhile(s, dp, do_smem, v_smem, softmax_scale_log2, row);
         } else {
           tile::product_nt(dp, do_smem, v_smem);

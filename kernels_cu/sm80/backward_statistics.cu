@@ -5,6 +5,7 @@
 namespace cuflash {
 
 constexpr int kLanes = tile::ChunksOfThread<kThreads, OTile>::kColumnLanes;
+constexpr int kChunk = OTile::kChunk;
 
 }  // namespace cuflash
 
@@ -27,15 +28,15 @@ sm80_backward_statistics(const __grid_constant__ cuflash::attention::Params para
     const int row = first + threadIdx.x / kLanes;
     const bool is_there = row < work.last, is_empty = !is_there || lse.at(row, 0) == ptx::negative_infinity<float>();
     float sum = 0;
-    for (int column = lane * tile::kChunk; column < shape.value_dim; column += kLanes * tile::kChunk) {
+    for (int column = lane * kChunk; column < shape.value_dim; column += kLanes * kChunk) {
       if (is_empty) continue;
-      if (has_all_chunks && column + tile::kChunk <= shape.value_dim) {
+      if (has_all_chunks && column + kChunk <= shape.value_dim) {
         const auto a = reinterpret_cast<const tile::Chunk<Element>&>(o.at(row, column));
         const auto b = reinterpret_cast<const tile::Chunk<Element>&>(d_o.at(row, column));
 #pragma unroll
-        for (int e = 0; e < tile::kChunk; ++e) sum += tile::widen(a.at[e]) * tile::widen(b.at[e]);
+        for (int e = 0; e < kChunk; ++e) sum += tile::widen(a.at[e]) * tile::widen(b.at[e]);
       } else {
-        for (int e = column; e < min(column + tile::kChunk, shape.value_dim); ++e)
+        for (int e = column; e < min(column + kChunk, shape.value_dim); ++e)
           sum += tile::widen(o.at(row, e)) * tile::widen(d_o.at(row, e));
       }
     }

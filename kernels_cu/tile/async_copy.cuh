@@ -5,10 +5,9 @@
 
 namespace cuflash::tile {
 
-// Elements of a chunk; 16 bytes of 16-bit ones.
 template <class T>
-struct alignas(sizeof(T) * kChunk) Chunk {
-  T at[kChunk];
+struct alignas(16) Chunk {
+  T at[kChunkOf<T>];
 };
 
 // A chunk that is only moved: elements, once taken apart, are stored one by one.
@@ -19,7 +18,7 @@ struct alignas(16) Packet {
 // Whether rows are made of chunks that a single instruction moves.
 template <class T>
 CUFLASH_DEVICE bool has_chunks(const Matrix<T>& matrix) {
-  return matrix.column_stride == 1 && matrix.row_stride % kChunk == 0 && reinterpret_cast<uint64_t>(matrix.data) % alignof(Chunk<T>) == 0;
+  return matrix.column_stride == 1 && matrix.row_stride % kChunkOf<T> == 0 && reinterpret_cast<uint64_t>(matrix.data) % alignof(Chunk<T>) == 0;
 }
 
 // How threads share the chunks of a tile's rows.
@@ -36,6 +35,7 @@ struct ChunksOfThread {
 // after cp_async_wait and a barrier. Called by all Threads.
 template <int Threads, class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from, int first_kept = 0) {
+  constexpr int kChunk = kChunkOf<T>;
   using Tile = SwizzledTile<T, Rows, Columns>;
   using Share = ChunksOfThread<Threads, Tile>;
   const int first_row = Share::first_row(), first_chunk = Share::first_chunk();
@@ -59,7 +59,7 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from
         const bool is_kept = first_kept <= row && row < from.num_rows;
         const int rest = is_kept ? from.num_columns - first - c * kChunk : 0;
         const T* const chunk = rest > 0 ? data + c * kChunk : from.data;
-        ptx::cp_async_cg_16(to.address(row, first_chunk + c), chunk, min(max(rest, 0), kChunk) * 2);
+        ptx::cp_async_cg_16(to.address(row, first_chunk + c), chunk, min(max(rest, 0), kChunk) * sizeof(T));
       }
       data += Share::kRowLanes * from.row_stride;
     }
@@ -94,6 +94,7 @@ struct RowsOfMatrices {
 // The same of such rows.
 template <int Threads, class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, RowsOfMatrices<T> from) {
+  constexpr int kChunk = kChunkOf<T>;
   using Tile = SwizzledTile<T, Rows, Columns>;
   using Share = ChunksOfThread<Threads, Tile>;
   const bool is_aligned = has_chunks(from.first) && from.stride % kChunk == 0;
@@ -105,7 +106,8 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, RowsOfMatrices
     for (int chunk = Share::first_chunk(); chunk < Tile::kChunks; chunk += Share::kColumnLanes) {
       const int column = chunk * kChunk, rest = is_there ? from.first.num_columns - column : 0;
       if (is_aligned) {
-        ptx::cp_async_cg_16(to.address(row, chunk), rest > 0 ? data + column : data, min(max(rest, 0), kChunk) * 2);
+        const T* const there = rest > 0 ? data + column : data;
+        ptx::cp_async_cg_16(to.address(row, chunk), there, min(max(rest, 0), kChunk) * sizeof(T));
       } else {
         Chunk<T> x{};
 #pragma unroll
@@ -127,6 +129,7 @@ CUFLASH_DEVICE void load_async(Matrix<float> to, Matrix<float> from) {
 // Copy a tile from shared to global memory as far as the matrix goes. Called by all Threads, once the tile is there.
 template <int Threads, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store(Matrix<T> to, SwizzledTile<T, Rows, Columns> from) {
+  constexpr int kChunk = kChunkOf<T>;
   using Tile = SwizzledTile<T, Rows, Columns>;
   using Share = ChunksOfThread<Threads, Tile>;
   const int first_row = Share::first_row(), first_chunk = Share::first_chunk();

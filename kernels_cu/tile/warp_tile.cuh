@@ -51,7 +51,7 @@ struct WarpTile {
 
 // Into how many rows NumWarps warps are put that share a matrix of Rows x Columns: of those that give each whole pairs of
 // fragments, the one with which they read least of their operands; 0 if there is none.
-constexpr int row_groups(int rows, int columns, int num_warps) {
+constexpr CUFLASH_DEVICE int row_groups(int rows, int columns, int num_warps) {
   int best = 0, least = rows + columns + 1;
   for (int groups = 1; groups <= num_warps; ++groups) {
     if (num_warps % groups != 0 || rows % (16 * groups) != 0 || columns % (16 * (num_warps / groups)) != 0) continue;
@@ -65,7 +65,7 @@ constexpr int row_groups(int rows, int columns, int num_warps) {
 }
 
 // How many of NumWarps warps can share a matrix.
-constexpr int num_holders(int rows, int columns, int num_warps) {
+constexpr CUFLASH_DEVICE int num_holders(int rows, int columns, int num_warps) {
   while (row_groups(rows, columns, num_warps) == 0) num_warps /= 2;
   return num_warps;
 }
@@ -125,12 +125,12 @@ CUFLASH_DEVICE Along<Matrix> right_along(Matrix matrix, int first) {
 template <int NumTiles, class Matrix>
 CUFLASH_DEVICE Across<Matrix, NumTiles> left_across(Matrix matrix, int first) {
   const int lane = ptx::lane();
-  return {matrix, lane / 16 * 8 + lane % 8, first / kChunk + lane / 8 % 2};
+  return {matrix, lane / 16 * 8 + lane % 8, first / Matrix::kChunk + lane / 8 % 2};
 }
 template <int NumTiles, class Matrix>
 CUFLASH_DEVICE Across<Matrix, NumTiles> right_across(Matrix matrix, int first) {
   const int lane = ptx::lane();
-  return {matrix, lane % 16, first / kChunk + lane / 16};
+  return {matrix, lane % 16, first / Matrix::kChunk + lane / 16};
 }
 
 template <class Fragments>
@@ -234,6 +234,7 @@ CUFLASH_DEVICE void store_row(float* to, const Tile& from, int i) {
 // Round a warp's part to T and put it into shared memory. Called by whole warps.
 template <class Tile, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store(SwizzledTile<T, Rows, Columns> to, const Tile& from) {
+  constexpr int kChunk = kChunkOf<T>;
   if (!from.is_first_holder()) return;
   const int row = from.first_row(), chunk = from.warp_column() / kChunk, pair_of_lane = from.first_column() % kChunk / 2;
 #pragma unroll
