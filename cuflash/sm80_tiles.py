@@ -39,8 +39,8 @@ _BACKWARD: _Tiles = {
     128: (_Tile(64, 128, 8, 2), _Tile(64, 64, 4), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
     256: (_Tile(64, 64, 8, 2), _Tile(64, 64, 8), _Tile(32, 32, 4), _Tile(16, 16, 2)),
 }
-# The same of float32, of twice the bytes; experiments/results/tf32_tiles.log has the times. The later ones are for chips
-# of less shared memory.
+# The same of float32, of twice the bytes: experiments/results/tf32_tiles.log. The later ones are for chips whose shared
+# memory is small.
 _TF32X3_FORWARD: _Tiles = {
     64: (_Tile(128, 32, 4),),
     128: (_Tile(64, 64, 4),),

@@ -65,6 +65,8 @@ class KernelSpec:
         A tile holds the queries of all heads that share a key/value head.
     mma_rows : 0, 8 or 16
         Rows of the tensor cores' instruction that makes the products; 0 where multiply-adds make them.
+    is_watched : bool
+        Waiting for long at a barrier in shared memory ends the kernel with a trap, where it would hang.
     precision : "ieee", "tf32" or "tf32x3"
         Of the products.
     """
@@ -84,6 +86,7 @@ class KernelSpec:
     is_split: bool = False
     is_packed: bool = False
     mma_rows: int = 0
+    is_watched: bool = False
     precision: str = "ieee"
 
     @property
@@ -102,7 +105,9 @@ class KernelSpec:
         accumulator = "double" if self.dtype == np.float64 else "float"
         lines = [f"using Element = {_ELEMENTS[self.dtype]};", f"using Accumulator = {accumulator};"]
         lines.append(f"constexpr int kTf32Products = {_TF32_PRODUCTS[self.precision]};")
-        for field in fields(self)[3:-1]:
+        for field in fields(self)[3:]:
+            if field.name == "precision":
+                continue
             name = "".join(word.capitalize() for word in field.name.split("_"))
             value = getattr(self, field.name)
             kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))

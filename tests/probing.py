@@ -13,6 +13,7 @@ import numpy as np
 from cuflash.params import Records, View
 from cuflash.plans import Plan
 from cuflash.source import flatten_text
+from cuflash.tensor_map import Tiles, encoded, simulated
 from cuflash.testing import Structure
 from cuflash.work_list import ListedWork
 from executors import to_device
@@ -48,6 +49,18 @@ class Record:
         return record
 
 
+@dataclass(frozen=True)
+class TensorMap:
+    """A parameter by value: how boxes of another argument are copied."""
+
+    place: int
+    box: tuple[int, ...]
+    swizzle_bytes: int = 0
+
+    def of(self, array: Any) -> Tiles:
+        return Tiles(array.dtype, array.shape, array.strides, self.box, self.swizzle_bytes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """One kernel of a probe's file, its arguments, and what it leaves in those that it writes."""
@@ -63,10 +76,11 @@ class Launch:
     constants: Mapping[str, Any] = field(default_factory=dict)
     mma_rows: int = 0  # as in KernelSpec
     tf32_products: int = 0
+    architecture: str = "sm_90"  # that it compiles for; with a letter behind, one chip's alone
 
     def text(self, *, host: bool) -> str:
         sizes = f"constexpr int kMmaRows = {self.mma_rows}, kTf32Products = {self.tf32_products};"
-        config = f"namespace cuflash::config {{ {sizes} }}"
+        config = f"namespace cuflash::config {{ {sizes} constexpr bool kIsWatched = true; }}"
         lines = ["#include <ptx/types.cuh>", config, "namespace probe {", "using namespace cuflash;"]
         for name, value in self.constants.items():
             lines.append(f"constexpr int {name} = {value};" if isinstance(value, int) else f"using {name} = {value};")
@@ -78,11 +92,14 @@ class Launch:
     def on_simulator(self, schedule: sim.Schedule = sim.Schedule()) -> dict[int, Any]:
         """What arrays among the arguments hold after a run on the simulator, by place."""
         given = [_own(x) if isinstance(x, np.ndarray) and x.size else x for x in self.arguments]
-        passed = tuple(
-            x.at(x.plan.work.lists, lambda array: array.ctypes.data)[()] if isinstance(x, Record) else x for x in given
-        )
+        passed = list(given)
+        for place, x in enumerate(given):
+            if isinstance(x, Record):
+                passed[place] = x.at(x.plan.work.lists, lambda array: array.ctypes.data)[()]
+            elif isinstance(x, TensorMap):
+                passed[place] = simulated(x.of(given[x.place]), given[x.place].ctypes.data)
         kernel = sim.build(self.text(host=True), self.entry)
-        kernel(self.grid, self.block, passed, self.shared_bytes, schedule)
+        kernel(self.grid, self.block, tuple(passed), self.shared_bytes, schedule)
         return {place: x for place, x in enumerate(given) if isinstance(x, np.ndarray)}
 
     def on_gpu(self) -> dict[int, Any]:
@@ -98,7 +115,12 @@ class Launch:
                 given.append(argument.at(lists, lambda array: array.data.ptr))
             else:
                 given.append(to_device(_as_bits(argument)) if isinstance(argument, np.ndarray) else argument)
-        kernel = cupy.RawKernel(self.text(host=False), self.entry, ("-std=c++17",))
+        for place, argument in enumerate(self.arguments):
+            if isinstance(argument, TensorMap):
+                tiles = argument.of(self.arguments[argument.place])
+                given[place] = encoded(tiles, given[argument.place].data.ptr)
+        own_chip = (f"-arch={self.architecture}",) if self.architecture.endswith("a") else ()
+        kernel = cupy.RawKernel(self.text(host=False), self.entry, ("-std=c++17", *own_chip))
         if self.shared_bytes > 48 << 10:
             kernel.max_dynamic_shared_size_bytes = self.shared_bytes
         kernel((self.grid,), (self.block,), tuple(given), shared_mem=self.shared_bytes)
@@ -474,6 +496,186 @@ def tf32_places(columns: int) -> Launch:
     )  # fmt: skip
 
 
+# ---- asynchronous copies and products of Hopper ----
+
+HOPPER = "sm_90a"
+
+
+def _swizzled(image: Any, width: int) -> Any:
+    """A run of bytes whose 16-byte chunks are where a swizzle of rows of `width` bytes puts them; 0 for none."""
+    chunk = np.arange(image.size // 16)
+    place = chunk ^ (chunk >> 3 & max(width // 16 - 1, 0))
+    moved = np.empty_like(image.reshape(-1, 16))
+    moved[place] = image.reshape(-1, 16)
+    return moved.ravel()
+
+
+def _inside(array: Any, start: tuple[int, ...], box: tuple[int, ...]) -> tuple[Any, Any]:
+    """A box as an index of an array that is one box longer at all ends, and whether its elements are in the array."""
+    index = np.ix_(*(np.arange(x, x + size) for x, size in zip(start, box)))
+    return index, np.broadcast_arrays(*((0 <= x) & (x < size) for x, size in zip(index, array.shape)))
+
+
+def _box(array: Any, start: tuple[int, ...], box: tuple[int, ...]) -> Any:
+    """What a box holds, zeros where it is outside."""
+    index, inside = _inside(array, start, box)
+    is_inside = np.logical_and.reduce(inside)
+    held = array[tuple(np.clip(x, 0, size - 1) for x, size in zip(index, array.shape))]
+    return np.where(is_inside, held, np.zeros((), array.dtype))
+
+
+# (dtype, swizzle, shape, box): boxes of several heads and batches, and boxes past all ends.
+TILES: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = (
+    ("float16", 0, (2, 2, 19, 24), (1, 1, 8, 8)),
+    ("float16", 32, (2, 2, 19, 24), (1, 2, 5, 16)),
+    ("bfloat16", 64, (1, 3, 21, 40), (1, 1, 16, 32)),
+    ("float16", 128, (2, 2, 37, 72), (1, 1, 24, 64)),
+    ("bfloat16", 128, (2, 2, 37, 40), (1, 1, 24, 64)),
+    ("float16", 128, (1, 1, 16, 64), (1, 1, 64, 64)),
+    ("float32", 0, (2, 1, 19, 12), (1, 1, 9, 4)),
+    ("float32", 128, (2, 1, 19, 36), (1, 1, 16, 32)),
+    ("float16", 128, (2, 3, 2, 19, 64), (1, 1, 2, 16, 64)),
+    ("bfloat16", 64, (2, 3, 2, 19, 32), (1, 2, 1, 16, 32)),
+    ("float32", 32, (2, 3, 2, 9, 8), (2, 1, 2, 5, 8)),
+)
+
+
+def _places(dtype: str, shape: tuple[int, ...], box: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Where boxes start: at the first element, in the middle, past the last and before the first."""
+    rng = np.random.default_rng(len(shape))
+    places = [(0,) * len(shape), tuple(size - 1 for size in shape), tuple(1 - size for size in box), shape]
+    places += [tuple(map(int, rng.integers(-3, np.array(shape) + 1))) for _ in range(3)]
+    run = 16 // np.dtype(_numpy(dtype)).itemsize  # rows of a box start at multiples of 16 bytes
+    return [(*place[:-1], place[-1] // run * run) for place in places]
+
+
+def _padded(shape: tuple[int, ...], dtype: str) -> Any:
+    """Small numbers, all but the last axis with gaps of their own."""
+    outer = tuple(size + 1 for size in shape[:-1])
+    columns = -(-shape[-1] // 16) * 16
+    numbers = np.random.default_rng(7).integers(1, 64, (*outer, columns)).astype(_numpy(dtype))
+    return numbers[tuple(map(slice, shape))]
+
+
+def _tiles(entry: str, name: str, array: Any, case: Any, places: Any, *rest: Any, expected: dict[int, Any]) -> Launch:
+    dtype, swizzle, shape, box = case
+    coordinates = np.ascontiguousarray(np.array(places, np.int32)[:, ::-1])
+    bytes_ = int(np.prod(box)) * array.itemsize
+    return Launch(
+        name=f"{name} {dtype} {shape} in {box} swizzled {swizzle}", file="tma", entry=entry, block=128,
+        architecture=HOPPER, shared_bytes=bytes_ + 16, constants={"kRank": len(shape)},
+        arguments=(TensorMap(1, box, swizzle), array, coordinates, np.int32(len(places)), np.int32(bytes_), *rest),
+        expected={place: Expected(values) for place, values in expected.items()},
+    )  # fmt: skip
+
+
+def tile_loads(*case: Any, axis: int | None = None) -> Launch:
+    """Loads from an array, which is broadcast along an axis if one is given."""
+    dtype, swizzle, shape, box = case
+    array, places = _padded(shape, dtype), _places(dtype, shape, box)
+    if axis is not None:
+        array = np.broadcast_to(array.take([0], axis), shape)
+    boxes = [_box(array, place, box) for place in places]
+    right = np.stack([_swizzled(np.ascontiguousarray(each).view(np.uint8).ravel(), swizzle) for each in boxes])
+    name = "load" if axis is None else f"load along broadcast axis {axis}"
+    return _tiles("loads", name, array, case, places, right * 0, expected={5: right})
+
+
+def tile_stores(adds: bool, *case: Any) -> Launch:
+    dtype, swizzle, shape, box = case
+    array = _padded(shape, dtype)
+    places = [tuple(max(x, 0) for x in place) for place in _places(dtype, shape, box)]  # not before the first
+    after = array.copy()
+    rng = np.random.default_rng(8)
+    tiles = []
+    for place in places:
+        values = rng.integers(1, 64, box).astype(_numpy(dtype))
+        tiles.append(_swizzled(np.ascontiguousarray(values).view(np.uint8).ravel(), swizzle))
+        index, inside = _inside(array, place, box)
+        is_inside = np.logical_and.reduce(inside)
+        targets = tuple(np.broadcast_arrays(*index)[axis][is_inside] for axis in range(array.ndim))
+        after[targets] = values[is_inside] + (after[targets] if adds else np.zeros((), array.dtype))
+    return _tiles(
+        "stores", "add" if adds else "store", array, case, places, np.stack(tiles), np.int32(adds), expected={1: after}
+    )
+
+
+def bulk() -> Launch:
+    half = 1040
+    numbers = np.random.default_rng(9).integers(-99, 99, half // 2).astype(np.float32)
+    first, second = np.split(numbers, 2)
+    sums, ids = 3 * numbers, np.arange(64).reshape(4, 16).sum(axis=0)
+    fours = np.stack([ids, 2 * ids, -ids, np.full(16, 4)], axis=1)
+    return Launch(
+        name="runs of bytes", file="bulk", entry="bulk", block=64, architecture=HOPPER, shared_bytes=2 * half + 8,
+        arguments=(numbers, numbers * 0, sums, np.int32(half), np.ones((16, 4), np.float32)),
+        expected={1: Expected(numbers), 2: Expected(sums + np.tile(first + second, 2)), 4: Expected(1 + fours)},
+    )  # fmt: skip
+
+
+def ring() -> Launch:
+    count = 11
+    numbers = np.random.default_rng(10).integers(-9, 10, (count, 128)).astype(np.int32)
+    sums = np.zeros(256, np.int32)
+    for i in range(count):
+        sums = 3 * sums + numbers[i, (np.arange(256) * 7 + i) % 128]
+    return Launch(
+        name="ring of barriers", file="ring", entry="ring", block=384, architecture=HOPPER, shared_bytes=3 * 528,
+        arguments=(numbers, np.int32(count), sums * 0, np.zeros(12, np.int32)),
+        expected={2: Expected(sums), 3: Expected(np.ones(12))},
+    )  # fmt: skip
+
+
+_OPERAND = np.dtype([("swizzle", "i4"), ("leading", "i4"), ("stride", "i4"), ("starts", "i4", 4)])
+_FORM = np.dtype([("a_major", "i4"), ("b_major", "i4"), ("a", _OPERAND), ("b", _OPERAND)])
+_SWIZZLES = {0: 0, 128: 1, 64: 2, 32: 3}  # bytes of a row, and the name in descriptors
+
+
+def _operand(matrix: Any, major: int, width: int) -> tuple[Any, Any]:
+    """Bytes in shared memory that hold a matrix [rows, 64], and how wgmma finds 16 of its columns (k) after another."""
+    rows, depth = matrix.shape
+    row_bytes = width or 16
+    across = row_bytes // 2
+    dense, other = (matrix, rows) if major == 0 else (matrix.T, depth)  # the last axis of `dense` is in rows of an atom
+    padded = np.zeros((other, -(-dense.shape[1] // across) * across), matrix.dtype)
+    padded[:, : dense.shape[1]] = dense
+    columns = padded.reshape(other, -1, across).swapaxes(0, 1)  # atoms on top of each other, column after column
+    image = _swizzled(np.ascontiguousarray(columns).view(np.uint8).ravel(), width)
+    atom, column = 8 * row_bytes, other * row_bytes
+    if major == 0:
+        leading, stride = column, atom
+        starts = [16 * step // across * column + 16 * step % across * 2 for step in range(4)]
+    else:
+        leading, stride = (column, atom) if width else (atom, column)
+        starts = [16 * step * row_bytes for step in range(4)]
+    return image, np.array((_SWIZZLES[width], leading, stride, starts), _OPERAND)
+
+
+def group_products(dtype: str, columns: int, adds: bool) -> Launch:
+    rng = np.random.default_rng(columns)
+    a, b = (rng.integers(-8, 9, shape).astype(_numpy(dtype)) for shape in ((64, 64), (columns, 64)))
+    before = rng.integers(-99, 99, (64, columns)).astype(np.float32)
+    after = a.astype(np.float32) @ b.astype(np.float32).T + (before if adds else 0)
+    forms, images = [], []
+    for a_major, b_major, width in itertools.product((0, 1, 2), (0, 1), _SWIZZLES):
+        (a_image, a_form), (b_image, b_form) = _operand(a, a_major % 2, width), _operand(b, b_major, width)
+        forms.append(np.array((a_major, b_major, a_form, b_form), _FORM))
+        image = np.zeros(8192 + 256 * 128, np.uint8)
+        image[: a_image.size], image[8192 : 8192 + b_image.size] = a_image, b_image
+        images.append(image)
+    # Lane 4 g + t of warp w: rows 16 w + g and + 8, columns 2 t and 2 t + 8 of each 16.
+    pairs = np.ascontiguousarray(a).view(np.uint32).reshape(4, 2, 8, 4, 2, 4)  # warp, half, g, step, half, t
+    fragments = np.ascontiguousarray(pairs.transpose(3, 0, 2, 5, 4, 1))  # step, warp, g, t, then a[0] to a[3]
+    right = np.broadcast_to(after, (len(forms), 64, columns))
+    return Launch(
+        name=f"wgmma {dtype} of {columns} columns" + ", adding" * adds, file="wgmma", entry="products", block=128,
+        architecture=HOPPER, shared_bytes=images[0].size, constants={"T": ELEMENTS[dtype], "kN": columns},
+        arguments=(np.stack(forms).view(np.uint8).reshape(len(forms), -1), np.int32(len(forms)), np.stack(images),
+                   np.int32(images[0].size), fragments, before, np.int32(adds), right * 0),
+        expected={7: Expected(right)},
+    )  # fmt: skip
+
+
 # ---- what tiles visit ----
 
 
@@ -623,6 +825,13 @@ LAUNCHES = (
     atomics(),
     math(),
     copy(),
+    *(tile_loads(*case) for case in TILES),
+    *(tile_loads(*TILES[3], axis=axis) for axis in (0, 1)),
+    *(tile_stores(adds, *case) for case in TILES for adds in (False, True)),
+    bulk(),
+    ring(),
+    *(group_products(dtype, columns, columns % 32 == 0)
+      for columns in range(16, 257, 16) for dtype in ("float16", "bfloat16")),
     *(maps(*way) for way in (("float32",), ("float64",), FRAGMENTS)),
     *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in loads(*way)),
     *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in stores(*way)),

@@ -276,9 +276,11 @@ def test_undefined_behaviour_is_an_exception(which: int) -> None:
     kernel(1, 1, (np.int32(4), np.ones(8, np.int32)))
 
 
-def in_child(sanitize: compiler.Sanitizer, cache: Path) -> subprocess.CompletedProcess[str]:
+def in_child(
+    sanitize: compiler.Sanitizer, cache: Path, child: str = sim_probes.CHILD
+) -> subprocess.CompletedProcess[str]:
     paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-    code = f"import sys; sys.path[:0] = {paths}\n{sim_probes.CHILD}"
+    code = f"import sys; sys.path[:0] = {paths}\n{child}"
     command = ["env", *(f"{name}={value}" for name, value in sim.preload_environment(sanitize).items())]
     command += [sys.executable, "-c", code, sanitize, str(cache)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -417,6 +419,6 @@ def names(file: Path) -> set[str]:
 def test_both_rooms_of_instructions_have_the_same_names() -> None:
     device = Path(__file__).parents[1] / "kernels_cu" / "ptx"
     files = sorted(path.name for path in device.iterdir())
-    assert files == sorted(path.name for path in sim_probes.PTX.iterdir()) and len(files) == 9
+    assert files == sorted(path.name for path in sim_probes.PTX.iterdir()) and len(files) == 14
     for file in files:
         assert names(device / file) == names(sim_probes.PTX / file) != set()

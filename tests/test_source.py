@@ -35,6 +35,7 @@ CHANGED = {
     "is_split": True,
     "is_packed": True,
     "precision": "tf32",
+    "is_watched": True,
 }
 
 

@@ -7,8 +7,8 @@ namespace cuflash::sim {
 int block_threads() { return self().cta->thread_count; }
 
 void fence() {
-  acquire(&self().cta->fence_clock);
-  release(&self().cta->fence_clock);
+  acquire(self().cta->fence_clock);
+  release(self().cta->fence_clock);
 }
 
 namespace {
@@ -44,7 +44,7 @@ void barrier(int id, int threads, bool wait, Location where) {
   }
   barrier.arrivals[me.warp->index].lanes |= 1u << me.lane;
   barrier.arrivals[me.warp->index].where = where;
-  char* clock = &barrier.clocks[barrier.phase & 1];
+  Clock& clock = barrier.clocks[barrier.phase & 1];
   release(clock);
   if (++barrier.arrived < barrier.expected) {
     if (!wait) return yield();

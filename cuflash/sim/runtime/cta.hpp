@@ -5,6 +5,8 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -22,6 +24,7 @@ constexpr int kMaxWarps = 32;
 constexpr int kBarriers = 16;
 constexpr int kMeetings = 8;             // of parts of one warp, at a time
 constexpr int kCopyEngines = 4;          // of one thread; groups take turns
+constexpr int kWarpgroup = 4;            // warps
 
 enum class State : uint8_t { fresh, ready, blocked, exited };
 
@@ -37,6 +40,14 @@ struct Copy {
 
 struct Warp;
 struct Cta;
+struct Mbarrier;
+struct Transfer;   // bulk.cpp
+struct Products;   // wgmma.cpp
+
+// What whoever acquires it knows to have happened, ThreadSanitizer's way, and the part of it that asynchronous copies and
+// wgmma may rely on, which read shared memory past the writes of threads: fence_proxy_async makes all a thread knows part
+// of it.
+struct Clock { char threads = 0, proxy = 0; };
 
 struct Thread : Identity {
   int linear = 0;
@@ -49,15 +60,20 @@ struct Thread : Identity {
   void* fake_stack = nullptr;             // AddressSanitizer's
   void* fiber = nullptr;                  // ThreadSanitizer's
   void* engines[kCopyEngines] = {};
+  void* proxy = nullptr;                  // a fiber that knows what is known to its asynchronous operations
 
   State state = State::fresh;
   const char* doing = "its first lines";  // the newest operation, for reports
   Location where;
   int spins = 0;                          // operations since it last let others run
   Thread* next_waiting = nullptr;         // at a barrier
+  const Mbarrier* awaited = nullptr;
+  bool persists = true;                   // in waiting for it
 
   std::vector<Copy> copies;               // in order of issue
   int groups = 0;                         // committed so far
+  std::vector<std::unique_ptr<Transfer>> stores;   // to global memory, in order of issue
+  int store_groups = 0;                   // committed so far
 };
 
 // Lanes on their way to doing one warp operation together.
@@ -66,6 +82,7 @@ struct Rendezvous {
   const Operation* operation = nullptr;
   Location where;
   void* arguments[32];
+  Clock clock;
 };
 
 struct Warp {
@@ -73,6 +90,7 @@ struct Warp {
   uint32_t existing = 0, ready = 0, exited = 0;   // lanes, as bits
   uint64_t priority = 0;
   Rendezvous pending[kMeetings];
+  std::unique_ptr<Products> products;     // made by its first wgmma
 };
 
 struct Barrier {
@@ -81,7 +99,25 @@ struct Barrier {
   Location where;                         // of the first arrival
   Thread* waiting = nullptr;
   Arrival arrivals[kMaxWarps];
-  char clocks[2] = {};                    // of even and odd phases
+  Clock clocks[2];                        // of even and odd phases
+};
+
+struct Mbarrier {
+  uint32_t address = 0;
+  int count = 0, pending = 0, bytes = 0;  // bytes that are announced and have not come
+  unsigned phase = 0;
+  int maker = 0;
+  bool is_fenced = false;                 // so that copies see it
+  Location where;                         // of its init
+  Clock clocks[2];                        // of even and odd phases
+};
+
+// What the warps of a warpgroup have to do alike, one after another.
+struct Step { std::string what; Location where; };
+struct Warpgroup {
+  std::vector<Step> steps;
+  size_t done[kWarpgroup] = {};
+  int registers = 0;                      // as setmaxnreg left them; 0 if it was not called
 };
 
 struct Cta : Block {
@@ -93,7 +129,12 @@ struct Cta : Block {
   Thread** threads = nullptr;
   Warp warps[kMaxWarps];
   Barrier barriers[kBarriers];
-  char block_clock = 0, fence_clock = 0;
+  char block_clock = 0;
+  Clock fence_clock;
+  std::map<uint32_t, Mbarrier> mbarriers;
+  std::vector<std::unique_ptr<Transfer>> loads;   // under way
+  std::vector<unsigned char> proxy_view;  // of shared memory: what asynchronous reads see of it
+  Warpgroup warpgroups[kMaxWarps / kWarpgroup];
 };
 
 // Laid out as sim/launch.py has it.
@@ -121,6 +162,14 @@ struct Launch {
 extern Launch* launch;                    // one at a time
 
 inline Thread& self() { return *static_cast<Thread*>(current); }
+inline void acquire(Clock& clock) {
+  acquire(&clock.threads);
+  as_engine(self().proxy, nullptr, [&] { acquire(&clock.proxy); });
+}
+inline void release(Clock& clock) {
+  release(&clock.threads);
+  as_engine(self().proxy, nullptr, [&] { release(&clock.proxy); });
+}
 inline Thread& thread_of(Cta& cta, const Warp& warp, int lane) { return *cta.threads[warp.index * 32 + lane]; }
 
 // ---- failure.cpp ----
@@ -151,5 +200,24 @@ void schedule(bool same_warp_first);      // runs another thread; returns when t
 void block();                             // until another thread calls set_ready
 void yield();                             // to whom the order prefers
 [[noreturn]] void abandon_block();        // back to the launch; the block's threads are left where they are
+
+// ---- mbarrier.cpp ----
+Mbarrier& mbarrier_at(uint32_t address, const char* name, Location where);
+void check_phase(const Mbarrier& barrier, unsigned phase, Location where);
+void complete(Mbarrier& barrier, int bytes, Location where);
+std::string state_of(const Mbarrier& barrier);
+
+// ---- bulk.cpp ----
+bool land_a_load(Cta& cta);               // whether there was one
+void check_stores_read(const Thread& thread);
+void end_transfers(Cta& cta);             // writes what is still to be written when the block ends
+void make_bulk_engines();
+void write_shared(Cta& cta, unsigned char* to, const void* from, size_t bytes);   // as asynchronous copies do
+void check_fenced(const unsigned char* from, size_t bytes, const char* name, Location where);
+
+// ---- wgmma.cpp ----
+void check_products_done(const Warp& warp);
+void check_warpgroups(const Cta& cta);
+void make_product_engines(int warp);
 
 }  // namespace cuflash::sim

@@ -63,6 +63,39 @@ void cp_async_commit(Location where);
 void cp_async_wait(int pending, Location where);
 void cp_async_wait_all(Location where);
 
+// ---- barriers in shared memory ----
+void mbarrier_init(uint32_t address, int count, Location where);
+void mbarrier_init_fence(Location where);
+void mbarrier_arrive(uint32_t address, int bytes, const char* name, Location where);   // and announces bytes
+bool mbarrier_wait(uint32_t address, int parity, bool persists, const char* name, Location where);
+
+// ---- copies of tiles ----
+struct Box { int rank; int start[5]; };   // coordinates of its first element
+void check_tensor_map(const void* map, Location where);
+void fence_proxy_async(Location where);
+void tma_load(uint32_t destination, const void* map, uint32_t barrier, Box box, const char* name, Location where);
+void bulk_load(uint32_t destination, const void* source, int bytes, uint32_t barrier, Location where);
+void tma_store(const void* map, uint32_t source, Box box, bool adds, const char* name, Location where);
+void bulk_store(void* destination, uint32_t source, int bytes, bool adds, const char* name, Location where);
+void bulk_commit(Location where);
+void bulk_wait(int pending, bool only_read, Location where);
+
+// ---- warpgroups ----
+struct WgmmaLane {
+  float* d;            // the kernel's own: results land there when they are waited for
+  int count;
+  bool adds, is_bfloat16, a_in_registers, a_mn_major, b_mn_major;
+  uint32_t a[4];
+  uint64_t a_matrix, b_matrix;
+};
+uint64_t wgmma_matrix(int swizzle, uint32_t address, int leading_bytes, int stride_bytes, Location where);
+void wgmma_fence(Location where);
+void wgmma(const WgmmaLane& lane, Location where);
+void wgmma_commit(Location where);
+void wgmma_wait(int pending, Location where);
+void setmaxnreg(int registers, bool is_more, Location where);
+bool elect_one(Location where);
+
 // ---- launch: a kernel of any signature, its arguments as addresses ----
 template <class... Args>
 void call(void (*kernel)(Args...), void** arguments) {

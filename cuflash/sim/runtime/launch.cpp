@@ -19,6 +19,7 @@ void run_thread() {
   enter_stack(nullptr);
   for (;;) {
     acquire(&self().cta->block_clock);
+    as_engine(self().proxy, nullptr, [] { acquire(&self().cta->block_clock); });
     launch->in_kernel.store(true, std::memory_order_relaxed);
     launch->request.kernel(launch->request.arguments);
     launch->in_kernel.store(false, std::memory_order_relaxed);
@@ -26,6 +27,8 @@ void run_thread() {
     Thread& me = self();
     if (!me.copies.empty())
       fail(me.where, "the thread exits with %zu copies of cp.async that it never waited for", me.copies.size());
+    check_stores_read(me);
+    check_products_done(*me.warp);
     for (const Rendezvous& pending : me.warp->pending)
       if (pending.mask >> me.lane & 1)
         fail(pending.where, "the thread exits while lanes %08x of its warp wait for it in %s here", pending.arrived,
@@ -60,7 +63,9 @@ void start_thread(Cta& cta, int linear) {
   thread.warp = &cta.warps[linear / 32];
   thread.doing = "its first lines";
   thread.copies.clear();
-  thread.groups = thread.spins = 0;
+  thread.stores.clear();
+  thread.groups = thread.store_groups = thread.spins = 0;
+  thread.awaited = nullptr;
   if (thread.state != State::exited) {   // new, or left in the middle of a launch that failed
     unpoison(thread.stack, kStackBytes);
     make_context(thread.context, thread.stack, kStackBytes, run_thread);
@@ -71,11 +76,14 @@ void start_thread(Cta& cta, int linear) {
 
 // ThreadSanitizer's fibers know at birth what their maker knows, so they are all made before any kernel code runs.
 void grow_pool(int count) {
+  make_bulk_engines();
   while (static_cast<int>(pool.size()) < count) {
     auto* thread = new Thread;
     char name[64];
     snprintf(name, sizeof name, "CUDA thread %zu", pool.size());
     thread->fiber = new_fiber(name);
+    thread->proxy = new_fiber("what asynchronous operations of a CUDA thread know");
+    make_product_engines(static_cast<int>(pool.size() / 32));
     new_stack(*thread);
     pool.push_back(thread);
   }
@@ -96,6 +104,7 @@ void find_host_stack(Thread& host) {
 }
 
 void check_block_end(const Cta& cta) {
+  check_warpgroups(cta);
   for (int id = 0; id < kBarriers && !launch->failed; ++id) {
     const Barrier& barrier = cta.barriers[id];
     if (!barrier.arrived) continue;
@@ -126,6 +135,7 @@ void run_block(Cta& cta, unsigned char* shared) {
   cta.change_points = 6;
   if (request.schedule.poison) memset(shared, 0xff, request.shared_bytes);
   if (!kSanitized) memset(shared + request.shared_bytes, kCanary, kCanaryBytes);
+  cta.proxy_view.assign(shared, shared + request.shared_bytes);
   for (int w = 0; w < cta.warp_count; ++w) {
     cta.warps[w].index = w;
     cta.warps[w].priority = 1000 + launch->random.below(1000);
@@ -137,6 +147,7 @@ void run_block(Cta& cta, unsigned char* shared) {
   schedule(false);
   launch->host.cta = nullptr;
   acquire(&cta.block_clock);
+  end_transfers(cta);
   check_block_end(cta);
 }
 

@@ -68,7 +68,8 @@ void describe(const Cta& cta, const Warp& warp, std::string& text) {
     const Thread& thread = *cta.threads[warp.index * 32 + lane];
     const std::string state = thread.state == State::exited
                                   ? "exited"
-                                  : std::string("waits in ") + thread.doing + " at " + place(thread.where);
+                                  : std::string("waits in ") + thread.doing + " at " + place(thread.where) +
+                                        (thread.awaited ? state_of(*thread.awaited) : "");
     if (state != group) {
       flush();
       first = lane;
@@ -91,6 +92,17 @@ void describe(const Cta& cta, const Warp& warp, std::string& text) {
   __builtin_unreachable();
 }
 
+// A thread that waits for a while has waited long enough when nothing else can happen.
+bool let_go(Cta& cta) {
+  for (int i = 0; i < cta.thread_count; ++i) {
+    Thread& thread = *cta.threads[i];
+    if (!thread.awaited || thread.persists) continue;
+    set_ready(thread);
+    return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 void schedule(bool same_warp_first) {
@@ -101,9 +113,14 @@ void schedule(bool same_warp_first) {
     return;
   }
   check_time_limit(me.where);
+  if (launch->request.schedule.copies == Copies::random && !cta.loads.empty() && launch->random.one_in(32))
+    land_a_load(cta);
   int warp = cta.running_warp;
   if (!same_warp_first || !cta.warps[warp].ready) warp = pick_warp(cta);
-  if (warp < 0) report_deadlock(cta);
+  while (warp < 0) {
+    if (!land_a_load(cta) && !let_go(cta)) report_deadlock(cta);
+    warp = pick_warp(cta);
+  }
   cta.running_warp = warp;
   const int lane = pick_lane(cta.warps[warp].ready);
   cta.warps[warp].ready &= ~(1u << lane);
@@ -127,6 +144,7 @@ void spin(Location where) {
   if (!insist && !(launch->request.schedule.order == Order::random && launch->random.one_in(4))) return;
   Entry entry("a spin", where);
   Cta& cta = *me.cta;
+  if (insist) land_a_load(cta);
   set_ready(me);
   me.spins = 0;
   for (int i = 1; insist && i <= cta.warp_count; ++i) {

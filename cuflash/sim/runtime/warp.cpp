@@ -66,14 +66,14 @@ void collective(const Operation& operation, uint32_t mask, void* argument, Locat
          here.arrived, here.operation->name, place(here.where).c_str());
   here.arguments[me.lane] = argument;
   here.arrived |= 1u << me.lane;
-  if (operation.orders_memory) release(&here);
+  if (operation.orders_memory) release(here.clock);
   if (here.arrived != mask) {
     block();
-    if (operation.orders_memory) acquire(&here);
+    if (operation.orders_memory) acquire(here.clock);
     return;
   }
   if (operation.execute) operation.execute(here.arguments, mask);
-  if (operation.orders_memory) acquire(&here);
+  if (operation.orders_memory) acquire(here.clock);
   here.mask = 0;
   for (uint32_t rest = mask & ~(1u << me.lane); rest; rest &= rest - 1)
     set_ready(thread_of(*me.cta, warp, __builtin_ctz(rest)));

@@ -1,0 +1,394 @@
+// wgmma, as each warp of a warpgroup does its quarter: 16 rows of d. Operands are read when the product is issued or when it
+// is waited for, as the schedule says; results are in the kernel's registers only when they are waited for. And what else
+// the four warps have to do alike.
+#include <algorithm>
+#include <cstdio>
+#include <deque>
+#include <list>
+
+#include "floats.hpp"
+#include "memory.hpp"
+
+namespace cuflash::sim {
+
+namespace {
+
+constexpr int kProductEngines = 4;   // of one warp; groups take turns
+void* product_engines[kMaxWarps][kProductEngines];
+constexpr uint32_t kPoison = 0x7fc0dead;   // NaN in registers that a product will write
+
+// What wgmma_matrix packs.
+struct Matrix { uint32_t start, leading, stride, width; };
+
+Matrix unpacked(uint64_t bits) {
+  constexpr uint32_t kWidths[] = {16, 128, 64, 32};
+  const auto field = [&](int place) { return static_cast<uint32_t>(bits >> place & 0x3fff) << 4; };
+  return {field(0), field(16), field(32), kWidths[bits >> 62]};
+}
+
+// Where 8 elements of k lie from (row, k) on, for k a multiple of 8; of an MN-major matrix 8 rows, for row a multiple of 8.
+uint32_t chunk_address(const Matrix& matrix, bool mn_major, int row, int k) {
+  const uint32_t width = matrix.width, per_atom = width / 2;   // elements
+  const auto r = static_cast<uint32_t>(row), c = static_cast<uint32_t>(k);
+  uint32_t address = matrix.start;
+  if (!mn_major)
+    address += r / 8 * matrix.stride + r % 8 * width + (width == 16 ? c / 8 * matrix.leading : c * 2);
+  else if (width == 16)
+    address += r / 8 * matrix.stride + c / 8 * matrix.leading + c % 8 * 16;
+  else
+    address += r / per_atom * matrix.leading + c / 8 * matrix.stride + c % 8 * width + r % per_atom * 2;
+  return swizzled(address, width);
+}
+
+}  // namespace
+
+struct Chunk { uint16_t at[8]; };
+
+struct Accumulator {
+  float* d[32];
+  int count = 0;
+  int pending = 0;             // products under way
+  std::vector<float> values;   // count of lane 0, count of lane 1, ...
+};
+
+struct Product {
+  WgmmaLane lane;              // of lane 0
+  uint32_t a[32][4];
+  Accumulator* accumulator;
+  int group;
+  bool is_done = false;
+  std::vector<Chunk> seen;     // operands at the issue
+  Location where;
+  void* caller;
+  void* engine;
+};
+
+// Registers that a product wrote: the next one may add to them without a fence as long as nobody else writes them.
+struct Written { float* d; int count; size_t fences; std::vector<float> values; };
+
+struct Products {
+  std::list<Accumulator> accumulators;   // of products under way
+  std::deque<Product> queue;             // in order of issue
+  std::vector<Written> written;
+  int groups = 0;                        // committed so far
+  size_t fences = 0;
+};
+
+namespace {
+
+struct Issue { const WgmmaLane* lane; Location where; void* caller; };
+struct Wait { int pending; Location where; };
+
+Products& products_of(Warp& warp) {
+  if (!warp.products) warp.products = std::make_unique<Products>();
+  return *warp.products;
+}
+
+// The four warps of a warpgroup do the same one after another, each at its own time.
+void step_together(const std::string& what, Location where) {
+  const Warp& warp = *self().warp;
+  Cta& cta = *self().cta;
+  const int group = warp.index / kWarpgroup;
+  if ((group + 1) * kWarpgroup * 32 > cta.thread_count)
+    fail(where, "%s needs a warpgroup of four whole warps, and warp %d is in none", what.c_str(), warp.index);
+  Warpgroup& together = cta.warpgroups[group];
+  size_t& mine = together.done[warp.index % kWarpgroup];
+  if (mine == together.steps.size()) together.steps.push_back({what, where});
+  const Step& step = together.steps[mine];
+  if (step.what != what || step.where.line() != where.line() || step.where.column() != where.column())
+    fail(where, "the warpgroup diverged: this warp does %s here, another %s at %s", what.c_str(), step.what.c_str(),
+         place(step.where).c_str());
+  ++mine;
+  if (std::all_of(together.done, together.done + kWarpgroup, [&](size_t done) { return done == together.steps.size(); })) {
+    together.steps.clear();
+    std::fill(together.done, together.done + kWarpgroup, 0);
+  }
+}
+
+// The bytes of both operands that this warp's rows of d need: of a, then of b.
+std::vector<Chunk> read_operands(const Product& product) {
+  const WgmmaLane& lane = product.lane;
+  std::vector<Chunk> chunks;
+  chunks.reserve(static_cast<size_t>(32 + 4 * lane.count));
+  const auto read = [&](uint64_t bits, bool mn_major, int first, int rows) {
+    const Matrix matrix = unpacked(bits);
+    const int row_step = mn_major ? 8 : 1, k_step = mn_major ? 1 : 8;
+    for (int row = first; row < first + rows; row += row_step)
+      for (int k = 0; k < 16; k += k_step) {
+        const unsigned char* from =
+            shared_bytes(chunk_address(matrix, mn_major, row, k), 16, 16, "wgmma", product.where);
+        kernel_reads(from, 16);
+        Unwatched unwatched;
+        check_fenced(from, 16, "wgmma", product.where);
+        memcpy(chunks.emplace_back().at, from, 16);
+      }
+  };
+  if (!lane.a_in_registers) read(lane.a_matrix, lane.a_mn_major, self().warp->index % kWarpgroup * 16, 16);
+  read(lane.b_matrix, lane.b_mn_major, 0, 2 * lane.count);
+  return chunks;
+}
+
+float to_float(uint16_t bits, bool is_bfloat16) { return is_bfloat16 ? bfloat16_to_float(bits) : half_to_float(bits); }
+
+// A matrix [rows, 16] from its chunks, laid out with `pitch` from row to row.
+void unpack(const Chunk* chunks, bool mn_major, int rows, bool is_bfloat16, float* to, int row_pitch, int k_pitch) {
+  for (int i = 0; i < 2 * rows; ++i)
+    for (int e = 0; e < 8; ++e) {
+      const int row = mn_major ? i / 16 * 8 + e : i / 2, k = mn_major ? i % 16 : i % 2 * 8 + e;
+      to[row * row_pitch + k * k_pitch] = to_float(chunks[i].at[e], is_bfloat16);
+    }
+}
+
+// With the operands as they were at the issue.
+void multiply(Product& product) {
+  const WgmmaLane& lane = product.lane;
+  const int columns = 2 * lane.count;
+  float a[16][16], b[16][256], sum[16][256] = {};
+  const Chunk* from = product.seen.data();
+  if (lane.a_in_registers) {
+    for (int i = 0; i < 32; ++i)
+      for (int r = 0; r < 4; ++r)
+        for (int e = 0; e < 2; ++e)
+          a[i / 4 + r % 2 * 8][i % 4 * 2 + r / 2 * 8 + e] =
+              to_float(static_cast<uint16_t>(product.a[i][r] >> 16 * e), lane.is_bfloat16);
+  } else {
+    unpack(from, lane.a_mn_major, 16, lane.is_bfloat16, a[0], 16, 1);
+    from += 32;
+  }
+  unpack(from, lane.b_mn_major, columns, lane.is_bfloat16, b[0], 1, 256);
+  for (int i = 0; i < 16; ++i)
+    for (int k = 0; k < 16; ++k)
+      for (int j = 0; j < columns; ++j) sum[i][j] += a[i][k] * b[k][j];
+  for (int i = 0; i < 32; ++i)
+    for (int e = 0; e < lane.count; ++e) {
+      float& value = product.accumulator->values[static_cast<size_t>(i * lane.count + e)];
+      value = (lane.adds ? value : 0.0f) + sum[i / 4 + e / 2 % 2 * 8][e / 4 * 8 + i % 4 * 2 + e % 2];
+    }
+  product.is_done = true;
+}
+
+void read_again(const Product& product) {
+  as_engine(product.engine, product.caller, [&] {
+    const std::vector<Chunk> operands = read_operands(product);
+    Unwatched unwatched;
+    if (memcmp(operands.data(), product.seen.data(), operands.size() * sizeof(Chunk)) != 0)
+      fail(product.where, "an operand of this wgmma changed before the product was waited for");
+    release(product.engine);
+  });
+}
+
+Accumulator& accumulator_of(Products& products, void* const* arguments, const Issue& issue) {
+  const WgmmaLane& lane = *issue.lane;
+  for (Accumulator& known : products.accumulators) {
+    if (known.d[0] == lane.d && known.count == lane.count) return known;
+    if (known.d[0] < lane.d + lane.count && lane.d < known.d[0] + known.count)
+      fail(issue.where, "the registers of this wgmma are those of one of another width, which is under way");
+  }
+  const auto written = std::find_if(products.written.begin(), products.written.end(),
+                                    [&](const Written& each) { return each.d == lane.d && each.count == lane.count; });
+  Accumulator& made = products.accumulators.emplace_back();
+  made.count = lane.count;
+  for (int i = 0; i < 32; ++i) {
+    made.d[i] = static_cast<Issue*>(arguments[i])->lane->d;
+    made.values.insert(made.values.end(), made.d[i], made.d[i] + lane.count);
+  }
+  const bool is_as_left = written != products.written.end() &&
+                          memcmp(made.values.data(), written->values.data(), made.values.size() * sizeof(float)) == 0;
+  const size_t fences_before = written == products.written.end() ? 0 : written->fences;
+  if (!is_as_left && products.fences == fences_before)
+    fail(issue.where, "no wgmma_fence lies between this wgmma and what else was done with its registers");
+  if (launch->request.schedule.poison)
+    for (float* d : made.d)
+      for (int i = 0; i < lane.count; ++i) memcpy(d + i, &kPoison, sizeof kPoison);
+  return made;
+}
+
+void execute_wgmma(void* const* arguments, uint32_t) {
+  const Issue& issue = *static_cast<Issue*>(arguments[0]);
+  const WgmmaLane& first = *issue.lane;
+  Warp& warp = *self().warp;
+  Products& products = products_of(warp);
+  for (int i = 1; i < 32; ++i) {
+    const WgmmaLane& lane = *static_cast<Issue*>(arguments[i])->lane;
+    if (lane.a_matrix != first.a_matrix || lane.b_matrix != first.b_matrix || lane.adds != first.adds)
+      fail(issue.where, "wgmma: matrices or `adds` of lane %d are not those of lane 0", i);
+  }
+  char what[160];
+  snprintf(what, sizeof what, "wgmma of a %llx, b %llx, %d columns, adds %d",
+           static_cast<unsigned long long>(first.a_matrix), static_cast<unsigned long long>(first.b_matrix),
+           2 * first.count, first.adds);
+  step_together(what, issue.where);
+  Product& product = products.queue.emplace_back();
+  product.lane = first;
+  for (int i = 0; i < 32; ++i) memcpy(product.a[i], static_cast<Issue*>(arguments[i])->lane->a, sizeof product.a[i]);
+  product.group = products.groups;
+  product.where = issue.where;
+  product.caller = issue.caller;
+  product.engine = product_engines[warp.index][products.groups % kProductEngines];
+  product.accumulator = &accumulator_of(products, arguments, issue);
+  ++product.accumulator->pending;
+  for (int i = 0; i < 32; ++i) {
+    void* proxy = thread_of(*self().cta, warp, i).proxy;
+    as_engine(proxy, nullptr, [&] { release(proxy); });
+    as_engine(product.engine, nullptr, [&] { acquire(proxy); });
+  }
+  as_engine(product.engine, product.caller, [&] {
+    product.seen = read_operands(product);
+    release(product.engine);
+  });
+  const Copies when = launch->request.schedule.copies;
+  // Products of one accumulator follow each other.
+  const bool is_first = std::none_of(products.queue.begin(), products.queue.end() - 1, [&](const Product& other) {
+    return other.accumulator == product.accumulator && !other.is_done;
+  });
+  if (is_first && (when == Copies::eager || (when == Copies::random && launch->random.one_in(2)))) multiply(product);
+}
+
+void execute_fence(void* const* arguments, uint32_t) {
+  step_together("wgmma_fence", *static_cast<Location*>(arguments[0]));
+  ++products_of(*self().warp).fences;
+}
+
+void execute_commit(void* const* arguments, uint32_t) {
+  step_together("wgmma_commit", *static_cast<Location*>(arguments[0]));
+  ++products_of(*self().warp).groups;
+}
+
+// Results go to the kernel's registers when no product on them is under way any more.
+void publish(Products& products, Accumulator& done, Location where) {
+  for (int i = 0; i < 32; ++i) {
+    const float* values = &done.values[static_cast<size_t>(i * done.count)];
+    for (int e = 0; e < done.count && launch->request.schedule.poison; ++e)
+      if (memcmp(done.d[i] + e, &kPoison, sizeof kPoison) != 0)
+        fail(where, "register %d of lane %d was written to while a wgmma on it was under way", e, i);
+    memcpy(done.d[i], values, static_cast<size_t>(done.count) * sizeof(float));
+  }
+  std::erase_if(products.written, [&](const Written& each) {
+    return each.d < done.d[0] + done.count && done.d[0] < each.d + each.count;
+  });
+  products.written.push_back({done.d[0], done.count, products.fences, std::move(done.values)});
+}
+
+void execute_wait(void* const* arguments, uint32_t) {
+  const Wait& wait = *static_cast<Wait*>(arguments[0]);
+  char what[40];
+  snprintf(what, sizeof what, "wgmma_wait<%d>", wait.pending);
+  step_together(what, wait.where);
+  Products& products = products_of(*self().warp);
+  while (!products.queue.empty() && products.queue.front().group < products.groups - wait.pending) {
+    Product& product = products.queue.front();
+    if (!product.is_done) {
+      read_again(product);
+      multiply(product);
+    }
+    Accumulator& accumulator = *product.accumulator;
+    if (--accumulator.pending == 0) {
+      publish(products, accumulator, product.where);
+      products.accumulators.remove_if([&](const Accumulator& each) { return &each == &accumulator; });
+    }
+    products.queue.pop_front();
+  }
+}
+
+struct Registers { int registers; bool is_more; Location where; };
+
+void execute_setmaxnreg(void* const* arguments, uint32_t) {
+  const Registers& asked = *static_cast<Registers*>(arguments[0]);
+  char what[40];
+  snprintf(what, sizeof what, "setmaxnreg_%s<%d>", asked.is_more ? "inc" : "dec", asked.registers);
+  step_together(what, asked.where);
+  int& has = self().cta->warpgroups[self().warp->index / kWarpgroup].registers;
+  if (self().warp->index % kWarpgroup) return;
+  if (has && (asked.is_more ? asked.registers < has : asked.registers > has))
+    fail(asked.where, "%s: the warpgroup has %d registers a thread already", what, has);
+  has = asked.registers;
+}
+
+void execute_elect(void* const* arguments, uint32_t) {
+  // Which lane it is, PTX does not say; only that it is the same each time.
+  const Schedule& schedule = launch->request.schedule;
+  const int chosen = schedule.shuffle_lanes ? static_cast<int>(schedule.seed % 32) : 0;
+  for (int i = 0; i < 32; ++i) *static_cast<bool*>(arguments[i]) = i == chosen;
+}
+
+constexpr Operation kWgmma{"wgmma", execute_wgmma, true}, kFence{"wgmma_fence", execute_fence, true},
+    kCommit{"wgmma_commit", execute_commit, true}, kWait{"wgmma_wait", execute_wait, true},
+    kSetmaxnreg{"setmaxnreg", execute_setmaxnreg, true}, kElect{"elect_one", execute_elect, true};
+
+}  // namespace
+
+// ThreadSanitizer's fibers know at birth what their maker knows, so they are all made before any kernel code runs.
+void make_product_engines(int warp) {
+  for (void*& engine : product_engines[warp])
+    if (!engine) engine = new_fiber("wgmma");
+}
+
+void check_products_done(const Warp& warp) {
+  if (warp.products && !warp.products->queue.empty())
+    fail(warp.products->queue.front().where, "the thread exits with products under way that it never waited for");
+}
+
+void check_warpgroups(const Cta& cta) {
+  int registers = 0;
+  for (const Warpgroup& group : cta.warpgroups) {
+    registers += 128 * group.registers;
+    if (group.steps.empty() || launch->failed) continue;
+    launch->failed = true;
+    const Step& step = group.steps[*std::min_element(group.done, group.done + kWarpgroup)];
+    snprintf(launch->message, sizeof launch->message,
+             "%s: the block (%u, %u, %u) ends, and not all four warps of a warpgroup did this %s",
+             place(step.where).c_str(), cta.index.x, cta.index.y, cta.index.z, step.what.c_str());
+  }
+  if (registers <= 65536 || launch->failed) return;
+  launch->failed = true;
+  snprintf(launch->message, sizeof launch->message,
+           "setmaxnreg: the warpgroups of the block ask for %d registers together; a multiprocessor has 65536", registers);
+}
+
+uint64_t wgmma_matrix(int swizzle, uint32_t address, int leading_bytes, int stride_bytes, Location where) {
+  constexpr uint32_t kPatterns[] = {16, 1024, 512, 256};
+  Entry entry("wgmma_matrix", where);
+  if (address % 16 || leading_bytes % 16 || stride_bytes % 16)
+    fail(where, "wgmma_matrix: address and distances must be multiples of 16; got shared offset %u, %d and %d",
+         address - kSharedBase, leading_bytes, stride_bytes);
+  if (leading_bytes < 0 || leading_bytes >= 1 << 18 || stride_bytes < 0 || stride_bytes >= 1 << 18)
+    fail(where, "wgmma_matrix: distances are from 0 to %d; got %d and %d", (1 << 18) - 16, leading_bytes, stride_bytes);
+  if (address % kPatterns[swizzle] / 128)
+    fail(where, "wgmma_matrix: the pattern of this swizzle starts at multiples of %u; got shared offset %u",
+         kPatterns[swizzle], address - kSharedBase);
+  return static_cast<uint64_t>(swizzle) << 62 | static_cast<uint64_t>(stride_bytes >> 4) << 32 |
+         static_cast<uint64_t>(leading_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+void wgmma_fence(Location where) { collective(kFence, 0xffffffffu, &where, where); }
+
+void wgmma(const WgmmaLane& lane, Location where) {
+  Issue issue{&lane, where, __builtin_return_address(0)};
+  collective(kWgmma, 0xffffffffu, &issue, where);
+}
+
+void wgmma_commit(Location where) { collective(kCommit, 0xffffffffu, &where, where); }
+
+void wgmma_wait(int pending, Location where) {
+  Wait wait{pending, where};
+  collective(kWait, 0xffffffffu, &wait, where);
+  const Thread& me = self();
+  // An engine that is at work for a group still pending, or not committed, has more to do.
+  for (int group = me.warp->products->groups - kProductEngines + 1; group <= me.warp->products->groups - pending - 1; ++group)
+    if (group >= 0) acquire(product_engines[me.warp->index][group % kProductEngines]);
+}
+
+void setmaxnreg(int registers, bool is_more, Location where) {
+  if (registers < 24 || registers > 256 || registers % 8)
+    fail(where, "setmaxnreg: a multiple of 8 from 24 to 256; got %d", registers);
+  Registers asked{registers, is_more, where};
+  collective(kSetmaxnreg, 0xffffffffu, &asked, where);
+}
+
+bool elect_one(Location where) {
+  bool is_elected = false;
+  collective(kElect, 0xffffffffu, &is_elected, where);
+  return is_elected;
+}
+
+}  // namespace cuflash::sim

@@ -1,0 +1,149 @@
+"""How a kernel copies tiles of an array by the tensor memory accelerator: the 128 bytes that it takes by value."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arrays import BFLOAT16
+
+BYTES = 128
+_MAGIC = 0x70616D726F736E65
+_MOST_BYTES = 1 << 40  # of a stride
+_MOST_BOX = 256  # elements along an axis
+_TYPES = {np.dtype(np.float16): 1, BFLOAT16: 2, np.dtype(np.float32): 3}  # as in sim/runtime/bulk.cpp
+_NAMES = {1: "FLOAT16", 2: "BFLOAT16", 3: "FLOAT32"}  # of CUDA's
+_SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
+# Map in sim/runtime/bulk.cpp.
+_SIMULATED = np.dtype(
+    [
+        ("magic", np.uint64),
+        ("base", np.uint64),
+        ("rank", np.uint32),
+        ("element_bytes", np.uint32),
+        ("swizzle_bytes", np.uint32),
+        ("type", np.uint32),
+        ("strides", np.uint64, (5,)),
+        ("sizes", np.uint32, (5,)),
+        ("box", np.uint32, (5,)),
+        ("unused", np.uint64, (2,)),
+    ]
+)
+
+
+class Tiles(NamedTuple):
+    """An array, wherever it lies, as boxes that one instruction copies.
+
+    >>> tiles = Tiles(np.dtype(np.float16), (2, 100, 64), (12800, 128, 2), box=(1, 32, 64), swizzle_bytes=128)
+    >>> tiles.reasons(address=4096)
+    []
+
+    Attributes
+    ----------
+    dtype : numpy.dtype
+        float16, bfloat16 or float32.
+    shape, strides : tuple of 1 to 5 ints
+        Strides in bytes. The last axis is dense; the stride of an axis of one element does not matter.
+    box : tuple of ints
+        Elements along each axis that one copy moves, 256 at most; what lies beyond the array is read as zeros.
+    swizzle_bytes : 0, 32, 64 or 128
+        Width of rows in shared memory whose 16-byte chunks are permuted; a box is no wider.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle_bytes: int = 128
+
+    @property
+    def outer_strides(self) -> tuple[int, ...]:
+        """Of all axes but the last."""
+        return tuple(stride if size != 1 else 16 for size, stride in zip(self.shape[:-1], self.strides[:-1]))
+
+    def reasons(self, address: int) -> list[str]:
+        """Why hardware cannot copy boxes of an array that starts at this address."""
+        reasons = []
+        width = self.box[-1] * self.dtype.itemsize
+        if not 1 <= len(self.shape) <= 5 or not len(self.shape) == len(self.strides) == len(self.box):
+            reasons.append(f"an array must have 1 to 5 axes and a box as many; got {self.shape} and {self.box}")
+        if self.dtype not in _TYPES:
+            reasons.append(f"dtype must be float16, bfloat16 or float32; got {self.dtype}")
+        if not all(1 <= size < 2**32 for size in self.shape):
+            reasons.append(f"no axis may be empty; got shape {self.shape}")
+        if address % 16:
+            reasons.append(f"the first element must be at a multiple of 16 bytes; got {address:#x}")
+        if self.strides[-1] != self.dtype.itemsize and self.shape[-1] != 1:
+            reasons.append(f"the last axis must be dense; got a stride of {self.strides[-1]} bytes")
+        if any(not 0 <= stride < _MOST_BYTES or stride % 16 for stride in self.outer_strides):
+            reasons.append(f"strides must be multiples of 16 bytes below 2**40; got {self.strides}")
+        if not all(1 <= size <= _MOST_BOX for size in self.box):
+            reasons.append(f"a box has 1 to {_MOST_BOX} elements along each axis; got {self.box}")
+        if self.swizzle_bytes not in _SWIZZLES or width % 16 or self.swizzle_bytes and width > self.swizzle_bytes:
+            reasons.append(f"rows of a box must be multiples of 16 bytes, at most {self.swizzle_bytes}; got {width}")
+        return reasons
+
+
+@lru_cache(maxsize=4096)
+def simulated(tiles: Tiles, address: int) -> Any:
+    """The tensor map of an array for a simulated kernel, as a NumPy scalar of 128 bytes.
+
+    Raises
+    ------
+    ValueError
+        `Tiles.reasons`.
+    """
+    _check(tiles, address)
+    rank = len(tiles.shape)
+    made = np.zeros(1, _SIMULATED)
+    made["magic"], made["base"], made["rank"] = _MAGIC, address, rank
+    made["element_bytes"], made["swizzle_bytes"] = tiles.dtype.itemsize, tiles.swizzle_bytes
+    made["type"] = _TYPES[tiles.dtype]
+    made["strides"][0, :rank] = (tiles.dtype.itemsize, *tiles.outer_strides[::-1])
+    made["sizes"][0, :rank] = tiles.shape[::-1]
+    made["box"][0, :rank] = tiles.box[::-1]
+    return made.view(f"V{BYTES}")[0]
+
+
+@lru_cache(maxsize=4096)
+def encoded(tiles: Tiles, address: int) -> Any:
+    """The same for a GPU, by the CUDA driver.
+
+    Raises
+    ------
+    ValueError
+        `Tiles.reasons`.
+    RuntimeError
+        cuda-bindings is missing, or the driver refuses.
+    """
+    _check(tiles, address)
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise RuntimeError(f"cuda-bindings is missing ({error}): pip install 'cuflash[cuda13]'") from error
+    rank, words = len(tiles.shape), driver.cuuint32_t
+    code, made = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_NAMES[_TYPES[tiles.dtype]]}"),
+        rank,
+        address,
+        [driver.cuuint64_t(size) for size in tiles.shape[::-1]],
+        [driver.cuuint64_t(stride) for stride in tiles.outer_strides[::-1]],
+        [words(size) for size in tiles.box[::-1]],
+        [words(1)] * rank,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[tiles.swizzle_bytes]}"),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if code:
+        raise RuntimeError(f"the driver makes no tensor map of {tiles} at {address:#x}: {code!r}")
+    return np.frombuffer(ctypes.string_at(made.getPtr(), BYTES), f"V{BYTES}")[0]
+
+
+def _check(tiles: Tiles, address: int) -> None:
+    reasons = tiles.reasons(address)
+    if reasons:
+        raise ValueError(f"no tensor map of {tiles}: {'; '.join(reasons)}")

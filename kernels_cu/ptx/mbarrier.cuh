@@ -1,0 +1,56 @@
+// Barriers in shared memory, 8 bytes each, on which threads and asynchronous copies meet. A phase ends when `count`
+// threads have arrived and all bytes that they announced have come. Phases alternate in parity; the first has parity 0,
+// and one of parity 1 counts as ended before it.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier (sm_90)
+#pragma once
+
+#include <ptx/types.cuh>
+
+namespace cuflash::assembly {
+
+CUFLASH_DEVICE uint64_t nanoseconds() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+
+}  // namespace cuflash::assembly
+
+namespace cuflash::ptx {
+
+// By one thread, before mbarrier_init_fence and a barrier of the block.
+CUFLASH_DEVICE void mbarrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Lets asynchronous copies, and other blocks of a cluster, see the barriers that this thread made.
+CUFLASH_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// What this thread wrote before, whoever waits sees after.
+CUFLASH_DEVICE void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and announces bytes that copies will bring.
+CUFLASH_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Whether the phase of this parity has ended; waits for it a while, as long as the hardware likes.
+CUFLASH_DEVICE bool mbarrier_try_wait(uint32_t barrier, int parity) {
+  int has_ended;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+               : "=r"(has_ended)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return has_ended;
+}
+
+// Waits until the phase of this parity has ended. A kernel that is watched gives up after four seconds.
+CUFLASH_DEVICE void mbarrier_wait(uint32_t barrier, int parity) {
+  const uint64_t start = config::kIsWatched ? assembly::nanoseconds() : 0;
+  while (!mbarrier_try_wait(barrier, parity))
+    if (config::kIsWatched && assembly::nanoseconds() - start > 4'000'000'000u) __trap();
+}
+
+}  // namespace cuflash::ptx

@@ -1,0 +1,111 @@
+// Copies of whole tiles between global and shared memory by the tensor memory accelerator, each issued by one thread.
+// A tensor map says how a tensor of up to five dimensions lies in global memory, fastest first, how large a box of it
+// one copy moves, and how shared memory is swizzled; coordinates are of the box's first element, x0 at a multiple of 16
+// bytes. What of a box lies outside the tensor is read as zeros, and not written. A box lies densely in shared memory,
+// from a multiple of 128 bytes on; a swizzle follows the bits of the address, as Swizzle in ptx/wgmma.cuh says.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-tensor-copy (sm_90)
+#pragma once
+
+#include <ptx/types.cuh>
+
+namespace cuflash::ptx {
+
+// Opaque: cuTensorMapEncodeTiled makes it. Only as a __grid_constant__ parameter.
+struct alignas(64) TensorMap { uint64_t words[16]; };
+
+// How long the level-2 cache shall keep what a copy reads.
+enum class Cache : uint64_t {
+  kNormal = 0x1000000000000000, kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000
+};
+
+CUFLASH_DEVICE void prefetch_tensor_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// What this thread wrote to shared memory, copies and wgmma see that are issued later, after a barrier where another
+// thread issues them. What copies brought, wgmma sees without.
+CUFLASH_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- to shared memory: the barrier gets as many bytes as the box has, zeros included ----
+
+CUFLASH_DEVICE void tma_load_4d(uint32_t destination, const TensorMap* map, uint32_t barrier, int x0, int x1, int x2,
+                                int x3, Cache cache = Cache::kNormal) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
+               "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "l"(static_cast<uint64_t>(cache))
+               : "memory");
+}
+
+CUFLASH_DEVICE void tma_load_5d(uint32_t destination, const TensorMap* map, uint32_t barrier, int x0, int x1, int x2,
+                                int x3, int x4, Cache cache = Cache::kNormal) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
+               "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "l"(static_cast<uint64_t>(cache))
+               : "memory");
+}
+
+// Bytes as they lie; addresses and number of bytes are multiples of 16.
+CUFLASH_DEVICE void bulk_load(uint32_t destination, const void* source, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :
+               : "r"(destination), "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// ---- to global memory: part of this thread's group of bulk copies; coordinates are 0 or more ----
+
+CUFLASH_DEVICE void tma_store_4d(const TensorMap* map, uint32_t source, int x0, int x1, int x2, int x3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(source), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+               : "memory");
+}
+
+CUFLASH_DEVICE void tma_store_5d(const TensorMap* map, uint32_t source, int x0, int x1, int x2, int x3, int x4) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+               "r"(source), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+               : "memory");
+}
+
+// Adds to what is there, element by element, in the map's type.
+CUFLASH_DEVICE void tma_add_4d(const TensorMap* map, uint32_t source, int x0, int x1, int x2, int x3) {
+  asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+               :
+               : "l"(map), "r"(source), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+               : "memory");
+}
+
+CUFLASH_DEVICE void tma_add_5d(const TensorMap* map, uint32_t source, int x0, int x1, int x2, int x3, int x4) {
+  asm volatile("cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+               :
+               : "l"(map), "r"(source), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+               : "memory");
+}
+
+CUFLASH_DEVICE void bulk_store(void* destination, uint32_t source, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+               : "memory");
+}
+
+CUFLASH_DEVICE void bulk_add(float* destination, uint32_t source, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+               :
+               : "l"(destination), "r"(source), "r"(bytes)
+               : "memory");
+}
+
+// Closes the group of all copies to global memory that this thread issued since its last commit; empty ones count too.
+CUFLASH_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until all but the newest kPending groups of this thread have read their sources, which may be written again.
+template <int kPending>
+CUFLASH_DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// The same, until their writes are made and seen by this thread.
+template <int kPending>
+CUFLASH_DEVICE void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace cuflash::ptx

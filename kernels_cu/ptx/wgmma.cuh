@@ -1,0 +1,141 @@
+// Products of the four warps of a warpgroup on tensor cores: d (64 x N) = a (64 x 16) * b (16 x N), plus d if `adds`.
+// They run asynchronously: from wgmma_fence to the wgmma_wait that ends their group nobody else touches d, a and b.
+// Warp w has rows 16w to 16w + 15. With g = lane / 4 and t = lane % 4 (16-bit elements are two to a register):
+//   d[4j], d[4j + 1]: row g, columns 8j + 2t, 8j + 2t + 1;   d[4j + 2], d[4j + 3]: the same columns of row g + 8
+//   a[0], a[1]: rows g, g + 8, columns 2t, 2t + 1;           a[2], a[3]: the same rows, columns 2t + 8, 2t + 9
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions (sm_90a)
+#pragma once
+
+#include <ptx/types.cuh>
+
+namespace cuflash::assembly {
+
+// Words of an instruction that depend on template parameters: operands of constraint "C", which NVRTC has since 12.6.
+template <class T>
+struct Name;
+template <>
+struct Name<ptx::Half> { static constexpr const char text[] = "f16"; };
+template <>
+struct Name<ptx::BFloat16> { static constexpr const char text[] = "bf16"; };
+
+template <bool kIsThere>
+struct Begin { static constexpr const char text[] = {kIsThere ? '/' : ' ', kIsThere ? '*' : ' ', 0}; };
+template <bool kIsThere>
+struct End { static constexpr const char text[] = {kIsThere ? '*' : ' ', kIsThere ? '/' : ' ', 0}; };
+
+// As many registers as the widest product has.
+template <int kCount>
+struct Registers {
+  float (&own)[kCount];
+  float& none;
+  CUFLASH_DEVICE float& operator[](int i) const { return i < kCount ? own[i] : none; }
+};
+
+// No template can write a list of operands. So this one is as long as any; where there are fewer columns, a comment of
+// PTX takes in what comes after the last operand, and others the form of a, in registers or in memory, that is not.
+template <bool kInRegisters, int kTransA, int kTransB, class T, int kCount>
+CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_t a_memory, uint64_t b, bool adds) {
+  constexpr int kN = 2 * kCount;
+  static_assert(kN % 16 == 0 && 16 <= kN && kN <= 256, "a product has a multiple of 16 columns, at most 256");
+  float none;
+  const Registers<kCount> x{d, none};
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %144, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n%145k16.f32.%146.%146 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7 %128, %8, %9, %10, %11, %12, %13, %14, %15 %129, "
+               "%16, %17, %18, %19, %20, %21, %22, %23 %130, %24, %25, %26, %27, %28, %29, %30, %31 %131, "
+               "%32, %33, %34, %35, %36, %37, %38, %39 %132, %40, %41, %42, %43, %44, %45, %46, %47 %133, "
+               "%48, %49, %50, %51, %52, %53, %54, %55 %134, %56, %57, %58, %59, %60, %61, %62, %63 %135, "
+               "%64, %65, %66, %67, %68, %69, %70, %71 %136, %72, %73, %74, %75, %76, %77, %78, %79 %137, "
+               "%80, %81, %82, %83, %84, %85, %86, %87 %138, %88, %89, %90, %91, %92, %93, %94, %95 %139, "
+               "%96, %97, %98, %99, %100, %101, %102, %103 %140, %104, %105, %106, %107, %108, %109, %110, %111 %141, "
+               "%112, %113, %114, %115, %116, %117, %118, %119 %142, %120, %121, %122, %123, %124, %125, %126, %127 %143"
+               "}, %147 {%151, %152, %153, %154} %148 %149 %155 %150, %156, p, 1, 1, %149 %157, %150 %158;\n}"
+               : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7]),
+                 "+f"(x[8]), "+f"(x[9]), "+f"(x[10]), "+f"(x[11]), "+f"(x[12]), "+f"(x[13]), "+f"(x[14]), "+f"(x[15]),
+                 "+f"(x[16]), "+f"(x[17]), "+f"(x[18]), "+f"(x[19]), "+f"(x[20]), "+f"(x[21]), "+f"(x[22]), "+f"(x[23]),
+                 "+f"(x[24]), "+f"(x[25]), "+f"(x[26]), "+f"(x[27]), "+f"(x[28]), "+f"(x[29]), "+f"(x[30]), "+f"(x[31]),
+                 "+f"(x[32]), "+f"(x[33]), "+f"(x[34]), "+f"(x[35]), "+f"(x[36]), "+f"(x[37]), "+f"(x[38]), "+f"(x[39]),
+                 "+f"(x[40]), "+f"(x[41]), "+f"(x[42]), "+f"(x[43]), "+f"(x[44]), "+f"(x[45]), "+f"(x[46]), "+f"(x[47]),
+                 "+f"(x[48]), "+f"(x[49]), "+f"(x[50]), "+f"(x[51]), "+f"(x[52]), "+f"(x[53]), "+f"(x[54]), "+f"(x[55]),
+                 "+f"(x[56]), "+f"(x[57]), "+f"(x[58]), "+f"(x[59]), "+f"(x[60]), "+f"(x[61]), "+f"(x[62]), "+f"(x[63]),
+                 "+f"(x[64]), "+f"(x[65]), "+f"(x[66]), "+f"(x[67]), "+f"(x[68]), "+f"(x[69]), "+f"(x[70]), "+f"(x[71]),
+                 "+f"(x[72]), "+f"(x[73]), "+f"(x[74]), "+f"(x[75]), "+f"(x[76]), "+f"(x[77]), "+f"(x[78]), "+f"(x[79]),
+                 "+f"(x[80]), "+f"(x[81]), "+f"(x[82]), "+f"(x[83]), "+f"(x[84]), "+f"(x[85]), "+f"(x[86]), "+f"(x[87]),
+                 "+f"(x[88]), "+f"(x[89]), "+f"(x[90]), "+f"(x[91]), "+f"(x[92]), "+f"(x[93]), "+f"(x[94]), "+f"(x[95]),
+                 "+f"(x[96]), "+f"(x[97]), "+f"(x[98]), "+f"(x[99]), "+f"(x[100]), "+f"(x[101]), "+f"(x[102]),
+                 "+f"(x[103]), "+f"(x[104]), "+f"(x[105]), "+f"(x[106]), "+f"(x[107]), "+f"(x[108]), "+f"(x[109]),
+                 "+f"(x[110]), "+f"(x[111]), "+f"(x[112]), "+f"(x[113]), "+f"(x[114]), "+f"(x[115]), "+f"(x[116]),
+                 "+f"(x[117]), "+f"(x[118]), "+f"(x[119]), "+f"(x[120]), "+f"(x[121]), "+f"(x[122]), "+f"(x[123]),
+                 "+f"(x[124]), "+f"(x[125]), "+f"(x[126]), "+f"(x[127])
+               : "C"(Begin<kN == 16>::text), "C"(Begin<kN == 32>::text), "C"(Begin<kN == 48>::text),
+                 "C"(Begin<kN == 64>::text), "C"(Begin<kN == 80>::text), "C"(Begin<kN == 96>::text),
+                 "C"(Begin<kN == 112>::text), "C"(Begin<kN == 128>::text), "C"(Begin<kN == 144>::text),
+                 "C"(Begin<kN == 160>::text), "C"(Begin<kN == 176>::text), "C"(Begin<kN == 192>::text),
+                 "C"(Begin<kN == 208>::text), "C"(Begin<kN == 224>::text), "C"(Begin<kN == 240>::text),
+                 "C"(End<kN != 256>::text),
+                 "r"(static_cast<int>(adds)), "n"(kN), "C"(Name<T>::text), "C"(Begin<!kInRegisters>::text),
+                 "C"(End<!kInRegisters>::text), "C"(Begin<kInRegisters>::text), "C"(End<kInRegisters>::text), "r"(a[0]),
+                 "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(a_memory), "l"(b), "n"(kTransA), "n"(kTransB));
+}
+
+}  // namespace cuflash::assembly
+
+namespace cuflash::ptx {
+
+// Which dimension of an operand in shared memory lies densely: that of the sum (k), or the rows of a, the columns of b.
+enum class Major { kK = 0, kMN = 1 };
+
+// How 16-byte chunks of rows of so many bytes are permuted, here as by tensor maps: bits 4 to 6 of an address change by
+// exclusive or with bits 7 to 9; with 64 bytes two of them (4, 5 with 7, 8), with 32 one.
+enum class Swizzle { kNone = 0, k128 = 1, k64 = 2, k32 = 3 };
+
+// A matrix in shared memory, as wgmma takes it: made of atoms, 8 rows of the swizzle's width, or of 16 bytes without one.
+//   K-major: a row is one of the matrix. Atoms are `stride_bytes` apart along rows, and without a swizzle `leading_bytes`
+//     along k; with one, k does not leave the atom.
+//   MN-major: a row is one k. Atoms are `stride_bytes` apart along k and `leading_bytes` along the other dimension;
+//     without a swizzle it is the other way round.
+// Atoms begin at multiples of their size; `address` may be some chunks further on, to step along k of a K-major matrix.
+CUFLASH_DEVICE uint64_t wgmma_matrix(Swizzle swizzle, uint32_t address, int leading_bytes, int stride_bytes) {
+  return static_cast<uint64_t>(swizzle) << 62 | static_cast<uint64_t>(stride_bytes >> 4) << 32 |
+         static_cast<uint64_t>(leading_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+// Before the first wgmma, and wherever d, or a in registers, was touched by anything but a wgmma of the same shape.
+CUFLASH_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// a and b in shared memory.
+template <Major kMajorA, Major kMajorB, class T, int kCount>
+CUFLASH_DEVICE void wgmma(T tag, float (&d)[kCount], uint64_t a, uint64_t b, bool adds) {
+  constexpr uint32_t none[4] = {};
+  assembly::wgmma<false, static_cast<int>(kMajorA), static_cast<int>(kMajorB)>(tag, d, none, a, b, adds);
+}
+
+// a in registers.
+template <Major kMajorB, class T, int kCount>
+CUFLASH_DEVICE void wgmma(T tag, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool adds) {
+  assembly::wgmma<true, 0, static_cast<int>(kMajorB)>(tag, d, a, 0, b, adds);
+}
+
+// Closes the group of all products that this warpgroup issued since its last commit.
+CUFLASH_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most kPending of this warpgroup's newest groups are under way.
+template <int kPending>
+CUFLASH_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps what else is done with these registers on its side of this line: that products under way use them, the compiler
+// does not see.
+template <int kCount>
+CUFLASH_DEVICE void keep_in_place(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+template <int kCount>
+CUFLASH_DEVICE void keep_in_place(uint32_t (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+}  // namespace cuflash::ptx

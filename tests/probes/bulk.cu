@@ -1,0 +1,37 @@
+// Runs of bytes to shared memory and back, two at a time, copied and added; four floats added at once; and a grid that
+// follows another.
+#include <ptx/atomic.cuh>
+#include <ptx/grid.cuh>
+#include <ptx/mbarrier.cuh>
+#include <ptx/shared.cuh>
+#include <ptx/tma.cuh>
+using namespace cuflash;
+
+extern "C" __global__ void __launch_bounds__(64) bulk(const float* from, float* copies, float* sums, int half, float* fours) {
+  ptx::griddepcontrol_wait();
+  const uint32_t shared = ptx::shared_address(ptx::dynamic_shared<float>()), barrier = shared + 2 * half;
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(barrier, 2);
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) {
+    const int start = threadIdx.x / 32 * half;
+    ptx::mbarrier_arrive_expect(barrier, half);
+    ptx::bulk_load(shared + start, from + start / 4, half, barrier);
+  }
+  while (!ptx::mbarrier_try_wait(barrier, 0)) {}
+  if (threadIdx.x % 32 == 0) {
+    const int start = threadIdx.x / 32 * half;
+    ptx::bulk_store(copies + start / 4, shared + start, half);
+    ptx::bulk_commit();
+    ptx::bulk_add(sums + start / 4, shared + start, half);
+    ptx::bulk_add(sums + start / 4, shared + half - start, half);
+    ptx::bulk_commit();
+    ptx::bulk_wait<1>();
+    ptx::bulk_wait_read<0>();
+  }
+  const float id = threadIdx.x;
+  ptx::red_add_4(fours + threadIdx.x % 16 * 4, {id, 2 * id, -id, 1.0f});
+  ptx::griddepcontrol_launch_dependents();
+}

@@ -1,0 +1,72 @@
+// d [64, N] = a [64, 64] b [64, N], or d plus that, for every form of operands. `probe` names the elements, T.
+#include <ptx/shared.cuh>
+#include <ptx/tma.cuh>
+#include <ptx/wgmma.cuh>
+using namespace cuflash;
+using probe::T;
+
+// One of the two matrices in shared memory: how it lies, and where 16 k later is.
+struct Operand { int swizzle, leading, stride, starts[4]; };
+// a: 0 K-major, 1 MN-major, 2 in registers; b: 0 or 1.
+struct Form { int a_major, b_major; Operand a, b; };
+
+CUFLASH_DEVICE uint64_t matrix(const Operand& operand, uint32_t address, int step) {
+  return ptx::wgmma_matrix(static_cast<ptx::Swizzle>(operand.swizzle), address + operand.starts[step], operand.leading,
+                           operand.stride);
+}
+
+template <int kMajorA, int kMajorB, int kCount>
+CUFLASH_DEVICE void multiply(const Form& form, float (&d)[kCount], uint32_t address, const uint32_t* fragments, bool adds) {
+  constexpr ptx::Major kB = kMajorB == 0 ? ptx::Major::kK : ptx::Major::kMN;
+  uint32_t a[4][4];
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+    for (int i = 0; i < 4; ++i) a[step][i] = fragments[(step * 128 + threadIdx.x) * 4 + i];
+  ptx::keep_in_place(d);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    const uint64_t b = matrix(form.b, address + 8192, step);
+    if constexpr (kMajorA == 2)
+      ptx::wgmma<kB>(T{}, d, a[step], b, adds || step > 0);
+    else
+      ptx::wgmma<kMajorA == 0 ? ptx::Major::kK : ptx::Major::kMN, kB>(T{}, d, matrix(form.a, address, step), b,
+                                                                    adds || step > 0);
+  }
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::keep_in_place(d);
+}
+
+template <int kN>
+CUFLASH_DEVICE void run(const Form* forms, int count, const uint16_t* images, int image_bytes, const uint32_t* fragments,
+                        const float* before, int adds, float* after) {
+  uint16_t* shared = ptx::dynamic_shared<uint16_t>();
+  const uint32_t address = ptx::shared_address(shared);
+  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+  for (int i = 0; i < count; ++i) {
+    const Form form = forms[i];
+    for (int at = threadIdx.x; at < image_bytes / 2; at += blockDim.x) shared[at] = images[i * (image_bytes / 2) + at];
+    ptx::fence_proxy_async();
+    __syncthreads();
+    float d[kN / 2];
+#pragma unroll
+    for (int e = 0; e < kN / 2; ++e) d[e] = before[(row + e / 2 % 2 * 8) * kN + e / 4 * 8 + column + e % 2];
+    if (form.a_major == 0 && form.b_major == 0) multiply<0, 0>(form, d, address, fragments, adds);
+    if (form.a_major == 0 && form.b_major == 1) multiply<0, 1>(form, d, address, fragments, adds);
+    if (form.a_major == 1 && form.b_major == 0) multiply<1, 0>(form, d, address, fragments, adds);
+    if (form.a_major == 1 && form.b_major == 1) multiply<1, 1>(form, d, address, fragments, adds);
+    if (form.a_major == 2 && form.b_major == 0) multiply<2, 0>(form, d, address, fragments, adds);
+    if (form.a_major == 2 && form.b_major == 1) multiply<2, 1>(form, d, address, fragments, adds);
+#pragma unroll
+    for (int e = 0; e < kN / 2; ++e)
+      after[(i * 64 + row + e / 2 % 2 * 8) * kN + e / 4 * 8 + column + e % 2] = d[e];
+    __syncthreads();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+products(const Form* forms, int count, const uint16_t* images, int image_bytes, const uint32_t* fragments, const float* before,
+         int adds, float* after) {
+  run<probe::kN>(forms, count, images, image_bytes, fragments, before, adds, after);
+}
