@@ -242,8 +242,9 @@ def plan(
     device     H100: sm_90, 132 multiprocessors, 227 KiB for a tile
     tile       128 queries x 64 keys
     kernel     simt_forward: 128 queries x 64 keys, grid 256, 87040 bytes of shared memory, ...
-    kernel     simt_backward_rows: ...
-    kernel     simt_backward_columns: ...
+    kernel     simt_backward_statistics: ...
+    kernel     simt_backward: ...
+    gradients  dq by atomic additions: its bits may differ from call to call, for speed
     work       implicit: keys with None <= j - i <= 0, no list
     FLOPs      17716740096 forward
     workspace  131072 bytes, 0 of them the work list
@@ -320,7 +321,7 @@ def precompile(
     >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
     >>> made = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
     >>> [(each.spec.entry, each.architecture, each.resources.spill_bytes) for each in made]
-    [('forward', 'sm_80', 0), ('backward_rows', 'sm_80', 0), ('backward_columns', 'sm_80', 0)]
+    [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
 
     Parameters
     ----------

@@ -157,10 +157,16 @@ class Plan:
 
     @property
     def places_in_turn(self) -> int:
-        """Matrices whose tiles are worked on in turn, where a list says which are long: as many as find room in half of
-        the level-2 cache, K and V or, in a backward pass, about twice as much. One without a list."""
+        """Matrices whose tiles are worked on in turn, where a list says which are long. One without a list.
+
+        On tensor cores as many as find room in half of the level-2 cache, K and V or, in a backward pass, about twice
+        as much. All where multiply-adds are what takes time: that K and V come from memory costs a fiftieth, and the
+        fewer take turns the more of the GPU idles at the end (experiments/results/simt_sparse.log).
+        """
         if not isinstance(self.work, ListedWork):
             return 1
+        if self.family != "sm80":
+            return self.num_matrices
         problem = self.problem
         nbytes = problem.seqlen_kv * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
         return max(1, self.device.cache_bytes // (2 * max(nbytes, 1)))

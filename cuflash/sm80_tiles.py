@@ -27,7 +27,8 @@ class _Tile(NamedTuple):
 _Tiles: TypeAlias = dict[int, tuple[_Tile, ...]]
 
 # By the wider of the two dimensions. A warp holds 32 rows of queries where its registers suffice, so that each fragment
-# of K and V that it reads is multiplied twice; experiments/results/sm80_tiles.log has the times.
+# of K and V that it reads is multiplied twice; experiments/results/sm80_tiles.log has the times, and
+# experiments/tile_sweep.py --gpu takes them anew.
 _FORWARD: _Tiles = {64: (_Tile(128, 128, 4),), 128: (_Tile(128, 64, 4),), 256: (_Tile(64, 64, 4),)}
 _ROWS: _Tiles = {
     64: (_Tile(128, 64, 4, 2),),
@@ -178,14 +179,14 @@ def _cut(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], shares_pr
         products = [(block_q, dims[0]), (block_kv, dims[0]), (block_kv, dims[1])]
         if max(dims) <= 128:  # gradients of wider rows take more warps than scores of small blocks have parts for
             products.append((block_q, block_kv))
-        while not all(_can_share(rows, columns, num_warps) for rows, columns in products):
+        while not all(can_share(rows, columns, num_warps) for rows, columns in products):
             num_warps //= 2
     else:
         num_warps = block_q // min(tile.block_q // tile.num_warps, block_q)
     return tile._replace(block_q=block_q, block_kv=block_kv, num_warps=num_warps)
 
 
-def _can_share(rows: int, columns: int, num_warps: int) -> bool:
+def can_share(rows: int, columns: int, num_warps: int) -> bool:
     """Whether warps can share a product in whole pairs of fragments: `row_groups` of tile/warp_tile.cuh is not 0."""
     groups = (group for group in range(1, num_warps + 1) if num_warps % group == 0)
     return any(

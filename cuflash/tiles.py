@@ -108,12 +108,14 @@ def entries(family: str, problem: Problem, *, deterministic: bool) -> tuple[str,
     """The kernels of a family's passes, the forward pass's first.
 
     Where bits may differ from call to call, dQ is summed by atomic additions in its own memory, in one walk over the
-    scores. Memory of 16-bit elements cannot hold sums, so their gradients are made in two walks; and so are those of 64
-    columns and fewer, for which one walk is slower (experiments/results/simt_walks.log).
+    scores. In float32 that takes 0.79, 0.78 and 0.85 times as long as two walks at 32, 64 and 96 columns; in float64
+    0.72 at 32, 1.20 at 64 and 0.90 at 128 (experiments/results/simt_walks.log), so gradients of float64 with 33 to 64
+    columns are made in two. So are those of 16-bit elements, whose memory cannot hold sums.
     """
     if family == "naive":
         return ("scores", "softmax", "output", "gradient_scores", "gradient_queries", "gradient_keys")
-    if deterministic or problem.dtype != problem.accumulator or max(problem.head_dim, problem.value_dim) <= 64:
+    is_slower_in_one = problem.dtype == np.float64 and 32 < max(problem.head_dim, problem.value_dim) <= 64
+    if deterministic or problem.dtype != problem.accumulator or is_slower_in_one:
         return ("forward", "backward_rows", "backward_columns")
     return ("forward", "backward_statistics", "backward")
 
@@ -217,30 +219,41 @@ def _simt_spec(smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int
 
 def _preference(spec: KernelSpec) -> tuple[float, int]:
     """Products for every element loaded, where those of a step count twice: the rows stay. Then the tallest."""
-    rows, step = _rows_and_step(spec)
+    rows, step = rows_and_step(spec)
     return rows * step / (rows + 2 * step), rows
 
 
-def _rows_and_step(spec: KernelSpec) -> tuple[int, int]:
+def rows_and_step(spec: KernelSpec) -> tuple[int, int]:
+    """Of a tile of the simt family: the rows that stay, and how many of the other side a step takes."""
     sides = spec.block_q, spec.block_kv
     return sides if _SIMT[spec.entry].rows_are_queries else sides[::-1]
 
 
-def _is_simt_tile(spec: KernelSpec) -> bool:
-    """Whether threads share its rows evenly and its accumulators fit their registers."""
-    entry = _SIMT[spec.entry]
-    rows, step = _rows_and_step(spec)
-    sums = sum(getattr(spec, dim) for dim in entry.sums)
-    elements = rows * (entry.num_scores * step + sums)
+def _num_sums(spec: KernelSpec) -> int:
+    """Columns of the accumulators that a row keeps."""
+    return sum(getattr(spec, dim) for dim in _SIMT[spec.entry].sums)
+
+
+def accumulator_words(spec: KernelSpec) -> int:
+    """Registers of a thread of the simt family that scores and sums fill."""
+    rows, step = rows_and_step(spec)
+    sums = _num_sums(spec)
+    elements = rows * (_SIMT[spec.entry].num_scores * step + sums)
     if spec.entry == "backward":  # scores, then columns of dQ, as many as kDqWidth
         dq_width = 32 if spec.mma_rows else 64 if spec.head_dim % 64 == 0 else spec.head_dim
         elements = rows * sums + step * max(rows, dq_width)
-    words = elements * accumulator_dtype(spec.dtype).itemsize // (4 * _THREADS)
+    return elements * accumulator_dtype(spec.dtype).itemsize // (4 * _THREADS)
+
+
+def _is_simt_tile(spec: KernelSpec) -> bool:
+    """Whether threads share its rows evenly and its accumulators fit their registers."""
+    entry, words = _SIMT[spec.entry], accumulator_words(spec)
+    rows, step = rows_and_step(spec)
     if spec.mma_rows:  # of the backward pass in one walk dQ has as many rows as a step
         shared_rows = (rows, step) if spec.entry == "backward" else (rows,)
         return all(height % 32 == 0 for height in shared_rows) and words <= entry.mma_registers
     # Conversions take registers too, and so do the operands of very wide rows.
-    spare = _SPARE * (spec.dtype != np.float32) + _SPARE * (sums > 384)
+    spare = _SPARE * (spec.dtype != np.float32) + _SPARE * (_num_sums(spec) > 384)
     fits = words <= entry.registers - spare or (rows, step) == (16, entry.least_step)
     return rows % 16 == 0 and rows <= entry.most_rows and step >= entry.least_step and fits
 
@@ -264,7 +277,7 @@ def shared_bytes(spec: KernelSpec) -> int:
         return sm80_tiles.shared_bytes(spec)
     if spec.entry == "backward_statistics":
         return 0
-    rows, step = _rows_and_step(spec)
+    rows, step = rows_and_step(spec)
     head_row, value_row = spec.head_dim + vector, spec.value_dim + vector
     if spec.entry == "backward":  # queries and dO take turns, and what is read along rows alone is not padded
         padding = vector if spec.mma_rows else 0

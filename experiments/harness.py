@@ -265,21 +265,22 @@ def main(
     table: Callable[[list[Record]], object],
     plot: Callable[[list[Record]], Any] | None = None,
     *,
-    replacing: Sequence[str] = (),
+    replacing: Sequence[str] | Callable[[Config], Sequence[str]] = (),
     name: Callable[[Config], str] | None = None,
 ) -> list[Record]:
     """Parse, run, print the table, write results/NAME.csv and NAME.png, NAME being the script's unless `name` says."""
     source = Path(inspect.getfile(run))
     config, results = parse_config(config_type, sys.modules[run.__module__].__doc__)
     stem = source.stem if name is None else name(config)
+    columns = replacing(config) if callable(replacing) else replacing
     written, records = [results / f"{stem}.csv"], list[Record]()
     try:
         for record in run(config):
             records.append(record)
-            if replacing:
-                write_csv(written[0], [record], replacing)
+            if columns:
+                write_csv(written[0], [record], columns)
         Console(width=None if sys.stdout.isatty() else 120).print(table(records))
-        if not replacing:
+        if not columns:
             write_csv(written[0], records)
         if plot is not None:
             written.append(results / f"{stem}.png")

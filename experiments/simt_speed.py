@@ -3,11 +3,14 @@
     python experiments/simt_speed.py        # needs an NVIDIA GPU and CuPy
 
 Rates count the products of the paper (forward 2, backward 5 of seqlen_q * seqlen_kv * dim multiply-adds, halved by
-nothing: no mask) over the median time of calls between two events, against the rate of a loop of multiply-adds on the
-same card in the same run. The backward pass makes these five, with dQ summed by atomic additions; with
-deterministic=True, where every result is bitwise repeatable, it makes seven, dQ by rows and dK and dV by columns: the
-rows of both say what the promise costs. Block-sparse rates are over the dense one, per kept block. Host time is that
-of a call on the host alone; memory is what CuPy's pool holds at its peak beside arguments and results.
+nothing: no mask) over the median time of calls between two events, the host ahead of the device, against the rate of a
+loop of multiply-adds on the same card in the same run. The backward pass makes these five, with dQ summed by atomic
+additions; with deterministic=True, where every result is bitwise repeatable, it makes seven, dQ by rows and dK and dV
+by columns: the rows of both say what the promise costs. The naive kernels, which keep whole matrices of scores, are
+the baseline: what tiles bring. Block-sparse rates are over the dense one, per kept block. Host time is that of a call
+on the host alone; a work list is timed on the host until the device has it; memory is what CuPy's pool holds at its
+peak beside arguments and results. A plan's kernels are compiled at once, on threads; those on tensor cores, which
+nothing here runs, one after the other, for their sum.
 
 Expect: half of the multiply-adds' rate forward: what a thread's registers hold decides how often shared memory is read.
 Found:  on an H100 forward float32 reaches 0.58 and 0.55 of the multiply-adds' rate at head_dim 64 and 128, backward
@@ -23,10 +26,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import cuflash
+import ml_dtypes
 import numpy as np
 from cuflash import compile, gpu, masks
+from cuflash.device import DeviceSpec
 from cuflash.work_list import requested_mask, work_list
-from harness import Record, gpu_versions, main, track
+from harness import Record, gpu_versions, main, time_alternately, time_on_device, track
 from mask_compile import document_ids
 from rich.table import Table
 
@@ -38,6 +43,7 @@ class Config:
     num_heads: int = 32
     seqlen: int = 4096
     head_dims: tuple[int, ...] = (64, 128)
+    compile_dims: tuple[int, ...] = (64, 128, 256)
     densities: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)
     block: int = 128
     memory_seqlen: int = 65536
@@ -47,7 +53,8 @@ class Config:
 
     def __post_init__(self) -> None:
         counts = (self.num_heads, self.seqlen, self.block, self.memory_seqlen, self.repeats, self.host_calls)
-        if min(*counts, *self.head_dims, self.documents_seqlen) < 1 or not all(0 < d <= 1 for d in self.densities):
+        counts += (*self.head_dims, *self.compile_dims, self.documents_seqlen)
+        if min(counts) < 1 or not all(0 < d <= 1 for d in self.densities):
             raise ValueError("counts, lengths and dims must be positive, densities in (0, 1]")
 
 
@@ -67,32 +74,16 @@ extern "C" __global__ void multiply_adds(T* x, int n) {
 """
 
 
-def device_ms(call: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median and spread of a call between two events, in milliseconds, after two calls to warm up."""
-    import cupy
-
-    times = []
-    for turn in range(repeats + 2):
-        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(start, stop))
-    low, median, high = np.percentile(times[2:], (25, 50, 75))
-    return float(median), float(high - low)
-
-
 def multiply_adds_rate(dtype: Any, repeats: int) -> float:
     """TFLOP/s of a loop of independent multiply-adds, two blocks of 1024 threads' worth a multiprocessor."""
     import cupy
 
-    name = {4: "float", 8: "double"}[np.dtype(dtype).itemsize]
+    name = {"float32": "float", "float64": "double"}[np.dtype(dtype).name]
     kernel = cupy.RawKernel(f"using T = {name};{MULTIPLY_ADDS}", "multiply_adds")
     blocks, threads, steps = 8 * gpu.current_device().num_processors, 256, 4096
     x = cupy.ones(16, dtype)
-    ms, _ = device_ms(lambda: kernel((blocks,), (threads,), (x, np.int32(steps))), repeats)
-    return 2 * 16 * blocks * threads * steps / ms / 1e9
+    calls = {name: lambda: kernel((blocks,), (threads,), (x, np.int32(steps)))}
+    return 2 * 16 * blocks * threads * steps / time_on_device(calls, repeats=repeats)[name].median_ms / 1e9
 
 
 def draw(*shape: int, dtype: Any = np.float32) -> list[Any]:
@@ -112,26 +103,36 @@ def check(q: Any, k: Any, v: Any, o: Any) -> None:
 
 
 def run_rates(config: Config) -> list[Record]:
-    """Dense forward and backward of both dtypes, over the rate of multiply-adds."""
+    """Dense forward and backward, tiled and not, over the rate of multiply-adds in the dtype of the sums."""
     records = []
-    for dtype in (np.float32, np.float64):
+    for dtype, narrower in ((np.float32, np.float16), (np.float64, None)):
         peak = multiply_adds_rate(dtype, config.repeats)
         records.append({"measure": "multiply-adds", "dtype": np.dtype(dtype).name, "tflops": peak})
         for head_dim in track(config.head_dims, f"rates, {np.dtype(dtype)}"):
-            q, k, v, do = draw(config.num_heads, config.seqlen, head_dim, dtype=dtype)
-            plan = cuflash.plan(q, k, v)
-            o, lse = plan.forward(q, k, v)
-            check(q, k, v, o)
-            flops = 4 * config.num_heads * config.seqlen**2 * head_dim
-            repeatable = cuflash.plan(q, k, v, deterministic=True)
-            calls = both_passes(plan, q, k, v, do, o, lse)
-            calls["backward, deterministic"] = both_passes(repeatable, q, k, v, do, o, lse)["backward"]
-            for name, passes in (("forward", 1.0), ("backward", 2.5), ("backward, deterministic", 2.5)):
-                call = calls[name]
-                ms, spread = device_ms(call, config.repeats)
-                row = {"measure": name, "dtype": np.dtype(dtype).name, "seqlen": config.seqlen, "head_dim": head_dim}
-                rate = passes * flops / ms / 1e9
-                records.append(row | {"ms": ms, "spread_ms": spread, "tflops": rate, "ratio": rate / peak})
+            records += rates(config, dtype, head_dim, "simt", peak)
+            if narrower is not None:
+                records += rates(config, dtype, head_dim, "naive", peak)
+                records += rates(config, narrower, head_dim, "naive", peak)
+    return records
+
+
+def rates(config: Config, dtype: Any, head_dim: int, kernel: str, peak: float) -> list[Record]:
+    """Both passes of a family of kernels, and the repeatable backward pass of one that has another too."""
+    q, k, v, do = draw(config.num_heads, config.seqlen, head_dim, dtype=dtype)
+    plan = cuflash.plan(q, k, v, kernel=kernel)
+    o, lse = plan.forward(q, k, v)
+    check(q, k, v, o)
+    calls = both_passes(plan, q, k, v, do, o, lse)
+    if kernel == "simt":
+        repeatable = cuflash.plan(q, k, v, kernel=kernel, deterministic=True)
+        calls["backward, deterministic"] = both_passes(repeatable, q, k, v, do, o, lse)["backward"]
+    flops = 4 * config.num_heads * config.seqlen**2 * head_dim
+    records = []
+    for name, (ms, spread, _) in time_on_device(calls, repeats=config.repeats).items():
+        rate = (1 if name == "forward" else 2.5) * flops / ms / 1e9
+        row: Record = {"measure": name if kernel == "simt" else f"{kernel} {name}", "dtype": np.dtype(dtype).name}
+        row |= {"seqlen": config.seqlen, "head_dim": head_dim, "ms": ms, "spread_ms": spread}
+        records.append(row | {"tflops": rate, "ratio": rate / peak})
     return records
 
 
@@ -151,8 +152,8 @@ def run_densities(config: Config) -> list[Record]:
         blocks.flat[np.random.default_rng(1).permutation(grid * grid)[: round(density * grid * grid)]] = True
         plan = cuflash.plan(q, k, v, mask=masks.BlockPattern(blocks, config.block))
         o, lse = plan.forward(q, k, v)
-        for name, call in both_passes(plan, q, k, v, do, o, lse).items():
-            ms, spread = device_ms(call, config.repeats)
+        calls = both_passes(plan, q, k, v, do, o, lse)
+        for name, (ms, spread, _) in time_on_device(calls, repeats=config.repeats).items():
             base = dense.setdefault(name, ms / float(blocks.mean()))
             row = {"measure": f"block-sparse {name}", "dtype": "float32", "seqlen": config.seqlen}
             row |= {"head_dim": config.head_dims[0], "density": float(blocks.mean()), "ms": ms, "spread_ms": spread}
@@ -185,9 +186,12 @@ def run_costs(config: Config) -> list[Record]:
         records.append({"measure": f"host time of a call, {name}", "us": float(np.median(seconds[100:]) * 1e6)})
     ids, shape = cupy.asarray(document_ids(config.documents_seqlen, 1000)), config.documents_seqlen
     frame, packed = masks.MaskShape((), 1, shape, shape), masks.Causal() & masks.Documents(ids)
-    ms, spread = device_ms(
-        lambda: work_list(requested_mask(packed, False, None, frame, cupy), frame, (64, 64)), config.repeats
-    )
+
+    def make_list() -> None:
+        work_list(requested_mask(packed, False, None, frame, cupy), frame, (64, 64))
+        cupy.cuda.get_current_stream().synchronize()
+
+    ms, spread, _ = time_alternately({"list": make_list}, repeats=config.repeats, warmup=3)["list"]
     row = {"measure": "work list, causal & documents", "seqlen": shape, "ms": ms, "spread_ms": spread}
     return [*records, row, *run_memory(config)]
 
@@ -215,13 +219,31 @@ def run_memory(config: Config) -> list[Record]:
     return records
 
 
+def run_compile(config: Config, device: DeviceSpec) -> list[Record]:
+    """Compile the kernels on tensor cores of a forward and a backward call, anew and one at a time: their sum."""
+    assert device.compute_capability is not None
+    plans = []
+    for head_dim in config.compile_dims:
+        x = cuflash.ShapeDtype((config.num_heads, config.seqlen, head_dim), np.dtype(ml_dtypes.bfloat16))
+        plans.append(cuflash.plan(x, x, x, kernel="sm80", device=device).plan)
+    target = compile.architecture(plans[0].specs["forward"], device.compute_capability)
+    compile.cubin(plans[0].specs["convert_dq"], target)  # what is imported for it is no part of the time
+    records = []
+    for plan in track(plans, "compiling"):
+        seconds = [compile.cubin(spec, target).seconds for spec in plan.specs.values()]
+        row = {"measure": f"compile, sum of sm80 {', '.join(plan.specs)}", "dtype": "bfloat16"}
+        records.append(row | {"head_dim": plan.problem.head_dim, "ms": 1e3 * sum(seconds)})
+    return records
+
+
 def run(config: Config) -> list[Record]:
     """Every measure, one record each, with the versions that a GPU's numbers depend on."""
     compile.current_device()
     versions = gpu_versions()
     records = run_rates(config) + run_densities(config) + run_costs(config)
+    records += run_compile(config, gpu.current_device())
     for made in cuflash.cache_info().compiled:
-        row = {"measure": f"compile, {made.spec.entry}", "dtype": made.spec.dtype.name, "head_dim": made.spec.head_dim}
+        row = {"measure": f"compile, {made.spec.name}", "dtype": made.spec.dtype.name, "head_dim": made.spec.head_dim}
         row |= {"from_cache": made.is_from_cache, "ms": made.seconds * 1e3}
         records.append(row | {"registers": made.resources.registers})
     return [record | versions for record in records]

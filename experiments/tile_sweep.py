@@ -1,25 +1,54 @@
-"""Which tile suits a device? The choice in cuflash/tiles.py is this script's result.
+"""Which tile suits a device? The choices in cuflash/tiles.py and cuflash/sm80_tiles.py are this script's results.
 
-    python experiments/tile_sweep.py
+    python experiments/tile_sweep.py                                                      # the host
+    python experiments/tile_sweep.py --gpu                                                # a GPU with CuPy
+    python experiments/tile_sweep.py --gpu --families sm80 --passes backward --head-dims 64
 
 Host part: forward and backward of the cpu executor, float32, for tiles of scores of every shape, with the tiles on
 threads of their own (BLAS on one) or one after the other (BLAS on all); and the two exponentials of NumPy.
+GPU part: every tile of a kernel that `candidates` holds to be worth a compiler's time, bfloat16 on tensor cores and
+float32 on simt. Each is compiled; one that spills more than `most_stack` bytes is only written down. The others are
+checked (spot_check.py) and then timed in turn, medians with the level-2 cache written over before each call. What is
+timed is the whole pass: a backward kernel with those beside it, which keep the tiles they have. TFLOP/s count the
+paper's products, `chosen` says what `cuflash.plan` takes, `note` why a tile was not timed. Rows of the result that a
+run does not measure stay as they are.
 
-Expect: tall tiles, as many keys as stream through the cache well; threads win by the share of softmax in the work.
+Expect: tall tiles, as many keys as stream through the cache well; threads win by the share of softmax in the work. On a
+GPU the tiles with most products for what they load, as long as registers hold them.
 Found:  threads win 1.2 to 1.4 times; forward hardly depends on the tile from 256 queries on, backward slows by a third
 once its two tiles of scores leave the level-2 cache. 512 x 512 is best in both. exp2 takes half of exp's time.
 """
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import cuflash
+import ml_dtypes
 import numpy as np
+from cuflash import compile, gpu, masks, sm80_tiles, tiles
+from cuflash.device import DeviceSpec
 from cuflash.launch import Executable
+from cuflash.plans import Plan
+from cuflash.source import KernelSpec
 from cuflash.tiles import Tile
-from harness import Record, main, time_alternately, track
+from harness import Record, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from rich.table import Table
+from simt_speed import draw
+from spot_check import SpotCheck
+from workloads import flops
+
+DTYPES = {"sm80": ml_dtypes.bfloat16, "simt": np.float32}
+HEAD_DIMS = {"sm80": (64, 128, 256), "simt": (64, 128)}
+# The kernels whose tiles are swept, by family; what is timed of all but the first is the backward pass.
+PASSES = {
+    "sm80": ("forward", "backward", "backward_rows"),
+    "simt": ("forward", "backward", "backward_rows", "backward_columns"),
+}
+MASKS = ("full", "causal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +61,36 @@ class Config:
     blocks_q: tuple[int, ...] = (128, 256, 512)
     blocks_kv: tuple[int, ...] = (512, 1024, 4096)
     repeats: int = 3
+    gpu: bool = False
+    families: tuple[str, ...] = ("sm80", "simt")
+    passes: tuple[str, ...] = PASSES["simt"]
+    head_dims: tuple[int, ...] = HEAD_DIMS["sm80"]
+    masks: tuple[str, ...] = MASKS
+    gpu_seqlen: int = 4096
+    sm80_tokens: int = 16384
+    simt_tokens: int = 8192
+    gpu_hidden: int = 2048
+    gpu_repeats: int = 9
+    most_stack: int = 64
+
+    def __post_init__(self) -> None:
+        for name, known in (("families", DTYPES), ("passes", PASSES["simt"]), ("masks", MASKS)):
+            if unknown := set(getattr(self, name)) - set(known):
+                raise ValueError(f"no {', '.join(sorted(unknown))} in {name}; there are {', '.join(known)}")
+        is_cut = any(tokens % self.gpu_seqlen for tokens in (self.sm80_tokens, self.simt_tokens))
+        if is_cut or any(self.gpu_hidden % dim for dim in self.head_dims):
+            raise ValueError("gpu_seqlen must divide sm80_tokens and simt_tokens, and head_dims gpu_hidden")
+
+
+# The host
 
 
 def at_tile(ready: Executable, tile: Tile, is_threaded: bool) -> Executable:
     """The same call at another tile."""
     plan = ready.plan
-    device = plan.device if is_threaded else dataclasses.replace(plan.device, num_processors=1)
-    work = dataclasses.replace(plan.work, block_q=tile.block_q, block_kv=tile.block_kv)
-    return Executable(dataclasses.replace(plan, tile=tile, work=work, device=device))
+    device = plan.device if is_threaded else replace(plan.device, num_processors=1)
+    work = replace(plan.work, block_q=tile.block_q, block_kv=tile.block_kv)
+    return Executable(replace(plan, tile=tile, work=work, device=device))
 
 
 def exponentials(size: int = 1 << 20) -> dict[str, Callable[[], object]]:
@@ -49,7 +100,7 @@ def exponentials(size: int = 1 << 20) -> dict[str, Callable[[], object]]:
     return {"exp": lambda: np.exp(x, out=y), "exp2": lambda: np.exp2(x, out=y)}
 
 
-def run(config: Config) -> list[Record]:
+def run_host(config: Config) -> list[Record]:
     """One record a tile, way and number of threads; two for the exponentials."""
     rng = np.random.default_rng(0)
     q, k, v, do = rng.standard_normal((4, config.num_heads, config.seqlen, config.head_dim), np.float32)
@@ -59,9 +110,9 @@ def run(config: Config) -> list[Record]:
     records = [
         {"way": name, "ms": timing.median_ms} for name, timing in time_alternately(exponentials(), repeats=50).items()
     ]
-    tiles = [Tile(block_q, block_kv) for block_q in config.blocks_q for block_kv in config.blocks_kv]
+    shapes = [Tile(block_q, block_kv) for block_q in config.blocks_q for block_kv in config.blocks_kv]
     for is_threaded in (True, False):
-        for tile in track(tiles, "tiles on threads" if is_threaded else "BLAS on threads"):
+        for tile in track(shapes, "tiles on threads" if is_threaded else "BLAS on threads"):
             swept = at_tile(ready, tile, is_threaded)
             if not (np.abs(swept.forward(q, k, v)[0] - expected)[:, :64] <= 2 * bound).all():
                 raise AssertionError(f"forward at {tile} is outside its bound")
@@ -75,8 +126,219 @@ def run(config: Config) -> list[Record]:
     return records
 
 
+# A GPU: which tiles are worth a compiler's time
+
+
+def accumulator_words(spec: KernelSpec) -> float:
+    """Registers of a thread that scores, their gradients and what a block sums fill."""
+    if spec.family == "simt":
+        return tiles.accumulator_words(spec)
+    queries, keys = spec.block_q, spec.block_kv
+    elements = {
+        "forward": queries * (keys + spec.value_dim),
+        "backward": 2 * queries * keys + keys * (spec.head_dim + spec.value_dim),
+        "backward_rows": queries * (2 * keys + spec.head_dim),
+    }[spec.entry]
+    return elements / spec.num_threads
+
+
+def fills_registers(spec: KernelSpec) -> bool:
+    """Whether accumulators take a quarter to three quarters of a thread's registers; of simt a sixteenth is enough.
+
+    Of more some spill: operands and addresses want the rest. With fewer too little is multiplied for what is loaded;
+    but simt keeps float32 in shared memory, and some chips have room for little of it.
+    """
+    registers = min(256, (1 << 16) // (spec.num_threads * spec.min_blocks))
+    least = registers / (16 if spec.family == "simt" else 4)
+    return least <= accumulator_words(spec) <= 3 / 4 * registers
+
+
+def sm80_tiles_of(base: KernelSpec) -> Iterator[KernelSpec]:
+    """Tiles up to twice as long as wide that warps share evenly; the smallest, for short blocks, are square."""
+    sides, threads_at_once = (16, 32, 64, 128, 256), (256, 384) if base.entry == "forward" else (256,)
+    stages = (1,) if base.entry == "forward" else (1, 2)
+    for block_q, block_kv, num_warps, num_stages in itertools.product(sides, sides, (1, 2, 4, 8), stages):
+        shorter, longer = sorted((block_q, block_kv))
+        if longer > max(16, 2 * (shorter - shorter % 32)):
+            continue
+        for min_blocks in dict.fromkeys(max(1, threads // (32 * num_warps)) for threads in threads_at_once):
+            yield replace(
+                base, block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages,
+                min_blocks=min_blocks,
+            )  # fmt: skip
+
+
+def is_shared_evenly(spec: KernelSpec) -> bool:
+    """Whether the threads of a block have equal parts of all that they multiply."""
+    if spec.family == "simt":
+        rows, step = tiles.rows_and_step(spec)
+        return rows % 16 == 0 and (spec.entry != "backward" or step % 16 == 0)
+    if spec.entry != "backward":
+        return spec.block_q % (16 * spec.num_warps) == 0
+    products = [(spec.block_q, spec.head_dim), (spec.block_kv, spec.head_dim), (spec.block_kv, spec.value_dim)]
+    if max(spec.head_dim, spec.value_dim) <= 128:
+        products.append((spec.block_q, spec.block_kv))
+    return all(sm80_tiles.can_share(rows, columns, spec.num_warps) for rows, columns in products)
+
+
+def candidates(base: KernelSpec, device: DeviceSpec) -> list[KernelSpec]:
+    """The kernel at every tile that is legal by arithmetic, and worth it."""
+    sides = (8, 16, 32, 64, 128)
+    every: Iterable[KernelSpec] = sm80_tiles_of(base)
+    if base.family == "simt":
+        every = (replace(base, block_q=q, block_kv=kv) for q, kv in itertools.product(sides, sides))
+    return [
+        spec
+        for spec in every
+        if is_shared_evenly(spec)
+        and tiles.shared_bytes(spec) <= device.tile_memory_bytes
+        and fills_registers(spec)
+    ]
+
+
+# A GPU: compile, check, time
+
+
+def kernel_of(plan: Plan, entry: str) -> KernelSpec:
+    """The kernel of an entry, as the plan has it or, of the simt family, could have it."""
+    return plan.specs.get(entry) or replace(plan.specs["forward"], entry=entry)
+
+
+def at_kernel(plan: Plan, spec: KernelSpec) -> Plan:
+    """The same plan with a kernel at another tile, and kernels beside it that must cut alike."""
+    specs = plan.specs | {spec.entry: spec}
+    if spec.name == "sm80_backward":
+        specs |= {entry: replace(spec, entry=entry) for entry in ("backward_statistics", "convert_dq")}
+    elif spec.name == "simt_backward":  # which plans of few columns do without
+        statistics = replace(spec, entry="backward_statistics", block_q=64, block_kv=8)
+        specs = {"forward": plan.specs["forward"], "backward_statistics": statistics, "backward": spec}
+    return replace(plan, specs=specs)
+
+
+def base_plan(q: Any, k: Any, v: Any, family: str, entry: str, mask: str, **options: Any) -> Plan:
+    """The plan of the library whose kernel is swept."""
+    deterministic = entry in ("backward_rows", "backward_columns")
+    options |= {"causal": mask == "causal", "kernel": family, "deterministic": deterministic}
+    return cuflash.plan(q, k, v, **options).plan
+
+
+def cells(config: Config) -> list[tuple[str, int]]:
+    """Families and head_dims of a run."""
+    pairs = itertools.product(config.families, config.head_dims)
+    return [(family, head_dim) for family, head_dim in pairs if head_dim in HEAD_DIMS[family]]
+
+
+def run_gpu(config: Config) -> Iterator[Record]:
+    """A record a kernel, head_dim, mask and tile, with the versions that a GPU's numbers depend on."""
+    if reason := why_no_gpu():
+        sys.exit(f"tile_sweep --gpu times kernels on a GPU: {reason}")
+    import cupy
+
+    device, constants = gpu.current_device(), gpu_versions()
+    for family, head_dim in track(cells(config), "families and dims"):
+        tokens = config.sm80_tokens if family == "sm80" else config.simt_tokens
+        batch, num_heads = tokens // config.gpu_seqlen, config.gpu_hidden // head_dim
+        arrays = draw(batch, num_heads, config.gpu_seqlen, head_dim, dtype=DTYPES[family])
+        passes = [entry for entry in PASSES[family] if entry in config.passes]
+        plans = {
+            (entry, mask): base_plan(*arrays[:3], family, entry, mask) for entry in passes for mask in config.masks
+        }
+        swept = {entry: candidates(kernel_of(plans[entry, config.masks[0]], entry), device) for entry in passes}
+        used = {
+            spec
+            for (entry, _), plan in plans.items()
+            for tile in swept[entry]
+            for spec in at_kernel(plan, tile).specs.values()
+        }
+        made = {each.spec: each for each in compile.precompile(used, device.compute_capability)}
+        for mask in config.masks:
+            check = SpotCheck.of(*arrays[:3], masks.Causal() if mask == "causal" else None)
+            for entry in passes:
+                for record in sweep(plans[entry, mask], mask, swept[entry], made, arrays, check, config):
+                    yield record | constants
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def sweep(
+    plan: Plan,
+    mask: str,
+    swept: Sequence[KernelSpec],
+    made: Mapping[KernelSpec, compile.Compiled],
+    arrays: Sequence[Any],
+    check: SpotCheck,
+    config: Config,
+) -> list[Record]:
+    """Check and time one kernel at each tile."""
+    import cupy
+
+    q, k, v, do = arrays
+    o, lse = Executable(plan, "gpu").forward(q, k, v)
+    checked_do = cupy.asarray(check.do)
+    way = "forward" if swept[0].entry == "forward" else "backward"
+    notes, calls = dict[KernelSpec, str](), dict[str, Callable[[], object]]()
+    for spec in swept:
+        if made[spec].resources.stack_bytes > config.most_stack:
+            notes[spec] = f"not timed: a thread keeps {made[spec].resources.stack_bytes} bytes out of registers"
+            continue
+        ready = Executable(at_kernel(plan, spec), "gpu")
+        names = ("o", "lse") if way == "forward" else ("dq", "dk", "dv")
+        found = ready.forward(q, k, v) if way == "forward" else ready.backward(checked_do, q, k, v, o, lse)
+        share = check.share(**dict(zip(names, found, strict=True)))
+        if not share <= 1:
+            notes[spec] = f"wrong: {share:.3g} times the bound on {', '.join(names)}"
+            continue
+        calls[str(spec)] = (
+            (lambda ready=ready: ready.forward(q, k, v))
+            if way == "forward"
+            else (lambda ready=ready: ready.backward(do, q, k, v, o, lse))
+        )
+    times = time_on_device(calls, repeats=config.gpu_repeats, warmup=1)
+    batch, num_heads, seqlen, head_dim = q.shape
+    total = flops(way, mask, seqlen=seqlen, batch=batch, num_heads=num_heads, head_dim=head_dim)
+    records = []
+    for spec in swept:
+        timing, resources = times.get(str(spec)), made[spec].resources
+        row: Record = {"pass": spec.entry, "family": spec.family, "dtype": spec.dtype.name, "head_dim": head_dim}
+        row |= {"mask": mask, "seqlen": seqlen, "batch": batch, "heads": num_heads, "tile": name_of(spec)}
+        row |= {"registers": resources.registers, "stack_bytes": resources.stack_bytes}
+        row |= {"shared_bytes": tiles.shared_bytes(spec), "ms": timing and timing.median_ms}
+        row |= {"spread_ms": timing and timing.spread_ms, "tflops": timing and total / timing.median_ms / 1e9}
+        records.append(row | {"chosen": spec == plan.specs.get(spec.entry), "note": notes.get(spec, "")})
+    return records
+
+
+def name_of(spec: KernelSpec) -> str:
+    """Queries x keys, warps, blocks a multiprocessor holds at least, stages."""
+    return f"{spec.block_q}x{spec.block_kv} w{spec.num_warps} b{spec.min_blocks} s{spec.num_stages}"
+
+
+# What the rows say
+
+
+def run(config: Config) -> Iterable[Record]:
+    """The host's part, or a GPU's."""
+    return run_gpu(config) if config.gpu else run_host(config)
+
+
+def gpu_table(records: Sequence[Record]) -> Table:
+    """Of each kernel, head_dim and mask the chosen tile beside the best."""
+    shown = Table(title="kernels by tile: queries x keys, warps, blocks a multiprocessor, stages")
+    for column in ("pass", "family", "head_dim", "mask", "chosen", "TFLOP/s", "best", "TFLOP/s", "timed", "not timed"):
+        shown.add_column(column, justify="left" if column in ("pass", "family", "mask", "chosen", "best") else "right")
+    names = ("pass", "family", "head_dim", "mask")
+    for case in dict.fromkeys(tuple(row[name] for name in names) for row in records):
+        rows = [row for row in records if tuple(row[name] for name in names) == case]
+        timed = sorted((row for row in rows if row["ms"]), key=lambda row: row["ms"])
+        pairs = [next((row for row in timed if row["chosen"]), None), next(iter(timed), None)]
+        cells = ((row["tile"], f"{row['tflops']:.1f}") if row else ("", "") for row in pairs)
+        shown.add_row(*map(str, case), *itertools.chain(*cells), str(len(timed)), str(len(rows) - len(timed)))
+    return shown
+
+
 def table(records: list[Record]) -> Table:
-    """Milliseconds by tile."""
+    """Milliseconds by tile; on a GPU what is chosen beside what is best."""
+    if records and "pass" in records[0]:
+        return gpu_table(records)
     shown = Table(title="cpu executor by tile, ms")
     for column in ("way", "threads", "block_q", "block_kv", "ms"):
         shown.add_column(column, justify="left" if column in ("way", "threads") else "right")
@@ -86,5 +348,13 @@ def table(records: list[Record]) -> Table:
     return shown
 
 
+# What tells the rows of a GPU's result apart.
+GPU_ROW = ("gpu", "pass", "family", "dtype", "head_dim", "mask", "seqlen", "batch", "heads", "tile")
+
 if __name__ == "__main__":
-    main(Config, run, table)
+    records = main(
+        Config, run, table, replacing=lambda config: GPU_ROW if config.gpu else (),
+        name=lambda config: "tile_sweep_gpu" if config.gpu else "tile_sweep",
+    )  # fmt: skip
+    if any(row.get("note", "").startswith("wrong") for row in records):
+        sys.exit("a tile's results were wrong, and it was not timed")

@@ -411,6 +411,9 @@ def stores(dtype: str, mma_rows: int = 0) -> Iterator[Launch]:
     places = {
         "whole": lambda x: x[:32, :64],
         "short": lambda x: x[:29, :50],
+        "short by whole vectors": lambda x: x[:29, :48],
+        "rows that start at odd addresses": lambda x: x[:32, 1:65],
+        "odd pitch": lambda x: x.ravel()[: 40 * 139].reshape(40, 139)[:, :64],
         "every other column": lambda x: x[:32, ::2][:, :64],
         "backwards": lambda x: x[31::-1, 63::-1],
         "transposed": lambda x: x[:64, :32].T,

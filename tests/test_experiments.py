@@ -10,11 +10,13 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from cuflash.compile import Resources
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
@@ -140,7 +142,7 @@ def test_an_interrupted_run_in_parts_keeps_what_it_measured(
 
     monkeypatch.setattr(sys, "argv", ["experiment", "--results", str(tmp_path)])
     with pytest.raises(SystemExit, match="interrupted"):
-        harness.main(Config, run, str, replacing=("seqlen",), name=lambda config: "named")
+        harness.main(Config, run, str, replacing=lambda config: ("seqlen",), name=lambda config: "named")
     assert [row["seqlen"] for row in harness.read_csv(tmp_path / "named.csv")] == ["1"]
 
 
@@ -261,6 +263,123 @@ def test_cpu_speed_measures_time_and_memory(load) -> None:
     memory = [row["mib"] for row in records if row["measure"].startswith("peak memory")]
     assert len(memory) == 4 and all(-4 < mib < 200 for mib in memory)
     experiment.table(records)
+
+
+def test_tile_sweep_times_the_host_at_every_tile(load) -> None:
+    experiment = load("tile_sweep")
+    config = experiment.Config(num_heads=1, seqlen=256, blocks_q=(64,), blocks_kv=(64, 128), repeats=1)
+    records = list(experiment.run(config))
+    named = {tuple(row.get(name) for name in ("way", "threads", "block_q", "block_kv")) for row in records}
+    assert len(named) == len(records) == 2 + 2 * 2 * 2 and all(row["ms"] > 0 for row in records)
+    experiment.table(records)
+
+
+@pytest.mark.parametrize("gpu", ["A100", "RTX 4090", "H100", "B200"])
+def test_what_is_chosen_for_a_gpu_is_among_the_tiles_that_are_swept(load, gpu: str) -> None:
+    experiment, device = load("tile_sweep"), load("cuflash").DeviceSpec.gpu(gpu)
+    for family, head_dim in experiment.cells(experiment.Config()):
+        plans = {entry: swept_plan(experiment, family, head_dim, entry, device) for entry in experiment.PASSES[family]}
+        for entry, plan in plans.items():
+            swept = experiment.candidates(experiment.kernel_of(plan, entry), device)
+            assert len({experiment.name_of(spec) for spec in swept}) == len(swept) > 3
+            assert entry not in plan.specs or plan.specs[entry] in swept
+
+
+def swept_plan(experiment, family: str, head_dim: int, entry: str, device):
+    x = experiment.cuflash.ShapeDtype((4, 32, 4096, head_dim), np.dtype(experiment.DTYPES[family]))
+    return experiment.base_plan(x, x, x, family, entry, "full", device=device)
+
+
+def test_every_tile_of_the_table_of_tensor_cores_is_swept(load) -> None:
+    """Those for smaller chips and shorter blocks too."""
+    experiment, sm80_tiles = load("tile_sweep"), load("cuflash.sm80_tiles")
+    device = load("cuflash").DeviceSpec.gpu("H100")
+    tables = {"forward": sm80_tiles._FORWARD, "backward": sm80_tiles._BACKWARD, "backward_rows": sm80_tiles._ROWS}
+    for entry, table in tables.items():
+        for head_dim, chosen in table.items():
+            plan = swept_plan(experiment, "sm80", head_dim, entry, device)
+            swept = {
+                (spec.block_q, spec.block_kv, spec.num_warps, spec.num_stages)
+                for spec in experiment.candidates(experiment.kernel_of(plan, entry), device)
+            }
+            assert {tile[:4] for tile in chosen} <= swept
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sm80", "simt"])
+def test_tiles_that_do_not_spill_are_checked_and_timed(load, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """With the simulator in the place of the GPU: one tile that is chosen, one that is not, and one that spills."""
+    experiment, launch = load("tile_sweep"), load("cuflash.launch")
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    cupy = SimpleNamespace(asarray=np.asarray, ndarray=SimpleNamespace, get_default_memory_pool=lambda: pool)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(experiment, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(experiment, "gpu_versions", lambda: {"nvrtc": "13.0"})
+    monkeypatch.setattr(experiment.gpu, "current_device", lambda: experiment.DeviceSpec.gpu("H100"))
+    monkeypatch.setattr(experiment, "base_plan", partial(experiment.base_plan, executor="sim"))
+    monkeypatch.setattr(experiment, "Executable", lambda plan, executor: launch.Executable(plan, "sim"))
+    rng = np.random.default_rng(0)
+    monkeypatch.setattr(experiment, "draw", lambda *shape, dtype: list(rng.standard_normal((4, *shape)).astype(dtype)))
+    heights = {"sm80": (128, 64, 32), "simt": (64, 32, 16)}[family]
+    monkeypatch.setattr(
+        experiment, "candidates", lambda base, device: [experiment.replace(base, block_q=height) for height in heights]
+    )
+
+    def precompiled(specs, target):
+        sizes = {spec: 80 * (spec.block_q == heights[2]) for spec in specs}
+        return [SimpleNamespace(spec=spec, resources=Resources(100, size, 0, None)) for spec, size in sizes.items()]
+
+    monkeypatch.setattr(experiment.compile, "precompile", precompiled)
+    timing = load("harness").Timing(2.0, 0.1, 1)
+    monkeypatch.setattr(
+        experiment, "time_on_device", lambda calls, **_: {name: call() and timing for name, call in calls.items()}
+    )
+    head_dim = {"sm80": 64, "simt": 128}[family]
+    config = experiment.Config(
+        gpu=True, families=(family,), passes=("backward",), head_dims=(head_dim,), masks=("causal",), gpu_seqlen=70,
+        sm80_tokens=70, simt_tokens=70, gpu_hidden=2 * head_dim,
+    )  # fmt: skip
+    chosen, other, spilled = experiment.run(config)
+    assert [row["ms"] for row in (chosen, other, spilled)] == [2.0, 2.0, None]
+    assert chosen["note"] == other["note"] == "" and "80 bytes" in spilled["note"]
+    assert [row["chosen"] for row in (chosen, other, spilled)] == [True, False, False]
+    experiment.table([chosen, other, spilled])
+
+
+def test_the_chosen_tile_stands_beside_the_best(load) -> None:
+    experiment = load("tile_sweep")
+    case = {"pass": "forward", "family": "sm80", "head_dim": 64, "mask": "full"}
+    rows = [("128x128", 2.0, True), ("64x64", 1.0, False), ("128x64", None, False)]
+    shown = experiment.table(
+        [case | {"tile": tile, "ms": ms, "tflops": ms and 8 / ms, "chosen": chosen} for tile, ms, chosen in rows]
+    )
+    cells = [next(iter(column.cells)) for column in shown.columns]
+    assert cells == ["forward", "sm80", "64", "full", "128x128", "4.0", "64x64", "8.0", "2", "1"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--families", "sm90"], "no sm90 in families; there are sm80, simt"),
+        (["--passes", "sideways"], "no sideways in passes; there are forward, backward, "),
+        (["--head-dims", "96"], "gpu_seqlen must divide sm80_tokens and simt_tokens, and head_dims"),
+    ],
+)
+def test_a_sweep_of_nothing_is_named(
+    load, harness: ModuleType, capsys: pytest.CaptureFixture[str], argv, complaint
+) -> None:
+    with pytest.raises(SystemExit):
+        harness.parse_config(load("tile_sweep").Config, "", argv)
+    assert complaint in capsys.readouterr().err
+
+
+def test_kernels_on_tensor_cores_are_compiled_one_after_the_other(load, nvrtc) -> None:
+    experiment, device = load("simt_speed"), load("cuflash").DeviceSpec.gpu("H100")
+    (row,) = experiment.run_compile(experiment.Config(compile_dims=(64,)), device)
+    assert row["measure"] == "compile, sum of sm80 forward, backward_statistics, backward, convert_dq"
+    made = [each for each in load("cuflash").cache_info().compiled if each.spec.family == "sm80" and not each.code]
+    assert row["ms"] > 1e3 * max(each.seconds for each in made if each.spec.head_dim == 64) > 0
 
 
 def test_mask_compile_counts_time_and_memory(load) -> None:
@@ -454,7 +573,9 @@ def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, ca
     assert f"python experiments/{name}.py" in shown and "--results" in shown
 
 
-@pytest.mark.parametrize(("name", "options"), [("speed_vs_peers", {}), ("block_sparsity", {"gpu": True})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("speed_vs_peers", {}), ("block_sparsity", {"gpu": True}), ("tile_sweep", {"gpu": True})]
+)
 def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.MonkeyPatch, name: str, options) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     experiment = load(name)
@@ -605,8 +726,48 @@ def test_block_sparsity_is_timed_on_a_gpu(load) -> None:
 
 
 @pytest.mark.gpu
+def test_every_tile_is_checked_and_timed_on_a_gpu(load) -> None:
+    experiment = load("tile_sweep")
+    config = experiment.Config(
+        gpu=True, head_dims=(64,), passes=("forward", "backward"), masks=("causal",), gpu_seqlen=1024,
+        sm80_tokens=1024, simt_tokens=1024, gpu_hidden=128, gpu_repeats=3,
+    )  # fmt: skip
+    records = list(experiment.run(config))
+    assert {(row["family"], row["pass"]) for row in records} == {
+        (family, way) for family in ("sm80", "simt") for way in config.passes
+    }
+    assert all((row["ms"] or 0) > 0 or "not timed" in row["note"] for row in records)
+    assert sum(row["chosen"] for row in records) == 4  # each pass of each family has one
+    experiment.table(records)
+
+
+@pytest.mark.gpu
+def test_tiled_and_naive_kernels_are_timed_on_a_gpu(load) -> None:
+    experiment = load("simt_speed")
+    records = experiment.run_rates(experiment.Config(num_heads=2, seqlen=200, head_dims=(64,), repeats=1))
+    naive = {(row["measure"], row["dtype"]) for row in records if row["measure"].startswith("naive")}
+    assert naive == {(f"naive {way}", dtype) for way in ("forward", "backward") for dtype in ("float16", "float32")}
+    assert all(row["tflops"] > 0 for row in records)
+
+
+@pytest.mark.gpu
+def test_short_calls_of_both_are_timed_on_a_gpu_as_graphs(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    experiment = load("speed_vs_peers")
+    monkeypatch.setattr(experiment, "GRAPH_BELOW_MS", np.inf)  # how long a call takes is the GPU's affair
+    config = experiment.Config(
+        passes=("forward",), head_dims=(64,), masks=("causal",), seqlens=(128,), tokens=256, hidden=128,
+        peers=("sdpa_flash",), repeats=3,
+    )  # fmt: skip
+    (row,) = experiment.run(config)
+    assert (row["graphs"], row["note"]) == ("cuflash sdpa_flash", "") and row["ratio"] > 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_peer_and_we_are_timed_on_a_gpu_as_graphs(load, dtype: str) -> None:
+def test_a_peer_and_we_are_timed_on_a_gpu(load, dtype: str) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("PyTorch finds no GPU")
@@ -619,7 +780,6 @@ def test_a_peer_and_we_are_timed_on_a_gpu_as_graphs(load, dtype: str) -> None:
     causal_forward, causal_backward, *blocks = experiment.run(config)
     for row in (causal_forward, causal_backward):
         assert row["ratio"] > 0 and row["peer_error"] <= 2 and row["cuflash_error"] <= 1 and row["note"] == ""
-    assert peer in causal_forward["graphs"].split()
     assert all(row["cuflash_ms"] > 0 and row["peer_ms"] is None and "list of blocks" in row["note"] for row in blocks)
 
 

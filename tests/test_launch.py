@@ -574,7 +574,7 @@ def test_precompile_needs_no_data_and_no_gpu(nvrtc, monkeypatch):
     assert "device must be a GPU" in reason
 
 
-@pytest.mark.parametrize("head_dim", [64, 65])
+@pytest.mark.parametrize("head_dim", [32, 33, 64, 65])
 @pytest.mark.parametrize("kernel", ["simt", "naive"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_a_plan_has_the_kernels_that_its_promise_asks_for(dtype, kernel, head_dim):
@@ -586,12 +586,22 @@ def test_a_plan_has_the_kernels_that_its_promise_asks_for(dtype, kernel, head_di
         for each in (False, True)
     ]
     specs = [set(each.plan.specs) for each in plans]
-    is_one_walk = kernel == "simt" and dtype != "float16" and head_dim > 64
+    is_one_walk = kernel == "simt" and (dtype == "float32" or (dtype == "float64" and head_dim in (32, 65)))
     assert ("backward" in specs[0], "backward_rows" in specs[0]) == (is_one_walk, kernel == "simt" and not is_one_walk)
     assert "backward" not in specs[1] and (specs[0] == specs[1]) is not is_one_walk
     assert all(each.explain().count("kernel     simt_") == 3 * (kernel == "simt") for each in plans)
     words = [each.explain().count("atomic additions") for each in plans]
     assert words == [int(is_one_walk), 0]
+
+
+@pytest.mark.parametrize(("kernel", "places"), [("simt", 64), ("sm80", 50 // 4)])
+def test_heads_of_a_list_take_turns(kernel, places):
+    """All of them; on tensor cores those whose K and V, 2 MiB each head, fill half of the level-2 cache."""
+    shape = ShapeDtype((2, 32, 8192, 64), "float16")
+    blocks = masks.BlockPattern(np.eye(64, dtype=bool), 128)
+    for mask, expected in ((blocks, places), (masks.Causal(), 1)):
+        ready = cuflash.plan(shape, shape, shape, mask=mask, kernel=kernel, device=DeviceSpec.gpu("H100"))
+        assert ready.plan.places_in_turn == expected
 
 
 def test_precompile_on_this_gpu_warms_the_first_call(cupy):
@@ -628,8 +638,7 @@ def checked(monkeypatch):
     monkeypatch.setenv("CUFLASH_CHECK", "1")
 
 
-WIDE = tuple(np.tile(array, 5) for array in (Q, K, V, DO))  # gradients of more than 64 columns are made in one walk
-TWO_WALKS = ("backward_rows", "backward_columns")
+TWO_WALKS = ("backward_rows", "backward_columns")  # what deterministic=True takes
 
 
 def after_launch(monkeypatch, entry, damage):
@@ -682,13 +691,12 @@ def test_nan_in_the_inputs_is_nobodys_fault(checked):
     ],
 )  # fmt: skip
 def test_a_nan_that_a_kernel_writes_is_named(checked, monkeypatch, entry, name, place):
-    q, k, v, do = (Q, K, V, DO) if entry in (*TWO_WALKS, "forward") else WIDE
-    strides = (40 * q.shape[-1], q.shape[-1], 1) if len(place) == 3 else (40, 1)
+    strides = (40 * 16, 16, 1) if len(place) == 3 else (40, 1)
     offset = 4 * sum(step * index for step, index in zip(strides, place))
     after_launch(monkeypatch, entry, lambda params: poke(int(params[name]["data"]) + offset, np.float32(np.nan)))
     with pytest.raises(RuntimeError, match=re.escape(f"simt_{entry} wrote NaN to {name}{place}, and all its inputs")):
-        o, vjp = cuflash.attention_vjp(q, k, v, executor="sim")
-        vjp(do)
+        o, vjp = cuflash.attention_vjp(Q, K, V, executor="sim", deterministic=entry in TWO_WALKS)
+        vjp(DO)
 
 
 @pytest.mark.parametrize(
@@ -697,13 +705,12 @@ def test_a_nan_that_a_kernel_writes_is_named(checked, monkeypatch, entry, name, 
 )
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_write_beside_a_result_is_named(checked, monkeypatch, entry, name, side):
-    q, k, v, do = (Q, K, V, DO) if entry in (*TWO_WALKS, "forward") else WIDE
-    nbytes = q.nbytes if name in ("o", "dv") else Q.nbytes // 16
+    nbytes = Q.nbytes if name in ("o", "dv") else Q.nbytes // 16
     offset = -8 if side == "before" else nbytes + 8
     after_launch(monkeypatch, entry, lambda params: poke(int(params[name]["data"]) + offset, np.float32(1)))
     with pytest.raises(RuntimeError, match=f"simt_{entry} wrote outside {name}: 8 bytes {side} its memory"):
-        o, vjp = cuflash.attention_vjp(q, k, v, executor="sim")
-        vjp(do)
+        o, vjp = cuflash.attention_vjp(Q, K, V, executor="sim", deterministic=entry in TWO_WALKS)
+        vjp(DO)
 
 
 @pytest.mark.parametrize(

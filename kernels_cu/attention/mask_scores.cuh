@@ -4,23 +4,62 @@
 
 namespace cuflash::attention {
 
-// Set what a tile of queries may not see in a step to -inf: keys past the step's end, and masked ones.
+// Which of a thread's scores are seen: a bit for each key of each of its queries.
+template <int NumKeys>
+struct SeenScores {
+  uint64_t bits;
+
+  CUFLASH_DEVICE bool has(int query, int key) const { return bits >> (query * NumKeys + key) & 1; }
+};
+
+// The same in a step, of queries query_of(i) < last_query and keys key_of(j) < last_key. Queries are not laid out one
+// after the other: what it takes to find out would be most of a kernel's text, and text is fetched like data.
+template <int NumQueries, int NumKeys, class QueryOf, class KeyOf>
+CUFLASH_DEVICE SeenScores<NumKeys> seen_scores(const Params& params, const Place& place, const Step& step,
+                                               QueryOf query_of, int last_query, KeyOf key_of, int last_key) {
+  static_assert(NumQueries * NumKeys <= 64, "a thread's scores have a bit each");
+  uint64_t bits = 0;
+#pragma unroll 1
+  for (int i = 0; i < NumQueries; ++i) {
+    const int query = query_of(i);
+    const Seen seen = step.seen(params, place, min(query, last_query - 1));
+    uint64_t keys = 0;
+#pragma unroll
+    for (int j = 0; j < NumKeys; ++j) {
+      const int key = key_of(j);
+      keys |= static_cast<uint64_t>(query < last_query && key < last_key && seen.has(key)) << j;
+    }
+    bits |= keys << (i * NumKeys);
+  }
+  return {bits};
+}
+
+// Scores of a tile of queries; and of a tile of keys, whose rows are keys.
+template <class Tile>
+CUFLASH_DEVICE SeenScores<Tile::kColumns> seen_by_rows(const Params& params, const WorkTile& work, const Step& step) {
+  return seen_scores<Tile::kRows, Tile::kColumns>(
+      params, work.place, step, [&](int i) { return work.first + Tile::row(i); }, work.last,
+      [&](int j) { return step.start + Tile::column(j); }, step.stop);
+}
+template <class Tile>
+CUFLASH_DEVICE SeenScores<Tile::kRows> seen_by_columns(const Params& params, const WorkTile& work, const Step& step) {
+  return seen_scores<Tile::kColumns, Tile::kRows>(
+      params, work.place, step, [&](int j) { return step.start + Tile::column(j); }, step.stop,
+      [&](int i) { return work.first + Tile::row(i); }, work.last);
+}
+
+// Set what a tile of queries may not see in a step to a value: keys past the step's end, and masked ones.
 template <class T, int Rows, int Columns>
 CUFLASH_DEVICE void mask_scores(tile::RegisterTile<T, Rows, Columns>& s, const Params& params, const WorkTile& work,
-                                const Step& step) {
+                                const Step& step, T value = ptx::negative_infinity<T>()) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;
   if (step.kind == Kind::kFull && step.stop - step.start == Columns) return;
+  const auto seen = seen_by_rows<Tile>(params, work, step);
 #pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i) {
-    const int row = work.first + Tile::row(i);
-    const Seen seen = step.seen(params, work.place, min(row, work.last - 1));
+  for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) {
-      const int key = step.start + Tile::column(j);
-      const bool is_there = row < work.last && key < step.stop;
-      if (!is_there || !seen.has(key)) s.at[i][j] = ptx::negative_infinity<T>();
-    }
-  }
+    for (int j = 0; j < Tile::kColumns; ++j)
+      if (!seen.has(i, j)) s.at[i][j] = value;
 }
 
 }  // namespace cuflash::attention

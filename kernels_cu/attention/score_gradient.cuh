@@ -1,6 +1,6 @@
 #pragma once
+#include <attention/mask_scores.cuh>
 #include <attention/online_softmax.cuh>
-#include <attention/steps.cuh>
 #include <tile/register_tile.cuh>
 
 namespace cuflash::attention {
@@ -18,10 +18,10 @@ CUFLASH_DEVICE T probability(T s, T softmax_scale_log2, T lse_2, bool is_allowed
   return is_allowed ? tile::lesser(ptx::exp2_accurate(s * softmax_scale_log2 - lse_2), T(1)) : T(0);
 }
 
-// dS = P (dP - delta), 0 where the mask says no: dP may be NaN there.
+// dS = P (dP - delta), 0 where P is: masked, dP may be NaN there.
 template <class T>
-CUFLASH_DEVICE T score_gradient(T p, T dp, T delta, bool is_allowed) {
-  return is_allowed ? p * (dp - delta) : T(0);
+CUFLASH_DEVICE T score_gradient(T p, T dp, T delta) {
+  return p == 0 ? T(0) : p * (dp - delta);
 }
 
 // lse (base 2) and delta = rowsum(dO o O) - dlse of a thread's rows of a tile; delta is written too, for other kernels.
@@ -43,6 +43,7 @@ CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, T
     lse_2[i] = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
     const bool is_empty = lse_2[i] == -ptx::negative_infinity<T>();
     T sum = 0;
+#pragma unroll 4  // pairs of loads in flight
     for (int j = 0; j < Tile::kColumns; ++j) {
       const int column = Tile::column(j);
       if (!is_empty && column < o.num_columns) sum += tile::widen(d_o.at(query, column)) * tile::widen(o.at(query, column));
@@ -62,94 +63,62 @@ CUFLASH_DEVICE void score_gradients_of_queries(tile::RegisterTile<T, Rows, Colum
                                                const T (&delta)[Kept]) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;
   const T softmax_scale_log2 = params.shape.softmax_scale * kLog2E;
-  const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == Columns;
 #pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i) {
-    const int query = work.first + Tile::row(i);
-    const Seen seen = step.seen(params, work.place, min(query, work.last - 1));
+  for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) {
-      const int key = step.start + Tile::column(j);
-      const bool is_allowed = is_whole || (query < work.last && key < step.stop && seen.has(key));
-      s.at[i][j] = probability(s.at[i][j], softmax_scale_log2, lse_2[i], is_allowed);
-      dp.at[i][j] = score_gradient(s.at[i][j], dp.at[i][j], delta[i], is_allowed);
-    }
-  }
+    for (int j = 0; j < Tile::kColumns; ++j) s.at[i][j] = probability(s.at[i][j], softmax_scale_log2, lse_2[i], true);
+  mask_scores(s, params, work, step, T(0));
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) dp.at[i][j] = score_gradient(s.at[i][j], dp.at[i][j], delta[i]);
 }
 
-// Whether all scores of a tile of keys in one step are there and allowed.
-template <int Rows, int Columns>
-CUFLASH_DEVICE bool is_whole_step(const WorkTile& work, const Step& step) {
-  return step.kind == Kind::kFull && step.stop - step.start == Columns && work.last - work.first == Rows;
-}
-
-// P^T and dS^T of a tile of keys in one step.
-template <class T, int Rows, int Columns>
-CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>& s,
-                                            tile::RegisterTile<T, Rows, Columns>& dp, const Params& params,
-                                            const WorkTile& work, const Step& step, const tile::Matrix<T>& lse,
-                                            const tile::Matrix<T>& delta) {
-  using Tile = tile::RegisterTile<T, Rows, Columns>;
-  const T softmax_scale_log2 = params.shape.softmax_scale * kLog2E;
-#pragma unroll
-  for (int j = 0; j < Tile::kColumns; ++j) {
-    const int query = step.start + Tile::column(j);
+// lse (base 2) and delta of a step's queries stand in shared memory behind a query's row: in columns `Column` and the next
+// of a tile whose rows are padded. Called by all threads.
+template <int Column, class T, int Rows, int Columns, int Pitch>
+CUFLASH_DEVICE void load_statistics(tile::SharedTile<T, Rows, Columns, Pitch> to, const Step& step,
+                                    const tile::Matrix<T>& lse, const tile::Matrix<T>& delta) {
+  static_assert(Column >= Columns && Column + 2 <= Pitch, "behind the rows, within their padding");
+#pragma unroll 1
+  for (int row = threadIdx.x; row < Rows; row += tile::kThreads) {
+    const int query = step.start + row;
     const bool is_there = query < step.stop;
-    const T query_lse_2 = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
-    const T query_delta = is_there ? delta.at(query, 0) : T(0);
-    const Seen seen = step.seen(params, work.place, min(query, step.stop - 1));
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) {
-      const int key = work.first + Tile::row(i);
-      const bool is_allowed = is_there && key < work.last && seen.has(key);
-      s.at[i][j] = probability(s.at[i][j], softmax_scale_log2, query_lse_2, is_allowed);
-      dp.at[i][j] = score_gradient(s.at[i][j], dp.at[i][j], query_delta, is_allowed);
-    }
+    to.at(row, Column) = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
+    to.at(row, Column + 1) = is_there ? delta.at(query, 0) : T(0);
   }
 }
 
-// P^T of a tile of keys in one step, from S^T.
-template <class T, int Rows, int Columns>
+// P^T of a tile of keys in one step, from S^T; queries by their columns in the tile.
+template <class T, int Rows, int Columns, class LseOf>
 CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& s, const Params& params,
-                                          const WorkTile& work, const Step& step, const tile::Matrix<T>& lse) {
+                                          const WorkTile& work, const Step& step, LseOf lse_2) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;
   const T softmax_scale_log2 = params.shape.softmax_scale * kLog2E;
-  const bool is_whole = is_whole_step<Rows, Columns>(work, step);
 #pragma unroll
   for (int j = 0; j < Tile::kColumns; ++j) {
-    const int query = step.start + Tile::column(j);
-    const bool is_there = query < step.stop;
-    const T lse_2 = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
-    const Seen seen = step.seen(params, work.place, min(query, step.stop - 1));
+    const T query_lse_2 = lse_2(Tile::column(j));
 #pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) {
-      const int key = work.first + Tile::row(i);
-      const bool is_allowed = is_whole || (is_there && key < work.last && seen.has(key));
-      s.at[i][j] = probability(s.at[i][j], softmax_scale_log2, lse_2, is_allowed);
-    }
+    for (int i = 0; i < Tile::kRows; ++i) s.at[i][j] = probability(s.at[i][j], softmax_scale_log2, query_lse_2, true);
   }
+  if (step.kind == Kind::kFull && step.stop - step.start == Columns && work.last - work.first == Rows) return;
+  const auto seen = seen_by_columns<Tile>(params, work, step);
+#pragma unroll
+  for (int j = 0; j < Tile::kColumns; ++j)
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i)
+      if (!seen.has(j, i)) s.at[i][j] = 0;
 }
 
-// dS^T of a tile of keys in one step, in the place of P^T, from dP^T. A thread reads and writes its own elements alone.
-template <class T, int Rows, int Columns, int Pitch>
-CUFLASH_DEVICE void score_gradients_of_keys(tile::SharedTile<T, Rows, Columns, Pitch> p_to_ds,
-                                            const tile::RegisterTile<T, Rows, Columns>& dp, const Params& params,
-                                            const WorkTile& work, const Step& step, const tile::Matrix<T>& delta) {
+// dS^T of a tile of keys in one step, in the place of dP^T; P^T by row and column of a thread.
+template <class T, int Rows, int Columns, class POf, class DeltaOf>
+CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>& dp, POf p, DeltaOf delta) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;
-  const bool is_whole = is_whole_step<Rows, Columns>(work, step);
 #pragma unroll
   for (int j = 0; j < Tile::kColumns; ++j) {
-    const int query = step.start + Tile::column(j);
-    const bool is_there = query < step.stop;
-    const T query_delta = is_there ? delta.at(query, 0) : T(0);
-    const Seen seen = step.seen(params, work.place, min(query, step.stop - 1));
+    const T query_delta = delta(Tile::column(j));
 #pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) {
-      const int key = work.first + Tile::row(i);
-      const bool is_allowed = is_whole || (is_there && key < work.last && seen.has(key));
-      T& element = p_to_ds.at(Tile::row(i), Tile::column(j));
-      element = score_gradient(element, dp.at[i][j], query_delta, is_allowed);
-    }
+    for (int i = 0; i < Tile::kRows; ++i) dp.at[i][j] = score_gradient(p(i, j), dp.at[i][j], query_delta);
   }
 }
 

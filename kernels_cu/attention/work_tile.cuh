@@ -44,7 +44,7 @@ struct Side {
 
 // Tiles stay within blocks: the last block, and the last tile of a block, may be short.
 // What starts last decides how long others idle. So places take turns, each with its longest tiles first; as many at a
-// time as the level-2 cache has room for.
+// time as the plan says.
 CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int height, int number) {
   const Shape& shape = params.shape;
   const bool is_listed = side.order != nullptr;
@@ -55,8 +55,8 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int he
   if (is_listed) {
     int num_places = num_heads;
     for (int axis = 0; axis < kBatchAxes; ++axis) num_places *= shape.batch[axis];
-    const int first_place = number / (shape.places_in_turn * num_tiles) * shape.places_in_turn;
-    const int places = min(shape.places_in_turn, num_places - first_place), within = number - first_place * num_tiles;
+    const int in_turn = min(shape.places_in_turn, num_places), first_place = number / (in_turn * num_tiles) * in_turn;
+    const int places = min(in_turn, num_places - first_place), within = number - first_place * num_tiles;
     turn = within / places;
     place = first_place + within % places;
   } else {

@@ -59,7 +59,7 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params)
       if (is_there && s.column(j) < p.num_columns) s.at[i][j] = p.at(row, s.column(j));
       const bool is_allowed = !is_empty && s.at[i][j] != ptx::negative_infinity<Accumulator>();
       s.at[i][j] = probability(s.at[i][j], Accumulator(1), lse_2, is_allowed);
-      dp.at[i][j] = score_gradient(s.at[i][j], dp.at[i][j], delta, is_allowed);
+      dp.at[i][j] = score_gradient(s.at[i][j], dp.at[i][j], delta);
     }
   }
   tile::store(p, s);

@@ -20,6 +20,10 @@ using VRows = tile::SharedTile<Accumulator, kBlockKv, kValueDim, kValueDim + kPa
 constexpr int kPtPadding = kPadding == 0 && kBlockQ > 64 ? 8 : kPadding;
 using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ, kBlockQ + kPtPadding>;
 
+// Q, dO and dQ take turns in one place; behind each row stand lse and delta of its query.
+template <int Columns>
+using Turn = tile::SharedTile<Accumulator, kBlockQ, Columns, kWidest + tile::kPadding<Accumulator>>;
+
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
@@ -35,9 +39,11 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params) {
   const KRows k_smem{room};
   const VRows v_smem{k_smem.data + KRows::kElements};
   const PtTile p_smem{v_smem.data + VRows::kElements};  // P^T, then dS^T
-  const QTile q_smem{p_smem.data + PtTile::kElements};
-  const DoTile do_smem{q_smem.data};
-  const QTile dq_smem{q_smem.data};
+  const Turn<kHeadDim> q_smem{p_smem.data + PtTile::kElements};
+  const Turn<kValueDim> do_smem{q_smem.data};
+  const Turn<kHeadDim> dq_smem{q_smem.data};
+  const auto lse_2 = [&](int row) { return q_smem.at(row, kWidest); };
+  const auto delta_of = [&](int row) { return q_smem.at(row, kWidest + 1); };
   tile::load(k_smem, matrix<Element>(params.k, work.place, kv_head, shape.seqlen_kv, shape.head_dim)
                          .rows(work.first, work.last));
   tile::load(v_smem, matrix<Element>(params.v, work.place, kv_head, shape.seqlen_kv, shape.value_dim)
@@ -59,23 +65,24 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params) {
     for (Step step; steps.next(step);) {
       tile::RegisterTile<Accumulator, kBlockKv, kBlockQ> scores;  // S, then dP
       __syncthreads();  // dQ and dS of the last step are read
+      load_statistics<kWidest>(q_smem, step, lse, delta);
       tile::load(q_smem, q.rows(step.start, step.stop));
       __syncthreads();  // Q, and K and V before the first step, are there
       scores.fill(0);
       tile::add_product_nt<kSteps>(scores, k_smem, q_smem);
-      probabilities_of_keys(scores, params, work, step, lse);
+      probabilities_of_keys(scores, params, work, step, lse_2);
       tile::store(p_smem, scores);
       __syncthreads();  // P is there, and Q is read
       // Whatever a query without a key brings, its gradients are 0.
-      tile::load(do_smem, d_o.rows(step.start, step.stop), [&](int row) {
-        return lse.at(step.start + row, 0) != ptx::negative_infinity<Accumulator>();
-      });
+      tile::load(do_smem, d_o.rows(step.start, step.stop),
+                 [&](int row) { return lse_2(row) != -ptx::negative_infinity<Accumulator>(); });
       __syncthreads();  // dO is there
       tile::add_product_nn<kSteps>(dv, p_smem, do_smem);
       scores.fill(0);
       tile::add_product_nt<kSteps>(scores, v_smem, do_smem);
       __syncthreads();  // P and dO are read
-      score_gradients_of_keys(p_smem, scores, params, work, step, delta);
+      score_gradients_of_keys(scores, [&](int i, int j) { return p_smem.at(scores.row(i), scores.column(j)); }, delta_of);
+      tile::store(p_smem, scores);
       tile::load(q_smem, q.rows(step.start, step.stop));
       __syncthreads();  // dS and Q are there
       tile::add_product_nn<kSteps>(dk, p_smem, q_smem);

@@ -46,6 +46,7 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params)
     Steps<kBlockQ, OverQueries> steps(params, reach);
     for (Step step; steps.next(step);) {
       __syncthreads();  // Q and dS of the last step are read
+      load_statistics<kHeadDim>(q_smem, step, lse, delta);
       tile::load(q_smem, q.rows(step.start, step.stop));
       // Whatever a query without a key brings, its gradients are 0.
       tile::load(do_smem, d_o.rows(step.start, step.stop), [&](int row) {
@@ -57,7 +58,9 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params)
       dp.fill(0);
       tile::add_product_nt(s, k_smem, q_smem);
       tile::add_product_nt(dp, v_smem, do_smem);
-      score_gradients_of_keys(s, dp, params, work, step, lse, delta);
+      probabilities_of_keys(s, params, work, step, [&](int row) { return q_smem.at(row, kHeadDim); });
+      score_gradients_of_keys(dp, [&](int i, int j) { return s.at[i][j]; },
+                              [&](int row) { return q_smem.at(row, kHeadDim + 1); });
       tile::store(p_smem, s);
       __syncthreads();  // P is there
       tile::add_product_nn(dv, p_smem, do_smem);

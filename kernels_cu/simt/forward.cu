@@ -62,5 +62,6 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params) {
     const Accumulator row_lse = softmax.finalize(i, o);
     if (tile::leads_rows() && o.row(i) < lse.num_rows) lse.at(o.row(i), 0) = row_lse;
   }
-  tile::store(matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim).rows(work.first, work.last), o);
+  const auto all_o = matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim);
+  tile::store_in_vectors(all_o.rows(work.first, work.last), o);
 }

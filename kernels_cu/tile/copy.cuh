@@ -24,6 +24,14 @@ struct Matrix {
   CUFLASH_DEVICE T& at(int row, int column) const { return data[row * row_stride + column * column_stride]; }
 };
 
+// Whether rows are whole vectors that start at multiples of 16 bytes.
+template <class T>
+CUFLASH_DEVICE bool has_vectors(const Matrix<T>& matrix) {
+  constexpr int kVector = Vector<T>::kLength;
+  return matrix.column_stride == 1 && matrix.row_stride % kVector == 0 && matrix.num_columns % kVector == 0 &&
+         reinterpret_cast<uint64_t>(matrix.data) % 16 == 0;
+}
+
 // Rows that are kept, for `load`.
 struct EveryRow {
   CUFLASH_DEVICE bool operator()(int) const { return true; }
@@ -39,21 +47,22 @@ template <class T, int Rows, int Columns, int Pitch, class Element, class Kept =
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<Element> from, Kept is_kept = {}) {
   for (int row = load_row(); row < Rows; row += kLoadRows) {
     const bool is_there = row < from.num_rows && is_kept(row);
+    const Element* element = &from.at(row, load_column());
 #pragma unroll 4
-    for (int column = load_column(); column < Columns; column += kLoadColumns)
-      to.at(row, column) = is_there && column < from.num_columns ? widen(from.at(row, column)) : T(0);
+    for (int column = load_column(); column < Columns; column += kLoadColumns) {
+      to.at(row, column) = is_there && column < from.num_columns ? widen(*element) : T(0);
+      element += kLoadColumns * from.column_stride;
+    }
   }
 }
 
-// The same in vectors, for matrices of numbers whose rows are whole vectors that start at multiples of 16 bytes.
+// The same in vectors, for matrices of numbers that have them.
 template <class T, int Rows, int Columns, int Pitch, class Kept = EveryRow>
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from, Kept is_kept = {}) {
   constexpr int kVector = Vector<T>::kLength, kWidth = kLoadColumns * kVector;
   constexpr int kVectors = (Columns + kWidth - 1) / kWidth;
-  constexpr int kUnroll = kVectors < 4 ? 4 / kVectors : 1;  // four loads in flight, or a row
-  const bool is_aligned = from.column_stride == 1 && from.row_stride % kVector == 0 &&
-                          from.num_columns % kVector == 0 && reinterpret_cast<uint64_t>(from.data) % 16 == 0;
-  if (!is_aligned) return load<T, Rows, Columns, Pitch, T>(to, from, is_kept);
+  constexpr int kUnroll = kVectors < 8 ? 8 / kVectors : 1;  // eight loads in flight, or a row
+  if (!has_vectors(from)) return load<T, Rows, Columns, Pitch, T>(to, from, is_kept);
 #pragma unroll kUnroll
   for (int row = load_row(); row < Rows; row += kLoadRows) {
     const bool is_there = row < from.num_rows && is_kept(row);
@@ -92,20 +101,50 @@ template <class T, int Rows, int Columns, int Run, class Element>
 CUFLASH_DEVICE void store(Matrix<Element> to, const RegisterTile<T, Rows, Columns, Run>& from) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
 #pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i)
-    if (Tile::row(i) < to.num_rows)  // asked once a row: less text
+  for (int i = 0; i < Tile::kRows; ++i) {
+    if (Tile::row(i) >= to.num_rows) continue;
+    Element* run = &to.at(Tile::row(i), Tile::column(0));  // counted on: to multiply for each address is much text
 #pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j)
-        if (Tile::column(j) < to.num_columns) narrow(from.at[i][j], to.at(Tile::row(i), Tile::column(j)));
+    for (int j = 0; j < Tile::kColumns; j += Run, run += kColumnLanes * Run * to.column_stride)
+#pragma unroll
+      for (int e = 0; e < Run; ++e)
+        if (Tile::column(j + e) < to.num_columns) narrow(from.at[i][j + e], run[e * to.column_stride]);
+  }
+}
+
+// The same, runs that are vectors as such, where the matrix has them.
+template <class T, int Rows, int Columns, int Run, class Element>
+CUFLASH_DEVICE void store_in_vectors(Matrix<Element> to, const RegisterTile<T, Rows, Columns, Run>& from) {
+  using Tile = RegisterTile<T, Rows, Columns, Run>;
+  if constexpr (Run == Vector<Element>::kLength) {
+    if (!has_vectors(to)) return store(to, from);
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+      if (Tile::row(i) >= to.num_rows) continue;
+      Element* const data = &to.at(Tile::row(i), 0);
+#pragma unroll
+      for (int j = 0; j < Tile::kColumns; j += Run) {
+        Vector<Element> x;
+#pragma unroll
+        for (int e = 0; e < Run; ++e) narrow(from.at[i][j + e], x.at[e]);
+        if (Tile::column(j) < to.num_columns) *reinterpret_cast<Vector<Element>*>(data + Tile::column(j)) = x;
+      }
+    }
+  } else {
+    store(to, from);
+  }
 }
 
 // Add shared memory to global memory, as far as the matrix goes, while other blocks do. Called by all threads.
 template <class T, int Rows, int Columns, int Pitch>
 CUFLASH_DEVICE void add(Matrix<T> to, SharedTile<T, Rows, Columns, Pitch> from) {
-  for (int row = load_row(); row < to.num_rows; row += kLoadRows)
-#pragma unroll 4
-    for (int column = load_column(); column < Columns; column += kLoadColumns)
-      if (column < to.num_columns) ptx::red_add(&to.at(row, column), from.at(row, column));
+  const int64_t stride = kLoadColumns * to.column_stride;
+  for (int row = load_row(); row < to.num_rows; row += kLoadRows) {
+    T* data = &to.at(row, load_column());
+#pragma unroll
+    for (int column = load_column(); column < Columns; column += kLoadColumns, data += stride)
+      if (column < to.num_columns) ptx::red_add(data, from.at(row, column));
+  }
 }
 
 }  // namespace cuflash::tile

@@ -70,7 +70,7 @@ template <class Tile>
 CUFLASH_DEVICE void store_both(const Matrix<Element>& matrix, T* memory) {
   Tile tile;
   number(tile);
-  store(matrix, tile);
+  store_in_vectors(matrix, tile);
   const Shared shared{ptx::dynamic_shared<T>()};
   for (int i = threadIdx.x; i < Shared::kElements; i += kThreads) shared.data[i] = -7;
   __syncthreads();
