@@ -108,10 +108,11 @@ def attention(
         1 / sqrt(head_dim) unless given.
         Arrays of any library with DLPack are taken where they lie and without a copy; results are NumPy's or CuPy's.
     kernel : str
-        Of the gpu and sim executors "auto" or a family's name: "sm80", tensor cores, float16 and bfloat16 from compute
-        capability 8.0 on, which "auto" takes where it can; "simt", which serves everything; "naive", a baseline that
-        others are compared with: three kernels over whole matrices of scores, so memory is not linear; float16 and
-        float32.
+        Of the gpu and sim executors "auto", the fastest that serves, or a family's name: "sm80", tensor cores, float16
+        and bfloat16 from compute capability 8.0 on; "sm90", Hopper's own instructions, on compute capability 9.0 alone,
+        whose backward pass is that of "sm80" where dims are wider than 128, a list's blocks smaller than tiles or dq
+        must be repeatable; "simt", which serves everything; "naive", a baseline that others are compared with: three
+        kernels over whole matrices of scores, so memory is not linear; float16 and float32.
     executor : str
         "auto" lets the arrays decide: "gpu" for arrays on a CUDA device, which must be CuPy's current one, on whose
         current stream everything runs; "cpu" for all others. "sim" runs the GPU's kernels on a simulator, for tests.
@@ -293,6 +294,9 @@ def plan(
     if where != "cpu":
         family, why = routed(problem, target) if kernel == "auto" else (kernel, "")
     made = _plan(problem, resolved, target, family, bool(deterministic))
+    if kernel == "auto" and family == "sm90" and made.cuts_tiles:
+        family, why = "sm80", "16-bit elements on tensor cores, in blocks that are not made of 128 x 128"
+        made = _plan(problem, resolved, target, family, bool(deterministic))
     for spec in made.specs.values():
         assert made.device.compute_capability is not None
         compile.architecture(spec, made.device.compute_capability)

@@ -19,6 +19,7 @@ from .memory import layout_reasons
 from .params import View
 from .plans import Plan
 from .source import KernelSpec
+from .tensor_map import Template, Tiles, encoded, template
 from .tiles import shared_bytes
 from .work_list import WorkList
 
@@ -149,10 +150,13 @@ class _Gpu:
         if not resident.leave():
             self._leaving.append(resident)
 
-    def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, params: Any) -> None:
+    def tensor_map(self, tiles: Tiles) -> Template:
+        return template(encoded, tiles)
+
+    def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
         import cupy
 
-        _function(spec, shared_bytes)((grid,), (spec.num_threads,), (params,), shared_mem=shared_bytes)
+        _function(spec, shared_bytes)((grid,), (spec.num_threads,), arguments, shared_mem=shared_bytes)
         if checks.current() is not None:
             try:
                 cupy.cuda.get_current_stream().synchronize()
@@ -308,11 +312,11 @@ def repeated(
     _compile_at_once(plan, kernels)
     rooms = results | passes.workspaces(plan, kernels)
     views = *starmap(View.of, given.items()), *starmap(View.of_new, rooms.items())
-    records, launches = passes.bound(plan, kernels.entries, views)
+    records, launches = passes.bound(plan, kernels.entries, views, _GPU)
     resident = _GPU.resident(plan.work)
     lists = {} if resident is None else resident.arrays
     filler = records.placed({name: _GPU.address(array) for name, array in lists.items()})
-    ready = [(_function(spec, nbytes), (grid,), (spec.num_threads,), nbytes) for spec, grid, nbytes in launches]
+    ready = [(spec, _function(spec, nbytes), (grid,), (spec.num_threads,), nbytes) for spec, grid, nbytes in launches]
     names, odd = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
     new, num_results = [(room.shape, room.dtype) for room in rooms.values()], len(results)
     empty, current_stream = cupy.empty, cupy.cuda.get_current_stream
@@ -327,9 +331,9 @@ def repeated(
         if resident is not None:
             resident.on(stream)
         filled = filler.filled(addresses)
-        for function, grid, threads, nbytes in ready:
-            for record in filled.records:
-                function(grid, threads, (record,), nbytes)
+        for spec, function, grid, threads, nbytes in ready:
+            for arguments in filled.arguments(spec):
+                function(grid, threads, arguments, nbytes)
         filler.reuse(filled)
         if stream.is_capturing():
             _captured.setdefault(plan, []).extend(made)

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import Array, ShapeDtype
 from .plans import Plan
-from .records import ARRAYS, BATCH_AXES, LISTS, PARAMS, PART_ARRAYS, ROW_VECTORS, WHOLE_ARRAYS
+from .records import (
+    ARRAYS,
+    BATCH_AXES,
+    LISTS,
+    MAPPED,
+    MAPPED_ARRAYS,
+    PARAMS,
+    PART_ARRAYS,
+    ROW_VECTORS,
+    TENSOR_MAPS,
+    WHOLE_ARRAYS,
+)
+from .source import KernelSpec
+from .tensor_map import Template, Tiles
 from .work_list import IntervalWork, WorkList
 
 UNLIMITED = 1 << 40  # beyond any length, and far from overflow
+_MAP_BATCH_AXES = 2  # a tensor map has five axes; further ones take a launch for each of their entries
+_NO_STRIDE = -1  # of rows that all are the same: no tensor map
 _WITHIN = {"whole": WHOLE_ARRAYS, "parts": PART_ARRAYS}  # arrays that have a record of their own
 
 
@@ -60,14 +76,35 @@ class Records:
 
     views: tuple[View, ...]
     templates: tuple[Any, ...]  # records whose addresses are offsets in bytes
+    maps: Any  # a record of tensor maps, whose addresses are missing
+    map_places: Mapping[str, int]  # of addresses of arrays that have a map, in words
 
     @classmethod
-    def of(cls, plan: Plan, views: tuple[View, ...]) -> Records:
+    def of(
+        cls,
+        plan: Plan,
+        views: tuple[View, ...],
+        boxes: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+        tensor_map: Callable[[Tiles], Template] | None = None,
+    ) -> Records:
+        """Of some arrays, kernels copy boxes of so many rows and columns by what `tensor_map` makes."""
         problem = plan.problem
         strides = [_strides(view, plan) for view in views]
         axes = _folded(problem.batch, [steps[:-3] for steps in strides])
-        inner, outer = axes[-BATCH_AXES:], axes[:-BATCH_AXES]
+        most = _MAP_BATCH_AXES if boxes else BATCH_AXES
+        inner, outer = axes[-most:], axes[:-most]
         padding = BATCH_AXES - len(inner)
+        maps, map_places = np.zeros((), TENSOR_MAPS), dict[str, int]()
+        for index, (view, steps) in enumerate(zip(views, strides)):
+            if view.name not in boxes or tensor_map is None:
+                continue
+            batch = [(1, 0)] * (_MAP_BATCH_AXES - len(inner)) + [(extent, by[index]) for extent, by in inner]
+            tiles = _tiles(view, plan, batch, steps[-3:], boxes[view.name])
+            if not tiles.reasons(address=0):
+                made = tensor_map(tiles)
+                maps[view.name] = made.words, 1
+                start = MAPPED_ARRAYS.index(view.name) * MAPPED.itemsize // 8
+                map_places[view.name] = start + made.place
         record = np.zeros((), PARAMS)
         record["work"] = _work(plan.work)
         record["shape"] = (
@@ -79,45 +116,58 @@ class Records:
         for place in np.ndindex(*(extent for extent, _ in outer)):
             for index, (view, steps) in enumerate(zip(views, strides)):
                 start = sum(number * by[index] for number, (_, by) in zip(place, outer)) * view.dtype.itemsize
-                batch = [0] * padding + [by[index] for _, by in inner]
+                steps_of_batch = [0] * padding + [by[index] for _, by in inner]
                 within = [record[name] for name, arrays in _WITHIN.items() if view.name in arrays] or [record]
-                within[0][view.name] = (start, batch, *steps[-3:], view.dtype == problem.accumulator)
+                within[0][view.name] = (start, steps_of_batch, *steps[-3:], view.dtype == problem.accumulator)
             templates.append(record.copy())
             record["shape"]["first_batch"] += prod(extent for extent, _ in inner)
-        return cls(views, tuple(templates))
+        return cls(views, tuple(templates), maps, map_places)
 
     def at(self, addresses: Mapping[str, int]) -> list[Any]:
         """The records for arrays, and arrays of the work, that lie at these addresses."""
         names = [view.name for view in self.views]
         filler = self.placed({name: address for name, address in addresses.items() if name not in names})
-        return filler.filled([addresses[name] for name in names]).records
+        return [params for params, _ in filler.filled([addresses[name] for name in names]).records]
 
     def placed(self, lists: Mapping[str, int]) -> Filler:
         """What makes records of arrays' addresses alone: arrays of the work lie at these."""
         places = [_PLACES[view.name] for view in self.views]
+        maps = self.maps.reshape(1).view(np.uint64)
+        names = [view.name for view in self.views]
         templates = []
         for template in self.templates:
-            words = template.reshape(1).view(np.uint64).copy()
+            words = np.concatenate([template.reshape(1).view(np.uint64), maps])
             words[[_PLACES[name] for name in lists]] = list(lists.values())
-            templates.append((words, tuple(zip(places, words[places].tolist()))))
+            starts = words[places].tolist()
+            of_maps = ((_WORDS + place, names.index(name)) for name, place in self.map_places.items())
+            mapped = tuple((place, starts[number], number) for place, number in of_maps)
+            templates.append((words, tuple(zip(places, starts)), mapped))
         return Filler(templates)
 
 
 # One field makes a scalar that is a view. CuPy looks at its type alone; fields of fields would take it 70 us.
 _BYTES = np.dtype([("bytes", np.void, PARAMS.itemsize)])
+_MAP_BYTES = np.dtype([("bytes", np.void, TENSOR_MAPS.itemsize)])
+_WORDS = PARAMS.itemsize // 8
 
 
 class Filled(NamedTuple):
-    """Records of a call, and the words that they are made of."""
+    """Records of a call, each with its tensor maps, and the words that they are made of."""
 
-    records: list[Any]
+    records: list[tuple[Any, Any]]
     words: list[memoryview]
+
+    def arguments(self, spec: KernelSpec) -> Sequence[tuple[Any, ...]]:
+        """Of a kernel's launches."""
+        return self.records if spec.takes_maps else [(params,) for params, _ in self.records]
 
 
 class Filler:
     """Records complete but for the addresses of arrays, which each call has its own of."""
 
-    def __init__(self, templates: list[tuple[Any, tuple[tuple[int, int], ...]]]) -> None:
+    def __init__(
+        self, templates: list[tuple[Any, tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]]
+    ) -> None:
         self._templates = templates
         self._spare: list[Filled] = []
 
@@ -127,9 +177,11 @@ class Filler:
             filled = self._spare.pop()
         except IndexError:  # asked so, no other thread comes between the question and the answer
             filled = self._made()
-        for words, (_, places) in zip(filled.words, self._templates):
+        for words, (_, places, mapped) in zip(filled.words, self._templates):
             for (place, start), address in zip(places, addresses):
                 words[place] = start + address
+            for place, start, number in mapped:
+                words[place] = start + addresses[number]
         return filled
 
     def reuse(self, filled: Filled) -> None:
@@ -137,8 +189,9 @@ class Filler:
         self._spare.append(filled)
 
     def _made(self) -> Filled:
-        copies = [template.copy() for template, _ in self._templates]
-        return Filled([words.view(_BYTES)[0] for words in copies], [memoryview(words) for words in copies])
+        copies = [template.copy() for template, *_ in self._templates]
+        records = [(words[:_WORDS].view(_BYTES)[0], words[_WORDS:].view(_MAP_BYTES)[0]) for words in copies]
+        return Filled(records, [memoryview(words) for words in copies])
 
 
 def _strides(view: View, plan: Plan) -> tuple[int, ...]:
@@ -153,6 +206,19 @@ def _strides(view: View, plan: Plan) -> tuple[int, ...]:
     batch = [step if extent != 1 else 0 for step, extent in zip(steps, shape[: len(problem.batch)])]
     heads = [] if problem.has_heads else [0]
     return (*batch, *heads, *steps[len(batch) :], *([] if columns else [0]))
+
+
+def _tiles(
+    view: View, plan: Plan, batch: Sequence[tuple[int, int]], steps: Sequence[int], box: tuple[int, int]
+) -> Tiles:
+    """An array [batch, batch, heads, rows, columns] as boxes. An axis of stride 0 has extent 1, and so does one that is
+    not there."""
+    problem, itemsize = plan.problem, view.dtype.itemsize
+    heads = problem.num_heads if view.name in ("q", "do") else problem.num_kv_heads
+    leading = [(extent if step else 1, step) for extent, step in (*batch, (heads, steps[0]))]
+    axes = [*leading, (view.shape[-2], steps[1] or _NO_STRIDE), (view.shape[-1], steps[2])]
+    shape, strides = (tuple(side) for side in zip(*((extent, step * itemsize) for extent, step in axes)))
+    return Tiles(view.dtype, shape, strides, (1, 1, 1, *box), box[1] * itemsize)
 
 
 def _folded(batch: tuple[int, ...], strides: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:

@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from . import checks
+from . import checks, sm90_tiles
 from .arrays import Array, ShapeDtype
 from .params import Records, View
 from .plans import Plan
 from .source import KernelSpec
+from .tensor_map import Template, Tiles
 from .tiles import shared_bytes
 from .work_list import WorkList
 
@@ -41,6 +42,9 @@ _WRITES = {
     "sm80_backward_rows": ("dq",),
     "sm80_forward": ("o", "lse"),
     "sm80_combine": ("o", "lse"),
+    "sm90_forward": ("o", "lse"),
+    "sm90_backward": ("dq_sum", "dk", "dv"),
+    "sm90_convert_dq": ("dq",),
     "simt_forward": ("o", "lse"),
     "simt_backward_statistics": ("delta", "dq"),
     "simt_backward": ("dq", "dk", "dv"),
@@ -67,7 +71,10 @@ class Machine(Protocol):
     def lists(self, work: WorkList) -> dict[str, Array]:
         """The arrays of a work list where kernels can read them."""
 
-    def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, params: Any) -> None:
+    def tensor_map(self, tiles: Tiles) -> Template:
+        """How kernels copy tiles of arrays that lie alike."""
+
+    def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
         """Run a kernel on `grid` blocks; it may still be running when this returns."""
 
 
@@ -130,23 +137,25 @@ def workspaces(plan: Plan, kernels: Pass) -> dict[str, ShapeDtype]:
     }
 
 
-def bound(plan: Plan, entries: tuple[str, ...], views: tuple[View, ...]) -> Bound:
+def bound(plan: Plan, entries: tuple[str, ...], views: tuple[View, ...], machine: Machine) -> Bound:
     """The launches of passes over arrays that lie so."""
     known = _bound.setdefault(plan, {})
-    found = known.get((entries, views))
+    found = known.get((type(machine), entries, views))
     if found is None:
-        records = Records.of(plan, views)
         specs = [plan.specs[entry] for entry in entries]
-        launches = (Launch(spec, plan.grid(spec) // len(records.templates), shared_bytes(spec)) for spec in specs)
+        boxes = next((sm90_tiles.boxes(spec) for spec in specs if spec.takes_maps), {})
+        records = Records.of(plan, views, boxes, machine.tensor_map)
+        tiles = [plan.grid(spec) // len(records.templates) for spec in specs]
+        launches = (Launch(spec, plan.blocks(spec, count), shared_bytes(spec)) for spec, count in zip(specs, tiles))
         found = Bound(records, tuple(launch for launch in launches if launch.grid))
         if len(known) >= _MOST_BOUND:
             known.clear()
-        known[entries, views] = found
+        known[type(machine), entries, views] = found
     return found
 
 
 _MOST_BOUND = 64  # ways for arrays to lie, of one plan
-_bound: WeakKeyDictionary[Plan, dict[tuple[tuple[str, ...], tuple[View, ...]], Bound]] = WeakKeyDictionary()
+_bound: WeakKeyDictionary[Plan, dict[tuple[type, tuple[str, ...], tuple[View, ...]], Bound]] = WeakKeyDictionary()
 
 
 def _run(plan: Plan, machine: Machine, kernels: Pass, arrays: dict[str, Array]) -> list[Array]:
@@ -155,15 +164,15 @@ def _run(plan: Plan, machine: Machine, kernels: Pass, arrays: dict[str, Array]) 
         empty = machine.empty if check is None else partial(check.empty, name)
         arrays[name] = empty(room.shape, room.dtype)
     views = tuple(View.of(name, array) for name, array in arrays.items())
-    records, launches = bound(plan, kernels.entries, views)
+    records, launches = bound(plan, kernels.entries, views, machine)
     lists = machine.lists(plan.work)
     if check is not None:
         checks.check_lists(plan.work, lists)
     filler = records.placed({name: machine.address(array) for name, array in lists.items()})
-    params = filler.filled([machine.address(array) for array in arrays.values()]).records
+    filled = filler.filled([machine.address(array) for array in arrays.values()])
     for spec, grid, nbytes in launches:
-        for record in params:
-            machine.launch(spec, grid, nbytes, record)
+        for arguments in filled.arguments(spec):
+            machine.launch(spec, grid, nbytes, arguments)
         if check is not None:
             written = tuple(rooms) if spec.is_split else _WRITES[spec.name]
             check.after(spec.name, {name: arrays[name] for name in written})

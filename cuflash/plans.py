@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from types import MappingProxyType
 
-from . import sm80_tiles
+import numpy as np
+
+from . import sm80_tiles, sm90_tiles
 from .device import DeviceSpec
-from .mask import Mask
+from .mask import Band, Mask
 from .problem import Problem
 from .source import KernelSpec
 from .tiles import Tile, blocks_at_once, host_tile, kernel_specs, shared_bytes
@@ -18,6 +21,8 @@ from .work_list import IntervalWork, ListedWork, WorkList, work_list
 # When blocks share a tile's keys: `Plan._splits_that_pay`.
 _FULL, _ALMOST = 0.8, 0.85  # shares of what a GPU holds at once, and of the best that sharing reaches
 _FEWEST_STEPS, _MOST_WAVES, _MOST_SPLITS = 4, 4, 128
+# When blocks go on from tile to tile: steps' time that a tile takes beside them; `Plan._places_that_balance`.
+_STEPS_BESIDE, _UNEVEN, _MOST_ROUNDS = 2, 1.05, 64
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,6 +117,21 @@ class Plan:
         }
         return problem.mask_shape.num_batch * tiles * parts.get(spec.entry, 1)
 
+    def blocks(self, spec: KernelSpec, num_tiles: int) -> int:
+        """Blocks that a kernel is launched with to work on so many tiles: one each, or as many as a GPU holds, which go
+        on to further tiles. Where only the kernel learns how long tiles are, the GPU hands them out better than blocks
+        would share them."""
+        if spec.name != "sm90_forward" or not isinstance(self.work, IntervalWork) or self.work.band is None:
+            return num_tiles
+        return min(num_tiles, blocks_at_once(spec, self.device))
+
+    @property
+    def cuts_tiles(self) -> bool:
+        """Whether tiles of the sm90 family are smaller than they would be without a list."""
+        sides = (self.work.block_q, self.work.block_kv)
+        whole = all(side % most == 0 for side, most in zip(sides, sm90_tiles.LIST_BLOCK))
+        return isinstance(self.work, ListedWork) and not whole
+
     def split(self, num_splits: int | None = None) -> Plan:
         """The same, but that blocks of the forward pass share each tile's keys: so many, or as many as pay."""
         work = self.work
@@ -157,19 +177,45 @@ class Plan:
 
     @property
     def places_in_turn(self) -> int:
-        """Matrices whose tiles are worked on in turn, where a list says which are long. One without a list.
+        """Matrices whose tiles are worked on in turn, where a list says which are long. One without a list, unless
+        blocks of the sm90 family share tiles of unlike lengths.
 
         On tensor cores as many as find room in half of the level-2 cache, K and V or, in a backward pass, about twice
         as much. All where multiply-adds are what takes time: that K and V come from memory costs a fiftieth, and the
         fewer take turns the more of the GPU idles at the end (experiments/results/simt_sparse.log).
         """
         if not isinstance(self.work, ListedWork):
-            return 1
-        if self.family != "sm80":
+            return self._places_that_balance
+        if self.family not in ("sm80", "sm90"):
             return self.num_matrices
         problem = self.problem
         nbytes = problem.seqlen_kv * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
         return max(1, self.device.cache_bytes // (2 * max(nbytes, 1)))
+
+    @cached_property
+    def _places_that_balance(self) -> int:
+        """How many matrices take turns where blocks go on from tile to tile of a band: the fewest, for the level-2
+        cache's sake, that keep the block with the most to do within a twentieth of the mean; or who come closest."""
+        problem, work, spec = self.problem, self.work, self.specs.get("forward")
+        if spec is None or spec.family != "sm90" or not isinstance(work, IntervalWork) or work.band in (None, Band()):
+            return 1
+        first = np.arange(0, problem.seqlen_q, spec.block_q)
+        last = np.minimum(first + spec.block_q, problem.seqlen_q) - 1
+        lo = 0 if work.band.lower is None else np.maximum(first + work.band.lower, 0)
+        hi = problem.seqlen_kv if work.band.upper is None else np.minimum(last + work.band.upper + 1, problem.seqlen_kv)
+        steps = _STEPS_BESIDE + np.maximum(-(-(hi - lo) // spec.block_kv), 0)[::-1]
+        blocks = blocks_at_once(spec, self.device)
+        places = min(self.num_matrices, -(-_MOST_ROUNDS * blocks // len(steps)))
+        longest = {}
+        for in_turn in sorted({min(1 << power, places) for power in range(places.bit_length() + 1)}):
+            turns = [np.repeat(steps, min(in_turn, places - start)) for start in range(0, places, in_turn)]
+            rounds = np.concatenate(turns)
+            rounds = np.pad(rounds, (0, -len(rounds) % (2 * blocks))).reshape(-1, 2, blocks)
+            of_blocks = rounds[:, 0].sum(axis=0) + rounds[:, 1, ::-1].sum(axis=0)
+            longest[in_turn] = of_blocks.max() / of_blocks.mean()
+            if longest[in_turn] <= _UNEVEN:
+                return in_turn
+        return min(longest, key=longest.__getitem__)
 
     def workspace_shape(self, name: str) -> tuple[int, ...]:
         """Of an array that one kernel leaves to another: a number a query, a row of scores a query, tiles of dQ, or
@@ -311,7 +357,7 @@ def make_plan(
     else:
         specs = kernel_specs(family, problem, device, deterministic=deterministic)
         first = next(iter(specs.values()))
-        tile = Tile(first.block_q, first.block_kv)
+        tile = Tile(*sm90_tiles.LIST_BLOCK) if family == "sm90" else Tile(first.block_q, first.block_kv)
     work = work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
     if family is not None and isinstance(work, ListedWork):
         specs = kernel_specs(family, problem, device, (work.block_q, work.block_kv), deterministic=deterministic)

@@ -58,18 +58,29 @@ PARAMS = np.dtype(
     [*((name, MATRICES) for name in ARRAYS), ("shape", SHAPE), ("work", WORK), ("whole", WHOLE), ("parts", PARTS)],
     align=True,
 )
+MAPPED_ARRAYS = ("q", "k", "v", "do")
+MAPPED = np.dtype(
+    {"names": ("map", "is_there"), "formats": ((np.uint64, (16,)), np.int64), "offsets": (0, 128), "itemsize": 192}
+)
+TENSOR_MAPS = np.dtype([(name, MAPPED) for name in MAPPED_ARRAYS])  # beside PARAMS, to kernels of the sm90 family
 ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts")  # of one number a row
 _RECORDS = {
     "Matrices": MATRICES, "Shape": SHAPE, "Work": WORK, "WholeMatrices": WHOLE, "Parts": PARTS, "Params": PARAMS,
 }  # fmt: skip
 
 
-def assertions(*, host: bool = False) -> str:
-    """C++ that stops NVRTC, or the host's compiler, where a record of params.cuh is not laid out as its NumPy twin."""
+_MAP_RECORDS = {"Mapped": MAPPED, "TensorMaps": TENSOR_MAPS}
+
+
+def assertions(*, host: bool = False, with_maps: bool = False) -> str:
+    """C++ that stops NVRTC, or the host's compiler, where a record of params.cuh is not laid out as its NumPy twin.
+
+    With maps, those of tensor_maps.cuh too.
+    """
     # NVRTC has no offsetof without headers, but the operator that its front end's own offsetof is made of.
     place = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
     lines = []
-    for record, dtype in _RECORDS.items():
+    for record, dtype in (_RECORDS | (_MAP_RECORDS if with_maps else {})).items():
         assert dtype.fields is not None
         for name, (kind, offset, *_) in dtype.fields.items():
             member = "do_" if name == "do" else name

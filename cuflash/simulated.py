@@ -12,6 +12,7 @@ from . import passes, sim
 from .arrays import Array
 from .plans import Plan
 from .source import KernelSpec, source
+from .tensor_map import Template, Tiles, simulated, template
 from .work_list import WorkList
 
 
@@ -39,8 +40,11 @@ class Simulator:
     def lists(self, work: WorkList) -> dict[str, Array]:
         return work.lists
 
-    def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, params: Any) -> None:
-        _kernel(spec, self.sanitize)((grid,), spec.num_threads, (params,), shared_bytes, self.schedule)
+    def tensor_map(self, tiles: Tiles) -> Template:
+        return template(simulated, tiles)
+
+    def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
+        _kernel(spec, self.sanitize)((grid,), spec.num_threads, arguments, shared_bytes, self.schedule)
 
 
 @lru_cache(maxsize=256)

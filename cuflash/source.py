@@ -94,6 +94,11 @@ class KernelSpec:
         return f"{self.family}_{self.entry}"
 
     @property
+    def takes_maps(self) -> bool:
+        """The kernel has a second parameter, of tensor maps."""
+        return self.family == "sm90" and self.entry != "convert_dq"
+
+    @property
     def num_threads(self) -> int:
         return 32 * self.num_warps
 
@@ -124,7 +129,8 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     seen: set[str] = set()
     types = "".join(_flattened("ptx/types.cuh", seen, host))
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", seen, host))
-    layout = f'#line 1 "cuflash/records.py: assertions()"\n{assertions(host=host)}'
+    maps = "attention/tensor_maps.cuh"
+    layout = f'#line 1 "cuflash/records.py: assertions()"\n{assertions(host=host, with_maps=maps in seen)}'
     return f"// {spec}\n{types}{spec.constants()}{entry}{layout if 'attention/params.cuh' in seen else ''}"
 
 

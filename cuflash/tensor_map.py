@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -141,6 +142,32 @@ def encoded(tiles: Tiles, address: int) -> Any:
     if code:
         raise RuntimeError(f"the driver makes no tensor map of {tiles} at {address:#x}: {code!r}")
     return np.frombuffer(ctypes.string_at(made.getPtr(), BYTES), f"V{BYTES}")[0]
+
+
+class Template(NamedTuple):
+    """A tensor map but for the address: 16 words of 8 bytes, and which of them it is."""
+
+    words: tuple[int, ...]
+    place: int
+
+
+_ADDRESSES = 0x5A5A_5A5A_5A50, 0x25A5_A5A5_A5A0  # of no array: they differ in most bits
+
+
+@lru_cache(maxsize=4096)
+def template(make: Callable[[Tiles, int], Any], tiles: Tiles) -> Template:
+    """What tensor maps of arrays that lie alike share; `make` is `simulated` or `encoded`.
+
+    Raises
+    ------
+    RuntimeError
+        Maps of two addresses do not differ in one word that holds them, so none can be made of another.
+    """
+    made = [np.frombuffer(make(tiles, address).tobytes(), np.uint64).tolist() for address in _ADDRESSES]
+    places = [place for place, (one, other) in enumerate(zip(*made)) if one != other]
+    if len(places) != 1 or tuple(words[places[0]] for words in made) != _ADDRESSES:
+        raise RuntimeError("this driver's tensor maps do not hold an address as cuflash knows it: use kernel='sm80'")
+    return Template(tuple(made[0]), places[0])
 
 
 def _check(tiles: Tiles, address: int) -> None:

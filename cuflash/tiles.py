@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import sm80_tiles
+from . import sm80_tiles, sm90_tiles
 from .arrays import BFLOAT16, accumulator_dtype
 from .device import DeviceSpec
 from .errors import UnsupportedProblem
@@ -64,11 +64,12 @@ _SIMT = {
     "backward": _Entry(False, 1, ("head_dim", "value_dim"), 160, 144, most_rows=64, least_step=16),  # 128 rows spill
 }
 _STATISTICS_BLOCK_Q = 64  # of backward_statistics, which multiplies nothing and keeps nothing
-FAMILIES = ("simt", "sm80", "naive")
+FAMILIES = ("simt", "sm80", "sm90", "naive")
 _NAIVE_SIDE = 32  # of a tile of the naive family, and the columns that it multiplies at a time
 _SERVED = {  # dtypes that a family serves; the simt family serves all
     "naive": (np.dtype(np.float16), np.dtype(np.float32)),
     "sm80": (np.dtype(np.float16), BFLOAT16),
+    "sm90": (np.dtype(np.float16), BFLOAT16),
 }
 
 
@@ -92,13 +93,23 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[str, str]:
 
     ============================================  ======
     precision tf32 or tf32x3                      sm80
+    precision 'tf32' or 'tf32x3'                  sm80
+    float16, bfloat16, compute capability 9.0     sm90
     float16, bfloat16, compute capability >= 8.0  sm80
     everything                                    simt
     ============================================  ======
+
+    sm90 is passed over where its tiles of 128 queries are fewer than multiprocessors, where at most 64 columns meet
+    fewer than 4096 keys, and by the plan where a list's blocks are not made of 128 x 128: sm80 is faster there.
     """
     if problem.precision != "ieee":
         return "sm80", "it has the precision asked for"
     capability = device.compute_capability
+    num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-problem.seqlen_q // 128)
+    is_wide = max(problem.head_dim, problem.value_dim) > 64
+    fits = num_tiles >= device.num_processors and (is_wide or problem.seqlen_kv >= 4096)
+    if problem.dtype in _SERVED["sm90"] and capability == (9, 0) and fits:
+        return "sm90", "16-bit elements on Hopper's tensor cores"
     if problem.dtype in _SERVED["sm80"] and capability is not None and capability >= (8, 0):
         return "sm80", "16-bit elements on tensor cores, from compute capability 8.0 on"
     return "simt", "it serves every dtype, mask and chip"
@@ -157,10 +168,14 @@ def kernel_specs(
             [f"bfloat16 needs compute capability 8.0; {device.name} is older: use float16 or float32"]
         )
     head_dim, value_dim = (next(room for room in DIMS if room >= dim) for dim in (problem.head_dim, problem.value_dim))
-    if family == "sm80":
-        return sm80_tiles.specs(
-            problem, (head_dim, value_dim), device, largest, problem.seqlen_q, deterministic=deterministic
-        )
+    if family in ("sm80", "sm90"):
+        dims, length = (head_dim, value_dim), problem.seqlen_q
+        chosen = sm80_tiles.specs(problem, dims, device, largest, length, deterministic=deterministic)
+        if family == "sm90":
+            chosen["forward"] = sm90_tiles.forward_spec(problem.dtype, dims, device, largest, length)
+            if not deterministic:  # dQ is added up in any order; else, and where tiles are too large, sm80's serve
+                chosen |= sm90_tiles.backward_specs(problem.dtype, dims, largest)
+        return chosen
     specs = {}
     for entry in entries(family, problem, deterministic=deterministic):
         smallest = KernelSpec(
@@ -275,6 +290,8 @@ def shared_bytes(spec: KernelSpec) -> int:
         return _naive_shared_bytes(spec, itemsize, vector)
     if spec.family == "sm80":
         return sm80_tiles.shared_bytes(spec)
+    if spec.family == "sm90":
+        return sm90_tiles.shared_bytes(spec)
     if spec.entry == "backward_statistics":
         return 0
     rows, step = rows_and_step(spec)

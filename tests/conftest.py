@@ -36,11 +36,22 @@ def _why_no_gpu() -> str | None:
     return None if count else "CuPy finds no GPU"
 
 
+def _why_not_of(major: int, minor: int) -> str | None:
+    import cupy
+
+    found = cupy.cuda.Device().compute_capability
+    wanted = f"{major}{minor}"
+    return None if found == wanted else f"the GPU must have compute capability {wanted}; it has {found}"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if marked else None
-    for item in marked if reason else []:
-        item.add_marker(pytest.mark.skip(reason=reason))
+    for item in marked:
+        wanted = item.get_closest_marker("gpu").args
+        why = reason or (_why_not_of(*wanted) if wanted else None)
+        if why:
+            item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.fixture

@@ -145,12 +145,12 @@ class Function(cupy_double.Function):
     spec: KernelSpec
 
     def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...], shared_mem: int = 0) -> None:
-        machine, record = self.machine, args[0].copy()
+        machine, records = self.machine, tuple(record.copy() for record in args)
         machine.log.append(("launch", machine.stream.ptr, self.spec.entry))
 
         def run() -> None:
             if machine.runs_kernels:
-                simulated._kernel(self.spec, "")(grid, block[0], (record,), shared_mem)
+                simulated._kernel(self.spec, "")(grid, block[0], records, shared_mem)
 
         if machine.stream.nodes is None:
             run()

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import cuflash
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+HALVES = DTYPES[:2]
 
 
 @functools.cache
@@ -66,19 +67,23 @@ class Run:
         Of a short run.
     deterministic : bool
         What its calls ask for.
+    kernel : str
+        The family of kernels that its calls name.
     """
 
     executor: str
     drawn: tuple[tuple[str, Any], ...] = ()
     most_examples: int | None = None
     deterministic: bool = False
+    kernel: str = "auto"
 
     def __str__(self) -> str:
-        return f"{self.executor}-deterministic" if self.deterministic else self.executor
+        kernel = "" if self.kernel == "auto" else f"-{self.kernel}"
+        return f"{self.executor}{kernel}" + "-deterministic" * self.deterministic
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"executor": self.executor, "deterministic": self.deterministic}
+        return {"executor": self.executor, "deterministic": self.deterministic, "kernel": self.kernel}
 
     @property
     def is_on_device(self) -> bool:
@@ -127,6 +132,8 @@ class Run:
     def examples(self, **drawn: Any) -> st.SearchStrategy[Example]:
         if self.is_on_device and _why_no_bfloat16():
             drawn["dtypes"] = [name for name in DTYPES if name != "bfloat16"]
+        if self.kernel == "sm90":
+            drawn["dtypes"] = [name for name in drawn.get("dtypes", DTYPES) if name in HALVES]
         return examples(**drawn | ({} if _is_long() else dict(self.drawn))).map(self.rounded)
 
     def rounded(self, example: Example) -> Example:

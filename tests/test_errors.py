@@ -84,7 +84,7 @@ def test_unequal_lengths_need_an_alignment_by_name():
 
 
 def test_all_reasons_come_at_once():
-    reasons = reasons_of(Q, Q[..., :4], Q, scale=float("inf"), kernel="sm90", executor="gpu")
+    reasons = reasons_of(Q, Q[..., :4], Q, scale=float("inf"), kernel="sm91", executor="gpu")
     assert len(reasons) == 4
 
 

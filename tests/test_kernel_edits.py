@@ -133,24 +133,24 @@ EDITS = {
         "rows_starting_by(params, tile.place, tile.first),",
     ),
     "a tile runs over its block": (
-        "attention/work_tile.cuh", "min(min(work.first + height, start + block), side.length)",
+        "attention/work_tile.cuh", "min(min(work.first + height, start + cut.block), side.length)",
         "min(work.first + height, side.length)",
     ),
     "every tile of a block is its first": (
-        "attention/work_tile.cuh", "start + turn % tiles_in_block * height", "start"
+        "attention/work_tile.cuh", "start + turn % cut.tiles_in_block * height", "start"
     ),
     "a block is worked on twice": (
-        "attention/work_tile.cuh", "rank = turn / tiles_in_block;", "rank = turn / tiles_in_block / 2 * 2;"
+        "attention/work_tile.cuh", "rank = turn / cut.tiles_in_block;", "rank = turn / cut.tiles_in_block / 2 * 2;"
     ),
     "blocks of a list come as they stand": (
-        "attention/work_tile.cuh", "side.order[list_matrix(params.work, work.place) * num_blocks + rank]", "rank"
+        "attention/work_tile.cuh", "side.order[list_matrix(params.work, work.place) * cut.num_blocks + rank]", "rank"
     ),
     "the order of one list serves all": (
-        "attention/work_tile.cuh", "[list_matrix(params.work, work.place) * num_blocks + rank]", "[rank]"
+        "attention/work_tile.cuh", "[list_matrix(params.work, work.place) * cut.num_blocks + rank]", "[rank]"
     ),
     "a head is done before the next begins": (
         "attention/work_tile.cuh", "turn = within / places;\n    place = first_place + within % places;",
-        "turn = within % num_tiles;\n    place = first_place + within / num_tiles;",
+        "turn = within % cut.num_tiles;\n    place = first_place + within / cut.num_tiles;",
     ),
     "a step of a column is another entry's": ("attention/steps.cuh", "column_steps[place] / 4", "column_steps[0] / 4"),
     "every launch takes the masks of the first": ("attention/work_tile.cuh", "shape.first_batch + place", "place"),
@@ -208,9 +208,13 @@ EDITS = {
         "      data += Share::kRowLanes * (to.row_stride - 8);",
     ),
     "a gradient that is summed afterwards loses its last column": (
-        "attention/mma_gradient.cuh", "Gradient::column(j) < num_columns)", "Gradient::column(j) < num_columns - 1)"
+        "attention/fragment_gradient.cuh", "Gradient::column(j) < num_columns)",
+        "Gradient::column(j) < num_columns - 1)",
     ),
-    "o of tensor cores is not rescaled": ("attention/fragments.cuh", "        o.scale_row(i, rescale);\n", ""),
+    "o of tensor cores is not rescaled": (
+        "attention/fragments.cuh", "if (raise(s, softmax_scale_log2, by)) rescale(o, by);",
+        "raise(s, softmax_scale_log2, by);",
+    ),
     "a fragment's second row takes the first's mask": (
         "attention/fragments.cuh", "row = first_row + Tile::row(i);", "row = first_row + Tile::row(i / 2 * 2);"
     ),

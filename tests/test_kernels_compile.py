@@ -26,7 +26,7 @@ from cuflash.tiles import DIMS, FAMILIES, kernel_specs
 
 # One chip for each size of shared memory and each set of instructions that we use.
 CHIPS = ("T4", "A100", "RTX 3090", "L4", "H100", "B200", "RTX 5090")
-MOST_SPECS, MOST_SPECS_OF_A_GPU = 13000, 10000
+MOST_SPECS, MOST_SPECS_OF_A_GPU = 14000, 10000
 LENGTHS = (1, 1000)  # a tile of few queries, and a whole one
 Limit: TypeAlias = tuple[int, int] | None
 # Bytes by exception. 256: no tile is smaller, and it holds 16 rows of 512 sums. 128: the next smaller tile, which does
@@ -46,6 +46,9 @@ SPILLS = {
     **{("sm80_backward", dtype, 256): 68 for dtype in _HALVES},
     **{("sm80_backward_rows", dtype, 64): 8 for dtype in _HALVES},
     **{("sm80_forward", dtype, 128): 8 for dtype in _HALVES},
+    # Three warpgroups of consumers: in masks, and in the producer, which has 32 registers.
+    **{("sm90_backward", dtype, head_dim): 28 for dtype in _HALVES for head_dim in (32, 64, 96, 128)},  # the producer
+    **{("sm90_forward", dtype, head_dim): 112 for dtype in _HALVES for head_dim in (32, 64)},
     # Of tf32x3, on sm_100 alone; forward where a tile holds few queries.
     **{(name, np.dtype(np.float32), 192): 40 for name in ("sm80_backward", "sm80_backward_rows")},
     ("sm80_forward", np.dtype(np.float32), 192): 84,

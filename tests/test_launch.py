@@ -124,7 +124,7 @@ def test_calls_at_once_have_records_of_their_own_and_later_ones_have_them_again(
     views = tuple(View(name, array.dtype, array.shape, array.strides) for name, array in (("q", Q), ("k", K)))
     filler = Records.of(cuflash.plan(Q, K, V, executor="sim").plan, views).placed({})
     first, second = filler.filled([1 << 40, 2 << 40]), filler.filled([3 << 40, 4 << 40])
-    found = [np.frombuffer(each.records[0].tobytes(), PARAMS)[0] for each in (first, second)]
+    found = [np.frombuffer(each.records[0][0].tobytes(), PARAMS)[0] for each in (first, second)]
     assert [int(record[name]["data"]) >> 40 for record in found for name in ("q", "k")] == [1, 2, 3, 4]
     filler.reuse(first)
     assert filler.filled([5 << 40, 6 << 40]) is first
@@ -645,10 +645,10 @@ def after_launch(monkeypatch, entry, damage):
     """Let the simulator's next launch of an entry leave damage behind."""
     launch = simulated.Simulator.launch
 
-    def damaged(self, spec, grid, nbytes, params):
-        launch(self, spec, grid, nbytes, params)
+    def damaged(self, spec, grid, nbytes, arguments):
+        launch(self, spec, grid, nbytes, arguments)
         if spec.entry == entry:
-            damage(np.frombuffer(params.tobytes(), PARAMS)[0])
+            damage(np.frombuffer(arguments[0].tobytes(), PARAMS)[0])
 
     monkeypatch.setattr(simulated.Simulator, "launch", damaged)
 
@@ -806,6 +806,19 @@ def test_calls_whose_blocks_share_keys_repeat_and_are_captured(cupy):
     q[...] = -host[0]
     graph.launch()
     assert (o.get() == cuflash.attention(-host[0], *host[1:], kernel="sm80", executor="sim")).all()
+
+
+def test_tensor_maps_follow_the_arrays_of_each_call(cupy, monkeypatch):
+    from cuflash import gpu, tensor_map
+
+    monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)  # what the simulator reads in the place of CUDA's
+    rng = np.random.default_rng(2)
+    sets = [[rng.standard_normal((2, 3, 70, 64)).astype(np.float16) for _ in range(3)] for _ in range(3)]
+    ready = cuflash.plan(*map(cupy.asarray, sets[0]), kernel="sm90", causal=True)
+    for host in sets:
+        o, lse = ready.forward(*map(cupy.asarray, host))
+        assert (o.get() == cuflash.attention(*host, causal=True, kernel="sm90", executor="sim")).all()
+    assert launches(cupy) == ["forward"] * 3
 
 
 def test_checks_see_what_blocks_that_share_keys_leave(checked, monkeypatch):

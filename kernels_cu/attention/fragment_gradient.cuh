@@ -2,7 +2,7 @@
 #include <attention/fragments.cuh>
 #include <attention/score_gradient.cuh>
 
-// The gradients of scores, as the tensor cores leave them.
+// Gradients, as the tensor cores leave them.
 namespace cuflash::attention {
 
 // lse (base 2, +inf in rows without a key and past the end) and delta of a thread's rows of scores.
@@ -63,6 +63,21 @@ CUFLASH_DEVICE void score_gradients_meanwhile(Tile& s, Tile& dp, Do do_smem, V v
   for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) dp.at(i, j) = s.at(i, j) * (dp.at(i, j) - row.delta[i]);
+}
+
+// Rows of a gradient in float32, which is summed over broadcast axes afterwards.
+template <class Gradient>
+CUFLASH_DEVICE void write_wide(const Matrices& to, const WorkTile& work, int head, int num_columns, Gradient& gradient) {
+  const auto all = matrix<float>(to, work.place, head, work.last, num_columns);
+  const int first_row = work.first + gradient.first_row(), first_column = gradient.first_column();
+#pragma unroll
+  for (int i = 0; i < Gradient::kRows; ++i) {
+    if (first_row + Gradient::row(i) >= work.last) continue;
+    float* const row = &all.at(first_row + Gradient::row(i), first_column);  // in memory of our own: no stride of columns
+#pragma unroll
+    for (int j = 0; j < Gradient::kColumns; ++j)
+      if (first_column + Gradient::column(j) < num_columns) row[Gradient::column(j)] = gradient.at(i, j);
+  }
 }
 
 }  // namespace cuflash::attention

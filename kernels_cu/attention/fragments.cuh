@@ -78,30 +78,42 @@ struct LazySoftmax {
     s.scale(softmax_scale < 0 ? -1 : 0);
   }
 
-  // Turn scores into weights, and scale what has been summed before by what the maximum rose. Called by whole warps.
-  template <class Tile, class OutputTile>
-  CUFLASH_DEVICE void update(Tile& s, OutputTile& o, float softmax_scale_log2) {
-    float risen[kRows];
+  // Raise maxima to those of scores where they rose by enough, and scale sums by what that takes from them. Whether any
+  // of the warp's did: then o is to be scaled too. Called by whole warps.
+  template <class Tile>
+  CUFLASH_DEVICE bool raise(Tile& s, float softmax_scale_log2, float (&by)[kRows]) {
+    float highest[kRows][2], risen[kRows];  // two of a row, so that none waits for the other
     bool has_risen = false;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      float highest = s.at(i, 0);
+    for (int j = 0; j < Tile::kColumns; ++j)
 #pragma unroll
-      for (int j = 1; j < Tile::kColumns; ++j) highest = fmaxf(highest, s.at(i, j));
-      highest = tile::quad_max(highest);
-      const bool is_risen = (highest - row_max[i]) * softmax_scale_log2 > kMostRise;  // false of -inf - (-inf)
-      risen[i] = is_risen ? highest : row_max[i];
+      for (int i = 0; i < kRows; ++i) highest[i][j % 2] = j < 2 ? s.at(i, j) : fmaxf(highest[i][j % 2], s.at(i, j));
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float most = tile::quad_max(fmaxf(highest[i][0], highest[i][1]));
+      const bool is_risen = (most - row_max[i]) * softmax_scale_log2 > kMostRise;  // false of -inf - (-inf)
+      risen[i] = is_risen ? most : row_max[i];
       has_risen |= is_risen;
     }
-    if (__any_sync(0xffffffffu, has_risen)) {
+    if (!__any_sync(0xffffffffu, has_risen)) return false;
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const float rescale = risen[i] == row_max[i] ? 1 : ptx::exp2_approx((row_max[i] - risen[i]) * softmax_scale_log2);
-        row_max[i] = risen[i];
-        row_sum[i] *= rescale;
-        o.scale_row(i, rescale);
-      }
+    for (int i = 0; i < kRows; ++i) {
+      by[i] = risen[i] == row_max[i] ? 1 : ptx::exp2_approx((row_max[i] - risen[i]) * softmax_scale_log2);
+      row_max[i] = risen[i];
+      row_sum[i] *= by[i];
     }
+    return true;
+  }
+
+  template <class OutputTile>
+  static CUFLASH_DEVICE void rescale(OutputTile& o, const float (&by)[kRows]) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) o.scale_row(i, by[i]);
+  }
+
+  // Turn scores into weights, and add them up. Called by whole warps.
+  template <class Tile>
+  CUFLASH_DEVICE void weigh(Tile& s, float softmax_scale_log2) {
     float shift[kRows];
     bool is_large = false;
 #pragma unroll
@@ -127,6 +139,14 @@ struct LazySoftmax {
         row_sum[i] += s.at(i, j);
       }
     }
+  }
+
+  // All of it: scores become weights, and what has been summed before is scaled by what the maximum rose.
+  template <class Tile, class OutputTile>
+  CUFLASH_DEVICE void update(Tile& s, OutputTile& o, float softmax_scale_log2) {
+    float by[kRows];
+    if (raise(s, softmax_scale_log2, by)) rescale(o, by);
+    weigh(s, softmax_scale_log2);
   }
 
   // Divide o by its row sums; returns the natural log-sum-exp of row i. Rows without a key: o = 0, lse = -inf.

@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/fragment_gradient.cuh>
 #include <attention/mma_operands.cuh>
 #include <tile/fragment_order.cuh>
 
@@ -18,16 +19,7 @@ template <class Gradient, class Tile>
 CUFLASH_DEVICE void write_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
                                    int num_columns, Tile room, Gradient& gradient) {
   if (to.is_wide) {
-    const auto all = attention::matrix<float>(to, work.place, head, work.last, num_columns);
-    const int first_row = work.first + gradient.first_row(), first_column = gradient.first_column();
-#pragma unroll
-    for (int i = 0; i < Gradient::kRows; ++i) {
-      if (first_row + Gradient::row(i) >= work.last) continue;
-      float* const row = &all.at(first_row + Gradient::row(i), first_column);  // in memory of our own: no stride of columns
-#pragma unroll
-      for (int j = 0; j < Gradient::kColumns; ++j)
-        if (first_column + Gradient::column(j) < num_columns) row[Gradient::column(j)] = gradient.at(i, j);
-    }
+    attention::write_wide(to, work, head, num_columns, gradient);
   } else {
     tile::store(room, gradient);
     __syncthreads();  // all of it is there

@@ -172,11 +172,16 @@ class Steps {
     position_ = end_ = 0;
   }
 
-  CUFLASH_DEVICE bool next(Step& step) {
+  CUFLASH_DEVICE bool has_next() {
     while (position_ >= end_) {
       if (!Listed::in(params_.work) || place_ >= reach_.last_place) return false;
       open(place_++);
     }
+    return true;
+  }
+
+  CUFLASH_DEVICE bool next(Step& step) {
+    if (!has_next()) return false;
     step.start = position_;
     step.stop = min(position_ + Width, end_);
     step.kind = kind_;

@@ -40,60 +40,94 @@ struct Side {
   int block;             // of the list
   const int32_t* order;  // of the list; null without one
   bool is_last_longest;  // under a causal mask, without a list
+  bool takes_turns;      // with the sides of other places
 };
 
-// Tiles stay within blocks: the last block, and the last tile of a block, may be short.
+// How a side is cut. Tiles stay within blocks: the last block, and the last tile of a block, may be short.
+struct Cut {
+  int block, tiles_in_block, num_blocks, num_tiles, num_heads, num_places;
+
+  CUFLASH_DEVICE Cut(const Shape& shape, const Side& side, int height) {
+    block = side.order != nullptr ? side.block : height;
+    tiles_in_block = (block + height - 1) / height;
+    num_blocks = (side.length + block - 1) / block;
+    num_tiles = num_blocks * tiles_in_block;
+    num_heads = shape.num_heads / side.heads_in_place;
+    num_places = num_heads;
+    for (int axis = 0; axis < kBatchAxes; ++axis) num_places *= shape.batch[axis];
+  }
+};
+
 // What starts last decides how long others idle. So places take turns, each with its longest tiles first; as many at a
 // time as the plan says.
 CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int height, int number) {
   const Shape& shape = params.shape;
-  const bool is_listed = side.order != nullptr;
-  const int block = is_listed ? side.block : height, tiles_in_block = (block + height - 1) / height;
-  const int num_blocks = (side.length + block - 1) / block, num_tiles = num_blocks * tiles_in_block;
-  const int num_heads = shape.num_heads / side.heads_in_place;
+  const Cut cut(shape, side, height);
   int place, turn;
-  if (is_listed) {
-    int num_places = num_heads;
-    for (int axis = 0; axis < kBatchAxes; ++axis) num_places *= shape.batch[axis];
-    const int in_turn = min(shape.places_in_turn, num_places), first_place = number / (in_turn * num_tiles) * in_turn;
-    const int places = min(in_turn, num_places - first_place), within = number - first_place * num_tiles;
+  if (side.takes_turns) {
+    const int in_turn = min(shape.places_in_turn, cut.num_places);
+    const int first_place = number / (in_turn * cut.num_tiles) * in_turn;
+    const int places = min(in_turn, cut.num_places - first_place), within = number - first_place * cut.num_tiles;
     turn = within / places;
     place = first_place + within % places;
   } else {
-    place = number / num_tiles;
-    turn = number % num_tiles;
+    place = number / cut.num_tiles;
+    turn = number % cut.num_tiles;
   }
   WorkTile work;
-  work.place.head = place % num_heads * side.heads_in_place;
-  place /= num_heads;
+  work.place.head = place % cut.num_heads * side.heads_in_place;
+  place /= cut.num_heads;
   work.place.entry = shape.first_batch + place;
   for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
     const int extent = shape.batch[axis];
     work.place.batch[axis] = place < extent ? place : place % extent;  // a division is long, and mostly there is one axis
     place = place < extent ? 0 : place / extent;
   }
-  const int rank = turn / tiles_in_block;
-  int start = block * (side.is_last_longest ? num_blocks - 1 - rank : rank);
-  if (is_listed) start = block * side.order[list_matrix(params.work, work.place) * num_blocks + rank];
-  work.first = start + turn % tiles_in_block * height;
-  work.last = min(min(work.first + height, start + block), side.length);
+  const int rank = turn / cut.tiles_in_block;
+  int start = cut.block * (side.is_last_longest ? cut.num_blocks - 1 - rank : rank);
+  if (side.order != nullptr) start = cut.block * side.order[list_matrix(params.work, work.place) * cut.num_blocks + rank];
+  work.first = start + turn % cut.tiles_in_block * height;
+  work.last = min(min(work.first + height, start + cut.block), side.length);
   return work;
 }
 
 // Which part of its tile's work a block does, where `num_parts` of them share it.
 CUFLASH_DEVICE int work_part(int num_parts) { return blockIdx.x % num_parts; }
 
+// The queries of one head.
+template <class Listed>
+CUFLASH_DEVICE Side queries_of(const Params& params) {
+  const Work& work = params.work;
+  return {params.shape.seqlen_q, 1, work.block_q, Listed::in(work) ? work.row_order : nullptr, true, Listed::in(work)};
+}
+
 template <class Listed = ListedAtRunTime>
 CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_parts = 1) {
-  const Work& work = params.work;
-  const Side queries{params.shape.seqlen_q, 1, work.block_q, Listed::in(work) ? work.row_order : nullptr, true};
-  return work_tile(params, queries, height, blockIdx.x / num_parts);
+  return work_tile(params, queries_of<Listed>(params), height, blockIdx.x / num_parts);
+}
+
+// For blocks that work on several tiles, one after the other: how many there are, the number of a block's own in each
+// round, and the tile of a number. Rounds go from left to right and back, so that who got a long tile gets a short one.
+template <class Listed>
+CUFLASH_DEVICE int num_query_tiles(const Params& params, int height) {
+  const Cut cut(params.shape, queries_of<Listed>(params), height);
+  return cut.num_places * cut.num_tiles;
+}
+CUFLASH_DEVICE int number_in_round(int round) {
+  const int blocks = gridDim.x, block = blockIdx.x;
+  return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+}
+template <class Listed>
+CUFLASH_DEVICE WorkTile query_tile_at(const Params& params, int height, int number) {
+  Side queries = queries_of<Listed>(params);
+  queries.takes_turns = true;
+  return work_tile(params, queries, height, number);
 }
 
 // The queries of all heads that share a key/value head, head after head; `place.head` is the first of them.
 CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int num_parts) {
   const Shape& shape = params.shape;
-  const Side queries{shape.seqlen_q * shape.group_size, shape.group_size, 0, nullptr, true};
+  const Side queries{shape.seqlen_q * shape.group_size, shape.group_size, 0, nullptr, true, false};
   return work_tile(params, queries, height, blockIdx.x / num_parts);
 }
 
@@ -109,7 +143,7 @@ template <class Listed = ListedAtRunTime>
 CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height, int num_parts = 1) {
   const Work& work = params.work;
   const int32_t* const order = Listed::in(work) ? work.column_order : nullptr;
-  const Side keys{params.shape.seqlen_kv, params.shape.group_size, work.block_kv, order, false};
+  const Side keys{params.shape.seqlen_kv, params.shape.group_size, work.block_kv, order, false, Listed::in(work)};
   return work_tile(params, keys, height, blockIdx.x / num_parts);
 }
 

@@ -6,15 +6,17 @@
 namespace cuflash::tile {
 
 // A block's matrix of sums in global memory as its warps hold it, Run registers of a thread beside each other: each access
-// of a warp fills lines. Of no use to whoever does not share it among warps in the same way.
-template <class Tile, int Run>
+// of a warp fills lines. Of no use to whoever does not share it among warps in the same way: NumWarps of them, where they
+// stand among others.
+template <class Tile, int Run, int NumWarps = 0>
 struct FragmentOrder {
   static_assert(Run == 1 || Run == 4, "one instruction adds to one sum, or to four");
   static constexpr int kOfWarp = Tile::kRowTiles * Tile::kColumnTiles * 4 * 32;
 
   float* data;
 
-  explicit CUFLASH_DEVICE FragmentOrder(float* matrix) : data(matrix + threadIdx.x / 32 * kOfWarp + Run * ptx::lane()) {}
+  static CUFLASH_DEVICE int warp() { return threadIdx.x / 32 % (NumWarps > 0 ? NumWarps : 32); }
+  explicit CUFLASH_DEVICE FragmentOrder(float* matrix) : data(matrix + warp() * kOfWarp + Run * ptx::lane()) {}
   CUFLASH_DEVICE float* at(int i, int j, int e) const {
     return data + (i * Tile::kColumnTiles + j) * 128 + e / Run * 32 + e % Run;
   }

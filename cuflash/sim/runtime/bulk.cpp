@@ -53,6 +53,7 @@ const Map& map_at(const void* map, const char* name, Location where) {
   const Map& found = *static_cast<const Map*>(map);
   if (found.magic != kMagic) fail(where, "%s: this is no tensor map, or the copy of one that a GPU takes", name);
   check_aligned(map, 64, name, where);
+  check_aligned(found.base, 16, name, where);
   return found;
 }
 

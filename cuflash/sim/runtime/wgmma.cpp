@@ -339,10 +339,12 @@ void check_warpgroups(const Cta& cta) {
              "%s: the block (%u, %u, %u) ends, and not all four warps of a warpgroup did this %s",
              place(step.where).c_str(), cta.index.x, cta.index.y, cta.index.z, step.what.c_str());
   }
-  if (registers <= 65536 || launch->failed) return;
+  // A multiprocessor's, shared out in eights when the block started; moving them makes no more.
+  const int threads = cta.thread_count, most = 65536 / threads / 8 * 8 * threads;
+  if (registers <= most || launch->failed) return;
   launch->failed = true;
   snprintf(launch->message, sizeof launch->message,
-           "setmaxnreg: the warpgroups of the block ask for %d registers together; a multiprocessor has 65536", registers);
+           "setmaxnreg: the warpgroups of the block ask for %d registers together; it has %d", registers, most);
 }
 
 uint64_t wgmma_matrix(int swizzle, uint32_t address, int leading_bytes, int stride_bytes, Location where) {

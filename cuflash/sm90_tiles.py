@@ -1,0 +1,107 @@
+"""Tiles of the sm90 family: warpgroups of 64 queries, backward of 64 keys, and one more that brings what they read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .device import DeviceSpec
+from .errors import UnsupportedProblem
+from .source import KernelSpec
+
+ROWS = 64  # of queries, of a warpgroup
+LIST_BLOCK = (128, 128)  # of a list that is made for the kernels
+_STAGES = 2
+_SMALLEST = 16  # columns of a product
+_ROOM, _TASK, _NOTE, _REST = 16, 32, 24, 140  # bytes of what warpgroups tell each other
+_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_REST = 128, 3, 80, 112
+
+
+class _Tile(NamedTuple):
+    block_q: int
+    block_kv: int
+
+
+# By the wider of the two dimensions: as many scores as registers hold beside O, in two or three warpgroups.
+_FORWARD = {64: _Tile(192, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
+
+
+def forward_spec(
+    dtype: np.dtype[Any], dims: tuple[int, int], device: DeviceSpec, largest: tuple[int, int] | None, num_queries: int
+) -> KernelSpec:
+    """The forward kernel for rooms for dims (head_dim, value_dim), with tiles that divide `largest`, if given.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The device has another compute capability than 9.0.
+    """
+    if device.compute_capability != (9, 0):
+        raise UnsupportedProblem([f"kernel='sm90' needs compute capability 9.0; got {device.name}: use kernel='auto'"])
+    tile = next(tile for width, tile in _FORWARD.items() if width >= max(dims))
+    block_q, block_kv = tile
+    if num_queries <= block_q - ROWS:
+        block_q = ROWS * max(1, -(-num_queries // ROWS))
+    if largest is not None:  # three warpgroups have no registers left for lists
+        block_q = next((rows for rows in (2 * ROWS, ROWS) if rows <= block_q and largest[0] % rows == 0), ROWS)
+        if largest[1] % block_kv:
+            block_kv = max(_SMALLEST, _power_of_two(min(largest[1], block_kv)))
+    spec = KernelSpec(
+        family="sm90", entry="forward", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
+        block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
+        num_stages=_STAGES,
+    )  # fmt: skip
+    # One warpgroup of consumers leaves tensor cores idle while it reckons, so two blocks share a multiprocessor.
+    is_small = block_q == ROWS and max(dims) <= 128
+    fits_twice = 2 * (shared_bytes(spec) + 1024) <= device.tile_memory_bytes + 1024
+    return replace(spec, min_blocks=2) if is_small and fits_twice else spec
+
+
+def backward_specs(
+    dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None
+) -> dict[str, KernelSpec]:
+    """The backward kernels by entry, of rooms for dims or wider ones; none where dims are wider, or a list's blocks
+    smaller, than their tiles.
+
+    The two warpgroups of consumers share dQ of a tile of queries: 64 rows each, or of 64 rows whole panels of columns.
+    """
+    widest = max(dims)
+    head_dim, block_q = (dims[0], 2 * ROWS) if widest <= 64 else (128, ROWS)
+    if widest > 128 or largest is not None and (largest[0] < block_q or largest[1] < _BACKWARD_KEYS):
+        return {}
+    backward = KernelSpec(
+        family="sm90", entry="backward", dtype=dtype, head_dim=head_dim, value_dim=dims[1], block_q=block_q,
+        block_kv=_BACKWARD_KEYS, num_warps=4 * (1 + _BACKWARD_KEYS // ROWS), min_blocks=1,
+        is_listed=largest is not None, num_stages=_BACKWARD_STAGES, dq_adds=4,
+    )  # fmt: skip
+    convert = replace(backward, entry="convert_dq", num_warps=4 * _BACKWARD_KEYS // ROWS, num_stages=1)
+    statistics = replace(convert, family="sm80", entry="backward_statistics", dq_adds=0)
+    return {"backward_statistics": statistics, "backward": backward, "convert_dq": convert}
+
+
+def shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a block: its tile, rings of what it steps over, and what warpgroups tell each other."""
+    both, stages = spec.head_dim + spec.value_dim, spec.num_stages
+    if spec.entry == "convert_dq":
+        return 0
+    if spec.entry == "backward":
+        elements = (spec.block_kv + stages * spec.block_q) * both + 2 * spec.block_q * spec.block_kv
+        queries = spec.block_q * (2 * 4 + spec.block_kv // 8)
+        told = stages * queries + _ROOM * (2 + 2 * stages) + _BACKWARD_NOTE * stages + _BACKWARD_REST
+        return spec.dtype.itemsize * elements + told
+    elements = spec.block_q * spec.head_dim + stages * spec.block_kv * both
+    told = _ROOM * (1 + 2 * stages) + 2 * _TASK + _NOTE * stages + _REST
+    return spec.dtype.itemsize * elements + told
+
+
+def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the boxes that bring operands: a panel of a tile each, PanelTile of tile/panel_tile.cuh."""
+    head_panel, value_panel = (64 if dim % 64 == 0 else 32 for dim in (spec.head_dim, spec.value_dim))
+    found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.block_kv, value_panel)}
+    return found | ({"do": (spec.block_q, value_panel)} if spec.entry == "backward" else {})
+
+
+def _power_of_two(most: int) -> int:
+    return 1 << most.bit_length() - 1

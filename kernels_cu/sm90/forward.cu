@@ -1,0 +1,381 @@
+// FlashAttention-3's forward pass (arXiv 2407.08608, algorithm 2) on Hopper: one warpgroup of a block brings tiles of Q, K
+// and V into shared memory, the others multiply them, 64 rows of queries each. Scores of the next step are multiplied
+// while this one's become weights and while the last one's are multiplied by V; and warpgroups take turns at starting
+// products, so that one's softmax runs under another's products. Blocks go on to further tiles until none is left.
+#include <attention/mma_operands.cuh>
+#include <attention/tensor_maps.cuh>
+#include <ptx/barrier.cuh>
+#include <ptx/mbarrier.cuh>
+#include <ptx/warpgroup.cuh>
+#include <tile/opaque_copy.cuh>
+#include <tile/panel_tile.cuh>
+
+namespace cuflash {
+
+using config::kMinBlocks;
+using config::kNumStages;
+
+constexpr int kGroup = 128;  // threads of a warpgroup
+constexpr int kChunk = tile::kChunkOf<Element>;
+constexpr int kConsumers = kBlockQ / 64;
+constexpr bool kTakesTurns = kConsumers > 1;
+constexpr bool kMovesRegisters = kConsumers > 1 || kMinBlocks > 1;
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kValueDim > 128 && kBlockKv > 64 ? 40 : 56;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kConsumers == 2 ? (504 - kProducerRegisters) / 2 : 200;
+static_assert(kThreads == kGroup * (1 + kConsumers), "a warpgroup has 64 rows");
+
+using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kConsumers>;
+using Output = tile::WarpTile<1, kValueDim / 8, 4 * kConsumers>;
+using Weights = tile::Rounded<Element, Scores>;
+using Softmax = attention::LazySoftmax<Scores::kRows>;
+
+using QPanels = tile::PanelTile<Element, kBlockQ, kHeadDim>;
+using KPanels = tile::PanelTile<Element, kBlockKv, kHeadDim>;
+using VPanels = tile::PanelTile<Element, kBlockKv, kValueDim>;
+constexpr QPanels q_smem{0};
+CUFLASH_DEVICE KPanels k_smem(int stage) { return {QPanels::kBytes + stage * KPanels::kBytes}; }
+CUFLASH_DEVICE VPanels v_smem(int stage) { return {k_smem(kNumStages).start + stage * VPanels::kBytes}; }
+constexpr int kBoard = QPanels::kBytes + kNumStages * (KPanels::kBytes + VPanels::kBytes);
+
+// What the producer says of a tile, and of a step.
+struct Task {
+  attention::WorkTile work;
+  enum { kEnd, kNoSteps, kSteps } kind;
+};
+struct Note {
+  attention::Step step;
+  int is_whole, is_last;
+};
+
+// What is brought, in the order of Params and TensorMaps; kNothing is the last that helpers are asked for.
+enum Operand { kQ, kK, kV, kNothing };
+struct Job {
+  Operand operand;
+  int stage;
+  int first, last;  // rows
+};
+
+// A room is full once all of it has come, and empty once all warps that read it have arrived.
+struct Room {
+  uint64_t full, empty;
+};
+struct Board {
+  Room q, k[kNumStages], v[kNumStages];
+  Task tasks[2];  // of Q in its room, and of the one before, whose results may not be written yet
+  Note notes[kNumStages];
+  float softmax_scale_log2;  // consumers' registers are for accumulators
+  // The producer's own, whose registers are few: this tile's, and the next one's.
+  int round, num_tiles;
+  attention::WorkTile work, next_work;
+  attention::Reach reach, next_reach;
+  int kv_head, has_next;
+  Job job;
+};
+CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_shared<unsigned char>() + kBoard); }
+
+// The room of a ring that the count-th tile has, and the parity of its phases.
+CUFLASH_DEVICE int stage_of(unsigned count) { return count % kNumStages; }
+CUFLASH_DEVICE int parity_of(unsigned count) { return count / kNumStages % 2; }
+
+CUFLASH_DEVICE void await_full(const Room& room, int parity) {
+  ptx::mbarrier_wait(ptx::shared_address(&room.full), parity);
+}
+CUFLASH_DEVICE void await_empty(const Room& room, int parity) {  // of the phase that fills it: the first finds it so
+  ptx::mbarrier_wait(ptx::shared_address(&room.empty), parity ^ 1);
+}
+// By whole warps, after they have read it.
+CUFLASH_DEVICE void leave(const Room& room) {
+  __syncwarp();
+  if (ptx::lane() == 0) ptx::mbarrier_arrive(ptx::shared_address(&room.empty));
+}
+
+// ---- the producer ----
+
+// Its first warp says what is to be brought, and has it copied by the tensor memory accelerator, or where that cannot by
+// the other warps.
+constexpr int kHelpers = kGroup - 32;
+constexpr int kProducersMeet = 1;  // a barrier's name; consumers' turns have the next ones
+
+CUFLASH_DEVICE bool leads() { return threadIdx.x == 0; }
+
+// How an operand's room is made up. Of constants, and the same for all where head and value dim are alike.
+struct Panels {
+  int start, rows, columns, width;  // bytes, then elements
+
+  CUFLASH_DEVICE Panels(Operand operand, int stage) {
+    start = operand == kQ ? q_smem.start : operand == kK ? k_smem(stage).start : v_smem(stage).start;
+    rows = operand == kQ ? kBlockQ : kBlockKv;
+    columns = operand == kV ? kValueDim : kHeadDim;
+    width = operand == kV ? VPanels::kPanelWidth : KPanels::kPanelWidth;
+  }
+  CUFLASH_DEVICE int bytes() const { return 2 * rows * columns; }
+};
+
+CUFLASH_DEVICE int head_of(Operand operand) { return operand == kQ ? board().work.place.head : board().kv_head; }
+
+// By the tensor memory accelerator: a box is a panel.
+CUFLASH_DEVICE void start_copies(const Panels& to, const attention::Mapped& from, const attention::Matrices& matrices,
+                                 int head, int first, uint32_t full) {
+  const attention::Place& place = board().work.place;
+  const int inner = matrices.batch_strides[2] == 0 ? 0 : place.batch[2];
+  const int outer = matrices.batch_strides[1] == 0 ? 0 : place.batch[1];
+  uint32_t panel = ptx::shared_address(ptx::dynamic_shared<unsigned char>()) + to.start;
+  if (matrices.head_stride == 0) head = 0;
+  ptx::mbarrier_arrive_expect(full, to.bytes());
+#pragma unroll 1
+  for (int column = 0; column < to.columns; column += to.width) {
+    ptx::tma_load_5d(panel, &from.map, full, column, first, head, inner, outer);
+    panel += 2 * to.rows * to.width;
+  }
+}
+
+// By the helpers, with zeros past what there is.
+CUFLASH_DEVICE void copy(const Panels& to, const tile::Matrix<Element>& from) {
+  const int chunks = to.columns / kChunk, in_panel = to.width / kChunk;
+  const bool is_aligned = tile::has_chunks(from);
+#pragma unroll 1
+  for (int x = threadIdx.x - 32; x < to.rows * chunks; x += kHelpers) {
+    const int row = x / chunks, chunk = x % chunks;
+    const int rest = row < from.num_rows ? min(max(from.num_columns - chunk * kChunk, 0), kChunk) : 0;
+    const Element* const data = rest > 0 ? &from.at(row, chunk * kChunk) : from.data;
+    const int mixed = chunk % in_panel ^ row * in_panel / kChunk % in_panel;  // as SwizzledTile has it
+    const int at = to.start + (chunk / in_panel * to.rows * in_panel + row * in_panel + mixed) * 16;
+    if (is_aligned) {
+      ptx::cp_async_cg_16(ptx::shared_address(ptx::dynamic_shared<unsigned char>() + at), data, 2 * rest);
+      continue;
+    }
+    tile::Packet words{};
+#pragma unroll 1
+    for (int e = rest - 1; e >= 0; --e) {
+      words.at[1] = words.at[1] << 16 | words.at[0] >> 48;
+      words.at[0] = words.at[0] << 16 | data[e * from.column_stride].bits;
+    }
+    *reinterpret_cast<tile::Packet*>(ptx::dynamic_shared<unsigned char>() + at) = words;
+  }
+  ptx::cp_async_wait_all();
+  ptx::fence_proxy_async();
+}
+
+CUFLASH_DEVICE void help(const attention::Params& params) {
+  while (true) {
+    ptx::bar_sync(kProducersMeet, kGroup);  // the job is there
+    const Job& job = board().job;
+    if (job.operand == kNothing) return;
+    const int num_columns = job.operand == kV ? params.shape.value_dim : params.shape.head_dim;
+    const auto all = attention::matrix<Element>((&params.q)[job.operand], board().work.place, head_of(job.operand), 0,
+                                                num_columns);
+    copy(Panels(job.operand, job.stage), all.rows(job.first, job.last));
+    ptx::bar_sync(kProducersMeet, kGroup);  // and is done
+  }
+}
+
+// Fill an operand's room, which is empty. `clears` asks for zeros past the rows.
+CUFLASH_DEVICE void fill(const attention::Params& params, const attention::TensorMaps& maps, const Room& room,
+                         const Job& job, bool clears) {
+  const attention::Mapped& map = (&maps.q)[job.operand];
+  const attention::Matrices& matrices = (&params.q)[job.operand];
+  const uint32_t full = ptx::shared_address(&room.full);
+  if (map.is_there && reinterpret_cast<uint64_t>(matrices.data) % 16 == 0 && !clears) {
+    if (leads()) start_copies(Panels(job.operand, job.stage), map, matrices, head_of(job.operand), job.first, full);
+    return;
+  }
+  if (leads()) board().job = job;
+  ptx::bar_sync(kProducersMeet, kGroup);
+  ptx::bar_sync(kProducersMeet, kGroup);
+  if (leads()) ptx::mbarrier_arrive(full);
+}
+
+// Look for the next tile that is not empty, while this one's steps are worked on.
+CUFLASH_DEVICE void look_ahead(const attention::Params& params) {
+  using namespace attention;
+  Board& own = board();
+  if (!leads()) return;
+  do {
+    const int number = number_in_round(own.round++);
+    own.has_next = number < own.num_tiles;
+    if (!own.has_next) return;
+    own.next_work = query_tile_at<Listed>(params, kBlockQ, number);
+  } while (own.next_work.is_empty());
+  own.next_reach = reach_of_queries(params, own.next_work);
+}
+
+// Go on to it. False where none is left.
+CUFLASH_DEVICE bool go_on(const attention::Params& params) {
+  Board& own = board();
+  __syncwarp();
+  if (leads() && own.has_next) {
+    own.work = own.next_work;
+    own.reach = own.next_reach;
+    own.kv_head = own.work.place.head / params.shape.group_size;
+  }
+  __syncwarp();
+  return own.has_next;
+}
+
+CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
+  using namespace attention;
+  unsigned num_keys = 0, num_values = 0, num_tasks = 0;  // tiles brought
+  if (leads()) {
+    board().round = 0;
+    board().num_tiles = num_query_tiles<Listed>(params, kBlockQ);
+  }
+  look_ahead(params);
+  while (go_on(params)) {
+    const WorkTile& work = board().work;
+    Steps<kBlockKv, OverKeys, Listed> steps(params, board().reach);
+    bool has_past = false, has_step = steps.has_next(), has_looked = false;
+    do {
+      // K of a step comes before V of the last one, or Q: the order in which they are read.
+#pragma unroll 1  // text that is there once
+      for (int turn = has_step ? 0 : 1; turn < 2; ++turn) {
+        const Operand operand = turn == 0 ? kK : has_past ? kV : kQ;
+        const int stage = stage_of(operand == kK ? num_keys : num_values);
+        Room& room = operand == kQ ? board().q : operand == kK ? board().k[stage] : board().v[stage];
+        __syncwarp();  // all have read what is said anew
+        if (leads()) await_empty(room, operand == kQ ? num_tasks % 2 : parity_of(operand == kK ? num_keys : num_values));
+        Note& note = board().notes[stage];
+        if (operand == kK) {
+          Step step;
+          steps.next(step);
+          const bool is_last = !steps.has_next();
+          if (leads()) note = {step, is_whole<kBlockKv>(step), is_last};
+          ++num_keys;
+        } else if (operand == kV) {
+          ++num_values;
+        } else {
+          if (leads()) board().tasks[num_tasks % 2] = {work, has_step ? Task::kSteps : Task::kNoSteps};
+          ++num_tasks;
+        }
+        __syncwarp();
+        const int first = operand == kQ ? work.first : note.step.start, last = operand == kQ ? work.last : note.step.stop;
+        // What the accelerator reads past a step may be anything, and 0 times that is not 0.
+        const bool clears = operand == kV && last - first < kBlockKv && last < params.shape.seqlen_kv;
+        fill(params, maps, room, {operand, stage, first, last}, clears);
+      }
+      if (!has_looked && (has_past || !has_step)) {  // two steps are on their way, or all
+        look_ahead(params);
+        has_looked = true;
+      }
+      has_past = has_step;
+      has_step = has_step && steps.has_next();
+    } while (has_past);
+  }
+  if (leads()) {
+    await_empty(board().q, num_tasks % 2);
+    board().tasks[num_tasks % 2].kind = Task::kEnd;
+    ptx::mbarrier_arrive(ptx::shared_address(&board().q.full));
+    board().job.operand = kNothing;
+  }
+  ptx::bar_sync(kProducersMeet, kGroup);
+}
+
+// ---- the consumers ----
+
+// Whose turn it is to start products: groups are numbered from 1 on.
+CUFLASH_DEVICE void await_turn(int group) {
+  if (kTakesTurns) ptx::bar_sync(kProducersMeet + group, 2 * kGroup);
+}
+CUFLASH_DEVICE void pass_turn(int group) {
+  if (kTakesTurns) ptx::bar_arrive(kProducersMeet + group % kConsumers + 1, 2 * kGroup);
+}
+
+// lse and O, from registers: the rooms are filled again by then.
+CUFLASH_DEVICE void write_results(const attention::Params& params, const attention::WorkTile& work,
+                                  const Softmax& softmax, Output& o) {
+  using namespace attention;
+  const Place& place = work.place;
+  const int length = params.shape.seqlen_q;
+  const auto lse = matrix<float>(params.lse, place, place.head, length, 1).rows(work.first, work.last);
+  const int first_row = o.first_row(), first_column = o.first_column();
+#pragma unroll
+  for (int i = 0; i < o.kRows; ++i) {
+    const float row_lse = softmax.finalize(i, o, board().softmax_scale_log2);
+    if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse;
+  }
+  const auto all = matrix<Element>(params.o, place, place.head, length, params.shape.value_dim);
+  tile::store(all.rows(work.first, work.last), o);
+}
+
+CUFLASH_DEVICE void consume(const attention::Params& params, int group) {
+  const double softmax_scale = params.shape.softmax_scale;
+  const tile::RowsAlongSum<QPanels> q(q_smem, 64 * (group % kConsumers));
+  unsigned num_keys = 0;  // tiles read; V of a step comes after K of the next
+  if (group == kConsumers) pass_turn(group);
+  for (unsigned num_tasks = 0;; ++num_tasks) {
+    await_full(board().q, num_tasks % 2);
+    const Task& task = board().tasks[num_tasks % 2];
+    if (task.kind == Task::kEnd) break;
+    Softmax softmax;
+    Output o;
+    o.fill(0);
+    if (task.kind == Task::kNoSteps) {
+      leave(board().q);
+    } else {
+      Scores s;
+      Weights p;
+      await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
+      tile::start_product_nt(s, q, tile::RowsAlongSum<KPanels>(k_smem(stage_of(num_keys))));
+      tile::wait_for<0>(s);
+      bool is_first = true;
+      while (true) {
+        const Note& note = board().notes[stage_of(num_keys)];
+        if (softmax_scale <= 0) Softmax::orient(s, softmax_scale);
+        if (!note.is_whole) attention::mask_scores<config::kIsListed>(s, params, task.work, note.step);
+        const bool is_last = note.is_last;
+        leave(board().k[stage_of(num_keys)]);
+        if (is_last) leave(board().q);
+        float by[Softmax::kRows];
+        const bool has_risen = softmax.raise(s, board().softmax_scale_log2, by);
+        softmax.weigh(s, board().softmax_scale_log2);
+        tile::wait_for<0>(o);
+        if (!is_first) leave(board().v[stage_of(num_keys - 1)]);
+        p = s;
+        if (has_risen) Softmax::rescale(o, by);
+        is_first = false;
+        ++num_keys;
+        if (is_last) break;
+        await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
+        await_turn(group);
+        tile::start_product_nt(s, q, tile::RowsAlongSum<KPanels>(k_smem(stage_of(num_keys))));
+        await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
+        tile::start_sum_nn(o, p, tile::RowsAcrossSum<VPanels>(v_smem(stage_of(num_keys - 1))));
+        pass_turn(group);
+        tile::wait_for<1>(s);
+      }
+      await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
+      tile::start_sum_nn(o, p, tile::RowsAcrossSum<VPanels>(v_smem(stage_of(num_keys - 1))));
+      tile::wait_for<0>(o);
+      leave(board().v[stage_of(num_keys - 1)]);
+    }
+    write_results(params, task.work, softmax, o);
+  }
+  if (group == 1) await_turn(group);  // nobody is left to take the last one
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+sm90_forward(const __grid_constant__ cuflash::attention::Params params,
+             const __grid_constant__ cuflash::attention::TensorMaps maps) {
+  using namespace cuflash;
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
+  if (threadIdx.x == 0) {
+    Room* const rooms = &board().q;
+    for (int i = 0; i < 1 + 2 * kNumStages; ++i) {
+      ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), 1);
+      ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), 4 * kConsumers);
+    }
+    ptx::mbarrier_init_fence();
+    board().softmax_scale_log2 = Softmax::scale_log2(params.shape.softmax_scale);
+  }
+  __syncthreads();
+  if (group == 0) {
+    if constexpr (kMovesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == 0) produce(params, maps);
+    else help(params);
+  } else {
+    if constexpr (kMovesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
+    consume(params, group);
+  }
+}

@@ -1,0 +1,142 @@
+#pragma once
+#include <ptx/ldmatrix.cuh>
+#include <ptx/math.cuh>
+#include <ptx/thread.cuh>
+#include <ptx/wgmma.cuh>
+#include <tile/swizzled_tile.cuh>
+
+// Matrices in shared memory as the tensor memory accelerator brings them and warpgroups multiply them.
+namespace cuflash::tile {
+
+// Panels side by side, each as wide as a swizzle. It starts at a multiple of 1024 bytes, and so does each panel.
+template <class T, int Rows, int Columns>
+struct PanelTile {
+  static constexpr int kPanelWidth = Columns % 64 == 0 ? 64 : 32;
+  static constexpr int kPanels = Columns / kPanelWidth;
+  using Panel = SwizzledTile<T, Rows, kPanelWidth>;
+  static constexpr ptx::Swizzle kSwizzle = kPanelWidth == 64 ? ptx::Swizzle::k128 : ptx::Swizzle::k64;
+  static constexpr int kRowBytes = 2 * kPanelWidth;
+  static constexpr int kBytes = kPanels * Panel::kBytes;
+  static_assert(Columns % kPanelWidth == 0 && Panel::kBytes % 1024 == 0, "swizzles repeat after 1024 bytes at most");
+
+  int start;
+
+  CUFLASH_DEVICE Panel panel(int number) const { return {start + number * Panel::kBytes}; }
+};
+
+// Operands of a product: where 16 columns of the left one, or as many of what the sum runs over, start.
+
+// Rows of the matrix are rows of a, or columns of b.
+template <class Tile>
+struct RowsAlongSum {
+  uint64_t start;
+
+  explicit CUFLASH_DEVICE RowsAlongSum(Tile tile, int first_row = 0)
+      : start(ptx::wgmma_matrix(Tile::kSwizzle, tile.panel(0).address(first_row, 0), 0, 8 * Tile::kRowBytes)) {}
+  CUFLASH_DEVICE uint64_t at(int k) const {
+    const int column = 16 * k, panel = column / Tile::kPanelWidth;
+    return start + (panel * Tile::Panel::kBytes + column % Tile::kPanelWidth * 2) / 16;
+  }
+};
+
+// Rows of the matrix are what the sum runs over.
+template <class Tile>
+struct RowsAcrossSum {
+  uint64_t start;
+
+  explicit CUFLASH_DEVICE RowsAcrossSum(Tile tile)
+      : start(ptx::wgmma_matrix(Tile::kSwizzle, tile.panel(0).address(0, 0), Tile::Panel::kBytes, 8 * Tile::kRowBytes)) {}
+  CUFLASH_DEVICE uint64_t at(int k) const { return start + 16 * k * Tile::kRowBytes / 16; }
+};
+
+// A warp's part of a product's result, 16 rows a warp, as wgmma counts its registers.
+template <class Tile>
+using Accumulators = float[4 * Tile::kColumnTiles];
+template <class Tile>
+CUFLASH_DEVICE Accumulators<Tile>& accumulators(Tile& tile) {
+  static_assert(Tile::kRowTiles == 1, "a warp has 16 of a warpgroup's 64 rows");
+  return reinterpret_cast<Accumulators<Tile>&>(tile.tiles);
+}
+
+// A product rounded to T, as the left operand of the next.
+template <class T, class Tile>
+struct Rounded {
+  static constexpr int kSteps = Tile::kColumnTiles / 2;
+
+  uint32_t fragments[kSteps][4];
+
+  CUFLASH_DEVICE void operator=(const Tile& from) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float(&pair)[4] = from.tiles[0][2 * k + e / 2];
+        fragments[k][e] = ptx::pack2(T{}, pair[e % 2 * 2], pair[e % 2 * 2 + 1]);
+      }
+  }
+};
+
+// Products of a warpgroup, which run on: nobody touches what they read and write until their group is waited for, and
+// the registers are kept in place then.
+
+// c = a b^T
+template <class Tile, class T, int Rows, int Columns, int Depth>
+CUFLASH_DEVICE void start_product_nt(Tile& c, RowsAlongSum<PanelTile<T, Rows, Depth>> a,
+                                     RowsAlongSum<PanelTile<T, Columns, Depth>> b) {
+  ptx::keep_in_place(accumulators(c));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < Depth / 16; ++k)
+    ptx::wgmma<ptx::Major::kK, ptx::Major::kK>(T{}, accumulators(c), a.at(k), b.at(k), k > 0);
+  ptx::wgmma_commit();
+}
+
+// c = a b
+template <class Tile, class T, int Rows, int Columns, int Depth>
+CUFLASH_DEVICE void start_product_nn(Tile& c, RowsAlongSum<PanelTile<T, Rows, Depth>> a,
+                                     RowsAcrossSum<PanelTile<T, Depth, Columns>> b) {
+  ptx::keep_in_place(accumulators(c));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < Depth / 16; ++k)
+    ptx::wgmma<ptx::Major::kK, ptx::Major::kMN>(T{}, accumulators(c), a.at(k), b.at(k), k > 0);
+  ptx::wgmma_commit();
+}
+
+// c += a b
+template <class Tile, class Left, class T, int Depth, int Columns>
+CUFLASH_DEVICE void start_sum_nn(Tile& c, const Rounded<T, Left>& a, RowsAcrossSum<PanelTile<T, Depth, Columns>> b) {
+  ptx::keep_in_place(accumulators(c));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < Depth / 16; ++k)
+    ptx::wgmma<ptx::Major::kMN>(T{}, accumulators(c), a.fragments[k], b.at(k), true);
+  ptx::wgmma_commit();
+}
+
+// Wait until at most kPending groups of products are under way; `c` is of one that is not.
+template <int kPending, class Tile>
+CUFLASH_DEVICE void wait_for(Tile& c) {
+  ptx::wgmma_wait<kPending>();
+  ptx::keep_in_place(accumulators(c));
+}
+template <class T, class Left>
+CUFLASH_DEVICE void keep_in_place(Rounded<T, Left>& a) {
+#pragma unroll
+  for (int k = 0; k < a.kSteps; ++k) ptx::keep_in_place(a.fragments[k]);
+}
+
+// Put a warpgroup's product, rounded and transposed, into shared memory: its rows are columns of the panels, the warp's
+// from first_column on. Called by whole warps.
+template <class T, class Left, int Rows, int Columns>
+CUFLASH_DEVICE void store_transposed(PanelTile<T, Rows, Columns> to, const Rounded<T, Left>& from, int first_column) {
+  using Panel = typename PanelTile<T, Rows, Columns>::Panel;
+  static_assert(Rows == 8 * Left::kColumnTiles, "columns of the product are the rows");
+  const int lane = ptx::lane(), column = first_column + lane / 8 % 2 * kChunkOf<T>;
+  const Panel panel = to.panel(column / to.kPanelWidth);
+  const uint32_t start = panel.address(lane / 16 * 8 + lane % 8, column % to.kPanelWidth / kChunkOf<T>);
+#pragma unroll
+  for (int k = 0; k < from.kSteps; ++k) ptx::stmatrix_x4_trans(Panel::moved(start, 16 * k, 0), from.fragments[k]);
+}
+
+}  // namespace cuflash::tile

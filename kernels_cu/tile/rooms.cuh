@@ -1,0 +1,85 @@
+#pragma once
+#include <ptx/mbarrier.cuh>
+#include <ptx/thread.cuh>
+#include <tile/mapped.cuh>
+#include <tile/opaque_copy.cuh>
+#include <tile/panel_tile.cuh>
+
+// Rooms in shared memory for tiles that some warps bring and others multiply.
+namespace cuflash::tile {
+
+// A room is full once all of it has come, and empty once all warps that read it have arrived.
+struct Room {
+  uint64_t full, empty;
+};
+
+CUFLASH_DEVICE void await_full(const Room& room, int parity) {
+  ptx::mbarrier_wait(ptx::shared_address(&room.full), parity);
+}
+CUFLASH_DEVICE void await_empty(const Room& room, int parity) {  // of the phase that fills it: the first finds it so
+  ptx::mbarrier_wait(ptx::shared_address(&room.empty), parity ^ 1);
+}
+// By whole warps.
+CUFLASH_DEVICE void arrive(const uint64_t& barrier) {
+  __syncwarp();
+  if (ptx::lane() == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+}
+
+// How a tile's room is made up.
+struct Panels {
+  int start, rows, columns, width;  // bytes, then elements
+
+  template <class T, int Rows, int Columns>
+  explicit CUFLASH_DEVICE Panels(PanelTile<T, Rows, Columns> tile)
+      : start(tile.start), rows(Rows), columns(Columns), width(tile.kPanelWidth) {}
+};
+
+// Which matrix of a stack: coordinates of the axes before its rows, the last axis first.
+struct InStack {
+  int x, y, z;
+};
+
+// Have the tensor memory accelerator fill it with rows from `first` on, a panel at a time. By one thread.
+CUFLASH_DEVICE void start_copies(const Panels& to, const Mapped& from, const InStack& matrix, int first,
+                                 const uint64_t& full) {
+  const uint32_t barrier = ptx::shared_address(&full);
+  uint32_t panel = ptx::shared_address(ptx::dynamic_shared<unsigned char>()) + to.start;
+  ptx::mbarrier_arrive_expect(barrier, 2 * to.rows * to.columns);
+#pragma unroll 1
+  for (int column = 0; column < to.columns; column += to.width) {
+    ptx::tma_load_5d(panel, &from.map, barrier, column, first, matrix.x, matrix.y, matrix.z);
+    panel += 2 * to.rows * to.width;
+  }
+}
+
+// What the accelerator cannot: fill it as `thread` of Threads that share the work, with zeros past the matrix and in rows
+// that are not kept.
+template <int Threads, class T, class IsKept>
+CUFLASH_DEVICE void copy(const Panels& to, const Matrix<T>& from, int thread, IsKept is_kept) {
+  const int chunks = to.columns / kChunkOf<T>, in_panel = to.width / kChunkOf<T>;
+  const bool is_aligned = has_chunks(from);
+#pragma unroll 1
+  for (int x = thread; x < to.rows * chunks; x += Threads) {
+    const int row = x / chunks, chunk = x % chunks;
+    const bool is_there = row < from.num_rows && is_kept(row);
+    const int rest = is_there ? min(max(from.num_columns - chunk * kChunkOf<T>, 0), kChunkOf<T>) : 0;
+    const T* const data = rest > 0 ? &from.at(row, chunk * kChunkOf<T>) : from.data;
+    const int mixed = chunk % in_panel ^ row * in_panel / kChunkOf<T> % in_panel;  // as SwizzledTile has it
+    const int at = to.start + (chunk / in_panel * to.rows * in_panel + row * in_panel + mixed) * 16;
+    if (is_aligned) {
+      ptx::cp_async_cg_16(ptx::shared_address(ptx::dynamic_shared<unsigned char>() + at), data, 2 * rest);
+      continue;
+    }
+    Packet words{};
+#pragma unroll 1
+    for (int e = rest - 1; e >= 0; --e) {
+      words.at[1] = words.at[1] << 16 | words.at[0] >> 48;
+      words.at[0] = words.at[0] << 16 | data[e * from.column_stride].bits;
+    }
+    *reinterpret_cast<Packet*>(ptx::dynamic_shared<unsigned char>() + at) = words;
+  }
+  ptx::cp_async_wait_all();
+  ptx::fence_proxy_async();
+}
+
+}  // namespace cuflash::tile

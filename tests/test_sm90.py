@@ -1,0 +1,342 @@
+"""The sm90 family: what is drawn, all work at every width, in the midst of poison and under every schedule."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuflash.params import Records, View
+from cuflash.plans import Plan
+from cuflash.problem import Problem
+from cuflash.simulated import Simulator
+from cuflash.sm90_tiles import boxes
+from cuflash.source import KernelSpec
+from cuflash.tensor_map import Tiles, simulated, template
+from cuflash.testing import (
+    FORWARD_PROPERTIES,
+    PAIR_PROPERTIES,
+    Example,
+    Structure,
+    assert_exact_probes,
+    assert_within_bounds,
+)
+from executors import GPU, HALVES, SIM, Run, holds_for_examples, needs_compiler
+from poison import MARGIN, STRUCTURES, Guarded, PoisonedGpu, call
+
+import cuflash
+from cuflash import DeviceSpec, UnsupportedProblem, masks, passes, sim
+
+SIM90, GPU90 = (replace(run, kernel="sm90") for run in (SIM, GPU))
+on_sm90 = pytest.mark.parametrize(
+    "run", [pytest.param(SIM90, marks=needs_compiler), pytest.param(GPU90, marks=pytest.mark.gpu(9, 0))], ids=str
+)
+
+
+@holds_for_examples(on_sm90)
+def test_every_result_is_within_its_bound(run: Run, example: Example) -> None:
+    assert_within_bounds(example, **run.everything(example))
+
+
+@holds_for_examples(on_sm90)
+def test_the_exact_probes_pass(run: Run, example: Example) -> None:
+    assert_exact_probes(run.attend, example)
+
+
+@pytest.mark.parametrize("check", FORWARD_PROPERTIES, ids=lambda check: check.__name__.removeprefix("check_"))
+@holds_for_examples(on_sm90)
+def test_forward(run: Run, example: Example, check: Any) -> None:
+    check(run.attend, example)
+
+
+@pytest.mark.parametrize("check", PAIR_PROPERTIES, ids=lambda check: check.__name__.removeprefix("check_"))
+@holds_for_examples(on_sm90, most_scores=1 << 13)
+def test_both_passes(run: Run, example: Example, check: Any) -> None:
+    check(run.attend, run.pull, example)
+
+
+# Calls in the midst of poison.
+
+
+def plan_of(example: Example, run: Run = SIM90) -> Plan:
+    q, k, v = (run.put(array) for array in (example.q, example.k, example.v))
+    mask = run.put_mask(example.mask, example.q, example.k, example.v)
+    return cuflash.plan(q, k, v, mask=mask, scale=example.scale, **run.options).plan
+
+
+class OnTwoBlocks(Plan):
+    """A plan whose kernels get two blocks for all tiles."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> OnTwoBlocks:
+        return cls(**{field.name: getattr(plan, field.name) for field in fields(plan)})
+
+    def blocks(self, spec: KernelSpec, num_tiles: int) -> int:
+        return min(num_tiles, 2)
+
+
+ALIGNED = 8  # elements around each row, so that it starts at a multiple of 16 bytes if its length is one
+
+
+def forward(
+    plan: Plan, example: Example, machine: Any = None, run: Run = SIM90, margin: int = MARGIN
+) -> dict[str, Any]:
+    """o and lse on guarded memory."""
+    o = Guarded.of(plan.problem.o_shape(), plan.problem.dtype, run, margin)
+    lse = Guarded.of(plan.problem.lse_shape(), plan.problem.accumulator, run, MARGIN)
+    arrays = (run.put(array) for array in (example.q, example.k, example.v))
+    passes.forward(plan, machine or (PoisonedGpu() if run.is_on_device else Simulator()), *arrays, o.view, lse.view)
+    return {"o": o.result("o", run), "lse": lse.result("lse", run)}
+
+
+def half(structure: Structure, dtype: str = "float16") -> Example:
+    return SIM90.rounded(replace(structure, dtype=dtype).example())
+
+
+def has_own_backward(plan: Plan) -> bool:
+    return plan.specs["backward"].family == "sm90"
+
+
+@on_sm90
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, name: str) -> None:
+    structure = STRUCTURES[name]
+    example = half(structure, structure.dtype if structure.dtype in HALVES else "float16")
+    plan = plan_of(example, run)
+    made = call(example, run) if has_own_backward(plan) else forward(plan, example, run=run)
+    assert_within_bounds(example, **made)
+
+
+_DIMS = {"num_heads": 2, "seqlen_q": 330, "seqlen_kv": 270}
+WIDE = {
+    f"dims {head_dim} and {value_dim}, {kind}": Structure(**_DIMS, head_dim=head_dim, value_dim=value_dim, mask=mask)
+    for head_dim, value_dim in ((32, 32), (64, 64), (80, 96), (128, 128), (192, 128), (64, 256), (256, 256))
+    for kind, mask in (("dense", None), ("causal", masks.Causal("bottom_right")))
+}
+
+
+@on_sm90
+@pytest.mark.parametrize("name", WIDE)
+def test_every_width_is_within_its_bound(run: Run, name: str) -> None:
+    example = half(WIDE[name], "bfloat16")
+    plan = plan_of(example, run)
+    both = has_own_backward(plan)
+    made = call(example, run, margin=ALIGNED) if both else forward(plan, example, run=run, margin=ALIGNED)
+    assert_within_bounds(example, **made)
+
+
+def tile_structures() -> dict[str, Structure]:
+    """Work that goes on from tile to tile, and what may be anything past the end of a step."""
+    rng = np.random.default_rng(0)
+    square = {"num_heads": 4, "num_kv_heads": 2, "seqlen_q": 300, "seqlen_kv": 300}
+    dims = {"head_dim": 64, "value_dim": 40}
+    return {
+        "dense": Structure(**square, **dims),
+        "few queries": Structure(**square | {"seqlen_q": 5}, **dims),
+        "not aligned": Structure(**square, head_dim=33, value_dim=20),
+        "padded": Structure(**square, **dims, layouts=("padded",) * 5),
+        "v alone is not aligned": Structure(**square, head_dim=64, value_dim=33),
+        "causal": Structure(**square, **dims, mask=masks.Causal()),
+        "blocks of 100 x 88": Structure(
+            **square, **dims, mask=masks.BlockPattern(rng.random((4, 3, 4)) < 0.6, (100, 88)) & masks.Causal()
+        ),
+        "blocks of 256": Structure(**square, **dims, mask=masks.BlockPattern(rng.random((2, 2)) < 0.7, 256)),
+        "bits of heads": Structure(**square, **dims, mask=masks.Dense(rng.random((4, 300, 300)) < 0.3)),
+        "broadcast": Structure(
+            q_batch=(2, 1, 3), k_batch=(1, 2, 1), v_batch=(3,), num_heads=2, num_kv_heads=1, seqlen_q=70, seqlen_kv=90,
+            **dims,
+        ),
+        "every row without a key": Structure(**square, **dims, mask=masks.Lengths(kv=0)),
+    }  # fmt: skip
+
+
+TILES = tile_structures()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", TILES)
+def test_blocks_that_go_on_to_further_tiles_give_the_same_bits_under_every_schedule(name: str) -> None:
+    example = half(TILES[name])
+    expected = forward(plan_of(example), example)
+    assert_within_bounds(example, **expected)
+    plan = OnTwoBlocks.of(plan_of(example))
+    for seed, (order, copies) in enumerate(
+        itertools.product(("round_robin", "random", "priorities", "first_warp", "last_warp"), ("late", "random"))
+    ):
+        schedule = sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=bool(seed % 2))
+        found = forward(plan, example, Simulator(schedule))
+        assert all(found[each].tobytes() == expected[each].tobytes() for each in expected), schedule
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", ["dense", "not aligned", "padded", "causal", "blocks of 256", "bits of heads", "broadcast"]
+)
+def test_gradients_are_within_their_bounds_under_every_schedule(name: str) -> None:
+    example = half(TILES[name])
+    assert has_own_backward(plan_of(example))
+    for seed, order in enumerate(("round_robin", "random", "priorities", "first_warp", "last_warp")):
+        schedule = sim.Schedule(seed=seed, order=order, copies="random" if seed % 2 else "late", shuffle_lanes=True)
+        assert_within_bounds(example, **call(example, SIM90, Simulator(schedule), margin=ALIGNED))
+
+
+@on_sm90
+@pytest.mark.parametrize("name", ["dense", "not aligned", "causal"])
+def test_what_lies_past_a_length_never_matters_to_gradients(run: Run, name: str) -> None:
+    structure = TILES[name]
+    lengths = masks.Lengths(q=290, kv=190)
+    example = half(replace(structure, mask=lengths if structure.mask is None else structure.mask & lengths))
+    assert has_own_backward(plan_of(example, run))
+    poisoned = {x: getattr(example, x).copy() for x in ("q", "k", "v", "do")}
+    for x, end in (("q", 290), ("k", 190), ("v", 190), ("do", 290)):
+        poisoned[x][..., end:, :] = np.nan
+    assert_within_bounds(example, **call(example.but(**poisoned), run, margin=ALIGNED))
+
+
+@dataclass(frozen=True, eq=False)
+class Ends(masks.Mask):
+    """Each query head sees its own number of keys, from the fifth query on."""
+
+    ends: Any
+
+    def intervals(self, b: Any, h: Any, i: Any) -> Any:
+        return 0 * (b + h + i), self.ends[h] * (i >= 4) + 0 * b
+
+
+@on_sm90
+def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run) -> None:
+    clean = half(replace(TILES["dense"], num_kv_heads=1, mask=Ends(np.array([130, 70, 300, 180]))))
+    assert has_own_backward(plan_of(clean, run))
+    do = clean.do.copy()
+    do[..., :4, :] = np.nan  # of queries without a key
+    assert_within_bounds(clean, **call(clean.but(do=do), run, margin=ALIGNED))
+
+
+@on_sm90
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["dense", "not aligned", "causal", "blocks of 100 x 88"])
+def test_what_lies_past_a_length_never_matters(run: Run, name: str, dtype: str) -> None:
+    structure = TILES[name]
+    lengths = masks.Lengths(q=290, kv=190)
+    example = half(replace(structure, mask=lengths if structure.mask is None else structure.mask & lengths), dtype)
+    poisoned = {x: getattr(example, x).copy() for x in ("q", "k", "v")}
+    for x, end in (("q", 290), ("k", 190), ("v", 190)):
+        poisoned[x][..., end:, :] = np.nan
+    clean, other = (forward(plan_of(example, run), each, run=run) for each in (example, example.but(**poisoned)))
+    assert_within_bounds(example, **clean)
+    assert all(clean[x].tobytes() == other[x].tobytes() for x in clean)
+
+
+# Tensor maps.
+
+BOXES = Tiles(np.dtype(np.float16), (1, 2, 4, 100, 64), (0, 51200, 12800, 128, 2), (1, 1, 1, 64, 64))
+
+
+def test_a_map_is_its_template_with_another_address() -> None:
+    made = template(simulated, BOXES)
+    words = np.array(made.words, np.uint64)
+    words[made.place] = 1 << 20
+    assert words.tobytes() == simulated(BOXES, 1 << 20).tobytes()
+
+
+def test_a_driver_whose_maps_hide_their_address_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="tensor maps do not hold an address"):
+        template(lambda tiles, address: np.full(16, address // 16, np.uint64).view("V128")[0], BOXES)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mapped"),
+    [("contiguous", {"q", "k", "v"}), ("odd_strides", {"q", "k", "v"}), ("padded", set()), ("negative", set())],
+)
+def test_arrays_that_hardware_can_walk_have_a_map(layout: str, mapped: set[str]) -> None:
+    example = half(Structure(num_heads=2, seqlen_q=70, seqlen_kv=90, head_dim=64, value_dim=64, layouts=(layout,) * 5))
+    plan = plan_of(example)
+    views = tuple(View.of(name, getattr(example, name)) for name in ("q", "k", "v"))
+    made = Records.of(plan, views, boxes(plan.specs["forward"]), Simulator().tensor_map)
+    assert set(made.map_places) == mapped == {name for name in ("q", "k", "v") if made.maps[name]["is_there"]}
+
+
+# Choice and errors.
+
+
+def planned(*shape: int, dtype: str = "float16", kernel: Any = "sm90", **options: Any) -> Plan:
+    x = cuflash.ShapeDtype(shape, dtype)
+    return cuflash.plan(x, x, x, kernel=kernel, device=DeviceSpec.gpu("H100"), **options).plan
+
+
+def test_blocks_stay_where_a_band_says_how_long_tiles_are_and_come_anew_elsewhere() -> None:
+    full, causal = planned(16, 4096, 128), planned(16, 4096, 128, causal=True)
+    lengths = planned(16, 4096, 128, mask=masks.Lengths(kv=4000))
+    spec = full.specs["forward"]
+    for plan in (full, causal):
+        assert plan.blocks(spec, plan.grid(spec)) == 132
+    assert lengths.blocks(spec, lengths.grid(spec)) == lengths.grid(spec) == 16 * 4096 // spec.block_q
+
+
+def rounds_of(num_places: int, in_turn: int, steps: list[int], num_blocks: int) -> list[int]:
+    """Steps of each block, as attention/work_tile.cuh shares tiles out: longest first, rounds back and forth."""
+    tiles = []
+    for first in range(0, num_places, in_turn):
+        tiles += [length for length in reversed(steps) for _ in range(min(in_turn, num_places - first))]
+    taken = [0] * num_blocks
+    for number, length in enumerate(tiles):
+        turn, place = divmod(number, num_blocks)
+        taken[place if turn % 2 == 0 else num_blocks - 1 - place] += length
+    return taken
+
+
+@pytest.mark.parametrize("seqlen, num_heads", [(1024, 256), (4096, 64), (16384, 16), (16384, 8)])
+def test_blocks_of_a_causal_call_have_as_much_to_do(seqlen: int, num_heads: int) -> None:
+    plan = planned(num_heads, seqlen, 128, causal=True)
+    spec = plan.specs["forward"]
+    steps = [2 + -(-stop // spec.block_kv) for stop in range(spec.block_q, seqlen + 1, spec.block_q)]
+    taken = rounds_of(num_heads, plan.places_in_turn, steps, 132)
+    assert max(taken) <= 1.1 * sum(taken) / 132
+    assert planned(num_heads, seqlen, 128).places_in_turn == 1  # tiles are alike
+
+
+def test_auto_takes_hopper_s_kernels_where_they_are_faster() -> None:
+    def family(num_heads: int, seqlen: int, dim: int, **options: Any) -> str | None:
+        return planned(num_heads, seqlen, dim, kernel="auto", **options).family
+
+    assert family(16, 4096, 128) == family(16, 4096, 64) == family(256, 1024, 128) == "sm90"
+    assert family(256, 1024, 64) == family(16, 512, 128) == "sm80"
+    for block, expected in ((128, "sm90"), (256, "sm90"), (64, "sm80"), (192, "sm80")):
+        blocks = np.eye(-(-4096 // block), dtype=bool)
+        assert family(16, 4096, 128, mask=masks.BlockPattern(blocks, block)) == expected
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+def test_backward_kernels_are_its_own_to_128_columns(dim: int) -> None:
+    plan = planned(2, 300, dim)
+    assert {spec.name for spec in plan.specs.values()} == {
+        "sm90_forward", "sm80_backward_statistics", "sm90_backward", "sm90_convert_dq",
+    }  # fmt: skip
+    backward = [plan.specs[entry] for entry in ("backward_statistics", "backward", "convert_dq")]
+    assert len({(spec.block_q, spec.head_dim) for spec in backward}) == 1
+
+
+@pytest.mark.parametrize(
+    ("dim", "options"), [(192, {}), (64, {"deterministic": True}), (64, {"mask": masks.Dense(np.eye(300) > 0)})]
+)
+def test_other_backward_kernels_are_those_of_sm80(dim: int, options: dict[str, Any]) -> None:
+    plan = planned(2, 300, dim, **options)
+    if "mask" in options:
+        x = cuflash.ShapeDtype((2, 300, dim), "float16")
+        index = cuflash.BlockIndex.from_mask(options["mask"], Problem.of(x, x, x).mask_shape, 64)
+        plan = planned(2, 300, dim, mask=index)
+    assert {spec.family for entry, spec in plan.specs.items() if entry != "forward"} == {"sm80"}
+
+
+@pytest.mark.parametrize("chip", ["A100", "B200"])
+def test_other_chips_are_refused(chip: str) -> None:
+    x = cuflash.ShapeDtype((2, 300, 64), "float16")
+    with pytest.raises(UnsupportedProblem, match=r"kernel='sm90' needs compute capability 9\.0"):
+        cuflash.plan(x, x, x, kernel="sm90", device=DeviceSpec.gpu(chip))
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(UnsupportedProblem, match="kernel='sm90' takes float16 or bfloat16; got float32"):
+        planned(2, 300, 64, dtype="float32")
