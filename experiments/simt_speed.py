@@ -9,15 +9,16 @@ additions; with deterministic=True, where every result is bitwise repeatable, it
 by columns: the rows of both say what the promise costs. The naive kernels, which keep whole matrices of scores, are
 the baseline: what tiles bring. Block-sparse rates are over the dense one, per kept block. Host time is that of a call
 on the host alone; a work list is timed on the host until the device has it; memory is what CuPy's pool holds at its
-peak beside arguments and results. A plan's kernels are compiled at once, on threads; those on tensor cores, which
-nothing here runs, one after the other, for their sum.
+peak beside arguments and results. A plan's kernels are compiled at once, on threads; of those on tensor cores the sum
+of their times is given.
 
 Expect: half of the multiply-adds' rate forward: what a thread's registers hold decides how often shared memory is read.
-Found:  on an H100 forward float32 reaches 0.58 and 0.55 of the multiply-adds' rate at head_dim 64 and 128, backward
-0.34 and 0.43, where one walk adds to dq by atomics and five products are made, not seven; float64, on tensor cores,
-0.87 and 0.95 forward, 0.55 and 0.48 backward. At a density of 0.125 the forward pass works at 0.75 of its dense rate,
-the backward pass at 0.95. A warm call takes 27 us of the host, gradients 48 us; a device's work list of causal and
-documents at 128k tokens 0.6 ms. One kernel takes 2.0 s to compile, the rest less.
+Found:  on an H100 forward float32 reaches 0.60 and 0.54 of the multiply-adds' rate at head_dim 64 and 128, backward
+0.51 and 0.47, where one walk adds to dq by atomics and five products are made, not seven; float64, on tensor cores,
+0.89 and 0.97 forward, 0.67 and 0.58 backward. At a density of 0.125 the forward pass works at 0.92 of its dense rate,
+the backward pass at 0.97. The naive kernels reach 0.12 to 0.15 forward, 0.17 to 0.18 backward. A warm call takes 25 us
+of the host, gradients 50 us; a device's work list of causal and documents at 128k tokens 1.1 ms until it is there. The
+slowest kernel takes 3.3 s to compile, backward at head_dim 64.
 """
 
 import itertools
