@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from cuflash import simulated
 from cuflash import source as sources
+
+
+def chosen(edits: Mapping[str, tuple[str, str, str]]) -> list[str]:
+    """The names of all edits; every third of them, unless CUFLASH_PROFILE=long: each takes seconds."""
+    return list(edits) if os.environ.get("CUFLASH_PROFILE") == "long" else list(edits)[::3]
+
+
+def without_their_line(edits: Mapping[str, tuple[str, str, str]]) -> list[str]:
+    """Names of edits that fit the sources no more: their line is gone, or stands twice."""
+    texts = {file: (sources.KERNELS / file).read_text("utf-8") for file, _, _ in edits.values()}
+    return [name for name, (file, line, _) in edits.items() if texts[file].count(line) != 1]
 
 
 @contextmanager

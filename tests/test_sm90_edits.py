@@ -13,7 +13,7 @@ import pytest
 from cuflash.simulated import Simulator
 from cuflash.testing import Structure, assert_within_bounds
 from executors import needs_compiler
-from planting import planted
+from planting import chosen, planted, without_their_line
 from poison import MARGIN, call
 from test_sm90 import ALIGNED, SIM90, OnTwoBlocks, forward, half, plan_of
 
@@ -176,7 +176,7 @@ def hopper_is_right() -> None:
             assert_within_bounds(clean, **forward(plan, example, Simulator(schedule), margin=margin))
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", chosen(EDITS))
 @pytest.mark.filterwarnings("ignore")
 def test_a_planted_fault_is_seen(name: str, tmp_path: Path) -> None:
     with planted(tmp_path / "kernels_cu", *EDITS[name]), pytest.raises((AssertionError, sim.SimulationError)):
@@ -217,7 +217,7 @@ def hopper_gradients_are_right() -> None:
             assert_within_bounds(clean, **call(clean.but(**changed), SIM90, Simulator(schedule), margin=margin))
 
 
-@pytest.mark.parametrize("name", BACKWARD_EDITS)
+@pytest.mark.parametrize("name", chosen(BACKWARD_EDITS))
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_planted_in_gradients_is_seen(name: str, tmp_path: Path) -> None:
     with planted(tmp_path / "kernels_cu", *BACKWARD_EDITS[name]), pytest.raises((AssertionError, sim.SimulationError)):
@@ -226,3 +226,7 @@ def test_a_fault_planted_in_gradients_is_seen(name: str, tmp_path: Path) -> None
 
 def test_the_gradients_as_they_are_pass_the_same_guard() -> None:
     hopper_gradients_are_right()
+
+
+def test_every_edit_has_its_line() -> None:
+    assert without_their_line(EDITS | BACKWARD_EDITS) == []
