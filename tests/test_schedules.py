@@ -59,7 +59,10 @@ print("end", file=sys.stderr)
 """
 PLANTED = {
     "thread": ("simt/forward.cu", "    __syncthreads();  // K is read\n", "", "WARNING: ThreadSanitizer: data race"),
-    "address": ("tile/copy.cuh", "Tile::row(i) < to.num_rows", "true", "ERROR: AddressSanitizer: heap-buffer-overflow"),
+    "address": (
+        "tile/copy.cuh", "      if (Tile::row(i) >= to.num_rows) continue;\n      Element* const data",
+        "      Element* const data", "ERROR: AddressSanitizer: heap-buffer-overflow",
+    ),
     "undefined": ("attention/steps.cuh", ">> key % 8 & 1", ">> key & 1", "undefined behaviour: .*a shift by"),
 }  # fmt: skip
 
