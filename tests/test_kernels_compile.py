@@ -49,6 +49,8 @@ SPILLS = {
     # Three warpgroups of consumers: in masks, and in the producer, which has 32 registers.
     **{("sm90_backward", dtype, head_dim): 28 for dtype in _HALVES for head_dim in (32, 64, 96, 128)},  # the producer
     **{("sm90_forward", dtype, head_dim): 112 for dtype in _HALVES for head_dim in (32, 64)},
+    # On sm_86 and sm_89, where ptxas stops at 72 registers of 255.
+    **{("sm80_combine", dtype, 256): 32 for dtype in (*_HALVES, np.dtype(np.float32))},
     # Of tf32x3, on sm_100 alone; forward where a tile holds few queries.
     **{(name, np.dtype(np.float32), 192): 40 for name in ("sm80_backward", "sm80_backward_rows")},
     ("sm80_forward", np.dtype(np.float32), 192): 84,

@@ -569,7 +569,7 @@ def test_precompile_needs_no_data_and_no_gpu(nvrtc, monkeypatch):
     shape = ShapeDtype((8, 4096, 64), ml_dtypes.bfloat16)
     made = cuflash.precompile(shape, shape, shape, causal=True, device=DeviceSpec.gpu("H100"))
     assert [each.spec.entry for each in made] == ["forward", "backward_statistics", "backward", "convert_dq"]
-    assert all(each.code.startswith(b"\x7fELF") and each.architecture == "sm_90" for each in made)
+    assert all(each.code.startswith(b"\x7fELF") and each.architecture == "sm_90a" for each in made)
     (reason,) = reasons_of(cuflash.precompile, shape, shape, shape, device=DeviceSpec.host())
     assert "device must be a GPU" in reason
 
