@@ -2,7 +2,8 @@
 # make test    installs, then runs every test that this machine can run
 # make types lint cover clean
 # Needs make, python3 (3.11 or newer, with venv) and g++. PYTHON=python3.13 picks another Python;
-# CUDA=cuda13, CUDA=cuda12 or CUDA= (none) overrides what the NVIDIA driver says.
+# CUDA=cuda13, CUDA=cuda12 or CUDA= (none) overrides what the NVIDIA driver says. Tests run on all cores at once, but one
+# by one where there is a GPU, whose memory some of them measure.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -24,7 +25,7 @@ demo: $(call stamp,experiments)
 	$(RUN) experiments/block_sparsity.py
 
 test: $(call stamp,test)
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(if $(CUDA),,--numprocesses=auto --dist=worksteal)
 
 types: $(call stamp,test)
 	$(RUN) -m mypy
