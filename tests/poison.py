@@ -35,13 +35,15 @@ class Guarded:
     memory: Any
     shape: tuple[int, ...]
     dtype: Any
-    margin: int
+    margins: tuple[int, ...]  # of an axis
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dtype: Any, run: Run, margin: int) -> Guarded:
-        size = math.prod(extent + 2 * margin for extent in shape)
+        """With `margin` elements around each row, and MARGIN rows, heads and batches."""
+        margins = (MARGIN,) * (len(shape) - 1) + (margin,)
+        size = math.prod(extent + 2 * width for extent, width in zip(shape, margins))
         memory = run.put(np.full(size * np.dtype(dtype).itemsize, 0xFF, np.uint8))
-        return cls(memory, shape, np.dtype(dtype), margin)
+        return cls(memory, shape, np.dtype(dtype), margins)
 
     @property
     def view(self) -> Any:
@@ -49,8 +51,8 @@ class Guarded:
         return self._inner(self.memory)
 
     def _inner(self, memory: Any) -> Any:
-        whole = memory.view(self.dtype).reshape([extent + 2 * self.margin for extent in self.shape])
-        return whole[(slice(self.margin, -self.margin or None),) * len(self.shape)]
+        whole = memory.view(self.dtype).reshape([x + 2 * width for x, width in zip(self.shape, self.margins)])
+        return whole[tuple(slice(width, -width or None) for width in self.margins)]
 
     def result(self, name: str, run: Run) -> Any:
         """What was written; fails where anything was written around it, or not everything in it."""
