@@ -114,30 +114,24 @@ struct LazySoftmax {
   // Turn scores into weights, and add them up. Called by whole warps.
   template <class Tile>
   CUFLASH_DEVICE void weigh(Tile& s, float softmax_scale_log2) {
-    float shift[kRows];
-    bool is_large = false;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      shift[i] = row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i];
-      is_large |= fabsf(shift[i]) * softmax_scale_log2 > kLargest;
-    }
-    float factor = softmax_scale_log2;
-    if (__any_sync(0xffffffffu, is_large)) {  // what rounds in a large maximum times the scale would be a large exponent
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) = (s.at(i, j) - shift[i]) * softmax_scale_log2;
-        shift[i] = 0;
-      }
+    float shift[kRows], factor = softmax_scale_log2;
+    if (find_shift(shift, softmax_scale_log2)) {
+      subtract(s, shift, softmax_scale_log2);
       factor = 1;
     }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j) {
-        s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), factor, -shift[i] * factor));
-        row_sum[i] += s.at(i, j);
-      }
+    exponentiate(s, shift, factor);
+  }
+
+  // The same, with a branch of its own for either way: the compiler mixes what follows with neither, and a wait for
+  // products that run meanwhile stays behind.
+  template <class Tile>
+  CUFLASH_DEVICE void weigh_apart(Tile& s, float softmax_scale_log2) {
+    float shift[kRows];
+    if (find_shift(shift, softmax_scale_log2)) {
+      subtract(s, shift, softmax_scale_log2);
+      exponentiate(s, shift, 1);
+    } else {
+      exponentiate(s, shift, softmax_scale_log2);
     }
   }
 
@@ -158,6 +152,42 @@ struct LazySoftmax {
     o.scale_row(i, is_empty ? 1.0f : 1.0f / sum);
     if (is_empty) return ptx::negative_infinity<float>();
     return row_max[i] * (softmax_scale_log2 * static_cast<float>(kLn2)) + ptx::log_accurate(sum);
+  }
+
+ private:
+  // What is taken off scores. Whether any of the warp's is so large that what rounds in it times the scale would be a
+  // large exponent.
+  CUFLASH_DEVICE bool find_shift(float (&shift)[kRows], float softmax_scale_log2) const {
+    bool is_large = false;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      shift[i] = row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i];
+      is_large |= fabsf(shift[i]) * softmax_scale_log2 > kLargest;
+    }
+    return __any_sync(0xffffffffu, is_large);
+  }
+
+  // Take it off before scaling; nothing is left to shift.
+  template <class Tile>
+  static CUFLASH_DEVICE void subtract(Tile& s, float (&shift)[kRows], float softmax_scale_log2) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) = (s.at(i, j) - shift[i]) * softmax_scale_log2;
+      shift[i] = 0;
+    }
+  }
+
+  template <class Tile>
+  CUFLASH_DEVICE void exponentiate(Tile& s, const float (&shift)[kRows], float factor) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < Tile::kColumns; ++j) {
+        s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), factor, -shift[i] * factor));
+        row_sum[i] += s.at(i, j);
+      }
+    }
   }
 };
 

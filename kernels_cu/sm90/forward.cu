@@ -326,7 +326,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int group) {
         if (is_last) leave(board().q);
         float by[Softmax::kRows];
         const bool has_risen = softmax.raise(s, board().softmax_scale_log2, by);
-        softmax.weigh(s, board().softmax_scale_log2);
+        softmax.weigh_apart(s, board().softmax_scale_log2);
         tile::wait_for<0>(o);
         if (!is_first) leave(board().v[stage_of(num_keys - 1)]);
         p = s;
