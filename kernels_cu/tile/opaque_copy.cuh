@@ -23,37 +23,51 @@ CUFLASH_DEVICE void transpose_in_quad(uint32_t (&words)[4]) {
 // Round a warp's part to T and put it into global memory, as far as the matrix goes. Called by whole warps.
 template <class T, class Tile>
 CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
+  constexpr int kChunks = Tile::kColumnTiles / 4;  // of a row, a thread's
   static_assert(sizeof(T) == 2 && Tile::kColumnTiles % 4 == 0, "four threads store 8 columns each");
-  const bool is_aligned = to.column_stride == 1 && to.row_stride % kChunkOf<T> == 0 &&
-                          reinterpret_cast<uint64_t>(to.data) % sizeof(Packet) == 0;
+  Packet chunks[Tile::kRows][kChunks];
 #pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i) {
-    const int row = from.first_row() + from.row(i);
-    T* const data = to.data + row * to.row_stride;
+  for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < Tile::kColumnTiles; j += 4) {
+    for (int j = 0; j < kChunks; ++j) {
       uint32_t words[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float* const pair = &from.tiles[i / 2][j + e][i % 2 * 2];
+        const float* const pair = &from.tiles[i / 2][4 * j + e][i % 2 * 2];
         words[e] = ptx::pack2(T{}, pair[0], pair[1]);
       }
       transpose_in_quad(words);
-      const int column = from.warp_column() + 8 * (j + ptx::lane() % 4);
-      Packet chunk{words[0] | static_cast<uint64_t>(words[1]) << 32, words[2] | static_cast<uint64_t>(words[3]) << 32};
+      chunks[i][j] = {words[0] | static_cast<uint64_t>(words[1]) << 32, words[2] | static_cast<uint64_t>(words[3]) << 32};
+    }
+  const int first_column = from.warp_column() + ptx::lane() % 4 * 8;
+  const bool is_whole = to.column_stride == 1 && to.row_stride % kChunkOf<T> == 0 &&
+                        reinterpret_cast<uint64_t>(to.data) % sizeof(Packet) == 0 &&
+                        from.warp_column() + 8 * Tile::kColumnTiles <= to.num_columns;
+  if (is_whole) {
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+      const int row = from.first_row() + from.row(i);
       if (row >= to.num_rows) continue;
-      if (is_aligned && column + kChunkOf<T> <= to.num_columns) {
-        *reinterpret_cast<Packet*>(data + column) = chunk;
-      } else {
+      Packet* const data = reinterpret_cast<Packet*>(to.data + row * to.row_stride + first_column);
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) data[4 * j] = chunks[i][j];
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      const int row = from.first_row() + from.row(i), column = first_column + 32 * j;
+      if (row >= to.num_rows) continue;
+      uint64_t(&words)[2] = chunks[i][j].at;
 #pragma unroll 1  // rare: less text
-        for (int x = column; x < min(column + kChunkOf<T>, to.num_columns); ++x) {
-          data[x * to.column_stride] = {static_cast<unsigned short>(chunk.at[0])};
-          chunk.at[0] = chunk.at[0] >> 16 | chunk.at[1] << 48;
-          chunk.at[1] >>= 16;
-        }
+      for (int x = column; x < min(column + kChunkOf<T>, to.num_columns); ++x) {
+        to.at(row, x) = {static_cast<unsigned short>(words[0])};
+        words[0] = words[0] >> 16 | words[1] << 48;
+        words[1] >>= 16;
       }
     }
-  }
 }
 
 }  // namespace cuflash::tile
