@@ -55,7 +55,7 @@ EDITS = {
     "an empty tile keeps Q": (_FORWARD, "      leave(board().q);\n    } else {", "    } else {"),
     "scores are read before they are there": (_FORWARD, "tile::wait_for<1>(s);", "tile::wait_for<2>(s);"),
     "O is not rescaled": (_FORWARD, "        if (has_risen) Softmax::rescale(o, by);\n", ""),
-    "nobody has the first turn": (_FORWARD, "  if (group == kConsumers) pass_turn(group);\n", ""),
+    "nobody has the first turn": (_FORWARD, "  if (group == kConsumers) pass_turn();\n", ""),
     "a warpgroup has another's queries": (_FORWARD, "64 * (group % kConsumers)", "64 * (group - 1)"),
     "a task overwrites the one before": (
         _FORWARD, "board().tasks[num_tasks % 2] = {work,", "board().tasks[0] = {work,"
@@ -65,13 +65,18 @@ EDITS = {
     ),
     "every step is whole": (_FORWARD, "is_whole<kBlockKv>(step), is_last}", "true, is_last}"),
     "a negative scale is not turned": (_FORWARD, "if (softmax_scale <= 0) ", "if (false) "),
-    "panels of V lie too close": (_PANELS, "address(0, 0), Tile::Panel::kBytes,", "address(0, 0), 1024,"),
-    "the second panel of K is the first": (_PANELS, "(panel * Tile::Panel::kBytes + ", "(0 * panel + "),
+    "panels of V lie too close": (_PANELS, "kSwizzle, Tile::Panel::kBytes, 8", "kSwizzle, 1024, 8"),
+    "the second panel of K is the first": (_PANELS, "at(panel * Tile::Panel::kBytes + ", "at(0 * panel + "),
     "rows of a fragment change places": (_PANELS, "fragments[k][e] = ptx::pack2", "fragments[k][e ^ 1] = ptx::pack2"),
     "a chunk of O is another's": (_STORE, "is_upper ? first : second, step", "is_upper ? second : first, step"),
-    "a row too many of O is stored": (_STORE, "row >= to.num_rows", "row > to.num_rows"),
-    "a chunk past the last column is stored": (
-        _STORE, "column + kChunkOf<T> <= to.num_columns) {", "column <= to.num_columns) {"
+    "a row too many of O is stored": (
+        _STORE, "if (row >= to.num_rows) continue;\n      Packet", "if (row > to.num_rows) continue;\n      Packet"
+    ),
+    "chunks past the last column are stored": (
+        _STORE, "from.warp_column() + 8 * Tile::kColumnTiles <= to.num_columns", "true"
+    ),
+    "the last element of a short chunk is lost": (
+        _STORE, "min(column + kChunkOf<T>, to.num_columns); ++x", "min(column + kChunkOf<T>, to.num_columns - 1); ++x"
     ),
 }  # fmt: skip
 

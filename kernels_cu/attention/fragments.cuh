@@ -26,22 +26,22 @@ struct HeadAfterHead {
 template <bool HasBits, class Tile, class Queries = EachItsOwn>
 CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& work, const Step& step,
                                 Queries query_of = {}) {
-  const int num_keys = step.stop - step.start;
-  const int first_row = work.first + Tile::first_row(), first_key = Tile::first_column();
+  const int first_row = work.first + Tile::first_row(), first_key = step.start + Tile::first_column();
+  const int num_keys = step.stop - first_key;
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
     const int row = first_row + Tile::row(i);
     ptx::keep_loads_apart();
     const Seen seen = step.seen(params, work.place, query_of(min(row, work.last - 1)));
-    const int lo = seen.lo - step.start, hi = row < work.last ? min(seen.hi - step.start, num_keys) : 0;
+    const int lo = seen.lo - first_key, hi = row < work.last ? min(seen.hi - first_key, num_keys) : 0;
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j)
-      if (first_key + Tile::column(j) < lo || first_key + Tile::column(j) >= hi) s.at(i, j) = ptx::negative_infinity<float>();
+      if (Tile::column(j) < lo || Tile::column(j) >= hi) s.at(i, j) = ptx::negative_infinity<float>();
     if (HasBits && seen.bits != nullptr) {
-      const uint8_t* const bits = seen.bits + (step.start - seen.first_key + first_key) / 8;
+      const uint8_t* const bits = seen.bits + (first_key - seen.first_key) / 8;
 #pragma unroll
       for (int j = 0; j < Tile::kColumns; ++j)
-        if (first_key + Tile::column(j) < num_keys && !(bits[j / 2] >> (first_key % 8 + j % 2) & 1))
+        if (Tile::column(j) < num_keys && !(bits[j / 2] >> (Tile::first_column() % 8 + j % 2) & 1))
           s.at(i, j) = ptx::negative_infinity<float>();
     }
   }

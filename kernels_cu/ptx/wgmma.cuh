@@ -95,7 +95,7 @@ enum class Swizzle { kNone = 0, k128 = 1, k64 = 2, k32 = 3 };
 //   MN-major: a row is one k. Atoms are `stride_bytes` apart along k and `leading_bytes` along the other dimension;
 //     without a swizzle it is the other way round.
 // Atoms begin at multiples of their size; `address` may be some chunks further on, to step along k of a K-major matrix.
-CUFLASH_DEVICE uint64_t wgmma_matrix(Swizzle swizzle, uint32_t address, int leading_bytes, int stride_bytes) {
+constexpr CUFLASH_DEVICE uint64_t wgmma_matrix(Swizzle swizzle, uint32_t address, int leading_bytes, int stride_bytes) {
   return static_cast<uint64_t>(swizzle) << 62 | static_cast<uint64_t>(stride_bytes >> 4) << 32 |
          static_cast<uint64_t>(leading_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
 }

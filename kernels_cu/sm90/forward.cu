@@ -271,12 +271,13 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
 
 // ---- the consumers ----
 
-// Whose turn it is to start products: groups are numbered from 1 on.
-CUFLASH_DEVICE void await_turn(int group) {
-  if (kTakesTurns) ptx::bar_sync(kProducersMeet + group, 2 * kGroup);
+// Whose turn it is to start products: groups are numbered from 1 on. Asked for again, to save registers.
+CUFLASH_DEVICE int own_group() { return threadIdx.x / kGroup; }
+CUFLASH_DEVICE void await_turn() {
+  if (kTakesTurns) ptx::bar_sync(kProducersMeet + own_group(), 2 * kGroup);
 }
-CUFLASH_DEVICE void pass_turn(int group) {
-  if (kTakesTurns) ptx::bar_arrive(kProducersMeet + group % kConsumers + 1, 2 * kGroup);
+CUFLASH_DEVICE void pass_turn() {
+  if (kTakesTurns) ptx::bar_arrive(kProducersMeet + own_group() % kConsumers + 1, 2 * kGroup);
 }
 
 // lse and O, from registers: the rooms are filled again by then.
@@ -296,14 +297,18 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const attenti
   tile::store(all.rows(work.first, work.last), o);
 }
 
+CUFLASH_DEVICE void start_scores(Scores& s, int group, int stage) {
+  const tile::RowsAlongSum<QPanels> q(q_smem, 64 * (group % kConsumers));
+  tile::start_product_nt(s, q, tile::RowsAlongSum<KPanels>(k_smem(stage)));
+}
+
 CUFLASH_DEVICE void consume(const attention::Params& params, int group) {
   const double softmax_scale = params.shape.softmax_scale;
-  const tile::RowsAlongSum<QPanels> q(q_smem, 64 * (group % kConsumers));
   unsigned num_keys = 0;  // tiles read; V of a step comes after K of the next
-  if (group == kConsumers) pass_turn(group);
-  for (unsigned num_tasks = 0;; ++num_tasks) {
-    await_full(board().q, num_tasks % 2);
-    const Task& task = board().tasks[num_tasks % 2];
+  if (group == kConsumers) pass_turn();
+  for (bool is_odd = false;; is_odd = !is_odd) {
+    await_full(board().q, is_odd);
+    const Task& task = board().tasks[is_odd];
     if (task.kind == Task::kEnd) break;
     Softmax softmax;
     Output o;
@@ -314,7 +319,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int group) {
       Scores s;
       Weights p;
       await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
-      tile::start_product_nt(s, q, tile::RowsAlongSum<KPanels>(k_smem(stage_of(num_keys))));
+      start_scores(s, group, stage_of(num_keys));
       tile::wait_for<0>(s);
       bool is_first = true;
       while (true) {
@@ -335,11 +340,11 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int group) {
         ++num_keys;
         if (is_last) break;
         await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
-        await_turn(group);
-        tile::start_product_nt(s, q, tile::RowsAlongSum<KPanels>(k_smem(stage_of(num_keys))));
+        await_turn();
+        start_scores(s, group, stage_of(num_keys));
         await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
         tile::start_sum_nn(o, p, tile::RowsAcrossSum<VPanels>(v_smem(stage_of(num_keys - 1))));
-        pass_turn(group);
+        pass_turn();
         tile::wait_for<1>(s);
       }
       await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
@@ -349,7 +354,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int group) {
     }
     write_results(params, task.work, softmax, o);
   }
-  if (group == 1) await_turn(group);  // nobody is left to take the last one
+  if (group == 1) await_turn();  // nobody is left to take the last one
 }
 
 }  // namespace cuflash

@@ -24,29 +24,44 @@ struct PanelTile {
   CUFLASH_DEVICE Panel panel(int number) const { return {start + number * Panel::kBytes}; }
 };
 
+// Where an operand lies, and what is further on in it. All threads of a warp say the same, but the compiler does not know
+// unless they ask one of them: then a single register serves them all, and products follow each other at once.
+template <ptx::Swizzle kSwizzle, int kLeadingBytes, int kStrideBytes>
+class InPanels {
+ public:
+  explicit CUFLASH_DEVICE InPanels(uint32_t address)
+      : low_(__shfl_sync(0xffffffffu, static_cast<uint32_t>(matrix(address)), 0)) {}
+  CUFLASH_DEVICE uint64_t at(int bytes) const { return matrix(0) >> 32 << 32 | (low_ + bytes / 16); }
+
+ private:
+  static constexpr CUFLASH_DEVICE uint64_t matrix(uint32_t address) {
+    return ptx::wgmma_matrix(kSwizzle, address, kLeadingBytes, kStrideBytes);
+  }
+
+  uint32_t low_;  // the half with the address
+};
+
 // Operands of a product: where 16 columns of the left one, or as many of what the sum runs over, start.
 
 // Rows of the matrix are rows of a, or columns of b.
 template <class Tile>
 struct RowsAlongSum {
-  uint64_t start;
+  InPanels<Tile::kSwizzle, 0, 8 * Tile::kRowBytes> matrix;
 
-  explicit CUFLASH_DEVICE RowsAlongSum(Tile tile, int first_row = 0)
-      : start(ptx::wgmma_matrix(Tile::kSwizzle, tile.panel(0).address(first_row, 0), 0, 8 * Tile::kRowBytes)) {}
+  explicit CUFLASH_DEVICE RowsAlongSum(Tile tile, int first_row = 0) : matrix(tile.panel(0).address(first_row, 0)) {}
   CUFLASH_DEVICE uint64_t at(int k) const {
     const int column = 16 * k, panel = column / Tile::kPanelWidth;
-    return start + (panel * Tile::Panel::kBytes + column % Tile::kPanelWidth * 2) / 16;
+    return matrix.at(panel * Tile::Panel::kBytes + column % Tile::kPanelWidth * 2);
   }
 };
 
 // Rows of the matrix are what the sum runs over.
 template <class Tile>
 struct RowsAcrossSum {
-  uint64_t start;
+  InPanels<Tile::kSwizzle, Tile::Panel::kBytes, 8 * Tile::kRowBytes> matrix;
 
-  explicit CUFLASH_DEVICE RowsAcrossSum(Tile tile)
-      : start(ptx::wgmma_matrix(Tile::kSwizzle, tile.panel(0).address(0, 0), Tile::Panel::kBytes, 8 * Tile::kRowBytes)) {}
-  CUFLASH_DEVICE uint64_t at(int k) const { return start + 16 * k * Tile::kRowBytes / 16; }
+  explicit CUFLASH_DEVICE RowsAcrossSum(Tile tile) : matrix(tile.panel(0).address(0, 0)) {}
+  CUFLASH_DEVICE uint64_t at(int k) const { return matrix.at(16 * k * Tile::kRowBytes); }
 };
 
 // A warp's part of a product's result, 16 rows a warp, as wgmma counts its registers.
