@@ -420,7 +420,8 @@ CUFLASH_DEVICE void walk(DkOfWarp& dk, DvOfWarp& dv, float softmax_scale_log2, i
     }
     Scores next_s;
     start_scores(next_s, next, part);
-    DqSum(note.dq_sum).add(dq);  // under products
+    tile::await_full(own.d_o[next.stage], next.parity);  // a branch, before which the compiler moves no addition
+    DqSum(note.dq_sum).add(dq);  // under products, and after all have been issued: many additions at once wait for memory
     tile::wait_for<0>(next_s);
     ptx::keep_in_place(tile::accumulators(dk));
     tile::keep_in_place(ds);
