@@ -11,7 +11,7 @@ namespace cuflash {
 
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 constexpr int kDqWidth = tile::kMmaRows > 0 ? 32 : kHeadDim % 64 == 0 ? 64 : kHeadDim;  // columns of dQ in registers at a time
-constexpr int kSteps = tile::kMmaRows > 0 || kHeadDim + kValueDim > 128 ? 1 : 0;  // of a product: dK and dV leave few registers
+constexpr int kSteps = 1;  // of a product at a time: more gain little, and compile half as long again
 // Multiply-adds only read these along rows, by vectors; tensor cores read down columns too.
 constexpr int kPadding = tile::kMmaRows > 0 ? tile::kPadding<Accumulator> : 0;
 using KRows = tile::SharedTile<Accumulator, kBlockKv, kHeadDim, kHeadDim + kPadding>;
