@@ -91,8 +91,9 @@ def shared_bytes(spec: KernelSpec) -> int:
         queries = spec.block_q * (2 * 4 + spec.block_kv // 8)
         told = stages * queries + _ROOM * (2 + 2 * stages) + _BACKWARD_NOTE * stages + _BACKWARD_REST
         return spec.dtype.itemsize * elements + told
-    elements = spec.block_q * spec.head_dim + stages * spec.block_kv * both
-    told = _ROOM * (1 + 2 * stages) + 2 * _TASK + _NOTE * stages + _REST
+    q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 else 1
+    elements = q_rooms * spec.block_q * spec.head_dim + stages * spec.block_kv * both
+    told = _ROOM * (q_rooms + 2 * stages) + 2 * q_rooms * _TASK + _NOTE * stages + _REST
     return spec.dtype.itemsize * elements + told
 
 

@@ -44,21 +44,40 @@ EDITS = {
     "a room counts as full in the wrong phase": (_FORWARD, "&room.full), parity);", "&room.full), parity ^ 1);"),
     "one stage serves all": (_FORWARD, "return count % kNumStages;", "return 0;"),
     "K is left before it is multiplied": (
-        _FORWARD, "        tile::wait_for<1>(s);\n      }",
-        "        leave(board().k[stage_of(num_keys)]);\n        tile::wait_for<1>(s);\n      }",
+        _FORWARD, "  tile::wait_for<1>(s);\n}", "  leave(board().k[stage_of(num_keys)]);\n  tile::wait_for<1>(s);\n}"
     ),
     "V is left before it is multiplied": (
-        _FORWARD, "        tile::wait_for<0>(o);\n        if (!is_first) leave(board().v[stage_of(num_keys - 1)]);\n",
-        "        if (!is_first) leave(board().v[stage_of(num_keys - 1)]);\n        tile::wait_for<0>(o);\n",
+        _FORWARD, "    tile::wait_for<0>(o);\n    if (num_keys > 0) leave(board().v[stage_of(num_keys - 1)]);\n",
+        "    if (num_keys > 0) leave(board().v[stage_of(num_keys - 1)]);\n    tile::wait_for<0>(o);\n",
     ),
-    "Q is left with the first step": (_FORWARD, "if (is_last) leave(board().q);", "if (is_first) leave(board().q);"),
-    "an empty tile keeps Q": (_FORWARD, "      leave(board().q);\n    } else {", "    } else {"),
+    "V is left before it is multiplied, with one room for Q": (
+        _FORWARD, "      tile::wait_for<0>(o);\n      if (!is_first) leave(board().v[stage_of(num_keys - 1)]);\n",
+        "      if (!is_first) leave(board().v[stage_of(num_keys - 1)]);\n      tile::wait_for<0>(o);\n",
+    ),
+    "Q is left with the first step": (
+        _FORWARD, "if (is_last) leave(board().q[", "if (note.step.start == 0) leave(board().q["
+    ),
+    "results of queries without a key stay as they are": (_FORWARD, " o.at(row, column) = {};", " continue;"),
+    "lse of queries without a key stays as it is": (
+        _FORWARD, "    if (threadIdx.x == 32) lse.at(row, 0)", "    if (false) lse.at(row, 0)"
+    ),
     "scores are read before they are there": (_FORWARD, "tile::wait_for<1>(s);", "tile::wait_for<2>(s);"),
-    "O is not rescaled": (_FORWARD, "        if (has_risen) Softmax::rescale(o, by);\n", ""),
+    "O is not rescaled": (
+        _FORWARD, "    if (has_risen) Softmax::rescale(o, by);\n    ++num_keys;\n    is_first",
+        "    ++num_keys;\n    is_first",
+    ),
+    "O is not rescaled, with one room for Q": (
+        _FORWARD, "      if (has_risen) Softmax::rescale(o, by);\n      ++num_keys;\n      if (is_last)",
+        "      ++num_keys;\n      if (is_last)",
+    ),
+    "O goes on from tile to tile": (_FORWARD, "      o.fill(0);\n    }\n    p = s;", "    }\n    p = s;"),
+    "a tile has the sums of the next one": (_FORWARD, "work, finished, o);", "work, softmax, o);"),
+    "a tile goes on with the maximum of the one before": (_FORWARD, "      softmax = Softmax();\n", ""),
+    "there is a task for each room": (_FORWARD, "kTasks = 2 * kQRooms;", "kTasks = kQRooms;"),
     "nobody has the first turn": (_FORWARD, "  if (group == kConsumers) pass_turn();\n", ""),
     "a warpgroup has another's queries": (_FORWARD, "64 * (group % kConsumers)", "64 * (group - 1)"),
     "a task overwrites the one before": (
-        _FORWARD, "board().tasks[num_tasks % 2] = {work,", "board().tasks[0] = {work,"
+        _FORWARD, "board().tasks[num_tasks % kTasks] = {work,", "board().tasks[0] = {work,"
     ),
     "a note is overwritten before the warp has read it": (
         _FORWARD, "        __syncwarp();  // all have read what is said anew\n", ""
@@ -136,7 +155,7 @@ BACKWARD_EDITS = {
 
 
 def structures() -> list[Structure]:
-    """Of kernels for 128 columns, two of them: one without a list and one with."""
+    """Of kernels for 128 columns, one without a list and one with, and of one with a single room for Q."""
     rng = np.random.default_rng(0)
     square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 300, "head_dim": 128}
     return [
@@ -151,6 +170,10 @@ def structures() -> list[Structure]:
         ),
         Structure(
             **square, value_dim=128, mask=masks.BlockPattern(rng.random((3, 4)) < 0.6, (100, 88)), values="outliers"
+        ),
+        Structure(
+            num_heads=2, num_kv_heads=1, seqlen_q=160, seqlen_kv=400, head_dim=136, value_dim=130,
+            mask=masks.Lengths(q=150), values="outliers",
         ),
     ]  # fmt: skip
 

@@ -18,6 +18,8 @@ using config::kNumStages;
 constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kChunk = tile::kChunkOf<Element>;
 constexpr int kConsumers = kBlockQ / 64;
+constexpr int kQRooms = kHeadDim <= 128 && kValueDim <= 128 ? 2 : 1;
+constexpr int kTasks = 2 * kQRooms;  // results of a tile are written after Q of its room's next one was asked for
 constexpr bool kTakesTurns = kConsumers > 1;
 constexpr bool kMovesRegisters = kConsumers > 1 || kMinBlocks > 1;
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kValueDim > 128 && kBlockKv > 64 ? 40 : 56;
@@ -32,23 +34,24 @@ using Softmax = attention::LazySoftmax<Scores::kRows>;
 using QPanels = tile::PanelTile<Element, kBlockQ, kHeadDim>;
 using KPanels = tile::PanelTile<Element, kBlockKv, kHeadDim>;
 using VPanels = tile::PanelTile<Element, kBlockKv, kValueDim>;
-constexpr QPanels q_smem{0};
-CUFLASH_DEVICE KPanels k_smem(int stage) { return {QPanels::kBytes + stage * KPanels::kBytes}; }
+CUFLASH_DEVICE QPanels q_smem(int room) { return {room * QPanels::kBytes}; }
+CUFLASH_DEVICE KPanels k_smem(int stage) { return {kQRooms * QPanels::kBytes + stage * KPanels::kBytes}; }
 CUFLASH_DEVICE VPanels v_smem(int stage) { return {k_smem(kNumStages).start + stage * VPanels::kBytes}; }
-constexpr int kBoard = QPanels::kBytes + kNumStages * (KPanels::kBytes + VPanels::kBytes);
+constexpr int kBoard = kQRooms * QPanels::kBytes + kNumStages * (KPanels::kBytes + VPanels::kBytes);
 
 // What the producer says of a tile, and of a step.
 struct Task {
   attention::WorkTile work;
-  enum { kEnd, kNoSteps, kSteps } kind;
+  int is_end;
 };
 struct Note {
   attention::Step step;
   int is_whole, is_last;
 };
 
-// What is brought, in the order of Params and TensorMaps; kNothing is the last that helpers are asked for.
-enum Operand { kQ, kK, kV, kNothing };
+// What is brought, in the order of Params and TensorMaps; kResults of a tile without a step are written; kNothing is the
+// last that helpers are asked for.
+enum Operand { kQ, kK, kV, kResults, kNothing };
 struct Job {
   Operand operand;
   int stage;
@@ -60,8 +63,8 @@ struct Room {
   uint64_t full, empty;
 };
 struct Board {
-  Room q, k[kNumStages], v[kNumStages];
-  Task tasks[2];  // of Q in its room, and of the one before, whose results may not be written yet
+  Room q[kQRooms], k[kNumStages], v[kNumStages];
+  Task tasks[kTasks];
   Note notes[kNumStages];
   float softmax_scale_log2;  // consumers' registers are for accumulators
   // The producer's own, whose registers are few: this tile's, and the next one's.
@@ -76,6 +79,8 @@ CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_sh
 // The room of a ring that the count-th tile has, and the parity of its phases.
 CUFLASH_DEVICE int stage_of(unsigned count) { return count % kNumStages; }
 CUFLASH_DEVICE int parity_of(unsigned count) { return count / kNumStages % 2; }
+CUFLASH_DEVICE int q_room_of(unsigned count) { return count % kQRooms; }
+CUFLASH_DEVICE int q_parity_of(unsigned count) { return count / kQRooms % 2; }
 
 CUFLASH_DEVICE void await_full(const Room& room, int parity) {
   ptx::mbarrier_wait(ptx::shared_address(&room.full), parity);
@@ -103,7 +108,7 @@ struct Panels {
   int start, rows, columns, width;  // bytes, then elements
 
   CUFLASH_DEVICE Panels(Operand operand, int stage) {
-    start = operand == kQ ? q_smem.start : operand == kK ? k_smem(stage).start : v_smem(stage).start;
+    start = operand == kQ ? q_smem(stage).start : operand == kK ? k_smem(stage).start : v_smem(stage).start;
     rows = operand == kQ ? kBlockQ : kBlockKv;
     columns = operand == kV ? kValueDim : kHeadDim;
     width = operand == kV ? VPanels::kPanelWidth : KPanels::kPanelWidth;
@@ -156,11 +161,30 @@ CUFLASH_DEVICE void copy(const Panels& to, const tile::Matrix<Element>& from) {
   ptx::fence_proxy_async();
 }
 
+// Of queries without a key: no consumer hears of them.
+CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::WorkTile& work) {
+  using namespace attention;
+  const int length = params.shape.seqlen_q, num_columns = params.shape.value_dim;
+  const auto lse = matrix<float>(params.lse, work.place, work.place.head, length, 1);
+  const auto o = matrix<Element>(params.o, work.place, work.place.head, length, num_columns);
+#pragma unroll 1
+  for (int row = work.first; row < work.last; ++row) {
+    if (threadIdx.x == 32) lse.at(row, 0) = ptx::negative_infinity<float>();
+#pragma unroll 1
+    for (int column = threadIdx.x - 32; column < num_columns; column += kHelpers) o.at(row, column) = {};
+  }
+}
+
 CUFLASH_DEVICE void help(const attention::Params& params) {
   while (true) {
     ptx::bar_sync(kProducersMeet, kGroup);  // the job is there
     const Job& job = board().job;
     if (job.operand == kNothing) return;
+    if (job.operand == kResults) {
+      write_nothing(params, board().work);
+      ptx::bar_sync(kProducersMeet, kGroup);  // the work may change
+      continue;
+    }
     const int num_columns = job.operand == kV ? params.shape.value_dim : params.shape.head_dim;
     const auto all = attention::matrix<Element>((&params.q)[job.operand], board().work.place, head_of(job.operand), 0,
                                                 num_columns);
@@ -224,16 +248,24 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     const WorkTile& work = board().work;
     Steps<kBlockKv, OverKeys, Listed> steps(params, board().reach);
     bool has_past = false, has_step = steps.has_next(), has_looked = false;
+    if (!has_step) {
+      if (leads()) board().job.operand = kResults;
+      ptx::bar_sync(kProducersMeet, kGroup);
+      look_ahead(params);
+      ptx::bar_sync(kProducersMeet, kGroup);
+      continue;
+    }
     do {
       // K of a step comes before V of the last one, or Q: the order in which they are read.
 #pragma unroll 1  // text that is there once
       for (int turn = has_step ? 0 : 1; turn < 2; ++turn) {
         const Operand operand = turn == 0 ? kK : has_past ? kV : kQ;
-        const int stage = stage_of(operand == kK ? num_keys : num_values);
-        Room& room = operand == kQ ? board().q : operand == kK ? board().k[stage] : board().v[stage];
+        const int stage = operand == kQ ? q_room_of(num_tasks) : stage_of(operand == kK ? num_keys : num_values);
+        const int parity = operand == kQ ? q_parity_of(num_tasks) : parity_of(operand == kK ? num_keys : num_values);
+        Room& room = operand == kQ ? board().q[stage] : operand == kK ? board().k[stage] : board().v[stage];
         __syncwarp();  // all have read what is said anew
-        if (leads()) await_empty(room, operand == kQ ? num_tasks % 2 : parity_of(operand == kK ? num_keys : num_values));
-        Note& note = board().notes[stage];
+        if (leads()) await_empty(room, parity);
+        Note& note = board().notes[operand == kQ ? 0 : stage];
         if (operand == kK) {
           Step step;
           steps.next(step);
@@ -243,7 +275,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         } else if (operand == kV) {
           ++num_values;
         } else {
-          if (leads()) board().tasks[num_tasks % 2] = {work, has_step ? Task::kSteps : Task::kNoSteps};
+          if (leads()) board().tasks[num_tasks % kTasks] = {work, 0};
           ++num_tasks;
         }
         __syncwarp();
@@ -252,7 +284,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         const bool clears = operand == kV && last - first < kBlockKv && last < params.shape.seqlen_kv;
         fill(params, maps, room, {operand, stage, first, last}, clears);
       }
-      if (!has_looked && (has_past || !has_step)) {  // two steps are on their way, or all
+      if (!has_looked && has_past) {  // two steps are on their way, or all
         look_ahead(params);
         has_looked = true;
       }
@@ -261,9 +293,10 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     } while (has_past);
   }
   if (leads()) {
-    await_empty(board().q, num_tasks % 2);
-    board().tasks[num_tasks % 2].kind = Task::kEnd;
-    ptx::mbarrier_arrive(ptx::shared_address(&board().q.full));
+    Room& room = board().q[q_room_of(num_tasks)];
+    await_empty(room, q_parity_of(num_tasks));
+    board().tasks[num_tasks % kTasks].is_end = true;
+    ptx::mbarrier_arrive(ptx::shared_address(&room.full));
     board().job.operand = kNothing;
   }
   ptx::bar_sync(kProducersMeet, kGroup);
@@ -297,63 +330,128 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const attenti
   tile::store(all.rows(work.first, work.last), o);
 }
 
-CUFLASH_DEVICE void start_scores(Scores& s, int group, int stage) {
-  const tile::RowsAlongSum<QPanels> q(q_smem, 64 * (group % kConsumers));
-  tile::start_product_nt(s, q, tile::RowsAlongSum<KPanels>(k_smem(stage)));
+// Wait for a tile. False where none is left.
+CUFLASH_DEVICE bool await_tile(unsigned num_tasks) {
+  await_full(board().q[q_room_of(num_tasks)], q_parity_of(num_tasks));
+  return !board().tasks[num_tasks % kTasks].is_end;
+}
+
+// Numbers count what a warpgroup has read: tiles of queries, and of keys.
+CUFLASH_DEVICE void start_scores(Scores& s, int group, unsigned num_tasks, unsigned num_keys) {
+  const tile::RowsAlongSum<QPanels> q(q_smem(q_room_of(num_tasks)), 64 * (group % kConsumers));
+  tile::start_product_nt(s, q, tile::RowsAlongSum<KPanels>(k_smem(stage_of(num_keys))));
+}
+
+CUFLASH_DEVICE void start_first_scores(Scores& s, int group, unsigned num_tasks, unsigned num_keys) {
+  await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
+  start_scores(s, group, num_tasks, num_keys);
+  tile::wait_for<0>(s);
+}
+
+// The weights of a step in the place of its scores. Whether O is to be rescaled.
+CUFLASH_DEVICE bool make_weights(const attention::Params& params, Scores& s, Softmax& softmax, float (&by)[Softmax::kRows],
+                                 unsigned num_tasks, unsigned num_keys) {
+  const Note& note = board().notes[stage_of(num_keys)];
+  const double softmax_scale = params.shape.softmax_scale;
+  if (softmax_scale <= 0) Softmax::orient(s, softmax_scale);
+  if (!note.is_whole)
+    attention::mask_scores<config::kIsListed>(s, params, board().tasks[num_tasks % kTasks].work, note.step);
+  const bool is_last = note.is_last;
+  leave(board().k[stage_of(num_keys)]);
+  if (is_last) leave(board().q[q_room_of(num_tasks)]);
+  const bool has_risen = softmax.raise(s, board().softmax_scale_log2, by);
+  softmax.weigh_apart(s, board().softmax_scale_log2);
+  return has_risen;
+}
+
+// Scores of the keys after `num_keys` - 1, whose weights are there, under which O gets their values.
+CUFLASH_DEVICE void start_products(Scores& s, Output& o, const Weights& p, int group, unsigned num_tasks,
+                                   unsigned num_keys) {
+  await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
+  await_turn();
+  start_scores(s, group, num_tasks, num_keys);
+  await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
+  tile::start_sum_nn(o, p, tile::RowsAcrossSum<VPanels>(v_smem(stage_of(num_keys - 1))));
+  pass_turn();
+  tile::wait_for<1>(s);
+}
+
+// O gets the last values.
+CUFLASH_DEVICE void add_last_values(Output& o, const Weights& p, unsigned num_keys) {
+  await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
+  tile::start_sum_nn(o, p, tile::RowsAcrossSum<VPanels>(v_smem(stage_of(num_keys - 1))));
+  tile::wait_for<0>(o);
+  leave(board().v[stage_of(num_keys - 1)]);
+}
+
+// Tile after tile.
+CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, int group) {
+  unsigned num_keys = 0;
+  for (unsigned num_tasks = 0; await_tile(num_tasks); ++num_tasks) {
+    Softmax softmax;
+    Output o;
+    Scores s;
+    Weights p;
+    o.fill(0);
+    start_first_scores(s, group, num_tasks, num_keys);
+    for (bool is_first = true;; is_first = false) {
+      const bool is_last = board().notes[stage_of(num_keys)].is_last;
+      float by[Softmax::kRows];
+      const bool has_risen = make_weights(params, s, softmax, by, num_tasks, num_keys);
+      tile::wait_for<0>(o);
+      if (!is_first) leave(board().v[stage_of(num_keys - 1)]);
+      p = s;
+      if (has_risen) Softmax::rescale(o, by);
+      ++num_keys;
+      if (is_last) break;
+      start_products(s, o, p, group, num_tasks, num_keys);
+    }
+    add_last_values(o, p, num_keys);
+    write_results(params, board().tasks[num_tasks % kTasks].work, softmax, o);
+  }
+}
+
+// With room for Q of two tiles, scores of the next tile's first step are made under the last step of this one, and its
+// results are written once the next tile has its first weights.
+CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, int group) {
+  unsigned num_keys = 0, num_tasks = 0;
+  if (!await_tile(0)) return;
+  Softmax softmax, finished;
+  Output o;
+  Scores s;
+  Weights p;
+  o.fill(0);
+  start_first_scores(s, group, 0, 0);
+  bool is_first = false;  // of another tile than the first
+  while (true) {
+    const bool is_last = board().notes[stage_of(num_keys)].is_last;
+    if (is_first) {
+      finished = softmax;
+      softmax = Softmax();
+    }
+    float by[Softmax::kRows];
+    const bool has_risen = make_weights(params, s, softmax, by, num_tasks, num_keys);
+    tile::wait_for<0>(o);
+    if (num_keys > 0) leave(board().v[stage_of(num_keys - 1)]);
+    if (is_first) {
+      write_results(params, board().tasks[(num_tasks - 1) % kTasks].work, finished, o);
+      o.fill(0);
+    }
+    p = s;
+    if (has_risen) Softmax::rescale(o, by);
+    ++num_keys;
+    is_first = is_last;
+    if (is_last && !await_tile(++num_tasks)) break;
+    start_products(s, o, p, group, num_tasks, num_keys);
+  }
+  add_last_values(o, p, num_keys);
+  write_results(params, board().tasks[(num_tasks - 1) % kTasks].work, softmax, o);
 }
 
 CUFLASH_DEVICE void consume(const attention::Params& params, int group) {
-  const double softmax_scale = params.shape.softmax_scale;
-  unsigned num_keys = 0;  // tiles read; V of a step comes after K of the next
   if (group == kConsumers) pass_turn();
-  for (bool is_odd = false;; is_odd = !is_odd) {
-    await_full(board().q, is_odd);
-    const Task& task = board().tasks[is_odd];
-    if (task.kind == Task::kEnd) break;
-    Softmax softmax;
-    Output o;
-    o.fill(0);
-    if (task.kind == Task::kNoSteps) {
-      leave(board().q);
-    } else {
-      Scores s;
-      Weights p;
-      await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
-      start_scores(s, group, stage_of(num_keys));
-      tile::wait_for<0>(s);
-      bool is_first = true;
-      while (true) {
-        const Note& note = board().notes[stage_of(num_keys)];
-        if (softmax_scale <= 0) Softmax::orient(s, softmax_scale);
-        if (!note.is_whole) attention::mask_scores<config::kIsListed>(s, params, task.work, note.step);
-        const bool is_last = note.is_last;
-        leave(board().k[stage_of(num_keys)]);
-        if (is_last) leave(board().q);
-        float by[Softmax::kRows];
-        const bool has_risen = softmax.raise(s, board().softmax_scale_log2, by);
-        softmax.weigh_apart(s, board().softmax_scale_log2);
-        tile::wait_for<0>(o);
-        if (!is_first) leave(board().v[stage_of(num_keys - 1)]);
-        p = s;
-        if (has_risen) Softmax::rescale(o, by);
-        is_first = false;
-        ++num_keys;
-        if (is_last) break;
-        await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
-        await_turn();
-        start_scores(s, group, stage_of(num_keys));
-        await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
-        tile::start_sum_nn(o, p, tile::RowsAcrossSum<VPanels>(v_smem(stage_of(num_keys - 1))));
-        pass_turn();
-        tile::wait_for<1>(s);
-      }
-      await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
-      tile::start_sum_nn(o, p, tile::RowsAcrossSum<VPanels>(v_smem(stage_of(num_keys - 1))));
-      tile::wait_for<0>(o);
-      leave(board().v[stage_of(num_keys - 1)]);
-    }
-    write_results(params, task.work, softmax, o);
-  }
+  if constexpr (kQRooms == 1) consume_in_one_room(params, group);
+  else consume_in_two_rooms(params, group);
   if (group == 1) await_turn();  // nobody is left to take the last one
 }
 
@@ -365,8 +463,8 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   using namespace cuflash;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
   if (threadIdx.x == 0) {
-    Room* const rooms = &board().q;
-    for (int i = 0; i < 1 + 2 * kNumStages; ++i) {
+    Room* const rooms = board().q;
+    for (int i = 0; i < kQRooms + 2 * kNumStages; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), 1);
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), 4 * kConsumers);
     }
