@@ -100,7 +100,7 @@ class Plan:
         problem, work = self.problem, self.work
         query_tiles = self._num_tiles(problem.seqlen_q, work.block_q, spec.block_q)
         key_tiles = self._num_tiles(problem.seqlen_kv, work.block_kv, spec.block_kv)
-        if spec.entry in ("backward", "backward_columns", "gradient_keys"):
+        if spec.entry in ("backward", "backward_wide", "backward_columns", "gradient_keys"):
             tiles = problem.num_kv_heads * key_tiles
         elif spec.is_packed:
             tiles = problem.num_kv_heads
