@@ -67,8 +67,8 @@ struct SeenByThread {
   const uint8_t* bits;
   int first;
 
-  CUFLASH_DEVICE SeenByThread(const Queries& queries)
-      : bits(reinterpret_cast<const uint8_t*>(queries.seen) + Scores::first_row() * kRowBytes + Scores::warp_column() / 8),
+  CUFLASH_DEVICE SeenByThread(const Queries& queries, int part)
+      : bits(reinterpret_cast<const uint8_t*>(queries.seen) + Scores::first_row() * kRowBytes + part * kBlockKv / 16),
         first(ptx::lane() % 4 * 2) {}
   CUFLASH_DEVICE bool at(int i, int j) const {
     return bits[Scores::row(i) * kRowBytes + j / 2] >> (first + j % 2) & 1;
@@ -77,8 +77,8 @@ struct SeenByThread {
 
 // P in the place of q k^T.
 template <bool IsMasked>
-CUFLASH_DEVICE void make_probabilities(Scores& s, const Queries& queries, float softmax_scale_log2) {
-  const SeenByThread seen(queries);
+CUFLASH_DEVICE void make_probabilities(Scores& s, const Queries& queries, float softmax_scale_log2, int part) {
+  const SeenByThread seen(queries, part);
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
     const float lse_2 = queries.lse_2[Scores::first_row() + Scores::row(i)];
@@ -92,8 +92,8 @@ CUFLASH_DEVICE void make_probabilities(Scores& s, const Queries& queries, float 
 
 // dS = P (dP - delta) in the place of dP.
 template <bool IsMasked>
-CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const Queries& queries) {
-  const SeenByThread seen(queries);
+CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const Queries& queries, int part) {
+  const SeenByThread seen(queries, part);
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
     const float delta = queries.delta[Scores::first_row() + Scores::row(i)];
@@ -167,14 +167,14 @@ CUFLASH_DEVICE void walk(DkOfGroup& dk, DvOfGroup& dv, float softmax_scale_log2,
     const Note& note = own.notes[turn.stage];
     const bool is_whole = note.kind == Note::kWhole;
     tile::wait_for<1>(s);
-    if (is_whole) make_probabilities<false>(s, queries, softmax_scale_log2);
-    else make_probabilities<true>(s, queries, softmax_scale_log2);
+    if (is_whole) make_probabilities<false>(s, queries, softmax_scale_log2, part);
+    else make_probabilities<true>(s, queries, softmax_scale_log2, part);
     share(p_smem(is_odd), s, part);
     dv.start_first_sum(do_smem(do_stage(turn)), p_smem(is_odd), part);
     dv.start_other_sums(do_smem(do_stage(turn)), p_smem(is_odd), part);
     tile::wait_for<1 + DvOfGroup::kOthers>(dp);
-    if (is_whole) make_gradients<false>(s, dp, queries);
-    else make_gradients<true>(s, dp, queries);
+    if (is_whole) make_gradients<false>(s, dp, queries, part);
+    else make_gradients<true>(s, dp, queries, part);
     share(ds_smem, dp, part);
     const DqSum sum(note.dq_sum);
     DqSlice dq;
