@@ -15,7 +15,7 @@ from .device import DeviceSpec
 from .mask import Band, Mask
 from .problem import Problem
 from .source import KernelSpec
-from .tiles import Tile, blocks_at_once, host_tile, kernel_specs, shared_bytes
+from .tiles import DIMS, Tile, blocks_at_once, host_tile, kernel_specs, shared_bytes
 from .work_list import IntervalWork, ListedWork, WorkList, work_list
 
 # When blocks share a tile's keys: `Plan._splits_that_pay`.
@@ -349,18 +349,27 @@ class Plan:
 
 
 def make_plan(
-    problem: Problem, mask: Mask, device: DeviceSpec, family: str | None = None, deterministic: bool = False
+    problem: Problem,
+    mask: Mask,
+    device: DeviceSpec,
+    family: str | None = None,
+    deterministic: bool = False,
+    widest_backward: int = DIMS[-1],
 ) -> Plan:
-    """Choose the tile, then list the work at it; then, for a family of kernels, those whose tiles the list allows."""
+    """Choose the tile, then list the work at it; then, for a family of kernels, those whose tiles the list allows.
+
+    `kernel_specs` says what the options mean.
+    """
+    options = {"deterministic": deterministic, "widest_backward": widest_backward}
     if family is None:
         tile, specs = host_tile(problem, device), {}
     else:
-        specs = kernel_specs(family, problem, device, deterministic=deterministic)
+        specs = kernel_specs(family, problem, device, **options)
         first = next(iter(specs.values()))
         tile = Tile(*sm90_tiles.LIST_BLOCK) if family == "sm90" else Tile(first.block_q, first.block_kv)
     work = work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
     if family is not None and isinstance(work, ListedWork):
-        specs = kernel_specs(family, problem, device, (work.block_q, work.block_kv), deterministic=deterministic)
+        specs = kernel_specs(family, problem, device, (work.block_q, work.block_kv), **options)
     made = Plan(problem=problem, mask=mask, device=device, tile=tile, work=work, specs=specs)
     return made.split() if family == "sm80" and not made.is_empty else made
 

@@ -299,6 +299,7 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
       if (note.copies_v) tile::copy<kHelpers>(tile::Panels(v_smem), all.rows(work.first, work.last), thread, is_kept);
       tile::arrive(own.v.full);
     }
+    if constexpr (kDoStages < kNumStages) tile::await_empty(d_o, do_parity(turn));  // else Q's stage says it
     if (note.copies_do) {
       const auto all = matrix<Element>(params.do_, work.place, work.place.head, shape.seqlen_q, shape.value_dim);
       tile::await_empty(d_o, do_parity(turn));
