@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from types import MappingProxyType
 
@@ -360,16 +360,16 @@ def make_plan(
 
     `kernel_specs` says what the options mean.
     """
-    options = {"deterministic": deterministic, "widest_backward": widest_backward}
+    chosen = partial(kernel_specs, deterministic=deterministic, widest_backward=widest_backward)
     if family is None:
         tile, specs = host_tile(problem, device), {}
     else:
-        specs = kernel_specs(family, problem, device, **options)
+        specs = chosen(family, problem, device)
         first = next(iter(specs.values()))
         tile = Tile(*sm90_tiles.LIST_BLOCK) if family == "sm90" else Tile(first.block_q, first.block_kv)
     work = work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
     if family is not None and isinstance(work, ListedWork):
-        specs = kernel_specs(family, problem, device, (work.block_q, work.block_kv), **options)
+        specs = chosen(family, problem, device, (work.block_q, work.block_kv))
     made = Plan(problem=problem, mask=mask, device=device, tile=tile, work=work, specs=specs)
     return made.split() if family == "sm80" and not made.is_empty else made
 

@@ -2,8 +2,6 @@
 #include <attention/steps.cuh>
 #include <attention/tensor_maps.cuh>
 #include <attention/warpgroup_gradient.cuh>
-#include <ptx/barrier.cuh>
-#include <ptx/warpgroup.cuh>
 #include <tile/rooms.cuh>
 
 // What backward passes on Hopper share: a block keeps a tile of keys and walks the queries that visit it, over the query
@@ -128,11 +126,9 @@ CUFLASH_DEVICE bool has_dead_rows(const attention::Params& params) {
     const Interval first = interval(params, place, step.start), last = interval(params, place, step.stop - 1);
     return first.lo >= first.hi || last.lo >= last.hi;
   }
-  bool is_dead = false;
-#pragma unroll 1
-  for (int query = step.start + ptx::lane(); query < step.stop; query += 32)
-    is_dead |= board().lse[query * params.lse.row_stride] == ptx::negative_infinity<float>();
-  return __any_sync(0xffffffffu, is_dead);
+  return tile::any_of(step.start, step.stop, [&](int query) {
+    return board().lse[query * params.lse.row_stride] == ptx::negative_infinity<float>();
+  });
 }
 
 // Axes of stride 0 have extent 1 in a tensor map.

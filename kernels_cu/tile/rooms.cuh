@@ -1,6 +1,8 @@
 #pragma once
+#include <ptx/barrier.cuh>
 #include <ptx/mbarrier.cuh>
 #include <ptx/thread.cuh>
+#include <ptx/warpgroup.cuh>
 #include <tile/mapped.cuh>
 #include <tile/opaque_copy.cuh>
 #include <tile/panel_tile.cuh>
@@ -23,6 +25,15 @@ CUFLASH_DEVICE void await_empty(const Room& room, int parity) {  // of the phase
 CUFLASH_DEVICE void arrive(const uint64_t& barrier) {
   __syncwarp();
   if (ptx::lane() == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+}
+
+// Whether it is so of one of first <= x < last. By whole warps.
+template <class Is>
+CUFLASH_DEVICE bool any_of(int first, int last, Is is) {
+  bool is_found = false;
+#pragma unroll 1
+  for (int x = first + ptx::lane(); x < last; x += 32) is_found |= is(x);
+  return __any_sync(0xffffffffu, is_found);
 }
 
 // How a tile's room is made up.
