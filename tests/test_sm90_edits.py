@@ -200,7 +200,7 @@ WIDE_EDITS = {
         _WIDE, "call(shared, kLast, part * kBlockKv / kConsumers)", "call(shared, kLast, 0)"
     ),
     "panels of both are written to one place": (_WIDE, "call(own[x], part * kOwn + x, 0)", "call(own[x], x, 0)"),
-    "wide dK is not scaled": (_WIDE, "tile.scale(params.shape.softmax_scale);", ""),
+    "wide dK is not scaled": (_WIDE, "sums.scale(params.shape.softmax_scale);", ""),
     "dK is written over K that is read": (
         _WIDE, "  ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);  // both have read K and V\n", ""
     ),

@@ -27,16 +27,16 @@ struct Gradient {
   static constexpr int kOwn = Left::kPanels / kConsumers;
   static constexpr bool kShares = Left::kPanels % kConsumers != 0;
   static constexpr int kOthers = kOwn - 1 + kShares;  // products beside the first panel's
-  static_assert(kOwn == 1 || kOwn == 2);
   static constexpr int kLast = Left::kPanels - 1;
+  static_assert(kOwn == 1 || kOwn == 2, "128 to 256 columns");
   using AllKeys = tile::WarpTile<1, kBlockKv / 8, 4>;
   using HalfOfKeys = tile::WarpTile<1, kBlockKv / 16, 4, kConsumers>;
 
-  AllKeys own[kOwn];
-  HalfOfKeys shared;
-
   using Columns = tile::RowsAcrossSum<Left>;
   using Keys = tile::RowsAlongSum<TransposedScores>;
+
+  AllKeys own[kOwn];
+  HalfOfKeys shared;
 
   // Call it with each part, the part's panel and its first key.
   template <class Call>
@@ -55,7 +55,7 @@ struct Gradient {
     if constexpr (kShares) tile::start_sum_tt(shared, Columns(left, kLast), Keys(right, part * kBlockKv / kConsumers));
   }
   CUFLASH_DEVICE void keep_in_place() {
-    each(0, [](auto& tile, int, int) { ptx::keep_in_place(tile::accumulators(tile)); });
+    each(0, [](auto& sums, int, int) { ptx::keep_in_place(tile::accumulators(sums)); });
   }
 };
 using DkOfGroup = Gradient<QPanels>;
@@ -239,13 +239,13 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   using namespace attention;
   DkOfGroup dk;
   DvOfGroup dv;
-  const auto clear = [](auto& tile, int, int) { tile.fill(0); };
+  const auto clear = [](auto& sums, int, int) { sums.fill(0); };
   dk.each(part, clear);
   dv.each(part, clear);
   walk(dk, dv, params.shape.softmax_scale * kLog2E, part);
   const WorkTile work = key_tile<Listed>(params, kBlockKv);
   const int kv_head = work.place.head / params.shape.group_size;
-  dk.each(part, [&](auto& tile, int, int) { tile.scale(params.shape.softmax_scale); });
+  dk.each(part, [&](auto& sums, int, int) { sums.scale(params.shape.softmax_scale); });
   ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);  // both have read K and V
   put(params.dk, work, kv_head, params.shape.head_dim, dk, k_smem, part);
   put(params.dv, work, kv_head, params.shape.value_dim, dv, v_smem, part);
