@@ -17,7 +17,7 @@ from .mask import Mask, held_arrays
 from .memory import device_number
 from .plans import Plan, make_plan
 from .problem import Problem, precision_reasons
-from .tiles import FAMILIES, family_reasons, routed
+from .tiles import DIMS, FAMILIES, ROUTED_BACKWARD, family_reasons, routed
 from .work_list import requested_mask
 
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
@@ -110,9 +110,9 @@ def attention(
     kernel : str
         Of the gpu and sim executors "auto", the fastest that serves, or a family's name: "sm80", tensor cores, float16
         and bfloat16 from compute capability 8.0 on; "sm90", Hopper's own instructions, on compute capability 9.0 alone,
-        whose backward pass is that of "sm80" where dims are wider than 128, a list's blocks smaller than tiles or dq
-        must be repeatable; "simt", which serves everything; "naive", a baseline that others are compared with: three
-        kernels over whole matrices of scores, so memory is not linear; float16 and float32.
+        whose backward pass is that of "sm80" where a list's blocks are smaller than tiles or dq must be repeatable, and
+        with "auto" where dims are wider than 128; "simt", which serves everything; "naive", a baseline that others are
+        compared with: three kernels over whole matrices of scores, so memory is not linear; float16 and float32.
     executor : str
         "auto" lets the arrays decide: "gpu" for arrays on a CUDA device, which must be CuPy's current one, on whose
         current stream everything runs; "cpu" for all others. "sim" runs the GPU's kernels on a simulator, for tests.
@@ -293,10 +293,11 @@ def plan(
     family, why = None, ""
     if where != "cpu":
         family, why = routed(problem, target) if kernel == "auto" else (kernel, "")
-    made = _plan(problem, resolved, target, family, bool(deterministic))
+    widest_backward = ROUTED_BACKWARD if kernel == "auto" else DIMS[-1]
+    made = _plan(problem, resolved, target, family, bool(deterministic), widest_backward)
     if kernel == "auto" and family == "sm90" and made.cuts_tiles:
         family, why = "sm80", "16-bit elements on tensor cores, in blocks that are not made of 128 x 128"
-        made = _plan(problem, resolved, target, family, bool(deterministic))
+        made = _plan(problem, resolved, target, family, bool(deterministic), widest_backward)
     for spec in made.specs.values():
         assert made.device.compute_capability is not None
         compile.architecture(spec, made.device.compute_capability)
@@ -418,13 +419,15 @@ def _device(executor: str) -> DeviceSpec:
     return _host() if executor == "cpu" else _SIMULATED
 
 
-def _plan(problem: Problem, mask: Mask, device: DeviceSpec, family: str | None, deterministic: bool) -> Plan:
+def _plan(
+    problem: Problem, mask: Mask, device: DeviceSpec, family: str | None, deterministic: bool, widest_backward: int
+) -> Plan:
     """Plans whose masks hold no arrays are remembered: calls of one shape plan once."""
     try:
         hash(mask)
     except TypeError:
-        return make_plan(problem, mask, device, family, deterministic)
-    return _remembered(problem, mask, device, family, deterministic)
+        return make_plan(problem, mask, device, family, deterministic, widest_backward)
+    return _remembered(problem, mask, device, family, deterministic, widest_backward)
 
 
 def _option_reasons(

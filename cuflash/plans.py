@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ from .device import DeviceSpec
 from .mask import Band, Mask
 from .problem import Problem
 from .source import KernelSpec
-from .tiles import Tile, blocks_at_once, host_tile, kernel_specs, shared_bytes
+from .tiles import DIMS, Tile, blocks_at_once, host_tile, kernel_specs, shared_bytes
 from .work_list import IntervalWork, ListedWork, WorkList, work_list
 
 # When blocks share a tile's keys: `Plan._splits_that_pay`.
@@ -100,7 +100,7 @@ class Plan:
         problem, work = self.problem, self.work
         query_tiles = self._num_tiles(problem.seqlen_q, work.block_q, spec.block_q)
         key_tiles = self._num_tiles(problem.seqlen_kv, work.block_kv, spec.block_kv)
-        if spec.entry in ("backward", "backward_columns", "gradient_keys"):
+        if spec.entry in ("backward", "backward_wide", "backward_columns", "gradient_keys"):
             tiles = problem.num_kv_heads * key_tiles
         elif spec.is_packed:
             tiles = problem.num_kv_heads
@@ -349,18 +349,27 @@ class Plan:
 
 
 def make_plan(
-    problem: Problem, mask: Mask, device: DeviceSpec, family: str | None = None, deterministic: bool = False
+    problem: Problem,
+    mask: Mask,
+    device: DeviceSpec,
+    family: str | None = None,
+    deterministic: bool = False,
+    widest_backward: int = DIMS[-1],
 ) -> Plan:
-    """Choose the tile, then list the work at it; then, for a family of kernels, those whose tiles the list allows."""
+    """Choose the tile, then list the work at it; then, for a family of kernels, those whose tiles the list allows.
+
+    `kernel_specs` says what the options mean.
+    """
+    chosen = partial(kernel_specs, deterministic=deterministic, widest_backward=widest_backward)
     if family is None:
         tile, specs = host_tile(problem, device), {}
     else:
-        specs = kernel_specs(family, problem, device, deterministic=deterministic)
+        specs = chosen(family, problem, device)
         first = next(iter(specs.values()))
         tile = Tile(*sm90_tiles.LIST_BLOCK) if family == "sm90" else Tile(first.block_q, first.block_kv)
     work = work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
     if family is not None and isinstance(work, ListedWork):
-        specs = kernel_specs(family, problem, device, (work.block_q, work.block_kv), deterministic=deterministic)
+        specs = chosen(family, problem, device, (work.block_q, work.block_kv))
     made = Plan(problem=problem, mask=mask, device=device, tile=tile, work=work, specs=specs)
     return made.split() if family == "sm80" and not made.is_empty else made
 

@@ -17,6 +17,7 @@ _STAGES = 2
 _SMALLEST = 16  # columns of a product
 _ROOM, _TASK, _NOTE, _REST = 16, 32, 24, 140  # bytes of what warpgroups tell each other
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_REST = 128, 3, 80, 112
+_WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
 
 class _Tile(NamedTuple):
@@ -66,17 +67,23 @@ def backward_specs(
     smaller, than their tiles.
 
     The two warpgroups of consumers share dQ of a tile of queries: 64 rows each, or of 64 rows whole panels of columns.
+    Beyond 128 columns a tile has as many keys as dK and dV leave registers for, or of a list's blocks an even part.
     """
     widest = max(dims)
-    head_dim, block_q = (dims[0], 2 * ROWS) if widest <= 64 else (128, ROWS)
-    if widest > 128 or largest is not None and (largest[0] < block_q or largest[1] < _BACKWARD_KEYS):
+    head_dim, block_q = (dims[0], 2 * ROWS) if widest <= 64 else (max(dims[0], 128), ROWS)
+    entry, value_dim, block_kv, stages = "backward", dims[1], _BACKWARD_KEYS, _BACKWARD_STAGES
+    if widest > 128:
+        entry, value_dim, stages = "backward_wide", max(dims[1], 128), _WIDE_STAGES
+        block_kv = 96 if head_dim + value_dim <= 384 else 80
+        if largest is not None and largest[1] % block_kv:
+            block_kv = ROWS
+    if largest is not None and (largest[0] < block_q or largest[1] < block_kv):
         return {}
     backward = KernelSpec(
-        family="sm90", entry="backward", dtype=dtype, head_dim=head_dim, value_dim=dims[1], block_q=block_q,
-        block_kv=_BACKWARD_KEYS, num_warps=4 * (1 + _BACKWARD_KEYS // ROWS), min_blocks=1,
-        is_listed=largest is not None, num_stages=_BACKWARD_STAGES, dq_adds=4,
+        family="sm90", entry=entry, dtype=dtype, head_dim=head_dim, value_dim=value_dim, block_q=block_q,
+        block_kv=block_kv, num_warps=12, min_blocks=1, is_listed=largest is not None, num_stages=stages, dq_adds=4,
     )  # fmt: skip
-    convert = replace(backward, entry="convert_dq", num_warps=4 * _BACKWARD_KEYS // ROWS, num_stages=1)
+    convert = replace(backward, entry="convert_dq", num_warps=8, num_stages=1)
     statistics = replace(convert, family="sm80", entry="backward_statistics", dq_adds=0)
     return {"backward_statistics": statistics, "backward": backward, "convert_dq": convert}
 
@@ -86,11 +93,16 @@ def shared_bytes(spec: KernelSpec) -> int:
     both, stages = spec.head_dim + spec.value_dim, spec.num_stages
     if spec.entry == "convert_dq":
         return 0
-    if spec.entry == "backward":
-        elements = (spec.block_kv + stages * spec.block_q) * both + 2 * spec.block_q * spec.block_kv
-        queries = spec.block_q * (2 * 4 + spec.block_kv // 8)
-        told = stages * queries + _ROOM * (2 + 2 * stages) + _BACKWARD_NOTE * stages + _BACKWARD_REST
-        return spec.dtype.itemsize * elements + told
+    if spec.entry in ("backward", "backward_wide"):
+        scores = spec.block_q * spec.block_kv
+        elements = spec.block_kv * both + stages * spec.block_q * spec.head_dim
+        elements += (2 if spec.entry == "backward" else 3) * scores
+        of_do = spec.block_q * spec.value_dim
+        fits = spec.dtype.itemsize * (elements + stages * of_do) + _TOLD_BYTES <= _MOST_BYTES
+        do_stages = stages if spec.entry == "backward" or fits else 1
+        queries = spec.block_q * (2 * 4 + 4 * -(-spec.block_kv // 32))
+        told = stages * queries + _ROOM * (2 + stages + do_stages) + _BACKWARD_NOTE * stages + _BACKWARD_REST
+        return spec.dtype.itemsize * (elements + do_stages * of_do) + told
     q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 else 1
     elements = q_rooms * spec.block_q * spec.head_dim + stages * spec.block_kv * both
     told = _ROOM * (q_rooms + 2 * stages) + 2 * q_rooms * _TASK + _NOTE * stages + _REST
@@ -101,7 +113,11 @@ def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
     """Rows and columns of the boxes that bring operands: a panel of a tile each, PanelTile of tile/panel_tile.cuh."""
     head_panel, value_panel = (64 if dim % 64 == 0 else 32 for dim in (spec.head_dim, spec.value_dim))
     found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.block_kv, value_panel)}
-    return found | ({"do": (spec.block_q, value_panel)} if spec.entry == "backward" else {})
+    if spec.entry == "forward":
+        return found
+    if spec.entry == "backward_wide" and spec.head_dim % 128:  # half of the columns are whole panels
+        found["k"] = (spec.block_kv, 32)
+    return found | {"do": (spec.block_q, value_panel)}
 
 
 def _power_of_two(most: int) -> int:

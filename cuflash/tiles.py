@@ -88,6 +88,10 @@ def family_reasons(family: str | None, problem: Problem) -> list[str]:
     return [f"kernel={family!r} takes {served}; got {problem.dtype}: {instead}"]
 
 
+# Columns to which kernel="auto" takes sm90's own backward kernels: beyond, sm80's serve until both are timed.
+ROUTED_BACKWARD = 128
+
+
 def routed(problem: Problem, device: DeviceSpec) -> tuple[str, str]:
     """The family that kernel="auto" stands for, and why: the first row that serves the problem on the device.
 
@@ -138,6 +142,7 @@ def kernel_specs(
     largest: tuple[int, int] | None = None,
     *,
     deterministic: bool = False,
+    widest_backward: int = DIMS[-1],
 ) -> dict[str, KernelSpec]:
     """The kernels of a family that serve a problem on a device, by entry.
 
@@ -147,6 +152,8 @@ def kernel_specs(
         What tiles may not exceed: the blocks of a list.
     deterministic : bool
         Whether every result must be bitwise repeatable.
+    widest_backward : int
+        Columns to which sm90 has backward kernels of its own.
 
     Raises
     ------
@@ -173,7 +180,8 @@ def kernel_specs(
         chosen = sm80_tiles.specs(problem, dims, device, largest, length, deterministic=deterministic)
         if family == "sm90":
             chosen["forward"] = sm90_tiles.forward_spec(problem.dtype, dims, device, largest, length)
-            if not deterministic:  # dQ is added up in any order; else, and where tiles are too large, sm80's serve
+            # dQ is added up in any order; else, and where tiles are too large, sm80's serve
+            if not deterministic and max(dims) <= widest_backward:
                 chosen |= sm90_tiles.backward_specs(problem.dtype, dims, largest)
         return chosen
     specs = {}

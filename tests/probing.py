@@ -834,7 +834,7 @@ LAUNCHES = (
     bulk(),
     ring(),
     *(group_products(dtype, columns, columns % 32 == 0)
-      for columns in range(16, 257, 16) for dtype in ("float16", "bfloat16")),
+      for columns in (*range(16, 257, 16), 40) for dtype in ("float16", "bfloat16")),
     *(maps(*way) for way in (("float32",), ("float64",), FRAGMENTS)),
     *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in loads(*way)),
     *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in stores(*way)),

@@ -48,6 +48,7 @@ SPILLS = {
     **{("sm80_forward", dtype, 128): 8 for dtype in _HALVES},
     # Three warpgroups of consumers: in masks, and in the producer, which has 32 registers.
     **{("sm90_backward", dtype, head_dim): 28 for dtype in _HALVES for head_dim in (32, 64, 96, 128)},  # the producer
+    **{("sm90_backward_wide", dtype, head_dim): 44 for dtype in _HALVES for head_dim in (192, 256)},  # the producer
     **{("sm90_forward", dtype, head_dim): 112 for dtype in _HALVES for head_dim in (32, 64)},
     # On sm_86 and sm_89, where ptxas stops at 72 registers of 255.
     **{("sm80_combine", dtype, 256): 32 for dtype in (*_HALVES, np.dtype(np.float32))},

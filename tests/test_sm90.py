@@ -12,7 +12,7 @@ from cuflash.params import Records, View
 from cuflash.plans import Plan
 from cuflash.problem import Problem
 from cuflash.simulated import Simulator
-from cuflash.sm90_tiles import boxes
+from cuflash.sm90_tiles import backward_specs, boxes, shared_bytes
 from cuflash.source import KernelSpec
 from cuflash.tensor_map import Tiles, simulated, template
 from cuflash.testing import (
@@ -112,7 +112,9 @@ def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, nam
 _DIMS = {"num_heads": 2, "seqlen_q": 330, "seqlen_kv": 270}
 WIDE = {
     f"dims {head_dim} and {value_dim}, {kind}": Structure(**_DIMS, head_dim=head_dim, value_dim=value_dim, mask=mask)
-    for head_dim, value_dim in ((32, 32), (64, 64), (80, 96), (128, 128), (192, 128), (64, 256), (256, 256))
+    for head_dim, value_dim in (
+        (32, 32), (64, 64), (80, 96), (128, 128), (192, 128), (64, 256), (256, 256), (192, 192), (200, 136), (129, 255),
+    )
     for kind, mask in (("dense", None), ("causal", masks.Causal("bottom_right")))
 }
 
@@ -121,10 +123,8 @@ WIDE = {
 @pytest.mark.parametrize("name", WIDE)
 def test_every_width_is_within_its_bound(run: Run, name: str) -> None:
     example = half(WIDE[name], "bfloat16")
-    plan = plan_of(example, run)
-    both = has_own_backward(plan)
-    made = call(example, run, margin=ALIGNED) if both else forward(plan, example, run=run, margin=ALIGNED)
-    assert_within_bounds(example, **made)
+    assert has_own_backward(plan_of(example, run))
+    assert_within_bounds(example, **call(example, run, margin=ALIGNED))
 
 
 def tile_structures() -> dict[str, Structure]:
@@ -170,12 +170,25 @@ def test_blocks_that_go_on_to_further_tiles_give_the_same_bits_under_every_sched
         assert all(found[each].tobytes() == expected[each].tobytes() for each in expected), schedule
 
 
+def of_dims(structure: Structure, dims: tuple[int, int] | None) -> Structure:
+    """The same of other dimensions, not aligned where they were not; None leaves them as they are."""
+    if dims is None:
+        return structure
+    is_odd = structure.head_dim % 8 != 0
+    return replace(structure, head_dim=dims[0] - is_odd, value_dim=dims[1] - is_odd)
+
+
+# As they are, and of tiles of 80 and 96 keys.
+narrow_and_wide = pytest.mark.parametrize("dims", [None, (256, 200), (192, 136)])
+
+
 @needs_compiler
+@narrow_and_wide
 @pytest.mark.parametrize(
     "name", ["dense", "not aligned", "padded", "causal", "blocks of 256", "bits of heads", "broadcast"]
 )
-def test_gradients_are_within_their_bounds_under_every_schedule(name: str) -> None:
-    example = half(TILES[name])
+def test_gradients_are_within_their_bounds_under_every_schedule(name: str, dims: tuple[int, int] | None) -> None:
+    example = half(of_dims(TILES[name], dims))
     assert has_own_backward(plan_of(example))
     for seed, order in enumerate(("round_robin", "random", "priorities", "first_warp", "last_warp")):
         schedule = sim.Schedule(seed=seed, order=order, copies="random" if seed % 2 else "late", shuffle_lanes=True)
@@ -183,9 +196,12 @@ def test_gradients_are_within_their_bounds_under_every_schedule(name: str) -> No
 
 
 @on_sm90
+@narrow_and_wide
 @pytest.mark.parametrize("name", ["dense", "not aligned", "causal"])
-def test_what_lies_past_a_length_never_matters_to_gradients(run: Run, name: str) -> None:
-    structure = TILES[name]
+def test_what_lies_past_a_length_never_matters_to_gradients(
+    run: Run, name: str, dims: tuple[int, int] | None
+) -> None:
+    structure = of_dims(TILES[name], dims)
     lengths = masks.Lengths(q=290, kv=190)
     example = half(replace(structure, mask=lengths if structure.mask is None else structure.mask & lengths))
     assert has_own_backward(plan_of(example, run))
@@ -206,8 +222,10 @@ class Ends(masks.Mask):
 
 
 @on_sm90
-def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run) -> None:
-    clean = half(replace(TILES["dense"], num_kv_heads=1, mask=Ends(np.array([130, 70, 300, 180]))))
+@narrow_and_wide
+def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run, dims: tuple[int, int] | None) -> None:
+    structure = replace(of_dims(TILES["dense"], dims), num_kv_heads=1, mask=Ends(np.array([130, 70, 300, 180])))
+    clean = half(structure)
     assert has_own_backward(plan_of(clean, run))
     do = clean.do.copy()
     do[..., :4, :] = np.nan  # of queries without a key
@@ -308,18 +326,36 @@ def test_auto_takes_hopper_s_kernels_where_they_are_faster() -> None:
         assert family(16, 4096, 128, mask=masks.BlockPattern(blocks, block)) == expected
 
 
-@pytest.mark.parametrize("dim", [32, 64, 96, 128])
-def test_backward_kernels_are_its_own_to_128_columns(dim: int) -> None:
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+def test_backward_kernels_are_its_own(dim: int) -> None:
     plan = planned(2, 300, dim)
+    name = "sm90_backward" if dim <= 128 else "sm90_backward_wide"
     assert {spec.name for spec in plan.specs.values()} == {
-        "sm90_forward", "sm80_backward_statistics", "sm90_backward", "sm90_convert_dq",
+        "sm90_forward", "sm80_backward_statistics", name, "sm90_convert_dq",
     }  # fmt: skip
     backward = [plan.specs[entry] for entry in ("backward_statistics", "backward", "convert_dq")]
     assert len({(spec.block_q, spec.head_dim) for spec in backward}) == 1
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (256, 192), (192, 192), (192, 128), (64, 256)])
+@pytest.mark.parametrize("block", [64, 80, 96, 128, 160, 192, 256, 512, None])
+def test_tiles_of_keys_are_even_parts_of_a_list_s_blocks(head_dim: int, value_dim: int, block: int | None) -> None:
+    largest = None if block is None else (block, block)
+    specs = backward_specs(np.dtype(np.float16), (head_dim, value_dim), largest)
+    block_kv = specs["backward"].block_kv
+    assert block_kv in ((64,) if block is not None and block % 80 and block % 96 else (64, 80, 96))
+    assert block is None or block_kv == 64 or block % block_kv == 0
+    assert shared_bytes(specs["backward"]) <= DeviceSpec.gpu("H100").tile_memory_bytes
+
+
+def test_auto_leaves_wide_gradients_to_sm80_until_both_are_timed() -> None:
+    assert planned(16, 4096, 128, kernel="auto").specs["backward"].name == "sm90_backward"
+    assert planned(16, 4096, 256, kernel="auto").specs["backward"].name == "sm80_backward"
+
+
 @pytest.mark.parametrize(
-    ("dim", "options"), [(192, {}), (64, {"deterministic": True}), (64, {"mask": masks.Dense(np.eye(300) > 0)})]
+    ("dim", "options"),
+    [(256, {"deterministic": True}), (64, {"deterministic": True}), (64, {"mask": masks.Dense(np.eye(300) > 0)})],
 )
 def test_other_backward_kernels_are_those_of_sm80(dim: int, options: dict[str, Any]) -> None:
     plan = planned(2, 300, dim, **options)

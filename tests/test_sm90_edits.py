@@ -15,7 +15,7 @@ from cuflash.testing import Structure, assert_within_bounds
 from executors import needs_compiler
 from planting import chosen, planted, without_their_line
 from poison import MARGIN, call
-from test_sm90 import ALIGNED, SIM90, OnTwoBlocks, forward, half, plan_of
+from test_sm90 import ALIGNED, SIM90, Ends, OnTwoBlocks, forward, half, plan_of
 
 from cuflash import masks, sim
 
@@ -99,25 +99,25 @@ EDITS = {
     ),
 }  # fmt: skip
 
-_BACKWARD, _ROOMS = "sm90/backward.cu", "tile/rooms.cuh"
+_BACKWARD, _ROOMS, _RING = "sm90/backward.cu", "tile/rooms.cuh", "attention/query_ring.cuh"
 BACKWARD_EDITS = {
-    "rooms are not fenced": (_BACKWARD, "    ptx::mbarrier_init_fence();\n", ""),
+    "rooms are not fenced": (_RING, "    ptx::mbarrier_init_fence();\n", ""),
     "copied tiles are not fenced": (_ROOMS, "  ptx::fence_proxy_async();\n", ""),
     "a panel of dO is not brought": (_ROOMS, "column < to.columns; column +=", "column < to.width; column +="),
     "queries past a step are alive": (
-        _BACKWARD, "  if (step.stop < min(step.start", "  if (false && step.stop < min(step.start"
+        _RING, "  if (step.stop < min(step.start", "  if (false && step.stop < min(step.start"
     ),
     "queries without a key are alive": (
-        _BACKWARD, "return first.lo >= first.hi || last.lo >= last.hi;", "return false;"
+        _RING, "return first.lo >= first.hi || last.lo >= last.hi;", "return false;"
     ),
     "K is kept where no query sees it": (
-        _BACKWARD,
+        _RING,
         "{max(work.first, interval(params, work.place, 0).lo),\n          min(work.last, ",
         "{work.first, max(work.last, ",
     ),
-    "every step is whole": (_BACKWARD, "note.kind = is_whole ?", "note.kind = true ?"),
-    "a step's keys are all seen": (_BACKWARD, "before_hi & ~before_lo;", "~0u;"),
-    "bits of a list are all 1": (_BACKWARD, "    bits &= listed;\n", ""),
+    "every step is whole": (_RING, "note.kind = is_whole ?", "note.kind = true ?"),
+    "a step's keys are all seen": (_RING, "before_hi & ~before_lo;", "~0u;"),
+    "bits of a list are all 1": (_RING, "    bits &= listed;\n", ""),
     "a warp has another's bits": (_BACKWARD, "Scores::warp_row() / 16 +", "0 +"),
     "a query has its neighbour's delta": (_BACKWARD, "delta[Scores::column(j)]", "delta[Scores::column(j ^ 1)]"),
     "lse is that of the step before": (
@@ -127,7 +127,7 @@ BACKWARD_EDITS = {
         _BACKWARD, "  ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);", "  "
     ),
     "dS is not fenced": (_BACKWARD, "  ptx::fence_proxy_async();\n", ""),
-    "dS has one room": (_BACKWARD, "kDs + is_odd * DsPanels::kBytes", "kDs"),
+    "dS has one room": (_BACKWARD, "kScoreRoom + is_odd * DsPanels::kBytes", "kScoreRoom"),
     "both warpgroups make one part of dQ": (_BACKWARD, "kRowParts == 1 ? part * KPart::kBytes : 0", "0"),
     "Q is left before dK is made": (
         _BACKWARD,
@@ -143,14 +143,111 @@ BACKWARD_EDITS = {
         _BACKWARD, "      DqSum(note.dq_sum).add(dq);\n      return;", "      return;"
     ),
     "dK is not scaled": (_BACKWARD, "  dk.scale(params.shape.softmax_scale);\n", ""),
-    "one head gives dK and dV": (_BACKWARD, "head < shape.group_size", "head < 1"),
-    "sums of dQ go to the first tile": (_BACKWARD, "query_tile_number(params, step.start, kBlockQ)", "0"),
+    "one head gives dK and dV": (_RING, "head < shape.group_size", "head < 1"),
+    "sums of dQ go to the first tile": (_RING, "query_tile_number(params, step.start, kBlockQ)", "0"),
     "dQ is not scaled": ("sm90/convert_dq.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "wide gradients lose a row": (
         "attention/fragment_gradient.cuh", "Gradient::row(i) >= work.last) continue;",
         "Gradient::row(i) >= work.last - 1) continue;",
     ),
     "dS is not transposed": ("tile/panel_tile.cuh", "stmatrix_x4_trans(Panel", "stmatrix_x4(Panel"),
+}  # fmt: skip
+
+_WIDE = "sm90/backward_wide.cu"
+WIDE_EDITS = {
+    "scores are not fenced": (
+        _WIDE, "kConsumers);\n  ptx::fence_proxy_async();\n", "kConsumers);\n"
+    ),
+    "scores are multiplied before they are there": (
+        _WIDE, "  ptx::fence_proxy_async();\n  ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);\n",
+        "  ptx::fence_proxy_async();\n",
+    ),
+    "P has one room": (_WIDE, "kScoreRoom + is_odd * kScoreBytes", "kScoreRoom"),
+    "dS lies where P does": (_WIDE, "ds_smem{kScoreRoom + 2 * kScoreBytes}", "ds_smem{kScoreRoom}"),
+    "both warpgroups store the same keys": (
+        _WIDE, "rounded, Scores::warp_row(), part * kBlockKv / kConsumers", "rounded, Scores::warp_row(), 0"
+    ),
+    "a query has another's bits": (_WIDE, "Scores::first_row() * kRowBytes + ", ""),
+    "both warpgroups see the same keys": (_WIDE, "part * kBlockKv / 16)", "0)"),
+    "a bit is its neighbour's": (_WIDE, ">> (first + j % 2) & 1", ">> first & 1"),
+    "a query has another's lse": (_WIDE, "queries.lse_2[Scores::first_row() + Scores::row(i)]", "queries.lse_2[i]"),
+    "a query has another's delta": (_WIDE, "queries.delta[Scores::first_row() + Scores::row(i)]", "queries.delta[i]"),
+    "P of masked keys is kept": (
+        _WIDE, "s.at(i, j) = !IsMasked || seen.at(i, j) ? p : 0.0f;", "s.at(i, j) = p;"
+    ),
+    "dS of masked keys is kept": (_WIDE, "dp.at(i, j) = !IsMasked || seen.at(i, j) ?", "dp.at(i, j) = true ?"),
+    "S is read before it is there": (_WIDE, "tile::wait_for<1>(s);", "tile::wait_for<2>(s);"),
+    "dP is read before it is there": (
+        _WIDE, "tile::wait_for<1 + DvOfGroup::kOthers>(dp);", "tile::wait_for<2 + DvOfGroup::kOthers>(dp);"
+    ),
+    "dQ is read before it is there": (_WIDE, "tile::wait_for<1>(dq);", "tile::wait_for<2>(dq);"),
+    "the second part of dQ is read before it is there": (
+        _WIDE, "tile::wait_for<DkOfGroup::kOthers>(dq);", "tile::wait_for<1 + DkOfGroup::kOthers>(dq);"
+    ),
+    "dO is left while dV is made": (
+        _WIDE,
+        "    tile::wait_for<1>(dq);\n    dv.keep_in_place();\n    tile::arrive(own.d_o[do_stage(turn)].empty);\n",
+        "    tile::arrive(own.d_o[do_stage(turn)].empty);\n    tile::wait_for<1>(dq);\n    dv.keep_in_place();\n",
+    ),
+    "Q is left while dK is made": (
+        _WIDE, "    ptx::wgmma_wait<1>();\n    dk.keep_in_place();\n    tile::arrive(own.q[turn.stage].empty);\n",
+        "    tile::arrive(own.q[turn.stage].empty);\n    ptx::wgmma_wait<1>();\n    dk.keep_in_place();\n",
+    ),
+    "dK is not waited for in the end": (_WIDE, "      ptx::wgmma_wait<0>();\n", ""),
+    "Q is never left": (_WIDE, "    tile::arrive(own.q[turn.stage].empty);\n", ""),
+    "K is never left": (_WIDE, "    if (num_k > 0) tile::arrive(own.k.empty);", "    "),
+    "K is awaited in the wrong phase": (_WIDE, "tile::await_full(own.k, num_k % 2);", "tile::await_full(own.k, 0);"),
+    "V is not awaited": (_WIDE, "  tile::await_full(own.v, 0);\n", ""),
+    "dO is not awaited": (_WIDE, "  tile::await_full(board().d_o[do_stage(turn)], do_parity(turn));\n", ""),
+    "helpers are a phase of dO ahead": (
+        _RING, "    if constexpr (kDoStages < kNumStages) tile::await_empty(d_o, do_parity(turn));", "    "
+    ),
+    "the one stage of dO has Q's phase": (_RING, "kDoStages == 1 ? turn.stage : turn.parity", "turn.parity"),
+    "both warpgroups make the same half of dQ": (_WIDE, "(part * kDqSlices + slice) *", "slice *"),
+    "the second part of dQ is the first": (_WIDE, "(part * kDqSlices + slice) *", "part * kDqSlices *"),
+    "the second part of dQ is added to the first": ("tile/fragment_order.cuh", "at(i, first + j, 0)", "at(i, j, 0)"),
+    "the second part of dQ is lost at the end": (
+        _WIDE, "sum.add(dq, DqSlice::kColumnTiles);\n      return;", "{}\n      return;"
+    ),
+    "sums of dQ are those of the next step": (
+        _WIDE, "    const DqSum sum(note.dq_sum);\n", "    const DqSum sum(own.notes[turn.next().stage].dq_sum);\n"
+    ),
+    "both warpgroups sum the same columns": (
+        _WIDE, "Columns(left, part * kOwn), Keys(right)", "Columns(left, 0), Keys(right)"
+    ),
+    "the second panel of a warpgroup is the first": (_WIDE, "part * kOwn + 1), Keys", "part * kOwn), Keys"),
+    "of a panel that they share both have the first keys": (
+        _WIDE, "Keys(right, part * kBlockKv / kConsumers)", "Keys(right)"
+    ),
+    "the panel that they share is the first": (_WIDE, "Columns(left, kLast), ", "Columns(left, 0), "),
+    "what both share is written to the first keys": (
+        _WIDE, "call(shared, kLast, part * kBlockKv / kConsumers)", "call(shared, kLast, 0)"
+    ),
+    "panels of both are written to one place": (_WIDE, "call(own[x], part * kOwn + x, 0)", "call(own[x], x, 0)"),
+    "wide dK is not scaled": (_WIDE, "sums.scale(params.shape.softmax_scale);", ""),
+    "dK is written over K that is read": (
+        _WIDE, "  ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);  // both have read K and V\n", ""
+    ),
+    "gradients are copied before they are there": (
+        _WIDE, "dv, v_smem, part);\n  ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);\n", "dv, v_smem, part);\n"
+    ),
+    "gradients of float32 lose a key": (_WIDE, "Sums::column(j) < to.num_rows ", "Sums::column(j) < to.num_rows - 1 "),
+    "gradients of float32 lose a column": (
+        _WIDE, "Sums::row(i) < to.num_columns)", "Sums::row(i) < to.num_columns - 1)"
+    ),
+    "gradients of float32 start with the tile before": (_WIDE, ".rows(work.first, work.last);\n  grad", ";\n  grad"),
+    "half a warpgroup copies gradients": (
+        _WIDE, "const int thread = threadIdx.x - kGroup;", "const int thread = threadIdx.x % kGroup;"
+    ),
+    "the last column of a gradient is not copied": (
+        _ROOMS, "e < min(to.num_columns - column, kChunkOf<T>)", "e + 1 < min(to.num_columns - column, kChunkOf<T>)"
+    ),
+    "copied columns repeat": (
+        _ROOMS, "      words.at[0] = words.at[0] >> 16 | words.at[1] << 48;\n", "      words.at[0] >>= 16;\n"
+    ),
+    "a place in a panel is not permuted": (_ROOMS, "chunk % in_panel ^ row", "chunk % in_panel ^ 0 * row"),
+    "the last eight keys of P are not transposed": (_PANELS, "stmatrix_x2_trans(Panel", "stmatrix_x2(Panel"),
+    "rows of scores start with the first": (_PANELS, "first_row + lane / 16 * 8", "lane / 16 * 8"),
 }  # fmt: skip
 
 
@@ -256,5 +353,49 @@ def test_the_gradients_as_they_are_pass_the_same_guard() -> None:
     hopper_gradients_are_right()
 
 
+def wide_structures() -> list[Structure]:
+    """Of one stage of dO and of two; of panels that warpgroups share; of a list; and of heads that see other keys."""
+    square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 150}
+    rng = np.random.default_rng(0)
+    return [
+        Structure(**square, head_dim=256, value_dim=200, mask=masks.Causal("bottom_right")),
+        Structure(
+            **square | {"seqlen_q": 140}, q_batch=(2,), k_batch=(1,), v_batch=(1,), head_dim=192, value_dim=131,
+            mask=masks.Lengths(q=130, kv=np.array([140, 100])),
+        ),
+        Structure(
+            **square | {"seqlen_q": 100}, head_dim=250, value_dim=130, mask=masks.Dense(rng.random((2, 100, 150)) < 0.3)
+        ),
+        Structure(**square | {"seqlen_q": 140}, head_dim=192, value_dim=128, mask=Ends(np.array([130, 70]))),
+    ]  # fmt: skip
+
+
+def wide_gradients_are_right() -> None:
+    """NaN stands in queries without a key, and past the lengths."""
+    for number, structure in enumerate(wide_structures()):
+        clean = half(structure)
+        changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
+        if number == 0:
+            changed["do"][..., :150, :] = np.nan
+        if number == 1:
+            for x, end in (("q", 130), ("k", 140), ("v", 140), ("do", 130)):
+                changed[x][..., end:, :] = np.nan
+        for seed, order in enumerate(("random", "last_warp", "first_warp")):
+            schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
+            margin = ALIGNED if seed else MARGIN
+            assert_within_bounds(clean, **call(clean.but(**changed), SIM90, Simulator(schedule), margin=margin))
+
+
+@pytest.mark.parametrize("name", chosen(WIDE_EDITS))
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_planted_in_wide_gradients_is_seen(name: str, tmp_path: Path) -> None:
+    with planted(tmp_path / "kernels_cu", *WIDE_EDITS[name]), pytest.raises((AssertionError, sim.SimulationError)):
+        wide_gradients_are_right()
+
+
+def test_the_wide_gradients_as_they_are_pass_the_same_guard() -> None:
+    wide_gradients_are_right()
+
+
 def test_every_edit_has_its_line() -> None:
-    assert without_their_line(EDITS | BACKWARD_EDITS) == []
+    assert without_their_line(EDITS | BACKWARD_EDITS | WIDE_EDITS) == []

@@ -36,13 +36,13 @@ struct Registers {
 template <bool kInRegisters, int kTransA, int kTransB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_t a_memory, uint64_t b, bool adds) {
   constexpr int kN = 2 * kCount;
-  static_assert(kN % 16 == 0 && 16 <= kN && kN <= 256, "a product has a multiple of 16 columns, at most 256");
+  static_assert((kN % 16 == 0 && 16 <= kN && kN <= 256) || kN == 40, "a product has a multiple of 16 columns, at most 256, or 40");
   float none;
   const Registers<kCount> x{d, none};
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %144, 0;\n"
                "wgmma.mma_async.sync.aligned.m64n%145k16.f32.%146.%146 {"
                "%0, %1, %2, %3, %4, %5, %6, %7 %128, %8, %9, %10, %11, %12, %13, %14, %15 %129, "
-               "%16, %17, %18, %19, %20, %21, %22, %23 %130, %24, %25, %26, %27, %28, %29, %30, %31 %131, "
+               "%16, %17, %18, %19 %159, %20, %21, %22, %23 %130, %24, %25, %26, %27, %28, %29, %30, %31 %131, "
                "%32, %33, %34, %35, %36, %37, %38, %39 %132, %40, %41, %42, %43, %44, %45, %46, %47 %133, "
                "%48, %49, %50, %51, %52, %53, %54, %55 %134, %56, %57, %58, %59, %60, %61, %62, %63 %135, "
                "%64, %65, %66, %67, %68, %69, %70, %71 %136, %72, %73, %74, %75, %76, %77, %78, %79 %137, "
@@ -75,7 +75,8 @@ CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_
                  "C"(End<kN != 256>::text),
                  "r"(static_cast<int>(adds)), "n"(kN), "C"(Name<T>::text), "C"(Begin<!kInRegisters>::text),
                  "C"(End<!kInRegisters>::text), "C"(Begin<kInRegisters>::text), "C"(End<kInRegisters>::text), "r"(a[0]),
-                 "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(a_memory), "l"(b), "n"(kTransA), "n"(kTransB));
+                 "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(a_memory), "l"(b), "n"(kTransA), "n"(kTransB),
+                 "C"(Begin<kN == 40>::text));
 }
 
 }  // namespace cuflash::assembly
@@ -123,6 +124,19 @@ CUFLASH_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.align
 template <int kPending>
 CUFLASH_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Ends the use of what these registers hold: a product that starts anew is no reason to keep it.
+template <int kCount>
+CUFLASH_DEVICE void forget(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i]));
+}
+
+// The same number, of which the compiler knows nothing: what follows from it is not reckoned ahead of a loop and kept.
+CUFLASH_DEVICE int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 // Keeps what else is done with these registers on its side of this line: that products under way use them, the compiler

@@ -21,16 +21,18 @@ struct FragmentOrder {
     return data + (i * Tile::kColumnTiles + j) * 128 + e / Run * 32 + e % Run;
   }
 
-  CUFLASH_DEVICE void add(const Tile& part) const {
+  // A part of it: the warp's columns from eight times `first` on.
+  template <class Part>
+  CUFLASH_DEVICE void add(const Part& part, int first = 0) const {
 #pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i)
+    for (int i = 0; i < Part::kRowTiles; ++i)
 #pragma unroll
-      for (int j = 0; j < Tile::kColumnTiles; ++j)
+      for (int j = 0; j < Part::kColumnTiles; ++j)
         if (Run == 4) {
-          ptx::red_add_4(at(i, j, 0), part.tiles[i][j]);
+          ptx::red_add_4(at(i, first + j, 0), part.tiles[i][j]);
         } else {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) ptx::red_add(at(i, j, e), part.tiles[i][j][e]);
+          for (int e = 0; e < 4; ++e) ptx::red_add(at(i, first + j, e), part.tiles[i][j][e]);
         }
   }
 

@@ -8,10 +8,15 @@
 // Matrices in shared memory as the tensor memory accelerator brings them and warpgroups multiply them.
 namespace cuflash::tile {
 
+constexpr CUFLASH_DEVICE int panel_width(int columns) { return columns % 64 == 0 ? 64 : 32; }
+
 // Panels side by side, each as wide as a swizzle. It starts at a multiple of 1024 bytes, and so does each panel.
-template <class T, int Rows, int Columns>
+template <class T, int Rows, int Columns, int Width = panel_width(Columns)>
 struct PanelTile {
-  static constexpr int kPanelWidth = Columns % 64 == 0 ? 64 : 32;
+  using Element = T;
+  static constexpr int kRows = Rows;
+  static constexpr int kColumns = Columns;
+  static constexpr int kPanelWidth = Width;
   static constexpr int kPanels = Columns / kPanelWidth;
   using Panel = SwizzledTile<T, Rows, kPanelWidth>;
   static constexpr ptx::Swizzle kSwizzle = kPanelWidth == 64 ? ptx::Swizzle::k128 : ptx::Swizzle::k64;
@@ -60,7 +65,8 @@ template <class Tile>
 struct RowsAcrossSum {
   InPanels<Tile::kSwizzle, Tile::Panel::kBytes, 8 * Tile::kRowBytes> matrix;
 
-  explicit CUFLASH_DEVICE RowsAcrossSum(Tile tile) : matrix(tile.panel(0).address(0, 0)) {}
+  explicit CUFLASH_DEVICE RowsAcrossSum(Tile tile, int first_panel = 0)
+      : matrix(tile.panel(first_panel).address(0, 0)) {}
   CUFLASH_DEVICE uint64_t at(int k) const { return matrix.at(16 * k * Tile::kRowBytes); }
 };
 
@@ -76,7 +82,8 @@ CUFLASH_DEVICE Accumulators<Tile>& accumulators(Tile& tile) {
 // A product rounded to T, as the left operand of the next.
 template <class T, class Tile>
 struct Rounded {
-  static constexpr int kSteps = Tile::kColumnTiles / 2;
+  static constexpr int kColumnTiles = Tile::kColumnTiles;
+  static constexpr int kSteps = (kColumnTiles + 1) / 2;  // an odd one is the half of the last, which is no operand
 
   uint32_t fragments[kSteps][4];
 
@@ -84,7 +91,7 @@ struct Rounded {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
+      for (int e = 0; e < 4 && 2 * k + e / 2 < kColumnTiles; ++e) {
         const float(&pair)[4] = from.tiles[0][2 * k + e / 2];
         fragments[k][e] = ptx::pack2(T{}, pair[e % 2 * 2], pair[e % 2 * 2 + 1]);
       }
@@ -95,26 +102,50 @@ struct Rounded {
 // the registers are kept in place then.
 
 // c = a b^T
-template <class Tile, class T, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void start_product_nt(Tile& c, RowsAlongSum<PanelTile<T, Rows, Depth>> a,
-                                     RowsAlongSum<PanelTile<T, Columns, Depth>> b) {
+template <class Tile, class A, class B>
+CUFLASH_DEVICE void start_product_nt(Tile& c, RowsAlongSum<A> a, RowsAlongSum<B> b) {
+  static_assert(A::kColumns == B::kColumns, "what the sum runs over");
   ptx::keep_in_place(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < Depth / 16; ++k)
-    ptx::wgmma<ptx::Major::kK, ptx::Major::kK>(T{}, accumulators(c), a.at(k), b.at(k), k > 0);
+  for (int k = 0; k < A::kColumns / 16; ++k)
+    ptx::wgmma<ptx::Major::kK, ptx::Major::kK>(typename A::Element{}, accumulators(c), a.at(k), b.at(k), k > 0);
   ptx::wgmma_commit();
 }
 
 // c = a b
-template <class Tile, class T, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void start_product_nn(Tile& c, RowsAlongSum<PanelTile<T, Rows, Depth>> a,
-                                     RowsAcrossSum<PanelTile<T, Depth, Columns>> b) {
+template <class Tile, class A, class B>
+CUFLASH_DEVICE void start_product_nn(Tile& c, RowsAlongSum<A> a, RowsAcrossSum<B> b) {
+  static_assert(A::kColumns == B::kRows, "what the sum runs over");
   ptx::keep_in_place(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < Depth / 16; ++k)
-    ptx::wgmma<ptx::Major::kK, ptx::Major::kMN>(T{}, accumulators(c), a.at(k), b.at(k), k > 0);
+  for (int k = 0; k < B::kRows / 16; ++k)
+    ptx::wgmma<ptx::Major::kK, ptx::Major::kMN>(typename A::Element{}, accumulators(c), a.at(k), b.at(k), k > 0);
+  ptx::wgmma_commit();
+}
+
+// c = a^T b
+template <class Tile, class A, class B>
+CUFLASH_DEVICE void start_product_tn(Tile& c, RowsAcrossSum<A> a, RowsAcrossSum<B> b) {
+  static_assert(A::kRows == B::kRows, "what the sum runs over");
+  ptx::keep_in_place(accumulators(c));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < A::kRows / 16; ++k)
+    ptx::wgmma<ptx::Major::kMN, ptx::Major::kMN>(typename A::Element{}, accumulators(c), a.at(k), b.at(k), k > 0);
+  ptx::wgmma_commit();
+}
+
+// c += a^T b^T for the first panel of a.
+template <class Tile, class A, class B>
+CUFLASH_DEVICE void start_sum_tt(Tile& c, RowsAcrossSum<A> a, RowsAlongSum<B> b) {
+  static_assert(A::kPanelWidth == 64 && A::kRows == B::kColumns, "a panel has a warpgroup's rows");
+  ptx::keep_in_place(accumulators(c));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < A::kRows / 16; ++k)
+    ptx::wgmma<ptx::Major::kMN, ptx::Major::kK>(typename A::Element{}, accumulators(c), a.at(k), b.at(k), true);
   ptx::wgmma_commit();
 }
 
@@ -142,16 +173,20 @@ CUFLASH_DEVICE void keep_in_place(Rounded<T, Left>& a) {
 }
 
 // Put a warpgroup's product, rounded and transposed, into shared memory: its rows are columns of the panels, the warp's
-// from first_column on. Called by whole warps.
-template <class T, class Left, int Rows, int Columns>
-CUFLASH_DEVICE void store_transposed(PanelTile<T, Rows, Columns> to, const Rounded<T, Left>& from, int first_column) {
-  using Panel = typename PanelTile<T, Rows, Columns>::Panel;
-  static_assert(Rows == 8 * Left::kColumnTiles, "columns of the product are the rows");
+// from first_column on, and its columns their rows from first_row on. Called by whole warps.
+template <class Tile, class T, class Left>
+CUFLASH_DEVICE void store_transposed(Tile to, const Rounded<T, Left>& from, int first_column, int first_row = 0) {
+  using Panel = typename Tile::Panel;
   const int lane = ptx::lane(), column = first_column + lane / 8 % 2 * kChunkOf<T>;
   const Panel panel = to.panel(column / to.kPanelWidth);
-  const uint32_t start = panel.address(lane / 16 * 8 + lane % 8, column % to.kPanelWidth / kChunkOf<T>);
+  const uint32_t start = panel.address(first_row + lane / 16 * 8 + lane % 8, column % to.kPanelWidth / kChunkOf<T>);
 #pragma unroll
-  for (int k = 0; k < from.kSteps; ++k) ptx::stmatrix_x4_trans(Panel::moved(start, 16 * k, 0), from.fragments[k]);
+  for (int k = 0; k < from.kColumnTiles / 2; ++k) ptx::stmatrix_x4_trans(Panel::moved(start, 16 * k, 0), from.fragments[k]);
+  if constexpr (Left::kColumnTiles % 2 != 0) {
+    const auto& last = from.fragments[from.kSteps - 1];
+    const uint32_t pair[2] = {last[0], last[1]};
+    ptx::stmatrix_x2_trans(Panel::moved(start, 16 * (from.kSteps - 1), 0), pair);
+  }
 }
 
 }  // namespace cuflash::tile

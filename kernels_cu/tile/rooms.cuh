@@ -1,6 +1,8 @@
 #pragma once
+#include <ptx/barrier.cuh>
 #include <ptx/mbarrier.cuh>
 #include <ptx/thread.cuh>
+#include <ptx/warpgroup.cuh>
 #include <tile/mapped.cuh>
 #include <tile/opaque_copy.cuh>
 #include <tile/panel_tile.cuh>
@@ -25,13 +27,28 @@ CUFLASH_DEVICE void arrive(const uint64_t& barrier) {
   if (ptx::lane() == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
 }
 
+// Whether it is so of one of first <= x < last. By whole warps.
+template <class Is>
+CUFLASH_DEVICE bool any_of(int first, int last, Is is) {
+  bool is_found = false;
+#pragma unroll 1
+  for (int x = first + ptx::lane(); x < last; x += 32) is_found |= is(x);
+  return __any_sync(0xffffffffu, is_found);
+}
+
 // How a tile's room is made up.
 struct Panels {
   int start, rows, columns, width;  // bytes, then elements
 
-  template <class T, int Rows, int Columns>
-  explicit CUFLASH_DEVICE Panels(PanelTile<T, Rows, Columns> tile)
-      : start(tile.start), rows(Rows), columns(Columns), width(tile.kPanelWidth) {}
+  template <class Tile>
+  explicit CUFLASH_DEVICE Panels(Tile tile)
+      : start(tile.start), rows(tile.kRows), columns(tile.kColumns), width(tile.kPanelWidth) {}
+
+  // Where 16 bytes of a row lie, as SwizzledTile has them.
+  CUFLASH_DEVICE int at(int row, int chunk, int in_panel) const {
+    const int mixed = chunk % in_panel ^ row * in_panel / kChunkOf<uint16_t> % in_panel;
+    return start + (chunk / in_panel * rows * in_panel + row * in_panel + mixed) * 16;
+  }
 };
 
 // Which matrix of a stack: coordinates of the axes before its rows, the last axis first.
@@ -64,8 +81,7 @@ CUFLASH_DEVICE void copy(const Panels& to, const Matrix<T>& from, int thread, Is
     const bool is_there = row < from.num_rows && is_kept(row);
     const int rest = is_there ? min(max(from.num_columns - chunk * kChunkOf<T>, 0), kChunkOf<T>) : 0;
     const T* const data = rest > 0 ? &from.at(row, chunk * kChunkOf<T>) : from.data;
-    const int mixed = chunk % in_panel ^ row * in_panel / kChunkOf<T> % in_panel;  // as SwizzledTile has it
-    const int at = to.start + (chunk / in_panel * to.rows * in_panel + row * in_panel + mixed) * 16;
+    const int at = to.at(row, chunk, in_panel);
     if (is_aligned) {
       ptx::cp_async_cg_16(ptx::shared_address(ptx::dynamic_shared<unsigned char>() + at), data, 2 * rest);
       continue;
@@ -80,6 +96,28 @@ CUFLASH_DEVICE void copy(const Panels& to, const Matrix<T>& from, int thread, Is
   }
   ptx::cp_async_wait_all();
   ptx::fence_proxy_async();
+}
+
+// The other way, as far as the matrix goes.
+template <int Threads, class T>
+CUFLASH_DEVICE void copy(const Matrix<T>& to, const Panels& from, int thread) {
+  const int chunks = from.columns / kChunkOf<T>, in_panel = from.width / kChunkOf<T>;
+  const bool is_aligned = has_chunks(to);
+#pragma unroll 1
+  for (int x = thread; x < to.num_rows * chunks; x += Threads) {
+    const int row = x / chunks, chunk = x % chunks, column = chunk * kChunkOf<T>;
+    Packet words = *reinterpret_cast<const Packet*>(ptx::dynamic_shared<unsigned char>() + from.at(row, chunk, in_panel));
+    if (is_aligned && column + kChunkOf<T> <= to.num_columns) {
+      *reinterpret_cast<Packet*>(&to.at(row, column)) = words;
+      continue;
+    }
+#pragma unroll 1
+    for (int e = 0; e < min(to.num_columns - column, kChunkOf<T>); ++e) {
+      to.at(row, column + e) = {static_cast<unsigned short>(words.at[0])};
+      words.at[0] = words.at[0] >> 16 | words.at[1] << 48;
+      words.at[1] >>= 16;
+    }
+  }
 }
 
 }  // namespace cuflash::tile

@@ -24,14 +24,14 @@ CUFLASH_DEVICE void wgmma_fence(CUFLASH_SIM_WHERE) { sim::wgmma_fence(where); }
 
 template <Major kMajorA, Major kMajorB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T tag, float (&d)[kCount], uint64_t a, uint64_t b, bool adds, CUFLASH_SIM_WHERE) {
-  static_assert(kCount % 8 == 0 && 8 <= kCount && kCount <= 128);
+  static_assert((kCount % 8 == 0 && 8 <= kCount && kCount <= 128) || kCount == 20);
   sim::wgmma({d, kCount, adds, sim::is_bfloat16(tag), false, kMajorA == Major::kMN, kMajorB == Major::kMN, {}, a, b},
              where);
 }
 template <Major kMajorB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T tag, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool adds,
                           CUFLASH_SIM_WHERE) {
-  static_assert(kCount % 8 == 0 && 8 <= kCount && kCount <= 128);
+  static_assert((kCount % 8 == 0 && 8 <= kCount && kCount <= 128) || kCount == 20);
   sim::wgmma({d, kCount, adds, sim::is_bfloat16(tag), true, false, kMajorB == Major::kMN, {a[0], a[1], a[2], a[3]}, 0,
               b}, where);
 }
@@ -41,6 +41,9 @@ CUFLASH_DEVICE void wgmma_commit(CUFLASH_SIM_WHERE) { sim::wgmma_commit(where); 
 template <int kPending>
 CUFLASH_DEVICE void wgmma_wait(CUFLASH_SIM_WHERE) { sim::wgmma_wait(kPending, where); }
 
+CUFLASH_DEVICE int opaque(int x) { return x; }
+template <int kCount>
+CUFLASH_DEVICE void forget(float (&)[kCount]) {}
 template <int kCount>
 CUFLASH_DEVICE void keep_in_place(float (&)[kCount]) {}
 template <int kCount>

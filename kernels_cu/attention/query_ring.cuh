@@ -1,0 +1,337 @@
+#pragma once
+#include <attention/steps.cuh>
+#include <attention/tensor_maps.cuh>
+#include <attention/warpgroup_gradient.cuh>
+#include <tile/rooms.cuh>
+
+// What backward passes on Hopper share: a block keeps a tile of keys and walks the queries that visit it, over the query
+// heads that share it. One warpgroup brings Q, dO and what is known of each query; two multiply.
+namespace cuflash {
+
+using config::kNumStages;
+
+constexpr int kGroup = 128;  // threads of a warpgroup
+constexpr int kHelpers = kGroup - 32;
+constexpr int kConsumers = 2;
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // 168 each, moved: as many as a block starts with
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 + kConsumers), "else groups wait for ever");
+static_assert(kThreads == kGroup * (1 + kConsumers), "a producer, and consumers");
+static_assert(kNumStages >= 2, "Q of a step is read while scores of the next are made");
+
+// Names of barriers.
+constexpr int kProducersMeet = 1, kHelpersMeet = 2, kConsumersMeet = 3;
+
+// Up to 128 columns a warpgroup has rows of dK and dV, and only dS goes through shared memory; beyond, it has columns of
+// them, and of P and dS as much goes there as both need.
+constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
+constexpr int kScoreRooms = kIsWide ? 3 : 2;  // P of even and of odd steps and dS; or dS of even and of odd steps
+
+using KPanels = tile::PanelTile<Element, kBlockKv, kHeadDim, kIsWide && kHeadDim % 128 != 0 ? 32 : tile::panel_width(kHeadDim)>;
+using VPanels = tile::PanelTile<Element, kBlockKv, kValueDim>;
+using QPanels = tile::PanelTile<Element, kBlockQ, kHeadDim>;
+using DoPanels = tile::PanelTile<Element, kBlockQ, kValueDim>;
+constexpr int kScoreBytes = 2 * kBlockQ * kBlockKv;
+constexpr int kMostBytes = 227 << 10, kToldBytes = 5 << 10;  // of a block's shared memory; what of it is no tile
+constexpr int kTileBytes = KPanels::kBytes + VPanels::kBytes + kNumStages * QPanels::kBytes + kScoreRooms * kScoreBytes;
+// Stages of dO: one where no more find room.
+constexpr int kDoStages = !kIsWide || kTileBytes + kNumStages * DoPanels::kBytes + kToldBytes <= kMostBytes ? kNumStages : 1;
+static_assert(kDoStages == kNumStages || kNumStages == 2, "of two stages, the one says whose turn the other's phase is");
+
+constexpr KPanels k_smem{0};
+constexpr VPanels v_smem{KPanels::kBytes};
+constexpr int kQ = v_smem.start + VPanels::kBytes;  // stages of Q, then of dO
+constexpr int kDo = kQ + kNumStages * QPanels::kBytes;
+constexpr int kScoreRoom = kDo + kDoStages * DoPanels::kBytes;
+constexpr int kBoard = kScoreRoom + kScoreRooms * kScoreBytes;
+CUFLASH_DEVICE QPanels q_smem(int stage) { return {kQ + stage * QPanels::kBytes}; }
+CUFLASH_DEVICE DoPanels do_smem(int stage) { return {kDo + stage * DoPanels::kBytes}; }
+
+// What the producer says of a step.
+struct Note {
+  enum { kEnd, kWhole, kMasked } kind;
+  int brings_k, brings_v;
+  int copies_k, copies_v, copies_q, copies_do;  // helpers do
+  attention::WorkTile work;
+  attention::Step step;
+  float* dq_sum;
+};
+
+// What is known of the queries of a step, and which keys of the tile each sees, a bit a key.
+constexpr int kKeyWords = (kBlockKv + 31) / 32;
+struct Queries {
+  float lse_2[kBlockQ], delta[kBlockQ];
+  uint32_t seen[kBlockQ][kKeyWords];
+
+  CUFLASH_DEVICE bool is_live(int row) const { return lse_2[row] != -ptx::negative_infinity<float>(); }
+};
+
+// The stage that a step has in the rings, and the parity of its phase.
+struct Turn {
+  int stage = 0, parity = 0;
+
+  CUFLASH_DEVICE Turn next() const {
+    const bool is_last = stage == kNumStages - 1;
+    return {is_last ? 0 : stage + 1, parity ^ is_last};
+  }
+};
+
+// The same of dO, of which there may be one.
+CUFLASH_DEVICE int do_stage(const Turn& turn) { return kDoStages == 1 ? 0 : turn.stage; }
+CUFLASH_DEVICE int do_parity(const Turn& turn) { return kDoStages == 1 ? turn.stage : turn.parity; }
+
+struct Board {
+  Queries queries[kNumStages];
+  tile::Room k, v, q[kNumStages], d_o[kDoStages];
+  Note notes[kNumStages];
+  // The producer's own, whose registers are few.
+  Turn turn;
+  attention::WorkTile work;
+  attention::Reach reach;
+  attention::Step step;
+  const float* lse;
+  int kv_head;
+  int num_k;          // times that K was brought
+  int is_other_head;  // which sees other keys: K is to be brought again
+};
+CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_shared<unsigned char>() + kBoard); }
+
+// ---- the producer ----
+
+// Its first warp says what is to be brought and has it copied by the tensor memory accelerator; the other warps find out
+// about a step's queries, and copy what the accelerator cannot.
+
+CUFLASH_DEVICE bool leads() { return threadIdx.x == 0; }
+
+CUFLASH_DEVICE bool is_mapped(const attention::Mapped& map, const attention::Matrices& matrices) {
+  return map.is_there && reinterpret_cast<uint64_t>(matrices.data) % 16 == 0;
+}
+
+// The keys of the tile that some query of the head may see. What stands at others must not reach dQ, where it would meet
+// a dS of 0.
+CUFLASH_DEVICE attention::Interval seen_keys(const attention::Params& params, const attention::WorkTile& work) {
+  using namespace attention;
+  return {max(work.first, interval(params, work.place, 0).lo),
+          min(work.last, interval(params, work.place, params.shape.seqlen_q - 1).hi)};
+}
+
+// Whether the room of a step has rows that must be 0: queries without a key, whatever they bring, and rows of the matrix
+// past the step. Called by the first warp.
+CUFLASH_DEVICE bool has_dead_rows(const attention::Params& params) {
+  using namespace attention;
+  const Step& step = board().step;
+  if (step.stop < min(step.start + kBlockQ, params.shape.seqlen_q)) return true;
+  if (step.kind == Kind::kFull) return false;
+  if (!Listed::in(params.work) && params.work.lo == nullptr) {  // of a band, which ends at both ends
+    const Place& place = board().work.place;
+    const Interval first = interval(params, place, step.start), last = interval(params, place, step.stop - 1);
+    return first.lo >= first.hi || last.lo >= last.hi;
+  }
+  return tile::any_of(step.start, step.stop, [&](int query) {
+    return board().lse[query * params.lse.row_stride] == ptx::negative_infinity<float>();
+  });
+}
+
+// Axes of stride 0 have extent 1 in a tensor map.
+CUFLASH_DEVICE tile::InStack in_stack(const attention::Matrices& matrices, const attention::Place& place, int head) {
+  const auto& strides = matrices.batch_strides;
+  const int inner = strides[2] == 0 ? 0 : place.batch[2], outer = strides[1] == 0 ? 0 : place.batch[1];
+  return {matrices.head_stride == 0 ? 0 : head, inner, outer};
+}
+
+// Have an operand brought, or say that a helper brings it.
+CUFLASH_DEVICE void fill(const tile::Panels& to, const attention::Mapped& map, const attention::Matrices& matrices,
+                         int head, int first, const tile::Room& room, bool helpers_copy) {
+  if (helpers_copy) ptx::mbarrier_arrive(ptx::shared_address(&room.full));
+  else tile::start_copies(to, map, in_stack(matrices, board().work.place, head), first, room.full);
+}
+
+CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
+  using namespace attention;
+  Board& own = board();
+  const Shape& shape = params.shape;
+  const Turn& turn = own.turn;
+  if (leads()) {
+    own.kv_head = own.work.place.head / shape.group_size;
+    own.num_k = 0;
+    own.turn = {};
+  }
+  for (int head = 0; head < shape.group_size; ++head) {
+    __syncwarp();
+    if (leads()) {
+      if (head > 0) ++own.work.place.head;
+      own.is_other_head = head > 0 && params.work.interval_head_stride != 0;
+      own.reach = from_whole_tiles(params, reach_of_keys(params, own.work), kBlockQ);
+      own.lse = matrix<float>(params.lse, own.work.place, own.work.place.head, 0, 0).data;
+    }
+    __syncwarp();
+    Steps<kBlockQ, OverQueries, Listed> steps(params, own.reach);
+    while (true) {
+      Step next;
+      if (!steps.next(next)) break;
+      const Step& step = own.step;
+      if (leads()) own.step = next;
+      __syncwarp();
+      Note& note = own.notes[turn.stage];
+      const bool clears = has_dead_rows(params);
+      const bool brings_v = own.num_k == 0, brings_k = brings_v || own.is_other_head;
+      if (leads()) {
+        tile::await_empty(own.q[turn.stage], turn.parity);
+        const WorkTile& work = own.work;
+        const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == kBlockQ &&
+                              work.last - work.first == kBlockKv;
+        note.kind = is_whole ? Note::kWhole : Note::kMasked;
+        note.brings_k = brings_k;
+        note.brings_v = brings_v;
+        note.copies_q = clears || !is_mapped(maps.q, params.q);
+        note.copies_do = clears || !is_mapped(maps.do_, params.do_);
+        note.copies_v = brings_v && !is_mapped(maps.v, params.v);
+        if (brings_k) {
+          const Interval keys = seen_keys(params, work);
+          note.copies_k = keys.lo > work.first || keys.hi < min(work.first + kBlockKv, shape.seqlen_kv) ||
+                          !is_mapped(maps.k, params.k);
+        }
+        note.work = work;
+        note.step = step;
+        note.dq_sum = matrix<float>(params.dq_sum, work.place, work.place.head, 0, 0).data +
+                      query_tile_number(params, step.start, kBlockQ) * params.dq_sum.row_stride;
+        fill(tile::Panels(q_smem(turn.stage)), maps.q, params.q, work.place.head, step.start, own.q[turn.stage],
+             note.copies_q);
+      }
+      ptx::bar_sync(kProducersMeet, kGroup);  // the note is there for helpers
+      if (leads()) {
+        const WorkTile& work = own.work;
+        if (brings_k) {
+          tile::await_empty(own.k, own.num_k % 2);
+          fill(tile::Panels(k_smem), maps.k, params.k, own.kv_head, work.first, own.k, note.copies_k);
+          ++own.num_k;
+          own.is_other_head = 0;
+        }
+        if (brings_v) fill(tile::Panels(v_smem), maps.v, params.v, own.kv_head, work.first, own.v, note.copies_v);
+        tile::await_empty(own.d_o[do_stage(turn)], do_parity(turn));
+        fill(tile::Panels(do_smem(do_stage(turn))), maps.do_, params.do_, work.place.head, step.start,
+             own.d_o[do_stage(turn)], note.copies_do);
+      }
+      if (leads()) own.turn = turn.next();
+    }
+  }
+  if (leads()) {
+    tile::await_empty(own.q[turn.stage], turn.parity);
+    own.notes[turn.stage].kind = Note::kEnd;
+    ptx::mbarrier_arrive(ptx::shared_address(&own.q[turn.stage].full));
+  }
+  ptx::bar_sync(kProducersMeet, kGroup);
+}
+
+// Which of the 32 keys from `first` on a query sees; there are none from `last` on.
+CUFLASH_DEVICE uint32_t seen_bits(const attention::Seen& seen, int first, int last) {
+  const int lo = seen.lo - first, hi = min(seen.hi, last) - first;
+  const uint32_t before_hi = hi >= 32 ? ~0u : hi <= 0 ? 0u : (1u << hi) - 1;
+  const uint32_t before_lo = lo >= 32 ? ~0u : lo <= 0 ? 0u : (1u << lo) - 1;
+  uint32_t bits = before_hi & ~before_lo;
+  if (config::kIsListed && seen.bits != nullptr) {
+    uint32_t listed = 0;
+#pragma unroll 1
+    for (int key = 0; key < 32 && first + key < last; key += 8)
+      listed |= static_cast<uint32_t>(seen.bits[(first + key - seen.first_key) / 8]) << key;
+    bits &= listed;
+  }
+  return bits;
+}
+
+CUFLASH_DEVICE void know_queries(const attention::Params& params, const Note& note, Queries& queries, int thread) {
+  using namespace attention;
+  const WorkTile& work = note.work;
+  const auto lse = matrix<float>(params.lse, work.place, work.place.head, params.shape.seqlen_q, 1);
+  const auto delta = matrix<float>(params.delta, work.place, work.place.head, params.shape.seqlen_q, 1);
+#pragma unroll 1
+  for (int row = thread; row < kBlockQ; row += kHelpers) {
+    const int query = note.step.start + row;
+    const bool is_there = query < note.step.stop;
+    queries.lse_2[row] = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<float>();
+    queries.delta[row] = is_there ? delta.at(query, 0) : 0.0f;
+    if (note.kind == Note::kWhole) continue;
+    const Seen seen = note.step.seen(params, work.place, min(query, note.step.stop - 1));
+#pragma unroll 1
+    for (int x = 0; x < kKeyWords; ++x)
+      queries.seen[row][x] = is_there ? seen_bits(seen, work.first + 32 * x, work.last) : 0;
+  }
+}
+
+CUFLASH_DEVICE void help(const attention::Params& params) {
+  using namespace attention;
+  Board& own = board();
+  const Shape& shape = params.shape;
+  const int thread = threadIdx.x - 32;
+  int num_k = 0;
+  for (Turn turn;; turn = turn.next()) {
+    ptx::bar_sync(kProducersMeet, kGroup);  // the note is there
+    const Note& note = own.notes[turn.stage];
+    const tile::Room &q = own.q[turn.stage], &d_o = own.d_o[do_stage(turn)];
+    if (note.kind == Note::kEnd) return tile::arrive(q.full);
+    const WorkTile& work = note.work;
+    Queries& queries = own.queries[turn.stage];
+    know_queries(params, note, queries, thread);
+    if (note.copies_q || note.copies_do) ptx::bar_sync(kHelpersMeet, kHelpers);  // is_live knows
+    const auto is_live = [&](int row) { return queries.is_live(row); };
+    if (note.copies_q) {
+      const auto all = matrix<Element>(params.q, work.place, work.place.head, shape.seqlen_q, shape.head_dim);
+      tile::copy<kHelpers>(tile::Panels(q_smem(turn.stage)), all.rows(note.step.start, note.step.stop), thread, is_live);
+    }
+    tile::arrive(q.full);
+    if (note.brings_k) {
+      if (note.copies_k) {
+        const Interval keys = seen_keys(params, work);
+        const auto all = matrix<Element>(params.k, work.place, own.kv_head, shape.seqlen_kv, shape.head_dim);
+        tile::await_empty(own.k, num_k % 2);
+        tile::copy<kHelpers>(tile::Panels(k_smem), all.rows(work.first, keys.hi), thread,
+                       [&](int row) { return work.first + row >= keys.lo; });
+      }
+      tile::arrive(own.k.full);
+      ++num_k;
+    }
+    if (note.brings_v) {
+      const auto all = matrix<Element>(params.v, work.place, own.kv_head, shape.seqlen_kv, shape.value_dim);
+      const auto is_kept = [](int) { return true; };
+      if (note.copies_v) tile::copy<kHelpers>(tile::Panels(v_smem), all.rows(work.first, work.last), thread, is_kept);
+      tile::arrive(own.v.full);
+    }
+    if constexpr (kDoStages < kNumStages) tile::await_empty(d_o, do_parity(turn));  // else Q's stage says it
+    if (note.copies_do) {
+      const auto all = matrix<Element>(params.do_, work.place, work.place.head, shape.seqlen_q, shape.value_dim);
+      tile::await_empty(d_o, do_parity(turn));
+      tile::copy<kHelpers>(tile::Panels(do_smem(do_stage(turn))), all.rows(note.step.start, note.step.stop), thread, is_live);
+    }
+    tile::arrive(d_o.full);
+  }
+}
+
+// ---- all ----
+
+// What a block does: `consume` is called by both warpgroups of consumers, with the number of the warpgroup among them.
+template <class Consume>
+CUFLASH_DEVICE void share_work(const attention::Params& params, const attention::TensorMaps& maps, Consume consume) {
+  const attention::WorkTile work = attention::key_tile<Listed>(params, kBlockKv);
+  if (work.is_empty()) return;
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
+  if (threadIdx.x == 0) {
+    board().work = work;
+    tile::Room* const rooms = &board().k;
+    for (int i = 0; i < 2 + kNumStages + kDoStages; ++i) {
+      ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), kGroup / 32);
+      ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), 4 * kConsumers);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (group == 0) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == 0) produce(params, maps);
+    else help(params);
+  } else {
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    consume(group % kConsumers);
+  }
+}
+
+}  // namespace cuflash
