@@ -39,8 +39,8 @@ class Guarded:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dtype: Any, run: Run, margin: int) -> Guarded:
-        """With `margin` elements around each row, and MARGIN rows, heads and batches."""
-        margins = (MARGIN,) * (len(shape) - 1) + (margin,)
+        """With `margin` elements around each row, and MARGIN rows, heads and batches at most."""
+        margins = (min(margin, MARGIN),) * (len(shape) - 1) + (margin,)
         size = math.prod(extent + 2 * width for extent, width in zip(shape, margins))
         memory = run.put(np.full(size * np.dtype(dtype).itemsize, 0xFF, np.uint8))
         return cls(memory, shape, np.dtype(dtype), margins)
