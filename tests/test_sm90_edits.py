@@ -21,41 +21,42 @@ from cuflash import masks, sim
 
 pytestmark = needs_compiler
 
+_ROOMS, _MAPS = "tile/rooms.cuh", "attention/tensor_maps.cuh"
 _FORWARD, _PANELS, _STORE = "sm90/forward.cu", "tile/panel_tile.cuh", "tile/opaque_copy.cuh"
+_V_IS_LEFT = "tile::arrive(board().v[stage_of(num_keys - 1)].empty);\n"
 EDITS = {
     "barriers are not fenced": (_FORWARD, "    ptx::mbarrier_init_fence();\n", ""),
-    "copied rows are not fenced": (_FORWARD, "  ptx::fence_proxy_async();\n", ""),
-    "copied rows are not waited for": (_FORWARD, "  ptx::cp_async_wait_all();\n", ""),
-    "copied chunks are not permuted": (
-        _FORWARD, "chunk % in_panel ^ row * in_panel / kChunk % in_panel", "chunk % in_panel"
-    ),
-    "the last column is not copied": (_FORWARD, "int e = rest - 1; e >= 0", "int e = rest - 2; e >= 0"),
+    "copied rows are not fenced": (_ROOMS, "  ptx::fence_proxy_async();\n", ""),
+    "copied rows are not waited for": (_ROOMS, "  ptx::cp_async_wait_all();\n", ""),
+    "copied chunks are not permuted": (_ROOMS, "chunk % in_panel ^ row * in_panel / kChunkOf<uint16_t>", "chunk"),
+    "the last column is not copied": (_ROOMS, "int e = rest - 1; e >= 0", "int e = rest - 2; e >= 0"),
     "V past a step is what stands there": (_FORWARD, "const bool clears = operand == kV", "const bool clears = false"),
-    "an array without a map is left to the accelerator": (_FORWARD, "map.is_there && ", ""),
+    "an array without a map is left to the accelerator": (_MAPS, "map.is_there && ", ""),
     "an odd start is left to the accelerator": (
-        _FORWARD, " && reinterpret_cast<uint64_t>(matrices.data) % 16 == 0", ""
+        _MAPS, " && reinterpret_cast<uint64_t>(matrices.data) % 16 == 0", ""
     ),
-    "only the first panel is brought": (_FORWARD, "column < to.columns; column +=", "column < to.width; column +="),
-    "a broadcast axis is stepped over": (_FORWARD, "matrices.batch_strides[2] == 0 ? 0 : ", ""),
+    "only the first panel is brought": (_ROOMS, "column < to.columns; column +=", "column < to.width; column +="),
+    "a broadcast axis is stepped over": (_MAPS, "strides[2] == 0 ? 0 : ", ""),
     "K is that of the query's head": (
         _FORWARD, "own.work.place.head / params.shape.group_size", "own.work.place.head"
     ),
-    "a room counts as empty in the wrong phase": (_FORWARD, "&room.empty), parity ^ 1);", "&room.empty), parity);"),
-    "a room counts as full in the wrong phase": (_FORWARD, "&room.full), parity);", "&room.full), parity ^ 1);"),
+    "a room counts as empty in the wrong phase": (_ROOMS, "&room.empty), parity ^ 1);", "&room.empty), parity);"),
+    "a room counts as full in the wrong phase": (_ROOMS, "&room.full), parity);", "&room.full), parity ^ 1);"),
     "one stage serves all": (_FORWARD, "return count % kNumStages;", "return 0;"),
     "K is left before it is multiplied": (
-        _FORWARD, "  tile::wait_for<1>(s);\n}", "  leave(board().k[stage_of(num_keys)]);\n  tile::wait_for<1>(s);\n}"
+        _FORWARD, "  tile::wait_for<1>(s);\n}",
+        "  tile::arrive(board().k[stage_of(num_keys)].empty);\n  tile::wait_for<1>(s);\n}",
     ),
     "V is left before it is multiplied": (
-        _FORWARD, "    tile::wait_for<0>(o);\n    if (num_keys > 0) leave(board().v[stage_of(num_keys - 1)]);\n",
-        "    if (num_keys > 0) leave(board().v[stage_of(num_keys - 1)]);\n    tile::wait_for<0>(o);\n",
+        _FORWARD, f"    tile::wait_for<0>(o);\n    if (num_keys > 0) {_V_IS_LEFT}",
+        f"    if (num_keys > 0) {_V_IS_LEFT}    tile::wait_for<0>(o);\n",
     ),
     "V is left before it is multiplied, with one room for Q": (
-        _FORWARD, "      tile::wait_for<0>(o);\n      if (!is_first) leave(board().v[stage_of(num_keys - 1)]);\n",
-        "      if (!is_first) leave(board().v[stage_of(num_keys - 1)]);\n      tile::wait_for<0>(o);\n",
+        _FORWARD, f"      tile::wait_for<0>(o);\n      if (!is_first) {_V_IS_LEFT}",
+        f"      if (!is_first) {_V_IS_LEFT}      tile::wait_for<0>(o);\n",
     ),
     "Q is left with the first step": (
-        _FORWARD, "if (is_last) leave(board().q[", "if (note.step.start == 0) leave(board().q["
+        _FORWARD, "if (is_last) tile::arrive(board().q[", "if (note.step.start == 0) tile::arrive(board().q["
     ),
     "results of queries without a key stay as they are": (_FORWARD, " o.at(row, column) = {};", " continue;"),
     "lse of queries without a key stays as it is": (
@@ -99,7 +100,7 @@ EDITS = {
     ),
 }  # fmt: skip
 
-_BACKWARD, _ROOMS, _RING = "sm90/backward.cu", "tile/rooms.cuh", "attention/query_ring.cuh"
+_BACKWARD, _RING = "sm90/backward.cu", "attention/query_ring.cuh"
 BACKWARD_EDITS = {
     "rooms are not fenced": (_RING, "    ptx::mbarrier_init_fence();\n", ""),
     "copied tiles are not fenced": (_ROOMS, "  ptx::fence_proxy_async();\n", ""),

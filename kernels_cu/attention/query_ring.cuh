@@ -102,10 +102,6 @@ CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_sh
 
 CUFLASH_DEVICE bool leads() { return threadIdx.x == 0; }
 
-CUFLASH_DEVICE bool is_mapped(const attention::Mapped& map, const attention::Matrices& matrices) {
-  return map.is_there && reinterpret_cast<uint64_t>(matrices.data) % 16 == 0;
-}
-
 // The keys of the tile that some query of the head may see. What stands at others must not reach dQ, where it would meet
 // a dS of 0.
 CUFLASH_DEVICE attention::Interval seen_keys(const attention::Params& params, const attention::WorkTile& work) {
@@ -129,13 +125,6 @@ CUFLASH_DEVICE bool has_dead_rows(const attention::Params& params) {
   return tile::any_of(step.start, step.stop, [&](int query) {
     return board().lse[query * params.lse.row_stride] == ptx::negative_infinity<float>();
   });
-}
-
-// Axes of stride 0 have extent 1 in a tensor map.
-CUFLASH_DEVICE tile::InStack in_stack(const attention::Matrices& matrices, const attention::Place& place, int head) {
-  const auto& strides = matrices.batch_strides;
-  const int inner = strides[2] == 0 ? 0 : place.batch[2], outer = strides[1] == 0 ? 0 : place.batch[1];
-  return {matrices.head_stride == 0 ? 0 : head, inner, outer};
 }
 
 // Have an operand brought, or say that a helper brings it.

@@ -1,5 +1,6 @@
 #pragma once
-#include <tile/mapped.cuh>
+#include <attention/work_tile.cuh>
+#include <tile/rooms.cuh>
 
 // What a launch hands to kernels that let the tensor memory accelerator copy tiles, beside Params. cuflash/records.py has
 // the same record as a NumPy dtype.
@@ -11,5 +12,15 @@ using tile::Mapped;
 struct TensorMaps {
   Mapped q, k, v, do_;
 };
+
+CUFLASH_DEVICE bool is_mapped(const Mapped& map, const Matrices& matrices) {
+  return map.is_there && reinterpret_cast<uint64_t>(matrices.data) % 16 == 0;
+}
+
+CUFLASH_DEVICE tile::InStack in_stack(const Matrices& matrices, const Place& place, int head) {
+  const auto& strides = matrices.batch_strides;
+  const int inner = strides[2] == 0 ? 0 : place.batch[2], outer = strides[1] == 0 ? 0 : place.batch[1];
+  return {matrices.head_stride == 0 ? 0 : head, inner, outer};
+}
 
 }  // namespace cuflash::attention

@@ -5,10 +5,8 @@
 #include <attention/mma_operands.cuh>
 #include <attention/tensor_maps.cuh>
 #include <ptx/barrier.cuh>
-#include <ptx/mbarrier.cuh>
 #include <ptx/warpgroup.cuh>
-#include <tile/opaque_copy.cuh>
-#include <tile/panel_tile.cuh>
+#include <tile/rooms.cuh>
 
 namespace cuflash {
 
@@ -16,7 +14,6 @@ using config::kMinBlocks;
 using config::kNumStages;
 
 constexpr int kGroup = 128;  // threads of a warpgroup
-constexpr int kChunk = tile::kChunkOf<Element>;
 constexpr int kConsumers = kBlockQ / 64;
 constexpr int kQRooms = kHeadDim <= 128 && kValueDim <= 128 ? 2 : 1;
 constexpr int kTasks = 2 * kQRooms;  // results of a tile are written after Q of its room's next one was asked for
@@ -58,12 +55,8 @@ struct Job {
   int first, last;  // rows
 };
 
-// A room is full once all of it has come, and empty once all warps that read it have arrived.
-struct Room {
-  uint64_t full, empty;
-};
 struct Board {
-  Room q[kQRooms], k[kNumStages], v[kNumStages];
+  tile::Room q[kQRooms], k[kNumStages], v[kNumStages];
   Task tasks[kTasks];
   Note notes[kNumStages];
   float softmax_scale_log2;  // consumers' registers are for accumulators
@@ -82,18 +75,6 @@ CUFLASH_DEVICE int parity_of(unsigned count) { return count / kNumStages % 2; }
 CUFLASH_DEVICE int q_room_of(unsigned count) { return count % kQRooms; }
 CUFLASH_DEVICE int q_parity_of(unsigned count) { return count / kQRooms % 2; }
 
-CUFLASH_DEVICE void await_full(const Room& room, int parity) {
-  ptx::mbarrier_wait(ptx::shared_address(&room.full), parity);
-}
-CUFLASH_DEVICE void await_empty(const Room& room, int parity) {  // of the phase that fills it: the first finds it so
-  ptx::mbarrier_wait(ptx::shared_address(&room.empty), parity ^ 1);
-}
-// By whole warps, after they have read it.
-CUFLASH_DEVICE void leave(const Room& room) {
-  __syncwarp();
-  if (ptx::lane() == 0) ptx::mbarrier_arrive(ptx::shared_address(&room.empty));
-}
-
 // ---- the producer ----
 
 // Its first warp says what is to be brought, and has it copied by the tensor memory accelerator, or where that cannot by
@@ -104,62 +85,13 @@ constexpr int kProducersMeet = 1;  // a barrier's name; consumers' turns have th
 CUFLASH_DEVICE bool leads() { return threadIdx.x == 0; }
 
 // How an operand's room is made up. Of constants, and the same for all where head and value dim are alike.
-struct Panels {
-  int start, rows, columns, width;  // bytes, then elements
-
-  CUFLASH_DEVICE Panels(Operand operand, int stage) {
-    start = operand == kQ ? q_smem(stage).start : operand == kK ? k_smem(stage).start : v_smem(stage).start;
-    rows = operand == kQ ? kBlockQ : kBlockKv;
-    columns = operand == kV ? kValueDim : kHeadDim;
-    width = operand == kV ? VPanels::kPanelWidth : KPanels::kPanelWidth;
-  }
-  CUFLASH_DEVICE int bytes() const { return 2 * rows * columns; }
-};
+CUFLASH_DEVICE tile::Panels panels_of(Operand operand, int stage) {
+  return {operand == kQ ? q_smem(stage).start : operand == kK ? k_smem(stage).start : v_smem(stage).start,
+          operand == kQ ? kBlockQ : kBlockKv, operand == kV ? kValueDim : kHeadDim,
+          operand == kV ? VPanels::kPanelWidth : KPanels::kPanelWidth};
+}
 
 CUFLASH_DEVICE int head_of(Operand operand) { return operand == kQ ? board().work.place.head : board().kv_head; }
-
-// By the tensor memory accelerator: a box is a panel.
-CUFLASH_DEVICE void start_copies(const Panels& to, const attention::Mapped& from, const attention::Matrices& matrices,
-                                 int head, int first, uint32_t full) {
-  const attention::Place& place = board().work.place;
-  const int inner = matrices.batch_strides[2] == 0 ? 0 : place.batch[2];
-  const int outer = matrices.batch_strides[1] == 0 ? 0 : place.batch[1];
-  uint32_t panel = ptx::shared_address(ptx::dynamic_shared<unsigned char>()) + to.start;
-  if (matrices.head_stride == 0) head = 0;
-  ptx::mbarrier_arrive_expect(full, to.bytes());
-#pragma unroll 1
-  for (int column = 0; column < to.columns; column += to.width) {
-    ptx::tma_load_5d(panel, &from.map, full, column, first, head, inner, outer);
-    panel += 2 * to.rows * to.width;
-  }
-}
-
-// By the helpers, with zeros past what there is.
-CUFLASH_DEVICE void copy(const Panels& to, const tile::Matrix<Element>& from) {
-  const int chunks = to.columns / kChunk, in_panel = to.width / kChunk;
-  const bool is_aligned = tile::has_chunks(from);
-#pragma unroll 1
-  for (int x = threadIdx.x - 32; x < to.rows * chunks; x += kHelpers) {
-    const int row = x / chunks, chunk = x % chunks;
-    const int rest = row < from.num_rows ? min(max(from.num_columns - chunk * kChunk, 0), kChunk) : 0;
-    const Element* const data = rest > 0 ? &from.at(row, chunk * kChunk) : from.data;
-    const int mixed = chunk % in_panel ^ row * in_panel / kChunk % in_panel;  // as SwizzledTile has it
-    const int at = to.start + (chunk / in_panel * to.rows * in_panel + row * in_panel + mixed) * 16;
-    if (is_aligned) {
-      ptx::cp_async_cg_16(ptx::shared_address(ptx::dynamic_shared<unsigned char>() + at), data, 2 * rest);
-      continue;
-    }
-    tile::Packet words{};
-#pragma unroll 1
-    for (int e = rest - 1; e >= 0; --e) {
-      words.at[1] = words.at[1] << 16 | words.at[0] >> 48;
-      words.at[0] = words.at[0] << 16 | data[e * from.column_stride].bits;
-    }
-    *reinterpret_cast<tile::Packet*>(ptx::dynamic_shared<unsigned char>() + at) = words;
-  }
-  ptx::cp_async_wait_all();
-  ptx::fence_proxy_async();
-}
 
 // Of queries without a key: no consumer hears of them.
 CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::WorkTile& work) {
@@ -188,25 +120,27 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
     const int num_columns = job.operand == kV ? params.shape.value_dim : params.shape.head_dim;
     const auto all = attention::matrix<Element>((&params.q)[job.operand], board().work.place, head_of(job.operand), 0,
                                                 num_columns);
-    copy(Panels(job.operand, job.stage), all.rows(job.first, job.last));
+    tile::copy<kHelpers>(panels_of(job.operand, job.stage), all.rows(job.first, job.last), threadIdx.x - 32,
+                         [](int) { return true; });
     ptx::bar_sync(kProducersMeet, kGroup);  // and is done
   }
 }
 
 // Fill an operand's room, which is empty. `clears` asks for zeros past the rows.
-CUFLASH_DEVICE void fill(const attention::Params& params, const attention::TensorMaps& maps, const Room& room,
+CUFLASH_DEVICE void fill(const attention::Params& params, const attention::TensorMaps& maps, const tile::Room& room,
                          const Job& job, bool clears) {
   const attention::Mapped& map = (&maps.q)[job.operand];
   const attention::Matrices& matrices = (&params.q)[job.operand];
-  const uint32_t full = ptx::shared_address(&room.full);
-  if (map.is_there && reinterpret_cast<uint64_t>(matrices.data) % 16 == 0 && !clears) {
-    if (leads()) start_copies(Panels(job.operand, job.stage), map, matrices, head_of(job.operand), job.first, full);
+  if (attention::is_mapped(map, matrices) && !clears) {
+    if (leads())
+      tile::start_copies(panels_of(job.operand, job.stage), map,
+                         attention::in_stack(matrices, board().work.place, head_of(job.operand)), job.first, room.full);
     return;
   }
   if (leads()) board().job = job;
   ptx::bar_sync(kProducersMeet, kGroup);
   ptx::bar_sync(kProducersMeet, kGroup);
-  if (leads()) ptx::mbarrier_arrive(full);
+  if (leads()) ptx::mbarrier_arrive(ptx::shared_address(&room.full));
 }
 
 // Look for the next tile that is not empty, while this one's steps are worked on.
@@ -262,9 +196,9 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         const Operand operand = turn == 0 ? kK : has_past ? kV : kQ;
         const int stage = operand == kQ ? q_room_of(num_tasks) : stage_of(operand == kK ? num_keys : num_values);
         const int parity = operand == kQ ? q_parity_of(num_tasks) : parity_of(operand == kK ? num_keys : num_values);
-        Room& room = operand == kQ ? board().q[stage] : operand == kK ? board().k[stage] : board().v[stage];
+        tile::Room& room = operand == kQ ? board().q[stage] : operand == kK ? board().k[stage] : board().v[stage];
         __syncwarp();  // all have read what is said anew
-        if (leads()) await_empty(room, parity);
+        if (leads()) tile::await_empty(room, parity);
         Note& note = board().notes[operand == kQ ? 0 : stage];
         if (operand == kK) {
           Step step;
@@ -293,8 +227,8 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     } while (has_past);
   }
   if (leads()) {
-    Room& room = board().q[q_room_of(num_tasks)];
-    await_empty(room, q_parity_of(num_tasks));
+    tile::Room& room = board().q[q_room_of(num_tasks)];
+    tile::await_empty(room, q_parity_of(num_tasks));
     board().tasks[num_tasks % kTasks].is_end = true;
     ptx::mbarrier_arrive(ptx::shared_address(&room.full));
     board().job.operand = kNothing;
@@ -332,7 +266,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const attenti
 
 // Wait for a tile. False where none is left.
 CUFLASH_DEVICE bool await_tile(unsigned num_tasks) {
-  await_full(board().q[q_room_of(num_tasks)], q_parity_of(num_tasks));
+  tile::await_full(board().q[q_room_of(num_tasks)], q_parity_of(num_tasks));
   return !board().tasks[num_tasks % kTasks].is_end;
 }
 
@@ -343,7 +277,7 @@ CUFLASH_DEVICE void start_scores(Scores& s, int group, unsigned num_tasks, unsig
 }
 
 CUFLASH_DEVICE void start_first_scores(Scores& s, int group, unsigned num_tasks, unsigned num_keys) {
-  await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
+  tile::await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
   start_scores(s, group, num_tasks, num_keys);
   tile::wait_for<0>(s);
 }
@@ -357,8 +291,8 @@ CUFLASH_DEVICE bool make_weights(const attention::Params& params, Scores& s, Sof
   if (!note.is_whole)
     attention::mask_scores<config::kIsListed>(s, params, board().tasks[num_tasks % kTasks].work, note.step);
   const bool is_last = note.is_last;
-  leave(board().k[stage_of(num_keys)]);
-  if (is_last) leave(board().q[q_room_of(num_tasks)]);
+  tile::arrive(board().k[stage_of(num_keys)].empty);
+  if (is_last) tile::arrive(board().q[q_room_of(num_tasks)].empty);
   const bool has_risen = softmax.raise(s, board().softmax_scale_log2, by);
   softmax.weigh_apart(s, board().softmax_scale_log2);
   return has_risen;
@@ -367,10 +301,10 @@ CUFLASH_DEVICE bool make_weights(const attention::Params& params, Scores& s, Sof
 // Scores of the keys after `num_keys` - 1, whose weights are there, under which O gets their values.
 CUFLASH_DEVICE void start_products(Scores& s, Output& o, const Weights& p, int group, unsigned num_tasks,
                                    unsigned num_keys) {
-  await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
+  tile::await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
   await_turn();
   start_scores(s, group, num_tasks, num_keys);
-  await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
+  tile::await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
   tile::start_sum_nn(o, p, tile::RowsAcrossSum<VPanels>(v_smem(stage_of(num_keys - 1))));
   pass_turn();
   tile::wait_for<1>(s);
@@ -378,10 +312,10 @@ CUFLASH_DEVICE void start_products(Scores& s, Output& o, const Weights& p, int g
 
 // O gets the last values.
 CUFLASH_DEVICE void add_last_values(Output& o, const Weights& p, unsigned num_keys) {
-  await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
+  tile::await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
   tile::start_sum_nn(o, p, tile::RowsAcrossSum<VPanels>(v_smem(stage_of(num_keys - 1))));
   tile::wait_for<0>(o);
-  leave(board().v[stage_of(num_keys - 1)]);
+  tile::arrive(board().v[stage_of(num_keys - 1)].empty);
 }
 
 // Tile after tile.
@@ -399,7 +333,7 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, int gro
       float by[Softmax::kRows];
       const bool has_risen = make_weights(params, s, softmax, by, num_tasks, num_keys);
       tile::wait_for<0>(o);
-      if (!is_first) leave(board().v[stage_of(num_keys - 1)]);
+      if (!is_first) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
       p = s;
       if (has_risen) Softmax::rescale(o, by);
       ++num_keys;
@@ -432,7 +366,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, int gr
     float by[Softmax::kRows];
     const bool has_risen = make_weights(params, s, softmax, by, num_tasks, num_keys);
     tile::wait_for<0>(o);
-    if (num_keys > 0) leave(board().v[stage_of(num_keys - 1)]);
+    if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
     if (is_first) {
       write_results(params, board().tasks[(num_tasks - 1) % kTasks].work, finished, o);
       o.fill(0);
@@ -463,7 +397,7 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   using namespace cuflash;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
   if (threadIdx.x == 0) {
-    Room* const rooms = board().q;
+    tile::Room* const rooms = board().q;
     for (int i = 0; i < kQRooms + 2 * kNumStages; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), 1);
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), 4 * kConsumers);

@@ -40,6 +40,8 @@ CUFLASH_DEVICE bool any_of(int first, int last, Is is) {
 struct Panels {
   int start, rows, columns, width;  // bytes, then elements
 
+  CUFLASH_DEVICE Panels(int start, int rows, int columns, int width)
+      : start(start), rows(rows), columns(columns), width(width) {}
   template <class Tile>
   explicit CUFLASH_DEVICE Panels(Tile tile)
       : start(tile.start), rows(tile.kRows), columns(tile.kColumns), width(tile.kPanelWidth) {}
