@@ -358,7 +358,7 @@ def precompile(
     if capability is None:
         raise UnsupportedProblem([f"device must be a GPU; got {ready.plan.device.name}: DeviceSpec.gpu has some"])
     if device is None:
-        return compile.precompile(specs, capability)
+        return compile.precompile(map(checks.built, specs), capability)
     return compile.precompile(specs, compile.architecture(next(iter(specs)), capability))
 
 

@@ -168,7 +168,7 @@ _GPU = _Gpu()
 
 
 def _function(spec: KernelSpec, nbytes: int) -> Any:
-    return compile.kernel(spec, _capability(), shared_bytes=nbytes)
+    return compile.kernel(checks.built(spec), _capability(), shared_bytes=nbytes)
 
 
 def _capability() -> tuple[int, int]:
@@ -180,7 +180,7 @@ def _capability() -> tuple[int, int]:
 def _cold(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
     """Those that are yet to be compiled, or loaded, for the current device."""
     capability = _capability()
-    return [spec for spec in specs if not compile.is_loaded(spec, capability, shared_bytes(spec))]
+    return [spec for spec in map(checks.built, specs) if not compile.is_loaded(spec, capability, shared_bytes(spec))]
 
 
 def _compile_at_once(plan: Plan, kernels: passes.Pass) -> None:
@@ -203,7 +203,7 @@ def namespace() -> Any:
 
 def make_ready(plan: Plan) -> None:
     """Compile and load the kernels of all passes for the current device, and put the work list there; waits for it."""
-    compile.precompile(plan.specs.values(), _capability())
+    compile.precompile(map(checks.built, plan.specs.values()), _capability())
     for spec in plan.specs.values():
         _function(spec, shared_bytes(spec))
     resident = _GPU.resident(plan.work)

@@ -210,7 +210,7 @@ class Executable:
         notes = dict.fromkeys(self.plan.specs, "simulated") if self.executor == "sim" else {}
         capability = self.plan.device.compute_capability if self.executor == "gpu" else None
         for entry, spec in self.plan.specs.items():
-            made = compile.compiled(spec, capability) if capability is not None else None
+            made = compile.compiled(checks.built(spec), capability) if capability is not None else None
             if made is not None:
                 notes[entry] = f"{made.resources.registers} registers, {made.resources.stack_bytes} bytes of stack"
         lines = [f"executor   {self.executor}"]

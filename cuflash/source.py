@@ -66,7 +66,7 @@ class KernelSpec:
     mma_rows : 0, 8 or 16
         Rows of the tensor cores' instruction that makes the products; 0 where multiply-adds make them.
     is_watched : bool
-        Waiting for long at a barrier in shared memory ends the kernel with a trap, where it would hang.
+        Waiting for long at a barrier in shared memory ends the kernel with an error, where it would hang.
     precision : "ieee", "tf32" or "tf32x3"
         Of the products.
     """

@@ -1,14 +1,18 @@
-"""Which tile suits a device? The choices in cuflash/tiles.py and cuflash/sm80_tiles.py are this script's results.
+"""Which tile suits a device? The choices in cuflash/{tiles,sm80_tiles,sm90_tiles}.py are this script's to check.
 
     python experiments/tile_sweep.py                                                      # the host
     python experiments/tile_sweep.py --gpu                                                # a GPU with CuPy
     python experiments/tile_sweep.py --gpu --families sm80 --passes backward --head-dims 64
+    python experiments/tile_sweep.py --gpu --families sm90                                # a Hopper GPU
 
 Host part: forward and backward of the cpu executor, float32, for tiles of scores of every shape, with the tiles on
 threads of their own (BLAS on one) or one after the other (BLAS on all); and the two exponentials of NumPy.
 GPU part: every tile of a kernel that `candidates` holds to be worth a compiler's time, bfloat16 on tensor cores and
-float32 on simt. Each is compiled; one that spills more than `most_stack` bytes is only written down. The others are
-checked (spot_check.py) and then timed in turn, medians with the level-2 cache written over before each call. What is
+float32 on simt. Each is compiled, how many is printed first; one that spills more than `most_stack` bytes, or against
+which the compiler has advice (products that it serialised), is only written down. The others are compiled again by
+CuPy, which tells neither of what its cache holds, checked (spot_check.py) and timed in turn, medians with the level-2
+cache written over before each call. Of Hopper's kernels the `widths` widest tiles of each height that registers and
+shared memory have room for are tried, and more stages for the tile that is chosen: 12 tiles at most. What is
 timed is the whole pass: a backward kernel with those beside it, which keep the tiles they have. TFLOP/s count the
 paper's products, `chosen` says what `cuflash.plan` takes, `note` why a tile was not timed. Rows of the result that a
 run does not measure stay as they are.
@@ -21,16 +25,19 @@ once its two tiles of scores leave the level-2 cache. 512 x 512 is best in both.
 
 import dataclasses
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuflash
 import ml_dtypes
 import numpy as np
-from cuflash import compile, gpu, masks, sm80_tiles, tiles
+from cuflash import compile, gpu, masks, sm80_tiles, sm90_tiles, tiles
 from cuflash.device import DeviceSpec
+from cuflash.errors import CompileError
 from cuflash.launch import Executable
 from cuflash.plans import Plan
 from cuflash.source import KernelSpec
@@ -41,13 +48,38 @@ from simt_speed import draw
 from spot_check import SpotCheck
 from workloads import flops
 
-DTYPES = {"sm80": ml_dtypes.bfloat16, "simt": np.float32}
-HEAD_DIMS = {"sm80": (64, 128, 256), "simt": (64, 128)}
+
+class Tried(NamedTuple):
+    """Tiles of a kernel on Hopper. Stages beyond the first number are tried with the chosen tile alone."""
+
+    blocks_q: tuple[int, ...]
+    blocks_kv: tuple[int, ...]
+    stages: tuple[int, ...]
+    filled: Callable[[KernelSpec], float]  # share of a consumer's registers that accumulators and operands take
+
+
+def filled_forward(spec: KernelSpec) -> float:
+    """S, P of half as many registers, and O, of what a warpgroup has."""
+    registers = {1: 200 if spec.min_blocks > 1 else 255, 2: 224, 3: 160}[spec.block_q // sm90_tiles.ROWS]
+    return (spec.block_kv * 3 / 4 + spec.value_dim / 2) / registers
+
+
+SM90 = {
+    "forward": Tried((64, 128, 192), tuple(range(256, 63, -16)), (2, 3, 4), filled_forward),
+    "backward": Tried(
+        (64, 128), (128,), (2, 3, 4), lambda spec: (spec.block_q + (spec.head_dim + spec.value_dim) / 2) / 240
+    ),
+}
+
+DTYPES = {"sm90": ml_dtypes.bfloat16, "sm80": ml_dtypes.bfloat16, "simt": np.float32}
+HEAD_DIMS = {"sm90": (64, 128, 256), "sm80": (64, 128, 256), "simt": (64, 128)}
 # The kernels whose tiles are swept, by family; what is timed of all but the first is the backward pass.
 PASSES = {
+    "sm90": tuple(SM90),
     "sm80": ("forward", "backward", "backward_rows"),
     "simt": ("forward", "backward", "backward_rows", "backward_columns"),
 }
+EVERY_PASS = tuple(dict.fromkeys(itertools.chain(*PASSES.values())))
 MASKS = ("full", "causal")
 
 
@@ -62,24 +94,29 @@ class Config:
     blocks_kv: tuple[int, ...] = (512, 1024, 4096)
     repeats: int = 3
     gpu: bool = False
-    families: tuple[str, ...] = ("sm80", "simt")
-    passes: tuple[str, ...] = PASSES["simt"]
+    families: tuple[str, ...] = tuple(DTYPES)
+    passes: tuple[str, ...] = EVERY_PASS
     head_dims: tuple[int, ...] = HEAD_DIMS["sm80"]
     masks: tuple[str, ...] = MASKS
     gpu_seqlen: int = 4096
+    sm90_tokens: int = 16384
     sm80_tokens: int = 16384
     simt_tokens: int = 8192
     gpu_hidden: int = 2048
     gpu_repeats: int = 9
     most_stack: int = 64
+    widths: int = 3
+
+    def tokens(self, family: str) -> int:
+        return {"sm90": self.sm90_tokens, "sm80": self.sm80_tokens, "simt": self.simt_tokens}[family]
 
     def __post_init__(self) -> None:
-        for name, known in (("families", DTYPES), ("passes", PASSES["simt"]), ("masks", MASKS)):
+        for name, known in (("families", DTYPES), ("passes", EVERY_PASS), ("masks", MASKS)):
             if unknown := set(getattr(self, name)) - set(known):
                 raise ValueError(f"no {', '.join(sorted(unknown))} in {name}; there are {', '.join(known)}")
-        is_cut = any(tokens % self.gpu_seqlen for tokens in (self.sm80_tokens, self.simt_tokens))
+        is_cut = any(self.tokens(family) % self.gpu_seqlen for family in DTYPES)
         if is_cut or any(self.gpu_hidden % dim for dim in self.head_dims):
-            raise ValueError("gpu_seqlen must divide sm80_tokens and simt_tokens, and head_dims gpu_hidden")
+            raise ValueError("gpu_seqlen must divide the tokens of each family, and head_dims gpu_hidden")
 
 
 # The host
@@ -168,8 +205,32 @@ def sm80_tiles_of(base: KernelSpec) -> Iterator[KernelSpec]:
             )  # fmt: skip
 
 
+def sm90_tiles_of(base: KernelSpec, device: DeviceSpec, widths: int) -> Iterator[KernelSpec]:
+    """Of each height the widest tiles that find room, twice a multiprocessor where that pays; and more stages."""
+    tried = SM90[base.entry]
+    for block_q in tried.blocks_q:
+        shape = replace(base, block_q=block_q, num_stages=tried.stages[0])
+        if base.entry == "forward":  # registers move between warpgroups: other numbers of blocks would wait for ever
+            shape = replace(shape, num_warps=4 * (1 + block_q // sm90_tiles.ROWS))
+        for min_blocks in (2, 1) if base.entry == "forward" and block_q == sm90_tiles.ROWS else (1,):
+            every = (replace(shape, block_kv=block_kv, min_blocks=min_blocks) for block_kv in tried.blocks_kv)
+            found = [spec for spec in every if finds_room(spec, device)]
+            yield from found[:widths]
+            if found:
+                break
+    yield from (replace(base, num_stages=stages) for stages in tried.stages)
+
+
+def finds_room(spec: KernelSpec, device: DeviceSpec) -> bool:
+    """Of the sm90 family: whether registers may suffice, and shared memory does, for as many blocks as it asks for."""
+    room = (device.tile_memory_bytes + 1024) // spec.min_blocks - 1024
+    return SM90[spec.entry].filled(spec) <= 7 / 8 and tiles.shared_bytes(spec) <= room and is_shared_evenly(spec)
+
+
 def is_shared_evenly(spec: KernelSpec) -> bool:
     """Whether the threads of a block have equal parts of all that they multiply."""
+    if spec.family == "sm90":  # of dQ a warpgroup makes 64 rows, or of 64 rows half the columns, in whole panels
+        return spec.entry == "forward" or spec.block_q * spec.head_dim % (2 * 64 * sm90_tiles.ROWS) == 0
     if spec.family == "simt":
         rows, step = tiles.rows_and_step(spec)
         return rows % 16 == 0 and (spec.entry != "backward" or step % 16 == 0)
@@ -181,8 +242,11 @@ def is_shared_evenly(spec: KernelSpec) -> bool:
     return all(sm80_tiles.can_share(rows, columns, spec.num_warps) for rows, columns in products)
 
 
-def candidates(base: KernelSpec, device: DeviceSpec) -> list[KernelSpec]:
+def candidates(base: KernelSpec, device: DeviceSpec, widths: int = Config.widths) -> list[KernelSpec]:
     """The kernel at every tile that is legal by arithmetic, and worth it."""
+    if base.family == "sm90":
+        found = dict.fromkeys(sm90_tiles_of(base, device, widths))
+        return [spec for spec in found if finds_room(spec, device)]
     sides = (8, 16, 32, 64, 128)
     every: Iterable[KernelSpec] = sm80_tiles_of(base)
     if base.family == "simt":
@@ -209,6 +273,9 @@ def at_kernel(plan: Plan, spec: KernelSpec) -> Plan:
     specs = plan.specs | {spec.entry: spec}
     if spec.name == "sm80_backward":
         specs |= {entry: replace(spec, entry=entry) for entry in ("backward_statistics", "convert_dq")}
+    elif spec.family == "sm90" and spec.entry != "forward":
+        tile = {"block_q": spec.block_q, "block_kv": spec.block_kv}
+        specs |= {entry: replace(specs[entry], **tile) for entry in ("backward_statistics", "convert_dq")}
     elif spec.name == "simt_backward":  # which plans of few columns do without
         statistics = replace(spec, entry="backward_statistics", block_q=64, block_kv=8)
         specs = {"forward": plan.specs["forward"], "backward_statistics": statistics, "backward": spec}
@@ -216,16 +283,55 @@ def at_kernel(plan: Plan, spec: KernelSpec) -> Plan:
 
 
 def base_plan(q: Any, k: Any, v: Any, family: str, entry: str, mask: str, **options: Any) -> Plan:
-    """The plan of the library whose kernel is swept."""
-    deterministic = entry in ("backward_rows", "backward_columns")
-    options |= {"causal": mask == "causal", "kernel": family, "deterministic": deterministic}
-    return cuflash.plan(q, k, v, **options).plan
+    """The plan of the library whose kernel is swept, of arrays or their shapes."""
+    options = {"executor": "gpu", "deterministic": entry in ("backward_rows", "backward_columns")} | options
+    return cuflash.plan(q, k, v, causal=mask == "causal", kernel=family, **options).plan
 
 
-def cells(config: Config) -> list[tuple[str, int]]:
+def cells(config: Config, device: DeviceSpec) -> list[tuple[str, int]]:
     """Families and head_dims of a run."""
     pairs = itertools.product(config.families, config.head_dims)
-    return [(family, head_dim) for family, head_dim in pairs if head_dim in HEAD_DIMS[family]]
+    is_hopper = device.compute_capability == (9, 0)
+    return [(family, dim) for family, dim in pairs if dim in HEAD_DIMS[family] and (family != "sm90" or is_hopper)]
+
+
+def shape_of(config: Config, family: str, head_dim: int) -> tuple[int, int, int, int]:
+    return config.tokens(family) // config.gpu_seqlen, config.gpu_hidden // head_dim, config.gpu_seqlen, head_dim
+
+
+def plans_of(config: Config, family: str, head_dim: int, **options: Any) -> dict[tuple[str, str], Plan]:
+    """By kernel and mask. Kernels that the family leaves to another are not its to sweep."""
+    x = cuflash.ShapeDtype(shape_of(config, family, head_dim), np.dtype(DTYPES[family]))
+    found = {}
+    for entry, mask in itertools.product((name for name in PASSES[family] if name in config.passes), config.masks):
+        plan = base_plan(x, x, x, family, entry, mask, **options)
+        owner = plan.specs[entry].family if entry in plan.specs else "simt"
+        if owner == family:
+            found[entry, mask] = plan
+    return found
+
+
+def compiled(specs: Sequence[KernelSpec], architecture: str) -> dict[KernelSpec, compile.Compiled | CompileError]:
+    """What the compiler says of kernels, on as many threads as there are cores."""
+
+    def tried(spec: KernelSpec) -> compile.Compiled | CompileError:
+        try:
+            return compile.cubin(spec, architecture)
+        except CompileError as error:  # registers do not even suffice for one product
+            return error
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(specs, pool.map(tried, specs), strict=True))
+
+
+def fault_of(made: compile.Compiled | CompileError, most_stack: int) -> str:
+    """Why a kernel is not worth timing; empty where it is."""
+    if isinstance(made, CompileError):
+        return f"does not compile: {made.log.splitlines()[0]}"
+    if made.advisories:
+        return made.advisories[0].strip()
+    stack = made.resources.stack_bytes
+    return f"a thread keeps {stack} bytes out of registers" if stack > most_stack else ""
 
 
 def run_gpu(config: Config) -> Iterator[Record]:
@@ -235,26 +341,33 @@ def run_gpu(config: Config) -> Iterator[Record]:
     import cupy
 
     device, constants = gpu.current_device(), gpu_versions()
-    for family, head_dim in track(cells(config), "families and dims"):
-        tokens = config.sm80_tokens if family == "sm80" else config.simt_tokens
-        batch, num_heads = tokens // config.gpu_seqlen, config.gpu_hidden // head_dim
-        arrays = draw(batch, num_heads, config.gpu_seqlen, head_dim, dtype=DTYPES[family])
-        passes = [entry for entry in PASSES[family] if entry in config.passes]
-        plans = {
-            (entry, mask): base_plan(*arrays[:3], family, entry, mask) for entry in passes for mask in config.masks
-        }
-        swept = {entry: candidates(kernel_of(plans[entry, config.masks[0]], entry), device) for entry in passes}
+    plans = {cell: found for cell in cells(config, device) if (found := plans_of(config, *cell))}
+    if not plans:
+        sys.exit(f"tile_sweep --gpu has nothing to time: {device.name} has none of these kernels at these head_dims")
+    swept: dict[tuple[str, int], dict[str, list[KernelSpec]]] = {
+        cell: {entry: candidates(kernel_of(plan, entry), device, config.widths) for (entry, _), plan in of_cell.items()}
+        for cell, of_cell in plans.items()
+    }
+    counts = {cell: sum(map(len, entries.values())) for cell, entries in swept.items()}
+    print(f"{sum(counts.values())} tiles to compile, and most of them again for CuPy:", counts, file=sys.stderr)
+    for cell in track(list(plans), "families and dims"):
+        family, head_dim = cell
+        arrays = draw(*shape_of(config, family, head_dim), dtype=DTYPES[family])
+        every = [spec for entry in swept[cell].values() for spec in entry]
+        made = compiled(every, compile.architecture(every[0], device.compute_capability))
+        good = [spec for spec in every if not fault_of(made[spec], config.most_stack)]
         used = {
-            spec
-            for (entry, _), plan in plans.items()
-            for tile in swept[entry]
-            for spec in at_kernel(plan, tile).specs.values()
+            each
+            for (entry, _), plan in plans[cell].items()
+            for spec in good
+            if spec.entry == entry
+            for each in at_kernel(plan, spec).specs.values()
         }
-        made = {each.spec: each for each in compile.precompile(used, device.compute_capability)}
+        compile.precompile(used, device.compute_capability)
         for mask in config.masks:
             check = SpotCheck.of(*arrays[:3], masks.Causal() if mask == "causal" else None)
-            for entry in passes:
-                for record in sweep(plans[entry, mask], mask, swept[entry], made, arrays, check, config):
+            for entry, tried in swept[cell].items():
+                for record in sweep(plans[cell][entry, mask], mask, tried, made, arrays, check, config):
                     yield record | constants
         cupy.get_default_memory_pool().free_all_blocks()
 
@@ -263,7 +376,7 @@ def sweep(
     plan: Plan,
     mask: str,
     swept: Sequence[KernelSpec],
-    made: Mapping[KernelSpec, compile.Compiled],
+    made: Mapping[KernelSpec, compile.Compiled | CompileError],
     arrays: Sequence[Any],
     check: SpotCheck,
     config: Config,
@@ -277,8 +390,8 @@ def sweep(
     way = "forward" if swept[0].entry == "forward" else "backward"
     notes, calls = dict[KernelSpec, str](), dict[str, Callable[[], object]]()
     for spec in swept:
-        if made[spec].resources.stack_bytes > config.most_stack:
-            notes[spec] = f"not timed: a thread keeps {made[spec].resources.stack_bytes} bytes out of registers"
+        if fault := fault_of(made[spec], config.most_stack):
+            notes[spec] = f"not timed: {fault}"
             continue
         ready = Executable(at_kernel(plan, spec), "gpu")
         names = ("o", "lse") if way == "forward" else ("dq", "dk", "dv")
@@ -297,10 +410,10 @@ def sweep(
     total = flops(way, mask, seqlen=seqlen, batch=batch, num_heads=num_heads, head_dim=head_dim)
     records = []
     for spec in swept:
-        timing, resources = times.get(str(spec)), made[spec].resources
+        timing, resources = times.get(str(spec)), getattr(made[spec], "resources", None)
         row: Record = {"pass": spec.entry, "family": spec.family, "dtype": spec.dtype.name, "head_dim": head_dim}
         row |= {"mask": mask, "seqlen": seqlen, "batch": batch, "heads": num_heads, "tile": name_of(spec)}
-        row |= {"registers": resources.registers, "stack_bytes": resources.stack_bytes}
+        row |= {"registers": resources and resources.registers, "stack_bytes": resources and resources.stack_bytes}
         row |= {"shared_bytes": tiles.shared_bytes(spec), "ms": timing and timing.median_ms}
         row |= {"spread_ms": timing and timing.spread_ms, "tflops": timing and total / timing.median_ms / 1e9}
         records.append(row | {"chosen": spec == plan.specs.get(spec.entry), "note": notes.get(spec, "")})

@@ -277,12 +277,33 @@ def test_tile_sweep_times_the_host_at_every_tile(load) -> None:
 @pytest.mark.parametrize("gpu", ["A100", "RTX 4090", "H100", "B200"])
 def test_what_is_chosen_for_a_gpu_is_among_the_tiles_that_are_swept(load, gpu: str) -> None:
     experiment, device = load("tile_sweep"), load("cuflash").DeviceSpec.gpu(gpu)
-    for family, head_dim in experiment.cells(experiment.Config()):
-        plans = {entry: swept_plan(experiment, family, head_dim, entry, device) for entry in experiment.PASSES[family]}
-        for entry, plan in plans.items():
+    config = experiment.Config(masks=("full",))
+    families = set()
+    for family, head_dim in experiment.cells(config, device):
+        for (entry, _), plan in experiment.plans_of(config, family, head_dim, device=device).items():
             swept = experiment.candidates(experiment.kernel_of(plan, entry), device)
-            assert len({experiment.name_of(spec) for spec in swept}) == len(swept) > 3
+            few = 1 if family == "sm90" and entry != "forward" else 3
+            assert len({experiment.name_of(spec) for spec in swept}) == len(swept) > few
             assert entry not in plan.specs or plan.specs[entry] in swept
+            assert family != "sm90" or len(swept) <= 12
+            families.add(family)
+    assert families == {"simt", "sm80", *["sm90"] * (gpu == "H100")}
+
+
+def test_tiles_of_hopper_leave_no_warpgroup_waiting_for_registers(load) -> None:
+    """A multiprocessor has 64 Ki of them, which its blocks start with evenly, and no more ever."""
+    experiment, device = load("tile_sweep"), load("cuflash").DeviceSpec.gpu("H100")
+    for head_dim in experiment.HEAD_DIMS["sm90"]:
+        base = swept_plan(experiment, "sm90", head_dim, "forward", device).specs["forward"]
+        swept = experiment.candidates(base, device, widths=16)
+        assert {spec.block_q for spec in swept} >= {64, 128} and base in swept
+        assert len(swept) > len(experiment.candidates(base, device)) or head_dim == 256
+        for spec in swept:
+            groups = spec.num_warps // 4
+            own = {2: 56 + 200, 3: 56 + 2 * 224, 4: 32 + 3 * 160}[groups]
+            at_start = (1 << 16) // (spec.num_threads * spec.min_blocks) // 8 * 8
+            assert groups == 1 + spec.block_q // 64
+            assert own <= groups * at_start or (groups, spec.min_blocks) == (2, 1)  # the last moves none
 
 
 def swept_plan(experiment, family: str, head_dim: int, entry: str, device):
@@ -305,46 +326,106 @@ def test_every_tile_of_the_table_of_tensor_cores_is_swept(load) -> None:
             assert {tile[:4] for tile in chosen} <= swept
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["sm80", "simt"])
-def test_tiles_that_do_not_spill_are_checked_and_timed(load, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """With the simulator in the place of the GPU: one tile that is chosen, one that is not, and one that spills."""
-    experiment, launch = load("tile_sweep"), load("cuflash.launch")
+def on_simulator(load, experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU part of a sweep, with the simulator in the place of the GPU, whose every call takes 2 ms."""
+    launch, timing = load("cuflash.launch"), load("harness").Timing(2.0, 0.1, 1)
     pool = SimpleNamespace(free_all_blocks=lambda: None)
     cupy = SimpleNamespace(asarray=np.asarray, ndarray=SimpleNamespace, get_default_memory_pool=lambda: pool)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(experiment, "why_no_gpu", lambda: None)
     monkeypatch.setattr(experiment, "gpu_versions", lambda: {"nvrtc": "13.0"})
     monkeypatch.setattr(experiment.gpu, "current_device", lambda: experiment.DeviceSpec.gpu("H100"))
-    monkeypatch.setattr(experiment, "base_plan", partial(experiment.base_plan, executor="sim"))
+    device = experiment.DeviceSpec.gpu("H100")
+    monkeypatch.setattr(experiment, "base_plan", partial(experiment.base_plan, executor="sim", device=device))
     monkeypatch.setattr(experiment, "Executable", lambda plan, executor: launch.Executable(plan, "sim"))
     rng = np.random.default_rng(0)
     monkeypatch.setattr(experiment, "draw", lambda *shape, dtype: list(rng.standard_normal((4, *shape)).astype(dtype)))
-    heights = {"sm80": (128, 64, 32), "simt": (64, 32, 16)}[family]
-    monkeypatch.setattr(
-        experiment, "candidates", lambda base, device: [experiment.replace(base, block_q=height) for height in heights]
-    )
-
-    def precompiled(specs, target):
-        sizes = {spec: 80 * (spec.block_q == heights[2]) for spec in specs}
-        return [SimpleNamespace(spec=spec, resources=Resources(100, size, 0, None)) for spec, size in sizes.items()]
-
-    monkeypatch.setattr(experiment.compile, "precompile", precompiled)
-    timing = load("harness").Timing(2.0, 0.1, 1)
     monkeypatch.setattr(
         experiment, "time_on_device", lambda calls, **_: {name: call() and timing for name, call in calls.items()}
     )
+
+
+def compiles_as(experiment, monkeypatch: pytest.MonkeyPatch, resources, is_serialised=lambda spec: False) -> None:
+    """A compiler that says so of each kernel."""
+    advice = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+
+    def cubin(spec, architecture: str) -> SimpleNamespace:
+        advisories = (advice,) if is_serialised(spec) else ()
+        return SimpleNamespace(spec=spec, resources=resources(spec), advisories=advisories)
+
+    monkeypatch.setattr(experiment.compile, "cubin", cubin)
+    monkeypatch.setattr(experiment.compile, "precompile", lambda specs, target: [])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sm80", "simt"])
+def test_tiles_that_do_not_spill_are_checked_and_timed(load, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """With the simulator in the place of the GPU: one tile that is chosen, one that is not, and one that spills."""
+    experiment = load("tile_sweep")
+    on_simulator(load, experiment, monkeypatch)
+    heights = {"sm80": (128, 64, 32), "simt": (64, 32, 16)}[family]
+    monkeypatch.setattr(
+        experiment, "candidates", lambda base, *_: [experiment.replace(base, block_q=height) for height in heights]
+    )
+    compiles_as(experiment, monkeypatch, lambda spec: Resources(100, 80 * (spec.block_q == heights[2]), 0, 0))
     head_dim = {"sm80": 64, "simt": 128}[family]
     config = experiment.Config(
         gpu=True, families=(family,), passes=("backward",), head_dims=(head_dim,), masks=("causal",), gpu_seqlen=70,
-        sm80_tokens=70, simt_tokens=70, gpu_hidden=2 * head_dim,
+        sm90_tokens=70, sm80_tokens=70, simt_tokens=70, gpu_hidden=2 * head_dim,
     )  # fmt: skip
     chosen, other, spilled = experiment.run(config)
     assert [row["ms"] for row in (chosen, other, spilled)] == [2.0, 2.0, None]
     assert chosen["note"] == other["note"] == "" and "80 bytes" in spilled["note"]
     assert [row["chosen"] for row in (chosen, other, spilled)] == [True, False, False]
     experiment.table([chosen, other, spilled])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["forward", "backward"])
+def test_tiles_of_hopper_bring_their_own_boxes_and_grid(load, monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
+    """The chosen tile, one of other rows, keys or stages, one that does not compile and one that is serialised."""
+    experiment = load("tile_sweep")
+    on_simulator(load, experiment, monkeypatch)
+    others = {
+        "forward": [
+            {"block_q": 64, "block_kv": 80, "num_warps": 8, "num_stages": 3}, {"num_stages": 5}, {"dq_adds": 1},
+        ],
+        "backward": [{"num_stages": 2}, {"num_stages": 5}, {"dq_adds": 1}],
+    }[entry]  # fmt: skip
+    monkeypatch.setattr(
+        experiment, "candidates", lambda base, *_: [base, *(experiment.replace(base, **other) for other in others)]
+    )
+
+    def resources(spec):
+        if spec.num_stages == 5:
+            raise experiment.CompileError(str(spec), "sm_90a", "ptxas fatal   : (C7602) Insufficient registers")
+        return Resources(100, 0, 0, 0)
+
+    compiles_as(experiment, monkeypatch, resources, lambda spec: spec.dq_adds == 1)
+    config = experiment.Config(
+        gpu=True, families=("sm90",), passes=(entry,), head_dims=(64,), masks=("causal",), gpu_seqlen=200,
+        sm90_tokens=200, sm80_tokens=200, simt_tokens=200, gpu_hidden=128,
+    )  # fmt: skip
+    chosen, other, refused, serialised = experiment.run(config)
+    assert [row["ms"] for row in (chosen, other, refused, serialised)] == [2.0, 2.0, None, None]
+    assert [row["note"] for row in (chosen, other)] == ["", ""] and chosen["chosen"] and not other["chosen"]
+    assert "C7602" in refused["note"] and refused["registers"] is None and "C7510" in serialised["note"]
+    assert [row["family"] for row in (chosen, other)] == ["sm90", "sm90"]
+
+
+def test_a_swept_tile_decides_how_many_blocks_go_on_and_what_is_brought(load) -> None:
+    experiment, passes = load("tile_sweep"), load("cuflash.passes")
+    plan = swept_plan(experiment, "sm90", 64, "forward", load("cuflash").DeviceSpec.gpu("H100"))
+    spec = experiment.replace(plan.specs["forward"], block_q=64, block_kv=160, num_warps=8, min_blocks=2)
+    swept, boxes = experiment.at_kernel(plan, spec), []
+    room = experiment.cuflash.ShapeDtype((4, 32, 4096, 64), spec.dtype)
+    views = [load("cuflash.params").View.of_new(name, room) for name in "qkv"]
+    machine = SimpleNamespace(tensor_map=lambda tiles: boxes.append(tiles.box[-2:]) or passes.Template((0,) * 16, 0))
+    (launch,) = passes.bound(swept, ("forward",), tuple(views), machine).launches
+    assert (launch.spec, launch.grid) == (spec, 2 * 132) and boxes == [(64, 64), (160, 64), (160, 64)]
+    assert passes.bound(plan, ("forward",), tuple(views), machine).launches[0].grid == 132
 
 
 def test_the_chosen_tile_stands_beside_the_best(load) -> None:
@@ -361,9 +442,9 @@ def test_the_chosen_tile_stands_beside_the_best(load) -> None:
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["--families", "sm90"], "no sm90 in families; there are sm80, simt"),
+        (["--families", "sm70"], "no sm70 in families; there are sm90, sm80, simt"),
         (["--passes", "sideways"], "no sideways in passes; there are forward, backward, "),
-        (["--head-dims", "96"], "gpu_seqlen must divide sm80_tokens and simt_tokens, and head_dims"),
+        (["--head-dims", "96"], "gpu_seqlen must divide the tokens of each family, and head_dims"),
     ],
 )
 def test_a_sweep_of_nothing_is_named(
@@ -732,14 +813,15 @@ def test_every_tile_is_checked_and_timed_on_a_gpu(load) -> None:
     experiment = load("tile_sweep")
     config = experiment.Config(
         gpu=True, head_dims=(64,), passes=("forward", "backward"), masks=("causal",), gpu_seqlen=1024,
-        sm80_tokens=1024, simt_tokens=1024, gpu_hidden=128, gpu_repeats=3,
+        sm90_tokens=1024, sm80_tokens=1024, simt_tokens=1024, gpu_hidden=128, gpu_repeats=3,
     )  # fmt: skip
     records = list(experiment.run(config))
+    families = {family for family, _ in experiment.cells(config, load("cuflash.gpu").current_device())}
     assert {(row["family"], row["pass"]) for row in records} == {
-        (family, way) for family in ("sm80", "simt") for way in config.passes
+        (family, way) for family in families for way in config.passes
     }
     assert all((row["ms"] or 0) > 0 or "not timed" in row["note"] for row in records)
-    assert sum(row["chosen"] for row in records) == 4  # each pass of each family has one
+    assert sum(row["chosen"] for row in records) == 2 * len(families)  # each pass of each family has one
     experiment.table(records)
 
 

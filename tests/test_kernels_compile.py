@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -141,6 +142,15 @@ def test_a_kernel_compiles_without_a_spill_or_advice(nvrtc: Any, spec: KernelSpe
     made = room.cubin(spec, architecture)
     print(made)
     assert faults(made) == []
+
+
+@pytest.mark.parametrize("entry", ["forward", "backward"])
+def test_a_watched_kernel_is_the_same_but_for_its_waits(nvrtc: Any, entry: str) -> None:
+    """Products stay in flight: a trap in a wait, which is a way out of the kernel, would have ptxas serialise them."""
+    x = ShapeDtype((2, 4096, 128), np.float16)
+    spec = kernel_specs("sm90", Problem.of(x, x, x), DeviceSpec.gpu("H100"))[entry]
+    plain, watched = (room.cubin(replace(spec, is_watched=each), "sm_90a") for each in (False, True))
+    assert faults(watched) == [] and watched.resources == plain.resources and watched.code != plain.code
 
 
 # The gate itself, on kernels made to pass and to fail.

@@ -751,6 +751,24 @@ def test_checks_wait_for_each_kernel_on_the_device_and_name_the_one_that_failed(
         cuflash.attention(*arrays)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "value", "watched"), [("sm90", "1", True), ("sm90", "0", False), ("simt", "1", False)]
+)
+def test_checks_have_hoppers_kernels_end_where_they_would_hang(cupy, monkeypatch, kernel, value, watched):
+    from cuflash import gpu, tensor_map
+
+    monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)
+    monkeypatch.setenv("CUFLASH_CHECK", value)
+    arrays = [cupy.asarray(RNG.standard_normal((2, 70, 64)).astype(np.float16)) for _ in range(3)]
+    ready = cuflash.plan(*arrays, kernel=kernel)
+    ready.compile()
+    o, lse = ready.forward(*arrays)
+    ready.backward(o, *arrays, o, lse)
+    built = {spec.name: spec.is_watched for spec in cupy.specs.values()}
+    assert built == {spec.name: watched and spec.family == "sm90" for spec in ready.plan.specs.values()}
+    assert len(cupy.compiled) == len(built) and ready.explain().count("40 registers") == len(built)
+
+
 def test_checks_and_captures_exclude_each_other(cupy, checked):
     arrays = [cupy.asarray(array) for array in (Q, K, V)]
     ready = cuflash.plan(*arrays)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -139,3 +141,34 @@ def test_steps_on_a_gpu_are_those_of_the_simulator(walked: Walk) -> None:
     # Blocks run in any order.
     first, second = (sorted(left[4][: left[3][0]].tolist()) for left in (on_gpu, simulated))
     assert first == second
+
+
+# In a process of its own, which the error leaves without a GPU.
+HANGS = """
+import cupy
+from cuflash.source import flatten_text
+
+text = '''#include <ptx/types.cuh>
+namespace cuflash::config { constexpr bool kIsWatched = true; }
+#include <ptx/mbarrier.cuh>
+#include <ptx/shared.cuh>
+using namespace cuflash;
+extern "C" __global__ void hangs() {
+  __shared__ uint64_t barrier;
+  ptx::mbarrier_init(ptx::shared_address(&barrier), 2);
+  ptx::mbarrier_wait(ptx::shared_address(&barrier), 0);
+}
+'''
+kernel = cupy.RawKernel(flatten_text(text, "hangs.cu"), "hangs", ("-std=c++17", "-arch=sm_90a"))
+kernel((1,), (1,), ())
+try:
+    cupy.cuda.Device().synchronize()
+except cupy.cuda.runtime.CUDARuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.gpu(9, 0)
+def test_a_wait_that_never_ends_ends_a_watched_kernel() -> None:
+    run = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120)
+    assert "cudaErrorIllegalAddress" in run.stdout, run.stderr
