@@ -12,6 +12,7 @@ import numpy as np
 
 from .arrays import Array, ShapeDtype
 from .plans import Plan
+from .problem import Problem
 from .records import (
     ARRAYS,
     BATCH_AXES,
@@ -110,7 +111,7 @@ class Records:
         record["shape"] = (
             [1] * padding + [extent for extent, _ in inner], 0, problem.num_heads, problem.group_size,
             problem.seqlen_q, problem.seqlen_kv, problem.head_dim, problem.value_dim, plan.places_in_turn,
-            plan.num_splits, problem.softmax_scale,
+            plan.num_splits, _softmax_scale(problem),
         )  # fmt: skip
         templates = []
         for place in np.ndindex(*(extent for extent, _ in outer)):
@@ -192,6 +193,12 @@ class Filler:
         copies = [template.copy() for template, *_ in self._templates]
         records = [(words[:_WORDS].view(_BYTES)[0], words[_WORDS:].view(_MAP_BYTES)[0]) for words in copies]
         return Filled(records, [memoryview(words) for words in copies])
+
+
+def _softmax_scale(problem: Problem) -> float:
+    """0 where the numbers that kernels reckon with have no normal one for it: no score is large enough to matter."""
+    scale = problem.softmax_scale
+    return scale if abs(scale) >= 2 * float(np.finfo(problem.accumulator).tiny) else 0.0
 
 
 def _strides(view: View, plan: Plan) -> tuple[int, ...]:

@@ -204,3 +204,19 @@ def test_kernels_give_the_same_bits_every_time(run, dtype):
     ).example()  # fmt: skip
     first, second = run.everything(example), run.everything(example)
     assert all(first[name].tobytes() == second[name].tobytes() for name in repeatable(run, first))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", ["simt", "naive", "sm80", "sm90"])
+@pytest.mark.parametrize("scale", [1e-39, -1e-39, 1e-50, -1e-320])
+def test_a_scale_below_the_kernels_numbers_is_0(kernel, scale):
+    """2^-126 is the least normal number of float32, and a GPU may take smaller ones for 0."""
+    example = Structure(num_heads=2, num_kv_heads=1, seqlen_q=70, seqlen_kv=90, dtype="float16", head_dim=40).example()
+    arrays = example.q, example.k, example.v
+    results = []
+    for each in (scale, 0.0):
+        ready = cuflash.plan(*arrays, scale=each, executor="sim", kernel=kernel, device=cuflash.DeviceSpec.gpu("H100"))
+        o, lse = ready.forward(*arrays)
+        results.append((o, lse, *ready.backward(example.do, *arrays, o, lse)))
+    assert all(tiny.tobytes() == zero.tobytes() for tiny, zero in zip(*results))
+    assert abs(results[0][1] - np.log(90)).max() < 1e-6
