@@ -465,6 +465,213 @@ def test_compile_times_of_tensor_cores_kernels_are_summed(load) -> None:
     assert rows[0]["ms"] > 1e3 * max(each.seconds for each in made) > 0
 
 
+# The proof on a GPU
+
+
+def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
+    proof, device = load("gpu_proof"), load("cuflash").DeviceSpec.gpu("H100")
+    found = list(proof.cases(proof.Config()))
+    plans = [case.plan(device) for _, case in found]
+    specs = {spec for plan in plans for spec in plan.specs.values()}
+    on_disk = {f"{path.parent.name}_{path.stem}" for path in load("cuflash.source").KERNELS.glob("*/*.cu")}
+    assert {spec.name for spec in specs} == on_disk
+    assert {(spec.is_split, spec.is_packed) for spec in specs if spec.name == "sm80_forward"} == {
+        (False, False), (True, False), (True, True),
+    }  # fmt: skip
+    for family in proof.FAMILIES:
+        mine = [(kind, case) for kind, case in found if case.kernel == family]
+        assert {kind for kind, _ in mine} >= set(proof.kinds_of_mask(8, 8))
+        for fact in ("deterministic", "is_device_mask"):
+            assert {getattr(case, fact) for _, case in mine} == {False, True}, (family, fact)
+        structures = [case.structure for _, case in mine]
+        assert {each.has_dlse for each in structures} == {False, True}
+        assert {each.num_heads // each.num_kv_heads for each in structures} == {1, 2, 4}
+        assert {each.layouts[0] for each in structures} == set(proof.LAYOUTS)
+    of_hopper = {case.structure.head_dim for _, case in found if case.kernel == "sm90"}
+    assert of_hopper == {40, 64, 128, 256}
+
+
+def test_what_a_device_does_not_run_is_not_asked_for(load) -> None:
+    proof, of = load("gpu_proof"), load("cuflash").DeviceSpec.gpu
+    runs = {gpu: set(proof.families(proof.Config(), of(gpu))) for gpu in ("T4", "A100", "H100")}
+    everywhere = {"simt", "naive"}
+    assert runs == {"T4": everywhere, "A100": everywhere | {"sm80"}, "H100": everywhere | {"sm80", "sm90"}}
+
+
+def test_repeats_are_of_calls_that_fill_the_gpu_several_times_over(load) -> None:
+    proof, device = load("gpu_proof"), load("cuflash").DeviceSpec.gpu("H100")
+    every = list(proof.repeated_calls(proof.Config(head_dims=(64, 128)), device))
+    named = {(each.way, each.family, each.dtype, each.head_dim, each.mask) for each in every}
+    ways = {"sm80": ("forward", "gradients", "gradients, deterministic"), "sm90": ("forward", "gradients")}
+    assert len(every) == len(named) and named == {
+        (way, family, dtype, head_dim, mask)
+        for family in ways
+        for way in ways[family]
+        for dtype in ("float16", "bfloat16")
+        for head_dim in (64, 128)
+        for mask in ("causal", "blocks")
+    }
+    for each in every:
+        spec = each.ready.plan.specs["forward"]
+        assert each.ready.plan.grid(spec) > 2 * proof.blocks_at_once(spec, device)
+        assert each.calls == (1000 if each.way == "forward" else 100)
+
+
+def test_a_call_that_differs_in_one_bit_is_counted(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = load("gpu_proof")
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(zeros=np.zeros))
+    first = [np.array([0.0, np.nan, 1.0], np.float16), np.zeros(2, np.float32)]
+    other = [first[0], np.array([0.0, -0.0], np.float32)]
+    answers = iter([first, first, other, first, other])
+    assert proof.differing(lambda: next(answers), 5) == 2
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
+@pytest.mark.slow
+def test_repeats_are_counted(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the simulator in the place of the GPU: calls that repeat, and gradients of which one dk changes."""
+    proof, launch = load("gpu_proof"), load("cuflash.launch")
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    cupy = SimpleNamespace(zeros=np.zeros, ndarray=SimpleNamespace, get_default_memory_pool=lambda: pool)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(proof.compile, "precompile", lambda specs, target: [])
+    rng = np.random.default_rng(0)
+    monkeypatch.setattr(proof, "draw", lambda size, dtype: list(rng.standard_normal((4, size)).astype(dtype)))
+    device = load("cuflash").DeviceSpec.gpu("H100")
+    config = proof.Config(
+        families=("sm90",), dtypes=("float16",), head_dims=(64,), batch=1, hidden=64, seqlen=128, forwards=3,
+        gradients=3,
+    )  # fmt: skip
+    every = [
+        each._replace(ready=launch.Executable(each.ready.plan, "sim"))
+        for each in proof.repeated_calls(config, device)
+        if each.mask == "causal"
+    ]
+    monkeypatch.setattr(proof, "repeated_calls", lambda *_: every)
+    records = list(proof.run_repeats(config, device))
+    assert [(row["check"], row["calls"], row["errors"]) for row in records] == [("forward", 3, 0), ("gradients", 3, 0)]
+    assert not any(map(proof.is_wrong, records))
+    backward, calls = launch.Executable.backward, iter(range(9))
+
+    def unsteady(self, *arrays):
+        found = backward(self, *arrays)
+        found.dk[0, 0, 0, 0] += next(calls) == 2
+        return found
+
+    monkeypatch.setattr(launch.Executable, "backward", unsteady)
+    forward, gradients = proof.run_repeats(config, device)
+    assert (forward["errors"], gradients["errors"]) == (0, 1) and proof.is_wrong(gradients)
+    proof.table([forward, gradients])
+
+
+@pytest.mark.parametrize(
+    ("lines", "errors"),
+    [
+        ("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n", 0),
+        ("========= ERROR SUMMARY: 1 error\n", 1),
+        ("========= Invalid __global__ read\n========= ERROR SUMMARY: 19440 errors\n", 19440),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n", 3),
+        ("========= ERROR SUMMARY: 2 errors\n========= ERROR SUMMARY: 1 error\n", 3),
+        ("========= Error: the tool found no device\n", None),
+    ],
+)
+def test_a_sanitizers_summary_is_read(load, lines: str, errors: int | None) -> None:
+    assert load("gpu_proof").errors_in(lines) == errors
+
+
+# In the place of compute-sanitizer: prints what it was asked to by the case's kernel, in a line of its own.
+STAND_IN = """#!{python}
+import json, sys, time
+asked = json.loads(sys.argv[-1])
+print("========= COMPUTE-SANITIZER", sys.argv[2], sys.argv[3] == sys.executable)
+for line in {says!r}[asked["control"]]:
+    print(line, flush=True)
+    if line == "hangs":
+        time.sleep(60)
+"""
+
+
+def test_what_a_tool_says_becomes_a_row(load, tmp_path: Path) -> None:
+    proof, tool = load("gpu_proof"), tmp_path / "compute-sanitizer"
+    says = {
+        "sound": ["cases done: 7", "========= ERROR SUMMARY: 0 errors"],
+        "racy": ["cases done: 7", "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"],
+        "killed": ["Traceback", "RuntimeError: illegal access", "========= ERROR SUMMARY: 3 errors"],
+        "silent": ["cases done: 7"],
+        "stuck": ["hangs"],
+    }
+    tool.write_text(STAND_IN.format(python=sys.executable, says=says))
+    tool.chmod(0o755)
+    rows = {name: proof.under(str(tool), "racecheck", {"control": name}, 1 if name == "stuck" else 30) for name in says}
+    found = {name: (row["calls"], row["errors"], row["note"]) for name, row in rows.items()}
+    assert found == {
+        "sound": (7, 0, ""),
+        "racy": (7, 2, ""),
+        "killed": (0, 3, "the process failed: RuntimeError: illegal access"),
+        "silent": (7, None, "compute-sanitizer printed no summary"),
+        "stuck": (0, None, "stopped after 1 s"),
+    }
+    wrong = [name for name, row in rows.items() if proof.is_wrong(row | {"check": "racecheck"})]
+    assert wrong == ["racy", "killed", "silent", "stuck"]
+    assert not proof.is_wrong({"check": proof.CONTROL, "errors": 5}) and proof.is_wrong(
+        {"check": proof.CONTROL, "errors": 0}
+    )
+
+
+def test_a_sanitizer_is_found_on_the_path_or_in_cudas_folder(load, tmp_path: Path, monkeypatch) -> None:
+    proof, tool = load("gpu_proof"), tmp_path / "cuda" / "compute-sanitizer" / "compute-sanitizer"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    if not list(Path("/usr/local").glob("cuda*/**/compute-sanitizer")):
+        with pytest.raises(SystemExit, match="neither on PATH nor in CUDA's folder: install"):
+            proof.sanitizer()
+    tool.parent.mkdir(parents=True)
+    tool.write_text("")
+    tool.chmod(0o755)
+    assert proof.sanitizer() == str(tool)
+
+
+def test_each_tool_runs_all_cases_and_initcheck_a_control_of_each_family(load, monkeypatch) -> None:
+    proof, device = load("gpu_proof"), load("cuflash").DeviceSpec.gpu("A100")
+    monkeypatch.setattr(proof, "sanitizer", lambda: "echo")
+    compiled: list = []
+    monkeypatch.setattr(proof.compile, "precompile", lambda specs, target: compiled.extend(specs))
+    asked = []
+
+    def under(tool, name, of_child, timeout_s):
+        asked.append((name, of_child["control"], of_child["families"]))
+        return {"calls": 1, "errors": int(bool(of_child["control"])), "seconds": 1.0, "note": ""}
+
+    monkeypatch.setattr(proof, "under", under)
+    config = proof.Config(families=("simt", "sm90", "sm80"), tools=("memcheck", "initcheck"))
+    records = list(proof.run_sanitizers(config, device))
+    runs = ["simt", "sm80"]
+    assert asked == [
+        ("memcheck", "", runs), ("initcheck", "", runs), ("initcheck", "simt", runs), ("initcheck", "sm80", runs),
+    ]  # fmt: skip
+    assert not any(map(proof.is_wrong, records)) and len({tuple(map(row.get, proof.ROW)) for row in records}) == 4
+    assert {spec.family for spec in compiled} == set(runs)
+    proof.table(records)
+
+
+def test_a_child_runs_what_it_was_asked_to(load, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    proof = load("gpu_proof")
+    allocators = []
+    cuda = SimpleNamespace(set_allocator=allocators.append, set_pinned_memory_allocator=allocators.append)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    ran: list = []
+    monkeypatch.setattr(proof, "run_case", lambda case, **options: ran.append((case, options)))
+    asked = {"control": "", "families": ["naive"], "seqlen_q": 40, "seqlen_kv": 50}
+    proof.child(json.dumps(asked))
+    assert {case.kernel for case, _ in ran} == {"naive"} and {case.structure.seqlen_kv for case, _ in ran} == {50}
+    assert allocators == [None, None] and f"cases done: {len(ran)}" in capsys.readouterr().out
+    ran.clear()
+    proof.child(json.dumps(asked | {"control": "simt"}))
+    ((case, options),) = ran
+    assert case.kernel == "simt" and options == {"leaves_k_unwritten": True}
+
+
 def test_mask_compile_counts_time_and_memory(load) -> None:
     experiment = load("mask_compile")
     config = experiment.Config(documents_seqlen=5000, mean_document=100, butterfly_seqlen=8192, block=64, repeats=1)
@@ -645,7 +852,7 @@ def test_what_cannot_be_compared_is_named(
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["speed_vs_peers", "block_sparsity"])
+@pytest.mark.parametrize("name", ["speed_vs_peers", "block_sparsity", "gpu_proof"])
 def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, capsys, monkeypatch, name: str) -> None:
     for package in ("cupy", "torch"):
         monkeypatch.setitem(sys.modules, package, None)
@@ -657,7 +864,8 @@ def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, ca
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("speed_vs_peers", {}), ("block_sparsity", {"gpu": True}), ("tile_sweep", {"gpu": True})]
+    ("name", "options"),
+    [("speed_vs_peers", {}), ("block_sparsity", {"gpu": True}), ("tile_sweep", {"gpu": True}), ("gpu_proof", {})],
 )
 def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.MonkeyPatch, name: str, options) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
@@ -823,6 +1031,25 @@ def test_every_tile_is_checked_and_timed_on_a_gpu(load) -> None:
     assert all((row["ms"] or 0) > 0 or "not timed" in row["note"] for row in records)
     assert sum(row["chosen"] for row in records) == 2 * len(families)  # each pass of each family has one
     experiment.table(records)
+
+
+@pytest.mark.gpu(8, 0)
+def test_few_repeats_give_the_same_bits_on_a_gpu(load) -> None:
+    proof = load("gpu_proof")
+    config = proof.Config(
+        sections=("repeats",), dtypes=("bfloat16",), head_dims=(64,), hidden=256, seqlen=1024, forwards=20, gradients=5
+    )
+    records = list(proof.run(config))
+    assert {row["family"] for row in records} >= {"sm80"} and not any(map(proof.is_wrong, records))
+
+
+@pytest.mark.gpu
+def test_the_sanitizers_cases_run_on_a_gpu(load) -> None:
+    proof, device = load("gpu_proof"), load("cuflash.gpu").current_device()
+    found = list(proof.cases(proof.Config(families=tuple(proof.families(proof.Config(), device)))))
+    proof.compile.precompile({s for _, c in found for s in c.plan(device).specs.values()}, device.compute_capability)
+    for _, case in found:
+        proof.run_case(case)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,412 @@
+"""What only a GPU can show: that repeated calls give the same bits, and that NVIDIA's sanitizers find nothing.
+
+    python experiments/gpu_proof.py                                                # needs CuPy and a GPU
+    python experiments/gpu_proof.py --sections repeats
+    python experiments/gpu_proof.py --sections sanitizers --tools racecheck --families sm90
+
+`repeats`: for each family on tensor cores, dtype, head_dim and mask, `forwards` forward calls at a size of several
+blocks for every one that the GPU holds at once, and `gradients` backward calls: dk and dv of the usual one, all three
+with deterministic=True. Each is compared with the first on the device, bit by bit; the host waits at the end alone.
+Backward calls whose kernels are another family's are left to that one.
+
+`sanitizers`: `cases`, which launch every kernel that the GPU can be given, in a child process under each tool of
+compute-sanitizer, with CuPy's memory pool off, so that each array is an allocation of its own. No kernel is left out,
+CuPy's neither: what initcheck does not see written counts as unwritten. And it must find what is: in its control, one
+case of each family, k is left unwritten.
+
+Rows of the result that a run does not measure stay as they are; it ends with an error if a row is not as it should be.
+
+Expect: no repeat differs, no tool reports an error, and initcheck does where k is unwritten; how tools see reads of
+the tensor memory accelerator is not known, and the control of sm90 says.
+Found:  not yet run. Its predecessors, by hand, are in results/gpu_tests.log.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cuflash
+import numpy as np
+from cuflash import compile, gpu, masks, passes
+from cuflash.device import DeviceSpec
+from cuflash.launch import Executable
+from cuflash.plans import Plan
+from cuflash.source import KernelSpec
+from cuflash.testing import Structure
+from cuflash.tiles import FAMILIES, blocks_at_once
+from harness import Record, gpu_versions, main, track, why_no_gpu
+from rich.table import Table
+from sim_against_gpu import LAYOUTS, masked, to_device
+from simt_speed import draw
+
+SECTIONS = ("repeats", "sanitizers")
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+CONTROL = "initcheck, k unwritten"  # which has to report errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What to prove; the defaults are the published run."""
+
+    sections: tuple[str, ...] = SECTIONS
+    families: tuple[str, ...] = FAMILIES
+    tools: tuple[str, ...] = TOOLS
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    head_dims: tuple[int, ...] = (64, 128, 256)
+    batch: int = 2
+    hidden: int = 2048
+    seqlen: int = 4096
+    block: int = 128
+    forwards: int = 1000
+    gradients: int = 100
+    seqlen_q: int = 200
+    seqlen_kv: int = 190
+    timeout_s: int = 560
+
+    def __post_init__(self) -> None:
+        known = {"sections": SECTIONS, "families": FAMILIES, "tools": TOOLS, "dtypes": ("float16", "bfloat16")}
+        for name, names in known.items():
+            if unknown := set(getattr(self, name)) - set(names):
+                raise ValueError(f"no {', '.join(sorted(unknown))} in {name}; there are {', '.join(names)}")
+        if self.seqlen % self.block or any(self.hidden % dim for dim in self.head_dims):
+            raise ValueError("block must divide seqlen, and head_dims hidden")
+
+
+def families(config: Config, device: DeviceSpec) -> list[str]:
+    """Those asked for that the device runs."""
+    capability = device.compute_capability or (0, 0)
+    runs = {"sm90": capability == (9, 0), "sm80": capability >= (8, 0)}
+    return [family for family in config.families if runs.get(family, True)]
+
+
+# Repeats
+
+
+class Repeated(NamedTuple):
+    """Calls that have to give the same bits."""
+
+    way: str
+    family: str
+    dtype: str
+    head_dim: int
+    mask: str
+    ready: Executable
+    calls: int
+
+
+def repeated_calls(config: Config, device: DeviceSpec) -> Iterator[Repeated]:
+    """Every family on tensor cores, dtype, head_dim and mask, each way."""
+    rng, side = np.random.default_rng(0), config.seqlen // config.block
+    kinds: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "blocks": {"mask": masks.BlockPattern(rng.random((side, side)) < 0.25, config.block)},
+    }
+    for family in families(config, device):
+        if family not in ("sm80", "sm90"):
+            continue
+        for dtype, head_dim, mask in ((x, y, z) for x in config.dtypes for y in config.head_dims for z in kinds):
+            heads = config.hidden // head_dim
+            x = cuflash.ShapeDtype((config.batch, heads, config.seqlen, head_dim), dtype)
+            for way in ("forward", "gradients", "gradients, deterministic"):
+                deterministic = way.endswith("deterministic")
+                options = {"kernel": family, "deterministic": deterministic, "executor": "gpu", "device": device}
+                ready = cuflash.plan(x, x, x, **options, **kinds[mask])
+                calls = config.forwards if way == "forward" else config.gradients
+                if way == "forward" or any(spec.family == family for spec in walks(ready.plan)):
+                    yield Repeated(way, family, dtype, head_dim, mask, ready, calls)
+
+
+def walks(plan: Plan) -> list[KernelSpec]:
+    """The backward pass's kernels that multiply."""
+    entries = passes.of_plan(plan, passes.BACKWARD).entries
+    return [plan.specs[entry] for entry in entries if entry not in ("backward_statistics", "convert_dq")]
+
+
+def bits(x: Any) -> Any:
+    """An array as unsigned integers, since NaN is unequal to itself and -0 equals 0."""
+    return x.view(f"uint{8 * x.dtype.itemsize}")
+
+
+def differing(call: Callable[[], Sequence[Any]], calls: int) -> int:
+    """How many of the calls gave other bits than the first; the host waits for the count alone."""
+    import cupy
+
+    expected, count = [bits(x) for x in call()], cupy.zeros((), np.int64)
+    for _ in range(calls - 1):
+        count += reduce(or_, [(bits(x) != first).any() for x, first in zip(call(), expected, strict=True)])
+    return int(count)
+
+
+def run_repeats(config: Config, device: DeviceSpec) -> Iterator[Record]:
+    """A record for each kind of call, once all its kernels are compiled."""
+    import cupy
+
+    every = list(repeated_calls(config, device))
+    size = config.batch * config.hidden * config.seqlen
+    drawn = {dtype: draw(size, dtype=np.dtype(dtype)) for dtype in config.dtypes}
+    compile.precompile({spec for each in every for spec in each.ready.plan.specs.values()}, device.compute_capability)
+    for way, family, dtype, head_dim, mask, ready, calls in track(every, "repeats"):
+        plan = ready.plan
+        q, k, v, do = (x.reshape(config.batch, -1, config.seqlen, head_dim) for x in drawn[dtype])
+        o, lse = ready.forward(q, k, v)
+
+        def call() -> list[Any]:
+            if way == "forward":
+                return list(ready.forward(q, k, v))
+            dq, dk, dv = ready.backward(do, q, k, v, o, lse)
+            return [dq, dk, dv] if way.endswith("deterministic") else [dk, dv]  # dq is added up in any order
+
+        begin = time.perf_counter()
+        errors = differing(call, calls)
+        spec = plan.specs["forward"] if way == "forward" else walks(plan)[0]
+        row: Record = {"section": "repeats", "check": way, "family": family, "dtype": dtype, "head_dim": head_dim}
+        row |= {"mask": mask, "calls": calls, "errors": errors, "seconds": time.perf_counter() - begin}
+        yield row | {"waves": plan.grid(spec) / blocks_at_once(spec, device)}
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+# Sanitizers: which calls
+
+
+class Case(NamedTuple):
+    """A forward call and its gradients."""
+
+    kernel: str
+    precision: str
+    deterministic: bool
+    is_device_mask: bool  # the mask's arrays are on the device, and its list is made there
+    structure: Structure
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"kernel": self.kernel, "precision": self.precision, "deterministic": self.deterministic}
+
+    def plan(self, device: DeviceSpec) -> Plan:
+        """What a device runs, of shapes alone."""
+        example = self.structure.example()
+        shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
+        mask = self.structure.mask
+        return cuflash.plan(*shapes, mask=mask, **self.options, executor="gpu", device=device).plan
+
+
+KERNELS = (
+    ("sm90", "float16", "ieee"), ("sm90", "bfloat16", "ieee"),
+    ("sm80", "float16", "ieee"), ("sm80", "bfloat16", "ieee"),
+    ("sm80", "float32", "tf32"), ("sm80", "float32", "tf32x3"),
+    ("simt", "float32", "ieee"), ("simt", "float64", "ieee"),
+    ("naive", "float16", "ieee"), ("naive", "float32", "ieee"),
+)  # fmt: skip
+DIMS = ((64, 64), (128, 128), (40, 24))
+GROUPS = (1, 2, 4)
+
+
+def kinds_of_mask(rows: int, keys: int) -> dict[str, masks.Mask | None]:
+    """Every kind of work that kernels walk."""
+    rng = np.random.default_rng(0)
+    some = [rng.random((-(-rows // side), -(-keys // side))) < 0.5 for side in (16, 128)]
+    some[1][0] = True  # few as they are, at least a row
+    return {
+        "dense": None,
+        "causal": masks.Causal("bottom_right"),
+        "lengths": masks.Lengths(q=np.array([rows, rows // 2]), kv=np.array([keys // 3, keys])),
+        "bits": masks.Dense(rng.random((4, rows, keys)) < 0.4),
+        "blocks of 16": masks.BlockPattern(some[0], 16),
+        "blocks of 128": masks.BlockPattern(some[1], 128),
+    }
+
+
+def cases(config: Config) -> Iterator[tuple[str, Case]]:
+    """(kind of mask, case): each mask with each kernel; dims, groups, strides and promises take turns. Then wide dims,
+    and few queries, whose blocks share keys, and whose heads share tiles."""
+    rows, keys = config.seqlen_q, config.seqlen_kv
+    kinds = kinds_of_mask(rows, keys)
+    for turn, (kernel, dtype, precision) in enumerate(KERNELS):
+        if kernel not in config.families:
+            continue
+
+        def case(number: int, mask: masks.Mask | None = None, **others: Any) -> Case:
+            head_dim, value_dim = DIMS[number % len(DIMS)]
+            given: dict[str, Any] = {
+                "q_batch": (2,), "k_batch": (2,), "v_batch": (2,), "num_heads": 4,
+                "num_kv_heads": 4 // GROUPS[number // 2 % len(GROUPS)], "seqlen_q": rows, "seqlen_kv": keys,
+                "head_dim": head_dim, "value_dim": value_dim, "dtype": dtype, "mask": mask,
+                "layouts": (LAYOUTS[number % len(LAYOUTS)],) * 4 + ("contiguous",), "seed": number,
+                "has_dlse": number // 2 % 2 == 0,
+            }  # fmt: skip
+            return Case(kernel, precision, number % 2 == 1, number // 3 % 2 == 1, Structure(**given | others))
+
+        for number, (kind, mask) in enumerate(kinds.items(), turn):
+            yield kind, case(number, mask)
+        if kernel in ("sm80", "sm90"):
+            for number in (0, 1):
+                yield "dense", case(number, head_dim=256, value_dim=256)
+        if kernel == "sm80":
+            for group_size in (1, 4):
+                few = {"seqlen_q": 3, "seqlen_kv": 1100, "num_kv_heads": 4 // group_size}
+                yield "few queries", case(turn, **few, head_dim=64, value_dim=64)
+
+
+def control(kernel: str) -> Case:
+    """A case that reads k, densely, as a family does best."""
+    dtype = "float32" if kernel == "simt" else "float16"
+    structure = Structure(q_batch=(1,), k_batch=(1,), v_batch=(1,), seqlen_q=128, seqlen_kv=128, head_dim=64,
+                          value_dim=64, dtype=dtype)  # fmt: skip
+    return Case(kernel, "ieee", False, False, structure)
+
+
+# Sanitizers: the child process
+
+
+def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
+    """Both passes of a case on the GPU."""
+    import cupy
+
+    example, layout = case.structure.example(), case.structure.layouts[0]
+    q, k, v, do = (to_device(x, layout) for x in (example.q, example.k, example.v, example.do))
+    if leaves_k_unwritten:
+        k = cupy.empty(k.shape, k.dtype)
+    mask = masked(case.structure.mask, "gpu") if case.is_device_mask else case.structure.mask
+    (_, lse), vjp = cuflash.attention_vjp(q, k, v, mask=mask, return_lse=True, **case.options)
+    vjp(do, None if example.dlse is None else to_device(np.ascontiguousarray(example.dlse), "contiguous"))
+    cupy.cuda.get_current_stream().synchronize()
+
+
+DONE = "cases done:"  # and how many, as the child's last line
+
+
+def child(argument: str) -> None:
+    """What runs under a sanitizer: the cases that are asked for, as JSON says."""
+    import cupy
+
+    asked = json.loads(argument)
+    cupy.cuda.set_allocator(None)
+    cupy.cuda.set_pinned_memory_allocator(None)
+    done = 0
+    if asked["control"]:
+        run_case(control(asked["control"]), leaves_k_unwritten=True)
+        done += 1
+    else:
+        lengths = {name: asked[name] for name in ("seqlen_q", "seqlen_kv")}
+        for _, case in cases(Config(families=tuple(asked["families"]), **lengths)):
+            run_case(case)
+            done += 1
+    print(DONE, done, flush=True)
+
+
+# Sanitizers: the parent
+
+
+def sanitizer() -> str:
+    """compute-sanitizer, on PATH or in CUDA's folder."""
+    named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    homes = [*map(Path, named), Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
+    places = [home / within for home in homes for within in ("bin", "compute-sanitizer")]
+    found = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, places)]))
+    if found is None:
+        sys.exit(
+            "gpu_proof --sections sanitizers needs compute-sanitizer, which is neither on PATH nor in CUDA's folder: "
+            "install CUDA's package cuda-sanitizer, or name the folder in CUDA_HOME"
+        )
+    return found
+
+
+def errors_in(output: str) -> int | None:
+    """What the last lines of a tool count, of each process; None where the tool itself failed, and there are none."""
+    found = re.findall(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", output)
+    return sum(int(errors or hazards) for errors, hazards in found) if found else None
+
+
+def under(tool: str, name: str, asked: dict[str, Any], timeout_s: int) -> Record:
+    """A child process under a tool: cases, errors, seconds, and what went wrong beside."""
+    folder = Path(__file__).parent
+    paths = [str(folder), str(folder.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    code = "import sys, gpu_proof; gpu_proof.child(sys.argv[1])"
+    command = [tool, "--tool", name, sys.executable, "-c", code, json.dumps(asked)]
+    begin, note = time.perf_counter(), ""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **streams) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool, and what it watches
+            output, _ = process.communicate()
+            note = f"stopped after {timeout_s} s"
+    done = re.search(f"^{DONE} (\\d+)$", output, re.MULTILINE)
+    errors = errors_in(output)
+    if errors is None:
+        note = note or "compute-sanitizer printed no summary"
+    if done is None and not note:
+        own = [line for line in output.splitlines() if line and not line.startswith("=========")]
+        note = f"the process failed: {own[-1] if own else 'without a word'}"
+    if errors or note:
+        print(output[-8000:], file=sys.stderr)
+    return {
+        "calls": int(done[1]) if done else 0, "errors": errors, "seconds": time.perf_counter() - begin, "note": note,
+    }  # fmt: skip
+
+
+def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
+    """A record a tool, and one of initcheck's control for each family."""
+    tool, runs = sanitizer(), families(config, device)
+    told = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
+    version = re.search(r"[Vv]ersion (\S+)", told)
+    constants = {"section": "sanitizers", "sanitizer": version[1] if version else "unknown"}
+    asked = {"control": "", "families": runs, "seqlen_q": config.seqlen_q, "seqlen_kv": config.seqlen_kv}
+    every = [case for _, case in cases(Config(families=tuple(runs)))] + [control(family) for family in runs]
+    specs = {spec for case in every for spec in case.plan(device).specs.values()}
+    compile.precompile(specs, device.compute_capability)  # into CuPy's cache, where each child finds them
+    jobs = [(name, ",".join(runs), asked) for name in config.tools]
+    if "initcheck" in config.tools:
+        jobs += [(CONTROL, family, asked | {"control": family}) for family in runs]
+    for check, family, of_child in track(jobs, "sanitizers"):
+        found = under(tool, check.partition(",")[0], of_child, config.timeout_s)
+        yield constants | {"check": check, "family": family} | found
+
+
+def run(config: Config) -> Iterator[Record]:
+    """The sections' records, with the versions that they depend on."""
+    if reason := why_no_gpu():
+        sys.exit(f"gpu_proof runs kernels on a GPU: {reason}")
+    device, versions = gpu.current_device(), gpu_versions()
+    sections = {"repeats": run_repeats, "sanitizers": run_sanitizers}
+    for section in config.sections:
+        for record in sections[section](config, device):
+            yield record | versions
+
+
+def is_wrong(record: Record) -> bool:
+    """Whether a row is not what the proof needs."""
+    has_errors = record["errors"] is None or record["errors"] > 0
+    return bool(record.get("note")) or has_errors != (record["check"] == CONTROL)
+
+
+def table(records: Sequence[Record]) -> Table:
+    """A row each."""
+    shown = Table(title="repeats: calls that differ; sanitizers: errors")
+    columns = ("check", "family", "dtype", "head_dim", "mask", "calls", "errors", "seconds", "waves", "note")
+    for column in columns:
+        shown.add_column(column, justify="right" if column in ("head_dim", "calls", "errors", "seconds") else "left")
+    for row in records:
+        cells = (row.get(name, "") for name in columns)
+        shown.add_row(*(f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in cells))
+    return shown
+
+
+# What tells the rows of the result apart.
+ROW = ("gpu", "section", "check", "family", "dtype", "head_dim", "mask")
+
+if __name__ == "__main__":
+    if wrong := [record for record in main(Config, run, table, replacing=ROW) if is_wrong(record)]:
+        sys.exit(f"{len(wrong)} rows are not as they should be, the first: {wrong[0]}")
