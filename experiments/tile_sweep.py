@@ -69,6 +69,9 @@ SM90 = {
     "backward": Tried(
         (64, 128), (128,), (2, 3, 4), lambda spec: (spec.block_q + (spec.head_dim + spec.value_dim) / 2) / 240
     ),
+    "backward_wide": Tried(
+        (64,), (96, 80, 64), (2,), lambda spec: (32 + spec.block_kv * (spec.head_dim + spec.value_dim) / 256) / 240
+    ),
 }
 
 DTYPES = {"sm90": ml_dtypes.bfloat16, "sm80": ml_dtypes.bfloat16, "simt": np.float32}
@@ -230,7 +233,7 @@ def finds_room(spec: KernelSpec, device: DeviceSpec) -> bool:
 def is_shared_evenly(spec: KernelSpec) -> bool:
     """Whether the threads of a block have equal parts of all that they multiply."""
     if spec.family == "sm90":  # of dQ a warpgroup makes 64 rows, or of 64 rows half the columns, in whole panels
-        return spec.entry == "forward" or spec.block_q * spec.head_dim % (2 * 64 * sm90_tiles.ROWS) == 0
+        return spec.entry != "backward" or spec.block_q * spec.head_dim % (2 * 64 * sm90_tiles.ROWS) == 0
     if spec.family == "simt":
         rows, step = tiles.rows_and_step(spec)
         return rows % 16 == 0 and (spec.entry != "backward" or step % 16 == 0)
