@@ -413,7 +413,8 @@ def test_an_unwritable_home_is_said_and_does_not_stop(monkeypatch: pytest.Monkey
 def names(file: Path) -> set[str]:
     """The functions and types of a room of instructions that kernels may use."""
     room = file.read_text("utf-8").rpartition("namespace cuflash::ptx {")[2]
-    return set(re.findall(r"^(?:(?:constexpr )?CUFLASH_DEVICE \S+|CUFLASH_DEVICE T\*|struct) (\w+(?:<\w+>)?)", room, re.MULTILINE))
+    functions = r"(?:constexpr )?CUFLASH_DEVICE (?:\S+|T\*)"
+    return set(re.findall(rf"^(?:{functions}|struct) (\w+(?:<\w+>)?)", room, re.MULTILINE))
 
 
 def test_both_rooms_of_instructions_have_the_same_names() -> None:
