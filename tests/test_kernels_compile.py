@@ -37,6 +37,7 @@ _HALVES = (np.dtype(np.float16), BFLOAT16)
 SPILLS = {
     ("simt_backward_columns", np.dtype(np.float64), 256): 168,  # on sm_100; 16 elsewhere
     ("simt_backward", np.dtype(np.float64), 128): 28,
+    ("simt_backward", np.dtype(np.float64), 192): 28,  # on sm_100
     ("simt_backward", np.dtype(np.float64), 256): 452,
     ("simt_backward_columns", np.dtype(np.float64), 32): 260,  # on sm_90, 12 on sm_100
     ("simt_backward_columns", np.dtype(np.float64), 64): 36,
