@@ -1050,6 +1050,7 @@ def test_the_sanitizers_cases_run_on_a_gpu(load) -> None:
     proof.compile.precompile({s for _, c in found for s in c.plan(device).specs.values()}, device.compute_capability)
     for _, case in found:
         proof.run_case(case)
+    assert {case.kernel for _, case in found} >= {"simt", "naive"}
 
 
 @pytest.mark.gpu

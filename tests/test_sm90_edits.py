@@ -196,8 +196,8 @@ WIDE_EDITS = {
     ),
     "dK is not waited for in the end": (_WIDE, "      ptx::wgmma_wait<0>();\n", ""),
     "Q is never left": (_WIDE, "    tile::arrive(own.q[turn.stage].empty);\n", ""),
-    "K is never left": (_WIDE, "    if (num_k > 0) tile::arrive(own.k.empty);", "    "),
-    "K is awaited in the wrong phase": (_WIDE, "tile::await_full(own.k, num_k % 2);", "tile::await_full(own.k, 0);"),
+    "K is never left": (_RING, "    if (num_k > 0) tile::arrive(own.k.empty);", "    "),
+    "K is awaited in the wrong phase": (_RING, "tile::await_full(own.k, num_k % 2);", "tile::await_full(own.k, 0);"),
     "V is not awaited": (_WIDE, "  tile::await_full(own.v, 0);\n", ""),
     "dO is not awaited": (_WIDE, "  tile::await_full(board().d_o[do_stage(turn)], do_parity(turn));\n", ""),
     "helpers are a phase of dO ahead": (

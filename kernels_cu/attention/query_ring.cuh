@@ -95,6 +95,22 @@ struct Board {
 };
 CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_shared<unsigned char>() + kBoard); }
 
+// ---- the consumers ----
+
+// Wait for a step. False where none is left.
+CUFLASH_DEVICE bool await_step(const Turn& turn, int& num_k) {
+  Board& own = board();
+  tile::await_full(own.q[turn.stage], turn.parity);
+  const Note& note = own.notes[turn.stage];
+  if (note.kind == Note::kEnd) return false;
+  if (note.brings_k) {
+    if (num_k > 0) tile::arrive(own.k.empty);  // its last product was waited for
+    tile::await_full(own.k, num_k % 2);
+    ++num_k;
+  }
+  return true;
+}
+
 // ---- the producer ----
 
 // Its first warp says what is to be brought and has it copied by the tensor memory accelerator; the other warps find out

@@ -60,20 +60,6 @@ CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const Queries& queries
       dp.at(i, j) = !IsMasked || seen.at(i, j) ? p.at(i, j) * (dp.at(i, j) - delta[Scores::column(j)]) : 0.0f;
 }
 
-// Wait for a step. False where none is left.
-CUFLASH_DEVICE bool await_step(const Turn& turn, int& num_k) {
-  using namespace attention;
-  tile::await_full(board().q[turn.stage], turn.parity);
-  const Note& note = board().notes[turn.stage];
-  if (note.kind == Note::kEnd) return false;
-  if (note.brings_k) {
-    if (num_k > 0) tile::arrive(board().k.empty);  // its last product was waited for
-    tile::await_full(board().k, num_k % 2);
-    ++num_k;
-  }
-  return true;
-}
-
 CUFLASH_DEVICE void start_scores(Scores& s, const Turn& turn, int part) {
   tile::start_product_nt(s, tile::RowsAlongSum<KPanels>(k_smem, 64 * part),
                          tile::RowsAlongSum<QPanels>(q_smem(turn.stage)));

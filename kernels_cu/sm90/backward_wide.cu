@@ -103,20 +103,6 @@ CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const Queries& queries
   }
 }
 
-// Wait for a step. False where none is left.
-CUFLASH_DEVICE bool await_step(const Turn& turn, int& num_k) {
-  Board& own = board();
-  tile::await_full(own.q[turn.stage], turn.parity);
-  const Note& note = own.notes[turn.stage];
-  if (note.kind == Note::kEnd) return false;
-  if (note.brings_k) {
-    if (num_k > 0) tile::arrive(own.k.empty);  // its last product was waited for
-    tile::await_full(own.k, num_k % 2);
-    ++num_k;
-  }
-  return true;
-}
-
 // Where a tile lies is reckoned when it is asked for: registers are for accumulators.
 template <class Tile>
 CUFLASH_DEVICE Tile anew(Tile tile) {
