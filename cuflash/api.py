@@ -17,7 +17,7 @@ from .mask import Mask, held_arrays
 from .memory import device_number
 from .plans import Plan, make_plan
 from .problem import Problem, precision_reasons
-from .tiles import DIMS, FAMILIES, ROUTED_BACKWARD, family_reasons, routed
+from .tiles import FAMILIES, family_reasons, routed
 from .work_list import requested_mask
 
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
@@ -293,11 +293,10 @@ def plan(
     family, why = None, ""
     if where != "cpu":
         family, why = routed(problem, target) if kernel == "auto" else (kernel, "")
-    widest_backward = ROUTED_BACKWARD if kernel == "auto" else DIMS[-1]
-    made = _plan(problem, resolved, target, family, bool(deterministic), widest_backward)
+    made = _plan(problem, resolved, target, family, bool(deterministic))
     if kernel == "auto" and family == "sm90" and made.cuts_tiles:
         family, why = "sm80", "16-bit elements on tensor cores, in blocks that are not made of 128 x 128"
-        made = _plan(problem, resolved, target, family, bool(deterministic), widest_backward)
+        made = _plan(problem, resolved, target, family, bool(deterministic))
     for spec in made.specs.values():
         assert made.device.compute_capability is not None
         compile.architecture(spec, made.device.compute_capability)
@@ -419,15 +418,13 @@ def _device(executor: str) -> DeviceSpec:
     return _host() if executor == "cpu" else _SIMULATED
 
 
-def _plan(
-    problem: Problem, mask: Mask, device: DeviceSpec, family: str | None, deterministic: bool, widest_backward: int
-) -> Plan:
+def _plan(problem: Problem, mask: Mask, device: DeviceSpec, family: str | None, deterministic: bool) -> Plan:
     """Plans whose masks hold no arrays are remembered: calls of one shape plan once."""
     try:
         hash(mask)
     except TypeError:
-        return make_plan(problem, mask, device, family, deterministic, widest_backward)
-    return _remembered(problem, mask, device, family, deterministic, widest_backward)
+        return make_plan(problem, mask, device, family, deterministic)
+    return _remembered(problem, mask, device, family, deterministic)
 
 
 def _option_reasons(

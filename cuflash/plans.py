@@ -15,7 +15,7 @@ from .device import DeviceSpec
 from .mask import Band, Mask
 from .problem import Problem
 from .source import KernelSpec
-from .tiles import DIMS, Tile, blocks_at_once, host_tile, kernel_specs, shared_bytes
+from .tiles import Tile, blocks_at_once, host_tile, kernel_specs, shared_bytes
 from .work_list import IntervalWork, ListedWork, WorkList, work_list
 
 # When blocks share a tile's keys: `Plan._splits_that_pay`.
@@ -354,13 +354,12 @@ def make_plan(
     device: DeviceSpec,
     family: str | None = None,
     deterministic: bool = False,
-    widest_backward: int = DIMS[-1],
 ) -> Plan:
     """Choose the tile, then list the work at it; then, for a family of kernels, those whose tiles the list allows.
 
     `kernel_specs` says what the options mean.
     """
-    chosen = partial(kernel_specs, deterministic=deterministic, widest_backward=widest_backward)
+    chosen = partial(kernel_specs, deterministic=deterministic)
     if family is None:
         tile, specs = host_tile(problem, device), {}
     else:

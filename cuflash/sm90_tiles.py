@@ -15,8 +15,9 @@ ROWS = 64  # of queries, of a warpgroup
 LIST_BLOCK = (128, 128)  # of a list that is made for the kernels
 _STAGES = 2
 _SMALLEST = 16  # columns of a product
-_ROOM, _TASK, _NOTE, _REST = 16, 32, 24, 140  # bytes of what warpgroups tell each other
-_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_REST = 128, 3, 80, 112
+_FEW_QUERIES = 2048
+_ROOM, _TASK, _NOTE, _REST = 16, 32, 24, 176  # bytes of what warpgroups tell each other
+_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_REST = 128, 3, 56, 128
 _WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
 
@@ -43,6 +44,8 @@ def forward_spec(
         raise UnsupportedProblem([f"kernel='sm90' needs compute capability 9.0; got {device.name}: use kernel='auto'"])
     tile = next(tile for width, tile in _FORWARD.items() if width >= max(dims))
     block_q, block_kv = tile
+    if num_queries < _FEW_QUERIES:  # three warpgroups, with fewer registers each, pay where tiles have many steps
+        block_q = min(block_q, 2 * ROWS)
     if num_queries <= block_q - ROWS:
         block_q = ROWS * max(1, -(-num_queries // ROWS))
     if largest is not None:  # three warpgroups have no registers left for lists
@@ -96,7 +99,7 @@ def shared_bytes(spec: KernelSpec) -> int:
     if spec.entry in ("backward", "backward_wide"):
         scores = spec.block_q * spec.block_kv
         elements = spec.block_kv * both + stages * spec.block_q * spec.head_dim
-        elements += (2 if spec.entry == "backward" else 3) * scores
+        elements += scores + 2 * spec.block_q * spec.head_dim if spec.entry == "backward" else 3 * scores
         of_do = spec.block_q * spec.value_dim
         fits = spec.dtype.itemsize * (elements + stages * of_do) + _TOLD_BYTES <= _MOST_BYTES
         do_stages = stages if spec.entry == "backward" or fits else 1

@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
     ----------
     dtype : numpy.dtype
         float16, bfloat16 or float32.
-    shape, strides : tuple of 1 to 5 ints
+    shape, strides : tuple of 2 to 5 ints
         Strides in bytes. The last axis is dense; the stride of an axis of one element does not matter.
     box : tuple of ints
         Elements along each axis that one copy moves, 256 at most; what lies beyond the array is read as zeros.
@@ -69,8 +69,8 @@ class Tiles(NamedTuple):
         """Why hardware cannot copy boxes of an array that starts at this address."""
         reasons = []
         width = self.box[-1] * self.dtype.itemsize
-        if not 1 <= len(self.shape) <= 5 or not len(self.shape) == len(self.strides) == len(self.box):
-            reasons.append(f"an array must have 1 to 5 axes and a box as many; got {self.shape} and {self.box}")
+        if not 2 <= len(self.shape) <= 5 or not len(self.shape) == len(self.strides) == len(self.box):
+            reasons.append(f"an array must have 2 to 5 axes and a box as many; got {self.shape} and {self.box}")
         if self.dtype not in _TYPES:
             reasons.append(f"dtype must be float16, bfloat16 or float32; got {self.dtype}")
         if not all(1 <= size < 2**32 for size in self.shape):

@@ -88,10 +88,6 @@ def family_reasons(family: str | None, problem: Problem) -> list[str]:
     return [f"kernel={family!r} takes {served}; got {problem.dtype}: {instead}"]
 
 
-# Columns to which kernel="auto" takes sm90's own backward kernels: beyond, sm80's serve until both are timed.
-ROUTED_BACKWARD = 128
-
-
 def routed(problem: Problem, device: DeviceSpec) -> tuple[str, str]:
     """The family that kernel="auto" stands for, and why: the first row that serves the problem on the device.
 
@@ -103,16 +99,15 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[str, str]:
     everything                                    simt
     ============================================  ======
 
-    sm90 is passed over where its tiles of 128 queries are fewer than multiprocessors, where at most 64 columns meet
-    fewer than 4096 keys, and by the plan where a list's blocks are not made of 128 x 128: sm80 is faster there.
+    sm90 is passed over where its tiles of 128 queries are fewer than multiprocessors, and by the plan where a list's
+    blocks are not made of 128 x 128: sm80 is faster there.
     """
     if problem.precision != "ieee":
         return "sm80", "it has the precision asked for"
     capability = device.compute_capability
     num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-problem.seqlen_q // 128)
-    is_wide = max(problem.head_dim, problem.value_dim) > 64
-    fits = num_tiles >= device.num_processors and (is_wide or problem.seqlen_kv >= 4096)
-    if problem.dtype in _SERVED["sm90"] and capability == (9, 0) and fits:
+    is_hopper = capability == (9, 0) and num_tiles >= device.num_processors
+    if problem.dtype in _SERVED["sm90"] and is_hopper:
         return "sm90", "16-bit elements on Hopper's tensor cores"
     if problem.dtype in _SERVED["sm80"] and capability is not None and capability >= (8, 0):
         return "sm80", "16-bit elements on tensor cores, from compute capability 8.0 on"
@@ -142,7 +137,6 @@ def kernel_specs(
     largest: tuple[int, int] | None = None,
     *,
     deterministic: bool = False,
-    widest_backward: int = DIMS[-1],
 ) -> dict[str, KernelSpec]:
     """The kernels of a family that serve a problem on a device, by entry.
 
@@ -152,8 +146,6 @@ def kernel_specs(
         What tiles may not exceed: the blocks of a list.
     deterministic : bool
         Whether every result must be bitwise repeatable.
-    widest_backward : int
-        Columns to which sm90 has backward kernels of its own.
 
     Raises
     ------
@@ -181,7 +173,7 @@ def kernel_specs(
         if family == "sm90":
             chosen["forward"] = sm90_tiles.forward_spec(problem.dtype, dims, device, largest, length)
             # dQ is added up in any order; else, and where tiles are too large, sm80's serve
-            if not deterministic and max(dims) <= widest_backward:
+            if not deterministic:
                 chosen |= sm90_tiles.backward_specs(problem.dtype, dims, largest)
         return chosen
     specs = {}

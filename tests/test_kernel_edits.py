@@ -179,7 +179,7 @@ EDITS = {
         "    __syncthreads();  // K, and Q before the first step, is there; V of the last step is read\n", "",
     ),
     "V is multiplied before it is there": ("sm80/forward.cu", "    __syncthreads();  // V is there; K is read\n", ""),
-    "a negative scale is not turned": ("sm80/forward.cu", "if (shape.softmax_scale <= 0) ", "if (false) "),
+    "a negative scale is not turned": ("sm80/forward.cu", "if (Softmax::turns(shape.softmax_scale)) ", "if (false) "),
     "lse of tensor cores loses its last row": (
         "sm80/forward.cu", "first_row + o.row(i) < lse.num_rows)", "first_row + o.row(i) < lse.num_rows - 1)"
     ),

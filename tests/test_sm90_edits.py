@@ -30,7 +30,7 @@ EDITS = {
     "copied rows are not waited for": (_ROOMS, "  ptx::cp_async_wait_all();\n", ""),
     "copied chunks are not permuted": (_ROOMS, "chunk % in_panel ^ row * in_panel / kChunkOf<uint16_t>", "chunk"),
     "the last column is not copied": (_ROOMS, "int e = rest - 1; e >= 0", "int e = rest - 2; e >= 0"),
-    "V past a step is what stands there": (_FORWARD, "const bool clears = operand == kV", "const bool clears = false"),
+    "V past a step is what stands there": (_FORWARD, "last - first < kBlockKv && last <", "false && last <"),
     "an array without a map is left to the accelerator": (_MAPS, "map.is_there && ", ""),
     "an odd start is left to the accelerator": (
         _MAPS, " && reinterpret_cast<uint64_t>(matrices.data) % 16 == 0", ""
@@ -64,14 +64,17 @@ EDITS = {
     ),
     "scores are read before they are there": (_FORWARD, "tile::wait_for<1>(s);", "tile::wait_for<2>(s);"),
     "O is not rescaled": (
-        _FORWARD, "    if (has_risen) Softmax::rescale(o, by);\n    ++num_keys;\n    is_first",
-        "    ++num_keys;\n    is_first",
+        _FORWARD, "make_weights(p, s, softmax, o, has_risen, by);\n    ++num_keys;\n    is_first",
+        "make_weights(p, s, softmax, o, false, by);\n    ++num_keys;\n    is_first",
     ),
     "O is not rescaled, with one room for Q": (
-        _FORWARD, "      if (has_risen) Softmax::rescale(o, by);\n      ++num_keys;\n      if (is_last)",
-        "      ++num_keys;\n      if (is_last)",
+        _FORWARD, "make_weights(p, s, softmax, o, has_risen, by);\n      ++num_keys;",
+        "make_weights(p, s, softmax, o, false, by);\n      ++num_keys;",
     ),
-    "O goes on from tile to tile": (_FORWARD, "      o.fill(0);\n    }\n    p = s;", "    }\n    p = s;"),
+    "scores that are large are scaled first": ("attention/fragments.cuh", "if (is_large) {", "if (false) {"),
+    "O goes on from tile to tile": (
+        _FORWARD, "      o.fill(0);\n    }\n    make_weights", "    }\n    make_weights"
+    ),
     "a tile has the sums of the next one": (_FORWARD, "work, finished, o);", "work, softmax, o);"),
     "a tile goes on with the maximum of the one before": (_FORWARD, "      softmax = Softmax();\n", ""),
     "there is a task for each room": (_FORWARD, "kTasks = 2 * kQRooms;", "kTasks = kQRooms;"),
@@ -81,10 +84,10 @@ EDITS = {
         _FORWARD, "board().tasks[num_tasks % kTasks] = {work,", "board().tasks[0] = {work,"
     ),
     "a note is overwritten before the warp has read it": (
-        _FORWARD, "        __syncwarp();  // all have read what is said anew\n", ""
+        _FORWARD, "  tile::await_empty(room, parity);\n  __syncwarp();\n", "  tile::await_empty(room, parity);\n"
     ),
     "every step is whole": (_FORWARD, "is_whole<kBlockKv>(step), is_last}", "true, is_last}"),
-    "a negative scale is not turned": (_FORWARD, "if (softmax_scale <= 0) ", "if (false) "),
+    "a negative scale is not turned": (_FORWARD, "if (Softmax::turns(softmax_scale)) ", "if (false) "),
     "panels of V lie too close": (_PANELS, "kSwizzle, Tile::Panel::kBytes, 8", "kSwizzle, 1024, 8"),
     "the second panel of K is the first": (_PANELS, "at(panel * Tile::Panel::kBytes + ", "at(0 * panel + "),
     "rows of a fragment change places": (_PANELS, "fragments[k][e] = ptx::pack2", "fragments[k][e ^ 1] = ptx::pack2"),
@@ -100,7 +103,7 @@ EDITS = {
     ),
 }  # fmt: skip
 
-_BACKWARD, _RING = "sm90/backward.cu", "attention/query_ring.cuh"
+_BACKWARD, _RING, _ORDER = "sm90/backward.cu", "attention/query_ring.cuh", "tile/fragment_order.cuh"
 BACKWARD_EDITS = {
     "rooms are not fenced": (_RING, "    ptx::mbarrier_init_fence();\n", ""),
     "copied tiles are not fenced": (_ROOMS, "  ptx::fence_proxy_async();\n", ""),
@@ -120,7 +123,7 @@ BACKWARD_EDITS = {
     "a step's keys are all seen": (_RING, "before_hi & ~before_lo;", "~0u;"),
     "bits of a list are all 1": (_RING, "    bits &= listed;\n", ""),
     "a warp has another's bits": (_BACKWARD, "Scores::warp_row() / 16 +", "0 +"),
-    "a query has its neighbour's delta": (_BACKWARD, "delta[Scores::column(j)]", "delta[Scores::column(j ^ 1)]"),
+    "a query has its neighbour's delta": (_BACKWARD, "(queries.delta + first_query)", "(queries.delta + (first_query ^ 2))"),
     "lse is that of the step before": (
         _BACKWARD, "own.queries[turn.stage];\n    const Note&", "own.queries[0];\n    const Note&"
     ),
@@ -128,7 +131,13 @@ BACKWARD_EDITS = {
         _BACKWARD, "  ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);", "  "
     ),
     "dS is not fenced": (_BACKWARD, "  ptx::fence_proxy_async();\n", ""),
-    "dS has one room": (_BACKWARD, "kScoreRoom + is_odd * DsPanels::kBytes", "kScoreRoom"),
+    "dS is written while the other warpgroup's dQ is made": (
+        _BACKWARD, "  ptx::bar_sync(kDsIsRead + part, kConsumers * kGroup);\n", ""
+    ),
+    "dQ is written while the last one is added": (_ORDER, "    ptx::bulk_wait_read<0>();\n    __syncwarp();\n", ""),
+    "dQ is not fenced": (_ORDER, "    ptx::fence_proxy_async();\n    __syncwarp();\n", ""),
+    "warps add the same part of dQ": (_BACKWARD, "note.dq_sum + place, own_dq);\n    tile", "note.dq_sum, own_dq);\n    tile"),
+    "a head's queries have the mask of the one before": (_RING, "note.is_odd_head = head % 2;", "note.is_odd_head = 0;"),
     "both warpgroups make one part of dQ": (_BACKWARD, "kRowParts == 1 ? part * KPart::kBytes : 0", "0"),
     "Q is left before dK is made": (
         _BACKWARD,
@@ -141,7 +150,7 @@ BACKWARD_EDITS = {
         "    tile::wait_for<2>(dv);\n    tile::keep_in_place(p);",
     ),
     "the last part of dQ is lost": (
-        _BACKWARD, "      DqSum(note.dq_sum).add(dq);\n      return;", "      return;"
+        _BACKWARD, "      DqSum::start_addition(note.dq_sum + place, own_dq);\n      ptx", "      ptx"
     ),
     "dK is not scaled": (_BACKWARD, "  dk.scale(params.shape.softmax_scale);\n", ""),
     "one head gives dK and dV": (_RING, "head < shape.group_size", "head < 1"),
@@ -206,7 +215,7 @@ WIDE_EDITS = {
     "the one stage of dO has Q's phase": (_RING, "kDoStages == 1 ? turn.stage : turn.parity", "turn.parity"),
     "both warpgroups make the same half of dQ": (_WIDE, "(part * kDqSlices + slice) *", "slice *"),
     "the second part of dQ is the first": (_WIDE, "(part * kDqSlices + slice) *", "part * kDqSlices *"),
-    "the second part of dQ is added to the first": ("tile/fragment_order.cuh", "at(i, first + j, 0)", "at(i, j, 0)"),
+    "the second part of dQ is added to the first": (_ORDER, "at(i, first + j, 0)", "at(i, j, 0)"),
     "the second part of dQ is lost at the end": (
         _WIDE, "sum.add(dq, DqSlice::kColumnTiles);\n      return;", "{}\n      return;"
     ),
@@ -269,6 +278,7 @@ def structures() -> list[Structure]:
         Structure(
             **square, value_dim=128, mask=masks.BlockPattern(rng.random((3, 4)) < 0.6, (100, 88)), values="outliers"
         ),
+        Structure(**square | {"seqlen_q": 60, "seqlen_kv": 200}, value_dim=128, scale=1e9),
         Structure(
             num_heads=2, num_kv_heads=1, seqlen_q=160, seqlen_kv=400, head_dim=136, value_dim=130,
             mask=masks.Lengths(q=150), values="outliers",

@@ -15,9 +15,10 @@ FITTING = {
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": np.dtype(np.float64)}, "dtype must be float16, bfloat16 or float32; got float64"),
-    "no axis": ({"shape": (), "strides": (2,), "box": (8,)}, "must have 1 to 5 axes and a box as many; got ()"),
+    "no axis": ({"shape": (), "strides": (2,), "box": (8,)}, "must have 2 to 5 axes and a box as many; got ()"),
+    "one axis": ({"shape": (72,), "strides": (2,), "box": (8,)}, "must have 2 to 5 axes and a box as many; got (72,)"),
     "six axes": (
-        {"shape": (1,) * 6, "strides": (16,) * 5 + (2,), "box": (1,) * 5 + (8,)}, "must have 1 to 5 axes and a box",
+        {"shape": (1,) * 6, "strides": (16,) * 5 + (2,), "box": (1,) * 5 + (8,)}, "must have 2 to 5 axes and a box",
     ),
     "a box of fewer axes": ({"box": (64, 64)}, "a box as many; got (2, 3, 100, 72) and (64, 64)"),
     "empty": ({"shape": (2, 0, 100, 72)}, "no axis may be empty; got shape (2, 0, 100, 72)"),
@@ -52,7 +53,7 @@ FITTING_TOO: tuple[dict[str, Any], ...] = (
     {"strides": (0, 14400, 144, 2)},
     {"box": (1, 2, 256, 32), "swizzle_bytes": 64},
     {"box": (1, 1, 1, 256), "swizzle_bytes": 0},
-    {"shape": (1,), "strides": (34,), "box": (8,)},
+    {"shape": (1, 1), "strides": (34, 2), "box": (1, 8)},
     {"shape": (2, 1, 100, 72), "strides": (43200, -7, 144, 2)},
 )
 

@@ -57,6 +57,7 @@ struct LazySoftmax {
   static constexpr float kLargest = 1 << 14;  // of a score whose rounding changes no digit that o has
 
   float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns
+  bool is_large = false;  // some of the warp's maxima: what rounds in a score times the scale would be a large exponent
 
   CUFLASH_DEVICE LazySoftmax() {
 #pragma unroll
@@ -72,25 +73,29 @@ struct LazySoftmax {
     return scale == 0 ? 1 : fabsf(scale);
   }
 
-  // Turn q k^T into what grows with the scores, where the scale is not positive.
+  // Whether q k^T has to be turned into what grows with the scores: the scale is not positive. Doubles are compared by
+  // their bits, as the unit for their arithmetic waits for products of tensor cores that were started before.
+  static CUFLASH_DEVICE bool turns(double softmax_scale) { return __double_as_longlong(softmax_scale) <= 0; }
+
   template <class Tile>
-  static CUFLASH_DEVICE void orient(Tile& s, double softmax_scale) {
-    s.scale(softmax_scale < 0 ? -1 : 0);
+  static CUFLASH_DEVICE void turn(Tile& s, double softmax_scale) {
+    const auto bits = static_cast<unsigned long long>(__double_as_longlong(softmax_scale));
+    s.scale(bits << 1 == 0 ? 0 : -1);
   }
 
   // Raise maxima to those of scores where they rose by enough, and scale sums by what that takes from them. Whether any
   // of the warp's did: then o is to be scaled too. Called by whole warps.
   template <class Tile>
   CUFLASH_DEVICE bool raise(Tile& s, float softmax_scale_log2, float (&by)[kRows]) {
-    float highest[kRows][2], risen[kRows];  // two of a row, so that none waits for the other
+    float highest[kRows][4], risen[kRows];  // four of a row, so that none waits for the other
     bool has_risen = false;
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j)
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) highest[i][j % 2] = j < 2 ? s.at(i, j) : fmaxf(highest[i][j % 2], s.at(i, j));
+      for (int i = 0; i < kRows; ++i) highest[i][j % 4] = j < 4 ? s.at(i, j) : fmaxf(highest[i][j % 4], s.at(i, j));
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float most = tile::quad_max(fmaxf(highest[i][0], highest[i][1]));
+      const float most = tile::quad_max(fmaxf(fmaxf(highest[i][0], highest[i][1]), fmaxf(highest[i][2], highest[i][3])));
       const bool is_risen = (most - row_max[i]) * softmax_scale_log2 > kMostRise;  // false of -inf - (-inf)
       risen[i] = is_risen ? most : row_max[i];
       has_risen |= is_risen;
@@ -101,7 +106,9 @@ struct LazySoftmax {
       by[i] = risen[i] == row_max[i] ? 1 : ptx::exp2_approx((row_max[i] - risen[i]) * softmax_scale_log2);
       row_max[i] = risen[i];
       row_sum[i] *= by[i];
+      is_large |= row_max[i] != ptx::negative_infinity<float>() && fabsf(row_max[i]) * softmax_scale_log2 > kLargest;
     }
+    is_large = __any_sync(0xffffffffu, is_large);
     return true;
   }
 
@@ -115,23 +122,24 @@ struct LazySoftmax {
   template <class Tile>
   CUFLASH_DEVICE void weigh(Tile& s, float softmax_scale_log2) {
     float shift[kRows], factor = softmax_scale_log2;
-    if (find_shift(shift, softmax_scale_log2)) {
-      subtract(s, shift, softmax_scale_log2);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) shift[i] = row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i];
+    if (is_large) {  // the shift is taken off before scaling
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) = (s.at(i, j) - shift[i]) * softmax_scale_log2;
+        shift[i] = 0;
+      }
       factor = 1;
     }
-    exponentiate(s, shift, factor);
-  }
-
-  // The same, with a branch of its own for either way: the compiler mixes what follows with neither, and a wait for
-  // products that run meanwhile stays behind.
-  template <class Tile>
-  CUFLASH_DEVICE void weigh_apart(Tile& s, float softmax_scale_log2) {
-    float shift[kRows];
-    if (find_shift(shift, softmax_scale_log2)) {
-      subtract(s, shift, softmax_scale_log2);
-      exponentiate(s, shift, 1);
-    } else {
-      exponentiate(s, shift, softmax_scale_log2);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < Tile::kColumns; ++j) {
+        s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), factor, -shift[i] * factor));
+        row_sum[i] += s.at(i, j);
+      }
     }
   }
 
@@ -152,42 +160,6 @@ struct LazySoftmax {
     o.scale_row(i, is_empty ? 1.0f : 1.0f / sum);
     if (is_empty) return ptx::negative_infinity<float>();
     return row_max[i] * (softmax_scale_log2 * static_cast<float>(kLn2)) + ptx::log_accurate(sum);
-  }
-
- private:
-  // What is taken off scores. Whether any of the warp's is so large that what rounds in it times the scale would be a
-  // large exponent.
-  CUFLASH_DEVICE bool find_shift(float (&shift)[kRows], float softmax_scale_log2) const {
-    bool is_large = false;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      shift[i] = row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i];
-      is_large |= fabsf(shift[i]) * softmax_scale_log2 > kLargest;
-    }
-    return __any_sync(0xffffffffu, is_large);
-  }
-
-  // Take it off before scaling; nothing is left to shift.
-  template <class Tile>
-  static CUFLASH_DEVICE void subtract(Tile& s, float (&shift)[kRows], float softmax_scale_log2) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) = (s.at(i, j) - shift[i]) * softmax_scale_log2;
-      shift[i] = 0;
-    }
-  }
-
-  template <class Tile>
-  CUFLASH_DEVICE void exponentiate(Tile& s, const float (&shift)[kRows], float factor) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j) {
-        s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), factor, -shift[i] * factor));
-        row_sum[i] += s.at(i, j);
-      }
-    }
   }
 };
 

@@ -18,13 +18,13 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 +
 static_assert(kThreads == kGroup * (1 + kConsumers), "a producer, and consumers");
 static_assert(kNumStages >= 2, "Q of a step is read while scores of the next are made");
 
-// Names of barriers.
-constexpr int kProducersMeet = 1, kHelpersMeet = 2, kConsumersMeet = 3;
+// Names of barriers; a warpgroup of consumers has one of the last two.
+constexpr int kProducersMeet = 1, kHelpersMeet = 2, kConsumersMeet = 3, kDsIsRead = 4;
 
 // Up to 128 columns a warpgroup has rows of dK and dV, and only dS goes through shared memory; beyond, it has columns of
 // them, and of P and dS as much goes there as both need.
 constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
-constexpr int kScoreRooms = kIsWide ? 3 : 2;  // P of even and of odd steps and dS; or dS of even and of odd steps
+constexpr int kScoreRooms = kIsWide ? 3 : 1;  // P of even and of odd steps and dS; or dS
 
 using KPanels = tile::PanelTile<Element, kBlockKv, kHeadDim, kIsWide && kHeadDim % 128 != 0 ? 32 : tile::panel_width(kHeadDim)>;
 using VPanels = tile::PanelTile<Element, kBlockKv, kValueDim>;
@@ -42,16 +42,17 @@ constexpr VPanels v_smem{KPanels::kBytes};
 constexpr int kQ = v_smem.start + VPanels::kBytes;  // stages of Q, then of dO
 constexpr int kDo = kQ + kNumStages * QPanels::kBytes;
 constexpr int kScoreRoom = kDo + kDoStages * DoPanels::kBytes;
-constexpr int kBoard = kScoreRoom + kScoreRooms * kScoreBytes;
+constexpr int kDqRoom = kScoreRoom + kScoreRooms * kScoreBytes;  // a part for each warp
+constexpr int kBoard = kDqRoom + (kIsWide ? 0 : 4 * kBlockQ * kHeadDim);
 CUFLASH_DEVICE QPanels q_smem(int stage) { return {kQ + stage * QPanels::kBytes}; }
 CUFLASH_DEVICE DoPanels do_smem(int stage) { return {kDo + stage * DoPanels::kBytes}; }
 
 // What the producer says of a step.
 struct Note {
-  enum { kEnd, kWhole, kMasked } kind;
+  enum Kind { kEnd, kWhole, kMasked } kind;
   int brings_k, brings_v;
   int copies_k, copies_v, copies_q, copies_do;  // helpers do
-  attention::WorkTile work;
+  int is_odd_head;
   attention::Step step;
   float* dq_sum;
 };
@@ -83,32 +84,31 @@ struct Board {
   Queries queries[kNumStages];
   tile::Room k, v, q[kNumStages], d_o[kDoStages];
   Note notes[kNumStages];
-  // The producer's own, whose registers are few.
-  Turn turn;
-  attention::WorkTile work;
-  attention::Reach reach;
-  attention::Step step;
-  const float* lse;
+  attention::WorkTile works[2];  // of even heads and of odd ones: helpers may be a step behind
   int kv_head;
-  int num_k;          // times that K was brought
-  int is_other_head;  // which sees other keys: K is to be brought again
+  // The producer's own, whose registers are few: of a head.
+  attention::Reach reach;
+  const float* lse;
+  float* dq_sum;
+  tile::InStack q_at, do_at;
 };
 CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_shared<unsigned char>() + kBoard); }
 
 // ---- the consumers ----
 
-// Wait for a step. False where none is left.
-CUFLASH_DEVICE bool await_step(const Turn& turn, int& num_k) {
+// Wait for a step, and say its kind. Early: what a consumer asks shared memory for once products have started comes late.
+CUFLASH_DEVICE Note::Kind await_step(const Turn& turn, int& num_k) {
   Board& own = board();
   tile::await_full(own.q[turn.stage], turn.parity);
   const Note& note = own.notes[turn.stage];
-  if (note.kind == Note::kEnd) return false;
+  const Note::Kind kind = note.kind;
+  if (kind == Note::kEnd) return kind;
   if (note.brings_k) {
     if (num_k > 0) tile::arrive(own.k.empty);  // its last product was waited for
     tile::await_full(own.k, num_k % 2);
     ++num_k;
   }
-  return true;
+  return kind;
 }
 
 // ---- the producer ----
@@ -128,13 +128,12 @@ CUFLASH_DEVICE attention::Interval seen_keys(const attention::Params& params, co
 
 // Whether the room of a step has rows that must be 0: queries without a key, whatever they bring, and rows of the matrix
 // past the step. Called by the first warp.
-CUFLASH_DEVICE bool has_dead_rows(const attention::Params& params) {
+CUFLASH_DEVICE bool has_dead_rows(const attention::Params& params, const attention::Place& place,
+                                  const attention::Step& step) {
   using namespace attention;
-  const Step& step = board().step;
   if (step.stop < min(step.start + kBlockQ, params.shape.seqlen_q)) return true;
   if (step.kind == Kind::kFull) return false;
   if (!Listed::in(params.work) && params.work.lo == nullptr) {  // of a band, which ends at both ends
-    const Place& place = board().work.place;
     const Interval first = interval(params, place, step.start), last = interval(params, place, step.stop - 1);
     return first.lo >= first.hi || last.lo >= last.hi;
   }
@@ -144,44 +143,42 @@ CUFLASH_DEVICE bool has_dead_rows(const attention::Params& params) {
 }
 
 // Have an operand brought, or say that a helper brings it.
-CUFLASH_DEVICE void fill(const tile::Panels& to, const attention::Mapped& map, const attention::Matrices& matrices,
-                         int head, int first, const tile::Room& room, bool helpers_copy) {
+CUFLASH_DEVICE void fill(const tile::Panels& to, const attention::Mapped& map, const tile::InStack& at, int first,
+                         const tile::Room& room, bool helpers_copy) {
   if (helpers_copy) ptx::mbarrier_arrive(ptx::shared_address(&room.full));
-  else tile::start_copies(to, map, in_stack(matrices, board().work.place, head), first, room.full);
+  else tile::start_copies(to, map, at, first, room.full);
 }
 
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
   using namespace attention;
   Board& own = board();
   const Shape& shape = params.shape;
-  const Turn& turn = own.turn;
-  if (leads()) {
-    own.kv_head = own.work.place.head / shape.group_size;
-    own.num_k = 0;
-    own.turn = {};
-  }
+  Turn turn;
+  int num_k = 0;  // times that K was brought
   for (int head = 0; head < shape.group_size; ++head) {
+    const WorkTile& work = own.works[head % 2];
     __syncwarp();
     if (leads()) {
-      if (head > 0) ++own.work.place.head;
-      own.is_other_head = head > 0 && params.work.interval_head_stride != 0;
-      own.reach = from_whole_tiles(params, reach_of_keys(params, own.work), kBlockQ);
-      own.lse = matrix<float>(params.lse, own.work.place, own.work.place.head, 0, 0).data;
+      if (head > 0) {
+        own.works[head % 2] = own.works[1 - head % 2];
+        ++own.works[head % 2].place.head;
+      }
+      const Place& place = work.place;
+      own.reach = from_whole_tiles(params, reach_of_keys(params, work), kBlockQ);
+      own.lse = matrix<float>(params.lse, place, place.head, 0, 0).data;
+      own.dq_sum = matrix<float>(params.dq_sum, place, place.head, 0, 0).data;
+      own.q_at = in_stack(params.q, place, place.head);
+      own.do_at = in_stack(params.do_, place, place.head);
     }
     __syncwarp();
     Steps<kBlockQ, OverQueries, Listed> steps(params, own.reach);
-    while (true) {
-      Step next;
-      if (!steps.next(next)) break;
-      const Step& step = own.step;
-      if (leads()) own.step = next;
-      __syncwarp();
+    Step step;
+    for (bool brings_k = num_k == 0 || params.work.interval_head_stride != 0; steps.next(step); brings_k = false) {
+      const bool clears = has_dead_rows(params, work.place, step);
+      const bool brings_v = num_k == 0;
       Note& note = own.notes[turn.stage];
-      const bool clears = has_dead_rows(params);
-      const bool brings_v = own.num_k == 0, brings_k = brings_v || own.is_other_head;
       if (leads()) {
         tile::await_empty(own.q[turn.stage], turn.parity);
-        const WorkTile& work = own.work;
         const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == kBlockQ &&
                               work.last - work.first == kBlockKv;
         note.kind = is_whole ? Note::kWhole : Note::kMasked;
@@ -189,34 +186,31 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         note.brings_v = brings_v;
         note.copies_q = clears || !is_mapped(maps.q, params.q);
         note.copies_do = clears || !is_mapped(maps.do_, params.do_);
-        note.copies_v = brings_v && !is_mapped(maps.v, params.v);
+        note.is_odd_head = head % 2;
+        note.step = step;
+        note.dq_sum = own.dq_sum + query_tile_number(params, step.start, kBlockQ) * params.dq_sum.row_stride;
         if (brings_k) {
           const Interval keys = seen_keys(params, work);
           note.copies_k = keys.lo > work.first || keys.hi < min(work.first + kBlockKv, shape.seqlen_kv) ||
                           !is_mapped(maps.k, params.k);
+          note.copies_v = brings_v && !is_mapped(maps.v, params.v);
         }
-        note.work = work;
-        note.step = step;
-        note.dq_sum = matrix<float>(params.dq_sum, work.place, work.place.head, 0, 0).data +
-                      query_tile_number(params, step.start, kBlockQ) * params.dq_sum.row_stride;
-        fill(tile::Panels(q_smem(turn.stage)), maps.q, params.q, work.place.head, step.start, own.q[turn.stage],
-             note.copies_q);
+        fill(tile::Panels(q_smem(turn.stage)), maps.q, own.q_at, step.start, own.q[turn.stage], note.copies_q);
       }
       ptx::bar_sync(kProducersMeet, kGroup);  // the note is there for helpers
       if (leads()) {
-        const WorkTile& work = own.work;
         if (brings_k) {
-          tile::await_empty(own.k, own.num_k % 2);
-          fill(tile::Panels(k_smem), maps.k, params.k, own.kv_head, work.first, own.k, note.copies_k);
-          ++own.num_k;
-          own.is_other_head = 0;
+          tile::await_empty(own.k, num_k % 2);
+          fill(tile::Panels(k_smem), maps.k, in_stack(params.k, work.place, own.kv_head), work.first, own.k, note.copies_k);
+          if (brings_v)
+            fill(tile::Panels(v_smem), maps.v, in_stack(params.v, work.place, own.kv_head), work.first, own.v, note.copies_v);
         }
-        if (brings_v) fill(tile::Panels(v_smem), maps.v, params.v, own.kv_head, work.first, own.v, note.copies_v);
-        tile::await_empty(own.d_o[do_stage(turn)], do_parity(turn));
-        fill(tile::Panels(do_smem(do_stage(turn))), maps.do_, params.do_, work.place.head, step.start,
-             own.d_o[do_stage(turn)], note.copies_do);
+        const tile::Room& d_o = own.d_o[do_stage(turn)];
+        tile::await_empty(d_o, do_parity(turn));
+        fill(tile::Panels(do_smem(do_stage(turn))), maps.do_, own.do_at, step.start, d_o, note.copies_do);
       }
-      if (leads()) own.turn = turn.next();
+      num_k += brings_k;
+      turn = turn.next();
     }
   }
   if (leads()) {
@@ -243,9 +237,9 @@ CUFLASH_DEVICE uint32_t seen_bits(const attention::Seen& seen, int first, int la
   return bits;
 }
 
-CUFLASH_DEVICE void know_queries(const attention::Params& params, const Note& note, Queries& queries, int thread) {
+CUFLASH_DEVICE void know_queries(const attention::Params& params, const attention::WorkTile& work, const Note& note,
+                                 Queries& queries, int thread) {
   using namespace attention;
-  const WorkTile& work = note.work;
   const auto lse = matrix<float>(params.lse, work.place, work.place.head, params.shape.seqlen_q, 1);
   const auto delta = matrix<float>(params.delta, work.place, work.place.head, params.shape.seqlen_q, 1);
 #pragma unroll 1
@@ -273,9 +267,9 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
     const Note& note = own.notes[turn.stage];
     const tile::Room &q = own.q[turn.stage], &d_o = own.d_o[do_stage(turn)];
     if (note.kind == Note::kEnd) return tile::arrive(q.full);
-    const WorkTile& work = note.work;
+    const WorkTile& work = own.works[note.is_odd_head];
     Queries& queries = own.queries[turn.stage];
-    know_queries(params, note, queries, thread);
+    know_queries(params, work, note, queries, thread);
     if (note.copies_q || note.copies_do) ptx::bar_sync(kHelpersMeet, kHelpers);  // is_live knows
     const auto is_live = [&](int row) { return queries.is_live(row); };
     if (note.copies_q) {
@@ -319,7 +313,8 @@ CUFLASH_DEVICE void share_work(const attention::Params& params, const attention:
   if (work.is_empty()) return;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
   if (threadIdx.x == 0) {
-    board().work = work;
+    board().works[0] = work;
+    board().kv_head = work.place.head / params.shape.group_size;
     tile::Room* const rooms = &board().k;
     for (int i = 0; i < 2 + kNumStages + kDoStages; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), kGroup / 32);

@@ -86,8 +86,15 @@ CUFLASH_DEVICE void bulk_store(void* destination, uint32_t source, int bytes) {
                : "memory");
 }
 
+// Adds floats. By the first lane, called by whole warps: in a branch of one lane's the compiler would serialize wgmma.
 CUFLASH_DEVICE void bulk_add(float* destination, uint32_t source, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+  asm volatile("{\n"
+               ".reg .pred is_first;\n"
+               ".reg .u32 lane;\n"
+               "mov.u32 lane, %%laneid;\n"
+               "setp.eq.u32 is_first, lane, 0;\n"
+               "@is_first cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+               "}"
                :
                : "l"(destination), "r"(source), "r"(bytes)
                : "memory");

@@ -151,7 +151,7 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params) {
     tile::product_nt(s, q_smem, k_smem);
     ptx::cp_async_wait<0>();
     __syncthreads();  // V is there; K is read
-    if (shape.softmax_scale <= 0) Softmax::orient(s, shape.softmax_scale);
+    if (Softmax::turns(shape.softmax_scale)) Softmax::turn(s, shape.softmax_scale);
     if (!is_whole<kBlockKv>(step)) mask_step(s, params, kept, step);
     has_step = steps.next(step);
     if (has_step) tile::load_async<kThreads>(k_smem, rows(k, params.k, shape.head_dim, step.start, step.stop));

@@ -14,6 +14,7 @@ using DkOfWarp = tile::WarpTile<1, kHeadDim / 8, 4 * kConsumers>;
 using DvOfWarp = tile::WarpTile<1, kValueDim / 8, 4 * kConsumers>;
 using Operand = tile::Rounded<Element, Scores>;  // P or dS
 using DsPanels = tile::PanelTile<Element, kBlockQ, kBlockKv>;
+constexpr DsPanels ds_smem{kScoreRoom};
 
 // What a warpgroup makes of dQ: of 64 queries all columns, or of all queries 64 columns at most.
 constexpr int kRowParts = kBlockQ / 64;
@@ -24,40 +25,50 @@ struct SeenByWarp {
   const uint16_t* bits;  // of a query, others kBlockKv / 16 further on
   int lane_row;
 
-  CUFLASH_DEVICE SeenByWarp(const Queries& queries)
-      : bits(reinterpret_cast<const uint16_t*>(queries.seen) + Scores::warp_row() / 16 +
-             Scores::first_column() * (kBlockKv / 16)),
+  CUFLASH_DEVICE SeenByWarp(const Queries& queries, int first_query)
+      : bits(reinterpret_cast<const uint16_t*>(queries.seen) + Scores::warp_row() / 16 + first_query * (kBlockKv / 16)),
         lane_row(ptx::lane() / 4) {}
   CUFLASH_DEVICE bool at(int i, int j) const {
     return bits[Scores::column(j) * (kBlockKv / 16)] >> (lane_row + Scores::row(i)) & 1;
   }
 };
 
+// What is known of the thread's queries: of as many as registers are free for at once, so that products which start
+// meanwhile do not hold it up.
+struct OfQueries {
+  static constexpr int kAtOnce = 1024 / kBlockQ;
+  static_assert(kAtOnce <= Scores::kColumns, "some, or all");
+  const float* from;
+  float first[kAtOnce];
+
+  explicit CUFLASH_DEVICE OfQueries(const float* from) : from(from) {
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) first[j] = from[Scores::column(j)];
+  }
+  CUFLASH_DEVICE float at(int j) const { return j < kAtOnce ? first[j % kAtOnce] : from[Scores::column(j)]; }
+};
+
 // P = exp2(scale log2(e) q k^T - lse) in the place of q k^T. At logits of 1e6 and more the rounding of lse alone would lift
 // P above 1, hence the minimum.
 template <bool IsMasked>
-CUFLASH_DEVICE void make_probabilities(Scores& s, const Queries& queries, float softmax_scale_log2) {
-  const SeenByWarp seen(queries);
-  const float* const lse_2 = queries.lse_2 + Scores::first_column();
+CUFLASH_DEVICE void make_probabilities(Scores& s, const OfQueries& lse_2, const SeenByWarp& seen, float softmax_scale_log2) {
 #pragma unroll
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
-      const float p = ptx::exp2_approx(ptx::fma(s.at(i, j), softmax_scale_log2, -lse_2[Scores::column(j)]));
+      const float p = ptx::exp2_approx(ptx::fma(s.at(i, j), softmax_scale_log2, -lse_2.at(j)));
       s.at(i, j) = !IsMasked || seen.at(i, j) ? ptx::lesser_or_nan(p, 1) : 0.0f;
     }
 }
 
 // dS = P (dP - delta) in the place of dP.
 template <bool IsMasked>
-CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const Queries& queries) {
-  const SeenByWarp seen(queries);
-  const float* const delta = queries.delta + Scores::first_column();
+CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const OfQueries& delta, const SeenByWarp& seen) {
 #pragma unroll
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i)
-      dp.at(i, j) = !IsMasked || seen.at(i, j) ? p.at(i, j) * (dp.at(i, j) - delta[Scores::column(j)]) : 0.0f;
+      dp.at(i, j) = !IsMasked || seen.at(i, j) ? p.at(i, j) * (dp.at(i, j) - delta.at(j)) : 0.0f;
 }
 
 CUFLASH_DEVICE void start_scores(Scores& s, const Turn& turn, int part) {
@@ -66,62 +77,78 @@ CUFLASH_DEVICE void start_scores(Scores& s, const Turn& turn, int part) {
 }
 
 // What the keys add to dQ of a step, a part of it for each warpgroup. Called by both, each with dS of its keys.
-CUFLASH_DEVICE void start_dq(DqOfWarp& dq, const Operand& ds, int part, bool is_odd) {
-  const DsPanels ds_smem{kScoreRoom + is_odd * DsPanels::kBytes};
+CUFLASH_DEVICE void start_dq(DqOfWarp& dq, const Operand& ds, int part) {
+  ptx::bar_sync(kDsIsRead + part, kConsumers * kGroup);
   tile::store_transposed(ds_smem, ds, Scores::warp_row());
   ptx::fence_proxy_async();
-  ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);  // dS is there; that of the step before the last is read
+  ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);  // dS is there
   const KPart k_part{k_smem.start + (kRowParts == 1 ? part * KPart::kBytes : 0)};
   tile::start_product_nn(dq, tile::RowsAlongSum<DsPanels>(ds_smem, kRowParts == 1 ? 0 : 64 * part),
                          tile::RowsAcrossSum<KPart>(k_part));
 }
 
+// The other warpgroup may write dS anew.
+CUFLASH_DEVICE void leave_ds(int part) { ptx::bar_arrive(kDsIsRead + (1 - part), kConsumers * kGroup); }
+
 // Walk all steps. A product's registers are variables of their own where they live: what starts anew is no one's before.
 CUFLASH_DEVICE void walk(DkOfWarp& dk, DvOfWarp& dv, float softmax_scale_log2, int part) {
   using namespace attention;
   Board& own = board();
+  // The thread's first query of a step, and its place in a tile's dQ.
+  const int first_query = Scores::first_column(), place = DqSum::place();
+  float* const own_dq = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqRoom) + place;
   Turn turn;
   int num_k = 0;
-  if (!await_step(turn, num_k)) return;
+  Note::Kind kind = await_step(turn, num_k);
+  if (kind == Note::kEnd) return;
   tile::await_full(own.v, 0);
   Scores s;
   start_scores(s, turn, part);
+  leave_ds(part);
+  tile::await_full(own.d_o[turn.stage], turn.parity);
   tile::wait_for<0>(s);
-  for (bool is_odd = false;; is_odd = !is_odd) {
+  while (true) {
     const Queries& queries = own.queries[turn.stage];
     const Note& note = own.notes[turn.stage];
+    const OfQueries lse_2(queries.lse_2 + first_query);
     Scores dp;
-    tile::await_full(own.d_o[turn.stage], turn.parity);
     tile::start_product_nt(dp, tile::RowsAlongSum<VPanels>(v_smem, 64 * part),
                            tile::RowsAlongSum<DoPanels>(do_smem(turn.stage)));
-    const bool is_whole = note.kind == Note::kWhole;
-    if (is_whole) make_probabilities<false>(s, queries, softmax_scale_log2);
-    else make_probabilities<true>(s, queries, softmax_scale_log2);
+    const bool is_whole = kind == Note::kWhole;
+    const SeenByWarp seen(queries, first_query);
+    if (is_whole) make_probabilities<false>(s, lse_2, seen, softmax_scale_log2);
+    else make_probabilities<true>(s, lse_2, seen, softmax_scale_log2);
+    const OfQueries delta(queries.delta + first_query);
     tile::wait_for<0>(dp);
-    if (is_whole) make_gradients<false>(s, dp, queries);
-    else make_gradients<true>(s, dp, queries);
+    if (is_whole) make_gradients<false>(s, dp, delta, seen);
+    else make_gradients<true>(s, dp, delta, seen);
     Operand p, ds;
     p = s;
     ds = dp;
     tile::start_sum_nn(dv, p, tile::RowsAcrossSum<DoPanels>(do_smem(turn.stage)));
     DqOfWarp dq;
-    start_dq(dq, ds, part, is_odd);
+    start_dq(dq, ds, part);
     tile::start_sum_nn(dk, ds, tile::RowsAcrossSum<QPanels>(q_smem(turn.stage)));
     tile::wait_for<1>(dv);
     tile::keep_in_place(p);
     ptx::keep_in_place(tile::accumulators(dq));
     tile::arrive(own.d_o[turn.stage].empty);
     const Turn next = turn.next();
-    if (!await_step(next, num_k)) {
+    kind = await_step(next, num_k);
+    if (kind == Note::kEnd) {
       tile::wait_for<0>(dk);
       tile::keep_in_place(ds);
-      DqSum(note.dq_sum).add(dq);
+      DqSum::put(own_dq, dq);
+      DqSum::start_addition(note.dq_sum + place, own_dq);
+      ptx::bulk_wait_read<0>();
       return;
     }
+    leave_ds(part);
+    DqSum::put(own_dq, dq);
     Scores next_s;
     start_scores(next_s, next, part);
-    tile::await_full(own.d_o[next.stage], next.parity);  // a branch, before which the compiler moves no addition
-    DqSum(note.dq_sum).add(dq);  // under products, and after all have been issued: many additions at once wait for memory
+    tile::await_full(own.d_o[next.stage], next.parity);  // a branch: without one the compiler serializes products
+    DqSum::start_addition(note.dq_sum + place, own_dq);
     tile::wait_for<0>(next_s);
     ptx::keep_in_place(tile::accumulators(dk));
     tile::keep_in_place(ds);

@@ -143,7 +143,8 @@ CUFLASH_DEVICE void walk(DkOfGroup& dk, DvOfGroup& dv, float softmax_scale_log2,
   Board& own = board();
   Turn turn;
   int num_k = 0;
-  if (!await_step(turn, num_k)) return;
+  Note::Kind kind = await_step(turn, num_k);
+  if (kind == Note::kEnd) return;
   tile::await_full(own.v, 0);
   Scores s, dp;
   start_s(s, turn, part);
@@ -151,7 +152,7 @@ CUFLASH_DEVICE void walk(DkOfGroup& dk, DvOfGroup& dv, float softmax_scale_log2,
   for (bool is_odd = false;; is_odd = !is_odd) {
     const Queries& queries = own.queries[turn.stage];
     const Note& note = own.notes[turn.stage];
-    const bool is_whole = note.kind == Note::kWhole;
+    const bool is_whole = kind == Note::kWhole;
     tile::wait_for<1>(s);
     if (is_whole) make_probabilities<false>(s, queries, softmax_scale_log2, part);
     else make_probabilities<true>(s, queries, softmax_scale_log2, part);
@@ -177,7 +178,8 @@ CUFLASH_DEVICE void walk(DkOfGroup& dk, DvOfGroup& dv, float softmax_scale_log2,
     if constexpr (kDqSlices == 2) tile::wait_for<DkOfGroup::kOthers>(dq);
     else sum.add(dq);
     const Turn next = turn.next();
-    if (!await_step(next, num_k)) {
+    kind = await_step(next, num_k);
+    if (kind == Note::kEnd) {
       ptx::wgmma_wait<0>();
       dk.keep_in_place();
       if constexpr (kDqSlices == 2) sum.add(dq, DqSlice::kColumnTiles);

@@ -65,6 +65,7 @@ struct Board {
   attention::WorkTile work, next_work;
   attention::Reach reach, next_reach;
   int kv_head, has_next;
+  tile::InStack at[kResults];  // of operands
   Job job;
 };
 CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_shared<unsigned char>() + kBoard); }
@@ -83,6 +84,12 @@ constexpr int kHelpers = kGroup - 32;
 constexpr int kProducersMeet = 1;  // a barrier's name; consumers' turns have the next ones
 
 CUFLASH_DEVICE bool leads() { return threadIdx.x == 0; }
+
+// By the whole warp: lanes that wait for the first one alone can keep it from going on. What is said anew, all have read.
+CUFLASH_DEVICE void await_room(const tile::Room& room, int parity) {
+  tile::await_empty(room, parity);
+  __syncwarp();
+}
 
 // How an operand's room is made up. Of constants, and the same for all where head and value dim are alike.
 CUFLASH_DEVICE tile::Panels panels_of(Operand operand, int stage) {
@@ -126,18 +133,17 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
   }
 }
 
-// Fill an operand's room, which is empty. `clears` asks for zeros past the rows.
+// Fill an operand's room, which is empty, with rows first <= x < last. `clears` asks for zeros past them.
+template <Operand kOperand>
 CUFLASH_DEVICE void fill(const attention::Params& params, const attention::TensorMaps& maps, const tile::Room& room,
-                         const Job& job, bool clears) {
-  const attention::Mapped& map = (&maps.q)[job.operand];
-  const attention::Matrices& matrices = (&params.q)[job.operand];
+                         int stage, int first, int last, bool clears) {
+  const attention::Mapped& map = (&maps.q)[kOperand];
+  const attention::Matrices& matrices = (&params.q)[kOperand];
   if (attention::is_mapped(map, matrices) && !clears) {
-    if (leads())
-      tile::start_copies(panels_of(job.operand, job.stage), map,
-                         attention::in_stack(matrices, board().work.place, head_of(job.operand)), job.first, room.full);
+    if (leads()) tile::start_copies(panels_of(kOperand, stage), map, board().at[kOperand], first, room.full);
     return;
   }
-  if (leads()) board().job = job;
+  if (leads()) board().job = {kOperand, stage, first, last};
   ptx::bar_sync(kProducersMeet, kGroup);
   ptx::bar_sync(kProducersMeet, kGroup);
   if (leads()) ptx::mbarrier_arrive(ptx::shared_address(&room.full));
@@ -165,6 +171,8 @@ CUFLASH_DEVICE bool go_on(const attention::Params& params) {
     own.work = own.next_work;
     own.reach = own.next_reach;
     own.kv_head = own.work.place.head / params.shape.group_size;
+    for (int x = kQ; x <= kV; ++x)
+      own.at[x] = in_stack((&params.q)[x], own.work.place, head_of(static_cast<Operand>(x)));
   }
   __syncwarp();
   return own.has_next;
@@ -173,15 +181,40 @@ CUFLASH_DEVICE bool go_on(const attention::Params& params) {
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
   using namespace attention;
   unsigned num_keys = 0, num_values = 0, num_tasks = 0;  // tiles brought
+  const auto bring_keys = [&](const Step& step, bool is_last) {
+    const int stage = stage_of(num_keys);
+    tile::Room& room = board().k[stage];
+    await_room(room, parity_of(num_keys));
+    if (leads()) board().notes[stage] = {step, is_whole<kBlockKv>(step), is_last};
+    fill<kK>(params, maps, room, stage, step.start, step.stop, false);
+    ++num_keys;
+  };
+  const auto bring_values = [&](int first, int last) {
+    const int stage = stage_of(num_values);
+    tile::Room& room = board().v[stage];
+    await_room(room, parity_of(num_values));
+    // What the accelerator reads past a step may be anything, and 0 times that is not 0.
+    fill<kV>(params, maps, room, stage, first, last, last - first < kBlockKv && last < params.shape.seqlen_kv);
+    ++num_values;
+  };
+  const auto bring_queries = [&](const WorkTile& work) {
+    const int stage = q_room_of(num_tasks);
+    tile::Room& room = board().q[stage];
+    await_room(room, q_parity_of(num_tasks));
+    if (leads()) board().tasks[num_tasks % kTasks] = {work, 0};
+    fill<kQ>(params, maps, room, stage, work.first, work.last, false);
+    ++num_tasks;
+  };
+
   if (leads()) {
     board().round = 0;
     board().num_tiles = num_query_tiles<Listed>(params, kBlockQ);
   }
   look_ahead(params);
   while (go_on(params)) {
-    const WorkTile& work = board().work;
     Steps<kBlockKv, OverKeys, Listed> steps(params, board().reach);
-    bool has_past = false, has_step = steps.has_next(), has_looked = false;
+    Step step;
+    bool has_step = steps.next(step);
     if (!has_step) {
       if (leads()) board().job.operand = kResults;
       ptx::bar_sync(kProducersMeet, kGroup);
@@ -189,46 +222,22 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       ptx::bar_sync(kProducersMeet, kGroup);
       continue;
     }
-    do {
-      // K of a step comes before V of the last one, or Q: the order in which they are read.
-#pragma unroll 1  // text that is there once
-      for (int turn = has_step ? 0 : 1; turn < 2; ++turn) {
-        const Operand operand = turn == 0 ? kK : has_past ? kV : kQ;
-        const int stage = operand == kQ ? q_room_of(num_tasks) : stage_of(operand == kK ? num_keys : num_values);
-        const int parity = operand == kQ ? q_parity_of(num_tasks) : parity_of(operand == kK ? num_keys : num_values);
-        tile::Room& room = operand == kQ ? board().q[stage] : operand == kK ? board().k[stage] : board().v[stage];
-        __syncwarp();  // all have read what is said anew
-        if (leads()) tile::await_empty(room, parity);
-        Note& note = board().notes[operand == kQ ? 0 : stage];
-        if (operand == kK) {
-          Step step;
-          steps.next(step);
-          const bool is_last = !steps.has_next();
-          if (leads()) note = {step, is_whole<kBlockKv>(step), is_last};
-          ++num_keys;
-        } else if (operand == kV) {
-          ++num_values;
-        } else {
-          if (leads()) board().tasks[num_tasks % kTasks] = {work, 0};
-          ++num_tasks;
-        }
-        __syncwarp();
-        const int first = operand == kQ ? work.first : note.step.start, last = operand == kQ ? work.last : note.step.stop;
-        // What the accelerator reads past a step may be anything, and 0 times that is not 0.
-        const bool clears = operand == kV && last - first < kBlockKv && last < params.shape.seqlen_kv;
-        fill(params, maps, room, {operand, stage, first, last}, clears);
-      }
-      if (!has_looked && has_past) {  // two steps are on their way, or all
-        look_ahead(params);
-        has_looked = true;
-      }
-      has_past = has_step;
-      has_step = has_step && steps.has_next();
-    } while (has_past);
+    // K of a step comes before V of the last one, or Q: the order in which they are read.
+    int first = 0, last = 0;
+    for (int count = 0;; ++count) {
+      if (has_step) bring_keys(step, !steps.has_next());
+      if (count == 0) bring_queries(board().work);
+      else bring_values(first, last);
+      if (count == 1) look_ahead(params);  // two steps are on their way, or all
+      if (!has_step) break;
+      first = step.start;
+      last = step.stop;
+      has_step = steps.next(step);
+    }
   }
+  tile::Room& room = board().q[q_room_of(num_tasks)];
+  await_room(room, q_parity_of(num_tasks));
   if (leads()) {
-    tile::Room& room = board().q[q_room_of(num_tasks)];
-    tile::await_empty(room, q_parity_of(num_tasks));
     board().tasks[num_tasks % kTasks].is_end = true;
     ptx::mbarrier_arrive(ptx::shared_address(&room.full));
     board().job.operand = kNothing;
@@ -282,29 +291,35 @@ CUFLASH_DEVICE void start_first_scores(Scores& s, int group, unsigned num_tasks,
   tile::wait_for<0>(s);
 }
 
-// The weights of a step in the place of its scores. Whether O is to be rescaled.
-CUFLASH_DEVICE bool make_weights(const attention::Params& params, Scores& s, Softmax& softmax, float (&by)[Softmax::kRows],
+// See to the maxima of a step's scores. Whether O is to be rescaled.
+CUFLASH_DEVICE bool raise_maxima(const attention::Params& params, Scores& s, Softmax& softmax, float (&by)[Softmax::kRows],
                                  unsigned num_tasks, unsigned num_keys) {
   const Note& note = board().notes[stage_of(num_keys)];
   const double softmax_scale = params.shape.softmax_scale;
-  if (softmax_scale <= 0) Softmax::orient(s, softmax_scale);
+  if (Softmax::turns(softmax_scale)) Softmax::turn(s, softmax_scale);
   if (!note.is_whole)
     attention::mask_scores<config::kIsListed>(s, params, board().tasks[num_tasks % kTasks].work, note.step);
   const bool is_last = note.is_last;
   tile::arrive(board().k[stage_of(num_keys)].empty);
   if (is_last) tile::arrive(board().q[q_room_of(num_tasks)].empty);
-  const bool has_risen = softmax.raise(s, board().softmax_scale_log2, by);
-  softmax.weigh_apart(s, board().softmax_scale_log2);
-  return has_risen;
+  return softmax.raise(s, board().softmax_scale_log2, by);
+}
+
+// The weights of a step, of which scores are left in their place.
+CUFLASH_DEVICE void make_weights(Weights& p, Scores& s, Softmax& softmax, Output& o, bool has_risen,
+                                 const float (&by)[Softmax::kRows]) {
+  if (has_risen) Softmax::rescale(o, by);
+  softmax.weigh(s, board().softmax_scale_log2);
+  p = s;
 }
 
 // Scores of the keys after `num_keys` - 1, whose weights are there, under which O gets their values.
 CUFLASH_DEVICE void start_products(Scores& s, Output& o, const Weights& p, int group, unsigned num_tasks,
                                    unsigned num_keys) {
   tile::await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
+  tile::await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
   await_turn();
   start_scores(s, group, num_tasks, num_keys);
-  tile::await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
   tile::start_sum_nn(o, p, tile::RowsAcrossSum<VPanels>(v_smem(stage_of(num_keys - 1))));
   pass_turn();
   tile::wait_for<1>(s);
@@ -331,11 +346,10 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, int gro
     for (bool is_first = true;; is_first = false) {
       const bool is_last = board().notes[stage_of(num_keys)].is_last;
       float by[Softmax::kRows];
-      const bool has_risen = make_weights(params, s, softmax, by, num_tasks, num_keys);
+      const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys);
       tile::wait_for<0>(o);
       if (!is_first) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
-      p = s;
-      if (has_risen) Softmax::rescale(o, by);
+      make_weights(p, s, softmax, o, has_risen, by);
       ++num_keys;
       if (is_last) break;
       start_products(s, o, p, group, num_tasks, num_keys);
@@ -359,23 +373,22 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, int gr
   bool is_first = false;  // of another tile than the first
   while (true) {
     const bool is_last = board().notes[stage_of(num_keys)].is_last;
-    if (is_first) {
-      finished = softmax;
-      softmax = Softmax();
-    }
     float by[Softmax::kRows];
-    const bool has_risen = make_weights(params, s, softmax, by, num_tasks, num_keys);
+    const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys);
     tile::wait_for<0>(o);
     if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
     if (is_first) {
       write_results(params, board().tasks[(num_tasks - 1) % kTasks].work, finished, o);
       o.fill(0);
     }
-    p = s;
-    if (has_risen) Softmax::rescale(o, by);
+    make_weights(p, s, softmax, o, has_risen, by);
     ++num_keys;
     is_first = is_last;
-    if (is_last && !await_tile(++num_tasks)) break;
+    if (is_last) {
+      if (!await_tile(++num_tasks)) break;
+      finished = softmax;
+      softmax = Softmax();
+    }
     start_products(s, o, p, group, num_tasks, num_keys);
   }
   add_last_values(o, p, num_keys);

@@ -1,6 +1,8 @@
 #pragma once
 #include <ptx/atomic.cuh>
+#include <ptx/shared.cuh>
 #include <ptx/thread.cuh>
+#include <ptx/tma.cuh>
 #include <tile/warp_tile.cuh>
 
 namespace cuflash::tile {
@@ -16,7 +18,8 @@ struct FragmentOrder {
   float* data;
 
   static CUFLASH_DEVICE int warp() { return threadIdx.x / 32 % (NumWarps > 0 ? NumWarps : 32); }
-  explicit CUFLASH_DEVICE FragmentOrder(float* matrix) : data(matrix + warp() * kOfWarp + Run * ptx::lane()) {}
+  static CUFLASH_DEVICE int place() { return warp() * kOfWarp + Run * ptx::lane(); }
+  explicit CUFLASH_DEVICE FragmentOrder(float* matrix) : data(matrix + place()) {}
   CUFLASH_DEVICE float* at(int i, int j, int e) const {
     return data + (i * Tile::kColumnTiles + j) * 128 + e / Run * 32 + e % Run;
   }
@@ -34,6 +37,28 @@ struct FragmentOrder {
 #pragma unroll
           for (int e = 0; e < 4; ++e) ptx::red_add(at(i, first + j, e), part.tiles[i][j][e]);
         }
+  }
+
+  // All of it by way of shared memory: the tensor memory accelerator adds what has been put there while the warp goes on,
+  // which ends with bulk_wait_read. `own` is the thread's place() in a room for all warps, `to` the same in global memory.
+  // Called by whole warps.
+  static CUFLASH_DEVICE void put(float* own, const Tile& part) {
+    struct alignas(16) Sums { float at[4]; };
+    ptx::bulk_wait_read<0>();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < Tile::kColumnTiles; ++j) {
+        const float(&sums)[4] = part.tiles[i][j];
+        reinterpret_cast<Sums*>(own)[(i * Tile::kColumnTiles + j) * 32] = {{sums[0], sums[1], sums[2], sums[3]}};
+      }
+  }
+  static CUFLASH_DEVICE void start_addition(float* to, const float* own) {
+    ptx::fence_proxy_async();
+    __syncwarp();
+    ptx::bulk_add(to, ptx::shared_address(own), kOfWarp * 4);
+    ptx::bulk_commit();
   }
 
   CUFLASH_DEVICE void load(Tile& part) const {

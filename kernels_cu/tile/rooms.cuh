@@ -59,12 +59,12 @@ struct InStack {
 };
 
 // Have the tensor memory accelerator fill it with rows from `first` on, a panel at a time. By one thread.
-CUFLASH_DEVICE void start_copies(const Panels& to, const Mapped& from, const InStack& matrix, int first,
+CUFLASH_DEVICE void start_copies(const Panels& to, const Mapped& from, InStack matrix, int first,
                                  const uint64_t& full) {
   const uint32_t barrier = ptx::shared_address(&full);
   uint32_t panel = ptx::shared_address(ptx::dynamic_shared<unsigned char>()) + to.start;
   ptx::mbarrier_arrive_expect(barrier, 2 * to.rows * to.columns);
-#pragma unroll 1
+#pragma unroll
   for (int column = 0; column < to.columns; column += to.width) {
     ptx::tma_load_5d(panel, &from.map, barrier, column, first, matrix.x, matrix.y, matrix.z);
     panel += 2 * to.rows * to.width;

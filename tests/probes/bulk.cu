@@ -21,16 +21,14 @@ extern "C" __global__ void __launch_bounds__(64) bulk(const float* from, float* 
     ptx::bulk_load(shared + start, from + start / 4, half, barrier);
   }
   while (!ptx::mbarrier_try_wait(barrier, 0)) {}
-  if (threadIdx.x % 32 == 0) {
-    const int start = threadIdx.x / 32 * half;
-    ptx::bulk_store(copies + start / 4, shared + start, half);
-    ptx::bulk_commit();
-    ptx::bulk_add(sums + start / 4, shared + start, half);
-    ptx::bulk_add(sums + start / 4, shared + half - start, half);
-    ptx::bulk_commit();
-    ptx::bulk_wait<1>();
-    ptx::bulk_wait_read<0>();
-  }
+  const int start = threadIdx.x / 32 * half;
+  if (threadIdx.x % 32 == 0) ptx::bulk_store(copies + start / 4, shared + start, half);
+  ptx::bulk_commit();
+  ptx::bulk_add(sums + start / 4, shared + start, half);
+  ptx::bulk_add(sums + start / 4, shared + half - start, half);
+  ptx::bulk_commit();
+  ptx::bulk_wait<1>();
+  ptx::bulk_wait_read<0>();
   const float id = threadIdx.x;
   ptx::red_add_4(fours + threadIdx.x % 16 * 4, {id, 2 * id, -id, 1.0f});
   ptx::griddepcontrol_launch_dependents();

@@ -46,9 +46,8 @@ CUFLASH_DEVICE void bulk_store(void* destination, uint32_t source, int bytes, CU
   sim::bulk_store(destination, source, bytes, false, "bulk_store", where);
 }
 CUFLASH_DEVICE void bulk_add(float* destination, uint32_t source, int bytes, CUFLASH_SIM_WHERE) {
-  sim::bulk_store(destination, source, bytes, true, "bulk_add", where);
+  if (threadIdx.x % 32 == 0) sim::bulk_store(destination, source, bytes, true, "bulk_add", where);
 }
-
 CUFLASH_DEVICE void bulk_commit(CUFLASH_SIM_WHERE) { sim::bulk_commit(where); }
 
 template <int kPending>
