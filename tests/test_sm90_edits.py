@@ -64,7 +64,7 @@ EDITS = {
     ),
     "scores are read before they are there": (_FORWARD, "tile::wait_for<1>(s);", "tile::wait_for<2>(s);"),
     "O is not rescaled": (
-        _FORWARD, "make_weights(p, s, softmax, o, has_risen, by);\n    ++num_keys;\n    is_first",
+        _FORWARD, "make_weights(p, s, softmax, o, has_risen && !is_first, by);\n    ++num_keys;\n    is_first",
         "make_weights(p, s, softmax, o, false, by);\n    ++num_keys;\n    is_first",
     ),
     "O is not rescaled, with one room for Q": (
@@ -123,9 +123,11 @@ BACKWARD_EDITS = {
     "a step's keys are all seen": (_RING, "before_hi & ~before_lo;", "~0u;"),
     "bits of a list are all 1": (_RING, "    bits &= listed;\n", ""),
     "a warp has another's bits": (_BACKWARD, "Scores::warp_row() / 16 +", "0 +"),
-    "a query has its neighbour's delta": (_BACKWARD, "(queries.delta + first_query)", "(queries.delta + (first_query ^ 2))"),
+    "a query has its neighbour's delta": (
+        _BACKWARD, "(queries.delta + first_query)", "(queries.delta + (first_query ^ 2))"
+    ),
     "lse is that of the step before": (
-        _BACKWARD, "own.queries[turn.stage];\n    const Note&", "own.queries[0];\n    const Note&"
+        _BACKWARD, "own.queries[turn.stage];\n    const Of", "own.queries[0];\n    const Of"
     ),
     "dS is multiplied before it is there": (
         _BACKWARD, "  ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);", "  "
@@ -134,10 +136,16 @@ BACKWARD_EDITS = {
     "dS is written while the other warpgroup's dQ is made": (
         _BACKWARD, "  ptx::bar_sync(kDsIsRead + part, kConsumers * kGroup);\n", ""
     ),
-    "dQ is written while the last one is added": (_ORDER, "    ptx::bulk_wait_read<0>();\n    __syncwarp();\n", ""),
-    "dQ is not fenced": (_ORDER, "    ptx::fence_proxy_async();\n    __syncwarp();\n", ""),
-    "warps add the same part of dQ": (_BACKWARD, "note.dq_sum + place, own_dq);\n    tile", "note.dq_sum, own_dq);\n    tile"),
-    "a head's queries have the mask of the one before": (_RING, "note.is_odd_head = head % 2;", "note.is_odd_head = 0;"),
+    "dQ is written while the last one is added": (
+        _RING, "    ptx::bulk_wait_read<0>();\n    __syncwarp();\n", ""
+    ),
+    "dQ is added before it is there": (_RING, "      ptx::bar_sync(kDqIsThere + part, kGroup + 32);\n", ""),
+    "dQ is not fenced": (_RING, "      ptx::fence_proxy_async();  // of what others wrote: they are waited for\n", ""),
+    "both parts of dQ are added to the first": (_RING, "sum + part * kDqPart / 4, ptx", "sum, ptx"),
+    "both parts of dQ are the first": (_RING, "() + dq_room(part);", "() + dq_room(0);"),
+    "a head's queries have the mask of the one before": (
+        _RING, "note.is_odd_head = head % 2;", "note.is_odd_head = 0;"
+    ),
     "both warpgroups make one part of dQ": (_BACKWARD, "kRowParts == 1 ? part * KPart::kBytes : 0", "0"),
     "Q is left before dK is made": (
         _BACKWARD,
@@ -150,7 +158,7 @@ BACKWARD_EDITS = {
         "    tile::wait_for<2>(dv);\n    tile::keep_in_place(p);",
     ),
     "the last part of dQ is lost": (
-        _BACKWARD, "      DqSum::start_addition(note.dq_sum + place, own_dq);\n      ptx", "      ptx"
+        _BACKWARD, "      hand_over(dq, own_dq, part);\n      return;", "      return;"
     ),
     "dK is not scaled": (_BACKWARD, "  dk.scale(params.shape.softmax_scale);\n", ""),
     "one head gives dK and dV": (_RING, "head < shape.group_size", "head < 1"),

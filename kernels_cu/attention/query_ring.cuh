@@ -2,6 +2,7 @@
 #include <attention/steps.cuh>
 #include <attention/tensor_maps.cuh>
 #include <attention/warpgroup_gradient.cuh>
+#include <ptx/tma.cuh>
 #include <tile/rooms.cuh>
 
 // What backward passes on Hopper share: a block keeps a tile of keys and walks the queries that visit it, over the query
@@ -11,19 +12,20 @@ namespace cuflash {
 using config::kNumStages;
 
 constexpr int kGroup = 128;  // threads of a warpgroup
-constexpr int kHelpers = kGroup - 32;
 constexpr int kConsumers = 2;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // 168 each, moved: as many as a block starts with
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 + kConsumers), "else groups wait for ever");
 static_assert(kThreads == kGroup * (1 + kConsumers), "a producer, and consumers");
 static_assert(kNumStages >= 2, "Q of a step is read while scores of the next are made");
 
-// Names of barriers; a warpgroup of consumers has one of the last two.
-constexpr int kProducersMeet = 1, kHelpersMeet = 2, kConsumersMeet = 3, kDsIsRead = 4;
+// Names of barriers; a warpgroup of consumers has one of each of the last three kinds.
+constexpr int kProducersMeet = 1, kHelpersMeet = 2, kConsumersMeet = 3, kDsIsRead = 4, kDqIsRead = 6, kDqIsThere = 8;
 
 // Up to 128 columns a warpgroup has rows of dK and dV, and only dS goes through shared memory; beyond, it has columns of
 // them, and of P and dS as much goes there as both need.
 constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
+// Threads that say and copy what is brought: the last warp of theirs adds dQ up, where that goes through shared memory.
+constexpr int kProducers = kIsWide ? kGroup : kGroup - 32, kHelpers = kProducers - 32;
 constexpr int kScoreRooms = kIsWide ? 3 : 1;  // P of even and of odd steps and dS; or dS
 
 using KPanels = tile::PanelTile<Element, kBlockKv, kHeadDim, kIsWide && kHeadDim % 128 != 0 ? 32 : tile::panel_width(kHeadDim)>;
@@ -42,10 +44,12 @@ constexpr VPanels v_smem{KPanels::kBytes};
 constexpr int kQ = v_smem.start + VPanels::kBytes;  // stages of Q, then of dO
 constexpr int kDo = kQ + kNumStages * QPanels::kBytes;
 constexpr int kScoreRoom = kDo + kDoStages * DoPanels::kBytes;
-constexpr int kDqRoom = kScoreRoom + kScoreRooms * kScoreBytes;  // a part for each warp
-constexpr int kBoard = kDqRoom + (kIsWide ? 0 : 4 * kBlockQ * kHeadDim);
+constexpr int kDqRoom = kScoreRoom + kScoreRooms * kScoreBytes;  // a part of dQ for each warpgroup
+constexpr int kDqPart = 4 * kBlockQ * kHeadDim / kConsumers;
+constexpr int kBoard = kDqRoom + (kIsWide ? 0 : kConsumers * kDqPart);
 CUFLASH_DEVICE QPanels q_smem(int stage) { return {kQ + stage * QPanels::kBytes}; }
 CUFLASH_DEVICE DoPanels do_smem(int stage) { return {kDo + stage * DoPanels::kBytes}; }
+CUFLASH_DEVICE int dq_room(int part) { return kDqRoom + part * kDqPart; }
 
 // What the producer says of a step.
 struct Note {
@@ -113,8 +117,8 @@ CUFLASH_DEVICE Note::Kind await_step(const Turn& turn, int& num_k) {
 
 // ---- the producer ----
 
-// Its first warp says what is to be brought and has it copied by the tensor memory accelerator; the other warps find out
-// about a step's queries, and copy what the accelerator cannot.
+// Its first warp says what is to be brought and has it copied by the tensor memory accelerator; others find out about a
+// step's queries, and copy what the accelerator cannot; the last one may have parts of dQ added.
 
 CUFLASH_DEVICE bool leads() { return threadIdx.x == 0; }
 
@@ -197,7 +201,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         }
         fill(tile::Panels(q_smem(turn.stage)), maps.q, own.q_at, step.start, own.q[turn.stage], note.copies_q);
       }
-      ptx::bar_sync(kProducersMeet, kGroup);  // the note is there for helpers
+      ptx::bar_sync(kProducersMeet, kProducers);  // the note is there for helpers
       if (leads()) {
         if (brings_k) {
           tile::await_empty(own.k, num_k % 2);
@@ -218,7 +222,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     own.notes[turn.stage].kind = Note::kEnd;
     ptx::mbarrier_arrive(ptx::shared_address(&own.q[turn.stage].full));
   }
-  ptx::bar_sync(kProducersMeet, kGroup);
+  ptx::bar_sync(kProducersMeet, kProducers);
 }
 
 // Which of the 32 keys from `first` on a query sees; there are none from `last` on.
@@ -263,7 +267,7 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
   const int thread = threadIdx.x - 32;
   int num_k = 0;
   for (Turn turn;; turn = turn.next()) {
-    ptx::bar_sync(kProducersMeet, kGroup);  // the note is there
+    ptx::bar_sync(kProducersMeet, kProducers);  // the note is there
     const Note& note = own.notes[turn.stage];
     const tile::Room &q = own.q[turn.stage], &d_o = own.d_o[do_stage(turn)];
     if (note.kind == Note::kEnd) return tile::arrive(q.full);
@@ -304,6 +308,32 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
   }
 }
 
+// Step after step, have what the consumers make of dQ added to the sums, once all of a warpgroup has put it into its room,
+// which is left once it is read. Called by a warp.
+CUFLASH_DEVICE void add_up() {
+  Board& own = board();
+  for (Turn turn;; turn = turn.next()) {
+    tile::await_full(own.q[turn.stage], turn.parity);
+    const Note& note = own.notes[turn.stage];
+    const bool is_end = note.kind == Note::kEnd;
+    float* const sum = note.dq_sum;
+    tile::arrive(own.q[turn.stage].empty);
+    ptx::bulk_wait_read<0>();
+    __syncwarp();
+    if (is_end) return;
+#pragma unroll
+    for (int part = 0; part < kConsumers; ++part) ptx::bar_arrive(kDqIsRead + part, kGroup + 32);
+#pragma unroll
+    for (int part = 0; part < kConsumers; ++part) {
+      ptx::bar_sync(kDqIsThere + part, kGroup + 32);
+      ptx::fence_proxy_async();  // of what others wrote: they are waited for
+      const void* const room = ptx::dynamic_shared<unsigned char>() + dq_room(part);
+      ptx::bulk_add(sum + part * kDqPart / 4, ptx::shared_address(room), kDqPart);
+      ptx::bulk_commit();
+    }
+  }
+}
+
 // ---- all ----
 
 // What a block does: `consume` is called by both warpgroups of consumers, with the number of the warpgroup among them.
@@ -317,8 +347,9 @@ CUFLASH_DEVICE void share_work(const attention::Params& params, const attention:
     board().kv_head = work.place.head / params.shape.group_size;
     tile::Room* const rooms = &board().k;
     for (int i = 0; i < 2 + kNumStages + kDoStages; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), kGroup / 32);
-      ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), 4 * kConsumers);
+      const bool has_notes = &rooms[i] >= board().q && &rooms[i] < board().q + kNumStages;  // which all read
+      ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), kProducers / 32);
+      ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), 4 * kConsumers + (!kIsWide && has_notes));
     }
     ptx::mbarrier_init_fence();
   }
@@ -327,7 +358,8 @@ CUFLASH_DEVICE void share_work(const attention::Params& params, const attention:
     ptx::setmaxnreg_dec<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) produce(params, maps);
-    else help(params);
+    else if (32 * warp < kProducers) help(params);
+    else if constexpr (!kIsWide) add_up();
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(group % kConsumers);

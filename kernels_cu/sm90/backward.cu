@@ -90,13 +90,20 @@ CUFLASH_DEVICE void start_dq(DqOfWarp& dq, const Operand& ds, int part) {
 // The other warpgroup may write dS anew.
 CUFLASH_DEVICE void leave_ds(int part) { ptx::bar_arrive(kDsIsRead + (1 - part), kConsumers * kGroup); }
 
+// Have it added up.
+CUFLASH_DEVICE void hand_over(const DqOfWarp& dq, float* room, int part) {
+  ptx::bar_sync(kDqIsRead + part, kGroup + 32);
+  DqSum::put(room, dq);
+  ptx::bar_arrive(kDqIsThere + part, kGroup + 32);
+}
+
 // Walk all steps. A product's registers are variables of their own where they live: what starts anew is no one's before.
 CUFLASH_DEVICE void walk(DkOfWarp& dk, DvOfWarp& dv, float softmax_scale_log2, int part) {
   using namespace attention;
   Board& own = board();
-  // The thread's first query of a step, and its place in a tile's dQ.
-  const int first_query = Scores::first_column(), place = DqSum::place();
-  float* const own_dq = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqRoom) + place;
+  // The thread's first query of a step, and the room for its part of dQ.
+  const int first_query = Scores::first_column();
+  float* const own_dq = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqRoom) + DqSum::place();
   Turn turn;
   int num_k = 0;
   Note::Kind kind = await_step(turn, num_k);
@@ -109,7 +116,6 @@ CUFLASH_DEVICE void walk(DkOfWarp& dk, DvOfWarp& dv, float softmax_scale_log2, i
   tile::wait_for<0>(s);
   while (true) {
     const Queries& queries = own.queries[turn.stage];
-    const Note& note = own.notes[turn.stage];
     const OfQueries lse_2(queries.lse_2 + first_query);
     Scores dp;
     tile::start_product_nt(dp, tile::RowsAlongSum<VPanels>(v_smem, 64 * part),
@@ -138,17 +144,14 @@ CUFLASH_DEVICE void walk(DkOfWarp& dk, DvOfWarp& dv, float softmax_scale_log2, i
     if (kind == Note::kEnd) {
       tile::wait_for<0>(dk);
       tile::keep_in_place(ds);
-      DqSum::put(own_dq, dq);
-      DqSum::start_addition(note.dq_sum + place, own_dq);
-      ptx::bulk_wait_read<0>();
+      hand_over(dq, own_dq, part);
       return;
     }
     leave_ds(part);
-    DqSum::put(own_dq, dq);
+    hand_over(dq, own_dq, part);
     Scores next_s;
     start_scores(next_s, next, part);
     tile::await_full(own.d_o[next.stage], next.parity);  // a branch: without one the compiler serializes products
-    DqSum::start_addition(note.dq_sum + place, own_dq);
     tile::wait_for<0>(next_s);
     ptx::keep_in_place(tile::accumulators(dk));
     tile::keep_in_place(ds);

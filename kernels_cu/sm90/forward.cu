@@ -381,7 +381,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, int gr
       write_results(params, board().tasks[(num_tasks - 1) % kTasks].work, finished, o);
       o.fill(0);
     }
-    make_weights(p, s, softmax, o, has_risen, by);
+    make_weights(p, s, softmax, o, has_risen && !is_first, by);
     ++num_keys;
     is_first = is_last;
     if (is_last) {

@@ -1,8 +1,6 @@
 #pragma once
 #include <ptx/atomic.cuh>
-#include <ptx/shared.cuh>
 #include <ptx/thread.cuh>
-#include <ptx/tma.cuh>
 #include <tile/warp_tile.cuh>
 
 namespace cuflash::tile {
@@ -39,13 +37,9 @@ struct FragmentOrder {
         }
   }
 
-  // All of it by way of shared memory: the tensor memory accelerator adds what has been put there while the warp goes on,
-  // which ends with bulk_wait_read. `own` is the thread's place() in a room for all warps, `to` the same in global memory.
-  // Called by whole warps.
+  // Put it into a room in shared memory, of which `own` is the thread's place.
   static CUFLASH_DEVICE void put(float* own, const Tile& part) {
     struct alignas(16) Sums { float at[4]; };
-    ptx::bulk_wait_read<0>();
-    __syncwarp();
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
 #pragma unroll
@@ -53,12 +47,6 @@ struct FragmentOrder {
         const float(&sums)[4] = part.tiles[i][j];
         reinterpret_cast<Sums*>(own)[(i * Tile::kColumnTiles + j) * 32] = {{sums[0], sums[1], sums[2], sums[3]}};
       }
-  }
-  static CUFLASH_DEVICE void start_addition(float* to, const float* own) {
-    ptx::fence_proxy_async();
-    __syncwarp();
-    ptx::bulk_add(to, ptx::shared_address(own), kOfWarp * 4);
-    ptx::bulk_commit();
   }
 
   CUFLASH_DEVICE void load(Tile& part) const {
