@@ -2,7 +2,6 @@
 #include <attention/steps.cuh>
 #include <attention/tensor_maps.cuh>
 #include <attention/warpgroup_gradient.cuh>
-#include <ptx/tma.cuh>
 #include <tile/rooms.cuh>
 
 // What backward passes on Hopper share: a block keeps a tile of keys and walks the queries that visit it, over the query
