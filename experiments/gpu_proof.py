@@ -18,8 +18,8 @@ Rows of the result that a run does not measure stay as they are; it ends with an
 
 Expect: no repeat differs, no tool reports an error, and initcheck does where k is unwritten; how tools see reads of
 the tensor memory accelerator is not known, and the control of sm90 says.
-Found:  of sm90 no repeat differs, 12,000 forward calls and 1,200 gradients. The sanitizers have not been run by it; what
-was found by hand before is in results/gpu_tests.log.
+Found:  of sm90 no repeat differs, 12,000 forward calls and 1,200 gradients. The sanitizers have not been run by it;
+what was found by hand before is in results/gpu_tests.log.
 """
 
 import json
