@@ -232,6 +232,22 @@ def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run, dims: tuple[
     assert_within_bounds(clean, **call(clean.but(do=do), run, margin=ALIGNED))
 
 
+@needs_compiler
+@narrow_and_wide
+@pytest.mark.parametrize("order", ["first_warp", "last_warp", "random", "priorities"])
+def test_heads_without_a_step_leave_the_last_one_alone(order: Any, dims: tuple[int, int] | None) -> None:
+    """Lengths are multiples of tiles: the second head has no step over the second tile of keys."""
+    ends = Ends(np.array([256, 70, 256, 256]))
+    structure = Structure(
+        num_heads=4, num_kv_heads=1, seqlen_q=256, seqlen_kv=256, head_dim=64, value_dim=40, mask=ends
+    )  # fmt: skip
+    example = half(of_dims(structure, dims))
+    assert has_own_backward(plan_of(example))
+    for seed in range(4):
+        schedule = sim.Schedule(seed=seed, order=order, copies="random")
+        assert_within_bounds(example, **call(example, SIM90, Simulator(schedule), margin=ALIGNED))
+
+
 @on_sm90
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ["dense", "not aligned", "causal", "blocks of 100 x 88"])

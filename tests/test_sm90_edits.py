@@ -143,9 +143,7 @@ BACKWARD_EDITS = {
     "dQ is not fenced": (_RING, "      ptx::fence_proxy_async();  // of what others wrote: they are waited for\n", ""),
     "both parts of dQ are added to the first": (_RING, "sum + part * kDqPart / 4, ptx", "sum, ptx"),
     "both parts of dQ are the first": (_RING, "() + dq_room(part);", "() + dq_room(0);"),
-    "a head's queries have the mask of the one before": (
-        _RING, "note.is_odd_head = head % 2;", "note.is_odd_head = 0;"
-    ),
+    "a head's queries have the mask of the one before": (_RING, "note.work = slot;", "note.work = 0;"),
     "both warpgroups make one part of dQ": (_BACKWARD, "kRowParts == 1 ? part * KPart::kBytes : 0", "0"),
     "Q is left before dK is made": (
         _BACKWARD,

@@ -55,7 +55,7 @@ struct Note {
   enum Kind { kEnd, kWhole, kMasked } kind;
   int brings_k, brings_v;
   int copies_k, copies_v, copies_q, copies_do;  // helpers do
-  int is_odd_head;
+  int work;  // which
   attention::Step step;
   float* dq_sum;
 };
@@ -87,7 +87,7 @@ struct Board {
   Queries queries[kNumStages];
   tile::Room k, v, q[kNumStages], d_o[kDoStages];
   Note notes[kNumStages];
-  attention::WorkTile works[2];  // of even heads and of odd ones: helpers may be a step behind
+  attention::WorkTile works[2];  // of heads that have steps, in turn: helpers may be a step behind
   int kv_head;
   // The producer's own, whose registers are few: of a head.
   attention::Reach reach;
@@ -158,14 +158,18 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   const Shape& shape = params.shape;
   Turn turn;
   int num_k = 0;  // times that K was brought
+  int slot = 0;   // of the works
+  bool has_stepped = false;
   for (int head = 0; head < shape.group_size; ++head) {
-    const WorkTile& work = own.works[head % 2];
     __syncwarp();
+    if (head > 0 && leads()) {
+      if (has_stepped) own.works[slot ^ 1] = own.works[slot];
+      ++own.works[slot ^ has_stepped].place.head;
+    }
+    slot ^= has_stepped;
+    has_stepped = false;
+    const WorkTile& work = own.works[slot];
     if (leads()) {
-      if (head > 0) {
-        own.works[head % 2] = own.works[1 - head % 2];
-        ++own.works[head % 2].place.head;
-      }
       const Place& place = work.place;
       own.reach = from_whole_tiles(params, reach_of_keys(params, work), kBlockQ);
       own.lse = matrix<float>(params.lse, place, place.head, 0, 0).data;
@@ -189,7 +193,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         note.brings_v = brings_v;
         note.copies_q = clears || !is_mapped(maps.q, params.q);
         note.copies_do = clears || !is_mapped(maps.do_, params.do_);
-        note.is_odd_head = head % 2;
+        note.work = slot;
         note.step = step;
         note.dq_sum = own.dq_sum + query_tile_number(params, step.start, kBlockQ) * params.dq_sum.row_stride;
         if (brings_k) {
@@ -214,6 +218,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       }
       num_k += brings_k;
       turn = turn.next();
+      has_stepped = true;
     }
   }
   if (leads()) {
@@ -270,7 +275,7 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
     const Note& note = own.notes[turn.stage];
     const tile::Room &q = own.q[turn.stage], &d_o = own.d_o[do_stage(turn)];
     if (note.kind == Note::kEnd) return tile::arrive(q.full);
-    const WorkTile& work = own.works[note.is_odd_head];
+    const WorkTile& work = own.works[note.work];
     Queries& queries = own.queries[turn.stage];
     know_queries(params, work, note, queries, thread);
     if (note.copies_q || note.copies_do) ptx::bar_sync(kHelpersMeet, kHelpers);  // is_live knows

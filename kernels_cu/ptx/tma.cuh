@@ -22,8 +22,8 @@ CUFLASH_DEVICE void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// What this thread wrote to shared memory, copies and wgmma see that are issued later, after a barrier where another
-// thread issues them. What copies brought, wgmma sees without.
+// What this thread wrote to shared memory, or knows by a barrier that others wrote, copies and wgmma see that are issued
+// later, after a barrier where another thread issues them. What copies brought, wgmma sees without.
 CUFLASH_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- to shared memory: the barrier gets as many bytes as the box has, zeros included ----
