@@ -92,7 +92,6 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[str, str]:
     """The family that kernel="auto" stands for, and why: the first row that serves the problem on the device.
 
     ============================================  ======
-    precision tf32 or tf32x3                      sm80
     precision 'tf32' or 'tf32x3'                  sm80
     float16, bfloat16, compute capability 9.0     sm90
     float16, bfloat16, compute capability >= 8.0  sm80

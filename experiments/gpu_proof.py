@@ -46,7 +46,7 @@ from cuflash.plans import Plan
 from cuflash.source import KernelSpec
 from cuflash.testing import Structure
 from cuflash.tiles import FAMILIES, blocks_at_once
-from harness import Record, gpu_versions, main, track, why_no_gpu
+from harness import Record, check_names, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
 from sim_against_gpu import LAYOUTS, masked, to_device
 from simt_speed import draw
@@ -77,9 +77,7 @@ class Config:
 
     def __post_init__(self) -> None:
         known = {"sections": SECTIONS, "families": FAMILIES, "tools": TOOLS, "dtypes": ("float16", "bfloat16")}
-        for name, names in known.items():
-            if unknown := set(getattr(self, name)) - set(names):
-                raise ValueError(f"no {', '.join(sorted(unknown))} in {name}; there are {', '.join(names)}")
+        check_names(self, known)
         if self.seqlen % self.block or any(self.hidden % dim for dim in self.head_dims):
             raise ValueError("block must divide seqlen, and head_dims hidden")
 

@@ -223,6 +223,19 @@ def _text(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def check_names(config: object, known: Mapping[str, Iterable[str]]) -> None:
+    """Refuse a configuration whose fields name what is not known.
+
+    Raises
+    ------
+    ValueError
+        A field holds a name that is not among those that `known` has for it.
+    """
+    for field, names in known.items():
+        if unknown := set(getattr(config, field)) - set(names):
+            raise ValueError(f"no {', '.join(sorted(unknown))} in {field}; there are {', '.join(names)}")
+
+
 def parse_config(
     config_type: Callable[..., Config], doc: str | None, argv: Sequence[str] | None = None
 ) -> tuple[Config, Path]:

@@ -35,7 +35,7 @@ import cuflash
 import ml_dtypes
 import numpy as np
 from cuflash import masks
-from harness import Record, Timing, gpu_versions, main, time_on_device, track, why_no_gpu
+from harness import Record, Timing, check_names, gpu_versions, main, time_on_device, track, why_no_gpu
 from matplotlib.figure import Figure
 from peers import PEERS, Peer, Wanted, versions
 from rich.table import Table
@@ -71,9 +71,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.precision != "ieee" and set(self.dtypes) != {"float32"}:
             raise ValueError(f"precision {self.precision} is for float32; dtypes are {', '.join(self.dtypes)}")
-        for name, known in (("passes", WAYS), ("dtypes", DTYPES), ("peers", tuple(PEERS))):
-            if unknown := set(getattr(self, name)) - set(known):
-                raise ValueError(f"no {', '.join(sorted(unknown))} in {name}; there are {', '.join(known)}")
+        check_names(self, {"passes": WAYS, "dtypes": DTYPES, "peers": PEERS})
         if min(*self.head_dims, *self.seqlens, self.tokens, self.hidden, self.repeats) < 1:
             raise ValueError("lengths, dims and repeats must be positive")
         if any(self.tokens % seqlen for seqlen in self.seqlens) or any(self.hidden % dim for dim in self.head_dims):

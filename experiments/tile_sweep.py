@@ -42,7 +42,7 @@ from cuflash.launch import Executable
 from cuflash.plans import Plan
 from cuflash.source import KernelSpec
 from cuflash.tiles import Tile
-from harness import Record, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
+from harness import Record, check_names, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from rich.table import Table
 from simt_speed import draw
 from spot_check import SpotCheck
@@ -114,9 +114,7 @@ class Config:
         return {"sm90": self.sm90_tokens, "sm80": self.sm80_tokens, "simt": self.simt_tokens}[family]
 
     def __post_init__(self) -> None:
-        for name, known in (("families", DTYPES), ("passes", EVERY_PASS), ("masks", MASKS)):
-            if unknown := set(getattr(self, name)) - set(known):
-                raise ValueError(f"no {', '.join(sorted(unknown))} in {name}; there are {', '.join(known)}")
+        check_names(self, {"families": DTYPES, "passes": EVERY_PASS, "masks": MASKS})
         is_cut = any(self.tokens(family) % self.gpu_seqlen for family in DTYPES)
         if is_cut or any(self.gpu_hidden % dim for dim in self.head_dims):
             raise ValueError("gpu_seqlen must divide the tokens of each family, and head_dims gpu_hidden")
