@@ -60,7 +60,6 @@ class Config:
             raise ValueError("counts, lengths and dims must be positive, densities in (0, 1]")
 
 
-TENSOR_CORES = ("sm80", "sm90")  # families whose compile times are summed
 MULTIPLY_ADDS = """
 extern "C" __global__ void multiply_adds(T* x, int n) {
   T a[16];
@@ -87,6 +86,12 @@ def multiply_adds_rate(dtype: Any, repeats: int) -> float:
     x = cupy.ones(16, dtype)
     calls = {name: lambda: kernel((blocks,), (threads,), (x, np.int32(steps)))}
     return 2 * 16 * blocks * threads * steps / time_on_device(calls, repeats=repeats)[name].median_ms / 1e9
+
+
+def tensor_core_families(device: DeviceSpec) -> list[str]:
+    """The families on tensor cores that a device runs."""
+    capability = device.compute_capability or (0, 0)
+    return [family for family, runs in (("sm80", capability >= (8, 0)), ("sm90", capability == (9, 0))) if runs]
 
 
 def draw(*shape: int, dtype: Any = np.float32) -> list[Any]:
@@ -226,12 +231,10 @@ def run_compile(config: Config, device: DeviceSpec) -> list[Record]:
     """Compile the kernels on tensor cores of a forward and a backward call: the sum of their times."""
     assert device.compute_capability is not None
     records = []
-    for kernel, head_dim in track(list(itertools.product(TENSOR_CORES, config.compile_dims)), "compiling"):
+    cases = list(itertools.product(tensor_core_families(device), config.compile_dims))
+    for kernel, head_dim in track(cases, "compiling"):
         x = cuflash.ShapeDtype((config.num_heads, config.seqlen, head_dim), np.dtype(ml_dtypes.bfloat16))
-        try:
-            ready = cuflash.plan(x, x, x, kernel=kernel)
-        except cuflash.UnsupportedProblem:  # another chip's
-            continue
+        ready = cuflash.plan(x, x, x, kernel=kernel, executor="gpu", device=device)
         ready.compile()
         made = [compile.compiled(spec, device.compute_capability) for spec in ready.plan.specs.values()]
         row = {"measure": f"compile, sum of kernel='{kernel}'", "dtype": "bfloat16", "head_dim": head_dim}

@@ -573,6 +573,7 @@ def test_repeats_are_counted(load, monkeypatch: pytest.MonkeyPatch) -> None:
         ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0),
         ("========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n", 3),
         ("========= ERROR SUMMARY: 2 errors\n========= ERROR SUMMARY: 1 error\n", 3),
+        ("========= ERROR SUMMARY: 512 errors\n========= ERROR SUMMARY: 412 errors were not printed. Use it\n", 512),
         ("========= Error: the tool found no device\n", None),
     ],
 )
@@ -590,6 +591,16 @@ for line in {says!r}[asked["control"]]:
     if line == "hangs":
         time.sleep(60)
 """
+
+
+def test_racecheck_is_shown_watched_kernels_and_no_other_tool_is(load, tmp_path: Path) -> None:
+    proof, tool = load("gpu_proof"), tmp_path / "compute-sanitizer"
+    tool.write_text(
+        f"#!{sys.executable}\nimport os\n"
+        "print('cases done: ' + os.environ['CUFLASH_CHECK'])\nprint('========= ERROR SUMMARY: 0 errors')\n"
+    )
+    tool.chmod(0o755)
+    assert [proof.under(str(tool), name, {}, 30)["calls"] for name in proof.TOOLS] == [0, 1, 0, 0]
 
 
 def test_what_a_tool_says_becomes_a_row(load, tmp_path: Path) -> None:
@@ -653,6 +664,19 @@ def test_each_tool_runs_all_cases_and_initcheck_a_control_of_each_family(load, m
     assert not any(map(proof.is_wrong, records)) and len({tuple(map(row.get, proof.ROW)) for row in records}) == 4
     assert {spec.family for spec in compiled} == set(runs)
     proof.table(records)
+
+
+def test_of_hopper_there_is_no_control_and_racechecks_kernels_are_compiled_before(load, monkeypatch) -> None:
+    proof, device = load("gpu_proof"), load("cuflash").DeviceSpec.gpu("H100")
+    monkeypatch.setattr(proof, "sanitizer", lambda: "echo")
+    compiled: list = []
+    monkeypatch.setattr(proof.compile, "precompile", lambda specs, target: compiled.extend(specs))
+    monkeypatch.setattr(proof, "under", lambda *_: {"calls": 1, "errors": 0, "seconds": 1.0, "note": ""})
+    for tool, watched in (("initcheck", {False}), ("racecheck", {False, True})):
+        compiled.clear()
+        records = list(proof.run_sanitizers(proof.Config(families=("sm90",), tools=(tool,)), device))
+        assert [row["check"] for row in records] == [tool] and not any(map(proof.is_wrong, records))
+        assert {spec.is_watched for spec in compiled if spec.family == "sm90"} == watched
 
 
 def test_a_child_runs_what_it_was_asked_to(load, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:

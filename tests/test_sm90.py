@@ -248,6 +248,22 @@ def test_heads_without_a_step_leave_the_last_one_alone(order: Any, dims: tuple[i
         assert_within_bounds(example, **call(example, SIM90, Simulator(schedule), margin=ALIGNED))
 
 
+class Watched(Simulator):
+    """Runs what CUFLASH_CHECK has compiled."""
+
+    def launch(self, spec: KernelSpec, *rest: Any) -> None:
+        super().launch(replace(spec, is_watched=spec.family == "sm90"), *rest)
+
+
+@needs_compiler
+@narrow_and_wide
+@pytest.mark.parametrize("name", ["not aligned", "causal", "blocks of 100 x 88"])
+def test_watched_kernels_count_every_lane_that_arrives(name: str, dims: tuple[int, int] | None) -> None:
+    example = half(of_dims(TILES[name], dims))
+    machine = Watched(sim.Schedule(order="random", copies="random"))
+    assert_within_bounds(example, **call(example, SIM90, machine, margin=ALIGNED))
+
+
 @on_sm90
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ["dense", "not aligned", "causal", "blocks of 100 x 88"])

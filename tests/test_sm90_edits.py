@@ -30,6 +30,12 @@ EDITS = {
     "copied rows are not waited for": (_ROOMS, "  ptx::cp_async_wait_all();\n", ""),
     "copied chunks are not permuted": (_ROOMS, "chunk % in_panel ^ row * in_panel / kChunkOf<uint16_t>", "chunk"),
     "the last column is not copied": (_ROOMS, "int e = rest - 1; e >= 0", "int e = rest - 2; e >= 0"),
+    "copied rows count as there before they are": (
+        _FORWARD, "  ptx::bar_sync(kJobIsDone, kGroup);\n  if (leads()) ptx::mb", "  if (leads()) ptx::mb"
+    ),
+    "lanes go on before they have read whether there is a tile": (
+        _FORWARD, "  __syncwarp();\n  ptx::bar_arrive(kJobIsThere", "  ptx::bar_arrive(kJobIsThere"
+    ),
     "V past a step is what stands there": (_FORWARD, "last - first < kBlockKv && last <", "false && last <"),
     "an array without a map is left to the accelerator": (_MAPS, "map.is_there && ", ""),
     "an odd start is left to the accelerator": (
@@ -143,6 +149,8 @@ BACKWARD_EDITS = {
     "dQ is not fenced": (_RING, "      ptx::fence_proxy_async();  // of what others wrote: they are waited for\n", ""),
     "both parts of dQ are added to the first": (_RING, "sum + part * kDqPart / 4, ptx", "sum, ptx"),
     "both parts of dQ are the first": (_RING, "() + dq_room(part);", "() + dq_room(0);"),
+    "a note is read before it is there": (_RING, "    ptx::bar_sync(kNoteIsThere + turn.stage, kProducers);\n", ""),
+    "a head takes the place of one that helpers work on": (_RING, "(slot + 1) % kWorks", "(slot + 1) % 2"),
     "a head's queries have the mask of the one before": (_RING, "note.work = slot;", "note.work = 0;"),
     "both warpgroups make one part of dQ": (_BACKWARD, "kRowParts == 1 ? part * KPart::kBytes : 0", "0"),
     "Q is left before dK is made": (
@@ -340,6 +348,7 @@ def backward_structures() -> list[Structure]:
             mask=masks.Lengths(q=290, kv=np.array([140, 100])),
         ),
         Structure(**square, head_dim=33, value_dim=20, mask=masks.Dense(rng.random((2, 300, 150)) < 0.3)),
+        Structure(**square | {"num_heads": 8, "seqlen_q": 60}, head_dim=64, value_dim=40),  # heads of one step each
     ]  # fmt: skip
 
 

@@ -17,8 +17,9 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 +
 static_assert(kThreads == kGroup * (1 + kConsumers), "a producer, and consumers");
 static_assert(kNumStages >= 2, "Q of a step is read while scores of the next are made");
 
-// Names of barriers; a warpgroup of consumers has one of each of the last three kinds.
-constexpr int kProducersMeet = 1, kHelpersMeet = 2, kConsumersMeet = 3, kDsIsRead = 4, kDqIsRead = 6, kDqIsThere = 8;
+// Names of barriers; a warpgroup of consumers has one of each kind that says Ds or Dq, and each stage has one for its note.
+constexpr int kHelpersMeet = 1, kConsumersMeet = 2, kDsIsRead = 3, kDqIsRead = 5, kDqIsThere = 7, kNoteIsThere = 9;
+static_assert(kNoteIsThere + kNumStages <= 16, "barriers of a block");
 
 // Up to 128 columns a warpgroup has rows of dK and dV, and only dS goes through shared memory; beyond, it has columns of
 // them, and of P and dS as much goes there as both need.
@@ -83,11 +84,14 @@ struct Turn {
 CUFLASH_DEVICE int do_stage(const Turn& turn) { return kDoStages == 1 ? 0 : turn.stage; }
 CUFLASH_DEVICE int do_parity(const Turn& turn) { return kDoStages == 1 ? turn.stage : turn.parity; }
 
+// Steps that helpers may be at, and one that the producer goes on to.
+constexpr int kWorks = kNumStages + 1;
+
 struct Board {
   Queries queries[kNumStages];
   tile::Room k, v, q[kNumStages], d_o[kDoStages];
   Note notes[kNumStages];
-  attention::WorkTile works[2];  // of heads that have steps, in turn: helpers may be a step behind
+  attention::WorkTile works[kWorks];  // of heads that have steps, in turn
   int kv_head;
   // The producer's own, whose registers are few: of a head.
   attention::Reach reach;
@@ -162,11 +166,12 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   bool has_stepped = false;
   for (int head = 0; head < shape.group_size; ++head) {
     __syncwarp();
+    const int next_slot = has_stepped ? (slot + 1) % kWorks : slot;
     if (head > 0 && leads()) {
-      if (has_stepped) own.works[slot ^ 1] = own.works[slot];
-      ++own.works[slot ^ has_stepped].place.head;
+      own.works[next_slot] = own.works[slot];
+      ++own.works[next_slot].place.head;
     }
-    slot ^= has_stepped;
+    slot = next_slot;
     has_stepped = false;
     const WorkTile& work = own.works[slot];
     if (leads()) {
@@ -184,8 +189,8 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       const bool clears = has_dead_rows(params, work.place, step);
       const bool brings_v = num_k == 0;
       Note& note = own.notes[turn.stage];
+      tile::await_empty(own.q[turn.stage], turn.parity);  // by the whole warp, which keeps together
       if (leads()) {
-        tile::await_empty(own.q[turn.stage], turn.parity);
         const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == kBlockQ &&
                               work.last - work.first == kBlockKv;
         note.kind = is_whole ? Note::kWhole : Note::kMasked;
@@ -204,7 +209,8 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         }
         fill(tile::Panels(q_smem(turn.stage)), maps.q, own.q_at, step.start, own.q[turn.stage], note.copies_q);
       }
-      ptx::bar_sync(kProducersMeet, kProducers);  // the note is there for helpers
+      __syncwarp();
+      ptx::bar_arrive(kNoteIsThere + turn.stage, kProducers);
       if (leads()) {
         if (brings_k) {
           tile::await_empty(own.k, num_k % 2);
@@ -221,12 +227,13 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       has_stepped = true;
     }
   }
+  tile::await_empty(own.q[turn.stage], turn.parity);
   if (leads()) {
-    tile::await_empty(own.q[turn.stage], turn.parity);
     own.notes[turn.stage].kind = Note::kEnd;
     ptx::mbarrier_arrive(ptx::shared_address(&own.q[turn.stage].full));
   }
-  ptx::bar_sync(kProducersMeet, kProducers);
+  __syncwarp();
+  ptx::bar_arrive(kNoteIsThere + turn.stage, kProducers);
 }
 
 // Which of the 32 keys from `first` on a query sees; there are none from `last` on.
@@ -271,7 +278,7 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
   const int thread = threadIdx.x - 32;
   int num_k = 0;
   for (Turn turn;; turn = turn.next()) {
-    ptx::bar_sync(kProducersMeet, kProducers);  // the note is there
+    ptx::bar_sync(kNoteIsThere + turn.stage, kProducers);
     const Note& note = own.notes[turn.stage];
     const tile::Room &q = own.q[turn.stage], &d_o = own.d_o[do_stage(turn)];
     if (note.kind == Note::kEnd) return tile::arrive(q.full);
@@ -352,8 +359,8 @@ CUFLASH_DEVICE void share_work(const attention::Params& params, const attention:
     tile::Room* const rooms = &board().k;
     for (int i = 0; i < 2 + kNumStages + kDoStages; ++i) {
       const bool has_notes = &rooms[i] >= board().q && &rooms[i] < board().q + kNumStages;  // which all read
-      ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), kProducers / 32);
-      ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), 4 * kConsumers + (!kIsWide && has_notes));
+      ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), 1 + kHelpers / 32 * tile::kArrivals);
+      ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), (4 * kConsumers + (!kIsWide && has_notes)) * tile::kArrivals);
     }
     ptx::mbarrier_init_fence();
   }

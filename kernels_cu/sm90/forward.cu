@@ -81,7 +81,7 @@ CUFLASH_DEVICE int q_parity_of(unsigned count) { return count / kQRooms % 2; }
 // Its first warp says what is to be brought, and has it copied by the tensor memory accelerator, or where that cannot by
 // the other warps.
 constexpr int kHelpers = kGroup - 32;
-constexpr int kProducersMeet = 1;  // a barrier's name; consumers' turns have the next ones
+constexpr int kJobIsThere = 1, kJobIsDone = 2, kTurns = 3;  // names of barriers: consumers have a turn each
 
 CUFLASH_DEVICE bool leads() { return threadIdx.x == 0; }
 
@@ -116,12 +116,12 @@ CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attenti
 
 CUFLASH_DEVICE void help(const attention::Params& params) {
   while (true) {
-    ptx::bar_sync(kProducersMeet, kGroup);  // the job is there
+    ptx::bar_sync(kJobIsThere, kGroup);
     const Job& job = board().job;
     if (job.operand == kNothing) return;
     if (job.operand == kResults) {
       write_nothing(params, board().work);
-      ptx::bar_sync(kProducersMeet, kGroup);  // the work may change
+      ptx::bar_arrive(kJobIsDone, kGroup);
       continue;
     }
     const int num_columns = job.operand == kV ? params.shape.value_dim : params.shape.head_dim;
@@ -129,8 +129,14 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
                                                 num_columns);
     tile::copy<kHelpers>(panels_of(job.operand, job.stage), all.rows(job.first, job.last), threadIdx.x - 32,
                          [](int) { return true; });
-    ptx::bar_sync(kProducersMeet, kGroup);  // and is done
+    ptx::bar_arrive(kJobIsDone, kGroup);
   }
+}
+
+// Have the helpers do what the first lane has said. By the whole warp, whose lanes have read by then what it says next.
+CUFLASH_DEVICE void hand_over_job() {
+  __syncwarp();
+  ptx::bar_arrive(kJobIsThere, kGroup);
 }
 
 // Fill an operand's room, which is empty, with rows first <= x < last. `clears` asks for zeros past them.
@@ -144,8 +150,8 @@ CUFLASH_DEVICE void fill(const attention::Params& params, const attention::Tenso
     return;
   }
   if (leads()) board().job = {kOperand, stage, first, last};
-  ptx::bar_sync(kProducersMeet, kGroup);
-  ptx::bar_sync(kProducersMeet, kGroup);
+  hand_over_job();
+  ptx::bar_sync(kJobIsDone, kGroup);
   if (leads()) ptx::mbarrier_arrive(ptx::shared_address(&room.full));
 }
 
@@ -217,9 +223,9 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     bool has_step = steps.next(step);
     if (!has_step) {
       if (leads()) board().job.operand = kResults;
-      ptx::bar_sync(kProducersMeet, kGroup);
+      hand_over_job();
       look_ahead(params);
-      ptx::bar_sync(kProducersMeet, kGroup);
+      ptx::bar_sync(kJobIsDone, kGroup);  // the work may change
       continue;
     }
     // K of a step comes before V of the last one, or Q: the order in which they are read.
@@ -242,7 +248,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     ptx::mbarrier_arrive(ptx::shared_address(&room.full));
     board().job.operand = kNothing;
   }
-  ptx::bar_sync(kProducersMeet, kGroup);
+  hand_over_job();
 }
 
 // ---- the consumers ----
@@ -250,10 +256,10 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
 // Whose turn it is to start products: groups are numbered from 1 on. Asked for again, to save registers.
 CUFLASH_DEVICE int own_group() { return threadIdx.x / kGroup; }
 CUFLASH_DEVICE void await_turn() {
-  if (kTakesTurns) ptx::bar_sync(kProducersMeet + own_group(), 2 * kGroup);
+  if (kTakesTurns) ptx::bar_sync(kTurns + own_group() - 1, 2 * kGroup);
 }
 CUFLASH_DEVICE void pass_turn() {
-  if (kTakesTurns) ptx::bar_arrive(kProducersMeet + own_group() % kConsumers + 1, 2 * kGroup);
+  if (kTakesTurns) ptx::bar_arrive(kTurns + own_group() % kConsumers, 2 * kGroup);
 }
 
 // lse and O, from registers: the rooms are filled again by then.
@@ -413,7 +419,7 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
     tile::Room* const rooms = board().q;
     for (int i = 0; i < kQRooms + 2 * kNumStages; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), 1);
-      ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), 4 * kConsumers);
+      ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), 4 * kConsumers * tile::kArrivals);
     }
     ptx::mbarrier_init_fence();
     board().softmax_scale_log2 = Softmax::scale_log2(params.shape.softmax_scale);
