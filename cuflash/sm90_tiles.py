@@ -16,7 +16,7 @@ LIST_BLOCK = (128, 128)  # of a list that is made for the kernels
 _STAGES = 2
 _SMALLEST = 16  # columns of a product
 _FEW_QUERIES = 2048
-_ROOM, _TASK, _NOTE, _REST = 16, 32, 24, 176  # bytes of what warpgroups tell each other
+_ROOM, _BARRIER, _TASK, _NOTE, _REST = 16, 8, 32, 24, 176  # bytes of what warpgroups tell each other
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 56, 28, 72
 _WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
@@ -104,12 +104,12 @@ def shared_bytes(spec: KernelSpec) -> int:
         fits = spec.dtype.itemsize * (elements + stages * of_do) + _TOLD_BYTES <= _MOST_BYTES
         do_stages = stages if spec.entry == "backward" or fits else 1
         queries = spec.block_q * (2 * 4 + 4 * -(-spec.block_kv // 32))
-        told = stages * (queries + _BACKWARD_NOTE) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_REST
+        told = stages * (queries + _BACKWARD_NOTE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_REST
         told += _ROOM * (2 + stages + do_stages)
         return spec.dtype.itemsize * (elements + do_stages * of_do) + told
     q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 else 1
     elements = q_rooms * spec.block_q * spec.head_dim + stages * spec.block_kv * both
-    told = _ROOM * (q_rooms + 2 * stages) + 2 * q_rooms * _TASK + _NOTE * stages + _REST
+    told = _ROOM * (q_rooms + 2 * stages + 1) + 2 * _TASK + _NOTE * stages + _REST
     return spec.dtype.itemsize * elements + told
 
 

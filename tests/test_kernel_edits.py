@@ -220,7 +220,7 @@ EDITS = {
         "attention/fragments.cuh", "row = first_row + Tile::row(i);", "row = first_row + Tile::row(i / 2 * 2);"
     ),
     "bits of a fragment are its neighbour's": (
-        "attention/fragments.cuh", "(Tile::first_column() % 8 + j % 2)", "(Tile::first_column() % 8 + 1)"
+        "attention/fragments.cuh", ">> Tile::first_column() % 8)", ">> Tile::first_column() % 8 / 4 * 4)"
     ),
     "steps start within a tile of dQ": ("attention/steps.cuh", "  reach.start -= within % height;\n", ""),
     # the room tile

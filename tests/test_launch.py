@@ -660,6 +660,15 @@ def poke(address, values):
     ctypes.memmove(int(address), data.ctypes.data, data.nbytes)
 
 
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_checks_know_what_tensor_core_kernels_write(checked, kernel, deterministic):
+    q, k, v, do = (x.astype(np.float16) for x in (Q, K, V, DO))
+    options = {"kernel": kernel, "executor": "sim", "deterministic": deterministic}
+    _, vjp = cuflash.attention_vjp(q, k, v, **options)
+    assert all(np.isfinite(gradient).all() for gradient in vjp(do))
+
+
 @pytest.mark.parametrize("executor", ["cpu", "sim"])
 @pytest.mark.parametrize("mask", [None, masks.Lengths(kv=17), LISTED, masks.Lengths(q=0)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -31,10 +31,10 @@ EDITS = {
     "copied chunks are not permuted": (_ROOMS, "chunk % in_panel ^ row * in_panel / kChunkOf<uint16_t>", "chunk"),
     "the last column is not copied": (_ROOMS, "int e = rest - 1; e >= 0", "int e = rest - 2; e >= 0"),
     "copied rows count as there before they are": (
-        _FORWARD, "  ptx::bar_sync(kJobIsDone, kGroup);\n  if (leads()) ptx::mb", "  if (leads()) ptx::mb"
+        _FORWARD, "  await_job(num_jobs);\n  if (leads()) ptx::mb", "  if (leads()) ptx::mb"
     ),
     "lanes go on before they have read whether there is a tile": (
-        _FORWARD, "  __syncwarp();\n  ptx::bar_arrive(kJobIsThere", "  ptx::bar_arrive(kJobIsThere"
+        _FORWARD, "      __syncwarp();  // all have read whether there is a tile\n", ""
     ),
     "V past a step is what stands there": (_FORWARD, "last - first < kBlockKv && last <", "false && last <"),
     "an array without a map is left to the accelerator": (_MAPS, "map.is_there && ", ""),
@@ -62,8 +62,19 @@ EDITS = {
         f"      if (!is_first) {_V_IS_LEFT}      tile::wait_for<0>(o);\n",
     ),
     "Q is left with the first step": (
-        _FORWARD, "if (is_last) tile::arrive(board().q[", "if (note.step.start == 0) tile::arrive(board().q["
+        _FORWARD, "if (is_last && kQRooms == 1) tile", "if (note.step.start == 0 && kQRooms == 1) tile"
     ),
+    "Q's room is left before O went through it": (
+        _FORWARD, "    rounded = o;\n    tile::store(room",
+        "    rounded = o;\n    tile::arrive(board().q[q_room_of(num_tasks)].empty);\n    tile::store(room",
+    ),
+    "O is copied before it is there": (_FORWARD, "    __syncwarp();\n    tile::copy_chunks", "    tile::copy_chunks"),
+    "O is put where another warp's is": (_FORWARD, "(room, rounded, o.warp_row());", "(room, rounded, 0);"),
+    "all panels of O are the first": (_PANELS, " + k / kSteps * Panel::kBytes, from", ", from"),
+    "a panel of O is copied over the next": (_PANELS, "row * to.row_stride + panel * Width)", "row * to.row_stride)"),
+    "rows past a tile are written": (_PANELS, "    if (first_row + lane_row + row >= to.num_rows) continue;\n", ""),
+    "queries share their sums": ("attention/fragments.cuh", "reciprocal_approx(sum[i])", "reciprocal_approx(sum[0])"),
+    "lse is another query's": ("attention/fragments.cuh", "ptx::log_accurate(sum[i])", "ptx::log_accurate(sum[0])"),
     "results of queries without a key stay as they are": (_FORWARD, " o.at(row, column) = {};", " continue;"),
     "lse of queries without a key stays as it is": (
         _FORWARD, "    if (threadIdx.x == 32) lse.at(row, 0)", "    if (false) lse.at(row, 0)"
@@ -81,9 +92,9 @@ EDITS = {
     "O goes on from tile to tile": (
         _FORWARD, "      o.fill(0);\n    }\n    make_weights", "    }\n    make_weights"
     ),
-    "a tile has the sums of the next one": (_FORWARD, "work, finished, o);", "work, softmax, o);"),
+    "a tile has the sums of the next one": (_FORWARD, "num_tasks - 1, finished, o);", "num_tasks - 1, softmax, o);"),
     "a tile goes on with the maximum of the one before": (_FORWARD, "      softmax = Softmax();\n", ""),
-    "there is a task for each room": (_FORWARD, "kTasks = 2 * kQRooms;", "kTasks = kQRooms;"),
+    "there is a task for each room": (_FORWARD, "kTasks = 2;", "kTasks = 1;"),
     "nobody has the first turn": (_FORWARD, "  if (group == kConsumers) pass_turn();\n", ""),
     "a warpgroup has another's queries": (_FORWARD, "64 * (group % kConsumers)", "64 * (group - 1)"),
     "a task overwrites the one before": (
@@ -149,7 +160,9 @@ BACKWARD_EDITS = {
     "dQ is not fenced": (_RING, "      ptx::fence_proxy_async();  // of what others wrote: they are waited for\n", ""),
     "both parts of dQ are added to the first": (_RING, "sum + part * kDqPart / 4, ptx", "sum, ptx"),
     "both parts of dQ are the first": (_RING, "() + dq_room(part);", "() + dq_room(0);"),
-    "a note is read before it is there": (_RING, "    ptx::bar_sync(kNoteIsThere + turn.stage, kProducers);\n", ""),
+    "a note is read before it is there": (
+        _RING, "    ptx::mbarrier_wait(ptx::shared_address(&own.noted[turn.stage]), turn.parity);\n", ""
+    ),
     "a head takes the place of one that helpers work on": (_RING, "(slot + 1) % kWorks", "(slot + 1) % 2"),
     "a head's queries have the mask of the one before": (_RING, "note.work = slot;", "note.work = 0;"),
     "both warpgroups make one part of dQ": (_BACKWARD, "kRowParts == 1 ? part * KPart::kBytes : 0", "0"),
@@ -294,7 +307,7 @@ def structures() -> list[Structure]:
         ),
         Structure(**square | {"seqlen_q": 60, "seqlen_kv": 200}, value_dim=128, scale=1e9),
         Structure(
-            num_heads=2, num_kv_heads=1, seqlen_q=160, seqlen_kv=400, head_dim=136, value_dim=130,
+            num_heads=2, num_kv_heads=1, seqlen_q=160, seqlen_kv=400, head_dim=136, value_dim=192,
             mask=masks.Lengths(q=150), values="outliers",
         ),
     ]  # fmt: skip

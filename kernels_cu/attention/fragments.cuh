@@ -21,29 +21,37 @@ struct HeadAfterHead {
   CUFLASH_DEVICE int operator()(int row) const { return row % seqlen_q; }
 };
 
-// Set what a warp's queries may not see in a step to -inf: keys past the step's end, and masked ones. Bits of a step
-// start with a byte, since steps are as wide as whole bytes.
+// Set what a warp's queries may not see in a step to -inf: keys past the step's end, and masked ones. Columns of a thread
+// rise, so that those before a key are the first of them, and what a row sees is a bit a column. Bits of a step start with
+// a byte, since steps are as wide as whole bytes.
 template <bool HasBits, class Tile, class Queries = EachItsOwn>
 CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& work, const Step& step,
                                 Queries query_of = {}) {
+  constexpr int kWords = (Tile::kColumns + 31) / 32;
   const int first_row = work.first + Tile::first_row(), first_key = step.start + Tile::first_column();
   const int num_keys = step.stop - first_key;
+  const auto columns_before = [](int key) { return key <= 0 ? 0 : key / 8 * 2 + min(key % 8, 2); };
+  const auto first_bits = [](int count) { return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1; };
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
     const int row = first_row + Tile::row(i);
     ptx::keep_loads_apart();
     const Seen seen = step.seen(params, work.place, query_of(min(row, work.last - 1)));
-    const int lo = seen.lo - first_key, hi = row < work.last ? min(seen.hi - first_key, num_keys) : 0;
+    const int lo = columns_before(seen.lo - first_key);
+    const int hi = row < work.last ? columns_before(min(seen.hi - first_key, num_keys)) : 0;
+    uint32_t words[kWords];
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j)
-      if (Tile::column(j) < lo || Tile::column(j) >= hi) s.at(i, j) = ptx::negative_infinity<float>();
+    for (int x = 0; x < kWords; ++x) words[x] = first_bits(hi - 32 * x) & ~first_bits(lo - 32 * x);
     if (HasBits && seen.bits != nullptr) {
       const uint8_t* const bits = seen.bits + (first_key - seen.first_key) / 8;
 #pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j)
-        if (Tile::column(j) < num_keys && !(bits[j / 2] >> (Tile::first_column() % 8 + j % 2) & 1))
-          s.at(i, j) = ptx::negative_infinity<float>();
+      for (int j = 0; j < Tile::kColumns; j += 2)
+        if (Tile::column(j) < num_keys)
+          words[j / 32] &= static_cast<uint32_t>(bits[j / 2] >> Tile::first_column() % 8) << j % 32 | ~(3u << j % 32);
     }
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j)
+      if (!(words[j / 32] >> j % 32 & 1)) s.at(i, j) = ptx::negative_infinity<float>();
   }
 }
 
@@ -151,15 +159,20 @@ struct LazySoftmax {
     weigh(s, softmax_scale_log2);
   }
 
-  // Divide o by its row sums; returns the natural log-sum-exp of row i. Rows without a key: o = 0, lse = -inf.
-  // Called by whole warps, once for every i.
+  // Divide o by its row sums; `lse` is the natural log-sum-exp of rows. Rows without a key: o = 0, lse = -inf. Nothing
+  // branches: rows are seen to at once. Called by whole warps.
   template <class OutputTile>
-  CUFLASH_DEVICE float finalize(int i, OutputTile& o, float softmax_scale_log2) const {
-    const float sum = tile::quad_sum(row_sum[i]);
-    const bool is_empty = row_max[i] == ptx::negative_infinity<float>() && sum == 0;
-    o.scale_row(i, is_empty ? 1.0f : 1.0f / sum);
-    if (is_empty) return ptx::negative_infinity<float>();
-    return row_max[i] * (softmax_scale_log2 * static_cast<float>(kLn2)) + ptx::log_accurate(sum);
+  CUFLASH_DEVICE void finalize(OutputTile& o, float softmax_scale_log2, float (&lse)[kRows]) const {
+    float sum[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) sum[i] = tile::quad_sum(row_sum[i]);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool is_empty = row_max[i] == ptx::negative_infinity<float>() && sum[i] == 0;
+      o.scale_row(i, is_empty ? 1.0f : ptx::reciprocal_approx(sum[i]));
+      const float shift = row_max[i] * (softmax_scale_log2 * static_cast<float>(kLn2));
+      lse[i] = is_empty ? ptx::negative_infinity<float>() : shift + ptx::log_accurate(sum[i]);
+    }
   }
 };
 

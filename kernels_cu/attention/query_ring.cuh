@@ -17,9 +17,8 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 +
 static_assert(kThreads == kGroup * (1 + kConsumers), "a producer, and consumers");
 static_assert(kNumStages >= 2, "Q of a step is read while scores of the next are made");
 
-// Names of barriers; a warpgroup of consumers has one of each kind that says Ds or Dq, and each stage has one for its note.
-constexpr int kHelpersMeet = 1, kConsumersMeet = 2, kDsIsRead = 3, kDqIsRead = 5, kDqIsThere = 7, kNoteIsThere = 9;
-static_assert(kNoteIsThere + kNumStages <= 16, "barriers of a block");
+// Names of barriers; a warpgroup of consumers has one of each kind that says Ds or Dq,
+constexpr int kHelpersMeet = 1, kConsumersMeet = 2, kDsIsRead = 3, kDqIsRead = 5, kDqIsThere = 7;
 
 // Up to 128 columns a warpgroup has rows of dK and dV, and only dS goes through shared memory; beyond, it has columns of
 // them, and of P and dS as much goes there as both need.
@@ -90,6 +89,7 @@ constexpr int kWorks = kNumStages + 1;
 struct Board {
   Queries queries[kNumStages];
   tile::Room k, v, q[kNumStages], d_o[kDoStages];
+  uint64_t noted[kNumStages];  // helpers may read the note
   Note notes[kNumStages];
   attention::WorkTile works[kWorks];  // of heads that have steps, in turn
   int kv_head;
@@ -189,7 +189,8 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       const bool clears = has_dead_rows(params, work.place, step);
       const bool brings_v = num_k == 0;
       Note& note = own.notes[turn.stage];
-      tile::await_empty(own.q[turn.stage], turn.parity);  // by the whole warp, which keeps together
+      tile::await_empty(own.q[turn.stage], turn.parity);  // by all: lanes that wait for one starve it
+      __syncwarp();
       if (leads()) {
         const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == kBlockQ &&
                               work.last - work.first == kBlockKv;
@@ -209,9 +210,8 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         }
         fill(tile::Panels(q_smem(turn.stage)), maps.q, own.q_at, step.start, own.q[turn.stage], note.copies_q);
       }
-      __syncwarp();
-      ptx::bar_arrive(kNoteIsThere + turn.stage, kProducers);
       if (leads()) {
+        ptx::mbarrier_arrive(ptx::shared_address(&own.noted[turn.stage]));
         if (brings_k) {
           tile::await_empty(own.k, num_k % 2);
           fill(tile::Panels(k_smem), maps.k, in_stack(params.k, work.place, own.kv_head), work.first, own.k, note.copies_k);
@@ -228,12 +228,12 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     }
   }
   tile::await_empty(own.q[turn.stage], turn.parity);
+  __syncwarp();
   if (leads()) {
     own.notes[turn.stage].kind = Note::kEnd;
     ptx::mbarrier_arrive(ptx::shared_address(&own.q[turn.stage].full));
+    ptx::mbarrier_arrive(ptx::shared_address(&own.noted[turn.stage]));
   }
-  __syncwarp();
-  ptx::bar_arrive(kNoteIsThere + turn.stage, kProducers);
 }
 
 // Which of the 32 keys from `first` on a query sees; there are none from `last` on.
@@ -278,7 +278,7 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
   const int thread = threadIdx.x - 32;
   int num_k = 0;
   for (Turn turn;; turn = turn.next()) {
-    ptx::bar_sync(kNoteIsThere + turn.stage, kProducers);
+    ptx::mbarrier_wait(ptx::shared_address(&own.noted[turn.stage]), turn.parity);
     const Note& note = own.notes[turn.stage];
     const tile::Room &q = own.q[turn.stage], &d_o = own.d_o[do_stage(turn)];
     if (note.kind == Note::kEnd) return tile::arrive(q.full);
@@ -362,6 +362,7 @@ CUFLASH_DEVICE void share_work(const attention::Params& params, const attention:
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), 1 + kHelpers / 32 * tile::kArrivals);
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), (4 * kConsumers + (!kIsWide && has_notes)) * tile::kArrivals);
     }
+    for (uint64_t& noted : board().noted) ptx::mbarrier_init(ptx::shared_address(&noted), 1);
     ptx::mbarrier_init_fence();
   }
   __syncthreads();

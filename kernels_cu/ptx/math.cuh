@@ -13,6 +13,13 @@ CUFLASH_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+// 1 / x, off by one unit in the last place at most; of subnormal x infinite, and subnormal results are 0.
+CUFLASH_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The library's functions, one name for float and double.
 CUFLASH_DEVICE float exp2_accurate(float x) { return ::exp2f(x); }
 CUFLASH_DEVICE double exp2_accurate(double x) { return ::exp2(x); }

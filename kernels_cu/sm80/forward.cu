@@ -88,8 +88,7 @@ CUFLASH_DEVICE void write_part(const attention::Params& params, const Kept& kept
   const auto lse_rows = rows_of_part(params.shape, params.parts.lse_parts, work.place, 1);
   const auto o_rows = rows_of_part(params.shape, params.parts.o_parts, work.place, kValueDim);
   float row_lse[Output::kRows];
-#pragma unroll
-  for (int i = 0; i < o.kRows; ++i) row_lse[i] = softmax.finalize(i, o, kept.softmax_scale_log2);
+  softmax.finalize(o, kept.softmax_scale_log2, row_lse);
   ptx::cp_async_wait<0>();  // Q is there, even without a step
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i) {
@@ -108,11 +107,11 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const Kept& k
   const int length = params.shape.seqlen_q;
   const auto lse = matrix<float>(params.lse, place, place.head, length, 1).rows(work.first, work.last);
   const int first_row = o.first_row(), first_column = o.first_column();
+  float row_lse[Output::kRows];
+  softmax.finalize(o, kept.softmax_scale_log2, row_lse);
 #pragma unroll
-  for (int i = 0; i < o.kRows; ++i) {
-    const float row_lse = softmax.finalize(i, o, kept.softmax_scale_log2);
-    if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse;
-  }
+  for (int i = 0; i < o.kRows; ++i)
+    if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse[i];
   ptx::cp_async_wait<0>();
   __syncthreads();  // Q is there, even without a step, and read
   tile::store(o_smem, o);

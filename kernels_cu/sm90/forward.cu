@@ -16,7 +16,7 @@ using config::kNumStages;
 constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kConsumers = kBlockQ / 64;
 constexpr int kQRooms = kHeadDim <= 128 && kValueDim <= 128 ? 2 : 1;
-constexpr int kTasks = 2 * kQRooms;  // results of a tile are written after Q of its room's next one was asked for
+constexpr int kTasks = 2;  // results of a tile are written after Q of the next one was asked for
 constexpr bool kTakesTurns = kConsumers > 1;
 constexpr bool kMovesRegisters = kConsumers > 1 || kMinBlocks > 1;
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kValueDim > 128 && kBlockKv > 64 ? 40 : 56;
@@ -35,6 +35,11 @@ CUFLASH_DEVICE QPanels q_smem(int room) { return {room * QPanels::kBytes}; }
 CUFLASH_DEVICE KPanels k_smem(int stage) { return {kQRooms * QPanels::kBytes + stage * KPanels::kBytes}; }
 CUFLASH_DEVICE VPanels v_smem(int stage) { return {k_smem(kNumStages).start + stage * VPanels::kBytes}; }
 constexpr int kBoard = kQRooms * QPanels::kBytes + kNumStages * (KPanels::kBytes + VPanels::kBytes);
+
+// O goes through the room that its Q had, where each warp's rows of both have one place.
+using OPanels = tile::PanelTile<Element, kBlockQ, kValueDim>;
+constexpr bool kLeavesByRoom =
+    kQRooms > 1 && kValueDim <= kHeadDim && OPanels::kPanelWidth == QPanels::kPanelWidth;
 
 // What the producer says of a tile, and of a step.
 struct Task {
@@ -57,6 +62,7 @@ struct Job {
 
 struct Board {
   tile::Room q[kQRooms], k[kNumStages], v[kNumStages];
+  tile::Room jobs;  // full of one for the helpers, empty once it is done
   Task tasks[kTasks];
   Note notes[kNumStages];
   float softmax_scale_log2;  // consumers' registers are for accumulators
@@ -81,7 +87,7 @@ CUFLASH_DEVICE int q_parity_of(unsigned count) { return count / kQRooms % 2; }
 // Its first warp says what is to be brought, and has it copied by the tensor memory accelerator, or where that cannot by
 // the other warps.
 constexpr int kHelpers = kGroup - 32;
-constexpr int kJobIsThere = 1, kJobIsDone = 2, kTurns = 3;  // names of barriers: consumers have a turn each
+constexpr int kTurns = 1;  // a barrier's name: consumers have a turn each
 
 CUFLASH_DEVICE bool leads() { return threadIdx.x == 0; }
 
@@ -115,13 +121,13 @@ CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attenti
 }
 
 CUFLASH_DEVICE void help(const attention::Params& params) {
-  while (true) {
-    ptx::bar_sync(kJobIsThere, kGroup);
+  for (unsigned num_jobs = 0;; ++num_jobs) {
+    tile::await_full(board().jobs, num_jobs % 2);
     const Job& job = board().job;
     if (job.operand == kNothing) return;
     if (job.operand == kResults) {
       write_nothing(params, board().work);
-      ptx::bar_arrive(kJobIsDone, kGroup);
+      tile::arrive(board().jobs.empty);
       continue;
     }
     const int num_columns = job.operand == kV ? params.shape.value_dim : params.shape.head_dim;
@@ -129,29 +135,30 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
                                                 num_columns);
     tile::copy<kHelpers>(panels_of(job.operand, job.stage), all.rows(job.first, job.last), threadIdx.x - 32,
                          [](int) { return true; });
-    ptx::bar_arrive(kJobIsDone, kGroup);
+    tile::arrive(board().jobs.empty);
   }
 }
 
-// Have the helpers do what the first lane has said. By the whole warp, whose lanes have read by then what it says next.
-CUFLASH_DEVICE void hand_over_job() {
-  __syncwarp();
-  ptx::bar_arrive(kJobIsThere, kGroup);
+// Have the helpers do a job; and wait until it is done. By the whole warp.
+CUFLASH_DEVICE void hand_over(const Job& job) {
+  if (!leads()) return;
+  board().job = job;
+  ptx::mbarrier_arrive(ptx::shared_address(&board().jobs.full));
 }
+CUFLASH_DEVICE void await_job(unsigned& num_jobs) { await_room(board().jobs, ++num_jobs % 2); }
 
 // Fill an operand's room, which is empty, with rows first <= x < last. `clears` asks for zeros past them.
 template <Operand kOperand>
 CUFLASH_DEVICE void fill(const attention::Params& params, const attention::TensorMaps& maps, const tile::Room& room,
-                         int stage, int first, int last, bool clears) {
+                         int stage, int first, int last, bool clears, unsigned& num_jobs) {
   const attention::Mapped& map = (&maps.q)[kOperand];
   const attention::Matrices& matrices = (&params.q)[kOperand];
   if (attention::is_mapped(map, matrices) && !clears) {
     if (leads()) tile::start_copies(panels_of(kOperand, stage), map, board().at[kOperand], first, room.full);
     return;
   }
-  if (leads()) board().job = {kOperand, stage, first, last};
-  hand_over_job();
-  ptx::bar_sync(kJobIsDone, kGroup);
+  hand_over({kOperand, stage, first, last});
+  await_job(num_jobs);
   if (leads()) ptx::mbarrier_arrive(ptx::shared_address(&room.full));
 }
 
@@ -187,12 +194,13 @@ CUFLASH_DEVICE bool go_on(const attention::Params& params) {
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
   using namespace attention;
   unsigned num_keys = 0, num_values = 0, num_tasks = 0;  // tiles brought
+  unsigned num_jobs = 0;                                 // done by helpers
   const auto bring_keys = [&](const Step& step, bool is_last) {
     const int stage = stage_of(num_keys);
     tile::Room& room = board().k[stage];
     await_room(room, parity_of(num_keys));
     if (leads()) board().notes[stage] = {step, is_whole<kBlockKv>(step), is_last};
-    fill<kK>(params, maps, room, stage, step.start, step.stop, false);
+    fill<kK>(params, maps, room, stage, step.start, step.stop, false, num_jobs);
     ++num_keys;
   };
   const auto bring_values = [&](int first, int last) {
@@ -200,7 +208,8 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     tile::Room& room = board().v[stage];
     await_room(room, parity_of(num_values));
     // What the accelerator reads past a step may be anything, and 0 times that is not 0.
-    fill<kV>(params, maps, room, stage, first, last, last - first < kBlockKv && last < params.shape.seqlen_kv);
+    fill<kV>(params, maps, room, stage, first, last, last - first < kBlockKv && last < params.shape.seqlen_kv,
+             num_jobs);
     ++num_values;
   };
   const auto bring_queries = [&](const WorkTile& work) {
@@ -208,7 +217,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     tile::Room& room = board().q[stage];
     await_room(room, q_parity_of(num_tasks));
     if (leads()) board().tasks[num_tasks % kTasks] = {work, 0};
-    fill<kQ>(params, maps, room, stage, work.first, work.last, false);
+    fill<kQ>(params, maps, room, stage, work.first, work.last, false, num_jobs);
     ++num_tasks;
   };
 
@@ -222,10 +231,10 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     Step step;
     bool has_step = steps.next(step);
     if (!has_step) {
-      if (leads()) board().job.operand = kResults;
-      hand_over_job();
+      hand_over({kResults});
+      __syncwarp();  // all have read whether there is a tile
       look_ahead(params);
-      ptx::bar_sync(kJobIsDone, kGroup);  // the work may change
+      await_job(num_jobs);  // the work may change
       continue;
     }
     // K of a step comes before V of the last one, or Q: the order in which they are read.
@@ -246,9 +255,8 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   if (leads()) {
     board().tasks[num_tasks % kTasks].is_end = true;
     ptx::mbarrier_arrive(ptx::shared_address(&room.full));
-    board().job.operand = kNothing;
   }
-  hand_over_job();
+  hand_over({kNothing});
 }
 
 // ---- the consumers ----
@@ -262,21 +270,33 @@ CUFLASH_DEVICE void pass_turn() {
   if (kTakesTurns) ptx::bar_arrive(kTurns + own_group() % kConsumers, 2 * kGroup);
 }
 
-// lse and O, from registers: the rooms are filled again by then.
-CUFLASH_DEVICE void write_results(const attention::Params& params, const attention::WorkTile& work,
-                                  const Softmax& softmax, Output& o) {
+// lse and O of a tile, whose room of Q is left then if there are two.
+CUFLASH_DEVICE void write_results(const attention::Params& params, unsigned num_tasks, const Softmax& softmax, Output& o) {
   using namespace attention;
+  const WorkTile& work = board().tasks[num_tasks % kTasks].work;
   const Place& place = work.place;
   const int length = params.shape.seqlen_q;
   const auto lse = matrix<float>(params.lse, place, place.head, length, 1).rows(work.first, work.last);
   const int first_row = o.first_row(), first_column = o.first_column();
+  float row_lse[Output::kRows];
+  softmax.finalize(o, board().softmax_scale_log2, row_lse);
 #pragma unroll
-  for (int i = 0; i < o.kRows; ++i) {
-    const float row_lse = softmax.finalize(i, o, board().softmax_scale_log2);
-    if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse;
+  for (int i = 0; i < o.kRows; ++i)
+    if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse[i];
+  const auto rows = matrix<Element>(params.o, place, place.head, length, params.shape.value_dim).rows(work.first, work.last);
+  if (kLeavesByRoom && tile::has_chunks(rows) && rows.num_columns == kValueDim) {
+    if (!kTakesTurns) ptx::bar_sync(kTurns, kGroup);  // else a turn was waited for since the warpgroup has read Q
+    const OPanels room{q_smem(q_room_of(num_tasks)).start};
+    tile::Rounded<Element, Output> rounded;
+    rounded = o;
+    tile::store(room, rounded, o.warp_row());
+    __syncwarp();
+    tile::copy_chunks(rows, room, o.warp_row());
+    ptx::fence_proxy_async();
+  } else {
+    tile::store(rows, o);
   }
-  const auto all = matrix<Element>(params.o, place, place.head, length, params.shape.value_dim);
-  tile::store(all.rows(work.first, work.last), o);
+  if (kQRooms > 1) tile::arrive(board().q[q_room_of(num_tasks)].empty);
 }
 
 // Wait for a tile. False where none is left.
@@ -307,7 +327,7 @@ CUFLASH_DEVICE bool raise_maxima(const attention::Params& params, Scores& s, Sof
     attention::mask_scores<config::kIsListed>(s, params, board().tasks[num_tasks % kTasks].work, note.step);
   const bool is_last = note.is_last;
   tile::arrive(board().k[stage_of(num_keys)].empty);
-  if (is_last) tile::arrive(board().q[q_room_of(num_tasks)].empty);
+  if (is_last && kQRooms == 1) tile::arrive(board().q[0].empty);
   return softmax.raise(s, board().softmax_scale_log2, by);
 }
 
@@ -361,7 +381,7 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, int gro
       start_products(s, o, p, group, num_tasks, num_keys);
     }
     add_last_values(o, p, num_keys);
-    write_results(params, board().tasks[num_tasks % kTasks].work, softmax, o);
+    write_results(params, num_tasks, softmax, o);
   }
 }
 
@@ -384,7 +404,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, int gr
     tile::wait_for<0>(o);
     if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
     if (is_first) {
-      write_results(params, board().tasks[(num_tasks - 1) % kTasks].work, finished, o);
+      write_results(params, num_tasks - 1, finished, o);
       o.fill(0);
     }
     make_weights(p, s, softmax, o, has_risen && !is_first, by);
@@ -398,7 +418,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, int gr
     start_products(s, o, p, group, num_tasks, num_keys);
   }
   add_last_values(o, p, num_keys);
-  write_results(params, board().tasks[(num_tasks - 1) % kTasks].work, softmax, o);
+  write_results(params, num_tasks - 1, softmax, o);
 }
 
 CUFLASH_DEVICE void consume(const attention::Params& params, int group) {
@@ -421,6 +441,8 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), 1);
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), 4 * kConsumers * tile::kArrivals);
     }
+    ptx::mbarrier_init(ptx::shared_address(&board().jobs.full), 1);
+    ptx::mbarrier_init(ptx::shared_address(&board().jobs.empty), kHelpers / 32 * tile::kArrivals);
     ptx::mbarrier_init_fence();
     board().softmax_scale_log2 = Softmax::scale_log2(params.shape.softmax_scale);
   }

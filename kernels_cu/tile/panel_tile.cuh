@@ -3,6 +3,7 @@
 #include <ptx/math.cuh>
 #include <ptx/thread.cuh>
 #include <ptx/wgmma.cuh>
+#include <tile/async_copy.cuh>
 #include <tile/swizzled_tile.cuh>
 
 // Matrices in shared memory as the tensor memory accelerator brings them and warpgroups multiply them.
@@ -170,6 +171,37 @@ template <class T, class Left>
 CUFLASH_DEVICE void keep_in_place(Rounded<T, Left>& a) {
 #pragma unroll
   for (int k = 0; k < a.kSteps; ++k) ptx::keep_in_place(a.fragments[k]);
+}
+
+// Put a warpgroup's product, rounded, into shared memory, the warp's rows from first_row on. Called by whole warps.
+template <class Tile, class T, class Left>
+CUFLASH_DEVICE void store(Tile to, const Rounded<T, Left>& from, int first_row) {
+  using Panel = typename Tile::Panel;
+  static_assert(Tile::kColumns == 8 * Left::kColumnTiles, "all its columns");
+  constexpr int kSteps = Panel::kChunks / 2;
+  const uint32_t start = to.panel(0).address(first_row + ptx::lane() % 16, ptx::lane() / 16);
+#pragma unroll
+  for (int k = 0; k < from.kSteps; ++k)
+    ptx::stmatrix_x4(Panel::moved(start, 0, k % kSteps * 2) + k / kSteps * Panel::kBytes, from.fragments[k]);
+}
+
+// Put a warp's 16 rows from first_row on, which are in shared memory, into global memory, as far as there are rows: of a
+// matrix that has their columns, in chunks. Called by whole warps.
+template <class T, int Rows, int Columns, int Width>
+CUFLASH_DEVICE void copy_chunks(Matrix<T> to, PanelTile<T, Rows, Columns, Width> from, int first_row) {
+  using Panel = typename PanelTile<T, Rows, Columns, Width>::Panel;
+  constexpr int kAtOnce = 32 / Panel::kChunks;  // rows
+  const int lane_row = ptx::lane() / Panel::kChunks, chunk = ptx::lane() % Panel::kChunks;
+  const int offset = from.panel(0).offset(first_row + lane_row, chunk);
+  T* const data = to.data + (first_row + lane_row) * to.row_stride + chunk * Panel::kChunk;
+#pragma unroll
+  for (int row = 0; row < 16; row += kAtOnce) {
+    if (first_row + lane_row + row >= to.num_rows) continue;
+#pragma unroll
+    for (int panel = 0; panel < from.kPanels; ++panel)
+      *reinterpret_cast<Packet*>(data + row * to.row_stride + panel * Width) =
+          *from.panel(panel).template pointer<const Packet>(Panel::moved(offset, row, 0));
+  }
 }
 
 // Put a warpgroup's product, rounded and transposed, into shared memory: its rows are columns of the panels, the warp's

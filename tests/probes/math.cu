@@ -12,7 +12,7 @@ CUFLASH_DEVICE void library(const T* x, T* y, T* exact) {
 }
 
 extern "C" __global__ void math(const float* x, float* half, float* bfloat16, unsigned* packed,
-                                unsigned* packed_bfloat16, unsigned* tf32, float* power, int count, const float* single_x,
+                                unsigned* packed_bfloat16, unsigned* tf32, float* power, float* reciprocal, int count, const float* single_x,
                                 float* single_y, float* single_exact, const double* double_x, double* double_y,
                                 double* double_exact) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
@@ -22,6 +22,7 @@ extern "C" __global__ void math(const float* x, float* half, float* bfloat16, un
     packed_bfloat16[i] = ptx::pack2(ptx::BFloat16{}, x[i], 1.0f) ^ ptx::from_float<ptx::BFloat16>(x[i]).bits << 16;
     tf32[i] = x[i] == x[i] ? ptx::to_tf32(ptx::from_float<float>(ptx::to_float(x[i]))) : 0;  // PTX names no NaN
     power[i] = ptx::exp2_approx(x[i]);
+    reciprocal[i] = ptx::reciprocal_approx(x[i]);
   }
   if (blockIdx.x > 0) return;
   library(single_x, single_y, single_exact);

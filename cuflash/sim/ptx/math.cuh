@@ -11,6 +11,11 @@ CUFLASH_DEVICE float exp2_approx(float x) {
   return y < 0x1p-126f ? 0.0f : y;
 }
 
+CUFLASH_DEVICE float reciprocal_approx(float x) {
+  const float y = 1 / (__builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0, x) : x);
+  return __builtin_fabsf(y) < 0x1p-126f ? __builtin_copysignf(0, y) : y;
+}
+
 CUFLASH_DEVICE float exp2_accurate(float x) { return ::exp2f(x); }
 CUFLASH_DEVICE double exp2_accurate(double x) { return ::exp2(x); }
 CUFLASH_DEVICE float log2_accurate(float x) { return ::log2f(x); }
