@@ -19,8 +19,9 @@ one does, and in these every lane arrives at a barrier where in others one does 
 Rows of the result that a run does not measure stay as they are; it ends with an error if a row is not as it should be.
 
 Expect: no repeat differs, no tool reports an error, and initcheck does where k is unwritten.
-Found:  of sm90 no repeat differs, 12,000 forward calls and 1,200 gradients. The sanitizers have not been run by it;
-what was found by hand before is in results/gpu_tests.log.
+Found:  of sm80 and sm90 no repeat differs, 24,000 forward calls and 3,600 gradients. The sanitizers find nothing in any
+family, and what was left unwritten. One row is missing: racecheck of sm80 was not done in its time; what it found in
+the kernels before, nothing, is in results/gpu_tests.log.
 """
 
 import json

@@ -13,12 +13,13 @@ peak beside arguments and results. Kernels are compiled one after another, where
 threads; of those on tensor cores the sum of a plan's is given.
 
 Expect: half of the multiply-adds' rate forward: what a thread's registers hold decides how often shared memory is read.
-Found:  on an H100 forward float32 reaches 0.60 and 0.54 of the multiply-adds' rate at head_dim 64 and 128, backward
-0.51 and 0.47, where one walk adds to dq by atomics and five products are made, not seven; float64, on tensor cores,
-0.89 and 0.97 forward, 0.67 and 0.58 backward. At a density of 0.125 the forward pass works at 0.92 of its dense rate,
-the backward pass at 0.97. The naive kernels reach 0.12 to 0.15 forward, 0.17 to 0.18 backward. A warm call takes 25 us
-of the host, gradients 50 us; a device's work list of causal and documents at 128k tokens 1.1 ms until it is there. The
-slowest kernel takes 3.3 s to compile, backward at head_dim 64.
+Found:  on an H100 forward float32 reaches 0.60 and 0.55 of the multiply-adds' rate at head_dim 64 and 128, backward
+0.49 and 0.47, where one walk adds to dq by atomics and five products are made, not seven; float64, on tensor cores,
+0.88 and 0.98 forward, 0.67 and 0.58 backward. At a density of 0.125 the forward pass works at 0.91 of its dense rate,
+the backward pass at 0.99. The naive kernels reach 0.12 to 0.16 forward, 0.16 to 0.18 backward. A warm call takes 20 to
+34 us of the host, gradients 36 us; a device's work list of causal and documents at 128k tokens 0.7 ms until it is
+there. Of simt the slowest kernel takes 2.0 s to compile, backward at head_dim 64; sm80's of a plan 4.1 to 4.7 s in sum,
+one after another. What sm90's take has not been measured by it: they were in CuPy's cache.
 """
 
 import itertools
