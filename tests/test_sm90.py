@@ -221,6 +221,31 @@ class Ends(masks.Mask):
         return 0 * (b + h + i), self.ends[h] * (i >= 4) + 0 * b
 
 
+class KeysOfHeads(Ends):
+    """Each query head sees its own number of keys, of every query."""
+
+    def intervals(self, b: Any, h: Any, i: Any) -> Any:
+        return 0 * (b + h + i), self.ends[h] + 0 * (b + i)
+
+
+def heads_of_one_step(dims: tuple[int, int] | None) -> Structure:
+    """Helpers copy K for every other head, which does not see all of it, and the accelerator brings it for the rest."""
+    ends = KeysOfHeads(np.array([70, 128, 40, 128, 100, 128, 20, 128]))
+    shape = {"num_heads": 8, "num_kv_heads": 1, "seqlen_q": 60, "seqlen_kv": 128, "head_dim": 64, "value_dim": 40}
+    return of_dims(Structure(**shape, mask=ends), dims)
+
+
+@needs_compiler
+@narrow_and_wide
+@pytest.mark.parametrize("order", ["first_warp", "last_warp", "random", "priorities"])
+def test_no_helper_is_a_head_ahead_of_another(order: Any, dims: tuple[int, int] | None) -> None:
+    example = half(heads_of_one_step(dims))
+    assert has_own_backward(plan_of(example))
+    for seed in range(6):
+        schedule = sim.Schedule(seed=seed, order=order, copies="random")
+        assert_within_bounds(example, **call(example, SIM90, Simulator(schedule), margin=ALIGNED))
+
+
 @on_sm90
 @narrow_and_wide
 def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run, dims: tuple[int, int] | None) -> None:

@@ -92,7 +92,7 @@ EDITS = {
     "O goes on from tile to tile": (
         _FORWARD, "      o.fill(0);\n    }\n    make_weights", "    }\n    make_weights"
     ),
-    "a tile has the sums of the next one": (_FORWARD, "num_tasks - 1, finished, o);", "num_tasks - 1, softmax, o);"),
+    "a tile has the sums of the next one": (_FORWARD, "- 1, finished, o, false);", "- 1, softmax, o, false);"),
     "a tile goes on with the maximum of the one before": (_FORWARD, "      softmax = Softmax();\n", ""),
     "there is a task for each room": (_FORWARD, "kTasks = 2;", "kTasks = 1;"),
     "nobody has the first turn": (_FORWARD, "  if (group == kConsumers) pass_turn();\n", ""),

@@ -293,10 +293,10 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
     }
     tile::arrive(q.full);
     if (note.brings_k) {
+      tile::await_empty(own.k, num_k % 2);  // else a helper could arrive for this K while another copies the last
       if (note.copies_k) {
         const Interval keys = seen_keys(params, work);
         const auto all = matrix<Element>(params.k, work.place, own.kv_head, shape.seqlen_kv, shape.head_dim);
-        tile::await_empty(own.k, num_k % 2);
         tile::copy<kHelpers>(tile::Panels(k_smem), all.rows(work.first, keys.hi), thread,
                        [&](int row) { return work.first + row >= keys.lo; });
       }

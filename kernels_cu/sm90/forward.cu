@@ -87,7 +87,7 @@ CUFLASH_DEVICE int q_parity_of(unsigned count) { return count / kQRooms % 2; }
 // Its first warp says what is to be brought, and has it copied by the tensor memory accelerator, or where that cannot by
 // the other warps.
 constexpr int kHelpers = kGroup - 32;
-constexpr int kTurns = 1;  // a barrier's name: consumers have a turn each
+constexpr int kTurns = 1, kHasReadQ = 4;  // names of barriers, one for each warpgroup of consumers
 
 CUFLASH_DEVICE bool leads() { return threadIdx.x == 0; }
 
@@ -271,7 +271,8 @@ CUFLASH_DEVICE void pass_turn() {
 }
 
 // lse and O of a tile, whose room of Q is left then if there are two.
-CUFLASH_DEVICE void write_results(const attention::Params& params, unsigned num_tasks, const Softmax& softmax, Output& o) {
+CUFLASH_DEVICE void write_results(const attention::Params& params, unsigned num_tasks, const Softmax& softmax, Output& o,
+                                  bool is_last) {
   using namespace attention;
   const WorkTile& work = board().tasks[num_tasks % kTasks].work;
   const Place& place = work.place;
@@ -285,7 +286,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, unsigned num_
     if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse[i];
   const auto rows = matrix<Element>(params.o, place, place.head, length, params.shape.value_dim).rows(work.first, work.last);
   if (kLeavesByRoom && tile::has_chunks(rows) && rows.num_columns == kValueDim) {
-    if (!kTakesTurns) ptx::bar_sync(kTurns, kGroup);  // else a turn was waited for since the warpgroup has read Q
+    if (!kTakesTurns || is_last) ptx::bar_sync(kHasReadQ + own_group(), kGroup);  // else a turn was waited for since
     const OPanels room{q_smem(q_room_of(num_tasks)).start};
     tile::Rounded<Element, Output> rounded;
     rounded = o;
@@ -381,7 +382,7 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, int gro
       start_products(s, o, p, group, num_tasks, num_keys);
     }
     add_last_values(o, p, num_keys);
-    write_results(params, num_tasks, softmax, o);
+    write_results(params, num_tasks, softmax, o, true);
   }
 }
 
@@ -404,7 +405,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, int gr
     tile::wait_for<0>(o);
     if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
     if (is_first) {
-      write_results(params, num_tasks - 1, finished, o);
+      write_results(params, num_tasks - 1, finished, o, false);
       o.fill(0);
     }
     make_weights(p, s, softmax, o, has_risen && !is_first, by);
@@ -418,7 +419,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, int gr
     start_products(s, o, p, group, num_tasks, num_keys);
   }
   add_last_values(o, p, num_keys);
-  write_results(params, num_tasks - 1, softmax, o);
+  write_results(params, num_tasks - 1, softmax, o, true);
 }
 
 CUFLASH_DEVICE void consume(const attention::Params& params, int group) {
