@@ -12,7 +12,7 @@ Backward calls whose kernels are another family's are left to that one.
 `sanitizers`: `cases`, which launch every kernel that the GPU can be given, in a child process under each tool of
 compute-sanitizer, with CuPy's memory pool off, so that each array is an allocation of its own. No kernel is left out,
 CuPy's neither: what initcheck does not see written counts as unwritten. And it must find what is: in its control, one
-case of each family, k is left unwritten; but for sm90, whose k the tensor memory accelerator reads, which no tool sees.
+case of each family, k is left unwritten; but for sm90, whose k the tensor memory accelerator reads: that it misses.
 racecheck is shown sm90's watched kernels: it knows no order that goes from one lane through __syncwarp to what another
 one does, and in these every lane arrives at a barrier where in others one does for its warp.
 

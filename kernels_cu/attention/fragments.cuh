@@ -159,8 +159,8 @@ struct LazySoftmax {
     weigh(s, softmax_scale_log2);
   }
 
-  // Divide o by its row sums; `lse` is the natural log-sum-exp of rows. Rows without a key: o = 0, lse = -inf. Nothing
-  // branches: rows are seen to at once. Called by whole warps.
+  // Divide o by its row sums; `lse` is the natural log-sum-exp of rows. Rows without a key: o = 0, lse = -inf. All
+  // rows at once, so that none waits for another. Called by whole warps.
   template <class OutputTile>
   CUFLASH_DEVICE void finalize(OutputTile& o, float softmax_scale_log2, float (&lse)[kRows]) const {
     float sum[kRows];

@@ -17,7 +17,7 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 +
 static_assert(kThreads == kGroup * (1 + kConsumers), "a producer, and consumers");
 static_assert(kNumStages >= 2, "Q of a step is read while scores of the next are made");
 
-// Names of barriers; a warpgroup of consumers has one of each kind that says Ds or Dq,
+// Names of barriers; a warpgroup of consumers has one of each kind that says Ds or Dq.
 constexpr int kHelpersMeet = 1, kConsumersMeet = 2, kDsIsRead = 3, kDqIsRead = 5, kDqIsThere = 7;
 
 // Up to 128 columns a warpgroup has rows of dK and dV, and only dS goes through shared memory; beyond, it has columns of
@@ -189,7 +189,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       const bool clears = has_dead_rows(params, work.place, step);
       const bool brings_v = num_k == 0;
       Note& note = own.notes[turn.stage];
-      tile::await_empty(own.q[turn.stage], turn.parity);  // by all: lanes that wait for one starve it
+      tile::await_empty(own.q[turn.stage], turn.parity);  // by the whole warp: none misses a phase
       __syncwarp();
       if (leads()) {
         const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == kBlockQ &&

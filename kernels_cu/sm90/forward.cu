@@ -139,7 +139,7 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
   }
 }
 
-// Have the helpers do a job; and wait until it is done. By the whole warp.
+// Have the helpers do a job, and wait until it is done. By the whole warp, both.
 CUFLASH_DEVICE void hand_over(const Job& job) {
   if (!leads()) return;
   board().job = job;
@@ -286,7 +286,8 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, unsigned num_
     if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse[i];
   const auto rows = matrix<Element>(params.o, place, place.head, length, params.shape.value_dim).rows(work.first, work.last);
   if (kLeavesByRoom && tile::has_chunks(rows) && rows.num_columns == kValueDim) {
-    if (!kTakesTurns || is_last) ptx::bar_sync(kHasReadQ + own_group(), kGroup);  // else a turn was waited for since
+    // All of the warpgroup's products have read Q: with the next tile's first ones a turn was waited for, if there are both.
+    if (!kTakesTurns || is_last) ptx::bar_sync(kHasReadQ + own_group(), kGroup);
     const OPanels room{q_smem(q_room_of(num_tasks)).start};
     tile::Rounded<Element, Output> rounded;
     rounded = o;
