@@ -221,7 +221,7 @@ def _tiles(
     """An array [batch, batch, heads, rows, columns] as boxes. An axis of stride 0 has extent 1, and so does one that is
     not there."""
     problem, itemsize = plan.problem, view.dtype.itemsize
-    heads = problem.num_heads if view.name in ("q", "do") else problem.num_kv_heads
+    heads = problem.num_heads if view.name in ("q", "do", "o") else problem.num_kv_heads
     leading = [(extent if step else 1, step) for extent, step in (*batch, (heads, steps[0]))]
     axes = [*leading, (view.shape[-2], steps[1] or _NO_STRIDE), (view.shape[-1], steps[2])]
     shape, strides = (tuple(side) for side in zip(*((extent, step * itemsize) for extent, step in axes)))

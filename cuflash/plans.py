@@ -23,6 +23,7 @@ _FULL, _ALMOST = 0.8, 0.85  # shares of what a GPU holds at once, and of the bes
 _FEWEST_STEPS, _MOST_WAVES, _MOST_SPLITS = 4, 4, 128
 # When blocks go on from tile to tile: steps' time that a tile takes beside them; `Plan._places_that_balance`.
 _STEPS_BESIDE, _UNEVEN, _MOST_ROUNDS = 2, 1.05, 64
+_SAMPLED = 256  # queries
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -369,8 +370,20 @@ def make_plan(
     work = work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
     if family is not None and isinstance(work, ListedWork):
         specs = chosen(family, problem, device, (work.block_q, work.block_kv))
+    elif family == "sm90":
+        specs = chosen(family, problem, device, num_keys=_keys_seen(work, problem))
     made = Plan(problem=problem, mask=mask, device=device, tile=tile, work=work, specs=specs)
     return made.split() if family == "sm80" and not made.is_empty else made
+
+
+def _keys_seen(work: WorkList, problem: Problem) -> float | None:
+    """How many keys a query sees on average, by a sample of them; None where no band says it."""
+    if not isinstance(work, IntervalWork) or work.band is None or not problem.seqlen_q:
+        return None
+    query = np.linspace(0, problem.seqlen_q - 1, min(problem.seqlen_q, _SAMPLED))
+    lo = 0 if work.band.lower is None else np.maximum(query + work.band.lower, 0)
+    hi = problem.seqlen_kv if work.band.upper is None else np.minimum(query + work.band.upper + 1, problem.seqlen_kv)
+    return float(np.mean(np.maximum(hi - lo, 0)))
 
 
 def _list_bytes(work: WorkList) -> int:

@@ -58,7 +58,7 @@ PARAMS = np.dtype(
     [*((name, MATRICES) for name in ARRAYS), ("shape", SHAPE), ("work", WORK), ("whole", WHOLE), ("parts", PARTS)],
     align=True,
 )
-MAPPED_ARRAYS = ("q", "k", "v", "do")
+MAPPED_ARRAYS = ("q", "k", "v", "do", "o")
 MAPPED = np.dtype(
     {"names": ("map", "is_there"), "formats": ((np.uint64, (16,)), np.int64), "offsets": (0, 128), "itemsize": 192}
 )

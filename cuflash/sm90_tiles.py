@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +16,7 @@ ROWS = 64  # of queries, of a warpgroup
 LIST_BLOCK = (128, 128)  # of a list that is made for the kernels
 _STAGES = 2
 _SMALLEST = 16  # columns of a product
-_FEW_QUERIES = 2048
-_ROOM, _BARRIER, _TASK, _NOTE, _REST = 16, 8, 32, 24, 176  # bytes of what warpgroups tell each other
+_ROOM, _BARRIER, _TASKS, _TASK, _NOTE, _REST = 16, 8, 4, 136, 24, 8  # bytes of what warpgroups tell each other
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 56, 28, 72
 _WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
@@ -26,14 +26,23 @@ class _Tile(NamedTuple):
     block_kv: int
 
 
-# By the wider of the two dimensions: as many scores as registers hold beside O, in two or three warpgroups.
-_FORWARD = {64: _Tile(192, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
+# By the wider of the two dimensions: as many scores as registers hold beside O, in two warpgroups; or in three, with
+# fewer registers each, where queries see as many keys or more: what a tile costs beside its steps counts less then, and
+# what a causal mask leaves of the last steps.
+_FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
+_FORWARD_OF_THREE = {64: (768, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 
 
 def forward_spec(
-    dtype: np.dtype[Any], dims: tuple[int, int], device: DeviceSpec, largest: tuple[int, int] | None, num_queries: int
+    dtype: np.dtype[Any],
+    dims: tuple[int, int],
+    device: DeviceSpec,
+    largest: tuple[int, int] | None,
+    num_queries: int,
+    num_keys: float,
 ) -> KernelSpec:
-    """The forward kernel for rooms for dims (head_dim, value_dim), with tiles that divide `largest`, if given.
+    """The forward kernel for rooms for dims (head_dim, value_dim), with tiles that divide `largest`, if given, for
+    queries that see so many keys on average.
 
     Raises
     ------
@@ -42,13 +51,13 @@ def forward_spec(
     """
     if device.compute_capability != (9, 0):
         raise UnsupportedProblem([f"kernel='sm90' needs compute capability 9.0; got {device.name}: use kernel='auto'"])
-    tile = next(tile for width, tile in _FORWARD.items() if width >= max(dims))
-    block_q, block_kv = tile
-    if num_queries < _FEW_QUERIES:  # three warpgroups, with fewer registers each, pay where tiles have many steps
-        block_q = min(block_q, 2 * ROWS)
+    width = next(width for width in _FORWARD if width >= max(dims))
+    fewest, of_three = _FORWARD_OF_THREE.get(width, (inf, _FORWARD[width]))
+    # Three warpgroups have no registers left for lists.
+    block_q, block_kv = of_three if num_keys >= fewest and largest is None else _FORWARD[width]
     if num_queries <= block_q - ROWS:
         block_q = ROWS * max(1, -(-num_queries // ROWS))
-    if largest is not None:  # three warpgroups have no registers left for lists
+    if largest is not None:
         block_q = next((rows for rows in (2 * ROWS, ROWS) if rows <= block_q and largest[0] % rows == 0), ROWS)
         if largest[1] % block_kv:
             block_kv = max(_SMALLEST, _power_of_two(min(largest[1], block_kv)))
@@ -109,7 +118,7 @@ def shared_bytes(spec: KernelSpec) -> int:
         return spec.dtype.itemsize * (elements + do_stages * of_do) + told
     q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 else 1
     elements = q_rooms * spec.block_q * spec.head_dim + stages * spec.block_kv * both
-    told = _ROOM * (q_rooms + 2 * stages + 1) + 2 * _TASK + _NOTE * stages + _REST
+    told = _ROOM * (q_rooms + 2 * stages) + _TASKS * (_ROOM + _TASK) + _NOTE * stages + _REST
     return spec.dtype.itemsize * elements + told
 
 
@@ -118,7 +127,7 @@ def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
     head_panel, value_panel = (64 if dim % 64 == 0 else 32 for dim in (spec.head_dim, spec.value_dim))
     found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.block_kv, value_panel)}
     if spec.entry == "forward":
-        return found
+        return found | {"o": (ROWS // 4, value_panel)}  # of a warp
     if spec.entry == "backward_wide" and spec.head_dim % 128:  # half of the columns are whole panels
         found["k"] = (spec.block_kv, 32)
     return found | {"do": (spec.block_q, value_panel)}

@@ -136,6 +136,7 @@ def kernel_specs(
     largest: tuple[int, int] | None = None,
     *,
     deterministic: bool = False,
+    num_keys: float | None = None,
 ) -> dict[str, KernelSpec]:
     """The kernels of a family that serve a problem on a device, by entry.
 
@@ -145,6 +146,8 @@ def kernel_specs(
         What tiles may not exceed: the blocks of a list.
     deterministic : bool
         Whether every result must be bitwise repeatable.
+    num_keys : float, optional
+        What a query sees on average, where that is known; else all keys.
 
     Raises
     ------
@@ -170,7 +173,8 @@ def kernel_specs(
         dims, length = (head_dim, value_dim), problem.seqlen_q
         chosen = sm80_tiles.specs(problem, dims, device, largest, length, deterministic=deterministic)
         if family == "sm90":
-            chosen["forward"] = sm90_tiles.forward_spec(problem.dtype, dims, device, largest, length)
+            seen = problem.seqlen_kv if num_keys is None else num_keys
+            chosen["forward"] = sm90_tiles.forward_spec(problem.dtype, dims, device, largest, length, seen)
             # dQ is added up in any order; else, and where tiles are too large, sm80's serve
             if not deterministic:
                 chosen |= sm90_tiles.backward_specs(problem.dtype, dims, largest)

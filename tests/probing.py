@@ -56,8 +56,10 @@ class TensorMap:
     place: int
     box: tuple[int, ...]
     swizzle_bytes: int = 0
+    columns: int | None = None  # the first ones of the array alone
 
     def of(self, array: Any) -> Tiles:
+        array = array[..., : self.columns]
         return Tiles(array.dtype, array.shape, array.strides, self.box, self.swizzle_bytes)
 
 
@@ -607,6 +609,25 @@ def tile_stores(adds: bool, *case: Any) -> Launch:
     )
 
 
+def chunk_stores(columns: int) -> Launch:
+    """Of a row that ends within a chunk of 16 bytes, all of the chunk is written."""
+    array, box = np.full((1, 1, 1, 20, 64), SENTINEL).astype(np.float16), (1, 1, 1, 16, 64)
+    values = np.random.default_rng(8).integers(1, 64, (16, 64)).astype(np.float16)
+    after = array.copy()
+    written = -(-columns // 8) * 8
+    after[0, 0, 0, :16, :written] = values[:, :written]
+    tiles = _swizzled(values.view(np.uint8).ravel(), 128)[None]
+    return Launch(
+        name=f"store {columns} columns", file="tma", entry="stores", block=128, architecture=HOPPER,
+        shared_bytes=2048 + 16, constants={"kRank": 5},
+        arguments=(
+            TensorMap(1, box, 128, columns), array, np.zeros((1, 5), np.int32), np.int32(1), np.int32(2048), tiles,
+            np.int32(0),
+        ),
+        expected={1: Expected(after)},
+    )  # fmt: skip
+
+
 def bulk() -> Launch:
     half = 1040
     numbers = np.random.default_rng(9).integers(-99, 99, half // 2).astype(np.float32)
@@ -835,6 +856,7 @@ LAUNCHES = (
     *(tile_loads(*case) for case in TILES),
     *(tile_loads(*TILES[3], axis=axis) for axis in (0, 1)),
     *(tile_stores(adds, *case) for case in TILES for adds in (False, True)),
+    *map(chunk_stores, (1, 20, 64)),
     bulk(),
     ring(),
     *(group_products(dtype, columns, columns % 32 == 0)

@@ -217,7 +217,7 @@ EDITS = {
         "raise(s, softmax_scale_log2, by);",
     ),
     "a fragment's second row takes the first's mask": (
-        "attention/fragments.cuh", "row = first_row + Tile::row(i);", "row = first_row + Tile::row(i / 2 * 2);"
+        "attention/fragments.cuh", "seen_by(first_row + Tile::row(i));", "seen_by(first_row + Tile::row(i / 2 * 2));"
     ),
     "bits of a fragment are its neighbour's": (
         "attention/fragments.cuh", ">> Tile::first_column() % 8)", ">> Tile::first_column() % 8 / 4 * 4)"

@@ -21,24 +21,20 @@ struct HeadAfterHead {
   CUFLASH_DEVICE int operator()(int row) const { return row % seqlen_q; }
 };
 
-// Set what a warp's queries may not see in a step to -inf: keys past the step's end, and masked ones. Columns of a thread
-// rise, so that those before a key are the first of them, and what a row sees is a bit a column. Bits of a step start with
-// a byte, since steps are as wide as whole bytes.
-template <bool HasBits, class Tile, class Queries = EachItsOwn>
-CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& work, const Step& step,
-                                Queries query_of = {}) {
+// Set scores that a warp's queries may not see in a step to -inf: keys past the step's end, and those that `seen_by` of a
+// row of the tile leaves out. Columns of a thread rise, so that those before a key are the first of them, and what a row
+// sees is a bit a column. Bits of a step start with a byte, since steps are as wide as whole bytes.
+template <bool HasBits, class Tile, class SeenBy>
+CUFLASH_DEVICE void mask_rows(Tile& s, const Step& step, SeenBy seen_by) {
   constexpr int kWords = (Tile::kColumns + 31) / 32;
-  const int first_row = work.first + Tile::first_row(), first_key = step.start + Tile::first_column();
+  const int first_row = Tile::first_row(), first_key = step.start + Tile::first_column();
   const int num_keys = step.stop - first_key;
   const auto columns_before = [](int key) { return key <= 0 ? 0 : key / 8 * 2 + min(key % 8, 2); };
   const auto first_bits = [](int count) { return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1; };
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
-    const int row = first_row + Tile::row(i);
-    ptx::keep_loads_apart();
-    const Seen seen = step.seen(params, work.place, query_of(min(row, work.last - 1)));
-    const int lo = columns_before(seen.lo - first_key);
-    const int hi = row < work.last ? columns_before(min(seen.hi - first_key, num_keys)) : 0;
+    const Seen seen = seen_by(first_row + Tile::row(i));
+    const int lo = columns_before(seen.lo - first_key), hi = columns_before(min(seen.hi - first_key, num_keys));
     uint32_t words[kWords];
 #pragma unroll
     for (int x = 0; x < kWords; ++x) words[x] = first_bits(hi - 32 * x) & ~first_bits(lo - 32 * x);
@@ -53,6 +49,23 @@ CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& w
     for (int j = 0; j < Tile::kColumns; ++j)
       if (!(words[j / 32] >> j % 32 & 1)) s.at(i, j) = ptx::negative_infinity<float>();
   }
+}
+
+// What a row of a tile sees in a step; one past its last, nothing.
+template <class Queries = EachItsOwn>
+CUFLASH_DEVICE Seen seen_by_row(const Params& params, const WorkTile& work, const Step& step, int row,
+                                Queries query_of = {}) {
+  const int query = work.first + row;
+  ptx::keep_loads_apart();
+  Seen seen = step.seen(params, work.place, query_of(min(query, work.last - 1)));
+  if (query >= work.last) seen.hi = 0;
+  return seen;
+}
+
+template <bool HasBits, class Tile, class Queries = EachItsOwn>
+CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& work, const Step& step,
+                                Queries query_of = {}) {
+  mask_rows<HasBits>(s, step, [&](int row) { return seen_by_row(params, work, step, row, query_of); });
 }
 
 // The running maximum and sum of a warp's rows (FlashAttention-2, arXiv 2307.08691, algorithm 1). Scores come as they
@@ -159,20 +172,32 @@ struct LazySoftmax {
     weigh(s, softmax_scale_log2);
   }
 
-  // Divide o by its row sums; `lse` is the natural log-sum-exp of rows. Rows without a key: o = 0, lse = -inf. All
-  // rows at once, so that none waits for another. Called by whole warps.
+  // Divide o by its row sums, which are all threads' then. Rows without a key have o = 0. All rows at once, so that none
+  // waits for another. Called by whole warps.
   template <class OutputTile>
-  CUFLASH_DEVICE void finalize(OutputTile& o, float softmax_scale_log2, float (&lse)[kRows]) const {
-    float sum[kRows];
+  CUFLASH_DEVICE void divide(OutputTile& o, float (&sum)[kRows]) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) sum[i] = tile::quad_sum(row_sum[i]);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const bool is_empty = row_max[i] == ptx::negative_infinity<float>() && sum[i] == 0;
-      o.scale_row(i, is_empty ? 1.0f : ptx::reciprocal_approx(sum[i]));
-      const float shift = row_max[i] * (softmax_scale_log2 * static_cast<float>(kLn2));
-      lse[i] = is_empty ? ptx::negative_infinity<float>() : shift + ptx::log_accurate(sum[i]);
-    }
+    for (int i = 0; i < kRows; ++i) o.scale_row(i, ptx::reciprocal_approx(divisor(row_max[i], sum[i])));
+  }
+
+  // The natural log-sum-exp of a row; -inf without a key.
+  static CUFLASH_DEVICE float lse(float row_max, float sum, float softmax_scale_log2) {
+    return row_max * (softmax_scale_log2 * static_cast<float>(kLn2)) + ptx::log_accurate(divisor(row_max, sum));
+  }
+  // Of a row without a key, whose sum is 0, 1.
+  static CUFLASH_DEVICE float divisor(float row_max, float sum) {
+    return row_max == ptx::negative_infinity<float>() && sum == 0 ? 1 : sum;
+  }
+
+  // Both.
+  template <class OutputTile>
+  CUFLASH_DEVICE void finalize(OutputTile& o, float softmax_scale_log2, float (&row_lse)[kRows]) const {
+    float sum[kRows];
+    divide(o, sum);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) row_lse[i] = lse(row_max[i], sum[i], softmax_scale_log2);
   }
 };
 

@@ -210,18 +210,20 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         }
         fill(tile::Panels(q_smem(turn.stage)), maps.q, own.q_at, step.start, own.q[turn.stage], note.copies_q);
       }
-      if (leads()) {
-        ptx::mbarrier_arrive(ptx::shared_address(&own.noted[turn.stage]));
-        if (brings_k) {
-          tile::await_empty(own.k, num_k % 2);
+      if (leads()) ptx::mbarrier_arrive(ptx::shared_address(&own.noted[turn.stage]));
+      if (brings_k) {
+        tile::await_empty(own.k, num_k % 2);
+        __syncwarp();
+        if (leads()) {
           fill(tile::Panels(k_smem), maps.k, in_stack(params.k, work.place, own.kv_head), work.first, own.k, note.copies_k);
           if (brings_v)
             fill(tile::Panels(v_smem), maps.v, in_stack(params.v, work.place, own.kv_head), work.first, own.v, note.copies_v);
         }
-        const tile::Room& d_o = own.d_o[do_stage(turn)];
-        tile::await_empty(d_o, do_parity(turn));
-        fill(tile::Panels(do_smem(do_stage(turn))), maps.do_, own.do_at, step.start, d_o, note.copies_do);
       }
+      const tile::Room& d_o = own.d_o[do_stage(turn)];
+      tile::await_empty(d_o, do_parity(turn));
+      __syncwarp();
+      if (leads()) fill(tile::Panels(do_smem(do_stage(turn))), maps.do_, own.do_at, step.start, d_o, note.copies_do);
       num_k += brings_k;
       turn = turn.next();
       has_stepped = true;

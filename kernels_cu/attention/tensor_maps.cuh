@@ -10,7 +10,7 @@ using tile::Mapped;
 
 // Stacks [batch, batch, heads, rows, columns], an axis of extent 1 where its stride is 0; columns come first.
 struct TensorMaps {
-  Mapped q, k, v, do_;
+  Mapped q, k, v, do_, o;
 };
 
 CUFLASH_DEVICE bool is_mapped(const Mapped& map, const Matrices& matrices) {

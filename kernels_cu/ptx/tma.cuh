@@ -60,8 +60,15 @@ CUFLASH_DEVICE void tma_store_4d(const TensorMap* map, uint32_t source, int x0, 
                : "memory");
 }
 
+// By the first lane, called by whole warps: in a branch of one lane's the compiler would serialize wgmma.
 CUFLASH_DEVICE void tma_store_5d(const TensorMap* map, uint32_t source, int x0, int x1, int x2, int x3, int x4) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+  asm volatile("{\n"
+               ".reg .pred is_first;\n"
+               ".reg .u32 lane;\n"
+               "mov.u32 lane, %%laneid;\n"
+               "setp.eq.u32 is_first, lane, 0;\n"
+               "@is_first cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];\n"
+               "}" ::"l"(map),
                "r"(source), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
                : "memory");
 }

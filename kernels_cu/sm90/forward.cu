@@ -16,7 +16,7 @@ using config::kNumStages;
 constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kConsumers = kBlockQ / 64;
 constexpr int kQRooms = kHeadDim <= 128 && kValueDim <= 128 ? 2 : 1;
-constexpr int kTasks = 2;  // results of a tile are written after Q of the next one was asked for
+constexpr int kTasks = 4;  // tiles known of: looked up, brought, multiplied, and written
 constexpr bool kTakesTurns = kConsumers > 1;
 constexpr bool kMovesRegisters = kConsumers > 1 || kMinBlocks > 1;
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kValueDim > 128 && kBlockKv > 64 ? 40 : 56;
@@ -41,38 +41,31 @@ using OPanels = tile::PanelTile<Element, kBlockQ, kValueDim>;
 constexpr bool kLeavesByRoom =
     kQRooms > 1 && kValueDim <= kHeadDim && OPanels::kPanelWidth == QPanels::kPanelWidth;
 
-// What the producer says of a tile, and of a step.
+// What is known of a tile, and of a step.
+enum Operand { kQ, kK, kV };  // in the order of Params and TensorMaps
 struct Task {
   attention::WorkTile work;
-  int is_end;
+  attention::Reach reach;
+  int kv_head, is_end;
+  tile::InStack at[kV + 1], o_at;  // of operands, and of O
+  float* lse;
+  int leaves_by_room;  // its last row is the tile's, or the matrix's, and rows are whole chunks, as the accelerator writes
+  int is_of_band;
+  attention::Interval band;  // what the first row sees, if it is one; others see what lies as much further on
 };
 struct Note {
+  enum Kind { kWhole = 1, kLast = 2 };
   attention::Step step;
-  int is_whole, is_last;
-};
-
-// What is brought, in the order of Params and TensorMaps; kResults of a tile without a step are written; kNothing is the
-// last that helpers are asked for.
-enum Operand { kQ, kK, kV, kResults, kNothing };
-struct Job {
-  Operand operand;
-  int stage;
-  int first, last;  // rows
+  int start;  // keys before it were the last step's
+  int kind;  // kWhole, kLast, or the sum of both
 };
 
 struct Board {
   tile::Room q[kQRooms], k[kNumStages], v[kNumStages];
-  tile::Room jobs;  // full of one for the helpers, empty once it is done
+  tile::Room told[kTasks];  // tasks
   Task tasks[kTasks];
   Note notes[kNumStages];
   float softmax_scale_log2;  // consumers' registers are for accumulators
-  // The producer's own, whose registers are few: this tile's, and the next one's.
-  int round, num_tiles;
-  attention::WorkTile work, next_work;
-  attention::Reach reach, next_reach;
-  int kv_head, has_next;
-  tile::InStack at[kResults];  // of operands
-  Job job;
 };
 CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_shared<unsigned char>() + kBoard); }
 
@@ -82,31 +75,54 @@ CUFLASH_DEVICE int parity_of(unsigned count) { return count / kNumStages % 2; }
 CUFLASH_DEVICE int q_room_of(unsigned count) { return count % kQRooms; }
 CUFLASH_DEVICE int q_parity_of(unsigned count) { return count / kQRooms % 2; }
 
-// ---- the producer ----
+CUFLASH_DEVICE int task_of(unsigned count) { return count % kTasks; }
+CUFLASH_DEVICE int task_parity_of(unsigned count) { return count / kTasks % 2; }
 
-// Its first warp says what is to be brought, and has it copied by the tensor memory accelerator, or where that cannot by
-// the other warps.
-constexpr int kHelpers = kGroup - 32;
+// ---- the producers ----
+
+// One warp looks tiles up, one brings Q and K, and one V: by the tensor memory accelerator, or where that cannot by itself.
+enum Producer { kBringsKeys, kBringsValues, kLooksUp };
 constexpr int kTurns = 1, kHasReadQ = 4;  // names of barriers, one for each warpgroup of consumers
 
-CUFLASH_DEVICE bool leads() { return threadIdx.x == 0; }
+CUFLASH_DEVICE bool leads() { return ptx::lane() == 0; }
 
-// By the whole warp: lanes that wait for the first one alone can keep it from going on. What is said anew, all have read.
+// By the whole warp: lanes that wait for the first one alone can keep it from going on.
 CUFLASH_DEVICE void await_room(const tile::Room& room, int parity) {
   tile::await_empty(room, parity);
   __syncwarp();
 }
-
-// How an operand's room is made up. Of constants, and the same for all where head and value dim are alike.
-CUFLASH_DEVICE tile::Panels panels_of(Operand operand, int stage) {
-  return {operand == kQ ? q_smem(stage).start : operand == kK ? k_smem(stage).start : v_smem(stage).start,
-          operand == kQ ? kBlockQ : kBlockKv, operand == kV ? kValueDim : kHeadDim,
-          operand == kV ? VPanels::kPanelWidth : KPanels::kPanelWidth};
+CUFLASH_DEVICE const Task& await_task(unsigned num_tasks) {
+  tile::await_full(board().told[task_of(num_tasks)], task_parity_of(num_tasks));
+  return board().tasks[task_of(num_tasks)];
 }
 
-CUFLASH_DEVICE int head_of(Operand operand) { return operand == kQ ? board().work.place.head : board().kv_head; }
+// How an operand's room is made up.
+template <Operand kOperand>
+CUFLASH_DEVICE tile::Panels panels_of(int stage) {
+  if constexpr (kOperand == kQ) return tile::Panels(q_smem(stage));
+  else if constexpr (kOperand == kK) return tile::Panels(k_smem(stage));
+  else return tile::Panels(v_smem(stage));
+}
 
-// Of queries without a key: no consumer hears of them.
+// Fill an operand's room, which is empty, with rows first <= x < last. `clears` asks for zeros past them. By a warp.
+template <Operand kOperand>
+CUFLASH_DEVICE void fill(const attention::Params& params, const attention::TensorMaps& maps, const tile::Room& room,
+                         int stage, const Task& task, int first, int last, bool clears) {
+  const attention::Mapped& map = (&maps.q)[kOperand];
+  const attention::Matrices& matrices = (&params.q)[kOperand];
+  if (attention::is_mapped(map, matrices) && !clears) {
+    if (leads()) tile::start_copies(panels_of<kOperand>(stage), map, task.at[kOperand], first, room.full);
+    else if (ptx::lane() < tile::kArrivals) ptx::mbarrier_arrive(ptx::shared_address(&room.full));
+    return;
+  }
+  const int head = kOperand == kQ ? task.work.place.head : task.kv_head;
+  const int num_columns = kOperand == kV ? params.shape.value_dim : params.shape.head_dim;
+  const auto all = attention::matrix<Element>(matrices, task.work.place, head, 0, num_columns);
+  tile::copy<32>(panels_of<kOperand>(stage), all.rows(first, last), ptx::lane(), [](int) { return true; });
+  tile::arrive(room.full);
+}
+
+// Queries without a key: nobody hears of them.
 CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::WorkTile& work) {
   using namespace attention;
   const int length = params.shape.seqlen_q, num_columns = params.shape.value_dim;
@@ -114,149 +130,113 @@ CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attenti
   const auto o = matrix<Element>(params.o, work.place, work.place.head, length, num_columns);
 #pragma unroll 1
   for (int row = work.first; row < work.last; ++row) {
-    if (threadIdx.x == 32) lse.at(row, 0) = ptx::negative_infinity<float>();
+    if (leads()) lse.at(row, 0) = ptx::negative_infinity<float>();
 #pragma unroll 1
-    for (int column = threadIdx.x - 32; column < num_columns; column += kHelpers) o.at(row, column) = {};
+    for (int column = ptx::lane(); column < num_columns; column += 32) o.at(row, column) = {};
   }
 }
 
-CUFLASH_DEVICE void help(const attention::Params& params) {
-  for (unsigned num_jobs = 0;; ++num_jobs) {
-    tile::await_full(board().jobs, num_jobs % 2);
-    const Job& job = board().job;
-    if (job.operand == kNothing) return;
-    if (job.operand == kResults) {
-      write_nothing(params, board().work);
-      tile::arrive(board().jobs.empty);
-      continue;
+// Look up the tiles of this block, ahead of those who bring them.
+CUFLASH_DEVICE void look_up(const attention::Params& params) {
+  using namespace attention;
+  const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
+  unsigned num_tasks = 0;
+  for (int round = 0;; ++round) {
+    const int number = number_in_round(round);
+    const bool is_end = number >= num_tiles;
+    WorkTile work{};
+    Reach reach{};
+    if (!is_end) {
+      work = query_tile_at<Listed>(params, kBlockQ, number);
+      if (work.is_empty()) continue;
+      reach = reach_of_queries(params, work);
+      if (!Steps<kBlockKv, OverKeys, Listed>(params, reach).has_next()) {
+        write_nothing(params, work);
+        continue;
+      }
     }
-    const int num_columns = job.operand == kV ? params.shape.value_dim : params.shape.head_dim;
-    const auto all = attention::matrix<Element>((&params.q)[job.operand], board().work.place, head_of(job.operand), 0,
-                                                num_columns);
-    tile::copy<kHelpers>(panels_of(job.operand, job.stage), all.rows(job.first, job.last), threadIdx.x - 32,
-                         [](int) { return true; });
-    tile::arrive(board().jobs.empty);
-  }
-}
-
-// Have the helpers do a job, and wait until it is done. By the whole warp, both.
-CUFLASH_DEVICE void hand_over(const Job& job) {
-  if (!leads()) return;
-  board().job = job;
-  ptx::mbarrier_arrive(ptx::shared_address(&board().jobs.full));
-}
-CUFLASH_DEVICE void await_job(unsigned& num_jobs) { await_room(board().jobs, ++num_jobs % 2); }
-
-// Fill an operand's room, which is empty, with rows first <= x < last. `clears` asks for zeros past them.
-template <Operand kOperand>
-CUFLASH_DEVICE void fill(const attention::Params& params, const attention::TensorMaps& maps, const tile::Room& room,
-                         int stage, int first, int last, bool clears, unsigned& num_jobs) {
-  const attention::Mapped& map = (&maps.q)[kOperand];
-  const attention::Matrices& matrices = (&params.q)[kOperand];
-  if (attention::is_mapped(map, matrices) && !clears) {
-    if (leads()) tile::start_copies(panels_of(kOperand, stage), map, board().at[kOperand], first, room.full);
-    return;
-  }
-  hand_over({kOperand, stage, first, last});
-  await_job(num_jobs);
-  if (leads()) ptx::mbarrier_arrive(ptx::shared_address(&room.full));
-}
-
-// Look for the next tile that is not empty, while this one's steps are worked on.
-CUFLASH_DEVICE void look_ahead(const attention::Params& params) {
-  using namespace attention;
-  Board& own = board();
-  if (!leads()) return;
-  do {
-    const int number = number_in_round(own.round++);
-    own.has_next = number < own.num_tiles;
-    if (!own.has_next) return;
-    own.next_work = query_tile_at<Listed>(params, kBlockQ, number);
-  } while (own.next_work.is_empty());
-  own.next_reach = reach_of_queries(params, own.next_work);
-}
-
-// Go on to it. False where none is left.
-CUFLASH_DEVICE bool go_on(const attention::Params& params) {
-  Board& own = board();
-  __syncwarp();
-  if (leads() && own.has_next) {
-    own.work = own.next_work;
-    own.reach = own.next_reach;
-    own.kv_head = own.work.place.head / params.shape.group_size;
-    for (int x = kQ; x <= kV; ++x)
-      own.at[x] = in_stack((&params.q)[x], own.work.place, head_of(static_cast<Operand>(x)));
-  }
-  __syncwarp();
-  return own.has_next;
-}
-
-CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
-  using namespace attention;
-  unsigned num_keys = 0, num_values = 0, num_tasks = 0;  // tiles brought
-  unsigned num_jobs = 0;                                 // done by helpers
-  const auto bring_keys = [&](const Step& step, bool is_last) {
-    const int stage = stage_of(num_keys);
-    tile::Room& room = board().k[stage];
-    await_room(room, parity_of(num_keys));
-    if (leads()) board().notes[stage] = {step, is_whole<kBlockKv>(step), is_last};
-    fill<kK>(params, maps, room, stage, step.start, step.stop, false, num_jobs);
-    ++num_keys;
-  };
-  const auto bring_values = [&](int first, int last) {
-    const int stage = stage_of(num_values);
-    tile::Room& room = board().v[stage];
-    await_room(room, parity_of(num_values));
-    // What the accelerator reads past a step may be anything, and 0 times that is not 0.
-    fill<kV>(params, maps, room, stage, first, last, last - first < kBlockKv && last < params.shape.seqlen_kv,
-             num_jobs);
-    ++num_values;
-  };
-  const auto bring_queries = [&](const WorkTile& work) {
-    const int stage = q_room_of(num_tasks);
-    tile::Room& room = board().q[stage];
-    await_room(room, q_parity_of(num_tasks));
-    if (leads()) board().tasks[num_tasks % kTasks] = {work, 0};
-    fill<kQ>(params, maps, room, stage, work.first, work.last, false, num_jobs);
+    const tile::Room& told = board().told[task_of(num_tasks)];
+    await_room(told, task_parity_of(num_tasks));
+    if (leads()) {
+      Task& task = board().tasks[task_of(num_tasks)];
+      task.work = work;
+      task.reach = reach;
+      task.is_end = is_end;
+      task.kv_head = work.place.head / params.shape.group_size;
+      task.at[kQ] = in_stack(params.q, work.place, work.place.head);
+      task.at[kK] = in_stack(params.k, work.place, task.kv_head);
+      task.at[kV] = in_stack(params.v, work.place, task.kv_head);
+      task.o_at = in_stack(params.o, work.place, work.place.head);
+      task.lse = &matrix<float>(params.lse, work.place, work.place.head, 0, 1).at(work.first, 0);
+      task.leaves_by_room = (work.last - work.first == kBlockQ || work.last == params.shape.seqlen_q) &&
+                            params.shape.value_dim % tile::kChunkOf<Element> == 0;
+      task.is_of_band = !config::kIsListed && params.work.lo == nullptr;
+      const auto bounded = [](int64_t key) { return static_cast<int>(max(min(key, int64_t{1} << 30), -(int64_t{1} << 30))); };
+      task.band = {bounded(work.first + params.work.lower), bounded(work.first + params.work.upper + 1)};
+      ptx::mbarrier_arrive(ptx::shared_address(&told.full));
+    }
+    if (is_end) return;
     ++num_tasks;
-  };
+  }
+}
 
-  if (leads()) {
-    board().round = 0;
-    board().num_tiles = num_query_tiles<Listed>(params, kBlockQ);
-  }
-  look_ahead(params);
-  while (go_on(params)) {
-    Steps<kBlockKv, OverKeys, Listed> steps(params, board().reach);
+// A last step that is short, and is not the matrix's end, where the accelerator writes zeros: it starts earlier instead, if
+// the tile reaches as far. What lies past it may be anything, and 0 times that is not 0.
+CUFLASH_DEVICE bool widen(attention::Step& step, const attention::Reach& reach, int length) {
+  const bool is_wider = !config::kIsListed && step.stop - step.start < kBlockKv && step.stop < length &&
+                        step.stop - kBlockKv >= reach.start;
+  if (is_wider) step.start = step.stop - kBlockKv;
+  return is_wider;
+}
+
+CUFLASH_DEVICE void bring_keys(const attention::Params& params, const attention::TensorMaps& maps) {
+  using namespace attention;
+  unsigned num_keys = 0, num_tasks = 0;  // tiles brought
+  while (true) {
+    const Task& task = await_task(num_tasks);
+    const int q_stage = q_room_of(num_tasks);
+    const tile::Room& q = board().q[q_stage];
+    if (task.is_end) {
+      await_room(q, q_parity_of(num_tasks));
+      return tile::arrive(q.full);
+    }
+    Steps<kBlockKv, OverKeys, Listed> steps(params, task.reach);
     Step step;
-    bool has_step = steps.next(step);
-    if (!has_step) {
-      hand_over({kResults});
-      __syncwarp();  // all have read whether there is a tile
-      look_ahead(params);
-      await_job(num_jobs);  // the work may change
-      continue;
+    for (bool is_first = true; steps.next(step); is_first = false) {
+      const int stage = stage_of(num_keys), start = step.start;
+      const tile::Room& k = board().k[stage];
+      const bool is_wider = widen(step, task.reach, params.shape.seqlen_kv), is_last = !steps.has_next();
+      await_room(k, parity_of(num_keys));
+      if (leads()) board().notes[stage] = {step, start, (!is_wider && is_whole<kBlockKv>(step)) * Note::kWhole | is_last * Note::kLast};
+      fill<kK>(params, maps, k, stage, task, step.start, step.stop, false);
+      ++num_keys;
+      if (!is_first) continue;
+      await_room(q, q_parity_of(num_tasks));
+      if (num_tasks >= 2) tile::arrive(board().told[task_of(num_tasks - 2)].empty);  // its results are written
+      fill<kQ>(params, maps, q, q_stage, task, task.work.first, task.work.last, false);
     }
-    // K of a step comes before V of the last one, or Q: the order in which they are read.
-    int first = 0, last = 0;
-    for (int count = 0;; ++count) {
-      if (has_step) bring_keys(step, !steps.has_next());
-      if (count == 0) bring_queries(board().work);
-      else bring_values(first, last);
-      if (count == 1) look_ahead(params);  // two steps are on their way, or all
-      if (!has_step) break;
-      first = step.start;
-      last = step.stop;
-      has_step = steps.next(step);
+    ++num_tasks;
+  }
+}
+
+CUFLASH_DEVICE void bring_values(const attention::Params& params, const attention::TensorMaps& maps) {
+  using namespace attention;
+  unsigned num_values = 0;
+  for (unsigned num_tasks = 0;; ++num_tasks) {
+    const Task& task = await_task(num_tasks);
+    if (task.is_end) return;
+    Steps<kBlockKv, OverKeys, Listed> steps(params, task.reach);
+    Step step;
+    while (steps.next(step)) {
+      const int stage = stage_of(num_values), length = params.shape.seqlen_kv;
+      widen(step, task.reach, length);
+      const bool clears = step.stop - step.start < kBlockKv && step.stop < length;
+      await_room(board().v[stage], parity_of(num_values));
+      fill<kV>(params, maps, board().v[stage], stage, task, step.start, step.stop, clears);
+      ++num_values;
     }
+    tile::arrive(board().told[task_of(num_tasks)].empty);
   }
-  tile::Room& room = board().q[q_room_of(num_tasks)];
-  await_room(room, q_parity_of(num_tasks));
-  if (leads()) {
-    board().tasks[num_tasks % kTasks].is_end = true;
-    ptx::mbarrier_arrive(ptx::shared_address(&room.full));
-  }
-  hand_over({kNothing});
 }
 
 // ---- the consumers ----
@@ -270,41 +250,49 @@ CUFLASH_DEVICE void pass_turn() {
   if (kTakesTurns) ptx::bar_arrive(kTurns + own_group() % kConsumers, 2 * kGroup);
 }
 
-// lse and O of a tile, whose room of Q is left then if there are two.
-CUFLASH_DEVICE void write_results(const attention::Params& params, unsigned num_tasks, const Softmax& softmax, Output& o,
-                                  bool is_last) {
+// lse and O of a tile. O leaves by the room of its Q where the accelerator writes it, a box for each warp's rows.
+CUFLASH_DEVICE void write_results(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tasks,
+                                  const Softmax& softmax, Output& o, bool is_last) {
   using namespace attention;
-  const WorkTile& work = board().tasks[num_tasks % kTasks].work;
-  const Place& place = work.place;
-  const int length = params.shape.seqlen_q;
-  const auto lse = matrix<float>(params.lse, place, place.head, length, 1).rows(work.first, work.last);
-  const int first_row = o.first_row(), first_column = o.first_column();
+  const Task& task = board().tasks[task_of(num_tasks)];
+  const WorkTile& work = task.work;
   float row_lse[Output::kRows];
   softmax.finalize(o, board().softmax_scale_log2, row_lse);
 #pragma unroll
-  for (int i = 0; i < o.kRows; ++i)
-    if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse[i];
-  const auto rows = matrix<Element>(params.o, place, place.head, length, params.shape.value_dim).rows(work.first, work.last);
-  if (kLeavesByRoom && tile::has_chunks(rows) && rows.num_columns == kValueDim) {
+  for (int i = 0; i < o.kRows; ++i) {
+    const int row = o.first_row() + o.row(i);
+    if (o.first_column() == 0 && row < work.last - work.first) task.lse[row * params.lse.row_stride] = row_lse[i];
+  }
+  if (kLeavesByRoom && task.leaves_by_room && is_mapped(maps.o, params.o)) {
     // All of the warpgroup's products have read Q: with the next tile's first ones a turn was waited for, if there are both.
     if (!kTakesTurns || is_last) ptx::bar_sync(kHasReadQ + own_group(), kGroup);
     const OPanels room{q_smem(q_room_of(num_tasks)).start};
     tile::Rounded<Element, Output> rounded;
     rounded = o;
     tile::store(room, rounded, o.warp_row());
-    __syncwarp();
-    tile::copy_chunks(rows, room, o.warp_row());
     ptx::fence_proxy_async();
+    __syncwarp();
+#pragma unroll
+    for (int panel = 0; panel < OPanels::kPanels; ++panel)
+      ptx::tma_store_5d(&maps.o.map, room.panel(panel).address(o.warp_row(), 0), panel * OPanels::kPanelWidth,
+                        work.first + o.warp_row(), task.o_at.x, task.o_at.y, task.o_at.z);
+    ptx::bulk_commit();
   } else {
-    tile::store(rows, o);
+    const auto all = matrix<Element>(params.o, work.place, work.place.head, 0, params.shape.value_dim);
+    tile::store(all.rows(work.first, work.last), o);
   }
+}
+
+// The room of a tile's Q, once O has left it.
+CUFLASH_DEVICE void leave_queries(unsigned num_tasks) {
+  ptx::bulk_wait_read<0>();
   if (kQRooms > 1) tile::arrive(board().q[q_room_of(num_tasks)].empty);
 }
 
 // Wait for a tile. False where none is left.
 CUFLASH_DEVICE bool await_tile(unsigned num_tasks) {
   tile::await_full(board().q[q_room_of(num_tasks)], q_parity_of(num_tasks));
-  return !board().tasks[num_tasks % kTasks].is_end;
+  return !board().tasks[task_of(num_tasks)].is_end;
 }
 
 // Numbers count what a warpgroup has read: tiles of queries, and of keys.
@@ -313,23 +301,31 @@ CUFLASH_DEVICE void start_scores(Scores& s, int group, unsigned num_tasks, unsig
   tile::start_product_nt(s, q, tile::RowsAlongSum<KPanels>(k_smem(stage_of(num_keys))));
 }
 
-CUFLASH_DEVICE void start_first_scores(Scores& s, int group, unsigned num_tasks, unsigned num_keys) {
+// Of a tile's first step; says the step's kind, as start_products does of the next ones.
+CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tasks, unsigned num_keys) {
   tile::await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
+  const int kind = board().notes[stage_of(num_keys)].kind;
   start_scores(s, group, num_tasks, num_keys);
   tile::wait_for<0>(s);
+  return kind;
 }
 
 // See to the maxima of a step's scores. Whether O is to be rescaled.
 CUFLASH_DEVICE bool raise_maxima(const attention::Params& params, Scores& s, Softmax& softmax, float (&by)[Softmax::kRows],
-                                 unsigned num_tasks, unsigned num_keys) {
+                                 unsigned num_tasks, unsigned num_keys, int kind) {
   const Note& note = board().notes[stage_of(num_keys)];
   const double softmax_scale = params.shape.softmax_scale;
   if (Softmax::turns(softmax_scale)) Softmax::turn(s, softmax_scale);
-  if (!note.is_whole)
-    attention::mask_scores<config::kIsListed>(s, params, board().tasks[num_tasks % kTasks].work, note.step);
-  const bool is_last = note.is_last;
+  if (!(kind & Note::kWhole))
+    attention::mask_rows<config::kIsListed>(s, note.step, [&](int row) {
+      const Task& task = board().tasks[task_of(num_tasks)];
+      auto seen = task.is_of_band ? attention::Seen{task.band.lo + row, task.band.hi + row, nullptr, 0}
+                                  : attention::seen_by_row(params, task.work, note.step, row);
+      seen.lo = max(seen.lo, note.start);
+      return seen;
+    });
   tile::arrive(board().k[stage_of(num_keys)].empty);
-  if (is_last && kQRooms == 1) tile::arrive(board().q[0].empty);
+  if ((kind & Note::kLast) != 0 && kQRooms == 1) tile::arrive(board().q[0].empty);
   return softmax.raise(s, board().softmax_scale_log2, by);
 }
 
@@ -342,15 +338,17 @@ CUFLASH_DEVICE void make_weights(Weights& p, Scores& s, Softmax& softmax, Output
 }
 
 // Scores of the keys after `num_keys` - 1, whose weights are there, under which O gets their values.
-CUFLASH_DEVICE void start_products(Scores& s, Output& o, const Weights& p, int group, unsigned num_tasks,
-                                   unsigned num_keys) {
-  tile::await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
-  tile::await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
+CUFLASH_DEVICE int start_products(Scores& s, Output& o, const Weights& p, int group, unsigned num_tasks,
+                                  unsigned num_keys) {
+  tile::await_full(board().k[stage_of(num_keys)], parity_of(num_keys), board().v[stage_of(num_keys - 1)],
+                   parity_of(num_keys - 1));
+  const int kind = board().notes[stage_of(num_keys)].kind;  // early: shared memory answers late under products
   await_turn();
   start_scores(s, group, num_tasks, num_keys);
   tile::start_sum_nn(o, p, tile::RowsAcrossSum<VPanels>(v_smem(stage_of(num_keys - 1))));
   pass_turn();
   tile::wait_for<1>(s);
+  return kind;
 }
 
 // O gets the last values.
@@ -362,7 +360,7 @@ CUFLASH_DEVICE void add_last_values(Output& o, const Weights& p, unsigned num_ke
 }
 
 // Tile after tile.
-CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, int group) {
+CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps, int group) {
   unsigned num_keys = 0;
   for (unsigned num_tasks = 0; await_tile(num_tasks); ++num_tasks) {
     Softmax softmax;
@@ -370,26 +368,26 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, int gro
     Scores s;
     Weights p;
     o.fill(0);
-    start_first_scores(s, group, num_tasks, num_keys);
+    int kind = start_first_scores(s, group, num_tasks, num_keys);
     for (bool is_first = true;; is_first = false) {
-      const bool is_last = board().notes[stage_of(num_keys)].is_last;
+      const bool is_last = kind & Note::kLast;
       float by[Softmax::kRows];
-      const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys);
+      const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys, kind);
       tile::wait_for<0>(o);
       if (!is_first) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
       make_weights(p, s, softmax, o, has_risen, by);
       ++num_keys;
       if (is_last) break;
-      start_products(s, o, p, group, num_tasks, num_keys);
+      kind = start_products(s, o, p, group, num_tasks, num_keys);
     }
     add_last_values(o, p, num_keys);
-    write_results(params, num_tasks, softmax, o, true);
+    write_results(params, maps, num_tasks, softmax, o, true);
   }
 }
 
 // With room for Q of two tiles, scores of the next tile's first step are made under the last step of this one, and its
 // results are written once the next tile has its first weights.
-CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, int group) {
+CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const attention::TensorMaps& maps, int group) {
   unsigned num_keys = 0, num_tasks = 0;
   if (!await_tile(0)) return;
   Softmax softmax, finished;
@@ -397,19 +395,20 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, int gr
   Scores s;
   Weights p;
   o.fill(0);
-  start_first_scores(s, group, 0, 0);
+  int kind = start_first_scores(s, group, 0, 0);
   bool is_first = false;  // of another tile than the first
   while (true) {
-    const bool is_last = board().notes[stage_of(num_keys)].is_last;
+    const bool is_last = kind & Note::kLast;
     float by[Softmax::kRows];
-    const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys);
+    const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys, kind);
     tile::wait_for<0>(o);
     if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
     if (is_first) {
-      write_results(params, num_tasks - 1, finished, o, false);
+      write_results(params, maps, num_tasks - 1, finished, o, false);
       o.fill(0);
     }
     make_weights(p, s, softmax, o, has_risen && !is_first, by);
+    if (is_first) leave_queries(num_tasks - 1);
     ++num_keys;
     is_first = is_last;
     if (is_last) {
@@ -417,16 +416,17 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, int gr
       finished = softmax;
       softmax = Softmax();
     }
-    start_products(s, o, p, group, num_tasks, num_keys);
+    kind = start_products(s, o, p, group, num_tasks, num_keys);
   }
   add_last_values(o, p, num_keys);
-  write_results(params, num_tasks - 1, softmax, o, true);
+  write_results(params, maps, num_tasks - 1, softmax, o, true);
+  leave_queries(num_tasks - 1);
 }
 
-CUFLASH_DEVICE void consume(const attention::Params& params, int group) {
+CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group) {
   if (group == kConsumers) pass_turn();
-  if constexpr (kQRooms == 1) consume_in_one_room(params, group);
-  else consume_in_two_rooms(params, group);
+  if constexpr (kQRooms == 1) consume_in_one_room(params, maps, group);
+  else consume_in_two_rooms(params, maps, group);
   if (group == 1) await_turn();  // nobody is left to take the last one
 }
 
@@ -440,11 +440,13 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   if (threadIdx.x == 0) {
     tile::Room* const rooms = board().q;
     for (int i = 0; i < kQRooms + 2 * kNumStages; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), 1);
+      ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), tile::kArrivals);
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), 4 * kConsumers * tile::kArrivals);
     }
-    ptx::mbarrier_init(ptx::shared_address(&board().jobs.full), 1);
-    ptx::mbarrier_init(ptx::shared_address(&board().jobs.empty), kHelpers / 32 * tile::kArrivals);
+    for (const tile::Room& told : board().told) {
+      ptx::mbarrier_init(ptx::shared_address(&told.full), 1);
+      ptx::mbarrier_init(ptx::shared_address(&told.empty), 2 * tile::kArrivals);
+    }
     ptx::mbarrier_init_fence();
     board().softmax_scale_log2 = Softmax::scale_log2(params.shape.softmax_scale);
   }
@@ -452,10 +454,11 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   if (group == 0) {
     if constexpr (kMovesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == 0) produce(params, maps);
-    else help(params);
+    if (warp == kBringsKeys) bring_keys(params, maps);
+    else if (warp == kBringsValues) bring_values(params, maps);
+    else if (warp == kLooksUp) look_up(params);
   } else {
     if constexpr (kMovesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(params, group);
+    consume(params, maps, group);
   }
 }

@@ -185,25 +185,6 @@ CUFLASH_DEVICE void store(Tile to, const Rounded<T, Left>& from, int first_row) 
     ptx::stmatrix_x4(Panel::moved(start, 0, k % kSteps * 2) + k / kSteps * Panel::kBytes, from.fragments[k]);
 }
 
-// Put a warp's 16 rows from first_row on, which are in shared memory, into global memory, as far as there are rows: of a
-// matrix that has their columns, in chunks. Called by whole warps.
-template <class T, int Rows, int Columns, int Width>
-CUFLASH_DEVICE void copy_chunks(Matrix<T> to, PanelTile<T, Rows, Columns, Width> from, int first_row) {
-  using Panel = typename PanelTile<T, Rows, Columns, Width>::Panel;
-  constexpr int kAtOnce = 32 / Panel::kChunks;  // rows
-  const int lane_row = ptx::lane() / Panel::kChunks, chunk = ptx::lane() % Panel::kChunks;
-  const int offset = from.panel(0).offset(first_row + lane_row, chunk);
-  T* const data = to.data + (first_row + lane_row) * to.row_stride + chunk * Panel::kChunk;
-#pragma unroll
-  for (int row = 0; row < 16; row += kAtOnce) {
-    if (first_row + lane_row + row >= to.num_rows) continue;
-#pragma unroll
-    for (int panel = 0; panel < from.kPanels; ++panel)
-      *reinterpret_cast<Packet*>(data + row * to.row_stride + panel * Width) =
-          *from.panel(panel).template pointer<const Packet>(Panel::moved(offset, row, 0));
-  }
-}
-
 // Put a warpgroup's product, rounded and transposed, into shared memory: its rows are columns of the panels, the warp's
 // from first_column on, and its columns their rows from first_row on. Called by whole warps.
 template <class Tile, class T, class Left>

@@ -32,7 +32,7 @@ CUFLASH_DEVICE void tma_store_4d(const TensorMap* map, uint32_t source, int x0, 
 }
 CUFLASH_DEVICE void tma_store_5d(const TensorMap* map, uint32_t source, int x0, int x1, int x2, int x3, int x4,
                                  CUFLASH_SIM_WHERE) {
-  sim::tma_store(map, source, {5, {x0, x1, x2, x3, x4}}, false, "tma_store_5d", where);
+  if (threadIdx.x % 32 == 0) sim::tma_store(map, source, {5, {x0, x1, x2, x3, x4}}, false, "tma_store_5d", where);
 }
 CUFLASH_DEVICE void tma_add_4d(const TensorMap* map, uint32_t source, int x0, int x1, int x2, int x3,
                                CUFLASH_SIM_WHERE) {

@@ -327,6 +327,8 @@ void tma_store(const void* map, uint32_t source, Box box, bool adds, const char*
   for (int axis = 0; axis < box.rank; ++axis)
     if (box.start[axis] < 0) fail(where, "%s: a box that is stored starts at 0 or later; got %d", name, box.start[axis]);
   cut_box(*transfer, map_at(map, name, where), box, source);
+  for (Piece& piece : transfer->pieces)
+    if (!adds && piece.first < piece.last) piece.last = 16;  // whole chunks are written, as an H100 does
   start_store(std::move(transfer));
 }
 

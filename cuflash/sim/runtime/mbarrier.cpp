@@ -110,6 +110,7 @@ bool mbarrier_wait(uint32_t address, int parity, bool persists, const char* name
   if (parity != 0 && parity != 1) fail(where, "%s: a parity is 0 or 1; got %d", name, parity);
   if (launch->request.schedule.order == Order::random && launch->random.one_in(4)) yield();
   if (static_cast<int>(barrier.phase & 1) == parity) {
+    if (!persists && launch->request.schedule.order == Order::random && launch->random.one_in(2)) return false;
     me.awaited = &barrier;
     me.persists = persists;
     block();
