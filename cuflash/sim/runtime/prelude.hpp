@@ -3,8 +3,6 @@
 
 #include <stdint.h>
 
-#include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cmath>
 

@@ -7,9 +7,10 @@ namespace cuflash::sim {
 template <class T, class Change>
 T atomic_change(T* pointer, const char* name, Location where, Change change) {
   check_aligned(pointer, sizeof(T), name, where);
-  std::atomic_ref<T> place(*pointer);
-  T old = place.load(std::memory_order_relaxed);
-  while (!place.compare_exchange_weak(old, change(old), std::memory_order_relaxed)) {}
+  T old;
+  __atomic_load(pointer, &old, __ATOMIC_RELAXED);
+  for (T made = change(old); !__atomic_compare_exchange(pointer, &old, &made, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+       made = change(old)) {}
   spin(where);
   return old;
 }
