@@ -47,10 +47,8 @@ def attention_vjp(
         *leading, head, row = place
         kv_head = head // problem.group
         dq[(*_stretched(leading, dq), head, row)] += problem.scale * (ds @ keys)
-        np.add.at(
-            dk[(*_stretched(leading, dk), kv_head)], attended, problem.scale * np.outer(ds, problem.queries[place])
-        )
-        np.add.at(dv[(*_stretched(leading, dv), kv_head)], attended, np.outer(p, do[place]))
+        dk[(*_stretched(leading, dk), kv_head)][attended] += problem.scale * np.outer(ds, problem.queries[place])
+        dv[(*_stretched(leading, dv), kv_head)][attended] += np.outer(p, do[place])
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
@@ -74,10 +72,16 @@ class _Rows:
             score = np.where(allowed, self.scale * (self.queries[where] @ keys.T), -np.inf)
             lse = logsumexp(score, axis=-1)
             for row in np.flatnonzero(allowed.any(axis=-1)):
-                attended = np.flatnonzero(allowed[row])
+                attended = _as_slice(np.flatnonzero(allowed[row]))
                 p = np.exp(score[row, attended] - lse[row])
                 p /= p.sum()  # at scores of 10^6 rounding lse moves all of them by more than a long double's roundoff
                 yield (*where, int(row)), keys[attended], values[attended], attended, p, lse[row]
+
+
+def _as_slice(positions: Any) -> Any:
+    """Ascending positions; as a slice, whose rows need no copy, where they follow each other without a gap."""
+    first, last = int(positions[0]), int(positions[-1])
+    return slice(first, last + 1) if last - first + 1 == len(positions) else positions
 
 
 def _headed(x: Any) -> Any:
