@@ -142,8 +142,7 @@ void unpack(const Chunk* chunks, bool mn_major, int rows, bool is_bfloat16, floa
 // With the operands as they were at the issue.
 void multiply(Product& product) {
   const WgmmaLane& lane = product.lane;
-  const int columns = 2 * lane.count;
-  float a[16][16], b[16][256], sum[16][256] = {};
+  float a[16][16];
   const Chunk* from = product.seen.data();
   if (lane.a_in_registers) {
     for (int i = 0; i < 32; ++i)
@@ -155,15 +154,24 @@ void multiply(Product& product) {
     unpack(from, lane.a_mn_major, 16, lane.is_bfloat16, a[0], 16, 1);
     from += 32;
   }
-  unpack(from, lane.b_mn_major, columns, lane.is_bfloat16, b[0], 1, 256);
-  for (int i = 0; i < 16; ++i)
-    for (int k = 0; k < 16; ++k)
-      for (int j = 0; j < columns; ++j) sum[i][j] += a[i][k] * b[k][j];
-  for (int i = 0; i < 32; ++i)
-    for (int e = 0; e < lane.count; ++e) {
-      float& value = product.accumulator->values[static_cast<size_t>(i * lane.count + e)];
-      value = (lane.adds ? value : 0.0f) + sum[i / 4 + e / 2 % 2 * 8][e / 4 * 8 + i % 4 * 2 + e % 2];
+  // Four columns at a time, in one register of the host; a lane holds two neighbours of each row.
+  using Four = float __attribute__((vector_size(16)));
+  for (int column = 0; column < 2 * lane.count; column += 8, from += 16) {
+    Four b[16][2];
+    unpack(from, lane.b_mn_major, 8, lane.is_bfloat16, &b[0][0][0], 1, 8);
+    for (int i = 0; i < 16; ++i) {
+      Four sum[2] = {};
+      for (int k = 0; k < 16; ++k) {
+        sum[0] += a[i][k] * b[k][0];
+        sum[1] += a[i][k] * b[k][1];
+      }
+      for (int j = 0; j < 8; ++j) {
+        const int holder = i % 8 * 4 + j / 2, place = column / 2 + i / 8 * 2 + j % 2;
+        float& value = product.accumulator->values[static_cast<size_t>(holder * lane.count + place)];
+        value = (lane.adds ? value : 0.0f) + sum[j / 4][j % 4];
+      }
     }
+  }
   product.is_done = true;
 }
 
