@@ -215,15 +215,14 @@ def _simt_spec(smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int
     Tensor cores multiply where any tile of theirs fits: they share 32 rows, so blocks of a list may be too short.
     """
     legal = []
-    rooms = device.tile_memory_bytes // 2, device.tile_memory_bytes
-    for mma_rows, room in product(_mma_rows(smallest.dtype, device), rooms):
+    for mma_rows in _mma_rows(smallest.dtype, device):
         sides = (
             replace(smallest, block_q=block_q, block_kv=block_kv, mma_rows=mma_rows)
             for block_q, block_kv in product(_SIDES, _SIDES)
             if block_q <= largest[0] and block_kv <= largest[1]
         )
         legal = sorted(filter(_is_simt_tile, sides), key=_preference, reverse=True)
-        for spec in legal:
+        for room, spec in product((device.tile_memory_bytes // 2, device.tile_memory_bytes), legal):
             if shared_bytes(spec) <= room:
                 return spec
     raise UnsupportedProblem(
