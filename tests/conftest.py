@@ -12,6 +12,7 @@ from types import ModuleType
 import device_double
 import numpy as np
 import pytest
+import threadpoolctl
 from cuflash import compile as compiling
 from cuflash import source as sources
 from hypothesis import HealthCheck, settings
@@ -22,6 +23,12 @@ settings.register_profile("ci", max_examples=25, derandomize=True, database=None
 settings.register_profile("dev", max_examples=100, **_COMMON)
 settings.register_profile("long", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("CUFLASH_PROFILE", "ci"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """BLAS on one thread where tests run side by side: a worker for each core, and threads that spin on all of them."""
+    if hasattr(config, "workerinput"):
+        threadpoolctl.threadpool_limits(1, user_api="blas")
 
 
 def _why_no_gpu() -> str | None:
