@@ -53,7 +53,6 @@ SPILLS = {
     # In the producer, which has 24 to 32 registers, and waits for consumers most of the time (results/sm90_steps.log).
     **{("sm90_backward", dtype, head_dim): 148 for dtype in _HALVES for head_dim in (32, 64, 96, 128)},
     **{("sm90_backward_wide", dtype, head_dim): 136 for dtype in _HALVES for head_dim in (128, 192, 256)},
-    **{("sm90_forward", dtype, head_dim): 76 for dtype in _HALVES for head_dim in (32, 64)},
     # On sm_86 and sm_89, where ptxas stops at 72 registers of 255.
     **{("sm80_combine", dtype, 256): 32 for dtype in (*_HALVES, np.dtype(np.float32))},
     # Of tf32x3, on sm_100 alone; forward where a tile holds few queries.
@@ -76,6 +75,9 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
             with suppress(UnsupportedProblem):  # no tile fits, or the family lacks the dtype or the precision
                 found = kernel_specs(family, problem, device, limit, deterministic=deterministic)
                 specs |= set(found.values())
+                if family == "sm90":  # queries that see many keys, or few
+                    seen = (kernel_specs(family, problem, device, limit, num_keys=keys) for keys in (1 << 14, 256))
+                    specs |= {spec for chosen in seen for spec in chosen.values()}
                 if family == "sm80":
                     for group_size in {1, 2 if limit is None else 1}:
                         specs |= set(sm80_tiles.split(found, problem, device, group_size).values())
