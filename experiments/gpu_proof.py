@@ -59,7 +59,7 @@ SECTIONS = ("repeats", "sanitizers")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 OPTIONS = {"memcheck": ("--report-api-errors", "no")}  # bindings ask the driver for functions that it may not have
 WATCHED = ("racecheck",)  # what CUFLASH_CHECK asks for: sm90's barriers count every lane, as racecheck needs
-UNSEEN = ("sm90",)  # families whose reads of k, and writes of o, initcheck does not see: the tensor memory accelerator's
+UNSEEN = ("sm90",)  # families of which initcheck sees no reads of k and no writes of o: the tensor memory accelerator's
 CONTROL = "initcheck, k unwritten"  # which has to report errors
 
 

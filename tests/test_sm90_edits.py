@@ -332,7 +332,7 @@ def structures() -> list[Structure]:
         ),
         Structure(**square | {"seqlen_q": 60, "seqlen_kv": 200}, value_dim=128, scale=1e9),
         Structure(
-            num_heads=2, num_kv_heads=1, seqlen_q=160, seqlen_kv=400, head_dim=136, value_dim=192,
+            num_heads=2, num_kv_heads=1, seqlen_q=160, seqlen_kv=400, head_dim=136, value_dim=168,
             mask=masks.Lengths(q=150), values="outliers",
         ),
         Structure(**square | {"seqlen_q": 60}, value_dim=128, mask=masks.Lengths(kv=40)),

@@ -136,6 +136,12 @@ CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attenti
   }
 }
 
+// A key as an int, or one further out than any.
+CUFLASH_DEVICE int bounded(int64_t key) {
+  constexpr int64_t kFar = 1 << 30;
+  return static_cast<int>(max(min(key, kFar), -kFar));
+}
+
 // Look up the tiles of this block, ahead of those who bring them.
 CUFLASH_DEVICE void look_up(const attention::Params& params) {
   using namespace attention;
@@ -171,7 +177,6 @@ CUFLASH_DEVICE void look_up(const attention::Params& params) {
       task.leaves_by_room = (work.last - work.first == kBlockQ || work.last == params.shape.seqlen_q) &&
                             params.shape.value_dim % tile::kChunkOf<Element> == 0;
       task.is_of_band = !config::kIsListed && params.work.lo == nullptr;
-      const auto bounded = [](int64_t key) { return static_cast<int>(max(min(key, int64_t{1} << 30), -(int64_t{1} << 30))); };
       task.band = {bounded(work.first + params.work.lower), bounded(work.first + params.work.upper + 1)};
       ptx::mbarrier_arrive(ptx::shared_address(&told.full));
     }
@@ -207,7 +212,8 @@ CUFLASH_DEVICE void bring_keys(const attention::Params& params, const attention:
       const tile::Room& k = board().k[stage];
       const bool is_wider = widen(step, task.reach, params.shape.seqlen_kv), is_last = !steps.has_next();
       await_room(k, parity_of(num_keys));
-      if (leads()) board().notes[stage] = {step, start, (!is_wider && is_whole<kBlockKv>(step)) * Note::kWhole | is_last * Note::kLast};
+      const int kind = (!is_wider && is_whole<kBlockKv>(step)) * Note::kWhole + is_last * Note::kLast;
+      if (leads()) board().notes[stage] = {step, start, kind};
       fill<kK>(params, maps, k, stage, task, step.start, step.stop, false);
       ++num_keys;
       if (!is_first) continue;
