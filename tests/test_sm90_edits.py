@@ -84,9 +84,9 @@ EDITS = {
     "rows past a tile are written": (_FORWARD, "(work.last - work.first == kBlockQ ||", "(true ||"),
     "lse past a tile is written": (_FORWARD, "row < work.last - work.first) task.lse", "true) task.lse"),
     "queries share their sums": (
-        "attention/fragments.cuh", "divisor(row_max[i], sum[i]))", "divisor(row_max[i], sum[0]))"
+        "attention/fragments.cuh", "ptx::reciprocal_approx(divisor)", "ptx::reciprocal_approx(sum[0])"
     ),
-    "lse is another query's": ("attention/fragments.cuh", "lse(row_max[i], sum[i],", "lse(row_max[i], sum[0],"),
+    "lse is another query's": ("attention/fragments.cuh", "ptx::log_accurate(divisor)", "ptx::log_accurate(sum[0])"),
     "results of queries without a key stay as they are": (_FORWARD, " o.at(row, column) = {};", " continue;"),
     "lse of queries without a key stays as it is": (
         _FORWARD, "    if (leads()) lse.at(row, 0)", "    if (false) lse.at(row, 0)"

@@ -172,32 +172,20 @@ struct LazySoftmax {
     weigh(s, softmax_scale_log2);
   }
 
-  // Divide o by its row sums, which are all threads' then. Rows without a key have o = 0. All rows at once, so that none
-  // waits for another. Called by whole warps.
+  // Divide o by its row sums; `lse` is the natural log-sum-exp of rows. Rows without a key: o = 0, lse = -inf. All
+  // rows at once, so that none waits for another. Called by whole warps.
   template <class OutputTile>
-  CUFLASH_DEVICE void divide(OutputTile& o, float (&sum)[kRows]) const {
+  CUFLASH_DEVICE void finalize(OutputTile& o, float softmax_scale_log2, float (&lse)[kRows]) const {
+    float sum[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) sum[i] = tile::quad_sum(row_sum[i]);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) o.scale_row(i, ptx::reciprocal_approx(divisor(row_max[i], sum[i])));
-  }
-
-  // The natural log-sum-exp of a row; -inf without a key.
-  static CUFLASH_DEVICE float lse(float row_max, float sum, float softmax_scale_log2) {
-    return row_max * (softmax_scale_log2 * static_cast<float>(kLn2)) + ptx::log_accurate(divisor(row_max, sum));
-  }
-  // Of a row without a key, whose sum is 0, 1.
-  static CUFLASH_DEVICE float divisor(float row_max, float sum) {
-    return row_max == ptx::negative_infinity<float>() && sum == 0 ? 1 : sum;
-  }
-
-  // Both.
-  template <class OutputTile>
-  CUFLASH_DEVICE void finalize(OutputTile& o, float softmax_scale_log2, float (&row_lse)[kRows]) const {
-    float sum[kRows];
-    divide(o, sum);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) row_lse[i] = lse(row_max[i], sum[i], softmax_scale_log2);
+    for (int i = 0; i < kRows; ++i) {
+      const bool is_empty = row_max[i] == ptx::negative_infinity<float>() && sum[i] == 0;
+      const float divisor = is_empty ? 1 : sum[i];  // log 1 leaves lse at the maximum
+      o.scale_row(i, ptx::reciprocal_approx(divisor));
+      lse[i] = row_max[i] * (softmax_scale_log2 * static_cast<float>(kLn2)) + ptx::log_accurate(divisor);
+    }
   }
 };
 

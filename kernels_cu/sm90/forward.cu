@@ -289,10 +289,10 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const attenti
   }
 }
 
-// The room of a tile's Q, once O has left it.
+// Leave the room of a tile's Q, one of two, once O has left it.
 CUFLASH_DEVICE void leave_queries(unsigned num_tasks) {
   ptx::bulk_wait_read<0>();
-  if (kQRooms > 1) tile::arrive(board().q[q_room_of(num_tasks)].empty);
+  tile::arrive(board().q[q_room_of(num_tasks)].empty);
 }
 
 // Wait for a tile. False where none is left.
@@ -343,7 +343,8 @@ CUFLASH_DEVICE void make_weights(Weights& p, Scores& s, Softmax& softmax, Output
   p = s;
 }
 
-// Scores of the keys after `num_keys` - 1, whose weights are there, under which O gets their values.
+// Scores of the keys after `num_keys` - 1, whose weights are there, under which O gets their values. Says the kind of
+// their step.
 CUFLASH_DEVICE int start_products(Scores& s, Output& o, const Weights& p, int group, unsigned num_tasks,
                                   unsigned num_keys) {
   tile::await_full(board().k[stage_of(num_keys)], parity_of(num_keys), board().v[stage_of(num_keys - 1)],
