@@ -200,8 +200,8 @@ class Plan:
         problem, work, spec = self.problem, self.work, self.specs.get("forward")
         if spec is None or spec.family != "sm90" or not isinstance(work, IntervalWork) or work.band in (None, Band()):
             return 1
-        first = np.arange(0, problem.seqlen_q, spec.block_q)
-        last = np.minimum(first + spec.block_q, problem.seqlen_q) - 1
+        last = np.arange(problem.seqlen_q, 0, -spec.block_q)[::-1] - 1
+        first = np.maximum(last + 1 - spec.block_q, 0)
         lo = 0 if work.band.lower is None else np.maximum(first + work.band.lower, 0)
         hi = problem.seqlen_kv if work.band.upper is None else np.minimum(last + work.band.upper + 1, problem.seqlen_kv)
         steps = _STEPS_BESIDE + np.maximum(-(-(hi - lo) // spec.block_kv), 0)[::-1]

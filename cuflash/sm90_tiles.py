@@ -30,7 +30,7 @@ class _Tile(NamedTuple):
 # fewer registers each, where queries see as many keys or more: what a tile costs beside its steps counts less then, and
 # what a causal mask leaves of the last steps.
 _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
-_FORWARD_OF_THREE = {64: (768, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
+_FORWARD_OF_THREE = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 
 
 def forward_spec(

@@ -134,8 +134,8 @@ EDITS = {
         "rows_starting_by(params, tile.place, tile.first),",
     ),
     "a tile runs over its block": (
-        "attention/work_tile.cuh", "min(min(work.first + height, start + cut.block), side.length)",
-        "min(work.first + height, side.length)",
+        "attention/work_tile.cuh", "min(min(first + height, start + cut.block), side.length)",
+        "min(first + height, side.length)",
     ),
     "every tile of a block is its first": (
         "attention/work_tile.cuh", "start + turn % cut.tiles_in_block * height", "start"

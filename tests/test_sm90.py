@@ -366,7 +366,7 @@ def rounds_of(num_places: int, in_turn: int, steps: list[int], num_blocks: int) 
 def test_blocks_of_a_causal_call_have_as_much_to_do(seqlen: int, num_heads: int) -> None:
     plan = planned(num_heads, seqlen, 128, causal=True)
     spec = plan.specs["forward"]
-    steps = [2 + -(-stop // spec.block_kv) for stop in range(spec.block_q, seqlen + 1, spec.block_q)]
+    steps = [2 + -(-stop // spec.block_kv) for stop in range(seqlen, 0, -spec.block_q)][::-1]
     taken = rounds_of(num_heads, plan.places_in_turn, steps, 132)
     assert max(taken) <= 1.1 * sum(taken) / 132
     assert planned(num_heads, seqlen, 128).places_in_turn == 1  # tiles are alike

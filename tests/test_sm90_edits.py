@@ -81,7 +81,9 @@ EDITS = {
     "all panels of O are the first": (_PANELS, " + k / kSteps * Panel::kBytes, from", ", from"),
     "a panel of O is written over the first": (_FORWARD, "panel * OPanels::kPanelWidth,", "0 * panel,"),
     "a panel of O is the first one's": (_FORWARD, "room.panel(panel).address(o", "room.panel(0).address(o"),
-    "rows past a tile are written": (_FORWARD, "(work.last - work.first == kBlockQ ||", "(true ||"),
+    "rows past a tile are written": (_FORWARD, "((work.last - work.first) % kBoxRows == 0 ||", "(true ||"),
+    "warps past a tile write": (_FORWARD, " && o.warp_row() < work.last - work.first; ++panel", "; ++panel"),
+    "the first tile starts before the first query": ("attention/work_tile.cuh", "max(first, 0)", "first"),
     "lse past a tile is written": (_FORWARD, "row < work.last - work.first) task.lse", "true) task.lse"),
     "queries share their sums": (
         "attention/fragments.cuh", "ptx::reciprocal_approx(divisor)", "ptx::reciprocal_approx(sum[0])"
@@ -336,6 +338,7 @@ def structures() -> list[Structure]:
             mask=masks.Lengths(q=150), values="outliers",
         ),
         Structure(**square | {"seqlen_q": 60}, value_dim=128, mask=masks.Lengths(kv=40)),
+        Structure(seqlen_q=272, seqlen_kv=272, head_dim=64, value_dim=64, mask=masks.Causal()),
         Structure(**square, value_dim=128, mask=masks.SlidingWindow(70, 20)),
         Structure(seqlen_q=1, seqlen_kv=40, head_dim=128, value_dim=100),
     ]  # fmt: skip

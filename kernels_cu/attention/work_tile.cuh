@@ -41,6 +41,7 @@ struct Side {
   const int32_t* order;  // of the list; null without one
   bool is_last_longest;  // under a causal mask, without a list
   bool takes_turns;      // with the sides of other places
+  bool ends_whole;       // cut from its end, so that its first tile may be short and not its last; without a list
 };
 
 // How a side is cut. Tiles stay within blocks: the last block, and the last tile of a block, may be short.
@@ -86,8 +87,10 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int he
   const int rank = turn / cut.tiles_in_block;
   int start = cut.block * (side.is_last_longest ? cut.num_blocks - 1 - rank : rank);
   if (side.order != nullptr) start = cut.block * side.order[list_matrix(params.work, work.place) * cut.num_blocks + rank];
-  work.first = start + turn % cut.tiles_in_block * height;
-  work.last = min(min(work.first + height, start + cut.block), side.length);
+  if (side.ends_whole) start -= cut.num_blocks * cut.block - side.length;
+  const int first = start + turn % cut.tiles_in_block * height;
+  work.first = max(first, 0);
+  work.last = min(min(first + height, start + cut.block), side.length);
   return work;
 }
 
@@ -98,7 +101,7 @@ CUFLASH_DEVICE int work_part(int num_parts) { return blockIdx.x % num_parts; }
 template <class Listed>
 CUFLASH_DEVICE Side queries_of(const Params& params) {
   const Work& work = params.work;
-  return {params.shape.seqlen_q, 1, work.block_q, Listed::in(work) ? work.row_order : nullptr, true, Listed::in(work)};
+  return {params.shape.seqlen_q, 1, work.block_q, Listed::in(work) ? work.row_order : nullptr, true, Listed::in(work), false};
 }
 
 template <class Listed = ListedAtRunTime>
@@ -108,6 +111,7 @@ CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_par
 
 // For blocks that work on several tiles, one after the other: how many there are, the number of a block's own in each
 // round, and the tile of a number. Rounds go from left to right and back, so that who got a long tile gets a short one.
+// A last tile that is short would, under a causal mask, walk all keys for a few queries.
 template <class Listed>
 CUFLASH_DEVICE int num_query_tiles(const Params& params, int height) {
   const Cut cut(params.shape, queries_of<Listed>(params), height);
@@ -121,13 +125,14 @@ template <class Listed>
 CUFLASH_DEVICE WorkTile query_tile_at(const Params& params, int height, int number) {
   Side queries = queries_of<Listed>(params);
   queries.takes_turns = true;
+  queries.ends_whole = queries.order == nullptr;
   return work_tile(params, queries, height, number);
 }
 
 // The queries of all heads that share a key/value head, head after head; `place.head` is the first of them.
 CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int num_parts) {
   const Shape& shape = params.shape;
-  const Side queries{shape.seqlen_q * shape.group_size, shape.group_size, 0, nullptr, true, false};
+  const Side queries{shape.seqlen_q * shape.group_size, shape.group_size, 0, nullptr, true, false, false};
   return work_tile(params, queries, height, blockIdx.x / num_parts);
 }
 
@@ -143,7 +148,7 @@ template <class Listed = ListedAtRunTime>
 CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height, int num_parts = 1) {
   const Work& work = params.work;
   const int32_t* const order = Listed::in(work) ? work.column_order : nullptr;
-  const Side keys{params.shape.seqlen_kv, params.shape.group_size, work.block_kv, order, false, Listed::in(work)};
+  const Side keys{params.shape.seqlen_kv, params.shape.group_size, work.block_kv, order, false, Listed::in(work), false};
   return work_tile(params, keys, height, blockIdx.x / num_parts);
 }
 

@@ -38,6 +38,7 @@ constexpr int kBoard = kQRooms * QPanels::kBytes + kNumStages * (KPanels::kBytes
 
 // O goes through the room that its Q had, where each warp's rows of both have one place.
 using OPanels = tile::PanelTile<Element, kBlockQ, kValueDim>;
+constexpr int kBoxRows = 16;  // a warp's
 constexpr bool kLeavesByRoom =
     kQRooms > 1 && kValueDim <= kHeadDim && OPanels::kPanelWidth == QPanels::kPanelWidth;
 
@@ -49,7 +50,7 @@ struct Task {
   int kv_head, is_end;
   tile::InStack at[kV + 1], o_at;  // of operands, and of O
   float* lse;
-  int leaves_by_room;  // its last row is the tile's, or the matrix's, and rows are whole chunks, as the accelerator writes
+  int leaves_by_room;  // rows are whole chunks, and as many as boxes have or the matrix, as the accelerator writes
   int is_of_band;
   attention::Interval band;  // what the first row sees, if it is one; others see what lies as much further on
 };
@@ -174,7 +175,7 @@ CUFLASH_DEVICE void look_up(const attention::Params& params) {
       task.at[kV] = in_stack(params.v, work.place, task.kv_head);
       task.o_at = in_stack(params.o, work.place, work.place.head);
       task.lse = &matrix<float>(params.lse, work.place, work.place.head, 0, 1).at(work.first, 0);
-      task.leaves_by_room = (work.last - work.first == kBlockQ || work.last == params.shape.seqlen_q) &&
+      task.leaves_by_room = ((work.last - work.first) % kBoxRows == 0 || work.last == params.shape.seqlen_q) &&
                             params.shape.value_dim % tile::kChunkOf<Element> == 0;
       task.is_of_band = !config::kIsListed && params.work.lo == nullptr;
       task.band = {bounded(work.first + params.work.lower), bounded(work.first + params.work.upper + 1)};
@@ -279,7 +280,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const attenti
     ptx::fence_proxy_async();
     __syncwarp();
 #pragma unroll
-    for (int panel = 0; panel < OPanels::kPanels; ++panel)
+    for (int panel = 0; panel < OPanels::kPanels && o.warp_row() < work.last - work.first; ++panel)
       ptx::tma_store_5d(&maps.o.map, room.panel(panel).address(o.warp_row(), 0), panel * OPanels::kPanelWidth,
                         work.first + o.warp_row(), task.o_at.x, task.o_at.y, task.o_at.z);
     ptx::bulk_commit();
