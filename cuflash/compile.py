@@ -29,6 +29,7 @@ _OPTIONS = ("-std=c++17", "-lineinfo")
 _CUPY_ADDS = {"ftz": True, "device_as_default_execution_space": True}
 
 _OLDEST = {"sm80": (8, 0), "sm90": (9, 0)}  # of a family; what NVRTC 13 still compiles for is 7.5 and newer
+_KNOWS_NO_CACHE = (12, 9)  # NVRTC: older ones refuse the option
 _WITHOUT_ASKING = 48 << 10  # dynamic shared memory, bytes
 _PACKAGES = "pip install 'cuflash[cuda13]', or [cuda12] for a driver older than CUDA 13"
 
@@ -285,6 +286,8 @@ def _nvrtc(spec: KernelSpec, architecture: str) -> tuple[bytes, str]:
     options = ProgramOptions(
         name=f"{spec.name}.cu",  # without a name the text goes through a temporary file
         arch=architecture, std="c++17", lineinfo=True, ptxas_options=["-v"], **_CUPY_ADDS,
+        # Where there is a driver, NVRTC finds code in the driver's cache, and then logs nothing.
+        no_cache=version >= _KNOWS_NO_CACHE,
     )  # fmt: skip
     try:
         code = Program(text, "c++", options=options).compile("cubin", logs=log).code

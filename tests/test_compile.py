@@ -530,6 +530,12 @@ def test_a_broken_cache_of_cupy_is_passed(kernels: Path, tmp_path: Path, damage:
 
 
 @pytest.mark.gpu
+def test_what_is_compiled_again_beside_a_driver_is_not_from_its_cache(kernels: Path, spec: Make) -> None:
+    first, again = (room.cubin(spec("plain"), "sm_90") for _ in range(2))
+    assert again.code == first.code and again.resources == first.resources
+
+
+@pytest.mark.gpu
 def test_a_real_error_names_file_and_line(kernels: Path, spec: Make) -> None:
     import cupy
 
