@@ -39,8 +39,8 @@ class Guarded:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dtype: Any, run: Run, margin: int) -> Guarded:
-        """With `margin` elements around each row, and MARGIN rows, heads and batches at most."""
-        margins = (min(margin, MARGIN),) * (len(shape) - 1) + (margin,)
+        """With `margin` elements around each row, and as many rows, MARGIN at most; a head and a batch entry, if any."""
+        margins = ((min(margin, 1),) * len(shape))[2:] + (min(margin, MARGIN), margin)[-len(shape) :]
         size = math.prod(extent + 2 * width for extent, width in zip(shape, margins))
         memory = run.put(np.full(size * np.dtype(dtype).itemsize, 0xFF, np.uint8))
         return cls(memory, shape, np.dtype(dtype), margins)
@@ -59,9 +59,9 @@ class Guarded:
         memory = run.get(self.memory).copy()
         inner = self._inner(memory)
         result = inner.copy()
-        assert not np.isnan(result.astype(np.float64)).any(), f"{name} has elements that were not written, or are NaN"
+        assert not np.isnan(result).any(), f"{name} has elements that were not written, or are NaN"
         inner.view(f"u{inner.itemsize}")[...] = np.iinfo(f"u{inner.itemsize}").max
-        assert (memory == 0xFF).all(), f"memory around {name} was written"
+        assert memory.min(initial=0xFF) == 0xFF, f"memory around {name} was written"
         return result
 
 
