@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -171,6 +172,7 @@ def _allowed(
     yield from sorted(cut, key=lambda tile: (tile.block_q * tile.block_kv, tile in tiles), reverse=True)
 
 
+@lru_cache(maxsize=1024)
 def _cut(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], shares_products: bool) -> _Tile:
     """A tile no larger than `largest`, of as many warps as can share what it is then."""
     block_q, block_kv = (_power_of_two(min(pair)) for pair in zip(tile[:2], largest))

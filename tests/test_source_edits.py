@@ -252,9 +252,10 @@ def indices_are_right(library):
     def check(shape_and_mask, block):
         shape, mask = shape_and_mask
         index, expected = index_of(mask, shape, block), mask.dense(shape).reshape(shape.num_batch, *shape[1:])
-        assert (index.dense() == expected).all()
-        for place, elements in blocks_of(index.dense(), block):
-            assert index.states()[place] == (1 if elements.all() else 2 if elements.any() else 0)
+        dense, states = index.dense(), index.states()
+        assert (dense == expected).all()
+        for place, elements in blocks_of(dense, block):
+            assert states[place] == (1 if elements.all() else 2 if elements.any() else 0)
 
 
 def work_is_right(library):

@@ -54,8 +54,7 @@ struct OnlineSoftmax {
     const T sum = tile::row_sum(row_sum[i]);
     const bool is_empty = row_max[i] == ptx::negative_infinity<T>() && sum == 0;
     const T divisor = is_empty ? T(1) : sum;
-#pragma unroll
-    for (int j = 0; j < tile::RegisterTile<T, Rows, ValueColumns, Run>::kColumns; ++j) o.at[i][j] /= divisor;
+    o.divide_row(i, divisor);
     return row_max[i] * T(kLn2) + ptx::log_accurate(divisor);
   }
 };

@@ -44,7 +44,7 @@ CUFLASH_DEVICE void add_product_by_mma(RegisterTile<T, Rows, Columns, Run>& c, c
 // Steps of a product's loop that are laid out at once, unless the caller says: as many as leave registers for
 // accumulators.
 template <class T, class Tile>
-constexpr int kSteps = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ? 1 : 4;
+constexpr int kSteps = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ? 1 : 2;
 
 // c += a b^T: a thread multiplies its rows of a by its rows of b, a vector of both at once.
 template <int Steps = 0, class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>

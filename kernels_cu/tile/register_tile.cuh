@@ -50,6 +50,18 @@ struct RegisterTile {
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) at[i][j] *= by;
   }
+
+  // By a number of at least 1, rounded as division is (P. Markstein, IBM J. Res. Dev. 34, 1990, theorem 8): so many
+  // divisions would be a sixth of a kernel's text.
+  CUFLASH_DEVICE void divide_row(int i, T by) {
+    const T reciprocal = 1 / by;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const T quotient = at[i][j] * reciprocal;
+      const T rounded = ptx::fma(ptx::fma(-quotient, by, at[i][j]), reciprocal, quotient);
+      at[i][j] = rounded == rounded ? rounded : quotient;  // of an infinite one nothing is left over
+    }
+  }
 };
 
 // Reductions over a row: the threads that share it are neighbours. Called by whole warps.
