@@ -61,7 +61,7 @@ template <class T, int Rows, int Columns, int Pitch, class Kept = EveryRow>
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from, Kept is_kept = {}) {
   constexpr int kVector = Vector<T>::kLength, kWidth = kLoadColumns * kVector;
   constexpr int kVectors = (Columns + kWidth - 1) / kWidth;
-  constexpr int kUnroll = kVectors < 8 ? 8 / kVectors : 1;  // eight loads in flight, or a row
+  constexpr int kUnroll = kVectors < 4 ? 4 / kVectors : 1;  // four loads in flight, or a row
   if (!has_vectors(from)) return load<T, Rows, Columns, Pitch, T>(to, from, is_kept);
 #pragma unroll kUnroll
   for (int row = load_row(); row < Rows; row += kLoadRows) {

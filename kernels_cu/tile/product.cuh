@@ -102,7 +102,7 @@ CUFLASH_DEVICE void add_product_tn(RegisterTile<T, Rows, Columns, Vector<T>::kLe
   if constexpr (kMmaRows > 0) return add_product_by_mma<1, 1, PitchA, PitchB, 1>(c, a.data, b.data, first, last);
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
   constexpr int kVector = Vector<T>::kLength;
-#pragma unroll 2
+#pragma unroll 1
   for (int k = first; k < last; ++k) {
     T a_frag[Tile::kRows];
 #pragma unroll
