@@ -39,8 +39,9 @@ class Guarded:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dtype: Any, run: Run, margin: int) -> Guarded:
-        """With `margin` elements around each row and as many rows, MARGIN at most; one head and batch entry."""
-        margins = ((min(margin, 1),) * len(shape))[2:] + (min(margin, MARGIN), margin)[-len(shape) :]
+        """With `margin` elements around each row, as many rows and heads, MARGIN at most, and one batch entry."""
+        near = min(margin, MARGIN)
+        margins = ((min(margin, 1),) * len(shape))[3:] + (near, near, margin)[-len(shape) :]
         size = math.prod(extent + 2 * width for extent, width in zip(shape, margins))
         memory = run.put(np.full(size * np.dtype(dtype).itemsize, 0xFF, np.uint8))
         return cls(memory, shape, np.dtype(dtype), margins)
