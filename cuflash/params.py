@@ -111,7 +111,7 @@ class Records:
         record["shape"] = (
             [1] * padding + [extent for extent, _ in inner], 0, problem.num_heads, problem.group_size,
             problem.seqlen_q, problem.seqlen_kv, problem.head_dim, problem.value_dim, plan.places_in_turn,
-            plan.num_splits, _softmax_scale(problem),
+            plan.key_places_in_turn, plan.num_splits, _softmax_scale(problem),
         )  # fmt: skip
         templates = []
         for place in np.ndindex(*(extent for extent, _ in outer)):

@@ -29,7 +29,7 @@ FORWARD = (
     Pass(("scores", "softmax", "output"), ("scores",)),
 )
 BACKWARD = (
-    Pass(("backward_statistics", "backward", "convert_dq"), ("delta", "dq_sum")),
+    Pass(("backward_statistics", "backward", "convert_dq"), ("delta", "dq_sum", "next_tile")),
     Pass(("backward_statistics", "backward", "backward_rows"), ("delta",)),
     Pass(("backward_statistics", "backward"), ("delta",)),
     Pass(("backward_rows", "backward_columns"), ("delta",)),
@@ -133,9 +133,9 @@ def of_plan(plan: Plan, passes: tuple[Pass, ...]) -> Pass:
 
 def workspaces(plan: Plan, kernels: Pass) -> dict[str, ShapeDtype]:
     """What a pass's kernels leave to each other."""
-    return {
-        name: ShapeDtype(plan.workspace_shape(name), plan.problem.accumulator) for name in kernels.workspaces
-    }
+    asked = any(plan.takes_tiles_on(plan.specs[entry]) for entry in kernels.entries)
+    names = (name for name in kernels.workspaces if asked or name != "next_tile")
+    return {name: ShapeDtype(plan.workspace_shape(name), plan.problem.accumulator) for name in names}
 
 
 def bound(plan: Plan, entries: tuple[str, ...], views: tuple[View, ...], machine: Machine) -> Bound:

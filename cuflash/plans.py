@@ -120,11 +120,17 @@ class Plan:
 
     def blocks(self, spec: KernelSpec, num_tiles: int) -> int:
         """Blocks that a kernel is launched with to work on so many tiles: one each, or as many as a GPU holds, which go
-        on to further tiles. Where only the kernel learns how long tiles are, the GPU hands them out better than blocks
-        would share them."""
-        if spec.name != "sm90_forward" or not isinstance(self.work, IntervalWork) or self.work.band is None:
-            return num_tiles
-        return min(num_tiles, blocks_at_once(spec, self.device))
+        on to further tiles. The forward pass shares them out beforehand: where only the kernel learns how long tiles
+        are, the GPU hands them out better."""
+        is_band = isinstance(self.work, IntervalWork) and self.work.band is not None
+        if self.takes_tiles_on(spec) or (spec.name == "sm90_forward" and is_band):
+            return min(num_tiles, blocks_at_once(spec, self.device))
+        return num_tiles
+
+    @staticmethod
+    def takes_tiles_on(spec: KernelSpec) -> bool:
+        """Whether the kernel's blocks go on to further tiles as they end, which a count in its workspace gives them."""
+        return spec.name in ("sm90_backward", "sm90_backward_wide")
 
     @property
     def cuts_tiles(self) -> bool:
@@ -178,15 +184,37 @@ class Plan:
 
     @property
     def places_in_turn(self) -> int:
-        """Matrices whose tiles are worked on in turn, where a list says which are long. One without a list, unless
-        blocks of the sm90 family share tiles of unlike lengths.
+        """Matrices whose tiles of queries are worked on in turn, the longest tiles of each first.
 
-        On tensor cores as many as find room in half of the level-2 cache, K and V or, in a backward pass, about twice
-        as much. All where multiply-adds are what takes time: that K and V come from memory costs a fiftieth, and the
-        fewer take turns the more of the GPU idles at the end (experiments/results/simt_sparse.log).
+        Under a band, as many as have no more tiles than blocks work at once, so that few long tiles start late; where
+        blocks of the sm90 family share tiles beforehand, as many as balance them. With a list, on tensor cores, as many
+        as find room in half of the level-2 cache, K and V or, in a backward pass, about twice as much; all where
+        multiply-adds are what takes time: that K and V come from memory costs a fiftieth, and the fewer take turns the
+        more of the GPU idles at the end (experiments/results/simt_sparse.log).
         """
-        if not isinstance(self.work, ListedWork):
-            return self._places_that_balance
+        if isinstance(self.work, ListedWork):
+            return self._listed_places_in_turn
+        forward = self.specs.get("forward")
+        if forward is None:
+            return 1
+        return self._places_that_balance or self._places_of_a_wave(forward, self.problem.seqlen_q, forward.block_q)
+
+    @property
+    def key_places_in_turn(self) -> int:
+        """The same of tiles of keys."""
+        if isinstance(self.work, ListedWork):
+            return self._listed_places_in_turn
+        backward = self.specs.get("backward", self.specs.get("backward_columns"))
+        return 1 if backward is None else self._places_of_a_wave(backward, self.problem.seqlen_kv, backward.block_kv)
+
+    def _places_of_a_wave(self, spec: KernelSpec, length: int, height: int) -> int:
+        """Matrices that have no more tiles of unlike lengths than blocks of a kernel work at once; one at least."""
+        if not isinstance(self.work, IntervalWork) or self.work.band in (None, Band()):
+            return 1
+        return max(1, blocks_at_once(spec, self.device) // max(1, -(-length // height)))
+
+    @property
+    def _listed_places_in_turn(self) -> int:
         if self.family not in ("sm80", "sm90"):
             return self.num_matrices
         problem = self.problem
@@ -194,12 +222,12 @@ class Plan:
         return max(1, self.device.cache_bytes // (2 * max(nbytes, 1)))
 
     @cached_property
-    def _places_that_balance(self) -> int:
+    def _places_that_balance(self) -> int | None:
         """How many matrices take turns where blocks go on from tile to tile of a band: the fewest, for the level-2
         cache's sake, that keep the block with the most to do within a twentieth of the mean; or who come closest."""
         problem, work, spec = self.problem, self.work, self.specs.get("forward")
         if spec is None or spec.family != "sm90" or not isinstance(work, IntervalWork) or work.band in (None, Band()):
-            return 1
+            return None
         last = np.arange(problem.seqlen_q, 0, -spec.block_q)[::-1] - 1
         first = np.maximum(last + 1 - spec.block_q, 0)
         lo = 0 if work.band.lower is None else np.maximum(first + work.band.lower, 0)
@@ -222,6 +250,8 @@ class Plan:
         """Of an array that one kernel leaves to another: a number a query, a row of scores a query, tiles of dQ, or
         what each block that shares a tile's keys makes of a query."""
         shape = self.problem.lse_shape()
+        if name == "next_tile":
+            return (1,)
         if name in ("o_parts", "lse_parts"):
             parts = (*shape[:-1], self.num_splits * shape[-1])
             return parts if name == "lse_parts" else (*parts, self.specs["forward"].value_dim)
@@ -264,7 +294,8 @@ class Plan:
         if self.device.compute_capability is not None:
             delta = self.num_matrices * problem.seqlen_q * itemsize
             sums = prod(self.workspace_shape("dq_sum")) if "convert_dq" in self.specs else 0
-            backward = delta + itemsize * sums + self._summed_bytes
+            count = itemsize * any(map(self.takes_tiles_on, self.specs.values()))
+            backward = delta + itemsize * sums + count + self._summed_bytes
             return max(self._parts_bytes, backward) + _list_bytes(self.work)
         rows = max(self.tile.block_q, self.work.block_q, self.work.block_kv)
         columns = self.step_width(min(self.work.block_q, self.work.block_kv))

@@ -26,7 +26,7 @@ SHAPE = np.dtype(
     [
         ("batch", np.int32, (BATCH_AXES,)),
         *((name, np.int32) for name in ("first_batch", "num_heads", "group_size", "seqlen_q", "seqlen_kv")),
-        *((name, np.int32) for name in ("head_dim", "value_dim", "places_in_turn", "num_splits")),
+        *((name, np.int32) for name in ("head_dim", "value_dim", "places_in_turn", "key_places_in_turn", "num_splits")),
         ("softmax_scale", np.float64),
     ],
     align=True,
@@ -49,7 +49,7 @@ WORK = np.dtype(
     ],
     align=True,
 )
-ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "dq_sum")
+ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "dq_sum", "next_tile")
 WHOLE_ARRAYS = ("scores", "score_gradients")  # of the naive kernels
 WHOLE = np.dtype([(name, MATRICES) for name in WHOLE_ARRAYS], align=True)
 PART_ARRAYS = ("o_parts", "lse_parts")  # of blocks that share a tile's keys
@@ -63,7 +63,7 @@ MAPPED = np.dtype(
     {"names": ("map", "is_there"), "formats": ((np.uint64, (16,)), np.int64), "offsets": (0, 128), "itemsize": 192}
 )
 TENSOR_MAPS = np.dtype([(name, MAPPED) for name in MAPPED_ARRAYS])  # beside PARAMS, to kernels of the sm90 family
-ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts")  # of one number a row
+ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "next_tile")  # of one number a row
 _RECORDS = {
     "Matrices": MATRICES, "Shape": SHAPE, "Work": WORK, "WholeMatrices": WHOLE, "Parts": PARTS, "Params": PARAMS,
 }  # fmt: skip

@@ -246,10 +246,12 @@ def words() -> Launch:
 def atomics() -> Launch:
     arguments = (
         np.zeros(1, np.float32), np.zeros(2, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32),
-        np.zeros(1, np.uint32), np.ones(32, np.float32), np.ones(32, np.float64),
+        np.zeros(1, np.uint32), np.ones(32, np.float32), np.ones(32, np.float64), np.full(1, 5, np.int32),
+        np.zeros(800, np.int32),
     )  # fmt: skip
     reduced = 1 + 3 * (np.arange(128) + 0.5).reshape(4, 32).sum(axis=0)
-    right = ([3 * sum(range(128))], [127, -127], [0], [12], [0xFFFFFFFF], reduced, reduced)
+    taken = np.isin(np.arange(800), 5 + 2 * np.arange(3 * 128))  # each number once
+    right = ([3 * sum(range(128))], [127, -127], [0], [12], [0xFFFFFFFF], reduced, reduced, [5 + 2 * 3 * 128], taken)
     return Launch(
         name="atomics", file="atomics", entry="atomics", block=128, grid=3, arguments=arguments,
         expected={place: Expected(np.array(values)) for place, values in enumerate(right)},
@@ -454,6 +456,22 @@ def products(dtype: str, rows: int, columns: int, depth: int, mma_rows: int = 0)
     return _tile(
         f"products {rows} x {columns} x {depth}", "products", dtype, mma_rows, (a, b_nt, b_nn, c * 0, c * 0),
         {3: Expected(c + a @ b_nt.T), 4: Expected(c + a @ b_nn)}, **sizes,
+    )  # fmt: skip
+
+
+def quotients(dtype: str) -> Launch:
+    """Numbers of many powers of 2 over numbers of at least 1, both of all their bits, and those not finite."""
+    rows, columns = 64, 64
+    rng = np.random.default_rng(7)
+    numbers = (rng.normal(size=(rows, columns)) * 2.0 ** rng.integers(-20, 20, (rows, columns))).astype(dtype)
+    by = (2.0 ** rng.uniform(0, 20, rows)).astype(dtype)
+    by[:3] = 1, 2, np.inf
+    numbers[3, :4] = 0, np.inf, -np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        right = numbers / by[:, None]
+    return _tile(
+        "quotients", "quotients", dtype, 0, (numbers, by, np.zeros_like(numbers)), {2: Expected(right)},
+        kRows=rows, kColumns=columns,
     )  # fmt: skip
 
 
@@ -867,6 +885,7 @@ LAUNCHES = (
     *(products("float32", *sizes) for sizes in ((32, 64, 40), (64, 32, 8))),
     *TF32,
     *(products("float64", *sizes) for sizes in ((16, 48, 24), (64, 40, 24, 8), (32, 16, 8, 16), (128, 24, 40, 16))),
+    *map(quotients, ("float32", "float64")),
     *(transposed_products(dtype, *rows, mma_rows)
       for dtype, mma_rows in (("float32", 0), ("float64", 0), FRAGMENTS, ("float64", 16))
       for rows in ((0, 24), (5, 18), (7, 7))),

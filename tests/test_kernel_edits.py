@@ -27,6 +27,7 @@ from probing import (
     loads,
     maps,
     products,
+    quotients,
     stores,
     transposed_products,
     walk,
@@ -134,8 +135,8 @@ EDITS = {
         "rows_starting_by(params, tile.place, tile.first),",
     ),
     "a tile runs over its block": (
-        "attention/work_tile.cuh", "min(min(first + height, start + cut.block), side.length)",
-        "min(first + height, side.length)",
+        "attention/work_tile.cuh", "min(min(work.first + height, start + cut.block), side.length)",
+        "min(work.first + height, side.length)",
     ),
     "every tile of a block is its first": (
         "attention/work_tile.cuh", "start + turn % cut.tiles_in_block * height", "start"
@@ -150,8 +151,8 @@ EDITS = {
         "attention/work_tile.cuh", "[list_matrix(params.work, work.place) * cut.num_blocks + rank]", "[rank]"
     ),
     "a head is done before the next begins": (
-        "attention/work_tile.cuh", "turn = within / places;\n    place = first_place + within % places;",
-        "turn = within % cut.num_tiles;\n    place = first_place + within / cut.num_tiles;",
+        "attention/work_tile.cuh", "turn = within / places;\n  int place = first_place + within % places;",
+        "turn = within % cut.num_tiles;\n  int place = first_place + within / cut.num_tiles;",
     ),
     "a step of a column is another entry's": ("attention/steps.cuh", "column_steps[place] / 4", "column_steps[0] / 4"),
     "every launch takes the masks of the first": ("attention/work_tile.cuh", "shape.first_batch + place", "place"),
@@ -281,6 +282,12 @@ EDITS = {
     ),
     "two fragments of a change places": (
         "tile/product.cuh", "a_frag[i], a_frag[i + 1], b_frag", "a_frag[i + 1], a_frag[i], b_frag"
+    ),
+    "a quotient is not corrected": (
+        "tile/register_tile.cuh", "= ptx::fma(ptx::fma(-quotient, by, at[i][j]), reciprocal, quotient);", "= quotient;"
+    ),
+    "what is not finite is corrected": (
+        "tile/register_tile.cuh", "rounded == rounded ? rounded : quotient;", "rounded;"
     ),
     "two rows of fragments are summed": (
         "tile/register_tile.cuh", "step < kColumnLanes; step *= 2) x += ", "step < 8; step *= 2) x += "
@@ -445,6 +452,7 @@ def tiles_are_right() -> None:
     launches = [maps("float32"), *loads("float32"), *stores("float32"), products("float32", 32, 64, 40)]
     launches += [maps(*FRAGMENTS), products("float64", 64, 40, 24, 8), products("float64", 128, 24, 40, 16)]
     launches += [transposed_products("float32", 5, 18), transposed_products("float64", 5, 18, 16)]
+    launches += [quotients("float32")]
     for launch in launches:
         assert_expected(launch, launch.on_simulator())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import heapq
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, checks, masks, memo
 from cuflash import compile as compiling
 from cuflash.params import Records, View
 from cuflash.records import PARAMS
+from cuflash.tiles import blocks_at_once
 
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
@@ -599,9 +601,26 @@ def test_heads_of_a_list_take_turns(kernel, places):
     """All of them; on tensor cores those whose K and V, 2 MiB each head, fill half of the level-2 cache."""
     shape = ShapeDtype((2, 32, 8192, 64), "float16")
     blocks = masks.BlockPattern(np.eye(64, dtype=bool), 128)
-    for mask, expected in ((blocks, places), (masks.Causal(), 1)):
-        ready = cuflash.plan(shape, shape, shape, mask=mask, kernel=kernel, device=DeviceSpec.gpu("H100"))
-        assert ready.plan.places_in_turn == expected
+    plan = cuflash.plan(shape, shape, shape, mask=blocks, kernel=kernel, device=DeviceSpec.gpu("H100")).plan
+    assert plan.places_in_turn == plan.key_places_in_turn == places
+
+
+@pytest.mark.parametrize("seqlen", [1024, 4096, 16384])
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_few_long_tiles_of_a_band_start_late(kernel, seqlen):
+    """Blocks that take tiles of keys as they end have, all of them, about as much to do."""
+    places = 16 * 16384 // seqlen
+    shape = ShapeDtype((places, seqlen, 128), "float16")
+    plan = cuflash.plan(shape, shape, shape, causal=True, kernel=kernel, device=DeviceSpec.gpu("H100")).plan
+    spec, in_turn = plan.specs["backward"], plan.key_places_in_turn
+    steps = 2 + -(-np.arange(seqlen, 0, -spec.block_kv) // spec.block_q)
+    turns = [np.repeat(steps, min(in_turn, places - first)) for first in range(0, places, in_turn)]
+    ends = [0] * blocks_at_once(spec, plan.device)
+    for length in np.concatenate(turns).tolist():
+        heapq.heapreplace(ends, ends[0] + length)
+    assert max(ends) <= 1.04 * np.mean(ends)
+    alike = cuflash.plan(shape, shape, shape, kernel=kernel, device=DeviceSpec.gpu("H100")).plan
+    assert alike.key_places_in_turn == 1
 
 
 def test_precompile_on_this_gpu_warms_the_first_call(cupy):

@@ -176,6 +176,9 @@ extern "C" __global__ void bugs(const char* name, int* x, int zero) {
     x[lane] = 5 / zero;  // division by zero
   if (is("endless operations"))
     for (;;) __syncwarp();  // endless operations
+  if (is("endless rare operations"))
+    for (volatile int* there = x;; __syncwarp())  // endless rare operations
+      for (int i = 0; i < 1 << 20; ++i) there[0] = i;
   if (is("endless atomics"))
     while (atomicAdd(x, 0) == 0) {}  // endless atomics
 }
@@ -209,6 +212,7 @@ FOUND = {
     "wild store": r"a load or store at 0x4, which is no memory(.*\n)*  interrupted at bugs.cu:{line}\n",
     "deep recursion": r"the thread's stack of 262144 bytes overflowed",
     "endless operations": r"bugs.cu:{line}: the launch passed its time limit of 0.2 s here, in __syncwarp",
+    "endless rare operations": r"bugs.cu:{line}: the launch passed its time limit of 0.2 s here, in __syncwarp",
     "endless atomics": r"the launch passed its time limit of 0.2 s",
 }
 if platform.machine() == "x86_64":  # others divide by zero and go on

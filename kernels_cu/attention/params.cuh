@@ -26,8 +26,9 @@ struct Shape {
   int32_t seqlen_kv;
   int32_t head_dim;
   int32_t value_dim;
-  int32_t places_in_turn;  // matrices that tiles are taken from in turn
-  int32_t num_splits;      // blocks that share a tile's keys
+  int32_t places_in_turn;      // matrices that tiles of queries are taken from in turn
+  int32_t key_places_in_turn;  // and tiles of keys
+  int32_t num_splits;          // blocks that share a tile's keys
   double softmax_scale;
 };
 
@@ -69,6 +70,7 @@ struct Parts {
 struct Params {
   Matrices q, k, v, o, lse;  // lse and delta have one column
   Matrices do_, dq, dk, dv, dlse, delta, dq_sum;  // dq_sum is float32, before it is scaled and rounded
+  Matrices next_tile;  // one int, where blocks go on to further tiles as they end
   Shape shape;
   Work work;
   WholeMatrices whole;

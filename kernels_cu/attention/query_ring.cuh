@@ -5,7 +5,8 @@
 #include <tile/rooms.cuh>
 
 // What backward passes on Hopper share: a block keeps a tile of keys and walks the queries that visit it, over the query
-// heads that share it. One warpgroup brings Q, dO and what is known of each query; two multiply.
+// heads that share it; then it goes on to a tile that no block has, whose first queries are brought meanwhile. One
+// warpgroup brings Q, dO and what is known of each query; two multiply.
 namespace cuflash {
 
 using config::kNumStages;
@@ -50,10 +51,12 @@ CUFLASH_DEVICE QPanels q_smem(int stage) { return {kQ + stage * QPanels::kBytes}
 CUFLASH_DEVICE DoPanels do_smem(int stage) { return {kDo + stage * DoPanels::kBytes}; }
 CUFLASH_DEVICE int dq_room(int part) { return kDqRoom + part * kDqPart; }
 
-// What the producer says of a step.
+// What the producer says of a step; in one word what all ask for.
 struct Note {
-  enum Kind { kEnd, kWhole, kMasked } kind;
-  int brings_k, brings_v;
+  // Some key of the tile is hidden from some query; K is brought, and V, with a tile's first step; no tile is left.
+  enum Kind { kMasked = 1, kBringsK = 2, kBringsV = 4, kEnd = 8 };
+  int kind;
+  int k_parity, v_parity;  // of the phase that fills their rooms
   int copies_k, copies_v, copies_q, copies_do;  // helpers do
   int work;  // which
   attention::Step step;
@@ -92,8 +95,9 @@ struct Board {
   uint64_t noted[kNumStages];  // helpers may read the note
   Note notes[kNumStages];
   attention::WorkTile works[kWorks];  // of heads that have steps, in turn
-  int kv_head;
-  // The producer's own, whose registers are few: of a head.
+  float softmax_scale_log2;
+  // The producer's own, whose registers are few: the number of its tile, the parities of the next K and V, and of a head.
+  int number, k_parity, v_parity;
   attention::Reach reach;
   const float* lse;
   float* dq_sum;
@@ -104,18 +108,27 @@ CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_sh
 // ---- the consumers ----
 
 // Wait for a step, and say its kind. Early: what a consumer asks shared memory for once products have started comes late.
-CUFLASH_DEVICE Note::Kind await_step(const Turn& turn, int& num_k) {
+CUFLASH_DEVICE int await_step(const Turn& turn) {
   Board& own = board();
   tile::await_full(own.q[turn.stage], turn.parity);
-  const Note& note = own.notes[turn.stage];
-  const Note::Kind kind = note.kind;
-  if (kind == Note::kEnd) return kind;
-  if (note.brings_k) {
-    if (num_k > 0) tile::arrive(own.k.empty);  // its last product was waited for
-    tile::await_full(own.k, num_k % 2);
-    ++num_k;
+  const int kind = own.notes[turn.stage].kind;
+  if ((kind & ~Note::kMasked) == Note::kBringsK) {  // of another head
+    tile::arrive(own.k.empty);  // its last product was waited for
+    tile::await_full(own.k, own.notes[turn.stage].k_parity);
   }
   return kind;
+}
+CUFLASH_DEVICE bool is_of_next_tile(int kind) { return kind & (Note::kBringsV | Note::kEnd); }
+
+// K and V of a tile whose first step has come; and where they are read.
+CUFLASH_DEVICE void await_keys(const Turn& turn) {
+  Board& own = board();
+  tile::await_full(own.k, own.notes[turn.stage].k_parity);
+  tile::await_full(own.v, own.notes[turn.stage].v_parity);
+}
+CUFLASH_DEVICE void leave_keys() {
+  tile::arrive(board().k.empty);
+  tile::arrive(board().v.empty);
 }
 
 // ---- the producer ----
@@ -156,22 +169,52 @@ CUFLASH_DEVICE void fill(const tile::Panels& to, const attention::Mapped& map, c
   else tile::start_copies(to, map, at, first, room.full);
 }
 
-CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
+// Keys that no query sees: consumers do not hear of them. By a warp.
+template <class T>
+CUFLASH_DEVICE void write_zeros(const tile::Matrix<T>& to) {
+#pragma unroll 1
+  for (int row = 0; row < to.num_rows; ++row)
+#pragma unroll 1
+    for (int column = ptx::lane(); column < to.num_columns; column += 32) to.at(row, column) = {};
+}
+CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::Matrices& to,
+                                  const attention::WorkTile& work, int num_columns) {
+  using namespace attention;
+  const int head = work.place.head / params.shape.group_size;
+  if (to.is_wide) write_zeros(matrix<float>(to, work.place, head, work.last, num_columns).rows(work.first, work.last));
+  else write_zeros(matrix<Element>(to, work.place, head, work.last, num_columns).rows(work.first, work.last));
+}
+
+// Go on to a tile, which is noted; false where none is left. Called by the first warp.
+CUFLASH_DEVICE bool next_tile(const attention::Params& params, int slot, bool is_first) {
+  Board& own = board();
+  const int num_tiles = attention::num_key_tiles<Listed>(params, kBlockKv);
+  __syncwarp();
+  if (leads()) {
+    own.number = is_first ? attention::first_number() : attention::next_number(params, num_tiles);
+    if (own.number < num_tiles) own.works[slot] = attention::key_tile_at<Listed>(params, kBlockKv, own.number);
+  }
+  __syncwarp();
+  return own.number < num_tiles;
+}
+
+// Have a tile's steps brought. Called by the first warp.
+CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps, Turn& turn, int& slot,
+                            bool& has_stepped) {
   using namespace attention;
   Board& own = board();
   const Shape& shape = params.shape;
-  Turn turn;
-  int num_k = 0;  // times that K was brought
-  int slot = 0;   // of the works
-  bool has_stepped = false;
+  bool has_k = false;
   for (int head = 0; head < shape.group_size; ++head) {
     __syncwarp();
-    const int next_slot = has_stepped ? (slot + 1) % kWorks : slot;
-    if (head > 0 && leads()) {
-      own.works[next_slot] = own.works[slot];
-      ++own.works[next_slot].place.head;
+    if (head > 0) {
+      const int next_slot = has_stepped ? (slot + 1) % kWorks : slot;
+      if (leads()) {
+        own.works[next_slot] = own.works[slot];
+        ++own.works[next_slot].place.head;
+      }
+      slot = next_slot;
     }
-    slot = next_slot;
     has_stepped = false;
     const WorkTile& work = own.works[slot];
     if (leads()) {
@@ -185,18 +228,18 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     __syncwarp();
     Steps<kBlockQ, OverQueries, Listed> steps(params, own.reach);
     Step step;
-    for (bool brings_k = num_k == 0 || params.work.interval_head_stride != 0; steps.next(step); brings_k = false) {
+    for (bool brings_k = !has_k || params.work.interval_head_stride != 0; steps.next(step); brings_k = false) {
       const bool clears = has_dead_rows(params, work.place, step);
-      const bool brings_v = num_k == 0;
+      const bool brings_v = !has_k;
       Note& note = own.notes[turn.stage];
       tile::await_empty(own.q[turn.stage], turn.parity);  // by the whole warp: none misses a phase
       __syncwarp();
       if (leads()) {
         const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == kBlockQ &&
                               work.last - work.first == kBlockKv;
-        note.kind = is_whole ? Note::kWhole : Note::kMasked;
-        note.brings_k = brings_k;
-        note.brings_v = brings_v;
+        note.kind = (is_whole ? 0 : Note::kMasked) | (brings_k ? Note::kBringsK : 0) | (brings_v ? Note::kBringsV : 0);
+        note.k_parity = own.k_parity;
+        note.v_parity = own.v_parity;
         note.copies_q = clears || !is_mapped(maps.q, params.q);
         note.copies_do = clears || !is_mapped(maps.do_, params.do_);
         note.work = slot;
@@ -212,22 +255,41 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       }
       if (leads()) ptx::mbarrier_arrive(ptx::shared_address(&own.noted[turn.stage]));
       if (brings_k) {
-        tile::await_empty(own.k, num_k % 2);
+        tile::await_empty(own.k, own.k_parity);
+        if (brings_v) tile::await_empty(own.v, own.v_parity);
         __syncwarp();
         if (leads()) {
-          fill(tile::Panels(k_smem), maps.k, in_stack(params.k, work.place, own.kv_head), work.first, own.k, note.copies_k);
+          const int kv_head = work.place.head / shape.group_size;
+          fill(tile::Panels(k_smem), maps.k, in_stack(params.k, work.place, kv_head), work.first, own.k, note.copies_k);
           if (brings_v)
-            fill(tile::Panels(v_smem), maps.v, in_stack(params.v, work.place, own.kv_head), work.first, own.v, note.copies_v);
+            fill(tile::Panels(v_smem), maps.v, in_stack(params.v, work.place, kv_head), work.first, own.v, note.copies_v);
+          own.k_parity ^= 1;
+          own.v_parity ^= brings_v;
         }
+        has_k = true;
       }
       const tile::Room& d_o = own.d_o[do_stage(turn)];
       tile::await_empty(d_o, do_parity(turn));
       __syncwarp();
       if (leads()) fill(tile::Panels(do_smem(do_stage(turn))), maps.do_, own.do_at, step.start, d_o, note.copies_do);
-      num_k += brings_k;
       turn = turn.next();
       has_stepped = true;
     }
+  }
+  if (has_k) return;
+  write_nothing(params, params.dk, own.works[slot], shape.head_dim);
+  write_nothing(params, params.dv, own.works[slot], shape.value_dim);
+}
+
+CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
+  Board& own = board();
+  Turn turn;
+  int slot = 0;  // of the works
+  bool has_stepped = false;
+  for (bool is_first = true; next_tile(params, slot, is_first); is_first = false) {
+    if (!own.works[slot].is_empty()) produce(params, maps, turn, slot, has_stepped);
+    if (has_stepped) slot = (slot + 1) % kWorks;
+    has_stepped = false;
   }
   tile::await_empty(own.q[turn.stage], turn.parity);
   __syncwarp();
@@ -265,7 +327,7 @@ CUFLASH_DEVICE void know_queries(const attention::Params& params, const attentio
     const bool is_there = query < note.step.stop;
     queries.lse_2[row] = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<float>();
     queries.delta[row] = is_there ? delta.at(query, 0) : 0.0f;
-    if (note.kind == Note::kWhole) continue;
+    if (!(note.kind & Note::kMasked)) continue;
     const Seen seen = note.step.seen(params, work.place, min(query, note.step.stop - 1));
 #pragma unroll 1
     for (int x = 0; x < kKeyWords; ++x)
@@ -278,13 +340,13 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
   Board& own = board();
   const Shape& shape = params.shape;
   const int thread = threadIdx.x - 32;
-  int num_k = 0;
   for (Turn turn;; turn = turn.next()) {
     ptx::mbarrier_wait(ptx::shared_address(&own.noted[turn.stage]), turn.parity);
     const Note& note = own.notes[turn.stage];
     const tile::Room &q = own.q[turn.stage], &d_o = own.d_o[do_stage(turn)];
     if (note.kind == Note::kEnd) return tile::arrive(q.full);
     const WorkTile& work = own.works[note.work];
+    const int kv_head = work.place.head / shape.group_size;
     Queries& queries = own.queries[turn.stage];
     know_queries(params, work, note, queries, thread);
     if (note.copies_q || note.copies_do) ptx::bar_sync(kHelpersMeet, kHelpers);  // is_live knows
@@ -294,19 +356,19 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
       tile::copy<kHelpers>(tile::Panels(q_smem(turn.stage)), all.rows(note.step.start, note.step.stop), thread, is_live);
     }
     tile::arrive(q.full);
-    if (note.brings_k) {
-      tile::await_empty(own.k, num_k % 2);  // else a helper could arrive for this K while another copies the last
+    if (note.kind & Note::kBringsK) {
+      tile::await_empty(own.k, note.k_parity);  // else a helper could arrive for this K while another copies the last
       if (note.copies_k) {
         const Interval keys = seen_keys(params, work);
-        const auto all = matrix<Element>(params.k, work.place, own.kv_head, shape.seqlen_kv, shape.head_dim);
+        const auto all = matrix<Element>(params.k, work.place, kv_head, shape.seqlen_kv, shape.head_dim);
         tile::copy<kHelpers>(tile::Panels(k_smem), all.rows(work.first, keys.hi), thread,
                        [&](int row) { return work.first + row >= keys.lo; });
       }
       tile::arrive(own.k.full);
-      ++num_k;
     }
-    if (note.brings_v) {
-      const auto all = matrix<Element>(params.v, work.place, own.kv_head, shape.seqlen_kv, shape.value_dim);
+    if (note.kind & Note::kBringsV) {
+      tile::await_empty(own.v, note.v_parity);
+      const auto all = matrix<Element>(params.v, work.place, kv_head, shape.seqlen_kv, shape.value_dim);
       const auto is_kept = [](int) { return true; };
       if (note.copies_v) tile::copy<kHelpers>(tile::Panels(v_smem), all.rows(work.first, work.last), thread, is_kept);
       tile::arrive(own.v.full);
@@ -352,12 +414,10 @@ CUFLASH_DEVICE void add_up() {
 // What a block does: `consume` is called by both warpgroups of consumers, with the number of the warpgroup among them.
 template <class Consume>
 CUFLASH_DEVICE void share_work(const attention::Params& params, const attention::TensorMaps& maps, Consume consume) {
-  const attention::WorkTile work = attention::key_tile<Listed>(params, kBlockKv);
-  if (work.is_empty()) return;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
   if (threadIdx.x == 0) {
-    board().works[0] = work;
-    board().kv_head = work.place.head / params.shape.group_size;
+    board().softmax_scale_log2 = params.shape.softmax_scale * attention::kLog2E;
+    board().k_parity = board().v_parity = 0;
     tile::Room* const rooms = &board().k;
     for (int i = 0; i < 2 + kNumStages + kDoStages; ++i) {
       const bool has_notes = &rooms[i] >= board().q && &rooms[i] < board().q + kNumStages;  // which all read

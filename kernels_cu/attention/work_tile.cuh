@@ -1,5 +1,6 @@
 #pragma once
 #include <attention/params.cuh>
+#include <ptx/atomic.cuh>
 #include <tile/copy.cuh>
 
 // Which tile of which matrix a block works on. Only here do kernels ask for their block's number.
@@ -40,8 +41,7 @@ struct Side {
   int block;             // of the list
   const int32_t* order;  // of the list; null without one
   bool is_last_longest;  // under a causal mask, without a list
-  bool takes_turns;      // with the sides of other places
-  bool ends_whole;       // cut from its end, so that its first tile may be short and not its last; without a list
+  int places_in_turn;
 };
 
 // How a side is cut. Tiles stay within blocks: the last block, and the last tile of a block, may be short.
@@ -64,17 +64,11 @@ struct Cut {
 CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int height, int number) {
   const Shape& shape = params.shape;
   const Cut cut(shape, side, height);
-  int place, turn;
-  if (side.takes_turns) {
-    const int in_turn = min(shape.places_in_turn, cut.num_places);
-    const int first_place = number / (in_turn * cut.num_tiles) * in_turn;
-    const int places = min(in_turn, cut.num_places - first_place), within = number - first_place * cut.num_tiles;
-    turn = within / places;
-    place = first_place + within % places;
-  } else {
-    place = number / cut.num_tiles;
-    turn = number % cut.num_tiles;
-  }
+  const int in_turn = min(side.places_in_turn, cut.num_places);
+  const int first_place = number / (in_turn * cut.num_tiles) * in_turn;
+  const int places = min(in_turn, cut.num_places - first_place), within = number - first_place * cut.num_tiles;
+  const int turn = within / places;
+  int place = first_place + within % places;
   WorkTile work;
   work.place.head = place % cut.num_heads * side.heads_in_place;
   place /= cut.num_heads;
@@ -87,10 +81,8 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int he
   const int rank = turn / cut.tiles_in_block;
   int start = cut.block * (side.is_last_longest ? cut.num_blocks - 1 - rank : rank);
   if (side.order != nullptr) start = cut.block * side.order[list_matrix(params.work, work.place) * cut.num_blocks + rank];
-  if (side.ends_whole) start -= cut.num_blocks * cut.block - side.length;
-  const int first = start + turn % cut.tiles_in_block * height;
-  work.first = max(first, 0);
-  work.last = min(min(first + height, start + cut.block), side.length);
+  work.first = start + turn % cut.tiles_in_block * height;
+  work.last = min(min(work.first + height, start + cut.block), side.length);
   return work;
 }
 
@@ -101,7 +93,8 @@ CUFLASH_DEVICE int work_part(int num_parts) { return blockIdx.x % num_parts; }
 template <class Listed>
 CUFLASH_DEVICE Side queries_of(const Params& params) {
   const Work& work = params.work;
-  return {params.shape.seqlen_q, 1, work.block_q, Listed::in(work) ? work.row_order : nullptr, true, Listed::in(work), false};
+  const int32_t* const order = Listed::in(work) ? work.row_order : nullptr;
+  return {params.shape.seqlen_q, 1, work.block_q, order, true, params.shape.places_in_turn};
 }
 
 template <class Listed = ListedAtRunTime>
@@ -111,7 +104,7 @@ CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_par
 
 // For blocks that work on several tiles, one after the other: how many there are, the number of a block's own in each
 // round, and the tile of a number. Rounds go from left to right and back, so that who got a long tile gets a short one.
-// A last tile that is short would, under a causal mask, walk all keys for a few queries.
+// Without a list tiles are cut from the end: a short last one would, under a causal mask, walk all keys for few queries.
 template <class Listed>
 CUFLASH_DEVICE int num_query_tiles(const Params& params, int height) {
   const Cut cut(params.shape, queries_of<Listed>(params), height);
@@ -123,16 +116,20 @@ CUFLASH_DEVICE int number_in_round(int round) {
 }
 template <class Listed>
 CUFLASH_DEVICE WorkTile query_tile_at(const Params& params, int height, int number) {
-  Side queries = queries_of<Listed>(params);
-  queries.takes_turns = true;
-  queries.ends_whole = queries.order == nullptr;
-  return work_tile(params, queries, height, number);
+  const Side queries = queries_of<Listed>(params);
+  WorkTile work = work_tile(params, queries, height, number);
+  if (queries.order == nullptr) {
+    const int first = work.first - (height - queries.length % height) % height;
+    work.first = max(first, 0);
+    work.last = first + height;
+  }
+  return work;
 }
 
 // The queries of all heads that share a key/value head, head after head; `place.head` is the first of them.
 CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int num_parts) {
   const Shape& shape = params.shape;
-  const Side queries{shape.seqlen_q * shape.group_size, shape.group_size, 0, nullptr, true, false, false};
+  const Side queries{shape.seqlen_q * shape.group_size, shape.group_size, 0, nullptr, true, 1};
   return work_tile(params, queries, height, blockIdx.x / num_parts);
 }
 
@@ -143,13 +140,40 @@ CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height
   return first / block * ((block + height - 1) / height) + first % block / height;
 }
 
-// A tile of keys; `place.head` is the first query head of the key/value head's group, whose list says the order.
-template <class Listed = ListedAtRunTime>
-CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height, int num_parts = 1) {
+// The keys of the query heads that share them; `place.head` is the first of these, whose list says the order.
+template <class Listed>
+CUFLASH_DEVICE Side keys_of(const Params& params) {
+  const Shape& shape = params.shape;
   const Work& work = params.work;
   const int32_t* const order = Listed::in(work) ? work.column_order : nullptr;
-  const Side keys{params.shape.seqlen_kv, params.shape.group_size, work.block_kv, order, false, Listed::in(work), false};
-  return work_tile(params, keys, height, blockIdx.x / num_parts);
+  return {shape.seqlen_kv, shape.group_size, work.block_kv, order, false, shape.key_places_in_turn};
+}
+
+template <class Listed = ListedAtRunTime>
+CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height, int num_parts = 1) {
+  return work_tile(params, keys_of<Listed>(params), height, blockIdx.x / num_parts);
+}
+template <class Listed>
+CUFLASH_DEVICE WorkTile key_tile_at(const Params& params, int height, int number) {
+  return work_tile(params, keys_of<Listed>(params), height, number);
+}
+
+// For blocks that go on to further tiles as they end: how many there are, a block's first, and the next that nobody has.
+// The last to ask leaves the count as it found it, for a further launch. By one thread.
+template <class Listed>
+CUFLASH_DEVICE int num_key_tiles(const Params& params, int height) {
+  const Cut cut(params.shape, keys_of<Listed>(params), height);
+  return cut.num_places * cut.num_tiles;
+}
+CUFLASH_DEVICE int first_number() { return blockIdx.x; }
+CUFLASH_DEVICE int next_number(const Params& params, int num_tiles) {
+  int* const next = static_cast<int*>(params.next_tile.data);
+  const int asked = ptx::fetch_add(next, 1);
+  if (asked == num_tiles - 1) *next = 0;
+  return gridDim.x + asked;
+}
+CUFLASH_DEVICE void reset_numbers(const Params& params) {
+  if (params.next_tile.data != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *static_cast<int*>(params.next_tile.data) = 0;
 }
 
 // The matrix of a batch entry and head.

@@ -1,4 +1,4 @@
-// Additions to global memory that other blocks make at the same time; what was there does not come back.
+// Additions to global memory that other blocks make at the same time; what was there comes back of ints alone.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-red
 #pragma once
 
@@ -12,6 +12,12 @@ CUFLASH_DEVICE void red_add(float* address, float value) {
 }
 CUFLASH_DEVICE void red_add(double* address, double value) {
   asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" ::"l"(address), "d"(value) : "memory");
+}
+
+CUFLASH_DEVICE int fetch_add(int* address, int value) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+  return before;
 }
 
 // Four neighbours from a multiple of 16 bytes on, from sm_90 on; each is added for itself.

@@ -14,6 +14,7 @@ sm80_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
+  reset_numbers(params);
   const WorkTile work = query_tile<Listed>(params, kBlockQ);
   if (work.is_empty()) return;
   const Place& place = work.place;

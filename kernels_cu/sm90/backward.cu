@@ -1,6 +1,6 @@
 // FlashAttention-3's backward pass (arXiv 2407.08608, appendix B) on Hopper: a block keeps a tile of keys and walks the
-// queries that visit it, over the query heads that share it. One warpgroup brings Q, dO and what is known of each query;
-// two multiply, 64 keys each. They make S and dP transposed: so P and dS, and dK and dV, stay in registers, and only dS
+// queries that visit it, over the query heads that share it, tile after tile. One warpgroup brings Q, dO and what is known
+// of each query; two multiply, 64 keys each. They make S and dP transposed: so P and dS, and dK and dV, stay in registers, and only dS
 // goes through shared memory, for dQ, whose parts are added up in global memory.
 #include <attention/query_ring.cuh>
 
@@ -97,18 +97,32 @@ CUFLASH_DEVICE void hand_over(const DqOfWarp& dq, float* room, int part) {
   ptx::bar_arrive(kDqIsThere + part, kGroup + 32);
 }
 
-// Walk all steps. A product's registers are variables of their own where they live: what starts anew is no one's before.
-CUFLASH_DEVICE void walk(DkOfWarp& dk, DvOfWarp& dv, float softmax_scale_log2, int part) {
+// Of a tile, all of whose steps were walked.
+CUFLASH_DEVICE void write_gradients(const attention::Params& params, const attention::WorkTile& work, DkOfWarp& dk,
+                                    DvOfWarp& dv) {
+  const int kv_head = work.place.head / params.shape.group_size;
+  dk.scale(params.shape.softmax_scale);
+  write_gradient(params.dk, work, kv_head, params.shape.head_dim, dk);
+  write_gradient(params.dv, work, kv_head, params.shape.value_dim, dv);
+}
+
+// Walk all steps, tile after tile. A product's registers are variables of their own where they live: what starts anew is no
+// one's before. There is one loop, each time of one step: so the compiler knows that where operands lie is one number for
+// the warp.
+CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   using namespace attention;
   Board& own = board();
-  // The thread's first query of a step, and the room for its part of dQ.
+  Turn turn;
+  int kind = await_step(turn);
+  if (kind == Note::kEnd) return;
   const int first_query = Scores::first_column();
   float* const own_dq = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqRoom) + DqSum::place();
-  Turn turn;
-  int num_k = 0;
-  Note::Kind kind = await_step(turn, num_k);
-  if (kind == Note::kEnd) return;
-  tile::await_full(own.v, 0);
+  const float softmax_scale_log2 = own.softmax_scale_log2;
+  await_keys(turn);
+  DkOfWarp dk;
+  DvOfWarp dv;
+  dk.fill(0);
+  dv.fill(0);
   Scores s;
   start_scores(s, turn, part);
   leave_ds(part);
@@ -120,7 +134,7 @@ CUFLASH_DEVICE void walk(DkOfWarp& dk, DvOfWarp& dv, float softmax_scale_log2, i
     Scores dp;
     tile::start_product_nt(dp, tile::RowsAlongSum<VPanels>(v_smem, 64 * part),
                            tile::RowsAlongSum<DoPanels>(do_smem(turn.stage)));
-    const bool is_whole = kind == Note::kWhole;
+    const bool is_whole = !(kind & Note::kMasked);
     const SeenByWarp seen(queries, first_query);
     if (is_whole) make_probabilities<false>(s, lse_2, seen, softmax_scale_log2);
     else make_probabilities<true>(s, lse_2, seen, softmax_scale_log2);
@@ -140,15 +154,21 @@ CUFLASH_DEVICE void walk(DkOfWarp& dk, DvOfWarp& dv, float softmax_scale_log2, i
     ptx::keep_in_place(tile::accumulators(dq));
     tile::arrive(own.d_o[turn.stage].empty);
     const Turn next = turn.next();
-    kind = await_step(next, num_k);
-    if (kind == Note::kEnd) {
+    kind = await_step(next);
+    if (is_of_next_tile(kind)) {
+      leave_keys();
       tile::wait_for<0>(dk);
-      tile::keep_in_place(ds);
       hand_over(dq, own_dq, part);
-      return;
+      write_gradients(params, own.works[own.notes[turn.stage].work], dk, dv);
+      if (kind == Note::kEnd) return;
+      leave_ds(part);
+      dk.fill(0);
+      dv.fill(0);
+      await_keys(next);
+    } else {
+      leave_ds(part);
+      hand_over(dq, own_dq, part);
     }
-    leave_ds(part);
-    hand_over(dq, own_dq, part);
     Scores next_s;
     start_scores(next_s, next, part);
     tile::await_full(own.d_o[next.stage], next.parity);  // a branch: without one the compiler serializes products
@@ -159,20 +179,6 @@ CUFLASH_DEVICE void walk(DkOfWarp& dk, DvOfWarp& dv, float softmax_scale_log2, i
     s = next_s;
     turn = next;
   }
-}
-
-CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
-  using namespace attention;
-  DkOfWarp dk;
-  DvOfWarp dv;
-  dk.fill(0);
-  dv.fill(0);
-  walk(dk, dv, params.shape.softmax_scale * kLog2E, part);
-  const WorkTile work = key_tile<Listed>(params, kBlockKv);
-  const int kv_head = work.place.head / params.shape.group_size;
-  dk.scale(params.shape.softmax_scale);
-  write_gradient(params.dk, work, kv_head, params.shape.head_dim, dk);
-  write_gradient(params.dv, work, kv_head, params.shape.value_dim, dv);
 }
 
 }  // namespace cuflash

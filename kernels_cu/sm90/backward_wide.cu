@@ -136,65 +136,6 @@ CUFLASH_DEVICE void share(TransposedScores to, const Scores& from, int part) {
   ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);
 }
 
-// Walk all steps. Tensor cores always have a product ahead of the one that is waited for: P is made under dP, dS under dV,
-// and dQ is added under dK and under the next scores.
-CUFLASH_DEVICE void walk(DkOfGroup& dk, DvOfGroup& dv, float softmax_scale_log2, int part) {
-  using namespace attention;
-  Board& own = board();
-  Turn turn;
-  int num_k = 0;
-  Note::Kind kind = await_step(turn, num_k);
-  if (kind == Note::kEnd) return;
-  tile::await_full(own.v, 0);
-  Scores s, dp;
-  start_s(s, turn, part);
-  start_dp(dp, turn, part);
-  for (bool is_odd = false;; is_odd = !is_odd) {
-    const Queries& queries = own.queries[turn.stage];
-    const Note& note = own.notes[turn.stage];
-    const bool is_whole = kind == Note::kWhole;
-    tile::wait_for<1>(s);
-    if (is_whole) make_probabilities<false>(s, queries, softmax_scale_log2, part);
-    else make_probabilities<true>(s, queries, softmax_scale_log2, part);
-    share(p_smem(is_odd), s, part);
-    dv.start_first_sum(do_smem(do_stage(turn)), p_smem(is_odd), part);
-    dv.start_other_sums(do_smem(do_stage(turn)), p_smem(is_odd), part);
-    tile::wait_for<1 + DvOfGroup::kOthers>(dp);
-    if (is_whole) make_gradients<false>(s, dp, queries, part);
-    else make_gradients<true>(s, dp, queries, part);
-    share(ds_smem, dp, part);
-    const DqSum sum(note.dq_sum);
-    DqSlice dq;
-    start_dq(dq, part, 0);
-    dk.start_first_sum(q_smem(turn.stage), anew(ds_smem), part);
-    tile::wait_for<1>(dq);
-    dv.keep_in_place();
-    tile::arrive(own.d_o[do_stage(turn)].empty);
-    if constexpr (kDqSlices == 2) {
-      sum.add(dq);
-      start_dq(dq, part, 1);
-    }
-    dk.start_other_sums(q_smem(turn.stage), anew(ds_smem), part);
-    if constexpr (kDqSlices == 2) tile::wait_for<DkOfGroup::kOthers>(dq);
-    else sum.add(dq);
-    const Turn next = turn.next();
-    kind = await_step(next, num_k);
-    if (kind == Note::kEnd) {
-      ptx::wgmma_wait<0>();
-      dk.keep_in_place();
-      if constexpr (kDqSlices == 2) sum.add(dq, DqSlice::kColumnTiles);
-      return;
-    }
-    start_s(s, next, part);
-    if constexpr (kDqSlices == 2) sum.add(dq, DqSlice::kColumnTiles);
-    ptx::wgmma_wait<1>();
-    dk.keep_in_place();
-    tile::arrive(own.q[turn.stage].empty);
-    start_dp(dp, next, part);
-    turn = next;
-  }
-}
-
 // Columns of a gradient, transposed, from first_column on: of float32, which is summed over broadcast axes afterwards.
 template <class Sums>
 CUFLASH_DEVICE void write_wide(const tile::Matrix<float>& to, Sums& sums, int first_key, int first_column) {
@@ -223,29 +164,94 @@ CUFLASH_DEVICE void put(const attention::Matrices& to, const attention::WorkTile
   });
 }
 
-CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
+// Of a tile, all of whose steps were walked: through the rooms of K and V, which are its own yet.
+CUFLASH_DEVICE void write_gradients(const attention::Params& params, const attention::WorkTile& work, DkOfGroup& dk,
+                                    DvOfGroup& dv, int part) {
   using namespace attention;
-  DkOfGroup dk;
-  DvOfGroup dv;
-  const auto clear = [](auto& sums, int, int) { sums.fill(0); };
-  dk.each(part, clear);
-  dv.each(part, clear);
-  walk(dk, dv, params.shape.softmax_scale * kLog2E, part);
-  const WorkTile work = key_tile<Listed>(params, kBlockKv);
   const int kv_head = work.place.head / params.shape.group_size;
   dk.each(part, [&](auto& sums, int, int) { sums.scale(params.shape.softmax_scale); });
   ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);  // both have read K and V
   put(params.dk, work, kv_head, params.shape.head_dim, dk, k_smem, part);
   put(params.dv, work, kv_head, params.shape.value_dim, dv, v_smem, part);
   ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);
-  const int thread = threadIdx.x - kGroup;
   const auto copy = [&](const Matrices& to, int num_columns, const tile::Panels& from) {
     if (to.is_wide) return;
     const auto all = matrix<Element>(to, work.place, kv_head, work.last, num_columns);
-    tile::copy<kConsumers * kGroup>(all.rows(work.first, work.last), from, thread);
+    tile::copy<kConsumers * kGroup>(all.rows(work.first, work.last), from, threadIdx.x - kGroup);
   };
   copy(params.dk, params.shape.head_dim, tile::Panels(k_smem));
   copy(params.dv, params.shape.value_dim, tile::Panels(v_smem));
+  ptx::fence_proxy_async();  // the next tile's may be copied there
+  leave_keys();
+}
+
+// Walk all steps, tile after tile. Tensor cores always have a product ahead of the one that is waited for: P is made under
+// dP, dS under dV, and dQ is added under dK and under the next scores.
+CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
+  using namespace attention;
+  Board& own = board();
+  Turn turn;
+  int kind = await_step(turn);
+  if (kind == Note::kEnd) return;
+  await_keys(turn);
+  DkOfGroup dk;
+  DvOfGroup dv;
+  const auto clear = [](auto& sums, int, int) { sums.fill(0); };
+  dk.each(part, clear);
+  dv.each(part, clear);
+  Scores s, dp;
+  start_s(s, turn, part);
+  start_dp(dp, turn, part);
+  for (bool is_odd = false;; is_odd = !is_odd) {
+    const Queries& queries = own.queries[turn.stage];
+    const Note& note = own.notes[turn.stage];
+    const bool is_whole = !(kind & Note::kMasked);
+    tile::wait_for<1>(s);
+    if (is_whole) make_probabilities<false>(s, queries, own.softmax_scale_log2, part);
+    else make_probabilities<true>(s, queries, own.softmax_scale_log2, part);
+    share(p_smem(is_odd), s, part);
+    dv.start_first_sum(do_smem(do_stage(turn)), p_smem(is_odd), part);
+    dv.start_other_sums(do_smem(do_stage(turn)), p_smem(is_odd), part);
+    tile::wait_for<1 + DvOfGroup::kOthers>(dp);
+    if (is_whole) make_gradients<false>(s, dp, queries, part);
+    else make_gradients<true>(s, dp, queries, part);
+    share(ds_smem, dp, part);
+    const DqSum sum(note.dq_sum);
+    DqSlice dq;
+    start_dq(dq, part, 0);
+    dk.start_first_sum(q_smem(turn.stage), anew(ds_smem), part);
+    tile::wait_for<1>(dq);
+    dv.keep_in_place();
+    tile::arrive(own.d_o[do_stage(turn)].empty);
+    if constexpr (kDqSlices == 2) {
+      sum.add(dq);
+      start_dq(dq, part, 1);
+    }
+    dk.start_other_sums(q_smem(turn.stage), anew(ds_smem), part);
+    if constexpr (kDqSlices == 2) tile::wait_for<DkOfGroup::kOthers>(dq);
+    else sum.add(dq);
+    const Turn next = turn.next();
+    kind = await_step(next);
+    if (is_of_next_tile(kind)) {
+      ptx::wgmma_wait<0>();
+      dk.keep_in_place();
+      if constexpr (kDqSlices == 2) sum.add(dq, DqSlice::kColumnTiles);
+      write_gradients(params, own.works[note.work], dk, dv, part);
+      if (kind == Note::kEnd) return;
+      dk.each(part, clear);
+      dv.each(part, clear);
+      await_keys(next);
+      start_s(s, next, part);
+    } else {
+      start_s(s, next, part);
+      if constexpr (kDqSlices == 2) sum.add(dq, DqSlice::kColumnTiles);
+      ptx::wgmma_wait<1>();
+      dk.keep_in_place();
+    }
+    tile::arrive(own.q[turn.stage].empty);
+    start_dp(dp, next, part);
+    turn = next;
+  }
 }
 
 }  // namespace cuflash

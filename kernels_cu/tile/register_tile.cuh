@@ -51,8 +51,8 @@ struct RegisterTile {
     for (int j = 0; j < kColumns; ++j) at[i][j] *= by;
   }
 
-  // By a number of at least 1, rounded as division is (P. Markstein, IBM J. Res. Dev. 34, 1990, theorem 8): so many
-  // divisions would be a sixth of a kernel's text.
+  // By a number of at least 1, rounded as division is, unless what is left over is subnormal (P. Markstein, IBM J. Res.
+  // Dev. 34, 1990, on quotients from reciprocals). So many divisions would be a sixth of a kernel's text.
   CUFLASH_DEVICE void divide_row(int i, T by) {
     const T reciprocal = 1 / by;
 #pragma unroll

@@ -1,7 +1,8 @@
 #include <ptx/atomic.cuh>
 
 extern "C" __global__ void atomics(float* sums, int* extremes, int* lock, int* counter, unsigned* bits, float* reduced,
-                                   double* wide_reduced) {
+                                   double* wide_reduced, int* next, int* taken) {
+  atomicAdd(taken + cuflash::ptx::fetch_add(next, 2), 1);
   cuflash::ptx::red_add(reduced + threadIdx.x % 32, threadIdx.x + 0.5f);
   cuflash::ptx::red_add(wide_reduced + threadIdx.x % 32, threadIdx.x + 0.5);
   atomicAdd(sums, static_cast<float>(threadIdx.x));

@@ -48,6 +48,17 @@ maps(int* rows, int* columns, int* run_rows, int* run_columns, int* elements, in
       scaled[(threadIdx.x * InRuns::kRows + i) * InRuns::kColumns + j] = tile.at[i][j];
 }
 
+// Numbers over those of their rows.
+extern "C" __global__ void __launch_bounds__(kThreads)
+quotients(const T* numbers, const T* by, T* left) {
+  Plain tile;
+  for (int i = 0; i < Plain::kRows; ++i) {
+    for (int j = 0; j < Plain::kColumns; ++j) tile.at[i][j] = numbers[Plain::row(i) * kColumns + Plain::column(j)];
+    tile.divide_row(i, by[Plain::row(i)]);
+    for (int j = 0; j < Plain::kColumns; ++j) left[Plain::row(i) * kColumns + Plain::column(j)] = tile.at[i][j];
+  }
+}
+
 struct KeptBits {
   int64_t bits;
   CUFLASH_DEVICE bool operator()(int row) const { return bits >> row & 1; }
