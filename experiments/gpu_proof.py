@@ -238,7 +238,7 @@ def kinds_of_mask(rows: int, keys: int) -> dict[str, masks.Mask | None]:
 
 def cases(config: Config) -> Iterator[tuple[str, Case]]:
     """(kind of mask, case): each mask with each kernel; dims, groups, strides and promises take turns. Then wide dims,
-    and few queries, whose blocks share keys, and whose heads share tiles."""
+    many heads, and few queries, whose blocks share keys, and whose heads share tiles."""
     rows, keys = config.seqlen_q, config.seqlen_kv
     kinds = kinds_of_mask(rows, keys)
     for turn, (kernel, dtype, precision) in enumerate(KERNELS):
@@ -261,6 +261,9 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
         if kernel in ("sm80", "sm90"):
             for number in (0, 1):
                 yield "dense", case(number, head_dim=256, value_dim=256)
+        if kernel == "sm90":  # more tiles than blocks, which go on to further ones
+            many = {"num_heads": 80, "num_kv_heads": 80, "seqlen_q": 70, "seqlen_kv": 100}
+            yield "dense", case(0, **many, head_dim=64, value_dim=64)
         if kernel == "sm80":
             for group_size in (1, 4):
                 few = {"seqlen_q": 3, "seqlen_kv": 1100, "num_kv_heads": 4 // group_size}

@@ -87,6 +87,17 @@ class FewBlocks(Simulator):
         super().launch(spec, min(grid, self.most) if Plan.takes_tiles_on(spec) else grid, *rest)
 
 
+class FewBlocksGpu(PoisonedGpu):
+    """The same of a GPU."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def launch(self, spec: KernelSpec, grid: int, *rest: Any) -> None:
+        super().launch(spec, min(grid, self.most) if Plan.takes_tiles_on(spec) else grid, *rest)
+
+
 ALIGNED = 8  # elements around each row, so that it starts at a multiple of 16 bytes if its length is one
 
 
@@ -208,6 +219,21 @@ def test_gradients_are_within_their_bounds_under_every_schedule(name: str, dims:
         schedule = sim.Schedule(seed=seed, order=order, copies="random" if seed % 2 else "late", shuffle_lanes=True)
         machine = FewBlocks(schedule, most=1 + seed % 3)
         assert_within_bounds(example, **call(example, SIM90, machine, margin=ALIGNED))
+
+
+@on_sm90
+@narrow_and_wide
+@pytest.mark.parametrize("name", ["causal", "blocks of 256", "broadcast"])
+def test_whichever_block_works_on_a_tile_its_dk_and_dv_are_the_same(
+    run: Run, name: str, dims: tuple[int, int] | None
+) -> None:
+    example = half(of_dims(TILES[name], dims))
+    assert has_own_backward(plan_of(example, run))
+    expected = call(example, run, margin=ALIGNED)
+    for most in (1, 3):
+        found = call(example, run, FewBlocksGpu(most) if run.is_on_device else FewBlocks(most=most), margin=ALIGNED)
+        assert_within_bounds(example, **found)
+        assert all(found[each].tobytes() == expected[each].tobytes() for each in ("dk", "dv"))
 
 
 @on_sm90
