@@ -188,24 +188,27 @@ class Plan:
 
         Under a band, as many as have no more tiles than blocks work at once, so that few long tiles start late; where
         blocks of the sm90 family share tiles beforehand, as many as balance them. With a list, on tensor cores, as many
-        as find room in half of the level-2 cache, K and V or, in a backward pass, about twice as much; all where
-        multiply-adds are what takes time: that K and V come from memory costs a fiftieth, and the fewer take turns the
-        more of the GPU idles at the end (experiments/results/simt_sparse.log).
+        as have K and V in a third of the level-2 cache; all where multiply-adds are what takes time: that K and V come
+        from memory costs a fiftieth, and the fewer take turns the more of the GPU idles at the end
+        (experiments/results/simt_sparse.log).
         """
+        problem = self.problem
         if isinstance(self.work, ListedWork):
-            return self._listed_places_in_turn
+            return self._places_in_cache(problem.seqlen_kv * (problem.head_dim + problem.value_dim))
         forward = self.specs.get("forward")
         if forward is None:
             return 1
-        return self._places_that_balance or self._places_of_a_wave(forward, self.problem.seqlen_q, forward.block_q)
+        return self._places_that_balance or self._places_of_a_wave(forward, problem.seqlen_q, forward.block_q)
 
     @property
     def key_places_in_turn(self) -> int:
-        """The same of tiles of keys."""
+        """The same of tiles of keys, whose blocks all read Q and dO and add to dQ, in float32."""
+        problem = self.problem
         if isinstance(self.work, ListedWork):
-            return self._listed_places_in_turn
+            dq = problem.head_dim * problem.accumulator.itemsize // problem.dtype.itemsize
+            return self._places_in_cache(problem.seqlen_q * (problem.head_dim + problem.value_dim + dq))
         backward = self.specs.get("backward", self.specs.get("backward_columns"))
-        return 1 if backward is None else self._places_of_a_wave(backward, self.problem.seqlen_kv, backward.block_kv)
+        return 1 if backward is None else self._places_of_a_wave(backward, problem.seqlen_kv, backward.block_kv)
 
     def _places_of_a_wave(self, spec: KernelSpec, length: int, height: int) -> int:
         """Matrices that have no more tiles of unlike lengths than blocks of a kernel work at once; one at least."""
@@ -213,13 +216,11 @@ class Plan:
             return 1
         return max(1, blocks_at_once(spec, self.device) // max(1, -(-length // height)))
 
-    @property
-    def _listed_places_in_turn(self) -> int:
+    def _places_in_cache(self, num_elements: int) -> int:
+        """Matrices of a list whose elements, of the inputs' dtype, find room in a third of the level-2 cache."""
         if self.family not in ("sm80", "sm90"):
             return self.num_matrices
-        problem = self.problem
-        nbytes = problem.seqlen_kv * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
-        return max(1, self.device.cache_bytes // (2 * max(nbytes, 1)))
+        return max(1, self.device.cache_bytes // max(1, 3 * num_elements * self.problem.dtype.itemsize))
 
     @cached_property
     def _places_that_balance(self) -> int | None:
