@@ -22,6 +22,7 @@ Sanitizer = Literal["", "address", "undefined", "thread"]
 
 _COMPILER = "g++"
 _RUNTIME = Path(__file__).parent / "runtime"
+_PRELUDE = "prelude.hpp"
 # No contraction: the same bits on every host. No strict aliasing: CUDA compilers assume none, and kernels reinterpret.
 _COMMON = ("-std=c++20", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-psabi")
 _KERNEL = ("-O1", "-g1", "-fno-strict-aliasing", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-unknown-pragmas")
@@ -171,11 +172,24 @@ def _build_kernel(compiler: str, text: str, entry: str, sanitize: str) -> Path:
     target = _target("kernel", _identity(compiler), _runtime_text(), source, *flags)
     if not target.exists():
         kept = target.with_suffix(".cpp")
-        prelude = str(_RUNTIME / "prelude.hpp")
-        to_object = [compiler, *flags, *_HERE, "-include", prelude, "-c", kept.name, "-o", "kernel.o"]
+        # Where the compiler cannot use the prelude that it has read before, it finds the text.
+        prelude = (f"-I{_build_prelude(compiler, flags)}", f"-I{_RUNTIME}", "-include", _PRELUDE)
+        to_object = [compiler, *flags, *_HERE, *prelude, "-c", kept.name, "-o", "kernel.o"]
         to_library = [compiler, "-shared", *_LINK.get(sanitize, ()), "kernel.o", "-o", target.name]
         _publish([to_object, to_library], target, f"kernel {entry}", source)
     return target
+
+
+def _build_prelude(compiler: str, flags: tuple[str, ...]) -> Path:
+    """The folder of the precompiled prelude: half of what a small kernel takes to compile is reading its text."""
+    folder = _target("prelude", _identity(compiler), _runtime_text(), *flags).with_suffix("")
+    target = folder / f"{_PRELUDE}.gch"
+    if not target.exists():
+        folder.mkdir(exist_ok=True)
+        source = _RUNTIME / _PRELUDE
+        command = [compiler, *flags, "-x", "c++-header", str(source), "-o", target.name]
+        _publish([command], target, f"the prelude of kernels, {source}")
+    return folder
 
 
 def _glue(entry: str) -> str:
