@@ -25,7 +25,7 @@ _RUNTIME = Path(__file__).parent / "runtime"
 _PRELUDE = "prelude.hpp"
 # No contraction: the same bits on every host. No strict aliasing: CUDA compilers assume none, and kernels reinterpret.
 _COMMON = ("-std=c++20", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-psabi")
-_KERNEL = ("-O1", "-g1", "-fno-strict-aliasing", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-unknown-pragmas")
+_KERNEL = ("-Og", "-g1", "-fno-strict-aliasing", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-unknown-pragmas")
 # Debug information names our files, not the folder of the compilation.
 _HERE = ("-fdebug-prefix-map={here}=.",)
 # The runtime answers UndefinedBehaviorSanitizer itself, so that kernels link without its library.
