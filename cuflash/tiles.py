@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -214,14 +215,9 @@ def _simt_spec(smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int
 
     Tensor cores multiply where any tile of theirs fits: they share 32 rows, so blocks of a list may be too short.
     """
-    legal = []
+    legal: tuple[KernelSpec, ...] = ()
     for mma_rows in _mma_rows(smallest.dtype, device):
-        sides = (
-            replace(smallest, block_q=block_q, block_kv=block_kv, mma_rows=mma_rows)
-            for block_q, block_kv in product(_SIDES, _SIDES)
-            if block_q <= largest[0] and block_kv <= largest[1]
-        )
-        legal = sorted(filter(_is_simt_tile, sides), key=_preference, reverse=True)
+        legal = _legal_tiles(replace(smallest, mma_rows=mma_rows), largest)
         for room, spec in product((device.tile_memory_bytes // 2, device.tile_memory_bytes), legal):
             if shared_bytes(spec) <= room:
                 return spec
@@ -232,6 +228,17 @@ def _simt_spec(smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int
             f"it has {device.tile_memory_bytes}: use a narrower dtype"
         ]
     )
+
+
+@lru_cache(maxsize=1 << 13)
+def _legal_tiles(smallest: KernelSpec, largest: tuple[int, int]) -> tuple[KernelSpec, ...]:
+    """From the smallest tile up to the largest that is asked for, the preferred first: the same on every device."""
+    sides = (
+        replace(smallest, block_q=block_q, block_kv=block_kv)
+        for block_q, block_kv in product(_SIDES, _SIDES)
+        if block_q <= largest[0] and block_kv <= largest[1]
+    )
+    return tuple(sorted(filter(_is_simt_tile, sides), key=_preference, reverse=True))
 
 
 def _preference(spec: KernelSpec) -> tuple[float, int]:
