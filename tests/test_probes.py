@@ -109,12 +109,15 @@ def texts() -> dict[str, Launch]:
     return {launch.text(host=False): launch for launch in (*LAUNCHES, *walked_)}
 
 
-def test_every_probe_compiles_for_a_gpu(nvrtc: tuple[int, int]) -> None:
+TEXTS = texts()
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=[launch.name for launch in TEXTS.values()])
+def test_every_probe_compiles_for_a_gpu(nvrtc: tuple[int, int], text: str) -> None:
     from cuda.core import Program, ProgramOptions
 
-    for text, launch in texts().items():
-        code = Program(text, "c++", options=ProgramOptions(arch=launch.architecture, std="c++17")).compile("cubin").code
-        assert launch.entry.encode() in code
+    options = ProgramOptions(arch=TEXTS[text].architecture, std="c++17")
+    assert TEXTS[text].entry.encode() in Program(text, "c++", options=options).compile("cubin").code
 
 
 @pytest.fixture(params=WALKS)
