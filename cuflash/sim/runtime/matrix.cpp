@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "cta.hpp"
-#include "floats.hpp"
+#include "eight.hpp"
 
 namespace cuflash::sim {
 
@@ -37,13 +37,12 @@ void execute_stmatrix(void* const* arguments, uint32_t) {
 
 // d (16 x 8) += a (16 x kDepth) * b (kDepth x 8), summed in float from the first column to the last.
 template <int kDepth>
-void multiply_add(const float (&a)[16][kDepth], const float (&b)[kDepth][8], void* const* arguments) {
-  float product[16][8];
+CUFLASH_SIM_WITHIN void multiply_add(const float (&a)[16][kDepth], const Eight (&b)[kDepth], void* const* arguments) {
+  Eight product[16];
   for (int i = 0; i < 16; ++i) {
-    float sum[8] = {};
-    for (int k = 0; k < kDepth; ++k)
-      for (int j = 0; j < 8; ++j) sum[j] += a[i][k] * b[k][j];
-    for (int j = 0; j < 8; ++j) product[i][j] = sum[j];
+    Eight sum = {};
+    for (int k = 0; k < kDepth; ++k) sum += a[i][k] * b[k];
+    product[i] = sum;
   }
   for (int lane = 0; lane < 32; ++lane) {
     float(&d)[4] = static_cast<MmaLane*>(arguments[lane])->d;
@@ -51,24 +50,29 @@ void multiply_add(const float (&a)[16][kDepth], const float (&b)[kDepth][8], voi
   }
 }
 
-template <float (*kToFloat)(uint16_t)>
-void execute_mma_m16n8k16(void* const* arguments, uint32_t) {
-  float a[16][16], b[16][8];
+CUFLASH_SIM_WIDE void mma_m16n8k16(void* const* arguments, bool is_bfloat16) {
+  float a[16][16];
+  Eight b[16];
   for (int lane = 0; lane < 32; ++lane) {
     const auto& own = *static_cast<MmaLane*>(arguments[lane]);
     const int g = lane / 4, t = lane % 4 * 2;
+    uint32_t words[4] = {own.b[0], own.b[1]};
+    const Eight of_a = to_floats(own.a, is_bfloat16), of_b = to_floats(words, is_bfloat16);
     for (int e = 0; e < 2; ++e) {
-      for (int r = 0; r < 4; ++r)
-        a[g + r % 2 * 8][t + r / 2 * 8 + e] = kToFloat(static_cast<uint16_t>(own.a[r] >> 16 * e));
-      for (int r = 0; r < 2; ++r) b[t + r * 8 + e][g] = kToFloat(static_cast<uint16_t>(own.b[r] >> 16 * e));
+      for (int r = 0; r < 4; ++r) a[g + r % 2 * 8][t + r / 2 * 8 + e] = of_a[2 * r + e];
+      for (int r = 0; r < 2; ++r) b[t + r * 8 + e][g] = of_b[2 * r + e];
     }
   }
   multiply_add(a, b, arguments);
 }
 
-void execute_mma_m16n8k8_tf32(void* const* arguments, uint32_t) {
+template <bool kIsBFloat16>
+void execute_mma_m16n8k16(void* const* arguments, uint32_t) { mma_m16n8k16(arguments, kIsBFloat16); }
+
+CUFLASH_SIM_WIDE void execute_mma_m16n8k8_tf32(void* const* arguments, uint32_t) {
   const auto to_float = [](uint32_t bits) { return std::bit_cast<float>(bits & ~0x1fffu); };
-  float a[16][8], b[8][8];
+  float a[16][8];
+  Eight b[8];
   for (int lane = 0; lane < 32; ++lane) {
     const auto& own = *static_cast<MmaLane*>(arguments[lane]);
     const int g = lane / 4, t = lane % 4;
@@ -102,8 +106,8 @@ const Operation kStmatrix[2][3] = {{{"stmatrix_x1", execute_stmatrix<1, false>, 
                                    {{"stmatrix_x1_trans", execute_stmatrix<1, true>, true},
                                     {"stmatrix_x2_trans", execute_stmatrix<2, true>, true},
                                     {"stmatrix_x4_trans", execute_stmatrix<4, true>, true}}};
-const Operation kMmaHalf{"mma_m16n8k16 (Half)", execute_mma_m16n8k16<half_to_float>, true};
-const Operation kMmaBFloat16{"mma_m16n8k16 (BFloat16)", execute_mma_m16n8k16<bfloat16_to_float>, true};
+const Operation kMmaHalf{"mma_m16n8k16 (Half)", execute_mma_m16n8k16<false>, true};
+const Operation kMmaBFloat16{"mma_m16n8k16 (BFloat16)", execute_mma_m16n8k16<true>, true};
 const Operation kMmaTf32{"mma_m16n8k8_tf32", execute_mma_m16n8k8_tf32, true};
 const Operation kMmaDouble[2] = {{"mma_m8n8k4", execute_mma_double<8>, true},
                                  {"mma_m16n8k4", execute_mma_double<16>, true}};

@@ -6,7 +6,7 @@
 #include <deque>
 #include <list>
 
-#include "floats.hpp"
+#include "eight.hpp"
 #include "memory.hpp"
 
 namespace cuflash::sim {
@@ -128,47 +128,43 @@ std::vector<Chunk> read_operands(const Product& product) {
   return chunks;
 }
 
-float to_float(uint16_t bits, bool is_bfloat16) { return is_bfloat16 ? bfloat16_to_float(bits) : half_to_float(bits); }
-
 // A matrix [rows, 16] from its chunks, laid out with `pitch` from row to row.
-void unpack(const Chunk* chunks, bool mn_major, int rows, bool is_bfloat16, float* to, int row_pitch, int k_pitch) {
-  for (int i = 0; i < 2 * rows; ++i)
-    for (int e = 0; e < 8; ++e) {
-      const int row = mn_major ? i / 16 * 8 + e : i / 2, k = mn_major ? i % 16 : i % 2 * 8 + e;
-      to[row * row_pitch + k * k_pitch] = to_float(chunks[i].at[e], is_bfloat16);
-    }
+CUFLASH_SIM_WITHIN void unpack(const Chunk* chunks, bool mn_major, int rows, bool is_bfloat16, float* to, int row_pitch,
+                               int k_pitch) {
+  const int pitch = mn_major ? row_pitch : k_pitch;
+  for (int i = 0; i < 2 * rows; ++i) {
+    const int row = mn_major ? i / 16 * 8 : i / 2, k = mn_major ? i % 16 : i % 2 * 8;
+    const Eight numbers = to_floats(&chunks[i], is_bfloat16);
+    for (int e = 0; e < 8; ++e) to[row * row_pitch + k * k_pitch + e * pitch] = numbers[e];
+  }
 }
 
 // With the operands as they were at the issue.
-void multiply(Product& product) {
+CUFLASH_SIM_WIDE void multiply(Product& product) {
   const WgmmaLane& lane = product.lane;
   float a[16][16];
   const Chunk* from = product.seen.data();
   if (lane.a_in_registers) {
-    for (int i = 0; i < 32; ++i)
-      for (int r = 0; r < 4; ++r)
-        for (int e = 0; e < 2; ++e)
-          a[i / 4 + r % 2 * 8][i % 4 * 2 + r / 2 * 8 + e] =
-              to_float(static_cast<uint16_t>(product.a[i][r] >> 16 * e), lane.is_bfloat16);
+    for (int i = 0; i < 32; ++i) {
+      const Eight numbers = to_floats(product.a[i], lane.is_bfloat16);
+      for (int j = 0; j < 8; ++j) a[i / 4 + j / 2 % 2 * 8][i % 4 * 2 + j / 4 * 8 + j % 2] = numbers[j];
+    }
   } else {
     unpack(from, lane.a_mn_major, 16, lane.is_bfloat16, a[0], 16, 1);
     from += 32;
   }
-  // Four columns at a time, in one register of the host; a lane holds two neighbours of each row.
-  using Four = float __attribute__((vector_size(16)));
+  // Eight columns at a time; a lane holds two neighbours of each row.
   for (int column = 0; column < 2 * lane.count; column += 8, from += 16) {
-    Four b[16][2];
-    unpack(from, lane.b_mn_major, 8, lane.is_bfloat16, &b[0][0][0], 1, 8);
+    Eight b[16];
+    unpack(from, lane.b_mn_major, 8, lane.is_bfloat16, &b[0][0], 1, 8);
     for (int i = 0; i < 16; ++i) {
-      Four sum[2] = {};
-      for (int k = 0; k < 16; ++k) {
-        sum[0] += a[i][k] * b[k][0];
-        sum[1] += a[i][k] * b[k][1];
-      }
-      for (int j = 0; j < 8; ++j) {
-        const int holder = i % 8 * 4 + j / 2, place = column / 2 + i / 8 * 2 + j % 2;
-        float& value = product.accumulator->values[static_cast<size_t>(holder * lane.count + place)];
-        value = (lane.adds ? value : 0.0f) + sum[j / 4][j % 4];
+      Eight sum = {};
+      for (int k = 0; k < 16; ++k) sum += a[i][k] * b[k];
+      for (int pair = 0; pair < 4; ++pair) {
+        const int holder = i % 8 * 4 + pair, place = column / 2 + i / 8 * 2;
+        float* values = &product.accumulator->values[static_cast<size_t>(holder * lane.count + place)];
+        values[0] = (lane.adds ? values[0] : 0.0f) + sum[2 * pair];
+        values[1] = (lane.adds ? values[1] : 0.0f) + sum[2 * pair + 1];
       }
     }
   }
