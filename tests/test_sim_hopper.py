@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,13 +13,9 @@ from sim_probes import HOPPER_FAULTS, HOPPER_PIPELINE, HOPPER_RACES, build, line
 from test_sim import in_child, schedules
 
 from cuflash import sim
+from cuflash.sim import compiler
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
 
 
 def test_no_schedule_troubles_a_correct_kernel() -> None:
@@ -80,8 +75,8 @@ def test_every_fault_is_in_one_of_both_tests() -> None:
 
 
 @pytest.mark.slow
-def test_thread_sanitizer_sees_every_race_in_a_friendly_run(cache: Path) -> None:
-    run = in_child("thread", cache, sim_probes.HOPPER_CHILD)
+def test_thread_sanitizer_sees_every_race_in_a_friendly_run() -> None:
+    run = in_child("thread", compiler.cache_directory(), sim_probes.HOPPER_CHILD)
     correct, *faulty, end = run.stderr.split(": done\n")
     assert "WARNING" not in correct, correct
     assert len(faulty) == len(HOPPER_RACES) and end.startswith("end\n"), run.stderr
@@ -92,8 +87,8 @@ def test_thread_sanitizer_sees_every_race_in_a_friendly_run(cache: Path) -> None
 
 
 @pytest.mark.slow
-def test_address_sanitizer_has_nothing_against_a_correct_kernel(cache: Path) -> None:
-    run = in_child("address", cache, sim_probes.HOPPER_CHILD)
+def test_address_sanitizer_has_nothing_against_a_correct_kernel() -> None:
+    run = in_child("address", compiler.cache_directory(), sim_probes.HOPPER_CHILD)
     assert run.stderr == "correct: done\nend\n", run.stderr
 
 

@@ -5,13 +5,15 @@ As in test_kernel_edits.py; but what is not waited for, or waited for in vain, t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cuflash.simulated import Simulator
-from cuflash.testing import Structure, assert_within_bounds
+from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import needs_compiler
 from planting import chosen, planted, without_their_line
 from poison import MARGIN, call
@@ -386,10 +388,15 @@ def started_oddly(x: Any) -> Any:
     return wider[..., start : start + x.shape[-1]]
 
 
+@cache
+def cleaned(made: Callable[[], list[Structure]]) -> list[Example]:
+    """Examples, which know what is exact: made once for all edits."""
+    return [half(structure) for structure in made()]
+
+
 def hopper_is_right() -> None:
     """On blocks that go on to further tiles, out of order; NaN stands past the keys' length."""
-    for number, structure in enumerate(structures()):
-        clean = half(structure)
+    for number, clean in enumerate(cleaned(structures)):
         example = clean
         if number in (0, 7):
             v = clean.v.copy()
@@ -440,8 +447,7 @@ def backward_structures() -> list[Structure]:
 
 def hopper_gradients_are_right() -> None:
     """NaN stands in queries without a key, and past the lengths."""
-    for number, structure in enumerate(backward_structures()):
-        clean = half(structure)
+    for number, clean in enumerate(cleaned(backward_structures)):
         changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
         if number == 0:
             changed["do"][..., :150, :] = np.nan
@@ -484,8 +490,7 @@ def wide_structures() -> list[Structure]:
 
 def wide_gradients_are_right() -> None:
     """NaN stands in queries without a key, and past the lengths."""
-    for number, structure in enumerate(wide_structures()):
-        clean = half(structure)
+    for number, clean in enumerate(cleaned(wide_structures)):
         changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
         if number == 0:
             changed["do"][..., :150, :] = np.nan
