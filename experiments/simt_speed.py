@@ -16,11 +16,11 @@ Expect: half of the multiply-adds' rate forward: what a thread's registers hold 
 Found:  on an H100 forward float32 reaches 0.60 and 0.55 of the multiply-adds' rate at head_dim 64 and 128, backward
 0.47 and 0.45, where one walk adds to dq by atomics and five products are made, not seven; float64, on tensor cores,
 0.85 and 0.97 forward, 0.68 and 0.58 backward. At a density of 0.125 the forward pass works at 0.91 of its dense rate,
-the backward pass at 0.99. The naive kernels reach 0.12 to 0.16 forward, 0.16 to 0.17 backward. A warm call took 29 to
-33 us of the host here, gradients 36 us, and 21 to 23 us an hour before on another host of the same kind
-(results/simt_tiles.log); a device's work list of causal and documents at 128k tokens 0.7 ms until it is there. Of simt
-the slowest kernel takes 2.0 s to compile, backward at head_dim 64, forward 1.5: from run to run a half more or less;
-sm80's of a plan 4.0 to 5.6 s in sum, one after another, sm90's 5.0 to 6.0.
+the backward pass at 0.99. The naive kernels reach 0.12 to 0.16 forward, 0.16 to 0.17 backward. A warm call took 21 to
+30 us of the host here, gradients 36 us, and up to 38 and 63 us minutes before on another host of the same kind
+(results/simt_tiles.log); a device's work list of causal and documents at 128k tokens 0.8 ms until it is there. Of simt
+the slowest kernel takes 2.0 s to compile, backward at head_dim 64, forward 1.8, and on that other host 1.4 and 1.2;
+sm80's of a plan 4.9 to 5.7 s in sum, one after another, sm90's 5.0 to 8.2.
 """
 
 import itertools
