@@ -427,7 +427,7 @@ def halves_beside_clean() -> list[tuple[Example, Example]]:
         ),
         Structure(
             num_heads=2, seqlen_q=150, seqlen_kv=140, **dims,
-            mask=masks.BlockPattern(rng.random((2, 5, 4)) < 0.7, (32, 40)) & masks.Dilated(2, align="top_left"),
+            mask=masks.BlockPattern(rng.random((2, 5, 4)) < 0.7, (32, 40)) & masks.Dilated(3, align="top_left"),
         ),
         # Whole tiles of more than 64 columns, and rows of whole packets; gradients that are summed over an axis.
         Structure(

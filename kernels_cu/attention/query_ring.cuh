@@ -170,19 +170,12 @@ CUFLASH_DEVICE void fill(const tile::Panels& to, const attention::Mapped& map, c
 }
 
 // Keys that no query sees: consumers do not hear of them. By a warp.
-template <class T>
-CUFLASH_DEVICE void write_zeros(const tile::Matrix<T>& to) {
-#pragma unroll 1
-  for (int row = 0; row < to.num_rows; ++row)
-#pragma unroll 1
-    for (int column = ptx::lane(); column < to.num_columns; column += 32) to.at(row, column) = {};
-}
 CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::Matrices& to,
                                   const attention::WorkTile& work, int num_columns) {
   using namespace attention;
   const int head = work.place.head / params.shape.group_size;
-  if (to.is_wide) write_zeros(matrix<float>(to, work.place, head, work.last, num_columns).rows(work.first, work.last));
-  else write_zeros(matrix<Element>(to, work.place, head, work.last, num_columns).rows(work.first, work.last));
+  if (to.is_wide) tile::clear(matrix<float>(to, work.place, head, work.last, num_columns).rows(work.first, work.last));
+  else tile::clear(matrix<Element>(to, work.place, head, work.last, num_columns).rows(work.first, work.last));
 }
 
 // Go on to a tile, which is noted; false where none is left. Called by the first warp.

@@ -1,7 +1,7 @@
 #pragma once
 #include <attention/params.cuh>
-#include <ptx/atomic.cuh>
 #include <tile/copy.cuh>
+#include <tile/count.cuh>
 
 // Which tile of which matrix a block works on. Only here do kernels ask for their block's number.
 namespace cuflash::attention {
@@ -168,7 +168,7 @@ CUFLASH_DEVICE int num_key_tiles(const Params& params, int height) {
 CUFLASH_DEVICE int first_number() { return blockIdx.x; }
 CUFLASH_DEVICE int next_number(const Params& params, int num_tiles) {
   int* const next = static_cast<int*>(params.next_tile.data);
-  const int asked = ptx::fetch_add(next, 1);
+  const int asked = tile::take_number(next);
   if (asked == num_tiles - 1) *next = 0;
   return gridDim.x + asked;
 }

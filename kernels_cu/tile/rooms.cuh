@@ -47,6 +47,15 @@ CUFLASH_DEVICE bool any_of(int first, int last, Is is) {
   return __any_sync(0xffffffffu, is_found);
 }
 
+// Zeros in a matrix. By a warp.
+template <class T>
+CUFLASH_DEVICE void clear(const Matrix<T>& matrix) {
+#pragma unroll 1
+  for (int row = 0; row < matrix.num_rows; ++row)
+#pragma unroll 1
+    for (int column = ptx::lane(); column < matrix.num_columns; column += 32) matrix.at(row, column) = {};
+}
+
 // How a tile's room is made up.
 struct Panels {
   int start, rows, columns, width;  // bytes, then elements
