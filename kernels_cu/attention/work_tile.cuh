@@ -172,8 +172,10 @@ CUFLASH_DEVICE int next_number(const Params& params, int num_tiles) {
   if (asked == num_tiles - 1) *next = 0;
   return gridDim.x + asked;
 }
+// In a kernel that runs before.
 CUFLASH_DEVICE void reset_numbers(const Params& params) {
-  if (params.next_tile.data != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *static_cast<int*>(params.next_tile.data) = 0;
+  int* const next = static_cast<int*>(params.next_tile.data);
+  if (next != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *next = 0;
 }
 
 // The matrix of a batch entry and head.

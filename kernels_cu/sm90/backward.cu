@@ -1,7 +1,7 @@
 // FlashAttention-3's backward pass (arXiv 2407.08608, appendix B) on Hopper: a block keeps a tile of keys and walks the
 // queries that visit it, over the query heads that share it, tile after tile. One warpgroup brings Q, dO and what is known
-// of each query; two multiply, 64 keys each. They make S and dP transposed: so P and dS, and dK and dV, stay in registers, and only dS
-// goes through shared memory, for dQ, whose parts are added up in global memory.
+// of each query; two multiply, 64 keys each. They make S and dP transposed: so P and dS, and dK and dV, stay in registers,
+// and only dS goes through shared memory, for dQ, whose parts are added up in global memory.
 #include <attention/query_ring.cuh>
 
 namespace cuflash {
