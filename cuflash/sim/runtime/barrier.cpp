@@ -18,13 +18,13 @@ void check_arrival(const Barrier& barrier, int id, int threads, Location where) 
   const Barrier::Arrival& warp = barrier.arrivals[me.warp->index];
   if (barrier.arrived && barrier.expected != threads)
     fail(where, "barrier %d is for %d threads here, and for %d at %s, where %d have arrived", id, threads,
-         barrier.expected, place(barrier.where).c_str(), barrier.arrived);
+         barrier.expected, place(barrier.where).letters, barrier.arrived);
   if (warp.lanes >> me.lane & 1)
     fail(where, "this thread arrives at barrier %d a second time (the first at %s) before the others have come", id,
-         place(warp.where).c_str());
+         place(warp.where).letters);
   if (warp.lanes && (warp.where.line() != where.line() || warp.where.column() != where.column()))
     fail(where, "the warp diverged: this lane reaches barrier %d here, lanes %08x reached it at %s", id, warp.lanes,
-         place(warp.where).c_str());
+         place(warp.where).letters);
 }
 
 }  // namespace

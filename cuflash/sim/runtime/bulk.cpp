@@ -168,7 +168,7 @@ void start_load(std::unique_ptr<Transfer> transfer, uint32_t barrier) {
   transfer->phase = transfer->barrier->phase;
   if (!transfer->barrier->is_fenced)
     fail(transfer->where, "%s: the barrier made at %s was not followed by mbarrier_init_fence", transfer->name,
-         place(transfer->barrier->where).c_str());
+         place(transfer->barrier->where).letters);
   check_global(*transfer);
   release(&me.store_groups);
   as_engine(transfer->engine, nullptr, [&] { acquire(&me.store_groups); });
@@ -289,7 +289,7 @@ void end_transfers(Cta& cta) {
   if (cta.loads.empty() || launch->failed) return;
   launch->failed = true;
   snprintf(launch->message, sizeof launch->message, "%s: the block (%u, %u, %u) ends while this copy is under way",
-           place(cta.loads[0]->where).c_str(), cta.index.x, cta.index.y, cta.index.z);
+           place(cta.loads[0]->where).letters, cta.index.x, cta.index.y, cta.index.z);
 }
 
 void check_tensor_map(const void* map, Location where) {

@@ -7,7 +7,6 @@
 #include <atomic>
 #include <map>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "context.hpp"
@@ -43,6 +42,12 @@ struct Cta;
 struct Mbarrier;
 struct Transfer;   // bulk.cpp
 struct Products;   // wgmma.cpp
+
+// A line of a report; what does not fit is cut off.
+struct Text {
+  char letters[256];
+  bool operator==(const Text& other) const { return strcmp(letters, other.letters) == 0; }
+};
 
 // What whoever acquires it knows to have happened, ThreadSanitizer's way, and the part of it that asynchronous copies and
 // wgmma may rely on, which read shared memory past the writes of threads: fence_proxy_async makes all a thread knows part
@@ -113,7 +118,7 @@ struct Mbarrier {
 };
 
 // What the warps of a warpgroup have to do alike, one after another.
-struct Step { std::string what; Location where; };
+struct Step { Text what; Location where; };
 struct Warpgroup {
   std::vector<Step> steps;
   size_t done[kWarpgroup] = {};
@@ -170,10 +175,11 @@ inline void release(Clock& clock) {
   release(&clock.threads);
   as_engine(self().proxy, nullptr, [&] { release(&clock.proxy); });
 }
-inline Thread& thread_of(Cta& cta, const Warp& warp, int lane) { return *cta.threads[warp.index * 32 + lane]; }
+inline Thread& thread_of(const Cta& cta, const Warp& warp, int lane) { return *cta.threads[warp.index * 32 + lane]; }
 
 // ---- failure.cpp ----
-std::string place(Location where);
+Text text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+Text place(Location where);
 [[noreturn]] void fail_at(const char* file, unsigned line, const char* format, ...)
     __attribute__((format(printf, 3, 4)));
 void check_time_limit(Location where);
@@ -205,7 +211,7 @@ void yield();                             // to whom the order prefers
 Mbarrier& mbarrier_at(uint32_t address, const char* name, Location where);
 void check_phase(const Mbarrier& barrier, unsigned phase, Location where);
 void complete(Mbarrier& barrier, int bytes, Location where);
-std::string state_of(const Mbarrier& barrier);
+Text state_of(const Mbarrier& barrier);
 
 // ---- bulk.cpp ----
 bool land_a_load(Cta& cta);               // whether there was one

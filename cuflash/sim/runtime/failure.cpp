@@ -7,7 +7,16 @@
 
 namespace cuflash::sim {
 
-std::string place(Location where) { return std::string(where.file_name()) + ":" + std::to_string(where.line()); }
+Text text(const char* format, ...) {
+  Text made;
+  va_list values;
+  va_start(values, format);
+  vsnprintf(made.letters, sizeof made.letters, format, values);
+  va_end(values);
+  return made;
+}
+
+Text place(Location where) { return text("%s:%u", where.file_name(), where.line()); }
 
 namespace {
 

@@ -111,14 +111,14 @@ void check_block_end(const Cta& cta) {
     launch->failed = true;
     snprintf(launch->message, sizeof launch->message,
              "%s: the block (%u, %u, %u) ends with %d of %d threads counted at barrier %d",
-             place(barrier.where).c_str(), cta.index.x, cta.index.y, cta.index.z, barrier.arrived, barrier.expected, id);
+             place(barrier.where).letters, cta.index.x, cta.index.y, cta.index.z, barrier.arrived, barrier.expected, id);
   }
   for (size_t i = 0; i < kCanaryBytes && !launch->failed && !kSanitized; ++i) {
     if (cta.shared[cta.shared_bytes + i] == kCanary) continue;
     launch->failed = true;
     snprintf(launch->message, sizeof launch->message,
              "%s: block (%u, %u, %u) wrote into the byte %zu past the end of its %zu bytes of dynamic shared memory",
-             place(cta.threads[0]->where).c_str(), cta.index.x, cta.index.y, cta.index.z, i, cta.shared_bytes);
+             place(cta.threads[0]->where).letters, cta.index.x, cta.index.y, cta.index.z, i, cta.shared_bytes);
   }
 }
 

@@ -1,6 +1,4 @@
 // ldmatrix, stmatrix and mma on the operands of a whole warp. Where each element lives is drawn in kernels_cu/ptx.
-#include <cmath>
-
 #include "cta.hpp"
 #include "eight.hpp"
 
@@ -89,7 +87,7 @@ void execute_mma_double(void* const* arguments, uint32_t) {
   for (int i = 0; i < 32; ++i)
     for (int e = 0; e < kRows / 4; ++e)
       for (int k = 0; k < 4; ++k)
-        lane(i).d[e] = std::fma(lane(i / 4 * 4 + k).a[e / 2], lane((i % 4 * 2 + e % 2) * 4 + k).b, lane(i).d[e]);
+        lane(i).d[e] = __builtin_fmaf(lane(i / 4 * 4 + k).a[e / 2], lane((i % 4 * 2 + e % 2) * 4 + k).b, lane(i).d[e]);
 }
 
 }  // namespace

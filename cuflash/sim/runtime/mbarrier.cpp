@@ -20,7 +20,7 @@ void end_phase_if_complete(Mbarrier& barrier, Location where) {
   if (barrier.pending) return;
   if (barrier.bytes < 0)
     fail(where, "%d bytes came to the mbarrier of %s that no arrival announced: too few were expected", -barrier.bytes,
-         place(barrier.where).c_str());
+         place(barrier.where).letters);
   if (barrier.bytes) return;
   ++barrier.phase;
   barrier.pending = barrier.count;
@@ -43,14 +43,14 @@ Mbarrier& mbarrier_at(uint32_t address, const char* name, Location where) {
     fail(where, "%s: nobody made a barrier at shared offset %u", name, address - kSharedBase);
   if (memcmp(word, &kMark, 8) != 0)
     fail(where, "%s: the barrier at shared offset %u, made at %s, was overwritten", name, address - kSharedBase,
-         place(found->second.where).c_str());
+         place(found->second.where).letters);
   return found->second;
 }
 
-std::string state_of(const Mbarrier& barrier) {
-  return " (the barrier at shared offset " + std::to_string(barrier.address - kSharedBase) + " is in a phase of parity " +
-         std::to_string(barrier.phase & 1) + ", which " + std::to_string(barrier.pending) + " of " +
-         std::to_string(barrier.count) + " arrivals and " + std::to_string(barrier.bytes) + " bytes are missing from)";
+Text state_of(const Mbarrier& barrier) {
+  return text(" (the barrier at shared offset %u is in a phase of parity %u, which %d of %d arrivals and %d bytes are "
+              "missing from)",
+              barrier.address - kSharedBase, barrier.phase & 1, barrier.pending, barrier.count, barrier.bytes);
 }
 
 void check_phase(const Mbarrier& barrier, unsigned phase, Location where) {
@@ -72,7 +72,7 @@ void mbarrier_init(uint32_t address, int count, Location where) {
     fail(where, "mbarrier_init: the count of arrivals is from 1 to %d; got %d", kMostPending, count);
   if (cta.mbarriers.count(address))
     fail(where, "mbarrier_init: there is a barrier at shared offset %u already, made at %s", address - kSharedBase,
-         place(cta.mbarriers[address].where).c_str());
+         place(cta.mbarriers[address].where).letters);
   Mbarrier& barrier = cta.mbarriers[address];
   barrier.address = address;
   barrier.count = barrier.pending = count;
@@ -94,7 +94,7 @@ void mbarrier_arrive(uint32_t address, int bytes, const char* name, Location whe
   if (bytes < 0 || bytes > kMostPending || barrier.bytes + bytes > kMostPending)
     fail(where, "%s: a phase brings from 0 to %d bytes; got %d beside %d", name, kMostPending, bytes, barrier.bytes);
   if (!barrier.pending)
-    fail(where, "%s: all %d arrivals of this phase have come already%s", name, barrier.count, state_of(barrier).c_str());
+    fail(where, "%s: all %d arrivals of this phase have come already%s", name, barrier.count, state_of(barrier).letters);
   release(barrier.clocks[barrier.phase & 1]);
   barrier.bytes += bytes;
   --barrier.pending;

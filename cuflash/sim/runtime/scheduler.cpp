@@ -1,4 +1,6 @@
 // Whose turn it is. Threads give up theirs only inside operations: one fiber runs until it blocks or yields.
+#include <cstdio>
+
 #include "cta.hpp"
 
 namespace cuflash::sim {
@@ -55,40 +57,34 @@ int pick_lane(uint32_t ready) {
   return __builtin_ctz(ready);
 }
 
-// Which lanes of a warp do the same, as "warp 0 lanes 0-15: __syncthreads at forward.cu:12", a line each.
-void describe(const Cta& cta, const Warp& warp, std::string& text) {
-  std::string group;
-  int first = 0, last = -1;
-  const auto flush = [&] {
-    if (last >= first)
-      text += "\n  warp " + std::to_string(warp.index) + " lanes " + std::to_string(first) + "-" +
-              std::to_string(last) + ": " + group;
-  };
-  for (int lane = 0; lane < 32 && warp.existing >> lane & 1; ++lane) {
-    const Thread& thread = *cta.threads[warp.index * 32 + lane];
-    const std::string state = thread.state == State::exited
-                                  ? "exited"
-                                  : std::string("waits in ") + thread.doing + " at " + place(thread.where) +
-                                        (thread.awaited ? state_of(*thread.awaited) : "");
-    if (state != group) {
-      flush();
-      first = lane;
-      group = state;
-    }
-    last = lane;
+// What a thread does, as "waits in __syncthreads at forward.cu:12".
+Text state_of(const Thread& thread) {
+  if (thread.state == State::exited) return text("exited");
+  return text("waits in %s at %s%s", thread.doing, place(thread.where).letters,
+              thread.awaited ? state_of(*thread.awaited).letters : "");
+}
+
+// Which lanes of a warp do the same, a line each, as far as there is room for.
+void describe(const Cta& cta, const Warp& warp, char*& to, const char* end) {
+  for (int lane = 0; lane < 32 && warp.existing >> lane & 1;) {
+    const int first = lane;
+    const Text state = state_of(thread_of(cta, warp, first));
+    do ++lane;
+    while (lane < 32 && warp.existing >> lane & 1 && state == state_of(thread_of(cta, warp, lane)));
+    const auto room = static_cast<size_t>(end - to);
+    const int length = snprintf(to, room, "\n  warp %d lanes %d-%d: %s", warp.index, first, lane - 1, state.letters);
+    to += length < static_cast<int>(room) ? length : static_cast<int>(room) - 1;
   }
-  flush();
 }
 
 [[noreturn]] void report_deadlock(Cta& cta) {
-  std::string text;
-  for (int w = 0; w < cta.warp_count; ++w) describe(cta, cta.warps[w], text);
+  char lines[sizeof launch->message] = "";
+  char* to = lines;
+  for (int w = 0; w < cta.warp_count; ++w) describe(cta, cta.warps[w], to, lines + sizeof lines);
   // Named after a thread that waits: the one that looked last may have exited.
   for (int i = 0; i < cta.thread_count; ++i)
-    if (cta.threads[i]->state == State::blocked) {
-      fail(cta.threads[i]->where, "deadlock: no thread can run; each of these waits for one that never comes%s",
-           text.c_str());
-    }
+    if (cta.threads[i]->state == State::blocked)
+      fail(cta.threads[i]->where, "deadlock: no thread can run; each of these waits for one that never comes%s", lines);
   __builtin_unreachable();
 }
 

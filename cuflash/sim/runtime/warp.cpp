@@ -15,7 +15,7 @@ Rendezvous& meeting(Warp& warp, const Operation& operation, uint32_t mask, Locat
     if (!pending.mask) free = &pending;
     if ((pending.mask & me) && (pending.arrived & mask))
       fail(where, "the warp diverged: this lane is in %s with mask %08x here, while lanes %08x wait for it in %s at %s",
-           operation.name, mask, pending.arrived, pending.operation->name, place(pending.where).c_str());
+           operation.name, mask, pending.arrived, pending.operation->name, place(pending.where).letters);
   }
   if (!free) fail(where, "%s: %d other parts of this warp already wait each for its own", operation.name, kMeetings);
   free->mask = mask;
@@ -63,7 +63,7 @@ void collective(const Operation& operation, uint32_t mask, void* argument, Locat
   if (here.operation != &operation || here.where.line() != where.line() || here.where.column() != where.column() ||
       here.where.file_name() != where.file_name())
     fail(where, "the warp diverged: this lane is in %s here, while lanes %08x wait in %s at %s", operation.name,
-         here.arrived, here.operation->name, place(here.where).c_str());
+         here.arrived, here.operation->name, place(here.where).letters);
   here.arguments[me.lane] = argument;
   here.arrived |= 1u << me.lane;
   if (operation.orders_memory) release(here.clock);

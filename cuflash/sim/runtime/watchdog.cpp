@@ -72,41 +72,63 @@ double seconds_run([[maybe_unused]] pthread_t thread) {
 
 }  // namespace
 
-Watchdog::Watchdog(double seconds) {
+// By threads of POSIX: the headers of C++'s own take long to compile.
+Watchdog::Watchdog(double seconds) : seconds_(seconds) {
   struct sigaction action {};
   action.sa_sigaction = on_time_up;
   action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK | SA_RESTART;
   sigaction(SIGURG, &action, &before_);
-  thread_ = std::thread(&Watchdog::watch, this, seconds);
+  pthread_condattr_t attributes;
+  pthread_condattr_init(&attributes);
+  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+  pthread_cond_init(&ended_, &attributes);
+  pthread_condattr_destroy(&attributes);
+  if (pthread_create(&thread_, nullptr, watch, this) == 0) return;
+  perror("cuflash.sim: no thread to watch the launch");
+  abort();
 }
 
 Watchdog::~Watchdog() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    over_ = true;
-  }
-  ended_.notify_all();
-  thread_.join();
+  pthread_mutex_lock(&mutex_);
+  over_ = true;
+  pthread_cond_signal(&ended_);
+  pthread_mutex_unlock(&mutex_);
+  pthread_join(thread_, nullptr);
+  pthread_cond_destroy(&ended_);
   sigaction(SIGURG, &before_, nullptr);
 }
 
-void Watchdog::watch(double seconds) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto over_within = [&](double wait) {
-    return ended_.wait_for(lock, std::chrono::duration<double>(wait), [&] { return over_; });
-  };
-  if (over_within(seconds)) return;
+bool Watchdog::is_over_within(double seconds) {
+  timespec until {};
+  clock_gettime(CLOCK_MONOTONIC, &until);
+  const double end = static_cast<double>(until.tv_nsec) + 1e9 * seconds;
+  until.tv_sec += static_cast<time_t>(end / 1e9);
+  until.tv_nsec = static_cast<long>(end - 1e9 * static_cast<double>(static_cast<time_t>(end / 1e9)));
+  while (!over_ && pthread_cond_timedwait(&ended_, &mutex_, &until) == 0) {}
+  return over_;
+}
+
+void* Watchdog::watch(void* watchdog) {
+  Watchdog& own = *static_cast<Watchdog*>(watchdog);
+  pthread_mutex_lock(&own.mutex_);
+  own.watch();
+  pthread_mutex_unlock(&own.mutex_);
+  return nullptr;
+}
+
+void Watchdog::watch() {
+  if (is_over_within(seconds_)) return;
   launch->expired = true;
   // What does operations ends at its next one, as soon as the system lets it run. Signals are for what ran for a while
   // since, again and again: one that meets the runtime at work only leaves the mark.
   const double had_run = seconds_run(launch->os_thread);
-  for (double waited = 0; waited < seconds + 1; waited += 0.05) {
-    if (over_within(0.05)) return;
+  for (double waited = 0; waited < seconds_ + 1; waited += 0.05) {
+    if (is_over_within(0.05)) return;
     if (seconds_run(launch->os_thread) - had_run > 0.02) pthread_kill(launch->os_thread, SIGURG);
   }
   fprintf(stderr,
           "cuflash.sim: the launch passed its time limit of %g s in a loop without operations, entered after %s:%u\n",
-          seconds, self().where.file_name(), self().where.line());
+          seconds_, self().where.file_name(), self().where.line());
   _exit(70);
 }
 

@@ -3,10 +3,6 @@
 
 #include <csignal>
 
-#include <condition_variable>
-#include <mutex>
-#include <thread>
-
 #include "cta.hpp"
 
 namespace cuflash::sim {
@@ -21,12 +17,15 @@ class Watchdog {
   ~Watchdog();
 
  private:
-  void watch(double seconds);
-  std::mutex mutex_;
-  std::condition_variable ended_;
+  static void* watch(void* watchdog);
+  void watch();
+  bool is_over_within(double seconds);   // by who holds the mutex
+  const double seconds_;
+  pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
+  pthread_cond_t ended_;
   bool over_ = false;
   struct sigaction before_ {};
-  std::thread thread_;
+  pthread_t thread_;
 };
 
 // Handlers of SIGSEGV and its like for as long as the launch lasts; with a sanitizer these stay the sanitizer's.

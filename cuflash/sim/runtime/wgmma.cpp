@@ -1,7 +1,6 @@
 // wgmma, as each warp of a warpgroup does its quarter: 16 rows of d. Operands are read when the product is issued or when it
 // is waited for, as the schedule says; results are in the kernel's registers only when they are waited for. And what else
 // the four warps have to do alike.
-#include <algorithm>
 #include <cstdio>
 #include <deque>
 #include <list>
@@ -85,24 +84,24 @@ Products& products_of(Warp& warp) {
 }
 
 // The four warps of a warpgroup do the same one after another, each at its own time.
-void step_together(const std::string& what, Location where) {
+void step_together(const Text& what, Location where) {
   const Warp& warp = *self().warp;
   Cta& cta = *self().cta;
   const int group = warp.index / kWarpgroup;
   if ((group + 1) * kWarpgroup * 32 > cta.thread_count)
-    fail(where, "%s needs a warpgroup of four whole warps, and warp %d is in none", what.c_str(), warp.index);
+    fail(where, "%s needs a warpgroup of four whole warps, and warp %d is in none", what.letters, warp.index);
   Warpgroup& together = cta.warpgroups[group];
   size_t& mine = together.done[warp.index % kWarpgroup];
   if (mine == together.steps.size()) together.steps.push_back({what, where});
   const Step& step = together.steps[mine];
-  if (step.what != what || step.where.line() != where.line() || step.where.column() != where.column())
-    fail(where, "the warpgroup diverged: this warp does %s here, another %s at %s", what.c_str(), step.what.c_str(),
-         place(step.where).c_str());
+  if (!(step.what == what) || step.where.line() != where.line() || step.where.column() != where.column())
+    fail(where, "the warpgroup diverged: this warp does %s here, another %s at %s", what.letters, step.what.letters,
+         place(step.where).letters);
   ++mine;
-  if (std::all_of(together.done, together.done + kWarpgroup, [&](size_t done) { return done == together.steps.size(); })) {
-    together.steps.clear();
-    std::fill(together.done, together.done + kWarpgroup, 0);
-  }
+  for (const size_t done : together.done)
+    if (done != together.steps.size()) return;
+  together.steps.clear();
+  for (size_t& done : together.done) done = 0;
 }
 
 // The bytes of both operands that this warp's rows of d need: of a, then of b.
@@ -188,17 +187,18 @@ Accumulator& accumulator_of(Products& products, void* const* arguments, const Is
     if (known.d[0] < lane.d + lane.count && lane.d < known.d[0] + known.count)
       fail(issue.where, "the registers of this wgmma are those of one of another width, which is under way");
   }
-  const auto written = std::find_if(products.written.begin(), products.written.end(),
-                                    [&](const Written& each) { return each.d == lane.d && each.count == lane.count; });
+  const Written* written = nullptr;
+  for (const Written& each : products.written)
+    if (each.d == lane.d && each.count == lane.count) written = &each;
   Accumulator& made = products.accumulators.emplace_back();
   made.count = lane.count;
   for (int i = 0; i < 32; ++i) {
     made.d[i] = static_cast<Issue*>(arguments[i])->lane->d;
     made.values.insert(made.values.end(), made.d[i], made.d[i] + lane.count);
   }
-  const bool is_as_left = written != products.written.end() &&
+  const bool is_as_left = written &&
                           memcmp(made.values.data(), written->values.data(), made.values.size() * sizeof(float)) == 0;
-  const size_t fences_before = written == products.written.end() ? 0 : written->fences;
+  const size_t fences_before = written ? written->fences : 0;
   if (!is_as_left && products.fences == fences_before)
     fail(issue.where, "no wgmma_fence lies between this wgmma and what else was done with its registers");
   if (launch->request.schedule.poison)
@@ -217,11 +217,9 @@ void execute_wgmma(void* const* arguments, uint32_t) {
     if (lane.a_matrix != first.a_matrix || lane.b_matrix != first.b_matrix || lane.adds != first.adds)
       fail(issue.where, "wgmma: matrices or `adds` of lane %d are not those of lane 0", i);
   }
-  char what[160];
-  snprintf(what, sizeof what, "wgmma of a %llx, b %llx, %d columns, adds %d",
-           static_cast<unsigned long long>(first.a_matrix), static_cast<unsigned long long>(first.b_matrix),
-           2 * first.count, first.adds);
-  step_together(what, issue.where);
+  step_together(text("wgmma of a %llx, b %llx, %d columns, adds %d", static_cast<unsigned long long>(first.a_matrix),
+                     static_cast<unsigned long long>(first.b_matrix), 2 * first.count, first.adds),
+                issue.where);
   Product& product = products.queue.emplace_back();
   product.lane = first;
   for (int i = 0; i < 32; ++i) memcpy(product.a[i], static_cast<Issue*>(arguments[i])->lane->a, sizeof product.a[i]);
@@ -241,20 +239,19 @@ void execute_wgmma(void* const* arguments, uint32_t) {
     release(product.engine);
   });
   const Copies when = launch->request.schedule.copies;
-  // Products of one accumulator follow each other.
-  const bool is_first = std::none_of(products.queue.begin(), products.queue.end() - 1, [&](const Product& other) {
-    return other.accumulator == product.accumulator && !other.is_done;
-  });
+  bool is_first = true;   // products of one accumulator follow each other
+  for (const Product& other : products.queue)
+    is_first &= &other == &product || other.accumulator != product.accumulator || other.is_done;
   if (is_first && (when == Copies::eager || (when == Copies::random && launch->random.one_in(2)))) multiply(product);
 }
 
 void execute_fence(void* const* arguments, uint32_t) {
-  step_together("wgmma_fence", *static_cast<Location*>(arguments[0]));
+  step_together(text("wgmma_fence"), *static_cast<Location*>(arguments[0]));
   ++products_of(*self().warp).fences;
 }
 
 void execute_commit(void* const* arguments, uint32_t) {
-  step_together("wgmma_commit", *static_cast<Location*>(arguments[0]));
+  step_together(text("wgmma_commit"), *static_cast<Location*>(arguments[0]));
   ++products_of(*self().warp).groups;
 }
 
@@ -275,9 +272,7 @@ void publish(Products& products, Accumulator& done, Location where) {
 
 void execute_wait(void* const* arguments, uint32_t) {
   const Wait& wait = *static_cast<Wait*>(arguments[0]);
-  char what[40];
-  snprintf(what, sizeof what, "wgmma_wait<%d>", wait.pending);
-  step_together(what, wait.where);
+  step_together(text("wgmma_wait<%d>", wait.pending), wait.where);
   Products& products = products_of(*self().warp);
   while (!products.queue.empty() && products.queue.front().group < products.groups - wait.pending) {
     Product& product = products.queue.front();
@@ -298,13 +293,12 @@ struct Registers { int registers; bool is_more; Location where; };
 
 void execute_setmaxnreg(void* const* arguments, uint32_t) {
   const Registers& asked = *static_cast<Registers*>(arguments[0]);
-  char what[40];
-  snprintf(what, sizeof what, "setmaxnreg_%s<%d>", asked.is_more ? "inc" : "dec", asked.registers);
+  const Text what = text("setmaxnreg_%s<%d>", asked.is_more ? "inc" : "dec", asked.registers);
   step_together(what, asked.where);
   int& has = self().cta->warpgroups[self().warp->index / kWarpgroup].registers;
   if (self().warp->index % kWarpgroup) return;
   if (has && (asked.is_more ? asked.registers < has : asked.registers > has))
-    fail(asked.where, "%s: the warpgroup has %d registers a thread already", what, has);
+    fail(asked.where, "%s: the warpgroup has %d registers a thread already", what.letters, has);
   has = asked.registers;
 }
 
@@ -338,10 +332,12 @@ void check_warpgroups(const Cta& cta) {
     registers += 128 * group.registers;
     if (group.steps.empty() || launch->failed) continue;
     launch->failed = true;
-    const Step& step = group.steps[*std::min_element(group.done, group.done + kWarpgroup)];
+    size_t fewest = group.done[0];
+    for (const size_t done : group.done) fewest = done < fewest ? done : fewest;
+    const Step& step = group.steps[fewest];
     snprintf(launch->message, sizeof launch->message,
              "%s: the block (%u, %u, %u) ends, and not all four warps of a warpgroup did this %s",
-             place(step.where).c_str(), cta.index.x, cta.index.y, cta.index.z, step.what.c_str());
+             place(step.where).letters, cta.index.x, cta.index.y, cta.index.z, step.what.letters);
   }
   // A multiprocessor's, shared out in eights when the block started; moving them makes no more.
   const int threads = cta.thread_count, most = 65536 / threads / 8 * 8 * threads;
