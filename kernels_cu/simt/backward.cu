@@ -12,6 +12,7 @@ namespace cuflash {
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 constexpr int kDqWidth = tile::kMmaRows > 0 ? 32 : kHeadDim % 64 == 0 ? 64 : kHeadDim;  // columns of dQ in registers at a time
 constexpr int kSteps = 1;  // of a product at a time: more gain little, and compile half as long again
+constexpr int kScoreSteps = tile::kMmaRows > 0 ? 4 : kSteps;  // where few registers hold sums, so that operands arrive early
 // Multiply-adds only read these along rows, by vectors; tensor cores read down columns too.
 constexpr int kPadding = tile::kMmaRows > 0 ? tile::kPadding<Accumulator> : 0;
 using KRows = tile::SharedTile<Accumulator, kBlockKv, kHeadDim, kHeadDim + kPadding>;
@@ -69,7 +70,7 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params) {
       tile::load(q_smem, q.rows(step.start, step.stop));
       __syncthreads();  // Q, and K and V before the first step, are there
       scores.fill(0);
-      tile::add_product_nt<kSteps>(scores, k_smem, q_smem);
+      tile::add_product_nt<kScoreSteps>(scores, k_smem, q_smem);
       probabilities_of_keys(scores, params, work, step, lse_2);
       tile::store(p_smem, scores);
       __syncthreads();  // P is there, and Q is read
@@ -79,7 +80,7 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params) {
       __syncthreads();  // dO is there
       tile::add_product_nn<kSteps>(dv, p_smem, do_smem);
       scores.fill(0);
-      tile::add_product_nt<kSteps>(scores, v_smem, do_smem);
+      tile::add_product_nt<kScoreSteps>(scores, v_smem, do_smem);
       __syncthreads();  // P and dO are read
       score_gradients_of_keys(scores, [&](int i, int j) { return p_smem.at(scores.row(i), scores.column(j)); }, delta_of);
       tile::store(p_smem, scores);

@@ -99,7 +99,7 @@ template <class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
 CUFLASH_DEVICE void add_product_tn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c,
                                    SharedTile<T, Depth, Rows, PitchA> a, SharedTile<T, Depth, Columns, PitchB> b,
                                    int first = 0, int last = Depth) {
-  if constexpr (kMmaRows > 0) return add_product_by_mma<1, 1, PitchA, PitchB, 1>(c, a.data, b.data, first, last);
+  if constexpr (kMmaRows > 0) return add_product_by_mma<4, 1, PitchA, PitchB, 1>(c, a.data, b.data, first, last);
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
   constexpr int kVector = Vector<T>::kLength;
 #pragma unroll 1
