@@ -87,7 +87,7 @@ void execute_mma_double(void* const* arguments, uint32_t) {
   for (int i = 0; i < 32; ++i)
     for (int e = 0; e < kRows / 4; ++e)
       for (int k = 0; k < 4; ++k)
-        lane(i).d[e] = __builtin_fmaf(lane(i / 4 * 4 + k).a[e / 2], lane((i % 4 * 2 + e % 2) * 4 + k).b, lane(i).d[e]);
+        lane(i).d[e] = __builtin_fma(lane(i / 4 * 4 + k).a[e / 2], lane((i % 4 * 2 + e % 2) * 4 + k).b, lane(i).d[e]);
 }
 
 }  // namespace
