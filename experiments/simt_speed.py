@@ -13,14 +13,14 @@ peak beside arguments and results. Kernels are compiled one after another, where
 threads; of those on tensor cores the sum of a plan's is given.
 
 Expect: half of the multiply-adds' rate forward: what a thread's registers hold decides how often shared memory is read.
-Found:  on an H100 forward float32 reaches 0.60 and 0.55 of the multiply-adds' rate at head_dim 64 and 128, backward
-0.47 and 0.45, where one walk adds to dq by atomics and five products are made, not seven; float64, on tensor cores,
-0.85 and 0.97 forward, 0.68 and 0.58 backward. At a density of 0.125 the forward pass works at 0.91 of its dense rate,
-the backward pass at 0.99. The naive kernels reach 0.12 to 0.16 forward, 0.16 to 0.17 backward. A warm call took 21 to
-30 us of the host here, gradients 36 us, and up to 38 and 63 us minutes before on another host of the same kind
-(results/simt_tiles.log); a device's work list of causal and documents at 128k tokens 0.8 ms until it is there. Of simt
-the slowest kernel takes 2.0 s to compile, backward at head_dim 64, forward 1.8, and on that other host 1.4 and 1.2;
-sm80's of a plan 4.9 to 5.7 s in sum, one after another, sm90's 5.0 to 8.2.
+Found:  on an H100 forward float32 reaches 0.59 and 0.55 of the multiply-adds' rate at head_dim 64 and 128, backward
+0.48 and 0.45, where one walk adds to dq by atomics and five products are made, not seven; float64, on tensor cores,
+0.85 and 0.98 forward, 0.68 and 0.61 backward. At a density of 0.125 the forward pass works at 0.91 of its dense rate,
+the backward pass at 0.99. The naive kernels reach 0.13 to 0.17 forward, 0.15 to 0.16 backward. A warm call takes 20 to
+36 us of the host here, gradients 52 us; on other hosts of the same kind 21 to 38 and 36 to 63
+(results/simt_tiles.log); a device's work list of causal and documents at 128k tokens 0.9 ms until it is there. Of simt
+the slowest kernel takes 1.7 s to compile, and up to 2.0 s on those other hosts; sm80's of a plan 4.8 to 5.3 s in sum,
+one after another, sm90's 5.3 to 7.4.
 """
 
 import itertools
