@@ -30,11 +30,15 @@ _Tiles: TypeAlias = dict[int, tuple[_Tile, ...]]
 # By the wider of the two dimensions. A warp holds 32 rows of queries where its registers suffice, so that each fragment
 # of K and V that it reads is multiplied twice; experiments/results/sm80_tiles.log has the times, and
 # experiments/tile_sweep.py --gpu takes them anew.
-_FORWARD: _Tiles = {64: (_Tile(128, 128, 4),), 128: (_Tile(128, 64, 4),), 256: (_Tile(64, 64, 4),)}
+_FORWARD: _Tiles = {
+    64: (_Tile(128, 128, 4),),
+    128: (_Tile(128, 64, 4),),
+    256: (_Tile(128, 128, 8), _Tile(64, 64, 4)),
+}
 _ROWS: _Tiles = {
     64: (_Tile(128, 64, 4, 2),),
     128: (_Tile(64, 64, 4, 2), _Tile(64, 32, 4, 2)),
-    256: (_Tile(64, 32, 4, 2), _Tile(64, 32, 4, 1)),
+    256: (_Tile(128, 64, 8), _Tile(64, 32, 4, 2), _Tile(64, 32, 4, 1)),
 }
 _BACKWARD: _Tiles = {
     64: (_Tile(128, 128, 8, 2), _Tile(64, 64, 4, 2), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
@@ -131,11 +135,13 @@ def _as_flat_as(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any]
     """A tile of the forward pass, but no taller than few queries want.
 
     Its warps hold 16 rows each and so need fewer registers: more blocks are at work, whose loads overlap, unless shared
-    memory has no room for more.
+    memory has no room for more; so wide rows come 64 at a time.
     """
     if num_queries > tile.block_q // 2:
         return tile
     block_q = max(_SMALLEST, _power_of_two(2 * num_queries - 1))
+    if widest > 128:
+        tile = tile._replace(block_kv=min(tile.block_kv, 64))
     threads_at_once = 384 if widest <= 128 and dtype.itemsize == 2 else 256
     return tile._replace(block_q=block_q, num_warps=block_q // 16, threads_at_once=threads_at_once)
 

@@ -168,7 +168,7 @@ def test_heads_are_packed_where_they_share_masks_and_fit_a_tile() -> None:
         return planned(*sizes, **options).specs["forward"].is_packed
 
     assert packs(1, 8, 2, 32, 4096) and not packs(1, 8, 2, 33, 4096)
-    assert packs(1, 8, 2, 16, 4096, 256) and not packs(1, 8, 2, 17, 4096, 256)
+    assert packs(1, 8, 2, 32, 4096, 256) and not packs(1, 8, 2, 33, 4096, 256)
     assert not packs(1, 8, 8, 1, 4096)
     lengths = np.array([[100], [4000]])
     assert packs(2, 8, 2, 1, 4096, mask=masks.Lengths(kv=lengths[:, 0]))
