@@ -445,12 +445,18 @@ def stores(dtype: str, mma_rows: int = 0) -> Iterator[Launch]:
         )  # fmt: skip
 
 
+def _with_fractions(a: np.ndarray[Any, Any], rng: np.random.Generator) -> np.ndarray[Any, Any]:
+    """Whole numbers as they are; of float64 with what float32 has no bits for, though their sums stay exact."""
+    return a + 2.0**-30 * rng.integers(-9, 10, a.shape) if a.dtype == np.float64 else a
+
+
 def products(dtype: str, rows: int, columns: int, depth: int, mma_rows: int = 0) -> Launch:
     rng = np.random.default_rng(5)
     a, b_nt, b_nn = (
         rng.integers(-9, 10, shape).astype(_wide(dtype))
         for shape in ((rows, depth), (columns, depth), (depth, columns))
     )
+    a = _with_fractions(a, rng)
     c = (1000 * np.arange(rows)[:, None] + np.arange(columns)).astype(_wide(dtype))
     sizes = {"kRows": rows, "kColumns": columns, "kDepth": depth}
     return _tile(
@@ -480,6 +486,7 @@ def transposed_products(dtype: str, first: int, last: int, mma_rows: int = 0) ->
     rows, columns, depth = 64, 64, 24
     rng = np.random.default_rng(6)
     a, b = (rng.integers(-9, 10, (depth, width)).astype(_wide(dtype)) for width in (rows, columns))
+    a = _with_fractions(a, rng)
     a[:first], a[last:], b[:first], b[last:] = np.nan, np.nan, np.nan, np.nan
     to = np.full((rows + 3, 2 * columns + 1), SENTINEL, _wide(dtype))
     after = to.copy()

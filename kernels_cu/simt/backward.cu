@@ -12,7 +12,7 @@ namespace cuflash {
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 constexpr int kDqWidth = tile::kMmaRows > 0 ? 32 : kHeadDim % 64 == 0 ? 64 : kHeadDim;  // columns of dQ in registers at a time
 constexpr int kSteps = 1;  // of a product at a time: more gain little, and compile half as long again
-constexpr int kScoreSteps = tile::kMmaRows > 0 ? 4 : kSteps;  // where few registers hold sums, so that operands arrive early
+constexpr int kScoreSteps = tile::kMmaRows > 0 ? tile::kMmaSteps : kSteps;  // where registers are free for operands
 // Multiply-adds only read these along rows, by vectors; tensor cores read down columns too.
 constexpr int kPadding = tile::kMmaRows > 0 ? tile::kPadding<Accumulator> : 0;
 using KRows = tile::SharedTile<Accumulator, kBlockKv, kHeadDim, kHeadDim + kPadding>;

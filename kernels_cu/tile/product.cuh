@@ -6,6 +6,8 @@
 // Products of tiles by multiply-add or on tensor cores. Called by all threads; operands must be complete in shared memory.
 namespace cuflash::tile {
 
+constexpr int kMmaSteps = 4;  // of a product on tensor cores that are laid out at once, unless the caller says
+
 // c += a b on tensor cores over first <= k < last, where element (row, k) of a is a[row * RowStride + k * AStride] and
 // element (k, column) of b is b[k * BStride + column * ColumnStride]. Every warp multiplies eight rows in each kRowLanes
 // of a by all columns, four k at a time.
@@ -50,7 +52,8 @@ constexpr int kSteps = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ?
 template <int Steps = 0, class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
 CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth, PitchA> a,
                                    SharedTile<T, Columns, Depth, PitchB> b) {
-  if constexpr (kMmaRows > 0) return add_product_by_mma<Steps ? Steps : 4, PitchA, 1, 1, PitchB>(c, a.data, b.data, 0, Depth);
+  if constexpr (kMmaRows > 0)
+    return add_product_by_mma<Steps ? Steps : kMmaSteps, PitchA, 1, 1, PitchB>(c, a.data, b.data, 0, Depth);
   using Tile = RegisterTile<T, Rows, Columns>;
   constexpr int kVector = Vector<T>::kLength, kUnroll = Steps ? Steps : kSteps<T, Tile>;
 #pragma unroll kUnroll
@@ -73,7 +76,8 @@ CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile
 template <int Steps = 0, class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
 CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c,
                                    SharedTile<T, Rows, Depth, PitchA> a, SharedTile<T, Depth, Columns, PitchB> b) {
-  if constexpr (kMmaRows > 0) return add_product_by_mma<Steps ? Steps : 4, PitchA, 1, PitchB, 1>(c, a.data, b.data, 0, Depth);
+  if constexpr (kMmaRows > 0)
+    return add_product_by_mma<Steps ? Steps : kMmaSteps, PitchA, 1, PitchB, 1>(c, a.data, b.data, 0, Depth);
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
   constexpr int kVector = Vector<T>::kLength, kUnroll = Steps ? Steps : kSteps<T, Tile>;
 #pragma unroll kUnroll
@@ -99,7 +103,7 @@ template <class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
 CUFLASH_DEVICE void add_product_tn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c,
                                    SharedTile<T, Depth, Rows, PitchA> a, SharedTile<T, Depth, Columns, PitchB> b,
                                    int first = 0, int last = Depth) {
-  if constexpr (kMmaRows > 0) return add_product_by_mma<4, 1, PitchA, PitchB, 1>(c, a.data, b.data, first, last);
+  if constexpr (kMmaRows > 0) return add_product_by_mma<kMmaSteps, 1, PitchA, PitchB, 1>(c, a.data, b.data, first, last);
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
   constexpr int kVector = Vector<T>::kLength;
 #pragma unroll 1
