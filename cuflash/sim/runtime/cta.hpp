@@ -45,7 +45,7 @@ struct Products;   // wgmma.cpp
 
 // A line of a report; what does not fit is cut off.
 struct Text {
-  char letters[256];
+  char letters[512];
   bool operator==(const Text& other) const { return strcmp(letters, other.letters) == 0; }
 };
 
