@@ -210,6 +210,19 @@ extern "C" __global__ void bugs(const char* name, float* x, const __grid_constan
     shared[5] = 1.0f;
     ptx::fence_proxy_async();
   }
+  if (is("a lane stops fencing") && warp == 0) {
+    for (int round = 0; round < 3; ++round) {
+      shared[lane] = 1.0f + round;
+      if (round == 0 || lane < 31) ptx::fence_proxy_async();
+      __syncwarp();
+      if (lane == 0) {
+        ptx::bulk_store(x, tile, 128);  // a lane stops fencing
+        ptx::bulk_commit();
+        ptx::bulk_wait<0>();
+      }
+      __syncwarp();
+    }
+  }
   if (is("three warps") && warp != 1)
     ptx::wgmma_fence();  // three warps
   if (!is("not waited for")) ptx::wgmma_wait<0>();
@@ -241,6 +254,8 @@ FOUND = {
     "copy under way": r"{line}: the block \(0, 0, 0\) ends while this copy is under way",
     "written meanwhile": "{line}: bulk_load: shared offset 20 was written to while the copy was under way",
     "source written meanwhile": "{line}: bulk_store: shared offset 16 was written to before the copy had read it",
+    # Seen the second time: where all lanes of a warp came to a fence, they are taken to come to the next one too.
+    "a lane stops fencing": "{line}: bulk_store reads shared offset 112, which a thread wrote to without fence_proxy_a",
     "matrix not aligned": "{line}: wgmma_matrix: the pattern of this swizzle starts at multiples of 512; got .* 256",
     "distances": "{line}: wgmma_matrix: address and distances must be multiples of 16; got shared offset 0, 8 and 128",
     "matrix outside": "{line}: wgmma: 16 bytes at shared offset 8.* are outside the 8208 bytes",

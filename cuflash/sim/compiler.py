@@ -157,7 +157,7 @@ def _runtime_text() -> str:
 
 
 def _build_runtime(compiler: str, sanitize: str) -> Path:
-    flags = (*_COMMON, "-O2", *_FLAVOUR.get(sanitize, ()))
+    flags = (*_COMMON, "-O2", "-fno-semantic-interposition", *_FLAVOUR.get(sanitize, ()))
     target = _target("runtime", _identity(compiler), _runtime_text(), *flags)
     if not target.exists():
         source = _RUNTIME / "runtime.cpp"

@@ -241,6 +241,22 @@ void start_store(std::unique_ptr<Transfer> store) {
   me.stores.push_back(std::move(store));
 }
 
+// Whether further lanes of the warp will come to a fence that this one has come to, as they did the last time.
+bool awaits_other_lanes(Location where) {
+  const Thread& me = self();
+  FenceRound* round = nullptr;
+  for (FenceRound& known : launch->fence_rounds[me.warp->index])
+    if (known.where.line() == where.line() && known.where.file_name() == where.file_name()) round = &known;
+  if (!round) round = &launch->fence_rounds[me.warp->index].emplace_back(FenceRound{where});
+  if (round->lanes >> me.lane & 1) *round = FenceRound{where};  // some did not come
+  round->lanes |= 1u << me.lane;
+  if (round->lanes == me.warp->existing) {
+    *round = FenceRound{where, 0, true};
+    return false;
+  }
+  return round->was_whole;
+}
+
 }  // namespace
 
 // ThreadSanitizer's fibers know at birth what their maker knows, so they are all made before any kernel code runs.
@@ -254,10 +270,17 @@ void write_shared(Cta& cta, unsigned char* to, const void* from, size_t bytes) {
   memcpy(&cta.proxy_view[static_cast<size_t>(to - cta.shared)], from, bytes);
 }
 
+void update_view(Cta& cta) {
+  memcpy(cta.proxy_view.data(), cta.shared, cta.shared_bytes);
+  cta.is_view_late = false;
+}
+
 void check_fenced(const unsigned char* from, size_t bytes, const char* name, Location where) {
-  const Cta& cta = *self().cta;
+  Cta& cta = *self().cta;
+  if (cta.is_view_late) update_view(cta);
   const auto offset = static_cast<size_t>(from - cta.shared);
-  if (memcmp(&cta.proxy_view[offset], from, bytes) != 0)
+  const unsigned char* seen = &cta.proxy_view[offset];
+  if (bytes == 16 ? memcmp(seen, from, 16) != 0 : memcmp(seen, from, bytes) != 0)  // 16 of wgmma: no call
     fail(where, "%s reads shared offset %zu, which a thread wrote to without fence_proxy_async after it", name, offset);
 }
 
@@ -303,7 +326,8 @@ void fence_proxy_async(Location where) {
   Cta& cta = *me.cta;
   release(&me.store_groups);
   as_engine(me.proxy, nullptr, [&] { acquire(&me.store_groups); });
-  memcpy(cta.proxy_view.data(), cta.shared, cta.shared_bytes);
+  if (awaits_other_lanes(where)) cta.is_view_late = true;
+  else update_view(cta);
 }
 
 void tma_load(uint32_t destination, const void* map, uint32_t barrier, Box box, const char* name, Location where) {

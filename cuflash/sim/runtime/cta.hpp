@@ -118,12 +118,21 @@ struct Mbarrier {
 };
 
 // What the warps of a warpgroup have to do alike, one after another.
-struct Step { Text what; Location where; };
+struct Deed {
+  const char* format;                     // of its numbers, for reports
+  long long numbers[4] = {};
+  bool operator==(const Deed& other) const = default;
+};
+struct Step { Deed what; Location where; };
 struct Warpgroup {
   std::vector<Step> steps;
   size_t done[kWarpgroup] = {};
   int registers = 0;                      // as setmaxnreg left them; 0 if it was not called
 };
+
+// Lanes of a warp on their way through a fence_proxy_async. Where all came the last time, all are taken to come again: what
+// they wrote counts as fenced once the last one has come, or another warp goes on, or somebody looks.
+struct FenceRound { Location where; uint32_t lanes = 0; bool was_whole = false; };
 
 struct Cta : Block {
   int thread_count = 0, warp_count = 0, alive = 0;
@@ -139,6 +148,7 @@ struct Cta : Block {
   std::map<uint32_t, Mbarrier> mbarriers;
   std::vector<std::unique_ptr<Transfer>> loads;   // under way
   std::vector<unsigned char> proxy_view;  // of shared memory: what asynchronous reads see of it
+  bool is_view_late = false;              // lanes of the running warp have fenced since
   Warpgroup warpgroups[kMaxWarps / kWarpgroup];
 };
 
@@ -158,6 +168,7 @@ struct Launch {
   Random random;
   Thread host;                            // the OS thread, on its own stack
   pthread_t os_thread;
+  std::vector<FenceRound> fence_rounds[kMaxWarps];
   bool failed = false;
   std::atomic<bool> in_kernel{false};     // a signal may then leave for good: no lock of ours is held
   std::atomic<bool> expired{false};       // the time limit has passed
@@ -219,6 +230,7 @@ void check_stores_read(const Thread& thread);
 void end_transfers(Cta& cta);             // writes what is still to be written when the block ends
 void make_bulk_engines();
 void write_shared(Cta& cta, unsigned char* to, const void* from, size_t bytes);   // as asynchronous copies do
+void update_view(Cta& cta);               // of asynchronous reads, to what is there
 void check_fenced(const unsigned char* from, size_t bytes, const char* name, Location where);
 
 // ---- wgmma.cpp ----

@@ -133,6 +133,8 @@ void run_block(Cta& cta, unsigned char* shared) {
   cta.shared = shared;
   cta.shared_bytes = request.shared_bytes;
   cta.change_points = 6;
+  for (auto& rounds : launch->fence_rounds)
+    for (FenceRound& round : rounds) round.lanes = 0;
   if (request.schedule.poison) memset(shared, 0xff, request.shared_bytes);
   if (!kSanitized) memset(shared + request.shared_bytes, kCanary, kCanaryBytes);
   cta.proxy_view.assign(shared, shared + request.shared_bytes);

@@ -117,6 +117,7 @@ void schedule(bool same_warp_first) {
     if (!land_a_load(cta) && !let_go(cta)) report_deadlock(cta);
     warp = pick_warp(cta);
   }
+  if (warp != cta.running_warp && cta.is_view_late) update_view(cta);
   cta.running_warp = warp;
   const int lane = pick_lane(cta.warps[warp].ready);
   cta.warps[warp].ready &= ~(1u << lane);
@@ -150,6 +151,7 @@ void spin(Location where) {
     // The lane after this one first, so that spinning lanes of one warp cannot hand the turn back and forth.
     const uint32_t later = warp == me.warp->index ? ready & ~((2u << me.lane) - 1) : ready;
     const int lane = __builtin_ctz(later ? later : ready);
+    if (warp != cta.running_warp && cta.is_view_late) update_view(cta);
     cta.running_warp = warp;
     cta.warps[warp].ready &= ~(1u << lane);
     switch_thread(me, thread_of(cta, cta.warps[warp], lane));

@@ -83,20 +83,25 @@ Products& products_of(Warp& warp) {
   return *warp.products;
 }
 
+Text words_of(const Deed& deed) {
+  const long long* x = deed.numbers;
+  return text(deed.format, x[0], x[1], x[2], x[3]);
+}
+
 // The four warps of a warpgroup do the same one after another, each at its own time.
-void step_together(const Text& what, Location where) {
+void step_together(const Deed& what, Location where) {
   const Warp& warp = *self().warp;
   Cta& cta = *self().cta;
   const int group = warp.index / kWarpgroup;
   if ((group + 1) * kWarpgroup * 32 > cta.thread_count)
-    fail(where, "%s needs a warpgroup of four whole warps, and warp %d is in none", what.letters, warp.index);
+    fail(where, "%s needs a warpgroup of four whole warps, and warp %d is in none", words_of(what).letters, warp.index);
   Warpgroup& together = cta.warpgroups[group];
   size_t& mine = together.done[warp.index % kWarpgroup];
   if (mine == together.steps.size()) together.steps.push_back({what, where});
   const Step& step = together.steps[mine];
   if (!(step.what == what) || step.where.line() != where.line() || step.where.column() != where.column())
-    fail(where, "the warpgroup diverged: this warp does %s here, another %s at %s", what.letters, step.what.letters,
-         place(step.where).letters);
+    fail(where, "the warpgroup diverged: this warp does %s here, another %s at %s", words_of(what).letters,
+         words_of(step.what).letters, place(step.where).letters);
   ++mine;
   for (const size_t done : together.done)
     if (done != together.steps.size()) return;
@@ -217,8 +222,9 @@ void execute_wgmma(void* const* arguments, uint32_t) {
     if (lane.a_matrix != first.a_matrix || lane.b_matrix != first.b_matrix || lane.adds != first.adds)
       fail(issue.where, "wgmma: matrices or `adds` of lane %d are not those of lane 0", i);
   }
-  step_together(text("wgmma of a %llx, b %llx, %d columns, adds %d", static_cast<unsigned long long>(first.a_matrix),
-                     static_cast<unsigned long long>(first.b_matrix), 2 * first.count, first.adds),
+  step_together({"wgmma of a %llx, b %llx, %lld columns, adds %lld",
+                 {static_cast<long long>(first.a_matrix), static_cast<long long>(first.b_matrix), 2 * first.count,
+                  first.adds}},
                 issue.where);
   Product& product = products.queue.emplace_back();
   product.lane = first;
@@ -246,12 +252,12 @@ void execute_wgmma(void* const* arguments, uint32_t) {
 }
 
 void execute_fence(void* const* arguments, uint32_t) {
-  step_together(text("wgmma_fence"), *static_cast<Location*>(arguments[0]));
+  step_together({"wgmma_fence"}, *static_cast<Location*>(arguments[0]));
   ++products_of(*self().warp).fences;
 }
 
 void execute_commit(void* const* arguments, uint32_t) {
-  step_together(text("wgmma_commit"), *static_cast<Location*>(arguments[0]));
+  step_together({"wgmma_commit"}, *static_cast<Location*>(arguments[0]));
   ++products_of(*self().warp).groups;
 }
 
@@ -272,7 +278,7 @@ void publish(Products& products, Accumulator& done, Location where) {
 
 void execute_wait(void* const* arguments, uint32_t) {
   const Wait& wait = *static_cast<Wait*>(arguments[0]);
-  step_together(text("wgmma_wait<%d>", wait.pending), wait.where);
+  step_together({"wgmma_wait<%lld>", {wait.pending}}, wait.where);
   Products& products = products_of(*self().warp);
   while (!products.queue.empty() && products.queue.front().group < products.groups - wait.pending) {
     Product& product = products.queue.front();
@@ -293,12 +299,12 @@ struct Registers { int registers; bool is_more; Location where; };
 
 void execute_setmaxnreg(void* const* arguments, uint32_t) {
   const Registers& asked = *static_cast<Registers*>(arguments[0]);
-  const Text what = text("setmaxnreg_%s<%d>", asked.is_more ? "inc" : "dec", asked.registers);
+  const Deed what{asked.is_more ? "setmaxnreg_inc<%lld>" : "setmaxnreg_dec<%lld>", {asked.registers}};
   step_together(what, asked.where);
   int& has = self().cta->warpgroups[self().warp->index / kWarpgroup].registers;
   if (self().warp->index % kWarpgroup) return;
   if (has && (asked.is_more ? asked.registers < has : asked.registers > has))
-    fail(asked.where, "%s: the warpgroup has %d registers a thread already", what.letters, has);
+    fail(asked.where, "%s: the warpgroup has %d registers a thread already", words_of(what).letters, has);
   has = asked.registers;
 }
 
@@ -337,7 +343,7 @@ void check_warpgroups(const Cta& cta) {
     const Step& step = group.steps[fewest];
     snprintf(launch->message, sizeof launch->message,
              "%s: the block (%u, %u, %u) ends, and not all four warps of a warpgroup did this %s",
-             place(step.where).letters, cta.index.x, cta.index.y, cta.index.z, step.what.letters);
+             place(step.where).letters, cta.index.x, cta.index.y, cta.index.z, words_of(step.what).letters);
   }
   // A multiprocessor's, shared out in eights when the block started; moving them makes no more.
   const int threads = cta.thread_count, most = 65536 / threads / 8 * 8 * threads;
