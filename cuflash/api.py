@@ -295,7 +295,7 @@ def plan(
         family, why = routed(problem, target) if kernel == "auto" else (kernel, "")
     made = _plan(problem, resolved, target, family, bool(deterministic))
     if kernel == "auto" and family == "sm90" and made.cuts_tiles:
-        family, why = "sm80", "16-bit elements on tensor cores, in blocks that are not made of 128 x 128"
+        family, why = "sm80", "16-bit elements on tensor cores, in blocks that are not made of 64 x 64"
         made = _plan(problem, resolved, target, family, bool(deterministic))
     for spec in made.specs.values():
         assert made.device.compute_capability is not None

@@ -114,6 +114,11 @@ class _Gpu:
 
         return cupy.empty(shape, dtype)
 
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        import cupy
+
+        return cupy.zeros(shape, dtype)
+
     def lists(self, work: WorkList) -> dict[str, Array]:
         """The arrays of a work list on the current device, made there once."""
         import cupy
@@ -318,14 +323,15 @@ def repeated(
     filler = records.placed({name: _GPU.address(array) for name, array in lists.items()})
     ready = [(spec, _function(spec, nbytes), (grid,), (spec.num_threads,), nbytes) for spec, grid, nbytes in launches]
     names, odd = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
-    new, num_results = [(room.shape, room.dtype) for room in rooms.values()], len(results)
-    empty, current_stream = cupy.empty, cupy.cuda.get_current_stream
+    makers = {name: cupy.zeros if name in kernels.zeros else cupy.empty for name in rooms}
+    new, num_results = [(makers[name], room.shape, room.dtype) for name, room in rooms.items()], len(results)
+    current_stream = cupy.cuda.get_current_stream
 
     def run(*arrays: Array) -> list[Array]:
         addresses = [array.data.ptr for array in arrays]
         if any(map(and_, addresses, odd)):
             raise UnsupportedProblem(reason for pair in zip(names, arrays) for reason in layout_reasons(*pair))
-        made = [empty(shape, dtype) for shape, dtype in new]
+        made = [make(shape, dtype) for make, shape, dtype in new]
         addresses += [array.data.ptr for array in made]
         stream = current_stream()
         if resident is not None:

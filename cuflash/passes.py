@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -21,11 +20,12 @@ class Pass(NamedTuple):
 
     entries: tuple[str, ...]
     workspaces: tuple[str, ...]
+    zeros: tuple[str, ...] = ()  # workspaces that hold zeros before the first kernel; the others anything
 
 
 FORWARD = (
     Pass(("forward", "combine"), ("o_parts", "lse_parts")),
-    Pass(("forward",), ()),
+    Pass(("forward",), ("next_tile",), ("next_tile",)),
     Pass(("scores", "softmax", "output"), ("scores",)),
 )
 BACKWARD = (
@@ -68,6 +68,9 @@ class Machine(Protocol):
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Memory for what one pass leaves to the next."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """The same, holding zeros."""
 
     def lists(self, work: WorkList) -> dict[str, Array]:
         """The arrays of a work list where kernels can read them."""
@@ -162,8 +165,13 @@ _bound: WeakKeyDictionary[Plan, dict[tuple[type, tuple[str, ...], tuple[View, ..
 def _run(plan: Plan, machine: Machine, kernels: Pass, arrays: dict[str, Array]) -> list[Array]:
     check, rooms = checks.current(), workspaces(plan, kernels)
     for name, room in rooms.items():
-        empty = machine.empty if check is None else partial(check.empty, name)
-        arrays[name] = empty(room.shape, room.dtype)
+        if check is None:
+            make = machine.zeros if name in kernels.zeros else machine.empty
+            arrays[name] = make(room.shape, room.dtype)
+            continue
+        arrays[name] = check.empty(name, room.shape, room.dtype)
+        if name in kernels.zeros:
+            arrays[name].fill(0)
     views = tuple(View.of(name, array) for name, array in arrays.items())
     records, launches = bound(plan, kernels.entries, views, machine)
     lists = machine.lists(plan.work)

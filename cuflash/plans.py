@@ -120,24 +120,28 @@ class Plan:
 
     def blocks(self, spec: KernelSpec, num_tiles: int) -> int:
         """Blocks that a kernel is launched with to work on so many tiles: one each, or as many as a GPU holds, which go
-        on to further tiles. The forward pass shares them out beforehand: where only the kernel learns how long tiles
-        are, the GPU hands them out better."""
+        on to further tiles. The forward pass of a band shares them out beforehand; of what else it does not go on with,
+        the GPU hands tiles out better."""
         is_band = isinstance(self.work, IntervalWork) and self.work.band is not None
         if self.takes_tiles_on(spec) or (spec.name == "sm90_forward" and is_band):
             return min(num_tiles, blocks_at_once(spec, self.device))
         return num_tiles
 
-    @staticmethod
-    def takes_tiles_on(spec: KernelSpec) -> bool:
-        """Whether the kernel's blocks go on to further tiles as they end, which a count in its workspace gives them."""
-        return spec.name in ("sm90_backward", "sm90_backward_wide")
+    def takes_tiles_on(self, spec: KernelSpec) -> bool:
+        """Whether a kernel's blocks go on to further tiles as they end, which a count in its workspace gives them. The
+        forward pass does so up to 128 columns, but under a band, which says how uneven tiles are beforehand."""
+        is_forward = spec.name == "sm90_forward" and max(spec.head_dim, spec.value_dim) <= 128
+        return spec.name in ("sm90_backward", "sm90_backward_wide") or (is_forward and not self._is_uneven_band)
+
+    @property
+    def _is_uneven_band(self) -> bool:
+        return isinstance(self.work, IntervalWork) and self.work.band not in (None, Band())
 
     @property
     def cuts_tiles(self) -> bool:
-        """Whether tiles of the sm90 family are smaller than they would be without a list."""
+        """Whether a list's blocks are no multiples of the smallest tiles of the sm90 family."""
         sides = (self.work.block_q, self.work.block_kv)
-        whole = all(side % most == 0 for side, most in zip(sides, sm90_tiles.LIST_BLOCK))
-        return isinstance(self.work, ListedWork) and not whole
+        return isinstance(self.work, ListedWork) and any(side % sm90_tiles.ROWS for side in sides)
 
     def split(self, num_splits: int | None = None) -> Plan:
         """The same, but that blocks of the forward pass share each tile's keys: so many, or as many as pay."""
@@ -212,7 +216,7 @@ class Plan:
 
     def _places_of_a_wave(self, spec: KernelSpec, length: int, height: int) -> int:
         """Matrices that have no more tiles of unlike lengths than blocks of a kernel work at once; one at least."""
-        if not isinstance(self.work, IntervalWork) or self.work.band in (None, Band()):
+        if not self._is_uneven_band:
             return 1
         return max(1, blocks_at_once(spec, self.device) // max(1, -(-length // height)))
 
@@ -227,8 +231,9 @@ class Plan:
         """How many matrices take turns where blocks go on from tile to tile of a band: the fewest, for the level-2
         cache's sake, that keep the block with the most to do within a twentieth of the mean; or who come closest."""
         problem, work, spec = self.problem, self.work, self.specs.get("forward")
-        if spec is None or spec.family != "sm90" or not isinstance(work, IntervalWork) or work.band in (None, Band()):
+        if spec is None or spec.family != "sm90" or not self._is_uneven_band:
             return None
+        assert isinstance(work, IntervalWork) and work.band is not None
         last = np.arange(problem.seqlen_q, 0, -spec.block_q)[::-1] - 1
         first = np.maximum(last + 1 - spec.block_q, 0)
         lo = 0 if work.band.lower is None else np.maximum(first + work.band.lower, 0)

@@ -37,6 +37,9 @@ class Simulator:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return np.full(shape, np.nan, dtype)  # whoever reads what nobody wrote shall notice
 
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return np.zeros(shape, dtype)
+
     def lists(self, work: WorkList) -> dict[str, Array]:
         return work.lists
 

@@ -30,6 +30,8 @@ class _Tile(NamedTuple):
 # fewer registers each, where queries see as many keys or more: what a tile costs beside its steps counts less then, and
 # what a causal mask leaves of the last steps.
 _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
+# Of a list: how many blocks of one warpgroup share a multiprocessor, and stages.
+_LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 _FORWARD_OF_THREE = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 
 
@@ -59,6 +61,8 @@ def forward_spec(
         block_q = ROWS * max(1, -(-num_queries // ROWS))
     if largest is not None:
         block_q = next((rows for rows in (2 * ROWS, ROWS) if rows <= block_q and largest[0] % rows == 0), ROWS)
+        if block_q == ROWS:
+            block_kv = min(block_kv, ROWS)  # so that several blocks fit
         if largest[1] % block_kv:
             block_kv = max(_SMALLEST, _power_of_two(min(largest[1], block_kv)))
     spec = KernelSpec(
@@ -66,10 +70,12 @@ def forward_spec(
         block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
         num_stages=_STAGES,
     )  # fmt: skip
-    # One warpgroup of consumers leaves tensor cores idle while it reckons, so two blocks share a multiprocessor.
-    is_small = block_q == ROWS and max(dims) <= 128
-    fits_twice = 2 * (shared_bytes(spec) + 1024) <= device.tile_memory_bytes + 1024
-    return replace(spec, min_blocks=2) if is_small and fits_twice else spec
+    # One warpgroup of consumers leaves tensor cores idle while it reckons, so several blocks share a multiprocessor.
+    if block_q > ROWS or width > 128:
+        return spec
+    blocks, stages = (2, _STAGES) if largest is None else _LISTED_SMALL[width]
+    small = replace(spec, min_blocks=blocks, num_stages=stages)
+    return small if blocks * (shared_bytes(small) + 1024) <= device.tile_memory_bytes + 1024 else spec
 
 
 def backward_specs(
@@ -116,7 +122,8 @@ def shared_bytes(spec: KernelSpec) -> int:
         told = stages * (queries + _BACKWARD_NOTE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_REST
         told += _ROOM * (2 + stages + do_stages)
         return spec.dtype.itemsize * (elements + do_stages * of_do) + told
-    q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 else 1
+    is_small = spec.is_listed and spec.block_q == ROWS
+    q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 and not is_small else 1
     elements = q_rooms * spec.block_q * spec.head_dim + stages * spec.block_kv * both
     told = _ROOM * (q_rooms + 2 * stages) + _TASKS * (_ROOM + _TASK) + _NOTE * stages + _REST
     return spec.dtype.itemsize * elements + told

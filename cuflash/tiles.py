@@ -100,7 +100,7 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[str, str]:
     ============================================  ======
 
     sm90 is passed over where its tiles of 128 queries are fewer than multiprocessors, and by the plan where a list's
-    blocks are not made of 128 x 128: sm80 is faster there.
+    blocks are not made of 64 x 64: sm80 is faster there.
     """
     if problem.precision != "ieee":
         return "sm80", "it has the precision asked for"

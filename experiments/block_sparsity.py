@@ -184,7 +184,7 @@ def run_speed(config: Config) -> list[Record]:
 
 
 def on_gpu(mask: Any, config: Config, arrays: tuple[Any, ...]) -> tuple[str, dict[str, Callable[[], object]]]:
-    """The kernels of a plan and both its passes, ready to time, after some rows of them were found right."""
+    """The families of a plan's kernels and both its passes, ready to time, after some rows of them were found right."""
     q, k, v, do = arrays
     plan = cuflash.plan(q, k, v, mask=mask, kernel=config.gpu_kernel)
     o, lse = plan.forward(q, k, v)
@@ -193,7 +193,8 @@ def on_gpu(mask: Any, config: Config, arrays: tuple[Any, ...]) -> tuple[str, dic
     share = check.share(o=o, lse=lse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
     if not share <= 1:
         raise AssertionError(f"a call to be timed is wrong: {share:.3g} times its bound, {mask}")
-    return plan.plan.family, both_passes(plan, q, k, v, do, o, lse)
+    families = dict.fromkeys(plan.plan.specs[way].family for way in WAYS)  # a list's passes may be of two
+    return ", ".join(families), both_passes(plan, q, k, v, do, o, lse)
 
 
 def sent(x: np.ndarray) -> Any:
@@ -212,12 +213,12 @@ def run_gpu(config: Config) -> list[Record]:
         rng, shape = np.random.default_rng(0), (1, config.gpu_num_heads, seqlen, config.gpu_head_dim)
         drawn = (rng.standard_normal(shape, np.float32).astype(GPU_DTYPES[config.gpu_dtype]) for _ in range(4))
         arrays = tuple(map(sent, drawn))
-        kernel, dense = on_gpu(None, config, arrays)
+        _, dense = on_gpu(None, config, arrays)
         for block in track(config.gpu_blocks, f"blocks, {seqlen} tokens"):
             calls = {f"dense {way}": call for way, call in dense.items()}
             for density in config.gpu_densities:
                 blocks = random_blocks(config.gpu_num_heads, seqlen, block, density)
-                _, sparse = on_gpu(masks.BlockPattern(blocks, block), config, arrays)
+                kernel, sparse = on_gpu(masks.BlockPattern(blocks, block), config, arrays)
                 calls |= {f"{density} {way}": call for way, call in sparse.items()}
             times = time_on_device(calls, repeats=config.gpu_repeats)
             rows = [gpu_row(config, seqlen, block, density, times) for density in config.gpu_densities]

@@ -189,15 +189,16 @@ def run_costs(config: Config) -> list[Record]:
     halves = [[x.astype(np.float16) for x in arrays] for arrays in others]
     for family in tensor_core_families(gpu.current_device()):
         calls[f"kernel='{family}'"] = lambda turn, family=family: cuflash.attention(*halves[turn], kernel=family)
-    for name, call in calls.items():
-        seconds = []
-        for turn in track(range(config.host_calls), f"host, {name}"):
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in track(range(config.host_calls), "host"):
+        for name, call in calls.items():  # in turn: a slow moment of the host falls on all
             begin = time.perf_counter()
             call(turn % 8)
-            seconds.append(time.perf_counter() - begin)
-            if turn % 100 == 99:
-                cupy.cuda.Device().synchronize()
-        records.append({"measure": f"host time of a call, {name}", "us": float(np.median(seconds[100:]) * 1e6)})
+            seconds[name].append(time.perf_counter() - begin)
+        if turn % 10 == 9:
+            cupy.cuda.Device().synchronize()
+    for name, taken in seconds.items():
+        records.append({"measure": f"host time of a call, {name}", "us": float(np.median(taken[100:]) * 1e6)})
     ids, shape = cupy.asarray(document_ids(config.documents_seqlen, 1000)), config.documents_seqlen
     frame, packed = masks.MaskShape((), 1, shape, shape), masks.Causal() & masks.Documents(ids)
 

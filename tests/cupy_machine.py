@@ -215,6 +215,9 @@ class Cupy(cupy_double.Double):
         host.reshape(-1).view(np.uint8)[...] = 0xFF  # NaN in every dtype
         return Ndarray(host, self.device)
 
+    def zeros(self, shape: Any, dtype: Any) -> Ndarray:
+        return self.full(shape, 0, dtype)
+
     def full(self, shape: Any, value: Any, dtype: Any) -> Ndarray:
         made = self.empty(shape, dtype)
         made[...] = value

@@ -77,14 +77,17 @@ class OnTwoBlocks(Plan):
         return min(num_tiles, 2)
 
 
+GO_ON = ("sm90_forward", "sm90_backward", "sm90_backward_wide")  # kernels whose blocks can
+
+
 @dataclass(frozen=True)
 class FewBlocks(Simulator):
-    """Gradients' kernels get so many blocks at most, which go on to further tiles."""
+    """Kernels get so many blocks at most, which go on to further tiles."""
 
     most: int = 1
 
     def launch(self, spec: KernelSpec, grid: int, *rest: Any) -> None:
-        super().launch(spec, min(grid, self.most) if Plan.takes_tiles_on(spec) else grid, *rest)
+        super().launch(spec, min(grid, self.most) if spec.name in GO_ON else grid, *rest)
 
 
 class FewBlocksGpu(PoisonedGpu):
@@ -95,7 +98,7 @@ class FewBlocksGpu(PoisonedGpu):
         self.most = most
 
     def launch(self, spec: KernelSpec, grid: int, *rest: Any) -> None:
-        super().launch(spec, min(grid, self.most) if Plan.takes_tiles_on(spec) else grid, *rest)
+        super().launch(spec, min(grid, self.most) if spec.name in GO_ON else grid, *rest)
 
 
 ALIGNED = 8  # elements around each row, so that it starts at a multiple of 16 bytes if its length is one
@@ -164,6 +167,8 @@ def tile_structures() -> dict[str, Structure]:
             **square, **dims, mask=masks.BlockPattern(rng.random((4, 3, 4)) < 0.6, (100, 88)) & masks.Causal()
         ),
         "blocks of 256": Structure(**square, **dims, mask=masks.BlockPattern(rng.random((2, 2)) < 0.7, 256)),
+        "blocks of 64": Structure(**square, **dims, mask=masks.BlockPattern(rng.random((4, 5, 5)) < 0.4, 64)),
+        "documents": Structure(**square, **dims, mask=masks.Documents(np.arange(300) // 70)),
         "bits of heads": Structure(**square, **dims, mask=masks.Dense(rng.random((4, 300, 300)) < 0.3)),
         "broadcast": Structure(
             q_batch=(2, 1, 3), k_batch=(1, 2, 1), v_batch=(3,), num_heads=2, num_kv_heads=1, seqlen_q=70, seqlen_kv=90,
@@ -224,7 +229,7 @@ def test_gradients_are_within_their_bounds_under_every_schedule(name: str, dims:
 @on_sm90
 @narrow_and_wide
 @pytest.mark.parametrize("name", ["causal", "blocks of 256", "broadcast"])
-def test_whichever_block_works_on_a_tile_its_dk_and_dv_are_the_same(
+def test_whichever_block_works_on_a_tile_all_but_dq_is_the_same(
     run: Run, name: str, dims: tuple[int, int] | None
 ) -> None:
     example = half(of_dims(TILES[name], dims))
@@ -233,7 +238,7 @@ def test_whichever_block_works_on_a_tile_its_dk_and_dv_are_the_same(
     for most in (1, 3):
         found = call(example, run, FewBlocksGpu(most) if run.is_on_device else FewBlocks(most=most), margin=ALIGNED)
         assert_within_bounds(example, **found)
-        assert all(found[each].tobytes() == expected[each].tobytes() for each in ("dk", "dv"))
+        assert all(found[each].tobytes() == expected[each].tobytes() for each in ("o", "lse", "dk", "dv"))
 
 
 @on_sm90
@@ -382,13 +387,17 @@ def planned(*shape: int, dtype: str = "float16", kernel: Any = "sm90", **options
     return cuflash.plan(x, x, x, kernel=kernel, device=DeviceSpec.gpu("H100"), **options).plan
 
 
-def test_blocks_stay_where_a_band_says_how_long_tiles_are_and_come_anew_elsewhere() -> None:
-    full, causal = planned(16, 4096, 128), planned(16, 4096, 128, causal=True)
-    lengths = planned(16, 4096, 128, mask=masks.Lengths(kv=4000))
-    spec = full.specs["forward"]
-    for plan in (full, causal):
-        assert plan.blocks(spec, plan.grid(spec)) == 132
-    assert lengths.blocks(spec, lengths.grid(spec)) == lengths.grid(spec) == 16 * -(-4096 // spec.block_q)
+def test_blocks_go_on_to_further_tiles_but_of_wide_ones_that_nobody_knows_the_length_of() -> None:
+    lists = masks.BlockPattern(np.eye(32, dtype=bool), 128)
+    of_lengths, of_list = {"mask": masks.Lengths(kv=4000)}, {"mask": lists}
+    options = {"full": {}, "causal": {"causal": True}, "lengths": of_lengths, "list": of_list}
+    for dim, (name, chosen) in itertools.product((64, 128, 256), options.items()):
+        plan = planned(16, 4096, dim, **chosen)
+        spec = plan.specs["forward"]
+        asks = name != "causal" and dim <= 128
+        assert plan.takes_tiles_on(spec) == asks
+        comes_anew = name in ("lengths", "list") and dim > 128
+        assert plan.blocks(spec, plan.grid(spec)) == (plan.grid(spec) if comes_anew else 132)
 
 
 def rounds_of(num_places: int, in_turn: int, steps: list[int], num_blocks: int) -> list[int]:
@@ -419,7 +428,7 @@ def test_auto_takes_hopper_s_kernels_where_they_are_faster() -> None:
 
     assert family(16, 4096, 128) == family(16, 4096, 64) == family(256, 1024, 64) == "sm90"
     assert family(16, 512, 128) == "sm80"
-    for block, expected in ((128, "sm90"), (256, "sm90"), (64, "sm80"), (192, "sm80")):
+    for block, expected in ((128, "sm90"), (256, "sm90"), (64, "sm90"), (192, "sm90"), (32, "sm80"), (96, "sm80")):
         blocks = np.eye(-(-4096 // block), dtype=bool)
         assert family(16, 4096, 128, mask=masks.BlockPattern(blocks, block)) == expected
 

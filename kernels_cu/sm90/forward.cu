@@ -15,12 +15,14 @@ using config::kNumStages;
 
 constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kConsumers = kBlockQ / 64;
-constexpr int kQRooms = kHeadDim <= 128 && kValueDim <= 128 ? 2 : 1;
+constexpr bool kIsSmall = config::kIsListed && kConsumers == 1;  // other blocks of the multiprocessor work meanwhile
+constexpr int kQRooms = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmall ? 2 : 1;
 constexpr int kTasks = 4;  // tiles known of: looked up, brought, multiplied, and written
 constexpr bool kTakesTurns = kConsumers > 1;
 constexpr bool kMovesRegisters = kConsumers > 1 || kMinBlocks > 1;
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kValueDim > 128 && kBlockKv > 64 ? 40 : 56;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kConsumers == 2 ? (504 - kProducerRegisters) / 2 : 200;
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) ? 40 : 56;
+constexpr int kConsumerRegisters =
+    kConsumers == 3 ? 160 : kConsumers == 2 ? (504 - kProducerRegisters) / 2 : kMinBlocks == 3 ? 120 : 200;
 static_assert(kThreads == kGroup * (1 + kConsumers), "a warpgroup has 64 rows");
 
 using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kConsumers>;
@@ -143,13 +145,22 @@ CUFLASH_DEVICE int bounded(int64_t key) {
   return static_cast<int>(max(min(key, kFar), -kFar));
 }
 
+// The number of a block's next tile: nobody else's, where blocks go on as they end, or its own in this round. By a warp.
+CUFLASH_DEVICE int next_tile(const attention::Params& params, int round, int num_tiles) {
+  if (params.next_tile.data == nullptr) return attention::number_in_round(round);
+  if (round == 0) return attention::first_number();
+  int number = 0;
+  if (leads()) number = attention::next_number(params, num_tiles);
+  return __shfl_sync(0xffffffffu, number, 0);
+}
+
 // Look up the tiles of this block, ahead of those who bring them.
 CUFLASH_DEVICE void look_up(const attention::Params& params) {
   using namespace attention;
   const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
   unsigned num_tasks = 0;
   for (int round = 0;; ++round) {
-    const int number = number_in_round(round);
+    const int number = next_tile(params, round, num_tiles);
     const bool is_end = number >= num_tiles;
     WorkTile work{};
     Reach reach{};
