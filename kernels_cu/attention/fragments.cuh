@@ -173,7 +173,8 @@ struct LazySoftmax {
   }
 
   // Divide o by its row sums; `lse` is the natural log-sum-exp of rows. Rows without a key: o = 0, lse = -inf. All
-  // rows at once, so that none waits for another. Called by whole warps.
+  // rows at once, so that none waits for another. A kernel may do this in two places: no product is left to the compiler to
+  // round or not. Called by whole warps.
   template <class OutputTile>
   CUFLASH_DEVICE void finalize(OutputTile& o, float softmax_scale_log2, float (&lse)[kRows]) const {
     float sum[kRows];
@@ -184,7 +185,7 @@ struct LazySoftmax {
       const bool is_empty = row_max[i] == ptx::negative_infinity<float>() && sum[i] == 0;
       const float divisor = is_empty ? 1 : sum[i];  // log 1 leaves lse at the maximum
       o.scale_row(i, ptx::reciprocal_approx(divisor));
-      lse[i] = row_max[i] * (softmax_scale_log2 * static_cast<float>(kLn2)) + ptx::log_accurate(divisor);
+      lse[i] = ptx::fma(row_max[i], softmax_scale_log2 * static_cast<float>(kLn2), ptx::log_accurate(divisor));
     }
   }
 };

@@ -55,7 +55,7 @@ struct OnlineSoftmax {
     const bool is_empty = row_max[i] == ptx::negative_infinity<T>() && sum == 0;
     const T divisor = is_empty ? T(1) : sum;
     o.divide_row(i, divisor);
-    return row_max[i] * T(kLn2) + ptx::log_accurate(divisor);
+    return ptx::fma(row_max[i], T(kLn2), ptx::log_accurate(divisor));
   }
 };
 
