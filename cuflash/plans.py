@@ -122,16 +122,19 @@ class Plan:
         """Blocks that a kernel is launched with to work on so many tiles: one each, or as many as a GPU holds, which go
         on to further tiles. The forward pass of a band shares them out beforehand; of what else it does not go on with,
         the GPU hands tiles out better."""
-        is_band = isinstance(self.work, IntervalWork) and self.work.band is not None
-        if self.takes_tiles_on(spec) or (spec.name == "sm90_forward" and is_band):
+        if self.takes_tiles_on(spec) or (spec.name == "sm90_forward" and self._is_band):
             return min(num_tiles, blocks_at_once(spec, self.device))
         return num_tiles
 
     def takes_tiles_on(self, spec: KernelSpec) -> bool:
         """Whether a kernel's blocks go on to further tiles as they end, which a count in its workspace gives them. The
-        forward pass does so up to 128 columns, but under a band, which says how uneven tiles are beforehand."""
+        forward pass does so up to 128 columns, but under a band, which says how long tiles are beforehand."""
         is_forward = spec.name == "sm90_forward" and max(spec.head_dim, spec.value_dim) <= 128
-        return spec.name in ("sm90_backward", "sm90_backward_wide") or (is_forward and not self._is_uneven_band)
+        return spec.name in ("sm90_backward", "sm90_backward_wide") or (is_forward and not self._is_band)
+
+    @property
+    def _is_band(self) -> bool:
+        return isinstance(self.work, IntervalWork) and self.work.band is not None
 
     @property
     def _is_uneven_band(self) -> bool:
