@@ -98,7 +98,7 @@ EDITS = {
     # the room attention
     "o is not rescaled": ("attention/online_softmax.cuh", "      o.scale_row(i, rescale);\n", ""),
     "row_sum is not rescaled": ("attention/online_softmax.cuh", "row_sum[i] * rescale + sum", "row_sum[i] + sum"),
-    "lse is base 2": ("attention/online_softmax.cuh", "row_max[i] * T(kLn2)", "row_max[i]"),
+    "lse is base 2": ("attention/online_softmax.cuh", "ptx::fma(row_max[i], T(kLn2),", "ptx::fma(row_max[i], T(1),"),
     "the maximum of an empty start is subtracted": (
         "attention/online_softmax.cuh", "tile::greater(highest, tile::lowest<T>())", "highest"
     ),

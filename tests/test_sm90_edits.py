@@ -55,6 +55,8 @@ EDITS = {
     "a room counts as empty in the wrong phase": (_ROOMS, "&room.empty), parity ^ 1);", "&room.empty), parity);"),
     "a room counts as full in the wrong phase": (_ROOMS, "&room.full), parity);", "&room.full), parity ^ 1);"),
     "one stage serves all": (_FORWARD, "return count % kNumStages;", "return 0;"),
+    "every lane asks for a tile": (_FORWARD, "if (leads()) number = attention::next", "number = attention::next"),
+    "nobody has a list's first tiles": (_FORWARD, "  if (round == 0) return attention::first_number();\n", ""),
     "K is left before it is multiplied": (
         _FORWARD, "  tile::wait_for<1>(s);\n",
         "  tile::arrive(board().k[stage_of(num_keys)].empty);\n  tile::wait_for<1>(s);\n",
