@@ -159,6 +159,15 @@ def test_a_kernel_compiles_without_a_spill_or_advice(nvrtc: Any, spec: KernelSpe
     assert faults(made) == []
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hopper_s_small_tiles_of_lists_do_not_spill_either(nvrtc: Any, dim: int) -> None:
+    """Their blocks share a multiprocessor's registers, which the kernel then moves between its warpgroups."""
+    x = ShapeDtype((2, 4096, dim), BFLOAT16)
+    spec = kernel_specs("sm90", Problem.of(x, x, x), DeviceSpec.gpu("H100"), (64, 64))["forward"]
+    assert (spec.block_q, spec.min_blocks) == (64, {64: 3, 128: 2, 256: 1}[dim])
+    assert faults(room.cubin(spec, "sm_90a")) == []
+
+
 @pytest.mark.parametrize("entry", ["forward", "backward"])
 def test_a_watched_kernel_is_the_same_but_for_its_waits(nvrtc: Any, entry: str) -> None:
     """Products stay in flight: a trap in a wait, which is a way out of the kernel, would have ptxas serialise them."""

@@ -174,6 +174,10 @@ def tile_structures() -> dict[str, Structure]:
             q_batch=(2, 1, 3), k_batch=(1, 2, 1), v_batch=(3,), num_heads=2, num_kv_heads=1, seqlen_q=70, seqlen_kv=90,
             **dims,
         ),
+        "documents, a launch for each of four": Structure(  # which take one count in turn
+            q_batch=(2, 1, 2, 1, 2), k_batch=(1, 2, 1, 2, 1), num_heads=1, seqlen_q=70, seqlen_kv=70, **dims,
+            mask=masks.Documents(np.arange(70) // 20),
+        ),
         "every row without a key": Structure(**square, **dims, mask=masks.Lengths(kv=0)),
     }  # fmt: skip
 
