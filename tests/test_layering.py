@@ -46,7 +46,7 @@ NEVER = {
     "launch": {"reference"},
 }
 # Functions that may look at the environment.
-ENVIRONMENT = {"compile": {"_environment", "_spare_cupy_its_folder"}, "checks": {"is_on"}}
+ENVIRONMENT = {"sim.compiler": {"_run"}, "compile": {"_environment", "_spare_cupy_its_folder"}, "checks": {"is_on"}}
 # Rooms that ask or carry do not decide.
 WORDS = {
     "compile": {"head_dim", "value_dim", "block_q", "block_kv", "seqlen_q", "seqlen_kv"},
