@@ -26,10 +26,13 @@ class Simulator:
         In which order threads run and copies arrive.
     sanitize : "", "address", "undefined" or "thread"
         As in `sim.build`.
+    time_limit : float
+        Seconds for each launch.
     """
 
     schedule: sim.Schedule = sim.Schedule()
     sanitize: sim.Sanitizer = ""
+    time_limit: float = 60.0
 
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)
@@ -47,7 +50,8 @@ class Simulator:
         return template(simulated, tiles)
 
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
-        _kernel(spec, self.sanitize)((grid,), spec.num_threads, arguments, shared_bytes, self.schedule)
+        kernel = _kernel(spec, self.sanitize)
+        kernel((grid,), spec.num_threads, arguments, shared_bytes, self.schedule, time_limit=self.time_limit)
 
 
 @lru_cache(maxsize=256)
