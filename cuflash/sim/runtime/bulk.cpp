@@ -275,15 +275,6 @@ void update_view(Cta& cta) {
   cta.is_view_late = false;
 }
 
-void check_fenced(const unsigned char* from, size_t bytes, const char* name, Location where) {
-  Cta& cta = *self().cta;
-  if (cta.is_view_late) update_view(cta);
-  const auto offset = static_cast<size_t>(from - cta.shared);
-  const unsigned char* seen = &cta.proxy_view[offset];
-  if (bytes == 16 ? memcmp(seen, from, 16) != 0 : memcmp(seen, from, bytes) != 0)  // 16 of wgmma: no call
-    fail(where, "%s reads shared offset %zu, which a thread wrote to without fence_proxy_async after it", name, offset);
-}
-
 bool land_a_load(Cta& cta) {
   if (cta.loads.empty()) return false;
   const auto chosen = cta.loads.begin() + launch->random.below(static_cast<uint32_t>(cta.loads.size()));

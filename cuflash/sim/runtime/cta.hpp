@@ -231,7 +231,6 @@ void end_transfers(Cta& cta);             // writes what is still to be written 
 void make_bulk_engines();
 void write_shared(Cta& cta, unsigned char* to, const void* from, size_t bytes);   // as asynchronous copies do
 void update_view(Cta& cta);               // of asynchronous reads, to what is there
-void check_fenced(const unsigned char* from, size_t bytes, const char* name, Location where);
 
 // ---- wgmma.cpp ----
 void check_products_done(const Warp& warp);

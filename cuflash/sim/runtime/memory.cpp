@@ -13,15 +13,16 @@ uint32_t shared_address(const void* pointer, Location where) {
   return static_cast<uint32_t>(offset) + kSharedBase;
 }
 
-unsigned char* shared_bytes(uint32_t address, size_t bytes, size_t alignment, const char* name, Location where) {
-  const Cta& cta = *self().cta;
+void report_address(uint32_t address, size_t bytes, size_t alignment, const char* name, Location where) {
   const long long offset = static_cast<long long>(address) - kSharedBase;
   if (address % alignment)
     fail(where, "%s: shared address must be a multiple of %zu; got offset %lld", name, alignment, offset);
-  if (offset < 0 || static_cast<size_t>(offset) + bytes > cta.shared_bytes)
-    fail(where, "%s: %zu bytes at shared offset %lld are outside the %zu bytes of dynamic shared memory", name, bytes,
-         offset, cta.shared_bytes);
-  return cta.shared + offset;
+  fail(where, "%s: %zu bytes at shared offset %lld are outside the %zu bytes of dynamic shared memory", name, bytes,
+       offset, self().cta->shared_bytes);
+}
+
+void report_unfenced(size_t offset, const char* name, Location where) {
+  fail(where, "%s reads shared offset %zu, which a thread wrote to without fence_proxy_async after it", name, offset);
 }
 
 void check_aligned(const void* pointer, size_t alignment, const char* name, Location where) {

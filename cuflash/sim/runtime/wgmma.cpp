@@ -47,7 +47,7 @@ struct Accumulator {
   float* d[32];
   int count = 0;
   int pending = 0;             // products under way
-  std::vector<float> values;   // count of lane 0, count of lane 1, ...
+  std::vector<float> values;   // of 16 rows
 };
 
 struct Product {
@@ -143,6 +143,19 @@ CUFLASH_SIM_WITHIN void unpack(const Chunk* chunks, bool mn_major, int rows, boo
   }
 }
 
+// Where a lane's registers lie among 16 rows of 2 * count columns: two neighbours, two more eight rows below, and so on.
+size_t place_of(int lane, int element, int count) {
+  const int row = lane / 4 + element / 2 % 2 * 8, column = element / 4 * 8 + lane % 4 * 2 + element % 2;
+  return static_cast<size_t>(row * 2 * count + column);
+}
+
+std::vector<float> gathered(float* const* d, int count) {
+  std::vector<float> values(static_cast<size_t>(32 * count));
+  for (int lane = 0; lane < 32; ++lane)
+    for (int e = 0; e < count; ++e) values[place_of(lane, e, count)] = d[lane][e];
+  return values;
+}
+
 // With the operands as they were at the issue.
 CUFLASH_SIM_WIDE void multiply(Product& product) {
   const WgmmaLane& lane = product.lane;
@@ -157,19 +170,17 @@ CUFLASH_SIM_WIDE void multiply(Product& product) {
     unpack(from, lane.a_mn_major, 16, lane.is_bfloat16, a[0], 16, 1);
     from += 32;
   }
-  // Eight columns at a time; a lane holds two neighbours of each row.
-  for (int column = 0; column < 2 * lane.count; column += 8, from += 16) {
+  const int columns = 2 * lane.count;
+  for (int column = 0; column < columns; column += 8, from += 16) {
     Eight b[16];
     unpack(from, lane.b_mn_major, 8, lane.is_bfloat16, &b[0][0], 1, 8);
-    for (int i = 0; i < 16; ++i) {
-      Eight sum = {};
-      for (int k = 0; k < 16; ++k) sum += a[i][k] * b[k];
-      for (int pair = 0; pair < 4; ++pair) {
-        const int holder = i % 8 * 4 + pair, place = column / 2 + i / 8 * 2;
-        float* values = &product.accumulator->values[static_cast<size_t>(holder * lane.count + place)];
-        values[0] = (lane.adds ? values[0] : 0.0f) + sum[2 * pair];
-        values[1] = (lane.adds ? values[1] : 0.0f) + sum[2 * pair + 1];
-      }
+    for (int row = 0; row < 16; ++row) {
+      Eight sum = {}, before = {};
+      for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k];
+      float* const values = &product.accumulator->values[static_cast<size_t>(row * columns + column)];
+      if (lane.adds) memcpy(&before, values, sizeof before);
+      before += sum;
+      memcpy(values, &before, sizeof before);
     }
   }
   product.is_done = true;
@@ -197,10 +208,8 @@ Accumulator& accumulator_of(Products& products, void* const* arguments, const Is
     if (each.d == lane.d && each.count == lane.count) written = &each;
   Accumulator& made = products.accumulators.emplace_back();
   made.count = lane.count;
-  for (int i = 0; i < 32; ++i) {
-    made.d[i] = static_cast<Issue*>(arguments[i])->lane->d;
-    made.values.insert(made.values.end(), made.d[i], made.d[i] + lane.count);
-  }
+  for (int i = 0; i < 32; ++i) made.d[i] = static_cast<Issue*>(arguments[i])->lane->d;
+  made.values = gathered(made.d, made.count);
   const bool is_as_left = written &&
                           memcmp(made.values.data(), written->values.data(), made.values.size() * sizeof(float)) == 0;
   const size_t fences_before = written ? written->fences : 0;
@@ -264,11 +273,10 @@ void execute_commit(void* const* arguments, uint32_t) {
 // Results go to the kernel's registers when no product on them is under way any more.
 void publish(Products& products, Accumulator& done, Location where) {
   for (int i = 0; i < 32; ++i) {
-    const float* values = &done.values[static_cast<size_t>(i * done.count)];
     for (int e = 0; e < done.count && launch->request.schedule.poison; ++e)
       if (memcmp(done.d[i] + e, &kPoison, sizeof kPoison) != 0)
         fail(where, "register %d of lane %d was written to while a wgmma on it was under way", e, i);
-    memcpy(done.d[i], values, static_cast<size_t>(done.count) * sizeof(float));
+    for (int e = 0; e < done.count; ++e) done.d[i][e] = done.values[place_of(i, e, done.count)];
   }
   std::erase_if(products.written, [&](const Written& each) {
     return each.d < done.d[0] + done.count && done.d[0] < each.d + each.count;
