@@ -9,8 +9,8 @@ additions; with deterministic=True, where every result is bitwise repeatable, it
 by columns: the rows of both say what the promise costs. The naive kernels, which keep whole matrices of scores, are
 the baseline: what tiles bring. Block-sparse rates are over the dense one, per kept block. Host time is that of a call
 on the host alone; a work list is timed on the host until the device has it; memory is what CuPy's pool holds at its
-peak beside arguments and results. Kernels are compiled one after another, where a plan has its own compiled at once, on
-threads; of those on tensor cores the sum of a plan's is given.
+peak beside arguments and results. Kernels are compiled one after another; of those on tensor cores the sum of a plan's
+is given, and what `plan.compile()` takes, which compiles them at once, on threads, in a new process without a cache.
 
 Expect: half of the multiply-adds' rate forward: what a thread's registers hold decides how often shared memory is read.
 Found:  on an H100 forward float32 reaches 0.59 and 0.55 of the multiply-adds' rate at head_dim 64 and 128, backward
@@ -24,9 +24,14 @@ in sum, one after another, sm90's 4.1 to 6.4, where slower hosts took 4.8 to 5.3
 """
 
 import itertools
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import cuflash
@@ -55,10 +60,11 @@ class Config:
     documents_seqlen: int = 2**17
     repeats: int = 7
     host_calls: int = 10000
+    cold_starts: int = 3
 
     def __post_init__(self) -> None:
-        counts = (self.num_heads, self.seqlen, self.block, self.memory_seqlen, self.repeats, self.host_calls)
-        counts += (*self.head_dims, *self.compile_dims, self.documents_seqlen)
+        counts = (self.num_heads, self.seqlen, self.block, self.memory_seqlen, self.documents_seqlen)
+        counts += (self.repeats, self.host_calls, self.cold_starts, *self.head_dims, *self.compile_dims)
         if min(counts) < 1 or not all(0 < d <= 1 for d in self.densities):
             raise ValueError("counts, lengths and dims must be positive, densities in (0, 1]")
 
@@ -250,8 +256,33 @@ def compile_rates(config: Config, device: DeviceSpec) -> None:
             compile_alone(cuflash.plan(x, x, x, **options).plan, device)
 
 
+# In a process of its own, which has compiled nothing. `sys.argv`: kernel, heads, seqlen, head_dim.
+CHILD = """
+import sys, time
+import cupy, cuflash, ml_dtypes, numpy as np
+kernel, shape = sys.argv[1], tuple(map(int, sys.argv[2:]))
+cupy.cuda.Device().synchronize()
+x = cuflash.ShapeDtype(shape, np.dtype(ml_dtypes.bfloat16))
+plan = cuflash.plan(x, x, x, kernel=kernel, executor="gpu")
+start = time.perf_counter()
+plan.compile()
+seconds = time.perf_counter() - start
+assert not any(made.is_from_cache for made in cuflash.cache_info().compiled)
+print(seconds)
+"""
+
+
+def seconds_from_cold(kernel: str, *shape: int) -> float:
+    """How long `plan.compile()` takes where no kernel is kept."""
+    with tempfile.TemporaryDirectory() as empty:
+        paths = [str(Path(cuflash.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"CUPY_CACHE_DIR": empty, "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, "-c", CHILD, kernel, *map(str, shape)]
+        return float(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+
+
 def run_compile(config: Config, device: DeviceSpec) -> list[Record]:
-    """Compile the kernels on tensor cores of a forward and a backward call: the sum of their times."""
+    """Compile the kernels on tensor cores of a forward and a backward call: the sum of their times, and all at once."""
     records = []
     cases = list(itertools.product(tensor_core_families(device), config.compile_dims))
     for kernel, head_dim in track(cases, "compiling"):
@@ -261,6 +292,10 @@ def run_compile(config: Config, device: DeviceSpec) -> list[Record]:
         row = {"measure": f"compile, sum of kernel='{kernel}'", "dtype": "bfloat16", "head_dim": head_dim}
         row |= {"from_cache": any(each.is_from_cache for each in made)}
         records.append(row | {"ms": 1e3 * sum(each.seconds for each in made)})
+        row = {"measure": f"compile, at once of kernel='{kernel}'", "dtype": "bfloat16", "head_dim": head_dim}
+        shape = config.num_heads, config.seqlen, head_dim
+        ms = [1e3 * seconds_from_cold(kernel, *shape) for _ in range(config.cold_starts)]
+        records.append(row | {"ms": float(np.median(ms)), "spread_ms": max(ms) - min(ms), "from_cache": False})
     return records
 
 

@@ -237,9 +237,11 @@ def words() -> Launch:
         name="words of the language", file="words", entry="words", block=64,
         arguments=(
             np.zeros((64, 8), np.int32), np.zeros((64, 4), np.uint32), np.zeros((64, 6), np.int32), np.zeros(64),
+            np.full(64, np.nan, np.float32),
         ),
         expected={0: Expected(np.stack(shuffled, axis=1)), 1: Expected(votes), 2: Expected(reduced),
-                  3: Expected((lane ^ 1) + 1.5)},
+                  3: Expected((lane ^ 1) + 1.5),
+                  4: Expected(np.where(lane % 3 == 1, lane + 0.25, np.nan).astype(np.float32))},
     )  # fmt: skip
 
 

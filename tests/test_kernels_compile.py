@@ -56,7 +56,6 @@ SPILLS = {
     # In the producer, which has 24 registers, and waits for consumers most of the time (results/sm90_steps.log).
     # With a list it spills up to 48, which is not asked here.
     **{("sm90_backward watched", dtype, 128): 20 for dtype in _HALVES},
-    **{("sm90_backward_wide", dtype, 192): 20 for dtype in _HALVES},
     **{("sm90_backward_wide", dtype, 256): 16 for dtype in _HALVES},
     # On sm_86 and sm_89, where ptxas stops at 72 registers of 255.
     **{("sm80_combine", dtype, 256): 32 for dtype in (*_HALVES, np.dtype(np.float32))},

@@ -3,6 +3,7 @@
 // memory, since each then makes dK and dV of all keys, transposed: for half of their columns, as rows. dQ of half of the
 // columns is added up in global memory.
 #include <attention/query_ring.cuh>
+#include <ptx/store.cuh>
 
 namespace cuflash {
 
@@ -140,12 +141,15 @@ CUFLASH_DEVICE void share(TransposedScores to, const Scores& from, int part) {
 template <class Sums>
 CUFLASH_DEVICE void write_wide(const tile::Matrix<float>& to, Sums& sums, int first_key, int first_column) {
   const int key = first_key + ptx::lane() % 4 * 2, column = first_column + Sums::first_row();
+  float* const first = &to.at(key, column);  // in memory of our own: no stride of columns
 #pragma unroll
-  for (int j = 0; j < Sums::kColumns; ++j)
+  for (int j = 0; j < Sums::kColumns; ++j) {
+    float* const row = first + Sums::column(j) * to.row_stride;
 #pragma unroll
     for (int i = 0; i < Sums::kRows; ++i)
-      if (key + Sums::column(j) < to.num_rows && column + Sums::row(i) < to.num_columns)
-        to.at(key + Sums::column(j), column + Sums::row(i)) = sums.at(i, j);
+      ptx::store_if(key + Sums::column(j) < to.num_rows && column + Sums::row(i) < to.num_columns, row + Sums::row(i),
+                    sums.at(i, j));
+  }
 }
 // Rounded, into a room for all of it.
 template <class Room, class Sums>

@@ -1,4 +1,6 @@
-extern "C" __global__ void words(int* shuffled, unsigned* votes, int* reduced, double* wide) {
+#include <ptx/store.cuh>
+
+extern "C" __global__ void words(int* shuffled, unsigned* votes, int* reduced, double* wide, float* stored) {
   const int lane = threadIdx.x % 32;
   int* mine = shuffled + 8 * threadIdx.x;
   mine[0] = __shfl_sync(0xffffffffu, 10 * lane, lane + 5, 8);
@@ -21,4 +23,5 @@ extern "C" __global__ void words(int* shuffled, unsigned* votes, int* reduced, d
   reduced[6 * threadIdx.x + 4] = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(lane - 20)));
   reduced[6 * threadIdx.x + 5] = max(-1, lane) + min(lane, 3) + __popc(lane) + __clz(lane | 1) + __ffs(lane);
   wide[threadIdx.x] = __shfl_xor_sync(0xffffffffu, lane + 0.5, 1) + fmaxf(1.0f, __int_as_float(0x7fc00000));
+  cuflash::ptx::store_if(lane % 3 == 1, stored + threadIdx.x, lane + 0.25f);
 }

@@ -1,0 +1,16 @@
+// A store to global memory under a predicate. As a branch it would be a block of its own, and what a compiler thinks of
+// hundreds of them takes it longer than the rest of a kernel.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#predicated-execution
+#pragma once
+
+#include <ptx/types.cuh>
+
+namespace cuflash::ptx {
+
+CUFLASH_DEVICE void store_if(bool is_wanted, float* address, float value) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p st.global.f32 [%0], %1;\n}" ::"l"(address), "f"(value),
+               "r"(static_cast<int>(is_wanted))
+               : "memory");
+}
+
+}  // namespace cuflash::ptx
