@@ -335,7 +335,7 @@ WIDE_EDITS = {
     ),
     "gradients of float32 lose a key": (_WIDE, "Sums::column(j) < to.num_rows ", "Sums::column(j) < to.num_rows - 1 "),
     "gradients of float32 lose a column": (
-        _WIDE, "Sums::row(i) < to.num_columns)", "Sums::row(i) < to.num_columns - 1)"
+        _WIDE, "Sums::row(i) < to.num_columns,", "Sums::row(i) < to.num_columns - 1,"
     ),
     "gradients of float32 start with the tile before": (_WIDE, ".rows(work.first, work.last);\n  grad", ";\n  grad"),
     "half a warpgroup copies gradients": (
