@@ -6,8 +6,8 @@ The build is from cold, runtime and kernel, in a folder of its own; the call is 
 are random: any order of threads, copies early, late or at random moments, lanes shuffled, memory poisoned.
 
 Expect: seconds to build, tens of milliseconds to run, no report and the same bits whatever the schedule.
-Found:  5.1 s to build, 26 ms forward and 63 ms backward at 200 tokens on a slow machine, 3.2 s, 18 and 41 ms on another
-(results/test_times.log); 2,000 schedules, no report, the same bits.
+Found:  3.7 s to build, 24 ms forward and 47 ms backward at 200 tokens, and 3.2 s, 20 and 42 ms a minute before on the
+same machine (results/test_times.log); 2,000 schedules, no report, the same bits.
 """
 
 import tempfile

@@ -59,8 +59,9 @@ SPILLS = {
     **{("sm90_backward_wide", dtype, 256): 16 for dtype in _HALVES},
     # On sm_86 and sm_89, where ptxas stops at 72 registers of 255.
     **{("sm80_combine", dtype, 256): 32 for dtype in (*_HALVES, np.dtype(np.float32))},
-    # Of tf32x3, on sm_100 alone; forward where a tile holds few queries.
+    # Of tf32x3, on sm_100, and at 128 columns on sm_120; forward where a tile holds few queries.
     **{(name, np.dtype(np.float32), 192): 40 for name in ("sm80_backward", "sm80_backward_rows")},
+    ("sm80_forward", np.dtype(np.float32), 128): 12,
     ("sm80_forward", np.dtype(np.float32), 192): 84,
     ("sm80_forward", np.dtype(np.float32), 256): 8,
 }

@@ -391,6 +391,37 @@ def test_a_compile_error_shows_our_line_and_where_the_text_is() -> None:
         build(TWICE + "__device__ void wrong() { __shared__ int x; }", "twice")
 
 
+MATHEMATICS = """
+extern "C" __global__ void mathematics(float* x, double* y, int* z) {
+  const int i = threadIdx.x;
+  x[i] = abs(-x[i]) + expf(x[i]) + tanhf(x[i]) + max(x[i], 2.0f) + (isnan(x[i]) ? 1 : 0);
+  y[i] = exp(y[i]) + fma(y[i], 2.0, 1.0) + abs(-y[i]);
+  z[i] = static_cast<int>(static_cast<__int128>(abs(z[i])) * 7 / (i + 2)) + __popc(z[i]);  // functions of the compiler
+}
+"""
+
+
+def test_kernels_have_the_mathematics_of_c_and_name_no_library() -> None:
+    kernel, i = build(MATHEMATICS, "mathematics"), np.arange(8)
+    x, y, z = (i - 3).astype(np.float32), i - 3.5, (i - 4).astype(np.int32)
+    expected = np.abs(x) + np.exp(x) + np.tanh(x) + np.maximum(x, 2), np.exp(y) + 2 * y + 1 + np.abs(y)
+    bits = [int(value).bit_count() for value in z.view(np.uint32)]
+    integers = 7 * np.abs(z) // (i + 2) + bits
+    kernel(1, 8, (x, y, z))
+    for found, right in zip((x, y), expected):
+        np.testing.assert_allclose(found, right, rtol=4 * np.finfo(found.dtype).eps)
+    assert_array_equal(z, integers)
+    told = subprocess.run(["readelf", "-d", str(kernel._library)], capture_output=True, text=True, check=True).stdout
+    assert "Dynamic section" in told and "NEEDED" not in told
+
+
+@pytest.mark.parametrize(("value", "stays"), [("/lib/libasan.so", False), ("libtsan.so", False), ("libm.so.6", True)])
+def test_a_compiler_inherits_no_sanitizer(monkeypatch: pytest.MonkeyPatch, value: str, stays: bool) -> None:
+    monkeypatch.setenv("LD_PRELOAD", value)
+    told = compiler._run([sys.executable, "-c", "import os; print('LD_PRELOAD' in os.environ)"])
+    assert told.stdout == f"{stays}\n"
+
+
 def test_a_missing_compiler_or_sanitizer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(sim.BuildError, match=r"needs libtsan.so in the process .*sim.preload_environment\('thread'\)"):
         build(TWICE, "twice", "thread")
