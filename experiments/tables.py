@@ -120,12 +120,12 @@ def sim_against_gpu(rows: list[Row]) -> str:
     """The largest difference between the simulator and the GPU over the bound on either."""
     outputs = ("o", "lse", "dq", "dk", "dv")
     lines = []
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        cases = [row for row in rows if row["dtype"] == dtype]
+    for kernel, dtype in dict.fromkeys((row["kernel"], row["dtype"]) for row in rows):
+        cases = [row for row in rows if (row["kernel"], row["dtype"]) == (kernel, dtype)]
         shares = (f"{max(float(row[name]) for row in cases):.3f}" for name in outputs)
         same = sum(row["probes_same_bits"] == "True" for row in cases)
-        lines.append([dtype, str(len(cases)), *shares, f"{same} of {len(cases)}"])
-    return markdown(["dtype", "cases", *outputs, "probes bit-equal"], lines)
+        lines.append([kernel, dtype, str(len(cases)), *shares, f"{same} of {len(cases)}"])
+    return markdown(["kernel", "dtype", "cases", *outputs, "probes bit-equal"], lines)
 
 
 def simulator_speed(rows: list[Row]) -> str:

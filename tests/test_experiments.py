@@ -758,10 +758,15 @@ def test_without_a_gpu_the_comparison_says_so_before_any_work(load, monkeypatch:
 @pytest.mark.gpu
 def test_the_simulator_and_the_gpu_are_each_within_the_bound(load) -> None:
     experiment = load("sim_against_gpu")
-    config = experiment.Config(seqlen_q=40, seqlen_kv=50, dtypes=("float32",))
+    config = experiment.Config(seqlen_q=40, seqlen_kv=50, dtypes=("float16", "float32"))
     records = experiment.run(config)
+    runs = {"simt", *experiment.tensor_core_families(load("cuflash.gpu").current_device())}
+    assert {(record["kernel"], record["dtype"]) for record in records} == {
+        *itertools.product(runs, ("float16",)), ("simt", "float32"),
+    }  # fmt: skip
     assert all(record[name] <= 2 for record in records for name in experiment.OUTPUTS)
     assert all(record["probes_pass"] for record in records)
+    assert all(record["probes_same_bits"] for record in records if record["kernel"] == "simt")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
