@@ -97,38 +97,51 @@ def specs(
         No tile fits the device's shared memory.
     """
     dq_adds = 0 if deterministic else 4 if (device.compute_capability or (0, 0)) >= (9, 0) else 1
-    chosen = {}
-    alternative = "kernel='simt'" if problem.precision == "ieee" else "precision='ieee'"
-    forward, rows, backward = _TABLES[problem.precision]
+    chosen, fitting = {}, {}
     for entry in entries(deterministic=deterministic):
         # dQ is summed as the warps of the backward kernel hold it, so its neighbours cut queries alike.
-        of_backward = entry not in ("forward", "backward_rows")
-        table = backward if of_backward else forward if entry == "forward" else rows
-        bounded = "backward" if of_backward else entry
-        tiles = next(tiles for width, tiles in table.items() if width >= max(dims))
-        if entry == "forward":
-            tiles = tuple(_as_flat_as(tile, num_queries, max(dims), problem.dtype) for tile in tiles)
-        for tile in _allowed(tiles, dims, largest, of_backward):
-            spec = KernelSpec(
-                family="sm80", entry=bounded, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
-                block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
-                min_blocks=max(1, tile.threads_at_once // (32 * tile.num_warps)), is_listed=largest is not None,
-                num_stages=tile.num_stages, dq_adds=dq_adds if entry in ("backward", "convert_dq") else 0,
-            )  # fmt: skip
-            if shared_bytes(spec) <= device.tile_memory_bytes:
-                multiplies = entry not in ("backward_statistics", "convert_dq")
-                precision = problem.precision if multiplies else "ieee"
-                chosen[entry] = replace(spec, entry=entry, precision=precision)
-                break
-        else:
-            raise UnsupportedProblem(
-                [
-                    f"{device.name} must have {shared_bytes(spec)} bytes of shared memory a block for {spec.name} with "
-                    f"head_dim {dims[0]}, value dim {dims[1]} in {problem.dtype}; it has {device.tile_memory_bytes}: "
-                    f"use {alternative}"
-                ]
-            )
+        like = entry if entry in ("forward", "backward_rows") else "backward"
+        if like not in fitting:
+            fitting[like] = _fitting(like, problem, dims, device, largest, num_queries)
+        multiplies = entry not in ("backward_statistics", "convert_dq")
+        chosen[entry] = replace(
+            fitting[like], entry=entry, dq_adds=dq_adds if entry in ("backward", "convert_dq") else 0,
+            precision=problem.precision if multiplies else "ieee",
+        )  # fmt: skip
     return chosen
+
+
+def _fitting(
+    entry: str,
+    problem: Problem,
+    dims: tuple[int, int],
+    device: DeviceSpec,
+    largest: tuple[int, int] | None,
+    num_queries: int,
+) -> KernelSpec:
+    """A kernel with the first of its tiles that fits."""
+    forward, rows, backward = _TABLES[problem.precision]
+    table = {"forward": forward, "backward_rows": rows, "backward": backward}[entry]
+    tiles = next(tiles for width, tiles in table.items() if width >= max(dims))
+    if entry == "forward":
+        tiles = tuple(_as_flat_as(tile, num_queries, max(dims), problem.dtype) for tile in tiles)
+    for tile in _allowed(tiles, dims, largest, entry == "backward"):
+        spec = KernelSpec(
+            family="sm80", entry=entry, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
+            block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
+            min_blocks=max(1, tile.threads_at_once // (32 * tile.num_warps)), is_listed=largest is not None,
+            num_stages=tile.num_stages,
+        )  # fmt: skip
+        if shared_bytes(spec) <= device.tile_memory_bytes:
+            return spec
+    alternative = "kernel='simt'" if problem.precision == "ieee" else "precision='ieee'"
+    raise UnsupportedProblem(
+        [
+            f"{device.name} must have {shared_bytes(spec)} bytes of shared memory a block for {spec.name} with "
+            f"head_dim {dims[0]}, value dim {dims[1]} in {problem.dtype}; it has {device.tile_memory_bytes}: "
+            f"use {alternative}"
+        ]
+    )
 
 
 def _as_flat_as(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any]) -> _Tile:
