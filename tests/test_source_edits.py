@@ -209,7 +209,7 @@ def hunt(*strategies):
 
     def run(check):
         options = settings(max_examples=120, database=None, phases=[Phase.generate])
-        for number in range(3):
+        for number in range(5):
             seed(number)(options(given(*strategies)(check)))()
 
     return run

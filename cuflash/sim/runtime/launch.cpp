@@ -68,6 +68,7 @@ void start_thread(Cta& cta, int linear) {
   thread.awaited = nullptr;
   if (thread.state != State::exited) {   // new, or left in the middle of a launch that failed
     unpoison(thread.stack, kStackBytes);
+    // Stacks are multiples of a page apart: started alike, all would lie in the same few lines of the cache.
     make_context(thread.context, thread.stack, kStackBytes - 64 * (linear % 61), run_thread);
   }
   thread.warp->existing |= 1u << thread.lane;

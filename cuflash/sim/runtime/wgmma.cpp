@@ -47,7 +47,7 @@ struct Accumulator {
   float* d[32];
   int count = 0;
   int pending = 0;             // products under way
-  std::vector<float> values;   // of 16 rows
+  std::vector<float> values;   // row after row
 };
 
 struct Product {
