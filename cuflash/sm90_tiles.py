@@ -17,7 +17,7 @@ LIST_BLOCK = (128, 128)  # of a list that is made for the kernels
 _STAGES = 2
 _SMALLEST = 16  # columns of a product
 _ROOM, _BARRIER, _TASKS, _TASK, _NOTE, _REST = 16, 8, 4, 136, 24, 8  # bytes of what warpgroups tell each other
-_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 56, 28, 84
+_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 64, 28, 84
 _WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
 
@@ -118,7 +118,7 @@ def shared_bytes(spec: KernelSpec) -> int:
         of_do = spec.block_q * spec.value_dim
         fits = spec.dtype.itemsize * (elements + stages * of_do) + _TOLD_BYTES <= _MOST_BYTES
         do_stages = stages if spec.entry == "backward" or fits else 1
-        queries = spec.block_q * (2 * 4 + 4 * -(-spec.block_kv // 32))
+        queries = spec.block_q * (2 * 4 + 4 * -(-spec.block_kv // 32)) + 4 * (2 if spec.entry == "backward" else 3)
         told = stages * (queries + _BACKWARD_NOTE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_REST
         told += _ROOM * (2 + stages + do_stages)
         return spec.dtype.itemsize * (elements + do_stages * of_do) + told

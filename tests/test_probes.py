@@ -116,7 +116,8 @@ TEXTS = texts()
 def test_every_probe_compiles_for_a_gpu(nvrtc: tuple[int, int], text: str) -> None:
     from cuda.core import Program, ProgramOptions
 
-    options = ProgramOptions(arch=TEXTS[text].architecture, std="c++17")
+    # Whether they compile is all that is asked, so half of the optimisations do.
+    options = ProgramOptions(arch=TEXTS[text].architecture, std="c++17", ofast_compile="mid")
     assert TEXTS[text].entry.encode() in Program(text, "c++", options=options).compile("cubin").code
 
 

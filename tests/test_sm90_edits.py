@@ -62,8 +62,8 @@ EDITS = {
         "  tile::arrive(board().k[stage_of(num_keys)].empty);\n  tile::wait_for<1>(s);\n",
     ),
     "V is left before it is multiplied": (
-        _FORWARD, f"    tile::wait_for<0>(o);\n    if (num_keys > 0) {_V_IS_LEFT}",
-        f"    if (num_keys > 0) {_V_IS_LEFT}    tile::wait_for<0>(o);\n",
+        _FORWARD, f"  tile::wait_for<0>(o);\n  if (num_keys > 0) {_V_IS_LEFT}",
+        f"  if (num_keys > 0) {_V_IS_LEFT}  tile::wait_for<0>(o);\n",
     ),
     "V is left before it is multiplied, with one room for Q": (
         _FORWARD, f"      tile::wait_for<0>(o);\n      if (!is_first) {_V_IS_LEFT}",
@@ -102,13 +102,23 @@ EDITS = {
         _FORWARD, "make_weights(p, s, softmax, o, has_risen && !is_first, by);",
         "make_weights(p, s, softmax, o, false, by);",
     ),
+    "O is not rescaled in a plain step": (_FORWARD, "        Softmax::rescale(o, by);\n", ""),
     "O is not rescaled, with one room for Q": (
         _FORWARD, "make_weights(p, s, softmax, o, has_risen, by);\n      ++num_keys;",
         "make_weights(p, s, softmax, o, false, by);\n      ++num_keys;",
     ),
-    "scores that are large are scaled first": ("attention/fragments.cuh", "if (is_large) {", "if (false) {"),
+    "scores that are large are scaled first": (
+        _FORWARD, "  if (softmax.is_large) softmax.take_off(s);\n  softmax.weigh", "  softmax.weigh"
+    ),
+    "scores that become large in a plain step are scaled first": (
+        _FORWARD, "        if (softmax.is_large) softmax.take_off(s);\n", ""
+    ),
+    "a step that is not whole is plain": (_FORWARD, "kind == Note::kWhole && !is_first", "!is_first"),
+    "a tile's first step is plain": (_FORWARD, "Note::kWhole && !is_first && ", "Note::kWhole && "),
+    "turned scores are plain": (_FORWARD, "!turns && ", ""),
+    "steps with large maxima are plain": (_FORWARD, "!softmax.is_large && ", ""),
     "O goes on from tile to tile": (
-        _FORWARD, "      o.fill(0);\n    }\n    make_weights", "    }\n    make_weights"
+        _FORWARD, "        o.fill(0);\n      }\n      make_weights", "      }\n      make_weights"
     ),
     "a tile has the sums of the next one": (_FORWARD, "- 1, finished, o, false);", "- 1, softmax, o, false);"),
     "a tile goes on with the maximum of the one before": (_FORWARD, "      softmax = Softmax();\n", ""),
@@ -172,11 +182,16 @@ BACKWARD_EDITS = {
     "bits of a list are all 1": (_RING, "    bits &= listed;\n", ""),
     "a warp has another's bits": (_BACKWARD, "Scores::warp_row() / 16 +", "0 +"),
     "a query has its neighbour's delta": (
-        _BACKWARD, "(queries.delta + first_query)", "(queries.delta + (first_query ^ 2))"
+        _BACKWARD, "(queries.delta + first_query);", "(queries.delta + (first_query ^ 2));"
     ),
     "lse is that of the step before": (
         _BACKWARD, "own.queries[turn.stage];\n    const Of", "own.queries[0];\n    const Of"
     ),
+    "minima are left out where an lse is large": (_RING, "fabsf(own_lse_2) > kLargestLse2", "false"),
+    "a helper asks before the other has found out": (
+        _RING, "    ptx::bar_sync(kHelpersMeet, kHelpers);\n#pragma", "#pragma"
+    ),
+    "one helper's lse count alone": (_RING, "queries.has_large[warp] ?", "queries.has_large[0] ?"),
     "dS is multiplied before it is there": (
         _BACKWARD, "  ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);", "  "
     ),
@@ -216,8 +231,8 @@ BACKWARD_EDITS = {
     "gradients start with those of the last tile": (_BACKWARD, "      dk.fill(0);\n      dv.fill(0);\n", ""),
     "the next tile's keys are not awaited": (_BACKWARD, "      await_keys(next);\n", ""),
     "keys are left before the last scores are made": (
-        _BACKWARD, "    tile::wait_for<0>(dp);\n",
-        "    if (is_of_next_tile(kind)) leave_keys();\n    tile::wait_for<0>(dp);\n",
+        _BACKWARD, "      tile::wait_for<0>(dp);\n      if",
+        "      if (is_of_next_tile(kind)) leave_keys();\n      tile::wait_for<0>(dp);\n      if",
     ),
     "keys are never left": (_BACKWARD, "      leave_keys();\n", ""),
     "K of every tile has one phase": (_RING, "          own.k_parity ^= 1;\n", ""),
@@ -289,7 +304,7 @@ WIDE_EDITS = {
     "Q is never left": (_WIDE, "    tile::arrive(own.q[turn.stage].empty);\n", ""),
     "K of a head is never left": (_RING, "    tile::arrive(own.k.empty);  // its last product was waited for\n", ""),
     "K of a head is awaited in the wrong phase": (
-        _RING, "    tile::await_full(own.k, own.notes[turn.stage].k_parity);\n  }",
+        _RING, "    tile::await_full(own.k, note.k_parity);\n  }",
         "    tile::await_full(own.k, 0);\n  }",
     ),
     "V is not awaited": (_RING, "  tile::await_full(own.v, own.notes[turn.stage].v_parity);\n", ""),
@@ -362,7 +377,7 @@ def structures() -> list[Structure]:
         Structure(
             **square | {"head_dim": 100}, value_dim=100, mask=masks.Causal(), scale=-0.5, layouts=("odd_strides",) * 5
         ),
-        Structure(**square, value_dim=128),
+        Structure(**square, value_dim=128, scale=-0.1),
         Structure(
             **square | {"seqlen_q": 70}, q_batch=(2, 1), k_batch=(1, 3), v_batch=(3,), value_dim=128,
             mask=masks.Lengths(kv=np.array([[300, 0, 200], [40, 300, 0]])),
@@ -396,9 +411,31 @@ def cleaned(made: Callable[[], list[Structure]]) -> list[Example]:
     return [half(structure) for structure in made()]
 
 
+@cache
+def with_plain_steps() -> list[Example]:
+    """Steps that every query sees whole, with scores that grow, grow large, and are large from the first step on."""
+    square = {"num_heads": 1, "seqlen_q": 130, "seqlen_kv": 400, "head_dim": 128, "value_dim": 128}
+    made = []
+    for scale, first, other in ((0.1, 0.1, 4), (400, 0.05, 2), (400, 2, 0.05)):
+        clean = half(Structure(**square, scale=scale))
+        k = clean.k * np.where(np.arange(400) < 128, first, other)[:, None]
+        made.append(clean.but(k=k.astype(clean.k.dtype)))
+    return made
+
+
+@cache
+def with_large_lse() -> Example:
+    """Whole steps of 128 queries; in the last, which has the place of the first, lse is large of those alone that the
+    second helper finds out about."""
+    clean = half(Structure(seqlen_q=512, seqlen_kv=128, head_dim=64, value_dim=40, scale=1e9))
+    q, query = clean.q.copy(), np.arange(512)
+    q[..., (query < 384) | (query % 64 < 32), :] = 0
+    return clean.but(q=q)
+
+
 def hopper_is_right() -> None:
     """On blocks that go on to further tiles, out of order; NaN stands past the keys' length."""
-    for number, clean in enumerate(cleaned(structures)):
+    for number, clean in enumerate(cleaned(structures) + with_plain_steps()):
         example = clean
         if number in (0, 7):
             v = clean.v.copy()
@@ -450,7 +487,7 @@ def backward_structures() -> list[Structure]:
 
 def hopper_gradients_are_right() -> None:
     """NaN stands in queries without a key, and past the lengths."""
-    for number, clean in enumerate(cleaned(backward_structures)):
+    for number, clean in enumerate([*cleaned(backward_structures), with_large_lse()]):
         changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
         if number == 0:
             changed["do"][..., :150, :] = np.nan

@@ -139,26 +139,24 @@ struct LazySoftmax {
     for (int i = 0; i < kRows; ++i) o.scale_row(i, by[i]);
   }
 
-  // Turn scores into weights, and add them up. Called by whole warps.
+  // Of large maxima, take them off the scores before these are scaled.
+  template <class Tile>
+  CUFLASH_DEVICE void take_off(Tile& s) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) -= shift(i);
+  }
+
+  // Turn scores, from which large maxima are taken off, into weights, and add them up.
   template <class Tile>
   CUFLASH_DEVICE void weigh(Tile& s, float softmax_scale_log2) {
-    float shift[kRows], factor = softmax_scale_log2;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) shift[i] = row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i];
-    if (is_large) {  // the shift is taken off before scaling
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) = (s.at(i, j) - shift[i]) * softmax_scale_log2;
-        shift[i] = 0;
-      }
-      factor = 1;
-    }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
+      const float rest = is_large ? 0 : shift(i) * softmax_scale_log2;
 #pragma unroll
       for (int j = 0; j < Tile::kColumns; ++j) {
-        s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), factor, -shift[i] * factor));
+        s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), softmax_scale_log2, -rest));
         row_sum[i] += s.at(i, j);
       }
     }
@@ -169,6 +167,7 @@ struct LazySoftmax {
   CUFLASH_DEVICE void update(Tile& s, OutputTile& o, float softmax_scale_log2) {
     float by[kRows];
     if (raise(s, softmax_scale_log2, by)) rescale(o, by);
+    if (is_large) take_off(s);
     weigh(s, softmax_scale_log2);
   }
 
@@ -188,6 +187,9 @@ struct LazySoftmax {
       lse[i] = ptx::fma(row_max[i], softmax_scale_log2 * static_cast<float>(kLn2), ptx::log_accurate(divisor));
     }
   }
+
+ private:
+  CUFLASH_DEVICE float shift(int i) const { return row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i]; }
 };
 
 }  // namespace cuflash::attention

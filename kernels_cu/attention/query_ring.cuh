@@ -26,6 +26,10 @@ constexpr int kHelpersMeet = 1, kConsumersMeet = 2, kDsIsRead = 3, kDqIsRead = 5
 constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
 // Threads that say and copy what is brought: the last warp of theirs adds dQ up, where that goes through shared memory.
 constexpr int kProducers = kIsWide ? kGroup : kGroup - 32, kHelpers = kProducers - 32;
+// Of 128 queries a step has so many scores that P's minimum with 1 is left out where no lse is so large that its rounding
+// lifts P by more than a thousandth, which is less than P is rounded by. Helpers find out.
+constexpr bool kLeavesMinimaOut = kBlockQ == 128;
+constexpr float kLargestLse2 = 1 << 14;
 constexpr int kScoreRooms = kIsWide ? 3 : 1;  // P of even and of odd steps and dS; or dS
 
 using KPanels = tile::PanelTile<Element, kBlockKv, kHeadDim, kIsWide && kHeadDim % 128 != 0 ? 32 : tile::panel_width(kHeadDim)>;
@@ -61,13 +65,15 @@ struct Note {
   int work;  // which
   attention::Step step;
   float* dq_sum;
+  int kind_and_large;  // where minima are left out: the kind, or kMasked too, as an lse is large
 };
 
-// What is known of the queries of a step, and which keys of the tile each sees, a bit a key.
+// What is known of the queries of a step, and which keys of the tile each sees, a bit a key, unless consumers need not ask.
 constexpr int kKeyWords = (kBlockKv + 31) / 32;
 struct Queries {
   float lse_2[kBlockQ], delta[kBlockQ];
   uint32_t seen[kBlockQ][kKeyWords];
+  int has_large[kHelpers / 32];  // some lse is, of those that a warp of helpers found out about
 
   CUFLASH_DEVICE bool is_live(int row) const { return lse_2[row] != -ptx::negative_infinity<float>(); }
 };
@@ -111,10 +117,11 @@ CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_sh
 CUFLASH_DEVICE int await_step(const Turn& turn) {
   Board& own = board();
   tile::await_full(own.q[turn.stage], turn.parity);
-  const int kind = own.notes[turn.stage].kind;
+  const Note& note = own.notes[turn.stage];
+  const int kind = kLeavesMinimaOut ? note.kind_and_large : note.kind;
   if ((kind & ~Note::kMasked) == Note::kBringsK) {  // of another head
     tile::arrive(own.k.empty);  // its last product was waited for
-    tile::await_full(own.k, own.notes[turn.stage].k_parity);
+    tile::await_full(own.k, note.k_parity);
   }
   return kind;
 }
@@ -309,22 +316,39 @@ CUFLASH_DEVICE uint32_t seen_bits(const attention::Seen& seen, int first, int la
   return bits;
 }
 
-CUFLASH_DEVICE void know_queries(const attention::Params& params, const attention::WorkTile& work, const Note& note,
+CUFLASH_DEVICE void know_queries(const attention::Params& params, const attention::WorkTile& work, Note& note,
                                  Queries& queries, int thread) {
   using namespace attention;
   const auto lse = matrix<float>(params.lse, work.place, work.place.head, params.shape.seqlen_q, 1);
   const auto delta = matrix<float>(params.delta, work.place, work.place.head, params.shape.seqlen_q, 1);
+  bool is_large = false;
 #pragma unroll 1
   for (int row = thread; row < kBlockQ; row += kHelpers) {
     const int query = note.step.start + row;
     const bool is_there = query < note.step.stop;
-    queries.lse_2[row] = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<float>();
-    queries.delta[row] = is_there ? delta.at(query, 0) : 0.0f;
-    if (!(note.kind & Note::kMasked)) continue;
+    const float own_lse_2 = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<float>();
+    const float own_delta = is_there ? delta.at(query, 0) : 0.0f;
+    queries.lse_2[row] = own_lse_2;
+    queries.delta[row] = own_delta;
+    is_large |= own_lse_2 != -ptx::negative_infinity<float>() && fabsf(own_lse_2) > kLargestLse2;
+  }
+  int kind = note.kind;
+  if constexpr (kLeavesMinimaOut) {
+    is_large = __any_sync(0xffffffffu, is_large);
+    if (thread % 32 == 0) queries.has_large[thread / 32] = is_large;
+    ptx::bar_sync(kHelpersMeet, kHelpers);
+#pragma unroll
+    for (int warp = 0; warp < kHelpers / 32; ++warp) kind |= queries.has_large[warp] ? Note::kMasked : 0;
+    if (thread == 0) note.kind_and_large = kind;
+  }
+  if (!(kind & Note::kMasked)) return;
+#pragma unroll 1
+  for (int row = thread; row < kBlockQ; row += kHelpers) {
+    const int query = note.step.start + row;
     const Seen seen = note.step.seen(params, work.place, min(query, note.step.stop - 1));
 #pragma unroll 1
     for (int x = 0; x < kKeyWords; ++x)
-      queries.seen[row][x] = is_there ? seen_bits(seen, work.first + 32 * x, work.last) : 0;
+      queries.seen[row][x] = query < note.step.stop ? seen_bits(seen, work.first + 32 * x, work.last) : 0;
   }
 }
 
@@ -335,9 +359,12 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
   const int thread = threadIdx.x - 32;
   for (Turn turn;; turn = turn.next()) {
     ptx::mbarrier_wait(ptx::shared_address(&own.noted[turn.stage]), turn.parity);
-    const Note& note = own.notes[turn.stage];
+    Note& note = own.notes[turn.stage];
     const tile::Room &q = own.q[turn.stage], &d_o = own.d_o[do_stage(turn)];
-    if (note.kind == Note::kEnd) return tile::arrive(q.full);
+    if (note.kind == Note::kEnd) {
+      if (thread == 0) note.kind_and_large = Note::kEnd;
+      return tile::arrive(q.full);
+    }
     const WorkTile& work = own.works[note.work];
     const int kv_head = work.place.head / shape.group_size;
     Queries& queries = own.queries[turn.stage];

@@ -48,27 +48,37 @@ struct OfQueries {
   CUFLASH_DEVICE float at(int j) const { return j < kAtOnce ? first[j % kAtOnce] : from[Scores::column(j)]; }
 };
 
-// P = exp2(scale log2(e) q k^T - lse) in the place of q k^T. At logits of 1e6 and more the rounding of lse alone would lift
-// P above 1, hence the minimum.
-template <bool IsMasked>
+// P in the place of q k^T, as attention::probability has it; or without its minimum.
+template <bool IsPlain>
 CUFLASH_DEVICE void make_probabilities(Scores& s, const OfQueries& lse_2, const SeenByWarp& seen, float softmax_scale_log2) {
 #pragma unroll
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
       const float p = ptx::exp2_approx(ptx::fma(s.at(i, j), softmax_scale_log2, -lse_2.at(j)));
-      s.at(i, j) = !IsMasked || seen.at(i, j) ? ptx::lesser_or_nan(p, 1) : 0.0f;
+      if (IsPlain && kLeavesMinimaOut) s.at(i, j) = p;
+      else s.at(i, j) = IsPlain || seen.at(i, j) ? ptx::lesser_or_nan(p, 1) : 0.0f;
     }
 }
 
 // dS = P (dP - delta) in the place of dP.
-template <bool IsMasked>
+template <bool IsPlain>
 CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const OfQueries& delta, const SeenByWarp& seen) {
 #pragma unroll
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i)
-      dp.at(i, j) = !IsMasked || seen.at(i, j) ? p.at(i, j) * (dp.at(i, j) - delta.at(j)) : 0.0f;
+      dp.at(i, j) = IsPlain || seen.at(i, j) ? p.at(i, j) * (dp.at(i, j) - delta.at(j)) : 0.0f;
+}
+
+// Both, once dP is there.
+template <bool IsPlain>
+CUFLASH_DEVICE void make_all(Scores& s, Scores& dp, const OfQueries& lse_2, const float* deltas, const SeenByWarp& seen,
+                             float softmax_scale_log2) {
+  make_probabilities<IsPlain>(s, lse_2, seen, softmax_scale_log2);
+  const OfQueries delta(deltas);
+  tile::wait_for<0>(dp);
+  make_gradients<IsPlain>(s, dp, delta, seen);
 }
 
 CUFLASH_DEVICE void start_scores(Scores& s, const Turn& turn, int part) {
@@ -77,9 +87,9 @@ CUFLASH_DEVICE void start_scores(Scores& s, const Turn& turn, int part) {
 }
 
 // What the keys add to dQ of a step, a part of it for each warpgroup. Called by both, each with dS of its keys.
-CUFLASH_DEVICE void start_dq(DqOfWarp& dq, const Operand& ds, int part) {
+CUFLASH_DEVICE void start_dq(DqOfWarp& dq, const Operand& ds, int own_ds, int part) {
   ptx::bar_sync(kDsIsRead + part, kConsumers * kGroup);
-  tile::store_transposed(ds_smem, ds, Scores::warp_row());
+  tile::store_transposed<DsPanels>(own_ds, ds);
   ptx::fence_proxy_async();
   ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);  // dS is there
   const KPart k_part{k_smem.start + (kRowParts == 1 ? part * KPart::kBytes : 0)};
@@ -118,6 +128,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   const int first_query = Scores::first_column();
   float* const own_dq = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqRoom) + DqSum::place();
   const float softmax_scale_log2 = own.softmax_scale_log2;
+  const int own_ds = ptx::opaque(tile::place_transposed(ds_smem, Scores::warp_row()));  // else reckoned anew in each step
   await_keys(turn);
   DkOfWarp dk;
   DvOfWarp dv;
@@ -134,20 +145,25 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     Scores dp;
     tile::start_product_nt(dp, tile::RowsAlongSum<VPanels>(v_smem, 64 * part),
                            tile::RowsAlongSum<DoPanels>(do_smem(turn.stage)));
-    const bool is_whole = !(kind & Note::kMasked);
     const SeenByWarp seen(queries, first_query);
-    if (is_whole) make_probabilities<false>(s, lse_2, seen, softmax_scale_log2);
-    else make_probabilities<true>(s, lse_2, seen, softmax_scale_log2);
-    const OfQueries delta(queries.delta + first_query);
-    tile::wait_for<0>(dp);
-    if (is_whole) make_gradients<false>(s, dp, delta, seen);
-    else make_gradients<true>(s, dp, delta, seen);
+    const bool are_plain = !(kind & Note::kMasked);
+    if constexpr (kRowParts == 2) {  // in one piece: where code jumps, it waits for instructions
+      if (are_plain) make_all<true>(s, dp, lse_2, queries.delta + first_query, seen, softmax_scale_log2);
+      else make_all<false>(s, dp, lse_2, queries.delta + first_query, seen, softmax_scale_log2);
+    } else {  // with half as many scores, ptxas would leave some of P until dP is there
+      if (are_plain) make_probabilities<true>(s, lse_2, seen, softmax_scale_log2);
+      else make_probabilities<false>(s, lse_2, seen, softmax_scale_log2);
+      const OfQueries delta(queries.delta + first_query);
+      tile::wait_for<0>(dp);
+      if (are_plain) make_gradients<true>(s, dp, delta, seen);
+      else make_gradients<false>(s, dp, delta, seen);
+    }
     Operand p, ds;
     p = s;
     ds = dp;
     tile::start_sum_nn(dv, p, tile::RowsAcrossSum<DoPanels>(do_smem(turn.stage)));
     DqOfWarp dq;
-    start_dq(dq, ds, part);
+    start_dq(dq, ds, own_ds, part);
     tile::start_sum_nn(dk, ds, tile::RowsAcrossSum<QPanels>(q_smem(turn.stage)));
     tile::wait_for<1>(dv);
     tile::keep_in_place(p);

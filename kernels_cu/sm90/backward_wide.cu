@@ -49,9 +49,13 @@ struct Gradient {
 
   // The first panel, or what is left.
   CUFLASH_DEVICE void start_first_sum(Left left, TransposedScores right, int part) {
+    left = tile::of_warp(left);
+    right = tile::of_warp(right);
     tile::start_sum_tt(own[0], Columns(left, part * kOwn), Keys(right));
   }
   CUFLASH_DEVICE void start_other_sums(Left left, TransposedScores right, int part) {
+    left = tile::of_warp(left);
+    right = tile::of_warp(right);
     if constexpr (kOwn > 1) tile::start_sum_tt(own[1], Columns(left, part * kOwn + 1), Keys(right));
     if constexpr (kShares) tile::start_sum_tt(shared, Columns(left, kLast), Keys(right, part * kBlockKv / kConsumers));
   }
@@ -107,19 +111,19 @@ CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const Queries& queries
 // Where a tile lies is reckoned when it is asked for: registers are for accumulators.
 template <class Tile>
 CUFLASH_DEVICE Tile anew(Tile tile) {
-  return {ptx::opaque(tile.start)};
+  return tile::of_warp(Tile{ptx::opaque(tile.start)});
 }
 
 CUFLASH_DEVICE void start_s(Scores& s, const Turn& turn, int part) {
   ptx::forget(tile::accumulators(s));
-  tile::start_product_nt(s, tile::RowsAlongSum<QPanels>(q_smem(turn.stage)),
+  tile::start_product_nt(s, tile::RowsAlongSum<QPanels>(tile::of_warp(q_smem(turn.stage))),
                          tile::RowsAlongSum<KPanels>(anew(k_smem), part * kBlockKv / kConsumers));
 }
 
 CUFLASH_DEVICE void start_dp(Scores& dp, const Turn& turn, int part) {
   tile::await_full(board().d_o[do_stage(turn)], do_parity(turn));
   ptx::forget(tile::accumulators(dp));
-  tile::start_product_nt(dp, tile::RowsAlongSum<DoPanels>(do_smem(do_stage(turn))),
+  tile::start_product_nt(dp, tile::RowsAlongSum<DoPanels>(tile::of_warp(do_smem(do_stage(turn)))),
                          tile::RowsAlongSum<VPanels>(anew(v_smem), part * kBlockKv / kConsumers));
 }
 

@@ -351,8 +351,15 @@ CUFLASH_DEVICE bool raise_maxima(const attention::Params& params, Scores& s, Sof
 CUFLASH_DEVICE void make_weights(Weights& p, Scores& s, Softmax& softmax, Output& o, bool has_risen,
                                  const float (&by)[Softmax::kRows]) {
   if (has_risen) Softmax::rescale(o, by);
+  if (softmax.is_large) softmax.take_off(s);
   softmax.weigh(s, board().softmax_scale_log2);
   p = s;
+}
+
+// O has the values of the keys before.
+CUFLASH_DEVICE void await_sum(Output& o, unsigned num_keys) {
+  tile::wait_for<0>(o);
+  if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
 }
 
 // Scores of the keys after `num_keys` - 1, whose weights are there, under which O gets their values. Says the kind of
@@ -416,18 +423,32 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
   o.fill(0);
   int kind = start_first_scores(s, group, 0, 0);
   bool is_first = false;  // of another tile than the first
+  const bool turns = Softmax::turns(params.shape.softmax_scale);
   while (true) {
     const bool is_last = kind & Note::kLast;
     float by[Softmax::kRows];
-    const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys, kind);
-    tile::wait_for<0>(o);
-    if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
-    if (is_first) {
-      write_results(params, maps, num_tasks - 1, finished, o, false);
-      o.fill(0);
+    // Most steps are plain, and have code of their own that is in one piece: where it jumps, it waits for instructions.
+    if (kind == Note::kWhole && !is_first && !turns && !softmax.is_large && num_keys > 0) {
+      tile::arrive(board().k[stage_of(num_keys)].empty);
+      const float softmax_scale_log2 = board().softmax_scale_log2;
+      const bool has_risen = softmax.raise(s, softmax_scale_log2, by);
+      await_sum(o, num_keys);
+      if (has_risen) {
+        Softmax::rescale(o, by);
+        if (softmax.is_large) softmax.take_off(s);
+      }
+      softmax.weigh(s, softmax_scale_log2);
+      p = s;
+    } else {
+      const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys, kind);
+      await_sum(o, num_keys);
+      if (is_first) {
+        write_results(params, maps, num_tasks - 1, finished, o, false);
+        o.fill(0);
+      }
+      make_weights(p, s, softmax, o, has_risen && !is_first, by);
+      if (is_first) leave_queries(num_tasks - 1);
     }
-    make_weights(p, s, softmax, o, has_risen && !is_first, by);
-    if (is_first) leave_queries(num_tasks - 1);
     ++num_keys;
     is_first = is_last;
     if (is_last) {

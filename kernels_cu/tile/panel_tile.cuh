@@ -30,13 +30,18 @@ struct PanelTile {
   CUFLASH_DEVICE Panel panel(int number) const { return {start + number * Panel::kBytes}; }
 };
 
-// Where an operand lies, and what is further on in it. All threads of a warp say the same, but the compiler does not know
-// unless they ask one of them: then a single register serves them all, and products follow each other at once.
+// The same for all threads of a warp, where the compiler does not know: then a single register serves them all, and products
+// follow each other at once.
+template <class Tile>
+CUFLASH_DEVICE Tile of_warp(Tile tile) {
+  return {__shfl_sync(0xffffffffu, tile.start, 0)};
+}
+
+// Where an operand lies, and what is further on in it.
 template <ptx::Swizzle kSwizzle, int kLeadingBytes, int kStrideBytes>
 class InPanels {
  public:
-  explicit CUFLASH_DEVICE InPanels(uint32_t address)
-      : low_(__shfl_sync(0xffffffffu, static_cast<uint32_t>(matrix(address)), 0)) {}
+  explicit CUFLASH_DEVICE InPanels(uint32_t address) : low_(static_cast<uint32_t>(matrix(address))) {}
   CUFLASH_DEVICE uint64_t at(int bytes) const { return matrix(0) >> 32 << 32 | (low_ + bytes / 16); }
 
  private:
@@ -187,19 +192,27 @@ CUFLASH_DEVICE void store(Tile to, const Rounded<T, Left>& from, int first_row) 
 
 // Put a warpgroup's product, rounded and transposed, into shared memory: its rows are columns of the panels, the warp's
 // from first_column on, and its columns their rows from first_row on. Called by whole warps.
+template <class Tile>
+CUFLASH_DEVICE uint32_t place_transposed(Tile to, int first_column, int first_row = 0) {  // of the thread
+  constexpr int kChunk = Tile::Panel::kChunk;
+  const int lane = ptx::lane(), column = first_column + lane / 8 % 2 * kChunk;
+  return to.panel(column / to.kPanelWidth)
+      .address(first_row + lane / 16 * 8 + lane % 8, column % to.kPanelWidth / kChunk);
+}
 template <class Tile, class T, class Left>
-CUFLASH_DEVICE void store_transposed(Tile to, const Rounded<T, Left>& from, int first_column, int first_row = 0) {
+CUFLASH_DEVICE void store_transposed(uint32_t place, const Rounded<T, Left>& from) {
   using Panel = typename Tile::Panel;
-  const int lane = ptx::lane(), column = first_column + lane / 8 % 2 * kChunkOf<T>;
-  const Panel panel = to.panel(column / to.kPanelWidth);
-  const uint32_t start = panel.address(first_row + lane / 16 * 8 + lane % 8, column % to.kPanelWidth / kChunkOf<T>);
 #pragma unroll
-  for (int k = 0; k < from.kColumnTiles / 2; ++k) ptx::stmatrix_x4_trans(Panel::moved(start, 16 * k, 0), from.fragments[k]);
+  for (int k = 0; k < from.kColumnTiles / 2; ++k) ptx::stmatrix_x4_trans(Panel::moved(place, 16 * k, 0), from.fragments[k]);
   if constexpr (Left::kColumnTiles % 2 != 0) {
     const auto& last = from.fragments[from.kSteps - 1];
     const uint32_t pair[2] = {last[0], last[1]};
-    ptx::stmatrix_x2_trans(Panel::moved(start, 16 * (from.kSteps - 1), 0), pair);
+    ptx::stmatrix_x2_trans(Panel::moved(place, 16 * (from.kSteps - 1), 0), pair);
   }
+}
+template <class Tile, class T, class Left>
+CUFLASH_DEVICE void store_transposed(Tile to, const Rounded<T, Left>& from, int first_column, int first_row = 0) {
+  store_transposed<Tile>(place_transposed(to, first_column, first_row), from);
 }
 
 }  // namespace cuflash::tile
