@@ -27,7 +27,7 @@ constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
 // Threads that say and copy what is brought: the last warp of theirs adds dQ up, where that goes through shared memory.
 constexpr int kProducers = kIsWide ? kGroup : kGroup - 32, kHelpers = kProducers - 32;
 // Of 128 queries a step has so many scores that P's minimum with 1 is left out where no lse is so large that its rounding
-// lifts P by more than a thousandth, which is less than P is rounded by. Helpers find out.
+// lifts P by a thousandth. Helpers find out.
 constexpr bool kLeavesMinimaOut = kBlockQ == 128;
 constexpr float kLargestLse2 = 1 << 14;
 constexpr int kScoreRooms = kIsWide ? 3 : 1;  // P of even and of odd steps and dS; or dS
