@@ -291,6 +291,28 @@ def test_the_oracle_reads_only_what_is_attended():
     assert all(np.isfinite(gradient).all() for gradient in gradients)
 
 
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_what_is_attended_reaches_those_who_attend_it_and_nobody_else(name):
+    example = Structure(seqlen_q=7, seqlen_kv=9, mask=masks.Dense(np.random.default_rng(0).random((7, 9)) < 0.4)).example()
+    x = getattr(example, name).copy()
+    x[..., 4, :] = np.nan
+    operands = {each: getattr(example, each) for each in ("q", "k", "v")} | {name: x}
+    allowed = np.broadcast_to(example.allowed, (1, 7, 9))[0]
+    reached = allowed[:, 4]  # queries, whose gradients reach the keys that they attend
+    assert 0 < reached.sum() < 7
+    keys = allowed[reached].any(axis=0)
+    o, lse = oracle.attention(*operands.values(), allowed)
+    dq, dk, dv = oracle.attention_vjp(*operands.values(), example.do, mask=allowed)
+    touched = [(o, reached), (dq, reached), (dk, keys)]
+    if name == "k":
+        touched += [(lse[..., None], reached), (dv, keys)]
+    else:
+        assert np.isfinite(lse).all() and np.isfinite(dv).all()
+    for result, places in touched:
+        result = result.reshape(-1, *result.shape[-2:])
+        assert (np.isnan(result).any(axis=(0, 2)) == places).all()
+
+
 @pytest.mark.parametrize(("dtype", "wide"), [(np.float16, np.float64), (np.float64, np.longdouble)])
 def test_the_oracle_is_wider_than_what_it_judges(dtype, wide):
     o, _ = oracle.attention(*np.ones((3, 2, 2), dtype))
