@@ -293,7 +293,8 @@ def test_the_oracle_reads_only_what_is_attended():
 
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_what_is_attended_reaches_those_who_attend_it_and_nobody_else(name):
-    example = Structure(seqlen_q=7, seqlen_kv=9, mask=masks.Dense(np.random.default_rng(0).random((7, 9)) < 0.4)).example()
+    mask = masks.Dense(np.random.default_rng(0).random((7, 9)) < 0.4)
+    example = Structure(seqlen_q=7, seqlen_kv=9, mask=mask).example()
     x = getattr(example, name).copy()
     x[..., 4, :] = np.nan
     operands = {each: getattr(example, each) for each in ("q", "k", "v")} | {name: x}
