@@ -17,7 +17,7 @@ LIST_BLOCK = (128, 128)  # of a list that is made for the kernels
 _STAGES = 2
 _SMALLEST = 16  # columns of a product
 _ROOM, _BARRIER, _TASKS, _TASK, _NOTE, _REST = 16, 8, 4, 136, 24, 8  # bytes of what warpgroups tell each other
-_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 64, 28, 84
+_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 56, 28, 84
 _WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
 

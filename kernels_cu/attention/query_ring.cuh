@@ -26,9 +26,9 @@ constexpr int kHelpersMeet = 1, kConsumersMeet = 2, kDsIsRead = 3, kDqIsRead = 5
 constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
 // Threads that say and copy what is brought: the last warp of theirs adds dQ up, where that goes through shared memory.
 constexpr int kProducers = kIsWide ? kGroup : kGroup - 32, kHelpers = kProducers - 32;
-// Of 128 queries a step has so many scores that P's minimum with 1 is left out where no lse is so large that its rounding
-// lifts P by a thousandth. Helpers find out.
-constexpr bool kLeavesMinimaOut = kBlockQ == 128;
+// Up to 128 columns P's minimum with 1 is left out where no lse is so large that its rounding lifts P by a thousandth.
+// Helpers find out.
+constexpr bool kLeavesMinimaOut = !kIsWide;
 constexpr float kLargestLse2 = 1 << 14;
 constexpr int kScoreRooms = kIsWide ? 3 : 1;  // P of even and of odd steps and dS; or dS
 
@@ -57,15 +57,15 @@ CUFLASH_DEVICE int dq_room(int part) { return kDqRoom + part * kDqPart; }
 
 // What the producer says of a step; in one word what all ask for.
 struct Note {
-  // Some key of the tile is hidden from some query; K is brought, and V, with a tile's first step; no tile is left.
-  enum Kind { kMasked = 1, kBringsK = 2, kBringsV = 4, kEnd = 8 };
+  // Some key of the tile is hidden from some query; K is brought, and V, with a tile's first step; no tile is left; and,
+  // which helpers know, some query's lse is large.
+  enum Kind { kMasked = 1, kBringsK = 2, kBringsV = 4, kEnd = 8, kLarge = 16 };
   int kind;
   int k_parity, v_parity;  // of the phase that fills their rooms
   int copies_k, copies_v, copies_q, copies_do;  // helpers do
   int work;  // which
   attention::Step step;
   float* dq_sum;
-  int kind_and_large;  // where minima are left out: the kind, or kMasked too, as an lse is large
 };
 
 // What is known of the queries of a step, and which keys of the tile each sees, a bit a key, unless consumers need not ask.
@@ -73,7 +73,7 @@ constexpr int kKeyWords = (kBlockKv + 31) / 32;
 struct Queries {
   float lse_2[kBlockQ], delta[kBlockQ];
   uint32_t seen[kBlockQ][kKeyWords];
-  int has_large[kHelpers / 32];  // some lse is, of those that a warp of helpers found out about
+  int has_large[kHelpers / 32];  // whether some lse is, of those that a warp of helpers found out about
 
   CUFLASH_DEVICE bool is_live(int row) const { return lse_2[row] != -ptx::negative_infinity<float>(); }
 };
@@ -117,15 +117,22 @@ CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_sh
 CUFLASH_DEVICE int await_step(const Turn& turn) {
   Board& own = board();
   tile::await_full(own.q[turn.stage], turn.parity);
-  const Note& note = own.notes[turn.stage];
-  const int kind = kLeavesMinimaOut ? note.kind_and_large : note.kind;
-  if ((kind & ~Note::kMasked) == Note::kBringsK) {  // of another head
-    tile::arrive(own.k.empty);  // its last product was waited for
-    tile::await_full(own.k, note.k_parity);
+  int kind = own.notes[turn.stage].kind;
+  if constexpr (kLeavesMinimaOut) {
+#pragma unroll
+    for (int has_large : own.queries[turn.stage].has_large) kind |= has_large ? Note::kLarge : 0;
   }
   return kind;
 }
 CUFLASH_DEVICE bool is_of_next_tile(int kind) { return kind & (Note::kBringsV | Note::kEnd); }
+
+// K of another head, where a step brings it, once the last one's products are waited for.
+CUFLASH_DEVICE void await_other_k(const Turn& turn, int kind) {
+  if ((kind & (Note::kBringsK | Note::kBringsV)) != Note::kBringsK) return;
+  Board& own = board();
+  tile::arrive(own.k.empty);
+  tile::await_full(own.k, own.notes[turn.stage].k_parity);
+}
 
 // K and V of a tile whose first step has come; and where they are read.
 CUFLASH_DEVICE void await_keys(const Turn& turn) {
@@ -316,7 +323,7 @@ CUFLASH_DEVICE uint32_t seen_bits(const attention::Seen& seen, int first, int la
   return bits;
 }
 
-CUFLASH_DEVICE void know_queries(const attention::Params& params, const attention::WorkTile& work, Note& note,
+CUFLASH_DEVICE void know_queries(const attention::Params& params, const attention::WorkTile& work, const Note& note,
                                  Queries& queries, int thread) {
   using namespace attention;
   const auto lse = matrix<float>(params.lse, work.place, work.place.head, params.shape.seqlen_q, 1);
@@ -332,16 +339,11 @@ CUFLASH_DEVICE void know_queries(const attention::Params& params, const attentio
     queries.delta[row] = own_delta;
     is_large |= own_lse_2 != -ptx::negative_infinity<float>() && fabsf(own_lse_2) > kLargestLse2;
   }
-  int kind = note.kind;
   if constexpr (kLeavesMinimaOut) {
     is_large = __any_sync(0xffffffffu, is_large);
     if (thread % 32 == 0) queries.has_large[thread / 32] = is_large;
-    ptx::bar_sync(kHelpersMeet, kHelpers);
-#pragma unroll
-    for (int warp = 0; warp < kHelpers / 32; ++warp) kind |= queries.has_large[warp] ? Note::kMasked : 0;
-    if (thread == 0) note.kind_and_large = kind;
   }
-  if (!(kind & Note::kMasked)) return;
+  if (!(note.kind & Note::kMasked)) return;
 #pragma unroll 1
   for (int row = thread; row < kBlockQ; row += kHelpers) {
     const int query = note.step.start + row;
@@ -359,12 +361,9 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
   const int thread = threadIdx.x - 32;
   for (Turn turn;; turn = turn.next()) {
     ptx::mbarrier_wait(ptx::shared_address(&own.noted[turn.stage]), turn.parity);
-    Note& note = own.notes[turn.stage];
+    const Note& note = own.notes[turn.stage];
     const tile::Room &q = own.q[turn.stage], &d_o = own.d_o[do_stage(turn)];
-    if (note.kind == Note::kEnd) {
-      if (thread == 0) note.kind_and_large = Note::kEnd;
-      return tile::arrive(q.full);
-    }
+    if (note.kind == Note::kEnd) return tile::arrive(q.full);
     const WorkTile& work = own.works[note.work];
     const int kv_head = work.place.head / shape.group_size;
     Queries& queries = own.queries[turn.stage];
@@ -403,6 +402,15 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
   }
 }
 
+// A part of dQ's room may be written anew, once at most kPending additions are not read.
+template <int kPending>
+CUFLASH_DEVICE void leave_dq(int part, bool is_end) {
+  ptx::bulk_wait_read<kPending>();
+  __syncwarp();
+  if (!is_end) ptx::bar_arrive(kDqIsRead + part, kGroup + 32);
+  __syncwarp();
+}
+
 // Step after step, have what the consumers make of dQ added to the sums, once all of a warpgroup has put it into its room,
 // which is left once it is read. Called by a warp.
 CUFLASH_DEVICE void add_up() {
@@ -413,11 +421,9 @@ CUFLASH_DEVICE void add_up() {
     const bool is_end = note.kind == Note::kEnd;
     float* const sum = note.dq_sum;
     tile::arrive(own.q[turn.stage].empty);
-    ptx::bulk_wait_read<0>();
-    __syncwarp();
+    leave_dq<1>(0, is_end);
+    leave_dq<0>(1, is_end);
     if (is_end) return;
-#pragma unroll
-    for (int part = 0; part < kConsumers; ++part) ptx::bar_arrive(kDqIsRead + part, kGroup + 32);
 #pragma unroll
     for (int part = 0; part < kConsumers; ++part) {
       ptx::bar_sync(kDqIsThere + part, kGroup + 32);

@@ -18,20 +18,30 @@ constexpr DsPanels ds_smem{kScoreRoom};
 
 // What a warpgroup makes of dQ: of 64 queries all columns, or of all queries 64 columns at most.
 constexpr int kRowParts = kBlockQ / 64;
+// Of 64 queries registers have room for the scores and dP of the step after too: P is made while dP is.
+constexpr bool kDpIsAhead = kRowParts == 1;
 using KPart = tile::PanelTile<Element, kBlockKv, kHeadDim * kRowParts / kConsumers>;
 
-// Which elements of scores a warp's queries see: bits of the warp's 16 keys stand together.
+// Which elements of scores a warp's queries see: all, or bits of which the warp's 16 keys stand together.
+template <bool IsPlain>
 struct SeenByWarp {
+  CUFLASH_DEVICE SeenByWarp(const Queries&, int, int) {}
+  CUFLASH_DEVICE bool at(int, int) const { return true; }
+};
+template <>
+struct SeenByWarp<false> {
   const uint16_t* bits;  // of a query, others kBlockKv / 16 further on
   int lane_row;
+  uint32_t all;  // where an lse is large, but nothing hidden
 
-  CUFLASH_DEVICE SeenByWarp(const Queries& queries, int first_query)
+  CUFLASH_DEVICE SeenByWarp(const Queries& queries, int first_query, int kind)
       : bits(reinterpret_cast<const uint16_t*>(queries.seen) + Scores::warp_row() / 16 + first_query * (kBlockKv / 16)),
-        lane_row(ptx::lane() / 4) {}
+        lane_row(ptx::lane() / 4), all(kind & Note::kMasked ? 0 : 0xffff) {}
   CUFLASH_DEVICE bool at(int i, int j) const {
-    return bits[Scores::column(j) * (kBlockKv / 16)] >> (lane_row + Scores::row(i)) & 1;
+    return (bits[Scores::column(j) * (kBlockKv / 16)] | all) >> (lane_row + Scores::row(i)) & 1;
   }
 };
+CUFLASH_DEVICE bool is_plain(int kind) { return !(kind & (Note::kMasked | Note::kLarge)); }
 
 // What is known of the thread's queries: of as many as registers are free for at once, so that products which start
 // meanwhile do not hold it up.
@@ -41,6 +51,7 @@ struct OfQueries {
   const float* from;
   float first[kAtOnce];
 
+  OfQueries() = default;
   explicit CUFLASH_DEVICE OfQueries(const float* from) : from(from) {
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) first[j] = from[Scores::column(j)];
@@ -48,37 +59,61 @@ struct OfQueries {
   CUFLASH_DEVICE float at(int j) const { return j < kAtOnce ? first[j % kAtOnce] : from[Scores::column(j)]; }
 };
 
-// P in the place of q k^T, as attention::probability has it; or without its minimum.
+// P in the place of q k^T, as attention::probability has it, or without its minimum. delta is asked for once lse is spent,
+// and comes under the exponentials.
 template <bool IsPlain>
-CUFLASH_DEVICE void make_probabilities(Scores& s, const OfQueries& lse_2, const SeenByWarp& seen, float softmax_scale_log2) {
+CUFLASH_DEVICE void make_probabilities(Scores& s, const OfQueries& lse_2, OfQueries& delta, const Queries& queries,
+                                       int first_query, int kind, float softmax_scale_log2) {
+  const SeenByWarp<IsPlain> seen(queries, first_query, kind);
+#pragma unroll
+  for (int j = 0; j < Scores::kColumns; ++j)
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::fma(s.at(i, j), softmax_scale_log2, -lse_2.at(j));
+  ptx::keep_loads_apart();
+  delta = OfQueries(queries.delta + first_query);
 #pragma unroll
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
-      const float p = ptx::exp2_approx(ptx::fma(s.at(i, j), softmax_scale_log2, -lse_2.at(j)));
-      if (IsPlain && kLeavesMinimaOut) s.at(i, j) = p;
-      else s.at(i, j) = IsPlain || seen.at(i, j) ? ptx::lesser_or_nan(p, 1) : 0.0f;
+      const float p = ptx::exp2_approx(s.at(i, j));
+      s.at(i, j) = IsPlain ? p : seen.at(i, j) ? ptx::lesser_or_nan(p, 1) : 0.0f;
     }
 }
 
-// dS = P (dP - delta) in the place of dP.
+// dS = P (dP - delta) in the place of dP, for 16 queries.
 template <bool IsPlain>
-CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const OfQueries& delta, const SeenByWarp& seen) {
+CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const OfQueries& delta, const SeenByWarp<IsPlain>& seen, int k) {
 #pragma unroll
-  for (int j = 0; j < Scores::kColumns; ++j)
+  for (int j = 4 * k; j < 4 * (k + 1); ++j)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i)
-      dp.at(i, j) = IsPlain || seen.at(i, j) ? p.at(i, j) * (dp.at(i, j) - delta.at(j)) : 0.0f;
+      dp.at(i, j) = seen.at(i, j) ? p.at(i, j) * (dp.at(i, j) - delta.at(j)) : 0.0f;
 }
 
-// Both, once dP is there.
+// The same for all; and P and dS as left operands, and dS, transposed, where dQ's product reads it.
 template <bool IsPlain>
-CUFLASH_DEVICE void make_all(Scores& s, Scores& dp, const OfQueries& lse_2, const float* deltas, const SeenByWarp& seen,
-                             float softmax_scale_log2) {
-  make_probabilities<IsPlain>(s, lse_2, seen, softmax_scale_log2);
-  const OfQueries delta(deltas);
+CUFLASH_DEVICE void make_operands(Scores& s, Scores& dp, Operand& p, Operand& ds, const OfQueries& delta,
+                                  const Queries& queries, int first_query, int kind, uint32_t own_ds) {
+  const SeenByWarp<IsPlain> seen(queries, first_query, kind);
+#pragma unroll
+  for (int k = 0; k < Operand::kSteps; ++k) {
+    make_gradients(s, dp, delta, seen, k);
+    p.round(s, k);
+    ds.round(dp, k);
+    tile::store_transposed<DsPanels>(own_ds, ds, k);
+  }
+}
+
+// P and dS, once dP is there, in their places.
+template <bool IsPlain>
+CUFLASH_DEVICE void make_all(Scores& s, Scores& dp, const OfQueries& lse_2, const Queries& queries, int first_query,
+                             int kind, float softmax_scale_log2) {
+  OfQueries delta;
+  make_probabilities<IsPlain>(s, lse_2, delta, queries, first_query, kind, softmax_scale_log2);
   tile::wait_for<0>(dp);
-  make_gradients<IsPlain>(s, dp, delta, seen);
+  const SeenByWarp<IsPlain> seen(queries, first_query, kind);
+#pragma unroll
+  for (int k = 0; k < Operand::kSteps; ++k) make_gradients(s, dp, delta, seen, k);
 }
 
 CUFLASH_DEVICE void start_scores(Scores& s, const Turn& turn, int part) {
@@ -86,10 +121,13 @@ CUFLASH_DEVICE void start_scores(Scores& s, const Turn& turn, int part) {
                          tile::RowsAlongSum<QPanels>(q_smem(turn.stage)));
 }
 
-// What the keys add to dQ of a step, a part of it for each warpgroup. Called by both, each with dS of its keys.
-CUFLASH_DEVICE void start_dq(DqOfWarp& dq, const Operand& ds, int own_ds, int part) {
-  ptx::bar_sync(kDsIsRead + part, kConsumers * kGroup);
-  tile::store_transposed<DsPanels>(own_ds, ds);
+CUFLASH_DEVICE void start_dp(Scores& dp, const Turn& turn, int part) {
+  tile::start_product_nt(dp, tile::RowsAlongSum<VPanels>(v_smem, 64 * part),
+                         tile::RowsAlongSum<DoPanels>(do_smem(turn.stage)));
+}
+
+// What the keys add to dQ of a step, a part of it for each warpgroup. Called by both, each once it has stored dS of its keys.
+CUFLASH_DEVICE void start_dq(DqOfWarp& dq, int part) {
   ptx::fence_proxy_async();
   ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);  // dS is there
   const KPart k_part{k_smem.start + (kRowParts == 1 ? part * KPart::kBytes : 0)};
@@ -97,7 +135,8 @@ CUFLASH_DEVICE void start_dq(DqOfWarp& dq, const Operand& ds, int own_ds, int pa
                          tile::RowsAcrossSum<KPart>(k_part));
 }
 
-// The other warpgroup may write dS anew.
+// A warpgroup may write dS anew, once the other has left it.
+CUFLASH_DEVICE void await_ds(int part) { ptx::bar_sync(kDsIsRead + part, kConsumers * kGroup); }
 CUFLASH_DEVICE void leave_ds(int part) { ptx::bar_arrive(kDsIsRead + (1 - part), kConsumers * kGroup); }
 
 // Have it added up.
@@ -117,66 +156,81 @@ CUFLASH_DEVICE void write_gradients(const attention::Params& params, const atten
 }
 
 // Walk all steps, tile after tile. A product's registers are variables of their own where they live: what starts anew is no
-// one's before. There is one loop, each time of one step: so the compiler knows that where operands lie is one number for
-// the warp.
+// one's before. There is one loop, each time of one step, at whose end no product is under way: so the compiler knows that
+// where operands lie is one number for the warp, and waits for none by itself.
 CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   using namespace attention;
   Board& own = board();
   Turn turn;
   int kind = await_step(turn);
-  if (kind == Note::kEnd) return;
+  if (kind & Note::kEnd) return;
   const int first_query = Scores::first_column();
   float* const own_dq = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqRoom) + DqSum::place();
   const float softmax_scale_log2 = own.softmax_scale_log2;
   const int own_ds = ptx::opaque(tile::place_transposed(ds_smem, Scores::warp_row()));  // else reckoned anew in each step
+  const auto make_p = [&](Scores& s, OfQueries& delta, const OfQueries& lse_2, const Turn& turn) {
+    const Queries& queries = own.queries[turn.stage];
+    if (is_plain(kind)) make_probabilities<true>(s, lse_2, delta, queries, first_query, kind, softmax_scale_log2);
+    else make_probabilities<false>(s, lse_2, delta, queries, first_query, kind, softmax_scale_log2);
+  };
   await_keys(turn);
   DkOfWarp dk;
   DvOfWarp dv;
   dk.fill(0);
   dv.fill(0);
-  Scores s;
+  Scores s, dp;
+  OfQueries delta;
   start_scores(s, turn, part);
   leave_ds(part);
   tile::await_full(own.d_o[turn.stage], turn.parity);
-  tile::wait_for<0>(s);
+  if constexpr (kDpIsAhead) {
+    const OfQueries lse_2(own.queries[turn.stage].lse_2 + first_query);
+    start_dp(dp, turn, part);
+    tile::wait_for<1>(s);
+    make_p(s, delta, lse_2, turn);
+    tile::wait_for<0>(dp);
+  } else {
+    tile::wait_for<0>(s);
+  }
   while (true) {
     const Queries& queries = own.queries[turn.stage];
-    const OfQueries lse_2(queries.lse_2 + first_query);
-    Scores dp;
-    tile::start_product_nt(dp, tile::RowsAlongSum<VPanels>(v_smem, 64 * part),
-                           tile::RowsAlongSum<DoPanels>(do_smem(turn.stage)));
-    const SeenByWarp seen(queries, first_query);
-    const bool are_plain = !(kind & Note::kMasked);
-    if constexpr (kRowParts == 2) {  // in one piece: where code jumps, it waits for instructions
-      if (are_plain) make_all<true>(s, dp, lse_2, queries.delta + first_query, seen, softmax_scale_log2);
-      else make_all<false>(s, dp, lse_2, queries.delta + first_query, seen, softmax_scale_log2);
-    } else {  // with half as many scores, ptxas would leave some of P until dP is there
-      if (are_plain) make_probabilities<true>(s, lse_2, seen, softmax_scale_log2);
-      else make_probabilities<false>(s, lse_2, seen, softmax_scale_log2);
-      const OfQueries delta(queries.delta + first_query);
-      tile::wait_for<0>(dp);
-      if (are_plain) make_gradients<true>(s, dp, delta, seen);
-      else make_gradients<false>(s, dp, delta, seen);
-    }
     Operand p, ds;
-    p = s;
-    ds = dp;
+    if constexpr (kDpIsAhead) {
+      await_ds(part);
+      if (is_plain(kind)) make_operands<true>(s, dp, p, ds, delta, queries, first_query, kind, own_ds);
+      else make_operands<false>(s, dp, p, ds, delta, queries, first_query, kind, own_ds);
+    } else {  // in one piece: where code jumps, it waits for instructions
+      const OfQueries lse_2(queries.lse_2 + first_query);
+      start_dp(dp, turn, part);
+      if (is_plain(kind)) make_all<true>(s, dp, lse_2, queries, first_query, kind, softmax_scale_log2);
+      else make_all<false>(s, dp, lse_2, queries, first_query, kind, softmax_scale_log2);
+      p = s;
+      ds = dp;
+      await_ds(part);
+      tile::store_transposed<DsPanels>(own_ds, ds);
+    }
     tile::start_sum_nn(dv, p, tile::RowsAcrossSum<DoPanels>(do_smem(turn.stage)));
     DqOfWarp dq;
-    start_dq(dq, ds, own_ds, part);
+    start_dq(dq, part);
     tile::start_sum_nn(dk, ds, tile::RowsAcrossSum<QPanels>(q_smem(turn.stage)));
+    const Turn next = turn.next();
+    OfQueries next_lse_2;
+    if constexpr (kDpIsAhead) {  // asked before stores of dQ, and the next scores, ask shared memory for all it gives
+      kind = await_step(next);
+      next_lse_2 = OfQueries(own.queries[next.stage].lse_2 + first_query);
+    }
     tile::wait_for<1>(dv);
     tile::keep_in_place(p);
     ptx::keep_in_place(tile::accumulators(dq));
     tile::arrive(own.d_o[turn.stage].empty);
-    const Turn next = turn.next();
-    kind = await_step(next);
+    if constexpr (!kDpIsAhead) kind = await_step(next);
+    await_other_k(next, kind);
     if (is_of_next_tile(kind)) {
       leave_keys();
       tile::wait_for<0>(dk);
       hand_over(dq, own_dq, part);
       write_gradients(params, own.works[own.notes[turn.stage].work], dk, dv);
-      if (kind == Note::kEnd) return;
+      if (kind & Note::kEnd) return;
       leave_ds(part);
       dk.fill(0);
       dv.fill(0);
@@ -188,10 +242,22 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     Scores next_s;
     start_scores(next_s, next, part);
     tile::await_full(own.d_o[next.stage], next.parity);  // a branch: without one the compiler serializes products
-    tile::wait_for<0>(next_s);
-    ptx::keep_in_place(tile::accumulators(dk));
-    tile::keep_in_place(ds);
-    tile::arrive(own.q[turn.stage].empty);
+    if constexpr (kDpIsAhead) {
+      tile::wait_for<1>(dk);
+      tile::keep_in_place(ds);
+      Scores next_dp;
+      start_dp(next_dp, next, part);
+      tile::wait_for<1>(next_s);
+      tile::arrive(own.q[turn.stage].empty);
+      make_p(next_s, delta, next_lse_2, next);
+      tile::wait_for<0>(next_dp);
+      dp = next_dp;
+    } else {
+      tile::wait_for<0>(next_s);
+      ptx::keep_in_place(tile::accumulators(dk));
+      tile::keep_in_place(ds);
+      tile::arrive(own.q[turn.stage].empty);
+    }
     s = next_s;
     turn = next;
   }

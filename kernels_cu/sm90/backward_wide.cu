@@ -240,6 +240,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     else sum.add(dq);
     const Turn next = turn.next();
     kind = await_step(next);
+    await_other_k(next, kind);
     if (is_of_next_tile(kind)) {
       ptx::wgmma_wait<0>();
       dk.keep_in_place();

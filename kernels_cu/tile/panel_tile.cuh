@@ -95,12 +95,14 @@ struct Rounded {
 
   CUFLASH_DEVICE void operator=(const Tile& from) {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k)
+    for (int k = 0; k < kSteps; ++k) round(from, k);
+  }
+  CUFLASH_DEVICE void round(const Tile& from, int k) {  // 16 columns of it
 #pragma unroll
-      for (int e = 0; e < 4 && 2 * k + e / 2 < kColumnTiles; ++e) {
-        const float(&pair)[4] = from.tiles[0][2 * k + e / 2];
-        fragments[k][e] = ptx::pack2(T{}, pair[e % 2 * 2], pair[e % 2 * 2 + 1]);
-      }
+    for (int e = 0; e < 4 && 2 * k + e / 2 < kColumnTiles; ++e) {
+      const float(&pair)[4] = from.tiles[0][2 * k + e / 2];
+      fragments[k][e] = ptx::pack2(T{}, pair[e % 2 * 2], pair[e % 2 * 2 + 1]);
+    }
   }
 };
 
@@ -200,10 +202,14 @@ CUFLASH_DEVICE uint32_t place_transposed(Tile to, int first_column, int first_ro
       .address(first_row + lane / 16 * 8 + lane % 8, column % to.kPanelWidth / kChunk);
 }
 template <class Tile, class T, class Left>
+CUFLASH_DEVICE void store_transposed(uint32_t place, const Rounded<T, Left>& from, int k) {  // 16 columns of it
+  ptx::stmatrix_x4_trans(Tile::Panel::moved(place, 16 * k, 0), from.fragments[k]);
+}
+template <class Tile, class T, class Left>
 CUFLASH_DEVICE void store_transposed(uint32_t place, const Rounded<T, Left>& from) {
   using Panel = typename Tile::Panel;
 #pragma unroll
-  for (int k = 0; k < from.kColumnTiles / 2; ++k) ptx::stmatrix_x4_trans(Panel::moved(place, 16 * k, 0), from.fragments[k]);
+  for (int k = 0; k < from.kColumnTiles / 2; ++k) store_transposed<Tile>(place, from, k);
   if constexpr (Left::kColumnTiles % 2 != 0) {
     const auto& last = from.fragments[from.kSteps - 1];
     const uint32_t pair[2] = {last[0], last[1]};
