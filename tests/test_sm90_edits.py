@@ -182,13 +182,13 @@ BACKWARD_EDITS = {
     "bits of a list are all 1": (_RING, "    bits &= listed;\n", ""),
     "a warp has another's bits": (_BACKWARD, "Scores::warp_row() / 16 +", "0 +"),
     "a query has its neighbour's delta": (
-        _BACKWARD, "(queries.delta + first_query);", "(queries.delta + (first_query ^ 2));"
+        _BACKWARD, "return queries.delta + first_query;", "return queries.delta + (first_query ^ 2);"
     ),
     "lse is that of the step before": (
         _BACKWARD, "OfQueries(own.queries[next.stage].lse_2", "OfQueries(own.queries[turn.stage].lse_2"
     ),
     "lse of 128 queries is that of the first step": (
-        _BACKWARD, "lse_2(queries.lse_2 + first_query)", "lse_2(own.queries[0].lse_2 + first_query)"
+        _BACKWARD, "lse_2(step.lse_2())", "lse_2(own.queries[0].lse_2 + first_query)"
     ),
     "delta is that of the step before": (
         _BACKWARD, "make_p(next_s, delta, next_lse_2, next);", "make_p(next_s, delta, next_lse_2, turn);"
@@ -198,8 +198,8 @@ BACKWARD_EDITS = {
     "one helper's lse count alone": (
         _RING, "kind |= has_large ?", "kind |= own.queries[turn.stage].has_large[0] ?"
     ),
-    "a large lse hides keys": (_BACKWARD, "all(kind & Note::kMasked ? 0 : 0xffff)", "all(0)"),
-    "a mask hides nothing": (_BACKWARD, "all(kind & Note::kMasked ? 0 : 0xffff)", "all(0xffff)"),
+    "a large lse hides keys": (_BACKWARD, "all(step.kind & Note::kMasked ? 0 : 0xffff)", "all(0)"),
+    "a mask hides nothing": (_BACKWARD, "all(step.kind & Note::kMasked ? 0 : 0xffff)", "all(0xffff)"),
     "dS is multiplied before it is there": (
         _BACKWARD, "  ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);", "  "
     ),
@@ -438,12 +438,12 @@ def with_plain_steps() -> list[Example]:
 
 @cache
 def with_large_lse() -> list[Example]:
-    """Steps of 128 queries, whole but for the first; in the last, which has the first one's place, lse is large of
-    those alone that the second helper finds out about: so large that any P is within bounds, and just large enough."""
-    made, query = [], np.arange(512)
-    for scale in (1e9, 1e3):
-        causal = masks.Causal("top_left")
-        clean = half(Structure(seqlen_q=512, seqlen_kv=128, head_dim=64, value_dim=40, scale=scale, mask=causal))
+    """Steps of 128 queries and of 64, whole but for those of the first 128; in the last 128, where a step has the first
+    one's place, lse is large of those alone that the second helper finds out about: so large that any P is within
+    bounds, and just large enough."""
+    made, query, causal = [], np.arange(512), masks.Causal("top_left")
+    for head_dim, scale in ((64, 1e9), (64, 1e3), (128, 1e3)):
+        clean = half(Structure(seqlen_q=512, seqlen_kv=128, head_dim=head_dim, value_dim=40, scale=scale, mask=causal))
         q = clean.q.copy()
         q[..., (query < 384) | (query % 64 < 32), :] = 0
         made.append(clean.but(q=q))

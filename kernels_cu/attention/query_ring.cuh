@@ -408,7 +408,7 @@ CUFLASH_DEVICE void leave_dq(int part, bool is_end) {
   ptx::bulk_wait_read<kPending>();
   __syncwarp();
   if (!is_end) ptx::bar_arrive(kDqIsRead + part, kGroup + 32);
-  __syncwarp();
+  __syncwarp();  // the simulator's lanes too go on together, so that it sees who arrives too early
 }
 
 // Step after step, have what the consumers make of dQ added to the sums, once all of a warpgroup has put it into its room,

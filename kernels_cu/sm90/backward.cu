@@ -22,10 +22,20 @@ constexpr int kRowParts = kBlockQ / 64;
 constexpr bool kDpIsAhead = kRowParts == 1;
 using KPart = tile::PanelTile<Element, kBlockKv, kHeadDim * kRowParts / kConsumers>;
 
+// A step's queries as a thread asks about them, from its first one on.
+struct Asked {
+  const Queries& queries;
+  int first_query, kind;
+
+  CUFLASH_DEVICE bool is_plain() const { return !(kind & (Note::kMasked | Note::kLarge)); }
+  CUFLASH_DEVICE const float* lse_2() const { return queries.lse_2 + first_query; }
+  CUFLASH_DEVICE const float* delta() const { return queries.delta + first_query; }
+};
+
 // Which elements of scores a warp's queries see: all, or bits of which the warp's 16 keys stand together.
 template <bool IsPlain>
 struct SeenByWarp {
-  CUFLASH_DEVICE SeenByWarp(const Queries&, int, int) {}
+  explicit CUFLASH_DEVICE SeenByWarp(const Asked&) {}
   CUFLASH_DEVICE bool at(int, int) const { return true; }
 };
 template <>
@@ -34,14 +44,14 @@ struct SeenByWarp<false> {
   int lane_row;
   uint32_t all;  // where an lse is large, but nothing hidden
 
-  CUFLASH_DEVICE SeenByWarp(const Queries& queries, int first_query, int kind)
-      : bits(reinterpret_cast<const uint16_t*>(queries.seen) + Scores::warp_row() / 16 + first_query * (kBlockKv / 16)),
-        lane_row(ptx::lane() / 4), all(kind & Note::kMasked ? 0 : 0xffff) {}
+  explicit CUFLASH_DEVICE SeenByWarp(const Asked& step)
+      : bits(reinterpret_cast<const uint16_t*>(step.queries.seen) + Scores::warp_row() / 16 +
+             step.first_query * (kBlockKv / 16)),
+        lane_row(ptx::lane() / 4), all(step.kind & Note::kMasked ? 0 : 0xffff) {}
   CUFLASH_DEVICE bool at(int i, int j) const {
     return (bits[Scores::column(j) * (kBlockKv / 16)] | all) >> (lane_row + Scores::row(i)) & 1;
   }
 };
-CUFLASH_DEVICE bool is_plain(int kind) { return !(kind & (Note::kMasked | Note::kLarge)); }
 
 // What is known of the thread's queries: of as many as registers are free for at once, so that products which start
 // meanwhile do not hold it up.
@@ -62,15 +72,15 @@ struct OfQueries {
 // P in the place of q k^T, as attention::probability has it, or without its minimum. delta is asked for once lse is spent,
 // and comes under the exponentials.
 template <bool IsPlain>
-CUFLASH_DEVICE void make_probabilities(Scores& s, const OfQueries& lse_2, OfQueries& delta, const Queries& queries,
-                                       int first_query, int kind, float softmax_scale_log2) {
-  const SeenByWarp<IsPlain> seen(queries, first_query, kind);
+CUFLASH_DEVICE void make_probabilities(Scores& s, const OfQueries& lse_2, OfQueries& delta, const Asked& step,
+                                       float softmax_scale_log2) {
+  const SeenByWarp<IsPlain> seen(step);
 #pragma unroll
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::fma(s.at(i, j), softmax_scale_log2, -lse_2.at(j));
   ptx::keep_loads_apart();
-  delta = OfQueries(queries.delta + first_query);
+  delta = OfQueries(step.delta());
 #pragma unroll
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
@@ -93,8 +103,8 @@ CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const OfQueries& delta
 // The same for all; and P and dS as left operands, and dS, transposed, where dQ's product reads it.
 template <bool IsPlain>
 CUFLASH_DEVICE void make_operands(Scores& s, Scores& dp, Operand& p, Operand& ds, const OfQueries& delta,
-                                  const Queries& queries, int first_query, int kind, uint32_t own_ds) {
-  const SeenByWarp<IsPlain> seen(queries, first_query, kind);
+                                  const Asked& step, uint32_t own_ds) {
+  const SeenByWarp<IsPlain> seen(step);
 #pragma unroll
   for (int k = 0; k < Operand::kSteps; ++k) {
     make_gradients(s, dp, delta, seen, k);
@@ -106,12 +116,11 @@ CUFLASH_DEVICE void make_operands(Scores& s, Scores& dp, Operand& p, Operand& ds
 
 // P and dS, once dP is there, in their places.
 template <bool IsPlain>
-CUFLASH_DEVICE void make_all(Scores& s, Scores& dp, const OfQueries& lse_2, const Queries& queries, int first_query,
-                             int kind, float softmax_scale_log2) {
+CUFLASH_DEVICE void make_all(Scores& s, Scores& dp, const OfQueries& lse_2, const Asked& step, float softmax_scale_log2) {
   OfQueries delta;
-  make_probabilities<IsPlain>(s, lse_2, delta, queries, first_query, kind, softmax_scale_log2);
+  make_probabilities<IsPlain>(s, lse_2, delta, step, softmax_scale_log2);
   tile::wait_for<0>(dp);
-  const SeenByWarp<IsPlain> seen(queries, first_query, kind);
+  const SeenByWarp<IsPlain> seen(step);
 #pragma unroll
   for (int k = 0; k < Operand::kSteps; ++k) make_gradients(s, dp, delta, seen, k);
 }
@@ -169,9 +178,9 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   const float softmax_scale_log2 = own.softmax_scale_log2;
   const int own_ds = ptx::opaque(tile::place_transposed(ds_smem, Scores::warp_row()));  // else reckoned anew in each step
   const auto make_p = [&](Scores& s, OfQueries& delta, const OfQueries& lse_2, const Turn& turn) {
-    const Queries& queries = own.queries[turn.stage];
-    if (is_plain(kind)) make_probabilities<true>(s, lse_2, delta, queries, first_query, kind, softmax_scale_log2);
-    else make_probabilities<false>(s, lse_2, delta, queries, first_query, kind, softmax_scale_log2);
+    const Asked step{own.queries[turn.stage], first_query, kind};
+    if (step.is_plain()) make_probabilities<true>(s, lse_2, delta, step, softmax_scale_log2);
+    else make_probabilities<false>(s, lse_2, delta, step, softmax_scale_log2);
   };
   await_keys(turn);
   DkOfWarp dk;
@@ -193,17 +202,17 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     tile::wait_for<0>(s);
   }
   while (true) {
-    const Queries& queries = own.queries[turn.stage];
+    const Asked step{own.queries[turn.stage], first_query, kind};
     Operand p, ds;
     if constexpr (kDpIsAhead) {
       await_ds(part);
-      if (is_plain(kind)) make_operands<true>(s, dp, p, ds, delta, queries, first_query, kind, own_ds);
-      else make_operands<false>(s, dp, p, ds, delta, queries, first_query, kind, own_ds);
+      if (step.is_plain()) make_operands<true>(s, dp, p, ds, delta, step, own_ds);
+      else make_operands<false>(s, dp, p, ds, delta, step, own_ds);
     } else {  // in one piece: where code jumps, it waits for instructions
-      const OfQueries lse_2(queries.lse_2 + first_query);
+      const OfQueries lse_2(step.lse_2());
       start_dp(dp, turn, part);
-      if (is_plain(kind)) make_all<true>(s, dp, lse_2, queries, first_query, kind, softmax_scale_log2);
-      else make_all<false>(s, dp, lse_2, queries, first_query, kind, softmax_scale_log2);
+      if (step.is_plain()) make_all<true>(s, dp, lse_2, step, softmax_scale_log2);
+      else make_all<false>(s, dp, lse_2, step, softmax_scale_log2);
       p = s;
       ds = dp;
       await_ds(part);
