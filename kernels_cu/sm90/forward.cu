@@ -19,6 +19,7 @@ constexpr bool kIsSmall = config::kIsListed && kConsumers == 1;  // other blocks
 constexpr int kQRooms = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmall ? 2 : 1;
 constexpr int kTasks = 4;  // tiles known of: looked up, brought, multiplied, and written
 constexpr bool kTakesTurns = kConsumers > 1;
+constexpr bool kAsksAhead = kHeadDim > 64;  // for rooms, under weights; where steps are short it costs more than waiting
 constexpr bool kMovesRegisters = kConsumers > 1 || kMinBlocks > 1;
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) ? 40 : 56;
 constexpr int kConsumerRegisters =
@@ -57,10 +58,11 @@ struct Task {
   attention::Interval band;  // what the first row sees, if it is one; others see what lies as much further on
 };
 struct Note {
-  enum Kind { kWhole = 1, kLast = 2 };
+  // No mask hides a score; no step of the tile follows; and both not so, and scores grow with what leaves the product.
+  enum Kind { kWhole = 1, kLast = 2, kPlain = 4 };
   attention::Step step;
   int start;  // keys before it were the last step's
-  int kind;  // kWhole, kLast, or the sum of both
+  int kind;
 };
 
 struct Board {
@@ -224,8 +226,10 @@ CUFLASH_DEVICE void bring_keys(const attention::Params& params, const attention:
       const tile::Room& k = board().k[stage];
       const bool is_wider = widen(step, task.reach, params.shape.seqlen_kv), is_last = !steps.has_next();
       await_room(k, parity_of(num_keys));
-      const int kind = (!is_wider && is_whole<kBlockKv>(step)) * Note::kWhole + is_last * Note::kLast;
-      if (leads()) board().notes[stage] = {step, start, kind};
+      const bool hides_none = !is_wider && is_whole<kBlockKv>(step);
+      const bool is_plain = hides_none && !is_last && !Softmax::turns(params.shape.softmax_scale);
+      if (leads())
+        board().notes[stage] = {step, start, hides_none * Note::kWhole + is_last * Note::kLast + is_plain * Note::kPlain};
       fill<kK>(params, maps, k, stage, task, step.start, step.stop, false);
       ++num_keys;
       if (!is_first) continue;
@@ -314,16 +318,19 @@ CUFLASH_DEVICE bool await_tile(unsigned num_tasks) {
 }
 
 // Numbers count what a warpgroup has read: tiles of queries, and of keys.
-CUFLASH_DEVICE void start_scores(Scores& s, int group, unsigned num_tasks, unsigned num_keys) {
-  const tile::RowsAlongSum<QPanels> q(q_smem(q_room_of(num_tasks)), 64 * (group % kConsumers));
-  tile::start_product_nt(s, q, tile::RowsAlongSum<KPanels>(k_smem(stage_of(num_keys))));
+
+using QOperand = tile::RowsAlongSum<QPanels>;
+using KOperand = tile::RowsAlongSum<KPanels>;
+using VOperand = tile::RowsAcrossSum<VPanels>;
+CUFLASH_DEVICE QOperand q_operand(int group, unsigned num_tasks) {
+  return QOperand(q_smem(q_room_of(num_tasks)), 64 * (group % kConsumers));
 }
 
-// Of a tile's first step; says the step's kind, as start_products does of the next ones.
+// Of a tile's first step; says the step's kind.
 CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tasks, unsigned num_keys) {
   tile::await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
   const int kind = board().notes[stage_of(num_keys)].kind;
-  start_scores(s, group, num_tasks, num_keys);
+  tile::start_product_nt(s, q_operand(group, num_tasks), KOperand(k_smem(stage_of(num_keys))));
   tile::wait_for<0>(s);
   return kind;
 }
@@ -362,20 +369,38 @@ CUFLASH_DEVICE void await_sum(Output& o, unsigned num_keys) {
   if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
 }
 
-// Scores of the keys after `num_keys` - 1, whose weights are there, under which O gets their values. Says the kind of
-// their step.
-CUFLASH_DEVICE int start_products(Scores& s, Output& o, const Weights& p, int group, unsigned num_tasks,
-                                  unsigned num_keys) {
-  tile::await_full(board().k[stage_of(num_keys)], parity_of(num_keys), board().v[stage_of(num_keys - 1)],
-                   parity_of(num_keys - 1));
-  const int kind = board().notes[stage_of(num_keys)].kind;  // early: shared memory answers late under products
-  await_turn();
-  start_scores(s, group, num_tasks, num_keys);
-  tile::start_sum_nn(o, p, tile::RowsAcrossSum<VPanels>(v_smem(stage_of(num_keys - 1))));
-  pass_turn();
-  tile::wait_for<1>(s);
-  return kind;
-}
+// What is multiplied next: Q and the keys after `num_keys` - 1, and the values of these. Found while weights are made: what
+// products wait for comes late under others.
+class Operands {
+ public:
+  Operands() = default;
+  CUFLASH_DEVICE Operands(int group, unsigned num_tasks, unsigned num_keys)
+      : q_(q_operand(group, num_tasks)), k_(k_smem(stage_of(num_keys))), v_(v_smem(stage_of(num_keys - 1))),
+        has_k_(kAsksAhead && tile::is_full(board().k[stage_of(num_keys)], parity_of(num_keys))),
+        has_v_(kAsksAhead && tile::is_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1))) {
+    q_.matrix.settle();
+    k_.matrix.settle();
+    v_.matrix.settle();
+  }
+
+  // Start both products, once their weights are there. Says the kind of the keys' step.
+  CUFLASH_DEVICE int start_products(Scores& s, Output& o, const Weights& p, unsigned num_keys) const {
+    if (!has_k_) tile::await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
+    if (!has_v_) tile::await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
+    const int kind = board().notes[stage_of(num_keys)].kind;
+    await_turn();
+    tile::start_product_nt(s, q_, k_);
+    tile::start_sum_nn(o, p, v_);
+    pass_turn();
+    return kind;
+  }
+
+ private:
+  QOperand q_;
+  KOperand k_;
+  VOperand v_;
+  bool has_k_, has_v_;
+};
 
 // O gets the last values.
 CUFLASH_DEVICE void add_last_values(Output& o, const Weights& p, unsigned num_keys) {
@@ -404,7 +429,8 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
       make_weights(p, s, softmax, o, has_risen, by);
       ++num_keys;
       if (is_last) break;
-      kind = start_products(s, o, p, group, num_tasks, num_keys);
+      kind = Operands(group, num_tasks, num_keys).start_products(s, o, p, num_keys);
+      tile::wait_for<1>(s);
     }
     add_last_values(o, p, num_keys);
     write_results(params, maps, num_tasks, softmax, o, true);
@@ -423,23 +449,27 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
   o.fill(0);
   int kind = start_first_scores(s, group, 0, 0);
   bool is_first = false;  // of another tile than the first
-  const bool turns = Softmax::turns(params.shape.softmax_scale);
+  bool is_plain = false;
   while (true) {
-    const bool is_last = kind & Note::kLast;
+    Operands next;
     float by[Softmax::kRows];
     // Most steps are plain, and have code of their own that is in one piece: where it jumps, it waits for instructions.
-    if (kind == Note::kWhole && !is_first && !turns && !softmax.is_large && num_keys > 0) {
+    if (is_plain) {
       tile::arrive(board().k[stage_of(num_keys)].empty);
       const float softmax_scale_log2 = board().softmax_scale_log2;
       const bool has_risen = softmax.raise(s, softmax_scale_log2, by);
-      await_sum(o, num_keys);
+      tile::wait_for<0>(o);
+      tile::arrive(board().v[stage_of(num_keys - 1)].empty);
       if (has_risen) {
         Softmax::rescale(o, by);
         if (softmax.is_large) softmax.take_off(s);
       }
+      ++num_keys;
+      next = Operands(group, num_tasks, num_keys);
       softmax.weigh(s, softmax_scale_log2);
       p = s;
     } else {
+      const bool is_last = kind & Note::kLast;
       const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys, kind);
       await_sum(o, num_keys);
       if (is_first) {
@@ -448,15 +478,18 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
       }
       make_weights(p, s, softmax, o, has_risen && !is_first, by);
       if (is_first) leave_queries(num_tasks - 1);
+      ++num_keys;
+      is_first = is_last;
+      if (is_last) {
+        if (!await_tile(++num_tasks)) break;
+        finished = softmax;
+        softmax = Softmax();
+      }
+      next = Operands(group, num_tasks, num_keys);
     }
-    ++num_keys;
-    is_first = is_last;
-    if (is_last) {
-      if (!await_tile(++num_tasks)) break;
-      finished = softmax;
-      softmax = Softmax();
-    }
-    kind = start_products(s, o, p, group, num_tasks, num_keys);
+    kind = next.start_products(s, o, p, num_keys);
+    is_plain = !ptx::opaque((~kind & Note::kPlain) | is_first | softmax.is_large);  // before scores are waited for
+    tile::wait_for<1>(s);
   }
   add_last_values(o, p, num_keys);
   write_results(params, maps, num_tasks - 1, softmax, o, true);

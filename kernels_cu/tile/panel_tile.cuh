@@ -41,8 +41,10 @@ CUFLASH_DEVICE Tile of_warp(Tile tile) {
 template <ptx::Swizzle kSwizzle, int kLeadingBytes, int kStrideBytes>
 class InPanels {
  public:
+  InPanels() = default;
   explicit CUFLASH_DEVICE InPanels(uint32_t address) : low_(static_cast<uint32_t>(matrix(address))) {}
   CUFLASH_DEVICE uint64_t at(int bytes) const { return matrix(0) >> 32 << 32 | (low_ + bytes / 16); }
+  CUFLASH_DEVICE void settle() { low_ = ptx::opaque(low_); }  // reckoned here, not where it is used
 
  private:
   static constexpr CUFLASH_DEVICE uint64_t matrix(uint32_t address) {
@@ -59,6 +61,7 @@ template <class Tile>
 struct RowsAlongSum {
   InPanels<Tile::kSwizzle, 0, 8 * Tile::kRowBytes> matrix;
 
+  RowsAlongSum() = default;
   explicit CUFLASH_DEVICE RowsAlongSum(Tile tile, int first_row = 0) : matrix(tile.panel(0).address(first_row, 0)) {}
   CUFLASH_DEVICE uint64_t at(int k) const {
     const int column = 16 * k, panel = column / Tile::kPanelWidth;
@@ -71,6 +74,7 @@ template <class Tile>
 struct RowsAcrossSum {
   InPanels<Tile::kSwizzle, Tile::Panel::kBytes, 8 * Tile::kRowBytes> matrix;
 
+  RowsAcrossSum() = default;
   explicit CUFLASH_DEVICE RowsAcrossSum(Tile tile, int first_panel = 0)
       : matrix(tile.panel(first_panel).address(0, 0)) {}
   CUFLASH_DEVICE uint64_t at(int k) const { return matrix.at(16 * k * Tile::kRowBytes); }

@@ -22,12 +22,9 @@ constexpr int kArrivals = config::kIsWatched ? 32 : 1;
 CUFLASH_DEVICE void await_full(const Room& room, int parity) {
   ptx::mbarrier_wait(ptx::shared_address(&room.full), parity);
 }
-// Of two rooms, asked at once.
-CUFLASH_DEVICE void await_full(const Room& one, int parity, const Room& other, int other_parity) {
-  const bool is_full = ptx::mbarrier_try_wait(ptx::shared_address(&one.full), parity);
-  const bool is_other_full = ptx::mbarrier_try_wait(ptx::shared_address(&other.full), other_parity);
-  if (!is_full) await_full(one, parity);
-  if (!is_other_full) await_full(other, other_parity);
+// Whether it is, where there is time to go on otherwise.
+CUFLASH_DEVICE bool is_full(const Room& room, int parity) {
+  return ptx::mbarrier_try_wait(ptx::shared_address(&room.full), parity);
 }
 CUFLASH_DEVICE void await_empty(const Room& room, int parity) {  // of the phase that fills it: the first finds it so
   ptx::mbarrier_wait(ptx::shared_address(&room.empty), parity ^ 1);
