@@ -25,6 +25,7 @@ pytestmark = needs_compiler
 
 _ROOMS, _MAPS = "tile/rooms.cuh", "attention/tensor_maps.cuh"
 _FORWARD, _PANELS, _STORE = "sm90/forward.cu", "tile/panel_tile.cuh", "tile/opaque_copy.cuh"
+_FRAGMENTS = "attention/fragments.cuh"
 _V_IS_LEFT = "tile::arrive(board().v[stage_of(num_keys - 1)].empty);\n"
 EDITS = {
     "barriers are not fenced": (_FORWARD, "    ptx::mbarrier_init_fence();\n", ""),
@@ -69,8 +70,8 @@ EDITS = {
         f"  if (num_keys > 0) {_V_IS_LEFT}  tile::wait_for<0>(o);\n",
     ),
     "V is left before it is multiplied, with one room for Q": (
-        _FORWARD, f"      tile::wait_for<0>(o);\n      if (!is_first) {_V_IS_LEFT}",
-        f"      if (!is_first) {_V_IS_LEFT}      tile::wait_for<0>(o);\n",
+        _FORWARD, f"        tile::wait_for<0>(o);\n        if (!is_first) {_V_IS_LEFT}",
+        f"        if (!is_first) {_V_IS_LEFT}        tile::wait_for<0>(o);\n",
     ),
     "Q is left with the first step": (
         _FORWARD, "if ((kind & Note::kLast) != 0 && kQRooms == 1) tile", "if (note.start == 0 && kQRooms == 1) tile"
@@ -110,45 +111,51 @@ EDITS = {
         _FORWARD, "make_weights(p, s, softmax, o, has_risen && !is_first, by);",
         "make_weights(p, s, softmax, o, false, by);",
     ),
-    "O is not rescaled in a plain step": (_FORWARD, "        Softmax::rescale(o, by);\n", ""),
     "O is not rescaled, with one room for Q": (
-        _FORWARD, "make_weights(p, s, softmax, o, has_risen, by);\n      ++num_keys;",
-        "make_weights(p, s, softmax, o, false, by);\n      ++num_keys;",
+        _FORWARD, "make_weights(p, s, softmax, o, has_risen, by);\n", "make_weights(p, s, softmax, o, false, by);\n"
     ),
     "scores that are large are scaled first": (
         _FORWARD, "  if (softmax.is_large) softmax.take_off(s);\n  softmax.weigh", "  softmax.weigh"
     ),
-    "scores that become large in a plain step are scaled first": (
-        _FORWARD, "        if (softmax.is_large) softmax.take_off(s);\n", ""
+    "weights that are too large count": (_FRAGMENTS, "    if (__any_sync(0xffffffffu, !is_small)) return false;\n", ""),
+    "a warp looks at its first thread's weights alone": (
+        _FRAGMENTS, "if (__any_sync(0xffffffffu, !is_small))", "if (!__shfl_sync(0xffffffffu, is_small, 0))"
+    ),
+    "weights of a row are another's sum": (_FRAGMENTS, "row_sum[i] += sum[i];", "row_sum[i] += sum[0];"),
+    "lost scores are weighed again": (
+        _FORWARD, "      if (is_plain) remake_scores(s, num_tasks, num_keys);\n      const", "      const"
+    ),
+    "lost scores are weighed again, with one room for Q": (
+        _FORWARD, "        if (is_plain) remake_scores(s, num_tasks, num_keys);\n        const", "        const"
+    ),
+    "scores are made again of the first stage": (
+        _FORWARD, "right_along(k_smem(stage_of(num_keys)).panel", "right_along(k_smem(0).panel"
+    ),
+    "scores are made again of the last tile's queries": (
+        _FORWARD, "left_along(q_smem(q_room_of(num_tasks)).panel", "left_along(q_smem(q_room_of(num_tasks + 1)).panel"
+    ),
+    "scores are made again of one panel": (_FORWARD, "panel(k / kInPanel), 0);", "panel(0), 0);"),
+    "a warp makes scores of others again": (
+        _FORWARD, "panel(k / kInPanel), s.warp_row());", "panel(k / kInPanel), 0);"
+    ),
+    "scores are added to those that were": (
+        _FORWARD, "  s.fill(0);\n#pragma unroll 1  // rare", "#pragma unroll 1  // rare"
     ),
     "a step that is not whole is plain": (_FORWARD, "is_plain = hides_none && ", "is_plain = "),
     "a tile's last step is plain": (_FORWARD, "hides_none && !is_last && ", "hides_none && "),
     "turned scores are plain": (_FORWARD, " && !Softmax::turns(params.shape.softmax_scale);", ";"),
     "a tile's first step is plain": (_FORWARD, "kPlain) | is_first | ", "kPlain) | "),
-    "steps with large maxima are plain": (_FORWARD, " | softmax.is_large);", ");"),
     "V is left before it is multiplied in a plain step": (
-        _FORWARD, f"      tile::wait_for<0>(o);\n      {_V_IS_LEFT}      if (has_risen)",
-        f"      {_V_IS_LEFT}      tile::wait_for<0>(o);\n      if (has_risen)",
+        _FORWARD, f"      tile::wait_for<0>(o);\n      {_V_IS_LEFT}      ++num_keys",
+        f"      {_V_IS_LEFT}      tile::wait_for<0>(o);\n      ++num_keys",
+    ),
+    "V is left before it is multiplied in a plain step, with one room for Q": (
+        _FORWARD, f"        tile::wait_for<0>(o);\n        {_V_IS_LEFT}        p = s",
+        f"        {_V_IS_LEFT}        tile::wait_for<0>(o);\n        p = s",
     ),
     "keys of a plain step are those of the one before": (
-        _FORWARD, "++num_keys;\n      next = Operands(group, num_tasks, num_keys);\n      softmax",
-        "next = Operands(group, num_tasks, num_keys);\n      ++num_keys;\n      softmax",
-    ),
-    "O goes on from tile to tile": (
-        _FORWARD, "        o.fill(0);\n      }\n      make_weights", "      }\n      make_weights"
-    ),
-    "a tile has the sums of the next one": (_FORWARD, "- 1, finished, o, false);", "- 1, softmax, o, false);"),
-    "a tile goes on with the maximum of the one before": (_FORWARD, "      softmax = Softmax();\n", ""),
-    "there is a task for each room": (_FORWARD, "kTasks = 4;", "kTasks = 2;"),
-    "a task is left before V is brought": (
-        _FORWARD, "&told.empty), 2 * tile::kArrivals);", "&told.empty), tile::kArrivals);"
-    ),
-    "a task is left before its results are written": (
-        _FORWARD, "if (num_tasks >= 2) tile::arrive(board().told[task_of(num_tasks - 2)].empty);",
-        "tile::arrive(board().told[task_of(num_tasks)].empty);",
-    ),
-    "a row that ends within a chunk is left to the accelerator": (
-        _FORWARD, "params.shape.value_dim % tile::kChunkOf<Element> == 0;", "true;"
+        _FORWARD, "++num_keys;\n      next = Operands(group, num_tasks, num_keys);\n      p = s",
+        "next = Operands(group, num_tasks, num_keys);\n      ++num_keys;\n      p = s",
     ),
     "K that was not there when it was asked for counts as there": (
         _FORWARD, "    if (!has_k_) tile", "    if (false) tile"
@@ -446,10 +453,9 @@ def cleaned(made: Callable[[], list[Structure]]) -> list[Example]:
 
 @cache
 def with_plain_steps() -> list[Example]:
-    """Steps that every query sees whole, with scores that grow, grow large, and are large from the first step on."""
-    square = {"num_heads": 1, "seqlen_q": 130, "seqlen_kv": 384, "head_dim": 128, "value_dim": 128}
-    made = []
-    for scale, first, other in ((0.1, 0.1, 4), (400, 0.05, 2), (400, 2, 0.05)):
+    """Steps that every query sees whole, with scores that grow, stay alike, and grow large."""
+    square, made = {"num_heads": 1, "seqlen_q": 130, "seqlen_kv": 384, "head_dim": 128, "value_dim": 128}, []
+    for scale, first, other in ((0.1, 0.1, 4), (0.1, 1, 1), (400, 0.05, 2)):
         clean = half(Structure(**square, scale=scale))
         k = clean.k * np.where(np.arange(384) < 128, first, other)[:, None]
         made.append(clean.but(k=k.astype(clean.k.dtype)))

@@ -70,11 +70,11 @@ CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& w
 
 // The running maximum and sum of a warp's rows (FlashAttention-2, arXiv 2307.08691, algorithm 1). Scores come as they
 // left the product: the scale, times log2(e), is part of the exponent. A maximum stays as it is until it rises by more
-// than 2^8 in the weights, so that o is rarely rescaled; P is then at most 2^8, which float16 holds.
+// than 2^8 in the weights, so that o is rarely rescaled, or 2^14 where nobody looks; which float16 holds, as P.
 template <int Rows>
 struct LazySoftmax {
   static constexpr int kRows = Rows;  // of a thread
-  static constexpr float kMostRise = 8;
+  static constexpr float kMostRise = 8, kMostSum = 1 << 14;  // of a thread's weights in a row of a step
   static constexpr float kLargest = 1 << 14;  // of a score whose rounding changes no digit that o has
 
   float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns
@@ -104,11 +104,37 @@ struct LazySoftmax {
     s.scale(bits << 1 == 0 ? 0 : -1);
   }
 
+  // Turn scores into weights under the maxima as they are, which are not large, and add them up, without looking for new
+  // maxima. False, and scores are lost, where weights are so many that one is more than a maximum may rise by. Called by
+  // whole warps.
+  template <class Tile>
+  CUFLASH_DEVICE bool weigh_unseen(Tile& s, float softmax_scale_log2) {
+    static_assert(kMostSum / Tile::kColumns >= 1 << static_cast<int>(kMostRise), "else maxima do not rise, again and again");
+    float sum[kRows] = {};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float rest = shift(i) * softmax_scale_log2;
+#pragma unroll
+      for (int j = 0; j < Tile::kColumns; ++j) {
+        s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), softmax_scale_log2, -rest));
+        sum[i] += s.at(i, j);
+      }
+    }
+    bool is_small = true;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kMostSum;  // false of NaN
+    if (__any_sync(0xffffffffu, !is_small)) return false;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) row_sum[i] += sum[i];
+    return true;
+  }
+
   // Raise maxima to those of scores where they rose by enough, and scale sums by what that takes from them. Whether any
   // of the warp's did: then o is to be scaled too. Called by whole warps.
   template <class Tile>
   CUFLASH_DEVICE bool raise(Tile& s, float softmax_scale_log2, float (&by)[kRows]) {
-    float highest[kRows][4], risen[kRows];  // four of a row, so that none waits for the other
+    float highest[kRows][4], most[kRows], risen[kRows];  // four of a row, so that none waits for the other
+    const auto is_risen = [&](int i, float to) { return (to - row_max[i]) * softmax_scale_log2 > kMostRise; };  // not NaN
     bool has_risen = false;
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j)
@@ -116,14 +142,14 @@ struct LazySoftmax {
       for (int i = 0; i < kRows; ++i) highest[i][j % 4] = j < 4 ? s.at(i, j) : fmaxf(highest[i][j % 4], s.at(i, j));
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float most = tile::quad_max(fmaxf(fmaxf(highest[i][0], highest[i][1]), fmaxf(highest[i][2], highest[i][3])));
-      const bool is_risen = (most - row_max[i]) * softmax_scale_log2 > kMostRise;  // false of -inf - (-inf)
-      risen[i] = is_risen ? most : row_max[i];
-      has_risen |= is_risen;
+      most[i] = fmaxf(fmaxf(highest[i][0], highest[i][1]), fmaxf(highest[i][2], highest[i][3]));
+      has_risen |= is_risen(i, most[i]);
     }
-    if (!__any_sync(0xffffffffu, has_risen)) return false;
+    if (!__any_sync(0xffffffffu, has_risen)) return false;  // each thread asks for its own columns: rarely any has
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
+      most[i] = tile::quad_max(most[i]);
+      risen[i] = is_risen(i, most[i]) ? most[i] : row_max[i];
       by[i] = risen[i] == row_max[i] ? 1 : ptx::exp2_approx((row_max[i] - risen[i]) * softmax_scale_log2);
       row_max[i] = risen[i];
       row_sum[i] *= by[i];

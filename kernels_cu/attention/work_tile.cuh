@@ -102,6 +102,13 @@ CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_par
   return work_tile(params, queries_of<Listed>(params), height, blockIdx.x / num_parts);
 }
 
+// The last first. Kernels that run before and after one that takes tiles in their order find, or leave, in the level-2 cache
+// what it starts with, or ended with.
+template <class Listed>
+CUFLASH_DEVICE WorkTile query_tile_from_last(const Params& params, int height) {
+  return work_tile(params, queries_of<Listed>(params), height, gridDim.x - 1 - blockIdx.x);
+}
+
 // For blocks that work on several tiles, one after the other: how many there are, the number of a block's own in each
 // round, and the tile of a number. Rounds go from left to right and back, so that who got a long tile gets a short one.
 // Without a list tiles are cut from the end: a short last one would, under a causal mask, walk all keys for few queries.

@@ -15,7 +15,7 @@ sm80_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   reset_numbers(params);
-  const WorkTile work = query_tile<Listed>(params, kBlockQ);
+  const WorkTile work = query_tile_from_last<Listed>(params, kBlockQ);
   if (work.is_empty()) return;
   const Place& place = work.place;
   const auto o = matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim);

@@ -7,7 +7,7 @@ sm80_convert_dq(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
-  const WorkTile work = query_tile<Listed>(params, kBlockQ);
+  const WorkTile work = query_tile_from_last<Listed>(params, kBlockQ);
   if (work.is_empty()) return;
   const int64_t tile = query_tile_number(params, work.first, kBlockQ);
   const DqSum sum(matrix<float>(params.dq_sum, work.place, work.place.head, 0, 0).data + tile * params.dq_sum.row_stride);

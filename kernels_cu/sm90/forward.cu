@@ -335,6 +335,20 @@ CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tasks, 
   return kind;
 }
 
+// The same of any step for one warp alone, whose own scores are lost.
+CUFLASH_DEVICE void remake_scores(Scores& s, unsigned num_tasks, unsigned num_keys) {
+  constexpr int kInPanel = QPanels::kPanelWidth / 16;
+  s.fill(0);
+#pragma unroll 1  // rare: less text
+  for (int k = 0; k < kHeadDim / 16; ++k) {
+    const auto q = tile::left_along(q_smem(q_room_of(num_tasks)).panel(k / kInPanel), s.warp_row());
+    const auto keys = tile::right_along(k_smem(stage_of(num_keys)).panel(k / kInPanel), 0);
+    uint32_t q_frag[1][4];
+    tile::load(q_frag[0], q, 0, k % kInPanel);
+    tile::add_step<Element>(s, q_frag, keys, k % kInPanel, false);
+  }
+}
+
 // See to the maxima of a step's scores. Whether O is to be rescaled.
 CUFLASH_DEVICE bool raise_maxima(const attention::Params& params, Scores& s, Softmax& softmax, float (&by)[Softmax::kRows],
                                  unsigned num_tasks, unsigned num_keys, int kind) {
@@ -410,7 +424,8 @@ CUFLASH_DEVICE void add_last_values(Output& o, const Weights& p, unsigned num_ke
   tile::arrive(board().v[stage_of(num_keys - 1)].empty);
 }
 
-// Tile after tile.
+// Tile after tile. Most steps are plain: they leave maxima as they are, and look at none; only where weights come out too
+// large scores are made again, and looked at in the next step too.
 CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps, int group) {
   unsigned num_keys = 0;
   for (unsigned num_tasks = 0; await_tile(num_tasks); ++num_tasks) {
@@ -420,16 +435,26 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
     Weights p;
     o.fill(0);
     int kind = start_first_scores(s, group, num_tasks, num_keys);
+    bool is_plain = false;
     for (bool is_first = true;; is_first = false) {
-      const bool is_last = kind & Note::kLast;
-      float by[Softmax::kRows];
-      const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys, kind);
-      tile::wait_for<0>(o);
-      if (!is_first) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
-      make_weights(p, s, softmax, o, has_risen, by);
+      const bool is_last = kind & Note::kLast, is_done = is_plain && softmax.weigh_unseen(s, board().softmax_scale_log2);
+      if (is_done) {
+        tile::arrive(board().k[stage_of(num_keys)].empty);
+        tile::wait_for<0>(o);
+        tile::arrive(board().v[stage_of(num_keys - 1)].empty);
+        p = s;
+      } else {
+        float by[Softmax::kRows];
+        if (is_plain) remake_scores(s, num_tasks, num_keys);
+        const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys, kind);
+        tile::wait_for<0>(o);
+        if (!is_first) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
+        make_weights(p, s, softmax, o, has_risen, by);
+      }
       ++num_keys;
       if (is_last) break;
       kind = Operands(group, num_tasks, num_keys).start_products(s, o, p, num_keys);
+      is_plain = !ptx::opaque((~kind & Note::kPlain) | (is_plain && !is_done) | softmax.is_large);
       tile::wait_for<1>(s);
     }
     add_last_values(o, p, num_keys);
@@ -452,24 +477,19 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
   bool is_plain = false;
   while (true) {
     Operands next;
-    float by[Softmax::kRows];
-    // Most steps are plain, and have code of their own that is in one piece: where it jumps, it waits for instructions.
-    if (is_plain) {
+    // Plain steps have code of their own that is in one piece: where it jumps, it waits for instructions.
+    const bool is_done = is_plain && softmax.weigh_unseen(s, board().softmax_scale_log2);
+    if (is_done) {
       tile::arrive(board().k[stage_of(num_keys)].empty);
-      const float softmax_scale_log2 = board().softmax_scale_log2;
-      const bool has_risen = softmax.raise(s, softmax_scale_log2, by);
       tile::wait_for<0>(o);
       tile::arrive(board().v[stage_of(num_keys - 1)].empty);
-      if (has_risen) {
-        Softmax::rescale(o, by);
-        if (softmax.is_large) softmax.take_off(s);
-      }
       ++num_keys;
       next = Operands(group, num_tasks, num_keys);
-      softmax.weigh(s, softmax_scale_log2);
       p = s;
     } else {
       const bool is_last = kind & Note::kLast;
+      float by[Softmax::kRows];
+      if (is_plain) remake_scores(s, num_tasks, num_keys);
       const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys, kind);
       await_sum(o, num_keys);
       if (is_first) {
@@ -488,7 +508,8 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
       next = Operands(group, num_tasks, num_keys);
     }
     kind = next.start_products(s, o, p, num_keys);
-    is_plain = !ptx::opaque((~kind & Note::kPlain) | is_first | softmax.is_large);  // before scores are waited for
+    // Before scores are waited for. Where weights came out too large, the next ones are looked at as well.
+    is_plain = !ptx::opaque((~kind & Note::kPlain) | is_first | (is_plain && !is_done) | softmax.is_large);
     tile::wait_for<1>(s);
   }
   add_last_values(o, p, num_keys);
