@@ -230,6 +230,28 @@ def test_gradients_are_within_their_bounds_under_every_schedule(name: str, dims:
         assert_within_bounds(example, **call(example, SIM90, machine, margin=ALIGNED))
 
 
+_GROWING = {"num_heads": 2, "seqlen_q": 200, "seqlen_kv": 640}
+GROWING = {
+    **{f"{dim} columns": Structure(**_GROWING, head_dim=dim, value_dim=dim) for dim in (64, 80, 128, 192, 256)},
+    "blocks of 64": Structure(
+        **_GROWING, head_dim=64, value_dim=64, mask=masks.BlockPattern(np.tri(4, 10, 7) > 0, 64)
+    ),
+    "negative scale": Structure(**_GROWING, head_dim=64, value_dim=64, scale=-0.125),
+}
+
+
+@on_sm90
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", GROWING)
+def test_scores_may_grow_from_step_to_step(run: Run, name: str, dtype: str) -> None:
+    """Weights come out too large under the maxima of the steps before: of some queries, of some warps."""
+    clean = half(GROWING[name], dtype)
+    query, key = np.arange(200), np.arange(640)
+    q = clean.q * np.where((query % 3 == 0) & (query // 16 % 3 > 0), 1, 0.01)[:, None]
+    example = clean.but(q=q.astype(clean.q.dtype), k=(clean.k * 3.0 ** (key // 100)[:, None]).astype(clean.k.dtype))
+    assert_within_bounds(example, **forward(plan_of(example, run), example, run=run))
+
+
 @on_sm90
 @pytest.mark.parametrize("dims", [None, (128, 128), (256, 200), (192, 136)])
 @pytest.mark.parametrize("name", ["causal", "blocks of 256", "broadcast"])
