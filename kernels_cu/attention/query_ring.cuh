@@ -102,8 +102,8 @@ struct Board {
   Note notes[kNumStages];
   attention::WorkTile works[kWorks];  // of heads that have steps, in turn
   float softmax_scale_log2;
-  // The producer's own, whose registers are few: the number of its tile, the parities of the next K and V, and of a head.
-  int number, k_parity, v_parity;
+  // The producer's own, whose registers are few: whether it has a tile, the parities of the next K and V, and of a head.
+  int has_tile, k_parity, v_parity;
   attention::Reach reach;
   const float* lse;
   float* dq_sum;
@@ -195,14 +195,15 @@ CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attenti
 // Go on to a tile, which is noted; false where none is left. Called by the first warp.
 CUFLASH_DEVICE bool next_tile(const attention::Params& params, int slot, bool is_first) {
   Board& own = board();
-  const int num_tiles = attention::num_key_tiles<Listed>(params, kBlockKv);
   __syncwarp();
   if (leads()) {
-    own.number = is_first ? attention::first_number() : attention::next_number(params, num_tiles);
-    if (own.number < num_tiles) own.works[slot] = attention::key_tile_at<Listed>(params, kBlockKv, own.number);
+    const int num_tiles = attention::num_key_tiles<Listed>(params, kBlockKv);
+    const int number = is_first ? attention::first_number() : attention::next_number(params, num_tiles);
+    own.has_tile = number < num_tiles;
+    if (own.has_tile) own.works[slot] = attention::key_tile_at<Listed>(params, kBlockKv, number);
   }
   __syncwarp();
-  return own.number < num_tiles;
+  return own.has_tile;
 }
 
 // Have a tile's steps brought. Called by the first warp.
@@ -358,45 +359,45 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
   using namespace attention;
   Board& own = board();
   const Shape& shape = params.shape;
-  const int thread = threadIdx.x - 32;
+  const auto thread = [] { return ptx::thread() - 32; };  // asked for again: registers are few
   for (Turn turn;; turn = turn.next()) {
     ptx::mbarrier_wait(ptx::shared_address(&own.noted[turn.stage]), turn.parity);
     const Note& note = own.notes[turn.stage];
     const tile::Room &q = own.q[turn.stage], &d_o = own.d_o[do_stage(turn)];
     if (note.kind == Note::kEnd) return tile::arrive(q.full);
     const WorkTile& work = own.works[note.work];
-    const int kv_head = work.place.head / shape.group_size;
+    const auto kv_head = [&] { return work.place.head / shape.group_size; };
     Queries& queries = own.queries[turn.stage];
-    know_queries(params, work, note, queries, thread);
+    know_queries(params, work, note, queries, thread());
     if (note.copies_q || note.copies_do) ptx::bar_sync(kHelpersMeet, kHelpers);  // is_live knows
     const auto is_live = [&](int row) { return queries.is_live(row); };
     if (note.copies_q) {
       const auto all = matrix<Element>(params.q, work.place, work.place.head, shape.seqlen_q, shape.head_dim);
-      tile::copy<kHelpers>(tile::Panels(q_smem(turn.stage)), all.rows(note.step.start, note.step.stop), thread, is_live);
+      tile::copy<kHelpers>(tile::Panels(q_smem(turn.stage)), all.rows(note.step.start, note.step.stop), thread(), is_live);
     }
     tile::arrive(q.full);
     if (note.kind & Note::kBringsK) {
       tile::await_empty(own.k, note.k_parity);  // else a helper could arrive for this K while another copies the last
       if (note.copies_k) {
         const Interval keys = seen_keys(params, work);
-        const auto all = matrix<Element>(params.k, work.place, kv_head, shape.seqlen_kv, shape.head_dim);
-        tile::copy<kHelpers>(tile::Panels(k_smem), all.rows(work.first, keys.hi), thread,
+        const auto all = matrix<Element>(params.k, work.place, kv_head(), shape.seqlen_kv, shape.head_dim);
+        tile::copy<kHelpers>(tile::Panels(k_smem), all.rows(work.first, keys.hi), thread(),
                        [&](int row) { return work.first + row >= keys.lo; });
       }
       tile::arrive(own.k.full);
     }
     if (note.kind & Note::kBringsV) {
       tile::await_empty(own.v, note.v_parity);
-      const auto all = matrix<Element>(params.v, work.place, kv_head, shape.seqlen_kv, shape.value_dim);
+      const auto all = matrix<Element>(params.v, work.place, kv_head(), shape.seqlen_kv, shape.value_dim);
       const auto is_kept = [](int) { return true; };
-      if (note.copies_v) tile::copy<kHelpers>(tile::Panels(v_smem), all.rows(work.first, work.last), thread, is_kept);
+      if (note.copies_v) tile::copy<kHelpers>(tile::Panels(v_smem), all.rows(work.first, work.last), thread(), is_kept);
       tile::arrive(own.v.full);
     }
     if constexpr (kDoStages < kNumStages) tile::await_empty(d_o, do_parity(turn));  // else Q's stage says it
     if (note.copies_do) {
       const auto all = matrix<Element>(params.do_, work.place, work.place.head, shape.seqlen_q, shape.value_dim);
       tile::await_empty(d_o, do_parity(turn));
-      tile::copy<kHelpers>(tile::Panels(do_smem(do_stage(turn))), all.rows(note.step.start, note.step.stop), thread, is_live);
+      tile::copy<kHelpers>(tile::Panels(do_smem(do_stage(turn))), all.rows(note.step.start, note.step.stop), thread(), is_live);
     }
     tile::arrive(d_o.full);
   }

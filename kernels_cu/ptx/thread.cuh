@@ -13,6 +13,13 @@ CUFLASH_DEVICE int lane() {
   return number;
 }
 
+// The same in its block.
+CUFLASH_DEVICE int thread() {
+  int number;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+  return number;
+}
+
 // Loads stay on their side of this line, so that those of many rows do not wait in registers at once.
 CUFLASH_DEVICE void keep_loads_apart() { asm volatile("" ::: "memory"); }
 
