@@ -146,12 +146,8 @@ EDITS = {
     "turned scores are plain": (_FORWARD, " && !Softmax::turns(params.shape.softmax_scale);", ";"),
     "a tile's first step is plain": (_FORWARD, "kPlain) | is_first | ", "kPlain) | "),
     "V is left before it is multiplied in a plain step": (
-        _FORWARD, f"      tile::wait_for<0>(o);\n      {_V_IS_LEFT}      ++num_keys",
-        f"      {_V_IS_LEFT}      tile::wait_for<0>(o);\n      ++num_keys",
-    ),
-    "V is left before it is multiplied in a plain step, with one room for Q": (
-        _FORWARD, f"        tile::wait_for<0>(o);\n        {_V_IS_LEFT}        p = s",
-        f"        {_V_IS_LEFT}        tile::wait_for<0>(o);\n        p = s",
+        _FORWARD, f"  tile::wait_for<0>(o);\n  {_V_IS_LEFT}  return true;",
+        f"  {_V_IS_LEFT}  tile::wait_for<0>(o);\n  return true;",
     ),
     "keys of a plain step are those of the one before": (
         _FORWARD, "++num_keys;\n      next = Operands(group, num_tasks, num_keys);\n      p = s",

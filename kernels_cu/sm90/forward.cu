@@ -416,6 +416,16 @@ class Operands {
   bool has_k_, has_v_;
 };
 
+// Most steps are plain: they leave maxima as they are, and look at none. False, and scores are lost, where weights come out too
+// large; those of the next step are looked at too then.
+CUFLASH_DEVICE bool weigh_plain_step(Scores& s, Output& o, Softmax& softmax, unsigned num_keys) {
+  if (!softmax.weigh_unseen(s, board().softmax_scale_log2)) return false;
+  tile::arrive(board().k[stage_of(num_keys)].empty);
+  tile::wait_for<0>(o);
+  tile::arrive(board().v[stage_of(num_keys - 1)].empty);
+  return true;
+}
+
 // O gets the last values.
 CUFLASH_DEVICE void add_last_values(Output& o, const Weights& p, unsigned num_keys) {
   tile::await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
@@ -424,8 +434,7 @@ CUFLASH_DEVICE void add_last_values(Output& o, const Weights& p, unsigned num_ke
   tile::arrive(board().v[stage_of(num_keys - 1)].empty);
 }
 
-// Tile after tile. Most steps are plain: they leave maxima as they are, and look at none; only where weights come out too
-// large scores are made again, and looked at in the next step too.
+// Tile after tile.
 CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps, int group) {
   unsigned num_keys = 0;
   for (unsigned num_tasks = 0; await_tile(num_tasks); ++num_tasks) {
@@ -437,11 +446,8 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
     int kind = start_first_scores(s, group, num_tasks, num_keys);
     bool is_plain = false;
     for (bool is_first = true;; is_first = false) {
-      const bool is_last = kind & Note::kLast, is_done = is_plain && softmax.weigh_unseen(s, board().softmax_scale_log2);
+      const bool is_last = kind & Note::kLast, is_done = is_plain && weigh_plain_step(s, o, softmax, num_keys);
       if (is_done) {
-        tile::arrive(board().k[stage_of(num_keys)].empty);
-        tile::wait_for<0>(o);
-        tile::arrive(board().v[stage_of(num_keys - 1)].empty);
         p = s;
       } else {
         float by[Softmax::kRows];
@@ -478,11 +484,8 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
   while (true) {
     Operands next;
     // Plain steps have code of their own that is in one piece: where it jumps, it waits for instructions.
-    const bool is_done = is_plain && softmax.weigh_unseen(s, board().softmax_scale_log2);
+    const bool is_done = is_plain && weigh_plain_step(s, o, softmax, num_keys);
     if (is_done) {
-      tile::arrive(board().k[stage_of(num_keys)].empty);
-      tile::wait_for<0>(o);
-      tile::arrive(board().v[stage_of(num_keys - 1)].empty);
       ++num_keys;
       next = Operands(group, num_tasks, num_keys);
       p = s;
@@ -508,7 +511,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
       next = Operands(group, num_tasks, num_keys);
     }
     kind = next.start_products(s, o, p, num_keys);
-    // Before scores are waited for. Where weights came out too large, the next ones are looked at as well.
+    // Before scores are waited for.
     is_plain = !ptx::opaque((~kind & Note::kPlain) | is_first | (is_plain && !is_done) | softmax.is_large);
     tile::wait_for<1>(s);
   }
