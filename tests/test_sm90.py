@@ -252,6 +252,24 @@ def test_scores_may_grow_from_step_to_step(run: Run, name: str, dtype: str) -> N
     assert_within_bounds(example, **forward(plan_of(example, run), example, run=run))
 
 
+def assert_alike_keys_weigh_alike(dim: int, run: Run) -> None:
+    """Scores are exact and the same for all keys, some 2^21 as exponents: bounds, which allow for their rounding, would
+    let weights be off by as much."""
+    clean = half(Structure(seqlen_q=130, seqlen_kv=384, head_dim=dim, value_dim=dim, scale=3e4))
+    q, k, v = np.zeros_like(clean.q), np.ones_like(clean.k), np.full_like(clean.v, -1)
+    q[..., :8] = 1 + np.arange(130)[:, None] * np.arange(3, 11) % 7
+    v[..., 128:256, :] = 1
+    example = clean.but(q=q, k=k, v=v)
+    o = np.asarray(forward(plan_of(example, run), example, run=run)["o"], np.float32)
+    assert np.abs(o + 1 / 3).max() < 2**-10
+
+
+@on_sm90
+@pytest.mark.parametrize("dim", [64, 128, 192])
+def test_keys_that_are_alike_weigh_alike_however_large_their_scores(run: Run, dim: int) -> None:
+    assert_alike_keys_weigh_alike(dim, run)
+
+
 @on_sm90
 @pytest.mark.parametrize("dims", [None, (128, 128), (256, 200), (192, 136)])
 @pytest.mark.parametrize("name", ["causal", "blocks of 256", "broadcast"])

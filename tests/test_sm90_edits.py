@@ -17,7 +17,9 @@ from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import needs_compiler
 from planting import chosen, planted, without_their_line
 from poison import MARGIN, call
-from test_sm90 import ALIGNED, SIM90, Ends, FewBlocks, OnTwoBlocks, forward, half, plan_of
+from test_sm90 import (
+    ALIGNED, SIM90, Ends, FewBlocks, OnTwoBlocks, assert_alike_keys_weigh_alike, forward, half, plan_of,
+)  # fmt: skip
 
 from cuflash import masks, sim
 
@@ -145,6 +147,12 @@ EDITS = {
     "a tile's last step is plain": (_FORWARD, "hides_none && !is_last && ", "hides_none && "),
     "turned scores are plain": (_FORWARD, " && !Softmax::turns(params.shape.softmax_scale);", ";"),
     "a tile's first step is plain": (_FORWARD, "kPlain) | is_first | ", "kPlain) | "),
+    "steps with large maxima are plain": (
+        _FORWARD, "| is_first | (is_plain && !is_done) | softmax.is_large);", "| is_first | (is_plain && !is_done));"
+    ),
+    "steps with large maxima are plain, with one room for Q": (
+        _FORWARD, "kPlain) | (is_plain && !is_done) | softmax.is_large);", "kPlain) | (is_plain && !is_done));"
+    ),
     "V is left before it is multiplied in a plain step": (
         _FORWARD, f"  tile::wait_for<0>(o);\n  {_V_IS_LEFT}  return true;",
         f"  {_V_IS_LEFT}  tile::wait_for<0>(o);\n  return true;",
@@ -158,6 +166,22 @@ EDITS = {
     ),
     "V that was not there when it was asked for counts as there": (
         _FORWARD, "    if (!has_v_) tile", "    if (false) tile"
+    ),
+    "O goes on from tile to tile": (
+        _FORWARD, "        o.fill(0);\n      }\n      make_weights", "      }\n      make_weights"
+    ),
+    "a tile has the sums of the next one": (_FORWARD, "- 1, finished, o, false);", "- 1, softmax, o, false);"),
+    "a tile goes on with the maximum of the one before": (_FORWARD, "      softmax = Softmax();\n", ""),
+    "there is a task for each room": (_FORWARD, "kTasks = 4;", "kTasks = 2;"),
+    "a task is left before V is brought": (
+        _FORWARD, "&told.empty), 2 * tile::kArrivals);", "&told.empty), tile::kArrivals);"
+    ),
+    "a task is left before its results are written": (
+        _FORWARD, "if (num_tasks >= 2) tile::arrive(board().told[task_of(num_tasks - 2)].empty);",
+        "tile::arrive(board().told[task_of(num_tasks)].empty);",
+    ),
+    "a row that ends within a chunk is left to the accelerator": (
+        _FORWARD, "params.shape.value_dim % tile::kChunkOf<Element> == 0;", "true;"
     ),
     "a band ends with the first row's": (_FORWARD, "task.band.hi + row,", "task.band.hi,"),
     "a band starts with the first row's": (_FORWARD, "Seen{task.band.lo + row,", "Seen{task.band.lo,"),
@@ -449,9 +473,9 @@ def cleaned(made: Callable[[], list[Structure]]) -> list[Example]:
 
 @cache
 def with_plain_steps() -> list[Example]:
-    """Steps that every query sees whole, with scores that grow, stay alike, and grow large."""
+    """Steps that every query sees whole, with scores that grow, stay alike, grow large, and are large at first."""
     square, made = {"num_heads": 1, "seqlen_q": 130, "seqlen_kv": 384, "head_dim": 128, "value_dim": 128}, []
-    for scale, first, other in ((0.1, 0.1, 4), (0.1, 1, 1), (400, 0.05, 2)):
+    for scale, first, other in ((0.1, 0.1, 4), (0.1, 1, 1), (400, 0.05, 2), (400, 2, 0.05)):
         clean = half(Structure(**square, scale=scale))
         k = clean.k * np.where(np.arange(384) < 128, first, other)[:, None]
         made.append(clean.but(k=k.astype(clean.k.dtype)))
@@ -474,6 +498,8 @@ def with_large_lse() -> list[Example]:
 
 def hopper_is_right() -> None:
     """On blocks that go on to further tiles, out of order; NaN stands past the keys' length."""
+    for dim in (128, 192):
+        assert_alike_keys_weigh_alike(dim, SIM90)
     for number, clean in enumerate(cleaned(structures) + with_plain_steps()):
         example = clean
         if number in (0, 7):

@@ -74,7 +74,8 @@ CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& w
 template <int Rows>
 struct LazySoftmax {
   static constexpr int kRows = Rows;  // of a thread
-  static constexpr float kMostRise = 8, kMostSum = 1 << 14;  // of a thread's weights in a row of a step
+  static constexpr float kMostRise = 8;
+  static constexpr float kMostSum = 1 << 14;  // of a thread's weights in a row of a step
   static constexpr float kLargest = 1 << 14;  // of a score whose rounding changes no digit that o has
 
   float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns
@@ -105,21 +106,14 @@ struct LazySoftmax {
   }
 
   // Turn scores into weights under the maxima as they are, which are not large, and add them up, without looking for new
-  // maxima. False, and scores are lost, where weights are so many that one is more than a maximum may rise by. Called by
-  // whole warps.
+  // ones. False, and scores are lost, where a thread's weights sum up to so much that one of them may be too large, and some
+  // maximum has risen by enough. Called by whole warps.
   template <class Tile>
   CUFLASH_DEVICE bool weigh_unseen(Tile& s, float softmax_scale_log2) {
     static_assert(kMostSum / Tile::kColumns >= 1 << static_cast<int>(kMostRise), "else maxima do not rise, again and again");
     float sum[kRows] = {};
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const float rest = shift(i) * softmax_scale_log2;
-#pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j) {
-        s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), softmax_scale_log2, -rest));
-        sum[i] += s.at(i, j);
-      }
-    }
+    for (int i = 0; i < kRows; ++i) weigh_row(s, i, softmax_scale_log2, shift(i) * softmax_scale_log2, sum[i]);
     bool is_small = true;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kMostSum;  // false of NaN
@@ -134,7 +128,9 @@ struct LazySoftmax {
   template <class Tile>
   CUFLASH_DEVICE bool raise(Tile& s, float softmax_scale_log2, float (&by)[kRows]) {
     float highest[kRows][4], most[kRows], risen[kRows];  // four of a row, so that none waits for the other
-    const auto is_risen = [&](int i, float to) { return (to - row_max[i]) * softmax_scale_log2 > kMostRise; };  // not NaN
+    const auto is_risen = [&](int i, float to) {  // not of -inf - (-inf)
+      return (to - row_max[i]) * softmax_scale_log2 > kMostRise;
+    };
     bool has_risen = false;
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j)
@@ -178,14 +174,8 @@ struct LazySoftmax {
   template <class Tile>
   CUFLASH_DEVICE void weigh(Tile& s, float softmax_scale_log2) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const float rest = is_large ? 0 : shift(i) * softmax_scale_log2;
-#pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j) {
-        s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), softmax_scale_log2, -rest));
-        row_sum[i] += s.at(i, j);
-      }
-    }
+    for (int i = 0; i < kRows; ++i)
+      weigh_row(s, i, softmax_scale_log2, is_large ? 0 : shift(i) * softmax_scale_log2, row_sum[i]);
   }
 
   // All of it: scores become weights, and what has been summed before is scaled by what the maximum rose.
@@ -215,6 +205,15 @@ struct LazySoftmax {
   }
 
  private:
+  template <class Tile>
+  static CUFLASH_DEVICE void weigh_row(Tile& s, int i, float softmax_scale_log2, float rest, float& sum) {
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), softmax_scale_log2, -rest));
+      sum += s.at(i, j);
+    }
+  }
+
   CUFLASH_DEVICE float shift(int i) const { return row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i]; }
 };
 

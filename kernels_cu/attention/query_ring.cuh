@@ -359,7 +359,7 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
   using namespace attention;
   Board& own = board();
   const Shape& shape = params.shape;
-  const auto thread = [] { return ptx::thread() - 32; };  // asked for again: registers are few
+  const auto thread = [] { return ptx::thread() - 32; };  // asked for again, as is what follows: registers are few
   for (Turn turn;; turn = turn.next()) {
     ptx::mbarrier_wait(ptx::shared_address(&own.noted[turn.stage]), turn.parity);
     const Note& note = own.notes[turn.stage];

@@ -58,7 +58,7 @@ struct Task {
   attention::Interval band;  // what the first row sees, if it is one; others see what lies as much further on
 };
 struct Note {
-  // No mask hides a score; no step of the tile follows; and both not so, and scores grow with what leaves the product.
+  // No mask hides a score; no step of the tile follows; or the first alone, and scores grow with what leaves the product.
   enum Kind { kWhole = 1, kLast = 2, kPlain = 4 };
   attention::Step step;
   int start;  // keys before it were the last step's
