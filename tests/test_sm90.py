@@ -252,6 +252,20 @@ def test_scores_may_grow_from_step_to_step(run: Run, name: str, dtype: str) -> N
     assert_within_bounds(example, **forward(plan_of(example, run), example, run=run))
 
 
+@on_sm90
+@pytest.mark.parametrize("block", [128, 64])
+@pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
+def test_queries_may_see_none_of_the_first_keys(run: Run, dim: int, block: int) -> None:
+    """While others of the tile do: they have no maximum yet in steps that hide nothing."""
+    query = np.arange(200)
+    allowed = np.ones((200, 640), bool)
+    allowed[(query % 3 == 0) & (query // 16 % 3 > 0), :128] = False
+    allowed[32:48, :256] = False
+    mask = masks.Dense(allowed) & masks.BlockPattern(np.ones((-(-200 // block), 640 // block), bool), block)
+    example = half(Structure(**_GROWING, head_dim=dim, value_dim=dim, mask=mask))
+    assert_within_bounds(example, **forward(plan_of(example, run), example, run=run))
+
+
 def assert_alike_keys_weigh_alike(dim: int, run: Run) -> None:
     """Scores are exact and the same for all keys, some 2^21 as exponents: bounds, which allow for their rounding, would
     let weights be off by as much."""

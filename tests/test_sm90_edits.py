@@ -146,13 +146,9 @@ EDITS = {
     "a step that is not whole is plain": (_FORWARD, "is_plain = hides_none && ", "is_plain = "),
     "a tile's last step is plain": (_FORWARD, "hides_none && !is_last && ", "hides_none && "),
     "turned scores are plain": (_FORWARD, " && !Softmax::turns(params.shape.softmax_scale);", ";"),
-    "a tile's first step is plain": (_FORWARD, "kPlain) | is_first | ", "kPlain) | "),
-    "steps with large maxima are plain": (
-        _FORWARD, "| is_first | (is_plain && !is_done) | softmax.is_large);", "| is_first | (is_plain && !is_done));"
-    ),
-    "steps with large maxima are plain, with one room for Q": (
-        _FORWARD, "kPlain) | (is_plain && !is_done) | softmax.is_large);", "kPlain) | (is_plain && !is_done));"
-    ),
+    "a tile's first step is plain": (_FRAGMENTS, "bool must_look = true;", "bool must_look = false;"),
+    "steps with large maxima are plain": (_FRAGMENTS, "is_large | sees_none", "sees_none"),
+    "steps are plain for queries that have seen no key": (_FRAGMENTS, "is_large | sees_none", "is_large"),
     "V is left before it is multiplied in a plain step": (
         _FORWARD, f"  tile::wait_for<0>(o);\n  {_V_IS_LEFT}  return true;",
         f"  {_V_IS_LEFT}  tile::wait_for<0>(o);\n  return true;",
@@ -473,13 +469,16 @@ def cleaned(made: Callable[[], list[Structure]]) -> list[Example]:
 
 @cache
 def with_plain_steps() -> list[Example]:
-    """Steps that every query sees whole, with scores that grow, stay alike, grow large, and are large at first."""
+    """Steps that every query sees whole, with scores that grow, stay alike, grow large, and are large at first; and
+    after one of which some see nothing."""
     square, made = {"num_heads": 1, "seqlen_q": 130, "seqlen_kv": 384, "head_dim": 128, "value_dim": 128}, []
     for scale, first, other in ((0.1, 0.1, 4), (0.1, 1, 1), (400, 0.05, 2), (400, 2, 0.05)):
         clean = half(Structure(**square, scale=scale))
         k = clean.k * np.where(np.arange(384) < 128, first, other)[:, None]
         made.append(clean.but(k=k.astype(clean.k.dtype)))
-    return made
+    allowed = np.ones((130, 384), bool)
+    allowed[::3, :128] = False
+    return [*made, half(Structure(**square, mask=masks.Dense(allowed)))]
 
 
 @cache

@@ -80,6 +80,7 @@ struct LazySoftmax {
 
   float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns
   bool is_large = false;  // some of the warp's maxima: what rounds in a score times the scale would be a large exponent
+  bool must_look = true;  // for maxima, in a step: some are large, or some of the warp's queries have seen no key yet
 
   CUFLASH_DEVICE LazySoftmax() {
 #pragma unroll
@@ -105,9 +106,9 @@ struct LazySoftmax {
     s.scale(bits << 1 == 0 ? 0 : -1);
   }
 
-  // Turn scores into weights under the maxima as they are, which are not large, and add them up, without looking for new
-  // ones. False, and scores are lost, where a thread's weights sum up to so much that one of them may be too large, and some
-  // maximum has risen by enough. Called by whole warps.
+  // Turn scores into weights under the maxima as they are, where none must be looked for, and add them up. False, and scores
+  // are lost, where a thread's weights sum up to so much that one of them may be too large, and some maximum has risen by
+  // enough. Called by whole warps.
   template <class Tile>
   CUFLASH_DEVICE bool weigh_unseen(Tile& s, float softmax_scale_log2) {
     static_assert(kMostSum / Tile::kColumns >= 1 << static_cast<int>(kMostRise), "else maxima do not rise, again and again");
@@ -131,7 +132,7 @@ struct LazySoftmax {
     const auto is_risen = [&](int i, float to) {  // not of -inf - (-inf)
       return (to - row_max[i]) * softmax_scale_log2 > kMostRise;
     };
-    bool has_risen = false;
+    bool has_risen = false, sees_none = false;
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j)
 #pragma unroll
@@ -149,9 +150,12 @@ struct LazySoftmax {
       by[i] = risen[i] == row_max[i] ? 1 : ptx::exp2_approx((row_max[i] - risen[i]) * softmax_scale_log2);
       row_max[i] = risen[i];
       row_sum[i] *= by[i];
-      is_large |= row_max[i] != ptx::negative_infinity<float>() && fabsf(row_max[i]) * softmax_scale_log2 > kLargest;
+      const bool has_seen = row_max[i] != ptx::negative_infinity<float>();
+      is_large |= has_seen && fabsf(row_max[i]) * softmax_scale_log2 > kLargest;
+      sees_none |= !has_seen;
     }
     is_large = __any_sync(0xffffffffu, is_large);
+    must_look = __any_sync(0xffffffffu, is_large | sees_none);
     return true;
   }
 

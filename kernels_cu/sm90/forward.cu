@@ -460,7 +460,7 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
       ++num_keys;
       if (is_last) break;
       kind = Operands(group, num_tasks, num_keys).start_products(s, o, p, num_keys);
-      is_plain = !ptx::opaque((~kind & Note::kPlain) | (is_plain && !is_done) | softmax.is_large);
+      is_plain = !ptx::opaque((~kind & Note::kPlain) | (is_plain && !is_done) | softmax.must_look);
       tile::wait_for<1>(s);
     }
     add_last_values(o, p, num_keys);
@@ -512,7 +512,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
     }
     kind = next.start_products(s, o, p, num_keys);
     // Before scores are waited for.
-    is_plain = !ptx::opaque((~kind & Note::kPlain) | is_first | (is_plain && !is_done) | softmax.is_large);
+    is_plain = !ptx::opaque((~kind & Note::kPlain) | (is_plain && !is_done) | softmax.must_look);
     tile::wait_for<1>(s);
   }
   add_last_values(o, p, num_keys);
