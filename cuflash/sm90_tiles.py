@@ -14,9 +14,10 @@ from .source import KernelSpec
 
 ROWS = 64  # of queries, of a warpgroup
 LIST_BLOCK = (128, 128)  # of a list that is made for the kernels
-_STAGES = 2
+_STAGES, _NARROW_STAGES = 2, 4  # a power of two, as rings count; up to 64 columns there is room for more
 _SMALLEST = 16  # columns of a product
-_ROOM, _BARRIER, _TASKS, _TASK, _NOTE, _REST = 16, 8, 4, 136, 24, 8  # bytes of what warpgroups tell each other
+_TASKS = 4  # tiles that they know of
+_ROOM, _BARRIER, _TASK, _SPAN, _NOTE, _KIND, _REST = 16, 8, 144, 12, 20, 4, 8  # bytes that warpgroups tell each other
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 56, 28, 84
 _WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
@@ -68,7 +69,7 @@ def forward_spec(
     spec = KernelSpec(
         family="sm90", entry="forward", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
         block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
-        num_stages=_STAGES,
+        num_stages=_NARROW_STAGES if width <= 64 and block_q > ROWS else _STAGES,
     )  # fmt: skip
     # One warpgroup of consumers leaves tensor cores idle while it reckons, so several blocks share a multiprocessor.
     if block_q > ROWS or width > 128:
@@ -125,7 +126,9 @@ def shared_bytes(spec: KernelSpec) -> int:
     is_small = spec.is_listed and spec.block_q == ROWS
     q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 and not is_small else 1
     elements = q_rooms * spec.block_q * spec.head_dim + stages * spec.block_kv * both
-    told = _ROOM * (q_rooms + 2 * stages) + _TASKS * (_ROOM + _TASK) + _NOTE * stages + _REST
+    groups = spec.block_q // ROWS
+    told = _ROOM * (q_rooms + 2 * stages) + _TASKS * (_ROOM + -(-(_TASK + _SPAN * groups) // 16) * 16)
+    told += (_NOTE + _KIND * groups) * stages + _REST
     return spec.dtype.itemsize * elements + told
 
 

@@ -155,6 +155,7 @@ def tile_structures() -> dict[str, Structure]:
     """Work that goes on from tile to tile, and what may be anything past the end of a step."""
     rng = np.random.default_rng(0)
     square = {"num_heads": 4, "num_kv_heads": 2, "seqlen_q": 300, "seqlen_kv": 300}
+    long = {"num_heads": 3, "num_kv_heads": 1, "seqlen_q": 900, "seqlen_kv": 900}
     dims = {"head_dim": 64, "value_dim": 40}
     return {
         "dense": Structure(**square, **dims),
@@ -179,6 +180,10 @@ def tile_structures() -> dict[str, Structure]:
             mask=masks.Documents(np.arange(70) // 20),
         ),
         "every row without a key": Structure(**square, **dims, mask=masks.Lengths(kv=0)),
+        # Tiles of three warpgroups, which see different keys.
+        "causal, long": Structure(**long | {"seqlen_kv": 1200}, **dims, mask=masks.Causal("bottom_right")),
+        "a wide window": Structure(**long, **dims, mask=masks.SlidingWindow(700, 100)),
+        "long documents": Structure(**long, **dims, mask=masks.Documents(np.arange(900) // 590)),
     }  # fmt: skip
 
 
@@ -263,6 +268,19 @@ def test_queries_may_see_none_of_the_first_keys(run: Run, dim: int, block: int) 
     allowed[32:48, :256] = False
     mask = masks.Dense(allowed) & masks.BlockPattern(np.ones((-(-200 // block), 640 // block), bool), block)
     example = half(Structure(**_GROWING, head_dim=dim, value_dim=dim, mask=mask))
+    assert_within_bounds(example, **forward(plan_of(example, run), example, run=run))
+
+
+@on_sm90
+@pytest.mark.parametrize("dim, seqlen_kv", [(64, 640), (128, 4400), (192, 640), (256, 640)])
+@pytest.mark.parametrize("grows", [False, True])
+def test_warpgroups_of_a_tile_may_have_different_last_keys(run: Run, dim: int, seqlen_kv: int, grows: bool) -> None:
+    """Each has masks of its own; with scores that grow, weights come out too large in steps that some of them mask."""
+    causal = masks.Causal("bottom_right")
+    example = half(Structure(seqlen_q=200, seqlen_kv=seqlen_kv, head_dim=dim, value_dim=dim, mask=causal))
+    if grows:
+        k = example.k * np.where(np.arange(seqlen_kv) < seqlen_kv - 128, 0.1, 6)[:, None]
+        example = example.but(k=k.astype(example.k.dtype))
     assert_within_bounds(example, **forward(plan_of(example, run), example, run=run))
 
 

@@ -28,6 +28,10 @@ pytestmark = needs_compiler
 _ROOMS, _MAPS = "tile/rooms.cuh", "attention/tensor_maps.cuh"
 _FORWARD, _PANELS, _STORE = "sm90/forward.cu", "tile/panel_tile.cuh", "tile/opaque_copy.cuh"
 _FRAGMENTS = "attention/fragments.cuh"
+_SCORES_ARE_AWAITED = (
+    "      tile::wait_for<1>(s);\n    }\n    add_last_values(o, p, num_keys);\n"
+    "    if (!(kind & Note::kEndsTile)) pass_over(group, num_keys, "
+)
 _V_IS_LEFT = "tile::arrive(board().v[stage_of(num_keys - 1)].empty);\n"
 EDITS = {
     "barriers are not fenced": (_FORWARD, "    ptx::mbarrier_init_fence();\n", ""),
@@ -43,8 +47,8 @@ EDITS = {
         "  tile::copy<32>(panels_of<kOperand>(stage), all.rows(first, last), ptx::lane(), [](int) { return true; });\n",
     ),
     "V past a step is what stands there": (_FORWARD, "bool clears = step.stop", "bool clears = false && step.stop"),
-    "keys of the step before count again": (_FORWARD, "      seen.lo = max(seen.lo, note.start);\n", ""),
-    "a wider step is whole": (_FORWARD, "!is_wider && is_whole", "is_whole"),
+    "keys of the step before count again": (_FORWARD, "    seen.lo = max(seen.lo, note.start);\n", ""),
+    "a wider step is whole": (_FORWARD, "is_seen && !is_wider && ", "is_seen && "),
     "V is that of a step that is not wider": (_FORWARD, "      widen(step, task.reach, length);\n", ""),
     "an array without a map is left to the accelerator": (_MAPS, "map.is_there && ", ""),
     "an odd start is left to the accelerator": (
@@ -64,19 +68,21 @@ EDITS = {
     "every lane asks for a tile": (_FORWARD, "if (leads()) number = attention::next", "number = attention::next"),
     "nobody has a list's first tiles": (_FORWARD, "  if (round == 0) return attention::first_number();\n", ""),
     "K is left before it is multiplied": (
-        _FORWARD, "    tile::wait_for<1>(s);\n  }\n",
-        "    tile::arrive(board().k[stage_of(num_keys)].empty);\n    tile::wait_for<1>(s);\n  }\n",
+        _FORWARD, "             next.start_products(s, o, p, group, num_keys);\n",
+        "             next.start_products(s, o, p, group, num_keys);\n"
+        "      tile::arrive(board().k[stage_of(num_keys)].empty);\n",
     ),
     "V is left before it is multiplied": (
-        _FORWARD, f"  tile::wait_for<0>(o);\n  if (num_keys > 0) {_V_IS_LEFT}",
-        f"  if (num_keys > 0) {_V_IS_LEFT}  tile::wait_for<0>(o);\n",
+        _FORWARD, f"        tile::wait_for<0>(o);\n        if (num_keys > 0) {_V_IS_LEFT}",
+        f"        if (num_keys > 0) {_V_IS_LEFT}        tile::wait_for<0>(o);\n",
     ),
     "V is left before it is multiplied, with one room for Q": (
         _FORWARD, f"        tile::wait_for<0>(o);\n        if (!is_first) {_V_IS_LEFT}",
         f"        if (!is_first) {_V_IS_LEFT}        tile::wait_for<0>(o);\n",
     ),
     "Q is left with the first step": (
-        _FORWARD, "if ((kind & Note::kLast) != 0 && kQRooms == 1) tile", "if (note.start == 0 && kQRooms == 1) tile"
+        _FORWARD, "if (is_last && kQRooms == 1) tile",
+        "if (board().notes[stage_of(num_keys)].start == 0 && kQRooms == 1) tile",
     ),
     "Q's room is left before O went through it": (
         _FORWARD, "    rounded = o;\n    tile::store(room",
@@ -91,10 +97,10 @@ EDITS = {
     "all panels of O are the first": (_PANELS, " + k / kSteps * Panel::kBytes, from", ", from"),
     "a panel of O is written over the first": (_FORWARD, "panel * OPanels::kPanelWidth,", "0 * panel,"),
     "a panel of O is the first one's": (_FORWARD, "room.panel(panel).address(o", "room.panel(0).address(o"),
-    "rows past a tile are written": (_FORWARD, "((work.last - work.first) % kBoxRows == 0 ||", "(true ||"),
-    "warps past a tile write": (_FORWARD, " && o.warp_row() < work.last - work.first; ++panel", "; ++panel"),
+    "rows past a tile are written": (_FORWARD, "(num_rows % kBoxRows == 0 ||", "(true ||"),
+    "warps past a tile write": (_FORWARD, " && o.warp_row() < to.num_rows; ++panel", "; ++panel"),
     "the first tile starts before the first query": ("attention/work_tile.cuh", "max(first, 0)", "first"),
-    "lse past a tile is written": (_FORWARD, "row < work.last - work.first) task.lse", "true) task.lse"),
+    "lse past a tile is written": (_FORWARD, "row < to.num_rows) to.lse", "true) to.lse"),
     "queries share their sums": (
         "attention/fragments.cuh", "ptx::reciprocal_approx(divisor)", "ptx::reciprocal_approx(sum[0])"
     ),
@@ -104,20 +110,20 @@ EDITS = {
         _FORWARD, "    if (leads()) lse.at(row, 0)", "    if (false) lse.at(row, 0)"
     ),
     "scores are read before they are there": (
-        _FORWARD, "    tile::wait_for<1>(s);\n  }\n", "    tile::wait_for<2>(s);\n  }\n"
+        _FORWARD, f"{_SCORES_ARE_AWAITED}true);", f"{_SCORES_ARE_AWAITED}true);".replace("<1>", "<2>")
     ),
     "scores are read before they are there, with one room for Q": (
-        _FORWARD, "      tile::wait_for<1>(s);\n", "      tile::wait_for<2>(s);\n"
+        _FORWARD, f"{_SCORES_ARE_AWAITED}false);", f"{_SCORES_ARE_AWAITED}false);".replace("<1>", "<2>")
     ),
     "O is not rescaled": (
-        _FORWARD, "make_weights(p, s, softmax, o, has_risen && !is_first, by);",
-        "make_weights(p, s, softmax, o, false, by);",
+        _FORWARD, "make_weights(s, softmax, o, has_risen && !is_first, by);",
+        "make_weights(s, softmax, o, false, by);",
     ),
     "O is not rescaled, with one room for Q": (
-        _FORWARD, "make_weights(p, s, softmax, o, has_risen, by);\n", "make_weights(p, s, softmax, o, false, by);\n"
+        _FORWARD, "make_weights(s, softmax, o, has_risen, by);\n", "make_weights(s, softmax, o, false, by);\n"
     ),
     "scores that are large are scaled first": (
-        _FORWARD, "  if (softmax.is_large) softmax.take_off(s);\n  softmax.weigh", "  softmax.weigh"
+        _FORWARD, "  if (softmax.reasons & Softmax::kIsLarge) softmax.take_off(s);\n", ""
     ),
     "weights that are too large count": (_FRAGMENTS, "    if (__any_sync(0xffffffffu, !is_small)) return false;\n", ""),
     "a warp looks at its first thread's weights alone": (
@@ -125,10 +131,19 @@ EDITS = {
     ),
     "weights of a row are another's sum": (_FRAGMENTS, "row_sum[i] += sum[i];", "row_sum[i] += sum[0];"),
     "lost scores are weighed again": (
-        _FORWARD, "      if (is_plain) remake_scores(s, num_tasks, num_keys);\n      const", "      const"
+        _FORWARD, "      if (again) remake_scores(s, num_tasks, num_keys);\n", ""
     ),
-    "lost scores are weighed again, with one room for Q": (
-        _FORWARD, "        if (is_plain) remake_scores(s, num_tasks, num_keys);\n        const", "        const"
+    "lost scores are weighed again, of two warpgroups": (
+        _FORWARD, "    if (is_lost) remake_scores(s, num_tasks, num_keys);\n", ""
+    ),
+    "lost scores are not masked again": (
+        _FORWARD, "      if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys);\n      if",
+        "      if (!(kind & Note::kAsTheyAre) && !again) mend_scores(params, s, num_tasks, num_keys);\n      if",
+    ),
+    "masks are read after others may write them": (
+        _FORWARD, "    if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys);\n    leave_keys"
+        "(num_keys, kind & Note::kLast);\n", "    leave_keys(num_keys, kind & Note::kLast);\n    if (!(kind & "
+        "Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys);\n",
     ),
     "scores are made again of the first stage": (
         _FORWARD, "right_along(k_smem(stage_of(num_keys)).panel", "right_along(k_smem(0).panel"
@@ -143,19 +158,53 @@ EDITS = {
     "scores are added to those that were": (
         _FORWARD, "  s.fill(0);\n#pragma unroll 1  // rare", "#pragma unroll 1  // rare"
     ),
-    "a step that is not whole is plain": (_FORWARD, "is_plain = hides_none && ", "is_plain = "),
-    "a tile's last step is plain": (_FORWARD, "hides_none && !is_last && ", "hides_none && "),
-    "turned scores are plain": (_FORWARD, " && !Softmax::turns(params.shape.softmax_scale);", ";"),
-    "a tile's first step is plain": (_FRAGMENTS, "bool must_look = true;", "bool must_look = false;"),
-    "steps with large maxima are plain": (_FRAGMENTS, "is_large | sees_none", "sees_none"),
-    "steps are plain for queries that have seen no key": (_FRAGMENTS, "is_large | sees_none", "is_large"),
+    "a masked step is plain": (_FORWARD, "kAsPlain = Note::kUnseen | Note::kAsTheyAre;", "kAsPlain = Note::kUnseen;"),
+    "a tile's last step is plain": (_FORWARD, "(kAsPlain | Note::kLast)) == kAsPlain", "kAsPlain) == kAsPlain"),
+    "turned scores are as they are": (_FORWARD, "is_whole && !Softmax::turns(params.shape.softmax_scale)", "is_whole"),
+    "a tile's first step is plain": (_FRAGMENTS, "int reasons = kSeesNone;", "int reasons = 0;"),
+    "steps with large maxima are plain": (_FRAGMENTS, "reasons = kIsLarge * __any_sync", "reasons = 0 * __any_sync"),
+    "steps are plain for queries that have seen no key": (_FRAGMENTS, " + kSeesNone * __any", " + 0 * __any"),
     "V is left before it is multiplied in a plain step": (
-        _FORWARD, f"  tile::wait_for<0>(o);\n  {_V_IS_LEFT}  return true;",
-        f"  {_V_IS_LEFT}  tile::wait_for<0>(o);\n  return true;",
+        _FORWARD, f"  tile::wait_for<0>(o);\n  {_V_IS_LEFT}}}\n\n// What is multiplied next",
+        f"  {_V_IS_LEFT}  tile::wait_for<0>(o);\n}}\n\n// What is multiplied next",
     ),
     "keys of a plain step are those of the one before": (
-        _FORWARD, "++num_keys;\n      next = Operands(group, num_tasks, num_keys);\n      p = s",
-        "next = Operands(group, num_tasks, num_keys);\n      ++num_keys;\n      p = s",
+        _FORWARD, "++num_keys;\n        next = Operands(group, num_tasks, num_keys);\n        p = s",
+        "next = Operands(group, num_tasks, num_keys);\n        ++num_keys;\n        p = s",
+    ),
+    "a warpgroup has the mask of the first": (_FORWARD, ".kinds[group % kConsumers];", ".kinds[0];"),
+    "warpgroups see what the tile's first rows see": (_FORWARD, "work, 64 * ptx::lane());", "work, 0);"),
+    "what some of a warpgroup's queries see all do": (
+        _FORWARD, "return {reach.stop, reach.full_start, reach.full_stop};",
+        "return {reach.stop, reach.full_start, reach.stop};",
+    ),
+    "a warpgroup leaves a tile a step too soon": (
+        _FORWARD, "step.stop >= span.stop);", "step.stop + kBlockKv >= span.stop);"
+    ),
+    "keys that a warpgroup passes over are not left": (
+        _FORWARD, "    tile::arrive(board().k[stage].empty);\n    await_turn", "    await_turn"
+    ),
+    "values that a warpgroup passes over are left unread": (
+        _FORWARD, "    tile::await_full(board().v[stage], parity);\n", ""
+    ),
+    "values that a warpgroup passed over are left twice": (
+        _FORWARD, "if (!is_end || !keeps_values) tile", "tile"
+    ),
+    "who passes over a step has no turn": (_FORWARD, "    await_turn();\n    pass_turn();\n", ""),
+    "who passed over a tile's end starts without a turn": (
+        _FORWARD, "num_tasks, num_keys, num_keys > 0);", "num_tasks, num_keys, false);"
+    ),
+    "Q's room is left a tile too late": (
+        _FORWARD, "(is_first && !is_last) * Note::kOLeaves", "is_first * Note::kOLeaves"
+    ),
+    "Q's room is not left by plain steps": (
+        _FORWARD, "        if (kind & Note::kOLeaves) leave_queries(num_tasks - 1);\n        ++num", "        ++num"
+    ),
+    "Q's room is not left by other steps": (
+        _FORWARD, "if (kind & Note::kOLeaves || is_first && is_last) leave", "if (is_first && is_last) leave"
+    ),
+    "Q's room is not left after a single step": (
+        _FORWARD, "if (kind & Note::kOLeaves || is_first && is_last) leave", "if (kind & Note::kOLeaves) leave"
     ),
     "K that was not there when it was asked for counts as there": (
         _FORWARD, "    if (!has_k_) tile", "    if (false) tile"
@@ -164,7 +213,7 @@ EDITS = {
         _FORWARD, "    if (!has_v_) tile", "    if (false) tile"
     ),
     "O goes on from tile to tile": (
-        _FORWARD, "        o.fill(0);\n      }\n      make_weights", "      }\n      make_weights"
+        _FORWARD, "          o.fill(0);\n        }\n        if", "        }\n        if"
     ),
     "a tile has the sums of the next one": (_FORWARD, "- 1, finished, o, false);", "- 1, softmax, o, false);"),
     "a tile goes on with the maximum of the one before": (_FORWARD, "      softmax = Softmax();\n", ""),
@@ -177,17 +226,24 @@ EDITS = {
         "tile::arrive(board().told[task_of(num_tasks)].empty);",
     ),
     "a row that ends within a chunk is left to the accelerator": (
-        _FORWARD, "params.shape.value_dim % tile::kChunkOf<Element> == 0;", "true;"
+        _FORWARD, "params.shape.value_dim % tile::kChunkOf<Element> == 0 &&", "true &&"
     ),
-    "a band ends with the first row's": (_FORWARD, "task.band.hi + row,", "task.band.hi,"),
-    "a band starts with the first row's": (_FORWARD, "Seen{task.band.lo + row,", "Seen{task.band.lo,"),
+    "a band ends with the first row's": (_FRAGMENTS, "columns_before(keys.hi + row)", "columns_before(keys.hi)"),
+    "a band starts with the first row's": (_FRAGMENTS, "columns_before(keys.lo + row)", "columns_before(keys.lo)"),
+    "a band ends alike for all rows of a thread": (_FRAGMENTS, "min(hi + 2 * i, last)", "min(hi, last)"),
+    "a band starts alike for all rows of a thread": (_FRAGMENTS, "max(lo + 2 * i, first)", "max(lo, first)"),
+    "a band goes on past the last key": (_FRAGMENTS, "min(hi + 2 * i, last)", "hi + 2 * i"),
+    "keys of the step before count again in a band": (_FRAGMENTS, "max(lo + 2 * i, first)", "lo + 2 * i"),
+    "a thread's two columns are one": (
+        _FRAGMENTS, "* 2 + min(key - first_key & 7, 2);", "* 2 + min(key - first_key & 7, 1);"
+    ),
     "nobody has the first turn": (_FORWARD, "  if (group == kConsumers) pass_turn();\n", ""),
     "a warpgroup has another's queries": (_FORWARD, "64 * (group % kConsumers)", "64 * (group - 1)"),
     "a task overwrites the one before": (
-        _FORWARD, "Task& task = board().tasks[task_of(num_tasks)];\n      task.work",
-        "Task& task = board().tasks[0];\n      task.work",
+        _FORWARD, "    Task& task = board().tasks[task_of(num_tasks)];\n    if (!is_end",
+        "    Task& task = board().tasks[0];\n    if (!is_end",
     ),
-    "every step is whole": (_FORWARD, "hides_none = !is_wider && is_whole<kBlockKv>(step);", "hides_none = true;"),
+    "every step is whole": (_FORWARD, "const bool is_seen = step.kind", "const bool is_seen = true || step.kind"),
     "a negative scale is not turned": (_FORWARD, "if (Softmax::turns(softmax_scale)) ", "if (false) "),
     "panels of V lie too close": (_PANELS, "kSwizzle, Tile::Panel::kBytes, 8", "kSwizzle, 1024, 8"),
     "the second panel of K is the first": (_PANELS, "at(panel * Tile::Panel::kBytes + ", "at(0 * panel + "),
@@ -425,7 +481,8 @@ WIDE_EDITS = {
 
 
 def structures() -> list[Structure]:
-    """Of kernels for 128 columns, one without a list and one with, and of one with a single room for Q."""
+    """Of kernels for 128 columns, one without a list and one with, of one with a single room for Q, and of one with
+    three warpgroups, the first of which see no key of a tile's last steps."""
     rng = np.random.default_rng(0)
     square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 300, "head_dim": 128}
     return [
@@ -450,6 +507,9 @@ def structures() -> list[Structure]:
         Structure(seqlen_q=272, seqlen_kv=272, head_dim=64, value_dim=64, mask=masks.Causal()),
         Structure(**square, value_dim=128, mask=masks.SlidingWindow(70, 20)),
         Structure(seqlen_q=1, seqlen_kv=40, head_dim=128, value_dim=100),
+        Structure(
+            num_heads=3, seqlen_q=500, seqlen_kv=768, head_dim=40, value_dim=64, mask=masks.Causal("bottom_right")
+        ),
     ]  # fmt: skip
 
 
@@ -469,13 +529,16 @@ def cleaned(made: Callable[[], list[Structure]]) -> list[Example]:
 
 @cache
 def with_plain_steps() -> list[Example]:
-    """Steps that every query sees whole, with scores that grow, stay alike, grow large, and are large at first; and
-    after one of which some see nothing."""
+    """Steps that every query sees whole, with scores that grow, stay alike, grow large, are large at first, and are
+    too large where some warpgroups mask them; and after a step in which some queries see nothing."""
     square, made = {"num_heads": 1, "seqlen_q": 130, "seqlen_kv": 384, "head_dim": 128, "value_dim": 128}, []
     for scale, first, other in ((0.1, 0.1, 4), (0.1, 1, 1), (400, 0.05, 2), (400, 2, 0.05)):
         clean = half(Structure(**square, scale=scale))
         k = clean.k * np.where(np.arange(384) < 128, first, other)[:, None]
         made.append(clean.but(k=k.astype(clean.k.dtype)))
+    late = half(Structure(seqlen_q=200, seqlen_kv=640, head_dim=64, value_dim=64, mask=masks.Causal("bottom_right")))
+    k = late.k * np.where(np.arange(640) < 512, 0.1, 6)[:, None]  # in steps that are masked
+    made.append(late.but(k=k.astype(late.k.dtype)))
     allowed = np.ones((130, 384), bool)
     allowed[::3, :128] = False
     return [*made, half(Structure(**square, mask=masks.Dense(allowed)))]

@@ -51,6 +51,24 @@ CUFLASH_DEVICE void mask_rows(Tile& s, const Step& step, SeenBy seen_by) {
   }
 }
 
+// The same where each row sees one key further than the row before: the tile's first one what `keys` says. Of the step, keys
+// from `start` on.
+template <class Tile>
+CUFLASH_DEVICE void mask_band(Tile& s, const Step& step, const Interval& keys, int start) {
+  static_assert(Tile::kColumns <= 32 && Tile::row(1) == 8 && Tile::column(2) == 8, "a thread's next row: two columns on");
+  const int first_key = step.start + Tile::first_column(), row = Tile::first_row();
+  const auto columns_before = [&](int key) { return (key - first_key >> 3) * 2 + min(key - first_key & 7, 2); };
+  const int first = columns_before(start), last = columns_before(step.stop);
+  const int lo = columns_before(keys.lo + row), hi = columns_before(keys.hi + row);
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i) {
+    const uint32_t seen = ptx::bits_from(max(lo + 2 * i, first)) & ~ptx::bits_from(min(hi + 2 * i, last));
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j)
+      if (!(seen >> j & 1)) s.at(i, j) = ptx::negative_infinity<float>();
+  }
+}
+
 // What a row of a tile sees in a step; one past its last, nothing.
 template <class Queries = EachItsOwn>
 CUFLASH_DEVICE Seen seen_by_row(const Params& params, const WorkTile& work, const Step& step, int row,
@@ -79,8 +97,10 @@ struct LazySoftmax {
   static constexpr float kLargest = 1 << 14;  // of a score whose rounding changes no digit that o has
 
   float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns
-  bool is_large = false;  // some of the warp's maxima: what rounds in a score times the scale would be a large exponent
-  bool must_look = true;  // for maxima, in a step: some are large, or some of the warp's queries have seen no key yet
+  // Why a step must look for maxima: some of the warp's queries have seen no key yet, or some maxima are so large that what
+  // rounds in a score times the scale would be a large exponent.
+  enum Reason { kSeesNone = 1, kIsLarge = 2 };
+  int reasons = kSeesNone;
 
   CUFLASH_DEVICE LazySoftmax() {
 #pragma unroll
@@ -132,7 +152,7 @@ struct LazySoftmax {
     const auto is_risen = [&](int i, float to) {  // not of -inf - (-inf)
       return (to - row_max[i]) * softmax_scale_log2 > kMostRise;
     };
-    bool has_risen = false, sees_none = false;
+    bool has_risen = false, sees_none = false, is_large = reasons & kIsLarge;
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j)
 #pragma unroll
@@ -154,8 +174,7 @@ struct LazySoftmax {
       is_large |= has_seen && fabsf(row_max[i]) * softmax_scale_log2 > kLargest;
       sees_none |= !has_seen;
     }
-    is_large = __any_sync(0xffffffffu, is_large);
-    must_look = __any_sync(0xffffffffu, is_large | sees_none);
+    reasons = kIsLarge * __any_sync(0xffffffffu, is_large) + kSeesNone * __any_sync(0xffffffffu, sees_none);
     return true;
   }
 
@@ -179,7 +198,7 @@ struct LazySoftmax {
   CUFLASH_DEVICE void weigh(Tile& s, float softmax_scale_log2) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      weigh_row(s, i, softmax_scale_log2, is_large ? 0 : shift(i) * softmax_scale_log2, row_sum[i]);
+      weigh_row(s, i, softmax_scale_log2, reasons & kIsLarge ? 0 : shift(i) * softmax_scale_log2, row_sum[i]);
   }
 
   // All of it: scores become weights, and what has been summed before is scaled by what the maximum rose.
@@ -187,7 +206,7 @@ struct LazySoftmax {
   CUFLASH_DEVICE void update(Tile& s, OutputTile& o, float softmax_scale_log2) {
     float by[kRows];
     if (raise(s, softmax_scale_log2, by)) rescale(o, by);
-    if (is_large) take_off(s);
+    if (reasons & kIsLarge) take_off(s);
     weigh(s, softmax_scale_log2);
   }
 

@@ -39,6 +39,13 @@ CUFLASH_DEVICE float lesser_or_nan(float x, float y) {
   return z;
 }
 
+// The bits from `first` on: all where it is negative, none from 32 on.
+CUFLASH_DEVICE uint32_t bits_from(int first) {
+  uint32_t bits;
+  asm("shl.b32 %0, %1, %2;" : "=r"(bits) : "r"(~0u), "r"(max(first, 0)));
+  return bits;
+}
+
 template <class T>
 CUFLASH_DEVICE T negative_infinity();
 template <>

@@ -20,6 +20,9 @@ constexpr int kQRooms = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmall ? 2 : 1
 constexpr int kTasks = 4;  // tiles known of: looked up, brought, multiplied, and written
 constexpr bool kTakesTurns = kConsumers > 1;
 constexpr bool kAsksAhead = kHeadDim > 64;  // for rooms, under weights; where steps are short it costs more than waiting
+// Whether no maxima are looked for in a tile's masked steps and its last one either. Rooms of keys are left later for it, and
+// two warpgroups, which take more keys in the same time, would wait for them.
+constexpr bool kSparesLooks = kConsumers == 3;
 constexpr bool kMovesRegisters = kConsumers > 1 || kMinBlocks > 1;
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) ? 40 : 56;
 constexpr int kConsumerRegisters =
@@ -47,22 +50,34 @@ constexpr bool kLeavesByRoom =
 
 // What is known of a tile, and of a step.
 enum Operand { kQ, kK, kV };  // in the order of Params and TensorMaps
+struct Span {  // no query of a warpgroup sees a key from `stop` on, and all see full_start <= x < full_stop
+  int stop, full_start, full_stop;
+};
+struct alignas(16) Results {  // where they go
+  float* lse;
+  int num_rows;
+  int leaves_by_room;  // rows are whole chunks, and as many as boxes have or the matrix, as the accelerator writes
+  int first;           // row of O
+  tile::InStack o_at;
+};
 struct Task {
+  Results results;
   attention::WorkTile work;
   attention::Reach reach;
+  Span spans[kConsumers];
   int kv_head, is_end;
-  tile::InStack at[kV + 1], o_at;  // of operands, and of O
-  float* lse;
-  int leaves_by_room;  // rows are whole chunks, and as many as boxes have or the matrix, as the accelerator writes
+  tile::InStack at[kV + 1];  // of operands
   int is_of_band;
   attention::Interval band;  // what the first row sees, if it is one; others see what lies as much further on
 };
 struct Note {
-  // No mask hides a score; no step of the tile follows; or the first alone, and scores grow with what leaves the product.
-  enum Kind { kWhole = 1, kLast = 2, kPlain = 4 };
+  // Scores are what leaves the product, as no mask hides one and the scale is positive; the warpgroup's queries see no key
+  // of the tile's further steps; nobody's do. And what a warpgroup itself knows: the tile follows on another, whose results
+  // are to be written; no maxima are to be looked for; O of the tile before is leaving the room of its Q.
+  enum Kind { kAsTheyAre = 1, kLast = 2, kEndsTile = 4, kFollows = 8, kUnseen = 16, kOLeaves = 32 };
   attention::Step step;
   int start;  // keys before it were the last step's
-  int kind;
+  int kinds[kConsumers];
 };
 
 struct Board {
@@ -156,8 +171,17 @@ CUFLASH_DEVICE int next_tile(const attention::Params& params, int round, int num
   return __shfl_sync(0xffffffffu, number, 0);
 }
 
+// What 64 of a tile's queries see.
+CUFLASH_DEVICE Span span_of(const attention::Params& params, attention::WorkTile work, int first_row) {
+  work.first += first_row;
+  work.last = min(work.last, work.first + 64);
+  if (work.is_empty()) return {};
+  const attention::Reach reach = attention::reach_of_queries(params, work);
+  return {reach.stop, reach.full_start, reach.full_stop};
+}
+
 // Look up the tiles of this block, ahead of those who bring them.
-CUFLASH_DEVICE void look_up(const attention::Params& params) {
+CUFLASH_DEVICE void look_up(const attention::Params& params, const attention::TensorMaps& maps) {
   using namespace attention;
   const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
   unsigned num_tasks = 0;
@@ -177,8 +201,10 @@ CUFLASH_DEVICE void look_up(const attention::Params& params) {
     }
     const tile::Room& told = board().told[task_of(num_tasks)];
     await_room(told, task_parity_of(num_tasks));
+    Task& task = board().tasks[task_of(num_tasks)];
+    if (!is_end && ptx::lane() < kConsumers) task.spans[ptx::lane()] = span_of(params, work, 64 * ptx::lane());
+    __syncwarp();
     if (leads()) {
-      Task& task = board().tasks[task_of(num_tasks)];
       task.work = work;
       task.reach = reach;
       task.is_end = is_end;
@@ -186,10 +212,13 @@ CUFLASH_DEVICE void look_up(const attention::Params& params) {
       task.at[kQ] = in_stack(params.q, work.place, work.place.head);
       task.at[kK] = in_stack(params.k, work.place, task.kv_head);
       task.at[kV] = in_stack(params.v, work.place, task.kv_head);
-      task.o_at = in_stack(params.o, work.place, work.place.head);
-      task.lse = &matrix<float>(params.lse, work.place, work.place.head, 0, 1).at(work.first, 0);
-      task.leaves_by_room = ((work.last - work.first) % kBoxRows == 0 || work.last == params.shape.seqlen_q) &&
-                            params.shape.value_dim % tile::kChunkOf<Element> == 0;
+      const int num_rows = work.last - work.first;
+      task.results = {&matrix<float>(params.lse, work.place, work.place.head, 0, 1).at(work.first, 0),
+                      num_rows,
+                      (num_rows % kBoxRows == 0 || work.last == params.shape.seqlen_q) &&
+                          params.shape.value_dim % tile::kChunkOf<Element> == 0 && is_mapped(maps.o, params.o),
+                      work.first,
+                      in_stack(params.o, work.place, work.place.head)};
       task.is_of_band = !config::kIsListed && params.work.lo == nullptr;
       task.band = {bounded(work.first + params.work.lower), bounded(work.first + params.work.upper + 1)};
       ptx::mbarrier_arrive(ptx::shared_address(&told.full));
@@ -208,6 +237,17 @@ CUFLASH_DEVICE bool widen(attention::Step& step, const attention::Reach& reach, 
   return is_wider;
 }
 
+// What a step, which was not made wider, is for a warpgroup. Places of a list are in any order.
+CUFLASH_DEVICE int kind_of(const attention::Params& params, const attention::Step& step, const Span& span, bool is_wider,
+                           bool ends_tile) {
+  const bool is_of_all = step.start >= span.full_start && step.stop <= span.full_stop;
+  const bool is_seen = step.kind == attention::Kind::kFull || (step.kind == attention::Kind::kInterval && is_of_all);
+  const bool is_last = ends_tile || (!config::kIsListed && step.stop >= span.stop);
+  const bool is_whole = is_seen && !is_wider && step.stop - step.start == kBlockKv;
+  return (is_whole && !Softmax::turns(params.shape.softmax_scale)) * Note::kAsTheyAre + is_last * Note::kLast +
+         ends_tile * Note::kEndsTile;
+}
+
 CUFLASH_DEVICE void bring_keys(const attention::Params& params, const attention::TensorMaps& maps) {
   using namespace attention;
   unsigned num_keys = 0, num_tasks = 0;  // tiles brought
@@ -224,12 +264,16 @@ CUFLASH_DEVICE void bring_keys(const attention::Params& params, const attention:
     for (bool is_first = true; steps.next(step); is_first = false) {
       const int stage = stage_of(num_keys), start = step.start;
       const tile::Room& k = board().k[stage];
-      const bool is_wider = widen(step, task.reach, params.shape.seqlen_kv), is_last = !steps.has_next();
+      const bool is_wider = widen(step, task.reach, params.shape.seqlen_kv), ends_tile = !steps.has_next();
+      const int kind = kind_of(params, step, task.spans[min(ptx::lane(), kConsumers - 1)], is_wider, ends_tile);
       await_room(k, parity_of(num_keys));
-      const bool hides_none = !is_wider && is_whole<kBlockKv>(step);
-      const bool is_plain = hides_none && !is_last && !Softmax::turns(params.shape.softmax_scale);
-      if (leads())
-        board().notes[stage] = {step, start, hides_none * Note::kWhole + is_last * Note::kLast + is_plain * Note::kPlain};
+      Note& note = board().notes[stage];
+      if (ptx::lane() < kConsumers) note.kinds[ptx::lane()] = kind;
+      if (leads()) {
+        note.step = step;
+        note.start = start;
+      }
+      __syncwarp();
       fill<kK>(params, maps, k, stage, task, step.start, step.stop, false);
       ++num_keys;
       if (!is_first) continue;
@@ -276,16 +320,10 @@ CUFLASH_DEVICE void pass_turn() {
 CUFLASH_DEVICE void write_results(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tasks,
                                   const Softmax& softmax, Output& o, bool is_last) {
   using namespace attention;
-  const Task& task = board().tasks[task_of(num_tasks)];
-  const WorkTile& work = task.work;
   float row_lse[Output::kRows];
   softmax.finalize(o, board().softmax_scale_log2, row_lse);
-#pragma unroll
-  for (int i = 0; i < o.kRows; ++i) {
-    const int row = o.first_row() + o.row(i);
-    if (o.first_column() == 0 && row < work.last - work.first) task.lse[row * params.lse.row_stride] = row_lse[i];
-  }
-  if (kLeavesByRoom && task.leaves_by_room && is_mapped(maps.o, params.o)) {
+  const Results to = board().tasks[task_of(num_tasks)].results;
+  if (kLeavesByRoom && to.leaves_by_room) {
     // All of the warpgroup's products have read Q: with the next tile's first ones a turn was waited for, if there are both.
     if (!kTakesTurns || is_last) ptx::bar_sync(kHasReadQ + own_group(), kGroup);
     const OPanels room{q_smem(q_room_of(num_tasks)).start};
@@ -295,13 +333,19 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const attenti
     ptx::fence_proxy_async();
     __syncwarp();
 #pragma unroll
-    for (int panel = 0; panel < OPanels::kPanels && o.warp_row() < work.last - work.first; ++panel)
+    for (int panel = 0; panel < OPanels::kPanels && o.warp_row() < to.num_rows; ++panel)
       ptx::tma_store_5d(&maps.o.map, room.panel(panel).address(o.warp_row(), 0), panel * OPanels::kPanelWidth,
-                        work.first + o.warp_row(), task.o_at.x, task.o_at.y, task.o_at.z);
+                        to.first + o.warp_row(), to.o_at.x, to.o_at.y, to.o_at.z);
     ptx::bulk_commit();
   } else {
+    const WorkTile& work = board().tasks[task_of(num_tasks)].work;
     const auto all = matrix<Element>(params.o, work.place, work.place.head, 0, params.shape.value_dim);
     tile::store(all.rows(work.first, work.last), o);
+  }
+#pragma unroll
+  for (int i = 0; i < o.kRows; ++i) {
+    const int row = o.first_row() + o.row(i);
+    if (o.first_column() == 0 && row < to.num_rows) to.lse[row * params.lse.row_stride] = row_lse[i];
   }
 }
 
@@ -326,13 +370,34 @@ CUFLASH_DEVICE QOperand q_operand(int group, unsigned num_tasks) {
   return QOperand(q_smem(q_room_of(num_tasks)), 64 * (group % kConsumers));
 }
 
+// A step's kind, for a warpgroup.
+CUFLASH_DEVICE int kind_for(int group, unsigned num_keys) {
+  return board().notes[stage_of(num_keys)].kinds[group % kConsumers];
+}
+
 // Of a tile's first step; says the step's kind.
-CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tasks, unsigned num_keys) {
+CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tasks, unsigned num_keys, bool has_turn) {
   tile::await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
-  const int kind = board().notes[stage_of(num_keys)].kind;
+  const int kind = kind_for(group, num_keys);
+  if (has_turn) await_turn();
   tile::start_product_nt(s, q_operand(group, num_tasks), KOperand(k_smem(stage_of(num_keys))));
+  if (has_turn) pass_turn();
   tile::wait_for<0>(s);
   return kind;
+}
+
+// The rest of a tile, of which the warpgroup's queries see nothing. `keeps_values` of the last step.
+CUFLASH_DEVICE void pass_over(int group, unsigned& num_keys, bool keeps_values) {
+  for (bool is_end = false; !is_end; ++num_keys) {
+    const int stage = stage_of(num_keys), parity = parity_of(num_keys);
+    tile::await_full(board().k[stage], parity);
+    is_end = kind_for(group, num_keys) & Note::kEndsTile;
+    tile::arrive(board().k[stage].empty);
+    await_turn();
+    pass_turn();
+    tile::await_full(board().v[stage], parity);
+    if (!is_end || !keeps_values) tile::arrive(board().v[stage].empty);
+  }
 }
 
 // The same of any step for one warp alone, whose own scores are lost.
@@ -349,38 +414,38 @@ CUFLASH_DEVICE void remake_scores(Scores& s, unsigned num_tasks, unsigned num_ke
   }
 }
 
-// See to the maxima of a step's scores. Whether O is to be rescaled.
-CUFLASH_DEVICE bool raise_maxima(const attention::Params& params, Scores& s, Softmax& softmax, float (&by)[Softmax::kRows],
-                                 unsigned num_tasks, unsigned num_keys, int kind) {
+// What is not so as it left the product: hide what masks hide, and turn what falls as scores grow.
+CUFLASH_DEVICE void mend_scores(const attention::Params& params, Scores& s, unsigned num_tasks, unsigned num_keys) {
   const Note& note = board().notes[stage_of(num_keys)];
   const double softmax_scale = params.shape.softmax_scale;
   if (Softmax::turns(softmax_scale)) Softmax::turn(s, softmax_scale);
-  if (!(kind & Note::kWhole))
-    attention::mask_rows<config::kIsListed>(s, note.step, [&](int row) {
-      const Task& task = board().tasks[task_of(num_tasks)];
-      auto seen = task.is_of_band ? attention::Seen{task.band.lo + row, task.band.hi + row, nullptr, 0}
-                                  : attention::seen_by_row(params, task.work, note.step, row);
-      seen.lo = max(seen.lo, note.start);
-      return seen;
-    });
+  const Task& task = board().tasks[task_of(num_tasks)];
+  if (!config::kIsListed && task.is_of_band) return attention::mask_band(s, note.step, task.band, note.start);
+  attention::mask_rows<config::kIsListed>(s, note.step, [&](int row) {
+    auto seen = attention::seen_by_row(params, task.work, note.step, row);
+    seen.lo = max(seen.lo, note.start);
+    return seen;
+  });
+}
+
+// A step's keys are not read any more; nor are, with its last ones, a tile's queries, if they have the one room.
+CUFLASH_DEVICE void leave_keys(unsigned num_keys, bool is_last) {
   tile::arrive(board().k[stage_of(num_keys)].empty);
-  if ((kind & Note::kLast) != 0 && kQRooms == 1) tile::arrive(board().q[0].empty);
-  return softmax.raise(s, board().softmax_scale_log2, by);
+  if (is_last && kQRooms == 1) tile::arrive(board().q[0].empty);
 }
 
 // The weights of a step, of which scores are left in their place.
-CUFLASH_DEVICE void make_weights(Weights& p, Scores& s, Softmax& softmax, Output& o, bool has_risen,
+CUFLASH_DEVICE void make_weights(Scores& s, Softmax& softmax, Output& o, bool has_risen,
                                  const float (&by)[Softmax::kRows]) {
   if (has_risen) Softmax::rescale(o, by);
-  if (softmax.is_large) softmax.take_off(s);
+  if (softmax.reasons & Softmax::kIsLarge) softmax.take_off(s);
   softmax.weigh(s, board().softmax_scale_log2);
-  p = s;
 }
 
 // O has the values of the keys before.
 CUFLASH_DEVICE void await_sum(Output& o, unsigned num_keys) {
   tile::wait_for<0>(o);
-  if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
+  tile::arrive(board().v[stage_of(num_keys - 1)].empty);
 }
 
 // What is multiplied next: Q and the keys after `num_keys` - 1, and the values of these. Found while weights are made: what
@@ -398,10 +463,10 @@ class Operands {
   }
 
   // Start both products, once their weights are there. Says the kind of the keys' step.
-  CUFLASH_DEVICE int start_products(Scores& s, Output& o, const Weights& p, unsigned num_keys) const {
+  CUFLASH_DEVICE int start_products(Scores& s, Output& o, const Weights& p, int group, unsigned num_keys) const {
     if (!has_k_) tile::await_full(board().k[stage_of(num_keys)], parity_of(num_keys));
     if (!has_v_) tile::await_full(board().v[stage_of(num_keys - 1)], parity_of(num_keys - 1));
-    const int kind = board().notes[stage_of(num_keys)].kind;
+    const int kind = kind_for(group, num_keys);
     await_turn();
     tile::start_product_nt(s, q_, k_);
     tile::start_sum_nn(o, p, v_);
@@ -416,14 +481,38 @@ class Operands {
   bool has_k_, has_v_;
 };
 
-// Most steps are plain: they leave maxima as they are, and look at none. False, and scores are lost, where weights come out too
-// large; those of the next step are looked at too then.
-CUFLASH_DEVICE bool weigh_plain_step(Scores& s, Output& o, Softmax& softmax, unsigned num_keys) {
-  if (!softmax.weigh_unseen(s, board().softmax_scale_log2)) return false;
-  tile::arrive(board().k[stage_of(num_keys)].empty);
-  tile::wait_for<0>(o);
-  tile::arrive(board().v[stage_of(num_keys - 1)].empty);
-  return true;
+// Plain steps have code of their own that is in one piece: where it jumps, it waits for instructions.
+CUFLASH_DEVICE bool is_plain(int kind) {
+  constexpr int kAsPlain = Note::kUnseen | Note::kAsTheyAre;
+  return (kind & (kAsPlain | Note::kLast)) == kAsPlain;
+}
+
+// Scores of a step that is not plain, or was, and they are lost: `is_lost`. Whether they are weights then; else they are as masks
+// leave them.
+CUFLASH_DEVICE bool weigh_other_step(const attention::Params& params, Scores& s, Softmax& softmax, unsigned num_tasks,
+                                     unsigned num_keys, int kind, bool is_lost) {
+  bool is_done = false;
+  if constexpr (kSparesLooks) {
+#pragma unroll 1
+    for (int again = is_lost; again < 2 && !is_done; ++again) {
+      if (again) remake_scores(s, num_tasks, num_keys);
+      if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys);
+      if (!(kind & Note::kUnseen) || again) break;
+      is_done = softmax.weigh_unseen(s, board().softmax_scale_log2);
+    }
+    leave_keys(num_keys, kind & Note::kLast);
+  } else {
+    if (is_lost) remake_scores(s, num_tasks, num_keys);
+    if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys);
+    leave_keys(num_keys, kind & Note::kLast);
+  }
+  return is_done;
+}
+
+// Whether the next step is to look for maxima: it is after one that did not, and lost its scores.
+CUFLASH_DEVICE int next_kind(int kind, bool is_done, const Softmax& softmax) {
+  const bool is_lost = (kSparesLooks ? kind & Note::kUnseen : is_plain(kind)) && !is_done;
+  return ptx::opaque(is_lost | softmax.reasons) ? 0 : Note::kUnseen;
 }
 
 // O gets the last values.
@@ -443,81 +532,89 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
     Scores s;
     Weights p;
     o.fill(0);
-    int kind = start_first_scores(s, group, num_tasks, num_keys);
-    bool is_plain = false;
+    int kind = start_first_scores(s, group, num_tasks, num_keys, false);
     for (bool is_first = true;; is_first = false) {
-      const bool is_last = kind & Note::kLast, is_done = is_plain && weigh_plain_step(s, o, softmax, num_keys);
+      const bool is_last = kind & Note::kLast, was_plain = is_plain(kind);
+      bool is_done = was_plain && softmax.weigh_unseen(s, board().softmax_scale_log2);
       if (is_done) {
+        leave_keys(num_keys, false);
+        await_sum(o, num_keys);
         p = s;
       } else {
         float by[Softmax::kRows];
-        if (is_plain) remake_scores(s, num_tasks, num_keys);
-        const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys, kind);
+        is_done = weigh_other_step(params, s, softmax, num_tasks, num_keys, kind, was_plain);
+        const bool has_risen = !is_done && softmax.raise(s, board().softmax_scale_log2, by);
         tile::wait_for<0>(o);
         if (!is_first) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
-        make_weights(p, s, softmax, o, has_risen, by);
+        if (!is_done) make_weights(s, softmax, o, has_risen, by);
+        p = s;
       }
       ++num_keys;
       if (is_last) break;
-      kind = Operands(group, num_tasks, num_keys).start_products(s, o, p, num_keys);
-      is_plain = !ptx::opaque((~kind & Note::kPlain) | (is_plain && !is_done) | softmax.must_look);
+      kind = next_kind(kind, is_done, softmax) | Operands(group, num_tasks, num_keys).start_products(s, o, p, group, num_keys);
       tile::wait_for<1>(s);
     }
     add_last_values(o, p, num_keys);
+    if (!(kind & Note::kEndsTile)) pass_over(group, num_keys, false);
     write_results(params, maps, num_tasks, softmax, o, true);
   }
 }
 
 // With room for Q of two tiles, scores of the next tile's first step are made under the last step of this one, and its
-// results are written once the next tile has its first weights.
+// results are written once the next tile has its first weights; if the warpgroup has a part in all of this one's steps.
 CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const attention::TensorMaps& maps, int group) {
   unsigned num_keys = 0, num_tasks = 0;
-  if (!await_tile(0)) return;
-  Softmax softmax, finished;
-  Output o;
-  Scores s;
-  Weights p;
-  o.fill(0);
-  int kind = start_first_scores(s, group, 0, 0);
-  bool is_first = false;  // of another tile than the first
-  bool is_plain = false;
-  while (true) {
-    Operands next;
-    // Plain steps have code of their own that is in one piece: where it jumps, it waits for instructions.
-    const bool is_done = is_plain && weigh_plain_step(s, o, softmax, num_keys);
-    if (is_done) {
-      ++num_keys;
-      next = Operands(group, num_tasks, num_keys);
-      p = s;
-    } else {
-      const bool is_last = kind & Note::kLast;
-      float by[Softmax::kRows];
-      if (is_plain) remake_scores(s, num_tasks, num_keys);
-      const bool has_risen = raise_maxima(params, s, softmax, by, num_tasks, num_keys, kind);
-      await_sum(o, num_keys);
-      if (is_first) {
-        write_results(params, maps, num_tasks - 1, finished, o, false);
-        o.fill(0);
+  while (await_tile(num_tasks)) {
+    Softmax softmax, finished;
+    Output o;
+    Scores s;
+    Weights p;
+    o.fill(0);
+    int kind = start_first_scores(s, group, num_tasks, num_keys, num_keys > 0);
+    while (true) {
+      Operands next;
+      const bool is_last = kind & Note::kLast, is_first = kind & Note::kFollows, was_plain = is_plain(kind);
+      bool is_done = was_plain && softmax.weigh_unseen(s, board().softmax_scale_log2);
+      if (is_done) {
+        leave_keys(num_keys, false);
+        await_sum(o, num_keys);
+        if (kind & Note::kOLeaves) leave_queries(num_tasks - 1);
+        ++num_keys;
+        next = Operands(group, num_tasks, num_keys);
+        p = s;
+      } else {
+        float by[Softmax::kRows];
+        is_done = weigh_other_step(params, s, softmax, num_tasks, num_keys, kind, was_plain);
+        const bool has_risen = !is_done && softmax.raise(s, board().softmax_scale_log2, by);
+        tile::wait_for<0>(o);
+        if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
+        if (is_first) {
+          write_results(params, maps, num_tasks - 1, finished, o, false);
+          o.fill(0);
+        }
+        if (!is_done) make_weights(s, softmax, o, has_risen && !is_first, by);
+        p = s;
+        if (kind & Note::kOLeaves || is_first && is_last) leave_queries(num_tasks - 1);
+        ++num_keys;
+        if (is_last) {
+          ++num_tasks;
+          if (!(kind & Note::kEndsTile) || !await_tile(num_tasks)) break;
+          finished = softmax;
+          softmax = Softmax();
+        }
+        next = Operands(group, num_tasks, num_keys);
       }
-      make_weights(p, s, softmax, o, has_risen && !is_first, by);
-      if (is_first) leave_queries(num_tasks - 1);
-      ++num_keys;
-      is_first = is_last;
-      if (is_last) {
-        if (!await_tile(++num_tasks)) break;
-        finished = softmax;
-        softmax = Softmax();
-      }
-      next = Operands(group, num_tasks, num_keys);
+      // Before scores are waited for.
+      kind = next_kind(kind, is_done, softmax) | is_last * Note::kFollows | (is_first && !is_last) * Note::kOLeaves |
+             next.start_products(s, o, p, group, num_keys);
+      tile::wait_for<1>(s);
     }
-    kind = next.start_products(s, o, p, num_keys);
-    // Before scores are waited for.
-    is_plain = !ptx::opaque((~kind & Note::kPlain) | (is_plain && !is_done) | softmax.must_look);
-    tile::wait_for<1>(s);
+    add_last_values(o, p, num_keys);
+    if (!(kind & Note::kEndsTile)) pass_over(group, num_keys, true);
+    write_results(params, maps, num_tasks - 1, softmax, o, true);
+    leave_queries(num_tasks - 1);
+    if (kind & Note::kEndsTile) return;
   }
-  add_last_values(o, p, num_keys);
-  write_results(params, maps, num_tasks - 1, softmax, o, true);
-  leave_queries(num_tasks - 1);
 }
 
 CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group) {
@@ -553,7 +650,7 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == kBringsKeys) bring_keys(params, maps);
     else if (warp == kBringsValues) bring_values(params, maps);
-    else if (warp == kLooksUp) look_up(params);
+    else if (warp == kLooksUp) look_up(params, maps);
   } else {
     if constexpr (kMovesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params, maps, group);

@@ -28,6 +28,8 @@ CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c);
 
 CUFLASH_DEVICE float lesser_or_nan(float x, float y) { return x != x || x < y ? x : y; }
 
+CUFLASH_DEVICE uint32_t bits_from(int first) { return first > 31 ? 0 : ~0u << (first < 0 ? 0 : first); }
+
 template <class T>
 CUFLASH_DEVICE T negative_infinity();
 template <>
