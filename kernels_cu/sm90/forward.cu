@@ -203,7 +203,6 @@ CUFLASH_DEVICE void look_up(const attention::Params& params, const attention::Te
     await_room(told, task_parity_of(num_tasks));
     Task& task = board().tasks[task_of(num_tasks)];
     if (!is_end && ptx::lane() < kConsumers) task.spans[ptx::lane()] = span_of(params, work, 64 * ptx::lane());
-    __syncwarp();
     if (leads()) {
       task.work = work;
       task.reach = reach;
@@ -221,8 +220,8 @@ CUFLASH_DEVICE void look_up(const attention::Params& params, const attention::Te
                       in_stack(params.o, work.place, work.place.head)};
       task.is_of_band = !config::kIsListed && params.work.lo == nullptr;
       task.band = {bounded(work.first + params.work.lower), bounded(work.first + params.work.upper + 1)};
-      ptx::mbarrier_arrive(ptx::shared_address(&told.full));
     }
+    tile::arrive(told.full);
     if (is_end) return;
     ++num_tasks;
   }
@@ -638,7 +637,7 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), 4 * kConsumers * tile::kArrivals);
     }
     for (const tile::Room& told : board().told) {
-      ptx::mbarrier_init(ptx::shared_address(&told.full), 1);
+      ptx::mbarrier_init(ptx::shared_address(&told.full), tile::kArrivals);
       ptx::mbarrier_init(ptx::shared_address(&told.empty), 2 * tile::kArrivals);
     }
     ptx::mbarrier_init_fence();
