@@ -45,6 +45,20 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
     assert_exact_probes(run.attend, example)
 
 
+on_long = pytest.mark.parametrize(
+    "run",
+    [pytest.param(replace(each.values[0], drawn=(), most_examples=40), marks=each.marks) for each in on_sm90.args[1]],
+    ids=str,
+)
+
+
+@holds_for_examples(on_long, tile=128, longest=900, most_rows=500, max_leaves=2, widest=64)
+def test_results_of_many_steps_are_within_their_bounds(run: Run, example: Example) -> None:
+    """Tiles of three warpgroups, and steps that no mask hides, come only with keys enough."""
+    o, lse = run.attend(example.q, example.k, example.v, mask=example.mask, scale=example.scale)
+    assert_within_bounds(example, o=o, lse=lse)
+
+
 @pytest.mark.parametrize("check", FORWARD_PROPERTIES, ids=lambda check: check.__name__.removeprefix("check_"))
 @holds_for_examples(on_sm90)
 def test_forward(run: Run, example: Example, check: Any) -> None:

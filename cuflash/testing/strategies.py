@@ -59,7 +59,7 @@ HEAD_DIMS = (1, 2, 3, 7, 8, 16, 17, 32, 40, 59, 64, 80, 96, 111, 128, 256)
 PRIMES = (1, 2, 3, 5, 7, 13, 31, 61, 127)
 GROUPS = (1, 2, 3, 7, 8)
 SCALES = (1.0, 0.5, -0.5, 1e-3, 10.0, 100.0, 1e4)
-VALUES = ("normal", "lattice", "constant", "outliers", "small", "large")
+VALUES = ("normal", "lattice", "constant", "outliers", "small", "large", "rising")
 LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset", "broadcast", "odd_strides")
 
 
@@ -67,11 +67,13 @@ LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset"
 
 
 def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
-    """Sequence lengths: 0 and 1, whole tiles and one token more, one or two off, half a tile over, primes."""
+    """Sequence lengths: 0 and 1, whole tiles and one token more, one or two off, half a tile over, primes; as often
+    more than four tiles, where these are not too long."""
     extra = st.sampled_from((0, 1, -1, 2, tile // 2))
-    around = st.builds(lambda tiles, extra: tiles * tile + extra, st.integers(0, 4), extra)
+    numbers = [st.integers(0, 4)] + [st.integers(5, longest // tile)] * (longest >= 5 * tile)
+    around = [st.builds(lambda tiles, extra: tiles * tile + extra, number, extra) for number in numbers]
     primes = st.sampled_from([prime for prime in PRIMES if prime <= longest])
-    return st.one_of(primes, around.map(lambda length: min(max(length, 0), longest)))
+    return st.one_of(primes, *(lengths.map(lambda length: min(max(length, 0), longest)) for lengths in around))
 
 
 def heads(most: int = 24) -> st.SearchStrategy[tuple[int, int]]:
@@ -181,13 +183,24 @@ def _single_cell(draw: st.DrawFn, shape: MaskShape) -> Mask:
     return Dense(allowed)
 
 
+def _some_rows(draw: st.DrawFn, shape: MaskShape) -> slice:
+    third = -(-shape.seqlen_q // 3)
+    first, middle, last, every_other = slice(third), slice(third, -third), slice(-third, None), slice(0, None, 2)
+    return draw(st.sampled_from((first, middle, last, every_other)))
+
+
 def _without_rows(draw: st.DrawFn, shape: MaskShape) -> Mask:
     """Everything but some rows, which attend nothing."""
     kept = np.ones((shape.seqlen_q, 1), bool)
-    third = -(-shape.seqlen_q // 3)
-    first, middle, last, every_other = slice(third), slice(third, -third), slice(-third, None), slice(0, None, 2)
-    kept[draw(st.sampled_from((first, middle, last, every_other)))] = False
+    kept[_some_rows(draw, shape)] = False
     return Dense(kept)
+
+
+def _without_first_keys(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    """Everything, but some rows attend none of the first keys."""
+    allowed = np.ones(shape[2:], bool)
+    allowed[_some_rows(draw, shape), : draw(st.integers(0, shape.seqlen_kv))] = False
+    return Dense(allowed)
 
 
 def _checkered(draw: st.DrawFn, shape: MaskShape) -> Mask:
@@ -210,6 +223,7 @@ _LEAVES = (
     _dense,
     _single_cell,
     _without_rows,
+    _without_first_keys,
     _checkered,
 )
 
@@ -301,7 +315,8 @@ class Structure:
         Of q, k, v, do, dlse; see `laid_out`.
     values : str
         "normal", "lattice" (integers -2..2), "constant" (each operand one number), "outliers" (one element in 50 is
-        10 times as large), "small" (1e-3 times normal), "large" (v and do 100 times normal).
+        10 times as large), "small" (1e-3 times normal), "large" (v and do 100 times normal), "rising" (k grows from key
+        to key, and with it the scores).
     has_dlse : bool
         Without one, dlse is None.
     """
@@ -382,6 +397,8 @@ def _filled(rng: np.random.Generator, name: str, shape: tuple[int, ...], values:
         return 1e-3 * drawn
     if values == "large":
         return 100 * drawn if name in ("v", "do") else drawn
+    if values == "rising":
+        return drawn * np.linspace(0.1, 8, shape[-2])[:, None] if name == "k" else drawn
     return drawn
 
 
@@ -399,9 +416,10 @@ def structures(
     most_rows: int = 1200,
     max_leaves: int = 3,
     widest: int = 256,
+    longest: int = 260,
 ) -> Structure:
     """`Structure`s with at most `most_scores` scores and `most_rows` rows in all; the tokens of a tile are `tile`."""
-    seqlen_q, seqlen_kv = draw(st.tuples(lengths(tile), lengths(tile)))
+    seqlen_q, seqlen_kv = draw(st.tuples(lengths(tile, longest), lengths(tile, longest)))
     seqlen_kv = seqlen_q if draw(st.booleans()) else seqlen_kv
     room = min(most_scores // max(1, seqlen_q * seqlen_kv), most_rows // max(1, seqlen_q))
     has_heads = draw(st.sampled_from((True, True, True, False)))
@@ -448,6 +466,7 @@ def examples(
     most_rows: int = 1200,
     max_leaves: int = 3,
     widest: int = 256,
+    longest: int = 260,
 ) -> st.SearchStrategy[Example]:
     """`Example`s of every structure; see `structures`.
 
@@ -462,8 +481,11 @@ def examples(
         Masks that may be composed into one.
     widest : int
         The most that head and value dims may be.
+    longest : int
+        The most tokens that a sequence may have.
     """
     drawn = structures(
-        tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest
-    )
+        tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
+        longest=longest,
+    )  # fmt: skip
     return drawn.map(Structure.example)
