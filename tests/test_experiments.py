@@ -419,8 +419,9 @@ def test_tiles_of_hopper_bring_their_own_boxes_and_grid(load, monkeypatch: pytes
 def test_a_swept_tile_decides_how_many_blocks_go_on_and_what_is_brought(load) -> None:
     experiment, passes = load("tile_sweep"), load("cuflash.passes")
     plan = swept_plan(experiment, "sm90", 64, "forward", load("cuflash").DeviceSpec.gpu("H100"))
-    two = {"num_stages": 2, "min_blocks": 2}
-    spec = experiment.replace(plan.specs["forward"], block_q=64, block_kv=160, num_warps=8, **two)
+    spec = experiment.replace(
+        plan.specs["forward"], block_q=64, block_kv=160, num_warps=8, num_stages=2, min_blocks=2
+    )  # fmt: skip
     swept, boxes = experiment.at_kernel(plan, spec), []
     room = experiment.cuflash.ShapeDtype((4, 32, 4096, 64), spec.dtype)
     views = [load("cuflash.params").View.of_new(name, room) for name in "qkv"]

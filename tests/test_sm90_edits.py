@@ -48,7 +48,7 @@ EDITS = {
     ),
     "V past a step is what stands there": (_FORWARD, "bool clears = step.stop", "bool clears = false && step.stop"),
     "keys of the step before count again": (_FORWARD, "    seen.lo = max(seen.lo, note.start);\n", ""),
-    "a wider step is whole": (_FORWARD, "is_seen && !is_wider && ", "is_seen && "),
+    "a wider step is whole": (_FORWARD, "is_whole = !is_wider && ", "is_whole = "),
     "V is that of a step that is not wider": (_FORWARD, "      widen(step, task.reach, length);\n", ""),
     "an array without a map is left to the accelerator": (_MAPS, "map.is_there && ", ""),
     "an odd start is left to the accelerator": (
@@ -243,7 +243,7 @@ EDITS = {
         _FORWARD, "    Task& task = board().tasks[task_of(num_tasks)];\n    if (!is_end",
         "    Task& task = board().tasks[0];\n    if (!is_end",
     ),
-    "every step is whole": (_FORWARD, "const bool is_seen = step.kind", "const bool is_seen = true || step.kind"),
+    "every step is whole": (_FORWARD, "!is_wider && attention::is_whole<kBlockKv>(own)", "true"),
     "a negative scale is not turned": (_FORWARD, "if (Softmax::turns(softmax_scale)) ", "if (false) "),
     "panels of V lie too close": (_PANELS, "kSwizzle, Tile::Panel::kBytes, 8", "kSwizzle, 1024, 8"),
     "the second panel of K is the first": (_PANELS, "at(panel * Tile::Panel::kBytes + ", "at(0 * panel + "),

@@ -73,7 +73,7 @@ def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
     numbers = [st.integers(0, 4)] + [st.integers(5, longest // tile)] * (longest >= 5 * tile)
     around = [st.builds(lambda tiles, extra: tiles * tile + extra, number, extra) for number in numbers]
     primes = st.sampled_from([prime for prime in PRIMES if prime <= longest])
-    return st.one_of(primes, *(lengths.map(lambda length: min(max(length, 0), longest)) for lengths in around))
+    return st.one_of(primes, *(each.map(lambda length: min(max(length, 0), longest)) for each in around))
 
 
 def heads(most: int = 24) -> st.SearchStrategy[tuple[int, int]]:

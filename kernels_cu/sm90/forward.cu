@@ -236,13 +236,14 @@ CUFLASH_DEVICE bool widen(attention::Step& step, const attention::Reach& reach, 
   return is_wider;
 }
 
-// What a step, which was not made wider, is for a warpgroup. Places of a list are in any order.
+// What a step is for a warpgroup. Further places of a list may lie anywhere: which keys are the last is not known there.
 CUFLASH_DEVICE int kind_of(const attention::Params& params, const attention::Step& step, const Span& span, bool is_wider,
                            bool ends_tile) {
-  const bool is_of_all = step.start >= span.full_start && step.stop <= span.full_stop;
-  const bool is_seen = step.kind == attention::Kind::kFull || (step.kind == attention::Kind::kInterval && is_of_all);
+  using attention::Kind;
+  attention::Step own = step;
+  if (step.kind == Kind::kInterval && step.start >= span.full_start && step.stop <= span.full_stop) own.kind = Kind::kFull;
+  const bool is_whole = !is_wider && attention::is_whole<kBlockKv>(own);
   const bool is_last = ends_tile || (!config::kIsListed && step.stop >= span.stop);
-  const bool is_whole = is_seen && !is_wider && step.stop - step.start == kBlockKv;
   return (is_whole && !Softmax::turns(params.shape.softmax_scale)) * Note::kAsTheyAre + is_last * Note::kLast +
          ends_tile * Note::kEndsTile;
 }
@@ -385,7 +386,8 @@ CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tasks, 
   return kind;
 }
 
-// The rest of a tile, of which the warpgroup's queries see nothing. `keeps_values` of the last step.
+// Pass over the rest of a tile, of which the warpgroup's queries see nothing: take turns and pass them, and leave what is not
+// read; but for the last step's values, if it `keeps_values`.
 CUFLASH_DEVICE void pass_over(int group, unsigned& num_keys, bool keeps_values) {
   for (bool is_end = false; !is_end; ++num_keys) {
     const int stage = stage_of(num_keys), parity = parity_of(num_keys);
@@ -399,7 +401,7 @@ CUFLASH_DEVICE void pass_over(int group, unsigned& num_keys, bool keeps_values) 
   }
 }
 
-// The same of any step for one warp alone, whose own scores are lost.
+// A step's scores once more, for one warp alone, whose own are lost.
 CUFLASH_DEVICE void remake_scores(Scores& s, unsigned num_tasks, unsigned num_keys) {
   constexpr int kInPanel = QPanels::kPanelWidth / 16;
   s.fill(0);
@@ -486,8 +488,8 @@ CUFLASH_DEVICE bool is_plain(int kind) {
   return (kind & (kAsPlain | Note::kLast)) == kAsPlain;
 }
 
-// Scores of a step that is not plain, or was, and they are lost: `is_lost`. Whether they are weights then; else they are as masks
-// leave them.
+// Scores of a step that is not plain, or was, and they are lost: `is_lost`. Whether they are weights then; else they are as
+// masks leave them.
 CUFLASH_DEVICE bool weigh_other_step(const attention::Params& params, Scores& s, Softmax& softmax, unsigned num_tasks,
                                      unsigned num_keys, int kind, bool is_lost) {
   bool is_done = false;
