@@ -98,12 +98,16 @@ class _Resident:
         return True
 
 
+_PER_THREAD = 2  # cudaStreamPerThread
+
+
 class _Gpu:
     """CuPy, as what runs kernels."""
 
     def __init__(self) -> None:
         self._resident: WeakKeyDictionary[WorkList, dict[int, _Resident]] = WeakKeyDictionary()
         self._leaving: deque[_Resident] = deque()
+        self._zeros: dict[tuple[Any, ...], Array] = {}
         self._lock = threading.Lock()
 
     def address(self, array: Array) -> int:
@@ -115,9 +119,18 @@ class _Gpu:
         return cupy.empty(shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """The same for all calls of a stream, one after the other, since each leaves zeros: making them takes long.
+
+        But a graph's calls may run beside the stream's, and threads share the name of streams of their own.
+        """
         import cupy
 
-        return cupy.zeros(shape, dtype)
+        stream = cupy.cuda.get_current_stream()
+        if stream.is_capturing() or stream.ptr == _PER_THREAD:
+            return cupy.zeros(shape, dtype)
+        key = (cupy.cuda.runtime.getDevice(), stream.ptr, shape, dtype)
+        found = self._zeros.get(key)
+        return self._zeros.setdefault(key, cupy.zeros(shape, dtype)) if found is None else found
 
     def lists(self, work: WorkList) -> dict[str, Array]:
         """The arrays of a work list on the current device, made there once."""
@@ -323,7 +336,7 @@ def repeated(
     filler = records.placed({name: _GPU.address(array) for name, array in lists.items()})
     ready = [(spec, _function(spec, nbytes), (grid,), (spec.num_threads,), nbytes) for spec, grid, nbytes in launches]
     names, odd = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
-    makers = {name: cupy.zeros if name in kernels.zeros else cupy.empty for name in rooms}
+    makers = {name: _GPU.zeros if name in kernels.zeros else cupy.empty for name in rooms}
     new, num_results = [(makers[name], room.shape, room.dtype) for name, room in rooms.items()], len(results)
     current_stream = cupy.cuda.get_current_stream
 

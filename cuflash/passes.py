@@ -20,7 +20,7 @@ class Pass(NamedTuple):
 
     entries: tuple[str, ...]
     workspaces: tuple[str, ...]
-    zeros: tuple[str, ...] = ()  # workspaces that hold zeros before the first kernel; the others anything
+    zeros: tuple[str, ...] = ()  # workspaces that hold zeros before the first kernel, and after the last
 
 
 FORWARD = (
@@ -70,7 +70,7 @@ class Machine(Protocol):
         """Memory for what one pass leaves to the next."""
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """The same, holding zeros."""
+        """The same, holding zeros, as the kernels leave it."""
 
     def lists(self, work: WorkList) -> dict[str, Array]:
         """The arrays of a work list where kernels can read them."""

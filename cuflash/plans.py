@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from heapq import heapreplace
 from math import prod
 from types import MappingProxyType
 
@@ -22,7 +23,7 @@ from .work_list import IntervalWork, ListedWork, WorkList, work_list
 _FULL, _ALMOST = 0.8, 0.85  # shares of what a GPU holds at once, and of the best that sharing reaches
 _FEWEST_STEPS, _MOST_WAVES, _MOST_SPLITS = 4, 4, 128
 # When blocks go on from tile to tile: steps' time that a tile takes beside them; `Plan._places_that_balance`.
-_STEPS_BESIDE, _UNEVEN, _MOST_ROUNDS = 2, 1.05, 64
+_STEPS_BESIDE, _UNEVEN, _MOST_ROUNDS, _SHARERS = 2, 1.005, 64, 16
 _SAMPLED = 256  # queries
 
 
@@ -120,21 +121,14 @@ class Plan:
 
     def blocks(self, spec: KernelSpec, num_tiles: int) -> int:
         """Blocks that a kernel is launched with to work on so many tiles: one each, or as many as a GPU holds, which go
-        on to further tiles. The forward pass of a band shares them out beforehand; of what else it does not go on with,
-        the GPU hands tiles out better."""
-        if self.takes_tiles_on(spec) or (spec.name == "sm90_forward" and self._is_band):
+        on to further tiles."""
+        if self.takes_tiles_on(spec):
             return min(num_tiles, blocks_at_once(spec, self.device))
         return num_tiles
 
     def takes_tiles_on(self, spec: KernelSpec) -> bool:
-        """Whether a kernel's blocks go on to further tiles as they end, which a count in its workspace gives them. The
-        forward pass does so up to 128 columns, but under a band, which says how long tiles are beforehand."""
-        is_forward = spec.name == "sm90_forward" and max(spec.head_dim, spec.value_dim) <= 128
-        return spec.name in ("sm90_backward", "sm90_backward_wide") or (is_forward and not self._is_band)
-
-    @property
-    def _is_band(self) -> bool:
-        return isinstance(self.work, IntervalWork) and self.work.band is not None
+        """Whether a kernel's blocks go on to further tiles as they end, which a count in its workspace gives them."""
+        return spec.name in ("sm90_forward", "sm90_backward", "sm90_backward_wide")
 
     @property
     def _is_uneven_band(self) -> bool:
@@ -194,9 +188,9 @@ class Plan:
         """Matrices whose tiles of queries are worked on in turn, the longest tiles of each first.
 
         Under a band, as many as have no more tiles than blocks work at once, so that few long tiles start late; where
-        blocks of the sm90 family share tiles beforehand, as many as balance them. With a list, on tensor cores, as many
-        as have K and V in a third of the level-2 cache; all where multiply-adds are what takes time: that K and V come
-        from memory costs a fiftieth, and the fewer take turns the more of the GPU idles at the end
+        blocks of the sm90 family go on from tile to tile, as many as let them end together. With a list, on tensor
+        cores, as many as have K and V in a third of the level-2 cache; all where multiply-adds are what takes time:
+        that K and V come from memory costs a fiftieth, and the fewer take turns the more of the GPU idles at the end
         (experiments/results/simt_sparse.log).
         """
         problem = self.problem
@@ -231,29 +225,32 @@ class Plan:
 
     @cached_property
     def _places_that_balance(self) -> int | None:
-        """How many matrices take turns where blocks go on from tile to tile of a band: the fewest, for the level-2
-        cache's sake, that keep the block with the most to do within a twentieth of the mean; or who come closest."""
+        """How many matrices take turns where the sm90 family's blocks go on from tile to tile of a band: as many as have
+        K and V in a third of the level-2 cache; or more, if many blocks read each at a time, until they end together.
+        """
         problem, work, spec = self.problem, self.work, self.specs.get("forward")
         if spec is None or spec.family != "sm90" or not self._is_uneven_band:
             return None
         assert isinstance(work, IntervalWork) and work.band is not None
-        last = np.arange(problem.seqlen_q, 0, -spec.block_q)[::-1] - 1
+        last = np.arange(problem.seqlen_q, 0, -spec.block_q) - 1  # the longest tile first
         first = np.maximum(last + 1 - spec.block_q, 0)
         lo = 0 if work.band.lower is None else np.maximum(first + work.band.lower, 0)
         hi = problem.seqlen_kv if work.band.upper is None else np.minimum(last + work.band.upper + 1, problem.seqlen_kv)
-        steps = _STEPS_BESIDE + np.maximum(-(-(hi - lo) // spec.block_kv), 0)[::-1]
+        steps = _STEPS_BESIDE + np.maximum(-(-(hi - lo) // spec.block_kv), 0)
         blocks = blocks_at_once(spec, self.device)
         places = min(self.num_matrices, -(-_MOST_ROUNDS * blocks // len(steps)))
-        longest = {}
-        for in_turn in sorted({min(1 << power, places) for power in range(places.bit_length() + 1)}):
+        num_elements = problem.seqlen_kv * (problem.head_dim + problem.value_dim) // problem.group_size
+        in_cache = self._places_in_cache(num_elements)
+        if in_cache >= places:
+            return places
+        in_turn, uneven = 1 << in_cache.bit_length() - 1, dict[int, float]()
+        while not uneven or in_turn <= min(places, blocks // _SHARERS):
             turns = [np.repeat(steps, min(in_turn, places - start)) for start in range(0, places, in_turn)]
-            rounds = np.concatenate(turns)
-            rounds = np.pad(rounds, (0, -len(rounds) % (2 * blocks))).reshape(-1, 2, blocks)
-            of_blocks = rounds[:, 0].sum(axis=0) + rounds[:, 1, ::-1].sum(axis=0)
-            longest[in_turn] = of_blocks.max() / of_blocks.mean()
-            if longest[in_turn] <= _UNEVEN:
-                return in_turn
-        return min(longest, key=longest.__getitem__)
+            uneven[in_turn] = _longest_block(np.concatenate(turns).tolist(), blocks)
+            if uneven[in_turn] <= _UNEVEN:
+                break
+            in_turn *= 2
+        return min(uneven, key=uneven.__getitem__)
 
     def workspace_shape(self, name: str) -> tuple[int, ...]:
         """Of an array that one kernel leaves to another: a number a query, a row of scores a query, tiles of dQ, or
@@ -424,6 +421,14 @@ def _keys_seen(work: WorkList, problem: Problem) -> float | None:
     lo = 0 if work.band.lower is None else np.maximum(query + work.band.lower, 0)
     hi = problem.seqlen_kv if work.band.upper is None else np.minimum(query + work.band.upper + 1, problem.seqlen_kv)
     return float(np.mean(np.maximum(hi - lo, 0)))
+
+
+def _longest_block(tiles: list[int], blocks: int) -> float:
+    """When the last of blocks is done that take the next tile as they end one, of the mean: 1 and more."""
+    ends = [0] * blocks
+    for tile in tiles:
+        heapreplace(ends, ends[0] + tile)
+    return max(ends) * blocks / sum(tiles)
 
 
 def _list_bytes(work: WorkList) -> int:

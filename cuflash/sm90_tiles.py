@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,13 +26,13 @@ class _Tile(NamedTuple):
     block_kv: int
 
 
-# By the wider of the two dimensions: as many scores as registers hold beside O, in two warpgroups; or in three, with
-# fewer registers each, where queries see as many keys or more: what a tile costs beside its steps counts less then, and
-# what a causal mask leaves of the last steps.
+# By the wider of the two dimensions: as many scores as registers hold beside O, in two warpgroups. Without a list, which
+# leaves no registers for it, in more, from so many keys on that a query sees: in three, with fewer registers each, where
+# it counts less what a tile costs beside its steps; up to 64 columns, of fewer keys, in four, whose steps are short.
 _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
+_FORWARD_OF_MORE = {64: {0: _Tile(256, 64), 1536: _Tile(192, 128)}, 128: {4096: _Tile(192, 80)}}
 # Of a list: how many blocks of one warpgroup share a multiprocessor, and stages.
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
-_FORWARD_OF_THREE = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 
 
 def forward_spec(
@@ -55,11 +54,11 @@ def forward_spec(
     if device.compute_capability != (9, 0):
         raise UnsupportedProblem([f"kernel='sm90' needs compute capability 9.0; got {device.name}: use kernel='auto'"])
     width = next(width for width in _FORWARD if width >= max(dims))
-    fewest, of_three = _FORWARD_OF_THREE.get(width, (inf, _FORWARD[width]))
-    # Three warpgroups have no registers left for lists.
-    block_q, block_kv = of_three if num_keys >= fewest and largest is None else _FORWARD[width]
+    tiles = {0: _FORWARD[width]} | ({} if largest else _FORWARD_OF_MORE.get(width, {}))
+    block_q, block_kv = tiles[max(fewest for fewest in tiles if fewest <= num_keys)]
     if num_queries <= block_q - ROWS:
         block_q = ROWS * max(1, -(-num_queries // ROWS))
+        block_kv = max(block_kv, _FORWARD[width].block_kv)
     if largest is not None:
         block_q = next((rows for rows in (2 * ROWS, ROWS) if rows <= block_q and largest[0] % rows == 0), ROWS)
         if block_q == ROWS:

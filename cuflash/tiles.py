@@ -148,7 +148,7 @@ def kernel_specs(
     deterministic : bool
         Whether every result must be bitwise repeatable.
     num_keys : float, optional
-        What a query sees on average, where that is known; else all keys.
+        What a query sees on average, where that is known; else it may be few.
 
     Raises
     ------
@@ -174,8 +174,7 @@ def kernel_specs(
         dims, length = (head_dim, value_dim), problem.seqlen_q
         chosen = sm80_tiles.specs(problem, dims, device, largest, length, deterministic=deterministic)
         if family == "sm90":
-            seen = problem.seqlen_kv if num_keys is None else num_keys
-            chosen["forward"] = sm90_tiles.forward_spec(problem.dtype, dims, device, largest, length, seen)
+            chosen["forward"] = sm90_tiles.forward_spec(problem.dtype, dims, device, largest, length, num_keys or 0)
             # dQ is added up in any order; else, and where tiles are too large, sm80's serve
             if not deterministic:
                 chosen |= sm90_tiles.backward_specs(problem.dtype, dims, largest)

@@ -436,6 +436,34 @@ def test_a_list_of_one_stream_alone_goes_with_its_plan(cupy):
     assert not gpu._GPU._leaving and len(gpu._GPU._resident) == 0
 
 
+def test_a_stream_s_calls_count_tiles_in_one_array_and_a_graph_in_its_own(cupy, monkeypatch):
+    """Kernels leave its zeros behind. But a graph may be replayed beside what its stream runs since."""
+    from cuflash import gpu, tensor_map
+
+    monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)
+    q, k, v = (cupy.asarray(array.astype(np.float16)) for array in (Q, K, V))
+    expected, made, zeros = cuflash.attention(*(x.get() for x in (q, k, v))), [], cupy.zeros
+    cupy.zeros = lambda shape, dtype: made.append(zeros(shape, dtype)) or made[-1]
+    ready = cuflash.plan(q, k, v, kernel="sm90")
+    one, other, of_thread = cupy.cuda.Stream(), cupy.cuda.Stream(), cupy.cuda.Stream()
+    of_thread.ptr = 2  # cudaStreamPerThread, of whichever thread
+    for number, stream in enumerate((one, one, other, of_thread, of_thread, one)):
+        with stream:
+            o = ready.forward(q, k, v)[0] if number % 2 else cuflash.attention(q, k, v, kernel="sm90")
+            assert np.allclose(o.get(), expected, rtol=1e-3, atol=1e-3)
+    assert len(made) == 4
+    with one:
+        one.begin_capture()
+        o, _ = ready.forward(q, k, v)
+        graph = one.end_capture()
+    assert len(made) == 5
+    for _ in range(2):
+        o[...] = 0
+        graph.launch()
+        assert np.allclose(o.get(), expected, rtol=1e-3, atol=1e-3)
+    assert all((count.get() == 0).all() for count in made)
+
+
 # Captures.
 
 

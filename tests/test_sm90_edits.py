@@ -66,7 +66,7 @@ EDITS = {
     ),
     "one stage serves all": (_FORWARD, "return count % kNumStages;", "return 0;"),
     "every lane asks for a tile": (_FORWARD, "if (leads()) number = attention::next", "number = attention::next"),
-    "nobody has a list's first tiles": (_FORWARD, "  if (round == 0) return attention::first_number();\n", ""),
+    "nobody has the first tiles": (_FORWARD, "  if (is_first) return attention::first_number();\n", ""),
     "K is left before it is multiplied": (
         _FORWARD, "             next.start_products(s, o, p, group, num_keys);\n",
         "             next.start_products(s, o, p, group, num_keys);\n"
@@ -222,8 +222,8 @@ EDITS = {
         _FORWARD, "&told.empty), 2 * tile::kArrivals);", "&told.empty), tile::kArrivals);"
     ),
     "a task is left before its results are written": (
-        _FORWARD, "if (num_tasks >= 2) tile::arrive(board().told[task_of(num_tasks - 2)].empty);",
-        "tile::arrive(board().told[task_of(num_tasks)].empty);",
+        _FORWARD, "await_room(told, task_parity_of(num_tasks + kTasks - 1));",
+        "await_room(told, task_parity_of(num_tasks));",
     ),
     "a row that ends within a chunk is left to the accelerator": (
         _FORWARD, "params.shape.value_dim % tile::kChunkOf<Element> == 0 &&", "true &&"
@@ -536,9 +536,11 @@ def with_plain_steps() -> list[Example]:
         clean = half(Structure(**square, scale=scale))
         k = clean.k * np.where(np.arange(384) < 128, first, other)[:, None]
         made.append(clean.but(k=k.astype(clean.k.dtype)))
-    late = half(Structure(seqlen_q=200, seqlen_kv=640, head_dim=64, value_dim=64, mask=masks.Causal("bottom_right")))
-    k = late.k * np.where(np.arange(640) < 512, 0.1, 6)[:, None]  # in steps that are masked
-    made.append(late.but(k=k.astype(late.k.dtype)))
+    for length in (640, 1700):  # four warpgroups, and three
+        late = Structure(seqlen_q=200, seqlen_kv=length, head_dim=64, value_dim=64, mask=masks.Causal("bottom_right"))
+        clean = half(late)
+        k = clean.k * np.where(np.arange(length) < length - 128, 0.1, 6)[:, None]  # in steps that are masked
+        made.append(clean.but(k=k.astype(clean.k.dtype)))
     allowed = np.ones((130, 384), bool)
     allowed[::3, :128] = False
     return [*made, half(Structure(**square, mask=masks.Dense(allowed)))]

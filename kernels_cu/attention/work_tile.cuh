@@ -109,17 +109,12 @@ CUFLASH_DEVICE WorkTile query_tile_from_last(const Params& params, int height) {
   return work_tile(params, queries_of<Listed>(params), height, gridDim.x - 1 - blockIdx.x);
 }
 
-// For blocks that work on several tiles, one after the other: how many there are, the number of a block's own in each
-// round, and the tile of a number. Rounds go from left to right and back, so that who got a long tile gets a short one.
-// Without a list tiles are cut from the end: a short last one would, under a causal mask, walk all keys for few queries.
+// For blocks that work on several tiles, one after the other: how many there are, and the tile of a number. Without a list
+// tiles are cut from the end: a short last one would, under a causal mask, walk all keys for few queries.
 template <class Listed>
 CUFLASH_DEVICE int num_query_tiles(const Params& params, int height) {
   const Cut cut(params.shape, queries_of<Listed>(params), height);
   return cut.num_places * cut.num_tiles;
-}
-CUFLASH_DEVICE int number_in_round(int round) {
-  const int blocks = gridDim.x, block = blockIdx.x;
-  return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
 }
 template <class Listed>
 CUFLASH_DEVICE WorkTile query_tile_at(const Params& params, int height, int number) {

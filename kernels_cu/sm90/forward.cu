@@ -18,15 +18,22 @@ constexpr int kConsumers = kBlockQ / 64;
 constexpr bool kIsSmall = config::kIsListed && kConsumers == 1;  // other blocks of the multiprocessor work meanwhile
 constexpr int kQRooms = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmall ? 2 : 1;
 constexpr int kTasks = 4;  // tiles known of: looked up, brought, multiplied, and written
+// Whether a block asks for its next tile with a tile's first step, not with its last: what a list says of it comes later.
+constexpr bool kAsksEarly = config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
 constexpr bool kTakesTurns = kConsumers > 1;
 constexpr bool kAsksAhead = kHeadDim > 64;  // for rooms, under weights; where steps are short it costs more than waiting
 // Whether no maxima are looked for in a tile's masked steps and its last one either. Rooms of keys are left later for it, and
 // two warpgroups, which take more keys in the same time, would wait for them.
 constexpr bool kSparesLooks = kConsumers == 3;
 constexpr bool kMovesRegisters = kConsumers > 1 || kMinBlocks > 1;
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) ? 40 : 56;
+constexpr int kProducerRegisters =
+    kConsumers == 4 ? 24 : kConsumers == 3 ? 32 : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) ? 40 : 56;
 constexpr int kConsumerRegisters =
-    kConsumers == 3 ? 160 : kConsumers == 2 ? (504 - kProducerRegisters) / 2 : kMinBlocks == 3 ? 120 : 200;
+    kConsumers == 4   ? 112
+    : kConsumers == 3 ? 160
+    : kConsumers == 2 ? (504 - kProducerRegisters) / 2
+    : kMinBlocks == 3 ? 120
+                      : 200;
 static_assert(kThreads == kGroup * (1 + kConsumers), "a warpgroup has 64 rows");
 
 using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kConsumers>;
@@ -162,10 +169,9 @@ CUFLASH_DEVICE int bounded(int64_t key) {
   return static_cast<int>(max(min(key, kFar), -kFar));
 }
 
-// The number of a block's next tile: nobody else's, where blocks go on as they end, or its own in this round. By a warp.
-CUFLASH_DEVICE int next_tile(const attention::Params& params, int round, int num_tiles) {
-  if (params.next_tile.data == nullptr) return attention::number_in_round(round);
-  if (round == 0) return attention::first_number();
+// The number of a block's next tile, which nobody else has. By a warp.
+CUFLASH_DEVICE int next_tile(const attention::Params& params, bool is_first, int num_tiles) {
+  if (is_first) return attention::first_number();
   int number = 0;
   if (leads()) number = attention::next_number(params, num_tiles);
   return __shfl_sync(0xffffffffu, number, 0);
@@ -180,13 +186,16 @@ CUFLASH_DEVICE Span span_of(const attention::Params& params, attention::WorkTile
   return {reach.stop, reach.full_start, reach.full_stop};
 }
 
-// Look up the tiles of this block, ahead of those who bring them.
+// Look up the tiles of this block, each once the last steps, or the first, of the one before are brought: who took tiles
+// further ahead would keep what others could do sooner.
 CUFLASH_DEVICE void look_up(const attention::Params& params, const attention::TensorMaps& maps) {
   using namespace attention;
   const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
   unsigned num_tasks = 0;
-  for (int round = 0;; ++round) {
-    const int number = next_tile(params, round, num_tiles);
+  for (bool is_first = true;; is_first = false) {
+    const tile::Room& told = board().told[task_of(num_tasks)];
+    await_room(told, task_parity_of(num_tasks + kTasks - 1));  // the first is looked up at once
+    const int number = next_tile(params, is_first, num_tiles);
     const bool is_end = number >= num_tiles;
     WorkTile work{};
     Reach reach{};
@@ -199,8 +208,6 @@ CUFLASH_DEVICE void look_up(const attention::Params& params, const attention::Te
         continue;
       }
     }
-    const tile::Room& told = board().told[task_of(num_tasks)];
-    await_room(told, task_parity_of(num_tasks));
     Task& task = board().tasks[task_of(num_tasks)];
     if (!is_end && ptx::lane() < kConsumers) task.spans[ptx::lane()] = span_of(params, work, 64 * ptx::lane());
     if (leads()) {
@@ -266,6 +273,7 @@ CUFLASH_DEVICE void bring_keys(const attention::Params& params, const attention:
       const tile::Room& k = board().k[stage];
       const bool is_wider = widen(step, task.reach, params.shape.seqlen_kv), ends_tile = !steps.has_next();
       const int kind = kind_of(params, step, task.spans[min(ptx::lane(), kConsumers - 1)], is_wider, ends_tile);
+      if (kAsksEarly ? is_first : ends_tile) tile::arrive(board().told[task_of(num_tasks + 1)].empty);
       await_room(k, parity_of(num_keys));
       Note& note = board().notes[stage];
       if (ptx::lane() < kConsumers) note.kinds[ptx::lane()] = kind;
@@ -278,7 +286,6 @@ CUFLASH_DEVICE void bring_keys(const attention::Params& params, const attention:
       ++num_keys;
       if (!is_first) continue;
       await_room(q, q_parity_of(num_tasks));
-      if (num_tasks >= 2) tile::arrive(board().told[task_of(num_tasks - 2)].empty);  // its results are written
       fill<kQ>(params, maps, q, q_stage, task, task.work.first, task.work.last, false);
     }
     ++num_tasks;
@@ -288,6 +295,7 @@ CUFLASH_DEVICE void bring_keys(const attention::Params& params, const attention:
 CUFLASH_DEVICE void bring_values(const attention::Params& params, const attention::TensorMaps& maps) {
   using namespace attention;
   unsigned num_values = 0;
+  for (int i = 1; i < kTasks; ++i) tile::arrive(board().told[i].empty);  // nobody reads them yet
   for (unsigned num_tasks = 0;; ++num_tasks) {
     const Task& task = await_task(num_tasks);
     if (task.is_end) return;
