@@ -225,8 +225,9 @@ class Plan:
 
     @cached_property
     def _places_that_balance(self) -> int | None:
-        """How many matrices take turns where the sm90 family's blocks go on from tile to tile of a band: as many as have
-        K and V in a third of the level-2 cache; or more, if many blocks read each at a time, until they end together.
+        """How many matrices take turns where the sm90 family's blocks go on from tile to tile of a band: as many as
+        have K and V in a third of the level-2 cache; or more, if many blocks read each at a time, until they end
+        together.
         """
         problem, work, spec = self.problem, self.work, self.specs.get("forward")
         if spec is None or spec.family != "sm90" or not self._is_uneven_band:
