@@ -49,5 +49,6 @@ sm80_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   if (params.dq_sum.data == nullptr) return;
   const int64_t tile = query_tile_number(params, work.first, kBlockQ);
   float* const sums = matrix<float>(params.dq_sum, place, place.head, 0, 0).data + tile * params.dq_sum.row_stride;
-  for (int x = threadIdx.x; x < kBlockQ * kHeadDim; x += kThreads) sums[x] = 0;
+  for (int x = 4 * threadIdx.x; x < kBlockQ * kHeadDim; x += 4 * kThreads)
+    *reinterpret_cast<tile::Packet*>(sums + x) = {};
 }
