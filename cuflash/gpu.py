@@ -126,11 +126,18 @@ class _Gpu:
         import cupy
 
         stream = cupy.cuda.get_current_stream()
-        if stream.is_capturing() or stream.ptr == _PER_THREAD:
-            return cupy.zeros(shape, dtype)
-        key = (cupy.cuda.runtime.getDevice(), stream.ptr, shape, dtype)
-        found = self._zeros.get(key)
-        return self._zeros.setdefault(key, cupy.zeros(shape, dtype)) if found is None else found
+        is_captured = stream.is_capturing()
+        return self.zeros_of(stream.ptr, is_captured, cupy.cuda.runtime.getDevice(), shape, dtype)
+
+    def zeros_of(self, stream: int, is_captured: bool, device: int, shape: tuple[int, ...], dtype: Any) -> Array:
+        key = (stream, device, shape, dtype)
+        found = None if is_captured else self._zeros.get(key)
+        if found is not None:
+            return found
+        import cupy
+
+        made = cupy.zeros(shape, dtype)
+        return made if is_captured or stream == _PER_THREAD else self._zeros.setdefault(key, made)
 
     def lists(self, work: WorkList) -> dict[str, Array]:
         """The arrays of a work list on the current device, made there once."""
@@ -336,17 +343,20 @@ def repeated(
     filler = records.placed({name: _GPU.address(array) for name, array in lists.items()})
     ready = [(spec, _function(spec, nbytes), (grid,), (spec.num_threads,), nbytes) for spec, grid, nbytes in launches]
     names, odd = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
-    makers = {name: _GPU.zeros if name in kernels.zeros else cupy.empty for name in rooms}
-    new, num_results = [(makers[name], room.shape, room.dtype) for name, room in rooms.items()], len(results)
-    current_stream = cupy.cuda.get_current_stream
+    new, num_results = [(name in kernels.zeros, room.shape, room.dtype) for name, room in rooms.items()], len(results)
+    current_stream, device, empty = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice(), cupy.empty
 
     def run(*arrays: Array) -> list[Array]:
         addresses = [array.data.ptr for array in arrays]
         if any(map(and_, addresses, odd)):
             raise UnsupportedProblem(reason for pair in zip(names, arrays) for reason in layout_reasons(*pair))
-        made = [make(shape, dtype) for make, shape, dtype in new]
-        addresses += [array.data.ptr for array in made]
         stream = current_stream()
+        is_captured = stream.is_capturing()
+        made = [
+            _GPU.zeros_of(stream.ptr, is_captured, device, shape, dtype) if holds_zeros else empty(shape, dtype)
+            for holds_zeros, shape, dtype in new
+        ]
+        addresses += [array.data.ptr for array in made]
         if resident is not None:
             resident.on(stream)
         filled = filler.filled(addresses)
@@ -354,7 +364,7 @@ def repeated(
             for arguments in filled.arguments(spec):
                 function(grid, threads, arguments, nbytes)
         filler.reuse(filled)
-        if stream.is_capturing():
+        if is_captured:
             _captured.setdefault(plan, []).extend(made)
             if pins:
                 _pinned.add(plan)

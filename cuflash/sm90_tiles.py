@@ -27,9 +27,9 @@ class _Tile(NamedTuple):
 
 
 # By the wider of the two dimensions: as many scores as registers hold beside O, in two warpgroups. Without a list,
-# which leaves no registers for it, in more, from so many keys on that a query sees: in three, with fewer registers each,
-# where it counts less what a tile costs beside its steps; up to 64 columns, of fewer keys, in four, whose steps are
-# short.
+# which leaves no registers for it, in more, from so many keys on that a query sees: in three, with fewer registers
+# each, where it counts less what a tile costs beside its steps; up to 64 columns, of fewer keys, in four, whose steps
+# are short.
 _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
 _FORWARD_OF_MORE = {64: {0: _Tile(256, 64), 1536: _Tile(192, 128)}, 128: {4096: _Tile(192, 80)}}
 # Of a list: how many blocks of one warpgroup share a multiprocessor, and stages.

@@ -191,7 +191,7 @@ EDITS = {
     "K is kept where no query sees it": ("sm80/backward.cu", "min(work.last, last)", "work.last"),
     "dQ of rows is not scaled": ("sm80/backward_rows.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "converted dQ is not scaled": ("sm80/convert_dq.cu", "  dq.scale(shape.softmax_scale);\n", ""),
-    "sums of dQ start at 1": ("sm80/backward_statistics.cu", "sums[x] = 0;", "sums[x] = 1;"),
+    "sums of dQ start at 1": ("sm80/backward_statistics.cu", "(sums + x) = {};", "(sums + x) = {{0x3f800000}};"),
     "delta of tensor cores misses dlse": ("sm80/backward_statistics.cu", "sum -= dlse.at(row, 0);", "sum -= 0;"),
     "P that is made meanwhile misses its first columns": (
         "attention/fragment_gradient.cuh", "kColumns == turn)", "kColumns == turn + 1)"
