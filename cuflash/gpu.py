@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import starmap
 from operator import and_
 from typing import Any
@@ -107,7 +107,7 @@ class _Gpu:
     def __init__(self) -> None:
         self._resident: WeakKeyDictionary[WorkList, dict[int, _Resident]] = WeakKeyDictionary()
         self._leaving: deque[_Resident] = deque()
-        self._zeros: dict[tuple[Any, ...], Array] = {}
+        self._zeros: dict[tuple[Any, ...], dict[int, Array]] = {}
         self._lock = threading.Lock()
 
     def address(self, array: Array) -> int:
@@ -126,18 +126,15 @@ class _Gpu:
         import cupy
 
         stream = cupy.cuda.get_current_stream()
-        is_captured = stream.is_capturing()
-        return self.zeros_of(stream.ptr, is_captured, cupy.cuda.runtime.getDevice(), shape, dtype)
+        if stream.is_capturing() or stream.ptr == _PER_THREAD:
+            return cupy.zeros(shape, dtype)
+        by_stream = self.zeros_by_stream(cupy.cuda.runtime.getDevice(), shape, dtype)
+        if stream.ptr not in by_stream:
+            by_stream.setdefault(stream.ptr, cupy.zeros(shape, dtype))
+        return by_stream[stream.ptr]
 
-    def zeros_of(self, stream: int, is_captured: bool, device: int, shape: tuple[int, ...], dtype: Any) -> Array:
-        key = (stream, device, shape, dtype)
-        found = None if is_captured else self._zeros.get(key)
-        if found is not None:
-            return found
-        import cupy
-
-        made = cupy.zeros(shape, dtype)
-        return made if is_captured or stream == _PER_THREAD else self._zeros.setdefault(key, made)
+    def zeros_by_stream(self, device: int, shape: tuple[int, ...], dtype: Any) -> dict[int, Array]:
+        return self._zeros.setdefault((device, shape, dtype), {})
 
     def lists(self, work: WorkList) -> dict[str, Array]:
         """The arrays of a work list on the current device, made there once."""
@@ -343,8 +340,12 @@ def repeated(
     filler = records.placed({name: _GPU.address(array) for name, array in lists.items()})
     ready = [(spec, _function(spec, nbytes), (grid,), (spec.num_threads,), nbytes) for spec, grid, nbytes in launches]
     names, odd = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
-    new, num_results = [(name in kernels.zeros, room.shape, room.dtype) for name, room in rooms.items()], len(results)
-    current_stream, device, empty = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice(), cupy.empty
+    zeros_of = partial(_GPU.zeros_by_stream, cupy.cuda.runtime.getDevice())
+    new = [
+        (zeros_of(room.shape, room.dtype) if name in kernels.zeros else None, room.shape, room.dtype)
+        for name, room in rooms.items()
+    ]
+    num_results, current_stream, empty = len(results), cupy.cuda.get_current_stream, cupy.empty
 
     def run(*arrays: Array) -> list[Array]:
         addresses = [array.data.ptr for array in arrays]
@@ -352,9 +353,10 @@ def repeated(
             raise UnsupportedProblem(reason for pair in zip(names, arrays) for reason in layout_reasons(*pair))
         stream = current_stream()
         is_captured = stream.is_capturing()
+        own = -1 if is_captured else stream.ptr  # no stream's
         made = [
-            _GPU.zeros_of(stream.ptr, is_captured, device, shape, dtype) if holds_zeros else empty(shape, dtype)
-            for holds_zeros, shape, dtype in new
+            empty(shape, dtype) if zeros is None else zeros[own] if own in zeros else _GPU.zeros(shape, dtype)
+            for zeros, shape, dtype in new
         ]
         addresses += [array.data.ptr for array in made]
         if resident is not None:

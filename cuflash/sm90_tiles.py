@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .device import DeviceSpec
 from .errors import UnsupportedProblem
+from .problem import Problem
 from .source import KernelSpec
 
 ROWS = 64  # of queries, of a warpgroup
@@ -27,25 +29,22 @@ class _Tile(NamedTuple):
 
 
 # By the wider of the two dimensions: as many scores as registers hold beside O, in two warpgroups. Without a list,
-# which leaves no registers for it, in more, from so many keys on that a query sees: in three, with fewer registers
-# each, where it counts less what a tile costs beside its steps; up to 64 columns, of fewer keys, in four, whose steps
-# are short.
+# which leaves no registers for it, in more: in three, with fewer registers each, where a query sees so many keys that
+# it counts less what a tile costs beside its steps; in four, whose steps are short, where it sees fewer, if there are
+# FEWEST_TILES for each multiprocessor: of fewer, long ones would end late.
 _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
-_FORWARD_OF_MORE = {64: {0: _Tile(256, 64), 1536: _Tile(192, 128)}, 128: {4096: _Tile(192, 80)}}
+_FORWARD_OF_THREE = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
+_FORWARD_OF_FOUR = {64: (1536, _Tile(256, 64))}
+FEWEST_TILES = 2
 # Of a list: how many blocks of one warpgroup share a multiprocessor, and stages.
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 
 
 def forward_spec(
-    dtype: np.dtype[Any],
-    dims: tuple[int, int],
-    device: DeviceSpec,
-    largest: tuple[int, int] | None,
-    num_queries: int,
-    num_keys: float,
+    problem: Problem, dims: tuple[int, int], device: DeviceSpec, largest: tuple[int, int] | None, num_keys: float
 ) -> KernelSpec:
-    """The forward kernel for rooms for dims (head_dim, value_dim), with tiles that divide `largest`, if given, for
-    queries that see so many keys on average.
+    """The forward kernel for a problem in rooms for dims (head_dim, value_dim), with tiles that divide `largest`, if
+    given, for queries that see so many keys on average.
 
     Raises
     ------
@@ -55,8 +54,15 @@ def forward_spec(
     if device.compute_capability != (9, 0):
         raise UnsupportedProblem([f"kernel='sm90' needs compute capability 9.0; got {device.name}: use kernel='auto'"])
     width = next(width for width in _FORWARD if width >= max(dims))
-    tiles = {0: _FORWARD[width]} | ({} if largest else _FORWARD_OF_MORE.get(width, {}))
-    block_q, block_kv = tiles[max(fewest for fewest in tiles if fewest <= num_keys)]
+    (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
+    if largest is None:
+        fewest, of_three = _FORWARD_OF_THREE.get(width, (inf, _FORWARD[width]))
+        most, of_four = _FORWARD_OF_FOUR.get(width, (0, of_three))
+        num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-num_queries // of_four.block_q)
+        if num_keys < most and num_tiles >= FEWEST_TILES * device.num_processors:
+            block_q, block_kv = of_four
+        elif num_keys >= fewest:
+            block_q, block_kv = of_three
     if num_queries <= block_q - ROWS:
         block_q = ROWS * max(1, -(-num_queries // ROWS))
         block_kv = max(block_kv, _FORWARD[width].block_kv)
@@ -67,7 +73,7 @@ def forward_spec(
         if largest[1] % block_kv:
             block_kv = max(_SMALLEST, _power_of_two(min(largest[1], block_kv)))
     spec = KernelSpec(
-        family="sm90", entry="forward", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
+        family="sm90", entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
         block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
         num_stages=_NARROW_STAGES if width <= 64 and block_q > ROWS else _STAGES,
     )  # fmt: skip

@@ -174,7 +174,7 @@ def kernel_specs(
         dims, length = (head_dim, value_dim), problem.seqlen_q
         chosen = sm80_tiles.specs(problem, dims, device, largest, length, deterministic=deterministic)
         if family == "sm90":
-            chosen["forward"] = sm90_tiles.forward_spec(problem.dtype, dims, device, largest, length, num_keys or 0)
+            chosen["forward"] = sm90_tiles.forward_spec(problem, dims, device, largest, num_keys or 0)
             # dQ is added up in any order; else, and where tiles are too large, sm80's serve
             if not deterministic:
                 chosen |= sm90_tiles.backward_specs(problem.dtype, dims, largest)

@@ -79,9 +79,11 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
             with suppress(UnsupportedProblem):  # no tile fits, or the family lacks the dtype or the precision
                 found = kernel_specs(family, problem, device, limit, deterministic=deterministic)
                 specs |= set(found.values())
-                if family == "sm90":  # queries that see many keys, or few
-                    seen = (kernel_specs(family, problem, device, limit, num_keys=keys) for keys in (1 << 14, 256))
-                    specs |= {spec for chosen in seen for spec in chosen.values()}
+                if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
+                    many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
+                    thousand = Problem.of(*many, precision=precision)
+                    for asked, keys in ((problem, 1 << 14), (problem, 256), (thousand, 256)):
+                        specs |= set(kernel_specs(family, asked, device, limit, num_keys=keys).values())
                 if family == "sm80":
                     for group_size in {1, 2 if limit is None else 1}:
                         specs |= set(sm80_tiles.split(found, problem, device, group_size).values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,7 +29,7 @@ from executors import GPU, HALVES, SIM, Run, holds_for_examples, needs_compiler
 from poison import MARGIN, STRUCTURES, Guarded, PoisonedGpu, call
 
 import cuflash
-from cuflash import DeviceSpec, UnsupportedProblem, masks, passes, sim
+from cuflash import DeviceSpec, UnsupportedProblem, api, masks, passes, sim, sm90_tiles
 
 SIM90, GPU90 = (replace(run, kernel="sm90") for run in (SIM, GPU))
 on_sm90 = pytest.mark.parametrize(
@@ -45,6 +47,21 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
     assert_exact_probes(run.attend, example)
 
 
+@contextmanager
+def with_fewest_tiles(number: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm90_tiles, "FEWEST_TILES", number)
+        api._remembered.cache_clear()
+        yield
+    api._remembered.cache_clear()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_calls_get_the_tiles_of_large_ones() -> Iterator[None]:
+    with with_fewest_tiles(0):
+        yield
+
+
 on_long = pytest.mark.parametrize(
     "run",
     [pytest.param(replace(each.values[0], drawn=(), most_examples=40), marks=each.marks) for each in on_sm90.args[1]],
@@ -54,9 +71,11 @@ on_long = pytest.mark.parametrize(
 
 @holds_for_examples(on_long, tile=128, longest=900, most_rows=500, max_leaves=2, widest=64)
 def test_results_of_many_steps_are_within_their_bounds(run: Run, example: Example) -> None:
-    """Tiles of three warpgroups, and steps that no mask hides, come only with keys enough."""
-    o, lse = run.attend(example.q, example.k, example.v, mask=example.mask, scale=example.scale)
-    assert_within_bounds(example, o=o, lse=lse)
+    """Tiles of four warpgroups, or of three, and steps that no mask hides, come only with keys enough."""
+    for fewest in (0, 1 << 30):
+        with with_fewest_tiles(fewest):
+            o, lse = run.attend(example.q, example.k, example.v, mask=example.mask, scale=example.scale)
+        assert_within_bounds(example, o=o, lse=lse)
 
 
 @pytest.mark.parametrize("check", FORWARD_PROPERTIES, ids=lambda check: check.__name__.removeprefix("check_"))
@@ -488,6 +507,18 @@ def test_blocks_go_on_to_further_tiles() -> None:
         assert plan.takes_tiles_on(spec) and plan.blocks(spec, plan.grid(spec)) == 132
     older = planned(16, 4096, 64, kernel="sm80")
     assert not older.takes_tiles_on(older.specs["forward"])
+
+
+@pytest.mark.parametrize(("num_heads", "seqlen", "tile"), [
+    (264, 256, (256, 64)), (263, 256, (128, 128)), (66, 1024, (256, 64)), (65, 1024, (192, 128)),
+    (264, 2048, (192, 128)), (264, 190, (192, 128)), (264, 120, (128, 128)), (264, 60, (64, 128)),
+])  # fmt: skip
+def test_four_warpgroups_share_a_tile_where_queries_see_few_keys_and_tiles_are_many(
+    num_heads: int, seqlen: int, tile: tuple[int, int]
+) -> None:
+    with with_fewest_tiles(2):
+        spec = planned(num_heads, seqlen, 64).specs["forward"]
+    assert (spec.block_q, spec.block_kv) == tile
 
 
 def steps_taken(num_places: int, in_turn: int, steps: list[int], num_blocks: int) -> np.ndarray:

@@ -5,7 +5,7 @@ As in test_kernel_edits.py; but what is not waited for, or waited for in vain, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,19 @@ from planting import chosen, planted, without_their_line
 from poison import MARGIN, call
 from test_sm90 import (
     ALIGNED, SIM90, Ends, FewBlocks, OnTwoBlocks, assert_alike_keys_weigh_alike, forward, half, plan_of,
+    with_fewest_tiles,
 )  # fmt: skip
 
 from cuflash import masks, sim
 
 pytestmark = needs_compiler
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_calls_get_the_tiles_of_large_ones() -> Iterator[None]:
+    with with_fewest_tiles(0):
+        yield
+
 
 _ROOMS, _MAPS = "tile/rooms.cuh", "attention/tensor_maps.cuh"
 _FORWARD, _PANELS, _STORE = "sm90/forward.cu", "tile/panel_tile.cuh", "tile/opaque_copy.cuh"
