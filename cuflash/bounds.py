@@ -41,7 +41,7 @@ D = rowsum(dO O) uses the O that was stored, error and all::
     e_dP = ((k(dv) + 2) ua + t) |dO||V|^T      e_D = sum_c |dO| tol_O + (k(dv) + 2) ua sum_c |dO| (|O| + tol_O)
     G    = dP - D + dlse                       e_G = e_dP + e_D + 2 ua (|dP| + |D| + |dlse|)
     e_dS = P (exp(eta') - 1) (|G| + e_G) + P e_G + 2 ua P exp(eta') (|G| + e_G)
-    t_dS = e_dS + up (|dS| + e_dS) + min(|dS| + e_dS, wp)
+    t_dS = e_dS + up (|dS| + e_dS) + min(|dS| + e_dS, wp)      inf where the dtype of up may overflow
     tol_dQ = |scale| sum_j (t_dS + ((k(n) + 8) ua + t) (|dS| + e_dS)) |k| + u |dQ| + w
     tol_dK likewise over i, with |q|
     tol_dV = sum_i (P (exp(eta') - 1) + min(P, wp) + (up + t + (k(nq) + 2) ua) P exp(eta')) |dO| + u |dV| + w
@@ -152,8 +152,9 @@ def error_bound(
     -------
     Bounds
         |result - exact| <= bound, element by element. Rows with no key have bound 0: o is 0 and lse is -inf, exactly.
-        Infinite where nothing is promised: a result that its dtype may overflow, or scores so large (around 10^6 in
-        float32) that exp(score) has no correct digit.
+        Infinite where nothing is promised: a result that its dtype may overflow, gradients from a dS that the dtype it
+        is rounded to may overflow (65504 in float16), or scores so large (around 10^6 in float32) that exp(score) has
+        no correct digit.
 
     Raises
     ------
@@ -184,6 +185,7 @@ class _Rounding:
     wa: float
     wp: float
     largest: float
+    largest_product: float
     probable: bool
 
     @classmethod
@@ -199,6 +201,7 @@ class _Rounding:
             wa=_underflow(accumulator),
             wp=_underflow(product),
             largest=float(limits(storage).max),
+            largest_product=float(limits(product).max),
             probable=probable,
         )
 
@@ -356,6 +359,7 @@ def _gradient_tolerances(
     e_ds = np.where(is_allowed, e_ds, 0)
     ds_larger = np.abs(ds) + e_ds
     t_ds = e_ds + model.up * ds_larger + np.minimum(ds_larger, model.wp)
+    t_ds = np.where(np.abs(ds) + SECOND_ORDER * t_ds > model.largest_product, np.inf, t_ds)
 
     tol_dq = abs(scale) * ((t_ds + ((model.k(terms_q) + 8) * ua + model.t) * ds_larger) @ np.abs(keys))
     transposed = np.swapaxes(t_ds + ((model.k(terms_k) + 8) * ua + model.t) * ds_larger, -1, -2)

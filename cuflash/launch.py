@@ -386,5 +386,6 @@ def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return gradient.astype(dtype, copy=False)
     missing = gradient.ndim - len(shape)
     narrow = tuple(missing + axis for axis, extent in enumerate(shape) if extent != gradient.shape[missing + axis])
-    with np.errstate(over="ignore"):  # what float16 cannot hold becomes inf, as in the results that need no sum
+    # What float16 cannot hold becomes inf, and sums of that NaN, as in the results that need no sum.
+    with np.errstate(over="ignore", invalid="ignore"):
         return gradient.sum(axis=(*range(missing), *narrow)).reshape(shape).astype(dtype, copy=False)

@@ -122,6 +122,20 @@ def test_nothing_is_promised_where_the_dtype_may_overflow():
     assert np.isposinf(bounds.o).all() and np.isfinite(bounds.lse).all()
 
 
+def test_nothing_is_promised_of_gradients_through_a_ds_that_may_overflow():
+    """That of query 0 with keys 0 and 1 is 90000; query 1 sends no gradient, and key 2 is seen by it alone."""
+    q, k = np.full((2, 1), 0.01, np.float16), np.zeros((3, 1), np.float16)
+    v, do = np.array([[600], [0], [0]], np.float16), np.array([[600], [0]], np.float16)
+    options = {"mask": np.array([[True, True, False], [False, False, True]])}
+    exact = error_bound(q, k, v, do, **options)
+    assert all(np.isfinite(x).all() for x in (exact.dq, exact.dk, exact.dv))
+    rounded = error_bound(q, k, v, do, product_dtype=np.float16, **options)
+    assert np.isposinf(rounded.dq).ravel().tolist() == [True, False]
+    assert np.isposinf(rounded.dk).ravel().tolist() == [True, True, False]
+    assert np.isfinite(rounded.dv).all() and np.isfinite(rounded.o).all()
+    assert np.isfinite(error_bound(q, k, v, do, product_dtype=ml_dtypes.bfloat16, **options).dk).all()
+
+
 def test_scores_without_a_correct_digit_leave_the_spread_of_values_and_no_gradient():
     q, k, v = np.random.default_rng(0).standard_normal((3, 8, 4)).astype(np.float32)
     bounds = error_bound(q, k, v, v, scale=1e9)
