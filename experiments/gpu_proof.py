@@ -38,6 +38,7 @@ from functools import reduce
 from operator import or_
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import cuflash
 import numpy as np
@@ -181,6 +182,8 @@ def run_repeats(config: Config, device: DeviceSpec) -> Iterator[Record]:
 
 # Sanitizers: which calls
 
+as_of_large_calls = patch.object(sm90_tiles, "FEWEST_TILES", 0)  # the tiles that are chosen meanwhile
+
 
 class Case(NamedTuple):
     """A forward call and its gradients."""
@@ -203,6 +206,7 @@ class Case(NamedTuple):
             return mask
         return BlockIndex.from_mask(mask, frame, mask.natural_block or 32)
 
+    @as_of_large_calls
     def plan(self, device: DeviceSpec) -> Plan:
         """What a device runs, of shapes alone."""
         example = self.structure.example()
@@ -219,7 +223,6 @@ KERNELS = (
 )  # fmt: skip
 DIMS = ((64, 64), (128, 128), (40, 24))
 GROUPS = (1, 2, 4)
-sm90_tiles.FEWEST_TILES = 0  # small calls get the tiles of large ones
 
 
 def kinds_of_mask(rows: int, keys: int) -> dict[str, masks.Mask | None]:
@@ -282,6 +285,7 @@ def control(kernel: str) -> Case:
 # Sanitizers: the child process
 
 
+@as_of_large_calls
 def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     """Both passes of a case on the GPU."""
     import cupy

@@ -480,6 +480,7 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
     specs = {spec for plan in plans for spec in plan.specs.values()}
     on_disk = {f"{path.parent.name}_{path.stem}" for path in load("cuflash.source").KERNELS.glob("*/*.cu")}
     assert {spec.name for spec in specs} == on_disk
+    assert {64, 128, 256} <= {spec.block_q for spec in specs if spec.name == "sm90_forward"}
     assert {(spec.is_split, spec.is_packed) for spec in specs if spec.name == "sm80_forward"} == {
         (False, False), (True, False), (True, True),
     }  # fmt: skip
