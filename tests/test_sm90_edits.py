@@ -40,6 +40,7 @@ _SCORES_ARE_AWAITED = (
     "      tile::wait_for<1>(s);\n    }\n    add_last_values(o, p, num_keys);\n"
     "    if (!(kind & Note::kEndsTile)) pass_over(group, num_keys, "
 )
+_ONE_PANEL = ("column < to.columns; column += to.width) {", "column < to.width; column += to.width) {")
 _V_IS_LEFT = "tile::arrive(board().v[stage_of(num_keys - 1)].empty);\n"
 EDITS = {
     "barriers are not fenced": (_FORWARD, "    ptx::mbarrier_init_fence();\n", ""),
@@ -62,7 +63,7 @@ EDITS = {
     "an odd start is left to the accelerator": (
         _MAPS, " && reinterpret_cast<uint64_t>(matrices.data) % 16 == 0", ""
     ),
-    "only the first panel is brought": (_ROOMS, "column < to.columns; column +=", "column < to.width; column +="),
+    "only the first panel is brought": (_ROOMS, *_ONE_PANEL),
     "a broadcast axis is stepped over": (_MAPS, "strides[2] == 0 ? 0 : ", ""),
     "K is that of the query's head": (
         _FORWARD, "task.kv_head = work.place.head / params.shape.group_size", "task.kv_head = work.place.head"
@@ -272,7 +273,7 @@ _BACKWARD, _RING, _ORDER = "sm90/backward.cu", "attention/query_ring.cuh", "tile
 BACKWARD_EDITS = {
     "rooms are not fenced": (_RING, "    ptx::mbarrier_init_fence();\n", ""),
     "copied tiles are not fenced": (_ROOMS, "  ptx::fence_proxy_async();\n", ""),
-    "a panel of dO is not brought": (_ROOMS, "column < to.columns; column +=", "column < to.width; column +="),
+    "a panel of dO is not brought": (_ROOMS, *_ONE_PANEL),
     "queries past a step are alive": (
         _RING, "  if (step.stop < min(step.start", "  if (false && step.stop < min(step.start"
     ),
@@ -285,9 +286,21 @@ BACKWARD_EDITS = {
         "{work.first, max(work.last, ",
     ),
     "every step is whole": (_RING, "note.kind = (is_whole ?", "note.kind = (true ?"),
-    "a step's keys are all seen": (_RING, "before_hi & ~before_lo;", "~0u;"),
+    "a step's keys are all seen": (_RING, "return ptx::bits_from(lo) & ~ptx::bits_from(hi);", "return ~0u;"),
+    "a band starts a query late": (_RING, "(start - params.work.upper)", "(start + 1 - params.work.upper)"),
+    "a band ends a query early": (_RING, "(start - params.work.lower + 1)", "(start - params.work.lower)"),
+    "queries past a step see keys": (_RING, "min(last + key, step.stop - step.start) : 0", "last + key : 0"),
+    "bits of queries stand for keys": (_RING, "tile::transpose_in_warp(bits)", "bits"),
+    "half of the bits change places": (_ROOMS, "low ^= low << step / 2;", ""),
+    "a key's first query is searched for among rows that start": (
+        _RING, "(end % 2 == 0 ? keys.hi : keys.lo) <= key", "keys.lo <= key"
+    ),
+    "the last row is not searched": (_RING, "row < last && (end", "row < last - 1 && (end"),
+    "K comes while the last one is read": (_RING, "      tile::await_empty(own.k, note.k_parity);", "     "),
+    "P of masked keys is kept": (_BACKWARD, "  if (!step.is_plain()) mend<true>(s, step);\n", ""),
     "bits of a list are all 1": (_RING, "    bits &= listed;\n", ""),
-    "a warp has another's bits": (_BACKWARD, "Scores::warp_row() / 16 +", "0 +"),
+    "a warp has another's bits": (_BACKWARD, "seen[Scores::first_row()]", "seen[ptx::lane() / 4]"),
+    "a thread has another's bits": (_BACKWARD, "[x] | all) >> step.first_query;", "[x] | all);"),
     "a query has its neighbour's delta": (
         _BACKWARD, "return queries.delta + first_query;", "return queries.delta + (first_query ^ 2);"
     ),
@@ -305,8 +318,8 @@ BACKWARD_EDITS = {
     "one helper's lse count alone": (
         _RING, "kind |= has_large ?", "kind |= own.queries[turn.stage].has_large[0] ?"
     ),
-    "a large lse hides keys": (_BACKWARD, "all(step.kind & Note::kMasked ? 0 : 0xffff)", "all(0)"),
-    "a mask hides nothing": (_BACKWARD, "all(step.kind & Note::kMasked ? 0 : 0xffff)", "all(0xffff)"),
+    "a large lse hides keys": (_BACKWARD, "all = step.kind & Note::kMasked ? 0 : ~0u;", "all = 0;"),
+    "a mask hides nothing": (_BACKWARD, "all = step.kind & Note::kMasked ? 0 : ~0u;", "all = ~0u;"),
     "dS is multiplied before it is there": (
         _BACKWARD, "  ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);", "  "
     ),
@@ -362,7 +375,7 @@ BACKWARD_EDITS = {
         _RING, "if (has_stepped) slot = (slot + 1)", "if (false) slot = (slot + 1)"
     ),
     "dK of keys that no query sees is what stands there": (
-        _RING, "  write_nothing(params, params.dk, own.works[slot], shape.head_dim);\n", ""
+        _RING, "  write_nothing(params, params.dk, own.works[slot].tile, shape.head_dim);\n", ""
     ),
     "the count of tiles starts anywhere": ("sm80/backward_statistics.cu", "  reset_numbers(params);\n", ""),
     "a second launch finds the count of the first": (
@@ -620,11 +633,15 @@ def backward_structures() -> list[Structure]:
             value_dim=40,
         ),  # of several launches
         Structure(**square | {"seqlen_q": 140}, head_dim=128, value_dim=104, mask=Ends(np.array([130, 70]))),
+        Structure(
+            num_heads=1, seqlen_q=300, seqlen_kv=400, head_dim=64, value_dim=40,
+            mask=masks.SlidingWindow(left=50, right=0, align="top_left"),
+        ),  # the last keys of which no query sees
     ]  # fmt: skip
 
 
 def hopper_gradients_are_right() -> None:
-    """NaN stands in queries without a key, and past the lengths."""
+    """NaN stands in queries without a key, in keys that no query sees, and past the lengths."""
     for number, clean in enumerate(cleaned(backward_structures) + with_large_lse()):
         changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
         if number == 0:
@@ -632,6 +649,9 @@ def hopper_gradients_are_right() -> None:
         if number == 1:
             for x, end in (("q", 290), ("k", 140), ("v", 140), ("do", 290)):
                 changed[x][..., end:, :] = np.nan
+        if number == 7:
+            for x in ("k", "v"):
+                changed[x][..., 300:, :] = np.nan
         for seed, order in enumerate(("random", "last_warp", "first_warp")):
             copies = "late" if order == "last_warp" else "random"
             machine = FewBlocks(sim.Schedule(seed=seed, order=order, copies=copies), most=1 + seed)

@@ -64,15 +64,17 @@ struct Note {
   int k_parity, v_parity;  // of the phase that fills their rooms
   int copies_k, copies_v, copies_q, copies_do;  // helpers do
   int work;  // which
+  tile::InStack k_at, v_at;
   attention::Step step;
   float* dq_sum;
 };
 
-// What is known of the queries of a step, and which keys of the tile each sees, a bit a key, unless consumers need not ask.
-constexpr int kKeyWords = (kBlockKv + 31) / 32;
+// What is known of the queries of a step, and which keys of the tile each sees, unless consumers need not ask: a bit a key
+// in the row of a query, or, where rows of scores are keys, a bit a query in the row of a key.
+constexpr int kKeyWords = (kBlockKv + 31) / 32, kQueryWords = kBlockQ / 32;
 struct Queries {
   float lse_2[kBlockQ], delta[kBlockQ];
-  uint32_t seen[kBlockQ][kKeyWords];
+  uint32_t seen[kIsWide ? kBlockQ : kBlockKv][kIsWide ? kKeyWords : kQueryWords];
   int has_large[kHelpers / 32];  // whether some lse is, of those that a warp of helpers found out about
 
   CUFLASH_DEVICE bool is_live(int row) const { return lse_2[row] != -ptx::negative_infinity<float>(); }
@@ -92,6 +94,14 @@ struct Turn {
 CUFLASH_DEVICE int do_stage(const Turn& turn) { return kDoStages == 1 ? 0 : turn.stage; }
 CUFLASH_DEVICE int do_parity(const Turn& turn) { return kDoStages == 1 ? turn.stage : turn.parity; }
 
+// A tile of keys and a head of queries: where lies what its steps ask for.
+struct HeadWork {
+  attention::WorkTile tile;
+  const float *lse, *delta;
+  float* dq_sum;
+  tile::InStack q_at, do_at;
+};
+
 // Steps that helpers may be at, and one that the producer goes on to.
 constexpr int kWorks = kNumStages + 1;
 
@@ -100,14 +110,12 @@ struct Board {
   tile::Room k, v, q[kNumStages], d_o[kDoStages];
   uint64_t noted[kNumStages];  // helpers may read the note
   Note notes[kNumStages];
-  attention::WorkTile works[kWorks];  // of heads that have steps, in turn
+  HeadWork works[kWorks];  // of heads that have steps, in turn
   float softmax_scale_log2;
-  // The producer's own, whose registers are few: whether it has a tile, the parities of the next K and V, and of a head.
+  // The producer's own, whose registers are few: whether it has a tile, the parities of the next K and V, and how far a head
+  // reaches.
   int has_tile, k_parity, v_parity;
   attention::Reach reach;
-  const float* lse;
-  float* dq_sum;
-  tile::InStack q_at, do_at;
 };
 CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_shared<unsigned char>() + kBoard); }
 
@@ -140,10 +148,7 @@ CUFLASH_DEVICE void await_keys(const Turn& turn) {
   tile::await_full(own.k, own.notes[turn.stage].k_parity);
   tile::await_full(own.v, own.notes[turn.stage].v_parity);
 }
-CUFLASH_DEVICE void leave_keys() {
-  tile::arrive(board().k.empty);
-  tile::arrive(board().v.empty);
-}
+CUFLASH_DEVICE void leave_keys() { tile::arrive(board().k.empty); }  // V with K
 
 // ---- the producer ----
 
@@ -162,17 +167,17 @@ CUFLASH_DEVICE attention::Interval seen_keys(const attention::Params& params, co
 
 // Whether the room of a step has rows that must be 0: queries without a key, whatever they bring, and rows of the matrix
 // past the step. Called by the first warp.
-CUFLASH_DEVICE bool has_dead_rows(const attention::Params& params, const attention::Place& place,
-                                  const attention::Step& step) {
+CUFLASH_DEVICE bool has_dead_rows(const attention::Params& params, const HeadWork& work, const attention::Step& step) {
   using namespace attention;
   if (step.stop < min(step.start + kBlockQ, params.shape.seqlen_q)) return true;
   if (step.kind == Kind::kFull) return false;
   if (!Listed::in(params.work) && params.work.lo == nullptr) {  // of a band, which ends at both ends
+    const Place& place = work.tile.place;
     const Interval first = interval(params, place, step.start), last = interval(params, place, step.stop - 1);
     return first.lo >= first.hi || last.lo >= last.hi;
   }
   return tile::any_of(step.start, step.stop, [&](int query) {
-    return board().lse[query * params.lse.row_stride] == ptx::negative_infinity<float>();
+    return work.lse[query * params.lse.row_stride] == ptx::negative_infinity<float>();
   });
 }
 
@@ -193,17 +198,44 @@ CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attenti
 }
 
 // Go on to a tile, which is noted; false where none is left. Called by the first warp.
-CUFLASH_DEVICE bool next_tile(const attention::Params& params, int slot, bool is_first) {
+CUFLASH_DEVICE bool next_tile(const attention::Params& params, int slot) {
   Board& own = board();
   __syncwarp();
   if (leads()) {
     const int num_tiles = attention::num_key_tiles<Listed>(params, kBlockKv);
-    const int number = is_first ? attention::first_number() : attention::next_number(params, num_tiles);
+    const int number = own.has_tile ? attention::next_number(params, num_tiles) : attention::first_number();
     own.has_tile = number < num_tiles;
-    if (own.has_tile) own.works[slot] = attention::key_tile_at<Listed>(params, kBlockKv, number);
+    if (own.has_tile) own.works[slot].tile = attention::key_tile_at<Listed>(params, kBlockKv, number);
   }
   __syncwarp();
   return own.has_tile;
+}
+
+// The queries that a tile of keys reaches. Where lengths say it, eight threads search together for each end. Called by the
+// first warp.
+CUFLASH_DEVICE void find_reach(const attention::Params& params, const attention::WorkTile& work) {
+  using namespace attention;
+  Reach& reach = board().reach;
+  const int end = ptx::thread() / 8, number = ptx::thread() % 8;  // start, stop, full_start, full_stop
+  const int key = end == 0 || end == 3 ? work.first : work.last - 1;
+  int first = 0, last = params.shape.seqlen_q;
+  if (params.work.lo == nullptr) {
+    first = end % 2 == 0 ? rows_ending_by(params, work.place, key) : rows_starting_by(params, work.place, key);
+  } else {
+    while (__any_sync(0xffffffffu, first < last)) {
+      const int width = (last - first + 8) / 9, row = first + (number + 1) * width - 1;
+      const Interval keys = interval(params, work.place, min(row, params.shape.seqlen_q - 1));
+      const bool is_before = row < last && (end % 2 == 0 ? keys.hi : keys.lo) <= key;
+      const int num_before = __popc(__ballot_sync(0xffffffffu, is_before) >> 8 * end & 0xff);
+      last = min(last, first + (num_before + 1) * width - 1);
+      first += num_before * width;
+    }
+  }
+  if (number == 0) (&reach.start)[end] = first;
+  __syncwarp();
+  if (!leads()) return;
+  find_places(params, work, reach);
+  reach = from_whole_tiles(params, reach, kBlockQ);
 }
 
 // Have a tile's steps brought. Called by the first warp.
@@ -213,31 +245,34 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   Board& own = board();
   const Shape& shape = params.shape;
   bool has_k = false;
-  for (int head = 0; head < shape.group_size; ++head) {
+  for (int head = 0; head < shape.group_size; head = ptx::opaque(head + 1)) {  // asked at its end: registers are few
     __syncwarp();
     if (head > 0) {
       const int next_slot = has_stepped ? (slot + 1) % kWorks : slot;
       if (leads()) {
-        own.works[next_slot] = own.works[slot];
-        ++own.works[next_slot].place.head;
+        own.works[next_slot].tile = own.works[slot].tile;
+        ++own.works[next_slot].tile.place.head;
       }
       slot = next_slot;
     }
     has_stepped = false;
-    const WorkTile& work = own.works[slot];
+    __syncwarp();
+    HeadWork& head_work = own.works[slot];
+    const WorkTile& work = head_work.tile;
+    find_reach(params, work);
     if (leads()) {
       const Place& place = work.place;
-      own.reach = from_whole_tiles(params, reach_of_keys(params, work), kBlockQ);
-      own.lse = matrix<float>(params.lse, place, place.head, 0, 0).data;
-      own.dq_sum = matrix<float>(params.dq_sum, place, place.head, 0, 0).data;
-      own.q_at = in_stack(params.q, place, place.head);
-      own.do_at = in_stack(params.do_, place, place.head);
+      head_work.lse = matrix<float>(params.lse, place, place.head, 0, 0).data;
+      head_work.delta = matrix<float>(params.delta, place, place.head, 0, 0).data;
+      head_work.dq_sum = matrix<float>(params.dq_sum, place, place.head, 0, 0).data;
+      head_work.q_at = in_stack(params.q, place, place.head);
+      head_work.do_at = in_stack(params.do_, place, place.head);
     }
     __syncwarp();
     Steps<kBlockQ, OverQueries, Listed> steps(params, own.reach);
     Step step;
     for (bool brings_k = !has_k || params.work.interval_head_stride != 0; steps.next(step); brings_k = false) {
-      const bool clears = has_dead_rows(params, work.place, step);
+      const bool clears = has_dead_rows(params, head_work, step);
       const bool brings_v = !has_k;
       Note& note = own.notes[turn.stage];
       tile::await_empty(own.q[turn.stage], turn.parity);  // by the whole warp: none misses a phase
@@ -252,41 +287,36 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         note.copies_do = clears || !is_mapped(maps.do_, params.do_);
         note.work = slot;
         note.step = step;
-        note.dq_sum = own.dq_sum + query_tile_number(params, step.start, kBlockQ) * params.dq_sum.row_stride;
+        note.dq_sum = head_work.dq_sum + query_tile_number(params, step.start, kBlockQ) * params.dq_sum.row_stride;
         if (brings_k) {
           const Interval keys = seen_keys(params, work);
           note.copies_k = keys.lo > work.first || keys.hi < min(work.first + kBlockKv, shape.seqlen_kv) ||
                           !is_mapped(maps.k, params.k);
           note.copies_v = brings_v && !is_mapped(maps.v, params.v);
+          note.k_at = in_stack(params.k, work.place, work.place.head / shape.group_size);
+          note.v_at = in_stack(params.v, work.place, work.place.head / shape.group_size);
         }
-        fill(tile::Panels(q_smem(turn.stage)), maps.q, own.q_at, step.start, own.q[turn.stage], note.copies_q);
-      }
-      if (leads()) ptx::mbarrier_arrive(ptx::shared_address(&own.noted[turn.stage]));
-      if (brings_k) {
-        tile::await_empty(own.k, own.k_parity);
-        if (brings_v) tile::await_empty(own.v, own.v_parity);
-        __syncwarp();
-        if (leads()) {
-          const int kv_head = work.place.head / shape.group_size;
-          fill(tile::Panels(k_smem), maps.k, in_stack(params.k, work.place, kv_head), work.first, own.k, note.copies_k);
-          if (brings_v)
-            fill(tile::Panels(v_smem), maps.v, in_stack(params.v, work.place, kv_head), work.first, own.v, note.copies_v);
+        fill(tile::Panels(q_smem(turn.stage)), maps.q, head_work.q_at, step.start, own.q[turn.stage], note.copies_q);
+        ptx::mbarrier_arrive(ptx::shared_address(&own.noted[turn.stage]));
+        if (brings_k) {  // helpers have them brought once their rooms are empty: from the cache, by then
+          if (!note.copies_k) tile::prefetch(tile::Panels(k_smem), maps.k, note.k_at, work.first);
+          if (brings_v && !note.copies_v) tile::prefetch(tile::Panels(v_smem), maps.v, note.v_at, work.first);
           own.k_parity ^= 1;
           own.v_parity ^= brings_v;
         }
-        has_k = true;
       }
+      has_k = true;
       const tile::Room& d_o = own.d_o[do_stage(turn)];
       tile::await_empty(d_o, do_parity(turn));
       __syncwarp();
-      if (leads()) fill(tile::Panels(do_smem(do_stage(turn))), maps.do_, own.do_at, step.start, d_o, note.copies_do);
+      if (leads()) fill(tile::Panels(do_smem(do_stage(turn))), maps.do_, head_work.do_at, step.start, d_o, note.copies_do);
       turn = turn.next();
       has_stepped = true;
     }
   }
   if (has_k) return;
-  write_nothing(params, params.dk, own.works[slot], shape.head_dim);
-  write_nothing(params, params.dv, own.works[slot], shape.value_dim);
+  write_nothing(params, params.dk, own.works[slot].tile, shape.head_dim);
+  write_nothing(params, params.dv, own.works[slot].tile, shape.value_dim);
 }
 
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
@@ -294,8 +324,8 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   Turn turn;
   int slot = 0;  // of the works
   bool has_stepped = false;
-  for (bool is_first = true; next_tile(params, slot, is_first); is_first = false) {
-    if (!own.works[slot].is_empty()) produce(params, maps, turn, slot, has_stepped);
+  while (next_tile(params, slot)) {
+    if (!own.works[slot].tile.is_empty()) produce(params, maps, turn, slot, has_stepped);
     if (has_stepped) slot = (slot + 1) % kWorks;
     has_stepped = false;
   }
@@ -308,12 +338,14 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   }
 }
 
+static_assert(kIsWide || kBlockQ % kHelpers == 0, "whole warps of helpers have rows");
+
+// Bits lo <= x < hi of a word.
+CUFLASH_DEVICE uint32_t bits_of(int lo, int hi) { return ptx::bits_from(lo) & ~ptx::bits_from(hi); }
+
 // Which of the 32 keys from `first` on a query sees; there are none from `last` on.
 CUFLASH_DEVICE uint32_t seen_bits(const attention::Seen& seen, int first, int last) {
-  const int lo = seen.lo - first, hi = min(seen.hi, last) - first;
-  const uint32_t before_hi = hi >= 32 ? ~0u : hi <= 0 ? 0u : (1u << hi) - 1;
-  const uint32_t before_lo = lo >= 32 ? ~0u : lo <= 0 ? 0u : (1u << lo) - 1;
-  uint32_t bits = before_hi & ~before_lo;
+  uint32_t bits = bits_of(seen.lo - first, min(seen.hi, last) - first);
   if (config::kIsListed && seen.bits != nullptr) {
     uint32_t listed = 0;
 #pragma unroll 1
@@ -324,18 +356,32 @@ CUFLASH_DEVICE uint32_t seen_bits(const attention::Seen& seen, int first, int la
   return bits;
 }
 
-CUFLASH_DEVICE void know_queries(const attention::Params& params, const attention::WorkTile& work, const Note& note,
-                                 Queries& queries, int thread) {
+// Under a band the queries that see a key of the tile are one interval, which starts and ends one later for the next key.
+CUFLASH_DEVICE void know_keys(const attention::Params& params, const attention::WorkTile& work, const attention::Step& step,
+                              Queries& queries, int thread) {
   using namespace attention;
-  const auto lse = matrix<float>(params.lse, work.place, work.place.head, params.shape.seqlen_q, 1);
-  const auto delta = matrix<float>(params.delta, work.place, work.place.head, params.shape.seqlen_q, 1);
+  const bool is_full = step.kind == Kind::kFull;
+  const int start = work.first - step.start;
+  const int first = is_full ? -kBlockKv : bounded(start - params.work.upper);
+  const int last = is_full ? kBlockQ : bounded(start - params.work.lower + 1);
+#pragma unroll 1
+  for (int key = thread; key < kBlockKv; key += kHelpers) {
+    const int lo = first + key, hi = key < work.last - work.first ? min(last + key, step.stop - step.start) : 0;
+#pragma unroll
+    for (int x = 0; x < kQueryWords; ++x) queries.seen[key][x] = bits_of(lo - 32 * x, hi - 32 * x);
+  }
+}
+
+CUFLASH_DEVICE void know_queries(const attention::Params& params, const HeadWork& work, const Note& note, Queries& queries,
+                                 int thread) {
+  using namespace attention;
   bool is_large = false;
 #pragma unroll 1
   for (int row = thread; row < kBlockQ; row += kHelpers) {
     const int query = note.step.start + row;
     const bool is_there = query < note.step.stop;
-    const float own_lse_2 = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<float>();
-    const float own_delta = is_there ? delta.at(query, 0) : 0.0f;
+    const float own_lse_2 = is_there ? base_2(work.lse[query * params.lse.row_stride]) : -ptx::negative_infinity<float>();
+    const float own_delta = is_there ? work.delta[query * params.delta.row_stride] : 0.0f;
     queries.lse_2[row] = own_lse_2;
     queries.delta[row] = own_delta;
     is_large |= own_lse_2 != -ptx::negative_infinity<float>() && fabsf(own_lse_2) > kLargestLse2;
@@ -345,17 +391,24 @@ CUFLASH_DEVICE void know_queries(const attention::Params& params, const attentio
     if (thread % 32 == 0) queries.has_large[thread / 32] = is_large;
   }
   if (!(note.kind & Note::kMasked)) return;
+  if constexpr (!kIsWide)
+    if (params.work.lo == nullptr && note.step.kind != Kind::kBits)
+      return know_keys(params, work.tile, note.step, queries, thread);
 #pragma unroll 1
-  for (int row = thread; row < kBlockQ; row += kHelpers) {
-    const int query = note.step.start + row;
-    const Seen seen = note.step.seen(params, work.place, min(query, note.step.stop - 1));
+  for (int first = 0; first < kBlockQ; first += kHelpers) {  // as often for all: they exchange bits
+    const int row = first + thread, query = note.step.start + row;
+    if (kIsWide && row >= kBlockQ) break;
+    const Seen seen = note.step.seen(params, work.tile.place, min(query, note.step.stop - 1));
 #pragma unroll 1
-    for (int x = 0; x < kKeyWords; ++x)
-      queries.seen[row][x] = query < note.step.stop ? seen_bits(seen, work.first + 32 * x, work.last) : 0;
+    for (int x = 0; x < kKeyWords; ++x) {
+      const uint32_t bits = query < note.step.stop ? seen_bits(seen, work.tile.first + 32 * x, work.tile.last) : 0;
+      if constexpr (kIsWide) queries.seen[row][x] = bits;
+      else queries.seen[32 * x + thread % 32][row / 32] = tile::transpose_in_warp(bits);
+    }
   }
 }
 
-CUFLASH_DEVICE void help(const attention::Params& params) {
+CUFLASH_DEVICE void help(const attention::Params& params, const attention::TensorMaps& maps) {
   using namespace attention;
   Board& own = board();
   const Shape& shape = params.shape;
@@ -365,10 +418,10 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
     const Note& note = own.notes[turn.stage];
     const tile::Room &q = own.q[turn.stage], &d_o = own.d_o[do_stage(turn)];
     if (note.kind == Note::kEnd) return tile::arrive(q.full);
-    const WorkTile& work = own.works[note.work];
+    const WorkTile& work = own.works[note.work].tile;
     const auto kv_head = [&] { return work.place.head / shape.group_size; };
     Queries& queries = own.queries[turn.stage];
-    know_queries(params, work, note, queries, thread());
+    know_queries(params, own.works[note.work], note, queries, thread());
     if (note.copies_q || note.copies_do) ptx::bar_sync(kHelpersMeet, kHelpers);  // is_live knows
     const auto is_live = [&](int row) { return queries.is_live(row); };
     if (note.copies_q) {
@@ -377,7 +430,13 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
     }
     tile::arrive(q.full);
     if (note.kind & Note::kBringsK) {
+      const bool brings_v = note.kind & Note::kBringsV;
       tile::await_empty(own.k, note.k_parity);  // else a helper could arrive for this K while another copies the last
+      __syncwarp();
+      if (thread() == 0) {
+        fill(tile::Panels(k_smem), maps.k, note.k_at, work.first, own.k, note.copies_k);
+        if (brings_v) fill(tile::Panels(v_smem), maps.v, note.v_at, work.first, own.v, note.copies_v);
+      }
       if (note.copies_k) {
         const Interval keys = seen_keys(params, work);
         const auto all = matrix<Element>(params.k, work.place, kv_head(), shape.seqlen_kv, shape.head_dim);
@@ -385,13 +444,12 @@ CUFLASH_DEVICE void help(const attention::Params& params) {
                        [&](int row) { return work.first + row >= keys.lo; });
       }
       tile::arrive(own.k.full);
-    }
-    if (note.kind & Note::kBringsV) {
-      tile::await_empty(own.v, note.v_parity);
-      const auto all = matrix<Element>(params.v, work.place, kv_head(), shape.seqlen_kv, shape.value_dim);
-      const auto is_kept = [](int) { return true; };
-      if (note.copies_v) tile::copy<kHelpers>(tile::Panels(v_smem), all.rows(work.first, work.last), thread(), is_kept);
-      tile::arrive(own.v.full);
+      if (brings_v && note.copies_v) {
+        const auto all = matrix<Element>(params.v, work.place, kv_head(), shape.seqlen_kv, shape.value_dim);
+        const auto is_kept = [](int) { return true; };
+        tile::copy<kHelpers>(tile::Panels(v_smem), all.rows(work.first, work.last), thread(), is_kept);
+      }
+      if (brings_v) tile::arrive(own.v.full);
     }
     if constexpr (kDoStages < kNumStages) tile::await_empty(d_o, do_parity(turn));  // else Q's stage says it
     if (note.copies_do) {
@@ -444,7 +502,7 @@ CUFLASH_DEVICE void share_work(const attention::Params& params, const attention:
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
   if (threadIdx.x == 0) {
     board().softmax_scale_log2 = params.shape.softmax_scale * attention::kLog2E;
-    board().k_parity = board().v_parity = 0;
+    board().has_tile = board().k_parity = board().v_parity = 0;
     tile::Room* const rooms = &board().k;
     for (int i = 0; i < 2 + kNumStages + kDoStages; ++i) {
       const bool has_notes = &rooms[i] >= board().q && &rooms[i] < board().q + kNumStages;  // which all read
@@ -459,7 +517,7 @@ CUFLASH_DEVICE void share_work(const attention::Params& params, const attention:
     ptx::setmaxnreg_dec<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) produce(params, maps);
-    else if (32 * warp < kProducers) help(params);
+    else if (32 * warp < kProducers) help(params, maps);
     else if constexpr (!kIsWide) add_up();
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();

@@ -12,6 +12,12 @@ struct Interval {
 
 CUFLASH_DEVICE int clipped(int64_t x, int length) { return x < 0 ? 0 : x > length ? length : static_cast<int>(x); }
 
+// A place along a sequence as an int, or one further out than any.
+CUFLASH_DEVICE int bounded(int64_t x) {
+  constexpr int64_t kFar = 1 << 30;
+  return static_cast<int>(max(min(x, kFar), -kFar));
+}
+
 // The keys lo <= j < hi of query i, where a mask says it by intervals.
 CUFLASH_DEVICE Interval interval(const Params& params, const Place& place, int i) {
   const Work& work = params.work;
@@ -102,17 +108,21 @@ CUFLASH_DEVICE int rows_starting_by(const Params& params, const Place& place, in
   return first;
 }
 
+// The places of a tile of keys in the list, if there is one.
+CUFLASH_DEVICE void find_places(const Params& params, const WorkTile& tile, Reach& reach) {
+  const Work& work = params.work;
+  if (work.column_pointers == nullptr) return;
+  const int32_t* const column =
+      work.column_pointers + list_matrix(work, tile.place) * work.num_kv_blocks + tile.first / work.block_kv;
+  reach.first_place = column[0];
+  reach.last_place = column[1];
+}
+
 // The queries of one head that may visit a tile of keys.
 CUFLASH_DEVICE Reach reach_of_keys(const Params& params, const WorkTile& tile) {
   Reach reach{rows_ending_by(params, tile.place, tile.first), rows_starting_by(params, tile.place, tile.last - 1),
               rows_ending_by(params, tile.place, tile.last - 1), rows_starting_by(params, tile.place, tile.first)};
-  const Work& work = params.work;
-  if (work.column_pointers != nullptr) {
-    const int32_t* const column =
-        work.column_pointers + list_matrix(work, tile.place) * work.num_kv_blocks + tile.first / work.block_kv;
-    reach.first_place = column[0];
-    reach.last_place = column[1];
-  }
+  find_places(params, tile, reach);
   return reach;
 }
 

@@ -44,6 +44,13 @@ CUFLASH_DEVICE void tma_load_5d(uint32_t destination, const TensorMap* map, uint
                : "memory");
 }
 
+// Brings a box to the level-2 cache, where a later copy finds it.
+CUFLASH_DEVICE void tma_prefetch_5d(const TensorMap* map, int x0, int x1, int x2, int x3, int x4) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(x0), "r"(x1),
+               "r"(x2), "r"(x3), "r"(x4)
+               : "memory");
+}
+
 // Bytes as they lie; addresses and number of bytes are multiples of 16.
 CUFLASH_DEVICE void bulk_load(uint32_t destination, const void* source, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

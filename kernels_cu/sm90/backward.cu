@@ -32,24 +32,26 @@ struct Asked {
   CUFLASH_DEVICE const float* delta() const { return queries.delta + first_query; }
 };
 
-// Which elements of scores a warp's queries see: all, or bits of which the warp's 16 keys stand together.
+// Which elements of scores count: all, or, of a masked step, bits of the thread's keys, a word each 32 queries.
 template <bool IsPlain>
-struct SeenByWarp {
-  explicit CUFLASH_DEVICE SeenByWarp(const Asked&) {}
+struct SeenByThread {
+  explicit CUFLASH_DEVICE SeenByThread(const Asked&) {}
   CUFLASH_DEVICE bool at(int, int) const { return true; }
 };
 template <>
-struct SeenByWarp<false> {
-  const uint16_t* bits;  // of a query, others kBlockKv / 16 further on
-  int lane_row;
-  uint32_t all;  // where an lse is large, but nothing hidden
+struct SeenByThread<false> {
+  uint32_t bits[Scores::kRows][kQueryWords];  // of the thread's first query on
 
-  explicit CUFLASH_DEVICE SeenByWarp(const Asked& step)
-      : bits(reinterpret_cast<const uint16_t*>(step.queries.seen) + Scores::warp_row() / 16 +
-             step.first_query * (kBlockKv / 16)),
-        lane_row(ptx::lane() / 4), all(step.kind & Note::kMasked ? 0 : 0xffff) {}
+  explicit CUFLASH_DEVICE SeenByThread(const Asked& step) {
+    const uint32_t all = step.kind & Note::kMasked ? 0 : ~0u;  // where an lse is large, but nothing hidden
+    const uint32_t(*const seen)[kQueryWords] = &step.queries.seen[Scores::first_row()];
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i)
+#pragma unroll
+      for (int x = 0; x < kQueryWords; ++x) bits[i][x] = (seen[Scores::row(i)][x] | all) >> step.first_query;
+  }
   CUFLASH_DEVICE bool at(int i, int j) const {
-    return (bits[Scores::column(j) * (kBlockKv / 16)] | all) >> (lane_row + Scores::row(i)) & 1;
+    return bits[i][Scores::column(j) / 32] >> Scores::column(j) % 32 & 1;
   }
 };
 
@@ -74,7 +76,7 @@ struct OfQueries {
 template <bool IsPlain>
 CUFLASH_DEVICE void make_probabilities(Scores& s, const OfQueries& lse_2, OfQueries& delta, const Asked& step,
                                        float softmax_scale_log2) {
-  const SeenByWarp<IsPlain> seen(step);
+  const SeenByThread<IsPlain> seen(step);
 #pragma unroll
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
@@ -92,7 +94,7 @@ CUFLASH_DEVICE void make_probabilities(Scores& s, const OfQueries& lse_2, OfQuer
 
 // dS = P (dP - delta) in the place of dP, for 16 queries.
 template <bool IsPlain>
-CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const OfQueries& delta, const SeenByWarp<IsPlain>& seen, int k) {
+CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const OfQueries& delta, const SeenByThread<IsPlain>& seen, int k) {
 #pragma unroll
   for (int j = 4 * k; j < 4 * (k + 1); ++j)
 #pragma unroll
@@ -104,7 +106,7 @@ CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const OfQueries& delta
 template <bool IsPlain>
 CUFLASH_DEVICE void make_operands(Scores& s, Scores& dp, Operand& p, Operand& ds, const OfQueries& delta,
                                   const Asked& step, uint32_t own_ds) {
-  const SeenByWarp<IsPlain> seen(step);
+  const SeenByThread<IsPlain> seen(step);
 #pragma unroll
   for (int k = 0; k < Operand::kSteps; ++k) {
     make_gradients(s, dp, delta, seen, k);
@@ -114,15 +116,31 @@ CUFLASH_DEVICE void make_operands(Scores& s, Scores& dp, Operand& p, Operand& ds
   }
 }
 
-// P and dS, once dP is there, in their places.
-template <bool IsPlain>
+// P, of no more than 1, or dS of a step that is not plain, where all of it was made: 0 where it is hidden.
+template <bool IsP>
+CUFLASH_DEVICE void mend(Scores& x, const Asked& step) {
+  const SeenByThread<false> seen(step);
+#pragma unroll
+  for (int j = 0; j < Scores::kColumns; ++j)
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i)
+      x.at(i, j) = !seen.at(i, j) ? 0.0f : IsP ? ptx::lesser_or_nan(x.at(i, j), 1) : x.at(i, j);
+  ptx::keep_in_place(tile::accumulators(x));
+}
+
+// P and dS, once dP is there, in their places: as of a plain step, and mended if it is none. Code that steps share is in one
+// piece, which waits for no instructions.
 CUFLASH_DEVICE void make_all(Scores& s, Scores& dp, const OfQueries& lse_2, const Asked& step, float softmax_scale_log2) {
   OfQueries delta;
-  make_probabilities<IsPlain>(s, lse_2, delta, step, softmax_scale_log2);
+  make_probabilities<true>(s, lse_2, delta, step, softmax_scale_log2);
   tile::wait_for<0>(dp);
-  const SeenByWarp<IsPlain> seen(step);
+  ptx::keep_in_place(tile::accumulators(s));
+  if (!step.is_plain()) mend<true>(s, step);
+  const SeenByThread<true> all(step);
 #pragma unroll
-  for (int k = 0; k < Operand::kSteps; ++k) make_gradients(s, dp, delta, seen, k);
+  for (int k = 0; k < Operand::kSteps; ++k) make_gradients(s, dp, delta, all, k);
+  ptx::keep_in_place(tile::accumulators(dp));
+  if (!step.is_plain()) mend<false>(dp, step);
 }
 
 CUFLASH_DEVICE void start_scores(Scores& s, const Turn& turn, int part) {
@@ -208,11 +226,10 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
       await_ds(part);
       if (step.is_plain()) make_operands<true>(s, dp, p, ds, delta, step, own_ds);
       else make_operands<false>(s, dp, p, ds, delta, step, own_ds);
-    } else {  // in one piece: where code jumps, it waits for instructions
+    } else {
       const OfQueries lse_2(step.lse_2());
       start_dp(dp, turn, part);
-      if (step.is_plain()) make_all<true>(s, dp, lse_2, step, softmax_scale_log2);
-      else make_all<false>(s, dp, lse_2, step, softmax_scale_log2);
+      make_all(s, dp, lse_2, step, softmax_scale_log2);
       p = s;
       ds = dp;
       await_ds(part);
@@ -238,7 +255,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
       leave_keys();
       tile::wait_for<0>(dk);
       hand_over(dq, own_dq, part);
-      write_gradients(params, own.works[own.notes[turn.stage].work], dk, dv);
+      write_gradients(params, own.works[own.notes[turn.stage].work].tile, dk, dv);
       if (kind & Note::kEnd) return;
       leave_ds(part);
       dk.fill(0);

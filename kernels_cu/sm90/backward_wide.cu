@@ -245,7 +245,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
       ptx::wgmma_wait<0>();
       dk.keep_in_place();
       if constexpr (kDqSlices == 2) sum.add(dq, DqSlice::kColumnTiles);
-      write_gradients(params, own.works[note.work], dk, dv, part);
+      write_gradients(params, own.works[note.work].tile, dk, dv, part);
       if (kind == Note::kEnd) return;
       dk.each(part, clear);
       dv.each(part, clear);

@@ -163,12 +163,6 @@ CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attenti
   }
 }
 
-// A key as an int, or one further out than any.
-CUFLASH_DEVICE int bounded(int64_t key) {
-  constexpr int64_t kFar = 1 << 30;
-  return static_cast<int>(max(min(key, kFar), -kFar));
-}
-
 // The number of a block's next tile, which nobody else has. By a warp.
 CUFLASH_DEVICE int next_tile(const attention::Params& params, bool is_first, int num_tiles) {
   if (is_first) return attention::first_number();

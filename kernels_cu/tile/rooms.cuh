@@ -44,6 +44,18 @@ CUFLASH_DEVICE bool any_of(int first, int last, Is is) {
   return __any_sync(0xffffffffu, is_found);
 }
 
+// Lane t of 32 has row t of a matrix of bits; thereafter column t.
+CUFLASH_DEVICE uint32_t transpose_in_warp(uint32_t bits) {
+  uint32_t low = 0xffff;  // of columns without this bit of their number
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, bits, step);
+    bits = ptx::lane() & step ? bits & ~low | (other & ~low) >> step : bits & low | (other & low) << step;
+    low ^= low << step / 2;
+  }
+  return bits;
+}
+
 // Zeros in a matrix. By a warp.
 template <class T>
 CUFLASH_DEVICE void clear(const Matrix<T>& matrix) {
@@ -86,6 +98,13 @@ CUFLASH_DEVICE void start_copies(const Panels& to, const Mapped& from, InStack m
     ptx::tma_load_5d(panel, &from.map, barrier, column, first, matrix.x, matrix.y, matrix.z);
     panel += 2 * to.rows * to.width;
   }
+}
+
+// Have it bring these rows to the level-2 cache.
+CUFLASH_DEVICE void prefetch(const Panels& to, const Mapped& from, InStack matrix, int first) {
+#pragma unroll
+  for (int column = 0; column < to.columns; column += to.width)
+    ptx::tma_prefetch_5d(&from.map, column, first, matrix.x, matrix.y, matrix.z);
 }
 
 // What the accelerator cannot: fill it as `thread` of Threads that share the work, with zeros past the matrix and in rows

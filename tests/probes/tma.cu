@@ -6,7 +6,10 @@ using namespace cuflash;
 
 CUFLASH_DEVICE void load(uint32_t to, const ptx::TensorMap* map, uint32_t barrier, const int* x) {
   if constexpr (probe::kRank == 4) ptx::tma_load_4d(to, map, barrier, x[0], x[1], x[2], x[3], ptx::Cache::kEvictLast);
-  else ptx::tma_load_5d(to, map, barrier, x[0], x[1], x[2], x[3], x[4]);
+  else {
+    ptx::tma_prefetch_5d(map, x[0], x[1], x[2], x[3], x[4]);
+    ptx::tma_load_5d(to, map, barrier, x[0], x[1], x[2], x[3], x[4]);
+  }
 }
 
 // What shared memory holds after each of `count` boxes at the coordinates `places`.

@@ -21,6 +21,9 @@ CUFLASH_DEVICE void tma_load_5d(uint32_t destination, const TensorMap* map, uint
                                 int x3, int x4, Cache = Cache::kNormal, CUFLASH_SIM_WHERE) {
   sim::tma_load(destination, map, barrier, {5, {x0, x1, x2, x3, x4}}, "tma_load_5d", where);
 }
+CUFLASH_DEVICE void tma_prefetch_5d(const TensorMap* map, int, int, int, int, int, CUFLASH_SIM_WHERE) {
+  sim::check_tensor_map(map, where);
+}
 CUFLASH_DEVICE void bulk_load(uint32_t destination, const void* source, int bytes, uint32_t barrier,
                               CUFLASH_SIM_WHERE) {
   sim::bulk_load(destination, source, bytes, barrier, where);
