@@ -215,7 +215,6 @@ CUFLASH_DEVICE bool next_tile(const attention::Params& params, int slot) {
 // first warp.
 CUFLASH_DEVICE void find_reach(const attention::Params& params, const attention::WorkTile& work) {
   using namespace attention;
-  Reach& reach = board().reach;
   const int end = ptx::thread() / 8, number = ptx::thread() % 8;  // start, stop, full_start, full_stop
   const int key = end == 0 || end == 3 ? work.first : work.last - 1;
   int first = 0, last = params.shape.seqlen_q;
@@ -231,11 +230,11 @@ CUFLASH_DEVICE void find_reach(const attention::Params& params, const attention:
       first += num_before * width;
     }
   }
-  if (number == 0) (&reach.start)[end] = first;
-  __syncwarp();
+  const auto found = [&](int which) { return __shfl_sync(0xffffffffu, first, 8 * which); };
+  Reach reach{found(0), found(1), found(2), found(3)};
   if (!leads()) return;
   find_places(params, work, reach);
-  reach = from_whole_tiles(params, reach, kBlockQ);
+  board().reach = from_whole_tiles(params, reach, kBlockQ);
 }
 
 // Have a tile's steps brought. Called by the first warp.
