@@ -43,6 +43,7 @@ _WRITES = {
     "sm80_forward": ("o", "lse"),
     "sm80_combine": ("o", "lse"),
     "sm90_forward": ("o", "lse"),
+    "sm90_backward_statistics": ("delta", "dq_sum"),
     "sm90_backward": ("dq_sum", "dk", "dv"),
     "sm90_backward_wide": ("dq_sum", "dk", "dv"),
     "sm90_convert_dq": ("dq",),

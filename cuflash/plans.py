@@ -266,6 +266,9 @@ class Plan:
             spec = self.specs["backward"]
             tiles = self._num_tiles(self.problem.seqlen_q, self.work.block_q, spec.block_q)
             return (*shape[:-1], tiles, spec.block_q * spec.head_dim)
+        backward = self.specs.get("backward")
+        if name == "delta" and backward is not None and backward.family == "sm90":
+            return (*shape[:-1], self.workspace_shape("dq_sum")[-2] * sm90_tiles.known_words(backward))
         return shape if name == "delta" else (*shape, self.problem.seqlen_kv)
 
     def _num_tiles(self, length: int, listed: int, height: int) -> int:
@@ -299,7 +302,7 @@ class Plan:
         if self.family == "naive":
             return self.whole_matrices_bytes + _list_bytes(self.work)
         if self.device.compute_capability is not None:
-            delta = self.num_matrices * problem.seqlen_q * itemsize
+            delta = prod(self.workspace_shape("delta")) * itemsize
             sums = prod(self.workspace_shape("dq_sum")) if "convert_dq" in self.specs else 0
             count = itemsize * any(map(self.takes_tiles_on, self.specs.values()))
             backward = delta + itemsize * sums + count + self._summed_bytes

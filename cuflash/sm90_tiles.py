@@ -19,7 +19,7 @@ _STAGES, _NARROW_STAGES = 2, 4  # a power of two, as rings count; up to 64 colum
 _SMALLEST = 16  # columns of a product
 _TASKS = 4  # tiles that they know of
 _ROOM, _BARRIER, _TASK, _SPAN, _NOTE, _KIND, _REST = 16, 8, 144, 12, 20, 4, 8  # bytes that warpgroups tell each other
-_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 80, 80, 40
+_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 56, 80, 36
 _WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
 
@@ -109,14 +109,14 @@ def backward_specs(
         block_kv=block_kv, num_warps=12, min_blocks=1, is_listed=largest is not None, num_stages=stages, dq_adds=4,
     )  # fmt: skip
     convert = replace(backward, entry="convert_dq", num_warps=8, num_stages=1)
-    statistics = replace(convert, family="sm80", entry="backward_statistics", dq_adds=0)
+    statistics = replace(convert, entry="backward_statistics", dq_adds=0)
     return {"backward_statistics": statistics, "backward": backward, "convert_dq": convert}
 
 
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a block: its tile, rings of what it steps over, and what warpgroups tell each other."""
     both, stages = spec.head_dim + spec.value_dim, spec.num_stages
-    if spec.entry == "convert_dq":
+    if spec.entry in ("backward_statistics", "convert_dq"):
         return 0
     if spec.entry in ("backward", "backward_wide"):
         scores = spec.block_q * spec.block_kv
@@ -125,9 +125,10 @@ def shared_bytes(spec: KernelSpec) -> int:
         of_do = spec.block_q * spec.value_dim
         fits = spec.dtype.itemsize * (elements + stages * of_do) + _TOLD_BYTES <= _MOST_BYTES
         do_stages = stages if spec.entry == "backward" or fits else 1
-        queries = spec.block_q * (2 * 4 + 4 * -(-spec.block_kv // 32)) + 4 * (2 if spec.entry == "backward" else 3)
+        queries = 4 * (spec.block_q // 16 + known_words(spec) + spec.block_q * -(-spec.block_kv // 32))
         told = stages * (queries + _BACKWARD_NOTE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_REST
         told += _ROOM * (2 + stages + do_stages)
+        told += -told % 16
         return spec.dtype.itemsize * (elements + do_stages * of_do) + told
     is_small = spec.is_listed and spec.block_q == ROWS
     q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 and not is_small else 1
@@ -136,6 +137,12 @@ def shared_bytes(spec: KernelSpec) -> int:
     told = _ROOM * (q_rooms + 2 * stages) + _TASKS * (_ROOM + -(-(_TASK + _SPAN * groups) // 16) * 16)
     told += (_NOTE + _KIND * groups) * stages + _REST
     return spec.dtype.itemsize * elements + told
+
+
+def known_words(spec: KernelSpec) -> int:
+    """Words of what gradients know of a tile of queries, KnownQueries of attention/known_queries.cuh."""
+    words = 2 * spec.block_q + spec.block_q // 16 + 2
+    return words + -words % 4
 
 
 def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:

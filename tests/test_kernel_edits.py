@@ -191,8 +191,8 @@ EDITS = {
     "K is kept where no query sees it": ("sm80/backward.cu", "min(work.last, last)", "work.last"),
     "dQ of rows is not scaled": ("sm80/backward_rows.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "converted dQ is not scaled": ("sm80/convert_dq.cu", "  dq.scale(shape.softmax_scale);\n", ""),
-    "sums of dQ start at 1": ("sm80/backward_statistics.cu", "(sums + x) = {};", "(sums + x) = {{0x3f800000}};"),
-    "delta of tensor cores misses dlse": ("sm80/backward_statistics.cu", "sum -= dlse.at(row, 0);", "sum -= 0;"),
+    "sums of dQ start at 1": ("attention/delta.cuh", "(sums + x) = {};", "(sums + x) = {{0x3f800000}};"),
+    "delta of tensor cores misses dlse": ("attention/delta.cuh", "sum -= dlse.at(row, 0);", "sum -= 0;"),
     "P that is made meanwhile misses its first columns": (
         "attention/fragment_gradient.cuh", "kColumns == turn)", "kColumns == turn + 1)"
     ),
@@ -206,8 +206,8 @@ EDITS = {
         "tile/async_copy.cuh", "to.num_rows >= Rows &&", "to.num_rows >= Rows - 8 &&"
     ),
     "rows of a result lie too close": (
-        "tile/async_copy.cuh", "      data += Share::kRowLanes * to.row_stride;",
-        "      data += Share::kRowLanes * (to.row_stride - 8);",
+        "tile/async_copy.cuh", "      data += Share::kRowsAtOnce * to.row_stride;",
+        "      data += Share::kRowsAtOnce * (to.row_stride - 8);",
     ),
     "a gradient that is summed afterwards loses its last column": (
         "attention/fragment_gradient.cuh", "Gradient::column(j) < num_columns)",
@@ -488,7 +488,7 @@ def all_steps_are_right() -> None:
 
 _OF_TENSOR_CORES = (
     "attention/fragments.cuh", "attention/fragment_gradient.cuh", "attention/mma_gradient.cuh",
-    "tile/fragment_order.cuh", "tile/async_copy.cuh",
+    "attention/delta.cuh", "tile/fragment_order.cuh", "tile/async_copy.cuh",
 )  # fmt: skip
 
 

@@ -561,7 +561,7 @@ def test_backward_kernels_are_its_own(dim: int) -> None:
     plan = planned(2, 300, dim)
     name = "sm90_backward" if dim <= 128 else "sm90_backward_wide"
     assert {spec.name for spec in plan.specs.values()} == {
-        "sm90_forward", "sm80_backward_statistics", name, "sm90_convert_dq",
+        "sm90_forward", "sm90_backward_statistics", name, "sm90_convert_dq",
     }  # fmt: skip
     backward = [plan.specs[entry] for entry in ("backward_statistics", "backward", "convert_dq")]
     assert len({(spec.block_q, spec.head_dim) for spec in backward}) == 1

@@ -269,6 +269,7 @@ EDITS = {
     ),
 }  # fmt: skip
 
+_KNOWN = "sm90/backward_statistics.cu"
 _BACKWARD, _RING, _ORDER = "sm90/backward.cu", "attention/query_ring.cuh", "tile/fragment_order.cuh"
 BACKWARD_EDITS = {
     "rooms are not fenced": (_RING, "    ptx::mbarrier_init_fence();\n", ""),
@@ -285,7 +286,7 @@ BACKWARD_EDITS = {
         "{max(work.first, interval(params, work.place, 0).lo),\n          min(work.last, ",
         "{work.first, max(work.last, ",
     ),
-    "every step is whole": (_RING, "note.kind = (is_whole ?", "note.kind = (true ?"),
+    "every step is whole": (_RING, "own.parities | (is_whole ?", "own.parities | (true ?"),
     "a step's keys are all seen": (_RING, "return ptx::bits_from(lo) & ~ptx::bits_from(hi);", "return ~0u;"),
     "a band starts a query late": (_RING, "(start - params.work.upper)", "(start + 1 - params.work.upper)"),
     "a band ends a query early": (_RING, "(start - params.work.lower + 1)", "(start - params.work.lower)"),
@@ -299,27 +300,33 @@ BACKWARD_EDITS = {
     "a head's work is read before it is written": (
         _RING, "    __syncwarp();\n    HeadWork& head_work", "    HeadWork& head_work"
     ),
-    "K comes while the last one is read": (_RING, "      tile::await_empty(own.k, note.k_parity);", "     "),
+    "K comes while the last one is read": (_RING, "      tile::await_empty(own.k, k_parity(note.kind));", "     "),
     "P of masked keys is kept": (_BACKWARD, "  if (!step.is_plain()) mend<true>(s, step);\n", ""),
     "bits of a list are all 1": (_RING, "    bits &= listed;\n", ""),
     "a warp has another's bits": (_BACKWARD, "seen[Scores::first_row()]", "seen[ptx::lane() / 4]"),
     "a thread has another's bits": (_BACKWARD, "[x] | all) >> step.first_query;", "[x] | all);"),
     "a query has its neighbour's delta": (
-        _BACKWARD, "return queries.delta + first_query;", "return queries.delta + (first_query ^ 2);"
+        _BACKWARD, "return queries.known.delta + first_query;", "return queries.known.delta + (first_query ^ 2);"
     ),
     "lse is that of the step before": (
-        _BACKWARD, "OfQueries(own.queries[next.stage].lse_2", "OfQueries(own.queries[turn.stage].lse_2"
+        _BACKWARD, "OfQueries(own.queries[next.stage].known", "OfQueries(own.queries[turn.stage].known"
     ),
     "lse of 128 queries is that of the first step": (
-        _BACKWARD, "lse_2(step.lse_2())", "lse_2(own.queries[0].lse_2 + first_query)"
+        _BACKWARD, "lse_2(step.lse_2())", "lse_2(own.queries[0].known.lse_2 + first_query)"
     ),
     "delta is that of the step before": (
         _BACKWARD, "make_p(next_s, delta, next_lse_2, next);", "make_p(next_s, delta, next_lse_2, turn);"
     ),
     "P is made before the scores are there": (_BACKWARD, "      tile::wait_for<1>(next_s);\n", ""),
-    "minima are left out where an lse is large": (_RING, "fabsf(own_lse_2) > kLargestLse2", "false"),
-    "one helper's lse count alone": (
-        _RING, "kind |= has_large ?", "kind |= own.queries[turn.stage].has_large[0] ?"
+    "minima are left out where an lse is large": (_KNOWN, "fabsf(lse_2) > kLargestLse2", "false"),
+    "lse of the first rows count alone": (_KNOWN, "is_large |= is_live", "is_large |= first == 0 && is_live"),
+    "queries without a key count as others": (_KNOWN, "known.has_dead = is_dead;", "known.has_dead = 0;"),
+    "queries without a key are copied": (_KNOWN, "__ballot_sync(0xffffffffu, is_live)", "0xffffffffu"),
+    "delta lies a row further": (_KNOWN, "known.delta[row - work.first]", "known.delta[(row - work.first) ^ 1]"),
+    "lse is in base e": (_KNOWN, "base_2(lse.at(work.first + row, 0))", "lse.at(work.first + row, 0)"),
+    "what is known is the first tile's": (_RING, "head_work.known[number]", "head_work.known[0]"),
+    "what is known is not waited for": (
+        _RING, "kind & Note::kCopiesQ,\n             sizeof known", "kind & Note::kCopiesQ"
     ),
     "a large lse hides keys": (_BACKWARD, "all = step.kind & Note::kMasked ? 0 : ~0u;", "all = 0;"),
     "a mask hides nothing": (_BACKWARD, "all = step.kind & Note::kMasked ? 0 : ~0u;", "all = ~0u;"),
@@ -361,18 +368,18 @@ BACKWARD_EDITS = {
     ),
     "results are those of the next tile": (_BACKWARD, "own.notes[turn.stage].work", "own.notes[next.stage].work"),
     "gradients start with those of the last tile": (_BACKWARD, "      dk.fill(0);\n      dv.fill(0);\n", ""),
-    "the next tile's keys are not awaited": (_BACKWARD, "      await_keys(next);\n", ""),
+    "the next tile's keys are not awaited": (_BACKWARD, "      await_keys(kind);\n", ""),
     "keys are left before dQ is made": (
         _BACKWARD, "    tile::wait_for<1>(dv);\n",
         "    if (is_of_next_tile(kind)) leave_keys();\n    tile::wait_for<1>(dv);\n",
     ),
     "K of another head is let in before dQ is made": (
         _BACKWARD, "      kind = await_step(next);\n",
-        "      kind = await_step(next);\n      await_other_k(next, kind);\n",
+        "      kind = await_step(next);\n      await_other_k(kind);\n",
     ),
     "keys are never left": (_BACKWARD, "      leave_keys();\n", ""),
-    "K of every tile has one phase": (_RING, "          own.k_parity ^= 1;\n", ""),
-    "V of every tile has one phase": (_RING, "          own.v_parity ^= brings_v;\n", ""),
+    "K of every tile has one phase": (_RING, "own.parities ^= Note::kParityOfK | (", "own.parities ^= 0 | ("),
+    "V of every tile has one phase": (_RING, "(has_k ? 0 : Note::kParityOfV)", "0"),
     "a tile that nobody works on takes a place": (_RING, "    has_stepped = false;\n  }\n  tile", "  }\n  tile"),
     "a tile takes the place of the one before": (
         _RING, "if (has_stepped) slot = (slot + 1)", "if (false) slot = (slot + 1)"
@@ -380,13 +387,13 @@ BACKWARD_EDITS = {
     "dK of keys that no query sees is what stands there": (
         _RING, "  write_nothing(params, params.dk, own.works[slot].tile, shape.head_dim);\n", ""
     ),
-    "the count of tiles starts anywhere": ("sm80/backward_statistics.cu", "  reset_numbers(params);\n", ""),
+    "the count of tiles starts anywhere": (_KNOWN, "  reset_numbers(params);\n", ""),
     "a second launch finds the count of the first": (
         "attention/work_tile.cuh", "  if (asked == num_tiles - 1) *next = 0;\n", ""
     ),
     "dK is not scaled": (_BACKWARD, "  dk.scale(params.shape.softmax_scale);\n", ""),
     "one head gives dK and dV": (_RING, "head < shape.group_size", "head < 1"),
-    "sums of dQ go to the first tile": (_RING, "query_tile_number(params, step.start, kBlockQ)", "0"),
+    "sums of dQ go to the first tile": (_RING, "head_work.dq_sum + number * params", "head_work.dq_sum + 0 * params"),
     "dQ is not scaled": ("sm90/convert_dq.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "wide gradients lose a row": (
         "attention/fragment_gradient.cuh", "Gradient::row(i) >= work.last) continue;",
@@ -412,8 +419,12 @@ WIDE_EDITS = {
     "a query has another's bits": (_WIDE, "Scores::first_row() * kRowBytes + ", ""),
     "both warpgroups see the same keys": (_WIDE, "part * kBlockKv / 16)", "0)"),
     "a bit is its neighbour's": (_WIDE, ">> (first + j % 2) & 1", ">> first & 1"),
-    "a query has another's lse": (_WIDE, "queries.lse_2[Scores::first_row() + Scores::row(i)]", "queries.lse_2[i]"),
-    "a query has another's delta": (_WIDE, "queries.delta[Scores::first_row() + Scores::row(i)]", "queries.delta[i]"),
+    "a query has another's lse": (
+        _WIDE, "queries.known.lse_2[Scores::first_row() + Scores::row(i)]", "queries.known.lse_2[i]"
+    ),
+    "a query has another's delta": (
+        _WIDE, "queries.known.delta[Scores::first_row() + Scores::row(i)]", "queries.known.delta[i]"
+    ),
     "P of masked keys is kept": (
         _WIDE, "s.at(i, j) = !IsMasked || seen.at(i, j) ? p : 0.0f;", "s.at(i, j) = p;"
     ),
@@ -428,7 +439,7 @@ WIDE_EDITS = {
     ),
     "dO is left while dV is made": (
         _WIDE,
-        "    tile::wait_for<1>(dq);\n    dv.keep_in_place();\n    tile::arrive(own.d_o[do_stage(turn)].empty);\n",
+        "    tile::wait_for<1>(dq);\n    dv.keep_in_place();\n",
         "    tile::arrive(own.d_o[do_stage(turn)].empty);\n    tile::wait_for<1>(dq);\n    dv.keep_in_place();\n",
     ),
     "Q is left while dK is made": (
@@ -440,20 +451,20 @@ WIDE_EDITS = {
     "Q is never left": (_WIDE, "    tile::arrive(own.q[turn.stage].empty);\n", ""),
     "K of a head is never left": (_RING, "  tile::arrive(own.k.empty);\n", ""),
     "K of a head is awaited in the wrong phase": (
-        _RING, "arrive(own.k.empty);\n  tile::await_full(own.k, own.notes[turn.stage].k_parity);",
+        _RING, "arrive(own.k.empty);\n  tile::await_full(own.k, k_parity(kind));",
         "arrive(own.k.empty);\n  tile::await_full(own.k, 0);",
     ),
-    "V is not awaited": (_RING, "  tile::await_full(own.v, own.notes[turn.stage].v_parity);\n", ""),
+    "V is not awaited": (_RING, "  tile::await_full(own.v, v_parity(kind));\n", ""),
     "wide gradients start with those of the last tile": (
         _WIDE, "return;\n      dk.each(part, clear);\n      dv.each(part, clear);\n", "return;\n"
     ),
-    "the next tile's keys are not awaited": (_WIDE, "      await_keys(next);\n", ""),
+    "the next tile's keys are not awaited": (_WIDE, "      await_keys(kind);\n", ""),
     "keys are left before gradients go through their rooms": (
         _WIDE, "      write_gradients(params, own", "      leave_keys();\n      write_gradients(params, own"
     ),
     "dO is not awaited": (_WIDE, "  tile::await_full(board().d_o[do_stage(turn)], do_parity(turn));\n", ""),
     "helpers are a phase of dO ahead": (
-        _RING, "    if constexpr (kDoStages < kNumStages) tile::await_empty(d_o, do_parity(turn));", "    "
+        _RING, "      tile::await_empty(own.d_o[do_stage(turn)], do_parity(turn));\n", "      {}\n"
     ),
     "the one stage of dO has Q's phase": (_RING, "kDoStages == 1 ? turn.stage : turn.parity", "turn.parity"),
     "both warpgroups make the same half of dQ": (_WIDE, "(part * kDqSlices + slice) *", "slice *"),
@@ -619,6 +630,7 @@ def backward_structures() -> list[Structure]:
     """Of both tiles of queries, and of a list; small, but of several steps."""
     square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 150}
     rng = np.random.default_rng(0)
+    sees = np.arange(300)[:, None] // 10 % 3 > 0  # others see no key, in every tile of queries
     return [
         Structure(**square, head_dim=128, value_dim=104, mask=masks.Causal("bottom_right")),
         Structure(
@@ -640,6 +652,7 @@ def backward_structures() -> list[Structure]:
             num_heads=1, seqlen_q=300, seqlen_kv=400, head_dim=64, value_dim=40,
             mask=masks.SlidingWindow(left=50, right=0, align="top_left"),
         ),  # the last keys of which no query sees
+        Structure(**square, head_dim=64, value_dim=40, mask=masks.Dense(sees & (rng.random((300, 150)) < 0.7))),
     ]  # fmt: skip
 
 
@@ -655,6 +668,9 @@ def hopper_gradients_are_right() -> None:
         if number == 7:
             for x in ("k", "v"):
                 changed[x][..., 300:, :] = np.nan
+        if number == 8:
+            for x in ("q", "do"):
+                changed[x][..., np.arange(300) // 10 % 3 == 0, :] = np.nan
         for seed, order in enumerate(("random", "last_warp", "first_warp")):
             copies = "late" if order == "last_warp" else "random"
             schedule = sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=seed < 2)

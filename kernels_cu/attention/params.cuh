@@ -68,7 +68,7 @@ struct Parts {
 };
 
 struct Params {
-  Matrices q, k, v, o, lse;  // lse and delta have one column
+  Matrices q, k, v, o, lse;  // lse and delta have one column; on Hopper delta is KnownQueries, tile after tile
   Matrices do_, dq, dk, dv, dlse, delta, dq_sum;  // dq_sum is float32, before it is scaled and rounded
   Matrices next_tile;  // one int, where blocks go on to further tiles as they end
   Shape shape;

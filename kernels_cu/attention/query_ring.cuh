@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/known_queries.cuh>
 #include <attention/steps.cuh>
 #include <attention/tensor_maps.cuh>
 #include <attention/warpgroup_gradient.cuh>
@@ -19,17 +20,15 @@ static_assert(kThreads == kGroup * (1 + kConsumers), "a producer, and consumers"
 static_assert(kNumStages >= 2, "Q of a step is read while scores of the next are made");
 
 // Names of barriers; a warpgroup of consumers has one of each kind that says Ds or Dq.
-constexpr int kHelpersMeet = 1, kConsumersMeet = 2, kDsIsRead = 3, kDqIsRead = 5, kDqIsThere = 7;
+constexpr int kConsumersMeet = 1, kDsIsRead = 2, kDqIsRead = 4, kDqIsThere = 6;
 
 // Up to 128 columns a warpgroup has rows of dK and dV, and only dS goes through shared memory; beyond, it has columns of
 // them, and of P and dS as much goes there as both need.
 constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
 // Threads that say and copy what is brought: the last warp of theirs adds dQ up, where that goes through shared memory.
 constexpr int kProducers = kIsWide ? kGroup : kGroup - 32, kHelpers = kProducers - 32;
-// Up to 128 columns P's minimum with 1 is left out where no lse is so large that its rounding lifts P by a thousandth.
-// Helpers find out.
+// Up to 128 columns P's minimum with 1 is left out where no lse is large.
 constexpr bool kLeavesMinimaOut = !kIsWide;
-constexpr float kLargestLse2 = 1 << 14;
 constexpr int kScoreRooms = kIsWide ? 3 : 1;  // P of even and of odd steps and dS; or dS
 
 using KPanels = tile::PanelTile<Element, kBlockKv, kHeadDim, kIsWide && kHeadDim % 128 != 0 ? 32 : tile::panel_width(kHeadDim)>;
@@ -58,26 +57,30 @@ CUFLASH_DEVICE int dq_room(int part) { return kDqRoom + part * kDqPart; }
 // What the producer says of a step; in one word what all ask for.
 struct Note {
   // Some key of the tile is hidden from some query; K is brought, and V, with a tile's first step; no tile is left; and,
-  // which helpers know, some query's lse is large.
-  enum Kind { kMasked = 1, kBringsK = 2, kBringsV = 4, kEnd = 8, kLarge = 16 };
+  // which is known with its queries, some query's lse is large. Then what helpers copy; and the parities of the phases that
+  // fill the rooms of K and V.
+  enum Kind {
+    kMasked = 1, kBringsK = 2, kBringsV = 4, kEnd = 8, kLarge = 16,
+    kCopiesK = 32, kCopiesV = 64, kCopiesQ = 128, kCopiesDo = 256, kParityOfK = 512, kParityOfV = 1024
+  };
   int kind;
-  int k_parity, v_parity;  // of the phase that fills their rooms
-  int copies_k, copies_v, copies_q, copies_do;  // helpers do
   int work;  // which
-  tile::InStack k_at, v_at;
-  attention::Step step;
   float* dq_sum;
+  attention::Step step;  // where something is masked or copied
+  uint32_t live[kLiveWords];  // of queries that are copied
+  tile::InStack k_at, v_at;   // where they are brought
+
+  CUFLASH_DEVICE bool is(Kind which) const { return kind & which; }
 };
+CUFLASH_DEVICE int k_parity(int kind) { return (kind & Note::kParityOfK) != 0; }
+CUFLASH_DEVICE int v_parity(int kind) { return (kind & Note::kParityOfV) != 0; }
 
 // What is known of the queries of a step, and which keys of the tile each sees, unless consumers need not ask: a bit a key
 // in the row of a query, or, where rows of scores are keys, a bit a query in the row of a key.
 constexpr int kKeyWords = (kBlockKv + 31) / 32, kQueryWords = kBlockQ / 32;
-struct Queries {
-  float lse_2[kBlockQ], delta[kBlockQ];
+struct alignas(16) Queries {
+  KnownQueries known;
   uint32_t seen[kIsWide ? kBlockQ : kBlockKv][kIsWide ? kKeyWords : kQueryWords];
-  int has_large[kHelpers / 32];  // whether some lse is, of those that a warp of helpers found out about
-
-  CUFLASH_DEVICE bool is_live(int row) const { return lse_2[row] != -ptx::negative_infinity<float>(); }
 };
 
 // The stage that a step has in the rings, and the parity of its phase.
@@ -97,9 +100,10 @@ CUFLASH_DEVICE int do_parity(const Turn& turn) { return kDoStages == 1 ? turn.st
 // A tile of keys and a head of queries: where lies what its steps ask for.
 struct HeadWork {
   attention::WorkTile tile;
-  const float *lse, *delta;
+  const KnownQueries* known;  // tile after tile
   float* dq_sum;
   tile::InStack q_at, do_at;
+  int kind;  // of all of its steps
 };
 
 // Steps that helpers may be at, and one that the producer goes on to.
@@ -112,9 +116,9 @@ struct Board {
   Note notes[kNumStages];
   HeadWork works[kWorks];  // of heads that have steps, in turn
   float softmax_scale_log2;
-  // The producer's own, whose registers are few: whether it has a tile, the parities of the next K and V, and how far a head
-  // reaches.
-  int has_tile, k_parity, v_parity;
+  // The producer's own, whose registers are few: whether it has a tile, the parities of the next K and V as a note says them,
+  // and how far a head reaches.
+  int has_tile, parities;
   attention::Reach reach;
 };
 CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_shared<unsigned char>() + kBoard); }
@@ -126,27 +130,24 @@ CUFLASH_DEVICE int await_step(const Turn& turn) {
   Board& own = board();
   tile::await_full(own.q[turn.stage], turn.parity);
   int kind = own.notes[turn.stage].kind;
-  if constexpr (kLeavesMinimaOut) {
-#pragma unroll
-    for (int has_large : own.queries[turn.stage].has_large) kind |= has_large ? Note::kLarge : 0;
-  }
+  if constexpr (kLeavesMinimaOut) kind |= own.queries[turn.stage].known.has_large ? Note::kLarge : 0;
   return kind;
 }
 CUFLASH_DEVICE bool is_of_next_tile(int kind) { return kind & (Note::kBringsV | Note::kEnd); }
 
 // K of another head, where a step brings it, once the last one's products are waited for.
-CUFLASH_DEVICE void await_other_k(const Turn& turn, int kind) {
+CUFLASH_DEVICE void await_other_k(int kind) {
   if ((kind & (Note::kBringsK | Note::kBringsV)) != Note::kBringsK) return;
   Board& own = board();
   tile::arrive(own.k.empty);
-  tile::await_full(own.k, own.notes[turn.stage].k_parity);
+  tile::await_full(own.k, k_parity(kind));
 }
 
 // K and V of a tile whose first step has come; and where they are read.
-CUFLASH_DEVICE void await_keys(const Turn& turn) {
+CUFLASH_DEVICE void await_keys(int kind) {
   Board& own = board();
-  tile::await_full(own.k, own.notes[turn.stage].k_parity);
-  tile::await_full(own.v, own.notes[turn.stage].v_parity);
+  tile::await_full(own.k, k_parity(kind));
+  tile::await_full(own.v, v_parity(kind));
 }
 CUFLASH_DEVICE void leave_keys() { tile::arrive(board().k.empty); }  // V with K
 
@@ -155,7 +156,7 @@ CUFLASH_DEVICE void leave_keys() { tile::arrive(board().k.empty); }  // V with K
 // Its first warp says what is to be brought and has it copied by the tensor memory accelerator; others find out about a
 // step's queries, and copy what the accelerator cannot; the last one may have parts of dQ added.
 
-CUFLASH_DEVICE bool leads() { return threadIdx.x == 0; }
+CUFLASH_DEVICE bool leads() { return ptx::is_elected(); }
 
 // The keys of the tile that some query of the head may see. What stands at others must not reach dQ, where it would meet
 // a dS of 0.
@@ -176,16 +177,14 @@ CUFLASH_DEVICE bool has_dead_rows(const attention::Params& params, const HeadWor
     const Interval first = interval(params, place, step.start), last = interval(params, place, step.stop - 1);
     return first.lo >= first.hi || last.lo >= last.hi;
   }
-  return tile::any_of(step.start, step.stop, [&](int query) {
-    return work.lse[query * params.lse.row_stride] == ptx::negative_infinity<float>();
-  });
+  return work.known[query_tile_number<Listed>(params, step.start, kBlockQ)].has_dead;
 }
 
-// Have an operand brought, or say that a helper brings it.
+// Have an operand brought, or say that a helper brings it; with it come so many bytes by other copies.
 CUFLASH_DEVICE void fill(const tile::Panels& to, const attention::Mapped& map, const tile::InStack& at, int first,
-                         const tile::Room& room, bool helpers_copy) {
-  if (helpers_copy) ptx::mbarrier_arrive(ptx::shared_address(&room.full));
-  else tile::start_copies(to, map, at, first, room.full);
+                         const tile::Room& room, bool helpers_copy, int bytes_beside = 0) {
+  if (helpers_copy) ptx::mbarrier_arrive_expect(ptx::shared_address(&room.full), bytes_beside);
+  else tile::start_copies(to, map, at, first, room.full, bytes_beside);
 }
 
 // Keys that no query sees: consumers do not hear of them. By a warp.
@@ -201,11 +200,11 @@ CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attenti
 CUFLASH_DEVICE bool next_tile(const attention::Params& params, int slot) {
   Board& own = board();
   __syncwarp();
-  if (leads()) {
+  if (threadIdx.x == 0) {  // an election takes registers, which are few
     const int num_tiles = attention::num_key_tiles<Listed>(params, kBlockKv);
     const int number = own.has_tile ? attention::next_number(params, num_tiles) : attention::first_number();
     own.has_tile = number < num_tiles;
-    if (own.has_tile) own.works[slot].tile = attention::key_tile_at<Listed>(params, kBlockKv, number);
+    if (own.has_tile) own.works[ptx::opaque(slot)].tile = attention::key_tile_at<Listed>(params, kBlockKv, number);
   }
   __syncwarp();
   return own.has_tile;
@@ -261,54 +260,63 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
     find_reach(params, work);
     if (leads()) {
       const Place& place = work.place;
-      head_work.lse = matrix<float>(params.lse, place, place.head, 0, 0).data;
-      head_work.delta = matrix<float>(params.delta, place, place.head, 0, 0).data;
+      head_work.known = known_queries(params, place);
+      ptx::keep_loads_apart();  // registers are few
       head_work.dq_sum = matrix<float>(params.dq_sum, place, place.head, 0, 0).data;
       head_work.q_at = in_stack(params.q, place, place.head);
       head_work.do_at = in_stack(params.do_, place, place.head);
+      head_work.kind = (work.last - work.first == kBlockKv ? 0 : Note::kMasked) |
+                       (is_mapped(maps.q, params.q) ? 0 : Note::kCopiesQ) |
+                       (is_mapped(maps.do_, params.do_) ? 0 : Note::kCopiesDo);
     }
     __syncwarp();
     Steps<kBlockQ, OverQueries, Listed> steps(params, own.reach);
     Step step;
     for (bool brings_k = !has_k || params.work.interval_head_stride != 0; steps.next(step); brings_k = false) {
       const bool clears = has_dead_rows(params, head_work, step);
-      const bool brings_v = !has_k;
       Note& note = own.notes[turn.stage];
       tile::await_empty(own.q[turn.stage], turn.parity);  // by the whole warp: none misses a phase
       __syncwarp();
       if (leads()) {
-        const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == kBlockQ &&
-                              work.last - work.first == kBlockKv;
-        note.kind = (is_whole ? 0 : Note::kMasked) | (brings_k ? Note::kBringsK : 0) | (brings_v ? Note::kBringsV : 0);
-        note.k_parity = own.k_parity;
-        note.v_parity = own.v_parity;
-        note.copies_q = clears || !is_mapped(maps.q, params.q);
-        note.copies_do = clears || !is_mapped(maps.do_, params.do_);
-        note.work = slot;
-        note.step = step;
-        note.dq_sum = head_work.dq_sum + query_tile_number(params, step.start, kBlockQ) * params.dq_sum.row_stride;
+        const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == kBlockQ;
+        int kind = head_work.kind | own.parities | (is_whole ? 0 : Note::kMasked);
+        if (clears) kind |= Note::kCopiesQ | Note::kCopiesDo;
         if (brings_k) {
           const Interval keys = seen_keys(params, work);
-          note.copies_k = keys.lo > work.first || keys.hi < min(work.first + kBlockKv, shape.seqlen_kv) ||
-                          !is_mapped(maps.k, params.k);
-          note.copies_v = brings_v && !is_mapped(maps.v, params.v);
+          const bool copies_k = keys.lo > work.first || keys.hi < min(work.first + kBlockKv, shape.seqlen_kv) ||
+                                !is_mapped(maps.k, params.k);
+          kind |= Note::kBringsK | (copies_k ? Note::kCopiesK : 0);
+          if (!has_k) kind |= Note::kBringsV | (is_mapped(maps.v, params.v) ? 0 : Note::kCopiesV);
           note.k_at = in_stack(params.k, work.place, work.place.head / shape.group_size);
           note.v_at = in_stack(params.v, work.place, work.place.head / shape.group_size);
         }
-        fill(tile::Panels(q_smem(turn.stage)), maps.q, head_work.q_at, step.start, own.q[turn.stage], note.copies_q);
+        note.kind = kind;
+        note.work = slot;
+        const int number = query_tile_number<Listed>(params, step.start, kBlockQ);
+        note.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
+        if (kind & (Note::kMasked | Note::kCopiesQ | Note::kCopiesDo)) note.step = step;
+        const KnownQueries& known = head_work.known[number];
+        if (kind & (Note::kCopiesQ | Note::kCopiesDo)) {
+#pragma unroll 1
+          for (int x = 0; x < kLiveWords; ++x) note.live[x] = known.live[x];
+        }
+        fill(tile::Panels(q_smem(turn.stage)), maps.q, head_work.q_at, step.start, own.q[turn.stage], kind & Note::kCopiesQ,
+             sizeof known);
+        ptx::bulk_load(ptx::shared_address(&own.queries[turn.stage].known), &known, sizeof known,
+                       ptx::shared_address(&own.q[turn.stage].full));
         ptx::mbarrier_arrive(ptx::shared_address(&own.noted[turn.stage]));
         if (brings_k) {  // helpers have them brought once their rooms are empty: from the cache, by then
-          if (!note.copies_k) tile::prefetch(tile::Panels(k_smem), maps.k, note.k_at, work.first);
-          if (brings_v && !note.copies_v) tile::prefetch(tile::Panels(v_smem), maps.v, note.v_at, work.first);
-          own.k_parity ^= 1;
-          own.v_parity ^= brings_v;
+          if (!note.is(Note::kCopiesK)) tile::prefetch(tile::Panels(k_smem), maps.k, note.k_at, work.first);
+          if (!has_k && !note.is(Note::kCopiesV)) tile::prefetch(tile::Panels(v_smem), maps.v, note.v_at, work.first);
+          own.parities ^= Note::kParityOfK | (has_k ? 0 : Note::kParityOfV);
         }
       }
       has_k = true;
       const tile::Room& d_o = own.d_o[do_stage(turn)];
-      tile::await_empty(d_o, do_parity(turn));
+      if constexpr (kDoStages < kNumStages) tile::await_empty(d_o, do_parity(turn));  // else Q's stage says it
       __syncwarp();
-      if (leads()) fill(tile::Panels(do_smem(do_stage(turn))), maps.do_, head_work.do_at, step.start, d_o, note.copies_do);
+      if (leads())
+        fill(tile::Panels(do_smem(do_stage(turn))), maps.do_, head_work.do_at, step.start, d_o, note.is(Note::kCopiesDo));
       turn = turn.next();
       has_stepped = true;
     }
@@ -332,6 +340,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   __syncwarp();
   if (leads()) {
     own.notes[turn.stage].kind = Note::kEnd;
+    own.queries[turn.stage].known.has_large = 0;  // asked of every step
     ptx::mbarrier_arrive(ptx::shared_address(&own.q[turn.stage].full));
     ptx::mbarrier_arrive(ptx::shared_address(&own.noted[turn.stage]));
   }
@@ -371,25 +380,9 @@ CUFLASH_DEVICE void know_keys(const attention::Params& params, const attention::
   }
 }
 
-CUFLASH_DEVICE void know_queries(const attention::Params& params, const HeadWork& work, const Note& note, Queries& queries,
-                                 int thread) {
+CUFLASH_DEVICE void know_seen(const attention::Params& params, const HeadWork& work, const Note& note, Queries& queries,
+                              int thread) {
   using namespace attention;
-  bool is_large = false;
-#pragma unroll 1
-  for (int row = thread; row < kBlockQ; row += kHelpers) {
-    const int query = note.step.start + row;
-    const bool is_there = query < note.step.stop;
-    const float own_lse_2 = is_there ? base_2(work.lse[query * params.lse.row_stride]) : -ptx::negative_infinity<float>();
-    const float own_delta = is_there ? work.delta[query * params.delta.row_stride] : 0.0f;
-    queries.lse_2[row] = own_lse_2;
-    queries.delta[row] = own_delta;
-    is_large |= own_lse_2 != -ptx::negative_infinity<float>() && fabsf(own_lse_2) > kLargestLse2;
-  }
-  if constexpr (kLeavesMinimaOut) {
-    is_large = __any_sync(0xffffffffu, is_large);
-    if (thread % 32 == 0) queries.has_large[thread / 32] = is_large;
-  }
-  if (!(note.kind & Note::kMasked)) return;
   if constexpr (!kIsWide)
     if (params.work.lo == nullptr && note.step.kind != Kind::kBits)
       return know_keys(params, work.tile, note.step, queries, thread);
@@ -407,56 +400,61 @@ CUFLASH_DEVICE void know_queries(const attention::Params& params, const HeadWork
   }
 }
 
+// Copy rows of a step that the accelerator cannot: zeros where a query sees no key.
+template <class Panels>
+CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attention::Matrices& from, const Note& note,
+                                 int num_columns, Panels to, int thread) {
+  using namespace attention;
+  const Place& place = board().works[note.work].tile.place;
+  const auto all = matrix<Element>(from, place, place.head, params.shape.seqlen_q, num_columns);
+  tile::copy<kHelpers>(tile::Panels(to), all.rows(note.step.start, note.step.stop), thread,
+                       [&](int row) { return KnownQueries::is_live(note.live, row); });
+}
+
 CUFLASH_DEVICE void help(const attention::Params& params, const attention::TensorMaps& maps) {
   using namespace attention;
   Board& own = board();
   const Shape& shape = params.shape;
   const auto thread = [] { return ptx::thread() - 32; };  // asked for again, as is what follows: registers are few
-  for (Turn turn;; turn = turn.next()) {
+  for (int number = 0;; number = number == 2 * kNumStages - 1 ? 0 : number + 1) {
+    const Turn turn{number % kNumStages, number / kNumStages};  // of one register
     ptx::mbarrier_wait(ptx::shared_address(&own.noted[turn.stage]), turn.parity);
     const Note& note = own.notes[turn.stage];
-    const tile::Room &q = own.q[turn.stage], &d_o = own.d_o[do_stage(turn)];
-    if (note.kind == Note::kEnd) return tile::arrive(q.full);
-    const WorkTile& work = own.works[note.work].tile;
-    const auto kv_head = [&] { return work.place.head / shape.group_size; };
-    Queries& queries = own.queries[turn.stage];
-    know_queries(params, own.works[note.work], note, queries, thread());
-    if (note.copies_q || note.copies_do) ptx::bar_sync(kHelpersMeet, kHelpers);  // is_live knows
-    const auto is_live = [&](int row) { return queries.is_live(row); };
-    if (note.copies_q) {
-      const auto all = matrix<Element>(params.q, work.place, work.place.head, shape.seqlen_q, shape.head_dim);
-      tile::copy<kHelpers>(tile::Panels(q_smem(turn.stage)), all.rows(note.step.start, note.step.stop), thread(), is_live);
-    }
-    tile::arrive(q.full);
-    if (note.kind & Note::kBringsK) {
-      const bool brings_v = note.kind & Note::kBringsV;
-      tile::await_empty(own.k, note.k_parity);  // else a helper could arrive for this K while another copies the last
+    if (note.is(Note::kEnd)) return tile::arrive(own.q[turn.stage].full);
+    const auto work = [&]() -> const HeadWork& { return own.works[note.work]; };
+    if (note.is(Note::kMasked)) know_seen(params, work(), note, own.queries[turn.stage], thread());
+    if (note.is(Note::kCopiesQ)) copy_queries(params, params.q, note, shape.head_dim, q_smem(turn.stage), thread());
+    tile::arrive(own.q[turn.stage].full);
+    if (note.is(Note::kBringsK)) {
+      const WorkTile& tile = work().tile;
+      const auto kv_head = [&] { return tile.place.head / shape.group_size; };
+      tile::await_empty(own.k, k_parity(note.kind));  // else a helper could arrive for this K while another copies the last
       __syncwarp();
       if (thread() == 0) {
-        fill(tile::Panels(k_smem), maps.k, note.k_at, work.first, own.k, note.copies_k);
-        if (brings_v) fill(tile::Panels(v_smem), maps.v, note.v_at, work.first, own.v, note.copies_v);
+        fill(tile::Panels(k_smem), maps.k, note.k_at, tile.first, own.k, note.is(Note::kCopiesK));
+        if (note.is(Note::kBringsV))
+          fill(tile::Panels(v_smem), maps.v, note.v_at, tile.first, own.v, note.is(Note::kCopiesV));
       }
-      if (note.copies_k) {
-        const Interval keys = seen_keys(params, work);
-        const auto all = matrix<Element>(params.k, work.place, kv_head(), shape.seqlen_kv, shape.head_dim);
-        tile::copy<kHelpers>(tile::Panels(k_smem), all.rows(work.first, keys.hi), thread(),
-                       [&](int row) { return work.first + row >= keys.lo; });
+      if (note.is(Note::kCopiesK)) {
+        const Interval keys = seen_keys(params, tile);
+        ptx::keep_loads_apart();  // registers are few
+        const auto all = matrix<Element>(params.k, tile.place, kv_head(), shape.seqlen_kv, shape.head_dim);
+        tile::copy<kHelpers>(tile::Panels(k_smem), all.rows(tile.first, keys.hi), thread(),
+                       [&](int row) { return tile.first + row >= keys.lo; });
       }
       tile::arrive(own.k.full);
-      if (brings_v && note.copies_v) {
-        const auto all = matrix<Element>(params.v, work.place, kv_head(), shape.seqlen_kv, shape.value_dim);
+      if (note.is(Note::kCopiesV)) {
+        const auto all = matrix<Element>(params.v, tile.place, kv_head(), shape.seqlen_kv, shape.value_dim);
         const auto is_kept = [](int) { return true; };
-        tile::copy<kHelpers>(tile::Panels(v_smem), all.rows(work.first, work.last), thread(), is_kept);
+        tile::copy<kHelpers>(tile::Panels(v_smem), all.rows(tile.first, tile.last), thread(), is_kept);
       }
-      if (brings_v) tile::arrive(own.v.full);
+      if (note.is(Note::kBringsV)) tile::arrive(own.v.full);
     }
-    if constexpr (kDoStages < kNumStages) tile::await_empty(d_o, do_parity(turn));  // else Q's stage says it
-    if (note.copies_do) {
-      const auto all = matrix<Element>(params.do_, work.place, work.place.head, shape.seqlen_q, shape.value_dim);
-      tile::await_empty(d_o, do_parity(turn));
-      tile::copy<kHelpers>(tile::Panels(do_smem(do_stage(turn))), all.rows(note.step.start, note.step.stop), thread(), is_live);
-    }
-    tile::arrive(d_o.full);
+    if constexpr (kDoStages < kNumStages)  // else Q's stage says it
+      tile::await_empty(own.d_o[do_stage(turn)], do_parity(turn));
+    if (note.is(Note::kCopiesDo))
+      copy_queries(params, params.do_, note, shape.value_dim, do_smem(do_stage(turn)), thread());
+    tile::arrive(own.d_o[do_stage(turn)].full);
   }
 }
 
@@ -476,7 +474,7 @@ CUFLASH_DEVICE void add_up() {
   for (Turn turn;; turn = turn.next()) {
     tile::await_full(own.q[turn.stage], turn.parity);
     const Note& note = own.notes[turn.stage];
-    const bool is_end = note.kind == Note::kEnd;
+    const bool is_end = note.is(Note::kEnd);
     float* const sum = note.dq_sum;
     tile::arrive(own.q[turn.stage].empty);
     leave_dq<1>(0, is_end);
@@ -501,7 +499,7 @@ CUFLASH_DEVICE void share_work(const attention::Params& params, const attention:
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
   if (threadIdx.x == 0) {
     board().softmax_scale_log2 = params.shape.softmax_scale * attention::kLog2E;
-    board().has_tile = board().k_parity = board().v_parity = 0;
+    board().has_tile = board().parities = 0;
     tile::Room* const rooms = &board().k;
     for (int i = 0; i < 2 + kNumStages + kDoStages; ++i) {
       const bool has_notes = &rooms[i] >= board().q && &rooms[i] < board().q + kNumStages;  // which all read

@@ -136,8 +136,9 @@ CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int 
 }
 
 // Which tile of its matrix starts with a query.
+template <class Listed = ListedAtRunTime>
 CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height) {
-  if (params.work.row_pointers == nullptr) return first / height;
+  if (!Listed::in(params.work)) return first / height;
   const int block = params.work.block_q;
   return first / block * ((block + height - 1) / height) + first % block / height;
 }

@@ -20,6 +20,14 @@ CUFLASH_DEVICE int thread() {
   return number;
 }
 
+// Whether the thread is the one of its warp that all of them elect, always the same one. Called by the whole warp. The compiler
+// knows that it is one: copies that it starts need no loop over threads.
+CUFLASH_DEVICE bool is_elected() {
+  int is_it;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(is_it));
+  return is_it;
+}
+
 // Loads stay on their side of this line, so that those of many rows do not wait in registers at once.
 CUFLASH_DEVICE void keep_loads_apart() { asm volatile("" ::: "memory"); }
 

@@ -1,54 +1,15 @@
 // What FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) starts with: delta = rowsum(dO o O) - dlse, 0 in
-// rows without a key. The sums of dQ are set to 0. A few neighbouring threads work on a row.
-#include <attention/mma_operands.cuh>
-
-namespace cuflash {
-
-constexpr int kLanes = tile::ChunksOfThread<kThreads, OTile>::kColumnLanes;
-constexpr int kChunk = OTile::kChunk;
-
-}  // namespace cuflash
+// rows without a key. The sums of dQ are set to 0.
+#include <attention/delta.cuh>
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
 sm80_backward_statistics(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;
-  const Shape& shape = params.shape;
   reset_numbers(params);
   const WorkTile work = query_tile_from_last<Listed>(params, kBlockQ);
   if (work.is_empty()) return;
-  const Place& place = work.place;
-  const auto o = matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim);
-  const auto d_o = matrix<Element>(params.do_, place, place.head, shape.seqlen_q, shape.value_dim);
-  const auto lse = matrix<float>(params.lse, place, place.head, shape.seqlen_q, 1);
-  const auto dlse = matrix<float>(params.dlse, place, place.head, shape.seqlen_q, 1);
-  const auto delta = matrix<float>(params.delta, place, place.head, shape.seqlen_q, 1);
-  const bool has_all_chunks = tile::has_chunks(o) && tile::has_chunks(d_o);
-  const int lane = threadIdx.x % kLanes;
-  for (int first = work.first; first < work.last; first += kThreads / kLanes) {  // whole warps stay together
-    const int row = first + threadIdx.x / kLanes;
-    const bool is_there = row < work.last, is_empty = !is_there || lse.at(row, 0) == ptx::negative_infinity<float>();
-    float sum = 0;
-    for (int column = lane * kChunk; column < shape.value_dim; column += kLanes * kChunk) {
-      if (is_empty) continue;
-      if (has_all_chunks && column + kChunk <= shape.value_dim) {
-        const auto a = reinterpret_cast<const tile::Chunk<Element>&>(o.at(row, column));
-        const auto b = reinterpret_cast<const tile::Chunk<Element>&>(d_o.at(row, column));
-#pragma unroll
-        for (int e = 0; e < kChunk; ++e) sum += tile::widen(a.at[e]) * tile::widen(b.at[e]);
-      } else {
-        for (int e = column; e < min(column + kChunk, shape.value_dim); ++e)
-          sum += tile::widen(o.at(row, e)) * tile::widen(d_o.at(row, e));
-      }
-    }
-#pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (!is_empty && params.dlse.data != nullptr) sum -= dlse.at(row, 0);
-    if (is_there && lane == 0) delta.at(row, 0) = sum;
-  }
-  if (params.dq_sum.data == nullptr) return;
-  const int64_t tile = query_tile_number(params, work.first, kBlockQ);
-  float* const sums = matrix<float>(params.dq_sum, place, place.head, 0, 0).data + tile * params.dq_sum.row_stride;
-  for (int x = 4 * threadIdx.x; x < kBlockQ * kHeadDim; x += 4 * kThreads)
-    *reinterpret_cast<tile::Packet*>(sums + x) = {};
+  const auto delta = matrix<float>(params.delta, work.place, work.place.head, params.shape.seqlen_q, 1);
+  each_delta(params, work, [&](int row, float sum) { delta.at(row, 0) = sum; });
+  clear_dq_sum(params, work);
 }

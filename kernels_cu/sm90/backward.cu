@@ -28,8 +28,8 @@ struct Asked {
   int first_query, kind;
 
   CUFLASH_DEVICE bool is_plain() const { return !(kind & (Note::kMasked | Note::kLarge)); }
-  CUFLASH_DEVICE const float* lse_2() const { return queries.lse_2 + first_query; }
-  CUFLASH_DEVICE const float* delta() const { return queries.delta + first_query; }
+  CUFLASH_DEVICE const float* lse_2() const { return queries.known.lse_2 + first_query; }
+  CUFLASH_DEVICE const float* delta() const { return queries.known.delta + first_query; }
 };
 
 // Which elements of scores count: all, or, of a masked step, bits of the thread's keys, a word each 32 queries.
@@ -200,7 +200,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     if (step.is_plain()) make_probabilities<true>(s, lse_2, delta, step, softmax_scale_log2);
     else make_probabilities<false>(s, lse_2, delta, step, softmax_scale_log2);
   };
-  await_keys(turn);
+  await_keys(kind);
   DkOfWarp dk;
   DvOfWarp dv;
   dk.fill(0);
@@ -211,7 +211,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   leave_ds(part);
   tile::await_full(own.d_o[turn.stage], turn.parity);
   if constexpr (kDpIsAhead) {
-    const OfQueries lse_2(own.queries[turn.stage].lse_2 + first_query);
+    const OfQueries lse_2(own.queries[turn.stage].known.lse_2 + first_query);
     start_dp(dp, turn, part);
     tile::wait_for<1>(s);
     make_p(s, delta, lse_2, turn);
@@ -243,14 +243,15 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     OfQueries next_lse_2;
     if constexpr (kDpIsAhead) {  // asked before stores of dQ, and the next scores, ask shared memory for all it gives
       kind = await_step(next);
-      next_lse_2 = OfQueries(own.queries[next.stage].lse_2 + first_query);
+      next_lse_2 = OfQueries(own.queries[next.stage].known.lse_2 + first_query);
     }
     tile::wait_for<1>(dv);
     tile::keep_in_place(p);
     ptx::keep_in_place(tile::accumulators(dq));
-    tile::arrive(own.d_o[turn.stage].empty);
+    // Nobody waits for it, but what ptxas makes of all that follows is 6 % faster with it.
+    if constexpr (kDpIsAhead) tile::arrive(own.d_o[turn.stage].empty);
     if constexpr (!kDpIsAhead) kind = await_step(next);
-    await_other_k(next, kind);
+    await_other_k(kind);
     if (is_of_next_tile(kind)) {
       leave_keys();
       tile::wait_for<0>(dk);
@@ -260,7 +261,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
       leave_ds(part);
       dk.fill(0);
       dv.fill(0);
-      await_keys(next);
+      await_keys(kind);
     } else {
       leave_ds(part);
       hand_over(dq, own_dq, part);
@@ -272,9 +273,9 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
       tile::wait_for<1>(dk);
       tile::keep_in_place(ds);
       Scores next_dp;
+      tile::arrive(own.q[turn.stage].empty);
       start_dp(next_dp, next, part);
       tile::wait_for<1>(next_s);
-      tile::arrive(own.q[turn.stage].empty);
       make_p(next_s, delta, next_lse_2, next);
       tile::wait_for<0>(next_dp);
       dp = next_dp;

@@ -86,7 +86,7 @@ CUFLASH_DEVICE void make_probabilities(Scores& s, const Queries& queries, float 
   const SeenByThread seen(queries, part);
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
-    const float lse_2 = queries.lse_2[Scores::first_row() + Scores::row(i)];
+    const float lse_2 = queries.known.lse_2[Scores::first_row() + Scores::row(i)];
 #pragma unroll
     for (int j = 0; j < Scores::kColumns; ++j) {
       const float p = attention::probability(s.at(i, j), softmax_scale_log2, lse_2);
@@ -101,7 +101,7 @@ CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const Queries& queries
   const SeenByThread seen(queries, part);
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
-    const float delta = queries.delta[Scores::first_row() + Scores::row(i)];
+    const float delta = queries.known.delta[Scores::first_row() + Scores::row(i)];
 #pragma unroll
     for (int j = 0; j < Scores::kColumns; ++j)
       dp.at(i, j) = !IsMasked || seen.at(i, j) ? p.at(i, j) * (dp.at(i, j) - delta) : 0.0f;
@@ -201,7 +201,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   Turn turn;
   int kind = await_step(turn);
   if (kind == Note::kEnd) return;
-  await_keys(turn);
+  await_keys(kind);
   DkOfGroup dk;
   DvOfGroup dv;
   const auto clear = [](auto& sums, int, int) { sums.fill(0); };
@@ -230,7 +230,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     dk.start_first_sum(q_smem(turn.stage), anew(ds_smem), part);
     tile::wait_for<1>(dq);
     dv.keep_in_place();
-    tile::arrive(own.d_o[do_stage(turn)].empty);
+    if constexpr (kDoStages < kNumStages) tile::arrive(own.d_o[do_stage(turn)].empty);  // else with Q
     if constexpr (kDqSlices == 2) {
       sum.add(dq);
       start_dq(dq, part, 1);
@@ -240,7 +240,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     else sum.add(dq);
     const Turn next = turn.next();
     kind = await_step(next);
-    await_other_k(next, kind);
+    await_other_k(kind);
     if (is_of_next_tile(kind)) {
       ptx::wgmma_wait<0>();
       dk.keep_in_place();
@@ -249,7 +249,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
       if (kind == Note::kEnd) return;
       dk.each(part, clear);
       dv.each(part, clear);
-      await_keys(next);
+      await_keys(kind);
       start_s(s, next, part);
     } else {
       start_s(s, next, part);

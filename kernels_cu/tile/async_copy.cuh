@@ -24,11 +24,11 @@ CUFLASH_DEVICE bool has_chunks(const Matrix<T>& matrix) {
 // How threads share the chunks of a tile's rows.
 template <int Threads, class Tile>
 struct ChunksOfThread {
-  static constexpr int kColumnLanes = Tile::kChunks % 8 == 0 ? 8 : 4;
-  static constexpr int kRowLanes = Threads / kColumnLanes;
+  static constexpr int kThreadsOfRow = Tile::kChunks % 8 == 0 ? 8 : 4;
+  static constexpr int kRowsAtOnce = Threads / kThreadsOfRow;
 
-  static CUFLASH_DEVICE int first_row() { return threadIdx.x / kColumnLanes; }
-  static CUFLASH_DEVICE int first_chunk() { return threadIdx.x % kColumnLanes; }
+  static CUFLASH_DEVICE int first_row() { return threadIdx.x / kThreadsOfRow; }
+  static CUFLASH_DEVICE int first_chunk() { return threadIdx.x % kThreadsOfRow; }
 };
 
 // Start to copy a matrix to shared memory; zeros past its ends, and in rows before the first that is kept. It is there
@@ -42,32 +42,32 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from
   if (has_chunks(from) && from.num_rows >= Rows && from.num_columns == Columns && first_kept <= 0) {
     const T* data = from.data + first_row * from.row_stride + first_chunk * kChunk;
 #pragma unroll
-    for (int row = 0; row < Rows; row += Share::kRowLanes) {
-      if (Rows % Share::kRowLanes != 0 && first_row + row >= Rows) break;
+    for (int row = 0; row < Rows; row += Share::kRowsAtOnce) {
+      if (Rows % Share::kRowsAtOnce != 0 && first_row + row >= Rows) break;
 #pragma unroll
-      for (int c = 0; c < Tile::kChunks; c += Share::kColumnLanes)
+      for (int c = 0; c < Tile::kChunks; c += Share::kThreadsOfRow)
         ptx::cp_async_cg_16(to.address(first_row + row, first_chunk + c), data + c * kChunk, 16);
-      data += Share::kRowLanes * from.row_stride;
+      data += Share::kRowsAtOnce * from.row_stride;
     }
   } else if (has_chunks(from)) {
     const int first = first_chunk * kChunk;
     const T* data = from.data + first_row * from.row_stride + first;
 #pragma unroll 1  // registers are for accumulators
-    for (int row = first_row; row < Rows; row += Share::kRowLanes) {
+    for (int row = first_row; row < Rows; row += Share::kRowsAtOnce) {
 #pragma unroll
-      for (int c = 0; c < Tile::kChunks; c += Share::kColumnLanes) {
+      for (int c = 0; c < Tile::kChunks; c += Share::kThreadsOfRow) {
         const bool is_kept = first_kept <= row && row < from.num_rows;
         const int rest = is_kept ? from.num_columns - first - c * kChunk : 0;
         const T* const chunk = rest > 0 ? data + c * kChunk : from.data;
         ptx::cp_async_cg_16(to.address(row, first_chunk + c), chunk, min(max(rest, 0), kChunk) * sizeof(T));
       }
-      data += Share::kRowLanes * from.row_stride;
+      data += Share::kRowsAtOnce * from.row_stride;
     }
   } else {
 #pragma unroll 1
-    for (int row = first_row; row < Rows; row += Share::kRowLanes)
+    for (int row = first_row; row < Rows; row += Share::kRowsAtOnce)
 #pragma unroll 1
-      for (int chunk = first_chunk; chunk < Tile::kChunks; chunk += Share::kColumnLanes) {
+      for (int chunk = first_chunk; chunk < Tile::kChunks; chunk += Share::kThreadsOfRow) {
         Chunk<T> x{};
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) {
@@ -99,11 +99,11 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, RowsOfMatrices
   using Share = ChunksOfThread<Threads, Tile>;
   const bool is_aligned = has_chunks(from.first) && from.stride % kChunk == 0;
 #pragma unroll 1  // registers are for accumulators
-  for (int row = Share::first_row(); row < Rows; row += Share::kRowLanes) {
+  for (int row = Share::first_row(); row < Rows; row += Share::kRowsAtOnce) {
     const bool is_there = row < from.num_rows;
     const T* const data = from.row(is_there ? row : 0);
 #pragma unroll 1
-    for (int chunk = Share::first_chunk(); chunk < Tile::kChunks; chunk += Share::kColumnLanes) {
+    for (int chunk = Share::first_chunk(); chunk < Tile::kChunks; chunk += Share::kThreadsOfRow) {
       const int column = chunk * kChunk, rest = is_there ? from.first.num_columns - column : 0;
       if (is_aligned) {
         const T* const there = rest > 0 ? data + column : data;
@@ -137,20 +137,20 @@ CUFLASH_DEVICE void store(Matrix<T> to, SwizzledTile<T, Rows, Columns> from) {
   if (is_aligned && to.num_rows >= Rows && to.num_columns == Columns) {
     T* data = to.data + first_row * to.row_stride + first_chunk * kChunk;
 #pragma unroll
-    for (int row = 0; row < Rows; row += Share::kRowLanes) {
-      if (Rows % Share::kRowLanes != 0 && first_row + row >= Rows) break;
+    for (int row = 0; row < Rows; row += Share::kRowsAtOnce) {
+      if (Rows % Share::kRowsAtOnce != 0 && first_row + row >= Rows) break;
 #pragma unroll
-      for (int c = 0; c < Tile::kChunks; c += Share::kColumnLanes)
+      for (int c = 0; c < Tile::kChunks; c += Share::kThreadsOfRow)
         *reinterpret_cast<Packet*>(data + c * kChunk) =
             *from.template pointer<Packet>(from.offset(first_row + row, first_chunk + c));
-      data += Share::kRowLanes * to.row_stride;
+      data += Share::kRowsAtOnce * to.row_stride;
     }
     return;
   }
 #pragma unroll 1
-  for (int row = first_row; row < min(Rows, to.num_rows); row += Share::kRowLanes)
+  for (int row = first_row; row < min(Rows, to.num_rows); row += Share::kRowsAtOnce)
 #pragma unroll 1
-    for (int chunk = first_chunk; chunk < Tile::kChunks; chunk += Share::kColumnLanes) {
+    for (int chunk = first_chunk; chunk < Tile::kChunks; chunk += Share::kThreadsOfRow) {
       const int column = chunk * kChunk, start = from.offset(row, chunk);
       if (is_aligned && column + kChunk <= to.num_columns) {
         reinterpret_cast<Packet&>(to.at(row, column)) = *from.template pointer<Packet>(start);

@@ -87,12 +87,13 @@ struct InStack {
   int x, y, z;
 };
 
-// Have the tensor memory accelerator fill it with rows from `first` on, a panel at a time. By one thread.
+// Have the tensor memory accelerator fill it with rows from `first` on, a panel at a time; other copies, which are started
+// after it, bring so many bytes beside. By one thread.
 CUFLASH_DEVICE void start_copies(const Panels& to, const Mapped& from, InStack matrix, int first,
-                                 const uint64_t& full) {
+                                 const uint64_t& full, int bytes_beside = 0) {
   const uint32_t barrier = ptx::shared_address(&full);
   uint32_t panel = ptx::shared_address(ptx::dynamic_shared<unsigned char>()) + to.start;
-  ptx::mbarrier_arrive_expect(barrier, 2 * to.rows * to.columns);
+  ptx::mbarrier_arrive_expect(barrier, 2 * to.rows * to.columns + bytes_beside);
 #pragma unroll
   for (int column = 0; column < to.columns; column += to.width) {
     ptx::tma_load_5d(panel, &from.map, barrier, column, first, matrix.x, matrix.y, matrix.z);
