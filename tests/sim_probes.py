@@ -200,7 +200,6 @@ HOPPER_RACES = {
     "released_before_the_product": ("multiplies", "copies"),
     "released_by_one_warp": ("multiplies", "copies"),
     "no_product_wait": ("multiplies", "copies"),
-    "no_full_wait": ("multiplies", "copies"),
     "no_barrier_after_init": ("waits for tiles", "makes"),
 }
 _CASES = ("None", *("".join(word.capitalize() for word in name.split("_")) for name in HOPPER_FAULTS))

@@ -36,6 +36,8 @@ def test_a_launch_is_repeated_bit_for_bit_by_its_schedule() -> None:
 ALWAYS = {
     "wrong_parity": r"deadlock(.*\n)*  warp 0 lanes (\d+)-\2: waits in mbarrier_wait at {waits for a slot} "
     r"\(the barrier at shared offset 49168 is in a phase of parity 0, which 4 of 4 arrivals and 0 bytes are missing",
+    "no_full_wait": r"nobody waited for the end of the phase before|all 1 arrivals of this phase have come already|"
+    r"an operand of this wgmma changed",
     "too_few_bytes": r"too few (bytes )?were expected|while th(e|is) copy (was|is) under way|changed before",
     "too_many_bytes": r"deadlock.*(\n.*)*{waits for tiles} .* which 0 of 1 arrivals and 8192 bytes are missing from\)",
     "no_init_fence": r"tma_load_4d: the barrier made at .* was not followed by mbarrier_init_fence",
@@ -135,6 +137,10 @@ extern "C" __global__ void bugs(const char* name, float* x, const __grid_constan
     if (is("one arrival too many")) {
       ptx::mbarrier_arrive_expect(barrier, 16);
       ptx::mbarrier_arrive(barrier);  // one arrival too many
+    }
+    if (is("phase nobody awaits")) {
+      ptx::mbarrier_arrive(barrier);
+      ptx::mbarrier_arrive(barrier);  // phase nobody awaits
     }
     if (is("no parity"))
       ptx::mbarrier_wait(barrier, 2);  // no parity
@@ -241,6 +247,7 @@ FOUND = {
     "barrier nobody made": "{line}: mbarrier_arrive: nobody made a barrier at shared offset 8200",
     "barrier overwritten": "{line}: mbarrier_arrive: the barrier at shared offset 8192, made at .*, was overwritten",
     "one arrival too many": "{line}: mbarrier_arrive: all 1 arrivals of this phase have come already .* 16 bytes",
+    "phase nobody awaits": "{line}: mbarrier_arrive: nobody waited for the end of the phase before",
     "no parity": "{line}: mbarrier_wait: a parity is 0 or 1; got 2",
     "waits alone": r"deadlock.*\n  warp 0 lanes 0-0: waits in mbarrier_wait at {line} \(the barrier at shared",
     "looks for ever": "passed its time limit of 0.2 s",

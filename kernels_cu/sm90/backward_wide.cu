@@ -230,7 +230,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     dk.start_first_sum(q_smem(turn.stage), anew(ds_smem), part);
     tile::wait_for<1>(dq);
     dv.keep_in_place();
-    if constexpr (kDoStages < kNumStages) tile::arrive(own.d_o[do_stage(turn)].empty);  // else with Q
+    if constexpr (kLeavesDo) tile::arrive(own.d_o[do_stage(turn)].empty);  // else with Q
     if constexpr (kDqSlices == 2) {
       sum.add(dq);
       start_dq(dq, part, 1);

@@ -111,6 +111,7 @@ struct Mbarrier {
   uint32_t address = 0;
   int count = 0, pending = 0, bytes = 0;  // bytes that are announced and have not come
   unsigned phase = 0;
+  unsigned awaited = 0;                   // the phase whose start somebody has waited for last
   int maker = 0;
   bool is_fenced = false;                 // so that copies see it
   Location where;                         // of its init

@@ -29,6 +29,7 @@ void end_phase_if_complete(Mbarrier& barrier, Location where) {
     Thread& thread = *cta.threads[i];
     if (thread.awaited != &barrier) continue;
     thread.awaited = nullptr;
+    barrier.awaited = barrier.phase;
     set_ready(thread);
   }
 }
@@ -95,6 +96,9 @@ void mbarrier_arrive(uint32_t address, int bytes, const char* name, Location whe
     fail(where, "%s: a phase brings from 0 to %d bytes; got %d beside %d", name, kMostPending, bytes, barrier.bytes);
   if (!barrier.pending)
     fail(where, "%s: all %d arrivals of this phase have come already%s", name, barrier.count, state_of(barrier).letters);
+  if (barrier.awaited != barrier.phase)
+    fail(where, "%s: nobody waited for the end of the phase before, so that its arrivals ordered nothing%s", name,
+         state_of(barrier).letters);
   release(barrier.clocks[barrier.phase & 1]);
   barrier.bytes += bytes;
   --barrier.pending;
@@ -119,6 +123,7 @@ bool mbarrier_wait(uint32_t address, int parity, bool persists, const char* name
       return false;
     }
   }
+  barrier.awaited = barrier.phase;
   acquire(barrier.clocks[parity]);
   return true;
 }
