@@ -439,8 +439,13 @@ WIDE_EDITS = {
     ),
     "dO is left while dV is made": (
         _WIDE,
+        "    tile::wait_for<1>(dq);\n    dv.keep_in_place();\n"
+        "    if constexpr (kLeavesDo) tile::arrive(own.d_o[do_stage(turn)].empty);  // else with Q\n",
+        "    if constexpr (kLeavesDo) tile::arrive(own.d_o[do_stage(turn)].empty);\n"
         "    tile::wait_for<1>(dq);\n    dv.keep_in_place();\n",
-        "    tile::arrive(own.d_o[do_stage(turn)].empty);\n    tile::wait_for<1>(dq);\n    dv.keep_in_place();\n",
+    ),
+    "dO is brought while the last one is read": (
+        _RING, "      if constexpr (kLeavesDo) tile::await_empty(d_o, do_parity(turn));", "     "
     ),
     "Q is left while dK is made": (
         _WIDE,

@@ -4,9 +4,6 @@
 // What FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) starts with, where tensor cores multiply.
 namespace cuflash {
 
-constexpr int kThreadsOfRow = tile::ChunksOfThread<kThreads, OTile>::kThreadsOfRow;
-constexpr int kChunk = OTile::kChunk;
-
 // write(row, delta) of each row of a tile: delta = rowsum(dO o O) - dlse, 0 in rows without a key. A few neighbouring threads
 // work on a row.
 template <class Write>
@@ -19,12 +16,14 @@ CUFLASH_DEVICE void each_delta(const attention::Params& params, const attention:
   const auto lse = matrix<float>(params.lse, place, place.head, shape.seqlen_q, 1);
   const auto dlse = matrix<float>(params.dlse, place, place.head, shape.seqlen_q, 1);
   const bool has_all_chunks = tile::has_chunks(o) && tile::has_chunks(d_o);
-  const int number = threadIdx.x % kThreadsOfRow;
-  for (int first = work.first; first < work.last; first += kThreads / kThreadsOfRow) {  // whole warps stay together
-    const int row = first + threadIdx.x / kThreadsOfRow;
+  using Share = tile::ChunksOfThread<kThreads, OTile>;
+  constexpr int kChunk = OTile::kChunk;
+  const int first_chunk = Share::first_chunk();
+  for (int first = work.first; first < work.last; first += Share::kRowsAtOnce) {  // whole warps stay together
+    const int row = first + Share::first_row();
     const bool is_there = row < work.last, is_empty = !is_there || lse.at(row, 0) == ptx::negative_infinity<float>();
     float sum = 0;
-    for (int column = number * kChunk; column < shape.value_dim; column += kThreadsOfRow * kChunk) {
+    for (int column = first_chunk * kChunk; column < shape.value_dim; column += Share::kThreadsOfRow * kChunk) {
       if (is_empty) continue;
       if (has_all_chunks && column + kChunk <= shape.value_dim) {
         const auto a = reinterpret_cast<const tile::Chunk<Element>&>(o.at(row, column));
@@ -37,9 +36,9 @@ CUFLASH_DEVICE void each_delta(const attention::Params& params, const attention:
       }
     }
 #pragma unroll
-    for (int step = 1; step < kThreadsOfRow; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    for (int step = 1; step < Share::kThreadsOfRow; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (!is_empty && params.dlse.data != nullptr) sum -= dlse.at(row, 0);
-    if (is_there && number == 0) write(row, sum);
+    if (is_there && first_chunk == 0) write(row, sum);
   }
 }
 
