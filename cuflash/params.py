@@ -108,10 +108,14 @@ class Records:
                 map_places[view.name] = start + made.place
         record = np.zeros((), PARAMS)
         record["work"] = _work(plan.work)
+        num_places = prod(extent for extent, _ in inner) * problem.num_kv_heads
+        turns = plan.dq_turns
+        rounds = (0, 0) if turns is None else (turns.ahead, turns.behind)
         record["shape"] = (
             [1] * padding + [extent for extent, _ in inner], 0, problem.num_heads, problem.group_size,
             problem.seqlen_q, problem.seqlen_kv, problem.head_dim, problem.value_dim, plan.places_in_turn,
-            plan.key_places_in_turn, plan.num_splits, _softmax_scale(problem),
+            plan.key_places_in_turn, plan.num_splits, problem.group_size * plan.finished_places(num_places),
+            *rounds, _softmax_scale(problem),
         )  # fmt: skip
         templates = []
         for place in np.ndindex(*(extent for extent, _ in outer)):

@@ -44,7 +44,7 @@ _WRITES = {
     "sm80_combine": ("o", "lse"),
     "sm90_forward": ("o", "lse"),
     "sm90_backward_statistics": ("delta", "dq_sum"),
-    "sm90_backward": ("dq_sum", "dk", "dv"),
+    "sm90_backward": ("dq_sum", "dq", "dk", "dv"),
     "sm90_backward_wide": ("dq_sum", "dk", "dv"),
     "sm90_convert_dq": ("dq",),
     "simt_forward": ("o", "lse"),
@@ -150,7 +150,7 @@ def bound(plan: Plan, entries: tuple[str, ...], views: tuple[View, ...], machine
         specs = [plan.specs[entry] for entry in entries]
         boxes = next((sm90_tiles.boxes(spec) for spec in specs if spec.takes_maps), {})
         records = Records.of(plan, views, boxes, machine.tensor_map)
-        tiles = [plan.grid(spec) // len(records.templates) for spec in specs]
+        tiles = [plan.tiles_of_launch(spec, len(records.templates)) for spec in specs]
         launches = (Launch(spec, plan.blocks(spec, count), shared_bytes(spec)) for spec, count in zip(specs, tiles))
         found = Bound(records, tuple(launch for launch in launches if launch.grid))
         if len(known) >= _MOST_BOUND:

@@ -13,6 +13,7 @@ import numpy as np
 
 from . import sm80_tiles, sm90_tiles
 from .device import DeviceSpec
+from .dq_turns import DqTurns, dq_turns
 from .mask import Band, Mask
 from .problem import Problem
 from .source import KernelSpec
@@ -119,6 +120,15 @@ class Plan:
         }
         return problem.mask_shape.num_batch * tiles * parts.get(spec.entry, 1)
 
+    def tiles_of_launch(self, spec: KernelSpec, num_launches: int) -> int:
+        """Tiles that a kernel works on in one of as many launches: those of dQ only as gradients leave them to it."""
+        tiles = self.grid(spec) // num_launches
+        if spec.name != "sm90_convert_dq":
+            return tiles
+        places = self.num_matrices // num_launches
+        finished = self.problem.group_size * self.finished_places(places // self.problem.group_size)
+        return tiles // max(1, places) * (places - finished)
+
     def blocks(self, spec: KernelSpec, num_tiles: int) -> int:
         """Blocks that a kernel is launched with to work on so many tiles: one each, or as many as a GPU holds, which go
         on to further tiles."""
@@ -209,6 +219,8 @@ class Plan:
             dq = problem.head_dim * problem.accumulator.itemsize // problem.dtype.itemsize
             return self._places_in_cache(problem.seqlen_q * (problem.head_dim + problem.value_dim + dq))
         backward = self.specs.get("backward", self.specs.get("backward_columns"))
+        if self.dq_turns is not None:
+            return self.dq_turns.places
         return 1 if backward is None else self._places_of_a_wave(backward, problem.seqlen_kv, backward.block_kv)
 
     def _places_of_a_wave(self, spec: KernelSpec, length: int, height: int) -> int:
@@ -216,6 +228,29 @@ class Plan:
         if not self._is_uneven_band:
             return 1
         return max(1, blocks_at_once(spec, self.device) // max(1, -(-length // height)))
+
+    @cached_property
+    def dq_turns(self) -> DqTurns | None:
+        """The order in which blocks of the sm90 family's gradients finish dQ, where they do."""
+        spec = self.specs.get("backward")
+        if spec is None or not spec.finishes_dq:
+            return None
+        assert isinstance(self.work, IntervalWork)
+        return dq_turns(self.problem, self.work.band, spec, self.device)
+
+    def finished_places(self, num_places: int) -> int:
+        """Of so many batch entries and heads of keys in a launch, the first of which dQ is finished by those blocks."""
+        return 0 if self.dq_turns is None else self.dq_turns.finished(num_places)
+
+    def finishing(self) -> Plan:
+        """The same, but that blocks of gradients finish dQ where they had better."""
+        backward = self.specs.get("backward")
+        if backward is None or not isinstance(self.work, IntervalWork):
+            return self
+        turns = dq_turns(self.problem, self.work.band, backward, self.device)
+        if turns is None or not turns.finished(self.num_matrices // self.problem.group_size):
+            return self
+        return replace(self, specs=self.specs | {"backward": replace(backward, finishes_dq=True)})
 
     def _places_in_cache(self, num_elements: int) -> int:
         """Matrices of a list whose elements, of the inputs' dtype, find room in a third of the level-2 cache."""
@@ -258,7 +293,7 @@ class Plan:
         what each block that shares a tile's keys makes of a query."""
         shape = self.problem.lse_shape()
         if name == "next_tile":
-            return (1,)
+            return (2 + 2 * self.num_matrices,)
         if name in ("o_parts", "lse_parts"):
             parts = (*shape[:-1], self.num_splits * shape[-1])
             return parts if name == "lse_parts" else (*parts, self.specs["forward"].value_dim)
@@ -304,7 +339,8 @@ class Plan:
         if self.device.compute_capability is not None:
             delta = prod(self.workspace_shape("delta")) * itemsize
             sums = prod(self.workspace_shape("dq_sum")) if "convert_dq" in self.specs else 0
-            count = itemsize * any(map(self.takes_tiles_on, self.specs.values()))
+            asks = any(map(self.takes_tiles_on, self.specs.values()))
+            count = itemsize * prod(self.workspace_shape("next_tile")) * asks
             backward = delta + itemsize * sums + count + self._summed_bytes
             return max(self._parts_bytes, backward) + _list_bytes(self.work)
         rows = max(self.tile.block_q, self.work.block_q, self.work.block_kv)
@@ -414,7 +450,9 @@ def make_plan(
     elif family == "sm90":
         specs = chosen(family, problem, device, num_keys=_keys_seen(work, problem))
     made = Plan(problem=problem, mask=mask, device=device, tile=tile, work=work, specs=specs)
-    return made.split() if family == "sm80" and not made.is_empty else made
+    if made.is_empty:
+        return made
+    return made.split() if family == "sm80" else made.finishing() if family == "sm90" else made
 
 
 def _keys_seen(work: WorkList, problem: Problem) -> float | None:

@@ -27,6 +27,7 @@ SHAPE = np.dtype(
         ("batch", np.int32, (BATCH_AXES,)),
         *((name, np.int32) for name in ("first_batch", "num_heads", "group_size", "seqlen_q", "seqlen_kv")),
         *((name, np.int32) for name in ("head_dim", "value_dim", "places_in_turn", "key_places_in_turn", "num_splits")),
+        *((name, np.int32) for name in ("finished_places", "rounds_ahead", "rounds_behind")),
         ("softmax_scale", np.float64),
     ],
     align=True,

@@ -19,7 +19,7 @@ _STAGES, _NARROW_STAGES = 2, 4  # a power of two, as rings count; up to 64 colum
 _SMALLEST = 16  # columns of a product
 _TASKS = 4  # tiles that they know of
 _ROOM, _BARRIER, _TASK, _SPAN, _NOTE, _KIND, _REST = 16, 8, 144, 12, 20, 4, 8  # bytes that warpgroups tell each other
-_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 56, 80, 36
+_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 88, 104, 48
 _WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
 
@@ -141,7 +141,7 @@ def shared_bytes(spec: KernelSpec) -> int:
 
 def known_words(spec: KernelSpec) -> int:
     """Words of what gradients know of a tile of queries, KnownQueries of attention/known_queries.cuh."""
-    words = 2 * spec.block_q + spec.block_q // 16 + 2
+    words = 2 * spec.block_q + spec.block_q // 16 + 3
     return words + -words % 4
 
 

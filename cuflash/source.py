@@ -59,6 +59,8 @@ class KernelSpec:
         Tiles that are copied ahead and at hand.
     dq_adds : 0, 1 or 4
         Sums of dQ that one instruction adds to; 0 where dQ has a kernel of its own.
+    finishes_dq : bool
+        Blocks that add to dQ may finish it, of some batch entries and heads.
     is_split : bool
         Blocks share a tile's keys, and leave their parts to be merged.
     is_packed : bool
@@ -83,6 +85,7 @@ class KernelSpec:
     is_listed: bool = False
     num_stages: int = 1
     dq_adds: int = 0
+    finishes_dq: bool = False
     is_split: bool = False
     is_packed: bool = False
     mma_rows: int = 0

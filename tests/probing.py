@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from cuflash.dq_turns import DqTurns
 from cuflash.params import Records, View
 from cuflash.plans import Plan
 from cuflash.source import flatten_text
@@ -17,6 +18,7 @@ from cuflash.tensor_map import Tiles, encoded, simulated
 from cuflash.testing import Structure
 from cuflash.work_list import ListedWork
 from executors import to_device
+from finishing import finishing_order
 
 import cuflash
 from cuflash import masks, patterns, sim
@@ -668,6 +670,25 @@ def bulk() -> Launch:
     )  # fmt: skip
 
 
+def turns(places: int, num_tiles: int, num_groups: int, ahead: int, behind: int) -> Launch:
+    order = finishing_order(DqTurns(places, ahead, behind, 0), num_groups, num_tiles)
+    numbers = (places, num_tiles, num_groups, ahead, behind)
+    return Launch(
+        name=f"turns of {places} places, {num_tiles} tiles, {ahead} rounds ahead, {behind} behind", file="turns",
+        entry="turns", block=64, arguments=(np.zeros((len(order), 2), np.int32), *map(np.int32, numbers)),
+        expected={0: Expected(np.array(order))},
+    )  # fmt: skip
+
+
+def counts() -> Launch:
+    zero = np.zeros(1, np.int32)
+    return Launch(
+        name="counts", file="turns", entry="counts", block=64, architecture=HOPPER,
+        arguments=(zero, zero, np.zeros(32, np.int32)),
+        expected={0: Expected(np.array([13])), 1: Expected(np.array([3])), 2: Expected(np.full(32, 2))},
+    )  # fmt: skip
+
+
 def ring() -> Launch:
     count = 11
     numbers = np.random.default_rng(10).integers(-9, 10, (count, 128)).astype(np.int32)
@@ -886,6 +907,8 @@ LAUNCHES = (
     *map(chunk_stores, (1, 20, 64)),
     bulk(),
     ring(),
+    *(turns(*way) for way in ((1, 2, 4, 0, 1), (3, 5, 9, 2, 3), (4, 8, 6, 0, 4), (5, 3, 8, 1, 2), (2, 9, 7, 3, 4))),
+    counts(),
     *(group_products(dtype, columns, columns % 32 == 0)
       for columns in (*range(16, 257, 16), 40) for dtype in ("float16", "bfloat16")),
     *(maps(*way) for way in (("float32",), ("float64",), FRAGMENTS)),

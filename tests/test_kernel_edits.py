@@ -151,8 +151,8 @@ EDITS = {
         "attention/work_tile.cuh", "[list_matrix(params.work, work.place) * cut.num_blocks + rank]", "[rank]"
     ),
     "a head is done before the next begins": (
-        "attention/work_tile.cuh", "turn = within / places;\n  int place = first_place + within % places;",
-        "turn = within % cut.num_tiles;\n  int place = first_place + within / cut.num_tiles;",
+        "attention/work_tile.cuh", "{first_place + within % places, within / places}",
+        "{first_place + within / cut.num_tiles, within % cut.num_tiles}",
     ),
     "a step of a column is another entry's": ("attention/steps.cuh", "column_steps[place] / 4", "column_steps[0] / 4"),
     "every launch takes the masks of the first": ("attention/work_tile.cuh", "shape.first_batch + place", "place"),

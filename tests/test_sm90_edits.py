@@ -343,8 +343,8 @@ BACKWARD_EDITS = {
     ),
     "dQ is added before it is there": (_RING, "      ptx::bar_sync(kDqIsThere + part, kGroup + 32);\n", ""),
     "dQ is not fenced": (_RING, "      ptx::fence_proxy_async();  // of what others wrote: they are waited for\n", ""),
-    "both parts of dQ are added to the first": (_RING, "sum + part * kDqPart / 4, ptx", "sum, ptx"),
-    "both parts of dQ are the first": (_RING, "() + dq_room(part);", "() + dq_room(0);"),
+    "both parts of dQ are added to the first": (_RING, "= sum + part * kDqPart / 4;", "= sum;"),
+    "both parts of dQ are the first": (_RING, "bulk_add(sums, dq_address(part)", "bulk_add(sums, dq_address(0)"),
     "a note is read before it is there": (
         _RING, "    ptx::mbarrier_wait(ptx::shared_address(&own.noted[turn.stage]), turn.parity);\n", ""
     ),
@@ -363,12 +363,18 @@ BACKWARD_EDITS = {
         "    tile::wait_for<1>(dv);\n    tile::keep_in_place(p);",
         "    tile::wait_for<2>(dv);\n    tile::keep_in_place(p);",
     ),
-    "the last part of dQ is lost": (
-        _BACKWARD, "      hand_over(dq, own_dq, part);\n      write_gradients(", "      write_gradients("
+    "the last part of dQ is lost": (_BACKWARD, "      else hand_over(dq, own_dq, part);\n", ""),
+    "who comes first adds": (_RING, "if (is_first || (", "if (false || ("),
+    "who comes second stores too": (_RING, "return before == 0;", "return before <= 1 || before == kDqIsStored + 1;"),
+    "nobody tells that sums are stored": (_RING, "      tile::tell(visits, kDqIsStored);\n", ""),
+    "sums may not be stored when it is told": ("tile/count.cuh", "  ptx::bulk_wait<0>();\n", ""),
+    "visits are counted from anywhere": ("sm90/backward_statistics.cu", "  known.visits = 0;\n", ""),
+    "what nobody stored is dQ": (
+        "sm90/convert_dq.cu", "if (kFirstStoresDq && known", "if (false && known"
     ),
     "results are those of the next tile": (_BACKWARD, "own.notes[turn.stage].work", "own.notes[next.stage].work"),
-    "gradients start with those of the last tile": (_BACKWARD, "      dk.fill(0);\n      dv.fill(0);\n", ""),
-    "the next tile's keys are not awaited": (_BACKWARD, "      await_keys(kind);\n", ""),
+    "gradients start with those of the last tile": (_BACKWARD, "        dk.fill(0);\n        dv.fill(0);\n", ""),
+    "the next tile's keys are not awaited": (_BACKWARD, "        await_keys(kind);\n", ""),
     "keys are left before dQ is made": (
         _BACKWARD, "    tile::wait_for<1>(dv);\n",
         "    if (is_of_next_tile(kind)) leave_keys();\n    tile::wait_for<1>(dv);\n",
@@ -377,7 +383,7 @@ BACKWARD_EDITS = {
         _BACKWARD, "      kind = await_step(next);\n",
         "      kind = await_step(next);\n      await_other_k(kind);\n",
     ),
-    "keys are never left": (_BACKWARD, "      leave_keys();\n", ""),
+    "keys are never left": (_BACKWARD, "      if (is_of_next_tile(kind)) leave_keys();\n", ""),
     "K of every tile has one phase": (_RING, "own.parities ^= Note::kParityOfK | (", "own.parities ^= 0 | ("),
     "V of every tile has one phase": (_RING, "(has_k ? 0 : Note::kParityOfV)", "0"),
     "a tile that nobody works on takes a place": (_RING, "    has_stepped = false;\n  }\n  tile", "  }\n  tile"),
@@ -658,6 +664,9 @@ def backward_structures() -> list[Structure]:
             mask=masks.SlidingWindow(left=50, right=0, align="top_left"),
         ),  # the last keys of which no query sees
         Structure(**square, head_dim=64, value_dim=40, mask=masks.Dense(sees & (rng.random((300, 150)) < 0.7))),
+        Structure(
+            **square, head_dim=64, value_dim=40, mask=masks.BlockPattern(np.array([[1, 1], [0, 0], [1, 0]], bool), 128)
+        ),  # queries that no tile of keys visits
     ]  # fmt: skip
 
 

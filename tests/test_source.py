@@ -31,6 +31,7 @@ CHANGED = {
     "is_listed": True,
     "num_stages": 2,
     "dq_adds": 4,
+    "finishes_dq": True,
     "mma_rows": 8,
     "is_split": True,
     "is_packed": True,

@@ -1,6 +1,7 @@
 #pragma once
 #include <attention/mma_operands.cuh>
 #include <attention/score_gradient.cuh>
+#include <tile/count.cuh>
 
 // What gradients on Hopper know of a tile of queries before they walk it: as it lies in global memory, one copy brings it.
 namespace cuflash {
@@ -12,9 +13,14 @@ struct alignas(16) KnownQueries {
   uint32_t live[kLiveWords];  // bits of those that have a key
   int has_large;              // some lse is so large that its rounding lifts P by a thousandth above 1
   int has_dead;               // some query has no key
+  int visits;                 // how many tiles of keys have come here, and kDqIsStored
 
   static CUFLASH_DEVICE bool is_live(const uint32_t* live, int row) { return live[row / 16] >> row % 16 & 1; }
 };
+// Of a list, whose sums of dQ few tiles add to: who comes first stores, so that nobody sets sums to 0 beforehand, and others
+// wait until it has. It waits for nobody in between.
+constexpr bool kFirstStoresDq = config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
+constexpr int kDqIsStored = 1 << 30;
 constexpr float kLargestLse2 = 1 << 14;
 
 // Of the first tile of a matrix; others follow.

@@ -29,6 +29,8 @@ struct Shape {
   int32_t places_in_turn;      // matrices that tiles of queries are taken from in turn
   int32_t key_places_in_turn;  // and tiles of keys
   int32_t num_splits;          // blocks that share a tile's keys
+  int32_t finished_places;     // batch entries and heads whose dQ the gradients' kernel finishes
+  int32_t rounds_ahead, rounds_behind;  // of their last and first keys
   double softmax_scale;
 };
 
@@ -70,7 +72,7 @@ struct Parts {
 struct Params {
   Matrices q, k, v, o, lse;  // lse and delta have one column; on Hopper delta is KnownQueries, tile after tile
   Matrices do_, dq, dk, dv, dlse, delta, dq_sum;  // dq_sum is float32, before it is scaled and rounded
-  Matrices next_tile;  // one int, where blocks go on to further tiles as they end
+  Matrices next_tile;  // an int, where blocks go on to further tiles as they end; then, of each place, which tiles are done
   Shape shape;
   Work work;
   WholeMatrices whole;

@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/dq_turns.cuh>
 #include <attention/known_queries.cuh>
 #include <attention/steps.cuh>
 #include <attention/tensor_maps.cuh>
@@ -27,6 +28,8 @@ constexpr int kConsumersMeet = 1, kDsIsRead = 2, kDqIsRead = 4, kDqIsThere = 6;
 constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
 // Threads that say and copy what is brought: the last warp of theirs adds dQ up, where that goes through shared memory.
 constexpr int kProducers = kIsWide ? kGroup : kGroup - 32, kHelpers = kProducers - 32;
+using config::kFinishesDq;
+static_assert(!kFinishesDq || (!kIsWide && !config::kIsListed), "dQ goes through its room, and tiles of keys see all in order");
 // Up to 128 columns P's minimum with 1 is left out where no lse is large.
 constexpr bool kLeavesMinimaOut = !kIsWide;
 constexpr int kScoreRooms = kIsWide ? 3 : 1;  // P of even and of odd steps and dS; or dS
@@ -64,12 +67,15 @@ struct Note {
   // fill the rooms of K and V.
   enum Kind {
     kMasked = 1, kBringsK = 2, kBringsV = 4, kEnd = 8, kLarge = 16,
-    kCopiesK = 32, kCopiesV = 64, kCopiesQ = 128, kCopiesDo = 256, kParityOfK = 512, kParityOfV = 1024
+    kCopiesK = 32, kCopiesV = 64, kCopiesQ = 128, kCopiesDo = 256, kParityOfK = 512, kParityOfV = 1024,
+    kFinishesDq = 2048, kStoresDq = 4096, kTurnsDq = 8192  // as attention::DqTurn says; the last where DqStep does
   };
   int kind;
   int work;  // which
   float* dq_sum;
-  attention::Step step;  // where something is masked or copied
+  attention::DqStep dq;  // where something is waited for, or told
+  int* visits;           // of its queries, where who comes first stores
+  attention::Step step;  // where something is masked or copied, or dQ is finished
   uint32_t live[kLiveWords];  // of queries that are copied
   tile::InStack k_at, v_at;   // where they are brought
 
@@ -103,10 +109,11 @@ CUFLASH_DEVICE int do_parity(const Turn& turn) { return kDoStages == 1 ? turn.st
 // A tile of keys and a head of queries: where lies what its steps ask for.
 struct HeadWork {
   attention::WorkTile tile;
-  const KnownQueries* known;  // tile after tile
+  KnownQueries* known;  // tile after tile
   float* dq_sum;
   tile::InStack q_at, do_at;
   int kind;  // of all of its steps
+  attention::DqTurn dq;
 };
 
 // Steps that helpers may be at, and one that the producer goes on to.
@@ -123,6 +130,7 @@ struct Board {
   // and how far a head reaches.
   int has_tile, parities;
   attention::Reach reach;
+  uint64_t dq_taken;  // sums of dQ are in its room
 };
 CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_shared<unsigned char>() + kBoard); }
 
@@ -205,9 +213,14 @@ CUFLASH_DEVICE bool next_tile(const attention::Params& params, int slot) {
   __syncwarp();
   if (threadIdx.x == 0) {  // an election takes registers, which are few
     const int num_tiles = attention::num_key_tiles<Listed>(params, kBlockKv);
-    const int number = own.has_tile ? attention::next_number(params, num_tiles) : attention::first_number();
+    int number;
+    if constexpr (kFinishesDq) number = attention::number_in_order(params, num_tiles);
+    else number = own.has_tile ? attention::next_number(params, num_tiles) : attention::first_number();
     own.has_tile = number < num_tiles;
-    if (own.has_tile) own.works[ptx::opaque(slot)].tile = attention::key_tile_at<Listed>(params, kBlockKv, number);
+    if (own.has_tile)
+      own.works[ptx::opaque(slot)].tile = kFinishesDq
+                                              ? attention::finishing_key_tile_at<Listed>(params, kBlockKv, number)
+                                              : attention::key_tile_at<Listed>(params, kBlockKv, number);
   }
   __syncwarp();
   return own.has_tile;
@@ -271,6 +284,10 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       head_work.kind = (work.last - work.first == kBlockKv ? 0 : Note::kMasked) |
                        (is_mapped(maps.q, params.q) ? 0 : Note::kCopiesQ) |
                        (is_mapped(maps.do_, params.do_) ? 0 : Note::kCopiesDo);
+      if constexpr (kFinishesDq) {
+        head_work.dq = dq_turn<kBlockQ, kBlockKv>(params, work);
+        head_work.kind |= (head_work.dq.finishes ? Note::kFinishesDq : 0) | (head_work.dq.stores ? Note::kStoresDq : 0);
+      }
     }
     __syncwarp();
     Steps<kBlockQ, OverQueries, Listed> steps(params, own.reach);
@@ -281,6 +298,16 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       tile::await_empty(own.q[turn.stage], turn.parity);  // by the whole warp: none misses a phase
       __syncwarp();
       if (leads()) {
+        if constexpr (kFinishesDq) {  // before all else, as registers are few
+          constexpr int kTold = Note::kStoresDq | Note::kTurnsDq;
+          DqTurn& dq = head_work.dq;
+          if (step.stop >= dq.next) {
+            head_work.kind = (head_work.kind & ~kTold) | Note::kTurnsDq | (dq.stores ? Note::kStoresDq : 0);
+            note.dq = dq.at(step.stop, shape.seqlen_q);
+          } else if (head_work.kind & Note::kTurnsDq) {
+            head_work.kind &= ~Note::kTurnsDq;
+          }
+        }
         const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == kBlockQ;
         int kind = head_work.kind | own.parities | (is_whole ? 0 : Note::kMasked);
         if (clears) kind |= Note::kCopiesQ | Note::kCopiesDo;
@@ -297,8 +324,9 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         note.work = slot;
         const int number = query_tile_number<Listed>(params, step.start, kBlockQ);
         note.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
-        if (kind & (Note::kMasked | Note::kCopiesQ | Note::kCopiesDo)) note.step = step;
-        const KnownQueries& known = head_work.known[number];
+        KnownQueries& known = head_work.known[number];
+        if constexpr (kFirstStoresDq) note.visits = &known.visits;
+        if (kind & (Note::kMasked | Note::kCopiesQ | Note::kCopiesDo | Note::kFinishesDq)) note.step = step;
         if (kind & (Note::kCopiesQ | Note::kCopiesDo)) {
 #pragma unroll 1
           for (int x = 0; x < kLiveWords; ++x) note.live[x] = known.live[x];
@@ -470,26 +498,72 @@ CUFLASH_DEVICE void leave_dq(int part, bool is_end) {
   __syncwarp();  // the simulator's lanes too go on together, so that it sees who arrives too early
 }
 
+CUFLASH_DEVICE uint32_t dq_address(int part) {
+  return ptx::shared_address(ptx::dynamic_shared<unsigned char>() + dq_room(part));
+}
+
+// Have the sums of a step's queries brought to dQ's room, for consumers to add theirs. Called by a warp, which waits for no
+// copy from there: the tile before has told that all of its own are made.
+CUFLASH_DEVICE void bring_sums(const float* sum, int parity) {
+  Board& own = board();
+  if (leads()) {
+    ptx::mbarrier_arrive_expect(ptx::shared_address(&own.dq_taken), kConsumers * kDqPart);
+    ptx::bulk_load(dq_address(0), sum, kConsumers * kDqPart, ptx::shared_address(&own.dq_taken));
+  }
+  __syncwarp();
+  ptx::mbarrier_wait(ptx::shared_address(&own.dq_taken), parity);
+  __syncwarp();
+#pragma unroll
+  for (int part = 0; part < kConsumers; ++part) ptx::bar_arrive(kDqIsRead + part, kGroup + 32);
+#pragma unroll
+  for (int part = 0; part < kConsumers; ++part) ptx::bar_sync(kDqIsThere + part, kGroup + 32);
+}
+
+// Whether a step is the first to visit its queries; if not, once the first one has stored their sums. Called by a warp.
+CUFLASH_DEVICE bool visits_first(int* visits) {
+  const int before = tile::take_number_together(visits);
+  if (before != 0 && !(before & kDqIsStored)) tile::await_bits(visits, kDqIsStored);
+  return before == 0;
+}
+
 // Step after step, have what the consumers make of dQ added to the sums, once all of a warpgroup has put it into its room,
-// which is left once it is read. Called by a warp.
+// which is left once it is read; or have them add the sums. Called by a warp.
 CUFLASH_DEVICE void add_up() {
   Board& own = board();
+  int parity = 0;
   for (Turn turn;; turn = turn.next()) {
     tile::await_full(own.q[turn.stage], turn.parity);
     const Note& note = own.notes[turn.stage];
-    const bool is_end = note.is(Note::kEnd);
+    const int kind = note.kind;
+    const bool is_end = kind & Note::kEnd, finishes = kFinishesDq && kind & Note::kFinishesDq;
     float* const sum = note.dq_sum;
+    int* const visits = note.visits;
+    attention::DqStep dq{};
+    if (kFinishesDq && kind & Note::kTurnsDq) dq = note.dq;
     tile::arrive(own.q[turn.stage].empty);
+    if (dq.awaited != 0) attention::await_others(dq, finishes);
+    if (finishes) {
+      bring_sums(sum, parity);
+      parity ^= 1;
+      continue;
+    }
     leave_dq<1>(0, is_end);
     leave_dq<0>(1, is_end);
     if (is_end) return;
+    const bool is_first = kFirstStoresDq && visits_first(visits);  // asked now: nothing of an earlier step is to be done
 #pragma unroll
     for (int part = 0; part < kConsumers; ++part) {
       ptx::bar_sync(kDqIsThere + part, kGroup + 32);
       ptx::fence_proxy_async();  // of what others wrote: they are waited for
-      const void* const room = ptx::dynamic_shared<unsigned char>() + dq_room(part);
-      ptx::bulk_add(sum + part * kDqPart / 4, ptx::shared_address(room), kDqPart);
+      float* const sums = sum + part * kDqPart / 4;
+      if (is_first || (kFinishesDq && kind & Note::kStoresDq)) ptx::bulk_store(sums, dq_address(part), kDqPart);
+      else ptx::bulk_add(sums, dq_address(part), kDqPart);
       ptx::bulk_commit();
+    }
+    if (dq.stored != 0 || dq.is_done) attention::tell_others(dq);
+    if (is_first) {
+      tile::await_copies();
+      tile::tell(visits, kDqIsStored);
     }
   }
 }
@@ -510,6 +584,7 @@ CUFLASH_DEVICE void share_work(const attention::Params& params, const attention:
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), (4 * kConsumers + (!kIsWide && has_notes)) * tile::kArrivals);
     }
     for (uint64_t& noted : board().noted) ptx::mbarrier_init(ptx::shared_address(&noted), 1);
+    ptx::mbarrier_init(ptx::shared_address(&board().dq_taken), 1);
     ptx::mbarrier_init_fence();
   }
   __syncthreads();

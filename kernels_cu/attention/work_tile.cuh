@@ -59,16 +59,24 @@ struct Cut {
   }
 };
 
+// A place, and which of its tiles, in the order in which they are taken.
+struct Turns {
+  int place, turn;
+};
+
 // What starts last decides how long others idle. So places take turns, each with its longest tiles first; as many at a
 // time as the plan says.
-CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int height, int number) {
-  const Shape& shape = params.shape;
-  const Cut cut(shape, side, height);
+CUFLASH_DEVICE Turns turns_at(const Side& side, const Cut& cut, int number) {
   const int in_turn = min(side.places_in_turn, cut.num_places);
   const int first_place = number / (in_turn * cut.num_tiles) * in_turn;
   const int places = min(in_turn, cut.num_places - first_place), within = number - first_place * cut.num_tiles;
-  const int turn = within / places;
-  int place = first_place + within % places;
+  return {first_place + within % places, within / places};
+}
+
+CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, const Cut& cut, int height, const Turns& turns) {
+  const Shape& shape = params.shape;
+  int place = turns.place;
+  const int turn = turns.turn;
   WorkTile work;
   work.place.head = place % cut.num_heads * side.heads_in_place;
   place /= cut.num_heads;
@@ -84,6 +92,15 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int he
   work.first = start + turn % cut.tiles_in_block * height;
   work.last = min(min(work.first + height, start + cut.block), side.length);
   return work;
+}
+CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, int height, int number) {
+  const Cut cut(params.shape, side, height);
+  return work_tile(params, side, cut, height, turns_at(side, cut, number));
+}
+
+// The number of a batch entry and head of the queries, in this launch.
+CUFLASH_DEVICE int place_number(const Shape& shape, const Place& place) {
+  return (place.entry - shape.first_batch) * shape.num_heads + place.head;
 }
 
 // Which part of its tile's work a block does, where `num_parts` of them share it.
@@ -106,7 +123,12 @@ CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_par
 // what it starts with, or ended with.
 template <class Listed>
 CUFLASH_DEVICE WorkTile query_tile_from_last(const Params& params, int height) {
-  return work_tile(params, queries_of<Listed>(params), height, gridDim.x - 1 - blockIdx.x);
+  Side queries = queries_of<Listed>(params);
+  if (queries.order == nullptr && params.shape.finished_places > 0)
+    queries.places_in_turn = 1;  // so that the last tiles are of the last places
+  const Cut cut(params.shape, queries, height);
+  const int number = cut.num_places * cut.num_tiles - 1 - blockIdx.x;
+  return work_tile(params, queries, cut, height, turns_at(queries, cut, number));
 }
 
 // For blocks that work on several tiles, one after the other: how many there are, and the tile of a number. Without a list
@@ -161,6 +183,51 @@ CUFLASH_DEVICE WorkTile key_tile_at(const Params& params, int height, int number
   return work_tile(params, keys_of<Listed>(params), height, number);
 }
 
+// Where the blocks of gradients finish dQ of the first places (attention/dq_turns.cuh), a group of places has its last keys
+// walked some rounds ahead of others, those backwards, and its first keys some rounds behind, between tiles of other groups.
+// So a tile waits for none that is taken later, and finds done what it waits for.
+struct FinishingTurns {
+  int places, num_tiles, num_groups, ahead, behind;
+
+  CUFLASH_DEVICE Turns at(int number) const {
+    const int places = ptx::opaque(this->places);  // else what follows from it is kept from tile to tile, and registers are few
+    const int inner = places * (num_tiles - 2), whole = places * num_tiles;
+    int round = 0, from = 0;  // of the round's places: last keys of all, others, first keys
+    const auto is_within = [&](int rounds, int width) {
+      if (number < rounds * width) {
+        round += number / width;
+        number = from + number % width;
+        return true;
+      }
+      round += rounds;
+      number -= rounds * width;
+      return false;
+    };
+    if (!is_within(ahead, places) && !is_within(behind, whole - places) &&
+        !is_within(num_groups - ahead - behind, whole)) {
+      from = places;
+      if (!is_within(ahead, whole - places)) {
+        from = places + inner;
+        is_within(behind, places);
+      }
+    }
+    const int turn = num_tiles - 1 - number / places;
+    const int group = round - (turn == num_tiles - 1 ? 0 : turn == 0 ? ahead + behind : ahead);
+    return {group * places + number % places, turn};
+  }
+};
+template <class Listed>
+CUFLASH_DEVICE WorkTile finishing_key_tile_at(const Params& params, int height, int number) {
+  const Side keys = keys_of<Listed>(params);
+  const Cut cut(params.shape, keys, height);
+  const int places = params.shape.finished_places / params.shape.group_size;
+  const bool finishes = number < places * cut.num_tiles;
+  return work_tile(params, keys, cut, height,
+                   finishes ? FinishingTurns{keys.places_in_turn, cut.num_tiles, places / keys.places_in_turn,
+                                             params.shape.rounds_ahead, params.shape.rounds_behind}.at(number)
+                            : turns_at(keys, cut, number));
+}
+
 // For blocks that go on to further tiles as they end: how many there are, a block's first, and the next that nobody has.
 // The last to ask leaves the count as it found it, for a further launch. By one thread.
 template <class Listed>
@@ -174,6 +241,13 @@ CUFLASH_DEVICE int next_number(const Params& params, int num_tiles) {
   const int asked = tile::take_number(next);
   if (asked == num_tiles - 1) *next = 0;
   return gridDim.x + asked;
+}
+// The same where a block asks for its first tile too, so that tiles are taken in their order, whichever blocks start.
+CUFLASH_DEVICE int number_in_order(const Params& params, int num_tiles) {
+  int* const next = static_cast<int*>(params.next_tile.data);
+  const int asked = tile::take_number(next);
+  if (asked + 1 - num_tiles == static_cast<int>(gridDim.x)) *next = 0;
+  return asked;
 }
 // In a kernel that runs before.
 CUFLASH_DEVICE void reset_numbers(const Params& params) {

@@ -28,6 +28,12 @@ CUFLASH_DEVICE bool is_elected() {
   return is_it;
 }
 
+// The same number, of which the compiler knows nothing: what follows from it is not reckoned ahead of a loop and kept.
+CUFLASH_DEVICE int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Loads stay on their side of this line, so that those of many rows do not wait in registers at once.
 CUFLASH_DEVICE void keep_loads_apart() { asm volatile("" ::: "memory"); }
 

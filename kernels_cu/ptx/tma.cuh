@@ -25,6 +25,8 @@ CUFLASH_DEVICE void prefetch_tensor_map(const TensorMap* map) {
 // What this thread wrote to shared memory, or knows by a barrier that others wrote, copies and wgmma see that are issued
 // later, after a barrier where another thread issues them. What copies brought, wgmma sees without.
 CUFLASH_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same of global memory, between copies and what threads read, write or tell each other.
+CUFLASH_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- to shared memory: the barrier gets as many bytes as the box has, zeros included ----
 
@@ -95,8 +97,17 @@ CUFLASH_DEVICE void tma_add_5d(const TensorMap* map, uint32_t source, int x0, in
                : "memory");
 }
 
+// By the first lane, called by whole warps, as tma_store_5d.
 CUFLASH_DEVICE void bulk_store(void* destination, uint32_t source, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+  asm volatile("{\n"
+               ".reg .pred is_first;\n"
+               ".reg .u32 lane;\n"
+               "mov.u32 lane, %%laneid;\n"
+               "setp.eq.u32 is_first, lane, 0;\n"
+               "@is_first cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+               "}"
+               :
+               : "l"(destination), "r"(source), "r"(bytes)
                : "memory");
 }
 

@@ -6,7 +6,7 @@
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions (sm_90a)
 #pragma once
 
-#include <ptx/types.cuh>
+#include <ptx/thread.cuh>
 
 namespace cuflash::assembly {
 
@@ -131,12 +131,6 @@ template <int kCount>
 CUFLASH_DEVICE void forget(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i]));
-}
-
-// The same number, of which the compiler knows nothing: what follows from it is not reckoned ahead of a loop and kept.
-CUFLASH_DEVICE int opaque(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
 }
 
 // Keeps what else is done with these registers on its side of this line: that products under way use them, the compiler

@@ -173,6 +173,22 @@ CUFLASH_DEVICE void hand_over(const DqOfWarp& dq, float* room, int part) {
   ptx::bar_arrive(kDqIsThere + part, kGroup + 32);
 }
 
+// Finish dQ of a step: sums of what other tiles of keys made are in the room. Four columns of 8 at a time, as registers are
+// few.
+CUFLASH_DEVICE void finish(const attention::Params& params, DqOfWarp& dq, const float* room, const Note& note, int part) {
+  const attention::Place& place = board().works[note.work].tile.place;
+  const auto all = attention::matrix<Element>(params.dq, place, place.head, params.shape.seqlen_q, params.shape.head_dim);
+  const auto rows = all.rows(note.step.start, note.step.stop);
+  const float scale = static_cast<float>(params.shape.softmax_scale);
+  ptx::bar_sync(kDqIsRead + part, kGroup + 32);
+#pragma unroll
+  for (int first = 0; first < DqOfWarp::kColumnTiles; first += 4) {
+    DqSum::add_from(room, dq, first, 4);
+    tile::store_whole(rows, dq, first, scale);
+  }
+  ptx::bar_arrive(kDqIsThere + part, kGroup + 32);
+}
+
 // Of a tile, all of whose steps were walked.
 CUFLASH_DEVICE void write_gradients(const attention::Params& params, const attention::WorkTile& work, DkOfWarp& dk,
                                     DvOfWarp& dv) {
@@ -240,6 +256,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     start_dq(dq, part);
     tile::start_sum_nn(dk, ds, tile::RowsAcrossSum<QPanels>(q_smem(turn.stage)));
     const Turn next = turn.next();
+    const bool finishes = kFinishesDq && kind & Note::kFinishesDq;
     OfQueries next_lse_2;
     if constexpr (kDpIsAhead) {  // asked before stores of dQ, and the next scores, ask shared memory for all it gives
       kind = await_step(next);
@@ -251,16 +268,21 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     if constexpr (kLeavesDo) tile::arrive(own.d_o[turn.stage].empty);
     if constexpr (!kDpIsAhead) kind = await_step(next);
     await_other_k(kind);
-    if (is_of_next_tile(kind)) {
-      leave_keys();
+    if (is_of_next_tile(kind) || finishes) {  // one branch: steps that do neither run through one piece of code
+      if (is_of_next_tile(kind)) leave_keys();
       tile::wait_for<0>(dk);
-      hand_over(dq, own_dq, part);
-      write_gradients(params, own.works[own.notes[turn.stage].work].tile, dk, dv);
-      if (kind & Note::kEnd) return;
-      leave_ds(part);
-      dk.fill(0);
-      dv.fill(0);
-      await_keys(kind);
+      if (finishes) finish(params, dq, own_dq, own.notes[turn.stage], part);
+      else hand_over(dq, own_dq, part);
+      if (is_of_next_tile(kind)) {
+        write_gradients(params, own.works[own.notes[turn.stage].work].tile, dk, dv);
+        if (kind & Note::kEnd) return;
+        leave_ds(part);
+        dk.fill(0);
+        dv.fill(0);
+        await_keys(kind);
+      } else {
+        leave_ds(part);
+      }
     } else {
       leave_ds(part);
       hand_over(dq, own_dq, part);

@@ -1,6 +1,8 @@
 // What FlashAttention-3's backward pass (arXiv 2407.08608, appendix B) starts with: of each tile of queries lse in base 2 and
-// delta = rowsum(dO o O) - dlse, 0 in rows without a key, as one copy brings them later. The sums of dQ are set to 0.
+// delta = rowsum(dO o O) - dlse, 0 in rows without a key, as one copy brings them later. The sums of dQ are set to 0 where
+// nobody will store them.
 #include <attention/delta.cuh>
+#include <attention/dq_turns.cuh>
 #include <attention/known_queries.cuh>
 
 namespace cuflash {
@@ -27,6 +29,7 @@ CUFLASH_DEVICE void know(KnownQueries& known, const attention::Params& params, c
   if (ptx::lane() != 0) return;
   known.has_large = is_large;
   known.has_dead = is_dead;
+  known.visits = 0;
 }
 
 }  // namespace cuflash
@@ -38,8 +41,10 @@ sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   reset_numbers(params);
   const WorkTile work = query_tile_from_last<Listed>(params, kBlockQ);
   if (work.is_empty()) return;
+  if (work.first == 0 && threadIdx.x == 0) reset_dq_counts(params, work.place);
+  const bool clears = !kFirstStoresDq && !stores_dq<kBlockKv>(params, work);
   KnownQueries& known = known_queries(params, work.place)[query_tile_number<Listed>(params, work.first, kBlockQ)];
   if (threadIdx.x < 32) know(known, params, work);
   each_delta(params, work, [&](int row, float sum) { known.delta[row - work.first] = sum; });
-  clear_dq_sum(params, work);
+  if (clears) clear_dq_sum(params, work);
 }

@@ -1,5 +1,6 @@
 // The end of a backward pass whose warpgroups added to dQ in float32: dQ is scaled, and rounded to the dtype of Q. A block
 // works on one tile of queries, and its warps hold it as those did that added.
+#include <attention/known_queries.cuh>
 #include <attention/warpgroup_gradient.cuh>
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
@@ -12,7 +13,8 @@ sm90_convert_dq(const __grid_constant__ cuflash::attention::Params params) {
   const int64_t tile = query_tile_number(params, work.first, kBlockQ);
   const DqSum sum(matrix<float>(params.dq_sum, work.place, work.place.head, 0, 0).data + tile * params.dq_sum.row_stride);
   DqOfWarp dq;
-  sum.load(dq);
+  if (kFirstStoresDq && known_queries(params, work.place)[tile].visits == 0) dq.fill(0);  // nobody stored
+  else sum.load(dq);
   dq.scale(shape.softmax_scale);
   write_gradient(params.dq, work, work.place.head, shape.head_dim, dq);
 }

@@ -49,6 +49,19 @@ struct FragmentOrder {
       }
   }
 
+  // Add what is in such a room to some columns of 8.
+  static CUFLASH_DEVICE void add_from(const float* own, Tile& part, int first, int num) {
+    struct alignas(16) Sums { float at[4]; };
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i)
+#pragma unroll
+      for (int j = first; j < first + num; ++j) {
+        const Sums sums = reinterpret_cast<const Sums*>(own)[(i * Tile::kColumnTiles + j) * 32];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) part.tiles[i][j][e] += sums.at[e];
+      }
+  }
+
   CUFLASH_DEVICE void load(Tile& part) const {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)

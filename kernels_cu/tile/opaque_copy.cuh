@@ -70,4 +70,25 @@ CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
     }
 }
 
+// Scale four columns of 8 of a warp's part, from `first` on, round them to T, and put them into global memory, whose rows are
+// whole packets, and as long as the tile's. Called by whole warps.
+template <class T, class Tile>
+CUFLASH_DEVICE void store_whole(Matrix<T> to, const Tile& from, int first, float scale) {
+  const int column = from.warp_column() + 8 * first + ptx::lane() % 4 * 8;
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i) {
+    uint32_t words[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float* const pair = &from.tiles[i / 2][first + e][i % 2 * 2];
+      words[e] = ptx::pack2(T{}, pair[0] * scale, pair[1] * scale);
+    }
+    transpose_in_quad(words);
+    const int row = from.first_row() + from.row(i);
+    if (row < to.num_rows)
+      *reinterpret_cast<Packet*>(to.data + row * to.row_stride + column) = {
+          words[0] | static_cast<uint64_t>(words[1]) << 32, words[2] | static_cast<uint64_t>(words[3]) << 32};
+  }
+}
+
 }  // namespace cuflash::tile

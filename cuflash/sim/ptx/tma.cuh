@@ -12,6 +12,7 @@ enum class Cache : uint64_t { kNormal, kEvictFirst, kEvictLast };
 CUFLASH_DEVICE void prefetch_tensor_map(const TensorMap* map, CUFLASH_SIM_WHERE) { sim::check_tensor_map(map, where); }
 
 CUFLASH_DEVICE void fence_proxy_async(CUFLASH_SIM_WHERE) { sim::fence_proxy_async(where); }
+CUFLASH_DEVICE void fence_proxy_async_global() {}
 
 CUFLASH_DEVICE void tma_load_4d(uint32_t destination, const TensorMap* map, uint32_t barrier, int x0, int x1, int x2,
                                 int x3, Cache = Cache::kNormal, CUFLASH_SIM_WHERE) {
@@ -46,7 +47,7 @@ CUFLASH_DEVICE void tma_add_5d(const TensorMap* map, uint32_t source, int x0, in
   sim::tma_store(map, source, {5, {x0, x1, x2, x3, x4}}, true, "tma_add_5d", where);
 }
 CUFLASH_DEVICE void bulk_store(void* destination, uint32_t source, int bytes, CUFLASH_SIM_WHERE) {
-  sim::bulk_store(destination, source, bytes, false, "bulk_store", where);
+  if (threadIdx.x % 32 == 0) sim::bulk_store(destination, source, bytes, false, "bulk_store", where);
 }
 CUFLASH_DEVICE void bulk_add(float* destination, uint32_t source, int bytes, CUFLASH_SIM_WHERE) {
   if (threadIdx.x % 32 == 0) sim::bulk_store(destination, source, bytes, true, "bulk_add", where);

@@ -1,7 +1,7 @@
 // Host twin of kernels_cu/ptx/wgmma.cuh. Accumulators hold NaN until their group is waited for.
 #pragma once
 
-#include <ptx/types.cuh>
+#include <ptx/thread.cuh>
 
 namespace cuflash::sim {
 
@@ -41,7 +41,6 @@ CUFLASH_DEVICE void wgmma_commit(CUFLASH_SIM_WHERE) { sim::wgmma_commit(where); 
 template <int kPending>
 CUFLASH_DEVICE void wgmma_wait(CUFLASH_SIM_WHERE) { sim::wgmma_wait(kPending, where); }
 
-CUFLASH_DEVICE int opaque(int x) { return x; }
 template <int kCount>
 CUFLASH_DEVICE void forget(float (&)[kCount]) {}
 template <int kCount>

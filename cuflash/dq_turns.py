@@ -1,0 +1,87 @@
+"""Whether, and in which order, blocks of the sm90 family's gradients finish dQ: kernels_cu/attention/dq_turns.cuh."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .device import DeviceSpec
+from .mask import Band
+from .problem import Problem
+from .source import KernelSpec
+
+_MOST_STORING = 31  # tiles of keys of a batch entry and head that have a bit
+_LAG = 2  # rounds of all blocks between a place's last tiles and its first one, of tiles of unlike lengths
+
+
+class DqTurns(NamedTuple):
+    """The order in which blocks take tiles of keys of the batch entries and heads whose dQ they finish.
+
+    Groups of places, which are batch entries and heads of keys, have their tiles taken in rounds: the last keys, which
+    store what they make of dQ; then others backwards, which add; then the first keys, which finish it.
+
+    Attributes
+    ----------
+    places : int
+        Of a group.
+    ahead : int
+        Rounds by which the last keys are taken before the others, where these see all that the others see.
+    behind : int
+        Rounds by which the first keys, which wait for all others, follow.
+    left : int
+        Places at least that come after all groups, and have dQ rounded by a kernel of its own: what gives blocks
+        something to do while the last group's first keys are walked.
+    """
+
+    places: int
+    ahead: int
+    behind: int
+    left: int
+
+    def finished(self, num_places: int) -> int:
+        """Of so many places of a launch, the first of which dQ is finished by the blocks that add to it."""
+        groups = max(0, num_places - self.left) // self.places
+        return groups * self.places if groups > self.ahead + self.behind else 0
+
+
+def dq_turns(problem: Problem, band: Band | None, backward: KernelSpec, device: DeviceSpec) -> DqTurns | None:
+    """The order for a band, or None where blocks cannot finish dQ, or had better not.
+
+    They can where the first tile of keys sees every query, and every tile some, as under a causal mask or none; where
+    dQ is written as it is made, in whole packets; and where those who store have a bit each.
+    """
+    lower, upper = (None, None) if band is None else (band.lower, band.upper)
+    if backward.name != "sm90_backward" or band is None:
+        return None
+    num_tiles = -(-problem.seqlen_kv // backward.block_kv)
+    reaches_first_keys = lower is None or lower <= 1 - problem.seqlen_q
+    hides = upper is not None and upper < problem.seqlen_kv - 1
+    if num_tiles < 2 or not reaches_first_keys or problem.head_dim != backward.head_dim:
+        return None
+    if not _pays(problem.seqlen_kv, max(problem.head_dim, problem.value_dim), hides):
+        return None
+    if problem.gradient_shapes()["q"] != problem.argument_shapes()["q"]:
+        return None
+    if hides:
+        assert upper is not None
+        first_stored = (min(backward.block_q, problem.seqlen_q) - 1 + upper) // backward.block_kv
+        has_all = upper >= 0 and (num_tiles - 1) * backward.block_kv < problem.seqlen_q + upper
+        if not has_all or num_tiles - max(first_stored, 1) > _MOST_STORING:
+            return None
+    blocks = device.num_processors * backward.min_blocks
+    places = max(1, blocks // num_tiles // 2)
+    rounds = _LAG * blocks / (places * num_tiles)
+    idle = max(0, blocks - places)
+    if hides:
+        return DqTurns(places, 0, max(1, round(rounds)), -(-2 * idle // (num_tiles + 1)))
+    return DqTurns(places, max(1, round(rounds / 2)), max(1, round(rounds * 3 / 4)), -(-idle // num_tiles))
+
+
+def _pays(seqlen_kv: int, width: int, hides: bool) -> bool:
+    """Whether it is faster than two kernels beside the gradients', as measured: experiments/results/sm90_steps.log, 27.
+
+    The more keys a query sees, the less of the time those take. Where all tiles are alike, blocks end together unless
+    some take longer, as those that finish dQ do: beyond 64 columns 512 keys and 2048 lost more by it than they gained.
+    """
+    if hides or width <= 64:
+        return seqlen_kv <= 2048
+    return seqlen_kv <= 256 or 1024 <= seqlen_kv < 2048
