@@ -242,7 +242,8 @@ def kinds_of_mask(rows: int, keys: int) -> dict[str, masks.Mask | None]:
 
 def cases(config: Config) -> Iterator[tuple[str, Case]]:
     """(kind of mask, case): each mask with each kernel; dims, groups, strides and promises take turns. Then wide dims,
-    many heads, and few queries, whose blocks share keys, and whose heads share tiles."""
+    many heads, whose blocks go on from tile to tile, and finish dQ, and few queries, whose blocks share keys, and whose
+    heads share tiles."""
     rows, keys = config.seqlen_q, config.seqlen_kv
     kinds = kinds_of_mask(rows, keys)
     for turn, (kernel, dtype, precision) in enumerate(KERNELS):
@@ -268,6 +269,9 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
         if kernel == "sm90":  # more tiles than blocks, which go on to further ones
             many = {"num_heads": 80, "num_kv_heads": 80, "seqlen_q": 70, "seqlen_kv": 100}
             yield "dense", case(0, **many, head_dim=64, value_dim=64)
+            more = {"num_heads": 125, "num_kv_heads": 125, "seqlen_q": 140, "seqlen_kv": 140}  # blocks finish dQ
+            yield "dense", case(0, **more, head_dim=128, value_dim=128)
+            yield "causal", case(0, **more, head_dim=64, value_dim=64, mask=masks.Causal("bottom_right"))
         if kernel == "sm80":
             for group_size in (1, 4):
                 few = {"seqlen_q": 3, "seqlen_kv": 1100, "num_kv_heads": 4 // group_size}
