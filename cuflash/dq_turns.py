@@ -50,7 +50,7 @@ def dq_turns(problem: Problem, band: Band | None, backward: KernelSpec, device: 
     dQ is written as it is made, in whole packets; and where those who store have a bit each.
     """
     lower, upper = (None, None) if band is None else (band.lower, band.upper)
-    if backward.name != "sm90_backward" or band is None:
+    if backward.name != "sm90_backward" or not backward.dq_adds or band is None:
         return None
     num_tiles = -(-problem.seqlen_kv // backward.block_kv)
     reaches_first_keys = lower is None or lower <= 1 - problem.seqlen_q

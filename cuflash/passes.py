@@ -30,7 +30,7 @@ FORWARD = (
 )
 BACKWARD = (
     Pass(("backward_statistics", "backward", "convert_dq"), ("delta", "dq_sum", "next_tile")),
-    Pass(("backward_statistics", "backward", "backward_rows"), ("delta",)),
+    Pass(("backward_statistics", "backward", "backward_rows"), ("delta", "next_tile")),
     Pass(("backward_statistics", "backward"), ("delta",)),
     Pass(("backward_rows", "backward_columns"), ("delta",)),
     Pass(("scores", "gradient_scores", "gradient_queries", "gradient_keys"), ("scores", "score_gradients")),
@@ -46,6 +46,7 @@ _WRITES = {
     "sm90_backward_statistics": ("delta", "dq_sum"),
     "sm90_backward": ("dq_sum", "dq", "dk", "dv"),
     "sm90_backward_wide": ("dq_sum", "dk", "dv"),
+    "sm90_backward_rows": ("dq",),
     "sm90_convert_dq": ("dq",),
     "simt_forward": ("o", "lse"),
     "simt_backward_statistics": ("delta", "dq"),

@@ -19,6 +19,7 @@ _STAGES, _NARROW_STAGES = 2, 4  # a power of two, as rings count; up to 64 colum
 _SMALLEST = 16  # columns of a product
 _TASKS = 4  # tiles that they know of
 _ROOM, _BARRIER, _TASK, _SPAN, _NOTE, _KIND, _REST = 16, 8, 144, 12, 20, 4, 8  # bytes that warpgroups tell each other
+_ROWS_NOTE, _ROWS_REST = 24, 56
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 88, 104, 48
 _WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
@@ -86,15 +87,20 @@ def forward_spec(
 
 
 def backward_specs(
-    dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None
+    dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None, *, deterministic: bool
 ) -> dict[str, KernelSpec]:
     """The backward kernels by entry, of rooms for dims or wider ones; none where dims are wider, or a list's blocks
     smaller, than their tiles.
 
     The two warpgroups of consumers share dQ of a tile of queries: 64 rows each, or of 64 rows whole panels of columns.
     Beyond 128 columns a tile has as many keys as dK and dV leave registers for, or of a list's blocks an even part.
+    Where every result must repeat, or a list's blocks are smaller, dQ has a kernel of its own, up to 128 columns.
     """
     widest = max(dims)
+    if widest <= 128 and (deterministic or (largest is not None and min(largest) < 2 * ROWS)):
+        return _backward_in_two_walks(dtype, dims, largest)
+    if deterministic:
+        return {}
     head_dim, block_q = (dims[0], 2 * ROWS) if widest <= 64 else (max(dims[0], 128), ROWS)
     entry, value_dim, block_kv, stages = "backward", dims[1], _BACKWARD_KEYS, _BACKWARD_STAGES
     if widest > 128:
@@ -113,6 +119,22 @@ def backward_specs(
     return {"backward_statistics": statistics, "backward": backward, "convert_dq": convert}
 
 
+def _backward_in_two_walks(
+    dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None
+) -> dict[str, KernelSpec]:
+    """The same where one kernel makes dK and dV and another dQ: one warpgroup of consumers each, of which two share a
+    multiprocessor."""
+    if largest is not None and min(largest) < ROWS:
+        return {}
+    stages = _NARROW_STAGES if max(dims) <= 64 else _STAGES
+    rows = KernelSpec(
+        family="sm90", entry="backward_rows", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=ROWS,
+        block_kv=ROWS, num_warps=8, min_blocks=2, is_listed=largest is not None, num_stages=stages,
+    )  # fmt: skip
+    statistics = replace(rows, entry="backward_statistics", min_blocks=1, num_stages=1)
+    return {"backward_statistics": statistics, "backward": replace(rows, entry="backward"), "backward_rows": rows}
+
+
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a block: its tile, rings of what it steps over, and what warpgroups tell each other."""
     both, stages = spec.head_dim + spec.value_dim, spec.num_stages
@@ -121,7 +143,10 @@ def shared_bytes(spec: KernelSpec) -> int:
     if spec.entry in ("backward", "backward_wide"):
         scores = spec.block_q * spec.block_kv
         elements = spec.block_kv * both + stages * spec.block_q * spec.head_dim
-        elements += scores + 2 * spec.block_q * spec.head_dim if spec.entry == "backward" else 3 * scores
+        if spec.entry == "backward_wide":
+            elements += 3 * scores
+        elif spec.dq_adds:
+            elements += scores + 2 * spec.block_q * spec.head_dim
         of_do = spec.block_q * spec.value_dim
         fits = spec.dtype.itemsize * (elements + stages * of_do) + _TOLD_BYTES <= _MOST_BYTES
         do_stages = stages if spec.entry == "backward" or fits else 1
@@ -130,6 +155,9 @@ def shared_bytes(spec: KernelSpec) -> int:
         told += _ROOM * (2 + stages + do_stages)
         told += -told % 16
         return spec.dtype.itemsize * (elements + do_stages * of_do) + told
+    if spec.entry == "backward_rows":
+        told = _ROOM * (1 + 2 * stages) + _ROWS_NOTE * stages + _ROWS_REST
+        return spec.dtype.itemsize * (spec.block_q + stages * spec.block_kv) * both + told
     is_small = spec.is_listed and spec.block_q == ROWS
     q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 and not is_small else 1
     elements = q_rooms * spec.block_q * spec.head_dim + stages * spec.block_kv * both

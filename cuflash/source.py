@@ -99,7 +99,7 @@ class KernelSpec:
     @property
     def takes_maps(self) -> bool:
         """The kernel has a second parameter, of tensor maps."""
-        return self.family == "sm90" and self.entry in ("forward", "backward", "backward_wide")
+        return self.family == "sm90" and self.entry in ("forward", "backward", "backward_rows", "backward_wide")
 
     @property
     def num_threads(self) -> int:

@@ -175,9 +175,9 @@ def kernel_specs(
         chosen = sm80_tiles.specs(problem, dims, device, largest, length, deterministic=deterministic)
         if family == "sm90":
             chosen["forward"] = sm90_tiles.forward_spec(problem, dims, device, largest, num_keys or 0)
-            # dQ is added up in any order; else, and where tiles are too large, sm80's serve
-            if not deterministic:
-                chosen |= sm90_tiles.backward_specs(problem.dtype, dims, largest)
+            backward = sm90_tiles.backward_specs(problem.dtype, dims, largest, deterministic=deterministic)
+            if backward:  # else tiles are too large, and sm80's serve
+                chosen = {"forward": chosen["forward"]} | backward
         return chosen
     specs = {}
     for entry in entries(family, problem, deterministic=deterministic):

@@ -233,15 +233,14 @@ GROUPS = (1, 2, 4)
 def kinds_of_mask(rows: int, keys: int) -> dict[str, masks.Mask | None]:
     """Every kind of work that kernels walk."""
     rng = np.random.default_rng(0)
-    some = [rng.random((-(-rows // side), -(-keys // side))) < 0.5 for side in (16, 128)]
-    some[1][0] = True  # few as they are, at least a row
+    some = {side: rng.random((-(-rows // side), -(-keys // side))) < 0.5 for side in (16, 128, 64)}
+    some[128][0] = some[64][0] = True  # few as they are, at least a row
     return {
         "dense": None,
         "causal": masks.Causal("bottom_right"),
         "lengths": masks.Lengths(q=np.array([rows, rows // 2]), kv=np.array([keys // 3, keys])),
         "bits": masks.Dense(rng.random((4, rows, keys)) < 0.4),
-        "blocks of 16": masks.BlockPattern(some[0], 16),
-        "blocks of 128": masks.BlockPattern(some[1], 128),
+        **{f"blocks of {side}": masks.BlockPattern(blocks, side) for side, blocks in some.items()},
     }
 
 

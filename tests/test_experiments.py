@@ -493,8 +493,8 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
         assert {each.has_dlse for each in structures} == {False, True}
         assert {each.num_heads // each.num_kv_heads for each in structures} == {1, 2, 4}
         assert {each.layouts[0] for each in structures} == set(proof.LAYOUTS)
-    of_backward = {(spec.is_listed, spec.finishes_dq) for spec in specs if spec.name == "sm90_backward"}
-    assert of_backward == {(False, False), (False, True), (True, False)}
+    of_backward = {(spec.is_listed, spec.finishes_dq, spec.dq_adds) for spec in specs if spec.name == "sm90_backward"}
+    assert of_backward == {(False, False, 4), (False, True, 4), (True, False, 4), (False, False, 0), (True, False, 0)}
     of_hopper = {case.structure.head_dim for _, case in found if case.kernel == "sm90"}
     assert of_hopper == {40, 64, 128, 256}
 
@@ -510,11 +510,10 @@ def test_repeats_are_of_calls_that_fill_the_gpu_several_times_over(load) -> None
     proof, device = load("gpu_proof"), load("cuflash").DeviceSpec.gpu("H100")
     every = list(proof.repeated_calls(proof.Config(head_dims=(64, 128)), device))
     named = {(each.way, each.family, each.dtype, each.head_dim, each.mask) for each in every}
-    ways = {"sm80": ("forward", "gradients", "gradients, deterministic"), "sm90": ("forward", "gradients")}
     assert len(every) == len(named) and named == {
         (way, family, dtype, head_dim, mask)
-        for family in ways
-        for way in ways[family]
+        for family in ("sm80", "sm90")
+        for way in ("forward", "gradients", "gradients, deterministic")
         for dtype in ("float16", "bfloat16")
         for head_dim in (64, 128)
         for mask in ("causal", "blocks")
@@ -557,7 +556,9 @@ def test_repeats_are_counted(load, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(proof, "repeated_calls", lambda *_: every)
     records = list(proof.run_repeats(config, device))
-    assert [(row["check"], row["calls"], row["errors"]) for row in records] == [("forward", 3, 0), ("gradients", 3, 0)]
+    assert [(row["check"], row["calls"], row["errors"]) for row in records] == [
+        (way, 3, 0) for way in ("forward", "gradients", "gradients, deterministic")
+    ]
     assert not any(map(proof.is_wrong, records))
     backward, calls = launch.Executable.backward, iter(range(9))
 
@@ -567,9 +568,9 @@ def test_repeats_are_counted(load, monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(launch.Executable, "backward", unsteady)
-    forward, gradients = proof.run_repeats(config, device)
-    assert (forward["errors"], gradients["errors"]) == (0, 1) and proof.is_wrong(gradients)
-    proof.table([forward, gradients])
+    forward, gradients, repeating = proof.run_repeats(config, device)
+    assert [row["errors"] for row in (forward, gradients, repeating)] == [0, 1, 0] and proof.is_wrong(gradients)
+    proof.table([forward, gradients, repeating])
 
 
 @pytest.mark.parametrize(

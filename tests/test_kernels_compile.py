@@ -85,7 +85,8 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                     for asked, keys in ((problem, 1 << 14), (problem, 256), (thousand, 256)):
                         specs |= set(kernel_specs(family, asked, device, limit, num_keys=keys).values())
                 if family == "sm90" and limit is None:
-                    specs |= {replace(x, finishes_dq=True) for x in found.values() if x.name == "sm90_backward"}
+                    walks = (x for x in found.values() if x.name == "sm90_backward" and x.dq_adds)
+                    specs |= {replace(x, finishes_dq=True) for x in walks}
                 if family == "sm80":
                     for group_size in {1, 2 if limit is None else 1}:
                         specs |= set(sm80_tiles.split(found, problem, device, group_size).values())

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from cuflash.params import Records, View
 from cuflash.plans import Plan
-from cuflash.problem import Problem
 from cuflash.simulated import Simulator
 from cuflash.sm90_tiles import backward_specs, boxes, shared_bytes
 from cuflash.source import KernelSpec
@@ -571,7 +570,7 @@ def test_backward_kernels_are_its_own(dim: int) -> None:
 @pytest.mark.parametrize("block", [64, 80, 96, 128, 160, 192, 256, 512, None])
 def test_tiles_of_keys_are_even_parts_of_a_list_s_blocks(head_dim: int, value_dim: int, block: int | None) -> None:
     largest = None if block is None else (block, block)
-    specs = backward_specs(np.dtype(np.float16), (head_dim, value_dim), largest)
+    specs = backward_specs(np.dtype(np.float16), (head_dim, value_dim), largest, deterministic=False)
     block_kv = specs["backward"].block_kv
     assert block_kv in ((64,) if block is not None and block % 80 and block % 96 else (64, 80, 96))
     assert block is None or block_kv == 64 or block % block_kv == 0
@@ -580,14 +579,14 @@ def test_tiles_of_keys_are_even_parts_of_a_list_s_blocks(head_dim: int, value_di
 
 @pytest.mark.parametrize(
     ("dim", "options"),
-    [(256, {"deterministic": True}), (64, {"deterministic": True}), (64, {"mask": masks.Dense(np.eye(300) > 0)})],
-)
+    [
+        (256, {"deterministic": True}), (192, {"deterministic": True}),
+        *((dim, {"mask": masks.BlockPattern(np.eye(10) > 0, 32)}) for dim in (64, 128, 256)),
+        (64, {"mask": masks.BlockPattern(np.eye(10) > 0, 32), "deterministic": True}),
+    ],
+)  # fmt: skip
 def test_other_backward_kernels_are_those_of_sm80(dim: int, options: dict[str, Any]) -> None:
-    plan = planned(2, 300, dim, **options)
-    if "mask" in options:
-        x = cuflash.ShapeDtype((2, 300, dim), "float16")
-        index = cuflash.BlockIndex.from_mask(options["mask"], Problem.of(x, x, x).mask_shape, 64)
-        plan = planned(2, 300, dim, mask=index)
+    plan = planned(2, 320, dim, **options)
     assert {spec.family for entry, spec in plan.specs.items() if entry != "forward"} == {"sm80"}
 
 

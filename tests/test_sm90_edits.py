@@ -58,7 +58,9 @@ EDITS = {
     "V past a step is what stands there": (_FORWARD, "bool clears = step.stop", "bool clears = false && step.stop"),
     "keys of the step before count again": (_FORWARD, "    seen.lo = max(seen.lo, note.start);\n", ""),
     "a wider step is whole": (_FORWARD, "is_whole = !is_wider && ", "is_whole = "),
-    "V is that of a step that is not wider": (_FORWARD, "      widen(step, task.reach, length);\n", ""),
+    "V is that of a step that is not wider": (
+        _FORWARD, "      widen<kBlockKv, config::kIsListed>(step, task.reach, length);\n", ""
+    ),
     "an array without a map is left to the accelerator": (_MAPS, "map.is_there && ", ""),
     "an odd start is left to the accelerator": (
         _MAPS, " && reinterpret_cast<uint64_t>(matrices.data) % 16 == 0", ""
@@ -335,7 +337,7 @@ BACKWARD_EDITS = {
     ),
     "dS is not fenced": (_BACKWARD, "  ptx::fence_proxy_async();\n", ""),
     "dS is written while the other warpgroup's dQ is made": (
-        _BACKWARD, "{ ptx::bar_sync(kDsIsRead + part, kConsumers * kGroup); }", "{}"
+        _BACKWARD, "  if constexpr (kMakesDq) ptx::bar_sync(kDsIsRead + part, kConsumers * kGroup);\n", ""
     ),
     "dQ is written while the last one is added": (_RING, "leave_dq<0>(1, is_end);", "leave_dq<2>(1, is_end);"),
     "dQ's first part is written while the last one is added": (
@@ -363,7 +365,7 @@ BACKWARD_EDITS = {
         "    tile::wait_for<1>(dv);\n    tile::keep_in_place(p);",
         "    tile::wait_for<2>(dv);\n    tile::keep_in_place(p);",
     ),
-    "the last part of dQ is lost": (_BACKWARD, "      else hand_over(dq, own_dq, part);\n", ""),
+    "the last part of dQ is lost": (_BACKWARD, "      else if constexpr (kMakesDq) hand_over(dq, own_dq, part);\n", ""),
     "who comes first adds": (_RING, "if (is_first || (", "if (false || ("),
     "who comes second stores too": (_RING, "return before == 0;", "return before <= 1 || before == kDqIsStored + 1;"),
     "nobody tells that sums are stored": (_RING, "      tile::tell(visits, kDqIsStored);\n", ""),

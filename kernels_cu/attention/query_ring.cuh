@@ -8,15 +8,19 @@
 
 // What backward passes on Hopper share: a block keeps a tile of keys and walks the queries that visit it, over the query
 // heads that share it; then it goes on to a tile that no block has, whose first queries are brought meanwhile. One
-// warpgroup brings Q, dO and what is known of each query; two multiply.
+// warpgroup brings Q, dO and what is known of each query; two multiply, or one, where dQ has a kernel of its own.
 namespace cuflash {
 
 using config::kNumStages;
 
 constexpr int kGroup = 128;  // threads of a warpgroup
-constexpr int kConsumers = 2;
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // 168 each, moved: as many as a block starts with
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 + kConsumers), "else groups wait for ever");
+constexpr bool kMakesDq = config::kDqAdds > 0;
+constexpr int kConsumers = kMakesDq ? 2 : 1;
+constexpr int kRegisters = kMakesDq ? 168 : 128;  // that a block starts with, and moves
+constexpr int kProducerRegisters = kMakesDq || kHeadDim > 64 || kValueDim > 64 ? 24 : 40;
+constexpr int kConsumerRegisters = kMakesDq ? 240 : 256 - kProducerRegisters;
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= kRegisters * (1 + kConsumers),
+              "else groups wait for ever");
 static_assert(kThreads == kGroup * (1 + kConsumers), "a producer, and consumers");
 static_assert(kNumStages >= 2, "Q of a step is read while scores of the next are made");
 
@@ -29,10 +33,12 @@ constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
 // Threads that say and copy what is brought: the last warp of theirs adds dQ up, where that goes through shared memory.
 constexpr int kProducers = kIsWide ? kGroup : kGroup - 32, kHelpers = kProducers - 32;
 using config::kFinishesDq;
-static_assert(!kFinishesDq || (!kIsWide && !config::kIsListed), "dQ goes through its room, and tiles of keys see all in order");
+static_assert(!kIsWide || kMakesDq, "who makes dQ not has all of dK and dV in registers");
+static_assert(!kFinishesDq || (kMakesDq && !kIsWide && !config::kIsListed),
+              "dQ goes through its room, and tiles of keys see all in order");
 // Up to 128 columns P's minimum with 1 is left out where no lse is large.
 constexpr bool kLeavesMinimaOut = !kIsWide;
-constexpr int kScoreRooms = kIsWide ? 3 : 1;  // P of even and of odd steps and dS; or dS
+constexpr int kScoreRooms = kIsWide ? 3 : kMakesDq ? 1 : 0;  // P of even and of odd steps and dS; or dS
 
 using KPanels = tile::PanelTile<Element, kBlockKv, kHeadDim, kIsWide && kHeadDim % 128 != 0 ? 32 : tile::panel_width(kHeadDim)>;
 using VPanels = tile::PanelTile<Element, kBlockKv, kValueDim>;
@@ -55,7 +61,8 @@ constexpr int kDo = kQ + kNumStages * QPanels::kBytes;
 constexpr int kScoreRoom = kDo + kDoStages * DoPanels::kBytes;
 constexpr int kDqRoom = kScoreRoom + kScoreRooms * kScoreBytes;  // a part of dQ for each warpgroup
 constexpr int kDqPart = 4 * kBlockQ * kHeadDim / kConsumers;
-constexpr int kBoard = kDqRoom + (kIsWide ? 0 : kConsumers * kDqPart);
+constexpr bool kAddsDqUp = kMakesDq && !kIsWide;  // by way of that room
+constexpr int kBoard = kDqRoom + (kAddsDqUp ? kConsumers * kDqPart : 0);
 CUFLASH_DEVICE QPanels q_smem(int stage) { return {kQ + stage * QPanels::kBytes}; }
 CUFLASH_DEVICE DoPanels do_smem(int stage) { return {kDo + stage * DoPanels::kBytes}; }
 CUFLASH_DEVICE int dq_room(int part) { return kDqRoom + part * kDqPart; }
@@ -278,7 +285,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       const Place& place = work.place;
       head_work.known = known_queries(params, place);
       ptx::keep_loads_apart();  // registers are few
-      head_work.dq_sum = matrix<float>(params.dq_sum, place, place.head, 0, 0).data;
+      if constexpr (kMakesDq) head_work.dq_sum = matrix<float>(params.dq_sum, place, place.head, 0, 0).data;
       head_work.q_at = in_stack(params.q, place, place.head);
       head_work.do_at = in_stack(params.do_, place, place.head);
       head_work.kind = (work.last - work.first == kBlockKv ? 0 : Note::kMasked) |
@@ -323,9 +330,9 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         note.kind = kind;
         note.work = slot;
         const int number = query_tile_number<Listed>(params, step.start, kBlockQ);
-        note.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
+        if constexpr (kMakesDq) note.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
         KnownQueries& known = head_work.known[number];
-        if constexpr (kFirstStoresDq) note.visits = &known.visits;
+        if constexpr (kFirstStoresDq && kMakesDq) note.visits = &known.visits;
         if (kind & (Note::kMasked | Note::kCopiesQ | Note::kCopiesDo | Note::kFinishesDq)) note.step = step;
         if (kind & (Note::kCopiesQ | Note::kCopiesDo)) {
 #pragma unroll 1
@@ -438,8 +445,10 @@ CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attentio
   using namespace attention;
   const Place& place = board().works[note.work].tile.place;
   const auto all = matrix<Element>(from, place, place.head, params.shape.seqlen_q, num_columns);
-  tile::copy<kHelpers>(tile::Panels(to), all.rows(note.step.start, note.step.stop), thread,
-                       [&](int row) { return KnownQueries::is_live(note.live, row); });
+  const int last = kIsWide ? note.step.stop : note.step.start + kBlockQ;  // else asked anew for each row: registers are few
+  tile::copy<kHelpers>(tile::Panels(to), all.rows(note.step.start, last), thread, [&](int row) {
+    return (kIsWide || row < note.step.stop - note.step.start) && KnownQueries::is_live(note.live, row);
+  });
 }
 
 CUFLASH_DEVICE void help(const attention::Params& params, const attention::TensorMaps& maps) {
@@ -581,7 +590,7 @@ CUFLASH_DEVICE void share_work(const attention::Params& params, const attention:
     for (int i = 0; i < 2 + kNumStages + kDoStages; ++i) {
       const bool has_notes = &rooms[i] >= board().q && &rooms[i] < board().q + kNumStages;  // which all read
       ptx::mbarrier_init(ptx::shared_address(&rooms[i].full), 1 + kHelpers / 32 * tile::kArrivals);
-      ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), (4 * kConsumers + (!kIsWide && has_notes)) * tile::kArrivals);
+      ptx::mbarrier_init(ptx::shared_address(&rooms[i].empty), (4 * kConsumers + (kAddsDqUp && has_notes)) * tile::kArrivals);
     }
     for (uint64_t& noted : board().noted) ptx::mbarrier_init(ptx::shared_address(&noted), 1);
     ptx::mbarrier_init(ptx::shared_address(&board().dq_taken), 1);
@@ -593,7 +602,7 @@ CUFLASH_DEVICE void share_work(const attention::Params& params, const attention:
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) produce(params, maps);
     else if (32 * warp < kProducers) help(params, maps);
-    else if constexpr (!kIsWide) add_up();
+    else if constexpr (kAddsDqUp) add_up();
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(group % kConsumers);

@@ -224,4 +224,14 @@ class Steps {
   int entry_ = -1;
 };
 
+// A last step that is short, and is not the matrix's end, where the accelerator writes zeros: it starts earlier instead, if
+// the tile reaches as far. What lies past it may be anything, and 0 times that is not 0.
+template <int Width, bool IsListed>
+CUFLASH_DEVICE bool widen(Step& step, const Reach& reach, int length) {
+  const bool is_wider =
+      !IsListed && step.stop - step.start < Width && step.stop < length && step.stop - Width >= reach.start;
+  if (is_wider) step.start = step.stop - Width;
+  return is_wider;
+}
+
 }  // namespace cuflash::attention

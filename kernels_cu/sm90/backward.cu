@@ -1,7 +1,8 @@
 // FlashAttention-3's backward pass (arXiv 2407.08608, appendix B) on Hopper: a block keeps a tile of keys and walks the
 // queries that visit it, over the query heads that share it, tile after tile. One warpgroup brings Q, dO and what is known
 // of each query; two multiply, 64 keys each. They make S and dP transposed: so P and dS, and dK and dV, stay in registers,
-// and only dS goes through shared memory, for dQ, whose parts are added up in global memory.
+// and only dS goes through shared memory, for dQ, whose parts are added up in global memory. Where sm90/backward_rows.cu
+// makes dQ, nothing does, and one warpgroup multiplies.
 #include <attention/query_ring.cuh>
 
 namespace cuflash {
@@ -14,7 +15,7 @@ using DkOfWarp = tile::WarpTile<1, kHeadDim / 8, 4 * kConsumers>;
 using DvOfWarp = tile::WarpTile<1, kValueDim / 8, 4 * kConsumers>;
 using Operand = tile::Rounded<Element, Scores>;  // P or dS
 using DsPanels = tile::PanelTile<Element, kBlockQ, kBlockKv>;
-constexpr DsPanels ds_smem{kScoreRoom};
+constexpr DsPanels ds_smem{kScoreRoom};  // if dQ is made
 
 // What a warpgroup makes of dQ: of 64 queries all columns, or of all queries 64 columns at most.
 constexpr int kRowParts = kBlockQ / 64;
@@ -112,7 +113,7 @@ CUFLASH_DEVICE void make_operands(Scores& s, Scores& dp, Operand& p, Operand& ds
     make_gradients(s, dp, delta, seen, k);
     p.round(s, k);
     ds.round(dp, k);
-    tile::store_transposed<DsPanels>(own_ds, ds, k);
+    if constexpr (kMakesDq) tile::store_transposed<DsPanels>(own_ds, ds, k);
   }
 }
 
@@ -163,8 +164,12 @@ CUFLASH_DEVICE void start_dq(DqOfWarp& dq, int part) {
 }
 
 // A warpgroup may write dS anew, once the other has left it.
-CUFLASH_DEVICE void await_ds(int part) { ptx::bar_sync(kDsIsRead + part, kConsumers * kGroup); }
-CUFLASH_DEVICE void leave_ds(int part) { ptx::bar_arrive(kDsIsRead + (1 - part), kConsumers * kGroup); }
+CUFLASH_DEVICE void await_ds(int part) {
+  if constexpr (kMakesDq) ptx::bar_sync(kDsIsRead + part, kConsumers * kGroup);
+}
+CUFLASH_DEVICE void leave_ds(int part) {
+  if constexpr (kMakesDq) ptx::bar_arrive(kDsIsRead + (1 - part), kConsumers * kGroup);
+}
 
 // Have it added up.
 CUFLASH_DEVICE void hand_over(const DqOfWarp& dq, float* room, int part) {
@@ -210,7 +215,9 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   const int first_query = Scores::first_column();
   float* const own_dq = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqRoom) + DqSum::place();
   const float softmax_scale_log2 = own.softmax_scale_log2;
-  const int own_ds = ptx::opaque(tile::place_transposed(ds_smem, Scores::warp_row()));  // else reckoned anew in each step
+  int own_ds = 0;
+  if constexpr (kMakesDq)  // opaque: else reckoned anew in each step
+    own_ds = ptx::opaque(tile::place_transposed(ds_smem, Scores::warp_row()));
   const auto make_p = [&](Scores& s, OfQueries& delta, const OfQueries& lse_2, const Turn& turn) {
     const Asked step{own.queries[turn.stage], first_query, kind};
     if (step.is_plain()) make_probabilities<true>(s, lse_2, delta, step, softmax_scale_log2);
@@ -253,7 +260,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     }
     tile::start_sum_nn(dv, p, tile::RowsAcrossSum<DoPanels>(do_smem(turn.stage)));
     DqOfWarp dq;
-    start_dq(dq, part);
+    if constexpr (kMakesDq) start_dq(dq, part);
     tile::start_sum_nn(dk, ds, tile::RowsAcrossSum<QPanels>(q_smem(turn.stage)));
     const Turn next = turn.next();
     const bool finishes = kFinishesDq && kind & Note::kFinishesDq;
@@ -264,7 +271,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     }
     tile::wait_for<1>(dv);
     tile::keep_in_place(p);
-    ptx::keep_in_place(tile::accumulators(dq));
+    if constexpr (kMakesDq) ptx::keep_in_place(tile::accumulators(dq));
     if constexpr (kLeavesDo) tile::arrive(own.d_o[turn.stage].empty);
     if constexpr (!kDpIsAhead) kind = await_step(next);
     await_other_k(kind);
@@ -272,7 +279,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
       if (is_of_next_tile(kind)) leave_keys();
       tile::wait_for<0>(dk);
       if (finishes) finish(params, dq, own_dq, own.notes[turn.stage], part);
-      else hand_over(dq, own_dq, part);
+      else if constexpr (kMakesDq) hand_over(dq, own_dq, part);
       if (is_of_next_tile(kind)) {
         write_gradients(params, own.works[own.notes[turn.stage].work].tile, dk, dv);
         if (kind & Note::kEnd) return;
@@ -285,7 +292,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
       }
     } else {
       leave_ds(part);
-      hand_over(dq, own_dq, part);
+      if constexpr (kMakesDq) hand_over(dq, own_dq, part);
     }
     Scores next_s;
     start_scores(next_s, next, part);

@@ -45,6 +45,7 @@ sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   const bool clears = !kFirstStoresDq && !stores_dq<kBlockKv>(params, work);
   KnownQueries& known = known_queries(params, work.place)[query_tile_number<Listed>(params, work.first, kBlockQ)];
   if (threadIdx.x < 32) know(known, params, work);
+  if constexpr (config::kIsListed) __syncwarp();  // else ptxas spills what it moves ahead of here
   each_delta(params, work, [&](int row, float sum) { known.delta[row - work.first] = sum; });
   if (clears) clear_dq_sum(params, work);
 }

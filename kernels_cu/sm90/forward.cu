@@ -228,15 +228,6 @@ CUFLASH_DEVICE void look_up(const attention::Params& params, const attention::Te
   }
 }
 
-// A last step that is short, and is not the matrix's end, where the accelerator writes zeros: it starts earlier instead, if
-// the tile reaches as far. What lies past it may be anything, and 0 times that is not 0.
-CUFLASH_DEVICE bool widen(attention::Step& step, const attention::Reach& reach, int length) {
-  const bool is_wider = !config::kIsListed && step.stop - step.start < kBlockKv && step.stop < length &&
-                        step.stop - kBlockKv >= reach.start;
-  if (is_wider) step.start = step.stop - kBlockKv;
-  return is_wider;
-}
-
 // What a step is for a warpgroup. Further places of a list may lie anywhere: which keys are the last is not known there.
 CUFLASH_DEVICE int kind_of(const attention::Params& params, const attention::Step& step, const Span& span, bool is_wider,
                            bool ends_tile) {
@@ -265,7 +256,7 @@ CUFLASH_DEVICE void bring_keys(const attention::Params& params, const attention:
     for (bool is_first = true; steps.next(step); is_first = false) {
       const int stage = stage_of(num_keys), start = step.start;
       const tile::Room& k = board().k[stage];
-      const bool is_wider = widen(step, task.reach, params.shape.seqlen_kv), ends_tile = !steps.has_next();
+      const bool is_wider = widen<kBlockKv, config::kIsListed>(step, task.reach, params.shape.seqlen_kv), ends_tile = !steps.has_next();
       const int kind = kind_of(params, step, task.spans[min(ptx::lane(), kConsumers - 1)], is_wider, ends_tile);
       if (kAsksEarly ? is_first : ends_tile) tile::arrive(board().told[task_of(num_tasks + 1)].empty);
       await_room(k, parity_of(num_keys));
@@ -297,7 +288,7 @@ CUFLASH_DEVICE void bring_values(const attention::Params& params, const attentio
     Step step;
     while (steps.next(step)) {
       const int stage = stage_of(num_values), length = params.shape.seqlen_kv;
-      widen(step, task.reach, length);
+      widen<kBlockKv, config::kIsListed>(step, task.reach, length);
       const bool clears = step.stop - step.start < kBlockKv && step.stop < length;
       await_room(board().v[stage], parity_of(num_values));
       fill<kV>(params, maps, board().v[stage], stage, task, step.start, step.stop, clears);
