@@ -17,9 +17,10 @@ using Operand = tile::Rounded<Element, Scores>;  // P or dS
 using DsPanels = tile::PanelTile<Element, kBlockQ, kBlockKv>;
 constexpr DsPanels ds_smem{kScoreRoom};  // if dQ is made
 
-// What a warpgroup makes of dQ: of 64 queries all columns, or of all queries 64 columns at most.
+// What a warpgroup makes of dQ: of 64 queries all columns, or of all queries 64 columns at most; these as rows, where queries
+// are no multiple of 64.
 constexpr int kRowParts = kBlockQ / 64;
-// Of 64 queries registers have room for the scores and dP of the step after too: P is made while dP is.
+// Of so few queries registers have room for the scores and dP of the step after too: P is made while dP is.
 constexpr bool kDpIsAhead = kRowParts == 1;
 using KPart = tile::PanelTile<Element, kBlockKv, kHeadDim * kRowParts / kConsumers>;
 
@@ -159,8 +160,11 @@ CUFLASH_DEVICE void start_dq(DqOfWarp& dq, int part) {
   ptx::fence_proxy_async();
   ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);  // dS is there
   const KPart k_part{k_smem.start + (kRowParts == 1 ? part * KPart::kBytes : 0)};
-  tile::start_product_nn(dq, tile::RowsAlongSum<DsPanels>(ds_smem, kRowParts == 1 ? 0 : 64 * part),
-                         tile::RowsAcrossSum<KPart>(k_part));
+  if constexpr (kDqIsTransposed)
+    tile::start_product_tt(dq, tile::RowsAcrossSum<KPart>(k_part), tile::RowsAlongSum<DsPanels>(ds_smem));
+  else
+    tile::start_product_nn(dq, tile::RowsAlongSum<DsPanels>(ds_smem, kRowParts == 1 ? 0 : 64 * part),
+                           tile::RowsAcrossSum<KPart>(k_part));
 }
 
 // A warpgroup may write dS anew, once the other has left it.
