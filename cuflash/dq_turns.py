@@ -50,8 +50,7 @@ def dq_turns(problem: Problem, band: Band | None, backward: KernelSpec, device: 
     dQ is written as it is made, in whole packets; and where those who store have a bit each.
     """
     lower, upper = (None, None) if band is None else (band.lower, band.upper)
-    is_by_rows = backward.name == "sm90_backward" and backward.dq_adds > 0 and backward.block_q % 64 == 0
-    if not is_by_rows or band is None:
+    if backward.name != "sm90_backward" or not backward.dq_adds or band is None:
         return None
     num_tiles = -(-problem.seqlen_kv // backward.block_kv)
     reaches_first_keys = lower is None or lower <= 1 - problem.seqlen_q

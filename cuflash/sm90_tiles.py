@@ -21,7 +21,6 @@ _TASKS = 4  # tiles that they know of
 _ROOM, _BARRIER, _TASK, _SPAN, _NOTE, _KIND, _REST = 16, 8, 144, 12, 20, 4, 8  # bytes that warpgroups tell each other
 _ROWS_NOTE, _ROWS_REST = 24, 56
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 88, 104, 48
-_FEWEST_KEYS_OF_80 = 2048  # fewer have dQ finished in turns: dq_turns.py
 _WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
 
@@ -88,18 +87,12 @@ def forward_spec(
 
 
 def backward_specs(
-    dtype: np.dtype[Any],
-    dims: tuple[int, int],
-    largest: tuple[int, int] | None,
-    *,
-    deterministic: bool,
-    num_keys_of_all: int = 0,
+    dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None, *, deterministic: bool
 ) -> dict[str, KernelSpec]:
     """The backward kernels by entry, of rooms for dims or wider ones; none where dims are wider, or a list's blocks
     smaller, than their tiles.
 
-    The two warpgroups of consumers share dQ of a tile of queries: 64 rows each, or of fewer whole panels of columns.
-    Where each query sees all keys, `num_keys_of_all`, and these are many, tiles of 80 queries spare shared memory.
+    The two warpgroups of consumers share dQ of a tile of queries: 64 rows each, or of 64 rows whole panels of columns.
     Beyond 128 columns a tile has as many keys as dK and dV leave registers for, or of a list's blocks an even part.
     Where every result must repeat, or a list's blocks are smaller, dQ has a kernel of its own, up to 128 columns.
     """
@@ -110,8 +103,6 @@ def backward_specs(
         return {}
     head_dim, block_q = (dims[0], 2 * ROWS) if widest <= 64 else (max(dims[0], 128), ROWS)
     entry, value_dim, block_kv, stages = "backward", dims[1], _BACKWARD_KEYS, _BACKWARD_STAGES
-    if largest is None and 64 < widest <= 128 and num_keys_of_all >= _FEWEST_KEYS_OF_80:
-        block_q, stages = 80, 2
     if widest > 128:
         entry, value_dim, stages = "backward_wide", max(dims[1], 128), _WIDE_STAGES
         block_kv = 96 if head_dim + value_dim <= 384 else 80
@@ -123,8 +114,8 @@ def backward_specs(
         family="sm90", entry=entry, dtype=dtype, head_dim=head_dim, value_dim=value_dim, block_q=block_q,
         block_kv=block_kv, num_warps=12, min_blocks=1, is_listed=largest is not None, num_stages=stages, dq_adds=4,
     )  # fmt: skip
-    convert = replace(backward, entry="convert_dq", num_warps=10 if block_q == 80 else 8, num_stages=1)
-    statistics = replace(convert, entry="backward_statistics", num_warps=8, dq_adds=0)
+    convert = replace(backward, entry="convert_dq", num_warps=8, num_stages=1)
+    statistics = replace(convert, entry="backward_statistics", dq_adds=0)
     return {"backward_statistics": statistics, "backward": backward, "convert_dq": convert}
 
 
@@ -159,9 +150,7 @@ def shared_bytes(spec: KernelSpec) -> int:
         of_do = spec.block_q * spec.value_dim
         fits = spec.dtype.itemsize * (elements + stages * of_do) + _TOLD_BYTES <= _MOST_BYTES
         do_stages = stages if spec.entry == "backward" or fits else 1
-        of_keys = spec.block_q * -(-spec.block_kv // 32)
-        seen = of_keys if spec.entry == "backward_wide" else spec.block_kv * -(-spec.block_q // 32)
-        queries = 4 * (-(-spec.block_q // 32) * 2 + known_words(spec) + seen)
+        queries = 4 * (spec.block_q // 16 + known_words(spec) + spec.block_q * -(-spec.block_kv // 32))
         told = stages * (queries + _BACKWARD_NOTE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_REST
         told += _ROOM * (2 + stages + do_stages)
         told += -told % 16

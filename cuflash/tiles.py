@@ -175,10 +175,7 @@ def kernel_specs(
         chosen = sm80_tiles.specs(problem, dims, device, largest, length, deterministic=deterministic)
         if family == "sm90":
             chosen["forward"] = sm90_tiles.forward_spec(problem, dims, device, largest, num_keys or 0)
-            all_keys = problem.seqlen_kv if num_keys == problem.seqlen_kv else 0
-            backward = sm90_tiles.backward_specs(
-                problem.dtype, dims, largest, deterministic=deterministic, num_keys_of_all=all_keys
-            )
+            backward = sm90_tiles.backward_specs(problem.dtype, dims, largest, deterministic=deterministic)
             if backward:  # else tiles are too large, and sm80's serve
                 chosen = {"forward": chosen["forward"]} | backward
         return chosen

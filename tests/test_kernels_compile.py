@@ -82,8 +82,7 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                 if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
                     many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
                     thousand = Problem.of(*many, precision=precision)
-                    long = Problem.of(*(replace(x, shape=(x.shape[0], 4096, x.shape[2])) for x in (q, k, v)))
-                    for asked, keys in ((problem, 1 << 14), (problem, 256), (thousand, 256), (long, 4096)):
+                    for asked, keys in ((problem, 1 << 14), (problem, 256), (thousand, 256)):
                         specs |= set(kernel_specs(family, asked, device, limit, num_keys=keys).values())
                 if family == "sm90" and limit is None:
                     walks = (x for x in found.values() if x.name == "sm90_backward" and x.dq_adds)

@@ -52,11 +52,7 @@ constexpr int kDoStages = !kIsWide || kTileBytes + kNumStages * DoPanels::kBytes
 static_assert(kDoStages == kNumStages || kNumStages == 2, "of two stages, the one says whose turn the other's phase is");
 // Consumers say of dO by itself that they have left it, not only with Q: where it has fewer stages; and at 128 columns, where
 // what ptxas makes of all that follows is 5 % faster with it.
-constexpr bool kLeavesDo = kDoStages < kNumStages || (!kIsWide && kBlockQ < 128);
-
-// Whether a band alone says what is seen: tiles of queries whose warpgroups have no more than their accumulators.
-constexpr bool kIsOfBand = kBlockQ % 64 != 0;
-static_assert(!kIsOfBand || (!config::kIsListed && !kFinishesDq), "a list has no band, and dQ's columns are rows");
+constexpr bool kLeavesDo = kDoStages < kNumStages || (!kIsWide && kBlockQ == 64);
 
 constexpr KPanels k_smem{0};
 constexpr VPanels v_smem{KPanels::kBytes};
@@ -97,7 +93,7 @@ CUFLASH_DEVICE int v_parity(int kind) { return (kind & Note::kParityOfV) != 0; }
 
 // What is known of the queries of a step, and which keys of the tile each sees, unless consumers need not ask: a bit a key
 // in the row of a query, or, where rows of scores are keys, a bit a query in the row of a key.
-constexpr int kKeyWords = (kBlockKv + 31) / 32, kQueryWords = (kBlockQ + 31) / 32;
+constexpr int kKeyWords = (kBlockKv + 31) / 32, kQueryWords = kBlockQ / 32;
 struct alignas(16) Queries {
   KnownQueries known;
   uint32_t seen[kIsWide ? kBlockQ : kBlockKv][kIsWide ? kKeyWords : kQueryWords];
@@ -388,7 +384,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   }
 }
 
-static_assert(kIsWide || kIsOfBand || kBlockQ % kHelpers == 0, "whole warps of helpers have rows");
+static_assert(kIsWide || kBlockQ % kHelpers == 0, "whole warps of helpers have rows");
 
 // Bits lo <= x < hi of a word.
 CUFLASH_DEVICE uint32_t bits_of(int lo, int hi) { return ptx::bits_from(lo) & ~ptx::bits_from(hi); }
@@ -425,7 +421,6 @@ CUFLASH_DEVICE void know_keys(const attention::Params& params, const attention::
 CUFLASH_DEVICE void know_seen(const attention::Params& params, const HeadWork& work, const Note& note, Queries& queries,
                               int thread) {
   using namespace attention;
-  if constexpr (kIsOfBand) return know_keys(params, work.tile, note.step, queries, thread);  // no registers for more
   if constexpr (!kIsWide)
     if (params.work.lo == nullptr && note.step.kind != Kind::kBits)
       return know_keys(params, work.tile, note.step, queries, thread);

@@ -17,10 +17,9 @@ using Operand = tile::Rounded<Element, Scores>;  // P or dS
 using DsPanels = tile::PanelTile<Element, kBlockQ, kBlockKv>;
 constexpr DsPanels ds_smem{kScoreRoom};  // if dQ is made
 
-// What a warpgroup makes of dQ: of 64 queries all columns, or of all queries 64 columns at most; these as rows, where queries
-// are no multiple of 64.
+// What a warpgroup makes of dQ: of 64 queries all columns, or of all queries 64 columns at most.
 constexpr int kRowParts = kBlockQ / 64;
-// Of so few queries registers have room for the scores and dP of the step after too: P is made while dP is.
+// Of 64 queries registers have room for the scores and dP of the step after too: P is made while dP is.
 constexpr bool kDpIsAhead = kRowParts == 1;
 using KPart = tile::PanelTile<Element, kBlockKv, kHeadDim * kRowParts / kConsumers>;
 
@@ -160,11 +159,8 @@ CUFLASH_DEVICE void start_dq(DqOfWarp& dq, int part) {
   ptx::fence_proxy_async();
   ptx::bar_sync(kConsumersMeet, kConsumers * kGroup);  // dS is there
   const KPart k_part{k_smem.start + (kRowParts == 1 ? part * KPart::kBytes : 0)};
-  if constexpr (kDqIsTransposed)
-    tile::start_product_tt(dq, tile::RowsAcrossSum<KPart>(k_part), tile::RowsAlongSum<DsPanels>(ds_smem));
-  else
-    tile::start_product_nn(dq, tile::RowsAlongSum<DsPanels>(ds_smem, kRowParts == 1 ? 0 : 64 * part),
-                           tile::RowsAcrossSum<KPart>(k_part));
+  tile::start_product_nn(dq, tile::RowsAlongSum<DsPanels>(ds_smem, kRowParts == 1 ? 0 : 64 * part),
+                         tile::RowsAcrossSum<KPart>(k_part));
 }
 
 // A warpgroup may write dS anew, once the other has left it.

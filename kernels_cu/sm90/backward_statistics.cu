@@ -16,14 +16,13 @@ CUFLASH_DEVICE void know(KnownQueries& known, const attention::Params& params, c
     const int row = first + ptx::lane();
     const bool is_there = work.first + row < work.last;
     const float lse_2 = is_there ? base_2(lse.at(work.first + row, 0)) : -ptx::negative_infinity<float>();
-    if (row < kBlockQ) known.lse_2[row] = lse_2;
-    if (!is_there && row < kBlockQ) known.delta[row] = 0;
+    known.lse_2[row] = lse_2;
+    if (!is_there) known.delta[row] = 0;
     const bool is_live = lse_2 != -ptx::negative_infinity<float>();
     is_dead |= is_there && !is_live;
     is_large |= is_live && fabsf(lse_2) > kLargestLse2;
     const uint32_t live = __ballot_sync(0xffffffffu, is_live);
-    if (ptx::lane() < min(2, (kBlockQ - first) / 16))
-      known.live[first / 16 + ptx::lane()] = live >> 16 * ptx::lane() & 0xffff;
+    if (ptx::lane() < 2) known.live[first / 16 + ptx::lane()] = live >> 16 * ptx::lane() & 0xffff;
   }
   is_large = __any_sync(0xffffffffu, is_large);
   is_dead = __any_sync(0xffffffffu, is_dead);
@@ -46,7 +45,7 @@ sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   const bool clears = !kFirstStoresDq && !stores_dq<kBlockKv>(params, work);
   KnownQueries& known = known_queries(params, work.place)[query_tile_number<Listed>(params, work.first, kBlockQ)];
   if (threadIdx.x < 32) know(known, params, work);
-  if constexpr (config::kIsListed || kBlockQ % 32 != 0) __syncwarp();  // else ptxas spills what it moves ahead of here
+  if constexpr (config::kIsListed) __syncwarp();  // else ptxas spills what it moves ahead of here
   each_delta(params, work, [&](int row, float sum) { known.delta[row - work.first] = sum; });
   if (clears) clear_dq_sum(params, work);
 }

@@ -1,5 +1,5 @@
 // The end of a backward pass whose warpgroups added to dQ in float32: dQ is scaled, and rounded to the dtype of Q. A block
-// works on one tile of queries, and its warps hold it as those did that added, unless these had its columns as rows.
+// works on one tile of queries, and its warps hold it as those did that added.
 #include <attention/known_queries.cuh>
 #include <attention/warpgroup_gradient.cuh>
 
@@ -11,10 +11,10 @@ sm90_convert_dq(const __grid_constant__ cuflash::attention::Params params) {
   const WorkTile work = query_tile_from_last<Listed>(params, kBlockQ);
   if (work.is_empty()) return;
   const int64_t tile = query_tile_number(params, work.first, kBlockQ);
-  float* const sums = matrix<float>(params.dq_sum, work.place, work.place.head, 0, 0).data + tile * params.dq_sum.row_stride;
-  DqRows::Tile dq;
+  const DqSum sum(matrix<float>(params.dq_sum, work.place, work.place.head, 0, 0).data + tile * params.dq_sum.row_stride);
+  DqOfWarp dq;
   if (kFirstStoresDq && known_queries(params, work.place)[tile].visits == 0) dq.fill(0);  // nobody stored
-  else DqRows::load(sums, dq);
+  else sum.load(dq);
   dq.scale(shape.softmax_scale);
   write_gradient(params.dq, work, work.place.head, shape.head_dim, dq);
 }

@@ -70,21 +70,6 @@ struct FragmentOrder {
 #pragma unroll
         for (int e = 0; e < 4; ++e) part.tiles[i][j][e] = *at(i, j, e);
   }
-
-  // A part of the matrix whose columns are rows of `matrix`, for warps that share it in another way.
-  template <class Part>
-  static CUFLASH_DEVICE void load_transposed(const float* matrix, Part& part) {
-    static_assert(Run == 4 && Tile::kRowTiles == 1, "a warp has 16 rows");
-    const int first_row = part.first_column(), first_column = part.first_row();
-#pragma unroll
-    for (int i = 0; i < Part::kRows; ++i)
-#pragma unroll
-      for (int j = 0; j < Part::kColumns; ++j) {
-        const int row = first_row + Part::column(j), column = first_column + Part::row(i);
-        const int lane = row % 8 * 4 + column % 8 / 2, e = row % 16 / 8 * 2 + column % 2;
-        part.at(i, j) = matrix[row / 16 * kOfWarp + column / 8 * 128 + 4 * lane + e];
-      }
-  }
 };
 
 }  // namespace cuflash::tile

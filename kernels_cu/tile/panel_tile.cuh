@@ -149,18 +149,6 @@ CUFLASH_DEVICE void start_product_tn(Tile& c, RowsAcrossSum<A> a, RowsAcrossSum<
   ptx::wgmma_commit();
 }
 
-// c = a^T b^T for the first panel of a.
-template <class Tile, class A, class B>
-CUFLASH_DEVICE void start_product_tt(Tile& c, RowsAcrossSum<A> a, RowsAlongSum<B> b) {
-  static_assert(A::kPanelWidth == 64 && A::kRows == B::kColumns, "a panel has a warpgroup's rows");
-  ptx::keep_in_place(accumulators(c));
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < A::kRows / 16; ++k)
-    ptx::wgmma<ptx::Major::kMN, ptx::Major::kK>(typename A::Element{}, accumulators(c), a.at(k), b.at(k), k > 0);
-  ptx::wgmma_commit();
-}
-
 // c += a^T b^T for the first panel of a.
 template <class Tile, class A, class B>
 CUFLASH_DEVICE void start_sum_tt(Tile& c, RowsAcrossSum<A> a, RowsAlongSum<B> b) {
