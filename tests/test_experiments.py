@@ -470,6 +470,87 @@ def test_compile_times_of_tensor_cores_kernels_are_summed_and_taken_at_once(load
     assert all(row["ms"] > 0 for row in rows)
 
 
+# Before and after
+
+
+@dataclass
+class Answers:
+    """A version of the library that takes so long, and whose results lie so far off."""
+
+    ms: float
+    error: float
+
+    def ask(self, what):
+        if isinstance(what, int):
+            self.ms += 0.5  # it grows warm
+            return self.ms
+        exact = np.linspace(-4, 4, 9)
+        np.savez(what["results"], dq=exact + self.error, dk=exact)
+        return ["sm90_forward", "sm90_backward"]
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_versions_take_turns_and_their_results_are_compared(load, tmp_path: Path) -> None:
+    experiment = load("before_after")
+    (tmp_path / "old" / "kernels_cu").mkdir(parents=True)
+    asked = {"head_dims": (64,), "seqlens": (1024,), "masks": ("blocks128_0.25",)}
+    config = experiment.Config(before=str(tmp_path / "old"), **asked)
+    (case,) = experiment.cases(config)
+    assert (case.way, case.batch, case.heads, case.deterministic) == ("backward", 16, 32, False)
+    assert case.mask_of().block == (128, 128)
+    versions = {"before": Answers(3, 0), "after": Answers(1, 0.5)}
+    row = experiment.compare(case, config, versions, tmp_path)
+    assert (row["before_ms"], row["after_ms"], row["before"]) == (4.5, 2.5, "old")
+    assert row["ratio"] == 4.5 / 2.5 and row["before_spread_ms"] == 1.0
+    assert row["difference"] == 0.5 / 4 and row["kernels"] == "sm90_forward sm90_backward"
+    cells = [next(iter(column.cells)) for column in experiment.table([row]).columns]
+    assert cells[:7] == ["backward", "64", "blocks128_0.25", "1024", "4.5000", "2.5000", "1.800"]
+
+
+def test_a_version_that_ends_is_named(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = load("before_after")
+    monkeypatch.setattr(experiment.sys, "executable", shutil.which("false"))
+    version = experiment.Version(tmp_path)
+    with pytest.raises(SystemExit, match="a version's process ended with status 1"):
+        version.ask(3)
+    version.end()
+
+
+@pytest.mark.gpu
+def test_a_version_is_as_fast_as_itself(load) -> None:
+    experiment = load("before_after")
+    config = experiment.Config(
+        before=str(EXPERIMENTS.parent), head_dims=(64,), seqlens=(256,), masks=("causal",), tokens=512, hidden=128,
+        passes=("forward", "backward"), rounds=2, repeats=2,
+    )  # fmt: skip
+    forward, backward = experiment.run(config)
+    assert forward["difference"] == 0 and backward["difference"] < 1e-2
+    assert min(forward["before_ms"], forward["after_ms"], backward["before_ms"], backward["after_ms"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ([], "before must be a folder that holds cuflash/ and kernels_cu/; got ''"),
+        (["--before", "."], "before must be a folder that holds cuflash/ and kernels_cu/; got '.'"),
+        (["--before", str(EXPERIMENTS.parent), "--passes", "both"], "no both in passes; there are forward, backward"),
+        (["--before", str(EXPERIMENTS.parent), "--masks", "some"], "masks are full, causal and blocks<size>_<density"),
+        (["--before", str(EXPERIMENTS.parent), "--head-dims", "96"], "head_dims hidden"),
+    ],
+)
+@pytest.mark.usefixtures("elsewhere")
+def test_a_comparison_with_nothing_is_named(
+    load, harness: ModuleType, capsys: pytest.CaptureFixture[str], argv, complaint
+) -> None:
+    with pytest.raises(SystemExit):
+        harness.parse_config(load("before_after").Config, "", argv)
+    assert complaint in capsys.readouterr().err
+
+
 # The proof on a GPU
 
 

@@ -1,0 +1,229 @@
+"""Is a change of the kernels faster? The same calls by two versions of cuflash on one GPU, in turn.
+
+    mkdir before; git archive HEAD~1 cuflash kernels_cu | tar x -C before
+    python experiments/before_after.py --before before                      # gradients, full and causal
+    python experiments/before_after.py --before before --masks blocks64_0.125 --head-dims 128 --seqlens 16384
+    python experiments/before_after.py --before before --deterministic
+
+`--before` names a folder with another version's cuflash/ and kernels_cu/. Each version has a process of its own, which
+draws the same arrays and times batches of `repeats` calls when it is asked to, the level-2 cache written over before
+each call. Batches take turns, `rounds` of each: medians of their medians, and the width of the middle half. So what
+slows the chip slows both; lines of long calls still differ by up to 8 % between pairs of processes, within a pair by
+far less (results/sm90_steps.log, 24). ratio is the time before over the time after; `difference` is the largest of two
+heads' results, after against before, over the largest element: what another order of sums changes, or more.
+
+Needs an NVIDIA GPU and CuPy. Rows that a run does not measure stay as they are.
+"""
+
+import functools
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import cuflash
+import ml_dtypes
+import numpy as np
+from cuflash import masks
+from harness import Record, check_names, gpu_versions, main, time_on_device, track, why_no_gpu
+from rich.table import Table
+from simt_speed import draw
+from spot_check import on_host
+from workloads import named_blocks, random_blocks
+
+PASSES = ("forward", "backward")
+CASE = ("gpu", "pass", "head_dim", "mask", "seqlen", "batch", "heads", "deterministic", "kernel", "before")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What to compare, of bfloat16."""
+
+    before: str = ""
+    passes: tuple[str, ...] = ("backward",)
+    head_dims: tuple[int, ...] = (64, 128)
+    masks: tuple[str, ...] = ("full", "causal")
+    seqlens: tuple[int, ...] = (1024, 4096, 16384)
+    tokens: int = 16384
+    hidden: int = 2048
+    kernel: str = "auto"
+    deterministic: bool = False
+    rounds: int = 5
+    repeats: int = 8
+
+    def __post_init__(self) -> None:
+        check_names(self, {"passes": PASSES})
+        if not (Path(self.before) / "kernels_cu").is_dir() or not self.before:
+            raise ValueError(f"before must be a folder that holds cuflash/ and kernels_cu/; got {self.before!r}")
+        if any(self.tokens % seqlen for seqlen in self.seqlens) or any(self.hidden % dim for dim in self.head_dims):
+            raise ValueError("seqlens must divide tokens, and head_dims hidden")
+        for mask in self.masks:
+            named_blocks(mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One pass of one problem; [batch, heads, seqlen, head_dim] each of q, k, v."""
+
+    way: str
+    head_dim: int
+    mask: str
+    seqlen: int
+    batch: int
+    heads: int
+    deterministic: bool
+    kernel: str
+
+    def mask_of(self) -> masks.Mask | None:
+        blocks = named_blocks(self.mask)
+        if blocks is not None:
+            return masks.BlockPattern(random_blocks(self.heads, self.seqlen, *blocks), blocks[0])
+        return masks.Causal() if self.mask == "causal" else None
+
+
+def cases(config: Config) -> list[Case]:
+    grid = itertools.product(config.passes, config.head_dims, config.masks, config.seqlens)
+    return [
+        Case(
+            way=way, head_dim=dim, mask=mask, seqlen=seqlen, batch=config.tokens // seqlen, heads=config.hidden // dim,
+            deterministic=config.deterministic, kernel=config.kernel,
+        )
+        for way, dim, mask, seqlen in grid
+    ]  # fmt: skip
+
+
+# A version's own process
+
+
+def serve() -> None:
+    """Answer a line of standard input with a line: a case is made ready, or, for a number, so many calls are timed."""
+    call: Any = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if isinstance(asked, int):
+            answer: Any = time_on_device({"call": call}, repeats=asked, warmup=1)["call"].median_ms
+        else:
+            call = None  # its arrays go before others come
+            call, answer = ready(Case(**asked["case"]), Path(asked["results"]))
+        print(json.dumps(answer), flush=True)
+
+
+@functools.cache
+def drawn(size: int) -> list[Any]:
+    """q, k, v and do of so many elements, which cases of a run share."""
+    return draw(size, dtype=np.dtype(ml_dtypes.bfloat16))
+
+
+def ready(case: Case, results: Path) -> tuple[Any, list[str]]:
+    """A call, and the kernels that it launches; its results for the first head and the last are written to a file."""
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    shape = (case.batch, case.heads, case.seqlen, case.head_dim)
+    q, k, v, do = (x.reshape(shape) for x in drawn(int(np.prod(shape))))
+    options: dict[str, Any] = {"mask": case.mask_of(), "kernel": case.kernel, "deterministic": case.deterministic}
+    made = cuflash.plan(q, k, v, **options)
+    made.compile()
+    o, lse = made.forward(q, k, v)
+
+    def call() -> Any:
+        return made.forward(q, k, v) if case.way == "forward" else made.backward(do, q, k, v, o, lse)
+
+    names = ("o", "lse") if case.way == "forward" else ("dq", "dk", "dv")
+    found = {name: [on_host(x[place]) for place in ((0, 0), (-1, -1))] for name, x in zip(names, call(), strict=True)}
+    np.savez(results, **{name: np.asarray(x, np.float32) for name, x in found.items()})
+    return call, [spec.name for spec in made.plan.specs.values()]
+
+
+# Both
+
+
+class Version:
+    """A process that serves a version of the library."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = [str(folder.resolve()), str(Path(__file__).parent.resolve())]
+        code = f"import sys; sys.path[:0] = {paths!r}; import before_after; before_after.serve()"
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen([sys.executable, "-c", code], **streams)
+
+    def ask(self, what: Any) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with suppress(BrokenPipeError):  # then there is no answer
+            stdin.write(json.dumps(what) + "\n")
+            stdin.flush()
+        line = stdout.readline()
+        if not line:
+            sys.exit(f"before_after: a version's process ended with status {self._process.wait()}; its error is above")
+        return json.loads(line)
+
+    def end(self) -> None:
+        """The process ends, and what it may still say is dropped."""
+        self._process.terminate()
+        with suppress(BrokenPipeError):
+            self._process.communicate()
+
+
+def compare(case: Case, config: Config, versions: dict[str, Version], folder: Path) -> Record:
+    """Both versions' times of a case, and how far their results lie apart."""
+    kernels = {}
+    for name, version in versions.items():
+        kernels[name] = version.ask({"case": asdict(case), "results": str(folder / f"{name}.npz")})
+    batches: dict[str, list[float]] = {name: [] for name in versions}
+    for _ in range(config.rounds):
+        for name, version in versions.items():
+            batches[name].append(version.ask(config.repeats))
+    row: Record = {("pass" if name == "way" else name): value for name, value in asdict(case).items()}
+    row["before"] = Path(config.before).name
+    medians = {name: float(np.median(times)) for name, times in batches.items()}
+    row |= {f"{name}_ms": median for name, median in medians.items()}
+    row |= {f"{name}_spread_ms": float(np.subtract(*np.percentile(x, (75, 25)))) for name, x in batches.items()}
+    row |= {"ratio": medians["before"] / medians["after"], "difference": difference(folder)}
+    return row | {"kernels": " ".join(dict.fromkeys(kernels["after"])), "rounds": config.rounds}
+
+
+def difference(folder: Path) -> float:
+    """The largest difference of two versions' results, of each over its largest element."""
+    with np.load(folder / "before.npz") as before, np.load(folder / "after.npz") as after:
+        return max(float(np.abs(after[x] - before[x]).max() / np.abs(before[x]).max()) for x in before.files)
+
+
+def run(config: Config) -> Iterator[Record]:
+    """A record a case."""
+    reason = why_no_gpu()
+    if reason:
+        sys.exit(f"before_after compares versions on a GPU: {reason}")
+    versions = {"before": Version(Path(config.before)), "after": Version(Path(__file__).parents[1])}
+    try:
+        with TemporaryDirectory() as folder:
+            for case in track(cases(config), "cases"):
+                row = compare(case, config, versions, Path(folder)) | gpu_versions()
+                shown = " ".join(str(row[name]) for name in ("pass", "head_dim", "mask", "seqlen"))
+                times = f"{row['before_ms']:.4f} -> {row['after_ms']:.4f} ms"
+                print(f"{shown}: {times}, {row['difference']:.1e}", flush=True)
+                yield row
+    finally:
+        for version in versions.values():
+            version.end()
+
+
+def table(records: list[Record]) -> Table:
+    """A line a case."""
+    titles = ("before ms", "after ms", "before / after", "difference", "kernels")
+    shown = Table("pass", "head_dim", "mask", "seqlen", *titles)
+    for row in records:
+        names = [str(row[name]) for name in ("pass", "head_dim", "mask", "seqlen")]
+        times = [f"{row['before_ms']:.4f}", f"{row['after_ms']:.4f}", f"{row['ratio']:.3f}", f"{row['difference']:.1e}"]
+        shown.add_row(*names, *times, row["kernels"])
+    return shown
+
+
+if __name__ == "__main__":
+    main(Config, run, table, replacing=CASE)
