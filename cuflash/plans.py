@@ -138,7 +138,7 @@ class Plan:
 
     def takes_tiles_on(self, spec: KernelSpec) -> bool:
         """Whether a kernel's blocks go on to further tiles as they end, which a count in its workspace gives them."""
-        return spec.name in ("sm90_forward", "sm90_backward", "sm90_backward_wide")
+        return spec.family == "sm90" and spec.takes_maps
 
     @property
     def _is_uneven_band(self) -> bool:

@@ -19,7 +19,7 @@ _STAGES, _NARROW_STAGES = 2, 4  # a power of two, as rings count; up to 64 colum
 _SMALLEST = 16  # columns of a product
 _TASKS = 4  # tiles that they know of
 _ROOM, _BARRIER, _TASK, _SPAN, _NOTE, _KIND, _REST = 16, 8, 144, 12, 20, 4, 8  # bytes that warpgroups tell each other
-_ROWS_NOTE, _ROWS_REST = 24, 56
+_IN_STACK = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 88, 104, 48
 _WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
@@ -155,14 +155,14 @@ def shared_bytes(spec: KernelSpec) -> int:
         told += _ROOM * (2 + stages + do_stages)
         told += -told % 16
         return spec.dtype.itemsize * (elements + do_stages * of_do) + told
-    if spec.entry == "backward_rows":
-        told = _ROOM * (1 + 2 * stages) + _ROWS_NOTE * stages + _ROWS_REST
-        return spec.dtype.itemsize * (spec.block_q + stages * spec.block_kv) * both + told
+    brings_do = spec.entry == "backward_rows"
     is_small = spec.is_listed and spec.block_q == ROWS
-    q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 and not is_small else 1
-    elements = q_rooms * spec.block_q * spec.head_dim + stages * spec.block_kv * both
+    q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 and not is_small and not brings_do else 1
+    of_queries = spec.head_dim + spec.value_dim * brings_do
+    elements = q_rooms * spec.block_q * of_queries + stages * spec.block_kv * both
     groups = spec.block_q // ROWS
-    told = _ROOM * (q_rooms + 2 * stages) + _TASKS * (_ROOM + -(-(_TASK + _SPAN * groups) // 16) * 16)
+    task = _TASK + _SPAN * groups + _IN_STACK * brings_do
+    told = _ROOM * (q_rooms + 2 * stages) + _TASKS * (_ROOM + -(-task // 16) * 16)
     told += (_NOTE + _KIND * groups) * stages + _REST
     return spec.dtype.itemsize * elements + told
 

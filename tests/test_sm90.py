@@ -109,7 +109,7 @@ class OnTwoBlocks(Plan):
         return min(num_tiles, 2)
 
 
-GO_ON = ("sm90_forward", "sm90_backward", "sm90_backward_wide")  # kernels whose blocks can
+GO_ON = ("sm90_forward", "sm90_backward", "sm90_backward_rows", "sm90_backward_wide")  # kernels whose blocks can
 
 
 @dataclass(frozen=True)

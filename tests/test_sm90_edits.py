@@ -35,7 +35,7 @@ def small_calls_get_the_tiles_of_large_ones() -> Iterator[None]:
 
 _ROOMS, _MAPS = "tile/rooms.cuh", "attention/tensor_maps.cuh"
 _FORWARD, _PANELS, _STORE = "sm90/forward.cu", "tile/panel_tile.cuh", "tile/opaque_copy.cuh"
-_FRAGMENTS = "attention/fragments.cuh"
+_FRAGMENTS, _KEYS = "attention/fragments.cuh", "attention/key_ring.cuh"
 _SCORES_ARE_AWAITED = (
     "      tile::wait_for<1>(s);\n    }\n    add_last_values(o, p, num_keys);\n"
     "    if (!(kind & Note::kEndsTile)) pass_over(group, num_keys, "
@@ -43,23 +43,23 @@ _SCORES_ARE_AWAITED = (
 _ONE_PANEL = ("column < to.columns; column += to.width) {", "column < to.width; column += to.width) {")
 _V_IS_LEFT = "tile::arrive(board().v[stage_of(num_keys - 1)].empty);\n"
 EDITS = {
-    "barriers are not fenced": (_FORWARD, "    ptx::mbarrier_init_fence();\n", ""),
+    "barriers are not fenced": (_KEYS, "  ptx::mbarrier_init_fence();\n", ""),
     "copied rows are not fenced": (_ROOMS, "  ptx::fence_proxy_async();\n", ""),
     "copied rows are not waited for": (_ROOMS, "  ptx::cp_async_wait_all();\n", ""),
     "copied chunks are not permuted": (_ROOMS, "chunk % in_panel ^ row * in_panel / kChunkOf<uint16_t>", "chunk"),
     "the last column is not copied": (_ROOMS, "int e = rest - 1; e >= 0", "int e = rest - 2; e >= 0"),
     "copied rows count as there before they are": (
-        _FORWARD,
+        _KEYS,
         "  tile::copy<32>(panels_of<kOperand>(stage), all.rows(first, last), ptx::lane(), [](int) { return true; });\n"
         "  tile::arrive(room.full);\n",
         "  tile::arrive(room.full);\n"
         "  tile::copy<32>(panels_of<kOperand>(stage), all.rows(first, last), ptx::lane(), [](int) { return true; });\n",
     ),
-    "V past a step is what stands there": (_FORWARD, "bool clears = step.stop", "bool clears = false && step.stop"),
+    "V past a step is what stands there": (_KEYS, "bool clears = ends_early(step, length)", "bool clears = false"),
     "keys of the step before count again": (_FORWARD, "    seen.lo = max(seen.lo, note.start);\n", ""),
-    "a wider step is whole": (_FORWARD, "is_whole = !is_wider && ", "is_whole = "),
+    "a wider step is whole": (_KEYS, "is_whole = !is_wider && ", "is_whole = "),
     "V is that of a step that is not wider": (
-        _FORWARD, "      widen<kBlockKv, config::kIsListed>(step, task.reach, length);\n", ""
+        _KEYS, "      widen<kBlockKv, config::kIsListed>(step, task.reach, length);\n", ""
     ),
     "an array without a map is left to the accelerator": (_MAPS, "map.is_there && ", ""),
     "an odd start is left to the accelerator": (
@@ -68,16 +68,16 @@ EDITS = {
     "only the first panel is brought": (_ROOMS, *_ONE_PANEL),
     "a broadcast axis is stepped over": (_MAPS, "strides[2] == 0 ? 0 : ", ""),
     "K is that of the query's head": (
-        _FORWARD, "task.kv_head = work.place.head / params.shape.group_size", "task.kv_head = work.place.head"
+        _KEYS, "task.kv_head = work.place.head / params.shape.group_size", "task.kv_head = work.place.head"
     ),
     "a room counts as empty in the wrong phase": (_ROOMS, "&room.empty), parity ^ 1);", "&room.empty), parity);"),
     "a room counts as full in the wrong phase": (
         _ROOMS, "mbarrier_wait(ptx::shared_address(&room.full), parity);",
         "mbarrier_wait(ptx::shared_address(&room.full), parity ^ 1);",
     ),
-    "one stage serves all": (_FORWARD, "return count % kNumStages;", "return 0;"),
-    "every lane asks for a tile": (_FORWARD, "if (leads()) number = attention::next", "number = attention::next"),
-    "nobody has the first tiles": (_FORWARD, "  if (is_first) return attention::first_number();\n", ""),
+    "one stage serves all": (_KEYS, "return count % kNumStages;", "return 0;"),
+    "every lane asks for a tile": (_KEYS, "if (leads()) number = attention::next", "number = attention::next"),
+    "nobody has the first tiles": (_KEYS, "  if (is_first) return attention::first_number();\n", ""),
     "K is left before it is multiplied": (
         _FORWARD, "             next.start_products(s, o, p, group, num_keys);\n",
         "             next.start_products(s, o, p, group, num_keys);\n"
@@ -108,7 +108,7 @@ EDITS = {
     "all panels of O are the first": (_PANELS, " + k / kSteps * Panel::kBytes, from", ", from"),
     "a panel of O is written over the first": (_FORWARD, "panel * OPanels::kPanelWidth,", "0 * panel,"),
     "a panel of O is the first one's": (_FORWARD, "room.panel(panel).address(o", "room.panel(0).address(o"),
-    "rows past a tile are written": (_FORWARD, "(num_rows % kBoxRows == 0 ||", "(true ||"),
+    "rows past a tile are written": (_KEYS, "(num_rows % kBoxRows == 0 ||", "(true ||"),
     "warps past a tile write": (_FORWARD, " && o.warp_row() < to.num_rows; ++panel", "; ++panel"),
     "the first tile starts before the first query": ("attention/work_tile.cuh", "max(first, 0)", "first"),
     "lse past a tile is written": (_FORWARD, "row < to.num_rows) to.lse", "true) to.lse"),
@@ -171,7 +171,9 @@ EDITS = {
     ),
     "a masked step is plain": (_FORWARD, "kAsPlain = Note::kUnseen | Note::kAsTheyAre;", "kAsPlain = Note::kUnseen;"),
     "a tile's last step is plain": (_FORWARD, "(kAsPlain | Note::kLast)) == kAsPlain", "kAsPlain) == kAsPlain"),
-    "turned scores are as they are": (_FORWARD, "is_whole && !Softmax::turns(params.shape.softmax_scale)", "is_whole"),
+    "turned scores are as they are": (
+        _KEYS, "!attention::LazySoftmax<2>::turns(params.shape.softmax_scale)", "true"
+    ),
     "a tile's first step is plain": (_FRAGMENTS, "int reasons = kSeesNone;", "int reasons = 0;"),
     "steps with large maxima are plain": (_FRAGMENTS, "reasons = kIsLarge * __any_sync", "reasons = 0 * __any_sync"),
     "steps are plain for queries that have seen no key": (_FRAGMENTS, " + kSeesNone * __any", " + 0 * __any"),
@@ -183,14 +185,14 @@ EDITS = {
         _FORWARD, "++num_keys;\n        next = Operands(group, num_tasks, num_keys);\n        p = s",
         "next = Operands(group, num_tasks, num_keys);\n        ++num_keys;\n        p = s",
     ),
-    "a warpgroup has the mask of the first": (_FORWARD, ".kinds[group % kConsumers];", ".kinds[0];"),
-    "warpgroups see what the tile's first rows see": (_FORWARD, "work, 64 * ptx::lane());", "work, 0);"),
+    "a warpgroup has the mask of the first": (_KEYS, ".kinds[group % kConsumers];", ".kinds[0];"),
+    "warpgroups see what the tile's first rows see": (_KEYS, "work, 64 * ptx::lane());", "work, 0);"),
     "what some of a warpgroup's queries see all do": (
-        _FORWARD, "return {reach.stop, reach.full_start, reach.full_stop};",
+        _KEYS, "return {reach.stop, reach.full_start, reach.full_stop};",
         "return {reach.stop, reach.full_start, reach.stop};",
     ),
     "a warpgroup leaves a tile a step too soon": (
-        _FORWARD, "step.stop >= span.stop);", "step.stop + kBlockKv >= span.stop);"
+        _KEYS, "step.stop >= span.stop);", "step.stop + kBlockKv >= span.stop);"
     ),
     "keys that a warpgroup passes over are not left": (
         _FORWARD, "    tile::arrive(board().k[stage].empty);\n    await_turn", "    await_turn"
@@ -228,16 +230,16 @@ EDITS = {
     ),
     "a tile has the sums of the next one": (_FORWARD, "- 1, finished, o, false);", "- 1, softmax, o, false);"),
     "a tile goes on with the maximum of the one before": (_FORWARD, "      softmax = Softmax();\n", ""),
-    "there is a task for each room": (_FORWARD, "kTasks = 4;", "kTasks = 2;"),
+    "there is a task for each room": (_KEYS, "kTasks = 4;", "kTasks = 2;"),
     "a task is left before V is brought": (
-        _FORWARD, "&told.empty), 2 * tile::kArrivals);", "&told.empty), tile::kArrivals);"
+        _KEYS, "&told.empty), 2 * tile::kArrivals);", "&told.empty), tile::kArrivals);"
     ),
     "a task is left before its results are written": (
-        _FORWARD, "await_room(told, task_parity_of(num_tasks + kTasks - 1));",
+        _KEYS, "await_room(told, task_parity_of(num_tasks + kTasks - 1));",
         "await_room(told, task_parity_of(num_tasks));",
     ),
     "a row that ends within a chunk is left to the accelerator": (
-        _FORWARD, "params.shape.value_dim % tile::kChunkOf<Element> == 0 &&", "true &&"
+        _KEYS, "params.shape.value_dim % tile::kChunkOf<Element> == 0 &&", "true &&"
     ),
     "a band ends with the first row's": (_FRAGMENTS, "columns_before(keys.hi + row)", "columns_before(keys.hi)"),
     "a band starts with the first row's": (_FRAGMENTS, "columns_before(keys.lo + row)", "columns_before(keys.lo)"),
@@ -251,10 +253,10 @@ EDITS = {
     "nobody has the first turn": (_FORWARD, "  if (group == kConsumers) pass_turn();\n", ""),
     "a warpgroup has another's queries": (_FORWARD, "64 * (group % kConsumers)", "64 * (group - 1)"),
     "a task overwrites the one before": (
-        _FORWARD, "    Task& task = board().tasks[task_of(num_tasks)];\n    if (!is_end",
+        _KEYS, "    Task& task = board().tasks[task_of(num_tasks)];\n    if (!is_end",
         "    Task& task = board().tasks[0];\n    if (!is_end",
     ),
-    "every step is whole": (_FORWARD, "!is_wider && attention::is_whole<kBlockKv>(own)", "true"),
+    "every step is whole": (_KEYS, "!is_wider && attention::is_whole<kBlockKv>(own)", "true"),
     "a negative scale is not turned": (_FORWARD, "if (Softmax::turns(softmax_scale)) ", "if (false) "),
     "panels of V lie too close": (_PANELS, "kSwizzle, Tile::Panel::kBytes, 8", "kSwizzle, 1024, 8"),
     "the second panel of K is the first": (_PANELS, "at(panel * Tile::Panel::kBytes + ", "at(0 * panel + "),

@@ -22,47 +22,41 @@ from cuflash import sim
 
 pytestmark = needs_compiler
 
-_ROWS, _RING, _BACKWARD = "sm90/backward_rows.cu", "attention/query_ring.cuh", "sm90/backward.cu"
-_COPY = "  tile::copy<32>(to, all.rows(first, last), ptx::lane(), [](int) { return true; });\n"
-_NOTE = "    if (leads()) own.notes[stage] = {step, start, is_last};\n"
-_K = (
-    "    fill(tile::Panels(k_smem(stage)), maps.k, params.k, kv_head, shape.head_dim, step.start, step.stop, "
-    "own.k[stage],\n         clears);\n"
-)
+_ROWS, _KEYS = "sm90/backward_rows.cu", "attention/key_ring.cuh"
+_RING, _BACKWARD = "attention/query_ring.cuh", "sm90/backward.cu"
+_COUNTED = "(kBringsDo && i < kQRooms ? 2 : 1) * tile::kArrivals"
 EDITS = {
-    "barriers are not fenced": (_ROWS, "    ptx::mbarrier_init_fence();\n", ""),
-    "dO is not counted": (_ROWS, "2 * tile::kArrivals);  // of Q, and of dO", "tile::kArrivals);"),
-    "a warp too few leaves a room": (_ROWS, "4 * tile::kArrivals", "3 * tile::kArrivals"),
-    "rooms are filled before they are empty": (
-        _ROWS, "    tile::await_empty(rooms[turn.stage], turn.parity);\n", ""
+    "dO is not counted": (_KEYS, _COUNTED, "tile::kArrivals"),
+    "the end is told once": (_KEYS, "      if constexpr (kBringsDo) tile::arrive(q.full);\n", ""),
+    "dO is not brought": (_KEYS, "      if constexpr (kBringsDo) fill<kDo>", "      if constexpr (false) fill<kDo>"),
+    "dO is that of another head": (
+        _KEYS, "if constexpr (kBringsDo) task.at[kDo] = in_stack(params.do_, work.place, work.place.head);",
+        "if constexpr (kBringsDo) task.at[kDo] = in_stack(params.do_, work.place, task.kv_head);",
     ),
-    "a room counts as empty in the wrong phase": (
-        _ROWS, "tile::await_empty(rooms[turn.stage], turn.parity)",
-        "tile::await_empty(rooms[turn.stage], turn.parity ^ 1)",
+    "dO that is copied is that of another head": (
+        _KEYS, "kIsOfQueries = kOperand == kQ || kOperand == kDo,", "kIsOfQueries = kOperand == kQ,"
     ),
-    "one phase serves all": (_ROWS, "    parity ^= is_last;\n", ""),
-    "K past a step is what stands there": (_ROWS, "clears = step.stop - step.start < kBlockKv &&", "clears = false &&"),
+    "dO that is copied is as wide as Q": (
+        _KEYS, "kHasValueDim = kOperand == kV || kOperand == kDo;", "kHasValueDim = kOperand == kV;"
+    ),
+    "dO is Q": (_KEYS, "kOperand == kDo ? params.do_ : ", ""),
+    "dO lies where V does": (_KEYS, "{kAfterValues + room * DoPanels::kBytes}", "{v_smem(0).start}"),
+    "K past a step is what stands there": (_KEYS, "kBringsDo && ends_early(step, params.shape.seqlen_kv)", "false"),
     "keys of the step before count again": (_ROWS, "    seen.lo = max(seen.lo, note.start);\n", ""),
-    "under a band too": (_ROWS, "mask_band(s, note.step, band, note.start)", "mask_band(s, note.step, band, 0)"),
-    "a wider step is whole": (_ROWS, " && note.start == note.step.start", ""),
-    "all steps are whole": (_ROWS, "attention::is_whole<kBlockKv>(note.step) && ", ""),
-    "copied rows count as there before they are": (
-        _ROWS, f"{_COPY}  tile::arrive(room.full);\n", f"  tile::arrive(room.full);\n{_COPY}"
+    "under a band too": (
+        _ROWS, "mask_band(s, note.step, task.band, note.start)", "mask_band(s, note.step, task.band, 0)"
     ),
-    "K is that of the query's head": (_ROWS, "maps.k, params.k, kv_head", "maps.k, params.k, head"),
-    "V is that of the query's head": (_ROWS, "maps.v, params.v, kv_head", "maps.v, params.v, own.work.place.head"),
-    "what is noted is the next step's": (
-        _ROWS, f"{_NOTE}    __syncwarp();\n{_K}", f"{_K}{_NOTE}"
-    ),
-    "lse is that of another query": (
-        _ROWS, "known.lse_2[Scores::first_row() + Scores::row(i)]", "known.lse_2[Scores::first_row()]"
-    ),
-    "delta is that of another query": (
-        _ROWS, "known.delta[Scores::first_row() + Scores::row(i)]", "known.delta[Scores::first_row()]"
-    ),
+    "all steps are whole": (_ROWS, "is_plain = kind & Note::kAsTheyAre", "is_plain = true"),
+    "lse is that of another query": (_ROWS, "known.lse_2[query - first]", "known.lse_2[0]"),
+    "delta is that of another query": (_ROWS, "known.delta[query - first]", "known.delta[0]"),
     "queries are those of the first tile": (
-        _ROWS, "known_queries(params, work.place)[query_tile_number<Listed>(params, work.first, kBlockQ)]",
-        "known_queries(params, work.place)[0]",
+        _ROWS, "attention::query_tile_number<Listed>(params, first, kBlockQ) : 0", "0 : 0"
+    ),
+    "tiles of a list are numbered as if there were none": (
+        _ROWS, "attention::query_tile_number<Listed>(params, first, kBlockQ) : 0", "first / kBlockQ : 0"
+    ),
+    "queries of a band are cut as its tiles are": (
+        _ROWS, "config::kIsListed ? work.first : query / kBlockQ * kBlockQ", "work.first"
     ),
     "hidden keys count": (_ROWS, "IsPlain || s.at(i, j) != ptx::negative_infinity<float>() ? p : 0.0f", "p"),
     "what stands at hidden keys matters": (_ROWS, "IsPlain || p.at(i, j) != 0 ? ds : 0.0f", "ds"),
@@ -75,18 +69,29 @@ EDITS = {
     ),
     "dP is read before it is there": (_ROWS, "    tile::wait_for<0>(dp);\n", "    tile::wait_for<1>(dp);\n"),
     "V is left before it is multiplied": (
-        _ROWS, "    tile::wait_for<0>(dp);\n    tile::arrive(own.v[turn.stage].empty);\n",
-        "    tile::arrive(own.v[turn.stage].empty);\n    tile::wait_for<0>(dp);\n",
+        _ROWS, "    tile::wait_for<0>(dp);\n    tile::arrive(own.v[stage].empty);\n",
+        "    tile::arrive(own.v[stage].empty);\n    tile::wait_for<0>(dp);\n",
     ),
     "K is left before it is multiplied": (
-        _ROWS, "    const tile::Room& k = own.k[turn.stage];\n",
-        "    const tile::Room& k = own.k[turn.stage];\n    tile::arrive(k.empty);\n",
+        _ROWS, "    ++num_keys;\n    if", "    tile::arrive(own.k[stage].empty);\n    ++num_keys;\n    if"
+    ),
+    "K of a tile's last step is not left": (
+        _ROWS, "  tile::arrive(own.k[stage_of(num_keys - 1)].empty);\n", ""
+    ),
+    "Q is not left": (_ROWS, "  tile::arrive(own.q[0].empty);\n", ""),
+    "Q is left before it is multiplied": (
+        _ROWS, "  start_dp(dp, num_keys);\n  tile::wait_for<1>(s);\n  while",
+        "  start_dp(dp, num_keys);\n  tile::arrive(own.q[0].empty);\n  tile::wait_for<1>(s);\n  while",
     ),
     "dQ is written before it is there": (_ROWS, "  tile::wait_for<0>(dq);\n", ""),
     "dQ is not scaled": (_ROWS, "    dq.scale(params.shape.softmax_scale);\n", ""),
-    "dQ of queries without a key is anything": (_ROWS, "    dq.fill(0);\n", ""),
-    "Q is not waited for": (_ROWS, "  tile::await_full(own.q, 0);\n", ""),
-    "blocks without a step bring something": (_ROWS, "    if (!own.has_steps) return;\n", ""),
+    "dQ is added to that of the tile before": (
+        _ROWS, "    Gradient dq;\n    dq.fill(0);\n", "    static thread_local Gradient dq;\n"
+    ),
+    "dQ of queries without a key is anything": (
+        _ROWS, "else tile::clear(matrix<Element>(params.dq, work.place, head, 0, num_columns)",
+        "else tile::clear(matrix<Element>(params.dq, work.place, head, 0, 0)",
+    ),
     "Q's room awaits who adds up": (_RING, "(kAddsDqUp && has_notes)", "has_notes"),
     "rows past a step are copied": (_RING, "(kIsWide || row < note.step.stop - note.step.start) && ", ""),
     "dK is that of the last step but one": (
@@ -97,7 +102,7 @@ EDITS = {
 
 def guarded_structures() -> list[Structure]:
     names = ("causal", "not aligned", "broadcast", "a wide window", "every row without a key", "documents")
-    lists = ("blocks of 64, 128 columns", "blocks of 64, bits", "blocks of 192 x 64")
+    lists = ("blocks of 64, 128 columns", "blocks of 64, not aligned", "blocks of 64, bits", "blocks of 100")
     negative = replace(BANDS["causal"], scale=-0.125)
     return [*(BANDS[name] for name in names), *(LISTS[name] for name in lists), negative]
 

@@ -19,6 +19,9 @@ struct Room {
 // another one does, so that in watched kernels, which it can be shown, each arrives.
 constexpr int kArrivals = config::kIsWatched ? 32 : 1;
 
+// Of a thread that shares with its warp what there is to do.
+CUFLASH_DEVICE int number_in_warp() { return ptx::lane(); }
+
 CUFLASH_DEVICE void await_full(const Room& room, int parity) {
   ptx::mbarrier_wait(ptx::shared_address(&room.full), parity);
 }
