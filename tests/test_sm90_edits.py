@@ -41,6 +41,10 @@ _SCORES_ARE_AWAITED = (
     "    if (!(kind & Note::kEndsTile)) pass_over(group, num_keys, "
 )
 _ONE_PANEL = ("column < to.columns; column += to.width) {", "column < to.width; column += to.width) {")
+_COPY = (
+    "  tile::copy<32>(panels_of<kOperand>(stage), all.rows(first, last), tile::number_in_warp(), "
+    "[](int) { return true; });\n"
+)
 _V_IS_LEFT = "tile::arrive(board().v[stage_of(num_keys - 1)].empty);\n"
 EDITS = {
     "barriers are not fenced": (_KEYS, "  ptx::mbarrier_init_fence();\n", ""),
@@ -49,11 +53,7 @@ EDITS = {
     "copied chunks are not permuted": (_ROOMS, "chunk % in_panel ^ row * in_panel / kChunkOf<uint16_t>", "chunk"),
     "the last column is not copied": (_ROOMS, "int e = rest - 1; e >= 0", "int e = rest - 2; e >= 0"),
     "copied rows count as there before they are": (
-        _KEYS,
-        "  tile::copy<32>(panels_of<kOperand>(stage), all.rows(first, last), ptx::lane(), [](int) { return true; });\n"
-        "  tile::arrive(room.full);\n",
-        "  tile::arrive(room.full);\n"
-        "  tile::copy<32>(panels_of<kOperand>(stage), all.rows(first, last), ptx::lane(), [](int) { return true; });\n",
+        _KEYS, f"{_COPY}  tile::arrive(room.full);\n", f"  tile::arrive(room.full);\n{_COPY}"
     ),
     "V past a step is what stands there": (_KEYS, "bool clears = ends_early(step, length)", "bool clears = false"),
     "keys of the step before count again": (_FORWARD, "    seen.lo = max(seen.lo, note.start);\n", ""),
@@ -186,7 +186,7 @@ EDITS = {
         "next = Operands(group, num_tasks, num_keys);\n        ++num_keys;\n        p = s",
     ),
     "a warpgroup has the mask of the first": (_KEYS, ".kinds[group % kConsumers];", ".kinds[0];"),
-    "warpgroups see what the tile's first rows see": (_KEYS, "work, 64 * ptx::lane());", "work, 0);"),
+    "warpgroups see what the tile's first rows see": (_KEYS, "work, 64 * tile::number_in_warp());", "work, 0);"),
     "what some of a warpgroup's queries see all do": (
         _KEYS, "return {reach.stop, reach.full_start, reach.full_stop};",
         "return {reach.stop, reach.full_start, reach.stop};",
