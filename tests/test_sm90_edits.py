@@ -172,7 +172,7 @@ EDITS = {
     "a masked step is plain": (_FORWARD, "kAsPlain = Note::kUnseen | Note::kAsTheyAre;", "kAsPlain = Note::kUnseen;"),
     "a tile's last step is plain": (_FORWARD, "(kAsPlain | Note::kLast)) == kAsPlain", "kAsPlain) == kAsPlain"),
     "turned scores are as they are": (
-        _KEYS, "!attention::LazySoftmax<2>::turns(params.shape.softmax_scale)", "true"
+        _KEYS, "!kBringsDo && attention::LazySoftmax<2>::turns(params.shape.softmax_scale)", "false"
     ),
     "a tile's first step is plain": (_FRAGMENTS, "int reasons = kSeesNone;", "int reasons = 0;"),
     "steps with large maxima are plain": (_FRAGMENTS, "reasons = kIsLarge * __any_sync", "reasons = 0 * __any_sync"),

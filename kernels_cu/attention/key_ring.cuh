@@ -171,7 +171,8 @@ CUFLASH_DEVICE void look_up(const attention::Params& params, const attention::Te
       }
     }
     Task& task = board().tasks[task_of(num_tasks)];
-    if (!is_end && tile::number_in_warp() < kConsumers) task.spans[tile::number_in_warp()] = span_of(params, work, 64 * tile::number_in_warp());
+    if (!is_end && tile::number_in_warp() < kConsumers)
+      task.spans[tile::number_in_warp()] = span_of(params, work, 64 * tile::number_in_warp());
     if (leads()) {
       task.work = work;
       task.reach = reach;
@@ -207,8 +208,8 @@ CUFLASH_DEVICE int kind_of(const attention::Params& params, const attention::Ste
   if (step.kind == Kind::kInterval && step.start >= span.full_start && step.stop <= span.full_stop) own.kind = Kind::kFull;
   const bool is_whole = !is_wider && attention::is_whole<kBlockKv>(own);
   const bool is_last = ends_tile || (!config::kIsListed && step.stop >= span.stop);
-  return (is_whole && (kBringsDo || !attention::LazySoftmax<2>::turns(params.shape.softmax_scale))) * Note::kAsTheyAre + is_last * Note::kLast +
-         ends_tile * Note::kEndsTile;
+  const bool turns = !kBringsDo && attention::LazySoftmax<2>::turns(params.shape.softmax_scale);  // of P its exponent does
+  return (is_whole && !turns) * Note::kAsTheyAre + is_last * Note::kLast + ends_tile * Note::kEndsTile;
 }
 
 // Whether rows past a step, which may be anything, must be zeros: 0 times that is not 0.
@@ -233,7 +234,8 @@ CUFLASH_DEVICE void bring_keys(const attention::Params& params, const attention:
     for (bool is_first = true; steps.next(step); is_first = false) {
       const int stage = stage_of(num_keys), start = step.start;
       const tile::Room& k = board().k[stage];
-      const bool is_wider = widen<kBlockKv, config::kIsListed>(step, task.reach, params.shape.seqlen_kv), ends_tile = !steps.has_next();
+      const bool is_wider = widen<kBlockKv, config::kIsListed>(step, task.reach, params.shape.seqlen_kv);
+      const bool ends_tile = !steps.has_next();
       const int kind = kind_of(params, step, task.spans[min(tile::number_in_warp(), kConsumers - 1)], is_wider, ends_tile);
       if (kAsksEarly ? is_first : ends_tile) tile::arrive(board().told[task_of(num_tasks + 1)].empty);
       await_room(k, parity_of(num_keys));
