@@ -110,9 +110,9 @@ def attention(
     kernel : str
         Of the gpu and sim executors "auto", the fastest that serves, or a family's name: "sm80", tensor cores, float16
         and bfloat16 from compute capability 8.0 on; "sm90", Hopper's own instructions, on compute capability 9.0 alone,
-        whose backward pass is that of "sm80" where a list's blocks are smaller than tiles or dq must be repeatable, and
-        with "auto" where dims are wider than 128; "simt", which serves everything; "naive", a baseline that others are
-        compared with: three kernels over whole matrices of scores, so memory is not linear; float16 and float32.
+        whose backward pass is that of "sm80" for lists in blocks smaller than 64 and, where dims are wider than 128,
+        where dq must be repeatable; "simt", which serves everything; "naive", a baseline that others are compared with:
+        three kernels over whole matrices of scores, so memory is not linear; float16 and float32.
     executor : str
         "auto" lets the arrays decide: "gpu" for arrays on a CUDA device, which must be CuPy's current one, on whose
         current stream everything runs; "cpu" for all others. "sim" runs the GPU's kernels on a simulator, for tests.
