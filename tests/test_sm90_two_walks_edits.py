@@ -62,7 +62,7 @@ EDITS = {
     "what stands at hidden keys matters": (_ROWS, "IsPlain || p.at(i, j) != 0 ? ds : 0.0f", "ds"),
     "delta is left out": (_ROWS, "(dp.at(i, j) - row.delta[i])", "dp.at(i, j)"),
     "scores are read before they are there": (
-        _ROWS, "  tile::wait_for<1>(s);\n  while", "  tile::wait_for<2>(s);\n  while"
+        _ROWS, "  // asked for meanwhile\n  tile::wait_for<1>(s);", "\n  tile::wait_for<2>(s);"
     ),
     "scores of further steps are read before they are there": (
         _ROWS, "    tile::wait_for<1>(s);\n    ptx::keep", "    tile::wait_for<2>(s);\n    ptx::keep"
@@ -80,8 +80,7 @@ EDITS = {
     ),
     "Q is not left": (_ROWS, "  tile::arrive(own.q[0].empty);\n", ""),
     "Q is left before it is multiplied": (
-        _ROWS, "  start_dp(dp, num_keys);\n  tile::wait_for<1>(s);\n  while",
-        "  start_dp(dp, num_keys);\n  tile::arrive(own.q[0].empty);\n  tile::wait_for<1>(s);\n  while",
+        _ROWS, "  // asked for meanwhile\n", "\n  tile::arrive(own.q[0].empty);\n"
     ),
     "dQ is written before it is there": (_ROWS, "  tile::wait_for<0>(dq);\n", ""),
     "dQ is not scaled": (_ROWS, "    dq.scale(params.shape.softmax_scale);\n", ""),

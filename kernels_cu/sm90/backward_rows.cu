@@ -98,10 +98,10 @@ CUFLASH_DEVICE void start_dp(Scores& dp, unsigned num_keys) {
 // dO are left once the last dP is there, and leave room for the next tile's while its results are written.
 CUFLASH_DEVICE void walk(const attention::Params& params, Gradient& dq, const Task& task, unsigned& num_keys) {
   Board& own = board();
-  const Statistics row = row_statistics(params, task.work);
   Scores s, dp;
   start_scores(s, num_keys);
   start_dp(dp, num_keys);
+  const Statistics row = row_statistics(params, task.work);  // asked for meanwhile
   tile::wait_for<1>(s);
   while (true) {
     const int stage = stage_of(num_keys), kind = kind_for(0, num_keys);
