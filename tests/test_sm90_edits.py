@@ -56,7 +56,7 @@ EDITS = {
         _KEYS, f"{_COPY}  tile::arrive(room.full);\n", f"  tile::arrive(room.full);\n{_COPY}"
     ),
     "V past a step is what stands there": (_KEYS, "bool clears = ends_early(step, length)", "bool clears = false"),
-    "keys of the step before count again": (_FORWARD, "    seen.lo = max(seen.lo, note.start);\n", ""),
+    "keys of the step before count again": (_KEYS, "    seen.lo = max(seen.lo, note.start);\n", ""),
     "a wider step is whole": (_KEYS, "is_whole = !is_wider && ", "is_whole = "),
     "V is that of a step that is not wider": (
         _KEYS, "      widen<kBlockKv, config::kIsListed>(step, task.reach, length);\n", ""

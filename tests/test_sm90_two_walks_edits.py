@@ -42,9 +42,9 @@ EDITS = {
     "dO is Q": (_KEYS, "kOperand == kDo ? params.do_ : ", ""),
     "dO lies where V does": (_KEYS, "{kAfterValues + room * DoPanels::kBytes}", "{v_smem(0).start}"),
     "K past a step is what stands there": (_KEYS, "kBringsDo && ends_early(step, params.shape.seqlen_kv)", "false"),
-    "keys of the step before count again": (_ROWS, "    seen.lo = max(seen.lo, note.start);\n", ""),
+    "keys of the step before count again": (_KEYS, "    seen.lo = max(seen.lo, note.start);\n", ""),
     "under a band too": (
-        _ROWS, "mask_band(s, note.step, task.band, note.start)", "mask_band(s, note.step, task.band, 0)"
+        _KEYS, "mask_band(s, note.step, task.band, note.start)", "mask_band(s, note.step, task.band, 0)"
     ),
     "all steps are whole": (_ROWS, "is_plain = kind & Note::kAsTheyAre", "is_plain = true"),
     "lse is that of another query": (_ROWS, "known.lse_2[query - first]", "known.lse_2[0]"),

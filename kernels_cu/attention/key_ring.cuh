@@ -291,6 +291,17 @@ CUFLASH_DEVICE int kind_for(int group, unsigned num_keys) {
   return board().notes[stage_of(num_keys)].kinds[group % kConsumers];
 }
 
+// Set scores that masks hide in a step, and those of keys that were the last step's, to -inf.
+template <class Tile>
+CUFLASH_DEVICE void mask_step(const attention::Params& params, Tile& s, const Task& task, const Note& note) {
+  if (!config::kIsListed && task.is_of_band) return attention::mask_band(s, note.step, task.band, note.start);
+  attention::mask_rows<config::kIsListed>(s, note.step, [&](int row) {
+    auto seen = attention::seen_by_row(params, task.work, note.step, row);
+    seen.lo = max(seen.lo, note.start);
+    return seen;
+  });
+}
+
 // ---- all ----
 
 // By one thread, before all else.

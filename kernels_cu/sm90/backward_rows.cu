@@ -46,17 +46,6 @@ CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const 
   return row;
 }
 
-// Scores that a mask hides, and those of keys that were the last step's, become -inf.
-CUFLASH_DEVICE void mask(const attention::Params& params, Scores& s, const Task& task, const Note& note) {
-  using namespace attention;
-  if (!config::kIsListed && task.is_of_band) return mask_band(s, note.step, task.band, note.start);
-  mask_rows<config::kIsListed>(s, note.step, [&](int row) {
-    Seen seen = seen_by_row(params, task.work, note.step, row);
-    seen.lo = max(seen.lo, note.start);
-    return seen;
-  });
-}
-
 // P in the place of q k^T.
 template <bool IsPlain>
 CUFLASH_DEVICE void make_probabilities(Scores& s, const Statistics& row, float softmax_scale_log2) {
@@ -109,7 +98,7 @@ CUFLASH_DEVICE void walk(const attention::Params& params, Gradient& dq, const Ta
     if (is_plain) {
       make_probabilities<true>(s, row, own.softmax_scale_log2);
     } else {
-      mask(params, s, task, own.notes[stage]);
+      mask_step(params, s, task, own.notes[stage]);
       make_probabilities<false>(s, row, own.softmax_scale_log2);
     }
     tile::wait_for<0>(dp);

@@ -157,13 +157,7 @@ CUFLASH_DEVICE void mend_scores(const attention::Params& params, Scores& s, unsi
   const Note& note = board().notes[stage_of(num_keys)];
   const double softmax_scale = params.shape.softmax_scale;
   if (Softmax::turns(softmax_scale)) Softmax::turn(s, softmax_scale);
-  const Task& task = board().tasks[task_of(num_tasks)];
-  if (!config::kIsListed && task.is_of_band) return attention::mask_band(s, note.step, task.band, note.start);
-  attention::mask_rows<config::kIsListed>(s, note.step, [&](int row) {
-    auto seen = attention::seen_by_row(params, task.work, note.step, row);
-    seen.lo = max(seen.lo, note.start);
-    return seen;
-  });
+  mask_step(params, s, board().tasks[task_of(num_tasks)], note);
 }
 
 // A step's keys are not read any more; nor are, with its last ones, a tile's queries, if they have the one room.
