@@ -13,7 +13,7 @@ Backward calls whose kernels are another family's are left to that one.
 compute-sanitizer, with CuPy's memory pool off, so that each array is an allocation of its own. No kernel is left out,
 CuPy's neither: what initcheck does not see written counts as unwritten. And it must find what is: in its control, one
 case of each family, k is left unwritten; but for sm90, whose k the tensor memory accelerator reads: that it misses.
-It misses what the accelerator writes too, so sm90 writes o over zeros.
+It misses what the accelerator writes too, so sm90 writes o over zeros, and sums of dQ.
 racecheck is shown sm90's watched kernels: it knows no order that goes from one lane through __syncwarp to what another
 one does, and in these every lane arrives at a barrier where in others one does for its warp.
 
@@ -33,6 +33,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -58,7 +59,7 @@ SECTIONS = ("repeats", "sanitizers")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 OPTIONS = {"memcheck": ("--report-api-errors", "no")}  # bindings ask the driver for functions that it may not have
 WATCHED = ("racecheck",)  # what CUFLASH_CHECK asks for: sm90's barriers count every lane, as racecheck needs
-UNSEEN = ("sm90",)  # families of which initcheck sees no reads of k and no writes of o: the tensor memory accelerator's
+UNSEEN = ("sm90",)  # families whose accelerator, which initcheck does not see, reads k, and writes o and sums of dQ
 CONTROL = "initcheck, k unwritten"  # which has to report errors
 
 
@@ -311,8 +312,24 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     out = cupy.zeros(problem.o_shape(), problem.dtype) if case.kernel in UNSEEN else None
     o, lse = ready.forward(q, k, v, out=out)
     dlse = None if example.dlse is None else to_device(np.ascontiguousarray(example.dlse), "contiguous")
-    ready.backward(do, q, k, v, o, lse, dlse=dlse)
+    with zeros_for_sums(ready.plan) if case.kernel in UNSEEN else nullcontext():
+        ready.backward(do, q, k, v, o, lse, dlse=dlse)
     cupy.cuda.get_current_stream().synchronize()
+
+
+@contextmanager
+def zeros_for_sums(plan: Plan) -> Iterator[None]:
+    """Sums of dQ hold zeros before a kernel writes them, or adds to them; any other new array is as it comes."""
+    import cupy
+
+    empty = cupy.empty
+
+    def made(shape: Any, *others: Any, **options: Any) -> Any:
+        make = cupy.zeros if "convert_dq" in plan.specs and shape == plan.workspace_shape("dq_sum") else empty
+        return make(shape, *others, **options)
+
+    with patch.object(cupy, "empty", made):
+        yield
 
 
 DONE = "cases done:"  # and how many, as the child's last line
