@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
-from itertools import starmap
+from functools import lru_cache
+from itertools import accumulate, starmap
+from math import prod
 from operator import and_
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
+
+import numpy as np
 
 from . import checks, compile, passes
 from .arrays import Array, ShapeDtype
@@ -340,12 +343,14 @@ def repeated(
     filler = records.placed({name: _GPU.address(array) for name, array in lists.items()})
     ready = [(spec, _function(spec, nbytes), (grid,), (spec.num_threads,), nbytes) for spec, grid, nbytes in launches]
     names, odd = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
-    zeros_of = partial(_GPU.zeros_by_stream, cupy.cuda.runtime.getDevice())
-    new = [
-        (zeros_of(room.shape, room.dtype) if name in kernels.zeros else None, room.shape, room.dtype)
-        for name, room in rooms.items()
-    ]
-    num_results, current_stream, empty = len(results), cupy.cuda.get_current_stream, cupy.empty
+    device = cupy.cuda.runtime.getDevice()
+    left = [room for name, room in rooms.items() if name not in results]
+    zeros = [(_GPU.zeros_by_stream(device, room.shape, room.dtype), room) for room in left if kernels.zeros]
+    *starts, num_bytes = accumulate((prod(room.shape) * room.dtype.itemsize for room in left), initial=0)
+    new, bytes_alone = [(room.shape, room.dtype) for room in results.values()], np.dtype(np.uint8)
+    if left and not zeros:  # one array for all: making one takes a tenth of a call
+        new.append(((num_bytes,), bytes_alone))
+    current_stream, empty, num_results = cupy.cuda.get_current_stream, cupy.empty, len(results)
 
     def run(*arrays: Array) -> list[Array]:
         addresses = [array.data.ptr for array in arrays]
@@ -354,11 +359,15 @@ def repeated(
         stream = current_stream()
         is_captured = stream.is_capturing()
         own = -1 if is_captured else stream.ptr  # no stream's
-        made = [
-            empty(shape, dtype) if zeros is None else zeros[own] if own in zeros else _GPU.zeros(shape, dtype)
-            for zeros, shape, dtype in new
-        ]
-        addresses += [array.data.ptr for array in made]
+        made = [empty(shape, dtype) for shape, dtype in new]
+        addresses += [array.data.ptr for array in made[:num_results]]
+        if zeros:
+            counts = [known[own] if own in known else _GPU.zeros(room.shape, room.dtype) for known, room in zeros]
+            addresses += [array.data.ptr for array in counts]
+            made += counts
+        elif left:
+            start = made[-1].data.ptr
+            addresses += [start + offset for offset in starts]
         if resident is not None:
             resident.on(stream)
         filled = filler.filled(addresses)

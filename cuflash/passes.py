@@ -16,11 +16,12 @@ from .work_list import WorkList
 
 
 class Pass(NamedTuple):
-    """The kernels of a pass in order, and beside inputs and results the arrays that they leave to each other."""
+    """The kernels of a pass in order, and beside inputs and results the arrays that they leave to each other: first
+    those that start at multiples of 16 bytes, as all may lie in one."""
 
     entries: tuple[str, ...]
     workspaces: tuple[str, ...]
-    zeros: tuple[str, ...] = ()  # workspaces that hold zeros before the first kernel, and after the last
+    zeros: tuple[str, ...] = ()  # if any, all workspaces, which hold zeros before the first kernel and after the last
 
 
 FORWARD = (
@@ -29,7 +30,7 @@ FORWARD = (
     Pass(("scores", "softmax", "output"), ("scores",)),
 )
 BACKWARD = (
-    Pass(("backward_statistics", "backward", "convert_dq"), ("delta", "dq_sum", "next_tile")),
+    Pass(("backward_statistics", "backward", "convert_dq"), ("dq_sum", "delta", "next_tile")),
     Pass(("backward_statistics", "backward", "backward_rows"), ("delta", "next_tile")),
     Pass(("backward_statistics", "backward"), ("delta",)),
     Pass(("backward_rows", "backward_columns"), ("delta",)),

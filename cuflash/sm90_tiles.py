@@ -21,6 +21,7 @@ _TASKS = 4  # tiles that they know of
 _ROOM, _BARRIER, _TASK, _SPAN, _NOTE, _KIND, _REST = 16, 8, 144, 12, 20, 4, 8  # bytes that warpgroups tell each other
 _IN_STACK = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 88, 104, 48
+_STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
 _WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
 
 
@@ -115,7 +116,7 @@ def backward_specs(
         block_kv=block_kv, num_warps=12, min_blocks=1, is_listed=largest is not None, num_stages=stages, dq_adds=4,
     )  # fmt: skip
     convert = replace(backward, entry="convert_dq", num_warps=8, num_stages=1)
-    statistics = replace(convert, entry="backward_statistics", dq_adds=0)
+    statistics = replace(convert, entry="backward_statistics", num_warps=_STATISTICS_WARPS, dq_adds=0)
     return {"backward_statistics": statistics, "backward": backward, "convert_dq": convert}
 
 
@@ -131,7 +132,9 @@ def _backward_in_two_walks(
         family="sm90", entry="backward_rows", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=ROWS,
         block_kv=ROWS, num_warps=8, min_blocks=2, is_listed=largest is not None, num_stages=stages,
     )  # fmt: skip
-    statistics = replace(rows, entry="backward_statistics", min_blocks=1, num_stages=1)
+    statistics = replace(
+        rows, entry="backward_statistics", num_warps=_STATISTICS_WARPS, min_blocks=1, num_stages=1
+    )  # fmt: skip
     return {"backward_statistics": statistics, "backward": replace(rows, entry="backward"), "backward_rows": rows}
 
 

@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
+from math import prod
 from operator import or_
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -322,11 +323,14 @@ def zeros_for_sums(plan: Plan) -> Iterator[None]:
     """Sums of dQ hold zeros before a kernel writes them, or adds to them; any other new array is as it comes."""
     import cupy
 
-    empty = cupy.empty
+    empty, adds = cupy.empty, "convert_dq" in plan.specs
+    num_bytes = prod(plan.workspace_shape("dq_sum")) * plan.problem.accumulator.itemsize if adds else 0
 
-    def made(shape: Any, *others: Any, **options: Any) -> Any:
-        make = cupy.zeros if "convert_dq" in plan.specs and shape == plan.workspace_shape("dq_sum") else empty
-        return make(shape, *others, **options)
+    def made(shape: Any, dtype: Any) -> Any:
+        array = empty(shape, dtype)
+        if dtype == np.uint8:  # for all that kernels leave to each other, sums first
+            array[:num_bytes] = 0
+        return array
 
     with patch.object(cupy, "empty", made):
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import heapq
+import math
 import os
 import re
 import sys
@@ -506,8 +507,10 @@ def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
         graph = stream.end_capture()
     gc.collect()
     temporaries = [x() for x in made if x() is not None]
-    assert {x.shape for x in temporaries} == {Q.shape, Q.shape[:-1]} and len(graph.nodes) == 6
-    assert len([x for x in temporaries if x.shape == Q.shape[:-1]]) == 2 + 2  # lse and delta of each call
+    delta = (4 * Q[..., 0].size,)  # bytes
+    assert {x.shape for x in temporaries} == {Q.shape, Q.shape[:-1], delta} and len(graph.nodes) == 6
+    assert len([x for x in temporaries if x.shape == Q.shape[:-1]]) == 2  # lse
+    assert len([x for x in temporaries if x.shape == delta]) == 2
     assert len([x for x in temporaries if x.shape == Q.shape]) == 2 + 6  # o and gradients
     del ready, temporaries
     api._remembered.cache_clear()
@@ -677,6 +680,20 @@ def test_the_workspace_is_what_a_backward_pass_allocates(cupy, monkeypatch, mask
     gradients = ready.backward(o, q, k, v, o, lse)
     outputs = gradients.dq.nbytes  # dk and dv are sums of arrays that are counted
     assert sum(array.nbytes for array in made) - outputs == ready.workspace_bytes
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_what_kernels_leave_to_each_other_starts_where_they_load_it(kernel: str, deterministic: bool) -> None:
+    """One array after the other, in one that starts at a multiple of 256 bytes."""
+    x = ShapeDtype((3, 5, 77, 64), "float16")
+    options: dict = {"kernel": kernel, "deterministic": deterministic}
+    plan = cuflash.plan(x, x, x, **options, device=cuflash.DeviceSpec.gpu("H100")).plan
+    rooms, start = passes.workspaces(plan, passes.of_plan(plan, passes.BACKWARD)), 0
+    for name, room in rooms.items():
+        alignment = 16 if name == "dq_sum" or (name, kernel) == ("delta", "sm90") else room.dtype.itemsize
+        assert start % alignment == 0
+        start += math.prod(room.shape) * room.dtype.itemsize
 
 
 # CUFLASH_CHECK=1.

@@ -372,6 +372,11 @@ BACKWARD_EDITS = {
     "who comes second stores too": (_RING, "return before == 0;", "return before <= 1 || before == kDqIsStored + 1;"),
     "nobody tells that sums are stored": (_RING, "      tile::tell(visits, kDqIsStored);\n", ""),
     "sums may not be stored when it is told": ("tile/count.cuh", "  ptx::bulk_wait<0>();\n", ""),
+    "delta of a whole tile misses a chunk": (
+        _KNOWN, "        for (int c = 0; c < kOwn; ++c)\n#pragma unroll\n          for",
+        "        for (int c = 1; c < kOwn; ++c)\n#pragma unroll\n          for",
+    ),
+    "delta of a whole tile misses dlse": (_KNOWN, "sum - dlse.at(own, 0)", "sum"),
     "visits are counted from anywhere": ("sm90/backward_statistics.cu", "  known.visits = 0;\n", ""),
     "what nobody stored is dQ": (
         "sm90/convert_dq.cu", "if (kFirstStoresDq && known", "if (false && known"
@@ -667,7 +672,7 @@ def backward_structures() -> list[Structure]:
             num_heads=1, seqlen_q=300, seqlen_kv=400, head_dim=64, value_dim=40,
             mask=masks.SlidingWindow(left=50, right=0, align="top_left"),
         ),  # the last keys of which no query sees
-        Structure(**square, head_dim=64, value_dim=40, mask=masks.Dense(sees & (rng.random((300, 150)) < 0.7))),
+        Structure(**square, head_dim=64, value_dim=64, mask=masks.Dense(sees & (rng.random((300, 150)) < 0.7))),
         Structure(
             **square, head_dim=64, value_dim=40, mask=masks.BlockPattern(np.array([[1, 1], [0, 0], [1, 0]], bool), 128)
         ),  # queries that no tile of keys visits

@@ -32,6 +32,61 @@ CUFLASH_DEVICE void know(KnownQueries& known, const attention::Params& params, c
   known.visits = 0;
 }
 
+// write(row, delta) of each row, as each_delta has it, of whole rows of a whole tile; false where it is none. A thread asks for
+// a few chunks of O and of dO at once.
+template <class Write>
+CUFLASH_DEVICE bool each_delta_of_whole(const attention::Params& params, const attention::WorkTile& work, Write write) {
+  using namespace attention;
+  using Chunk = tile::Chunk<Element>;
+  using Share = tile::ChunksOfThread<kThreads, OTile>;
+  constexpr int kWidth = OTile::kChunk * Share::kThreadsOfRow, kHeight = Share::kRowsAtOnce;
+  if constexpr (kValueDim % kWidth != 0 || kBlockQ % kHeight != 0) {
+    return false;
+  } else {
+    constexpr int kOwn = kValueDim / kWidth, kOwnRows = kBlockQ / kHeight;  // chunks of a row, and rows, of a thread
+    constexpr int kRows = kOwn * kOwnRows <= 4 ? (kOwnRows + 1) / 2 : kOwn < 4 ? 4 / kOwn : 1;  // at once; if all, ptxas spills
+    static_assert(kOwnRows % kRows == 0, "all rows are some thread's");
+    const Shape& shape = params.shape;
+    const Place& place = work.place;
+    const auto o = matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim);
+    const auto d_o = matrix<Element>(params.do_, place, place.head, shape.seqlen_q, shape.value_dim);
+    if (!tile::has_chunks(o) || !tile::has_chunks(d_o) || shape.value_dim != kValueDim || work.last - work.first != kBlockQ)
+      return false;
+    const auto lse = matrix<float>(params.lse, place, place.head, shape.seqlen_q, 1);
+    const auto dlse = matrix<float>(params.dlse, place, place.head, shape.seqlen_q, 1);
+    const int first_column = Share::first_chunk() * OTile::kChunk;
+#pragma unroll 1
+    for (int row = work.first + Share::first_row(); row < work.last; row += kRows * kHeight) {
+      Chunk a[kRows][kOwn], b[kRows][kOwn];
+      float lse_of[kRows];
+#pragma unroll
+      for (int x = 0; x < kRows; ++x) {
+        lse_of[x] = lse.at(row + x * kHeight, 0);
+#pragma unroll
+        for (int c = 0; c < kOwn; ++c) {
+          a[x][c] = reinterpret_cast<const Chunk&>(o.at(row + x * kHeight, first_column + c * kWidth));
+          b[x][c] = reinterpret_cast<const Chunk&>(d_o.at(row + x * kHeight, first_column + c * kWidth));
+        }
+      }
+#pragma unroll
+      for (int x = 0; x < kRows; ++x) {
+        float sum = 0;
+#pragma unroll
+        for (int c = 0; c < kOwn; ++c)
+#pragma unroll
+          for (int e = 0; e < OTile::kChunk; ++e) sum += tile::widen(a[x][c].at[e]) * tile::widen(b[x][c].at[e]);
+#pragma unroll
+        for (int step = 1; step < Share::kThreadsOfRow; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        if (first_column != 0) continue;
+        const int own = row + x * kHeight;
+        const bool is_empty = lse_of[x] == ptx::negative_infinity<float>();
+        write(own, is_empty ? 0.0f : params.dlse.data == nullptr ? sum : sum - dlse.at(own, 0));
+      }
+    }
+    return true;
+  }
+}
+
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
@@ -45,7 +100,8 @@ sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   const bool clears = !kFirstStoresDq && !stores_dq<kBlockKv>(params, work);
   KnownQueries& known = known_queries(params, work.place)[query_tile_number<Listed>(params, work.first, kBlockQ)];
   if (threadIdx.x < 32) know(known, params, work);
-  if constexpr (config::kIsListed) __syncwarp();  // else ptxas spills what it moves ahead of here
-  each_delta(params, work, [&](int row, float sum) { known.delta[row - work.first] = sum; });
+  ptx::keep_loads_apart();  // else ptxas spills what it moves ahead of here
+  const auto write = [&](int row, float sum) { known.delta[row - work.first] = sum; };
+  if (!each_delta_of_whole(params, work, write)) each_delta(params, work, write);
   if (clears) clear_dq_sum(params, work);
 }
