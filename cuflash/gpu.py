@@ -348,7 +348,7 @@ def repeated(
     zeros = [(_GPU.zeros_by_stream(device, room.shape, room.dtype), room) for room in left if kernels.zeros]
     *starts, num_bytes = accumulate((prod(room.shape) * room.dtype.itemsize for room in left), initial=0)
     new, bytes_alone = [(room.shape, room.dtype) for room in results.values()], np.dtype(np.uint8)
-    if left and not zeros:  # one array for all: making one takes a tenth of a call
+    if left and not zeros:  # one array for all: each takes a microsecond of a call
         new.append(((num_bytes,), bytes_alone))
     current_stream, empty, num_results = cupy.cuda.get_current_stream, cupy.empty, len(results)
 
