@@ -347,9 +347,9 @@ def repeated(
     left = [room for name, room in rooms.items() if name not in results]
     zeros = [(_GPU.zeros_by_stream(device, room.shape, room.dtype), room) for room in left if kernels.zeros]
     *starts, num_bytes = accumulate((prod(room.shape) * room.dtype.itemsize for room in left), initial=0)
-    new, bytes_alone = [(room.shape, room.dtype) for room in results.values()], np.dtype(np.uint8)
+    new = [(room.shape, room.dtype) for room in results.values()]
     if left and not zeros:  # one array for all: each takes a microsecond of a call
-        new.append(((num_bytes,), bytes_alone))
+        new.append(((num_bytes,), np.dtype(np.uint8)))
     current_stream, empty, num_results = cupy.cuda.get_current_stream, cupy.empty, len(results)
 
     def run(*arrays: Array) -> list[Array]:
