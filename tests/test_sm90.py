@@ -376,11 +376,38 @@ class Ends(masks.Mask):
         return 0 * (b + h + i), self.ends[h] * (i >= 4) + 0 * b
 
 
+@dataclass(frozen=True, eq=False)
+class RowsOfHeads(masks.Mask):
+    """Each query head has queries of its own that see keys, from one on and to another."""
+
+    starts: Any
+    stops: Any
+    num_keys: int
+
+    def intervals(self, b: Any, h: Any, i: Any) -> Any:
+        return np.where(i < self.stops[h], 0, self.num_keys) + 0 * b, np.where(i < self.starts[h], 0, self.num_keys)
+
+
 class KeysOfHeads(Ends):
     """Each query head sees its own number of keys, of every query."""
 
     def intervals(self, b: Any, h: Any, i: Any) -> Any:
         return 0 * (b + h + i), self.ends[h] + 0 * (b + i)
+
+
+@on_sm90
+@narrow_and_wide
+@pytest.mark.parametrize("seqlen_q", [1, 8, 9, 10, 18, 72, 73, 81, 129, 162])
+def test_queries_that_see_keys_are_found_among_any_number(
+    run: Run, seqlen_q: int, dims: tuple[int, int] | None
+) -> None:
+    starts, stops = np.minimum(np.linspace(0, seqlen_q, 20).astype(int), seqlen_q), np.full(20, seqlen_q)
+    starts[10:], stops[10:] = 0, seqlen_q - np.arange(10) % (seqlen_q + 1)
+    shape = {"num_heads": 20, "num_kv_heads": 20, "seqlen_q": seqlen_q, "seqlen_kv": 8}
+    mask = RowsOfHeads(starts, stops, 8)
+    example = half(of_dims(Structure(**shape, head_dim=32, value_dim=32, mask=mask), dims))
+    assert has_own_backward(plan_of(example, run))
+    assert_within_bounds(example, **call(example, run, margin=ALIGNED))
 
 
 def heads_of_one_step(dims: tuple[int, int] | None) -> Structure:

@@ -248,7 +248,7 @@ CUFLASH_DEVICE void find_reach(const attention::Params& params, const attention:
       const Interval keys = interval(params, work.place, min(row, params.shape.seqlen_q - 1));
       const bool is_before = row < last && (end % 2 == 0 ? keys.hi : keys.lo) <= key;
       const int num_before = __popc(__ballot_sync(0xffffffffu, is_before) >> 8 * end & 0xff);
-      last = min(last, first + (num_before + 1) * width - 1);
+      if (num_before < 8) last = min(last, first + (num_before + 1) * width - 1);  // else nobody looked there
       first += num_before * width;
     }
   }
