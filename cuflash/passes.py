@@ -32,7 +32,7 @@ FORWARD = (
 BACKWARD = (
     Pass(("backward_statistics", "backward", "convert_dq"), ("dq_sum", "delta", "next_tile")),
     Pass(("backward_statistics", "backward", "backward_rows"), ("delta", "next_tile")),
-    Pass(("backward_statistics", "backward"), ("delta",)),
+    Pass(("backward_statistics", "backward"), ("dq_sum", "delta", "next_tile")),
     Pass(("backward_rows", "backward_columns"), ("delta",)),
     Pass(("scores", "gradient_scores", "gradient_queries", "gradient_keys"), ("scores", "score_gradients")),
 )
@@ -44,7 +44,7 @@ _WRITES = {
     "sm80_forward": ("o", "lse"),
     "sm80_combine": ("o", "lse"),
     "sm90_forward": ("o", "lse"),
-    "sm90_backward_statistics": ("delta", "dq_sum"),
+    "sm90_backward_statistics": ("delta", "dq_sum", "dq"),
     "sm90_backward": ("dq_sum", "dq", "dk", "dv"),
     "sm90_backward_wide": ("dq_sum", "dk", "dv"),
     "sm90_backward_rows": ("dq",),
@@ -139,8 +139,9 @@ def of_plan(plan: Plan, passes: tuple[Pass, ...]) -> Pass:
 
 def workspaces(plan: Plan, kernels: Pass) -> dict[str, ShapeDtype]:
     """What a pass's kernels leave to each other."""
-    asked = any(plan.takes_tiles_on(plan.specs[entry]) for entry in kernels.entries)
-    names = (name for name in kernels.workspaces if asked or name != "next_tile")
+    asks = any(plan.takes_tiles_on(plan.specs[entry]) for entry in kernels.entries)
+    left_out = {name for name, is_left in (("next_tile", asks), ("dq_sum", plan.sums_dq)) if not is_left}
+    names = (name for name in kernels.workspaces if name not in left_out)
     return {name: ShapeDtype(plan.workspace_shape(name), plan.problem.accumulator) for name in names}
 
 

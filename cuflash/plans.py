@@ -13,7 +13,7 @@ import numpy as np
 
 from . import sm80_tiles, sm90_tiles
 from .device import DeviceSpec
-from .dq_turns import DqTurns, dq_turns
+from .dq_turns import DqTurns, dq_turns, last_finishes
 from .mask import Band, Mask
 from .problem import Problem
 from .source import KernelSpec
@@ -233,9 +233,8 @@ class Plan:
     def dq_turns(self) -> DqTurns | None:
         """The order in which blocks of the sm90 family's gradients finish dQ, where they do."""
         spec = self.specs.get("backward")
-        if spec is None or not spec.finishes_dq:
+        if spec is None or not spec.finishes_dq or not isinstance(self.work, IntervalWork):
             return None
-        assert isinstance(self.work, IntervalWork)
         return dq_turns(self.problem, self.work.band, spec, self.device)
 
     def finished_places(self, num_places: int) -> int:
@@ -245,12 +244,25 @@ class Plan:
     def finishing(self) -> Plan:
         """The same, but that blocks of gradients finish dQ where they had better."""
         backward = self.specs.get("backward")
-        if backward is None or not isinstance(self.work, IntervalWork):
+        if backward is None:
             return self
+        if isinstance(self.work, ListedWork):
+            if not last_finishes(self.problem, self.work, backward):
+                return self
+            kept = (entry for entry in self.specs if entry != "convert_dq")
+            specs = {entry: self.specs[entry] for entry in kept}
+            told = ("backward_statistics", "backward")
+            return replace(self, specs=specs | {entry: replace(specs[entry], finishes_dq=True) for entry in told})
+        assert isinstance(self.work, IntervalWork)
         turns = dq_turns(self.problem, self.work.band, backward, self.device)
         if turns is None or not turns.finished(self.num_matrices // self.problem.group_size):
             return self
         return replace(self, specs=self.specs | {"backward": replace(backward, finishes_dq=True)})
+
+    @property
+    def sums_dq(self) -> bool:
+        """Whether dQ is added up in float32 beside what is returned of it."""
+        return "convert_dq" in self.specs or ("backward" in self.specs and self.specs["backward"].finishes_dq)
 
     def _places_in_cache(self, num_elements: int) -> int:
         """Matrices of a list whose elements, of the inputs' dtype, find room in a third of the level-2 cache."""
@@ -338,7 +350,7 @@ class Plan:
             return self.whole_matrices_bytes + _list_bytes(self.work)
         if self.device.compute_capability is not None:
             delta = prod(self.workspace_shape("delta")) * itemsize
-            sums = prod(self.workspace_shape("dq_sum")) if "convert_dq" in self.specs else 0
+            sums = prod(self.workspace_shape("dq_sum")) if self.sums_dq else 0
             asks = any(map(self.takes_tiles_on, self.specs.values()))
             count = itemsize * prod(self.workspace_shape("next_tile")) * asks
             backward = delta + itemsize * sums + count + self._summed_bytes

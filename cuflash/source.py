@@ -60,7 +60,7 @@ class KernelSpec:
     dq_adds : 0, 1 or 4
         Sums of dQ that one instruction adds to; 0 where dQ has a kernel of its own.
     finishes_dq : bool
-        Blocks that add to dQ may finish it, of some batch entries and heads.
+        Blocks that add to dQ may finish it: of some batch entries and heads, or, of a list, all of it.
     is_split : bool
         Blocks share a tile's keys, and leave their parts to be merged.
     is_packed : bool

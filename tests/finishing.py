@@ -43,6 +43,16 @@ def taken_order(turns: DqTurns, num_places: int, num_tiles: int) -> list[KeyTile
 
 
 @contextmanager
+def of_lists(*, finishes: bool) -> Iterator[None]:
+    """As if it always paid that the last tile of keys to come to queries of a list finishes their dQ, or never."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dq_turns, "_VISITS_THAT_PAY", 1 << 30 if finishes else 0)
+        api._remembered.cache_clear()
+        yield
+    api._remembered.cache_clear()
+
+
+@contextmanager
 def on_few_processors(number: int = 3, *, finishes: bool = True) -> Iterator[None]:
     """As if a GPU had few multiprocessors, so that small calls have tiles enough for blocks to finish dQ; and as if
     that always paid, or never."""

@@ -108,7 +108,7 @@ OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "few heads": ((16, 1024, 64), {"causal": True}),
     "a window": ((512, 1024, 64), {"window": (100, 0)}),
     "documents": ((512, 1024, 64), {"mask": masks.Documents(np.arange(1024) // 100)}),
-    "a list": ((512, 1024, 64), {"mask": masks.BlockPattern(np.tri(8) > 0, 128)}),
+    "a list": ((512, 4096, 64), {"mask": masks.BlockPattern(np.tri(32) > 0, 128)}),
     "columns that are no whole packets": ((512, 1024, 60), {"causal": True}),
     "wide": ((512, 1024, 192), {"causal": True}),
     "one tile of keys": ((2048, 128, 64), {"causal": True}),

@@ -53,21 +53,22 @@ EDITS = {
         _RING, "  ptx::mbarrier_wait(ptx::shared_address(&own.dq_taken), parity);\n",
         "",
     ),
-    "all sums are awaited in one phase": (_RING, "      parity ^= 1;\n", ""),
+    "all sums are awaited in one phase": (_RING, "      parity ^= 1;\n#pragma", "#pragma"),
     "half of the sums are brought": (
         _RING, "ptx::bulk_load(dq_address(0), sum, kConsumers * kDqPart,",
         "ptx::bulk_load(dq_address(0), sum, kDqPart,",
     ),
-    "sums are stored where they should be added": (_RING, "kFinishesDq && kind & Note::kStoresDq", "kFinishesDq"),
-    "sums are added where they should be stored": (_RING, "kFinishesDq && kind & Note::kStoresDq", "false"),
+    "sums are stored where they should be added": (
+        _RING, "kFinishesInTurn && kind & Note::kStoresDq", "kFinishesInTurn"
+    ),
+    "sums are added where they should be stored": (_RING, "kFinishesInTurn && kind & Note::kStoresDq", "false"),
     "the room is left before it is read": (
-        _BACKWARD, "  ptx::bar_sync(kDqIsRead + part, kGroup + 32);\n#pragma unroll\n  for (int first",
-        "  ptx::bar_sync(kDqIsRead + part, kGroup + 32);\n  ptx::bar_arrive(kDqIsThere + part, kGroup + 32);\n"
-        "#pragma unroll\n  for (int first",
+        _BACKWARD, "softmax_scale);\n#pragma unroll\n  for (int first",
+        "softmax_scale);\n  ptx::bar_arrive(kDqIsThere + part, kGroup + 32);\n#pragma unroll\n  for (int first",
     ),
     "dQ is that of the step after": (
-        _BACKWARD, "finish(params, dq, own_dq, own.notes[turn.stage], part)",
-        "finish(params, dq, own_dq, own.notes[next.stage], part)",
+        _BACKWARD, "finish(params, dq, own_dq, own.notes[turn.stage], part,",
+        "finish(params, dq, own_dq, own.notes[next.stage], part,",
     ),
     "dQ is not scaled": (
         _BACKWARD, "tile::store_whole(rows, dq, first, scale)",
@@ -85,7 +86,7 @@ EDITS = {
     "steps that finish are walked as others": (_RING, "(head_work.dq.finishes ? Note::kFinishesDq : 0)", "0"),
     "first keys are taken with the others": (_WORK, "turn == 0 ? ahead + behind : ahead", "ahead"),
     "blocks have their first tiles by their own numbers": (
-        _RING, "if constexpr (kFinishesDq) number = attention::number_in_order",
+        _RING, "if constexpr (kFinishesInTurn) number = attention::number_in_order",
         "if (false) number = attention::number_in_order",
     ),
     "dQ of the first places is rounded at the end": (

@@ -575,7 +575,9 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
         assert {each.num_heads // each.num_kv_heads for each in structures} == {1, 2, 4}
         assert {each.layouts[0] for each in structures} == set(proof.LAYOUTS)
     of_backward = {(spec.is_listed, spec.finishes_dq, spec.dq_adds) for spec in specs if spec.name == "sm90_backward"}
-    assert of_backward == {(False, False, 4), (False, True, 4), (True, False, 4), (False, False, 0), (True, False, 0)}
+    assert of_backward == {
+        (False, False, 4), (False, True, 4), (True, False, 4), (True, True, 4), (False, False, 0), (True, False, 0),
+    }  # fmt: skip
     of_hopper = {case.structure.head_dim for _, case in found if case.kernel == "sm90"}
     assert of_hopper == {40, 64, 128, 256}
 

@@ -25,6 +25,7 @@ from cuflash.testing import (
     assert_within_bounds,
 )
 from executors import GPU, HALVES, SIM, Run, holds_for_examples, needs_compiler
+from finishing import of_lists
 from poison import MARGIN, STRUCTURES, Guarded, PoisonedGpu, call
 
 import cuflash
@@ -56,8 +57,8 @@ def with_fewest_tiles(number: int) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_calls_get_the_tiles_of_large_ones() -> Iterator[None]:
-    with with_fewest_tiles(0):
+def small_calls_get_the_kernels_of_large_ones() -> Iterator[None]:
+    with with_fewest_tiles(0), of_lists(finishes=False):
         yield
 
 

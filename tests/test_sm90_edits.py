@@ -15,6 +15,7 @@ import pytest
 from cuflash.simulated import Simulator
 from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import needs_compiler
+from finishing import of_lists
 from planting import chosen, planted, without_their_line
 from poison import MARGIN, call
 from test_sm90 import (
@@ -28,8 +29,8 @@ pytestmark = needs_compiler
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_calls_get_the_tiles_of_large_ones() -> Iterator[None]:
-    with with_fewest_tiles(0):
+def small_calls_get_the_kernels_of_large_ones() -> Iterator[None]:
+    with with_fewest_tiles(0), of_lists(finishes=False):
         yield
 
 
@@ -345,10 +346,12 @@ BACKWARD_EDITS = {
     "dQ's first part is written while the last one is added": (
         _RING, "leave_dq<1>(0, is_end);", "leave_dq<2>(0, is_end);"
     ),
-    "dQ is added before it is there": (_RING, "      ptx::bar_sync(kDqIsThere + part, kGroup + 32);\n", ""),
-    "dQ is not fenced": (_RING, "      ptx::fence_proxy_async();  // of what others wrote: they are waited for\n", ""),
+    "dQ is added before it is there": (
+        _RING, "      ptx::bar_sync(kDqIsThere + part, kGroup + 32);\n      leave_sums(sum,", "      leave_sums(sum,"
+    ),
+    "dQ is not fenced": (_RING, "  ptx::fence_proxy_async();  // of what others wrote: they are waited for\n", ""),
     "both parts of dQ are added to the first": (_RING, "= sum + part * kDqPart / 4;", "= sum;"),
-    "both parts of dQ are the first": (_RING, "bulk_add(sums, dq_address(part)", "bulk_add(sums, dq_address(0)"),
+    "both parts of dQ are the first": (_RING, "bulk_add(own, dq_address(part)", "bulk_add(own, dq_address(0)"),
     "a note is read before it is there": (
         _RING, "    ptx::mbarrier_wait(ptx::shared_address(&own.noted[turn.stage]), turn.parity);\n", ""
     ),
@@ -368,7 +371,7 @@ BACKWARD_EDITS = {
         "    tile::wait_for<2>(dv);\n    tile::keep_in_place(p);",
     ),
     "the last part of dQ is lost": (_BACKWARD, "      else if constexpr (kMakesDq) hand_over(dq, own_dq, part);\n", ""),
-    "who comes first adds": (_RING, "if (is_first || (", "if (false || ("),
+    "who comes first adds": (_RING, "is_first || (kFinishes", "false || (kFinishes"),
     "who comes second stores too": (_RING, "return before == 0;", "return before <= 1 || before == kDqIsStored + 1;"),
     "nobody tells that sums are stored": (_RING, "      tile::tell(visits, kDqIsStored);\n", ""),
     "sums may not be stored when it is told": ("tile/count.cuh", "  ptx::bulk_wait<0>();\n", ""),

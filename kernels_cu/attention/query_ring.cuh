@@ -32,10 +32,10 @@ constexpr int kConsumersMeet = 1, kDsIsRead = 2, kDqIsRead = 4, kDqIsThere = 6;
 constexpr bool kIsWide = kHeadDim > 128 || kValueDim > 128;
 // Threads that say and copy what is brought: the last warp of theirs adds dQ up, where that goes through shared memory.
 constexpr int kProducers = kIsWide ? kGroup : kGroup - 32, kHelpers = kProducers - 32;
-using config::kFinishesDq;
+// Blocks finish dQ: where tiles of keys see all in order (attention/dq_turns.cuh); or, of a list, whoever comes last.
+constexpr bool kFinishesInTurn = config::kFinishesDq && !config::kIsListed;
 static_assert(!kIsWide || kMakesDq, "who makes dQ not has all of dK and dV in registers");
-static_assert(!kFinishesDq || (kMakesDq && !kIsWide && !config::kIsListed),
-              "dQ goes through its room, and tiles of keys see all in order");
+static_assert(!config::kFinishesDq || (kMakesDq && !kIsWide), "dQ goes through its room");
 // Up to 128 columns P's minimum with 1 is left out where no lse is large.
 constexpr bool kLeavesMinimaOut = !kIsWide;
 constexpr int kScoreRooms = kIsWide ? 3 : kMakesDq ? 1 : 0;  // P of even and of odd steps and dS; or dS
@@ -123,6 +123,9 @@ struct HeadWork {
   attention::DqTurn dq;
 };
 
+// What consumers do with dQ of a step: have it added to the sums, or finish it, alone or with the sums of others.
+enum class Finish : int { kNot, kAlone, kWithSums };
+
 // Steps that helpers may be at, and one that the producer goes on to.
 constexpr int kWorks = kNumStages + 1;
 
@@ -137,6 +140,7 @@ struct Board {
   // and how far a head reaches.
   int has_tile, parities;
   attention::Reach reach;
+  Finish finish;  // of a step, where the last to come finishes dQ
   uint64_t dq_taken;  // sums of dQ are in its room
 };
 CUFLASH_DEVICE Board& board() { return *reinterpret_cast<Board*>(ptx::dynamic_shared<unsigned char>() + kBoard); }
@@ -221,11 +225,11 @@ CUFLASH_DEVICE bool next_tile(const attention::Params& params, int slot) {
   if (threadIdx.x == 0) {  // an election takes registers, which are few
     const int num_tiles = attention::num_key_tiles<Listed>(params, kBlockKv);
     int number;
-    if constexpr (kFinishesDq) number = attention::number_in_order(params, num_tiles);
+    if constexpr (kFinishesInTurn) number = attention::number_in_order(params, num_tiles);
     else number = own.has_tile ? attention::next_number(params, num_tiles) : attention::first_number();
     own.has_tile = number < num_tiles;
     if (own.has_tile)
-      own.works[ptx::opaque(slot)].tile = kFinishesDq
+      own.works[ptx::opaque(slot)].tile = kFinishesInTurn
                                               ? attention::finishing_key_tile_at<Listed>(params, kBlockKv, number)
                                               : attention::key_tile_at<Listed>(params, kBlockKv, number);
   }
@@ -291,7 +295,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       head_work.kind = (work.last - work.first == kBlockKv ? 0 : Note::kMasked) |
                        (is_mapped(maps.q, params.q) ? 0 : Note::kCopiesQ) |
                        (is_mapped(maps.do_, params.do_) ? 0 : Note::kCopiesDo);
-      if constexpr (kFinishesDq) {
+      if constexpr (kFinishesInTurn) {
         head_work.dq = dq_turn<kBlockQ, kBlockKv>(params, work);
         head_work.kind |= (head_work.dq.finishes ? Note::kFinishesDq : 0) | (head_work.dq.stores ? Note::kStoresDq : 0);
       }
@@ -305,7 +309,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
       tile::await_empty(own.q[turn.stage], turn.parity);  // by the whole warp: none misses a phase
       __syncwarp();
       if (leads()) {
-        if constexpr (kFinishesDq) {  // before all else, as registers are few
+        if constexpr (kFinishesInTurn) {  // before all else, as registers are few
           constexpr int kTold = Note::kStoresDq | Note::kTurnsDq;
           DqTurn& dq = head_work.dq;
           if (step.stop >= dq.next) {
@@ -333,7 +337,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         if constexpr (kMakesDq) note.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
         KnownQueries& known = head_work.known[number];
         if constexpr (kFirstStoresDq && kMakesDq) note.visits = &known.visits;
-        if (kind & (Note::kMasked | Note::kCopiesQ | Note::kCopiesDo | Note::kFinishesDq)) note.step = step;
+        if (kLastFinishesDq || kind & (Note::kMasked | Note::kCopiesQ | Note::kCopiesDo | Note::kFinishesDq)) note.step = step;
         if (kind & (Note::kCopiesQ | Note::kCopiesDo)) {
 #pragma unroll 1
           for (int x = 0; x < kLiveWords; ++x) note.live[x] = known.live[x];
@@ -511,8 +515,8 @@ CUFLASH_DEVICE uint32_t dq_address(int part) {
   return ptx::shared_address(ptx::dynamic_shared<unsigned char>() + dq_room(part));
 }
 
-// Have the sums of a step's queries brought to dQ's room, for consumers to add theirs. Called by a warp, which waits for no
-// copy from there: the tile before has told that all of its own are made.
+// Have the sums of a step's queries brought to dQ's room, for consumers to add theirs. Called by a warp, none of whose copies
+// reads there.
 CUFLASH_DEVICE void bring_sums(const float* sum, int parity) {
   Board& own = board();
   if (leads()) {
@@ -522,10 +526,15 @@ CUFLASH_DEVICE void bring_sums(const float* sum, int parity) {
   __syncwarp();
   ptx::mbarrier_wait(ptx::shared_address(&own.dq_taken), parity);
   __syncwarp();
-#pragma unroll
-  for (int part = 0; part < kConsumers; ++part) ptx::bar_arrive(kDqIsRead + part, kGroup + 32);
-#pragma unroll
-  for (int part = 0; part < kConsumers; ++part) ptx::bar_sync(kDqIsThere + part, kGroup + 32);
+}
+
+// Have a part of dQ, which its consumers have put into its room, stored as sums, or added to them. Called by a warp.
+CUFLASH_DEVICE void leave_sums(float* sum, int part, bool stores) {
+  ptx::fence_proxy_async();  // of what others wrote: they are waited for
+  float* const own = sum + part * kDqPart / 4;
+  if (stores) ptx::bulk_store(own, dq_address(part), kDqPart);
+  else ptx::bulk_add(own, dq_address(part), kDqPart);
+  ptx::bulk_commit();
 }
 
 // Whether a step is the first to visit its queries; if not, once the first one has stored their sums. Called by a warp.
@@ -544,16 +553,20 @@ CUFLASH_DEVICE void add_up() {
     tile::await_full(own.q[turn.stage], turn.parity);
     const Note& note = own.notes[turn.stage];
     const int kind = note.kind;
-    const bool is_end = kind & Note::kEnd, finishes = kFinishesDq && kind & Note::kFinishesDq;
+    const bool is_end = kind & Note::kEnd, finishes = kFinishesInTurn && kind & Note::kFinishesDq;
     float* const sum = note.dq_sum;
     int* const visits = note.visits;
     attention::DqStep dq{};
-    if (kFinishesDq && kind & Note::kTurnsDq) dq = note.dq;
+    if (kFinishesInTurn && kind & Note::kTurnsDq) dq = note.dq;
     tile::arrive(own.q[turn.stage].empty);
     if (dq.awaited != 0) attention::await_others(dq, finishes);
-    if (finishes) {
+    if (finishes) {  // the tile before has told that all of its own copies are made
       bring_sums(sum, parity);
       parity ^= 1;
+#pragma unroll
+      for (int part = 0; part < kConsumers; ++part) ptx::bar_arrive(kDqIsRead + part, kGroup + 32);
+#pragma unroll
+      for (int part = 0; part < kConsumers; ++part) ptx::bar_sync(kDqIsThere + part, kGroup + 32);
       continue;
     }
     leave_dq<1>(0, is_end);
@@ -563,11 +576,7 @@ CUFLASH_DEVICE void add_up() {
 #pragma unroll
     for (int part = 0; part < kConsumers; ++part) {
       ptx::bar_sync(kDqIsThere + part, kGroup + 32);
-      ptx::fence_proxy_async();  // of what others wrote: they are waited for
-      float* const sums = sum + part * kDqPart / 4;
-      if (is_first || (kFinishesDq && kind & Note::kStoresDq)) ptx::bulk_store(sums, dq_address(part), kDqPart);
-      else ptx::bulk_add(sums, dq_address(part), kDqPart);
-      ptx::bulk_commit();
+      leave_sums(sum, part, is_first || (kFinishesInTurn && kind & Note::kStoresDq));
     }
     if (dq.stored != 0 || dq.is_done) attention::tell_others(dq);
     if (is_first) {
@@ -575,6 +584,62 @@ CUFLASH_DEVICE void add_up() {
       tile::tell(visits, kDqIsStored);
     }
   }
+}
+
+// The same of a list where the last tile of keys to come to queries finishes their dQ. It waits until all others are done,
+// and others, who add, until the first one is, which stores: each for those who came to the queries before. Whoever comes
+// waits for nobody until what it did before is told. Called by a warp.
+CUFLASH_DEVICE void add_up_or_finish() {
+  Board& own = board();
+  int parity = 0, visits = 0;
+  int* untold = nullptr;  // of the step before, whose additions others are to hear of once they are made
+  const auto tell = [&] {
+    if (untold == nullptr) return;
+    tile::await_copies();
+    tile::tell(untold, kVisitIsDone);
+    untold = nullptr;
+  };
+  const auto come = [&](const Turn& turn) {  // early: the answer is long in coming
+    tile::await_full(own.q[turn.stage], turn.parity);
+    if (ptx::lane() == 0 && !own.notes[turn.stage].is(Note::kEnd)) visits = tile::take_number(own.notes[turn.stage].visits);
+  };
+  Turn turn;
+  come(turn);
+  while (!own.notes[turn.stage].is(Note::kEnd)) {
+    const Note& note = own.notes[turn.stage];
+    visits = __shfl_sync(0xffffffffu, visits, 0);
+    const int before = visits % kVisitIsDone;  // who came
+    const bool is_last = before == own.queries[turn.stage].known.num_visits - 1;
+    const int awaited = is_last ? before : min(before, 1);
+    if (visits / kVisitIsDone < awaited) {
+      tell();
+      tile::await_count(note.visits, awaited * kVisitIsDone);
+    } else if (awaited > 0) {
+      ptx::fence_proxy_async_global();
+    }
+    if (ptx::lane() == 0) own.finish = !is_last ? Finish::kNot : before == 0 ? Finish::kAlone : Finish::kWithSums;
+    __syncwarp();
+    if (is_last && before > 0) {
+      ptx::bulk_wait_read<0>();
+      __syncwarp();
+      bring_sums(note.dq_sum, parity);
+      parity ^= 1;
+    }
+    leave_dq<1>(0, false);
+    leave_dq<0>(1, false);
+    tell();
+    const Turn next = turn.next();
+    come(next);
+#pragma unroll
+    for (int part = 0; part < kConsumers; ++part) {
+      ptx::bar_sync(kDqIsThere + part, kGroup + 32);
+      if (!is_last) leave_sums(note.dq_sum, part, before == 0);
+    }
+    untold = is_last ? nullptr : note.visits;
+    tile::arrive(own.q[turn.stage].empty);
+    turn = next;
+  }
+  tell();
 }
 
 // ---- all ----
@@ -602,6 +667,7 @@ CUFLASH_DEVICE void share_work(const attention::Params& params, const attention:
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) produce(params, maps);
     else if (32 * warp < kProducers) help(params, maps);
+    else if constexpr (kLastFinishesDq) add_up_or_finish();
     else if constexpr (kAddsDqUp) add_up();
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();

@@ -165,6 +165,13 @@ CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height
   return first / block * ((block + height - 1) / height) + first % block / height;
 }
 
+// Where the tile of queries ends that starts with one.
+template <class Listed = ListedAtRunTime>
+CUFLASH_DEVICE int query_tile_end(const Params& params, int first, int height) {
+  const int last = min(first + height, params.shape.seqlen_q), block = params.work.block_q;
+  return Listed::in(params.work) ? min(last, (first / block + 1) * block) : last;
+}
+
 // The keys of the query heads that share them; `place.head` is the first of these, whose list says the order.
 template <class Listed>
 CUFLASH_DEVICE Side keys_of(const Params& params) {

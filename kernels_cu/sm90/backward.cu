@@ -171,24 +171,22 @@ CUFLASH_DEVICE void leave_ds(int part) {
   if constexpr (kMakesDq) ptx::bar_arrive(kDsIsRead + (1 - part), kConsumers * kGroup);
 }
 
-// Have it added up.
+// Have it added up, or finish it: in its room, once that is free, or has the sums of what other tiles of keys made.
+CUFLASH_DEVICE void await_room(int part) { ptx::bar_sync(kDqIsRead + part, kGroup + 32); }
 CUFLASH_DEVICE void hand_over(const DqOfWarp& dq, float* room, int part) {
-  ptx::bar_sync(kDqIsRead + part, kGroup + 32);
   DqSum::put(room, dq);
   ptx::bar_arrive(kDqIsThere + part, kGroup + 32);
 }
-
-// Finish dQ of a step: sums of what other tiles of keys made are in the room. Four columns of 8 at a time, as registers are
-// few.
-CUFLASH_DEVICE void finish(const attention::Params& params, DqOfWarp& dq, const float* room, const Note& note, int part) {
+// Of all queries of the tile, whichever the step goes on to. Four columns of 8 at a time, as registers are few.
+CUFLASH_DEVICE void finish(const attention::Params& params, DqOfWarp& dq, const float* room, const Note& note, int part,
+                           bool adds) {
   const attention::Place& place = board().works[note.work].tile.place;
   const auto all = attention::matrix<Element>(params.dq, place, place.head, params.shape.seqlen_q, params.shape.head_dim);
-  const auto rows = all.rows(note.step.start, note.step.stop);
+  const auto rows = all.rows(note.step.start, attention::query_tile_end<Listed>(params, note.step.start, kBlockQ));
   const float scale = static_cast<float>(params.shape.softmax_scale);
-  ptx::bar_sync(kDqIsRead + part, kGroup + 32);
 #pragma unroll
   for (int first = 0; first < DqOfWarp::kColumnTiles; first += 4) {
-    DqSum::add_from(room, dq, first, 4);
+    if (adds) DqSum::add_from(room, dq, first, 4);
     tile::store_whole(rows, dq, first, scale);
   }
   ptx::bar_arrive(kDqIsThere + part, kGroup + 32);
@@ -263,7 +261,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     if constexpr (kMakesDq) start_dq(dq, part);
     tile::start_sum_nn(dk, ds, tile::RowsAcrossSum<QPanels>(q_smem(turn.stage)));
     const Turn next = turn.next();
-    const bool finishes = kFinishesDq && kind & Note::kFinishesDq;
+    Finish how = kFinishesInTurn && kind & Note::kFinishesDq ? Finish::kWithSums : Finish::kNot;
     OfQueries next_lse_2;
     if constexpr (kDpIsAhead) {  // asked before stores of dQ, and the next scores, ask shared memory for all it gives
       kind = await_step(next);
@@ -275,10 +273,16 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     if constexpr (kLeavesDo) tile::arrive(own.d_o[turn.stage].empty);
     if constexpr (!kDpIsAhead) kind = await_step(next);
     await_other_k(kind);
+    if constexpr (kLastFinishesDq) {
+      await_room(part);
+      how = own.finish;
+    }
+    const bool finishes = how != Finish::kNot;
     if (is_of_next_tile(kind) || finishes) {  // one branch: steps that do neither run through one piece of code
       if (is_of_next_tile(kind)) leave_keys();
       tile::wait_for<0>(dk);
-      if (finishes) finish(params, dq, own_dq, own.notes[turn.stage], part);
+      if constexpr (kMakesDq && !kLastFinishesDq) await_room(part);
+      if (finishes) finish(params, dq, own_dq, own.notes[turn.stage], part, how == Finish::kWithSums);
       else if constexpr (kMakesDq) hand_over(dq, own_dq, part);
       if (is_of_next_tile(kind)) {
         write_gradients(params, own.works[own.notes[turn.stage].work].tile, dk, dv);
@@ -292,6 +296,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
       }
     } else {
       leave_ds(part);
+      if constexpr (kMakesDq && !kLastFinishesDq) await_room(part);
       if constexpr (kMakesDq) hand_over(dq, own_dq, part);
     }
     Scores next_s;
