@@ -248,9 +248,9 @@ def kinds_of_mask(rows: int, keys: int) -> dict[str, masks.Mask | None]:
 
 
 def cases(config: Config) -> Iterator[tuple[str, Case]]:
-    """(kind of mask, case): each mask with each kernel; dims, groups, strides and promises take turns. Then wide dims,
-    many heads, whose blocks go on from tile to tile, and finish dQ, and lists of many blocks, in which none does, and few queries, whose blocks share keys, and whose
-    heads share tiles."""
+    """(kind of mask, case): each mask with each kernel; dims, groups, strides and promises take turns. Then wide dims;
+    many heads, whose blocks go on from tile to tile, those that finish dQ, and a list of too many blocks for that; and
+    few queries, whose blocks share keys, and whose heads share tiles."""
     rows, keys = config.seqlen_q, config.seqlen_kv
     kinds = kinds_of_mask(rows, keys)
     for turn, (kernel, dtype, precision) in enumerate(KERNELS):

@@ -27,48 +27,47 @@ def small_calls_get_the_tiles_of_large_ones() -> Iterator[None]:
         yield
 
 
-_RING, _STATISTICS, _BACKWARD = "attention/query_ring.cuh", "sm90/backward_statistics.cu", "sm90/backward.cu"
-_LAST = "const bool is_last = before == own.queries[turn.stage].known.num_visits - 1;"
+_VISITS, _RING, _BACKWARD = "attention/dq_visits.cuh", "attention/query_ring.cuh", "sm90/backward.cu"
+_LAST = "const bool is_last = before == num - 1;"
+_COUNT = "num += !is_cut || (lo < min(key + Width, last) && hi > key);"
 EDITS = {
-    "blocks that are cut count as whole": (_STATISTICS, "num += !is_cut ||", "num += is_cut || !is_cut ||"),
+    "blocks that are cut count as whole": (_VISITS, _COUNT, "++num;"),
     "a tile whose last key is the first of a query counts not": (
-        _STATISTICS, "lo < min(key + kBlockKv, last)",
-        "lo + 1 < min(key + kBlockKv, last)",
+        _VISITS, "lo < min(key + Width, last)", "lo + 1 < min(key + Width, last)"
     ),
-    "a tile whose first key is the last of a query counts not": (_STATISTICS, "&& hi > key)", "&& hi > key + 1)"),
-    "a tile past the last key of all counts": (_STATISTICS, "&& hi > key)", "&& hi >= key)"),
+    "a tile whose first key is the last of a query counts not": (_VISITS, "&& hi > key)", "&& hi > key + 1)"),
+    "a tile past the last key of all counts": (_VISITS, "&& hi > key)", "&& hi >= key)"),
     "a tile before the first key of all counts": (
-        _STATISTICS, "lo < min(key + kBlockKv, last)",
-        "lo <= min(key + kBlockKv, last)",
+        _VISITS, "lo < min(key + Width, last)", "lo <= min(key + Width, last)"
     ),
-    "a block counts as one tile": (_STATISTICS, "key < last; key += kBlockKv)", "key < last; key += list.block_kv)"),
+    "a block counts as one tile": (_VISITS, "key < last; key += Width)", "key < last; key += list.block_kv)"),
     "keys past the end count": (
-        _STATISTICS, "min(first + list.block_kv, params.shape.seqlen_kv);",
+        _VISITS, "min(first + list.block_kv, params.shape.seqlen_kv);",
         "first + list.block_kv;",
     ),
-    "all rows have the visits of the first": (_STATISTICS, " + work.first / list.block_q;", ";"),
+    "all rows have the visits of the first": (_VISITS, " + work.first / list.block_q;", ";"),
     "all heads have the visits of the first": (
-        _STATISTICS, "list_matrix(list, work.place) * list.num_q_blocks", "0 * list.num_q_blocks"
+        _VISITS, "list_matrix(list, work.place) * list.num_q_blocks", "0 * list.num_q_blocks"
     ),
     "dQ that nobody makes is what stands there": (
-        _STATISTICS, "  tile::clear(matrix<Element>(params.dq,",
+        _VISITS, "  tile::clear(matrix<Element>(params.dq,",
         "  if (false) tile::clear(matrix<Element>(params.dq,",
     ),
-    "who comes before the last finishes": (_RING, _LAST, _LAST.replace("- 1", "- 2")),
-    "nobody finishes": (_RING, _LAST, "const bool is_last = false;"),
+    "who comes before the last finishes": (_VISITS, _LAST, _LAST.replace("- 1", "- 2")),
+    "nobody finishes": (_VISITS, _LAST, "const bool is_last = false;"),
     "who comes alone adds sums": (
-        _RING, "before == 0 ? Finish::kAlone : Finish::kWithSums;", "Finish::kWithSums;"
+        _RING, "is_first ? Finish::kAlone : Finish::kWithSums;", "Finish::kWithSums;"
     ),
     "sums of others are left out": (
-        _RING, "before == 0 ? Finish::kAlone : Finish::kWithSums;", "Finish::kAlone;"
+        _RING, "is_first ? Finish::kAlone : Finish::kWithSums;", "Finish::kAlone;"
     ),
     "who comes first adds": (
-        _RING, "leave_sums(note.dq_sum, part, before == 0);",
+        _RING, "leave_sums(note.dq_sum, part, is_first);",
         "leave_sums(note.dq_sum, part, false);",
     ),
     "who comes second stores": (
-        _RING, "leave_sums(note.dq_sum, part, before == 0);",
-        "leave_sums(note.dq_sum, part, before <= 1);",
+        _RING, "leave_sums(note.dq_sum, part, is_first);",
+        "leave_sums(note.dq_sum, part, visit.before <= 1);",
     ),
     "who finishes adds too": (_RING, "      if (!is_last) leave_sums(", "      leave_sums("),
     "sums are brought while the room is read": (
@@ -78,7 +77,7 @@ EDITS = {
         _RING, "      bring_sums(note.dq_sum, parity);\n      parity ^= 1;\n",
         "      bring_sums(note.dq_sum, parity);\n",
     ),
-    "nobody tells that a visit is done": (_RING, "    tile::tell(untold, kVisitIsDone);\n", ""),
+    "nobody tells that a visit is done": (_RING, "    tile::tell(untold, attention::kVisitIsDone);\n", ""),
     "the last addition is not told": (_RING, "    turn = next;\n  }\n  tell();\n", "    turn = next;\n  }\n"),
     "what is told may not be made yet": (
         _RING, "    tile::await_copies();\n    tile::tell(untold",

@@ -373,14 +373,14 @@ BACKWARD_EDITS = {
     "the last part of dQ is lost": (_BACKWARD, "      else if constexpr (kMakesDq) hand_over(dq, own_dq, part);\n", ""),
     "who comes first adds": (_RING, "is_first || (kFinishes", "false || (kFinishes"),
     "who comes second stores too": (_RING, "return before == 0;", "return before <= 1 || before == kDqIsStored + 1;"),
-    "nobody tells that sums are stored": (_RING, "      tile::tell(visits, kDqIsStored);\n", ""),
+    "nobody tells that sums are stored": (_RING, "      tile::tell(visits, attention::kDqIsStored);\n", ""),
     "sums may not be stored when it is told": ("tile/count.cuh", "  ptx::bulk_wait<0>();\n", ""),
     "delta of a whole tile misses a chunk": (
         _KNOWN, "        for (int c = 0; c < kOwn; ++c)\n#pragma unroll\n          for",
         "        for (int c = 1; c < kOwn; ++c)\n#pragma unroll\n          for",
     ),
     "delta of a whole tile misses dlse": (_KNOWN, "sum - dlse.at(own, 0)", "sum"),
-    "visits are counted from anywhere": ("sm90/backward_statistics.cu", "  known.visits = 0;\n", ""),
+    "visits are counted from anywhere": ("sm90/backward_statistics.cu", "  known.visits.count = 0;\n", ""),
     "what nobody stored is dQ": (
         "sm90/convert_dq.cu", "if (kFirstStoresDq && known", "if (false && known"
     ),

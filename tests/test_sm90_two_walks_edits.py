@@ -94,7 +94,7 @@ EDITS = {
     "Q's room awaits who adds up": (_RING, "(kAddsDqUp && has_notes)", "has_notes"),
     "rows past a step are copied": (_RING, "(kIsWide || row < note.step.stop - note.step.start) && ", ""),
     "dK is that of the last step but one": (
-        _BACKWARD, "      tile::wait_for<0>(dk);\n      if (finishes)", "      if (finishes)"
+        _BACKWARD, "      tile::wait_for<0>(dk);\n      if constexpr", "      if constexpr"
     ),
 }  # fmt: skip
 

@@ -336,7 +336,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         const int number = query_tile_number<Listed>(params, step.start, kBlockQ);
         if constexpr (kMakesDq) note.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
         KnownQueries& known = head_work.known[number];
-        if constexpr (kFirstStoresDq && kMakesDq) note.visits = &known.visits;
+        if constexpr (kFirstStoresDq && kMakesDq) note.visits = &known.visits.count;
         if (kLastFinishesDq || kind & (Note::kMasked | Note::kCopiesQ | Note::kCopiesDo | Note::kFinishesDq)) note.step = step;
         if (kind & (Note::kCopiesQ | Note::kCopiesDo)) {
 #pragma unroll 1
@@ -539,6 +539,7 @@ CUFLASH_DEVICE void leave_sums(float* sum, int part, bool stores) {
 
 // Whether a step is the first to visit its queries; if not, once the first one has stored their sums. Called by a warp.
 CUFLASH_DEVICE bool visits_first(int* visits) {
+  using attention::kDqIsStored;
   const int before = tile::take_number_together(visits);
   if (before != 0 && !(before & kDqIsStored)) tile::await_bits(visits, kDqIsStored);
   return before == 0;
@@ -581,45 +582,42 @@ CUFLASH_DEVICE void add_up() {
     if (dq.stored != 0 || dq.is_done) attention::tell_others(dq);
     if (is_first) {
       tile::await_copies();
-      tile::tell(visits, kDqIsStored);
+      tile::tell(visits, attention::kDqIsStored);
     }
   }
 }
 
-// The same of a list where the last tile of keys to come to queries finishes their dQ. It waits until all others are done,
-// and others, who add, until the first one is, which stores: each for those who came to the queries before. Whoever comes
-// waits for nobody until what it did before is told. Called by a warp.
+// The same of a list where the last tile of keys to come to queries finishes their dQ. Whoever comes waits for nobody until
+// what it did before is told. Called by a warp.
 CUFLASH_DEVICE void add_up_or_finish() {
   Board& own = board();
-  int parity = 0, visits = 0;
+  int parity = 0, count = 0;
   int* untold = nullptr;  // of the step before, whose additions others are to hear of once they are made
   const auto tell = [&] {
     if (untold == nullptr) return;
     tile::await_copies();
-    tile::tell(untold, kVisitIsDone);
+    tile::tell(untold, attention::kVisitIsDone);
     untold = nullptr;
   };
   const auto come = [&](const Turn& turn) {  // early: the answer is long in coming
     tile::await_full(own.q[turn.stage], turn.parity);
-    if (ptx::lane() == 0 && !own.notes[turn.stage].is(Note::kEnd)) visits = tile::take_number(own.notes[turn.stage].visits);
+    if (!own.notes[turn.stage].is(Note::kEnd)) count = tile::ask_together(own.notes[turn.stage].visits);
   };
   Turn turn;
   come(turn);
   while (!own.notes[turn.stage].is(Note::kEnd)) {
     const Note& note = own.notes[turn.stage];
-    visits = __shfl_sync(0xffffffffu, visits, 0);
-    const int before = visits % kVisitIsDone;  // who came
-    const bool is_last = before == own.queries[turn.stage].known.num_visits - 1;
-    const int awaited = is_last ? before : min(before, 1);
-    if (visits / kVisitIsDone < awaited) {
+    count = tile::hear_together(count);
+    const auto visit = attention::DqVisit::of(count, own.queries[turn.stage].known.visits.num);
+    const bool is_last = visit.is_last, is_first = visit.before == 0;
+    if (count / attention::kVisitIsDone < visit.awaited) {
       tell();
-      tile::await_count(note.visits, awaited * kVisitIsDone);
-    } else if (awaited > 0) {
-      ptx::fence_proxy_async_global();
+      attention::await_visits(visit, note.visits);
     }
-    if (ptx::lane() == 0) own.finish = !is_last ? Finish::kNot : before == 0 ? Finish::kAlone : Finish::kWithSums;
+    if (!is_first) ptx::fence_proxy_async_global();
+    if (leads()) own.finish = !is_last ? Finish::kNot : is_first ? Finish::kAlone : Finish::kWithSums;
     __syncwarp();
-    if (is_last && before > 0) {
+    if (is_last && !is_first) {
       ptx::bulk_wait_read<0>();
       __syncwarp();
       bring_sums(note.dq_sum, parity);
@@ -633,7 +631,7 @@ CUFLASH_DEVICE void add_up_or_finish() {
 #pragma unroll
     for (int part = 0; part < kConsumers; ++part) {
       ptx::bar_sync(kDqIsThere + part, kGroup + 32);
-      if (!is_last) leave_sums(note.dq_sum, part, before == 0);
+      if (!is_last) leave_sums(note.dq_sum, part, is_first);
     }
     untold = is_last ? nullptr : note.visits;
     tile::arrive(own.q[turn.stage].empty);

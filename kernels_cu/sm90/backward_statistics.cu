@@ -4,11 +4,10 @@
 #include <attention/delta.cuh>
 #include <attention/dq_turns.cuh>
 #include <attention/known_queries.cuh>
-#include <tile/rooms.cuh>
 
 namespace cuflash {
 
-// All but delta of the rows that are there, and how many tiles of keys come. By a warp.
+// All but delta of the rows that are there. By a warp.
 CUFLASH_DEVICE void know(KnownQueries& known, const attention::Params& params, const attention::WorkTile& work) {
   using namespace attention;
   const auto lse = matrix<float>(params.lse, work.place, work.place.head, params.shape.seqlen_q, 1);
@@ -30,28 +29,7 @@ CUFLASH_DEVICE void know(KnownQueries& known, const attention::Params& params, c
   if (ptx::lane() != 0) return;
   known.has_large = is_large;
   known.has_dead = is_dead;
-  known.visits = 0;
-}
-
-// How many tiles of keys come to a tile of queries: those of its row of the list that some query sees, as the steps of
-// attention/steps.cuh have it. Where none does, dQ is 0. By a warp.
-CUFLASH_DEVICE void count_visits(KnownQueries& known, const attention::Params& params, const attention::WorkTile& work) {
-  using namespace attention;
-  const Work& list = params.work;
-  const int64_t row = list_matrix(list, work.place) * list.num_q_blocks + work.first / list.block_q;
-  const int lo = interval(params, work.place, work.first).lo, hi = interval(params, work.place, work.last - 1).hi;
-  int num = 0;
-  for (int entry = list.row_pointers[row] + ptx::lane(); entry < list.row_pointers[row + 1]; entry += 32) {
-    const bool is_cut = static_cast<Kind>(list.kinds[entry]) == Kind::kInterval;
-    const int first = list.kv_blocks[entry] * list.block_kv, last = min(first + list.block_kv, params.shape.seqlen_kv);
-    for (int key = first; key < last; key += kBlockKv)
-      num += !is_cut || (lo < min(key + kBlockKv, last) && hi > key);
-  }
-  num = __reduce_add_sync(0xffffffffu, num);
-  if (ptx::lane() == 0) known.num_visits = num;
-  if (num > 0) return;
-  const Shape& shape = params.shape;
-  tile::clear(matrix<Element>(params.dq, work.place, work.place.head, shape.seqlen_q, shape.head_dim).rows(work.first, work.last));
+  known.visits.count = 0;
 }
 
 // write(row, delta) of each row, as each_delta has it, of whole rows of a whole tile; false where it is none. A thread asks for
@@ -123,7 +101,7 @@ sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   KnownQueries& known = known_queries(params, work.place)[query_tile_number<Listed>(params, work.first, kBlockQ)];
   if (threadIdx.x < 32) {
     know(known, params, work);
-    if constexpr (kLastFinishesDq) count_visits(known, params, work);
+    if constexpr (kLastFinishesDq) expect_visits<kBlockKv, Element>(params, work, known.visits);
   }
   ptx::keep_loads_apart();  // else ptxas spills what it moves ahead of here
   const auto write = [&](int row, float sum) { known.delta[row - work.first] = sum; };

@@ -13,7 +13,7 @@ sm90_convert_dq(const __grid_constant__ cuflash::attention::Params params) {
   const int64_t tile = query_tile_number(params, work.first, kBlockQ);
   const DqSum sum(matrix<float>(params.dq_sum, work.place, work.place.head, 0, 0).data + tile * params.dq_sum.row_stride);
   DqOfWarp dq;
-  if (kFirstStoresDq && known_queries(params, work.place)[tile].visits == 0) dq.fill(0);  // nobody stored
+  if (kFirstStoresDq && known_queries(params, work.place)[tile].visits.count == 0) dq.fill(0);  // nobody stored
   else sum.load(dq);
   dq.scale(shape.softmax_scale);
   write_gradient(params.dq, work, work.place.head, shape.head_dim, dq);

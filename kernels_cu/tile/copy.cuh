@@ -1,5 +1,6 @@
 #pragma once
 #include <ptx/atomic.cuh>
+#include <ptx/thread.cuh>
 #include <tile/element.cuh>
 #include <tile/register_tile.cuh>
 #include <tile/shared_tile.cuh>
@@ -23,6 +24,15 @@ struct Matrix {
   }
   CUFLASH_DEVICE T& at(int row, int column) const { return data[row * row_stride + column * column_stride]; }
 };
+
+// Zeros in a matrix. By a warp.
+template <class T>
+CUFLASH_DEVICE void clear(const Matrix<T>& matrix) {
+#pragma unroll 1
+  for (int row = 0; row < matrix.num_rows; ++row)
+#pragma unroll 1
+    for (int column = ptx::lane(); column < matrix.num_columns; column += 32) matrix.at(row, column) = {};
+}
 
 // Whether rows are whole vectors that start at multiples of 16 bytes.
 template <class T>

@@ -10,12 +10,10 @@ namespace cuflash::tile {
 // The next number, which nobody else gets. By one thread.
 CUFLASH_DEVICE int take_number(int* count) { return ptx::fetch_add(count, 1); }
 
-// The same, for all lanes of a warp one number, by its first lane.
-CUFLASH_DEVICE int take_number_together(int* count) {
-  int number = 0;
-  if (ptx::lane() == 0) number = take_number(count);
-  return __shfl_sync(0xffffffffu, number, 0);
-}
+// The same, for all lanes of a warp one number, by its first lane; and in two parts, as the answer is long in coming.
+CUFLASH_DEVICE int ask_together(int* count) { return ptx::lane() == 0 ? take_number(count) : 0; }
+CUFLASH_DEVICE int hear_together(int number) { return __shfl_sync(0xffffffffu, number, 0); }
+CUFLASH_DEVICE int take_number_together(int* count) { return hear_together(ask_together(count)); }
 
 // Wait until a count has all of these bits, or is no less than a number. Copies that this warp starts afterwards read what
 // others told by it. By whole warps.

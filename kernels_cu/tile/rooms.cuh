@@ -38,15 +38,6 @@ CUFLASH_DEVICE void arrive(const uint64_t& barrier) {
   if (ptx::lane() < kArrivals) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
 }
 
-// Whether it is so of one of first <= x < last. By whole warps.
-template <class Is>
-CUFLASH_DEVICE bool any_of(int first, int last, Is is) {
-  bool is_found = false;
-#pragma unroll 1
-  for (int x = first + ptx::lane(); x < last; x += 32) is_found |= is(x);
-  return __any_sync(0xffffffffu, is_found);
-}
-
 // Lane t of 32 has row t of a matrix of bits; thereafter column t.
 CUFLASH_DEVICE uint32_t transpose_in_warp(uint32_t bits) {
   uint32_t low = 0xffff;  // of columns without this bit of their number
@@ -57,15 +48,6 @@ CUFLASH_DEVICE uint32_t transpose_in_warp(uint32_t bits) {
     low ^= low << step / 2;
   }
   return bits;
-}
-
-// Zeros in a matrix. By a warp.
-template <class T>
-CUFLASH_DEVICE void clear(const Matrix<T>& matrix) {
-#pragma unroll 1
-  for (int row = 0; row < matrix.num_rows; ++row)
-#pragma unroll 1
-    for (int column = ptx::lane(); column < matrix.num_columns; column += 32) matrix.at(row, column) = {};
 }
 
 // How a tile's room is made up.

@@ -1,0 +1,15 @@
+#pragma once
+#include <ptx/thread.cuh>
+
+namespace cuflash::tile {
+
+// The sum of an int of each of first <= x < last. By whole warps.
+template <class Of>
+CUFLASH_DEVICE int sum_of(int first, int last, Of of) {
+  int sum = 0;
+#pragma unroll 1
+  for (int x = first + ptx::lane(); x < last; x += 32) sum += of(x);
+  return __reduce_add_sync(0xffffffffu, sum);
+}
+
+}  // namespace cuflash::tile
