@@ -140,8 +140,8 @@ def of_plan(plan: Plan, passes: tuple[Pass, ...]) -> Pass:
 def workspaces(plan: Plan, kernels: Pass) -> dict[str, ShapeDtype]:
     """What a pass's kernels leave to each other."""
     asks = any(plan.takes_tiles_on(plan.specs[entry]) for entry in kernels.entries)
-    left_out = {name for name, is_left in (("next_tile", asks), ("dq_sum", plan.sums_dq)) if not is_left}
-    names = (name for name in kernels.workspaces if name not in left_out)
+    is_left = {"next_tile": asks, "dq_sum": plan.sums_dq}
+    names = (name for name in kernels.workspaces if is_left.get(name, True))
     return {name: ShapeDtype(plan.workspace_shape(name), plan.problem.accumulator) for name in names}
 
 

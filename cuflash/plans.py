@@ -249,10 +249,10 @@ class Plan:
         if isinstance(self.work, ListedWork):
             if not last_finishes(self.problem, self.work, backward):
                 return self
-            kept = (entry for entry in self.specs if entry != "convert_dq")
-            specs = {entry: self.specs[entry] for entry in kept}
-            told = ("backward_statistics", "backward")
-            return replace(self, specs=specs | {entry: replace(specs[entry], finishes_dq=True) for entry in told})
+            told = {x: replace(self.specs[x], finishes_dq=True) for x in ("backward_statistics", "backward")}
+            specs = self.specs | told
+            del specs["convert_dq"]
+            return replace(self, specs=specs)
         assert isinstance(self.work, IntervalWork)
         turns = dq_turns(self.problem, self.work.band, backward, self.device)
         if turns is None or not turns.finished(self.num_matrices // self.problem.group_size):

@@ -96,7 +96,7 @@ def test_both_passes(run: Run, example: Example, check: Any) -> None:
 def plan_of(example: Example, run: Run = SIM90) -> Plan:
     q, k, v = (run.put(array) for array in (example.q, example.k, example.v))
     mask = run.put_mask(example.mask, example.q, example.k, example.v)
-    return cuflash.plan(q, k, v, mask=mask, scale=example.scale, precision=example.precision, **run.options).plan
+    return cuflash.plan(q, k, v, mask=mask, scale=example.scale, **run.options).plan
 
 
 class OnTwoBlocks(Plan):
