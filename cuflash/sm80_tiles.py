@@ -219,7 +219,7 @@ def _power_of_two(most: int) -> int:
     return 1 << most.bit_length() - 1
 
 
-_WORK_TILE, _REACH, _SCALE, _POINTER = 28, 24, 4, 8  # bytes of what a block remembers of its tile
+_WORK_TILE, _REACH, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of what a block remembers of its tile
 
 
 def shared_bytes(spec: KernelSpec) -> int:
@@ -229,13 +229,13 @@ def shared_bytes(spec: KernelSpec) -> int:
     kept = _WORK_TILE + _REACH + _SCALE
     if spec.entry == "forward":  # o leaves by way of q's room
         elements = spec.block_q * max(spec.head_dim, spec.value_dim) + keys
-        return spec.dtype.itemsize * elements + 2 * _POINTER + kept
+        return spec.dtype.itemsize * elements + 2 * _POINTER + kept + _FLAG
     if spec.entry == "backward_rows":
-        return spec.dtype.itemsize * (queries + spec.num_stages * keys) + 2 * _POINTER + kept
+        return spec.dtype.itemsize * (queries + spec.num_stages * keys) + 2 * _POINTER + kept + _FLAG
     if spec.entry == "backward":
         statistics = 2 * 4 * spec.num_stages * spec.block_q
         elements = keys + spec.num_stages * queries + 2 * scores
-        return spec.dtype.itemsize * elements + statistics + 5 * _POINTER + kept
+        return spec.dtype.itemsize * elements + statistics + 5 * _POINTER + kept + _FLAG
     if spec.entry == "combine":  # sums of sixteen groups of threads
         return 16 * spec.value_dim * 4
     return spec.dtype.itemsize * spec.block_q * spec.head_dim if spec.entry == "convert_dq" else 0

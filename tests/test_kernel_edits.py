@@ -7,7 +7,7 @@ all, the ci profile every third.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -189,6 +189,37 @@ EDITS = {
     "one head of a group gives dK and dV": ("sm80/backward.cu", "head < shape.group_size", "head < 1"),
     "sums of dQ go to the first tile": ("sm80/backward.cu", "query_tile_number(params, step.start, kBlockQ)", "0"),
     "K is kept where no query sees it": ("sm80/backward.cu", "min(work.last, last)", "work.last"),
+    "a step of few queries is copied as a whole one": (
+        "sm80/backward.cu", " & (step.stop - step.start == kBlockQ)", " & (step.start < step.stop)"
+    ),
+    "rows of Q are not asked about": (
+        "sm80/backward.cu", "has_rows_of<QTile>(kept.q, params.q, params.shape.head_dim) &&", ""
+    ),
+    "rows of dO are not asked about": (
+        "sm80/backward.cu", "has_rows_of<OTile>(kept.d_o, params.do_, params.shape.value_dim);", "true;"
+    ),
+    "lse of a whole step is delta": ("sm80/backward.cu", "is_lse ? kept.lse : kept.delta;", "kept.delta;"),
+    "whole steps start with the first query": ("sm80/backward.cu", "kept.q + first * params.q.row_stride", "kept.q"),
+    "a step of few keys is copied as a whole one": (
+        "sm80/forward.cu", "has_rows && step.stop - step.start == kBlockKv", "has_rows"
+    ),
+    "rows of K are not asked about": (
+        "sm80/forward.cu", "has_rows_of<KTile>(kept.k, params.k, shape.head_dim) &&", ""
+    ),
+    "a step of few keys is copied as a whole one for dQ": (
+        "sm80/backward_rows.cu", "kept.has_rows && step.stop - step.start == kBlockKv", "kept.has_rows"
+    ),
+    "rows of V are not asked about for dQ": (
+        "sm80/backward_rows.cu", " && has_rows_of<VTile>(kept.v, params.v, shape.value_dim);", ";"
+    ),
+    "whole rows lie too close": (
+        "tile/async_copy.cuh", "data += Share::kRowsAtOnce * row_stride_)",
+        "data += Share::kRowsAtOnce * (row_stride_ - 8))",
+    ),
+    "whole rows lack their last chunks": (
+        "tile/async_copy.cuh", "chunk < Tile::kChunks; chunk += Share::kThreadsOfRow)\n        ptx",
+        "chunk < Tile::kChunks - 4; chunk += Share::kThreadsOfRow)\n        ptx",
+    ),
     "dQ of rows is not scaled": ("sm80/backward_rows.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "converted dQ is not scaled": ("sm80/convert_dq.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "sums of dQ start at 1": ("attention/delta.cuh", "(sums + x) = {};", "(sums + x) = {{0x3f800000}};"),
@@ -401,14 +432,26 @@ def attention_is_right() -> None:
             call(example, run, Simulator(schedule), check=partial(assert_within_bounds, clean))
 
 
-def padded_with_nan(dtype: str = "float32") -> Example:
+def padded_with_nan(dtype: str = "float32", head_dim: int = 24, value_dim: int = 20) -> Example:
     """Keys and values that stand past a length, in the middle of a tile, are NaN."""
     example = Structure(
-        num_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=24, value_dim=20, mask=masks.Lengths(kv=40), dtype=dtype
+        num_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=head_dim, value_dim=value_dim, mask=masks.Lengths(kv=40),
+        dtype=dtype,
     ).example()  # fmt: skip
     k, v = example.k.copy(), example.v.copy()
     k[..., 40:, :] = v[..., 40:, :] = np.nan
     return example.but(k=k, v=v)
+
+
+def beside_nan(example: Example, names: Iterable[str], width: int) -> Example:
+    """Rows of some inputs stand in wider ones, and NaN behind them."""
+    wide = {}
+    for name in names:
+        values = getattr(example, name)
+        room = np.full((*values.shape[:-1], width), np.nan, np.float32).astype(values.dtype)
+        wide[name] = room[..., : values.shape[-1]]
+        wide[name][...] = values
+    return example.but(**wide)
 
 
 def without_nan(example: Example) -> Example:
@@ -431,12 +474,20 @@ def halves_beside_clean() -> list[tuple[Example, Example]]:
         ),
         # Whole tiles of more than 64 columns, and rows of whole packets; gradients that are summed over an axis.
         Structure(
-            q_batch=(2,), k_batch=(1,), v_batch=(1,), num_heads=1, seqlen_q=122, seqlen_kv=130, head_dim=128,
+            q_batch=(2,), k_batch=(1,), v_batch=(1,), num_heads=1, seqlen_q=186, seqlen_kv=130, head_dim=128,
             value_dim=128, dtype="float16",
         ),
     ]  # fmt: skip
-    given = [*(structure.example() for structure in made), padded_with_nan("float16")]
-    return [(example, without_nan(example)) for example in map(SIM.rounded, given)]
+    given = [
+        *(structure.example() for structure in made), padded_with_nan("float16"), padded_with_nan("float16", 32, 32),
+    ]  # fmt: skip
+    examples = [SIM.rounded(example) for example in given]
+    # Rows of Q and K, or of dO and V, are not as wide as those of their tiles.
+    narrow = Structure(num_heads=1, seqlen_q=270, seqlen_kv=270, head_dim=32, value_dim=24, dtype="float16")
+    examples.append(beside_nan(SIM.rounded(narrow.example()), ("v", "do"), 32))
+    narrow = replace(narrow, head_dim=24, value_dim=32)
+    examples.append(beside_nan(SIM.rounded(narrow.example()), ("q", "k"), 32))
+    return [(example, without_nan(example)) for example in examples]
 
 
 def tensor_cores_are_right() -> None:

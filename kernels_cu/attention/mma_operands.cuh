@@ -29,4 +29,10 @@ CUFLASH_DEVICE tile::Matrix<T> rows(T* data, const attention::Matrices& matrices
   return {data + first * matrices.row_stride, matrices.row_stride, matrices.column_stride, last - first, num_columns};
 }
 
+// Whether its rows are those of a tile: asked once, so that no step has to look.
+template <class Tile, class T>
+CUFLASH_DEVICE bool has_rows_of(T* data, const attention::Matrices& matrices, int num_columns) {
+  return tile::has_rows_of<Tile>(rows(data, matrices, num_columns, 0, 0));
+}
+
 }  // namespace cuflash

@@ -30,6 +30,7 @@ struct Kept {
   attention::WorkTile work;
   attention::Reach reach;
   float softmax_scale_log2;
+  bool has_rows;  // Q's and dO's are those of their tiles
   Element* q;
   Element* d_o;
   float* lse;
@@ -79,6 +80,8 @@ CUFLASH_DEVICE void begin_head(const attention::Params& params, Kept& kept, int 
     kept.lse = matrix<float>(params.lse, place, place.head, 0, 0).data;
     kept.delta = matrix<float>(params.delta, place, place.head, 0, 0).data;
     kept.dq_sum = matrix<float>(params.dq_sum, place, place.head, 0, 0).data;
+    kept.has_rows = has_rows_of<QTile>(kept.q, params.q, params.shape.head_dim) &&
+                    has_rows_of<OTile>(kept.d_o, params.do_, params.shape.value_dim);
   }
   __syncthreads();  // what is kept is there
 }
@@ -89,7 +92,33 @@ CUFLASH_DEVICE tile::Matrix<float> statistics(int stage, int which, int num_rows
   return {all + (2 * stage + which) * kBlockQ, 1, 1, num_rows, 1};
 }
 
-CUFLASH_DEVICE void load_step(const attention::Params& params, const Kept& kept, const attention::Step& step, int stage) {
+// As many queries as a tile has, of rows that are those of the tiles. Where registers suffice, all addresses are reckoned first.
+CUFLASH_DEVICE void load_whole_step(const attention::Params& params, const Kept& kept, int first, int stage) {
+  using QRows = tile::WholeRows<kThreads, Element, kBlockQ, kHeadDim>;
+  using DoRows = tile::WholeRows<kThreads, Element, kBlockQ, kValueDim>;
+  constexpr bool kIsNarrow = kHeadDim + kValueDim <= 256;
+  constexpr int kKnown = (2 * kBlockQ + kThreads - 1) / kThreads;  // numbers of lse and delta that a thread copies
+  const auto place_of_known = [&](int number) {
+    const bool is_lse = number < kBlockQ;
+    const float* const column = is_lse ? kept.lse : kept.delta;
+    return column + (first + number % kBlockQ) * (is_lse ? params.lse.row_stride : params.delta.row_stride);
+  };
+  const float* known = kIsNarrow ? place_of_known(threadIdx.x) : nullptr;
+  const QRows q({kQ + stage * QTile::kBytes}, kept.q + first * params.q.row_stride, params.q.row_stride);
+  if (!kIsNarrow) q.start();
+  const DoRows d_o({kDo + stage * OTile::kBytes}, kept.d_o + first * params.do_.row_stride, params.do_.row_stride);
+  if (kIsNarrow) q.start();
+  d_o.start();
+#pragma unroll
+  for (int i = 0; i < kKnown; ++i) {
+    const int number = threadIdx.x + i * kThreads;
+    if (!kIsNarrow || i > 0) known = place_of_known(number);
+    if (number < 2 * kBlockQ) ptx::cp_async_ca_4(ptx::shared_address(&statistics(stage, 0, 0).at(number, 0)), known, 4);
+  }
+}
+
+CUFLASH_DEVICE void load_any_step(const attention::Params& params, const Kept& kept, const attention::Step& step,
+                                  int stage) {
   const attention::Shape& shape = params.shape;
   tile::load_async<kThreads>(QTile{kQ + stage * QTile::kBytes},
                              rows(kept.q, params.q, shape.head_dim, step.start, step.stop));
@@ -98,6 +127,14 @@ CUFLASH_DEVICE void load_step(const attention::Params& params, const Kept& kept,
   const int num_rows = step.stop - step.start;
   tile::load_async<kThreads>(statistics(stage, 0, num_rows), rows(kept.lse, params.lse, 1, step.start, step.stop));
   tile::load_async<kThreads>(statistics(stage, 1, num_rows), rows(kept.delta, params.delta, 1, step.start, step.stop));
+}
+
+// The step, if there is one.
+CUFLASH_DEVICE void load_step(const attention::Params& params, const Kept& kept, bool is_there, const attention::Step& step,
+                              int stage) {
+  const bool is_whole = is_there & kept.has_rows & (step.stop - step.start == kBlockQ);  // with && ptxas spills
+  if (is_there && !is_whole) load_any_step(params, kept, step, stage);
+  if (__builtin_expect(is_whole, true)) load_whole_step(params, kept, step.start, stage);
 }
 
 // Set what the tile's keys are hidden from in a step to -inf.
@@ -136,7 +173,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
     Steps<kBlockQ, OverQueries, Listed> steps(params, kept.reach);
     Step step, next;
     bool has_step = steps.next(step);
-    if (has_step) load_step(params, kept, step, 0);
+    if (has_step) load_any_step(params, kept, step, 0);
     ptx::cp_async_commit();
     bool has_next = steps.next(next);  // one ahead: what a list says of it arrives while this one is worked on
     for (int stage = 0; has_step; stage = kNumStages - 1 - stage) {
@@ -145,7 +182,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
       const auto lse = statistics(stage, 0, step.stop - step.start), delta = statistics(stage, 1, step.stop - step.start);
       ptx::cp_async_wait<0>();
       __syncthreads();  // Q and dO, and K and V before the first step, are there; P and dS of the last step are read
-      if (kNumStages == 2 && has_next) load_step(params, kept, next, 1 - stage);
+      if (kNumStages == 2) load_step(params, kept, has_next, next, 1 - stage);
       ptx::cp_async_commit();
 
       Scores s, dp;
@@ -177,7 +214,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
       tile::add_product_tn(dk, ds_smem, q_smem);
       if (kNumStages == 1) {
         __syncthreads();  // Q and dO are read
-        if (has_next) load_step(params, kept, next, 0);
+        load_step(params, kept, has_next, next, 0);
         ptx::cp_async_commit();
       }
       step = next;

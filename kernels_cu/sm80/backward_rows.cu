@@ -25,10 +25,21 @@ struct Kept {
   attention::WorkTile work;
   attention::Reach reach;
   float softmax_scale_log2;
+  bool has_rows;  // K's and V's are those of their tiles
 };
 
 CUFLASH_DEVICE void load_step(const attention::Params& params, const Kept& kept, const attention::Step& step, int stage) {
   const attention::Shape& shape = params.shape;
+  if (__builtin_expect(kept.has_rows && step.stop - step.start == kBlockKv, true)) {
+    const int64_t k_stride = params.k.row_stride, v_stride = params.v.row_stride;
+    const tile::WholeRows<kThreads, Element, kBlockKv, kHeadDim> k({kK + stage * KTile::kBytes},
+                                                                   kept.k + step.start * k_stride, k_stride);
+    const tile::WholeRows<kThreads, Element, kBlockKv, kValueDim> v({kV + stage * VTile::kBytes},
+                                                                    kept.v + step.start * v_stride, v_stride);
+    k.start();
+    v.start();
+    return;
+  }
   tile::load_async<kThreads>(KTile{kK + stage * KTile::kBytes},
                              rows(kept.k, params.k, shape.head_dim, step.start, step.stop));
   tile::load_async<kThreads>(VTile{kV + stage * VTile::kBytes},
@@ -53,6 +64,8 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
     kept.reach = reach_of_queries(params, work);
     kept.k = matrix<Element>(params.k, place, kv_head, 0, 0).data;
     kept.v = matrix<Element>(params.v, place, kv_head, 0, 0).data;
+    kept.has_rows =
+        has_rows_of<KTile>(kept.k, params.k, shape.head_dim) && has_rows_of<VTile>(kept.v, params.v, shape.value_dim);
   }
   tile::load_async<kThreads>(q_smem, matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim)
                                          .rows(work.first, work.last));

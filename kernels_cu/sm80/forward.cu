@@ -29,6 +29,7 @@ struct Kept {
   attention::WorkTile work;
   attention::Reach reach;
   float softmax_scale_log2;
+  bool has_rows;  // K's and V's are those of their tiles
 };
 
 // The tile that a block works on, alone or with others.
@@ -60,11 +61,26 @@ CUFLASH_DEVICE bool begin(const attention::Params& params, Kept& kept) {
     kept.work = work;
     kept.reach = reach_of_block(params, work);
     kept.softmax_scale_log2 = Softmax::scale_log2(shape.softmax_scale);
+    kept.has_rows =
+        has_rows_of<KTile>(kept.k, params.k, shape.head_dim) && has_rows_of<VTile>(kept.v, params.v, shape.value_dim);
   }
   const auto q = matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim);
   if (kIsPacked) tile::load_async<kThreads>(q_smem, tile::RowsOfMatrices<Element>{q, params.q.head_stride, work.last});
   else tile::load_async<kThreads>(q_smem, q.rows(work.first, work.last));
   return true;
+}
+
+// A step's rows of K, or of V.
+template <class Tile>
+CUFLASH_DEVICE void load_step(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
+                              const attention::Step& step, bool has_rows) {
+  if (__builtin_expect(has_rows && step.stop - step.start == kBlockKv, true)) {
+    const int64_t row_stride = matrices.row_stride;
+    tile::WholeRows<kThreads, Element, kBlockKv, Tile::kChunks * Tile::kChunk>(to, data + step.start * row_stride, row_stride)
+        .start();
+  } else {
+    tile::load_async<kThreads>(to, rows(data, matrices, num_columns, step.start, step.stop));
+  }
 }
 
 CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const Kept& kept,
@@ -136,15 +152,16 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params) {
   Element* const k = kept.k;
   Element* const v = kept.v;
   const Reach reach = kept.reach;
+  const bool has_rows = kept.has_rows;
   Steps<kBlockKv, OverKeys, Listed> steps(params, reach);
   Step step;
   bool has_step = steps.next(step);
-  if (has_step) tile::load_async<kThreads>(k_smem, rows(k, params.k, shape.head_dim, step.start, step.stop));
+  if (has_step) load_step(k_smem, k, params.k, shape.head_dim, step, has_rows);
   ptx::cp_async_commit();
   while (has_step) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // K, and Q before the first step, is there; V of the last step is read
-    tile::load_async<kThreads>(v_smem, rows(v, params.v, shape.value_dim, step.start, step.stop));
+    load_step(v_smem, v, params.v, shape.value_dim, step, has_rows);
     ptx::cp_async_commit();
     Scores s;
     tile::product_nt(s, q_smem, k_smem);
@@ -153,7 +170,7 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params) {
     if (Softmax::turns(shape.softmax_scale)) Softmax::turn(s, shape.softmax_scale);
     if (!is_whole<kBlockKv>(step)) mask_step(s, params, kept, step);
     has_step = steps.next(step);
-    if (has_step) tile::load_async<kThreads>(k_smem, rows(k, params.k, shape.head_dim, step.start, step.stop));
+    if (has_step) load_step(k_smem, k, params.k, shape.head_dim, step, has_rows);
     ptx::cp_async_commit();
     softmax.update(s, o, kept.softmax_scale_log2);
     tile::add_product_nn(o, s, v_smem);

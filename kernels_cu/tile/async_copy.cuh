@@ -31,6 +31,46 @@ struct ChunksOfThread {
   static CUFLASH_DEVICE int first_chunk() { return threadIdx.x % kThreadsOfRow; }
 };
 
+// Whether a matrix's rows are those of a tile, in chunks that a single instruction moves.
+template <class Tile, class T>
+CUFLASH_DEVICE bool has_rows_of(const Matrix<T>& matrix) {
+  return has_chunks(matrix) && matrix.num_columns == Tile::kChunks * Tile::kChunk;
+}
+
+// A tile's worth of such rows, and which of their chunks a thread copies. Where several are made before the first one is
+// started, their addresses are reckoned side by side.
+template <int Threads, class T, int Rows, int Columns>
+class WholeRows {
+ public:
+  using Tile = SwizzledTile<T, Rows, Columns>;
+
+  CUFLASH_DEVICE WholeRows(Tile to, const T* data, int64_t row_stride)
+      : to_(to.address(Share::first_row(), Share::first_chunk())),
+        data_(data + Share::first_row() * row_stride + Share::first_chunk() * Tile::kChunk),
+        row_stride_(row_stride) {}
+
+  // Start to copy them, as load_async does. Called by all Threads.
+  CUFLASH_DEVICE void start() const {
+    const T* data = data_;
+#pragma unroll
+    for (int row = 0; row < Rows; row += Share::kRowsAtOnce, data += Share::kRowsAtOnce * row_stride_) {
+      if (Rows % Share::kRowsAtOnce != 0 && Share::first_row() + row >= Rows) break;
+#pragma unroll
+      for (int chunk = 0; chunk < Tile::kChunks; chunk += Share::kThreadsOfRow)
+        ptx::cp_async_cg_16(address(row, chunk), data + chunk * Tile::kChunk, 16);
+    }
+  }
+
+ private:
+  using Share = ChunksOfThread<Threads, Tile>;
+
+  CUFLASH_DEVICE uint32_t address(int row, int chunk) const { return Tile::moved(to_, row, chunk); }
+
+  uint32_t to_;
+  const T* data_;
+  int64_t row_stride_;
+};
+
 // Start to copy a matrix to shared memory; zeros past its ends, and in rows before the first that is kept. It is there
 // after cp_async_wait and a barrier. Called by all Threads.
 template <int Threads, class T, int Rows, int Columns>
@@ -39,16 +79,8 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from
   using Tile = SwizzledTile<T, Rows, Columns>;
   using Share = ChunksOfThread<Threads, Tile>;
   const int first_row = Share::first_row(), first_chunk = Share::first_chunk();
-  if (has_chunks(from) && from.num_rows >= Rows && from.num_columns == Columns && first_kept <= 0) {
-    const T* data = from.data + first_row * from.row_stride + first_chunk * kChunk;
-#pragma unroll
-    for (int row = 0; row < Rows; row += Share::kRowsAtOnce) {
-      if (Rows % Share::kRowsAtOnce != 0 && first_row + row >= Rows) break;
-#pragma unroll
-      for (int c = 0; c < Tile::kChunks; c += Share::kThreadsOfRow)
-        ptx::cp_async_cg_16(to.address(first_row + row, first_chunk + c), data + c * kChunk, 16);
-      data += Share::kRowsAtOnce * from.row_stride;
-    }
+  if (has_rows_of<Tile>(from) && from.num_rows >= Rows && first_kept <= 0) {
+    WholeRows<Threads, T, Rows, Columns>(to, from.data, from.row_stride).start();
   } else if (has_chunks(from)) {
     const int first = first_chunk * kChunk;
     const T* data = from.data + first_row * from.row_stride + first;
