@@ -45,9 +45,9 @@ SPILLS = {
     ("simt_backward_columns", np.dtype(np.float32), 128): 112,  # by NVRTC 13.5, 36 by 13.0; deterministic=True alone
     ("naive_gradient_keys", np.dtype(np.float32), 32): 116,  # on sm_120: a baseline is not tuned
     ("naive_gradient_keys", np.dtype(np.float16), 32): 116,  # on sm_100
-    # On sm_80 to sm_90 20 at most, but 48 of a list on sm_80, and the next smaller tile is slower by a seventh
-    # (results/sm80_tiles.log, 64x128); the rest on sm_100 and sm_120, for which ptxas takes more registers, and where
-    # nothing was timed.
+    # On sm_80 to sm_90 20 at most, and the next smaller tile is slower by a seventh (results/sm80_tiles.log, 64x128);
+    # but 30 at 256 columns on sm_90 (results/sm80_steps.log, 3); the rest on sm_100 and sm_120, for which ptxas takes
+    # more registers, and where nothing was timed.
     **{("sm80_backward", dtype, 64): 176 for dtype in _HALVES},
     **{("sm80_backward", dtype, 128): 112 for dtype in _HALVES},
     **{("sm80_backward", dtype, 256): 68 for dtype in _HALVES},
