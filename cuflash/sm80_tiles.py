@@ -70,6 +70,9 @@ _TABLES: dict[str, tuple[_Tiles, _Tiles, _Tiles]] = {
     "tf32x3": (_TF32X3_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
 }
 _SMALLEST = 16  # rows and columns of a product
+# Of a thread of the gradients, by precision: where flat blocks of a list, or rows of 96, leave few warps for wide rows,
+# more spilled, up to 5750 bytes a thread.
+_MOST_SUMS = {"ieee": 208, "tf32": 192, "tf32x3": 144}
 
 
 def entries(*, deterministic: bool) -> tuple[str, ...]:
@@ -125,7 +128,8 @@ def _fitting(
     tiles = next(tiles for width, tiles in table.items() if width >= max(dims))
     if entry == "forward":
         tiles = tuple(_as_flat_as(tile, num_queries, max(dims), problem.dtype) for tile in tiles)
-    for tile in _allowed(tiles, dims, largest, entry == "backward"):
+    most_sums = _MOST_SUMS[problem.precision] if entry == "backward" else None
+    for tile in _allowed(tiles, dims, largest, most_sums):
         spec = KernelSpec(
             family="sm80", entry=entry, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
             block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
@@ -181,30 +185,47 @@ def split(
 
 
 def _allowed(
-    tiles: tuple[_Tile, ...], dims: tuple[int, int], largest: tuple[int, int] | None, shares_products: bool
+    tiles: tuple[_Tile, ...], dims: tuple[int, int], largest: tuple[int, int] | None, most_sums: int | None
 ) -> Iterator[_Tile]:
-    """The tiles that are no larger than `largest`, if given, the most scores first; those that are larger are cut."""
+    """The tiles; where `largest` is given those that are no larger, the most scores first, and of larger ones a part.
+
+    Where a thread's sums are bounded, warps share all products of a tile, as the gradients' do.
+    """
     if largest is None:
-        yield from tiles
+        yield from (_cut(tile, dims, tile[:2], most_sums) for tile in tiles)
         return
-    cut = [_cut(tile, dims, largest, shares_products) for tile in tiles]
+    cut = [_cut(tile, dims, largest, most_sums) for tile in tiles]
     yield from sorted(cut, key=lambda tile: (tile.block_q * tile.block_kv, tile in tiles), reverse=True)
 
 
 @lru_cache(maxsize=1024)
-def _cut(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], shares_products: bool) -> _Tile:
+def _cut(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], most_sums: int | None) -> _Tile:
     """A tile no larger than `largest`, of as many warps as can share what it is then."""
     block_q, block_kv = (_power_of_two(min(pair)) for pair in zip(tile[:2], largest))
-    num_warps = tile.num_warps
-    if shares_products:
-        products = [(block_q, dims[0]), (block_kv, dims[0]), (block_kv, dims[1])]
-        if max(dims) <= 128:  # gradients of wider rows take more warps than scores of small blocks have parts for
-            products.append((block_q, block_kv))
-        while not all(can_share(rows, columns, num_warps) for rows, columns in products):
-            num_warps //= 2
-    else:
+    if most_sums is None:
         num_warps = block_q // min(tile.block_q // tile.num_warps, block_q)
-    return tile._replace(block_q=block_q, block_kv=block_kv, num_warps=num_warps)
+        return tile._replace(block_q=block_q, block_kv=block_kv, num_warps=num_warps)
+    cut = _shared(tile._replace(block_q=block_q, block_kv=block_kv), dims)
+    while _num_sums(cut, dims) > most_sums:
+        block_kv //= 2
+        cut = _shared(tile._replace(block_q=block_q, block_kv=block_kv), dims)
+    return cut
+
+
+def _shared(tile: _Tile, dims: tuple[int, int]) -> _Tile:
+    """A tile of the gradients, but of no more warps than can share each of its products."""
+    products = [(tile.block_q, dims[0]), (tile.block_kv, dims[0]), (tile.block_kv, dims[1])]
+    if max(dims) <= 128:  # gradients of wider rows take more warps than scores of small blocks have parts for
+        products.append(tile[:2])
+    num_warps = tile.num_warps
+    while not all(can_share(rows, columns, num_warps) for rows, columns in products):
+        num_warps //= 2
+    return tile._replace(num_warps=num_warps)
+
+
+def _num_sums(tile: _Tile, dims: tuple[int, int]) -> float:
+    """Registers that a thread of the gradients fills with S, dP, dK and dV."""
+    return tile.block_kv * (2 * tile.block_q + sum(dims)) / (32 * tile.num_warps)
 
 
 def can_share(rows: int, columns: int, num_warps: int) -> bool:

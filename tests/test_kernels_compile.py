@@ -172,6 +172,42 @@ def test_float64_is_multiplied_on_tensor_cores_where_a_chip_has_them() -> None:
     assert {spec.mma_rows for spec in in_short_blocks} == {0}
 
 
+SIDES = (16, 32, 64, 128)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_warps_share_the_products_of_gradients_and_registers_hold_their_sums(precision: str) -> None:
+    dtype = BFLOAT16 if precision == "ieee" else np.dtype(np.float32)
+    for chip, dims, limit in product(("H100", "L4"), product(DIMS, DIMS), (None, *product(SIDES, SIDES))):
+        spec = gradients(dtype, precision, dims, limit, chip)
+        head_dim, value_dim, block_q, block_kv = spec.head_dim, spec.value_dim, spec.block_q, spec.block_kv
+        for rows, columns in ((block_q, head_dim), (block_kv, head_dim), (block_kv, value_dim)):
+            assert sm80_tiles.can_share(rows, columns, spec.num_warps), str(spec)
+        sums = block_kv * (2 * block_q + head_dim + value_dim) / spec.num_threads
+        assert sums <= {"ieee": 208, "tf32": 192, "tf32x3": 144}[precision], str(spec)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dims", "limit"),
+    [
+        ("ieee", (96, 96), (16, 128)), ("ieee", (96, 96), (32, 128)), ("ieee", (32, 192), (16, 64)),
+        ("tf32", (96, 96), (16, 64)), ("tf32", (96, 192), None), ("tf32", (32, 256), None),
+        ("tf32x3", (96, 96), (16, 64)), ("tf32x3", (192, 192), (16, 64)), ("tf32x3", (96, 192), None),
+    ],
+)  # fmt: skip
+def test_gradients_of_few_warps_and_wide_rows_do_not_spill(precision: str, dims: tuple[int, int], limit: Limit) -> None:
+    """Where blocks of a list are flat, or rows of 96 are shared by few: up to 5750 bytes, or no kernel at all."""
+    dtype = BFLOAT16 if precision == "ieee" else np.dtype(np.float32)
+    assert faults(room.cubin(gradients(dtype, precision, dims, limit), "sm_90")) == []
+
+
+def gradients(
+    dtype: np.dtype[Any], precision: str, dims: tuple[int, int], limit: Limit, chip: str = "H100"
+) -> KernelSpec:
+    q, v = (ShapeDtype((2, 1000, dim), dtype) for dim in dims)
+    return kernel_specs("sm80", Problem.of(q, q, v, precision=precision), DeviceSpec.gpu(chip), limit)["backward"]
+
+
 @pytest.mark.parametrize(("spec", "architecture"), CHOSEN, ids=[f"{spec}, {name}" for spec, name in CHOSEN])
 def test_a_kernel_compiles_without_a_spill_or_advice(nvrtc: Any, spec: KernelSpec, architecture: str) -> None:
     made = room.cubin(spec, architecture)

@@ -79,7 +79,7 @@ def test_three_products_are_as_good_as_float32_and_one_is_not(run: Run) -> None:
 
 
 @on_kernels
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(1, 96), (130, 64)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(1, 96), (130, 64), (90, 180), (30, 200)])
 def test_all_dims_are_served(run: Run, head_dim: int, value_dim: int) -> None:
     example = structure(None, head_dim=head_dim, value_dim=value_dim, seqlen_q=70, seqlen_kv=90).example()
     example = example.but(precision="tf32x3")
