@@ -70,9 +70,9 @@ _TABLES: dict[str, tuple[_Tiles, _Tiles, _Tiles]] = {
     "tf32x3": (_TF32X3_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
 }
 _SMALLEST = 16  # rows and columns of a product
-# Of a thread of the gradients, by precision: where flat blocks of a list, or rows of 96, leave few warps for wide rows,
-# more spilled, up to 5750 bytes a thread.
-_MOST_SUMS = {"ieee": 208, "tf32": 192, "tf32x3": 144}
+# Of a thread of the gradients, by precision, where flat blocks of a list, or rows of 32 or 96, leave fewer warps than
+# the tables have: more spilled, up to 5750 bytes a thread.
+_MOST_SUMS = {"ieee": 208, "tf32": 192, "tf32x3": 128}
 
 
 def entries(*, deterministic: bool) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ def _allowed(
 ) -> Iterator[_Tile]:
     """The tiles; where `largest` is given those that are no larger, the most scores first, and of larger ones a part.
 
-    Where a thread's sums are bounded, warps share all products of a tile, as the gradients' do.
+    Where a thread's sums are bounded, warps share all products of a tile, as those of gradients do.
     """
     if largest is None:
         yield from (_cut(tile, dims, tile[:2], most_sums) for tile in tiles)
@@ -206,7 +206,7 @@ def _cut(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], most_sums
         num_warps = block_q // min(tile.block_q // tile.num_warps, block_q)
         return tile._replace(block_q=block_q, block_kv=block_kv, num_warps=num_warps)
     cut = _shared(tile._replace(block_q=block_q, block_kv=block_kv), dims)
-    while _num_sums(cut, dims) > most_sums:
+    while block_kv > _SMALLEST and cut.num_warps < tile.num_warps and _num_sums(cut, dims) > most_sums:
         block_kv //= 2
         cut = _shared(tile._replace(block_q=block_q, block_kv=block_kv), dims)
     return cut
