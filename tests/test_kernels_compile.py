@@ -177,9 +177,8 @@ SIDES = (16, 32, 64, 128)
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_warps_share_the_products_of_gradients_and_registers_hold_their_sums(precision: str) -> None:
-    dtype = BFLOAT16 if precision == "ieee" else np.dtype(np.float32)
     for chip, dims, limit in product(("H100", "L4"), product(DIMS, DIMS), (None, *product(SIDES, SIDES))):
-        spec = gradients(dtype, precision, dims, limit, chip)
+        spec = gradients(precision, dims, limit, chip)
         head_dim, value_dim, block_q, block_kv = spec.head_dim, spec.value_dim, spec.block_q, spec.block_kv
         for rows, columns in ((block_q, head_dim), (block_kv, head_dim), (block_kv, value_dim)):
             assert sm80_tiles.can_share(rows, columns, spec.num_warps), str(spec)
@@ -197,13 +196,11 @@ def test_warps_share_the_products_of_gradients_and_registers_hold_their_sums(pre
 )  # fmt: skip
 def test_gradients_of_few_warps_and_wide_rows_do_not_spill(precision: str, dims: tuple[int, int], limit: Limit) -> None:
     """Where blocks of a list are flat, or rows of 96 are shared by few: up to 5750 bytes, or no kernel at all."""
+    assert faults(room.cubin(gradients(precision, dims, limit), "sm_90")) == []
+
+
+def gradients(precision: str, dims: tuple[int, int], limit: Limit, chip: str = "H100") -> KernelSpec:
     dtype = BFLOAT16 if precision == "ieee" else np.dtype(np.float32)
-    assert faults(room.cubin(gradients(dtype, precision, dims, limit), "sm_90")) == []
-
-
-def gradients(
-    dtype: np.dtype[Any], precision: str, dims: tuple[int, int], limit: Limit, chip: str = "H100"
-) -> KernelSpec:
     q, v = (ShapeDtype((2, 1000, dim), dtype) for dim in dims)
     return kernel_specs("sm80", Problem.of(q, q, v, precision=precision), DeviceSpec.gpu(chip), limit)["backward"]
 
