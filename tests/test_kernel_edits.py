@@ -139,10 +139,10 @@ EDITS = {
         "min(work.first + height, side.length)",
     ),
     "every tile of a block is its first": (
-        "attention/work_tile.cuh", "start + turn % cut.tiles_in_block * height", "start"
+        "attention/work_tile.cuh", "start + turn.rest * height", "start"
     ),
     "a block is worked on twice": (
-        "attention/work_tile.cuh", "rank = turn / cut.tiles_in_block;", "rank = turn / cut.tiles_in_block / 2 * 2;"
+        "attention/work_tile.cuh", "rank = turn.quotient;", "rank = turn.quotient / 2 * 2;"
     ),
     "blocks of a list come as they stand": (
         "attention/work_tile.cuh", "side.order[list_matrix(params.work, work.place) * cut.num_blocks + rank]", "rank"
@@ -151,10 +151,12 @@ EDITS = {
         "attention/work_tile.cuh", "[list_matrix(params.work, work.place) * cut.num_blocks + rank]", "[rank]"
     ),
     "a head is done before the next begins": (
-        "attention/work_tile.cuh", "{first_place + within % places, within / places}",
-        "{first_place + within / cut.num_tiles, within % cut.num_tiles}",
+        "attention/work_tile.cuh", "{first_place + turns.rest, turns.quotient}",
+        "{first_place + groups.rest / cut.num_tiles, groups.rest % cut.num_tiles}",
     ),
     "a step of a column is another entry's": ("attention/steps.cuh", "column_steps[place] / 4", "column_steps[0] / 4"),
+    "powers of two leave nothing": ("attention/work_tile.cuh", "number & (by - 1)};", "0};"),
+    "other numbers leave nothing": ("attention/work_tile.cuh", "number - quotient * by};", "0};"),
     "every launch takes the masks of the first": ("attention/work_tile.cuh", "shape.first_batch + place", "place"),
     "delta is left out": ("attention/score_gradient.cuh", "p * (dp - delta)", "p * dp"),
     "masked dP is multiplied": ("attention/score_gradient.cuh", "p == 0 ? T(0) : p * (dp - delta)", "p * (dp - delta)"),
@@ -199,12 +201,30 @@ EDITS = {
         "sm80/backward.cu", "has_rows_of<OTile>(kept.d_o, params.do_, params.shape.value_dim);", "true;"
     ),
     "lse of a whole step is delta": ("sm80/backward.cu", "is_lse ? kept.lse : kept.delta;", "kept.delta;"),
+    "heads of a group have the first one's queries": ("sm80/backward.cu", "++kept.work.place.head;", ""),
+    "heads of a group have the first one's steps": (
+        "sm80/backward.cu", "kept.work.place, reach_of_head(params, kept.work), kept);",
+        "kept.work.place, kept.reach, kept);",
+    ),
+    "the next head is noted before the last one is read": (
+        "sm80/backward.cu", "  __syncthreads();  // what was kept of the last head is read\n", ""
+    ),
+    "dK and dV leave before they are there": (
+        "sm80/backward.cu", "  __syncthreads();  // all of both is there\n", ""
+    ),
+    "dQ leaves before it is there": (
+        "attention/mma_gradient.cuh", "  __syncthreads();  // all of it is there\n", ""
+    ),
+    "sums of dQ are one sum": ("tile/fragment_order.cuh", "[e + x] = sums.at[x];", "[e + x] = sums.at[0];"),
+    "blocks of a list end where tiles do": (
+        "sm80/backward.cu", "query_tile_number(params, step.start, kBlockQ)", "(step.start / kBlockQ)"
+    ),
     "whole steps start with the first query": ("sm80/backward.cu", "kept.q + first * params.q.row_stride", "kept.q"),
     "a step of few keys is copied as a whole one": (
         "sm80/forward.cu", "has_rows && step.stop - step.start == kBlockKv", "has_rows"
     ),
     "rows of K are not asked about": (
-        "sm80/forward.cu", "has_rows_of<KTile>(kept.k, params.k, shape.head_dim) &&", ""
+        "sm80/forward.cu", "has_rows_of<KTile>(k, params.k, shape.head_dim) &&", ""
     ),
     "a step of few keys is copied as a whole one for dQ": (
         "sm80/backward_rows.cu", "kept.has_rows && step.stop - step.start == kBlockKv", "kept.has_rows"
@@ -223,7 +243,7 @@ EDITS = {
     "dQ of rows is not scaled": ("sm80/backward_rows.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "converted dQ is not scaled": ("sm80/convert_dq.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "sums of dQ start at 1": ("attention/delta.cuh", "(sums + x) = {};", "(sums + x) = {{0x3f800000}};"),
-    "delta of tensor cores misses dlse": ("attention/delta.cuh", "sum -= dlse.at(row, 0);", "sum -= 0;"),
+    "delta of tensor cores misses dlse": ("attention/delta.cuh", "sum - dlse.at(row, 0));", "sum);"),
     "P that is made meanwhile misses its first columns": (
         "attention/fragment_gradient.cuh", "kColumns == turn)", "kColumns == turn + 1)"
     ),
@@ -470,7 +490,7 @@ def halves_beside_clean() -> list[tuple[Example, Example]]:
         ),
         Structure(
             num_heads=2, seqlen_q=150, seqlen_kv=140, **dims,
-            mask=masks.BlockPattern(rng.random((2, 5, 4)) < 0.7, (32, 40)) & masks.Dilated(3, align="top_left"),
+            mask=masks.BlockPattern(rng.random((2, 4, 4)) < 0.7, 40) & masks.Dilated(3, align="top_left"),
         ),
         # Whole tiles of more than 64 columns, and rows of whole packets; gradients that are summed over an axis.
         Structure(

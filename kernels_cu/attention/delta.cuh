@@ -21,10 +21,11 @@ CUFLASH_DEVICE void each_delta(const attention::Params& params, const attention:
   const int first_chunk = Share::first_chunk();
   for (int first = work.first; first < work.last; first += Share::kRowsAtOnce) {  // whole warps stay together
     const int row = first + Share::first_row();
-    const bool is_there = row < work.last, is_empty = !is_there || lse.at(row, 0) == ptx::negative_infinity<float>();
+    const bool is_there = row < work.last;
+    const float lse_of = is_there ? lse.at(row, 0) : 0.0f;
     float sum = 0;
     for (int column = first_chunk * kChunk; column < shape.value_dim; column += Share::kThreadsOfRow * kChunk) {
-      if (is_empty) continue;
+      if (!is_there) continue;
       if (has_all_chunks && column + kChunk <= shape.value_dim) {
         const auto a = reinterpret_cast<const tile::Chunk<Element>&>(o.at(row, column));
         const auto b = reinterpret_cast<const tile::Chunk<Element>&>(d_o.at(row, column));
@@ -37,8 +38,9 @@ CUFLASH_DEVICE void each_delta(const attention::Params& params, const attention:
     }
 #pragma unroll
     for (int step = 1; step < Share::kThreadsOfRow; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (!is_empty && params.dlse.data != nullptr) sum -= dlse.at(row, 0);
-    if (is_there && first_chunk == 0) write(row, sum);
+    if (!is_there || first_chunk != 0) continue;
+    const bool is_empty = lse_of == ptx::negative_infinity<float>();
+    write(row, is_empty ? 0.0f : params.dlse.data == nullptr ? sum : sum - dlse.at(row, 0));
   }
 }
 

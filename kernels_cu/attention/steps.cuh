@@ -79,7 +79,7 @@ CUFLASH_DEVICE Reach reach_of_queries(const Params& params, const WorkTile& tile
   const Work& work = params.work;
   if (work.row_pointers != nullptr) {
     const int32_t* const row =
-        work.row_pointers + list_matrix(work, tile.place) * work.num_q_blocks + tile.first / work.block_q;
+        work.row_pointers + list_matrix(work, tile.place) * work.num_q_blocks + divided(tile.first, work.block_q).quotient;
     reach.first_place = row[0];
     reach.last_place = row[1];
   }
@@ -113,7 +113,7 @@ CUFLASH_DEVICE void find_places(const Params& params, const WorkTile& tile, Reac
   const Work& work = params.work;
   if (work.column_pointers == nullptr) return;
   const int32_t* const column =
-      work.column_pointers + list_matrix(work, tile.place) * work.num_kv_blocks + tile.first / work.block_kv;
+      work.column_pointers + list_matrix(work, tile.place) * work.num_kv_blocks + divided(tile.first, work.block_kv).quotient;
   reach.first_place = column[0];
   reach.last_place = column[1];
 }
@@ -128,7 +128,7 @@ CUFLASH_DEVICE Reach reach_of_keys(const Params& params, const WorkTile& tile) {
 
 // The same, but that it starts where a tile of queries does, as `work_tile` cuts them.
 CUFLASH_DEVICE Reach from_whole_tiles(const Params& params, Reach reach, int height) {
-  const int within = params.work.row_pointers != nullptr ? reach.start % params.work.block_q : reach.start;
+  const int within = params.work.row_pointers != nullptr ? divided(reach.start, params.work.block_q).rest : reach.start;
   reach.start -= within % height;
   return reach;
 }

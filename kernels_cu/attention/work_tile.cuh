@@ -35,6 +35,18 @@ CUFLASH_DEVICE int64_t list_matrix(const Work& work, const Place& place) {
   return place.entry * work.list_batch_stride + place.head * work.list_head_stride;
 }
 
+// How often a number contains another, and what is left; neither is negative. Mostly the other one is a power of two, and a
+// division takes a hundred cycles in which a block has nothing else to do.
+struct Divided {
+  int quotient, rest;
+};
+CUFLASH_DEVICE Divided divided(int number, int by) {
+  by = ptx::opaque(by);  // else what follows from it is kept from tile to tile, and registers are few
+  if ((by & (by - 1)) == 0) return {number >> (31 - __clz(by)), number & (by - 1)};
+  const int quotient = static_cast<unsigned>(number) / static_cast<unsigned>(by);
+  return {quotient, number - quotient * by};
+}
+
 // The queries or the keys, as tiles cut them. A place is a batch entry and as many query heads as share the rows.
 struct Side {
   int length, heads_in_place;
@@ -51,7 +63,7 @@ struct Cut {
   CUFLASH_DEVICE Cut(const Shape& shape, const Side& side, int height) {
     block = side.order != nullptr ? side.block : height;
     tiles_in_block = (block + height - 1) / height;
-    num_blocks = (side.length + block - 1) / block;
+    num_blocks = side.order != nullptr ? divided(side.length + block - 1, block).quotient : (side.length + height - 1) / height;
     num_tiles = num_blocks * tiles_in_block;
     num_heads = shape.num_heads / side.heads_in_place;
     num_places = num_heads;
@@ -68,28 +80,29 @@ struct Turns {
 // time as the plan says.
 CUFLASH_DEVICE Turns turns_at(const Side& side, const Cut& cut, int number) {
   const int in_turn = min(side.places_in_turn, cut.num_places);
-  const int first_place = number / (in_turn * cut.num_tiles) * in_turn;
-  const int places = min(in_turn, cut.num_places - first_place), within = number - first_place * cut.num_tiles;
-  return {first_place + within % places, within / places};
+  const Divided groups = divided(number, in_turn * cut.num_tiles);
+  const int first_place = groups.quotient * in_turn;
+  const Divided turns = divided(groups.rest, min(in_turn, cut.num_places - first_place));
+  return {first_place + turns.rest, turns.quotient};
 }
 
 CUFLASH_DEVICE WorkTile work_tile(const Params& params, const Side& side, const Cut& cut, int height, const Turns& turns) {
   const Shape& shape = params.shape;
-  int place = turns.place;
-  const int turn = turns.turn;
+  const Divided entries = divided(turns.place, cut.num_heads);
+  const Divided turn = side.order != nullptr ? divided(turns.turn, cut.tiles_in_block) : Divided{turns.turn, 0};
+  int place = entries.quotient;
   WorkTile work;
-  work.place.head = place % cut.num_heads * side.heads_in_place;
-  place /= cut.num_heads;
+  work.place.head = entries.rest * side.heads_in_place;
   work.place.entry = shape.first_batch + place;
   for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
     const int extent = shape.batch[axis];
     work.place.batch[axis] = place < extent ? place : place % extent;  // a division is long, and mostly there is one axis
     place = place < extent ? 0 : place / extent;
   }
-  const int rank = turn / cut.tiles_in_block;
+  const int rank = turn.quotient;
   int start = cut.block * (side.is_last_longest ? cut.num_blocks - 1 - rank : rank);
   if (side.order != nullptr) start = cut.block * side.order[list_matrix(params.work, work.place) * cut.num_blocks + rank];
-  work.first = start + turn % cut.tiles_in_block * height;
+  work.first = start + turn.rest * height;
   work.last = min(min(work.first + height, start + cut.block), side.length);
   return work;
 }
@@ -104,7 +117,7 @@ CUFLASH_DEVICE int place_number(const Shape& shape, const Place& place) {
 }
 
 // Which part of its tile's work a block does, where `num_parts` of them share it.
-CUFLASH_DEVICE int work_part(int num_parts) { return blockIdx.x % num_parts; }
+CUFLASH_DEVICE int work_part(int num_parts) { return divided(blockIdx.x, num_parts).rest; }
 
 // The queries of one head.
 template <class Listed>
@@ -116,7 +129,7 @@ CUFLASH_DEVICE Side queries_of(const Params& params) {
 
 template <class Listed = ListedAtRunTime>
 CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_parts = 1) {
-  return work_tile(params, queries_of<Listed>(params), height, blockIdx.x / num_parts);
+  return work_tile(params, queries_of<Listed>(params), height, divided(blockIdx.x, num_parts).quotient);
 }
 
 // The last first. Kernels that run before and after one that takes tiles in their order find, or leave, in the level-2 cache
@@ -154,14 +167,14 @@ CUFLASH_DEVICE WorkTile query_tile_at(const Params& params, int height, int numb
 CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int num_parts) {
   const Shape& shape = params.shape;
   const Side queries{shape.seqlen_q * shape.group_size, shape.group_size, 0, nullptr, true, 1};
-  return work_tile(params, queries, height, blockIdx.x / num_parts);
+  return work_tile(params, queries, height, divided(blockIdx.x, num_parts).quotient);
 }
 
 // Which tile of its matrix starts with a query.
 template <class Listed = ListedAtRunTime>
 CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height) {
-  if (!Listed::in(params.work)) return first / height;
   const int block = params.work.block_q;
+  if (!Listed::in(params.work) || block % height == 0) return first / height;
   return first / block * ((block + height - 1) / height) + first % block / height;
 }
 
@@ -183,7 +196,7 @@ CUFLASH_DEVICE Side keys_of(const Params& params) {
 
 template <class Listed = ListedAtRunTime>
 CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height, int num_parts = 1) {
-  return work_tile(params, keys_of<Listed>(params), height, blockIdx.x / num_parts);
+  return work_tile(params, keys_of<Listed>(params), height, divided(blockIdx.x, num_parts).quotient);
 }
 template <class Listed>
 CUFLASH_DEVICE WorkTile key_tile_at(const Params& params, int height, int number) {

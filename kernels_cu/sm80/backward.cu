@@ -43,11 +43,30 @@ struct Kept {
 CUFLASH_DEVICE void load_k(const attention::Params& params, const attention::WorkTile& work) {
   using namespace attention;
   const Shape& shape = params.shape;
-  const int head = work.place.head / shape.group_size;
+  const int head = divided(work.place.head, shape.group_size).quotient;
   const int first = interval(params, work.place, 0).lo, last = interval(params, work.place, shape.seqlen_q - 1).hi;
   const auto k = matrix<Element>(params.k, work.place, head, shape.seqlen_kv, shape.head_dim);
   const auto seen = k.rows(work.first, max(work.first, min(work.last, last)));
   tile::load_async<kThreads>(k_smem, seen, first - work.first);
+}
+
+// The queries of the head at hand that may visit the tile.
+CUFLASH_DEVICE attention::Reach reach_of_head(const attention::Params& params, const attention::WorkTile& work) {
+  return attention::from_whole_tiles(params, attention::reach_of_keys(params, work), kBlockQ);
+}
+
+// Note how far its queries reach, and where they lie. By one thread.
+CUFLASH_DEVICE void keep_head(const attention::Params& params, const attention::Place& place, const attention::Reach& reach,
+                              Kept& kept) {
+  using attention::matrix;
+  kept.reach = reach;
+  kept.q = matrix<Element>(params.q, place, place.head, 0, 0).data;
+  kept.d_o = matrix<Element>(params.do_, place, place.head, 0, 0).data;
+  kept.lse = matrix<float>(params.lse, place, place.head, 0, 0).data;
+  kept.delta = matrix<float>(params.delta, place, place.head, 0, 0).data;
+  kept.dq_sum = matrix<float>(params.dq_sum, place, place.head, 0, 0).data;
+  kept.has_rows = has_rows_of<QTile>(kept.q, params.q, params.shape.head_dim) &&
+                  has_rows_of<OTile>(kept.d_o, params.do_, params.shape.value_dim);
 }
 
 // Note where the tile lies, and start to copy K and V. False where the tile is empty.
@@ -56,34 +75,26 @@ CUFLASH_DEVICE bool begin(const attention::Params& params, Kept& kept) {
   const Shape& shape = params.shape;
   const WorkTile work = key_tile<Listed>(params, kBlockKv);
   if (work.is_empty()) return false;
-  const int kv_head = work.place.head / shape.group_size;
+  const Reach reach = reach_of_head(params, work);  // first: a list takes time to answer
+  const int kv_head = divided(work.place.head, shape.group_size).quotient;
   const auto v = matrix<Element>(params.v, work.place, kv_head, shape.seqlen_kv, shape.value_dim);
   load_k(params, work);
   tile::load_async<kThreads>(v_smem, v.rows(work.first, work.last));
   if (threadIdx.x == 0) {
     kept.work = work;
     kept.softmax_scale_log2 = shape.softmax_scale * kLog2E;
+    keep_head(params, work.place, reach, kept);
   }
   return true;
 }
 
-// Note where the queries of the next head lie that share the keys.
-CUFLASH_DEVICE void begin_head(const attention::Params& params, Kept& kept, int number) {
-  using namespace attention;
-  __syncthreads();  // what is kept is there, or what was kept of the last head is read
+// Go on to the next head that shares the keys.
+CUFLASH_DEVICE void begin_next_head(const attention::Params& params, Kept& kept) {
+  __syncthreads();  // what was kept of the last head is read
   if (threadIdx.x == 0) {
-    if (number > 0) ++kept.work.place.head;
-    const Place& place = kept.work.place;
-    kept.reach = from_whole_tiles(params, reach_of_keys(params, kept.work), kBlockQ);
-    kept.q = matrix<Element>(params.q, place, place.head, 0, 0).data;
-    kept.d_o = matrix<Element>(params.do_, place, place.head, 0, 0).data;
-    kept.lse = matrix<float>(params.lse, place, place.head, 0, 0).data;
-    kept.delta = matrix<float>(params.delta, place, place.head, 0, 0).data;
-    kept.dq_sum = matrix<float>(params.dq_sum, place, place.head, 0, 0).data;
-    kept.has_rows = has_rows_of<QTile>(kept.q, params.q, params.shape.head_dim) &&
-                    has_rows_of<OTile>(kept.d_o, params.do_, params.shape.value_dim);
+    ++kept.work.place.head;
+    keep_head(params, kept.work.place, reach_of_head(params, kept.work), kept);
   }
-  __syncthreads();  // what is kept is there
 }
 
 // lse, or delta, of a stage's queries.
@@ -117,13 +128,14 @@ CUFLASH_DEVICE void load_whole_step(const attention::Params& params, const Kept&
   }
 }
 
+// Fewer, or of other rows.
 CUFLASH_DEVICE void load_any_step(const attention::Params& params, const Kept& kept, const attention::Step& step,
                                   int stage) {
   const attention::Shape& shape = params.shape;
-  tile::load_async<kThreads>(QTile{kQ + stage * QTile::kBytes},
-                             rows(kept.q, params.q, shape.head_dim, step.start, step.stop));
-  tile::load_async<kThreads>(OTile{kDo + stage * OTile::kBytes},
-                             rows(kept.d_o, params.do_, shape.value_dim, step.start, step.stop));
+  tile::load_async<kThreads, false>(QTile{kQ + stage * QTile::kBytes},
+                                    rows(kept.q, params.q, shape.head_dim, step.start, step.stop));
+  tile::load_async<kThreads, false>(OTile{kDo + stage * OTile::kBytes},
+                                    rows(kept.d_o, params.do_, shape.value_dim, step.start, step.stop));
   const int num_rows = step.stop - step.start;
   tile::load_async<kThreads>(statistics(stage, 0, num_rows), rows(kept.lse, params.lse, 1, step.start, step.stop));
   tile::load_async<kThreads>(statistics(stage, 1, num_rows), rows(kept.delta, params.delta, 1, step.start, step.stop));
@@ -168,12 +180,13 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
   dk.fill(0);
   dv.fill(0);
   for (int head = 0; head < shape.group_size; ++head) {
-    begin_head(params, kept, head);
+    if (head > 0) begin_next_head(params, kept);
+    __syncthreads();  // what is kept is there
     if (head > 0 && params.work.interval_head_stride != 0) load_k(params, kept.work);  // heads see other keys
     Steps<kBlockQ, OverQueries, Listed> steps(params, kept.reach);
     Step step, next;
     bool has_step = steps.next(step);
-    if (has_step) load_any_step(params, kept, step, 0);
+    load_step(params, kept, has_step, step, 0);
     ptx::cp_async_commit();
     bool has_next = steps.next(next);  // one ahead: what a list says of it arrives while this one is worked on
     for (int stage = 0; has_step; stage = kNumStages - 1 - stage) {
@@ -224,8 +237,11 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
   }
   ptx::cp_async_wait<0>();
   __syncthreads();  // K and V are there, even without a step, and read
-  const int kv_head = kept.work.place.head / shape.group_size;
+  const int kv_head = divided(kept.work.place.head, shape.group_size).quotient;
   dk.scale(shape.softmax_scale);
-  write_gradient(params.dk, kept.work, kv_head, shape.head_dim, k_smem, dk);
-  write_gradient(params.dv, kept.work, kv_head, shape.value_dim, v_smem, dv);
+  hold_gradient(params.dk, kept.work, kv_head, shape.head_dim, k_smem, dk);
+  hold_gradient(params.dv, kept.work, kv_head, shape.value_dim, v_smem, dv);
+  __syncthreads();  // all of both is there
+  write_held(params.dk, kept.work, kv_head, shape.head_dim, k_smem);
+  write_held(params.dv, kept.work, kv_head, shape.value_dim, v_smem);
 }

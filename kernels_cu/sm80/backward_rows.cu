@@ -40,10 +40,10 @@ CUFLASH_DEVICE void load_step(const attention::Params& params, const Kept& kept,
     v.start();
     return;
   }
-  tile::load_async<kThreads>(KTile{kK + stage * KTile::kBytes},
-                             rows(kept.k, params.k, shape.head_dim, step.start, step.stop));
-  tile::load_async<kThreads>(VTile{kV + stage * VTile::kBytes},
-                             rows(kept.v, params.v, shape.value_dim, step.start, step.stop));
+  tile::load_async<kThreads, false>(KTile{kK + stage * KTile::kBytes},
+                                    rows(kept.k, params.k, shape.head_dim, step.start, step.stop));
+  tile::load_async<kThreads, false>(VTile{kV + stage * VTile::kBytes},
+                                    rows(kept.v, params.v, shape.value_dim, step.start, step.stop));
 }
 
 }  // namespace cuflash
@@ -56,21 +56,22 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
   const WorkTile work = query_tile<Listed>(params, kBlockQ);
   if (work.is_empty()) return;
   const Place& place = work.place;
-  const int kv_head = place.head / shape.group_size;
+  const Reach reach = reach_of_queries(params, work);  // first: a list takes time to answer
+  tile::load_async<kThreads>(q_smem, matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim)
+                                         .rows(work.first, work.last));
+  tile::load_async<kThreads>(do_smem, matrix<Element>(params.do_, place, place.head, shape.seqlen_q, shape.value_dim)
+                                          .rows(work.first, work.last));
   auto& kept = *reinterpret_cast<Kept*>(ptx::dynamic_shared<unsigned char>() + kKept);
   if (threadIdx.x == 0) {
+    const int kv_head = divided(place.head, shape.group_size).quotient;
     kept.work = work;
     kept.softmax_scale_log2 = shape.softmax_scale * kLog2E;
-    kept.reach = reach_of_queries(params, work);
+    kept.reach = reach;
     kept.k = matrix<Element>(params.k, place, kv_head, 0, 0).data;
     kept.v = matrix<Element>(params.v, place, kv_head, 0, 0).data;
     kept.has_rows =
         has_rows_of<KTile>(kept.k, params.k, shape.head_dim) && has_rows_of<VTile>(kept.v, params.v, shape.value_dim);
   }
-  tile::load_async<kThreads>(q_smem, matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim)
-                                         .rows(work.first, work.last));
-  tile::load_async<kThreads>(do_smem, matrix<Element>(params.do_, place, place.head, shape.seqlen_q, shape.value_dim)
-                                          .rows(work.first, work.last));
 
   const auto row = row_statistics<Scores>(
       matrix<float>(params.lse, place, place.head, shape.seqlen_q, 1).rows(work.first, work.last),

@@ -47,27 +47,12 @@ CUFLASH_DEVICE attention::Reach reach_of_block(const attention::Params& params, 
   return kIsSplit ? part_of<kBlockKv, Listed>(params, whole, work_part(num_splits), num_splits) : whole;
 }
 
-// Note where the tile lies, and start to copy Q. False where the tile is empty.
-CUFLASH_DEVICE bool begin(const attention::Params& params, Kept& kept) {
-  using namespace attention;
-  const Shape& shape = params.shape;
-  const WorkTile work = tile_of_block(params);
-  if (work.is_empty()) return false;
-  const Place& place = work.place;
-  if (threadIdx.x == 0) {
-    const int kv_head = place.head / shape.group_size;
-    kept.k = matrix<Element>(params.k, place, kv_head, 0, 0).data;
-    kept.v = matrix<Element>(params.v, place, kv_head, 0, 0).data;
-    kept.work = work;
-    kept.reach = reach_of_block(params, work);
-    kept.softmax_scale_log2 = Softmax::scale_log2(shape.softmax_scale);
-    kept.has_rows =
-        has_rows_of<KTile>(kept.k, params.k, shape.head_dim) && has_rows_of<VTile>(kept.v, params.v, shape.value_dim);
-  }
-  const auto q = matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim);
+// Start to copy Q.
+CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::WorkTile& work) {
+  const attention::Shape& shape = params.shape;
+  const auto q = attention::matrix<Element>(params.q, work.place, work.place.head, shape.seqlen_q, shape.head_dim);
   if (kIsPacked) tile::load_async<kThreads>(q_smem, tile::RowsOfMatrices<Element>{q, params.q.head_stride, work.last});
   else tile::load_async<kThreads>(q_smem, q.rows(work.first, work.last));
-  return true;
 }
 
 // A step's rows of K, or of V.
@@ -79,7 +64,7 @@ CUFLASH_DEVICE void load_step(Tile to, Element* data, const attention::Matrices&
     tile::WholeRows<kThreads, Element, kBlockKv, Tile::kChunks * Tile::kChunk>(to, data + step.start * row_stride, row_stride)
         .start();
   } else {
-    tile::load_async<kThreads>(to, rows(data, matrices, num_columns, step.start, step.stop));
+    tile::load_async<kThreads, false>(to, rows(data, matrices, num_columns, step.start, step.stop));
   }
 }
 
@@ -144,20 +129,25 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   auto& kept = *reinterpret_cast<Kept*>(ptx::dynamic_shared<unsigned char>() + kKept);
-  if (!begin(params, kept)) return;
+  const WorkTile work = tile_of_block(params);
+  if (work.is_empty()) return;
+  Reach reach = reach_of_block(params, work);  // first: a list takes time to answer
+  load_q(params, work);
+  const int kv_head = divided(work.place.head, shape.group_size).quotient;
+  Element* k = matrix<Element>(params.k, work.place, kv_head, 0, 0).data;
+  Element* v = matrix<Element>(params.v, work.place, kv_head, 0, 0).data;
+  bool has_rows = has_rows_of<KTile>(k, params.k, shape.head_dim) && has_rows_of<VTile>(v, params.v, shape.value_dim);
+  if (threadIdx.x == 0) kept = {k, v, work, reach, Softmax::scale_log2(shape.softmax_scale), has_rows};
   Softmax softmax;
   Output o;
   o.fill(0);
-  __syncthreads();  // what is kept is there
-  Element* const k = kept.k;
-  Element* const v = kept.v;
-  const Reach reach = kept.reach;
-  const bool has_rows = kept.has_rows;
   Steps<kBlockKv, OverKeys, Listed> steps(params, reach);
   Step step;
   bool has_step = steps.next(step);
   if (has_step) load_step(k_smem, k, params.k, shape.head_dim, step, has_rows);
   ptx::cp_async_commit();
+  __syncthreads();  // what is kept is there
+  k = kept.k, v = kept.v, reach = kept.reach, has_rows = kept.has_rows;  // else ptxas keeps what they came from too
   while (has_step) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // K, and Q before the first step, is there; V of the last step is read

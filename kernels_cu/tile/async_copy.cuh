@@ -72,14 +72,15 @@ class WholeRows {
 };
 
 // Start to copy a matrix to shared memory; zeros past its ends, and in rows before the first that is kept. It is there
-// after cp_async_wait and a barrier. Called by all Threads.
-template <int Threads, class T, int Rows, int Columns>
+// after cp_async_wait and a barrier. Called by all Threads. Whoever knows that rows are missing, or are not those of the tile,
+// spares the question, and the kernel a text.
+template <int Threads, bool MayBeWhole = true, class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from, int first_kept = 0) {
   constexpr int kChunk = kChunkOf<T>;
   using Tile = SwizzledTile<T, Rows, Columns>;
   using Share = ChunksOfThread<Threads, Tile>;
   const int first_row = Share::first_row(), first_chunk = Share::first_chunk();
-  if (has_rows_of<Tile>(from) && from.num_rows >= Rows && first_kept <= 0) {
+  if (MayBeWhole && has_rows_of<Tile>(from) && from.num_rows >= Rows && first_kept <= 0) {
     WholeRows<Threads, T, Rows, Columns>(to, from.data, from.row_stride).start();
   } else if (has_chunks(from)) {
     const int first = first_chunk * kChunk;

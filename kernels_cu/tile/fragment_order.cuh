@@ -63,12 +63,17 @@ struct FragmentOrder {
   }
 
   CUFLASH_DEVICE void load(Tile& part) const {
+    struct alignas(4 * Run) Sums { float at[Run]; };
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
 #pragma unroll
       for (int j = 0; j < Tile::kColumnTiles; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) part.tiles[i][j][e] = *at(i, j, e);
+        for (int e = 0; e < 4; e += Run) {
+          const Sums sums = *reinterpret_cast<const Sums*>(at(i, j, e));
+#pragma unroll
+          for (int x = 0; x < Run; ++x) part.tiles[i][j][e + x] = sums.at[x];
+        }
   }
 };
 
