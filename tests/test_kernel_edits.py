@@ -224,7 +224,7 @@ EDITS = {
         "sm80/forward.cu", "has_rows && step.stop - step.start == kBlockKv", "has_rows"
     ),
     "rows of K are not asked about": (
-        "sm80/forward.cu", "has_rows_of<KTile>(k, params.k, shape.head_dim) &&", ""
+        "sm80/forward.cu", "has_rows_of<KTile>(kept.k, params.k, shape.head_dim) &&", ""
     ),
     "a step of few keys is copied as a whole one for dQ": (
         "sm80/backward_rows.cu", "kept.has_rows && step.stop - step.start == kBlockKv", "kept.has_rows"

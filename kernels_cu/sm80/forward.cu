@@ -55,6 +55,21 @@ CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::Wor
   else tile::load_async<kThreads>(q_smem, q.rows(work.first, work.last));
 }
 
+// Note where the tile lies, and K and V. By one thread.
+CUFLASH_DEVICE void keep(const attention::Params& params, const attention::WorkTile& work, const attention::Reach& reach,
+                         Kept& kept) {
+  using namespace attention;
+  const Shape& shape = params.shape;
+  const int kv_head = divided(work.place.head, shape.group_size).quotient;
+  kept.k = matrix<Element>(params.k, work.place, kv_head, 0, 0).data;
+  kept.v = matrix<Element>(params.v, work.place, kv_head, 0, 0).data;
+  kept.work = work;
+  kept.reach = reach;
+  kept.softmax_scale_log2 = Softmax::scale_log2(shape.softmax_scale);
+  kept.has_rows =
+      has_rows_of<KTile>(kept.k, params.k, shape.head_dim) && has_rows_of<VTile>(kept.v, params.v, shape.value_dim);
+}
+
 // A step's rows of K, or of V.
 template <class Tile>
 CUFLASH_DEVICE void load_step(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
@@ -131,23 +146,22 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params) {
   auto& kept = *reinterpret_cast<Kept*>(ptx::dynamic_shared<unsigned char>() + kKept);
   const WorkTile work = tile_of_block(params);
   if (work.is_empty()) return;
-  Reach reach = reach_of_block(params, work);  // first: a list takes time to answer
+  const Reach asked = reach_of_block(params, work);  // first: a list takes time to answer
   load_q(params, work);
-  const int kv_head = divided(work.place.head, shape.group_size).quotient;
-  Element* k = matrix<Element>(params.k, work.place, kv_head, 0, 0).data;
-  Element* v = matrix<Element>(params.v, work.place, kv_head, 0, 0).data;
-  bool has_rows = has_rows_of<KTile>(k, params.k, shape.head_dim) && has_rows_of<VTile>(v, params.v, shape.value_dim);
-  if (threadIdx.x == 0) kept = {k, v, work, reach, Softmax::scale_log2(shape.softmax_scale), has_rows};
+  if (threadIdx.x == 0) keep(params, work, asked, kept);
   Softmax softmax;
   Output o;
   o.fill(0);
+  __syncthreads();  // what is kept is there
+  Element* const k = kept.k;
+  Element* const v = kept.v;
+  const Reach reach = kept.reach;
+  const bool has_rows = kept.has_rows;
   Steps<kBlockKv, OverKeys, Listed> steps(params, reach);
   Step step;
   bool has_step = steps.next(step);
   if (has_step) load_step(k_smem, k, params.k, shape.head_dim, step, has_rows);
   ptx::cp_async_commit();
-  __syncthreads();  // what is kept is there
-  k = kept.k, v = kept.v, reach = kept.reach, has_rows = kept.has_rows;  // else ptxas keeps what they came from too
   while (has_step) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // K, and Q before the first step, is there; V of the last step is read

@@ -97,7 +97,6 @@ sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   const WorkTile work = query_tile_from_last<Listed>(params, kBlockQ);
   if (work.is_empty()) return;
   if (work.first == 0 && threadIdx.x == 0) reset_dq_counts(params, work.place);
-  const bool clears = !kFirstStoresDq && !stores_dq<kBlockKv>(params, work);
   KnownQueries& known = known_queries(params, work.place)[query_tile_number<Listed>(params, work.first, kBlockQ)];
   if (threadIdx.x < 32) {
     know(known, params, work);
@@ -106,5 +105,5 @@ sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   ptx::keep_loads_apart();  // else ptxas spills what it moves ahead of here
   const auto write = [&](int row, float sum) { known.delta[row - work.first] = sum; };
   if (!each_delta_of_whole(params, work, write)) each_delta(params, work, write);
-  if (clears) clear_dq_sum(params, work);
+  if (!kFirstStoresDq && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work);
 }
