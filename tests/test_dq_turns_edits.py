@@ -93,7 +93,9 @@ EDITS = {
         _WORK, "cut.num_tiles - 1 - blockIdx.x;",
         "cut.num_tiles - 1 - (gridDim.x - 1 - blockIdx.x) - (cut.num_places * cut.num_tiles - gridDim.x);",
     ),
-    "the last places' sums are not set to 0": (_STATISTICS, "  if (clears) clear_dq_sum(params, work);\n", ""),
+    "the last places' sums are not set to 0": (
+        _STATISTICS, "  if (!kFirstStoresDq && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work);\n", "",
+    ),
 }  # fmt: skip
 
 
