@@ -274,6 +274,12 @@ EDITS = {
     "bits of a fragment are its neighbour's": (
         "attention/fragments.cuh", ">> Tile::first_column() % 8)", ">> Tile::first_column() % 8 / 4 * 4)"
     ),
+    "a column of a list is found by blocks of queries": (
+        "attention/steps.cuh", "divided(tile.first, work.block_kv)", "divided(tile.first, work.block_q)"
+    ),
+    "tiles of dQ start with blocks of keys": (
+        "attention/steps.cuh", "divided(reach.start, params.work.block_q)", "divided(reach.start, params.work.block_kv)"
+    ),
     "steps start within a tile of dQ": ("attention/steps.cuh", "  reach.start -= within % height;\n", ""),
     # the room tile
     "the last column is the first": (
@@ -488,9 +494,13 @@ def halves_beside_clean() -> list[tuple[Example, Example]]:
             num_heads=4, num_kv_heads=2, seqlen_q=200, seqlen_kv=210, **dims,
             mask=masks.Causal("bottom_right") & masks.Lengths(kv=180), scale=-3.0,
         ),
-        Structure(
-            num_heads=2, seqlen_q=150, seqlen_kv=140, **dims,
-            mask=masks.BlockPattern(rng.random((2, 4, 4)) < 0.7, 40) & masks.Dilated(3, align="top_left"),
+        *(
+            # Blocks whose sides differ, and are no multiples of tiles.
+            Structure(
+                num_heads=2, seqlen_q=150, seqlen_kv=140, **dims,
+                mask=masks.BlockPattern(rng.random((2, 4, 6)) < 0.7, (40, 24)) & within,
+            )
+            for within in (masks.Dilated(3, align="top_left"), masks.Causal("top_left"))
         ),
         # Whole tiles of more than 64 columns, and rows of whole packets; gradients that are summed over an axis.
         Structure(
