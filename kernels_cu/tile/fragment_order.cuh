@@ -12,6 +12,8 @@ template <class Tile, int Run, int NumWarps = 0>
 struct FragmentOrder {
   static_assert(Run == 1 || Run == 4, "one instruction adds to one sum, or to four");
   static constexpr int kOfWarp = Tile::kRowTiles * Tile::kColumnTiles * 4 * 32;
+  template <int Num>
+  struct alignas(4 * Num) Sums { float at[Num]; };  // what one instruction moves
 
   float* data;
 
@@ -39,38 +41,35 @@ struct FragmentOrder {
 
   // Put it into a room in shared memory, of which `own` is the thread's place.
   static CUFLASH_DEVICE void put(float* own, const Tile& part) {
-    struct alignas(16) Sums { float at[4]; };
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
 #pragma unroll
       for (int j = 0; j < Tile::kColumnTiles; ++j) {
         const float(&sums)[4] = part.tiles[i][j];
-        reinterpret_cast<Sums*>(own)[(i * Tile::kColumnTiles + j) * 32] = {{sums[0], sums[1], sums[2], sums[3]}};
+        reinterpret_cast<Sums<4>*>(own)[(i * Tile::kColumnTiles + j) * 32] = {{sums[0], sums[1], sums[2], sums[3]}};
       }
   }
 
   // Add what is in such a room to some columns of 8.
   static CUFLASH_DEVICE void add_from(const float* own, Tile& part, int first, int num) {
-    struct alignas(16) Sums { float at[4]; };
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
 #pragma unroll
       for (int j = first; j < first + num; ++j) {
-        const Sums sums = reinterpret_cast<const Sums*>(own)[(i * Tile::kColumnTiles + j) * 32];
+        const auto sums = reinterpret_cast<const Sums<4>*>(own)[(i * Tile::kColumnTiles + j) * 32];
 #pragma unroll
         for (int e = 0; e < 4; ++e) part.tiles[i][j][e] += sums.at[e];
       }
   }
 
   CUFLASH_DEVICE void load(Tile& part) const {
-    struct alignas(4 * Run) Sums { float at[Run]; };
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
 #pragma unroll
       for (int j = 0; j < Tile::kColumnTiles; ++j)
 #pragma unroll
         for (int e = 0; e < 4; e += Run) {
-          const Sums sums = *reinterpret_cast<const Sums*>(at(i, j, e));
+          const auto sums = *reinterpret_cast<const Sums<Run>*>(at(i, j, e));
 #pragma unroll
           for (int x = 0; x < Run; ++x) part.tiles[i][j][e + x] = sums.at[x];
         }
