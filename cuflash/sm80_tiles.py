@@ -257,6 +257,6 @@ def shared_bytes(spec: KernelSpec) -> int:
         statistics = 2 * 4 * spec.num_stages * spec.block_q
         elements = keys + spec.num_stages * queries + 2 * scores
         return spec.dtype.itemsize * elements + statistics + 5 * _POINTER + kept + _FLAG
-    if spec.entry == "combine":  # sums of sixteen groups of threads
-        return 16 * spec.value_dim * 4
+    if spec.entry == "combine":  # sums of its groups of threads
+        return (8 if spec.value_dim > 192 else 16) * spec.value_dim * 4
     return spec.dtype.itemsize * spec.block_q * spec.head_dim if spec.entry == "convert_dq" else 0

@@ -45,15 +45,11 @@ SPILLS = {
     ("simt_backward_columns", np.dtype(np.float32), 128): 112,  # by NVRTC 13.5, 36 by 13.0; deterministic=True alone
     ("naive_gradient_keys", np.dtype(np.float32), 32): 116,  # on sm_120: a baseline is not tuned
     ("naive_gradient_keys", np.dtype(np.float16), 32): 116,  # on sm_100
-    # On sm_80 alone; the next smaller tile is slower by a seventh (results/sm80_tiles.log, 64x128).
-    **{("sm80_backward", dtype, 64): 12 for dtype in _HALVES},
     # On sm_120, where a tile holds few queries, and on sm_100, where blocks share keys: nothing was timed on either.
     **{("sm80_forward", dtype, 128): 16 for dtype in _HALVES},
     **{("sm80_forward", dtype, 256): 12 for dtype in _HALVES},
     # In the producer, which has 24 registers, and here keeps the time at which it began to wait.
     **{("sm90_backward watched", dtype, 128): 20 for dtype in _HALVES},
-    # On sm_86 and sm_89, where ptxas stops at 72 registers of 255.
-    **{("sm80_combine", dtype, 256): 32 for dtype in (*_HALVES, np.dtype(np.float32))},
     ("sm80_forward", np.dtype(np.float32), 192): 12,  # of tf32x3, on sm_100, where a tile holds few queries
 }
 

@@ -13,8 +13,11 @@ using Scores = tile::Share<kBlockQ, kBlockKv, kNumWarps>::Tile;
 using DkOfWarp = tile::Share<kBlockKv, kHeadDim, kNumWarps>::Tile;
 using DvOfWarp = tile::Share<kBlockKv, kValueDim, kNumWarps>::Tile;
 
+constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // of a thread
 // Of 16-bit elements, and where registers suffice for both.
-constexpr bool kMakesPMeanwhile = sizeof(Element) == 2 && Scores::kRows * Scores::kColumns <= 32;
+constexpr bool kMakesPMeanwhile = sizeof(Element) == 2 && kNumScores <= 32;
+// Where they do not, P and dS are rounded, to half as many, before whole and other steps go on alike.
+constexpr bool kStoresApart = sizeof(Element) == 2 && kNumScores > 32;
 
 constexpr KTile k_smem{0};
 constexpr VTile v_smem{KTile::kBytes};
@@ -157,6 +160,11 @@ CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const 
   attention::mask_scores<config::kIsListed>(s, params, queries, keys);
 }
 
+CUFLASH_DEVICE void store_scores(const Scores& p, const Scores& ds) {
+  tile::store(p_smem, p);
+  tile::store(ds_smem, ds);
+}
+
 // Whatever a query without a key brings, its gradients are 0. Called by all threads.
 CUFLASH_DEVICE void clear_empty_rows(OTile d_o, const tile::Matrix<float>& lse) {
   for (int row = threadIdx.x; row < lse.num_rows; row += kThreads)
@@ -208,15 +216,16 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
         } else {
           tile::product_nt(dp, do_smem, v_smem);
           score_gradients<false>(s, dp, softmax_scale_log2, row);
+          if (kStoresApart) store_scores(s, dp);
         }
       } else {
         mask_step(s, params, kept.work, step);
         clear_empty_rows(do_smem, lse);
         tile::product_nt(dp, do_smem, v_smem);
         score_gradients<true>(s, dp, kept.softmax_scale_log2, row_statistics<Scores>(lse, delta));
+        if (kStoresApart) store_scores(s, dp);
       }
-      tile::store(p_smem, s);
-      tile::store(ds_smem, dp);
+      if (!kStoresApart) store_scores(s, dp);
       __syncthreads();  // P and dS are there
       tile::add_product_tn(dv, p_smem, do_smem);
       if (config::kDqAdds > 0) {

@@ -12,7 +12,7 @@ using config::kValueDim;
 using tile::Vector;
 
 constexpr int kThreads = 32 * config::kNumWarps;
-constexpr int kColumnLanes = 8, kGroups = kThreads / kColumnLanes;
+constexpr int kColumnLanes = kValueDim > 192 ? 16 : 8, kGroups = kThreads / kColumnLanes;
 constexpr int kVector = Vector<float>::kLength, kWidth = kColumnLanes * kVector;  // of what a group moves at once
 constexpr int kVectors = kValueDim / kWidth;                                      // of a thread
 static_assert(kValueDim % kWidth == 0, "a group's threads share the columns evenly");
