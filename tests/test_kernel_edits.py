@@ -187,6 +187,12 @@ EDITS = {
         "sm80/forward.cu", "first_row + o.row(i) < lse.num_rows)", "first_row + o.row(i) < lse.num_rows - 1)"
     ),
     "dS is multiplied before it is there": ("sm80/backward.cu", "      __syncthreads();  // P and dS are there\n", ""),
+    "whole steps of many scores keep the last one's": (
+        "sm80/backward.cu", "          if (kStoresApart) store_scores(s, dp);\n", ""
+    ),
+    "masked steps of many scores keep the last one's": (
+        "sm80/backward.cu", "\n        if (kStoresApart) store_scores(s, dp);\n", "\n"
+    ),
     "dK is not scaled": ("sm80/backward.cu", "  dk.scale(shape.softmax_scale);\n", ""),
     "one head of a group gives dK and dV": ("sm80/backward.cu", "head < shape.group_size", "head < 1"),
     "sums of dQ go to the first tile": ("sm80/backward.cu", "query_tile_number(params, step.start, kBlockQ)", "0"),
@@ -412,6 +418,7 @@ SPLIT_EDITS = {
         "sm80/combine.cu", "row < num_rows; row += kGroups * seqlen_q",
         "row < num_rows - seqlen_q; row += kGroups * seqlen_q",
     ),
+    "half of the groups' sums are left out": ("sm80/combine.cu", "group < kGroups", "group < kGroups / 2"),
     "parts are not weighted": ("sm80/combine.cu", "o[c].at[e] += by * x.at[e];", "o[c].at[e] += x.at[e];"),
     "a part without a key poisons": ("sm80/combine.cu", "if (by > 0) o[c]", "o[c]"),
     "lse is that of the largest part": ("sm80/combine.cu", "most + ptx::log_accurate(total)", "most"),
@@ -548,16 +555,17 @@ def tiles_are_right() -> None:
 
 
 @cache
-def shared_among_parts() -> list[Example]:
-    names = ("few queries, causal", "window", "bits", "float32, few queries")
-    return [splitting.rounded(splitting.STRUCTURES[name].example()) for name in names]
+def shared_among_parts() -> list[tuple[Example, int]]:
+    """With how many parts; once more than groups of threads merge."""
+    parts = {"few queries, causal": 3, "window": 3, "bits": 3, "float32, few queries": 3, "wide": 9}
+    return [(splitting.rounded(splitting.STRUCTURES[name].example()), number) for name, number in parts.items()]
 
 
 def parts_are_right() -> None:
     """Results within their bounds where blocks share keys, without a list, packed and with one; then out of order."""
     for schedule in (sim.Schedule(), sim.Schedule(seed=1, order="random")):
-        for example in shared_among_parts():
-            left = splitting.forward(example, 3, machine=Simulator(schedule))
+        for example, num_parts in shared_among_parts():
+            left = splitting.forward(example, num_parts, machine=Simulator(schedule))
             assert_within_bounds(example, o=left.o, lse=left.lse)
 
 
