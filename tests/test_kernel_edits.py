@@ -193,6 +193,25 @@ EDITS = {
     "masked steps of many scores keep the last one's": (
         "sm80/backward.cu", "\n        if (kStoresApart) store_scores(s, dp);\n", "\n"
     ),
+    "P of wide whole steps is multiplied before it is there": (
+        "sm80/backward.cu", "\n  __syncthreads();  // P is there\n", "\n"
+    ),
+    "P of wide masked steps is multiplied before it is there": (
+        "sm80/backward.cu", "          __syncthreads();  // P is there\n", ""
+    ),
+    "P of wide whole steps is the last one's": (
+        "sm80/backward.cu", "{ tile::store_columns(p_smem, s, column_tile); }", "{}"
+    ),
+    "dS of wide whole steps is the last one's": (
+        "sm80/backward.cu", "      tile::store_columns(ds_smem, dp, j);\n", ""
+    ),
+    "dS of wide whole steps misses its first columns": (
+        "sm80/backward.cu", "kColumnTiles != turn)", "kColumnTiles != turn + 1)"
+    ),
+    "wide masked steps bring no dV": (
+        "sm80/backward.cu", "          tile::add_product_tn(dv, p_smem, do_smem);\n", ""
+    ),
+    "wide steps bring dV twice": ("sm80/backward.cu", "if (!kMakesDsMeanwhile) tile", "tile"),
     "dK is not scaled": ("sm80/backward.cu", "  dk.scale(shape.softmax_scale);\n", ""),
     "one head of a group gives dK and dV": ("sm80/backward.cu", "head < shape.group_size", "head < 1"),
     "sums of dQ go to the first tile": ("sm80/backward.cu", "query_tile_number(params, step.start, kBlockQ)", "0"),
@@ -251,11 +270,12 @@ EDITS = {
     "sums of dQ start at 1": ("attention/delta.cuh", "(sums + x) = {};", "(sums + x) = {{0x3f800000}};"),
     "delta of tensor cores misses dlse": ("attention/delta.cuh", "sum - dlse.at(row, 0));", "sum);"),
     "P that is made meanwhile misses its first columns": (
-        "attention/fragment_gradient.cuh", "kColumns == turn)", "kColumns == turn + 1)"
+        "attention/fragment_gradient.cuh", "kColumns != turn)", "kColumns != turn + 1)"
     ),
     "dS that is made apart misses delta": (
-        "attention/fragment_gradient.cuh", "s.at(i, j) * (dp.at(i, j) - row.delta[i]);", "s.at(i, j) * dp.at(i, j);"
+        "attention/fragment_gradient.cuh", "p.at(i, j) * (dp.at(i, j) - row.delta[i]);", "p.at(i, j) * dp.at(i, j);"
     ),
+    "all columns of P are stored as the first eight": ("attention/fragment_gradient.cuh", "put(j / 2);", "put(0);"),
     "four sums of dQ go where others are": (
         "tile/fragment_order.cuh", "+ Run * ptx::lane()", "+ 4 * (ptx::lane() / 2)"
     ),
@@ -514,6 +534,8 @@ def halves_beside_clean() -> list[tuple[Example, Example]]:
             q_batch=(2,), k_batch=(1,), v_batch=(1,), num_heads=1, seqlen_q=186, seqlen_kv=130, head_dim=128,
             value_dim=128, dtype="float16",
         ),
+        # More than 128 columns: a whole step and others.
+        Structure(num_heads=1, seqlen_q=90, seqlen_kv=80, head_dim=136, value_dim=136, dtype="float16"),
     ]  # fmt: skip
     given = [
         *(structure.example() for structure in made), padded_with_nan("float16"), padded_with_nan("float16", 32, 32),

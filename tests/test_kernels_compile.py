@@ -48,6 +48,7 @@ SPILLS = {
     # On sm_120, where a tile holds few queries, and on sm_100, where blocks share keys: nothing was timed on either.
     **{("sm80_forward", dtype, 128): 16 for dtype in _HALVES},
     **{("sm80_forward", dtype, 256): 12 for dtype in _HALVES},
+    **{("sm80_backward", dtype, 256): 8 for dtype in _HALVES},  # on sm_100
     # In the producer, which has 24 registers, and here keeps the time at which it began to wait.
     **{("sm90_backward watched", dtype, 128): 20 for dtype in _HALVES},
     ("sm80_forward", np.dtype(np.float32), 192): 12,  # of tf32x3, on sm_100, where a tile holds few queries

@@ -45,24 +45,30 @@ CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2,
     }
 }
 
-// dP = dO V^T, and P and dS as above, where all scores are allowed: P is made while the tensor cores multiply, a few of
-// its columns after each sixteen of dO's.
-template <class Tile, class Do, class V>
-CUFLASH_DEVICE void score_gradients_meanwhile(Tile& s, Tile& dp, Do do_smem, V v_smem, float softmax_scale_log2,
-                                              const RowStatistics<Tile>& row) {
+// dP = dO V^T, and P in the place of q k^T, all of which is allowed: P is made while the tensor cores multiply, a few of
+// its columns after each sixteen of dO's. `put` is called with every eight of them that are there.
+template <class Tile, class Do, class V, class Put = tile::Nothing>
+CUFLASH_DEVICE void probabilities_meanwhile(Tile& s, Tile& dp, Do do_smem, V v_smem, float softmax_scale_log2,
+                                            const RowStatistics<Tile>& row, Put put = {}) {
   constexpr int kTurns = 8 * Do::kChunks / 16;
   tile::product_nt(dp, do_smem, v_smem, [&](int turn) {
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j)
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      if (j * kTurns / Tile::kColumns != turn) continue;
 #pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i)
-        if (j * kTurns / Tile::kColumns == turn)
-          s.at(i, j) = probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
+      for (int i = 0; i < Tile::kRows; ++i) s.at(i, j) = probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
+      if (j % 2 == 1) put(j / 2);
+    }
   });
+}
+
+// dS = P (dP - delta) in the place of dP, eight columns of it.
+template <class Tile>
+CUFLASH_DEVICE void score_gradient_columns(Tile& dp, Tile& p, const RowStatistics<Tile>& row, int column_tile) {
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) dp.at(i, j) = s.at(i, j) * (dp.at(i, j) - row.delta[i]);
+    for (int j = 2 * column_tile; j < 2 * column_tile + 2; ++j) dp.at(i, j) = p.at(i, j) * (dp.at(i, j) - row.delta[i]);
 }
 
 // Rows of a gradient in float32, which is summed over broadcast axes afterwards.

@@ -19,7 +19,7 @@ template <class Gradient, class Tile>
 CUFLASH_DEVICE void hold_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
                                   int num_columns, Tile room, Gradient& gradient) {
   if (to.is_wide) attention::write_wide(to, work, head, num_columns, gradient);
-  else tile::store(room, gradient);
+  else if (gradient.is_first_holder()) tile::store(room, gradient);
 }
 
 // What is held. Called by all threads, once all of it is there.

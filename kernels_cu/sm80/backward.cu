@@ -9,15 +9,23 @@ namespace cuflash {
 
 using config::kNumStages;
 
-using Scores = tile::Share<kBlockQ, kBlockKv, kNumWarps>::Tile;
+using ScoreShare = tile::Share<kBlockQ, kBlockKv, kNumWarps>;
+using Scores = ScoreShare::Tile;
 using DkOfWarp = tile::Share<kBlockKv, kHeadDim, kNumWarps>::Tile;
 using DvOfWarp = tile::Share<kBlockKv, kValueDim, kNumWarps>::Tile;
 
+constexpr bool kIsNarrow = kHeadDim + kValueDim <= 256;
 constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // of a thread
 // Of 16-bit elements, and where registers suffice for both.
 constexpr bool kMakesPMeanwhile = sizeof(Element) == 2 && kNumScores <= 32;
-// Where they do not, P and dS are rounded, to half as many, before whole and other steps go on alike.
-constexpr bool kStoresApart = sizeof(Element) == 2 && kNumScores > 32;
+// Where products are long enough as well, P is also stored while dP is made, and dS while dV is, for one barrier more.
+constexpr bool kMakesDsMeanwhile =
+    kMakesPMeanwhile && !kIsNarrow && kValueDim >= 64 && ScoreShare::kHolders == kNumWarps;
+// Where registers do not suffice, P and dS are rounded, to half as many, before whole and other steps go on alike.
+constexpr bool kStoresApart = kMakesDsMeanwhile || (sizeof(Element) == 2 && kNumScores > 32);
+// Where all warps hold scores of their own the question is for ptxas, which orders what follows it better: 2 % of the
+// gradients of 128 columns without a list.
+constexpr bool kAsksWhoHolds = ScoreShare::kHolders < kNumWarps || (!config::kIsListed && kNumScores <= 32);
 
 constexpr KTile k_smem{0};
 constexpr VTile v_smem{KTile::kBytes};
@@ -110,7 +118,6 @@ CUFLASH_DEVICE tile::Matrix<float> statistics(int stage, int which, int num_rows
 CUFLASH_DEVICE void load_whole_step(const attention::Params& params, const Kept& kept, int first, int stage) {
   using QRows = tile::WholeRows<kThreads, Element, kBlockQ, kHeadDim>;
   using DoRows = tile::WholeRows<kThreads, Element, kBlockQ, kValueDim>;
-  constexpr bool kIsNarrow = kHeadDim + kValueDim <= 256;
   constexpr int kKnown = (2 * kBlockQ + kThreads - 1) / kThreads;  // numbers of lse and delta that a thread copies
   const auto place_of_known = [&](int number) {
     const bool is_lse = number < kBlockQ;
@@ -160,9 +167,29 @@ CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const 
   attention::mask_scores<config::kIsListed>(s, params, queries, keys);
 }
 
+// Put P and dS into shared memory.
 CUFLASH_DEVICE void store_scores(const Scores& p, const Scores& ds) {
-  tile::store(p_smem, p);
+  if (kAsksWhoHolds && !Scores::is_first_holder()) return;
   tile::store(ds_smem, ds);
+  tile::store(p_smem, p);
+}
+
+// P and dS of S, all of which is allowed: P is made and stored while dP = dO V^T is, and dS while dV += P^T dO.
+template <class Row>
+CUFLASH_DEVICE void add_dv_meanwhile(DvOfWarp& dv, Scores& s, OTile do_smem, float softmax_scale_log2, const Row& row) {
+  constexpr int kTurns = kBlockQ / 16;
+  Scores dp;
+  attention::probabilities_meanwhile(s, dp, do_smem, v_smem, softmax_scale_log2, row,
+                                     [&](int column_tile) { tile::store_columns(p_smem, s, column_tile); });
+  __syncthreads();  // P is there
+  tile::add_product_tn(dv, p_smem, do_smem, [&](int turn) {
+#pragma unroll
+    for (int j = 0; j < Scores::kColumnTiles; ++j) {
+      if (j * kTurns / Scores::kColumnTiles != turn) continue;
+      attention::score_gradient_columns(dp, s, row, j);
+      tile::store_columns(ds_smem, dp, j);
+    }
+  });
 }
 
 // Whatever a query without a key brings, its gradients are 0. Called by all threads.
@@ -211,8 +238,12 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
       if (step.kind == Kind::kFull && kept.work.last - kept.work.first == kBlockKv) {
         const auto row = row_statistics<Scores>(lse, delta);
         const float softmax_scale_log2 = kept.softmax_scale_log2;
-        if constexpr (kMakesPMeanwhile) {
-          score_gradients_meanwhile(s, dp, do_smem, v_smem, softmax_scale_log2, row);
+        if constexpr (kMakesDsMeanwhile) {
+          add_dv_meanwhile(dv, s, do_smem, softmax_scale_log2, row);
+        } else if constexpr (kMakesPMeanwhile) {
+          probabilities_meanwhile(s, dp, do_smem, v_smem, softmax_scale_log2, row);
+#pragma unroll
+          for (int j = 0; j < Scores::kColumnTiles; ++j) score_gradient_columns(dp, s, row, j);
         } else {
           tile::product_nt(dp, do_smem, v_smem);
           score_gradients<false>(s, dp, softmax_scale_log2, row);
@@ -224,10 +255,14 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
         tile::product_nt(dp, do_smem, v_smem);
         score_gradients<true>(s, dp, kept.softmax_scale_log2, row_statistics<Scores>(lse, delta));
         if (kStoresApart) store_scores(s, dp);
+        if (kMakesDsMeanwhile) {
+          __syncthreads();  // P is there
+          tile::add_product_tn(dv, p_smem, do_smem);
+        }
       }
       if (!kStoresApart) store_scores(s, dp);
       __syncthreads();  // P and dS are there
-      tile::add_product_tn(dv, p_smem, do_smem);
+      if (!kMakesDsMeanwhile) tile::add_product_tn(dv, p_smem, do_smem);
       if (config::kDqAdds > 0) {
         DqOfWarp dq;
         tile::product_nn(dq, ds_smem, k_smem);

@@ -162,10 +162,9 @@ CUFLASH_DEVICE void add_product_nn(Tile& c, const Left& a, SwizzledTile<float, D
   multiply_tf32<true, Depth, Depth / 8>(c, Registers<Left>{a}, words<true, 1, false>(b, 0));
 }
 
-// Put a warp's part into shared memory. Called by whole warps.
+// Put a warp's part into shared memory. Called by whole warps, of those that hold the same part by the first.
 template <class Tile, int Rows, int Columns>
 CUFLASH_DEVICE void store(SwizzledTile<float, Rows, Columns> to, const Tile& from) {
-  if (!from.is_first_holder()) return;
   const int row = from.first_row(), chunk = from.first_column() / kChunkOf<float>;
 #pragma unroll
   for (int j = 0; j < Tile::kColumnTiles; ++j) {

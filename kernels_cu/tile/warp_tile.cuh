@@ -193,9 +193,11 @@ CUFLASH_DEVICE void product_nn(Tile& c, SwizzledTile<T, Rows, Depth> a, Swizzled
 }
 
 // c += a^T b
-template <class Tile, class T, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void add_product_tn(Tile& c, SwizzledTile<T, Depth, Rows> a, SwizzledTile<T, Depth, Columns> b) {
-  multiply<T, Depth>(c, left_across<Tile::kRowTiles>(a, c.warp_row()), right_across<Tile::kColumnTiles / 2>(b, c.warp_column()), false);
+template <class Tile, class T, int Rows, int Columns, int Depth, class Meanwhile = Nothing>
+CUFLASH_DEVICE void add_product_tn(Tile& c, SwizzledTile<T, Depth, Rows> a, SwizzledTile<T, Depth, Columns> b,
+                                   Meanwhile meanwhile = {}) {
+  multiply<T, Depth>(c, left_across<Tile::kRowTiles>(a, c.warp_row()),
+                     right_across<Tile::kColumnTiles / 2>(b, c.warp_column()), false, meanwhile);
 }
 
 // c += a b, where a is a product of the same warp, rounded to T: its registers are what the next product takes.
@@ -231,21 +233,25 @@ CUFLASH_DEVICE void store_row(float* to, const Tile& from, int i) {
   }
 }
 
-// Round a warp's part to T and put it into shared memory. Called by whole warps.
+// Round eight columns of a warp's part to T and put them into shared memory. Called by whole warps, of those that hold the
+// same part by the first.
+template <class Tile, class T, int Rows, int Columns>
+CUFLASH_DEVICE void store_columns(SwizzledTile<T, Rows, Columns> to, const Tile& from, int column_tile) {
+  constexpr int kChunk = kChunkOf<T>;
+  const int row = from.first_row(), chunk = from.warp_column() / kChunk, pair_of_lane = from.first_column() % kChunk / 2;
+  const int start = to.offset(row, chunk + column_tile);
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i) {
+    const float* const pair = &from.tiles[i / 2][column_tile][i % 2 * 2];
+    to.template pointer<uint32_t>(to.moved(start, from.row(i), 0))[pair_of_lane] = ptx::pack2(T{}, pair[0], pair[1]);
+  }
+}
+
+// All of them.
 template <class Tile, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store(SwizzledTile<T, Rows, Columns> to, const Tile& from) {
-  constexpr int kChunk = kChunkOf<T>;
-  if (!from.is_first_holder()) return;
-  const int row = from.first_row(), chunk = from.warp_column() / kChunk, pair_of_lane = from.first_column() % kChunk / 2;
 #pragma unroll
-  for (int j = 0; j < Tile::kColumnTiles; ++j) {
-    const int start = to.offset(row, chunk + j);
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) {
-      const float* const pair = &from.tiles[i / 2][j][i % 2 * 2];
-      to.template pointer<uint32_t>(to.moved(start, from.row(i), 0))[pair_of_lane] = ptx::pack2(T{}, pair[0], pair[1]);
-    }
-  }
+  for (int j = 0; j < Tile::kColumnTiles; ++j) store_columns(to, from, j);
 }
 
 }  // namespace cuflash::tile
