@@ -170,8 +170,8 @@ CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const 
 // Put P and dS into shared memory.
 CUFLASH_DEVICE void store_scores(const Scores& p, const Scores& ds) {
   if (kAsksWhoHolds && !Scores::is_first_holder()) return;
-  tile::store(ds_smem, ds);
   tile::store(p_smem, p);
+  tile::store(ds_smem, ds);
 }
 
 // P and dS of S, all of which is allowed: P is made and stored while dP = dO V^T is, and dS while dV += P^T dO.
