@@ -15,9 +15,9 @@ from .errors import UnsupportedProblem, collecting
 from .launch import EXECUTORS, Executable, Gradients, Repeated, as_arrays, lie_of
 from .mask import Mask, held_arrays
 from .memory import device_number
-from .plans import Plan, make_plan
+from .planning.plan import KernelPlan, gpu_plan, host_plan
+from .planning.routing import FAMILIES, routed
 from .problem import Problem, precision_reasons
-from .tiles import FAMILIES, family_reasons, routed
 from .work_list import requested_mask
 
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
@@ -241,7 +241,6 @@ def plan(
     kernels    simt, by kernel='auto': it serves every dtype, mask and chip
     problem    batch (), 8 heads, 4096 queries, 4096 keys, dims 64 and 64, float32, scale 0.125
     device     H100: sm_90, 132 multiprocessors, 227 KiB for a tile
-    tile       128 queries x 64 keys
     kernel     simt_forward: 128 queries x 64 keys, grid 256, 87040 bytes of shared memory, ...
     kernel     simt_backward_statistics: ...
     kernel     simt_backward: ...
@@ -284,25 +283,18 @@ def plan(
         with collecting(reasons):
             resolved = requested_mask(mask, causal, window, problem.mask_shape, namespace(q) if is_array(q) else None)
         if kernel in FAMILIES and where != "cpu":
-            reasons += family_reasons(kernel, problem)
+            reasons += FAMILIES[kernel].reasons(problem, None)
     if resolved is not None and where == "gpu" and device is None and not reasons:
         reasons += _mask_device_reasons(resolved)
     if reasons or problem is None or resolved is None:
         raise UnsupportedProblem(reasons)
     target = device or _device(where)
-    family, why = None, ""
     if where != "cpu":
-        family, why = routed(problem, target) if kernel == "auto" else (kernel, "")
-    made = _plan(problem, resolved, target, family, bool(deterministic))
-    if kernel == "auto" and family == "sm90" and made.cuts_tiles:
-        family, why = "sm80", "16-bit elements on tensor cores, in blocks that are not made of 64 x 64"
-        made = _plan(problem, resolved, target, family, bool(deterministic))
-    for spec in made.specs.values():
-        assert made.device.compute_capability is not None
-        compile.architecture(spec, made.device.compute_capability)
-    if family is None:
-        return Executable(made, where)
-    return Executable(made, where, f"{family}, by kernel='auto': {why}" if why else f"{family}, asked for by name")
+        family = routed(problem, target)[0] if kernel == "auto" else FAMILIES[kernel]
+        reasons = family.reasons(problem, target)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+    return Executable(_plan(problem, resolved, target, kernel if where != "cpu" else None, bool(deterministic)), where)
 
 
 def precompile(
@@ -400,7 +392,16 @@ def _key(q: Any, k: Any, v: Any, mask: Any, causal: Any, window: Any, options: A
 
 
 _host = lru_cache(maxsize=1)(DeviceSpec.host)
-_remembered = lru_cache(maxsize=256)(make_plan)
+
+
+def _made(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
+    """The plan of a call on the host where `kernel` is None, else on a GPU."""
+    if kernel is None:
+        return host_plan(problem, mask, device)
+    return gpu_plan(problem, mask, device, kernel, deterministic)
+
+
+_remembered = lru_cache(maxsize=256)(_made)
 
 
 def _executor(arrays: tuple[Any, ...], executor: str, device: DeviceSpec | None) -> str:
@@ -418,13 +419,13 @@ def _device(executor: str) -> DeviceSpec:
     return _host() if executor == "cpu" else _SIMULATED
 
 
-def _plan(problem: Problem, mask: Mask, device: DeviceSpec, family: str | None, deterministic: bool) -> Plan:
+def _plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
     """Plans whose masks hold no arrays are remembered: calls of one shape plan once."""
     try:
         hash(mask)
     except TypeError:
-        return make_plan(problem, mask, device, family, deterministic)
-    return _remembered(problem, mask, device, family, deterministic)
+        return _made(problem, mask, device, kernel, deterministic)
+    return _remembered(problem, mask, device, kernel, deterministic)
 
 
 def _option_reasons(

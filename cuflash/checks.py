@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -14,7 +12,8 @@ import numpy as np
 
 from .arrays import Array, Namespace, to_host
 from .classify import Kind
-from .source import KernelSpec
+from .planning.routing import family_of
+from .planning.spec import KernelSpec
 from .work_list import ListedWork, WorkList
 
 MARGIN = 4096  # bytes before and after a result
@@ -27,8 +26,8 @@ def is_on() -> bool:
 
 
 def built(spec: KernelSpec) -> KernelSpec:
-    """What is compiled of a kernel for a GPU: where the environment asks for checks, Hopper's fail and do not hang."""
-    return replace(spec, is_watched=True) if spec.family == "sm90" and is_on() else spec
+    """The specification that is compiled for a GPU: with a watchdog where checks are on and the kernel could hang."""
+    return replace(spec, is_watched=True) if is_on() and family_of(spec).waits_at_barriers else spec
 
 
 class _Margins(NamedTuple):
@@ -79,24 +78,6 @@ class Check:
             if bool(wrong.any()):
                 first = [int(side[0]) for side in np.nonzero(to_host(wrong))]
                 raise RuntimeError(f"{kernel} wrote NaN to {name}{first}, and all its inputs are finite")
-
-
-_current: ContextVar[Check | None] = ContextVar("cuflash_check", default=None)
-
-
-@contextmanager
-def checking(xp: Namespace, inputs: Mapping[str, Array]) -> Iterator[Check | None]:
-    """The checks of one call, which passes find by `current`; None unless the environment asks."""
-    check = Check(xp, inputs) if is_on() else None
-    token = _current.set(check)
-    try:
-        yield check
-    finally:
-        _current.reset(token)
-
-
-def current() -> Check | None:
-    return _current.get()
 
 
 def check_lists(work: WorkList, lists: Mapping[str, Array]) -> None:

@@ -21,14 +21,15 @@ from threading import Lock
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from .errors import CompileError, UnsupportedProblem
-from .source import KernelSpec, source
+from .errors import CompileError
+from .planning.routing import family_of
+from .planning.spec import KernelSpec
+from .source import source
 
 # What CuPy is told beside the architecture; it adds the last two itself.
 _OPTIONS = ("-std=c++17", "-lineinfo")
 _CUPY_ADDS = {"ftz": True, "device_as_default_execution_space": True}
 
-_OLDEST = {"sm80": (8, 0), "sm90": (9, 0)}  # of a family; what NVRTC 13 still compiles for is 7.5 and newer
 _KNOWS_NO_CACHE = (12, 9)  # NVRTC: older ones refuse the option
 _WITHOUT_ASKING = 48 << 10  # dynamic shared memory, bytes
 _PACKAGES = "pip install 'cuflash[cuda13]', or [cuda12] for a driver older than CUDA 13"
@@ -133,21 +134,14 @@ _warned = False
 
 
 def architecture(spec: KernelSpec, compute_capability: tuple[int, int]) -> str:
-    """What NVRTC calls the machine code for a chip.
+    """NVRTC's name of a kernel's machine code for a chip.
 
     Raises
     ------
     UnsupportedProblem
         The kernel's family needs another chip.
     """
-    major, minor = compute_capability
-    oldest = _OLDEST.get(spec.family, (7, 5))
-    if compute_capability < oldest or spec.family == "sm90" and compute_capability != (9, 0):
-        wanted = f"{oldest[0]}.{oldest[1]}" + ("" if spec.family == "sm90" else " or newer")
-        raise UnsupportedProblem(
-            [f"kernel={spec.family!r} needs compute capability {wanted}; got {major}.{minor}: use kernel='auto'"]
-        )
-    return f"sm_{major}{minor}" + ("a" if spec.family == "sm90" else "")
+    return family_of(spec).architecture(compute_capability)
 
 
 def cubin(spec: KernelSpec, architecture: str) -> Compiled:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,40 +22,29 @@ from threadpoolctl import ThreadpoolController
 
 from .arrays import Array
 from .classify import Kind
-from .plans import Plan
+from .planning.host import HostTiling
+from .planning.plan import KernelPlan
 from .work_list import ListedWork, Segment, WorkList
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
 
-def forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
+def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    call = _Call.of(plan, q=q, k=k, v=v, o=o, lse=lse)
-    _run(plan, (call.forward_rows, call.row_tiles()))
+    call = _Call.of(plan, **arrays)
+    _run(call.tiling, (call.forward_rows, call.row_tiles()))
 
 
-def backward(
-    plan: Plan,
-    do: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse: Array,
-    dlse: Array | None,
-    dq: Array,
-    dk: Array,
-    dv: Array,
-) -> None:
+def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
+    lse = arrays["lse"]
     empty = lse == -np.inf
     # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
     lse_2 = np.where(empty, np.inf, lse * LOG2_E).astype(plan.problem.accumulator, copy=False)
-    delta = np.empty_like(lse_2)
-    arrays = dict(q=q, k=k, v=v, o=o, lse_2=lse_2, do=do, dlse=dlse, delta=delta, dq=dq, dk=dk, dv=dv)
-    call = _Call.of(plan, **arrays, empty=empty if empty.any() else None)
-    _run(plan, (call.backward_rows, call.row_tiles()), (call.backward_columns, call.column_tiles()))
+    own = {"lse_2": lse_2, "delta": np.empty_like(lse_2), "empty": empty if empty.any() else None}
+    call = _Call.of(plan, **arrays, **own)
+    _run(call.tiling, (call.backward_rows, call.row_tiles()), (call.backward_columns, call.column_tiles()))
 
 
 class _Step(NamedTuple):
@@ -103,14 +92,14 @@ class _Call:
     Scores are transposed, [tiles, keys, queries]: what belongs to a query is then added along whole rows of memory.
     """
 
-    plan: Plan
+    plan: KernelPlan
     arrays: dict[str, Array]
     places: tuple[tuple[int, ...], ...]  # indices into the leading axes, by flat batch index
     wide: Any  # the accumulator's scalar type
     group_size: int
 
     @classmethod
-    def of(cls, plan: Plan, **arrays: Array | None) -> _Call:
+    def of(cls, plan: KernelPlan, **arrays: Array | None) -> _Call:
         problem, batch = plan.problem, plan.problem.batch
         broadcast = {}
         for name, array in arrays.items():
@@ -120,6 +109,11 @@ class _Call:
                 view = array if array.shape == full else np.broadcast_to(array, full)
                 broadcast[name] = view if problem.has_heads else view[None]
         return cls(plan, broadcast, tuple(np.ndindex(batch)), problem.accumulator.type, problem.group_size)
+
+    @property
+    def tiling(self) -> HostTiling:
+        assert self.plan.tiling is not None
+        return self.plan.tiling
 
     def row_tiles(self) -> Iterator[_Tile]:
         """Tiles of queries, last first: under a causal mask those are the longest."""
@@ -145,7 +139,7 @@ class _Call:
         """What some rows of a place visit, made once for all places that share it."""
         shared = self.plan.work.place(*place)
         if shared not in known:
-            width = self.plan.step_width(rows.stop - rows.start)
+            width = self.tiling.step_width(rows.stop - rows.start)
             known[shared] = _Visit.of(visited(*shared, rows.start, rows.stop), width)
         return known[shared]
 
@@ -310,19 +304,19 @@ def _cuts(length: int, block: int) -> Iterator[slice]:
     return (slice(start, min(start + block, length)) for start in reversed(range(0, length, block)))
 
 
-def _batches(plan: Plan, tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
-    """Tiles of one height that visit equally many rows, as many together as `Plan.batch_area` has room for.
+def _batches(tiling: HostTiling, tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
+    """Tiles of one height that visit equally many rows, as many together as `HostTiling.batch_area` has room for.
 
     NumPy's price for a call, and the threads' for handing the interpreter to each other, are paid once a batch.
     A quarter of all tiles is the most, so that there is something to share; threads are not counted, since results
     may not depend on them.
     """
-    room, most = plan.batch_area, plan.num_tiles if plan.is_small else max(1, plan.num_tiles // 4)
+    room, most = tiling.batch_area, tiling.num_tiles if tiling.is_small else max(1, tiling.num_tiles // 4)
     waiting: dict[tuple[int, ...], list[_Tile]] = {}
     for tile in tiles:
         visited = tuple(visit.num_rows for visit in tile.visits)
         height, widest = tile.rows.stop - tile.rows.start, max(visited)
-        limit = min(room // (height * max(widest, 1)), most) if widest <= plan.step_width(height) else 1
+        limit = min(room // (height * max(widest, 1)), most) if widest <= tiling.step_width(height) else 1
         alike = height, *visited
         group = waiting.setdefault(alike, [])
         group.append(tile)
@@ -410,10 +404,10 @@ _spare_scratch: list[Array] = []  # bytes that earlier calls worked in, at most 
 
 
 @contextmanager
-def _scratch(plan: Plan) -> Iterator[Array]:
+def _scratch(tiling: HostTiling) -> Iterator[Array]:
     """Memory for two tiles of scores, kept for later calls."""
-    dtype = plan.problem.accumulator
-    size = 2 * plan.scratch_scores * dtype.itemsize
+    dtype = tiling.problem.accumulator
+    size = 2 * tiling.scratch_scores * dtype.itemsize
     try:
         memory = _spare_scratch.pop()
     except IndexError:
@@ -421,25 +415,25 @@ def _scratch(plan: Plan) -> Iterator[Array]:
     if memory.size < size:
         memory = np.empty(size, np.uint8)
     yield memory[:size].view(dtype).reshape(2, -1)
-    if len(_spare_scratch) < plan.device.num_processors:
+    if len(_spare_scratch) < tiling.device.num_processors:
         _spare_scratch.append(memory)
 
 
-def _run(plan: Plan, *passes: _Pass) -> None:
+def _run(tiling: HostTiling, *passes: _Pass) -> None:
     """Every tile of each pass once, one pass after the other, on the plan's number of threads.
 
     The tiles of a pass write to places of their own.
     """
-    if plan.num_workers == 1:
+    if tiling.num_workers == 1:
         for step, tiles in passes:
-            _drain(plan, step, _batches(plan, tiles), threading.Lock(), threading.Event())
+            _drain(tiling, step, _batches(tiling, tiles), threading.Lock(), threading.Event())
         return
-    with _one_thread_blas(), ThreadPoolExecutor(plan.num_workers - 1) as pool:
+    with _one_thread_blas(), ThreadPoolExecutor(tiling.num_workers - 1) as pool:
         for step, tiles in passes:
             stop = threading.Event()
-            work = plan, step, _batches(plan, tiles), threading.Lock(), stop
+            work = tiling, step, _batches(tiling, tiles), threading.Lock(), stop
             try:
-                others = [pool.submit(_drain, *work) for _ in range(plan.num_workers - 1)]
+                others = [pool.submit(_drain, *work) for _ in range(tiling.num_workers - 1)]
                 _drain(*work)
                 for other in others:
                     other.result()
@@ -448,14 +442,14 @@ def _run(plan: Plan, *passes: _Pass) -> None:
 
 
 def _drain(
-    plan: Plan,
+    tiling: HostTiling,
     step: Callable[[list[_Tile], Array], None],
     batches: Iterator[list[_Tile]],
     lock: threading.Lock,
     stop: threading.Event,
 ) -> None:
     """Do batches until none is left: what each thread runs."""
-    with np.errstate(all="ignore"), _scratch(plan) as scratch:
+    with np.errstate(all="ignore"), _scratch(tiling) as scratch:
         while not stop.is_set():
             with lock:
                 batch = next(batches, None)

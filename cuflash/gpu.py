@@ -6,24 +6,23 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from itertools import accumulate, starmap
-from math import prod
-from operator import and_
+from itertools import starmap
+from operator import and_, attrgetter
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
-import numpy as np
-
-from . import checks, compile, passes
+from . import checks, compile
 from .arrays import Array, ShapeDtype
 from .device import DeviceSpec
 from .errors import UnsupportedProblem
+from .executors.launch import BoundPass, Lists, run
 from .memory import layout_reasons
 from .params import View
-from .plans import Plan
-from .source import KernelSpec
+from .planning.launches import Launch, Pass, Workspace
+from .planning.plan import KernelPlan
+from .planning.spec import KernelSpec
 from .tensor_map import Template, Tiles, encoded, template
-from .tiles import shared_bytes
 from .work_list import WorkList
 
 _COLD = "call plan.compile() before the capture, then run the same plan inside it"
@@ -68,8 +67,8 @@ class _Resident:
         self._is_made = False  # seen by the host, so that no stream has to wait
         self._guests: dict[int, Any] = {}
 
-    def on(self, stream: Any) -> dict[str, Array]:
-        """The arrays, for kernels on a stream."""
+    def use(self, stream: Any) -> None:
+        """Let a stream that launches kernels on the arrays wait until they are there."""
         if not self._is_made:
             self._is_made = self._made.done
             if not self._is_made and stream.is_capturing():
@@ -78,7 +77,6 @@ class _Resident:
                 stream.wait_event(self._made)
         if stream.ptr != self._home.ptr:
             self._guests[stream.ptr] = stream
-        return self.arrays
 
     def settle(self) -> None:
         """Wait, once, until the arrays are there for every stream and for captures."""
@@ -101,50 +99,72 @@ class _Resident:
         return True
 
 
+class _NoLists:
+    """The lists of work that has none."""
+
+    arrays: Mapping[str, Array] = MappingProxyType({})
+
+    def use(self, stream: Any) -> None:
+        """Nothing has to be there."""
+
+
+_NO_LISTS = _NoLists()
 _PER_THREAD = 2  # cudaStreamPerThread
 
 
-class _Gpu:
-    """CuPy, as what runs kernels."""
+class Gpu:
+    """The current CUDA device, through CuPy, as what runs kernels."""
 
     def __init__(self) -> None:
         self._resident: WeakKeyDictionary[WorkList, dict[int, _Resident]] = WeakKeyDictionary()
         self._leaving: deque[_Resident] = deque()
-        self._zeros: dict[tuple[Any, ...], dict[int, Array]] = {}
+        self._zeroed: dict[tuple[int, Workspace], dict[int, Array]] = {}
         self._lock = threading.Lock()
 
-    def address(self, array: Array) -> int:
-        return int(array.data.ptr)
+    address = attrgetter("data.ptr")
+
+    def stream(self) -> Any:
+        """CuPy's current stream."""
+        import cupy
+
+        return cupy.cuda.get_current_stream()
+
+    def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
+        """A function that makes the workspaces of a call on a stream.
+
+        A zeroed workspace is kept for later calls of its stream, since kernels leave it zeroed: that saves a memset of
+        6 us a call. It is not kept under a capture, as replays may overlap with the stream's calls, nor for
+        cudaStreamPerThread, which is one handle for the streams of many threads.
+        """
+        import cupy
+
+        device, needs = cupy.cuda.runtime.getDevice(), list(workspaces.values())
+        zeroed = [self._zeroed.setdefault((device, each), {}) if each.is_zeroed else None for each in needs]
+
+        def allocate(stream: Any) -> list[Array]:
+            made = []
+            for workspace, kept in zip(needs, zeroed):
+                if kept is None:
+                    made.append(self.empty(workspace.shape, workspace.dtype))
+                elif stream.is_capturing() or stream.ptr == _PER_THREAD:
+                    made.append(cupy.zeros(workspace.shape, workspace.dtype))
+                else:
+                    if stream.ptr not in kept:
+                        kept.setdefault(stream.ptr, cupy.zeros(workspace.shape, workspace.dtype))
+                    made.append(kept[stream.ptr])
+            return made
+
+        return allocate
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for a workspace."""
         import cupy
 
         return cupy.empty(shape, dtype)
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """The same for all calls of a stream, one after the other, since each leaves zeros: making them takes long.
-
-        But a graph's calls may run beside the stream's, and threads share the name of streams of their own.
-        """
-        import cupy
-
-        stream = cupy.cuda.get_current_stream()
-        if stream.is_capturing() or stream.ptr == _PER_THREAD:
-            return cupy.zeros(shape, dtype)
-        by_stream = self.zeros_by_stream(cupy.cuda.runtime.getDevice(), shape, dtype)
-        if stream.ptr not in by_stream:
-            by_stream.setdefault(stream.ptr, cupy.zeros(shape, dtype))
-        return by_stream[stream.ptr]
-
-    def zeros_by_stream(self, device: int, shape: tuple[int, ...], dtype: Any) -> dict[int, Array]:
-        return self._zeros.setdefault((device, shape, dtype), {})
-
-    def lists(self, work: WorkList) -> dict[str, Array]:
-        """The arrays of a work list on the current device, made there once."""
-        import cupy
-
-        resident = self.resident(work)
-        return {} if resident is None else resident.on(cupy.cuda.get_current_stream())
+    def lists(self, work: WorkList) -> Lists:
+        """The arrays of a work list on the current device, put there once."""
+        return self.resident(work) or _NO_LISTS
 
     def resident(self, work: WorkList) -> _Resident | None:
         """What holds the arrays of a work list on the current device; None where it has none."""
@@ -178,18 +198,29 @@ class _Gpu:
     def tensor_map(self, tiles: Tiles) -> Template:
         return template(encoded, tiles)
 
-    def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...]], None]:
+        """A function that launches a kernel, compiled and loaded now, on CuPy's current stream."""
+        function = _function(spec, shared_bytes)
+        blocks, threads = (grid,), (spec.num_threads,)
+        return lambda arguments: function(blocks, threads, arguments, shared_bytes)
+
+    def wait(self, launch: Launch) -> None:
+        """Wait until a launch has ended.
+
+        Raises
+        ------
+        RuntimeError
+            It failed.
+        """
         import cupy
 
-        _function(spec, shared_bytes)((grid,), (spec.num_threads,), arguments, shared_mem=shared_bytes)
-        if checks.current() is not None:
-            try:
-                cupy.cuda.get_current_stream().synchronize()
-            except cupy.cuda.runtime.CUDARuntimeError as error:
-                raise RuntimeError(f"{spec.name} on {grid} blocks failed: {error}") from error
+        try:
+            cupy.cuda.get_current_stream().synchronize()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise RuntimeError(f"{launch.spec.name} failed: {error}") from error
 
 
-_GPU = _Gpu()
+_GPU = Gpu()
 
 
 def _function(spec: KernelSpec, nbytes: int) -> Any:
@@ -202,15 +233,16 @@ def _capability() -> tuple[int, int]:
     return capability
 
 
-def _cold(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
-    """Those that are yet to be compiled, or loaded, for the current device."""
+def _cold(launches: Iterable[Launch]) -> list[KernelSpec]:
+    """The kernels that are yet to be compiled, or loaded, for the current device."""
     capability = _capability()
-    return [spec for spec in map(checks.built, specs) if not compile.is_loaded(spec, capability, shared_bytes(spec))]
+    built = ((checks.built(launch.spec), launch.shared_bytes) for launch in launches)
+    return [spec for spec, nbytes in built if not compile.is_loaded(spec, capability, nbytes)]
 
 
-def _compile_at_once(plan: Plan, kernels: passes.Pass) -> None:
-    """A pass waits for the slowest of its kernels, not for one after the other."""
-    cold = _cold(plan.specs[entry] for entry in kernels.entries)
+def _compile_at_once(kernels: Pass) -> None:
+    """Compile the kernels of a pass side by side, so that a first call waits for the slowest alone."""
+    cold = _cold(kernels.launches.values())
     if len(cold) > 1:
         compile.precompile(cold, _capability())
 
@@ -226,17 +258,22 @@ def namespace() -> Any:
     return compile.current_device()[0]
 
 
-def make_ready(plan: Plan) -> None:
+def make_ready(plan: KernelPlan) -> None:
     """Compile and load the kernels of all passes for the current device, and put the work list there; waits for it."""
     compile.precompile(map(checks.built, plan.specs.values()), _capability())
-    for spec in plan.specs.values():
-        _function(spec, shared_bytes(spec))
+    for launch in _launches(plan):
+        _function(launch.spec, launch.shared_bytes)
     resident = _GPU.resident(plan.work)
     if resident is not None:
         resident.settle()
 
 
-def require_capturable(plan: Plan) -> None:
+def _launches(plan: KernelPlan) -> tuple[Launch, ...]:
+    assert plan.kernels is not None
+    return (*plan.kernels.forward.launches.values(), *plan.kernels.backward.launches.values())
+
+
+def require_capturable(plan: KernelPlan) -> None:
     """Where the current stream is captured, everything that a capture cannot make is there.
 
     Raises
@@ -249,7 +286,7 @@ def require_capturable(plan: Plan) -> None:
         refuse_capture("CUFLASH_CHECK waits for each kernel, which a stream capture cannot")
     if not cupy.cuda.get_current_stream().is_capturing():
         return
-    cold = _cold(plan.specs.values())
+    cold = _cold(_launches(plan))
     if cold:
         raise RuntimeError(f"{cold[0].name} is not compiled yet, which a stream capture cannot wait for: {_COLD}")
     _GPU.resident(plan.work)
@@ -261,66 +298,24 @@ def refuse_capture(reason: str) -> None:
         raise RuntimeError(f"this call cannot be captured: {reason}")
 
 
-def forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
-    """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    _compile_at_once(plan, passes.of_plan(plan, passes.FORWARD))
-    keep(plan, *passes.forward(plan, _GPU, q, k, v, o, lse))
-
-
-def backward(
-    plan: Plan,
-    do: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse: Array,
-    dlse: Array | None,
-    dq: Array,
-    dk: Array,
-    dv: Array,
-) -> None:
-    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
-    _compile_at_once(plan, passes.of_plan(plan, passes.BACKWARD))
-    keep(plan, *passes.backward(plan, _GPU, do, q, k, v, o, lse, dlse, dq, dk, dv), dq, dk, dv)
-
-
-_captured: WeakKeyDictionary[Plan, list[Array]] = WeakKeyDictionary()
-_pinned: set[Plan] = set()
-
-
-def keep(plan: Plan, *arrays: Array) -> None:
-    """Hold what was allocated inside a stream capture as long as the plan: its graph writes there at each replay."""
-    import cupy
-
-    if cupy.cuda.get_current_stream().is_capturing():
-        _captured.setdefault(plan, []).extend(arrays)
-
-
-def pin(plan: Plan) -> None:
-    """Hold a plan that nobody else may hold for ever, if a graph needs what it keeps."""
-    if plan in _captured:
-        _pinned.add(plan)
-
-
-def repeated(
-    plan: Plan,
-    kernels: passes.Pass,
+def bind(
+    plan: KernelPlan,
+    kernels: Pass,
     given: Mapping[str, Array],
-    results: dict[str, ShapeDtype],
+    results: Mapping[str, ShapeDtype],
     *,
     pins: bool = False,
 ) -> Callable[..., list[Array]]:
-    """A pass without its questions: for the current device, and for arrays that lie as these do, wherever they are.
+    """A pass as a function for arrays of one layout on the current device: without checks, but for alignment.
 
     Parameters
     ----------
     given : dict of arrays by name
-        What the pass reads.
+        Operands whose layout later calls share.
     results : dict of ShapeDtype by name
-        What it writes.
+        Results, which each call allocates.
     pins : bool
-        What a capture needs stays for ever.
+        Whether memory that a captured call uses is kept for ever, because its caller does not hold the plan.
 
     Returns
     -------
@@ -334,51 +329,60 @@ def repeated(
     """
     import cupy
 
-    _compile_at_once(plan, kernels)
-    rooms = results | passes.workspaces(plan, kernels)
-    views = *starmap(View.of, given.items()), *starmap(View.of_new, rooms.items())
-    records, launches = passes.bound(plan, kernels.entries, views, _GPU)
-    resident = _GPU.resident(plan.work)
-    lists = {} if resident is None else resident.arrays
-    filler = records.placed({name: _GPU.address(array) for name, array in lists.items()})
-    ready = [(spec, _function(spec, nbytes), (grid,), (spec.num_threads,), nbytes) for spec, grid, nbytes in launches]
+    _compile_at_once(kernels)
+    views = *starmap(View.of, given.items()), *starmap(View.of_new, results.items())
+    bound = BoundPass(plan, kernels, views, _GPU)
     names, odd = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
-    device = cupy.cuda.runtime.getDevice()
-    left = [room for name, room in rooms.items() if name not in results]
-    zeros = [(_GPU.zeros_by_stream(device, room.shape, room.dtype), room) for room in left if kernels.zeros]
-    *starts, num_bytes = accumulate((prod(room.shape) * room.dtype.itemsize for room in left), initial=0)
-    new = [(room.shape, room.dtype) for room in results.values()]
-    if left and not zeros:  # one array for all: each takes a microsecond of a call
-        new.append(((num_bytes,), np.dtype(np.uint8)))
-    current_stream, empty, num_results = cupy.cuda.get_current_stream, cupy.empty, len(results)
+    new = [(result.shape, result.dtype) for result in results.values()]
+    current_stream, empty = cupy.cuda.get_current_stream, cupy.empty
 
-    def run(*arrays: Array) -> list[Array]:
-        addresses = [array.data.ptr for array in arrays]
-        if any(map(and_, addresses, odd)):
+    def call(*arrays: Array) -> list[Array]:
+        if any(map(and_, [array.data.ptr for array in arrays], odd)):
             raise UnsupportedProblem(reason for pair in zip(names, arrays) for reason in layout_reasons(*pair))
         stream = current_stream()
-        is_captured = stream.is_capturing()
-        own = -1 if is_captured else stream.ptr  # no stream's
         made = [empty(shape, dtype) for shape, dtype in new]
-        addresses += [array.data.ptr for array in made[:num_results]]
-        if zeros:
-            counts = [known[own] if own in known else _GPU.zeros(room.shape, room.dtype) for known, room in zeros]
-            addresses += [array.data.ptr for array in counts]
-            made += counts
-        elif left:
-            start = made[-1].data.ptr
-            addresses += [start + offset for offset in starts]
-        if resident is not None:
-            resident.on(stream)
-        filled = filler.filled(addresses)
-        for spec, function, grid, threads, nbytes in ready:
-            for arguments in filled.arguments(spec):
-                function(grid, threads, arguments, nbytes)
-        filler.reuse(filled)
-        if is_captured:
-            _captured.setdefault(plan, []).extend(made)
+        workspaces = bound([*arrays, *made], stream)
+        if stream.is_capturing():
+            _captured.setdefault(plan, []).extend([*made, *workspaces])
             if pins:
                 _pinned.add(plan)
-        return made[:num_results]
+        return made
 
-    return run
+    return call
+
+
+def run_pass(plan: KernelPlan, kernels: Pass, arrays: Mapping[str, Array], check: checks.Check | None) -> None:
+    """Run a pass once on operands and results by name; a capture keeps its workspaces."""
+    _compile_at_once(kernels)
+    keep(plan, *run(plan, kernels, _GPU, arrays, check).values())
+
+
+def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check | None = None) -> None:
+    """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
+    assert plan.kernels is not None
+    run_pass(plan, plan.kernels.forward, arrays, check)
+
+
+def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check | None = None) -> None:
+    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
+    assert plan.kernels is not None
+    run_pass(plan, plan.kernels.backward, arrays, check)
+    keep(plan, *(arrays[name] for name in ("dq", "dk", "dv")))
+
+
+_captured: WeakKeyDictionary[KernelPlan, list[Array]] = WeakKeyDictionary()
+_pinned: set[KernelPlan] = set()
+
+
+def keep(plan: KernelPlan, *arrays: Array) -> None:
+    """Hold what was allocated inside a stream capture as long as the plan: its graph writes there at each replay."""
+    import cupy
+
+    if cupy.cuda.get_current_stream().is_capturing():
+        _captured.setdefault(plan, []).extend(arrays)
+
+
+def pin(plan: KernelPlan) -> None:
+    """Hold a plan that nobody else may hold for ever, if a graph needs what it keeps."""
+    if plan in _captured:
+        _pinned.add(plan)

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from . import checks, compile, cpu, gpu, passes, simulated
+from . import checks, compile, cpu, gpu, simulated
 from .arrays import Array, ShapeDtype, describe, is_array, namespace
 from .device import DeviceSpec
 from .errors import UnsupportedProblem, collecting
 from .memory import device_number, is_broadcast, is_foreign, is_on_cuda, layout_reasons, overlap, taken
-from .plans import Plan
+from .planning.explain import explain
+from .planning.plan import KernelPlan
 
 EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": simulated}
 
@@ -58,17 +59,14 @@ class Executable:
 
     Attributes
     ----------
-    plan : Plan
-        Problem, mask, device, tile and work.
+    plan : KernelPlan
+        Problem, mask, device, work and kernels.
     executor : str
         "cpu", "gpu" or "sim".
-    rule : str
-        Which rule chose the executor's kernels.
     """
 
-    plan: Plan
+    plan: KernelPlan
     executor: str = field(default="cpu")
-    rule: str = field(default="")
     _repeated: dict[Hashable, Repeated] = field(default_factory=dict, repr=False)
 
     def forward(self, q: Array, k: Array, v: Array, out: Any = None) -> tuple[Array, Array]:
@@ -99,21 +97,21 @@ class Executable:
         out_o, out_lse = given.pop(name_o), given.pop("out[1]")
         self._check_forward(given, name_o, out_o, out_lse)
         q, k, v = given.values()
-        with checks.checking(namespace(q), given) as check:
-            if out is None and key is not None and check is None and self.is_repeatable:
-                o, lse = self._remembered(key, self.repeated(q, k, v))(q, k, v)
-                return o, lse
-            problem, empty = self.plan.problem, _empty(q, check)
-            o = empty("o", problem.o_shape(), problem.dtype) if out_o is None else out_o
-            lse = empty("lse", problem.lse_shape(), problem.accumulator) if out_lse is None else out_lse
-            if self.plan.is_empty:
-                o[...], lse[...] = 0, -np.inf
-            else:
-                EXECUTORS[self.executor].forward(self.plan, q, k, v, o, lse)
-                if self.executor == "gpu":
-                    gpu.keep(self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None))
-            if check is not None:
-                check.after(f"the {self.executor} executor", {"o": o, "lse": lse})
+        check = checks.Check(namespace(q), given) if checks.is_on() else None
+        if out is None and key is not None and check is None and self.is_repeatable:
+            o, lse = self._remembered(key, self.repeated(q, k, v))(q, k, v)
+            return o, lse
+        problem, empty = self.plan.problem, _empty(q, check)
+        o = empty("o", problem.o_shape(), problem.dtype) if out_o is None else out_o
+        lse = empty("lse", problem.lse_shape(), problem.accumulator) if out_lse is None else out_lse
+        if self.plan.is_empty:
+            o[...], lse[...] = 0, -np.inf
+        else:
+            EXECUTORS[self.executor].forward(self.plan, {"q": q, "k": k, "v": v, "o": o, "lse": lse}, check)
+            if self.executor == "gpu":
+                gpu.keep(self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None))
+        if check is not None:
+            check.after(f"the {self.executor} executor", {"o": o, "lse": lse})
         return o, lse
 
     @property
@@ -129,12 +127,13 @@ class Executable:
         plan, problem = self.plan, self.plan.problem
         o, lse = ShapeDtype(problem.o_shape(), problem.dtype), ShapeDtype(problem.lse_shape(), problem.accumulator)
         if self.executor == "gpu":
+            assert plan.kernels is not None
             given = {"q": q, "k": k, "v": v}
-            return gpu.repeated(plan, passes.of_plan(plan, passes.FORWARD), given, {"o": o, "lse": lse}, pins=pins)
+            return gpu.bind(plan, plan.kernels.forward, given, {"o": o, "lse": lse}, pins=pins)
 
         def repeated(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
             made = np.empty(o.shape, o.dtype), np.empty(lse.shape, lse.dtype)
-            EXECUTORS[self.executor].forward(plan, q, k, v, *made)
+            EXECUTORS[self.executor].forward(plan, {"q": q, "k": k, "v": v, "o": made[0], "lse": made[1]})
             return made
 
         return repeated
@@ -179,30 +178,30 @@ class Executable:
         if self.executor == "gpu" and shapes != full_shapes:
             gpu.refuse_capture("gradients over broadcast axes are summed in memory that a graph would outlive")
         read = {name: array for name, array in there.items() if name not in ("o", "lse")}
-        results = {}
-        with checks.checking(namespace(given["q"]), read) as check:
-            is_alike = key is not None and check is None and shapes == full_shapes
-            if is_alike and self.executor == "gpu" and not self.plan.is_empty:
-                made = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in shapes.items()}
-                kernels = passes.of_plan(self.plan, passes.BACKWARD)
-                repeated = self._remembered(key, gpu.repeated(self.plan, kernels, there, made))
-                return Gradients(*repeated(*arrays))
-            empty = _empty(given["q"], check)
-            for name, full in full_shapes.items():
-                dtype = problem.dtype if full == shapes[name] else problem.accumulator
-                results[name] = empty(f"d{name}", full, dtype)
-            if self.plan.is_empty:
-                for result in results.values():
-                    result[...] = 0
-            else:
-                EXECUTORS[self.executor].backward(self.plan, *given.values(), *results.values())
-            if check is not None:
-                check.after(f"the {self.executor} executor", {f"d{name}": result for name, result in results.items()})
+        check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
+        is_alike = key is not None and check is None and shapes == full_shapes
+        if is_alike and self.executor == "gpu" and not self.plan.is_empty:
+            assert self.plan.kernels is not None
+            made = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in shapes.items()}
+            repeated = self._remembered(key, gpu.bind(self.plan, self.plan.kernels.backward, there, made))
+            return Gradients(*repeated(*arrays))
+        empty, results = _empty(given["q"], check), {}
+        for name, full in full_shapes.items():
+            dtype = problem.dtype if full == shapes[name] else problem.accumulator
+            results[name] = empty(f"d{name}", full, dtype)
+        gradients = {f"d{name}": result for name, result in results.items()}
+        if self.plan.is_empty:
+            for result in results.values():
+                result[...] = 0
+        else:
+            EXECUTORS[self.executor].backward(self.plan, there | gradients, check)
+        if check is not None:
+            check.after(f"the {self.executor} executor", gradients)
         return Gradients(*(_summed_to(results[name], shapes[name], problem.dtype) for name in ("q", "k", "v")))
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory a call takes beside its inputs and outputs; `Plan.workspace_bytes` has the formula."""
+        """Memory a call takes beside its inputs and outputs; `KernelPlan.workspace_bytes` has the formula."""
         return self.plan.workspace_bytes
 
     def explain(self) -> str:
@@ -214,9 +213,9 @@ class Executable:
             if made is not None:
                 notes[entry] = f"{made.resources.registers} registers, {made.resources.stack_bytes} bytes of stack"
         lines = [f"executor   {self.executor}"]
-        if self.rule:
-            lines.append(f"kernels    {self.rule}")
-        return "\n".join([*lines, self.plan.explain(notes)])
+        if self.plan.rule:
+            lines.append(f"kernels    {self.plan.rule}")
+        return "\n".join([*lines, explain(self.plan, notes)])
 
     def compile(self) -> None:
         """Make everything ready that the first call would otherwise make, so that calls can be captured too.

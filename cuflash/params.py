@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import Array, ShapeDtype
-from .plans import Plan
+from .planning.launches import Workspace
+from .planning.plan import KernelPlan
 from .problem import Problem
 from .records import (
     ARRAYS,
@@ -25,7 +26,6 @@ from .records import (
     TENSOR_MAPS,
     WHOLE_ARRAYS,
 )
-from .source import KernelSpec
 from .tensor_map import Template, Tiles
 from .work_list import IntervalWork, WorkList
 
@@ -62,10 +62,10 @@ class View(NamedTuple):
         return cls(name, array.dtype, array.shape, array.strides)
 
     @classmethod
-    def of_new(cls, name: str, room: ShapeDtype) -> View:
-        """Of an array that is yet to be allocated, in C order."""
-        shape, step = room.shape, room.dtype.itemsize
-        return cls(name, room.dtype, shape, tuple(step * prod(shape[axis + 1 :]) for axis in range(len(shape))))
+    def of_new(cls, name: str, made: ShapeDtype | Workspace) -> View:
+        """The layout of an array in C order that is yet to be allocated."""
+        shape, step = made.shape, made.dtype.itemsize
+        return cls(name, made.dtype, shape, tuple(step * prod(shape[axis + 1 :]) for axis in range(len(shape))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class Records:
     @classmethod
     def of(
         cls,
-        plan: Plan,
+        plan: KernelPlan,
         views: tuple[View, ...],
         boxes: Mapping[str, tuple[int, int]] = MappingProxyType({}),
         tensor_map: Callable[[Tiles], Template] | None = None,
@@ -108,13 +108,17 @@ class Records:
                 map_places[view.name] = start + made.place
         record = np.zeros((), PARAMS)
         record["work"] = _work(plan.work)
-        num_places = prod(extent for extent, _ in inner) * problem.num_kv_heads
-        turns = plan.dq_turns
-        rounds = (0, 0) if turns is None else (turns.ahead, turns.behind)
+        kernels = plan.kernels
+        assert kernels is not None
+        num_kv_heads = prod(extent for extent, _ in inner) * problem.num_kv_heads
+        turns = kernels.order.dq
+        finished, rounds = 0, (0, 0)
+        if turns is not None:
+            finished, rounds = turns.finished(num_kv_heads), (turns.ahead, turns.behind)
         record["shape"] = (
             [1] * padding + [extent for extent, _ in inner], 0, problem.num_heads, problem.group_size,
-            problem.seqlen_q, problem.seqlen_kv, problem.head_dim, problem.value_dim, plan.places_in_turn,
-            plan.key_places_in_turn, plan.num_splits, problem.group_size * plan.finished_places(num_places),
+            problem.seqlen_q, problem.seqlen_kv, problem.head_dim, problem.value_dim, kernels.order.heads_per_group,
+            kernels.order.kv_heads_per_group, kernels.num_splits, problem.group_size * finished,
             *rounds, _softmax_scale(problem),
         )  # fmt: skip
         templates = []
@@ -128,14 +132,8 @@ class Records:
             record["shape"]["first_batch"] += prod(extent for extent, _ in inner)
         return cls(views, tuple(templates), maps, map_places)
 
-    def at(self, addresses: Mapping[str, int]) -> list[Any]:
-        """The records for arrays, and arrays of the work, that lie at these addresses."""
-        names = [view.name for view in self.views]
-        filler = self.placed({name: address for name, address in addresses.items() if name not in names})
-        return [params for params, _ in filler.filled([addresses[name] for name in names]).records]
-
-    def placed(self, lists: Mapping[str, int]) -> Filler:
-        """What makes records of arrays' addresses alone: arrays of the work lie at these."""
+    def with_lists(self, lists: Mapping[str, int]) -> ParamsBuffer:
+        """The records complete but for the arrays' addresses; those of the work list's arrays are given."""
         places = [_PLACES[view.name] for view in self.views]
         maps = self.maps.reshape(1).view(np.uint64)
         names = [view.name for view in self.views]
@@ -147,7 +145,7 @@ class Records:
             of_maps = ((_WORDS + place, names.index(name)) for name, place in self.map_places.items())
             mapped = tuple((place, starts[number], number) for place, number in of_maps)
             templates.append((words, tuple(zip(places, starts)), mapped))
-        return Filler(templates)
+        return ParamsBuffer(templates)
 
 
 # One field makes a scalar that is a view. CuPy looks at its type alone; fields of fields would take it 70 us.
@@ -156,47 +154,33 @@ _MAP_BYTES = np.dtype([("bytes", np.void, TENSOR_MAPS.itemsize)])
 _WORDS = PARAMS.itemsize // 8
 
 
-class Filled(NamedTuple):
-    """Records of a call, each with its tensor maps, and the words that they are made of."""
+class ParamsBuffer:
+    """Records of the launches of a pass, complete but for the addresses of arrays.
 
-    records: list[tuple[Any, Any]]
-    words: list[memoryview]
-
-    def arguments(self, spec: KernelSpec) -> Sequence[tuple[Any, ...]]:
-        """Of a kernel's launches."""
-        return self.records if spec.takes_maps else [(params,) for params, _ in self.records]
-
-
-class Filler:
-    """Records complete but for the addresses of arrays, which each call has its own of."""
+    Parameters
+    ----------
+    templates : list of (words, places, mapped)
+        For each launch of a kernel: the words of its record and tensor maps; the places of arrays' addresses among them
+        with offsets in bytes; and the places of addresses in tensor maps, with offsets and the numbers of their arrays.
+    """
 
     def __init__(
         self, templates: list[tuple[Any, tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]]
     ) -> None:
         self._templates = templates
-        self._spare: list[Filled] = []
 
-    def filled(self, addresses: Sequence[int]) -> Filled:
-        """The records for arrays that lie at these addresses, in the order of the views; the caller's until `reuse`."""
-        try:
-            filled = self._spare.pop()
-        except IndexError:  # asked so, no other thread comes between the question and the answer
-            filled = self._made()
-        for words, (_, places, mapped) in zip(filled.words, self._templates):
+    def at(self, addresses: Sequence[int]) -> list[tuple[Any, Any]]:
+        """The parameters and tensor maps of each launch, for arrays at these addresses, in the order of the views."""
+        made = []
+        for template, places, mapped in self._templates:
+            copied = template.copy()
+            words = memoryview(copied)
             for (place, start), address in zip(places, addresses):
                 words[place] = start + address
             for place, start, number in mapped:
                 words[place] = start + addresses[number]
-        return filled
-
-    def reuse(self, filled: Filled) -> None:
-        """Let a later call, of any thread, have records that are launched: a launch copies its own."""
-        self._spare.append(filled)
-
-    def _made(self) -> Filled:
-        copies = [template.copy() for template, *_ in self._templates]
-        records = [(words[:_WORDS].view(_BYTES)[0], words[_WORDS:].view(_MAP_BYTES)[0]) for words in copies]
-        return Filled(records, [memoryview(words) for words in copies])
+            made.append((copied[:_WORDS].view(_BYTES)[0], copied[_WORDS:].view(_MAP_BYTES)[0]))
+        return made
 
 
 def _softmax_scale(problem: Problem) -> float:
@@ -205,7 +189,7 @@ def _softmax_scale(problem: Problem) -> float:
     return scale if abs(scale) >= 2 * float(np.finfo(problem.accumulator).tiny) else 0.0
 
 
-def _strides(view: View, plan: Plan) -> tuple[int, ...]:
+def _strides(view: View, plan: KernelPlan) -> tuple[int, ...]:
     """Strides in elements over (*batch, heads, rows, columns), 0 where an axis is broadcast or not there."""
     problem = plan.problem
     columns = () if view.name in ROW_VECTORS else (view.shape[-1],)
@@ -220,7 +204,7 @@ def _strides(view: View, plan: Plan) -> tuple[int, ...]:
 
 
 def _tiles(
-    view: View, plan: Plan, batch: Sequence[tuple[int, int]], steps: Sequence[int], box: tuple[int, int]
+    view: View, plan: KernelPlan, batch: Sequence[tuple[int, int]], steps: Sequence[int], box: tuple[int, int]
 ) -> Tiles:
     """An array [batch, batch, heads, rows, columns] as boxes. An axis of stride 0 has extent 1, and so does one that is
     not there."""

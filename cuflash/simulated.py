@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from . import passes, sim
+from . import sim
 from .arrays import Array
-from .plans import Plan
-from .source import KernelSpec, source
+from .checks import Check
+from .executors.launch import run
+from .planning.launches import Launch, Workspace
+from .planning.plan import KernelPlan
+from .planning.spec import KernelSpec
+from .source import source
 from .tensor_map import Template, Tiles, simulated, template
 from .work_list import WorkList
+
+
+@dataclass(frozen=True)
+class HostLists:
+    """The arrays of a work list on the host, where the simulator reads them."""
+
+    arrays: Mapping[str, Array]
+
+    def use(self, stream: Any) -> None:
+        """The arrays are ready at any time."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +52,34 @@ class Simulator:
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return np.full(shape, np.nan, dtype)  # whoever reads what nobody wrote shall notice
+    def stream(self) -> None:
+        """The simulator has no streams: every launch ends before it returns."""
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return np.zeros(shape, dtype)
+    def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
+        """Every bit is set where a kernel must write before another reads: NaN, if it is a float."""
+        return lambda stream: [_workspace(each) for each in workspaces.values()]
 
-    def lists(self, work: WorkList) -> dict[str, Array]:
-        return work.lists
+    def lists(self, work: WorkList) -> HostLists:
+        return HostLists(work.lists)
 
     def tensor_map(self, tiles: Tiles) -> Template:
         return template(simulated, tiles)
 
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...]], None]:
+        return lambda arguments: self.launch(spec, grid, shared_bytes, arguments)
+
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
+        """Run a kernel to its end."""
         kernel = _kernel(spec, self.sanitize)
         kernel((grid,), spec.num_threads, arguments, shared_bytes, self.schedule, time_limit=self.time_limit)
+
+    def wait(self, launch: Launch) -> None:
+        """Launches have ended already."""
+
+
+def _workspace(workspace: Workspace) -> Array:
+    fill = 0 if workspace.is_zeroed else 0xFF
+    return np.full(workspace.nbytes, fill, np.uint8).view(workspace.dtype).reshape(workspace.shape)
 
 
 @lru_cache(maxsize=256)
@@ -62,23 +90,13 @@ def _kernel(spec: KernelSpec, sanitize: sim.Sanitizer) -> sim.Kernel:
 _SIMULATOR = Simulator()
 
 
-def forward(plan: Plan, q: Array, k: Array, v: Array, o: Array, lse: Array) -> None:
+def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: Check | None = None) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    passes.forward(plan, _SIMULATOR, q, k, v, o, lse)
+    assert plan.kernels is not None
+    run(plan, plan.kernels.forward, _SIMULATOR, arrays, check)
 
 
-def backward(
-    plan: Plan,
-    do: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse: Array,
-    dlse: Array | None,
-    dq: Array,
-    dk: Array,
-    dv: Array,
-) -> None:
+def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: Check | None = None) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
-    passes.backward(plan, _SIMULATOR, do, q, k, v, o, lse, dlse, dq, dk, dv)
+    assert plan.kernels is not None
+    run(plan, plan.kernels.backward, _SIMULATOR, arrays, check)

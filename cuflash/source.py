@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .arrays import BFLOAT16
+from .planning.spec import KernelSpec
 from .records import assertions
 
 KERNELS = Path(__file__).parents[1] / "kernels_cu"
@@ -28,99 +28,19 @@ _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
 _OURS = re.compile(r"\s*<((?:ptx|tile|attention)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelSpec:
-    """Everything that changes a kernel's machine code, and nothing else.
-
-    >>> import numpy as np
-    >>> KernelSpec(
-    ...     family="simt", entry="forward", dtype=np.dtype(np.float32),
-    ...     head_dim=64, value_dim=64, block_q=64, block_kv=64,
-    ... ).name
-    'simt_forward'
-
-    Attributes
-    ----------
-    family, entry : str
-        kernels_cu/<family>/<entry>.cu, which defines the kernel <family>_<entry>.
-    dtype : numpy.dtype
-        Of q, k and v.
-    head_dim, value_dim : int
-        What the kernel has room for: the problem's own, rounded up.
-    block_q, block_kv : int
-        Queries and keys of a tile.
-    num_warps : int
-        Of a thread block.
-    min_blocks : int
-        Thread blocks that a multiprocessor holds at least: what the compiler shares the registers among.
-    is_listed : bool
-        The kernel walks a list of blocks.
-    num_stages : int
-        Tiles that are copied ahead and at hand.
-    dq_adds : 0, 1 or 4
-        Sums of dQ that one instruction adds to; 0 where dQ has a kernel of its own.
-    finishes_dq : bool
-        Blocks that add to dQ may finish it: of some batch entries and heads, or, of a list, all of it.
-    is_split : bool
-        Blocks share a tile's keys, and leave their parts to be merged.
-    is_packed : bool
-        A tile holds the queries of all heads that share a key/value head.
-    mma_rows : 0, 8 or 16
-        Rows of the tensor cores' instruction that makes the products; 0 where multiply-adds make them.
-    is_watched : bool
-        Waiting for long at a barrier in shared memory ends the kernel with an error, where it would hang.
-    precision : "ieee", "tf32" or "tf32x3"
-        Of the products.
-    """
-
-    family: str
-    entry: str
-    dtype: np.dtype[Any]
-    head_dim: int
-    value_dim: int
-    block_q: int
-    block_kv: int
-    num_warps: int = 4
-    min_blocks: int = 2
-    is_listed: bool = False
-    num_stages: int = 1
-    dq_adds: int = 0
-    finishes_dq: bool = False
-    is_split: bool = False
-    is_packed: bool = False
-    mma_rows: int = 0
-    is_watched: bool = False
-    precision: str = "ieee"
-
-    @property
-    def name(self) -> str:
-        return f"{self.family}_{self.entry}"
-
-    @property
-    def takes_maps(self) -> bool:
-        """The kernel has a second parameter, of tensor maps."""
-        return self.family == "sm90" and self.entry in ("forward", "backward", "backward_rows", "backward_wide")
-
-    @property
-    def num_threads(self) -> int:
-        return 32 * self.num_warps
-
-    def __str__(self) -> str:
-        return " ".join([self.name, *(f"{field.name} {getattr(self, field.name)}" for field in fields(self)[2:])])
-
-    def constants(self) -> str:
-        """The specification as C++: one line a field."""
-        accumulator = "double" if self.dtype == np.float64 else "float"
-        lines = [f"using Element = {_ELEMENTS[self.dtype]};", f"using Accumulator = {accumulator};"]
-        lines.append(f"constexpr int kTf32Products = {_TF32_PRODUCTS[self.precision]};")
-        for field in fields(self)[3:]:
-            if field.name == "precision":
-                continue
-            name = "".join(word.capitalize() for word in field.name.split("_"))
-            value = getattr(self, field.name)
-            kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
-            lines.append(f"constexpr {kind} k{name} = {text};")
-        return "\n".join(["namespace cuflash::config {", *lines, "}  // namespace cuflash::config", ""])
+def constants(spec: KernelSpec) -> str:
+    """A specification as C++, one line a field."""
+    accumulator = "double" if spec.dtype == np.float64 else "float"
+    lines = [f"using Element = {_ELEMENTS[spec.dtype]};", f"using Accumulator = {accumulator};"]
+    lines.append(f"constexpr int kTf32Products = {_TF32_PRODUCTS[spec.precision]};")
+    for field in fields(spec)[3:]:
+        if field.name == "precision":
+            continue
+        name = "".join(word.capitalize() for word in field.name.split("_"))
+        value = getattr(spec, field.name)
+        kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
+        lines.append(f"constexpr {kind} k{name} = {text};")
+    return "\n".join(["namespace cuflash::config {", *lines, "}  // namespace cuflash::config", ""])
 
 
 @lru_cache(maxsize=1024)
@@ -134,7 +54,7 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", seen, host))
     maps = "attention/tensor_maps.cuh"
     layout = f'#line 1 "cuflash/records.py: assertions()"\n{assertions(host=host, with_maps=maps in seen)}'
-    return f"// {spec}\n{types}{spec.constants()}{entry}{layout if 'attention/params.cuh' in seen else ''}"
+    return f"// {spec}\n{types}{constants(spec)}{entry}{layout if 'attention/params.cuh' in seen else ''}"
 
 
 def flatten(path: str, *, host: bool = False) -> str:

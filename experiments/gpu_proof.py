@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
-from math import prod
 from operator import or_
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,13 +44,14 @@ from unittest.mock import patch
 
 import cuflash
 import numpy as np
-from cuflash import BlockIndex, compile, gpu, masks, passes, sm90_tiles
+from cuflash import BlockIndex, compile, gpu, masks
 from cuflash.device import DeviceSpec
 from cuflash.launch import Executable
-from cuflash.plans import Plan
-from cuflash.source import KernelSpec
+from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Structure
-from cuflash.tiles import FAMILIES, blocks_at_once
+from cuflash.planning.families import sm90
+from cuflash.planning.launches import Launch
+from cuflash.planning.routing import FAMILIES
 from harness import Record, check_names, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
 from sim_against_gpu import LAYOUTS, masked, to_device
@@ -70,7 +70,7 @@ class Config:
     """What to prove; the defaults are the published run."""
 
     sections: tuple[str, ...] = SECTIONS
-    families: tuple[str, ...] = FAMILIES
+    families: tuple[str, ...] = tuple(FAMILIES)
     tools: tuple[str, ...] = TOOLS
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     head_dims: tuple[int, ...] = (64, 128, 256)
@@ -85,7 +85,7 @@ class Config:
     timeout_s: int = 560
 
     def __post_init__(self) -> None:
-        known = {"sections": SECTIONS, "families": FAMILIES, "tools": TOOLS, "dtypes": ("float16", "bfloat16")}
+        known = {"sections": SECTIONS, "families": tuple(FAMILIES), "tools": TOOLS, "dtypes": ("float16", "bfloat16")}
         check_names(self, known)
         if self.seqlen % self.block or any(self.hidden % dim for dim in self.head_dims):
             raise ValueError("block must divide seqlen, and head_dims hidden")
@@ -130,14 +130,14 @@ def repeated_calls(config: Config, device: DeviceSpec) -> Iterator[Repeated]:
                 options = {"kernel": family, "deterministic": deterministic, "executor": "gpu", "device": device}
                 ready = cuflash.plan(x, x, x, **options, **kinds[mask])
                 calls = config.forwards if way == "forward" else config.gradients
-                if way == "forward" or any(spec.family == family for spec in walks(ready.plan)):
+                if way == "forward" or any(launch.spec.family == family for launch in walks(ready.plan)):
                     yield Repeated(way, family, dtype, head_dim, mask, ready, calls)
 
 
-def walks(plan: Plan) -> list[KernelSpec]:
-    """The backward pass's kernels that multiply."""
-    entries = passes.of_plan(plan, passes.BACKWARD).entries
-    return [plan.specs[entry] for entry in entries if entry not in ("backward_statistics", "convert_dq")]
+def walks(plan: KernelPlan) -> list[Launch]:
+    """The launches of the backward pass whose kernels multiply."""
+    launches = plan.kernels.backward.launches
+    return [launches[role] for role in launches if role not in ("backward_statistics", "convert_dq")]
 
 
 def bits(x: Any) -> Any:
@@ -176,16 +176,17 @@ def run_repeats(config: Config, device: DeviceSpec) -> Iterator[Record]:
 
         begin = time.perf_counter()
         errors = differing(call, calls)
-        spec = plan.specs["forward"] if way == "forward" else walks(plan)[0]
+        launch = plan.kernels.forward.launches["forward"] if way == "forward" else walks(plan)[0]
         row: Record = {"section": "repeats", "check": way, "family": family, "dtype": dtype, "head_dim": head_dim}
         row |= {"mask": mask, "calls": calls, "errors": errors, "seconds": time.perf_counter() - begin}
-        yield row | {"waves": plan.grid(spec) / blocks_at_once(spec, device)}
+        tiles = launch.tiles * plan.problem.mask_shape.num_batch
+        yield row | {"waves": tiles / FAMILIES[launch.spec.family].blocks_at_once(launch.spec, device)}
         cupy.get_default_memory_pool().free_all_blocks()
 
 
 # Sanitizers: which calls
 
-as_of_large_calls = patch.object(sm90_tiles, "FEWEST_TILES", 0)  # the tiles that are chosen meanwhile
+as_of_large_calls = patch.object(sm90, "FEWEST_TILES", 0)  # the tiles that are chosen meanwhile
 
 
 class Case(NamedTuple):
@@ -215,7 +216,7 @@ class Case(NamedTuple):
         return BlockIndex.from_mask(mask, frame, mask.natural_block or 32)
 
     @as_of_large_calls
-    def plan(self, device: DeviceSpec) -> Plan:
+    def plan(self, device: DeviceSpec) -> KernelPlan:
         """What a device runs, of shapes alone."""
         example = self.structure.example()
         shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
@@ -322,17 +323,17 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
 
 
 @contextmanager
-def zeros_for_sums(plan: Plan) -> Iterator[None]:
+def zeros_for_sums(plan: KernelPlan) -> Iterator[None]:
     """Sums of dQ hold zeros before a kernel writes them, or adds to them; any other new array is as it comes."""
     import cupy
 
     empty = cupy.empty
-    num_bytes = prod(plan.workspace_shape("dq_sum")) * plan.problem.accumulator.itemsize if plan.sums_dq else 0
+    sums = plan.kernels.backward.workspaces.get("dq_sum")
 
     def made(shape: Any, dtype: Any) -> Any:
         array = empty(shape, dtype)
-        if dtype == np.uint8:  # for all that kernels leave to each other, sums first
-            array[:num_bytes] = 0
+        if sums is not None and (shape, dtype) == (sums.shape, sums.dtype):
+            array.fill(0)
         return array
 
     with patch.object(cupy, "empty", made):

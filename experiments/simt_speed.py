@@ -40,7 +40,7 @@ import ml_dtypes
 import numpy as np
 from cuflash import compile, gpu, masks
 from cuflash.device import DeviceSpec
-from cuflash.plans import Plan
+from cuflash.planning.plan import KernelPlan
 from cuflash.work_list import requested_mask, work_list
 from harness import Record, gpu_versions, main, time_alternately, time_on_device, track
 from mask_compile import document_ids
@@ -241,7 +241,7 @@ def run_memory(config: Config) -> list[Record]:
     return records
 
 
-def compile_alone(plan: Plan, device: DeviceSpec) -> list[compile.Compiled]:
+def compile_alone(plan: KernelPlan, device: DeviceSpec) -> list[compile.Compiled]:
     """Compile a plan's kernels one after another, each alone."""
     assert device.compute_capability is not None
     return [made for spec in plan.specs.values() for made in compile.precompile([spec], device.compute_capability)]

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import cuflash
 import numpy as np
-from cuflash import passes, sim
+from cuflash import sim
+from cuflash.executors.launch import run as run_pass
 from cuflash.simulated import Simulator
 from cuflash.source import source
 from harness import Record, main, time_alternately, track
@@ -93,8 +94,9 @@ def run_schedules(config: Config) -> Record:
         o, lse = np.full_like(q, np.nan), np.full(q.shape[:-1], np.nan, np.float32)
         dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
         try:
-            passes.forward(plan, machine, q, k, v, o, lse)
-            passes.backward(plan, machine, do, q, k, v, o, lse, None, dq, dk, dv)
+            arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+            run_pass(plan, plan.kernels.forward, machine, arrays)
+            run_pass(plan, plan.kernels.backward, machine, arrays | {"do": do, "dq": dq, "dk": dk, "dv": dv})
         except sim.SimulationError:
             reports += 1
             continue

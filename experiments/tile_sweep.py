@@ -1,4 +1,4 @@
-"""Which tile suits a device? The choices in cuflash/{tiles,sm80_tiles,sm90_tiles}.py are this script's to check.
+"""Which tile suits a device? The choices in cuflash/planning/families/*.py are this script's to check.
 
     python experiments/tile_sweep.py                                                      # the host
     python experiments/tile_sweep.py --gpu                                                # a GPU with CuPy
@@ -23,7 +23,6 @@ Found:  threads win 1.2 to 1.4 times; forward hardly depends on the tile from 25
 once its two tiles of scores leave the level-2 cache. 512 x 512 is best in both. exp2 takes half of exp's time.
 """
 
-import dataclasses
 import itertools
 import os
 import sys
@@ -35,13 +34,14 @@ from typing import Any, NamedTuple
 import cuflash
 import ml_dtypes
 import numpy as np
-from cuflash import compile, gpu, masks, sm80_tiles, sm90_tiles, tiles
+from cuflash import compile, gpu, masks
 from cuflash.device import DeviceSpec
 from cuflash.errors import CompileError
 from cuflash.launch import Executable
-from cuflash.plans import Plan
-from cuflash.source import KernelSpec
-from cuflash.tiles import Tile
+from cuflash.planning.plan import KernelPlan
+from cuflash.planning.spec import KernelSpec
+from cuflash.planning.families import simt, sm80, sm90
+from cuflash.planning.routing import family_of
 from harness import Record, check_names, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from rich.table import Table
 from simt_speed import draw
@@ -60,7 +60,7 @@ class Tried(NamedTuple):
 
 def filled_forward(spec: KernelSpec) -> float:
     """S, P of half as many registers, and O, of what a warpgroup has."""
-    registers = {1: 200 if spec.min_blocks > 1 else 255, 2: 224, 3: 160}[spec.block_q // sm90_tiles.ROWS]
+    registers = {1: 200 if spec.min_blocks > 1 else 255, 2: 224, 3: 160}[spec.block_q // sm90.ROWS]
     return (spec.block_kv * 3 / 4 + spec.value_dim / 2) / registers
 
 
@@ -123,12 +123,13 @@ class Config:
 # The host
 
 
-def at_tile(ready: Executable, tile: Tile, is_threaded: bool) -> Executable:
+def at_tile(ready: Executable, tile: tuple[int, int], is_threaded: bool) -> Executable:
     """The same call at another tile."""
     plan = ready.plan
     device = plan.device if is_threaded else replace(plan.device, num_processors=1)
-    work = replace(plan.work, block_q=tile.block_q, block_kv=tile.block_kv)
-    return Executable(replace(plan, tile=tile, work=work, device=device))
+    work = replace(plan.work, block_q=tile[0], block_kv=tile[1])
+    tiling = replace(plan.tiling, block_q=tile[0], block_kv=tile[1], work=work, device=device)
+    return Executable(replace(plan, tiling=tiling, work=work, device=device))
 
 
 def exponentials(size: int = 1 << 20) -> dict[str, Callable[[], object]]:
@@ -148,7 +149,7 @@ def run_host(config: Config) -> list[Record]:
     records = [
         {"way": name, "ms": timing.median_ms} for name, timing in time_alternately(exponentials(), repeats=50).items()
     ]
-    shapes = [Tile(block_q, block_kv) for block_q in config.blocks_q for block_kv in config.blocks_kv]
+    shapes = [(block_q, block_kv) for block_q in config.blocks_q for block_kv in config.blocks_kv]
     for is_threaded in (True, False):
         for tile in track(shapes, "tiles on threads" if is_threaded else "BLAS on threads"):
             swept = at_tile(ready, tile, is_threaded)
@@ -159,7 +160,8 @@ def run_host(config: Config) -> list[Record]:
                 "backward": lambda swept=swept: swept.backward(do, q, k, v, expected, lse),
             }
             for way, timing in time_alternately(calls, repeats=config.repeats).items():
-                row: Record = {"way": way, "threads": "tiles" if is_threaded else "BLAS"} | dataclasses.asdict(tile)
+                row: Record = {"way": way, "threads": "tiles" if is_threaded else "BLAS"}
+                row |= {"block_q": tile[0], "block_kv": tile[1]}
                 records.append(row | {"seqlen": config.seqlen, "ms": timing.median_ms, "spread_ms": timing.spread_ms})
     return records
 
@@ -170,7 +172,7 @@ def run_host(config: Config) -> list[Record]:
 def accumulator_words(spec: KernelSpec) -> float:
     """Registers of a thread that scores, their gradients and what a block sums fill."""
     if spec.family == "simt":
-        return tiles.accumulator_words(spec)
+        return simt.accumulator_words(spec)
     queries, keys = spec.block_q, spec.block_kv
     elements = {
         "forward": queries * (keys + spec.value_dim),
@@ -212,8 +214,8 @@ def sm90_tiles_of(base: KernelSpec, device: DeviceSpec, widths: int) -> Iterator
     for block_q in tried.blocks_q:
         shape = replace(base, block_q=block_q, num_stages=tried.stages[0])
         if base.entry == "forward":  # registers move between warpgroups: other numbers of blocks would wait for ever
-            shape = replace(shape, num_warps=4 * (1 + block_q // sm90_tiles.ROWS))
-        for min_blocks in (2, 1) if base.entry == "forward" and block_q == sm90_tiles.ROWS else (1,):
+            shape = replace(shape, num_warps=4 * (1 + block_q // sm90.ROWS))
+        for min_blocks in (2, 1) if base.entry == "forward" and block_q == sm90.ROWS else (1,):
             every = (replace(shape, block_kv=block_kv, min_blocks=min_blocks) for block_kv in tried.blocks_kv)
             found = [spec for spec in every if finds_room(spec, device)]
             yield from found[:widths]
@@ -225,22 +227,23 @@ def sm90_tiles_of(base: KernelSpec, device: DeviceSpec, widths: int) -> Iterator
 def finds_room(spec: KernelSpec, device: DeviceSpec) -> bool:
     """Of the sm90 family: whether registers may suffice, and shared memory does, for as many blocks as it asks for."""
     room = (device.tile_memory_bytes + 1024) // spec.min_blocks - 1024
-    return SM90[spec.entry].filled(spec) <= 7 / 8 and tiles.shared_bytes(spec) <= room and is_shared_evenly(spec)
+    fits = SM90[spec.entry].filled(spec) <= 7 / 8 and family_of(spec).shared_bytes(spec) <= room
+    return fits and is_shared_evenly(spec)
 
 
 def is_shared_evenly(spec: KernelSpec) -> bool:
     """Whether the threads of a block have equal parts of all that they multiply."""
     if spec.family == "sm90":  # of dQ a warpgroup makes 64 rows, or of 64 rows half the columns, in whole panels
-        return spec.entry != "backward" or spec.block_q * spec.head_dim % (2 * 64 * sm90_tiles.ROWS) == 0
+        return spec.entry != "backward" or spec.block_q * spec.head_dim % (2 * 64 * sm90.ROWS) == 0
     if spec.family == "simt":
-        rows, step = tiles.rows_and_step(spec)
+        rows, step = simt.rows_and_step(spec)
         return rows % 16 == 0 and (spec.entry != "backward" or step % 16 == 0)
     if spec.entry != "backward":
         return spec.block_q % (16 * spec.num_warps) == 0
     products = [(spec.block_q, spec.head_dim), (spec.block_kv, spec.head_dim), (spec.block_kv, spec.value_dim)]
     if max(spec.head_dim, spec.value_dim) <= 128:
         products.append((spec.block_q, spec.block_kv))
-    return all(sm80_tiles.can_share(rows, columns, spec.num_warps) for rows, columns in products)
+    return all(sm80.can_share(rows, columns, spec.num_warps) for rows, columns in products)
 
 
 def candidates(base: KernelSpec, device: DeviceSpec, widths: int = Config.widths) -> list[KernelSpec]:
@@ -256,7 +259,7 @@ def candidates(base: KernelSpec, device: DeviceSpec, widths: int = Config.widths
         spec
         for spec in every
         if is_shared_evenly(spec)
-        and tiles.shared_bytes(spec) <= device.tile_memory_bytes
+        and family_of(spec).shared_bytes(spec) <= device.tile_memory_bytes
         and fills_registers(spec)
     ]
 
@@ -264,26 +267,25 @@ def candidates(base: KernelSpec, device: DeviceSpec, widths: int = Config.widths
 # A GPU: compile, check, time
 
 
-def kernel_of(plan: Plan, entry: str) -> KernelSpec:
+def kernel_of(plan: KernelPlan, entry: str) -> KernelSpec:
     """The kernel of an entry, as the plan has it or, of the simt family, could have it."""
     return plan.specs.get(entry) or replace(plan.specs["forward"], entry=entry)
 
 
-def at_kernel(plan: Plan, spec: KernelSpec) -> Plan:
-    """The same plan with a kernel at another tile, and kernels beside it that must cut alike."""
-    specs = plan.specs | {spec.entry: spec}
+def at_kernel(plan: KernelPlan, spec: KernelSpec) -> KernelPlan:
+    """The plan with a kernel at another tile, and kernels beside it that must cut alike."""
+    specs = {spec.entry: spec}
     if spec.name == "sm80_backward":
         specs |= {entry: replace(spec, entry=entry) for entry in ("backward_statistics", "convert_dq")}
     elif spec.family == "sm90" and spec.entry != "forward":
         tile = {"block_q": spec.block_q, "block_kv": spec.block_kv}
-        specs |= {entry: replace(specs[entry], **tile) for entry in ("backward_statistics", "convert_dq")}
+        specs |= {entry: replace(plan.specs[entry], **tile) for entry in ("backward_statistics", "convert_dq")}
     elif spec.name == "simt_backward":  # which plans of few columns do without
-        statistics = replace(spec, entry="backward_statistics", block_q=64, block_kv=8)
-        specs = {"forward": plan.specs["forward"], "backward_statistics": statistics, "backward": spec}
-    return replace(plan, specs=specs)
+        specs["backward_statistics"] = replace(spec, entry="backward_statistics", block_q=64, block_kv=8)
+    return plan.with_specs(specs)
 
 
-def base_plan(q: Any, k: Any, v: Any, family: str, entry: str, mask: str, **options: Any) -> Plan:
+def base_plan(q: Any, k: Any, v: Any, family: str, entry: str, mask: str, **options: Any) -> KernelPlan:
     """The plan of the library whose kernel is swept, of arrays or their shapes."""
     options = {"executor": "gpu", "deterministic": entry in ("backward_rows", "backward_columns")} | options
     return cuflash.plan(q, k, v, causal=mask == "causal", kernel=family, **options).plan
@@ -300,7 +302,7 @@ def shape_of(config: Config, family: str, head_dim: int) -> tuple[int, int, int,
     return config.tokens(family) // config.gpu_seqlen, config.gpu_hidden // head_dim, config.gpu_seqlen, head_dim
 
 
-def plans_of(config: Config, family: str, head_dim: int, **options: Any) -> dict[tuple[str, str], Plan]:
+def plans_of(config: Config, family: str, head_dim: int, **options: Any) -> dict[tuple[str, str], KernelPlan]:
     """By kernel and mask. Kernels that the family leaves to another are not its to sweep."""
     x = cuflash.ShapeDtype(shape_of(config, family, head_dim), np.dtype(DTYPES[family]))
     found = {}
@@ -374,7 +376,7 @@ def run_gpu(config: Config) -> Iterator[Record]:
 
 
 def sweep(
-    plan: Plan,
+    plan: KernelPlan,
     mask: str,
     swept: Sequence[KernelSpec],
     made: Mapping[KernelSpec, compile.Compiled | CompileError],
@@ -415,7 +417,7 @@ def sweep(
         row: Record = {"pass": spec.entry, "family": spec.family, "dtype": spec.dtype.name, "head_dim": head_dim}
         row |= {"mask": mask, "seqlen": seqlen, "batch": batch, "heads": num_heads, "tile": name_of(spec)}
         row |= {"registers": resources and resources.registers, "stack_bytes": resources and resources.stack_bytes}
-        row |= {"shared_bytes": tiles.shared_bytes(spec), "ms": timing and timing.median_ms}
+        row |= {"shared_bytes": family_of(spec).shared_bytes(spec), "ms": timing and timing.median_ms}
         row |= {"spread_ms": timing and timing.spread_ms, "tflops": timing and total / timing.median_ms / 1e9}
         records.append(row | {"chosen": spec == plan.specs.get(spec.entry), "note": notes.get(spec, "")})
     return records

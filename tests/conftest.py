@@ -15,6 +15,7 @@ import pytest
 import threadpoolctl
 from cuflash import compile as compiling
 from cuflash import source as sources
+from cuflash.planning.spec import KernelSpec
 from hypothesis import HealthCheck, settings
 
 # Timings on a busy machine say nothing about the code: no deadline, and slow examples are no failure.
@@ -94,8 +95,8 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def spec() -> Callable[..., sources.KernelSpec]:
     """spec("plain", head_dim=128): a kernel's specification, simt and small but for what is said."""
 
-    def make(entry: str = "plain", **fields: object) -> sources.KernelSpec:
+    def make(entry: str = "plain", **fields: object) -> KernelSpec:
         small = {"family": "simt", "head_dim": 64, "value_dim": 64, "block_q": 32, "block_kv": 32}
-        return sources.KernelSpec(**{**small, "entry": entry, "dtype": np.dtype(np.float32), **fields})
+        return KernelSpec(**{**small, "entry": entry, "dtype": np.dtype(np.float32), **fields})
 
     return make

@@ -17,7 +17,8 @@ import numpy as np
 
 from cuflash import compile as compiling
 from cuflash import simulated
-from cuflash.source import KernelSpec, source
+from cuflash.planning.spec import KernelSpec
+from cuflash.source import source
 
 H100 = {
     "name": b"NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multiProcessorCount": 132,
@@ -257,7 +258,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     monkeypatch.setattr(compiling, "source", remembered)
     for name, fresh in (("_loaded", {}), ("_compiled", {}), ("_process", None)):
         monkeypatch.setattr(compiling, name, fresh)
-    monkeypatch.setattr(gpu, "_GPU", gpu._Gpu())
+    monkeypatch.setattr(gpu, "_GPU", gpu.Gpu())
     monkeypatch.setattr(gpu, "_pinned", set())
     monkeypatch.setattr(api, "_repeated", {})
     gpu._device_spec.cache_clear()

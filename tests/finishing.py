@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from cuflash import api, dq_turns
-from cuflash.dq_turns import DqTurns
+from cuflash import api
+from cuflash.planning.families import sm90_dq
+from cuflash.planning.launches import DqTurns
 
 
 class KeyTile(NamedTuple):
@@ -46,7 +47,7 @@ def taken_order(turns: DqTurns, num_places: int, num_tiles: int) -> list[KeyTile
 def of_lists(*, finishes: bool) -> Iterator[None]:
     """As if it always paid that the last tile of keys to come to queries of a list finishes their dQ, or never."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dq_turns, "_VISITS_THAT_PAY", 1 << 30 if finishes else 0)
+        patch.setattr(sm90_dq, "_VISITS_THAT_PAY", 1 << 30 if finishes else 0)
         api._remembered.cache_clear()
         yield
     api._remembered.cache_clear()
@@ -59,7 +60,7 @@ def on_few_processors(number: int = 3, *, finishes: bool = True) -> Iterator[Non
     device = api._device
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "_device", lambda executor: replace(device(executor), num_processors=number))
-        patch.setattr(dq_turns, "_pays", lambda *_: finishes)
+        patch.setattr(sm90_dq, "_pays", lambda *_: finishes)
         api._remembered.cache_clear()
         yield
     api._remembered.cache_clear()

@@ -14,18 +14,20 @@ from cuflash.testing import Example, Structure
 from executors import Run
 
 import cuflash
-from cuflash import gpu, masks, passes
+from cuflash import gpu, masks
+from cuflash.executors.launch import run as run_pass
 
 MARGIN = 2
 
 
-class PoisonedGpu(gpu._Gpu):
-    """The GPU, whose workspace holds NaN where CuPy's would hold whatever was there."""
+class PoisonedGpu(gpu.Gpu):
+    """The GPU, whose workspaces have every bit set, NaN as a float, where CuPy's would hold whatever was there."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         import cupy
 
-        return cupy.full(shape, np.nan, dtype)
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        return cupy.full(nbytes, 0xFF, np.uint8).view(dtype).reshape(shape)
 
 
 @dataclass
@@ -84,7 +86,8 @@ def call(
     problem = plan.problem
     o = Guarded.of(problem.o_shape(), problem.dtype, run, margin)
     lse = Guarded.of(problem.lse_shape(), problem.accumulator, run, margin)
-    passes.forward(plan, machine, q, k, v, o.view, lse.view)
+    operands = {"q": q, "k": k, "v": v}
+    run_pass(plan, plan.kernels.forward, machine, operands | {"o": o.view, "lse": lse.view})
     forward = {"o": o.result("o", run), "lse": lse.result("lse", run)}
     check(**forward)
     shapes = problem.argument_shapes()
@@ -94,7 +97,9 @@ def call(
         full = (*problem.batch, heads[name], *shape[-2:]) if problem.has_heads else shape
         kind = problem.dtype if full == shape else problem.accumulator
         gradients[name] = Guarded.of(full, kind, run, margin)
-    passes.backward(plan, machine, do, q, k, v, o.view, lse.view, dlse, *(each.view for each in gradients.values()))
+    given = operands | {"do": do, "o": o.view, "lse": lse.view} | ({} if dlse is None else {"dlse": dlse})
+    results = {f"d{name}": each.view for name, each in gradients.items()}
+    run_pass(plan, plan.kernels.backward, machine, given | results)
     backward = {}
     for name, each in gradients.items():
         backward[f"d{name}"] = _summed_to(each.result(f"d{name}", run), shapes[name], problem.dtype)

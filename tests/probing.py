@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from cuflash.dq_turns import DqTurns
+from cuflash.planning.launches import DqTurns
 from cuflash.params import Records, View
-from cuflash.plans import Plan
+from cuflash.planning.plan import KernelPlan
 from cuflash.source import flatten_text
 from cuflash.tensor_map import Tiles, encoded, simulated
 from cuflash.testing import Structure
@@ -41,13 +41,13 @@ class Expected:
 class Record:
     """A parameter by value: the record of a plan, for the arrays of its work."""
 
-    plan: Plan
+    plan: KernelPlan
 
     def at(self, lists: Mapping[str, Any], address: Any) -> Any:
         problem = self.plan.problem
         view = View("lse", problem.accumulator, problem.lse_shape(), (0,) * len(problem.lse_shape()))
         addresses = {name: address(array) for name, array in lists.items()}
-        (record,) = Records.of(self.plan, (view,)).at({"lse": 0} | addresses)
+        ((record, _),) = Records.of(self.plan, (view,)).with_lists(addresses).at([0])
         return record
 
 
@@ -758,7 +758,7 @@ def group_products(dtype: str, columns: int, adds: bool) -> Launch:
 class Walk(NamedTuple):
     """A probe of a plan's steps: its launch, and how its tiles are cut."""
 
-    plan: Plan
+    plan: KernelPlan
     launch: Launch
 
 
@@ -767,7 +767,10 @@ def walk(structure: Structure, query_tile: int, key_tile: int) -> Walk:
     example = structure.example()
     plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim", deterministic=True).plan
     entries = ("forward", "backward_columns")
-    grids = [plan.grid(replace(plan.specs[entry], block_q=query_tile, block_kv=key_tile)) for entry in entries]
+    num_batch, tile = plan.problem.mask_shape.num_batch, {"block_q": query_tile, "block_kv": key_tile}
+    cut = plan.with_specs({entry: replace(plan.specs[entry], **tile) for entry in entries}).kernels
+    launches = cut.forward.launches | cut.backward.launches
+    grids = [launches[entry].grid(num_batch) for entry in entries]
     shape = (plan.problem.mask_shape.num_batch, *plan.problem.mask_shape[1:])
     allowed = np.broadcast_to(example.allowed, (*plan.problem.mask_shape.batch, *shape[1:])).reshape(shape)
     capacity = 1 << 14
@@ -826,7 +829,7 @@ WALKS = _steps_of(
 )  # fmt: skip
 
 
-def wrong_steps(plan: Plan, records: Any) -> list[str]:
+def wrong_steps(plan: KernelPlan, records: Any) -> list[str]:
     """What is wrong with the steps of a walk, beside what they allow: order, width, kinds, and what they visit."""
     work, allowed = plan.work, plan.mask.dense(plan.problem.mask_shape)
     allowed = allowed.reshape(plan.problem.mask_shape.num_batch, *allowed.shape[-3:])
@@ -856,7 +859,7 @@ def wrong_steps(plan: Plan, records: Any) -> list[str]:
     return wrong
 
 
-def wrong_tiles(plan: Plan, tiles: Any) -> list[str]:
+def wrong_tiles(plan: KernelPlan, tiles: Any) -> list[str]:
     """What is wrong with the tiles of a grid: each query or key is in one, and those of a list come longest first.
 
     `tiles` [blocks, 2, 4] says entry, head, first and last of each block's tile of queries and of keys.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from cuflash.plans import Plan
+from cuflash.planning.plan import KernelPlan
 from cuflash.simulated import Simulator
 from cuflash.testing import Example, Structure
 from executors import SIM, Run
 from poison import MARGIN, Guarded, PoisonedGpu
 
 import cuflash
-from cuflash import masks, passes
+from cuflash import masks
+from cuflash.executors.launch import run as run_pass
 
 
 class Left(NamedTuple):
@@ -24,11 +26,15 @@ class Left(NamedTuple):
     lse_parts: Any
 
 
-def split_plan(example: Example, num_splits: int, run: Run = SIM) -> Plan:
+def split_plan(example: Example, num_splits: int | None, run: Run = SIM) -> KernelPlan:
     q, k, v = (run.put(array) for array in (example.q, example.k, example.v))
     mask = run.put_mask(example.mask, example.q, example.k, example.v)
     options = {"mask": mask, "scale": example.scale, "precision": example.precision}
-    return cuflash.plan(q, k, v, kernel="sm80", executor=run.executor, **options).plan.split(num_splits)
+    plan = cuflash.plan(q, k, v, kernel="sm80", executor=run.executor, **options).plan
+    if plan.is_empty:
+        return plan
+    made = plan.family.launches(plan.problem, plan.device, plan.work, num_splits=num_splits)
+    return replace(plan, kernels=made)
 
 
 def forward(example: Example, num_splits: int, run: Run = SIM, machine: Any = None) -> Left:
@@ -38,8 +44,9 @@ def forward(example: Example, num_splits: int, run: Run = SIM, machine: Any = No
     o = Guarded.of(plan.problem.o_shape(), plan.problem.dtype, run, MARGIN)
     lse = Guarded.of(plan.problem.lse_shape(), plan.problem.accumulator, run, MARGIN)
     q, k, v = (run.put(array) for array in (example.q, example.k, example.v))
-    o_parts, lse_parts = passes.forward(plan, machine, q, k, v, o.view, lse.view)
-    return Left(o.result("o", run), lse.result("lse", run), run.get(o_parts), run.get(lse_parts))
+    arrays = {"q": q, "k": k, "v": v, "o": o.view, "lse": lse.view}
+    parts = run_pass(plan, plan.kernels.forward, machine, arrays)
+    return Left(o.result("o", run), lse.result("lse", run), *(run.get(parts[name]) for name in parts))
 
 
 def rounded(example: Example) -> Example:

@@ -1,6 +1,7 @@
 """The semantics that systems in the field disagree on, each pinned; values are checked in test_properties and below."""
 
 import threading
+from dataclasses import fields
 
 import ml_dtypes
 import numpy as np
@@ -10,12 +11,13 @@ from hypothesis import event, given, target
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import DeviceSpec, cpu, masks, plans, reference
+from cuflash import DeviceSpec, cpu, masks, reference
 from cuflash.launch import Executable
+from cuflash.planning.host import HostTiling
+from cuflash.planning.plan import KernelPlan
 from cuflash.problem import Problem
 from cuflash.testing import assertions, strategies
-from cuflash.tiles import Tile
-from cuflash.work_list import requested_mask
+from cuflash.work_list import requested_mask, work_list
 
 RNG = np.random.default_rng(0)
 
@@ -29,11 +31,12 @@ def at_tile(example, tile, num_processors=1):
     device = DeviceSpec(name="test", num_processors=num_processors, tile_memory_bytes=1 << 20)
     problem = Problem.of(example.q, example.k, example.v, scale=example.scale)
     mask = requested_mask(example.mask, False, None, problem.mask_shape)
-    work = plans.work_list(mask, problem.mask_shape, (tile.block_q, tile.block_kv))
-    return Executable(plans.Plan(problem=problem, mask=mask, device=device, tile=tile, work=work))
+    work = work_list(mask, problem.mask_shape, tile)
+    tiling = HostTiling(problem, device, *tile, work)
+    return Executable(KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling))
 
 
-TILES = st.builds(Tile, st.integers(8, 70), st.integers(8, 70))
+TILES = st.tuples(st.integers(8, 70), st.integers(8, 70))
 SMALL = strategies.examples(most_scores=1 << 13)
 
 
@@ -50,7 +53,8 @@ def test_results_and_gradients_are_within_their_bounds_at_every_tile(example, ti
 @given(SMALL, TILES)
 def test_the_number_of_threads_changes_no_bit(example, tile):
     alone, shared = at_tile(example, tile), at_tile(example, tile, num_processors=3)
-    object.__setattr__(shared, "plan", _Eager(shared.plan))
+    tiling = _Eager(*(getattr(shared.plan.tiling, field.name) for field in fields(HostTiling)))
+    object.__setattr__(shared.plan, "tiling", tiling)
     # `alone` leaves BLAS its threads, and two of them round some products of 57 x 256 otherwise than one.
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         results = [each.forward(example.q, example.k, example.v) for each in (alone, shared)]
@@ -60,15 +64,12 @@ def test_the_number_of_threads_changes_no_bit(example, tile):
         assert all(a.tobytes() == b.tobytes() for a, b in zip(*gradients))
 
 
-class _Eager:
-    """A plan that shares even the smallest work among its processors."""
+class _Eager(HostTiling):
+    """Tiles of which even the least work is shared among processors."""
 
-    def __init__(self, plan):
-        self.wrapped = plan
-        self.num_workers = plan.device.num_processors
-
-    def __getattr__(self, name):
-        return getattr(self.wrapped, name)
+    @property
+    def num_workers(self):
+        return self.device.num_processors
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])

@@ -19,7 +19,8 @@ import cuflash
 import pytest
 from cuflash import CompileError, UnsupportedProblem
 from cuflash import compile as room
-from cuflash.source import KernelSpec, source
+from cuflash.planning.spec import KernelSpec
+from cuflash.source import source
 from cupy_double import MACHINE_CODE, MOST_BYTES, STATIC_BYTES, CUDADriverError, CUDARuntimeError, Double, Module
 
 ROOT = Path(__file__).parents[1]

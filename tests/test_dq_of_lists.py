@@ -17,7 +17,7 @@ from test_sm90 import ALIGNED, GPU90, SIM90, FewBlocks, FewBlocksGpu, half, on_s
 
 import cuflash
 from cuflash import DeviceSpec, masks, sim
-from cuflash.plans import Plan
+from cuflash.planning.plan import KernelPlan
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,7 +29,7 @@ def small_calls_get_the_tiles_of_large_ones() -> Iterator[None]:
 # Where it does.
 
 
-def planned(blocks: Any, dim: int = 128, block: Any = 128, q_batch: tuple[int, ...] = (2,)) -> Plan:
+def planned(blocks: Any, dim: int = 128, block: Any = 128, q_batch: tuple[int, ...] = (2,)) -> KernelPlan:
     rows, columns = np.multiply(np.asarray(blocks).shape[-2:], block)
     q = cuflash.ShapeDtype((*q_batch, 16, rows, dim), "bfloat16")
     k = cuflash.ShapeDtype((2, 16, columns, dim), "bfloat16")
@@ -37,11 +37,12 @@ def planned(blocks: Any, dim: int = 128, block: Any = 128, q_batch: tuple[int, .
     return cuflash.plan(q, k, k, mask=mask, kernel="sm90", device=DeviceSpec.gpu("H100")).plan
 
 
-def finishes(plan: Plan) -> bool:
+def finishes(plan: KernelPlan) -> bool:
     """And if so, no kernel rounds dQ."""
     of = {entry: plan.specs[entry].finishes_dq for entry in ("backward_statistics", "backward")}
-    assert of["backward"] == of["backward_statistics"] == ("convert_dq" not in plan.specs) and plan.dq_turns is None
-    assert plan.sums_dq
+    assert of["backward"] == of["backward_statistics"] == ("convert_dq" not in plan.specs)
+    assert plan.kernels.order.dq is None
+    assert "dq_sum" in plan.kernels.backward.workspaces
     return of["backward"]
 
 
@@ -62,7 +63,7 @@ def test_what_it_takes_beside_the_arrays_is_what_adding_takes() -> None:
         other = planned(np.eye(16, dtype=bool))
     assert finishes(plan) and not finishes(other)
     assert plan.workspace_bytes == other.workspace_bytes > 4 * 2 * 16 * 2048 * 128  # float32 sums
-    assert "convert_dq" in other.explain() and "convert_dq" not in plan.explain()
+    assert "convert_dq" in other.specs and "convert_dq" not in plan.specs
 
 
 @pytest.mark.parametrize(

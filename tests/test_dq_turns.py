@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.dq_turns import DqTurns
-from cuflash.plans import Plan
+from cuflash.planning.launches import DqTurns
+from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import HALVES, Run, holds_for_examples, needs_compiler
 from finishing import KeyTile, finishing_order, on_few_processors, taken_order
@@ -49,10 +49,12 @@ def test_no_tile_waits_for_one_that_is_taken_later(turns: DqTurns, more: int, nu
             assert not waits or other == tile.number or number[KeyTile(tile.place, other)] < number[tile]
 
 
-def ends_of_blocks(plan: Plan, num_places: int, beside: float = 2, finishing: float = 1.3) -> tuple[list[float], float]:
+def ends_of_blocks(
+    plan: KernelPlan, num_places: int, beside: float = 2, finishing: float = 1.3
+) -> tuple[list[float], float]:
     """When blocks end that take tiles in this order, of steps that take a time of 1, and more where they finish dQ; and
     the time for which they waited for others in between."""
-    spec, turns, problem = plan.specs["backward"], plan.dq_turns, plan.problem
+    spec, turns, problem = plan.specs["backward"], plan.kernels.order.dq, plan.problem
     assert turns is not None
     num_tiles, num_steps = (-(-problem.seqlen_kv // spec.block_kv), -(-problem.seqlen_q // spec.block_q))
     hides, finished = turns.ahead == 0, turns.finished(num_places)
@@ -98,10 +100,10 @@ def test_places_that_are_finished_are_whole_groups_of_those_there_are(launch_pla
 def test_blocks_finish_dq_where_it_was_measured_to_be_faster(seqlen: int, dim: int, causal: bool) -> None:
     plan = planned(2048 // dim * 16384 // seqlen, seqlen, dim, causal=causal)
     pays = seqlen == 1024 or (seqlen < 4096 and (dim, causal) in FINISHED_OF_LONG)
-    assert plan.specs["backward"].finishes_dq == (plan.dq_turns is not None) == pays
-    convert = plan.specs["convert_dq"]
-    left = plan.tiles_of_launch(convert, 1)
-    assert (0 < left < plan.grid(convert)) if pays else left == plan.grid(convert)
+    assert plan.specs["backward"].finishes_dq == (plan.kernels.order.dq is not None) == pays
+    convert = plan.kernels.backward.launches["convert_dq"]
+    left = convert.grid(1)
+    assert (0 < left < convert.tiles) if pays else left == convert.tiles
 
 
 OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -120,8 +122,7 @@ OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 def test_elsewhere_a_kernel_of_its_own_rounds_dq(name: str) -> None:
     shape, options = OTHERS[name]
     plan = planned(*shape, **options)
-    assert not plan.specs["backward"].finishes_dq and plan.dq_turns is None
-    assert plan.finished_places(plan.num_matrices) == 0
+    assert not plan.specs["backward"].finishes_dq and plan.kernels.order.dq is None
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "align", "finishes"), [
@@ -171,7 +172,8 @@ STRUCTURES = structures()
 
 def finished(example: Example, run: Run) -> int:
     plan = plan_of(example, run)
-    return plan.finished_places(plan.num_matrices // plan.problem.group_size) if plan.dq_turns is not None else 0
+    turns = plan.kernels.order.dq
+    return 0 if turns is None else turns.finished(plan.num_heads // plan.problem.group_size)
 
 
 @on_sm90

@@ -314,7 +314,7 @@ def swept_plan(experiment, family: str, head_dim: int, entry: str, device):
 
 def test_every_tile_of_the_table_of_tensor_cores_is_swept(load) -> None:
     """Those for smaller chips and shorter blocks too."""
-    experiment, sm80_tiles = load("tile_sweep"), load("cuflash.sm80_tiles")
+    experiment, sm80_tiles = load("tile_sweep"), load("cuflash.planning.families.sm80")
     device = load("cuflash").DeviceSpec.gpu("H100")
     tables = {"forward": sm80_tiles._FORWARD, "backward": sm80_tiles._BACKWARD, "backward_rows": sm80_tiles._ROWS}
     for entry, table in tables.items():
@@ -417,7 +417,7 @@ def test_tiles_of_hopper_bring_their_own_boxes_and_grid(load, monkeypatch: pytes
 
 
 def test_a_swept_tile_decides_how_many_blocks_go_on_and_what_is_brought(load) -> None:
-    experiment, passes = load("tile_sweep"), load("cuflash.passes")
+    experiment, tensor_map = load("tile_sweep"), load("cuflash.tensor_map")
     plan = swept_plan(experiment, "sm90", 64, "forward", load("cuflash").DeviceSpec.gpu("H100"))
     spec = experiment.replace(
         plan.specs["forward"], block_q=64, block_kv=160, num_warps=8, num_stages=2, min_blocks=2
@@ -425,10 +425,14 @@ def test_a_swept_tile_decides_how_many_blocks_go_on_and_what_is_brought(load) ->
     swept, boxes = experiment.at_kernel(plan, spec), []
     room = experiment.cuflash.ShapeDtype((4, 32, 4096, 64), spec.dtype)
     views = [load("cuflash.params").View.of_new(name, room) for name in "qkv"]
-    machine = SimpleNamespace(tensor_map=lambda tiles: boxes.append(tiles.box[-2:]) or passes.Template((0,) * 16, 0))
-    (launch,) = passes.bound(swept, ("forward",), tuple(views), machine).launches
-    assert (launch.spec, launch.grid) == (spec, 2 * 132) and boxes == [(64, 64), (160, 64), (160, 64)]
-    assert passes.bound(plan, ("forward",), tuple(views), machine).launches[0].grid == 132
+    kernels = swept.kernels.forward
+    load("cuflash.params").Records.of(
+        swept, tuple(views), kernels.boxes,
+        lambda tiles: boxes.append(tiles.box[-2:]) or tensor_map.Template((0,) * 16, 0),
+    )  # fmt: skip
+    assert (kernels.specs["forward"], kernels.launches["forward"].grid(4)) == (spec, 2 * 132)
+    assert boxes == [(64, 64), (160, 64), (160, 64)]
+    assert plan.kernels.forward.launches["forward"].grid(4) == 132
 
 
 def test_the_chosen_tile_stands_beside_the_best(load) -> None:
@@ -602,8 +606,9 @@ def test_repeats_are_of_calls_that_fill_the_gpu_several_times_over(load) -> None
         for mask in ("causal", "blocks")
     }
     for each in every:
-        spec = each.ready.plan.specs["forward"]
-        assert each.ready.plan.grid(spec) > 2 * proof.blocks_at_once(spec, device)
+        plan, forward = each.ready.plan, each.ready.plan.kernels.forward.launches["forward"]
+        tiles = forward.tiles * plan.problem.mask_shape.num_batch
+        assert tiles > 2 * plan.family.blocks_at_once(forward.spec, device)
         assert each.calls == (1000 if each.way == "forward" else 100)
 
 

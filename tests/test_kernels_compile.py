@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem
 from cuflash import compile as room
-from cuflash import sm80_tiles
 from cuflash import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES
 from cuflash.compile import Compiled
 from cuflash.problem import PRECISIONS, Problem
-from cuflash.source import KernelSpec
-from cuflash.tiles import DIMS, FAMILIES, kernel_specs
+from cuflash.planning.spec import KernelSpec
+from cuflash.planning.families import sm80
+from cuflash.planning.families.family import DIMS
+from cuflash.planning.routing import FAMILIES
 
 # One chip for each size of shared memory and each set of instructions that we use.
 CHIPS = ("T4", "A100", "RTX 3090", "L4", "H100", "B200", "RTX 5090")
@@ -65,21 +66,24 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
         except UnsupportedProblem:  # the dtype lacks the precision
             continue
         for family, limit, deterministic in product(FAMILIES, limits, (False, True)):
-            with suppress(UnsupportedProblem):  # no tile fits, or the family lacks the dtype or the precision
-                found = kernel_specs(family, problem, device, limit, deterministic=deterministic)
+            if FAMILIES[family].reasons(problem, device):
+                continue
+            with suppress(UnsupportedProblem):  # no tile fits
+                found = FAMILIES[family].specs(problem, device, limit, deterministic=deterministic)
                 specs |= set(found.values())
                 if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
                     many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
                     thousand = Problem.of(*many, precision=precision)
                     for asked, keys in ((problem, 1 << 14), (problem, 256), (thousand, 256)):
-                        specs |= set(kernel_specs(family, asked, device, limit, num_keys=keys).values())
+                        specs |= set(FAMILIES[family].specs(asked, device, limit, num_keys=keys).values())
                 walk = found.get("backward") if family == "sm90" else None
                 if walk is not None and walk.name == "sm90_backward" and walk.dq_adds:
                     finishing = ("backward",) if limit is None else ("backward", "backward_statistics")
                     specs |= {replace(found[entry], finishes_dq=True) for entry in finishing}
                 if family == "sm80":
                     for group_size in {1, 2 if limit is None else 1}:
-                        specs |= set(sm80_tiles.split(found, problem, device, group_size).values())
+                        split = sm80.split_spec(found["forward"], problem, device, group_size)
+                        specs |= {split, sm80.combine_spec(split)}
     return specs
 
 
@@ -170,7 +174,7 @@ def test_warps_share_the_products_of_gradients_and_registers_hold_their_sums(pre
         spec = gradients(precision, dims, limit, chip)
         head_dim, value_dim, block_q, block_kv = spec.head_dim, spec.value_dim, spec.block_q, spec.block_kv
         for rows, columns in ((block_q, head_dim), (block_kv, head_dim), (block_kv, value_dim)):
-            assert sm80_tiles.can_share(rows, columns, spec.num_warps), str(spec)
+            assert sm80.can_share(rows, columns, spec.num_warps), str(spec)
         sums = block_kv * (2 * block_q + head_dim + value_dim) / spec.num_threads
         assert sums <= {"ieee": 208, "tf32": 192, "tf32x3": 144}[precision], str(spec)
 
@@ -191,7 +195,7 @@ def test_gradients_of_few_warps_and_wide_rows_do_not_spill(precision: str, dims:
 def gradients(precision: str, dims: tuple[int, int], limit: Limit, chip: str = "H100") -> KernelSpec:
     dtype = BFLOAT16 if precision == "ieee" else np.dtype(np.float32)
     q, v = (ShapeDtype((2, 1000, dim), dtype) for dim in dims)
-    return kernel_specs("sm80", Problem.of(q, q, v, precision=precision), DeviceSpec.gpu(chip), limit)["backward"]
+    return FAMILIES["sm80"].specs(Problem.of(q, q, v, precision=precision), DeviceSpec.gpu(chip), limit)["backward"]
 
 
 @pytest.mark.parametrize(("spec", "architecture"), CHOSEN, ids=[f"{spec}, {name}" for spec, name in CHOSEN])
@@ -205,7 +209,7 @@ def test_a_kernel_compiles_without_a_spill_or_advice(nvrtc: Any, spec: KernelSpe
 def test_hopper_s_small_tiles_of_lists_do_not_spill_either(nvrtc: Any, dim: int) -> None:
     """Their blocks share a multiprocessor's registers, which the kernel then moves between its warpgroups."""
     x = ShapeDtype((2, 4096, dim), BFLOAT16)
-    spec = kernel_specs("sm90", Problem.of(x, x, x), DeviceSpec.gpu("H100"), (64, 64))["forward"]
+    spec = FAMILIES["sm90"].specs(Problem.of(x, x, x), DeviceSpec.gpu("H100"), (64, 64))["forward"]
     assert (spec.block_q, spec.min_blocks) == (64, {64: 3, 128: 2, 256: 1}[dim])
     assert faults(room.cubin(spec, "sm_90a")) == []
 
@@ -214,7 +218,7 @@ def test_hopper_s_small_tiles_of_lists_do_not_spill_either(nvrtc: Any, dim: int)
 def test_hopper_s_gradients_of_lists_do_not_spill_either(nvrtc: Any, dims: tuple[int, int]) -> None:
     """Their producers, of 24 registers, walk the list, and one of them says who finishes dQ."""
     q, v = (ShapeDtype((2, 4096, dim), BFLOAT16) for dim in dims)
-    found = kernel_specs("sm90", Problem.of(q, q, v), DeviceSpec.gpu("H100"), (128, 128))
+    found = FAMILIES["sm90"].specs(Problem.of(q, q, v), DeviceSpec.gpu("H100"), (128, 128))
     specs = [found["backward"]]
     if max(dims) <= 128:
         specs += [replace(found[entry], finishes_dq=True) for entry in ("backward", "backward_statistics")]
@@ -227,7 +231,7 @@ def test_hopper_s_gradients_of_lists_do_not_spill_either(nvrtc: Any, dims: tuple
 def test_a_watched_kernel_is_the_same_but_for_its_waits(nvrtc: Any, entry: str) -> None:
     """Products stay in flight: a trap in a wait, which is a way out of the kernel, would have ptxas serialise them."""
     x = ShapeDtype((2, 4096, 128), np.float16)
-    spec = kernel_specs("sm90", Problem.of(x, x, x), DeviceSpec.gpu("H100"))[entry]
+    spec = FAMILIES["sm90"].specs(Problem.of(x, x, x), DeviceSpec.gpu("H100"))[entry]
     plain, watched = (room.cubin(replace(spec, is_watched=each), "sm_90a") for each in (False, True))
     assert faults(watched) == [] and watched.code != plain.code
     assert watched.resources.registers == plain.resources.registers

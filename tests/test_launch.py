@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import heapq
-import math
 import os
 import re
 import sys
 import weakref
+from dataclasses import replace
 
 import cupy_machine
 import ml_dtypes
@@ -18,11 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, checks, masks, memory, passes, simulated
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, checks, gpu, masks, memory, simulated
 from cuflash import compile as compiling
 from cuflash.params import Records, View
 from cuflash.records import PARAMS
-from cuflash.tiles import blocks_at_once
 
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
@@ -86,7 +85,7 @@ def test_empty_problems_have_shaped_results_without_a_launch(cupy, monkeypatch, 
 def test_a_repeated_call_gives_what_the_first_gave_and_asks_nothing_again(cupy, monkeypatch):
     first = cuflash.attention(*map(cupy.asarray, (Q, K, V)), mask=LISTED)
     monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
-    monkeypatch.setattr(passes, "bound", lambda *args: pytest.fail("bound again"))
+    monkeypatch.setattr(gpu, "BoundPass", lambda *args: pytest.fail("bound again"))
     monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
     again = cuflash.attention(*map(cupy.asarray, (Q.copy(), K.copy(), V.copy())), mask=masks.Dilated(3))
     assert (again.get() == first.get()).all() and [kind for kind, *_ in cupy.log].count("copy") == 3 + 3 + 11
@@ -106,7 +105,7 @@ def test_repeated_gradients_are_what_the_first_call_gave_and_ask_nothing_again(c
     expected = host_vjp(DO, host_lse if has_dlse else None)
     first = call(Q)
     monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
-    monkeypatch.setattr(passes, "bound", lambda *args: pytest.fail("bound again"))
+    monkeypatch.setattr(gpu, "BoundPass", lambda *args: pytest.fail("bound again"))
     monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
     assert all((again == x).all() for again, x in zip(call(Q), first))
     assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(call(2 * Q), expected))
@@ -123,14 +122,12 @@ def test_checks_asked_for_between_calls_are_made_by_repeated_ones(cupy, monkeypa
     assert [kind for kind, *_ in cupy.log if kind == "synchronize"] == ["synchronize"] * 3
 
 
-def test_calls_at_once_have_records_of_their_own_and_later_ones_have_them_again():
+def test_calls_at_once_have_records_of_their_own():
     views = tuple(View(name, array.dtype, array.shape, array.strides) for name, array in (("q", Q), ("k", K)))
-    filler = Records.of(cuflash.plan(Q, K, V, executor="sim").plan, views).placed({})
-    first, second = filler.filled([1 << 40, 2 << 40]), filler.filled([3 << 40, 4 << 40])
-    found = [np.frombuffer(each.records[0][0].tobytes(), PARAMS)[0] for each in (first, second)]
+    params = Records.of(cuflash.plan(Q, K, V, executor="sim").plan, views).with_lists({})
+    calls = params.at([1 << 40, 2 << 40]), params.at([3 << 40, 4 << 40])
+    found = [np.frombuffer(record.tobytes(), PARAMS)[0] for ((record, _),) in calls]
     assert [int(record[name]["data"]) >> 40 for record in found for name in ("q", "k")] == [1, 2, 3, 4]
-    filler.reuse(first)
-    assert filler.filled([5 << 40, 6 << 40]) is first
 
 
 @pytest.mark.parametrize("executor", ["auto", "cpu"])
@@ -507,10 +504,8 @@ def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
         graph = stream.end_capture()
     gc.collect()
     temporaries = [x() for x in made if x() is not None]
-    delta = (4 * Q[..., 0].size,)  # bytes
-    assert {x.shape for x in temporaries} == {Q.shape, Q.shape[:-1], delta} and len(graph.nodes) == 6
-    assert len([x for x in temporaries if x.shape == Q.shape[:-1]]) == 2  # lse
-    assert len([x for x in temporaries if x.shape == delta]) == 2
+    assert {x.shape for x in temporaries} == {Q.shape, Q.shape[:-1]} and len(graph.nodes) == 6
+    assert len([x for x in temporaries if x.shape == Q.shape[:-1]]) == 4  # lse and delta of two calls
     assert len([x for x in temporaries if x.shape == Q.shape]) == 2 + 6  # o and gradients
     del ready, temporaries
     api._remembered.cache_clear()
@@ -634,7 +629,8 @@ def test_heads_of_a_list_take_turns(kernel, places, key_places):
     shape = ShapeDtype((2, 32, 8192, 64), "float16")
     blocks = masks.BlockPattern(np.eye(64, dtype=bool), 128)
     plan = cuflash.plan(shape, shape, shape, mask=blocks, kernel=kernel, device=DeviceSpec.gpu("H100")).plan
-    assert (plan.places_in_turn, plan.key_places_in_turn) == (places, key_places)
+    order = plan.kernels.order
+    assert (order.heads_per_group, order.kv_heads_per_group) == (places, key_places)
 
 
 @pytest.mark.parametrize(
@@ -645,15 +641,15 @@ def test_few_long_tiles_of_a_band_start_late(kernel, seqlen):
     places = 16 * 16384 // seqlen
     shape = ShapeDtype((places, seqlen, 128), "float16")
     plan = cuflash.plan(shape, shape, shape, causal=True, kernel=kernel, device=DeviceSpec.gpu("H100")).plan
-    spec, in_turn = plan.specs["backward"], plan.key_places_in_turn
+    spec, in_turn = plan.specs["backward"], plan.kernels.order.kv_heads_per_group
     steps = 2 + -(-np.arange(seqlen, 0, -spec.block_kv) // spec.block_q)
     turns = [np.repeat(steps, min(in_turn, places - first)) for first in range(0, places, in_turn)]
-    ends = [0] * blocks_at_once(spec, plan.device)
+    ends = [0] * plan.family.blocks_at_once(spec, plan.device)
     for length in np.concatenate(turns).tolist():
         heapq.heapreplace(ends, ends[0] + length)
     assert max(ends) <= 1.04 * np.mean(ends)
     alike = cuflash.plan(shape, shape, shape, kernel=kernel, device=DeviceSpec.gpu("H100")).plan
-    assert alike.key_places_in_turn == 1
+    assert alike.kernels.order.kv_heads_per_group == 1
 
 
 def test_precompile_on_this_gpu_warms_the_first_call(cupy):
@@ -680,20 +676,6 @@ def test_the_workspace_is_what_a_backward_pass_allocates(cupy, monkeypatch, mask
     gradients = ready.backward(o, q, k, v, o, lse)
     outputs = gradients.dq.nbytes  # dk and dv are sums of arrays that are counted
     assert sum(array.nbytes for array in made) - outputs == ready.workspace_bytes
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
-def test_what_kernels_leave_to_each_other_starts_where_they_load_it(kernel: str, deterministic: bool) -> None:
-    """One array after the other, in one that starts at a multiple of 256 bytes."""
-    x = ShapeDtype((3, 5, 77, 64), "float16")
-    options: dict = {"kernel": kernel, "deterministic": deterministic}
-    plan = cuflash.plan(x, x, x, **options, device=cuflash.DeviceSpec.gpu("H100")).plan
-    rooms, start = passes.workspaces(plan, passes.of_plan(plan, passes.BACKWARD)), 0
-    for name, room in rooms.items():
-        alignment = 16 if name == "dq_sum" or (name, kernel) == ("delta", "sm90") else room.dtype.itemsize
-        assert start % alignment == 0
-        start += math.prod(room.shape) * room.dtype.itemsize
 
 
 # CUFLASH_CHECK=1.
@@ -822,7 +804,7 @@ def test_checks_wait_for_each_kernel_on_the_device_and_name_the_one_that_failed(
     vjp(cupy.asarray(DO))
     assert [kind for kind, *_ in cupy.log if kind in ("launch", "synchronize")] == ["launch", "synchronize"] * 3
     cupy.fault = "cudaErrorIllegalAddress: an illegal memory access was encountered"
-    with pytest.raises(RuntimeError, match="simt_forward on .* blocks failed: cudaErrorIllegalAddress"):
+    with pytest.raises(RuntimeError, match="simt_forward failed: cudaErrorIllegalAddress"):
         cuflash.attention(*arrays)
 
 
@@ -884,7 +866,7 @@ def test_calls_whose_blocks_share_keys_repeat_and_are_captured(cupy):
     expected = cuflash.attention(*host, kernel="sm80", executor="sim")
     ready = cuflash.plan(q, k, v, kernel="sm80")
     ready.compile()
-    assert ready.plan.num_splits == 6
+    assert ready.plan.kernels.num_splits == 6
     for _ in range(3):
         assert (ready.forward(q, k, v)[0].get() == expected).all()
     assert launches(cupy) == ["forward", "combine"] * 3
@@ -895,7 +877,7 @@ def test_calls_whose_blocks_share_keys_repeat_and_are_captured(cupy):
         graph = stream.end_capture()
     assert len(graph.nodes) == 2
     kept = [array.nbytes for array in gpu._captured[ready.plan]]
-    assert sum(kept) == o.nbytes + 4 * 4 * 2 + ready.plan._parts_bytes
+    assert sum(kept) == o.nbytes + 4 * 4 * 2 + ready.plan.kernels.forward.nbytes
     q[...] = -host[0]
     graph.launch()
     assert (o.get() == cuflash.attention(-host[0], *host[1:], kernel="sm80", executor="sim")).all()
@@ -921,7 +903,10 @@ def test_checks_see_what_blocks_that_share_keys_leave(checked, monkeypatch):
     monkeypatch.setenv("CUFLASH_CHECK", "0")
     assert all((ours == theirs).all() for ours, theirs in zip((o, lse), ready.forward(q, k, v)))
     monkeypatch.setenv("CUFLASH_CHECK", "1")
-    shape = type(ready.plan).workspace_shape
-    monkeypatch.setattr(type(ready.plan), "workspace_shape", lambda plan, name: (*shape(plan, name)[:-1], 1))
+    workspaces = ready.plan.kernels.forward.workspaces
+    short = {name: each._replace(shape=(*each.shape[:-1], 1)) for name, each in workspaces.items()}
+    kernels = ready.plan.kernels
+    damaged = replace(kernels, forward=replace(kernels.forward, workspaces=short))
+    monkeypatch.setitem(vars(ready.plan), "kernels", damaged)
     with pytest.raises(RuntimeError, match="sm80_forward wrote outside .*_parts"):
         ready.forward(q, k, v)

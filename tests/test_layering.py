@@ -14,9 +14,12 @@ ROOT = Path(__file__).parents[1]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
 ROOMS = """errors arrays memory tensor_map device mask block_set masks patterns problem reference classify whole_grid
-block_index work_list records source sm80_tiles sm90_tiles dq_turns tiles plans params checks passes states bounds
-compile sim.launch sim.compiler sim cpu gpu simulated launch api doctor cuflash __main__
-testing.oracle testing.assertions testing.strategies testing.properties testing""".split()
+block_index work_list planning.spec planning.launches planning.split_kv planning.tile_order planning.families.family
+planning.families.naive planning.families.simt planning.families.sm80 planning.families.sm90_dq planning.families.sm90
+planning.families planning.routing planning.host planning.plan planning.explain planning records source params checks
+executors.launch executors states bounds compile sim.launch sim.compiler sim cpu gpu simulated launch api doctor cuflash
+__main__ testing.oracle testing.assertions testing.strategies testing.properties testing""".split()
+PACKAGES = {"cuflash"} | {room.rpartition(".")[0] for room in ROOMS if "." in room}
 
 THIRD_PARTY = {
     "arrays": {"ml_dtypes"},
@@ -39,7 +42,9 @@ EVERYWHERE = {"numpy", "cuflash", *sys.stdlib_module_names} - {"pickle", "marsha
 # Closer walls than the order: the specification and the oracle share no code with what they judge.
 ONLY = {"reference": {"errors", "arrays"}}
 NEVER = {
-    "testing.oracle": {"classify", "block_index", "work_list", "plans", "states", "cpu", "launch", "api", "cuflash"},
+    "testing.oracle": {
+        "classify", "block_index", "work_list", "planning.plan", "states", "cpu", "launch", "api", "cuflash",
+    },
     "block_index": {"device", "problem", "reference"},
     "work_list": {"device", "reference"},
     "cpu": {"reference"},
@@ -107,7 +112,7 @@ def _imports(room: str, node: ast.AST) -> Iterator[tuple[str, list[str]]]:
         yield from ((alias.name, []) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         module = _module(room)
-        package = module if room in ("cuflash", "sim", "testing") else module.rpartition(".")[0]
+        package = module if room in PACKAGES else module.rpartition(".")[0]
         base = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
         target = ".".join([*base, *([node.module] if node.module else [])])
         for alias in node.names:
@@ -185,7 +190,7 @@ PLANTED = {
     ("api", "eval('1')"): "calls eval",
     ("cpu", "import os\nos.environ['X']"): "reads the environment",
     ("compile", "import os\ndef _dump(): return os.environ['X']"): "reads the environment",
-    ("checks", "import os\ndef current(): return os.environ['X']"): "reads the environment",
+    ("checks", "import os\ndef built(): return os.environ['X']"): "reads the environment",
     ("launch", "import os\ndef is_on(): return os.environ['X']"): "reads the environment",
     ("compile", "import os\nX = os.getenv('X')\ndef _environment(): return os.environ"): "reads the environment",
     ("compile", "import cupy"): "imports cupy before it is needed",

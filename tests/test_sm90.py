@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 from cuflash.params import Records, View
-from cuflash.plans import Plan
+from cuflash.planning.launches import Pass
+from cuflash.planning.plan import KernelPlan
 from cuflash.simulated import Simulator
-from cuflash.sm90_tiles import backward_specs, boxes, shared_bytes
-from cuflash.source import KernelSpec
+from cuflash.planning.families.sm90 import backward_specs, boxes, shared_bytes
+from cuflash.planning.spec import KernelSpec
 from cuflash.tensor_map import Tiles, simulated, template
 from cuflash.testing import (
     FORWARD_PROPERTIES,
@@ -29,7 +30,9 @@ from finishing import of_lists
 from poison import MARGIN, STRUCTURES, Guarded, PoisonedGpu, call
 
 import cuflash
-from cuflash import DeviceSpec, UnsupportedProblem, api, masks, passes, sim, sm90_tiles
+from cuflash import DeviceSpec, UnsupportedProblem, api, masks, sim
+from cuflash.executors.launch import run as run_pass
+from cuflash.planning.families import sm90
 
 SIM90, GPU90 = (replace(run, kernel="sm90") for run in (SIM, GPU))
 on_sm90 = pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
 @contextmanager
 def with_fewest_tiles(number: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm90_tiles, "FEWEST_TILES", number)
+        patch.setattr(sm90, "FEWEST_TILES", number)
         api._remembered.cache_clear()
         yield
     api._remembered.cache_clear()
@@ -93,21 +96,20 @@ def test_both_passes(run: Run, example: Example, check: Any) -> None:
 # Calls in the midst of poison.
 
 
-def plan_of(example: Example, run: Run = SIM90) -> Plan:
+def plan_of(example: Example, run: Run = SIM90) -> KernelPlan:
     q, k, v = (run.put(array) for array in (example.q, example.k, example.v))
     mask = run.put_mask(example.mask, example.q, example.k, example.v)
     return cuflash.plan(q, k, v, mask=mask, scale=example.scale, **run.options).plan
 
 
-class OnTwoBlocks(Plan):
+def on_two_blocks(plan: KernelPlan) -> KernelPlan:
     """A plan whose kernels get two blocks for all tiles."""
 
-    @classmethod
-    def of(cls, plan: Plan) -> OnTwoBlocks:
-        return cls(**{field.name: getattr(plan, field.name) for field in fields(plan)})
+    def limited(kernels: Pass) -> Pass:
+        return replace(kernels, launches={x: replace(launch, max_blocks=2) for x, launch in kernels.launches.items()})
 
-    def blocks(self, spec: KernelSpec, num_tiles: int) -> int:
-        return min(num_tiles, 2)
+    made = replace(plan.kernels, forward=limited(plan.kernels.forward), backward=limited(plan.kernels.backward))
+    return replace(plan, kernels=made)
 
 
 GO_ON = ("sm90_forward", "sm90_backward", "sm90_backward_rows", "sm90_backward_wide")  # kernels whose blocks can
@@ -138,13 +140,13 @@ ALIGNED = 8  # elements around each row, so that it starts at a multiple of 16 b
 
 
 def forward(
-    plan: Plan, example: Example, machine: Any = None, run: Run = SIM90, margin: int = MARGIN
+    plan: KernelPlan, example: Example, machine: Any = None, run: Run = SIM90, margin: int = MARGIN
 ) -> dict[str, Any]:
     """o and lse on guarded memory."""
     o = Guarded.of(plan.problem.o_shape(), plan.problem.dtype, run, margin)
     lse = Guarded.of(plan.problem.lse_shape(), plan.problem.accumulator, run, MARGIN)
-    arrays = (run.put(array) for array in (example.q, example.k, example.v))
-    passes.forward(plan, machine or (PoisonedGpu() if run.is_on_device else Simulator()), *arrays, o.view, lse.view)
+    arrays = {name: run.put(getattr(example, name)) for name in "qkv"} | {"o": o.view, "lse": lse.view}
+    run_pass(plan, plan.kernels.forward, machine or (PoisonedGpu() if run.is_on_device else Simulator()), arrays)
     return {"o": o.result("o", run), "lse": lse.result("lse", run)}
 
 
@@ -152,7 +154,7 @@ def half(structure: Structure, dtype: str = "float16") -> Example:
     return SIM90.rounded(replace(structure, dtype=dtype).example())
 
 
-def has_own_backward(plan: Plan) -> bool:
+def has_own_backward(plan: KernelPlan) -> bool:
     return plan.specs["backward"].family == "sm90"
 
 
@@ -229,7 +231,7 @@ def test_blocks_that_go_on_to_further_tiles_give_the_same_bits_under_every_sched
     example = half(TILES[name])
     expected = forward(plan_of(example), example)
     assert_within_bounds(example, **expected)
-    plan = OnTwoBlocks.of(plan_of(example))
+    plan = on_two_blocks(plan_of(example))
     for seed, (order, copies) in enumerate(
         itertools.product(("round_robin", "random", "priorities", "first_warp", "last_warp"), ("late", "random"))
     ):
@@ -521,7 +523,7 @@ def test_arrays_that_hardware_can_walk_have_a_map(layout: str, mapped: set[str])
 # Choice and errors.
 
 
-def planned(*shape: int, dtype: str = "float16", kernel: Any = "sm90", **options: Any) -> Plan:
+def planned(*shape: int, dtype: str = "float16", kernel: Any = "sm90", **options: Any) -> KernelPlan:
     x = cuflash.ShapeDtype(shape, dtype)
     return cuflash.plan(x, x, x, kernel=kernel, device=DeviceSpec.gpu("H100"), **options).plan
 
@@ -532,10 +534,9 @@ def test_blocks_go_on_to_further_tiles() -> None:
     options = {"full": {}, "causal": {"causal": True}, "lengths": of_lengths, "list": of_list}
     for dim, chosen in itertools.product((64, 128, 256), options.values()):
         plan = planned(16, 4096, dim, **chosen)
-        spec = plan.specs["forward"]
-        assert plan.takes_tiles_on(spec) and plan.blocks(spec, plan.grid(spec)) == 132
+        assert plan.kernels.forward.launches["forward"].grid(1) == 132
     older = planned(16, 4096, 64, kernel="sm80")
-    assert not older.takes_tiles_on(older.specs["forward"])
+    assert older.kernels.forward.launches["forward"].max_blocks is None
 
 
 @pytest.mark.parametrize(("num_heads", "seqlen", "tile"), [
@@ -566,17 +567,17 @@ def test_blocks_of_a_causal_call_end_together(dim: int, seqlen: int, num_heads: 
     plan = planned(num_heads, seqlen, dim, causal=True)
     spec = plan.specs["forward"]
     steps = [2 + -(-stop // spec.block_kv) for stop in range(seqlen, 0, -spec.block_q)][::-1]
-    places = plan.places_in_turn
+    places = plan.kernels.order.heads_per_group
     taken = steps_taken(num_heads, places, steps, 132)
     assert taken.max() <= max(1.05 * taken.mean(), steps[-1])
     keys_and_values = 2 * seqlen * dim * 2
     assert places <= 8 or places * keys_and_values <= plan.device.cache_bytes / 3
-    assert planned(num_heads, seqlen, dim).places_in_turn == 1  # tiles are alike
+    assert planned(num_heads, seqlen, dim).kernels.order.heads_per_group == 1  # tiles are alike
 
 
 def test_auto_takes_hopper_s_kernels_where_they_are_faster() -> None:
     def family(num_heads: int, seqlen: int, dim: int, **options: Any) -> str | None:
-        return planned(num_heads, seqlen, dim, kernel="auto", **options).family
+        return planned(num_heads, seqlen, dim, kernel="auto", **options).family.name
 
     assert family(16, 4096, 128) == family(16, 4096, 64) == family(256, 1024, 64) == "sm90"
     assert family(16, 512, 128) == "sm80"

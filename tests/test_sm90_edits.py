@@ -19,7 +19,7 @@ from finishing import of_lists
 from planting import chosen, planted, without_their_line
 from poison import MARGIN, call
 from test_sm90 import (
-    ALIGNED, SIM90, Ends, FewBlocks, OnTwoBlocks, assert_alike_keys_weigh_alike, forward, half, plan_of,
+    ALIGNED, SIM90, Ends, FewBlocks, assert_alike_keys_weigh_alike, forward, half, on_two_blocks, plan_of,
     with_fewest_tiles,
 )  # fmt: skip
 
@@ -630,7 +630,7 @@ def hopper_is_right() -> None:
             example = clean.but(v=v)
         if number == 2:
             example = clean.but(k=started_oddly(clean.k), v=started_oddly(clean.v))
-        plan = OnTwoBlocks.of(plan_of(example))
+        plan = on_two_blocks(plan_of(example))
         for seed, order in enumerate(("random", "last_warp", "first_warp")):
             schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
             margin = ALIGNED if seed else MARGIN

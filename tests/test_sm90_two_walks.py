@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.plans import Plan
+from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_exact_probes, assert_within_bounds
 from executors import HALVES, Run, holds_for_examples, needs_compiler
 from poison import STRUCTURES, PoisonedGpu, call
@@ -35,7 +35,7 @@ def small_calls_get_the_tiles_of_large_ones() -> Iterator[None]:
         yield
 
 
-def walks_twice(plan: Plan) -> bool:
+def walks_twice(plan: KernelPlan) -> bool:
     return plan.specs.get("backward_rows") is not None and plan.specs["backward_rows"].family == "sm90"
 
 
@@ -243,8 +243,8 @@ TWICE: dict[str, dict[str, Any]] = {
 def test_two_walks_are_taken_for_bits_that_repeat_and_for_small_blocks(name: str, dim: int) -> None:
     plan = planned(2, 384, dim, **TWICE[name])
     assert {spec.name for spec in plan.specs.values()} == KERNELS
-    assert "every result is bitwise repeatable" in plan.explain()
-    assert all(plan.takes_tiles_on(plan.specs[entry]) for entry in ("backward", "backward_rows"))
+    assert plan.kernels.is_repeatable
+    assert all(plan.kernels.backward.launches[entry].max_blocks for entry in ("backward", "backward_rows"))
 
 
 @pytest.mark.parametrize("block", [128, 192, (128, 384)])

@@ -15,7 +15,7 @@ import pytest
 from cuflash import CompileError, records
 from cuflash import compile as compiling
 from cuflash import source as room
-from cuflash.source import KernelSpec
+from cuflash.planning.spec import KernelSpec
 
 Make = Callable[..., KernelSpec]
 CHANGED = {

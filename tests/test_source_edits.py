@@ -217,7 +217,8 @@ def hunt(*strategies):
 
 def attention_is_right(library):
     """Every result within its bound, at tiles of any size."""
-    launch, plans, work_list = (part(library, name) for name in ("launch", "plans", "work_list"))
+    launch, work_list = (part(library, name) for name in ("launch", "work_list"))
+    host, plan = (part(library, f"planning.{name}") for name in ("host", "plan"))
     device = part(library, "device").DeviceSpec(name="test", num_processors=1, tile_memory_bytes=1 << 20)
     examples = part(library, "testing.strategies").examples(tile=16, most_scores=1 << 12, dtypes=["float32", "float64"])
 
@@ -227,8 +228,10 @@ def attention_is_right(library):
         mask = work_list.requested_mask(example.mask, False, None, problem.mask_shape)
         work = work_list.work_list(mask, problem.mask_shape, (block_q, block_kv))
         # As in any plan, no smaller than blocks of a list.
-        tile = part(library, "tiles").Tile(max(block_q, work.block_q), max(block_kv, work.block_kv))
-        ready = launch.Executable(plans.Plan(problem=problem, mask=mask, device=device, tile=tile, work=work))
+        tile = max(block_q, work.block_q), max(block_kv, work.block_kv)
+        tiling = host.HostTiling(problem, device, *tile, work)
+        kernels = plan.KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling)
+        ready = launch.Executable(kernels)
         o, lse = ready.forward(example.q, example.k, example.v)
         dq, dk, dv = ready.backward(example.do, example.q, example.k, example.v, o, lse, example.dlse)
         part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuflash.launch import Executable
-from cuflash.plans import Plan
+from cuflash.planning.plan import KernelPlan
 from cuflash.simulated import Simulator
 from cuflash.testing import Example, assert_within_bounds, examples
 from cuflash.work_list import IntervalWork, ListedWork
@@ -114,7 +114,7 @@ def test_nan_in_one_part_goes_where_arithmetic_takes_it() -> None:
 
 def planned(
     batch: int, num_heads: int, num_kv_heads: int, seqlen_q: int, seqlen_kv: int, dim: int = 128, **options: Any
-) -> Plan:
+) -> KernelPlan:
     q = ShapeDtype((batch, num_heads, seqlen_q, dim), ml_dtypes.bfloat16)
     k = ShapeDtype((batch, num_kv_heads, seqlen_kv, dim), ml_dtypes.bfloat16)
     device = options.pop("device", "H100")
@@ -122,8 +122,8 @@ def planned(
 
 
 def test_a_gpu_that_its_tiles_fill_splits_none() -> None:
-    assert planned(8, 32, 32, 4096, 4096).num_splits == planned(32, 32, 32, 1, 1 << 16).num_splits == 1
-    assert planned(1, 1, 1, 64, 192).num_splits == 1  # three steps
+    assert planned(8, 32, 32, 4096, 4096).kernels.num_splits == planned(32, 32, 32, 1, 1 << 16).kernels.num_splits == 1
+    assert planned(1, 1, 1, 64, 192).kernels.num_splits == 1  # three steps
     assert set(planned(8, 32, 32, 4096, 4096).specs) == {
         "forward", "backward_statistics", "backward", "convert_dq",
     }  # fmt: skip
@@ -131,11 +131,12 @@ def test_a_gpu_that_its_tiles_fill_splits_none() -> None:
 
 def test_few_tiles_are_shared_until_the_gpu_is_full() -> None:
     one, many = planned(1, 32, 8, 1, 1 << 16), planned(8, 32, 8, 1, 1 << 16)
-    assert one.specs["forward"].is_packed and one.num_splits > many.num_splits > 1
-    assert one.grid(one.specs["forward"]) == 8 * one.num_splits  # a tile for each key/value head
-    assert 100 < planned(1, 1, 1, 1, 1 << 20).num_splits <= 128
-    assert planned(1, 4, 4, 1, 8 * 64).num_splits == 8  # a step each
-    assert planned(1, 4, 4, 1, 1 << 16, mask=masks.SlidingWindow(500, 0, "bottom_right")).num_splits == 8
+    assert one.specs["forward"].is_packed and one.kernels.num_splits > many.kernels.num_splits > 1
+    tiles = one.kernels.forward.launches["forward"].grid(1)
+    assert tiles == 8 * one.kernels.num_splits  # a tile for each key/value head
+    assert 100 < planned(1, 1, 1, 1, 1 << 20).kernels.num_splits <= 128
+    assert planned(1, 4, 4, 1, 8 * 64).kernels.num_splits == 8  # a step each
+    assert planned(1, 4, 4, 1, 1 << 16, mask=masks.SlidingWindow(500, 0, "bottom_right")).kernels.num_splits == 8
 
 
 @settings(max_examples=200)
@@ -152,13 +153,14 @@ def test_splitting_fills_the_gpu_better_and_takes_little_room(
     batch, num_kv_heads, group_size = sizes
     plan = planned(batch, num_kv_heads * group_size, num_kv_heads, seqlen_q, 64 * steps, dim, device=device)
     forward = plan.specs["forward"]
-    assert forward.is_split == ("combine" in plan.specs) and (plan.num_splits == 1 or forward.is_split)
+    assert forward.is_split == ("combine" in plan.specs) and (plan.kernels.num_splits == 1 or forward.is_split)
     if not forward.is_split:
         return
-    keys = 64 * steps * 2 * dim * 2 * plan.grid(forward) // plan.num_splits  # bytes that the tiles load
-    parts = 4 * sum(np.prod(plan.workspace_shape(name)) for name in ("o_parts", "lse_parts"))
-    assert plan.num_splits == 1 or parts <= keys
-    assert plan.num_splits <= 128 and plan.workspace_bytes >= parts
+    tiles = plan.kernels.forward.launches["forward"].grid(batch) // plan.kernels.num_splits
+    keys = 64 * steps * 2 * dim * 2 * tiles  # bytes that the tiles load
+    parts = plan.kernels.forward.nbytes
+    assert plan.kernels.num_splits == 1 or parts <= keys
+    assert plan.kernels.num_splits <= 128 and plan.workspace_bytes >= parts
     rows = seqlen_q * (group_size if forward.is_packed else 1)
     assert not forward.is_packed or group_size > 1 and rows <= forward.block_q
 
@@ -180,7 +182,7 @@ def test_heads_are_packed_where_they_share_masks_and_fit_a_tile() -> None:
 def test_explain_says_how_keys_are_shared() -> None:
     q, k = ShapeDtype((1, 32, 1, 128), np.float16), ShapeDtype((1, 8, 1 << 14, 128), np.float16)
     ready = cuflash.plan(q, k, k, kernel="sm80", device=DeviceSpec.gpu("H100"))
-    splits = ready.plan.num_splits
+    splits = ready.plan.kernels.num_splits
     assert f"splits     {splits} blocks share the keys of a tile, which holds a group's heads" in ready.explain()
     assert f"grid {8 * splits}," in ready.explain() and "sm80_combine" in ready.explain()
     assert ready.workspace_bytes == splits * 32 * 129 * 4
@@ -192,6 +194,6 @@ def test_backward_takes_the_results_of_split_plans() -> None:
     (o, lse), vjp = cuflash.attention_vjp(
         example.q, example.k, example.v, mask=example.mask, kernel="sm80", executor="sim", return_lse=True
     )
-    assert split_plan(example, 2).split().num_splits > 1
+    assert split_plan(example, None).kernels.num_splits > 1
     dq, dk, dv = vjp(example.do, example.dlse)
     assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)

@@ -11,7 +11,6 @@ from test_masks import SHAPES_AND_MASKS
 from cuflash import BlockIndex, DeviceSpec, ShapeDtype, masks, patterns, plan
 from cuflash.classify import Kind
 from cuflash.masks import MaskShape
-from cuflash.tiles import shared_bytes
 from cuflash.work_list import IntervalWork, ListedWork, requested_mask, work_list
 
 TILES = st.tuples(st.integers(1, 12), st.integers(1, 12))
@@ -165,4 +164,6 @@ def test_every_gpu_gets_a_tile_that_fits_its_shared_memory():
             ready = plan(shape, shape, shape, causal=True, device=device)
             served = {"simt": {"backward_rows", "backward_columns"}, "sm80": {"backward", "convert_dq"}}
             assert {"forward"} | served["simt" if name == "T4" else "sm80"] <= set(ready.plan.specs)
-            assert all(shared_bytes(spec) <= device.tile_memory_bytes for spec in ready.plan.specs.values())
+            kernels = ready.plan.kernels
+            launches = (*kernels.forward.launches.values(), *kernels.backward.launches.values())
+            assert all(launch.shared_bytes <= device.tile_memory_bytes for launch in launches)

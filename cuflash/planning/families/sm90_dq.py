@@ -1,50 +1,21 @@
-"""Whether blocks of the sm90 family's gradients finish dQ, and in which order those do that a band has see all queries:
-kernels_cu/attention/dq_turns.cuh, and the end of query_ring.cuh for lists."""
+"""Decides whether the thread blocks of the sm90 family's backward kernel finish dQ, and in which order under a band.
+
+The device's side is kernels_cu/attention/dq_turns.cuh, and for lists the end of query_ring.cuh.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from .device import DeviceSpec
-from .mask import Band
-from .problem import Problem
-from .source import KernelSpec
-from .work_list import ListedWork
+from ...device import DeviceSpec
+from ...mask import Band
+from ...problem import Problem
+from ...work_list import ListedWork
+from ..launches import DqTurns
+from ..spec import KernelSpec
 
 _MOST_STORING = 31  # tiles of keys of a batch entry and head that have a bit
 _MOST_VISITS = 1 << 15  # by tiles of keys, of a tile of queries: what a half of their count holds
 _VISITS_THAT_PAY = 8  # fewer, on average
 _LAG = 2  # rounds of all blocks between a place's last tiles and its first one, of tiles of unlike lengths
-
-
-class DqTurns(NamedTuple):
-    """The order in which blocks take tiles of keys of the batch entries and heads whose dQ they finish.
-
-    Groups of places, which are batch entries and heads of keys, have their tiles taken in rounds: the last keys, which
-    store what they make of dQ; then others backwards, which add; then the first keys, which finish it.
-
-    Attributes
-    ----------
-    places : int
-        Of a group.
-    ahead : int
-        Rounds by which the last keys are taken before the others, where these see all that the others see.
-    behind : int
-        Rounds by which the first keys, which wait for all others, follow.
-    left : int
-        Places at least that come after all groups, and have dQ rounded by a kernel of its own: what gives blocks
-        something to do while the last group's first keys are walked.
-    """
-
-    places: int
-    ahead: int
-    behind: int
-    left: int
-
-    def finished(self, num_places: int) -> int:
-        """Of so many places of a launch, the first of which dQ is finished by the blocks that add to it."""
-        groups = max(0, num_places - self.left) // self.places
-        return groups * self.places if groups > self.ahead + self.behind else 0
 
 
 def dq_turns(problem: Problem, band: Band | None, backward: KernelSpec, device: DeviceSpec) -> DqTurns | None:

@@ -1,0 +1,1 @@
+"""Runs plans on arrays: on the host, on a GPU, and on the simulator of one."""

@@ -1,0 +1,119 @@
+"""Launches the kernels of a pass on a machine: the one way for GPUs and for the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..arrays import Array
+from ..checks import Check, check_lists
+from ..params import Records, View
+from ..planning.launches import Launch, Pass, Workspace
+from ..planning.plan import KernelPlan
+from ..planning.spec import KernelSpec
+from ..tensor_map import Template, Tiles
+from ..work_list import WorkList
+
+
+class Lists(Protocol):
+    """The arrays of a work list where kernels read them."""
+
+    @property
+    def arrays(self) -> Mapping[str, Array]:
+        """The arrays by name."""
+
+    def use(self, stream: Any) -> None:
+        """Prepare the arrays for kernels that are launched on a stream."""
+
+
+class Machine(Protocol):
+    """What runs kernels: a GPU, or the simulator."""
+
+    def address(self, array: Array) -> int:
+        """The address of an array's first element, as a kernel sees it."""
+
+    def stream(self) -> Any:
+        """The current stream, on which `launcher` and `allocator` work."""
+
+    def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
+        """A function that makes the workspaces of one call on a stream."""
+
+    def lists(self, work: WorkList) -> Lists:
+        """The arrays of a work list, put where kernels can read them."""
+
+    def tensor_map(self, tiles: Tiles) -> Template:
+        """The tensor map, but for its address, of arrays of one layout."""
+
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...]], None]:
+        """A function that launches a kernel on the current stream with the arguments it is given."""
+
+    def wait(self, launch: Launch) -> None:
+        """Wait until a launch has ended; raises RuntimeError where it failed."""
+
+
+class BoundPass:
+    """The launches of a pass over arrays of one layout, complete but for the addresses of the arrays.
+
+    Parameters
+    ----------
+    plan : KernelPlan
+    kernels : Pass
+    views : tuple of View
+        The layouts of operands and results.
+    machine : Machine
+    """
+
+    def __init__(self, plan: KernelPlan, kernels: Pass, views: tuple[View, ...], machine: Machine) -> None:
+        made = tuple(View.of_new(name, workspace) for name, workspace in kernels.workspaces.items())
+        records = Records.of(plan, (*views, *made), kernels.boxes, machine.tensor_map)
+        num_batch = plan.problem.mask_shape.num_batch // len(records.templates)
+        self._plan, self._kernels, self._machine = plan, kernels, machine
+        self._names = tuple(view.name for view in (*views, *made))
+        self._lists = machine.lists(plan.work)
+        self._params = records.with_lists(
+            {name: machine.address(array) for name, array in self._lists.arrays.items()}
+        )
+        self._allocate = machine.allocator(kernels.workspaces)
+        grids = [(launch, launch.grid(num_batch)) for launch in kernels.launches.values()]
+        self.launches = tuple((launch, grid) for launch, grid in grids if grid)
+        self._launchers = [
+            (launch, bool(launch.boxes), machine.launcher(launch.spec, grid, launch.shared_bytes))
+            for launch, grid in self.launches
+        ]
+
+    def __call__(self, arrays: Sequence[Array], stream: Any, check: Check | None = None) -> list[Array]:
+        """Launch the kernels on arrays in the order of the views; returns the workspaces, which kernels still use."""
+        made = self._allocate(stream) if check is None else self._checked_workspaces(check)
+        every = [*arrays, *made]
+        self._lists.use(stream)
+        records = self._params.at(list(map(self._machine.address, every)))
+        for launch, takes_maps, start in self._launchers:
+            for params, maps in records:
+                start((params, maps) if takes_maps else (params,))
+            if check is not None:
+                self._machine.wait(launch)
+                named = dict(zip(self._names, every))
+                check.after(launch.spec.name, {name: named[name] for name in launch.writes if name in named})
+        return made
+
+    def _checked_workspaces(self, check: Check) -> list[Array]:
+        check_lists(self._plan.work, self._lists.arrays)
+        made = []
+        for name, workspace in self._kernels.workspaces.items():
+            made.append(check.empty(name, workspace.shape, workspace.dtype))
+            if workspace.is_zeroed:
+                made[-1].fill(0)
+        return made
+
+
+def run(
+    plan: KernelPlan,
+    kernels: Pass,
+    machine: Machine,
+    arrays: Mapping[str, Array],
+    check: Check | None = None,
+) -> dict[str, Array]:
+    """Launch a pass once on operands and results by name; returns its workspaces by name."""
+    views = tuple(View.of(name, array) for name, array in arrays.items())
+    bound = BoundPass(plan, kernels, views, machine)
+    return dict(zip(kernels.workspaces, bound(list(arrays.values()), machine.stream(), check)))

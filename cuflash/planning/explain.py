@@ -1,0 +1,75 @@
+"""Describes a kernel plan in words, a line for each decision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..work_list import ListedWork, WorkList
+from .launches import Launch
+from .plan import KernelPlan
+
+
+def explain(plan: KernelPlan, notes: Mapping[str, str]) -> str:
+    """What was decided and why; `notes`, by entry, say more of some kernels."""
+    problem, device, kernels = plan.problem, plan.device, plan.kernels
+    heads = f"{problem.num_heads} heads"
+    if problem.num_heads != problem.num_kv_heads:
+        heads += f" in groups of {problem.group_size} on {problem.num_kv_heads} key/value heads"
+    dtype = f"{problem.dtype}" + f" at precision {problem.precision}" * (problem.precision != "ieee")
+    where = f"{device.num_processors} cores"
+    if device.compute_capability is not None:
+        major, minor = device.compute_capability
+        where = f"sm_{major}{minor}, {device.num_processors} multiprocessors"
+    lines = [
+        f"problem    batch {problem.batch}, {heads}, {problem.seqlen_q} queries, {problem.seqlen_kv} keys, "
+        f"dims {problem.head_dim} and {problem.value_dim}, {dtype}, scale {problem.softmax_scale:.6g}",
+        f"device     {device.name}: {where}, {device.tile_memory_bytes >> 10} KiB for a tile",
+    ]
+    if plan.tiling is not None:
+        lines.append(f"tile       {plan.tiling.block_q} queries x {plan.tiling.block_kv} keys")
+    if kernels is not None:
+        lines += _described_kernels(plan, notes)
+    return "\n".join([
+        *lines,
+        f"work       {_described_work(plan.work)}",
+        f"FLOPs      {plan.forward_flops} forward",
+        f"workspace  {plan.workspace_bytes} bytes, {plan.list_bytes} of them the work list",
+    ])  # fmt: skip
+
+
+def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
+    kernels = plan.kernels
+    assert kernels is not None
+    launches = {**kernels.forward.launches, **kernels.backward.launches}
+    num_batch = plan.problem.mask_shape.num_batch
+    lines = [
+        _described_launch(launch, num_batch, notes.get(entry, "not compiled yet"))
+        for entry, launch in launches.items()
+    ]
+    if "combine" in launches:
+        packed = ", which holds a group's heads" if launches["forward"].spec.is_packed else ""
+        lines.append(f"splits     {kernels.num_splits} blocks share the keys of a tile{packed}")
+    if "scores" in kernels.forward.workspaces:
+        lines.append("scores     every score is made and kept, whatever the mask; backward, its gradient too")
+    if kernels.is_repeatable:
+        lines.append("gradients  every result is bitwise repeatable")
+    else:
+        lines.append("gradients  dq by atomic additions: its bits may differ from call to call, for speed")
+    return lines
+
+
+def _described_launch(launch: Launch, num_batch: int, note: str) -> str:
+    spec = launch.spec
+    tile = f"{spec.block_q} queries x {spec.block_kv} keys" + " on tensor cores" * (spec.mma_rows > 0)
+    memory = f"{launch.shared_bytes} bytes of shared memory"
+    return f"kernel     {spec.name}: {tile}, grid {launch.grid(num_batch)}, {memory}, {note}"
+
+
+def _described_work(work: WorkList) -> str:
+    if isinstance(work, ListedWork):
+        index = work.index.on_host
+        full, partial = int((index.kinds == 1).sum()), int((index.kinds != 1).sum())
+        return f"listed: {full} full and {partial} partial blocks of {index.block}, {len(index.bits)} bit tiles"
+    if work.band is not None:
+        return f"implicit: keys with {work.band.lower} <= j - i <= {work.band.upper}, no list"
+    return "implicit: one interval of keys a row, no list"

@@ -1,0 +1,191 @@
+"""The interface of a family of kernels, and what all families share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...arrays import BFLOAT16
+from ...device import DeviceSpec
+from ...errors import UnsupportedProblem
+from ...problem import Problem
+from ...work_list import ListedWork, WorkList
+from ..launches import Kernels
+from ..spec import KernelSpec
+
+# A kernel is compiled for the smallest of these dimensions that holds the problem's.
+DIMS = (32, 64, 96, 128, 192, 256)
+
+# Arrays that kernels read, by what they compute.
+FORWARD_INPUTS = ("q", "k", "v")
+STATISTICS_INPUTS = ("o", "lse", "do", "dlse")
+BACKWARD_INPUTS = ("q", "k", "v", "lse", "do")
+
+
+class Family(ABC):
+    """Kernels of one kind, for one generation of hardware: ``kernels_cu/<name>/``.
+
+    Attributes
+    ----------
+    name : str
+        What ``kernel=`` calls the family.
+    dtypes : tuple of numpy.dtype
+        The dtypes of q, k and v that it serves at precision "ieee".
+    oldest : (int, int)
+        The oldest compute capability that runs it.
+    waits_at_barriers : bool
+        Its kernels wait at barriers in shared memory for copies, so that a fault could make one hang.
+    """
+
+    name: ClassVar[str]
+    dtypes: ClassVar[tuple[np.dtype[Any], ...]]
+    oldest: ClassVar[tuple[int, int]] = (7, 5)
+    waits_at_barriers: ClassVar[bool] = False
+
+    def reasons(self, problem: Problem, device: DeviceSpec | None) -> list[str]:
+        """Why the family does not serve a problem, on any device or, where one is given, on that device."""
+        reasons = self._dtype_reasons(problem)
+        return reasons if device is None or reasons else self._device_reasons(problem, device)
+
+    def _dtype_reasons(self, problem: Problem) -> list[str]:
+        if problem.precision != "ieee":
+            return [f"kernel={self.name!r} has precision='ieee'; got {problem.precision!r}: use kernel='auto'"]
+        if problem.dtype in self.dtypes:
+            return []
+        served = " or ".join(dtype.name for dtype in self.dtypes)
+        return [f"kernel={self.name!r} takes {served}; got {problem.dtype}: {self._instead(problem)}"]
+
+    def _instead(self, problem: Problem) -> str:
+        return "convert q, k and v, or use kernel='simt'"
+
+    def _device_reasons(self, problem: Problem, device: DeviceSpec) -> list[str]:
+        capability = device.compute_capability
+        if capability is None:
+            return []
+        if problem.dtype == BFLOAT16 and capability < (8, 0):
+            return [f"bfloat16 needs compute capability 8.0; {device.name} is older: use float16 or float32"]
+        return self._capability_reasons(capability)
+
+    def _capability_reasons(self, capability: tuple[int, int]) -> list[str]:
+        if capability >= self.oldest:
+            return []
+        major, minor = self.oldest
+        return [
+            f"kernel={self.name!r} needs compute capability {major}.{minor} or newer; got {capability[0]}."
+            f"{capability[1]}: use kernel='auto'"
+        ]
+
+    def architecture(self, capability: tuple[int, int]) -> str:
+        """NVRTC's name of the machine code for a compute capability.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The family's kernels need another chip.
+        """
+        reasons = self._capability_reasons(capability)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        return f"sm_{capability[0]}{capability[1]}"
+
+    @abstractmethod
+    def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
+        """block_q and block_kv of a block list that is made for the family's kernels: those of the forward tile.
+
+        Raises
+        ------
+        UnsupportedProblem
+            No tile fits the device's shared memory.
+        """
+
+    @abstractmethod
+    def specs(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        largest: tuple[int, int] | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> dict[str, KernelSpec]:
+        """The kernels of both passes, by entry in the order of their launches.
+
+        Parameters
+        ----------
+        problem : Problem
+            One that the family serves: `reasons` has none.
+        device : DeviceSpec
+        largest : (block_q, block_kv), optional
+            Blocks of a list, which tiles may not exceed.
+        deterministic : bool
+            Whether every result must be bitwise repeatable.
+
+        Raises
+        ------
+        UnsupportedProblem
+            No tile fits the device's shared memory.
+        """
+
+    @abstractmethod
+    def launches(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        work: WorkList,
+        *,
+        deterministic: bool = False,
+        specs: Mapping[str, KernelSpec] | None = None,
+    ) -> Kernels:
+        """The launches of both passes over a work list.
+
+        Parameters
+        ----------
+        specs : dict of KernelSpec by entry, optional
+            Kernels that replace those of the same entries that the family would choose: for tile sweeps.
+
+        Raises
+        ------
+        UnsupportedProblem
+            As `specs`.
+        """
+
+    @abstractmethod
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        """Dynamic shared memory of a thread block of one of the family's kernels."""
+
+    def blocks_at_once(self, spec: KernelSpec, device: DeviceSpec) -> int:
+        """Thread blocks of a kernel that a GPU holds at once, limited by registers and by shared memory.
+
+        The system takes a KiB of shared memory for each block, and a multiprocessor has one more than a block may use.
+        """
+        fitting = (device.tile_memory_bytes + 1024) // (self.shared_bytes(spec) + 1024)
+        return device.num_processors * max(1, min(spec.min_blocks, fitting))
+
+
+def rounded_dims(problem: Problem) -> tuple[int, int]:
+    """head_dim and value_dim that a kernel for the problem is compiled for."""
+    head_dim, value_dim = (
+        next(room for room in DIMS if room >= dim) for dim in (problem.head_dim, problem.value_dim)
+    )
+    return head_dim, value_dim
+
+
+def list_block_of(work: WorkList) -> tuple[int, int] | None:
+    """Blocks of the list that kernels walk; None for work that is no list."""
+    return (work.block_q, work.block_kv) if isinstance(work, ListedWork) else None
+
+
+def query_tiles(problem: Problem, work: WorkList, block_q: int) -> int:
+    """Tiles of queries in one head; a tile lies within one block of a list."""
+    return _num_tiles(problem.seqlen_q, work.block_q if isinstance(work, ListedWork) else block_q, block_q)
+
+
+def key_tiles(problem: Problem, work: WorkList, block_kv: int) -> int:
+    """Tiles of keys in one head; a tile lies within one block of a list."""
+    return _num_tiles(problem.seqlen_kv, work.block_kv if isinstance(work, ListedWork) else block_kv, block_kv)
+
+
+def _num_tiles(length: int, block: int, tile: int) -> int:
+    return -(-length // block) * -(-block // tile)

@@ -1,0 +1,256 @@
+"""The simt family: FlashAttention-2 in float32 and float64 arithmetic, for every dtype, mask and chip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays import DTYPES
+from ...device import DeviceSpec
+from ...errors import UnsupportedProblem
+from ...problem import Problem
+from ...work_list import ListedWork, WorkList
+from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
+from ..spec import KernelSpec
+from ..tile_order import heads_of_a_wave
+from .family import (
+    BACKWARD_INPUTS,
+    FORWARD_INPUTS,
+    STATISTICS_INPUTS,
+    Family,
+    key_tiles,
+    list_block_of,
+    query_tiles,
+    rounded_dims,
+)
+
+_THREADS = 128  # of a thread block: kThreads
+_SPARE = 32
+_SIDES = (128, 64, 32, 16, 8)  # of a tile
+_SMALLEST_ROWS = 16  # that threads can share
+
+
+class _Entry(NamedTuple):
+    """Limits of a kernel's tiles: it keeps rows of one side and steps over the other."""
+
+    rows_are_queries: bool
+    num_scores: int  # tiles of scores in registers
+    sums: tuple[str, ...]  # dimensions of the accumulators in registers
+    registers: int  # that both may fill of a thread's 255; beyond it times rose or registers spilled
+    mma_registers: int  # the same limit where tensor cores multiply
+    most_rows: int = _SIDES[0]
+    least_step: int = _SIDES[-1]
+
+
+_ENTRIES = {
+    "forward": _Entry(True, 1, ("value_dim",), 144, 176),
+    "backward_rows": _Entry(True, 2, ("head_dim",), 112, 176),
+    "backward_columns": _Entry(False, 2, ("head_dim", "value_dim"), 160, 192),
+    "backward": _Entry(False, 1, ("head_dim", "value_dim"), 160, 144, most_rows=64, least_step=16),  # 128 rows spill
+}
+_STATISTICS_BLOCK_Q = 64  # of backward_statistics, which multiplies nothing and keeps nothing
+
+
+class Simt(Family):
+    """Kernels on multiply-add units, and for float64 on tensor cores."""
+
+    name = "simt"
+    dtypes = DTYPES
+
+    def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
+        """The forward tile, but no smaller than the smallest tile of the backward kernels."""
+        forward = self._spec("forward", problem, device, None)
+        return max(_SMALLEST_ROWS, forward.block_q), max(_SMALLEST_ROWS, forward.block_kv)
+
+    def specs(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        largest: tuple[int, int] | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> dict[str, KernelSpec]:
+        """The kernels by entry; in two walks over the scores where dQ cannot be added up atomically, or not as fast.
+
+        Atomic additions need dQ's own memory in the accumulator's dtype. In float32 one walk takes 0.79, 0.78 and 0.85
+        of two walks' time at 32, 64 and 96 columns; in float64 0.72 at 32, 1.20 at 64 and 0.90 at 128
+        (experiments/results/simt_walks.log), so gradients of float64 with 33 to 64 columns take two walks.
+        """
+        is_slower_in_one = problem.dtype == np.float64 and 32 < max(problem.head_dim, problem.value_dim) <= 64
+        in_two_walks = deterministic or problem.dtype != problem.accumulator or is_slower_in_one
+        backward = ("backward_rows", "backward_columns") if in_two_walks else ("backward_statistics", "backward")
+        return {entry: self._spec(entry, problem, device, largest) for entry in ("forward", *backward)}
+
+    def _spec(
+        self, entry: str, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None
+    ) -> KernelSpec:
+        head_dim, value_dim = rounded_dims(problem)
+        smallest = KernelSpec(
+            family=self.name, entry=entry, dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
+            block_q=_SIDES[-1], block_kv=_SIDES[-1],
+        )  # fmt: skip
+        if entry == "backward_statistics":
+            block_q = max(side for side in _SIDES if side <= min(_STATISTICS_BLOCK_Q, (largest or _SIDES)[0]))
+            return replace(smallest, block_q=block_q)
+        return self._largest_fitting(smallest, device, largest or (_SIDES[0], _SIDES[0]))
+
+    def launches(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        work: WorkList,
+        *,
+        deterministic: bool = False,
+        specs: Mapping[str, KernelSpec] | None = None,
+    ) -> Kernels:
+        chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic) | dict(specs or {})
+        is_one_walk = "backward" in chosen
+        backward_entries = ("backward_statistics", "backward") if is_one_walk else ("backward_rows", "backward_columns")
+        made = {entry: self._launch(chosen[entry], problem, work) for entry in ("forward", *backward_entries)}
+        return Kernels(
+            forward=Pass({"forward": made["forward"]}),
+            backward=Pass(
+                {entry: made[entry] for entry in backward_entries},
+                {"delta": Workspace(problem.lse_shape(), problem.accumulator)},
+            ),
+            order=self._order(problem, device, work, chosen["forward"], chosen[backward_entries[1]]),
+            is_repeatable=not is_one_walk,
+        )
+
+    def _launch(self, spec: KernelSpec, problem: Problem, work: WorkList) -> Launch:
+        of_queries = problem.num_heads * query_tiles(problem, work, spec.block_q)
+        of_keys = problem.num_kv_heads * key_tiles(problem, work, spec.block_kv)
+        rows_inputs = ("q", "k", "v", *STATISTICS_INPUTS)
+        tiles, reads, writes = {
+            "forward": (of_queries, FORWARD_INPUTS, ("o", "lse")),
+            "backward_statistics": (of_queries, STATISTICS_INPUTS, ("delta", "dq")),
+            "backward": (of_keys, (*BACKWARD_INPUTS, "delta"), ("dq", "dk", "dv")),
+            "backward_rows": (of_queries, rows_inputs, ("dq", "delta")),
+            "backward_columns": (of_keys, (*BACKWARD_INPUTS, "delta"), ("dk", "dv")),
+        }[spec.entry]
+        return Launch(spec=spec, tiles=tiles, shared_bytes=self.shared_bytes(spec), reads=reads, writes=writes)
+
+    def _order(
+        self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
+    ) -> TileOrder:
+        """With a list all heads alternate: multiply-adds take the time, not copies of K and V, and the fewer heads
+        alternate the more of the GPU idles at the end (experiments/results/simt_sparse.log)."""
+        if isinstance(work, ListedWork):
+            num_heads = problem.mask_shape.num_batch * problem.num_heads
+            return TileOrder(num_heads, num_heads)
+        return TileOrder(
+            heads_of_a_wave(work, self.blocks_at_once(forward, device), -(-problem.seqlen_q // forward.block_q)),
+            heads_of_a_wave(work, self.blocks_at_once(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
+        )
+
+    def _largest_fitting(
+        self, smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int]
+    ) -> KernelSpec:
+        """The tile that multiplies most for what it loads, of those that fit a multiprocessor twice, or else once.
+
+        Tensor cores multiply where any of their tiles fits: they share 32 rows, so blocks of a list may be too short.
+        """
+        legal = [_legal_tiles(replace(smallest, mma_rows=rows), largest) for rows in _mma_rows(smallest.dtype, device)]
+        for tiles in legal:
+            for room, spec in product((device.tile_memory_bytes // 2, device.tile_memory_bytes), tiles):
+                if shared_bytes(spec) <= room:
+                    return spec
+        what = f"{smallest.name} with head_dim {smallest.head_dim}, value dim {smallest.value_dim} in {smallest.dtype}"
+        needed = min((shared_bytes(spec) for tiles in legal for spec in tiles), default=None)
+        if needed is None:
+            raise UnsupportedProblem(
+                [f"no tile of {what} fits a list's blocks of {largest}: use larger blocks or a narrower dtype"]
+            )
+        raise UnsupportedProblem(
+            [
+                f"{device.name} must have {needed} bytes of shared memory a block for {what}; it has "
+                f"{device.tile_memory_bytes}: use a narrower dtype"
+            ]
+        )
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        return shared_bytes(spec)
+
+
+def _mma_rows(dtype: np.dtype[Any], device: DeviceSpec) -> tuple[int, ...]:
+    """How a chip can make products of a dtype, fastest first: float64 on tensor cores, with 16 rows on sm_90 alone."""
+    if dtype != np.float64 or device.compute_capability is None or device.compute_capability < (8, 0):
+        return (0,)
+    return (16 if device.compute_capability == (9, 0) else 8, 0)
+
+
+@lru_cache(maxsize=1 << 13)
+def _legal_tiles(smallest: KernelSpec, largest: tuple[int, int]) -> tuple[KernelSpec, ...]:
+    """From the smallest tile up to the largest that is asked for, the preferred first: the same on every device."""
+    sides = (
+        replace(smallest, block_q=block_q, block_kv=block_kv)
+        for block_q, block_kv in product(_SIDES, _SIDES)
+        if block_q <= largest[0] and block_kv <= largest[1]
+    )
+    return tuple(sorted(filter(_is_simt_tile, sides), key=_preference, reverse=True))
+
+
+def _preference(spec: KernelSpec) -> tuple[float, int]:
+    """Products for every element loaded, where those of a step count twice: the rows stay. Then the tallest."""
+    rows, step = rows_and_step(spec)
+    return rows * step / (rows + 2 * step), rows
+
+
+def rows_and_step(spec: KernelSpec) -> tuple[int, int]:
+    """A tile's rows that stay in place, and how many rows of the other side a step takes."""
+    sides = spec.block_q, spec.block_kv
+    return sides if _ENTRIES[spec.entry].rows_are_queries else sides[::-1]
+
+
+def _num_sums(spec: KernelSpec) -> int:
+    """Columns of the accumulators that a row keeps."""
+    return sum(getattr(spec, dim) for dim in _ENTRIES[spec.entry].sums)
+
+
+def accumulator_words(spec: KernelSpec) -> int:
+    """Registers of a thread that scores and sums fill."""
+    rows, step = rows_and_step(spec)
+    sums = _num_sums(spec)
+    elements = rows * (_ENTRIES[spec.entry].num_scores * step + sums)
+    if spec.entry == "backward":  # scores, then columns of dQ, as many as kDqWidth
+        dq_width = 32 if spec.mma_rows else 64 if spec.head_dim % 64 == 0 else spec.head_dim
+        elements = rows * sums + step * max(rows, dq_width)
+    return elements * spec.accumulator.itemsize // (4 * _THREADS)
+
+
+def _is_simt_tile(spec: KernelSpec) -> bool:
+    """Whether threads share its rows evenly and its accumulators fit their registers."""
+    entry, words = _ENTRIES[spec.entry], accumulator_words(spec)
+    rows, step = rows_and_step(spec)
+    if spec.mma_rows:  # of the backward pass in one walk dQ has as many rows as a step
+        shared_rows = (rows, step) if spec.entry == "backward" else (rows,)
+        return all(height % 32 == 0 for height in shared_rows) and words <= entry.mma_registers
+    # Conversions take registers too, and so do the operands of very wide rows.
+    spare = _SPARE * (spec.dtype != np.float32) + _SPARE * (_num_sums(spec) > 384)
+    fits = words <= entry.registers - spare or (rows, step) == (_SMALLEST_ROWS, entry.least_step)
+    return rows % _SMALLEST_ROWS == 0 and rows <= entry.most_rows and step >= entry.least_step and fits
+
+
+def shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a block; every row is 16 bytes longer than it is wide, or 32 for tensor cores."""
+    itemsize = spec.accumulator.itemsize
+    vector = (32 if spec.mma_rows else 16) // itemsize
+    if spec.entry == "backward_statistics":
+        return 0
+    rows, step = rows_and_step(spec)
+    head_row, value_row = spec.head_dim + vector, spec.value_dim + vector
+    if spec.entry == "backward":  # queries and dO take turns, and what is read along rows alone is not padded
+        padding = vector if spec.mma_rows else 0
+        p_padding = 8 if padding == 0 and step > 64 else padding
+        kept_row = spec.head_dim + spec.value_dim + step + 2 * padding + p_padding
+        return (rows * kept_row + step * max(head_row, value_row)) * itemsize
+    if spec.entry == "forward":  # keys and values take turns
+        elements = rows * head_row + step * max(head_row, value_row)
+    else:
+        elements = (rows + step) * (head_row + value_row)
+    return (elements + rows * (step + vector)) * itemsize

@@ -1,0 +1,389 @@
+"""The sm80 family: FlashAttention-2 on tensor cores, for 16-bit elements and for float32 at reduced precision.
+
+A tile is the first of a few, best first, that a chip's shared memory and a list's blocks allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ...arrays import BFLOAT16
+from ...device import DeviceSpec
+from ...errors import UnsupportedProblem
+from ...problem import Problem
+from ...work_list import IntervalWork, ListedWork, WorkList
+from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
+from ..spec import KernelSpec
+from ..split_kv import num_splits as splits_that_pay
+from ..tile_order import heads_of_a_wave, listed_heads, listed_kv_heads
+from .family import (
+    BACKWARD_INPUTS,
+    FORWARD_INPUTS,
+    STATISTICS_INPUTS,
+    Family,
+    key_tiles,
+    list_block_of,
+    query_tiles,
+    rounded_dims,
+)
+
+
+class _Tile(NamedTuple):
+    """A tile, the warps that share it, and how many of what it steps over are at hand."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int = 1
+    threads_at_once: int = 256  # of a multiprocessor, that have all the registers they can use
+
+
+_Tiles: TypeAlias = dict[int, tuple[_Tile, ...]]
+
+# By the wider of the two dimensions. A warp holds 32 rows of queries where its registers suffice, so that each fragment
+# of K and V that it reads is multiplied twice; experiments/results/sm80_tiles.log has the times, and
+# experiments/tile_sweep.py --gpu takes them anew.
+_FORWARD: _Tiles = {
+    64: (_Tile(128, 128, 4),),
+    128: (_Tile(128, 64, 4),),
+    256: (_Tile(128, 128, 8), _Tile(64, 64, 4)),
+}
+_ROWS: _Tiles = {
+    64: (_Tile(128, 64, 4, 2),),
+    128: (_Tile(64, 64, 4, 2), _Tile(64, 32, 4, 2)),
+    256: (_Tile(128, 64, 8), _Tile(64, 32, 4, 2), _Tile(64, 32, 4, 1)),
+}
+_BACKWARD: _Tiles = {
+    64: (_Tile(128, 128, 8, 2), _Tile(64, 64, 4, 2), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
+    128: (_Tile(64, 128, 8, 2), _Tile(64, 64, 4), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
+    256: (_Tile(64, 64, 8, 2), _Tile(64, 64, 8), _Tile(32, 32, 4), _Tile(16, 16, 2)),
+}
+# The same of float32, of twice the bytes: experiments/results/tf32_tiles.log. The later ones are for chips whose shared
+# memory is small.
+_TF32X3_FORWARD: _Tiles = {
+    64: (_Tile(128, 32, 4),),
+    128: (_Tile(64, 64, 4),),
+    256: (_Tile(128, 32, 8), _Tile(128, 16, 8), _Tile(64, 16, 4)),
+}
+_TF32_FORWARD: _Tiles = _TF32X3_FORWARD | {64: (_Tile(128, 64, 4),), 128: (_Tile(128, 32, 4),)}
+_TF32_ROWS: _Tiles = {
+    64: (_Tile(64, 64, 4),),
+    128: (_Tile(64, 32, 4),),
+    256: (_Tile(64, 32, 4), _Tile(64, 16, 4), _Tile(32, 16, 2)),
+}
+_TF32_BACKWARD: _Tiles = {
+    64: (_Tile(64, 64, 4),),
+    128: (_Tile(64, 64, 8), _Tile(32, 32, 4)),
+    256: (_Tile(32, 64, 8), _Tile(32, 32, 8), _Tile(32, 16, 4), _Tile(16, 16, 4)),
+}
+# By precision: of the forward kernel, of backward_rows, and of the other kernels.
+_TABLES: dict[str, tuple[_Tiles, _Tiles, _Tiles]] = {
+    "ieee": (_FORWARD, _ROWS, _BACKWARD),
+    "tf32": (_TF32_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
+    "tf32x3": (_TF32X3_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
+}
+_SMALLEST = 16  # rows and columns of a product
+# Of a thread of the gradients, by precision, where flat blocks of a list, or rows of 32 or 96, leave fewer warps than
+# the tables have: more spilled, up to 5750 bytes a thread.
+_MOST_SUMS = {"ieee": 208, "tf32": 192, "tf32x3": 128}
+
+
+class Sm80(Family):
+    """Kernels with cp.async copies and mma.sync, for compute capability 8.0 and newer."""
+
+    name = "sm80"
+    dtypes = (np.dtype(np.float16), BFLOAT16)
+    oldest = (8, 0)
+
+    def _dtype_reasons(self, problem: Problem) -> list[str]:
+        return [] if problem.precision != "ieee" else super()._dtype_reasons(problem)
+
+    def _instead(self, problem: Problem) -> str:
+        if problem.dtype == np.float32:
+            return "use precision='tf32x3' or 'tf32', or kernel='simt'"
+        return super()._instead(problem)
+
+    def _device_reasons(self, problem: Problem, device: DeviceSpec) -> list[str]:
+        capability = device.compute_capability
+        if problem.precision != "ieee" and capability is not None and capability < self.oldest:
+            needed = f"precision={problem.precision!r} needs compute capability 8.0"
+            return [f"{needed}; {device.name} is older: use precision='ieee'"]
+        return super()._device_reasons(problem, device)
+
+    def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
+        forward = _fitting("forward", problem, rounded_dims(problem), device, None, problem.seqlen_q)
+        return forward.block_q, forward.block_kv
+
+    def specs(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        largest: tuple[int, int] | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> dict[str, KernelSpec]:
+        dq_adds = 0 if deterministic else 4 if (device.compute_capability or (0, 0)) >= (9, 0) else 1
+        last = "backward_rows" if deterministic else "convert_dq"
+        chosen, fitting = {}, {}
+        for entry in ("forward", "backward_statistics", "backward", last):
+            # dQ is summed in the layout of the backward kernel's warps, so its neighbours cut queries alike.
+            like = entry if entry in ("forward", "backward_rows") else "backward"
+            if like not in fitting:
+                fitting[like] = _fitting(like, problem, rounded_dims(problem), device, largest, problem.seqlen_q)
+            multiplies = entry not in ("backward_statistics", "convert_dq")
+            chosen[entry] = replace(
+                fitting[like], entry=entry, dq_adds=dq_adds if entry in ("backward", "convert_dq") else 0,
+                precision=problem.precision if multiplies else "ieee",
+            )  # fmt: skip
+        return chosen
+
+    def launches(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        work: WorkList,
+        *,
+        deterministic: bool = False,
+        specs: Mapping[str, KernelSpec] | None = None,
+        num_splits: int | None = None,
+    ) -> Kernels:
+        """The launches; as many thread blocks share each tile's keys as `num_splits` says, or else as many as pay."""
+        chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic) | dict(specs or {})
+        forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
+        return Kernels(
+            forward=forward,
+            backward=self.backward(problem, work, chosen),
+            order=self.order(problem, device, work, forward.launches["forward"].spec, chosen["backward"]),
+            num_splits=num_splits,
+            is_repeatable="backward_rows" in chosen,
+        )
+
+    def _forward(
+        self, problem: Problem, device: DeviceSpec, work: WorkList, whole: KernelSpec, num_splits: int | None
+    ) -> tuple[Pass, int]:
+        """The forward pass, and how many thread blocks share a tile's keys."""
+        shares_masks = isinstance(work, IntervalWork) and (work.lo is None or work.lo.shape[1] == 1)
+        spec = split_spec(whole, problem, device, problem.group_size if shares_masks else 1)
+        heads = problem.num_kv_heads if spec.is_packed else problem.num_heads
+        tiles = heads * (1 if spec.is_packed else query_tiles(problem, work, spec.block_q))
+        chosen = num_splits
+        if chosen is None and 0 in (problem.mask_shape.num_batch, *problem.mask_shape[1:]):
+            chosen, spec = 1, whole
+        elif chosen is None:
+            num_tiles = problem.mask_shape.num_batch * tiles
+            chosen = splits_that_pay(problem, work, spec, num_tiles, self.blocks_at_once(spec, device))
+        if num_splits is None and chosen == 1 and not spec.is_packed:
+            whole_tiles = problem.num_heads * query_tiles(problem, work, whole.block_q)
+            return Pass({"forward": self._launch(whole, whole_tiles, FORWARD_INPUTS, ("o", "lse"))}), 1
+        *leading, seqlen_q = problem.lse_shape()
+        parts = (*leading, chosen * seqlen_q)
+        combine = combine_spec(spec)
+        launches = {
+            "forward": self._launch(spec, chosen * tiles, FORWARD_INPUTS, ("o_parts", "lse_parts")),
+            "combine": self._launch(
+                combine, problem.num_heads * query_tiles(problem, work, combine.block_q), ("o_parts", "lse_parts"),
+                ("o", "lse"),
+            ),
+        }  # fmt: skip
+        workspaces = {
+            "o_parts": Workspace((*parts, spec.value_dim), problem.accumulator),
+            "lse_parts": Workspace(parts, problem.accumulator),
+        }
+        return Pass(launches, workspaces), chosen
+
+    def backward(self, problem: Problem, work: WorkList, specs: Mapping[str, KernelSpec]) -> Pass:
+        """The backward pass with these kernels; the sm90 family takes it too where its own kernels do not serve."""
+        backward = specs["backward"]
+        rows = query_tiles(problem, work, backward.block_q)
+        of_queries = problem.num_heads * rows
+        of_keys = problem.num_kv_heads * key_tiles(problem, work, backward.block_kv)
+        workspaces = {"delta": Workspace(problem.lse_shape(), problem.accumulator)}
+        statistics = specs["backward_statistics"]
+        if "backward_rows" in specs:
+            own = specs["backward_rows"]
+            rows_tiles = problem.num_heads * query_tiles(problem, work, own.block_q)
+            launches = {
+                "backward_statistics": self._launch(statistics, of_queries, STATISTICS_INPUTS, ("delta",)),
+                "backward": self._launch(backward, of_keys, (*BACKWARD_INPUTS, "delta"), ("dk", "dv")),
+                "backward_rows": self._launch(own, rows_tiles, (*BACKWARD_INPUTS, "delta"), ("dq",)),
+            }
+            return Pass(launches, workspaces)
+        *leading, _ = problem.lse_shape()
+        sums = Workspace((*leading, rows, backward.block_q * backward.head_dim), problem.accumulator)
+        inputs = (*BACKWARD_INPUTS, "delta", "dq_sum")
+        launches = {
+            "backward_statistics": self._launch(statistics, of_queries, STATISTICS_INPUTS, ("delta", "dq_sum")),
+            "backward": self._launch(backward, of_keys, inputs, ("dq_sum", "dk", "dv")),
+            "convert_dq": self._launch(specs["convert_dq"], of_queries, ("dq_sum",), ("dq",)),
+        }
+        return Pass(launches, {"dq_sum": sums, **workspaces})
+
+    def order(
+        self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
+    ) -> TileOrder:
+        """Heads that alternate: those that fit the cache with a list, those of one wave of blocks under a band."""
+        if isinstance(work, ListedWork):
+            return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
+        return TileOrder(
+            heads_of_a_wave(work, self.blocks_at_once(forward, device), -(-problem.seqlen_q // forward.block_q)),
+            heads_of_a_wave(work, self.blocks_at_once(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
+        )
+
+    def _launch(self, spec: KernelSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
+        return Launch(spec=spec, tiles=tiles, shared_bytes=self.shared_bytes(spec), reads=reads, writes=writes)
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        return shared_bytes(spec)
+
+
+def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_size: int) -> KernelSpec:
+    """The forward kernel whose thread blocks share each tile's keys.
+
+    Where the queries of `group_size` heads that share a key/value head fit one tile, the tile holds them all.
+    """
+    if group_size > 1:
+        num_rows = problem.seqlen_q * group_size
+        packed = _fitting("forward", problem, (forward.head_dim, forward.value_dim), device, None, num_rows)
+        if num_rows <= packed.block_q:
+            forward = replace(packed, is_packed=True, precision=forward.precision)
+    return replace(forward, is_split=True)
+
+
+def combine_spec(forward: KernelSpec) -> KernelSpec:
+    """The kernel that merges the partial results of a split forward pass."""
+    return KernelSpec(
+        family=forward.family, entry="combine", dtype=forward.dtype, head_dim=forward.value_dim,
+        value_dim=forward.value_dim, block_q=1, block_kv=1,
+    )  # fmt: skip
+
+
+def _fitting(
+    entry: str,
+    problem: Problem,
+    dims: tuple[int, int],
+    device: DeviceSpec,
+    largest: tuple[int, int] | None,
+    num_queries: int,
+) -> KernelSpec:
+    """A kernel with the first of its tiles that fits."""
+    forward, rows, backward = _TABLES[problem.precision]
+    table = {"forward": forward, "backward_rows": rows, "backward": backward}[entry]
+    tiles = next(tiles for width, tiles in table.items() if width >= max(dims))
+    if entry == "forward":
+        tiles = tuple(_as_flat_as(tile, num_queries, max(dims), problem.dtype) for tile in tiles)
+    most_sums = _MOST_SUMS[problem.precision] if entry == "backward" else None
+    for tile in _allowed(tiles, dims, largest, most_sums):
+        spec = KernelSpec(
+            family="sm80", entry=entry, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
+            block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
+            min_blocks=max(1, tile.threads_at_once // (32 * tile.num_warps)), is_listed=largest is not None,
+            num_stages=tile.num_stages,
+        )  # fmt: skip
+        if shared_bytes(spec) <= device.tile_memory_bytes:
+            return spec
+    alternative = "kernel='simt'" if problem.precision == "ieee" else "precision='ieee'"
+    raise UnsupportedProblem(
+        [
+            f"{device.name} must have {shared_bytes(spec)} bytes of shared memory a block for {spec.name} with "
+            f"head_dim {dims[0]}, value dim {dims[1]} in {problem.dtype}; it has {device.tile_memory_bytes}: "
+            f"use {alternative}"
+        ]
+    )
+
+
+def _as_flat_as(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any]) -> _Tile:
+    """A tile of the forward pass, but no taller than few queries want.
+
+    Its warps hold 16 rows each and so need fewer registers: more blocks are at work, whose loads overlap, unless shared
+    memory has no room for more; so wide rows come 64 at a time.
+    """
+    if num_queries > tile.block_q // 2:
+        return tile
+    block_q = max(_SMALLEST, _power_of_two(2 * num_queries - 1))
+    if widest > 128:
+        tile = tile._replace(block_kv=min(tile.block_kv, 64))
+    threads_at_once = 384 if widest <= 128 and dtype.itemsize == 2 else 256
+    return tile._replace(block_q=block_q, num_warps=block_q // 16, threads_at_once=threads_at_once)
+
+
+def _allowed(
+    tiles: tuple[_Tile, ...], dims: tuple[int, int], largest: tuple[int, int] | None, most_sums: int | None
+) -> Iterator[_Tile]:
+    """The tiles; where `largest` is given those that are no larger, the most scores first, and of larger ones a part.
+
+    Where a thread's sums are bounded, warps share all products of a tile, as those of gradients do.
+    """
+    if largest is None:
+        yield from (_cut(tile, dims, tile[:2], most_sums) for tile in tiles)
+        return
+    cut = [_cut(tile, dims, largest, most_sums) for tile in tiles]
+    yield from sorted(cut, key=lambda tile: (tile.block_q * tile.block_kv, tile in tiles), reverse=True)
+
+
+@lru_cache(maxsize=1024)
+def _cut(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], most_sums: int | None) -> _Tile:
+    """A tile no larger than `largest`, of as many warps as can share what it is then."""
+    block_q, block_kv = (_power_of_two(min(pair)) for pair in zip(tile[:2], largest))
+    if most_sums is None:
+        num_warps = block_q // min(tile.block_q // tile.num_warps, block_q)
+        return tile._replace(block_q=block_q, block_kv=block_kv, num_warps=num_warps)
+    cut = _shared(tile._replace(block_q=block_q, block_kv=block_kv), dims)
+    while block_kv > _SMALLEST and cut.num_warps < tile.num_warps and _num_sums(cut, dims) > most_sums:
+        block_kv //= 2
+        cut = _shared(tile._replace(block_q=block_q, block_kv=block_kv), dims)
+    return cut
+
+
+def _shared(tile: _Tile, dims: tuple[int, int]) -> _Tile:
+    """A tile of the gradients, but of no more warps than can share each of its products."""
+    products = [(tile.block_q, dims[0]), (tile.block_kv, dims[0]), (tile.block_kv, dims[1])]
+    if max(dims) <= 128:  # gradients of wider rows take more warps than scores of small blocks have parts for
+        products.append(tile[:2])
+    num_warps = tile.num_warps
+    while not all(can_share(rows, columns, num_warps) for rows, columns in products):
+        num_warps //= 2
+    return tile._replace(num_warps=num_warps)
+
+
+def _num_sums(tile: _Tile, dims: tuple[int, int]) -> float:
+    """Registers that a thread of the gradients fills with S, dP, dK and dV."""
+    return tile.block_kv * (2 * tile.block_q + sum(dims)) / (32 * tile.num_warps)
+
+
+def can_share(rows: int, columns: int, num_warps: int) -> bool:
+    """Whether warps can share a product in whole pairs of fragments: `row_groups` of tile/warp_tile.cuh is not 0."""
+    groups = (group for group in range(1, num_warps + 1) if num_warps % group == 0)
+    return any(
+        rows % (_SMALLEST * group) == 0 and columns % (_SMALLEST * (num_warps // group)) == 0 for group in groups
+    )
+
+
+def _power_of_two(most: int) -> int:
+    return 1 << most.bit_length() - 1
+
+
+_WORK_TILE, _REACH, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of what a block remembers of its tile
+
+
+def shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a block: tiles of operands, and what a block remembers of its own."""
+    both = spec.head_dim + spec.value_dim
+    queries, keys, scores = spec.block_q * both, spec.block_kv * both, spec.block_q * spec.block_kv
+    kept = _WORK_TILE + _REACH + _SCALE
+    if spec.entry == "forward":  # o leaves by way of q's room
+        elements = spec.block_q * max(spec.head_dim, spec.value_dim) + keys
+        return spec.dtype.itemsize * elements + 2 * _POINTER + kept + _FLAG
+    if spec.entry == "backward_rows":
+        return spec.dtype.itemsize * (queries + spec.num_stages * keys) + 2 * _POINTER + kept + _FLAG
+    if spec.entry == "backward":
+        statistics = 2 * 4 * spec.num_stages * spec.block_q
+        elements = keys + spec.num_stages * queries + 2 * scores
+        return spec.dtype.itemsize * elements + statistics + 5 * _POINTER + kept + _FLAG
+    if spec.entry == "combine":  # sums of its groups of threads
+        return (8 if spec.value_dim > 192 else 16) * spec.value_dim * 4
+    return spec.dtype.itemsize * spec.block_q * spec.head_dim if spec.entry == "convert_dq" else 0

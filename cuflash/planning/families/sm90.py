@@ -1,0 +1,400 @@
+"""The sm90 family: FlashAttention-3 on Hopper, with TMA copies and wgmma.
+
+A consumer warpgroup computes 64 queries of a tile, in the backward pass 64 keys; a producer warpgroup loads what they
+read. Thread blocks are persistent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays import BFLOAT16
+from ...device import DeviceSpec
+from ...problem import Problem
+from ...work_list import IntervalWork, ListedWork, WorkList
+from ..launches import DqTurns, Kernels, Launch, Pass, TileOrder, Workspace
+from ..spec import KernelSpec
+from ..tile_order import balanced_heads, heads_of_a_wave, is_uneven_band, listed_heads, listed_kv_heads
+from .family import (
+    BACKWARD_INPUTS,
+    FORWARD_INPUTS,
+    STATISTICS_INPUTS,
+    Family,
+    key_tiles,
+    list_block_of,
+    query_tiles,
+    rounded_dims,
+)
+from .sm80 import Sm80
+from .sm90_dq import dq_turns, last_finishes
+
+ROWS = 64  # of queries, of a warpgroup
+LIST_BLOCK = (128, 128)  # of a list that is made for the kernels
+_STAGES, _NARROW_STAGES = 2, 4  # a power of two, as rings count; up to 64 columns there is room for more
+_SMALLEST = 16  # columns of a product
+_TASKS = 4  # tiles that they know of
+_ROOM, _BARRIER, _TASK, _SPAN, _NOTE, _KIND, _REST = 16, 8, 144, 12, 20, 4, 8  # bytes that warpgroups tell each other
+_IN_STACK = 12  # more of a task where dO is brought too
+_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 88, 104, 48
+_STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
+_WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
+
+
+class _Tile(NamedTuple):
+    block_q: int
+    block_kv: int
+
+
+# By the wider of the two dimensions: as many scores as registers hold beside O, in two warpgroups. Without a list,
+# which leaves no registers for it, in more: in three, with fewer registers each, where a query sees so many keys that
+# it counts less what a tile costs beside its steps; in four, whose steps are short, where it sees fewer, if there are
+# FEWEST_TILES for each multiprocessor: of fewer, long ones would end late.
+_FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
+_FORWARD_OF_THREE = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
+_FORWARD_OF_FOUR = {64: (1536, _Tile(256, 64))}
+FEWEST_TILES = 2
+# Of a list: how many blocks of one warpgroup share a multiprocessor, and stages.
+_LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
+
+
+_SAMPLED = 256  # queries whose numbers of keys are averaged
+
+
+class Sm90(Family):
+    """Kernels for compute capability 9.0 alone; where their backward tiles do not fit, the sm80 family's serve."""
+
+    name = "sm90"
+    dtypes = (np.dtype(np.float16), BFLOAT16)
+    oldest = (9, 0)
+    waits_at_barriers = True
+
+    def _device_reasons(self, problem: Problem, device: DeviceSpec) -> list[str]:
+        if device.compute_capability in (None, self.oldest):
+            return []
+        return [f"kernel='sm90' needs compute capability 9.0; got {device.name}: use kernel='auto'"]
+
+    def _capability_reasons(self, capability: tuple[int, int]) -> list[str]:
+        if capability == self.oldest:
+            return []
+        found = f"{capability[0]}.{capability[1]}"
+        return [f"kernel='sm90' needs compute capability 9.0; got {found}: use kernel='auto'"]
+
+    def architecture(self, capability: tuple[int, int]) -> str:
+        return super().architecture(capability) + "a"
+
+    def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
+        return LIST_BLOCK
+
+    def specs(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        largest: tuple[int, int] | None = None,
+        *,
+        deterministic: bool = False,
+        num_keys: float | None = None,
+    ) -> dict[str, KernelSpec]:
+        """The kernels by entry; `num_keys` is how many keys a query sees on average, or None where they may be few."""
+        dims = rounded_dims(problem)
+        forward = forward_spec(problem, dims, device, largest, num_keys or 0)
+        backward = backward_specs(problem.dtype, dims, largest, deterministic=deterministic)
+        if not backward:
+            backward = _SM80.specs(problem, device, largest, deterministic=deterministic)
+        return {"forward": forward} | backward | {"forward": forward}
+
+    def launches(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        work: WorkList,
+        *,
+        deterministic: bool = False,
+        specs: Mapping[str, KernelSpec] | None = None,
+    ) -> Kernels:
+        largest = list_block_of(work)
+        num_keys = None if largest is not None else _keys_seen(work, problem)
+        chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
+        chosen |= dict(specs or {})
+        forward, backward = chosen["forward"], chosen["backward"]
+        tiles = problem.num_heads * query_tiles(problem, work, forward.block_q)
+        counter = self._counter(problem)
+        forward_pass = Pass(
+            {"forward": self._launch(forward, device, tiles, FORWARD_INPUTS, ("o", "lse", "next_tile"))},
+            {"next_tile": counter._replace(is_zeroed=True)},
+        )
+        order = self._order(problem, device, work, forward, backward)
+        if backward.family != self.name:
+            backward_pass = _SM80.backward(problem, work, chosen)
+        else:
+            chosen, order = self._finishing(problem, device, work, chosen, order)
+            backward_pass = self._backward(problem, device, work, chosen, order.dq)
+        return Kernels(
+            forward=forward_pass, backward=backward_pass, order=order,
+            is_repeatable="backward_rows" in chosen,
+        )  # fmt: skip
+
+    def _finishing(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        work: WorkList,
+        specs: dict[str, KernelSpec],
+        order: TileOrder,
+    ) -> tuple[dict[str, KernelSpec], TileOrder]:
+        """The kernels and the order of tiles with the decision whether blocks that add to dQ also finish it."""
+        backward = specs["backward"]
+        num_heads = problem.mask_shape.num_batch * problem.num_kv_heads
+        if 0 in (num_heads, problem.seqlen_q, problem.seqlen_kv):
+            return specs, order
+        if isinstance(work, ListedWork):
+            if not last_finishes(problem, work, backward):
+                return specs, order
+            entries = ("backward_statistics", "backward")
+            finishing = {entry: replace(specs[entry], finishes_dq=True) for entry in entries}
+            return {entry: spec for entry, spec in (specs | finishing).items() if entry != "convert_dq"}, order
+        turns = dq_turns(problem, work.band, backward, device)
+        if turns is None or not turns.finished(num_heads):
+            return specs, order
+        order = order._replace(kv_heads_per_group=turns.places, dq=turns)
+        return specs | {"backward": replace(backward, finishes_dq=True)}, order
+
+    def _backward(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        work: WorkList,
+        specs: Mapping[str, KernelSpec],
+        turns: DqTurns | None,
+    ) -> Pass:
+        backward, statistics = specs["backward"], specs["backward_statistics"]
+        rows = query_tiles(problem, work, backward.block_q)
+        of_queries = problem.num_heads * rows
+        of_keys = problem.num_kv_heads * key_tiles(problem, work, backward.block_kv)
+        *leading, _ = problem.lse_shape()
+        workspaces = {
+            "delta": Workspace((*leading, rows * known_words(backward)), problem.accumulator),
+            "next_tile": self._counter(problem),
+        }
+        inputs = (*BACKWARD_INPUTS, "delta", "next_tile")
+        if "backward_rows" in specs:
+            own = specs["backward_rows"]
+            counted = ("delta", "next_tile")
+            launches = {
+                "backward_statistics": self._launch(statistics, device, of_queries, STATISTICS_INPUTS, counted),
+                "backward": self._launch(backward, device, of_keys, inputs, ("dk", "dv", "next_tile")),
+                "backward_rows": self._launch(own, device, of_queries, inputs, ("dq", "next_tile")),
+            }
+            return Pass(launches, workspaces)
+        sums = Workspace((*leading, rows, backward.block_q * backward.head_dim), problem.accumulator)
+        written = ("dq_sum", "dk", "dv", "next_tile") + ("dq",) * backward.finishes_dq
+        cleared = ("delta", "dq_sum", "next_tile") + ("dq",) * statistics.finishes_dq
+        launches = {
+            "backward_statistics": self._launch(statistics, device, of_queries, STATISTICS_INPUTS, cleared),
+            "backward": self._launch(backward, device, of_keys, (*inputs, "dq_sum"), written),
+        }
+        if "convert_dq" in specs:
+            convert = self._launch(specs["convert_dq"], device, of_queries, ("dq_sum",), ("dq",))
+            if turns is not None:
+                skipped = partial(_finished_tiles, turns, problem.num_kv_heads, problem.group_size * rows)
+                convert = replace(convert, skipped_tiles=skipped)
+            launches["convert_dq"] = convert
+        return Pass(launches, {"dq_sum": sums, **workspaces})
+
+    def _order(
+        self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
+    ) -> TileOrder:
+        """Heads that alternate: those that fit the cache with a list; under a band, those that end together."""
+        if isinstance(work, ListedWork):
+            return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
+        owner = self if backward.family == self.name else _SM80
+        blocks = owner.blocks_at_once(backward, device)
+        kv_heads = heads_of_a_wave(work, blocks, -(-problem.seqlen_kv // backward.block_kv))
+        if not is_uneven_band(work) or not problem.seqlen_q:
+            return TileOrder(1, kv_heads)
+        blocks = self.blocks_at_once(forward, device)
+        return TileOrder(
+            balanced_heads(problem, device, work, (forward.block_q, forward.block_kv), blocks), kv_heads
+        )
+
+    def _launch(
+        self, spec: KernelSpec, device: DeviceSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...]
+    ) -> Launch:
+        """A launch; kernels that copy by TMA are persistent."""
+        uses_tma = spec.entry not in ("backward_statistics", "convert_dq")
+        return Launch(
+            spec=spec, tiles=tiles, shared_bytes=self.shared_bytes(spec), reads=reads, writes=writes,
+            max_blocks=self.blocks_at_once(spec, device) if uses_tma else None, boxes=boxes(spec) if uses_tma else {},
+        )  # fmt: skip
+
+    def _counter(self, problem: Problem) -> Workspace:
+        """The next tile that a persistent block takes, blocks that have ended, and two counts of dQ for each head."""
+        return Workspace((2 + 2 * problem.mask_shape.num_batch * problem.num_heads,), np.dtype(np.int32))
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        return shared_bytes(spec)
+
+
+_SM80 = Sm80()
+
+
+def _finished_tiles(turns: DqTurns, num_kv_heads: int, tiles: int, num_batch: int) -> int:
+    """Tiles of queries, so many for each key/value head, whose dQ the backward kernel's blocks finish."""
+    return tiles * turns.finished(num_batch * num_kv_heads)
+
+
+def _keys_seen(work: WorkList, problem: Problem) -> float | None:
+    """How many keys a query sees on average, by a sample of them; None where no band says it."""
+    if not isinstance(work, IntervalWork) or work.band is None or not problem.seqlen_q:
+        return None
+    query = np.linspace(0, problem.seqlen_q - 1, min(problem.seqlen_q, _SAMPLED))
+    lo = 0 if work.band.lower is None else np.maximum(query + work.band.lower, 0)
+    hi = problem.seqlen_kv if work.band.upper is None else np.minimum(query + work.band.upper + 1, problem.seqlen_kv)
+    return float(np.mean(np.maximum(hi - lo, 0)))
+
+
+def forward_spec(
+    problem: Problem, dims: tuple[int, int], device: DeviceSpec, largest: tuple[int, int] | None, num_keys: float
+) -> KernelSpec:
+    """The forward kernel for a problem in rooms for dims (head_dim, value_dim), with tiles that divide `largest`, if
+    given, for queries that see so many keys on average.
+    """
+    width = next(width for width in _FORWARD if width >= max(dims))
+    (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
+    if largest is None:
+        fewest, of_three = _FORWARD_OF_THREE.get(width, (inf, _FORWARD[width]))
+        most, of_four = _FORWARD_OF_FOUR.get(width, (0, of_three))
+        num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-num_queries // of_four.block_q)
+        if num_keys < most and num_tiles >= FEWEST_TILES * device.num_processors:
+            block_q, block_kv = of_four
+        elif num_keys >= fewest:
+            block_q, block_kv = of_three
+    if num_queries <= block_q - ROWS:
+        block_q = ROWS * max(1, -(-num_queries // ROWS))
+        block_kv = max(block_kv, _FORWARD[width].block_kv)
+    if largest is not None:
+        block_q = next((rows for rows in (2 * ROWS, ROWS) if rows <= block_q and largest[0] % rows == 0), ROWS)
+        if block_q == ROWS:
+            block_kv = min(block_kv, ROWS)  # so that several blocks fit
+        if largest[1] % block_kv:
+            block_kv = max(_SMALLEST, _power_of_two(min(largest[1], block_kv)))
+    spec = KernelSpec(
+        family="sm90", entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
+        block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
+        num_stages=_NARROW_STAGES if width <= 64 and block_q > ROWS else _STAGES,
+    )  # fmt: skip
+    # One warpgroup of consumers leaves tensor cores idle while it reckons, so several blocks share a multiprocessor.
+    if block_q > ROWS or width > 128:
+        return spec
+    blocks, stages = (2, _STAGES) if largest is None else _LISTED_SMALL[width]
+    small = replace(spec, min_blocks=blocks, num_stages=stages)
+    return small if blocks * (shared_bytes(small) + 1024) <= device.tile_memory_bytes + 1024 else spec
+
+
+def backward_specs(
+    dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None, *, deterministic: bool
+) -> dict[str, KernelSpec]:
+    """The backward kernels by entry, of rooms for dims or wider ones; none where dims are wider, or a list's blocks
+    smaller, than their tiles.
+
+    The two warpgroups of consumers share dQ of a tile of queries: 64 rows each, or of 64 rows whole panels of columns.
+    Beyond 128 columns a tile has as many keys as dK and dV leave registers for, or of a list's blocks an even part.
+    Where every result must repeat, or a list's blocks are smaller, dQ has a kernel of its own, up to 128 columns.
+    """
+    widest = max(dims)
+    if widest <= 128 and (deterministic or (largest is not None and min(largest) < 2 * ROWS)):
+        return _backward_in_two_walks(dtype, dims, largest)
+    if deterministic:
+        return {}
+    head_dim, block_q = (dims[0], 2 * ROWS) if widest <= 64 else (max(dims[0], 128), ROWS)
+    entry, value_dim, block_kv, stages = "backward", dims[1], _BACKWARD_KEYS, _BACKWARD_STAGES
+    if widest > 128:
+        entry, value_dim, stages = "backward_wide", max(dims[1], 128), _WIDE_STAGES
+        block_kv = 96 if head_dim + value_dim <= 384 else 80
+        if largest is not None and largest[1] % block_kv:
+            block_kv = ROWS
+    if largest is not None and (largest[0] < block_q or largest[1] < block_kv):
+        return {}
+    backward = KernelSpec(
+        family="sm90", entry=entry, dtype=dtype, head_dim=head_dim, value_dim=value_dim, block_q=block_q,
+        block_kv=block_kv, num_warps=12, min_blocks=1, is_listed=largest is not None, num_stages=stages, dq_adds=4,
+    )  # fmt: skip
+    convert = replace(backward, entry="convert_dq", num_warps=8, num_stages=1)
+    statistics = replace(convert, entry="backward_statistics", num_warps=_STATISTICS_WARPS, dq_adds=0)
+    return {"backward_statistics": statistics, "backward": backward, "convert_dq": convert}
+
+
+def _backward_in_two_walks(
+    dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None
+) -> dict[str, KernelSpec]:
+    """The same where one kernel makes dK and dV and another dQ: one warpgroup of consumers each, of which two share a
+    multiprocessor."""
+    if largest is not None and min(largest) < ROWS:
+        return {}
+    stages = _NARROW_STAGES if max(dims) <= 64 else _STAGES
+    rows = KernelSpec(
+        family="sm90", entry="backward_rows", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=ROWS,
+        block_kv=ROWS, num_warps=8, min_blocks=2, is_listed=largest is not None, num_stages=stages,
+    )  # fmt: skip
+    statistics = replace(
+        rows, entry="backward_statistics", num_warps=_STATISTICS_WARPS, min_blocks=1, num_stages=1
+    )  # fmt: skip
+    return {"backward_statistics": statistics, "backward": replace(rows, entry="backward"), "backward_rows": rows}
+
+
+def shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a block: its tile, rings of what it steps over, and what warpgroups tell each other."""
+    both, stages = spec.head_dim + spec.value_dim, spec.num_stages
+    if spec.entry in ("backward_statistics", "convert_dq"):
+        return 0
+    if spec.entry in ("backward", "backward_wide"):
+        scores = spec.block_q * spec.block_kv
+        elements = spec.block_kv * both + stages * spec.block_q * spec.head_dim
+        if spec.entry == "backward_wide":
+            elements += 3 * scores
+        elif spec.dq_adds:
+            elements += scores + 2 * spec.block_q * spec.head_dim
+        of_do = spec.block_q * spec.value_dim
+        fits = spec.dtype.itemsize * (elements + stages * of_do) + _TOLD_BYTES <= _MOST_BYTES
+        do_stages = stages if spec.entry == "backward" or fits else 1
+        queries = 4 * (spec.block_q // 16 + known_words(spec) + spec.block_q * -(-spec.block_kv // 32))
+        told = stages * (queries + _BACKWARD_NOTE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_REST
+        told += _ROOM * (2 + stages + do_stages)
+        told += -told % 16
+        return spec.dtype.itemsize * (elements + do_stages * of_do) + told
+    brings_do = spec.entry == "backward_rows"
+    is_small = spec.is_listed and spec.block_q == ROWS
+    q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 and not is_small and not brings_do else 1
+    of_queries = spec.head_dim + spec.value_dim * brings_do
+    elements = q_rooms * spec.block_q * of_queries + stages * spec.block_kv * both
+    groups = spec.block_q // ROWS
+    task = _TASK + _SPAN * groups + _IN_STACK * brings_do
+    told = _ROOM * (q_rooms + 2 * stages) + _TASKS * (_ROOM + -(-task // 16) * 16)
+    told += (_NOTE + _KIND * groups) * stages + _REST
+    return spec.dtype.itemsize * elements + told
+
+
+def known_words(spec: KernelSpec) -> int:
+    """Words of what gradients know of a tile of queries, KnownQueries of attention/known_queries.cuh."""
+    words = 2 * spec.block_q + spec.block_q // 16 + 3
+    return words + -words % 4
+
+
+def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the boxes that bring operands: a panel of a tile each, PanelTile of tile/panel_tile.cuh."""
+    head_panel, value_panel = (64 if dim % 64 == 0 else 32 for dim in (spec.head_dim, spec.value_dim))
+    found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.block_kv, value_panel)}
+    if spec.entry == "forward":
+        return found | {"o": (ROWS // 4, value_panel)}  # of a warp
+    if spec.entry == "backward_wide" and spec.head_dim % 128:  # half of the columns are whole panels
+        found["k"] = (spec.block_kv, 32)
+    return found | {"do": (spec.block_q, value_panel)}
+
+
+def _power_of_two(most: int) -> int:
+    return 1 << most.bit_length() - 1

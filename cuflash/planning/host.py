@@ -1,0 +1,95 @@
+"""Chooses the tiles of the cpu executor, and how many threads and how much memory they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..device import DeviceSpec
+from ..problem import Problem
+from ..work_list import WorkList
+
+# A tile of scores passes through max, exp2 and two matrix products; experiments/results/tile_sweep.csv has the times.
+# Tall tiles spare Python's share; the backward pass slows down once two tiles leave the level-2 cache.
+_BLOCK_Q = 512
+_LEAST_BLOCK_KV = 512
+_SHARED_SCORES = 1 << 23  # fewer scores than that are too little work to share among threads
+
+
+def host_tile(problem: Problem, device: DeviceSpec) -> tuple[int, int]:
+    """Queries and keys of a tile of the cpu executor."""
+    keys = device.tile_memory_bytes // (problem.accumulator.itemsize * _BLOCK_Q)
+    return _BLOCK_Q, max(_LEAST_BLOCK_KV, 1 << (keys.bit_length() - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class HostTiling:
+    """How the cpu executor cuts a problem's work into tiles and batches of tiles.
+
+    Attributes
+    ----------
+    problem : Problem
+    device : DeviceSpec
+        The host.
+    block_q, block_kv : int
+        Queries and keys of a tile.
+    work : WorkList
+    """
+
+    problem: Problem
+    device: DeviceSpec
+    block_q: int
+    block_kv: int
+    work: WorkList
+
+    @property
+    def _num_heads(self) -> int:
+        return self.problem.mask_shape.num_batch * self.problem.num_heads
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the work is too little to share among threads, whatever their number."""
+        return self._num_heads * self.problem.seqlen_q * self.problem.seqlen_kv < _SHARED_SCORES
+
+    @property
+    def num_workers(self) -> int:
+        """Threads that a call uses; one, beside BLAS's own, where the work is too little to share."""
+        return 1 if self.is_small else max(1, min(self.device.num_processors, self.num_tiles))
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of queries over all batch entries and heads."""
+        return self._num_heads * -(-self.problem.seqlen_q // self.work.block_q)
+
+    @property
+    def batch_area(self) -> int:
+        """Scores that the tiles of a batch hold together, unless a single tile is larger.
+
+        Small calls run on BLAS's threads and share nothing, so two tiles at once spare Python's part of the second.
+        """
+        return (1 + self.is_small) * self.block_q * self.block_kv
+
+    @property
+    def scratch_scores(self) -> int:
+        """The most scores that a batch holds."""
+        rows = max(self.block_q, self.work.block_q, self.work.block_kv)
+        return max(self.batch_area, rows * self.block_kv)
+
+    def step_width(self, height: int) -> int:
+        """Rows that a tile of some height visits at once: a flat tile is as wide as its area allows, up to 8 tiles."""
+        area = self.block_q * self.block_kv
+        return min(max(self.block_kv, area // height), 8 * self.block_kv)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory of a call beside inputs and results.
+
+        Each worker holds two tiles of scores, gathered and widened rows, and accumulators; beside them lie one number a
+        query, and the work list.
+        """
+        problem = self.problem
+        rows = max(self.block_q, self.work.block_q, self.work.block_kv)
+        columns = self.step_width(min(self.work.block_q, self.work.block_kv))
+        gathered = 2 * (rows + columns) * (problem.head_dim + problem.value_dim)
+        delta = self._num_heads * problem.seqlen_q
+        elements = self.num_workers * (2 * self.scratch_scores + gathered) + delta
+        return elements * problem.accumulator.itemsize + self.work.nbytes

@@ -1,0 +1,176 @@
+"""Describes the kernel launches of a plan: specification, grid, memory, and the arrays that each kernel uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .spec import KernelSpec
+
+
+class Workspace(NamedTuple):
+    """An array in C order that one kernel of a pass writes and a later one reads.
+
+    >>> Workspace((2, 300), np.dtype(np.float32)).nbytes
+    2400
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : numpy.dtype
+    is_zeroed : bool
+        The array must hold zeros before the first kernel of the pass, and holds zeros again after the last.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_zeroed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Launch:
+    """One kernel of a pass.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+    tiles : int
+        Tiles that the kernel computes for one batch entry.
+    shared_bytes : int
+        Dynamic shared memory of a thread block.
+    reads, writes : tuple of str
+        Names of the arrays that the kernel reads and writes: operands, results and workspaces. ``dlse`` is read only
+        where the caller gives it.
+    max_blocks : int, optional
+        Thread blocks of a persistent kernel, which take further tiles as they finish one. Other kernels have one thread
+        block for each tile.
+    boxes : dict of (rows, columns) by array name
+        Boxes that the kernel copies by tensor maps; empty for kernels that take none.
+    skipped_tiles : callable, optional
+        Given a number of batch entries, how many of their tiles an earlier kernel of the pass has finished.
+    """
+
+    spec: KernelSpec
+    tiles: int
+    shared_bytes: int
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    max_blocks: int | None = None
+    boxes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    skipped_tiles: Callable[[int], int] | None = None
+
+    def grid(self, num_batch: int) -> int:
+        """Thread blocks of a launch over so many batch entries."""
+        tiles = self.tiles * num_batch
+        if self.skipped_tiles is not None:
+            tiles -= self.skipped_tiles(num_batch)
+        return tiles if self.max_blocks is None else min(tiles, self.max_blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """The launches of a forward or backward pass in order, and the workspaces between them.
+
+    Attributes
+    ----------
+    launches : dict of Launch by role
+        A role is the entry of the kernel, or of the one that another kernel stands in for: "backward".
+    workspaces : dict of Workspace by name
+    """
+
+    launches: Mapping[str, Launch]
+    workspaces: Mapping[str, Workspace] = field(default_factory=dict)
+
+    @property
+    def specs(self) -> dict[str, KernelSpec]:
+        """The specifications by role, in the order of the launches."""
+        return {role: launch.spec for role, launch in self.launches.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all workspaces."""
+        return sum(workspace.nbytes for workspace in self.workspaces.values())
+
+    @property
+    def boxes(self) -> Mapping[str, tuple[int, int]]:
+        """Boxes of the tensor maps that the pass's kernels share."""
+        return next((launch.boxes for launch in self.launches.values() if launch.boxes), MappingProxyType({}))
+
+
+class DqTurns(NamedTuple):
+    """The order in which thread blocks take tiles of keys, of the heads whose dQ these blocks finish themselves.
+
+    Pairs of batch entry and key/value head form groups. The tiles of a group are taken in three rounds: first the last
+    tile of keys, which stores its part of dQ; then the other tiles backwards, which add to it; then the first tile of
+    keys, which adds, scales, rounds and writes dQ.
+
+    Attributes
+    ----------
+    places : int
+        Pairs in a group.
+    ahead : int
+        Rounds by which the last tiles of keys precede the others; 0 under a causal mask, where they meet other queries.
+    behind : int
+        Rounds by which the first tiles of keys, which wait for all others, follow.
+    left : int
+        The least number of pairs after all groups, whose dQ a kernel of its own rounds. They keep the thread blocks
+        busy while the first tiles of the last group are computed.
+    """
+
+    places: int
+    ahead: int
+    behind: int
+    left: int
+
+    def finished(self, num_places: int) -> int:
+        """How many pairs, the first of so many in a launch, have their dQ finished by the blocks that add to it."""
+        groups = max(0, num_places - self.left) // self.places
+        return groups * self.places if groups > self.ahead + self.behind else 0
+
+
+class TileOrder(NamedTuple):
+    """The order in which thread blocks take the tiles of different heads.
+
+    Attributes
+    ----------
+    heads_per_group : int
+        Pairs of batch entry and query head whose tiles of queries are taken alternately, longest tiles first.
+    kv_heads_per_group : int
+        The number of such pairs for kernels that work on tiles of keys.
+    dq : DqTurns, optional
+        The order in which the blocks of a backward kernel finish dQ, if they do.
+    """
+
+    heads_per_group: int = 1
+    kv_heads_per_group: int = 1
+    dq: DqTurns | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Kernels:
+    """All kernels of a plan.
+
+    Attributes
+    ----------
+    forward, backward : Pass
+    order : TileOrder
+    num_splits : int
+        Thread blocks that share the keys of one tile of queries in the forward pass (split-KV).
+    is_repeatable : bool
+        Every result has the same bits in every call; otherwise blocks add to dq by atomic additions.
+    """
+
+    forward: Pass
+    backward: Pass
+    order: TileOrder = TileOrder()
+    num_splits: int = 1
+    is_repeatable: bool = True

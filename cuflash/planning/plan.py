@@ -1,0 +1,161 @@
+"""A kernel plan: everything that is decided about a call before its data is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from ..device import DeviceSpec
+from ..mask import Mask
+from ..problem import Problem
+from ..work_list import IntervalWork, WorkList, work_list
+from .families.family import Family
+from .host import HostTiling, host_tile
+from .launches import Kernels
+from .routing import FAMILIES, rerouted, routed
+from .spec import KernelSpec
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KernelPlan:
+    """Problem, mask, device, work and kernels, all frozen.
+
+    Attributes
+    ----------
+    problem : Problem
+    mask : Mask
+        Resolved for the problem's shape.
+    device : DeviceSpec
+    work : WorkList
+    family : Family, optional
+        The family of kernels that a GPU runs; None on the host.
+    rule : str
+        The rule that chose the family.
+    kernels : Kernels, optional
+        Their launches; None on the host.
+    tiling : HostTiling, optional
+        The tiles of the cpu executor; None on a GPU.
+    """
+
+    problem: Problem
+    mask: Mask
+    device: DeviceSpec
+    work: WorkList
+    family: Family | None = None
+    rule: str = ""
+    kernels: Kernels | None = None
+    tiling: HostTiling | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """Pairs of batch entry and query head."""
+        return self.problem.mask_shape.num_batch * self.problem.num_heads
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: no queries, no keys, or nothing in the batch."""
+        return 0 in (self.num_heads, self.problem.seqlen_q, self.problem.seqlen_kv)
+
+    @cached_property
+    def specs(self) -> dict[str, KernelSpec]:
+        """The specifications of all kernels, by entry in the order of their launches; none on the host."""
+        return {} if self.kernels is None else self.kernels.forward.specs | self.kernels.backward.specs
+
+    def with_specs(self, specs: Mapping[str, KernelSpec]) -> KernelPlan:
+        """The plan with other kernels in place of those of the same entries: for tile sweeps."""
+        assert self.family is not None and self.kernels is not None
+        made = self.family.launches(
+            self.problem, self.device, self.work, deterministic=self.kernels.is_repeatable, specs=specs
+        )
+        return replace(self, kernels=made)
+
+    @property
+    def list_bytes(self) -> int:
+        """Memory of the work list where the kernels read it."""
+        if self.kernels is None or isinstance(self.work, IntervalWork):
+            return self.work.nbytes
+        index = self.work.index
+        matrices = index.batch * index.num_heads
+        rows, columns, entries = matrices * index.num_q_blocks, matrices * index.num_kv_blocks, len(index.indices)
+        sides = sum(int(side.nbytes) for side in (index.lo, index.hi) if side is not None)
+        return 4 * (2 * (rows + columns + 1) + 5 * entries) + entries + int(index.bits.nbytes) + sides
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory beside inputs and results of the pass that takes more.
+
+        On a GPU these are the workspaces that kernels leave to each other, gradients over broadcast axes before they
+        are summed, with their sums where these are rounded, and the arrays of the work list; tiles lie in shared
+        memory. `HostTiling.workspace_bytes` says what the host takes.
+        """
+        if self.kernels is None:
+            assert self.tiling is not None
+            return self.tiling.workspace_bytes
+        backward = self.kernels.backward.nbytes + self._summed_bytes
+        return max(self.kernels.forward.nbytes, backward) + self.list_bytes
+
+    @property
+    def _summed_bytes(self) -> int:
+        """Gradients before they are summed over broadcast axes, and the largest of the sums before it is rounded."""
+        problem, shapes = self.problem, self.problem.argument_shapes()
+        summed = {name: full for name, full in problem.gradient_shapes().items() if full != shapes[name]}
+        before = sum(map(prod, summed.values()))
+        rounded = max((prod(shapes[name]) for name in summed), default=0) if problem.dtype != problem.accumulator else 0
+        return (before + rounded) * problem.accumulator.itemsize
+
+    @property
+    def forward_flops(self) -> int:
+        """Multiplications and additions of both products over the scores that the work visits."""
+        return 2 * self.visited_scores * (self.problem.head_dim + self.problem.value_dim)
+
+    @property
+    def visited_scores(self) -> int:
+        """Scores that the work list visits, over all batch entries and heads."""
+        total, work, shape = 0, self.work.on_host, self.problem.mask_shape
+        for b in range(shape.num_batch):
+            for h in range(shape.num_heads):
+                for start in range(0, shape.seqlen_q, work.block_q):
+                    stop = min(start + work.block_q, shape.seqlen_q)
+                    keys = sum(segment.stop - segment.start for segment in work.row(b, h, start, stop))
+                    total += (stop - start) * keys
+        return total
+
+
+def host_plan(problem: Problem, mask: Mask, device: DeviceSpec) -> KernelPlan:
+    """The plan of a call on the host."""
+    block_q, block_kv = host_tile(problem, device)
+    work = work_list(mask, problem.mask_shape, (block_q, block_kv))
+    tiling = HostTiling(problem, device, block_q, block_kv, work)
+    return KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling)
+
+
+def gpu_plan(
+    problem: Problem, mask: Mask, device: DeviceSpec, kernel: str = "auto", deterministic: bool = False
+) -> KernelPlan:
+    """The plan of a call on a GPU, or on the simulator of one.
+
+    Parameters
+    ----------
+    kernel : str
+        A family, which has no reasons against the problem on the device, or "auto".
+    deterministic : bool
+        Whether every result must be bitwise repeatable.
+
+    Raises
+    ------
+    UnsupportedProblem
+        No tile of the family fits the device's shared memory.
+    """
+    family, why = routed(problem, device) if kernel == "auto" else (FAMILIES[kernel], "")
+    work = work_list(mask, problem.mask_shape, family.list_block(problem, device))
+    other = rerouted(family, work) if kernel == "auto" else None
+    if other is not None:
+        family, why = other
+        work = work_list(mask, problem.mask_shape, family.list_block(problem, device))
+    rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, asked for by name"
+    return KernelPlan(
+        problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
+        kernels=family.launches(problem, device, work, deterministic=deterministic),
+    )  # fmt: skip

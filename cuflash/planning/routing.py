@@ -1,0 +1,56 @@
+"""Chooses the family of kernels that serves a call."""
+
+from __future__ import annotations
+
+from ..device import DeviceSpec
+from ..problem import Problem
+from ..work_list import ListedWork, WorkList
+from .families import sm90
+from .families.family import Family
+from .families.naive import Naive
+from .families.simt import Simt
+from .families.sm80 import Sm80
+from .spec import KernelSpec
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive())}
+_TALLEST = 128  # queries of the sm90 family's usual tile
+
+
+def family_of(spec: KernelSpec) -> Family:
+    """The family that a kernel belongs to."""
+    return FAMILIES[spec.family]
+
+
+def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
+    """The family that kernel="auto" stands for, and why: the first row that serves the problem on the device.
+
+    ============================================  ======
+    precision 'tf32' or 'tf32x3'                  sm80
+    float16, bfloat16, compute capability 9.0     sm90
+    float16, bfloat16, compute capability >= 8.0  sm80
+    everything                                    simt
+    ============================================  ======
+
+    sm90 is passed over where its tiles of 128 queries are fewer than multiprocessors, where sm80 is faster.
+    """
+    if problem.precision != "ieee":
+        return FAMILIES["sm80"], "it has the precision asked for"
+    num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-problem.seqlen_q // _TALLEST)
+    hopper, tensor_cores = FAMILIES["sm90"], FAMILIES["sm80"]
+    if not hopper.reasons(problem, device) and num_tiles >= device.num_processors:
+        return hopper, "16-bit elements on Hopper's tensor cores"
+    if not tensor_cores.reasons(problem, device):
+        return tensor_cores, "16-bit elements on tensor cores, from compute capability 8.0 on"
+    return FAMILIES["simt"], "it serves every dtype, mask and chip"
+
+
+def rerouted(family: Family, work: WorkList) -> tuple[Family, str] | None:
+    """The family that kernel="auto" takes instead once the list is known, and why; None where the first one stays.
+
+    sm80 is faster than sm90 where a list's blocks are not multiples of 64 queries and 64 keys.
+    """
+    if family.name != "sm90" or not isinstance(work, ListedWork):
+        return None
+    if work.block_q % sm90.ROWS == 0 and work.block_kv % sm90.ROWS == 0:
+        return None
+    return FAMILIES["sm80"], "16-bit elements on tensor cores, in blocks that are not made of 64 x 64"

@@ -1,0 +1,91 @@
+"""The specification of a kernel: everything that its machine code depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from ..arrays import accumulator_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSpec:
+    """Everything that changes a kernel's machine code, and nothing else.
+
+    >>> import numpy as np
+    >>> KernelSpec(
+    ...     family="simt", entry="forward", dtype=np.dtype(np.float32),
+    ...     head_dim=64, value_dim=64, block_q=64, block_kv=64,
+    ... ).name
+    'simt_forward'
+
+    Attributes
+    ----------
+    family, entry : str
+        kernels_cu/<family>/<entry>.cu, which defines the kernel <family>_<entry>.
+    dtype : numpy.dtype
+        Of q, k and v.
+    head_dim, value_dim : int
+        What the kernel has room for: the problem's own, rounded up.
+    block_q, block_kv : int
+        Queries and keys of a tile.
+    num_warps : int
+        Of a thread block.
+    min_blocks : int
+        Thread blocks that a multiprocessor holds at least: what the compiler shares the registers among.
+    is_listed : bool
+        The kernel walks a list of blocks.
+    num_stages : int
+        Tiles that are copied ahead and at hand.
+    dq_adds : 0, 1 or 4
+        Sums of dQ that one instruction adds to; 0 where dQ has a kernel of its own.
+    finishes_dq : bool
+        Blocks that add to dQ may finish it: of some batch entries and heads, or, of a list, all of it.
+    is_split : bool
+        Blocks share a tile's keys, and leave their parts to be merged.
+    is_packed : bool
+        A tile holds the queries of all heads that share a key/value head.
+    mma_rows : 0, 8 or 16
+        Rows of the tensor cores' instruction that makes the products; 0 where multiply-adds make them.
+    is_watched : bool
+        Waiting for long at a barrier in shared memory ends the kernel with an error, where it would hang.
+    precision : "ieee", "tf32" or "tf32x3"
+        Of the products.
+    """
+
+    family: str
+    entry: str
+    dtype: np.dtype[Any]
+    head_dim: int
+    value_dim: int
+    block_q: int
+    block_kv: int
+    num_warps: int = 4
+    min_blocks: int = 2
+    is_listed: bool = False
+    num_stages: int = 1
+    dq_adds: int = 0
+    finishes_dq: bool = False
+    is_split: bool = False
+    is_packed: bool = False
+    mma_rows: int = 0
+    is_watched: bool = False
+    precision: str = "ieee"
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}_{self.entry}"
+
+    @property
+    def accumulator(self) -> np.dtype[Any]:
+        """The dtype of sums: float64 for float64, else float32."""
+        return accumulator_dtype(self.dtype)
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{field.name} {getattr(self, field.name)}" for field in fields(self)[2:])])

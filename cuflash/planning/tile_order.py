@@ -1,0 +1,84 @@
+"""Chooses how many heads have their tiles taken alternately: for even ends under a band, for the cache with a list."""
+
+from __future__ import annotations
+
+from heapq import heapreplace
+
+import numpy as np
+
+from ..device import DeviceSpec
+from ..mask import Band
+from ..problem import Problem
+from ..work_list import IntervalWork, WorkList
+
+# Persistent blocks: the time that a tile takes beside its steps, in steps; how unevenly blocks may end; the most rounds
+# of blocks that are simulated; and the fewest blocks that read the same K and V at a time.
+_STEPS_BESIDE, _UNEVEN, _MOST_ROUNDS, _SHARERS = 2, 1.005, 64, 16
+
+
+def is_uneven_band(work: WorkList) -> bool:
+    """Whether tiles of a band see unlike numbers of keys."""
+    return isinstance(work, IntervalWork) and work.band not in (None, Band())
+
+
+def heads_of_a_wave(work: WorkList, num_blocks: int, num_tiles: int) -> int:
+    """Heads whose tiles together are no more than the blocks that work at once, so that few long tiles start late.
+
+    One where all tiles take equally long.
+    """
+    return max(1, num_blocks // max(1, num_tiles)) if is_uneven_band(work) else 1
+
+
+def heads_in_cache(problem: Problem, device: DeviceSpec, num_elements: int) -> int:
+    """Heads whose `num_elements`, of the inputs' dtype, fit a third of the level-2 cache; at least one."""
+    return max(1, device.cache_bytes // max(1, 3 * num_elements * problem.dtype.itemsize))
+
+
+def listed_heads(problem: Problem, device: DeviceSpec) -> int:
+    """Heads whose K and V fit a third of the level-2 cache while tiles of queries walk a list."""
+    return heads_in_cache(problem, device, problem.seqlen_kv * (problem.head_dim + problem.value_dim))
+
+
+def listed_kv_heads(problem: Problem, device: DeviceSpec) -> int:
+    """Heads whose Q, dO and sums of dQ fit a third of the level-2 cache while tiles of keys walk a list."""
+    dq = problem.head_dim * problem.accumulator.itemsize // problem.dtype.itemsize
+    return heads_in_cache(problem, device, problem.seqlen_q * (problem.head_dim + problem.value_dim + dq))
+
+
+def balanced_heads(
+    problem: Problem, device: DeviceSpec, work: IntervalWork, tile: tuple[int, int], num_blocks: int
+) -> int:
+    """Heads that persistent blocks take alternately under a band.
+
+    As many as have K and V in a third of the level-2 cache; or more, if many blocks read each at a time, until all
+    blocks end together: the assignment of tiles to blocks is simulated for each candidate.
+    """
+    assert work.band is not None
+    block_q, block_kv = tile
+    last = np.arange(problem.seqlen_q, 0, -block_q) - 1  # the longest tile first
+    first = np.maximum(last + 1 - block_q, 0)
+    lo = 0 if work.band.lower is None else np.maximum(first + work.band.lower, 0)
+    hi = problem.seqlen_kv if work.band.upper is None else np.minimum(last + work.band.upper + 1, problem.seqlen_kv)
+    steps = _STEPS_BESIDE + np.maximum(-(-(hi - lo) // block_kv), 0)
+    num_heads = problem.mask_shape.num_batch * problem.num_heads
+    simulated = min(num_heads, -(-_MOST_ROUNDS * num_blocks // len(steps)))
+    num_elements = problem.seqlen_kv * (problem.head_dim + problem.value_dim) // problem.group_size
+    in_cache = heads_in_cache(problem, device, num_elements)
+    if in_cache >= simulated:
+        return simulated
+    group, uneven = 1 << in_cache.bit_length() - 1, dict[int, float]()
+    while not uneven or group <= min(simulated, num_blocks // _SHARERS):
+        tiles = [np.repeat(steps, min(group, simulated - start)) for start in range(0, simulated, group)]
+        uneven[group] = _longest_block(np.concatenate(tiles).tolist(), num_blocks)
+        if uneven[group] <= _UNEVEN:
+            break
+        group *= 2
+    return min(uneven, key=uneven.__getitem__)
+
+
+def _longest_block(tiles: list[int], num_blocks: int) -> float:
+    """The time of the last block over the mean, where each block takes the next tile as it ends one; at least 1."""
+    ends = [0] * num_blocks
+    for tile in tiles:
+        heapreplace(ends, ends[0] + tile)
+    return max(ends) * num_blocks / sum(tiles)
