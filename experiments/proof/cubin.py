@@ -1,0 +1,153 @@
+"""Reads from a cubin what decides how its functions run: instructions, constants, registers, memory; without names.
+
+A cubin is a 64-bit ELF file. Of a function `f` it holds `.text.f` (instructions of 16 bytes), `.nv.constant<bank>.f`,
+`.nv.shared.f` and `.nv.info.f`, a list of attributes; `.nv.info` has the attributes of all functions. Debug sections,
+symbols and strings are left out, and so are `.nv.merc` and `.nv.capmerc`, the same code once more in the form from
+which a driver may make another chip's. A symbol is replaced by what it stands for, so that a new name changes nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+Function = dict[str, Any]  # by field: "instructions", "registers", "constant bank 0", "attribute 0x1c", ...
+
+_SYMBOLS, _NO_BITS, _RELOCATIONS = 2, 8, {4: "<QQq", 9: "<QQ"}  # types of sections; the format of relocations
+_FUNCTION = 2  # type of a symbol
+# Attributes (EIATTR) that have a field of their own or, the fourth, numbers of symbols in them. All of .nv.info begin
+# with the number of a symbol, and so does the third.
+_REGISTERS, _FRAME, _PARAMETERS, _EXTERNS, _BARRIERS = 0x2F, 0x11, 0x0A, 0x0F, 0x4C
+_ADDRESSES = 4  # the constant bank that holds addresses of global variables
+_READS_CONSTANTS, _BARRIER_OPERATION = (3, 5), 0x11D  # forms of operands; in a barrier's those bits are its number
+
+
+class _Section(NamedTuple):
+    name: str
+    kind: int
+    data: bytes
+    size: int
+    info: int
+
+
+class _Symbol(NamedTuple):
+    name: str
+    kind: int
+    section: int
+    value: int
+    size: int
+
+
+def functions(elf: bytes) -> dict[str, Function]:
+    """The kernels of a cubin: "kernel" if it has one, else "kernel 1" and so on. What they call is part of them."""
+    sections = _sections(elf)
+    symbols = _symbols(sections)
+    found = []
+    for number, section in enumerate(sections):
+        if section.name.startswith(".text."):
+            inside = {index for index, each in enumerate(symbols) if (each.kind, each.section) == (_FUNCTION, number)}
+            found.append(_function(section, inside, sections, symbols))
+    found.sort(key=lambda function: function["instructions"])
+    return {f"kernel {number}" if len(found) > 1 else "kernel": function for number, function in enumerate(found, 1)}
+
+
+def _function(text: _Section, inside: set[int], sections: list[_Section], symbols: list[_Symbol]) -> Function:
+    """What the function in a section .text.<name> is; `inside` numbers the symbols of it and of what it calls there."""
+    name = text.name.removeprefix(".text.")
+    found: Function = {"instructions": text.data, "registers": 0, "stack bytes": 0, "shared bytes": 0, "barriers": 0}
+    for attribute, value in _attributes(_data(sections, ".nv.info")):
+        number, count = int.from_bytes(value[:4], "little"), int.from_bytes(value[4:], "little")
+        field = {_REGISTERS: "registers", _FRAME: "stack bytes"}.get(attribute, f"attribute {attribute:#x}")
+        if number in inside:
+            found[field] = max(found.get(field, 0), count)
+    for attribute, value in _attributes(_data(sections, f".nv.info.{name}")):
+        field = f"attribute {attribute:#x}"
+        if attribute == _BARRIERS:
+            found["barriers"] = value[0]
+        elif attribute == _EXTERNS:
+            found[field] = " ".join(symbols[number].name for (number,) in struct.iter_unpack("<I", value))
+        else:
+            shown = value[4:] if attribute == _PARAMETERS else value
+            found[field] = f"{found.get(field, '')} {shown.hex()}".strip()
+    found["relocations"] = _relocations(text.name, sections, symbols)
+    for section in sections:
+        bank, _, of = section.name.removeprefix(".nv.constant").partition(".")
+        if section.name == f".nv.shared.{name}":
+            found["shared bytes"] = section.size
+        elif section.name.startswith(".nv.constant") and of in ("", name):
+            # Addresses of variables that are never read stand in an order that depends on names.
+            if bank != str(_ADDRESSES) or _reads_addresses(text.data):
+                found[f"constant bank {bank}"] = section.data
+                found[f"relocations of constant bank {bank}"] = _relocations(section.name, sections, symbols)
+    return found
+
+
+def _sections(elf: bytes) -> list[_Section]:
+    if elf[:5] != b"\x7fELF\x02":
+        raise ValueError(f"a cubin must be a 64-bit ELF file; got {elf[:5]!r}")
+    (start,) = struct.unpack_from("<Q", elf, 40)
+    size, number, names = struct.unpack_from("<HHH", elf, 58)
+    headers = [struct.unpack_from("<IIQQQQII", elf, start + size * index) for index in range(number)]
+    strings = headers[names][4]
+    return [
+        _Section(_text(elf, strings + name), kind, elf[place : place + length] * (kind != _NO_BITS), length, info)
+        for name, kind, _, _, place, length, _, info in headers
+    ]
+
+
+def _symbols(sections: list[_Section]) -> list[_Symbol]:
+    strings = _data(sections, ".strtab")
+    table = next(section.data for section in sections if section.kind == _SYMBOLS)
+    return [
+        _Symbol(_text(strings, name), info & 15, section, value, size)
+        for name, info, _, section, value, size in struct.iter_unpack("<IBBHQQ", table)
+    ]
+
+
+def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Numbers and values of a .nv.info section: of two bytes, or, in format 4, of as many as these two say."""
+    place = 0
+    while place < len(data):
+        form, attribute, size = struct.unpack_from("<BBH", data, place)
+        value = data[place + 4 : place + 4 + size] if form == 4 else data[place + 2 : place + 4]
+        yield attribute, value
+        place += 4 + (size if form == 4 else 0)
+
+
+def _relocations(target: str, sections: list[_Section], symbols: list[_Symbol]) -> list[str]:
+    """What is filled into a section when it is loaded: offset, type, what the symbol stands for, addend."""
+    return [
+        f"{offset:#x} {info & 0xFFFFFFFF} {_meaning(symbols[info >> 32], sections)} {sum(addend)}"
+        for section in sections
+        if section.kind in _RELOCATIONS and section.name in (f".rel{target}", f".rela{target}")
+        for offset, info, *addend in sorted(struct.iter_unpack(_RELOCATIONS[section.kind], section.data))
+    ]
+
+
+def _meaning(symbol: _Symbol, sections: list[_Section]) -> str:
+    """What a symbol stands for: a function's code, a place in memory, a variable's value, or, of others', its name."""
+    if not 0 < symbol.section < len(sections):
+        return symbol.name
+    section = sections[symbol.section]
+    if section.name.startswith(".nv.global"):
+        stored = section.data[symbol.value : symbol.value + symbol.size]
+        return f"{symbol.size} bytes {stored.hex()}"
+    kind = ".".join(section.name.split(".")[: 2 if section.name.startswith(".text") else 3])
+    return f"{kind} {symbol.value:#x}"
+
+
+def _reads_addresses(code: bytes) -> bool:
+    """Whether an instruction takes an operand from the constant bank of addresses, or looks as if it did."""
+    return any(
+        low >> 54 & 31 == _ADDRESSES and low >> 9 & 7 in _READS_CONSTANTS and low & 0x1FF != _BARRIER_OPERATION
+        for low, _ in struct.iter_unpack("<QQ", code)
+    )
+
+
+def _data(sections: list[_Section], name: str) -> bytes:
+    return next((section.data for section in sections if section.name == name), b"")
+
+
+def _text(data: bytes, place: int) -> str:
+    return data[place : data.index(b"\0", place)].decode()

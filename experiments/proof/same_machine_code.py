@@ -1,0 +1,477 @@
+"""Whether a change leaves the machine code of the kernels as it was, for changes that must: new names, moved files.
+
+    python experiments/proof/same_machine_code.py main                       # every kernel, against a commit or branch
+    python experiments/proof/same_machine_code.py main --quick               # few kernels that have everything once
+    python experiments/proof/same_machine_code.py main --families sm90 --architectures sm_90a
+    python experiments/proof/same_machine_code.py main --renamed is_packed=pack_gqa,sm90_convert_dq=sm80_convert_dq
+
+Both trees, the working tree and the commit BASE, list their kernels: all that the compile gate
+(tests/test_kernels_compile.py) lists, and those of `LISTED`, `UNEQUAL` and `WATCHED`, which the gate does not. What the
+library would hand to NVRTC for each, a text and options, is compiled here; no GPU is needed. Kernels are matched by
+specification and architecture, and compared function by function: instructions, relocations, constants, registers,
+stack, static shared memory, barriers and ptxas' other attributes (`cubin.functions`), and the dynamic shared memory
+that a launch asks for. Names, line numbers and debug information do not count. Fields of a specification that only one
+tree has do not count either; `--renamed` gives the new names of BASE's fields and kernels.
+
+What was compiled is kept in `--cache` by text and options, without comments and line numbers: a kernel is compiled
+again only if its text says something else. `--quick` takes few kernels of sm_80, sm_90 and sm_90a, so that each kernel
+has each value of each field once, and each pair of dimensions, each tile and each combination of flags.
+
+Expect: "the same machine code", exit status 0; else every difference, exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import heapq
+import io
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import cubin
+
+ROOT = Path(__file__).resolve().parents[2]
+GATE = "test_kernels_compile.py"
+CACHE = Path(tempfile.gettempdir()) / "cuflash_machine_code"
+QUICK_ARCHITECTURES = ("sm_80", "sm_90", "sm_90a")
+MOST_SHOWN = 40  # differences on the terminal; a file has all
+
+# Beyond the gate, whose kernels walk no list, have equal dimensions and are not watched.
+ARCHITECTURES = {"T4": "sm_75", "A100": "sm_80", "H100": "sm_90"}
+LISTED = (("T4", "A100", "H100"), ((64, 64), (128, 128)), ((16, 64), (64, 64), (128, 128)))  # chips, dims, blocks
+UNEQUAL = (("H100",), ((192, 128), (64, 128)), (None, (128, 128)))
+WATCHED = (64, 128, 256)  # head_dim of kernels of the sm90 family in float16
+WATCHED_FIELDS = ("is_watched", "has_watchdog")  # the first of these that a specification has
+
+
+class Kernel(NamedTuple):
+    """A kernel for an architecture, and the fields of its specification as text."""
+
+    name: str  # family_entry
+    architecture: str
+    specification: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return " ".join([self.architecture, self.name, *(f"{name} {value}" for name, value in self.specification)])
+
+
+class Given(NamedTuple):
+    """What the library hands to NVRTC for a kernel, and what it asks for at a launch."""
+
+    text: str
+    options: tuple[str, ...]
+    launch_shared_bytes: int | None
+
+
+class Difference(NamedTuple):
+    """A field of a function that is not the same before and after."""
+
+    kernel: str
+    function: str
+    field: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.function}: {self.field}: {self.before} -> {self.after}"
+
+
+# What a tree would compile. This part runs in a process of its own for each tree, which imports that tree's library.
+
+
+def specifications(gate: Mapping[str, Any]) -> set[tuple[Any, str]]:
+    """The specifications to compare, each with its architecture, from the globals of a tree's gate."""
+    found = set(gate["every_target"]())
+    for chips, dims, blocks in (LISTED, UNEQUAL):
+        for chip in chips:
+            architecture = ARCHITECTURES[chip]
+            for spec in gate["every_spec"](chip, dims, blocks):
+                if spec.family == "sm90" and chip == "H100":
+                    found.add((spec, architecture + "a"))
+                elif spec.family in ("simt", "naive") or spec.family == "sm80" and chip != "T4":
+                    found.add((spec, architecture))
+    for spec, architecture in list(found):
+        watched = [field.name for field in fields(spec) if field.name in WATCHED_FIELDS]
+        if watched and spec.family == "sm90" and str(spec.dtype) == "float16" and spec.head_dim in WATCHED:
+            found.add((replace(spec, **{watched[0]: True}), architecture))
+    return found
+
+
+def by_kernel(root: Path) -> tuple[dict[Kernel, Any], Callable[[Any, str], object]]:
+    """The specifications of a tree, whose library must be the one that is imported, and what compiles one of them."""
+    (path,) = root.glob(f"tests/**/{GATE}")
+    os.environ["CUFLASH_PROFILE"] = "long"  # the gate then chooses nothing
+    sys.path.insert(0, str(path.parent))
+    gate = runpy.run_path(str(path))
+    found = {}
+    for spec, architecture in specifications(gate):
+        names = [field.name for field in fields(spec)[2:] if field.name != "shared_bytes"]  # which is compared
+        said = tuple((name, str(getattr(spec, name))) for name in names)
+        found[Kernel(f"{spec.family}_{spec.entry}", architecture, said)] = spec
+    return found, next(value for value in gate.values() if hasattr(value, "cubin")).cubin
+
+
+class _Stop(Exception):
+    """Leaves the library where it would compile."""
+
+
+class _Recorder:
+    """Stands for cuda.core.Program: keeps what it is given."""
+
+    def __init__(self, text: str, language: str, options: Any) -> None:
+        self.given = text, [option.decode() for option in options.as_bytes("nvrtc")]
+
+    def compile(self, *_: object, **__: object) -> None:
+        raise _Stop(*self.given)
+
+
+def serve(root: Path, path: Path, wanted: Path | None = None) -> None:
+    """Write a tree's kernels to a file or, of those whose numbers `wanted` holds, all that is `Given`."""
+    specs, compile_one = by_kernel(root)
+    kernels = sorted(specs)
+    if wanted is None:
+        path.write_text(json.dumps(kernels), "utf-8")
+        return
+    given, texts = [], dict[str, int]()
+    with patch("cuda.core.Program", _Recorder):
+        for number in json.loads(wanted.read_text("utf-8")):
+            try:
+                compile_one(specs[kernels[number]], kernels[number].architecture)
+            except _Stop as stop:
+                text, options = stop.args
+            given.append((texts.setdefault(text, len(texts)), options, _launch_shared_bytes(specs[kernels[number]])))
+    path.write_text(json.dumps([given, list(texts)]), "utf-8")
+
+
+def _launch_shared_bytes(spec: Any) -> int | None:
+    """Dynamic shared memory of a launch, from the specification or, where it does not have it, from cuflash.tiles."""
+    if hasattr(spec, "shared_bytes"):
+        return int(spec.shared_bytes)
+    with suppress(ImportError, AttributeError):
+        from cuflash import tiles
+
+        return int(tiles.shared_bytes(spec))
+    return None
+
+
+def served(root: Path, wanted: Sequence[int] | None = None) -> Any:
+    """What `serve` writes in a process that imports the library of that tree."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / "served.json"]
+        if wanted is not None:
+            paths.append(Path(folder) / "wanted.json")
+            paths[1].write_text(json.dumps(wanted), "utf-8")
+        environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+        subprocess.run([sys.executable, __file__, "--serve", root, *paths], env=environment, check=True)
+        return json.loads(paths[0].read_text("utf-8"))
+
+
+def kernels_of(root: Path) -> list[Kernel]:
+    """A tree's kernels; their numbers in this list are their names in `given_for`."""
+    return [
+        Kernel(name, architecture, tuple((field, value) for field, value in said))
+        for name, architecture, said in served(root)
+    ]
+
+
+def given_for(root: Path, numbers: Sequence[int]) -> list[Given]:
+    given, texts = served(root, numbers)
+    return [Given(texts[text], tuple(options), shared) for text, options, shared in given]
+
+
+def unpack(root: Path, commit: str, folder: Path) -> None:
+    """Write the files of a commit into a folder."""
+    done = subprocess.run(["git", "-C", str(root), "archive", "--format=tar", commit], capture_output=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"BASE must be a commit of {root}; got {commit!r}: {done.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+
+
+# From texts to functions
+
+
+_COMMENTS = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def bare(text: str) -> str:
+    """A text without comments, #line and white space at the ends of lines: all that the code may depend on."""
+    lines = _COMMENTS.sub(lambda found: found[1] or " ", text).splitlines()
+    stripped = (line.strip() for line in lines)
+    return "\n".join(line for line in stripped if line and not line.startswith("#line"))
+
+
+def compiled(text: str, options: Sequence[str]) -> dict[str, cubin.Function]:
+    """The functions of a text by name.
+
+    Raises
+    ------
+    ValueError
+        NVRTC refuses the text; the message is its log.
+    """
+    from cuda.bindings import nvrtc
+
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], [])
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            _, size = nvrtc.nvrtcGetProgramLogSize(program)
+            log = b" " * size
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise ValueError(log.decode(errors="replace").strip("\0 \n"))
+        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        code = b" " * size
+        nvrtc.nvrtcGetCUBIN(program, code)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return cubin.functions(code)
+
+
+def kept(cache: Path, text: str, options: Sequence[str]) -> dict[str, cubin.Function]:
+    """`compiled`, or what an earlier call for the same text kept; a fault of the text is a field of its kernel."""
+    from cuda.bindings import nvrtc
+
+    if re.search(r"\b__(LINE|FILE|COUNTER|DATE|TIME)__\b", text) is None:
+        said = bare(text)
+    else:
+        said = text
+    version, reader = nvrtc.nvrtcVersion()[1:], Path(cubin.__file__).read_text("utf-8")
+    digest = hashlib.sha256(json.dumps([version, reader, list(options), said]).encode()).hexdigest()
+    path = cache / digest[:2] / f"{digest}.json.gz"
+    if path.exists():
+        found = json.loads(gzip.decompress(path.read_bytes()))
+        return {name: {field: _from_text(value) for field, value in each.items()} for name, each in found.items()}
+    try:
+        made = compiled(text, options)
+    except ValueError as error:
+        return {"kernel": {"compiles": str(error).partition("\n")[0]}}
+    shown = {name: {field: _to_text(value) for field, value in each.items()} for name, each in made.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(gzip.compress(json.dumps(shown).encode(), 6))
+    partial.replace(path)
+    return made
+
+
+def _to_text(value: Any) -> Any:
+    return {"bytes": value.hex()} if isinstance(value, bytes) else value
+
+
+def _from_text(value: Any) -> Any:
+    return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
+
+
+# Comparison
+
+
+def differences(
+    kernel: str, before: Mapping[str, cubin.Function], after: Mapping[str, cubin.Function]
+) -> Iterator[Difference]:
+    """Each field of each function that is not the same."""
+    for function in sorted(before.keys() | after.keys()):
+        if function not in before or function not in after:
+            yield Difference(kernel, function, "function", *_there(function in before, function in after))
+            continue
+        one, other = before[function], after[function]
+        for field in sorted(one.keys() | other.keys()):
+            if one.get(field) != other.get(field):
+                yield Difference(kernel, function, field, *_both(field, one.get(field), other.get(field)))
+
+
+def _there(*is_there: bool) -> tuple[str, str]:
+    first, second = ("there" if each else "missing" for each in is_there)
+    return first, second
+
+
+def _both(field: str, before: Any, after: Any) -> tuple[str, str]:
+    """How a field is shown; of bytes only how many there are, and where the first differs."""
+    if not (isinstance(before, bytes) and isinstance(after, bytes)):
+        return tuple("missing" if each is None else str(each) for each in (before, after))  # type: ignore[return-value]
+    size, unit = (16, "instructions") if field == "instructions" else (1, "bytes")
+    pairs = [(before[place : place + size], after[place : place + size]) for place in range(0, len(before), size)]
+    unlike = [place for place, (one, other) in enumerate(pairs) if one != other]
+    first = size * unlike[0] if unlike else len(before)
+    count = f"{len(unlike)} differ, " if len(before) == len(after) else ""
+    return f"{len(before) // size} {unit}", f"{len(after) // size} {unit}, {count}the first at {first:#x}"
+
+
+def matched(
+    before: Sequence[Kernel], after: Sequence[Kernel], renamed: Mapping[str, str]
+) -> tuple[dict[Kernel, int], dict[Kernel, int], set[str]]:
+    """The numbers of the kernels of two trees by what both say of them, and the fields that only one of them has.
+
+    Raises
+    ------
+    SystemExit
+        Kernels of one tree differ only in a field that the other does not have.
+    """
+
+    def new(name: str) -> str:
+        return renamed.get(name, name)
+
+    before = [
+        Kernel(new(name), architecture, tuple((new(field), value) for field, value in said))
+        for name, architecture, said in before
+    ]
+    first, second = ({field for kernel in side for field, _ in kernel.specification} for side in (before, after))
+    found: list[dict[Kernel, int]] = []
+    for side in (before, after):
+        numbers: dict[Kernel, int] = {}
+        for number, kernel in enumerate(side):
+            shared = tuple(sorted(pair for pair in kernel.specification if pair[0] in first & second))
+            key = kernel._replace(specification=shared)
+            if key in numbers:
+                raise SystemExit(
+                    f"without the fields that only one tree has, {', '.join(sorted(first ^ second))}, two kernels are "
+                    f"one, {side[numbers[key]]} and {kernel}: give their new names by --renamed old=new"
+                )
+            numbers[key] = number
+        found.append(numbers)
+    return found[0], found[1], first ^ second
+
+
+def quick(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Few kernels that show whatever one of them shows: always the one next that adds the most."""
+    heap = [(-len(_parts(kernel)), kernel) for kernel in kernels if kernel.architecture in QUICK_ARCHITECTURES]
+    heapq.heapify(heap)
+    found, covered = [], set[object]()
+    while heap:  # what a kernel adds never grows: one that still adds what it did is the best
+        before, kernel = heapq.heappop(heap)
+        adds = _parts(kernel) - covered
+        if len(adds) == -before:
+            found.append(kernel)
+            covered |= adds
+        elif adds:
+            heapq.heappush(heap, (-len(adds), kernel))
+    return found
+
+
+_DIMS, _TILE = ("head_dim", "value_dim"), ("block_q", "block_kv", "num_warps", "min_blocks")
+
+
+def _parts(kernel: Kernel) -> set[object]:
+    """What a kernel shows: each field, both dimensions, its tile, and all other fields together but its dtype."""
+    said = kernel.specification
+    values = dict(said)
+    flags = tuple(pair for pair in said if pair[0] not in (*_DIMS, *_TILE, "dtype"))
+    together = (tuple(map(values.get, _DIMS)), tuple(map(values.get, _TILE)), flags)
+    return {(kernel.name, kernel.architecture.rstrip("a"), *each) for each in (*said, *enumerate(together))}
+
+
+def compared(
+    kernels: Sequence[Kernel], before: Sequence[Given], after: Sequence[Given], cache: Path, workers: int
+) -> Iterator[Difference]:
+    """The differences of kernels before and after; what both need is compiled once."""
+    with ProcessPoolExecutor(workers) as pool:
+        wanted = dict.fromkeys(each[:2] for pair in zip(before, after) for each in pair)
+        jobs = {(text, options): pool.submit(kept, cache, text, options) for text, options in wanted}
+        for number, (kernel, one, other) in enumerate(zip(kernels, before, after, strict=True), 1):
+            found = list(differences(str(kernel), jobs[one[:2]].result(), jobs[other[:2]].result()))
+            asked = one.launch_shared_bytes, other.launch_shared_bytes
+            if None not in asked and asked[0] != asked[1]:
+                found.append(Difference(str(kernel), "launch", "dynamic shared bytes", *map(str, asked)))
+            yield from found
+            _progress(number, len(kernels), bool(found))
+
+
+def _progress(number: int, total: int, differs: bool) -> None:
+    if sys.stderr.isatty() or differs or number % 100 == 0:
+        end = "\r" if sys.stderr.isatty() and number < total else "\n"
+        print(f"{number} of {total} kernels compared", end=end, file=sys.stderr, flush=True)
+
+
+# The command
+
+
+def _comma_separated(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", metavar="BASE", help="a commit")
+    parser.add_argument("--quick", action="store_true", help="few kernels of sm_80, sm_90 and sm_90a")
+    parser.add_argument("--families", type=_comma_separated, default=(), help="default all")
+    parser.add_argument("--architectures", type=_comma_separated, default=(), help="default all")
+    parser.add_argument("--renamed", type=_comma_separated, default=(), metavar="OLD=NEW,...", help="names of BASE")
+    parser.add_argument("--cache", type=Path, default=CACHE, metavar="DIR", help=f"default {CACHE}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was compared and every difference")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument("--workers", type=int, default=cores, help=f"compilers at a time, default {cores}")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Compare; the exit status."""
+    asked = arguments(argv)
+    renamed = dict(pair.split("=", 1) for pair in asked.renamed)
+
+    def is_asked_for(kernel: Kernel) -> bool:
+        family = kernel.name.partition("_")[0]
+        return family in (asked.families or (family,)) and (
+            kernel.architecture in (asked.architectures or (kernel.architecture,))
+        )
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        roots = Path(folder), root
+        unpack(root, asked.base, roots[0])
+        old, new = pool.map(kernels_of, roots)
+        *numbers, not_shared = matched(old, new, renamed)
+        alone = [
+            Difference(str(kernel), "kernel", "specification", *_there(*(kernel in side for side in numbers)))
+            for kernel in sorted(numbers[0].keys() ^ numbers[1].keys())
+            if is_asked_for(kernel)
+        ]
+        chosen = sorted(filter(is_asked_for, numbers[0].keys() & numbers[1].keys()))
+        if asked.quick:
+            chosen = sorted(quick(chosen))
+        if not chosen and not alone:
+            raise SystemExit("no kernel has these families and architectures")
+        before, after = pool.map(given_for, roots, [[side[kernel] for kernel in chosen] for side in numbers])
+    found = [*alone, *compared(chosen, before, after, asked.cache, asked.workers)]
+    summary = _summary(found, chosen, asked.base, not_shared)
+    if asked.json is not None:
+        record = {"base": asked.base, "summary": summary, "compared": list(map(str, chosen))}
+        text = json.dumps(record | {"differences": [each._asdict() for each in found]}, indent=1)
+        asked.json.write_text(text + "\n", "utf-8")
+    for difference in found[:MOST_SHOWN]:
+        print(difference)
+    if len(found) > MOST_SHOWN:
+        print(f"and {len(found) - MOST_SHOWN} more")
+    print(summary)
+    return 1 if found else 0
+
+
+def _summary(found: Sequence[Difference], chosen: Sequence[Kernel], base: str, not_shared: set[str]) -> str:
+    architectures = len({kernel.architecture for kernel in chosen})
+    head = f"{len(chosen)} kernels of {architectures} architectures compared with {base}"
+    tail = f"; not compared by {', '.join(sorted(not_shared))}" if not_shared else ""
+    if not found:
+        return f"{head}: the same machine code{tail}"
+    counts = Counter((each.kernel.split()[1], each.field) for each in found)
+    lines = [f"  {kernel}: {field} of {count}" for (kernel, field), count in sorted(counts.items())]
+    differing = len({each.kernel for each in found})
+    return "\n".join([f"{head}: {differing} differ{tail}", *lines])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(*map(Path, sys.argv[2:]))
+    else:
+        sys.exit(main())

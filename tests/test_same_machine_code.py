@@ -1,0 +1,259 @@
+"""The comparison of machine code: names and comments are no difference, and each kind of difference is named."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from cuflash import compile as compiling
+from cuflash import source as sources
+from cuflash.source import KernelSpec
+
+ROOT = Path(__file__).parents[1]
+OPTIONS = ("-arch=sm_90", "--generate-line-info", "--std=c++17")
+
+# A function that is called, a constant array, static shared memory, a variable whose address is read, a stack.
+TEXT = """
+__constant__ float weights[4] = {1.0f, 2.0f, 3.0f, 4.0f};
+__device__ int counts[2] = {5, 6};
+constexpr int kUnread = 3;
+__device__ __noinline__ float scaled(float x, int index) { return x * weights[index & 3] + 0.5f; }
+extern "C" __global__ void __launch_bounds__(128) first(float* data, int index) {
+  __shared__ float rows[256];
+  float spilled[128];
+  for (int i = 0; i < 128; ++i) spilled[i] = data[i];
+  spilled[index & 31] = 0;
+  rows[threadIdx.x] = scaled(data[threadIdx.x], index);
+  __syncthreads();
+  data[threadIdx.x] = rows[255 - threadIdx.x] + spilled[index >> 8 & 127];
+  atomicAdd(&counts[index & 1], 1);
+}
+"""
+
+
+@pytest.fixture
+def proof(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "proof"))
+    return importlib.import_module("same_machine_code")
+
+
+@pytest.fixture
+def fields(nvrtc: Any, proof: ModuleType) -> Callable[..., set[tuple[str, str]]]:
+    """The function and the field of each difference that an edit of TEXT makes."""
+
+    def found(old: str, new: str) -> set[tuple[str, str]]:
+        assert old in TEXT
+        before, after = (proof.compiled(text, OPTIONS) for text in (TEXT, TEXT.replace(old, new)))
+        return {(each.function, each.field) for each in proof.differences("kernel", before, after)}
+
+    return found
+
+
+def test_a_cubin_is_read_as_its_compiler_describes_it(
+    nvrtc: Any, proof: ModuleType, kernels: Path, spec: Callable[..., KernelSpec]
+) -> None:
+    path = kernels / "simt" / "spills.cu"
+    path.write_text(path.read_text("utf-8").replace("float values[96];", "__shared__ int x[300]; float values[96];\n"
+                    "  x[threadIdx.x % 300] = 1; __syncthreads(); data[threadIdx.x] = x[7];"), "utf-8")  # fmt: skip
+    sources.source.cache_clear()
+    for name, architecture in (("plain", "sm_75"), ("spills", "sm_75"), ("plain", "sm_100"), ("spills", "sm_100")):
+        made = compiling.cubin(spec(name), architecture)
+        (function,) = proof.cubin.functions(made.code).values()
+        numbers = [function[field] for field in ("registers", "stack bytes", "shared bytes")]
+        assert numbers[:2] == list(made.resources[:2])
+        assert numbers[2] in (made.resources.shared_bytes, made.resources.shared_bytes + 1024)
+        assert function["barriers"] == (name == "spills")
+        assert len(function["instructions"]) % 16 == 0 and function["instructions"] in made.code
+        assert any(len(value) > 700 for field, value in function.items() if field == "constant bank 0")  # of Params
+
+
+def test_memory_of_each_kind_is_read(nvrtc: Any, proof: ModuleType) -> None:
+    (found,) = proof.compiled(TEXT, OPTIONS).values()
+    assert found["stack bytes"] == 512 and found["barriers"] == 1
+    assert found["shared bytes"] == 1024 + 256 * 4  # sm_90 keeps the first for itself
+    assert found["constant bank 3"].hex() == "0000803f000000400000404000008040"
+    assert "8 bytes 0500000006000000" in " ".join(found["relocations of constant bank 4"])
+
+
+def test_each_kernel_of_a_cubin_is_read(nvrtc: Any, proof: ModuleType) -> None:
+    second = 'extern "C" __global__ void second(int* to) { *to = 1; }\n'
+    found = proof.compiled(TEXT + second, OPTIONS)
+    assert list(found) == ["kernel 1", "kernel 2"]
+    (missing,) = [
+        each for each in proof.differences("k", found, {"kernel 1": found["kernel 1"]}) if each.field == "function"
+    ]
+    assert missing == ("k", "kernel 2", "function", "there", "missing")
+
+
+def test_no_elf_file_is_refused(proof: ModuleType) -> None:
+    with pytest.raises(ValueError, match="a cubin must be a 64-bit ELF file; got b'MZ'"):
+        proof.cubin.functions(b"MZ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("first", "zeroth_kernel"),
+        ("scaled", "a_better_name"),
+        ("weights", "zzz"),
+        ("counts", "of_each"),
+        ("rows", "staged"),
+        ("extern", "// a comment\n\n\nextern"),
+        ("__syncthreads();", "__syncthreads();  // all rows are stored"),
+        ("first(", "first /* a name */ ("),
+    ],
+)
+def test_names_and_comments_make_no_difference(fields: Any, old: str, new: str) -> None:
+    assert fields(old, new) == set()
+
+
+@pytest.mark.parametrize("new", ["", "constexpr int kUnread = 4;", "constexpr int kUnread = 3, kAlpha = 7;"])
+def test_variables_of_which_no_address_is_read_make_no_difference(nvrtc: Any, proof: ModuleType, new: str) -> None:
+    text = TEXT.replace("atomicAdd(&counts[index & 1], 1);", "")
+    changed = text.replace("constexpr int kUnread = 3;", new)
+    before, after = (proof.compiled(each, OPTIONS) for each in (text, changed))
+    assert list(proof.differences("kernel", before, after)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ("0.5f", "0.25f", "instructions"),
+        ("255 - threadIdx.x", "threadIdx.x", "instructions"),
+        ("4.0f}", "4.5f}", "constant bank 3"),
+        ("rows[256]", "rows[512]", "shared bytes"),
+        ("spilled[128]", "spilled[256]", "stack bytes"),
+        ("__syncthreads();", "__syncwarp();", "barriers"),
+        ("__noinline__", "__forceinline__", "registers"),
+        ("float* data, int index", "float* data, int index, int unread", "constant bank 0"),
+        ("__launch_bounds__(128)", "__launch_bounds__(256)", "attribute 0x5"),
+        ("counts[2] = {5, 6}", "counts[2] = {5, 7}", "relocations of constant bank 4"),
+    ],
+)
+def test_what_changes_the_code_is_named(fields: Any, old: str, new: str, field: str) -> None:
+    assert ("kernel", field) in fields(old, new)
+
+
+def test_a_difference_says_where_it_begins(proof: ModuleType) -> None:
+    one, other = bytes(48), bytes(20) + b"\x01" + bytes(27)
+    (found,) = proof.differences("k", {"kernel": {"instructions": one}}, {"kernel": {"instructions": other}})
+    assert str(found) == "k: kernel: instructions: 3 instructions -> 3 instructions, 1 differ, the first at 0x10"
+    (found,) = proof.differences("k", {"kernel": {"instructions": one}}, {"kernel": {"instructions": one[:32]}})
+    assert found.after == "2 instructions, the first at 0x20"
+    (found,) = proof.differences("k", {"kernel": {"registers": 8}}, {"kernel": {"registers": 9}})
+    assert (found.before, found.after) == ("8", "9")
+
+
+def test_what_was_compiled_is_kept_by_all_that_is_not_a_comment(
+    nvrtc: Any, proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = proof.kept(tmp_path, TEXT, OPTIONS)
+    monkeypatch.setattr(proof, "compiled", lambda *_: pytest.fail("compiled again"))
+    commented = '#line 7 "elsewhere"\n' + TEXT.replace("};\n", "}; /* a\ncomment */ // and another\n\n")
+    assert proof.kept(tmp_path, commented, OPTIONS) == made
+    for text, options in ((TEXT.replace("0.5f", "0.25f"), OPTIONS), (TEXT, OPTIONS[:2])):
+        with pytest.raises(pytest.fail.Exception, match="compiled again"):
+            proof.kept(tmp_path, text, options)
+    assert proof.bare('f("// kept"); // dropped\n') == 'f("// kept");'
+
+
+def test_a_text_that_does_not_compile_is_a_difference(nvrtc: Any, proof: ModuleType, tmp_path: Path) -> None:
+    before, after = (proof.kept(tmp_path, text, OPTIONS) for text in (TEXT, "no C++\n"))
+    found = {each.field: each.after for each in proof.differences("kernel", before, after)}
+    assert "error" in found["compiles"] and found["instructions"] == "missing"
+
+
+def test_renamed_fields_and_kernels_are_matched(proof: ModuleType) -> None:
+    def made(name: str, field: str, *more: str) -> list[Any]:
+        added = tuple((each, "1") for each in more)
+        return [proof.Kernel(name, "sm_80", ((field, value), ("dtype", "x"), *added)) for value in ("True", "False")]
+
+    before, after = made("sm80_a", "is_packed"), made("sm80_b", "pack_gqa", "score")
+    *sides, alone = proof.matched(before, after, {"is_packed": "pack_gqa", "sm80_a": "sm80_b"})
+    assert sides[0].keys() == sides[1].keys() and alone == {"score"}
+    with pytest.raises(SystemExit, match="without the fields .* is_packed, pack_gqa, score, two kernels are one"):
+        proof.matched(before, after, {})
+
+
+def test_every_kernel_is_compared_and_the_quick_choice_has_whatever_one_of_them_has(proof: ModuleType) -> None:
+    kernels = proof.kernels_of(ROOT)
+    on_disk = {f"{path.parent.name}_{path.stem}" for path in sources.KERNELS.glob("*/*.cu")}
+    assert {kernel.name for kernel in kernels} == on_disk
+    chosen = proof.quick(kernels)
+    assert {kernel.name for kernel in chosen} == on_disk
+    for name in on_disk:
+        values = [
+            {(kernel.name, *pair) for kernel in side if kernel.architecture in proof.QUICK_ARCHITECTURES
+             for pair in kernel.specification if kernel.name == name}
+            for side in (kernels, chosen)
+        ]  # fmt: skip
+        assert values[0] == values[1]
+    of_hopper = [dict(kernel.specification) for kernel in chosen if kernel.name == "sm90_backward"]
+    for field, value in {"is_listed": "True", "finishes_dq": "True", "is_watched": "True", "dq_adds": "0"}.items():
+        assert any(each[field] == value for each in of_hopper), field
+
+
+_GATE = """
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+@dataclass(frozen=True)
+class Spec:
+    family: str
+    entry: str
+    dtype: str
+    NAME: int
+    shared_bytes: int
+
+def cubin(spec, architecture):
+    from cuda.core import Program, ProgramOptions
+    text = open(__file__.replace("test_kernels_compile.py", "kernel.cu")).read().replace("WIDTH", str(spec.NAME))
+    return Program(text, "c++", options=ProgramOptions(arch=architecture, std="c++17")).compile("cubin")
+
+room = SimpleNamespace(cubin=cubin)
+
+def every_target():
+    return [(Spec("simt", "copy", "float32", width, 4 * width), "sm_90") for width in (32, 64)]
+
+def every_spec(name, dims, limits=(None,)):
+    return set()
+"""
+
+
+def test_two_trees_are_compared_from_end_to_end(
+    nvrtc: Any, proof: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree, record = tmp_path / "tree", tmp_path / "record.json"
+    (tree / "tests" / "kernels").mkdir(parents=True)
+    gate, text = tree / "tests" / "kernels" / "test_kernels_compile.py", tree / "tests" / "kernels" / "kernel.cu"
+    gate.write_text(_GATE.replace("NAME", "block_q"))
+    text.write_text('extern "C" __global__ void copy(float* to) { to[threadIdx.x] = WIDTH; }\n')
+    git = ("git", "-C", str(tree), "-c", "user.name=x", "-c", "user.email=x@y")
+    for command in (("init", "-q"), ("add", "."), ("commit", "-qm", "x")):
+        subprocess.run([*git, *command], check=True)
+    asked = ["HEAD", "--cache", str(tmp_path / "cache"), "--json", str(record), "--workers", "1"]
+
+    gate.write_text(_GATE.replace("NAME", "rows"))
+    text.write_text('extern "C" __global__ void copied(float* x) { x[threadIdx.x] = WIDTH; }  // renamed\n')
+    assert proof.main([*asked, "--renamed", "block_q=rows"], tree) == 0
+    assert "2 kernels of 1 architectures compared with HEAD: the same machine code" in capsys.readouterr().out
+    assert json.loads(record.read_text())["differences"] == []
+
+    gate.write_text(_GATE.replace("NAME", "block_q").replace("4 * width", "8 * width").replace("64)", "96)"))
+    text.write_text('extern "C" __global__ void copy(float* to) { to[threadIdx.x] = WIDTH + 1; }\n')
+    assert proof.main(asked, tree) == 1
+    found = json.loads(record.read_text())["differences"]
+    told = {(each["function"], each["field"], each["before"], each["after"]) for each in found}
+    assert ("kernel", "specification", "there", "missing") in told  # 64
+    assert ("kernel", "specification", "missing", "there") in told  # 96
+    assert {each["field"] for each in found} == {"specification", "instructions", "dynamic shared bytes"}
+    assert "differ" in capsys.readouterr().out
+
+    with pytest.raises(SystemExit, match="BASE must be a commit of .*; got 'nothing'"):
+        proof.main(["nothing"], tree)
