@@ -1,38 +1,139 @@
-"""A copy of the CUDA sources with one edit, in the place of the library's own."""
+"""Faults to plant in the library: edits that fit by their tokens, and a copy of the sources with one of them.
+
+An edit names a file, the function that holds its anchor, the anchor, and what takes its place. The anchor is found by
+its tokens: comments, white space and line ends do not matter. An edit whose anchor is gone or ambiguous fails, so that
+tables of edits keep up with the code.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
+import cuflash
 from cuflash import simulated
 from cuflash import source as sources
+from lexing import Language, Span, Token, language_of, lexed, spans, tokens
+
+LIBRARY = Path(cuflash.__file__).parent
 
 
-def chosen(edits: Mapping[str, tuple[str, str, str]]) -> list[str]:
+class Edit(NamedTuple):
+    """A fault: of kernels_cu/ if its file is CUDA, of cuflash/ if it is Python."""
+
+    file: str
+    function: str | None  # or a class; "Class.method"; None where no function holds the anchor
+    anchor: str
+    replacement: str
+
+    def path(self) -> Path:
+        return (LIBRARY if language_of(self.file) == "python" else sources.KERNELS) / self.file
+
+    def planted_in(self, text: str) -> str:
+        """The text of its file with the fault."""
+        language = language_of(self.file)
+        try:
+            return replaced(text, self.anchor, self.replacement, self.function, language=language)
+        except LookupError as error:
+            raise LookupError(f"{self.file}: {error}") from None
+
+
+def places(text: str, anchor: str, function: str | None = None, *, language: Language) -> list[range]:
+    """Where the anchor stands in a text, or in all of its functions of one name, as numbers of the text's tokens."""
+    of_text, of_anchor = tokens(text, language), tokens(anchor, language)
+    if not of_anchor:
+        raise ValueError(f"{anchor!r} has no tokens")
+    found = [range(at, at + len(of_anchor)) for at in _occurrences(of_text, of_anchor)]
+    if function is None:
+        return found
+    named = [span for span in spans(text, language) if span.has_name(function)]
+    if not named:
+        raise LookupError(f"there is no {function}: bring the edit up to date")
+    return [place for place in found if any(_holds(span, of_text, place) for span in named)]
+
+
+def _occurrences(of_text: Sequence[Token], of_anchor: Sequence[Token]) -> Iterator[int]:
+    first, length = of_anchor[0].text, len(of_anchor)
+    wanted = [token.text for token in of_anchor]
+    for at, token in enumerate(of_text):
+        if token.text == first and [each.text for each in of_text[at : at + length]] == wanted:
+            yield at
+
+
+def _holds(span: Span, of_text: Sequence[Token], place: range) -> bool:
+    return span.start <= of_text[place[0]].start and of_text[place[-1]].stop <= span.stop
+
+
+def replaced(
+    text: str, anchor: str, replacement: str, function: str | None = None, *, language: Language = "cuda"
+) -> str:
+    """The text with another in the place of the anchor, whose tokens must stand exactly once in the function.
+
+    `function` may be a class or struct, and "Class.method"; None is all of the text. Lines of a replacement after its
+    first are indented relative to the line where the anchor starts.
+    """
+    for each in (anchor, replacement):
+        if any(token.kind == "comment" for token in lexed(each, language)):
+            raise ValueError(f"{each!r} holds a comment, which is no fault and no anchor")
+    if [each.text for each in tokens(anchor, language)] == [each.text for each in tokens(replacement, language)]:
+        raise ValueError(f"{anchor!r} is replaced by the same tokens")
+    found = places(text, anchor, function, language=language)
+    if len(found) != 1:
+        where = "" if function is None else f" in {function}"
+        raise LookupError(f"{anchor!r} stands {len(found)} times{where}: bring the edit up to date")
+    of_text = tokens(text, language)
+    before, after = text[: of_text[found[0][0]].start], text[of_text[found[0][-1]].stop :]
+    return before + _fitted(textwrap.dedent(replacement).strip(), before, after) + after
+
+
+def _fitted(replacement: str, before: str, after: str) -> str:
+    """A replacement indented as the line where it starts, and apart from words and signs on either side of it."""
+    indent = re.match(r"[ \t]*", before[before.rfind("\n") + 1 :])
+    assert indent is not None
+    fitted = replacement.replace("\n", f"\n{indent[0]}")
+    left, right = before[-1:], after[:1]
+    if _would_join(left, fitted[:1] or right):
+        fitted = f" {fitted}"
+    return f"{fitted} " if fitted and _would_join(fitted[-1], right) else fitted
+
+
+def _would_join(left: str, right: str) -> bool:
+    """Whether two characters might become one token."""
+    if not left.strip() or not right.strip():
+        return False
+    is_word = [each.isalnum() or each in "_\"'" for each in (left, right)]
+    return is_word[0] == is_word[1] and not {left, right} & set("()[]{},;")
+
+
+def chosen(edits: Mapping[str, Edit]) -> list[str]:
     """The names of all edits; every third of them, unless CUFLASH_PROFILE=long: each takes seconds."""
     return list(edits) if os.environ.get("CUFLASH_PROFILE") == "long" else list(edits)[::3]
 
 
-def without_their_line(edits: Mapping[str, tuple[str, str, str]]) -> list[str]:
-    """Names of edits that fit the sources no more: their line is gone, or stands twice."""
-    texts = {file: (sources.KERNELS / file).read_text("utf-8") for file, _, _ in edits.values()}
-    return [name for name, (file, line, _) in edits.items() if texts[file].count(line) != 1]
+def misfits(edits: Iterable[Edit]) -> list[str]:
+    """What is wrong with edits that fit the sources no more: their anchor is gone, or stands twice."""
+    wrong = []
+    for edit in edits:
+        try:
+            edit.planted_in(edit.path().read_text("utf-8"))
+        except (LookupError, ValueError) as error:
+            wrong.append(str(error))
+    return wrong
 
 
 @contextmanager
-def planted(folder: Path, file: str, line: str, replacement: str) -> Iterator[None]:
-    """Kernels are made of the edited copy meanwhile; an edit whose line is gone, or stands twice, fails."""
+def planted(folder: Path, edit: Edit) -> Iterator[None]:
+    """Kernels are made of a copy with the fault meanwhile."""
     original = sources.KERNELS
     shutil.copytree(original, folder, dirs_exist_ok=True)
-    path = folder / file
-    text = path.read_text("utf-8")
-    if text.count(line) != 1:
-        raise LookupError(f"{line!r} stands {text.count(line)} times in {file}: bring the edit up to date")
-    path.write_text(text.replace(line, replacement), "utf-8")
+    path = folder / edit.file
+    path.write_text(edit.planted_in(path.read_text("utf-8")), "utf-8")
     try:
         sources.KERNELS = folder
         _forget()

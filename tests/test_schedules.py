@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cuflash.simulated import Simulator
 from executors import SIM, needs_compiler
+from planting import Edit
 from poison import STRUCTURES, call
 
 from cuflash import sim
@@ -46,7 +47,7 @@ from cuflash.testing import assert_within_bounds
 from executors import SIM
 sanitize, *edit = sys.argv[1:]
 folder = tempfile.TemporaryDirectory()
-with planting.planted(Path(folder.name), *edit) if edit else contextlib.nullcontext():
+with planting.planted(Path(folder.name), planting.Edit(*edit)) if edit else contextlib.nullcontext():
     for name in ("mask: causal, with lengths", "mask: a few bits", "mask: full and interval blocks of 128"):
         example = poison.STRUCTURES[name].example()
         if sanitize == "address":  # the ends of arrays are the ends of their memory
@@ -58,16 +59,25 @@ with planting.planted(Path(folder.name), *edit) if edit else contextlib.nullcont
 print("end", file=sys.stderr)
 """
 PLANTED = {
-    "thread": ("simt/forward.cu", "    __syncthreads();  // K is read\n", "", "WARNING: ThreadSanitizer: data race"),
-    "address": (
-        "tile/copy.cuh", "      if (Tile::row(i) >= to.num_rows) continue;\n      Element* const data",
-        "      Element* const data", "ERROR: AddressSanitizer: heap-buffer-overflow",
+    "thread": (
+        Edit(
+            "simt/forward.cu", "simt_forward",
+            "tile::add_product_nt(s, q_smem, k_smem); __syncthreads();",
+            "tile::add_product_nt(s, q_smem, k_smem);",
+        ),
+        "WARNING: ThreadSanitizer: data race",
     ),
-    "undefined": ("attention/steps.cuh", ">> key % 8 & 1", ">> key & 1", "undefined behaviour: .*a shift by"),
+    "address": (
+        Edit("tile/copy.cuh", "store_in_vectors", "if (Tile::row(i) >= to.num_rows) continue;", ""),
+        "ERROR: AddressSanitizer: heap-buffer-overflow",
+    ),
+    "undefined": (
+        Edit("attention/steps.cuh", "Seen.has", ">> key % 8 & 1", ">> key & 1"), "undefined behaviour: .*a shift by",
+    ),
 }  # fmt: skip
 
 
-def in_child(sanitize: sim.Sanitizer, *edit: str) -> subprocess.CompletedProcess[str]:
+def in_child(sanitize: sim.Sanitizer, edit: Edit | tuple[()] = ()) -> subprocess.CompletedProcess[str]:
     paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
     code = f"import sys; sys.path[:0] = {paths}\n{CHILD}"
     command = ["env", *(f"{name}={value}" for name, value in sim.preload_environment(sanitize).items())]
@@ -87,6 +97,6 @@ def test_sanitizers_find_nothing(sanitize: sim.Sanitizer) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitize", PLANTED)
 def test_sanitizers_find_what_is_planted(sanitize: sim.Sanitizer) -> None:
-    *edit, report = PLANTED[sanitize]
-    run = in_child(sanitize, *edit)
+    edit, report = PLANTED[sanitize]
+    run = in_child(sanitize, edit)
     assert re.search(report, run.stderr), run.stderr

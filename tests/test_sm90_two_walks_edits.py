@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cuflash.testing import Structure, assert_within_bounds
 from executors import needs_compiler
-from planting import chosen, planted, without_their_line
+from planting import Edit, chosen, misfits, planted
 from poison import MARGIN, call
 from test_sm90 import ALIGNED, TILES, FewBlocks, half
 from test_sm90_two_walks import (
@@ -24,78 +24,92 @@ pytestmark = needs_compiler
 
 _ROWS, _KEYS = "sm90/backward_rows.cu", "attention/key_ring.cuh"
 _RING, _BACKWARD = "attention/query_ring.cuh", "sm90/backward.cu"
-_COUNTED = "(kBringsDo && i < kQRooms ? 2 : 1) * tile::kArrivals"
 EDITS = {
-    "dO is not counted": (_KEYS, _COUNTED, "tile::kArrivals"),
-    "the end is told once": (_KEYS, "      if constexpr (kBringsDo) tile::arrive(q.full);\n", ""),
-    "dO is not brought": (_KEYS, "      if constexpr (kBringsDo) fill<kDo>", "      if constexpr (false) fill<kDo>"),
-    "dO is that of another head": (
-        _KEYS, "if constexpr (kBringsDo) task.at[kDo] = in_stack(params.do_, work.place, work.place.head);",
+    "dO is not counted": Edit(
+        _KEYS, "make_barriers", "(kBringsDo && i < kQRooms ? 2 : 1) * tile::kArrivals", "tile::kArrivals"
+    ),
+    "the end is told once": Edit(_KEYS, "bring_keys", "if constexpr (kBringsDo) tile::arrive(q.full);", ""),
+    "dO is not brought": Edit(
+        _KEYS, "bring_keys", "if constexpr (kBringsDo) fill<kDo>", "if constexpr (false) fill<kDo>"
+    ),
+    "dO is that of another head": Edit(
+        _KEYS, "look_up",
+        "if constexpr (kBringsDo) task.at[kDo] = in_stack(params.do_, work.place, work.place.head);",
         "if constexpr (kBringsDo) task.at[kDo] = in_stack(params.do_, work.place, task.kv_head);",
     ),
-    "dO that is copied is that of another head": (
-        _KEYS, "kIsOfQueries = kOperand == kQ || kOperand == kDo,", "kIsOfQueries = kOperand == kQ,"
+    "dO that is copied is that of another head": Edit(
+        _KEYS, "fill", "kIsOfQueries = kOperand == kQ || kOperand == kDo,", "kIsOfQueries = kOperand == kQ,"
     ),
-    "dO that is copied is as wide as Q": (
-        _KEYS, "kHasValueDim = kOperand == kV || kOperand == kDo;", "kHasValueDim = kOperand == kV;"
+    "dO that is copied is as wide as Q": Edit(
+        _KEYS, "fill", "kHasValueDim = kOperand == kV || kOperand == kDo;", "kHasValueDim = kOperand == kV;"
     ),
-    "dO is Q": (_KEYS, "kOperand == kDo ? params.do_ : ", ""),
-    "dO lies where V does": (_KEYS, "{kAfterValues + room * DoPanels::kBytes}", "{v_smem(0).start}"),
-    "K past a step is what stands there": (_KEYS, "kBringsDo && ends_early(step, params.shape.seqlen_kv)", "false"),
-    "keys of the step before count again": (_KEYS, "    seen.lo = max(seen.lo, note.start);\n", ""),
-    "under a band too": (
-        _KEYS, "mask_band(s, note.step, task.band, note.start)", "mask_band(s, note.step, task.band, 0)"
+    "dO is Q": Edit(_KEYS, "fill", "kOperand == kDo ? params.do_ :", ""),
+    "dO lies where V does": Edit(_KEYS, "do_smem", "kAfterValues + room * DoPanels::kBytes}", "v_smem(0).start}"),
+    "K past a step is what stands there": Edit(
+        _KEYS, "bring_keys", "kBringsDo && ends_early(step, params.shape.seqlen_kv)", "false"
     ),
-    "all steps are whole": (_ROWS, "is_plain = kind & Note::kAsTheyAre", "is_plain = true"),
-    "lse is that of another query": (_ROWS, "known.lse_2[query - first]", "known.lse_2[0]"),
-    "delta is that of another query": (_ROWS, "known.delta[query - first]", "known.delta[0]"),
-    "queries are those of the first tile": (
-        _ROWS, "attention::query_tile_number<Listed>(params, first, kBlockQ) : 0", "0 : 0"
+    "keys of the step before count again": Edit(_KEYS, "mask_step", "seen.lo = max(seen.lo, note.start);", ""),
+    "under a band too": Edit(
+        _KEYS, "mask_step", "mask_band(s, note.step, task.band, note.start)", "mask_band(s, note.step, task.band, 0)"
     ),
-    "tiles of a list are numbered as if there were none": (
-        _ROWS, "attention::query_tile_number<Listed>(params, first, kBlockQ) : 0", "first / kBlockQ : 0"
+    "all steps are whole": Edit(_ROWS, "walk", "is_plain = kind & Note::kAsTheyAre", "is_plain = true"),
+    "lse is that of another query": Edit(_ROWS, "row_statistics", "known.lse_2[query - first]", "known.lse_2[0]"),
+    "delta is that of another query": Edit(_ROWS, "row_statistics", "known.delta[query - first]", "known.delta[0]"),
+    "queries are those of the first tile": Edit(
+        _ROWS, "row_statistics", "attention::query_tile_number<Listed>(params, first, kBlockQ) : 0", "0 : 0"
     ),
-    "queries of a band are cut as its tiles are": (
-        _ROWS, "config::kIsListed ? work.first : query / kBlockQ * kBlockQ", "work.first"
+    "tiles of a list are numbered as if there were none": Edit(
+        _ROWS, "row_statistics",
+        "attention::query_tile_number<Listed>(params, first, kBlockQ) : 0",
+        "first / kBlockQ : 0",
     ),
-    "hidden keys count": (_ROWS, "IsPlain || s.at(i, j) != ptx::negative_infinity<float>() ? p : 0.0f", "p"),
-    "what stands at hidden keys matters": (_ROWS, "IsPlain || p.at(i, j) != 0 ? ds : 0.0f", "ds"),
-    "delta is left out": (_ROWS, "(dp.at(i, j) - row.delta[i])", "dp.at(i, j)"),
-    "scores are read before they are there": (
-        _ROWS, "  // asked for meanwhile\n  tile::wait_for<1>(s);", "\n  tile::wait_for<2>(s);"
+    "queries of a band are cut as its tiles are": Edit(
+        _ROWS, "row_statistics", "config::kIsListed ? work.first : query / kBlockQ * kBlockQ", "work.first"
     ),
-    "scores of further steps are read before they are there": (
-        _ROWS, "    tile::wait_for<1>(s);\n    ptx::keep", "    tile::wait_for<2>(s);\n    ptx::keep"
+    "hidden keys count": Edit(
+        _ROWS, "make_probabilities", "IsPlain || s.at(i, j) != ptx::negative_infinity<float>() ? p : 0.0f", "p"
     ),
-    "dP is read before it is there": (_ROWS, "    tile::wait_for<0>(dp);\n", "    tile::wait_for<1>(dp);\n"),
-    "V is left before it is multiplied": (
-        _ROWS, "    tile::wait_for<0>(dp);\n    tile::arrive(own.v[stage].empty);\n",
-        "    tile::arrive(own.v[stage].empty);\n    tile::wait_for<0>(dp);\n",
+    "what stands at hidden keys matters": Edit(_ROWS, "make_gradients", "IsPlain || p.at(i, j) != 0 ? ds : 0.0f", "ds"),
+    "delta is left out": Edit(_ROWS, "make_gradients", "(dp.at(i, j) - row.delta[i])", "dp.at(i, j)"),
+    "scores are read before they are there": Edit(
+        _ROWS, "walk", "tile::wait_for<1>(s); while (true) {", "tile::wait_for<2>(s); while (true) {"
     ),
-    "K is left before it is multiplied": (
-        _ROWS, "    ++num_keys;\n    if", "    tile::arrive(own.k[stage].empty);\n    ++num_keys;\n    if"
+    "scores of further steps are read before they are there": Edit(
+        _ROWS, "walk", "tile::wait_for<1>(s); ptx::keep_in_place", "tile::wait_for<2>(s); ptx::keep_in_place"
     ),
-    "K of a tile's last step is not left": (
-        _ROWS, "  tile::arrive(own.k[stage_of(num_keys - 1)].empty);\n", ""
+    "dP is read before it is there": Edit(_ROWS, "walk", "tile::wait_for<0>(dp);", "tile::wait_for<1>(dp);"),
+    "V is left before it is multiplied": Edit(
+        _ROWS, "walk",
+        "tile::wait_for<0>(dp); tile::arrive(own.v[stage].empty);",
+        "tile::arrive(own.v[stage].empty); tile::wait_for<0>(dp);",
     ),
-    "Q is not left": (_ROWS, "  tile::arrive(own.q[0].empty);\n", ""),
-    "Q is left before it is multiplied": (
-        _ROWS, "  // asked for meanwhile\n", "\n  tile::arrive(own.q[0].empty);\n"
+    "K is left before it is multiplied": Edit(
+        _ROWS, "walk", "++num_keys;", "tile::arrive(own.k[stage].empty); ++num_keys;"
     ),
-    "dQ is written before it is there": (_ROWS, "  tile::wait_for<0>(dq);\n", ""),
-    "dQ is not scaled": (_ROWS, "    dq.scale(params.shape.softmax_scale);\n", ""),
-    "dQ is added to that of the tile before": (
-        _ROWS, "    Gradient dq;\n    dq.fill(0);\n", "    static thread_local Gradient dq;\n"
+    "K of a tile's last step is not left": Edit(
+        _ROWS, "walk", "tile::arrive(own.k[stage_of(num_keys - 1)].empty);", ""
     ),
-    "dQ of queries without a key is anything": (
-        _ROWS, "else tile::clear(matrix<Element>(params.dq, work.place, head, 0, num_columns)",
+    "Q is not left": Edit(_ROWS, "walk", "tile::arrive(own.q[0].empty);", ""),
+    "Q is left before it is multiplied": Edit(
+        _ROWS, "walk",
+        "const Statistics row = row_statistics(params, task.work);",
+        "const Statistics row = row_statistics(params, task.work); tile::arrive(own.q[0].empty);",
+    ),
+    "dQ is written before it is there": Edit(_ROWS, "walk", "tile::wait_for<0>(dq);", ""),
+    "dQ is not scaled": Edit(_ROWS, "consume", "dq.scale(params.shape.softmax_scale);", ""),
+    "dQ is added to that of the tile before": Edit(
+        _ROWS, "consume", "Gradient dq; dq.fill(0);", "static thread_local Gradient dq;"
+    ),
+    "dQ of queries without a key is anything": Edit(
+        _ROWS, "write_nothing",
+        "else tile::clear(matrix<Element>(params.dq, work.place, head, 0, num_columns)",
         "else tile::clear(matrix<Element>(params.dq, work.place, head, 0, 0)",
     ),
-    "Q's room awaits who adds up": (_RING, "(kAddsDqUp && has_notes)", "has_notes"),
-    "rows past a step are copied": (_RING, "(kIsWide || row < note.step.stop - note.step.start) && ", ""),
-    "dK is that of the last step but one": (
-        _BACKWARD, "      tile::wait_for<0>(dk);\n      if constexpr", "      if constexpr"
+    "Q's room awaits who adds up": Edit(_RING, "share_work", "(kAddsDqUp && has_notes)", "has_notes"),
+    "rows past a step are copied": Edit(
+        _RING, "copy_queries", "(kIsWide || row < note.step.stop - note.step.start) &&", ""
     ),
+    "dK is that of the last step but one": Edit(_BACKWARD, "consume", "tile::wait_for<0>(dk);", ""),
 }  # fmt: skip
 
 
@@ -121,7 +135,7 @@ def gradients_are_right() -> None:
 @pytest.mark.parametrize("name", chosen(EDITS))
 @pytest.mark.filterwarnings("ignore")
 def test_a_planted_fault_is_seen(name: str, tmp_path: Path) -> None:
-    with planted(tmp_path / "kernels_cu", *EDITS[name]), pytest.raises((AssertionError, sim.SimulationError)):
+    with planted(tmp_path / "kernels_cu", EDITS[name]), pytest.raises((AssertionError, sim.SimulationError)):
         gradients_are_right()
 
 
@@ -129,5 +143,5 @@ def test_the_kernels_as_they_are_pass_the_same_guard() -> None:
     gradients_are_right()
 
 
-def test_every_edit_has_its_line() -> None:
-    assert without_their_line(EDITS) == []
+def test_every_edit_fits_the_sources() -> None:
+    assert misfits(EDITS.values()) == []
