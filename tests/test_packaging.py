@@ -116,7 +116,8 @@ q = np.ones((3, 2), np.float32)
 assert (cuflash.attention(q, q, q, executor="cpu") == 1).all()
 assert cuflash.__doc__.startswith("Exact attention") and sys.modules["cuflash"] is cuflash
 assert cuflash.attention.__module__ == "cuflash.api" and masks.__name__ == "cuflash.masks"
-assert pickle.loads(pickle.dumps(masks.Causal())) == masks.Causal() and "def attention(" in inspect.getsource(cuflash.api)
+assert pickle.loads(pickle.dumps(masks.Causal())) == masks.Causal()
+assert "def attention(" in inspect.getsource(cuflash.api)
 assert cuflash.__spec__.origin == cuflash.__file__ and list(cuflash.__path__) == [cuflash.__file__.rpartition("/")[0]]
 print(cuflash.__file__)
 """
