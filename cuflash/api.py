@@ -12,7 +12,7 @@ from .arrays import Array, is_array, namespace
 from .compile import Compiled
 from .device import DeviceSpec
 from .errors import UnsupportedProblem, collecting
-from .launch import EXECUTORS, Executable, Gradients, Repeated, as_arrays, lie_of
+from .launch import EXECUTORS, Executable, Gradients, Pullback, Repeated, as_arrays, lie_of
 from .mask import Mask, held_arrays
 from .memory import device_number
 from .plans import Plan, make_plan
@@ -193,7 +193,8 @@ def attention_vjp(
     o : array, or pair (o, lse)
     vjp : callable (do, dlse=None) -> Gradients
         Takes cotangents of o and, optionally, of lse; returns dq, dk, dv of the shapes and dtype of q, k, v, summed
-        over broadcast axes and grouped heads. It reads q, k, v, o and lse again: leave them as they are until then.
+        over broadcast axes and grouped heads. It reads q, k, v, o and lse again: leave them as they are until then. A
+        pickle of it holds them.
 
     Raises
     ------
@@ -207,13 +208,7 @@ def attention_vjp(
     ready, q, k, v, o, lse = _call(
         q, k, v, out, mask, causal, window, scale, kernel, executor, precision, deterministic
     )  # fmt: skip
-
-    def vjp(do: Array, dlse: Array | None = None) -> Gradients:
-        gradients: Gradients = ready.backward(do, q, k, v, o, lse, dlse)
-        gpu.pin(ready.plan)
-        return gradients
-
-    return ((o, lse) if return_lse else o), vjp
+    return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse)
 
 
 def plan(

@@ -14,7 +14,7 @@ from .arrays import Array, is_array, namespace, to_host
 from .block_set import BlockSet, block_pair
 from .classify import Kind, classify, pack, pointers, unpack
 from .errors import UnsupportedProblem
-from .mask import LeadingArray, Mask, MaskShape, mask_namespace
+from .mask import LeadingArray, Mask, MaskShape, mask_namespace, without_memos
 from .masks import BlockPattern
 from .whole_grid import classify_grid, column_lists, entry_grid, entry_rows, transposed_tiles
 
@@ -76,6 +76,9 @@ class BlockIndex:
     bits: Array
     lo: Array | None = None
     hi: Array | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return without_memos(self)
 
     # Making one
 

@@ -69,7 +69,11 @@ class Executable:
     plan: Plan
     executor: str = field(default="cpu")
     rule: str = field(default="")
-    _repeated: dict[Hashable, Repeated] = field(default_factory=dict, repr=False)
+    _repeated: dict[Hashable, Repeated] = field(default_factory=dict, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy takes along: how earlier calls ran stays here, and is found anew there."""
+        return {**vars(self), "_repeated": {}}
 
     def forward(self, q: Array, k: Array, v: Array, out: Any = None) -> tuple[Array, Array]:
         """o and lse of these arrays.
@@ -322,6 +326,31 @@ class Executable:
             if namespace(value) is namespace(array) and overlap(array, value):
                 reasons.append(f"{name} must not overlap {other} in memory: give an array of its own")
         return reasons
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pullback:
+    """Pulls gradients back through one call of attention: what `cuflash.attention_vjp` returns beside its results.
+
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((2, 16, 8), np.float32)
+    >>> o, vjp = cuflash.attention_vjp(q, k, v)
+    >>> vjp(o).dq.shape
+    (2, 16, 8)
+    """
+
+    ready: Executable
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    lse: Array
+
+    def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
+        """Gradients of sum(do * o) + sum(dlse * lse)."""
+        gradients = self.ready.backward(do, self.q, self.k, self.v, self.o, self.lse, dlse)
+        gpu.pin(self.ready.plan)
+        return gradients
 
 
 _lie = attrgetter("shape", "strides", "dtype")

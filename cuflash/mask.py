@@ -149,7 +149,7 @@ class Mask:
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs, where types have other hashes."""
-        return {name: value for name, value in vars(self).items() if name != "_hash"}
+        return without_memos(self)
 
     @cached_property
     def _hash(self) -> int:
@@ -374,6 +374,15 @@ class PerBatch:
 
     def at(self, b: Array) -> Array:
         return self.value if isinstance(self.value, int) else self.value.at(b)
+
+
+def without_memos(value: Any) -> dict[str, Any]:
+    """The state of an object for pickles and copies: what cached properties have kept is left out, and made again."""
+    return {name: kept for name, kept in vars(value).items() if not _is_memo(type(value), name)}
+
+
+def _is_memo(kind: type, name: str) -> bool:
+    return isinstance(getattr(kind, name, None), cached_property)
 
 
 def leading_reasons(name: str, leading: tuple[int, ...], wanted: tuple[int, ...]) -> list[str]:

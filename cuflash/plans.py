@@ -8,13 +8,14 @@ from functools import cached_property, partial
 from heapq import heapreplace
 from math import prod
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from . import sm80_tiles, sm90_tiles
 from .device import DeviceSpec
 from .dq_turns import DqTurns, dq_turns, last_finishes
-from .mask import Band, Mask
+from .mask import Band, Mask, without_memos
 from .problem import Problem
 from .source import KernelSpec
 from .tiles import Tile, blocks_at_once, host_tile, kernel_specs, shared_bytes
@@ -53,6 +54,9 @@ class Plan:
     work: WorkList
     specs: dict[str, KernelSpec] = field(default_factory=dict)
     num_splits: int = 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return without_memos(self)
 
     @property
     def num_matrices(self) -> int:

@@ -16,7 +16,7 @@ from .arrays import Array, Namespace, namespace, to_host
 from .block_index import BlockIndex, IndexGrid, IndexMask
 from .classify import Kind, extents, row_intervals, unpack
 from .errors import UnsupportedProblem, collecting
-from .mask import And, Band, Mask, MaskShape, held_arrays, intersection, mask_namespace
+from .mask import And, Band, Mask, MaskShape, held_arrays, intersection, mask_namespace, without_memos
 from .masks import BlockPattern, Causal, Dense, SlidingWindow, alignment_reason
 from .whole_grid import column_lists, longest_first
 
@@ -46,6 +46,9 @@ class IntervalWork:
     band: Band | None = None
     lo: Array | None = None
     hi: Array | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return without_memos(self)
 
     @property
     def is_implicit(self) -> bool:
@@ -139,6 +142,9 @@ class ListedWork:
     """Work listed block by block: `index` in the order of the queries, `transposed` in the order of the keys."""
 
     index: BlockIndex
+
+    def __getstate__(self) -> dict[str, Any]:
+        return without_memos(self)
 
     @property
     def is_implicit(self) -> bool:
