@@ -7,12 +7,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, overload
 
+import numpy as np
+
 from . import checks, compile, gpu
-from .arrays import Array, is_array, namespace
+from .arrays import Array, describe, flag_reasons, is_array, namespace
 from .compile import Compiled
 from .device import DeviceSpec
 from .errors import UnsupportedProblem, collecting
-from .launch import EXECUTORS, Executable, Gradients, Repeated, as_arrays, lie_of
+from .launch import EXECUTORS, Executable, Gradients, Pullback, Repeated, as_arrays, as_mask_of_arrays, lie_of
 from .mask import Mask, held_arrays
 from .memory import device_number
 from .planning.plan import KernelPlan, gpu_plan, host_plan
@@ -151,6 +153,7 @@ def attention(
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 1.
     """
+    _require_flag("return_lse", return_lse)
     *_, o, lse = _call(q, k, v, out, mask, causal, window, scale, kernel, executor, precision, deterministic)
     return (o, lse) if return_lse else o
 
@@ -193,7 +196,8 @@ def attention_vjp(
     o : array, or pair (o, lse)
     vjp : callable (do, dlse=None) -> Gradients
         Takes cotangents of o and, optionally, of lse; returns dq, dk, dv of the shapes and dtype of q, k, v, summed
-        over broadcast axes and grouped heads. It reads q, k, v, o and lse again: leave them as they are until then.
+        over broadcast axes and grouped heads. It reads q, k, v, o and lse again: leave them as they are until then. A
+        pickle of it holds them.
 
     Raises
     ------
@@ -204,16 +208,11 @@ def attention_vjp(
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 2: P is recomputed from lse, dS = P (dP - rowsum(dO O) + dlse).
     """
+    _require_flag("return_lse", return_lse)
     ready, q, k, v, o, lse = _call(
         q, k, v, out, mask, causal, window, scale, kernel, executor, precision, deterministic
     )  # fmt: skip
-
-    def vjp(do: Array, dlse: Array | None = None) -> Gradients:
-        gradients: Gradients = ready.backward(do, q, k, v, o, lse, dlse)
-        gpu.pin(ready.plan)
-        return gradients
-
-    return ((o, lse) if return_lse else o), vjp
+    return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse)
 
 
 def plan(
@@ -271,18 +270,25 @@ def plan(
     q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     where = _executor((q, k, v), executor, device)
     reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
+    reasons += flag_reasons("deterministic", deterministic)
+    where = where if isinstance(where, str) else ""
     precision = "ieee" if precision_reasons(q, precision) else precision  # what else is wrong is said too
     problem = None
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale, precision=precision)
-    if device is not None and (where == "cpu") != (device.compute_capability is None):
+    if device is not None and not isinstance(device, DeviceSpec):
+        reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
+    elif device is not None and (where == "cpu") != (device.compute_capability is None):
         kind = "the host" if where == "cpu" else "a GPU"
         reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}")
     resolved = None
     if problem is not None:
         with collecting(reasons):
+            # A plan for elsewhere leaves a mask's arrays where they are.
+            if device is None or not isinstance(mask, Mask):
+                mask = as_mask_of_arrays(mask, where)
             resolved = requested_mask(mask, causal, window, problem.mask_shape, namespace(q) if is_array(q) else None)
-        if kernel in FAMILIES and where != "cpu":
+        if isinstance(kernel, str) and kernel in FAMILIES and where != "cpu":
             reasons += FAMILIES[kernel].reasons(problem, None)
     if resolved is not None and where == "gpu" and device is None and not reasons:
         reasons += _mask_device_reasons(resolved)
@@ -361,7 +367,9 @@ _repeated: dict[Hashable, tuple[Executable, Repeated]] = {}
 
 def _call(q: Any, k: Any, v: Any, out: Any, mask: Any, causal: Any, window: Any, *options: Any) -> tuple[Any, ...]:
     """What ran the forward pass of a call, its q, k and v as arrays, o and lse; equal calls look up what they need."""
-    key = None if out is not None or checks.is_on() else _key(q, k, v, mask, causal, window, options)
+    causal = bool(causal) if type(causal) is np.bool else causal
+    is_plain = out is None and _are_plain(*options)
+    key = None if not is_plain or checks.is_on() else _key(q, k, v, mask, causal, window, options)
     try:
         found = _repeated.get(key)
     except TypeError:  # arrays in the mask
@@ -379,6 +387,22 @@ def _call(q: Any, k: Any, v: Any, out: Any, mask: Any, causal: Any, window: Any,
             _repeated.clear()
         _repeated[key] = ready, ready.repeated(q, k, v, pins=True)
     return ready, q, k, v, o, lse
+
+
+def _require_flag(name: str, value: Any) -> None:
+    if type(value) is not bool and (reasons := flag_reasons(name, value)):
+        raise UnsupportedProblem(reasons)
+
+
+# Types of a scale and of a flag whose equal values mean the same; 1 equals True, and 0.5 + 0j equals 0.5.
+_SCALES = {type(None), int, float, *(np.dtype(code).type for code in "efdbhilqBHILQ")}
+_FLAGS = {bool, np.bool}
+
+
+def _are_plain(scale: Any, kernel: Any, executor: Any, precision: Any, deterministic: Any) -> bool:
+    if type(scale) not in _SCALES or type(deterministic) not in _FLAGS:
+        return False
+    return type(kernel) is str and type(executor) is str and type(precision) is str
 
 
 def _key(q: Any, k: Any, v: Any, mask: Any, causal: Any, window: Any, options: Any) -> Hashable:
@@ -406,9 +430,9 @@ _remembered = lru_cache(maxsize=256)(_made)
 
 def _executor(arrays: tuple[Any, ...], executor: str, device: DeviceSpec | None) -> str:
     """The executor that "auto" stands for: where the arrays are, or what a device given is."""
-    if executor != "auto":
+    if not isinstance(executor, str) or executor != "auto":
         return executor
-    if device is not None:
+    if isinstance(device, DeviceSpec):
         return "cpu" if device.compute_capability is None else "gpu"
     return "gpu" if any(namespace(array).__name__ == "cupy" for array in arrays) else "cpu"
 
@@ -431,8 +455,8 @@ def _plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, 
 def _option_reasons(
     arrays: tuple[Any, ...], kernel: str, executor: str, precision: str, *, is_elsewhere: bool
 ) -> list[str]:
-    if executor not in EXECUTORS:
-        return [f"executor must be 'auto', {', '.join(map(repr, EXECUTORS))}; got {executor!r}"]
+    if not isinstance(executor, str) or executor not in EXECUTORS:
+        return [f"executor must be 'auto', {', '.join(map(repr, EXECUTORS))}; got {describe(executor)}"]
     reasons = []
     spaces = {namespace(array).__name__ for array in arrays if is_array(array)}
     if len(spaces) > 1:
@@ -441,13 +465,13 @@ def _option_reasons(
         )
     elif not is_elsewhere and spaces - {"cupy" if executor == "gpu" else "numpy"}:
         wanted = "CuPy" if executor == "gpu" else "NumPy"
-        reasons.append(f"executor={executor!r} takes {wanted} arrays; got {spaces.pop()}'s: copy them explicitly")
+        reasons.append(f"executor={executor!r} takes {wanted} arrays for q, k and v; got {spaces.pop()}'s: copy them")
     families = () if executor == "cpu" else FAMILIES
-    if kernel not in ("auto", *families):
+    if not isinstance(kernel, str) or kernel not in ("auto", *families):
         known, why = ", ".join(map(repr, ("auto", *families))), "" if families else ": the cpu executor has one kernel"
-        reasons.append(f"kernel must be {known}{why}; got {kernel!r}")
+        reasons.append(f"kernel must be {known}{why}; got {describe(kernel)}")
     not_made = precision_reasons(arrays[0], precision)
-    if executor == "cpu" and precision != "ieee" and not not_made:
+    if executor == "cpu" and not not_made and precision != "ieee":
         not_made = [f"precision={precision!r} needs a GPU's tensor cores; executor='cpu' has precision='ieee'"]
     reasons += not_made
     return reasons

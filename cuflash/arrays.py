@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import ml_dtypes
 import numpy as np
+
+from .errors import UnsupportedProblem
 
 Array: TypeAlias = Any  # an array of any namespace: NumPy's, CuPy's
 Namespace: TypeAlias = Any
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
+_LONGEST = 60  # of a value that a message shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +26,29 @@ class ShapeDtype:
     >>> import numpy as np
     >>> ShapeDtype((2, 8, 1024, 64), np.float32)
     ShapeDtype(shape=(2, 8, 1024, 64), dtype=dtype('float32'))
+
+    Raises
+    ------
+    UnsupportedProblem
+        The shape is no tuple of ints from 0 to 2**63 - 1, or NumPy knows no such dtype.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(extent) for extent in self.shape))
-        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        reasons = []
+        shape = tuple(self.shape) if isinstance(self.shape, (tuple, list)) else (None,)
+        if all(is_int(extent) and 0 <= extent < 2**63 for extent in shape):
+            object.__setattr__(self, "shape", tuple(map(int, shape)))
+        else:
+            reasons.append(f"shape must be a tuple of ints from 0 to 2**63 - 1; got {describe(self.shape)}")
+        try:
+            object.__setattr__(self, "dtype", as_dtype("dtype", self.dtype))
+        except UnsupportedProblem as error:
+            reasons.extend(error.reasons)
+        if reasons:
+            raise UnsupportedProblem(reasons)
 
     @property
     def ndim(self) -> int:
@@ -40,7 +58,7 @@ class ShapeDtype:
 def namespace(*arrays: Any) -> Namespace:
     """The array namespace of the first argument that has one; NumPy for plain numbers."""
     for array in arrays:
-        if hasattr(array, "__array_namespace__"):
+        if hasattr(array, "__array_namespace__") and not isinstance(array, type):
             return array.__array_namespace__()
         if _is_cupy(array):
             return sys.modules["cupy"]
@@ -48,9 +66,12 @@ def namespace(*arrays: Any) -> Namespace:
 
 
 def is_array(value: object) -> bool:
-    """Whether `value` is an array of a known kind: one that names its namespace and hides no mask of its own."""
+    """Whether `value` is an array of a known kind: one that names its namespace and hides no mask of its own.
+
+    NumPy's scalars are numbers, and classes of arrays are none.
+    """
     names_itself = hasattr(value, "__array_namespace__") or _is_cupy(value)
-    return names_itself and not isinstance(value, (np.ma.MaskedArray, np.matrix))
+    return names_itself and not isinstance(value, (np.ma.MaskedArray, np.matrix, np.generic, type))
 
 
 def _is_cupy(value: object) -> bool:
@@ -70,7 +91,40 @@ def to_host(array: Array) -> Array:
 
 
 def is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    """Whether a value is an integer, Python's or NumPy's; NumPy's durations, which it counts among them, are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, Python's or NumPy's."""
+    return is_int(value) or isinstance(value, (float, np.floating))
+
+
+def is_flag(value: object) -> TypeGuard[bool]:
+    """Whether a value is True or False, Python's or NumPy's."""
+    return isinstance(value, (bool, np.bool))
+
+
+def flag_reasons(name: str, value: object) -> list[str]:
+    """Why an argument that is either True or False is refused."""
+    return [] if is_flag(value) else [f"{name} must be True or False; got {describe(value)}"]
+
+
+def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
+    """What NumPy makes of a dtype, which is not float64 for None.
+
+    Raises
+    ------
+    UnsupportedProblem
+        NumPy knows no such dtype.
+    """
+    try:
+        if dtype is not None:
+            made: np.dtype[Any] = np.dtype(dtype)
+            return made
+    except Exception as error:  # dtypes are made by whatever the argument holds
+        raise UnsupportedProblem([f"{name} must be a dtype; got {describe(dtype)}: np.float32 is one"]) from error
+    raise UnsupportedProblem([f"{name} must be a dtype; got None: np.float32 is one"])
 
 
 def is_integer_dtype(dtype: Any) -> bool:
@@ -78,6 +132,28 @@ def is_integer_dtype(dtype: Any) -> bool:
 
 
 def describe(value: object) -> str:
+    """A value in a message: an array by shape and dtype, what is short as it is written, anything else by its type."""
     if is_array(value):
         return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"  # type: ignore[attr-defined]
-    return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an int of {value.bit_length()} bits"  # Python writes no more than some thousand digits
+    if isinstance(value, tuple) and len(value) <= 4:
+        return f"({', '.join(map(describe, value))}{',' * (len(value) == 1)})"
+    if value is None or isinstance(value, (int, float, complex, str, bytes, np.generic)):
+        written = repr(value)
+        return written if len(written) <= _LONGEST else f"{written[:_LONGEST]}..."
+    return type(value).__name__
+
+
+def no_array(name: str, value: object) -> str:
+    """Why an argument that has to be an array is refused."""
+    makes = "numpy.asarray makes one"
+    if hasattr(value, "toarray"):
+        makes = "its toarray() makes one"
+    elif isinstance(value, np.ma.MaskedArray):
+        makes = "its filled() makes one, and mask= takes what it hides"
+    elif isinstance(value, type):
+        makes = "call it"
+    return f"{name} must be an array; got {describe(value)}: {makes}"

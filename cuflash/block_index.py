@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from .arrays import Array, is_array, namespace, to_host
+from .arrays import Array, describe, is_array, namespace, to_host
 from .block_set import BlockSet, block_pair
 from .classify import Kind, classify, pack, pointers, unpack
-from .errors import UnsupportedProblem
-from .mask import LeadingArray, Mask, MaskShape, mask_namespace
+from .errors import UnsupportedProblem, collecting
+from .mask import LeadingArray, Mask, MaskShape, length_reasons, mask_namespace, shape_reasons, without_memos
 from .masks import BlockPattern
 from .whole_grid import classify_grid, column_lists, entry_grid, entry_rows, transposed_tiles
 
@@ -77,6 +77,9 @@ class BlockIndex:
     lo: Array | None = None
     hi: Array | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return without_memos(self)
+
     # Making one
 
     @classmethod
@@ -92,10 +95,20 @@ class BlockIndex:
 
         Raises
         ------
+        TypeError
+            `mask` is no mask.
         UnsupportedProblem
-            The mask does not fit the shape, or the block is no pair of positive ints.
+            The mask does not fit the shape, the shape is none, or the block is no pair of positive ints.
         """
-        sides = block_pair(block)
+        if not isinstance(mask, Mask):
+            fix = "masks.Dense makes one of a boolean array, its as_mask() of a BlockIndex"
+            raise TypeError(f"mask must be a Mask; got {describe(mask)}: {fix}")
+        reasons = shape_reasons(shape)
+        with collecting(reasons):
+            sides = block_pair(block)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        shape = MaskShape(tuple(map(int, shape.batch)), *map(int, shape[1:]))
         is_on_host = mask_namespace(mask) is np
         found = (classify if is_on_host else classify_grid)(mask.resolve(shape), shape, sides)
         return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=sides, **found._asdict())
@@ -108,7 +121,12 @@ class BlockIndex:
         >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).num_entries
         2
         """
-        pattern = BlockPattern(blocks, block)
+        reasons = length_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+        with collecting(reasons):
+            pattern = BlockPattern(blocks, block)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        seqlen_q, seqlen_kv = int(seqlen_q), int(seqlen_kv)
         leading = (1, 1, *pattern.blocks.shape[:-2])
         shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), seqlen_q, seqlen_kv)
         return cls.from_mask(pattern, shape, pattern.block)
@@ -135,7 +153,9 @@ class BlockIndex:
             return cls.from_blocks(matrix, seqlen_q, seqlen_kv, block)
         if matrix.format != "bsr":
             raise UnsupportedProblem(["block must be given unless matrix is a BSR array of elements"])
-        return _from_bsr(matrix, seqlen_q, seqlen_kv)
+        if reasons := length_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv):
+            raise UnsupportedProblem(reasons)
+        return _from_bsr(matrix, int(seqlen_q), int(seqlen_kv))
 
     # Asking it
 

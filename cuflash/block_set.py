@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, is_int, namespace
+from .arrays import Array, describe, is_int, namespace
 from .errors import UnsupportedProblem
 from .mask import LeadingArray, Mask
 
@@ -127,8 +127,12 @@ def block_pair(block: Any) -> tuple[int, int]:
     ((64, 64), (64, 128))
     """
     pair = (block, block) if is_int(block) else block
-    if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(is_int(side) and side >= 1 for side in pair)):
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+    if not is_pair or not all(is_int(side) and 1 <= side < 2**63 for side in pair):
         raise UnsupportedProblem(
-            [f"block must be an int of at least 1, or two of them (block_q, block_kv); got {block!r}"]
+            [
+                f"block must be an int of at least 1, and less than 2**63, or two of them (block_q, block_kv); got "
+                f"{describe(block)}"
+            ]
         )
     return int(pair[0]), int(pair[1])

@@ -69,7 +69,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .arrays import Array, accumulator_dtype
+from .arrays import DTYPES, Array, accumulator_dtype, as_dtype, describe, flag_reasons, is_array, no_array
+from .errors import UnsupportedProblem, collecting
+from .launch import as_arrays, as_mask_of_arrays
+from .memory import kind_of
 from .problem import Problem
 from .reference import allowed_of, expand_heads, sum_heads_to, sum_to, with_heads
 from .work_list import requested_mask
@@ -167,10 +170,55 @@ def error_bound(
     For float64 inputs "exact" needs more than float64: give `reference` long doubles. The derivation
     heads this module's source.
     """
-    problem = Problem.of(q, k, v, scale=scale, precision=precision)
-    allowed = requested_mask(mask, causal, window, problem.mask_shape).dense(problem.mask_shape)
+    q, k, v, do, dlse = _host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse})
+    reasons = flag_reasons("probable", probable)
+    problem = None
+    with collecting(reasons):
+        problem = Problem.of(q, k, v, scale=scale, precision=precision)
+    with collecting(reasons):
+        product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
+    if problem is not None:
+        reasons += _cotangent_reasons("do", do, problem.o_shape())
+        reasons += _cotangent_reasons("dlse", dlse, problem.lse_shape())
+        with collecting(reasons):
+            asked = requested_mask(as_mask_of_arrays(mask, "cpu"), causal, window, problem.mask_shape, np)
+    if reasons or problem is None:
+        raise UnsupportedProblem(reasons)
+    allowed = asked.dense(problem.mask_shape)
     model = _Rounding.of(problem.dtype, precision, product_dtype, probable)
     return _dense_bounds(q, k, v, do, dlse, allowed, problem.softmax_scale, model)
+
+
+def _host_arrays(given: dict[str, Any]) -> list[Array]:
+    """The arguments as NumPy's arrays; None where do and dlse are not given."""
+    arrays = as_arrays(given)
+    for name, array in arrays.items():
+        if not is_array(array) and not (array is None and name in ("do", "dlse")):
+            raise TypeError(no_array(name, array))
+    reasons = [
+        f"{name} must be a NumPy array; got {kind_of(array)}: copy it with its get()"
+        for name, array in arrays.items()
+        if array is not None and not isinstance(array, np.ndarray)
+    ]
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return list(arrays.values())
+
+
+def _cotangent_reasons(name: str, array: Array | None, shape: tuple[int, ...]) -> list[str]:
+    if array is None or array.shape == shape and (array.dtype in DTYPES or array.dtype.kind in "iuf"):
+        return []
+    return [f"{name} must have shape {shape} and hold real numbers; got {describe(array)}"]
+
+
+def _product_dtype(given: Any) -> np.dtype[Any]:
+    dtype = as_dtype("product_dtype", given)
+    try:
+        limits(dtype)
+    except ValueError as error:
+        told = f"product_dtype must be a dtype of floats; got {dtype}: np.float16 is one"
+        raise UnsupportedProblem([told]) from error
+    return dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

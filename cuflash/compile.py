@@ -240,13 +240,32 @@ def cache_info() -> CacheInfo:
     CacheInfo
         A record that prints itself; each of its `compiled` has `spec`, `architecture`, `seconds`, `is_from_cache` and
         `resources`.
+
+    Raises
+    ------
+    RuntimeError
+        The folder cannot be read.
     """
     environment = _environment()
     folder = None if environment.in_memory else environment.cache
     files = []
-    if folder is not None and folder.is_dir():
-        files = [entry.stat().st_size for entry in os.scandir(folder) if _ENTRY.fullmatch(entry.name)]
+    try:
+        if folder is not None and folder.is_dir():
+            files = [size for entry in os.scandir(folder) if (size := _entry_bytes(entry)) is not None]
+    except OSError as error:
+        advice = "set CUPY_CACHE_DIR to a folder of your own"
+        raise RuntimeError(f"CuPy's cache folder {folder} cannot be read ({error}): {advice}") from error
     return CacheInfo(folder=folder, entries=len(files), nbytes=sum(files), compiled=tuple(_compiled.values()))
+
+
+def _entry_bytes(entry: os.DirEntry[str]) -> int | None:
+    """The size of a file of CuPy's cache; None for other files, and for one that another process has just removed."""
+    if not _ENTRY.fullmatch(entry.name):
+        return None
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -478,9 +497,14 @@ def _dump(spec: KernelSpec, architecture: str, text: str) -> str:
     folder = _environment().dump
     if folder is None:
         return ""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{spec.name}-{architecture}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.cu"
-    path.write_text(text, "utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise RuntimeError(
+            f"CUFLASH_DUMP must name a folder that can be written to; got {folder} ({error}): name another, or unset it"
+        ) from error
     return str(path)
 
 

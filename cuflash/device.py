@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from .arrays import describe, is_int
 from .errors import UnsupportedProblem
 
 # Shared memory one thread block may ask for, in KiB, by compute capability.
@@ -44,6 +45,11 @@ class DeviceSpec:
         Fast memory that one tile may fill: shared memory per thread block, or a core's level-2 cache.
     cache_bytes : int
         The level-2 cache that a GPU's multiprocessors share; 0 on the host, where nothing is chosen by it.
+
+    Raises
+    ------
+    UnsupportedProblem
+        A number is none, or is too small.
     """
 
     name: str
@@ -51,6 +57,23 @@ class DeviceSpec:
     num_processors: int
     tile_memory_bytes: int
     cache_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        reasons = [] if isinstance(self.name, str) else [f"name must be a str; got {describe(self.name)}"]
+        for name, least in (("num_processors", 1), ("tile_memory_bytes", 1), ("cache_bytes", 0)):
+            value = getattr(self, name)
+            if is_int(value) and value >= least:
+                object.__setattr__(self, name, int(value))
+            else:
+                reasons.append(f"{name} must be an int of at least {least}; got {describe(value)}")
+        capability = self.compute_capability
+        if isinstance(capability, (tuple, list)) and len(capability) == 2 and all(map(is_int, capability)):
+            object.__setattr__(self, "compute_capability", (int(capability[0]), int(capability[1])))
+        elif capability is not None:
+            told = describe(capability)
+            reasons.append(f"compute_capability must be two ints, (9, 0) say, or None for a host; got {told}")
+        if reasons:
+            raise UnsupportedProblem(reasons)
 
     @staticmethod
     def host() -> DeviceSpec:
@@ -68,10 +91,10 @@ class DeviceSpec:
         >>> DeviceSpec.gpu("A100").num_processors
         108
         """
-        if name not in _GPUS:
+        if not isinstance(name, str) or name not in _GPUS:
             known = ", ".join(_GPUS)
             raise UnsupportedProblem(
-                [f"name must be one of {known}; got {name!r}: build a DeviceSpec from its numbers"]
+                [f"name must be one of {known}; got {describe(name)}: build a DeviceSpec from its numbers"]
             )
         capability, num_processors, cache_mib = _GPUS[name]
         return DeviceSpec(

@@ -124,13 +124,23 @@ def _needing(subject: str, detail: str, *needed: Finding) -> Finding:
 
 
 def _compiler(subject: str) -> Finding:
-    wanted = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
-    path = next(filter(None, map(shutil.which, wanted)), None)
+    path = shutil.which("g++")
+    advice = "only the sim executor compiles C++: apt install g++"
     if path is None:
-        advice = "only the sim executor compiles C++: apt install g++"
-        return Finding(subject=subject, status="missing", detail="no g++, clang++ or c++ on PATH", advice=advice)
-    run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
-    return Finding(subject=subject, detail=f"{path}, {(run.stdout or run.stderr).partition(chr(10))[0]}")
+        return Finding(subject=subject, status="missing", detail="no g++ on PATH", advice=advice)
+    run = _told([path, "--version"], 10)
+    if run.returncode != 0:
+        detail = f"{path} --version ends with status {run.returncode}"
+        return Finding(subject=subject, status="missing", detail=detail, advice=advice)
+    return Finding(subject=subject, detail=f"{path}, {run.stdout.partition(chr(10))[0]}")
+
+
+def _told(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """What a program says, in whichever encoding."""
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="backslashreplace", timeout=seconds,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
 
 
 def _driver(subject: str) -> Finding:
@@ -155,9 +165,11 @@ def _gpus(subject: str) -> Finding:
     if path is None:
         return Finding(subject=subject, status="missing", detail="no nvidia-smi", advice="fine without an NVIDIA GPU")
     command = [path, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+    run = _told(command, 30)
     if run.returncode != 0:
-        return Finding(subject=subject, status="missing", detail=(run.stdout + run.stderr).strip().partition("\n")[0])
+        said = (run.stdout + run.stderr).strip().partition("\n")[0]
+        detail = said or f"{path} ends with status {run.returncode} and says nothing"
+        return Finding(subject=subject, status="missing", detail=detail)
     chips = [line.rpartition(", ") for line in run.stdout.strip().splitlines()]
     return Finding(subject=subject, detail="; ".join(f"{name}, sm_{cap.replace('.', '')}" for name, _, cap in chips))
 
@@ -172,7 +184,11 @@ def _nvrtc(subject: str) -> Finding:
 
 
 def _kernel_cache(subject: str) -> Finding:
-    info = cache_info()
+    try:
+        info = cache_info()
+    except RuntimeError as error:
+        what, _, how = str(error).rpartition(": ")
+        return Finding(subject=subject, status="missing", detail=what, advice=how)
     if info.folder is None:
         return Finding(subject=subject, detail="in memory, as CUPY_CACHE_IN_MEMORY says")
     detail = f"{info.folder}, {info.entries} kernels, {info.nbytes} bytes"

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from . import checks, compile, cpu, gpu, simulated
-from .arrays import Array, ShapeDtype, describe, is_array, namespace
+from .arrays import Array, ShapeDtype, describe, is_array, namespace, no_array
 from .device import DeviceSpec
 from .errors import UnsupportedProblem, collecting
-from .memory import device_number, is_broadcast, is_foreign, is_on_cuda, layout_reasons, overlap, taken
+from .mask import Mask, held_arrays
+from .memory import device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, taken
 from .planning.explain import explain
 from .planning.plan import KernelPlan
 
@@ -67,7 +68,11 @@ class Executable:
 
     plan: KernelPlan
     executor: str = field(default="cpu")
-    _repeated: dict[Hashable, Repeated] = field(default_factory=dict, repr=False)
+    _repeated: dict[Hashable, Repeated] = field(default_factory=dict, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy takes along: how earlier calls ran stays here, and is found anew there."""
+        return {**vars(self), "_repeated": {}}
 
     def forward(self, q: Array, k: Array, v: Array, out: Any = None) -> tuple[Array, Array]:
         """o and lse of these arrays.
@@ -169,7 +174,7 @@ class Executable:
             return Gradients(*repeated(*arrays))
         problem = self.plan.problem
         given = as_arrays({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse})
-        there = {name: array for name, array in given.items() if array is not None}
+        there = {name: array for name, array in given.items() if name != "dlse" or array is not None}
         reasons = self._input_reasons(there)
         if reasons:
             raise UnsupportedProblem(reasons)
@@ -271,7 +276,7 @@ class Executable:
         reasons = []
         for name, array in given.items():
             if not is_array(array):
-                raise TypeError(f"{name} must be an array; got {describe(array)}: numpy.asarray makes one")
+                raise TypeError(no_array(name, array))
             shape, dtype = wanted[name]
             reasons += self._place_reasons(name, array)
             if tuple(array.shape) != shape or array.dtype != dtype:
@@ -286,7 +291,7 @@ class Executable:
         if namespace(array).__name__ != home:
             return [
                 f"{name} must be a {home} array for executor={self.executor!r}; "
-                f"got {type(array).__module__.partition('.')[0]}.{type(array).__name__}: copy it with {home}.asarray"
+                f"got {kind_of(array)}: copy it with {home}.asarray"
             ]
         reasons = [] if self.executor == "cpu" else layout_reasons(name, array)
         if self.executor == "gpu":
@@ -307,7 +312,8 @@ class Executable:
             return []
         if not is_array(array) or namespace(array).__name__ != _HOMES[self.executor]:
             wanted = "CuPy" if self.executor == "gpu" else "NumPy"
-            return [f"{name} must be a {wanted} array of shape {shape} and dtype {dtype}; got {describe(array)}"]
+            pair = ", or a pair (o, lse) of arrays" if name == "out" else ""
+            return [f"{name} must be a {wanted} array of shape {shape} and dtype {dtype}{pair}; got {describe(array)}"]
         reasons = self._place_reasons(name, array)
         if array.shape != shape or array.dtype != dtype:
             reasons.append(f"{name} must have shape {shape} and dtype {dtype}; got {array.shape} and {array.dtype}")
@@ -321,6 +327,31 @@ class Executable:
             if namespace(value) is namespace(array) and overlap(array, value):
                 reasons.append(f"{name} must not overlap {other} in memory: give an array of its own")
         return reasons
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pullback:
+    """Pulls gradients back through one call of attention: what `cuflash.attention_vjp` returns beside its results.
+
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((2, 16, 8), np.float32)
+    >>> o, vjp = cuflash.attention_vjp(q, k, v)
+    >>> vjp(o).dq.shape
+    (2, 16, 8)
+    """
+
+    ready: Executable
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    lse: Array
+
+    def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
+        """Gradients of sum(do * o) + sum(dlse * lse)."""
+        gradients = self.ready.backward(do, self.q, self.k, self.v, self.o, self.lse, dlse)
+        gpu.pin(self.ready.plan)
+        return gradients
 
 
 _lie = attrgetter("shape", "strides", "dtype")
@@ -359,10 +390,40 @@ def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         with collecting(reasons):
             if is_foreign(value):
-                arrays[name] = taken(name, value, gpu.namespace() if is_on_cuda(value) else np)
+                arrays[name] = taken(name, value, gpu.namespace() if is_on_cuda(name, value) else np)
+            elif is_array(value) and namespace(value).__name__ not in _HOMES.values():
+                fix = "its todense() makes one" if hasattr(value, "todense") else "call this outside of what is traced"
+                reasons.append(f"{name} must be an array that DLPack gives away; got {kind_of(value)}: {fix}")
     if reasons:
         raise UnsupportedProblem(reasons)
     return arrays
+
+
+def as_mask_of_arrays(mask: Any, executor: str) -> Any:
+    """What `mask=` was given, with arrays of other libraries taken as `as_arrays` takes them; all else as it is.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An array cannot be taken, or lies on a GPU that the executor does not use.
+    RuntimeError
+        One lies on a GPU, and CuPy is missing.
+    """
+
+    def take(array: Any) -> Any:
+        if is_foreign(array) and is_on_cuda("mask", array) and executor != "gpu":
+            raise UnsupportedProblem(
+                [
+                    f"mask's arrays must be where q is, all of them; got {kind_of(array)} on a CUDA device with q on "
+                    f"the host: copy them explicitly"
+                ]
+            )
+        return as_arrays({"mask": array})["mask"]
+
+    if not isinstance(mask, Mask):
+        return take(mask)
+    is_known = all(namespace(array).__name__ in _HOMES.values() for array in held_arrays(mask))
+    return mask if is_known else mask.to(take)
 
 
 def _device_reasons(planned: DeviceSpec, here: DeviceSpec) -> list[str]:

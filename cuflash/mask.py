@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .arrays import Array, Namespace, is_array, namespace
+from .arrays import Array, Namespace, describe, is_array, is_int, namespace
 from .errors import UnsupportedProblem, collecting
 
 UNBOUNDED = 2**31 - 1  # beyond any key; fits int32, so that it may meet int32 coordinates
@@ -149,7 +149,7 @@ class Mask:
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs, where types have other hashes."""
-        return {name: value for name, value in vars(self).items() if name != "_hash"}
+        return without_memos(self)
 
     @cached_property
     def _hash(self) -> int:
@@ -374,6 +374,35 @@ class PerBatch:
 
     def at(self, b: Array) -> Array:
         return self.value if isinstance(self.value, int) else self.value.at(b)
+
+
+def length_reasons(**lengths: object) -> list[str]:
+    """Why lengths, or numbers of heads, are refused."""
+    return [
+        f"{name} must be an int from 0 to 2**63 - 1; got {describe(length)}"
+        for name, length in lengths.items()
+        if not (is_int(length) and 0 <= length < 2**63)  # type: ignore[operator]
+    ]
+
+
+def shape_reasons(shape: Any) -> list[str]:
+    """Why something is no shape that a mask can be resolved for."""
+    if not isinstance(shape, MaskShape):
+        return [f"shape must be a MaskShape(batch, num_heads, seqlen_q, seqlen_kv); got {describe(shape)}"]
+    batch = shape.batch if isinstance(shape.batch, tuple) else (None,)
+    told = f"shape's batch must be a tuple of ints from 0 to 2**63 - 1; got {describe(shape.batch)}"
+    reasons = [told] if any(length_reasons(batch=extent) for extent in batch) else []
+    lengths = {"num_heads": shape.num_heads, "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
+    return reasons + [f"shape's {reason}" for reason in length_reasons(**lengths)]
+
+
+def without_memos(value: Any) -> dict[str, Any]:
+    """The state of an object for pickles and copies: what cached properties have kept is left out, and made again."""
+    return {name: kept for name, kept in vars(value).items() if not _is_memo(type(value), name)}
+
+
+def _is_memo(kind: type, name: str) -> bool:
+    return isinstance(getattr(kind, name, None), cached_property)
 
 
 def leading_reasons(name: str, leading: tuple[int, ...], wanted: tuple[int, ...]) -> list[str]:

@@ -36,6 +36,7 @@ from .mask import (
     PerBatch,
     leading_reasons,
 )
+from .memory import is_foreign, is_on_cuda, kind_of, taken
 
 __all__ = [
     "Band",
@@ -229,6 +230,7 @@ class PrefixLM(_Aligned):
     align: str | None = None
 
     def __post_init__(self) -> None:
+        _take_arrays(self, {"prefix": "prefix"})
         super().__post_init__()
         _check_lengths("prefix", self.prefix)
 
@@ -276,6 +278,7 @@ class Lengths(Mask):
     kv: int | Array | None = None
 
     def __post_init__(self) -> None:
+        _take_arrays(self, {"q": "q", "kv": "kv"})
         for name, length in (("q", self.q), ("kv", self.kv)):
             if length is not None:
                 _check_lengths(name, length)
@@ -340,6 +343,7 @@ class Documents(Mask):
     kv_ids: Array | None = None
 
     def __post_init__(self) -> None:
+        _take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})
         given = {"q_ids": self.q_ids} if self.kv_ids is None else {"q_ids": self.q_ids, "kv_ids": self.kv_ids}
         reasons = [
             f"{name} must be an integer array (..., seqlen); got {describe(ids)}"
@@ -448,8 +452,12 @@ class Dense(Mask):
     allowed: Array
 
     def __post_init__(self) -> None:
+        _take_arrays(self, {"allowed": "mask"})
         if not is_array(self.allowed):
-            raise TypeError(f"mask must be a Mask, a BlockIndex or a boolean array; got {type(self.allowed).__name__}")
+            fix = ": masks.BlockPattern takes it as blocks, its toarray() as elements"
+            fix = fix if scipy.sparse.issparse(self.allowed) else ""
+            kind = type(self.allowed).__name__
+            raise TypeError(f"mask must be a Mask, a BlockIndex or a boolean array; got {kind}{fix}")
         if self.allowed.dtype != np.bool_:
             raise UnsupportedProblem(
                 [
@@ -552,6 +560,7 @@ class BlockPattern(Mask):
 
     def __post_init__(self) -> None:
         reasons: list[str] = []
+        _take_arrays(self, {"blocks": "blocks"})
         with collecting(reasons):
             object.__setattr__(self, "block", block_pair(self.block))
         if scipy.sparse.issparse(self.blocks):
@@ -604,6 +613,26 @@ class BlockPattern(Mask):
                 ["BlockPattern with leading axes or a sparse array depends on the shape: call .resolve(shape) first"]
             )
         return self.blocks[i // self.block[0], j // self.block[1]]
+
+
+def _take_arrays(mask: Mask, names: dict[str, str]) -> None:
+    """Take the host arrays of other libraries in some fields of a mask being made, where they lie; names of fields, and
+    what messages call them.
+
+    What is on a CUDA device is taken by the call that knows which library reads it there.
+    """
+    reasons: list[str] = []
+    for field, name in names.items():
+        value = getattr(mask, field)
+        with collecting(reasons):
+            if not is_foreign(value):
+                continue
+            if not is_on_cuda(name, value):
+                object.__setattr__(mask, field, taken(name, value, np))
+            elif not is_array(value):
+                reasons.append(f"{name} lies on a CUDA device, as {kind_of(value)}: give cupy.from_dlpack({name})")
+    if reasons:
+        raise UnsupportedProblem(reasons)
 
 
 def _check_count(name: str, value: object, meaning: str) -> None:

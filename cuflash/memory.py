@@ -69,23 +69,31 @@ def _span(array: Array) -> Any:
 
 def is_foreign(value: object) -> bool:
     """Whether a value is another library's array that can be taken without a copy."""
-    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack_device__"):
+    if isinstance(value, (np.ndarray, type)) or not hasattr(value, "__dlpack_device__"):
         return False
     return not (is_array(value) and namespace(value).__name__ == "cupy")
 
 
-def is_on_cuda(value: Any) -> bool:
+def is_on_cuda(name: str, value: Any) -> bool:
     """Where another library's array lies.
 
     Raises
     ------
     UnsupportedProblem
-        It lies on a device that is neither a CUDA device nor the host.
+        It lies on a device that is neither a CUDA device nor the host, or does not say where.
     """
-    kind = int(value.__dlpack_device__()[0])
+    try:
+        kind = int(value.__dlpack_device__()[0])
+    except Exception as error:  # code of another library
+        raise UnsupportedProblem(
+            [f"{name} must say on which device it lies; got {kind_of(value)} ({_said(error)}): copy it to the CPU"]
+        ) from error
     if kind not in _ON_DEVICE and kind not in _ON_HOST:
         raise UnsupportedProblem(
-            [f"{_kind(value)} must lie on a CUDA device or the CPU; got DLPack device type {kind}: copy it to either"]
+            [
+                f"{name} must lie on a CUDA device or the CPU; got DLPack device type {kind} of {kind_of(value)}: copy "
+                f"it to either"
+            ]
         )
     return kind in _ON_DEVICE
 
@@ -100,12 +108,22 @@ def taken(name: str, value: Any, xp: Any) -> Array:
     """
     try:
         return xp.from_dlpack(value)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        text = str(error).strip().partition("\n")[0]
+    except MemoryError:
+        raise
+    except Exception as error:  # code of another library
         raise UnsupportedProblem(
-            [f"{name} must be an array that {xp.__name__}.from_dlpack takes; got {_kind(value)} ({text})"]
+            [
+                f"{name} must be an array that {xp.__name__}.from_dlpack takes; got {kind_of(value)} ({_said(error)}): "
+                f"copy it with {xp.__name__}.asarray"
+            ]
         ) from error
 
 
-def _kind(value: object) -> str:
+def _said(error: Exception) -> str:
+    """The first line of what an error says, or its type where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def kind_of(value: object) -> str:
+    """Package and name of a value's type."""
     return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from .arrays import Array, is_int
+from .arrays import Array, describe, flag_reasons, is_int, is_number
 from .block_set import block_pair
 from .errors import UnsupportedProblem
-from .mask import Intervals, Mask
+from .mask import Intervals, Mask, length_reasons
 from .masks import BlockPattern, Causal, Dilated, Lengths, SlidingWindow
 
 __all__ = ["bigbird", "butterfly", "checkerboard", "fixed", "longformer", "random", "sink_local", "strided"]
@@ -57,7 +57,7 @@ def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, 
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     if max_stride is not None:
         _check_positive("max_stride", max_stride)
-    reach = max(grid) if max_stride is None else max_stride
+    reach = max(grid) if max_stride is None else int(max_stride)
     rows = np.arange(grid[0])
     cols = [rows, *(rows ^ (1 << bit) for bit in range(max(reach - 1, 0).bit_length()))]
     return _kept(np.tile(rows, len(cols)), np.concatenate(cols), grid, sides)
@@ -110,7 +110,7 @@ def bigbird(
     base = abs(row - col) <= num_window // 2
     for place, extent in ((row, grid[0]), (col, grid[1])):
         base = base | (place < num_global) | (place >= extent - num_global)
-    rng = np.random.default_rng(seed)
+    rng = _generator(seed)
     heads = [base | _random_rows(rng, ~base, num_random) for _ in range(num_heads)]
     return BlockPattern(np.stack(heads) if num_heads > 1 else heads[0], sides)
 
@@ -144,11 +144,13 @@ def random(
         Whether each row's diagonal block is always one of those kept.
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
-    if not (isinstance(density, (int, float)) and 0 <= density <= 1):
-        raise UnsupportedProblem([f"density must be a number from 0 to 1; got {density!r}"])
+    if not (is_number(density) and 0 <= density <= 1):
+        raise UnsupportedProblem([f"density must be a number from 0 to 1; got {describe(density)}"])
+    if reasons := flag_reasons("diagonal", diagonal):
+        raise UnsupportedProblem(reasons)
     _check_positive("num_heads", num_heads)
-    count = round(density * grid[1])
-    rng = np.random.default_rng(seed)
+    count = round(float(density) * grid[1])
+    rng = _generator(seed)
     forced = np.eye(*grid, dtype=bool) if diagonal and count else np.zeros(grid, bool)
     drawn = [forced | _random_rows(rng, ~forced, count - forced.sum(axis=1)) for _ in range(num_heads)]
     return BlockPattern(np.stack(drawn) if num_heads > 1 else drawn[0], sides)
@@ -181,6 +183,7 @@ def longformer(window: int, num_global: int = 0, *, dilation: int = 1, align: st
     arXiv 2004.05150, section 3.1.
     """
     _check_counts(window=window, num_global=num_global)
+    _check_positive("dilation", dilation)
     side = window // 2
     local = SlidingWindow(side, side, align) if dilation == 1 else Dilated(dilation, side, side, align)
     return local | Lengths(kv=num_global) | Lengths(q=num_global) if num_global else local
@@ -322,6 +325,7 @@ class StretchEnds(Mask):
 def _grid(seqlen_q: int, seqlen_kv: int | None, block: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     seqlen_kv = seqlen_q if seqlen_kv is None else seqlen_kv
     _check_counts(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    seqlen_q, seqlen_kv = int(seqlen_q), int(seqlen_kv)
     sides = block_pair(block)
     return (-(-seqlen_q // sides[0]), -(-seqlen_kv // sides[1])), sides
 
@@ -339,16 +343,20 @@ def _random_rows(rng: np.random.Generator, candidates: Array, count: Any) -> Arr
     return candidates & (rank < np.reshape(count, (-1, 1)))
 
 
+def _generator(seed: Any) -> np.random.Generator:
+    """What numpy.random.default_rng makes of a seed; some of what it does not take ends the process."""
+    made = np.random.Generator, np.random.BitGenerator, np.random.SeedSequence
+    ints = seed if isinstance(seed, (tuple, list)) else [] if seed is None or isinstance(seed, made) else [seed]
+    if all(is_int(each) and each >= 0 for each in ints):
+        return np.random.default_rng(seed)
+    raise UnsupportedProblem([f"seed must be an int of at least 0, or several in a list; got {describe(seed)}"])
+
+
 def _check_positive(name: str, value: object) -> None:
-    if not is_int(value) or value < 1:  # type: ignore[operator]
-        raise UnsupportedProblem([f"{name} must be an int of at least 1; got {value!r}"])
+    if not (is_int(value) and 1 <= value < 2**63):  # type: ignore[operator]
+        raise UnsupportedProblem([f"{name} must be an int from 1 to 2**63 - 1; got {describe(value)}"])
 
 
 def _check_counts(**counts: object) -> None:
-    reasons = [
-        f"{name} must be an int of at least 0; got {value!r}"
-        for name, value in counts.items()
-        if not is_int(value) or value < 0  # type: ignore[operator]
-    ]
-    if reasons:
+    if reasons := length_reasons(**counts):
         raise UnsupportedProblem(reasons)

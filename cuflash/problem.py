@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES, Array, ShapeDtype, accumulator_dtype, describe, is_array
+from .arrays import DTYPES, Array, ShapeDtype, accumulator_dtype, describe, is_array, no_array
 from .errors import UnsupportedProblem
 from .mask import MaskShape
 
@@ -71,7 +71,7 @@ class Problem:
         arguments = {"q": q, "k": k, "v": v}
         for name, array in arguments.items():
             if not (is_array(array) or isinstance(array, ShapeDtype)):
-                raise TypeError(f"{name} must be an array; got {describe(array)}: numpy.asarray makes one")
+                raise TypeError(no_array(name, array))
         rank_reasons = _rank_reasons(arguments)
         reasons = rank_reasons + _dtype_reasons(arguments) + _scale_reasons(scale) + precision_reasons(q, precision)
         if not rank_reasons:
@@ -167,17 +167,26 @@ def _dtype_reasons(arguments: dict[str, Array]) -> list[str]:
 def _scale_reasons(scale: float | None) -> list[str]:
     if scale is None:
         return []
+    fix = ": float(scale) makes one" if is_array(scale) else ""
+    return [] if _is_finite(scale) else [f"scale must be a finite number or None; got {describe(scale)}{fix}"]
+
+
+def _is_finite(scale: Any) -> bool:
+    """Whether a value is one finite real number; a NumPy array of no axes is one."""
+    if isinstance(scale, (str, bytes, complex, np.complexfloating)):
+        return False
+    if is_array(scale) and not (isinstance(scale, np.ndarray) and scale.ndim == 0 and scale.dtype.kind in "iuf"):
+        return False
     try:
-        finite = math.isfinite(scale)
-    except TypeError:
-        finite = False
-    return [] if finite else [f"scale must be a finite number or None; got {describe(scale)}"]
+        return math.isfinite(float(scale))
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def precision_reasons(q: Array, precision: str) -> list[str]:
     """Why products of q's dtype cannot be made at a precision."""
-    if precision not in PRECISIONS:
-        return [f"precision must be {', '.join(map(repr, PRECISIONS))}; got {precision!r}"]
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        return [f"precision must be {', '.join(map(repr, PRECISIONS))}; got {describe(precision)}"]
     dtype = getattr(q, "dtype", np.float32)  # what is no array is said elsewhere
     if precision != "ieee" and dtype != np.float32:
         return [f"precision={precision!r} is for float32; got {dtype}: use precision='ieee'"]

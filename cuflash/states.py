@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from .arrays import DTYPES, Array, accumulator_dtype, describe, is_array, namespace
 from .errors import UnsupportedProblem
+from .launch import as_arrays
 
 
 def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple[Array, Array]:
@@ -23,7 +27,9 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     Parameters
     ----------
     outs : sequence of arrays [..., seqlen_q, value_dim]
-        Outputs, one a part, of one shape and dtype; or one array with the parts along its first axis.
+        Outputs, one a part, of one shape and dtype; or one array with the parts along its first axis. Arrays of other
+        libraries are taken as `attention` takes them, but that those with NumPy's dtypes, JAX's say, stay what they
+        are.
     lses : sequence of arrays [..., seqlen_q]
         Their log-sum-exps, natural logarithm.
 
@@ -35,7 +41,7 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     Raises
     ------
     TypeError
-        A part is not an array.
+        A part is not an array, or there are no parts to tell apart.
     UnsupportedProblem
         No parts, or parts whose shapes or dtypes do not fit; all reasons at once.
 
@@ -44,7 +50,7 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     o = sum_p exp(lse_p - lse) o_p with lse = log sum_p exp(lse_p): the rescaling of FlashAttention-2
     (arXiv 2307.08691, section 3.1), applied to finished parts. Sums run in float32 (float64 for float64).
     """
-    outs, lses = list(outs), list(lses)
+    outs, lses = _parts("outs", outs), _parts("lses", lses)
     _check(outs, lses)
     xp = namespace(outs[0])
     wide = accumulator_dtype(outs[0].dtype)
@@ -65,6 +71,23 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     return (o / safe[..., None]).astype(outs[0].dtype), merged
 
 
+def _parts(name: str, given: Sequence[Array] | Array) -> list[Array]:
+    """The parts as a list of arrays, and of what is no array."""
+    try:
+        parts = list(_known(name, given))
+    except (TypeError, NotImplementedError) as error:
+        told = f"{name} must be a sequence of arrays, or one array of all parts; got {describe(given)}"
+        raise TypeError(told) from error
+    return [_known(f"{name}[{place}]", part) for place, part in enumerate(parts)]
+
+
+def _known(name: str, value: Any) -> Any:
+    """An array as it is, if its namespace has NumPy's functions and dtypes; as NumPy's or CuPy's otherwise."""
+    if is_array(value) and isinstance(value.dtype, np.dtype):
+        return value
+    return as_arrays({name: value})[name]
+
+
 def _check(outs: list[Array], lses: list[Array]) -> None:
     for name, parts in (("outs", outs), ("lses", lses)):
         for place, part in enumerate(parts):
@@ -73,6 +96,11 @@ def _check(outs: list[Array], lses: list[Array]) -> None:
     if not outs or len(outs) != len(lses):
         raise UnsupportedProblem([f"outs and lses must hold as many parts, at least one; got {len(outs)}, {len(lses)}"])
     reasons = []
+    spaces = {namespace(part).__name__ for part in (*outs, *lses)}
+    if len(spaces) > 1:
+        reasons.append(f"outs and lses must be arrays of one kind; got {' and '.join(sorted(spaces))}: copy them")
+    if outs[0].ndim == 0:
+        reasons.append("outs must have shape (..., seqlen_q, value_dim); got parts of shape ()")
     if outs[0].dtype not in DTYPES:
         reasons.append(f"outs must be of a floating dtype that attention returns; got {outs[0].dtype}")
     for place, (out, lse) in enumerate(zip(outs, lses)):

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Array, Namespace, namespace, to_host
+from .arrays import Array, Namespace, describe, is_flag, is_int, namespace, to_host
 from .block_index import BlockIndex, IndexGrid, IndexMask
 from .classify import Kind, extents, row_intervals, unpack
 from .errors import UnsupportedProblem, collecting
-from .mask import And, Band, Mask, MaskShape, held_arrays, intersection, mask_namespace
+from .mask import And, Band, Mask, MaskShape, held_arrays, intersection, mask_namespace, without_memos
 from .masks import BlockPattern, Causal, Dense, SlidingWindow, alignment_reason
 from .whole_grid import column_lists, longest_first
 
@@ -46,6 +46,9 @@ class IntervalWork:
     band: Band | None = None
     lo: Array | None = None
     hi: Array | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return without_memos(self)
 
     @property
     def is_implicit(self) -> bool:
@@ -139,6 +142,9 @@ class ListedWork:
     """Work listed block by block: `index` in the order of the queries, `transposed` in the order of the keys."""
 
     index: BlockIndex
+
+    def __getstate__(self) -> dict[str, Any]:
+        return without_memos(self)
 
     @property
     def is_implicit(self) -> bool:
@@ -381,14 +387,15 @@ def requested_mask(
     """
     reasons: list[str] = []
     parts: list[Mask] = []
-    align = causal if isinstance(causal, str) else None
-    if causal is True or causal in ("bottom_right", "top_left"):
+    causal = bool(causal) if is_flag(causal) else causal
+    align = causal if isinstance(causal, str) and causal in ("bottom_right", "top_left") else None
+    if causal is True or align is not None:
         if align is None and shape.seqlen_q != shape.seqlen_kv:
             reasons.append(alignment_reason("causal=True", "causal", shape))
         else:
             parts.append(Causal(align).resolve(shape))
     elif causal is not False:
-        reasons.append(f"causal must be True, False, 'bottom_right' or 'top_left'; got {causal!r}")
+        reasons.append(f"causal must be True, False, 'bottom_right' or 'top_left'; got {describe(causal)}")
     if window is not None:
         with collecting(reasons):
             parts.append(_window(window, align, shape))
@@ -425,16 +432,22 @@ def _placement_reasons(mask: Mask, where: Namespace | None) -> list[str]:
 
 
 def _window(window: Any, align: str | None, shape: MaskShape) -> Mask:
-    if not (isinstance(window, (tuple, list)) and len(window) == 2):
-        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {window!r}"])
+    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not is_pair or not all(side is None or is_int(side) for side in window):
+        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
+    reasons: list[str] = []
+    with collecting(reasons):
+        asked = SlidingWindow(window[0], window[1], align)
+    if reasons:
+        raise UnsupportedProblem(f"window's {reason}" for reason in reasons)
     if align is None and shape.seqlen_q != shape.seqlen_kv:
         raise UnsupportedProblem(
             [
-                alignment_reason(f"window={tuple(window)}", "causal", shape)
+                alignment_reason(f"window={describe(tuple(window))}", "causal", shape)
                 + "; or pass mask=masks.SlidingWindow(left, right, align=...)"
             ]
         )
-    return SlidingWindow(window[0], window[1], align).resolve(shape)
+    return asked.resolve(shape)
 
 
 def _as_mask(mask: Any) -> Mask:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cuflash
@@ -405,6 +406,37 @@ def test_a_folder_that_can_be_made_is_made(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "a" / "b"))
     room._spare_cupy_its_folder()
     assert room.cache_info().folder == tmp_path / "a" / "b" and (tmp_path / "a" / "b").is_dir()
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_folder_that_changes_or_cannot_be_read_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_gone: bool
+) -> None:
+    def stat() -> os.stat_result:
+        raise FileNotFoundError if is_gone else PermissionError("Permission denied")
+
+    kept = tmp_path / f"{'0f' * 20}.cubin"
+    kept.write_bytes(b"12345")
+    other = SimpleNamespace(name=f"{'0e' * 20}.cubin", stat=stat)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: [*scandir(folder), other])
+    if is_gone:
+        assert (room.cache_info().entries, room.cache_info().nbytes) == (1, 5)
+        return
+    with pytest.raises(RuntimeError, match="cache folder .* cannot be read .*denied.*: set CUPY_CACHE_DIR to a folder"):
+        room.cache_info()
+    assert "set CUPY_CACHE_DIR" in cuflash.doctor()["kernel cache"].advice
+
+
+@pytest.mark.parametrize("place", ["file", "file/inside"])
+def test_a_folder_for_texts_that_cannot_be_made_is_named(
+    nvrtc: Any, kernels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spec: Make, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUFLASH_DUMP", str(tmp_path / place))
+    with pytest.raises(RuntimeError, match="CUFLASH_DUMP must name a folder .* written to; got .*: name another"):
+        room.cubin(spec("plain"), "sm_80")
 
 
 # Machines and processes without what it takes.

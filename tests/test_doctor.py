@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -105,12 +107,36 @@ def test_cupy_is_found_without_importing_it(
 
 def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
     assert room.doctor()["C++ compiler"].status == "missing"
 
 
-def _nvidia_smi(folder: Path, script: str) -> str:
-    program = folder / "nvidia-smi"
+@pytest.mark.parametrize("name", ["clang++", "c++"])
+def test_a_compiler_that_the_simulator_does_not_use_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv("PATH", _program(tmp_path, name, "echo 1.0"))
+    monkeypatch.setenv("CXX", name)
+    assert room.doctor()["executor sim"].status == "missing"
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "words"),
+    [
+        (r"printf 'g++ (caf\351) 12\n'", "ok", r"g++ (caf\xe9) 12"),
+        ("exit 3", "missing", "g++ --version ends with status 3"),
+        ("kill -9 $$", "missing", "g++ --version ends with status -9"),
+    ],
+)
+def test_a_compiler_is_quoted_in_any_encoding_or_its_end_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, status: str, words: str
+) -> None:
+    monkeypatch.setenv("PATH", _program(tmp_path, "g++", script))
+    finding = room.doctor()["C++ compiler"]
+    assert (finding.status, words in finding.detail) == (status, True)
+
+
+def _program(folder: Path, name: str, script: str) -> str:
+    program = folder / name
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     return str(folder)
@@ -121,12 +147,14 @@ def _nvidia_smi(folder: Path, script: str) -> str:
     [
         ("echo 'NVIDIA H100, 9.0'; echo 'Tesla T4, 7.5'", "ok", "NVIDIA H100, sm_90; Tesla T4, sm_75"),
         ("echo 'No devices were found'; exit 6", "missing", "No devices were found"),
+        ("exit 6", "missing", "nvidia-smi ends with status 6 and says nothing"),
+        (r"printf 'NVIDIA \302\256 caf\351, 9.0\n'", "ok", r"NVIDIA ® caf\xe9, sm_90"),
     ],
 )
 def test_gpus_are_named_with_their_architecture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, status: str, words: str
 ) -> None:
-    monkeypatch.setenv("PATH", _nvidia_smi(tmp_path, script))
+    monkeypatch.setenv("PATH", _program(tmp_path, "nvidia-smi", script))
     finding = room.doctor()["GPUs"]
     assert (finding.status, words in finding.detail) == (status, True)
 
@@ -152,6 +180,14 @@ def test_a_kernel_cache_that_cannot_be_made_is_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
     assert "CUPY_CACHE_DIR" in room.doctor()["kernel cache"].advice
+
+
+def test_what_a_terminal_has_no_letter_for_is_printed_too(tmp_path: Path) -> None:
+    here = tmp_path / "é"
+    shutil.copytree(Path(room.__file__).parent, here / "cuflash", ignore=shutil.ignore_patterns("__pycache__"))
+    command, environment = [sys.executable, "-m", "cuflash"], {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, r"\xe9" in run.stdout) == (0, True), run.stderr
 
 
 def test_the_module_runs_as_a_program() -> None:

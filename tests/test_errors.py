@@ -1,6 +1,8 @@
 """What bad input gets: one error before any work, naming the argument, the rule, what came, and the fix."""
 
 import sys
+from decimal import Decimal
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from device_double import to_device
 
 import cuflash
-from cuflash import BlockIndex, masks
+from cuflash import BlockIndex, masks, patterns
 from cuflash import compile as compiling
 
 Q = np.ones((2, 4, 10, 8), np.float32)
@@ -189,6 +191,34 @@ def test_merge_refuses_parts_that_do_not_fit():
             cuflash.merge(outs, lses)
     with pytest.raises(TypeError, match=r"outs\[0\] must be an array"):
         cuflash.merge([1.0], [2.0])
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ({"causal": np.True_}, {"causal": True}), ({"causal": np.False_}, {"causal": False}),
+        ({"causal": np.str_("top_left")}, {"causal": "top_left"}),
+        ({"deterministic": np.True_}, {"deterministic": True}),
+        ({"scale": np.float32(0.5)}, {"scale": 0.5}), ({"scale": np.int8(2)}, {"scale": 2}),
+        ({"scale": np.array(0.5)}, {"scale": 0.5}), ({"scale": ml_dtypes.bfloat16(0.5)}, {"scale": 0.5}),
+        ({"scale": Fraction(1, 2)}, {"scale": 0.5}), ({"scale": Decimal("0.5")}, {"scale": 0.5}),
+        ({"executor": np.str_("cpu")}, {"executor": "cpu"}), ({"window": [3, 0]}, {"window": (3, 0)}),
+    ],
+)  # fmt: skip
+def test_numbers_flags_and_words_of_numpy_are_taken_as_such(given, same):
+    q = np.random.default_rng(0).standard_normal(Q.shape, dtype=np.float32)
+    for _ in range(2):
+        (o, lse), expected = (cuflash.attention(q, q, q, return_lse=np.True_, **options) for options in (given, same))
+        assert (o == expected[0]).all() and (lse == expected[1]).all()
+    assert isinstance(cuflash.attention(q, q, q, return_lse=np.False_, **given), np.ndarray)
+    assert patterns.random(40, block=4, density=np.float32(0.5)).blocks.sum() == 50
+
+
+def test_what_a_refused_call_was_to_write_is_left_as_it_was():
+    out = np.full_like(Q, 7)
+    for options in ({"return_lse": "no"}, {"return_lse": np.ones(2, bool)}, {"deterministic": "x"}, {"scale": 10**400}):
+        (reason,) = reasons_of(Q, Q, Q, out=out, **options)
+        assert reason.startswith(f"{next(iter(options))} must be") and (out == 7).all()
 
 
 def test_inputs_are_never_modified():

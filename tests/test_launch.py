@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, checks, gpu, masks, memory, simulated
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, checks, gpu, launch, masks, memory, simulated
 from cuflash import compile as compiling
 from cuflash.params import Records, View
 from cuflash.records import PARAMS
@@ -177,6 +177,8 @@ def test_a_call_after_others_gives_what_it_gives_alone(executor, data):
     [
         ({"causal": True}, {"causal": 1}), ({"causal": False}, {"causal": 0}),
         ({"window": (3, 1)}, {"window": (3.0, 1)}), ({"window": (1, 0)}, {"window": (True, False)}),
+        ({"scale": 0.5}, {"scale": 0.5 + 0j}), ({"scale": 2}, {"scale": np.complex64(2)}),
+        ({"deterministic": True}, {"deterministic": 1}), ({"deterministic": False}, {"deterministic": 0.0}),
     ],
 )  # fmt: skip
 def test_what_equals_a_sound_option_is_refused_after_it_too(sound, equal_but_wrong):
@@ -353,6 +355,78 @@ def test_foreign_arrays_that_cannot_be_taken_say_why():
     assert "must lie on a CUDA device or the CPU; got DLPack device type 10" in reasons[1]
 
 
+TRI, IDS = np.tri(40, dtype=bool), np.repeat([1, 2, 5, 9], 10)
+MASKS_OF_ARRAYS = {
+    "array": lambda take: take(TRI),
+    "Dense": lambda take: masks.Dense(take(TRI)),
+    "Documents": lambda take: masks.Documents(take(IDS)),
+    "Documents of two": lambda take: masks.Documents(take(IDS), take(IDS + 1)),
+    "Lengths": lambda take: masks.Lengths(q=take(np.array(30)), kv=take(np.array(17))),
+    "PrefixLM": lambda take: masks.PrefixLM(take(np.array(7))),
+    "BlockPattern": lambda take: masks.BlockPattern(take(TRI[:5, :5]), 8),
+    "several": lambda take: masks.Causal() & ~masks.Dense(take(TRI)) | masks.Lengths(kv=take(np.array(4))),
+}
+
+
+@pytest.mark.parametrize("make", MASKS_OF_ARRAYS.values(), ids=MASKS_OF_ARRAYS)
+def test_foreign_arrays_of_masks_are_taken_without_a_copy(make):
+    expected = cuflash.attention(Q, K, V, mask=make(np.asarray))
+    for arrays in ((Q, K, V), tuple(map(Foreign, (Q, K, V)))):
+        assert (cuflash.attention(*arrays, mask=make(Foreign)) == expected).all()
+    bounds = [cuflash.error_bound(Q, K, V, DO, mask=make(take)) for take in (np.asarray, Foreign)]
+    assert all((getattr(bounds[0], name) == getattr(bounds[1], name)).all() for name in ("o", "lse", "dq", "dk", "dv"))
+    mask = masks.Dense(Foreign(TRI))
+    assert np.shares_memory(mask.allowed, TRI)
+
+
+def test_foreign_arrays_of_masks_on_a_device_are_taken_where_they_lie(cupy):
+    made = launch.as_mask_of_arrays(Foreign(TRI, (2, 0)), "gpu")
+    assert type(made) is cupy.ndarray and (made.get() == TRI).all()
+    (reason,) = reasons_of(cuflash.attention, Q, K, V, mask=Foreign(TRI, (2, 0)))
+    assert "mask's arrays must be where q is" in reason and "Foreign on a CUDA device with q on the host" in reason
+    for make in (lambda x: masks.Documents(x), lambda x: masks.Lengths(kv=x), lambda x: masks.Dense(x)):
+        (reason,) = reasons_of(make, Foreign(IDS, (2, 0)))
+        assert "lies on a CUDA device, as test_launch.Foreign: give cupy.from_dlpack(" in reason
+
+
+def test_foreign_parts_are_merged_and_foreign_arrays_are_bounded():
+    o, lse = cuflash.attention(Q, K, V, return_lse=True)
+    expected = cuflash.merge([o, o], [lse, lse])
+    for outs, lses in (
+        ([Foreign(o)] * 2, [Foreign(lse), lse]), (Foreign(np.stack([o, o])), Foreign(np.stack([lse, lse]))),
+    ):  # fmt: skip
+        assert all((ours == theirs).all() for ours, theirs in zip(cuflash.merge(outs, lses), expected))
+    bounds = cuflash.error_bound(*map(Foreign, (Q, K, V, DO)), dlse=Foreign(lse))
+    assert (bounds.dk == cuflash.error_bound(Q, K, V, DO, dlse=lse).dk).all()
+
+
+@pytest.mark.parametrize(
+    "device", [(99, 0), None, (), "cpu", (None, 0), ValueError("Unknown device type meta for Dlpack")], ids=repr
+)
+def test_foreign_arrays_that_say_no_device_are_named(device):
+    class Odd(Foreign):
+        def __dlpack_device__(self):
+            if isinstance(device, Exception):
+                raise device
+            return device
+
+    for name in ("q", "mask", "out"):
+        (reason,) = reasons_of(lambda **x: cuflash.attention(**{"q": Q, "k": K, "v": V, **x}), **{name: Odd(Q)})
+        rule = "(lie on a CUDA device or the CPU|say on which device it lies)"
+        assert re.match(rf"{name} must {rule}; got", reason)
+
+
+@pytest.mark.parametrize("fault", [AttributeError("ptr"), ZeroDivisionError(), KeyError(1), BufferError("x")], ids=repr)
+def test_foreign_arrays_whose_export_fails_are_named(fault):
+    class Odd(Foreign):
+        def __dlpack__(self, **options):
+            raise fault
+
+    for name in ("q", "mask", "out"):
+        (reason,) = reasons_of(lambda **x: cuflash.attention(**{"q": Q, "k": K, "v": V, **x}), **{name: Odd(Q)})
+        assert reason.startswith(f"{name} must be an array that numpy.from_dlpack takes; got test_launch.Odd (")
+
+
 def test_a_foreign_output_is_written_to(cupy):
     out = np.zeros_like(Q)
     o = cuflash.attention(*map(cupy.asarray, (Q, K, V)), out=Foreign(out, (2, 0)))
@@ -372,6 +446,23 @@ def test_jax_on_the_host():
     with jax.default_device(jax.devices("cpu")[0]):
         arrays = [jax.numpy.asarray(array) for array in (Q, K, V)]
     assert (cuflash.attention(*arrays) == cuflash.attention(Q, K, V)).all()
+
+
+@pytest.mark.parametrize("library", ["jax.numpy", "array_api_strict"])
+@pytest.mark.parametrize("make", MASKS_OF_ARRAYS.values(), ids=MASKS_OF_ARRAYS)
+def test_arrays_and_masks_of_another_library(library, make):
+    xp = pytest.importorskip(library, reason=f"{library} is not installed")
+    expected = cuflash.attention(Q, K, V, mask=make(np.asarray))
+    for asarray in (xp.asarray, np.asarray):
+        assert (cuflash.attention(*map(asarray, (Q, K, V)), mask=make(xp.asarray)) == expected).all()
+
+
+def test_a_traced_array_is_named():
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    calls = {"q": lambda x: cuflash.attention(x, K, V), "mask": lambda x: cuflash.attention(Q, K, V, mask=x)}
+    for name, call in calls.items():
+        (reason,) = reasons_of(jax.jit(call), Q)
+        assert f"{name} must be an array that DLPack gives away; got jax." in reason
 
 
 # Streams.

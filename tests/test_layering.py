@@ -17,7 +17,7 @@ ROOMS = """errors arrays memory tensor_map device mask block_set masks patterns 
 block_index work_list planning.spec planning.launches planning.split_kv planning.tile_order planning.families.family
 planning.families.naive planning.families.simt planning.families.sm80 planning.families.sm90_dq planning.families.sm90
 planning.families planning.routing planning.host planning.plan planning.explain planning records source params checks
-executors.launch executors states bounds compile sim.launch sim.compiler sim cpu gpu simulated launch api doctor cuflash
+executors.launch executors compile sim.launch sim.compiler sim cpu gpu simulated launch states bounds api doctor cuflash
 __main__ testing.oracle testing.assertions testing.strategies testing.properties testing""".split()
 PACKAGES = {"cuflash"} | {room.rpartition(".")[0] for room in ROOMS if "." in room}
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import probing
 import pytest
 import sim_probes
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from sim_probes import build, line_of
 
+import cuflash
 from cuflash import sim
 from cuflash.sim import compiler
 
@@ -376,7 +383,7 @@ def test_a_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_publish", lambda commands, target, *rest: compiled.append(target))
     build(TWICE, "twice")
     assert compiled == []
-    with pytest.raises(OSError, match="cannot open shared object"):
+    with pytest.raises(sim.BuildError, match="cannot open shared object"):
         build(TWICE.replace("2.0f", "3.0f"), "twice")
     assert len(compiled) == 1
 
@@ -444,6 +451,129 @@ def test_an_unwritable_home_is_said_and_does_not_stop(monkeypatch: pytest.Monkey
     with pytest.warns(RuntimeWarning, match="compiled anew in every process: .*Not a directory"):
         folder = compiler.cache_directory()
     assert folder.is_dir() and compiler.cache_directory() == folder
+
+
+# What is kept, and programs that fail.
+
+DAMAGES = st.one_of(
+    st.tuples(st.just("cut"), st.integers(0, 139)),
+    st.tuples(st.just("flipped"), st.integers(0, 139)),
+    st.tuples(st.just("longer"), st.integers(1, 40)),
+    st.tuples(st.sampled_from(["folder", "gone", "zeros", "before seals"]), st.just(0)),
+)
+
+
+def damage(file: Path, kind: str, place: int) -> None:
+    data = bytearray(file.read_bytes())
+    if kind == "flipped":
+        data[place % len(data)] ^= 1
+    wanted = {"cut": data[: place % len(data)], "longer": data + data[:place], "zeros": bytes(len(data))}
+    file.unlink()
+    if kind == "folder":
+        file.mkdir()
+    elif kind != "gone":
+        file.write_bytes(wanted.get(kind, data if kind == "flipped" else data[: -compiler._SEAL_BYTES]))
+
+
+@given(st.binary(min_size=100, max_size=108), st.lists(DAMAGES, min_size=1, max_size=2))
+def test_what_is_not_as_it_was_published_is_published_again(made: bytes, damages: list[tuple[str, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "kernel-1.so"
+        (Path(folder) / "made").write_bytes(made)
+        for kind, place in damages:
+            compiler._publish([["cp", str(Path(folder) / "made"), target.name]], target, "a kernel")
+            assert compiler._is_whole(target) and target.read_bytes()[: len(made)] == made
+            damage(target, kind, place)
+            assert not compiler._is_whole(target)
+
+
+@pytest.mark.parametrize("kind", ["cut", "zeros", "folder"])
+def test_a_damaged_kernel_or_prelude_is_made_again(cache: Path, kind: str) -> None:
+    text, x = TWICE.replace("2.0f", f"{len(kind)}.5f"), np.ones(4, np.float32)
+    library = build(text, "twice")._library
+    (prelude, *_) = cache.glob("prelude-*/prelude.hpp.gch")
+    for file in (library, prelude):
+        damage(file, kind, 1000)
+    build(text, "twice")(1, 4, (x, np.int32(4)))
+    assert_array_equal(x, np.full(4, len(kind) + 0.5, np.float32))
+    assert compiler._is_whole(library) and compiler._is_whole(prelude)
+
+
+def stand_in(folder: Path, script: str) -> str:
+    """A PATH whose g++ is a script."""
+    program = folder / "g++"
+    program.write_bytes(b"#!/bin/sh\n" + script.encode("latin-1") + b"\n")
+    program.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("exit 4", r"kernel twice|the prelude.*\n.* ended with exit status 4; the command was /.*g\+\+ -std=c\+\+20 "),
+        ("kill -9 $$", r"said nothing and ended with signal 9; the command was /.*g\+\+ -std=c\+\+20 "),
+        ("echo 'caf\xe9.cu:1: error' >&2; exit 1", r"caf\\xe9\.cu:1: error"),
+    ],
+)  # fmt: skip
+def test_a_compiler_that_fails_is_quoted_or_its_end_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, words: str
+) -> None:
+    monkeypatch.setattr(compiler, "cache_directory", lambda: tmp_path)
+    monkeypatch.setenv("PATH", stand_in(tmp_path, script))
+    with pytest.raises(sim.BuildError, match=words):
+        build(TWICE, "twice")
+
+
+def test_a_compiler_that_does_not_start_or_never_ends_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiler, "cache_directory", lambda: tmp_path)
+    monkeypatch.setenv("PATH", stand_in(tmp_path, "exec sleep 60"))
+    monkeypatch.setattr(compiler, "_COMPILER_SECONDS", 0.1)
+    with pytest.raises(sim.BuildError, match=r"g\+\+ did not end within 0.1 s; the command was /.*g\+\+ --version"):
+        build(TWICE, "twice")
+    (tmp_path / "g++").write_bytes(b"\x7fELF")
+    with pytest.raises(sim.BuildError, match=r"g\+\+ does not start \(.*Exec format error.*\): install g\+\+ anew"):
+        build(TWICE, "twice")
+
+
+def test_a_folder_that_libraries_may_not_be_loaded_from_is_passed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    real = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=real(path).f_flag | os.ST_NOEXEC))
+    with pytest.warns(RuntimeWarning, match="in every process: no library may be loaded from .* mounted with noexec"):
+        folder = KEPT()
+    assert folder.is_dir() and not folder.is_relative_to(tmp_path)
+
+
+def test_a_library_that_is_not_loaded_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str | None, *rest: object, **options: object) -> object:
+        raise OSError(f"{name}: failed to map segment from shared object")
+
+    build(TWICE, "twice")
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    with pytest.raises(sim.BuildError, match=r"twice must be loaded .*failed to map segment.*set HOME, or TMPDIR"):
+        build(TWICE, "twice")
+
+
+def test_a_folder_that_keeps_nothing_is_said(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    def full(*places: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(sim.BuildError, match="kernel twice must be kept in .*No space left.*make room there"):
+        build(TWICE.replace("2.0f", "9.0f"), "twice")
+
+
+def test_what_the_locale_cannot_decode_is_shown(tmp_path: Path) -> None:
+    here = tmp_path / "\u00e9\u6f22"
+    shutil.copytree(Path(cuflash.__file__).parent, here / "cuflash", ignore=shutil.ignore_patterns("__pycache__"))
+    code = """from cuflash.sim import compiler
+compiler._target("kernel", compiler._identity("g++"), str(compiler._RUNTIME))
+print(ascii(compiler._run(["echo", str(compiler._RUNTIME)]).stdout))"""
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(here)}
+    run = subprocess.run([sys.executable, "-c", code], cwd=here, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and r"\xe9\u6f22" in run.stdout, run.stderr
 
 
 def names(file: Path) -> set[str]:

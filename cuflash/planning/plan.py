@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from ..device import DeviceSpec
-from ..mask import Mask
+from ..mask import Mask, without_memos
 from ..problem import Problem
 from ..work_list import IntervalWork, WorkList, work_list
 from .families.family import Family
@@ -47,6 +48,9 @@ class KernelPlan:
     rule: str = ""
     kernels: Kernels | None = None
     tiling: HostTiling | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return without_memos(self)
 
     @property
     def num_heads(self) -> int:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,7 @@ from .launch import Kernel
 Sanitizer = Literal["", "address", "undefined", "thread"]
 
 _COMPILER = "g++"
+_COMPILER_SECONDS = 600
 _RUNTIME = Path(__file__).parent / "runtime"
 _PRELUDE = "prelude.hpp"
 # No contraction: the same bits on every host. No strict aliasing: CUDA compilers assume none, and kernels reinterpret.
@@ -69,7 +71,8 @@ def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
     Raises
     ------
     BuildError
-        No g++, or the text does not compile: its message has our file and line.
+        No g++, or the text does not compile: its message has our file and line. Or what g++ made cannot be kept or
+        loaded.
     """
     if sanitize not in _SANITIZE:
         raise ValueError(f"sanitize must be one of {', '.join(map(repr, _SANITIZE))}; got {sanitize!r}")
@@ -85,7 +88,17 @@ def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
     with ThreadPoolExecutor(max_workers=2) as together:
         runtime = together.submit(_build_runtime, compiler, sanitize)
         library = _build_kernel(compiler, text, entry, sanitize)
-        return Kernel(library, runtime.result(), entry)
+        return _loaded(library, runtime.result(), entry)
+
+
+def _loaded(library: Path, runtime: Path, entry: str) -> Kernel:
+    try:
+        return Kernel(library, runtime, entry)
+    except OSError as error:
+        raise BuildError(
+            f"kernel {entry} must be loaded from a folder that libraries may be loaded from; {library.parent} is none "
+            f"({error}): set HOME, or TMPDIR, to a folder of a file system that is mounted without noexec"
+        ) from error
 
 
 def preload_environment(sanitize: Sanitizer) -> dict[str, str]:
@@ -111,17 +124,24 @@ def preload_environment(sanitize: Sanitizer) -> dict[str, str]:
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: the user's cache folder, or one of this process where that cannot be written."""
+    """Where compiled kernels are kept: the user's cache folder, or one of this process where that cannot serve."""
     try:
         folder = Path.home() / ".cache" / "cuflash" / "sim"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # What is loaded from here runs with the user's rights, so nobody else may own it.
-        if os.access(folder, os.W_OK | os.X_OK) and folder.stat().st_uid == os.getuid():
+        if not (os.access(folder, os.W_OK | os.X_OK) and folder.stat().st_uid == os.getuid()):
+            reason = f"{folder} is not writable, or not this user's"
+        elif _forbids_libraries(folder):
+            reason = f"no library may be loaded from {folder}, whose file system is mounted with noexec"
+        else:
             return folder
-        reason = f"{folder} is not writable, or not this user's"
     except (OSError, RuntimeError) as error:
         reason = str(error)
     return _temporary_directory(reason)
+
+
+def _forbids_libraries(folder: Path) -> bool:
+    return bool(os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0))
 
 
 @functools.lru_cache(maxsize=None)
@@ -160,7 +180,7 @@ def _runtime_text() -> str:
 def _build_runtime(compiler: str, sanitize: str) -> Path:
     flags = (*_COMMON, "-O2", "-fno-semantic-interposition", *_FLAVOUR.get(sanitize, ()))
     target = _target("runtime", _identity(compiler), _runtime_text(), *flags)
-    if not target.exists():
+    if not _is_whole(target):
         source = _RUNTIME / "runtime.cpp"
         command = [compiler, *flags, "-shared", str(source), "-o", target.name, "-ldl"]
         _publish([command], target, f"the simulator's runtime, {source}")
@@ -171,7 +191,7 @@ def _build_kernel(compiler: str, text: str, entry: str, sanitize: str) -> Path:
     flags = (*_COMMON, *_KERNEL, *_SANITIZE[sanitize])
     source = f'#line 1 "kernel.cu"\n{text}\n{_glue(entry)}'
     target = _target("kernel", _identity(compiler), _runtime_text(), source, *flags, *_LINK)
-    if not target.exists():
+    if not _is_whole(target):
         kept = target.with_suffix(".cpp")
         # Where the compiler cannot use the prelude that it has read before, it finds the text.
         prelude = (f"-I{_build_prelude(compiler, flags)}", f"-I{_RUNTIME}", "-include", _PRELUDE)
@@ -185,7 +205,7 @@ def _build_prelude(compiler: str, flags: tuple[str, ...]) -> Path:
     """The folder of the precompiled prelude: half of what a small kernel takes to compile is reading its text."""
     folder = _target("prelude", _identity(compiler), _runtime_text(), *flags).with_suffix("")
     target = folder / f"{_PRELUDE}.gch"
-    if not target.exists():
+    if not _is_whole(target):
         folder.mkdir(exist_ok=True)
         source = _RUNTIME / _PRELUDE
         command = [compiler, *flags, "-x", "c++-header", str(source), "-o", target.name]
@@ -203,27 +223,72 @@ extern "C" {export} const size_t* cuflash_sim_parameter_sizes() {{ return ::cufl
 
 
 def _target(kind: str, *parts: str) -> Path:
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    digest = hashlib.sha256("\0".join(parts).encode(errors="backslashreplace")).hexdigest()[:32]
     return cache_directory() / f"{kind}-{digest}.so"
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether a file is there as `_publish` left it: a disk that was full, or a crash, may have cut it short."""
+    try:
+        data = target.read_bytes()
+    except OSError:
+        return False
+    return data[-_SEAL_BYTES:] == _seal(data[:-_SEAL_BYTES])
+
+
+def _seal(data: bytes) -> bytes:
+    """What stands behind a library or a prelude, where neither the loader nor g++ looks."""
+    return hashlib.sha256(data).digest()
+
+
+_SEAL_BYTES = hashlib.sha256().digest_size
 
 
 def _publish(commands: list[list[str]], target: Path, what: str, source: str = "") -> None:
     """Run the compiler in a folder of its own, then move the result into place: all of it or nothing is seen."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as here:
-        kept = target.with_suffix(".cpp")
-        (Path(here) / kept.name).write_text(source, "utf-8")
-        for command in commands:
-            run = _run([word.format(here=here) if "{here}" in word else word for word in command], here)
-            if run.returncode:
-                if source:
-                    os.replace(Path(here) / kept.name, kept)
-                where = f"\nThe whole text is in {kept}" if source else ""
-                raise BuildError(f"{_COMPILER} does not compile {what}:\n{run.stderr.strip()}{where}")
-        os.replace(Path(here) / target.name, target)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as here:
+            kept = target.with_suffix(".cpp")
+            (Path(here) / kept.name).write_text(source, "utf-8")
+            for command in commands:
+                command = [word.format(here=here) if "{here}" in word else word for word in command]
+                run = _run(command, here)
+                if run.returncode:
+                    if source:
+                        os.replace(Path(here) / kept.name, kept)
+                    where = f"\nThe whole text is in {kept}" if source else ""
+                    told = f"{_COMPILER} does not compile {what}:\n{run.stderr.strip() or _end(run)}{where}"
+                    raise BuildError(told)
+            made = Path(here) / target.name
+            with made.open("ab") as file:
+                file.write(_seal(made.read_bytes()))
+            if target.is_dir():
+                target.rmdir()
+            os.replace(made, target)
+    except OSError as error:
+        raise BuildError(
+            f"{what} must be kept in {target.parent}, which fails ({error}): make room there, or remove that folder"
+        ) from error
+
+
+def _end(run: subprocess.CompletedProcess[str]) -> str:
+    """How a program ended that said nothing."""
+    how = f"exit status {run.returncode}" if run.returncode > 0 else f"signal {-run.returncode}"
+    return f"it said nothing and ended with {how}; the command was {shlex.join(run.args)}"
 
 
 def _run(command: list[str], folder: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ)
     if environment.get("LD_PRELOAD", "").endswith(tuple(library for library, _ in _PRELOAD.values())):
         del environment["LD_PRELOAD"]  # a sanitizer, which would make the compiler slower by half
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=environment)
+    try:
+        # Names of files come in the user's encoding, and whatever they hold is shown.
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, encoding="utf-8", errors="backslashreplace",
+            timeout=_COMPILER_SECONDS, env=environment,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        told = f"{command[0]} did not end within {_COMPILER_SECONDS} s; the command was {shlex.join(command)}"
+        raise BuildError(told) from error
+    except OSError as error:
+        raise BuildError(f"{command[0]} does not start ({error}): install {_COMPILER} anew") from error

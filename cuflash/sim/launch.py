@@ -227,6 +227,10 @@ def _source_lines(library: Path, offset: int) -> list[str]:
     tool = shutil.which("addr2line")
     if tool is None:
         return ["install binutils (addr2line) to see the line that was interrupted"]
-    run = subprocess.run([tool, "-i", "-e", str(library), hex(offset)], capture_output=True, text=True, timeout=60)
+    command = [tool, "-i", "-e", str(library), hex(offset)]
+    try:
+        run = subprocess.run(command, capture_output=True, encoding="utf-8", errors="backslashreplace", timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"the line that was interrupted is not known ({error})"]
     lines = [os.path.normpath(line.split(" (")[0]) for line in run.stdout.split("\n") if line]
     return [f"interrupted at {' in '.join(lines)}"] if lines and "?" not in lines[0] else []

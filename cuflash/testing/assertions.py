@@ -24,7 +24,7 @@ import numpy as np
 
 from ..arrays import accumulator_dtype
 from ..bounds import Bounds, error_bound, limits
-from ..mask import Mask
+from ..mask import Mask, without_memos
 from ..problem import Problem
 from . import oracle
 
@@ -85,6 +85,9 @@ class Example:
     precision: str = "ieee"
     product_dtype: Any = None
     origin: str = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return without_memos(self)
 
     def but(self, **changes: Any) -> Example:
         """A copy with some operands replaced."""

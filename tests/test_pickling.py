@@ -1,0 +1,274 @@
+"""Whatever the library hands out is pickled and copied after use, tells the same then, and takes no memos along."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+from executors import needs_compiler
+
+import cuflash
+from cuflash import BlockIndex, DeviceSpec, masks, patterns, testing
+from cuflash import compile as compiling
+from cuflash.doctor import doctor
+from cuflash.mask import And, Mask, Not, Or
+from cuflash.source import KernelSpec
+from cuflash.work_list import requested_mask, work_list
+
+RNG = np.random.default_rng(0)
+Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
+SHAPE = masks.MaskShape((), 2, 40, 40)
+SORTED, UNSORTED = np.repeat([1, 4, 9, 11], 10), np.tile([3, 1], 20)
+
+
+def is_even(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i + j) % 2 == 0
+
+
+MASKS: dict[str, Callable[[], Mask]] = {
+    "masks.Band": lambda: masks.Band(-3, 1),
+    "masks.BlockPattern": lambda: masks.BlockPattern(np.tri(5, dtype=bool), 8),
+    "masks.Causal": lambda: masks.Causal("top_left"),
+    "masks.Dense": lambda: masks.Dense(np.tri(40, dtype=bool)),
+    "masks.Dilated": lambda: masks.Dilated(3, 2, 0),
+    "masks.Documents": lambda: masks.Documents(SORTED),
+    "masks.FromFunction": lambda: masks.FromFunction(is_even),
+    "masks.Lengths": lambda: masks.Lengths(q=30, kv=np.array(17)),
+    "masks.Mask": lambda: masks.Causal() & ~masks.SlidingWindow(2, 2) | masks.Lengths(kv=3),
+    "masks.PrefixLM": lambda: masks.PrefixLM(7),
+    "masks.SlidingWindow": lambda: masks.SlidingWindow(4, None),
+    "patterns.bigbird": lambda: patterns.bigbird(40, block=4),
+    "patterns.butterfly": lambda: patterns.butterfly(40, block=4),
+    "patterns.checkerboard": lambda: patterns.checkerboard(40, block=4),
+    "patterns.fixed": lambda: patterns.fixed(4, 1),
+    "patterns.longformer": lambda: patterns.longformer(4, 2),
+    "patterns.random": lambda: patterns.random(40, block=4, density=0.3),
+    "patterns.sink_local": lambda: patterns.sink_local(2, 4),
+    "patterns.strided": lambda: patterns.strided(4),
+    "documents in any order": lambda: masks.Documents(UNSORTED),
+    "blocks in a sparse array": lambda: masks.BlockPattern(scipy.sparse.eye_array(5, format="csr"), 8),
+    "a block index as a mask": lambda: index().as_mask(),
+    "intersection": lambda: And((masks.Causal(), masks.Band(-2, 2))),
+    "union": lambda: Or((masks.Causal(), masks.Band(2, 2))),
+    "complement": lambda: Not(masks.Causal()),
+}
+
+
+def index() -> BlockIndex:
+    return BlockIndex.from_mask(masks.Causal() | masks.Documents(UNSORTED), SHAPE, 8)
+
+
+def used_mask(make: Callable[[], Mask]) -> Mask:
+    mask = make()
+    mask.dense(SHAPE), BlockIndex.from_mask(mask, SHAPE, 8), repr(mask)
+    try:
+        hash(mask)
+    except TypeError:  # it holds arrays
+        pass
+    return mask
+
+
+def used_index() -> BlockIndex:
+    made = index()
+    made.report(), made.picture(), made.transpose(), made.block_rows, made.on_host
+    cuflash.attention(Q, K, V, mask=made)
+    return made
+
+
+def used_work(mask: Mask) -> Any:
+    work = work_list(requested_mask(mask, False, None, SHAPE), SHAPE, (16, 16))
+    work.row(0, 0, 0, 16), work.column(0, 0, 0, 16), work.lists, work.on_host
+    getattr(work, "most_in_row", None), getattr(work, "used_rows", None), getattr(work, "used_keys", None)
+    return work
+
+
+def used_plan(mask: Mask | None, **options: Any) -> cuflash.Executable:
+    ready = cuflash.plan(Q, K, V, mask=mask, **options)
+    for _ in range(2):
+        ready.backward(DO, Q, K, V, *ready.forward(Q, K, V))
+    ready.compile(), ready.explain()
+    return ready
+
+
+def used_example() -> Any:
+    example = testing.Structure(seqlen_q=5, seqlen_kv=7, mask=masks.Causal("bottom_right"), has_dlse=True).example()
+    example.exact, example.bounds, example.dense_mask, example.problem, example.probable_bounds
+    return example
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    with pytest.raises(Exception) as caught:
+        call()
+    return caught.value
+
+
+SPEC = KernelSpec(
+    family="simt", entry="forward", dtype=np.dtype(np.float32), head_dim=64, value_dim=64, block_q=32, block_kv=32
+)
+COMPILED = compiling.Compiled(
+    spec=SPEC, architecture="sm_80", seconds=0.5, is_from_cache=False, log="", code=b"\x7fELF",
+    resources=compiling.Resources(40, 0, 0, 0),
+)  # fmt: skip
+H100 = DeviceSpec.gpu("H100")
+
+# Everything that a call hands out, once it has been used.
+OBJECTS: dict[str, Callable[[], Any]] = {
+    **{name: lambda make=make: used_mask(make) for name, make in MASKS.items()},
+    **{f"{name}, resolved": lambda make=make: used_mask(lambda: make().resolve(SHAPE)) for name, make in MASKS.items()},
+    "masks.MaskShape": lambda: SHAPE,
+    "BlockIndex": used_index,
+    "Bounds": lambda: cuflash.error_bound(Q, K, V, DO),
+    "CompileError": lambda: cuflash.CompileError("simt_forward", "sm_90", "error: expected a ;", "text.cu"),
+    "DeviceSpec": lambda: H100,
+    "Gradients": lambda: cuflash.attention_vjp(Q, K, V)[1](DO),
+    "ShapeDtype": lambda: cuflash.ShapeDtype((2, 3), "float16"),
+    "UnsupportedProblem": lambda: raised(lambda: cuflash.attention(Q, K[..., :3], V, scale=float("nan"))),
+    "testing.Example": used_example,
+    "testing.Structure": lambda: testing.Structure(seqlen_q=5, mask=masks.Causal()),
+    "index report": lambda: index().report(),
+    "intervals": lambda: used_work(masks.Documents(SORTED)),
+    "a band": lambda: used_work(masks.Causal()),
+    "a list": lambda: used_work(masks.Documents(UNSORTED)),
+    "a plan": lambda: used_plan(masks.Causal()).plan,
+    "a plan for a GPU": lambda: used_for_a_gpu(None).plan,
+    "a plan of a list for a GPU": lambda: used_for_a_gpu(masks.Documents(UNSORTED)).plan,
+    "compiled": lambda: COMPILED,
+    "cache info": cuflash.cache_info,
+    "doctor's report": doctor,
+}
+EXECUTABLES = {
+    "cpu": {"executor": "cpu"},
+    "simt": {"executor": "sim", "kernel": "simt"},
+    "naive": {"executor": "sim", "kernel": "naive"},
+}
+
+
+def used_for_a_gpu(mask: Mask | None) -> cuflash.Executable:
+    half = cuflash.ShapeDtype((2, 4096, 64), np.float16)
+    shape = masks.MaskShape((), 2, 4096, 4096)
+    mask = None if mask is None else BlockIndex.from_mask(masks.Dilated(3), shape, 128).as_mask()
+    ready = cuflash.plan(half, half, half, mask=mask, causal=True, device=H100)
+    ready.explain(), ready.plan.dq_turns, ready.plan._places_that_balance
+    return ready
+
+
+def told(value: Any) -> Any:
+    """What a value says, in a form that compares: arrays by their bytes, records by their fields, masks by elements."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, Mask):
+        return type(value), told(value.dense(SHAPE)) if _fits(value) else repr(value)
+    if isinstance(value, Exception):
+        return type(value), value.args, str(value), getattr(value, "reasons", None)
+    if dataclasses.is_dataclass(value):
+        return type(value), {field.name: told(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return type(value), list(map(told, value))
+    if isinstance(value, dict):
+        return {key: told(each) for key, each in value.items()}
+    return value
+
+
+def _fits(mask: Mask) -> bool:
+    try:
+        mask.dense(SHAPE)
+    except cuflash.UnsupportedProblem:
+        return False
+    return True
+
+
+def passes_on(value: Any) -> list[Any]:
+    protocols = range(2, pickle.HIGHEST_PROTOCOL + 1)
+    return [
+        copy.copy(value), copy.deepcopy(value), *(pickle.loads(pickle.dumps(value, each)) for each in protocols)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_used_object_tells_the_same_after_a_pickle_and_a_copy(name: str) -> None:
+    used = OBJECTS[name]()
+    for made in passes_on(used):
+        assert type(made) is type(used) and told(made) == told(used)
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS if "function" not in name.lower()])
+def test_masks_without_arrays_are_equal_after_a_pickle(name: str) -> None:
+    used = used_mask(MASKS[name])
+    try:
+        hash(used)
+    except TypeError:
+        return
+    assert all(made == used and hash(made) == hash(used) for made in passes_on(used))
+
+
+@pytest.mark.parametrize("options", EXECUTABLES.values(), ids=EXECUTABLES)
+@pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Documents(UNSORTED)], ids=["dense", "causal", "list"])
+@needs_compiler
+def test_a_used_plan_and_a_used_vjp_run_after_a_pickle_and_a_copy(mask: Mask | None, options: dict[str, Any]) -> None:
+    ready = used_plan(mask, **options)
+    o, lse = ready.forward(Q, K, V)
+    gradients = ready.backward(DO, Q, K, V, o, lse)
+    for made in passes_on(ready):
+        assert made.explain() == ready.explain() and made is not ready
+        for _ in range(2):
+            assert told(made.forward(Q, K, V)) == told((o, lse))
+            assert told(made.backward(DO, Q, K, V, o, lse)) == told(gradients)
+    _, vjp = cuflash.attention_vjp(Q, K, V, mask=mask, **options)
+    expected = vjp(DO)
+    assert all(told(made(DO)) == told(expected) for made in passes_on(vjp))
+
+
+def test_a_copy_of_a_plan_for_another_executor_remembers_no_calls_of_the_first() -> None:
+    ready = used_plan(None)
+    other = dataclasses.replace(ready, rule="another")
+    assert ready._repeated and not other._repeated and not copy.copy(ready)._repeated
+
+
+FRESH: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    **{name: (lambda make=make: make().resolve(SHAPE), OBJECTS[f"{name}, resolved"]) for name, make in MASKS.items()},
+    "index": (index, used_index),
+    "plan": (lambda: cuflash.plan(Q, K, V, mask=index()), lambda: used_plan(index())),
+    "example": (
+        lambda: testing.Structure(
+            seqlen_q=5, seqlen_kv=7, mask=masks.Causal("bottom_right"), has_dlse=True
+        ).example(),
+        used_example,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_what_use_has_left_is_not_pickled(name: str) -> None:
+    fresh, used = (make() for make in FRESH[name])
+    # Equal strings and numbers may be one object in one of them, which pickle then writes once: a few bytes each.
+    assert abs(len(pickle.dumps(used)) - len(pickle.dumps(fresh))) <= 64
+
+
+def test_every_public_class_is_in_the_table_and_every_function_is_pickled_by_name() -> None:
+    places = {"": cuflash, "masks.": masks, "patterns.": patterns, "testing.": testing}
+    public = {f"{place}{name}": getattr(module, name) for place, module in places.items() for name in module.__all__}
+    classes = {name for name, value in public.items() if inspect.isclass(value)}
+    makers = {name for name in public if name.startswith("patterns.")}
+    assert {name for name in OBJECTS if name in public} | {"Executable"} == classes | makers
+    for name, value in public.items():
+        if inspect.isclass(value) or inspect.isroutine(value) and "testing." not in name:  # Hypothesis wraps those
+            assert pickle.loads(pickle.dumps(value)) is value
+
+
+def _run(ready: Any) -> Any:
+    return told(ready.forward(Q, K, V))
+
+
+@pytest.mark.slow
+def test_a_used_plan_runs_in_a_process_of_its_own() -> None:
+    ready = used_plan(masks.Causal())
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_run, (ready,)) == _run(ready)

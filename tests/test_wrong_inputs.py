@@ -1,0 +1,312 @@
+"""Wrong inputs on purpose: every argument of every public function meets values of every kind.
+
+A call works, or raises one of the two errors that calls have, whose message names the argument and its rule. Nothing
+that was handed in is changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import cuflash
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, masks, patterns
+from cuflash import compile as compiling
+
+SHAPE = (2, 10, 8)
+RNG = np.random.default_rng(0)
+
+
+def an_array(*shape: int, dtype: Any = np.float32) -> Any:
+    return RNG.standard_normal(shape or SHAPE).astype(dtype)
+
+
+class Foreign:
+    """An array of another library, as far as DLPack goes."""
+
+    def __init__(self, host: Any = None, device: Any = (1, 0), fault: BaseException | None = None) -> None:
+        self.host, self.device, self.fault = an_array() if host is None else host, device, fault
+
+    def __dlpack_device__(self) -> Any:
+        if isinstance(self.device, BaseException):
+            raise self.device
+        return self.device
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if self.fault is not None:
+            raise self.fault
+        return self.host.__dlpack__(**options) if isinstance(self.host, np.ndarray) else self.host
+
+
+class Traced:
+    """An array with a namespace and no memory, as inside a compiled function."""
+
+    shape, ndim, dtype, strides, size = SHAPE, 3, np.dtype(np.float32), (320, 32, 4), 160
+
+    def __array_namespace__(self) -> Any:
+        return inspect
+
+
+def a_matrix() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PendingDeprecationWarning)
+        return np.asmatrix(an_array(10, 8))
+
+
+def a_generator() -> Iterator[int]:
+    yield 1
+
+
+NUMBERS: dict[str, Callable[[], Any]] = {
+    repr(value) if len(repr(value)) < 30 else label: lambda value=value: value
+    for label, value in enumerate(
+        [
+            None, True, False, np.True_, np.False_, 0, 1, -1, 3, 0.5, -0.0, float("nan"), float("inf"), np.float32(0.5),
+            np.float64("nan"), np.float16(2), np.int64(3), np.uint8(3), np.longdouble(0.5), 1j, np.complex64(1),
+            Decimal("0.5"), Decimal("sNaN"), Fraction(1, 2), ml_dtypes.bfloat16(1), np.timedelta64(3), "", "auto",
+            "0.5", "float32", np.str_("cpu"), b"x", (), (1, 2), (1, 2, 3), ("a", None), (None, None), ((1,), 2), 1.0,
+        ]
+    )
+}  # fmt: skip
+ARRAYS: dict[str, Callable[[], Any]] = {
+    "0-d float": lambda: np.array(0.5),
+    "0-d bool": lambda: np.array(True),
+    "0-d complex": lambda: np.array(1j),
+    "0-d object": lambda: np.array(None),
+    "bool [2]": lambda: np.array([True, False]),
+    "bool [10, 10]": lambda: np.tri(10, dtype=bool),
+    "float [10, 10]": lambda: an_array(10, 10),
+    "float64": lambda: an_array(dtype=float),
+    "complex": lambda: an_array(dtype=complex),
+    "longdouble": lambda: an_array(dtype=np.longdouble),
+    "int": lambda: an_array(dtype=int),
+    "big-endian": lambda: an_array(dtype=">f4"),
+    "objects": lambda: an_array().astype(object),
+    "objects that are arrays": lambda: np.array([an_array(), "x", None], dtype=object),
+    "records": lambda: np.zeros(SHAPE, [("x", "f4"), ("y", "i4")]),
+    "dates": lambda: np.zeros(SHAPE, "M8[s]"),
+    "words": lambda: np.full(SHAPE, "x"),
+    "void": lambda: np.zeros(SHAPE, "V4"),
+    "empty": lambda: np.zeros((0, 0), np.float32),
+    "masked": lambda: np.ma.masked_invalid(an_array()),
+    "matrix": a_matrix,
+    "read-only": lambda: np.broadcast_to(np.float32(1), SHAPE),
+    "misaligned": lambda: np.frombuffer(bytearray(8 * 20 * 4 + 1), np.float32, 160, 1).reshape(SHAPE),
+    "half": lambda: an_array(dtype=np.float16),
+}
+FOREIGN: dict[str, Callable[[], Any]] = {
+    "foreign": Foreign,
+    "foreign of another shape": lambda: Foreign(an_array(3)),
+    "foreign mask": lambda: Foreign(np.tri(10, dtype=bool)),
+    "foreign number": lambda: Foreign(np.array(0.5)),
+    "foreign that fails": lambda: Foreign(fault=BufferError("requires grad, use detach()")),
+    "foreign without an attribute": lambda: Foreign(fault=AttributeError("no attribute 'data_ptr'")),
+    "foreign with a bug": lambda: Foreign(fault=ZeroDivisionError("division by zero")),
+    "foreign that says nothing": lambda: Foreign(fault=RuntimeError()),
+    "foreign without a capsule": lambda: Foreign(host="capsule"),
+    "foreign on a TPU": lambda: Foreign(device=(99, 0)),
+    "foreign on no device": lambda: Foreign(device=None),
+    "foreign on an empty device": lambda: Foreign(device=()),
+    "foreign on a word": lambda: Foreign(device="cpu"),
+    "foreign meta tensor": lambda: Foreign(device=ValueError("Unknown device type meta for Dlpack")),
+    "traced": Traced,
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "10**400": lambda: 10**400,
+    "-10**5000": lambda: -(10**5000),
+    "a long word": lambda: "x" * 1000,
+    "list": list,
+    "list of numbers": lambda: [1, 2],
+    "list of lists": lambda: [[True, False], [True, True]],
+    "list of arrays": lambda: [an_array(), an_array(2, 10)],
+    "tuple of arrays": lambda: (an_array(), an_array(2, 10), an_array()),
+    "the same array twice": lambda: (lambda x: (x, x))(an_array()),
+    "dict": lambda: {"q": 1},
+    "set": lambda: {1, 2},
+    "range": lambda: range(3),
+    "object": object,
+    "function": lambda: a_generator,
+    "generator": a_generator,
+    "bytearray": lambda: bytearray(8),
+    "memoryview": lambda: memoryview(an_array()),
+    "module": lambda: np,
+    "the class ndarray": lambda: np.ndarray,
+    "the class float32": lambda: np.float32,
+    "the class Causal": lambda: masks.Causal,
+    "the class DeviceSpec": lambda: DeviceSpec,
+    "dtype": lambda: np.dtype(np.float16),
+    "csr": lambda: scipy.sparse.eye_array(10, format="csr"),
+    "bsr": lambda: scipy.sparse.eye_array(10, format="bsr"),
+    "coo of one axis": lambda: scipy.sparse.coo_array(np.ones(3)),
+    "csr matrix": lambda: scipy.sparse.csr_matrix(np.eye(10)),
+    "ShapeDtype": lambda: ShapeDtype(SHAPE, np.float32),
+    "ShapeDtype of another shape": lambda: ShapeDtype((3, 4, 5), "f4"),
+    "mask": lambda: masks.SlidingWindow(2, 0),
+    "mask of another length": lambda: masks.Documents(np.zeros(7, int)),
+    "index": lambda: BlockIndex.from_blocks(np.eye(5, dtype=bool), 10, 10, 2),
+    "index of another length": lambda: BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, 2),
+    "host": DeviceSpec.host,
+    "H100": lambda: DeviceSpec.gpu("H100"),
+    "MaskShape": lambda: masks.MaskShape((), 2, 10, 10),
+    "MaskShape of rubbish": lambda: masks.MaskShape("x", None, -1, 2.5),  # type: ignore[arg-type]
+    "Gradients": lambda: cuflash.Gradients(1, 2, 3),
+}
+JUNK = {**NUMBERS, **ARRAYS, **FOREIGN, **OTHERS}
+
+GOOD: dict[str, Any] = {
+    "q": an_array(), "k": an_array(), "v": an_array(), "do": an_array(), "dlse": an_array(2, 10), "mask": None,
+    "causal": False, "window": None, "scale": None, "kernel": "auto", "executor": "auto", "precision": "ieee",
+    "deterministic": False, "return_lse": False, "device": None, "out": None, "product_dtype": None, "probable": False,
+}  # fmt: skip
+O, LSE = cuflash.attention(GOOD["q"], GOOD["k"], GOOD["v"], return_lse=True)
+READY = cuflash.plan(GOOD["q"], GOOD["k"], GOOD["v"])
+VJP = cuflash.attention_vjp(GOOD["q"], GOOD["k"], GOOD["v"])[1]
+SIM = cuflash.plan(GOOD["q"], GOOD["k"], GOOD["v"], executor="sim")
+H100 = DeviceSpec.gpu("H100")
+INDEX = BlockIndex.from_blocks
+LENGTHS = {"seqlen_q": 10, "seqlen_kv": 10, "block": 2}
+
+
+def planned_elsewhere(**arguments: Any) -> Any:
+    return cuflash.plan(**{"device": H100, **arguments})
+
+
+def precompile(**arguments: Any) -> Any:
+    """Without the compiler, which takes seconds."""
+    shapes = {name: ShapeDtype(SHAPE, np.float32) for name in "qkv" if arguments[name] is GOOD[name]}
+    with mock.patch.object(compiling, "precompile", lambda specs, target: tuple(specs)):
+        return cuflash.precompile(**{**arguments, **shapes})
+
+
+# What stands for an argument in the words of a message.
+NAMES = {"mask": "mask|q_ids|block index", "outs": "outs|lses", "lses": "outs|lses"} | dict.fromkeys(
+    ("seqlen_q", "seqlen_kv", "block", "shape", "matrix"), r"seqlen_\w+|block|shape|matrix"
+)
+
+
+def given_to(call: Callable[..., Any], *names: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    return call, {name: {**GOOD, "o": O, "lse": LSE}[name] for name in names}
+
+
+OPTIONS = ("mask", "causal", "window", "scale", "kernel", "executor", "precision", "deterministic")
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "attention": given_to(cuflash.attention, "q", "k", "v", *OPTIONS, "out", "return_lse"),
+    "attention_vjp": given_to(cuflash.attention_vjp, "q", "k", "v", *OPTIONS, "out", "return_lse"),
+    "vjp": given_to(VJP, "do", "dlse"),
+    "plan": given_to(cuflash.plan, "q", "k", "v", *OPTIONS, "device"),
+    "plan for a GPU": given_to(planned_elsewhere, "q", "k", "v", *OPTIONS),
+    "Executable.forward": given_to(READY.forward, "q", "k", "v", "out"),
+    "Executable.backward": given_to(READY.backward, "do", "q", "k", "v", "o", "lse", "dlse"),
+    "forward on the simulator": given_to(SIM.forward, "q", "k", "v", "out"),
+    "precompile": given_to(precompile, "q", "k", "v", *OPTIONS[:5], "precision", "deterministic", "device"),
+    "merge": (cuflash.merge, {"outs": [O, O], "lses": [LSE, LSE]}),
+    "error_bound": given_to(
+        cuflash.error_bound, "q", "k", "v", "do", "dlse", *OPTIONS[:4], "precision", "product_dtype", "probable"
+    ),
+    "BlockIndex.from_mask": (
+        BlockIndex.from_mask, {"mask": masks.Causal(), "shape": masks.MaskShape((), 1, 10, 10), "block": 2}
+    ),
+    "BlockIndex.from_blocks": (BlockIndex.from_blocks, {"blocks": np.eye(5, dtype=bool), **LENGTHS}),
+    "BlockIndex.from_scipy": (BlockIndex.from_scipy, {"matrix": scipy.sparse.eye_array(5), **LENGTHS}),
+    "BlockIndex.from_scipy of elements": (
+        BlockIndex.from_scipy, {"matrix": scipy.sparse.bsr_array(np.eye(10)), "seqlen_q": 10, "seqlen_kv": 10}
+    ),
+    "DeviceSpec": (
+        DeviceSpec,
+        dict(name="x", compute_capability=None, num_processors=1, tile_memory_bytes=1 << 20, cache_bytes=0),
+    ),
+    "DeviceSpec.gpu": (DeviceSpec.gpu, {"name": "H100"}),
+    "ShapeDtype": (ShapeDtype, {"shape": (2, 3), "dtype": np.float32}),
+    "butterfly": (patterns.butterfly, {**LENGTHS, "max_stride": 2}),
+    "bigbird": (
+        patterns.bigbird, {**LENGTHS, "num_window": 1, "num_global": 1, "num_random": 1, "num_heads": 1, "seed": 0}
+    ),
+    "random": (patterns.random, {**LENGTHS, "density": 0.5, "num_heads": 1, "seed": 0, "diagonal": True}),
+    "longformer": (patterns.longformer, {"window": 2, "num_global": 1, "dilation": 2}),
+    "strided": (patterns.strided, {"stride": 2}),
+    "fixed": (patterns.fixed, {"stride": 3, "num_summary": 1}),
+    "sink_local": (patterns.sink_local, {"num_sinks": 1, "window": 2}),
+    "checkerboard": (patterns.checkerboard, LENGTHS),
+}  # fmt: skip
+PLACES = [(name, argument) for name, (_, arguments) in CALLS.items() for argument in arguments]
+
+
+def bytes_of(value: Any) -> Any:
+    """What a value holds in arrays, to see whether a call has changed it."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value.tobytes()
+    if isinstance(value, Foreign):
+        return bytes_of(value.host)
+    return [bytes_of(each) for each in value] if isinstance(value, (list, tuple)) else None
+
+
+def complaint(name: str, argument: str, junk: Any) -> str | None:
+    """What is wrong with how a call takes a value."""
+    call, good = CALLS[name]
+    arguments = {**good, argument: junk}
+    before = bytes_of(list(arguments.values()))
+    try:
+        call(**arguments)
+        if argument == "out":
+            return None  # it is written to
+        error = None
+    except (TypeError, UnsupportedProblem) as caught:
+        error = caught
+    except RuntimeError as caught:
+        if "CuPy is missing" in str(caught):
+            return None
+        return f"{type(caught).__name__}: {caught}"
+    except Exception as caught:
+        return f"{type(caught).__name__}: {str(caught)[:300]}"
+    if bytes_of(list(arguments.values())) != before:
+        return "changes what was handed in"
+    if error is None:
+        return None
+    for reason in getattr(error, "reasons", (str(error),)):
+        if not re.search(r"\bmust\b|\bneeds\b|\btakes?\b|\bis for\b|\beither\b", reason) or len(reason) > 600:
+            return f"no rule: {reason}"
+    is_named = re.search(rf"\b({NAMES.get(argument, argument)})\b", str(error)) is not None
+    if not is_named or type(error) not in (TypeError, UnsupportedProblem):
+        return f"{argument} is not named: {error}"
+    return None
+
+
+@pytest.mark.parametrize(("name", "argument"), PLACES, ids=map(" ".join, PLACES))
+def test_every_argument_takes_or_refuses_what_it_is_given(name: str, argument: str) -> None:
+    complaints = {label: complaint(name, argument, make()) for label, make in JUNK.items()}
+    assert {label: told for label, told in complaints.items() if told} == {}
+
+
+SMALL = st.integers(-3, 40)
+DRAWN = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), SMALL, st.floats(allow_subnormal=False), st.complex_numbers(), st.text(max_size=3),
+        st.binary(max_size=3), st.decimals(), st.fractions(), st.sampled_from([10**30, -(10**30), 2**63, 10**400]),
+        SMALL.map(np.int16), st.floats(width=32).map(np.float32),
+        hnp.arrays(
+            st.one_of(hnp.scalar_dtypes(), hnp.array_dtypes(max_size=2)),
+            st.one_of(hnp.array_shapes(min_dims=0, max_dims=4, max_side=3), st.just(SHAPE), st.just((10, 10))),
+        ),
+    ),
+    lambda inner: st.one_of(st.tuples(inner, inner), st.lists(inner, max_size=3), st.tuples(inner)),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@given(st.sampled_from(PLACES), DRAWN)
+def test_every_argument_takes_or_refuses_what_is_drawn(place: tuple[str, str], junk: Any) -> None:
+    assert complaint(*place, junk) is None
