@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import Array, ShapeDtype
-from .planning.launches import Workspace
+from .planning.launches import Feature, Workspace
 from .planning.plan import KernelPlan
 from .problem import Problem
 from .records import (
@@ -20,6 +21,7 @@ from .records import (
     LISTS,
     MAPPED,
     MAPPED_ARRAYS,
+    MATRICES,
     PARAMS,
     PART_ARRAYS,
     ROW_VECTORS,
@@ -76,9 +78,10 @@ class Records:
     """
 
     views: tuple[View, ...]
-    templates: tuple[Any, ...]  # records whose addresses are offsets in bytes
+    templates: tuple[tuple[Any, ...], ...]  # Params and features of each launch; their addresses are offsets in bytes
     maps: Any  # a record of tensor maps, whose addresses are missing
     map_places: Mapping[str, int]  # of addresses of arrays that have a map, in words
+    features: tuple[Feature, ...] = ()
 
     @classmethod
     def of(
@@ -87,10 +90,21 @@ class Records:
         views: tuple[View, ...],
         boxes: Mapping[str, tuple[int, int]] = MappingProxyType({}),
         tensor_map: Callable[[Tiles], Template] | None = None,
+        features: tuple[Feature, ...] = (),
     ) -> Records:
-        """Of some arrays, kernels copy boxes of so many rows and columns by what `tensor_map` makes."""
+        """The records of a pass over arrays of some layouts.
+
+        Parameters
+        ----------
+        boxes : dict of (rows, columns) by array name
+            Boxes that kernels copy by tensor maps, which `tensor_map` makes.
+        features : tuple of Feature
+            Features whose parameters are arguments of their own.
+        """
         problem = plan.problem
-        strides = [_strides(view, plan) for view in views]
+        tables = {name for feature in features for name in feature.tables}
+        no_strides = (0,) * (len(problem.batch) + 3)
+        strides = [no_strides if view.name in tables else _strides(view, plan) for view in views]
         axes = _folded(problem.batch, [steps[:-3] for steps in strides])
         most = _MAP_BATCH_AXES if boxes else BATCH_AXES
         inner, outer = axes[-most:], axes[:-most]
@@ -121,37 +135,73 @@ class Records:
             kernels.order.kv_heads_per_group, kernels.num_splits, problem.group_size * finished,
             *rounds, _softmax_scale(problem),
         )  # fmt: skip
+        parts = {feature.name: _numbers(feature) for feature in features}
+        within = {name: record[part] for part, names in _WITHIN.items() for name in names}
+        within |= {name: parts[feature.name] for feature in features for name in feature.dtype.names or ()}
         templates = []
         for place in np.ndindex(*(extent for extent, _ in outer)):
             for index, (view, steps) in enumerate(zip(views, strides)):
                 start = sum(number * by[index] for number, (_, by) in zip(place, outer)) * view.dtype.itemsize
                 steps_of_batch = [0] * padding + [by[index] for _, by in inner]
-                within = [record[name] for name, arrays in _WITHIN.items() if view.name in arrays] or [record]
-                within[0][view.name] = (start, steps_of_batch, *steps[-3:], view.dtype == problem.accumulator)
-            templates.append(record.copy())
+                if view.name in tables:
+                    continue
+                filled = within.get(view.name, record)
+                filled[view.name] = (start, steps_of_batch, *steps[-3:], view.dtype == problem.accumulator)
+            templates.append((record.copy(), *(part.copy() for part in parts.values())))
             record["shape"]["first_batch"] += prod(extent for extent, _ in inner)
-        return cls(views, tuple(templates), maps, map_places)
+        return cls(views, tuple(templates), maps, map_places, features)
 
     def with_lists(self, lists: Mapping[str, int]) -> ParamsBuffer:
         """The records complete but for the arrays' addresses; those of the work list's arrays are given."""
-        places = [_PLACES[view.name] for view in self.views]
+        of_features = _feature_places(self.features)
+        places = [(_PLACES | of_features)[view.name] for view in self.views]
         maps = self.maps.reshape(1).view(np.uint64)
         names = [view.name for view in self.views]
+        ends = tuple(accumulate((feature.dtype.itemsize // 8 for feature in self.features), initial=_ALL_WORDS))
+        slices = [(slice(*pair), _one_field(feature.dtype)) for pair, feature in zip(pairwise(ends), self.features)]
         templates = []
-        for template in self.templates:
-            words = np.concatenate([template.reshape(1).view(np.uint64), maps])
+        for params, *parts in self.templates:
+            of_parts = (part.reshape(1).view(np.uint64) for part in parts)
+            words = np.concatenate([params.reshape(1).view(np.uint64), maps, *of_parts])
             words[[_PLACES[name] for name in lists]] = list(lists.values())
             starts = words[places].tolist()
             of_maps = ((_WORDS + place, names.index(name)) for name, place in self.map_places.items())
             mapped = tuple((place, starts[number], number) for place, number in of_maps)
             templates.append((words, tuple(zip(places, starts)), mapped))
-        return ParamsBuffer(templates)
+        return ParamsBuffer(templates, slices)
 
 
-# One field makes a scalar that is a view. CuPy looks at its type alone; fields of fields would take it 70 us.
-_BYTES = np.dtype([("bytes", np.void, PARAMS.itemsize)])
-_MAP_BYTES = np.dtype([("bytes", np.void, TENSOR_MAPS.itemsize)])
+def _numbers(feature: Feature) -> Any:
+    """A feature's record with its numbers, and without its arrays."""
+    record = np.zeros((), feature.dtype)
+    for name, value in feature.values.items():
+        record[name] = value
+    return record
+
+
+def _feature_places(features: tuple[Feature, ...]) -> dict[str, int]:
+    """The words of addresses in the records of features, which follow Params and the tensor maps."""
+    found, start = {}, _ALL_WORDS
+    for feature in features:
+        assert feature.dtype.fields is not None and feature.dtype.itemsize % 8 == 0
+        for name, (kind, offset, *_) in feature.dtype.fields.items():
+            if kind == MATRICES or name in feature.tables:
+                found[name] = start + offset // 8
+        start += feature.dtype.itemsize // 8
+    return found
+
+
+def _one_field(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """A dtype of as many bytes, and of one field, which makes a scalar that is a view of an array.
+
+    CuPy looks at the dtype of a scalar alone; fields of fields would take it 70 us.
+    """
+    return np.dtype([("bytes", np.void, dtype.itemsize)])
+
+
+_BYTES, _MAP_BYTES = _one_field(PARAMS), _one_field(TENSOR_MAPS)
 _WORDS = PARAMS.itemsize // 8
+_ALL_WORDS = _WORDS + TENSOR_MAPS.itemsize // 8
 
 
 class ParamsBuffer:
@@ -162,15 +212,20 @@ class ParamsBuffer:
     templates : list of (words, places, mapped)
         For each launch of a kernel: the words of its record and tensor maps; the places of arrays' addresses among them
         with offsets in bytes; and the places of addresses in tensor maps, with offsets and the numbers of their arrays.
+    features : list of (slice, dtype)
+        The words of each feature's record, and the dtype of the scalar that a kernel takes.
     """
 
     def __init__(
-        self, templates: list[tuple[Any, tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]]
+        self,
+        templates: list[tuple[Any, tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]],
+        features: list[tuple[slice, np.dtype[Any]]],
     ) -> None:
         self._templates = templates
+        self._features = features
 
-    def at(self, addresses: Sequence[int]) -> list[tuple[Any, Any]]:
-        """The parameters and tensor maps of each launch, for arrays at these addresses, in the order of the views."""
+    def at(self, addresses: Sequence[int]) -> list[tuple[Any, ...]]:
+        """Parameters, tensor maps and features of each launch, for arrays at these addresses, in the views' order."""
         made = []
         for template, places, mapped in self._templates:
             copied = template.copy()
@@ -179,7 +234,8 @@ class ParamsBuffer:
                 words[place] = start + address
             for place, start, number in mapped:
                 words[place] = start + addresses[number]
-            made.append((copied[:_WORDS].view(_BYTES)[0], copied[_WORDS:].view(_MAP_BYTES)[0]))
+            features = [copied[words].view(dtype)[0] for words, dtype in self._features]
+            made.append((copied[:_WORDS].view(_BYTES)[0], copied[_WORDS:_ALL_WORDS].view(_MAP_BYTES)[0], *features))
         return made
 
 

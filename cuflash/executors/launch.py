@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 from ..arrays import Array
@@ -65,7 +66,7 @@ class BoundPass:
 
     def __init__(self, plan: KernelPlan, kernels: Pass, views: tuple[View, ...], machine: Machine) -> None:
         made = tuple(View.of_new(name, workspace) for name, workspace in kernels.workspaces.items())
-        records = Records.of(plan, (*views, *made), kernels.boxes, machine.tensor_map)
+        records = Records.of(plan, (*views, *made), kernels.boxes, machine.tensor_map, kernels.features)
         num_batch = plan.problem.mask_shape.num_batch // len(records.templates)
         self._plan, self._kernels, self._machine = plan, kernels, machine
         self._names = tuple(view.name for view in (*views, *made))
@@ -76,8 +77,14 @@ class BoundPass:
         self._allocate = machine.allocator(kernels.workspaces)
         grids = [(launch, launch.grid(num_batch)) for launch in kernels.launches.values()]
         self.launches = tuple((launch, grid) for launch, grid in grids if grid)
+        names = [feature.name for feature in kernels.features]
         self._launchers = [
-            (launch, bool(launch.boxes), machine.launcher(launch.spec, grid, launch.shared_bytes))
+            (
+                launch,
+                itemgetter(slice(0, 1 + bool(launch.boxes))),
+                tuple(2 + names.index(name) for name in launch.features),
+                machine.launcher(launch.spec, grid, launch.shared_bytes),
+            )
             for launch, grid in self.launches
         ]
 
@@ -87,9 +94,9 @@ class BoundPass:
         every = [*arrays, *made]
         self._lists.use(stream)
         records = self._params.at(list(map(self._machine.address, every)))
-        for launch, takes_maps, start in self._launchers:
-            for params, maps in records:
-                start((params, maps) if takes_maps else (params,))
+        for launch, params_of, features, start in self._launchers:
+            for record in records:
+                start(params_of(record) + tuple(record[place] for place in features) if features else params_of(record))
             if check is not None:
                 self._machine.wait(launch)
                 named = dict(zip(self._names, every))

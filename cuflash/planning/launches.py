@@ -36,6 +36,29 @@ class Workspace(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """Parameters of a feature that only some specifications have: a kernel argument of its own, after all others.
+
+    Attributes
+    ----------
+    name : str
+    dtype : numpy.dtype
+        The record that the kernel takes by value, a multiple of 8 bytes long. A field of the type of an array of Params
+        holds an array [*batch, heads, rows, columns]; a field named in `tables` holds the address of any other array;
+        other fields hold numbers. Names of arrays are those of operands, results or workspaces of the pass.
+    values : dict by field
+        The numbers.
+    tables : tuple of str
+        Fields of 8 bytes that hold addresses of arrays without leading axes.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    tables: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Launch:
     """One kernel of a pass.
@@ -55,6 +78,8 @@ class Launch:
         block for each tile.
     boxes : dict of (rows, columns) by array name
         Boxes that the kernel copies by tensor maps; empty for kernels that take none.
+    features : tuple of str
+        Names of the features of the pass whose parameters the kernel takes.
     skipped_tiles : callable, optional
         Given a number of batch entries, how many of their tiles an earlier kernel of the pass has finished.
     """
@@ -66,6 +91,7 @@ class Launch:
     writes: tuple[str, ...]
     max_blocks: int | None = None
     boxes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    features: tuple[str, ...] = ()
     skipped_tiles: Callable[[int], int] | None = None
 
     def grid(self, num_batch: int) -> int:
@@ -85,10 +111,13 @@ class Pass:
     launches : dict of Launch by role
         A role is the entry of the kernel, or of the one that another kernel stands in for: "backward".
     workspaces : dict of Workspace by name
+    features : tuple of Feature
+        Features whose parameters some of the kernels take.
     """
 
     launches: Mapping[str, Launch]
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
+    features: tuple[Feature, ...] = ()
 
     @property
     def specs(self) -> dict[str, KernelSpec]:
