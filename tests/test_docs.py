@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,10 @@ import cuflash
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(ROOT.glob("*.md"))
+DECISIONS = sorted((ROOT / "docs" / "design").glob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *DECISIONS]
+RESULTS = ROOT / "experiments" / "results"
+NUMBER = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?(?=us\b|TF\b|[^\w.]|\.(?!\d)|$)")
 MODULES = [name for _, name, _ in pkgutil.walk_packages(cuflash.__path__, "cuflash.") if not name.endswith("__main__")]
 
 
@@ -75,9 +79,13 @@ def test_the_readme_mentions_every_public_name(name: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text("utf-8")
-    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link}
-    paths = set(re.findall(r"`((?:cuflash|tests|experiments|kernels_cu|\.ci)/[\w./-]*)`", text))
-    assert [path for path in sorted(links | paths) if path and not (ROOT / path).exists()] == []
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)", text, re.MULTILINE)
+    found = {page.parent / link.partition("#")[0] for link in links if "://" not in link}
+    for path in re.findall(r"`([\w.-]+/[\w./-]*)`", text):
+        # Paths are relative to the repository, or in short to the library or to its kernels.
+        roots = [root for root in (ROOT, ROOT / "cuflash", ROOT / "kernels_cu") if (root / path.split("/")[0]).is_dir()]
+        found |= {roots[0] / path} if roots and not any((root / path).exists() for root in roots) else set()
+    assert sorted(str(path) for path in found if not path.exists()) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -85,3 +93,41 @@ def test_make_commands_name_targets(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     commands = re.findall(r"(?:^|`|\$ )make ((?:[\w-]+\b(?!=) ?)+)", page.read_text("utf-8"), re.MULTILINE)
     assert {word for command in commands for word in command.split()} <= targets
+
+
+def _decisions() -> Iterator[tuple[str, str]]:
+    """The sections of the design pages that hold a decision, by page and title."""
+    for page in DECISIONS:
+        for section in re.split(r"^(?=##+ )", page.read_text("utf-8"), flags=re.MULTILINE):
+            if section.startswith("### "):
+                text = re.sub(r"^\[[^\]]+\]: \S+$", "", section, flags=re.MULTILINE)
+                yield f"{page.stem}: {text.splitlines()[0].removeprefix('### ')}", text
+
+
+SECTIONS = dict(_decisions())
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_decision_has_its_four_parts_in_few_lines(name: str) -> None:
+    lines = [line for line in SECTIONS[name].splitlines()[1:] if line]
+    parts = [word for line in lines for word in re.findall(r"^\*\*(\w+)\*\* ", line)]
+    assert parts == ["Context", "Decision", "Evidence", "Consequence"]
+    assert len(lines) <= 15
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_numbers_of_a_decision_are_in_the_results_that_it_names(name: str) -> None:
+    """Every number in a table's cells, but for the first of a row, is a number of those files, or one rounded."""
+    tables = re.findall(r"^\|--.*\n((?:\|.*\n)+)", SECTIONS[name], re.MULTILINE)
+    rows = [row.strip("| ").split("|") for table in tables for row in table.splitlines()]
+    cells = {number for _, *row in rows for cell in row for number in NUMBER.findall(cell)}
+    results = {RESULTS / file for file in re.findall(r"\[([\w.]+\.(?:csv|log))\]", SECTIONS[name])}
+    assert all(path.exists() for path in results)
+    measured = {Decimal(number) for path in results for number in NUMBER.findall(path.read_text("utf-8"))}
+    assert sorted(cell for cell in cells if not any(_rounds_to(number, Decimal(cell)) for number in measured)) == []
+
+
+def _rounds_to(number: Decimal, shown: Decimal) -> bool:
+    exponent = shown.as_tuple().exponent
+    assert isinstance(exponent, int)
+    return abs(number - shown) * 2 <= Decimal(1).scaleb(exponent)
