@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import keyword
 import re
 import sys
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lexing import Language, Token, language_of, lexed, spans, tokens
-from planting import Edit, places
+from mutations.planting import Edit, places
 
 ROOT = Path(__file__).resolve().parents[1]
 PATTERNS = (
@@ -327,8 +328,10 @@ def written(edit: Edit, file: str, indent: int, column: int) -> str:
 
 
 def literal(text: str) -> str:
-    quoted = repr(text)
-    return quoted if quoted[0] == '"' else '"' + quoted[1:-1].replace("\\'", "'").replace('"', '\\"') + '"'
+    """In double quotes, unless the text has such and no single ones."""
+    if '"' in text and "'" not in text:
+        return repr(text)
+    return json.dumps(text, ensure_ascii=False)
 
 
 def pieces(text: str, width: int) -> list[str]:

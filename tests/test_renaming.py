@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import renaming
-from planting import Edit
+from mutations.planting import Edit
 from renaming import Refused, read_table
 
 KERNEL = """#include <attention/turn.cuh>
@@ -197,6 +197,6 @@ def test_fields_of_formatted_strings_are_code(text: str, code: list[str]) -> Non
 
 
 def test_every_fault_of_the_library_is_found() -> None:
-    texts = [path.read_text("utf-8") for path in (renaming.ROOT / "tests").glob("test_*_edits.py")]
-    found = [len(edits(text)) for text in texts]
-    assert found == [text.count("Edit(") for text in texts] and sum(found) > 500
+    texts = [path.read_text("utf-8") for path in (renaming.ROOT / "tests/mutations").glob("*.py")]
+    tables = [text for text in texts if "\nFAULTS = {" in text]
+    assert tables and [len(edits(text)) for text in tables] == [text.count(" Edit(") for text in tables]

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from cuflash.simulated import Simulator
 from executors import SIM, needs_compiler
-from planting import Edit
 from poison import STRUCTURES, call
 
 from cuflash import sim
+from mutations.planting import Edit
 
 pytestmark = needs_compiler
 ORDERS = ("random", "priorities", "last_warp")
@@ -40,11 +40,12 @@ def test_every_schedule_gives_the_bits_of_the_default(name: str) -> None:
 CHILD = """
 import contextlib, sys, tempfile
 from pathlib import Path
-import planting, poison
+import poison
 from cuflash import sim
 from cuflash.simulated import Simulator
 from cuflash.testing import assert_within_bounds
 from executors import SIM
+from mutations import planting
 sanitize, *edit = sys.argv[1:]
 folder = tempfile.TemporaryDirectory()
 with planting.planted(Path(folder.name), planting.Edit(*edit)) if edit else contextlib.nullcontext():

@@ -7,11 +7,11 @@ import tokenize
 from pathlib import Path
 
 import lexing
-import planting
 import pytest
-from planting import Edit, replaced
 
 from cuflash import source as sources
+from mutations import planting
+from mutations.planting import Edit, replaced
 
 _LAYOUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,

@@ -7,11 +7,10 @@ tables of edits keep up with the code.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -109,11 +108,6 @@ def _would_join(left: str, right: str) -> bool:
         return False
     is_word = [each.isalnum() or each in "_\"'" for each in (left, right)]
     return is_word[0] == is_word[1] and not {left, right} & set("()[]{},;")
-
-
-def chosen(edits: Mapping[str, Edit]) -> list[str]:
-    """The names of all edits; every third of them, unless CUFLASH_PROFILE=long: each takes seconds."""
-    return list(edits) if os.environ.get("CUFLASH_PROFILE") == "long" else list(edits)[::3]
 
 
 def misfits(edits: Iterable[Edit]) -> list[str]:

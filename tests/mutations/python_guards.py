@@ -1,0 +1,120 @@
+"""What must see the faults of the library's own Python: properties of results, indices and lists, on many examples.
+
+Each is given a library: the one that is installed, or a copy with a fault under a name of its own.
+"""
+
+import importlib
+
+import device_double
+import numpy as np
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+from test_block_index import blocks_of
+from test_device_masks import changed, in_order, packed, sent
+from test_work_list import assert_longest_first, rebuilt
+
+SIGNS = (AssertionError, ValueError)  # arrays may not fit each other
+
+
+def part(library, name):
+    return importlib.import_module(f"{library.__name__}.{name}")
+
+
+def hunt(*strategies):
+    """Many examples from several seeds, so that no run of alike examples decides; reported at the first failure."""
+
+    def run(check):
+        options = settings(max_examples=120, database=None, phases=[Phase.generate])
+        for number in range(5):
+            seed(number)(options(given(*strategies)(check)))()
+
+    return run
+
+
+def attention_is_right(library):
+    """Every result within its bound, at tiles of any size."""
+    launch, work_list = (part(library, name) for name in ("launch", "work_list"))
+    host, plan = (part(library, f"planning.{name}") for name in ("host", "plan"))
+    device = part(library, "device").DeviceSpec(name="test", num_processors=1, tile_memory_bytes=1 << 20)
+    examples = part(library, "testing.strategies").examples(tile=16, most_scores=1 << 12, dtypes=["float32", "float64"])
+
+    @hunt(examples, st.integers(8, 24), st.integers(8, 24))
+    def check(example, block_q, block_kv):
+        problem = part(library, "problem").Problem.of(example.q, example.k, example.v, scale=example.scale)
+        mask = work_list.requested_mask(example.mask, False, None, problem.mask_shape)
+        work = work_list.work_list(mask, problem.mask_shape, (block_q, block_kv))
+        # As in any plan, no smaller than blocks of a list.
+        tile = max(block_q, work.block_q), max(block_kv, work.block_kv)
+        tiling = host.HostTiling(problem, device, *tile, work)
+        kernels = plan.KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling)
+        ready = launch.Executable(kernels)
+        o, lse = ready.forward(example.q, example.k, example.v)
+        dq, dk, dv = ready.backward(example.do, example.q, example.k, example.v, o, lse, example.dlse)
+        part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+def shapes_and_masks(library):
+    shapes = st.builds(
+        part(library, "mask").MaskShape,
+        st.sampled_from([(3,), (2, 2), ()]),
+        st.sampled_from([1, 3]),
+        st.integers(1, 90),
+        st.integers(1, 90),
+    )
+    return shapes.flatmap(lambda shape: st.tuples(st.just(shape), part(library, "testing.strategies").masks(shape)))
+
+
+def indices_are_right(library):
+    """A block index holds exactly its mask, at blocks of any size."""
+    index_of = part(library, "block_index").BlockIndex.from_mask
+
+    @hunt(shapes_and_masks(library), st.tuples(st.integers(1, 12), st.integers(1, 12)))
+    def check(shape_and_mask, block):
+        shape, mask = shape_and_mask
+        index, expected = index_of(mask, shape, block), mask.dense(shape).reshape(shape.num_batch, *shape[1:])
+        dense, states = index.dense(), index.states()
+        assert (dense == expected).all()
+        for place, elements in blocks_of(dense, block):
+            assert states[place] == (1 if elements.all() else 2 if elements.any() else 0)
+
+
+def work_is_right(library):
+    """A work list tells exactly its mask, by rows and by columns, at tiles of any size."""
+    work_list = part(library, "work_list")
+
+    @hunt(shapes_and_masks(library), st.tuples(st.integers(1, 24), st.integers(1, 24)))
+    def check(shape_and_mask, tile):
+        shape, mask = shape_and_mask
+        work = work_list.work_list(work_list.requested_mask(mask, False, None, shape), shape, tile)
+        for transposed in (False, True):
+            allowed, _ = rebuilt(work, shape, transposed)
+            assert (allowed == mask.dense(shape).reshape(allowed.shape)).all()
+        if not work.is_implicit:
+            assert_longest_first(work.lists, work.index.batch * work.index.num_heads)
+
+
+def lists_on_a_device_are_right(library):
+    """Lists made on a device hold exactly their mask, and their columns what their rows hold."""
+    index_of, listed = part(library, "block_index").BlockIndex.from_mask, part(library, "work_list").ListedWork
+
+    drawn = st.one_of(shapes_and_masks(library), packed(part(library, "masks")))
+
+    @hunt(drawn, st.tuples(st.integers(1, 12), st.integers(1, 12)))
+    def check(shape_and_mask, block):
+        shape, mask = shape_and_mask[0], changed(shape_and_mask[1], in_order)
+        if not any(True for _ in part(library, "mask").held_arrays(mask)):
+            return
+        index, expected = index_of(sent(mask, device_double.to_device), shape, block), index_of(mask, shape, block)
+        lists = {name: device_double.to_host(array) for name, array in listed(index=index).lists.items()}
+        pointers, entries = (lists[f"column_{name}"] for name in ("pointers", "entries"))
+        assert_longest_first(lists, index.batch * index.num_heads)
+        with device_double.transfers_allowed():
+            index = index.on_host
+        for name in ("indptr", "indices"):
+            assert np.array_equal(getattr(index, name), getattr(expected, name))
+        assert (index.dense() == expected.dense()).all() and (index.states() == expected.states()).all()
+        bits = (index.kinds == 3) & (expected.kinds == 3)
+        assert np.array_equal(index.bits[index.tiles[bits]], expected.bits[expected.tiles[bits]])
+        column = index.block_rows // index.num_q_blocks * index.num_kv_blocks + index.indices
+        assert np.array_equal(entries[: pointers[-1]], np.argsort(column, kind="stable"))
+        assert np.array_equal(np.diff(pointers), np.bincount(column, minlength=len(pointers) - 1))

@@ -1,0 +1,102 @@
+"""Faults in the kernels of the simt family."""
+
+from __future__ import annotations
+
+from mutations.kernel_guards import attention_is_right
+from mutations.planting import Edit
+
+FAULTS = {
+    attention_is_right: {
+        "K is overwritten before it is read": Edit(
+            "simt/forward.cu", "simt_forward",
+            "tile::add_product_nt(s, q_smem, k_smem); __syncthreads();",
+            "tile::add_product_nt(s, q_smem, k_smem);",
+        ),
+        "P is read before it is there": Edit(
+            "simt/forward.cu", "simt_forward", "tile::store(p_smem, s); __syncthreads();", "tile::store(p_smem, s);"
+        ),
+        "V is overwritten before it is read": Edit(
+            "simt/forward.cu", "simt_forward",
+            "for (Step step; steps.next(step);) { __syncthreads();",
+            "for (Step step; steps.next(step);) {",
+        ),
+        "scores are not scaled": Edit("simt/forward.cu", "simt_forward", "s.scale(softmax_scale_log2);", ""),
+        "scores are not masked": Edit("simt/forward.cu", "simt_forward", "mask_scores(s, params, work, step);", ""),
+        "lse of the last row is lost": Edit(
+            "simt/forward.cu", "simt_forward", "o.row(i) < lse.num_rows)", "o.row(i) < lse.num_rows - 1)"
+        ),
+        "heads are grouped by remainder": Edit(
+            "simt/forward.cu", "simt_forward",
+            "place.head / shape.group_size",
+            "place.head % (shape.num_heads / shape.group_size)",
+        ),
+        "dS is read before it is there": Edit(
+            "simt/backward_rows.cu", "simt_backward_rows",
+            "tile::store(ds_smem, dp); __syncthreads();",
+            "tile::store(ds_smem, dp);",
+        ),
+        "dq is not scaled": Edit("simt/backward_rows.cu", "simt_backward_rows", "dq.scale(shape.softmax_scale);", ""),
+        "P is overwritten before it is read": Edit(
+            "simt/backward_columns.cu", "simt_backward_columns",
+            "__syncthreads(); tile::store(p_smem, dp);",
+            "tile::store(p_smem, dp);",
+        ),
+        "dq is not zeroed": Edit(
+            "simt/backward_statistics.cu", "simt_backward_statistics", "dq.fill(0);", "dq.fill(1);"
+        ),
+        "dq is left as it came": Edit(
+            "simt/backward_statistics.cu", "simt_backward_statistics",
+            "store_gradient<Element>(",
+            "if (false) store_gradient<Element>(",
+        ),
+        "what is added to dq is not scaled": Edit(
+            "simt/backward.cu", "simt_backward", "dq_frag.scale(shape.softmax_scale);", ""
+        ),
+        "dq is added a row late": Edit(
+            "simt/backward.cu", "simt_backward", "dq.rows(step.start, step.stop)", "dq.rows(step.start + 1, step.stop)"
+        ),
+        "all heads of a group add to the first one's dq": Edit(
+            "simt/backward.cu", "simt_backward", "params.dq, work.place, head,", "params.dq, work.place, first_head,"
+        ),
+        "Q is overwritten before it is read": Edit(
+            "simt/backward.cu", "simt_backward",
+            "tile::store(p_smem, scores); __syncthreads();",
+            "tile::store(p_smem, scores);",
+        ),
+        "dO is read before it is there": Edit(
+            "simt/backward.cu", "simt_backward",
+            "__syncthreads(); tile::add_product_nn<kSteps>(dv, p_smem, do_smem);",
+            "tile::add_product_nn<kSteps>(dv, p_smem, do_smem);",
+        ),
+        "P takes dS before it is read": Edit(
+            "simt/backward.cu", "simt_backward",
+            "tile::add_product_nt<kScoreSteps>(scores, v_smem, do_smem); __syncthreads();",
+            "tile::add_product_nt<kScoreSteps>(scores, v_smem, do_smem);",
+        ),
+        "Q takes dQ before it is read": Edit(
+            "simt/backward.cu", "simt_backward",
+            "__syncthreads(); const Interval keys = visited_keys(params, work, step);",
+            "const Interval keys = visited_keys(params, work, step);",
+        ),
+        "dQ is added before it is there": Edit("simt/backward.cu", "simt_backward", "} __syncthreads();", "}"),
+        "dQ is overwritten before it is added": Edit(
+            "simt/backward.cu", "simt_backward",
+            "tile::RegisterTile<Accumulator, kBlockKv, kBlockQ> scores; __syncthreads();",
+            "tile::RegisterTile<Accumulator, kBlockKv, kBlockQ> scores;",
+        ),
+        "one head of a group gives dk and dv": Edit(
+            "simt/backward.cu", "simt_backward", "head < first_head + shape.group_size", "head < first_head + 1"
+        ),
+        "P of keys past the tile is kept": Edit(
+            "simt/backward.cu", "simt_backward", "probabilities_of_keys(scores, params, work, step, lse_2);", ""
+        ),
+        "only the first head of a group gives dk and dv": Edit(
+            "simt/backward_columns.cu", "simt_backward_columns",
+            "head < first_head + shape.group_size",
+            "head < first_head + 1",
+        ),
+        "dk takes P in the place of dS": Edit(
+            "simt/backward_columns.cu", "simt_backward_columns", "tile::store(p_smem, dp);", ""
+        ),
+    },
+}  # fmt: skip

@@ -1,0 +1,270 @@
+"""What must see the faults of the sm90 family, on the simulator: as a wrong number, or as a broken rule.
+
+What is not waited for, or waited for in vain, the simulator reports by itself. But blocks run one after another there:
+that a block does not wait for others at all it cannot show, and whoever comes last finds all others done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from cuflash.simulated import Simulator
+from cuflash.testing import Example, Structure, assert_within_bounds
+from finishing import of_lists, on_few_processors
+from poison import MARGIN, call
+from test_dq_of_lists import STRUCTURES as OF_LISTS
+from test_dq_of_lists import assert_all_right
+from test_dq_turns import STRUCTURES as FINISHED
+from test_sm90 import (
+    ALIGNED, SIM90, TILES, Ends, FewBlocks, on_two_blocks, assert_alike_keys_weigh_alike, forward, half, plan_of,
+    with_fewest_tiles,
+)  # fmt: skip
+from test_sm90_two_walks import (
+    BANDS, LISTS, SIM_REPEATS, assert_queries_past_a_step_never_matter, assert_what_lies_past_a_length_never_matters,
+)  # fmt: skip
+
+from cuflash import masks, sim
+
+SIGNS = (AssertionError, sim.SimulationError)
+
+
+def structures() -> list[Structure]:
+    """Of kernels for 128 columns, one without a list and one with, of one with a single room for Q, and of one with
+    three warpgroups, the first of which see no key of a tile's last steps."""
+    rng = np.random.default_rng(0)
+    square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 300, "head_dim": 128}
+    return [
+        Structure(**square | {"num_heads": 4, "num_kv_heads": 2}, value_dim=104, mask=masks.Lengths(q=290, kv=290)),
+        Structure(
+            **square | {"head_dim": 100}, value_dim=100, mask=masks.Causal(), scale=-0.5, layouts=("odd_strides",) * 5
+        ),
+        Structure(**square, value_dim=128, scale=-0.1),
+        Structure(
+            **square | {"seqlen_q": 70}, q_batch=(2, 1), k_batch=(1, 3), v_batch=(3,), value_dim=128,
+            mask=masks.Lengths(kv=np.array([[300, 0, 200], [40, 300, 0]])),
+        ),
+        Structure(
+            **square, value_dim=128, mask=masks.BlockPattern(rng.random((3, 4)) < 0.6, (100, 88)), values="outliers"
+        ),
+        Structure(**square | {"seqlen_q": 60, "seqlen_kv": 200}, value_dim=128, scale=1e9),
+        Structure(
+            num_heads=2, num_kv_heads=1, seqlen_q=160, seqlen_kv=400, head_dim=136, value_dim=168,
+            mask=masks.Lengths(q=150), values="outliers",
+        ),
+        Structure(**square | {"seqlen_q": 60}, value_dim=128, mask=masks.Lengths(kv=40)),
+        Structure(seqlen_q=272, seqlen_kv=272, head_dim=64, value_dim=64, mask=masks.Causal()),
+        Structure(**square, value_dim=128, mask=masks.SlidingWindow(70, 20)),
+        Structure(seqlen_q=1, seqlen_kv=40, head_dim=128, value_dim=100),
+        Structure(
+            num_heads=3, seqlen_q=500, seqlen_kv=768, head_dim=40, value_dim=64, mask=masks.Causal("bottom_right")
+        ),
+    ]  # fmt: skip
+
+
+def started_oddly(x: Any) -> Any:
+    """The same array 8 bytes after a multiple of 16, where its rows may well be multiples of 16 apart."""
+    wider = np.zeros((*x.shape[:-1], x.shape[-1] + 16), x.dtype)
+    start = (8 - wider.ctypes.data) % 16 // 2
+    wider[..., start : start + x.shape[-1]] = x
+    return wider[..., start : start + x.shape[-1]]
+
+
+@cache
+def cleaned(made: Callable[[], list[Structure]]) -> list[Example]:
+    """Examples, which know what is exact: made once for all edits."""
+    return [half(structure) for structure in made()]
+
+
+@cache
+def with_plain_steps() -> list[Example]:
+    """Steps that every query sees whole, with scores that grow, stay alike, grow large, are large at first, and are
+    too large where some warpgroups mask them; and after a step in which some queries see nothing."""
+    square, made = {"num_heads": 1, "seqlen_q": 130, "seqlen_kv": 384, "head_dim": 128, "value_dim": 128}, []
+    for scale, first, other in ((0.1, 0.1, 4), (0.1, 1, 1), (400, 0.05, 2), (400, 2, 0.05)):
+        clean = half(Structure(**square, scale=scale))
+        k = clean.k * np.where(np.arange(384) < 128, first, other)[:, None]
+        made.append(clean.but(k=k.astype(clean.k.dtype)))
+    for length in (640, 1700):  # four warpgroups, and three
+        late = Structure(seqlen_q=200, seqlen_kv=length, head_dim=64, value_dim=64, mask=masks.Causal("bottom_right"))
+        clean = half(late)
+        k = clean.k * np.where(np.arange(length) < length - 128, 0.1, 6)[:, None]  # in steps that are masked
+        made.append(clean.but(k=k.astype(clean.k.dtype)))
+    allowed = np.ones((130, 384), bool)
+    allowed[::3, :128] = False
+    return [*made, half(Structure(**square, mask=masks.Dense(allowed)))]
+
+
+@cache
+def with_large_lse() -> list[Example]:
+    """Steps of 128 queries and of 64, whole but for those of the first 128; in the last 128, where a step has the first
+    one's place, lse is large of those alone that the second helper finds out about: so large that any P is within
+    bounds, and just large enough."""
+    made, query, causal = [], np.arange(512), masks.Causal("top_left")
+    for head_dim, scale in ((64, 1e9), (64, 1e3), (128, 1e3)):
+        clean = half(Structure(seqlen_q=512, seqlen_kv=128, head_dim=head_dim, value_dim=40, scale=scale, mask=causal))
+        q = clean.q.copy()
+        q[..., (query < 384) | (query % 64 < 32), :] = 0
+        made.append(clean.but(q=q))
+    return made
+
+
+@with_fewest_tiles(0)
+@of_lists(finishes=False)
+def forward_is_right() -> None:
+    """On blocks that go on to further tiles, out of order; NaN stands past the keys' length."""
+    for dim in (128, 192):
+        assert_alike_keys_weigh_alike(dim, SIM90)
+    for number, clean in enumerate(cleaned(structures) + with_plain_steps()):
+        example = clean
+        if number in (0, 7):
+            v = clean.v.copy()
+            v[..., 290 if number == 0 else 40 :, :] = np.nan
+            example = clean.but(v=v)
+        if number == 2:
+            example = clean.but(k=started_oddly(clean.k), v=started_oddly(clean.v))
+        plan = on_two_blocks(plan_of(example))
+        for seed, order in enumerate(("random", "last_warp", "first_warp")):
+            schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
+            margin = ALIGNED if seed else MARGIN
+            machine = Simulator(schedule, time_limit=5)  # a fault may have a block ask for tiles for ever
+            assert_within_bounds(clean, **forward(plan, example, machine, margin=margin))
+
+
+def backward_structures() -> list[Structure]:
+    """Of both tiles of queries, and of a list; small, but of several steps."""
+    square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 150}
+    rng = np.random.default_rng(0)
+    sees = np.arange(300)[:, None] // 10 % 3 > 0  # others see no key, in every tile of queries
+    return [
+        Structure(**square, head_dim=128, value_dim=104, mask=masks.Causal("bottom_right")),
+        Structure(
+            **square, q_batch=(2,), k_batch=(1,), v_batch=(1,), head_dim=64, value_dim=40,
+            mask=masks.Lengths(q=290, kv=np.array([140, 100])),
+        ),
+        Structure(**square, head_dim=33, value_dim=20, mask=masks.Dense(rng.random((2, 300, 150)) < 0.3)),
+        Structure(**square | {"num_heads": 8, "seqlen_q": 60}, head_dim=64, value_dim=40),  # heads of one step each
+        Structure(
+            num_heads=6, num_kv_heads=6, seqlen_q=60, seqlen_kv=600, head_dim=64, value_dim=40,
+            mask=masks.BlockPattern(np.array([[True, False, True]]), 256),  # keys that no query sees, and empty tiles
+        ),
+        Structure(
+            q_batch=(2, 1, 3), k_batch=(1, 2, 1), v_batch=(3,), num_heads=1, seqlen_q=20, seqlen_kv=140, head_dim=64,
+            value_dim=40,
+        ),  # of several launches
+        Structure(**square | {"seqlen_q": 140}, head_dim=128, value_dim=104, mask=Ends(np.array([130, 70]))),
+        Structure(
+            num_heads=1, seqlen_q=300, seqlen_kv=400, head_dim=64, value_dim=40,
+            mask=masks.SlidingWindow(left=50, right=0, align="top_left"),
+        ),  # the last keys of which no query sees
+        Structure(**square, head_dim=64, value_dim=64, mask=masks.Dense(sees & (rng.random((300, 150)) < 0.7))),
+        Structure(
+            **square, head_dim=64, value_dim=40, mask=masks.BlockPattern(np.array([[1, 1], [0, 0], [1, 0]], bool), 128)
+        ),  # queries that no tile of keys visits
+    ]  # fmt: skip
+
+
+@with_fewest_tiles(0)
+@of_lists(finishes=False)
+def gradients_are_right() -> None:
+    """NaN stands in queries without a key, in keys that no query sees, and past the lengths."""
+    for number, clean in enumerate(cleaned(backward_structures) + with_large_lse()):
+        changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
+        if number == 0:
+            changed["do"][..., :150, :] = np.nan
+        if number == 1:
+            for x, end in (("q", 290), ("k", 140), ("v", 140), ("do", 290)):
+                changed[x][..., end:, :] = np.nan
+        if number == 7:
+            for x in ("k", "v"):
+                changed[x][..., 300:, :] = np.nan
+        if number == 8:
+            for x in ("q", "do"):
+                changed[x][..., np.arange(300) // 10 % 3 == 0, :] = np.nan
+        for seed, order in enumerate(("random", "last_warp", "first_warp")):
+            copies = "late" if order == "last_warp" else "random"
+            schedule = sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=seed < 2)
+            machine = FewBlocks(schedule, most=1 + seed)
+            margin = ALIGNED if seed else MARGIN
+            assert_within_bounds(clean, **call(clean.but(**changed), SIM90, machine, margin=margin))
+
+
+def wide_structures() -> list[Structure]:
+    """Of one stage of dO and of two; of panels that warpgroups share; of a list; and of heads that see other keys."""
+    square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 150}
+    rng = np.random.default_rng(0)
+    return [
+        Structure(**square, head_dim=256, value_dim=200, mask=masks.Causal("bottom_right")),
+        Structure(
+            **square | {"seqlen_q": 140}, q_batch=(2,), k_batch=(1,), v_batch=(1,), head_dim=192, value_dim=131,
+            mask=masks.Lengths(q=130, kv=np.array([140, 100])),
+        ),
+        Structure(
+            **square | {"seqlen_q": 100}, head_dim=250, value_dim=130, mask=masks.Dense(rng.random((2, 100, 150)) < 0.3)
+        ),
+        Structure(**square | {"seqlen_q": 140}, head_dim=192, value_dim=128, mask=Ends(np.array([130, 70]))),
+    ]  # fmt: skip
+
+
+@with_fewest_tiles(0)
+@of_lists(finishes=False)
+def wide_gradients_are_right() -> None:
+    """NaN stands in queries without a key, and past the lengths."""
+    for number, clean in enumerate(cleaned(wide_structures)):
+        changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
+        if number == 0:
+            changed["do"][..., :150, :] = np.nan
+        if number == 1:
+            for x, end in (("q", 130), ("k", 140), ("v", 140), ("do", 130)):
+                changed[x][..., end:, :] = np.nan
+        for seed, order in enumerate(("random", "last_warp", "first_warp")):
+            schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
+            machine, margin = FewBlocks(schedule, most=1 + seed), ALIGNED if seed else MARGIN
+            assert_within_bounds(clean, **call(clean.but(**changed), SIM90, machine, margin=margin))
+
+
+def finished_structures() -> list[Structure]:
+    names = ("dense", "causal, 128 columns", "more keys", "a launch for each of two", "grouped heads, dense")
+    return [FINISHED[name] for name in names]
+
+
+def finished_gradients_are_right() -> None:
+    with on_few_processors():
+        for number, structure in enumerate(finished_structures()):
+            example = half(structure)
+            for seed, order in enumerate(("random", "last_warp", "first_warp")):
+                schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
+                machine, margin = FewBlocks(schedule, most=1 + (seed + number) % 3), ALIGNED if seed else MARGIN
+                assert_within_bounds(example, **call(example, SIM90, machine, margin=margin))
+
+
+@with_fewest_tiles(0)
+def gradients_of_lists_are_right() -> None:
+    for number, structure in enumerate(OF_LISTS.values()):
+        example = half(structure)
+        for seed, order in enumerate(("random", "last_warp", "first_warp")):
+            schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
+            machine = FewBlocks(schedule, most=1 + (seed + number) % 3)
+            assert_all_right(example, SIM90, machine, ALIGNED if seed else MARGIN)
+
+
+def structures_of_two_walks() -> list[Structure]:
+    names = ("causal", "not aligned", "broadcast", "a wide window", "every row without a key", "documents")
+    lists = ("blocks of 64, 128 columns", "blocks of 64, not aligned", "blocks of 64, bits", "blocks of 100")
+    negative = replace(BANDS["causal"], scale=-0.125)
+    return [*(BANDS[name] for name in names), *(LISTS[name] for name in lists), negative]
+
+
+def gradients_in_two_walks_are_right() -> None:
+    for number, structure in enumerate(structures_of_two_walks()):
+        example = half(structure)
+        for seed, order in enumerate(("random", "last_warp", "first_warp")):
+            schedule = sim.Schedule(seed=seed, order=order, copies="late" if order == "last_warp" else "random")
+            machine, margin = FewBlocks(schedule, most=1 + (seed + number) % 3), ALIGNED if seed else MARGIN
+            assert_within_bounds(example, **call(example, SIM_REPEATS, machine, margin=margin))
+    for kv in (190, 40):
+        assert_what_lies_past_a_length_never_matters(TILES["dense"], SIM_REPEATS, kv=kv)
+    assert_queries_past_a_step_never_matter(SIM_REPEATS)

@@ -1,0 +1,115 @@
+"""Every planted fault is seen by its guard: as a wrong number and not as a crash; on Hopper also as a broken rule.
+
+Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in. All
+faults of Python are planted, and every third of those of kernels, each of which takes seconds; CUFLASH_PROFILE=long
+plants all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from executors import needs_compiler
+
+import cuflash
+from mutations import (
+    attention, kernel_guards, planting, python, simt, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide,
+    sm90_forward, tile,
+)  # fmt: skip
+from mutations.planting import Edit, planted
+
+OF_KERNELS = (
+    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide
+)  # fmt: skip
+Guard = Callable[..., None]
+# Faults of shared work are seen by what runs these too.
+RUN_BY_OTHERS = (kernel_guards.attention_is_right, kernel_guards.all_steps_are_right)
+
+
+def faults(*tables: ModuleType) -> list[tuple[str, Guard, Edit]]:
+    """What each fault is called, who must see it, and what it is."""
+    return [
+        (f"{table.__name__.removeprefix('mutations.')}: {name} ({guard.__name__})", guard, edit)
+        for table in tables
+        for guard, edits in table.FAULTS.items()
+        for name, edit in edits.items()
+    ]
+
+
+def sampled(planned: list[tuple[str, Guard, Edit]]) -> list[tuple[str, Guard, Edit]]:
+    """All of them if CUFLASH_PROFILE=long, else every third."""
+    return planned if os.environ.get("CUFLASH_PROFILE") == "long" else planned[::3]
+
+
+def signs_of(guard: Guard) -> tuple[type[Exception], ...]:
+    """How a guard shows that it sees a fault: all guards of a module alike."""
+    signs: tuple[type[Exception], ...] = sys.modules[guard.__module__].SIGNS
+    return signs
+
+
+def each(planned: list[tuple[str, Guard, Edit]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("guard", "edit"), [pytest.param(*fault, id=name) for name, *fault in planned])
+
+
+def guards(*tables: ModuleType) -> list[Guard]:
+    return list(dict.fromkeys(guard for table in tables for guard in table.FAULTS))
+
+
+@pytest.fixture
+def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Edit], ModuleType]]:
+    """Import a copy of the library with one edit, under a name of its own."""
+
+    def load(edit: Edit) -> ModuleType:
+        name = f"cuflash_edited_{abs(hash(edit))}"
+        shutil.copytree(planting.LIBRARY, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        path = tmp_path / name / edit.file
+        path.write_text(edit.planted_in(path.read_text("utf-8")), "utf-8")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return importlib.import_module(name)
+
+    yield load
+    for module in [module for module in sys.modules if module.startswith("cuflash_edited_")]:
+        del sys.modules[module]
+
+
+@each(faults(python))
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
+    library = edited(edit)
+    with pytest.raises(signs_of(guard)):
+        guard(library)
+
+
+@pytest.mark.parametrize("guard", guards(python))
+def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
+    guard(cuflash)
+
+
+@needs_compiler
+@each(sampled(faults(*OF_KERNELS)))
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_of_a_kernel_is_seen(guard: Guard, edit: Edit, tmp_path: Path) -> None:
+    with planted(tmp_path / "kernels_cu", edit), pytest.raises(signs_of(guard)):
+        guard()
+
+
+@needs_compiler
+@pytest.mark.parametrize("guard", [guard for guard in guards(*OF_KERNELS) if guard not in RUN_BY_OTHERS])
+def test_the_kernels_as_they_are_pass_every_guard(guard: Guard) -> None:
+    guard()
+
+
+def test_every_fault_fits_the_sources() -> None:
+    assert planting.misfits(edit for _, _, edit in faults(python, *OF_KERNELS)) == []
+
+
+def test_no_table_is_left_out() -> None:
+    tables = {path.stem for path in Path(__file__).parent.glob("*.py") if "FAULTS = {" in path.read_text("utf-8")}
+    assert tables - {Path(__file__).stem} == {table.__name__.split(".")[-1] for table in (python, *OF_KERNELS)}
