@@ -5,14 +5,19 @@ Each edit is a line of the library and what stands in its place. An edit whose l
 keeps up with the code.
 """
 
+import copy
+import dataclasses
 import importlib
+import pickle
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import device_double
 import numpy as np
 import pytest
+import scipy.sparse
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
@@ -185,7 +190,7 @@ def edited(tmp_path, monkeypatch):
 
     def load(file, line, replacement):
         name = f"cuflash_edited_{abs(hash((file, line, replacement)))}"
-        shutil.copytree(Path(cuflash.__file__).parent, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(Path(cuflash.__file__).parent, tmp_path / name)  # bytecode too: it takes longest to make
         path = tmp_path / name / f"{file}.py"
         source = path.read_text()
         assert source.count(line) == 1, (
@@ -324,3 +329,581 @@ def test_a_planted_fault_is_seen(edited, name):
 @pytest.mark.parametrize("guard", dict.fromkeys(GUARDS.values()))
 def test_the_library_as_it_is_passes_the_same_guards(guard):
     guard(cuflash)
+
+
+# Faults in what a call takes and refuses, in pickles, and in what the simulator keeps: each comes with what sees it.
+
+
+Q = np.ones((2, 10, 8), np.float32)
+
+
+class Foreign:
+    """An array of another library, as far as DLPack goes."""
+
+    def __init__(self, host, device=(1, 0), fault=None):
+        self.host, self.device, self.fault = host, device, fault
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **options):
+        if self.fault is not None:
+            raise self.fault
+        return self.host.__dlpack__(**options)
+
+
+class Traced:
+    shape, ndim, dtype = Q.shape, Q.ndim, Q.dtype
+
+    def __array_namespace__(self):
+        return np.testing
+
+
+def refuses(call, *words):
+    """A probe: the library's call raises one of its two errors, whose message has these words."""
+
+    def probe(library):
+        try:
+            call(library)
+        except (TypeError, part(library, "errors").UnsupportedProblem) as error:
+            assert all(word in str(error) for word in words), f"says {error}"
+        except Exception as error:
+            raise AssertionError(f"raises {error!r}") from error
+        else:
+            raise AssertionError("is taken")
+
+    return probe
+
+
+def takes(call):
+    """A probe: the library's call raises nothing and is true."""
+
+    def probe(library):
+        try:
+            assert call(library)
+        except Exception as error:
+            raise AssertionError(f"raises {error!r}") from error
+
+    return probe
+
+
+def attends(**options):
+    return lambda library: library.attention(**{"q": Q, "k": Q, "v": Q, **options})
+
+
+def twice(first, second):
+    def call(library):
+        attends(**first)(library), attends(**first)(library)
+        return attends(**second)(library)
+
+    return call
+
+
+def untouched(**options):
+    """The call is refused before it writes."""
+
+    def call(library):
+        out = np.full_like(Q, 7)
+        try:
+            attends(out=out, **options)(library)
+        except (TypeError, ValueError):
+            pass
+        return (out == 7).all()
+
+    return takes(call)
+
+
+def pickled_after_use(make):
+    """A pickle of a used object is as long as that of a fresh one, and is made at all."""
+
+    def call(library):
+        fresh, used = make(library, False), make(library, True)
+        copy.deepcopy(used)
+        return abs(len(pickle.dumps(used)) - len(pickle.dumps(fresh))) < 64
+
+    return takes(call)
+
+
+def a_plan(library, is_used):
+    index = library.BlockIndex.from_blocks(np.eye(5, dtype=bool), 10, 10, 2)
+    ready = library.plan(Q, Q, Q, mask=index)
+    if is_used:
+        ready.backward(Q, Q, Q, Q, *ready.forward(Q, Q, Q))
+    return ready
+
+
+def a_pullback(library, is_used):
+    _, vjp = library.attention_vjp(Q, Q, Q)
+    if is_used:
+        vjp(Q)
+    return vjp
+
+
+def an_index(library, is_used):
+    index = library.BlockIndex.from_blocks(np.eye(100, dtype=bool), 200, 200, 2)
+    if is_used:
+        index.block_rows, index.on_host
+    return index
+
+
+def a_resolved_mask(library, is_used):
+    shape = part(library, "mask").MaskShape((), 1, 200, 200)
+    mask = library.masks.BlockPattern(np.eye(100, dtype=bool), 2).resolve(shape)
+    if is_used:
+        mask.levels
+    return mask
+
+
+def an_example(library, is_used):
+    example = part(library, "testing").Structure(seqlen_q=30, seqlen_kv=30).example()
+    if is_used:
+        example.bounds
+    return example
+
+
+def replaced(library):
+    ready = a_plan(library, True)
+    return not dataclasses.replace(ready, executor="sim")._repeated
+
+
+def kept(library):
+    """A library that was cut short is not taken for whole."""
+    compiler = part(library, "sim.compiler")
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "kernel.so"
+        (Path(folder) / "made").write_bytes(b"machine code")
+        compiler._publish([["cp", str(Path(folder) / "made"), target.name]], target, "a kernel")
+        is_whole = compiler._is_whole(target)
+        target.write_bytes(target.read_bytes()[:-3])
+        return is_whole and not compiler._is_whole(target)
+
+
+def build_error(command, *words):
+    def call(library):
+        compiler = part(library, "sim.compiler")
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                compiler._publish([command], Path(folder) / "kernel.so", "a kernel")
+            except compiler.BuildError as error:
+                return all(word in str(error) for word in words)
+
+    return takes(call)
+
+
+def without_libraries(library):
+    """The folder of a file system that is mounted with noexec keeps nothing."""
+    compiler = part(library, "sim.compiler")
+    compiler._forbids_libraries = lambda folder: True
+    compiler._temporary_directory = Path
+    return "noexec" in str(compiler.cache_directory())
+
+
+PROBED = {
+    "a plan takes its calls along": (
+        "launch",
+        '{**vars(self), "_repeated": {}}',
+        "vars(self)",
+        pickled_after_use(a_plan),
+    ),
+    "a plan for another executor repeats the first's calls": (
+        "launch",
+        "default_factory=dict, init=False, repr=False",
+        "default_factory=dict, repr=False",
+        takes(replaced),
+    ),
+    "a work list takes its memos along": (
+        "work_list",
+        "    def __getstate__(self) -> dict[str, Any]:\n        return without_memos(self)\n\n    @property\n"
+        "    def is_implicit(self) -> bool:\n        return False\n",
+        "    @property\n    def is_implicit(self) -> bool:\n        return False\n",
+        pickled_after_use(a_plan),
+    ),
+    "an index takes its memos along": (
+        "block_index",
+        "    def __getstate__(self) -> dict[str, Any]:\n        return without_memos(self)\n\n",
+        "",
+        pickled_after_use(an_index),
+    ),
+    "a mask takes its memos along": (
+        "mask",
+        "        return without_memos(self)\n",
+        "        return vars(self)\n",
+        pickled_after_use(a_resolved_mask),
+    ),
+    "an example takes its memos along": (
+        "testing/assertions",
+        "        return without_memos(self)\n",
+        "        return vars(self)\n",
+        pickled_after_use(an_example),
+    ),
+    "a vjp is a closure": (
+        "api",
+        "Pullback(ready, q, k, v, o, lse)",
+        "(lambda do, dlse=None: ready.backward(do, q, k, v, o, lse, dlse))",
+        pickled_after_use(a_pullback),
+    ),
+    "what was cut short is whole": (
+        "sim/compiler",
+        "data[-_SEAL_BYTES:] == _seal(data[:-_SEAL_BYTES])",
+        "len(data) > 0",
+        takes(kept),
+    ),
+    "what was published is not sealed": ("sim/compiler", "file.write(_seal(made.read_bytes()))", "pass", takes(kept)),
+    "a compiler that dies says nothing": (
+        "sim/compiler",
+        "run.stderr.strip() or _end(run)",
+        "run.stderr.strip()",
+        build_error(["sh", "-c", "exit 3"], "exit status 3", "sh -c 'exit 3'"),
+    ),
+    "words are decoded or not at all": (
+        "sim/compiler",
+        'encoding="utf-8", errors="backslashreplace",',
+        'encoding="utf-8",',
+        build_error(["sh", "-c", "printf 'caf\\351' >&2; exit 1"], r"caf\xe9"),
+    ),
+    "a compiler that does not start is Python's error": (
+        "sim/compiler",
+        "    except OSError as error:\n        raise BuildError(f\"{command[0]} does not start",
+        "    except KeyError as error:\n        raise BuildError(f\"{command[0]} does not start",
+        build_error(["/nowhere/g++"], "/nowhere/g++ does not start", "install g++"),
+    ),
+    "libraries are kept where none is loaded": (
+        "sim/compiler",
+        "elif _forbids_libraries(folder):",
+        "elif False:",
+        takes(without_libraries),
+    ),
+    "classes of arrays are arrays": (
+        "arrays",
+        "(np.ma.MaskedArray, np.matrix, np.generic, type)",
+        "(np.ma.MaskedArray, np.matrix, np.generic)",
+        refuses(attends(k=np.ndarray), "k must be an array; got the class ndarray"),
+    ),
+    "scalars of NumPy are arrays": (
+        "arrays",
+        "(np.ma.MaskedArray, np.matrix, np.generic, type)",
+        "(np.ma.MaskedArray, np.matrix, type)",
+        refuses(attends(k=np.float32(1)), "k must be an array; got np.float32(1.0)"),
+    ),
+    "a class has a namespace": (
+        "arrays",
+        'hasattr(array, "__array_namespace__") and not isinstance(array, type)',
+        'hasattr(array, "__array_namespace__")',
+        refuses(attends(q=np.ndarray), "q must be an array; got the class ndarray"),
+    ),
+    "durations are ints": (
+        "arrays",
+        "(bool, np.timedelta64)",
+        "bool",
+        refuses(attends(window=(np.timedelta64(3), 0)), "window must be (left, right)"),
+    ),
+    "flags of NumPy are none": (
+        "arrays",
+        "(value, (bool, np.bool))",
+        "(value, bool)",
+        takes(lambda library: (attends(deterministic=np.True_)(library) == 1).all()),
+    ),
+    "None is a dtype": (
+        "arrays",
+        "        if dtype is not None:\n",
+        "        if True:\n",
+        refuses(lambda library: library.ShapeDtype((2, 3), None), "dtype must be a dtype; got None"),
+    ),
+    "numbers are written in full": (
+        "arrays",
+        "value.bit_length() > 64",
+        "False",
+        refuses(attends(causal=10**5000), "causal must be", "an int of 16610 bits"),
+    ),
+    "words are written in full": (
+        "arrays",
+        "if len(written) <= _LONGEST",
+        "if True",
+        refuses(attends(kernel="x" * 99), "'xxxx", "..."),
+    ),
+    "shapes are truncated": (
+        "arrays",
+        "all(is_int(extent) and 0 <= extent < 2**63 for extent in shape)",
+        "True",
+        refuses(lambda library: library.ShapeDtype((2.5, 3), "f4"), "shape must be a tuple of ints"),
+    ),
+    "an export fails with another library's error": (
+        "memory",
+        "    except Exception as error:  # code of another library\n        raise UnsupportedProblem(\n            [\n"
+        "                f\"{name} must be an array",
+        "    except BufferError as error:\n        raise UnsupportedProblem(\n            [\n"
+        "                f\"{name} must be an array",
+        refuses(attends(k=Foreign(Q, fault=AttributeError("no data_ptr"))), "k must be an array that", "no data_ptr"),
+    ),
+    "a device is rubbish": (
+        "memory",
+        "    except Exception as error:  # code of another library\n        raise UnsupportedProblem(\n"
+        "            [f\"{name} must say",
+        "    except BufferError as error:\n        raise UnsupportedProblem(\n            [f\"{name} must say",
+        refuses(attends(k=Foreign(Q, device=None)), "k must say on which device it lies"),
+    ),
+    "a silent error says nothing": (
+        "memory",
+        " or type(error).__name__",
+        "",
+        refuses(attends(k=Foreign(Q, fault=ValueError())), "(ValueError)"),
+    ),
+    "what is traced is taken": (
+        "launch",
+        "            elif is_array(value) and namespace(value).__name__ not in _HOMES.values():",
+        "            elif False:",
+        refuses(attends(k=Traced()), "k must be an array that DLPack gives away"),
+    ),
+    "do may be left out": (
+        "launch",
+        'if name != "dlse" or array is not None',
+        "if array is not None",
+        refuses(lambda library: a_pullback(library, False)(None), "do must be an array; got None"),
+    ),
+    "a pair is not offered": (
+        "launch",
+        'pair = ", or a pair (o, lse) of arrays" if name == "out" else ""',
+        'pair = ""',
+        refuses(attends(out=(Q, Q, Q)), "or a pair (o, lse)"),
+    ),
+    "arrays of another library are no masks": (
+        "masks",
+        '_take_arrays(self, {"allowed": "mask"})',
+        "pass",
+        takes(lambda library: library.masks.Dense(Foreign(np.tri(10, dtype=bool))).allowed.shape == (10, 10)),
+    ),
+    "arrays of another library are no lengths": (
+        "masks",
+        '_take_arrays(self, {"q": "q", "kv": "kv"})',
+        "pass",
+        takes(lambda library: library.masks.Lengths(kv=Foreign(np.array(3))).kv == 3),
+    ),
+    "arrays of another library are no prefix": (
+        "masks",
+        '_take_arrays(self, {"prefix": "prefix"})',
+        "pass",
+        takes(lambda library: library.masks.PrefixLM(Foreign(np.array(3))).prefix == 3),
+    ),
+    "arrays of another library are no documents": (
+        "masks",
+        '_take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})',
+        "pass",
+        takes(lambda library: library.masks.Documents(Foreign(np.arange(3))).q_ids[2] == 2),
+    ),
+    "arrays of another library are no blocks": (
+        "masks",
+        '_take_arrays(self, {"blocks": "blocks"})',
+        "pass",
+        takes(lambda library: library.masks.BlockPattern(Foreign(np.eye(3, dtype=bool)), 2).blocks[2, 2]),
+    ),
+    "scales are strings": (
+        "problem",
+        "(str, bytes, complex, np.complexfloating)",
+        "(bytes, complex, np.complexfloating)",
+        refuses(attends(scale="0.5"), "scale must be a finite number or None; got '0.5'"),
+    ),
+    "scales are huge": (
+        "problem",
+        "(TypeError, ValueError, OverflowError)",
+        "(TypeError, ValueError)",
+        refuses(attends(scale=10**400), "scale must be a finite number or None; got an int of 1329 bits"),
+    ),
+    "scales are arrays": (
+        "problem",
+        ' and scale.dtype.kind in "iuf"',
+        "",
+        refuses(attends(scale=np.array("0.5")), "scale must be a finite number", "float(scale) makes one"),
+    ),
+    "precisions are arrays": (
+        "problem",
+        "not isinstance(precision, str) or precision not in PRECISIONS",
+        "precision not in PRECISIONS",
+        refuses(attends(precision=Q), "precision must be 'ieee'"),
+    ),
+    "causal is an array": (
+        "work_list",
+        'if isinstance(causal, str) and causal in ("bottom_right", "top_left") else None',
+        'if causal in ("bottom_right", "top_left") else None',
+        refuses(attends(causal=np.tri(10, dtype=bool)), "causal must be True, False"),
+    ),
+    "a side of a window is anything": (
+        "work_list",
+        "if not is_pair or not all(side is None or is_int(side) for side in window):",
+        "if not is_pair:",
+        refuses(attends(window=(Q, 0)), "window must be (left, right)"),
+    ),
+    "sides of a window go by their own names": (
+        "work_list",
+        "f\"window's {reason}\" for reason",
+        "reason for reason",
+        refuses(attends(window=(-1, 0)), "window's left must be"),
+    ),
+    "executors are unhashable": (
+        "api",
+        "if not isinstance(executor, str) or executor not in EXECUTORS:",
+        "if executor not in EXECUTORS:",
+        refuses(attends(executor=["cpu"]), "executor must be 'auto'"),
+    ),
+    "executors are arrays": (
+        "api",
+        'if not isinstance(executor, str) or executor != "auto":',
+        'if executor != "auto":',
+        refuses(attends(executor=Q), "executor must be 'auto'"),
+    ),
+    "kernels are arrays": (
+        "api",
+        'if not isinstance(kernel, str) or kernel not in ("auto", *families):',
+        'if kernel not in ("auto", *families):',
+        refuses(attends(kernel=Q), "kernel must be 'auto'"),
+    ),
+    "devices are names": (
+        "api",
+        "if device is not None and not isinstance(device, DeviceSpec):",
+        "if False:",
+        refuses(lambda library: library.plan(Q, Q, Q, device="H100"), "device must be a DeviceSpec", "DeviceSpec.gpu"),
+    ),
+    "a flag is whatever is true": (
+        "api",
+        '    reasons += flag_reasons("deterministic", deterministic)\n',
+        "",
+        refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"),
+    ),
+    "lse is returned for whatever is true": (
+        "api",
+        "    if type(value) is not bool and (reasons := flag_reasons(name, value)):",
+        "    if False and (reasons := flag_reasons(name, value)):",
+        refuses(attends(return_lse=1), "return_lse must be True or False; got 1"),
+    ),
+    "results are written before a flag is looked at": (
+        "api",
+        "    if type(value) is not bool and (reasons := flag_reasons(name, value)):",
+        "    if False and (reasons := flag_reasons(name, value)):",
+        untouched(return_lse=np.array([True, False])),
+    ),
+    "what equals an option is one": (
+        "api",
+        "        return False\n    return type(kernel)",
+        "        pass\n    return type(kernel)",
+        refuses(twice({"scale": 2}, {"scale": 2 + 0j}), "scale must be a finite number or None; got (2+0j)"),
+    ),
+    "merge takes no arrays of another library": (
+        "states",
+        "    return as_arrays({name: value})[name]\n",
+        "    return value\n",
+        takes(lambda library: library.merge([Foreign(Q)], [Foreign(Q[..., 0])])[0].shape == Q.shape),
+    ),
+    "parts are whatever there is": (
+        "states",
+        "    except (TypeError, NotImplementedError) as error:",
+        "    except NotImplementedError as error:",
+        refuses(lambda library: library.merge(None, None), "outs must be a sequence of arrays"),
+    ),
+    "bounds take no arrays of another library": (
+        "bounds",
+        "    arrays = as_arrays(given)\n",
+        "    arrays = given\n",
+        takes(lambda library: library.error_bound(Foreign(Q), Q, Q).o.shape == Q.shape),
+    ),
+    "bounds take any gradient": (
+        "bounds",
+        "        reasons += _cotangent_reasons(\"do\", do, problem.o_shape())\n",
+        "",
+        refuses(lambda library: library.error_bound(Q, Q, Q, Q[:, :3]), "do must have shape (2, 10, 8)"),
+    ),
+    "bounds are for any dtype of products": (
+        "bounds",
+        "    except ValueError as error:\n        told = f\"product_dtype",
+        "    except KeyError as error:\n        told = f\"product_dtype",
+        refuses(lambda library: library.error_bound(Q, Q, Q, product_dtype=int), "product_dtype must be a dtype of"),
+    ),
+    "an index is made of anything": (
+        "block_index",
+        "        if not isinstance(mask, Mask):\n            fix",
+        "        if False:\n            fix",
+        refuses(
+            lambda library: library.BlockIndex.from_mask(Q, part(library, "mask").MaskShape((), 1, 2, 2), 2),
+            "mask must be a Mask; got an array",
+        ),
+    ),
+    "an index is for any shape": (
+        "block_index",
+        "        reasons = shape_reasons(shape)\n",
+        "        reasons = []\n",
+        refuses(
+            lambda library: library.BlockIndex.from_mask(library.masks.Causal(), (2, 2), 2), "shape must be a MaskShape"
+        ),
+    ),
+    "an index of blocks is of any length": (
+        "block_index",
+        "        if reasons := length_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv):",
+        "        if reasons := []:",
+        refuses(
+            lambda library: library.BlockIndex.from_scipy(scipy.sparse.bsr_array(np.eye(4)), "4", 4),
+            "seqlen_q must be an int",
+        ),
+    ),
+    "unsigned lengths wrap": (
+        "block_index",
+        "        shape = MaskShape(tuple(map(int, shape.batch)), *map(int, shape[1:]))\n",
+        "",
+        takes(
+            lambda library: library.BlockIndex.from_blocks(np.eye(2, dtype=bool), np.uint8(4), 4, 2).num_q_blocks == 2
+        ),
+    ),
+    "a device has no processors": (
+        "device",
+        '(("num_processors", 1),',
+        '(("num_processors", -1),',
+        refuses(
+            lambda library: library.DeviceSpec(name="x", num_processors=0, tile_memory_bytes=1),
+            "num_processors must be an int of at least 1; got 0",
+        ),
+    ),
+    "names of devices are unhashable": (
+        "device",
+        "if not isinstance(name, str) or name not in _GPUS:",
+        "if name not in _GPUS:",
+        refuses(lambda library: library.DeviceSpec.gpu([]), "name must be one of"),
+    ),
+    "a seed is anything": (
+        "patterns",
+        "    if all(is_int(each) and each >= 0 for each in ints):",
+        "    if True:",
+        refuses(lambda library: library.patterns.random(8, block=2, density=0.5, seed="x"), "seed must be an int"),
+    ),
+    "a density of NumPy is none": (
+        "arrays",
+        "is_int(value) or isinstance(value, (float, np.floating))",
+        "is_int(value) or isinstance(value, float)",
+        takes(lambda library: library.patterns.random(8, block=2, density=np.float32(0.5)) is not None),
+    ),
+    "unsigned lengths wrap in patterns": (
+        "patterns",
+        "    seqlen_q, seqlen_kv = int(seqlen_q), int(seqlen_kv)\n",
+        "",
+        takes(lambda library: library.patterns.butterfly(np.uint8(8), block=2).blocks.shape == (4, 4)),
+    ),
+    "a block is longer than any number": (
+        "block_set",
+        "1 <= side < 2**63 for",
+        "1 <= side for",
+        refuses(
+            lambda library: library.BlockIndex.from_blocks(np.ones((1, 1), bool), 4, 4, 2**64), "block must be an int"
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROBED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_planted_fault_is_seen_by_its_probe(edited, name):
+    file, line, replacement, probe = PROBED[name]
+    library = edited(file, line, replacement)
+    with pytest.raises(AssertionError):
+        probe(library)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_library_as_it_is_passes_every_probe(edited):
+    library = edited("__init__", '__version__ = "0.1.0"', '__version__ = "0.1.0"')
+    assert all(probe(library) is None for *_, probe in PROBED.values())
