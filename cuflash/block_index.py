@@ -121,12 +121,7 @@ class BlockIndex:
         >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).num_entries
         2
         """
-        reasons = length_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
-        with collecting(reasons):
-            pattern = BlockPattern(blocks, block)
-        if reasons:
-            raise UnsupportedProblem(reasons)
-        seqlen_q, seqlen_kv = int(seqlen_q), int(seqlen_kv)
+        pattern = BlockPattern(blocks, block)
         leading = (1, 1, *pattern.blocks.shape[:-2])
         shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), seqlen_q, seqlen_kv)
         return cls.from_mask(pattern, shape, pattern.block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,19 +37,26 @@ extern "C" __global__ void __launch_bounds__(128) first(float* data, int index) 
 """
 
 
-@pytest.fixture
-def proof(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "proof"))
-    return importlib.import_module("same_machine_code")
+@pytest.fixture(scope="module")
+def proof() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "experiments" / "proof"))
+        yield importlib.import_module("same_machine_code")
+
+
+@pytest.fixture(scope="module")
+def before(nvrtc: Any, proof: ModuleType) -> Any:
+    """The functions of TEXT."""
+    return proof.compiled(TEXT, OPTIONS)
 
 
 @pytest.fixture
-def fields(nvrtc: Any, proof: ModuleType) -> Callable[..., set[tuple[str, str]]]:
+def fields(proof: ModuleType, before: Any) -> Callable[..., set[tuple[str, str]]]:
     """The function and the field of each difference that an edit of TEXT makes."""
 
     def found(old: str, new: str) -> set[tuple[str, str]]:
         assert old in TEXT
-        before, after = (proof.compiled(text, OPTIONS) for text in (TEXT, TEXT.replace(old, new)))
+        after = proof.compiled(TEXT.replace(old, new), OPTIONS)
         return {(each.function, each.field) for each in proof.differences("kernel", before, after)}
 
     return found
@@ -73,8 +80,8 @@ def test_a_cubin_is_read_as_its_compiler_describes_it(
         assert any(len(value) > 700 for field, value in function.items() if field == "constant bank 0")  # of Params
 
 
-def test_memory_of_each_kind_is_read(nvrtc: Any, proof: ModuleType) -> None:
-    (found,) = proof.compiled(TEXT, OPTIONS).values()
+def test_memory_of_each_kind_is_read(before: Any) -> None:
+    (found,) = before.values()
     assert found["stack bytes"] == 512 and found["barriers"] == 1
     assert found["shared bytes"] == 1024 + 256 * 4  # sm_90 keeps the first for itself
     assert found["constant bank 3"].hex() == "0000803f000000400000404000008040"

@@ -14,8 +14,9 @@ that a launch asks for. Names, line numbers and debug information do not count. 
 tree has do not count either; `--renamed` gives the new names of BASE's fields and kernels.
 
 What was compiled is kept in `--cache` by text and options, without comments and line numbers: a kernel is compiled
-again only if its text says something else. `--quick` takes few kernels of sm_80, sm_90 and sm_90a, so that each kernel
-has each value of each field once, and each pair of dimensions, each tile and each combination of flags.
+again only if its text says something else. From an empty cache a tree takes 70 minutes of one core. `--quick` takes 7:
+few kernels of sm_80, sm_90 and sm_90a, so that each kernel has each value of each field once, and each pair of
+dimensions, each tile and each combination of flags.
 
 Expect: "the same machine code", exit status 0; else every difference, exit status 1.
 """
