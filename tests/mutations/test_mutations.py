@@ -1,8 +1,8 @@
 """Every planted fault is seen by its guard: as a wrong number and not as a crash; on Hopper also as a broken rule.
 
 Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in. All
-faults of Python are planted, and every third of those of kernels, each of which takes seconds; CUFLASH_PROFILE=long
-plants all.
+faults of Python's arithmetic are planted, and every third of those of calls and of kernels, each of which takes a
+second or more; CUFLASH_PROFILE=long plants all.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from executors import needs_compiler
 
 import cuflash
 from mutations import (
-    attention, kernel_guards, planting, python, simt, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide,
-    sm90_forward, tile,
+    attention, calls, kernel_guards, planting, python, simt, sm80, sm90_backward, sm90_backward_rows,
+    sm90_backward_wide, sm90_forward, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
@@ -64,13 +64,14 @@ def guards(*tables: ModuleType) -> list[Guard]:
 
 @pytest.fixture
 def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Edit], ModuleType]]:
-    """Import a copy of the library with one edit, under a name of its own."""
+    """Import a copy of the library with one edit, or with none, under a name of its own."""
 
-    def load(edit: Edit) -> ModuleType:
+    def load(edit: Edit | None) -> ModuleType:
         name = f"cuflash_edited_{abs(hash(edit))}"
-        shutil.copytree(planting.LIBRARY, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-        path = tmp_path / name / edit.file
-        path.write_text(edit.planted_in(path.read_text("utf-8")), "utf-8")
+        shutil.copytree(planting.LIBRARY, tmp_path / name)  # with its bytecode, which takes longest to make
+        if edit is not None:
+            path = tmp_path / name / edit.file
+            path.write_text(edit.planted_in(path.read_text("utf-8")), "utf-8")
         monkeypatch.syspath_prepend(str(tmp_path))
         return importlib.import_module(name)
 
@@ -79,7 +80,7 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         del sys.modules[module]
 
 
-@each(faults(python))
+@each(faults(python) + sampled(faults(calls)))
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
     library = edited(edit)
@@ -90,6 +91,13 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
 @pytest.mark.parametrize("guard", guards(python))
 def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
     guard(cuflash)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_library_as_it_is_passes_every_probe(edited: Callable[[Edit | None], ModuleType]) -> None:
+    library = edited(None)
+    for probe in guards(calls):
+        probe(library)
 
 
 @needs_compiler
@@ -107,9 +115,9 @@ def test_the_kernels_as_they_are_pass_every_guard(guard: Guard) -> None:
 
 
 def test_every_fault_fits_the_sources() -> None:
-    assert planting.misfits(edit for _, _, edit in faults(python, *OF_KERNELS)) == []
+    assert planting.misfits(edit for _, _, edit in faults(python, calls, *OF_KERNELS)) == []
 
 
 def test_no_table_is_left_out() -> None:
     tables = {path.stem for path in Path(__file__).parent.glob("*.py") if "FAULTS = {" in path.read_text("utf-8")}
-    assert tables - {Path(__file__).stem} == {table.__name__.split(".")[-1] for table in (python, *OF_KERNELS)}
+    assert tables - {Path(__file__).stem} == {table.__name__.split(".")[-1] for table in (python, calls, *OF_KERNELS)}

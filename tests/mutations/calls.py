@@ -1,0 +1,542 @@
+"""Faults in what calls take and refuse, in pickles and in the kernel cache, each with the probe that must see it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import scipy.sparse
+from mutations.planting import Edit
+from mutations.python_guards import part
+
+SIGNS = (AssertionError,)
+Q = np.ones((2, 10, 8), np.float32)
+
+
+class Foreign:
+    """An array of another library, as far as DLPack goes."""
+
+    def __init__(self, host, device=(1, 0), fault=None):
+        self.host, self.device, self.fault = host, device, fault
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **options):
+        if self.fault is not None:
+            raise self.fault
+        return self.host.__dlpack__(**options)
+
+
+class Traced:
+    shape, ndim, dtype = Q.shape, Q.ndim, Q.dtype
+
+    def __array_namespace__(self):
+        return np.testing
+
+
+def refuses(call, *words):
+    """A probe: the library's call raises one of its two errors, whose message has these words."""
+
+    def probe(library):
+        try:
+            call(library)
+        except (TypeError, part(library, "errors").UnsupportedProblem) as error:
+            assert all(word in str(error) for word in words), f"says {error}"
+        except Exception as error:
+            raise AssertionError(f"raises {error!r}") from error
+        else:
+            raise AssertionError("is taken")
+
+    return probe
+
+
+def takes(call):
+    """A probe: the library's call raises nothing and is true."""
+
+    def probe(library):
+        try:
+            assert call(library)
+        except Exception as error:
+            raise AssertionError(f"raises {error!r}") from error
+
+    return probe
+
+
+def attends(**options):
+    return lambda library: library.attention(**{"q": Q, "k": Q, "v": Q, **options})
+
+
+def twice(first, second):
+    def call(library):
+        attends(**first)(library), attends(**first)(library)
+        return attends(**second)(library)
+
+    return call
+
+
+def untouched(**options):
+    """The call is refused before it writes."""
+
+    def call(library):
+        out = np.full_like(Q, 7)
+        try:
+            attends(out=out, **options)(library)
+        except (TypeError, ValueError):
+            pass
+        return (out == 7).all()
+
+    return takes(call)
+
+
+def pickled_after_use(make):
+    """A pickle of a used object is as long as that of a fresh one, and is made at all."""
+
+    def call(library):
+        fresh, used = make(library, False), make(library, True)
+        copy.deepcopy(used)
+        return abs(len(pickle.dumps(used)) - len(pickle.dumps(fresh))) < 64
+
+    return takes(call)
+
+
+def a_plan(library, is_used):
+    index = library.BlockIndex.from_blocks(np.eye(5, dtype=bool), 10, 10, 2)
+    ready = library.plan(Q, Q, Q, mask=index)
+    if is_used:
+        ready.backward(Q, Q, Q, Q, *ready.forward(Q, Q, Q))
+    return ready
+
+
+def a_pullback(library, is_used):
+    _, vjp = library.attention_vjp(Q, Q, Q)
+    if is_used:
+        vjp(Q)
+    return vjp
+
+
+def an_index(library, is_used):
+    index = library.BlockIndex.from_blocks(np.eye(100, dtype=bool), 200, 200, 2)
+    if is_used:
+        index.block_rows, index.on_host
+    return index
+
+
+def a_resolved_mask(library, is_used):
+    shape = part(library, "mask").MaskShape((), 1, 200, 200)
+    mask = library.masks.BlockPattern(np.eye(100, dtype=bool), 2).resolve(shape)
+    if is_used:
+        mask.levels
+    return mask
+
+
+def an_example(library, is_used):
+    example = part(library, "testing").Structure(seqlen_q=30, seqlen_kv=30).example()
+    if is_used:
+        example.bounds
+    return example
+
+
+def replaced(library):
+    ready = a_plan(library, True)
+    return not dataclasses.replace(ready, executor="sim")._repeated
+
+
+def kept(library):
+    """A library that was cut short is not taken for whole."""
+    compiler = part(library, "sim.compiler")
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "kernel.so"
+        (Path(folder) / "made").write_bytes(b"machine code")
+        compiler._publish([["cp", str(Path(folder) / "made"), target.name]], target, "a kernel")
+        is_whole = compiler._is_whole(target)
+        target.write_bytes(target.read_bytes()[:-3])
+        return is_whole and not compiler._is_whole(target)
+
+
+def build_error(command, *words):
+    def call(library):
+        compiler = part(library, "sim.compiler")
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                compiler._publish([command], Path(folder) / "kernel.so", "a kernel")
+            except compiler.BuildError as error:
+                return all(word in str(error) for word in words)
+
+    return takes(call)
+
+
+def without_libraries(library):
+    """The folder of a file system that is mounted with noexec keeps nothing."""
+    compiler = part(library, "sim.compiler")
+    compiler._forbids_libraries = lambda folder: True
+    compiler._temporary_directory = Path
+    return "noexec" in str(compiler.cache_directory())
+
+
+FAULTS = {
+    pickled_after_use(a_plan): {
+        "a plan takes its calls along": Edit(
+            "launch.py", "Executable.__getstate__", '{**vars(self), "_repeated": {}}', "vars(self)"
+        ),
+    },
+    takes(replaced): {
+        "a plan for another executor repeats the first's calls": Edit(
+            "launch.py", "Executable",
+            "default_factory=dict, init=False, repr=False",
+            "default_factory=dict, repr=False",
+        ),
+    },
+    pickled_after_use(a_plan): {
+        "a work list takes its memos along": Edit(
+            "work_list.py", "ListedWork.__getstate__",
+            "def __getstate__(self) -> dict[str, Any]:\n    return without_memos(self)",
+            "",
+        ),
+    },
+    pickled_after_use(an_index): {
+        "an index takes its memos along": Edit(
+            "block_index.py", "BlockIndex.__getstate__",
+            "def __getstate__(self) -> dict[str, Any]:\n    return without_memos(self)",
+            "",
+        ),
+    },
+    pickled_after_use(a_resolved_mask): {
+        "a mask takes its memos along": Edit(
+            "mask.py", "Mask.__getstate__", "return without_memos(self)", "return vars(self)"
+        ),
+    },
+    pickled_after_use(an_example): {
+        "an example takes its memos along": Edit(
+            "testing/assertions.py", "Example.__getstate__", "return without_memos(self)", "return vars(self)"
+        ),
+    },
+    pickled_after_use(a_pullback): {
+        "a vjp is a closure": Edit(
+            "api.py", "attention_vjp",
+            "Pullback(ready, q, k, v, o, lse)",
+            "(lambda do, dlse=None: ready.backward(do, q, k, v, o, lse, dlse))",
+        ),
+    },
+    takes(kept): {
+        "what was cut short is whole": Edit(
+            "sim/compiler.py", "_is_whole", "data[-_SEAL_BYTES:] == _seal(data[:-_SEAL_BYTES])", "len(data) > 0"
+        ),
+    },
+    takes(kept): {
+        "what was published is not sealed": Edit(
+            "sim/compiler.py", "_publish", "file.write(_seal(made.read_bytes()))", "pass"
+        ),
+    },
+    build_error(["sh", "-c", "exit 3"], "exit status 3", "sh -c 'exit 3'"): {
+        "a compiler that dies says nothing": Edit(
+            "sim/compiler.py", "_publish",
+            'f"{_COMPILER} does not compile {what}:\\n{run.stderr.strip() or _end(run)}{where}"',
+            'f"{_COMPILER} does not compile {what}:\\n{run.stderr.strip()}{where}"',
+        ),
+    },
+    build_error(["sh", "-c", "printf 'caf\\351' >&2; exit 1"], r"caf\xe9"): {
+        "words are decoded or not at all": Edit(
+            "sim/compiler.py", "_run", 'encoding="utf-8", errors="backslashreplace",', 'encoding="utf-8",'
+        ),
+    },
+    build_error(["/nowhere/g++"], "/nowhere/g++ does not start", "install g++"): {
+        "a compiler that does not start is Python's error": Edit(
+            "sim/compiler.py", "_run", "except OSError as error:", "except KeyError as error:"
+        ),
+    },
+    takes(without_libraries): {
+        "libraries are kept where none is loaded": Edit(
+            "sim/compiler.py", "cache_directory", "elif _forbids_libraries(folder):", "elif False:"
+        ),
+    },
+    refuses(attends(k=np.ndarray), "k must be an array; got the class ndarray"): {
+        "classes of arrays are arrays": Edit(
+            "arrays.py", "is_array",
+            "(np.ma.MaskedArray, np.matrix, np.generic, type)",
+            "(np.ma.MaskedArray, np.matrix, np.generic)",
+        ),
+    },
+    refuses(attends(k=np.float32(1)), "k must be an array; got np.float32(1.0)"): {
+        "scalars of NumPy are arrays": Edit(
+            "arrays.py", "is_array",
+            "(np.ma.MaskedArray, np.matrix, np.generic, type)",
+            "(np.ma.MaskedArray, np.matrix, type)",
+        ),
+    },
+    refuses(attends(q=np.ndarray), "q must be an array; got the class ndarray"): {
+        "a class has a namespace": Edit(
+            "arrays.py", "namespace",
+            'hasattr(array, "__array_namespace__") and not isinstance(array, type)',
+            'hasattr(array, "__array_namespace__")',
+        ),
+    },
+    refuses(attends(window=(np.timedelta64(3), 0)), "window must be (left, right)"): {
+        "durations are ints": Edit("arrays.py", "is_int", "(bool, np.timedelta64)", "bool"),
+    },
+    takes(lambda library: (attends(deterministic=np.True_)(library) == 1).all()): {
+        "flags of NumPy are none": Edit("arrays.py", "is_flag", "(value, (bool, np.bool))", "(value, bool)"),
+    },
+    refuses(lambda library: library.ShapeDtype((2, 3), None), "dtype must be a dtype; got None"): {
+        "None is a dtype": Edit("arrays.py", "as_dtype", "if dtype is not None:", "if True:"),
+    },
+    refuses(attends(causal=10**5000), "causal must be", "an int of 16610 bits"): {
+        "numbers are written in full": Edit("arrays.py", "describe", "value.bit_length() > 64", "False"),
+    },
+    refuses(attends(kernel="x" * 99), "'xxxx", "..."): {
+        "words are written in full": Edit("arrays.py", "describe", "if len(written) <= _LONGEST", "if True"),
+    },
+    refuses(lambda library: library.ShapeDtype((2.5, 3), "f4"), "shape must be a tuple of ints"): {
+        "shapes are truncated": Edit(
+            "arrays.py", "ShapeDtype.__post_init__",
+            "all(is_int(extent) and 0 <= extent < 2**63 for extent in shape)",
+            "True",
+        ),
+    },
+    refuses(attends(k=Foreign(Q, fault=AttributeError("no data_ptr"))), "k must be an array that", "no data_ptr"): {
+        "an export fails with another library's error": Edit(
+            "memory.py", "taken", "except Exception as error:", "except BufferError as error:"
+        ),
+    },
+    refuses(attends(k=Foreign(Q, device=None)), "k must say on which device it lies"): {
+        "a device is rubbish": Edit(
+            "memory.py", "is_on_cuda", "except Exception as error:", "except BufferError as error:"
+        ),
+    },
+    refuses(attends(k=Foreign(Q, fault=ValueError())), "(ValueError)"): {
+        "a silent error says nothing": Edit("memory.py", "_said", "or type(error).__name__", ""),
+    },
+    refuses(attends(k=Traced()), "k must be an array that DLPack gives away"): {
+        "what is traced is taken": Edit(
+            "launch.py", "as_arrays",
+            "elif is_array(value) and namespace(value).__name__ not in _HOMES.values():",
+            "elif False:",
+        ),
+    },
+    refuses(lambda library: a_pullback(library, False)(None), "do must be an array; got None"): {
+        "do may be left out": Edit(
+            "launch.py", "Executable.backward", 'if name != "dlse" or array is not None', "if array is not None"
+        ),
+    },
+    refuses(attends(out=(Q, Q, Q)), "or a pair (o, lse)"): {
+        "a pair is not offered": Edit(
+            "launch.py", "Executable._output_reasons",
+            'pair = ", or a pair (o, lse) of arrays" if name == "out" else ""',
+            'pair = ""',
+        ),
+    },
+    takes(lambda library: library.masks.Dense(Foreign(np.tri(10, dtype=bool))).allowed.shape == (10, 10)): {
+        "arrays of another library are no masks": Edit(
+            "masks.py", "Dense.__post_init__", '_take_arrays(self, {"allowed": "mask"})', "pass"
+        ),
+    },
+    takes(lambda library: library.masks.Lengths(kv=Foreign(np.array(3))).kv == 3): {
+        "arrays of another library are no lengths": Edit(
+            "masks.py", "Lengths.__post_init__", '_take_arrays(self, {"q": "q", "kv": "kv"})', "pass"
+        ),
+    },
+    takes(lambda library: library.masks.PrefixLM(Foreign(np.array(3))).prefix == 3): {
+        "arrays of another library are no prefix": Edit(
+            "masks.py", "PrefixLM.__post_init__", '_take_arrays(self, {"prefix": "prefix"})', "pass"
+        ),
+    },
+    takes(lambda library: library.masks.Documents(Foreign(np.arange(3))).q_ids[2] == 2): {
+        "arrays of another library are no documents": Edit(
+            "masks.py", "Documents.__post_init__", '_take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})', "pass"
+        ),
+    },
+    takes(lambda library: library.masks.BlockPattern(Foreign(np.eye(3, dtype=bool)), 2).blocks[2, 2]): {
+        "arrays of another library are no blocks": Edit(
+            "masks.py", "BlockPattern.__post_init__", '_take_arrays(self, {"blocks": "blocks"})', "pass"
+        ),
+    },
+    refuses(attends(scale="0.5"), "scale must be a finite number or None; got '0.5'"): {
+        "scales are strings": Edit(
+            "problem.py", "_is_finite",
+            "(str, bytes, complex, np.complexfloating)",
+            "(bytes, complex, np.complexfloating)",
+        ),
+    },
+    refuses(attends(scale=10**400), "scale must be a finite number or None; got an int of 1329 bits"): {
+        "scales are huge": Edit(
+            "problem.py", "_is_finite", "(TypeError, ValueError, OverflowError)", "(TypeError, ValueError)"
+        ),
+    },
+    refuses(attends(scale=np.array("0.5")), "scale must be a finite number", "float(scale) makes one"): {
+        "scales are arrays": Edit("problem.py", "_is_finite", 'and scale.dtype.kind in "iuf"', ""),
+    },
+    refuses(attends(precision=Q), "precision must be 'ieee'"): {
+        "precisions are arrays": Edit(
+            "problem.py", "precision_reasons",
+            "not isinstance(precision, str) or precision not in PRECISIONS",
+            "precision not in PRECISIONS",
+        ),
+    },
+    refuses(attends(causal=np.tri(10, dtype=bool)), "causal must be True, False"): {
+        "causal is an array": Edit(
+            "work_list.py", "requested_mask",
+            'if isinstance(causal, str) and causal in ("bottom_right", "top_left") else None',
+            'if causal in ("bottom_right", "top_left") else None',
+        ),
+    },
+    refuses(attends(window=(Q, 0)), "window must be (left, right)"): {
+        "a side of a window is anything": Edit(
+            "work_list.py", "_window",
+            "if not is_pair or not all(side is None or is_int(side) for side in window):",
+            "if not is_pair:",
+        ),
+    },
+    refuses(attends(window=(-1, 0)), "window's left must be"): {
+        "sides of a window go by their own names": Edit(
+            "work_list.py", "_window", "f\"window's {reason}\" for reason", "reason for reason"
+        ),
+    },
+    refuses(attends(executor=["cpu"]), "executor must be 'auto'"): {
+        "executors are unhashable": Edit(
+            "api.py", "_option_reasons",
+            "if not isinstance(executor, str) or executor not in EXECUTORS:",
+            "if executor not in EXECUTORS:",
+        ),
+    },
+    refuses(attends(executor=Q), "executor must be 'auto'"): {
+        "executors are arrays": Edit(
+            "api.py", "_executor", 'if not isinstance(executor, str) or executor != "auto":', 'if executor != "auto":'
+        ),
+    },
+    refuses(attends(kernel=Q), "kernel must be 'auto'"): {
+        "kernels are arrays": Edit(
+            "api.py", "_option_reasons",
+            'if not isinstance(kernel, str) or kernel not in ("auto", *families):',
+            'if kernel not in ("auto", *families):',
+        ),
+    },
+    refuses(lambda library: library.plan(Q, Q, Q, device="H100"), "device must be a DeviceSpec", "DeviceSpec.gpu"): {
+        "devices are names": Edit(
+            "api.py", "plan", "if device is not None and not isinstance(device, DeviceSpec):", "if False:"
+        ),
+    },
+    refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"): {
+        "a flag is whatever is true": Edit(
+            "api.py", "plan", 'reasons += flag_reasons("deterministic", deterministic)', ""
+        ),
+    },
+    refuses(attends(return_lse=1), "return_lse must be True or False; got 1"): {
+        "lse is returned for whatever is true": Edit(
+            "api.py", "_require_flag",
+            "if type(value) is not bool and (reasons := flag_reasons(name, value)):",
+            "if False and (reasons := flag_reasons(name, value)):",
+        ),
+    },
+    untouched(return_lse=np.array([True, False])): {
+        "results are written before a flag is looked at": Edit(
+            "api.py", "_require_flag",
+            "if type(value) is not bool and (reasons := flag_reasons(name, value)):",
+            "if False and (reasons := flag_reasons(name, value)):",
+        ),
+    },
+    refuses(twice({"scale": 2}, {"scale": 2 + 0j}), "scale must be a finite number or None; got (2+0j)"): {
+        "what equals an option is one": Edit("api.py", "_are_plain", "return False", "pass"),
+    },
+    takes(lambda library: library.merge([Foreign(Q)], [Foreign(Q[..., 0])])[0].shape == Q.shape): {
+        "merge takes no arrays of another library": Edit(
+            "states.py", "_known", "return as_arrays({name: value})[name]", "return value"
+        ),
+    },
+    refuses(lambda library: library.merge(None, None), "outs must be a sequence of arrays"): {
+        "parts are whatever there is": Edit(
+            "states.py", "_parts",
+            "except (TypeError, NotImplementedError) as error:",
+            "except NotImplementedError as error:",
+        ),
+    },
+    takes(lambda library: library.error_bound(Foreign(Q), Q, Q).o.shape == Q.shape): {
+        "bounds take no arrays of another library": Edit(
+            "bounds.py", "_host_arrays", "arrays = as_arrays(given)", "arrays = given"
+        ),
+    },
+    refuses(lambda library: library.error_bound(Q, Q, Q, Q[:, :3]), "do must have shape (2, 10, 8)"): {
+        "bounds take any gradient": Edit(
+            "bounds.py", "error_bound", 'reasons += _cotangent_reasons("do", do, problem.o_shape())', ""
+        ),
+    },
+    refuses(lambda library: library.error_bound(Q, Q, Q, product_dtype=int), "product_dtype must be a dtype of"): {
+        "bounds are for any dtype of products": Edit(
+            "bounds.py", "_product_dtype", "except ValueError as error:", "except KeyError as error:"
+        ),
+    },
+    refuses(
+        lambda library: library.BlockIndex.from_mask(Q, part(library, "mask").MaskShape((), 1, 2, 2), 2),
+        "mask must be a Mask; got an array",
+    ): {
+        "an index is made of anything": Edit(
+            "block_index.py", "BlockIndex.from_mask", "if not isinstance(mask, Mask):", "if False:"
+        ),
+    },
+    refuses(
+        lambda library: library.BlockIndex.from_mask(library.masks.Causal(), (2, 2), 2), "shape must be a MaskShape"
+    ): {
+        "an index is for any shape": Edit(
+            "block_index.py", "BlockIndex.from_mask", "reasons = shape_reasons(shape)", "reasons = []"
+        ),
+    },
+    refuses(
+        lambda library: library.BlockIndex.from_scipy(scipy.sparse.bsr_array(np.eye(4)), "4", 4),
+        "seqlen_q must be an int",
+    ): {
+        "an index of blocks is of any length": Edit(
+            "block_index.py", "BlockIndex.from_scipy",
+            "if reasons := length_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv):",
+            "if reasons := []:",
+        ),
+    },
+    takes(
+        lambda library: library.BlockIndex.from_blocks(np.eye(2, dtype=bool), np.uint8(4), 4, 2).num_q_blocks == 2
+    ): {
+        "unsigned lengths wrap": Edit(
+            "block_index.py", "BlockIndex.from_mask",
+            "shape = MaskShape(tuple(map(int, shape.batch)), *map(int, shape[1:]))",
+            "",
+        ),
+    },
+    refuses(
+        lambda library: library.DeviceSpec(name="x", num_processors=0, tile_memory_bytes=1),
+        "num_processors must be an int of at least 1; got 0",
+    ): {
+        "a device has no processors": Edit(
+            "device.py", "DeviceSpec.__post_init__", '(("num_processors", 1),', '(("num_processors", -1),'
+        ),
+    },
+    refuses(lambda library: library.DeviceSpec.gpu([]), "name must be one of"): {
+        "names of devices are unhashable": Edit(
+            "device.py", "DeviceSpec.gpu", "if not isinstance(name, str) or name not in _GPUS:", "if name not in _GPUS:"
+        ),
+    },
+    refuses(lambda library: library.patterns.random(8, block=2, density=0.5, seed="x"), "seed must be an int"): {
+        "a seed is anything": Edit(
+            "patterns.py", "_generator", "if all(is_int(each) and each >= 0 for each in ints):", "if True:"
+        ),
+    },
+    takes(lambda library: library.patterns.random(8, block=2, density=np.float32(0.5)) is not None): {
+        "a density of NumPy is none": Edit(
+            "arrays.py", "is_number",
+            "is_int(value) or isinstance(value, (float, np.floating))",
+            "is_int(value) or isinstance(value, float)",
+        ),
+    },
+    takes(lambda library: library.patterns.butterfly(np.uint8(8), block=2).blocks.shape == (4, 4)): {
+        "unsigned lengths wrap in patterns": Edit(
+            "patterns.py", "_grid", "seqlen_q, seqlen_kv = int(seqlen_q), int(seqlen_kv)", ""
+        ),
+    },
+    refuses(
+        lambda library: library.BlockIndex.from_blocks(np.ones((1, 1), bool), 4, 4, 2**64), "block must be an int"
+    ): {
+        "a block is longer than any number": Edit(
+            "block_set.py", "block_pair", "1 <= side < 2**63 for", "1 <= side for"
+        ),
+    },
+}  # fmt: skip
