@@ -6,19 +6,17 @@
 (8, 256, 64)
 """
 
-from . import masks as masks
-from . import patterns as patterns
-from . import reference as reference
+from . import masks as masks, patterns as patterns, reference as reference
 from .api import attention, attention_vjp, plan, precompile
 from .arrays import ShapeDtype
-from .block_index import BlockIndex
+from .blocks.index import BlockIndex
 from .bounds import Bounds, error_bound
-from .compile import cache_info
-from .device import DeviceSpec
+from .compiler.nvrtc import cache_info
 from .doctor import doctor
 from .errors import CompileError, UnsupportedProblem
-from .launch import Executable, Gradients
-from .states import merge
+from .merging import merge
+from .planning.device import DeviceSpec
+from .plans import Executable, Gradients
 
 __version__ = "0.1.0"
 

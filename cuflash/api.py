@@ -9,18 +9,19 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from . import checks, compile, gpu
 from .arrays import Array, describe, flag_reasons, is_array, namespace
-from .compile import Compiled
-from .device import DeviceSpec
+from .blocks.work_list import requested_mask
+from .compiler import nvrtc
+from .compiler.nvrtc import Compiled
 from .errors import UnsupportedProblem, collecting
-from .launch import EXECUTORS, Executable, Gradients, Pullback, Repeated, as_arrays, as_mask_of_arrays, lie_of
-from .mask import Mask, held_arrays
+from .executors import checks, gpu
+from .masks.base import Mask, held_arrays
 from .memory import device_number
+from .planning.device import DeviceSpec
 from .planning.plan import KernelPlan, gpu_plan, host_plan
+from .planning.problem import Problem, precision_reasons
 from .planning.routing import FAMILIES, routed
-from .problem import Problem, precision_reasons
-from .work_list import requested_mask
+from .plans import EXECUTORS, Executable, Gradients, Pullback, Repeated, as_arrays, as_mask_of_arrays, lie_of
 
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
 
@@ -355,8 +356,8 @@ def precompile(
     if capability is None:
         raise UnsupportedProblem([f"device must be a GPU; got {ready.plan.device.name}: DeviceSpec.gpu has some"])
     if device is None:
-        return compile.precompile(map(checks.built, specs), capability)
-    return compile.precompile(specs, compile.architecture(next(iter(specs)), capability))
+        return nvrtc.precompile(map(checks.built, specs), capability)
+    return nvrtc.precompile(specs, nvrtc.architecture(next(iter(specs)), capability))
 
 
 _MOST_REPEATED = 512
@@ -465,7 +466,9 @@ def _option_reasons(
         )
     elif not is_elsewhere and spaces - {"cupy" if executor == "gpu" else "numpy"}:
         wanted = "CuPy" if executor == "gpu" else "NumPy"
-        reasons.append(f"executor={executor!r} takes {wanted} arrays; got {spaces.pop()}'s as q, k and v: copy them explicitly")
+        reasons.append(
+            f"executor={executor!r} takes {wanted} arrays; got {spaces.pop()}'s as q, k and v: copy them explicitly"
+        )
     families = () if executor == "cpu" else FAMILIES
     if not isinstance(kernel, str) or kernel not in ("auto", *families):
         known, why = ", ".join(map(repr, ("auto", *families))), "" if families else ": the cpu executor has one kernel"
@@ -479,6 +482,6 @@ def _option_reasons(
 
 def _mask_device_reasons(mask: Mask) -> list[str]:
     """Why kernels on the current device cannot read what a mask holds."""
-    _, current = compile.current_device()
+    _, current = nvrtc.current_device()
     numbers = {device_number(array) for array in held_arrays(mask)} - {None, current}
     return [f"mask's arrays must be on the current device, {current}; got device {number}" for number in numbers]

@@ -70,12 +70,12 @@ import ml_dtypes
 import numpy as np
 
 from .arrays import DTYPES, Array, accumulator_dtype, as_dtype, describe, flag_reasons, is_array, no_array
+from .blocks.work_list import requested_mask
 from .errors import UnsupportedProblem, collecting
-from .launch import as_arrays, as_mask_of_arrays
 from .memory import kind_of
-from .problem import Problem
+from .planning.problem import Problem
+from .plans import as_arrays, as_mask_of_arrays
 from .reference import allowed_of, expand_heads, sum_heads_to, sum_to, with_heads
-from .work_list import requested_mask
 
 __all__ = ["Bounds", "error_bound"]
 

@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 import threadpoolctl
 
-from .compile import cache_info, nvrtc_version
-from .device import DeviceSpec
+from .compiler.nvrtc import cache_info, nvrtc_version
+from .planning.device import DeviceSpec
 
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _OLDEST_DRIVER = (12, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-
 _LOG_LINES = 40  # as many of them are shown
 
 

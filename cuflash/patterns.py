@@ -19,10 +19,10 @@ import numpy as np
 import scipy.sparse
 
 from .arrays import Array, describe, flag_reasons, is_int, is_number
-from .block_set import block_pair
 from .errors import UnsupportedProblem
-from .mask import Intervals, Mask, length_reasons
-from .masks import BlockPattern, Causal, Dilated, Lengths, SlidingWindow
+from .masks.base import Intervals, Mask, length_reasons
+from .masks.block_set import block_pair
+from .masks.library import BlockPattern, Causal, Dilated, Lengths, SlidingWindow
 
 __all__ = ["bigbird", "butterfly", "checkerboard", "fixed", "longformer", "random", "sink_local", "strided"]
 

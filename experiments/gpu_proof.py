@@ -44,9 +44,11 @@ from unittest.mock import patch
 
 import cuflash
 import numpy as np
-from cuflash import BlockIndex, compile, gpu, masks
-from cuflash.device import DeviceSpec
-from cuflash.launch import Executable
+from cuflash import BlockIndex, masks
+from cuflash.compiler import nvrtc
+from cuflash.executors import gpu
+from cuflash.planning.device import DeviceSpec
+from cuflash.plans import Executable
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Structure
 from cuflash.planning.families import sm90
@@ -162,7 +164,7 @@ def run_repeats(config: Config, device: DeviceSpec) -> Iterator[Record]:
     every = list(repeated_calls(config, device))
     size = config.batch * config.hidden * config.seqlen
     drawn = {dtype: draw(size, dtype=np.dtype(dtype)) for dtype in config.dtypes}
-    compile.precompile({spec for each in every for spec in each.ready.plan.specs.values()}, device.compute_capability)
+    nvrtc.precompile({spec for each in every for spec in each.ready.plan.specs.values()}, device.compute_capability)
     for way, family, dtype, head_dim, mask, ready, calls in track(every, "repeats"):
         plan = ready.plan
         q, k, v, do = (x.reshape(config.batch, -1, config.seqlen, head_dim) for x in drawn[dtype])
@@ -427,7 +429,7 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     specs = {spec for case in every for spec in case.plan(device).specs.values()}
     if set(config.tools) & set(WATCHED):
         specs |= {replace(spec, is_watched=True) for spec in specs if spec.family == "sm90"}
-    compile.precompile(specs, device.compute_capability)  # into CuPy's cache, where each child finds them
+    nvrtc.precompile(specs, device.compute_capability)  # into CuPy's cache, where each child finds them
     jobs = [(name, ",".join(runs), asked) for name in config.tools]
     if "initcheck" in config.tools:
         jobs += [(CONTROL, family, asked | {"control": family}) for family in runs if family not in UNSEEN]

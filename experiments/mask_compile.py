@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from cuflash import masks, patterns
-from cuflash.block_index import BlockIndex
-from cuflash.work_list import ListedWork, WorkList, work_list
+from cuflash.blocks.index import BlockIndex
+from cuflash.blocks.work_list import ListedWork, WorkList, work_list
 from harness import Record, main, time_alternately, track
 from rich.table import Table
 

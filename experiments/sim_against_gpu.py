@@ -26,7 +26,8 @@ from typing import Any
 import cuflash
 import ml_dtypes
 import numpy as np
-from cuflash import gpu, masks
+from cuflash import masks
+from cuflash.executors import gpu
 from cuflash.testing import Example, Structure, assert_exact_probes
 from cuflash.testing.strategies import laid_out
 from harness import Record, main, track, why_no_gpu

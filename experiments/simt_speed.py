@@ -38,10 +38,12 @@ from typing import Any
 import cuflash
 import ml_dtypes
 import numpy as np
-from cuflash import compile, gpu, masks
-from cuflash.device import DeviceSpec
+from cuflash import masks
+from cuflash.compiler import nvrtc
+from cuflash.executors import gpu
+from cuflash.planning.device import DeviceSpec
 from cuflash.planning.plan import KernelPlan
-from cuflash.work_list import requested_mask, work_list
+from cuflash.blocks.work_list import requested_mask, work_list
 from harness import Record, gpu_versions, main, time_alternately, time_on_device, track
 from mask_compile import document_ids
 from rich.table import Table
@@ -241,10 +243,10 @@ def run_memory(config: Config) -> list[Record]:
     return records
 
 
-def compile_alone(plan: KernelPlan, device: DeviceSpec) -> list[compile.Compiled]:
+def compile_alone(plan: KernelPlan, device: DeviceSpec) -> list[nvrtc.Compiled]:
     """Compile a plan's kernels one after another, each alone."""
     assert device.compute_capability is not None
-    return [made for spec in plan.specs.values() for made in compile.precompile([spec], device.compute_capability)]
+    return [made for spec in plan.specs.values() for made in nvrtc.precompile([spec], device.compute_capability)]
 
 
 def compile_rates(config: Config, device: DeviceSpec) -> None:
@@ -302,7 +304,7 @@ def run_compile(config: Config, device: DeviceSpec) -> list[Record]:
 
 def run(config: Config) -> list[Record]:
     """Every measure, one record each, with the versions that a GPU's numbers depend on."""
-    compile.current_device()
+    nvrtc.current_device()
     versions = gpu_versions()
     compile_rates(config, gpu.current_device())
     records = run_rates(config) + run_densities(config) + run_costs(config)

@@ -20,8 +20,8 @@ import cuflash
 import numpy as np
 from cuflash import sim
 from cuflash.executors.launch import run as run_pass
-from cuflash.simulated import Simulator
-from cuflash.source import source
+from cuflash.executors.sim import Simulator
+from cuflash.compiler.source import source
 from harness import Record, main, time_alternately, track
 from rich.table import Table
 

@@ -34,10 +34,12 @@ from typing import Any, NamedTuple
 import cuflash
 import ml_dtypes
 import numpy as np
-from cuflash import compile, gpu, masks
-from cuflash.device import DeviceSpec
+from cuflash import masks
+from cuflash.compiler import nvrtc
+from cuflash.executors import gpu
+from cuflash.planning.device import DeviceSpec
 from cuflash.errors import CompileError
-from cuflash.launch import Executable
+from cuflash.plans import Executable
 from cuflash.planning.plan import KernelPlan
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import simt, sm80, sm90
@@ -314,12 +316,12 @@ def plans_of(config: Config, family: str, head_dim: int, **options: Any) -> dict
     return found
 
 
-def compiled(specs: Sequence[KernelSpec], architecture: str) -> dict[KernelSpec, compile.Compiled | CompileError]:
+def compiled(specs: Sequence[KernelSpec], architecture: str) -> dict[KernelSpec, nvrtc.Compiled | CompileError]:
     """What the compiler says of kernels, on as many threads as there are cores."""
 
-    def tried(spec: KernelSpec) -> compile.Compiled | CompileError:
+    def tried(spec: KernelSpec) -> nvrtc.Compiled | CompileError:
         try:
-            return compile.cubin(spec, architecture)
+            return nvrtc.cubin(spec, architecture)
         except CompileError as error:  # registers do not even suffice for one product
             return error
 
@@ -327,7 +329,7 @@ def compiled(specs: Sequence[KernelSpec], architecture: str) -> dict[KernelSpec,
         return dict(zip(specs, pool.map(tried, specs), strict=True))
 
 
-def fault_of(made: compile.Compiled | CompileError, most_stack: int) -> str:
+def fault_of(made: nvrtc.Compiled | CompileError, most_stack: int) -> str:
     """Why a kernel is not worth timing; empty where it is."""
     if isinstance(made, CompileError):
         return f"does not compile: {made.log.splitlines()[0]}"
@@ -357,7 +359,7 @@ def run_gpu(config: Config) -> Iterator[Record]:
         family, head_dim = cell
         arrays = draw(*shape_of(config, family, head_dim), dtype=DTYPES[family])
         every = [spec for entry in swept[cell].values() for spec in entry]
-        made = compiled(every, compile.architecture(every[0], device.compute_capability))
+        made = compiled(every, nvrtc.architecture(every[0], device.compute_capability))
         good = [spec for spec in every if not fault_of(made[spec], config.most_stack)]
         used = {
             each
@@ -366,7 +368,7 @@ def run_gpu(config: Config) -> Iterator[Record]:
             if spec.entry == entry
             for each in at_kernel(plan, spec).specs.values()
         }
-        compile.precompile(used, device.compute_capability)
+        nvrtc.precompile(used, device.compute_capability)
         for mask in config.masks:
             check = SpotCheck.of(*arrays[:3], masks.Causal() if mask == "causal" else None)
             for entry, tried in swept[cell].items():
@@ -379,7 +381,7 @@ def sweep(
     plan: KernelPlan,
     mask: str,
     swept: Sequence[KernelSpec],
-    made: Mapping[KernelSpec, compile.Compiled | CompileError],
+    made: Mapping[KernelSpec, nvrtc.Compiled | CompileError],
     arrays: Sequence[Any],
     check: SpotCheck,
     config: Config,

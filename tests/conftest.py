@@ -13,8 +13,8 @@ import device_double
 import numpy as np
 import pytest
 import threadpoolctl
-from cuflash import compile as compiling
-from cuflash import source as sources
+from cuflash.compiler import nvrtc as compiling
+from cuflash.compiler import source as sources
 from cuflash.planning.spec import KernelSpec
 from hypothesis import HealthCheck, settings
 

@@ -15,10 +15,10 @@ from typing import Any
 import cupy_double
 import numpy as np
 
-from cuflash import compile as compiling
-from cuflash import simulated
+from cuflash.compiler import nvrtc as compiling
+from cuflash.executors import sim as simulated
 from cuflash.planning.spec import KernelSpec
-from cuflash.source import source
+from cuflash.compiler.source import source
 
 H100 = {
     "name": b"NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multiProcessorCount": 132,
@@ -246,7 +246,8 @@ class Cupy(cupy_double.Double):
 @contextmanager
 def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     """The stand-in as `import cupy`, with rooms that know nothing of an earlier one."""
-    from cuflash import api, gpu
+    from cuflash import api
+    from cuflash.executors import gpu
 
     machine = Cupy(cache)
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuflash import masks
-from cuflash.problem import Problem
+from cuflash.planning.problem import Problem
 from cuflash.testing import Example, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from cuflash.launch import _summed_to
-from cuflash.simulated import Simulator
+from cuflash.plans import _summed_to
+from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure
 from executors import Run
 
 import cuflash
-from cuflash import gpu, masks
+from cuflash import masks
+from cuflash.executors import gpu
 from cuflash.executors.launch import run as run_pass
 
 MARGIN = 2

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from cuflash.planning.launches import DqTurns
-from cuflash.params import Records, View
+from cuflash.executors.params import Records, View
 from cuflash.planning.plan import KernelPlan
-from cuflash.source import flatten_text
-from cuflash.tensor_map import Tiles, encoded, simulated
+from cuflash.compiler.source import flatten_text
+from cuflash.executors.tensor_map import Tiles, encoded, simulated
 from cuflash.testing import Structure
-from cuflash.work_list import ListedWork
+from cuflash.blocks.work_list import ListedWork
 from executors import to_device
 from finishing import finishing_order
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from cuflash import sim
-from cuflash.source import flatten_text
-from cuflash.tensor_map import Tiles, simulated
+from cuflash.compiler.source import flatten_text
+from cuflash.executors.tensor_map import Tiles, simulated
 
 PTX = Path(sim.__file__).parent / "ptx"
 

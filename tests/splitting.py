@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from cuflash.planning.plan import KernelPlan
-from cuflash.simulated import Simulator
+from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure
 from executors import SIM, Run
 from poison import MARGIN, Guarded, PoisonedGpu

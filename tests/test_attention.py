@@ -11,13 +11,14 @@ from hypothesis import event, given, target
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import DeviceSpec, cpu, masks, reference
-from cuflash.launch import Executable
+from cuflash import DeviceSpec, masks, reference
+from cuflash.executors import cpu
+from cuflash.plans import Executable
 from cuflash.planning.host import HostTiling
 from cuflash.planning.plan import KernelPlan
-from cuflash.problem import Problem
+from cuflash.planning.problem import Problem
 from cuflash.testing import assertions, strategies
-from cuflash.work_list import requested_mask, work_list
+from cuflash.blocks.work_list import requested_mask, work_list
 
 RNG = np.random.default_rng(0)
 
@@ -273,7 +274,7 @@ def test_an_error_in_a_worker_comes_out_and_stops_the_others(monkeypatch):
     def fails(*_):
         raise MemoryError("no room for a tile")
 
-    monkeypatch.setattr("cuflash.cpu._Call._mask_keys", fails)
+    monkeypatch.setattr("cuflash.executors.cpu._Call._mask_keys", fails)
     with pytest.raises(MemoryError, match="no room for a tile"):
         cuflash.attention(q, q, q)
     monkeypatch.undo()

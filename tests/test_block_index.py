@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from test_masks import SHAPES_AND_MASKS
 
 from cuflash import BlockIndex, UnsupportedProblem, masks
-from cuflash.classify import Kind
-from cuflash.masks import MaskShape
+from cuflash.blocks.classify import Kind
+from cuflash.masks.library import MaskShape
 from cuflash.testing import strategies
 
 BLOCKS = st.tuples(st.integers(1, 12), st.integers(1, 12))

@@ -19,9 +19,9 @@ from typing import Any
 import cuflash
 import pytest
 from cuflash import CompileError, UnsupportedProblem
-from cuflash import compile as room
+from cuflash.compiler import nvrtc as room
 from cuflash.planning.spec import KernelSpec
-from cuflash.source import source
+from cuflash.compiler.source import source
 from cupy_double import MACHINE_CODE, MOST_BYTES, STATIC_BYTES, CUDADriverError, CUDARuntimeError, Double, Module
 
 ROOT = Path(__file__).parents[1]
@@ -470,10 +470,11 @@ FORKS = """
 import os, sys, pathlib
 sys.path[:0] = [{tests!r}]
 import numpy as np, cupy_double
-from cuflash import compile as room, source
+from cuflash.compiler import nvrtc as room, source
+from cuflash.planning.spec import KernelSpec
 source.KERNELS = pathlib.Path({kernels!r})
 sys.modules["cupy"] = cupy_double.Double(pathlib.Path({cache!r}))
-spec = source.KernelSpec(family="simt", entry="plain", dtype=np.dtype(np.float32),
+spec = KernelSpec(family="simt", entry="plain", dtype=np.dtype(np.float32),
                          head_dim=64, value_dim=64, block_q=32, block_kv=32)
 
 def in_child():
@@ -506,9 +507,11 @@ def test_a_forked_child_is_told_to_spawn(kernels: Path, tmp_path: Path) -> None:
 REAL = """
 import pathlib, warnings
 import numpy as np
-from cuflash import cache_info, compile as room, records, source
+from cuflash import cache_info
+from cuflash.compiler import nvrtc as room, params_layout as records, source
+from cuflash.planning.spec import KernelSpec
 source.KERNELS = pathlib.Path({kernels!r})
-spec = source.KernelSpec(family="simt", entry="plain", dtype=np.dtype(np.float32),
+spec = KernelSpec(family="simt", entry="plain", dtype=np.dtype(np.float32),
                          head_dim=64, value_dim=64, block_q=32, block_kv=32)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

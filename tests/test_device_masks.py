@@ -14,13 +14,14 @@ from test_block_index import BLOCKS
 from test_masks import SHAPES, SHAPES_AND_MASKS
 from test_work_list import TILES, rebuilt
 
-from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, attention, masks, patterns, plan, whole_grid
-from cuflash.classify import Kind
-from cuflash.mask import held_arrays
-from cuflash.masks import MaskShape
-from cuflash.records import WORK
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, attention, masks, patterns, plan
+from cuflash.blocks import classify_on_device as whole_grid
+from cuflash.blocks.classify import Kind
+from cuflash.masks.base import held_arrays
+from cuflash.masks.library import MaskShape
+from cuflash.compiler.params_layout import WORK
 from cuflash.testing import strategies
-from cuflash.work_list import IntervalWork, ListedWork, requested_mask, work_list
+from cuflash.blocks.work_list import IntervalWork, ListedWork, requested_mask, work_list
 
 
 def changed(mask, change):

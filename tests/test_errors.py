@@ -11,7 +11,7 @@ from device_double import to_device
 
 import cuflash
 from cuflash import BlockIndex, masks, patterns
-from cuflash import compile as compiling
+from cuflash.compiler import nvrtc as compiling
 
 Q = np.ones((2, 4, 10, 8), np.float32)
 SHAPE = masks.MaskShape((2,), 4, 10, 10)

@@ -17,7 +17,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from cuflash.compile import Resources
+from cuflash.compiler.nvrtc import Resources
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
@@ -329,7 +329,7 @@ def test_every_tile_of_the_table_of_tensor_cores_is_swept(load) -> None:
 
 def on_simulator(load, experiment, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU part of a sweep, with the simulator in the place of the GPU, whose every call takes 2 ms."""
-    launch, timing = load("cuflash.launch"), load("harness").Timing(2.0, 0.1, 1)
+    launch, timing = load("cuflash.plans"), load("harness").Timing(2.0, 0.1, 1)
     pool = SimpleNamespace(free_all_blocks=lambda: None)
     cupy = SimpleNamespace(asarray=np.asarray, ndarray=SimpleNamespace, get_default_memory_pool=lambda: pool)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -417,16 +417,16 @@ def test_tiles_of_hopper_bring_their_own_boxes_and_grid(load, monkeypatch: pytes
 
 
 def test_a_swept_tile_decides_how_many_blocks_go_on_and_what_is_brought(load) -> None:
-    experiment, tensor_map = load("tile_sweep"), load("cuflash.tensor_map")
+    experiment, tensor_map = load("tile_sweep"), load("cuflash.executors.tensor_map")
     plan = swept_plan(experiment, "sm90", 64, "forward", load("cuflash").DeviceSpec.gpu("H100"))
     spec = experiment.replace(
         plan.specs["forward"], block_q=64, block_kv=160, num_warps=8, num_stages=2, min_blocks=2
     )  # fmt: skip
     swept, boxes = experiment.at_kernel(plan, spec), []
     room = experiment.cuflash.ShapeDtype((4, 32, 4096, 64), spec.dtype)
-    views = [load("cuflash.params").View.of_new(name, room) for name in "qkv"]
+    views = [load("cuflash.executors.params").View.of_new(name, room) for name in "qkv"]
     kernels = swept.kernels.forward
-    load("cuflash.params").Records.of(
+    load("cuflash.executors.params").Records.of(
         swept, tuple(views), kernels.boxes,
         lambda tiles: boxes.append(tiles.box[-2:]) or tensor_map.Template((0,) * 16, 0),
     )  # fmt: skip
@@ -464,7 +464,7 @@ def test_a_sweep_of_nothing_is_named(
 
 @pytest.mark.gpu
 def test_compile_times_of_tensor_cores_kernels_are_summed_and_taken_at_once(load) -> None:
-    experiment, device = load("simt_speed"), load("cuflash.gpu").current_device()
+    experiment, device = load("simt_speed"), load("cuflash.executors.gpu").current_device()
     rows = experiment.run_compile(experiment.Config(compile_dims=(64,), cold_starts=1), device)
     names = ["sm80", "sm90"] if device.compute_capability == (9, 0) else ["sm80"]
     measures = itertools.product(names, ("sum", "at once"))
@@ -563,7 +563,7 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
     found = list(proof.cases(proof.Config()))
     plans = [case.plan(device) for _, case in found]
     specs = {spec for plan in plans for spec in plan.specs.values()}
-    on_disk = {f"{path.parent.name}_{path.stem}" for path in load("cuflash.source").KERNELS.glob("*/*.cu")}
+    on_disk = {f"{path.parent.name}_{path.stem}" for path in load("cuflash.compiler.source").KERNELS.glob("*/*.cu")}
     assert {spec.name for spec in specs} == on_disk
     assert {64, 128, 256} <= {spec.block_q for spec in specs if spec.name == "sm90_forward"}
     assert {(spec.is_split, spec.is_packed) for spec in specs if spec.name == "sm80_forward"} == {
@@ -625,7 +625,7 @@ def test_a_call_that_differs_in_one_bit_is_counted(load, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_repeats_are_counted(load, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the simulator in the place of the GPU: calls that repeat, and gradients of which one dk changes."""
-    proof, launch = load("gpu_proof"), load("cuflash.launch")
+    proof, launch = load("gpu_proof"), load("cuflash.plans")
     pool = SimpleNamespace(free_all_blocks=lambda: None)
     cupy = SimpleNamespace(zeros=np.zeros, ndarray=SimpleNamespace, get_default_memory_pool=lambda: pool)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -854,7 +854,7 @@ def test_the_simulator_and_the_gpu_are_each_within_the_bound(load) -> None:
     experiment = load("sim_against_gpu")
     config = experiment.Config(seqlen_q=40, seqlen_kv=50, dtypes=("float16", "float32"))
     records = experiment.run(config)
-    runs = {"simt", *experiment.tensor_core_families(load("cuflash.gpu").current_device())}
+    runs = {"simt", *experiment.tensor_core_families(load("cuflash.executors.gpu").current_device())}
     assert {(record["kernel"], record["dtype"]) for record in records} == {
         *itertools.product(runs, ("float16",)), ("simt", "float32"),
     }  # fmt: skip
@@ -1150,7 +1150,7 @@ def test_every_tile_is_checked_and_timed_on_a_gpu(load) -> None:
         sm90_tokens=1024, sm80_tokens=1024, simt_tokens=1024, gpu_hidden=128, gpu_repeats=3,
     )  # fmt: skip
     records = list(experiment.run(config))
-    families = {family for family, _ in experiment.cells(config, load("cuflash.gpu").current_device())}
+    families = {family for family, _ in experiment.cells(config, load("cuflash.executors.gpu").current_device())}
     assert {(row["family"], row["pass"]) for row in records} == {
         (family, way) for family in families for way in config.passes
     }
@@ -1171,7 +1171,7 @@ def test_few_repeats_give_the_same_bits_on_a_gpu(load) -> None:
 
 @pytest.mark.gpu
 def test_the_sanitizers_cases_run_on_a_gpu(load) -> None:
-    proof, device = load("gpu_proof"), load("cuflash.gpu").current_device()
+    proof, device = load("gpu_proof"), load("cuflash.executors.gpu").current_device()
     found = list(proof.cases(proof.Config(families=tuple(proof.families(proof.Config(), device)))))
     proof.compile.precompile({s for _, c in found for s in c.plan(device).specs.values()}, device.compute_capability)
     for _, case in found:

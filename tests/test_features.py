@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.executors.launch import run as run_pass
-from cuflash.params import Records, View
+from cuflash.executors.params import Records, View
 from cuflash.planning.launches import Feature, Pass
-from cuflash.records import MATRICES
-from cuflash.simulated import Simulator
+from cuflash.compiler.params_layout import MATRICES
+from cuflash.executors.sim import Simulator
 from executors import SIM, Run, needs_compiler, on_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import gpu
+from cuflash.executors import gpu
 
 pytestmark = needs_compiler
 

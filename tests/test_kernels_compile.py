@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem
-from cuflash import compile as room
-from cuflash import source as sources
+from cuflash.compiler import nvrtc as room
+from cuflash.compiler import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES
-from cuflash.compile import Compiled
-from cuflash.problem import PRECISIONS, Problem
+from cuflash.compiler.nvrtc import Compiled
+from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
 from cuflash.planning.families.family import DIMS

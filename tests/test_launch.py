@@ -18,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, checks, gpu, launch, masks, memory, simulated
-from cuflash import compile as compiling
-from cuflash.params import Records, View
-from cuflash.records import PARAMS
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, masks, memory
+from cuflash.executors import checks, gpu, sim as simulated
+from cuflash import plans as launch
+from cuflash.compiler import nvrtc as compiling
+from cuflash.executors.params import Records, View
+from cuflash.compiler.params_layout import PARAMS
 
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
@@ -517,7 +519,7 @@ def test_a_list_that_another_stream_may_read_is_not_given_back_under_it(cupy):
 
 
 def test_a_list_of_one_stream_alone_goes_with_its_plan(cupy):
-    from cuflash import gpu
+    from cuflash.executors import gpu
 
     arrays = [cupy.asarray(array) for array in (Q, K, V)]
     cuflash.attention(*arrays, mask=BlockIndex.from_blocks(np.tri(5, dtype=bool), 40, 40, 8))
@@ -527,7 +529,7 @@ def test_a_list_of_one_stream_alone_goes_with_its_plan(cupy):
 
 def test_a_stream_s_calls_count_tiles_in_one_array_and_a_graph_in_its_own(cupy, monkeypatch):
     """Kernels leave its zeros behind. But a graph may be replayed beside what its stream runs since."""
-    from cuflash import gpu, tensor_map
+    from cuflash.executors import gpu, tensor_map
 
     monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)
     q, k, v = (cupy.asarray(array.astype(np.float16)) for array in (Q, K, V))
@@ -605,7 +607,7 @@ def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
 
 
 def test_attention_keeps_what_its_captures_need(cupy):
-    from cuflash import gpu
+    from cuflash.executors import gpu
 
     arrays = [cupy.asarray(array) for array in (Q, K, V)]
     cuflash.plan(*arrays, scale=0.25).compile()
@@ -903,7 +905,7 @@ def test_checks_wait_for_each_kernel_on_the_device_and_name_the_one_that_failed(
     ("kernel", "value", "watched"), [("sm90", "1", True), ("sm90", "0", False), ("simt", "1", False)]
 )
 def test_checks_have_hoppers_kernels_end_where_they_would_hang(cupy, monkeypatch, kernel, value, watched):
-    from cuflash import gpu, tensor_map
+    from cuflash.executors import gpu, tensor_map
 
     monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)
     monkeypatch.setenv("CUFLASH_CHECK", value)
@@ -950,7 +952,7 @@ def few_queries():
 
 
 def test_calls_whose_blocks_share_keys_repeat_and_are_captured(cupy):
-    from cuflash import gpu
+    from cuflash.executors import gpu
 
     host = few_queries()
     q, k, v = map(cupy.asarray, host)
@@ -975,7 +977,7 @@ def test_calls_whose_blocks_share_keys_repeat_and_are_captured(cupy):
 
 
 def test_tensor_maps_follow_the_arrays_of_each_call(cupy, monkeypatch):
-    from cuflash import gpu, tensor_map
+    from cuflash.executors import gpu, tensor_map
 
     monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)  # what the simulator reads in the place of CUDA's
     rng = np.random.default_rng(2)

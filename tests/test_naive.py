@@ -11,7 +11,7 @@ import pytest
 from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem, masks
 from cuflash.testing import assertions
 from cuflash.testing.assertions import Example
-from cuflash.work_list import IntervalWork, ListedWork
+from cuflash.blocks.work_list import IntervalWork, ListedWork
 
 RNG = np.random.default_rng(0)
 

@@ -17,11 +17,11 @@ from executors import needs_compiler
 
 import cuflash
 from cuflash import BlockIndex, DeviceSpec, masks, patterns, testing
-from cuflash import compile as compiling
+from cuflash.compiler import nvrtc as compiling
 from cuflash.doctor import doctor
-from cuflash.mask import And, Mask, Not, Or
-from cuflash.source import KernelSpec
-from cuflash.work_list import requested_mask, work_list
+from cuflash.masks.base import And, Mask, Not, Or
+from cuflash.compiler.source import KernelSpec
+from cuflash.blocks.work_list import requested_mask, work_list
 
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)

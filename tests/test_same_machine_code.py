@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from cuflash import compile as compiling
-from cuflash import source as sources
-from cuflash.source import KernelSpec
+from cuflash.compiler import nvrtc as compiling
+from cuflash.compiler import source as sources
+from cuflash.compiler.source import KernelSpec
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = ("-arch=sm_90", "--generate-line-info", "--std=c++17")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cuflash.simulated import Simulator
+from cuflash.executors.sim import Simulator
 from executors import SIM, needs_compiler
 from poison import STRUCTURES, call
 

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import sim_probes
-from cuflash.tensor_map import Tiles, simulated
+from cuflash.executors.tensor_map import Tiles, simulated
 from numpy.testing import assert_array_equal
 from sim_probes import HOPPER_FAULTS, HOPPER_PIPELINE, HOPPER_RACES, build, line_of, run_hopper_pipeline
 from test_sim import in_child, schedules

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.params import Records, View
+from cuflash.executors.params import Records, View
 from cuflash.planning.launches import Pass
 from cuflash.planning.plan import KernelPlan
-from cuflash.simulated import Simulator
+from cuflash.executors.sim import Simulator
 from cuflash.planning.families.sm90 import backward_specs, boxes, shared_bytes
 from cuflash.planning.spec import KernelSpec
-from cuflash.tensor_map import Tiles, simulated, template
+from cuflash.executors.tensor_map import Tiles, simulated, template
 from cuflash.testing import (
     FORWARD_PROPERTIES,
     PAIR_PROPERTIES,

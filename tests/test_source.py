@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash import CompileError, records
-from cuflash import compile as compiling
-from cuflash import source as room
+from cuflash import CompileError
+from cuflash.compiler import params_layout as records
+from cuflash.compiler import nvrtc as compiling
+from cuflash.compiler import source as room
 from cuflash.planning.spec import KernelSpec
 
 Make = Callable[..., KernelSpec]

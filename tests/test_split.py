@@ -8,11 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash.launch import Executable
+from cuflash.plans import Executable
 from cuflash.planning.plan import KernelPlan
-from cuflash.simulated import Simulator
+from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, assert_within_bounds, examples
-from cuflash.work_list import IntervalWork, ListedWork
+from cuflash.blocks.work_list import IntervalWork, ListedWork
 from executors import Run, needs_compiler, on_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.arrays import BFLOAT16
-from cuflash.tensor_map import BYTES, Tiles, encoded, simulated
+from cuflash.executors.tensor_map import BYTES, Tiles, encoded, simulated
 
 FITTING = {
     "dtype": np.dtype(np.float16), "shape": (2, 3, 100, 72), "strides": (43200, 14400, 144, 2), "box": (1, 1, 64, 64),

@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 
 import cuflash
 from cuflash import masks, reference, testing
-from cuflash.mask import And, Mask, Not, Or
+from cuflash.masks.base import And, Mask, Not, Or
 from cuflash.testing import Structure, assert_within, assert_within_bounds, oracle, strategies
 from cuflash.testing.strategies import laid_out
 

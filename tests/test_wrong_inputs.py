@@ -25,7 +25,7 @@ from hypothesis.extra import numpy as hnp
 
 import cuflash
 from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, masks, patterns
-from cuflash import compile as compiling
+from cuflash.compiler import nvrtc as compiling
 
 SHAPE = (2, 10, 8)
 RNG = np.random.default_rng(0)

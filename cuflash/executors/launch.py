@@ -7,13 +7,13 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 from ..arrays import Array
-from ..checks import Check, check_lists
-from ..params import Records, View
+from ..blocks.work_list import WorkList
 from ..planning.launches import Launch, Pass, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
-from ..tensor_map import Template, Tiles
-from ..work_list import WorkList
+from .checks import Check, check_lists
+from .params import Records, View
+from .tensor_map import Template, Tiles
 
 
 class Lists(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..work_list import ListedWork, WorkList
+from ..blocks.work_list import ListedWork, WorkList
 from .launches import Launch
 from .plan import KernelPlan
 

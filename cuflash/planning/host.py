@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..device import DeviceSpec
-from ..problem import Problem
-from ..work_list import WorkList
+from ..blocks.work_list import WorkList
+from .device import DeviceSpec
+from .problem import Problem
 
 # A tile of scores passes through max, exp2 and two matrix products; experiments/results/tile_sweep.csv has the times.
 # Tall tiles spare Python's share; the backward pass slows down once two tiles leave the level-2 cache.

@@ -8,13 +8,13 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from ..device import DeviceSpec
-from ..mask import Mask, without_memos
-from ..problem import Problem
-from ..work_list import IntervalWork, WorkList, work_list
+from ..blocks.work_list import IntervalWork, WorkList, work_list
+from ..masks.base import Mask, without_memos
+from .device import DeviceSpec
 from .families.family import Family
 from .host import HostTiling, host_tile
 from .launches import Kernels
+from .problem import Problem
 from .routing import FAMILIES, rerouted, routed
 from .spec import KernelSpec
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ..device import DeviceSpec
-from ..problem import Problem
-from ..work_list import ListedWork, WorkList
+from ..blocks.work_list import ListedWork, WorkList
+from .device import DeviceSpec
 from .families import sm90
 from .families.family import Family
 from .families.naive import Naive
 from .families.simt import Simt
 from .families.sm80 import Sm80
+from .problem import Problem
 from .spec import KernelSpec
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive())}

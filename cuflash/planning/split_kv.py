@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..problem import Problem
-from ..work_list import ListedWork, WorkList
+from ..blocks.work_list import ListedWork, WorkList
+from .problem import Problem
 from .spec import KernelSpec
 
 # No split where tiles fill this share of what a GPU holds at once; the fewest splits that reach this share of the best.

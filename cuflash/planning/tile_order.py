@@ -6,10 +6,10 @@ from heapq import heapreplace
 
 import numpy as np
 
-from ..device import DeviceSpec
-from ..mask import Band
-from ..problem import Problem
-from ..work_list import IntervalWork, WorkList
+from ..blocks.work_list import IntervalWork, WorkList
+from ..masks.base import Band
+from .device import DeviceSpec
+from .problem import Problem
 
 # Persistent blocks: the time that a tile takes beside its steps, in steps; how unevenly blocks may end; the most rounds
 # of blocks that are simulated; and the fewest blocks that read the same K and V at a time.

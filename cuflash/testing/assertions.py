@@ -24,8 +24,8 @@ import numpy as np
 
 from ..arrays import accumulator_dtype
 from ..bounds import Bounds, error_bound, limits
-from ..mask import Mask, without_memos
-from ..problem import Problem
+from ..masks.base import Mask, without_memos
+from ..planning.problem import Problem
 from . import oracle
 
 __all__ = [

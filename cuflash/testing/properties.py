@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..bounds import Bounds
-from ..problem import MAX_HEAD_DIM
+from ..planning.problem import MAX_HEAD_DIM
 from .assertions import Attend, Example, assert_within, on_lattice
 
 __all__ = ["FORWARD_PROPERTIES", "GRADIENT_PROPERTIES", "PAIR_PROPERTIES", "Pull"]

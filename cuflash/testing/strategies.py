@@ -24,8 +24,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ..arrays import DTYPES, accumulator_dtype
-from ..mask import Mask, MaskShape
-from ..masks import (
+from ..masks.base import Mask, MaskShape
+from ..masks.library import (
     BlockPattern,
     Causal,
     Dense,

@@ -27,6 +27,7 @@ import argparse
 import gzip
 import hashlib
 import heapq
+import importlib
 import io
 import json
 import os
@@ -39,7 +40,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,15 +160,20 @@ def serve(root: Path, path: Path, wanted: Path | None = None) -> None:
     path.write_text(json.dumps([given, list(texts)]), "utf-8")
 
 
-def _launch_shared_bytes(spec: Any) -> int | None:
-    """Dynamic shared memory of a launch, from the specification or, where it does not have it, from cuflash.tiles."""
+def _launch_shared_bytes(spec: Any) -> int:
+    """Dynamic shared memory of a launch, as the specification or its family says.
+
+    Trees from before families were objects are asked for ``cuflash.tiles.shared_bytes``.
+    """
     if hasattr(spec, "shared_bytes"):
         return int(spec.shared_bytes)
-    with suppress(ImportError, AttributeError):
-        from cuflash import tiles
-
-        return int(tiles.shared_bytes(spec))
-    return None
+    for module, function in (("cuflash.planning.routing", "family_of"), ("cuflash.tiles", "shared_bytes")):
+        try:
+            found = getattr(importlib.import_module(module), function)
+        except ModuleNotFoundError:
+            continue
+        return int(found(spec) if function == "shared_bytes" else found(spec).shared_bytes(spec))
+    raise LookupError("this tree says nowhere how much shared memory a launch takes")
 
 
 def served(root: Path, wanted: Sequence[int] | None = None) -> Any:

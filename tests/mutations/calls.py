@@ -127,7 +127,7 @@ def an_index(library, is_used):
 
 
 def a_resolved_mask(library, is_used):
-    shape = part(library, "mask").MaskShape((), 1, 200, 200)
+    shape = part(library, "masks.base").MaskShape((), 1, 200, 200)
     mask = library.masks.BlockPattern(np.eye(100, dtype=bool), 2).resolve(shape)
     if is_used:
         mask.levels
@@ -181,33 +181,33 @@ def without_libraries(library):
 FAULTS = {
     pickled_after_use(a_plan): {
         "a plan takes its calls along": Edit(
-            "launch.py", "Executable.__getstate__", '{**vars(self), "_repeated": {}}', "vars(self)"
+            "plans.py", "Executable.__getstate__", '{**vars(self), "_repeated": {}}', "vars(self)"
         ),
     },
     takes(replaced): {
         "a plan for another executor repeats the first's calls": Edit(
-            "launch.py", "Executable",
+            "plans.py", "Executable",
             "default_factory=dict, init=False, repr=False",
             "default_factory=dict, repr=False",
         ),
     },
     pickled_after_use(a_plan): {
         "a work list takes its memos along": Edit(
-            "work_list.py", "ListedWork.__getstate__",
+            "blocks/work_list.py", "ListedWork.__getstate__",
             "def __getstate__(self) -> dict[str, Any]:\n    return without_memos(self)",
             "",
         ),
     },
     pickled_after_use(an_index): {
         "an index takes its memos along": Edit(
-            "block_index.py", "BlockIndex.__getstate__",
+            "blocks/index.py", "BlockIndex.__getstate__",
             "def __getstate__(self) -> dict[str, Any]:\n    return without_memos(self)",
             "",
         ),
     },
     pickled_after_use(a_resolved_mask): {
         "a mask takes its memos along": Edit(
-            "mask.py", "Mask.__getstate__", "return without_memos(self)", "return vars(self)"
+            "masks/base.py", "Mask.__getstate__", "return without_memos(self)", "return vars(self)"
         ),
     },
     pickled_after_use(an_example): {
@@ -312,87 +312,89 @@ FAULTS = {
     },
     refuses(attends(k=Traced()), "k must be an array that DLPack gives away"): {
         "what is traced is taken": Edit(
-            "launch.py", "as_arrays",
+            "plans.py", "as_arrays",
             "elif is_array(value) and namespace(value).__name__ not in _HOMES.values():",
             "elif False:",
         ),
     },
     refuses(lambda library: a_pullback(library, False)(None), "do must be an array; got None"): {
         "do may be left out": Edit(
-            "launch.py", "Executable.backward", 'if name != "dlse" or array is not None', "if array is not None"
+            "plans.py", "Executable.backward", 'if name != "dlse" or array is not None', "if array is not None"
         ),
     },
     refuses(attends(out=(Q, Q, Q)), "or a pair (o, lse)"): {
         "a pair is not offered": Edit(
-            "launch.py", "Executable._output_reasons",
+            "plans.py", "Executable._output_reasons",
             'pair = ", or a pair (o, lse) of arrays" if name == "out" else ""',
             'pair = ""',
         ),
     },
     takes(lambda library: library.masks.Dense(Foreign(np.tri(10, dtype=bool))).allowed.shape == (10, 10)): {
         "arrays of another library are no masks": Edit(
-            "masks.py", "Dense.__post_init__", '_take_arrays(self, {"allowed": "mask"})', "pass"
+            "masks/library.py", "Dense.__post_init__", '_take_arrays(self, {"allowed": "mask"})', "pass"
         ),
     },
     takes(lambda library: library.masks.Lengths(kv=Foreign(np.array(3))).kv == 3): {
         "arrays of another library are no lengths": Edit(
-            "masks.py", "Lengths.__post_init__", '_take_arrays(self, {"q": "q", "kv": "kv"})', "pass"
+            "masks/library.py", "Lengths.__post_init__", '_take_arrays(self, {"q": "q", "kv": "kv"})', "pass"
         ),
     },
     takes(lambda library: library.masks.PrefixLM(Foreign(np.array(3))).prefix == 3): {
         "arrays of another library are no prefix": Edit(
-            "masks.py", "PrefixLM.__post_init__", '_take_arrays(self, {"prefix": "prefix"})', "pass"
+            "masks/library.py", "PrefixLM.__post_init__", '_take_arrays(self, {"prefix": "prefix"})', "pass"
         ),
     },
     takes(lambda library: library.masks.Documents(Foreign(np.arange(3))).q_ids[2] == 2): {
         "arrays of another library are no documents": Edit(
-            "masks.py", "Documents.__post_init__", '_take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})', "pass"
+            "masks/library.py", "Documents.__post_init__",
+            '_take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})',
+            "pass",
         ),
     },
     takes(lambda library: library.masks.BlockPattern(Foreign(np.eye(3, dtype=bool)), 2).blocks[2, 2]): {
         "arrays of another library are no blocks": Edit(
-            "masks.py", "BlockPattern.__post_init__", '_take_arrays(self, {"blocks": "blocks"})', "pass"
+            "masks/library.py", "BlockPattern.__post_init__", '_take_arrays(self, {"blocks": "blocks"})', "pass"
         ),
     },
     refuses(attends(scale="0.5"), "scale must be a finite number or None; got '0.5'"): {
         "scales are strings": Edit(
-            "problem.py", "_is_finite",
+            "planning/problem.py", "_is_finite",
             "(str, bytes, complex, np.complexfloating)",
             "(bytes, complex, np.complexfloating)",
         ),
     },
     refuses(attends(scale=10**400), "scale must be a finite number or None; got an int of 1329 bits"): {
         "scales are huge": Edit(
-            "problem.py", "_is_finite", "(TypeError, ValueError, OverflowError)", "(TypeError, ValueError)"
+            "planning/problem.py", "_is_finite", "(TypeError, ValueError, OverflowError)", "(TypeError, ValueError)"
         ),
     },
     refuses(attends(scale=np.array("0.5")), "scale must be a finite number", "float(scale) makes one"): {
-        "scales are arrays": Edit("problem.py", "_is_finite", 'and scale.dtype.kind in "iuf"', ""),
+        "scales are arrays": Edit("planning/problem.py", "_is_finite", 'and scale.dtype.kind in "iuf"', ""),
     },
     refuses(attends(precision=Q), "precision must be 'ieee'"): {
         "precisions are arrays": Edit(
-            "problem.py", "precision_reasons",
+            "planning/problem.py", "precision_reasons",
             "not isinstance(precision, str) or precision not in PRECISIONS",
             "precision not in PRECISIONS",
         ),
     },
     refuses(attends(causal=np.tri(10, dtype=bool)), "causal must be True, False"): {
         "causal is an array": Edit(
-            "work_list.py", "requested_mask",
+            "blocks/work_list.py", "requested_mask",
             'if isinstance(causal, str) and causal in ("bottom_right", "top_left") else None',
             'if causal in ("bottom_right", "top_left") else None',
         ),
     },
     refuses(attends(window=(Q, 0)), "window must be (left, right)"): {
         "a side of a window is anything": Edit(
-            "work_list.py", "_window",
+            "blocks/work_list.py", "_window",
             "if not is_pair or not all(side is None or is_int(side) for side in window):",
             "if not is_pair:",
         ),
     },
     refuses(attends(window=(-1, 0)), "window's left must be"): {
         "sides of a window go by their own names": Edit(
-            "work_list.py", "_window", "f\"window's {reason}\" for reason", "reason for reason"
+            "blocks/work_list.py", "_window", "f\"window's {reason}\" for reason", "reason for reason"
         ),
     },
     refuses(attends(executor=["cpu"]), "executor must be 'auto'"): {
@@ -443,12 +445,12 @@ FAULTS = {
     },
     takes(lambda library: library.merge([Foreign(Q)], [Foreign(Q[..., 0])])[0].shape == Q.shape): {
         "merge takes no arrays of another library": Edit(
-            "states.py", "_known", "return as_arrays({name: value})[name]", "return value"
+            "merging.py", "_known", "return as_arrays({name: value})[name]", "return value"
         ),
     },
     refuses(lambda library: library.merge(None, None), "outs must be a sequence of arrays"): {
         "parts are whatever there is": Edit(
-            "states.py", "_parts",
+            "merging.py", "_parts",
             "except (TypeError, NotImplementedError) as error:",
             "except NotImplementedError as error:",
         ),
@@ -469,18 +471,18 @@ FAULTS = {
         ),
     },
     refuses(
-        lambda library: library.BlockIndex.from_mask(Q, part(library, "mask").MaskShape((), 1, 2, 2), 2),
+        lambda library: library.BlockIndex.from_mask(Q, part(library, "masks.base").MaskShape((), 1, 2, 2), 2),
         "mask must be a Mask; got an array",
     ): {
         "an index is made of anything": Edit(
-            "block_index.py", "BlockIndex.from_mask", "if not isinstance(mask, Mask):", "if False:"
+            "blocks/index.py", "BlockIndex.from_mask", "if not isinstance(mask, Mask):", "if False:"
         ),
     },
     refuses(
         lambda library: library.BlockIndex.from_mask(library.masks.Causal(), (2, 2), 2), "shape must be a MaskShape"
     ): {
         "an index is for any shape": Edit(
-            "block_index.py", "BlockIndex.from_mask", "reasons = shape_reasons(shape)", "reasons = []"
+            "blocks/index.py", "BlockIndex.from_mask", "reasons = shape_reasons(shape)", "reasons = []"
         ),
     },
     refuses(
@@ -488,7 +490,7 @@ FAULTS = {
         "seqlen_q must be an int",
     ): {
         "an index of blocks is of any length": Edit(
-            "block_index.py", "BlockIndex.from_scipy",
+            "blocks/index.py", "BlockIndex.from_scipy",
             "if reasons := length_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv):",
             "if reasons := []:",
         ),
@@ -497,7 +499,7 @@ FAULTS = {
         lambda library: library.BlockIndex.from_blocks(np.eye(2, dtype=bool), np.uint8(4), 4, 2).num_q_blocks == 2
     ): {
         "unsigned lengths wrap": Edit(
-            "block_index.py", "BlockIndex.from_mask",
+            "blocks/index.py", "BlockIndex.from_mask",
             "shape = MaskShape(tuple(map(int, shape.batch)), *map(int, shape[1:]))",
             "",
         ),
@@ -507,12 +509,14 @@ FAULTS = {
         "num_processors must be an int of at least 1; got 0",
     ): {
         "a device has no processors": Edit(
-            "device.py", "DeviceSpec.__post_init__", '(("num_processors", 1),', '(("num_processors", -1),'
+            "planning/device.py", "DeviceSpec.__post_init__", '(("num_processors", 1),', '(("num_processors", -1),'
         ),
     },
     refuses(lambda library: library.DeviceSpec.gpu([]), "name must be one of"): {
         "names of devices are unhashable": Edit(
-            "device.py", "DeviceSpec.gpu", "if not isinstance(name, str) or name not in _GPUS:", "if name not in _GPUS:"
+            "planning/device.py", "DeviceSpec.gpu",
+            "if not isinstance(name, str) or name not in _GPUS:",
+            "if name not in _GPUS:",
         ),
     },
     refuses(lambda library: library.patterns.random(8, block=2, density=0.5, seed="x"), "seed must be an int"): {
@@ -536,7 +540,7 @@ FAULTS = {
         lambda library: library.BlockIndex.from_blocks(np.ones((1, 1), bool), 4, 4, 2**64), "block must be an int"
     ): {
         "a block is longer than any number": Edit(
-            "block_set.py", "block_pair", "1 <= side < 2**63 for", "1 <= side for"
+            "masks/block_set.py", "block_pair", "1 <= side < 2**63 for", "1 <= side for"
         ),
     },
 }  # fmt: skip

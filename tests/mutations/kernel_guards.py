@@ -31,7 +31,7 @@ from probing import (
 from test_probes import shared_banks
 
 from cuflash import masks, sim
-from cuflash.simulated import Simulator
+from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure, assert_within_bounds
 
 SIGNS = (AssertionError,)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import cuflash
-from cuflash import simulated
-from cuflash import source as sources
+from cuflash.executors import sim as simulated
+from cuflash.compiler import source as sources
 from lexing import Language, Span, Token, language_of, lexed, spans, tokens
 
 LIBRARY = Path(cuflash.__file__).parent

@@ -7,176 +7,200 @@ from mutations.python_guards import attention_is_right, indices_are_right, lists
 
 FAULTS = {
     attention_is_right: {
-        "o is not rescaled": Edit("cpu.py", "_Call.forward_rows", "o_acc *= rescale[..., None]", "pass"),
-        "row_sum is not rescaled": Edit("cpu.py", "_Call.forward_rows", "row_sum * rescale + p_sum", "row_sum + p_sum"),
+        "o is not rescaled": Edit("executors/cpu.py", "_Call.forward_rows", "o_acc *= rescale[..., None]", "pass"),
+        "row_sum is not rescaled": Edit(
+            "executors/cpu.py", "_Call.forward_rows", "row_sum * rescale + p_sum", "row_sum + p_sum"
+        ),
         "the row maximum is not subtracted from an empty start": Edit(
-            "cpu.py", "_Call.forward_rows", "np.maximum(new_max, np.finfo(self.wide).min)", "new_max"
+            "executors/cpu.py", "_Call.forward_rows", "np.maximum(new_max, np.finfo(self.wide).min)", "new_max"
         ),
         "lse is base 2": Edit(
-            "cpu.py", "_Call.forward_rows", "row_max * self.wide(LN_2) + np.log(divisor)", "row_max + np.log2(divisor)"
+            "executors/cpu.py", "_Call.forward_rows",
+            "row_max * self.wide(LN_2) + np.log(divisor)",
+            "row_max + np.log2(divisor)",
         ),
         "an empty row has a finite lse": Edit(
-            "cpu.py", "_Call.forward_rows", 'self.write("lse", rows, row_max', 'self.write("lse", rows, shift'
+            "executors/cpu.py", "_Call.forward_rows", 'self.write("lse", rows, row_max', 'self.write("lse", rows, shift'
         ),
         "an empty row is divided by 0": Edit(
-            "cpu.py", "_Call.forward_rows", "divisor = np.maximum(row_sum, 1)", "divisor = row_sum"
+            "executors/cpu.py", "_Call.forward_rows", "divisor = np.maximum(row_sum, 1)", "divisor = row_sum"
         ),
-        "the first key of an interval is lost": Edit("cpu.py", "_outside", "(j[:, None] < lo)", "(j[:, None] <= lo)"),
-        "the key past an interval is seen": Edit("cpu.py", "_outside", "(j[:, None] >= hi)", "(j[:, None] > hi)"),
-        "a bit tile starts at its first key": Edit("cpu.py", "_outside", "keys.start % work.block_kv", "0"),
-        "a bit tile is read inverted": Edit("cpu.py", "_outside", "return ~tile.T", "return tile.T"),
+        "the first key of an interval is lost": Edit(
+            "executors/cpu.py", "_outside", "(j[:, None] < lo)", "(j[:, None] <= lo)"
+        ),
+        "the key past an interval is seen": Edit(
+            "executors/cpu.py", "_outside", "(j[:, None] >= hi)", "(j[:, None] > hi)"
+        ),
+        "a bit tile starts at its first key": Edit("executors/cpu.py", "_outside", "keys.start % work.block_kv", "0"),
+        "a bit tile is read inverted": Edit("executors/cpu.py", "_outside", "return ~tile.T", "return tile.T"),
         "a key is lost where a run is cut": Edit(
-            "cpu.py", "_groups", "start=segment.start + room)", "start=segment.start + room + 1)"
+            "executors/cpu.py", "_groups", "start=segment.start + room)", "start=segment.start + room + 1)"
         ),
         "a key is seen twice where a run is cut": Edit(
-            "cpu.py", "_groups", "start=segment.start + room)", "start=segment.start + room - 1)"
+            "executors/cpu.py", "_groups", "start=segment.start + room)", "start=segment.start + room - 1)"
         ),
         "heads are grouped by remainder": Edit(
-            "cpu.py", "_Call._rows_of",
+            "executors/cpu.py", "_Call._rows_of",
             "(tile.b, tile.h // self.group_size)",
             "(tile.b, tile.h % self.plan.problem.num_kv_heads)",
         ),
         "only the first head of a group gives dk and dv": Edit(
-            "cpu.py", "_Call.backward_columns", "for head in range(self.group_size)", "for head in range(1)"
+            "executors/cpu.py", "_Call.backward_columns", "for head in range(self.group_size)", "for head in range(1)"
         ),
-        "delta is left out": Edit("cpu.py", "_score_gradient", "dp -= delta[..., None, :]", ""),
+        "delta is left out": Edit("executors/cpu.py", "_score_gradient", "dp -= delta[..., None, :]", ""),
         "dlse has the wrong sign": Edit(
-            "cpu.py", "_Call.backward_rows", "delta -= np.where(lse_2", "delta += np.where(lse_2"
+            "executors/cpu.py", "_Call.backward_rows", "delta -= np.where(lse_2", "delta += np.where(lse_2"
         ),
         "dq lacks the scale": Edit(
-            "cpu.py", "_Call.backward_rows", "dq * self.wide(self.plan.problem.softmax_scale)", "dq"
+            "executors/cpu.py", "_Call.backward_rows", "dq * self.wide(self.plan.problem.softmax_scale)", "dq"
         ),
-        "dk keeps log2(e)": Edit("cpu.py", "_Call.backward_columns", "dk * self.wide(LN_2)", "dk"),
-        "only the last step gives dv": Edit("cpu.py", "_Call.backward_columns", "_plus(dv, p @ do)", "p @ do"),
+        "dk keeps log2(e)": Edit("executors/cpu.py", "_Call.backward_columns", "dk * self.wide(LN_2)", "dk"),
+        "only the last step gives dv": Edit(
+            "executors/cpu.py", "_Call.backward_columns", "_plus(dv, p @ do)", "p @ do"
+        ),
         "columns are not masked": Edit(
-            "cpu.py", "_Call.backward_columns", "self._mask_queries(tiles, places, steps, s, dp)", "pass"
+            "executors/cpu.py", "_Call.backward_columns", "self._mask_queries(tiles, places, steps, s, dp)", "pass"
         ),
         "an empty row is exponentiated": Edit(
-            "cpu.py", "backward", "np.where(empty, np.inf, lse * LOG2_E)", "(lse * LOG2_E)"
+            "executors/cpu.py", "backward", "np.where(empty, np.inf, lse * LOG2_E)", "(lse * LOG2_E)"
         ),
         "the scale is left to q alone": Edit(
-            "cpu.py", "_Call.read_queries", "self.plan.problem.softmax_scale * LOG2_E", "LOG2_E"
+            "executors/cpu.py", "_Call.read_queries", "self.plan.problem.softmax_scale * LOG2_E", "LOG2_E"
         ),
         "tiles stop one row early": Edit(
-            "cpu.py", "_cuts", "min(start + block, length)", "min(start + block, max(length - 1, start + 1))"
+            "executors/cpu.py", "_cuts", "min(start + block, length)", "min(start + block, max(length - 1, start + 1))"
         ),
         "every batch entry reads the first": Edit(
-            "cpu.py", "_Call.where",
+            "executors/cpu.py", "_Call.where",
             "[(*self.places[b], h) for b, h in places]",
             "[(*self.places[0], h) for b, h in places]",
         ),
-        "batches that are not full are forgotten": Edit("cpu.py", "_batches", "yield from waiting.values()", ""),
+        "batches that are not full are forgotten": Edit(
+            "executors/cpu.py", "_batches", "yield from waiting.values()", ""
+        ),
         "tiles of unlike visits are batched": Edit(
-            "cpu.py", "_batches", "alike = height, *visited", "alike = (height,)"
+            "executors/cpu.py", "_batches", "alike = height, *visited", "alike = (height,)"
         ),
         "a batch writes what belongs to its first tile": Edit(
-            "cpu.py", "_Call.write",
+            "executors/cpu.py", "_Call.write",
             "self.arrays[name][where] = values",
             "self.arrays[name][where] = values[:1] if np.ndim(values) else values",
         ),
         "the masks of a batch all fall on its first tile": Edit(
-            "cpu.py", "_Call._mask_keys", "_mask(s[number, here], None", "_mask(s[0, here], None"
+            "executors/cpu.py", "_Call._mask_keys", "_mask(s[number, here], None", "_mask(s[0, here], None"
         ),
         "broadcast gradients are not summed": Edit(
-            "launch.py", "_summed_to",
+            "plans.py", "_summed_to",
             "gradient.sum(axis=(*range(missing), *narrow))",
             "gradient.max(axis=(*range(missing), *narrow))",
         ),
     },
     work_is_right: {
         "a band ends one query late for its keys": Edit(
-            "work_list.py", "IntervalWork._rows_ending_by",
+            "blocks/work_list.py", "IntervalWork._rows_ending_by",
             "max(key - self.band.upper, 0)",
             "max(key - self.band.upper + 1, 0)",
         ),
         "a band starts one query late for its keys": Edit(
-            "work_list.py", "IntervalWork._rows_starting_by",
+            "blocks/work_list.py", "IntervalWork._rows_starting_by",
             "max(key - self.band.lower + 1, 0)",
             "max(key - self.band.lower, 0)",
         ),
         "a partial part is called full": Edit(
-            "work_list.py", "_three_parts",
+            "blocks/work_list.py", "_three_parts",
             "Segment(start, full_start, Kind.INTERVAL)",
             "Segment(start, full_start, Kind.FULL)",
         ),
         "what follows the full part is dropped": Edit(
-            "work_list.py", "_three_parts", "Segment(full_stop, stop, Kind.INTERVAL),", ""
+            "blocks/work_list.py", "_three_parts", "Segment(full_stop, stop, Kind.INTERVAL),", ""
         ),
-        "neighbouring full blocks swallow a gap": Edit("work_list.py", "_segments", "and last.stop == start:", ":"),
+        "neighbouring full blocks swallow a gap": Edit(
+            "blocks/work_list.py", "_segments", "and last.stop == start:", ":"
+        ),
         "a bit tile loses its last used key": Edit(
-            "work_list.py", "_segments", "start + int(used[1][tile])", "start + int(used[1][tile]) - 1"
+            "blocks/work_list.py", "_segments", "start + int(used[1][tile])", "start + int(used[1][tile]) - 1"
         ),
         "columns are listed in the rows' order": Edit(
-            "work_list.py", "ListedWork.column",
+            "blocks/work_list.py", "ListedWork.column",
             "entries = order[pointers[column]",
             "entries = np.arange(len(order))[pointers[column]",
         ),
         "the shortest rows come first": Edit(
-            "work_list.py", "ListedWork._longest_first", 'kind="stable")[:, ::-1]', 'kind="stable")'
+            "blocks/work_list.py", "ListedWork._longest_first", 'kind="stable")[:, ::-1]', 'kind="stable")'
         ),
-        "one list serves all heads": Edit("work_list.py", "_place", "(h if extents[1] > 1 else 0)", "0"),
-        "intervals of the first entry serve all": Edit("work_list.py", "_place", "b if extents[0] > 1 else 0", "0"),
+        "one list serves all heads": Edit("blocks/work_list.py", "_place", "(h if extents[1] > 1 else 0)", "0"),
+        "intervals of the first entry serve all": Edit(
+            "blocks/work_list.py", "_place", "b if extents[0] > 1 else 0", "0"
+        ),
     },
     indices_are_right: {
         "a block is full if its first element is": Edit(
-            "classify.py", "_evaluate", "(allowed == exists).all((1, 2))", "allowed[:, 0, 0]"
+            "blocks/classify.py", "_evaluate", "(allowed == exists).all((1, 2))", "allowed[:, 0, 0]"
         ),
         "undecided blocks are taken for full": Edit(
-            "classify.py", "_descend_strip", "full.append(_cells(*(side[must & may]", "full.append(_cells(*(side[may]"
+            "blocks/classify.py", "_descend_strip",
+            "full.append(_cells(*(side[must & may]",
+            "full.append(_cells(*(side[may]",
         ),
         "a quarter is dropped": Edit(
-            "classify.py", "_split",
+            "blocks/classify.py", "_split",
             "for left, right in ((col0, col_cut), (col_cut, col1))",
             "for left, right in ((col0, col_cut),)",
         ),
         "equal hashes for unequal tiles": Edit(
-            "classify.py", "_evaluate",
+            "blocks/classify.py", "_evaluate",
             "dictionary.setdefault(bits.tobytes(),",
             "dictionary.setdefault(next((k for k in dictionary if k[0] == bits.flat[0]), bits.tobytes()),",
         ),
-        "a coarse cell counts as full": Edit("block_set.py", "_pyramid", "num_full == num_children", "num_full > 0"),
+        "a coarse cell counts as full": Edit(
+            "masks/block_set.py", "_pyramid", "num_full == num_children", "num_full > 0"
+        ),
         "a rectangle asks two corners": Edit(
-            "block_set.py", "BlockSet.rectangle",
+            "masks/block_set.py", "BlockSet.rectangle",
             "for row in rows for col in cols]",
             "for row in rows[:1] for col in cols[:1]]",
         ),
     },
     lists_on_a_device_are_right: {
         "on a device, a block that one row misses is absent": Edit(
-            "whole_grid.py", "_met_by_rows",
+            "blocks/classify_on_device.py", "_met_by_rows",
             "< xp.minimum(end, stop)).any(axis=3)",
             "< xp.minimum(end, stop)).all(axis=3)",
         ),
         "on a device, a block that one row fills is full": Edit(
-            "whole_grid.py", "_met_by_rows", "(stop <= end)).all(axis=3)", "(stop <= end)).any(axis=3)"
+            "blocks/classify_on_device.py", "_met_by_rows", "(stop <= end)).all(axis=3)", "(stop <= end)).any(axis=3)"
         ),
         "on a device, a block cut off by the lengths is never full": Edit(
-            "whole_grid.py", "_by_elements", "(tiles | ~exists.reshape(blocks))", "tiles"
+            "blocks/classify_on_device.py", "_by_elements", "(tiles | ~exists.reshape(blocks))", "tiles"
         ),
         "on a device, the last block keeps keys past the end": Edit(
-            "whole_grid.py", "_by_elements", "& (j < grid.seqlen_kv)", ""
+            "blocks/classify_on_device.py", "_by_elements", "& (j < grid.seqlen_kv)", ""
         ),
         "on a device, bit tiles are mirrored": Edit(
-            "whole_grid.py", "_by_elements", "tiles.swapaxes(2, 3)", "tiles.swapaxes(2, 3)[..., ::-1]"
+            "blocks/classify_on_device.py", "_by_elements", "tiles.swapaxes(2, 3)", "tiles.swapaxes(2, 3)[..., ::-1]"
         ),
         "on a device, every batch entry is the first": Edit(
-            "whole_grid.py", "_by_elements", "matrix // grid.num_heads,", "matrix * 0,"
+            "blocks/classify_on_device.py", "_by_elements", "matrix // grid.num_heads,", "matrix * 0,"
         ),
-        "on a device, lists start one late": Edit("whole_grid.py", "_Listed.of", "ends - 1, room", "ends, room"),
+        "on a device, lists start one late": Edit(
+            "blocks/classify_on_device.py", "_Listed.of", "ends - 1, room", "ends, room"
+        ),
         "on a device, columns are listed by rows": Edit(
-            "whole_grid.py", "column_lists", "grid.swapaxes(1, 2).reshape(", "grid.reshape("
+            "blocks/classify_on_device.py", "column_lists", "grid.swapaxes(1, 2).reshape(", "grid.reshape("
         ),
         "on a device, the shortest rows come first": Edit(
-            "whole_grid.py", "longest_first", "xp.arange(longest, -1, -1)[:, None]", "xp.arange(longest + 1)[:, None]"
+            "blocks/classify_on_device.py", "longest_first",
+            "xp.arange(longest, -1, -1)[:, None]",
+            "xp.arange(longest + 1)[:, None]",
         ),
         "on a device, rows are numbered from the wrong end": Edit(
-            "whole_grid.py", "longest_first", "[:, None, ::-1]", "[:, None]"
+            "blocks/classify_on_device.py", "longest_first", "[:, None, ::-1]", "[:, None]"
         ),
         "on a device, the documents of one entry count on from those before": Edit(
-            "masks.py", "_run_bounds", "runs, side=side) - before)", "runs, side=side))"
+            "masks/library.py", "_run_bounds", "runs, side=side) - before)", "runs, side=side))"
         ),
         "on a device, a document ends before its neighbour's number": Edit(
-            "masks.py", "_run_bounds",
+            "masks/library.py", "_run_bounds",
             "ids.array[..., 1:] != ids.array[..., :-1]",
             "ids.array[..., 1:] > ids.array[..., :-1] + 1",
         ),

@@ -35,12 +35,12 @@ def attention_is_right(library):
     """Every result within its bound, at tiles of any size."""
     launch, work_list = (part(library, name) for name in ("launch", "work_list"))
     host, plan = (part(library, f"planning.{name}") for name in ("host", "plan"))
-    device = part(library, "device").DeviceSpec(name="test", num_processors=1, tile_memory_bytes=1 << 20)
+    device = part(library, "planning.device").DeviceSpec(name="test", num_processors=1, tile_memory_bytes=1 << 20)
     examples = part(library, "testing.strategies").examples(tile=16, most_scores=1 << 12, dtypes=["float32", "float64"])
 
     @hunt(examples, st.integers(8, 24), st.integers(8, 24))
     def check(example, block_q, block_kv):
-        problem = part(library, "problem").Problem.of(example.q, example.k, example.v, scale=example.scale)
+        problem = part(library, "planning.problem").Problem.of(example.q, example.k, example.v, scale=example.scale)
         mask = work_list.requested_mask(example.mask, False, None, problem.mask_shape)
         work = work_list.work_list(mask, problem.mask_shape, (block_q, block_kv))
         # As in any plan, no smaller than blocks of a list.
@@ -55,7 +55,7 @@ def attention_is_right(library):
 
 def shapes_and_masks(library):
     shapes = st.builds(
-        part(library, "mask").MaskShape,
+        part(library, "masks.base").MaskShape,
         st.sampled_from([(3,), (2, 2), ()]),
         st.sampled_from([1, 3]),
         st.integers(1, 90),
@@ -66,7 +66,7 @@ def shapes_and_masks(library):
 
 def indices_are_right(library):
     """A block index holds exactly its mask, at blocks of any size."""
-    index_of = part(library, "block_index").BlockIndex.from_mask
+    index_of = part(library, "blocks.index").BlockIndex.from_mask
 
     @hunt(shapes_and_masks(library), st.tuples(st.integers(1, 12), st.integers(1, 12)))
     def check(shape_and_mask, block):
@@ -80,7 +80,7 @@ def indices_are_right(library):
 
 def work_is_right(library):
     """A work list tells exactly its mask, by rows and by columns, at tiles of any size."""
-    work_list = part(library, "work_list")
+    work_list = part(library, "blocks.work_list")
 
     @hunt(shapes_and_masks(library), st.tuples(st.integers(1, 24), st.integers(1, 24)))
     def check(shape_and_mask, tile):
@@ -95,14 +95,14 @@ def work_is_right(library):
 
 def lists_on_a_device_are_right(library):
     """Lists made on a device hold exactly their mask, and their columns what their rows hold."""
-    index_of, listed = part(library, "block_index").BlockIndex.from_mask, part(library, "work_list").ListedWork
+    index_of, listed = part(library, "blocks.index").BlockIndex.from_mask, part(library, "blocks.work_list").ListedWork
 
     drawn = st.one_of(shapes_and_masks(library), packed(part(library, "masks")))
 
     @hunt(drawn, st.tuples(st.integers(1, 12), st.integers(1, 12)))
     def check(shape_and_mask, block):
         shape, mask = shape_and_mask[0], changed(shape_and_mask[1], in_order)
-        if not any(True for _ in part(library, "mask").held_arrays(mask)):
+        if not any(True for _ in part(library, "masks.base").held_arrays(mask)):
             return
         index, expected = index_of(sent(mask, device_double.to_device), shape, block), index_of(mask, shape, block)
         lists = {name: device_double.to_host(array) for name, array in listed(index=index).lists.items()}

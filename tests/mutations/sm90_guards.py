@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from cuflash.simulated import Simulator
+from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure, assert_within_bounds
 from finishing import of_lists, on_few_processors
 from poison import MARGIN, call

@@ -9,7 +9,7 @@ from pathlib import Path
 import lexing
 import pytest
 
-from cuflash import source as sources
+from cuflash.compiler import source as sources
 from mutations import planting
 from mutations.planting import Edit, replaced
 

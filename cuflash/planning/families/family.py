@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...arrays import BFLOAT16
-from ...device import DeviceSpec
+from ...blocks.work_list import ListedWork, WorkList
 from ...errors import UnsupportedProblem
-from ...problem import Problem
-from ...work_list import ListedWork, WorkList
+from ..device import DeviceSpec
 from ..launches import Kernels
+from ..problem import Problem
 from ..spec import KernelSpec
 
 # A kernel is compiled for the smallest of these dimensions that holds the problem's.

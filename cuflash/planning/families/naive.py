@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ...device import DeviceSpec
-from ...problem import Problem
-from ...work_list import ListedWork, WorkList
+from ...blocks.work_list import ListedWork, WorkList
+from ..device import DeviceSpec
 from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
+from ..problem import Problem
 from ..spec import KernelSpec
 from .family import Family, key_tiles, list_block_of, query_tiles
 

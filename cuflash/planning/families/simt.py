@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays import DTYPES
-from ...device import DeviceSpec
+from ...blocks.work_list import ListedWork, WorkList
 from ...errors import UnsupportedProblem
-from ...problem import Problem
-from ...work_list import ListedWork, WorkList
+from ..device import DeviceSpec
 from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
+from ..problem import Problem
 from ..spec import KernelSpec
 from ..tile_order import heads_of_a_wave
 from .family import (

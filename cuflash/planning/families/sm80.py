@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ...arrays import BFLOAT16
-from ...device import DeviceSpec
+from ...blocks.work_list import IntervalWork, ListedWork, WorkList
 from ...errors import UnsupportedProblem
-from ...problem import Problem
-from ...work_list import IntervalWork, ListedWork, WorkList
+from ..device import DeviceSpec
 from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
+from ..problem import Problem
 from ..spec import KernelSpec
 from ..split_kv import num_splits as splits_that_pay
 from ..tile_order import heads_of_a_wave, listed_heads, listed_kv_heads

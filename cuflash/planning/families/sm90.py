@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays import BFLOAT16
-from ...device import DeviceSpec
-from ...problem import Problem
-from ...work_list import IntervalWork, ListedWork, WorkList
+from ...blocks.work_list import IntervalWork, ListedWork, WorkList
+from ..device import DeviceSpec
 from ..launches import DqTurns, Kernels, Launch, Pass, TileOrder, Workspace
+from ..problem import Problem
 from ..spec import KernelSpec
 from ..tile_order import balanced_heads, heads_of_a_wave, is_uneven_band, listed_heads, listed_kv_heads
 from .family import (

@@ -5,11 +5,11 @@ The device's side is kernels_cu/attention/dq_turns.cuh, and for lists the end of
 
 from __future__ import annotations
 
-from ...device import DeviceSpec
-from ...mask import Band
-from ...problem import Problem
-from ...work_list import ListedWork
+from ...blocks.work_list import ListedWork
+from ...masks.base import Band
+from ..device import DeviceSpec
 from ..launches import DqTurns
+from ..problem import Problem
 from ..spec import KernelSpec
 
 _MOST_STORING = 31  # tiles of keys of a batch entry and head that have a bit

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Array, Namespace, describe, is_flag, is_int, namespace, to_host
-from .block_index import BlockIndex, IndexGrid, IndexMask
+from ..arrays import Array, Namespace, describe, is_flag, is_int, namespace, to_host
+from ..errors import UnsupportedProblem, collecting
+from ..masks.base import And, Band, Mask, MaskShape, held_arrays, intersection, mask_namespace, without_memos
+from ..masks.library import BlockPattern, Causal, Dense, SlidingWindow, alignment_reason
 from .classify import Kind, extents, row_intervals, unpack
-from .errors import UnsupportedProblem, collecting
-from .mask import And, Band, Mask, MaskShape, held_arrays, intersection, mask_namespace, without_memos
-from .masks import BlockPattern, Causal, Dense, SlidingWindow, alignment_reason
-from .whole_grid import column_lists, longest_first
+from .classify_on_device import column_lists, longest_first
+from .index import BlockIndex, IndexGrid, IndexMask
 
 
 class Segment(NamedTuple):

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from . import checks, compile, cpu, gpu, simulated
 from .arrays import Array, ShapeDtype, describe, is_array, namespace, no_array
-from .device import DeviceSpec
+from .compiler import nvrtc
 from .errors import UnsupportedProblem, collecting
-from .mask import Mask, held_arrays
+from .executors import checks, cpu, gpu, sim
+from .masks.base import Mask, held_arrays
 from .memory import device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, taken
+from .planning.device import DeviceSpec
 from .planning.explain import explain
 from .planning.plan import KernelPlan
 
-EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": simulated}
+EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +215,7 @@ class Executable:
         notes = dict.fromkeys(self.plan.specs, "simulated") if self.executor == "sim" else {}
         capability = self.plan.device.compute_capability if self.executor == "gpu" else None
         for entry, spec in self.plan.specs.items():
-            made = compile.compiled(checks.built(spec), capability) if capability is not None else None
+            made = nvrtc.compiled(checks.built(spec), capability) if capability is not None else None
             if made is not None:
                 notes[entry] = f"{made.resources.registers} registers, {made.resources.stack_bytes} bytes of stack"
         lines = [f"executor   {self.executor}"]
@@ -295,7 +296,7 @@ class Executable:
             ]
         reasons = [] if self.executor == "cpu" else layout_reasons(name, array)
         if self.executor == "gpu":
-            _, current = compile.current_device()
+            _, current = nvrtc.current_device()
             number = device_number(array)
             if number != current:
                 reasons.append(
@@ -371,8 +372,8 @@ def lie_of(*arrays: Array) -> Hashable:
     cupy = sys.modules.get("cupy")
     if cupy is None or kind is not cupy.ndarray:
         return None
-    if not compile.is_started():
-        compile.current_device()
+    if not nvrtc.is_started():
+        nvrtc.current_device()
     return cupy.cuda.runtime.getDevice(), *map(_lie_on_device, arrays)
 
 

@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Array, ShapeDtype
-from .planning.launches import Feature, Workspace
-from .planning.plan import KernelPlan
-from .problem import Problem
-from .records import (
+from ..arrays import Array, ShapeDtype
+from ..blocks.work_list import IntervalWork, WorkList
+from ..compiler.params_layout import (
     ARRAYS,
     BATCH_AXES,
     LISTS,
@@ -28,8 +26,10 @@ from .records import (
     TENSOR_MAPS,
     WHOLE_ARRAYS,
 )
+from ..planning.launches import Feature, Workspace
+from ..planning.plan import KernelPlan
+from ..planning.problem import Problem
 from .tensor_map import Template, Tiles
-from .work_list import IntervalWork, WorkList
 
 UNLIMITED = 1 << 40  # beyond any length, and far from overflow
 _MAP_BATCH_AXES = 2  # a tensor map has five axes; further ones take a launch for each of their entries

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import Array, Namespace, namespace
-from .block_set import BlockGrid
+from ..arrays import Array, Namespace, namespace
+from ..masks.base import And, Mask, MaskShape, mask_namespace
+from ..masks.block_set import BlockGrid
 from .classify import Classified, Kind, extents, row_intervals
-from .mask import And, Mask, MaskShape, mask_namespace
 
 _ELEMENTS_AT_ONCE = 1 << 24  # elements evaluated in one sweep: bounds the memory of compiling a mask
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from .arrays import Array, describe, is_array, namespace, to_host
-from .block_set import BlockSet, block_pair
+from ..arrays import Array, describe, is_array, namespace, to_host
+from ..errors import UnsupportedProblem, collecting
+from ..masks.base import LeadingArray, Mask, MaskShape, length_reasons, mask_namespace, shape_reasons, without_memos
+from ..masks.block_set import BlockSet, block_pair
+from ..masks.library import BlockPattern
 from .classify import Kind, classify, pack, pointers, unpack
-from .errors import UnsupportedProblem, collecting
-from .mask import LeadingArray, Mask, MaskShape, length_reasons, mask_namespace, shape_reasons, without_memos
-from .masks import BlockPattern
-from .whole_grid import classify_grid, column_lists, entry_grid, entry_rows, transposed_tiles
+from .classify_on_device import classify_grid, column_lists, entry_grid, entry_rows, transposed_tiles
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, describe, is_int, namespace
-from .errors import UnsupportedProblem
-from .mask import LeadingArray, Mask
+from ..arrays import Array, describe, is_int, namespace
+from ..errors import UnsupportedProblem
+from .base import LeadingArray, Mask
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Array, Namespace
-from .block_set import BlockSet
-from .mask import And, Mask, MaskShape
+from ..arrays import Array, Namespace
+from ..masks.base import And, Mask, MaskShape
+from ..masks.block_set import BlockSet
 
 _BLOCKS_AT_ONCE = 1 << 20  # blocks classified in one sweep: bounds the memory of compiling a mask
 _ELEMENTS_AT_ONCE = 1 << 21  # elements evaluated in one sweep, likewise

@@ -9,7 +9,7 @@ import numpy as np
 
 from .arrays import DTYPES, Array, accumulator_dtype, describe, is_array, namespace
 from .errors import UnsupportedProblem
-from .launch import as_arrays
+from .plans import as_arrays
 
 
 def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple[Array, Array]:

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from .arrays import Array, describe, is_array, is_int, is_integer_dtype, namespace
-from .block_set import BlockGrid, BlockSet, block_pair
-from .errors import UnsupportedProblem, collecting
-from .mask import (
+from ..arrays import Array, describe, is_array, is_int, is_integer_dtype, namespace
+from ..errors import UnsupportedProblem, collecting
+from ..memory import is_foreign, is_on_cuda, kind_of, taken
+from .base import (
     UNBOUNDED,
     And,
     Band,
@@ -36,7 +36,7 @@ from .mask import (
     PerBatch,
     leading_reasons,
 )
-from .memory import is_foreign, is_on_cuda, kind_of, taken
+from .block_set import BlockGrid, BlockSet, block_pair
 
 __all__ = [
     "Band",

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES, Array, ShapeDtype, accumulator_dtype, describe, is_array, no_array
-from .errors import UnsupportedProblem
-from .mask import MaskShape
+from ..arrays import DTYPES, Array, ShapeDtype, accumulator_dtype, describe, is_array, no_array
+from ..errors import UnsupportedProblem
+from ..masks.base import MaskShape
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")

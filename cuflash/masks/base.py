@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .arrays import Array, Namespace, describe, is_array, is_int, namespace
-from .errors import UnsupportedProblem, collecting
+from ..arrays import Array, Namespace, describe, is_array, is_int, namespace
+from ..errors import UnsupportedProblem, collecting
 
 UNBOUNDED = 2**31 - 1  # beyond any key; fits int32, so that it may meet int32 coordinates
 

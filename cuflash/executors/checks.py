@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Array, Namespace, to_host
-from .classify import Kind
-from .planning.routing import family_of
-from .planning.spec import KernelSpec
-from .work_list import ListedWork, WorkList
+from ..arrays import Array, Namespace, to_host
+from ..blocks.classify import Kind
+from ..blocks.work_list import ListedWork, WorkList
+from ..planning.routing import family_of
+from ..planning.spec import KernelSpec
 
 MARGIN = 4096  # bytes before and after a result
 _PATTERN = 0xA5

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import BFLOAT16
+from ..arrays import BFLOAT16
 
 BYTES = 128
 _MAGIC = 0x70616D726F736E65

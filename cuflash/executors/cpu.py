@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from .arrays import Array
-from .classify import Kind
-from .planning.host import HostTiling
-from .planning.plan import KernelPlan
-from .work_list import ListedWork, Segment, WorkList
+from ..arrays import Array
+from ..blocks.classify import Kind
+from ..blocks.work_list import ListedWork, Segment, WorkList
+from ..planning.host import HostTiling
+from ..planning.plan import KernelPlan
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from .arrays import describe, is_int
-from .errors import UnsupportedProblem
+from ..arrays import describe, is_int
+from ..errors import UnsupportedProblem
 
 # Shared memory one thread block may ask for, in KiB, by compute capability.
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".

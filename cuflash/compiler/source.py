@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from .arrays import BFLOAT16
-from .planning.spec import KernelSpec
-from .records import assertions
+from ..arrays import BFLOAT16
+from ..planning.spec import KernelSpec
+from .params_layout import assertions
 
-KERNELS = Path(__file__).parents[1] / "kernels_cu"
-HOST = Path(__file__).parent / "sim"  # its ptx/ stands in for that of kernels_cu/
+KERNELS = Path(__file__).parents[2] / "kernels_cu"
+HOST = Path(__file__).parents[1] / "sim"  # its ptx/ stands in for that of kernels_cu/
 
 _ELEMENTS = {
     np.dtype(np.float16): "ptx::Half",

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from . import sim
-from .arrays import Array
+from .. import sim
+from ..arrays import Array
+from ..blocks.work_list import WorkList
+from ..compiler.source import source
+from ..planning.launches import Launch, Workspace
+from ..planning.plan import KernelPlan
+from ..planning.spec import KernelSpec
 from .checks import Check
-from .executors.launch import run
-from .planning.launches import Launch, Workspace
-from .planning.plan import KernelPlan
-from .planning.spec import KernelSpec
-from .source import source
+from .launch import run
 from .tensor_map import Template, Tiles, simulated, template
-from .work_list import WorkList
 
 
 @dataclass(frozen=True)

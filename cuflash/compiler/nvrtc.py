@@ -21,9 +21,9 @@ from threading import Lock
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from .errors import CompileError
-from .planning.routing import family_of
-from .planning.spec import KernelSpec
+from ..errors import CompileError
+from ..planning.routing import family_of
+from ..planning.spec import KernelSpec
 from .source import source
 
 # What CuPy is told beside the architecture; it adds the last two itself.

@@ -12,18 +12,19 @@ from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
-from . import checks, compile
-from .arrays import Array, ShapeDtype
-from .device import DeviceSpec
-from .errors import UnsupportedProblem
-from .executors.launch import BoundPass, Lists, run
-from .memory import layout_reasons
+from ..arrays import Array, ShapeDtype
+from ..blocks.work_list import WorkList
+from ..compiler import nvrtc
+from ..errors import UnsupportedProblem
+from ..memory import layout_reasons
+from ..planning.device import DeviceSpec
+from ..planning.launches import Launch, Pass, Workspace
+from ..planning.plan import KernelPlan
+from ..planning.spec import KernelSpec
+from . import checks
+from .launch import BoundPass, Lists, run
 from .params import View
-from .planning.launches import Launch, Pass, Workspace
-from .planning.plan import KernelPlan
-from .planning.spec import KernelSpec
 from .tensor_map import Template, Tiles, encoded, template
-from .work_list import WorkList
 
 _COLD = "call plan.compile() before the capture, then run the same plan inside it"
 
@@ -36,7 +37,7 @@ def current_device() -> DeviceSpec:
     RuntimeError
         CuPy or the GPU is missing.
     """
-    return _device_spec(compile.current_device()[1])
+    return _device_spec(nvrtc.current_device()[1])
 
 
 @lru_cache(maxsize=64)
@@ -224,7 +225,7 @@ _GPU = Gpu()
 
 
 def _function(spec: KernelSpec, nbytes: int) -> Any:
-    return compile.kernel(checks.built(spec), _capability(), shared_bytes=nbytes)
+    return nvrtc.kernel(checks.built(spec), _capability(), shared_bytes=nbytes)
 
 
 def _capability() -> tuple[int, int]:
@@ -237,14 +238,14 @@ def _cold(launches: Iterable[Launch]) -> list[KernelSpec]:
     """The kernels that are yet to be compiled, or loaded, for the current device."""
     capability = _capability()
     built = ((checks.built(launch.spec), launch.shared_bytes) for launch in launches)
-    return [spec for spec, nbytes in built if not compile.is_loaded(spec, capability, nbytes)]
+    return [spec for spec, nbytes in built if not nvrtc.is_loaded(spec, capability, nbytes)]
 
 
 def _compile_at_once(kernels: Pass) -> None:
     """Compile the kernels of a pass side by side, so that a first call waits for the slowest alone."""
     cold = _cold(kernels.launches.values())
     if len(cold) > 1:
-        compile.precompile(cold, _capability())
+        nvrtc.precompile(cold, _capability())
 
 
 def namespace() -> Any:
@@ -255,12 +256,12 @@ def namespace() -> Any:
     RuntimeError
         It or the GPU is missing.
     """
-    return compile.current_device()[0]
+    return nvrtc.current_device()[0]
 
 
 def make_ready(plan: KernelPlan) -> None:
     """Compile and load the kernels of all passes for the current device, and put the work list there; waits for it."""
-    compile.precompile(map(checks.built, plan.specs.values()), _capability())
+    nvrtc.precompile(map(checks.built, plan.specs.values()), _capability())
     for launch in _launches(plan):
         _function(launch.spec, launch.shared_bytes)
     resident = _GPU.resident(plan.work)
@@ -281,7 +282,7 @@ def require_capturable(plan: KernelPlan) -> None:
     RuntimeError
         Something is not, or CUFLASH_CHECK asks for waits.
     """
-    cupy, _ = compile.current_device()
+    cupy, _ = nvrtc.current_device()
     if checks.is_on():
         refuse_capture("CUFLASH_CHECK waits for each kernel, which a stream capture cannot")
     if not cupy.cuda.get_current_stream().is_capturing():

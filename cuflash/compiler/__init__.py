@@ -1,0 +1,1 @@
+"""Makes machine code of specifications."""
