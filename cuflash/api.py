@@ -464,7 +464,8 @@ def _option_reasons(
         )
     elif not is_elsewhere and spaces - {"cupy" if executor == "gpu" else "numpy"}:
         wanted = "CuPy" if executor == "gpu" else "NumPy"
-        reasons.append(f"executor={executor!r} takes {wanted} arrays for q, k and v; got {spaces.pop()}'s: copy them")
+        told = f"executor={executor!r} takes {wanted} arrays; got {spaces.pop()}'s as q, k and v"
+        reasons.append(f"{told}: copy them explicitly")
     families = () if executor == "cpu" else FAMILIES
     if not isinstance(kernel, str) or kernel not in ("auto", *families):
         known, why = ", ".join(map(repr, ("auto", *families))), "" if families else ": the cpu executor has one kernel"

@@ -20,6 +20,7 @@ import pytest
 import scipy.sparse
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
+from planting import chosen
 
 from test_block_index import blocks_of
 from test_device_masks import changed, in_order, packed, sent
@@ -894,7 +895,12 @@ PROBED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROBED)
+def test_no_probed_fault_is_without_its_line():
+    texts = {file: (Path(cuflash.__file__).parent / f"{file}.py").read_text("utf-8") for file, *_ in PROBED.values()}
+    assert [name for name, (file, line, *_) in PROBED.items() if texts[file].count(line) != 1] == []
+
+
+@pytest.mark.parametrize("name", chosen(PROBED))
 @pytest.mark.filterwarnings("ignore")
 def test_a_planted_fault_is_seen_by_its_probe(edited, name):
     file, line, replacement, probe = PROBED[name]
