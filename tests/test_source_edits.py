@@ -866,6 +866,12 @@ PROBED = {
         "if name not in _GPUS:",
         refuses(lambda library: library.DeviceSpec.gpu([]), "name must be one of"),
     ),
+    "alignments are arrays": (
+        "masks",
+        'not (isinstance(align, str) and align in ("bottom_right", "top_left"))',
+        'align not in ("bottom_right", "top_left")',
+        refuses(lambda library: library.masks.Causal(Q), "align must be 'bottom_right', ", "got an array"),
+    ),
     "a seed is anything": (
         "patterns",
         "    if all(is_int(each) and each >= 0 for each in ints):",
