@@ -236,10 +236,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         patterns.bigbird, {**LENGTHS, "num_window": 1, "num_global": 1, "num_random": 1, "num_heads": 1, "seed": 0}
     ),
     "random": (patterns.random, {**LENGTHS, "density": 0.5, "num_heads": 1, "seed": 0, "diagonal": True}),
-    "longformer": (patterns.longformer, {"window": 2, "num_global": 1, "dilation": 2}),
-    "strided": (patterns.strided, {"stride": 2}),
-    "fixed": (patterns.fixed, {"stride": 3, "num_summary": 1}),
-    "sink_local": (patterns.sink_local, {"num_sinks": 1, "window": 2}),
+    "longformer": (patterns.longformer, {"window": 2, "num_global": 1, "dilation": 2, "align": None}),
+    "strided": (patterns.strided, {"stride": 2, "align": None}),
+    "fixed": (patterns.fixed, {"stride": 3, "num_summary": 1, "align": None}),
+    "sink_local": (patterns.sink_local, {"num_sinks": 1, "window": 2, "align": None}),
+    "Causal": (masks.Causal, {"align": None}),
     "checkerboard": (patterns.checkerboard, LENGTHS),
 }  # fmt: skip
 PLACES = [(name, argument) for name, (_, arguments) in CALLS.items() for argument in arguments]

@@ -81,8 +81,9 @@ class _Aligned(Mask):
         raise NotImplementedError
 
     def __post_init__(self) -> None:
-        if self._alignment not in (None, "bottom_right", "top_left"):
-            raise UnsupportedProblem([f"align must be 'bottom_right', 'top_left' or None; got {self._alignment!r}"])
+        align = self._alignment
+        if align is not None and not (isinstance(align, str) and align in ("bottom_right", "top_left")):
+            raise UnsupportedProblem([f"align must be 'bottom_right', 'top_left' or None; got {describe(align)}"])
 
 
 def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:
