@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from .errors import UnsupportedProblem
+
 Array: TypeAlias = Any  # an array of any namespace: NumPy's, CuPy's
 Namespace: TypeAlias = Any
 
@@ -29,7 +31,7 @@ class ShapeDtype:
     dtype: np.dtype[Any]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(extent) for extent in self.shape))
+        object.__setattr__(self, "shape", tuple(whole_number("an extent of shape", extent, 0) for extent in self.shape))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
     @property
@@ -70,7 +72,24 @@ def to_host(array: Array) -> Array:
 
 
 def is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
+
+
+def whole_number(name: str, value: Any, least: int | None = None, meaning: str = "") -> int:
+    """A Python int or NumPy integer as a Python int, which does not wrap around at a width.
+
+    >>> whole_number("window", np.uint8(3)) - 4
+    -1
+
+    Raises
+    ------
+    UnsupportedProblem
+        It is neither, or less than `least`.
+    """
+    if is_int(value) and (least is None or value >= least):
+        return int(value)
+    at_least = "" if least is None else f" of at least {least}"
+    raise UnsupportedProblem([f"{name} must be an int{at_least}{meaning and f' ({meaning})'}; got {value!r}"])
 
 
 def is_integer_dtype(dtype: Any) -> bool:

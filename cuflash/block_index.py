@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from .arrays import Array, is_array, namespace, to_host
+from .arrays import Array, is_array, namespace, to_host, whole_number
 from .block_set import BlockSet, block_pair
 from .classify import Kind, classify, pack, pointers, unpack
 from .errors import UnsupportedProblem
-from .mask import LeadingArray, Mask, MaskShape, mask_namespace
+from .mask import LeadingArray, Mask, MaskShape, length_reasons, mask_namespace
 from .masks import BlockPattern
 from .whole_grid import classify_grid, column_lists, entry_grid, entry_rows, transposed_tiles
 
@@ -93,9 +93,13 @@ class BlockIndex:
         Raises
         ------
         UnsupportedProblem
-            The mask does not fit the shape, or the block is no pair of positive ints.
+            The mask does not fit the shape, a length is more than int32 counts, or the block is no pair of positive
+            ints.
         """
         sides = block_pair(block)
+        reasons = length_reasons(shape)
+        if reasons:
+            raise UnsupportedProblem(reasons)
         is_on_host = mask_namespace(mask) is np
         found = (classify if is_on_host else classify_grid)(mask.resolve(shape), shape, sides)
         return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=sides, **found._asdict())
@@ -309,7 +313,8 @@ class BlockIndex:
         """
         if not self.is_on_host:
             return self.on_host.report(head_dim=head_dim, value_dim=value_dim, itemsize=itemsize, eligible=eligible)
-        value_dim = head_dim if value_dim is None else value_dim
+        head_dim, itemsize = whole_number("head_dim", head_dim, 0), whole_number("itemsize", itemsize, 0)
+        value_dim = head_dim if value_dim is None else whole_number("value_dim", value_dim, 0)
         matrices = self.batch * self.num_heads
         rows = np.minimum(self.block[0], self.seqlen_q - (self.block_rows % max(self.num_q_blocks, 1)) * self.block[0])
         keys = np.minimum(self.block[1], self.seqlen_kv - self.indices.astype(np.int64) * self.block[1])
@@ -342,7 +347,7 @@ class BlockIndex:
     def picture(self, b: int = 0, h: int = 0, *, width: int = 64) -> str:
         """One batch entry and head as text: █ full, ▒ partial, · absent; coarser when wider than `width` blocks."""
         states = self.on_host.states()[b, h]
-        step = max(1, -(-self.num_kv_blocks // width))
+        step = max(1, -(-self.num_kv_blocks // whole_number("width", width, 1)))
         cells = []
         for row in range(0, self.num_q_blocks, step):
             strip = states[row : row + step]
@@ -353,7 +358,7 @@ class BlockIndex:
     def _row(self, b: int, h: int) -> int:
         if not (0 <= b < self.batch and 0 <= h < self.num_heads):
             raise UnsupportedProblem([f"b, h must be below ({self.batch}, {self.num_heads}); got ({b}, {h})"])
-        return (b * self.num_heads + h) * self.num_q_blocks
+        return (int(b) * self.num_heads + int(h)) * self.num_q_blocks
 
     def _entries_of(self, b: int, h: int) -> tuple[int, int]:
         row = self._row(b, h)
@@ -460,6 +465,9 @@ class IndexMask(BlockSet):
 
     index: Any = None
 
+    rectangle = BlockSet.rectangle
+    natural_block = BlockSet.natural_block
+
     @classmethod
     def of_index(cls, index: BlockIndex) -> IndexMask:
         grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
@@ -480,9 +488,6 @@ class IndexGrid(Mask):
     """A block index on a device as a mask: a table of all blocks says which entry each is."""
 
     index: BlockIndex
-
-    def __hash__(self) -> int:
-        raise TypeError("a block index holds arrays, whose contents are never hashed")
 
     @cached_property
     def table(self) -> LeadingArray:
@@ -583,6 +588,8 @@ def _transposed_intervals(lo: Array, hi: Array, seqlen_kv: int) -> tuple[Array, 
 
 
 def _from_bsr(matrix: Any, seqlen_q: int, seqlen_kv: int) -> BlockIndex:
+    shape = MaskShape((), 1, seqlen_q, seqlen_kv)
+    seqlen_q, seqlen_kv = shape.seqlen_q, shape.seqlen_kv
     block = block_pair(tuple(matrix.blocksize))
     padded = tuple(-(-length // side) * side for length, side in zip((seqlen_q, seqlen_kv), block))
     if tuple(matrix.shape) != padded:

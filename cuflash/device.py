@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from .errors import UnsupportedProblem
+from .arrays import whole_number
+from .errors import UnsupportedProblem, collecting
 
 # Shared memory one thread block may ask for, in KiB, by compute capability.
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
@@ -51,6 +52,18 @@ class DeviceSpec:
     num_processors: int
     tile_memory_bytes: int
     cache_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        reasons: list[str] = []
+        for name, least in (("num_processors", 1), ("tile_memory_bytes", 1), ("cache_bytes", 0)):
+            with collecting(reasons):
+                object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        if self.compute_capability is not None:
+            with collecting(reasons):
+                capability = tuple(whole_number("compute_capability", part, 0) for part in self.compute_capability)
+                object.__setattr__(self, "compute_capability", capability)
+        if reasons:
+            raise UnsupportedProblem(reasons)
 
     @staticmethod
     def host() -> DeviceSpec:

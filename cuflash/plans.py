@@ -14,6 +14,7 @@ import numpy as np
 from . import sm80_tiles, sm90_tiles
 from .device import DeviceSpec
 from .dq_turns import DqTurns, dq_turns, last_finishes
+from .errors import UnsupportedProblem
 from .mask import Band, Mask
 from .problem import Problem
 from .source import KernelSpec
@@ -26,6 +27,7 @@ _FEWEST_STEPS, _MOST_WAVES, _MOST_SPLITS = 4, 4, 128
 # When blocks go on from tile to tile: steps' time that a tile takes beside them; `Plan._places_that_balance`.
 _STEPS_BESIDE, _UNEVEN, _MOST_ROUNDS, _SHARERS = 2, 1.005, 64, 16
 _SAMPLED = 256  # queries
+MAX_TILES = 1 << 30  # of a launch: kernels number them in int32, and add the blocks of a launch
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -464,6 +466,13 @@ def make_plan(
     made = Plan(problem=problem, mask=mask, device=device, tile=tile, work=work, specs=specs)
     if made.is_empty:
         return made
+    for spec in specs.values():
+        num_tiles = made.grid(spec)
+        if num_tiles > MAX_TILES:
+            advice = "call once for each part of the batch or of the heads"
+            raise UnsupportedProblem(
+                [f"q, k and v must make at most {MAX_TILES} tiles for {spec.name}; got {num_tiles}: {advice}"]
+            )
     return made.split() if family == "sm80" else made.finishing() if family == "sm90" else made
 
 

@@ -6,6 +6,8 @@ keeps up with the code.
 """
 
 import importlib
+import operator
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +20,22 @@ from hypothesis import strategies as st
 
 from test_block_index import blocks_of
 from test_device_masks import changed, in_order, packed, sent
+from test_mask_inputs import (
+    check_answers,
+    check_classes,
+    check_coordinates,
+    check_documents,
+    check_indices,
+    check_limits,
+    check_numbers,
+    check_shapes,
+    check_tree,
+    check_types,
+    deep,
+    documents,
+    numbered,
+    wide,
+)
 from test_work_list import assert_longest_first, rebuilt
 
 import cuflash
@@ -204,12 +222,12 @@ def part(library, name):
     return importlib.import_module(f"{library.__name__}.{name}")
 
 
-def hunt(*strategies):
+def hunt(*strategies, seeds=5):
     """Many examples from several seeds, so that no run of alike examples decides; reported at the first failure."""
 
     def run(check):
         options = settings(max_examples=120, database=None, phases=[Phase.generate])
-        for number in range(5):
+        for number in range(seeds):
             seed(number)(options(given(*strategies)(check)))()
 
     return run
@@ -323,4 +341,293 @@ def test_a_planted_fault_is_seen(edited, name):
 
 @pytest.mark.parametrize("guard", dict.fromkeys(GUARDS.values()))
 def test_the_library_as_it_is_passes_the_same_guards(guard):
+    guard(cuflash)
+
+
+# What users give masks
+
+
+def numbers_are_right(library):
+    hunt(numbered(), seeds=1)(lambda drawn: check_numbers(library, drawn, "cpu"))
+
+
+def ids_are_right(library):
+    hunt(documents(), seeds=2)(lambda drawn: check_documents(library, drawn))
+
+
+def coordinates_are_right(library):
+    masks = part(library, "testing.strategies").masks(part(library, "mask").MaskShape((), 1, 9, 9))
+    hunt(masks, seeds=1)(lambda drawn: check_coordinates(library, np.uint8, drawn))
+
+
+def shapes_are_right(library):
+    check_shapes(library, np.uint8)
+
+
+def indices_are_counted(library):
+    check_indices(library, np.uint8)
+
+
+def deep_trees_are_right(library):
+    check_tree(library, *deep(library, 400))
+
+
+def wide_trees_are_right(library):
+    at = np.arange(8) - np.arange(8)[:, None]
+    check_tree(library, wide(library, operator.and_, 1200), at == 0)
+
+
+GIVEN = {
+    "numbers of NumPy's stay as narrow as they are": ("arrays", "return int(value)", "return value", shapes_are_right),
+    "processors are counted in a narrow dtype": (
+        "device",
+        "object.__setattr__(self, name, whole_number(name, getattr(self, name), least))",
+        "pass",
+        shapes_are_right,
+    ),
+    "lengths of a shape wrap around": (
+        "mask",
+        'whole_number("seqlen_kv", seqlen_kv, 0)',
+        "seqlen_kv",
+        shapes_are_right,
+    ),
+    "a head of an index wraps around": (
+        "block_index",
+        "int(b) * self.num_heads + int(h)",
+        "b * self.num_heads + h",
+        indices_are_counted,
+    ),
+    "columns of an index's head wrap around": (
+        "block_index",
+        'whole_number("head_dim", head_dim, 0)',
+        "head_dim",
+        indices_are_counted,
+    ),
+    "an index takes a length of an array of elements as it is": (
+        "block_index",
+        "    seqlen_q, seqlen_kv = shape.seqlen_q, shape.seqlen_kv\n",
+        "",
+        indices_are_counted,
+    ),
+    "bounds of a band stay as narrow as they are": (
+        "mask",
+        "object.__setattr__(self, name, int(bound))",
+        "pass",
+        numbers_are_right,
+    ),
+    "bounds beyond int64 are added as they are": (
+        "mask",
+        "max(-UNBOUNDED, min(number, UNBOUNDED))",
+        "number",
+        numbers_are_right,
+    ),
+    "a band of any size reaches kernels": (
+        "mask",
+        "Band(clipped(self.lower), clipped(self.upper))",
+        "self",
+        numbers_are_right,
+    ),
+    "a length beyond int64 is compared as it is": (
+        "mask",
+        "min(int(value), UNBOUNDED)",
+        "int(value)",
+        numbers_are_right,
+    ),
+    "sides of a window wrap around": (
+        "masks",
+        "object.__setattr__(mask, name, whole_number(name, side, 0, meaning))",
+        "pass",
+        numbers_are_right,
+    ),
+    "sides beyond int64 reach kernels": ("masks", "clipped(offset + right)", "offset + right", numbers_are_right),
+    "a dilation wraps around": (
+        "masks",
+        'whole_number("dilation", self.dilation, 1)',
+        "self.dilation",
+        numbers_are_right,
+    ),
+    "a dilation beyond int64 divides as it is": (
+        "masks",
+        "min(self.dilation, UNBOUNDED)",
+        "self.dilation",
+        numbers_are_right,
+    ),
+    "stretches beyond int64 divide as they are": (
+        "patterns",
+        "min(stride, UNBOUNDED), min(stride - num_summary, UNBOUNDED)",
+        "stride, stride - num_summary",
+        numbers_are_right,
+    ),
+    "narrow coordinates wrap around": (
+        "mask",
+        "else coordinate.astype(np.int64)",
+        "else coordinate",
+        coordinates_are_right,
+    ),
+    "narrow keys wrap around before a stretch": (
+        "patterns",
+        "widened(j) % self.stride >=",
+        "j % self.stride >=",
+        coordinates_are_right,
+    ),
+    "narrow keys wrap around before a block": (
+        "block_set",
+        "self._look_up(0, b, h, widened(i)",
+        "self._look_up(0, b, h, i",
+        coordinates_are_right,
+    ),
+    "counts of an entry stay as narrow as they are": (
+        "mask",
+        "return widened(namespace(found).minimum(found, UNBOUNDED) if found.dtype == np.uint64 else found)",
+        "return found",
+        work_is_right,
+    ),
+    "ids of unlike signs meet as float64": ("masks", 'y.dtype).kind in "iu"', 'y.dtype).kind in "iuf"', ids_are_right),
+    "ids that the keys' kind does not hold wrap around": (
+        "masks",
+        "places = xp.where(is_out, end, places)",
+        "pass",
+        ids_are_right,
+    ),
+    "ids are looked up in a dtype that is too narrow": (
+        "masks",
+        'q.astype(np.int64 if kv.dtype.kind == "i" else np.uint64)',
+        "q.astype(kv.dtype)",
+        ids_are_right,
+    ),
+    "a negative id is a large one": ("masks", "(x >= 0) & (y >= 0) & (", "(", ids_are_right),
+    "lists and problems take lengths that int32 does not hold": (
+        "mask",
+        "if getattr(shape, name) > MAX_SEQLEN",
+        "if getattr(shape, name) > 2 * MAX_SEQLEN",
+        check_limits,
+    ),
+    "an index takes lengths that int32 does not hold": (
+        "block_index",
+        "reasons = length_reasons(shape)",
+        "reasons = []",
+        check_limits,
+    ),
+    "a problem takes lengths that int32 does not hold": (
+        "problem",
+        "    reasons += length_reasons(MaskShape((), 1, q.shape[-2], k.shape[-2]))\n",
+        "",
+        check_limits,
+    ),
+    "a plan takes tiles that int32 does not count": ("plans", "if num_tiles > MAX_TILES", "if False", check_limits),
+    "answers of a wrong shape are taken": ("mask", "    if not fits:\n", "    if False:\n", check_answers),
+    "what a function answers is taken as it is": (
+        "masks",
+        'return checked_answer("FromFunction\'s function", allowed, b, h, i, j)',
+        "return allowed",
+        check_answers,
+    ),
+    "what a class of the user's answers is taken as it is": (
+        "mask",
+        "return checked_answer(f\"{type(mask).__name__}'s __call__\", allowed, b, h, i, j)",
+        "return allowed",
+        check_answers,
+    ),
+    "1 and True are one": ("mask", "        return kind, value\n", "        return int, value\n", check_types),
+    "0.0 and -0.0 are one": ("mask", "return kind, repr(value)", "return kind, value", check_types),
+    "numbers of NumPy's are alike at any width": (
+        "mask",
+        "return kind, value.dtype.str, value.tobytes()",
+        "return value",
+        check_types,
+    ),
+    "dtypes are alike": ("mask", "(np.dtype, value.type, value.str)", "(np.dtype,)", check_types),
+    "masks that are no dataclasses are remembered": (
+        "mask",
+        "    if not layout.is_declared:\n",
+        "    if False:\n",
+        check_classes,
+    ),
+    "what is in no field is left out": (
+        "mask",
+        'which are no fields" if besides else',
+        '" if False else',
+        check_classes,
+    ),
+    "what is in a slot is left out": (
+        "mask",
+        "vars(mask).keys() | set(layout.slots)",
+        "set(vars(mask))",
+        check_classes,
+    ),
+    "closed forms of a parent answer for its child": (
+        "mask",
+        "if place(name) > newest and",
+        "if False and",
+        check_classes,
+    ),
+    "a parent resolves to a mask that its child is not": (
+        "mask",
+        'if place("resolve") > newest and',
+        "if False and",
+        check_classes,
+    ),
+    "masks of classes that are no dataclasses are made anew": (
+        "mask",
+        'if "__dataclass_fields__" in vars(type(self)):',
+        "if True:",
+        check_classes,
+    ),
+    "calls are told apart as masks tell themselves apart": (
+        "api",
+        "else content(mask), causal",
+        "else mask, causal",
+        check_classes,
+    ),
+    "plans are told apart as masks tell themselves apart": (
+        "api",
+        "_Known(mask, content(mask))",
+        "_Known(mask, mask)",
+        check_classes,
+    ),
+    "unions nest": ("mask", "if type(mask) is kind and kind in (And, Or):", "if False:", wide_trees_are_right),
+    "a tree is pickled as it is": (
+        "mask",
+        "    def __reduce__(self) -> tuple[Any, ...]:\n        \"\"\"The tree",
+        "    def reduced(self) -> tuple[Any, ...]:\n        \"\"\"The tree",
+        deep_trees_are_right,
+    ),
+    "a negated rectangle may hold what it must": (
+        "mask",
+        "return namespace(must, i0).logical_not(must), namespace(may, i0).logical_not(may)",
+        "return namespace(may, i0).logical_not(may), namespace(must, i0).logical_not(must)",
+        deep_trees_are_right,
+    ),
+    "trees intersect what they unite": (
+        "mask",
+        "(both if isinstance(node, And) else either)",
+        "both",
+        deep_trees_are_right,
+    ),
+    "the first operand alone is resolved": (
+        "mask",
+        "parts = values[-num_parts:]",
+        "parts = values[-num_parts:][:1]",
+        deep_trees_are_right,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(GIVEN) if os.environ.get("CUFLASH_PROFILE") == "long" else list(GIVEN)[::3])
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_planted_where_masks_are_given_is_seen(edited, name):
+    *edit, guard = GIVEN[name]
+    library = edited(*edit)
+    refusals = (AssertionError, ValueError, ArithmeticError, RecursionError, TypeError, AttributeError)
+    with pytest.raises((*refusals, pytest.fail.Exception)):
+        guard(library)
+
+
+def test_no_edit_where_masks_are_given_is_without_its_line():
+    texts = {file: (Path(cuflash.__file__).parent / f"{file}.py").read_text("utf-8") for file, *_ in GIVEN.values()}
+    assert [name for name, (file, line, *_) in GIVEN.items() if texts[file].count(line) != 1] == []
+
+
+@pytest.mark.parametrize("guard", dict.fromkeys(guard for *_, guard in GIVEN.values() if guard is not work_is_right))
+def test_the_library_as_it_is_passes_the_guards_of_what_masks_are_given(guard):
     guard(cuflash)
