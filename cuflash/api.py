@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, overload
 
@@ -15,7 +15,7 @@ from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
-from .masks.base import Mask, held_arrays
+from .masks.base import Content, Mask, content, held_arrays
 from .memory import device_number
 from .planning.device import DeviceSpec
 from .planning.plan import KernelPlan, gpu_plan, host_plan
@@ -373,7 +373,7 @@ def _call(q: Any, k: Any, v: Any, out: Any, mask: Any, causal: Any, window: Any,
     key = None if not is_plain or checks.is_on() else _key(q, k, v, mask, causal, window, options)
     try:
         found = _repeated.get(key)
-    except TypeError:  # arrays in the mask
+    except TypeError:  # an option that cannot be hashed
         key = found = None
     if found is not None:
         ready, forward = found
@@ -407,13 +407,17 @@ def _are_plain(scale: Any, kernel: Any, executor: Any, precision: Any, determini
 
 
 def _key(q: Any, k: Any, v: Any, mask: Any, causal: Any, window: Any, options: Any) -> Hashable:
-    """What decides a call but its data; None where equal values may mean different things, 1 and True say."""
+    """What decides a call but its data; None where equal values may mean different things, 1 and True say, or where a
+    mask's contents may change."""
     if type(causal) is not bool and type(causal) is not str or not (mask is None or isinstance(mask, Mask)):
         return None
     if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
         return None
     lie = lie_of(q, k, v)
-    return None if lie is None else (lie, mask, causal, window, options)
+    try:
+        return None if lie is None else (lie, None if mask is None else content(mask), causal, window, options)
+    except TypeError:
+        return None
 
 
 _host = lru_cache(maxsize=1)(DeviceSpec.host)
@@ -424,9 +428,6 @@ def _made(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, 
     if kernel is None:
         return host_plan(problem, mask, device)
     return gpu_plan(problem, mask, device, kernel, deterministic)
-
-
-_remembered = lru_cache(maxsize=256)(_made)
 
 
 def _executor(arrays: tuple[Any, ...], executor: str, device: DeviceSpec | None) -> str:
@@ -444,13 +445,34 @@ def _device(executor: str) -> DeviceSpec:
     return _host() if executor == "cpu" else _SIMULATED
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Known:
+    """A mask that counts as equal to all of its content."""
+
+    mask: Mask
+    content: Content
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Known) and self.content == other.content
+
+    def __hash__(self) -> int:
+        return hash(self.content)
+
+
+@lru_cache(maxsize=256)
+def _remembered(
+    problem: Problem, known: _Known, device: DeviceSpec, kernel: str | None, deterministic: bool
+) -> KernelPlan:
+    return _made(problem, known.mask, device, kernel, deterministic)
+
+
 def _plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
     """Plans whose masks hold no arrays are remembered: calls of one shape plan once."""
     try:
-        hash(mask)
+        known = _Known(mask, content(mask))
     except TypeError:
         return _made(problem, mask, device, kernel, deterministic)
-    return _remembered(problem, mask, device, kernel, deterministic)
+    return _remembered(problem, known, device, kernel, deterministic)
 
 
 def _option_reasons(

@@ -110,6 +110,23 @@ def flag_reasons(name: str, value: object) -> list[str]:
     return [] if is_flag(value) else [f"{name} must be True or False; got {describe(value)}"]
 
 
+def whole_number(name: str, value: Any, least: int | None = None, meaning: str = "") -> int:
+    """A Python int or NumPy integer as a Python int, which does not wrap around at a width.
+
+    >>> whole_number("window", np.uint8(3)) - 4
+    -1
+
+    Raises
+    ------
+    UnsupportedProblem
+        It is neither, or less than `least`.
+    """
+    if is_int(value) and (least is None or value >= least):
+        return int(value)
+    at_least = "" if least is None else f" of at least {least}"
+    raise UnsupportedProblem([f"{name} must be an int{at_least}{meaning and f' ({meaning})'}; got {describe(value)}"])
+
+
 def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     """What NumPy makes of a dtype, which is not float64 for None.
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from .arrays import Array, describe, flag_reasons, is_int, is_number
-from .errors import UnsupportedProblem
-from .masks.base import Intervals, Mask, length_reasons
+from .arrays import Array, describe, flag_reasons, is_int, is_number, whole_number
+from .errors import UnsupportedProblem, collecting
+from .masks.base import MAX_SEQLEN, UNBOUNDED, Intervals, Mask, widened
 from .masks.block_set import block_pair
 from .masks.library import BlockPattern, Causal, Dilated, Lengths, SlidingWindow
 
@@ -55,9 +55,7 @@ def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, 
     arXiv 2205.14135, section 3.3. About log2(number of blocks) + 1 blocks a row.
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
-    if max_stride is not None:
-        _check_positive("max_stride", max_stride)
-    reach = max(grid) if max_stride is None else int(max_stride)
+    reach = max(grid) if max_stride is None else min(whole_number("max_stride", max_stride, 1), max(grid))
     rows = np.arange(grid[0])
     cols = [rows, *(rows ^ (1 << bit) for bit in range(max(reach - 1, 0).bit_length()))]
     return _kept(np.tile(rows, len(cols)), np.concatenate(cols), grid, sides)
@@ -100,12 +98,14 @@ def bigbird(
     arXiv 2007.14062, section 2 and appendix D (internal transformer construction).
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
-    _check_counts(num_window=num_window, num_global=num_global, num_random=num_random)
+    num_window, num_global, num_random = _counts(
+        num_window=num_window, num_global=num_global, num_random=num_random
+    )
     if num_window % 2 == 0:
         raise UnsupportedProblem(
             [f"num_window must be odd, the diagonal and as many blocks on each side; got {num_window}"]
         )
-    _check_positive("num_heads", num_heads)
+    num_heads = whole_number("num_heads", num_heads, 1)
     row, col = np.ogrid[: grid[0], : grid[1]]
     base = abs(row - col) <= num_window // 2
     for place, extent in ((row, grid[0]), (col, grid[1])):
@@ -148,7 +148,7 @@ def random(
         raise UnsupportedProblem([f"density must be a number from 0 to 1; got {describe(density)}"])
     if reasons := flag_reasons("diagonal", diagonal):
         raise UnsupportedProblem(reasons)
-    _check_positive("num_heads", num_heads)
+    num_heads = whole_number("num_heads", num_heads, 1)
     count = round(float(density) * grid[1])
     rng = _generator(seed)
     forced = np.eye(*grid, dtype=bool) if diagonal and count else np.zeros(grid, bool)
@@ -182,9 +182,8 @@ def longformer(window: int, num_global: int = 0, *, dilation: int = 1, align: st
     -----
     arXiv 2004.05150, section 3.1.
     """
-    _check_counts(window=window, num_global=num_global)
-    _check_positive("dilation", dilation)
-    side = window // 2
+    window, num_global = _counts(window=window, num_global=num_global)
+    side, dilation = window // 2, whole_number("dilation", dilation, 1)
     local = SlidingWindow(side, side, align) if dilation == 1 else Dilated(dilation, side, side, align)
     return local | Lengths(kv=num_global) | Lengths(q=num_global) if num_global else local
 
@@ -210,7 +209,7 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
     -----
     arXiv 1904.10509, section 4.3: both heads' sets in one mask.
     """
-    _check_positive("stride", stride)
+    stride = whole_number("stride", stride, 1)
     return SlidingWindow(stride - 1, 0, align) | Dilated(stride, None, 0, align)
 
 
@@ -239,11 +238,11 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
     -----
     arXiv 1904.10509, section 4.3 (there l and c): both heads' sets in one mask.
     """
-    _check_positive("stride", stride)
-    _check_counts(num_summary=num_summary)
+    stride, num_summary = whole_number("stride", stride, 1), whole_number("num_summary", num_summary, 0)
     if num_summary > stride:
         raise UnsupportedProblem([f"num_summary must be at most stride={stride}; got {num_summary}"])
-    return Causal(align) & (SameStretch(stride) | StretchEnds(stride, num_summary))
+    stride, num_others = min(stride, UNBOUNDED), min(stride - num_summary, UNBOUNDED)
+    return Causal(align) & (SameStretch(stride) | StretchEnds(stride, stride - num_others))
 
 
 def sink_local(num_sinks: int, window: int, *, align: str | None = None) -> Mask:
@@ -268,8 +267,7 @@ def sink_local(num_sinks: int, window: int, *, align: str | None = None) -> Mask
     -----
     StreamingLLM, arXiv 2309.17453, section 3.2.
     """
-    _check_counts(num_sinks=num_sinks)
-    _check_positive("window", window)
+    num_sinks, window = whole_number("num_sinks", num_sinks, 0), whole_number("window", window, 1)
     return Causal(align) & (Lengths(kv=num_sinks) | SlidingWindow(window - 1, 0, align))
 
 
@@ -293,7 +291,7 @@ class SameStretch(Mask):
     stride: int
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
-        lo = i // self.stride * self.stride
+        lo = widened(i) // self.stride * self.stride
         return lo, lo + self.stride
 
 
@@ -305,7 +303,7 @@ class StretchEnds(Mask):
     count: int
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return j % self.stride >= self.stride - self.count
+        return widened(j) % self.stride >= self.stride - self.count
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
         num_keys = (
@@ -323,9 +321,9 @@ class StretchEnds(Mask):
 
 
 def _grid(seqlen_q: int, seqlen_kv: int | None, block: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    seqlen_kv = seqlen_q if seqlen_kv is None else seqlen_kv
-    _check_counts(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
-    seqlen_q, seqlen_kv = int(seqlen_q), int(seqlen_kv)
+    seqlen_q, seqlen_kv = _counts(seqlen_q=seqlen_q, seqlen_kv=seqlen_q if seqlen_kv is None else seqlen_kv)
+    if max(seqlen_q, seqlen_kv) > MAX_SEQLEN:
+        raise UnsupportedProblem([f"lengths must be at most {MAX_SEQLEN}; got {seqlen_q} and {seqlen_kv}"])
     sides = block_pair(block)
     return (-(-seqlen_q // sides[0]), -(-seqlen_kv // sides[1])), sides
 
@@ -352,11 +350,13 @@ def _generator(seed: Any) -> np.random.Generator:
     raise UnsupportedProblem([f"seed must be an int of at least 0, or several in a list; got {describe(seed)}"])
 
 
-def _check_positive(name: str, value: object) -> None:
-    if not (is_int(value) and 1 <= value < 2**63):  # type: ignore[operator]
-        raise UnsupportedProblem([f"{name} must be an int from 1 to 2**63 - 1; got {describe(value)}"])
-
-
-def _check_counts(**counts: object) -> None:
-    if reasons := length_reasons(**counts):
+def _counts(**given: object) -> list[int]:
+    """Ints of at least 0; all reasons at once."""
+    reasons: list[str] = []
+    counts = []
+    for name, value in given.items():
+        with collecting(reasons):
+            counts.append(whole_number(name, value, 0))
+    if reasons:
         raise UnsupportedProblem(reasons)
+    return counts

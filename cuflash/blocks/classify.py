@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array, Namespace
-from ..masks.base import And, Mask, MaskShape
+from ..masks.base import And, Mask, MaskShape, elements
 from ..masks.block_set import BlockSet
 
 _BLOCKS_AT_ONCE = 1 << 20  # blocks classified in one sweep: bounds the memory of compiling a mask
@@ -107,7 +107,7 @@ def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Classified
     if isinstance(mask, BlockSet) and mask.block == block and mask.full.all():
         return _listed(mask, _Frame(shape.seqlen_q, shape.seqlen_kv, block, *mask.grid[:2]))
     frame = _Frame(shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape))
-    factors = mask.operands if isinstance(mask, And) else (mask,)
+    factors = mask.operands if type(mask) is And else (mask,)
     closed = [factor for factor in factors if factor.has_intervals]
     others = [factor for factor in factors if not factor.has_intervals]
     rows = And(tuple(closed)) if closed else None
@@ -143,7 +143,8 @@ def extents(mask: Mask, shape: MaskShape, xp: Namespace = np) -> tuple[int, int]
     """Over how many batch entries and heads a resolved mask varies, told by how its answer broadcasts."""
     b = xp.arange(shape.num_batch)[:, None, None, None]
     h = xp.arange(shape.num_heads)[:, None, None]
-    answer = mask(b, h, xp.zeros((1, 1), dtype=np.int64), xp.zeros((1, 1), dtype=np.int64)).shape
+    first = xp.zeros((1, 1), dtype=np.int64)
+    answer = getattr(elements(mask, b, h, first, first), "shape", ())
     return (1, 1, 1, 1, *answer)[-4], (1, 1, 1, 1, *answer)[-3]
 
 
@@ -238,7 +239,7 @@ def _evaluate(
         for factor in factors:
             open_ = ~frame.must(factor, chunk)
             if open_.any():
-                allowed[open_] &= factor(b[open_], h[open_], i[open_], j[open_])
+                allowed[open_] &= elements(factor, b[open_], h[open_], i[open_], j[open_])
         some, every = allowed.any((1, 2)), (allowed == exists).all((1, 2))
         kind = np.where(every, Kind.FULL, Kind.BITS)[some]
         tile = np.full(len(kind), -1)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays import Array, Namespace, namespace
-from ..masks.base import And, Mask, MaskShape, mask_namespace
+from ..masks.base import And, Mask, MaskShape, elements, mask_namespace
 from ..masks.block_set import BlockGrid
 from .classify import Classified, Kind, extents, row_intervals
 
@@ -73,7 +73,7 @@ def classify_grid(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Class
     grid = _Grid(xp, shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape, xp))
     if grid.num_cells > np.iinfo(np.int32).max:
         raise MemoryError(f"the grid has {grid.num_cells} blocks, more than int32 counts: use larger blocks")
-    factors = mask.operands if isinstance(mask, And) else (mask,)
+    factors = mask.operands if type(mask) is And else (mask,)
     closed = tuple(factor for factor in factors if factor.has_intervals)
     whole = [factor for factor in factors if isinstance(factor, BlockGrid) and _divides(block, factor.block)]
     if len(closed) + len(whole) < len(factors):
@@ -140,7 +140,8 @@ def _by_elements(grid: _Grid, mask: Mask) -> tuple[Array, Array]:
         matrix = xp.arange(matrices.start, matrices.stop)[:, None, None]
         i = xp.arange(strip.start * block_q, strip.stop * block_q)[:, None]
         exists = (i < grid.seqlen_q) & is_key
-        allowed = exists & mask(
+        allowed = exists & elements(
+            mask,
             matrix // grid.num_heads,
             matrix % grid.num_heads,
             xp.minimum(i, grid.seqlen_q - 1),

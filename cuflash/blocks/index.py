@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from ..arrays import Array, describe, is_array, namespace, to_host
+from ..arrays import Array, describe, is_array, namespace, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting
-from ..masks.base import LeadingArray, Mask, MaskShape, length_reasons, mask_namespace, shape_reasons, without_memos
+from ..masks.base import (
+    LeadingArray,
+    Mask,
+    MaskShape,
+    count_reasons,
+    length_reasons,
+    mask_namespace,
+    shape_reasons,
+    without_memos,
+)
 from ..masks.block_set import BlockSet, block_pair
 from ..masks.library import BlockPattern
 from .classify import Kind, classify, pack, pointers, unpack
@@ -98,12 +107,13 @@ class BlockIndex:
         TypeError
             `mask` is no mask.
         UnsupportedProblem
-            The mask does not fit the shape, the shape is none, or the block is no pair of positive ints.
+            The mask does not fit the shape, a length is more than int32 counts, the shape is none, or the block is no
+            pair of positive ints.
         """
         if not isinstance(mask, Mask):
             fix = "masks.Dense makes one of a boolean array, its as_mask() of a BlockIndex"
             raise TypeError(f"mask must be a Mask; got {describe(mask)}: {fix}")
-        reasons = shape_reasons(shape)
+        reasons = shape_reasons(shape) or length_reasons(shape)
         with collecting(reasons):
             sides = block_pair(block)
         if reasons:
@@ -148,7 +158,7 @@ class BlockIndex:
             return cls.from_blocks(matrix, seqlen_q, seqlen_kv, block)
         if matrix.format != "bsr":
             raise UnsupportedProblem(["block must be given unless matrix is a BSR array of elements"])
-        if reasons := length_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv):
+        if reasons := count_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv):
             raise UnsupportedProblem(reasons)
         return _from_bsr(matrix, int(seqlen_q), int(seqlen_kv))
 
@@ -324,7 +334,8 @@ class BlockIndex:
         """
         if not self.is_on_host:
             return self.on_host.report(head_dim=head_dim, value_dim=value_dim, itemsize=itemsize, eligible=eligible)
-        value_dim = head_dim if value_dim is None else value_dim
+        head_dim, itemsize = whole_number("head_dim", head_dim, 0), whole_number("itemsize", itemsize, 0)
+        value_dim = head_dim if value_dim is None else whole_number("value_dim", value_dim, 0)
         matrices = self.batch * self.num_heads
         rows = np.minimum(self.block[0], self.seqlen_q - (self.block_rows % max(self.num_q_blocks, 1)) * self.block[0])
         keys = np.minimum(self.block[1], self.seqlen_kv - self.indices.astype(np.int64) * self.block[1])
@@ -357,7 +368,7 @@ class BlockIndex:
     def picture(self, b: int = 0, h: int = 0, *, width: int = 64) -> str:
         """One batch entry and head as text: █ full, ▒ partial, · absent; coarser when wider than `width` blocks."""
         states = self.on_host.states()[b, h]
-        step = max(1, -(-self.num_kv_blocks // width))
+        step = max(1, -(-self.num_kv_blocks // whole_number("width", width, 1)))
         cells = []
         for row in range(0, self.num_q_blocks, step):
             strip = states[row : row + step]
@@ -368,7 +379,7 @@ class BlockIndex:
     def _row(self, b: int, h: int) -> int:
         if not (0 <= b < self.batch and 0 <= h < self.num_heads):
             raise UnsupportedProblem([f"b, h must be below ({self.batch}, {self.num_heads}); got ({b}, {h})"])
-        return (b * self.num_heads + h) * self.num_q_blocks
+        return (int(b) * self.num_heads + int(h)) * self.num_q_blocks
 
     def _entries_of(self, b: int, h: int) -> tuple[int, int]:
         row = self._row(b, h)
@@ -475,6 +486,9 @@ class IndexMask(BlockSet):
 
     index: Any = None
 
+    rectangle = BlockSet.rectangle
+    natural_block = BlockSet.natural_block
+
     @classmethod
     def of_index(cls, index: BlockIndex) -> IndexMask:
         grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
@@ -495,9 +509,6 @@ class IndexGrid(Mask):
     """A block index on a device as a mask: a table of all blocks says which entry each is."""
 
     index: BlockIndex
-
-    def __hash__(self) -> int:
-        raise TypeError("a block index holds arrays, whose contents are never hashed")
 
     @cached_property
     def table(self) -> LeadingArray:
@@ -598,6 +609,8 @@ def _transposed_intervals(lo: Array, hi: Array, seqlen_kv: int) -> tuple[Array, 
 
 
 def _from_bsr(matrix: Any, seqlen_q: int, seqlen_kv: int) -> BlockIndex:
+    shape = MaskShape((), 1, seqlen_q, seqlen_kv)
+    seqlen_q, seqlen_kv = shape.seqlen_q, shape.seqlen_kv
     block = block_pair(tuple(matrix.blocksize))
     padded = tuple(-(-length // side) * side for length, side in zip((seqlen_q, seqlen_kv), block))
     if tuple(matrix.shape) != padded:

@@ -337,7 +337,7 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
     intervals = partial(
         IntervalWork, seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=tile[0], block_kv=tile[1]
     )
-    if isinstance(mask, Band):
+    if type(mask) is Band:
         return intervals(band=mask)
     if 0 not in (shape.num_batch, *shape[1:]) and mask.has_intervals:
         # On a device the extents show in the intervals' shape, which is cheaper than evaluating elements for them.
@@ -408,7 +408,7 @@ def requested_mask(
                 parts.append(given.resolve(shape))
     if reasons:
         raise UnsupportedProblem(reasons)
-    return intersection([leaf for part in parts for leaf in (part.operands if isinstance(part, And) else (part,))])
+    return intersection([leaf for part in parts for leaf in (part.operands if type(part) is And else (part,))])
 
 
 def _placement_reasons(mask: Mask, where: Namespace | None) -> list[str]:

@@ -1,42 +1,74 @@
 """A mask as mathematics: what it can be asked, and the algebra of ``& | ~``.
 
 A mask answers element by element, and, where it has a closed form, for a whole rectangle or a whole row at once.
-It knows no lengths but those it is about, and nothing of blocks or kernels.
+It knows no lengths but those it is about, and nothing of blocks or kernels. Nothing here recurses over a tree of masks,
+which may be wider and deeper than Python's stack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from copyreg import __newobj__  # type: ignore[attr-defined]
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property, reduce
+from enum import Enum
+from functools import cached_property, lru_cache
 from math import prod
+from operator import and_, or_
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..arrays import Array, Namespace, describe, is_array, is_int, namespace
+from ..arrays import Array, Namespace, describe, is_array, is_int, namespace, whole_number
 from ..errors import UnsupportedProblem, collecting
 
-UNBOUNDED = 2**31 - 1  # beyond any key; fits int32, so that it may meet int32 coordinates
+MAX_SEQLEN = 1 << 30  # the sum of two lengths, or of a length and a tile, fits int32
+UNBOUNDED = 1 << 62  # beyond any key; a coordinate may be added to it, or taken from it, in int64
 
 Intervals: TypeAlias = tuple[Array, Array]
 
 
-class MaskShape(NamedTuple):
+class _Extents(NamedTuple):
+    batch: tuple[int, ...]
+    num_heads: int
+    seqlen_q: int
+    seqlen_kv: int
+
+
+class MaskShape(_Extents):
     """The shape a mask is asked for: the leading axes, the query heads and the two lengths.
 
     >>> MaskShape((2, 3), 8, 128, 256).num_batch
     6
     """
 
-    batch: tuple[int, ...]
-    num_heads: int
-    seqlen_q: int
-    seqlen_kv: int
+    __slots__ = ()
+
+    def __new__(cls, batch: tuple[int, ...], num_heads: int, seqlen_q: int, seqlen_kv: int) -> MaskShape:
+        return super().__new__(
+            cls,
+            tuple(whole_number("an extent of batch", extent, 0) for extent in batch),
+            whole_number("num_heads", num_heads, 0),
+            whole_number("seqlen_q", seqlen_q, 0),
+            whole_number("seqlen_kv", seqlen_kv, 0),
+        )
 
     @property
     def num_batch(self) -> int:
         return prod(self.batch)
+
+
+def length_reasons(shape: MaskShape) -> list[str]:
+    """Why lists and kernels, which count in int32, do not take these lengths; a mask itself takes any."""
+    instead = {
+        "seqlen_q": "call once for each part of the queries",
+        "seqlen_kv": "attend to each part of the keys, and cuflash.merge the results",
+    }
+    return [
+        f"{name} must be at most {MAX_SEQLEN}; got {getattr(shape, name)}: {advice}"
+        for name, advice in instead.items()
+        if getattr(shape, name) > MAX_SEQLEN
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +82,33 @@ class Mask:
     Traceback (most recent call last):
         ...
     TypeError: a mask has no truth value: combine masks with & | ~ instead of and, or, not
+
+    Notes
+    -----
+    A subclass defines `__call__`, or `intervals`, or both; where it defines one of them anew, the closed forms of its
+    parent are not used.
+
+    A plain subclass is equal to itself alone, cannot be hashed, and is planned anew at each call. Calls remember what
+    they planned for a subclass that is a dataclass itself, ``@dataclass(frozen=True, eq=False)``, if its fields are all
+    that it holds, and are numbers, strings, bytes, dtypes, members of an `Enum`, None, masks, or tuples of such. Fields
+    are compared with their types, and by no ``__eq__`` or ``__hash__`` of the subclass. A subclass whose answers depend
+    on what it does not hold, a global variable or what a closure captured, must not be such a dataclass: the library
+    cannot tell when they change.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """What a class inherits in closed form does not know what the class defines anew."""
+        super().__init_subclass__(**options)
+
+        def place(name: str) -> int:
+            return next(number for number, base in enumerate(cls.__mro__) if name in vars(base))
+
+        newest = min(place("__call__"), place("intervals"))
+        for name in ("__call__", "intervals", "rectangle", "has_intervals", "natural_block"):
+            if place(name) > newest and getattr(cls, name) is not getattr(Mask, name):
+                setattr(cls, name, vars(Mask)[name])
+        if place("resolve") > newest and cls.resolve is not Mask.resolve:
+            setattr(cls, "resolve", _itself_once_resolved(cls.resolve))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         """Element-wise: integer arrays that broadcast against each other in, booleans out.
@@ -103,7 +161,13 @@ class Mask:
         >>> (masks.Lengths(kv=np.array([3, 5])) & masks.Causal()).to(np.copy)
         And(operands=(Lengths(q=None, kv=array([3, 5])), Causal(align=None)))
         """
-        return replace(self, **{field.name: _converted(getattr(self, field.name), convert) for field in fields(self)})
+        if "__dataclass_fields__" in vars(type(self)):
+            parts = {field.name: _converted(getattr(self, field.name), convert) for field in fields(self) if field.init}
+            return replace(self, **parts)
+        twin = copy(self)
+        for name in _held_names(twin):
+            object.__setattr__(twin, name, _converted(getattr(twin, name), convert))
+        return twin
 
     @property
     def natural_block(self) -> tuple[int, int] | None:
@@ -122,7 +186,7 @@ class Mask:
             xp.arange(extent).reshape([-1 if axis == place else 1 for axis in range(4)])
             for place, extent in enumerate((shape.num_batch, *shape[1:]))
         )
-        allowed = resolved(batch, heads, rows, keys)
+        allowed = elements(resolved, batch, heads, rows, keys)
         flat = xp.broadcast_to(allowed, (shape.num_batch, *shape[1:]))
         return flat.reshape(*shape.batch, *shape[1:]).copy()
 
@@ -139,26 +203,19 @@ class Mask:
         raise TypeError("a mask has no truth value: combine masks with & | ~ instead of and, or, not")
 
     def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
+        if not isinstance(other, Mask) or type(self) is not type(other):
             return NotImplemented
-        pairs = zip(self._key(), other._key())
-        return all(a is b or (not is_array(a) and not is_array(b) and a == b) for a, b in pairs)
+        return self is other or _tokens(self) == _tokens(other)
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(content(self))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Any:
         """What another process needs, where types have other hashes."""
-        return without_memos(self)
-
-    @cached_property
-    def _hash(self) -> int:
-        if any(is_array(value) or callable(value) and not isinstance(value, Mask) for value in self._key()):
-            raise TypeError(f"{type(self).__name__} holds arrays or a function, whose contents are never hashed")
-        return hash((type(self), self._key()))
-
-    def _key(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
+        state: Any = object.__getstate__(self)
+        values, *slots = state if isinstance(state, tuple) else (state,)
+        values = {name: value for name, value in (values or {}).items() if name != _CONTENT}
+        return (values, *slots) if slots else values
 
     def closed_form(self, b: Array, h: Array, i: Array) -> Intervals:
         bounds = self.intervals(b, h, i)
@@ -180,10 +237,25 @@ class Band(Mask):
     lower: int | None = None
     upper: int | None = None
 
+    def __post_init__(self) -> None:
+        reasons = []
+        for name in ("lower", "upper"):
+            bound = getattr(self, name)
+            if is_int(bound):
+                object.__setattr__(self, name, int(bound))
+            elif bound is not None:
+                reasons.append(f"{name} must be an int, or None for no bound; got {describe(bound)}")
+        if reasons:
+            raise UnsupportedProblem(reasons)
+
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
-        lo = 0 * i if self.lower is None else i + self.lower
-        hi = 0 * i + UNBOUNDED if self.upper is None else i + (self.upper + 1)
+        i, lower, upper = widened(i), clipped(self.lower), clipped(self.upper)
+        lo = 0 * i if lower is None else i + lower
+        hi = 0 * i + UNBOUNDED if upper is None else i + (upper + 1)
         return lo, hi
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        return Band(clipped(self.lower), clipped(self.upper))
 
     @property
     def transposed(self) -> Band:
@@ -195,92 +267,228 @@ class Band(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class And(Mask):
-    """Allowed by every operand."""
-
-    operands: tuple[Mask, ...]
+class _Composed(Mask):
+    """A mask made of others: what it is asked, it asks those at the tips of its tree, and combines their answers."""
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return reduce(lambda x, y: x & y, (mask(b, h, i, j) for mask in self.operands))
+        def negated(allowed: Array) -> Array:
+            return namespace(allowed, b, h, i, j).logical_not(allowed)
+
+        return _folded(self, lambda tip: elements(tip, b, h, i, j), and_, or_, negated)
+
+    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
+        def negated(answer: tuple[Array, Array]) -> tuple[Array, Array]:
+            may, must = answer
+            return namespace(must, i0).logical_not(must), namespace(may, i0).logical_not(may)
+
+        found: tuple[Array, Array] = _folded(
+            self,
+            lambda tip: tip.rectangle(b, h, i0, i1, j0, j1),
+            lambda x, y: (x[0] & y[0], x[1] & y[1]),
+            lambda x, y: (x[0] | y[0], x[1] | y[1]),
+            negated,
+        )
+        return found
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        reasons: list[str] = []
+
+        def resolved(tip: Mask) -> Mask:
+            with collecting(reasons):
+                return tip.resolve(shape)
+            return tip
+
+        found: Mask = _rebuilt(self, resolved, _simplified)
+        if reasons:
+            raise UnsupportedProblem(dict.fromkeys(reasons))
+        return found
+
+    def to(self, convert: Callable[[Array], Array]) -> Mask:
+        if type(self) not in (And, Or, Not):
+            return super().to(convert)
+        found: Mask = _rebuilt(self, lambda tip: tip.to(convert), _composed)
+        return found
+
+    @property
+    def natural_block(self) -> tuple[int, int] | None:
+        blocks = [node.natural_block for node, num_parts in _walked(self) if num_parts == 0]
+        known = [block for block in blocks if block is not None]
+        return (min(block[0] for block in known), min(block[1] for block in known)) if known else None
+
+    def __repr__(self) -> str:
+        def shown(node: Mask, parts: list[str]) -> str:
+            if isinstance(node, Not):
+                return f"Not(operand={parts[0]})"
+            return f"{type(node).__name__}(operands=({', '.join(parts)}{',' * (len(parts) == 1)}))"
+
+        found: str = _rebuilt(self, repr, shown)
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The tree as a list, for `pickle` and `copy`, which recurse."""
+        if type(self) not in (And, Or, Not):
+            return __newobj__, (type(self),), self.__getstate__()
+        steps = (
+            node if num_parts == 0 else (type(node), num_parts)
+            for node, num_parts in _walked(self)
+            if num_parts in (0, len(_parts(node)))
+        )
+        return _from_steps, (tuple(steps),)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Several(_Composed):
+    operands: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        """Operands that are of the same kind hand theirs over: many masks make a wide tree, not a deep one."""
+        flat = _flattened(type(self), self.operands)
+        if not flat or not all(isinstance(mask, Mask) for mask in self.operands):
+            raise TypeError(f"operands must be masks, one at least; got {self.operands!r}")
+        object.__setattr__(self, "operands", flat)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class And(_Several):
+    """Allowed by every operand."""
+
+    __call__ = _Several.__call__
+    rectangle = _Several.rectangle
+    natural_block = _Several.natural_block
+    resolve = _Several.resolve
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals | None:
-        bounds = [mask.intervals(b, h, i) for mask in self.operands]
-        known = [pair for pair in bounds if pair is not None]
-        if len(known) < len(bounds):
-            return None
-        xp = namespace(*(side for pair in known for side in pair))
-        return reduce(xp.maximum, (lo for lo, _ in known)), reduce(xp.minimum, (hi for _, hi in known))
+        found: Intervals | None = None
+        for mask in self.operands:
+            bounds = mask.intervals(b, h, i)
+            if bounds is None:
+                return None
+            if found is not None:
+                xp = namespace(*found, *bounds)
+                bounds = xp.maximum(found[0], bounds[0]), xp.minimum(found[1], bounds[1])
+            found = bounds
+        return found
 
     @property
     def has_intervals(self) -> bool:
         return all(mask.has_intervals for mask in self.operands)
 
-    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
-        answers = [mask.rectangle(b, h, i0, i1, j0, j1) for mask in self.operands]
-        return reduce(lambda x, y: x & y, (a[0] for a in answers)), reduce(lambda x, y: x & y, (a[1] for a in answers))
 
-    def resolve(self, shape: MaskShape) -> Mask:
-        return intersection(_flattened(And, _resolve_all(self.operands, shape)))
-
-    @property
-    def natural_block(self) -> tuple[int, int] | None:
-        return _finest(self.operands)
-
-
-@dataclass(frozen=True, eq=False)
-class Or(Mask):
+@dataclass(frozen=True, eq=False, repr=False)
+class Or(_Several):
     """Allowed by any operand."""
 
-    operands: tuple[Mask, ...]
 
-    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return reduce(lambda x, y: x | y, (mask(b, h, i, j) for mask in self.operands))
-
-    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
-        answers = [mask.rectangle(b, h, i0, i1, j0, j1) for mask in self.operands]
-        return reduce(lambda x, y: x | y, (a[0] for a in answers)), reduce(lambda x, y: x | y, (a[1] for a in answers))
-
-    def resolve(self, shape: MaskShape) -> Mask:
-        return Or(_flattened(Or, _resolve_all(self.operands, shape)))
-
-    @property
-    def natural_block(self) -> tuple[int, int] | None:
-        return _finest(self.operands)
-
-
-@dataclass(frozen=True, eq=False)
-class Not(Mask):
+@dataclass(frozen=True, eq=False, repr=False)
+class Not(_Composed):
     """Allowed where the operand is not."""
 
     operand: Mask
 
-    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return namespace(b, h, i, j).logical_not(self.operand(b, h, i, j))
 
-    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
-        may, must = self.operand.rectangle(b, h, i0, i1, j0, j1)
-        return namespace(must, i0).logical_not(must), namespace(may, i0).logical_not(may)
+def _parts(mask: Mask, root: Mask | None = None) -> tuple[Mask, ...]:
+    """What a node of a tree is made of; nothing for a tip, which may be of a class derived from a node's."""
+    if mask is not root and type(mask) not in (And, Or, Not):
+        return ()
+    if isinstance(mask, Not):
+        return (mask.operand,)
+    return mask.operands if isinstance(mask, _Several) else ()
 
-    def resolve(self, shape: MaskShape) -> Mask:
-        inner = self.operand.resolve(shape)
-        if isinstance(inner, Band) and inner.lower is None and inner.upper is not None:
+
+def _walked(mask: Mask) -> Iterator[tuple[Mask, int]]:
+    """All of a tree in the order of its tips: each tip and 0, and each node and n once n of its parts have come."""
+    rest = [(mask, 0)]
+    while rest:
+        node, num_parts = rest.pop()
+        parts = _parts(node, root=mask)
+        if num_parts or not parts:
+            yield node, num_parts
+        if num_parts < len(parts):
+            rest += [(node, num_parts + 1), (parts[num_parts], 0)]
+
+
+def _folded(
+    mask: Mask,
+    of_tip: Callable[[Mask], Any],
+    both: Callable[[Any, Any], Any],
+    either: Callable[[Any, Any], Any],
+    negated: Callable[[Any], Any],
+) -> Any:
+    """The value of a tree from values of its tips, of which no more are kept than the tree is deep."""
+    values: list[Any] = []
+    for node, num_parts in _walked(mask):
+        if num_parts == 0:
+            values.append(of_tip(node))
+        elif isinstance(node, Not):
+            values.append(negated(values.pop()))
+        elif num_parts > 1:
+            last = values.pop()
+            values.append((both if isinstance(node, And) else either)(values.pop(), last))
+    return values.pop()
+
+
+def _rebuilt(mask: Mask, of_tip: Callable[[Mask], Any], of_node: Callable[[Mask, list[Any]], Any]) -> Any:
+    """The value of a tree where that of a node takes all of its parts' at once."""
+    values: list[Any] = []
+    for node, num_parts in _walked(mask):
+        if num_parts == 0:
+            values.append(of_tip(node))
+        elif num_parts == len(_parts(node, root=mask)):
+            parts = values[-num_parts:]
+            values[-num_parts:] = [of_node(node, parts)]
+    return values.pop()
+
+
+def _composed(node: Mask, parts: list[Mask]) -> Mask:
+    if isinstance(node, Not):
+        return Not(parts[0])
+    return (And if isinstance(node, And) else Or)(tuple(parts))
+
+
+def _simplified(node: Mask, parts: list[Mask]) -> Mask:
+    """A node of resolved parts: bands are intersected, and half of all keys is negated as a band."""
+    if isinstance(node, And):
+        return intersection(_flattened(And, parts))
+    inner = parts[0]
+    if isinstance(node, Not) and type(inner) is Band:
+        if inner.lower is None and inner.upper is not None:
             return Band(inner.upper + 1, None)
-        if isinstance(inner, Band) and inner.upper is None and inner.lower is not None:
+        if inner.upper is None and inner.lower is not None:
             return Band(None, inner.lower - 1)
-        return Not(inner)
+    return _composed(node, parts)
 
-    @property
-    def natural_block(self) -> tuple[int, int] | None:
-        return self.operand.natural_block
+
+def _from_steps(steps: tuple[Any, ...]) -> Mask:
+    """The tree that `_Composed.__reduce__` lists: tips, and after its parts each node as its class and their number."""
+    masks: list[Mask] = []
+    for step in steps:
+        if isinstance(step, Mask):
+            masks.append(step)
+        else:
+            kind, num_parts = step
+            parts = tuple(masks[-num_parts:])
+            masks[-num_parts:] = [kind(*parts) if kind is Not else kind(parts)]
+    return masks.pop()
+
+
+def _flattened(kind: type[Mask], masks: Sequence[Mask]) -> tuple[Mask, ...]:
+    """Masks, those of a kind replaced by their operands; a class derived from it may mean something else."""
+    flat: list[Mask] = []
+    for mask in masks:
+        if type(mask) is kind and kind in (And, Or):
+            flat.extend(mask.operands)  # type: ignore[attr-defined]
+        else:
+            flat.append(mask)
+    return tuple(flat)
 
 
 def intersection(masks: Sequence[Mask]) -> Mask:
     """One resolved mask for several resolved ones; bands become one band. No mask at all allows everything."""
-    bands = [mask for mask in masks if isinstance(mask, Band)]
+    bands = [mask for mask in masks if type(mask) is Band]
     lowers = [band.lower for band in bands if band.lower is not None]
     uppers = [band.upper for band in bands if band.upper is not None]
     band = Band(max(lowers, default=None), min(uppers, default=None))
-    rest = [mask for mask in masks if not isinstance(mask, Band)]
+    rest = [mask for mask in masks if type(mask) is not Band]
     if not rest:
         return band
     factors = rest if band == Band() else [band, *rest]
@@ -291,7 +499,7 @@ def _converted(value: Any, convert: Callable[[Array], Array]) -> Any:
     """A field of a mask with the arrays that it holds converted."""
     if isinstance(value, Mask):
         return value.to(convert)
-    if isinstance(value, tuple) and any(isinstance(part, Mask) for part in value):
+    if type(value) is tuple:
         return tuple(_converted(part, convert) for part in value)
     if isinstance(value, (LeadingArray, PerBatch)):
         parts = {field.name: _converted(getattr(value, field.name), convert) for field in fields(value)}
@@ -299,24 +507,57 @@ def _converted(value: Any, convert: Callable[[Array], Array]) -> Any:
     return convert(value) if is_array(value) else value
 
 
-def _resolve_all(masks: Sequence[Mask], shape: MaskShape) -> list[Mask]:
-    reasons: list[str] = []
-    resolved = []
-    for mask in masks:
-        with collecting(reasons):
-            resolved.append(mask.resolve(shape))
-    if reasons:
-        raise UnsupportedProblem(dict.fromkeys(reasons))
-    return resolved
+def _itself_once_resolved(inherited: Callable[[Any, MaskShape], Mask]) -> Callable[[Any, MaskShape], Mask]:
+    def resolve(self: Mask, shape: MaskShape) -> Mask:
+        inherited(self, shape)  # which may refuse the shape
+        return self
+
+    return resolve
 
 
-def _flattened(node: type[And] | type[Or], masks: Sequence[Mask]) -> tuple[Mask, ...]:
-    return tuple(leaf for mask in masks for leaf in (mask.operands if isinstance(mask, node) else (mask,)))
+# Elements, and the coordinates that masks meet
 
 
-def _finest(masks: Sequence[Mask]) -> tuple[int, int] | None:
-    blocks = [mask.natural_block for mask in masks if mask.natural_block is not None]
-    return (min(block[0] for block in blocks), min(block[1] for block in blocks)) if blocks else None
+def elements(mask: Mask, b: Array, h: Array, i: Array, j: Array) -> Array:
+    """What a mask answers for coordinates, if it is an answer.
+
+    Raises
+    ------
+    UnsupportedProblem
+        It is no boolean array, or does not broadcast to the coordinates.
+    """
+    allowed = mask(b, h, i, j)
+    if type(allowed) is bool:
+        return allowed
+    return checked_answer(f"{type(mask).__name__}'s __call__", allowed, b, h, i, j)
+
+
+def checked_answer(who: str, allowed: Array, *coordinates: Array) -> Array:
+    """An answer for coordinates, if it is one."""
+    if getattr(allowed, "dtype", None) != np.bool_:
+        kind = getattr(allowed, "dtype", type(allowed).__name__)
+        raise UnsupportedProblem([f"{who} must return a boolean array; got {kind}"])
+    shapes = (getattr(coordinate, "shape", ()) for coordinate in coordinates)
+    shape, wanted = tuple(allowed.shape), np.broadcast_shapes(*shapes)
+    fits = len(shape) <= len(wanted) and all(have in (1, want) for have, want in zip(shape[::-1], wanted[::-1]))
+    if not fits:
+        raise UnsupportedProblem(
+            [
+                f"{who} must return an array that broadcasts to the shape of its coordinates, {wanted}; got shape "
+                f"{shape}: compute it from b, h, i and j, element by element"
+            ]
+        )
+    return allowed
+
+
+def widened(coordinate: Array) -> Array:
+    """A coordinate as int64, in which no sum with a bound wraps around."""
+    return coordinate if getattr(coordinate, "dtype", np.int64) == np.int64 else coordinate.astype(np.int64)
+
+
+def clipped(number: int | None) -> int | None:
+    """A bound, or a count, that may meet int64 coordinates, and says the same of each as the number itself."""
+    return None if number is None else max(-UNBOUNDED, min(number, UNBOUNDED))
 
 
 # Arrays over the leading axes
@@ -364,7 +605,7 @@ class PerBatch:
     @staticmethod
     def of(name: str, value: Any, batch: tuple[int, ...] | None) -> PerBatch:
         if not is_array(value):
-            return PerBatch(int(value))
+            return PerBatch(min(int(value), UNBOUNDED))
         if batch is None:
             raise UnsupportedProblem([f"{name} given per batch entry depends on the batch: call .resolve(shape) first"])
         reasons = leading_reasons(name, tuple(value.shape), batch)
@@ -373,10 +614,14 @@ class PerBatch:
         return PerBatch(LeadingArray.of(value, batch, 0))
 
     def at(self, b: Array) -> Array:
-        return self.value if isinstance(self.value, int) else self.value.at(b)
+        """As int64, in which it meets coordinates."""
+        if isinstance(self.value, int):
+            return self.value
+        found = self.value.at(b)
+        return widened(namespace(found).minimum(found, UNBOUNDED) if found.dtype == np.uint64 else found)
 
 
-def length_reasons(**lengths: object) -> list[str]:
+def count_reasons(**lengths: object) -> list[str]:
     """Why lengths, or numbers of heads, are refused."""
     return [
         f"{name} must be an int from 0 to 2**63 - 1; got {describe(length)}"
@@ -391,9 +636,9 @@ def shape_reasons(shape: Any) -> list[str]:
         return [f"shape must be a MaskShape(batch, num_heads, seqlen_q, seqlen_kv); got {describe(shape)}"]
     batch = shape.batch if isinstance(shape.batch, tuple) else (None,)
     told = f"shape's batch must be a tuple of ints from 0 to 2**63 - 1; got {describe(shape.batch)}"
-    reasons = [told] if any(length_reasons(batch=extent) for extent in batch) else []
+    reasons = [told] if any(count_reasons(batch=extent) for extent in batch) else []
     lengths = {"num_heads": shape.num_heads, "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
-    return reasons + [f"shape's {reason}" for reason in length_reasons(**lengths)]
+    return reasons + [f"shape's {reason}" for reason in count_reasons(**lengths)]
 
 
 def without_memos(value: Any) -> dict[str, Any]:
@@ -414,21 +659,172 @@ def _negated(bound: int | None) -> int | None:
     return None if bound is None else -bound
 
 
-# Where a mask's arrays are
+# What a mask holds, and what it is
+
+
+_CONTENT = "_content_of_mask"
+
+
+class Content:
+    """What a mask is, as caches compare it: by no `__eq__` or `__hash__` that a class of the user's may define."""
+
+    __slots__ = ("_hash", "_tokens")
+
+    def __init__(self, tokens: list[Any]) -> None:
+        self._tokens, self._hash = tuple(tokens), hash(tuple(tokens))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Content) and self._tokens == other._tokens)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """None: what it was made of may have other numbers in another process."""
+        return type(None), ()
+
+
+def content(mask: Mask) -> Content:
+    """What tells a mask from all others, made once.
+
+    Raises
+    ------
+    TypeError
+        The mask may hold what it does not declare, or what may change.
+    """
+    known = mask.__dict__.get(_CONTENT)
+    if known is None:
+        tokens = _tokens(mask)
+        for token in tokens:
+            if type(token) is _Opaque:
+                raise TypeError(token.why)
+        known = mask.__dict__[_CONTENT] = Content(tokens)
+    return known
+
+
+class _Opaque:
+    """A value whose contents are not looked at: it is equal to itself alone."""
+
+    __slots__ = ("value", "why")
+
+    def __init__(self, value: Any, why: str) -> None:
+        self.value, self.why = value, why
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Opaque and self.value is other.value
+
+
+def _tokens(mask: Mask) -> list[Any]:
+    """All that a mask holds, in order, each value with its type, and for what has parts its type and their number."""
+    found: list[Any] = []
+    rest: list[tuple[Any, Any]] = [(mask, mask)]
+    while rest:
+        value, holder = rest.pop()
+        kind: Any = type(value)
+        if isinstance(value, Mask):
+            why = _undeclared(value)
+            if why:
+                found.append(_Opaque(value, why))
+                continue
+            parts = [getattr(value, name) for name in _Layout.of(kind).fields]
+            holder = value
+        elif kind is tuple:
+            parts = list(value)
+        elif kind is PerBatch:
+            parts = [value.value]
+        else:
+            token = _token(value)
+            if token is None:
+                why = f"{type(holder).__name__} holds {describe(value)}, whose contents are never hashed"
+                token = _Opaque(value, why)
+            found.append(token)
+            continue
+        found.append((kind, len(parts)))
+        rest.extend((part, holder) for part in reversed(parts))
+    return found
+
+
+def _token(value: Any) -> Any:
+    """A value that never changes, with its type, so that 1, 1.0 and True are three; None for any other value."""
+    kind = type(value)
+    if kind in (int, bool, str, bytes, type(None)):
+        return kind, value
+    if kind in (float, complex):
+        return kind, repr(value)  # tells -0.0 from 0.0, and makes NaN equal to itself
+    if isinstance(value, Enum):
+        return kind, id(value)  # the class keeps its members
+    if isinstance(value, np.generic) and kind is value.dtype.type and not isinstance(value, np.void):
+        return kind, value.dtype.str, value.tobytes()
+    if isinstance(value, np.dtype):
+        return None if value.metadata or value.kind == "O" or value.names else (np.dtype, value.type, value.str)
+    if kind is frozenset:
+        parts = [_token(part) for part in value]
+        return None if None in parts else (kind, frozenset(parts))
+    return None
+
+
+class _Layout(NamedTuple):
+    """Where masks of a class hold what they hold."""
+
+    is_declared: bool  # the class is a dataclass itself, not by a parent alone
+    fields: tuple[str, ...]
+    slots: tuple[str, ...]
+    computed: frozenset[str]  # attributes that the class makes of the others
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, kind: Any) -> _Layout:
+        names = dict.fromkeys(name for base in kind.__mro__ for name in vars(base))
+        return cls(
+            "__dataclass_fields__" in vars(kind),
+            tuple(field.name for field in fields(kind)),
+            tuple(name for base in kind.__mro__ for name in _slots(base)),
+            frozenset(name for name in names if isinstance(getattr(kind, name, None), cached_property)) | {_CONTENT},
+        )
+
+
+def _undeclared(mask: Mask) -> str:
+    """Why fields may not be all that a mask holds; nothing if they are."""
+    kind: Any = type(mask)  # mypy takes a class for an instance that has no hash
+    layout, name = _Layout.of(kind), kind.__name__
+    if not layout.is_declared:
+        return f"{name} is not hashed, since it is no dataclass itself: @dataclass(frozen=True, eq=False) makes it one"
+    besides = vars(mask).keys() | set(layout.slots)
+    besides -= layout.computed.union(layout.fields)
+    return f"{name} is not hashed, since it holds {sorted(besides)}, which are no fields" if besides else ""
+
+
+def _held_names(mask: Mask) -> list[str]:
+    """The names of all values that a mask holds, in fields, slots and other attributes, but for computed ones."""
+    kind: Any = type(mask)
+    layout = _Layout.of(kind)
+    named = dict.fromkeys((*layout.fields, *layout.slots, *vars(mask)))
+    return [name for name in named if name not in layout.computed and hasattr(mask, name)]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    owner = kind.__name__.lstrip("_")
+    named = (f"_{owner}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names)
+    return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
 
 
 def held_arrays(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Array]:
     """The arrays that a mask, or a part of one, holds; those inside objects of the kinds `besides` are left out."""
-    if is_array(value):
-        yield value
-    elif isinstance(value, besides):
-        return
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from held_arrays(part, besides)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from held_arrays(getattr(value, field.name), besides)
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if is_array(value):
+            yield value
+        elif isinstance(value, besides):
+            continue
+        elif isinstance(value, tuple):
+            rest.extend(reversed(value))
+        elif isinstance(value, Mask):
+            rest.extend(getattr(value, name) for name in reversed(_held_names(value)))
+        elif is_dataclass(value) and not isinstance(value, type):
+            rest.extend(getattr(value, field.name) for field in reversed(fields(value)))
 
 
 def mask_namespace(mask: Any) -> Namespace:

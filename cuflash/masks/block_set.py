@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import Array, describe, is_int, namespace
 from ..errors import UnsupportedProblem
-from .base import LeadingArray, Mask
+from .base import MAX_SEQLEN, LeadingArray, Mask, widened
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class BlockSet(Mask):
         return self.block
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        hit, _ = self._look_up(0, b, h, i // self.block[0], j // self.block[1])
+        hit, _ = self._look_up(0, b, h, widened(i) // self.block[0], widened(j) // self.block[1])
         return hit
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
@@ -135,4 +135,6 @@ def block_pair(block: Any) -> tuple[int, int]:
                 f"{describe(block)}"
             ]
         )
+    if max(pair) > MAX_SEQLEN:
+        raise UnsupportedProblem([f"block must be at most {MAX_SEQLEN}, the longest length; got {describe(block)}"])
     return int(pair[0]), int(pair[1])

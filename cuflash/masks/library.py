@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from ..arrays import Array, describe, is_array, is_int, is_integer_dtype, namespace
+from ..arrays import Array, describe, is_array, is_int, is_integer_dtype, namespace, whole_number
 from ..errors import UnsupportedProblem, collecting
 from ..memory import is_foreign, is_on_cuda, kind_of, taken
 from .base import (
@@ -34,7 +34,10 @@ from .base import (
     Mask,
     MaskShape,
     PerBatch,
+    checked_answer,
+    clipped,
     leading_reasons,
+    widened,
 )
 from .block_set import BlockGrid, BlockSet, block_pair
 
@@ -142,13 +145,10 @@ class SlidingWindow(_Aligned):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, side in (("left", self.left), ("right", self.right)):
-            _check_count(name, side, "the window's keys on that side, or None for all")
+        _convert_sides(self, "the window's keys on that side, or None for all")
 
     def _at(self, offset: int) -> Mask:
-        return Band(
-            None if self.left is None else offset - self.left, None if self.right is None else offset + self.right
-        )
+        return _band(offset, self.left, self.right)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,17 +179,12 @@ class Dilated(_Aligned):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_int(self.dilation) or self.dilation < 1:
-            raise UnsupportedProblem([f"dilation must be an int of at least 1; got {self.dilation!r}"])
-        for name, side in (("left", self.left), ("right", self.right)):
-            _check_count(name, side, "steps of the dilation on that side, or None for all")
+        object.__setattr__(self, "dilation", whole_number("dilation", self.dilation, 1))
+        _convert_sides(self, "steps of the dilation on that side, or None for all")
 
     def _at(self, offset: int) -> Mask:
-        band = Band(
-            None if self.left is None else offset - self.left * self.dilation,
-            None if self.right is None else offset + self.right * self.dilation,
-        )
-        return And((band, Comb(self.dilation, offset)))
+        left, right = (None if side is None else side * self.dilation for side in (self.left, self.right))
+        return And((_band(offset, left, right), Comb(min(self.dilation, UNBOUNDED), offset)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +195,7 @@ class Comb(Mask):
     offset: int
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return (j - i - self.offset) % self.period == 0
+        return (widened(j) - widened(i) - self.offset) % self.period == 0
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
         smallest = j0 - (i1 - 1) - self.offset
@@ -233,7 +228,7 @@ class PrefixLM(_Aligned):
     def __post_init__(self) -> None:
         _take_arrays(self, {"prefix": "prefix"})
         super().__post_init__()
-        _check_lengths("prefix", self.prefix)
+        object.__setattr__(self, "prefix", _converted_length("prefix", self.prefix))
 
     def resolve(self, shape: MaskShape) -> Mask:
         causal = super().resolve(shape)
@@ -282,7 +277,7 @@ class Lengths(Mask):
         _take_arrays(self, {"q": "q", "kv": "kv"})
         for name, length in (("q", self.q), ("kv", self.kv)):
             if length is not None:
-                _check_lengths(name, length)
+                object.__setattr__(self, name, _converted_length(name, length))
 
     def resolve(self, shape: MaskShape) -> Mask:
         reasons: list[str] = []
@@ -308,7 +303,7 @@ class ResolvedLengths(Mask):
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
         # Queries past their length get lo = UNBOUNDED: empty, and lo still never decreases.
-        return (i >= self.q.at(b)) * UNBOUNDED, self.kv.at(b) + 0 * i
+        return (i >= self.q.at(b)) * UNBOUNDED, self.kv.at(b) + 0 * widened(i)
 
 
 # Documents
@@ -378,22 +373,42 @@ class Documents(Mask):
         kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
         if self.q_ids.ndim != 1 or kv_ids.ndim != 1:
             raise UnsupportedProblem(["Documents with leading axes depends on the batch: call .resolve(shape) first"])
-        return self.q_ids[i] == kv_ids[j]
+        return _are_equal(self.q_ids[i], kv_ids[j])
 
 
 def _document_bounds(q_ids: LeadingArray, kv_ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
-    """First key of each query's document, and the one past its last, by binary search in the sorted key ids."""
+    """First key of each query's document, and the one past its last, by binary search in the sorted key ids.
+
+    Of uint64 and signed ids, those of the queries that the keys' kind does not hold come before all keys, or after.
+    """
     leading = np.broadcast_shapes(q_ids.array.shape[:-1], kv_ids.array.shape[:-1])
     xp = namespace(q_ids.array)
     q = xp.broadcast_to(q_ids.array, (*leading, q_ids.array.shape[-1]))
     kv = xp.broadcast_to(kv_ids.array, (*leading, kv_ids.array.shape[-1]))
+    within = _share_integers(q, kv)
+    looked_up = q if within else q.astype(np.int64 if kv.dtype.kind == "i" else np.uint64)
     bounds = []
     for side in ("left", "right"):
         places = xp.empty(q.shape, dtype=np.int64)
         for entry in np.ndindex(leading):
-            places[entry] = xp.searchsorted(kv[entry], q[entry], side=side)
+            places[entry] = xp.searchsorted(kv[entry], looked_up[entry], side=side)
+        if not within:
+            is_out, end = (q < 0, 0) if q.dtype.kind == "i" else (q > np.iinfo(np.int64).max, kv.shape[-1])
+            places = xp.where(is_out, end, places)
         bounds.append(LeadingArray(places, q_ids.batch, 1))
     return bounds[0], bounds[1]
+
+
+def _share_integers(x: Array, y: Array) -> bool:
+    """Whether some integer dtype holds what both hold: not of uint64 and signed integers, which meet as float64."""
+    return np.result_type(x.dtype, y.dtype).kind in "iu"
+
+
+def _are_equal(x: Array, y: Array) -> Array:
+    """Which integers are equal, whatever their dtypes."""
+    if _share_integers(x, y):
+        return x == y
+    return (x >= 0) & (y >= 0) & (x.astype(np.uint64) == y.astype(np.uint64))
 
 
 def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
@@ -429,7 +444,7 @@ class ResolvedDocuments(Mask):
     kv_ids: LeadingArray
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return self.q_ids.at(b, i) == self.kv_ids.at(b, j)
+        return _are_equal(self.q_ids.at(b, i), self.kv_ids.at(b, j))
 
 
 # Arrays and functions
@@ -522,18 +537,15 @@ class FromFunction(Mask):
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         allowed = self.function(b, h, i, j)
-        if getattr(allowed, "dtype", None) != np.bool_:
-            kind = getattr(allowed, "dtype", type(allowed).__name__)
-            raise UnsupportedProblem([f"FromFunction's function must return a boolean array; got {kind}"])
         asked, answered = namespace(b, h, i, j).__name__, namespace(allowed).__name__
-        if asked != answered:
+        if asked != answered and is_array(allowed):
             raise UnsupportedProblem(
                 [
                     f"FromFunction's function must answer coordinates of {asked} with an array of {asked}; got one of "
                     f"{answered}: use arrays of {asked}, or make a BlockIndex of the mask with NumPy and pass that"
                 ]
             )
-        return allowed
+        return checked_answer("FromFunction's function", allowed, b, h, i, j)
 
 
 # Blocks
@@ -579,9 +591,6 @@ class BlockPattern(Mask):
         block_q, block_kv = self.block
         return block_q, block_kv
 
-    def __hash__(self) -> int:
-        raise TypeError("BlockPattern holds arrays, whose contents are never hashed")
-
     def resolve(self, shape: MaskShape) -> Mask:
         grid = (-(-shape.seqlen_q // self.block[0]), -(-shape.seqlen_kv // self.block[1]))
         reasons = []
@@ -613,7 +622,7 @@ class BlockPattern(Mask):
             raise UnsupportedProblem(
                 ["BlockPattern with leading axes or a sparse array depends on the shape: call .resolve(shape) first"]
             )
-        return self.blocks[i // self.block[0], j // self.block[1]]
+        return self.blocks[widened(i) // self.block[0], widened(j) // self.block[1]]
 
 
 def _take_arrays(mask: Mask, names: dict[str, str]) -> None:
@@ -636,17 +645,28 @@ def _take_arrays(mask: Mask, names: dict[str, str]) -> None:
         raise UnsupportedProblem(reasons)
 
 
-def _check_count(name: str, value: object, meaning: str) -> None:
-    if value is not None and (not is_int(value) or value < 0):  # type: ignore[operator]
-        raise UnsupportedProblem([f"{name} must be an int of at least 0 ({meaning}); got {value!r}"])
+def _convert_sides(mask: SlidingWindow | Dilated, meaning: str) -> None:
+    for name in ("left", "right"):
+        side = getattr(mask, name)
+        if side is not None:
+            object.__setattr__(mask, name, whole_number(name, side, 0, meaning))
 
 
-def _check_lengths(name: str, value: Any) -> None:
-    is_count = is_int(value) and value >= 0
-    if not is_count and not (is_array(value) and is_integer_dtype(value.dtype)):
+def _band(offset: int, left: int | None, right: int | None) -> Band:
+    """Keys on either side of the diagonal, as far as coordinates reach."""
+    return Band(
+        None if left is None else clipped(offset - left), None if right is None else clipped(offset + right)
+    )
+
+
+def _converted_length(name: str, value: Any) -> Any:
+    if is_int(value) and value >= 0:
+        return int(value)
+    if not (is_array(value) and is_integer_dtype(value.dtype)):
         raise UnsupportedProblem(
             [f"{name} must be an int of at least 0, or an integer array over the leading axes; got {describe(value)}"]
         )
+    return value
 
 
 def _never_decreases(ids: Array) -> bool:

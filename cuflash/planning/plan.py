@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from ..blocks.work_list import IntervalWork, WorkList, work_list
+from ..errors import UnsupportedProblem
 from ..masks.base import Mask, without_memos
 from .device import DeviceSpec
 from .families.family import Family
@@ -17,6 +18,8 @@ from .launches import Kernels
 from .problem import Problem
 from .routing import FAMILIES, rerouted, routed
 from .spec import KernelSpec
+
+MAX_TILES = 1 << 30  # of a launch: kernels number them in int32, and add the blocks of a launch
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -150,7 +153,7 @@ def gpu_plan(
     Raises
     ------
     UnsupportedProblem
-        No tile of the family fits the device's shared memory.
+        No tile of the family fits the device's shared memory, or there are more tiles than kernels can number.
     """
     family, why = routed(problem, device) if kernel == "auto" else (FAMILIES[kernel], "")
     work = work_list(mask, problem.mask_shape, family.list_block(problem, device))
@@ -158,8 +161,24 @@ def gpu_plan(
     if other is not None:
         family, why = other
         work = work_list(mask, problem.mask_shape, family.list_block(problem, device))
+    kernels = family.launches(problem, device, work, deterministic=deterministic)
+    reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
+    if reasons:
+        raise UnsupportedProblem(reasons)
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, asked for by name"
     return KernelPlan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
-        kernels=family.launches(problem, device, work, deterministic=deterministic),
+        kernels=kernels,
     )  # fmt: skip
+
+
+def _tile_reasons(kernels: Kernels, num_batch: int) -> list[str]:
+    """Why a problem has more tiles than kernels can number."""
+    advice = "call once for each part of the batch or of the heads"
+    limit = f"q, k and v must make at most {MAX_TILES} tiles for"
+    launches = (*kernels.forward.launches.values(), *kernels.backward.launches.values())
+    return [
+        f"{limit} {launch.spec.name}; got {launch.tiles * num_batch}: {advice}"
+        for launch in launches
+        if launch.tiles * num_batch > MAX_TILES
+    ]

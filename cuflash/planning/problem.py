@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import DTYPES, Array, ShapeDtype, accumulator_dtype, describe, is_array, no_array
 from ..errors import UnsupportedProblem
-from ..masks.base import MaskShape
+from ..masks.base import MaskShape, length_reasons
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")
@@ -203,6 +203,7 @@ def _shape_reasons(q: Array, k: Array, v: Array) -> list[str]:
         reasons.append(f"k must have q's head_dim={q.shape[-1]} as its last axis; got shape {tuple(k.shape)}")
     if v.shape[-2] != k.shape[-2]:
         reasons.append(f"v must have k's seqlen_kv={k.shape[-2]} as its axis -2; got shape {tuple(v.shape)}")
+    reasons += length_reasons(MaskShape((), 1, q.shape[-2], k.shape[-2]))
     if q.ndim > 2:
         reasons += _head_reasons(q, k, v)
         try:

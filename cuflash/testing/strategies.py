@@ -40,9 +40,12 @@ from .assertions import Example, on_lattice
 
 __all__ = [
     "HEAD_DIMS",
+    "INTEGER_KINDS",
+    "INTEGER_TYPES",
     "LAYOUTS",
     "VALUES",
     "Structure",
+    "as_kind",
     "examples",
     "head_dims",
     "heads",
@@ -60,6 +63,9 @@ PRIMES = (1, 2, 3, 5, 7, 13, 31, 61, 127)
 GROUPS = (1, 2, 3, 7, 8)
 SCALES = (1.0, 0.5, -0.5, 1e-3, 10.0, 100.0, 1e4)
 VALUES = ("normal", "lattice", "constant", "outliers", "small", "large", "rising")
+INTEGER_TYPES = (
+    np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64
+)  # fmt: skip
 LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset", "broadcast", "odd_strides")
 
 
@@ -116,8 +122,22 @@ def _align(draw: st.DrawFn, shape: MaskShape) -> str | None:
     return draw(st.sampled_from([None] * is_square + ["bottom_right", "top_left"]))
 
 
+INTEGER_KINDS = st.sampled_from((int, *INTEGER_TYPES))
+
+
+def as_kind(number: int, kind: type[Any]) -> Any:
+    """A number as one of a kind of integers, if that holds it."""
+    return kind(number) if kind is int or np.iinfo(kind).min <= number <= np.iinfo(kind).max else number
+
+
+def _numbers(least: int, most: int) -> st.SearchStrategy[Any]:
+    """Python ints and NumPy's of every kind."""
+    return st.builds(as_kind, st.integers(least, most), INTEGER_KINDS)
+
+
 def _sides(draw: st.DrawFn, shape: MaskShape) -> tuple[int | None, int | None]:
-    side = st.none() | st.integers(0, shape.seqlen_kv + 1)
+    """Sides of a window; some are beyond all keys."""
+    side = st.none() | _numbers(0, shape.seqlen_kv + 1) | st.sampled_from((2**31, 2**63 - 1, 2**70))
     return draw(side), draw(side)
 
 
@@ -125,8 +145,13 @@ def _count(draw: st.DrawFn, shape: MaskShape, most: int) -> Any:
     """One count for all, or an array of one for each entry of the leading axes."""
     size = math.prod(shape.batch)
     if not shape.batch or not size or draw(st.booleans()):
-        return draw(st.integers(0, most))
-    return np.array([draw(st.integers(0, most)) for _ in range(size)]).reshape(shape.batch)
+        return draw(_numbers(0, most))
+    counts = [draw(st.integers(0, most)) for _ in range(size)]
+    return np.array(counts, _integers_that_hold(draw, most)).reshape(shape.batch)
+
+
+def _integers_that_hold(draw: st.DrawFn, most: int) -> type[Any]:
+    return draw(st.sampled_from([np.int64, *(kind for kind in INTEGER_TYPES if most <= np.iinfo(kind).max)]))
 
 
 def _generator(draw: st.DrawFn) -> np.random.Generator:
@@ -151,14 +176,14 @@ def _prefix_lm(draw: st.DrawFn, shape: MaskShape) -> Mask:
 
 
 def _dilated(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    return Dilated(draw(st.integers(1, 5)), *_sides(draw, shape), _align(draw, shape))
+    return Dilated(draw(_numbers(1, 5)), *_sides(draw, shape), _align(draw, shape))
 
 
 def _documents(draw: st.DrawFn, shape: MaskShape) -> Mask:
     rng, count = _generator(draw), draw(st.integers(1, 5))
     leading = shape.batch if draw(st.booleans()) else ()
-    q_ids = rng.integers(0, count, (*leading, shape.seqlen_q))
-    kv_ids = rng.integers(0, count + 1, (*leading, shape.seqlen_kv))
+    q_ids = rng.integers(0, count, (*leading, shape.seqlen_q), _integers_that_hold(draw, count))
+    kv_ids = rng.integers(0, count + 1, (*leading, shape.seqlen_kv), _integers_that_hold(draw, count))
     if draw(st.booleans()):
         q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
     is_one_sequence = shape.seqlen_q == shape.seqlen_kv and draw(st.booleans())

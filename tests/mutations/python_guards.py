@@ -20,12 +20,12 @@ def part(library, name):
     return importlib.import_module(f"{library.__name__}.{name}")
 
 
-def hunt(*strategies):
+def hunt(*strategies, seeds=5):
     """Many examples from several seeds, so that no run of alike examples decides; reported at the first failure."""
 
     def run(check):
         options = settings(max_examples=120, database=None, phases=[Phase.generate])
-        for number in range(5):
+        for number in range(seeds):
             seed(number)(options(given(*strategies)(check)))()
 
     return run
@@ -33,7 +33,7 @@ def hunt(*strategies):
 
 def attention_is_right(library):
     """Every result within its bound, at tiles of any size."""
-    launch, work_list = (part(library, name) for name in ("launch", "work_list"))
+    launch, work_list = (part(library, name) for name in ("plans", "blocks.work_list"))
     host, plan = (part(library, f"planning.{name}") for name in ("host", "plan"))
     device = part(library, "planning.device").DeviceSpec(name="test", num_processors=1, tile_memory_bytes=1 << 20)
     examples = part(library, "testing.strategies").examples(tile=16, most_scores=1 << 12, dtypes=["float32", "float64"])

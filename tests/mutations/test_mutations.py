@@ -1,7 +1,7 @@
 """Every planted fault is seen by its guard: as a wrong number and not as a crash; on Hopper also as a broken rule.
 
 Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in. All
-faults of Python's arithmetic are planted, and every third of those of calls and of kernels, each of which takes a
+faults of Python's arithmetic are planted, and every third of those of inputs and of kernels, each of which takes a
 second or more; CUFLASH_PROFILE=long plants all.
 """
 
@@ -20,8 +20,8 @@ from executors import needs_compiler
 
 import cuflash
 from mutations import (
-    attention, calls, kernel_guards, planting, python, simt, sm80, sm90_backward, sm90_backward_rows,
-    sm90_backward_wide, sm90_forward, tile,
+    attention, calls, kernel_guards, mask_inputs, planting, python, simt, sm80, sm90_backward,
+    sm90_backward_rows, sm90_backward_wide, sm90_forward, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
@@ -80,7 +80,7 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         del sys.modules[module]
 
 
-@each(faults(python) + sampled(faults(calls)))
+@each(faults(python) + sampled(faults(calls, mask_inputs)))
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
     library = edited(edit)
@@ -88,7 +88,7 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
         guard(library)
 
 
-@pytest.mark.parametrize("guard", guards(python))
+@pytest.mark.parametrize("guard", guards(python, mask_inputs))
 def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
     guard(cuflash)
 
@@ -115,9 +115,10 @@ def test_the_kernels_as_they_are_pass_every_guard(guard: Guard) -> None:
 
 
 def test_every_fault_fits_the_sources() -> None:
-    assert planting.misfits(edit for _, _, edit in faults(python, calls, *OF_KERNELS)) == []
+    assert planting.misfits(edit for _, _, edit in faults(python, calls, mask_inputs, *OF_KERNELS)) == []
 
 
 def test_no_table_is_left_out() -> None:
     tables = {path.stem for path in Path(__file__).parent.glob("*.py") if "FAULTS = {" in path.read_text("utf-8")}
-    assert tables - {Path(__file__).stem} == {table.__name__.split(".")[-1] for table in (python, calls, *OF_KERNELS)}
+    known = {table.__name__.split(".")[-1] for table in (python, calls, mask_inputs, *OF_KERNELS)}
+    assert tables - {Path(__file__).stem} == known

@@ -1,0 +1,80 @@
+"""What must see the faults of how masks take numbers, arrays, classes and trees from callers."""
+
+from __future__ import annotations
+
+import operator
+from types import ModuleType
+
+import numpy as np
+import pytest
+from mutations.python_guards import hunt, part
+from test_mask_inputs import (
+    check_answers,
+    check_classes,
+    check_coordinates,
+    check_documents,
+    check_indices,
+    check_limits,
+    check_numbers,
+    check_shapes,
+    check_tree,
+    check_types,
+    deep,
+    documents,
+    numbered,
+    wide,
+)
+
+# A fault may also show as an error of NumPy or Python where a sentence or a result is due.
+SIGNS = (
+    AssertionError, ValueError, ArithmeticError, RecursionError, TypeError, AttributeError, pytest.fail.Exception,
+)  # fmt: skip
+
+
+def numbers_are_right(library: ModuleType) -> None:
+    """Sides, bounds and lengths of every integer type mean what Python's ints mean."""
+    hunt(numbered(), seeds=1)(lambda drawn: check_numbers(library, drawn, "cpu"))
+
+
+def ids_are_right(library: ModuleType) -> None:
+    """Ids of documents of every integer type compare as integers do."""
+    hunt(documents(), seeds=2)(lambda drawn: check_documents(library, drawn))
+
+
+def coordinates_are_right(library: ModuleType) -> None:
+    """Masks answer coordinates of a narrow dtype as they answer those of int64."""
+    masks = part(library, "testing.strategies").masks(part(library, "masks.base").MaskShape((), 1, 9, 9))
+    hunt(masks, seeds=1)(lambda drawn: check_coordinates(library, np.uint8, drawn))
+
+
+def shapes_are_right(library: ModuleType) -> None:
+    check_shapes(library, np.uint8)
+
+
+def indices_are_counted(library: ModuleType) -> None:
+    check_indices(library, np.uint8)
+
+
+def limits_are_kept(library: ModuleType) -> None:
+    check_limits(library)
+
+
+def answers_are_checked(library: ModuleType) -> None:
+    check_answers(library)
+
+
+def types_are_told_apart(library: ModuleType) -> None:
+    check_types(library)
+
+
+def classes_are_told_apart(library: ModuleType) -> None:
+    check_classes(library)
+
+
+def deep_trees_are_right(library: ModuleType) -> None:
+    check_tree(library, *deep(library, 400))
+
+
+def wide_trees_are_right(library: ModuleType) -> None:
+    at = np.arange(8) - np.arange(8)[:, None]
+    check_tree(library, wide(library, operator.and_, 1200), at == 0)

@@ -1,0 +1,202 @@
+"""Faults in how masks take numbers, arrays, classes and trees from callers."""
+
+from __future__ import annotations
+
+from mutations.mask_input_guards import (
+    answers_are_checked,
+    classes_are_told_apart,
+    coordinates_are_right,
+    deep_trees_are_right,
+    ids_are_right,
+    indices_are_counted,
+    limits_are_kept,
+    numbers_are_right,
+    shapes_are_right,
+    types_are_told_apart,
+    wide_trees_are_right,
+)
+from mutations.planting import Edit
+from mutations.python_guards import work_is_right
+
+FAULTS = {
+    shapes_are_right: {
+        "processors are counted in a narrow dtype": Edit(
+            "planning/device.py", "DeviceSpec.__post_init__", "object.__setattr__(self, name, int(value))", "pass"
+        ),
+        "numbers of NumPy's stay as narrow as they are": Edit(
+            "arrays.py", "whole_number", "return int(value)", "return value"
+        ),
+        "lengths of a shape wrap around": Edit(
+            "masks/base.py", "MaskShape.__new__", 'whole_number("seqlen_kv", seqlen_kv, 0)', "seqlen_kv"
+        ),
+    },
+    indices_are_counted: {
+        "a head of an index wraps around": Edit(
+            "blocks/index.py", "BlockIndex._row", "int(b) * self.num_heads + int(h)", "b * self.num_heads + h"
+        ),
+        "columns of an index's head wrap around": Edit(
+            "blocks/index.py", "BlockIndex.report", 'whole_number("head_dim", head_dim, 0)', "head_dim"
+        ),
+        "an index takes a length of an array of elements as it is": Edit(
+            "blocks/index.py", "_from_bsr", "seqlen_q, seqlen_kv = shape.seqlen_q, shape.seqlen_kv", ""
+        ),
+    },
+    numbers_are_right: {
+        "bounds of a band stay as narrow as they are": Edit(
+            "masks/base.py", "Band.__post_init__", "object.__setattr__(self, name, int(bound))", "pass"
+        ),
+        "bounds beyond int64 are added as they are": Edit(
+            "masks/base.py", "clipped", "max(-UNBOUNDED, min(number, UNBOUNDED))", "number"
+        ),
+        "a band of any size reaches kernels": Edit(
+            "masks/base.py", "Band.resolve", "Band(clipped(self.lower), clipped(self.upper))", "self"
+        ),
+        "a length beyond int64 is compared as it is": Edit(
+            "masks/base.py", "PerBatch.of", "min(int(value), UNBOUNDED)", "int(value)"
+        ),
+        "sides of a window wrap around": Edit(
+            "masks/library.py", "_convert_sides",
+            "object.__setattr__(mask, name, whole_number(name, side, 0, meaning))",
+            "pass",
+        ),
+        "sides beyond int64 reach kernels": Edit(
+            "masks/library.py", "_band", "clipped(offset + right)", "offset + right"
+        ),
+        "a dilation wraps around": Edit(
+            "masks/library.py", "Dilated.__post_init__", 'whole_number("dilation", self.dilation, 1)', "self.dilation"
+        ),
+        "a dilation beyond int64 divides as it is": Edit(
+            "masks/library.py", "Dilated._at", "min(self.dilation, UNBOUNDED)", "self.dilation"
+        ),
+        "stretches beyond int64 divide as they are": Edit(
+            "patterns.py", "fixed",
+            "min(stride, UNBOUNDED), min(stride - num_summary, UNBOUNDED)",
+            "stride, stride - num_summary",
+        ),
+    },
+    coordinates_are_right: {
+        "narrow coordinates wrap around": Edit(
+            "masks/base.py", "widened", "else coordinate.astype(np.int64)", "else coordinate"
+        ),
+        "narrow keys wrap around before a stretch": Edit(
+            "patterns.py", "StretchEnds.__call__", "widened(j) % self.stride >=", "j % self.stride >="
+        ),
+        "narrow keys wrap around before a block": Edit(
+            "masks/block_set.py", "BlockSet.__call__", "self._look_up(0, b, h, widened(i)", "self._look_up(0, b, h, i"
+        ),
+    },
+    work_is_right: {
+        "counts of an entry stay as narrow as they are": Edit(
+            "masks/base.py", "PerBatch.at",
+            "return widened(namespace(found).minimum(found, UNBOUNDED) if found.dtype == np.uint64 else found)",
+            "return found",
+        ),
+    },
+    ids_are_right: {
+        "ids of unlike signs meet as float64": Edit(
+            "masks/library.py", "_share_integers", 'y.dtype).kind in "iu"', 'y.dtype).kind in "iuf"'
+        ),
+        "ids that the keys' kind does not hold wrap around": Edit(
+            "masks/library.py", "_document_bounds", "places = xp.where(is_out, end, places)", "pass"
+        ),
+        "ids are looked up in a dtype that is too narrow": Edit(
+            "masks/library.py", "_document_bounds",
+            'q.astype(np.int64 if kv.dtype.kind == "i" else np.uint64)',
+            "q.astype(kv.dtype)",
+        ),
+        "a negative id is a large one": Edit("masks/library.py", "_are_equal", "(x >= 0) & (y >= 0) & (", "("),
+    },
+    limits_are_kept: {
+        "an index takes lengths that int32 does not hold": Edit(
+            "blocks/index.py", "BlockIndex.from_mask", "shape_reasons(shape) or length_reasons(shape)",
+            "shape_reasons(shape)",
+        ),
+        "a plan takes tiles that int32 does not count": Edit(
+            "planning/plan.py", "_tile_reasons", "if launch.tiles * num_batch > MAX_TILES", "if False"
+        ),
+        "lists and problems take lengths that int32 does not hold": Edit(
+            "masks/base.py", "length_reasons",
+            "if getattr(shape, name) > MAX_SEQLEN",
+            "if getattr(shape, name) > 2 * MAX_SEQLEN",
+        ),
+        "a problem takes lengths that int32 does not hold": Edit(
+            "planning/problem.py", "_shape_reasons",
+            "reasons += length_reasons(MaskShape((), 1, q.shape[-2], k.shape[-2]))",
+            "",
+        ),
+    },
+    answers_are_checked: {
+        "answers of a wrong shape are taken": Edit("masks/base.py", "checked_answer", "if not fits:", "if False:"),
+        "what a function answers is taken as it is": Edit(
+            "masks/library.py", "FromFunction.__call__",
+            "return checked_answer(\"FromFunction's function\", allowed, b, h, i, j)",
+            "return allowed",
+        ),
+        "what a class of the user's answers is taken as it is": Edit(
+            "masks/base.py", "elements",
+            "return checked_answer(f\"{type(mask).__name__}'s __call__\", allowed, b, h, i, j)",
+            "return allowed",
+        ),
+    },
+    types_are_told_apart: {
+        "1 and True are one": Edit(
+            "masks/base.py", "_token",
+            "if kind in (int, bool, str, bytes, type(None)):\n    return kind, value",
+            "if kind in (int, bool, str, bytes, type(None)):\n    return int, value",
+        ),
+        "0.0 and -0.0 are one": Edit("masks/base.py", "_token", "return kind, repr(value)", "return kind, value"),
+        "numbers of NumPy's are alike at any width": Edit(
+            "masks/base.py", "_token", "return kind, value.dtype.str, value.tobytes()", "return value"
+        ),
+        "dtypes are alike": Edit("masks/base.py", "_token", "(np.dtype, value.type, value.str)", "(np.dtype,)"),
+    },
+    classes_are_told_apart: {
+        "masks that are no dataclasses are remembered": Edit(
+            "masks/base.py", "_undeclared", "if not layout.is_declared:", "if False:"
+        ),
+        "what is in no field is left out": Edit(
+            "masks/base.py", "_undeclared",
+            'f"{name} is not hashed, since it holds {sorted(besides)}, which are no fields" if besides else',
+            'f"{name} is not hashed, since it holds {sorted(besides)}, " if False else',
+        ),
+        "what is in a slot is left out": Edit(
+            "masks/base.py", "_undeclared", "vars(mask).keys() | set(layout.slots)", "set(vars(mask))"
+        ),
+        "closed forms of a parent answer for its child": Edit(
+            "masks/base.py", "Mask.__init_subclass__", "if place(name) > newest and", "if False and"
+        ),
+        "a parent resolves to a mask that its child is not": Edit(
+            "masks/base.py", "Mask.__init_subclass__", 'if place("resolve") > newest and', "if False and"
+        ),
+        "masks of classes that are no dataclasses are made anew": Edit(
+            "masks/base.py", "Mask.to", 'if "__dataclass_fields__" in vars(type(self)):', "if True:"
+        ),
+        "calls are told apart as masks tell themselves apart": Edit(
+            "api.py", "_key", "else content(mask), causal", "else mask, causal"
+        ),
+        "plans are told apart as masks tell themselves apart": Edit(
+            "api.py", "_plan", "_Known(mask, content(mask))", "_Known(mask, mask)"
+        ),
+    },
+    wide_trees_are_right: {
+        "unions nest": Edit("masks/base.py", "_flattened", "if type(mask) is kind and kind in (And, Or):", "if False:"),
+    },
+    deep_trees_are_right: {
+        "a tree is pickled as it is": Edit(
+            "masks/base.py", "_Composed.__reduce__",
+            "def __reduce__(self) -> tuple[Any, ...]:",
+            "def reduced(self) -> tuple[Any, ...]:",
+        ),
+        "a negated rectangle may hold what it must": Edit(
+            "masks/base.py", "_Composed.rectangle.negated",
+            "return namespace(must, i0).logical_not(must), namespace(may, i0).logical_not(may)",
+            "return namespace(may, i0).logical_not(may), namespace(must, i0).logical_not(must)",
+        ),
+        "trees intersect what they unite": Edit(
+            "masks/base.py", "_folded", "(both if isinstance(node, And) else either)", "both"
+        ),
+        "the first operand alone is resolved": Edit(
+            "masks/base.py", "_rebuilt", "parts = values[-num_parts:]", "parts = values[-num_parts:][:1]"
+        ),
+    },
+}  # fmt: skip

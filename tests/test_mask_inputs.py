@@ -1,0 +1,900 @@
+"""What users give masks: numbers of every kind and size, classes of their own, and trees that are wide and deep.
+
+Checks take the library as an argument, so that they guard copies of it with planted faults as well.
+"""
+
+import copy
+import enum
+import importlib
+import itertools
+import math
+import operator
+import pickle
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from typing import ClassVar
+
+import device_double
+import numpy as np
+import pytest
+import scipy.sparse
+from executors import needs_compiler
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import UnsupportedProblem, api, masks, patterns
+from cuflash.masks import base as mask
+from cuflash.masks.base import MAX_SEQLEN, And, Band, Mask, MaskShape, Or, content
+from cuflash.testing import strategies
+from cuflash.blocks.work_list import work_list
+
+EXECUTORS = ["cpu", pytest.param("sim", marks=needs_compiler)]
+
+
+def part(library, name):
+    return importlib.import_module(f"{library.__name__}.{name}")
+
+
+def seen(library, executor, seqlen_q, seqlen_kv, mask=None, **options):
+    """Which keys each query attends: scores are 0, and V tells the keys apart."""
+    q, k, v = np.zeros((seqlen_q, 1)), np.zeros((seqlen_kv, 1)), np.eye(seqlen_kv)
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    return library.attention(q, k, v, mask=mask, executor=executor, **options) > 0
+
+
+# Numbers
+
+
+FAR = (0, 1, 7, 8, 127, 128, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32, 2**62)
+FAR += (2**63 - 9, 2**63 - 1, 2**63, 2**64, 2**70)
+LENGTHS = (6, 9)
+
+
+def numbers(least=0):
+    """Python ints and NumPy's of every kind: small ones, the greatest of a kind, and some beyond any length."""
+    small = st.builds(strategies.as_kind, st.integers(least, 12), strategies.INTEGER_KINDS)
+    greatest = st.sampled_from([kind(np.iinfo(kind).max) for kind in strategies.INTEGER_TYPES])
+    return small | greatest | st.sampled_from([number for number in FAR if number >= least])
+
+
+def sides():
+    return st.none() | numbers()
+
+
+RULES = {  # arguments, and whether query i attends key j
+    "window": (
+        (sides(), sides()),
+        lambda at, left, right: (left is None or at >= -left) and (right is None or at <= right),
+    ),
+    "dilated": (
+        (numbers(1), sides(), sides()),
+        lambda at, dilation, left, right: at % dilation == 0
+        and (left is None or at >= -left * dilation)
+        and (right is None or at <= right * dilation),
+    ),
+    "band": (
+        (st.none() | numbers() | numbers().map(lambda number: -int(number)), sides()),
+        lambda at, lower, upper: (lower is None or at >= lower) and (upper is None or at <= upper),
+    ),
+    "longformer": ((numbers(),), lambda at, window: abs(at) <= window // 2),
+    "strided": ((numbers(1),), lambda at, stride: -stride < at <= 0 or at <= 0 and at % stride == 0),
+}
+PLACED_RULES = {  # whether query i attends key j, of which the places matter too
+    "prefix": ((numbers(),), lambda i, j, prefix: j <= i or j < prefix),
+    "lengths": (
+        (sides(), sides()),
+        lambda i, j, q, kv: (q is None or i < q) and (kv is None or j < kv),
+    ),
+    "sink_local": ((numbers(), numbers(1)), lambda i, j, sinks, window: j <= i and (j < sinks or i - j < window)),
+    "fixed": (
+        (numbers(1), numbers()),
+        lambda i, j, stride, summary: j <= i and (i // stride == j // stride or j % stride >= stride - summary),
+    ),
+}
+
+
+@st.composite
+def numbered(draw):
+    """A name of the tables above and arguments."""
+    name = draw(st.sampled_from([*RULES, *PLACED_RULES]))
+    arguments = draw(st.tuples(*(RULES | PLACED_RULES)[name][0]))
+    if name == "fixed" and arguments[1] > arguments[0]:
+        arguments = arguments[::-1] if arguments[1] else (1, 0)
+    return name, arguments
+
+
+def numbered_mask(library, name, arguments, align):
+    made = part(library, "masks")
+    kinds = {
+        "window": made.SlidingWindow, "dilated": made.Dilated, "band": made.Band, "prefix": made.PrefixLM,
+        "lengths": made.Lengths,
+    }  # fmt: skip
+    aligned = {} if name in ("band", "lengths") else {"align": align}
+    return (kinds[name] if name in kinds else getattr(part(library, "patterns"), name))(*arguments, **aligned)
+
+
+def numbered_table(name, arguments):
+    exact = [None if number is None else int(number) for number in arguments]
+    rule = (RULES | PLACED_RULES)[name][1]
+    return np.array(
+        [
+            [rule(j - i, *exact) if name in RULES else rule(i, j, *exact) for j in range(LENGTHS[1])]
+            for i in range(LENGTHS[0])
+        ]
+    )
+
+
+def check_numbers(library, name_and_arguments, executor):
+    name, arguments = name_and_arguments
+    made, expected = numbered_mask(library, name, arguments, "top_left"), numbered_table(name, arguments)
+    shape = part(library, "masks.base").MaskShape((), 1, *LENGTHS)
+    assert (made.dense(shape)[0] == expected).all()
+    assert ((~made).dense(shape)[0] == ~expected).all()
+    lists = part(library, "blocks.work_list")
+    band = getattr(lists.work_list(lists.requested_mask(made, False, None, shape), shape, (4, 4)), "band", None)
+    for bound in () if band is None else (band.lower, band.upper):
+        assert bound is None or abs(bound) <= 2**62, "kernels add places to it in int64"
+    if executor is not None:
+        assert (seen(library, executor, *LENGTHS, made) == expected).all()
+        if name == "window":
+            causal = seen(library, executor, *LENGTHS, window=arguments, causal="top_left")
+            assert (causal == expected & np.tri(*LENGTHS, dtype=bool)).all()
+
+
+@given(numbered())
+@example(("window", (np.uint8(3), np.uint8(0))))
+@example(("window", (np.int8(127), np.int8(127))))
+@example(("window", (0, 2**63 - 1)))
+@example(("window", (0, 2**70)))
+@example(("dilated", (np.uint8(200), np.uint8(200), np.uint8(200))))
+@example(("fixed", (2**70, 2**70 - 3)))
+@example(("band", (None, np.int8(127))))
+def test_numbers_of_every_kind_and_size_mean_what_they_say(name_and_arguments):
+    check_numbers(cuflash, name_and_arguments, "cpu")
+
+
+@needs_compiler
+@settings(max_examples=25)
+@given(numbered())
+@example(("window", (0, 2**63 - 1)))
+@example(("window", (None, 2**63 - 2)))
+@example(("band", (-(2**70), 2**70)))
+def test_numbers_of_every_kind_and_size_mean_the_same_to_kernels(name_and_arguments):
+    check_numbers(cuflash, name_and_arguments, "sim")
+
+
+def check_shapes(library, kind):
+    """Differences of lengths, and products of processors, do not wrap around."""
+    shape_of = part(library, "masks.base").MaskShape
+    shape, plain = shape_of((kind(1),), kind(1), kind(9), kind(6)), shape_of((1,), 1, 9, 6)
+    assert shape == plain and {type(extent) for extent in (*shape.batch, *shape[1:])} == {int}
+    causal = part(library, "masks").Causal("bottom_right")
+    assert (causal.dense(shape) == np.tri(9, 6, -3, dtype=bool)).all()
+    device = library.DeviceSpec(name="x", num_processors=kind(100), tile_memory_bytes=kind(100), cache_bytes=kind(100))
+    assert device.num_processors * device.tile_memory_bytes * device.cache_bytes == 100**3
+    extents = library.ShapeDtype((kind(9),), np.float32).shape
+    assert extents == (9,) and type(extents[0]) is int
+
+
+@pytest.mark.parametrize("kind", strategies.INTEGER_TYPES)
+def test_shapes_and_devices_take_numbers_of_every_kind(kind):
+    check_shapes(cuflash, kind)
+
+
+def check_indices(library, kind):
+    index_of = library.BlockIndex
+    blocks = np.random.default_rng(0).random((100, 4, 4)) < 0.5
+    plain = index_of.from_blocks(blocks, 100, 100, 25)
+    index = index_of.from_blocks(blocks, kind(100), kind(100), (kind(25), kind(25)))
+    assert (index.to_scipy(kind(0), kind(99)).toarray() == plain.to_scipy(0, 99).toarray()).all()
+    assert index.picture(width=kind(100)) == plain.picture(width=100)
+    assert index.report(head_dim=kind(100), value_dim=kind(100), itemsize=kind(4)) == plain.report(head_dim=100)
+    assert all(type(side) is int for side in (index.seqlen_q, index.seqlen_kv, *index.block))
+    assert index_of.from_scipy(plain.to_scipy(elements=True), kind(100), kind(100)).picture() == plain.picture()
+
+
+@pytest.mark.parametrize("kind", strategies.INTEGER_TYPES)
+def test_indices_take_numbers_of_every_kind(kind):
+    check_indices(cuflash, kind)
+    shape = MaskShape((), 1, 100, 100)
+    counts = {"butterfly": {"max_stride": 4}, "bigbird": {"num_global": 2}, "random": {"num_heads": 1}}
+    for name, options in counts.items():
+        density = {"density": 0.5} if name == "random" else {}
+        one, other = (
+            getattr(patterns, name)(
+                number(100), block=number(30), **{key: number(value) for key, value in options.items()}, **density
+            )
+            for number in (kind, int)
+        )
+        assert np.array_equal(one.dense(shape), other.dense(shape))
+
+
+NUMBERS_REFUSED = {
+    "Band's lower is a float": (lambda: Band(-0.5, None), "lower must be an int, or None for no bound; got -0.5"),
+    "Band's upper is a word": (lambda: Band(None, "a"), "upper must be an int, or None for no bound; got 'a'"),
+    "Band's upper is a bool": (lambda: Band(None, True), "upper must be an int, or None for no bound; got True"),
+    "a window of a bool": (lambda: masks.SlidingWindow(True, 0), "left must be an int of at least 0 (the window's k"),
+    "a window of time": (lambda: masks.SlidingWindow(np.timedelta64(3), 0), "left must be an int of at least 0"),
+    "a window of a 0-d array": (lambda: masks.SlidingWindow(0, np.array(3)), "right must be an int of at least 0"),
+    "a negative dilation": (lambda: masks.Dilated(-1), "dilation must be an int of at least 1; got -1"),
+    "a dilation of longformer": (lambda: patterns.longformer(4, dilation=1.0), "dilation must be an int of at least 1"),
+    "a negative length": (lambda: masks.Lengths(kv=-1), "kv must be an int of at least 0, or an integer array"),
+    "a block beyond all": (lambda: masks.BlockPattern(np.ones((1, 1), bool), 2**64), "block must be at most 10737418"),
+    "a pattern too long": (lambda: patterns.butterfly(2**70), "lengths must be at most 1073741824"),
+    "a shape of floats": (lambda: MaskShape((), 1, 2.0, 3), "seqlen_q must be an int of at least 0; got 2.0"),
+    "a negative extent": (lambda: cuflash.ShapeDtype((-1,), "f4"), "an extent of shape must be an int of at least 0"),
+    "half a processor": (
+        lambda: cuflash.DeviceSpec(name="x", num_processors=0.5, tile_memory_bytes=1),
+        "num_processors must be an int of at least 1; got 0.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS_REFUSED)
+def test_what_is_no_number_is_refused_in_words(name):
+    make, words = NUMBERS_REFUSED[name]
+    with pytest.raises(UnsupportedProblem) as refused:
+        make()
+    assert words in str(refused.value)
+
+
+def check_coordinates(library, kind, drawn):
+    """A mask adds its own numbers to coordinates, which need not fit their dtype."""
+    found, shape = part(library, "masks"), part(library, "masks.base").MaskShape((), 1, 9, 9)
+    grid = np.ogrid[:1, :1, :9, :9]
+    narrow = [side.astype(kind) for side in grid]
+    wide = ~found.Band(-200, 300) | found.Dilated(300) | part(library, "patterns").fixed(300, 295)
+    for asked in (drawn.resolve(shape), wide, found.BlockPattern(np.ones((1, 1), bool), 300).resolve(shape)):
+        there, expected = (np.broadcast_to(asked(*places), (1, 1, 9, 9)) for places in (narrow, grid))
+        assert np.array_equal(there, expected)
+
+
+@given(st.sampled_from(strategies.INTEGER_TYPES), strategies.masks(MaskShape((), 1, 9, 9)))
+def test_coordinates_of_every_kind_are_told_the_same(kind, drawn):
+    check_coordinates(cuflash, kind, drawn)
+
+
+# Ids of documents
+
+
+ALIKE_IDS = (  # to some dtype
+    (0, 1, 2, 127, 128, 255),
+    (2**53, 2**53 + 1, 2**60, 2**60 + 1),
+    (-1, 2**64 - 1, 0, 2**53, 2**53 + 1),
+    (-(2**63), -(2**63) + 1, 0, 1, 2**63 - 1, 2**63, 2**63 + 1),
+    (2**60, 2**60 + 1, 0, 2**63, -(2**31)),
+)
+
+
+@st.composite
+def documents(draw):
+    """Ids of queries and of keys, each of any integer dtype that holds them, often in order."""
+    found, is_in_order = [], draw(st.booleans())
+    chosen = draw(st.sampled_from(ALIKE_IDS))
+    every = st.sampled_from(strategies.INTEGER_TYPES)
+    wide = st.permutations([np.uint64, np.int64])
+    dtypes = draw(wide | st.tuples(every, every) | st.permutations([np.uint64, draw(every)]))
+    for length, dtype in zip(LENGTHS, map(np.dtype, dtypes)):
+        held = [number for number in chosen if np.iinfo(dtype).min <= number <= np.iinfo(dtype).max] or [0]
+        ids = draw(st.lists(st.sampled_from(held), min_size=length, max_size=length))
+        found.append(np.array(sorted(ids) if is_in_order else ids, dtype))
+    return found[0], found[1], is_in_order
+
+
+def check_documents(library, drawn):
+    q_ids, kv_ids, is_in_order = drawn
+    made = part(library, "masks").Documents(q_ids, kv_ids)
+    shape = part(library, "masks.base").MaskShape((), 1, *LENGTHS)
+    expected = np.array([[int(own) == int(other) for other in kv_ids] for own in q_ids])
+    assert (made.dense(shape)[0] == expected).all()
+    assert (np.broadcast_to(made(*np.ogrid[:1, :1, : LENGTHS[0], : LENGTHS[1]]), (1, 1, *LENGTHS)) == expected).all()
+    if is_in_order:
+        with device_double.transfers_allowed():
+            there = made.to(device_double.to_device)
+        index = part(library, "blocks.index").BlockIndex.from_mask(there, shape, 4)
+        with device_double.transfers_allowed():
+            assert (index.on_host.dense()[0, 0] == expected).all()
+
+
+@given(documents())
+@example((np.array([2**60, 2**60 + 1] * 3, np.uint64), np.array([2**60, 2**60 + 1, -1] * 3), False))
+@example((np.full(6, 2**63, np.uint64), np.full(9, -(2**63)), True))
+@example((np.full(6, -1, np.int8), np.full(9, 2**64 - 1, np.uint64), True))
+@example((np.full(6, 2**60, np.uint64), np.full(9, 0, np.int8), True))
+def test_ids_of_all_dtypes_are_compared_exactly(drawn):
+    check_documents(cuflash, drawn)
+
+
+@given(st.lists(st.sampled_from((0, 1, 5, 127, 2**53, 2**63, 2**64 - 1)), min_size=2, max_size=2))
+def test_lengths_of_all_dtypes_are_compared_exactly(kv):
+    fitting = [kind for kind in strategies.INTEGER_TYPES if max(kv) <= np.iinfo(kind).max]
+    for kind, made in itertools.product(fitting, (masks.Lengths, masks.PrefixLM)):
+        lengths = np.array(kv, kind)
+        asked = made(kv=lengths) if made is masks.Lengths else made(lengths, "top_left")
+        expected = [[[j < n or (made is masks.PrefixLM and j <= i) for j in range(9)] for i in range(6)] for n in kv]
+        assert (asked.dense(MaskShape((2,), 1, 6, 9))[:, 0] == np.array(expected)).all()
+
+
+# Lengths
+
+
+def check_limits(library):
+    """The longest lengths, and the most matrices and tiles, are taken, and one more is refused."""
+    spec, most, made = library.DeviceSpec.gpu("A100"), part(library, "masks.base").MAX_SEQLEN, part(library, "masks")
+
+    def planned(q, k, **options):
+        q, k = (library.ShapeDtype(shape, "float32") for shape in (q, k))
+        return library.plan(q, k, k, **({"device": spec, "kernel": "simt"} | options)).plan
+
+    assert planned((most, 1), (4, 1)).work.band == planned((4, 1), (most, 1)).work.band == made.Band()
+    with pytest.raises(library.UnsupportedProblem, match="^seqlen_q must be at most 1073741824; got 1073741825: call"):
+        planned((most + 1, 1), (4, 1))
+    with pytest.raises(library.UnsupportedProblem, match="^seqlen_kv must be at most 1073741824; got 1073741825: att"):
+        planned((4, 1), (most + 1, 1))
+    for lengths in ((4, most + 1), (most + 1, 4)):
+        shape = made.MaskShape((), 1, *lengths)
+        with pytest.raises(library.UnsupportedProblem, match="must be at most 1073741824; got 1073741825"):
+            library.BlockIndex.from_mask(made.Band(), shape, 1 << 28)
+    few, many, tall = ((extent, 1 << 16, length, 1) for extent, length in ((1 << 14, 1), (16385, 1), (1 << 14, 1000)))
+    assert planned(few, few).num_matrices == 1 << 30
+    for shape in (many, tall):
+        with pytest.raises(library.UnsupportedProblem, match="make at most 1073741824 tiles for simt_forward; got"):
+            planned(shape, shape)
+    host = {"device": library.DeviceSpec.host(), "kernel": "auto"}
+    assert planned(many, many, **host).num_matrices == 16385 << 16
+
+
+def test_what_int32_does_not_count_is_refused():
+    check_limits(cuflash)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("made", [Band(MAX_SEQLEN - 5, None), Band(MAX_SEQLEN - 5, 2**70)], ids=str)
+def test_the_last_keys_of_the_longest_sequence_are_found(executor, made):
+    keys = np.broadcast_to(np.zeros((1, 1), np.float32), (MAX_SEQLEN, 1))
+    _, lse = cuflash.attention(keys[:1], keys, keys, mask=made, executor=executor, return_lse=True)
+    assert lse == pytest.approx(math.log(5))
+
+
+def test_lists_hold_the_longest_lengths():
+    shape = MaskShape((), 1, 1, MAX_SEQLEN)
+    for made in (masks.Lengths(kv=2**40), masks.PrefixLM(2**40, "top_left"), masks.Lengths(q=1)):
+        work = work_list(made.resolve(shape), shape, (128, 128))
+        assert (work.lo.tolist(), work.hi.tolist()) == ([[[0]]], [[[MAX_SEQLEN]]])
+
+
+def test_a_mask_itself_knows_no_longest_length():
+    shape, far = MaskShape((), 1, 1, 2**40), 2**40 - 1
+    for made in (masks.Lengths(q=1), masks.Lengths(kv=2**40), masks.PrefixLM(2**40, "top_left"), Band(None, None)):
+        assert made.resolve(shape)(0, 0, np.array([0]), np.array([far])).all()
+    assert not masks.Lengths(kv=far).resolve(shape)(0, 0, np.array([0]), np.array([far])).any()
+
+
+# Answers
+
+
+WRONG_ANSWERS = {
+    "of a wrong shape": (lambda b, h, i, j: np.ones((3, 3), bool), "broadcasts to the shape of its coordinates"),
+    "of further axes": (lambda b, h, i, j: (i >= j)[None], "broadcasts to the shape of its coordinates"),
+    "of numbers": (lambda b, h, i, j: i - j, "a boolean array; got int64"),
+    "of nothing": (lambda b, h, i, j: None, "a boolean array; got NoneType"),
+}
+
+
+def check_answers(library):
+    bases = part(library, "masks.base")
+
+    class Answers(bases.Mask):
+        def __init__(self, rule):
+            self.rule = rule
+
+        def __call__(self, b, h, i, j):
+            return self.rule(b, h, i, j)
+
+    found, shape = part(library, "masks"), bases.MaskShape((), 2, 8, 8)
+    kinds = {found.FromFunction: "FromFunction's function", Answers: "Answers's __call__"}
+    for (kind, who), (rule, words) in itertools.product(kinds.items(), WRONG_ANSWERS.values()):
+        for made in (kind(rule), kind(rule) & found.Causal(), ~kind(rule) | found.Band(0, 0)):
+            for ask in (
+                lambda made: seen(library, "cpu", 8, 8, made),
+                lambda made: made.dense(shape),
+                lambda made: library.BlockIndex.from_mask(made, shape, 4),
+            ):
+                with pytest.raises(library.UnsupportedProblem, match=f"^{who} must return .*{words}"):
+                    ask(made)
+
+
+def test_answers_that_are_none_are_refused_in_words():
+    check_answers(cuflash)
+
+
+# Classes of the user's
+
+
+class FirstKeys(Mask):
+    """Says what it attends, and nothing else."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __call__(self, b, h, i, j):
+        return (j < self.n) & (i >= 0)
+
+
+class FirstInterval(Mask):
+    def __init__(self, n):
+        self.n = n
+
+    def intervals(self, b, h, i):
+        return 0 * i, 0 * i + self.n
+
+
+class OfCausal(masks.Causal):
+    def __init__(self, n):
+        super().__init__()
+        self.n = n
+
+    def __call__(self, b, h, i, j):
+        return (j < self.n) & (i >= 0)
+
+
+class OfBand(Band):
+    def __init__(self, n):
+        super().__init__(0, 0)
+        self.n = n
+
+    def intervals(self, b, h, i):
+        return 0 * i, 0 * i + self.n
+
+
+class OfDense(masks.Dense):
+    def __init__(self, n):
+        super().__init__(np.ones((8, 8), bool))
+        self.n = n
+
+    def __call__(self, b, h, i, j):
+        return (j < self.n) & super().__call__(b, h, i, j)
+
+
+class OfAnd(And):
+    def __init__(self, n):
+        super().__init__((masks.Causal(), Band(0, 0)))
+        object.__setattr__(self, "n", n)
+
+    def __call__(self, b, h, i, j):
+        return (j < self.n) & (i >= 0)
+
+
+class OfLengths(masks.Lengths):
+    """Changes what it holds, and no answer."""
+
+    def __init__(self, n):
+        super().__init__(kv=n)
+
+
+class Resolving(masks.Causal):
+    def __init__(self, n):
+        super().__init__()
+        self.n = n
+
+    def resolve(self, shape):
+        return masks.Lengths(kv=self.n).resolve(shape)
+
+
+class Slotted(Mask):
+    __slots__ = ("__n",)
+
+    def __init__(self, n):
+        object.__setattr__(self, "_Slotted__n", n)
+
+    def __call__(self, b, h, i, j):
+        return (j < self.__n) & (i >= 0)
+
+
+class Alike(FirstKeys):
+    """Says of all of its kind that they are one."""
+
+    def __eq__(self, other):
+        return isinstance(other, Alike)
+
+    def __hash__(self):
+        return 0
+
+
+class Changing(Mask):
+    def __init__(self, n):
+        self.n = [n]
+
+    def __call__(self, b, h, i, j):
+        return (j < self.n[0]) & (i >= 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Declared(Mask):
+    n: int
+
+    def __call__(self, b, h, i, j):
+        return (j < self.n) & (i >= 0)
+
+
+@dataclass(frozen=True)
+class DeclaredAlike(Mask):
+    """Its dataclass compares by what is left of its fields: nothing."""
+
+    n: int = field(compare=False)
+
+    def __call__(self, b, h, i, j):
+        return (j < self.n) & (i >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredSlotted(Mask):
+    n: int
+
+    def __call__(self, b, h, i, j):
+        return (j < self.n) & (i >= 0)
+
+
+@dataclass(frozen=True)
+class DeclaredAndMore(Mask):
+    kind: ClassVar[str] = "more"
+    given: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "n", self.given)
+
+    def __call__(self, b, h, i, j):
+        return (j < self.n) & (i >= 0)
+
+
+class ByParent(Declared):
+    """A dataclass by its parent alone."""
+
+    def __init__(self, n):
+        super().__init__(0)
+        object.__setattr__(self, "own", n)
+
+    def __call__(self, b, h, i, j):
+        return (j < self.own) & (i >= 0)
+
+
+@dataclass(frozen=True)
+class OfList(Mask):
+    n: list
+
+    def __call__(self, b, h, i, j):
+        return (j < self.n[0]) & (i >= 0)
+
+
+@dataclass(frozen=True)
+class OfMask(Mask):
+    inner: Mask
+
+    def __call__(self, b, h, i, j):
+        return self.inner(b, h, i, j)
+
+
+class Size(enum.Enum):
+    TWO, EIGHT = 2, 8
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+@dataclass(frozen=True)
+class OfParts(Mask):
+    parts: tuple
+
+    @cached_property
+    def n(self):
+        return self.parts[0][0].value
+
+    def __call__(self, b, h, i, j):
+        return (j < self.n) & (i >= 0)
+
+
+# Makers of a mask of the first n keys, for queries that may see all of them.
+NOT_REMEMBERED = {
+    "plain": FirstKeys,
+    "plain, an interval": FirstInterval,
+    "of Causal": OfCausal,
+    "of Band": OfBand,
+    "of Dense": OfDense,
+    "of And": OfAnd,
+    "of Lengths": OfLengths,
+    "resolves to another": Resolving,
+    "slotted": Slotted,
+    "all alike": Alike,
+    "changing": Changing,
+    "declares less than it holds": DeclaredAndMore,
+    "declared by its parent": ByParent,
+    "declares a list": lambda n: OfList([n]),
+    "declares a mask that is plain": lambda n: OfMask(FirstKeys(n)),
+}
+REMEMBERED = {
+    "declared": Declared,
+    "declared, all alike": DeclaredAlike,
+    "declared with slots": DeclaredSlotted,
+    "declares a mask": lambda n: OfMask(masks.Lengths(kv=n)),
+    "declares parts": lambda n: OfParts(((Size(n), np.float32(1), np.dtype("int8"), frozenset("ab")), None)),
+}
+MAKERS = NOT_REMEMBERED | REMEMBERED
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_mask_is_never_taken_for_another_of_its_class(name, executor):
+    q, v = np.zeros((8, 1), np.float32), np.eye(8, dtype=np.float32)
+    for n in (2, 8):
+        expected = np.broadcast_to(np.arange(8) < n, (8, 8))
+        made = MAKERS[name](n)
+        for mine in (made, made & Band(), ~~made | Band(9, None)):
+            assert (seen(cuflash, executor, 8, 8, mine) == expected).all()
+        assert ((cuflash.plan(q, q, v, mask=made, executor=executor).forward(q, q, v)[0] > 0) == expected).all()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_mask_of_any_class_is_copied_and_sent_whole(name):
+    made = MAKERS[name](2)
+    for mine in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), copy.copy(made), made.to(np.copy)):
+        assert type(mine) is type(made) and seen(cuflash, "cpu", 8, 8, mine).sum() == 16
+
+
+def check_classes(library):
+    """Neither classes of the user's, nor what they define, lead to another mask's plan."""
+    bases, found = part(library, "masks.base"), part(library, "masks")
+
+    class Plain(bases.Mask):
+        def __init__(self, n):
+            self.n = n
+
+        def __call__(self, b, h, i, j):
+            return (j < self.n) & (i >= 0)
+
+    class OfBand(found.Band):
+        def __init__(self, n):
+            super().__init__(0, 0)
+            self.n = n
+
+        __call__ = Plain.__call__
+
+    class OfCausal(found.Causal):
+        def __init__(self, n):
+            super().__init__()
+            self.n = n
+
+        __call__ = Plain.__call__
+
+    class Slotted(bases.Mask):
+        __slots__ = ("n",)
+
+        __call__ = Plain.__call__
+
+    @dataclass(frozen=True)
+    class Alike(bases.Mask):
+        n: int = field(compare=False)
+
+        __call__ = Plain.__call__
+
+    @dataclass(frozen=True)
+    class More(bases.Mask):
+        given: int = field(compare=False)
+
+        def __post_init__(self):
+            object.__setattr__(self, "n", self.given % 10)
+            object.__setattr__(self, "given", 0)
+
+        __call__ = Plain.__call__
+
+    @dataclass(frozen=True)
+    class MoreInSlot(Slotted):
+        given: int = field(compare=False)
+
+        __post_init__ = More.__post_init__
+
+    class AsItsParent(found.Lengths):
+        pass
+
+    for made in (Plain, OfBand, OfCausal, Alike, More, MoreInSlot):
+        for n in (2, 8):
+            expected = np.broadcast_to(np.arange(8) < n, (8, 8))
+            for mine in (made(n), ~made(n), made(n).to(np.copy)) if made in (Plain, OfBand) else (made(n),):
+                assert (seen(library, "cpu", 8, 8, mine) == (expected if type(mine) is made else ~expected)).all(), made
+            q, v = np.zeros((8, 1), np.float32), np.eye(8, dtype=np.float32)
+            assert ((library.plan(q, q, v, mask=made(n)).forward(q, q, v)[0] > 0) == expected).all()
+    with pytest.raises(TypeError, match="is not hashed, since it is no dataclass itself"):
+        bases.content(AsItsParent(kv=3))
+
+
+def test_no_class_leads_to_the_plan_of_another_mask():
+    check_classes(cuflash)
+
+
+@pytest.mark.parametrize("name", NOT_REMEMBERED)
+def test_what_a_mask_does_not_declare_keeps_it_from_being_hashed(name):
+    made = NOT_REMEMBERED[name](2)
+    for asked in (made, ~made | masks.Causal()):
+        with pytest.raises(TypeError, match="is not hashed, since it|whose contents are never hashed"):
+            content(asked)
+    if type(made).__eq__ is Mask.__eq__:
+        assert made == made and made != NOT_REMEMBERED[name](2)
+        with pytest.raises(TypeError):
+            hash(made)
+
+
+@pytest.mark.parametrize("name", REMEMBERED)
+def test_a_mask_that_declares_what_it_holds_is_remembered(name, monkeypatch):
+    two, eight = REMEMBERED[name](2), REMEMBERED[name](8)
+    assert content(two) == content(REMEMBERED[name](2)) and content(two) != content(eight)
+    made = []
+    monkeypatch.setattr(api, "make_plan", lambda *arguments: made.append(arguments))
+    api._remembered.cache_clear()
+    problem = part(cuflash, "planning.problem").Problem.of(*[np.zeros((8, 1))] * 3)
+    for each in (two, REMEMBERED[name](2), eight):
+        api._plan(problem, each, cuflash.DeviceSpec.host(), None, False)
+    api._remembered.cache_clear()
+    assert [arguments[1] for arguments in made] == [two, eight]
+
+
+def test_a_list_that_changes_changes_the_answer():
+    made = OfList([2])
+    assert seen(cuflash, "cpu", 8, 8, made).sum() == 16
+    made.n[0] = 8
+    assert seen(cuflash, "cpu", 8, 8, made).sum() == 64
+
+
+@dataclass(frozen=True)
+class Holds(Mask):
+    value: object
+
+    def __call__(self, b, h, i, j):
+        return i >= j
+
+
+ALIKE = [1, True, 1.0, np.int64(1), np.float64(1), np.bool_(True), 1 + 0j, 0.0, -0.0, "1", b"1", (1,), (True,), None]
+ALIKE += [np.dtype("i4"), np.dtype("u4")]
+
+
+def check_types(library):
+    """Values that Python takes for equal are told apart by their types."""
+    bases = part(library, "masks.base")
+
+    @dataclass(frozen=True)
+    class Own(bases.Mask):
+        value: object
+
+    for one, other in itertools.combinations(ALIKE, 2):
+        assert bases.content(Own(one)) != bases.content(Own(other)), (one, other)
+    for one in ALIKE:
+        assert bases.content(Own(one)) == bases.content(Own(one))
+        assert bases.content(Own(one)) == bases.content(Own(copy.deepcopy(one)))
+
+
+def test_equal_numbers_of_unlike_types_are_not_one():
+    check_types(cuflash)
+    assert Holds(math.nan) != masks.Causal() and content(Holds(math.nan)) == content(Holds(float("nan")))
+
+
+CHANGEABLE = [[1], {}, set(), print, object(), np.ones(2), np.zeros(1, "i4,i4")[0], Size, bytearray(1)]
+
+
+@pytest.mark.parametrize("value", CHANGEABLE, ids=lambda value: type(value).__name__)
+def test_what_may_change_is_never_hashed(value):
+    with pytest.raises(TypeError, match="Holds holds .*, whose contents are never hashed"):
+        content(Holds(value))
+    with pytest.raises(TypeError, match="whose contents are never hashed"):
+        content(Holds((1, (value,))))
+
+
+def test_arrays_of_plain_masks_are_where_the_library_looks_for_them():
+    """As those of declared ones, wherever they are kept."""
+
+    class Kept(Mask):
+        def __init__(self, table):
+            self.table = table
+
+    class KeptInSlot(Mask):
+        __slots__ = ("table",)
+
+        def __init__(self, table):
+            object.__setattr__(self, "table", table)
+
+    table = np.ones(3)
+    for kind in (Kept, KeptInSlot):
+        assert list(mask.held_arrays(kind(table) & masks.Causal())) == [table]
+        there = kind(table).to(lambda array: array + 1)
+        assert (there.table == 2).all() and type(there) is kind
+
+
+def test_masks_of_sparse_blocks_are_equal_if_they_hold_the_same_array():
+    blocks = scipy.sparse.eye_array(4, format="csr")
+    one, other = masks.BlockPattern(blocks, 2), masks.BlockPattern(blocks.copy(), 2)
+    assert one == one and one != other and one == copy.copy(one)
+    with pytest.raises(TypeError, match="contents are never hashed"):
+        hash(one)
+
+
+# Trees
+
+
+def wide(library, kind, count):
+    band = part(library, "masks").Band
+    return reduce(kind, [band(-(n % 5), n % 5) for n in range(count)])
+
+
+def deep(library, count):
+    """Alternating, and what it allows: built alike from booleans."""
+    found, made = part(library, "masks"), part(library, "masks").Causal()
+    i, j = np.ogrid[:8, :8]
+    allowed = j <= i
+    for n in range(count):
+        at = n % 15 - 7
+        if n % 3 == 0:
+            made, allowed = ~(made | found.Band(at, at)), ~(allowed | (j - i == at))
+        elif n % 3 == 1:
+            made, allowed = made & ~found.Lengths(kv=n % 8), allowed & ~(j < n % 8)
+        else:
+            made, allowed = found.Lengths(q=n % 9) | made, (i < n % 9) | allowed
+    return made, allowed
+
+
+def check_tree(library, made, allowed):
+    """All that a mask can be asked, of one that is wider and deeper than Python's stack."""
+    shape = part(library, "masks.base").MaskShape((), 1, 8, 8)
+    try:
+        assert (made.dense(shape)[0] == allowed).all()
+        assert bool(made(0, 0, 3, 2)) == allowed[3, 2]
+        resolved = made.resolve(shape)
+        may, must = resolved.rectangle(0, 0, np.array([2]), np.array([3]), np.array([5]), np.array([6]))
+        assert may[0] >= allowed[2, 5] >= np.all(must)
+        assert made.natural_block is None and made.has_intervals == (made.intervals(0, 0, 0) is not None)
+        assert list(part(library, "masks.base").held_arrays(made)) == []
+        assert made == made.to(np.copy) and hash(made) == hash(made.to(np.copy)) and made != ~made
+        assert pickle.loads(pickle.dumps(made)) == made == copy.deepcopy(made) == copy.copy(made)
+        assert repr(made).count("(") == repr(made).count(")") > 100
+        assert (part(library, "blocks.index").BlockIndex.from_mask(made, shape, 4).dense()[0, 0] == allowed).all()
+        assert (seen(library, "cpu", 8, 8, made) == allowed).all()
+    except RecursionError as error:
+        raise AssertionError("recursion") from error
+
+
+@pytest.mark.parametrize("kind", [operator.or_, operator.and_])
+def test_a_wide_tree_answers_all_that_a_mask_is_asked(kind):
+    at = np.arange(8) - np.arange(8)[:, None]
+    bands = [abs(at) <= n for n in range(5)]
+    check_tree(cuflash, wide(cuflash, kind, 1200), reduce(kind, bands))
+
+
+def test_a_deep_tree_answers_all_that_a_mask_is_asked():
+    check_tree(cuflash, *deep(cuflash, 1200))
+
+
+@given(st.data())
+def test_trees_are_kept_flat_and_shown_as_they_are(data):
+    shape = MaskShape((), 1, 5, 5)
+    one, two, three = (data.draw(strategies.masks(shape, max_leaves=2)) for _ in range(3))
+    for kind, node in ((operator.and_, And), (operator.or_, Or)):
+        assert kind(kind(one, two), three) == kind(one, kind(two, three)) == node((one, two, three))
+        made = kind(kind(one, two), three)
+        assert not any(type(operand) is node for operand in made.operands)
+        assert repr(made) == f"{node.__name__}(operands={made.operands!r})"
+    assert repr(~one) == f"Not(operand={one!r})" and (~one).operand is one
+    assert repr(And((masks.Causal(),))) == "And(operands=(Causal(align=None),))"
+
+
+def test_trees_are_made_of_masks():
+    for operands in ((), (1, masks.Causal())):
+        with pytest.raises(TypeError, match="operands must be masks, one at least; got"):
+            And(operands)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_trees_are_taken_apart_and_put_together_again(data):
+    made = data.draw(strategies.masks(MaskShape((), 1, 5, 5), max_leaves=6))
+    for again in (copy.copy(made), made.to(lambda array: array)):
+        assert again == made and type(again) is type(made)
