@@ -159,9 +159,12 @@ EDITS = {
     "other numbers leave nothing": ("attention/work_tile.cuh", "number - quotient * by};", "0};"),
     "every launch takes the masks of the first": ("attention/work_tile.cuh", "shape.first_batch + place", "place"),
     "delta is left out": ("attention/score_gradient.cuh", "p * (dp - delta)", "p * dp"),
-    "masked dP is multiplied": ("attention/score_gradient.cuh", "p == 0 ? T(0) : p * (dp - delta)", "p * (dp - delta)"),
-    "P of rows is not masked": ("attention/score_gradient.cuh", "  mask_scores(s, params, work, step, T(0));\n", ""),
-    "P of masked keys is kept": ("attention/score_gradient.cuh", "if (!seen.has(j, i)) s.at[i][j] = 0;", ";"),
+    "a P that masks hide looks like any 0": (
+        "attention/score_gradient.cuh", "s.at[i][j] = -T(0);", "s.at[i][j] = 0;"
+    ),
+    "masked dP is multiplied": ("attention/score_gradient.cuh", "is_masked(p(i, j)) ? T(0) : ", ""),
+    "dS of rows is not masked": ("attention/score_gradient.cuh", "  mask_scores(dp, params, work, step, T(0));\n", ""),
+    "P of masked keys is kept": ("attention/score_gradient.cuh", "if (!seen.has(j, i)) s.at[i][j] = -T(0);", ";"),
     "lse behind a row is base e": (
         "attention/score_gradient.cuh", "to.at(row, Column) = is_there ? base_2(lse.at(query, 0))",
         "to.at(row, Column) = is_there ? lse.at(query, 0)",
@@ -265,6 +268,15 @@ EDITS = {
         "tile/async_copy.cuh", "chunk < Tile::kChunks; chunk += Share::kThreadsOfRow)\n        ptx",
         "chunk < Tile::kChunks - 4; chunk += Share::kThreadsOfRow)\n        ptx",
     ),
+    "masked steps of dQ hide scores behind -inf": (
+        "sm80/backward_rows.cu", "kept.work, step, masked_score());",
+        "kept.work, step, ptx::negative_infinity<float>());",
+    ),
+    "masked steps hide scores behind -inf": (
+        "sm80/backward.cu", "queries, keys, attention::masked_score());",
+        "queries, keys, ptx::negative_infinity<float>());",
+    ),
+    "masked scores count": ("attention/fragment_gradient.cuh", "!IsMasked || !is_masked_score(s.at(i, j));", "true;"),
     "dQ of rows is not scaled": ("sm80/backward_rows.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "converted dQ is not scaled": ("sm80/convert_dq.cu", "  dq.scale(shape.softmax_scale);\n", ""),
     "sums of dQ start at 1": ("attention/delta.cuh", "(sums + x) = {};", "(sums + x) = {{0x3f800000}};"),
@@ -440,7 +452,7 @@ SPLIT_EDITS = {
     ),
     "half of the groups' sums are left out": ("sm80/combine.cu", "group < kGroups", "group < kGroups / 2"),
     "parts are not weighted": ("sm80/combine.cu", "o[c].at[e] += by * x.at[e];", "o[c].at[e] += x.at[e];"),
-    "a part without a key poisons": ("sm80/combine.cu", "if (by > 0) o[c]", "o[c]"),
+    "a part without a key poisons": ("sm80/combine.cu", "if (lse != ptx::negative_infinity<float>()) o[c]", "o[c]"),
     "lse is that of the largest part": ("sm80/combine.cu", "most + ptx::log_accurate(total)", "most"),
     "weights are base 2": ("sm80/combine.cu", " * static_cast<float>(attention::kLog2E)", ""),
     "threads disagree on the largest part": (

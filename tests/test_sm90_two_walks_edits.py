@@ -44,7 +44,7 @@ EDITS = {
     "K past a step is what stands there": (_KEYS, "kBringsDo && ends_early(step, params.shape.seqlen_kv)", "false"),
     "keys of the step before count again": (_KEYS, "    seen.lo = max(seen.lo, note.start);\n", ""),
     "under a band too": (
-        _KEYS, "mask_band(s, note.step, task.band, note.start)", "mask_band(s, note.step, task.band, 0)"
+        _KEYS, "mask_band(s, note.step, hidden, task.band, note.start)", "mask_band(s, note.step, hidden, task.band, 0)"
     ),
     "all steps are whole": (_ROWS, "is_plain = kind & Note::kAsTheyAre", "is_plain = true"),
     "lse is that of another query": (_ROWS, "known.lse_2[query - first]", "known.lse_2[0]"),
@@ -58,8 +58,15 @@ EDITS = {
     "queries of a band are cut as its tiles are": (
         _ROWS, "config::kIsListed ? work.first : query / kBlockQ * kBlockQ", "work.first"
     ),
-    "hidden keys count": (_ROWS, "IsPlain || s.at(i, j) != ptx::negative_infinity<float>() ? p : 0.0f", "p"),
-    "what stands at hidden keys matters": (_ROWS, "IsPlain || p.at(i, j) != 0 ? ds : 0.0f", "ds"),
+    "hidden keys count": (_ROWS, "IsPlain || !attention::is_masked_score(s.at(i, j)) ? p : s.at(i, j)", "p"),
+    "hidden keys are marked no more": (_ROWS, "? p : s.at(i, j);", "? p : 0.0f;"),
+    "scores are hidden behind -inf": (
+        _KEYS, "kBringsDo ? attention::masked_score() : ptx::negative_infinity<float>();",
+        "ptx::negative_infinity<float>();",
+    ),
+    "what stands at hidden keys matters": (
+        _ROWS, "IsPlain || !attention::is_masked_score(p.at(i, j)) ? ds : 0.0f", "ds"
+    ),
     "delta is left out": (_ROWS, "(dp.at(i, j) - row.delta[i])", "dp.at(i, j)"),
     "scores are read before they are there": (
         _ROWS, "  // asked for meanwhile\n  tile::wait_for<1>(s);", "\n  tile::wait_for<2>(s);"

@@ -54,7 +54,7 @@ EDITS = {
     "dq lacks the scale": ("cpu", "dq * self.wide(self.plan.problem.softmax_scale)", "dq"),
     "dk keeps log2(e)": ("cpu", "dk * self.wide(LN_2)", "dk"),
     "only the last step gives dv": ("cpu", "_plus(dv, p @ do)", "p @ do"),
-    "columns are not masked": ("cpu", "self._mask_queries(tiles, places, steps, s, dp)", "pass"),
+    "columns are not masked": ("cpu", "self._mask_queries(tiles, places, steps, p, ds)", "pass"),
     "an empty row is exponentiated": (
         "cpu",
         "np.where(empty, np.inf, lse * LOG2_E)",
@@ -76,8 +76,8 @@ EDITS = {
     ),
     "the masks of a batch all fall on its first tile": (
         "cpu",
-        "_mask(s[number, here], None",
-        "_mask(s[0, here], None",
+        "np.copyto(x[number, here]",
+        "np.copyto(x[0, here]",
     ),
     "a band ends one query late for its keys": (
         "work_list",
