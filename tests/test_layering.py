@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = """errors arrays memory tensor_map device mask block_set masks patterns problem reference classify whole_grid
 block_index work_list records source sm80_tiles sm90_tiles dq_turns tiles plans params checks passes states bounds
 compile sim.launch sim.compiler sim cpu gpu simulated launch api doctor cuflash __main__
-testing.oracle testing.assertions testing.strategies testing.properties testing""".split()
+testing.oracle testing.assertions testing.non_finite testing.strategies testing.properties testing""".split()
 
 THIRD_PARTY = {
     "arrays": {"ml_dtypes"},

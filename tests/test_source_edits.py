@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from test_block_index import blocks_of
 from test_device_masks import changed, in_order, packed, sent
+from test_non_finite import MERGED, WORK, a_fault_a_head, assert_follows_the_rule, assert_merges
 from test_work_list import assert_longest_first, rebuilt
 
 import cuflash
@@ -179,6 +180,65 @@ EDITS = {
 }
 
 
+# Where operands are not finite.
+NON_FINITE_EDITS = {
+    "P of a NaN row is NaN where it is masked": (
+        "cpu",
+        "np.copyto(p[number, :, here], 0, where",
+        "np.copyto(p[number, :, here], 0 * p[number, :, here], where",
+    ),
+    "dS of a NaN row is NaN where it is masked, for its keys": (
+        "cpu",
+        "np.copyto(ds[number, :, here], 0, where",
+        "np.copyto(ds[number, :, here], 0 * ds[number, :, here], where",
+    ),
+    "dS is NaN where it is masked, for its query": (
+        "cpu",
+        "np.copyto(x[number, here], value, where",
+        "np.copyto(x[number, here], value or 0 * x[number, here], where",
+    ),
+    "a part that is NaN is an empty one": ("states", "is_empty = total == 0", "is_empty = ~(total > 0)"),
+    "what an empty part holds is merged": ("states", "xp.isneginf(lse)[..., None]", "False"),
+    "a part of weight 0 hides what it holds": ("states", "xp.isneginf(lse)[..., None]", "(weight == 0)[..., None]"),
+    "the caller hears of weights that are 0": ("states", 'np.errstate(all="ignore")', "np.errstate()"),
+    "a row whose scores are all -inf is NaN": (
+        "reference",
+        "empty = row_sum == 0",
+        "empty = ~np.any(allowed, axis=-1, keepdims=True)",
+    ),
+    "the specification's P of a NaN row is NaN where it is masked": (
+        "reference",
+        "np.where(allowed, weight / row_sum_or_one, 0)",
+        "weight / row_sum_or_one",
+    ),
+    "the specification's dS is NaN where it is masked": (
+        "reference",
+        "ds = np.where(allowed, probability * (dp - d), 0)",
+        "ds = probability * (dp - d)",
+    ),
+    "the oracle has an infinite lse": (
+        "testing/oracle",
+        "        lse = np.where(lse == np.inf, np.nan, lse)  # exp(inf - inf) of one score\n",
+        "",
+    ),
+    "the oracle takes -inf for a score": (
+        "testing/oracle",
+        "attends = ~np.isneginf(lse)",
+        "attends = allowed.any(axis=-1)",
+    ),
+    "the specification counts dlse of a row without a score": (
+        "reference",
+        "np.where(np.isneginf(lse[..., None]), 0, widened(dlse).reshape(d.shape))",
+        "widened(dlse).reshape(d.shape)",
+    ),
+    "the oracle counts dlse of a row without a score": (
+        "testing/oracle",
+        "np.where(np.isneginf(lse), 0, dlse[head])[:, None]",
+        "dlse[head][:, None]",
+    ),
+}
+
+
 @pytest.fixture
 def edited(tmp_path, monkeypatch):
     """Import a copy of the library with one edit, under a name of its own."""
@@ -232,6 +292,44 @@ def attention_is_right(library):
         o, lse = ready.forward(example.q, example.k, example.v)
         dq, dk, dv = ready.backward(example.do, example.q, example.k, example.v, o, lse, example.dlse)
         part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+class Passes:
+    """A library's calls with the signatures of `cuflash.reference`."""
+
+    def __init__(self, library):
+        self.library = library
+
+    def attention(self, q, k, v, mask, scale):
+        return self.library.attention(q, k, v, mask=mask, scale=scale, return_lse=True)
+
+    def attention_vjp(self, q, k, v, do, dlse, mask, scale):
+        return self.library.attention_vjp(q, k, v, mask=mask, scale=scale)[1](do, dlse)
+
+
+def non_finite_values_go_where_they_should(library):
+    """On the cpu executor, whichever element of a small problem they stand in."""
+    for fields in WORK.values():
+        assert_follows_the_rule(Passes(library), a_fault_a_head(**fields))
+
+
+def merges_are_right(library):
+    """Parts give the whole, NaN and infinities included."""
+    for parts in MERGED:
+        for dtype in ("float16", "float64"):
+            assert_merges(library.merge, *parts, dtype)
+
+
+def specification_is_right(library):
+    """The specification follows the rule."""
+    for fields in WORK.values():
+        assert_follows_the_rule(part(library, "reference"), a_fault_a_head(**fields))
+
+
+def oracle_is_right(library):
+    """The oracle follows the rule."""
+    for fields in WORK.values():
+        assert_follows_the_rule(part(library, "testing.oracle"), a_fault_a_head(**fields))
 
 
 def shapes_and_masks(library):
@@ -310,6 +408,12 @@ GUARDS = {
     "classify": indices_are_right,
     "block_set": indices_are_right,
 }
+NON_FINITE_GUARDS = {
+    "cpu": non_finite_values_go_where_they_should,
+    "states": merges_are_right,
+    "reference": specification_is_right,
+    "testing/oracle": oracle_is_right,
+}
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -321,6 +425,15 @@ def test_a_planted_fault_is_seen(edited, name):
         GUARDS[file](library)
 
 
-@pytest.mark.parametrize("guard", dict.fromkeys(GUARDS.values()))
+@pytest.mark.parametrize("name", NON_FINITE_EDITS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_planted_where_operands_are_not_finite_is_seen(edited, name):
+    file, line, replacement = NON_FINITE_EDITS[name]
+    library = edited(file, line, replacement)
+    with pytest.raises(AssertionError):
+        NON_FINITE_GUARDS[file](library)
+
+
+@pytest.mark.parametrize("guard", dict.fromkeys([*GUARDS.values(), *NON_FINITE_GUARDS.values()]))
 def test_the_library_as_it_is_passes_the_same_guards(guard):
     guard(cuflash)
