@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+import numpy as np
+
 from .arrays import DTYPES, Array, accumulator_dtype, describe, is_array, namespace
 from .errors import UnsupportedProblem
 from .plans import as_arrays
@@ -49,14 +51,23 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     -----
     o = sum_p exp(lse_p - lse) o_p with lse = log sum_p exp(lse_p): the rescaling of FlashAttention-2
     (arXiv 2307.08691, section 3.1), applied to finished parts. Sums run in float32 (float64 for float64).
+
+    A row is NaN, o and lse, if lse of some part is NaN or +inf there, as it is if one score is. A part whose lse is
+    -inf adds nothing to the row, whatever its o holds; NaN and infinities in o of any other part reach o, however small
+    the part's weight.
     """
     outs, lses = _parts("outs", outs), _parts("lses", lses)
     _check(outs, lses)
+    with np.errstate(all="ignore"):  # weights of parts far below the largest are 0, and NaN is a result
+        return _merged(outs, lses)
+
+
+def _merged(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
     xp = namespace(outs[0])
     wide = accumulator_dtype(outs[0].dtype)
     lse_max = lses[0]
     for lse in lses[1:]:
-        lse_max = xp.maximum(lse_max, lse)
+        lse_max = xp.maximum(lse_max, lse)  # NaN if either is
     # An empty row has lse_max = -inf; 0 in its place keeps -inf - (-inf) out.
     shift = xp.where(xp.isneginf(lse_max), 0, lse_max)
     total = xp.zeros_like(lse_max)
@@ -65,9 +76,10 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
         weight = xp.exp(lse - shift)
         total = total + weight
         # A part that is empty in a row adds nothing there, whatever it holds.
-        o = o + xp.where(weight[..., None] > 0, weight[..., None] * out.astype(wide), 0)
-    safe = xp.where(total > 0, total, 1)
-    merged = xp.where(total > 0, shift + xp.log(safe), -xp.inf).astype(lse_max.dtype)
+        o = o + xp.where(xp.isneginf(lse)[..., None], 0, weight[..., None] * out.astype(wide))
+    is_empty = total == 0
+    safe = xp.where(is_empty, 1, total)
+    merged = xp.where(is_empty, -xp.inf, shift + xp.log(safe)).astype(lse_max.dtype)
     return (o / safe[..., None]).astype(outs[0].dtype), merged
 
 

@@ -13,6 +13,9 @@ Everything here is written to be read beside the paper and to be right, not fast
 Arithmetic is float64 whatever comes in; long double and complex arguments keep their kind, so that rounding can be
 told from error (long double) and the forward differentiated by a complex step of 1e-20. Nothing of the tiled code is
 used, and nothing of it may come to be used, since the two check each other.
+
+NaN and infinities follow the README's rule, without a warning. The whole matrix counts as one partial block: P and dS
+are 0 at every place that the mask leaves out, and 0 times a NaN or infinity of v, k, q or do there is NaN.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from .arrays import Array
 __all__ = ["attention", "attention_vjp"]
 
 
+@np.errstate(invalid="ignore")
 def attention(
     q: Array, k: Array, v: Array, mask: Array | None = None, scale: float | None = None
 ) -> tuple[Array, Array]:
@@ -69,11 +73,12 @@ def attention(
     S = scale Q K^T, P = softmax(S), O = P V: FlashAttention (arXiv 2205.14135), section 2.2; the shift by the row
     maximum and L = m + log(l) are FlashAttention-2's (arXiv 2307.08691, section 2.3 and algorithm 1).
     """
-    probability, lse = _softmax(q, k, v, mask, scale)
+    probability, lse, _ = _softmax(q, k, v, mask, scale)
     o = probability @ expand_heads(widened(v), probability.shape[-3])
     return (o, lse) if np.ndim(q) > 2 else (o[0], lse[0])
 
 
+@np.errstate(invalid="ignore")
 def attention_vjp(
     q: Array,
     k: Array,
@@ -114,7 +119,7 @@ def attention_vjp(
 
     with D replaced by D - dlse, since the derivative of a row's lse with respect to its scores is P.
     """
-    probability, _ = _softmax(q, k, v, mask, scale)
+    probability, lse, allowed = _softmax(q, k, v, mask, scale)
     num_heads = probability.shape[-3]
     keys, values = (expand_heads(widened(x), num_heads) for x in (k, v))
     queries, do = with_heads(widened(q)), with_heads(widened(do))
@@ -122,9 +127,9 @@ def attention_vjp(
     o = probability @ values
     d = np.sum(do * o, axis=-1, keepdims=True)
     if dlse is not None:
-        d = d - widened(dlse).reshape(d.shape)
+        d = d - np.where(np.isneginf(lse[..., None]), 0, widened(dlse).reshape(d.shape))
     dp = do @ np.swapaxes(values, -1, -2)
-    ds = probability * (dp - d)
+    ds = np.where(allowed, probability * (dp - d), 0)
 
     softmax_scale = default_scale(q, scale)
     dq = softmax_scale * (ds @ keys)
@@ -133,8 +138,8 @@ def attention_vjp(
     return sum_to(dq, np.shape(q)), sum_heads_to(dk, np.shape(k)), sum_heads_to(dv, np.shape(v))
 
 
-def _softmax(q: Array, k: Array, v: Array, mask: Array | None, scale: float | None) -> tuple[Array, Array]:
-    """P [*batch, num_heads, seqlen_q, seqlen_kv] and lse [*batch, num_heads, seqlen_q]."""
+def _softmax(q: Array, k: Array, v: Array, mask: Array | None, scale: float | None) -> tuple[Array, Array, Array]:
+    """P [*batch, num_heads, seqlen_q, seqlen_kv], lse [*batch, num_heads, seqlen_q], and the mask in the shape of P."""
     queries = with_heads(widened(q))
     keys = expand_heads(widened(k), queries.shape[-3])
     score = default_scale(q, scale) * (queries @ np.swapaxes(keys, -1, -2))
@@ -143,13 +148,13 @@ def _softmax(q: Array, k: Array, v: Array, mask: Array | None, scale: float | No
     allowed = allowed_of(mask, score.shape)
     # The maximum by real part: any shift gives the same softmax, so a complex step sees through it.
     row_max = np.max(score.real, axis=-1, keepdims=True, initial=-np.inf, where=allowed)
-    row_max = np.where(np.isneginf(row_max), 0, row_max)  # a row with no key; -inf - -inf would be NaN
+    row_max = np.where(np.isneginf(row_max), 0, row_max)  # a row without a score above -inf; -inf - -inf would be NaN
     weight = np.where(allowed, np.exp(np.where(allowed, score - row_max, 0)), 0)
     row_sum = np.sum(weight, axis=-1, keepdims=True)
-    empty = ~np.any(allowed, axis=-1, keepdims=True)
+    empty = row_sum == 0  # else the greatest score adds 1
     row_sum_or_one = np.where(empty, 1, row_sum)
     lse = np.where(empty, -np.inf, row_max + np.log(row_sum_or_one))
-    return weight / row_sum_or_one, lse[..., 0]
+    return np.where(allowed, weight / row_sum_or_one, 0), lse[..., 0], allowed
 
 
 def widened(x: Array) -> Array:

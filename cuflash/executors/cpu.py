@@ -178,7 +178,7 @@ class _Call:
         for steps in _together(tiles):
             keys = self.where(kv_places, [step.rows for step in steps])
             s = _product(self.read("k", keys), q, scratch[0])
-            self._mask_keys(tiles, steps, s)
+            self._mask_keys(tiles, steps, s, -np.inf)
             new_max = s.max(axis=-2) if o_acc is None else np.maximum(row_max, s.max(axis=-2))
             shift = np.maximum(new_max, np.finfo(self.wide).min)  # -inf - (-inf) must not arise
             s -= shift[..., None, :]
@@ -210,8 +210,8 @@ class _Call:
             keys = self.where(kv_places, [step.rows for step in steps])
             k = self.read("k", keys)
             s, dp = _product(k, q, scratch[0]), _product(self.read("v", keys), do, scratch[1])
-            self._mask_keys(tiles, steps, s, dp)
             _, ds = _score_gradient(lse_2, delta, s, dp)
+            self._mask_keys(tiles, steps, ds, 0)
             dq = _plus(dq, ds.swapaxes(-1, -2) @ k)
         self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.softmax_scale))
 
@@ -228,8 +228,8 @@ class _Call:
                 q, do = self.read_queries(rows), self.read_gradients(rows)
                 lse_2, delta = self.read("lse_2", rows), self.read("delta", rows)
                 s, dp = _product(k, q, scratch[0]), _product(v, do, scratch[1])
-                self._mask_queries(tiles, places, steps, s, dp)
                 p, ds = _score_gradient(lse_2, delta, s, dp)
+                self._mask_queries(tiles, places, steps, p, ds)
                 dv, dk = _plus(dv, p @ do), _plus(dk, ds @ q)
         # q carries softmax_scale log2(e); dK wants softmax_scale.
         self.write("dk", keys, 0 if dk is None else dk * self.wide(LN_2))
@@ -240,21 +240,22 @@ class _Call:
         rows = self.where([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
         return rows, [(tile.b, tile.h // self.group_size) for tile in tiles]
 
-    def _mask_keys(self, tiles: list[_Tile], steps: tuple[_Step, ...], s: Array, dp: Array | None = None) -> None:
-        """Set the scores of masked keys to -inf, and their dP to 0."""
+    def _mask_keys(self, tiles: list[_Tile], steps: tuple[_Step, ...], x: Array, value: float) -> None:
+        """Set scores, or dS, of masked keys to a value."""
         for number, (tile, step) in enumerate(zip(tiles, steps)):
             for segment, here in step.partial:
                 outside = _outside(self.plan.work, (tile.b, tile.h), segment, tile.rows, slice(*segment[:2]))
-                _mask(s[number, here], None if dp is None else dp[number, here], outside)
+                np.copyto(x[number, here], value, where=outside)
 
     def _mask_queries(
-        self, tiles: list[_Tile], places: list[_Place], steps: tuple[_Step, ...], s: Array, dp: Array
+        self, tiles: list[_Tile], places: list[_Place], steps: tuple[_Step, ...], p: Array, ds: Array
     ) -> None:
-        """Set the scores of masked queries to -inf, and their dP to 0."""
+        """Set P and dS of masked queries to 0."""
         for number, (tile, place, step) in enumerate(zip(tiles, places, steps)):
             for segment, here in step.partial:
                 outside = _outside(self.plan.work, place, segment, slice(*segment[:2]), tile.rows)
-                _mask(s[number, :, here], dp[number, :, here], outside)
+                np.copyto(p[number, :, here], 0, where=outside)
+                np.copyto(ds[number, :, here], 0, where=outside)
 
 
 def _together(tiles: list[_Tile], head: int = 0) -> Iterator[tuple[_Step, ...]]:
@@ -290,7 +291,10 @@ def _plus(total: Array | None, term: Array) -> Array:
 
 
 def _score_gradient(lse_2: Array, delta: Array, s: Array, dp: Array) -> tuple[Array, Array]:
-    """P and dS / softmax_scale from scores (base 2, masked) and dP, in the memory of both."""
+    """P and dS / softmax_scale from scores (base 2) and dP, in the memory of both.
+
+    They are masked afterwards: of a row that is NaN, no score would make a P of 0.
+    """
     s -= lse_2[..., None, :]
     p = np.exp2(s, out=s)
     np.minimum(p, 1, out=p)  # at logits of 1e6 and more the rounding of lse alone would lift P above 1
@@ -343,13 +347,6 @@ def _groups(segments: list[Segment], limit: int) -> Iterator[list[Segment]]:
         room -= segment.stop - segment.start
     if group:
         yield group
-
-
-def _mask(s: Array, dp: Array | None, outside: Array) -> None:
-    """Set scores to -inf, and their dP to 0, where they are outside the mask."""
-    np.copyto(s, -np.inf, where=outside)
-    if dp is not None:
-        np.copyto(dp, 0, where=outside)  # P is 0 there, and 0 times what a masked value holds may not be
 
 
 def _outside(work: WorkList, place: _Place, segment: Segment, rows: slice, keys: slice) -> Array:

@@ -22,16 +22,20 @@ The function takes ``(q, k, v, *, mask, scale)``, arrays as `cuflash.attention` 
 for the mask, and returns o and lse. Gradients, ``(q, k, v, do, *, dlse, mask, scale) -> (dq, dk, dv)``, go to the same
 assertion and to `GRADIENT_PROPERTIES`, both together to `PAIR_PROPERTIES`.
 
+`examples(has_non_finite=True)` puts NaN and infinities into operands: of `PAIR_PROPERTIES`,
+`check_non_finite_values_reach_what_they_should` is about these; the others want finite operands.
+
 Needs Hypothesis and runs under any test runner: ``pip install cuflash[test]``.
 """
 
-from . import assertions, oracle, properties, strategies
+from . import assertions, non_finite, oracle, properties, strategies
 from .assertions import (
     Example,
     assert_exact_probes,
     assert_within,
     assert_within_bounds,
 )
+from .non_finite import assert_non_finite
 from .properties import FORWARD_PROPERTIES, GRADIENT_PROPERTIES, PAIR_PROPERTIES
 from .strategies import Structure, examples, masks, structures
 
@@ -42,11 +46,13 @@ __all__ = [
     "Example",
     "Structure",
     "assert_exact_probes",
+    "assert_non_finite",
     "assert_within",
     "assert_within_bounds",
     "assertions",
     "examples",
     "masks",
+    "non_finite",
     "oracle",
     "properties",
     "strategies",

@@ -7,7 +7,8 @@
 
 Written from the definition and apart from `cuflash.reference`, so that the two check each other: a query's results
 come from the keys that it attends alone, whatever the others hold, and gradients use the softmax's Jacobian instead of
-D = rowsum(dO O). float64 throughout, and long double for float64 inputs, where it is wider.
+D = rowsum(dO O). float64 throughout, and long double for float64 inputs, where it is wider. NaN and infinities follow
+the README's rule.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from scipy.special import logsumexp
 __all__ = ["attention", "attention_vjp"]
 
 
+@np.errstate(invalid="ignore")
 def attention(q: Any, k: Any, v: Any, mask: Any = None, scale: float | None = None) -> tuple[Any, Any]:
     """o and lse, with the arguments and shapes of `cuflash.reference.attention`."""
     problem = _Heads(q, k, v, mask, scale)
@@ -33,6 +35,7 @@ def attention(q: Any, k: Any, v: Any, mask: Any = None, scale: float | None = No
     return (o, lse) if q.ndim > 2 else (o[0], lse[0])
 
 
+@np.errstate(invalid="ignore")
 def attention_vjp(
     q: Any, k: Any, v: Any, do: Any, dlse: Any = None, mask: Any = None, scale: float | None = None
 ) -> tuple[Any, Any, Any]:
@@ -42,10 +45,11 @@ def attention_vjp(
     do = _headed(do).astype(problem.dtype)
     dlse = np.zeros(problem.shape[:-1]) if dlse is None else np.asarray(dlse).reshape(problem.shape[:-1])
     for head, kv_head in problem:
-        allowed, p, _ = problem.probabilities(head, kv_head)
+        allowed, p, lse = problem.probabilities(head, kv_head)
+        slope_of_lse = np.where(np.isneginf(lse), 0, dlse[head])[:, None]
         slope = np.where(allowed, np.dot(do[head], problem.values[kv_head].T), 0)  # the derivative by each probability
         mean = (p * slope).sum(axis=-1, keepdims=True)
-        ds = np.where(allowed, p * slope - p * mean + p * dlse[head][:, None], 0)
+        ds = np.where(allowed, p * slope - p * mean + p * slope_of_lse, 0)
         dq[_own(head, dq)] += problem.scale * _weighted(ds, problem.keys[kv_head], allowed)
         dk[_own(kv_head, dk)] += problem.scale * _weighted(ds.T, problem.queries[head], allowed.T)
         dv[_own(kv_head, dv)] += _weighted(p.T, do[head], allowed.T)
@@ -74,7 +78,8 @@ class _Heads:
         allowed = self.allowed[head]
         score = np.where(allowed, self.scale * np.dot(self.queries[head], self.keys[kv_head].T), -np.inf)
         lse = logsumexp(score, axis=-1)
-        attends = allowed.any(axis=-1)
+        lse = np.where(lse == np.inf, np.nan, lse)  # exp(inf - inf) of one score
+        attends = ~np.isneginf(lse)
         p = np.exp(score - np.where(attends, lse, 0)[:, None])
         # At scores of 10^6 rounding lse moves all of them by more than a long double's roundoff.
         total = np.where(attends, p.sum(axis=-1, where=allowed), 1)

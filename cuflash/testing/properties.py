@@ -24,6 +24,7 @@ import numpy as np
 from ..bounds import Bounds
 from ..planning.problem import MAX_HEAD_DIM
 from .assertions import Attend, Example, assert_within, on_lattice
+from .non_finite import assert_not_finite_where_due, expected, finite_part
 
 __all__ = ["FORWARD_PROPERTIES", "GRADIENT_PROPERTIES", "PAIR_PROPERTIES", "Pull"]
 
@@ -408,6 +409,19 @@ def check_equal_keys_have_no_slope(attend: Attend, pull: Pull, example: Example)
     assert_within("o", _run(attend, turned)[0], _run(attend, other)[0], bound, example)
 
 
+def check_non_finite_values_reach_what_they_should(attend: Attend, pull: Pull, example: Example) -> None:
+    """NaN and infinities of operands go where the README's rule has them go; see `non_finite`. (37)"""
+    finite, names = finite_part(example), ("o", "lse", "dq", "dk", "dv")
+    results, others = (
+        dict(zip(names, (*_run(attend, each), *_pull(pull, each)), strict=True)) for each in (example, finite)
+    )
+    assert_not_finite_where_due(example, **results)
+    for name, classes in expected(example).items():
+        is_free = classes.may_be_not_finite
+        result, other = (np.where(is_free, 0, _wide(each[name])) for each in (results, others))
+        assert_within(name, result, other, 2 * getattr(finite.bounds, name), example)
+
+
 FORWARD_PROPERTIES = (
     check_order_of_keys_does_not_matter,
     check_queries_are_independent,
@@ -453,6 +467,7 @@ PAIR_PROPERTIES = (
     check_o_and_dv_share_their_product,
     check_a_unit_do_reads_a_row_of_probabilities,
     check_equal_keys_have_no_slope,
+    check_non_finite_values_reach_what_they_should,
 )
 
 

@@ -63,6 +63,7 @@ PRIMES = (1, 2, 3, 5, 7, 13, 31, 61, 127)
 GROUPS = (1, 2, 3, 7, 8)
 SCALES = (1.0, 0.5, -0.5, 1e-3, 10.0, 100.0, 1e4)
 VALUES = ("normal", "lattice", "constant", "outliers", "small", "large", "rising")
+NON_FINITE = ("nan", "inf", "-inf")
 INTEGER_TYPES = (
     np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64
 )  # fmt: skip
@@ -344,6 +345,9 @@ class Structure:
         to key, and with it the scores).
     has_dlse : bool
         Without one, dlse is None.
+    non_finite : tuple of (operand, place, value)
+        What is not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the elements of
+        q, k, v, do or dlse.
     """
 
     q_batch: tuple[int, ...] = ()
@@ -363,6 +367,7 @@ class Structure:
     values: str = "normal"
     has_dlse: bool = True
     seed: int = 0
+    non_finite: tuple[tuple[str, int, str], ...] = ()
 
     @property
     def mask_shape(self) -> MaskShape:
@@ -395,7 +400,11 @@ class Structure:
         operands = {}
         for (name, shape), layout in zip(shapes.items(), self.layouts):
             kind = accumulator_dtype(dtype) if name == "dlse" else dtype
-            operands[name] = laid_out(_filled(rng, name, shape, self.values).astype(kind), layout)
+            filled = _filled(rng, name, shape, self.values).astype(kind)
+            for operand, place, value in self.non_finite:
+                if operand == name and filled.size:
+                    filled.flat[place % filled.size] = float(value)
+            operands[name] = laid_out(filled, layout)
         dlse = operands.pop("dlse")[..., 0] if self.has_dlse else None
         return Example(
             **{name: operands[name] for name in ("q", "k", "v", "do")},
@@ -442,6 +451,7 @@ def structures(
     max_leaves: int = 3,
     widest: int = 256,
     longest: int = 260,
+    has_non_finite: bool = False,
 ) -> Structure:
     """`Structure`s with at most `most_scores` scores and `most_rows` rows in all; the tokens of a tile are `tile`."""
     seqlen_q, seqlen_kv = draw(st.tuples(lengths(tile, longest), lengths(tile, longest)))
@@ -470,7 +480,16 @@ def structures(
         values=draw(st.sampled_from(VALUES)),
         has_dlse=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
+        non_finite=draw(_non_finite()) if has_non_finite else (),
     )
+
+
+def _non_finite() -> st.SearchStrategy[tuple[tuple[str, int, str], ...]]:
+    """One to three operands, places in them, and what stands there."""
+    one = st.tuples(
+        st.sampled_from(("q", "k", "v", "do", "dlse")), st.integers(0, 2**16), st.sampled_from(NON_FINITE)
+    )
+    return st.lists(one, min_size=1, max_size=3).map(tuple)
 
 
 def _leading_axes(room: int) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
@@ -492,6 +511,7 @@ def examples(
     max_leaves: int = 3,
     widest: int = 256,
     longest: int = 260,
+    has_non_finite: bool = False,
 ) -> st.SearchStrategy[Example]:
     """`Example`s of every structure; see `structures`.
 
@@ -508,9 +528,11 @@ def examples(
         The most that head and value dims may be.
     longest : int
         The most tokens that a sequence may have.
+    has_non_finite : bool
+        Put NaN or infinities into one to three places of the operands.
     """
     drawn = structures(
         tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
-        longest=longest,
+        longest=longest, has_non_finite=has_non_finite,
     )  # fmt: skip
     return drawn.map(Structure.example)

@@ -31,14 +31,14 @@ CUFLASH_DEVICE float probability(float s, float softmax_scale_log2, float lse_2)
   return ptx::lesser_or_nan(ptx::exp2_approx(ptx::fma(s, softmax_scale_log2, -lse_2)), 1);
 }
 
-// P and dS = P (dP - delta) in the places of q k^T, which is -inf where the mask says no, and dP.
+// P and dS = P (dP - delta) in the places of q k^T, which is `masked_score` where the mask says no, and dP.
 template <bool IsMasked, class Tile>
 CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2, const RowStatistics<Tile>& row) {
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) {
-      const bool is_allowed = !IsMasked || s.at(i, j) != ptx::negative_infinity<float>();
+      const bool is_allowed = !IsMasked || !is_masked_score(s.at(i, j));
       const float p = probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
       s.at(i, j) = is_allowed ? p : 0.0f;
       dp.at(i, j) = is_allowed ? p * (dp.at(i, j) - row.delta[i]) : 0.0f;

@@ -21,11 +21,16 @@ struct HeadAfterHead {
   CUFLASH_DEVICE int operator()(int row) const { return row % seqlen_q; }
 };
 
-// Set scores that a warp's queries may not see in a step to -inf: keys past the step's end, and those that `seen_by` of a
+// A gradient's masked scores: a NaN that no arithmetic makes, told by its bits from every score, of which -inf is one too.
+constexpr uint32_t kMaskedScore = 0x7fc5a5a5u;
+CUFLASH_DEVICE float masked_score() { return __uint_as_float(kMaskedScore); }
+CUFLASH_DEVICE bool is_masked_score(float s) { return __float_as_uint(s) == kMaskedScore; }
+
+// Set scores that a warp's queries may not see in a step to a value: keys past the step's end, and those that `seen_by` of a
 // row of the tile leaves out. Columns of a thread rise, so that those before a key are the first of them, and what a row
 // sees is a bit a column. Bits of a step start with a byte, since steps are as wide as whole bytes.
 template <bool HasBits, class Tile, class SeenBy>
-CUFLASH_DEVICE void mask_rows(Tile& s, const Step& step, SeenBy seen_by) {
+CUFLASH_DEVICE void mask_rows(Tile& s, const Step& step, float value, SeenBy seen_by) {
   constexpr int kWords = (Tile::kColumns + 31) / 32;
   const int first_row = Tile::first_row(), first_key = step.start + Tile::first_column();
   const int num_keys = step.stop - first_key;
@@ -47,14 +52,14 @@ CUFLASH_DEVICE void mask_rows(Tile& s, const Step& step, SeenBy seen_by) {
     }
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j)
-      if (!(words[j / 32] >> j % 32 & 1)) s.at(i, j) = ptx::negative_infinity<float>();
+      if (!(words[j / 32] >> j % 32 & 1)) s.at(i, j) = value;
   }
 }
 
 // The same where each row sees one key further than the row before: the tile's first one what `keys` says. Of the step, keys
 // from `start` on.
 template <class Tile>
-CUFLASH_DEVICE void mask_band(Tile& s, const Step& step, const Interval& keys, int start) {
+CUFLASH_DEVICE void mask_band(Tile& s, const Step& step, float value, const Interval& keys, int start) {
   static_assert(Tile::kColumns <= 32 && Tile::row(1) == 8 && Tile::column(2) == 8, "a thread's next row: two columns on");
   const int first_key = step.start + Tile::first_column(), row = Tile::first_row();
   const auto columns_before = [&](int key) { return (key - first_key >> 3) * 2 + min(key - first_key & 7, 2); };
@@ -65,7 +70,7 @@ CUFLASH_DEVICE void mask_band(Tile& s, const Step& step, const Interval& keys, i
     const uint32_t seen = ptx::bits_from(max(lo + 2 * i, first)) & ~ptx::bits_from(min(hi + 2 * i, last));
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j)
-      if (!(seen >> j & 1)) s.at(i, j) = ptx::negative_infinity<float>();
+      if (!(seen >> j & 1)) s.at(i, j) = value;
   }
 }
 
@@ -81,9 +86,9 @@ CUFLASH_DEVICE Seen seen_by_row(const Params& params, const WorkTile& work, cons
 }
 
 template <bool HasBits, class Tile, class Queries = EachItsOwn>
-CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& work, const Step& step,
+CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& work, const Step& step, float value,
                                 Queries query_of = {}) {
-  mask_rows<HasBits>(s, step, [&](int row) { return seen_by_row(params, work, step, row, query_of); });
+  mask_rows<HasBits>(s, step, value, [&](int row) { return seen_by_row(params, work, step, row, query_of); });
 }
 
 // The running maximum and sum of a warp's rows (FlashAttention-2, arXiv 2307.08691, algorithm 1). Scores come as they

@@ -291,11 +291,13 @@ CUFLASH_DEVICE int kind_for(int group, unsigned num_keys) {
   return board().notes[stage_of(num_keys)].kinds[group % kConsumers];
 }
 
-// Set scores that masks hide in a step, and those of keys that were the last step's, to -inf.
+// Set scores that masks hide in a step, and those of keys that were the last step's, to -inf; those of gradients to
+// `masked_score`.
 template <class Tile>
 CUFLASH_DEVICE void mask_step(const attention::Params& params, Tile& s, const Task& task, const Note& note) {
-  if (!config::kIsListed && task.is_of_band) return attention::mask_band(s, note.step, task.band, note.start);
-  attention::mask_rows<config::kIsListed>(s, note.step, [&](int row) {
+  const float hidden = kBringsDo ? attention::masked_score() : ptx::negative_infinity<float>();
+  if (!config::kIsListed && task.is_of_band) return attention::mask_band(s, note.step, hidden, task.band, note.start);
+  attention::mask_rows<config::kIsListed>(s, note.step, hidden, [&](int row) {
     auto seen = attention::seen_by_row(params, task.work, note.step, row);
     seen.lo = max(seen.lo, note.start);
     return seen;

@@ -11,17 +11,23 @@ CUFLASH_DEVICE T base_2(T lse) {
   return lse == ptx::negative_infinity<T>() ? -lse : lse * T(kLog2E);
 }
 
-// P = exp2(scale log2(e) q k^T - lse) of a score q k^T, 0 where the mask says no. At logits of 1e6 and more the rounding
-// of lse alone would lift it above 1, hence the minimum.
+// P = exp2(scale log2(e) q k^T - lse) of a score q k^T. At logits of 1e6 and more the rounding of lse alone would lift it
+// above 1, hence the minimum.
 template <class T>
-CUFLASH_DEVICE T probability(T s, T softmax_scale_log2, T lse_2, bool is_allowed) {
-  return is_allowed ? tile::lesser(ptx::exp2_accurate(s * softmax_scale_log2 - lse_2), T(1)) : T(0);
+CUFLASH_DEVICE T probability(T s, T softmax_scale_log2, T lse_2) {
+  return tile::lesser_or_nan(ptx::exp2_accurate(s * softmax_scale_log2 - lse_2), T(1));
 }
 
-// dS = P (dP - delta), 0 where P is: masked, dP may be NaN there.
+// dS = P (dP - delta) of an attended key. A P of 0 does not hide a dP or delta that is NaN or infinite.
 template <class T>
 CUFLASH_DEVICE T score_gradient(T p, T dp, T delta) {
-  return p == 0 ? T(0) : p * (dp - delta);
+  return p * (dp - delta);
+}
+
+// Tiles of keys keep P of masked places as -0, which no exponential is: their dS is 0, whatever dP and delta hold.
+CUFLASH_DEVICE bool is_masked(float p) { return __float_as_uint(p) == 0x80000000u; }
+CUFLASH_DEVICE bool is_masked(double p) {
+  return static_cast<unsigned long long>(__double_as_longlong(p)) == 0x8000000000000000ull;
 }
 
 // lse (base 2) and delta = rowsum(dO o O) - dlse of a thread's rows of a tile; delta is written too, for other kernels.
@@ -55,9 +61,9 @@ CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, T
   }
 }
 
-// P and dS of a tile of queries in one step.
+// dS of a tile of queries in one step, in the place of dP; 0 at masked places.
 template <class T, int Rows, int Columns, int Kept>
-CUFLASH_DEVICE void score_gradients_of_queries(tile::RegisterTile<T, Rows, Columns>& s,
+CUFLASH_DEVICE void score_gradients_of_queries(const tile::RegisterTile<T, Rows, Columns>& s,
                                                tile::RegisterTile<T, Rows, Columns>& dp, const Params& params,
                                                const WorkTile& work, const Step& step, const T (&lse_2)[Kept],
                                                const T (&delta)[Kept]) {
@@ -66,12 +72,11 @@ CUFLASH_DEVICE void score_gradients_of_queries(tile::RegisterTile<T, Rows, Colum
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) s.at[i][j] = probability(s.at[i][j], softmax_scale_log2, lse_2[i], true);
-  mask_scores(s, params, work, step, T(0));
-#pragma unroll
-  for (int i = 0; i < Tile::kRows; ++i)
-#pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) dp.at[i][j] = score_gradient(s.at[i][j], dp.at[i][j], delta[i]);
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      const T p = probability(s.at[i][j], softmax_scale_log2, lse_2[i]);
+      dp.at[i][j] = score_gradient(p, dp.at[i][j], delta[i]);
+    }
+  mask_scores(dp, params, work, step, T(0));
 }
 
 // lse (base 2) and delta of a step's queries stand in shared memory behind a query's row: in columns `Column` and the next
@@ -89,7 +94,7 @@ CUFLASH_DEVICE void load_statistics(tile::SharedTile<T, Rows, Columns, Pitch> to
   }
 }
 
-// P^T of a tile of keys in one step, from S^T; queries by their columns in the tile.
+// P^T of a tile of keys in one step, from S^T, -0 at masked places; queries by their columns in the tile.
 template <class T, int Rows, int Columns, class LseOf>
 CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& s, const Params& params,
                                           const WorkTile& work, const Step& step, LseOf lse_2) {
@@ -99,7 +104,7 @@ CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& 
   for (int j = 0; j < Tile::kColumns; ++j) {
     const T query_lse_2 = lse_2(Tile::column(j));
 #pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) s.at[i][j] = probability(s.at[i][j], softmax_scale_log2, query_lse_2, true);
+    for (int i = 0; i < Tile::kRows; ++i) s.at[i][j] = probability(s.at[i][j], softmax_scale_log2, query_lse_2);
   }
   if (step.kind == Kind::kFull && step.stop - step.start == Columns && work.last - work.first == Rows) return;
   const auto seen = seen_by_columns<Tile>(params, work, step);
@@ -107,7 +112,7 @@ CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& 
   for (int j = 0; j < Tile::kColumns; ++j)
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i)
-      if (!seen.has(j, i)) s.at[i][j] = 0;
+      if (!seen.has(j, i)) s.at[i][j] = -T(0);
 }
 
 // dS^T of a tile of keys in one step, in the place of dP^T; P^T by row and column of a thread.
@@ -118,7 +123,8 @@ CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>
   for (int j = 0; j < Tile::kColumns; ++j) {
     const T query_delta = delta(Tile::column(j));
 #pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) dp.at[i][j] = score_gradient(p(i, j), dp.at[i][j], query_delta);
+    for (int i = 0; i < Tile::kRows; ++i)
+      dp.at[i][j] = is_masked(p(i, j)) ? T(0) : score_gradient(p(i, j), dp.at[i][j], query_delta);
   }
 }
 

@@ -1,5 +1,6 @@
 // Backward of standard attention: P = exp2(S - lse) in S's place, and dS = P (dP - delta) beside it, where dP = do v^T
 // and delta = rowsum(do o) - dlse. One block makes one tile of both, and delta of its rows again.
+#include <attention/mask_scores.cuh>
 #include <attention/operands.cuh>
 #include <attention/score_gradient.cuh>
 #include <attention/whole_matrix.cuh>
@@ -42,6 +43,11 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params)
                      .columns(keys.first, keys.last);
   const auto ds = rows(matrix<Accumulator>(params.whole.score_gradients, place, place.head, shape.seqlen_q,
                                            shape.seqlen_kv)).columns(keys.first, keys.last);
+  // An attended score may be -inf, as masked ones are: what is masked is asked anew.
+  using Scores = decltype(s);
+  Step step;
+  SeenScores<Scores::kColumns> seen{0};
+  if (find_step(params, place, rows_of(work), keys, step)) seen = seen_by_rows<Scores>(params, work, step);
 #pragma unroll
   for (int i = 0; i < s.kRows; ++i) {
     const int row = s.row(i);
@@ -50,16 +56,15 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params)
     for (int column = tile::column_lane(); is_there && column < shape.value_dim; column += tile::kColumnLanes)
       delta += tile::widen(d_o.at(row, column)) * tile::widen(o.at(row, column));
     delta = tile::row_sum(delta);
-    if (is_there && params.dlse.data != nullptr) delta -= dlse.at(row, 0);
     const Accumulator lse_2 = is_there ? base_2(lse.at(row, 0)) : Accumulator(0);
     const bool is_empty = lse_2 == -ptx::negative_infinity<Accumulator>();  // of keys: its gradients are 0
+    if (is_empty) delta = 0;
+    else if (is_there && params.dlse.data != nullptr) delta -= dlse.at(row, 0);
 #pragma unroll
     for (int j = 0; j < s.kColumns; ++j) {
-      s.at[i][j] = ptx::negative_infinity<Accumulator>();
-      if (is_there && s.column(j) < p.num_columns) s.at[i][j] = p.at(row, s.column(j));
-      const bool is_allowed = !is_empty && s.at[i][j] != ptx::negative_infinity<Accumulator>();
-      s.at[i][j] = probability(s.at[i][j], Accumulator(1), lse_2, is_allowed);
-      dp.at[i][j] = score_gradient(s.at[i][j], dp.at[i][j], delta);
+      const bool is_seen = seen.has(i, j);
+      s.at[i][j] = is_seen ? probability(p.at(row, s.column(j)), Accumulator(1), lse_2) : Accumulator(0);
+      dp.at[i][j] = is_seen ? score_gradient(s.at[i][j], dp.at[i][j], delta) : Accumulator(0);
     }
   }
   tile::store(p, s);

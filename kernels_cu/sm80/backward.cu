@@ -159,12 +159,12 @@ CUFLASH_DEVICE void load_step(const attention::Params& params, const Kept& kept,
   if (__builtin_expect(is_whole, true)) load_whole_step(params, kept, step.start, stage);
 }
 
-// Set what the tile's keys are hidden from in a step to -inf.
+// Set what the tile's keys are hidden from in a step to `masked_score`.
 CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const attention::WorkTile& work,
                               const attention::Step& step) {
   const attention::WorkTile queries{work.place, step.start, step.stop};
   const attention::Step keys{work.first, work.last, step.kind, step.entry};
-  attention::mask_scores<config::kIsListed>(s, params, queries, keys);
+  attention::mask_scores<config::kIsListed>(s, params, queries, keys, attention::masked_score());
 }
 
 // Put P and dS into shared memory.

@@ -98,7 +98,7 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
     if (is_whole<kBlockKv>(step)) {
       score_gradients<false>(s, dp, kept.softmax_scale_log2, row);
     } else {
-      mask_scores<config::kIsListed>(s, params, kept.work, step);
+      mask_scores<config::kIsListed>(s, params, kept.work, step, masked_score());
       score_gradients<true>(s, dp, kept.softmax_scale_log2, row);
     }
     tile::add_product_nn(dq, dp, k_smem);

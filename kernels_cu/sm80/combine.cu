@@ -51,13 +51,13 @@ sm80_combine(const __grid_constant__ cuflash::attention::Params params) {
   const int first_column = threadIdx.x % kColumnLanes * kVector;
 #pragma unroll 4
   for (int row = threadIdx.x / kColumnLanes * seqlen_q + query; row < num_rows; row += kGroups * seqlen_q) {
-    const float by = weight(lse_parts.at(row, 0), most);
+    const float lse = lse_parts.at(row, 0), by = weight(lse, most);
 #pragma unroll
     for (int c = 0; c < kVectors; ++c) {
       const auto x = reinterpret_cast<const Vector<float>&>(o_parts.at(row, first_column + c * kWidth));
 #pragma unroll
       for (int e = 0; e < kVector; ++e)
-        if (by > 0) o[c].at[e] += by * x.at[e];  // nobody wrote o of a part without a key
+        if (lse != ptx::negative_infinity<float>()) o[c].at[e] += by * x.at[e];  // else o of the part was not written
     }
   }
   float* const sums = ptx::dynamic_shared<float>() + threadIdx.x / kColumnLanes * kValueDim + first_column;

@@ -86,8 +86,9 @@ CUFLASH_DEVICE void load_step(Tile to, Element* data, const attention::Matrices&
 CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const Kept& kept,
                               const attention::Step& step) {
   using namespace attention;
-  if (kIsPacked) mask_scores<false>(s, params, kept.work, step, HeadAfterHead{params.shape.seqlen_q});
-  else mask_scores<config::kIsListed>(s, params, kept.work, step);
+  const float hidden = ptx::negative_infinity<float>();
+  if (kIsPacked) mask_scores<false>(s, params, kept.work, step, hidden, HeadAfterHead{params.shape.seqlen_q});
+  else mask_scores<config::kIsListed>(s, params, kept.work, step, hidden);
 }
 
 // A part's rows of what is left to be merged.

@@ -46,7 +46,7 @@ CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const 
   return row;
 }
 
-// P in the place of q k^T.
+// P in the place of q k^T; what is masked stays marked.
 template <bool IsPlain>
 CUFLASH_DEVICE void make_probabilities(Scores& s, const Statistics& row, float softmax_scale_log2) {
 #pragma unroll
@@ -54,11 +54,11 @@ CUFLASH_DEVICE void make_probabilities(Scores& s, const Statistics& row, float s
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
       const float p = attention::probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
-      s.at(i, j) = IsPlain || s.at(i, j) != ptx::negative_infinity<float>() ? p : 0.0f;
+      s.at(i, j) = IsPlain || !attention::is_masked_score(s.at(i, j)) ? p : s.at(i, j);
     }
 }
 
-// dS in the place of dP, which may be anything where P is 0 by a mask.
+// dS in the place of dP, which may be anything where P is masked.
 template <bool IsPlain>
 CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const Statistics& row) {
 #pragma unroll
@@ -66,7 +66,7 @@ CUFLASH_DEVICE void make_gradients(Scores& p, Scores& dp, const Statistics& row)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
       const float ds = p.at(i, j) * (dp.at(i, j) - row.delta[i]);
-      dp.at(i, j) = IsPlain || p.at(i, j) != 0 ? ds : 0.0f;
+      dp.at(i, j) = IsPlain || !attention::is_masked_score(p.at(i, j)) ? ds : 0.0f;
     }
 }
 

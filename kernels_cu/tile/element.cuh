@@ -15,10 +15,12 @@ CUFLASH_DEVICE void narrow(float x, ptx::BFloat16& to) { to = ptx::from_float<pt
 CUFLASH_DEVICE void narrow(float x, float& to) { to = x; }
 CUFLASH_DEVICE void narrow(double x, double& to) { to = x; }
 
+// Of a number and a NaN, the number.
 CUFLASH_DEVICE float greater(float x, float y) { return fmaxf(x, y); }
 CUFLASH_DEVICE double greater(double x, double y) { return fmax(x, y); }
-CUFLASH_DEVICE float lesser(float x, float y) { return fminf(x, y); }
-CUFLASH_DEVICE double lesser(double x, double y) { return fmin(x, y); }
+// NaN if x is: fminf would give y.
+template <class T>
+CUFLASH_DEVICE T lesser_or_nan(T x, T y) { return y < x ? y : x; }
 
 // The least finite number: what -inf is replaced by where -inf - (-inf) could arise.
 template <class T>

@@ -1,0 +1,203 @@
+"""Which results are NaN, or infinite, where operands are: the README's rule, told by booleans over pairs of places.
+
+>>> import numpy as np
+>>> example = Example(q=np.zeros((2, 1)), k=np.zeros((2, 1)), v=np.array([[1.0], [np.inf]]), mask=np.tri(2, dtype=bool))
+>>> expected(example)["o"].is_not_finite.ravel().tolist()
+[False, True]
+>>> assert_non_finite(example, o=np.array([[1.0], [np.inf]]), lse=np.log([1.0, 2.0])) < 1
+True
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..reference import expand_heads, sum_heads_to, sum_to, with_heads
+from .assertions import Example, assert_within_bounds
+
+__all__ = ["Expected", "assert_non_finite", "assert_not_finite_where_due", "expected", "finite_part"]
+
+
+class Expected(NamedTuple):
+    """What a result's elements must be, each a bool array in the shape of the result.
+
+    Attributes
+    ----------
+    is_nan : array
+        Elements that must be NaN.
+    is_not_finite : array
+        Elements that must be NaN or infinite; those of `is_nan` are among them.
+    may_be_not_finite : array
+        Elements that may be NaN or infinite, since 0 times what is not finite may be part of their sums.
+    """
+
+    is_nan: Any
+    is_not_finite: Any
+    may_be_not_finite: Any
+
+
+class _Holds(NamedTuple):
+    """Where an operand holds NaN, and where NaN or an infinity."""
+
+    nan: Any
+    any: Any
+
+
+def assert_non_finite(example: Example, **results: Any) -> float:
+    """NaN and infinities are where they must be, and all that they cannot reach is within its bound.
+
+    Parameters
+    ----------
+    example : Example
+    **results : array
+        o, lse, dq, dk, dv, or some of them, as the implementation under test returned them for the example.
+
+    Returns
+    -------
+    float
+        The largest error of a finite element as a share of its bound.
+
+    Raises
+    ------
+    AssertionError
+        Names the result, the first wrong element and the example.
+    """
+    __tracebackhide__ = True
+    assert_not_finite_where_due(example, **results)
+    finite, classes = finite_part(example), expected(example)
+    compared: dict[str, Any] = {
+        name: np.where(classes[name].may_be_not_finite, getattr(finite.exact, name), _wide(result))
+        for name, result in results.items()
+    }
+    return assert_within_bounds(finite, **compared)
+
+
+def assert_not_finite_where_due(example: Example, **results: Any) -> None:
+    """NaN and infinities are where they must be; of all else nothing is said. Arguments as of `assert_non_finite`."""
+    __tracebackhide__ = True
+    classes = expected(example)
+    for name, result in results.items():
+        must, wide = classes[name], _wide(result)
+        _assert_all(name, wide, must.is_nan, np.isnan(wide), "NaN", example)
+        _assert_all(name, wide, must.is_not_finite, ~np.isfinite(wide), "NaN or infinite", example)
+
+
+def _assert_all(name: str, result: Any, must: Any, does: Any, words: str, example: Example) -> None:
+    __tracebackhide__ = True
+    wrong = np.argwhere(must & ~does)
+    if len(wrong):
+        place = tuple(int(index) for index in wrong[0])
+        raise AssertionError(
+            f"{name}[{', '.join(map(str, place))}] is {float(result[place])!r}, should be {words}; "
+            f"{len(wrong)} of {int(must.sum())} elements that should are not\n{example}"
+        )
+
+
+def expected(example: Example) -> dict[str, Expected]:
+    """What o and lse, and with `do` also dq, dk and dv, must be."""
+    score, allowed, holds = _pairs(example)
+    is_hidden = allowed & np.isneginf(score)  # of weight 0
+    is_nan_row = (allowed & (np.isnan(score) | np.isposinf(score))).any(axis=-1)
+    counts = allowed & ~is_hidden
+    has_scores = counts.any(axis=-1)
+
+    v = holds["v"]
+    o = Expected(
+        is_nan_row[..., None] | _meets(counts, v.nan),
+        is_nan_row[..., None] | _meets(counts, v.any),
+        is_nan_row[..., None] | v.any.any(axis=-2, keepdims=True),
+    )
+    results = {"o": o, "lse": Expected(is_nan_row, is_nan_row, is_nan_row)}
+    if example.do is not None:
+        results |= _gradients(example, allowed & has_scores[..., None], allowed, is_nan_row, o, holds)
+    if example.problem.has_heads:
+        return results
+    return {
+        name: Expected(*(x[0] if name in ("o", "lse") else x for x in classes)) for name, classes in results.items()
+    }
+
+
+def finite_part(example: Example) -> Example:
+    """The example with 0 for what is not finite, and without the keys whose scores are -inf.
+
+    Where nothing that is not finite reaches, its results are those of the example.
+    """
+    score, allowed, _ = _pairs(example)
+    mask = allowed & ~np.isneginf(score)
+    operands = {name: getattr(example, name) for name in ("q", "k", "v", "do", "dlse")}
+    zeroed = {name: np.where(np.isfinite(x), x, 0).astype(x.dtype) for name, x in operands.items() if x is not None}
+    return example.but(**zeroed, mask=mask if example.problem.has_heads else mask[0])
+
+
+def _gradients(
+    example: Example, counts: Any, allowed: Any, is_nan_row: Any, o: Expected, holds: dict[str, _Holds]
+) -> dict[str, Expected]:
+    """dq, dk and dv. `counts` says the pairs of rows that have a score above -inf, or NaN."""
+    q, k, v, do, dlse = (holds[name] for name in ("q", "k", "v", "do", "dlse"))
+    has_scores = counts.any(axis=-1)
+    # delta of a row, with which every dS of the row is made.
+    nan_delta = is_nan_row | dlse.nan | do.nan.any(axis=-1) | o.is_nan.any(axis=-1)
+    bad_delta = is_nan_row | dlse.any | do.any.any(axis=-1) | o.is_not_finite.any(axis=-1)
+    any_delta = is_nan_row | (dlse.any & has_scores) | do.any.any(axis=-1) | o.may_be_not_finite.any(axis=-1)
+    # dS, of which dP = do . v is the other part.
+    nan_ds = counts & (nan_delta[..., None] | v.nan.any(axis=-1)[..., None, :])
+    bad_ds = counts & (bad_delta[..., None] | v.any.any(axis=-1)[..., None, :])
+    any_ds = allowed & (any_delta[..., None] | v.any.any(axis=-1)[..., None, :])
+
+    dq = (
+        nan_ds.any(axis=-1)[..., None] | _meets(counts, k.nan),
+        bad_ds.any(axis=-1)[..., None] | _meets(counts, k.any),
+        any_ds.any(axis=-1)[..., None] | k.any.any(axis=-2, keepdims=True),
+    )
+    # A key with an infinity meets the zeros that fill up a tile of queries: 0 times infinity is NaN.
+    fills = k.any.any(axis=-1)[..., None]
+    dk = (
+        np.broadcast_to(nan_ds.any(axis=-2)[..., None], k.any.shape),
+        np.broadcast_to(bad_ds.any(axis=-2)[..., None], k.any.shape),
+        any_ds.any(axis=-2)[..., None] | q.any.any(axis=-2, keepdims=True) | fills,
+    )
+    in_nan_row = (counts & is_nan_row[..., None]).any(axis=-2)[..., None]
+    dv = (
+        in_nan_row | _meets(counts.swapaxes(-1, -2), do.nan),
+        in_nan_row | _meets(counts.swapaxes(-1, -2), do.any),
+        in_nan_row | do.any.any(axis=-2, keepdims=True) | fills,
+    )
+    shapes = example.q.shape, example.k.shape, example.v.shape
+    return {
+        "dq": Expected(*(sum_to(x.astype(float), shapes[0]) > 0 for x in dq)),
+        "dk": Expected(*(sum_heads_to(x.astype(float), shapes[1]) > 0 for x in dk)),
+        "dv": Expected(*(sum_heads_to(x.astype(float), shapes[2]) > 0 for x in dv)),
+    }
+
+
+def _pairs(example: Example) -> tuple[Any, Any, dict[str, _Holds]]:
+    """Scores and mask [*batch, num_heads, seqlen_q, seqlen_kv], and where operands, with these axes, hold what."""
+    problem = example.problem
+    wide = {name: with_heads(_operand(example, name)) for name in ("q", "k", "v")}
+    wide["k"], wide["v"] = (expand_heads(wide[name], problem.num_heads) for name in ("k", "v"))
+    full = {name: np.broadcast_to(x, (*problem.batch, *x.shape[-3:])) for name, x in wide.items()}
+    if example.do is not None:
+        full["do"] = with_heads(_operand(example, "do"))
+        lse_shape = full["do"].shape[:-1]
+        full["dlse"] = np.zeros(lse_shape) if example.dlse is None else _operand(example, "dlse").reshape(lse_shape)
+    with np.errstate(invalid="ignore"):
+        score = problem.softmax_scale * (full["q"] @ full["k"].swapaxes(-1, -2))
+    allowed = example.allowed if problem.has_heads else example.allowed[None]
+    return score, allowed, {name: _Holds(np.isnan(x), ~np.isfinite(x)) for name, x in full.items()}
+
+
+def _operand(example: Example, name: str) -> Any:
+    """In float64, which holds every class that a dtype has; three products of tf32 take an infinity for NaN."""
+    x = np.asarray(getattr(example, name)).astype(np.float64)
+    return np.where(np.isinf(x), np.nan, x) if example.precision == "tf32x3" and name != "dlse" else x
+
+
+def _meets(pairs: Any, holds: Any) -> Any:
+    """Whether some pair of a row has a column of what is held."""
+    return pairs.astype(np.float32) @ holds.astype(np.float32) > 0
+
+
+def _wide(x: Any) -> Any:
+    return np.asarray(x).astype(np.longdouble)

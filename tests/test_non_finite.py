@@ -1,0 +1,296 @@
+"""NaN and infinities go where the README's rule has them go: on executors, in families and walks, and by parts."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import cuflash
+import numpy as np
+import pytest
+import splitting
+from cuflash import masks, passes, reference
+from cuflash.simulated import Simulator
+from cuflash.testing import Example, Structure, assert_non_finite, examples, non_finite, oracle
+from cuflash.testing.properties import check_non_finite_values_reach_what_they_should
+from executors import CPU, GPU, SIM, Run, holds_for_examples, needs_compiler, on_every_backward
+from hypothesis import given
+from hypothesis import strategies as st
+from poison import PoisonedGpu
+from test_sm90 import GPU90, SIM90, with_fewest_tiles
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_calls_get_the_kernels_of_large_ones() -> Iterator[None]:
+    with with_fewest_tiles(0):
+        yield
+
+
+# What stands in a head: operand, row, column, value. Some heads have a q or k that is positive in column 0, where -inf
+# on the other side makes every score -inf.
+HIDDEN_KEY = ("k", 7, 0, "-inf")
+FAULTS: dict[str, tuple[tuple[str, int, int, str], ...]] = {
+    **{
+        f"{value} in {name}": ((name, 9, 1, value),)
+        for name, value in product(("q", "k", "v", "do", "dlse"), ("nan", "inf", "-inf"))
+    },
+    "q positive, a hidden key": (HIDDEN_KEY,),
+    "k positive, a query without a score": (("q", 9, 0, "-inf"),),
+    "k positive, a query without a score, inf in dlse": (("q", 9, 0, "-inf"), ("dlse", 9, 0, "inf")),
+    "q positive, a hidden key, nan in do": (HIDDEN_KEY, ("do", 9, 1, "nan")),
+    "q positive, a hidden key, inf in dlse": (HIDDEN_KEY, ("dlse", 9, 0, "inf")),
+    "q positive, a hidden key, inf in its v": (HIDDEN_KEY, ("v", 7, 1, "inf")),
+    "q positive, a hidden key, nan in q": (HIDDEN_KEY, ("q", 9, 1, "nan")),
+}  # fmt: skip
+
+
+def a_fault_a_head(group_size: int = 1, **fields: Any) -> Example:
+    """Every fault of the list, each in a key/value head of its own; group_size query heads read it, and the last of
+    them holds what q, do and dlse do."""
+    heads = {"num_heads": group_size * len(FAULTS), "num_kv_heads": len(FAULTS)}
+    example = Structure(**heads, **{"seqlen_q": 70, "seqlen_kv": 130, "head_dim": 8, "value_dim": 8} | fields).example()
+    operands = {name: getattr(example, name).copy() for name in ("q", "k", "v", "do", "dlse")}
+    for number, (words, places) in enumerate(FAULTS.items()):
+        own = slice(number * group_size, (number + 1) * group_size)
+        if words.startswith("q positive"):
+            operands["q"][own, :, 0] = np.abs(operands["q"][own, :, 0]) + 1
+        if words.startswith("k positive"):
+            operands["k"][number, :, 0] = np.abs(operands["k"][number, :, 0]) + 1
+        for name, row, column, value in places:
+            head = number if name in ("k", "v") else own.stop - 1
+            at = (head, row) if name == "dlse" else (head, row, column)
+            operands[name][at] = float(value)
+    return example.but(**operands)
+
+
+# Whole steps and masked ones, intervals and bits; at a scale of 30 many weights are 0 that no mask hides.
+_SHORT = {"seqlen_q": 20, "seqlen_kv": 40}
+WORK = {
+    "all keys": {},
+    "causal, weights of 0": {"mask": masks.Causal("bottom_right"), "scale": 30.0, **_SHORT},
+    "bits, weights of 0": {"mask": masks.Dilated(3, align="bottom_right"), "scale": 30.0, **_SHORT},
+}
+SIMT, NAIVE = (replace(SIM, kernel=kernel) for kernel in ("simt", "naive"))
+KINDS = {
+    "float32": (SIM, {"dtype": "float32"}),
+    "float64": (SIM, {"dtype": "float64"}),
+    "float16 in float32": (SIMT, {"dtype": "float16"}),
+    "naive": (NAIVE, {"dtype": "float32"}),
+    "naive, float16": (NAIVE, {"dtype": "float16"}),
+    "float16": (SIM, {"dtype": "float16"}),
+    "bfloat16": (SIM, {"dtype": "bfloat16"}),
+    "tf32": (SIM, {"precision": "tf32"}),
+    "tf32x3": (SIM, {"precision": "tf32x3"}),
+    "Hopper": (SIM90, {"dtype": "float16"}),
+    "Hopper, wide": (SIM90, {"dtype": "bfloat16", "head_dim": 136, "value_dim": 130, **_SHORT}),
+}
+
+
+def cases() -> Iterator[Any]:
+    """Every executor and family, in one walk and in two, with all work; on the simulator with one kind of it, in turn,
+    unless the profile is long."""
+    for dtype, work in product(("float16", "float32", "float64"), WORK):
+        yield pytest.param(CPU, {"dtype": dtype}, work, id=f"cpu-{dtype}-{work}")
+    in_turn = itertools.cycle(WORK)
+    for name, (run, fields) in KINDS.items():
+        on_gpu = GPU90 if run is SIM90 else replace(GPU, kernel=run.kernel)
+        mark = pytest.mark.gpu(9, 0) if run is SIM90 else pytest.mark.gpu
+        for each in (run, *([] if run is NAIVE else [replace(run, deterministic=True)])):
+            for work in WORK if os.environ.get("CUFLASH_PROFILE") == "long" else [next(in_turn)]:
+                yield pytest.param(each, fields, work, id=f"{each}-{name}-{work}", marks=needs_compiler)
+            on_device = replace(on_gpu, deterministic=each.deterministic)
+            for work in WORK:
+                yield pytest.param(on_device, fields, work, id=f"{on_device}-{name}-{work}", marks=mark)
+
+
+def faulty(run: Run, fields: dict[str, Any], work: str) -> Example:
+    fields = {"precision": "ieee"} | fields | WORK[work]
+    precision = fields.pop("precision")
+    return run.rounded(a_fault_a_head(**fields)).but(precision=precision)
+
+
+@pytest.mark.parametrize(("run", "fields", "work"), [*cases()])
+def test_every_fault_reaches_what_it_should(run: Run, fields: dict[str, Any], work: str) -> None:
+    example = faulty(run, fields, work)
+    assert_non_finite(example, **run.everything(example))
+
+
+@holds_for_examples(on_every_backward, has_non_finite=True, most_scores=1 << 13)
+def test_what_is_drawn_reaches_what_it_should(run: Run, example: Example) -> None:
+    assert_non_finite(example, **run.everything(example))
+
+
+FEW = [replace(each, most_examples=4) for each in (NAIVE, SIM90, replace(SIM90, deterministic=True))]
+
+
+@holds_for_examples(
+    pytest.mark.parametrize("run", [pytest.param(run, marks=needs_compiler) for run in FEW], ids=str),
+    has_non_finite=True, most_scores=1 << 12, dtypes=["float16"],
+)  # fmt: skip
+def test_what_is_drawn_reaches_what_it_should_in_every_family(run: Run, example: Example) -> None:
+    assert_non_finite(example, **run.everything(example))
+
+
+@holds_for_examples(pytest.mark.parametrize("run", [CPU], ids=str), has_non_finite=True, most_scores=1 << 13)
+def test_the_property_holds_of_calls_with_a_bool_array(run: Run, example: Example) -> None:
+    check_non_finite_values_reach_what_they_should(run.attend, run.pull, example)
+
+
+# Where blocks share a tile's keys, and where parts are merged
+
+
+SPLITS = pytest.mark.parametrize(
+    "run", [pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu)], ids=str
+)
+
+
+def assert_parts_follow_the_rule(
+    run: Run = SIM, group_size: int = 1, seqlen_q: int = 70, scale: float | None = None
+) -> None:
+    """What blocks that share the keys of a tile leave is merged to what the whole gives."""
+    fields = {"seqlen_q": seqlen_q, "seqlen_kv": 300, "dtype": "float16", "scale": scale}
+    example = splitting.rounded(a_fault_a_head(group_size, **fields))
+    plan = splitting.split_plan(example, 3, run)
+    assert plan.num_splits == 3 and plan.specs["forward"].is_packed == (group_size > 1)
+    q, k, v = (run.put(x) for x in (example.q, example.k, example.v))
+    o = run.put(np.zeros(example.exact.o.shape, np.float16))
+    lse = run.put(np.zeros(example.exact.lse.shape, np.float32))
+    passes.forward(plan, PoisonedGpu() if run.is_on_device else Simulator(), q, k, v, o, lse)
+    assert_non_finite(example, o=run.get(o), lse=run.get(lse))
+
+
+@SPLITS
+@pytest.mark.parametrize("scale", [None, 30.0])
+@pytest.mark.parametrize(("group_size", "seqlen_q"), [(1, 70), (2, 10)])
+def test_parts_of_keys_give_what_all_give(run: Run, group_size: int, seqlen_q: int, scale: float | None) -> None:
+    assert_parts_follow_the_rule(run, group_size, seqlen_q, scale)
+
+
+@given(
+    examples(has_non_finite=True, dtypes=["float32"], most_scores=1 << 12),
+    st.lists(st.integers(0, 300), max_size=3).map(sorted),
+)
+def test_merge_says_what_the_whole_says(example: Example, cuts: list[int]) -> None:
+    """Parts are made in float64, so that the bounds of float32 leave room for the merging."""
+    keys = example.problem.seqlen_kv
+    ends = [0, *(min(cut, keys) for cut in cuts), keys]
+    parts = [
+        reference.attention(
+            example.q, example.k[..., start:stop, :], example.v[..., start:stop, :],
+            example.allowed[..., start:stop], example.problem.softmax_scale,
+        )
+        for start, stop in zip(ends, ends[1:])
+    ]  # fmt: skip
+    with np.errstate(all="raise"):
+        o, lse = cuflash.merge(*zip(*parts))
+    assert_non_finite(example, o=o, lse=lse)
+
+
+_NAN, _INF = float("nan"), float("inf")
+MERGED = [  # o and lse of parts, and of the whole
+    ([_NAN], [_NAN], _NAN, _NAN),
+    ([_NAN, 1], [_NAN, 0.5], _NAN, _NAN),
+    ([2, 1], [_NAN, 0.5], _NAN, _NAN),
+    ([2, 1], [_NAN, -_INF], _NAN, _NAN),
+    ([2, 1], [_INF, 0.5], _NAN, _NAN),
+    ([2], [_INF], _NAN, _NAN),
+    ([_NAN, 1], [-_INF, 0.5], 1, 0.5),
+    ([_NAN, _INF], [-_INF, -_INF], 0, -_INF),
+    ([_NAN, 1], [-2000, 0.5], _NAN, 0.5),  # of weight 0
+    ([_INF, 1], [0.5, 0.5], _INF, 0.5 + np.log(2)),
+    ([_INF, -_INF], [0.5, 0.5], _NAN, 0.5 + np.log(2)),
+    ([1, 3], [0.0, -95.0], 1, 0.0),  # of a weight below the normal numbers
+]
+
+
+def assert_merges(merge: Any, outs: list[float], lses: list[float], o: float, lse: float, dtype: str) -> None:
+    """The parts give the whole, and no warning, whatever the caller lets NumPy raise."""
+    kind, wide = np.dtype(dtype), np.float64 if dtype == "float64" else np.float32
+    parts = [np.full((1, 2), x).astype(kind) for x in outs], [np.full(1, x, wide) for x in lses]
+    try:
+        with np.errstate(all="raise"):
+            merged_o, merged_lse = merge(*parts)
+    except FloatingPointError as error:
+        raise AssertionError(error) from error
+    np.testing.assert_allclose(merged_o.astype(np.float64), np.full((1, 2), o), rtol=1e-6)
+    np.testing.assert_allclose(merged_lse, np.full(1, lse), rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize(("outs", "lses", "o", "lse"), MERGED)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_merge_of(outs: list[float], lses: list[float], o: float, lse: float, dtype: str) -> None:
+    assert_merges(cuflash.merge, outs, lses, o, lse, dtype)
+
+
+def test_merge_rounds_what_is_small_without_a_word() -> None:
+    outs, lses = np.full((2, 1, 2), 1e-7, np.float16), np.array([[0.0], [-20.0]], np.float32)
+    with np.errstate(all="raise"):
+        o, _ = cuflash.merge(outs, lses)
+    assert (o == outs[0]).all()
+
+
+def assert_follows_the_rule(room: Any, example: Example) -> None:
+    """The functions that `reference` and `oracle` have give what the rule says."""
+    options = example.dense_mask, example.scale
+    o, lse = room.attention(example.q, example.k, example.v, *options)
+    dq, dk, dv = room.attention_vjp(example.q, example.k, example.v, example.do, example.dlse, *options)
+    assert_non_finite(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+ROOMS = pytest.mark.parametrize("room", [reference, oracle], ids=["reference", "oracle"])
+
+
+@ROOMS
+@pytest.mark.parametrize("work", WORK)
+def test_the_specification_and_the_oracle_follow_the_rule(room: Any, work: str) -> None:
+    assert_follows_the_rule(room, a_fault_a_head(**WORK[work]))
+
+
+@ROOMS
+def test_the_specification_and_the_oracle_follow_the_rule_for_what_is_drawn(room: Any) -> None:
+    @given(examples(has_non_finite=True, dtypes=["float32"], most_scores=1 << 12))
+    def check(example: Example) -> None:
+        assert_follows_the_rule(room, example)
+
+    check()
+
+
+# The assertion itself: what it claims is little only where a mask hides
+
+
+def test_without_a_mask_every_element_is_claimed_but_of_hidden_keys_and_rows_without_a_score() -> None:
+    """Of a key that holds an infinity dk and dv are free, and of one that scores hide o in the columns of its v."""
+    example = a_fault_a_head()
+    free = {
+        name: (each.may_be_not_finite & ~each.is_not_finite).any(axis=tuple(range(1, each.is_nan.ndim)))
+        for name, each in non_finite.expected(example).items()
+    }
+    heads = dict(zip(FAULTS, zip(*free.values())))
+    assert not free["lse"].any()
+    for words, found in heads.items():
+        if "positive" not in words:
+            assert not any(found), words
+    in_v = heads["q positive, a hidden key, inf in its v"]
+    assert [name for name, is_free in zip(free, in_v) if is_free] == ["o", "dk", "dv"]
+
+
+@pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
+@pytest.mark.parametrize("wrong", ["a number for NaN", "NaN for a number", "another number"])
+def test_a_wrong_element_is_noticed(name: str, wrong: str) -> None:
+    example = a_fault_a_head()
+    results = CPU.everything(example)
+    must = non_finite.expected(example)[name]
+    place = {
+        "a number for NaN": np.argwhere(must.is_nan),
+        "NaN for a number": np.argwhere(~must.may_be_not_finite),
+        "another number": np.argwhere(~must.may_be_not_finite),
+    }[wrong][3]
+    changed = results[name].copy()
+    changed[tuple(place)] = {"a number for NaN": 1, "NaN for a number": np.nan, "another number": 1e6}[wrong]
+    assert_non_finite(example, **results)
+    with pytest.raises(AssertionError, match=rf"{name}\["):
+        assert_non_finite(example, **results | {name: changed})
