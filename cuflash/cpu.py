@@ -10,17 +10,16 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from .arrays import Array
+from .blas import on_one_thread
 from .classify import Kind
 from .plans import Plan
 from .work_list import ListedWork, Segment, WorkList
@@ -374,36 +373,6 @@ def _outside(work: WorkList, place: _Place, segment: Segment, rows: slice, keys:
 # Threads
 
 
-_blas = threading.Lock()
-_blas_users = 0
-_blas_limits: Any = None
-
-
-@lru_cache(maxsize=1)
-def _controller() -> ThreadpoolController:
-    return ThreadpoolController()
-
-
-@contextmanager
-def _one_thread_blas() -> Iterator[None]:
-    """BLAS on one thread while any call runs its tiles on threads of its own; the last one out restores it.
-
-    The setting belongs to the process, so it is counted: two calls from two threads must not restore each other's.
-    """
-    global _blas_users, _blas_limits
-    with _blas:
-        if _blas_users == 0:
-            _blas_limits = _controller().limit(limits=1, user_api="blas")
-        _blas_users += 1
-    try:
-        yield
-    finally:
-        with _blas:
-            _blas_users -= 1
-            if _blas_users == 0:
-                _blas_limits.restore_original_limits()
-
-
 _Pass: TypeAlias = tuple[Callable[[list[_Tile], Array], None], Iterable[_Tile]]  # what befalls a batch, and all tiles
 
 _spare_scratch: list[Array] = []  # bytes that earlier calls worked in, at most one piece a processor
@@ -434,17 +403,49 @@ def _run(plan: Plan, *passes: _Pass) -> None:
         for step, tiles in passes:
             _drain(plan, step, _batches(plan, tiles), threading.Lock(), threading.Event())
         return
-    with _one_thread_blas(), ThreadPoolExecutor(plan.num_workers - 1) as pool:
+
+    def share_all() -> None:
         for step, tiles in passes:
-            stop = threading.Event()
-            work = plan, step, _batches(plan, tiles), threading.Lock(), stop
+            _share(plan, step, _batches(plan, tiles))
+
+    on_one_thread(share_all)
+
+
+def _share(plan: Plan, step: Callable[[list[_Tile], Array], None], batches: Iterator[list[_Tile]]) -> None:
+    """Do batches on the calling thread and on others, all of which have ended when this returns or raises.
+
+    Where a thread cannot be started, as while the interpreter exits, fewer do the same work, with the same bits.
+    """
+    lock, stop, errors = threading.Lock(), threading.Event(), list[BaseException]()
+
+    drain = partial(_drain, plan, step, batches, lock, stop)
+
+    def work() -> None:
+        try:
+            on_one_thread(drain)
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=work, name="cuflash") for _ in range(plan.num_workers - 1)]
+    try:
+        for thread in threads:
             try:
-                others = [pool.submit(_drain, *work) for _ in range(plan.num_workers - 1)]
-                _drain(*work)
-                for other in others:
-                    other.result()
-            finally:
-                stop.set()  # after an error or an interrupt the other threads stop at their next batch
+                thread.start()
+            except RuntimeError:
+                break
+        drain()
+    finally:
+        stop.set()  # after an error or an interrupt the other threads stop at their next batch
+        for thread in threads:
+            if thread.is_alive():
+                thread.join()
+    if errors:
+        error = errors.pop()
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
 
 
 def _drain(

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
 ROOMS = """errors arrays memory tensor_map device mask block_set masks patterns problem reference classify whole_grid
 block_index work_list records source sm80_tiles sm90_tiles dq_turns tiles plans params checks passes states bounds
-compile sim.launch sim.compiler sim cpu gpu simulated launch api doctor cuflash __main__
+compile sim.launch sim.compiler sim blas cpu gpu simulated launch api doctor cuflash __main__
 testing.oracle testing.assertions testing.strategies testing.properties testing""".split()
 
 THIRD_PARTY = {
@@ -26,7 +26,7 @@ THIRD_PARTY = {
     "bounds": {"ml_dtypes", "scipy"},
     "compile": {"cuda", "cupy"},
     "tensor_map": {"cuda"},
-    "cpu": {"threadpoolctl"},
+    "blas": {"threadpoolctl"},
     "gpu": {"cupy"},
     "doctor": {"threadpoolctl"},
     "testing.oracle": {"ml_dtypes", "scipy"},

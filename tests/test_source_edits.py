@@ -8,6 +8,7 @@ keeps up with the code.
 import importlib
 import shutil
 import sys
+from itertools import chain
 from pathlib import Path
 
 import device_double
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from test_blas import assert_limits_are_kept, assert_threads_are_right
 from test_block_index import blocks_of
 from test_device_masks import changed, in_order, packed, sent
 from test_work_list import assert_longest_first, rebuilt
@@ -171,6 +173,38 @@ EDITS = {
         "ids.array[..., 1:] != ids.array[..., :-1]",
         "ids.array[..., 1:] > ids.array[..., :-1] + 1",
     ),
+    "the first call out gives BLAS its threads back": ("blas", "if _users == 0:", "if True:"),
+    "BLAS is left on one thread": ("blas", "self._set(self._found)", "pass"),
+    "a number of threads set during a call is lost": ("blas", "is not None and self._get() == 1", "is not None"),
+    "a number of threads is given back twice": ("blas", "        self._found = None\n", ""),
+    "a call leaves BLAS the threads that were set during another": (
+        "blas",
+        "if number > 1:",
+        "if number > 1 and self._found is None:",
+    ),
+    "BLAS has its threads during a call": ("blas", "            self._set(1)\n", ""),
+    "a thread's own number is not given back": ("blas", "            library.swap(number)\n", ""),
+    "MKL's numbers are the process's": ("blas", 'found.internal_api == "mkl"', "False"),
+    "OpenMP's numbers are the process's": ("blas", 'found.threading_layer == "openmp"', "False"),
+    "threadpoolctl sets OpenBLAS": ("blas", "set_ or found.set_num_threads", "found.set_num_threads"),
+    "names of OpenBLAS's functions have no suffix": ("blas", '("", "64_", "_64")', '("",)'),
+    "a child counts its parent's calls": ("blas", "_lock, _users = threading.RLock(), 0", "_lock = threading.RLock()"),
+    "a child waits for its parent's lock": ("blas", "_lock, _users = threading.RLock(), 0", "_users = 0"),
+    "a child keeps the one thread of its parent's calls": (
+        "blas",
+        "            library.release()\n\n\nif",
+        "            pass\n\n\nif",
+    ),
+    "an interrupt leaves BLAS on one thread": (
+        "blas",
+        "            blas.leave()\n            raise",
+        "            raise",
+    ),
+    "an error on another thread is lost": ("cpu", "    if errors:\n", "    if False:\n"),
+    "threads that cannot be started are an error": ("cpu", "except RuntimeError:", "except ZeroDivisionError:"),
+    "a call ends before its threads": ("cpu", "                thread.join()\n", "                pass\n"),
+    "BLAS keeps its threads on the calling thread": ("cpu", "on_one_thread(share_all)", "share_all()"),
+    "BLAS keeps its threads on other threads": ("cpu", "on_one_thread(drain)", "drain()"),
     "broadcast gradients are not summed": (
         "launch",
         "gradient.sum(axis=(*range(missing), *narrow))",
@@ -301,14 +335,20 @@ def lists_on_a_device_are_right(library):
         assert np.array_equal(np.diff(pointers), np.bincount(column, minlength=len(pointers) - 1))
 
 
+def limits_are_kept(library):
+    """BLAS has the threads that it had, whichever calls overlap."""
+    assert_limits_are_kept(part(library, "blas"))
+
+
 GUARDS = {
-    "masks": lists_on_a_device_are_right,
-    "whole_grid": lists_on_a_device_are_right,
-    "cpu": attention_is_right,
-    "launch": attention_is_right,
-    "work_list": work_is_right,
-    "classify": indices_are_right,
-    "block_set": indices_are_right,
+    "masks": [lists_on_a_device_are_right],
+    "whole_grid": [lists_on_a_device_are_right],
+    "blas": [limits_are_kept],
+    "cpu": [assert_threads_are_right, attention_is_right],
+    "launch": [attention_is_right],
+    "work_list": [work_is_right],
+    "classify": [indices_are_right],
+    "block_set": [indices_are_right],
 }
 
 
@@ -317,10 +357,11 @@ GUARDS = {
 def test_a_planted_fault_is_seen(edited, name):
     file, line, replacement = EDITS[name]
     library = edited(file, line, replacement)
-    with pytest.raises((AssertionError, ValueError)):  # arrays may not fit each other
-        GUARDS[file](library)
+    with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):  # arrays may not fit each other
+        for guard in GUARDS[file]:
+            guard(library)
 
 
-@pytest.mark.parametrize("guard", dict.fromkeys(GUARDS.values()))
+@pytest.mark.parametrize("guard", dict.fromkeys(chain(*GUARDS.values())))
 def test_the_library_as_it_is_passes_the_same_guards(guard):
     guard(cuflash)
