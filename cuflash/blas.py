@@ -1,8 +1,8 @@
 """BLAS on one thread while calls multiply on threads of their own.
 
 OpenBLAS with threads of its own, BLIS and FlexiBLAS have one number of threads for the whole process, and calls that
-overlap share it: it is noted when a call finds more than one, and given back when the last call ends. MKL and OpenBLAS on
-OpenMP have a number for each thread, which every thread sets and gives back for itself.
+overlap share it: it is noted when a call finds more than one, and given back when the last call ends. MKL and OpenBLAS
+on OpenMP have a number for each thread, which every thread sets and gives back for itself.
 
 threadpoolctl finds the libraries, whose functions are called without it: from version 3.8 on, the one thread that set
 OpenBLAS's number first can change it, and for all other threads its setter does nothing.

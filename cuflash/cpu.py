@@ -50,7 +50,8 @@ def backward(
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
     empty = lse == -np.inf
     # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
-    lse_2 = np.where(empty, np.inf, lse * LOG2_E).astype(plan.problem.accumulator, copy=False)
+    with np.errstate(all="ignore"):
+        lse_2 = np.where(empty, np.inf, lse * LOG2_E).astype(plan.problem.accumulator, copy=False)
     delta = np.empty_like(lse_2)
     arrays = dict(q=q, k=k, v=v, o=o, lse_2=lse_2, do=do, dlse=dlse, delta=delta, dq=dq, dk=dk, dv=dv)
     call = _Call.of(plan, **arrays, empty=empty if empty.any() else None)
@@ -107,6 +108,8 @@ class _Call:
     places: tuple[tuple[int, ...], ...]  # indices into the leading axes, by flat batch index
     wide: Any  # the accumulator's scalar type
     group_size: int
+    q_factor: float
+    score_factor: float  # a power of two, at least 1; times q_factor it is scale log2(e)
 
     @classmethod
     def of(cls, plan: Plan, **arrays: Array | None) -> _Call:
@@ -118,7 +121,11 @@ class _Call:
                 full = (*batch, *array.shape[array.ndim - rank :])
                 view = array if array.shape == full else np.broadcast_to(array, full)
                 broadcast[name] = view if problem.has_heads else view[None]
-        return cls(plan, broadcast, tuple(np.ndindex(batch)), problem.accumulator.type, problem.group_size)
+        wide = problem.accumulator.type
+        mantissa, exponent = math.frexp(wide(problem.scaling.scale * LOG2_E))
+        lift = max(exponent, 0)
+        factors = math.ldexp(mantissa, exponent - lift), 2.0**lift
+        return cls(plan, broadcast, tuple(np.ndindex(batch)), wide, problem.group_size, *factors)
 
     def row_tiles(self) -> Iterator[_Tile]:
         """Tiles of queries, last first: under a causal mask those are the longest."""
@@ -167,8 +174,13 @@ class _Call:
         self.arrays[name][where] = values
 
     def read_queries(self, where: _Where) -> Array:
-        """Queries times softmax_scale log2(e): exp2 of their products with keys is the exp of the scores."""
-        return self.read("q", where) * self.wide(self.plan.problem.softmax_scale * LOG2_E)
+        """Queries times at most 1, so that none overflows: `scores` has what is missing to scale log2(e)."""
+        return self.read("q", where) * self.wide(self.q_factor)
+
+    def scores(self, k: Array, q: Array, scratch: Array) -> Array:
+        """Scores times log2(e), transposed: their exp2 is the exp of the scores."""
+        s = _product(k, q, scratch)
+        return s if self.score_factor == 1 else np.multiply(s, self.wide(self.score_factor), out=s)
 
     def read_gradients(self, where: _Where) -> Array:
         """dO; 0 for rows without a key, whose gradients are 0 whatever came."""
@@ -182,7 +194,7 @@ class _Call:
         row_max, row_sum, o_acc = self.wide(-np.inf), self.wide(0), None
         for steps in _together(tiles):
             keys = self.where(kv_places, [step.rows for step in steps])
-            s = _product(self.read("k", keys), q, scratch[0])
+            s = self.scores(self.read("k", keys), q, scratch[0])
             self._mask_keys(tiles, steps, s)
             new_max = s.max(axis=-2) if o_acc is None else np.maximum(row_max, s.max(axis=-2))
             shift = np.maximum(new_max, np.finfo(self.wide).min)  # -inf - (-inf) must not arise
@@ -214,11 +226,11 @@ class _Call:
         for steps in _together(tiles):
             keys = self.where(kv_places, [step.rows for step in steps])
             k = self.read("k", keys)
-            s, dp = _product(k, q, scratch[0]), _product(self.read("v", keys), do, scratch[1])
+            s, dp = self.scores(k, q, scratch[0]), _product(self.read("v", keys), do, scratch[1])
             self._mask_keys(tiles, steps, s, dp)
             _, ds = _score_gradient(lse_2, delta, s, dp)
             dq = _plus(dq, ds.swapaxes(-1, -2) @ k)
-        self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.softmax_scale))
+        self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.scaling.scale))
 
     def backward_columns(self, tiles: list[_Tile], scratch: Array) -> None:
         """dK and dV of tiles of keys, summed over the query heads that share them."""
@@ -232,12 +244,12 @@ class _Call:
                 rows = self.where(places, [step.rows for step in steps])
                 q, do = self.read_queries(rows), self.read_gradients(rows)
                 lse_2, delta = self.read("lse_2", rows), self.read("delta", rows)
-                s, dp = _product(k, q, scratch[0]), _product(v, do, scratch[1])
+                s, dp = self.scores(k, q, scratch[0]), _product(v, do, scratch[1])
                 self._mask_queries(tiles, places, steps, s, dp)
                 p, ds = _score_gradient(lse_2, delta, s, dp)
                 dv, dk = _plus(dv, p @ do), _plus(dk, ds @ q)
-        # q carries softmax_scale log2(e); dK wants softmax_scale.
-        self.write("dk", keys, 0 if dk is None else dk * self.wide(LN_2))
+        # q carries scale log2(e) / score_factor; dK wants scale.
+        self.write("dk", keys, 0 if dk is None else dk * self.wide(LN_2 * self.score_factor))
         self.write("dv", keys, 0 if dv is None else dv)
 
     def _rows_of(self, tiles: list[_Tile]) -> tuple[_Where, list[_Place]]:
@@ -285,7 +297,7 @@ def _numbers(rows: slice | Array) -> Array:
 
 
 def _product(keys: Array, queries: Array, scratch: Array) -> Array:
-    """Transposed scores keys @ queries^T, in memory that is there: fresh pages would take longer than the numbers."""
+    """keys @ queries^T, in memory that is there: fresh pages would take longer than the numbers."""
     shape = *keys.shape[:-1], queries.shape[-2]
     return np.matmul(keys, queries.swapaxes(-1, -2), out=scratch[: math.prod(shape)].reshape(shape))
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import checks, compile, cpu, gpu, passes, simulated
-from .arrays import Array, ShapeDtype, describe, is_array, namespace
+from .arrays import Array, ShapeDtype, accumulator_dtype, describe, is_array, namespace
 from .device import DeviceSpec
 from .errors import UnsupportedProblem, collecting
 from .memory import device_number, is_broadcast, is_foreign, is_on_cuda, layout_reasons, overlap, taken
@@ -109,7 +109,7 @@ class Executable:
             if self.plan.is_empty:
                 o[...], lse[...] = 0, -np.inf
             else:
-                EXECUTORS[self.executor].forward(self.plan, q, k, v, o, lse)
+                EXECUTORS[self.executor].forward(self.plan, *self._scaled(q, k), v, o, lse)
                 if self.executor == "gpu":
                     gpu.keep(self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None))
             if check is not None:
@@ -119,7 +119,16 @@ class Executable:
     @property
     def is_repeatable(self) -> bool:
         """Whether calls on arrays that lie alike differ in nothing but addresses."""
-        return not self.plan.is_empty and self.executor != "sim"
+        return not self.plan.is_empty and self.executor != "sim" and not self._scales_arrays
+
+    @property
+    def _scales_arrays(self) -> bool:
+        return any(self.plan.problem.scaling[1:])
+
+    def _scaled(self, q: Array, k: Array) -> tuple[Array, Array]:
+        """q and k, or their gradients, times the powers of two that `Problem.scaling` takes out of the scale."""
+        scaling = self.plan.problem.scaling
+        return _times_power_of_two(q, scaling.q_exponent), _times_power_of_two(k, scaling.k_exponent)
 
     def repeated(self, q: Array, k: Array, v: Array, *, pins: bool = False) -> Repeated:
         """`forward` without its checks, for arrays that lie as these do, which it has accepted.
@@ -182,7 +191,7 @@ class Executable:
         results = {}
         with checks.checking(namespace(given["q"]), read) as check:
             is_alike = key is not None and check is None and shapes == full_shapes
-            if is_alike and self.executor == "gpu" and not self.plan.is_empty:
+            if is_alike and self.executor == "gpu" and self.is_repeatable:
                 made = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in shapes.items()}
                 kernels = passes.of_plan(self.plan, passes.BACKWARD)
                 repeated = self._remembered(key, gpu.repeated(self.plan, kernels, there, made))
@@ -195,9 +204,11 @@ class Executable:
                 for result in results.values():
                     result[...] = 0
             else:
+                given["q"], given["k"] = self._scaled(given["q"], given["k"])
                 EXECUTORS[self.executor].backward(self.plan, *given.values(), *results.values())
             if check is not None:
                 check.after(f"the {self.executor} executor", {f"d{name}": result for name, result in results.items()})
+        results["q"], results["k"] = self._scaled(results["q"], results["k"])
         return Gradients(*(_summed_to(results[name], shapes[name], problem.dtype) for name in ("q", "k", "v")))
 
     @property
@@ -257,6 +268,8 @@ class Executable:
         reasons = _device_reasons(self.plan.device, gpu.current_device())
         if reasons:
             raise UnsupportedProblem(reasons)
+        if self._scales_arrays:
+            gpu.refuse_capture("for a scale so far from 1 q and k are copied to memory that a graph would outlive")
         if not self.plan.is_empty:
             gpu.require_capturable(self.plan)
 
@@ -386,6 +399,15 @@ def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return gradient.astype(dtype, copy=False)
     missing = gradient.ndim - len(shape)
     narrow = tuple(missing + axis for axis, extent in enumerate(shape) if extent != gradient.shape[missing + axis])
-    # What float16 cannot hold becomes inf, and sums of that NaN, as in the results that need no sum.
-    with np.errstate(over="ignore", invalid="ignore"):
+    # What float16 cannot hold becomes inf or 0, and sums of inf NaN, as in the results that need no sum.
+    with np.errstate(all="ignore"):
         return gradient.sum(axis=(*range(missing), *narrow)).reshape(shape).astype(dtype, copy=False)
+
+
+def _times_power_of_two(array: Array, exponent: int) -> Array:
+    """An array times 2^exponent, exact but where its dtype has no room; itself for exponent 0."""
+    if not exponent:
+        return array
+    with np.errstate(all="ignore"):
+        wide = array.astype(accumulator_dtype(array.dtype), copy=False)
+        return namespace(array).ldexp(wide, exponent).astype(array.dtype, copy=False)

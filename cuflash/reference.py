@@ -11,8 +11,8 @@
 
 Everything here is written to be read beside the paper and to be right, not fast: memory is O(seqlen_q seqlen_kv).
 Arithmetic is float64 whatever comes in; long double and complex arguments keep their kind, so that rounding can be
-told from error (long double) and the forward differentiated by a complex step of 1e-20. Nothing of the tiled code is
-used, and nothing of it may come to be used, since the two check each other.
+told from error (long double) and the forward differentiated by a complex step of 1e-20. What `numpy.errstate` asks for
+is raised. Nothing of the tiled code is used, and nothing of it may come to be used, since the two check each other.
 """
 
 from __future__ import annotations

@@ -19,7 +19,18 @@ from hypothesis import strategies as st
 
 from test_blas import assert_limits_are_kept, assert_threads_are_right
 from test_block_index import blocks_of
-from test_device_masks import changed, in_order, packed, sent
+from test_device_masks import changed as changed_mask
+from test_device_masks import in_order, packed, sent
+from test_magnitudes import (
+    BROADCAST,
+    assert_no_lse_is_too_large,
+    assert_nothing_is_raised,
+    assert_operands_may_be_huge,
+    assert_powers_cancel,
+    changed,
+    powers,
+    tame,
+)
 from test_work_list import assert_longest_first, rebuilt
 
 import cuflash
@@ -53,8 +64,50 @@ EDITS = {
     ),
     "delta is left out": ("cpu", "    dp -= delta[..., None, :]\n", ""),
     "dlse has the wrong sign": ("cpu", "delta -= np.where(lse_2", "delta += np.where(lse_2"),
-    "dq lacks the scale": ("cpu", "dq * self.wide(self.plan.problem.softmax_scale)", "dq"),
-    "dk keeps log2(e)": ("cpu", "dk * self.wide(LN_2)", "dk"),
+    "dq lacks the scale": ("cpu", "dq * self.wide(self.plan.problem.scaling.scale)", "dq"),
+    "dk keeps log2(e)": ("cpu", "self.wide(LN_2 * self.score_factor)", "self.wide(self.score_factor)"),
+    "dk lacks the power of two of its scores": ("cpu", "self.wide(LN_2 * self.score_factor)", "self.wide(LN_2)"),
+    "scores lack their power of two": ("cpu", "np.multiply(s, self.wide(self.score_factor), out=s)", "s"),
+    "q carries more than the scale's mantissa": ("cpu", "lift = max(exponent, 0)", "lift = 0"),
+    "scales of any size stay as they are": ("problem", "-most < exponent <= most", "True"),
+    "a scale is inf for float16": (
+        "problem",
+        "Scaling(max(-(2.0**126), min(scale, 2.0**126)), 0, 0)",
+        "Scaling(scale, 0, 0)",
+    ),
+    "k has q's part of the scale": ("problem", "exponent - exponent // 2", "exponent // 2"),
+    "scaled q and k are not used": ("launch", "self.plan, *self._scaled(q, k), v, o", "self.plan, q, k, v, o"),
+    "gradients read q and k as they are": (
+        "launch",
+        'given["q"], given["k"] = self._scaled(given["q"], given["k"])',
+        "pass",
+    ),
+    "gradients keep the powers of two": (
+        "launch",
+        'results["q"], results["k"] = self._scaled(results["q"], results["k"])',
+        "pass",
+    ),
+    "calls are repeated without the powers of two": ("launch", " and not self._scales_arrays", ""),
+    "what the caller has NumPy raise comes out of lse": (
+        "cpu",
+        'with np.errstate(all="ignore"):\n        lse_2',
+        "if True:\n        lse_2",
+    ),
+    "what the caller has NumPy raise comes out of batches": (
+        "cpu",
+        'with np.errstate(all="ignore"), _scratch(plan)',
+        "with _scratch(plan)",
+    ),
+    "what the caller has NumPy raise comes out of sums": (
+        "launch",
+        'with np.errstate(all="ignore"):\n        return gradient.sum',
+        "if True:\n        return gradient.sum",
+    ),
+    "what the caller has NumPy raise comes out of scaling": (
+        "launch",
+        'with np.errstate(all="ignore"):\n        wide =',
+        "if True:\n        wide =",
+    ),
     "only the last step gives dv": ("cpu", "_plus(dv, p @ do)", "p @ do"),
     "columns are not masked": ("cpu", "self._mask_queries(tiles, places, steps, s, dp)", "pass"),
     "an empty row is exponentiated": (
@@ -62,7 +115,7 @@ EDITS = {
         "np.where(empty, np.inf, lse * LOG2_E)",
         "(lse * LOG2_E)",
     ),
-    "the scale is left to q alone": ("cpu", "self.plan.problem.softmax_scale * LOG2_E", "LOG2_E"),
+    "the scale is left to q alone": ("cpu", "problem.scaling.scale * LOG2_E", "LOG2_E"),
     "tiles stop one row early": ("cpu", "min(start + block, length)", "min(start + block, max(length - 1, start + 1))"),
     "every batch entry reads the first": (
         "cpu",
@@ -238,12 +291,12 @@ def part(library, name):
     return importlib.import_module(f"{library.__name__}.{name}")
 
 
-def hunt(*strategies):
+def hunt(*strategies, seeds=5, most=120):
     """Many examples from several seeds, so that no run of alike examples decides; reported at the first failure."""
 
     def run(check):
-        options = settings(max_examples=120, database=None, phases=[Phase.generate])
-        for number in range(5):
+        options = settings(max_examples=most, database=None, phases=[Phase.generate])
+        for number in range(seeds):
             seed(number)(options(given(*strategies)(check)))()
 
     return run
@@ -266,6 +319,35 @@ def attention_is_right(library):
         o, lse = ready.forward(example.q, example.k, example.v)
         dq, dk, dv = ready.backward(example.do, example.q, example.k, example.v, o, lse, example.dlse)
         part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+def magnitudes_are_right(library):
+    """Operands and scales of any size have their scores; nothing that the caller has NumPy raise comes out."""
+
+    def everything(example):
+        q, k, v, mask, scale = example.q, example.k, example.v, example.dense_mask, example.scale
+        (o, lse), vjp = library.attention_vjp(q, k, v, mask=mask, scale=scale, return_lse=True)
+        assert library.attention(q, k, v, mask=mask, scale=scale).tobytes() == o.tobytes()
+        return dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(example.do, example.dlse))))
+
+    @hunt(tame(longest=20, widest=8), powers(), seeds=1, most=40)
+    def check_powers(example, powers):
+        assert_powers_cancel(everything, example, *powers)
+
+    @hunt(tame(longest=20, widest=8), st.sampled_from([0.125, 100.0]), seeds=1, most=40)
+    def check_huge(example, scale):
+        assert_operands_may_be_huge(everything, example.but(scale=scale))
+
+    zeros = np.zeros((4, 8), np.float16)
+    assert (library.attention(zeros, zeros + 1, zeros + 1, scale=1e39) == 1).all()
+
+    @hunt(tame(longest=20, widest=8), st.sampled_from(["huge", "tiny", "tiny do"]), seeds=1, most=40)
+    def check_errors(example, size):
+        assert_nothing_is_raised(everything, changed(example, size))
+        assert_nothing_is_raised(everything, changed(example, size).but(scale=1e-70))
+
+    assert_nothing_is_raised(everything, BROADCAST)
+    assert_no_lse_is_too_large(library)
 
 
 def shapes_and_masks(library):
@@ -316,7 +398,7 @@ def lists_on_a_device_are_right(library):
 
     @hunt(drawn, st.tuples(st.integers(1, 12), st.integers(1, 12)))
     def check(shape_and_mask, block):
-        shape, mask = shape_and_mask[0], changed(shape_and_mask[1], in_order)
+        shape, mask = shape_and_mask[0], changed_mask(shape_and_mask[1], in_order)
         if not any(True for _ in part(library, "mask").held_arrays(mask)):
             return
         index, expected = index_of(sent(mask, device_double.to_device), shape, block), index_of(mask, shape, block)
@@ -344,8 +426,9 @@ GUARDS = {
     "masks": [lists_on_a_device_are_right],
     "whole_grid": [lists_on_a_device_are_right],
     "blas": [limits_are_kept],
-    "cpu": [assert_threads_are_right, attention_is_right],
-    "launch": [attention_is_right],
+    "cpu": [assert_threads_are_right, magnitudes_are_right, attention_is_right],
+    "launch": [magnitudes_are_right, attention_is_right],
+    "problem": [magnitudes_are_right],
     "work_list": [work_is_right],
     "classify": [indices_are_right],
     "block_set": [indices_are_right],
