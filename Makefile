@@ -41,9 +41,10 @@ $(call stamp,experiments): setup.cfg pyproject.toml | $(RUN)
 	$(RUN) -m pip install --disable-pip-version-check --quiet --editable '.[experiments$(extra)]'
 	@touch $@
 
-# Tests run the experiments too.
-$(call stamp,test): setup.cfg pyproject.toml | $(RUN)
+# Tests run the experiments too, and those of BLAS's threads with the oldest threadpoolctl that setup.cfg allows.
+$(call stamp,test): setup.cfg pyproject.toml Makefile | $(RUN)
 	$(RUN) -m pip install --disable-pip-version-check --quiet --editable '.[test,experiments$(extra)]'
+	$(RUN) -m pip install --disable-pip-version-check --quiet --upgrade --target $(VENV)/threadpoolctl-3.5.0 threadpoolctl==3.5.0
 	@touch $@ $(call stamp,experiments)
 
 $(RUN):

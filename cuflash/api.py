@@ -108,7 +108,7 @@ def attention(
     window : (left, right), optional
         Keys on either side of the diagonal that `causal` aligns, inclusive; None is unlimited.
     scale : float, optional
-        1 / sqrt(head_dim) unless given.
+        1 / sqrt(head_dim) unless given. Of any size: q and k of 1e20 with a scale of 1e-40 have scores as any others.
         Arrays of any library with DLPack are taken where they lie and without a copy; results are NumPy's or CuPy's.
     kernel : str
         Of the gpu and sim executors "auto", the fastest that serves, or a family's name: "sm80", tensor cores, float16

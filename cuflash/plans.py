@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, ShapeDtype, describe, is_array, namespace, no_array
+from .arrays import Array, accumulator_dtype, ShapeDtype, describe, is_array, namespace, no_array
 from .compiler import nvrtc
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, cpu, gpu, sim
@@ -113,7 +113,9 @@ class Executable:
         if self.plan.is_empty:
             o[...], lse[...] = 0, -np.inf
         else:
-            EXECUTORS[self.executor].forward(self.plan, {"q": q, "k": k, "v": v, "o": o, "lse": lse}, check)
+            scaled_q, scaled_k = self._scaled(q, k)
+            arrays = {"q": scaled_q, "k": scaled_k, "v": v, "o": o, "lse": lse}
+            EXECUTORS[self.executor].forward(self.plan, arrays, check)
             if self.executor == "gpu":
                 gpu.keep(self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None))
         if check is not None:
@@ -123,7 +125,17 @@ class Executable:
     @property
     def is_repeatable(self) -> bool:
         """Whether calls on arrays that lie alike differ in nothing but addresses."""
-        return not self.plan.is_empty and self.executor != "sim"
+        return not self.plan.is_empty and self.executor != "sim" and not self._scales_arrays
+
+    @property
+    def _scales_arrays(self) -> bool:
+        """Whether q and k are multiplied by powers of two, since the scale is far from 1."""
+        return any(self.plan.problem.scaling[1:])
+
+    def _scaled(self, q: Array, k: Array) -> tuple[Array, Array]:
+        """q and k, or their gradients, times the powers of two that `Problem.scaling` takes out of the scale."""
+        scaling = self.plan.problem.scaling
+        return _times_power_of_two(q, scaling.q_exponent), _times_power_of_two(k, scaling.k_exponent)
 
     def repeated(self, q: Array, k: Array, v: Array, *, pins: bool = False) -> Repeated:
         """`forward` without its checks, for arrays that lie as these do, which it has accepted.
@@ -186,7 +198,7 @@ class Executable:
         read = {name: array for name, array in there.items() if name not in ("o", "lse")}
         check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
         is_alike = key is not None and check is None and shapes == full_shapes
-        if is_alike and self.executor == "gpu" and not self.plan.is_empty:
+        if is_alike and self.executor == "gpu" and self.is_repeatable:
             assert self.plan.kernels is not None
             made = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in shapes.items()}
             repeated = self._remembered(key, gpu.bind(self.plan, self.plan.kernels.backward, there, made))
@@ -200,9 +212,11 @@ class Executable:
             for result in results.values():
                 result[...] = 0
         else:
+            there["q"], there["k"] = self._scaled(there["q"], there["k"])
             EXECUTORS[self.executor].backward(self.plan, there | gradients, check)
         if check is not None:
             check.after(f"the {self.executor} executor", gradients)
+        results["q"], results["k"] = self._scaled(results["q"], results["k"])
         return Gradients(*(_summed_to(results[name], shapes[name], problem.dtype) for name in ("q", "k", "v")))
 
     @property
@@ -262,6 +276,8 @@ class Executable:
         reasons = _device_reasons(self.plan.device, gpu.current_device())
         if reasons:
             raise UnsupportedProblem(reasons)
+        if self._scales_arrays:
+            gpu.refuse_capture("for a scale so far from 1 q and k are copied to memory that a graph would outlive")
         if not self.plan.is_empty:
             gpu.require_capturable(self.plan)
 
@@ -447,6 +463,15 @@ def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return gradient.astype(dtype, copy=False)
     missing = gradient.ndim - len(shape)
     narrow = tuple(missing + axis for axis, extent in enumerate(shape) if extent != gradient.shape[missing + axis])
-    # What float16 cannot hold becomes inf, and sums of that NaN, as in the results that need no sum.
-    with np.errstate(over="ignore", invalid="ignore"):
+    # What float16 cannot hold becomes inf or 0, and sums of inf NaN, as in the results that need no sum.
+    with np.errstate(all="ignore"):
         return gradient.sum(axis=(*range(missing), *narrow)).reshape(shape).astype(dtype, copy=False)
+
+
+def _times_power_of_two(array: Array, exponent: int) -> Array:
+    """An array times 2^exponent, exact but where its dtype has no room; itself for exponent 0."""
+    if not exponent:
+        return array
+    with np.errstate(all="ignore"):
+        wide = array.astype(accumulator_dtype(array.dtype), copy=False)
+        return namespace(array).ldexp(wide, exponent).astype(array.dtype, copy=False)

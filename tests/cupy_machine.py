@@ -233,6 +233,9 @@ class Cupy(cupy_double.Double):
         self.log.append(("copy", self.stream.ptr))
         return made
 
+    def ldexp(self, array: Ndarray, exponent: int) -> Ndarray:
+        return Ndarray(np.ldexp(array.host, exponent), array.data.device_id)
+
     def isfinite(self, array: Ndarray) -> Ndarray:
         return Ndarray(np.isfinite(array.host), array.data.device_id)
 

@@ -1,6 +1,5 @@
 """The semantics that systems in the field disagree on, each pinned; values are checked in test_properties and below."""
 
-import threading
 from dataclasses import fields
 
 import ml_dtypes
@@ -253,32 +252,6 @@ def test_plans_of_masks_with_arrays_see_the_arrays_change():
     before = cuflash.attention(q, q, q, mask=allowed)
     allowed[:, 4:] = False
     assert (cuflash.attention(q, q, q, mask=allowed) != before).any()
-
-
-def test_blas_threads_are_what_they_were_after_calls_from_many_threads():
-    q = drawn(4, 1024, 32)
-    with threadpoolctl.threadpool_limits(3, user_api="blas"):
-        before = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
-        assert 3 in before
-        callers = [threading.Thread(target=lambda: cuflash.attention(q, q, q)) for _ in range(4)]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join()
-        assert [pool["num_threads"] for pool in threadpoolctl.threadpool_info()] == before
-
-
-def test_an_error_in_a_worker_comes_out_and_stops_the_others(monkeypatch):
-    q = drawn(4, 1024, 32)
-
-    def fails(*_):
-        raise MemoryError("no room for a tile")
-
-    monkeypatch.setattr("cuflash.executors.cpu._Call._mask_keys", fails)
-    with pytest.raises(MemoryError, match="no room for a tile"):
-        cuflash.attention(q, q, q)
-    monkeypatch.undo()
-    assert np.isfinite(cuflash.attention(q, q, q)).all()
 
 
 def test_explain_says_what_was_decided():

@@ -621,6 +621,24 @@ def test_attention_keeps_what_its_captures_need(cupy):
     assert len(gpu._captured[plan]) == 4
 
 
+def test_calls_whose_scale_is_far_from_1_are_right_but_not_captured(cupy):
+    q, k, v = (cupy.asarray(array) for array in (Q, K, V))
+    (o, lse), vjp = cuflash.attention_vjp(q, k, v, scale=0.5, return_lse=True, deterministic=True)
+    far = cuflash.plan(q, k, v, scale=2.0**-81, deterministic=True)
+    q, k = (cupy.asarray(np.ldexp(array, power)) for array, power in ((Q, 50), (K, 30)))
+    for _ in range(2):  # the second call lies as the first did
+        far_o, far_lse = far.forward(q, k, v)
+        assert (far_o.get() == o.get()).all() and (far_lse.get() == lse.get()).all()
+        gradients = zip(far.backward(o, q, k, v, far_o, far_lse), (50, 30, 0), vjp(o))
+        assert all((np.ldexp(found.get(), power) == plain.get()).all() for found, power, plain in gradients)
+    stream = cupy.cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="cannot be captured: for a scale so far from 1"):
+            far.forward(q, k, v)
+        assert stream.end_capture().nodes == []
+
+
 def test_gradients_of_broadcast_axes_are_not_captured(cupy):
     q, k = (cupy.asarray(RNG.standard_normal((n, 2, 40, 16), dtype=np.float32)) for n in (3, 1))
     ready = cuflash.plan(q, k, k)

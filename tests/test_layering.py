@@ -33,7 +33,7 @@ THIRD_PARTY = {
     "bounds": {"ml_dtypes", "scipy"},
     "compiler.nvrtc": {"cuda", "cupy"},
     "executors.tensor_map": {"cuda"},
-    "executors.cpu": {"threadpoolctl"},
+    "executors.blas": {"threadpoolctl"},
     "executors.gpu": {"cupy"},
     "doctor": {"threadpoolctl"},
     "testing.oracle": {"ml_dtypes", "scipy"},

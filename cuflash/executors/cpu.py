@@ -10,21 +10,20 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from ..arrays import Array
 from ..blocks.classify import Kind
 from ..blocks.work_list import ListedWork, Segment, WorkList
 from ..planning.host import HostTiling
 from ..planning.plan import KernelPlan
+from .blas import on_one_thread
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -41,7 +40,8 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None
     lse = arrays["lse"]
     empty = lse == -np.inf
     # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
-    lse_2 = np.where(empty, np.inf, lse * LOG2_E).astype(plan.problem.accumulator, copy=False)
+    with np.errstate(all="ignore"):
+        lse_2 = np.where(empty, np.inf, lse * LOG2_E).astype(plan.problem.accumulator, copy=False)
     own = {"lse_2": lse_2, "delta": np.empty_like(lse_2), "empty": empty if empty.any() else None}
     call = _Call.of(plan, **arrays, **own)
     _run(call.tiling, (call.backward_rows, call.row_tiles()), (call.backward_columns, call.column_tiles()))
@@ -97,6 +97,8 @@ class _Call:
     places: tuple[tuple[int, ...], ...]  # indices into the leading axes, by flat batch index
     wide: Any  # the accumulator's scalar type
     group_size: int
+    q_factor: float
+    score_factor: float  # a power of two, at least 1; times q_factor it is scale log2(e)
 
     @classmethod
     def of(cls, plan: KernelPlan, **arrays: Array | None) -> _Call:
@@ -108,7 +110,11 @@ class _Call:
                 full = (*batch, *array.shape[array.ndim - rank :])
                 view = array if array.shape == full else np.broadcast_to(array, full)
                 broadcast[name] = view if problem.has_heads else view[None]
-        return cls(plan, broadcast, tuple(np.ndindex(batch)), problem.accumulator.type, problem.group_size)
+        wide = problem.accumulator.type
+        mantissa, exponent = math.frexp(wide(problem.scaling.scale * LOG2_E))
+        lift = max(exponent, 0)
+        factors = math.ldexp(mantissa, exponent - lift), 2.0**lift
+        return cls(plan, broadcast, tuple(np.ndindex(batch)), wide, problem.group_size, *factors)
 
     @property
     def tiling(self) -> HostTiling:
@@ -162,8 +168,13 @@ class _Call:
         self.arrays[name][where] = values
 
     def read_queries(self, where: _Where) -> Array:
-        """Queries times softmax_scale log2(e): exp2 of their products with keys is the exp of the scores."""
-        return self.read("q", where) * self.wide(self.plan.problem.softmax_scale * LOG2_E)
+        """Queries times at most 1, so that none overflows: `scores` has what is missing to scale log2(e)."""
+        return self.read("q", where) * self.wide(self.q_factor)
+
+    def scores(self, k: Array, q: Array, scratch: Array) -> Array:
+        """Scores times log2(e), transposed: their exp2 is the exp of the scores."""
+        s = _product(k, q, scratch)
+        return s if self.score_factor == 1 else np.multiply(s, self.wide(self.score_factor), out=s)
 
     def read_gradients(self, where: _Where) -> Array:
         """dO; 0 for rows without a key, whose gradients are 0 whatever came."""
@@ -177,7 +188,7 @@ class _Call:
         row_max, row_sum, o_acc = self.wide(-np.inf), self.wide(0), None
         for steps in _together(tiles):
             keys = self.where(kv_places, [step.rows for step in steps])
-            s = _product(self.read("k", keys), q, scratch[0])
+            s = self.scores(self.read("k", keys), q, scratch[0])
             self._mask_keys(tiles, steps, s, -np.inf)
             new_max = s.max(axis=-2) if o_acc is None else np.maximum(row_max, s.max(axis=-2))
             shift = np.maximum(new_max, np.finfo(self.wide).min)  # -inf - (-inf) must not arise
@@ -209,11 +220,11 @@ class _Call:
         for steps in _together(tiles):
             keys = self.where(kv_places, [step.rows for step in steps])
             k = self.read("k", keys)
-            s, dp = _product(k, q, scratch[0]), _product(self.read("v", keys), do, scratch[1])
+            s, dp = self.scores(k, q, scratch[0]), _product(self.read("v", keys), do, scratch[1])
             _, ds = _score_gradient(lse_2, delta, s, dp)
             self._mask_keys(tiles, steps, ds, 0)
             dq = _plus(dq, ds.swapaxes(-1, -2) @ k)
-        self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.softmax_scale))
+        self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.scaling.scale))
 
     def backward_columns(self, tiles: list[_Tile], scratch: Array) -> None:
         """dK and dV of tiles of keys, summed over the query heads that share them."""
@@ -227,12 +238,12 @@ class _Call:
                 rows = self.where(places, [step.rows for step in steps])
                 q, do = self.read_queries(rows), self.read_gradients(rows)
                 lse_2, delta = self.read("lse_2", rows), self.read("delta", rows)
-                s, dp = _product(k, q, scratch[0]), _product(v, do, scratch[1])
+                s, dp = self.scores(k, q, scratch[0]), _product(v, do, scratch[1])
                 p, ds = _score_gradient(lse_2, delta, s, dp)
                 self._mask_queries(tiles, places, steps, p, ds)
                 dv, dk = _plus(dv, p @ do), _plus(dk, ds @ q)
-        # q carries softmax_scale log2(e); dK wants softmax_scale.
-        self.write("dk", keys, 0 if dk is None else dk * self.wide(LN_2))
+        # q carries scale log2(e) / score_factor; dK wants scale.
+        self.write("dk", keys, 0 if dk is None else dk * self.wide(LN_2 * self.score_factor))
         self.write("dv", keys, 0 if dv is None else dv)
 
     def _rows_of(self, tiles: list[_Tile]) -> tuple[_Where, list[_Place]]:
@@ -281,7 +292,7 @@ def _numbers(rows: slice | Array) -> Array:
 
 
 def _product(keys: Array, queries: Array, scratch: Array) -> Array:
-    """Transposed scores keys @ queries^T, in memory that is there: fresh pages would take longer than the numbers."""
+    """keys @ queries^T, in memory that is there: fresh pages would take longer than the numbers."""
     shape = *keys.shape[:-1], queries.shape[-2]
     return np.matmul(keys, queries.swapaxes(-1, -2), out=scratch[: math.prod(shape)].reshape(shape))
 
@@ -365,36 +376,6 @@ def _outside(work: WorkList, place: _Place, segment: Segment, rows: slice, keys:
 # Threads
 
 
-_blas = threading.Lock()
-_blas_users = 0
-_blas_limits: Any = None
-
-
-@lru_cache(maxsize=1)
-def _controller() -> ThreadpoolController:
-    return ThreadpoolController()
-
-
-@contextmanager
-def _one_thread_blas() -> Iterator[None]:
-    """BLAS on one thread while any call runs its tiles on threads of its own; the last one out restores it.
-
-    The setting belongs to the process, so it is counted: two calls from two threads must not restore each other's.
-    """
-    global _blas_users, _blas_limits
-    with _blas:
-        if _blas_users == 0:
-            _blas_limits = _controller().limit(limits=1, user_api="blas")
-        _blas_users += 1
-    try:
-        yield
-    finally:
-        with _blas:
-            _blas_users -= 1
-            if _blas_users == 0:
-                _blas_limits.restore_original_limits()
-
-
 _Pass: TypeAlias = tuple[Callable[[list[_Tile], Array], None], Iterable[_Tile]]  # what befalls a batch, and all tiles
 
 _spare_scratch: list[Array] = []  # bytes that earlier calls worked in, at most one piece a processor
@@ -425,17 +406,51 @@ def _run(tiling: HostTiling, *passes: _Pass) -> None:
         for step, tiles in passes:
             _drain(tiling, step, _batches(tiling, tiles), threading.Lock(), threading.Event())
         return
-    with _one_thread_blas(), ThreadPoolExecutor(tiling.num_workers - 1) as pool:
+
+    def share_all() -> None:
         for step, tiles in passes:
-            stop = threading.Event()
-            work = tiling, step, _batches(tiling, tiles), threading.Lock(), stop
+            _share(tiling, step, _batches(tiling, tiles))
+
+    on_one_thread(share_all)
+
+
+def _share(
+    tiling: HostTiling, step: Callable[[list[_Tile], Array], None], batches: Iterator[list[_Tile]]
+) -> None:
+    """Do batches on the calling thread and on others, all of which have ended when this returns or raises.
+
+    Where a thread cannot be started, as while the interpreter exits, fewer do the same work, with the same bits.
+    """
+    lock, stop, errors = threading.Lock(), threading.Event(), list[BaseException]()
+
+    drain = partial(_drain, tiling, step, batches, lock, stop)
+
+    def work() -> None:
+        try:
+            on_one_thread(drain)
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=work, name="cuflash") for _ in range(tiling.num_workers - 1)]
+    try:
+        for thread in threads:
             try:
-                others = [pool.submit(_drain, *work) for _ in range(tiling.num_workers - 1)]
-                _drain(*work)
-                for other in others:
-                    other.result()
-            finally:
-                stop.set()  # after an error or an interrupt the other threads stop at their next batch
+                thread.start()
+            except RuntimeError:
+                break
+        drain()
+    finally:
+        stop.set()  # after an error or an interrupt the other threads stop at their next batch
+        for thread in threads:
+            if thread.is_alive():
+                thread.join()
+    if errors:
+        error = errors.pop()
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
 
 
 def _drain(

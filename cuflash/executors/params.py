@@ -241,7 +241,7 @@ class ParamsBuffer:
 
 def _softmax_scale(problem: Problem) -> float:
     """0 where the numbers that kernels reckon with have no normal one for it: no score is large enough to matter."""
-    scale = problem.softmax_scale
+    scale = problem.scaling.scale
     return scale if abs(scale) >= 2 * float(np.finfo(problem.accumulator).tiny) else 0.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,15 @@ from ..masks.base import MaskShape, length_reasons
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")
+_MOST_EXPONENT = 64  # of a scale that float32 products are multiplied by as it is; float64 has eight times the range
+
+
+class Scaling(NamedTuple):
+    """What the executors multiply by in place of the scale: q by a power of two, k by another, and their products."""
+
+    scale: float
+    q_exponent: int
+    k_exponent: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +44,9 @@ class Problem:
     has_heads : bool
         False for 2-D arguments (seqlen, head_dim).
     softmax_scale : float
-        What q . k is multiplied by; 1 / sqrt(head_dim) unless given.
+        What q . k is multiplied by; 1 / sqrt(head_dim) unless given. Where it lies outside 2^-64 to 2^64 (2^-512 to
+        2^512 for float64), powers of two go from it to q and k before they are multiplied, so that no product overflows
+        or vanishes whose score does not; for float16, whose products do neither, a scale beyond 2^126 counts as 2^126.
     precision : "ieee", "tf32" or "tf32x3"
         Of the products.
     """
@@ -109,6 +120,18 @@ class Problem:
     @property
     def accumulator(self) -> np.dtype[Any]:
         return accumulator_dtype(self.dtype)
+
+    @property
+    def scaling(self) -> Scaling:
+        """How executors apply the scale: to products alone, or for scales far from 1 to q and k as well."""
+        scale = self.softmax_scale
+        if self.dtype == np.float16:  # 2^126 log2(e) is finite in float32
+            return Scaling(max(-(2.0**126), min(scale, 2.0**126)), 0, 0)
+        most = _MOST_EXPONENT if self.accumulator == np.float32 else 8 * _MOST_EXPONENT
+        mantissa, exponent = math.frexp(scale)
+        if not scale or -most < exponent <= most:
+            return Scaling(scale, 0, 0)
+        return Scaling(mantissa, exponent // 2, exponent - exponent // 2)
 
     def o_shape(self) -> tuple[int, ...]:
         """(*batch, num_heads, seqlen_q, value_dim), without the heads for 2-D arguments."""

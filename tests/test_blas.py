@@ -1,0 +1,546 @@
+"""BLAS's number of threads, the caller's own limits and the bits, whichever threads call, fail, fork or exit."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import threadpoolctl
+from cuflash import blas, cpu
+
+import cuflash
+
+ROOT = Path(__file__).parents[1]
+OLDEST = Path(sys.prefix) / "threadpoolctl-3.5.0"  # where `make test` installs it
+Q, K, V, DO = np.random.default_rng(0).standard_normal((4, 8, 256, 8)).astype(np.float32)
+_HAS_SHARED = any(isinstance(library, blas._OfProcess) for library in blas._libraries())
+needs_shared = pytest.mark.skipif(not _HAS_SHARED, reason="no BLAS here has one number of threads for the process")
+
+
+# NumPy's BLAS; SciPy's may be loaded later, and its products are no calls'.
+_NUMPYS = {pool["filepath"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"}
+
+
+def num_threads() -> set[int]:
+    return {pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["filepath"] in _NUMPYS}
+
+
+def limited(number: int) -> Any:
+    return threadpoolctl.threadpool_limits(number, user_api="blas")
+
+
+@pytest.fixture(autouse=True)
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls share even little work among threads, and BLAS has a number of them that every test leaves as it is."""
+    monkeypatch.setattr("cuflash.plans.Plan.is_small", False)
+    monkeypatch.setattr("cuflash.plans.Plan.num_workers", 3)
+    with limited(3):
+        before = num_threads()
+        yield
+        assert num_threads() == before
+        assert blas._users == 0
+
+
+class Caller:
+    """A thread that goes on to its next `yield` at each `step`, and stays alive between them."""
+
+    def __init__(self, steps: Iterator[Any]) -> None:
+        self._go, self._done, self._steps = threading.Semaphore(0), threading.Semaphore(0), steps
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            for self._result in self._steps:
+                self._done.release()
+                self._go.acquire()
+        except BaseException as error:
+            self._result = error
+        self._done.release()
+
+    def start(self) -> None:
+        self._go.release()
+
+    def result(self) -> Any:
+        assert self._done.acquire(timeout=60)
+        if isinstance(self._result, BaseException):
+            raise self._result
+        return self._result
+
+    def step(self) -> Any:
+        self.start()
+        return self.result()
+
+    def end(self) -> None:
+        self.step()
+        self._thread.join()
+
+
+@contextmanager
+def one_thread(blas: ModuleType = blas) -> Iterator[None]:
+    held = blas.OneThread()
+    held.enter()
+    try:
+        yield
+    finally:
+        held.leave()
+
+
+def inside() -> Iterator[set[int]]:
+    """The numbers of threads before a call, in it, and after it."""
+    yield num_threads()
+    with one_thread():
+        yield num_threads()
+    yield num_threads()
+
+
+def attended() -> bytes:
+    return cuflash.attention(Q, K, V).tobytes()
+
+
+def all_results() -> list[bytes]:
+    (o, lse), vjp = cuflash.attention_vjp(Q, K, V, return_lse=True)
+    return [x.tobytes() for x in (o, lse, *vjp(DO))]
+
+
+def in_a_thread(run: Callable[[], Any]) -> Any:
+    caller = Caller(iter(map(lambda _: run(), range(1))))
+    result = caller.step()
+    caller.end()
+    return result
+
+
+@contextmanager
+def at_each_batch(look: Callable[[], Any], cpu: ModuleType = cpu) -> Iterator[list[Any]]:
+    """What `look` returns at each batch of the forward pass, on the batch's thread."""
+    seen: list[Any] = []
+    original = cpu._Call.forward_rows
+
+    def forward_rows(self: Any, *arguments: Any) -> None:
+        seen.append(look())
+        original(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu._Call, "forward_rows", forward_rows)
+        yield seen
+
+
+# Limits of a BLAS that has one number of threads for the process
+
+
+@needs_shared
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first in, first out", "first in, last out"])
+def test_limits_are_as_before_when_overlapping_calls_have_ended(order: tuple[int, int]) -> None:
+    callers = [Caller(inside()), Caller(inside())]
+    assert [caller.step() for caller in callers] == [{3}, {3}]
+    assert [caller.step() for caller in callers] == [{1}, {1}]
+    assert callers[order[0]].step() == {1}
+    assert callers[order[1]].step() == {3}
+    assert num_threads() == {3}
+    with limited(2):  # the threads of both calls are alive
+        assert num_threads() == {2}
+        assert in_a_thread(lambda: list(inside())) == [{2}, {1}, {2}]
+    for caller in callers:
+        caller.end()
+
+
+@needs_shared
+def test_overlapping_calls_have_the_same_bits_and_leave_the_limits() -> None:
+    callers = [Caller(iter(map(lambda _: all_results(), range(1)))) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    results = [caller.result() for caller in callers]
+    assert results[1] == results[0] and results[2] == results[0]
+    assert num_threads() == {3}
+    for caller in callers:
+        caller.end()
+
+
+@needs_shared
+def test_the_callers_own_limits_hold_around_calls_of_any_thread() -> None:
+    caller = Caller(iter(map(lambda _: attended(), range(3))))
+    caller.step()
+    for call in (caller.step, attended):  # that thread was the first to call, and is alive
+        for number in (1, 2):
+            with limited(number):
+                call()
+                assert num_threads() == {number}
+            assert num_threads() == {3}
+    caller.end()
+
+
+@needs_shared
+def test_a_limit_that_is_set_during_a_call_stays() -> None:
+    caller = Caller(inside())
+    caller.step()
+    assert caller.step() == {1}
+    limited(4)
+    assert caller.step() == {4}
+    assert num_threads() == {4}
+    caller.end()
+    limited(3)
+
+
+@needs_shared
+def test_a_limit_that_ends_during_a_call_is_gone_after_it() -> None:
+    caller = Caller(inside())
+    caller.step()
+    with limited(2):
+        assert caller.step() == {1}
+    assert caller.step() == {3}
+    caller.end()
+
+
+@needs_shared
+def test_a_limit_inside_a_call_ends_with_its_block() -> None:
+    caller = Caller(inside())
+    caller.step()
+    assert caller.step() == {1}
+    with limited(2):
+        assert num_threads() == {2}
+    assert caller.step() == {3}
+    caller.end()
+
+
+@needs_shared
+def test_a_call_has_one_thread_after_a_limit_is_set_during_another() -> None:
+    first, second = Caller(inside()), Caller(inside())
+    assert [caller.step() for caller in (first, second)] == [{3}, {3}]
+    assert first.step() == {1}
+    limited(4)
+    assert second.step() == {1}
+    assert second.step() == {1}
+    assert first.step() == {4}
+    for caller in (first, second):
+        caller.end()
+    limited(3)
+
+
+# Batches and bits
+
+
+@needs_shared
+@pytest.mark.parametrize("call", [lambda run: run(), in_a_thread], ids=["main thread", "another thread"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_blas_has_one_thread_in_every_batch(call: Callable[..., Any], number: int) -> None:
+    with limited(number), at_each_batch(num_threads) as seen:
+        call(attended)
+        assert num_threads() == {number}
+    assert len(seen) > 2 and all(each == {1} for each in seen)
+
+
+def test_bits_are_the_same_from_every_thread_and_under_every_limit() -> None:
+    expected = all_results()
+    assert in_a_thread(all_results) == expected
+    for number in (1, 2):
+        with limited(number):
+            assert all_results() == expected
+            assert in_a_thread(all_results) == expected
+
+
+def test_a_call_in_the_middle_of_another_is_as_any() -> None:
+    expected, turns = attended(), iter(range(2))
+    with at_each_batch(lambda: attended() if next(turns, None) is not None else None) as seen:
+        assert attended() == expected
+    assert [each for each in seen if each is not None] == [expected, expected]
+
+
+def test_calls_do_without_a_blas_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blas, "_known", [])
+    with limited(1):
+        assert all_results() == all_results()
+
+
+# Libraries with a number for each thread, and names of functions
+
+
+class Numbers(threading.local):
+    """A number of threads for each thread, and MKL's way to set it."""
+
+    found = 0
+
+    def swap(self, number: int) -> int:
+        before, self.found = self.found, number
+        return before
+
+    def set(self, number: int) -> None:
+        self.found = number
+
+    def get(self) -> int:
+        return self.found
+
+
+class _Functions(dict[str, Any]):
+    def __missing__(self, name: str) -> None:
+        raise AttributeError(name)
+
+
+def fake(api: str, layer: str = "pthreads", **functions: Any) -> Any:
+    """What threadpoolctl finds, with functions of some names; its own setter does nothing."""
+    return SimpleNamespace(
+        internal_api=api,
+        threading_layer=layer,
+        dynlib=_Functions(functions),
+        get_num_threads=lambda: 7,
+        set_num_threads=lambda number: None,
+    )
+
+
+def assert_limits_are_kept(blas: ModuleType) -> None:
+    """With stand-ins for libraries of each kind."""
+    mkl, openmp, shared = Numbers(), Numbers(), SimpleNamespace(found=5)
+    mkl.found, openmp.found = 0, 4
+    interrupts = iter(())
+
+    def set_shared(number: int) -> None:
+        if next(interrupts, None) == number:
+            raise KeyboardInterrupt
+        shared.found = number
+
+    functions = {
+        "scipy_openblas_get_num_threads64_": lambda: shared.found,
+        "scipy_openblas_set_num_threads64_": set_shared,
+    }
+    blas._known = [
+        blas._library(fake("mkl", MKL_Set_Num_Threads_Local=mkl.swap)),
+        blas._library(fake("openblas", "openmp", omp_get_max_threads=openmp.get, omp_set_num_threads=openmp.set)),
+        blas._library(fake("openblas", **functions)),
+        blas._library(fake("another")),
+    ]
+
+    def numbers() -> tuple[int, int, int]:
+        return mkl.found, openmp.found, shared.found
+
+    def steps() -> Iterator[tuple[int, int, int]]:
+        mkl.found, openmp.found = 6, 2
+        with one_thread(blas):
+            yield numbers()
+            with one_thread(blas):
+                yield numbers()
+            yield numbers()
+        yield numbers()
+
+    first, second = Caller(steps()), Caller(steps())
+    assert [first.step(), second.step(), first.step(), second.step()] == [(1, 1, 1)] * 4
+    assert [first.step(), first.step()] == [(1, 1, 1), (6, 2, 1)]
+    with one_thread(blas):
+        assert numbers() == (1, 1, 1)
+    assert numbers() == (0, 4, 1)
+    assert second.step() == (1, 1, 1)
+    assert second.step() == (6, 2, 5)
+    with one_thread(blas):
+        shared.found = 3
+        with one_thread(blas):
+            assert numbers() == (1, 1, 1)
+        assert shared.found == 1
+        shared.found = 2
+    assert numbers() == (0, 4, 2)
+
+    def locked() -> Iterator[None]:
+        with blas._lock:
+            yield
+
+    third = Caller(locked())
+    with one_thread(blas):
+        third.step()
+        blas._after_fork()
+        is_free, in_child = blas._lock.acquire(blocking=False), (shared.found, blas._users)
+        third.end()
+    assert is_free and in_child == (2, 0)
+    assert (shared.found, blas._users) == (2, 0)
+    blas._lock = threading.RLock()
+    with pytest.raises(ZeroDivisionError):
+        blas.on_one_thread(lambda: 1 // 0)
+    assert numbers() == (0, 4, 2)
+    for interrupts in (iter([1]), iter([None, 2])):
+        with pytest.raises(KeyboardInterrupt):
+            blas.on_one_thread(lambda: None)
+        assert (numbers(), blas._users) == ((0, 4, 2), 0)
+    shared.found = 1
+    blas.on_one_thread(lambda: None)
+    assert numbers() == (0, 4, 1)
+    for caller in (first, second):
+        caller.end()
+
+
+def test_every_kind_of_library_keeps_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blas, "_known", None)
+    assert_limits_are_kept(blas)
+
+
+# Errors, interrupts, forks and exits
+
+
+def assert_threads_are_right(library: ModuleType) -> None:
+    """Bits, limits and errors of calls that share their work among three threads, some of which cannot be started."""
+    cpu, blas, plans = (importlib.import_module(f"{library.__name__}.{name}") for name in ("cpu", "blas", "plans"))
+    main, numbers, start = threading.current_thread(), Numbers(), threading.Thread.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans.Plan, "is_small", False)
+        patch.setattr(plans.Plan, "num_workers", 3)
+        patch.setattr(blas, "_known", [blas._library(fake("mkl", MKL_Set_Num_Threads_Local=numbers.swap))])
+
+        def called() -> bytes:
+            return library.attention(Q, K, V).tobytes()
+
+        expected = called()
+        for is_main in (True, False):
+            has_failed = threading.Event()
+
+            def fail() -> None:
+                if (threading.current_thread() is main) == is_main:
+                    has_failed.set()
+                    raise MemoryError("no room for a tile")
+                has_failed.wait(60)
+
+            with at_each_batch(fail, cpu), pytest.raises(MemoryError, match="no room for a tile"):
+                called()
+        with at_each_batch(lambda: (numbers.get(), time.sleep(0.02)), cpu) as seen:
+            assert called() == expected
+        assert {number for number, _ in seen} == {1} and numbers.get() == 0
+        assert not [thread for thread in threading.enumerate() if thread.name == "cuflash"]
+        for most in range(2):
+            left = iter(range(most))
+
+            def start_few(thread: threading.Thread) -> None:
+                if next(left, None) is None:
+                    raise RuntimeError("can't create new thread at interpreter shutdown")
+                start(thread)
+
+            patch.setattr(threading.Thread, "start", start_few)
+            try:
+                assert called() == expected
+            except RuntimeError as error:
+                raise AssertionError("a thread that cannot be started is an error") from error
+
+
+def test_calls_on_several_threads_are_right_whatever_fails() -> None:
+    assert_threads_are_right(cuflash)
+
+
+def test_an_interrupt_at_any_moment_leaves_nothing_behind() -> None:
+    expected, former = attended(), sys.getprofile()
+    before, moments, has_ended = num_threads(), 0, False
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> None:
+        """Python looks for signals where a function of its own begins and where one of C's has ended."""
+        nonlocal left
+        code = frame.f_code
+        is_in_question = code.co_filename == blas.__file__ or code.co_name in ("_run", "_share", "share_all")
+        if is_in_question and event in ("call", "c_return"):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    while not has_ended:
+        moments += 1
+        left = moments
+        try:
+            sys.setprofile(interrupt)
+            attended()
+            has_ended = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(former)
+        for thread in threading.enumerate():
+            if thread.name == "cuflash":
+                thread.join()
+        assert blas._users == 0, f"after an interrupt at moment {moments}"
+        assert num_threads() == before, f"after an interrupt at moment {moments}"
+    assert moments > 10
+    assert attended() == expected
+
+
+def _run(source: str, *flags: str) -> str:
+    run = subprocess.run(
+        [sys.executable, *flags, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    return run.stdout
+
+
+FORKS = """
+import os, threading, numpy as np, threadpoolctl, cuflash
+from cuflash import blas
+def numbers():
+    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+limit = threadpoolctl.threadpool_limits(3, user_api="blas")
+q = np.random.default_rng(0).standard_normal((8, 1024, 8)).astype(np.float32)
+before, expected = numbers(), cuflash.attention(q, q, q).tobytes()
+inside, leave = threading.Event(), threading.Event()
+def hold():
+    held = blas.OneThread()
+    held.enter()
+    with blas._lock:
+        inside.set()
+        leave.wait()
+    held.leave()
+thread = threading.Thread(target=hold)
+thread.start()
+inside.wait()
+child = os.fork()
+if not child:
+    is_right = numbers() == before and cuflash.attention(q, q, q).tobytes() == expected and numbers() == before
+    os._exit(0 if is_right else 1)
+leave.set()
+thread.join()
+print(os.waitpid(child, 0)[1], numbers() == before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_during_a_call_of_another_thread_has_the_limits_and_no_lock() -> None:
+    assert _run(FORKS, "-Wignore") == "0 True\n"
+
+
+EXITS = """
+import atexit, threading, numpy as np, cuflash
+q = np.random.default_rng(0).standard_normal((8, 1024, 8)).astype(np.float32)
+def call():
+    (o, lse), vjp = cuflash.attention_vjp(q, q, q, return_lse=True)
+    return [x.tobytes() for x in (o, lse, *vjp(o))]
+def show(when):
+    print(when, call() == expected, flush=True)
+def at_exit():
+    threading.main_thread().join()
+    show("thread")
+expected = call()
+atexit.register(show, "atexit")
+threading.Thread(target=at_exit).start()
+"""
+
+
+def test_calls_while_the_interpreter_exits_are_as_any() -> None:
+    assert _run(EXITS) == "thread True\natexit True\n"
+
+
+OLD = """
+import sys, pytest, threadpoolctl
+assert threadpoolctl.__version__ == "3.5.0", threadpoolctl.__file__
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--deselect", sys.argv[1] + "::test_the_oldest", sys.argv[1]]))
+"""
+
+
+@pytest.mark.skipif(not OLDEST.is_dir(), reason=f"{OLDEST} is missing: make test installs it")
+def test_the_oldest_threadpoolctl_serves_as_well() -> None:
+    path = os.pathsep.join([str(OLDEST), *filter(None, sys.path)])
+    run = subprocess.run(
+        [sys.executable, "-c", OLD, "tests/test_blas.py"], cwd=ROOT, capture_output=True, text=True, timeout=280,
+        env={key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")} | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
