@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-import numpy as np
-
 from .arrays import DTYPES, Array, accumulator_dtype, describe, is_array, namespace
 from .errors import UnsupportedProblem
 from .plans import as_arrays

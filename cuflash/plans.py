@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, accumulator_dtype, ShapeDtype, describe, is_array, namespace, no_array
+from .arrays import Array, ShapeDtype, accumulator_dtype, describe, is_array, namespace, no_array
 from .compiler import nvrtc
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, cpu, gpu, sim

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
-from cuflash import blas, cpu
+from cuflash.executors import blas, cpu
 
 import cuflash
 
@@ -476,7 +476,7 @@ def _run(source: str, *flags: str) -> str:
 
 FORKS = """
 import os, threading, numpy as np, threadpoolctl, cuflash
-from cuflash import blas
+from cuflash.executors import blas
 def numbers():
     return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
 limit = threadpoolctl.threadpool_limits(3, user_api="blas")

@@ -13,8 +13,9 @@ import cuflash
 import numpy as np
 import pytest
 import splitting
-from cuflash import masks, passes, reference
-from cuflash.simulated import Simulator
+from cuflash import masks, reference
+from cuflash.executors.launch import run as run_pass
+from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure, assert_non_finite, examples, non_finite, oracle
 from cuflash.testing.properties import check_non_finite_values_reach_what_they_should
 from executors import CPU, GPU, SIM, Run, holds_for_examples, needs_compiler, on_every_backward
@@ -155,11 +156,12 @@ def assert_parts_follow_the_rule(
     fields = {"seqlen_q": seqlen_q, "seqlen_kv": 300, "dtype": "float16", "scale": scale}
     example = splitting.rounded(a_fault_a_head(group_size, **fields))
     plan = splitting.split_plan(example, 3, run)
-    assert plan.num_splits == 3 and plan.specs["forward"].is_packed == (group_size > 1)
+    assert plan.kernels.num_splits == 3 and plan.specs["forward"].is_packed == (group_size > 1)
     q, k, v = (run.put(x) for x in (example.q, example.k, example.v))
     o = run.put(np.zeros(example.exact.o.shape, np.float16))
     lse = run.put(np.zeros(example.exact.lse.shape, np.float32))
-    passes.forward(plan, PoisonedGpu() if run.is_on_device else Simulator(), q, k, v, o, lse)
+    arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+    run_pass(plan, plan.kernels.forward, PoisonedGpu() if run.is_on_device else Simulator(), arrays)
     assert_non_finite(example, o=run.get(o), lse=run.get(lse))
 
 
