@@ -259,7 +259,7 @@ def test_a_failure_is_not_remembered(cupy: Double, spec: Make, kernels: Path) ->
         with pytest.raises(CompileError, match=r"kernels_cu/simt/broken.cu\(4\)"):
             room.kernel(spec("broken"), HOPPER)
     path.write_text(path.read_text().replace("no_such_member", "shape"))
-    cuflash.source.source.cache_clear()
+    cuflash.compiler.source.source.cache_clear()
     assert room.kernel(spec("broken"), HOPPER).name == "simt_broken"
 
 

@@ -354,8 +354,8 @@ def compiles_as(experiment, monkeypatch: pytest.MonkeyPatch, resources, is_seria
         advisories = (advice,) if is_serialised(spec) else ()
         return SimpleNamespace(spec=spec, resources=resources(spec), advisories=advisories)
 
-    monkeypatch.setattr(experiment.compile, "cubin", cubin)
-    monkeypatch.setattr(experiment.compile, "precompile", lambda specs, target: [])
+    monkeypatch.setattr(experiment.nvrtc, "cubin", cubin)
+    monkeypatch.setattr(experiment.nvrtc, "precompile", lambda specs, target: [])
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
@@ -629,7 +629,7 @@ def test_repeats_are_counted(load, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = SimpleNamespace(free_all_blocks=lambda: None)
     cupy = SimpleNamespace(zeros=np.zeros, ndarray=SimpleNamespace, get_default_memory_pool=lambda: pool)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(proof.compile, "precompile", lambda specs, target: [])
+    monkeypatch.setattr(proof.nvrtc, "precompile", lambda specs, target: [])
     rng = np.random.default_rng(0)
     monkeypatch.setattr(proof, "draw", lambda size, dtype: list(rng.standard_normal((4, size)).astype(dtype)))
     device = load("cuflash").DeviceSpec.gpu("H100")
@@ -744,7 +744,7 @@ def test_each_tool_runs_all_cases_and_initcheck_a_control_of_each_family(load, m
     proof, device = load("gpu_proof"), load("cuflash").DeviceSpec.gpu("A100")
     monkeypatch.setattr(proof, "sanitizer", lambda: "echo")
     compiled: list = []
-    monkeypatch.setattr(proof.compile, "precompile", lambda specs, target: compiled.extend(specs))
+    monkeypatch.setattr(proof.nvrtc, "precompile", lambda specs, target: compiled.extend(specs))
     asked = []
 
     def under(tool, name, of_child, timeout_s):
@@ -767,7 +767,7 @@ def test_of_hopper_there_is_no_control_and_racechecks_kernels_are_compiled_befor
     proof, device = load("gpu_proof"), load("cuflash").DeviceSpec.gpu("H100")
     monkeypatch.setattr(proof, "sanitizer", lambda: "echo")
     compiled: list = []
-    monkeypatch.setattr(proof.compile, "precompile", lambda specs, target: compiled.extend(specs))
+    monkeypatch.setattr(proof.nvrtc, "precompile", lambda specs, target: compiled.extend(specs))
     monkeypatch.setattr(proof, "under", lambda *_: {"calls": 1, "errors": 0, "seconds": 1.0, "note": ""})
     for tool, watched in (("initcheck", {False}), ("racecheck", {False, True})):
         compiled.clear()
@@ -1173,7 +1173,7 @@ def test_few_repeats_give_the_same_bits_on_a_gpu(load) -> None:
 def test_the_sanitizers_cases_run_on_a_gpu(load) -> None:
     proof, device = load("gpu_proof"), load("cuflash.executors.gpu").current_device()
     found = list(proof.cases(proof.Config(families=tuple(proof.families(proof.Config(), device)))))
-    proof.compile.precompile({s for _, c in found for s in c.plan(device).specs.values()}, device.compute_capability)
+    proof.nvrtc.precompile({s for _, c in found for s in c.plan(device).specs.values()}, device.compute_capability)
     for _, case in found:
         proof.run_case(case)
     assert {case.kernel for _, case in found} >= {"simt", "naive"}

@@ -141,7 +141,7 @@ def clone(project: Path, tmp_path: Path) -> Path:
 def test_the_folder_that_holds_a_clone_imports_it(clone: Path) -> None:
     (clone.parent / "script.py").write_text(IN_THE_FOLDER_OF_A_CLONE)
     assert _run_in(clone.parent, "script.py").strip() == str(clone / "cuflash" / "__init__.py")
-    assert f"in {clone / 'cuflash'}\n" in _run_in(clone.parent, "-m", "cuflash").partition("ok       Python")[0]
+    assert f" {clone / 'cuflash'}\n" in _run_in(clone.parent, "-m", "cuflash").partition("ok       Python")[0]
 
 
 def test_a_clone_by_a_link_is_imported_too(project: Path, tmp_path: Path) -> None:

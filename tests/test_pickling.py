@@ -156,7 +156,7 @@ def used_for_a_gpu(mask: Mask | None) -> cuflash.Executable:
     shape = masks.MaskShape((), 2, 4096, 4096)
     mask = None if mask is None else BlockIndex.from_mask(masks.Dilated(3), shape, 128).as_mask()
     ready = cuflash.plan(half, half, half, mask=mask, causal=True, device=H100)
-    ready.explain(), ready.plan.dq_turns, ready.plan._places_that_balance
+    ready.explain()
     return ready
 
 
@@ -228,7 +228,7 @@ def test_a_used_plan_and_a_used_vjp_run_after_a_pickle_and_a_copy(mask: Mask | N
 
 def test_a_copy_of_a_plan_for_another_executor_remembers_no_calls_of_the_first() -> None:
     ready = used_plan(None)
-    other = dataclasses.replace(ready, rule="another")
+    other = dataclasses.replace(ready, executor="sim")
     assert ready._repeated and not other._repeated and not copy.copy(ready)._repeated
 
 

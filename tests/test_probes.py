@@ -150,7 +150,7 @@ def test_steps_on_a_gpu_are_those_of_the_simulator(walked: Walk) -> None:
 # In a process of its own, which the error leaves without a GPU.
 HANGS = """
 import cupy
-from cuflash.source import flatten_text
+from cuflash.compiler.source import flatten_text
 
 text = '''#include <ptx/types.cuh>
 namespace cuflash::config { constexpr bool kIsWatched = true; }

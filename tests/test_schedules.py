@@ -42,7 +42,7 @@ import contextlib, sys, tempfile
 from pathlib import Path
 import poison
 from cuflash import sim
-from cuflash.simulated import Simulator
+from cuflash.executors.sim import Simulator
 from cuflash.testing import assert_within_bounds
 from executors import SIM
 from mutations import planting

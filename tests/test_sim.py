@@ -491,12 +491,12 @@ def test_what_is_not_as_it_was_published_is_published_again(made: bytes, damages
 def test_a_damaged_kernel_or_prelude_is_made_again(cache: Path, kind: str) -> None:
     text, x = TWICE.replace("2.0f", f"{len(kind)}.5f"), np.ones(4, np.float32)
     library = build(text, "twice")._library
-    (prelude, *_) = cache.glob("prelude-*/prelude.hpp.gch")
-    for file in (library, prelude):
+    preludes = list(cache.glob("prelude-*/prelude.hpp.gch"))  # those of sanitizers among them
+    for file in (library, *preludes):
         damage(file, kind, 1000)
     build(text, "twice")(1, 4, (x, np.int32(4)))
     assert_array_equal(x, np.full(4, len(kind) + 0.5, np.float32))
-    assert compiler._is_whole(library) and compiler._is_whole(prelude)
+    assert compiler._is_whole(library) and any(map(compiler._is_whole, preludes))
 
 
 def stand_in(folder: Path, script: str) -> str:
@@ -560,6 +560,7 @@ def test_a_folder_that_keeps_nothing_is_said(monkeypatch: pytest.MonkeyPatch, ca
     def full(*places: object) -> None:
         raise OSError(28, "No space left on device")
 
+    build(TWICE, "twice")  # the prelude is there
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(sim.BuildError, match="kernel twice must be kept in .*No space left.*make room there"):
         build(TWICE.replace("2.0f", "9.0f"), "twice")

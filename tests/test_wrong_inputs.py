@@ -77,7 +77,7 @@ NUMBERS: dict[str, Callable[[], Any]] = {
         [
             None, True, False, np.True_, np.False_, 0, 1, -1, 3, 0.5, -0.0, float("nan"), float("inf"), np.float32(0.5),
             np.float64("nan"), np.float16(2), np.int64(3), np.uint8(3), np.longdouble(0.5), 1j, np.complex64(1),
-            Decimal("0.5"), Decimal("sNaN"), Fraction(1, 2), ml_dtypes.bfloat16(1), np.timedelta64(3), "", "auto",
+            Decimal("0.5"), Decimal("sNaN"), Fraction(1, 2), ml_dtypes.bfloat16(1), np.timedelta64(3, "s"), "", "auto",
             "0.5", "float32", np.str_("cpu"), b"x", (), (1, 2), (1, 2, 3), ("a", None), (None, None), ((1,), 2), 1.0,
         ]
     )

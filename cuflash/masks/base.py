@@ -214,7 +214,8 @@ class Mask:
         """What another process needs, where types have other hashes."""
         state: Any = object.__getstate__(self)
         values, *slots = state if isinstance(state, tuple) else (state,)
-        values = {name: value for name, value in (values or {}).items() if name != _CONTENT}
+        kept = (name for name in values or () if name != _CONTENT and not _is_memo(type(self), name))
+        values = {name: values[name] for name in kept}
         return (values, *slots) if slots else values
 
     def closed_form(self, b: Array, h: Array, i: Array) -> Intervals:

@@ -207,7 +207,7 @@ FAULTS = {
     },
     pickled_after_use(a_resolved_mask): {
         "a mask takes its memos along": Edit(
-            "masks/base.py", "Mask.__getstate__", "return without_memos(self)", "return vars(self)"
+            "masks/base.py", "Mask.__getstate__", "and not _is_memo(type(self), name)", ""
         ),
     },
     pickled_after_use(an_example): {
@@ -275,7 +275,7 @@ FAULTS = {
             'hasattr(array, "__array_namespace__")',
         ),
     },
-    refuses(attends(window=(np.timedelta64(3), 0)), "window must be (left, right)"): {
+    refuses(attends(window=(np.timedelta64(3, "s"), 0)), "window must be (left, right)"): {
         "durations are ints": Edit("arrays.py", "is_int", "(bool, np.timedelta64)", "bool"),
     },
     takes(lambda library: (attends(deterministic=np.True_)(library) == 1).all()): {
@@ -491,7 +491,7 @@ FAULTS = {
     ): {
         "an index of blocks is of any length": Edit(
             "blocks/index.py", "BlockIndex.from_scipy",
-            "if reasons := length_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv):",
+            "if reasons := count_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv):",
             "if reasons := []:",
         ),
     },
@@ -533,7 +533,9 @@ FAULTS = {
     },
     takes(lambda library: library.patterns.butterfly(np.uint8(8), block=2).blocks.shape == (4, 4)): {
         "unsigned lengths wrap in patterns": Edit(
-            "patterns.py", "_grid", "seqlen_q, seqlen_kv = int(seqlen_q), int(seqlen_kv)", ""
+            "patterns.py", "_grid",
+            "seqlen_q, seqlen_kv = _counts(seqlen_q=seqlen_q, seqlen_kv=seqlen_q if seqlen_kv is None else seqlen_kv)",
+            "seqlen_kv = seqlen_q if seqlen_kv is None else seqlen_kv",
         ),
     },
     refuses(

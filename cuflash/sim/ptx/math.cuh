@@ -5,13 +5,13 @@
 
 namespace cuflash::ptx {
 
-// What instructions make of a NaN: one NaN, whatever bits theirs has.
-CUFLASH_DEVICE float canonical_nan() { return __uint_as_float(0x7fffffffu); }
+// The NaN that instructions return, whatever the bits of their operands' NaN are.
+constexpr uint32_t kCanonicalNan = 0x7fffffffu;
 
 // Flushes subnormal operands and results to zero, as the instruction does.
 CUFLASH_DEVICE float exp2_approx(float x) {
   const float y = ::exp2f(x);
-  return y != y ? canonical_nan() : y < 0x1p-126f ? 0.0f : y;
+  return y != y ? __uint_as_float(kCanonicalNan) : y < 0x1p-126f ? 0.0f : y;
 }
 
 CUFLASH_DEVICE float reciprocal_approx(float x) {
@@ -30,7 +30,7 @@ CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
 
 CUFLASH_DEVICE float lesser_or_nan(float x, float y) {
-  return x != x || y != y ? canonical_nan() : x < y ? x : y;
+  return x != x || y != y ? __uint_as_float(kCanonicalNan) : x < y ? x : y;
 }
 
 CUFLASH_DEVICE uint32_t bits_from(int first) { return first > 31 ? 0 : ~0u << (first < 0 ? 0 : first); }
