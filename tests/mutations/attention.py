@@ -61,15 +61,10 @@ FAULTS = {
         ),
         "delta is left out": Edit("attention/score_gradient.cuh", "score_gradient", "p * (dp - delta)", "p * dp"),
         "masked dP is multiplied": Edit(
-            "attention/score_gradient.cuh", "score_gradient", "p == 0 ? T(0) : p * (dp - delta)", "p * (dp - delta)"
-        ),
-        "P of rows is not masked": Edit(
-            "attention/score_gradient.cuh", "score_gradients_of_queries",
-            "mask_scores(s, params, work, step, T(0));",
-            "",
+            "attention/score_gradient.cuh", "score_gradients_of_keys", "is_masked(p(i, j)) ? T(0) :", ""
         ),
         "P of masked keys is kept": Edit(
-            "attention/score_gradient.cuh", "probabilities_of_keys", "if (!seen.has(j, i)) s.at[i][j] = 0;", ";"
+            "attention/score_gradient.cuh", "probabilities_of_keys", "if (!seen.has(j, i)) s.at[i][j] = -T(0);", ";"
         ),
         "lse behind a row is base e": Edit(
             "attention/score_gradient.cuh", "load_statistics",
@@ -94,6 +89,14 @@ FAULTS = {
             "attention/score_gradient.cuh", "row_statistics",
             "kept.at(query, 0) = sum;",
             "kept.at(query, 0) = query < work.last - 1 ? sum : 0;",
+        ),
+        "a P that masks hide looks like any 0": Edit(
+            "attention/score_gradient.cuh", "probabilities_of_keys", "s.at[i][j] = -T(0);", "s.at[i][j] = 0;"
+        ),
+        "dS of rows is not masked": Edit(
+            "attention/score_gradient.cuh", "score_gradients_of_queries",
+            "mask_scores(dp, params, work, step, T(0));",
+            "",
         ),
     },
     all_steps_are_right: {
@@ -216,6 +219,9 @@ FAULTS = {
             "attention/fragments.cuh", "mask_rows",
             ">> Tile::first_column() % 8)",
             ">> Tile::first_column() % 8 / 4 * 4)",
+        ),
+        "masked scores count": Edit(
+            "attention/fragment_gradient.cuh", "score_gradients", "!IsMasked || !is_masked_score(s.at(i, j));", "true;"
         ),
     },
     parts_are_right: {

@@ -385,6 +385,13 @@ FAULTS = {
             'if causal in ("bottom_right", "top_left") else None',
         ),
     },
+    refuses(lambda library: library.masks.Causal(Q), "align must be 'bottom_right', ", "got an array"): {
+        "alignments are arrays": Edit(
+            "masks/library.py", "_Aligned.__post_init__",
+            'not (isinstance(align, str) and align in ("bottom_right", "top_left"))',
+            'align not in ("bottom_right", "top_left")',
+        ),
+    },
     refuses(attends(window=(Q, 0)), "window must be (left, right)"): {
         "a side of a window is anything": Edit(
             "blocks/work_list.py", "_window",

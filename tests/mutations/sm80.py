@@ -125,6 +125,16 @@ FAULTS = {
         "converted dQ is not scaled": Edit(
             "sm80/convert_dq.cu", "sm80_convert_dq", "dq.scale(shape.softmax_scale);", ""
         ),
+        "masked steps of dQ hide scores behind -inf": Edit(
+            "sm80/backward_rows.cu", "sm80_backward_rows",
+            "kept.work, step, masked_score());",
+            "kept.work, step, ptx::negative_infinity<float>());",
+        ),
+        "masked steps hide scores behind -inf": Edit(
+            "sm80/backward.cu", "mask_step",
+            "queries, keys, attention::masked_score());",
+            "queries, keys, ptx::negative_infinity<float>());",
+        ),
     },
     parts_are_right: {
         "every block does the first part": Edit(
@@ -153,7 +163,9 @@ FAULTS = {
         "parts are not weighted": Edit(
             "sm80/combine.cu", "sm80_combine", "o[c].at[e] += by * x.at[e];", "o[c].at[e] += x.at[e];"
         ),
-        "a part without a key poisons": Edit("sm80/combine.cu", "sm80_combine", "if (by > 0) o[c]", "o[c]"),
+        "a part without a key poisons": Edit(
+            "sm80/combine.cu", "sm80_combine", "if (lse != ptx::negative_infinity<float>()) o[c]", "o[c]"
+        ),
         "lse is that of the largest part": Edit(
             "sm80/combine.cu", "sm80_combine", "most + ptx::log_accurate(total)", "most"
         ),

@@ -33,11 +33,13 @@ FAULTS = {
         ),
         "hidden keys count": Edit(
             "sm90/backward_rows.cu", "make_probabilities",
-            "IsPlain || s.at(i, j) != ptx::negative_infinity<float>() ? p : 0.0f",
+            "IsPlain || !attention::is_masked_score(s.at(i, j)) ? p : s.at(i, j)",
             "p",
         ),
         "what stands at hidden keys matters": Edit(
-            "sm90/backward_rows.cu", "make_gradients", "IsPlain || p.at(i, j) != 0 ? ds : 0.0f", "ds"
+            "sm90/backward_rows.cu", "make_gradients",
+            "IsPlain || !attention::is_masked_score(p.at(i, j)) ? ds : 0.0f",
+            "ds",
         ),
         "delta is left out": Edit(
             "sm90/backward_rows.cu", "make_gradients", "(dp.at(i, j) - row.delta[i])", "dp.at(i, j)"
@@ -81,6 +83,9 @@ FAULTS = {
             "sm90/backward_rows.cu", "write_nothing",
             "else tile::clear(matrix<Element>(params.dq, work.place, head, 0, num_columns)",
             "else tile::clear(matrix<Element>(params.dq, work.place, head, 0, 0)",
+        ),
+        "hidden keys are marked no more": Edit(
+            "sm90/backward_rows.cu", "make_probabilities", "? p : s.at(i, j);", "? p : 0.0f;"
         ),
     },
 }  # fmt: skip

@@ -306,8 +306,13 @@ FAULTS = {
         ),
         "under a band too": Edit(
             "attention/key_ring.cuh", "mask_step",
-            "mask_band(s, note.step, task.band, note.start)",
-            "mask_band(s, note.step, task.band, 0)",
+            "mask_band(s, note.step, hidden, task.band, note.start)",
+            "mask_band(s, note.step, hidden, task.band, 0)",
+        ),
+        "scores are hidden behind -inf": Edit(
+            "attention/key_ring.cuh", "mask_step",
+            "kBringsDo ? attention::masked_score() : ptx::negative_infinity<float>();",
+            "ptx::negative_infinity<float>();",
         ),
     },
 }  # fmt: skip

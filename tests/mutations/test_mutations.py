@@ -1,8 +1,8 @@
 """Every planted fault is seen by its guard: as a wrong number and not as a crash; on Hopper also as a broken rule.
 
-Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in. All
-faults of Python's arithmetic are planted, and every third of those of inputs and of kernels, each of which takes a
-second or more; CUFLASH_PROFILE=long plants all.
+Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in; one,
+of NaN and infinities, has faults of Python and of kernels. All faults of Python's arithmetic are planted, and every
+third of those of inputs and of kernels, each of which takes a second or more; CUFLASH_PROFILE=long plants all.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ from types import ModuleType
 
 import pytest
 from executors import needs_compiler
+from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, calls, kernel_guards, mask_inputs, planting, python, simt, sm80, sm90_backward,
+    attention, calls, kernel_guards, mask_inputs, non_finite, planting, python, simt, sm80, sm90_backward,
     sm90_backward_rows, sm90_backward_wide, sm90_forward, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
 OF_KERNELS = (
-    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide
+    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, non_finite
 )  # fmt: skip
 Guard = Callable[..., None]
 # Faults of shared work are seen by what runs these too.
 RUN_BY_OTHERS = (kernel_guards.attention_is_right, kernel_guards.all_steps_are_right)
 
 
-def faults(*tables: ModuleType) -> list[tuple[str, Guard, Edit]]:
-    """What each fault is called, who must see it, and what it is."""
+def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[str, Guard, Edit]]:
+    """What each fault is called, who must see it, and what it is; of one language if it is given."""
     return [
         (f"{table.__name__.removeprefix('mutations.')}: {name} ({guard.__name__})", guard, edit)
         for table in tables
         for guard, edits in table.FAULTS.items()
         for name, edit in edits.items()
+        if language in (None, language_of(edit.file))
     ]
 
 
@@ -58,8 +60,8 @@ def each(planned: list[tuple[str, Guard, Edit]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("guard", "edit"), [pytest.param(*fault, id=name) for name, *fault in planned])
 
 
-def guards(*tables: ModuleType) -> list[Guard]:
-    return list(dict.fromkeys(guard for table in tables for guard in table.FAULTS))
+def guards(*tables: ModuleType, language: Language | None = None) -> list[Guard]:
+    return list(dict.fromkeys(guard for _, guard, _ in faults(*tables, language=language)))
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         del sys.modules[module]
 
 
-@each(faults(python) + sampled(faults(calls, mask_inputs)))
+@each(faults(python, non_finite, language="python") + sampled(faults(calls, mask_inputs)))
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
     library = edited(edit)
@@ -88,7 +90,7 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
         guard(library)
 
 
-@pytest.mark.parametrize("guard", guards(python, mask_inputs))
+@pytest.mark.parametrize("guard", guards(python, mask_inputs, non_finite, language="python"))
 def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
     guard(cuflash)
 
@@ -101,7 +103,7 @@ def test_the_library_as_it_is_passes_every_probe(edited: Callable[[Edit | None],
 
 
 @needs_compiler
-@each(sampled(faults(*OF_KERNELS)))
+@each(sampled(faults(*OF_KERNELS, language="cuda")))
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_a_kernel_is_seen(guard: Guard, edit: Edit, tmp_path: Path) -> None:
     with planted(tmp_path / "kernels_cu", edit), pytest.raises(signs_of(guard)):
@@ -109,7 +111,7 @@ def test_a_fault_of_a_kernel_is_seen(guard: Guard, edit: Edit, tmp_path: Path) -
 
 
 @needs_compiler
-@pytest.mark.parametrize("guard", [guard for guard in guards(*OF_KERNELS) if guard not in RUN_BY_OTHERS])
+@pytest.mark.parametrize("guard", [each for each in guards(*OF_KERNELS, language="cuda") if each not in RUN_BY_OTHERS])
 def test_the_kernels_as_they_are_pass_every_guard(guard: Guard) -> None:
     guard()
 

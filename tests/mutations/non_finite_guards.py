@@ -1,0 +1,90 @@
+"""What must see faults in where NaN and infinities go: small calls whose heads have a fault each in an operand.
+
+Those of Python are given a library: the one that is installed, or a copy with a fault under a name of its own. Those of
+kernels run on the simulator, where small calls get the kernels of large ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from cuflash.testing import assert_non_finite
+from mutations.python_guards import part
+from test_non_finite import (
+    KINDS, MERGED, WORK, a_fault_a_head, assert_follows_the_rule, assert_merges, assert_parts_follow_the_rule, faulty,
+)  # fmt: skip
+from test_sm90 import with_fewest_tiles
+
+SIGNS = (AssertionError,)
+
+
+class Passes:
+    """A library's calls with the signatures of `cuflash.reference`."""
+
+    def __init__(self, library: ModuleType) -> None:
+        self.library = library
+
+    def attention(self, q: Any, k: Any, v: Any, mask: Any, scale: float | None) -> Any:
+        return self.library.attention(q, k, v, mask=mask, scale=scale, return_lse=True)
+
+    def attention_vjp(self, q: Any, k: Any, v: Any, do: Any, dlse: Any, mask: Any, scale: float | None) -> Any:
+        return self.library.attention_vjp(q, k, v, mask=mask, scale=scale)[1](do, dlse)
+
+
+def non_finite_values_go_where_they_should(library: ModuleType) -> None:
+    """On the cpu executor, whichever element of a small problem they stand in."""
+    for fields in WORK.values():
+        assert_follows_the_rule(Passes(library), a_fault_a_head(**fields))
+
+
+def merges_are_right(library: ModuleType) -> None:
+    """Parts give the whole, NaN and infinities included."""
+    for parts in MERGED:
+        for dtype in ("float16", "float64"):
+            assert_merges(library.merge, *parts, dtype)
+
+
+def specification_is_right(library: ModuleType) -> None:
+    for fields in WORK.values():
+        assert_follows_the_rule(part(library, "reference"), a_fault_a_head(**fields))
+
+
+def oracle_is_right(library: ModuleType) -> None:
+    for fields in WORK.values():
+        assert_follows_the_rule(part(library, "testing.oracle"), a_fault_a_head(**fields))
+
+
+@with_fewest_tiles(0)
+def calls_are_right(kind: str) -> None:
+    """In one walk and in two, with weights of 0 behind masks and without."""
+    run, fields = KINDS[kind]
+    for each in {run, replace(run, deterministic=run.kernel != "naive")}:
+        for work in WORK:
+            example = faulty(each, fields, work)
+            assert_non_finite(example, **each.everything(example))
+
+
+def floats_follow_the_rule() -> None:
+    calls_are_right("float32")
+
+
+def doubles_follow_the_rule() -> None:
+    calls_are_right("float64")
+
+
+def kept_scores_follow_the_rule() -> None:
+    """Where the naive family keeps the matrix of scores."""
+    calls_are_right("naive")
+
+
+def halves_follow_the_rule() -> None:
+    """On tensor cores."""
+    calls_are_right("float16")
+
+
+@with_fewest_tiles(0)
+def parts_follow_the_rule() -> None:
+    """Blocks that share keys, at a scale where many parts weigh 0."""
+    assert_parts_follow_the_rule(scale=30.0)
