@@ -43,8 +43,8 @@ def limited(number: int) -> Any:
 @pytest.fixture(autouse=True)
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls share even little work among threads, and BLAS has a number of them that every test leaves as it is."""
-    monkeypatch.setattr("cuflash.plans.Plan.is_small", False)
-    monkeypatch.setattr("cuflash.plans.Plan.num_workers", 3)
+    monkeypatch.setattr("cuflash.planning.host.HostTiling.is_small", False)
+    monkeypatch.setattr("cuflash.planning.host.HostTiling.num_workers", 3)
     with limited(3):
         before = num_threads()
         yield
@@ -385,11 +385,12 @@ def test_every_kind_of_library_keeps_its_limits(monkeypatch: pytest.MonkeyPatch)
 
 def assert_threads_are_right(library: ModuleType) -> None:
     """Bits, limits and errors of calls that share their work among three threads, some of which cannot be started."""
-    cpu, blas, plans = (importlib.import_module(f"{library.__name__}.{name}") for name in ("cpu", "blas", "plans"))
+    names = "executors.cpu", "executors.blas", "planning.host"
+    cpu, blas, host = (importlib.import_module(f"{library.__name__}.{name}") for name in names)
     main, numbers, start = threading.current_thread(), Numbers(), threading.Thread.start
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans.Plan, "is_small", False)
-        patch.setattr(plans.Plan, "num_workers", 3)
+        patch.setattr(host.HostTiling, "is_small", False)
+        patch.setattr(host.HostTiling, "num_workers", 3)
         patch.setattr(blas, "_known", [blas._library(fake("mkl", MKL_Set_Num_Threads_Local=numbers.swap))])
 
         def called() -> bytes:

@@ -223,7 +223,9 @@ NUMBERS_REFUSED = {
     "a block beyond all": (lambda: masks.BlockPattern(np.ones((1, 1), bool), 2**40), "block must be at most 10737418"),
     "a pattern too long": (lambda: patterns.butterfly(2**70), "lengths must be at most 1073741824"),
     "a shape of floats": (lambda: MaskShape((), 1, 2.0, 3), "seqlen_q must be an int of at least 0; got 2.0"),
-    "a negative extent": (lambda: cuflash.ShapeDtype((-1,), "f4"), "shape must be a tuple of ints from 0 to 2**63 - 1; got (-1,)"),
+    "a negative extent": (
+        lambda: cuflash.ShapeDtype((-1,), "f4"), "shape must be a tuple of ints from 0 to 2**63 - 1; got (-1,)"
+    ),
     "half a processor": (
         lambda: cuflash.DeviceSpec(name="x", num_processors=0.5, tile_memory_bytes=1),
         "num_processors must be an int of at least 1; got 0.5",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from mutations.planting import Edit
-from mutations.python_guards import attention_is_right, indices_are_right, lists_on_a_device_are_right, work_is_right
+from mutations.python_guards import (
+    attention_is_right, indices_are_right, lists_on_a_device_are_right, rows_without_a_score_are_right, work_is_right,
+)  # fmt: skip
 
 FAULTS = {
     attention_is_right: {
@@ -20,7 +22,9 @@ FAULTS = {
             "row_max + np.log2(divisor)",
         ),
         "an empty row has a finite lse": Edit(
-            "executors/cpu.py", "_Call.forward_rows", 'self.write("lse", rows, row_max', 'self.write("lse", rows, shift'
+            "executors/cpu.py", "_Call.forward_rows",
+            'self.write("lse", rows, row_max',
+            'self.write("lse", rows, np.maximum(row_max, np.finfo(self.wide).min)',
         ),
         "an empty row is divided by 0": Edit(
             "executors/cpu.py", "_Call.forward_rows", "divisor = np.maximum(row_sum, 1)", "divisor = row_sum"
@@ -52,20 +56,21 @@ FAULTS = {
             "executors/cpu.py", "_Call.backward_rows", "delta -= np.where(lse_2", "delta += np.where(lse_2"
         ),
         "dq lacks the scale": Edit(
-            "executors/cpu.py", "_Call.backward_rows", "dq * self.wide(self.plan.problem.softmax_scale)", "dq"
+            "executors/cpu.py", "_Call.backward_rows", "dq * self.wide(self.plan.problem.scaling.scale)", "dq"
         ),
-        "dk keeps log2(e)": Edit("executors/cpu.py", "_Call.backward_columns", "dk * self.wide(LN_2)", "dk"),
+        "dk keeps log2(e)": Edit(
+            "executors/cpu.py", "_Call.backward_columns",
+            "self.wide(LN_2 * self.score_factor)",
+            "self.wide(self.score_factor)",
+        ),
         "only the last step gives dv": Edit(
             "executors/cpu.py", "_Call.backward_columns", "_plus(dv, p @ do)", "p @ do"
         ),
         "columns are not masked": Edit(
-            "executors/cpu.py", "_Call.backward_columns", "self._mask_queries(tiles, places, steps, s, dp)", "pass"
-        ),
-        "an empty row is exponentiated": Edit(
-            "executors/cpu.py", "backward", "np.where(empty, np.inf, lse * LOG2_E)", "(lse * LOG2_E)"
+            "executors/cpu.py", "_Call.backward_columns", "self._mask_queries(tiles, places, steps, p, ds)", "pass"
         ),
         "the scale is left to q alone": Edit(
-            "executors/cpu.py", "_Call.read_queries", "self.plan.problem.softmax_scale * LOG2_E", "LOG2_E"
+            "executors/cpu.py", "_Call.of", "problem.scaling.scale * LOG2_E", "LOG2_E"
         ),
         "tiles stop one row early": Edit(
             "executors/cpu.py", "_cuts", "min(start + block, length)", "min(start + block, max(length - 1, start + 1))"
@@ -87,12 +92,17 @@ FAULTS = {
             "self.arrays[name][where] = values[:1] if np.ndim(values) else values",
         ),
         "the masks of a batch all fall on its first tile": Edit(
-            "executors/cpu.py", "_Call._mask_keys", "_mask(s[number, here], None", "_mask(s[0, here], None"
+            "executors/cpu.py", "_Call._mask_keys", "np.copyto(x[number, here]", "np.copyto(x[0, here]"
         ),
         "broadcast gradients are not summed": Edit(
             "plans.py", "_summed_to",
             "gradient.sum(axis=(*range(missing), *narrow))",
             "gradient.max(axis=(*range(missing), *narrow))",
+        ),
+    },
+    rows_without_a_score_are_right: {
+        "an empty row is exponentiated": Edit(
+            "executors/cpu.py", "backward", "np.where(empty, np.inf, lse * LOG2_E)", "(lse * LOG2_E)"
         ),
     },
     work_is_right: {

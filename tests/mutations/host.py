@@ -1,0 +1,113 @@
+"""Faults in how the host scales scores, keeps NumPy's errors to itself, and limits BLAS's threads."""
+
+from __future__ import annotations
+
+from mutations.host_guards import blas_limits_are_kept, magnitudes_are_right, nothing_is_raised, threads_are_right
+from mutations.planting import Edit
+
+FAULTS = {
+    magnitudes_are_right: {
+        "dk lacks the power of two of its scores": Edit(
+            "executors/cpu.py", "_Call.backward_columns", "self.wide(LN_2 * self.score_factor)", "self.wide(LN_2)"
+        ),
+        "scores lack their power of two": Edit(
+            "executors/cpu.py", "_Call.scores", "np.multiply(s, self.wide(self.score_factor), out=s)", "s"
+        ),
+        "q carries more than the scale's mantissa": Edit(
+            "executors/cpu.py", "_Call.of", "lift = max(exponent, 0)", "lift = 0"
+        ),
+        "scales of any size stay as they are": Edit(
+            "planning/problem.py", "Problem.scaling", "-most < exponent <= most", "True"
+        ),
+        "a scale is inf for float16": Edit(
+            "planning/problem.py", "Problem.scaling",
+            "Scaling(max(-(2.0**126), min(scale, 2.0**126)), 0, 0)",
+            "Scaling(scale, 0, 0)",
+        ),
+        "k has q's part of the scale": Edit(
+            "planning/problem.py", "Problem.scaling", "exponent - exponent // 2", "exponent // 2"
+        ),
+        "scaled q and k are not used": Edit(
+            "plans.py", "Executable.forward", 'arrays = {"q": scaled_q, "k": scaled_k,', 'arrays = {"q": q, "k": k,'
+        ),
+        "gradients read q and k as they are": Edit(
+            "plans.py", "Executable.backward", 'there["q"], there["k"] = self._scaled(there["q"], there["k"])', "pass"
+        ),
+        "gradients keep the powers of two": Edit(
+            "plans.py", "Executable.backward",
+            'results["q"], results["k"] = self._scaled(results["q"], results["k"])',
+            "pass",
+        ),
+        "calls are repeated without the powers of two": Edit(
+            "plans.py", "Executable.is_repeatable", "and not self._scales_arrays", ""
+        ),
+    },
+    nothing_is_raised: {
+        "what the caller has NumPy raise comes out of lse": Edit(
+            "executors/cpu.py", "backward", 'with np.errstate(all="ignore"):', "if True:"
+        ),
+        "what the caller has NumPy raise comes out of batches": Edit(
+            "executors/cpu.py", "_drain", 'with np.errstate(all="ignore"), _scratch(tiling)', "with _scratch(tiling)"
+        ),
+        "what the caller has NumPy raise comes out of sums": Edit(
+            "plans.py", "_summed_to", 'with np.errstate(all="ignore"):', "if True:"
+        ),
+        "what the caller has NumPy raise comes out of scaling": Edit(
+            "plans.py", "_times_power_of_two", 'with np.errstate(all="ignore"):', "if True:"
+        ),
+    },
+    blas_limits_are_kept: {
+        "the first call out gives BLAS its threads back": Edit(
+            "executors/blas.py", "OneThread.leave", "if _users == 0:", "if True:"
+        ),
+        "BLAS is left on one thread": Edit("executors/blas.py", "_OfProcess.release", "self._set(self._found)", "pass"),
+        "a number of threads set during a call is lost": Edit(
+            "executors/blas.py", "_OfProcess.release", "is not None and self._get() == 1", "is not None"
+        ),
+        "a number of threads is given back twice": Edit(
+            "executors/blas.py", "_OfProcess.release", "self._found = None", ""
+        ),
+        "a call leaves BLAS the threads that were set during another": Edit(
+            "executors/blas.py", "_OfProcess.hold", "if number > 1:", "if number > 1 and self._found is None:"
+        ),
+        "BLAS has its threads during a call": Edit("executors/blas.py", "_OfProcess.hold", "self._set(1)", ""),
+        "a thread's own number is not given back": Edit(
+            "executors/blas.py", "OneThread.leave", "library.swap(number)", ""
+        ),
+        "MKL's numbers are the process's": Edit(
+            "executors/blas.py", "_library", 'found.internal_api == "mkl"', "False"
+        ),
+        "OpenMP's numbers are the process's": Edit(
+            "executors/blas.py", "_library", 'found.threading_layer == "openmp"', "False"
+        ),
+        "threadpoolctl sets OpenBLAS": Edit(
+            "executors/blas.py", "_library", "set_ or found.set_num_threads", "found.set_num_threads"
+        ),
+        "names of OpenBLAS's functions have no suffix": Edit("executors/blas.py", None, '("", "64_", "_64")', '("",)'),
+        "a child counts its parent's calls": Edit(
+            "executors/blas.py", "_after_fork", "_lock, _users = threading.RLock(), 0", "_lock = threading.RLock()"
+        ),
+        "a child waits for its parent's lock": Edit(
+            "executors/blas.py", "_after_fork", "_lock, _users = threading.RLock(), 0", "_users = 0"
+        ),
+        "a child keeps the one thread of its parent's calls": Edit(
+            "executors/blas.py", "_after_fork", "library.release()", "pass"
+        ),
+        "an interrupt leaves BLAS on one thread": Edit(
+            "executors/blas.py", "on_one_thread", "blas.leave()\nraise", "raise"
+        ),
+    },
+    threads_are_right: {
+        "an error on another thread is lost": Edit("executors/cpu.py", "_share", "if errors:", "if False:"),
+        "threads that cannot be started are an error": Edit(
+            "executors/cpu.py", "_share", "except RuntimeError:", "except ZeroDivisionError:"
+        ),
+        "a call ends before its threads": Edit("executors/cpu.py", "_share", "thread.join()", "pass"),
+        "BLAS keeps its threads on the calling thread": Edit(
+            "executors/cpu.py", "_run", "on_one_thread(share_all)", "share_all()"
+        ),
+        "BLAS keeps its threads on other threads": Edit(
+            "executors/cpu.py", "_share", "on_one_thread(drain)", "drain()"
+        ),
+    },
+}  # fmt: skip

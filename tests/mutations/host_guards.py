@@ -1,0 +1,73 @@
+"""What must see faults in how the host scales scores, what it lets NumPy raise, and how many threads BLAS has.
+
+Each is given a library: the one that is installed, or a copy with a fault under a name of its own.
+"""
+
+import numpy as np
+import pytest
+from cuflash.testing import strategies
+from hypothesis import strategies as st
+from mutations.python_guards import hunt, part
+from test_blas import assert_limits_are_kept, assert_threads_are_right
+from test_magnitudes import (
+    BROADCAST, assert_no_lse_is_too_large, assert_nothing_is_raised, assert_operands_may_be_huge,
+    assert_powers_cancel, changed, powers, tame,
+)  # fmt: skip
+
+# float32 cannot hold the scale that makes up for 2^85 in both of q and k, and few drawn examples need one.
+FAR = 85
+TAME = strategies.Structure(seqlen_q=5, seqlen_kv=6, dtype="float32", values="lattice").example()
+
+# pytest.raises fails with an exception of its own where nothing was raised.
+SIGNS = (AssertionError, ValueError, pytest.fail.Exception)
+
+
+def all_results(library):
+    """What returns all results of an example by name, those of `attention` and of `attention_vjp` alike."""
+
+    def everything(example):
+        q, k, v, mask, scale = example.q, example.k, example.v, example.dense_mask, example.scale
+        (o, lse), vjp = library.attention_vjp(q, k, v, mask=mask, scale=scale, return_lse=True)
+        assert library.attention(q, k, v, mask=mask, scale=scale).tobytes() == o.tobytes()
+        return dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(example.do, example.dlse))))
+
+    return everything
+
+
+def magnitudes_are_right(library):
+    """Operands and scales of any size have their scores."""
+    everything = all_results(library)
+    zeros = np.zeros((4, 8), np.float16)
+    assert (library.attention(zeros, zeros + 1, zeros + 1, scale=1e39) == 1).all()
+    for sign in (1, -1):
+        assert_powers_cancel(everything, TAME, sign * FAR, sign * FAR)
+
+    @hunt(tame(longest=20, widest=8), powers(), seeds=1, most=40)
+    def check_powers(example, powers):
+        assert_powers_cancel(everything, example, *powers)
+
+    @hunt(tame(longest=20, widest=8), st.sampled_from([0.125, 100.0]), seeds=1, most=40)
+    def check_huge(example, scale):
+        assert_operands_may_be_huge(everything, example.but(scale=scale))
+
+
+def nothing_is_raised(library):
+    """Whatever the caller asks NumPy to raise, nothing of it comes out of a call."""
+    everything = all_results(library)
+    assert_no_lse_is_too_large(library)
+    assert_nothing_is_raised(everything, BROADCAST)
+
+    @hunt(tame(longest=20, widest=8), st.sampled_from(["huge", "tiny", "tiny do"]), seeds=1, most=40)
+    def check(example, size):
+        assert_nothing_is_raised(everything, changed(example, size))
+        assert_nothing_is_raised(everything, changed(example, size).but(scale=1e-70))
+
+
+def blas_limits_are_kept(library):
+    """BLAS has the threads that it had, whichever calls overlap."""
+    assert_limits_are_kept(part(library, "executors.blas"))
+
+
+def threads_are_right(library):
+    """Calls that share their work among threads have the same bits, one thread of BLAS each, and their errors."""
+    assert_threads_are_right(library)
