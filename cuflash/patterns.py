@@ -20,7 +20,7 @@ import scipy.sparse
 
 from .arrays import Array, describe, flag_reasons, is_int, is_number, whole_number
 from .errors import UnsupportedProblem, collecting
-from .masks.base import MAX_SEQLEN, UNBOUNDED, Intervals, Mask, widened
+from .masks.base import MAX_SEQLEN, UNBOUNDED, Intervals, Mask, count_reasons, widened
 from .masks.block_set import block_pair
 from .masks.library import BlockPattern, Causal, Dilated, Lengths, SlidingWindow
 
@@ -98,14 +98,14 @@ def bigbird(
     arXiv 2007.14062, section 2 and appendix D (internal transformer construction).
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
-    num_window, num_global, num_random = _counts(
+    num_window, num_global, num_random = _counts_of_blocks(
         num_window=num_window, num_global=num_global, num_random=num_random
     )
     if num_window % 2 == 0:
         raise UnsupportedProblem(
             [f"num_window must be odd, the diagonal and as many blocks on each side; got {num_window}"]
         )
-    num_heads = whole_number("num_heads", num_heads, 1)
+    (num_heads,) = _counts_of_blocks(num_heads=whole_number("num_heads", num_heads, 1))
     row, col = np.ogrid[: grid[0], : grid[1]]
     base = abs(row - col) <= num_window // 2
     for place, extent in ((row, grid[0]), (col, grid[1])):
@@ -148,7 +148,7 @@ def random(
         raise UnsupportedProblem([f"density must be a number from 0 to 1; got {describe(density)}"])
     if reasons := flag_reasons("diagonal", diagonal):
         raise UnsupportedProblem(reasons)
-    num_heads = whole_number("num_heads", num_heads, 1)
+    (num_heads,) = _counts_of_blocks(num_heads=whole_number("num_heads", num_heads, 1))
     count = round(float(density) * grid[1])
     rng = _generator(seed)
     forced = np.eye(*grid, dtype=bool) if diagonal and count else np.zeros(grid, bool)
@@ -323,7 +323,8 @@ class StretchEnds(Mask):
 def _grid(seqlen_q: int, seqlen_kv: int | None, block: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     seqlen_q, seqlen_kv = _counts(seqlen_q=seqlen_q, seqlen_kv=seqlen_q if seqlen_kv is None else seqlen_kv)
     if max(seqlen_q, seqlen_kv) > MAX_SEQLEN:
-        raise UnsupportedProblem([f"lengths must be at most {MAX_SEQLEN}; got {seqlen_q} and {seqlen_kv}"])
+        lengths = f"seqlen_q={describe(seqlen_q)} and seqlen_kv={describe(seqlen_kv)}"
+        raise UnsupportedProblem([f"lengths must be at most {MAX_SEQLEN}; got {lengths}"])
     sides = block_pair(block)
     return (-(-seqlen_q // sides[0]), -(-seqlen_kv // sides[1])), sides
 
@@ -358,5 +359,13 @@ def _counts(**given: object) -> list[int]:
         with collecting(reasons):
             counts.append(whole_number(name, value, 0))
     if reasons:
+        raise UnsupportedProblem(reasons)
+    return counts
+
+
+def _counts_of_blocks(**given: object) -> list[int]:
+    """Ints of at least 0 that int64 counts, as the numbers of an array's blocks and heads; all reasons at once."""
+    counts = _counts(**given)
+    if reasons := count_reasons(**given):
         raise UnsupportedProblem(reasons)
     return counts

@@ -118,7 +118,6 @@ class BlockIndex:
             sides = block_pair(block)
         if reasons:
             raise UnsupportedProblem(reasons)
-        shape = MaskShape(tuple(map(int, shape.batch)), *map(int, shape[1:]))
         is_on_host = mask_namespace(mask) is np
         found = (classify if is_on_host else classify_grid)(mask.resolve(shape), shape, sides)
         return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=sides, **found._asdict())
@@ -160,7 +159,7 @@ class BlockIndex:
             raise UnsupportedProblem(["block must be given unless matrix is a BSR array of elements"])
         if reasons := count_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv):
             raise UnsupportedProblem(reasons)
-        return _from_bsr(matrix, int(seqlen_q), int(seqlen_kv))
+        return _from_bsr(matrix, seqlen_q, seqlen_kv)
 
     # Asking it
 

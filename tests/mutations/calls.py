@@ -506,9 +506,9 @@ FAULTS = {
         lambda library: library.BlockIndex.from_blocks(np.eye(2, dtype=bool), np.uint8(4), 4, 2).num_q_blocks == 2
     ): {
         "unsigned lengths wrap": Edit(
-            "blocks/index.py", "BlockIndex.from_mask",
-            "shape = MaskShape(tuple(map(int, shape.batch)), *map(int, shape[1:]))",
-            "",
+            "masks/base.py", "MaskShape.__new__",
+            "whole_number(\"seqlen_q\", seqlen_q, 0)",
+            "seqlen_q",
         ),
     },
     refuses(
