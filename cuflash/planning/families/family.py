@@ -45,6 +45,13 @@ class Family(ABC):
     oldest: ClassVar[tuple[int, int]] = (7, 5)
     waits_at_barriers: ClassVar[bool] = False
 
+    def __eq__(self, other: object) -> bool:
+        """A family holds nothing of its own, so that one of a pickled plan is the one of FAMILIES."""
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     def reasons(self, problem: Problem, device: DeviceSpec | None) -> list[str]:
         """Why the family does not serve a problem, on any device or, where one is given, on that device."""
         reasons = self._dtype_reasons(problem)
