@@ -96,12 +96,12 @@ def is_int(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number, Python's or NumPy's."""
+    """Whether a value is a real number of Python or of NumPy."""
     return is_int(value) or isinstance(value, (float, np.floating))
 
 
 def is_flag(value: object) -> TypeGuard[bool]:
-    """Whether a value is True or False, Python's or NumPy's."""
+    """Whether a value is a boolean of Python or of NumPy."""
     return isinstance(value, (bool, np.bool))
 
 

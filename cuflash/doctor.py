@@ -136,7 +136,7 @@ def _compiler(subject: str) -> Finding:
 
 
 def _told(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """What a program says, in whichever encoding."""
+    """The output of a program as text, whatever its encoding is."""
     return subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="backslashreplace", timeout=seconds,
         stdin=subprocess.DEVNULL,

@@ -28,7 +28,7 @@ class Lists(Protocol):
 
 
 class Machine(Protocol):
-    """What runs kernels: a GPU, or the simulator."""
+    """A device that runs kernels: a GPU or the simulator."""
 
     def address(self, array: Array) -> int:
         """The address of an array's first element, as a kernel sees it."""
