@@ -27,7 +27,8 @@ PACKAGES = {"cuflash"} | {module.rpartition(".")[0] for module in MODULES if "."
 
 THIRD_PARTY = {
     "arrays": {"ml_dtypes"},
-    "masks.library": {"scipy"},
+    "masks.arrays": {"scipy"},
+    "masks.block_pattern": {"scipy"},
     "patterns": {"scipy"},
     "blocks.index": {"scipy"},
     "bounds": {"ml_dtypes", "scipy"},
@@ -244,7 +245,7 @@ def test_a_planted_violation_is_caught(room: str, source: str) -> None:
     ("room", "source"),
     [
         ("api", "import numpy as np\nfrom .masks import Causal\nfrom . import masks"),
-        ("masks.library", "from .base import Band\nfrom ..errors import UnsupportedProblem"),
+        ("masks.arrays", "from .base import Band\nfrom ..errors import UnsupportedProblem"),
         ("cuflash", "from . import masks\nfrom .api import attention\nfrom .doctor import doctor"),
         ("testing.properties", "from hypothesis import given\nfrom .. import masks, attention\nfrom .oracle import x"),
         ("testing", "from .oracle import check\nfrom . import strategies"),

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import DTYPES, Array, ShapeDtype, accumulator_dtype, describe, is_array, no_array
 from ..errors import UnsupportedProblem
-from ..masks.base import MaskShape, length_reasons
+from ..masks.shape import MaskShape, length_reasons
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")

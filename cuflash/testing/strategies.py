@@ -24,18 +24,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ..arrays import DTYPES, accumulator_dtype
-from ..masks.base import Mask, MaskShape
-from ..masks.library import (
-    BlockPattern,
-    Causal,
-    Dense,
-    Dilated,
-    Documents,
-    FromFunction,
-    Lengths,
-    PrefixLM,
-    SlidingWindow,
-)
+from ..masks.arrays import Dense, FromFunction
+from ..masks.base import Mask
+from ..masks.block_pattern import BlockPattern
+from ..masks.diagonal import Causal, Dilated, PrefixLM, SlidingWindow
+from ..masks.documents import Documents
+from ..masks.lengths import Lengths
+from ..masks.shape import MaskShape
 from .assertions import Example, on_lattice
 
 __all__ = [
