@@ -21,6 +21,7 @@ from .library import (
     PrefixLM,
     SlidingWindow,
 )
+from .sequences import Sequences
 
 __all__ = [
     "Band",
@@ -34,5 +35,6 @@ __all__ = [
     "Mask",
     "MaskShape",
     "PrefixLM",
+    "Sequences",
     "SlidingWindow",
 ]

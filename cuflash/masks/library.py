@@ -226,7 +226,7 @@ class PrefixLM(_Aligned):
     align: str | None = None
 
     def __post_init__(self) -> None:
-        _take_arrays(self, {"prefix": "prefix"})
+        take_arrays(self, {"prefix": "prefix"})
         super().__post_init__()
         object.__setattr__(self, "prefix", _converted_length("prefix", self.prefix))
 
@@ -274,7 +274,7 @@ class Lengths(Mask):
     kv: int | Array | None = None
 
     def __post_init__(self) -> None:
-        _take_arrays(self, {"q": "q", "kv": "kv"})
+        take_arrays(self, {"q": "q", "kv": "kv"})
         for name, length in (("q", self.q), ("kv", self.kv)):
             if length is not None:
                 object.__setattr__(self, name, _converted_length(name, length))
@@ -339,7 +339,7 @@ class Documents(Mask):
     kv_ids: Array | None = None
 
     def __post_init__(self) -> None:
-        _take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})
+        take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})
         given = {"q_ids": self.q_ids} if self.kv_ids is None else {"q_ids": self.q_ids, "kv_ids": self.kv_ids}
         reasons = [
             f"{name} must be an integer array (..., seqlen); got {describe(ids)}"
@@ -468,7 +468,7 @@ class Dense(Mask):
     allowed: Array
 
     def __post_init__(self) -> None:
-        _take_arrays(self, {"allowed": "mask"})
+        take_arrays(self, {"allowed": "mask"})
         if not is_array(self.allowed):
             fix = ": masks.BlockPattern takes it as blocks, its toarray() as elements"
             fix = fix if scipy.sparse.issparse(self.allowed) else ""
@@ -573,7 +573,7 @@ class BlockPattern(Mask):
 
     def __post_init__(self) -> None:
         reasons: list[str] = []
-        _take_arrays(self, {"blocks": "blocks"})
+        take_arrays(self, {"blocks": "blocks"})
         with collecting(reasons):
             object.__setattr__(self, "block", block_pair(self.block))
         if scipy.sparse.issparse(self.blocks):
@@ -625,7 +625,7 @@ class BlockPattern(Mask):
         return self.blocks[widened(i) // self.block[0], widened(j) // self.block[1]]
 
 
-def _take_arrays(mask: Mask, names: dict[str, str]) -> None:
+def take_arrays(mask: Mask, names: dict[str, str]) -> None:
     """Take the host arrays of other libraries in some fields of a mask being made, where they lie; names of fields, and
     what messages call them.
 

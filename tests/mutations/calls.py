@@ -331,29 +331,29 @@ FAULTS = {
     },
     takes(lambda library: library.masks.Dense(Foreign(np.tri(10, dtype=bool))).allowed.shape == (10, 10)): {
         "arrays of another library are no masks": Edit(
-            "masks/library.py", "Dense.__post_init__", '_take_arrays(self, {"allowed": "mask"})', "pass"
+            "masks/library.py", "Dense.__post_init__", 'take_arrays(self, {"allowed": "mask"})', "pass"
         ),
     },
     takes(lambda library: library.masks.Lengths(kv=Foreign(np.array(3))).kv == 3): {
         "arrays of another library are no lengths": Edit(
-            "masks/library.py", "Lengths.__post_init__", '_take_arrays(self, {"q": "q", "kv": "kv"})', "pass"
+            "masks/library.py", "Lengths.__post_init__", 'take_arrays(self, {"q": "q", "kv": "kv"})', "pass"
         ),
     },
     takes(lambda library: library.masks.PrefixLM(Foreign(np.array(3))).prefix == 3): {
         "arrays of another library are no prefix": Edit(
-            "masks/library.py", "PrefixLM.__post_init__", '_take_arrays(self, {"prefix": "prefix"})', "pass"
+            "masks/library.py", "PrefixLM.__post_init__", 'take_arrays(self, {"prefix": "prefix"})', "pass"
         ),
     },
     takes(lambda library: library.masks.Documents(Foreign(np.arange(3))).q_ids[2] == 2): {
         "arrays of another library are no documents": Edit(
             "masks/library.py", "Documents.__post_init__",
-            '_take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})',
+            'take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})',
             "pass",
         ),
     },
     takes(lambda library: library.masks.BlockPattern(Foreign(np.eye(3, dtype=bool)), 2).blocks[2, 2]): {
         "arrays of another library are no blocks": Edit(
-            "masks/library.py", "BlockPattern.__post_init__", '_take_arrays(self, {"blocks": "blocks"})', "pass"
+            "masks/library.py", "BlockPattern.__post_init__", 'take_arrays(self, {"blocks": "blocks"})', "pass"
         ),
     },
     refuses(attends(scale="0.5"), "scale must be a finite number or None; got '0.5'"): {
