@@ -17,6 +17,7 @@ from .block_pattern import BlockPattern
 from .diagonal import Causal, Dilated, PrefixLM, SlidingWindow
 from .documents import Documents
 from .lengths import Lengths
+from .sequences import Sequences
 from .shape import MaskShape
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "Mask",
     "MaskShape",
     "PrefixLM",
+    "Sequences",
     "SlidingWindow",
 ]
