@@ -1,0 +1,1 @@
+"""Score functions: Python functions that change each score, and what is made of them."""
