@@ -26,6 +26,7 @@ MODULES = {
 PACKAGES = {"cuflash"} | {module.rpartition(".")[0] for module in MODULES if "." in module}
 
 THIRD_PARTY = {
+    "testing.formulas": {"hypothesis", "ml_dtypes"},
     "arrays": {"ml_dtypes"},
     "masks.library": {"scipy"},
     "patterns": {"scipy"},

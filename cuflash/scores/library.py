@@ -133,7 +133,7 @@ def relative_position(table: Array, max_distance: int = 128, *, bidirectional: b
     >>> import numpy as np
     >>> score = relative_position(np.arange(8, dtype=np.float32)[None], 16, bidirectional=False)
     >>> score(0.0, 0, 0, np.array([0, 1, 3, 5, 9, 99]), 0)
-    array([0., 1., 3., 4., 6., 7.])
+    array([0., 1., 3., 4., 6., 7.], dtype=float32)
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ def relative_position_2d(table: Array, width: int) -> Score:
     >>> import numpy as np
     >>> table = np.arange(9, dtype=np.float32).reshape(1, 3, 3)      # offsets -1, 0 and 1 in both directions
     >>> relative_position_2d(table, 2)(0.0, 0, 0, 3, np.arange(4))   # pixel 3 of 2 x 2
-    array([8., 7., 5., 4.])
+    array([8., 7., 5., 4.], dtype=float32)
 
     Parameters
     ----------
