@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
-ROOMS = """errors arrays memory masks patterns reference blocks planning compiler sim executors plans merging packing
-bounds api doctor cuflash __main__ testing""".split()
+ROOMS = """errors arrays memory scores masks patterns reference blocks planning compiler sim executors plans merging
+packing bounds api doctor cuflash __main__ testing""".split()
 MODULES = {
     ".".join(path.relative_to(ROOT / "cuflash").with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "cuflash").rglob("*.py")
@@ -26,6 +26,7 @@ MODULES = {
 PACKAGES = {"cuflash"} | {module.rpartition(".")[0] for module in MODULES if "." in module}
 
 THIRD_PARTY = {
+    "testing.formulas": {"hypothesis", "ml_dtypes"},
     "arrays": {"ml_dtypes"},
     "masks.arrays": {"scipy"},
     "masks.block_pattern": {"scipy"},
