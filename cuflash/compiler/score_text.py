@@ -69,7 +69,7 @@ class _Printer:
             "struct Function {",
             "  using Number = T;",
             "  using Derivatives = Slopes;",
-            *(f"  using Of{level.capitalize()}Sums = {level.capitalize()}Sums;" for level in _LEVELS[:3]),
+            *(f"  using Of{name} = {name}; using Of{name}Sums = {name}Sums;" for name in ("Tile", "Query", "Key")),
             f"  static constexpr bool kIsDerived = {str(is_derived).lower()};",
             f"  static constexpr bool kAddsGradients = {str(bool(self.loads)).lower()};",
             *self._fields(),

@@ -69,16 +69,22 @@ CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, const Shape& shape,
                                 const Positions& keys, double unit) {
   using T = typename Score::Number;
   const T scale = shape.softmax_scale, by = unit;
+  HeadAndQuery rows[Tile::kRows];
+  typename Score::OfTile of_tile[Tile::kRows];
+  typename Score::OfQuery of_query[Tile::kRows];
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
-    const HeadAndQuery row = query_of(i);
-    const auto of_tile = score.of_tile(place.entry, row.head);
-    const auto of_query = score.of_query(of_tile, row.query);
+    rows[i] = query_of(i);
+    of_tile[i] = score.of_tile(place.entry, rows[i].head);
+    of_query[i] = score.of_query(of_tile[i], rows[i].query);
+  }
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) {
-      const int key = keys.at(column_of(s, j));
+  for (int j = 0; j < Tile::kColumns; ++j) {  // what depends on the key is needed in one column alone
+    const int key = keys.at(column_of(s, j));
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
       T& x = element(s, i, j);
-      x = by * score.value(of_tile, of_query, score.of_key(of_tile, key), row.query, key, x * scale);
+      x = by * score.value(of_tile[i], of_query[i], score.of_key(of_tile[i], key), rows[i].query, key, x * scale);
     }
   }
 }

@@ -37,41 +37,43 @@ CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const
   const auto of_tile = score.of_tile(place.entry, place.head);
   typename Score::OfTileSums tile_sums;
   if constexpr (kRowsAreQueries) {
-    typename Score::OfKeySums key_sums[Tile::kColumns];
+    typename Score::OfQuery of_query[Tile::kRows];
+    typename Score::OfQuerySums query_sums[Tile::kRows];
 #pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) {
-      const int query = rows.at(row_of(dp, i));
-      const auto of_query = score.of_query(of_tile, query);
-      typename Score::OfQuerySums query_sums;
+    for (int i = 0; i < Tile::kRows; ++i) of_query[i] = score.of_query(of_tile, rows.at(row_of(dp, i)));
 #pragma unroll
-      for (int j = 0; j < Tile::kColumns; ++j) {
-        const int key = columns.at(column_of(dp, j));
-        make_pair(s(i, j), element(dp, i, j), score, of_tile, of_query, score.of_key(of_tile, key), query, key, scale,
-                  lse_2(i), delta(i), is_seen(i, j), adds, tile_sums, query_sums, key_sums[j]);
-      }
-      if (adds) score.flush(of_tile, of_query, query_sums);
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      const int key = columns.at(column_of(dp, j));
+      const auto of_key = score.of_key(of_tile, key);
+      typename Score::OfKeySums key_sums;
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i)
+        make_pair(s(i, j), element(dp, i, j), score, of_tile, of_query[i], of_key, rows.at(row_of(dp, i)), key, scale,
+                  lse_2(i), delta(i), is_seen(i, j), adds, tile_sums, query_sums[i], key_sums);
+      if (adds) score.flush(of_tile, of_key, key_sums);
     }
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j)
-      if (adds) score.flush(of_tile, score.of_key(of_tile, columns.at(column_of(dp, j))), key_sums[j]);
+    for (int i = 0; i < Tile::kRows; ++i)
+      if (adds) score.flush(of_tile, of_query[i], query_sums[i]);
   } else {
+    typename Score::OfKey of_key[Tile::kRows];
     typename Score::OfKeySums key_sums[Tile::kRows];
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) of_key[i] = score.of_key(of_tile, rows.at(row_of(dp, i)));
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) {
       const int query = columns.at(column_of(dp, j));
       const auto of_query = score.of_query(of_tile, query);
       typename Score::OfQuerySums query_sums;
 #pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i) {
-        const int key = rows.at(row_of(dp, i));
-        make_pair(s(i, j), element(dp, i, j), score, of_tile, of_query, score.of_key(of_tile, key), query, key, scale,
+      for (int i = 0; i < Tile::kRows; ++i)
+        make_pair(s(i, j), element(dp, i, j), score, of_tile, of_query, of_key[i], query, rows.at(row_of(dp, i)), scale,
                   lse_2(j), delta(j), is_seen(i, j), adds, tile_sums, query_sums, key_sums[i]);
-      }
       if (adds) score.flush(of_tile, of_query, query_sums);
     }
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i)
-      if (adds) score.flush(of_tile, score.of_key(of_tile, rows.at(row_of(dp, i))), key_sums[i]);
+      if (adds) score.flush(of_tile, of_key[i], key_sums[i]);
   }
   if (adds) score.flush(of_tile, tile_sums);
 }
