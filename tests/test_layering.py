@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
-ROOMS = """errors arrays scores memory masks patterns reference blocks planning compiler sim executors plans merging bounds api
+ROOMS = """errors arrays memory scores masks patterns reference blocks planning compiler sim executors plans merging bounds api
 doctor cuflash __main__ testing""".split()
 MODULES = {
     ".".join(path.relative_to(ROOT / "cuflash").with_suffix("").parts).removesuffix(".__init__")
@@ -26,6 +26,7 @@ MODULES = {
 PACKAGES = {"cuflash"} | {module.rpartition(".")[0] for module in MODULES if "." in module}
 
 THIRD_PARTY = {
+    "testing.formulas": {"hypothesis", "ml_dtypes"},
     "arrays": {"ml_dtypes"},
     "masks.library": {"scipy"},
     "patterns": {"scipy"},

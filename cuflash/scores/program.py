@@ -39,6 +39,7 @@ _FOLDS: dict[str, Callable[..., Any]] = {
     "not": lambda a: not a,
 }
 _OF_INTS = ("add", "sub", "mul", "min", "max", "neg", "abs", "sign")  # int if all arguments are, else real
+_NARROW_INTS = ("int8", "uint8", "int16", "uint16")
 _RECIPROCALS = (2.0**-100, 2.0**100)  # divisors between these have a reciprocal that is normal in float32
 
 
@@ -244,7 +245,7 @@ class Builder:
         long as all of them are exact.
         """
         kept = _needed(self.instructions, results)
-        only_reals = _only_reals(self.instructions, kept)
+        only_reals = _only_reals(self.instructions, kept, self.arrays)
         copy = Builder(self.arrays, self._num_given)
         copy.numbers, copy._slots = self.numbers, self._slots
         new: dict[int, int] = {}
@@ -334,16 +335,24 @@ def _needed(instructions: list[Instruction], results: Iterable[int]) -> list[int
     return sorted(needed)
 
 
-def _only_reals(instructions: list[Instruction], kept: list[int]) -> set[int]:
-    """The operations on integers whose result is needed as a real alone."""
+def _only_reals(instructions: list[Instruction], kept: list[int], arrays: list[ArrayType]) -> set[int]:
+    """The operations on integers whose result is needed as a real alone, and whose arguments are exact as reals.
+
+    Integers of captured arrays are so where their dtype is narrow; of wider ones, differences would lose everything.
+    """
     uses: dict[int, list[int]] = {n: [] for n in kept}
+    is_wide: set[int] = set()
     for n in kept:
-        for a in instructions[n].args:
+        instruction = instructions[n]
+        for a in instruction.args:
             uses[a].append(n)
+        is_wide_load = instruction.op == "load" and arrays[instruction.value].dtype not in _NARROW_INTS
+        if instruction.kind == "int" and (is_wide_load or any(a in is_wide for a in instruction.args)):
+            is_wide.add(n)
     found: set[int] = set()
     for n in reversed(kept):
         instruction = instructions[n]
-        is_arithmetic = instruction.kind == "int" and instruction.op in (*_OF_INTS, "where")
+        is_arithmetic = instruction.kind == "int" and instruction.op in (*_OF_INTS, "where") and n not in is_wide
         if is_arithmetic and uses[n] and all(instructions[m].op == "real" or m in found for m in uses[n]):
             found.add(n)
     return found

@@ -218,7 +218,7 @@ FAULTS = {
     pickled_after_use(a_pullback): {
         "a vjp is a closure": Edit(
             "api.py", "attention_vjp",
-            "Pullback(ready, q, k, v, o, lse)",
+            "Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))",
             "(lambda do, dlse=None: ready.backward(do, q, k, v, o, lse, dlse))",
         ),
     },
