@@ -6,7 +6,7 @@
 (8, 256, 64)
 """
 
-from . import masks as masks, patterns as patterns, reference as reference
+from . import masks as masks, patterns as patterns, reference as reference, scores as scores
 from .api import attention, attention_vjp, plan, precompile
 from .arrays import ShapeDtype
 from .blocks.index import BlockIndex
@@ -17,6 +17,7 @@ from .errors import CompileError, UnsupportedProblem
 from .merging import merge
 from .planning.device import DeviceSpec
 from .plans import Executable, Gradients
+from .scores import Score
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "DeviceSpec",
     "Executable",
     "Gradients",
+    "Score",
     "ShapeDtype",
     "UnsupportedProblem",
     "attention",
@@ -40,4 +42,5 @@ __all__ = [
     "plan",
     "precompile",
     "reference",
+    "scores",
 ]

@@ -111,7 +111,7 @@ class KernelPlan:
         problem = self.problem
         arguments = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
         others = [operand for operand in problem.operands if operand.name in problem.wrt]
-        return arguments | {f"d{operand.name}": ShapeDtype(operand.shape, operand.dtype) for operand in others}
+        return arguments | {f"d{operand.key}": ShapeDtype(operand.shape, operand.dtype) for operand in others}
 
     @property
     def gradients_made(self) -> dict[str, ShapeDtype]:
@@ -119,7 +119,7 @@ class KernelPlan:
         the accumulator's dtype."""
         problem, wanted = self.problem, self.gradients
         full = {f"d{name}": shape for name, shape in problem.gradient_shapes().items()}
-        full |= {f"d{name}": problem.heads_shape() for name in problem.wrt}
+        full |= {f"d{each.key}": each.shape if each.is_captured else problem.heads_shape() for each in problem.operands}
         is_summed = {name: name not in _OF_ARGUMENTS or made.shape != full[name] for name, made in wanted.items()}
         return {
             name: ShapeDtype(full[name], problem.accumulator) if is_summed[name] else made

@@ -38,6 +38,8 @@ class Family(ABC):
         The oldest compute capability that runs it.
     operands : tuple of str
         Names of the arrays beside q, k and v that its kernels take.
+    takes_scores : bool
+        Its kernels take score functions.
     waits_at_barriers : bool
         Its kernels wait at barriers in shared memory for copies, so that a fault could make one hang.
     """
@@ -46,6 +48,7 @@ class Family(ABC):
     dtypes: ClassVar[tuple[np.dtype[Any], ...]]
     oldest: ClassVar[tuple[int, int]] = (7, 5)
     operands: ClassVar[tuple[str, ...]] = ()
+    takes_scores: ClassVar[bool] = False
     waits_at_barriers: ClassVar[bool] = False
 
     def __eq__(self, other: object) -> bool:
@@ -59,10 +62,12 @@ class Family(ABC):
         """Why the family does not serve a problem, on any device or, where one is given, on that device."""
         reasons = self._dtype_reasons(problem)
         reasons += [
-            f"kernel={self.name!r} must be given no {name}; got one: use executor='cpu'"
-            for name, *_ in problem.operands
-            if name not in self.operands
+            f"kernel={self.name!r} must be given no {operand.name}; got one: use executor='cpu'"
+            for operand in problem.operands
+            if not operand.is_captured and operand.name not in self.operands
         ]
+        if problem.score is not None and not self.takes_scores:
+            reasons.append(f"kernel={self.name!r} must be given no score, softcap or bias; got one: use executor='cpu'")
         return reasons if device is None or reasons else self._device_reasons(problem, device)
 
     def _dtype_reasons(self, problem: Problem) -> list[str]:
