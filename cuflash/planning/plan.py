@@ -18,6 +18,7 @@ from .host import HostTiling, host_tile
 from .launches import Kernels
 from .problem import Problem
 from .routing import FAMILIES, rerouted, routed
+from .score_launches import repeat_reasons, with_score
 from .spec import KernelSpec
 
 _OF_ARGUMENTS = ("dq", "dk", "dv")
@@ -186,6 +187,9 @@ def gpu_plan(
         work = work_list(mask, problem.mask_shape, family.list_block(problem, device))
     kernels = family.launches(problem, device, work, deterministic=deterministic)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
+    if problem.score is not None:
+        kernels = with_score(kernels, problem)
+        reasons += repeat_reasons(problem) if deterministic else []
     if reasons:
         raise UnsupportedProblem(reasons)
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, asked for by name"

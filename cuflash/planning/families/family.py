@@ -38,8 +38,6 @@ class Family(ABC):
         The oldest compute capability that runs it.
     operands : tuple of str
         Names of the arrays beside q, k and v that its kernels take.
-    takes_scores : bool
-        Its kernels take score functions.
     waits_at_barriers : bool
         Its kernels wait at barriers in shared memory for copies, so that a fault could make one hang.
     """
@@ -48,7 +46,6 @@ class Family(ABC):
     dtypes: ClassVar[tuple[np.dtype[Any], ...]]
     oldest: ClassVar[tuple[int, int]] = (7, 5)
     operands: ClassVar[tuple[str, ...]] = ()
-    takes_scores: ClassVar[bool] = False
     waits_at_barriers: ClassVar[bool] = False
 
     def __eq__(self, other: object) -> bool:
@@ -66,8 +63,6 @@ class Family(ABC):
             for operand in problem.operands
             if not operand.is_captured and operand.name not in self.operands
         ]
-        if problem.score is not None and not self.takes_scores:
-            reasons.append(f"kernel={self.name!r} must be given no score, softcap or bias; got one: use executor='cpu'")
         return reasons if device is None or reasons else self._device_reasons(problem, device)
 
     def _dtype_reasons(self, problem: Problem) -> list[str]:
