@@ -157,6 +157,10 @@ class Problem:
         """The operand of a name; None where the problem has none."""
         return next((operand for operand in self.operands if operand.name == name), None)
 
+    def is_of_forward(self, name: str) -> bool:
+        """Whether an operand is one that the backward pass does not read."""
+        return self.operand(name) is not None and name not in self.wrt
+
     def argument_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of q, k and v as they were given."""
         heads_q, heads_kv = ((self.num_heads,), (self.num_kv_heads,)) if self.has_heads else ((), ())
