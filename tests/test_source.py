@@ -38,6 +38,7 @@ CHANGED = {
     "is_packed": True,
     "precision": "tf32",
     "is_watched": True,
+    "has_sink": True,
 }
 
 
