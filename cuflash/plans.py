@@ -214,6 +214,7 @@ class Executable:
         arrays = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
         if self.captured:
             operands = {**self.captured, **operands}
+        operands = {name: array for name, array in operands.items() if not self.plan.problem.is_of_forward(name)}
         if operands:
             arrays = *arrays, *operands.values()
         key = lie_of(*arrays)
@@ -224,7 +225,7 @@ class Executable:
             return _gradients(problem, repeated(*arrays))
         given = as_arrays({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse, **operands})
         there = {name: array for name, array in given.items() if name != "dlse" or array is not None}
-        reasons = self._input_reasons(there)
+        reasons = self._input_reasons(there, self.plan.problem.wrt)
         if reasons:
             raise UnsupportedProblem(reasons)
         self._require_ready()
@@ -292,7 +293,7 @@ class Executable:
 
     def _check_forward(self, given: dict[str, Array], name_o: str, out_o: Any, out_lse: Any) -> None:
         problem = self.plan.problem
-        reasons = self._input_reasons(given)
+        reasons = self._input_reasons(given, [operand.name for operand in problem.operands])
         reasons += self._output_reasons(name_o, out_o, problem.o_shape(), problem.dtype, given)
         reasons += self._output_reasons("out[1]", out_lse, problem.lse_shape(), problem.accumulator, given)
         if out_o is not None and out_lse is not None and not reasons and overlap(out_o, out_lse):
@@ -313,7 +314,8 @@ class Executable:
         if not self.plan.is_empty:
             gpu.require_capturable(self.plan)
 
-    def _input_reasons(self, given: dict[str, Array]) -> list[str]:
+    def _input_reasons(self, given: dict[str, Array], needed: Sequence[str]) -> list[str]:
+        """Why arrays are not what was planned; operands that are needed must be among them."""
         problem = self.plan.problem
         operands = {operand.name: (operand.shape, operand.dtype) for operand in problem.operands}
         wanted = {
@@ -327,7 +329,7 @@ class Executable:
         reasons = [
             f"{name} must be given, of shape {shape} and dtype {dtype}: the plan was made with it"
             for name, (shape, dtype) in operands.items()
-            if name not in given
+            if name in needed and name not in given
         ]
         for name, array in given.items():
             if name not in wanted:

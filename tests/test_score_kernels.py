@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.planning.problem import Problem
 from cuflash.scores import Score
 from executors import GPU, SIM, Run, needs_compiler
 
@@ -56,8 +57,8 @@ class Probe:
         self.mask = mask
         allowed = np.ones((*batch, num_heads, rows, columns), bool)
         if mask is not None:
-            shape = cuflash.plan(self.q, self.k, self.v).plan.problem.mask_shape
-            allowed = np.broadcast_to(mask.to_dense(shape), (shape.num_batch, *shape[1:])).reshape(allowed.shape)
+            shape = Problem.of(self.q, self.k, self.v).mask_shape
+            allowed = mask.resolve(shape).dense(shape).reshape(allowed.shape)
         is_chosen = np.zeros(allowed.shape, bool)
         np.put_along_axis(is_chosen, rng.integers(0, columns, (*allowed.shape[:-1], 2)), True, -1)
         self.scale = 0.25

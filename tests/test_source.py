@@ -40,6 +40,7 @@ CHANGED = {
     "is_packed": True,
     "precision": "tf32",
     "is_watched": True,
+    "has_sink": True,
     "score": CAPPED.program,
     "score_wrt": ("slope",),
 }

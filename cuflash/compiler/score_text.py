@@ -55,7 +55,7 @@ class _Printer:
     def text(self) -> str:
         is_derived = len(self.program.results) > 1
         head = [
-            "#define CUFLASH_SCORE_ARGUMENT , const __grid_constant__ cuflash::score::Function score_function",
+            "#define CUFLASH_SCORE",
             "namespace cuflash {",
             "constexpr bool kHasScore = true;",
             "}  // namespace cuflash",

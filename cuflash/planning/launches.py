@@ -12,6 +12,19 @@ import numpy as np
 
 from .spec import KernelSpec
 
+BATCH_AXES = 3  # as kBatchAxes; further ones take a launch for each of their entries
+MATRICES = np.dtype(
+    [
+        ("data", np.uint64),
+        ("batch_strides", np.int64, (BATCH_AXES,)),
+        ("head_stride", np.int64),
+        ("row_stride", np.int64),
+        ("column_stride", np.int64),
+        ("is_wide", np.int64),
+    ],
+    align=True,
+)  # of an array, in the records that kernels take
+
 
 class Workspace(NamedTuple):
     """An array in C order that one kernel of a pass writes and a later one reads.

@@ -22,6 +22,7 @@ from .score_launches import repeat_reasons, with_score
 from .spec import KernelSpec
 
 _OF_ARGUMENTS = ("dq", "dk", "dv")
+_AXES_OF_A_LAUNCH = 2  # axes of a batch that one launch surely holds, tensor maps too
 MAX_TILES = 1 << 30  # of a launch: kernels number them in int32, and add the blocks of a launch
 
 
@@ -117,11 +118,19 @@ class KernelPlan:
     @property
     def gradients_made(self) -> dict[str, ShapeDtype]:
         """The same as the executor writes them: where the caller sums over broadcast axes, over all of the batch and in
-        the accumulator's dtype."""
+        the accumulator's dtype.
+
+        Kernels sum the gradients of operands themselves, but for batches that may take more than one launch.
+        """
         problem, wanted = self.problem, self.gradients
         full = {f"d{name}": shape for name, shape in problem.gradient_shapes().items()}
         full |= {f"d{each.key}": each.shape if each.is_captured else problem.heads_shape() for each in problem.operands}
-        is_summed = {name: name not in _OF_ARGUMENTS or made.shape != full[name] for name, made in wanted.items()}
+        are_operands_summed = self.kernels is None or self.is_empty or len(problem.batch) > _AXES_OF_A_LAUNCH
+        captured = {f"d{each.key}" for each in problem.operands if each.is_captured}
+        is_summed = {
+            name: name in captured or (are_operands_summed if name not in _OF_ARGUMENTS else made.shape != full[name])
+            for name, made in wanted.items()
+        }
         return {
             name: ShapeDtype(full[name], problem.accumulator) if is_summed[name] else made
             for name, made in wanted.items()

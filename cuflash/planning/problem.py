@@ -171,6 +171,11 @@ class Problem:
         keys = {operand.name: operand.key for operand in self.operands}
         return {keys.get(name, name): array for name, array in given.items()}
 
+    def is_of_forward(self, name: str) -> bool:
+        """Whether an operand is one that the backward pass does not read."""
+        operand = self.operand(name)
+        return operand is not None and not operand.is_captured and name not in self.wrt
+
     def argument_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of q, k and v as they were given."""
         heads_q, heads_kv = ((self.num_heads,), (self.num_kv_heads,)) if self.has_heads else ((), ())

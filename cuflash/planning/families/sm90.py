@@ -20,6 +20,7 @@ from ...scores.program import curvature
 from ..device import DeviceSpec
 from ..launches import DqTurns, Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
+from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from ..tile_order import balanced_heads, heads_of_a_wave, is_uneven_band, listed_heads, listed_kv_heads
 from .family import (
@@ -75,6 +76,7 @@ class Sm90(Family):
 
     name = "sm90"
     dtypes = (np.dtype(np.float16), BFLOAT16)
+    operands = ("sink",)
     oldest = (9, 0)
     waits_at_barriers = True
 
@@ -138,8 +140,9 @@ class Sm90(Family):
         else:
             chosen, order = self._finishing(problem, device, work, chosen, order)
             backward_pass = self._backward(problem, device, work, chosen, order.dq)
+            backward_pass = sink_backward(backward_pass, problem, chosen["backward_statistics"])
         return Kernels(
-            forward=forward_pass, backward=backward_pass, order=order,
+            forward=sink_forward(forward_pass, problem, "forward"), backward=backward_pass, order=order,
             is_repeatable="backward_rows" in chosen,
         )  # fmt: skip
 
