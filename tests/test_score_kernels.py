@@ -159,3 +159,61 @@ def test_the_host_gives_the_same() -> None:
     for mask in MASKS.values():
         made = Probe("float32", mask)
         made.check(made.found(Run("cpu")))
+
+
+@pytest.mark.parametrize("kernel", ["simt", "sm80", "sm90"])
+@pytest.mark.parametrize("run", [SIM, pytest.param(GPU, marks=pytest.mark.gpu)], ids=str)
+def test_gradients_that_repeat_are_added_once(run: Run, kernel: str) -> None:
+    """Where dQ has a kernel of its own, which of both adds to captured gradients makes no difference but twice does."""
+    made = Probe("float32" if kernel == "simt" else "float16", MASKS["causal"])
+    made.check(made.found(replace(run, kernel=kernel, deterministic=True), ("at",)))
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [("simt", "float32"), ("sm80", "float16"), ("sm90", "float16")])
+def test_listed_blocks_have_the_positions_of_their_keys(kernel: str, dtype: str) -> None:
+    mask = masks.BlockPattern(np.random.default_rng(1).random((4, 2)) < 0.6, 32) & masks.Dilated(2, align="top_left")
+    made = Probe(dtype, mask, batch=(2,), heads=(2, 1), lengths=(110, 60))
+    made.check(made.found(replace(SIM, kernel=kernel)))
+
+
+@pytest.mark.parametrize(("num_heads", "lengths"), [(4, (3, 600)), (1, (40, 600))], ids=["packed", "split"])
+def test_blocks_that_share_keys_or_heads_know_their_positions(num_heads: int, lengths: tuple[int, int]) -> None:
+    made = Probe("float16", masks.Causal("bottom_right"), batch=(), heads=(num_heads, 1), lengths=lengths)
+    plan = cuflash.plan(made.q, made.k, made.v, executor="sim", kernel="sm80", causal="bottom_right").plan
+    spec = plan.kernels.forward.launches["forward"].spec
+    assert spec.is_split and spec.is_packed == (num_heads == 4)
+    made.check(made.found(replace(SIM, kernel="sm80"), is_backward=False))
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 1, 3, 2, 2)], ids=str)
+def test_any_number_of_leading_axes_has_its_batch_entries(batch: tuple[int, ...]) -> None:
+    made = Probe("float32", batch=batch, heads=(2, 1), lengths=(5, 6))
+    made.check(made.found(SIM))
+
+
+def test_another_number_compiles_nothing() -> None:
+    q = np.ones((2, 16, 8), np.float16)
+
+    def specs(cap: float) -> Any:
+        plan = cuflash.plan(q, q, q, softcap=cap, executor="sim", device=DeviceSpec.gpu("A100")).plan
+        return plan.specs
+
+    assert specs(3.0) == specs(7.5)
+
+
+@pytest.mark.parametrize("name", [name for name in WRT if name != "at"])
+def test_gradients_that_do_not_repeat_are_refused_where_all_must(name: str) -> None:
+    made = Probe("float32")
+    with pytest.raises(UnsupportedProblem, match=f"deterministic=True must be without a gradient of {name}, "):
+        made.found(replace(SIM, deterministic=True), (name,))
+
+
+def test_a_bias_that_entries_share_does_not_repeat() -> None:
+    q = np.ones((2, 3, 16, 8), np.float32)
+    for shape, refused in (((2, 3, 16, 16), False), ((3, 16, 16), True), ((2, 1, 16, 16), True), ((2, 3, 1, 16), True)):
+        options = {"bias": np.zeros(shape, np.float32), "wrt": "bias", "deterministic": True, "executor": "sim"}
+        if refused:
+            with pytest.raises(UnsupportedProblem, match="deterministic=True must be without a gradient of bias"):
+                cuflash.plan(q, q, q, **options)
+        else:
+            assert cuflash.plan(q, q, q, **options).plan.kernels.is_repeatable
