@@ -209,7 +209,6 @@ def _array(kind: _Kind, shape: MaskShape, rng: np.random.Generator, dtype: Any) 
     if kind.dtype == "bool":
         return rng.random(extents) < 0.5
     if kind.dtype == "int":
-        dtype = (np.uint8, np.int32, np.int64)[rng.integers(3)]
-        return rng.integers(0, _BUCKETS, extents, dtype=np.int64).astype(dtype)
+        return rng.integers(0, _BUCKETS, extents).astype(rng.choice(["uint8", "int32", "int64"]))
     narrow = ml_dtypes.bfloat16 if rng.random() < 0.2 else np.float16
     return np.asarray(rng.standard_normal(extents)).astype(dtype if rng.random() < 0.7 else narrow)

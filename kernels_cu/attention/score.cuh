@@ -5,8 +5,7 @@
 
 // Where a specification has a score function: what cuflash/compiler/score_text.py prints of it stands before this file, and a
 // kernel takes its arrays and numbers as an argument of its own, `score_function`.
-#ifndef CUFLASH_SCORE_ARGUMENT
-#define CUFLASH_SCORE_ARGUMENT
+#ifndef CUFLASH_SCORE
 namespace cuflash {
 constexpr bool kHasScore = false;
 namespace score {
