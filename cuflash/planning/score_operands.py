@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import DTYPES, Array
 from ..errors import UnsupportedProblem
-from ..masks.base import MaskShape
+from ..masks.shape import MaskShape
 from ..scores.ranges import range_reasons
 from ..scores.score import Score
 from .operands import Operand
