@@ -46,6 +46,18 @@ D = rowsum(dO O) uses the O that was stored, error and all::
     tol_dK likewise over i, with |q|
     tol_dV = sum_i (P (exp(eta') - 1) + min(P, wp) + (up + t + (k(nq) + 2) ua) P exp(eta')) |dO| + u |dV| + w
 
+A sink. It is one more column, of an exact score s and without a value. Kernels merge it with the finished row (o, L'),
+L' being the log-sum-exp without it: they weigh both by exp2 of differences from the larger of L' and s, so that its
+weight relative to those of the keys is off by the roundings of L', of a difference, and of exp2 twice::
+
+    eta_s = 4 ua (|m| + |L'|) + 2 ua (|s| + |L'|) + 8 ua           r += P_s (exp(eta_s) - 1)
+    tol_L += 4 ua ((1 - P_s) |L'| + 1)                             tol_O: 4 ua more of sum_j P exp(eta) |v|
+    eta_s' = tol_L + 4 ua (|s| + |L|) + 4 ua                       delta = D - dlse, e_delta = e_D + 2 ua (|D| + |dlse|)
+    tol_ds = sum_i (P_s (exp(eta_s') - 1) + (k(n) + 4) ua P_s exp(eta_s')) (|delta| + e_delta) + P_s e_delta
+             + u |ds| + w                                          with u and w of the sink's dtype
+
+O is a weighted mean of the rows of v and of 0 then.
+
 The 8 leaves room for products taken with the scaled q or k and scaled back. Sums over a group of heads and over
 broadcast axes count as one sum. Products that underflow in A cost wa each. Last, all is multiplied by 1.5, for the
 products of small terms left out and for the freedom of compilers to contract and to reorder.
@@ -63,7 +75,7 @@ Accurately computing the log-sum-exp and softmax functions (IMA J. Numer. Anal. 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -73,7 +85,7 @@ from .arrays import DTYPES, Array, accumulator_dtype, as_dtype, describe, flag_r
 from .blocks.work_list import requested_mask
 from .errors import UnsupportedProblem, collecting
 from .memory import kind_of
-from .planning.problem import Problem
+from .planning.problem import Problem, with_operands
 from .plans import as_arrays, as_mask_of_arrays
 from .reference import allowed_of, expand_heads, sum_heads_to, sum_to, with_heads
 
@@ -99,6 +111,8 @@ class Bounds:
         Shaped as `attention` returns them.
     dq, dk, dv : array or None
         Shaped as q, k, v; None where no `do` was given.
+    dsink : array or None
+        Shaped as sink; None where no `do` or no sink was given.
     """
 
     o: Array
@@ -106,6 +120,7 @@ class Bounds:
     dq: Array = None
     dk: Array = None
     dv: Array = None
+    dsink: Array = None
 
 
 def error_bound(
@@ -119,6 +134,7 @@ def error_bound(
     causal: bool | str = False,
     window: Any = None,
     scale: float | None = None,
+    sink: Array | None = None,
     precision: str = "ieee",
     product_dtype: Any = None,
     probable: bool = False,
@@ -137,7 +153,7 @@ def error_bound(
 
     Parameters
     ----------
-    q, k, v, mask, causal, window, scale, precision
+    q, k, v, mask, causal, window, scale, sink, precision
         As in `attention`; what the inputs hold is taken as exact.
     do : array, optional
         The gradient of o; with it the gradients are bounded too.
@@ -154,7 +170,8 @@ def error_bound(
     Returns
     -------
     Bounds
-        |result - exact| <= bound, element by element. Rows with no key have bound 0: o is 0 and lse is -inf, exactly.
+        |result - exact| <= bound, element by element. Rows with no key have bound 0: o is 0 and lse is -inf, or the
+        sink, exactly.
         Infinite where nothing is promised: a result that its dtype may overflow, gradients from a dS that the dtype it
         is rounded to may overflow (65504 in float16), or scores so large (around 10^6 in float32) that exp(score) has
         no correct digit.
@@ -170,11 +187,12 @@ def error_bound(
     For float64 inputs "exact" needs more than float64: give `reference` long doubles. The derivation
     heads this module's source.
     """
-    q, k, v, do, dlse = _host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse})
+    q, k, v, do, dlse, sink = _host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse, "sink": sink})
     reasons = flag_reasons("probable", probable)
     problem = None
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale, precision=precision)
+        problem = with_operands(problem, {"sink": sink})
     with collecting(reasons):
         product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
     if problem is not None:
@@ -186,19 +204,19 @@ def error_bound(
         raise UnsupportedProblem(reasons)
     allowed = asked.dense(problem.mask_shape)
     model = _Rounding.of(problem.dtype, precision, product_dtype, probable)
-    return _dense_bounds(q, k, v, do, dlse, allowed, problem.softmax_scale, model)
+    return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model)
 
 
 def _host_arrays(given: dict[str, Any]) -> list[Array]:
-    """The arguments as NumPy's arrays; None where do and dlse are not given."""
+    """The arguments as NumPy's arrays; None where do, dlse and sink are not given."""
     arrays = as_arrays(given)
     for name, array in arrays.items():
-        if not is_array(array) and not (array is None and name in ("do", "dlse")):
+        if not is_array(array) and name != "sink" and not (array is None and name in ("do", "dlse")):
             raise TypeError(no_array(name, array))
     reasons = [
         f"{name} must be a NumPy array; got {kind_of(array)}: copy it with its get()"
         for name, array in arrays.items()
-        if array is not None and not isinstance(array, np.ndarray)
+        if is_array(array) and not isinstance(array, np.ndarray)
     ]
     if reasons:
         raise UnsupportedProblem(reasons)
@@ -284,6 +302,7 @@ class _Forward:
     o: Array
     tol_lse: Array  # [..., rows, 1]
     tol_o: Array
+    log_p_sink: Array  # [..., rows, 1], -inf without a sink
 
 
 # Overflow to inf, and inf * 0, are answers here: "nothing is promised".
@@ -294,6 +313,7 @@ def _dense_bounds(
     v: Array,
     do: Array | None,
     dlse: Array | None,
+    sink: Array | None,
     mask: Array | None,
     scale: float,
     model: _Rounding,
@@ -309,7 +329,9 @@ def _dense_bounds(
     queries = np.where(is_row, queries, 0)
     keys, values = (np.where(is_seen, expand_heads(np.asarray(x).astype(np.float64), num_heads), 0) for x in (k, v))
 
-    forward = _forward_tolerances(queries, keys, values, allowed, scale, model)
+    logit = np.full((), -np.inf) if sink is None else np.atleast_1d(sink).astype(np.float64)[..., None, None]
+
+    forward = _forward_tolerances(queries, keys, values, allowed, scale, logit, model)
     tol_o = _finished(forward.tol_o, forward.o, model)
     tol_lse = _nan_to_inf(SECOND_ORDER * forward.tol_lse[..., 0])
     headed = np.ndim(q) > 2
@@ -318,17 +340,20 @@ def _dense_bounds(
         return Bounds(o=o_bound, lse=lse_bound)
 
     do = np.where(is_row, with_heads(np.asarray(do).astype(np.float64)), 0)
-    dlse = 0.0 if dlse is None else np.where(is_row, np.asarray(dlse).astype(np.float64).reshape(is_row.shape), 0)
+    counts = is_row | ~np.isneginf(logit)
+    dlse = 0.0 if dlse is None else np.where(counts, np.asarray(dlse).astype(np.float64).reshape(is_row.shape), 0)
     shapes = np.shape(q), np.shape(k), np.shape(v)
     tolerances = _gradient_tolerances(queries, keys, values, do, dlse, scale, model, forward, shapes)
-    return Bounds(o=o_bound, lse=lse_bound, dq=tolerances[0], dk=tolerances[1], dv=tolerances[2])
+    dsink = None if sink is None else _sink_tolerance(values, do, dlse, logit, model, forward, sink)
+    return Bounds(o=o_bound, lse=lse_bound, dq=tolerances[0], dk=tolerances[1], dv=tolerances[2], dsink=dsink)
 
 
 def _forward_tolerances(
-    queries: Array, keys: Array, values: Array, allowed: Array, scale: float, model: _Rounding
+    queries: Array, keys: Array, values: Array, allowed: Array, scale: float, logit: Array, model: _Rounding
 ) -> _Forward:
     seqlen_kv, head_dim = keys.shape[-2:]
     ua, k_n = model.ua, model.k(seqlen_kv)
+    has_sink = ~np.isneginf(logit)
     is_row = allowed.any(axis=-1, keepdims=True)
 
     transposed = np.swapaxes(keys, -1, -2)
@@ -337,22 +362,29 @@ def _forward_tolerances(
     row_max = np.max(score, axis=-1, keepdims=True, initial=-np.inf, where=allowed)
     row_max = np.where(is_row, row_max, 0)
     row_sum = np.sum(np.exp(score - row_max), axis=-1, keepdims=True, where=allowed)
-    lse = row_max + np.log(np.where(is_row, row_sum, 1))
+    lse_of_keys = row_max + np.log(np.where(is_row, row_sum, 1))
+    lse = np.logaddexp(np.where(is_row, lse_of_keys, -np.inf), logit)
+    lse = np.where(np.isneginf(lse), 0, lse)
+    log_p_sink = np.broadcast_to(logit - lse, lse.shape)
     log_p = np.where(allowed, score - lse, -np.inf)
     p = np.exp(log_p)
 
     e_score = ((model.k(head_dim) + 4) * ua + model.t) * mass
     eta = e_score + 4 * ua * (np.abs(score) + np.abs(row_max)) + 4 * ua
     p_excess = _excess(log_p, p, eta)
-    r = p_excess.sum(axis=-1, keepdims=True)
-    tol_lse = np.log1p(r) + (k_n + 8) * ua + 4 * ua * (np.abs(row_max) + np.abs(lse))
+    abs_max, abs_lse, abs_sink = np.abs(row_max), np.abs(lse_of_keys), np.abs(np.where(has_sink, logit, 0))
+    eta_sink = 4 * ua * (abs_max + abs_lse) + 2 * ua * (abs_sink + abs_lse) + 8 * ua
+    p_sink = np.exp(log_p_sink)
+    r = p_excess.sum(axis=-1, keepdims=True) + _excess(log_p_sink, p_sink, eta_sink)
+    tol_lse = np.log1p(r) + (k_n + 8) * ua + 4 * ua * (abs_max + np.abs(lse))
+    tol_lse = tol_lse + has_sink * 4 * ua * ((1 - p_sink) * abs_lse + 1)
 
     o = p @ values
     lost = np.minimum(p, model.wp * np.exp(row_max - lse))
-    rounding = model.up + model.t + 2 * (k_n + 8) * ua
+    rounding = model.up + model.t + 2 * (k_n + 8) * ua + has_sink * 4 * ua
     first = (p_excess + lost + rounding * (p + p_excess)) @ np.abs(values)
     by_weights = (1 + r) * (first + r * np.abs(o)) + model.u * np.abs(o)
-    tol_o = np.fmin(by_weights, _spread(values, rounding + seqlen_kv * model.wp + model.u))
+    tol_o = np.fmin(by_weights, _spread(values, rounding + seqlen_kv * model.wp + model.u, has_sink))
     tol_o = tol_o + model.w + seqlen_kv * model.wa
     return _Forward(
         score=score,
@@ -363,6 +395,7 @@ def _forward_tolerances(
         o=o,
         tol_lse=np.where(is_row, tol_lse, 0),
         tol_o=np.where(is_row, tol_o, 0),
+        log_p_sink=log_p_sink,
     )
 
 
@@ -430,16 +463,46 @@ def _gradient_tolerances(
     ]
 
 
+def _sink_tolerance(
+    values: Array, do: Array, dlse: Array | float, logit: Array, model: _Rounding, forward: _Forward, sink: Array
+) -> Array:
+    """The bound on dsink, in the shape of the sink."""
+    ua, wa, value_dim = model.ua, model.wa, values.shape[-1]
+    k_dv = model.k(value_dim) + 2
+    p_sink = np.exp(forward.log_p_sink)
+    d = np.sum(do * forward.o, axis=-1, keepdims=True)
+    abs_o, abs_do = np.abs(forward.o), np.abs(do)
+    e_d = np.sum(abs_do * (forward.tol_o + k_dv * ua * (abs_o + forward.tol_o)), axis=-1, keepdims=True)
+    delta, e_delta = d - dlse, e_d + 2 * ua * (np.abs(d) + np.abs(dlse)) + value_dim * wa
+    larger = np.abs(delta) + e_delta
+
+    abs_sink = np.abs(np.where(np.isneginf(logit), 0, logit))
+    eta = forward.tol_lse + 4 * ua * (abs_sink + np.abs(forward.lse)) + 4 * ua
+    excess = _excess(forward.log_p_sink, p_sink, eta)
+    terms = p_sink.size // max(1, sink.size)
+    rounding = (model.k(terms) + 4) * ua
+    each = (excess + np.minimum(p_sink, wa) + rounding * (p_sink + excess)) * larger + p_sink * e_delta
+    exact = sum_to(np.sum(-p_sink * delta, axis=(-1, -2)), sink.shape)
+    own = replace(model, u=_roundoff(sink.dtype), w=_underflow(sink.dtype), largest=float(limits(sink.dtype).max))
+    tolerance = sum_to(np.sum(each, axis=(-1, -2)), sink.shape) + terms * wa + own.u * np.abs(exact) + own.w
+    return _finished(tolerance, exact, own)
+
+
 def _excess(log_p: Array, p: Array, eta: Array) -> Array:
     """p (exp(eta) - 1), also where exp(eta) overflows and p underflows."""
     return np.where(eta < 1, p * np.expm1(np.minimum(eta, 1)), np.exp(log_p + eta))
 
 
-def _spread(values: Array, rounding: float) -> Array:
-    """How far a weighted mean of the rows of v can be from another one, with that relative rounding of the result."""
+def _spread(values: Array, rounding: Array, has_sink: Array) -> Array:
+    """How far a weighted mean of the rows of v can be from another one, with that relative rounding of the result.
+
+    With a sink 0 is one of the rows.
+    """
     if not values.shape[-2]:
         return np.zeros((*values.shape[:-2], 1, values.shape[-1]))
     largest, smallest = (reduce(values, axis=-2, keepdims=True) for reduce in (np.max, np.min))
+    largest = np.where(has_sink, np.maximum(largest, 0), largest)
+    smallest = np.where(has_sink, np.minimum(smallest, 0), smallest)
     return largest - smallest + rounding * np.maximum(np.abs(largest), np.abs(smallest))
 
 

@@ -63,8 +63,8 @@ class Example:
 
     Attributes
     ----------
-    q, k, v, do, dlse : array
-        As in `cuflash.attention_vjp`; `do` and `dlse` may be None.
+    q, k, v, do, dlse, sink : array
+        As in `cuflash.attention_vjp`; `do`, `dlse` and `sink` may be None.
     mask : Mask, bool array or None
     scale : float or None
     precision : str
@@ -80,6 +80,7 @@ class Example:
     v: Any
     do: Any = None
     dlse: Any = None
+    sink: Any = None
     mask: Any = None
     scale: float | None = None
     precision: str = "ieee"
@@ -119,12 +120,12 @@ class Example:
     @functools.cached_property
     def exact(self) -> Bounds:
         """The oracle's o and lse, and with `do` its dq, dk and dv, under the names that the bounds have."""
-        o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale)
+        o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale, self.sink)
         if self.do is None:
             return Bounds(o=o, lse=lse)
-        operands = self.q, self.k, self.v, self.do, self.dlse, self.dense_mask, self.scale
-        dq, dk, dv = oracle.attention_vjp(*operands)
-        return Bounds(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+        operands = self.q, self.k, self.v, self.do, self.dlse, self.dense_mask, self.scale, self.sink
+        dq, dk, dv, *others = oracle.attention_vjp(*operands)
+        return Bounds(o=o, lse=lse, dq=dq, dk=dk, dv=dv, dsink=others[0] if others else None)
 
     @functools.cached_property
     def bounds(self) -> Bounds:
@@ -145,6 +146,7 @@ class Example:
             dlse=self.dlse,
             mask=self.dense_mask,
             scale=self.scale,
+            sink=self.sink,
             precision=self.precision,
             product_dtype=self.product_dtype,
             probable=probable,
@@ -166,6 +168,7 @@ def assert_within_bounds(
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
+    dsink: Any = None,
     probable: bool = False,
 ) -> float:
     """Tier R: every element of the results given is within its bound of the exact one. Tier L is `lse` alone.
@@ -185,7 +188,7 @@ def assert_within_bounds(
     Parameters
     ----------
     example : Example
-    o, lse, dq, dk, dv : array, optional
+    o, lse, dq, dk, dv, dsink : array, optional
         What the implementation under test returned for it.
     probable : bool
         Use the sharper `probable` bounds.
@@ -202,7 +205,7 @@ def assert_within_bounds(
     """
     __tracebackhide__ = True
     bounds = example.probable_bounds if probable else example.bounds
-    results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
     share = 1.0 if _reference_is_finer(example.q.dtype) else 2.0
     ratios = [
         assert_within(name, result, getattr(example.exact, name), share * getattr(bounds, name), example)
