@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
-from operator import matmul
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
@@ -329,7 +328,7 @@ def plan(
     precision = "ieee" if precision_reasons(q, precision) else precision  # what else is wrong is said too
     problem = composed = None
     with collecting(reasons):
-        composed = _composed(score, softcap, bias)
+        composed = library.composed(score, softcap, bias)
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale, precision=precision)
         problem = with_operands(problem, {"sink": sink}, wrt, composed)
@@ -432,23 +431,6 @@ _MOST_REPEATED = 512
 _repeated: dict[Hashable, tuple[Executable, Repeated]] = {}
 
 
-def _composed(score: Any, softcap: Any, bias: Any) -> Score | None:
-    """The score function of a call: what `score` makes of scores that are capped first and have the bias added."""
-    reasons, parts = list[str](), list[Score]()
-    if score is not None:
-        with collecting(reasons):
-            parts.append(score if isinstance(score, Score) else Score(score))
-    if bias is not None:
-        with collecting(reasons):
-            parts.append(library.bias(bias))
-    if softcap is not None:
-        with collecting(reasons):
-            parts.append(library.softcap(softcap))
-    if reasons:
-        raise UnsupportedProblem(reasons)
-    return reduce(matmul, parts) if parts else None
-
-
 _OfScore: TypeAlias = tuple[Any, Any, Any]  # score, softcap and bias
 
 
@@ -458,7 +440,7 @@ def _operands(score: Any, softcap: Any, bias: Any, sink: Any) -> tuple[_OfScore,
     if score is None and softcap is None and bias is None:
         return (None, None, None), operands
     try:
-        composed = _composed(score, softcap, as_arrays({"bias": bias})["bias"])
+        composed = library.composed(score, softcap, as_arrays({"bias": bias})["bias"])
     except UnsupportedProblem:  # `plan` says so, with all that is wrong beside
         return (score, softcap, bias), operands
     return (composed, None, None), operands if composed is None else operands | dict(composed.arrays)

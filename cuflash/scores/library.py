@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
+from operator import matmul
 from typing import Any
 
 import numpy as np
@@ -239,6 +241,31 @@ def temperature(per_head: Array) -> Score:
         return s * per_head[h]
 
     return Score(temperature, per_head=per_head)
+
+
+def composed(score: Any, softcap_by: Any, bias_by: Any) -> Score | None:
+    """What `score=`, `softcap=` and `bias=` of a call make together: the cap is first, then the bias, then the score.
+
+    Raises
+    ------
+    TypeError
+        The score is no function, or the bias no array.
+    UnsupportedProblem
+        One of them cannot be; all reasons at once.
+    """
+    reasons, parts = list[str](), list[Score]()
+    if score is not None:
+        with collecting(reasons):
+            parts.append(score if isinstance(score, Score) else Score(score))
+    if bias_by is not None:
+        with collecting(reasons):
+            parts.append(bias(bias_by))
+    if softcap_by is not None:
+        with collecting(reasons):
+            parts.append(softcap(softcap_by))
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return reduce(matmul, parts) if parts else None
 
 
 def _require_axes(**arrays: tuple[Any, int]) -> None:

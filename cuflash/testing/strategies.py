@@ -36,7 +36,9 @@ from ..masks.library import (
     PrefixLM,
     SlidingWindow,
 )
+from ..scores import Score
 from .assertions import Example, on_lattice
+from .formulas import Formula, formulas
 
 __all__ = [
     "HEAD_DIMS",
@@ -47,6 +49,7 @@ __all__ = [
     "Structure",
     "as_kind",
     "examples",
+    "formulas",
     "head_dims",
     "heads",
     "laid_out",
@@ -348,6 +351,8 @@ class Structure:
     non_finite : tuple of (operand, place, value)
         What is not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the elements of
         q, k, v, do or dlse.
+    score : Formula, optional
+        A score function, whose real arrays all have gradients.
     """
 
     q_batch: tuple[int, ...] = ()
@@ -368,6 +373,7 @@ class Structure:
     has_dlse: bool = True
     seed: int = 0
     non_finite: tuple[tuple[str, int, str], ...] = ()
+    score: Formula | None = None
 
     @property
     def mask_shape(self) -> MaskShape:
@@ -406,11 +412,17 @@ class Structure:
                     filled.flat[place % filled.size] = float(value)
             operands[name] = laid_out(filled, layout)
         dlse = operands.pop("dlse")[..., 0] if self.has_dlse else None
+        score = None
+        if self.score is not None:
+            arrays = self.score.arrays(self.mask_shape, self.seed, accumulator_dtype(dtype))
+            score = Score(self.score, **arrays)
         return Example(
             **{name: operands[name] for name in ("q", "k", "v", "do")},
             dlse=dlse,
             mask=self.mask,
             scale=self.scale,
+            score=score,
+            wrt=() if score is None else tuple(each.name for each in score.program.arrays if each.kind == "real"),
             origin=f"{self!r}.example()",
         )
 
@@ -452,6 +464,7 @@ def structures(
     widest: int = 256,
     longest: int = 260,
     has_non_finite: bool = False,
+    has_score: bool = False,
 ) -> Structure:
     """`Structure`s with at most `most_scores` scores and `most_rows` rows in all; the tokens of a tile are `tile`."""
     seqlen_q, seqlen_kv = draw(st.tuples(lengths(tile, longest), lengths(tile, longest)))
@@ -481,6 +494,7 @@ def structures(
         has_dlse=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
         non_finite=draw(_non_finite()) if has_non_finite else (),
+        score=draw(formulas()) if has_score else None,
     )
 
 
@@ -512,6 +526,7 @@ def examples(
     widest: int = 256,
     longest: int = 260,
     has_non_finite: bool = False,
+    has_score: bool = False,
 ) -> st.SearchStrategy[Example]:
     """`Example`s of every structure; see `structures`.
 
@@ -530,9 +545,11 @@ def examples(
         The most tokens that a sequence may have.
     has_non_finite : bool
         Put NaN or infinities into one to three places of the operands.
+    has_score : bool
+        Give each a random score function with arrays.
     """
     drawn = structures(
         tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
-        longest=longest, has_non_finite=has_non_finite,
+        longest=longest, has_non_finite=has_non_finite, has_score=has_score,
     )  # fmt: skip
     return drawn.map(Structure.example)
