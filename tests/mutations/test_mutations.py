@@ -21,13 +21,14 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, calls, host, kernel_guards, mask_inputs, non_finite, planting, python, simt, sm80, sm90_backward,
-    sm90_backward_rows, sm90_backward_wide, sm90_forward, tile,
+    attention, calls, host, kernel_guards, mask_inputs, non_finite, planting, python, score_kernels, simt, sm80,
+    sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
 OF_KERNELS = (
-    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, non_finite
+    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, non_finite,
+    score_kernels,
 )  # fmt: skip
 Guard = Callable[..., None]
 # Faults of shared work are seen by what runs these too.
@@ -82,7 +83,8 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         del sys.modules[module]
 
 
-@each(faults(python, host, non_finite, language="python") + sampled(faults(calls, mask_inputs), 3))
+@each(faults(python, host, non_finite, language="python") + sampled(faults(calls, mask_inputs), 3)
+      + sampled(faults(score_kernels, language="python"), 3))
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
     library = edited(edit)
@@ -90,7 +92,7 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
         guard(library)
 
 
-@pytest.mark.parametrize("guard", guards(python, host, mask_inputs, non_finite, language="python"))
+@pytest.mark.parametrize("guard", guards(python, host, mask_inputs, non_finite, score_kernels, language="python"))
 def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
     guard(cuflash)
 
