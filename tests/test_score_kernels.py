@@ -7,6 +7,7 @@ result is a small multiple of 1/16, whatever it is summed in: rounded to one it 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,10 @@ class Probe:
         batch: tuple[int, ...] = (2, 3),
         heads: tuple[int, int] = (4, 2),
         lengths: tuple[int, int] = (37, 45),
+        dim: int = 16,
     ) -> None:
         rng = np.random.default_rng(0)
-        (num_heads, num_kv_heads), (rows, columns), dim = heads, lengths, 16
+        (num_heads, num_kv_heads), (rows, columns) = heads, lengths
 
         def whole(*shape: int) -> Any:
             return rng.integers(-2, 3, shape).astype(dtype)
@@ -102,15 +104,17 @@ class Probe:
             "table": table,
         }
 
-    def found(self, run: Run, wrt: tuple[str, ...] = WRT, *, is_backward: bool = True) -> dict[str, Any]:
+    def found(
+        self, run: Run, wrt: tuple[str, ...] = WRT, *, is_backward: bool = True, library: ModuleType = cuflash
+    ) -> dict[str, Any]:
         """What a run of the library gives."""
         q, k, v, do = map(run.put, (self.q, self.k, self.v, self.do))
-        score = Score(probe, **{name: run.put(array) for name, array in self.arrays.items()})
+        score = library.Score(probe, **{name: run.put(array) for name, array in self.arrays.items()})
         mask = run.put_mask(self.mask, self.q, self.k, self.v)
         options = {"mask": mask, "scale": self.scale, "score": score, "return_lse": True, **run.options}
         if not is_backward:
-            return dict(zip(("o", "lse"), map(run.get, cuflash.attention(q, k, v, **options))))
-        (o, lse), vjp = cuflash.attention_vjp(q, k, v, wrt=wrt, **options)
+            return dict(zip(("o", "lse"), map(run.get, library.attention(q, k, v, **options))))
+        (o, lse), vjp = library.attention_vjp(q, k, v, wrt=wrt, **options)
         gradients = vjp(do)
         named = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients)))
         return {name: run.get(x) for name, x in (named | {name: gradients[name] for name in wrt}).items()}
@@ -176,13 +180,46 @@ def test_listed_blocks_have_the_positions_of_their_keys(kernel: str, dtype: str)
     made.check(made.found(replace(SIM, kernel=kernel)))
 
 
-@pytest.mark.parametrize(("num_heads", "lengths"), [(4, (3, 600)), (1, (40, 600))], ids=["packed", "split"])
-def test_blocks_that_share_keys_or_heads_know_their_positions(num_heads: int, lengths: tuple[int, int]) -> None:
+def check_few_queries(num_heads: int, lengths: tuple[int, int]) -> None:
+    """Blocks share the keys of a tile, which holds the queries of all heads if there are several."""
     made = Probe("float16", masks.Causal("bottom_right"), batch=(), heads=(num_heads, 1), lengths=lengths)
     plan = cuflash.plan(made.q, made.k, made.v, executor="sim", kernel="sm80", causal="bottom_right").plan
     spec = plan.kernels.forward.launches["forward"].spec
-    assert spec.is_split and spec.is_packed == (num_heads == 4)
+    assert spec.is_split and spec.is_packed == (num_heads > 1)
     made.check(made.found(replace(SIM, kernel="sm80"), is_backward=False))
+
+
+@pytest.mark.parametrize(("num_heads", "lengths"), [(4, (3, 600)), (1, (40, 600))], ids=["packed", "split"])
+def test_blocks_that_share_keys_or_heads_know_their_positions(num_heads: int, lengths: tuple[int, int]) -> None:
+    check_few_queries(num_heads, lengths)
+
+
+def check_shared_elements() -> None:
+    """More warps than have elements of their own: the gradients of 16 x 16 blocks of wide rows."""
+    mask = masks.BlockPattern(np.array([[True, False], [True, True]]), 16)
+    made = Probe("float16", mask, batch=(), heads=(2, 1), lengths=(32, 32), dim=160)
+    plan = cuflash.plan(made.q, made.k, made.v, mask=mask, executor="sim", kernel="sm80").plan
+    assert plan.kernels.backward.launches["backward"].spec.num_warps > 1
+    made.check(made.found(replace(SIM, kernel="sm80"), ("at", "column", "entry", "row")))
+
+
+def test_warps_that_hold_the_same_elements_add_their_gradients_once() -> None:
+    check_shared_elements()
+
+
+def check_past_the_end(kernel: str) -> None:
+    """A function that is infinite where q k^T is 0, as it is past the last query, whose keys all are there."""
+    rng = np.random.default_rng(0)
+    dtype = np.float32 if kernel == "simt" else np.float16
+    q, k, v, do = (rng.uniform(0.5, 1, (1, rows, 32)).astype(dtype) for rows in (37, 128, 128, 37))
+    o, vjp = cuflash.attention_vjp(q, k, v, score=lambda s, b, h, i, j: 1 / s, executor="sim", kernel=kernel)
+    for x in (o, *vjp(do)):
+        assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("kernel", ["simt", "sm80"])
+def test_what_a_function_gives_past_the_end_does_not_matter(kernel: str) -> None:
+    check_past_the_end(kernel)
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 1, 3, 2, 2)], ids=str)

@@ -30,7 +30,7 @@ _FUNCTIONS = {
 _KINDS = {"real": "T", "int": "int", "bool": "bool"}
 _LEVELS = ("tile", "query", "key", "score")
 def text(program: Program, wrt: tuple[str, ...] = ()) -> str:
-    """A program as C++, for kernels that include attention/score.cuh.
+    """A program as C++, in the place of kernels_cu/attention/score_function.cuh.
 
     Parameters
     ----------
@@ -55,7 +55,6 @@ class _Printer:
     def text(self) -> str:
         is_derived = len(self.program.results) > 1
         head = [
-            "#define CUFLASH_SCORE",
             "namespace cuflash {",
             "constexpr bool kHasScore = true;",
             "}  // namespace cuflash",

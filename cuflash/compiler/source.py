@@ -65,8 +65,9 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
 
 
 def _score(spec: KernelSpec, seen: set[str], host: bool) -> str:
-    """The score function of a specification, with the functions that it calls."""
+    """The score function of a specification, with the functions that it calls; it stands for a file of kernels_cu/."""
     assert spec.score is not None
+    seen.add("attention/score_function.cuh")
     functions = "".join(_flattened("attention/score_math.cuh", seen, host))
     printed = score_text.text(spec.score, spec.score_wrt)
     return f'{functions}#line 1 "cuflash/compiler/score_text.py: text()"\n{printed}'
