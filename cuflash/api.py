@@ -15,7 +15,8 @@ from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
-from .masks.base import Content, Mask, content, held_arrays
+from .masks.base import Mask
+from .masks.content import Content, content, held_arrays
 from .memory import device_number
 from .planning.device import DeviceSpec
 from .planning.plan import KernelPlan, gpu_plan, host_plan

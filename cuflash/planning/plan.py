@@ -11,7 +11,8 @@ from typing import Any
 from ..arrays import ShapeDtype
 from ..blocks.work_list import IntervalWork, WorkList, work_list
 from ..errors import UnsupportedProblem
-from ..masks.base import Mask, without_memos
+from ..masks.base import Mask
+from ..masks.content import without_memos
 from .device import DeviceSpec
 from .families.family import Family
 from .host import HostTiling, host_tile
@@ -55,7 +56,7 @@ class KernelPlan:
     kernels: Kernels | None = None
     tiling: HostTiling | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Any:
         return without_memos(self)
 
     @property

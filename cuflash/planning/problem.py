@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import DTYPES, Array, ShapeDtype, accumulator_dtype, describe, is_array, no_array
 from ..errors import UnsupportedProblem, collecting
-from ..masks.base import MaskShape, length_reasons
+from ..masks.shape import MaskShape, length_reasons
 from .operands import Operand, operands_of, wrt_of
 
 MAX_HEAD_DIM = 256

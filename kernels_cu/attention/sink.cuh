@@ -14,18 +14,17 @@ struct Sink {
 };
 enum SinkDtype { kHalfSink, kBFloat16Sink, kFloatSink, kDoubleSink };
 
-// The argument as functions take it; other kernels have none, and hand over the constant in its place.
+// What functions take. Kernels without a sink hand over a constant in the argument's place.
 struct NoSink {};
-template <bool HasSink>
-struct SinkArgumentIf {
-  using Type = const Sink&;
-};
-template <>
-struct SinkArgumentIf<false> {
-  using Type = NoSink;
-};
-using SinkArgument = SinkArgumentIf<config::kHasSink>::Type;
+#ifdef CUFLASH_SINK_ARGUMENT
+constexpr bool kHasSink = true;
+using SinkArgument = const Sink&;
+#else
+#define CUFLASH_SINK_ARGUMENT
+constexpr bool kHasSink = false;
+using SinkArgument = NoSink;
 constexpr NoSink sink{};
+#endif
 
 // The sink of a head.
 template <class T>

@@ -9,6 +9,7 @@ namespace cuflash {
 constexpr bool kBringsDo = false;
 }  // namespace cuflash
 #include <attention/key_ring.cuh>
+#include <attention/score.cuh>
 
 namespace cuflash {
 
@@ -49,7 +50,7 @@ CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attenti
   const auto o = matrix<Element>(params.o, work.place, work.place.head, length, num_columns);
   float row_lse = ptx::negative_infinity<float>();
   Element zero = {};
-  if (config::kHasSink) tile::narrow(0 * merge_sink(row_lse, sink_logit<float>(sink, work.place, work.place.head)), zero);
+  if (kHasSink) tile::narrow(0 * merge_sink(row_lse, sink_logit<float>(sink, work.place, work.place.head)), zero);
 #pragma unroll 1
   for (int row = work.first; row < work.last; ++row) {
     if (leads()) lse.at(row, 0) = row_lse;
@@ -77,7 +78,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const attenti
   const float logit = sink_logit<float>(sink, place, place.head);
   float row_lse[Output::kRows];
   softmax.finalize(o, board().softmax_scale_log2, row_lse);
-  if constexpr (config::kHasSink)
+  if constexpr (kHasSink)
 #pragma unroll
     for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
   const Results to = board().tasks[task_of(num_tasks)].results;
@@ -148,8 +149,18 @@ CUFLASH_DEVICE void pass_over(int group, unsigned& num_keys, bool keeps_values) 
   }
 }
 
+// The score function of a step's scores, in their place, before masks hide any.
+CUFLASH_DEVICE void score_step(const attention::Params& params, const score::Function& function, Scores& s,
+                               unsigned num_tasks, unsigned num_keys) {
+  if constexpr (kHasScore) {
+    const attention::WorkTile& work = board().tasks[task_of(num_tasks)].work;
+    attention::score_of_queries(s, function, params, work, board().notes[stage_of(num_keys)].step, 1);
+  }
+}
+
 // A step's scores once more, for one warp alone, whose own are lost.
-CUFLASH_DEVICE void remake_scores(Scores& s, unsigned num_tasks, unsigned num_keys) {
+CUFLASH_DEVICE void remake_scores(const attention::Params& params, const score::Function& function, Scores& s,
+                                  unsigned num_tasks, unsigned num_keys) {
   constexpr int kInPanel = QPanels::kPanelWidth / 16;
   s.fill(0);
 #pragma unroll 1  // rare: less text
@@ -160,12 +171,13 @@ CUFLASH_DEVICE void remake_scores(Scores& s, unsigned num_tasks, unsigned num_ke
     tile::load(q_frag[0], q, 0, k % kInPanel);
     tile::add_step<Element>(s, q_frag, keys, k % kInPanel, false);
   }
+  score_step(params, function, s, num_tasks, num_keys);
 }
 
 // What is not so as it left the product: hide what masks hide, and turn what falls as scores grow.
 CUFLASH_DEVICE void mend_scores(const attention::Params& params, Scores& s, unsigned num_tasks, unsigned num_keys) {
   const Note& note = board().notes[stage_of(num_keys)];
-  const double softmax_scale = params.shape.softmax_scale;
+  const double softmax_scale = attention::exponent_scale(params.shape);
   if (Softmax::turns(softmax_scale)) Softmax::turn(s, softmax_scale);
   mask_step(params, s, board().tasks[task_of(num_tasks)], note);
 }
@@ -231,20 +243,20 @@ CUFLASH_DEVICE bool is_plain(int kind) {
 
 // Scores of a step that is not plain, or was, and they are lost: `is_lost`. Whether they are weights then; else they are as
 // masks leave them.
-CUFLASH_DEVICE bool weigh_other_step(const attention::Params& params, Scores& s, Softmax& softmax, unsigned num_tasks,
-                                     unsigned num_keys, int kind, bool is_lost) {
+CUFLASH_DEVICE bool weigh_other_step(const attention::Params& params, const score::Function& function, Scores& s,
+                                     Softmax& softmax, unsigned num_tasks, unsigned num_keys, int kind, bool is_lost) {
   bool is_done = false;
   if constexpr (kSparesLooks) {
 #pragma unroll 1
     for (int again = is_lost; again < 2 && !is_done; ++again) {
-      if (again) remake_scores(s, num_tasks, num_keys);
+      if (again) remake_scores(params, function, s, num_tasks, num_keys);
       if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys);
       if (!(kind & Note::kUnseen) || again) break;
       is_done = softmax.weigh_unseen(s, board().softmax_scale_log2);
     }
     leave_keys(num_keys, kind & Note::kLast);
   } else {
-    if (is_lost) remake_scores(s, num_tasks, num_keys);
+    if (is_lost) remake_scores(params, function, s, num_tasks, num_keys);
     if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys);
     leave_keys(num_keys, kind & Note::kLast);
   }
@@ -266,7 +278,8 @@ CUFLASH_DEVICE void add_last_values(Output& o, const Weights& p, unsigned num_ke
 }
 
 // Tile after tile.
-CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps, int group,
+CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps,
+                                        const score::Function& function, int group,
                                         attention::SinkArgument sink) {
   unsigned num_keys = 0;
   for (unsigned num_tasks = 0; await_tile(num_tasks); ++num_tasks) {
@@ -278,6 +291,7 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
     int kind = start_first_scores(s, group, num_tasks, num_keys, false);
     for (bool is_first = true;; is_first = false) {
       const bool is_last = kind & Note::kLast, was_plain = is_plain(kind);
+      score_step(params, function, s, num_tasks, num_keys);
       bool is_done = was_plain && softmax.weigh_unseen(s, board().softmax_scale_log2);
       if (is_done) {
         leave_keys(num_keys, false);
@@ -285,7 +299,7 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
         p = s;
       } else {
         float by[Softmax::kRows];
-        is_done = weigh_other_step(params, s, softmax, num_tasks, num_keys, kind, was_plain);
+        is_done = weigh_other_step(params, function, s, softmax, num_tasks, num_keys, kind, was_plain);
         const bool has_risen = !is_done && softmax.raise(s, board().softmax_scale_log2, by);
         tile::wait_for<0>(o);
         if (!is_first) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
@@ -305,7 +319,8 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
 
 // With room for Q of two tiles, scores of the next tile's first step are made under the last step of this one, and its
 // results are written once the next tile has its first weights; if the warpgroup has a part in all of this one's steps.
-CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const attention::TensorMaps& maps, int group,
+CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const attention::TensorMaps& maps,
+                                         const score::Function& function, int group,
                                          attention::SinkArgument sink) {
   unsigned num_keys = 0, num_tasks = 0;
   while (await_tile(num_tasks)) {
@@ -318,6 +333,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
     while (true) {
       Operands next;
       const bool is_last = kind & Note::kLast, is_first = kind & Note::kFollows, was_plain = is_plain(kind);
+      score_step(params, function, s, num_tasks, num_keys);
       bool is_done = was_plain && softmax.weigh_unseen(s, board().softmax_scale_log2);
       if (is_done) {
         leave_keys(num_keys, false);
@@ -328,7 +344,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
         p = s;
       } else {
         float by[Softmax::kRows];
-        is_done = weigh_other_step(params, s, softmax, num_tasks, num_keys, kind, was_plain);
+        is_done = weigh_other_step(params, function, s, softmax, num_tasks, num_keys, kind, was_plain);
         const bool has_risen = !is_done && softmax.raise(s, board().softmax_scale_log2, by);
         tile::wait_for<0>(o);
         if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
@@ -361,11 +377,12 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
   }
 }
 
-CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group,
+CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps,
+                            const score::Function& function, int group,
                             attention::SinkArgument sink) {
   if (group == kConsumers) pass_turn();
-  if constexpr (kQRooms == 1) consume_in_one_room(params, maps, group, sink);
-  else consume_in_two_rooms(params, maps, group, sink);
+  if constexpr (kQRooms == 1) consume_in_one_room(params, maps, function, group, sink);
+  else consume_in_two_rooms(params, maps, function, group, sink);
   if (group == 1) await_turn();  // nobody is left to take the last one
 }
 
@@ -373,13 +390,13 @@ CUFLASH_DEVICE void consume(const attention::Params& params, const attention::Te
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
 sm90_forward(const __grid_constant__ cuflash::attention::Params params,
-             const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
+             const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_SCORE_ARGUMENT CUFLASH_SINK_ARGUMENT) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
   if (threadIdx.x == 0) {
     make_barriers();
-    board().softmax_scale_log2 = Softmax::scale_log2(params.shape.softmax_scale);
+    board().softmax_scale_log2 = Softmax::scale_log2(attention::exponent_scale(params.shape));
   }
   __syncthreads();
   if (group == 0) {
@@ -387,6 +404,6 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
     produce(params, maps, sink);
   } else {
     if constexpr (kMovesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(params, maps, group, sink);
+    consume(params, maps, score_function, group, sink);
   }
 }

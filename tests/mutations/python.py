@@ -207,10 +207,10 @@ FAULTS = {
             "blocks/classify_on_device.py", "longest_first", "[:, None, ::-1]", "[:, None]"
         ),
         "on a device, the documents of one entry count on from those before": Edit(
-            "masks/library.py", "_run_bounds", "runs, side=side) - before)", "runs, side=side))"
+            "masks/documents.py", "_run_bounds", "runs, side=side) - before)", "runs, side=side))"
         ),
         "on a device, a document ends before its neighbour's number": Edit(
-            "masks/library.py", "_run_bounds",
+            "masks/documents.py", "_run_bounds",
             "ids.array[..., 1:] != ids.array[..., :-1]",
             "ids.array[..., 1:] > ids.array[..., :-1] + 1",
         ),
