@@ -24,7 +24,7 @@ _ELEMENTS = {
     np.dtype(np.float32): "float",
     np.dtype(np.float64): "double",
 }
-_SINK_ARGUMENT = "#define CUFLASH_SINK_ARGUMENT , const __grid_constant__ cuflash::attention::Sink sink\n"
+_SINK_ARGUMENT = ", const __grid_constant__ cuflash::attention::Sink sink"
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
 _OURS = re.compile(r"\s*<((?:ptx|tile|attention)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
@@ -56,10 +56,18 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     score = "" if spec.score is None else _score(spec, seen, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", seen, host))
     maps = "attention/tensor_maps.cuh"
-    sink = _SINK_ARGUMENT if spec.has_sink else ""
+    sink = _sink(spec.has_sink) if "attention/sink.cuh" in seen else ""
     made = assertions(host=host, with_maps=maps in seen, with_sink=spec.has_sink)
     layout = f'#line 1 "cuflash/records.py: assertions()"\n{made}'
     return f"// {spec}\n{types}{constants(spec)}{score}{sink}{entry}{layout if 'attention/params.cuh' in seen else ''}"
+
+
+def _sink(has_sink: bool) -> str:
+    """What attention/sink.cuh and kernels that include it need to know of a specification."""
+    return (
+        f"#define CUFLASH_SINK_ARGUMENT {_SINK_ARGUMENT if has_sink else ''}\n"
+        f"namespace cuflash {{ constexpr bool kHasSink = {str(has_sink).lower()}; }}\n"
+    )
 
 
 def _score(spec: KernelSpec, seen: set[str], host: bool) -> str:

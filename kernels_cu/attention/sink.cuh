@@ -2,6 +2,7 @@
 #include <attention/online_softmax.cuh>
 #include <attention/work_tile.cuh>
 
+// cuflash/compiler/source.py prints kHasSink and CUFLASH_SINK_ARGUMENT, which declares the argument, before this file.
 // Attention sinks: a logit of each head that takes part in its softmax and has no value. A row (o, lse) without it is merged
 // with (0, sink).
 namespace cuflash::attention {
@@ -14,17 +15,19 @@ struct Sink {
 };
 enum SinkDtype { kHalfSink, kBFloat16Sink, kFloatSink, kDoubleSink };
 
-// What functions take. Kernels without a sink hand over a constant in the argument's place.
+// What functions take. Kernels without a sink hand over a constant in the argument's place: `sink`, which in other kernels is
+// the argument.
 struct NoSink {};
-#ifdef CUFLASH_SINK_ARGUMENT
-constexpr bool kHasSink = true;
-using SinkArgument = const Sink&;
-#else
-#define CUFLASH_SINK_ARGUMENT
-constexpr bool kHasSink = false;
-using SinkArgument = NoSink;
+template <bool HasSink>
+struct SinkArgumentIf {
+  using Type = NoSink;
+};
+template <>
+struct SinkArgumentIf<true> {
+  using Type = const Sink&;
+};
+using SinkArgument = SinkArgumentIf<kHasSink>::Type;
 constexpr NoSink sink{};
-#endif
 
 // The sink of a head.
 template <class T>
