@@ -11,6 +11,7 @@ from .api import attention, attention_vjp, plan, precompile
 from .arrays import ShapeDtype
 from .blocks.index import BlockIndex
 from .bounds import Bounds, error_bound
+from .cache import KVCache
 from .compiler.nvrtc import cache_info
 from .doctor import doctor
 from .errors import CompileError, UnsupportedProblem
@@ -28,6 +29,7 @@ __all__ = [
     "DeviceSpec",
     "Executable",
     "Gradients",
+    "KVCache",
     "ShapeDtype",
     "UnsupportedProblem",
     "attention",
