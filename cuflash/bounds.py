@@ -54,6 +54,18 @@ error, e_f, and its derivatives f' by the score and f_a by a captured array, wit
     e_dS  = |f'| e_dF + e_f' (|dF| + e_dF) + 2 ua |f'| (|dF| + e_dF)
     tol_da = sum (e_dF |f_a| + (|dF| + e_dF) e_fa) + (k(n) + 8) ua sum (|dF| + e_dF) (|f_a| + e_fa) + u |da| + w
 
+A sink. It is one more column, of an exact score s and without a value. Kernels merge it with the finished row (o, L'),
+L' being the log-sum-exp without it: they weigh both by exp2 of differences from the larger of L' and s, so that its
+weight relative to those of the keys is off by the roundings of L', of a difference, and of exp2 twice::
+
+    eta_s = 4 ua (|m| + |L'|) + 2 ua (|s| + |L'|) + 8 ua           r += P_s (exp(eta_s) - 1)
+    tol_L += 4 ua ((1 - P_s) |L'| + 1)                             tol_O: 4 ua more of sum_j P exp(eta) |v|
+    eta_s' = tol_L + 4 ua (|s| + |L|) + 4 ua                       delta = D - dlse, e_delta = e_D + 2 ua (|D| + |dlse|)
+    tol_ds = sum_i (P_s (exp(eta_s') - 1) + (k(n) + 4) ua P_s exp(eta_s')) (|delta| + e_delta) + P_s e_delta
+             + u |ds| + w                                          with u and w of the sink's dtype
+
+O is a weighted mean of the rows of v and of 0 then.
+
 The 8 leaves room for products taken with the scaled q or k and scaled back. Sums over a group of heads and over
 broadcast axes count as one sum. Products that underflow in A cost wa each. Last, all is multiplied by 1.5, for the
 products of small terms left out and for the freedom of compilers to contract and to reorder.
@@ -72,7 +84,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -112,8 +124,10 @@ class Bounds:
         Shaped as `attention` returns them.
     dq, dk, dv : array or None
         Shaped as q, k, v; None where no `do` was given.
+    dsink : array or None
+        Shaped as sink; None where no `do` or no sink was given.
     others : dict of arrays by name
-        Of the gradients that `wrt` names, where `do` was given.
+        Of the gradients of a score function's arrays that `wrt` names, where `do` was given.
     """
 
     o: Array
@@ -121,6 +135,7 @@ class Bounds:
     dq: Array = None
     dk: Array = None
     dv: Array = None
+    dsink: Array = None
     others: Mapping[str, Array] = field(default_factory=dict)
 
 
@@ -139,6 +154,7 @@ def error_bound(
     softcap: float | None = None,
     bias: Array | None = None,
     wrt: str | tuple[str, ...] = (),
+    sink: Array | None = None,
     precision: str = "ieee",
     product_dtype: Any = None,
     probable: bool = False,
@@ -157,7 +173,7 @@ def error_bound(
 
     Parameters
     ----------
-    q, k, v, mask, causal, window, scale, score, softcap, bias, precision
+    q, k, v, mask, causal, window, scale, score, softcap, bias, sink, precision
         As in `attention`; what the inputs hold is taken as exact.
     do : array, optional
         The gradient of o; with it the gradients are bounded too.
@@ -176,7 +192,8 @@ def error_bound(
     Returns
     -------
     Bounds
-        |result - exact| <= bound, element by element. Rows with no key have bound 0: o is 0 and lse is -inf, exactly.
+        |result - exact| <= bound, element by element. Rows with no key have bound 0: o is 0 and lse is -inf, or the
+        sink, exactly.
         Infinite where nothing is promised: a result that its dtype may overflow, gradients from a dS that the dtype it
         is rounded to may overflow (65504 in float16), or scores so large (around 10^6 in float32) that exp(score) has
         no correct digit.
@@ -192,14 +209,14 @@ def error_bound(
     For float64 inputs "exact" needs more than float64: give `reference` long doubles. The derivation
     heads this module's source.
     """
-    q, k, v, do, dlse = _host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse})
+    q, k, v, do, dlse, sink = _host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse, "sink": sink})
     reasons = flag_reasons("probable", probable)
     problem = composed = None
     with collecting(reasons):
         composed = library.composed(score, softcap, bias)
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale, precision=precision)
-        problem = with_operands(problem, {}, wrt, composed)
+        problem = with_operands(problem, {"sink": sink}, wrt, composed)
     with collecting(reasons):
         product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
     if problem is not None:
@@ -212,19 +229,19 @@ def error_bound(
     allowed = asked.dense(problem.mask_shape)
     model = _Rounding.of(problem.dtype, precision, product_dtype, probable)
     captured = None if composed is None else _Captured.of(composed, problem)
-    return _dense_bounds(q, k, v, do, dlse, allowed, problem.softmax_scale, model, captured)
+    return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured)
 
 
 def _host_arrays(given: dict[str, Any]) -> list[Array]:
-    """The arguments as NumPy's arrays; None where do and dlse are not given."""
+    """The arguments as NumPy's arrays; None where do, dlse and sink are not given."""
     arrays = as_arrays(given)
     for name, array in arrays.items():
-        if not is_array(array) and not (array is None and name in ("do", "dlse")):
+        if not is_array(array) and name != "sink" and not (array is None and name in ("do", "dlse")):
             raise TypeError(no_array(name, array))
     reasons = [
         f"{name} must be a NumPy array; got {kind_of(array)}: copy it with its get()"
         for name, array in arrays.items()
-        if array is not None and not isinstance(array, np.ndarray)
+        if is_array(array) and not isinstance(array, np.ndarray)
     ]
     if reasons:
         raise UnsupportedProblem(reasons)
@@ -369,6 +386,7 @@ class _Forward:
     tol_lse: Array  # [..., rows, 1]
     tol_o: Array
     final: ScoreErrors | None
+    log_p_sink: Array  # [..., rows, 1], -inf without a sink
 
 
 # Overflow to inf, and inf * 0, are answers here: "nothing is promised".
@@ -379,6 +397,7 @@ def _dense_bounds(
     v: Array,
     do: Array | None,
     dlse: Array | None,
+    sink: Array | None,
     mask: Array | None,
     scale: float,
     model: _Rounding,
@@ -395,7 +414,9 @@ def _dense_bounds(
     queries = np.where(is_row, queries, 0)
     keys, values = (np.where(is_seen, expand_heads(np.asarray(x).astype(np.float64), num_heads), 0) for x in (k, v))
 
-    forward = _forward_tolerances(queries, keys, values, allowed, scale, model, captured)
+    logit = np.full((), -np.inf) if sink is None else np.atleast_1d(sink).astype(np.float64)[..., None, None]
+
+    forward = _forward_tolerances(queries, keys, values, allowed, scale, logit, model, captured)
     is_row = forward.allowed.any(axis=-1)[..., None]
     tol_o = _finished(forward.tol_o, forward.o, model)
     tol_lse = _nan_to_inf(SECOND_ORDER * forward.tol_lse[..., 0])
@@ -405,11 +426,14 @@ def _dense_bounds(
         return Bounds(o=o_bound, lse=lse_bound)
 
     do = np.where(is_row, with_heads(np.asarray(do).astype(np.float64)), 0)
-    dlse = 0.0 if dlse is None else np.where(is_row, np.asarray(dlse).astype(np.float64).reshape(is_row.shape), 0)
+    counts = is_row | ~np.isneginf(logit)
+    dlse = 0.0 if dlse is None else np.where(counts, np.asarray(dlse).astype(np.float64).reshape(is_row.shape), 0)
     shapes = np.shape(q), np.shape(k), np.shape(v)
     df, e_df, tolerances = _gradient_tolerances(queries, keys, values, do, dlse, scale, model, forward, shapes)
+    dq, dk, dv = tolerances
+    dsink = None if sink is None else _sink_tolerance(values, do, dlse, logit, model, forward, sink)
     others = {} if captured is None or forward.final is None else captured.tolerances(forward.final, df, e_df, model)
-    return Bounds(o=o_bound, lse=lse_bound, dq=tolerances[0], dk=tolerances[1], dv=tolerances[2], others=others)
+    return Bounds(o=o_bound, lse=lse_bound, dq=dq, dk=dk, dv=dv, dsink=dsink, others=others)
 
 
 def _forward_tolerances(
@@ -418,11 +442,13 @@ def _forward_tolerances(
     values: Array,
     allowed: Array,
     scale: float,
+    logit: Array,
     model: _Rounding,
     captured: _Captured | None,
 ) -> _Forward:
     seqlen_kv, head_dim = keys.shape[-2:]
     ua, k_n = model.ua, model.k(seqlen_kv)
+    has_sink = ~np.isneginf(logit)
 
     transposed = np.swapaxes(keys, -1, -2)
     score = np.where(allowed, scale * (queries @ transposed), 0)
@@ -437,22 +463,29 @@ def _forward_tolerances(
     row_max = np.max(score, axis=-1, keepdims=True, initial=-np.inf, where=allowed)
     row_max = np.where(is_row, row_max, 0)
     row_sum = np.sum(np.exp(score - row_max), axis=-1, keepdims=True, where=allowed)
-    lse = row_max + np.log(np.where(is_row, row_sum, 1))
+    lse_of_keys = row_max + np.log(np.where(is_row, row_sum, 1))
+    lse = np.logaddexp(np.where(is_row, lse_of_keys, -np.inf), logit)
+    lse = np.where(np.isneginf(lse), 0, lse)
+    log_p_sink = np.broadcast_to(logit - lse, lse.shape)
     log_p = np.where(allowed, score - lse, -np.inf)
     p = np.exp(log_p)
 
     eta = e_score + 4 * ua * (np.abs(score) + np.abs(row_max)) + 4 * ua
     eta = np.where(allowed, eta, 0)
     p_excess = _excess(log_p, p, eta)
-    r = p_excess.sum(axis=-1, keepdims=True)
-    tol_lse = np.log1p(r) + (k_n + 8) * ua + 4 * ua * (np.abs(row_max) + np.abs(lse))
+    abs_max, abs_lse, abs_sink = np.abs(row_max), np.abs(lse_of_keys), np.abs(np.where(has_sink, logit, 0))
+    eta_sink = 4 * ua * (abs_max + abs_lse) + 2 * ua * (abs_sink + abs_lse) + 8 * ua
+    p_sink = np.exp(log_p_sink)
+    r = p_excess.sum(axis=-1, keepdims=True) + _excess(log_p_sink, p_sink, eta_sink)
+    tol_lse = np.log1p(r) + (k_n + 8) * ua + 4 * ua * (abs_max + np.abs(lse))
+    tol_lse = tol_lse + has_sink * 4 * ua * ((1 - p_sink) * abs_lse + 1)
 
     o = p @ values
     lost = np.minimum(p, model.wp * np.exp(row_max - lse))
-    rounding = model.up + model.t + 2 * (k_n + 8) * ua
+    rounding = model.up + model.t + 2 * (k_n + 8) * ua + has_sink * 4 * ua
     first = (p_excess + lost + rounding * (p + p_excess)) @ np.abs(values)
     by_weights = (1 + r) * (first + r * np.abs(o)) + model.u * np.abs(o)
-    tol_o = np.fmin(by_weights, _spread(values, rounding + seqlen_kv * model.wp + model.u))
+    tol_o = np.fmin(by_weights, _spread(values, rounding + seqlen_kv * model.wp + model.u, has_sink))
     tol_o = tol_o + model.w + seqlen_kv * model.wa
     return _Forward(
         allowed=allowed,
@@ -465,6 +498,7 @@ def _forward_tolerances(
         tol_lse=np.where(is_row, tol_lse, 0),
         tol_o=np.where(is_row, tol_o, 0),
         final=final,
+        log_p_sink=log_p_sink,
     )
 
 
@@ -541,16 +575,46 @@ def _through_slope(final: ScoreErrors, df: Array, e_df: Array, model: _Rounding)
     return np.where(is_none, 0, df * final.slope), np.where(is_none, 0, e_ds)
 
 
+def _sink_tolerance(
+    values: Array, do: Array, dlse: Array | float, logit: Array, model: _Rounding, forward: _Forward, sink: Array
+) -> Array:
+    """The bound on dsink, in the shape of the sink."""
+    ua, wa, value_dim = model.ua, model.wa, values.shape[-1]
+    k_dv = model.k(value_dim) + 2
+    p_sink = np.exp(forward.log_p_sink)
+    d = np.sum(do * forward.o, axis=-1, keepdims=True)
+    abs_o, abs_do = np.abs(forward.o), np.abs(do)
+    e_d = np.sum(abs_do * (forward.tol_o + k_dv * ua * (abs_o + forward.tol_o)), axis=-1, keepdims=True)
+    delta, e_delta = d - dlse, e_d + 2 * ua * (np.abs(d) + np.abs(dlse)) + value_dim * wa
+    larger = np.abs(delta) + e_delta
+
+    abs_sink = np.abs(np.where(np.isneginf(logit), 0, logit))
+    eta = forward.tol_lse + 4 * ua * (abs_sink + np.abs(forward.lse)) + 4 * ua
+    excess = _excess(forward.log_p_sink, p_sink, eta)
+    terms = p_sink.size // max(1, sink.size)
+    rounding = (model.k(terms) + 4) * ua
+    each = (excess + np.minimum(p_sink, wa) + rounding * (p_sink + excess)) * larger + p_sink * e_delta
+    exact = sum_to(np.sum(-p_sink * delta, axis=(-1, -2)), sink.shape)
+    own = replace(model, u=_roundoff(sink.dtype), w=_underflow(sink.dtype), largest=float(limits(sink.dtype).max))
+    tolerance = sum_to(np.sum(each, axis=(-1, -2)), sink.shape) + terms * wa + own.u * np.abs(exact) + own.w
+    return _finished(tolerance, exact, own)
+
+
 def _excess(log_p: Array, p: Array, eta: Array) -> Array:
     """p (exp(eta) - 1), also where exp(eta) overflows and p underflows."""
     return np.where(eta < 1, p * np.expm1(np.minimum(eta, 1)), np.exp(log_p + eta))
 
 
-def _spread(values: Array, rounding: float) -> Array:
-    """How far a weighted mean of the rows of v can be from another one, with that relative rounding of the result."""
+def _spread(values: Array, rounding: Array, has_sink: Array) -> Array:
+    """How far a weighted mean of the rows of v can be from another one, with that relative rounding of the result.
+
+    With a sink 0 is one of the rows.
+    """
     if not values.shape[-2]:
         return np.zeros((*values.shape[:-2], 1, values.shape[-1]))
     largest, smallest = (reduce(values, axis=-2, keepdims=True) for reduce in (np.max, np.min))
+    largest = np.where(has_sink, np.maximum(largest, 0), largest)
+    smallest = np.where(has_sink, np.minimum(smallest, 0), smallest)
     return largest - smallest + rounding * np.maximum(np.abs(largest), np.abs(smallest))
 
 

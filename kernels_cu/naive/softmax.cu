@@ -34,12 +34,14 @@ naive_softmax(const __grid_constant__ cuflash::attention::Params params CUFLASH_
     // Rows without a key: P = 0, lse = -inf.
     const bool is_empty = highest == ptx::negative_infinity<Accumulator>() && sum == 0;
     const Accumulator divisor = is_empty ? Accumulator(1) : sum;
-    Accumulator row_lse = highest * Accumulator(kLn2) + ptx::log_accurate(divisor);
-    const Accumulator factor = config::kHasSink ? merge_sink(row_lse, logit) : Accumulator(1);
-    for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes) {
-      s.at(query, key) = ptx::exp2_accurate(s.at(query, key) - shift) / divisor;
-      if (config::kHasSink) s.at(query, key) *= factor;
+    Accumulator row_lse = 0, factor = 1;
+    if (config::kHasSink) {
+      row_lse = highest * Accumulator(kLn2) + ptx::log_accurate(divisor);
+      factor = merge_sink(row_lse, logit);
     }
-    if (is_there && tile::leads_rows()) lse.at(query, 0) = row_lse;
+    for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes)
+      s.at(query, key) = ptx::exp2_accurate(s.at(query, key) - shift) / divisor * factor;
+    if (is_there && tile::leads_rows())
+      lse.at(query, 0) = config::kHasSink ? row_lse : highest * Accumulator(kLn2) + ptx::log_accurate(divisor);
   }
 }
