@@ -6,7 +6,7 @@
 (8, 256, 64)
 """
 
-from . import masks as masks, patterns as patterns, reference as reference
+from . import masks as masks, patterns as patterns, reference as reference, scores as scores
 from .api import attention, attention_vjp, plan, precompile
 from .arrays import ShapeDtype
 from .blocks.index import BlockIndex
@@ -18,6 +18,7 @@ from .merging import merge
 from .packing import pack, unpack
 from .planning.device import DeviceSpec
 from .plans import Executable, Gradients
+from .scores import Score
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "DeviceSpec",
     "Executable",
     "Gradients",
+    "Score",
     "ShapeDtype",
     "UnsupportedProblem",
     "attention",
@@ -42,5 +44,6 @@ __all__ = [
     "plan",
     "precompile",
     "reference",
+    "scores",
     "unpack",
 ]

@@ -79,10 +79,13 @@ class Executable:
         Problem, mask, device, work and kernels.
     executor : str
         "cpu", "gpu" or "sim".
+    captured : dict of arrays by name
+        Those of the score function, which calls use that are not given others in their place.
     """
 
     plan: KernelPlan
     executor: str = field(default="cpu")
+    captured: Mapping[str, Array] = field(default_factory=dict, repr=False)
     _repeated: dict[Hashable, Repeated] = field(default_factory=dict, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,7 +101,8 @@ class Executable:
         out : array, or pair of arrays (o, lse), optional
             Written to instead of new arrays.
         **operands : arrays of the planned shapes and dtypes, any strides
-            ``sink=``, if the plan was made with one.
+            ``sink=``, if the plan was made with one, and by their names arrays of the score function, in place of those
+            that it was planned with.
 
         Raises
         ------
@@ -107,6 +111,8 @@ class Executable:
         RuntimeError
             The stream is captured and something is not ready: `compile` makes it so.
         """
+        if self.captured:
+            operands = {**self.captured, **operands}
         if out is None:
             key = lie_of(q, k, v, *operands.values())
             if operands:
@@ -131,7 +137,7 @@ class Executable:
             without_keys.forward(self.plan, {**given, "o": o, "lse": lse})
         else:
             given["q"], given["k"] = self._scaled(given["q"], given["k"])
-            EXECUTORS[self.executor].forward(self.plan, {**given, "o": o, "lse": lse}, check)
+            EXECUTORS[self.executor].forward(self.plan, {**problem.keyed(given), "o": o, "lse": lse}, check)
             if self.executor == "gpu":
                 gpu.keep(self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None))
         if check is not None:
@@ -159,6 +165,7 @@ class Executable:
         With `pins`, what a capture needs stays for ever: whoever captures does not hold the plan.
         """
         plan, problem = self.plan, self.plan.problem
+        given = problem.keyed(given)
         o, lse = ShapeDtype(problem.o_shape(), problem.dtype), ShapeDtype(problem.lse_shape(), problem.accumulator)
         if self.executor == "gpu":
             assert plan.kernels is not None
@@ -206,6 +213,8 @@ class Executable:
             The stream is captured and something is not ready: `compile` makes it so.
         """
         arrays = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
+        if self.captured:
+            operands = {**self.captured, **operands}
         operands = {name: array for name, array in operands.items() if not self.plan.problem.is_of_forward(name)}
         if operands:
             arrays = *arrays, *operands.values()
@@ -221,6 +230,7 @@ class Executable:
         if reasons:
             raise UnsupportedProblem(reasons)
         self._require_ready()
+        there = problem.keyed(there)
         wanted, made = self.plan.gradients, self.plan.gradients_made
         is_summed = wanted != made
         if self.executor == "gpu" and is_summed:

@@ -127,11 +127,14 @@ class Pass:
     workspaces : dict of Workspace by name
     features : tuple of Feature
         Features whose parameters some of the kernels take.
+    zeroed : tuple of str
+        Results that kernels add to: they are set to 0 before the first kernel.
     """
 
     launches: Mapping[str, Launch]
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
     features: tuple[Feature, ...] = ()
+    zeroed: tuple[str, ...] = ()
 
     @property
     def specs(self) -> dict[str, KernelSpec]:

@@ -19,6 +19,7 @@ from .host import HostTiling, host_tile
 from .launches import Kernels
 from .problem import Problem
 from .routing import FAMILIES, rerouted, routed
+from .score_launches import repeat_reasons, with_score
 from .spec import KernelSpec
 
 _OF_ARGUMENTS = ("dq", "dk", "dv")
@@ -113,7 +114,7 @@ class KernelPlan:
         problem = self.problem
         arguments = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
         others = [operand for operand in problem.operands if operand.name in problem.wrt]
-        return arguments | {f"d{operand.name}": ShapeDtype(operand.shape, operand.dtype) for operand in others}
+        return arguments | {f"d{operand.key}": ShapeDtype(operand.shape, operand.dtype) for operand in others}
 
     @property
     def gradients_made(self) -> dict[str, ShapeDtype]:
@@ -124,10 +125,11 @@ class KernelPlan:
         """
         problem, wanted = self.problem, self.gradients
         full = {f"d{name}": shape for name, shape in problem.gradient_shapes().items()}
-        full |= {f"d{name}": problem.heads_shape() for name in problem.wrt}
+        full |= {f"d{each.key}": each.shape if each.is_captured else problem.heads_shape() for each in problem.operands}
         are_operands_summed = self.kernels is None or self.is_empty or len(problem.batch) > _AXES_OF_A_LAUNCH
+        captured = {f"d{each.key}" for each in problem.operands if each.is_captured}
         is_summed = {
-            name: are_operands_summed if name not in _OF_ARGUMENTS else made.shape != full[name]
+            name: name in captured or (are_operands_summed if name not in _OF_ARGUMENTS else made.shape != full[name])
             for name, made in wanted.items()
         }
         return {
@@ -195,6 +197,9 @@ def gpu_plan(
         work = work_list(mask, problem.mask_shape, family.list_block(problem, device))
     kernels = family.launches(problem, device, work, deterministic=deterministic)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
+    if problem.score is not None:
+        kernels = with_score(kernels, problem)
+        reasons += repeat_reasons(problem) if deterministic else []
     if reasons:
         raise UnsupportedProblem(reasons)
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, asked for by name"

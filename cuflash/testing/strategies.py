@@ -32,7 +32,9 @@ from ..masks.documents import Documents
 from ..masks.lengths import Lengths
 from ..masks.sequences import Sequences
 from ..masks.shape import MaskShape
+from ..scores import Score
 from .assertions import Example, on_lattice
+from .formulas import Formula, formulas
 
 __all__ = [
     "HEAD_DIMS",
@@ -43,6 +45,7 @@ __all__ = [
     "Structure",
     "as_kind",
     "examples",
+    "formulas",
     "head_dims",
     "heads",
     "laid_out",
@@ -363,6 +366,8 @@ class Structure:
     non_finite : tuple of (operand, place, value)
         What is not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the elements of
         q, k, v, do or dlse.
+    score : Formula, optional
+        A score function, whose real arrays all have gradients.
     """
 
     q_batch: tuple[int, ...] = ()
@@ -385,6 +390,7 @@ class Structure:
     sink: tuple[int, ...] | None = None
     sink_dtype: str = "float32"
     non_finite: tuple[tuple[str, int, str], ...] = ()
+    score: Formula | None = None
 
     @property
     def mask_shape(self) -> MaskShape:
@@ -424,12 +430,18 @@ class Structure:
             operands[name] = laid_out(filled, layout)
         dlse = operands.pop("dlse")[..., 0] if self.has_dlse else None
         sink = None if self.sink is None else 3 * rng.standard_normal(self.sink)
+        score = None
+        if self.score is not None:
+            arrays = self.score.arrays(self.mask_shape, self.seed, accumulator_dtype(dtype))
+            score = Score(self.score, **arrays)
         return Example(
             **{name: operands[name] for name in ("q", "k", "v", "do")},
             dlse=dlse,
             sink=None if sink is None else np.asarray(sink).astype(_dtype(self.sink_dtype)),
             mask=self.mask,
             scale=self.scale,
+            score=score,
+            wrt=() if score is None else tuple(each.name for each in score.program.arrays if each.kind == "real"),
             origin=f"{self!r}.example()",
         )
 
@@ -472,6 +484,7 @@ def structures(
     longest: int = 260,
     has_non_finite: bool = False,
     has_sink: bool = False,
+    has_score: bool = False,
 ) -> Structure:
     """`Structure`s with at most `most_scores` scores and `most_rows` rows in all; the tokens of a tile are `tile`."""
     seqlen_q, seqlen_kv = draw(st.tuples(lengths(tile, longest), lengths(tile, longest)))
@@ -505,6 +518,7 @@ def structures(
         sink=sink,
         sink_dtype=sink_dtype,
         non_finite=draw(_non_finite()) if has_non_finite else (),
+        score=draw(formulas()) if has_score else None,
     )
 
 
@@ -548,6 +562,7 @@ def examples(
     longest: int = 260,
     has_non_finite: bool = False,
     has_sink: bool = False,
+    has_score: bool = False,
 ) -> st.SearchStrategy[Example]:
     """`Example`s of every structure; see `structures`.
 
@@ -568,9 +583,11 @@ def examples(
         Put NaN or infinities into one to three places of the operands.
     has_sink : bool
         Draw a sink.
+    has_score : bool
+        Give each a random score function with arrays.
     """
     drawn = structures(
         tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
-        longest=longest, has_non_finite=has_non_finite, has_sink=has_sink,
+        longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
     )  # fmt: skip
     return drawn.map(Structure.example)

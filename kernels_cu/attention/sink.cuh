@@ -2,7 +2,6 @@
 #include <attention/online_softmax.cuh>
 #include <attention/work_tile.cuh>
 
-// cuflash/compiler/source.py prints kHasSink and CUFLASH_SINK_ARGUMENT, which declares the argument, before this file.
 // Attention sinks: a logit of each head that takes part in its softmax and has no value. A row (o, lse) without it is merged
 // with (0, sink).
 namespace cuflash::attention {
@@ -15,18 +14,17 @@ struct Sink {
 };
 enum SinkDtype { kHalfSink, kBFloat16Sink, kFloatSink, kDoubleSink };
 
-// What functions take. Kernels without a sink hand over a constant in the argument's place: `sink`, which in other kernels is
-// the argument.
+// The argument as functions take it; other kernels have none, and hand over the constant in its place.
 struct NoSink {};
 template <bool HasSink>
 struct SinkArgumentIf {
-  using Type = NoSink;
-};
-template <>
-struct SinkArgumentIf<true> {
   using Type = const Sink&;
 };
-using SinkArgument = SinkArgumentIf<kHasSink>::Type;
+template <>
+struct SinkArgumentIf<false> {
+  using Type = NoSink;
+};
+using SinkArgument = SinkArgumentIf<config::kHasSink>::Type;
 constexpr NoSink sink{};
 
 // The sink of a head.

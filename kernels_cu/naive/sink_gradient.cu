@@ -4,7 +4,7 @@
 #include <ptx/shared.cuh>
 
 extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
-naive_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_SINK_ARGUMENT) {
+naive_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;

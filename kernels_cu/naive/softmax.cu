@@ -7,7 +7,7 @@
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
-naive_softmax(const __grid_constant__ cuflash::attention::Params params CUFLASH_SINK_ARGUMENT) {
+naive_softmax(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -35,13 +35,13 @@ naive_softmax(const __grid_constant__ cuflash::attention::Params params CUFLASH_
     const bool is_empty = highest == ptx::negative_infinity<Accumulator>() && sum == 0;
     const Accumulator divisor = is_empty ? Accumulator(1) : sum;
     Accumulator row_lse = 0, factor = 1;
-    if (kHasSink) {
+    if (config::kHasSink) {
       row_lse = highest * Accumulator(kLn2) + ptx::log_accurate(divisor);
       factor = merge_sink(row_lse, logit);
     }
     for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes)
       s.at(query, key) = ptx::exp2_accurate(s.at(query, key) - shift) / divisor * factor;
     if (is_there && tile::leads_rows())
-      lse.at(query, 0) = kHasSink ? row_lse : highest * Accumulator(kLn2) + ptx::log_accurate(divisor);
+      lse.at(query, 0) = config::kHasSink ? row_lse : highest * Accumulator(kLn2) + ptx::log_accurate(divisor);
   }
 }

@@ -16,7 +16,7 @@ using KvRoom = tile::SharedTile<Accumulator, kBlockKv, kWidest>;
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
-simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_SCORE_ARGUMENT CUFLASH_SINK_ARGUMENT) {
+simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -64,7 +64,7 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_S
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i) {
     Accumulator row_lse = softmax.finalize(i, o);
-    if (kHasSink) o.scale_row(i, merge_sink(row_lse, logit));
+    if (config::kHasSink) o.scale_row(i, merge_sink(row_lse, logit));
     if (tile::leads_rows() && o.row(i) < lse.num_rows) lse.at(o.row(i), 0) = row_lse;
   }
   const auto all_o = matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim);

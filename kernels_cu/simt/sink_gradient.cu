@@ -5,7 +5,7 @@
 #include <ptx/shared.cuh>
 
 extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
-simt_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_SINK_ARGUMENT) {
+simt_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const int length = params.shape.seqlen_q;

@@ -26,7 +26,7 @@ CUFLASH_DEVICE float weight(float lse, float most) {
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
-sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_SINK_ARGUMENT) {
+sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -44,12 +44,12 @@ sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_S
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
   const float logit = sink_logit<float>(sink, place, place.head);
-  if (kHasSink) most = fmaxf(most, logit);  // the sink is one more part, with o = 0
+  if (config::kHasSink) most = fmaxf(most, logit);  // the sink is one more part, with o = 0
   if (most == ptx::negative_infinity<float>()) most = 0;  // -inf - (-inf) must not arise
   for (int row = first; row < num_rows; row += 32 * seqlen_q) total += weight(lse_parts.at(row, 0), most);
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
-  if (kHasSink) total += weight(logit, most);
+  if (config::kHasSink) total += weight(logit, most);
 
   Vector<float> o[kVectors] = {};
   const int first_column = threadIdx.x % kColumnLanes * kVector;

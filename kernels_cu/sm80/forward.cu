@@ -145,7 +145,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const Kept& k
   const float logit = sink_logit<float>(sink, place, place.head);
   float row_lse[Output::kRows];
   softmax.finalize(o, kept.softmax_scale_log2, row_lse);
-  if constexpr (kHasSink)
+  if constexpr (config::kHasSink)
 #pragma unroll
     for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
 #pragma unroll
@@ -162,7 +162,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const Kept& k
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
-sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_SCORE_ARGUMENT CUFLASH_SINK_ARGUMENT) {
+sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;

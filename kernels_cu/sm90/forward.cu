@@ -50,7 +50,7 @@ CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attenti
   const auto o = matrix<Element>(params.o, work.place, work.place.head, length, num_columns);
   float row_lse = ptx::negative_infinity<float>();
   Element zero = {};
-  if (kHasSink) tile::narrow(0 * merge_sink(row_lse, sink_logit<float>(sink, work.place, work.place.head)), zero);
+  if (config::kHasSink) tile::narrow(0 * merge_sink(row_lse, sink_logit<float>(sink, work.place, work.place.head)), zero);
 #pragma unroll 1
   for (int row = work.first; row < work.last; ++row) {
     if (leads()) lse.at(row, 0) = row_lse;
@@ -78,7 +78,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const attenti
   const float logit = sink_logit<float>(sink, place, place.head);
   float row_lse[Output::kRows];
   softmax.finalize(o, board().softmax_scale_log2, row_lse);
-  if constexpr (kHasSink)
+  if constexpr (config::kHasSink)
 #pragma unroll
     for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
   const Results to = board().tasks[task_of(num_tasks)].results;
@@ -278,9 +278,8 @@ CUFLASH_DEVICE void add_last_values(Output& o, const Weights& p, unsigned num_ke
 }
 
 // Tile after tile.
-CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps,
-                                        const score::Function& function, int group,
-                                        attention::SinkArgument sink) {
+CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps, int group,
+                                        attention::SinkArgument sink, const score::Function& function) {
   unsigned num_keys = 0;
   for (unsigned num_tasks = 0; await_tile(num_tasks); ++num_tasks) {
     Softmax softmax;
@@ -319,9 +318,8 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
 
 // With room for Q of two tiles, scores of the next tile's first step are made under the last step of this one, and its
 // results are written once the next tile has its first weights; if the warpgroup has a part in all of this one's steps.
-CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const attention::TensorMaps& maps,
-                                         const score::Function& function, int group,
-                                         attention::SinkArgument sink) {
+CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const attention::TensorMaps& maps, int group,
+                                         attention::SinkArgument sink, const score::Function& function) {
   unsigned num_keys = 0, num_tasks = 0;
   while (await_tile(num_tasks)) {
     Softmax softmax, finished;
@@ -377,12 +375,11 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
   }
 }
 
-CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps,
-                            const score::Function& function, int group,
-                            attention::SinkArgument sink) {
+CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group,
+                            attention::SinkArgument sink, const score::Function& function) {
   if (group == kConsumers) pass_turn();
-  if constexpr (kQRooms == 1) consume_in_one_room(params, maps, function, group, sink);
-  else consume_in_two_rooms(params, maps, function, group, sink);
+  if constexpr (kQRooms == 1) consume_in_one_room(params, maps, group, sink, function);
+  else consume_in_two_rooms(params, maps, group, sink, function);
   if (group == 1) await_turn();  // nobody is left to take the last one
 }
 
@@ -390,7 +387,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, const attention::Te
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
 sm90_forward(const __grid_constant__ cuflash::attention::Params params,
-             const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_SCORE_ARGUMENT CUFLASH_SINK_ARGUMENT) {
+             const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
@@ -404,6 +401,6 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
     produce(params, maps, sink);
   } else {
     if constexpr (kMovesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(params, maps, score_function, group, sink);
+    consume(params, maps, group, sink, score_function);
   }
 }

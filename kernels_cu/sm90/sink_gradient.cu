@@ -5,7 +5,7 @@
 #include <ptx/shared.cuh>
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
-sm90_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_SINK_ARGUMENT) {
+sm90_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   sum_sink_gradient<float, kThreads>(

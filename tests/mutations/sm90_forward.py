@@ -120,10 +120,14 @@ FAULTS = {
             "sm90/forward.cu", "make_weights", "if (softmax.reasons & Softmax::kIsLarge) softmax.take_off(s);", ""
         ),
         "lost scores are weighed again": Edit(
-            "sm90/forward.cu", "weigh_other_step", "if (again) remake_scores(s, num_tasks, num_keys);", ""
+            "sm90/forward.cu", "weigh_other_step",
+            "if (again) remake_scores(params, function, s, num_tasks, num_keys);",
+            "",
         ),
         "lost scores are weighed again, of two warpgroups": Edit(
-            "sm90/forward.cu", "weigh_other_step", "if (is_lost) remake_scores(s, num_tasks, num_keys);", ""
+            "sm90/forward.cu", "weigh_other_step",
+            "if (is_lost) remake_scores(params, function, s, num_tasks, num_keys);",
+            "",
         ),
         "lost scores are not masked again": Edit(
             "sm90/forward.cu", "weigh_other_step",
