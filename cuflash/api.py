@@ -154,7 +154,7 @@ def attention(
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 1.
     """
-    _require_flag("return_lse", return_lse)
+    require_flag("return_lse", return_lse)
     *_, o, lse = _call(q, k, v, out, mask, causal, window, scale, kernel, executor, precision, deterministic)
     return (o, lse) if return_lse else o
 
@@ -209,7 +209,7 @@ def attention_vjp(
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 2: P is recomputed from lse, dS = P (dP - rowsum(dO O) + dlse).
     """
-    _require_flag("return_lse", return_lse)
+    require_flag("return_lse", return_lse)
     ready, q, k, v, o, lse = _call(
         q, k, v, out, mask, causal, window, scale, kernel, executor, precision, deterministic
     )  # fmt: skip
@@ -369,8 +369,8 @@ _repeated: dict[Hashable, tuple[Executable, Repeated]] = {}
 def _call(q: Any, k: Any, v: Any, out: Any, mask: Any, causal: Any, window: Any, *options: Any) -> tuple[Any, ...]:
     """What ran the forward pass of a call, its q, k and v as arrays, o and lse; equal calls look up what they need."""
     causal = bool(causal) if type(causal) is np.bool else causal
-    is_plain = out is None and _are_plain(*options)
-    key = None if not is_plain or checks.is_on() else _key(q, k, v, mask, causal, window, options)
+    is_plain = out is None and not checks.is_on()
+    key = call_key(lie_of(q, k, v), mask, causal, window, options) if is_plain else None
     try:
         found = _repeated.get(key)
     except TypeError:  # an option that cannot be hashed
@@ -390,7 +390,8 @@ def _call(q: Any, k: Any, v: Any, out: Any, mask: Any, causal: Any, window: Any,
     return ready, q, k, v, o, lse
 
 
-def _require_flag(name: str, value: Any) -> None:
+def require_flag(name: str, value: Any) -> None:
+    """Refuse an argument that is neither True nor False."""
     if type(value) is not bool and (reasons := flag_reasons(name, value)):
         raise UnsupportedProblem(reasons)
 
@@ -406,16 +407,21 @@ def _are_plain(scale: Any, kernel: Any, executor: Any, precision: Any, determini
     return type(kernel) is str and type(executor) is str and type(precision) is str
 
 
-def _key(q: Any, k: Any, v: Any, mask: Any, causal: Any, window: Any, options: Any) -> Hashable:
+def call_key(lie: Hashable, mask: Any, causal: Any, window: Any, options: Any) -> Hashable:
     """What decides a call but its data; None where equal values may mean different things, 1 and True say, or where a
-    mask's contents may change."""
+    mask's contents may change.
+
+    `lie` says how the arrays lie, None if that is not known; `options` are the rest: scale, kernel, executor, precision
+    and deterministic.
+    """
+    if lie is None or not _are_plain(*options):
+        return None
     if type(causal) is not bool and type(causal) is not str or not (mask is None or isinstance(mask, Mask)):
         return None
     if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
         return None
-    lie = lie_of(q, k, v)
     try:
-        return None if lie is None else (lie, None if mask is None else content(mask), causal, window, options)
+        return lie, None if mask is None else content(mask), causal, window, options
     except TypeError:
         return None
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
 ROOMS = """errors arrays memory masks patterns reference blocks planning compiler sim executors plans merging bounds api
-doctor cuflash __main__ testing""".split()
+torch jax doctor cuflash __main__ testing""".split()
 MODULES = {
     ".".join(path.relative_to(ROOT / "cuflash").with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "cuflash").rglob("*.py")
@@ -35,6 +35,9 @@ THIRD_PARTY = {
     "executors.tensor_map": {"cuda"},
     "executors.blas": {"threadpoolctl"},
     "executors.gpu": {"cupy"},
+    "executors.torch_gpu": {"torch"},
+    "torch": {"torch"},
+    "jax": {"jax"},
     "doctor": {"threadpoolctl"},
     "testing.oracle": {"ml_dtypes", "scipy"},
     "testing.assertions": {"ml_dtypes"},

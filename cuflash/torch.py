@@ -1,0 +1,335 @@
+"""Attention on PyTorch's tensors, which PyTorch differentiates: `cuflash.torch.attention`.
+
+Importing this module imports PyTorch. Tensors on the CPU are NumPy's arrays to the library, without a copy. Tensors on
+a GPU go to the same bound passes as CuPy's arrays, with memory of PyTorch's allocator, on PyTorch's current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+from . import api
+from .arrays import BFLOAT16, Array, ShapeDtype, describe
+from .errors import UnsupportedProblem
+from .executors import checks, gpu, torch_gpu
+from .executors.torch_gpu import NUMPY_DTYPES, Layout
+from .memory import is_tensor, taken, tensor_reasons
+from .plans import Executable, Pullback
+
+Tensor: TypeAlias = torch.Tensor
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_OPTIONS = ("scale", "kernel", "executor", "precision", "deterministic")
+_MOST_REPEATED = 512  # calls, and of each the ways in which the tensors of its backward pass may lie
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    executor: str = "auto",
+    precision: str = "ieee",
+    deterministic: bool = False,
+    out: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Exact attention of PyTorch's tensors, with gradients for q, k and v, from o and from lse.
+
+    >>> import torch, cuflash.torch
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 64).requires_grad_()
+    >>> o, lse = cuflash.torch.attention(q, k, v, causal=True, return_lse=True)
+    >>> o.shape, lse.shape
+    (torch.Size([2, 4, 100, 64]), torch.Size([2, 4, 100]))
+    >>> dq, = torch.autograd.grad(o.sum() + lse.sum(), q)
+    >>> dq.shape
+    torch.Size([2, 4, 100, 64])
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        float16, bfloat16, float32 or float64, all the same, on the CPU or on PyTorch's current CUDA device; shapes as
+        `cuflash.attention` takes them, any strides.
+    mask, causal, window, scale, kernel, precision, deterministic
+        As in `cuflash.attention`; a mask's arrays may be tensors, or arrays of any library with DLPack, where q is.
+    executor : str
+        "auto" lets the tensors decide: "cpu" or "gpu". "sim" runs the GPU's kernels on a simulator.
+    out : torch.Tensor, or pair (o, lse), optional
+        Written to instead of new tensors; must not overlap q, k or v, nor require gradients. The tensors returned lie
+        in the same memory, and it is they that have gradients.
+    return_lse : bool
+        Also return lse.
+
+    Returns
+    -------
+    o : torch.Tensor [..., num_heads, seqlen_q, value_dim]
+        Of q's dtype and device. 0 in rows without a key.
+    lse : torch.Tensor [..., num_heads, seqlen_q]
+        float32 (float64 for float64). -inf in rows without a key.
+
+    Raises
+    ------
+    TypeError
+        q, k, v or out is no tensor.
+    UnsupportedProblem
+        Anything else that cannot be, all reasons at once, before any work: tensors that are sparse, quantised, nested,
+        on the meta device or traced, too.
+    RuntimeError
+        The tensors are on a GPU and CuPy is missing, or the stream is captured before the same call was made once.
+
+    Notes
+    -----
+    On a GPU nothing waits. A call whose like was made before, forward and backward, can be captured by
+    `torch.cuda.graph`. Gradients are not differentiated again.
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(attention)(
+            q, k, v, mask=mask, causal=causal, window=window, scale=scale, kernel=kernel, executor=executor,
+            precision=precision, deterministic=deterministic, out=out, return_lse=return_lse,
+        )  # fmt: skip
+    api.require_flag("return_lse", return_lse)
+    outs = tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
+    options = (scale, kernel, executor, precision, deterministic)
+    try:
+        key = _key(q, k, v, outs, mask, causal, window, options)
+        call: _OnGpu | _ByArrays | None = None if key is None else _repeated.get(key)
+        if call is None:
+            call = _first(key, (q, k, v), outs, {"mask": mask, "causal": causal, "window": window}, options)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            o, lse = _Attention.apply(call, q, k, v, outs)
+        else:
+            o, lse = call.forward(q, k, v, outs)
+    except RuntimeError as error:
+        reasons = _tensor_reasons((q, k, v), outs)
+        if reasons:
+            raise UnsupportedProblem(reasons) from error
+        raise
+    return (o, lse) if return_lse else o
+
+
+class _Attention(torch.autograd.Function):
+    """A call with gradients: what it saves, PyTorch guards against changes in place and frees."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _OnGpu | _ByArrays, q: Tensor, k: Tensor, v: Tensor, outs: _Outs) -> Any:
+        o, lse = (each.detach() for each in call.forward(q, k, v, outs))
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, o, lse = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do.resolve_neg()
+        dlse = None if dlse is None else dlse.resolve_neg()
+        return None, *ctx.call.backward(do, q, k, v, o, lse, dlse), None
+
+
+_Outs = tuple[Any, Any]  # o and lse, each None where the call makes it
+
+
+class _ByArrays:
+    """A call on arrays that lie where the tensors do: NumPy's on the CPU, else CuPy's, for what is no repeated call."""
+
+    def __init__(self, options: dict[str, Any], is_on_gpu: bool) -> None:
+        self._options, self._is_on_gpu = options, is_on_gpu
+        self._ready: Executable | None = None
+
+    def _array(self, tensor: Tensor | None) -> Array | None:
+        if tensor is None:
+            return None
+        tensor = tensor.detach()
+        return taken("q", tensor, gpu.namespace()) if self._is_on_gpu else _as_numpy(tensor)
+
+    def _within(self) -> Any:
+        return torch_gpu.stream() if self._is_on_gpu else nullcontext()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, outs: _Outs) -> tuple[Tensor, Tensor]:
+        with self._within():
+            out = None if outs == (None, None) else tuple(map(self._array, outs))
+            arrays = map(self._array, (q, k, v))
+            made, pullback = api.attention_vjp(*arrays, out=out, return_lse=True, **self._options)
+        assert isinstance(pullback, Pullback)
+        self._ready = pullback.ready
+        return _returned(outs, (_as_tensor(array) for array, each in zip(made, outs) if each is None))
+
+    def backward(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        assert self._ready is not None
+        with self._within():
+            return tuple(map(_as_tensor, self._ready.backward(*map(self._array, tensors))))
+
+
+class _OnGpu:
+    """A call on tensors of a GPU that lie in one way: a plan whose passes are bound once, and run again and again."""
+
+    def __init__(self, ready: Executable, layouts: dict[str, Layout]) -> None:
+        plan, problem = ready.plan, ready.plan.problem
+        assert plan.kernels is not None
+        made = {
+            "o": ShapeDtype(problem.o_shape(), problem.dtype),
+            "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
+        }
+        results = {name: result for name, result in made.items() if name not in layouts}
+        self._ready, self._is_given = ready, len(results) < 2
+        self._forward = torch_gpu.bind(plan, plan.kernels.forward, layouts, results)
+        self._backward: dict[Hashable, Callable[..., Sequence[Tensor]]] = {}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, outs: _Outs) -> Sequence[Tensor]:
+        if not self._is_given:
+            return self._forward(q, k, v)
+        return _returned(outs, self._forward(q, k, v, *(each for each in outs if each is not None)))
+
+    def backward(self, *tensors: Tensor | None) -> Sequence[Tensor]:
+        there = tensors if tensors[-1] is not None else tensors[:-1]
+        key = torch_gpu.lie_of(*there)
+        bound = self._backward.get(key)
+        if bound is None:
+            bound = self._bound_backward(there)
+            if len(self._backward) < _MOST_REPEATED:
+                self._backward[key] = bound
+        return bound(*there)
+
+    def _bound_backward(self, there: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
+        plan, problem = self._ready.plan, self._ready.plan.problem
+        assert plan.kernels is not None
+        shapes, full_shapes = problem.argument_shapes(), problem.gradient_shapes()
+        layouts = dict(zip(("do", "q", "k", "v", "o", "lse", "dlse"), map(Layout.of, there)))
+        results = {
+            f"d{name}": ShapeDtype(full, problem.dtype if full == shapes[name] else problem.accumulator)
+            for name, full in full_shapes.items()
+        }
+        with torch_gpu.stream():
+            self._ready.require_ready()
+            bound = torch_gpu.bind(plan, plan.kernels.backward, layouts, results)
+        if shapes == full_shapes:
+            return bound
+        wanted, dtype = [shapes[name] for name in full_shapes], there[1].dtype
+        return lambda *tensors: [
+            gradient.sum_to_size(shape).to(dtype) for gradient, shape in zip(bound(*tensors), wanted)
+        ]
+
+
+_repeated: dict[Hashable, _OnGpu] = {}
+
+
+def _key(q: Any, k: Any, v: Any, outs: _Outs, mask: Any, causal: Any, window: Any, options: Any) -> Hashable:
+    """What decides a call on a GPU but its data; None for all that is not looked up."""
+    tensors = (q, k, v, *(each for each in outs if each is not None))
+    if not _PLAIN.issuperset(map(type, tensors)) or not q.is_cuda or checks.is_on():
+        return None
+    lie = torch_gpu.lie_of(*tensors), outs[0] is None, outs[1] is None
+    key = api.call_key(lie, mask, causal, window, options)
+    try:
+        hash(key)
+    except TypeError:  # an option that cannot be hashed
+        return None
+    return key
+
+
+def _first(
+    key: Hashable, tensors: tuple[Any, ...], outs: _Outs, masks: dict[str, Any], options: tuple[Any, ...]
+) -> _OnGpu | _ByArrays:
+    """What runs a call that is made for the first time, once its arguments are accepted."""
+    executor = options[_OPTIONS.index("executor")]
+    reasons = _tensor_reasons(tensors, outs) or _executor_reasons(tensors[0].device, executor)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    every = {**masks, **dict(zip(_OPTIONS, options))}
+    is_on_gpu = tensors[0].is_cuda
+    if not is_on_gpu or checks.is_on():
+        return _ByArrays(every, is_on_gpu)
+    with torch_gpu.stream():
+        given = {name: Layout.of(tensor) for name, tensor in zip("qkv", tensors)}
+        ready = api.plan(*given.values(), **every)
+        out_o, out_lse = (None if each is None else Layout.of(each) for each in outs)
+        ready.check_forward(given, "out" if out_lse is None else "out[0]", out_o, out_lse)
+        if not ready.is_repeatable:
+            return _ByArrays(every, is_on_gpu)
+        there = {name: layout for name, layout in (("o", out_o), ("lse", out_lse)) if layout is not None}
+        call = _OnGpu(ready, given | there)
+    if key is not None:
+        if len(_repeated) >= _MOST_REPEATED:
+            _repeated.clear()
+        _repeated[key] = call
+    return call
+
+
+def _executor_reasons(device: Any, executor: Any) -> list[str]:
+    """Why an executor does not reach tensors on a device."""
+    wanted = {"cpu": "cpu", "sim": "cpu", "gpu": "cuda"}.get(executor) if isinstance(executor, str) else None
+    if wanted in (None, device.type):
+        return []
+    return [f"executor={executor!r} takes tensors on {wanted!r}; got q on {str(device)!r}: move them by to({wanted!r})"]
+
+
+def _tensor_reasons(tensors: tuple[Any, ...], outs: _Outs) -> list[str]:
+    """Why q, k, v and outputs are no tensors that a kernel can read and write.
+
+    Raises
+    ------
+    TypeError
+        One is no tensor at all.
+    """
+    names = ("q", "k", "v", "out" if outs[1] is None else "out[0]", "out[1]")
+    given = {name: each for name, each in zip(names, (*tensors, *outs)) if each is not None or name in ("q", "k", "v")}
+    reasons = []
+    for name, tensor in given.items():
+        if not is_tensor(tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {describe(tensor)}: torch.from_numpy makes one")
+        reasons += tensor_reasons(name, tensor) or _kind_reasons(name, tensor)
+    if not reasons and len({tensor.device for tensor in given.values()}) > 1:
+        places = ", ".join(f"{name} on {str(tensor.device)!r}" for name, tensor in given.items())
+        reasons.append(f"all tensors must be on one device; got {places}: move them by to(q.device)")
+    device = tensors[0].device
+    if not reasons and device.type == "cuda" and device.index != torch.cuda.current_device():
+        reasons.append(
+            f"tensors must be on the current device, 'cuda:{torch.cuda.current_device()}'; got {str(device)!r}: call "
+            f"within torch.cuda.device({device.index})"
+        )
+    return reasons
+
+
+def _kind_reasons(name: str, tensor: Tensor) -> list[str]:
+    if type(tensor) not in _PLAIN:
+        kind = type(tensor).__name__
+        return [f"{name} must be a plain torch.Tensor; got a {kind}: its as_subclass(torch.Tensor) is one"]
+    if tensor.device.type not in ("cpu", "cuda"):
+        return [f"{name} must be on 'cpu' or 'cuda'; got {str(tensor.device)!r}: move it by to('cpu')"]
+    if tensor.dtype not in NUMPY_DTYPES:
+        return [f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}: its float() is float32"]
+    if name.startswith("out") and tensor.requires_grad:
+        return [f"{name} must not require gradients; got a tensor that does: give its detach()"]
+    return []
+
+
+def _returned(outs: _Outs, made: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """o and lse: given ones, of which PyTorch is told that they were written to, and those that were made."""
+    increment_version([each for each in outs if each is not None])
+    others = iter(made)
+    return tuple(next(others) if each is None else each for each in outs)
+
+
+def _as_numpy(tensor: Tensor) -> Array:
+    """The same memory as an array of NumPy."""
+    return taken("q", tensor, np)
+
+
+def _as_tensor(array: Array) -> Tensor:
+    """The same memory as a tensor."""
+    if array.dtype == BFLOAT16:
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
