@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from . import api
@@ -131,12 +130,31 @@ class _Attention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, o, lse = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do.resolve_neg()
         dlse = None if dlse is None else dlse.resolve_neg()
-        return None, *ctx.call.backward(do, q, k, v, o, lse, dlse), None
+        gradients = _Gradients.apply if torch.is_grad_enabled() else _gradients  # enabled by create_graph=True
+        return None, *gradients(ctx.call, do, q, k, v, o, lse, dlse), None
+
+
+def _gradients(call: _OnGpu | _ByArrays, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(call.backward(*tensors))
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass as something that PyTorch may be asked to differentiate: to be constant would be wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _OnGpu | _ByArrays, *tensors: Tensor | None) -> Any:
+        return _gradients(call, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        raise RuntimeError(
+            "gradients of cuflash.torch.attention cannot be differentiated: compute second derivatives through "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
 
 
 _Outs = tuple[Any, Any]  # o and lse, each None where the call makes it

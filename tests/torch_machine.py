@@ -49,13 +49,15 @@ class Torch(ModuleType):
     ----------
     streams : list of cupy_machine.Stream
         The last is PyTorch's current stream.
+    pool : list of tensors
+        What captures allocated, which a graph of PyTorch owns.
     allocated : int
         Tensors made so far.
     """
 
     def __init__(self, cupy: cupy_machine.Cupy) -> None:
         super().__init__("torch")
-        self.streams, self.allocated = [cupy.null], 0
+        self.streams, self.pool, self.allocated = [cupy.null], [], 0
         self.cuda = SimpleNamespace(
             current_device=lambda: 0,
             current_stream=lambda: SimpleNamespace(
@@ -72,6 +74,8 @@ class Torch(ModuleType):
     def empty(self, shape: Any, *, dtype: Any, device: Any) -> Any:
         self.allocated += 1
         made = torch.empty(shape, dtype=dtype)
+        if self.streams[-1].is_capturing():
+            self.pool.append(made)
         return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(255)
 
     @contextmanager
