@@ -62,13 +62,12 @@ def test_results_and_gradients_are_those_of_the_same_arrays(executor, dtype):
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     tensors = [tensor.to(getattr(torch, dtype)) for tensor in (Q, K, V, DO)]
     q, k, v, do = (as_numpy(tensor).astype(kind) for tensor in tensors)
-    o, lse = attention(*tensors[:3], causal=True, executor=executor, return_lse=True)
-    (host_o, host_lse), vjp = cuflash.attention_vjp(q, k, v, causal=True, executor=executor, return_lse=True)
+    options = {"causal": True, "executor": executor, "deterministic": True, "return_lse": True}
+    o, lse = attention(*tensors[:3], **options)
+    (host_o, host_lse), vjp = cuflash.attention_vjp(q, k, v, **options)
     assert (o.dtype, lse.dtype) == (tensors[0].dtype, torch.float64 if dtype == "float64" else torch.float32)
     assert (as_numpy(o) == host_o).all() and (as_numpy(lse) == host_lse).all() and not o.requires_grad
-    found = gradients(
-        lambda *x: attention(*x, causal=True, executor=executor, return_lse=True), tensors[:3], tensors[3], lse
-    )
+    found = gradients(lambda *x: attention(*x, **options), tensors[:3], tensors[3], lse)
     for ours, theirs, tensor in zip(found, vjp(do, host_lse), tensors):
         assert ours.dtype == tensor.dtype and (as_numpy(ours) == theirs).all()
 
