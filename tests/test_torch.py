@@ -183,12 +183,12 @@ def test_compiled_functions_leave_attention_to_python():
 
 BAD = {
     "meta": (lambda x: x.to("meta"), "must hold data; got a tensor on the device 'meta': make it on 'cpu' or 'cuda'"),
-    "sparse": (lambda x: x.to_sparse(), "must be a dense tensor; got the layout torch.sparse_coo: its to_dense() makes"),
+    "sparse": (lambda x: x.to_sparse(), "must be a dense tensor; got the layout torch.sparse_coo: its to_dense() "),
     "quantised": (
         lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
         "must not be quantised; got a tensor of torch.qint8: its dequantize() makes one of floats",
     ),
-    "nested": (lambda x: torch.nested.nested_tensor([*x]), "must be one dense tensor; got a nested one: torch.nested.to"),
+    "nested": (lambda x: torch.nested.nested_tensor([*x]), "must be one dense tensor; got a nested one: torch.nested."),
     "negated": (torch._neg_view, "must hold its values; got a lazily negated view: its resolve_neg() makes one"),
 }
 
