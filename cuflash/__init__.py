@@ -15,6 +15,7 @@ from .compiler.nvrtc import cache_info
 from .doctor import doctor
 from .errors import CompileError, UnsupportedProblem
 from .merging import merge
+from .packing import pack, unpack
 from .planning.device import DeviceSpec
 from .plans import Executable, Gradients
 
@@ -36,8 +37,10 @@ __all__ = [
     "error_bound",
     "masks",
     "merge",
+    "pack",
     "patterns",
     "plan",
     "precompile",
     "reference",
+    "unpack",
 ]

@@ -15,11 +15,12 @@ from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
-from .masks.base import Content, Mask, content, held_arrays
+from .masks.base import Mask
+from .masks.content import Content, content, held_arrays
 from .memory import device_number
 from .planning.device import DeviceSpec
 from .planning.plan import KernelPlan, gpu_plan, host_plan
-from .planning.problem import Problem, precision_reasons
+from .planning.problem import Problem, precision_reasons, with_operands
 from .planning.routing import FAMILIES, routed
 from .plans import EXECUTORS, Executable, Gradients, Pullback, Repeated, as_arrays, as_mask_of_arrays, lie_of
 
@@ -36,6 +37,7 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    sink: Array | None = None,
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -55,6 +57,7 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    sink: Array | None = None,
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -73,6 +76,7 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    sink: Array | None = None,
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -110,6 +114,11 @@ def attention(
     scale : float, optional
         1 / sqrt(head_dim) unless given. Of any size: q and k of 1e20 with a scale of 1e-40 have scores as any others.
         Arrays of any library with DLPack are taken where they lie and without a copy; results are NumPy's or CuPy's.
+    sink : array, optional
+        A logit for each query head that takes part in every softmax of the head and has no value: the weights of a
+        row's keys add up to less than 1. Shape (num_heads,), or any that broadcasts to (*batch, num_heads); () or (1,)
+        for two-dimensional q, k and v. float16, bfloat16 or float32, or with float64 q, k and v also float64; any
+        strides. -inf is no sink; NaN and +inf make all rows of the head NaN.
     kernel : str
         Of the gpu and sim executors "auto", the fastest that serves, or a family's name: "sm80", tensor cores, float16
         and bfloat16 from compute capability 8.0 on; "sm90", Hopper's own instructions, on compute capability 9.0 alone,
@@ -135,9 +144,10 @@ def attention(
     Returns
     -------
     o : array [..., num_heads, seqlen_q, value_dim]
-        C-contiguous, of q's dtype. 0 in rows without a key.
+        C-contiguous, of q's dtype. 0 in rows without a key, with or without a sink.
     lse : array [..., num_heads, seqlen_q]
-        Log-sum-exp of the scores, natural logarithm, float32 (float64 for float64). -inf in rows without a key.
+        Log-sum-exp of the scores and the sink, natural logarithm, float32 (float64 for float64). In rows without a key
+        it is the sink, or -inf.
 
     Raises
     ------
@@ -155,7 +165,10 @@ def attention(
     FlashAttention-2, arXiv 2307.08691, algorithm 1.
     """
     require_flag("return_lse", return_lse)
-    *_, o, lse = _call(q, k, v, out, mask, causal, window, scale, kernel, executor, precision, deterministic)
+    operands = {} if sink is None else {"sink": sink}
+    _, _, o, lse = _call(
+        q, k, v, operands, out, mask, causal, window, scale, kernel, executor, precision, deterministic, ()
+    )  # fmt: skip
     return (o, lse) if return_lse else o
 
 
@@ -168,6 +181,8 @@ def attention_vjp(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    sink: Array | None = None,
+    wrt: str | tuple[str, ...] = (),
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -187,8 +202,10 @@ def attention_vjp(
 
     Parameters
     ----------
-    q, k, v, mask, causal, window, scale, kernel, executor, precision, deterministic, out
+    q, k, v, mask, causal, window, scale, sink, kernel, executor, precision, deterministic, out
         As in `attention`.
+    wrt : str or tuple of str
+        Names of further arrays that `vjp` gives a gradient of: "sink".
     return_lse : bool
         Return (o, lse) in o's place.
 
@@ -197,8 +214,9 @@ def attention_vjp(
     o : array, or pair (o, lse)
     vjp : callable (do, dlse=None) -> Gradients
         Takes cotangents of o and, optionally, of lse; returns dq, dk, dv of the shapes and dtype of q, k, v, summed
-        over broadcast axes and grouped heads. It reads q, k, v, o and lse again: leave them as they are until then. A
-        pickle of it holds them.
+        over broadcast axes and grouped heads. Of an array that `wrt` names, `Gradients[name]` is the gradient, of its
+        shape and dtype. It reads q, k, v, o and lse again: leave them as they are until then. A pickle of it holds
+        them.
 
     Raises
     ------
@@ -210,10 +228,11 @@ def attention_vjp(
     FlashAttention-2, arXiv 2307.08691, algorithm 2: P is recomputed from lse, dS = P (dP - rowsum(dO O) + dlse).
     """
     require_flag("return_lse", return_lse)
-    ready, q, k, v, o, lse = _call(
-        q, k, v, out, mask, causal, window, scale, kernel, executor, precision, deterministic
+    operands = {} if sink is None else {"sink": sink}
+    ready, (q, k, v, *others), o, lse = _call(
+        q, k, v, operands, out, mask, causal, window, scale, kernel, executor, precision, deterministic, wrt
     )  # fmt: skip
-    return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse)
+    return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))
 
 
 def plan(
@@ -225,6 +244,8 @@ def plan(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    sink: Array | None = None,
+    wrt: str | tuple[str, ...] = (),
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -254,21 +275,25 @@ def plan(
     q, k, v : arrays, or ShapeDtype where only the shapes are known
     mask, causal, window, scale, kernel, executor, precision, deterministic
         As in `attention`.
+    sink : array, or ShapeDtype, optional
+        As in `attention`; the calls of the plan take one of its shape and dtype.
+    wrt : str or tuple of str
+        As in `attention_vjp`.
     device : DeviceSpec, optional
         Plan for this device instead of the one here. A plan for a GPU runs on any of its compute capability.
 
     Returns
     -------
     Executable
-        With ``forward(q, k, v, out=)``, ``backward(do, q, k, v, o, lse, dlse=)``, ``explain()``,
-        ``workspace_bytes`` and ``compile()``.
+        With ``forward(q, k, v, out=)``, ``backward(do, q, k, v, o, lse, dlse=)``, both also with ``sink=``,
+        ``explain()``, ``workspace_bytes`` and ``compile()``.
 
     Raises
     ------
     TypeError, UnsupportedProblem
         As `attention`.
     """
-    q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
+    q, k, v, sink = as_arrays({"q": q, "k": k, "v": v, "sink": sink}).values()
     where = _executor((q, k, v), executor, device)
     reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
     reasons += flag_reasons("deterministic", deterministic)
@@ -277,6 +302,7 @@ def plan(
     problem = None
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale, precision=precision)
+        problem = with_operands(problem, {"sink": sink}, wrt)
     if device is not None and not isinstance(device, DeviceSpec):
         reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
     elif device is not None and (where == "cpu") != (device.compute_capability is None):
@@ -313,6 +339,8 @@ def precompile(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    sink: Array | None = None,
+    wrt: str | tuple[str, ...] = (),
     kernel: str = "auto",
     precision: str = "ieee",
     deterministic: bool = False,
@@ -331,6 +359,8 @@ def precompile(
     q, k, v : arrays, or ShapeDtype where only the shapes are known
     mask, causal, window, scale, kernel, precision, deterministic
         As in `attention`.
+    sink, wrt
+        As in `plan`.
     device : DeviceSpec, optional
         Compile for this GPU; the machine code is returned and not kept. Without it, kernels are loaded on the current
         device, where a later call finds them, and CuPy's cache keeps them for other processes.
@@ -349,8 +379,8 @@ def precompile(
         A kernel does not compile; a package or, without `device`, the GPU is missing.
     """
     ready = plan(
-        q, k, v, mask=mask, causal=causal, window=window, scale=scale, kernel=kernel, executor="gpu",
-        precision=precision, deterministic=deterministic, device=device,
+        q, k, v, mask=mask, causal=causal, window=window, scale=scale, sink=sink, wrt=wrt, kernel=kernel,
+        executor="gpu", precision=precision, deterministic=deterministic, device=device,
     )  # fmt: skip
     specs, capability = ready.plan.specs.values(), ready.plan.device.compute_capability
     if capability is None:
@@ -366,28 +396,32 @@ _MOST_REPEATED = 512
 _repeated: dict[Hashable, tuple[Executable, Repeated]] = {}
 
 
-def _call(q: Any, k: Any, v: Any, out: Any, mask: Any, causal: Any, window: Any, *options: Any) -> tuple[Any, ...]:
-    """What ran the forward pass of a call, its q, k and v as arrays, o and lse; equal calls look up what they need."""
+def _call(
+    q: Any, k: Any, v: Any, operands: dict[str, Any], out: Any, mask: Any, causal: Any, window: Any, *options: Any
+) -> tuple[Any, tuple[Any, ...], Any, Any]:
+    """What ran the forward pass of a call, q, k, v and operands as arrays, o and lse; equal calls are looked up."""
     causal = bool(causal) if type(causal) is np.bool else causal
     is_plain = out is None and not checks.is_on()
-    key = call_key(lie_of(q, k, v), mask, causal, window, options) if is_plain else None
+    arrays = (q, k, v, *operands.values()) if operands else (q, k, v)
+    key = call_key(lie_of(*arrays), mask, causal, window, options, *operands) if is_plain else None
     try:
         found = _repeated.get(key)
     except TypeError:  # an option that cannot be hashed
         key = found = None
     if found is not None:
         ready, forward = found
-        return ready, q, k, v, *forward(q, k, v)
-    q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
-    names = ("scale", "kernel", "executor", "precision", "deterministic")
-    ready = plan(q, k, v, mask=mask, causal=causal, window=window, **dict(zip(names, options)))
-    o, lse = ready.forward(q, k, v, out=out)
+        o, lse = forward(*arrays)
+        return ready, arrays, o, lse
+    given = as_arrays({"q": q, "k": k, "v": v, **operands})
+    names = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
+    ready = plan(**given, mask=mask, causal=causal, window=window, **dict(zip(names, options)))
+    o, lse = ready.forward(**given, out=out)
     gpu.pin(ready.plan)
     if key is not None and ready.is_repeatable:
         if len(_repeated) >= _MOST_REPEATED:
             _repeated.clear()
-        _repeated[key] = ready, ready.repeated(q, k, v, pins=True)
-    return ready, q, k, v, o, lse
+        _repeated[key] = ready, ready.repeated(given, pins=True)
+    return ready, tuple(given.values()), o, lse
 
 
 def require_flag(name: str, value: Any) -> None:
@@ -401,18 +435,19 @@ _SCALES = {type(None), int, float, *(np.dtype(code).type for code in "efdbhilqBH
 _FLAGS = {bool, np.bool}
 
 
-def _are_plain(scale: Any, kernel: Any, executor: Any, precision: Any, deterministic: Any) -> bool:
-    if type(scale) not in _SCALES or type(deterministic) not in _FLAGS:
+def _are_plain(scale: Any, kernel: Any, executor: Any, precision: Any, deterministic: Any, wrt: Any) -> bool:
+    has_names = type(wrt) is str or type(wrt) is tuple and set(map(type, wrt)) <= {str}
+    if type(scale) not in _SCALES or type(deterministic) not in _FLAGS or not has_names:
         return False
     return type(kernel) is str and type(executor) is str and type(precision) is str
 
 
-def call_key(lie: Hashable, mask: Any, causal: Any, window: Any, options: Any) -> Hashable:
+def call_key(lie: Hashable, mask: Any, causal: Any, window: Any, options: tuple[Any, ...], *names: str) -> Hashable:
     """What decides a call but its data; None where equal values may mean different things, 1 and True say, or where a
     mask's contents may change.
 
-    `lie` says how the arrays lie, None if that is not known; `options` are the rest: scale, kernel, executor, precision
-    and deterministic.
+    `lie` says how q, k, v and the operands of these names lie, None if that is not known; `options` are the rest:
+    scale, kernel, executor, precision, deterministic and wrt.
     """
     if lie is None or not _are_plain(*options):
         return None
@@ -421,7 +456,7 @@ def call_key(lie: Hashable, mask: Any, causal: Any, window: Any, options: Any) -
     if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
         return None
     try:
-        return lie, None if mask is None else content(mask), causal, window, options
+        return lie, None if mask is None else content(mask), causal, window, options, names
     except TypeError:
         return None
 

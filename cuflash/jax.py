@@ -20,7 +20,7 @@ from .executors import checks, gpu
 from .memory import kind_of, taken
 from .plans import Executable
 
-_OPTIONS = ("scale", "kernel", "executor", "precision", "deterministic")
+_OPTIONS = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
 _MOST_REPEATED = 512
 _repeated: dict[Hashable, Executable] = {}
 
@@ -34,13 +34,14 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    sink: jax.Array | None = None,
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention of JAX's arrays, with gradients for q, k and v, from o and from lse.
+    """Exact attention of JAX's arrays, with gradients for q, k, v and sink, from o and from lse.
 
     >>> import jax, cuflash.jax
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4, 100, 64))
@@ -58,6 +59,8 @@ def attention(
     mask, causal, window, scale, kernel, precision, deterministic
         As in `cuflash.attention`, and known when the call is traced; a mask's arrays may be JAX's, or of any library
         with DLPack, where q is.
+    sink : jax.Array, optional
+        As in `cuflash.attention`.
     executor : str
         "auto" lets the arrays decide: "cpu" or "gpu". "sim" runs the GPU's kernels on a simulator.
     return_lse : bool
@@ -73,7 +76,7 @@ def attention(
     Raises
     ------
     TypeError
-        q, k or v is no array of JAX.
+        q, k, v or sink is no array of JAX.
     UnsupportedProblem
         Anything else that cannot be, all reasons at once, before any work; a tracer on a GPU, too.
     RuntimeError
@@ -84,37 +87,50 @@ def attention(
     Reverse mode alone, once: `jax.jvp` and second derivatives are refused by JAX.
     """
     api.require_flag("return_lse", return_lse)
-    options = (scale, kernel, executor, precision, deterministic)
-    reasons = _array_reasons({"q": q, "k": k, "v": v}, executor)
+    given = {"q": q, "k": k, "v": v} if sink is None else {"q": q, "k": k, "v": v, "sink": sink}
+    options = (scale, kernel, executor, precision, deterministic, tuple(given)[3:])
+    reasons = _array_reasons(given, executor)
     if reasons:
         raise UnsupportedProblem(reasons)
-    o, lse = _attention(_planned((q, k, v), mask, causal, window, options), q, k, v)
+    o, lse = _attention(_planned(given, mask, causal, window, options), *given.values())
     return (o, lse) if return_lse else o
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ready: Executable, q: jax.Array, k: jax.Array, v: jax.Array) -> Sequence[jax.Array]:
+def _attention(ready: Executable, *arrays: jax.Array) -> Sequence[jax.Array]:
+    """o and lse of q, k, v and operands."""
     problem = ready.plan.problem
+    names = problem.wrt
+
+    def forward(q: Array, k: Array, v: Array, *operands: Array) -> Sequence[Array]:
+        return ready.forward(q, k, v, **dict(zip(names, operands)))
+
     results = [(problem.o_shape(), problem.dtype), (problem.lse_shape(), problem.accumulator)]
-    return _run(ready.forward, results, (q, k, v), ready.executor)
+    return _run(forward, results, arrays, ready)
 
 
-def _forward(ready: Executable, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-    o, lse = _attention(ready, q, k, v)
-    return (o, lse), (q, k, v, o, lse)
+def _forward(ready: Executable, *arrays: jax.Array) -> Any:
+    o, lse = _attention(ready, *arrays)
+    return (o, lse), (o, lse, arrays)
 
 
-def _backward(ready: Executable, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Any:
-    do, dlse = cotangents
-    results = [(array.shape, array.dtype) for array in saved[:3]]
-    return _run(ready.backward, results, (do, *saved, dlse), ready.executor)
+def _backward(ready: Executable, saved: Any, cotangents: Sequence[jax.Array]) -> Any:
+    o, lse, arrays = saved
+    names = ready.plan.problem.wrt
+
+    def backward(*given: Array) -> Sequence[Array]:
+        do, dlse, o, lse, q, k, v, *operands = given
+        made = ready.backward(do, q, k, v, o, lse, dlse, **dict(zip(names, operands)))
+        return *made, *(made[name] for name in names)
+
+    return _run(backward, [(array.shape, array.dtype) for array in arrays], (*cotangents, o, lse, *arrays), ready)
 
 
 _attention.defvjp(_forward, _backward)
 
 
 def _run(
-    function: Callable[..., Iterable[Array]], results: Sequence[Any], arrays: Sequence[jax.Array], executor: str
+    function: Callable[..., Sequence[Array]], results: Sequence[Any], arrays: Sequence[jax.Array], ready: Executable
 ) -> tuple[jax.Array, ...]:
     """A pass of a plan on arrays: at once, or by a callback where they are traced.
 
@@ -128,7 +144,7 @@ def _run(
         shapes = tuple(jax.ShapeDtypeStruct(*result) for result in results)
         made: tuple[jax.Array, ...] = jax.pure_callback(on_host, shapes, *arrays, vmap_method="sequential")
         return made
-    if executor == "gpu":
+    if ready.executor == "gpu":
         on_device = (taken("q", array, gpu.namespace()) for array in arrays)
         return tuple(map(jax.dlpack.from_dlpack, function(*on_device)))
     (device,) = arrays[0].devices()
@@ -136,12 +152,13 @@ def _run(
 
 
 def _planned(
-    arrays: tuple[jax.Array, ...], mask: Any, causal: Any, window: Any, options: tuple[Any, ...]
+    arrays: dict[str, jax.Array], mask: Any, causal: Any, window: Any, options: tuple[Any, ...]
 ) -> Executable:
     """The plan of a call; calls of equal shapes and options look it up."""
-    place = _platform(arrays)
-    shapes = tuple(ShapeDtype(array.shape, array.dtype) for array in arrays)
-    key = None if checks.is_on() else api.call_key((shapes, place), mask, causal, window, options)
+    place = _platform(arrays.values())
+    shapes: dict[str, Any] = {name: ShapeDtype(array.shape, array.dtype) for name, array in arrays.items()}
+    lie = place, *shapes.values()
+    key = None if checks.is_on() else api.call_key(lie, mask, causal, window, options, *arrays)
     try:
         found = _repeated.get(key) if key is not None else None
     except TypeError:  # an option that cannot be hashed
@@ -151,7 +168,7 @@ def _planned(
     given = dict(zip(_OPTIONS, options))
     if given["executor"] == "auto":
         given["executor"] = "gpu" if place == "gpu" else "cpu"
-    ready = api.plan(*shapes, mask=mask, causal=causal, window=window, **given)
+    ready = api.plan(**shapes, mask=mask, causal=causal, window=window, **given)
     if key is not None:
         if len(_repeated) >= _MOST_REPEATED:
             _repeated.clear()
@@ -167,7 +184,7 @@ def _platform(arrays: Iterable[jax.Array]) -> str:
 
 
 def _array_reasons(given: dict[str, Any], executor: Any) -> list[str]:
-    """Why q, k and v are no arrays that an executor reaches.
+    """Why q, k, v and operands are no arrays that an executor reaches.
 
     Raises
     ------
@@ -190,7 +207,7 @@ def _array_reasons(given: dict[str, Any], executor: Any) -> list[str]:
                 f"jax.default_device(jax.devices('cpu')[0])"
             )
     if not reasons and (len(platforms) > 1 or not platforms <= {"cpu", "gpu"}):
-        reasons.append(f"q, k and v must lie on the CPU or on one GPU; got {', '.join(sorted(platforms))}: move them")
+        reasons.append(f"all arrays must lie on the CPU or on one GPU; got {', '.join(sorted(platforms))}: move them")
     wanted = {"cpu": {"cpu"}, "sim": {"cpu"}, "gpu": {"gpu"}}.get(executor) if isinstance(executor, str) else None
     if not reasons and wanted is not None and platforms != wanted:
         here = platforms.pop()

@@ -13,34 +13,48 @@ import numpy as np
 from .arrays import Array, ShapeDtype, accumulator_dtype, describe, is_array, namespace, no_array
 from .compiler import nvrtc
 from .errors import UnsupportedProblem, collecting
-from .executors import checks, cpu, gpu, sim
-from .masks.base import Mask, held_arrays
+from .executors import checks, cpu, gpu, sim, without_keys
+from .masks.base import Mask
+from .masks.content import held_arrays
 from .memory import device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, taken
 from .planning.device import DeviceSpec
 from .planning.explain import explain
 from .planning.plan import KernelPlan
+from .planning.problem import Problem
 
 EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Gradients of one call; unpacks to dq, dk, dv.
+    """Gradients of one call; unpacks to dq, dk, dv. `gradients[name]` is that of an array that `wrt` names.
 
-    >>> dq, dk, dv = Gradients("dq", "dk", "dv")
+    >>> gradients = Gradients("dq", "dk", "dv", {"sink": "dsink"})
+    >>> dq, dk, dv = gradients
+    >>> gradients["sink"]
+    'dsink'
 
     Attributes
     ----------
     dq, dk, dv : array
         Of the shapes and the dtype of q, k and v; summed over the axes that were broadcast.
+    others : dict of arrays by name
+        Of the shapes and dtypes of the arrays that `wrt` names.
     """
 
     dq: Array
     dk: Array
     dv: Array
+    others: Mapping[str, Array] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Array]:
         return iter((self.dq, self.dk, self.dv))
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self.others:
+            there = ", ".join(map(repr, self.others)) or "nothing"
+            raise KeyError(f"no gradient of {name!r} was asked for: wrt names {there}")
+        return self.others[name]
 
 
 Repeated = Callable[..., Sequence[Array]]
@@ -75,7 +89,7 @@ class Executable:
         """What a pickle or a copy takes along: how earlier calls ran stays here, and is found anew there."""
         return {**vars(self), "_repeated": {}}
 
-    def forward(self, q: Array, k: Array, v: Array, out: Any = None) -> tuple[Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array, out: Any = None, **operands: Array) -> tuple[Array, Array]:
         """o and lse of these arrays.
 
         Parameters
@@ -83,6 +97,8 @@ class Executable:
         q, k, v : arrays of the planned shapes and dtype, any strides
         out : array, or pair of arrays (o, lse), optional
             Written to instead of new arrays.
+        **operands : arrays of the planned shapes and dtypes, any strides
+            ``sink=``, if the plan was made with one.
 
         Raises
         ------
@@ -92,30 +108,30 @@ class Executable:
             The stream is captured and something is not ready: `compile` makes it so.
         """
         if out is None:
-            key = lie_of(q, k, v)
+            key = lie_of(q, k, v, *operands.values())
+            if operands:
+                key = key and (key, *operands)
             repeated = self._repeated.get(key)
             if repeated is not None and not checks.is_on():
-                o, lse = repeated(q, k, v)
+                o, lse = repeated(q, k, v, *operands.values())
                 return o, lse
         out_o, out_lse = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
         name_o = "out" if out_lse is None else "out[0]"
-        given = as_arrays({"q": q, "k": k, "v": v, name_o: out_o, "out[1]": out_lse})
+        given = as_arrays({"q": q, "k": k, "v": v, **operands, name_o: out_o, "out[1]": out_lse})
         out_o, out_lse = given.pop(name_o), given.pop("out[1]")
         self.check_forward(given, name_o, out_o, out_lse)
-        q, k, v = given.values()
-        check = checks.Check(namespace(q), given) if checks.is_on() else None
+        check = checks.Check(namespace(given["q"]), given) if checks.is_on() else None
         if out is None and key is not None and check is None and self.is_repeatable:
-            o, lse = self._remembered(key, self.repeated(q, k, v))(q, k, v)
+            o, lse = self._remembered(key, self.repeated(given))(*given.values())
             return o, lse
-        problem, empty = self.plan.problem, _empty(q, check)
+        problem, empty = self.plan.problem, _empty(given["q"], check)
         o = empty("o", problem.o_shape(), problem.dtype) if out_o is None else out_o
         lse = empty("lse", problem.lse_shape(), problem.accumulator) if out_lse is None else out_lse
         if self.plan.is_empty:
-            o[...], lse[...] = 0, -np.inf
+            without_keys.forward(self.plan, {**given, "o": o, "lse": lse})
         else:
-            scaled_q, scaled_k = self._scaled(q, k)
-            arrays = {"q": scaled_q, "k": scaled_k, "v": v, "o": o, "lse": lse}
-            EXECUTORS[self.executor].forward(self.plan, arrays, check)
+            given["q"], given["k"] = self._scaled(given["q"], given["k"])
+            EXECUTORS[self.executor].forward(self.plan, {**given, "o": o, "lse": lse}, check)
             if self.executor == "gpu":
                 gpu.keep(self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None))
         if check is not None:
@@ -137,8 +153,8 @@ class Executable:
         scaling = self.plan.problem.scaling
         return _times_power_of_two(q, scaling.q_exponent), _times_power_of_two(k, scaling.k_exponent)
 
-    def repeated(self, q: Array, k: Array, v: Array, *, pins: bool = False) -> Repeated:
-        """`forward` without its checks, for arrays that lie as these do, which it has accepted.
+    def repeated(self, given: Mapping[str, Array], *, pins: bool = False) -> Repeated:
+        """`forward` without its checks, for q, k, v and operands that lie as these do, which it has accepted.
 
         With `pins`, what a capture needs stays for ever: whoever captures does not hold the plan.
         """
@@ -146,12 +162,12 @@ class Executable:
         o, lse = ShapeDtype(problem.o_shape(), problem.dtype), ShapeDtype(problem.lse_shape(), problem.accumulator)
         if self.executor == "gpu":
             assert plan.kernels is not None
-            given = {"q": q, "k": k, "v": v}
             return gpu.bind(plan, plan.kernels.forward, given, {"o": o, "lse": lse}, pins=pins)
+        names = *given, "o", "lse"
 
-        def repeated(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        def repeated(*arrays: Array) -> tuple[Array, Array]:
             made = np.empty(o.shape, o.dtype), np.empty(lse.shape, lse.dtype)
-            EXECUTORS[self.executor].forward(plan, {"q": q, "k": k, "v": v, "o": made[0], "lse": made[1]})
+            EXECUTORS[self.executor].forward(plan, dict(zip(names, (*arrays, *made))))
             return made
 
         return repeated
@@ -163,7 +179,15 @@ class Executable:
         return repeated
 
     def backward(
-        self, do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dlse: Array | None = None
+        self,
+        do: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        dlse: Array | None = None,
+        **operands: Array,
     ) -> Gradients:
         """Gradients of sum(do * o) + sum(dlse * lse).
 
@@ -172,6 +196,7 @@ class Executable:
         do : array of o's shape and dtype, any strides
         q, k, v, o, lse : what `forward` took and returned
         dlse : array of lse's shape and dtype, optional
+        **operands : arrays that `forward` took by name
 
         Raises
         ------
@@ -181,43 +206,41 @@ class Executable:
             The stream is captured and something is not ready: `compile` makes it so.
         """
         arrays = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
+        if operands:
+            arrays = *arrays, *operands.values()
         key = lie_of(*arrays)
-        repeated = self._repeated.get(key)
+        if operands:
+            key = key and (key, dlse is None, *operands)
+        repeated, problem = self._repeated.get(key), self.plan.problem
         if repeated is not None and not checks.is_on():
-            return Gradients(*repeated(*arrays))
-        problem = self.plan.problem
-        given = as_arrays({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse})
+            return _gradients(problem, repeated(*arrays))
+        given = as_arrays({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse, **operands})
         there = {name: array for name, array in given.items() if name != "dlse" or array is not None}
         reasons = self._input_reasons(there)
         if reasons:
             raise UnsupportedProblem(reasons)
         self.require_ready()
-        shapes, full_shapes = problem.argument_shapes(), problem.gradient_shapes()
-        if self.executor == "gpu" and shapes != full_shapes:
+        wanted, made = self.plan.gradients, self.plan.gradients_made
+        is_summed = wanted != made
+        if self.executor == "gpu" and is_summed:
             gpu.refuse_capture("gradients over broadcast axes are summed in memory that a graph would outlive")
         read = {name: array for name, array in there.items() if name not in ("o", "lse")}
         check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
-        is_alike = key is not None and check is None and shapes == full_shapes
-        if is_alike and self.executor == "gpu" and self.is_repeatable:
+        if key is not None and check is None and not is_summed and self.executor == "gpu" and self.is_repeatable:
             assert self.plan.kernels is not None
-            made = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in shapes.items()}
             repeated = self._remembered(key, gpu.bind(self.plan, self.plan.kernels.backward, there, made))
-            return Gradients(*repeated(*arrays))
-        empty, results = _empty(given["q"], check), {}
-        for name, full in full_shapes.items():
-            dtype = problem.dtype if full == shapes[name] else problem.accumulator
-            results[name] = empty(f"d{name}", full, dtype)
-        gradients = {f"d{name}": result for name, result in results.items()}
+            return _gradients(problem, repeated(*arrays))
+        empty = _empty(given["q"], check)
+        results = {name: empty(name, result.shape, result.dtype) for name, result in made.items()}
         if self.plan.is_empty:
-            for result in results.values():
-                result[...] = 0
+            without_keys.backward(self.plan, there | results)
         else:
             there["q"], there["k"] = self._scaled(there["q"], there["k"])
-            EXECUTORS[self.executor].backward(self.plan, there | gradients, check)
+            EXECUTORS[self.executor].backward(self.plan, there | results, check)
         if check is not None:
-            check.after(f"the {self.executor} executor", gradients)
-        results["q"], results["k"] = self._scaled(results["q"], results["k"])
-        return Gradients(*(_summed_to(results[name], shapes[name], problem.dtype) for name in ("q", "k", "v")))
+            check.after(f"the {self.executor} executor", results)
+        results["dq"], results["dk"] = self._scaled(results["dq"], results["dk"])
+        return _gradients(problem, [_summed_to(results[name], each.shape, each.dtype) for name, each in wanted.items()])
 
     @property
     def workspace_bytes(self) -> int:
@@ -284,15 +307,24 @@ class Executable:
 
     def _input_reasons(self, given: dict[str, Array]) -> list[str]:
         problem = self.plan.problem
+        operands = {operand.name: (operand.shape, operand.dtype) for operand in problem.operands}
         wanted = {
             **{name: (shape, problem.dtype) for name, shape in problem.argument_shapes().items()},
+            **operands,
             "o": (problem.o_shape(), problem.dtype),
             "do": (problem.o_shape(), problem.dtype),
             "lse": (problem.lse_shape(), problem.accumulator),
             "dlse": (problem.lse_shape(), problem.accumulator),
         }
-        reasons = []
+        reasons = [
+            f"{name} must be given, of shape {shape} and dtype {dtype}: the plan was made with it"
+            for name, (shape, dtype) in operands.items()
+            if name not in given
+        ]
         for name, array in given.items():
+            if name not in wanted:
+                reasons.append(f"{name} must not be given: the plan was made without it")
+                continue
             if not is_array(array):
                 raise TypeError(no_array(name, array))
             shape, dtype = wanted[name]
@@ -364,10 +396,11 @@ class Pullback:
     v: Array
     o: Array
     lse: Array
+    operands: Mapping[str, Array] = field(default_factory=dict)
 
     def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
         """Gradients of sum(do * o) + sum(dlse * lse)."""
-        gradients = self.ready.backward(do, self.q, self.k, self.v, self.o, self.lse, dlse)
+        gradients = self.ready.backward(do, self.q, self.k, self.v, self.o, self.lse, dlse, **self.operands)
         gpu.pin(self.ready.plan)
         return gradients
 
@@ -456,6 +489,12 @@ def _empty(like: Array, check: checks.Check | None) -> Callable[..., Array]:
     """What makes a result (name, shape, dtype): with margins around it where they are checked."""
     xp = namespace(like)
     return check.empty if check is not None else lambda name, shape, dtype: xp.empty(shape, dtype)
+
+
+def _gradients(problem: Problem, made: Sequence[Array]) -> Gradients:
+    """Gradients in the order of `KernelPlan.gradients` by their names."""
+    dq, dk, dv, *others = made
+    return Gradients(dq, dk, dv, dict(zip(problem.wrt, others)))
 
 
 def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:

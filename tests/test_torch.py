@@ -79,6 +79,23 @@ def test_gradients_are_those_of_differences(shapes):
     assert torch.autograd.gradcheck(lambda *x: attention(*x, mask=mask, return_lse=True), given)
 
 
+@pytest.mark.parametrize("needed", [(3,), (0, 3), (0, 1, 2)])
+def test_sinks_have_gradients_where_they_require_them(needed):
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    (o, lse), vjp = cuflash.attention_vjp(
+        *(x.numpy() for x in (Q, K, V)), sink=sink.numpy(), wrt="sink", causal=True, return_lse=True
+    )  # fmt: skip
+    gradients = vjp(DO.numpy(), lse)
+    expected = [*gradients, gradients["sink"]]
+    given = [tensor.clone().requires_grad_(number in needed) for number, tensor in enumerate((Q, K, V, sink))]
+    for _ in range(2):
+        ours = attention(*given[:3], sink=given[3], causal=True, return_lse=True)
+        assert close(ours[0], torch.from_numpy(o)) and close(ours[1], torch.from_numpy(lse))
+        found = torch.autograd.grad(ours, [given[number] for number in needed], [DO, torch.from_numpy(lse)])
+        for number, tensor in zip(needed, found):
+            assert tensor.shape == given[number].shape and close(tensor, torch.from_numpy(expected[number]))
+
+
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)])
 def test_only_what_requires_gradients_has_them(needed):
     given = [tensor.clone().requires_grad_(number in needed) for number, tensor in enumerate((Q, K, V))]

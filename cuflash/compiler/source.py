@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays import BFLOAT16
 from ..planning.spec import KernelSpec
+from . import score_text
 from .params_layout import assertions
 
 KERNELS = Path(__file__).parents[2] / "kernels_cu"
@@ -34,7 +35,7 @@ def constants(spec: KernelSpec) -> str:
     lines = [f"using Element = {_ELEMENTS[spec.dtype]};", f"using Accumulator = {accumulator};"]
     lines.append(f"constexpr int kTf32Products = {_TF32_PRODUCTS[spec.precision]};")
     for field in fields(spec)[3:]:
-        if field.name == "precision":
+        if field.name == "precision" or field.name.startswith("score"):
             continue
         name = "".join(word.capitalize() for word in field.name.split("_"))
         value = getattr(spec, field.name)
@@ -51,10 +52,19 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     """
     seen: set[str] = set()
     types = "".join(_flattened("ptx/types.cuh", seen, host))
+    score = "" if spec.score is None else _score(spec, seen, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", seen, host))
     maps = "attention/tensor_maps.cuh"
     layout = f'#line 1 "cuflash/records.py: assertions()"\n{assertions(host=host, with_maps=maps in seen)}'
-    return f"// {spec}\n{types}{constants(spec)}{entry}{layout if 'attention/params.cuh' in seen else ''}"
+    return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in seen else ''}"
+
+
+def _score(spec: KernelSpec, seen: set[str], host: bool) -> str:
+    """The score function of a specification, with the functions that it calls."""
+    assert spec.score is not None
+    functions = "".join(_flattened("attention/score_math.cuh", seen, host))
+    printed = score_text.text(spec.score, spec.score_wrt)
+    return f'{functions}#line 1 "cuflash/compiler/score_text.py: text()"\n{printed}'
 
 
 def flatten(path: str, *, host: bool = False) -> str:

@@ -36,7 +36,8 @@ def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None)
 
 
 def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None) -> None:
-    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
+    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...] over the broadcast leading axes, and dsink
+    [*batch, heads] if it is among the arrays."""
     lse = arrays["lse"]
     empty = lse == -np.inf
     # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
@@ -45,6 +46,8 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None
     own = {"lse_2": lse_2, "delta": np.empty_like(lse_2), "empty": empty if empty.any() else None}
     call = _Call.of(plan, **arrays, **own)
     _run(call.tiling, (call.backward_rows, call.row_tiles()), (call.backward_columns, call.column_tiles()))
+    if "dsink" in arrays:
+        arrays["dsink"][...] = call.sink_gradient()
 
 
 class _Step(NamedTuple):
@@ -79,6 +82,7 @@ class _Tile(NamedTuple):
     visits: tuple[_Visit, ...]
 
 
+_OF_HEADS = ("sink", "dsink")  # of one number a head
 _Place: TypeAlias = tuple[int, int]  # batch entry, head
 _Where: TypeAlias = tuple[Any, ...]  # an index that takes rows [tiles, rows, ...] of several matrices
 
@@ -105,7 +109,9 @@ class _Call:
         problem, batch = plan.problem, plan.problem.batch
         broadcast = {}
         for name, array in arrays.items():
-            if array is not None:
+            if array is not None and name in _OF_HEADS:
+                broadcast[name] = np.broadcast_to(array, problem.heads_shape())
+            elif array is not None:
                 rank = 1 + problem.has_heads + (name not in ("lse", "lse_2", "dlse", "delta", "empty"))
                 full = (*batch, *array.shape[array.ndim - rank :])
                 view = array if array.shape == full else np.broadcast_to(array, full)
@@ -204,8 +210,14 @@ class _Call:
                 o_acc += p_v
             row_max = new_max
         divisor = np.maximum(row_sum, 1)  # where there is a key, the greatest score adds 1; else o is 0 and lse -inf
-        self.write("o", rows, 0 if o_acc is None else np.divide(o_acc, divisor[..., None], out=o_acc))
-        self.write("lse", rows, row_max * self.wide(LN_2) + np.log(divisor))
+        o = np.zeros((), self.wide) if o_acc is None else np.divide(o_acc, divisor[..., None], out=o_acc)
+        lse = row_max * self.wide(LN_2) + np.log(divisor)
+        if "sink" in self.arrays:
+            factor, lse = _with_sink(lse, self.read("sink", rows[:-1]).reshape(len(tiles), 1))
+            factor = np.broadcast_to(factor, (len(tiles), tiles[0].rows.stop - tiles[0].rows.start))
+            o = o * factor[..., None]
+        self.write("o", rows, o)
+        self.write("lse", rows, lse)
 
     def backward_rows(self, tiles: list[_Tile], scratch: Array) -> None:
         """delta = rowsum(dO * O) - dlse of tiles of queries, and their dQ."""
@@ -225,6 +237,13 @@ class _Call:
             self._mask_keys(tiles, steps, ds, 0)
             dq = _plus(dq, ds.swapaxes(-1, -2) @ k)
         self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.scaling.scale))
+
+    def sink_gradient(self) -> Array:
+        """dsink [*batch, heads]: minus the sum over queries of the sink's weight times delta."""
+        sink = self.arrays["sink"].astype(self.wide)[..., None]
+        with np.errstate(all="ignore"):
+            terms = np.exp(sink - self.arrays["lse"]) * self.arrays["delta"]
+            return -np.where(sink == -np.inf, self.wide(0), terms).sum(axis=-1)
 
     def backward_columns(self, tiles: list[_Tile], scratch: Array) -> None:
         """dK and dV of tiles of keys, summed over the query heads that share them."""
@@ -299,6 +318,17 @@ def _product(keys: Array, queries: Array, scratch: Array) -> Array:
 
 def _plus(total: Array | None, term: Array) -> Array:
     return term if total is None else np.add(total, term, out=total)
+
+
+def _with_sink(lse: Array, sink: Array) -> tuple[Array, Array]:
+    """What a row's o is multiplied by, and its lse, once (o, lse) is merged with (0, sink)."""
+    top = np.maximum(lse, sink)  # NaN if either is
+    shift = np.where(top == -np.inf, 0, top).astype(lse.dtype, copy=False)  # -inf - (-inf) must not arise
+    weight = np.exp(lse - shift)
+    total = weight + np.exp(sink - shift)
+    is_sink = sink != -np.inf
+    factor = np.where(is_sink, weight / total, 1).astype(lse.dtype, copy=False)
+    return factor, np.where(is_sink, shift + np.log(total), lse)
 
 
 def _score_gradient(lse_2: Array, delta: Array, s: Array, dp: Array) -> tuple[Array, Array]:

@@ -135,7 +135,7 @@ class Records:
             kernels.order.kv_heads_per_group, kernels.num_splits, problem.group_size * finished,
             *rounds, _softmax_scale(problem),
         )  # fmt: skip
-        parts = {feature.name: _numbers(feature) for feature in features}
+        parts = {feature.name: _numbers(feature, views) for feature in features}
         within = {name: record[part] for part, names in _WITHIN.items() for name in names}
         within |= {name: parts[feature.name] for feature in features for name in feature.dtype.names or ()}
         templates = []
@@ -171,11 +171,15 @@ class Records:
         return ParamsBuffer(templates, slices)
 
 
-def _numbers(feature: Feature) -> Any:
-    """A feature's record with its numbers, and without its arrays."""
+def _numbers(feature: Feature, views: tuple[View, ...]) -> Any:
+    """A feature's record with its numbers and its tables' strides, and without addresses."""
     record = np.zeros((), feature.dtype)
     for name, value in feature.values.items():
         record[name] = value
+    for view in views:
+        if view.name in feature.tables and f"{view.name}_strides" in (feature.dtype.names or ()):
+            steps = zip(view.shape, view.strides)
+            record[f"{view.name}_strides"] = [step // view.dtype.itemsize * (extent != 1) for extent, step in steps]
     return record
 
 

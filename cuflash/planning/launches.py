@@ -50,7 +50,8 @@ class Feature:
     values : dict by field
         The numbers.
     tables : tuple of str
-        Fields of 8 bytes that hold addresses of arrays without leading axes.
+        Fields of 8 bytes that hold addresses of arrays that no launch takes a part of. Where the record has a field
+        ``<table>_strides``, it holds the array's strides in elements, 0 along axes of length 1.
     """
 
     name: str

@@ -8,9 +8,11 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from ..arrays import ShapeDtype
 from ..blocks.work_list import IntervalWork, WorkList, work_list
 from ..errors import UnsupportedProblem
-from ..masks.base import Mask, without_memos
+from ..masks.base import Mask
+from ..masks.content import without_memos
 from .device import DeviceSpec
 from .families.family import Family
 from .host import HostTiling, host_tile
@@ -19,6 +21,7 @@ from .problem import Problem
 from .routing import FAMILIES, rerouted, routed
 from .spec import KernelSpec
 
+_OF_ARGUMENTS = ("dq", "dk", "dv")
 MAX_TILES = 1 << 30  # of a launch: kernels number them in int32, and add the blocks of a launch
 
 
@@ -52,7 +55,7 @@ class KernelPlan:
     kernels: Kernels | None = None
     tiling: HostTiling | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Any:
         return without_memos(self)
 
     @property
@@ -104,13 +107,34 @@ class KernelPlan:
         return max(self.kernels.forward.nbytes, backward) + self.list_bytes
 
     @property
+    def gradients(self) -> dict[str, ShapeDtype]:
+        """Shapes and dtypes of the backward pass's results by name: dq, dk, dv, and those that the problem asks for."""
+        problem = self.problem
+        arguments = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
+        others = [operand for operand in problem.operands if operand.name in problem.wrt]
+        return arguments | {f"d{operand.name}": ShapeDtype(operand.shape, operand.dtype) for operand in others}
+
+    @property
+    def gradients_made(self) -> dict[str, ShapeDtype]:
+        """The same as the executor writes them: where the caller sums over broadcast axes, over all of the batch and in
+        the accumulator's dtype."""
+        problem, wanted = self.problem, self.gradients
+        full = {f"d{name}": shape for name, shape in problem.gradient_shapes().items()}
+        full |= {f"d{name}": problem.heads_shape() for name in problem.wrt}
+        is_summed = {name: name not in _OF_ARGUMENTS or made.shape != full[name] for name, made in wanted.items()}
+        return {
+            name: ShapeDtype(full[name], problem.accumulator) if is_summed[name] else made
+            for name, made in wanted.items()
+        }
+
+    @property
     def _summed_bytes(self) -> int:
         """Gradients before they are summed over broadcast axes, and the largest of the sums before it is rounded."""
-        problem, shapes = self.problem, self.problem.argument_shapes()
-        summed = {name: full for name, full in problem.gradient_shapes().items() if full != shapes[name]}
+        problem, wanted = self.problem, self.gradients
+        summed = {name: made.shape for name, made in self.gradients_made.items() if made != wanted[name]}
         before = sum(map(prod, summed.values()))
-        rounded = max((prod(shapes[name]) for name in summed), default=0) if problem.dtype != problem.accumulator else 0
-        return (before + rounded) * problem.accumulator.itemsize
+        narrow = [prod(wanted[name].shape) for name in summed if wanted[name].dtype != problem.accumulator]
+        return (before + max(narrow, default=0)) * problem.accumulator.itemsize
 
     @property
     def forward_flops(self) -> int:

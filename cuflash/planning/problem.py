@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import DTYPES, Array, ShapeDtype, accumulator_dtype, describe, is_array, no_array
-from ..errors import UnsupportedProblem
-from ..masks.base import MaskShape, length_reasons
+from ..errors import UnsupportedProblem, collecting
+from ..masks.shape import MaskShape, length_reasons
+from .operands import Operand, operands_of, wrt_of
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")
@@ -49,6 +51,10 @@ class Problem:
         or vanishes whose score does not; for float16, whose products do neither, a scale beyond 2^126 counts as 2^126.
     precision : "ieee", "tf32" or "tf32x3"
         Of the products.
+    operands : tuple of Operand
+        Arrays beside q, k and v.
+    wrt : tuple of str
+        Names of the operands that have gradients.
     """
 
     q_batch: tuple[int, ...]
@@ -65,6 +71,8 @@ class Problem:
     dtype: np.dtype[Any]
     softmax_scale: float
     precision: str = "ieee"
+    operands: tuple[Operand, ...] = ()
+    wrt: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -141,6 +149,14 @@ class Problem:
         """(*batch, num_heads, seqlen_q), without the heads for 2-D arguments."""
         return (*self.batch, self.num_heads, self.seqlen_q) if self.has_heads else (self.seqlen_q,)
 
+    def heads_shape(self) -> tuple[int, ...]:
+        """(*batch, num_heads); (1,) for 2-D arguments."""
+        return (*self.batch, self.num_heads)
+
+    def operand(self, name: str) -> Operand | None:
+        """The operand of a name; None where the problem has none."""
+        return next((operand for operand in self.operands if operand.name == name), None)
+
     def argument_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of q, k and v as they were given."""
         heads_q, heads_kv = ((self.num_heads,), (self.num_kv_heads,)) if self.has_heads else ((), ())
@@ -155,6 +171,28 @@ class Problem:
         if not self.has_heads:
             return self.argument_shapes()
         return {name: (*self.batch, *shape[-3:]) for name, shape in self.argument_shapes().items()}
+
+
+def with_operands(problem: Problem, given: Mapping[str, Any], wrt: Any = ()) -> Problem:
+    """A problem with the arrays, or `ShapeDtype`, that a call has beside q, k and v; None stands for no array.
+
+    Raises
+    ------
+    TypeError
+        One is not an array of a known kind.
+    UnsupportedProblem
+        One does not fit the problem, or `wrt` does not name arrays of the call; all reasons at once.
+    """
+    reasons = list[str]()
+    operands = tuple[Operand, ...]()
+    with collecting(reasons):
+        operands = operands_of(given, problem.heads_shape(), problem.accumulator)
+    names = [name for name, array in given.items() if array is not None]
+    with collecting(reasons):
+        wrt = wrt_of(wrt, names)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return replace(problem, operands=operands, wrt=wrt)
 
 
 def _ints(shape: tuple[int, ...]) -> tuple[int, ...]:

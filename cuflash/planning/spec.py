@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import accumulator_dtype
+from ..scores.program import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,10 @@ class KernelSpec:
         Waiting for long at a barrier in shared memory ends the kernel with an error, where it would hang.
     precision : "ieee", "tf32" or "tf32x3"
         Of the products.
+    score : Program, optional
+        The score function, derived for kernels that make gradients.
+    score_wrt : tuple of str
+        Captured arrays whose gradients are arguments of the kernel.
     """
 
     family: str
@@ -73,6 +78,8 @@ class KernelSpec:
     mma_rows: int = 0
     is_watched: bool = False
     precision: str = "ieee"
+    score: Program | None = None
+    score_wrt: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -88,4 +95,6 @@ class KernelSpec:
         return 32 * self.num_warps
 
     def __str__(self) -> str:
-        return " ".join([self.name, *(f"{field.name} {getattr(self, field.name)}" for field in fields(self)[2:])])
+        listed = [field.name for field in fields(self)[2:] if not field.name.startswith("score")]
+        of_score = [] if self.score is None else [f"score {len(self.score.instructions)} operations"]
+        return " ".join([self.name, *(f"{name} {getattr(self, name)}" for name in listed), *of_score])

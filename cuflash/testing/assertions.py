@@ -24,7 +24,8 @@ import numpy as np
 
 from ..arrays import accumulator_dtype
 from ..bounds import Bounds, error_bound, limits
-from ..masks.base import Mask, without_memos
+from ..masks.base import Mask
+from ..masks.content import without_memos
 from ..planning.problem import Problem
 from . import oracle
 
@@ -86,7 +87,7 @@ class Example:
     product_dtype: Any = None
     origin: str = ""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Any:
         return without_memos(self)
 
     def but(self, **changes: Any) -> Example:

@@ -24,18 +24,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ..arrays import DTYPES, accumulator_dtype
-from ..masks.base import Mask, MaskShape
-from ..masks.library import (
-    BlockPattern,
-    Causal,
-    Dense,
-    Dilated,
-    Documents,
-    FromFunction,
-    Lengths,
-    PrefixLM,
-    SlidingWindow,
-)
+from ..masks.arrays import Dense, FromFunction
+from ..masks.base import Mask
+from ..masks.block_pattern import BlockPattern
+from ..masks.diagonal import Causal, Dilated, PrefixLM, SlidingWindow
+from ..masks.documents import Documents
+from ..masks.lengths import Lengths
+from ..masks.sequences import Sequences
+from ..masks.shape import MaskShape
 from .assertions import Example, on_lattice
 
 __all__ = [
@@ -191,6 +187,20 @@ def _documents(draw: st.DrawFn, shape: MaskShape) -> Mask:
     return Documents(q_ids) if is_one_sequence else Documents(q_ids, kv_ids)
 
 
+def _sequences(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    rng, count = _generator(draw), draw(st.integers(0, 5))
+    leading = shape.batch if draw(st.booleans()) else ()
+    left, right = _sides(draw, shape) if draw(st.booleans()) else (None, None)
+    q_offsets, kv_offsets = (
+        np.sort(rng.integers(0, length, (*leading, count + 1), _integers_that_hold(draw, length), endpoint=True))
+        for length in shape[2:]
+    )
+    if draw(st.booleans()) and (q_offsets <= shape.seqlen_kv).all():
+        return Sequences(q_offsets, causal=draw(st.booleans()), window=(left, right))
+    causal: Any = draw(st.sampled_from(("bottom_right", "top_left", False)))
+    return Sequences(q_offsets, kv_offsets, causal=causal, window=(left, right) if causal else None)
+
+
 def _block_pattern(draw: st.DrawFn, shape: MaskShape) -> Mask:
     sizes = st.sampled_from((1, 2, 3, 16, 17, 64, 100))
     block = draw(sizes), draw(sizes)
@@ -245,6 +255,7 @@ _LEAVES = (
     _prefix_lm,
     _dilated,
     _documents,
+    _sequences,
     _block_pattern,
     _dense,
     _single_cell,

@@ -3,6 +3,7 @@
 #include <attention/mask_scores.cuh>
 #include <attention/online_softmax.cuh>
 #include <attention/operands.cuh>
+#include <attention/score.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
 
@@ -14,7 +15,7 @@ using KvRoom = tile::SharedTile<Accumulator, kBlockKv, kWidest>;
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
-simt_forward(const __grid_constant__ cuflash::attention::Params params) {
+simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_SCORE_ARGUMENT) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -48,7 +49,8 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params) {
     tile::add_product_nt(s, q_smem, k_smem);
     __syncthreads();  // K is read
     tile::load(v_smem, v.rows(step.start, step.stop));
-    s.scale(softmax_scale_log2);
+    if constexpr (kHasScore) score_of_queries(s, score_function, params, work, step, kLog2E);
+    else s.scale(softmax_scale_log2);
     mask_scores(s, params, work, step);
     softmax.update(s, o);
     tile::store(p_smem, s);

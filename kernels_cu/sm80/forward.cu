@@ -4,6 +4,7 @@
 // Where tiles are too few for the chip, several blocks share a tile's keys, and combine.cu merges what they leave;
 // where queries are few too, a tile holds those of all the heads that share keys.
 #include <attention/mma_operands.cuh>
+#include <attention/score.cuh>
 #include <ptx/cp_async.cuh>
 
 namespace cuflash {
@@ -65,7 +66,7 @@ CUFLASH_DEVICE void keep(const attention::Params& params, const attention::WorkT
   kept.v = matrix<Element>(params.v, work.place, kv_head, 0, 0).data;
   kept.work = work;
   kept.reach = reach;
-  kept.softmax_scale_log2 = Softmax::scale_log2(shape.softmax_scale);
+  kept.softmax_scale_log2 = Softmax::scale_log2(exponent_scale(shape));
   kept.has_rows =
       has_rows_of<KTile>(kept.k, params.k, shape.head_dim) && has_rows_of<VTile>(kept.v, params.v, shape.value_dim);
 }
@@ -89,6 +90,21 @@ CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const 
   const float hidden = ptx::negative_infinity<float>();
   if (kIsPacked) mask_scores<false>(s, params, kept.work, step, hidden, HeadAfterHead{params.shape.seqlen_q});
   else mask_scores<config::kIsListed>(s, params, kept.work, step, hidden);
+}
+
+// The score function of a step's scores, in their place.
+template <class Score>
+CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const attention::WorkTile& work,
+                               const attention::Step& step, const Score& score) {
+  using namespace attention;
+  const Positions rows{work.first, work.last};
+  const auto query_of = [&](int i) {
+    const int row = rows.at(row_of(s, i));
+    if (!kIsPacked) return HeadAndQuery{work.place.head, row};
+    const Divided heads = divided(row, params.shape.seqlen_q);
+    return HeadAndQuery{work.place.head + heads.quotient, heads.rest};
+  };
+  apply_score(s, score, params.shape, work.place, query_of, {step.start, step.stop}, 1);
 }
 
 // A part's rows of what is left to be merged.
@@ -140,7 +156,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const Kept& k
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
-sm80_forward(const __grid_constant__ cuflash::attention::Params params) {
+sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_SCORE_ARGUMENT) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -172,7 +188,8 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params) {
     tile::product_nt(s, q_smem, k_smem);
     ptx::cp_async_wait<0>();
     __syncthreads();  // V is there; K is read
-    if (Softmax::turns(shape.softmax_scale)) Softmax::turn(s, shape.softmax_scale);
+    if constexpr (kHasScore) score_step(s, params, kept.work, step, score_function);
+    else if (Softmax::turns(shape.softmax_scale)) Softmax::turn(s, shape.softmax_scale);
     if (!is_whole<kBlockKv>(step)) mask_step(s, params, kept, step);
     has_step = steps.next(step);
     if (has_step) load_step(k_smem, k, params.k, shape.head_dim, step, has_rows);

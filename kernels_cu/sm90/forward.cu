@@ -8,6 +8,7 @@ namespace cuflash {
 constexpr bool kBringsDo = false;
 }  // namespace cuflash
 #include <attention/key_ring.cuh>
+#include <attention/score.cuh>
 
 namespace cuflash {
 
@@ -138,8 +139,18 @@ CUFLASH_DEVICE void pass_over(int group, unsigned& num_keys, bool keeps_values) 
   }
 }
 
+// The score function of a step's scores, in their place, before masks hide any.
+CUFLASH_DEVICE void score_step(const attention::Params& params, const score::Function& function, Scores& s,
+                               unsigned num_tasks, unsigned num_keys) {
+  if constexpr (kHasScore) {
+    const attention::WorkTile& work = board().tasks[task_of(num_tasks)].work;
+    attention::score_of_queries(s, function, params, work, board().notes[stage_of(num_keys)].step, 1);
+  }
+}
+
 // A step's scores once more, for one warp alone, whose own are lost.
-CUFLASH_DEVICE void remake_scores(Scores& s, unsigned num_tasks, unsigned num_keys) {
+CUFLASH_DEVICE void remake_scores(const attention::Params& params, const score::Function& function, Scores& s,
+                                  unsigned num_tasks, unsigned num_keys) {
   constexpr int kInPanel = QPanels::kPanelWidth / 16;
   s.fill(0);
 #pragma unroll 1  // rare: less text
@@ -150,12 +161,13 @@ CUFLASH_DEVICE void remake_scores(Scores& s, unsigned num_tasks, unsigned num_ke
     tile::load(q_frag[0], q, 0, k % kInPanel);
     tile::add_step<Element>(s, q_frag, keys, k % kInPanel, false);
   }
+  score_step(params, function, s, num_tasks, num_keys);
 }
 
 // What is not so as it left the product: hide what masks hide, and turn what falls as scores grow.
 CUFLASH_DEVICE void mend_scores(const attention::Params& params, Scores& s, unsigned num_tasks, unsigned num_keys) {
   const Note& note = board().notes[stage_of(num_keys)];
-  const double softmax_scale = params.shape.softmax_scale;
+  const double softmax_scale = attention::exponent_scale(params.shape);
   if (Softmax::turns(softmax_scale)) Softmax::turn(s, softmax_scale);
   mask_step(params, s, board().tasks[task_of(num_tasks)], note);
 }
@@ -221,20 +233,20 @@ CUFLASH_DEVICE bool is_plain(int kind) {
 
 // Scores of a step that is not plain, or was, and they are lost: `is_lost`. Whether they are weights then; else they are as
 // masks leave them.
-CUFLASH_DEVICE bool weigh_other_step(const attention::Params& params, Scores& s, Softmax& softmax, unsigned num_tasks,
-                                     unsigned num_keys, int kind, bool is_lost) {
+CUFLASH_DEVICE bool weigh_other_step(const attention::Params& params, const score::Function& function, Scores& s,
+                                     Softmax& softmax, unsigned num_tasks, unsigned num_keys, int kind, bool is_lost) {
   bool is_done = false;
   if constexpr (kSparesLooks) {
 #pragma unroll 1
     for (int again = is_lost; again < 2 && !is_done; ++again) {
-      if (again) remake_scores(s, num_tasks, num_keys);
+      if (again) remake_scores(params, function, s, num_tasks, num_keys);
       if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys);
       if (!(kind & Note::kUnseen) || again) break;
       is_done = softmax.weigh_unseen(s, board().softmax_scale_log2);
     }
     leave_keys(num_keys, kind & Note::kLast);
   } else {
-    if (is_lost) remake_scores(s, num_tasks, num_keys);
+    if (is_lost) remake_scores(params, function, s, num_tasks, num_keys);
     if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys);
     leave_keys(num_keys, kind & Note::kLast);
   }
@@ -256,7 +268,8 @@ CUFLASH_DEVICE void add_last_values(Output& o, const Weights& p, unsigned num_ke
 }
 
 // Tile after tile.
-CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps, int group) {
+CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps,
+                                        const score::Function& function, int group) {
   unsigned num_keys = 0;
   for (unsigned num_tasks = 0; await_tile(num_tasks); ++num_tasks) {
     Softmax softmax;
@@ -267,6 +280,7 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
     int kind = start_first_scores(s, group, num_tasks, num_keys, false);
     for (bool is_first = true;; is_first = false) {
       const bool is_last = kind & Note::kLast, was_plain = is_plain(kind);
+      score_step(params, function, s, num_tasks, num_keys);
       bool is_done = was_plain && softmax.weigh_unseen(s, board().softmax_scale_log2);
       if (is_done) {
         leave_keys(num_keys, false);
@@ -274,7 +288,7 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
         p = s;
       } else {
         float by[Softmax::kRows];
-        is_done = weigh_other_step(params, s, softmax, num_tasks, num_keys, kind, was_plain);
+        is_done = weigh_other_step(params, function, s, softmax, num_tasks, num_keys, kind, was_plain);
         const bool has_risen = !is_done && softmax.raise(s, board().softmax_scale_log2, by);
         tile::wait_for<0>(o);
         if (!is_first) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
@@ -294,7 +308,8 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
 
 // With room for Q of two tiles, scores of the next tile's first step are made under the last step of this one, and its
 // results are written once the next tile has its first weights; if the warpgroup has a part in all of this one's steps.
-CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const attention::TensorMaps& maps, int group) {
+CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const attention::TensorMaps& maps,
+                                         const score::Function& function, int group) {
   unsigned num_keys = 0, num_tasks = 0;
   while (await_tile(num_tasks)) {
     Softmax softmax, finished;
@@ -306,6 +321,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
     while (true) {
       Operands next;
       const bool is_last = kind & Note::kLast, is_first = kind & Note::kFollows, was_plain = is_plain(kind);
+      score_step(params, function, s, num_tasks, num_keys);
       bool is_done = was_plain && softmax.weigh_unseen(s, board().softmax_scale_log2);
       if (is_done) {
         leave_keys(num_keys, false);
@@ -316,7 +332,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
         p = s;
       } else {
         float by[Softmax::kRows];
-        is_done = weigh_other_step(params, s, softmax, num_tasks, num_keys, kind, was_plain);
+        is_done = weigh_other_step(params, function, s, softmax, num_tasks, num_keys, kind, was_plain);
         const bool has_risen = !is_done && softmax.raise(s, board().softmax_scale_log2, by);
         tile::wait_for<0>(o);
         if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
@@ -349,10 +365,11 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
   }
 }
 
-CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group) {
+CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps,
+                            const score::Function& function, int group) {
   if (group == kConsumers) pass_turn();
-  if constexpr (kQRooms == 1) consume_in_one_room(params, maps, group);
-  else consume_in_two_rooms(params, maps, group);
+  if constexpr (kQRooms == 1) consume_in_one_room(params, maps, function, group);
+  else consume_in_two_rooms(params, maps, function, group);
   if (group == 1) await_turn();  // nobody is left to take the last one
 }
 
@@ -360,12 +377,12 @@ CUFLASH_DEVICE void consume(const attention::Params& params, const attention::Te
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
 sm90_forward(const __grid_constant__ cuflash::attention::Params params,
-             const __grid_constant__ cuflash::attention::TensorMaps maps) {
+             const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_SCORE_ARGUMENT) {
   using namespace cuflash;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
   if (threadIdx.x == 0) {
     make_barriers();
-    board().softmax_scale_log2 = Softmax::scale_log2(params.shape.softmax_scale);
+    board().softmax_scale_log2 = Softmax::scale_log2(attention::exponent_scale(params.shape));
   }
   __syncthreads();
   if (group == 0) {
@@ -373,6 +390,6 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
     produce(params, maps);
   } else {
     if constexpr (kMovesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(params, maps, group);
+    consume(params, maps, score_function, group);
   }
 }
