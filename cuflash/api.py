@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 
-from .arrays import Array, describe, flag_reasons, is_array, namespace
+from .arrays import Array, ShapeDtype, describe, flag_reasons, is_array, namespace
 from .blocks.work_list import requested_mask
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
@@ -23,6 +23,7 @@ from .planning.plan import KernelPlan, gpu_plan, host_plan
 from .planning.problem import Problem, precision_reasons, with_operands
 from .planning.routing import FAMILIES, routed
 from .plans import EXECUTORS, Executable, Gradients, Pullback, Repeated, as_arrays, as_mask_of_arrays, lie_of
+from .scores import Score, library
 
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
 
@@ -37,6 +38,9 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
     sink: Array | None = None,
     kernel: str = "auto",
     executor: str = "auto",
@@ -57,6 +61,9 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
     sink: Array | None = None,
     kernel: str = "auto",
     executor: str = "auto",
@@ -76,6 +83,9 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
     sink: Array | None = None,
     kernel: str = "auto",
     executor: str = "auto",
@@ -114,6 +124,15 @@ def attention(
     scale : float, optional
         1 / sqrt(head_dim) unless given. Of any size: q and k of 1e20 with a scale of 1e-40 have scores as any others.
         Arrays of any library with DLPack are taken where they lie and without a copy; results are NumPy's or CuPy's.
+    score : Score, or callable (s, b, h, i, j), optional
+        A function of each score and its place that NumPy's operations make up; `cuflash.scores` has those of the
+        literature, and `cuflash.scores.Score` captures arrays for one. softcap and bias are applied first.
+    softcap : float, optional
+        Scores s become softcap tanh(s / softcap); positive.
+    bias : array, optional
+        Added to the scores, after softcap: float16, bfloat16 or float32, or with float64 q, k and v also float64, that
+        broadcasts to (*batch, num_heads, seqlen_q, seqlen_kv), or (seqlen_q, seqlen_kv) for two-dimensional q, k and
+        v; any strides. -inf hides a key.
     sink : array, optional
         A logit for each query head that takes part in every softmax of the head and has no value: the weights of a
         row's keys add up to less than 1. Shape (num_heads,), or any that broadcasts to (*batch, num_heads); () or (1,)
@@ -165,9 +184,9 @@ def attention(
     FlashAttention-2, arXiv 2307.08691, algorithm 1.
     """
     require_flag("return_lse", return_lse)
-    operands = {} if sink is None else {"sink": sink}
+    of_score, operands = _operands(score, softcap, bias, sink)
     _, _, o, lse = _call(
-        q, k, v, operands, out, mask, causal, window, scale, kernel, executor, precision, deterministic, ()
+        q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, ()
     )  # fmt: skip
     return (o, lse) if return_lse else o
 
@@ -181,6 +200,9 @@ def attention_vjp(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
     sink: Array | None = None,
     wrt: str | tuple[str, ...] = (),
     kernel: str = "auto",
@@ -202,10 +224,10 @@ def attention_vjp(
 
     Parameters
     ----------
-    q, k, v, mask, causal, window, scale, sink, kernel, executor, precision, deterministic, out
+    q, k, v, mask, causal, window, scale, score, softcap, bias, sink, kernel, executor, precision, deterministic, out
         As in `attention`.
     wrt : str or tuple of str
-        Names of further arrays that `vjp` gives a gradient of: "sink".
+        Names of further arrays that `vjp` gives a gradient of: "sink", "bias", and real arrays of the score function.
     return_lse : bool
         Return (o, lse) in o's place.
 
@@ -228,9 +250,9 @@ def attention_vjp(
     FlashAttention-2, arXiv 2307.08691, algorithm 2: P is recomputed from lse, dS = P (dP - rowsum(dO O) + dlse).
     """
     require_flag("return_lse", return_lse)
-    operands = {} if sink is None else {"sink": sink}
+    of_score, operands = _operands(score, softcap, bias, sink)
     ready, (q, k, v, *others), o, lse = _call(
-        q, k, v, operands, out, mask, causal, window, scale, kernel, executor, precision, deterministic, wrt
+        q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, wrt
     )  # fmt: skip
     return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))
 
@@ -244,6 +266,9 @@ def plan(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
     sink: Array | None = None,
     wrt: str | tuple[str, ...] = (),
     kernel: str = "auto",
@@ -275,6 +300,9 @@ def plan(
     q, k, v : arrays, or ShapeDtype where only the shapes are known
     mask, causal, window, scale, kernel, executor, precision, deterministic
         As in `attention`.
+    score, softcap, bias
+        As in `attention`; arrays may be `ShapeDtype`. The calls of the plan use the arrays that it was made with, or
+        others of their shapes and dtypes by name: ``forward(q, k, v, bias=another)``.
     sink : array, or ShapeDtype, optional
         As in `attention`; the calls of the plan take one of its shape and dtype.
     wrt : str or tuple of str
@@ -293,16 +321,18 @@ def plan(
     TypeError, UnsupportedProblem
         As `attention`.
     """
-    q, k, v, sink = as_arrays({"q": q, "k": k, "v": v, "sink": sink}).values()
+    q, k, v, sink, bias = as_arrays({"q": q, "k": k, "v": v, "sink": sink, "bias": bias}).values()
     where = _executor((q, k, v), executor, device)
     reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
     reasons += flag_reasons("deterministic", deterministic)
     where = where if isinstance(where, str) else ""
     precision = "ieee" if precision_reasons(q, precision) else precision  # what else is wrong is said too
-    problem = None
+    problem = composed = None
+    with collecting(reasons):
+        composed = library.composed(score, softcap, bias)
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale, precision=precision)
-        problem = with_operands(problem, {"sink": sink}, wrt)
+        problem = with_operands(problem, {"sink": sink}, wrt, composed)
     if device is not None and not isinstance(device, DeviceSpec):
         reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
     elif device is not None and (where == "cpu") != (device.compute_capability is None):
@@ -327,7 +357,9 @@ def plan(
         reasons = family.reasons(problem, target)
         if reasons:
             raise UnsupportedProblem(reasons)
-    return Executable(_plan(problem, resolved, target, kernel if where != "cpu" else None, bool(deterministic)), where)
+    made = _plan(problem, resolved, target, kernel if where != "cpu" else None, bool(deterministic))
+    captured = {} if composed is None else composed.arrays
+    return Executable(made, where, {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)})
 
 
 def precompile(
@@ -339,6 +371,9 @@ def precompile(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
     sink: Array | None = None,
     wrt: str | tuple[str, ...] = (),
     kernel: str = "auto",
@@ -359,7 +394,7 @@ def precompile(
     q, k, v : arrays, or ShapeDtype where only the shapes are known
     mask, causal, window, scale, kernel, precision, deterministic
         As in `attention`.
-    sink, wrt
+    score, softcap, bias, sink, wrt
         As in `plan`.
     device : DeviceSpec, optional
         Compile for this GPU; the machine code is returned and not kept. Without it, kernels are loaded on the current
@@ -379,8 +414,9 @@ def precompile(
         A kernel does not compile; a package or, without `device`, the GPU is missing.
     """
     ready = plan(
-        q, k, v, mask=mask, causal=causal, window=window, scale=scale, sink=sink, wrt=wrt, kernel=kernel,
-        executor="gpu", precision=precision, deterministic=deterministic, device=device,
+        q, k, v, mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap, bias=bias,
+        sink=sink, wrt=wrt, kernel=kernel, executor="gpu", precision=precision, deterministic=deterministic,
+        device=device,
     )  # fmt: skip
     specs, capability = ready.plan.specs.values(), ready.plan.device.compute_capability
     if capability is None:
@@ -396,14 +432,42 @@ _MOST_REPEATED = 512
 _repeated: dict[Hashable, tuple[Executable, Repeated]] = {}
 
 
+_OfScore: TypeAlias = tuple[Any, Any, Any]  # score, softcap and bias
+
+
+def _operands(score: Any, softcap: Any, bias: Any, sink: Any) -> tuple[_OfScore, dict[str, Any]]:
+    """score, softcap and bias of a call, as one Score if they make one, and the call's arrays beside q, k and v."""
+    operands = {} if sink is None else {"sink": sink}
+    if score is None and softcap is None and bias is None:
+        return (None, None, None), operands
+    try:
+        composed = library.composed(score, softcap, as_arrays({"bias": bias})["bias"])
+    except UnsupportedProblem:  # `plan` says so, with all that is wrong beside
+        return (score, softcap, bias), operands
+    return (composed, None, None), operands if composed is None else operands | dict(composed.arrays)
+
+
 def _call(
-    q: Any, k: Any, v: Any, operands: dict[str, Any], out: Any, mask: Any, causal: Any, window: Any, *options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    operands: dict[str, Any],
+    of_score: _OfScore,
+    out: Any,
+    mask: Any,
+    causal: Any,
+    window: Any,
+    *options: Any,
 ) -> tuple[Any, tuple[Any, ...], Any, Any]:
     """What ran the forward pass of a call, q, k, v and operands as arrays, o and lse; equal calls are looked up."""
     causal = bool(causal) if type(causal) is np.bool else causal
     is_plain = out is None and not checks.is_on()
     arrays = (q, k, v, *operands.values()) if operands else (q, k, v)
-    key = call_key(lie_of(*arrays), mask, causal, window, options, *operands) if is_plain else None
+    score = of_score[0]
+    program = (score.program, score.numbers) if isinstance(score, Score) else None
+    key = None
+    if is_plain and of_score[1] is of_score[2] is None:
+        key = call_key(lie_of(*arrays), mask, causal, window, options, program, *operands)
     try:
         found = _repeated.get(key)
     except TypeError:  # an option that cannot be hashed
@@ -414,7 +478,11 @@ def _call(
         return ready, arrays, o, lse
     given = as_arrays({"q": q, "k": k, "v": v, **operands})
     names = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
-    ready = plan(**given, mask=mask, causal=causal, window=window, **dict(zip(names, options)))
+    chosen = dict(zip(names, options)) | dict(zip(("score", "softcap", "bias"), of_score))
+    ready = plan(
+        given["q"], given["k"], given["v"], mask=mask, causal=causal, window=window, sink=given.get("sink"), **chosen
+    )
+    ready = replace(ready, captured={})  # what is remembered must hold no arrays of a call
     o, lse = ready.forward(**given, out=out)
     gpu.pin(ready.plan)
     if key is not None and ready.is_repeatable:
@@ -442,12 +510,12 @@ def _are_plain(scale: Any, kernel: Any, executor: Any, precision: Any, determini
     return type(kernel) is str and type(executor) is str and type(precision) is str
 
 
-def call_key(lie: Hashable, mask: Any, causal: Any, window: Any, options: tuple[Any, ...], *names: str) -> Hashable:
+def call_key(lie: Hashable, mask: Any, causal: Any, window: Any, options: tuple[Any, ...], *more: Hashable) -> Hashable:
     """What decides a call but its data; None where equal values may mean different things, 1 and True say, or where a
     mask's contents may change.
 
-    `lie` says how q, k, v and the operands of these names lie, None if that is not known; `options` are the rest:
-    scale, kernel, executor, precision, deterministic and wrt.
+    `lie` says how q, k, v and operands lie, None if that is not known; `options` are scale, kernel, executor,
+    precision, deterministic and wrt; `more` is what else decides, as the names of operands.
     """
     if lie is None or not _are_plain(*options):
         return None
@@ -456,7 +524,7 @@ def call_key(lie: Hashable, mask: Any, causal: Any, window: Any, options: tuple[
     if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
         return None
     try:
-        return lie, None if mask is None else content(mask), causal, window, options, names
+        return lie, None if mask is None else content(mask), causal, window, options, more
     except TypeError:
         return None
 

@@ -79,10 +79,13 @@ class Executable:
         Problem, mask, device, work and kernels.
     executor : str
         "cpu", "gpu" or "sim".
+    captured : dict of arrays by name
+        Those of the score function, which calls use that are not given others in their place.
     """
 
     plan: KernelPlan
     executor: str = field(default="cpu")
+    captured: Mapping[str, Array] = field(default_factory=dict, repr=False)
     _repeated: dict[Hashable, Repeated] = field(default_factory=dict, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,7 +101,8 @@ class Executable:
         out : array, or pair of arrays (o, lse), optional
             Written to instead of new arrays.
         **operands : arrays of the planned shapes and dtypes, any strides
-            ``sink=``, if the plan was made with one.
+            ``sink=``, if the plan was made with one, and by their names arrays of the score function, in place of those
+            that it was planned with.
 
         Raises
         ------
@@ -107,6 +111,8 @@ class Executable:
         RuntimeError
             The stream is captured and something is not ready: `compile` makes it so.
         """
+        if self.captured:
+            operands = {**self.captured, **operands}
         if out is None:
             key = lie_of(q, k, v, *operands.values())
             if operands:
@@ -131,7 +137,7 @@ class Executable:
             without_keys.forward(self.plan, {**given, "o": o, "lse": lse})
         else:
             given["q"], given["k"] = self._scaled(given["q"], given["k"])
-            EXECUTORS[self.executor].forward(self.plan, {**given, "o": o, "lse": lse}, check)
+            EXECUTORS[self.executor].forward(self.plan, {**problem.keyed(given), "o": o, "lse": lse}, check)
             if self.executor == "gpu":
                 gpu.keep(self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None))
         if check is not None:
@@ -159,6 +165,7 @@ class Executable:
         With `pins`, what a capture needs stays for ever: whoever captures does not hold the plan.
         """
         plan, problem = self.plan, self.plan.problem
+        given = problem.keyed(given)
         o, lse = ShapeDtype(problem.o_shape(), problem.dtype), ShapeDtype(problem.lse_shape(), problem.accumulator)
         if self.executor == "gpu":
             assert plan.kernels is not None
@@ -206,6 +213,9 @@ class Executable:
             The stream is captured and something is not ready: `compile` makes it so.
         """
         arrays = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
+        if self.captured:
+            operands = {**self.captured, **operands}
+        operands = {name: array for name, array in operands.items() if not self.plan.problem.is_of_forward(name)}
         if operands:
             arrays = *arrays, *operands.values()
         key = lie_of(*arrays)
@@ -216,10 +226,11 @@ class Executable:
             return _gradients(problem, repeated(*arrays))
         given = as_arrays({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse, **operands})
         there = {name: array for name, array in given.items() if name != "dlse" or array is not None}
-        reasons = self._input_reasons(there)
+        reasons = self._input_reasons(there, self.plan.problem.wrt)
         if reasons:
             raise UnsupportedProblem(reasons)
         self.require_ready()
+        there = problem.keyed(there)
         wanted, made = self.plan.gradients, self.plan.gradients_made
         is_summed = wanted != made
         if self.executor == "gpu" and is_summed:
@@ -284,7 +295,7 @@ class Executable:
     def check_forward(self, given: dict[str, Array], name_o: str, out_o: Any, out_lse: Any) -> None:
         """Refuse q, k, v and outputs that are not what was planned; only their layouts are read."""
         problem = self.plan.problem
-        reasons = self._input_reasons(given)
+        reasons = self._input_reasons(given, [operand.name for operand in problem.operands])
         reasons += self._output_reasons(name_o, out_o, problem.o_shape(), problem.dtype, given)
         reasons += self._output_reasons("out[1]", out_lse, problem.lse_shape(), problem.accumulator, given)
         if out_o is not None and out_lse is not None and not reasons and overlap(out_o, out_lse):
@@ -305,7 +316,8 @@ class Executable:
         if not self.plan.is_empty:
             gpu.require_capturable(self.plan)
 
-    def _input_reasons(self, given: dict[str, Array]) -> list[str]:
+    def _input_reasons(self, given: dict[str, Array], needed: Sequence[str]) -> list[str]:
+        """Why arrays are not what was planned; operands that are needed must be among them."""
         problem = self.plan.problem
         operands = {operand.name: (operand.shape, operand.dtype) for operand in problem.operands}
         wanted = {
@@ -319,7 +331,7 @@ class Executable:
         reasons = [
             f"{name} must be given, of shape {shape} and dtype {dtype}: the plan was made with it"
             for name, (shape, dtype) in operands.items()
-            if name not in given
+            if name in needed and name not in given
         ]
         for name, array in given.items():
             if name not in wanted:

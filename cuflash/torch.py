@@ -217,8 +217,9 @@ class _OnGpu:
             "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
         }
         made = {name: result for name, result in results.items() if name not in given}
-        self._ready, self._operands, self._is_given = ready, tuple(layouts)[3:], bool(given)
-        self._forward = torch_gpu.bind(plan, plan.kernels.forward, layouts | given, made)
+        self._ready, self._is_given = ready, bool(given)
+        self._read = [(place, name) for place, name in enumerate([*layouts][3:]) if not problem.is_of_forward(name)]
+        self._forward = torch_gpu.bind(plan, plan.kernels.forward, problem.keyed(layouts) | given, made)
         self._backward: dict[Hashable, Callable[..., Sequence[Tensor]]] = {}
 
     def forward(self, outs: _Outs, *tensors: Tensor) -> Sequence[Tensor]:
@@ -227,6 +228,8 @@ class _OnGpu:
         return _returned(outs, self._forward(*tensors, *(each for each in outs if each is not None)))
 
     def backward(self, has_dlse: bool, *tensors: Tensor) -> Sequence[Tensor]:
+        first = 6 + has_dlse
+        tensors = *tensors[:first], *(tensors[first + place] for place, _ in self._read)
         key = has_dlse, torch_gpu.lie_of(*tensors)
         bound = self._backward.get(key)
         if bound is None:
@@ -238,7 +241,8 @@ class _OnGpu:
     def _bound_backward(self, has_dlse: bool, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
         plan = self._ready.plan
         assert plan.kernels is not None
-        layouts = dict(zip(_backward_names(has_dlse, self._operands), map(Layout.of, tensors)))
+        names = _backward_names(has_dlse, (name for _, name in self._read))
+        layouts = plan.problem.keyed(dict(zip(names, map(Layout.of, tensors))))
         with torch_gpu.stream():
             self._ready.require_ready()
             bound = torch_gpu.bind(plan, plan.kernels.backward, layouts, plan.gradients_made)

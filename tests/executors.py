@@ -126,10 +126,14 @@ class Run:
     def everything(self, example: Example) -> dict[str, Any]:
         """All results of a call, with the mask as it was drawn: an object, with its closed forms."""
         q, k, v, do, dlse = (self.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
+        sink = {} if example.sink is None else {"sink": self.put(example.sink), "wrt": "sink"}
         mask = self.put_mask(example.mask, example.q, example.k, example.v)
         options = {"mask": mask, "scale": example.scale, "precision": example.precision, "return_lse": True}
-        (o, lse), vjp = cuflash.attention_vjp(q, k, v, **options, **self.options)
-        return {name: self.get(x) for name, x in zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(do, dlse)))}
+        (o, lse), vjp = cuflash.attention_vjp(q, k, v, **options, **sink, **self.options)
+        gradients = vjp(do, dlse)
+        results = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients)))
+        results |= {f"d{name}": gradients[name] for name in gradients.others}
+        return {name: self.get(x) for name, x in results.items()}
 
     def examples(self, **drawn: Any) -> st.SearchStrategy[Example]:
         if self.is_on_device and _why_no_bfloat16():

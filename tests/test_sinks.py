@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cuflash.testing import assert_within_bounds
+from executors import holds_for_examples, on_every_backward
+from hypothesis import target
 
 import cuflash
 from cuflash import UnsupportedProblem, reference
@@ -87,3 +90,8 @@ def test_a_plan_takes_the_sink_that_it_was_made_with() -> None:
         ready.forward(Q, K, V, sink=sink, bias=sink)
     with pytest.raises(UnsupportedProblem, match="sink must not be given: the plan was made without it"):
         cuflash.plan(Q, K, V).forward(Q, K, V, sink=sink)
+
+
+@holds_for_examples(on_every_backward, has_sink=True, most_scores=1 << 14)
+def test_every_result_with_a_sink_is_within_its_bound(run, example):
+    target(assert_within_bounds(example, **run.everything(example)))

@@ -80,14 +80,18 @@ def test_gradients_are_those_of_differences(shapes):
 
 
 @pytest.mark.parametrize("needed", [(3,), (0, 3), (0, 1, 2)])
-def test_sinks_have_gradients_where_they_require_them(needed):
+@pytest.mark.parametrize("place", ["cpu", "gpu"])
+def test_sinks_have_gradients_where_they_require_them(request, place, needed):
+    if place == "gpu":
+        request.getfixturevalue("machines")
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
     (o, lse), vjp = cuflash.attention_vjp(
         *(x.numpy() for x in (Q, K, V)), sink=sink.numpy(), wrt="sink", causal=True, return_lse=True
     )  # fmt: skip
     gradients = vjp(DO.numpy(), lse)
     expected = [*gradients, gradients["sink"]]
-    given = [tensor.clone().requires_grad_(number in needed) for number, tensor in enumerate((Q, K, V, sink))]
+    send = on_device if place == "gpu" else torch.clone
+    given = [send(tensor).requires_grad_(number in needed) for number, tensor in enumerate((Q, K, V, sink))]
     for _ in range(2):
         ours = attention(*given[:3], sink=given[3], causal=True, return_lse=True)
         assert close(ours[0], torch.from_numpy(o)) and close(ours[1], torch.from_numpy(lse))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from ..planning.score_launches import layout, num_leading, read_arrays, tables
+from ..planning.score_launches import layout, num_leading, tables
 from ..scores.program import Instruction, Program, depends, gradient_loads
 
 _ELEMENTS = {
@@ -30,7 +30,7 @@ _FUNCTIONS = {
 _KINDS = {"real": "T", "int": "int", "bool": "bool"}
 _LEVELS = ("tile", "query", "key", "score")
 def text(program: Program, wrt: tuple[str, ...] = ()) -> str:
-    """A program as C++, for kernels that include attention/score.cuh.
+    """A program as C++, in the place of kernels_cu/attention/score_function.cuh.
 
     Parameters
     ----------
@@ -55,7 +55,6 @@ class _Printer:
     def text(self) -> str:
         is_derived = len(self.program.results) > 1
         head = [
-            "#define CUFLASH_SCORE_ARGUMENT , const __grid_constant__ cuflash::score::Function score_function",
             "namespace cuflash {",
             "constexpr bool kHasScore = true;",
             "}  // namespace cuflash",
@@ -102,7 +101,7 @@ class _Printer:
 
     def _pointer_names(self) -> list[tuple[str, str]]:
         """Type and member of each address, in the order of `tables`."""
-        arrays = [(n, self.program.arrays[n]) for n in read_arrays(self.program)]
+        arrays = list(enumerate(self.program.arrays))
         found = [(f"const {_ELEMENTS[array.dtype]}", f"array_{n}") for n, array in arrays]
         return found + [("T", f"gradient_{n}") for n, array in arrays if array.name in self.wrt]
 
@@ -243,7 +242,7 @@ class _Printer:
 
     def _load(self, load: Instruction, level: str) -> str:
         element = f"*{self._place(load, level, 'array')}"
-        return {"real": f"real<T>({element})", "int": f"static_cast<int>({element})", "bool": f"{element} != 0"}[load.kind]
+        return {"real": f"real<T>({element})", "int": f"whole({element})", "bool": f"{element} != 0"}[load.kind]
 
     def _address(self, n: int, level: str) -> str:
         return self._place(self.program.instructions[n], level, "gradient")

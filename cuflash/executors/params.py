@@ -15,18 +15,17 @@ from ..arrays import Array, ShapeDtype
 from ..blocks.work_list import IntervalWork, WorkList
 from ..compiler.params_layout import (
     ARRAYS,
-    BATCH_AXES,
+    HEAD_VECTORS,
     LISTS,
     MAPPED,
     MAPPED_ARRAYS,
-    MATRICES,
     PARAMS,
     PART_ARRAYS,
     ROW_VECTORS,
     TENSOR_MAPS,
     WHOLE_ARRAYS,
 )
-from ..planning.launches import Feature, Workspace
+from ..planning.launches import BATCH_AXES, MATRICES, Feature, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.problem import Problem
 from .tensor_map import Template, Tiles
@@ -252,6 +251,9 @@ def _softmax_scale(problem: Problem) -> float:
 def _strides(view: View, plan: KernelPlan) -> tuple[int, ...]:
     """Strides in elements over (*batch, heads, rows, columns), 0 where an axis is broadcast or not there."""
     problem = plan.problem
+    if view.name in HEAD_VECTORS:
+        of_axes = [0 if extent == 1 else step // view.dtype.itemsize for step, extent in zip(view.strides, view.shape)]
+        return (*[0] * (len(problem.heads_shape()) - len(of_axes)), *of_axes, 0, 0)
     columns = () if view.name in ROW_VECTORS else (view.shape[-1],)
     rank = 1 + problem.has_heads + len(columns)
     steps = [step // view.dtype.itemsize for step in view.strides]

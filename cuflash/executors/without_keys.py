@@ -23,7 +23,7 @@ def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None)
 
 def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None) -> None:
     """Gradients are 0, but for the sink's: lse is the sink, so that it is the sum of dlse."""
-    for name in ("dq", "dk", "dv"):
+    for name in plan.gradients_made:
         arrays[name][...] = 0
     if "dsink" not in arrays:
         return

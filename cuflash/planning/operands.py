@@ -17,12 +17,18 @@ class Operand(NamedTuple):
     """An array beside q, k and v: all that a plan knows of it.
 
     >>> Operand("sink", (8,), np.dtype(np.float32))
-    Operand(name='sink', shape=(8,), dtype=dtype('float32'))
+    Operand(name='sink', shape=(8,), dtype=dtype('float32'), is_captured=False)
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    is_captured: bool = False  # by the score function
+
+    @property
+    def key(self) -> str:
+        """Its name among the arrays of an executor, which has names of its own; the gradient's is ``d<key>``."""
+        return f"score.{self.name}" if self.is_captured else self.name
 
 
 def operands_of(
@@ -85,8 +91,10 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
         return False
 
 
-def wrt_of(wrt: Any, known: Sequence[str]) -> tuple[str, ...]:
+def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tuple[str, ...]:
     """Names of the operands that have gradients, from what `wrt=` was given and the names of all operands.
+
+    Those of `integers`, which hold integers or bools, have none.
 
     >>> wrt_of("sink", ["sink"])
     ('sink',)
@@ -99,7 +107,13 @@ def wrt_of(wrt: Any, known: Sequence[str]) -> tuple[str, ...]:
     names = (wrt,) if isinstance(wrt, str) else wrt
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise UnsupportedProblem([f"wrt must be a name or a tuple of names; got {describe(wrt)}: wrt='sink' is one"])
-    reasons = [_no_gradient(name, known) for name in dict.fromkeys(names) if name not in known]
+    reasons = [
+        f"wrt must name real arrays; got {name!r}, which holds integers and has no gradient"
+        if name in integers
+        else _no_gradient(name, known)
+        for name in dict.fromkeys(names)
+        if name not in known
+    ]
     if reasons:
         raise UnsupportedProblem(reasons)
     return tuple(name for name in known if name in names)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from ..scores.program import Program, derived
 from .launches import Feature, Kernels, Launch, Pass
+from .problem import Problem
 
 NAME = "score"  # of the feature
 _PREFIX, _GRADIENT_PREFIX = "score.", "dscore."
@@ -33,11 +35,6 @@ def num_leading(program: Program) -> int:
     """The most leading axes that a load of the program reads at the batch entry."""
     loads = (each for each in program.instructions if each.op == "load")
     return max((program.num_leading_axes(load) for load in loads), default=0)
-
-
-def read_arrays(program: Program) -> tuple[int, ...]:
-    """The numbers of the captured arrays that the program reads."""
-    return tuple(sorted({each.value for each in program.instructions if each.op == "load"}))
 
 
 def layout(program: Program, wrt: Sequence[str]) -> np.dtype[Any]:
@@ -65,30 +62,15 @@ def tables(program: Program, wrt: Sequence[str]) -> tuple[str, ...]:
 
 def _pointers(program: Program, wrt: Sequence[str]) -> list[tuple[str, int]]:
     """Name and rank of each array whose address the record has: captured arrays, then gradients."""
-    arrays = [program.arrays[number] for number in read_arrays(program)]
-    found = [(array_name(array.name), array.rank) for array in arrays]
-    return found + [(gradient_name(array.name), array.rank) for array in arrays if array.name in wrt]
+    found = [(array_name(array.name), array.rank) for array in program.arrays]
+    return found + [(gradient_name(array.name), array.rank) for array in program.arrays if array.name in wrt]
 
 
-def with_score(
-    kernels: Kernels,
-    program: Program,
-    numbers: Sequence[float],
-    batch: tuple[int, ...],
-    wrt: tuple[str, ...] = (),
-) -> Kernels:
-    """The launches with a score function in each kernel that makes scores or their gradients.
-
-    Parameters
-    ----------
-    program : Program
-    numbers : sequence of float
-        The program's numbers.
-    batch : tuple of int
-        The leading axes of the problem.
-    wrt : tuple of str
-        Captured arrays whose gradients the backward pass adds up.
-    """
+def with_score(kernels: Kernels, problem: Problem) -> Kernels:
+    """The launches with the problem's score function in each kernel that makes scores or their gradients."""
+    program, numbers, batch = problem.score, problem.numbers, problem.batch
+    assert program is not None
+    wrt = captured_wrt(problem)
     slope, slopes = derived(program), derived(program, wrt)
     forward = {
         role: _changed(launch, program, ()) if launch.spec.entry in _FORWARD else launch
@@ -102,14 +84,53 @@ def with_score(
     }
     return replace(
         kernels,
+        is_repeatable=kernels.is_repeatable and not repeat_reasons(problem),
         forward=_pass(kernels.forward, forward, _feature(program, (), numbers, batch)),
-        backward=_pass(kernels.backward, backward, _feature(slopes, wrt, numbers, batch)),
+        backward=replace(
+            _pass(kernels.backward, backward, _feature(slopes, wrt, numbers, batch)),
+            zeroed=tuple(map(gradient_name, wrt)),
+        ),
     )
+
+
+def captured_wrt(problem: Problem) -> tuple[str, ...]:
+    """The captured arrays that have gradients."""
+    return tuple(operand.name for operand in problem.operands if operand.is_captured and operand.name in problem.wrt)
+
+
+def repeat_reasons(problem: Problem) -> list[str]:
+    """Why gradients of captured arrays may differ from call to call: several scores add to an element, in any order."""
+    if problem.score is None:
+        return []
+    return [
+        f"deterministic=True must be without a gradient of {name}, to whose elements several scores add; got it in wrt=: "
+        f"use deterministic=False, or executor='cpu'"
+        for name in captured_wrt(problem)
+        if not _has_own_elements(problem, name)
+    ]
+
+
+def _has_own_elements(problem: Problem, name: str) -> bool:
+    """Whether each element of a captured array is read for one score at most."""
+    program, shape = problem.score, problem.mask_shape
+    assert program is not None
+    loads = [each for each in program.instructions if each.op == "load" and program.arrays[each.value].name == name]
+    if len(loads) != 1:
+        return not loads
+    (load,) = loads
+    read = {program.instructions[n].op for n in load.args}
+    operand = problem.operand(name)
+    assert operand is not None
+    leading = operand.shape[: program.num_leading_axes(load)]
+    if prod(leading) == shape.num_batch:
+        read.add("b")
+    extents = {"b": shape.num_batch, "h": shape.num_heads, "i": shape.seqlen_q, "j": shape.seqlen_kv}
+    return all(extent <= 1 or name in read for name, extent in extents.items())
 
 
 def _changed(launch: Launch, program: Program, wrt: tuple[str, ...]) -> Launch:
     """A launch whose kernel runs the program, and adds up gradients where the program has their slopes."""
-    arrays = tuple(array_name(program.arrays[number].name) for number in read_arrays(program))
+    arrays = tuple(array_name(array.name) for array in program.arrays)
     gradients = tuple(map(gradient_name, wrt)) if len(program.results) > 2 else ()
     return replace(
         launch, spec=replace(launch.spec, score=program, score_wrt=wrt), reads=(*launch.reads, *arrays, *gradients),

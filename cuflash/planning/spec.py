@@ -54,6 +54,8 @@ class KernelSpec:
         Waiting for long at a barrier in shared memory ends the kernel with an error, where it would hang.
     precision : "ieee", "tf32" or "tf32x3"
         Of the products.
+    has_sink : bool
+        The kernel takes a sink of each head, which its softmax counts, or whose gradient it makes.
     score : Program, optional
         The score function, derived for kernels that make gradients.
     score_wrt : tuple of str
@@ -78,6 +80,7 @@ class KernelSpec:
     mma_rows: int = 0
     is_watched: bool = False
     precision: str = "ieee"
+    has_sink: bool = False
     score: Program | None = None
     score_wrt: tuple[str, ...] = ()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
+from operator import matmul
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, ShapeDtype, describe, flag_reasons, is_array, is_number, no_array, whole_number
+from ..arrays import DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_number, no_array, whole_number
 from ..errors import UnsupportedProblem, collecting
 from .score import Score
 from .trace import tanh_fast
@@ -112,10 +114,19 @@ def bias(array: Array) -> Score:
     ----------
     array : real array that broadcasts against [*batch, num_heads, seqlen_q, seqlen_kv], or [seqlen_q, seqlen_kv]
         Its name is "bias", so that ``wrt="bias"`` gives its gradient, summed over the axes that were broadcast.
+
+    Raises
+    ------
+    TypeError
+        It is no array.
+    UnsupportedProblem
+        It holds no reals.
     """
-    is_known = isinstance(array, ShapeDtype) or is_array(array)
-    if not is_known:
+    if not (isinstance(array, ShapeDtype) or is_array(array)):
         raise TypeError(no_array("bias", array))
+    if np.dtype(array.dtype) not in DTYPES:
+        fix = "a bool array is a mask: give it as mask=" if array.dtype == np.bool else "convert it with bias.astype"
+        raise UnsupportedProblem([f"bias must be {', '.join(map(str, DTYPES))}; got {array.dtype}: {fix}"])
     # An axis of length 1 is read at 0: it is broadcast.
     is_single = [extent == 1 for extent in array.shape[-3:]]
     num_leading = max(array.ndim - 3, 0)
@@ -230,6 +241,31 @@ def temperature(per_head: Array) -> Score:
         return s * per_head[h]
 
     return Score(temperature, per_head=per_head)
+
+
+def composed(score: Any, softcap_by: Any, bias_by: Any) -> Score | None:
+    """What `score=`, `softcap=` and `bias=` of a call make together: the cap is first, then the bias, then the score.
+
+    Raises
+    ------
+    TypeError
+        The score is no function, or the bias no array.
+    UnsupportedProblem
+        One of them cannot be; all reasons at once.
+    """
+    reasons, parts = list[str](), list[Score]()
+    if score is not None:
+        with collecting(reasons):
+            parts.append(score if isinstance(score, Score) else Score(score))
+    if bias_by is not None:
+        with collecting(reasons):
+            parts.append(bias(bias_by))
+    if softcap_by is not None:
+        with collecting(reasons):
+            parts.append(softcap(softcap_by))
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return reduce(matmul, parts) if parts else None
 
 
 def _require_axes(**arrays: tuple[Any, int]) -> None:

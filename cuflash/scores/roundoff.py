@@ -15,13 +15,14 @@ has an error of inf.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array
-from .program import COMPARISONS, FOLDED_NUMBERS, Instruction, Program
+from .program import COMPARISONS, FOLDED_NUMBERS, Instruction, Program, derived, gradient_loads
 from .values import Operands, run
 
 
@@ -31,6 +32,44 @@ class Arithmetic(NamedTuple):
     ua: float
     wa: float
     largest: float
+
+
+class LoadErrors(NamedTuple):
+    """The derivative by a load of an array that has a gradient."""
+
+    array: int
+    place: tuple[Any, ...]
+    value: Any
+    error: Any
+
+
+class ScoreErrors(NamedTuple):
+    """Final scores f and their derivative by the scores, with errors, and the derivatives by loads of arrays."""
+
+    f: Any
+    e_f: Any
+    slope: Any
+    e_slope: Any
+    loads: tuple[LoadErrors, ...]
+
+
+def score_errors(
+    program: Program, operands: Operands, wrt: Sequence[str], s: Array, e_s: Array, model: Arithmetic
+) -> ScoreErrors:
+    """What a program makes of all scores [*batch, num_heads, seqlen_q, seqlen_kv] and their errors."""
+    *batch, num_heads, seqlen_q, seqlen_kv = s.shape
+    h, i, j = np.ogrid[:num_heads, :seqlen_q, :seqlen_kv]
+    b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
+    slopes = derived(program, wrt)
+    (f, e_f), (slope, e_slope), *by_loads = values_and_errors(slopes, operands, s, e_s, b, h, i, j, model)
+    found = run(slopes, operands, s, b, h, i, j)
+    loads = []
+    for n, (value, error) in zip(gradient_loads(slopes, wrt), by_loads, strict=True):
+        load = slopes.instructions[n]
+        place = operands.place(slopes, load, b, [found[a] for a in load.args])
+        loads.append(LoadErrors(load.value, place, value, error))
+    f, e_f, slope, e_slope = (np.broadcast_to(x, s.shape) for x in (f, e_f, slope, e_slope))
+    return ScoreErrors(f, e_f, slope, e_slope, tuple(loads))
 
 
 class _Pair(NamedTuple):

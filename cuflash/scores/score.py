@@ -153,11 +153,6 @@ class Score:
         return f"<Score {self.name}{arrays}>"
 
 
-def as_score(score: Any) -> Score | None:
-    """What `score=` was given: a Score, a function without arrays, which is traced now, or None."""
-    return score if score is None or isinstance(score, Score) else Score(score)
-
-
 def _as_array(name: str, array: Any) -> Array:
     """A captured array of NumPy's or CuPy's; another library's on the host without a copy."""
     if isinstance(array, ShapeDtype):

@@ -127,6 +127,10 @@ class Captured:
         self.array = array
         self._reads: list[Any] = []
 
+    def read(self) -> Any:
+        """What a function is given: this, or where the array has no axes its only element."""
+        return self if self.array.ndim else self[()]
+
     def __getitem__(self, index: Any) -> Dual:
         self._reads.append(index)
         value = self.array[index]
@@ -134,10 +138,11 @@ class Captured:
 
     def gradient(self, f: Dual, df: Any) -> Any:
         """The gradient of sum(df * f) with respect to the array's elements; 0 where df is 0."""
-        total = np.zeros_like(self.array)
+        total = np.zeros(self.array.shape, self.array.dtype)
         places = np.arange(self.array.size).reshape(self.array.shape)
         for number, index in enumerate(self._reads):
             tangent = f.tangents.get((id(self), number), 0)
-            terms = np.where(df == 0, 0, df * tangent)
+            with np.errstate(invalid="ignore"):
+                terms = np.where(df == 0, 0, df * tangent)
             np.add.at(total.reshape(-1), np.broadcast_to(places[index], terms.shape), terms)
         return total

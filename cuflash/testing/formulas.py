@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -22,8 +23,9 @@ from ..masks.shape import MaskShape
 __all__ = ["ARRAYS", "Formula", "formulas"]
 
 Tree = tuple[Any, ...]
-_NEAR = ("clip", ("sub", ("j",), ("i",)), ("number", -3), ("number", 3))
 _BUCKETS = 6
+_BUCKET = ("clip", ("load", "bucket"), ("number", 0), ("number", _BUCKETS - 1))
+_NEAR = ("clip", ("sub", ("j",), ("i",)), ("number", -3), ("number", 3))
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ ARRAYS: dict[str, _Kind] = {
     "plane": _Kind(("i", "j")),
     "matrix": _Kind(("...", "h", "i", "j")),
     "near": _Kind(("h", ("add", _NEAR, ("number", 3))), extents=(0, 7)),
-    "table": _Kind((("clip", ("load", "bucket"), ("number", 0), ("number", _BUCKETS - 1)),), extents=(_BUCKETS,)),
+    "table": _Kind((_BUCKET,), extents=(_BUCKETS,)),
     "bucket": _Kind(("j",), "int"),
     "flag": _Kind(("h", "i"), "bool"),
 }
@@ -122,6 +124,7 @@ class Formula:
         return {name: _array(ARRAYS[name], shape, rng, dtype) for name in self.names}
 
 
+@cache
 def formulas(depth: int = 4) -> st.SearchStrategy[Formula]:
     """Formulas of up to that depth, most of which read the score."""
     trees = _reals(depth)
@@ -129,6 +132,7 @@ def formulas(depth: int = 4) -> st.SearchStrategy[Formula]:
     return st.builds(Formula, with_score | trees)
 
 
+@cache
 def _reals(depth: int) -> st.SearchStrategy[Tree]:
     leaves = [
         st.just(("s",)),
@@ -146,8 +150,9 @@ def _reals(depth: int) -> st.SearchStrategy[Tree]:
     return st.one_of(*leaves, unary, binary, choice, quotient)
 
 
+@cache
 def _integers(depth: int) -> st.SearchStrategy[Tree]:
-    leaves = st.sampled_from([("b",), ("h",), ("i",), ("j",), ("sub", ("i",), ("j",)), _NEAR, ("load", "bucket")])
+    leaves = st.sampled_from([("b",), ("h",), ("i",), ("j",), ("sub", ("i",), ("j",)), _NEAR, _BUCKET])
     if depth <= 0:
         return leaves
     inner = _integers(depth - 1)
@@ -158,6 +163,7 @@ def _integers(depth: int) -> st.SearchStrategy[Tree]:
     return leaves | binary | by_number | st.tuples(st.sampled_from(("abs", "neg", "sign")), inner)
 
 
+@cache
 def _conditions(depth: int) -> st.SearchStrategy[Tree]:
     compare = st.sampled_from(("lt", "ge", "eq"))
     leaves = [
@@ -209,7 +215,6 @@ def _array(kind: _Kind, shape: MaskShape, rng: np.random.Generator, dtype: Any) 
     if kind.dtype == "bool":
         return rng.random(extents) < 0.5
     if kind.dtype == "int":
-        dtype = (np.uint8, np.int32, np.int64)[rng.integers(3)]
-        return rng.integers(0, _BUCKETS, extents, dtype=np.int64).astype(dtype)
+        return rng.integers(0, _BUCKETS, extents).astype(rng.choice(["uint8", "int32", "int64"]))
     narrow = ml_dtypes.bfloat16 if rng.random() < 0.2 else np.float16
     return np.asarray(rng.standard_normal(extents)).astype(dtype if rng.random() < 0.7 else narrow)

@@ -1,22 +1,8 @@
 #pragma once
 #include <attention/online_softmax.cuh>
+#include <attention/score_function.cuh>
 #include <attention/steps.cuh>
 #include <tile/register_tile.cuh>
-
-// Where a specification has a score function: what cuflash/compiler/score_text.py prints of it stands before this file, and a
-// kernel takes its arrays and numbers as an argument of its own, `score_function`.
-#ifndef CUFLASH_SCORE_ARGUMENT
-#define CUFLASH_SCORE_ARGUMENT
-namespace cuflash {
-constexpr bool kHasScore = false;
-namespace score {
-struct Function {
-  static constexpr bool kIsDerived = false;
-};
-}  // namespace score
-constexpr score::Function score_function{};
-}  // namespace cuflash
-#endif
 
 namespace cuflash::attention {
 

@@ -62,6 +62,18 @@ CUFLASH_DEVICE T real(Element x) {
   return static_cast<T>(tile::widen(x));
 }
 
+// The same of integers; those beyond an int count as the nearest one.
+template <class Element>
+CUFLASH_DEVICE int whole(Element x) {
+  constexpr int kMost = 0x7fffffff;
+  if constexpr (sizeof(Element) >= sizeof(int)) {
+    if (x > static_cast<Element>(kMost)) return kMost;
+    if constexpr (static_cast<Element>(-1) < 0 && sizeof(Element) > sizeof(int))
+      if (x < static_cast<Element>(-kMost - 1)) return -kMost - 1;
+  }
+  return static_cast<int>(x);
+}
+
 // Where the matrices of a batch entry lie in an array with leading axes, which have these extents.
 template <int NumAxes>
 CUFLASH_DEVICE int64_t leading_offset(int b, const int64_t* extents, const int64_t* strides) {

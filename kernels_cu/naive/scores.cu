@@ -10,7 +10,7 @@
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
-naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_SCORE_ARGUMENT) {
+naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;

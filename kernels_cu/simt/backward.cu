@@ -29,7 +29,7 @@ using Turn = tile::SharedTile<Accumulator, kBlockQ, Columns, kWidest + tile::kPa
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
-simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_SCORE_ARGUMENT) {
+simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;

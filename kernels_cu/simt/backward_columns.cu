@@ -15,7 +15,7 @@ constexpr int kSteps = tile::kMmaRows > 0 ? 4 : 1;  // of a product at a time; 3
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
-simt_backward_columns(const __grid_constant__ cuflash::attention::Params params CUFLASH_SCORE_ARGUMENT) {
+simt_backward_columns(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;

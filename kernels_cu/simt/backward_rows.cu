@@ -8,7 +8,7 @@
 #include <tile/product.cuh>
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
-simt_backward_rows(const __grid_constant__ cuflash::attention::Params params CUFLASH_SCORE_ARGUMENT) {
+simt_backward_rows(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;

@@ -4,6 +4,7 @@
 #include <attention/online_softmax.cuh>
 #include <attention/operands.cuh>
 #include <attention/score.cuh>
+#include <attention/sink.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
 
@@ -15,7 +16,7 @@ using KvRoom = tile::SharedTile<Accumulator, kBlockKv, kWidest>;
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
-simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_SCORE_ARGUMENT) {
+simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -59,9 +60,11 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_S
   }
 
   const auto lse = matrix<Accumulator>(params.lse, place, place.head, shape.seqlen_q, 1).rows(work.first, work.last);
+  const Accumulator logit = sink_logit<Accumulator>(sink, place, place.head);
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i) {
-    const Accumulator row_lse = softmax.finalize(i, o);
+    Accumulator row_lse = softmax.finalize(i, o);
+    if (config::kHasSink) o.scale_row(i, merge_sink(row_lse, logit));
     if (tile::leads_rows() && o.row(i) < lse.num_rows) lse.at(o.row(i), 0) = row_lse;
   }
   const auto all_o = matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim);

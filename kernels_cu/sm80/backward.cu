@@ -205,7 +205,7 @@ CUFLASH_DEVICE void clear_empty_rows(OTile d_o, const tile::Matrix<float>& lse) 
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
-sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_SCORE_ARGUMENT) {
+sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;

@@ -50,7 +50,7 @@ CUFLASH_DEVICE void load_step(const attention::Params& params, const Kept& kept,
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
-sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUFLASH_SCORE_ARGUMENT) {
+sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;

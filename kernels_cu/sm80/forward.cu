@@ -5,6 +5,7 @@
 // where queries are few too, a tile holds those of all the heads that share keys.
 #include <attention/mma_operands.cuh>
 #include <attention/score.cuh>
+#include <attention/sink.cuh>
 #include <ptx/cp_async.cuh>
 
 namespace cuflash {
@@ -133,15 +134,20 @@ CUFLASH_DEVICE void write_part(const attention::Params& params, const Kept& kept
 }
 
 // lse, and O by way of Q's room.
-CUFLASH_DEVICE void write_results(const attention::Params& params, const Kept& kept, const Softmax& softmax, Output& o) {
+CUFLASH_DEVICE void write_results(const attention::Params& params, const Kept& kept, const Softmax& softmax, Output& o,
+                                  attention::SinkArgument sink) {
   using namespace attention;
   const WorkTile& work = kept.work;
   const Place& place = work.place;
   const int length = params.shape.seqlen_q;
   const auto lse = matrix<float>(params.lse, place, place.head, length, 1).rows(work.first, work.last);
   const int first_row = o.first_row(), first_column = o.first_column();
+  const float logit = sink_logit<float>(sink, place, place.head);
   float row_lse[Output::kRows];
   softmax.finalize(o, kept.softmax_scale_log2, row_lse);
+  if constexpr (config::kHasSink)
+#pragma unroll
+    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i)
     if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse[i];
@@ -156,7 +162,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const Kept& k
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
-sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_SCORE_ARGUMENT) {
+sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -199,5 +205,5 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_S
   }
 
   if (kIsSplit) write_part(params, kept, softmax, o);
-  else write_results(params, kept, softmax, o);
+  else write_results(params, kept, softmax, o, sink);
 }

@@ -3,6 +3,7 @@
 // while this one's become weights and while the last one's are multiplied by V; and warpgroups take turns at starting
 // products, so that one's softmax runs under another's products. Blocks go on to further tiles until none is left.
 #include <attention/mma_operands.cuh>
+#include <attention/sink.cuh>
 
 namespace cuflash {
 constexpr bool kBringsDo = false;
@@ -41,16 +42,20 @@ constexpr bool kLeavesByRoom =
 constexpr int kTurns = 1, kHasReadQ = 4;  // names of barriers, one for each warpgroup of consumers
 
 // Queries without a key: nobody hears of them.
-CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::WorkTile& work) {
+CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::WorkTile& work,
+                                  attention::SinkArgument sink) {
   using namespace attention;
   const int length = params.shape.seqlen_q, num_columns = params.shape.value_dim;
   const auto lse = matrix<float>(params.lse, work.place, work.place.head, length, 1);
   const auto o = matrix<Element>(params.o, work.place, work.place.head, length, num_columns);
+  float row_lse = ptx::negative_infinity<float>();
+  Element zero = {};
+  if (config::kHasSink) tile::narrow(0 * merge_sink(row_lse, sink_logit<float>(sink, work.place, work.place.head)), zero);
 #pragma unroll 1
   for (int row = work.first; row < work.last; ++row) {
-    if (leads()) lse.at(row, 0) = ptx::negative_infinity<float>();
+    if (leads()) lse.at(row, 0) = row_lse;
 #pragma unroll 1
-    for (int column = ptx::lane(); column < num_columns; column += 32) o.at(row, column) = {};
+    for (int column = ptx::lane(); column < num_columns; column += 32) o.at(row, column) = zero;
   }
 }
 
@@ -67,10 +72,15 @@ CUFLASH_DEVICE void pass_turn() {
 
 // lse and O of a tile. O leaves by the room of its Q where the accelerator writes it, a box for each warp's rows.
 CUFLASH_DEVICE void write_results(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tasks,
-                                  const Softmax& softmax, Output& o, bool is_last) {
+                                  const Softmax& softmax, Output& o, bool is_last, attention::SinkArgument sink) {
   using namespace attention;
+  const Place& place = board().tasks[task_of(num_tasks)].work.place;
+  const float logit = sink_logit<float>(sink, place, place.head);
   float row_lse[Output::kRows];
   softmax.finalize(o, board().softmax_scale_log2, row_lse);
+  if constexpr (config::kHasSink)
+#pragma unroll
+    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
   const Results to = board().tasks[task_of(num_tasks)].results;
   if (kLeavesByRoom && to.leaves_by_room) {
     // All of the warpgroup's products have read Q: with the next tile's first ones a turn was waited for, if there are both.
@@ -268,8 +278,8 @@ CUFLASH_DEVICE void add_last_values(Output& o, const Weights& p, unsigned num_ke
 }
 
 // Tile after tile.
-CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps,
-                                        const score::Function& function, int group) {
+CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps, int group,
+                                        attention::SinkArgument sink, const score::Function& function) {
   unsigned num_keys = 0;
   for (unsigned num_tasks = 0; await_tile(num_tasks); ++num_tasks) {
     Softmax softmax;
@@ -302,14 +312,14 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
     }
     add_last_values(o, p, num_keys);
     if (!(kind & Note::kEndsTile)) pass_over(group, num_keys, false);
-    write_results(params, maps, num_tasks, softmax, o, true);
+    write_results(params, maps, num_tasks, softmax, o, true, sink);
   }
 }
 
 // With room for Q of two tiles, scores of the next tile's first step are made under the last step of this one, and its
 // results are written once the next tile has its first weights; if the warpgroup has a part in all of this one's steps.
-CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const attention::TensorMaps& maps,
-                                         const score::Function& function, int group) {
+CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const attention::TensorMaps& maps, int group,
+                                         attention::SinkArgument sink, const score::Function& function) {
   unsigned num_keys = 0, num_tasks = 0;
   while (await_tile(num_tasks)) {
     Softmax softmax, finished;
@@ -337,7 +347,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
         tile::wait_for<0>(o);
         if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
         if (is_first) {
-          write_results(params, maps, num_tasks - 1, finished, o, false);
+          write_results(params, maps, num_tasks - 1, finished, o, false, sink);
           o.fill(0);
         }
         if (!is_done) make_weights(s, softmax, o, has_risen && !is_first, by);
@@ -359,17 +369,17 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
     }
     add_last_values(o, p, num_keys);
     if (!(kind & Note::kEndsTile)) pass_over(group, num_keys, true);
-    write_results(params, maps, num_tasks - 1, softmax, o, true);
+    write_results(params, maps, num_tasks - 1, softmax, o, true, sink);
     leave_queries(num_tasks - 1);
     if (kind & Note::kEndsTile) return;
   }
 }
 
-CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps,
-                            const score::Function& function, int group) {
+CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group,
+                            attention::SinkArgument sink, const score::Function& function) {
   if (group == kConsumers) pass_turn();
-  if constexpr (kQRooms == 1) consume_in_one_room(params, maps, function, group);
-  else consume_in_two_rooms(params, maps, function, group);
+  if constexpr (kQRooms == 1) consume_in_one_room(params, maps, group, sink, function);
+  else consume_in_two_rooms(params, maps, group, sink, function);
   if (group == 1) await_turn();  // nobody is left to take the last one
 }
 
@@ -377,8 +387,9 @@ CUFLASH_DEVICE void consume(const attention::Params& params, const attention::Te
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
 sm90_forward(const __grid_constant__ cuflash::attention::Params params,
-             const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_SCORE_ARGUMENT) {
+             const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::attention;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
   if (threadIdx.x == 0) {
     make_barriers();
@@ -387,9 +398,9 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (group == 0) {
     if constexpr (kMovesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce(params, maps);
+    produce(params, maps, sink);
   } else {
     if constexpr (kMovesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(params, maps, score_function, group);
+    consume(params, maps, group, sink, score_function);
   }
 }

@@ -20,13 +20,16 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, calls, host, kernel_guards, mask_inputs, non_finite, planting, python, sequences, simt, sm80,
-    sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, tile,
+    attention, calculators, calls, host, kernel_guards, kv_cache, mask_inputs, non_finite, planting, python,
+    score_kernels, sequences, simt, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward,
+    sm90_guards, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
+OF_CACHES = (sequences, kv_cache, calculators)
 OF_KERNELS = (
-    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, non_finite
+    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, non_finite,
+    score_kernels,
 )  # fmt: skip
 Guard = Callable[..., None]
 # Faults of shared work are seen by what runs these too.
@@ -83,7 +86,10 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         del sys.modules[module]
 
 
-@each(faults(python, host, non_finite, language="python") + sampled(faults(calls, mask_inputs, sequences), 3))
+@each(
+    faults(python, host, non_finite, language="python")
+    + sampled(faults(calls, mask_inputs, *OF_CACHES, score_kernels, language="python"), 3)
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
     library = edited(edit)
@@ -91,7 +97,9 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
         guard(library)
 
 
-@pytest.mark.parametrize("guard", guards(python, host, mask_inputs, sequences, non_finite, language="python"))
+@pytest.mark.parametrize(
+    "guard", guards(python, host, mask_inputs, *OF_CACHES, non_finite, score_kernels, language="python")
+)
 def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
     guard(cuflash)
 
@@ -125,12 +133,12 @@ def test_the_kernels_as_they_are_pass_every_guard(guard: Guard) -> None:
 
 
 def test_every_fault_fits_the_sources() -> None:
-    planned = faults(python, host, calls, mask_inputs, sequences, *OF_KERNELS)
+    planned = faults(python, host, calls, mask_inputs, *OF_CACHES, *OF_KERNELS)
     assert planting.misfits(edit for _, _, edit in planned) == []
 
 
 def test_no_table_is_left_out() -> None:
     tables = {path.stem for path in Path(__file__).parent.glob("*.py") if "FAULTS = {" in path.read_text("utf-8")}
-    named = (python, host, calls, mask_inputs, sequences, *OF_KERNELS)
+    named = (python, host, calls, mask_inputs, *OF_CACHES, *OF_KERNELS)
     known = {table.__name__.split(".")[-1] for table in named}
     assert tables - {Path(__file__).stem} == known

@@ -59,9 +59,9 @@ class Family(ABC):
         """Why the family does not serve a problem, on any device or, where one is given, on that device."""
         reasons = self._dtype_reasons(problem)
         reasons += [
-            f"kernel={self.name!r} must be given no {name}; got one: use executor='cpu'"
-            for name, *_ in problem.operands
-            if name not in self.operands
+            f"kernel={self.name!r} must be given no {operand.name}; got one: use executor='cpu'"
+            for operand in problem.operands
+            if not operand.is_captured and operand.name not in self.operands
         ]
         return reasons if device is None or reasons else self._device_reasons(problem, device)
 
