@@ -37,6 +37,13 @@ def formulas_of(library):
 
 def values_are_right(library):
     """A program gives what its function gives, bit for bit in float64."""
+    for function in SMALL:
+        score, s, i = library.Score(function), np.linspace(-3, 3, 7), np.arange(7)
+        operands = part(library, "scores.values").Operands(score.numbers, ())
+        (found,) = part(library, "scores.values").values(score.program, operands, s, 0, 0, i, 2)
+        assert np.allclose(found, function(s, 0, 0, i, 2), rtol=1e-15, atol=0), score
+    wide_integers_are_subtracted_exactly(library)
+    batches_are_read_in_place(library)
 
     @hunt(formulas_of(library), SEEDS, seeds=3)
     def check(formula, seed):
@@ -48,7 +55,27 @@ def values_are_right(library):
             (found,) = part(library, "scores.values").values(score.program, operands, s, **at)
         assert np.array_equal(np.broadcast_to(found, s.shape), exact, equal_nan=True)
 
-    wide_integers_are_subtracted_exactly(library)
+
+SMALL = (
+    lambda s, b, h, i, j: 0 - s, lambda s, b, h, i, j: s - 1, lambda s, b, h, i, j: s + 1, lambda s, b, h, i, j: -1 * s,
+    lambda s, b, h, i, j: 0 + s, lambda s, b, h, i, j: s / 2, lambda s, b, h, i, j: s / 3, lambda s, b, h, i, j: 7 - s,
+    lambda s, b, h, i, j: 7 / (s + 9), lambda s, b, h, i, j: np.where(s > 0, 2 * s, 5.5),
+    lambda s, b, h, i, j: s + (i - j) % 3 + (j - i) // 2, lambda s, b, h, i, j: np.clip(s, -1, 1.5),
+    lambda s, b, h, i, j: 2.5 * s + 3.5 * i + 4.5, lambda s, b, h, i, j: np.log2(s + 4) + np.log(s + 5),
+    lambda s, b, h, i, j: np.exp2(s) + np.exp(s / 7), lambda s, b, h, i, j: 2 ** np.sign(s) + (i + 1) ** 2 + s**2,
+)  # fmt: skip
+
+
+def batches_are_read_in_place(library):
+    """Leading axes of an array are those before the heads, from the right; one of length 1 stands for all."""
+    s, b = np.zeros((2, 3, 1, 2, 1)), np.arange(6).reshape(2, 3, 1, 1, 1)
+    for leading in ((2, 3), (3,), (2, 1), (1, 3), (1,)):
+        array = np.random.default_rng(0).standard_normal((*leading, 2))
+        score = library.Score(lambda s, b, h, i, j, a: s + a[..., i], a=array)
+        operands = part(library, "scores.values").Operands((), (array,), (2, 3))
+        i = np.arange(2)[:, None]
+        (found,) = part(library, "scores.values").values(score.program, operands, s, b, 0, i, 0)
+        assert np.array_equal(found, np.broadcast_to(array[..., None, :, None], s.shape))
 
 
 def wide_integers_are_subtracted_exactly(library):
