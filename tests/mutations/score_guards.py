@@ -193,6 +193,13 @@ def functions_err_by_as_much_as_their_argument_lets_them(library, model):
         ((value, error),) = roundoff.values_and_errors(program, operands, s, e_s, 0, 0, 0, 0, model)
         reached = np.maximum(np.abs(function(s + e_s) - value), np.abs(function(s - e_s) - value))
         assert (reached * (1 - 1e-12) <= error).all() and (error <= 10 * reached).all(), op
+    builder = program_of.Builder()
+    divisor = builder.put("s", "real")
+    program = builder.finish(builder.binary("div", builder.const(1.0), divisor))
+    s, e_s = np.array([0.3, 0.3, -0.3]), np.array([0.1, 0.4, 0.1])
+    operands = part(library, "scores.values").Operands((), ())
+    ((_, error),) = roundoff.values_and_errors(program, operands, s, e_s, 0, 0, 0, 0, model)
+    assert error[0] >= 1 / 0.2 - 1 / 0.3 - 1e-12 and error[2] == error[0] < 2 and np.isinf(error[1])
 
 
 def programs_are_simple(library):
