@@ -37,6 +37,13 @@ def formulas_of(library):
 
 def values_are_right(library):
     """A program gives what its function gives, bit for bit in float64."""
+    for function in SMALL:
+        score, s, i = library.Score(function), np.linspace(-3, 3, 7), np.arange(7)
+        operands = part(library, "scores.values").Operands(score.numbers, ())
+        (found,) = part(library, "scores.values").values(score.program, operands, s, 0, 0, i, 2)
+        assert np.allclose(found, function(s, 0, 0, i, 2), rtol=1e-15, atol=0), score
+    wide_integers_are_subtracted_exactly(library)
+    batches_are_read_in_place(library)
 
     @hunt(formulas_of(library), SEEDS, seeds=3)
     def check(formula, seed):
@@ -48,7 +55,27 @@ def values_are_right(library):
             (found,) = part(library, "scores.values").values(score.program, operands, s, **at)
         assert np.array_equal(np.broadcast_to(found, s.shape), exact, equal_nan=True)
 
-    wide_integers_are_subtracted_exactly(library)
+
+SMALL = (
+    lambda s, b, h, i, j: 0 - s, lambda s, b, h, i, j: s - 1, lambda s, b, h, i, j: s + 1, lambda s, b, h, i, j: -1 * s,
+    lambda s, b, h, i, j: 0 + s, lambda s, b, h, i, j: s / 2, lambda s, b, h, i, j: s / 3, lambda s, b, h, i, j: 7 - s,
+    lambda s, b, h, i, j: 7 / (s + 9), lambda s, b, h, i, j: np.where(s > 0, 2 * s, 5.5),
+    lambda s, b, h, i, j: s + (i - j) % 3 + (j - i) // 2, lambda s, b, h, i, j: np.clip(s, -1, 1.5),
+    lambda s, b, h, i, j: 2.5 * s + 3.5 * i + 4.5, lambda s, b, h, i, j: np.log2(s + 4) + np.log(s + 5),
+    lambda s, b, h, i, j: np.exp2(s) + np.exp(s / 7), lambda s, b, h, i, j: 2 ** np.sign(s) + (i + 1) ** 2 + s**2,
+)  # fmt: skip
+
+
+def batches_are_read_in_place(library):
+    """Leading axes of an array are those before the heads, from the right; one of length 1 stands for all."""
+    s, b = np.zeros((2, 3, 1, 2, 1)), np.arange(6).reshape(2, 3, 1, 1, 1)
+    for leading in ((2, 3), (3,), (2, 1), (1, 3), (1,)):
+        array = np.random.default_rng(0).standard_normal((*leading, 2))
+        score = library.Score(lambda s, b, h, i, j, a: s + a[..., i], a=array)
+        operands = part(library, "scores.values").Operands((), (array,), (2, 3))
+        i = np.arange(2)[:, None]
+        (found,) = part(library, "scores.values").values(score.program, operands, s, b, 0, i, 0)
+        assert np.array_equal(found, np.broadcast_to(array[..., None, :, None], s.shape))
 
 
 def wide_integers_are_subtracted_exactly(library):
@@ -166,6 +193,13 @@ def functions_err_by_as_much_as_their_argument_lets_them(library, model):
         ((value, error),) = roundoff.values_and_errors(program, operands, s, e_s, 0, 0, 0, 0, model)
         reached = np.maximum(np.abs(function(s + e_s) - value), np.abs(function(s - e_s) - value))
         assert (reached * (1 - 1e-12) <= error).all() and (error <= 10 * reached).all(), op
+    builder = program_of.Builder()
+    divisor = builder.put("s", "real")
+    program = builder.finish(builder.binary("div", builder.const(1.0), divisor))
+    s, e_s = np.array([0.3, 0.3, -0.3]), np.array([0.1, 0.4, 0.1])
+    operands = part(library, "scores.values").Operands((), ())
+    ((_, error),) = roundoff.values_and_errors(program, operands, s, e_s, 0, 0, 0, 0, model)
+    assert error[0] >= 1 / 0.2 - 1 / 0.3 - 1e-12 and error[2] == error[0] < 2 and np.isinf(error[1])
 
 
 def programs_are_simple(library):
@@ -307,8 +341,10 @@ def calls_are_right(library):
         assert np.allclose(found, lse_by_hand(1e4, added, 1.0), rtol=1e-5)
     o, vjp = library.attention_vjp(q, q, q, bias=bias.astype(np.float16), wrt="bias")
     assert vjp(o)["bias"].shape == (4, 4) and vjp(o)["bias"].dtype == np.float16
-    empty = library.attention_vjp(q[:, :0], q, q, score=library.scores.alibi(bias[0, :2]), wrt="slopes")[1]
-    assert (empty(q[:, :0])["slopes"] == 0).all()
+    empty = library.plan(q[:, :0], q, q, score=library.scores.alibi(bias[0, :2]), wrt="slopes").plan
+    results = {name: np.full(each.shape, np.nan, each.dtype) for name, each in empty.gradients_made.items()}
+    part(library, "executors.without_keys").backward(empty, results)
+    assert len(results) == 4 and all((x == 0).all() for x in results.values())
     for options in (
         {"softcap": 0.0}, {"softcap": np.inf}, {"bias": bias > 0}, {"bias": bias.astype(np.float64)},
         {"bias": bias[:2]}, {"bias": bias, "wrt": "slopes"}, {"softcap": 1.0, "executor": "sim"},
@@ -317,7 +353,8 @@ def calls_are_right(library):
     ):  # fmt: skip
         try:
             library.attention_vjp(q, q, q, **options)
-        except library.UnsupportedProblem:
+        except library.UnsupportedProblem as error:
+            assert options.get("bias") is None or options["bias"].dtype != bool or "give it as mask=" in str(error)
             continue
         raise AssertionError(options)
     sums_have_one_order(library)
