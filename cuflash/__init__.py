@@ -6,7 +6,7 @@
 (8, 256, 64)
 """
 
-from . import masks as masks, patterns as patterns, reference as reference
+from . import masks as masks, patterns as patterns, reference as reference, scores as scores
 from .api import attention, attention_vjp, plan, precompile
 from .arrays import ShapeDtype
 from .blocks.index import BlockIndex
@@ -20,6 +20,7 @@ from .merging import merge
 from .packing import pack, unpack
 from .planning.device import DeviceSpec
 from .plans import Executable, Gradients
+from .scores import Score
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ __all__ = [
     "Executable",
     "Gradients",
     "KVCache",
+    "Score",
     "ShapeDtype",
     "UnsupportedProblem",
     "attention",
@@ -48,5 +50,6 @@ __all__ = [
     "plan",
     "precompile",
     "reference",
+    "scores",
     "unpack",
 ]

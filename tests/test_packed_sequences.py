@@ -20,7 +20,7 @@ from test_wrong_inputs import JUNK, bytes_of
 
 import cuflash
 from cuflash import UnsupportedProblem, masks
-from cuflash.masks.base import MaskShape
+from cuflash.masks.shape import MaskShape
 from cuflash.testing import Structure, assert_within
 
 CAUSAL = (False, True, "bottom_right", "top_left")

@@ -9,8 +9,10 @@ import numpy as np
 
 from ..arrays import Array, describe, is_array, is_flag, is_int, is_integer_dtype, namespace, whole_number
 from ..errors import UnsupportedProblem, collecting
-from .base import UNBOUNDED, Intervals, LeadingArray, Mask, MaskShape, clipped, leading_reasons, widened
-from .library import take_arrays
+from .base import Mask
+from .coordinates import UNBOUNDED, Intervals, LeadingArray, clipped, leading_reasons, widened
+from .fields import take_arrays
+from .shape import MaskShape
 
 __all__ = ["Sequences"]
 

@@ -1,0 +1,61 @@
+"""How Sphinx builds these pages: `make docs`."""
+
+import re
+from typing import Any
+
+import cuflash
+
+project = "cuflash"
+author = "the cuflash developers"
+copyright = author
+release = version = cuflash.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "sphinx_gallery.gen_gallery",
+    "numpydoc",
+    "myst_parser",
+]
+exclude_patterns = ["_build", "examples"]
+html_theme = "pydata_sphinx_theme"
+html_title = "cuflash"
+html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
+html_show_sourcelink = False
+html_copy_source = False
+# Diagrams and other text in fences without a language are not highlighted.
+highlight_language = "none"
+
+autosummary_generate = True
+autodoc_typehints = "none"
+numpydoc_show_class_members = False
+
+myst_heading_anchors = 3
+# Pages link to files of the repository that are no pages of the site; such links stay as they are.
+suppress_warnings = ["myst.xref_missing", "myst.header"]
+
+sphinx_gallery_conf = {
+    "examples_dirs": "examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"plot_.*\.py",
+    "only_warn_on_example_error": False,
+    "abort_on_example_error": True,
+    "show_memory": False,
+    "min_reported_time": 1e9,
+    "show_signature": False,
+    "download_all_examples": False,
+}
+
+
+def escape_shapes(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+    """Escape the stars and bars of shapes and formulas in docstrings, [*batch, seqlen_q], which are not emphasis."""
+    for place, line in enumerate(lines):
+        if not line.lstrip().startswith((">>>", "...")):
+            parts = re.split(r"(`+[^`]*`+)", line)
+            parts[::2] = [re.sub(r"(?<![\\*\w])([*|])(?=\w)", r"\\\1", part) for part in parts[::2]]
+            lines[place] = "".join(parts)
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", escape_shapes, priority=100)
