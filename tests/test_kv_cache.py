@@ -314,7 +314,7 @@ WRONG = {
     "to itself": (lambda: a_cache().fork(1, 1), "target must be another sequence than source; got 1"),
     "no such source": (lambda: a_cache().fork(-1, 1), "source must be a sequence from 0 to 2; got -1"),
     "beyond the capacity": (lambda: a_cache().reserve([71, 0, 0]), "lengths must fit the room of sequence 0"),
-    "queries of two axes": (lambda: a_cache().attention(K[0, 0]), "q must have shape (3, n, n, 8)"),
+    "queries of two axes": (lambda: a_cache().attention(K[0, 0]), "q must have shape (3, num_heads, n, 8)"),
     "odd heads": (lambda: a_cache().attention(normal(3, 3, 1, 8)), "q's 3 heads must be a multiple of k's 2"),
     "more queries than positions": (
         lambda: a_cache().attention(normal(3, 2, 71, 8)), "at most as many rows as the capacity, 70; got 71"

@@ -83,7 +83,7 @@ def sequence_reasons(name: str, value: Any, batch: int) -> list[str]:
 
 
 def row_reasons(arrays: Mapping[str, Array], like: Array, wanted: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Why arrays are no rows of a cache like this: a shape may have None for any extent.
+    """Why arrays are no rows of a cache like this: a shape may have a name for an extent that is free.
 
     Raises
     ------
@@ -95,9 +95,10 @@ def row_reasons(arrays: Mapping[str, Array], like: Array, wanted: Mapping[str, t
         if not is_array(array):
             raise TypeError(no_array(name, array))
         shape, expected = tuple(array.shape), wanted[name]
-        fits = len(shape) == len(expected) and all(want in (None, have) for have, want in zip(shape, expected))
+        pairs = zip(shape, expected)
+        fits = len(shape) == len(expected) and all(isinstance(want, str) or have == want for have, want in pairs)
         if not fits or array.dtype != like.dtype:
-            written = ", ".join("n" if extent is None else str(extent) for extent in expected)
+            written = ", ".join(map(str, expected))
             reasons.append(f"{name} must have shape ({written}) and dtype {like.dtype}; got {shape} and {array.dtype}")
         if namespace(array) is not namespace(like):
             home = namespace(like).__name__

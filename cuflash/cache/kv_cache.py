@@ -161,12 +161,11 @@ class KVCache:
             once.
         """
         given = as_arrays({"k_pages": k_pages, "v_pages": v_pages})
-        reasons = row_reasons({"k_pages": given["k_pages"]}, given["k_pages"], {"k_pages": (None,) * 4})
         k, v = given.values()
+        reasons = row_reasons({"k_pages": k}, k, {"k_pages": ("num_pages", "num_kv_heads", "page_size", "head_dim")})
         if reasons:
-            raise UnsupportedProblem(["k_pages must have shape (num_pages, num_kv_heads, page_size, head_dim); "
-                                      f"got {tuple(k.shape)}"])  # fmt: skip
-        reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], None)})
+            raise UnsupportedProblem(reasons)
+        reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
         with collecting(reasons):
             dtype_of(k.dtype)
         page_size, num_pages = int(k.shape[2]), int(k.shape[0])
@@ -271,7 +270,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         """
         given = as_arrays({"k": k, "v": v})
         batch, heads = len(self._lengths), self._k.shape[1]
-        wanted = {"k": (batch, heads, None, self._k.shape[3]), "v": (batch, heads, None, self._v.shape[3])}
+        wanted = {"k": (batch, heads, "n", self._k.shape[3]), "v": (batch, heads, "n", self._v.shape[3])}
         reasons = row_reasons(given, self._k, wanted)
         k, v = given.values()
         if not reasons:
@@ -474,7 +473,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         """
         xp, batch = namespace(self._k), len(self._lengths)
         q = as_arrays({"q": q})["q"]
-        reasons = row_reasons({"q": q}, self._k, {"q": (batch, None, None, self._k.shape[3])})
+        reasons = row_reasons({"q": q}, self._k, {"q": (batch, "num_heads", "n", self._k.shape[3])})
         reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)
         with collecting(reasons):
             window = _checked_window(window)
