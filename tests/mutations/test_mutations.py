@@ -21,13 +21,13 @@ from lexing import Language, language_of
 import cuflash
 from mutations import (
     attention, calls, host, kernel_guards, mask_inputs, non_finite, planting, python, score_kernels, sequences, simt,
-    sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, tile,
+    sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
 OF_KERNELS = (
     simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, non_finite,
-    score_kernels,
+    score_kernels, sinks,
 )  # fmt: skip
 Guard = Callable[..., None]
 # Faults of shared work are seen by what runs these too.
@@ -86,7 +86,7 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 @each(
     faults(python, host, non_finite, language="python")
-    + sampled(faults(calls, mask_inputs, sequences, score_kernels, language="python"), 3)
+    + sampled(faults(calls, mask_inputs, sequences, score_kernels, sinks, language="python"), 3)
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
@@ -96,7 +96,7 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
 
 
 @pytest.mark.parametrize(
-    "guard", guards(python, host, mask_inputs, sequences, non_finite, score_kernels, language="python")
+    "guard", guards(python, host, mask_inputs, sequences, non_finite, score_kernels, sinks, language="python")
 )
 def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
     guard(cuflash)
