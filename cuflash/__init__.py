@@ -11,6 +11,8 @@ from .api import attention, attention_vjp, plan, precompile
 from .arrays import ShapeDtype
 from .blocks.index import BlockIndex
 from .bounds import Bounds, error_bound
+from .cache import KVCache
+from .calculators import kv_cache_bytes, largest_length, memory
 from .compiler.nvrtc import cache_info
 from .doctor import doctor
 from .errors import CompileError, UnsupportedProblem
@@ -29,6 +31,7 @@ __all__ = [
     "DeviceSpec",
     "Executable",
     "Gradients",
+    "KVCache",
     "Score",
     "ShapeDtype",
     "UnsupportedProblem",
@@ -37,7 +40,10 @@ __all__ = [
     "cache_info",
     "doctor",
     "error_bound",
+    "kv_cache_bytes",
+    "largest_length",
     "masks",
+    "memory",
     "merge",
     "pack",
     "patterns",

@@ -90,7 +90,8 @@ FAULTS = {
     },
     simt_is_right: {
         "o keeps the weights without a sink": Edit(
-            "simt/forward.cu", "simt_forward", "o.scale_row(i, merge_sink(row_lse, logit));", "merge_sink(row_lse, logit);"
+            "simt/forward.cu", "simt_forward", "o.scale_row(i, merge_sink(row_lse, logit));",
+            "merge_sink(row_lse, logit);",
         ),
         "every head has the first one's sink": Edit(
             "simt/forward.cu", "simt_forward", "sink_logit<Accumulator>(sink, place, place.head)",
