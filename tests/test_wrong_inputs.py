@@ -170,7 +170,8 @@ JUNK = {**NUMBERS, **ARRAYS, **FOREIGN, **OTHERS}
 GOOD: dict[str, Any] = {
     "q": an_array(), "k": an_array(), "v": an_array(), "do": an_array(), "dlse": an_array(2, 10), "mask": None,
     "causal": False, "window": None, "scale": None, "kernel": "auto", "executor": "auto", "precision": "ieee",
-    "deterministic": False, "sink": an_array(2), "wrt": "sink", "return_lse": False, "device": None, "out": None, "product_dtype": None, "probable": False,
+    "deterministic": False, "sink": an_array(2), "wrt": "sink", "return_lse": False, "device": None, "out": None,
+    "product_dtype": None, "probable": False,
 }  # fmt: skip
 O, LSE = cuflash.attention(GOOD["q"], GOOD["k"], GOOD["v"], return_lse=True)
 READY = cuflash.plan(GOOD["q"], GOOD["k"], GOOD["v"])
@@ -207,7 +208,7 @@ OPTIONS = ("mask", "causal", "window", "scale", "kernel", "executor", "precision
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "attention": given_to(cuflash.attention, "q", "k", "v", *OPTIONS, "sink", "out", "return_lse"),
     "attention_vjp": given_to(cuflash.attention_vjp, "q", "k", "v", *OPTIONS, "sink", "out", "return_lse"),
-    "attention_vjp with a sink": given_to(lambda wrt: cuflash.attention_vjp(O, O, O, sink=GOOD["sink"], wrt=wrt), "wrt"),
+    "wrt": given_to(lambda wrt: cuflash.attention_vjp(O, O, O, sink=GOOD["sink"], wrt=wrt), "wrt"),
     "vjp": given_to(VJP, "do", "dlse"),
     "plan": given_to(cuflash.plan, "q", "k", "v", *OPTIONS, "sink", "device"),
     "plan for a GPU": given_to(planned_elsewhere, "q", "k", "v", *OPTIONS, "sink"),

@@ -123,4 +123,5 @@ def _no_gradient(name: str, known: Sequence[str]) -> str:
     if name in ("q", "k", "v"):
         return f"wrt must not name {name}: dq, dk and dv are always computed"
     there = f"; there are {', '.join(map(repr, known))}" if known else ", and there is none"
-    return f"wrt must name arrays that the call has beside q, k and v{there}; got {describe(name)}: give it as an argument too"
+    rule = f"wrt must name arrays that the call has beside q, k and v{there}"
+    return f"{rule}; got {describe(name)}: give it as an argument too"

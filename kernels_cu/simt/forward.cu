@@ -64,7 +64,7 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i) {
     Accumulator row_lse = softmax.finalize(i, o);
-    if (config::kHasSink) o.scale_row(i, merge_sink(row_lse, logit));
+    if constexpr (config::kHasSink) o.scale_row(i, merge_sink(row_lse, logit));
     if (tile::leads_rows() && o.row(i) < lse.num_rows) lse.at(o.row(i), 0) = row_lse;
   }
   const auto all_o = matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim);
