@@ -1,7 +1,8 @@
 """Score functions in the kernels of every family: each position, index, slope and gradient, told by exact numbers.
 
-The probe chooses two keys at most for a query. Their scores are 0 and all others -inf, so that P is 0, 1 or 1/2, and every
-result is a small multiple of 1/16, whatever it is summed in: rounded to one it is the one that NumPy's integers give.
+The probe chooses two keys at most for a query. Their scores are 0 and all others -inf, so that P is 0, 1 or 1/2, and
+every result is a small multiple of 1/16, whatever it is summed in: rounded to one it is the one that NumPy's integers
+give.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.compiler import nvrtc as compiling
 from cuflash.planning.problem import Problem
-from cuflash.scores import Score
 from executors import GPU, SIM, Run, needs_compiler
 
 import cuflash
@@ -44,7 +45,7 @@ class Probe:
         dtype: Any,
         mask: masks.Mask | None = None,
         batch: tuple[int, ...] = (2, 3),
-        heads: tuple[int, int] = (4, 2),
+        heads: tuple[int, int] = (2, 1),
         lengths: tuple[int, int] = (37, 45),
         dim: int = 16,
     ) -> None:
@@ -68,7 +69,7 @@ class Probe:
         scores = self.scale * self.q.astype(np.float64) @ wide_k.swapaxes(-1, -2)
         self.arrays = {
             "weight": rng.integers(1, 3, (num_heads, columns)).astype(dtype),
-            "at": np.where(allowed, np.where(is_chosen, scores, np.inf), np.nan).astype(np.float32)[..., ::-1].copy()[..., ::-1],
+            "at": _backwards(np.where(allowed, np.where(is_chosen, scores, np.inf), np.nan).astype(np.float32)),
             "column": np.zeros((*batch[-1:], columns), np.float32),
             "entry": np.zeros(int(np.prod(batch)), np.float32),
             "of_head": np.zeros(num_heads, dtype),
@@ -130,6 +131,11 @@ class Probe:
             assert x.shape == expected.shape, name
             wrong = np.argwhere(np.rint(16 * x.astype(np.float64)) != sixteenths)
             assert not len(wrong), f"{name} is wrong at {wrong[:8].tolist()}, {len(wrong)} elements"
+
+
+def _backwards(x: Any) -> Any:
+    """The same array with a last axis of a negative stride."""
+    return x[..., ::-1].copy()[..., ::-1]
 
 
 def _alternately(batch: tuple[int, ...]) -> list[int]:
@@ -231,6 +237,21 @@ def test_what_a_function_gives_past_the_end_does_not_matter(kernel: str) -> None
 def test_any_number_of_leading_axes_has_its_batch_entries(batch: tuple[int, ...]) -> None:
     made = Probe("float32", batch=batch, heads=(2, 1), lengths=(5, 6))
     made.check(made.found(SIM))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "chip", "entry"),
+    [
+        ("simt", np.float32, "A100", "backward"),
+        ("sm80", np.float16, "A100", "forward"),
+        ("sm90", np.float16, "H100", "forward"),
+    ],
+)
+def test_kernels_with_a_cap_do_not_spill(nvrtc: Any, kernel: str, dtype: Any, chip: str, entry: str) -> None:
+    q, device = ShapeDtype((2, 1000, 64 if kernel == "simt" else 128), np.dtype(dtype)), DeviceSpec.gpu(chip)
+    specs = cuflash.plan(q, q, q, softcap=30.0, kernel=kernel, executor="gpu", device=device).plan.specs
+    made = compiling.cubin(specs[entry], compiling.architecture(specs[entry], device.compute_capability))
+    assert (made.resources.spill_bytes, made.resources.stack_bytes, made.advisories) == (0, 0, ())
 
 
 def test_another_number_compiles_nothing() -> None:

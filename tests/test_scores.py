@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cupy_machine import installed
-from executors import CPU, Run
+from executors import CPU, GPU, SIM, Run, needs_compiler
 from hypothesis import given, settings
 
 import cuflash
@@ -17,8 +17,10 @@ from cuflash import Score, masks, scores
 from cuflash.testing import Structure, assert_within, assert_within_bounds
 from cuflash.testing.strategies import examples
 
-# Executors and families whose kernels take score functions.
-RUNS = (CPU,)
+# On the simulator each function is a kernel that takes seconds to build: there test_score_kernels.py has a few of them.
+IS_LONG = settings.default.max_examples > 100
+ON_SIM = (pytest.param(SIM, marks=needs_compiler),) if IS_LONG else ()
+RUNS = (CPU, *ON_SIM, pytest.param(GPU, marks=pytest.mark.gpu))
 on_executors = pytest.mark.parametrize("run", RUNS, ids=str)
 
 
@@ -45,7 +47,7 @@ def everything(run: Run, example: Any, **options: Any) -> dict[str, Any]:
 
 @on_executors
 def test_random_functions_are_within_their_bounds(run: Run) -> None:
-    @settings(max_examples=60)
+    @settings(max_examples=60 if run.most_examples is None else 4)
     @given(examples(most_scores=1 << 12, most_rows=300, widest=32, longest=100, has_score=True))
     def check(example: Any) -> None:
         example = run.rounded(example)

@@ -1,7 +1,7 @@
 """From a score program to CUDA: a structure of its arrays and numbers, with its functions as members.
 
-A kernel takes the structure by value. Each operation is in the function of its level, so that it is made as rarely as what
-it depends on allows: once for a tile's batch entry and head, for a query, for a key, or for each score.
+A kernel takes the structure by value. Each operation is in the function of its level, so that it is made as rarely as
+what it depends on allows: once for a tile's batch entry and head, for a query, for a key, or for each score.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _FUNCTIONS = {
 }  # fmt: skip
 _KINDS = {"real": "T", "int": "int", "bool": "bool"}
 _LEVELS = ("tile", "query", "key", "score")
+
+
 def text(program: Program, wrt: tuple[str, ...] = ()) -> str:
     """A program as C++, in the place of kernels_cu/attention/score_function.cuh.
 
@@ -37,8 +39,8 @@ def text(program: Program, wrt: tuple[str, ...] = ()) -> str:
     program : Program
         Of one result, for kernels that make scores; or a derived one, for those that make gradients.
     wrt : tuple of str
-        Captured arrays whose gradients are arguments beside them; a program that is derived with respect to them adds to
-        these.
+        Captured arrays whose gradients are arguments beside them; a program that is derived with respect to them adds
+        to these.
     """
     return _Printer(program, wrt).text()
 

@@ -1,4 +1,4 @@
-"""Puts a score function into the launches of a plan: into the kernels' specifications, and as an argument of its own."""
+"""Puts a score function into the launches of a plan: into specifications, and as an argument of its own."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def num_leading(program: Program) -> int:
 def layout(program: Program, wrt: Sequence[str]) -> np.dtype[Any]:
     """The record of a program's arrays and numbers, as the structure that `compiler.score_text` prints has them.
 
-    The field ``numbers`` holds the program's numbers, and ``batch_extents`` the extents of the leading axes. An array has
-    a field with its address, and one with its strides in elements.
+    The field ``numbers`` holds the program's numbers, and ``batch_extents`` the extents of the leading axes. An array
+    has a field with its address, and one with its strides in elements.
     """
     fields: list[tuple[Any, ...]] = []
     if program.num_numbers:
@@ -103,8 +103,8 @@ def repeat_reasons(problem: Problem) -> list[str]:
     if problem.score is None:
         return []
     return [
-        f"deterministic=True must be without a gradient of {name}, to whose elements several scores add; got it in wrt=: "
-        f"use deterministic=False, or executor='cpu'"
+        f"deterministic=True must be without a gradient of {name}, to whose elements several scores add; got it in "
+        f"wrt=: use deterministic=False, or executor='cpu'"
         for name in captured_wrt(problem)
         if not _has_own_elements(problem, name)
     ]

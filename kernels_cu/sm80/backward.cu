@@ -236,8 +236,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
 
       Scores s, dp;
       tile::product_nt(s, q_smem, k_smem);
-      const bool is_whole = step.kind == Kind::kFull && kept.work.last - kept.work.first == kBlockKv;
-      if (!kHasScore && is_whole) {
+      if (!kHasScore && step.kind == Kind::kFull && kept.work.last - kept.work.first == kBlockKv) {
         const auto row = row_statistics<Scores>(lse, delta);
         const float softmax_scale_log2 = kept.softmax_scale_log2;
         if constexpr (kMakesDsMeanwhile) {
@@ -252,15 +251,17 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
           if (kStoresApart) store_scores(s, dp);
         }
       } else {
-        if (!kHasScore || !is_whole) mask_step(s, params, kept.work, step);
+        const bool is_masked =
+            !kHasScore || step.kind != Kind::kFull || kept.work.last - kept.work.first != kBlockKv;
+        if (is_masked) mask_step(s, params, kept.work, step);
         clear_empty_rows(do_smem, lse);
         tile::product_nt(dp, do_smem, v_smem);
-        const auto row = row_statistics<Scores>(lse, delta);
         if constexpr (kHasScore) {
           score_pairs_of_rows(s, dp, score_function, shape, kept.work.place, {step.start, step.stop},
-                              {kept.work.first, kept.work.last}, !is_whole, row, Scores::is_first_holder());
+                              {kept.work.first, kept.work.last}, is_masked, row_statistics<Scores>(lse, delta),
+                              Scores::is_first_holder());
         } else {
-          score_gradients<true>(s, dp, kept.softmax_scale_log2, row);
+          score_gradients<true>(s, dp, kept.softmax_scale_log2, row_statistics<Scores>(lse, delta));
         }
         if (kStoresApart) store_scores(s, dp);
         if (kMakesDsMeanwhile) {
