@@ -82,16 +82,6 @@ def attention(
 ) -> Array | tuple[Array, Array]:
     """Exact attention, softmax(scale q k^T + mask) v, in memory linear in the length.
 
-    >>> import numpy as np, cuflash
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 2, 4, 100, 64), dtype=np.float32)   # batch 2, heads 4, seqlen 100
-    >>> o = cuflash.attention(q, k, v, causal=True)
-    >>> o.shape
-    (2, 4, 100, 64)
-    >>> o, lse = cuflash.attention(q, k, v, mask=cuflash.masks.SlidingWindow(15, 0), return_lse=True)
-    >>> lse.shape
-    (2, 4, 100)
-
     Parameters
     ----------
     q : array [..., num_heads, seqlen_q, head_dim] or [seqlen_q, head_dim]
@@ -153,6 +143,18 @@ def attention(
     Notes
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 1.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 4, 100, 64), dtype=np.float32)   # batch 2, heads 4, seqlen 100
+    >>> o = cuflash.attention(q, k, v, causal=True)
+    >>> o.shape
+    (2, 4, 100, 64)
+    >>> o, lse = cuflash.attention(q, k, v, mask=cuflash.masks.SlidingWindow(15, 0), return_lse=True)
+    >>> lse.shape
+    (2, 4, 100)
     """
     _require_flag("return_lse", return_lse)
     *_, o, lse = _call(q, k, v, out, mask, causal, window, scale, kernel, executor, precision, deterministic)
@@ -177,14 +179,6 @@ def attention_vjp(
 ) -> tuple[Any, Callable[..., Gradients]]:
     """Attention and the function that pulls gradients back through it.
 
-    >>> import numpy as np, cuflash
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 4, 50, 32), dtype=np.float32)
-    >>> o, vjp = cuflash.attention_vjp(q, k, v, causal=True)
-    >>> dq, dk, dv = vjp(np.ones_like(o))
-    >>> dq.shape, bool(abs(dk.sum(axis=1)).max() < 1e-4)       # every row of dS sums to 0
-    ((4, 50, 32), True)
-
     Parameters
     ----------
     q, k, v, mask, causal, window, scale, kernel, executor, precision, deterministic, out
@@ -208,6 +202,16 @@ def attention_vjp(
     Notes
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 2: P is recomputed from lse, dS = P (dP - rowsum(dO O) + dlse).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 4, 50, 32), dtype=np.float32)
+    >>> o, vjp = cuflash.attention_vjp(q, k, v, causal=True)
+    >>> dq, dk, dv = vjp(np.ones_like(o))
+    >>> dq.shape, bool(abs(dk.sum(axis=1)).max() < 1e-4)       # every row of dS sums to 0
+    ((4, 50, 32), True)
     """
     _require_flag("return_lse", return_lse)
     ready, q, k, v, o, lse = _call(
@@ -233,22 +237,6 @@ def plan(
 ) -> Executable:
     """Decide everything about a call once, to run it many times.
 
-    >>> import numpy as np, cuflash
-    >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
-    >>> ready = cuflash.plan(shape, shape, shape, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
-    >>> print(ready.explain())  # doctest: +ELLIPSIS
-    executor   gpu
-    kernels    simt, by kernel='auto': it serves every dtype, mask and chip
-    problem    batch (), 8 heads, 4096 queries, 4096 keys, dims 64 and 64, float32, scale 0.125
-    device     H100: sm_90, 132 multiprocessors, 227 KiB for a tile
-    kernel     simt_forward: 128 queries x 64 keys, grid 256, 87040 bytes of shared memory, ...
-    kernel     simt_backward_statistics: ...
-    kernel     simt_backward: ...
-    gradients  dq by atomic additions: its bits may differ from call to call, for speed
-    work       implicit: keys with None <= j - i <= 0, no list
-    FLOPs      17716740096 forward
-    workspace  131072 bytes, 0 of them the work list
-
     Parameters
     ----------
     q, k, v : arrays, or ShapeDtype where only the shapes are known
@@ -267,6 +255,24 @@ def plan(
     ------
     TypeError, UnsupportedProblem
         As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
+    >>> ready = cuflash.plan(shape, shape, shape, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
+    >>> print(ready.explain())  # doctest: +ELLIPSIS
+    executor   gpu
+    kernels    simt, by kernel='auto': it serves every dtype, mask and chip
+    problem    batch (), 8 heads, 4096 queries, 4096 keys, dims 64 and 64, float32, scale 0.125
+    device     H100: sm_90, 132 multiprocessors, 227 KiB for a tile
+    kernel     simt_forward: 128 queries x 64 keys, grid 256, 87040 bytes of shared memory, ...
+    kernel     simt_backward_statistics: ...
+    kernel     simt_backward: ...
+    gradients  dq by atomic additions: its bits may differ from call to call, for speed
+    work       implicit: keys with None <= j - i <= 0, no list
+    FLOPs      17716740096 forward
+    workspace  131072 bytes, 0 of them the work list
     """
     q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     where = _executor((q, k, v), executor, device)
@@ -320,12 +326,6 @@ def precompile(
 ) -> tuple[Compiled, ...]:
     """Compile the kernels of a call before its data is there: on this machine's GPU, or for any GPU without one.
 
-    >>> import numpy as np, cuflash
-    >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
-    >>> made = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
-    >>> [(each.spec.entry, each.architecture, each.resources.spill_bytes) for each in made]
-    [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
-
     Parameters
     ----------
     q, k, v : arrays, or ShapeDtype where only the shapes are known
@@ -347,6 +347,14 @@ def precompile(
         As `attention`.
     CompileError, RuntimeError
         A kernel does not compile; a package or, without `device`, the GPU is missing.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
+    >>> made = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
+    >>> [(each.spec.entry, each.architecture, each.resources.spill_bytes) for each in made]
+    [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
     """
     ready = plan(
         q, k, v, mask=mask, causal=causal, window=window, scale=scale, kernel=kernel, executor="gpu",

@@ -87,18 +87,20 @@ _OF_OPERANDS = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 * 2.0*
 class Bounds:
     """How far each element of a result may be from the exact one; float64 arrays.
 
-    >>> import numpy as np
-    >>> q = k = v = np.ones((4, 8), np.float32)
-    >>> bounds = error_bound(q, k, v)
-    >>> bounds.o.shape, bounds.lse.shape, bounds.dq
-    ((4, 8), (4,), None)
-
     Attributes
     ----------
     o, lse : array
         Shaped as `attention` returns them.
     dq, dk, dv : array or None
         Shaped as q, k, v; None where no `do` was given.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = v = np.ones((4, 8), np.float32)
+    >>> bounds = error_bound(q, k, v)
+    >>> bounds.o.shape, bounds.lse.shape, bounds.dq
+    ((4, 8), (4,), None)
     """
 
     o: Array
@@ -124,16 +126,6 @@ def error_bound(
     probable: bool = False,
 ) -> Bounds:
     """Element-wise bounds on the error of attention and its gradients, against exact arithmetic on the same inputs.
-
-    >>> import numpy as np
-    >>> from cuflash import reference
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 4, 100, 32))
-    >>> exact, _ = reference.attention(q, k, v)
-    >>> rounded = exact.astype(np.float16)
-    >>> bound = error_bound(q.astype(np.float16), k.astype(np.float16), v.astype(np.float16)).o
-    >>> bound.shape, bool(bound.max() < 2e-3)
-    ((4, 100, 32), True)
 
     Parameters
     ----------
@@ -169,6 +161,18 @@ def error_bound(
     Takes some ten float64 arrays of [*batch, num_heads, seqlen_q, seqlen_kv] and the time of a few `reference` calls.
     For float64 inputs "exact" needs more than float64: give `reference` long doubles. The derivation
     heads this module's source.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import reference
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 4, 100, 32))
+    >>> exact, _ = reference.attention(q, k, v)
+    >>> rounded = exact.astype(np.float16)
+    >>> bound = error_bound(q.astype(np.float16), k.astype(np.float16), v.astype(np.float16)).o
+    >>> bound.shape, bool(bound.max() < 2e-3)
+    ((4, 100, 32), True)
     """
     q, k, v, do, dlse = _host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse})
     reasons = flag_reasons("probable", probable)

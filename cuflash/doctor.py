@@ -54,18 +54,20 @@ class Report:
 def doctor() -> Report:
     """Look at the machine and say what works, what is missing and what to do. Never raises.
 
-    >>> report = doctor()
-    >>> report["executor cpu"].status
-    'ok'
-    >>> print(report)                                          # doctest: +ELLIPSIS
-    ok       cuflash: ...
-
     No CUDA context is made and CuPy is not imported, so it is safe before a fork.
 
     Returns
     -------
     Report
         A record that prints itself; its `findings` have `subject`, `status`, `detail` and `advice`.
+
+    Examples
+    --------
+    >>> report = doctor()
+    >>> report["executor cpu"].status
+    'ok'
+    >>> print(report)                                          # doctest: +ELLIPSIS
+    ok       cuflash: ...
     """
     return Report(findings=tuple(_look(subject, check) for subject, check in _CHECKS.items()))
 

@@ -15,15 +15,6 @@ from .plans import as_arrays
 def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple[Array, Array]:
     """Combine attention over disjoint sets of keys into attention over their union.
 
-    >>> import numpy as np, cuflash
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 8, 4))
-    >>> left = cuflash.attention(q, k[:3], v[:3], return_lse=True)
-    >>> right = cuflash.attention(q, k[3:], v[3:], return_lse=True)
-    >>> o, lse = cuflash.merge(*zip(left, right))
-    >>> bool(np.allclose(o, cuflash.attention(q, k, v)))
-    True
-
     Parameters
     ----------
     outs : sequence of arrays [..., seqlen_q, value_dim]
@@ -53,6 +44,17 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     A row is NaN, o and lse, if lse of some part is NaN or +inf there, as it is if one score is. A part whose lse is
     -inf adds nothing to the row, whatever its o holds; NaN and infinities in o of any other part reach o, however small
     the part's weight.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 8, 4))
+    >>> left = cuflash.attention(q, k[:3], v[:3], return_lse=True)
+    >>> right = cuflash.attention(q, k[3:], v[3:], return_lse=True)
+    >>> o, lse = cuflash.merge(*zip(left, right))
+    >>> bool(np.allclose(o, cuflash.attention(q, k, v)))
+    True
     """
     outs, lses = _parts("outs", outs), _parts("lses", lses)
     _check(outs, lses)

@@ -30,17 +30,6 @@ __all__ = ["bigbird", "butterfly", "checkerboard", "fixed", "longformer", "rando
 def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, max_stride: int | None = None) -> Mask:
     """Flat block butterfly: block row I keeps block I and the blocks whose number differs from I in one bit.
 
-    >>> from cuflash.masks import MaskShape
-    >>> butterfly(8, block=1).dense(MaskShape((), 1, 8, 8))[0].astype(int)
-    array([[1, 1, 1, 0, 1, 0, 0, 0],
-           [1, 1, 0, 1, 0, 1, 0, 0],
-           [1, 0, 1, 1, 0, 0, 1, 0],
-           [0, 1, 1, 1, 0, 0, 0, 1],
-           [1, 0, 0, 0, 1, 1, 1, 0],
-           [0, 1, 0, 0, 1, 1, 0, 1],
-           [0, 0, 1, 0, 1, 0, 1, 1],
-           [0, 0, 0, 1, 0, 1, 1, 1]])
-
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
@@ -53,6 +42,19 @@ def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, 
     -----
     Pixelated Butterfly, arXiv 2112.00029, section 3.2; the pattern of FlashAttention's block-sparse experiments,
     arXiv 2205.14135, section 3.3. About log2(number of blocks) + 1 blocks a row.
+
+    Examples
+    --------
+    >>> from cuflash.masks import MaskShape
+    >>> butterfly(8, block=1).dense(MaskShape((), 1, 8, 8))[0].astype(int)
+    array([[1, 1, 1, 0, 1, 0, 0, 0],
+           [1, 1, 0, 1, 0, 1, 0, 0],
+           [1, 0, 1, 1, 0, 0, 1, 0],
+           [0, 1, 1, 1, 0, 0, 0, 1],
+           [1, 0, 0, 0, 1, 1, 1, 0],
+           [0, 1, 0, 0, 1, 1, 0, 1],
+           [0, 0, 1, 0, 1, 0, 1, 1],
+           [0, 0, 0, 1, 0, 1, 1, 1]])
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     reach = max(grid) if max_stride is None else min(whole_number("max_stride", max_stride, 1), max(grid))
@@ -74,11 +76,6 @@ def bigbird(
 ) -> Mask:
     """BigBird: a window of blocks, global blocks at both ends as rows and as columns, and random blocks in each row.
 
-    >>> from cuflash.masks import MaskShape
-    >>> mask = bigbird(8, block=1, num_random=1)
-    >>> mask.dense(MaskShape((), 1, 8, 8)).sum(axis=-1)       # 3 window + 2 global + 1 random, and two global rows
-    array([[8, 5, 6, 6, 6, 6, 5, 8]])
-
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
@@ -96,6 +93,13 @@ def bigbird(
     Notes
     -----
     arXiv 2007.14062, section 2 and appendix D (internal transformer construction).
+
+    Examples
+    --------
+    >>> from cuflash.masks import MaskShape
+    >>> mask = bigbird(8, block=1, num_random=1)
+    >>> mask.dense(MaskShape((), 1, 8, 8)).sum(axis=-1)       # 3 window + 2 global + 1 random, and two global rows
+    array([[8, 5, 6, 6, 6, 6, 5, 8]])
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     num_window, num_global, num_random = _counts_of_blocks(
@@ -127,10 +131,6 @@ def random(
 ) -> Mask:
     """Random blocks, as many in each row, at a density; the usual yardstick of block-sparse kernels.
 
-    >>> from cuflash.masks import MaskShape
-    >>> random(8, block=1, density=0.25).dense(MaskShape((), 1, 8, 8)).sum(axis=-1)
-    array([[2, 2, 2, 2, 2, 2, 2, 2]])
-
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
@@ -142,6 +142,12 @@ def random(
     seed : int
     diagonal : bool
         Whether each row's diagonal block is always one of those kept.
+
+    Examples
+    --------
+    >>> from cuflash.masks import MaskShape
+    >>> random(8, block=1, density=0.25).dense(MaskShape((), 1, 8, 8)).sum(axis=-1)
+    array([[2, 2, 2, 2, 2, 2, 2, 2]])
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     if not (is_number(density) and 0 <= density <= 1):
@@ -159,14 +165,6 @@ def random(
 def longformer(window: int, num_global: int = 0, *, dilation: int = 1, align: str | None = None) -> Mask:
     """Longformer: a window of keys around each query, and tokens at the start that see all and are seen by all.
 
-    >>> from cuflash.masks import MaskShape
-    >>> longformer(2, 1).dense(MaskShape((), 1, 5, 5))[0].astype(int)
-    array([[1, 1, 1, 1, 1],
-           [1, 1, 1, 0, 0],
-           [1, 1, 1, 1, 0],
-           [1, 0, 1, 1, 1],
-           [1, 0, 0, 1, 1]])
-
     Parameters
     ----------
     window : int
@@ -181,6 +179,16 @@ def longformer(window: int, num_global: int = 0, *, dilation: int = 1, align: st
     Notes
     -----
     arXiv 2004.05150, section 3.1.
+
+    Examples
+    --------
+    >>> from cuflash.masks import MaskShape
+    >>> longformer(2, 1).dense(MaskShape((), 1, 5, 5))[0].astype(int)
+    array([[1, 1, 1, 1, 1],
+           [1, 1, 1, 0, 0],
+           [1, 1, 1, 1, 0],
+           [1, 0, 1, 1, 1],
+           [1, 0, 0, 1, 1]])
     """
     window, num_global = _counts(window=window, num_global=num_global)
     side, dilation = window // 2, whole_number("dilation", dilation, 1)
@@ -191,14 +199,6 @@ def longformer(window: int, num_global: int = 0, *, dilation: int = 1, align: st
 def strided(stride: int, *, align: str | None = None) -> Mask:
     """Sparse Transformer, strided: the last `stride` keys, and every `stride`-th key before them.
 
-    >>> from cuflash.masks import MaskShape
-    >>> strided(2).dense(MaskShape((), 1, 5, 5))[0].astype(int)
-    array([[1, 0, 0, 0, 0],
-           [1, 1, 0, 0, 0],
-           [1, 1, 1, 0, 0],
-           [0, 1, 1, 1, 0],
-           [1, 0, 1, 1, 1]])
-
     Parameters
     ----------
     stride : int
@@ -208,6 +208,16 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
     Notes
     -----
     arXiv 1904.10509, section 4.3: both heads' sets in one mask.
+
+    Examples
+    --------
+    >>> from cuflash.masks import MaskShape
+    >>> strided(2).dense(MaskShape((), 1, 5, 5))[0].astype(int)
+    array([[1, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0],
+           [1, 1, 1, 0, 0],
+           [0, 1, 1, 1, 0],
+           [1, 0, 1, 1, 1]])
     """
     stride = whole_number("stride", stride, 1)
     return SlidingWindow(stride - 1, 0, align) | Dilated(stride, None, 0, align)
@@ -215,15 +225,6 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
 
 def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
     """Sparse Transformer, fixed: causal, the own stretch of `stride` keys, and the last keys of every stretch.
-
-    >>> from cuflash.masks import MaskShape
-    >>> fixed(3, 1).dense(MaskShape((), 1, 6, 6))[0].astype(int)
-    array([[1, 0, 0, 0, 0, 0],
-           [1, 1, 0, 0, 0, 0],
-           [1, 1, 1, 0, 0, 0],
-           [0, 0, 1, 1, 0, 0],
-           [0, 0, 1, 1, 1, 0],
-           [0, 0, 1, 1, 1, 1]])
 
     Parameters
     ----------
@@ -237,6 +238,17 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
     Notes
     -----
     arXiv 1904.10509, section 4.3 (there l and c): both heads' sets in one mask.
+
+    Examples
+    --------
+    >>> from cuflash.masks import MaskShape
+    >>> fixed(3, 1).dense(MaskShape((), 1, 6, 6))[0].astype(int)
+    array([[1, 0, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0, 0],
+           [1, 1, 1, 0, 0, 0],
+           [0, 0, 1, 1, 0, 0],
+           [0, 0, 1, 1, 1, 0],
+           [0, 0, 1, 1, 1, 1]])
     """
     stride, num_summary = whole_number("stride", stride, 1), whole_number("num_summary", num_summary, 0)
     if num_summary > stride:
@@ -274,6 +286,8 @@ def sink_local(num_sinks: int, window: int, *, align: str | None = None) -> Mask
 def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128) -> Mask:
     """Every other block: density one half without two neighbours, the worst case for reading keys in runs.
 
+    Examples
+    --------
     >>> from cuflash.masks import MaskShape
     >>> checkerboard(3, block=1).dense(MaskShape((), 1, 3, 3))[0].astype(int)
     array([[1, 0, 1],

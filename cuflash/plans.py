@@ -27,12 +27,14 @@ EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 class Gradients:
     """Gradients of one call; unpacks to dq, dk, dv.
 
-    >>> dq, dk, dv = Gradients("dq", "dk", "dv")
-
     Attributes
     ----------
     dq, dk, dv : array
         Of the shapes and the dtype of q, k and v; summed over the axes that were broadcast.
+
+    Examples
+    --------
+    >>> dq, dk, dv = Gradients("dq", "dk", "dv")
     """
 
     dq: Array
@@ -52,19 +54,21 @@ _MOST_REPEATED = 64  # ways for arrays to lie, of one plan
 class Executable:
     """A plan ready to run: what `cuflash.plan` returns.
 
-    >>> import numpy as np, cuflash
-    >>> q = k = v = np.ones((2, 16, 8), np.float32)
-    >>> ready = cuflash.plan(q, k, v, causal=True)
-    >>> o, lse = ready.forward(q, k, v)
-    >>> o.shape, lse.shape
-    ((2, 16, 8), (2, 16))
-
     Attributes
     ----------
     plan : KernelPlan
         Problem, mask, device, work and kernels.
     executor : str
         "cpu", "gpu" or "sim".
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((2, 16, 8), np.float32)
+    >>> ready = cuflash.plan(q, k, v, causal=True)
+    >>> o, lse = ready.forward(q, k, v)
+    >>> o.shape, lse.shape
+    ((2, 16, 8), (2, 16))
     """
 
     plan: KernelPlan
@@ -350,6 +354,8 @@ class Executable:
 class Pullback:
     """Pulls gradients back through one call of attention: what `cuflash.attention_vjp` returns beside its results.
 
+    Examples
+    --------
     >>> import numpy as np, cuflash
     >>> q = k = v = np.ones((2, 16, 8), np.float32)
     >>> o, vjp = cuflash.attention_vjp(q, k, v)

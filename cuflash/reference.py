@@ -37,14 +37,6 @@ def attention(
 ) -> tuple[Array, Array]:
     """Softmax attention and the log-sum-exp of its scores.
 
-    >>> import numpy as np
-    >>> q = k = np.array([[1.0, 0.0], [0.0, 1.0]])
-    >>> o, lse = attention(q, k, np.eye(2), scale=np.log(3.0))
-    >>> o.round(9).tolist()
-    [[0.75, 0.25], [0.25, 0.75]]
-    >>> np.exp(lse).round(9).tolist()
-    [4.0, 4.0]
-
     Parameters
     ----------
     q : array [*batch, num_heads, seqlen_q, head_dim], or [seqlen_q, head_dim]
@@ -72,6 +64,16 @@ def attention(
     -----
     S = scale Q K^T, P = softmax(S), O = P V: FlashAttention (arXiv 2205.14135), section 2.2; the shift by the row
     maximum and L = m + log(l) are FlashAttention-2's (arXiv 2307.08691, section 2.3 and algorithm 1).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = np.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> o, lse = attention(q, k, np.eye(2), scale=np.log(3.0))
+    >>> o.round(9).tolist()
+    [[0.75, 0.25], [0.25, 0.75]]
+    >>> np.exp(lse).round(9).tolist()
+    [4.0, 4.0]
     """
     probability, lse, _ = _softmax(q, k, v, mask, scale)
     o = probability @ expand_heads(widened(v), probability.shape[-3])
@@ -89,12 +91,6 @@ def attention_vjp(
     scale: float | None = None,
 ) -> tuple[Array, Array, Array]:
     """The gradients of sum(do * o) + sum(dlse * lse).
-
-    >>> import numpy as np
-    >>> q, k, v = np.zeros((1, 1)), np.array([[1.0], [3.0]]), np.array([[0.0], [8.0]])
-    >>> dq, dk, dv = attention_vjp(q, k, v, np.ones((1, 1)))
-    >>> dq.tolist(), dk.tolist(), dv.tolist()
-    ([[4.0]], [[0.0], [0.0]], [[0.5], [0.5]])
 
     Parameters
     ----------
@@ -118,6 +114,14 @@ def attention_vjp(
         dQ = scale dS K     dK = scale dS^T Q
 
     with D replaced by D - dlse, since the derivative of a row's lse with respect to its scores is P.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k, v = np.zeros((1, 1)), np.array([[1.0], [3.0]]), np.array([[0.0], [8.0]])
+    >>> dq, dk, dv = attention_vjp(q, k, v, np.ones((1, 1)))
+    >>> dq.tolist(), dk.tolist(), dv.tolist()
+    ([[4.0]], [[0.0], [0.0]], [[0.5], [0.5]])
     """
     probability, lse, allowed = _softmax(q, k, v, mask, scale)
     num_heads = probability.shape[-3]

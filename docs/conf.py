@@ -1,6 +1,8 @@
 """How Sphinx builds these pages: `make docs`."""
 
+import configparser
 import re
+from pathlib import Path
 from typing import Any
 
 import cuflash
@@ -18,7 +20,8 @@ extensions = [
     "numpydoc",
     "myst_parser",
 ]
-exclude_patterns = ["_build", "examples"]
+exclude_patterns = ["_build", "_templates", "examples"]
+templates_path = ["_templates"]
 html_theme = "pydata_sphinx_theme"
 html_title = "cuflash"
 html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
@@ -30,10 +33,14 @@ highlight_language = "none"
 autosummary_generate = True
 autodoc_typehints = "none"
 numpydoc_show_class_members = False
+# A public docstring that breaks one of the rules is a warning, and so an error.
+_setup = configparser.ConfigParser()
+_setup.read(Path(__file__).parents[1] / "setup.cfg")
+numpydoc_validation_checks = set(_setup["tool:numpydoc_validation"]["checks"].split())
 
 myst_heading_anchors = 3
 # Pages link to files of the repository that are no pages of the site; such links stay as they are.
-suppress_warnings = ["myst.xref_missing", "myst.header"]
+suppress_warnings = ["myst.xref_missing", "myst.header", "toc.empty_glob"]
 
 sphinx_gallery_conf = {
     "examples_dirs": "examples",

@@ -32,19 +32,6 @@ from .classify_on_device import classify_grid, column_lists, entry_grid, entry_r
 class BlockIndex:
     """Which blocks of the score matrix are absent, full or partial, and what the partial ones hold.
 
-    >>> from cuflash import masks
-    >>> index = BlockIndex.from_mask(masks.Causal(), masks.MaskShape((), 1, 8, 8), block=2)
-    >>> print(index.picture())
-    ▒···
-    █▒··
-    ██▒·
-    ███▒
-    >>> index.to_scipy().toarray()
-    array([[2, 0, 0, 0],
-           [1, 2, 0, 0],
-           [1, 1, 2, 0],
-           [1, 1, 1, 2]], dtype=uint8)
-
     Attributes
     ----------
     seqlen_q, seqlen_kv : int
@@ -71,6 +58,21 @@ class BlockIndex:
     how many entries there are: lists then have room for the whole grid, zeros stand behind the last entry, and each
     block has a bit tile of its own. What shows an index or counts its entries (`num_entries`, `row_counts`, `report`,
     `picture`, `to_scipy`) waits and copies; nothing else does.
+
+    Examples
+    --------
+    >>> from cuflash import masks
+    >>> index = BlockIndex.from_mask(masks.Causal(), masks.MaskShape((), 1, 8, 8), block=2)
+    >>> print(index.picture())
+    ▒···
+    █▒··
+    ██▒·
+    ███▒
+    >>> index.to_scipy().toarray()
+    array([[2, 0, 0, 0],
+           [1, 2, 0, 0],
+           [1, 1, 2, 0],
+           [1, 1, 1, 2]], dtype=uint8)
     """
 
     seqlen_q: int
@@ -126,6 +128,8 @@ class BlockIndex:
     def from_blocks(cls, blocks: Array, seqlen_q: int, seqlen_kv: int, block: Any) -> BlockIndex:
         """Whole blocks, from booleans [..., num_q_blocks, num_kv_blocks] with axes (batch, heads) before them.
 
+        Examples
+        --------
         >>> import numpy as np
         >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).num_entries
         2
@@ -139,10 +143,6 @@ class BlockIndex:
     def from_scipy(cls, matrix: Any, seqlen_q: int, seqlen_kv: int, block: Any = None) -> BlockIndex:
         """From a scipy.sparse array: of blocks, or, as BSR, of elements.
 
-        >>> import scipy.sparse
-        >>> BlockIndex.from_scipy(scipy.sparse.eye_array(3), 6, 6, block=2).num_entries
-        3
-
         Parameters
         ----------
         matrix : scipy.sparse array [num_q_blocks, num_kv_blocks]
@@ -150,6 +150,12 @@ class BlockIndex:
             blocksize is the block, and its shape the padded lengths: what `to_scipy(elements=True)` returns.
         seqlen_q, seqlen_kv : int
         block : int or (int, int), optional
+
+        Examples
+        --------
+        >>> import scipy.sparse
+        >>> BlockIndex.from_scipy(scipy.sparse.eye_array(3), 6, 6, block=2).num_entries
+        3
         """
         if not scipy.sparse.issparse(matrix):
             raise TypeError(f"matrix must be a scipy.sparse array; got {type(matrix).__name__}: use from_blocks")
@@ -183,6 +189,8 @@ class BlockIndex:
     def to(self, convert: Callable[[Array], Array]) -> BlockIndex:
         """The same index with each array converted: ``index.to(cupy.asarray)`` copies one to the device.
 
+        Examples
+        --------
         >>> import numpy as np
         >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
         >>> index.to(np.copy).picture() == index.picture()
@@ -210,6 +218,8 @@ class BlockIndex:
     def states(self) -> Array:
         """0 absent, 1 full, 2 partial, as uint8 [batch, num_heads, num_q_blocks, num_kv_blocks].
 
+        Examples
+        --------
         >>> import numpy as np
         >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).states()[0, 0]
         array([[1, 0],
@@ -287,6 +297,8 @@ class BlockIndex:
     def transpose(self) -> BlockIndex:
         """Keys asking queries: block row c lists the query blocks that attend key block c.
 
+        Examples
+        --------
         >>> import numpy as np
         >>> index = BlockIndex.from_blocks(np.array([[1, 1], [0, 1]], bool), 4, 4, block=2)
         >>> print(index.transpose().picture())
@@ -428,6 +440,8 @@ class BlockIndex:
 class IndexReport:
     """What `BlockIndex.report` counts, summed over the index's batch and heads.
 
+    Examples
+    --------
     >>> from cuflash import masks
     >>> index = BlockIndex.from_mask(masks.Causal(), masks.MaskShape((), 1, 4, 4), block=2)
     >>> print(index.report(head_dim=8))

@@ -229,10 +229,6 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
 def cache_info() -> CacheInfo:
     """What CuPy's cache holds, and what this process compiled.
 
-    >>> info = cache_info()
-    >>> info.nbytes >= info.entries
-    True
-
     Neither CuPy nor CUDA is started.
 
     Returns
@@ -245,6 +241,12 @@ def cache_info() -> CacheInfo:
     ------
     RuntimeError
         The folder cannot be read.
+
+    Examples
+    --------
+    >>> info = cache_info()
+    >>> info.nbytes >= info.entries
+    True
     """
     environment = _environment()
     folder = None if environment.in_memory else environment.cache

@@ -38,6 +38,8 @@ class _Extents(NamedTuple):
 class MaskShape(_Extents):
     """The shape a mask is asked for: the leading axes, the query heads and the two lengths.
 
+    Examples
+    --------
     >>> MaskShape((2, 3), 8, 128, 256).num_batch
     6
     """
@@ -78,11 +80,6 @@ class Mask:
     Combine masks by ``&``, ``|`` and ``~``. ``bool(mask)`` raises, since ``and``, ``or`` and ``not`` would ask for it.
     Masks that hold no arrays compare by value and can be hashed; array contents are never hashed or copied.
 
-    >>> bool(Band(None, 0))
-    Traceback (most recent call last):
-        ...
-    TypeError: a mask has no truth value: combine masks with & | ~ instead of and, or, not
-
     Notes
     -----
     A subclass defines `__call__`, or `intervals`, or both; where it defines one of them anew, the closed forms of its
@@ -94,6 +91,13 @@ class Mask:
     are compared with their types, and by no ``__eq__`` or ``__hash__`` of the subclass. A subclass whose answers depend
     on what it does not hold, a global variable or what a closure captured, must not be such a dataclass: the library
     cannot tell when they change.
+
+    Examples
+    --------
+    >>> bool(Band(None, 0))
+    Traceback (most recent call last):
+        ...
+    TypeError: a mask has no truth value: combine masks with & | ~ instead of and, or, not
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -156,6 +160,8 @@ class Mask:
     def to(self, convert: Callable[[Array], Array]) -> Mask:
         """The same mask with each array converted: ``mask.to(cupy.asarray)`` copies them to the device.
 
+        Examples
+        --------
         >>> import numpy as np
         >>> from cuflash import masks
         >>> (masks.Lengths(kv=np.array([3, 5])) & masks.Causal()).to(np.copy)
@@ -177,6 +183,8 @@ class Mask:
     def dense(self, shape: MaskShape) -> Array:
         """The whole mask as a bool array [*batch, num_heads, seqlen_q, seqlen_kv]: for tests and small problems.
 
+        Examples
+        --------
         >>> Band(0, 1).dense(MaskShape((), 1, 1, 3))
         array([[[ True,  True, False]]])
         """
@@ -229,6 +237,8 @@ class Mask:
 class Band(Mask):
     """Keys with lower <= j - i <= upper, in absolute coordinates; None is unlimited.
 
+    Examples
+    --------
     >>> Band(-1, 0).dense(MaskShape((), 1, 3, 3))[0].astype(int)
     array([[1, 0, 0],
            [1, 1, 0],

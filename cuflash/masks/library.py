@@ -102,17 +102,19 @@ def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:
 class Causal(_Aligned):
     """A query sees no later key.
 
+    Parameters
+    ----------
+    align : "bottom_right", "top_left" or None
+        Whether the last query meets the last key or the first the first. None is refused when the lengths differ.
+
+    Examples
+    --------
     >>> Causal("bottom_right").dense(MaskShape((), 1, 2, 4))[0].astype(int)
     array([[1, 1, 1, 0],
            [1, 1, 1, 1]])
     >>> Causal("top_left").dense(MaskShape((), 1, 2, 4))[0].astype(int)
     array([[1, 0, 0, 0],
            [1, 1, 0, 0]])
-
-    Parameters
-    ----------
-    align : "bottom_right", "top_left" or None
-        Whether the last query meets the last key or the first the first. None is refused when the lengths differ.
     """
 
     align: str | None = None
@@ -125,11 +127,6 @@ class Causal(_Aligned):
 class SlidingWindow(_Aligned):
     """A query sees `left` keys before its diagonal, the diagonal, and `right` keys after it.
 
-    >>> SlidingWindow(1, 0).dense(MaskShape((), 1, 3, 3))[0].astype(int)
-    array([[1, 0, 0],
-           [1, 1, 0],
-           [0, 1, 1]])
-
     Parameters
     ----------
     left, right : int or None
@@ -137,6 +134,13 @@ class SlidingWindow(_Aligned):
         w + 1 keys.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
+
+    Examples
+    --------
+    >>> SlidingWindow(1, 0).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [0, 1, 1]])
     """
 
     left: int | None
@@ -155,13 +159,6 @@ class SlidingWindow(_Aligned):
 class Dilated(_Aligned):
     """A query sees every `dilation`-th key, counted from its diagonal (Longformer, arXiv 2004.05150, section 3.1).
 
-    >>> Dilated(2, 1, 1).dense(MaskShape((), 1, 5, 5))[0].astype(int)
-    array([[1, 0, 1, 0, 0],
-           [0, 1, 0, 1, 0],
-           [1, 0, 1, 0, 1],
-           [0, 1, 0, 1, 0],
-           [0, 0, 1, 0, 1]])
-
     Parameters
     ----------
     dilation : int
@@ -170,6 +167,15 @@ class Dilated(_Aligned):
         Steps of `dilation` on either side, inclusive; None is unlimited.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
+
+    Examples
+    --------
+    >>> Dilated(2, 1, 1).dense(MaskShape((), 1, 5, 5))[0].astype(int)
+    array([[1, 0, 1, 0, 0],
+           [0, 1, 0, 1, 0],
+           [1, 0, 1, 0, 1],
+           [0, 1, 0, 1, 0],
+           [0, 0, 1, 0, 1]])
     """
 
     dilation: int
@@ -208,18 +214,20 @@ class Comb(Mask):
 class PrefixLM(_Aligned):
     """Every query sees the first `prefix` keys, and the rest causally.
 
-    >>> PrefixLM(2).dense(MaskShape((), 1, 4, 4))[0].astype(int)
-    array([[1, 1, 0, 0],
-           [1, 1, 0, 0],
-           [1, 1, 1, 0],
-           [1, 1, 1, 1]])
-
     Parameters
     ----------
     prefix : int or int array [*batch]
         Length of the prefix; an array broadcasts over the leading axes. Past either end it is that end.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
+
+    Examples
+    --------
+    >>> PrefixLM(2).dense(MaskShape((), 1, 4, 4))[0].astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 0],
+           [1, 1, 1, 1]])
     """
 
     prefix: int | Array
@@ -258,16 +266,18 @@ class ResolvedPrefix(Mask):
 class Lengths(Mask):
     """Only the first `q` queries and the first `kv` keys exist.
 
+    Parameters
+    ----------
+    q, kv : int, int array [*batch], or None
+        Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Past either end is that end.
+
+    Examples
+    --------
     >>> Lengths(kv=np.array([1, 3])).dense(MaskShape((2,), 1, 1, 3)).astype(int)
     array([[[[1, 0, 0]]],
     <BLANKLINE>
     <BLANKLINE>
            [[[1, 1, 1]]]])
-
-    Parameters
-    ----------
-    q, kv : int, int array [*batch], or None
-        Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Past either end is that end.
     """
 
     q: int | Array | None = None
@@ -313,11 +323,6 @@ class ResolvedLengths(Mask):
 class Documents(Mask):
     """A query sees the keys of its own document.
 
-    >>> Documents(np.array([7, 7, 9])).dense(MaskShape((), 1, 3, 3))[0].astype(int)
-    array([[1, 1, 0],
-           [1, 1, 0],
-           [0, 0, 1]])
-
     Parameters
     ----------
     q_ids : int array [..., seqlen_q]
@@ -333,6 +338,13 @@ class Documents(Mask):
     Device arrays are never looked at, since that would wait for the device: there the order is a condition. Equal ids
     of `q_ids` alone must be neighbours (each run is a document); with `kv_ids`, neither may decrease. Other ids read
     no memory that is not theirs, and mean nothing; ``Dense(q_ids[:, None] == kv_ids)`` takes ids in any order.
+
+    Examples
+    --------
+    >>> Documents(np.array([7, 7, 9])).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    array([[1, 1, 0],
+           [1, 1, 0],
+           [0, 0, 1]])
     """
 
     q_ids: Array
@@ -454,15 +466,17 @@ class ResolvedDocuments(Mask):
 class Dense(Mask):
     """A boolean array, True = attend.
 
-    >>> Dense(np.eye(3, dtype=bool)).dense(MaskShape((), 1, 3, 3))[0].astype(int)
-    array([[1, 0, 0],
-           [0, 1, 0],
-           [0, 0, 1]])
-
     Parameters
     ----------
     allowed : bool array
         Broadcasts against (*batch, num_heads, seqlen_q, seqlen_kv) by NumPy's rules.
+
+    Examples
+    --------
+    >>> Dense(np.eye(3, dtype=bool)).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    array([[1, 0, 0],
+           [0, 1, 0],
+           [0, 0, 1]])
     """
 
     allowed: Array
@@ -512,10 +526,6 @@ class ResolvedDense(Mask):
 class FromFunction(Mask):
     """Any rule, as a function of the four coordinates.
 
-    >>> FromFunction(lambda b, h, i, j: (i + j) % 2 == 0).dense(MaskShape((), 1, 2, 3))[0].astype(int)
-    array([[1, 0, 1],
-           [0, 1, 0]])
-
     Parameters
     ----------
     function : callable (b, h, i, j) -> bool array
@@ -527,6 +537,12 @@ class FromFunction(Mask):
     Every element is evaluated, tile by tile, never sampled. The function runs as given: it is code, not data.
     Coordinates are NumPy arrays unless the rule is combined with masks whose arrays are on a device; the answer must
     be an array of their kind.
+
+    Examples
+    --------
+    >>> FromFunction(lambda b, h, i, j: (i + j) % 2 == 0).dense(MaskShape((), 1, 2, 3))[0].astype(int)
+    array([[1, 0, 1],
+           [0, 1, 0]])
     """
 
     function: Callable[[Array, Array, Array, Array], Array]
@@ -555,17 +571,19 @@ class FromFunction(Mask):
 class BlockPattern(Mask):
     """Whole blocks kept or dropped.
 
-    >>> BlockPattern(np.array([[1, 0], [1, 1]], bool), block=2).dense(MaskShape((), 1, 3, 4))[0].astype(int)
-    array([[1, 1, 0, 0],
-           [1, 1, 0, 0],
-           [1, 1, 1, 1]])
-
     Parameters
     ----------
     blocks : bool array [..., num_q_blocks, num_kv_blocks], or 2-D scipy.sparse array
         True, or stored, where the block is kept; the axes before the last two broadcast over (*batch, num_heads).
     block : int or (int, int)
         block_q and block_kv, in tokens. The last block of either side may be cut off by the length.
+
+    Examples
+    --------
+    >>> BlockPattern(np.array([[1, 0], [1, 1]], bool), block=2).dense(MaskShape((), 1, 3, 4))[0].astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 1]])
     """
 
     blocks: Array

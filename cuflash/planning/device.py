@@ -30,10 +30,6 @@ _GPUS = {
 class DeviceSpec:
     """A chip, as far as the choice of a tile depends on it.
 
-    >>> spec = DeviceSpec.gpu("H100")
-    >>> spec.compute_capability, spec.num_processors, spec.tile_memory_bytes, spec.cache_bytes
-    ((9, 0), 132, 232448, 52428800)
-
     Attributes
     ----------
     name : str
@@ -50,6 +46,12 @@ class DeviceSpec:
     ------
     UnsupportedProblem
         A number is none, or is too small.
+
+    Examples
+    --------
+    >>> spec = DeviceSpec.gpu("H100")
+    >>> spec.compute_capability, spec.num_processors, spec.tile_memory_bytes, spec.cache_bytes
+    ((9, 0), 132, 232448, 52428800)
     """
 
     name: str
@@ -79,6 +81,8 @@ class DeviceSpec:
     def host() -> DeviceSpec:
         """The processor this process runs on.
 
+        Examples
+        --------
         >>> DeviceSpec.host().compute_capability is None
         True
         """
@@ -88,6 +92,8 @@ class DeviceSpec:
     def gpu(name: str) -> DeviceSpec:
         """A known GPU by name.
 
+        Examples
+        --------
         >>> DeviceSpec.gpu("A100").num_processors
         108
         """

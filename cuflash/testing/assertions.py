@@ -53,14 +53,6 @@ class Attend(Protocol):
 class Example:
     """Operands of one call, with the exact answer and the bounds on it.
 
-    >>> import numpy as np
-    >>> example = Example(q=np.zeros((2, 4)), k=np.ones((3, 4)), v=np.eye(3), mask=np.eye(2, 3, dtype=bool))
-    >>> example.exact.o.astype(int)
-    array([[1, 0, 0],
-           [0, 1, 0]])
-    >>> example.but(scale=2.0).scale
-    2.0
-
     Attributes
     ----------
     q, k, v, do, dlse : array
@@ -73,6 +65,16 @@ class Example:
         What the implementation under test rounds P and dS to; see `cuflash.error_bound`.
     origin : str
         Source text that makes this example again; its repr.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> example = Example(q=np.zeros((2, 4)), k=np.ones((3, 4)), v=np.eye(3), mask=np.eye(2, 3, dtype=bool))
+    >>> example.exact.o.astype(int)
+    array([[1, 0, 0],
+           [0, 1, 0]])
+    >>> example.but(scale=2.0).scale
+    2.0
     """
 
     q: Any
@@ -170,18 +172,6 @@ def assert_within_bounds(
 ) -> float:
     """Tier R: every element of the results given is within its bound of the exact one. Tier L is `lse` alone.
 
-    >>> import numpy as np
-    >>> q, k, v = (np.array(x, np.float32) for x in ([[0, 0]], [[1, 1], [2, 2]], [[1], [2]]))
-    >>> example = Example(q=q, k=k, v=v)
-    >>> assert_within_bounds(example, o=np.array([[1.5]]))
-    0.0
-    >>> assert_within_bounds(example, lse=np.array([0.5]))
-    Traceback (most recent call last):
-        ...
-    AssertionError: lse[0] is 0.5, should be 0.6931471805599453: off by 0.193, 1.3e+05 times its bound of 1.5e-06
-    1 of 1 elements are outside their bounds, the first at lse[0]
-    Example(q=(1, 2), k=(2, 2), v=(2, 1), dtype=float32, mask=None, scale=None)
-
     Parameters
     ----------
     example : Example
@@ -199,6 +189,20 @@ def assert_within_bounds(
     ------
     AssertionError
         Names the worst element, the first wrong one and the example.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k, v = (np.array(x, np.float32) for x in ([[0, 0]], [[1, 1], [2, 2]], [[1], [2]]))
+    >>> example = Example(q=q, k=k, v=v)
+    >>> assert_within_bounds(example, o=np.array([[1.5]]))
+    0.0
+    >>> assert_within_bounds(example, lse=np.array([0.5]))
+    Traceback (most recent call last):
+        ...
+    AssertionError: lse[0] is 0.5, should be 0.6931471805599453: off by 0.193, 1.3e+05 times its bound of 1.5e-06
+    1 of 1 elements are outside their bounds, the first at lse[0]
+    Example(q=(1, 2), k=(2, 2), v=(2, 1), dtype=float32, mask=None, scale=None)
     """
     __tracebackhide__ = True
     bounds = example.probable_bounds if probable else example.bounds
@@ -220,11 +224,13 @@ def _reference_is_finer(dtype: Any) -> bool:
 def assert_within(name: str, actual: Any, exact: Any, bound: Any, context: object = "") -> float:
     """Every element of `actual` is within `bound` of `exact`; returns the largest error as a share of its bound.
 
+    Infinities must agree; NaN agrees with NaN alone. An infinite bound lets everything pass.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> assert_within("x", np.array([1.0, 3.0]), np.array([1.5, 3.0]), np.array([2.0, 0.0]))
     0.25
-
-    Infinities must agree; NaN agrees with NaN alone. An infinite bound lets everything pass.
     """
     __tracebackhide__ = True
     actual, exact = np.asarray(actual), np.asarray(exact)

@@ -277,9 +277,6 @@ def layouts() -> st.SearchStrategy[str]:
 def laid_out(values: Any, layout: str) -> Any:
     """The same values in another memory layout; gaps in the memory hold NaN.
 
-    >>> laid_out(np.zeros((2, 3, 4)), "negative").strides
-    (96, -32, -8)
-
     - contiguous: C order
     - transposed: (batch, seqlen, heads, dim) in memory, seen as (batch, heads, seqlen, dim); 2-D: Fortran order
     - padded: a corner of a larger array
@@ -288,6 +285,11 @@ def laid_out(values: Any, layout: str) -> Any:
     - offset: starts one element after the start of its memory
     - broadcast: stride 0 along the first axis, whose first entry stands for all
     - odd_strides: axes of extent 1 have strides that point nowhere
+
+    Examples
+    --------
+    >>> laid_out(np.zeros((2, 3, 4)), "negative").strides
+    (96, -32, -8)
     """
     if layout == "transposed":
         other = -3 if values.ndim > 2 else -1
@@ -327,10 +329,6 @@ def _embedded(values: Any, shape: Sequence[int], place: Sequence[Any]) -> Any:
 class Structure:
     """All that an example is made from; `Structure(...).example()` makes it.
 
-    >>> example = Structure(num_heads=4, num_kv_heads=2, seqlen_q=5, seqlen_kv=7, mask=Causal("bottom_right")).example()
-    >>> example.q.shape, example.k.shape, example.q.dtype
-    ((4, 5, 8), (2, 7, 8), dtype('float32'))
-
     Attributes
     ----------
     q_batch, k_batch, v_batch : tuple of int
@@ -348,6 +346,12 @@ class Structure:
     non_finite : tuple of (operand, place, value)
         What is not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the elements of
         q, k, v, do or dlse.
+
+    Examples
+    --------
+    >>> example = Structure(num_heads=4, num_kv_heads=2, seqlen_q=5, seqlen_kv=7, mask=Causal("bottom_right")).example()
+    >>> example.q.shape, example.k.shape, example.q.dtype
+    ((4, 5, 8), (2, 7, 8), dtype('float32'))
     """
 
     q_batch: tuple[int, ...] = ()
