@@ -85,47 +85,47 @@ def attention(
     Parameters
     ----------
     q : array [..., num_heads, seqlen_q, head_dim] or [seqlen_q, head_dim]
+        Queries, of float16, bfloat16, float32 or float64, with any strides. An array of any library with DLPack is
+        used where it lies, without a copy.
     k : array [..., num_kv_heads, seqlen_kv, head_dim] or [seqlen_kv, head_dim]
+        Keys, of q's dtype. The axes before the heads broadcast by NumPy's rules. Query head h reads key/value head
+        h // (num_heads / num_kv_heads).
     v : array [..., num_kv_heads, seqlen_kv, value_dim] or [seqlen_kv, value_dim]
-        float16, bfloat16, float32 or float64, all the same; any strides. The axes before the heads broadcast by
-        NumPy's rules; query head h reads key/value head h // (num_heads / num_kv_heads).
+        Values, of q's dtype.
     mask : Mask, BlockIndex or bool array, optional
-        True = attend; an array broadcasts against (*batch, num_heads, seqlen_q, seqlen_kv). mask, causal and window
-        are intersected.
+        True means that the query attends the key. An array broadcasts against
+        (*batch, num_heads, seqlen_q, seqlen_kv). `mask`, `causal` and `window` are intersected.
     causal : bool, "bottom_right" or "top_left"
-        No later keys. True needs equal lengths; otherwise say whether the last query meets the last key or the first
-        the first.
+        Queries attend no later keys. "bottom_right" aligns the last query with the last key, "top_left" the first with
+        the first; True needs equal lengths.
     window : (left, right), optional
         Keys on either side of the diagonal that `causal` aligns, inclusive; None is unlimited.
     scale : float, optional
-        1 / sqrt(head_dim) unless given. Of any size: q and k of 1e20 with a scale of 1e-40 have scores as any others.
-        Arrays of any library with DLPack are taken where they lie and without a copy; results are NumPy's or CuPy's.
-    kernel : str
-        Of the gpu and sim executors "auto", the fastest that serves, or a family's name: "sm80", tensor cores, float16
-        and bfloat16 from compute capability 8.0 on; "sm90", Hopper's own instructions, on compute capability 9.0 alone,
-        whose backward pass is that of "sm80" for lists in blocks smaller than 64 and, where dims are wider than 128,
-        where dq must be repeatable; "simt", which serves everything; "naive", a baseline that others are compared with:
-        three kernels over whole matrices of scores, so memory is not linear; float16 and float32.
-    executor : str
-        "auto" lets the arrays decide: "gpu" for arrays on a CUDA device, which must be CuPy's current one, on whose
-        current stream everything runs; "cpu" for all others. "sim" runs the GPU's kernels on a simulator, for tests.
-    precision : str
-        "ieee": products and sums in float32 (float64 for float64). On GPUs of compute capability 8.0 or newer float32
-        can be multiplied on tensor cores, and summed in float32: "tf32" rounds the operands of each product to 11
-        significant bits; "tf32x3" makes three products of their upper and lower halves, and errs about as "ieee" does,
-        but that a product with an infinite operand is NaN. `error_bound` bounds each.
+        Factor of the scores, 1 / sqrt(head_dim) unless given. It may be of any size: q and k of 1e20 with a scale of
+        1e-40 have scores as any others.
+    kernel : {"auto", "sm90", "sm80", "simt", "naive"}
+        Kernel family of the gpu and sim executors. "auto" takes the fastest that supports the call; Notes has the
+        rest.
+    executor : {"auto", "cpu", "gpu", "sim"}
+        "auto" takes "gpu" for arrays on a CUDA device, which must be CuPy's current one; everything runs on its
+        current stream. It takes "cpu" for all other arrays. "sim" runs the GPU's kernels on a simulator, for tests.
+    precision : {"ieee", "tf32", "tf32x3"}
+        "ieee" multiplies and sums in float32 (float64 for float64). The others multiply float32 on tensor cores of
+        compute capability 8.0 or newer: "tf32" rounds the operands of each product to 11 significant bits; "tf32x3"
+        makes three products of their upper and lower halves and errs about as "ieee" does, except that a product with
+        an infinite operand is NaN. `error_bound` bounds each.
     deterministic : bool
-        o, lse, dk and dv are bitwise repeatable either way. dq on a GPU is so only if this is True: otherwise
-        blocks add to it in whichever order they come, where that is faster.
+        Whether dq must be bitwise repeatable on a GPU. Otherwise thread blocks add to it in the order in which they
+        arrive, where that is faster. All other results are bitwise repeatable either way.
     out : array, or pair (o, lse), optional
-        Written to instead of new arrays; must not overlap q, k or v.
+        Arrays that are written to instead of new ones. They must not overlap q, k or v.
     return_lse : bool
         Also return lse.
 
     Returns
     -------
     o : array [..., num_heads, seqlen_q, value_dim]
-        C-contiguous, of q's dtype. 0 in rows without a key.
+        C-contiguous, of q's dtype; a NumPy array, or a CuPy array on a GPU. 0 in rows without a key.
     lse : array [..., num_heads, seqlen_q]
         Log-sum-exp of the scores, natural logarithm, float32 (float64 for float64). -inf in rows without a key.
 
@@ -134,7 +134,7 @@ def attention(
     TypeError
         An argument is not an array of a known kind.
     UnsupportedProblem
-        Anything else that cannot be, all reasons at once, before any work.
+        The arguments are invalid or not supported. It lists every reason; nothing has been computed.
     MemoryError
         The results or the tiles do not fit; inputs stay as they were.
     RuntimeError
@@ -143,6 +143,15 @@ def attention(
     Notes
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 1.
+
+    The families of kernels are:
+
+    - "sm90": Hopper's own instructions, float16 and bfloat16, compute capability 9.0. Its backward pass is that of
+      "sm80" for block lists with blocks smaller than 64, and for `deterministic=True` with dims above 128.
+    - "sm80": tensor cores, float16 and bfloat16, compute capability 8.0 or newer; float32 with `precision="tf32"` or
+      "tf32x3".
+    - "simt": every dtype, on every supported chip.
+    - "naive": a baseline of three kernels that store every score, so that memory is not linear; float16 and float32.
 
     Examples
     --------
@@ -177,11 +186,13 @@ def attention_vjp(
     out: Any = None,
     return_lse: bool = False,
 ) -> tuple[Any, Callable[..., Gradients]]:
-    """Attention and the function that pulls gradients back through it.
+    """Compute attention and return it with the function that pulls gradients back through it.
 
     Parameters
     ----------
-    q, k, v, mask, causal, window, scale, kernel, executor, precision, deterministic, out
+    q, k, v : arrays
+        As in `attention`.
+    mask, causal, window, scale, kernel, executor, precision, deterministic, out : optional
         As in `attention`.
     return_lse : bool
         Return (o, lse) in o's place.
@@ -189,6 +200,7 @@ def attention_vjp(
     Returns
     -------
     o : array, or pair (o, lse)
+        What `attention` returns.
     vjp : callable (do, dlse=None) -> Gradients
         Takes cotangents of o and, optionally, of lse; returns dq, dk, dv of the shapes and dtype of q, k, v, summed
         over broadcast axes and grouped heads. It reads q, k, v, o and lse again: leave them as they are until then. A
@@ -239,16 +251,17 @@ def plan(
 
     Parameters
     ----------
-    q, k, v : arrays, or ShapeDtype where only the shapes are known
-    mask, causal, window, scale, kernel, executor, precision, deterministic
+    q, k, v : arrays or ShapeDtype
+        As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
+    mask, causal, window, scale, kernel, executor, precision, deterministic : optional
         As in `attention`.
     device : DeviceSpec, optional
-        Plan for this device instead of the one here. A plan for a GPU runs on any of its compute capability.
+        Plan for this device instead of the current one. A plan for a GPU runs on any GPU of its compute capability.
 
     Returns
     -------
     Executable
-        With ``forward(q, k, v, out=)``, ``backward(do, q, k, v, o, lse, dlse=)``, ``explain()``,
+        The plan, with ``forward(q, k, v, out=)``, ``backward(do, q, k, v, o, lse, dlse=)``, ``explain()``,
         ``workspace_bytes`` and ``compile()``.
 
     Raises
@@ -328,8 +341,9 @@ def precompile(
 
     Parameters
     ----------
-    q, k, v : arrays, or ShapeDtype where only the shapes are known
-    mask, causal, window, scale, kernel, precision, deterministic
+    q, k, v : arrays or ShapeDtype
+        As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
+    mask, causal, window, scale, kernel, precision, deterministic : optional
         As in `attention`.
     device : DeviceSpec, optional
         Compile for this GPU; the machine code is returned and not kept. Without it, kernels are loaded on the current

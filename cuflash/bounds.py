@@ -85,9 +85,9 @@ _OF_OPERANDS = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 * 2.0*
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bounds:
-    """How far each element of a result may be from the exact one; float64 arrays.
+    """Bounds on the error of each element of a result, as float64 arrays.
 
-    Attributes
+    Parameters
     ----------
     o, lse : array
         Shaped as `attention` returns them.
@@ -125,19 +125,21 @@ def error_bound(
     product_dtype: Any = None,
     probable: bool = False,
 ) -> Bounds:
-    """Element-wise bounds on the error of attention and its gradients, against exact arithmetic on the same inputs.
+    """Bound the error of every element of attention and its gradients, against exact arithmetic on the same inputs.
 
     Parameters
     ----------
-    q, k, v, mask, causal, window, scale, precision
-        As in `attention`; what the inputs hold is taken as exact.
+    q, k, v : arrays
+        As in `attention`. Their values count as exact.
     do : array, optional
-        The gradient of o; with it the gradients are bounded too.
+        The gradient of o. With it the gradients are bounded too.
     dlse : array, optional
         The gradient of lse; zero unless given.
+    mask, causal, window, scale, precision : optional
+        As in `attention`.
     product_dtype : dtype, optional
-        What P and dS are rounded to before they multiply v, do, k and q: the accumulator's dtype unless given, as in
-        the `cpu` executor; tensor cores want float16 or bfloat16.
+        The dtype that P and dS are rounded to before they multiply v, do, k and q. It is the accumulator's dtype unless
+        given, as in the `cpu` executor; kernels on tensor cores round to float16 or bfloat16.
     probable : bool
         Let a sum of n terms err by min(n, 6 sqrt(n)) roundoffs instead of n. That is no guarantee any more (rounding
         errors that all point one way can exceed it), but at thousands of keys it sees far smaller faults; Higham and
@@ -146,10 +148,10 @@ def error_bound(
     Returns
     -------
     Bounds
-        |result - exact| <= bound, element by element. Rows with no key have bound 0: o is 0 and lse is -inf, exactly.
-        Infinite where nothing is promised: a result that its dtype may overflow, gradients from a dS that the dtype it
-        is rounded to may overflow (65504 in float16), or scores so large (around 10^6 in float32) that exp(score) has
-        no correct digit.
+        Each result is within its bound of the exact one, element by element. Rows with no key have bound 0, since o is
+        0 and lse is -inf exactly. A bound is infinite where nothing is promised: for a result that its dtype may
+        overflow, for gradients from a dS that may overflow the dtype it is rounded to (65504 in float16), and for
+        scores so large (around 10^6 in float32) that exp(score) has no correct digit.
 
     Raises
     ------

@@ -18,23 +18,25 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     Parameters
     ----------
     outs : sequence of arrays [..., seqlen_q, value_dim]
-        Outputs, one a part, of one shape and dtype; or one array with the parts along its first axis. Arrays of other
-        libraries are taken as `attention` takes them, but that those with NumPy's dtypes, JAX's say, stay what they
-        are.
+        The output of each part, of one shape and dtype; or one array with the parts along its first axis. Arrays of
+        other libraries are accepted as `attention` accepts them, except that arrays with NumPy's dtypes, such as
+        JAX's, stay what they are.
     lses : sequence of arrays [..., seqlen_q]
         Their log-sum-exps, natural logarithm.
 
     Returns
     -------
-    o : array [..., seqlen_q, value_dim], lse : array [..., seqlen_q]
-        In the dtypes that came. Rows that are empty in every part give 0 and -inf.
+    o : array [..., seqlen_q, value_dim]
+        The merged outputs, in the dtype of the parts. Rows that are empty in every part give 0.
+    lse : array [..., seqlen_q]
+        The merged log-sum-exps, in the dtype of the parts. Rows that are empty in every part give -inf.
 
     Raises
     ------
     TypeError
         A part is not an array, or there are no parts to tell apart.
     UnsupportedProblem
-        No parts, or parts whose shapes or dtypes do not fit; all reasons at once.
+        There are no parts, or their shapes or dtypes do not fit. It lists every reason.
 
     Notes
     -----

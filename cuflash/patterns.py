@@ -35,8 +35,14 @@ def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, 
     seqlen_q, seqlen_kv : int
         Lengths in tokens; seqlen_kv is seqlen_q unless given. A grid that is no power of two is clipped.
     block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv.
     max_stride : int, optional
         Keep only bits below this power of two, counted in blocks; the whole grid unless given.
+
+    Returns
+    -------
+    Mask
+        The pattern.
 
     Notes
     -----
@@ -79,16 +85,24 @@ def bigbird(
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
+        Lengths in tokens; seqlen_kv is seqlen_q unless given.
     block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv.
     num_window : int
         Odd number of blocks around the diagonal.
     num_global : int
         Blocks at each end that see all and are seen by all.
     num_random : int
-        Blocks a row drawn without replacement from the rest, as many as there are.
+        Random blocks in each row, drawn without replacement from those not yet kept; fewer if fewer are left.
     num_heads : int
         Heads with random blocks of their own; 1 serves all.
     seed : int
+        Seed of NumPy's generator.
+
+    Returns
+    -------
+    Mask
+        The pattern.
 
     Notes
     -----
@@ -129,19 +143,27 @@ def random(
     seed: int = 0,
     diagonal: bool = True,
 ) -> Mask:
-    """Random blocks, as many in each row, at a density; the usual yardstick of block-sparse kernels.
+    """Random blocks, equally many in each row, at a given density: the usual yardstick of block-sparse kernels.
 
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
+        Lengths in tokens; seqlen_kv is seqlen_q unless given.
     block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv.
     density : float
         Blocks kept over all blocks, 0 to 1, rounded to whole blocks a row.
     num_heads : int
         Heads with blocks of their own; 1 serves all.
     seed : int
+        Seed of NumPy's generator.
     diagonal : bool
         Whether each row's diagonal block is always one of those kept.
+
+    Returns
+    -------
+    Mask
+        The pattern.
 
     Examples
     --------
@@ -176,6 +198,11 @@ def longformer(window: int, num_global: int = 0, *, dilation: int = 1, align: st
     align : "bottom_right", "top_left" or None
         As in `masks.Causal`; needed when the lengths differ.
 
+    Returns
+    -------
+    Mask
+        The pattern.
+
     Notes
     -----
     arXiv 2004.05150, section 3.1.
@@ -202,8 +229,14 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
     Parameters
     ----------
     stride : int
+        Distance between the keys that are kept before the last `stride`.
     align : "bottom_right", "top_left" or None
         As in `masks.Causal`.
+
+    Returns
+    -------
+    Mask
+        The pattern.
 
     Notes
     -----
@@ -224,16 +257,21 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
 
 
 def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
-    """Sparse Transformer, fixed: causal, the own stretch of `stride` keys, and the last keys of every stretch.
+    """Sparse Transformer, fixed: the query's own segment of `stride` tokens, and the last keys of earlier segments.
 
     Parameters
     ----------
     stride : int
-        Length of a stretch.
+        Length of a segment in tokens.
     num_summary : int
-        Keys at the end of every stretch that all later queries see, at most `stride`.
+        Number of keys at the end of every segment that all later queries attend, at most `stride`.
     align : "bottom_right", "top_left" or None
         As in `masks.Causal`.
+
+    Returns
+    -------
+    Mask
+        The pattern.
 
     Notes
     -----
@@ -267,6 +305,15 @@ def sink_local(num_sinks: int, window: int, *, align: str | None = None) -> Mask
     align : "bottom_right", "top_left" or None
         As in `masks.Causal`.
 
+    Returns
+    -------
+    Mask
+        The pattern.
+
+    Notes
+    -----
+    StreamingLLM, arXiv 2309.17453, section 3.2.
+
     Examples
     --------
     >>> from cuflash.masks import MaskShape
@@ -274,17 +321,25 @@ def sink_local(num_sinks: int, window: int, *, align: str | None = None) -> Mask
     array([[1, 0, 0],
            [1, 1, 0],
            [1, 0, 1]])
-
-    Notes
-    -----
-    StreamingLLM, arXiv 2309.17453, section 3.2.
     """
     num_sinks, window = whole_number("num_sinks", num_sinks, 0), whole_number("window", window, 1)
     return Causal(align) & (Lengths(kv=num_sinks) | SlidingWindow(window - 1, 0, align))
 
 
 def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128) -> Mask:
-    """Every other block: density one half without two neighbours, the worst case for reading keys in runs.
+    """Every other block: half of the blocks and no two neighbours, the worst case for reading keys in runs.
+
+    Parameters
+    ----------
+    seqlen_q, seqlen_kv : int
+        Lengths in tokens; seqlen_kv is seqlen_q unless given.
+    block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv.
+
+    Returns
+    -------
+    Mask
+        The pattern.
 
     Examples
     --------

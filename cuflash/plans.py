@@ -27,10 +27,10 @@ EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 class Gradients:
     """Gradients of one call; unpacks to dq, dk, dv.
 
-    Attributes
+    Parameters
     ----------
     dq, dk, dv : array
-        Of the shapes and the dtype of q, k and v; summed over the axes that were broadcast.
+        Gradients of the shapes and the dtype of q, k and v, summed over the axes that were broadcast.
 
     Examples
     --------
@@ -54,7 +54,7 @@ _MOST_REPEATED = 64  # ways for arrays to lie, of one plan
 class Executable:
     """A plan ready to run: what `cuflash.plan` returns.
 
-    Attributes
+    Parameters
     ----------
     plan : KernelPlan
         Problem, mask, device, work and kernels.

@@ -40,9 +40,11 @@ def attention(
     Parameters
     ----------
     q : array [*batch, num_heads, seqlen_q, head_dim], or [seqlen_q, head_dim]
+        Queries.
     k : array [*batch, num_kv_heads, seqlen_kv, head_dim], or [seqlen_kv, head_dim]
+        Keys.
     v : array [*batch, num_kv_heads, seqlen_kv, value_dim], or [seqlen_kv, value_dim]
-        Axes before the heads broadcast. Query head h reads key/value head h // (num_heads / num_kv_heads).
+        Values. Axes before the heads broadcast. Query head h reads key/value head h // (num_heads / num_kv_heads).
     mask : bool array, optional
         True = attend; broadcasts to [*batch, num_heads, seqlen_q, seqlen_kv].
     scale : float, optional
@@ -51,7 +53,7 @@ def attention(
     Returns
     -------
     o : array [*batch, num_heads, seqlen_q, value_dim], or [seqlen_q, value_dim]
-        softmax(scale q k^T) v. A row with no key is 0.
+        The output, softmax(scale q k^T) v. A row with no key is 0.
     lse : array [*batch, num_heads, seqlen_q], or [seqlen_q]
         Natural log of the sum of exp(scale q k^T) over the row's keys. A row with no key is -inf.
 

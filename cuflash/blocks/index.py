@@ -32,11 +32,12 @@ from .classify_on_device import classify_grid, column_lists, entry_grid, entry_r
 class BlockIndex:
     """Which blocks of the score matrix are absent, full or partial, and what the partial ones hold.
 
-    Attributes
+    Parameters
     ----------
     seqlen_q, seqlen_kv : int
+        Lengths in tokens.
     block : (int, int)
-        block_q and block_kv in tokens; the last of a side may be cut off by the length.
+        Sizes block_q and block_kv in tokens; the length may cut off the last block of a side.
     batch, num_heads : int
         1 where the index serves every batch entry or head; batch counts the leading axes as one, in C order.
     indptr : int32 array [batch * num_heads * num_q_blocks + 1]
