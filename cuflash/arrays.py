@@ -23,6 +23,13 @@ _LONGEST = 60  # of a value that a message shows
 class ShapeDtype:
     """An array's shape and dtype without its data, for planning.
 
+    Parameters
+    ----------
+    shape : tuple of int
+        Extents of the axes.
+    dtype : dtype
+        Anything that NumPy takes for a dtype.
+
     Raises
     ------
     UnsupportedProblem

@@ -11,9 +11,9 @@ _LOG_LINES = 40  # as many of them are shown
 class UnsupportedProblem(ValueError):
     """Raised before any work, with every reason at once.
 
-    Attributes
+    Parameters
     ----------
-    reasons : tuple of str
+    reasons : sequence of str
         One sentence each: the argument, the rule, what came, and what would work.
 
     Examples
@@ -40,13 +40,14 @@ class UnsupportedProblem(ValueError):
 class CompileError(RuntimeError):
     """NVRTC refused the text of a kernel: a fault of cuflash, or of a version of NVRTC that it does not know.
 
-    Attributes
+    Parameters
     ----------
     kernel, architecture : str
+        The kernel's name with its specification, and the architecture that it was compiled for.
     log : str
-        What NVRTC said, with lines of our files.
+        NVRTC's messages, with lines of the files of `kernels_cu`.
     text : str
-        Where the text lies, if CUFLASH_DUMP was set.
+        Path of the text that was compiled, if CUFLASH_DUMP was set.
 
     Examples
     --------

@@ -92,20 +92,25 @@ def attention_vjp(
     mask: Array | None = None,
     scale: float | None = None,
 ) -> tuple[Array, Array, Array]:
-    """The gradients of sum(do * o) + sum(dlse * lse).
+    """Gradients of sum(do * o) + sum(dlse * lse).
 
     Parameters
     ----------
-    q, k, v, mask, scale
+    q, k, v : arrays
         As in `attention`.
-    do : array, shaped as `attention` returns o
-    dlse : array, shaped as `attention` returns lse, optional
-        Zero unless given.
+    do : array
+        The gradient of o, shaped as `attention` returns o.
+    dlse : array, optional
+        The gradient of lse, shaped as `attention` returns lse; zero unless given.
+    mask : bool array, optional
+        As in `attention`.
+    scale : float, optional
+        As in `attention`.
 
     Returns
     -------
-    dq, dk, dv : arrays, shaped as q, k, v
-        Summed over the query heads that share a key/value head, and over the axes that were broadcast. Rows with no
+    dq, dk, dv : arrays
+        Gradients, shaped as q, k and v, summed over the query heads that share a key/value head, and over the axes that were broadcast. Rows with no
         key contribute nothing.
 
     Notes

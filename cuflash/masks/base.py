@@ -36,7 +36,16 @@ class _Extents(NamedTuple):
 
 
 class MaskShape(_Extents):
-    """The shape a mask is asked for: the leading axes, the query heads and the two lengths.
+    """The shape that a mask is resolved for: leading axes, query heads and the two lengths.
+
+    Parameters
+    ----------
+    batch : tuple of int
+        Extents of the axes before the heads.
+    num_heads : int
+        Query heads.
+    seqlen_q, seqlen_kv : int
+        Lengths of queries and keys, in tokens.
 
     Examples
     --------
@@ -235,7 +244,12 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Band(Mask):
-    """Keys with lower <= j - i <= upper, in absolute coordinates; None is unlimited.
+    """A query i attends the keys j with lower <= j - i <= upper, in absolute coordinates.
+
+    Parameters
+    ----------
+    lower, upper : int or None
+        Bounds of j - i, inclusive; None is unlimited.
 
     Examples
     --------

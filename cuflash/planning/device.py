@@ -30,9 +30,10 @@ _GPUS = {
 class DeviceSpec:
     """A chip, as far as the choice of a tile depends on it.
 
-    Attributes
+    Parameters
     ----------
     name : str
+        The chip's name, as `DeviceSpec.gpu` takes it.
     compute_capability : (int, int) or None
         None for the host's processor.
     num_processors : int

@@ -53,18 +53,20 @@ class Attend(Protocol):
 class Example:
     """Operands of one call, with the exact answer and the bounds on it.
 
-    Attributes
+    Parameters
     ----------
     q, k, v, do, dlse : array
         As in `cuflash.attention_vjp`; `do` and `dlse` may be None.
     mask : Mask, bool array or None
+        As in `cuflash.attention`.
     scale : float or None
+        As in `cuflash.attention`.
     precision : str
-        At which the implementation under test multiplies; see `cuflash.error_bound`.
+        The precision at which the implementation under test multiplies; see `cuflash.error_bound`.
     product_dtype : dtype, optional
-        What the implementation under test rounds P and dS to; see `cuflash.error_bound`.
+        The dtype that the implementation under test rounds P and dS to; see `cuflash.error_bound`.
     origin : str
-        Source text that makes this example again; its repr.
+        The repr: source text for this example. It can be run again where the mask's repr can.
 
     Examples
     --------
@@ -170,13 +172,14 @@ def assert_within_bounds(
     dv: Any = None,
     probable: bool = False,
 ) -> float:
-    """Tier R: every element of the results given is within its bound of the exact one. Tier L is `lse` alone.
+    """Assert that every element of the given results is within its bound of the exact one.
 
     Parameters
     ----------
     example : Example
+        The operands, which hold the exact results and the bounds.
     o, lse, dq, dk, dv : array, optional
-        What the implementation under test returned for it.
+        Results of the implementation under test.
     probable : bool
         Use the sharper `probable` bounds.
 
@@ -222,9 +225,30 @@ def _reference_is_finer(dtype: Any) -> bool:
 
 
 def assert_within(name: str, actual: Any, exact: Any, bound: Any, context: object = "") -> float:
-    """Every element of `actual` is within `bound` of `exact`; returns the largest error as a share of its bound.
+    """Assert that every element of an array is within its bound of the exact one.
 
     Infinities must agree; NaN agrees with NaN alone. An infinite bound lets everything pass.
+
+    Parameters
+    ----------
+    name : str
+        The array's name in the message.
+    actual, exact : array
+        The array, and what it should be.
+    bound : array
+        How far each element may be off; broadcasts.
+    context : object
+        What the message ends with.
+
+    Returns
+    -------
+    float
+        The largest error as a share of its bound.
+
+    Raises
+    ------
+    AssertionError
+        An element is outside its bound. The message names the worst and the first.
 
     Examples
     --------
@@ -270,7 +294,36 @@ def _element(name: str, place: tuple[Any, ...]) -> str:
 
 
 def assert_exact_probes(attend: Attend, example: Example) -> float:
-    """Tier E with the shapes, dtype and mask of an example: every probe of this module, one after the other."""
+    """Assert that an implementation gives the known answer for inputs of which it is exact.
+
+    Every probe of this module runs, with the shapes, dtype and mask of an example.
+
+    Parameters
+    ----------
+    attend : callable
+        The function under test, `(q, k, v, *, mask, scale) -> (o, lse)`.
+    example : Example
+        Its shapes, dtype and mask are used, and where a probe says so its values.
+
+    Returns
+    -------
+    float
+        The largest error as a share of its bound.
+
+    Raises
+    ------
+    AssertionError
+        Names the probe, the first wrong element and the example.
+
+    Examples
+    --------
+    >>> import cuflash, numpy as np
+    >>> def attend(q, k, v, *, mask, scale):
+    ...     return cuflash.attention(q, k, v, mask=mask, scale=scale, return_lse=True)
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4), dtype=np.float32)
+    >>> assert_exact_probes(attend, Example(q=q, k=k, v=v)) <= 1
+    True
+    """
     __tracebackhide__ = True
     probes = (
         assert_lse_counts_the_keys,

@@ -46,13 +46,14 @@ class _Holds(NamedTuple):
 
 
 def assert_non_finite(example: Example, **results: Any) -> float:
-    """NaN and infinities are where they must be, and all that they cannot reach is within its bound.
+    """Assert that NaN and infinities are where they must be, and that everything else is within its bound.
 
     Parameters
     ----------
     example : Example
+        The operands, with NaN or infinities in them.
     **results : array
-        o, lse, dq, dk, dv, or some of them, as the implementation under test returned them for the example.
+        Any of o, lse, dq, dk and dv, as the implementation under test returned them for the example.
 
     Returns
     -------
@@ -63,6 +64,13 @@ def assert_non_finite(example: Example, **results: Any) -> float:
     ------
     AssertionError
         Names the result, the first wrong element and the example.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> example = Example(q=np.array([[np.nan]]), k=np.ones((2, 1)), v=np.ones((2, 1)))
+    >>> assert_non_finite(example, o=np.array([[np.nan]]))
+    0.0
     """
     __tracebackhide__ = True
     assert_not_finite_where_due(example, **results)

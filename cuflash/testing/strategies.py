@@ -327,24 +327,38 @@ def _embedded(values: Any, shape: Sequence[int], place: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Structure:
-    """All that an example is made from; `Structure(...).example()` makes it.
+    """The parameters that determine an example; `Structure(...).example()` makes it.
 
-    Attributes
+    Parameters
     ----------
     q_batch, k_batch, v_batch : tuple of int
         Leading axes; they broadcast.
     num_heads, num_kv_heads : int
-        Both 1 where `has_heads` is False: 2-D operands.
+        Numbers of query heads and of key/value heads; both are 1 where `has_heads` is False.
+    has_heads : bool
+        Whether operands have an axis of heads; without it they are 2-D.
+    seqlen_q, seqlen_kv : int
+        Lengths in tokens.
+    head_dim, value_dim : int
+        Last axes of q and k, and of v.
+    dtype : str
+        Name of the operands' dtype.
+    mask : Mask or None
+        As in `cuflash.attention`.
+    scale : float or None
+        As in `cuflash.attention`.
     layouts : tuple of str
-        Of q, k, v, do, dlse; see `laid_out`.
+        Memory layouts of q, k, v, do and dlse; see `laid_out`.
     values : str
-        "normal", "lattice" (integers -2..2), "constant" (each operand one number), "outliers" (one element in 50 is
+        Distribution of the values: "normal", "lattice" (integers -2..2), "constant" (each operand one number), "outliers" (one element in 50 is
         10 times as large), "small" (1e-3 times normal), "large" (v and do 100 times normal), "rising" (k grows from key
         to key, and with it the scores).
     has_dlse : bool
-        Without one, dlse is None.
+        Whether there is a dlse; otherwise it is None.
+    seed : int
+        Seed of the values.
     non_finite : tuple of (operand, place, value)
-        What is not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the elements of
+        Elements that are not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the elements of
         q, k, v, do or dlse.
 
     Examples
@@ -517,13 +531,14 @@ def examples(
     longest: int = 260,
     has_non_finite: bool = False,
 ) -> st.SearchStrategy[Example]:
-    """`Example`s of every structure; see `structures`.
+    """Strategy for `Example` objects of every structure; see `structures`.
 
     Parameters
     ----------
     tile : int
         Tokens of the implementation's tile: lengths gather around its multiples.
-    dtypes : names of dtypes
+    dtypes : sequence of str
+        Names of the dtypes to draw from.
     most_scores, most_rows : int
         Caps on batch x heads x seqlen_q x seqlen_kv, and without seqlen_kv.
     max_leaves : int
@@ -534,6 +549,20 @@ def examples(
         The most tokens that a sequence may have.
     has_non_finite : bool
         Put NaN or infinities into one to three places of the operands.
+
+    Returns
+    -------
+    hypothesis.strategies.SearchStrategy
+        Draws an `Example`.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> @settings(deadline=None, max_examples=5, database=None)
+    ... @given(examples(dtypes=["float32"], longest=20))
+    ... def test(example):
+    ...     assert example.q.dtype == "float32" and example.q.shape[-2] <= 20
+    >>> test()
     """
     drawn = structures(
         tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
