@@ -80,20 +80,37 @@ class Executable:
         return {**vars(self), "_repeated": {}}
 
     def forward(self, q: Array, k: Array, v: Array, out: Any = None) -> tuple[Array, Array]:
-        """o and lse of these arrays.
+        """Compute o and lse of these arrays.
 
         Parameters
         ----------
-        q, k, v : arrays of the planned shapes and dtype, any strides
+        q, k, v : arrays
+            Arrays of the planned shapes and dtype, with any strides.
         out : array, or pair of arrays (o, lse), optional
-            Written to instead of new arrays.
+            Arrays that are written to instead of new ones.
+
+        Returns
+        -------
+        o : array [..., num_heads, seqlen_q, value_dim]
+            As `attention` returns it.
+        lse : array [..., num_heads, seqlen_q]
+            As `attention` returns it.
 
         Raises
         ------
         UnsupportedProblem
-            An array is not what was planned; all reasons at once.
+            An array is not what was planned. It lists every reason.
         RuntimeError
             The stream is captured and something is not ready: `compile` makes it so.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> o, lse = ready.forward(q, k, v)
+        >>> o.shape, lse.shape
+        ((2, 16, 8), (2, 16))
         """
         if out is None:
             key = lie_of(q, k, v)
@@ -128,7 +145,16 @@ class Executable:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether calls on arrays that lie alike differ in nothing but addresses."""
+        """Whether calls on arrays that lie alike differ in nothing but addresses.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.is_repeatable
+        True
+        """
         return not self.plan.is_empty and self.executor != "sim" and not self._scales_arrays
 
     @property
@@ -142,9 +168,28 @@ class Executable:
         return _times_power_of_two(q, scaling.q_exponent), _times_power_of_two(k, scaling.k_exponent)
 
     def repeated(self, q: Array, k: Array, v: Array, *, pins: bool = False) -> Repeated:
-        """`forward` without its checks, for arrays that lie as these do, which it has accepted.
+        """Return `forward` without its checks, for arrays of the same layout as these, which it has accepted.
 
-        With `pins`, what a capture needs stays for ever: whoever captures does not hold the plan.
+        Parameters
+        ----------
+        q, k, v : arrays
+            Arrays of the layout to come.
+        pins : bool
+            Whether what a capture needs stays for ever, since the caller does not hold the plan.
+
+        Returns
+        -------
+        callable
+            Takes q, k and v and returns o and lse.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> o, lse = ready.repeated(q, k, v)(q, k, v)
+        >>> o.shape
+        (2, 16, 8)
         """
         plan, problem = self.plan, self.plan.problem
         o, lse = ShapeDtype(problem.o_shape(), problem.dtype), ShapeDtype(problem.lse_shape(), problem.accumulator)
@@ -169,20 +214,38 @@ class Executable:
     def backward(
         self, do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dlse: Array | None = None
     ) -> Gradients:
-        """Gradients of sum(do * o) + sum(dlse * lse).
+        """Compute the gradients of sum(do * o) + sum(dlse * lse).
 
         Parameters
         ----------
-        do : array of o's shape and dtype, any strides
-        q, k, v, o, lse : what `forward` took and returned
-        dlse : array of lse's shape and dtype, optional
+        do : array
+            The gradient of o, of o's shape and dtype, with any strides.
+        q, k, v, o, lse : arrays
+            What `forward` took and returned.
+        dlse : array, optional
+            The gradient of lse, of lse's shape and dtype; zero unless given.
+
+        Returns
+        -------
+        Gradients
+            Unpacks to dq, dk and dv.
 
         Raises
         ------
         UnsupportedProblem
-            An array is not what was planned; all reasons at once.
+            An array is not what was planned. It lists every reason.
         RuntimeError
             The stream is captured and something is not ready: `compile` makes it so.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> o, lse = ready.forward(q, k, v)
+        >>> dq, dk, dv = ready.backward(np.ones_like(o), q, k, v, o, lse)
+        >>> dv.sum()                               # each of 2 x 16 queries hands 8 gradients of 1 to its keys
+        np.float32(256.0)
         """
         arrays = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
         key = lie_of(*arrays)
@@ -225,11 +288,36 @@ class Executable:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory a call takes beside its inputs and outputs; `KernelPlan.workspace_bytes` has the formula."""
+        """Bytes that a call takes beside its inputs and outputs; `KernelPlan.workspace_bytes` has the formula.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.workspace_bytes > 0
+        True
+        """
         return self.plan.workspace_bytes
 
     def explain(self) -> str:
-        """What was decided and why, a line each; of kernels that this process compiled, what they take."""
+        """Describe what was decided and why, and, of kernels that this process compiled, the registers that they take.
+
+        Returns
+        -------
+        str
+            A line for each decision.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> print(ready.explain())                                          # doctest: +ELLIPSIS
+        executor   cpu
+        problem    batch (), 2 heads, 16 queries, 16 keys, dims 8 and 8, float32, scale 0.353553
+        ...
+        """
         notes = dict.fromkeys(self.plan.specs, "simulated") if self.executor == "sim" else {}
         capability = self.plan.device.compute_capability if self.executor == "gpu" else None
         for entry, spec in self.plan.specs.items():
@@ -244,8 +332,8 @@ class Executable:
     def compile(self) -> None:
         """Make everything ready that the first call would otherwise make, so that calls can be captured too.
 
-        On a GPU: the kernels of both passes, compiled and loaded on the current device, and the work list there; it
-        waits until all is. Elsewhere: the transposed work list.
+        On a GPU these are the kernels of both passes, compiled and loaded on the current device, and the work list
+        there; the call waits until all is ready. Elsewhere it is the transposed work list.
 
         Raises
         ------
@@ -253,6 +341,13 @@ class Executable:
             The plan is for another GPU than the current one.
         CompileError, RuntimeError
             A kernel does not compile; CuPy or the GPU is missing.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.compile()
         """
         if self.executor != "gpu":
             getattr(self.plan.work, "transposed", None)

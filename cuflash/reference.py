@@ -92,7 +92,7 @@ def attention_vjp(
     mask: Array | None = None,
     scale: float | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of sum(do * o) + sum(dlse * lse).
+    """Compute the gradients of sum(do * o) + sum(dlse * lse).
 
     Parameters
     ----------
@@ -109,9 +109,13 @@ def attention_vjp(
 
     Returns
     -------
-    dq, dk, dv : arrays
-        Gradients, shaped as q, k and v, summed over the query heads that share a key/value head, and over the axes that were broadcast. Rows with no
-        key contribute nothing.
+    dq : array
+        The gradient of q, shaped as q. Rows with no key contribute nothing to any gradient.
+    dk : array
+        The gradient of k, shaped as k. Gradients are summed over the query heads that share a key/value head, and over
+        the axes that were broadcast.
+    dv : array
+        The gradient of v, shaped as v.
 
     Notes
     -----

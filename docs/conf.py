@@ -32,6 +32,7 @@ highlight_language = "none"
 
 autosummary_generate = True
 autodoc_typehints = "none"
+autodoc_inherit_docstrings = False
 numpydoc_show_class_members = False
 # A public docstring that breaks one of the rules is a warning, and so an error.
 _setup = configparser.ConfigParser()
@@ -42,7 +43,7 @@ numpydoc_validation_checks = set(_setup["tool:numpydoc_validation"]["checks"].sp
 
 myst_heading_anchors = 3
 # Pages link to files of the repository that are no pages of the site; such links stay as they are.
-suppress_warnings = ["myst.xref_missing", "myst.header", "toc.empty_glob"]
+suppress_warnings = ["myst.xref_missing", "myst.header"]
 
 sphinx_gallery_conf = {
     "examples_dirs": "examples",

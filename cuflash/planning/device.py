@@ -80,7 +80,12 @@ class DeviceSpec:
 
     @staticmethod
     def host() -> DeviceSpec:
-        """The processor this process runs on.
+        """Describe the processor that this process runs on.
+
+        Returns
+        -------
+        DeviceSpec
+            A device without a compute capability.
 
         Examples
         --------
@@ -91,7 +96,22 @@ class DeviceSpec:
 
     @staticmethod
     def gpu(name: str) -> DeviceSpec:
-        """A known GPU by name.
+        """Describe a known GPU by its name, to plan for it without having one.
+
+        Parameters
+        ----------
+        name : str
+            The chip, such as "H100"; an unknown name is answered with the list.
+
+        Returns
+        -------
+        DeviceSpec
+            The numbers of that GPU.
+
+        Raises
+        ------
+        UnsupportedProblem
+            There is no such GPU in the list.
 
         Examples
         --------

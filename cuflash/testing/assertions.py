@@ -94,7 +94,25 @@ class Example:
         return without_memos(self)
 
     def but(self, **changes: Any) -> Example:
-        """A copy with some operands replaced."""
+        """Copy the example with some operands replaced.
+
+        Parameters
+        ----------
+        **changes : object
+            New values by the names of the parameters.
+
+        Returns
+        -------
+        Example
+            The changed copy.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2), mask=np.array([[True, False]]))
+        >>> example.but(scale=2.0).scale
+        2.0
+        """
         origin = f"{self.origin}.but({', '.join(changes)})" if self.origin else ""
         return dataclasses.replace(self, **{"origin": origin, **changes})
 
@@ -104,7 +122,15 @@ class Example:
 
     @functools.cached_property
     def dense_mask(self) -> Any:
-        """The mask as a bool array [*batch, num_heads, seqlen_q, seqlen_kv], 2-D for 2-D operands; None without one."""
+        """The mask as a bool array [*batch, num_heads, seqlen_q, seqlen_kv], 2-D for 2-D operands; None without one.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2), mask=np.array([[True, False]]))
+        >>> example.dense_mask
+        array([[ True, False]])
+        """
         if self.mask is None:
             return None
         shape = self.problem.mask_shape
@@ -116,13 +142,29 @@ class Example:
 
     @property
     def allowed(self) -> Any:
-        """`dense_mask`, all True without a mask."""
+        """The mask as a bool array, all True where there is no mask.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2), mask=np.array([[True, False]]))
+        >>> example.but(mask=None).allowed
+        array([[ True,  True]])
+        """
         shape = (*self.problem.lse_shape(), self.problem.seqlen_kv)
         return np.ones(shape, bool) if self.mask is None else self.dense_mask
 
     @functools.cached_property
     def exact(self) -> Bounds:
-        """The oracle's o and lse, and with `do` its dq, dk and dv, under the names that the bounds have."""
+        """The oracle's o and lse, and with `do` its dq, dk and dv, under the names that the bounds have.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2), mask=np.array([[True, False]]))
+        >>> example.exact.o.astype(float)
+        array([[1., 0.]])
+        """
         o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale)
         if self.do is None:
             return Bounds(o=o, lse=lse)
@@ -132,12 +174,28 @@ class Example:
 
     @functools.cached_property
     def bounds(self) -> Bounds:
-        """`cuflash.error_bound` of these operands."""
+        """The bounds of `cuflash.error_bound` for these operands.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2), mask=np.array([[True, False]]))
+        >>> example.bounds.o.shape
+        (1, 2)
+        """
         return self._bounds(probable=False)
 
     @functools.cached_property
     def probable_bounds(self) -> Bounds:
-        """The same for rounding errors that do not conspire; for thousands of keys."""
+        """Bounds for rounding errors that do not all point one way, for thousands of keys.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2), mask=np.array([[True, False]]))
+        >>> bool((example.probable_bounds.o <= example.bounds.o).all())
+        True
+        """
         return self._bounds(probable=True)
 
     def _bounds(self, probable: bool) -> Bounds:

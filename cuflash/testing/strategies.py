@@ -350,16 +350,16 @@ class Structure:
     layouts : tuple of str
         Memory layouts of q, k, v, do and dlse; see `laid_out`.
     values : str
-        Distribution of the values: "normal", "lattice" (integers -2..2), "constant" (each operand one number), "outliers" (one element in 50 is
-        10 times as large), "small" (1e-3 times normal), "large" (v and do 100 times normal), "rising" (k grows from key
-        to key, and with it the scores).
+        Distribution of the values: "normal", "lattice" (integers -2..2), "constant" (each operand one number),
+        "outliers" (one element in 50 is 10 times as large), "small" (1e-3 times normal), "large" (v and do 100 times
+        normal), "rising" (k grows from key to key, and with it the scores).
     has_dlse : bool
         Whether there is a dlse; otherwise it is None.
     seed : int
         Seed of the values.
     non_finite : tuple of (operand, place, value)
-        Elements that are not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the elements of
-        q, k, v, do or dlse.
+        Elements that are not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the
+        elements of q, k, v, do or dlse.
 
     Examples
     --------
@@ -403,7 +403,18 @@ class Structure:
         return f"Structure({', '.join(changed)})"
 
     def example(self) -> Example:
-        """The operands, filled by a generator of `seed`."""
+        """Make the operands, filled by a generator of `seed`.
+
+        Returns
+        -------
+        Example
+            The operands, and their exact results and bounds when they are asked for.
+
+        Examples
+        --------
+        >>> Structure(seqlen_q=3, seqlen_kv=5).example().k.shape
+        (1, 5, 8)
+        """
         rng = np.random.default_rng(self.seed)
         heads_q, heads_kv = ((self.num_heads,), (self.num_kv_heads,)) if self.has_heads else ((), ())
         batch = self.mask_shape.batch if self.has_heads else ()
