@@ -1,4 +1,4 @@
-"""What counts as an array here: its namespace, its dtypes, and arrays that are only a shape and a dtype."""
+"""Kinds of arrays that the library takes: namespaces, dtypes, and arrays that are only a shape and a dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a correct result may be from the exact one: element-wise bounds computed from the inputs.
+"""Bounds on how far a correct result may be from the exact one, for each element, computed from the inputs.
 
 Every bound is the first-order error analysis of one flash-attention pass, evaluated on the caller's own numbers, so it
 is small where the data are tame and large where they are not. Nothing in it was fitted. The notation of the derivation:

@@ -1,4 +1,4 @@
-"""What this machine can run, and what to do about the rest: ``python -m cuflash``."""
+"""Report on this machine: what it can run, and what to do about the rest; ``python -m cuflash`` prints it."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _cupy(subject: str) -> Finding:
         subject=subject,
         status="missing",
         detail="not installed",
-        advice="only for a GPU: pip install 'cuflash[cuda13]', or [cuda12] for a driver older than CUDA 13",
+        advice="only for a GPU: pip install '.[cuda13]' in a clone, or '.[cuda12]' for a driver older than CUDA 13",
     )
 
 

@@ -1,4 +1,4 @@
-"""Partial attention states are a monoid: what `merge` adds up, with identity (0, -inf)."""
+"""Merge attention over disjoint keys: pairs (o, lse) form a monoid with the identity (0, -inf)."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ Arithmetic is float64 whatever comes in; long double and complex arguments keep 
 told from error (long double) and the forward differentiated by a complex step of 1e-20. What `numpy.errstate` asks for
 is raised. Nothing of the tiled code is used, and nothing of it may come to be used, since the two check each other.
 
-NaN and infinities follow the README's rule. The whole matrix counts as one partial block: P and dS are 0 at every
-place that the mask leaves out, and 0 times a NaN or infinity of v, k, q or do there is NaN.
+NaN and infinities follow the rule of docs/semantics.md. The whole matrix counts as one partial block: P and dS are 0 at
+every place that the mask leaves out, and 0 times a NaN or infinity of v, k, q or do there is NaN.
 """
 
 from __future__ import annotations

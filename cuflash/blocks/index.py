@@ -30,7 +30,7 @@ from .classify_on_device import classify_grid, column_lists, entry_grid, entry_r
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockIndex:
-    """Which blocks of the score matrix are absent, full or partial, and what the partial ones hold.
+    """The blocks of a mask: absent, full or partial, and the elements of the partial ones.
 
     Parameters
     ----------
@@ -620,7 +620,7 @@ class BlockIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexReport:
-    """What `BlockIndex.report` counts, summed over the index's batch and heads.
+    """The counts of `BlockIndex.report`, summed over the index's batch and heads.
 
     Examples
     --------

@@ -32,7 +32,7 @@ _CUPY_ADDS = {"ftz": True, "device_as_default_execution_space": True}
 
 _KNOWS_NO_CACHE = (12, 9)  # NVRTC: older ones refuse the option
 _WITHOUT_ASKING = 48 << 10  # dynamic shared memory, bytes
-_PACKAGES = "pip install 'cuflash[cuda13]', or [cuda12] for a driver older than CUDA 13"
+_PACKAGES = "pip install '.[cuda13]' in a clone of cuflash, or '.[cuda12]' for a driver older than CUDA 13"
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")

@@ -1,4 +1,4 @@
-"""Masks as mathematics: who may see whom.
+"""Masks describe which keys each query attends.
 
 >>> import numpy as np
 >>> mask = Causal() & SlidingWindow(1, 0)

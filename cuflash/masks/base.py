@@ -84,7 +84,7 @@ def length_reasons(shape: MaskShape) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Who may see whom: True where query i of head h in batch entry b attends key j.
+    """Base of all masks: True where query i of head h in batch entry b attends key j.
 
     Combine masks by ``&``, ``|`` and ``~``. ``bool(mask)`` raises, since ``and``, ``or`` and ``not`` would ask for it.
     Masks that hold no arrays compare by value and can be hashed; array contents are never hashed or copied.

@@ -100,7 +100,7 @@ def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Causal(_Aligned):
-    """A query sees no later key.
+    """Each query attends the keys up to its diagonal, and no later one.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What it means for attention to be right: three tiers of assertions over one record of operands.
+"""Assertions about the results of an attention function, in three tiers, over one record of operands.
 
 =====  ============================================  ======================================================
 tier   asks                                          sees

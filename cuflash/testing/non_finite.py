@@ -1,4 +1,4 @@
-"""Which results are NaN, or infinite, where operands are: the README's rule, told by booleans over pairs of places.
+"""Predict which results are NaN or infinite, by the rule of docs/semantics.md, from booleans over pairs of places.
 
 >>> import numpy as np
 >>> example = Example(q=np.zeros((2, 1)), k=np.zeros((2, 1)), v=np.array([[1.0], [np.inf]]), mask=np.tri(2, dtype=bool))
@@ -21,7 +21,7 @@ __all__ = ["Expected", "assert_non_finite", "assert_not_finite_where_due", "expe
 
 
 class Expected(NamedTuple):
-    """What a result's elements must be, each a bool array in the shape of the result.
+    """Classes of a result's elements, each a bool array in the shape of the result.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ def _assert_all(name: str, result: Any, must: Any, does: Any, words: str, exampl
 
 
 def expected(example: Example) -> dict[str, Expected]:
-    """What o and lse, and with `do` also dq, dk and dv, must be."""
+    """Classify the elements of o and lse, and with `do` also of dq, dk and dv."""
     score, allowed, holds = _pairs(example)
     is_hidden = allowed & np.isneginf(score)  # of weight 0
     is_nan_row = (allowed & (np.isnan(score) | np.isposinf(score))).any(axis=-1)
