@@ -6,17 +6,21 @@
 (8, 256, 64)
 """
 
-from . import masks as masks, patterns as patterns, reference as reference
+from . import masks as masks, patterns as patterns, reference as reference, scores as scores
 from .api import attention, attention_vjp, plan, precompile
 from .arrays import ShapeDtype
 from .blocks.index import BlockIndex
 from .bounds import Bounds, error_bound
+from .cache import KVCache
+from .calculators import kv_cache_bytes, largest_length, memory
 from .compiler.nvrtc import cache_info
 from .doctor import doctor
 from .errors import CompileError, UnsupportedProblem
 from .merging import merge
+from .packing import pack, unpack
 from .planning.device import DeviceSpec
 from .plans import Executable, Gradients
+from .scores import Score
 
 __version__ = "0.1.0"
 
@@ -27,6 +31,8 @@ __all__ = [
     "DeviceSpec",
     "Executable",
     "Gradients",
+    "KVCache",
+    "Score",
     "ShapeDtype",
     "UnsupportedProblem",
     "attention",
@@ -34,10 +40,16 @@ __all__ = [
     "cache_info",
     "doctor",
     "error_bound",
+    "kv_cache_bytes",
+    "largest_length",
     "masks",
+    "memory",
     "merge",
+    "pack",
     "patterns",
     "plan",
     "precompile",
     "reference",
+    "scores",
+    "unpack",
 ]

@@ -43,6 +43,9 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     o = sum_p exp(lse_p - lse) o_p with lse = log sum_p exp(lse_p): the rescaling of FlashAttention-2
     (arXiv 2307.08691, section 3.1), applied to finished parts. Sums run in float32 (float64 for float64).
 
+    A sink counts once: give it to the call that computes one of the parts, and to no other. It is itself a part, with
+    o = 0 and lse = sink, so that ``attention(..., sink=sink)`` is ``merge([o, 0 * o], [lse, sink])``.
+
     A row is NaN, o and lse, if lse of some part is NaN or +inf there, as it is if one score is. A part whose lse is
     -inf adds nothing to the row, whatever its o holds; NaN and infinities in o of any other part reach o, however small
     the part's weight.

@@ -20,9 +20,13 @@ import scipy.sparse
 
 from .arrays import Array, describe, flag_reasons, is_int, is_number, whole_number
 from .errors import UnsupportedProblem, collecting
-from .masks.base import MAX_SEQLEN, UNBOUNDED, Intervals, Mask, count_reasons, widened
+from .masks.base import Mask
+from .masks.block_pattern import BlockPattern
 from .masks.block_set import block_pair
-from .masks.library import BlockPattern, Causal, Dilated, Lengths, SlidingWindow
+from .masks.coordinates import UNBOUNDED, Intervals, widened
+from .masks.diagonal import Causal, Dilated, SlidingWindow
+from .masks.lengths import Lengths
+from .masks.shape import MAX_SEQLEN, count_reasons
 
 __all__ = ["bigbird", "butterfly", "checkerboard", "fixed", "longformer", "random", "sink_local", "strided"]
 

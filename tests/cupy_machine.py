@@ -198,12 +198,13 @@ class Cupy(cupy_double.Double):
         if self.stream.is_capturing():
             raise cupy_double.CUDARuntimeError(f"{what}: operation not permitted when stream is capturing")
 
-    def _compiled(self, code: str, name: str, options: tuple[str, ...], log_stream: Any) -> Any:
+    def _loaded(self, code: str, options: tuple[str, ...], log_stream: Any) -> Any:
         self.waits("compiling")
-        made = super()._compiled(code, name, options, log_stream)
-        function = Function(name, made.module)
+        return super()._loaded(code, options, log_stream)
+
+    def _function(self, module: Any, code: str, name: str) -> Any:
+        function = Function(super()._function(module, code, name).name, module)
         function.machine, function.spec = self, self.specs[code]
-        self.functions.append(function)
         return function
 
     # Arrays.

@@ -9,7 +9,7 @@ from test_masks import SHAPES_AND_MASKS
 
 from cuflash import BlockIndex, UnsupportedProblem, masks
 from cuflash.blocks.classify import Kind
-from cuflash.masks.library import MaskShape
+from cuflash.masks import MaskShape
 from cuflash.testing import strategies
 
 BLOCKS = st.tuples(st.integers(1, 12), st.integers(1, 12))

@@ -17,8 +17,8 @@ from test_work_list import TILES, rebuilt
 from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, attention, masks, patterns, plan
 from cuflash.blocks import classify_on_device as whole_grid
 from cuflash.blocks.classify import Kind
-from cuflash.masks.base import held_arrays
-from cuflash.masks.library import MaskShape
+from cuflash.masks.content import held_arrays
+from cuflash.masks import MaskShape
 from cuflash.compiler.params_layout import WORK
 from cuflash.testing import strategies
 from cuflash.blocks.work_list import IntervalWork, ListedWork, requested_mask, work_list

@@ -8,7 +8,7 @@ from test_device_masks import LARGE, assert_same_blocks, assert_same_lists, sent
 
 from cuflash import BlockIndex, masks, patterns
 from cuflash.arrays import namespace
-from cuflash.masks.library import MaskShape
+from cuflash.masks import MaskShape
 from cuflash.blocks.work_list import IntervalWork, ListedWork, requested_mask, work_list
 
 pytestmark = pytest.mark.gpu

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import cuflash
 import numpy as np
 import pytest
 from cuflash.compiler.nvrtc import Resources
@@ -1008,7 +1009,7 @@ def test_what_cannot_be_compared_is_named(
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["speed_vs_peers", "block_sparsity", "gpu_proof"])
+@pytest.mark.parametrize("name", ["speed_vs_peers", "block_sparsity", "gpu_proof", "score_functions"])
 def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, capsys, monkeypatch, name: str) -> None:
     for package in ("cupy", "torch"):
         monkeypatch.setitem(sys.modules, package, None)
@@ -1021,8 +1022,11 @@ def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, ca
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("speed_vs_peers", {}), ("block_sparsity", {"gpu": True}), ("tile_sweep", {"gpu": True}), ("gpu_proof", {})],
-)
+    [
+        ("speed_vs_peers", {}), ("block_sparsity", {"gpu": True}), ("tile_sweep", {"gpu": True}), ("gpu_proof", {}),
+        ("score_functions", {}),
+    ],
+)  # fmt: skip
 def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.MonkeyPatch, name: str, options) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     experiment = load(name)
@@ -1339,3 +1343,16 @@ def test_the_readme_of_the_data_tells_the_same_hash() -> None:
         provenance = json.loads(str(archive["provenance"]))
     readme = (EXPERIMENTS / "data" / "README.md").read_text()
     assert provenance["weights_sha256"] in readme and provenance["date"] in readme
+
+
+def test_every_timed_score_is_a_call_with_the_gradients_that_it_names(load) -> None:
+    experiment = load("score_functions")
+    *operands, do = (x.astype(np.float32) for x in experiment.inputs(2, 40, 8))
+    plain = cuflash.attention(*operands)
+    for name, case in experiment.CASES.items():
+        arrays = case.arrays(2, 40)
+        o, vjp = cuflash.attention_vjp(*operands, wrt=case.wrt, **case.options(arrays))
+        assert o.shape == plain.shape and not np.array_equal(o, plain), name
+        gradients = vjp(do)
+        for wanted in case.wrt:
+            assert gradients[wanted].shape == arrays[wanted].shape and gradients[wanted].any(), name

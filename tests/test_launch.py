@@ -364,6 +364,7 @@ MASKS_OF_ARRAYS = {
     "Dense": lambda take: masks.Dense(take(TRI)),
     "Documents": lambda take: masks.Documents(take(IDS)),
     "Documents of two": lambda take: masks.Documents(take(IDS), take(IDS + 1)),
+    "Sequences": lambda take: masks.Sequences(take(np.array([0, 9, 40])), causal=True),
     "Lengths": lambda take: masks.Lengths(q=take(np.array(30)), kv=take(np.array(17))),
     "PrefixLM": lambda take: masks.PrefixLM(take(np.array(7))),
     "BlockPattern": lambda take: masks.BlockPattern(take(TRI[:5, :5]), 8),

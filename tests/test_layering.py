@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
-ROOMS = """errors arrays memory masks patterns reference blocks planning compiler sim executors plans merging bounds api
-doctor cuflash __main__ testing""".split()
+ROOMS = """errors arrays memory scores masks patterns reference blocks planning compiler sim executors plans merging
+packing bounds api cache calculators doctor cuflash __main__ testing""".split()
 MODULES = {
     ".".join(path.relative_to(ROOT / "cuflash").with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "cuflash").rglob("*.py")
@@ -26,8 +26,10 @@ MODULES = {
 PACKAGES = {"cuflash"} | {module.rpartition(".")[0] for module in MODULES if "." in module}
 
 THIRD_PARTY = {
+    "testing.formulas": {"hypothesis", "ml_dtypes"},
     "arrays": {"ml_dtypes"},
-    "masks.library": {"scipy"},
+    "masks.arrays": {"scipy"},
+    "masks.block_pattern": {"scipy"},
     "patterns": {"scipy"},
     "blocks.index": {"scipy"},
     "bounds": {"ml_dtypes", "scipy"},
@@ -244,7 +246,7 @@ def test_a_planted_violation_is_caught(room: str, source: str) -> None:
     ("room", "source"),
     [
         ("api", "import numpy as np\nfrom .masks import Causal\nfrom . import masks"),
-        ("masks.library", "from .base import Band\nfrom ..errors import UnsupportedProblem"),
+        ("masks.arrays", "from .base import Band\nfrom ..errors import UnsupportedProblem"),
         ("cuflash", "from . import masks\nfrom .api import attention\nfrom .doctor import doctor"),
         ("testing.properties", "from hypothesis import given\nfrom .. import masks, attention\nfrom .oracle import x"),
         ("testing", "from .oracle import check\nfrom . import strategies"),

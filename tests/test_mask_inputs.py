@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import UnsupportedProblem, api, masks, patterns
-from cuflash.masks import base as mask
-from cuflash.masks.base import MAX_SEQLEN, And, Band, Mask, MaskShape, Or, content
+from cuflash.masks.base import And, Band, Mask, Or
+from cuflash.masks.content import content, held_arrays
+from cuflash.masks.shape import MAX_SEQLEN, MaskShape
 from cuflash.testing import strategies
 from cuflash.blocks.work_list import work_list
 
@@ -128,7 +129,7 @@ def numbered_table(name, arguments):
 def check_numbers(library, name_and_arguments, executor):
     name, arguments = name_and_arguments
     made, expected = numbered_mask(library, name, arguments, "top_left"), numbered_table(name, arguments)
-    shape = part(library, "masks.base").MaskShape((), 1, *LENGTHS)
+    shape = part(library, "masks.shape").MaskShape((), 1, *LENGTHS)
     assert (made.dense(shape)[0] == expected).all()
     assert ((~made).dense(shape)[0] == ~expected).all()
     lists = part(library, "blocks.work_list")
@@ -166,7 +167,7 @@ def test_numbers_of_every_kind_and_size_mean_the_same_to_kernels(name_and_argume
 
 def check_shapes(library, kind):
     """Differences of lengths, and products of processors, do not wrap around."""
-    shape_of = part(library, "masks.base").MaskShape
+    shape_of = part(library, "masks.shape").MaskShape
     shape, plain = shape_of((kind(1),), kind(1), kind(9), kind(6)), shape_of((1,), 1, 9, 6)
     assert shape == plain and {type(extent) for extent in (*shape.batch, *shape[1:])} == {int}
     causal = part(library, "masks").Causal("bottom_right")
@@ -243,7 +244,7 @@ def test_what_is_no_number_is_refused_in_words(name):
 
 def check_coordinates(library, kind, drawn):
     """A mask adds its own numbers to coordinates, which need not fit their dtype."""
-    found, shape = part(library, "masks"), part(library, "masks.base").MaskShape((), 1, 9, 9)
+    found, shape = part(library, "masks"), part(library, "masks.shape").MaskShape((), 1, 9, 9)
     grid = np.ogrid[:1, :1, :9, :9]
     narrow = [side.astype(kind) for side in grid]
     wide = ~found.Band(-200, 300) | found.Dilated(300) | part(library, "patterns").fixed(300, 295)
@@ -287,7 +288,7 @@ def documents(draw):
 def check_documents(library, drawn):
     q_ids, kv_ids, is_in_order = drawn
     made = part(library, "masks").Documents(q_ids, kv_ids)
-    shape = part(library, "masks.base").MaskShape((), 1, *LENGTHS)
+    shape = part(library, "masks.shape").MaskShape((), 1, *LENGTHS)
     expected = np.array([[int(own) == int(other) for other in kv_ids] for own in q_ids])
     assert (made.dense(shape)[0] == expected).all()
     assert (np.broadcast_to(made(*np.ogrid[:1, :1, : LENGTHS[0], : LENGTHS[1]]), (1, 1, *LENGTHS)) == expected).all()
@@ -323,7 +324,7 @@ def test_lengths_of_all_dtypes_are_compared_exactly(kv):
 
 def check_limits(library):
     """The longest lengths, and the most matrices and tiles, are taken, and one more is refused."""
-    spec, most, made = library.DeviceSpec.gpu("A100"), part(library, "masks.base").MAX_SEQLEN, part(library, "masks")
+    spec, most, made = library.DeviceSpec.gpu("A100"), part(library, "masks.shape").MAX_SEQLEN, part(library, "masks")
 
     def planned(q, k, **options):
         q, k = (library.ShapeDtype(shape, "float32") for shape in (q, k))
@@ -394,7 +395,8 @@ def check_answers(library):
         def __call__(self, b, h, i, j):
             return self.rule(b, h, i, j)
 
-    found, shape = part(library, "masks"), bases.MaskShape((), 2, 8, 8)
+    found = part(library, "masks")
+    shape = found.MaskShape((), 2, 8, 8)
     kinds = {found.FromFunction: "FromFunction's function", Answers: "Answers's __call__"}
     for (kind, who), (rule, words) in itertools.product(kinds.items(), WRONG_ANSWERS.values()):
         for made in (kind(rule), kind(rule) & found.Causal(), ~kind(rule) | found.Band(0, 0)):
@@ -648,7 +650,7 @@ def test_a_mask_of_any_class_is_copied_and_sent_whole(name):
 
 def check_classes(library):
     """Neither classes of the user's, nor what they define, lead to another mask's plan."""
-    bases, found = part(library, "masks.base"), part(library, "masks")
+    bases, found, contents = part(library, "masks.base"), part(library, "masks"), part(library, "masks.content")
 
     class Plain(bases.Mask):
         def __init__(self, n):
@@ -709,7 +711,7 @@ def check_classes(library):
             q, v = np.zeros((8, 1), np.float32), np.eye(8, dtype=np.float32)
             assert ((library.plan(q, q, v, mask=made(n)).forward(q, q, v)[0] > 0) == expected).all()
     with pytest.raises(TypeError, match="is not hashed, since it is no dataclass itself"):
-        bases.content(AsItsParent(kv=3))
+        contents.content(AsItsParent(kv=3))
 
 
 def test_no_class_leads_to_the_plan_of_another_mask():
@@ -763,17 +765,17 @@ ALIKE += [np.dtype("i4"), np.dtype("u4")]
 
 def check_types(library):
     """Values that Python takes for equal are told apart by their types."""
-    bases = part(library, "masks.base")
+    bases, contents = part(library, "masks.base"), part(library, "masks.content")
 
     @dataclass(frozen=True)
     class Own(bases.Mask):
         value: object
 
     for one, other in itertools.combinations(ALIKE, 2):
-        assert bases.content(Own(one)) != bases.content(Own(other)), (one, other)
+        assert contents.content(Own(one)) != contents.content(Own(other)), (one, other)
     for one in ALIKE:
-        assert bases.content(Own(one)) == bases.content(Own(one))
-        assert bases.content(Own(one)) == bases.content(Own(copy.deepcopy(one)))
+        assert contents.content(Own(one)) == contents.content(Own(one))
+        assert contents.content(Own(one)) == contents.content(Own(copy.deepcopy(one)))
 
 
 def test_equal_numbers_of_unlike_types_are_not_one():
@@ -807,7 +809,7 @@ def test_arrays_of_plain_masks_are_where_the_library_looks_for_them():
 
     table = np.ones(3)
     for kind in (Kept, KeptInSlot):
-        assert list(mask.held_arrays(kind(table) & masks.Causal())) == [table]
+        assert list(held_arrays(kind(table) & masks.Causal())) == [table]
         there = kind(table).to(lambda array: array + 1)
         assert (there.table == 2).all() and type(there) is kind
 
@@ -846,7 +848,7 @@ def deep(library, count):
 
 def check_tree(library, made, allowed):
     """All that a mask can be asked, of one that is wider and deeper than Python's stack."""
-    shape = part(library, "masks.base").MaskShape((), 1, 8, 8)
+    shape = part(library, "masks.shape").MaskShape((), 1, 8, 8)
     try:
         assert (made.dense(shape)[0] == allowed).all()
         assert bool(made(0, 0, 3, 2)) == allowed[3, 2]
@@ -854,7 +856,7 @@ def check_tree(library, made, allowed):
         may, must = resolved.rectangle(0, 0, np.array([2]), np.array([3]), np.array([5]), np.array([6]))
         assert may[0] >= allowed[2, 5] >= np.all(must)
         assert made.natural_block is None and made.has_intervals == (made.intervals(0, 0, 0) is not None)
-        assert list(part(library, "masks.base").held_arrays(made)) == []
+        assert list(part(library, "masks.content").held_arrays(made)) == []
         assert made == made.to(np.copy) and hash(made) == hash(made.to(np.copy)) and made != ~made
         assert pickle.loads(pickle.dumps(made)) == made == copy.deepcopy(made) == copy.copy(made)
         assert repr(made).count("(") == repr(made).count(")") > 100

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash import UnsupportedProblem, masks, patterns
-from cuflash.masks.library import MaskShape
+from cuflash.masks import MaskShape
 from cuflash.testing import strategies
 
 SHAPES = st.builds(

@@ -44,6 +44,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "masks.Lengths": lambda: masks.Lengths(q=30, kv=np.array(17)),
     "masks.Mask": lambda: masks.Causal() & ~masks.SlidingWindow(2, 2) | masks.Lengths(kv=3),
     "masks.PrefixLM": lambda: masks.PrefixLM(7),
+    "masks.Sequences": lambda: masks.Sequences.of([17, 0, 23], causal=True),
     "masks.SlidingWindow": lambda: masks.SlidingWindow(4, None),
     "patterns.bigbird": lambda: patterns.bigbird(40, block=4),
     "patterns.butterfly": lambda: patterns.butterfly(40, block=4),

@@ -10,7 +10,7 @@ from test_masks import SHAPES_AND_MASKS
 
 from cuflash import BlockIndex, DeviceSpec, ShapeDtype, masks, patterns, plan
 from cuflash.blocks.classify import Kind
-from cuflash.masks.library import MaskShape
+from cuflash.masks import MaskShape
 from cuflash.blocks.work_list import IntervalWork, ListedWork, requested_mask, work_list
 
 TILES = st.tuples(st.integers(1, 12), st.integers(1, 12))

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array, Namespace
-from ..masks.base import And, Mask, MaskShape, elements
+from ..masks.base import And, Mask, elements
+from ..masks.shape import MaskShape
 from ..masks.block_set import BlockSet
 
 _BLOCKS_AT_ONCE = 1 << 20  # blocks classified in one sweep: bounds the memory of compiling a mask

@@ -12,18 +12,12 @@ import scipy.sparse
 
 from ..arrays import Array, describe, is_array, namespace, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting
-from ..masks.base import (
-    LeadingArray,
-    Mask,
-    MaskShape,
-    count_reasons,
-    length_reasons,
-    mask_namespace,
-    shape_reasons,
-    without_memos,
-)
+from ..masks.base import Mask
+from ..masks.block_pattern import BlockPattern
 from ..masks.block_set import BlockSet, block_pair
-from ..masks.library import BlockPattern
+from ..masks.content import mask_namespace, without_memos
+from ..masks.coordinates import LeadingArray
+from ..masks.shape import MaskShape, count_reasons, length_reasons, shape_reasons
 from .classify import Kind, classify, pack, pointers, unpack
 from .classify_on_device import classify_grid, column_lists, entry_grid, entry_rows, transposed_tiles
 
@@ -89,7 +83,7 @@ class BlockIndex:
     lo: Array | None = None
     hi: Array | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Any:
         return without_memos(self)
 
     # Making one

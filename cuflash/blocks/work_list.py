@@ -14,8 +14,12 @@ import numpy as np
 
 from ..arrays import Array, Namespace, describe, is_flag, is_int, namespace, to_host
 from ..errors import UnsupportedProblem, collecting
-from ..masks.base import And, Band, Mask, MaskShape, held_arrays, intersection, mask_namespace, without_memos
-from ..masks.library import BlockPattern, Causal, Dense, SlidingWindow, alignment_reason
+from ..masks.arrays import Dense
+from ..masks.base import And, Band, Mask, intersection
+from ..masks.block_pattern import BlockPattern
+from ..masks.content import held_arrays, mask_namespace, without_memos
+from ..masks.diagonal import Causal, SlidingWindow, alignment_reason
+from ..masks.shape import MaskShape
 from .classify import Kind, extents, row_intervals, unpack
 from .classify_on_device import column_lists, longest_first
 from .index import BlockIndex, IndexGrid, IndexMask
@@ -47,7 +51,7 @@ class IntervalWork:
     lo: Array | None = None
     hi: Array | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Any:
         return without_memos(self)
 
     @property
@@ -143,7 +147,7 @@ class ListedWork:
 
     index: BlockIndex
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Any:
         return without_memos(self)
 
     @property

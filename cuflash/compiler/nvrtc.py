@@ -423,10 +423,10 @@ def _load(cupy: Any, spec: KernelSpec, architecture: str) -> tuple[Any, Compiled
     text = source(spec)
     dumped = _dump(spec, architecture, text)
     log = _Log()
-    raw = cupy.RawKernel(text, spec.name, (*_OPTIONS, f"-arch={architecture}"))
+    module = cupy.RawModule(code=text, options=(*_OPTIONS, f"-arch={architecture}"))
     try:
-        raw.compile(log_stream=log)
-        function, said, is_from_cache = raw.kernel, log.getvalue(), not log.is_written
+        module.compile(log_stream=log)
+        function, said, is_from_cache = module.get_function(spec.name).kernel, log.getvalue(), not log.is_written
     except cupy.cuda.compiler.CompileException as error:
         raise _failure(spec, architecture, str(error), version, dumped) from None
     except (OSError, cupy.cuda.driver.CUDADriverError) as error:

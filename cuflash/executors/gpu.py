@@ -368,7 +368,7 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check 
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
     assert plan.kernels is not None
     run_pass(plan, plan.kernels.backward, arrays, check)
-    keep(plan, *(arrays[name] for name in ("dq", "dk", "dv")))
+    keep(plan, *(arrays[name] for name in plan.gradients))
 
 
 _captured: WeakKeyDictionary[KernelPlan, list[Array]] = WeakKeyDictionary()

@@ -77,6 +77,7 @@ class BoundPass:
         self._allocate = machine.allocator(kernels.workspaces)
         grids = [(launch, launch.grid(num_batch)) for launch in kernels.launches.values()]
         self.launches = tuple((launch, grid) for launch, grid in grids if grid)
+        self._zeroed = tuple(self._names.index(name) for name in kernels.zeroed)
         names = [feature.name for feature in kernels.features]
         self._launchers = [
             (
@@ -93,6 +94,8 @@ class BoundPass:
         made = self._allocate(stream) if check is None else self._checked_workspaces(check)
         every = [*arrays, *made]
         self._lists.use(stream)
+        for place in self._zeroed:
+            every[place].fill(0)
         records = self._params.at(list(map(self._machine.address, every)))
         for launch, params_of, features, start in self._launchers:
             for record in records:

@@ -1,6 +1,8 @@
 """Masks describe which keys each query attends.
 
->>> import numpy as np
+Frozen descriptions, combined by ``& | ~``. A mask holds no lengths but those it is about, so one mask serves many
+problems; what it can be asked stands in `Mask`.
+
 >>> mask = Causal() & SlidingWindow(1, 0)
 >>> mask.dense(MaskShape((), 1, 4, 4))[0].astype(int)
 array([[1, 0, 0, 0],
@@ -9,18 +11,14 @@ array([[1, 0, 0, 0],
        [0, 0, 1, 1]])
 """
 
-from .base import Band, Mask, MaskShape
-from .library import (
-    BlockPattern,
-    Causal,
-    Dense,
-    Dilated,
-    Documents,
-    FromFunction,
-    Lengths,
-    PrefixLM,
-    SlidingWindow,
-)
+from .arrays import Dense, FromFunction
+from .base import Band, Mask
+from .block_pattern import BlockPattern
+from .diagonal import Causal, Dilated, PrefixLM, SlidingWindow
+from .documents import Documents
+from .lengths import Lengths
+from .sequences import Sequences
+from .shape import MaskShape
 
 __all__ = [
     "Band",
@@ -34,5 +32,6 @@ __all__ = [
     "Mask",
     "MaskShape",
     "PrefixLM",
+    "Sequences",
     "SlidingWindow",
 ]

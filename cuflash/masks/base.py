@@ -8,82 +8,20 @@ which may be wider and deeper than Python's stack.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from copyreg import __newobj__  # type: ignore[attr-defined]
-from dataclasses import dataclass, fields, is_dataclass, replace
-from enum import Enum
-from functools import cached_property, lru_cache
-from math import prod
+from dataclasses import dataclass
 from operator import and_, or_
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Self
 
-import numpy as np
-
-from ..arrays import Array, Namespace, describe, is_array, is_int, namespace, whole_number
+from ..arrays import Array, describe, is_int, namespace
 from ..errors import UnsupportedProblem, collecting
-
-MAX_SEQLEN = 1 << 30  # the sum of two lengths, or of a length and a tile, fits int32
-UNBOUNDED = 1 << 62  # beyond any key; a coordinate may be added to it, or taken from it, in int64
-
-Intervals: TypeAlias = tuple[Array, Array]
-
-
-class _Extents(NamedTuple):
-    batch: tuple[int, ...]
-    num_heads: int
-    seqlen_q: int
-    seqlen_kv: int
-
-
-class MaskShape(_Extents):
-    """The shape that a mask is resolved for: leading axes, query heads and the two lengths.
-
-    Parameters
-    ----------
-    batch : tuple of int
-        Extents of the axes before the heads.
-    num_heads : int
-        Query heads.
-    seqlen_q, seqlen_kv : int
-        Lengths of queries and keys, in tokens.
-
-    Examples
-    --------
-    >>> MaskShape((2, 3), 8, 128, 256).num_batch
-    6
-    """
-
-    __slots__ = ()
-
-    def __new__(cls, batch: tuple[int, ...], num_heads: int, seqlen_q: int, seqlen_kv: int) -> MaskShape:
-        return super().__new__(
-            cls,
-            tuple(whole_number("an extent of batch", extent, 0) for extent in batch),
-            whole_number("num_heads", num_heads, 0),
-            whole_number("seqlen_q", seqlen_q, 0),
-            whole_number("seqlen_kv", seqlen_kv, 0),
-        )
-
-    @property
-    def num_batch(self) -> int:
-        return prod(self.batch)
-
-
-def length_reasons(shape: MaskShape) -> list[str]:
-    """Why lists and kernels, which count in int32, do not take these lengths; a mask itself takes any."""
-    instead = {
-        "seqlen_q": "call once for each part of the queries",
-        "seqlen_kv": "attend to each part of the keys, and cuflash.merge the results",
-    }
-    return [
-        f"{name} must be at most {MAX_SEQLEN}; got {getattr(shape, name)}: {advice}"
-        for name, advice in instead.items()
-        if getattr(shape, name) > MAX_SEQLEN
-    ]
+from .content import Described, mask_namespace
+from .coordinates import UNBOUNDED, Intervals, checked_answer, clipped, widened
+from .shape import MaskShape
 
 
 @dataclass(frozen=True, eq=False)
-class Mask:
+class Mask(Described):
     """Base of all masks: True where query i of head h in batch entry b attends key j.
 
     Combine masks by ``&``, ``|`` and ``~``. ``bool(mask)`` raises, since ``and``, ``or`` and ``not`` would ask for it.
@@ -223,34 +161,6 @@ class Mask:
         """
         return self
 
-    def to(self, convert: Callable[[Array], Array]) -> Mask:
-        """The same mask with each array converted: ``mask.to(cupy.asarray)`` copies a mask's arrays to the device.
-
-        Parameters
-        ----------
-        convert : callable
-            Takes an array and returns another.
-
-        Returns
-        -------
-        Mask
-            A mask of the same kind.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from cuflash import masks
-        >>> (masks.Lengths(kv=np.array([3, 5])) & masks.Causal()).to(np.copy)
-        And(operands=(Lengths(q=None, kv=array([3, 5])), Causal(align=None)))
-        """
-        if "__dataclass_fields__" in vars(type(self)):
-            parts = {field.name: _converted(getattr(self, field.name), convert) for field in fields(self) if field.init}
-            return replace(self, **parts)
-        twin = copy(self)
-        for name in _held_names(twin):
-            object.__setattr__(twin, name, _converted(getattr(twin, name), convert))
-        return twin
-
     @property
     def natural_block(self) -> tuple[int, int] | None:
         """The block size that the mask is made of, if it is made of blocks.
@@ -303,22 +213,6 @@ class Mask:
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value: combine masks with & | ~ instead of and, or, not")
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mask) or type(self) is not type(other):
-            return NotImplemented
-        return self is other or _tokens(self) == _tokens(other)
-
-    def __hash__(self) -> int:
-        return hash(content(self))
-
-    def __getstate__(self) -> Any:
-        """What another process needs, where types have other hashes."""
-        state: Any = object.__getstate__(self)
-        values, *slots = state if isinstance(state, tuple) else (state,)
-        kept = (name for name in values or () if name != _CONTENT and not _is_memo(type(self), name))
-        values = {name: values[name] for name in kept}
-        return (values, *slots) if slots else values
-
     def closed_form(self, b: Array, h: Array, i: Array) -> Intervals:
         bounds = self.intervals(b, h, i)
         if bounds is None:
@@ -370,12 +264,21 @@ class Band(Mask):
     def transposed(self) -> Band:
         """The band of keys seen from the queries: lower <= i - j <= upper.
 
+        Returns
+        -------
+        Band
+            The transposed band.
+
         Examples
         --------
         >>> Band(-1, 3).transposed
         Band(lower=-3, upper=1)
         """
         return Band(_negated(self.upper), _negated(self.lower))
+
+
+def _negated(bound: int | None) -> int | None:
+    return None if bound is None else -bound
 
 
 # The algebra
@@ -418,10 +321,10 @@ class _Composed(Mask):
             raise UnsupportedProblem(dict.fromkeys(reasons))
         return found
 
-    def to(self, convert: Callable[[Array], Array]) -> Mask:
+    def to(self, convert: Callable[[Array], Array]) -> Self:
         if type(self) not in (And, Or, Not):
             return super().to(convert)
-        found: Mask = _rebuilt(self, lambda tip: tip.to(convert), _composed)
+        found: Self = _rebuilt(self, lambda tip: tip.to(convert), _composed)
         return found
 
     @property
@@ -610,27 +513,12 @@ def intersection(masks: Sequence[Mask]) -> Mask:
     return factors[0] if len(factors) == 1 else And(tuple(factors))
 
 
-def _converted(value: Any, convert: Callable[[Array], Array]) -> Any:
-    """A field of a mask with the arrays that it holds converted."""
-    if isinstance(value, Mask):
-        return value.to(convert)
-    if type(value) is tuple:
-        return tuple(_converted(part, convert) for part in value)
-    if isinstance(value, (LeadingArray, PerBatch)):
-        parts = {field.name: _converted(getattr(value, field.name), convert) for field in fields(value)}
-        return replace(value, **parts)
-    return convert(value) if is_array(value) else value
-
-
 def _itself_once_resolved(inherited: Callable[[Any, MaskShape], Mask]) -> Callable[[Any, MaskShape], Mask]:
     def resolve(self: Mask, shape: MaskShape) -> Mask:
         inherited(self, shape)  # which may refuse the shape
         return self
 
     return resolve
-
-
-# Elements, and the coordinates that masks meet
 
 
 def elements(mask: Mask, b: Array, h: Array, i: Array, j: Array) -> Array:
@@ -645,313 +533,3 @@ def elements(mask: Mask, b: Array, h: Array, i: Array, j: Array) -> Array:
     if type(allowed) is bool:
         return allowed
     return checked_answer(f"{type(mask).__name__}'s __call__", allowed, b, h, i, j)
-
-
-def checked_answer(who: str, allowed: Array, *coordinates: Array) -> Array:
-    """An answer for coordinates, if it is one."""
-    if getattr(allowed, "dtype", None) != np.bool_:
-        kind = getattr(allowed, "dtype", type(allowed).__name__)
-        raise UnsupportedProblem([f"{who} must return a boolean array; got {kind}"])
-    shapes = (getattr(coordinate, "shape", ()) for coordinate in coordinates)
-    shape, wanted = tuple(allowed.shape), np.broadcast_shapes(*shapes)
-    fits = len(shape) <= len(wanted) and all(have in (1, want) for have, want in zip(shape[::-1], wanted[::-1]))
-    if not fits:
-        raise UnsupportedProblem(
-            [
-                f"{who} must return an array that broadcasts to the shape of its coordinates, {wanted}; got shape "
-                f"{shape}: compute it from b, h, i and j, element by element"
-            ]
-        )
-    return allowed
-
-
-def widened(coordinate: Array) -> Array:
-    """A coordinate as int64, in which no sum with a bound wraps around."""
-    return coordinate if getattr(coordinate, "dtype", np.int64) == np.int64 else coordinate.astype(np.int64)
-
-
-def clipped(number: int | None) -> int | None:
-    """A bound, or a count, that may meet int64 coordinates, and says the same of each as the number itself."""
-    return None if number is None else max(-UNBOUNDED, min(number, UNBOUNDED))
-
-
-# Arrays over the leading axes
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class LeadingArray:
-    """An array whose axes before the last `trailing` broadcast over the leading axes, read without copying it."""
-
-    array: Array
-    batch: tuple[int, ...]
-    trailing: int
-
-    __hash__ = None  # type: ignore[assignment]  # contents are never hashed
-
-    @staticmethod
-    def of(array: Array, batch: tuple[int, ...], trailing: int) -> LeadingArray:
-        missing = len(batch) + trailing - array.ndim
-        return LeadingArray(array.reshape((1,) * missing + tuple(array.shape)), batch, trailing)
-
-    def at(self, b: Array, *rest: Array) -> Array:
-        """Elements at flat batch index b and the trailing coordinates; an axis of extent 1 ignores its coordinate."""
-        places: tuple[Array, ...] = (0,) * len(self.batch)
-        if any(extent != 1 for extent in self.array.shape[: len(self.batch)]):
-            places = _unravelled(b, self.batch) if len(self.batch) > 1 else (b,)
-        coordinates = (*places, *rest)
-        return self.array[tuple(c if extent != 1 else 0 for c, extent in zip(coordinates, self.array.shape))]
-
-
-def _unravelled(index: Array, extents: tuple[int, ...]) -> tuple[Array, ...]:
-    """`unravel_index`, which waits for a device to check its argument."""
-    places = []
-    for extent in reversed(extents):
-        places.append(index % extent)
-        index = index // extent
-    return tuple(reversed(places))
-
-
-@dataclass(frozen=True, slots=True)
-class PerBatch:
-    """One int, or one int per batch entry."""
-
-    value: int | LeadingArray
-
-    @staticmethod
-    def of(name: str, value: Any, batch: tuple[int, ...] | None) -> PerBatch:
-        if not is_array(value):
-            return PerBatch(min(int(value), UNBOUNDED))
-        if batch is None:
-            raise UnsupportedProblem([f"{name} given per batch entry depends on the batch: call .resolve(shape) first"])
-        reasons = leading_reasons(name, tuple(value.shape), batch)
-        if reasons:
-            raise UnsupportedProblem(reasons)
-        return PerBatch(LeadingArray.of(value, batch, 0))
-
-    def at(self, b: Array) -> Array:
-        """As int64, in which it meets coordinates."""
-        if isinstance(self.value, int):
-            return self.value
-        found = self.value.at(b)
-        return widened(namespace(found).minimum(found, UNBOUNDED) if found.dtype == np.uint64 else found)
-
-
-def count_reasons(**lengths: object) -> list[str]:
-    """Why lengths, or numbers of heads, are refused."""
-    return [
-        f"{name} must be an int from 0 to 2**63 - 1; got {describe(length)}"
-        for name, length in lengths.items()
-        if not (is_int(length) and 0 <= length < 2**63)  # type: ignore[operator]
-    ]
-
-
-def shape_reasons(shape: Any) -> list[str]:
-    """Why something is no shape that a mask can be resolved for."""
-    if not isinstance(shape, MaskShape):
-        return [f"shape must be a MaskShape(batch, num_heads, seqlen_q, seqlen_kv); got {describe(shape)}"]
-    batch = shape.batch if isinstance(shape.batch, tuple) else (None,)
-    told = f"shape's batch must be a tuple of ints from 0 to 2**63 - 1; got {describe(shape.batch)}"
-    reasons = [told] if any(count_reasons(batch=extent) for extent in batch) else []
-    lengths = {"num_heads": shape.num_heads, "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
-    return reasons + [f"shape's {reason}" for reason in count_reasons(**lengths)]
-
-
-def without_memos(value: Any) -> dict[str, Any]:
-    """The state of an object for pickles and copies: what cached properties have kept is left out, and made again."""
-    return {name: kept for name, kept in vars(value).items() if not _is_memo(type(value), name)}
-
-
-def _is_memo(kind: type, name: str) -> bool:
-    return isinstance(getattr(kind, name, None), cached_property)
-
-
-def leading_reasons(name: str, leading: tuple[int, ...], wanted: tuple[int, ...]) -> list[str]:
-    fits = len(leading) <= len(wanted) and all(have in (1, want) for have, want in zip(leading[::-1], wanted[::-1]))
-    return [] if fits else [f"{name}'s leading axes must broadcast to {wanted}; got {leading}"]
-
-
-def _negated(bound: int | None) -> int | None:
-    return None if bound is None else -bound
-
-
-# What a mask holds, and what it is
-
-
-_CONTENT = "_content_of_mask"
-
-
-class Content:
-    """What a mask is, as caches compare it: by no `__eq__` or `__hash__` that a class of the user's may define."""
-
-    __slots__ = ("_hash", "_tokens")
-
-    def __init__(self, tokens: list[Any]) -> None:
-        self._tokens, self._hash = tuple(tokens), hash(tuple(tokens))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Content) and self._tokens == other._tokens)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """None: what it was made of may have other numbers in another process."""
-        return type(None), ()
-
-
-def content(mask: Mask) -> Content:
-    """What tells a mask from all others, made once.
-
-    Raises
-    ------
-    TypeError
-        The mask may hold what it does not declare, or what may change.
-    """
-    known = mask.__dict__.get(_CONTENT)
-    if known is None:
-        tokens = _tokens(mask)
-        for token in tokens:
-            if type(token) is _Opaque:
-                raise TypeError(token.why)
-        known = mask.__dict__[_CONTENT] = Content(tokens)
-    return known
-
-
-class _Opaque:
-    """A value whose contents are not looked at: it is equal to itself alone."""
-
-    __slots__ = ("value", "why")
-
-    def __init__(self, value: Any, why: str) -> None:
-        self.value, self.why = value, why
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is _Opaque and self.value is other.value
-
-
-def _tokens(mask: Mask) -> list[Any]:
-    """All that a mask holds, in order, each value with its type, and for what has parts its type and their number."""
-    found: list[Any] = []
-    rest: list[tuple[Any, Any]] = [(mask, mask)]
-    while rest:
-        value, holder = rest.pop()
-        kind: Any = type(value)
-        if isinstance(value, Mask):
-            why = _undeclared(value)
-            if why:
-                found.append(_Opaque(value, why))
-                continue
-            parts = [getattr(value, name) for name in _Layout.of(kind).fields]
-            holder = value
-        elif kind is tuple:
-            parts = list(value)
-        elif kind is PerBatch:
-            parts = [value.value]
-        else:
-            token = _token(value)
-            if token is None:
-                why = f"{type(holder).__name__} holds {describe(value)}, whose contents are never hashed"
-                token = _Opaque(value, why)
-            found.append(token)
-            continue
-        found.append((kind, len(parts)))
-        rest.extend((part, holder) for part in reversed(parts))
-    return found
-
-
-def _token(value: Any) -> Any:
-    """A value that never changes, with its type, so that 1, 1.0 and True are three; None for any other value."""
-    kind = type(value)
-    if kind in (int, bool, str, bytes, type(None)):
-        return kind, value
-    if kind in (float, complex):
-        return kind, repr(value)  # tells -0.0 from 0.0, and makes NaN equal to itself
-    if isinstance(value, Enum):
-        return kind, id(value)  # the class keeps its members
-    if isinstance(value, np.generic) and kind is value.dtype.type and not isinstance(value, np.void):
-        return kind, value.dtype.str, value.tobytes()
-    if isinstance(value, np.dtype):
-        return None if value.metadata or value.kind == "O" or value.names else (np.dtype, value.type, value.str)
-    if kind is frozenset:
-        parts = [_token(part) for part in value]
-        return None if None in parts else (kind, frozenset(parts))
-    return None
-
-
-class _Layout(NamedTuple):
-    """Where masks of a class hold what they hold."""
-
-    is_declared: bool  # the class is a dataclass itself, not by a parent alone
-    fields: tuple[str, ...]
-    slots: tuple[str, ...]
-    computed: frozenset[str]  # attributes that the class makes of the others
-
-    @classmethod
-    @lru_cache(maxsize=1024)
-    def of(cls, kind: Any) -> _Layout:
-        names = dict.fromkeys(name for base in kind.__mro__ for name in vars(base))
-        return cls(
-            "__dataclass_fields__" in vars(kind),
-            tuple(field.name for field in fields(kind)),
-            tuple(name for base in kind.__mro__ for name in _slots(base)),
-            frozenset(name for name in names if isinstance(getattr(kind, name, None), cached_property)) | {_CONTENT},
-        )
-
-
-def _undeclared(mask: Mask) -> str:
-    """Why fields may not be all that a mask holds; nothing if they are."""
-    kind: Any = type(mask)  # mypy takes a class for an instance that has no hash
-    layout, name = _Layout.of(kind), kind.__name__
-    if not layout.is_declared:
-        return f"{name} is not hashed, since it is no dataclass itself: @dataclass(frozen=True, eq=False) makes it one"
-    besides = vars(mask).keys() | set(layout.slots)
-    besides -= layout.computed.union(layout.fields)
-    return f"{name} is not hashed, since it holds {sorted(besides)}, which are no fields" if besides else ""
-
-
-def _held_names(mask: Mask) -> list[str]:
-    """The names of all values that a mask holds, in fields, slots and other attributes, but for computed ones."""
-    kind: Any = type(mask)
-    layout = _Layout.of(kind)
-    named = dict.fromkeys((*layout.fields, *layout.slots, *vars(mask)))
-    return [name for name in named if name not in layout.computed and hasattr(mask, name)]
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    owner = kind.__name__.lstrip("_")
-    named = (f"_{owner}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names)
-    return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
-
-
-def held_arrays(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Array]:
-    """The arrays that a mask, or a part of one, holds; those inside objects of the kinds `besides` are left out."""
-    rest = [value]
-    while rest:
-        value = rest.pop()
-        if is_array(value):
-            yield value
-        elif isinstance(value, besides):
-            continue
-        elif isinstance(value, tuple):
-            rest.extend(reversed(value))
-        elif isinstance(value, Mask):
-            rest.extend(getattr(value, name) for name in reversed(_held_names(value)))
-        elif is_dataclass(value) and not isinstance(value, type):
-            rest.extend(getattr(value, field.name) for field in reversed(fields(value)))
-
-
-def mask_namespace(mask: Any) -> Namespace:
-    """The namespace of a mask's arrays; NumPy for a mask without any.
-
-    Raises
-    ------
-    UnsupportedProblem
-        Its arrays are of several namespaces.
-    """
-    spaces = {namespace(array) for array in held_arrays(mask)}
-    if len(spaces) > 1:
-        names = ", ".join(sorted(space.__name__ for space in spaces))
-        raise UnsupportedProblem([f"mask's arrays must all be in one place; got arrays of {names}: copy them there"])
-    return spaces.pop() if spaces else np

@@ -10,7 +10,9 @@ import numpy as np
 
 from ..arrays import Array, describe, is_int, namespace
 from ..errors import UnsupportedProblem
-from .base import MAX_SEQLEN, LeadingArray, Mask, widened
+from .base import Mask
+from .coordinates import LeadingArray, widened
+from .shape import MAX_SEQLEN
 
 
 @dataclass(frozen=True, eq=False)

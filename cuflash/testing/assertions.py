@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..arrays import accumulator_dtype
 from ..bounds import Bounds, error_bound, limits
-from ..masks.base import Mask, without_memos
+from ..masks.base import Mask
+from ..masks.content import without_memos
 from ..planning.problem import Problem
 from . import oracle
 
@@ -55,12 +57,16 @@ class Example:
 
     Parameters
     ----------
-    q, k, v, do, dlse : array
-        As in `cuflash.attention_vjp`; `do` and `dlse` may be None.
+    q, k, v, do, dlse, sink : array
+        As in `cuflash.attention_vjp`; `do`, `dlse` and `sink` may be None.
     mask : Mask, bool array or None
         As in `cuflash.attention`.
     scale : float or None
         As in `cuflash.attention`.
+    score : Score, optional
+        As in `cuflash.attention`.
+    wrt : tuple of str
+        Names of the score's arrays that have gradients.
     precision : str
         The precision at which the implementation under test multiplies; see `cuflash.error_bound`.
     product_dtype : dtype, optional
@@ -84,13 +90,16 @@ class Example:
     v: Any
     do: Any = None
     dlse: Any = None
+    sink: Any = None
     mask: Any = None
     scale: float | None = None
+    score: Any = None
+    wrt: tuple[str, ...] = ()
     precision: str = "ieee"
     product_dtype: Any = None
     origin: str = ""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Any:
         return without_memos(self)
 
     def but(self, **changes: Any) -> Example:
@@ -165,12 +174,14 @@ class Example:
         >>> example.exact.o.astype(float)
         array([[1., 0.]])
         """
-        o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale)
+        score = self.score
+        o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale, self.sink, score=score)
         if self.do is None:
             return Bounds(o=o, lse=lse)
-        operands = self.q, self.k, self.v, self.do, self.dlse, self.dense_mask, self.scale
-        dq, dk, dv = oracle.attention_vjp(*operands)
-        return Bounds(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+        operands = self.q, self.k, self.v, self.do, self.dlse, self.dense_mask, self.scale, self.sink
+        dq, dk, dv, *others = oracle.attention_vjp(*operands, score=score, wrt=self.wrt)
+        dsink = None if self.sink is None else others.pop(0)
+        return Bounds(o=o, lse=lse, dq=dq, dk=dk, dv=dv, dsink=dsink, others=dict(zip(self.wrt, others)))
 
     @functools.cached_property
     def bounds(self) -> Bounds:
@@ -207,6 +218,9 @@ class Example:
             dlse=self.dlse,
             mask=self.dense_mask,
             scale=self.scale,
+            score=self.score,
+            wrt=self.wrt,
+            sink=self.sink,
             precision=self.precision,
             product_dtype=self.product_dtype,
             probable=probable,
@@ -228,6 +242,8 @@ def assert_within_bounds(
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
+    dsink: Any = None,
+    others: Mapping[str, Any] | None = None,
     probable: bool = False,
 ) -> float:
     """Assert that every element of the given results is within its bound of the exact one.
@@ -236,8 +252,10 @@ def assert_within_bounds(
     ----------
     example : Example
         The operands, which hold the exact results and the bounds.
-    o, lse, dq, dk, dv : array, optional
+    o, lse, dq, dk, dv, dsink : array, optional
         Results of the implementation under test.
+    others : dict of arrays by name, optional
+        Gradients of the score's arrays.
     probable : bool
         Use the sharper `probable` bounds.
 
@@ -267,12 +285,16 @@ def assert_within_bounds(
     """
     __tracebackhide__ = True
     bounds = example.probable_bounds if probable else example.bounds
-    results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
     share = 1.0 if _reference_is_finer(example.q.dtype) else 2.0
     ratios = [
         assert_within(name, result, getattr(example.exact, name), share * getattr(bounds, name), example)
         for name, result in results.items()
         if result is not None
+    ]
+    ratios += [
+        assert_within(f"d{name}", result, example.exact.others[name], share * bounds.others[name], example)
+        for name, result in (others or {}).items()
     ]
     return max(ratios, default=0.0)
 

@@ -24,19 +24,17 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ..arrays import DTYPES, accumulator_dtype
-from ..masks.base import Mask, MaskShape
-from ..masks.library import (
-    BlockPattern,
-    Causal,
-    Dense,
-    Dilated,
-    Documents,
-    FromFunction,
-    Lengths,
-    PrefixLM,
-    SlidingWindow,
-)
+from ..masks.arrays import Dense, FromFunction
+from ..masks.base import Mask
+from ..masks.block_pattern import BlockPattern
+from ..masks.diagonal import Causal, Dilated, PrefixLM, SlidingWindow
+from ..masks.documents import Documents
+from ..masks.lengths import Lengths
+from ..masks.sequences import Sequences
+from ..masks.shape import MaskShape
+from ..scores import Score
 from .assertions import Example, on_lattice
+from .formulas import Formula, formulas
 
 __all__ = [
     "HEAD_DIMS",
@@ -47,6 +45,7 @@ __all__ = [
     "Structure",
     "as_kind",
     "examples",
+    "formulas",
     "head_dims",
     "heads",
     "laid_out",
@@ -54,6 +53,7 @@ __all__ = [
     "lengths",
     "masks",
     "scales",
+    "sinks",
     "structures",
 ]
 
@@ -191,6 +191,20 @@ def _documents(draw: st.DrawFn, shape: MaskShape) -> Mask:
     return Documents(q_ids) if is_one_sequence else Documents(q_ids, kv_ids)
 
 
+def _sequences(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    rng, count = _generator(draw), draw(st.integers(0, 5))
+    leading = shape.batch if draw(st.booleans()) else ()
+    left, right = _sides(draw, shape) if draw(st.booleans()) else (None, None)
+    q_offsets, kv_offsets = (
+        np.sort(rng.integers(0, length, (*leading, count + 1), _integers_that_hold(draw, length), endpoint=True))
+        for length in shape[2:]
+    )
+    if draw(st.booleans()) and (q_offsets <= shape.seqlen_kv).all():
+        return Sequences(q_offsets, causal=draw(st.booleans()), window=(left, right))
+    causal: Any = draw(st.sampled_from(("bottom_right", "top_left", False)))
+    return Sequences(q_offsets, kv_offsets, causal=causal, window=(left, right) if causal else None)
+
+
 def _block_pattern(draw: st.DrawFn, shape: MaskShape) -> Mask:
     sizes = st.sampled_from((1, 2, 3, 16, 17, 64, 100))
     block = draw(sizes), draw(sizes)
@@ -245,6 +259,7 @@ _LEAVES = (
     _prefix_lm,
     _dilated,
     _documents,
+    _sequences,
     _block_pattern,
     _dense,
     _single_cell,
@@ -357,9 +372,14 @@ class Structure:
         Whether there is a dlse; otherwise it is None.
     seed : int
         Seed of the values.
+    sink : tuple of int, or None
+        The shape of a sink, which broadcasts to (*batch, num_heads).
+    sink_dtype : str
     non_finite : tuple of (operand, place, value)
         Elements that are not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the
         elements of q, k, v, do or dlse.
+    score : Formula, optional
+        A score function, whose real arrays all have gradients.
 
     Examples
     --------
@@ -385,7 +405,10 @@ class Structure:
     values: str = "normal"
     has_dlse: bool = True
     seed: int = 0
+    sink: tuple[int, ...] | None = None
+    sink_dtype: str = "float32"
     non_finite: tuple[tuple[str, int, str], ...] = ()
+    score: Formula | None = None
 
     @property
     def mask_shape(self) -> MaskShape:
@@ -435,11 +458,19 @@ class Structure:
                     filled.flat[place % filled.size] = float(value)
             operands[name] = laid_out(filled, layout)
         dlse = operands.pop("dlse")[..., 0] if self.has_dlse else None
+        sink = None if self.sink is None else 3 * rng.standard_normal(self.sink)
+        score = None
+        if self.score is not None:
+            arrays = self.score.arrays(self.mask_shape, self.seed, accumulator_dtype(dtype))
+            score = Score(self.score, **arrays)
         return Example(
             **{name: operands[name] for name in ("q", "k", "v", "do")},
             dlse=dlse,
+            sink=None if sink is None else np.asarray(sink).astype(_dtype(self.sink_dtype)),
             mask=self.mask,
             scale=self.scale,
+            score=score,
+            wrt=() if score is None else tuple(each.name for each in score.program.arrays if each.kind == "real"),
             origin=f"{self!r}.example()",
         )
 
@@ -481,6 +512,8 @@ def structures(
     widest: int = 256,
     longest: int = 260,
     has_non_finite: bool = False,
+    has_sink: bool = False,
+    has_score: bool = False,
 ) -> Structure:
     """`Structure`s with at most `most_scores` scores and `most_rows` rows in all; the tokens of a tile are `tile`."""
     seqlen_q, seqlen_kv = draw(st.tuples(lengths(tile, longest), lengths(tile, longest)))
@@ -491,6 +524,8 @@ def structures(
     batches = draw(_leading_axes(room // num_heads)) if has_heads else ((), (), ())
     shape = MaskShape(np.broadcast_shapes(*batches), num_heads, seqlen_q, seqlen_kv)
     widest = min(widest, 256 if seqlen_q * num_heads <= 512 else 64)
+    dtype = draw(st.sampled_from(tuple(dtypes)))
+    sink, sink_dtype = draw(sinks(shape, dtype)) if has_sink else (None, "float32")
     return Structure(
         q_batch=batches[0],
         k_batch=batches[1],
@@ -502,15 +537,29 @@ def structures(
         seqlen_kv=seqlen_kv,
         head_dim=draw(head_dims(widest)),
         value_dim=draw(head_dims(widest)),
-        dtype=draw(st.sampled_from(tuple(dtypes))),
+        dtype=dtype,
         mask=draw(masks(shape, max_leaves)) if draw(st.sampled_from((False, True, True, True))) else None,
         scale=draw(scales()),
         layouts=draw(st.just(("contiguous",) * 5) | st.tuples(*[layouts()] * 5)),
         values=draw(st.sampled_from(VALUES)),
         has_dlse=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
+        sink=sink,
+        sink_dtype=sink_dtype,
         non_finite=draw(_non_finite()) if has_non_finite else (),
+        score=draw(formulas()) if has_score else None,
     )
+
+
+@st.composite
+def sinks(draw: st.DrawFn, shape: MaskShape, dtype: str) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of a sink for q of a dtype: one for each head, or for each head of a batch entry, or shared."""
+    full = (*shape.batch, shape.num_heads)
+    kept = draw(st.integers(0, len(full)))
+    stretched = draw(st.tuples(*[st.booleans()] * kept))
+    sink = tuple(1 if is_one else extent for extent, is_one in zip(full[len(full) - kept :], stretched))
+    names = DTYPE_NAMES if dtype == "float64" else DTYPE_NAMES[:-1]
+    return draw(st.just(full[-1:]) | st.just(sink)), draw(st.sampled_from(names))
 
 
 def _non_finite() -> st.SearchStrategy[tuple[tuple[str, int, str], ...]]:
@@ -541,6 +590,8 @@ def examples(
     widest: int = 256,
     longest: int = 260,
     has_non_finite: bool = False,
+    has_sink: bool = False,
+    has_score: bool = False,
 ) -> st.SearchStrategy[Example]:
     """Strategy for `Example` objects of every structure; see `structures`.
 
@@ -560,6 +611,10 @@ def examples(
         The most tokens that a sequence may have.
     has_non_finite : bool
         Put NaN or infinities into one to three places of the operands.
+    has_sink : bool
+        Draw a sink.
+    has_score : bool
+        Give each a random score function with arrays.
 
     Returns
     -------
@@ -577,6 +632,6 @@ def examples(
     """
     drawn = structures(
         tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
-        longest=longest, has_non_finite=has_non_finite,
+        longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
     )  # fmt: skip
     return drawn.map(Structure.example)

@@ -127,7 +127,7 @@ def an_index(library, is_used):
 
 
 def a_resolved_mask(library, is_used):
-    shape = part(library, "masks.base").MaskShape((), 1, 200, 200)
+    shape = part(library, "masks.shape").MaskShape((), 1, 200, 200)
     mask = library.masks.BlockPattern(np.eye(100, dtype=bool), 2).resolve(shape)
     if is_used:
         mask.levels
@@ -194,20 +194,20 @@ FAULTS = {
     pickled_after_use(a_plan): {
         "a work list takes its memos along": Edit(
             "blocks/work_list.py", "ListedWork.__getstate__",
-            "def __getstate__(self) -> dict[str, Any]:\n    return without_memos(self)",
+            "def __getstate__(self) -> Any:\n    return without_memos(self)",
             "",
         ),
     },
     pickled_after_use(an_index): {
         "an index takes its memos along": Edit(
             "blocks/index.py", "BlockIndex.__getstate__",
-            "def __getstate__(self) -> dict[str, Any]:\n    return without_memos(self)",
+            "def __getstate__(self) -> Any:\n    return without_memos(self)",
             "",
         ),
     },
     pickled_after_use(a_resolved_mask): {
         "a mask takes its memos along": Edit(
-            "masks/base.py", "Mask.__getstate__", "and not _is_memo(type(self), name)", ""
+            "masks/content.py", "Described.__getstate__", "without_memos(self)", "vars(self)"
         ),
     },
     pickled_after_use(an_example): {
@@ -218,7 +218,7 @@ FAULTS = {
     pickled_after_use(a_pullback): {
         "a vjp is a closure": Edit(
             "api.py", "attention_vjp",
-            "Pullback(ready, q, k, v, o, lse)",
+            "Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))",
             "(lambda do, dlse=None: ready.backward(do, q, k, v, o, lse, dlse))",
         ),
     },
@@ -331,29 +331,29 @@ FAULTS = {
     },
     takes(lambda library: library.masks.Dense(Foreign(np.tri(10, dtype=bool))).allowed.shape == (10, 10)): {
         "arrays of another library are no masks": Edit(
-            "masks/library.py", "Dense.__post_init__", '_take_arrays(self, {"allowed": "mask"})', "pass"
+            "masks/arrays.py", "Dense.__post_init__", 'take_arrays(self, {"allowed": "mask"})', "pass"
         ),
     },
     takes(lambda library: library.masks.Lengths(kv=Foreign(np.array(3))).kv == 3): {
         "arrays of another library are no lengths": Edit(
-            "masks/library.py", "Lengths.__post_init__", '_take_arrays(self, {"q": "q", "kv": "kv"})', "pass"
+            "masks/lengths.py", "Lengths.__post_init__", 'take_arrays(self, {"q": "q", "kv": "kv"})', "pass"
         ),
     },
     takes(lambda library: library.masks.PrefixLM(Foreign(np.array(3))).prefix == 3): {
         "arrays of another library are no prefix": Edit(
-            "masks/library.py", "PrefixLM.__post_init__", '_take_arrays(self, {"prefix": "prefix"})', "pass"
+            "masks/diagonal.py", "PrefixLM.__post_init__", 'take_arrays(self, {"prefix": "prefix"})', "pass"
         ),
     },
     takes(lambda library: library.masks.Documents(Foreign(np.arange(3))).q_ids[2] == 2): {
         "arrays of another library are no documents": Edit(
-            "masks/library.py", "Documents.__post_init__",
-            '_take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})',
+            "masks/documents.py", "Documents.__post_init__",
+            'take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})',
             "pass",
         ),
     },
     takes(lambda library: library.masks.BlockPattern(Foreign(np.eye(3, dtype=bool)), 2).blocks[2, 2]): {
         "arrays of another library are no blocks": Edit(
-            "masks/library.py", "BlockPattern.__post_init__", '_take_arrays(self, {"blocks": "blocks"})', "pass"
+            "masks/block_pattern.py", "BlockPattern.__post_init__", 'take_arrays(self, {"blocks": "blocks"})', "pass"
         ),
     },
     refuses(attends(scale="0.5"), "scale must be a finite number or None; got '0.5'"): {
@@ -387,7 +387,7 @@ FAULTS = {
     },
     refuses(lambda library: library.masks.Causal(Q), "align must be 'bottom_right', ", "got an array"): {
         "alignments are arrays": Edit(
-            "masks/library.py", "_Aligned.__post_init__",
+            "masks/diagonal.py", "_Aligned.__post_init__",
             'not (isinstance(align, str) and align in ("bottom_right", "top_left"))',
             'align not in ("bottom_right", "top_left")',
         ),
@@ -478,7 +478,7 @@ FAULTS = {
         ),
     },
     refuses(
-        lambda library: library.BlockIndex.from_mask(Q, part(library, "masks.base").MaskShape((), 1, 2, 2), 2),
+        lambda library: library.BlockIndex.from_mask(Q, part(library, "masks.shape").MaskShape((), 1, 2, 2), 2),
         "mask must be a Mask; got an array",
     ): {
         "an index is made of anything": Edit(
@@ -506,7 +506,7 @@ FAULTS = {
         lambda library: library.BlockIndex.from_blocks(np.eye(2, dtype=bool), np.uint8(4), 4, 2).num_q_blocks == 2
     ): {
         "unsigned lengths wrap": Edit(
-            "masks/base.py", "MaskShape.__new__",
+            "masks/shape.py", "MaskShape.__new__",
             "whole_number(\"seqlen_q\", seqlen_q, 0)",
             "seqlen_q",
         ),

@@ -28,14 +28,14 @@ FAULTS = {
             "planning/problem.py", "Problem.scaling", "exponent - exponent // 2", "exponent // 2"
         ),
         "scaled q and k are not used": Edit(
-            "plans.py", "Executable.forward", 'arrays = {"q": scaled_q, "k": scaled_k,', 'arrays = {"q": q, "k": k,'
+            "plans.py", "Executable.forward", 'given["q"], given["k"] = self._scaled(given["q"], given["k"])', "pass"
         ),
         "gradients read q and k as they are": Edit(
             "plans.py", "Executable.backward", 'there["q"], there["k"] = self._scaled(there["q"], there["k"])', "pass"
         ),
         "gradients keep the powers of two": Edit(
             "plans.py", "Executable.backward",
-            'results["q"], results["k"] = self._scaled(results["q"], results["k"])',
+            'results["dq"], results["dk"] = self._scaled(results["dq"], results["dk"])',
             "pass",
         ),
         "calls are repeated without the powers of two": Edit(

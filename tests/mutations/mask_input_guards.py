@@ -43,7 +43,7 @@ def ids_are_right(library: ModuleType) -> None:
 
 def coordinates_are_right(library: ModuleType) -> None:
     """Masks answer coordinates of a narrow dtype as they answer those of int64."""
-    masks = part(library, "testing.strategies").masks(part(library, "masks.base").MaskShape((), 1, 9, 9))
+    masks = part(library, "testing.strategies").masks(part(library, "masks.shape").MaskShape((), 1, 9, 9))
     hunt(masks, seeds=1)(lambda drawn: check_coordinates(library, np.uint8, drawn))
 
 

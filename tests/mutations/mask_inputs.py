@@ -27,7 +27,7 @@ FAULTS = {
             "arrays.py", "whole_number", "return int(value)", "return value"
         ),
         "lengths of a shape wrap around": Edit(
-            "masks/base.py", "MaskShape.__new__", 'whole_number("seqlen_kv", seqlen_kv, 0)', "seqlen_kv"
+            "masks/shape.py", "MaskShape.__new__", 'whole_number("seqlen_kv", seqlen_kv, 0)', "seqlen_kv"
         ),
     },
     indices_are_counted: {
@@ -46,27 +46,27 @@ FAULTS = {
             "masks/base.py", "Band.__post_init__", "object.__setattr__(self, name, int(bound))", "pass"
         ),
         "bounds beyond int64 are added as they are": Edit(
-            "masks/base.py", "clipped", "max(-UNBOUNDED, min(number, UNBOUNDED))", "number"
+            "masks/coordinates.py", "clipped", "max(-UNBOUNDED, min(number, UNBOUNDED))", "number"
         ),
         "a band of any size reaches kernels": Edit(
             "masks/base.py", "Band.resolve", "Band(clipped(self.lower), clipped(self.upper))", "self"
         ),
         "a length beyond int64 is compared as it is": Edit(
-            "masks/base.py", "PerBatch.of", "min(int(value), UNBOUNDED)", "int(value)"
+            "masks/coordinates.py", "PerBatch.of", "min(int(value), UNBOUNDED)", "int(value)"
         ),
         "sides of a window wrap around": Edit(
-            "masks/library.py", "_convert_sides",
+            "masks/fields.py", "convert_sides",
             "object.__setattr__(mask, name, whole_number(name, side, 0, meaning))",
             "pass",
         ),
         "sides beyond int64 reach kernels": Edit(
-            "masks/library.py", "_band", "clipped(offset + right)", "offset + right"
+            "masks/diagonal.py", "_band", "clipped(offset + right)", "offset + right"
         ),
         "a dilation wraps around": Edit(
-            "masks/library.py", "Dilated.__post_init__", 'whole_number("dilation", self.dilation, 1)', "self.dilation"
+            "masks/diagonal.py", "Dilated.__post_init__", 'whole_number("dilation", self.dilation, 1)', "self.dilation"
         ),
         "a dilation beyond int64 divides as it is": Edit(
-            "masks/library.py", "Dilated._at", "min(self.dilation, UNBOUNDED)", "self.dilation"
+            "masks/diagonal.py", "Dilated._at", "min(self.dilation, UNBOUNDED)", "self.dilation"
         ),
         "stretches beyond int64 divide as they are": Edit(
             "patterns.py", "fixed",
@@ -76,7 +76,7 @@ FAULTS = {
     },
     coordinates_are_right: {
         "narrow coordinates wrap around": Edit(
-            "masks/base.py", "widened", "else coordinate.astype(np.int64)", "else coordinate"
+            "masks/coordinates.py", "widened", "else coordinate.astype(np.int64)", "else coordinate"
         ),
         "narrow keys wrap around before a stretch": Edit(
             "patterns.py", "StretchEnds.__call__", "widened(j) % self.stride >=", "j % self.stride >="
@@ -87,24 +87,24 @@ FAULTS = {
     },
     work_is_right: {
         "counts of an entry stay as narrow as they are": Edit(
-            "masks/base.py", "PerBatch.at",
+            "masks/coordinates.py", "PerBatch.at",
             "return widened(namespace(found).minimum(found, UNBOUNDED) if found.dtype == np.uint64 else found)",
             "return found",
         ),
     },
     ids_are_right: {
         "ids of unlike signs meet as float64": Edit(
-            "masks/library.py", "_share_integers", 'y.dtype).kind in "iu"', 'y.dtype).kind in "iuf"'
+            "masks/documents.py", "_share_integers", 'y.dtype).kind in "iu"', 'y.dtype).kind in "iuf"'
         ),
         "ids that the keys' kind does not hold wrap around": Edit(
-            "masks/library.py", "_document_bounds", "places = xp.where(is_out, end, places)", "pass"
+            "masks/documents.py", "_document_bounds", "places = xp.where(is_out, end, places)", "pass"
         ),
         "ids are looked up in a dtype that is too narrow": Edit(
-            "masks/library.py", "_document_bounds",
+            "masks/documents.py", "_document_bounds",
             'q.astype(np.int64 if kv.dtype.kind == "i" else np.uint64)',
             "q.astype(kv.dtype)",
         ),
-        "a negative id is a large one": Edit("masks/library.py", "_are_equal", "(x >= 0) & (y >= 0) & (", "("),
+        "a negative id is a large one": Edit("masks/documents.py", "_are_equal", "(x >= 0) & (y >= 0) & (", "("),
     },
     limits_are_kept: {
         "an index takes lengths that int32 does not hold": Edit(
@@ -115,7 +115,7 @@ FAULTS = {
             "planning/plan.py", "_tile_reasons", "if launch.tiles * num_batch > MAX_TILES", "if False"
         ),
         "lists and problems take lengths that int32 does not hold": Edit(
-            "masks/base.py", "length_reasons",
+            "masks/shape.py", "length_reasons",
             "if getattr(shape, name) > MAX_SEQLEN",
             "if getattr(shape, name) > 2 * MAX_SEQLEN",
         ),
@@ -126,9 +126,11 @@ FAULTS = {
         ),
     },
     answers_are_checked: {
-        "answers of a wrong shape are taken": Edit("masks/base.py", "checked_answer", "if not fits:", "if False:"),
+        "answers of a wrong shape are taken": Edit(
+            "masks/coordinates.py", "checked_answer", "if not fits:", "if False:"
+        ),
         "what a function answers is taken as it is": Edit(
-            "masks/library.py", "FromFunction.__call__",
+            "masks/arrays.py", "FromFunction.__call__",
             "return checked_answer(\"FromFunction's function\", allowed, b, h, i, j)",
             "return allowed",
         ),
@@ -140,27 +142,27 @@ FAULTS = {
     },
     types_are_told_apart: {
         "1 and True are one": Edit(
-            "masks/base.py", "_token",
+            "masks/content.py", "_token",
             "if kind in (int, bool, str, bytes, type(None)):\n    return kind, value",
             "if kind in (int, bool, str, bytes, type(None)):\n    return int, value",
         ),
-        "0.0 and -0.0 are one": Edit("masks/base.py", "_token", "return kind, repr(value)", "return kind, value"),
+        "0.0 and -0.0 are one": Edit("masks/content.py", "_token", "return kind, repr(value)", "return kind, value"),
         "numbers of NumPy's are alike at any width": Edit(
-            "masks/base.py", "_token", "return kind, value.dtype.str, value.tobytes()", "return value"
+            "masks/content.py", "_token", "return kind, value.dtype.str, value.tobytes()", "return value"
         ),
-        "dtypes are alike": Edit("masks/base.py", "_token", "(np.dtype, value.type, value.str)", "(np.dtype,)"),
+        "dtypes are alike": Edit("masks/content.py", "_token", "(np.dtype, value.type, value.str)", "(np.dtype,)"),
     },
     classes_are_told_apart: {
         "masks that are no dataclasses are remembered": Edit(
-            "masks/base.py", "_undeclared", "if not layout.is_declared:", "if False:"
+            "masks/content.py", "_undeclared", "if not layout.is_declared:", "if False:"
         ),
         "what is in no field is left out": Edit(
-            "masks/base.py", "_undeclared",
+            "masks/content.py", "_undeclared",
             'f"{name} is not hashed, since it holds {sorted(besides)}, which are no fields" if besides else',
             'f"{name} is not hashed, since it holds {sorted(besides)}, " if False else',
         ),
         "what is in a slot is left out": Edit(
-            "masks/base.py", "_undeclared", "vars(mask).keys() | set(layout.slots)", "set(vars(mask))"
+            "masks/content.py", "_undeclared", "vars(mask).keys() | set(layout.slots)", "set(vars(mask))"
         ),
         "closed forms of a parent answer for its child": Edit(
             "masks/base.py", "Mask.__init_subclass__", "if place(name) > newest and", "if False and"
@@ -169,7 +171,7 @@ FAULTS = {
             "masks/base.py", "Mask.__init_subclass__", 'if place("resolve") > newest and', "if False and"
         ),
         "masks of classes that are no dataclasses are made anew": Edit(
-            "masks/base.py", "Mask.to", 'if "__dataclass_fields__" in vars(type(self)):', "if True:"
+            "masks/content.py", "Described.to", 'if "__dataclass_fields__" in vars(type(self)):', "if True:"
         ),
         "calls are told apart as masks tell themselves apart": Edit(
             "api.py", "_key", "else content(mask), causal", "else mask, causal"

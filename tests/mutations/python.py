@@ -23,8 +23,8 @@ FAULTS = {
         ),
         "an empty row has a finite lse": Edit(
             "executors/cpu.py", "_Call.forward_rows",
-            'self.write("lse", rows, row_max',
-            'self.write("lse", rows, np.maximum(row_max, np.finfo(self.wide).min)',
+            "lse = row_max *",
+            "lse = np.maximum(row_max, np.finfo(self.wide).min) *",
         ),
         "an empty row is divided by 0": Edit(
             "executors/cpu.py", "_Call.forward_rows", "divisor = np.maximum(row_sum, 1)", "divisor = row_sum"
@@ -207,10 +207,10 @@ FAULTS = {
             "blocks/classify_on_device.py", "longest_first", "[:, None, ::-1]", "[:, None]"
         ),
         "on a device, the documents of one entry count on from those before": Edit(
-            "masks/library.py", "_run_bounds", "runs, side=side) - before)", "runs, side=side))"
+            "masks/documents.py", "_run_bounds", "runs, side=side) - before)", "runs, side=side))"
         ),
         "on a device, a document ends before its neighbour's number": Edit(
-            "masks/library.py", "_run_bounds",
+            "masks/documents.py", "_run_bounds",
             "ids.array[..., 1:] != ids.array[..., :-1]",
             "ids.array[..., 1:] > ids.array[..., :-1] + 1",
         ),

@@ -63,7 +63,7 @@ def rows_without_a_score_are_right(library):
 
 def shapes_and_masks(library):
     shapes = st.builds(
-        part(library, "masks.base").MaskShape,
+        part(library, "masks.shape").MaskShape,
         st.sampled_from([(3,), (2, 2), ()]),
         st.sampled_from([1, 3]),
         st.integers(1, 90),
@@ -110,7 +110,7 @@ def lists_on_a_device_are_right(library):
     @hunt(drawn, st.tuples(st.integers(1, 12), st.integers(1, 12)))
     def check(shape_and_mask, block):
         shape, mask = shape_and_mask[0], changed(shape_and_mask[1], in_order)
-        if not any(True for _ in part(library, "masks.base").held_arrays(mask)):
+        if not any(True for _ in part(library, "masks.content").held_arrays(mask)):
             return
         index, expected = index_of(sent(mask, device_double.to_device), shape, block), index_of(mask, shape, block)
         lists = {name: device_double.to_host(array) for name, array in listed(index=index).lists.items()}

@@ -8,7 +8,6 @@ third of those of inputs and of kernels, each of which takes a second or more; C
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -16,22 +15,27 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from executors import needs_compiler
+from executors import is_long, needs_compiler
 from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, calls, host, kernel_guards, mask_inputs, non_finite, planting, python, simt, sm80, sm90_backward,
-    sm90_backward_rows, sm90_backward_wide, sm90_forward, tile,
+    attention, calculators, calls, host, kernel_guards, kv_cache, mask_inputs, non_finite, planting, python,
+    score_kernels, sequences, simt, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward,
+    sm90_guards, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
+OF_CACHES = (sequences, kv_cache, calculators)
 OF_KERNELS = (
-    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, non_finite
+    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, non_finite,
+    score_kernels,
 )  # fmt: skip
 Guard = Callable[..., None]
 # Faults of shared work are seen by what runs these too.
 RUN_BY_OTHERS = (kernel_guards.attention_is_right, kernel_guards.all_steps_are_right)
+# In a short run tests of the same structures, in test_dq_turns and test_dq_of_lists, show that these pass.
+RUN_IN_LONG = (sm90_guards.finished_gradients_are_right, sm90_guards.gradients_of_lists_are_right)
 
 
 def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[str, Guard, Edit]]:
@@ -47,7 +51,7 @@ def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[
 
 def sampled(planned: list[tuple[str, Guard, Edit]], step: int) -> list[tuple[str, Guard, Edit]]:
     """All of them if CUFLASH_PROFILE=long, else one in `step`: a kernel's fault takes seconds to compile and run."""
-    return planned if os.environ.get("CUFLASH_PROFILE") == "long" else planned[::step]
+    return planned if is_long() else planned[::step]
 
 
 def signs_of(guard: Guard) -> tuple[type[Exception], ...]:
@@ -82,7 +86,10 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         del sys.modules[module]
 
 
-@each(faults(python, host, non_finite, language="python") + sampled(faults(calls, mask_inputs), 3))
+@each(
+    faults(python, host, non_finite, language="python")
+    + sampled(faults(calls, mask_inputs, *OF_CACHES, score_kernels, language="python"), 3)
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
     library = edited(edit)
@@ -90,7 +97,9 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
         guard(library)
 
 
-@pytest.mark.parametrize("guard", guards(python, host, mask_inputs, non_finite, language="python"))
+@pytest.mark.parametrize(
+    "guard", guards(python, host, mask_inputs, *OF_CACHES, non_finite, score_kernels, language="python")
+)
 def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
     guard(cuflash)
 
@@ -111,16 +120,25 @@ def test_a_fault_of_a_kernel_is_seen(guard: Guard, edit: Edit, tmp_path: Path) -
 
 
 @needs_compiler
-@pytest.mark.parametrize("guard", [each for each in guards(*OF_KERNELS, language="cuda") if each not in RUN_BY_OTHERS])
+@pytest.mark.parametrize(
+    "guard",
+    [
+        guard
+        for guard in guards(*OF_KERNELS, language="cuda")
+        if guard not in RUN_BY_OTHERS and (is_long() or guard not in RUN_IN_LONG)
+    ],
+)
 def test_the_kernels_as_they_are_pass_every_guard(guard: Guard) -> None:
     guard()
 
 
 def test_every_fault_fits_the_sources() -> None:
-    assert planting.misfits(edit for _, _, edit in faults(python, host, calls, mask_inputs, *OF_KERNELS)) == []
+    planned = faults(python, host, calls, mask_inputs, *OF_CACHES, *OF_KERNELS)
+    assert planting.misfits(edit for _, _, edit in planned) == []
 
 
 def test_no_table_is_left_out() -> None:
     tables = {path.stem for path in Path(__file__).parent.glob("*.py") if "FAULTS = {" in path.read_text("utf-8")}
-    known = {table.__name__.split(".")[-1] for table in (python, host, calls, mask_inputs, *OF_KERNELS)}
+    named = (python, host, calls, mask_inputs, *OF_CACHES, *OF_KERNELS)
+    known = {table.__name__.split(".")[-1] for table in named}
     assert tables - {Path(__file__).stem} == known

@@ -1,0 +1,95 @@
+"""Masks of whole blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+
+from ..arrays import Array, describe, is_array, namespace
+from ..errors import UnsupportedProblem, collecting
+from .base import Mask
+from .block_set import BlockGrid, BlockSet, block_pair
+from .coordinates import LeadingArray, leading_reasons, widened
+from .fields import take_arrays
+from .shape import MaskShape
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPattern(Mask):
+    """Whole blocks kept or dropped.
+
+    Parameters
+    ----------
+    blocks : bool array [..., num_q_blocks, num_kv_blocks], or 2-D scipy.sparse array
+        True, or stored, where the block is kept; the axes before the last two broadcast over (*batch, num_heads).
+    block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv. The length may cut off the last block of either side.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> BlockPattern(np.array([[1, 0], [1, 1]], bool), block=2).dense(MaskShape((), 1, 3, 4))[0].astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 1]])
+    """
+
+    blocks: Array
+    block: Any  # (int, int) once built
+
+    def __post_init__(self) -> None:
+        reasons: list[str] = []
+        take_arrays(self, {"blocks": "blocks"})
+        with collecting(reasons):
+            object.__setattr__(self, "block", block_pair(self.block))
+        if scipy.sparse.issparse(self.blocks):
+            object.__setattr__(self, "blocks", scipy.sparse.csr_array(self.blocks))
+        elif not (is_array(self.blocks) and self.blocks.ndim >= 2 and self.blocks.dtype == np.bool_):
+            reasons.append(
+                f"blocks must be a boolean array (..., num_q_blocks, num_kv_blocks) or a scipy.sparse array; "
+                f"got {describe(self.blocks)}"
+            )
+        if reasons:
+            raise UnsupportedProblem(reasons)
+
+    @property
+    def natural_block(self) -> tuple[int, int]:
+        block_q, block_kv = self.block
+        return block_q, block_kv
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        grid = (-(-shape.seqlen_q // self.block[0]), -(-shape.seqlen_kv // self.block[1]))
+        reasons = []
+        if tuple(self.blocks.shape[-2:]) != grid:
+            reasons.append(
+                f"blocks must have shape (..., {grid[0]}, {grid[1]}) for lengths ({shape.seqlen_q}, {shape.seqlen_kv}) "
+                f"in blocks of {self.block}; got {tuple(self.blocks.shape)}"
+            )
+        leading = tuple(self.blocks.shape[:-2])
+        reasons.extend(leading_reasons("blocks", leading, (*shape.batch, shape.num_heads)))
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        if scipy.sparse.issparse(self.blocks):
+            kept = self.blocks.tocoo()
+            stored = kept.data != 0
+            keys = np.unique(kept.row[stored].astype(np.int64) * grid[1] + kept.col[stored])
+            return BlockSet((1, 1, *grid), self.block, keys, np.ones(len(keys), bool))
+        if namespace(self.blocks) is not np:
+            return BlockGrid(LeadingArray.of(self.blocks, shape.batch, 3), self.block)
+        padded = self.blocks.reshape((1,) * (len(shape.batch) + 1 - len(leading)) + tuple(self.blocks.shape))
+        if any(extent > 1 for extent in padded.shape[:-3]):
+            padded = np.broadcast_to(padded, (*shape.batch, *padded.shape[-3:]))
+        flat = padded.reshape(prod(padded.shape[:-3]), *padded.shape[-3:])
+        keys = np.flatnonzero(flat)
+        return BlockSet(flat.shape, self.block, keys, np.ones(len(keys), bool))
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        if len(self.blocks.shape) > 2 or scipy.sparse.issparse(self.blocks):
+            raise UnsupportedProblem(
+                ["BlockPattern with leading axes or a sparse array depends on the shape: call .resolve(shape) first"]
+            )
+        return self.blocks[widened(i) // self.block[0], widened(j) // self.block[1]]

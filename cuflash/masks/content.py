@@ -1,0 +1,257 @@
+"""What a mask holds: the content that masks are compared by, and the arrays among it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from ..arrays import Array, Namespace, describe, is_array, namespace
+from ..errors import UnsupportedProblem
+from .coordinates import LeadingArray, PerBatch
+
+_CONTENT = "_content_of_mask"
+
+
+class Described:
+    """A frozen description: compared by all that it holds, and pickled without what it has computed."""
+
+    def to(self, convert: Callable[[Array], Array]) -> Self:
+        """The same description with each array converted: ``mask.to(cupy.asarray)`` copies them to the device.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cuflash import masks
+        >>> (masks.Lengths(kv=np.array([3, 5])) & masks.Causal()).to(np.copy)
+        And(operands=(Lengths(q=None, kv=array([3, 5])), Causal(align=None)))
+        """
+        if "__dataclass_fields__" in vars(type(self)):
+            described: Any = self
+            held = [field.name for field in fields(described) if field.init]
+            twin: Self = replace(described, **{name: _converted(getattr(self, name), convert) for name in held})
+            return twin
+        twin = copy(self)
+        for name in _held_names(twin):
+            object.__setattr__(twin, name, _converted(getattr(twin, name), convert))
+        return twin
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Described) or type(self) is not type(other):
+            return NotImplemented
+        return self is other or _tokens(self) == _tokens(other)
+
+    def __hash__(self) -> int:
+        return hash(content(self))
+
+    def __getstate__(self) -> Any:
+        return without_memos(self)
+
+
+def _converted(value: Any, convert: Callable[[Array], Array]) -> Any:
+    """A field of a mask with the arrays that it holds converted."""
+    if isinstance(value, Described):
+        return value.to(convert)
+    if type(value) is tuple:
+        return tuple(_converted(part, convert) for part in value)
+    if isinstance(value, (LeadingArray, PerBatch)):
+        parts = {field.name: _converted(getattr(value, field.name), convert) for field in fields(value)}
+        return replace(value, **parts)
+    return convert(value) if is_array(value) else value
+
+
+class Content:
+    """What a mask is, as caches compare it: by no `__eq__` or `__hash__` that a class of the user's may define."""
+
+    __slots__ = ("_hash", "_tokens")
+
+    def __init__(self, tokens: list[Any]) -> None:
+        self._tokens, self._hash = tuple(tokens), hash(tuple(tokens))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Content) and self._tokens == other._tokens)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """None: what it was made of may have other numbers in another process."""
+        return type(None), ()
+
+
+def content(mask: Described) -> Content:
+    """What tells a mask from all others, made once.
+
+    Raises
+    ------
+    TypeError
+        The mask may hold what it does not declare, or what may change.
+    """
+    known = mask.__dict__.get(_CONTENT)
+    if known is None:
+        tokens = _tokens(mask)
+        for token in tokens:
+            if type(token) is _Opaque:
+                raise TypeError(token.why)
+        known = mask.__dict__[_CONTENT] = Content(tokens)
+    return known
+
+
+class _Opaque:
+    """A value whose contents are not looked at: it is equal to itself alone."""
+
+    __slots__ = ("value", "why")
+
+    def __init__(self, value: Any, why: str) -> None:
+        self.value, self.why = value, why
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Opaque and self.value is other.value
+
+
+def _tokens(mask: Described) -> list[Any]:
+    """All that a mask holds, in order, each value with its type, and for what has parts its type and their number."""
+    found: list[Any] = []
+    rest: list[tuple[Any, Any]] = [(mask, mask)]
+    while rest:
+        value, holder = rest.pop()
+        kind: Any = type(value)
+        if isinstance(value, Described):
+            why = _undeclared(value)
+            if why:
+                found.append(_Opaque(value, why))
+                continue
+            parts = [getattr(value, name) for name in _Layout.of(kind).fields]
+            holder = value
+        elif kind is tuple:
+            parts = list(value)
+        elif kind is PerBatch:
+            parts = [value.value]
+        else:
+            token = _token(value)
+            if token is None:
+                why = f"{type(holder).__name__} holds {describe(value)}, whose contents are never hashed"
+                token = _Opaque(value, why)
+            found.append(token)
+            continue
+        found.append((kind, len(parts)))
+        rest.extend((part, holder) for part in reversed(parts))
+    return found
+
+
+def _token(value: Any) -> Any:
+    """A value that never changes, with its type, so that 1, 1.0 and True are three; None for any other value."""
+    kind = type(value)
+    if kind in (int, bool, str, bytes, type(None)):
+        return kind, value
+    if kind in (float, complex):
+        return kind, repr(value)  # tells -0.0 from 0.0, and makes NaN equal to itself
+    if isinstance(value, Enum):
+        return kind, id(value)  # the class keeps its members
+    if isinstance(value, np.generic) and kind is value.dtype.type and not isinstance(value, np.void):
+        return kind, value.dtype.str, value.tobytes()
+    if isinstance(value, np.dtype):
+        return None if value.metadata or value.kind == "O" or value.names else (np.dtype, value.type, value.str)
+    if kind is frozenset:
+        parts = [_token(part) for part in value]
+        return None if None in parts else (kind, frozenset(parts))
+    return None
+
+
+class _Layout(NamedTuple):
+    """Where masks of a class hold what they hold."""
+
+    is_declared: bool  # the class is a dataclass itself, not by a parent alone
+    fields: tuple[str, ...]
+    slots: tuple[str, ...]
+    computed: frozenset[str]  # attributes that the class makes of the others
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, kind: Any) -> _Layout:
+        names = dict.fromkeys(name for base in kind.__mro__ for name in vars(base))
+        return cls(
+            "__dataclass_fields__" in vars(kind),
+            tuple(field.name for field in fields(kind)),
+            tuple(name for base in kind.__mro__ for name in _slots(base)),
+            frozenset(name for name in names if isinstance(getattr(kind, name, None), cached_property)) | {_CONTENT},
+        )
+
+
+def _undeclared(mask: Described) -> str:
+    """Why fields may not be all that a mask holds; nothing if they are."""
+    kind: Any = type(mask)  # mypy takes a class for an instance that has no hash
+    layout, name = _Layout.of(kind), kind.__name__
+    if not layout.is_declared:
+        return f"{name} is not hashed, since it is no dataclass itself: @dataclass(frozen=True, eq=False) makes it one"
+    besides = vars(mask).keys() | set(layout.slots)
+    besides -= layout.computed.union(layout.fields)
+    return f"{name} is not hashed, since it holds {sorted(besides)}, which are no fields" if besides else ""
+
+
+def _held_names(mask: Described) -> list[str]:
+    """The names of all values that a mask holds, in fields, slots and other attributes, but for computed ones."""
+    kind: Any = type(mask)
+    layout = _Layout.of(kind)
+    named = dict.fromkeys((*layout.fields, *layout.slots, *vars(mask)))
+    return [name for name in named if name not in layout.computed and hasattr(mask, name)]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    owner = kind.__name__.lstrip("_")
+    named = (f"_{owner}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names)
+    return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
+
+
+def held_arrays(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Array]:
+    """The arrays that a mask, or a part of one, holds; those inside objects of the kinds `besides` are left out."""
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if is_array(value):
+            yield value
+        elif isinstance(value, besides):
+            continue
+        elif isinstance(value, tuple):
+            rest.extend(reversed(value))
+        elif isinstance(value, Described):
+            rest.extend(getattr(value, name) for name in reversed(_held_names(value)))
+        elif is_dataclass(value) and not isinstance(value, type):
+            rest.extend(getattr(value, field.name) for field in reversed(fields(value)))
+
+
+def mask_namespace(mask: Any) -> Namespace:
+    """The namespace of a mask's arrays; NumPy for a mask without any.
+
+    Raises
+    ------
+    UnsupportedProblem
+        Its arrays are of several namespaces.
+    """
+    spaces = {namespace(array) for array in held_arrays(mask)}
+    if len(spaces) > 1:
+        names = ", ".join(sorted(space.__name__ for space in spaces))
+        raise UnsupportedProblem([f"mask's arrays must all be in one place; got arrays of {names}: copy them there"])
+    return spaces.pop() if spaces else np
+
+
+def without_memos(value: Any) -> Any:
+    """The state of an object for pickles and copies: values that it has computed and kept are left out.
+
+    The copy computes them anew, since hashes of types differ in another process.
+    """
+    state: Any = object.__getstate__(value)
+    values, *slots = state if isinstance(state, tuple) else (state,)
+    kept = {name: held for name, held in (values or {}).items() if not _is_memo(type(value), name)}
+    return (kept, *slots) if slots else kept
+
+
+def _is_memo(kind: type, name: str) -> bool:
+    return name == _CONTENT or isinstance(getattr(kind, name, None), cached_property)

@@ -1,0 +1,106 @@
+"""Coordinates of masks' elements, answers for them, and arrays over the leading axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..arrays import Array, is_array, namespace
+from ..errors import UnsupportedProblem
+
+UNBOUNDED = 1 << 62  # beyond any key; a coordinate may be added to it, or taken from it, in int64
+
+Intervals: TypeAlias = tuple[Array, Array]
+
+
+def checked_answer(who: str, allowed: Array, *coordinates: Array) -> Array:
+    """An answer for coordinates, if it is one."""
+    if getattr(allowed, "dtype", None) != np.bool_:
+        kind = getattr(allowed, "dtype", type(allowed).__name__)
+        raise UnsupportedProblem([f"{who} must return a boolean array; got {kind}"])
+    shapes = (getattr(coordinate, "shape", ()) for coordinate in coordinates)
+    shape, wanted = tuple(allowed.shape), np.broadcast_shapes(*shapes)
+    fits = len(shape) <= len(wanted) and all(have in (1, want) for have, want in zip(shape[::-1], wanted[::-1]))
+    if not fits:
+        raise UnsupportedProblem(
+            [
+                f"{who} must return an array that broadcasts to the shape of its coordinates, {wanted}; got shape "
+                f"{shape}: compute it from b, h, i and j, element by element"
+            ]
+        )
+    return allowed
+
+
+def widened(coordinate: Array) -> Array:
+    """A coordinate as int64, in which no sum with a bound wraps around."""
+    return coordinate if getattr(coordinate, "dtype", np.int64) == np.int64 else coordinate.astype(np.int64)
+
+
+def clipped(number: int | None) -> int | None:
+    """A bound, or a count, that may meet int64 coordinates, and says the same of each as the number itself."""
+    return None if number is None else max(-UNBOUNDED, min(number, UNBOUNDED))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LeadingArray:
+    """An array whose axes before the last `trailing` broadcast over the leading axes, read without copying it."""
+
+    array: Array
+    batch: tuple[int, ...]
+    trailing: int
+
+    __hash__ = None  # type: ignore[assignment]  # contents are never hashed
+
+    @staticmethod
+    def of(array: Array, batch: tuple[int, ...], trailing: int) -> LeadingArray:
+        missing = len(batch) + trailing - array.ndim
+        return LeadingArray(array.reshape((1,) * missing + tuple(array.shape)), batch, trailing)
+
+    def at(self, b: Array, *rest: Array) -> Array:
+        """Elements at flat batch index b and the trailing coordinates; an axis of extent 1 ignores its coordinate."""
+        places: tuple[Array, ...] = (0,) * len(self.batch)
+        if any(extent != 1 for extent in self.array.shape[: len(self.batch)]):
+            places = _unravelled(b, self.batch) if len(self.batch) > 1 else (b,)
+        coordinates = (*places, *rest)
+        return self.array[tuple(c if extent != 1 else 0 for c, extent in zip(coordinates, self.array.shape))]
+
+
+def _unravelled(index: Array, extents: tuple[int, ...]) -> tuple[Array, ...]:
+    """`unravel_index`, which waits for a device to check its argument."""
+    places = []
+    for extent in reversed(extents):
+        places.append(index % extent)
+        index = index // extent
+    return tuple(reversed(places))
+
+
+@dataclass(frozen=True, slots=True)
+class PerBatch:
+    """One int, or one int per batch entry."""
+
+    value: int | LeadingArray
+
+    @staticmethod
+    def of(name: str, value: Any, batch: tuple[int, ...] | None) -> PerBatch:
+        if not is_array(value):
+            return PerBatch(min(int(value), UNBOUNDED))
+        if batch is None:
+            raise UnsupportedProblem([f"{name} given per batch entry depends on the batch: call .resolve(shape) first"])
+        reasons = leading_reasons(name, tuple(value.shape), batch)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        return PerBatch(LeadingArray.of(value, batch, 0))
+
+    def at(self, b: Array) -> Array:
+        """As int64, in which it meets coordinates."""
+        if isinstance(self.value, int):
+            return self.value
+        found = self.value.at(b)
+        return widened(namespace(found).minimum(found, UNBOUNDED) if found.dtype == np.uint64 else found)
+
+
+def leading_reasons(name: str, leading: tuple[int, ...], wanted: tuple[int, ...]) -> list[str]:
+    fits = len(leading) <= len(wanted) and all(have in (1, want) for have, want in zip(leading[::-1], wanted[::-1]))
+    return [] if fits else [f"{name}'s leading axes must broadcast to {wanted}; got {leading}"]

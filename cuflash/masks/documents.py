@@ -1,0 +1,159 @@
+"""Documents packed into one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Array, describe, is_array, is_integer_dtype, namespace
+from ..errors import UnsupportedProblem
+from .base import Mask
+from .coordinates import Intervals, LeadingArray, leading_reasons
+from .fields import take_arrays
+from .shape import MaskShape
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """A query sees the keys of its own document.
+
+    Parameters
+    ----------
+    q_ids : int array [..., seqlen_q]
+        Document of each query; leading axes broadcast over the problem's.
+    kv_ids : int array [..., seqlen_kv], optional
+        Document of each key; `q_ids` when the same tokens ask and answer.
+
+    Notes
+    -----
+    Ids in non-decreasing order, as packing leaves them, have a closed form (a row sees one interval of keys);
+    ids in any order are right too, compared element by element.
+
+    Device arrays are never looked at, since that would wait for the device: there the order is a condition. Equal ids
+    of `q_ids` alone must be neighbours (each run is a document); with `kv_ids`, neither may decrease. Other ids read
+    no memory that is not theirs, and mean nothing; ``Dense(q_ids[:, None] == kv_ids)`` takes ids in any order.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> Documents(np.array([7, 7, 9])).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    array([[1, 1, 0],
+           [1, 1, 0],
+           [0, 0, 1]])
+    """
+
+    q_ids: Array
+    kv_ids: Array | None = None
+
+    def __post_init__(self) -> None:
+        take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})
+        given = {"q_ids": self.q_ids} if self.kv_ids is None else {"q_ids": self.q_ids, "kv_ids": self.kv_ids}
+        reasons = [
+            f"{name} must be an integer array (..., seqlen); got {describe(ids)}"
+            for name, ids in given.items()
+            if not (is_array(ids) and ids.ndim >= 1 and is_integer_dtype(ids.dtype))
+        ]
+        if reasons:
+            raise UnsupportedProblem(reasons)
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
+        reasons: list[str] = []
+        for name, ids, length in (("q_ids", self.q_ids, shape.seqlen_q), ("kv_ids", kv_ids, shape.seqlen_kv)):
+            if ids.shape[-1] != length:
+                which = "seqlen_q" if name == "q_ids" else "seqlen_kv"
+                missing = " (give kv_ids=)" if name == "kv_ids" and self.kv_ids is None else ""
+                reasons.append(f"{name} must have shape (..., {which}={length}); got {tuple(ids.shape)}{missing}")
+            reasons.extend(leading_reasons(name, tuple(ids.shape[:-1]), shape.batch))
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        q_leading = LeadingArray.of(self.q_ids, shape.batch, 1)
+        kv_leading = LeadingArray.of(kv_ids, shape.batch, 1)
+        if namespace(self.q_ids) is not np:
+            bounds = _run_bounds(q_leading) if kv_ids is self.q_ids else _document_bounds(q_leading, kv_leading)
+            return SortedDocuments(*bounds)
+        if _never_decreases(self.q_ids) and _never_decreases(kv_ids):
+            return SortedDocuments(*_document_bounds(q_leading, kv_leading))
+        return ResolvedDocuments(q_leading, kv_leading)
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
+        if self.q_ids.ndim != 1 or kv_ids.ndim != 1:
+            raise UnsupportedProblem(["Documents with leading axes depends on the batch: call .resolve(shape) first"])
+        return _are_equal(self.q_ids[i], kv_ids[j])
+
+
+def _document_bounds(q_ids: LeadingArray, kv_ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
+    """First key of each query's document, and the one past its last, by binary search in the sorted key ids.
+
+    Of uint64 and signed ids, those of the queries that the keys' kind does not hold come before all keys, or after.
+    """
+    leading = np.broadcast_shapes(q_ids.array.shape[:-1], kv_ids.array.shape[:-1])
+    xp = namespace(q_ids.array)
+    q = xp.broadcast_to(q_ids.array, (*leading, q_ids.array.shape[-1]))
+    kv = xp.broadcast_to(kv_ids.array, (*leading, kv_ids.array.shape[-1]))
+    within = _share_integers(q, kv)
+    looked_up = q if within else q.astype(np.int64 if kv.dtype.kind == "i" else np.uint64)
+    bounds = []
+    for side in ("left", "right"):
+        places = xp.empty(q.shape, dtype=np.int64)
+        for entry in np.ndindex(leading):
+            places[entry] = xp.searchsorted(kv[entry], looked_up[entry], side=side)
+        if not within:
+            is_out, end = (q < 0, 0) if q.dtype.kind == "i" else (q > np.iinfo(np.int64).max, kv.shape[-1])
+            places = xp.where(is_out, end, places)
+        bounds.append(LeadingArray(places, q_ids.batch, 1))
+    return bounds[0], bounds[1]
+
+
+def _share_integers(x: Array, y: Array) -> bool:
+    """Whether some integer dtype holds what both hold: not of uint64 and signed integers, which meet as float64."""
+    return np.result_type(x.dtype, y.dtype).kind in "iu"
+
+
+def _are_equal(x: Array, y: Array) -> Array:
+    """Which integers are equal, whatever their dtypes."""
+    if _share_integers(x, y):
+        return x == y
+    return (x >= 0) & (y >= 0) & (x.astype(np.uint64) == y.astype(np.uint64))
+
+
+def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
+    """The same for ids that ask themselves, all entries at once: runs of equal ids, numbered through the entries."""
+    xp, length = namespace(ids.array), ids.array.shape[-1]
+    starts = xp.ones(ids.array.shape, dtype=bool)
+    starts[..., 1:] = ids.array[..., 1:] != ids.array[..., :-1]
+    runs = xp.cumsum(starts.reshape(-1), dtype=np.int64)
+    before = xp.arange(runs.size) // length * length if runs.size > length else 0  # tokens of the entries before
+    first, end = (
+        LeadingArray((xp.searchsorted(runs, runs, side=side) - before).reshape(ids.array.shape), ids.batch, 1)
+        for side in ("left", "right")
+    )
+    return first, end
+
+
+@dataclass(frozen=True, eq=False)
+class SortedDocuments(Mask):
+    """What `Documents` resolves to when no id is followed by a smaller one."""
+
+    first: LeadingArray
+    end: LeadingArray
+
+    def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
+        return self.first.at(b, i), self.end.at(b, i)
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedDocuments(Mask):
+    """What `Documents` resolves to when ids come in any order."""
+
+    q_ids: LeadingArray
+    kv_ids: LeadingArray
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        return _are_equal(self.q_ids.at(b, i), self.kv_ids.at(b, j))
+
+
+def _never_decreases(ids: Array) -> bool:
+    return bool((ids[..., 1:] >= ids[..., :-1]).all())

@@ -1,0 +1,67 @@
+"""Lengths of the queries and keys that exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..arrays import Array
+from ..errors import UnsupportedProblem, collecting
+from .base import Mask
+from .coordinates import UNBOUNDED, Intervals, PerBatch, widened
+from .fields import converted_length, take_arrays
+from .shape import MaskShape
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths(Mask):
+    """Only the first `q` queries and the first `kv` keys exist.
+
+    Parameters
+    ----------
+    q, kv : int, int array [*batch], or None
+        Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Past either end is that end.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> Lengths(kv=np.array([1, 3])).dense(MaskShape((2,), 1, 1, 3)).astype(int)
+    array([[[[1, 0, 0]]],
+    <BLANKLINE>
+    <BLANKLINE>
+           [[[1, 1, 1]]]])
+    """
+
+    q: int | Array | None = None
+    kv: int | Array | None = None
+
+    def __post_init__(self) -> None:
+        take_arrays(self, {"q": "q", "kv": "kv"})
+        for name, length in (("q", self.q), ("kv", self.kv)):
+            if length is not None:
+                object.__setattr__(self, name, converted_length(name, length))
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        reasons: list[str] = []
+        resolved = []
+        for name, length in (("q", self.q), ("kv", self.kv)):
+            with collecting(reasons):
+                resolved.append(PerBatch.of(name, UNBOUNDED if length is None else length, shape.batch))
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        return ResolvedLengths(*resolved)
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        q, kv = (UNBOUNDED if length is None else length for length in (self.q, self.kv))
+        return ResolvedLengths(PerBatch.of("q", q, None), PerBatch.of("kv", kv, None))(b, h, i, j)
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedLengths(Mask):
+    """What `Lengths` resolves to."""
+
+    q: PerBatch
+    kv: PerBatch
+
+    def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
+        # Queries past their length get lo = UNBOUNDED: empty, and lo still never decreases.
+        return (i >= self.q.at(b)) * UNBOUNDED, self.kv.at(b) + 0 * widened(i)
