@@ -131,25 +131,22 @@ def attention(
         row's keys add up to less than 1. Shape (num_heads,), or any that broadcasts to (*batch, num_heads); () or (1,)
         for two-dimensional q, k and v. float16, bfloat16 or float32, or with float64 q, k and v also float64; any
         strides. -inf is no sink; NaN and +inf make all rows of the head NaN.
-    kernel : str
-        Of the gpu and sim executors "auto", the fastest that serves, or a family's name: "sm80", tensor cores, float16
-        and bfloat16 from compute capability 8.0 on; "sm90", Hopper's own instructions, on compute capability 9.0 alone,
-        whose backward pass is that of "sm80" for lists in blocks smaller than 64 and, where dims are wider than 128,
-        where dq must be repeatable; "simt", which serves everything; "naive", a baseline that others are compared with:
-        three kernels over whole matrices of scores, so memory is not linear; float16 and float32.
-    executor : str
-        "auto" lets the arrays decide: "gpu" for arrays on a CUDA device, which must be CuPy's current one, on whose
-        current stream everything runs; "cpu" for all others. "sim" runs the GPU's kernels on a simulator, for tests.
-    precision : str
-        "ieee": products and sums in float32 (float64 for float64). On GPUs of compute capability 8.0 or newer float32
-        can be multiplied on tensor cores, and summed in float32: "tf32" rounds the operands of each product to 11
-        significant bits; "tf32x3" makes three products of their upper and lower halves, and errs about as "ieee" does,
-        but that a product with an infinite operand is NaN. `error_bound` bounds each.
+    kernel : {"auto", "sm90", "sm80", "simt", "naive"}
+        Kernel family of the gpu and sim executors. "auto" takes the fastest that supports the call; Notes has the
+        rest.
+    executor : {"auto", "cpu", "gpu", "sim"}
+        "auto" takes "gpu" for arrays on a CUDA device, which must be CuPy's current one; everything runs on its
+        current stream. It takes "cpu" for all other arrays. "sim" runs the GPU's kernels on a simulator, for tests.
+    precision : {"ieee", "tf32", "tf32x3"}
+        "ieee" multiplies and sums in float32 (float64 for float64). The others multiply float32 on tensor cores of
+        compute capability 8.0 or newer: "tf32" rounds the operands of each product to 11 significant bits; "tf32x3"
+        makes three products of their upper and lower halves and errs about as "ieee" does, except that a product with
+        an infinite operand is NaN. `error_bound` bounds each.
     deterministic : bool
-        o, lse, dk and dv are bitwise repeatable either way. dq on a GPU is so only if this is True: otherwise
-        blocks add to it in whichever order they come, where that is faster.
+        Whether dq must be bitwise repeatable on a GPU. Otherwise thread blocks add to it in the order in which they
+        arrive, where that is faster. All other results are bitwise repeatable either way.
     out : array, or pair (o, lse), optional
-        Written to instead of new arrays; must not overlap q, k or v.
+        Arrays that are written to instead of new ones. They must not overlap q, k or v.
     return_lse : bool
         Also return lse.
 
@@ -233,10 +230,12 @@ def attention_vjp(
     ----------
     q, k, v : arrays
         As in `attention`.
-    mask, causal, window, scale, score, softcap, bias, sink, kernel, executor, precision, deterministic, out : optional
+    mask, causal, window, scale, score, softcap, bias, sink : optional
         As in `attention`.
     wrt : str or tuple of str
         Names of further arrays that `vjp` gives a gradient of: "sink", "bias", and real arrays of the score function.
+    kernel, executor, precision, deterministic, out : optional
+        As in `attention`.
     return_lse : bool
         Return (o, lse) in o's place.
 
@@ -303,15 +302,17 @@ def plan(
     ----------
     q, k, v : arrays or ShapeDtype
         As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
-    mask, causal, window, scale, kernel, executor, precision, deterministic : optional
+    mask, causal, window, scale : optional
         As in `attention`.
-    score, softcap, bias
+    score, softcap, bias : optional
         As in `attention`; arrays may be `ShapeDtype`. The calls of the plan use the arrays that it was made with, or
         others of their shapes and dtypes by name: ``forward(q, k, v, bias=another)``.
     sink : array, or ShapeDtype, optional
         As in `attention`; the calls of the plan take one of its shape and dtype.
     wrt : str or tuple of str
         As in `attention_vjp`.
+    kernel, executor, precision, deterministic : optional
+        As in `attention`.
     device : DeviceSpec, optional
         Plan for this device instead of the current one. A plan for a GPU runs on any GPU of its compute capability.
 
@@ -410,10 +411,12 @@ def precompile(
     ----------
     q, k, v : arrays or ShapeDtype
         As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
-    mask, causal, window, scale, kernel, precision, deterministic : optional
+    mask, causal, window, scale : optional
         As in `attention`.
-    score, softcap, bias, sink, wrt
+    score, softcap, bias, sink, wrt : optional
         As in `plan`.
+    kernel, precision, deterministic : optional
+        As in `attention`.
     device : DeviceSpec, optional
         Compile for this GPU; the machine code is returned and not kept. Without it, kernels are loaded on the current
         device, where a later call finds them, and CuPy's cache keeps them for other processes.

@@ -61,7 +61,7 @@ class Memory:
 
 
 def memory(plan: Executable | KernelPlan) -> Memory:
-    """Bytes of a planned call, from its shapes alone.
+    """Count the bytes of a planned call, from its shapes alone.
 
     All scores of this call would be 8 * 65536 * 65536 numbers of 2 bytes, 64 GiB, in each direction.
 
@@ -69,6 +69,11 @@ def memory(plan: Executable | KernelPlan) -> Memory:
     ----------
     plan : Executable or KernelPlan
         What `cuflash.plan` returns; ShapeDtype and `device=` make one without arrays and without a GPU.
+
+    Returns
+    -------
+    Memory
+        A record that prints itself.
 
     Raises
     ------
@@ -110,16 +115,17 @@ def kv_cache_bytes(
     page_size: int | None = None,
     value_dim: int | None = None,
 ) -> int:
-    """Bytes of the keys and values of all layers: num_layers num_kv_heads (head_dim + value_dim) tokens itemsize.
+    """Count the bytes of keys and values of all layers: num_layers num_kv_heads (head_dim + value_dim) tokens itemsize.
 
     A model of 70 billion parameters has 80 layers, 64 query heads and 128 dims. With 8 key/value heads a token takes
-    320 KiB, and a sequence of 8192 tokens 2.5 GiB; with a key/value head for each query head it would be 20 GiB:
+    320 KiB, and a sequence of 8192 tokens 2.5 GiB; with a key/value head for each query head it would be 20 GiB.
 
-    Pages round each sequence up, and less than a page of it is not in use:
+    Pages round each sequence up, and less than a page of it is not in use.
 
     Parameters
     ----------
     num_layers, num_kv_heads, head_dim : int
+        Layers of the model, key/value heads of a layer, and the last axis of keys.
     tokens : int, or list of ints
         Tokens of a sequence, or of each sequence. Without pages a sequence takes the memory of its capacity.
     dtype : dtype
@@ -128,6 +134,11 @@ def kv_cache_bytes(
         Tokens of a page.
     value_dim : int, optional
         `head_dim` unless given.
+
+    Returns
+    -------
+    int
+        The bytes.
 
     Raises
     ------
@@ -170,16 +181,25 @@ def largest_length(
     page_size: int | None = None,
     value_dim: int | None = None,
 ) -> int:
-    """The most tokens that each sequence of a batch may have with a cache of so many bytes.
+    """Return the most tokens that each sequence of a batch may have with a cache of so many bytes.
 
     Parameters
     ----------
     available_bytes : number
         What the weights and the activations leave.
-    num_layers, num_kv_heads, head_dim, dtype, page_size, value_dim
+    num_layers, num_kv_heads, head_dim : int
+        As in `kv_cache_bytes`.
+    dtype : dtype
         As in `kv_cache_bytes`.
     batch : int
         Sequences of that length.
+    page_size, value_dim : int, optional
+        As in `kv_cache_bytes`.
+
+    Returns
+    -------
+    int
+        The tokens, a whole number of pages.
 
     Raises
     ------

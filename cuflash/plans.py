@@ -195,7 +195,7 @@ class Executable:
         Parameters
         ----------
         given : dict of arrays by name
-            q, k, v and the operands, of the layout to come.
+            The arrays q, k, v and the operands, of the layout to come.
         pins : bool
             Whether what a capture needs stays for ever, since the caller does not hold the plan.
 

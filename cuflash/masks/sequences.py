@@ -113,8 +113,10 @@ class Sequences(Mask):
         Parameters
         ----------
         q_lengths : list of ints, or int array [..., num_sequences]
+            Queries of each sequence.
         kv_lengths : list of ints, or int array [..., num_sequences], optional
-        causal, window
+            Keys of each sequence; `q_lengths` unless given.
+        causal, window : optional
             As in `Sequences`.
 
         Raises

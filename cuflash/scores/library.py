@@ -20,7 +20,7 @@ __all__ = ["alibi", "alibi_slopes", "bias", "relative_position", "relative_posit
 
 
 def softcap(cap: float, *, fast: bool = False) -> Score:
-    """Scores within -cap and cap: cap tanh(s / cap).
+    """Cap scores smoothly to the range from -cap to cap: cap tanh(s / cap).
 
     Parameters
     ----------
@@ -28,6 +28,11 @@ def softcap(cap: float, *, fast: bool = False) -> Score:
         Positive and finite. Another one compiles nothing.
     fast : bool
         The GPU's own instruction for tanh, which errs by up to 2^-10.9 of cap.
+
+    Returns
+    -------
+    Score
+        The score function.
 
     Raises
     ------
@@ -69,6 +74,11 @@ def alibi(slopes: Array) -> Score:
     slopes : array [num_heads]
         `alibi_slopes` gives the paper's; as a captured array "slopes" they may have a gradient.
 
+    Returns
+    -------
+    Score
+        The score function.
+
     Notes
     -----
     Press, Smith and Lewis, arXiv 2108.12409.
@@ -94,6 +104,16 @@ def alibi_slopes(num_heads: int) -> Array:
 
     For other numbers than powers of two: those of the next lower power, then every other one of the next higher.
 
+    Parameters
+    ----------
+    num_heads : int
+        Query heads.
+
+    Returns
+    -------
+    float32 array [num_heads]
+        The slopes.
+
     Raises
     ------
     UnsupportedProblem
@@ -118,6 +138,11 @@ def bias(array: Array) -> Score:
     ----------
     array : real array that broadcasts against [*batch, num_heads, seqlen_q, seqlen_kv], or [seqlen_q, seqlen_kv]
         Its name is "bias", so that ``wrt="bias"`` gives its gradient, summed over the axes that were broadcast.
+
+    Returns
+    -------
+    Score
+        The score function.
 
     Raises
     ------
@@ -154,10 +179,16 @@ def relative_position(table: Array, max_distance: int = 128, *, bidirectional: b
     Parameters
     ----------
     table : real array [num_heads, num_buckets]
+        The learnable numbers.
     max_distance : int
         All distances from it on share the last bucket.
     bidirectional : bool
         Half of the buckets are for keys after the query; otherwise these share the bucket of distance 0.
+
+    Returns
+    -------
+    Score
+        The score function.
 
     Notes
     -----
@@ -210,8 +241,14 @@ def relative_position_2d(table: Array, width: int) -> Score:
     Parameters
     ----------
     table : real array [num_heads, 2 height - 1, 2 width - 1]
+        The learnable numbers.
     width : int
         Of the image, whose pixels are the positions in C order.
+
+    Returns
+    -------
+    Score
+        The score function.
 
     Notes
     -----
@@ -246,6 +283,11 @@ def temperature(per_head: Array) -> Score:
     ----------
     per_head : array [num_heads]
         As a captured array "per_head" it may have a gradient.
+
+    Returns
+    -------
+    Score
+        The score function.
 
     Examples
     --------

@@ -375,6 +375,7 @@ class Structure:
     sink : tuple of int, or None
         The shape of a sink, which broadcasts to (*batch, num_heads).
     sink_dtype : str
+        Name of the sink's dtype.
     non_finite : tuple of (operand, place, value)
         Elements that are not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the
         elements of q, k, v, do or dlse.
