@@ -195,7 +195,7 @@ def attention(
     >>> lse.shape
     (2, 4, 100)
     """
-    _require_flag("return_lse", return_lse)
+    require_flag("return_lse", return_lse)
     of_score, operands = _operands(score, softcap, bias, sink)
     _, _, o, lse = _call(
         q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, ()
@@ -268,7 +268,7 @@ def attention_vjp(
     >>> dq.shape, bool(abs(dk.sum(axis=1)).max() < 1e-4)       # every row of dS sums to 0
     ((4, 50, 32), True)
     """
-    _require_flag("return_lse", return_lse)
+    require_flag("return_lse", return_lse)
     of_score, operands = _operands(score, softcap, bias, sink)
     ready, (q, k, v, *others), o, lse = _call(
         q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, wrt
@@ -490,13 +490,13 @@ def _call(
 ) -> tuple[Any, tuple[Any, ...], Any, Any]:
     """What ran the forward pass of a call, q, k, v and operands as arrays, o and lse; equal calls are looked up."""
     causal = bool(causal) if type(causal) is np.bool else causal
-    is_plain = out is None and _are_plain(*options)
+    is_plain = out is None and not checks.is_on()
     arrays = (q, k, v, *operands.values()) if operands else (q, k, v)
     score = of_score[0]
     program = (score.program, score.numbers) if isinstance(score, Score) else None
     key = None
-    if is_plain and not checks.is_on() and of_score[1] is of_score[2] is None:
-        key = _key(arrays, mask, causal, window, (options, program, *operands))
+    if is_plain and of_score[1] is of_score[2] is None:
+        key = call_key(lie_of(*arrays), mask, causal, window, options, program, *operands)
     try:
         found = _repeated.get(key)
     except TypeError:  # an option that cannot be hashed
@@ -521,7 +521,8 @@ def _call(
     return ready, tuple(given.values()), o, lse
 
 
-def _require_flag(name: str, value: Any) -> None:
+def require_flag(name: str, value: Any) -> None:
+    """Refuse an argument that is neither True nor False."""
     if type(value) is not bool and (reasons := flag_reasons(name, value)):
         raise UnsupportedProblem(reasons)
 
@@ -538,16 +539,21 @@ def _are_plain(scale: Any, kernel: Any, executor: Any, precision: Any, determini
     return type(kernel) is str and type(executor) is str and type(precision) is str
 
 
-def _key(arrays: tuple[Any, ...], mask: Any, causal: Any, window: Any, options: Any) -> Hashable:
+def call_key(lie: Hashable, mask: Any, causal: Any, window: Any, options: tuple[Any, ...], *more: Hashable) -> Hashable:
     """What decides a call but its data; None where equal values may mean different things, 1 and True say, or where a
-    mask's contents may change."""
+    mask's contents may change.
+
+    `lie` says how q, k, v and operands lie, None if that is not known; `options` are scale, kernel, executor,
+    precision, deterministic and wrt; `more` is what else decides, as the names of operands.
+    """
+    if lie is None or not _are_plain(*options):
+        return None
     if type(causal) is not bool and type(causal) is not str or not (mask is None or isinstance(mask, Mask)):
         return None
     if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
         return None
-    lie = lie_of(*arrays)
     try:
-        return None if lie is None else (lie, None if mask is None else content(mask), causal, window, options)
+        return lie, None if mask is None else content(mask), causal, window, options, more
     except TypeError:
         return None
 

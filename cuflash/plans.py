@@ -146,7 +146,7 @@ class Executable:
         name_o = "out" if out_lse is None else "out[0]"
         given = as_arrays({"q": q, "k": k, "v": v, **operands, name_o: out_o, "out[1]": out_lse})
         out_o, out_lse = given.pop(name_o), given.pop("out[1]")
-        self._check_forward(given, name_o, out_o, out_lse)
+        self.check_forward(given, name_o, out_o, out_lse)
         check = checks.Check(namespace(given["q"]), given) if checks.is_on() else None
         if out is None and key is not None and check is None and self.is_repeatable:
             o, lse = self._remembered(key, self.repeated(given))(*given.values())
@@ -297,7 +297,7 @@ class Executable:
         reasons = self._input_reasons(there, self.plan.problem.wrt)
         if reasons:
             raise UnsupportedProblem(reasons)
-        self._require_ready()
+        self.require_ready()
         there = problem.keyed(there)
         wanted, made = self.plan.gradients, self.plan.gradients_made
         is_summed = wanted != made
@@ -392,7 +392,8 @@ class Executable:
             raise UnsupportedProblem(reasons)
         gpu.make_ready(self.plan)
 
-    def _check_forward(self, given: dict[str, Array], name_o: str, out_o: Any, out_lse: Any) -> None:
+    def check_forward(self, given: dict[str, Array], name_o: str, out_o: Any, out_lse: Any) -> None:
+        """Refuse q, k, v and outputs that are not what was planned; only their layouts are read."""
         problem = self.plan.problem
         reasons = self._input_reasons(given, [operand.name for operand in problem.operands])
         reasons += self._output_reasons(name_o, out_o, problem.o_shape(), problem.dtype, given)
@@ -401,9 +402,9 @@ class Executable:
             reasons.append("out[0] and out[1] must not overlap in memory: give each its own")
         if reasons:
             raise UnsupportedProblem(reasons)
-        self._require_ready()
+        self.require_ready()
 
-    def _require_ready(self) -> None:
+    def require_ready(self) -> None:
         """What has to be there before anything is allocated or launched."""
         if self.executor != "gpu":
             return

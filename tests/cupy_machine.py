@@ -145,18 +145,21 @@ class Function(cupy_double.Function):
     machine: Cupy
     spec: KernelSpec
 
-    def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...], shared_mem: int = 0) -> None:
+    def __call__(
+        self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...], shared_mem: int = 0, stream: Any = None
+    ) -> None:
         machine, records = self.machine, tuple(record.copy() for record in args)
-        machine.log.append(("launch", machine.stream.ptr, self.spec.entry))
+        stream = stream or machine.stream
+        machine.log.append(("launch", stream.ptr, self.spec.entry))
 
         def run() -> None:
             if machine.runs_kernels:
                 simulated._kernel(self.spec, "")(grid, block[0], records, shared_mem)
 
-        if machine.stream.nodes is None:
+        if stream.nodes is None:
             run()
         else:
-            machine.stream.nodes.append(run)
+            stream.nodes.append(run)
 
 
 class Cupy(cupy_double.Double):

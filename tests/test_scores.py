@@ -395,10 +395,11 @@ def test_plans_keep_arrays_and_take_others() -> None:
     o, lse = ready.forward(q, q, q)
     np.testing.assert_array_equal(lse, cuflash.attention(q, q, q, score=scores.alibi(slopes), return_lse=True)[1])
     _, other = ready.forward(q, q, q, slopes=2 * slopes)
-    np.testing.assert_array_equal(other, cuflash.attention(q, q, q, score=scores.alibi(2 * slopes), return_lse=True)[1])
+    steeper = scores.alibi(2 * slopes)
+    np.testing.assert_array_equal(other, cuflash.attention(q, q, q, score=steeper, return_lse=True)[1])
     gradient = ready.backward(o, q, q, q, o, lse)["slopes"]
     assert gradient.shape == (2,) and gradient.dtype == np.float32
-    with pytest.raises(cuflash.UnsupportedProblem, match=r"slopes must have shape \(2,\) and dtype float32; got \(3,\)"):
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"slopes must have shape \(2,\) and dtype .*; got \(3,\)"):
         ready.forward(q, q, q, slopes=np.zeros(3, np.float32))
 
 

@@ -435,14 +435,14 @@ FAULTS = {
     },
     refuses(attends(return_lse=1), "return_lse must be True or False; got 1"): {
         "lse is returned for whatever is true": Edit(
-            "api.py", "_require_flag",
+            "api.py", "require_flag",
             "if type(value) is not bool and (reasons := flag_reasons(name, value)):",
             "if False and (reasons := flag_reasons(name, value)):",
         ),
     },
     untouched(return_lse=np.array([True, False])): {
         "results are written before a flag is looked at": Edit(
-            "api.py", "_require_flag",
+            "api.py", "require_flag",
             "if type(value) is not bool and (reasons := flag_reasons(name, value)):",
             "if False and (reasons := flag_reasons(name, value)):",
         ),
