@@ -67,4 +67,4 @@ $(RUN):
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) $(DOCS) docs/_build docs/generated docs/gallery build dist *.egg-info .mypy_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) docs/_build docs/generated docs/gallery docs/sg_execution_times.rst build dist *.egg-info .mypy_cache .pytest_cache .hypothesis

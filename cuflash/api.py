@@ -96,34 +96,27 @@ def attention(
 ) -> Array | tuple[Array, Array]:
     """Exact attention, softmax(scale q k^T + mask) v, in memory linear in the length.
 
-    >>> import numpy as np, cuflash
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 2, 4, 100, 64), dtype=np.float32)   # batch 2, heads 4, seqlen 100
-    >>> o = cuflash.attention(q, k, v, causal=True)
-    >>> o.shape
-    (2, 4, 100, 64)
-    >>> o, lse = cuflash.attention(q, k, v, mask=cuflash.masks.SlidingWindow(15, 0), return_lse=True)
-    >>> lse.shape
-    (2, 4, 100)
-
     Parameters
     ----------
     q : array [..., num_heads, seqlen_q, head_dim] or [seqlen_q, head_dim]
+        Queries, of float16, bfloat16, float32 or float64, with any strides. An array of any library with DLPack is
+        used where it lies, without a copy.
     k : array [..., num_kv_heads, seqlen_kv, head_dim] or [seqlen_kv, head_dim]
+        Keys, of q's dtype. The axes before the heads broadcast by NumPy's rules. Query head h reads key/value head
+        h // (num_heads / num_kv_heads).
     v : array [..., num_kv_heads, seqlen_kv, value_dim] or [seqlen_kv, value_dim]
-        float16, bfloat16, float32 or float64, all the same; any strides. The axes before the heads broadcast by
-        NumPy's rules; query head h reads key/value head h // (num_heads / num_kv_heads).
+        Values, of q's dtype.
     mask : Mask, BlockIndex or bool array, optional
-        True = attend; an array broadcasts against (*batch, num_heads, seqlen_q, seqlen_kv). mask, causal and window
-        are intersected.
+        True means that the query attends the key. An array broadcasts against
+        (*batch, num_heads, seqlen_q, seqlen_kv). `mask`, `causal` and `window` are intersected.
     causal : bool, "bottom_right" or "top_left"
-        No later keys. True needs equal lengths; otherwise say whether the last query meets the last key or the first
-        the first.
+        Queries attend no later keys. "bottom_right" aligns the last query with the last key, "top_left" the first with
+        the first; True needs equal lengths.
     window : (left, right), optional
         Keys on either side of the diagonal that `causal` aligns, inclusive; None is unlimited.
     scale : float, optional
-        1 / sqrt(head_dim) unless given. Of any size: q and k of 1e20 with a scale of 1e-40 have scores as any others.
-        Arrays of any library with DLPack are taken where they lie and without a copy; results are NumPy's or CuPy's.
+        Factor of the scores, 1 / sqrt(head_dim) unless given. It may be of any size: q and k of 1e20 with a scale of
+        1e-40 have scores as any others.
     score : Score, or callable (s, b, h, i, j), optional
         A function of each score and its place that NumPy's operations make up; `cuflash.scores` has those of the
         literature, and `cuflash.scores.Score` captures arrays for one. softcap and bias are applied first.
@@ -138,32 +131,30 @@ def attention(
         row's keys add up to less than 1. Shape (num_heads,), or any that broadcasts to (*batch, num_heads); () or (1,)
         for two-dimensional q, k and v. float16, bfloat16 or float32, or with float64 q, k and v also float64; any
         strides. -inf is no sink; NaN and +inf make all rows of the head NaN.
-    kernel : str
-        Of the gpu and sim executors "auto", the fastest that serves, or a family's name: "sm80", tensor cores, float16
-        and bfloat16 from compute capability 8.0 on; "sm90", Hopper's own instructions, on compute capability 9.0 alone,
-        whose backward pass is that of "sm80" for lists in blocks smaller than 64 and, where dims are wider than 128,
-        where dq must be repeatable; "simt", which serves everything; "naive", a baseline that others are compared with:
-        three kernels over whole matrices of scores, so memory is not linear; float16 and float32.
-    executor : str
-        "auto" lets the arrays decide: "gpu" for arrays on a CUDA device, which must be CuPy's current one, on whose
-        current stream everything runs; "cpu" for all others. "sim" runs the GPU's kernels on a simulator, for tests.
-    precision : str
-        "ieee": products and sums in float32 (float64 for float64). On GPUs of compute capability 8.0 or newer float32
-        can be multiplied on tensor cores, and summed in float32: "tf32" rounds the operands of each product to 11
-        significant bits; "tf32x3" makes three products of their upper and lower halves, and errs about as "ieee" does,
-        but that a product with an infinite operand is NaN. `error_bound` bounds each.
+    kernel : {"auto", "sm90", "sm80", "simt", "naive"}
+        Kernel family of the gpu and sim executors. "auto" takes the fastest that supports the call; Notes has the
+        rest.
+    executor : {"auto", "cpu", "gpu", "sim"}
+        "auto" takes "gpu" for arrays on a CUDA device, which must be CuPy's current one; everything runs on its
+        current stream. It takes "cpu" for all other arrays. "sim" runs the GPU's kernels on a simulator, for tests.
+    precision : {"ieee", "tf32", "tf32x3"}
+        "ieee" multiplies and sums in float32 (float64 for float64). The others multiply float32 on tensor cores of
+        compute capability 8.0 or newer: "tf32" rounds the operands of each product to 11 significant bits; "tf32x3"
+        makes three products of their upper and lower halves and errs about as "ieee" does, except that a product with
+        an infinite operand is NaN. `error_bound` bounds each.
     deterministic : bool
-        o, lse, dk and dv are bitwise repeatable either way. dq on a GPU is so only if this is True: otherwise
-        blocks add to it in whichever order they come, where that is faster.
+        Whether dq must be bitwise repeatable on a GPU. Otherwise thread blocks add to it in the order in which they
+        arrive, where that is faster. All other results are bitwise repeatable either way.
     out : array, or pair (o, lse), optional
-        Written to instead of new arrays; must not overlap q, k or v.
+        Arrays that are written to instead of new ones. They must not overlap q, k or v.
     return_lse : bool
         Also return lse.
 
     Returns
     -------
     o : array [..., num_heads, seqlen_q, value_dim]
-        C-contiguous, of q's dtype. 0 in rows without a key, with or without a sink.
+        C-contiguous, of q's dtype; a NumPy array, or a CuPy array on a GPU. 0 in rows without a key, with or without
+        a sink.
     lse : array [..., num_heads, seqlen_q]
         Log-sum-exp of the scores and the sink, natural logarithm, float32 (float64 for float64). In rows without a key
         it is the sink, or -inf.
@@ -173,7 +164,7 @@ def attention(
     TypeError
         An argument is not an array of a known kind.
     UnsupportedProblem
-        Anything else that cannot be, all reasons at once, before any work.
+        The arguments are invalid or not supported. It lists every reason; nothing has been computed.
     MemoryError
         The results or the tiles do not fit; inputs stay as they were.
     RuntimeError
@@ -182,6 +173,27 @@ def attention(
     Notes
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 1.
+
+    The families of kernels are:
+
+    - "sm90": Hopper's own instructions, float16 and bfloat16, compute capability 9.0. Its backward pass is that of
+      "sm80" for block lists with blocks smaller than 64, and for `deterministic=True` with dims above 128.
+    - "sm80": tensor cores, float16 and bfloat16, compute capability 8.0 or newer; float32 with `precision="tf32"` or
+      "tf32x3".
+    - "simt": every dtype, on every supported chip.
+    - "naive": a baseline of three kernels that store every score, so that memory is not linear; float16 and float32.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 4, 100, 64), dtype=np.float32)   # batch 2, heads 4, seqlen 100
+    >>> o = cuflash.attention(q, k, v, causal=True)
+    >>> o.shape
+    (2, 4, 100, 64)
+    >>> o, lse = cuflash.attention(q, k, v, mask=cuflash.masks.SlidingWindow(15, 0), return_lse=True)
+    >>> lse.shape
+    (2, 4, 100)
     """
     require_flag("return_lse", return_lse)
     of_score, operands = _operands(score, softcap, bias, sink)
@@ -212,28 +224,25 @@ def attention_vjp(
     out: Any = None,
     return_lse: bool = False,
 ) -> tuple[Any, Callable[..., Gradients]]:
-    """Attention and the function that pulls gradients back through it.
-
-    >>> import numpy as np, cuflash
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 4, 50, 32), dtype=np.float32)
-    >>> o, vjp = cuflash.attention_vjp(q, k, v, causal=True)
-    >>> dq, dk, dv = vjp(np.ones_like(o))
-    >>> dq.shape, bool(abs(dk.sum(axis=1)).max() < 1e-4)       # every row of dS sums to 0
-    ((4, 50, 32), True)
+    """Compute attention and return it with the function that pulls gradients back through it.
 
     Parameters
     ----------
-    q, k, v, mask, causal, window, scale, score, softcap, bias, sink, kernel, executor, precision, deterministic, out
+    q, k, v : arrays
+        As in `attention`.
+    mask, causal, window, scale, score, softcap, bias, sink : optional
         As in `attention`.
     wrt : str or tuple of str
         Names of further arrays that `vjp` gives a gradient of: "sink", "bias", and real arrays of the score function.
+    kernel, executor, precision, deterministic, out : optional
+        As in `attention`.
     return_lse : bool
         Return (o, lse) in o's place.
 
     Returns
     -------
     o : array, or pair (o, lse)
+        What `attention` returns.
     vjp : callable (do, dlse=None) -> Gradients
         Takes cotangents of o and, optionally, of lse; returns dq, dk, dv of the shapes and dtype of q, k, v, summed
         over broadcast axes and grouped heads. Of an array that `wrt` names, `Gradients[name]` is the gradient, of its
@@ -248,6 +257,16 @@ def attention_vjp(
     Notes
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 2: P is recomputed from lse, dS = P (dP - rowsum(dO O) + dlse).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 4, 50, 32), dtype=np.float32)
+    >>> o, vjp = cuflash.attention_vjp(q, k, v, causal=True)
+    >>> dq, dk, dv = vjp(np.ones_like(o))
+    >>> dq.shape, bool(abs(dk.sum(axis=1)).max() < 1e-4)       # every row of dS sums to 0
+    ((4, 50, 32), True)
     """
     require_flag("return_lse", return_lse)
     of_score, operands = _operands(score, softcap, bias, sink)
@@ -279,6 +298,37 @@ def plan(
 ) -> Executable:
     """Decide everything about a call once, to run it many times.
 
+    Parameters
+    ----------
+    q, k, v : arrays or ShapeDtype
+        As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
+    mask, causal, window, scale : optional
+        As in `attention`.
+    score, softcap, bias : optional
+        As in `attention`; arrays may be `ShapeDtype`. The calls of the plan use the arrays that it was made with, or
+        others of their shapes and dtypes by name: ``forward(q, k, v, bias=another)``.
+    sink : array, or ShapeDtype, optional
+        As in `attention`; the calls of the plan take one of its shape and dtype.
+    wrt : str or tuple of str
+        As in `attention_vjp`.
+    kernel, executor, precision, deterministic : optional
+        As in `attention`.
+    device : DeviceSpec, optional
+        Plan for this device instead of the current one. A plan for a GPU runs on any GPU of its compute capability.
+
+    Returns
+    -------
+    Executable
+        The plan, with ``forward(q, k, v, out=)``, ``backward(do, q, k, v, o, lse, dlse=)``, both also with ``sink=``,
+        ``explain()``, ``workspace_bytes`` and ``compile()``.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention`.
+
+    Examples
+    --------
     >>> import numpy as np, cuflash
     >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
     >>> ready = cuflash.plan(shape, shape, shape, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
@@ -294,32 +344,6 @@ def plan(
     work       implicit: keys with None <= j - i <= 0, no list
     FLOPs      17716740096 forward
     workspace  131072 bytes, 0 of them the work list
-
-    Parameters
-    ----------
-    q, k, v : arrays, or ShapeDtype where only the shapes are known
-    mask, causal, window, scale, kernel, executor, precision, deterministic
-        As in `attention`.
-    score, softcap, bias
-        As in `attention`; arrays may be `ShapeDtype`. The calls of the plan use the arrays that it was made with, or
-        others of their shapes and dtypes by name: ``forward(q, k, v, bias=another)``.
-    sink : array, or ShapeDtype, optional
-        As in `attention`; the calls of the plan take one of its shape and dtype.
-    wrt : str or tuple of str
-        As in `attention_vjp`.
-    device : DeviceSpec, optional
-        Plan for this device instead of the one here. A plan for a GPU runs on any of its compute capability.
-
-    Returns
-    -------
-    Executable
-        With ``forward(q, k, v, out=)``, ``backward(do, q, k, v, o, lse, dlse=)``, both also with ``sink=``,
-        ``explain()``, ``workspace_bytes`` and ``compile()``.
-
-    Raises
-    ------
-    TypeError, UnsupportedProblem
-        As `attention`.
     """
     q, k, v, sink, bias = as_arrays({"q": q, "k": k, "v": v, "sink": sink, "bias": bias}).values()
     where = _executor((q, k, v), executor, device)
@@ -383,19 +407,16 @@ def precompile(
 ) -> tuple[Compiled, ...]:
     """Compile the kernels of a call before its data is there: on this machine's GPU, or for any GPU without one.
 
-    >>> import numpy as np, cuflash
-    >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
-    >>> made = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
-    >>> [(each.spec.entry, each.architecture, each.resources.spill_bytes) for each in made]
-    [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
-
     Parameters
     ----------
-    q, k, v : arrays, or ShapeDtype where only the shapes are known
-    mask, causal, window, scale, kernel, precision, deterministic
+    q, k, v : arrays or ShapeDtype
+        As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
+    mask, causal, window, scale : optional
         As in `attention`.
-    score, softcap, bias, sink, wrt
+    score, softcap, bias, sink, wrt : optional
         As in `plan`.
+    kernel, precision, deterministic : optional
+        As in `attention`.
     device : DeviceSpec, optional
         Compile for this GPU; the machine code is returned and not kept. Without it, kernels are loaded on the current
         device, where a later call finds them, and CuPy's cache keeps them for other processes.
@@ -412,6 +433,14 @@ def precompile(
         As `attention`.
     CompileError, RuntimeError
         A kernel does not compile; a package or, without `device`, the GPU is missing.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
+    >>> made = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
+    >>> [(each.spec.entry, each.architecture, each.resources.spill_bytes) for each in made]
+    [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
     """
     ready = plan(
         q, k, v, mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap, bias=bias,

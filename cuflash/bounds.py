@@ -1,4 +1,4 @@
-"""How far a correct result may be from the exact one: element-wise bounds computed from the inputs.
+"""Bounds on how far a correct result may be from the exact one, for each element, computed from the inputs.
 
 Every bound is the first-order error analysis of one flash-attention pass, evaluated on the caller's own numbers, so it
 is small where the data are tame and large where they are not. Nothing in it was fitted. The notation of the derivation:
@@ -110,15 +110,9 @@ _OF_OPERANDS = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 * 2.0*
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bounds:
-    """How far each element of a result may be from the exact one; float64 arrays.
+    """Bounds on the error of each element of a result, as float64 arrays.
 
-    >>> import numpy as np
-    >>> q = k = v = np.ones((4, 8), np.float32)
-    >>> bounds = error_bound(q, k, v)
-    >>> bounds.o.shape, bounds.lse.shape, bounds.dq
-    ((4, 8), (4,), None)
-
-    Attributes
+    Parameters
     ----------
     o, lse : array
         Shaped as `attention` returns them.
@@ -128,6 +122,14 @@ class Bounds:
         Shaped as sink; None where no `do` or no sink was given.
     others : dict of arrays by name
         Of the gradients of a score function's arrays that `wrt` names, where `do` was given.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = v = np.ones((4, 8), np.float32)
+    >>> bounds = error_bound(q, k, v)
+    >>> bounds.o.shape, bounds.lse.shape, bounds.dq
+    ((4, 8), (4,), None)
     """
 
     o: Array
@@ -159,31 +161,25 @@ def error_bound(
     product_dtype: Any = None,
     probable: bool = False,
 ) -> Bounds:
-    """Element-wise bounds on the error of attention and its gradients, against exact arithmetic on the same inputs.
-
-    >>> import numpy as np
-    >>> from cuflash import reference
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 4, 100, 32))
-    >>> exact, _ = reference.attention(q, k, v)
-    >>> rounded = exact.astype(np.float16)
-    >>> bound = error_bound(q.astype(np.float16), k.astype(np.float16), v.astype(np.float16)).o
-    >>> bound.shape, bool(bound.max() < 2e-3)
-    ((4, 100, 32), True)
+    """Bound the error of every element of attention and its gradients, against exact arithmetic on the same inputs.
 
     Parameters
     ----------
-    q, k, v, mask, causal, window, scale, score, softcap, bias, sink, precision
-        As in `attention`; what the inputs hold is taken as exact.
+    q, k, v : arrays
+        As in `attention`. Their values count as exact.
     do : array, optional
-        The gradient of o; with it the gradients are bounded too.
+        The gradient of o. With it the gradients are bounded too.
     dlse : array, optional
         The gradient of lse; zero unless given.
+    mask, causal, window, scale, score, softcap, bias : optional
+        As in `attention`.
     wrt : str or tuple of str
         As in `attention_vjp`.
+    sink, precision : optional
+        As in `attention`.
     product_dtype : dtype, optional
-        What P and dS are rounded to before they multiply v, do, k and q: the accumulator's dtype unless given, as in
-        the `cpu` executor; tensor cores want float16 or bfloat16.
+        The dtype that P and dS are rounded to before they multiply v, do, k and q. It is the accumulator's dtype unless
+        given, as in the `cpu` executor; kernels on tensor cores round to float16 or bfloat16.
     probable : bool
         Let a sum of n terms err by min(n, 6 sqrt(n)) roundoffs instead of n. That is no guarantee any more (rounding
         errors that all point one way can exceed it), but at thousands of keys it sees far smaller faults; Higham and
@@ -192,11 +188,10 @@ def error_bound(
     Returns
     -------
     Bounds
-        |result - exact| <= bound, element by element. Rows with no key have bound 0: o is 0 and lse is -inf, or the
-        sink, exactly.
-        Infinite where nothing is promised: a result that its dtype may overflow, gradients from a dS that the dtype it
-        is rounded to may overflow (65504 in float16), or scores so large (around 10^6 in float32) that exp(score) has
-        no correct digit.
+        Each result is within its bound of the exact one, element by element. Rows with no key have bound 0, since o is
+        0 and lse is -inf, or the sink, exactly. A bound is infinite where nothing is promised: for a result that its
+        dtype may overflow, for gradients from a dS that may overflow the dtype it is rounded to (65504 in float16), and
+        for scores so large (around 10^6 in float32) that exp(score) has no correct digit.
 
     Raises
     ------
@@ -208,6 +203,18 @@ def error_bound(
     Takes some ten float64 arrays of [*batch, num_heads, seqlen_q, seqlen_kv] and the time of a few `reference` calls.
     For float64 inputs "exact" needs more than float64: give `reference` long doubles. The derivation
     heads this module's source.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import reference
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 4, 100, 32))
+    >>> exact, _ = reference.attention(q, k, v)
+    >>> rounded = exact.astype(np.float16)
+    >>> bound = error_bound(q.astype(np.float16), k.astype(np.float16), v.astype(np.float16)).o
+    >>> bound.shape, bool(bound.max() < 2e-3)
+    ((4, 100, 32), True)
     """
     q, k, v, do, dlse, sink = _host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse, "sink": sink})
     reasons = flag_reasons("probable", probable)

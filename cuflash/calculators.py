@@ -20,18 +20,20 @@ from .plans import Executable
 class Memory:
     """Bytes of a call: what `cuflash.memory` returns.
 
-    >>> print(Memory(inputs=3 << 20, results=1 << 20, gradients=3 << 20, workspace=0))
-    inputs        3.0 MiB  q, k and v
-    results       1.0 MiB  o and lse
-    gradients     3.0 MiB  dq, dk and dv
-    workspace     0.0 MiB  beside them, during a call
-
     Attributes
     ----------
     inputs, results, gradients : int
         q, k and v; o and lse; dq, dk and dv. Each as large as its shape, whatever its strides.
     workspace : int
         The most that either pass takes beside them, the work list included.
+
+    Examples
+    --------
+    >>> print(Memory(inputs=3 << 20, results=1 << 20, gradients=3 << 20, workspace=0))
+    inputs        3.0 MiB  q, k and v
+    results       1.0 MiB  o and lse
+    gradients     3.0 MiB  dq, dk and dv
+    workspace     0.0 MiB  beside them, during a call
     """
 
     inputs: int
@@ -43,6 +45,8 @@ class Memory:
     def forward(self) -> int:
         """Bytes of inputs, results and workspace: a call of `attention`.
 
+        Examples
+        --------
         >>> Memory(inputs=1, results=2, gradients=4, workspace=8).forward
         11
         """
@@ -57,16 +61,7 @@ class Memory:
 
 
 def memory(plan: Executable | KernelPlan) -> Memory:
-    """Bytes of a planned call, from its shapes alone.
-
-    >>> import numpy as np, cuflash
-    >>> shape = cuflash.ShapeDtype((8, 65536, 128), np.float16)                      # 8 heads, 64k tokens
-    >>> ready = cuflash.plan(shape, shape, shape, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
-    >>> print(cuflash.memory(ready))
-    inputs      384.0 MiB  q, k and v
-    results     130.0 MiB  o and lse
-    gradients   384.0 MiB  dq, dk and dv
-    workspace   260.3 MiB  beside them, during a call
+    """Count the bytes of a planned call, from its shapes alone.
 
     All scores of this call would be 8 * 65536 * 65536 numbers of 2 bytes, 64 GiB, in each direction.
 
@@ -75,10 +70,26 @@ def memory(plan: Executable | KernelPlan) -> Memory:
     plan : Executable or KernelPlan
         What `cuflash.plan` returns; ShapeDtype and `device=` make one without arrays and without a GPU.
 
+    Returns
+    -------
+    Memory
+        A record that prints itself.
+
     Raises
     ------
     TypeError
         It is no plan.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> shape = cuflash.ShapeDtype((8, 65536, 128), np.float16)                      # 8 heads, 64k tokens
+    >>> ready = cuflash.plan(shape, shape, shape, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
+    >>> print(cuflash.memory(ready))
+    inputs      384.0 MiB  q, k and v
+    results     130.0 MiB  o and lse
+    gradients   384.0 MiB  dq, dk and dv
+    workspace   260.3 MiB  beside them, during a call
     """
     kernel_plan = plan.plan if isinstance(plan, Executable) else plan
     if not isinstance(kernel_plan, KernelPlan):
@@ -104,28 +115,17 @@ def kv_cache_bytes(
     page_size: int | None = None,
     value_dim: int | None = None,
 ) -> int:
-    """Bytes of the keys and values of all layers: num_layers num_kv_heads (head_dim + value_dim) tokens itemsize.
+    """Count the bytes of keys and values of all layers: num_layers num_kv_heads (head_dim + value_dim) tokens itemsize.
 
     A model of 70 billion parameters has 80 layers, 64 query heads and 128 dims. With 8 key/value heads a token takes
-    320 KiB, and a sequence of 8192 tokens 2.5 GiB; with a key/value head for each query head it would be 20 GiB:
+    320 KiB, and a sequence of 8192 tokens 2.5 GiB; with a key/value head for each query head it would be 20 GiB.
 
-    >>> import numpy as np
-    >>> model = {"num_layers": 80, "head_dim": 128, "dtype": np.float16}
-    >>> kv_cache_bytes(num_kv_heads=8, tokens=1, **model) / 2**10
-    320.0
-    >>> kv_cache_bytes(num_kv_heads=8, tokens=8192, **model) / 2**30
-    2.5
-    >>> kv_cache_bytes(num_kv_heads=64, tokens=8192, **model) / 2**30
-    20.0
-
-    Pages round each sequence up, and less than a page of it is not in use:
-
-    >>> kv_cache_bytes(num_kv_heads=8, tokens=[100, 1000], page_size=64, **model) / 2**20
-    360.0
+    Pages round each sequence up, and less than a page of it is not in use.
 
     Parameters
     ----------
     num_layers, num_kv_heads, head_dim : int
+        Layers of the model, key/value heads of a layer, and the last axis of keys.
     tokens : int, or list of ints
         Tokens of a sequence, or of each sequence. Without pages a sequence takes the memory of its capacity.
     dtype : dtype
@@ -135,10 +135,29 @@ def kv_cache_bytes(
     value_dim : int, optional
         `head_dim` unless given.
 
+    Returns
+    -------
+    int
+        The bytes.
+
     Raises
     ------
     UnsupportedProblem
         An argument breaks its rule; all reasons at once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> model = {"num_layers": 80, "head_dim": 128, "dtype": np.float16}
+    >>> kv_cache_bytes(num_kv_heads=8, tokens=1, **model) / 2**10
+    320.0
+    >>> kv_cache_bytes(num_kv_heads=8, tokens=8192, **model) / 2**30
+    2.5
+    >>> kv_cache_bytes(num_kv_heads=64, tokens=8192, **model) / 2**30
+    20.0
+
+    >>> kv_cache_bytes(num_kv_heads=8, tokens=[100, 1000], page_size=64, **model) / 2**20
+    360.0
     """
     listed: list[Any] = list(tokens) if isinstance(tokens, (list, tuple, range)) else [tokens]
     reasons: list[str] = []
@@ -162,28 +181,39 @@ def largest_length(
     page_size: int | None = None,
     value_dim: int | None = None,
 ) -> int:
-    """The most tokens that each sequence of a batch may have with a cache of so many bytes.
+    """Return the most tokens that each sequence of a batch may have with a cache of so many bytes.
 
+    Parameters
+    ----------
+    available_bytes : number
+        What the weights and the activations leave.
+    num_layers, num_kv_heads, head_dim : int
+        As in `kv_cache_bytes`.
+    dtype : dtype
+        As in `kv_cache_bytes`.
+    batch : int
+        Sequences of that length.
+    page_size, value_dim : int, optional
+        As in `kv_cache_bytes`.
+
+    Returns
+    -------
+    int
+        The tokens, a whole number of pages.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule; all reasons at once.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> model = {"num_layers": 80, "head_dim": 128, "dtype": np.float16}
     >>> largest_length(20 * 2**30, num_kv_heads=8, **model), largest_length(20 * 2**30, num_kv_heads=64, **model)
     (65536, 8192)
     >>> largest_length(20 * 2**30, num_kv_heads=8, batch=30, page_size=64, **model)
     2176
-
-    Parameters
-    ----------
-    available_bytes : number
-        What the weights and the activations leave.
-    num_layers, num_kv_heads, head_dim, dtype, page_size, value_dim
-        As in `kv_cache_bytes`.
-    batch : int
-        Sequences of that length.
-
-    Raises
-    ------
-    UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
     """
     reasons: list[str] = []
     a_token = _bytes_of_token(reasons, num_layers, num_kv_heads, head_dim, dtype, page_size, value_dim)
@@ -225,6 +255,8 @@ def _count_reasons(**counts: Any) -> list[str]:
 def memory_report(arguments: Sequence[str]) -> str:
     """What ``python -m cuflash memory`` prints.
 
+    Examples
+    --------
     >>> sizes = "--layers 80 --heads 64 --kv-heads 8 --head-dim 128 --tokens 8192 --available 40"
     >>> print(memory_report(sizes.split()))
     a token                 320.00 KiB

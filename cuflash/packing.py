@@ -16,16 +16,6 @@ from .plans import as_arrays
 def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
     """Put sequences one after the other into one array, without padding between them.
 
-    >>> import numpy as np, cuflash
-    >>> rng = np.random.default_rng(0)
-    >>> x = [rng.standard_normal((4, length, 32), dtype=np.float32) for length in (5, 0, 9)]   # heads 4, head_dim 32
-    >>> packed, offsets = cuflash.pack(x)
-    >>> packed.shape, offsets
-    ((4, 14, 32), array([ 0,  5,  5, 14]))
-    >>> o = cuflash.attention(packed, packed, packed, mask=cuflash.masks.Sequences(offsets, causal=True))
-    >>> [part.shape for part in cuflash.unpack(o, offsets)]
-    [(4, 5, 32), (4, 0, 32), (4, 9, 32)]
-
     Parameters
     ----------
     arrays : sequence of arrays [..., length, dim]
@@ -47,6 +37,18 @@ def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
         A sequence is not an array.
     UnsupportedProblem
         No arrays, or arrays that do not fit each other; all reasons at once.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> x = [rng.standard_normal((4, length, 32), dtype=np.float32) for length in (5, 0, 9)]   # heads 4, head_dim 32
+    >>> packed, offsets = cuflash.pack(x)
+    >>> packed.shape, offsets
+    ((4, 14, 32), array([ 0,  5,  5, 14]))
+    >>> o = cuflash.attention(packed, packed, packed, mask=cuflash.masks.Sequences(offsets, causal=True))
+    >>> [part.shape for part in cuflash.unpack(o, offsets)]
+    [(4, 5, 32), (4, 0, 32), (4, 9, 32)]
     """
     given = _given(arrays)
     reasons = _axis_reasons(axis) or _unlike_reasons(given, axis)
@@ -59,10 +61,6 @@ def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
 
 def unpack(packed: Array, offsets: Array, axis: int = -2) -> list[Array]:
     """The sequences of a packed array, as views of it.
-
-    >>> import numpy as np, cuflash
-    >>> [part.tolist() for part in cuflash.unpack(np.arange(5), np.array([0, 2, 2, 5]), axis=-1)]
-    [[0, 1], [], [2, 3, 4]]
 
     Parameters
     ----------
@@ -84,6 +82,12 @@ def unpack(packed: Array, offsets: Array, axis: int = -2) -> list[Array]:
         `packed` or `offsets` is not an array.
     UnsupportedProblem
         The offsets decrease, or reach beyond the array; all reasons at once.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> [part.tolist() for part in cuflash.unpack(np.arange(5), np.array([0, 2, 2, 5]), axis=-1)]
+    [[0, 1], [], [2, 3, 4]]
     """
     given = as_arrays({"packed": packed, "offsets": offsets})
     for name, array in given.items():

@@ -34,6 +34,27 @@ __all__ = ["bigbird", "butterfly", "checkerboard", "fixed", "longformer", "rando
 def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, max_stride: int | None = None) -> Mask:
     """Flat block butterfly: block row I keeps block I and the blocks whose number differs from I in one bit.
 
+    Parameters
+    ----------
+    seqlen_q, seqlen_kv : int
+        Lengths in tokens; seqlen_kv is seqlen_q unless given. A grid that is no power of two is clipped.
+    block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv.
+    max_stride : int, optional
+        Keep only bits below this power of two, counted in blocks; the whole grid unless given.
+
+    Returns
+    -------
+    Mask
+        The pattern.
+
+    Notes
+    -----
+    Pixelated Butterfly, arXiv 2112.00029, section 3.2; the pattern of FlashAttention's block-sparse experiments,
+    arXiv 2205.14135, section 3.3. About log2(number of blocks) + 1 blocks a row.
+
+    Examples
+    --------
     >>> from cuflash.masks import MaskShape
     >>> butterfly(8, block=1).dense(MaskShape((), 1, 8, 8))[0].astype(int)
     array([[1, 1, 1, 0, 1, 0, 0, 0],
@@ -44,19 +65,6 @@ def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, 
            [0, 1, 0, 0, 1, 1, 0, 1],
            [0, 0, 1, 0, 1, 0, 1, 1],
            [0, 0, 0, 1, 0, 1, 1, 1]])
-
-    Parameters
-    ----------
-    seqlen_q, seqlen_kv : int
-        Lengths in tokens; seqlen_kv is seqlen_q unless given. A grid that is no power of two is clipped.
-    block : int or (int, int)
-    max_stride : int, optional
-        Keep only bits below this power of two, counted in blocks; the whole grid unless given.
-
-    Notes
-    -----
-    Pixelated Butterfly, arXiv 2112.00029, section 3.2; the pattern of FlashAttention's block-sparse experiments,
-    arXiv 2205.14135, section 3.3. About log2(number of blocks) + 1 blocks a row.
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     reach = max(grid) if max_stride is None else min(whole_number("max_stride", max_stride, 1), max(grid))
@@ -78,28 +86,38 @@ def bigbird(
 ) -> Mask:
     """BigBird: a window of blocks, global blocks at both ends as rows and as columns, and random blocks in each row.
 
-    >>> from cuflash.masks import MaskShape
-    >>> mask = bigbird(8, block=1, num_random=1)
-    >>> mask.dense(MaskShape((), 1, 8, 8)).sum(axis=-1)       # 3 window + 2 global + 1 random, and two global rows
-    array([[8, 5, 6, 6, 6, 6, 5, 8]])
-
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
+        Lengths in tokens; seqlen_kv is seqlen_q unless given.
     block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv.
     num_window : int
         Odd number of blocks around the diagonal.
     num_global : int
         Blocks at each end that see all and are seen by all.
     num_random : int
-        Blocks a row drawn without replacement from the rest, as many as there are.
+        Random blocks in each row, drawn without replacement from those not yet kept; fewer if fewer are left.
     num_heads : int
         Heads with random blocks of their own; 1 serves all.
     seed : int
+        Seed of NumPy's generator.
+
+    Returns
+    -------
+    Mask
+        The pattern.
 
     Notes
     -----
     arXiv 2007.14062, section 2 and appendix D (internal transformer construction).
+
+    Examples
+    --------
+    >>> from cuflash.masks import MaskShape
+    >>> mask = bigbird(8, block=1, num_random=1)
+    >>> mask.dense(MaskShape((), 1, 8, 8)).sum(axis=-1)       # 3 window + 2 global + 1 random, and two global rows
+    array([[8, 5, 6, 6, 6, 6, 5, 8]])
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     num_window, num_global, num_random = _counts_of_blocks(
@@ -129,23 +147,33 @@ def random(
     seed: int = 0,
     diagonal: bool = True,
 ) -> Mask:
-    """Random blocks, as many in each row, at a density; the usual yardstick of block-sparse kernels.
-
-    >>> from cuflash.masks import MaskShape
-    >>> random(8, block=1, density=0.25).dense(MaskShape((), 1, 8, 8)).sum(axis=-1)
-    array([[2, 2, 2, 2, 2, 2, 2, 2]])
+    """Random blocks, equally many in each row, at a given density: the usual yardstick of block-sparse kernels.
 
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
+        Lengths in tokens; seqlen_kv is seqlen_q unless given.
     block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv.
     density : float
         Blocks kept over all blocks, 0 to 1, rounded to whole blocks a row.
     num_heads : int
         Heads with blocks of their own; 1 serves all.
     seed : int
+        Seed of NumPy's generator.
     diagonal : bool
         Whether each row's diagonal block is always one of those kept.
+
+    Returns
+    -------
+    Mask
+        The pattern.
+
+    Examples
+    --------
+    >>> from cuflash.masks import MaskShape
+    >>> random(8, block=1, density=0.25).dense(MaskShape((), 1, 8, 8)).sum(axis=-1)
+    array([[2, 2, 2, 2, 2, 2, 2, 2]])
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     if not (is_number(density) and 0 <= density <= 1):
@@ -163,14 +191,6 @@ def random(
 def longformer(window: int, num_global: int = 0, *, dilation: int = 1, align: str | None = None) -> Mask:
     """Longformer: a window of keys around each query, and tokens at the start that see all and are seen by all.
 
-    >>> from cuflash.masks import MaskShape
-    >>> longformer(2, 1).dense(MaskShape((), 1, 5, 5))[0].astype(int)
-    array([[1, 1, 1, 1, 1],
-           [1, 1, 1, 0, 0],
-           [1, 1, 1, 1, 0],
-           [1, 0, 1, 1, 1],
-           [1, 0, 0, 1, 1]])
-
     Parameters
     ----------
     window : int
@@ -182,9 +202,24 @@ def longformer(window: int, num_global: int = 0, *, dilation: int = 1, align: st
     align : "bottom_right", "top_left" or None
         As in `masks.Causal`; needed when the lengths differ.
 
+    Returns
+    -------
+    Mask
+        The pattern.
+
     Notes
     -----
     arXiv 2004.05150, section 3.1.
+
+    Examples
+    --------
+    >>> from cuflash.masks import MaskShape
+    >>> longformer(2, 1).dense(MaskShape((), 1, 5, 5))[0].astype(int)
+    array([[1, 1, 1, 1, 1],
+           [1, 1, 1, 0, 0],
+           [1, 1, 1, 1, 0],
+           [1, 0, 1, 1, 1],
+           [1, 0, 0, 1, 1]])
     """
     window, num_global = _counts(window=window, num_global=num_global)
     side, dilation = window // 2, whole_number("dilation", dilation, 1)
@@ -195,6 +230,24 @@ def longformer(window: int, num_global: int = 0, *, dilation: int = 1, align: st
 def strided(stride: int, *, align: str | None = None) -> Mask:
     """Sparse Transformer, strided: the last `stride` keys, and every `stride`-th key before them.
 
+    Parameters
+    ----------
+    stride : int
+        Distance between the keys that are kept before the last `stride`.
+    align : "bottom_right", "top_left" or None
+        As in `masks.Causal`.
+
+    Returns
+    -------
+    Mask
+        The pattern.
+
+    Notes
+    -----
+    arXiv 1904.10509, section 4.3: both heads' sets in one mask.
+
+    Examples
+    --------
     >>> from cuflash.masks import MaskShape
     >>> strided(2).dense(MaskShape((), 1, 5, 5))[0].astype(int)
     array([[1, 0, 0, 0, 0],
@@ -202,24 +255,34 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
            [1, 1, 1, 0, 0],
            [0, 1, 1, 1, 0],
            [1, 0, 1, 1, 1]])
-
-    Parameters
-    ----------
-    stride : int
-    align : "bottom_right", "top_left" or None
-        As in `masks.Causal`.
-
-    Notes
-    -----
-    arXiv 1904.10509, section 4.3: both heads' sets in one mask.
     """
     stride = whole_number("stride", stride, 1)
     return SlidingWindow(stride - 1, 0, align) | Dilated(stride, None, 0, align)
 
 
 def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
-    """Sparse Transformer, fixed: causal, the own stretch of `stride` keys, and the last keys of every stretch.
+    """Sparse Transformer, fixed: the query's own segment of `stride` tokens, and the last keys of earlier segments.
 
+    Parameters
+    ----------
+    stride : int
+        Length of a segment in tokens.
+    num_summary : int
+        Number of keys at the end of every segment that all later queries attend, at most `stride`.
+    align : "bottom_right", "top_left" or None
+        As in `masks.Causal`.
+
+    Returns
+    -------
+    Mask
+        The pattern.
+
+    Notes
+    -----
+    arXiv 1904.10509, section 4.3 (there l and c): both heads' sets in one mask.
+
+    Examples
+    --------
     >>> from cuflash.masks import MaskShape
     >>> fixed(3, 1).dense(MaskShape((), 1, 6, 6))[0].astype(int)
     array([[1, 0, 0, 0, 0, 0],
@@ -228,19 +291,6 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
            [0, 0, 1, 1, 0, 0],
            [0, 0, 1, 1, 1, 0],
            [0, 0, 1, 1, 1, 1]])
-
-    Parameters
-    ----------
-    stride : int
-        Length of a stretch.
-    num_summary : int
-        Keys at the end of every stretch that all later queries see, at most `stride`.
-    align : "bottom_right", "top_left" or None
-        As in `masks.Causal`.
-
-    Notes
-    -----
-    arXiv 1904.10509, section 4.3 (there l and c): both heads' sets in one mask.
     """
     stride, num_summary = whole_number("stride", stride, 1), whole_number("num_summary", num_summary, 0)
     if num_summary > stride:
@@ -259,6 +309,15 @@ def sink_local(num_sinks: int, window: int, *, align: str | None = None) -> Mask
     align : "bottom_right", "top_left" or None
         As in `masks.Causal`.
 
+    Returns
+    -------
+    Mask
+        The pattern.
+
+    Notes
+    -----
+    StreamingLLM, arXiv 2309.17453, section 3.2.
+
     Examples
     --------
     >>> from cuflash.masks import MaskShape
@@ -266,18 +325,28 @@ def sink_local(num_sinks: int, window: int, *, align: str | None = None) -> Mask
     array([[1, 0, 0],
            [1, 1, 0],
            [1, 0, 1]])
-
-    Notes
-    -----
-    StreamingLLM, arXiv 2309.17453, section 3.2.
     """
     num_sinks, window = whole_number("num_sinks", num_sinks, 0), whole_number("window", window, 1)
     return Causal(align) & (Lengths(kv=num_sinks) | SlidingWindow(window - 1, 0, align))
 
 
 def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128) -> Mask:
-    """Every other block: density one half without two neighbours, the worst case for reading keys in runs.
+    """Every other block: half of the blocks and no two neighbours, the worst case for reading keys in runs.
 
+    Parameters
+    ----------
+    seqlen_q, seqlen_kv : int
+        Lengths in tokens; seqlen_kv is seqlen_q unless given.
+    block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv.
+
+    Returns
+    -------
+    Mask
+        The pattern.
+
+    Examples
+    --------
     >>> from cuflash.masks import MaskShape
     >>> checkerboard(3, block=1).dense(MaskShape((), 1, 3, 3))[0].astype(int)
     array([[1, 0, 1],

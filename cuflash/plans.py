@@ -29,17 +29,19 @@ EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 class Gradients:
     """Gradients of one call; unpacks to dq, dk, dv. `gradients[name]` is that of an array that `wrt` names.
 
+    Parameters
+    ----------
+    dq, dk, dv : array
+        Gradients of the shapes and the dtype of q, k and v, summed over the axes that were broadcast.
+    others : dict of arrays by name
+        Of the shapes and dtypes of the arrays that `wrt` names.
+
+    Examples
+    --------
     >>> gradients = Gradients("dq", "dk", "dv", {"sink": "dsink"})
     >>> dq, dk, dv = gradients
     >>> gradients["sink"]
     'dsink'
-
-    Attributes
-    ----------
-    dq, dk, dv : array
-        Of the shapes and the dtype of q, k and v; summed over the axes that were broadcast.
-    others : dict of arrays by name
-        Of the shapes and dtypes of the arrays that `wrt` names.
     """
 
     dq: Array
@@ -66,14 +68,7 @@ _MOST_REPEATED = 64  # ways for arrays to lie, of one plan
 class Executable:
     """A plan ready to run: what `cuflash.plan` returns.
 
-    >>> import numpy as np, cuflash
-    >>> q = k = v = np.ones((2, 16, 8), np.float32)
-    >>> ready = cuflash.plan(q, k, v, causal=True)
-    >>> o, lse = ready.forward(q, k, v)
-    >>> o.shape, lse.shape
-    ((2, 16, 8), (2, 16))
-
-    Attributes
+    Parameters
     ----------
     plan : KernelPlan
         Problem, mask, device, work and kernels.
@@ -81,6 +76,15 @@ class Executable:
         "cpu", "gpu" or "sim".
     captured : dict of arrays by name
         Those of the score function, which calls use that are not given others in their place.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((2, 16, 8), np.float32)
+    >>> ready = cuflash.plan(q, k, v, causal=True)
+    >>> o, lse = ready.forward(q, k, v)
+    >>> o.shape, lse.shape
+    ((2, 16, 8), (2, 16))
     """
 
     plan: KernelPlan
@@ -93,23 +97,40 @@ class Executable:
         return {**vars(self), "_repeated": {}}
 
     def forward(self, q: Array, k: Array, v: Array, out: Any = None, **operands: Array) -> tuple[Array, Array]:
-        """o and lse of these arrays.
+        """Compute o and lse of these arrays.
 
         Parameters
         ----------
-        q, k, v : arrays of the planned shapes and dtype, any strides
+        q, k, v : arrays
+            Arrays of the planned shapes and dtype, with any strides.
         out : array, or pair of arrays (o, lse), optional
-            Written to instead of new arrays.
-        **operands : arrays of the planned shapes and dtypes, any strides
+            Arrays that are written to instead of new ones.
+        **operands : arrays
             ``sink=``, if the plan was made with one, and by their names arrays of the score function, in place of those
-            that it was planned with.
+            that it was planned with. They have the planned shapes and dtypes, and any strides.
+
+        Returns
+        -------
+        o : array [..., num_heads, seqlen_q, value_dim]
+            As `attention` returns it.
+        lse : array [..., num_heads, seqlen_q]
+            As `attention` returns it.
 
         Raises
         ------
         UnsupportedProblem
-            An array is not what was planned; all reasons at once.
+            An array is not what was planned. It lists every reason.
         RuntimeError
             The stream is captured and something is not ready: `compile` makes it so.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> o, lse = ready.forward(q, k, v)
+        >>> o.shape, lse.shape
+        ((2, 16, 8), (2, 16))
         """
         if self.captured:
             operands = {**self.captured, **operands}
@@ -146,7 +167,16 @@ class Executable:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether calls on arrays that lie alike differ in nothing but addresses."""
+        """Whether calls on arrays that lie alike differ in nothing but addresses.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.is_repeatable
+        True
+        """
         return not self.plan.is_empty and self.executor != "sim" and not self._scales_arrays
 
     @property
@@ -160,9 +190,28 @@ class Executable:
         return _times_power_of_two(q, scaling.q_exponent), _times_power_of_two(k, scaling.k_exponent)
 
     def repeated(self, given: Mapping[str, Array], *, pins: bool = False) -> Repeated:
-        """`forward` without its checks, for q, k, v and operands that lie as these do, which it has accepted.
+        """Return `forward` without its checks, for arrays of the same layout as these, which it has accepted.
 
-        With `pins`, what a capture needs stays for ever: whoever captures does not hold the plan.
+        Parameters
+        ----------
+        given : dict of arrays by name
+            The arrays q, k, v and the operands, of the layout to come.
+        pins : bool
+            Whether what a capture needs stays for ever, since the caller does not hold the plan.
+
+        Returns
+        -------
+        callable
+            Takes the arrays in that order and returns o and lse.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> o, lse = ready.repeated({"q": q, "k": k, "v": v})(q, k, v)
+        >>> o.shape
+        (2, 16, 8)
         """
         plan, problem = self.plan, self.plan.problem
         given = problem.keyed(given)
@@ -196,21 +245,40 @@ class Executable:
         dlse: Array | None = None,
         **operands: Array,
     ) -> Gradients:
-        """Gradients of sum(do * o) + sum(dlse * lse).
+        """Compute the gradients of sum(do * o) + sum(dlse * lse).
 
         Parameters
         ----------
-        do : array of o's shape and dtype, any strides
-        q, k, v, o, lse : what `forward` took and returned
-        dlse : array of lse's shape and dtype, optional
-        **operands : arrays that `forward` took by name
+        do : array
+            The gradient of o, of o's shape and dtype, with any strides.
+        q, k, v, o, lse : arrays
+            What `forward` took and returned.
+        dlse : array, optional
+            The gradient of lse, of lse's shape and dtype; zero unless given.
+        **operands : arrays
+            Arrays that `forward` took by name.
+
+        Returns
+        -------
+        Gradients
+            Unpacks to dq, dk and dv.
 
         Raises
         ------
         UnsupportedProblem
-            An array is not what was planned; all reasons at once.
+            An array is not what was planned. It lists every reason.
         RuntimeError
             The stream is captured and something is not ready: `compile` makes it so.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> o, lse = ready.forward(q, k, v)
+        >>> dq, dk, dv = ready.backward(np.ones_like(o), q, k, v, o, lse)
+        >>> dv.sum()                               # each of 2 x 16 queries hands 8 gradients of 1 to its keys
+        np.float32(256.0)
         """
         arrays = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
         if self.captured:
@@ -255,11 +323,36 @@ class Executable:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory a call takes beside its inputs and outputs; `KernelPlan.workspace_bytes` has the formula."""
+        """Bytes that a call takes beside its inputs and outputs; `KernelPlan.workspace_bytes` has the formula.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.workspace_bytes > 0
+        True
+        """
         return self.plan.workspace_bytes
 
     def explain(self) -> str:
-        """What was decided and why, a line each; of kernels that this process compiled, what they take."""
+        """Describe what was decided and why, and, of kernels that this process compiled, the registers that they take.
+
+        Returns
+        -------
+        str
+            A line for each decision.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> print(ready.explain())                                          # doctest: +ELLIPSIS
+        executor   cpu
+        problem    batch (), 2 heads, 16 queries, 16 keys, dims 8 and 8, float32, scale 0.353553
+        ...
+        """
         notes = dict.fromkeys(self.plan.specs, "simulated") if self.executor == "sim" else {}
         capability = self.plan.device.compute_capability if self.executor == "gpu" else None
         for entry, spec in self.plan.specs.items():
@@ -274,8 +367,8 @@ class Executable:
     def compile(self) -> None:
         """Make everything ready that the first call would otherwise make, so that calls can be captured too.
 
-        On a GPU: the kernels of both passes, compiled and loaded on the current device, and the work list there; it
-        waits until all is. Elsewhere: the transposed work list.
+        On a GPU these are the kernels of both passes, compiled and loaded on the current device, and the work list
+        there; the call waits until all is ready. Elsewhere it is the transposed work list.
 
         Raises
         ------
@@ -283,6 +376,13 @@ class Executable:
             The plan is for another GPU than the current one.
         CompileError, RuntimeError
             A kernel does not compile; CuPy or the GPU is missing.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.compile()
         """
         if self.executor != "gpu":
             getattr(self.plan.work, "transposed", None)
@@ -395,6 +495,8 @@ class Executable:
 class Pullback:
     """Pulls gradients back through one call of attention: what `cuflash.attention_vjp` returns beside its results.
 
+    Examples
+    --------
     >>> import numpy as np, cuflash
     >>> q = k = v = np.ones((2, 16, 8), np.float32)
     >>> o, vjp = cuflash.attention_vjp(q, k, v)

@@ -14,8 +14,8 @@ Arithmetic is float64 whatever comes in; long double and complex arguments keep 
 told from error (long double) and the forward differentiated by a complex step of 1e-20. What `numpy.errstate` asks for
 is raised. Nothing of the tiled code is used, and nothing of it may come to be used, since the two check each other.
 
-NaN and infinities follow the README's rule. The whole matrix counts as one partial block: P and dS are 0 at every
-place that the mask leaves out, and 0 times a NaN or infinity of v, k, q or do there is NaN.
+NaN and infinities follow the rule of docs/semantics.md. The whole matrix counts as one partial block: P and dS are 0 at
+every place that the mask leaves out, and 0 times a NaN or infinity of v, k, q or do there is NaN.
 """
 
 from __future__ import annotations
@@ -44,20 +44,14 @@ def attention(
 ) -> tuple[Array, Array]:
     """Softmax attention and the log-sum-exp of its scores.
 
-    >>> import numpy as np
-    >>> q = k = np.array([[1.0, 0.0], [0.0, 1.0]])
-    >>> o, lse = attention(q, k, np.eye(2), scale=np.log(3.0))
-    >>> o.round(9).tolist()
-    [[0.75, 0.25], [0.25, 0.75]]
-    >>> np.exp(lse).round(9).tolist()
-    [4.0, 4.0]
-
     Parameters
     ----------
     q : array [*batch, num_heads, seqlen_q, head_dim], or [seqlen_q, head_dim]
+        Queries.
     k : array [*batch, num_kv_heads, seqlen_kv, head_dim], or [seqlen_kv, head_dim]
+        Keys.
     v : array [*batch, num_kv_heads, seqlen_kv, value_dim], or [seqlen_kv, value_dim]
-        Axes before the heads broadcast. Query head h reads key/value head h // (num_heads / num_kv_heads).
+        Values. Axes before the heads broadcast. Query head h reads key/value head h // (num_heads / num_kv_heads).
     mask : bool array, optional
         True = attend; broadcasts to [*batch, num_heads, seqlen_q, seqlen_kv].
     scale : float, optional
@@ -72,7 +66,7 @@ def attention(
     Returns
     -------
     o : array [*batch, num_heads, seqlen_q, value_dim], or [seqlen_q, value_dim]
-        softmax(scale q k^T) v. A row with no key is 0.
+        The output, softmax(scale q k^T) v. A row with no key is 0.
     lse : array [*batch, num_heads, seqlen_q], or [seqlen_q]
         Natural log of the sum of exp(scale q k^T) over the row's keys, and of exp(sink). A row with no key is -inf, or
         the sink.
@@ -86,6 +80,16 @@ def attention(
     -----
     S = scale Q K^T, P = softmax(S), O = P V: FlashAttention (arXiv 2205.14135), section 2.2; the shift by the row
     maximum and L = m + log(l) are FlashAttention-2's (arXiv 2307.08691, section 2.3 and algorithm 1).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = np.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> o, lse = attention(q, k, np.eye(2), scale=np.log(3.0))
+    >>> o.round(9).tolist()
+    [[0.75, 0.25], [0.25, 0.75]]
+    >>> np.exp(lse).round(9).tolist()
+    [4.0, 4.0]
     """
     probability, lse, _ = _softmax(scores(q, k, v, scale), mask, sink, score)
     o = probability @ expand_heads(widened(v), probability.shape[-3])
@@ -107,31 +111,32 @@ def attention_vjp(
     score: Callable[[Array], Array] | None = None,
     score_slope: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, ...]:
-    """The gradients of sum(do * o) + sum(dlse * lse).
-
-    >>> import numpy as np
-    >>> q, k, v = np.zeros((1, 1)), np.array([[1.0], [3.0]]), np.array([[0.0], [8.0]])
-    >>> dq, dk, dv = attention_vjp(q, k, v, np.ones((1, 1)))
-    >>> dq.tolist(), dk.tolist(), dv.tolist()
-    ([[4.0]], [[0.0], [0.0]], [[0.5], [0.5]])
+    """Compute the gradients of sum(do * o) + sum(dlse * lse).
 
     Parameters
     ----------
-    q, k, v, mask, scale, sink, score
+    q, k, v : arrays
+        As in `attention`.
+    do : array
+        The gradient of o, shaped as `attention` returns o.
+    dlse : array, optional
+        The gradient of lse, shaped as `attention` returns lse; zero unless given.
+    mask, scale, sink, score : optional
         As in `attention`.
     score_slope : callable, optional
         The derivative of `score`, element by element.
-    do : array, shaped as `attention` returns o
-    dlse : array, shaped as `attention` returns lse, optional
-        Zero unless given.
 
     Returns
     -------
-    dq, dk, dv : arrays, shaped as q, k, v
-        Summed over the query heads that share a key/value head, and over the axes that were broadcast. Rows with no
-        key contribute nothing.
-    dsink : array, shaped as sink
-        If there is a sink.
+    dq : array
+        The gradient of q, shaped as q. Rows with no key contribute nothing to any gradient.
+    dk : array
+        The gradient of k, shaped as k. Gradients are summed over the query heads that share a key/value head, and over
+        the axes that were broadcast.
+    dv : array
+        The gradient of v, shaped as v.
+    dsink : array
+        The gradient of the sink, shaped as sink; only if there is a sink.
 
     Notes
     -----
@@ -143,6 +148,14 @@ def attention_vjp(
     with D replaced by D - dlse, since the derivative of a row's lse with respect to its scores is P. A sink has
     P = exp(sink - lse) and, having no value, dP = 0; its gradient is the sum of its dS over the rows.
     Where a score function made the scores, dS is multiplied by its slope.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k, v = np.zeros((1, 1)), np.array([[1.0], [3.0]]), np.array([[0.0], [8.0]])
+    >>> dq, dk, dv = attention_vjp(q, k, v, np.ones((1, 1)))
+    >>> dq.tolist(), dk.tolist(), dv.tolist()
+    ([[4.0]], [[0.0], [0.0]], [[0.5], [0.5]])
     """
     raw = scores(q, k, v, scale)
     probability, lse, allowed = _softmax(raw, mask, sink, score)

@@ -942,6 +942,15 @@ def test_a_table_without_a_result_says_so_and_one_of_several_runs_names_each(
     assert len(list(tmp_path.glob("*.png"))) == 2
 
 
+def test_pages_and_committed_plots_show_the_results(load) -> None:
+    tables = load("tables")
+    for page in tables.PAGES:
+        tables.update(page, tables.RESULTS, check=True)
+    shown = {name for page in tables.PAGES for name in re.findall(r"results/([\w-]+\.png)", page.read_text("utf-8"))}
+    sizes = {name: (tables.RESULTS / name).stat().st_size for name in shown}
+    assert "peers_lead.png" in sizes and max(sizes.values()) <= 200 * 1024
+
+
 def test_an_unknown_table_is_named(load, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a table 'nonsense'; there are only recall, "):
         load("tables").written("<!-- table:nonsense -->\n<!-- /table -->", tmp_path)

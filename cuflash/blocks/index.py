@@ -24,26 +24,14 @@ from .classify_on_device import classify_grid, column_lists, entry_grid, entry_r
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockIndex:
-    """Which blocks of the score matrix are absent, full or partial, and what the partial ones hold.
+    """The blocks of a mask: absent, full or partial, and the elements of the partial ones.
 
-    >>> from cuflash import masks
-    >>> index = BlockIndex.from_mask(masks.Causal(), masks.MaskShape((), 1, 8, 8), block=2)
-    >>> print(index.picture())
-    ▒···
-    █▒··
-    ██▒·
-    ███▒
-    >>> index.to_scipy().toarray()
-    array([[2, 0, 0, 0],
-           [1, 2, 0, 0],
-           [1, 1, 2, 0],
-           [1, 1, 1, 2]], dtype=uint8)
-
-    Attributes
+    Parameters
     ----------
     seqlen_q, seqlen_kv : int
+        Lengths in tokens.
     block : (int, int)
-        block_q and block_kv in tokens; the last of a side may be cut off by the length.
+        Sizes block_q and block_kv in tokens; the length may cut off the last block of a side.
     batch, num_heads : int
         1 where the index serves every batch entry or head; batch counts the leading axes as one, in C order.
     indptr : int32 array [batch * num_heads * num_q_blocks + 1]
@@ -65,6 +53,21 @@ class BlockIndex:
     how many entries there are: lists then have room for the whole grid, zeros stand behind the last entry, and each
     block has a bit tile of its own. What shows an index or counts its entries (`num_entries`, `row_counts`, `report`,
     `picture`, `to_scipy`) waits and copies; nothing else does.
+
+    Examples
+    --------
+    >>> from cuflash import masks
+    >>> index = BlockIndex.from_mask(masks.Causal(), masks.MaskShape((), 1, 8, 8), block=2)
+    >>> print(index.picture())
+    ▒···
+    █▒··
+    ██▒·
+    ███▒
+    >>> index.to_scipy().toarray()
+    array([[2, 0, 0, 0],
+           [1, 2, 0, 0],
+           [1, 1, 2, 0],
+           [1, 1, 1, 2]], dtype=uint8)
     """
 
     seqlen_q: int
@@ -92,9 +95,16 @@ class BlockIndex:
         Parameters
         ----------
         mask : Mask
+            The mask, which may hold arrays on the host or on a device.
         shape : MaskShape
+            The batch, heads and lengths that the index is for.
         block : int or (int, int)
-            block_q and block_kv.
+            Size of a block in tokens, or block_q and block_kv.
+
+        Returns
+        -------
+        BlockIndex
+            The index, in arrays where the mask's arrays are.
 
         Raises
         ------
@@ -103,6 +113,14 @@ class BlockIndex:
         UnsupportedProblem
             The mask does not fit the shape, a length is more than int32 counts, the shape is none, or the block is no
             pair of positive ints.
+
+        Examples
+        --------
+        >>> from cuflash import masks
+        >>> print(BlockIndex.from_mask(masks.SlidingWindow(1, 0), masks.MaskShape((), 1, 6, 6), block=2).picture())
+        ▒··
+        ▒▒·
+        ·▒▒
         """
         if not isinstance(mask, Mask):
             fix = "masks.Dense makes one of a boolean array, its as_mask() of a BlockIndex"
@@ -118,10 +136,27 @@ class BlockIndex:
 
     @classmethod
     def from_blocks(cls, blocks: Array, seqlen_q: int, seqlen_kv: int, block: Any) -> BlockIndex:
-        """Whole blocks, from booleans [..., num_q_blocks, num_kv_blocks] with axes (batch, heads) before them.
+        """Make an index of whole blocks.
 
+        Parameters
+        ----------
+        blocks : bool array [..., num_q_blocks, num_kv_blocks]
+            True where the block is kept; the axes before the last two are batch axes and heads.
+        seqlen_q, seqlen_kv : int
+            Lengths in tokens.
+        block : int or (int, int)
+            Size of a block in tokens, or block_q and block_kv.
+
+        Returns
+        -------
+        BlockIndex
+            An index whose blocks are all full.
+
+        Examples
+        --------
         >>> import numpy as np
-        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).num_entries
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.num_entries
         2
         """
         pattern = BlockPattern(blocks, block)
@@ -131,11 +166,7 @@ class BlockIndex:
 
     @classmethod
     def from_scipy(cls, matrix: Any, seqlen_q: int, seqlen_kv: int, block: Any = None) -> BlockIndex:
-        """From a scipy.sparse array: of blocks, or, as BSR, of elements.
-
-        >>> import scipy.sparse
-        >>> BlockIndex.from_scipy(scipy.sparse.eye_array(3), 6, 6, block=2).num_entries
-        3
+        """Make an index from a scipy.sparse array: of blocks, or, as BSR, of elements.
 
         Parameters
         ----------
@@ -143,7 +174,27 @@ class BlockIndex:
             Every stored non-zero is a full block. A BSR array given without `block` holds elements instead, its
             blocksize is the block, and its shape the padded lengths: what `to_scipy(elements=True)` returns.
         seqlen_q, seqlen_kv : int
+            Lengths in tokens.
         block : int or (int, int), optional
+            Size of a block in tokens, or block_q and block_kv.
+
+        Returns
+        -------
+        BlockIndex
+            An index for every batch entry and head.
+
+        Raises
+        ------
+        TypeError
+            `matrix` is no scipy.sparse array.
+        UnsupportedProblem
+            `block` is missing and `matrix` is not BSR, or the lengths do not fit.
+
+        Examples
+        --------
+        >>> import scipy.sparse
+        >>> BlockIndex.from_scipy(scipy.sparse.eye_array(3), 6, 6, block=2).num_entries
+        3
         """
         if not scipy.sparse.issparse(matrix):
             raise TypeError(f"matrix must be a scipy.sparse array; got {type(matrix).__name__}: use from_blocks")
@@ -167,7 +218,15 @@ class BlockIndex:
 
     @property
     def num_entries(self) -> int:
-        """How many blocks are listed; waits for a device."""
+        """Number of listed blocks; waits for a device.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.num_entries
+        2
+        """
         return len(self.indices) if self.is_on_host else int(to_host(self.indptr[-1:])[0])
 
     @property
@@ -175,8 +234,20 @@ class BlockIndex:
         return namespace(self.indptr) is np
 
     def to(self, convert: Callable[[Array], Array]) -> BlockIndex:
-        """The same index with each array converted: ``index.to(cupy.asarray)`` copies one to the device.
+        """Convert each array: ``index.to(cupy.asarray)`` copies an index to the device.
 
+        Parameters
+        ----------
+        convert : callable
+            Takes an array and returns another.
+
+        Returns
+        -------
+        BlockIndex
+            The same index with the converted arrays.
+
+        Examples
+        --------
         >>> import numpy as np
         >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
         >>> index.to(np.copy).picture() == index.picture()
@@ -187,7 +258,15 @@ class BlockIndex:
 
     @cached_property
     def on_host(self) -> BlockIndex:
-        """The same index in NumPy arrays, without the room behind the last entry; waits for a device and copies."""
+        """The same index in NumPy arrays, without the room behind the last entry; waits for a device and copies.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.on_host is index
+        True
+        """
         if self.is_on_host:
             return self
         here = self.to(to_host)
@@ -196,16 +275,32 @@ class BlockIndex:
 
     @cached_property
     def block_rows(self) -> Array:
-        """Block row of each entry, counted through batch and heads."""
+        """Block row of each entry, counted through batch and heads.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.block_rows
+        array([0, 1])
+        """
         if not self.is_on_host:
             return entry_rows(self.indptr, len(self.indices))
         return np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
 
     def states(self) -> Array:
-        """0 absent, 1 full, 2 partial, as uint8 [batch, num_heads, num_q_blocks, num_kv_blocks].
+        """State of every block of the grid.
 
+        Returns
+        -------
+        uint8 array [batch, num_heads, num_q_blocks, num_kv_blocks]
+            0 for an absent block, 1 for a full one, 2 for a partial one.
+
+        Examples
+        --------
         >>> import numpy as np
-        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).states()[0, 0]
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.states()[0, 0]
         array([[1, 0],
                [0, 1]], dtype=uint8)
         """
@@ -217,7 +312,23 @@ class BlockIndex:
         return states.reshape(self.batch, self.num_heads, self.num_q_blocks, self.num_kv_blocks)
 
     def dense(self) -> Array:
-        """The mask element by element, bool [batch, num_heads, seqlen_q, seqlen_kv]: for tests and small problems."""
+        """The mask element by element, for tests and small problems.
+
+        Returns
+        -------
+        bool array [batch, num_heads, seqlen_q, seqlen_kv]
+            True where the query attends the key.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.dense()[0, 0].astype(int)
+        array([[1, 1, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 1, 1],
+               [0, 0, 1, 1]])
+        """
         return self.as_mask().dense(MaskShape((self.batch,), self.num_heads, self.seqlen_q, self.seqlen_kv))
 
     def to_scipy(self, b: int = 0, h: int = 0, *, elements: bool = False) -> Any:
@@ -228,7 +339,21 @@ class BlockIndex:
         b, h : int
             Batch entry and head; an index that serves all of them has one.
         elements : bool
-            False: CSR of blocks, 1 full, 2 partial. True: BSR of booleans, exact, its shape padded to whole blocks.
+            Whether the array holds elements instead of blocks.
+
+        Returns
+        -------
+        scipy.sparse.csr_array or scipy.sparse.bsr_array
+            CSR of blocks, 1 for a full one and 2 for a partial one; or BSR of booleans, exact, its shape
+            padded to whole blocks.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.to_scipy().toarray()
+        array([[1, 0],
+               [0, 1]], dtype=uint8)
         """
         if not self.is_on_host:
             return self.on_host.to_scipy(b, h, elements=elements)
@@ -245,7 +370,20 @@ class BlockIndex:
         return scipy.sparse.bsr_array((blocks, cols, rows), shape=shape, blocksize=self.block)
 
     def row_counts(self) -> Array:
-        """How many keys each query attends, int64 [batch, num_heads, seqlen_q], on the host."""
+        """Number of keys that each query attends.
+
+        Returns
+        -------
+        int64 array [batch, num_heads, seqlen_q]
+            The counts, on the host.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.row_counts()
+        array([[[2, 2, 2, 2]]])
+        """
         if not self.is_on_host:
             return self.on_host.row_counts()
         block_q, block_kv = self.block
@@ -267,7 +405,24 @@ class BlockIndex:
     # Sets
 
     def as_mask(self) -> IndexMask | IndexGrid:
-        """The index as a mask, to combine with others or to compile at another block size."""
+        """The index as a mask, to combine it with others or to compile it at another block size.
+
+        Returns
+        -------
+        Mask
+            A mask with the same elements.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> from cuflash import masks
+        >>> (index.as_mask() & masks.Causal()).dense(masks.MaskShape((), 1, 4, 4))[0].astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 1, 0],
+               [0, 0, 1, 1]])
+        """
         return IndexMask.of_index(self) if self.is_on_host else IndexGrid(self)
 
     def __and__(self, other: BlockIndex) -> BlockIndex:
@@ -279,8 +434,15 @@ class BlockIndex:
         return self._combined(other, lambda x, y: x | y)
 
     def transpose(self) -> BlockIndex:
-        """Keys asking queries: block row c lists the query blocks that attend key block c.
+        """Exchange queries and keys: block row c of the result lists the query blocks that attend key block c.
 
+        Returns
+        -------
+        BlockIndex
+            The transposed index.
+
+        Examples
+        --------
         >>> import numpy as np
         >>> index = BlockIndex.from_blocks(np.array([[1, 1], [0, 1]], bool), 4, 4, block=2)
         >>> print(index.transpose().picture())
@@ -324,6 +486,17 @@ class BlockIndex:
             Bytes of one element of q, k and v.
         eligible : BlockIndex, optional
             The denominator of `density`: the causal index, say. Every block of the grid unless given.
+
+        Returns
+        -------
+        IndexReport
+            A record that prints itself.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).report(head_dim=8).density
+        0.5
         """
         if not self.is_on_host:
             return self.on_host.report(head_dim=head_dim, value_dim=value_dim, itemsize=itemsize, eligible=eligible)
@@ -359,7 +532,28 @@ class BlockIndex:
         )
 
     def picture(self, b: int = 0, h: int = 0, *, width: int = 64) -> str:
-        """One batch entry and head as text: █ full, ▒ partial, · absent; coarser when wider than `width` blocks."""
+        """One batch entry and head as text: █ full, ▒ partial, · absent.
+
+        Parameters
+        ----------
+        b, h : int
+            Batch entry and head; an index that serves all of them has one.
+        width : int
+            Most characters of a line; a wider grid is drawn coarser.
+
+        Returns
+        -------
+        str
+            A line for each block row.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> print(index.picture())
+        █·
+        ·█
+        """
         states = self.on_host.states()[b, h]
         step = max(1, -(-self.num_kv_blocks // whole_number("width", width, 1)))
         cells = []
@@ -420,8 +614,10 @@ class BlockIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexReport:
-    """What `BlockIndex.report` counts, summed over the index's batch and heads.
+    """The counts of `BlockIndex.report`, summed over the index's batch and heads.
 
+    Examples
+    --------
     >>> from cuflash import masks
     >>> index = BlockIndex.from_mask(masks.Causal(), masks.MaskShape((), 1, 4, 4), block=2)
     >>> print(index.report(head_dim=8))

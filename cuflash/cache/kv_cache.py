@@ -22,28 +22,6 @@ from .pages import Copy, Growth, OwnPages, PagePool, Shortage
 class KVCache:
     """Keys and values of earlier tokens of several sequences, contiguous or in pages.
 
-    >>> import numpy as np, cuflash
-    >>> rng = np.random.default_rng(0)
-    >>> cache = cuflash.KVCache(batch=2, num_kv_heads=2, head_dim=8, capacity=100, dtype=np.float32)
-    >>> k, v = rng.standard_normal((2, 2, 2, 5, 8), dtype=np.float32)        # a prompt of 5 tokens
-    >>> cache.append(k, v)
-    >>> k, v = rng.standard_normal((2, 2, 2, 1, 8), dtype=np.float32)        # the next token, with 4 query heads
-    >>> q = rng.standard_normal((2, 4, 1, 8), dtype=np.float32)
-    >>> cache.append(k, v)
-    >>> cache.attention(q).shape, cache.lengths
-    ((2, 4, 1, 8), array([6, 6], dtype=int32))
-
-    With pages, memory is taken as sequences grow, and a fork shares the pages of what it was forked from:
-
-    >>> cache = cuflash.KVCache(
-    ...     batch=2, num_kv_heads=2, head_dim=8, capacity=100, dtype=np.float32, page_size=16, num_pages=5
-    ... )
-    >>> k = v = np.ones((2, 2, 40, 8), np.float32)
-    >>> cache.append(k, v, counts=[40, 0])
-    >>> cache.fork(0, 1)
-    >>> cache.lengths, cache.num_free_pages
-    (array([40, 40], dtype=int32), 2)
-
     Parameters
     ----------
     batch : int
@@ -52,7 +30,8 @@ class KVCache:
         Of keys; values have as many heads.
     capacity : int
         The most positions that a sequence may have.
-    dtype : float16, bfloat16, float32 or float64
+    dtype : dtype
+        Of keys and values: float16, bfloat16, float32 or float64.
     value_dim : int, optional
         `head_dim` unless given.
     page_size : int, optional
@@ -81,6 +60,30 @@ class KVCache:
     which may hold NaN. On the host it is the same bit for bit for any page table, with pages or without. On a GPU the
     kernels are the existing ones, which read no page table: it costs a launch or more and, with pages, a copy of the
     keys and values for each sequence.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> cache = cuflash.KVCache(batch=2, num_kv_heads=2, head_dim=8, capacity=100, dtype=np.float32)
+    >>> k, v = rng.standard_normal((2, 2, 2, 5, 8), dtype=np.float32)        # a prompt of 5 tokens
+    >>> cache.append(k, v)
+    >>> k, v = rng.standard_normal((2, 2, 2, 1, 8), dtype=np.float32)        # the next token, with 4 query heads
+    >>> q = rng.standard_normal((2, 4, 1, 8), dtype=np.float32)
+    >>> cache.append(k, v)
+    >>> cache.attention(q).shape, cache.lengths
+    ((2, 4, 1, 8), array([6, 6], dtype=int32))
+
+    With pages, memory is taken as sequences grow, and a fork shares the pages of what it was forked from:
+
+    >>> cache = cuflash.KVCache(
+    ...     batch=2, num_kv_heads=2, head_dim=8, capacity=100, dtype=np.float32, page_size=16, num_pages=5
+    ... )
+    >>> k = v = np.ones((2, 2, 40, 8), np.float32)
+    >>> cache.append(k, v, counts=[40, 0])
+    >>> cache.fork(0, 1)
+    >>> cache.lengths, cache.num_free_pages
+    (array([40, 40], dtype=int32), 2)
     """
 
     def __init__(
@@ -128,13 +131,6 @@ class KVCache:
     def over(cls, k_pages: Array, v_pages: Array, block_table: Array, lengths: Any) -> KVCache:
         """A cache over pages that exist, which are used where they lie and not copied.
 
-        >>> import numpy as np, cuflash
-        >>> pages = np.zeros((9, 16, 2, 8), np.float32).transpose(0, 2, 1, 3)    # 9 pages of 16 tokens, 2 heads
-        >>> cache = cuflash.KVCache.over(pages, pages.copy(), np.array([[3, 7, -1], [4, -1, -1]]), [20, 5])
-        >>> cache.append(*np.ones((2, 2, 2, 1, 8), np.float32))
-        >>> pages[[7, 4], 0, [4, 5], 0], cache.lengths
-        (array([1., 1.], dtype=float32), array([21,  6], dtype=int32))
-
         Parameters
         ----------
         k_pages : array [num_pages, num_kv_heads, page_size, head_dim]
@@ -159,6 +155,15 @@ class KVCache:
         UnsupportedProblem
             Shapes or dtypes do not fit each other, or a sequence has fewer pages than it has positions; all reasons at
             once.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> pages = np.zeros((9, 16, 2, 8), np.float32).transpose(0, 2, 1, 3)    # 9 pages of 16 tokens, 2 heads
+        >>> cache = cuflash.KVCache.over(pages, pages.copy(), np.array([[3, 7, -1], [4, -1, -1]]), [20, 5])
+        >>> cache.append(*np.ones((2, 2, 2, 1, 8), np.float32))
+        >>> pages[[7, 4], 0, [4, 5], 0], cache.lengths
+        (array([1., 1.], dtype=float32), array([21,  6], dtype=int32))
         """
         given = as_arrays({"k_pages": k_pages, "v_pages": v_pages})
         k, v = given.values()
@@ -243,16 +248,6 @@ class KVCache:
     def append(self, k: Array, v: Array, *, counts: Any = None) -> None:
         """Add rows at the end of each sequence.
 
-        >>> import numpy as np, cuflash
-        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=3, dtype=np.float32)
-        >>> k = v = np.ones((2, 1, 2, 4), np.float32)
-        >>> cache.append(k, v, counts=[2, 1])
-        >>> cache.append(k, v)
-        Traceback (most recent call last):
-            ...
-        cuflash.errors.UnsupportedProblem: k must fit the room of sequence 0; got 2 rows, which need 4 positions, and \
-the cache has 3: truncate or reset the sequence, or make the cache with a larger capacity
-
         Parameters
         ----------
         k : array [batch, num_kv_heads, n, head_dim]
@@ -267,6 +262,18 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             k or v is no array.
         UnsupportedProblem
             Arrays do not fit, or a sequence has no room; all reasons at once, before anything is written.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=3, dtype=np.float32)
+        >>> k = v = np.ones((2, 1, 2, 4), np.float32)
+        >>> cache.append(k, v, counts=[2, 1])
+        >>> cache.append(k, v)
+        Traceback (most recent call last):
+            ...
+        cuflash.errors.UnsupportedProblem: k must fit the room of sequence 0; got 2 rows, which need 4 positions, and \
+the cache has 3: truncate or reset the sequence, or make the cache with a larger capacity
         """
         given = as_arrays({"k": k, "v": v})
         batch, heads = len(self._lengths), self._k.shape[1]
@@ -295,13 +302,6 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
     def truncate(self, lengths: Any) -> None:
         """Shorten sequences; pages that no position needs any more are free, those that were reserved too.
 
-        >>> import numpy as np, cuflash
-        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
-        >>> cache.append(*np.ones((2, 2, 1, 5, 4), np.float32))
-        >>> cache.truncate([2, 5])
-        >>> cache.lengths
-        array([2, 5], dtype=int32)
-
         Parameters
         ----------
         lengths : list or NumPy array of ints [batch]
@@ -311,6 +311,15 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         ------
         UnsupportedProblem
             A sequence is shorter than that; all reasons at once, before anything is changed.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
+        >>> cache.append(*np.ones((2, 2, 1, 5, 4), np.float32))
+        >>> cache.truncate([2, 5])
+        >>> cache.lengths
+        array([2, 5], dtype=int32)
         """
         kept = numbers("lengths", lengths, len(self._lengths))
         reasons = [

@@ -64,14 +64,6 @@ class OwnPages:
 class PagePool:
     """Pages that are taken from a list of free ones, and that several sequences may share until one of them writes.
 
-    >>> pool = PagePool(16, 4, [[], []])
-    >>> pool.grow(Growth(0, 0, 20)), pool.fork(0, 1, 20), pool.tables, pool.num_free
-    ([], [], [[0, 1], [0, 1]], 2)
-    >>> pool.grow(Growth(1, 20, 21))       # sequence 1 writes to a page that sequence 0 reads: it gets a copy
-    [Copy(source=1, target=2, rows=4)]
-    >>> pool.tables
-    [[0, 1], [0, 2]]
-
     Parameters
     ----------
     page_size, num_pages : int
@@ -79,6 +71,16 @@ class PagePool:
         The pages of each sequence; those that stand in no table are free.
     owns_rest : bool
         Whether pages in no table are free; they are someone else's otherwise.
+
+    Examples
+    --------
+    >>> pool = PagePool(16, 4, [[], []])
+    >>> pool.grow(Growth(0, 0, 20)), pool.fork(0, 1, 20), pool.tables, pool.num_free
+    ([], [], [[0, 1], [0, 1]], 2)
+    >>> pool.grow(Growth(1, 20, 21))       # sequence 1 writes to a page that sequence 0 reads: it gets a copy
+    [Copy(source=1, target=2, rows=4)]
+    >>> pool.tables
+    [[0, 1], [0, 2]]
     """
 
     def __init__(self, page_size: int, num_pages: int, tables: list[list[int]], *, owns_rest: bool = True) -> None:

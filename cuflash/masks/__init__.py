@@ -1,4 +1,4 @@
-"""Masks as mathematics: who may see whom.
+"""Masks describe which keys each query attends.
 
 Frozen descriptions, combined by ``& | ~``. A mask holds no lengths but those it is about, so one mask serves many
 problems; what it can be asked stands in `Mask`.

@@ -125,6 +125,8 @@ def _pyramid(grid: tuple[int, int, int, int], keys: Array, full: Array) -> list[
 def block_pair(block: Any) -> tuple[int, int]:
     """block_q and block_kv from one int or two.
 
+    Examples
+    --------
     >>> block_pair(64), block_pair((64, 128))
     ((64, 64), (64, 128))
     """

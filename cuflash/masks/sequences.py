@@ -23,22 +23,8 @@ _ALIGNMENTS = ("bottom_right", "top_left")
 class Sequences(Mask):
     """A query sees the keys of its own sequence, of many that are packed one after the other.
 
-    >>> offsets = np.array([0, 2, 5])
-    >>> Sequences(offsets, causal=True).dense(MaskShape((), 1, 5, 5))[0].astype(int)
-    array([[1, 0, 0, 0, 0],
-           [1, 1, 0, 0, 0],
-           [0, 0, 1, 0, 0],
-           [0, 0, 1, 1, 0],
-           [0, 0, 1, 1, 1]])
-
     A sequence may have other numbers of queries and of keys. Here the first has one query and two keys, the second two
     queries and three keys, and the last query of each meets its last key:
-
-    >>> mask = Sequences(np.array([0, 1, 3]), offsets, causal="bottom_right")
-    >>> mask.dense(MaskShape((), 1, 3, 5))[0].astype(int)
-    array([[1, 1, 0, 0, 0],
-           [0, 0, 1, 1, 0],
-           [0, 0, 1, 1, 1]])
 
     Parameters
     ----------
@@ -70,6 +56,22 @@ class Sequences(Mask):
     No result of a sequence depends on the finite values of another, and what stands after the last offset may be NaN.
     A packed sequence has the results of that sequence alone within the bounds of both; not bit for bit, since tiles
     start elsewhere.
+
+    Examples
+    --------
+    >>> offsets = np.array([0, 2, 5])
+    >>> Sequences(offsets, causal=True).dense(MaskShape((), 1, 5, 5))[0].astype(int)
+    array([[1, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0],
+           [0, 0, 1, 0, 0],
+           [0, 0, 1, 1, 0],
+           [0, 0, 1, 1, 1]])
+
+    >>> mask = Sequences(np.array([0, 1, 3]), offsets, causal="bottom_right")
+    >>> mask.dense(MaskShape((), 1, 3, 5))[0].astype(int)
+    array([[1, 1, 0, 0, 0],
+           [0, 0, 1, 1, 0],
+           [0, 0, 1, 1, 1]])
     """
 
     q_offsets: Array
@@ -108,20 +110,24 @@ class Sequences(Mask):
     ) -> Sequences:
         """The mask of sequences that follow each other without a gap, from their lengths.
 
-        >>> Sequences.of([2, 0, 3]).q_offsets
-        array([0, 2, 2, 5])
-
         Parameters
         ----------
         q_lengths : list of ints, or int array [..., num_sequences]
+            Queries of each sequence.
         kv_lengths : list of ints, or int array [..., num_sequences], optional
-        causal, window
+            Keys of each sequence; `q_lengths` unless given.
+        causal, window : optional
             As in `Sequences`.
 
         Raises
         ------
         UnsupportedProblem
             An argument breaks its rule.
+
+        Examples
+        --------
+        >>> Sequences.of([2, 0, 3]).q_offsets
+        array([0, 2, 2, 5])
         """
         reasons: list[str] = []
         offsets = []

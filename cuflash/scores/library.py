@@ -20,10 +20,7 @@ __all__ = ["alibi", "alibi_slopes", "bias", "relative_position", "relative_posit
 
 
 def softcap(cap: float, *, fast: bool = False) -> Score:
-    """Scores within -cap and cap: cap tanh(s / cap).
-
-    >>> float(softcap(30.0)(1e6, 0, 0, 0, 0))
-    30.0
+    """Cap scores smoothly to the range from -cap to cap: cap tanh(s / cap).
 
     Parameters
     ----------
@@ -31,6 +28,11 @@ def softcap(cap: float, *, fast: bool = False) -> Score:
         Positive and finite. Another one compiles nothing.
     fast : bool
         The GPU's own instruction for tanh, which errs by up to 2^-10.9 of cap.
+
+    Returns
+    -------
+    Score
+        The score function.
 
     Raises
     ------
@@ -40,6 +42,11 @@ def softcap(cap: float, *, fast: bool = False) -> Score:
     Notes
     -----
     Gemma 2, arXiv 2408.00118, section 2.
+
+    Examples
+    --------
+    >>> float(softcap(30.0)(1e6, 0, 0, 0, 0))
+    30.0
     """
     reasons = softcap_reasons(cap) + flag_reasons("fast", fast)
     if reasons:
@@ -62,20 +69,27 @@ def softcap_reasons(cap: Any) -> list[str]:
 def alibi(slopes: Array) -> Score:
     """A penalty that grows with the distance, by head: s - slopes[h] |i - j|.
 
-    >>> import numpy as np
-    >>> score = alibi(np.array([0.5, 0.25], np.float32))
-    >>> score(np.zeros((2, 3)), 0, 1, np.arange(2)[:, None], np.arange(3))
-    array([[ 0.  , -0.25, -0.5 ],
-           [-0.25,  0.  , -0.25]])
-
     Parameters
     ----------
     slopes : array [num_heads]
         `alibi_slopes` gives the paper's; as a captured array "slopes" they may have a gradient.
 
+    Returns
+    -------
+    Score
+        The score function.
+
     Notes
     -----
     Press, Smith and Lewis, arXiv 2108.12409.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> score = alibi(np.array([0.5, 0.25], np.float32))
+    >>> score(np.zeros((2, 3)), 0, 1, np.arange(2)[:, None], np.arange(3))
+    array([[ 0.  , -0.25, -0.5 ],
+           [-0.25,  0.  , -0.25]])
     """
     _require_axes(slopes=(slopes, 1))
 
@@ -88,15 +102,27 @@ def alibi(slopes: Array) -> Score:
 def alibi_slopes(num_heads: int) -> Array:
     """The slopes of ALiBi, float32 [num_heads]: 2^(-8 n / num_heads) for n = 1 to num_heads.
 
-    >>> alibi_slopes(8)[:3]
-    array([0.5  , 0.25 , 0.125], dtype=float32)
-
     For other numbers than powers of two: those of the next lower power, then every other one of the next higher.
+
+    Parameters
+    ----------
+    num_heads : int
+        Query heads.
+
+    Returns
+    -------
+    float32 array [num_heads]
+        The slopes.
 
     Raises
     ------
     UnsupportedProblem
         num_heads is no positive int.
+
+    Examples
+    --------
+    >>> alibi_slopes(8)[:3]
+    array([0.5  , 0.25 , 0.125], dtype=float32)
     """
     num_heads = whole_number("num_heads", num_heads, 1)
     lower = 1 << (num_heads.bit_length() - 1)
@@ -108,14 +134,15 @@ def alibi_slopes(num_heads: int) -> Array:
 def bias(array: Array) -> Score:
     """An array added to the scores: what ``bias=`` stands for.
 
-    >>> import numpy as np
-    >>> float(bias(np.array([[0.0, 1.0], [2.0, 3.0]], np.float32))(10.0, 0, 0, 1, 0))
-    12.0
-
     Parameters
     ----------
     array : real array that broadcasts against [*batch, num_heads, seqlen_q, seqlen_kv], or [seqlen_q, seqlen_kv]
         Its name is "bias", so that ``wrt="bias"`` gives its gradient, summed over the axes that were broadcast.
+
+    Returns
+    -------
+    Score
+        The score function.
 
     Raises
     ------
@@ -123,6 +150,12 @@ def bias(array: Array) -> Score:
         It is no array.
     UnsupportedProblem
         It holds no reals.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> float(bias(np.array([[0.0, 1.0], [2.0, 3.0]], np.float32))(10.0, 0, 0, 1, 0))
+    12.0
     """
     if not (isinstance(array, ShapeDtype) or is_array(array)):
         raise TypeError(no_array("bias", array))
@@ -143,23 +176,31 @@ def bias(array: Array) -> Score:
 def relative_position(table: Array, max_distance: int = 128, *, bidirectional: bool) -> Score:
     """A learnable number for each head and bucket of distances: s + table[h, bucket of j - i].
 
-    >>> import numpy as np
-    >>> score = relative_position(np.arange(8, dtype=np.float32)[None], 16, bidirectional=False)
-    >>> score(0.0, 0, 0, np.array([0, 1, 3, 5, 9, 99]), 0)
-    array([0., 1., 3., 4., 6., 7.], dtype=float32)
-
     Parameters
     ----------
     table : real array [num_heads, num_buckets]
+        The learnable numbers.
     max_distance : int
         All distances from it on share the last bucket.
     bidirectional : bool
         Half of the buckets are for keys after the query; otherwise these share the bucket of distance 0.
 
+    Returns
+    -------
+    Score
+        The score function.
+
     Notes
     -----
     T5, arXiv 1910.10683, section 2.1: half of a direction's buckets are for single distances, the others grow with the
     logarithm. The buckets are an array of integers, computed once: "bucket".
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> score = relative_position(np.arange(8, dtype=np.float32)[None], 16, bidirectional=False)
+    >>> score(0.0, 0, 0, np.array([0, 1, 3, 5, 9, 99]), 0)
+    array([0., 1., 3., 4., 6., 7.], dtype=float32)
     """
     _require_axes(table=(table, 2))
     reasons = flag_reasons("bidirectional", bidirectional)
@@ -197,20 +238,28 @@ def _buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> Array:
 def relative_position_2d(table: Array, width: int) -> Score:
     """A learnable number for each head and offset in an image: s + table[h, rows between, columns between].
 
-    >>> import numpy as np
-    >>> table = np.arange(9, dtype=np.float32).reshape(1, 3, 3)      # offsets -1, 0 and 1 in both directions
-    >>> relative_position_2d(table, 2)(0.0, 0, 0, 3, np.arange(4))   # pixel 3 of 2 x 2
-    array([8., 7., 5., 4.], dtype=float32)
-
     Parameters
     ----------
     table : real array [num_heads, 2 height - 1, 2 width - 1]
+        The learnable numbers.
     width : int
         Of the image, whose pixels are the positions in C order.
+
+    Returns
+    -------
+    Score
+        The score function.
 
     Notes
     -----
     Swin, arXiv 2103.14030, section 3.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> table = np.arange(9, dtype=np.float32).reshape(1, 3, 3)      # offsets -1, 0 and 1 in both directions
+    >>> relative_position_2d(table, 2)(0.0, 0, 0, 3, np.arange(4))   # pixel 3 of 2 x 2
+    array([8., 7., 5., 4.], dtype=float32)
     """
     _require_axes(table=(table, 3))
     width = whole_number("width", width, 1)
@@ -230,14 +279,21 @@ def relative_position_2d(table: Array, width: int) -> Score:
 def temperature(per_head: Array) -> Score:
     """A factor for each head: s per_head[h].
 
-    >>> import numpy as np
-    >>> float(temperature(np.array([1.0, 0.5], np.float32))(3.0, 0, 1, 0, 0))
-    1.5
-
     Parameters
     ----------
     per_head : array [num_heads]
         As a captured array "per_head" it may have a gradient.
+
+    Returns
+    -------
+    Score
+        The score function.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> float(temperature(np.array([1.0, 0.5], np.float32))(3.0, 0, 1, 0, 0))
+    1.5
     """
     _require_axes(per_head=(per_head, 1))
 

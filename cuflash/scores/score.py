@@ -23,26 +23,13 @@ _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "ui
 class Score:
     """A function of each score and its place, traced when this is made.
 
-    >>> import numpy as np, cuflash
-    >>> from cuflash.scores import Score
-    >>> def capped(s, b, h, i, j, slope):
-    ...     return 30 * np.tanh(s / 30) - slope[h] * np.abs(i - j)
-    >>> score = Score(capped, slope=np.array([0.5, 0.25], np.float32))
-    >>> score.curvature
-    'curved'
-    >>> float(score(0.0, 0, 1, 8, 4))                       # the function itself, on numbers or arrays
-    -1.0
-    >>> q = k = v = np.ones((2, 16, 8), np.float32)
-    >>> cuflash.attention(q, k, v, score=score).shape
-    (2, 16, 8)
-
     Parameters
     ----------
     function : callable (s, b, h, i, j, **arrays)
-        s is the score, scale q . k; b the batch entry, where the axes before the heads count as one in C order; h the
-        query head; i and j the positions of query and key. Of Python's operators and NumPy's functions those work
-        that have a counterpart in a kernel; another one is refused with the function's line. Plain numbers that the
-        function reads, also from outside of it, are arguments of a kernel: another value compiles nothing.
+        The function. s is the score, scale q . k; b the batch entry, where the axes before the heads count as one in C
+        order; h the query head; i and j the positions of query and key. Of Python's operators and NumPy's functions
+        those work that have a counterpart in a kernel; another one is refused with the function's line. Plain numbers
+        that the function reads, also from outside of it, are arguments of a kernel: another value compiles nothing.
     **arrays : array, or ShapeDtype
         Captured arrays, which the function takes by name: float16, bfloat16, float32, float64, bool or integers of any
         width, with any strides, where q is. ``a[x, y]`` takes as many integer expressions as there are axes;
@@ -71,6 +58,21 @@ class Score:
     ``(a @ b)(s)`` is ``a(b(s))``. A value of -inf hides a key, as a mask does, but skips no work. At ties of
     np.minimum and np.maximum the first argument has the derivative; abs and sign have 0 at 0; of np.where only the
     branch that is chosen has one.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from cuflash.scores import Score
+    >>> def capped(s, b, h, i, j, slope):
+    ...     return 30 * np.tanh(s / 30) - slope[h] * np.abs(i - j)
+    >>> score = Score(capped, slope=np.array([0.5, 0.25], np.float32))
+    >>> score.curvature
+    'curved'
+    >>> float(score(0.0, 0, 1, 8, 4))                       # the function itself, on numbers or arrays
+    -1.0
+    >>> q = k = v = np.ones((2, 16, 8), np.float32)
+    >>> cuflash.attention(q, k, v, score=score).shape
+    (2, 16, 8)
     """
 
     def __init__(self, function: Callable[..., Any], /, **arrays: Any) -> None:
@@ -80,7 +82,26 @@ class Score:
 
     @classmethod
     def of_reserved(cls, function: Callable[..., Any], /, **arrays: Any) -> Score:
-        """A Score of the library's own, whose arrays may have names that users' may not have."""
+        """Make a Score of the library's own, whose arrays may have names that users' may not have.
+
+        Parameters
+        ----------
+        function : callable (s, b, h, i, j, **arrays)
+            As in `Score`.
+        **arrays : array, or ShapeDtype
+            As in `Score`.
+
+        Returns
+        -------
+        Score
+            The traced function.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> Score.of_reserved(lambda s, b, h, i, j, bias: s + bias[h], bias=np.ones(2)).name
+        '<lambda>'
+        """
         made = cls.__new__(cls)
         made._make(function, arrays, [])
         return made
@@ -104,7 +125,13 @@ class Score:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name.
+
+        Examples
+        --------
+        >>> Score(lambda s, b, h, i, j: s / 2).name
+        '<lambda>'
+        """
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     @cached_property

@@ -112,15 +112,17 @@ def _sum(*tangents: dict[Any, Any]) -> dict[Any, Any]:
 class Captured:
     """A captured array each of whose reads is a variable of its own.
 
+    Parameters
+    ----------
+    array : real array
+
+    Examples
+    --------
     >>> import numpy as np
     >>> table = Captured(np.array([1.0, 2.0, 3.0]))
     >>> f = table[np.array([0, 2, 2])] ** 2
     >>> table.gradient(f, np.ones(3))
     array([ 2.,  0., 12.])
-
-    Parameters
-    ----------
-    array : real array
     """
 
     def __init__(self, array: Any) -> None:

@@ -8,7 +8,7 @@
 Written from the definition and apart from `cuflash.reference`, so that the two check each other: a query's results
 come from the keys that it attends alone, whatever the others hold, and gradients use the softmax's Jacobian instead of
 D = rowsum(dO O). float64 throughout, and long double for float64 inputs, where it is wider. NaN and infinities follow
-the README's rule.
+the rule of docs/semantics.md.
 """
 
 from __future__ import annotations

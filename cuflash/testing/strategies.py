@@ -292,9 +292,6 @@ def layouts() -> st.SearchStrategy[str]:
 def laid_out(values: Any, layout: str) -> Any:
     """The same values in another memory layout; gaps in the memory hold NaN.
 
-    >>> laid_out(np.zeros((2, 3, 4)), "negative").strides
-    (96, -32, -8)
-
     - contiguous: C order
     - transposed: (batch, seqlen, heads, dim) in memory, seen as (batch, heads, seqlen, dim); 2-D: Fortran order
     - padded: a corner of a larger array
@@ -303,6 +300,11 @@ def laid_out(values: Any, layout: str) -> Any:
     - offset: starts one element after the start of its memory
     - broadcast: stride 0 along the first axis, whose first entry stands for all
     - odd_strides: axes of extent 1 have strides that point nowhere
+
+    Examples
+    --------
+    >>> laid_out(np.zeros((2, 3, 4)), "negative").strides
+    (96, -32, -8)
     """
     if layout == "transposed":
         other = -3 if values.ndim > 2 else -1
@@ -340,34 +342,51 @@ def _embedded(values: Any, shape: Sequence[int], place: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Structure:
-    """All that an example is made from; `Structure(...).example()` makes it.
+    """The parameters that determine an example; `Structure(...).example()` makes it.
 
-    >>> example = Structure(num_heads=4, num_kv_heads=2, seqlen_q=5, seqlen_kv=7, mask=Causal("bottom_right")).example()
-    >>> example.q.shape, example.k.shape, example.q.dtype
-    ((4, 5, 8), (2, 7, 8), dtype('float32'))
-
-    Attributes
+    Parameters
     ----------
     q_batch, k_batch, v_batch : tuple of int
         Leading axes; they broadcast.
     num_heads, num_kv_heads : int
-        Both 1 where `has_heads` is False: 2-D operands.
+        Numbers of query heads and of key/value heads; both are 1 where `has_heads` is False.
+    has_heads : bool
+        Whether operands have an axis of heads; without it they are 2-D.
+    seqlen_q, seqlen_kv : int
+        Lengths in tokens.
+    head_dim, value_dim : int
+        Last axes of q and k, and of v.
+    dtype : str
+        Name of the operands' dtype.
+    mask : Mask or None
+        As in `cuflash.attention`.
+    scale : float or None
+        As in `cuflash.attention`.
     layouts : tuple of str
-        Of q, k, v, do, dlse; see `laid_out`.
+        Memory layouts of q, k, v, do and dlse; see `laid_out`.
     values : str
-        "normal", "lattice" (integers -2..2), "constant" (each operand one number), "outliers" (one element in 50 is
-        10 times as large), "small" (1e-3 times normal), "large" (v and do 100 times normal), "rising" (k grows from key
-        to key, and with it the scores).
+        Distribution of the values: "normal", "lattice" (integers -2..2), "constant" (each operand one number),
+        "outliers" (one element in 50 is 10 times as large), "small" (1e-3 times normal), "large" (v and do 100 times
+        normal), "rising" (k grows from key to key, and with it the scores).
     has_dlse : bool
-        Without one, dlse is None.
+        Whether there is a dlse; otherwise it is None.
+    seed : int
+        Seed of the values.
     sink : tuple of int, or None
         The shape of a sink, which broadcasts to (*batch, num_heads).
     sink_dtype : str
+        Name of the sink's dtype.
     non_finite : tuple of (operand, place, value)
-        What is not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the elements of
-        q, k, v, do or dlse.
+        Elements that are not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the
+        elements of q, k, v, do or dlse.
     score : Formula, optional
         A score function, whose real arrays all have gradients.
+
+    Examples
+    --------
+    >>> example = Structure(num_heads=4, num_kv_heads=2, seqlen_q=5, seqlen_kv=7, mask=Causal("bottom_right")).example()
+    >>> example.q.shape, example.k.shape, example.q.dtype
+    ((4, 5, 8), (2, 7, 8), dtype('float32'))
     """
 
     q_batch: tuple[int, ...] = ()
@@ -408,7 +427,18 @@ class Structure:
         return f"Structure({', '.join(changed)})"
 
     def example(self) -> Example:
-        """The operands, filled by a generator of `seed`."""
+        """Make the operands, filled by a generator of `seed`.
+
+        Returns
+        -------
+        Example
+            The operands, and their exact results and bounds when they are asked for.
+
+        Examples
+        --------
+        >>> Structure(seqlen_q=3, seqlen_kv=5).example().k.shape
+        (1, 5, 8)
+        """
         rng = np.random.default_rng(self.seed)
         heads_q, heads_kv = ((self.num_heads,), (self.num_kv_heads,)) if self.has_heads else ((), ())
         batch = self.mask_shape.batch if self.has_heads else ()
@@ -564,13 +594,14 @@ def examples(
     has_sink: bool = False,
     has_score: bool = False,
 ) -> st.SearchStrategy[Example]:
-    """`Example`s of every structure; see `structures`.
+    """Strategy for `Example` objects of every structure; see `structures`.
 
     Parameters
     ----------
     tile : int
         Tokens of the implementation's tile: lengths gather around its multiples.
-    dtypes : names of dtypes
+    dtypes : sequence of str
+        Names of the dtypes to draw from.
     most_scores, most_rows : int
         Caps on batch x heads x seqlen_q x seqlen_kv, and without seqlen_kv.
     max_leaves : int
@@ -585,6 +616,20 @@ def examples(
         Draw a sink.
     has_score : bool
         Give each a random score function with arrays.
+
+    Returns
+    -------
+    hypothesis.strategies.SearchStrategy
+        Draws an `Example`.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> @settings(deadline=None, max_examples=5, database=None)
+    ... @given(examples(dtypes=["float32"], longest=20))
+    ... def test(example):
+    ...     assert example.q.dtype == "float32" and example.q.shape[-2] <= 20
+    >>> test()
     """
     drawn = structures(
         tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,

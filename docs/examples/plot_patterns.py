@@ -47,8 +47,8 @@ show(
 # %%
 # On whole blocks
 # ---------------
-# `BlockPattern` takes one boolean for each block, so that any pattern can be made coarser: here the comb of `strided`, on
-# blocks instead of tokens.
+# `BlockPattern` takes one boolean for each block, so that any pattern can be made coarser: here the comb of `strided`,
+# on blocks instead of tokens.
 
 comb = patterns.strided(4).dense(masks.MaskShape((), 1, SEQLEN // BLOCK, SEQLEN // BLOCK))[0]
 show(comb_of_tokens=patterns.strided(32), comb_of_blocks=masks.BlockPattern(comb, BLOCK))
