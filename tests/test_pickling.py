@@ -132,6 +132,10 @@ def used_cache() -> cuflash.KVCache:
 
 
 # Everything that a call hands out, once it has been used.
+def decayed(s: Any, b: Any, h: Any, i: Any, j: Any, slope: Any) -> Any:
+    return s - slope[h] * abs(i - j)
+
+
 OBJECTS: dict[str, Callable[[], Any]] = {
     **{name: lambda make=make: used_mask(make) for name, make in MASKS.items()},
     **{f"{name}, resolved": lambda make=make: used_mask(lambda: make().resolve(SHAPE)) for name, make in MASKS.items()},
@@ -142,6 +146,10 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "DeviceSpec": lambda: H100,
     "KVCache": used_cache,
     "Gradients": lambda: cuflash.attention_vjp(Q, K, V)[1](DO),
+    "Score": lambda: cuflash.Score(decayed, slope=np.arange(2.0)),
+    "a composed score of the library": lambda: (
+        cuflash.scores.relative_position(np.ones((2, 8)), 16, bidirectional=True) @ cuflash.scores.softcap(5.0)
+    ),
     "ShapeDtype": lambda: cuflash.ShapeDtype((2, 3), "float16"),
     "UnsupportedProblem": lambda: raised(lambda: cuflash.attention(Q, K[..., :3], V, scale=float("nan"))),
     "testing.Example": used_example,
@@ -181,6 +189,8 @@ def told(value: Any) -> Any:
         return type(value), told(value.dense(SHAPE)) if _fits(value) else repr(value)
     if isinstance(value, Exception):
         return type(value), value.args, str(value), getattr(value, "reasons", None)
+    if isinstance(value, cuflash.Score):
+        return str(value), value.program, value.numbers, told(dict(value.arrays))
     if isinstance(value, cuflash.KVCache):
         return type(value), repr(value), list(map(told, (value.k, value.v, value.lengths, value.block_table)))
     if dataclasses.is_dataclass(value):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from functools import reduce
 from operator import matmul
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 
@@ -18,7 +20,20 @@ from .trace import tanh_fast
 
 __all__ = ["alibi", "alibi_slopes", "bias", "relative_position", "relative_position_2d", "softcap", "temperature"]
 
+_Parameters = ParamSpec("_Parameters")
 
+
+def _remade_by_name(make: Callable[_Parameters, Score]) -> Callable[_Parameters, Score]:
+    """Pickles of the scores that a function of this module makes call it again."""
+
+    @wraps(make)
+    def made(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> Score:
+        return make(*arguments, **options).remade_by(made, *arguments, **options)
+
+    return made
+
+
+@_remade_by_name
 def softcap(cap: float, *, fast: bool = False) -> Score:
     """Cap scores smoothly to the range from -cap to cap: cap tanh(s / cap).
 
@@ -66,6 +81,7 @@ def softcap_reasons(cap: Any) -> list[str]:
     return [f"softcap must be a positive finite number; got {describe(cap)}"]
 
 
+@_remade_by_name
 def alibi(slopes: Array) -> Score:
     """A penalty that grows with the distance, by head: s - slopes[h] |i - j|.
 
@@ -131,6 +147,7 @@ def alibi_slopes(num_heads: int) -> Array:
     return np.exp2(-8 * np.concatenate([steps, between[: num_heads - lower]])).astype(np.float32)
 
 
+@_remade_by_name
 def bias(array: Array) -> Score:
     """An array added to the scores: what ``bias=`` stands for.
 
@@ -173,6 +190,7 @@ def bias(array: Array) -> Score:
     return Score.of_reserved(bias, bias=array)
 
 
+@_remade_by_name
 def relative_position(table: Array, max_distance: int = 128, *, bidirectional: bool) -> Score:
     """A learnable number for each head and bucket of distances: s + table[h, bucket of j - i].
 
@@ -235,6 +253,7 @@ def _buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> Array:
     return (offset + np.where(distance < exact, distance, coarse)).astype(np.int32)
 
 
+@_remade_by_name
 def relative_position_2d(table: Array, width: int) -> Score:
     """A learnable number for each head and offset in an image: s + table[h, rows between, columns between].
 
@@ -276,6 +295,7 @@ def relative_position_2d(table: Array, width: int) -> Score:
     return Score(relative_position_2d, table=table)
 
 
+@_remade_by_name
 def temperature(per_head: Array) -> Score:
     """A factor for each head: s per_head[h].
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -118,6 +119,7 @@ class Score:
                 types[name] = _type_of(name, held[name])
         if reasons:
             raise UnsupportedProblem(reasons)
+        self._remake: Callable[[], Score] | None = None
         self.function, self.arrays = function, MappingProxyType(held)
         self.program: Program
         self.numbers: tuple[float, ...]
@@ -167,7 +169,18 @@ class Score:
             return outer.function(between, b, h, i, j, **{name: arrays[name] for name in outer.arrays})
 
         composed.__name__ = f"{self.name} @ {other.name}"
-        return Score.of_reserved(composed, **{**other.arrays, **self.arrays})
+        return Score.of_reserved(composed, **{**other.arrays, **self.arrays}).remade_by(operator.matmul, self, other)
+
+    def remade_by(self, make: Callable[..., Score], /, *arguments: Any, **options: Any) -> Score:
+        """The same score, whose pickle calls `make` again: for functions that are made inside of another."""
+        self._remake = partial(make, *arguments, **options)
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Score], tuple[Any, ...]]:
+        """The function must be one that a module holds, as for a pickle of the function itself."""
+        if self._remake is not None:
+            return self._remake, ()
+        return partial(Score.of_reserved, **self.arrays), (self.function,)
 
     def __str__(self) -> str:
         """The program, an instruction a line, and its numbers."""
