@@ -25,6 +25,7 @@ from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
 from cuflash.planning.families.family import DIMS
 from cuflash.planning.routing import FAMILIES
+from cuflash.planning.sinks import gradient_spec
 from executors import is_long
 
 # One chip for each size of shared memory and each set of instructions that we use.
@@ -87,11 +88,22 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
     return specs
 
 
+def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
+    """The kernels that a sink takes beside or in the place of one without it."""
+    if spec.name in ("naive_softmax", "sm90_backward_statistics"):
+        found = {gradient_spec(spec.accumulator, spec)}
+    else:
+        found = {gradient_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
+    takes_it = spec.entry in ("forward", "combine", "softmax") and not spec.is_split
+    return found | ({replace(spec, has_sink=True)} if takes_it else set())
+
+
 def every_target() -> list[tuple[KernelSpec, str]]:
     """Each specification for equal dimensions, with the architecture of the chip that it was chosen for."""
     targets = []
     for chip in CHIPS:
-        for spec in sorted(every_spec(chip, zip(DIMS, DIMS)), key=str):
+        specs = every_spec(chip, zip(DIMS, DIMS))
+        for spec in sorted(specs.union(*map(with_sinks, specs)), key=str):
             with suppress(UnsupportedProblem):  # the chip lacks the family or its instructions
                 targets.append((spec, room.architecture(spec, DeviceSpec.gpu(chip).compute_capability)))
     return targets

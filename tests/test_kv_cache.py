@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import ml_dtypes
@@ -245,6 +247,15 @@ def test_a_cache_that_contradicts_itself_is_told() -> None:
     cache._pages.tables[0][1] = 0
     with pytest.raises(RuntimeError, match="page 1 is in 0 tables and is counted as in 1"):
         cache.check()
+
+
+def test_a_copy_of_a_cache_holds_rows_of_its_own() -> None:
+    cache = a_cache(**PAGES)
+    for made in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        made.append(K, K)
+        assert made.lengths.tolist() == [4] * 3 and not np.shares_memory(made.k, cache.k)
+        assert cache.lengths.tolist() == [2] * 3 and cache.num_free_pages == 12
+        made.check(), cache.check()
 
 
 def test_a_cache_says_what_it_is() -> None:

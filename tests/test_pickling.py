@@ -120,6 +120,17 @@ COMPILED = compiling.Compiled(
 )  # fmt: skip
 H100 = DeviceSpec.gpu("H100")
 
+
+def used_cache() -> cuflash.KVCache:
+    cache = cuflash.KVCache(
+        batch=2, num_kv_heads=2, head_dim=8, capacity=40, dtype=np.float32, page_size=16, num_pages=5
+    )
+    cache.append(*np.ones((2, 2, 2, 20, 8), np.float32), counts=[20, 0])
+    cache.fork(0, 1)
+    cache.attention(np.ones((2, 2, 1, 8), np.float32))
+    return cache
+
+
 # Everything that a call hands out, once it has been used.
 OBJECTS: dict[str, Callable[[], Any]] = {
     **{name: lambda make=make: used_mask(make) for name, make in MASKS.items()},
@@ -129,6 +140,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Bounds": lambda: cuflash.error_bound(Q, K, V, DO),
     "CompileError": lambda: cuflash.CompileError("simt_forward", "sm_90", "error: expected a ;", "text.cu"),
     "DeviceSpec": lambda: H100,
+    "KVCache": used_cache,
     "Gradients": lambda: cuflash.attention_vjp(Q, K, V)[1](DO),
     "ShapeDtype": lambda: cuflash.ShapeDtype((2, 3), "float16"),
     "UnsupportedProblem": lambda: raised(lambda: cuflash.attention(Q, K[..., :3], V, scale=float("nan"))),
@@ -169,6 +181,8 @@ def told(value: Any) -> Any:
         return type(value), told(value.dense(SHAPE)) if _fits(value) else repr(value)
     if isinstance(value, Exception):
         return type(value), value.args, str(value), getattr(value, "reasons", None)
+    if isinstance(value, cuflash.KVCache):
+        return type(value), repr(value), list(map(told, (value.k, value.v, value.lengths, value.block_table)))
     if dataclasses.is_dataclass(value):
         return type(value), {field.name: told(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):

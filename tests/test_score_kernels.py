@@ -25,8 +25,8 @@ WRT = ("at", "column", "entry", "of_head", "row", "table")
 
 def probe(s, b, h, i, j, weight, at, column, entry, of_head, row, table, bucket) -> Any:
     """0 for chosen keys, whose score is `at`, and -inf for others; the other arrays of reals hold zeros."""
-    factor = weight[h, j]
-    zeros = (entry[b] + of_head[h] + row[h, i]) * factor + column[j] + table[np.clip(bucket[i % 5, j], 0, 6)]
+    factor = 4 * weight[h, j] - 3 * weight[h, j]
+    zeros = (entry[b] + of_head[h] + row[..., h, i]) * factor + column[..., j] + table[np.clip(bucket[i % 5, j], 0, 6)]
     return factor * (s - at[..., h, i, j]) + zeros
 
 
@@ -69,10 +69,10 @@ class Probe:
         self.arrays = {
             "weight": rng.integers(1, 3, (num_heads, columns)).astype(dtype),
             "at": np.where(allowed, np.where(is_chosen, scores, np.inf), np.nan).astype(np.float32)[..., ::-1].copy()[..., ::-1],
-            "column": np.zeros(columns, np.float32),
+            "column": np.zeros((*batch[-1:], columns), np.float32),
             "entry": np.zeros(int(np.prod(batch)), np.float32),
             "of_head": np.zeros(num_heads, dtype),
-            "row": np.zeros((num_heads, 2 * rows), np.float32)[:, ::2],
+            "row": np.zeros((*_alternately(batch), num_heads, 2 * rows), np.float32)[..., ::2],
             "table": np.zeros(7, np.float32),
             "bucket": np.where(rng.random((5, columns)) < 0.1, 1 << 40, rng.integers(-2, 8, (5, columns))),
         }
@@ -97,10 +97,10 @@ class Probe:
             "dk": _summed(self.scale * ds.swapaxes(-1, -2) @ q, group),
             "dv": _summed(p.swapaxes(-1, -2) @ do, group),
             "at": -ds,
-            "column": df.sum(every[:-1]),
+            "column": df.sum((*batch[:-1], -3, -2)),
             "entry": ds.sum(every[-3:]).reshape(-1),
             "of_head": ds.sum((*batch, -2, -1)),
-            "row": ds.sum((*batch, -1)),
+            "row": ds.sum(-1).sum(batch[1::2], keepdims=True),
             "table": table,
         }
 
@@ -130,6 +130,11 @@ class Probe:
             assert x.shape == expected.shape, name
             wrong = np.argwhere(np.rint(16 * x.astype(np.float64)) != sixteenths)
             assert not len(wrong), f"{name} is wrong at {wrong[:8].tolist()}, {len(wrong)} elements"
+
+
+def _alternately(batch: tuple[int, ...]) -> list[int]:
+    """The first axis of a batch, 1 for the second, and so on."""
+    return [1 if place % 2 else extent for place, extent in enumerate(batch)]
 
 
 def _summed(x: Any, group: int) -> Any:

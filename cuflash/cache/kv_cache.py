@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,10 @@ class KVCache:
 
     def _hold(self, k: Array, v: Array, pages: OwnPages | PagePool, lengths: list[int], capacity: int) -> None:
         self._k, self._v, self._pages, self._lengths, self._capacity = k, v, pages, lengths, capacity
+
+    def __copy__(self) -> KVCache:
+        """A cache with arrays of its own: two that share arrays would write over each other's rows."""
+        return deepcopy(self)
 
     @classmethod
     def over(cls, k_pages: Array, v_pages: Array, block_table: Array, lengths: Any) -> KVCache:

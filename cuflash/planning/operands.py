@@ -68,7 +68,7 @@ def _no_operand(name: str, value: Any, heads_shape: tuple[int, ...]) -> str:
     """Why a value that is no array cannot be an operand with one number for each head."""
     makes = "numpy.asarray makes one"
     if is_number(value):
-        makes = f"np.full({heads_shape[-1]}, {value!r}, np.float32) is one"
+        makes = f"np.full({heads_shape[-1]}, {name}, np.float32) makes one"
     return f"{name} must be an array of shape (num_heads,) = ({heads_shape[-1]},); got {describe(value)}: {makes}"
 
 
@@ -123,4 +123,4 @@ def _no_gradient(name: str, known: Sequence[str]) -> str:
     if name in ("q", "k", "v"):
         return f"wrt must not name {name}: dq, dk and dv are always computed"
     there = f"; there are {', '.join(map(repr, known))}" if known else ", and there is none"
-    return f"wrt must name arrays that the call has beside q, k and v{there}; got {name!r}: give it as an argument too"
+    return f"wrt must name arrays that the call has beside q, k and v{there}; got {describe(name)}: give it as an argument too"

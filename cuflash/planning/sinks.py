@@ -43,10 +43,7 @@ def sink_backward(
     """
     if "sink" not in problem.wrt:
         return made
-    gradient = replace(
-        _of_vector(problem.accumulator) if like is None else like,
-        entry="sink_gradient", num_warps=_GRADIENT_WARPS, min_blocks=1, num_stages=1, has_sink=True,
-    )  # fmt: skip
+    gradient = gradient_spec(problem.accumulator, like)
     launch = Launch(
         spec=gradient, tiles=problem.num_heads, shared_bytes=gradient.num_threads * problem.accumulator.itemsize,
         reads=("sink", "lse", *reads), writes=("dsink",), features=("sink",),
@@ -55,11 +52,15 @@ def sink_backward(
     return replace(made, launches=launches, features=(*made.features, _feature(problem)))
 
 
-def _of_vector(accumulator: np.dtype[Any]) -> KernelSpec:
-    """A specification for all problems that have this accumulator: the kernel reads neither operands nor tiles."""
-    return KernelSpec(
+def gradient_spec(accumulator: np.dtype[Any], like: KernelSpec | None = None) -> KernelSpec:
+    """The kernel that makes a sink's gradient; the simt family's reads neither operands nor tiles."""
+    of_vector = KernelSpec(
         family="simt", entry="sink_gradient", dtype=accumulator, head_dim=32, value_dim=32, block_q=16, block_kv=16
     )
+    return replace(
+        of_vector if like is None else like,
+        entry="sink_gradient", num_warps=_GRADIENT_WARPS, min_blocks=1, num_stages=1, has_sink=True,
+    )  # fmt: skip
 
 
 def _feature(problem: Problem) -> Feature:

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_number, no_array, whole_number
+from ..arrays import (
+    DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_number, namespace, no_array, whole_number,
+)  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from .score import Score
 from .trace import tanh_fast
@@ -170,6 +172,8 @@ def relative_position(table: Array, max_distance: int = 128, *, bidirectional: b
     if reasons:
         raise UnsupportedProblem(reasons)
     bucket = _buckets(num_buckets, max_distance, bidirectional)
+    if not isinstance(table, ShapeDtype):
+        bucket = namespace(table).asarray(bucket)  # a call takes all of its arrays on one device
 
     def relative_position(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, bucket: Any) -> Any:
         distance = np.clip(j - i + max_distance, 0, 2 * max_distance)

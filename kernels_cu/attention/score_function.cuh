@@ -8,7 +8,7 @@ constexpr bool kHasScore = false;
 
 namespace score {
 struct Function {
-  static constexpr bool kIsDerived = false;
+  static constexpr bool kIsDerived = false, kAddsGradients = false;
 };
 }  // namespace score
 

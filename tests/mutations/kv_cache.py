@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import ModuleType
 from typing import Any
 
@@ -216,6 +217,11 @@ FAULTS = {
     refuses(lambda library: filled(library).attention(K, out=K[:1].copy()), "out must have shape (2, 1, 3, 4)"): {
         "results go to any shape": Edit(
             "cache/arguments.py", "out_reasons", "if tuple(out.shape) != shape or", "if False or"
+        ),
+    },
+    takes(lambda library: copy.copy(made := filled(library)).k is not made.k): {
+        "a copy writes over the rows of its original": Edit(
+            FILE, "KVCache.__copy__", "return deepcopy(self)", "return self"
         ),
     },
     takes(lambda library: "page_size=16, num_pages=2" in repr(a_cache(library, page_size=16, num_pages=2))): {

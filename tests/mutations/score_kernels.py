@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mutations.planting import Edit
-from mutations.score_guards import (
+from mutations.score_kernel_guards import (
     naive_is_exact, nothing_past_the_end_matters, packed_heads_are_exact, printed_functions_are_exact, simt_is_exact,
     sm80_is_exact, sm90_is_exact, warps_that_share_elements_are_exact,
 )  # fmt: skip
@@ -137,17 +137,16 @@ FAULTS = {
         "axes of length 1 have strides": Edit(
             "executors/params.py", "_numbers", "* (extent != 1)", ""
         ),
-        "leading axes broadcast from the left": Edit(
-            "planning/score_launches.py", "_values", "batch[max(len(batch) - axes, 0) :]", "batch[:axes]"
+        "leading axes are the batch's first": Edit(
+            "compiler/score_text.py", "_Printer._of_levels",
+            'f"batch_extents + {extents - axes}, {member}_strides"',
+            'f"batch_extents, {member}_strides"',
         ),
         "gradients are not zeroed": Edit("executors/launch.py", "__call__", "every[place].fill(0)", "pass"),
         "slopes of arrays are those of the score": Edit(
             "compiler/score_text.py", "_Printer._additions",
             'f"    of_{level}.g{place} += df * slopes.d{place + 1};"',
             'f"    of_{level}.g{place} += df * slopes.d{place};"',
-        ),
-        "sums of tiles are added by every thread": Edit(
-            "compiler/score_text.py", "_Printer._flushes", '"tile::add_of_warp"', '"ptx::red_add"'
         ),
         "both kernels of two walks add gradients": Edit(
             "planning/score_launches.py", None, '_ADDING = ("gradient_scores", "backward", "backward_columns")',

@@ -1,8 +1,9 @@
 """Every planted fault is seen by its guard: as a wrong number and not as a crash; on Hopper also as a broken rule.
 
 Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in; one,
-of NaN and infinities, has faults of Python and of kernels. All faults of Python's arithmetic are planted, and every
-third of those of inputs and of kernels, each of which takes a second or more; CUFLASH_PROFILE=long plants all.
+of NaN and infinities, has faults of Python and of kernels. All faults of Python's arithmetic are planted, every third
+of those of inputs, and every sixth of those of score functions and of kernels, each of which takes a second or more;
+CUFLASH_PROFILE=long plants all.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from lexing import Language, language_of
 import cuflash
 from mutations import (
     attention, calculators, calls, host, interop, kernel_guards, kv_cache, mask_inputs, non_finite, planting, python,
-    score_kernels, sequences, simt, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward,
+    score_kernels, scores, sequences, simt, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward,
     sm90_guards, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
-OF_CACHES = (sequences, kv_cache, calculators, interop)
+OF_INPUTS = (calls, mask_inputs, sequences, kv_cache, calculators, interop)
+OF_BOTH = (non_finite, score_kernels)  # faults of Python and of kernels
 OF_KERNELS = (
-    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, non_finite,
-    score_kernels,
+    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, *OF_BOTH,
 )  # fmt: skip
 Guard = Callable[..., None]
 # Faults of shared work are seen by what runs these too.
@@ -88,7 +89,8 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 @each(
     faults(python, host, non_finite, language="python")
-    + sampled(faults(calls, mask_inputs, *OF_CACHES, score_kernels, language="python"), 3)
+    + sampled(faults(*OF_INPUTS, score_kernels, language="python"), 3)
+    + sampled(faults(scores), 6)
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
@@ -98,7 +100,8 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
 
 
 @pytest.mark.parametrize(
-    "guard", guards(python, host, mask_inputs, *OF_CACHES, non_finite, score_kernels, language="python")
+    "guard",
+    guards(python, host, *(table for table in OF_INPUTS if table is not calls), scores, *OF_BOTH, language="python"),
 )
 def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
     guard(cuflash)
@@ -133,12 +136,12 @@ def test_the_kernels_as_they_are_pass_every_guard(guard: Guard) -> None:
 
 
 def test_every_fault_fits_the_sources() -> None:
-    planned = faults(python, host, calls, mask_inputs, *OF_CACHES, *OF_KERNELS)
+    planned = faults(python, host, scores, *OF_INPUTS, *OF_KERNELS)
     assert planting.misfits(edit for _, _, edit in planned) == []
 
 
 def test_no_table_is_left_out() -> None:
     tables = {path.stem for path in Path(__file__).parent.glob("*.py") if "FAULTS = {" in path.read_text("utf-8")}
-    named = (python, host, calls, mask_inputs, *OF_CACHES, *OF_KERNELS)
+    named = (python, host, scores, *OF_INPUTS, *OF_KERNELS)
     known = {table.__name__.split(".")[-1] for table in named}
     assert tables - {Path(__file__).stem} == known
