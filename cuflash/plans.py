@@ -393,7 +393,29 @@ class Executable:
         gpu.make_ready(self.plan)
 
     def check_forward(self, given: dict[str, Array], name_o: str, out_o: Any, out_lse: Any) -> None:
-        """Refuse q, k, v and outputs that are not what was planned; only their layouts are read."""
+        """Refuse arrays that `forward` does not take.
+
+        Parameters
+        ----------
+        given : dict of arrays by name
+            The inputs.
+        name_o : str
+            The name of `out_o` in messages.
+        out_o, out_lse : array or None
+            Arrays that are written to.
+
+        Raises
+        ------
+        UnsupportedProblem
+            An array is not what was planned. It lists every reason.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.check_forward({"q": q, "k": k, "v": v}, "out", None, None)
+        """
         problem = self.plan.problem
         reasons = self._input_reasons(given, [operand.name for operand in problem.operands])
         reasons += self._output_reasons(name_o, out_o, problem.o_shape(), problem.dtype, given)
@@ -405,7 +427,22 @@ class Executable:
         self.require_ready()
 
     def require_ready(self) -> None:
-        """What has to be there before anything is allocated or launched."""
+        """Refuse to run where something is missing, before anything is allocated or launched.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The plan is for another GPU than the current one.
+        RuntimeError
+            The stream is captured and something is not ready: `compile` makes it so.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.require_ready()
+        """
         if self.executor != "gpu":
             return
         reasons = _device_reasons(self.plan.device, gpu.current_device())
