@@ -81,11 +81,11 @@ FAULTS = {
     },
     calls_are_told_apart: {
         "calls do not differ by their operands": Edit(
-            "api.py", "_call", "_key(arrays, mask, causal, window, (options, program, *operands))",
-            "_key(arrays[:3], mask, causal, window, (options, program))",
+            "api.py", "_call", "lie_of(*arrays), mask, causal, window, options, program, *operands)",
+            "lie_of(*arrays[:3]), mask, causal, window, options, program)",
         ),
         "calls do not differ by what gradients are asked of": Edit(
-            "api.py", "_call", "(options, program, *operands))", "(options[:-1], program, *operands))"
+            "api.py", "_call", "options, program, *operands)", "(*options[:-1], ()), program, *operands)"
         ),
     },
     simt_is_right: {
