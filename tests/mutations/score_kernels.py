@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mutations.planting import Edit
-from mutations.score_guards import (
+from mutations.score_kernel_guards import (
     naive_is_exact, nothing_past_the_end_matters, packed_heads_are_exact, printed_functions_are_exact, simt_is_exact,
     sm80_is_exact, sm90_is_exact, warps_that_share_elements_are_exact,
 )  # fmt: skip
