@@ -9,6 +9,7 @@ from ..blocks.work_list import ListedWork, WorkList
 from ..scores.program import Program, curvature, depends
 from .launches import Launch
 from .plan import KernelPlan
+from .score_launches import repeat_reasons
 
 
 def explain(plan: KernelPlan, notes: Mapping[str, str]) -> str:
@@ -68,6 +69,8 @@ def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
         lines.append("scores     every score is made and kept, whatever the mask; backward, its gradient too")
     if kernels.is_repeatable:
         lines.append("gradients  every result is bitwise repeatable")
+    elif repeat_reasons(plan.problem):
+        lines.append("gradients  some by atomic additions: their bits may differ from call to call, for speed")
     else:
         lines.append("gradients  dq by atomic additions: its bits may differ from call to call, for speed")
     return lines
