@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mutations.python_guards import hunt, part
 from test_score_programs import EXTENTS, RANGES, REFUSED, SIMPLE, branches, capped
 
-SIGNS = (AssertionError, ValueError, IndexError, FloatingPointError)
+SIGNS = (AssertionError, ValueError, IndexError, TypeError)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -217,6 +217,8 @@ def programs_are_simple(library):
     assert score.numbers == (30.0, 1 / 30)
     other = library.Score(lambda s, b, h, i, j: np.tanh(s) * np.tanh(s) + 17 * np.tanh(s / 17))
     assert other.program == score.program and other.numbers == (17.0, 1 / 17)
+    falls = part(library, "scores.program").derived(library.Score(lambda s, b, h, i, j: 5 - s).program)
+    assert "neg" not in [each.op for each in falls.instructions]
     kinds = {"shift": lambda s, b, h, i, j: s - j, "scaled": lambda s, b, h, i, j: 3.5 * s,
              "curved": lambda s, b, h, i, j: s * s}  # fmt: skip
     assert all(library.Score(function).curvature == kind for kind, function in kinds.items())
@@ -277,6 +279,7 @@ def refusals_are_told(library):
 
 def results_are_right(library):
     """Every result of the cpu executor within its bound, with gradients of arrays."""
+    bounds_grow_with_the_function(library)
     drawn = part(library, "testing.strategies").examples(
         most_scores=1 << 11, most_rows=150, widest=16, longest=70, has_score=True
     )  # fmt: skip
@@ -301,12 +304,24 @@ def results_are_right(library):
         allowed[..., 3] = False
         full = np.where(allowed, rng.standard_normal(allowed.shape), np.nan).astype(np.float32)
         within_bounds(library, plain.but(score=library.scores.bias(full), wrt=("bias",), mask=allowed), is_finite=True)
+        a = (np.arange(shape.seqlen_kv) != 3).astype(np.float32)
+        logs = library.Score(lambda s, b, h, i, j, a: s + np.log(a[j]), a=a)
+        logs = plain.but(score=logs, wrt=("a",), mask=allowed)
+        within_bounds(library, logs, is_finite=True)
 
         def hides(s, b, h, i, j):
             return np.where(i % 3 == 0, -np.inf, s) + np.log(np.where(j < 2, 0 * s, 1))
 
         found = within_bounds(library, plain.but(score=library.Score(hides)))
         assert all(np.isfinite(found[name]).all() for name in ("dq", "dk", "dv"))
+
+
+def bounds_grow_with_the_function(library):
+    """A difference that is a thousand times as steep errs by a thousand times as much, in each result."""
+    q = np.full((1, 4, 64), 0.5, np.float32)
+    plain = library.error_bound(q, q, q, q)
+    steep = library.error_bound(q, q, q, q, score=lambda s, b, h, i, j: 1000.0 * (s - 2))
+    assert (steep.lse > 100 * plain.lse).all()
 
 
 def within_bounds(library, example, is_finite=False):

@@ -112,9 +112,6 @@ FAULTS = {
             PROGRAM, "_ReverseSweep._add",
             'self.builder.binary("add", self._adjoints[n], term) if n in self._adjoints else term', "term",
         ),
-        "loads of arrays that were not asked for have derivatives": Edit(
-            PROGRAM, "gradient_loads", 'and instruction.kind == "real" and', "and"
-        ),
     },
     errors_hold: {
         "a sum forgets its second term": Edit(
@@ -323,11 +320,6 @@ FAULTS = {
         "a float64 bias is taken": Edit(OPERANDS, "_bias_reasons", "bias.dtype == _WIDEST != accumulator", "False"),
         "the bias's shape is not looked at": Edit(
             OPERANDS, "captured_operands", 'if "bias" in score.arrays:', "if False:"
-        ),
-        "kernels take scores": Edit(
-            "planning/families/family.py", "Family.reasons",
-            "problem.score is not None and not self.takes_scores",
-            "False",
         ),
         "integers have gradients": Edit(
             "planning/problem.py", "with_operands", "if array.name not in integers", "if True"
