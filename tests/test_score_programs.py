@@ -275,7 +275,7 @@ REFUSED = {
     "missing": (lambda s, b, h, i, j: s, {"slope": SLOPE}, "must take (s, b, h, i, j, slope)"),
     "reserved": (lambda s, b, h, i, j, bias: s, {"bias": SLOPE}, "score arrays may not be called q, k, v, o, lse, do,"),
     "complex": (lambda s, b, h, i, j, x: s, {"x": np.zeros(2, complex)}, "x's dtype must be float16, bfloat16,"),
-    "swapped": (lambda s, b, h, i, j, x: s, {"x": np.zeros(2, ">f4")}, "x's dtype must be float16"),
+    "swapped": (lambda s, b, h, i, j, x: s, {"x": np.zeros(2, ">i4")}, "x's dtype must be float16"),
     "many": (
         lambda s, b, h, i, j, **x: s,
         {f"x{n}": SLOPE for n in range(9)},
@@ -358,6 +358,7 @@ RANGES = [
     (lambda i, j, x: (i - j) % 4 + j // 5, 6, "index 0 of near may be 0..6 and the axis has 6"),
     (lambda i, j, x: i + np.sign(j - 5), 11, "index 0 of near may be -1..10 and the axis has 11"),
     (lambda i, j, x: np.where(i < j, i, j), 20, ""),
+    (lambda i, j, x: np.where(i < j, i, j), 10, "index 0 of near may be 0..19 and the axis has 10"),
     (lambda i, j, x: 2 * i + 1 - -j, 39, ""),
     (lambda i, j, x: x[j], 5, "index 0 of near depends on what x holds and the axis has 5: clip it, np.clip(x[j],"),
     (lambda i, j, x: np.clip(x[j], 0, 4), 5, ""),

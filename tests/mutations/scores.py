@@ -112,9 +112,6 @@ FAULTS = {
             PROGRAM, "_ReverseSweep._add",
             'self.builder.binary("add", self._adjoints[n], term) if n in self._adjoints else term', "term",
         ),
-        "loads of arrays that were not asked for have derivatives": Edit(
-            PROGRAM, "gradient_loads", 'and instruction.kind == "real" and', "and"
-        ),
     },
     errors_hold: {
         "a sum forgets its second term": Edit(
