@@ -18,7 +18,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DECISIONS = sorted((ROOT / "docs" / "design").glob("*.md"))
-PAGES = [*sorted(ROOT.glob("*.md")), *DECISIONS]
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *GUIDES, *DECISIONS]
 RESULTS = ROOT / "experiments" / "results"
 NUMBER = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?(?=us\b|TF\b|[^\w.]|\.(?!\d)|$)")
 MODULES = [name for _, name, _ in pkgutil.walk_packages(cuflash.__path__, "cuflash.") if not name.endswith("__main__")]
@@ -52,28 +53,27 @@ def test_every_public_module_says_what_it_is_about(name: str) -> None:
     assert PUBLIC[name].__doc__
 
 
-def _readme() -> str:
-    return (ROOT / "README.md").read_text("utf-8")
-
-
-def test_the_python_blocks_of_the_readme_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=lambda page: page.name)
+def test_the_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "readme"}
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", _readme(), re.MULTILINE | re.DOTALL))
+    names: dict[str, Any] = {"__name__": page.stem}
+    text = page.read_text("utf-8")
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     assert blocks
     for block in blocks:
-        line = _readme().count("\n", 0, block.start()) + 1
+        line = text.count("\n", 0, block.start()) + 1
         if ">>> " in block[1]:
-            example = doctest.DocTestParser().get_doctest(block[1], names, "README.md", "README.md", line)
+            example = doctest.DocTestParser().get_doctest(block[1], names, page.name, page.name, line)
             assert doctest.DocTestRunner().run(example, clear_globs=False).failed == 0
             names.update(example.globs)
         else:
-            exec(compile("\n" * line + block[1], "README.md", "exec"), names)
+            exec(compile("\n" * line + block[1], page.name, "exec"), names)
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if not name.startswith(("testing.", "reference."))])
-def test_the_readme_mentions_every_public_name(name: str) -> None:
-    assert re.search(rf"\b{re.escape(name.rpartition('.')[2])}\b", _readme())
+def test_the_readme_or_a_guide_mentions_every_public_name(name: str) -> None:
+    pages = (page.read_text("utf-8") for page in (ROOT / "README.md", *GUIDES))
+    assert any(re.search(rf"\b{re.escape(name.rpartition('.')[2])}\b", page) for page in pages)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -89,7 +89,7 @@ _UNARY = (
     "neg", "abs", "sign", "square", "tanh", "exp_tanh", "exp2_tanh", "log", "log2", "log_or_0", "sqrt", "power",
     "reciprocal",
 )  # fmt: skip
-_BINARY = ("add", "sub", "mul", "min", "max", "over")
+_BINARY = ("add", "sub", "mul", "min", "max")
 _NUMBERS = (0.5, 2, 1, -1.0, 0, 0.75, 3, -1.25, 0.001)
 _DIVISORS = (2.0, 4.0, -8.0, 0.25)  # powers of two, whose reciprocals are exact
 
@@ -147,7 +147,9 @@ def _reals(depth: int) -> st.SearchStrategy[Tree]:
     binary = st.tuples(st.sampled_from(_BINARY), inner, inner)
     choice = st.tuples(st.just("where"), _conditions(depth - 1), inner, inner)
     quotient = st.builds(lambda tree, by: ("divide", tree, ("number", by)), inner, st.sampled_from(_DIVISORS))
-    return st.one_of(*leaves, unary, binary, choice, quotient)
+    # A divisor that is no number is divided by, bit for bit; by other numbers a program multiplies with reciprocals.
+    over = st.builds(lambda tree, by: ("over", tree, ("add", ("s",), by)), inner, inner)
+    return st.one_of(*leaves, unary, binary, choice, quotient, over)
 
 
 @cache

@@ -8,7 +8,7 @@ from mutations.planting import Edit
 FAULTS = {
     magnitudes_are_right: {
         "dk lacks the power of two of its scores": Edit(
-            "executors/cpu.py", "_Call.backward_columns", "self.wide(LN_2 * self.score_factor)", "self.wide(LN_2)"
+            "executors/cpu.py", "_Call.backward_columns", "self.wide(natural * self.score_factor)", "self.wide(natural)"
         ),
         "scores lack their power of two": Edit(
             "executors/cpu.py", "_Call.scores", "np.multiply(s, self.wide(self.score_factor), out=s)", "s"

@@ -1,8 +1,9 @@
 """Every planted fault is seen by its guard: as a wrong number and not as a crash; on Hopper also as a broken rule.
 
 Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in; one,
-of NaN and infinities, has faults of Python and of kernels. All faults of Python's arithmetic are planted, and every
-third of those of inputs and of kernels, each of which takes a second or more; CUFLASH_PROFILE=long plants all.
+of NaN and infinities, has faults of Python and of kernels. All faults of Python's arithmetic are planted, every third
+of those of inputs, and every sixth of those of score functions and of kernels, each of which takes a second or more;
+CUFLASH_PROFILE=long plants all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, calls, host, kernel_guards, mask_inputs, non_finite, planting, python, score_kernels, simt, sm80,
+    attention, calls, host, kernel_guards, mask_inputs, non_finite, planting, python, score_kernels, scores, simt, sm80,
     sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
@@ -83,8 +84,12 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         del sys.modules[module]
 
 
-@each(faults(python, host, non_finite, language="python") + sampled(faults(calls, mask_inputs), 3)
-      + sampled(faults(score_kernels, language="python"), 3))
+@each(
+    faults(python, host, non_finite, language="python")
+    + sampled(faults(calls, mask_inputs), 3)
+    + sampled(faults(scores), 6)
+    + sampled(faults(score_kernels, language="python"), 3)
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
     library = edited(edit)
@@ -92,7 +97,9 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
         guard(library)
 
 
-@pytest.mark.parametrize("guard", guards(python, host, mask_inputs, non_finite, score_kernels, language="python"))
+@pytest.mark.parametrize(
+    "guard", guards(python, host, mask_inputs, non_finite, scores, score_kernels, language="python")
+)
 def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
     guard(cuflash)
 
@@ -119,10 +126,10 @@ def test_the_kernels_as_they_are_pass_every_guard(guard: Guard) -> None:
 
 
 def test_every_fault_fits_the_sources() -> None:
-    assert planting.misfits(edit for _, _, edit in faults(python, host, calls, mask_inputs, *OF_KERNELS)) == []
+    assert planting.misfits(edit for _, _, edit in faults(python, host, calls, mask_inputs, scores, *OF_KERNELS)) == []
 
 
 def test_no_table_is_left_out() -> None:
     tables = {path.stem for path in Path(__file__).parent.glob("*.py") if "FAULTS = {" in path.read_text("utf-8")}
-    known = {table.__name__.split(".")[-1] for table in (python, host, calls, mask_inputs, *OF_KERNELS)}
+    known = {table.__name__.split(".")[-1] for table in (python, host, calls, mask_inputs, scores, *OF_KERNELS)}
     assert tables - {Path(__file__).stem} == known
