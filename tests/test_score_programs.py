@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -284,12 +286,21 @@ REFUSED = {
 }
 
 
+def told(error: Exception) -> str:
+    """What an error says without the text of a line of this file's lambdas, which holds what it should say."""
+
+    def blank(found: re.Match[str]) -> str:
+        return found[0].replace(linecache.getline(__file__, int(found[1])).strip().rstrip(":"), "")
+
+    return re.sub(r"<lambda>, line (\d+): .*", blank, str(error))
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_kernel_can_do_is_refused(case: str) -> None:
     function, arrays, wanted = REFUSED[case]
     with pytest.raises(UnsupportedProblem) as error:
         Score(function, **arrays)
-    assert wanted.format(line=branches.__code__.co_firstlineno + 1) in str(error.value)
+    assert wanted.format(line=branches.__code__.co_firstlineno + 1) in told(error.value)
 
 
 def test_long_functions_are_refused() -> None:
