@@ -17,6 +17,7 @@ from .errors import CompileError, UnsupportedProblem
 from .merging import merge
 from .planning.device import DeviceSpec
 from .plans import Executable, Gradients
+from .study.recall import Recall, recall
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "DeviceSpec",
     "Executable",
     "Gradients",
+    "Recall",
     "ShapeDtype",
     "UnsupportedProblem",
     "attention",
@@ -39,5 +41,6 @@ __all__ = [
     "patterns",
     "plan",
     "precompile",
+    "recall",
     "reference",
 ]

@@ -100,7 +100,7 @@ def attention(
     v : array [..., num_kv_heads, seqlen_kv, value_dim] or [seqlen_kv, value_dim]
         float16, bfloat16, float32 or float64, all the same; any strides. The axes before the heads broadcast by
         NumPy's rules; query head h reads key/value head h // (num_heads / num_kv_heads).
-    mask : Mask, BlockIndex or bool array, optional
+    mask : Mask, BlockIndex, bool array, scipy.sparse array of elements or function of (b, h, i, j), optional
         True = attend; an array broadcasts against (*batch, num_heads, seqlen_q, seqlen_kv). mask, causal and window
         are intersected.
     causal : bool, "bottom_right" or "top_left"

@@ -45,9 +45,9 @@ class _Aligned(Mask):
 def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:
     """Why a diagonal without an alignment is refused."""
     return (
-        f"{subject} needs {argument}= when the lengths differ (seqlen_q={shape.seqlen_q}, "
-        f"seqlen_kv={shape.seqlen_kv}): 'bottom_right' lets the last query meet the last key, "
-        f"'top_left' the first query the first key"
+        f"{subject} is for equal lengths; got seqlen_q={shape.seqlen_q} and seqlen_kv={shape.seqlen_kv}: pass "
+        f"{argument}='bottom_right' (the last query meets the last key) or {argument}='top_left' (the first query "
+        f"meets the first key)"
     )
 
 
@@ -55,10 +55,10 @@ def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:
 class Causal(_Aligned):
     """A query sees no later key.
 
-    >>> Causal("bottom_right").dense(MaskShape((), 1, 2, 4))[0].astype(int)
+    >>> Causal("bottom_right").toarray(2, 4).astype(int)
     array([[1, 1, 1, 0],
            [1, 1, 1, 1]])
-    >>> Causal("top_left").dense(MaskShape((), 1, 2, 4))[0].astype(int)
+    >>> Causal("top_left").toarray(2, 4).astype(int)
     array([[1, 0, 0, 0],
            [1, 1, 0, 0]])
 
@@ -78,7 +78,7 @@ class Causal(_Aligned):
 class SlidingWindow(_Aligned):
     """A query sees `left` keys before its diagonal, the diagonal, and `right` keys after it.
 
-    >>> SlidingWindow(1, 0).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    >>> SlidingWindow(1, 0).toarray(3).astype(int)
     array([[1, 0, 0],
            [1, 1, 0],
            [0, 1, 1]])
@@ -108,7 +108,7 @@ class SlidingWindow(_Aligned):
 class Dilated(_Aligned):
     """A query sees every `dilation`-th key, counted from its diagonal (Longformer, arXiv 2004.05150, section 3.1).
 
-    >>> Dilated(2, 1, 1).dense(MaskShape((), 1, 5, 5))[0].astype(int)
+    >>> Dilated(2, 1, 1).toarray(5).astype(int)
     array([[1, 0, 1, 0, 0],
            [0, 1, 0, 1, 0],
            [1, 0, 1, 0, 1],
@@ -161,7 +161,7 @@ class Comb(Mask):
 class PrefixLM(_Aligned):
     """Every query sees the first `prefix` keys, and the rest causally.
 
-    >>> PrefixLM(2).dense(MaskShape((), 1, 4, 4))[0].astype(int)
+    >>> PrefixLM(2).toarray(4).astype(int)
     array([[1, 1, 0, 0],
            [1, 1, 0, 0],
            [1, 1, 1, 0],

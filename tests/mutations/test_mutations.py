@@ -21,8 +21,8 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, calls, host, kernel_guards, mask_inputs, non_finite, planting, python, simt, sm80, sm90_backward,
-    sm90_backward_rows, sm90_backward_wide, sm90_forward, tile,
+    attention, calls, host, kernel_guards, mask_algebra, mask_inputs, non_finite, planting, python, simt, sm80,
+    sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
@@ -82,7 +82,7 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         del sys.modules[module]
 
 
-@each(faults(python, host, non_finite, language="python") + sampled(faults(calls, mask_inputs), 3))
+@each(faults(python, host, mask_algebra, non_finite, language="python") + sampled(faults(calls, mask_inputs), 3))
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
     library = edited(edit)
@@ -90,7 +90,7 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
         guard(library)
 
 
-@pytest.mark.parametrize("guard", guards(python, host, mask_inputs, non_finite, language="python"))
+@pytest.mark.parametrize("guard", guards(python, host, mask_algebra, mask_inputs, non_finite, language="python"))
 def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
     guard(cuflash)
 
@@ -117,10 +117,11 @@ def test_the_kernels_as_they_are_pass_every_guard(guard: Guard) -> None:
 
 
 def test_every_fault_fits_the_sources() -> None:
-    assert planting.misfits(edit for _, _, edit in faults(python, host, calls, mask_inputs, *OF_KERNELS)) == []
+    tables = faults(python, host, calls, mask_algebra, mask_inputs, *OF_KERNELS)
+    assert planting.misfits(edit for _, _, edit in tables) == []
 
 
 def test_no_table_is_left_out() -> None:
     tables = {path.stem for path in Path(__file__).parent.glob("*.py") if "FAULTS = {" in path.read_text("utf-8")}
-    known = {table.__name__.split(".")[-1] for table in (python, host, calls, mask_inputs, *OF_KERNELS)}
+    known = {table.__name__.split(".")[-1] for table in (python, host, calls, mask_algebra, mask_inputs, *OF_KERNELS)}
     assert tables - {Path(__file__).stem} == known
