@@ -1,5 +1,6 @@
 # make demo    installs, then runs the block-sparsity study
 # make test    installs, then runs every test that this machine can run
+# make docs    installs into .venv-docs, then builds docs/_build/html; a warning is an error
 # make types lint cover clean
 # Needs make, python3 (3.11 or newer, with venv) and g++. PYTHON=python3.13 picks another Python;
 # CUDA=cuda13, CUDA=cuda12 or CUDA= (none) overrides what the NVIDIA driver says. Tests run on all cores at once, but one
@@ -8,6 +9,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 RUN     = $(VENV)/bin/python
+DOCS    = $(VENV)-docs
 
 ifeq ($(origin CUDA),undefined)
 CUDA := $(shell $(PYTHON) -c 'import ctypes; version = ctypes.c_int(); \
@@ -20,12 +22,16 @@ extra  = $(if $(CUDA),$(comma)$(CUDA))
 # The name of the stamp holds the choice of CUDA: another driver, another install.
 stamp  = $(VENV)/.installed-$(1)$(if $(CUDA),-$(CUDA))
 
-.PHONY: demo test types lint cover clean
+.PHONY: demo test docs types lint cover clean
 demo: $(call stamp,experiments)
 	$(RUN) experiments/block_sparsity.py
 
 test: $(call stamp,test)
 	$(RUN) -m pytest $(if $(CUDA),,--numprocesses=auto --dist=worksteal)
+
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
 
 types: $(call stamp,test)
 	$(RUN) -m mypy
@@ -47,6 +53,12 @@ $(call stamp,test): setup.cfg pyproject.toml Makefile | $(RUN)
 	$(RUN) -m pip install --disable-pip-version-check --quiet --upgrade --target $(VENV)/threadpoolctl-3.5.0 threadpoolctl==3.5.0
 	@touch $@ $(call stamp,experiments)
 
+# Sphinx and its packages stay out of the environment of the tests.
+$(DOCS)/.installed: setup.cfg pyproject.toml | $(RUN)
+	$(RUN) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[docs]'
+	@touch $@
+
 $(RUN):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "cuflash needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.13 ..."; exit 1; }
@@ -55,4 +67,4 @@ $(RUN):
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) docs/_build docs/generated docs/gallery docs/sg_execution_times.rst build dist *.egg-info .mypy_cache .pytest_cache .hypothesis

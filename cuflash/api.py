@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 
-from .arrays import Array, describe, flag_reasons, is_array, namespace
+from .arrays import Array, ShapeDtype, describe, flag_reasons, is_array, namespace
 from .blocks.work_list import requested_mask
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
@@ -20,9 +20,10 @@ from .masks.content import Content, content, held_arrays
 from .memory import device_number
 from .planning.device import DeviceSpec
 from .planning.plan import KernelPlan, gpu_plan, host_plan
-from .planning.problem import Problem, precision_reasons
+from .planning.problem import Problem, precision_reasons, with_operands
 from .planning.routing import FAMILIES, routed
 from .plans import EXECUTORS, Executable, Gradients, Pullback, Repeated, as_arrays, as_mask_of_arrays, lie_of
+from .scores import Score, library
 
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
 
@@ -37,6 +38,10 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
+    sink: Array | None = None,
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -56,6 +61,10 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
+    sink: Array | None = None,
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -74,6 +83,10 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
+    sink: Array | None = None,
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -83,6 +96,95 @@ def attention(
 ) -> Array | tuple[Array, Array]:
     """Exact attention, softmax(scale q k^T + mask) v, in memory linear in the length.
 
+    Parameters
+    ----------
+    q : array [..., num_heads, seqlen_q, head_dim] or [seqlen_q, head_dim]
+        Queries, of float16, bfloat16, float32 or float64, with any strides. An array of any library with DLPack is
+        used where it lies, without a copy.
+    k : array [..., num_kv_heads, seqlen_kv, head_dim] or [seqlen_kv, head_dim]
+        Keys, of q's dtype. The axes before the heads broadcast by NumPy's rules. Query head h reads key/value head
+        h // (num_heads / num_kv_heads).
+    v : array [..., num_kv_heads, seqlen_kv, value_dim] or [seqlen_kv, value_dim]
+        Values, of q's dtype.
+    mask : Mask, BlockIndex or bool array, optional
+        True means that the query attends the key. An array broadcasts against
+        (*batch, num_heads, seqlen_q, seqlen_kv). `mask`, `causal` and `window` are intersected.
+    causal : bool, "bottom_right" or "top_left"
+        Queries attend no later keys. "bottom_right" aligns the last query with the last key, "top_left" the first with
+        the first; True needs equal lengths.
+    window : (left, right), optional
+        Keys on either side of the diagonal that `causal` aligns, inclusive; None is unlimited.
+    scale : float, optional
+        Factor of the scores, 1 / sqrt(head_dim) unless given. It may be of any size: q and k of 1e20 with a scale of
+        1e-40 have scores as any others.
+    score : Score, or callable (s, b, h, i, j), optional
+        A function of each score and its place that NumPy's operations make up; `cuflash.scores` has those of the
+        literature, and `cuflash.scores.Score` captures arrays for one. softcap and bias are applied first.
+    softcap : float, optional
+        Scores s become softcap tanh(s / softcap); positive.
+    bias : array, optional
+        Added to the scores, after softcap: float16, bfloat16 or float32, or with float64 q, k and v also float64, that
+        broadcasts to (*batch, num_heads, seqlen_q, seqlen_kv), or (seqlen_q, seqlen_kv) for two-dimensional q, k and
+        v; any strides. -inf hides a key.
+    sink : array, optional
+        A logit for each query head that takes part in every softmax of the head and has no value: the weights of a
+        row's keys add up to less than 1. Shape (num_heads,), or any that broadcasts to (*batch, num_heads); () or (1,)
+        for two-dimensional q, k and v. float16, bfloat16 or float32, or with float64 q, k and v also float64; any
+        strides. -inf is no sink; NaN and +inf make all rows of the head NaN.
+    kernel : {"auto", "sm90", "sm80", "simt", "naive"}
+        Kernel family of the gpu and sim executors. "auto" takes the fastest that supports the call; Notes has the
+        rest.
+    executor : {"auto", "cpu", "gpu", "sim"}
+        "auto" takes "gpu" for arrays on a CUDA device, which must be CuPy's current one; everything runs on its
+        current stream. It takes "cpu" for all other arrays. "sim" runs the GPU's kernels on a simulator, for tests.
+    precision : {"ieee", "tf32", "tf32x3"}
+        "ieee" multiplies and sums in float32 (float64 for float64). The others multiply float32 on tensor cores of
+        compute capability 8.0 or newer: "tf32" rounds the operands of each product to 11 significant bits; "tf32x3"
+        makes three products of their upper and lower halves and errs about as "ieee" does, except that a product with
+        an infinite operand is NaN. `error_bound` bounds each.
+    deterministic : bool
+        Whether dq must be bitwise repeatable on a GPU. Otherwise thread blocks add to it in the order in which they
+        arrive, where that is faster. All other results are bitwise repeatable either way.
+    out : array, or pair (o, lse), optional
+        Arrays that are written to instead of new ones. They must not overlap q, k or v.
+    return_lse : bool
+        Also return lse.
+
+    Returns
+    -------
+    o : array [..., num_heads, seqlen_q, value_dim]
+        C-contiguous, of q's dtype; a NumPy array, or a CuPy array on a GPU. 0 in rows without a key, with or without
+        a sink.
+    lse : array [..., num_heads, seqlen_q]
+        Log-sum-exp of the scores and the sink, natural logarithm, float32 (float64 for float64). In rows without a key
+        it is the sink, or -inf.
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a known kind.
+    UnsupportedProblem
+        The arguments are invalid or not supported. It lists every reason; nothing has been computed.
+    MemoryError
+        The results or the tiles do not fit; inputs stay as they were.
+    RuntimeError
+        The arrays are on a GPU and CuPy is missing, or the stream is captured before the kernels are compiled.
+
+    Notes
+    -----
+    FlashAttention-2, arXiv 2307.08691, algorithm 1.
+
+    The families of kernels are:
+
+    - "sm90": Hopper's own instructions, float16 and bfloat16, compute capability 9.0. Its backward pass is that of
+      "sm80" for block lists with blocks smaller than 64, and for `deterministic=True` with dims above 128.
+    - "sm80": tensor cores, float16 and bfloat16, compute capability 8.0 or newer; float32 with `precision="tf32"` or
+      "tf32x3".
+    - "simt": every dtype, on every supported chip.
+    - "naive": a baseline of three kernels that store every score, so that memory is not linear; float16 and float32.
+
+    Examples
+    --------
     >>> import numpy as np, cuflash
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 4, 100, 64), dtype=np.float32)   # batch 2, heads 4, seqlen 100
@@ -92,71 +194,12 @@ def attention(
     >>> o, lse = cuflash.attention(q, k, v, mask=cuflash.masks.SlidingWindow(15, 0), return_lse=True)
     >>> lse.shape
     (2, 4, 100)
-
-    Parameters
-    ----------
-    q : array [..., num_heads, seqlen_q, head_dim] or [seqlen_q, head_dim]
-    k : array [..., num_kv_heads, seqlen_kv, head_dim] or [seqlen_kv, head_dim]
-    v : array [..., num_kv_heads, seqlen_kv, value_dim] or [seqlen_kv, value_dim]
-        float16, bfloat16, float32 or float64, all the same; any strides. The axes before the heads broadcast by
-        NumPy's rules; query head h reads key/value head h // (num_heads / num_kv_heads).
-    mask : Mask, BlockIndex, bool array, scipy.sparse array of elements or function of (b, h, i, j), optional
-        True = attend; an array broadcasts against (*batch, num_heads, seqlen_q, seqlen_kv). mask, causal and window
-        are intersected.
-    causal : bool, "bottom_right" or "top_left"
-        No later keys. True needs equal lengths; otherwise say whether the last query meets the last key or the first
-        the first.
-    window : (left, right), optional
-        Keys on either side of the diagonal that `causal` aligns, inclusive; None is unlimited.
-    scale : float, optional
-        1 / sqrt(head_dim) unless given. Of any size: q and k of 1e20 with a scale of 1e-40 have scores as any others.
-        Arrays of any library with DLPack are taken where they lie and without a copy; results are NumPy's or CuPy's.
-    kernel : str
-        Of the gpu and sim executors "auto", the fastest that serves, or a family's name: "sm80", tensor cores, float16
-        and bfloat16 from compute capability 8.0 on; "sm90", Hopper's own instructions, on compute capability 9.0 alone,
-        whose backward pass is that of "sm80" for lists in blocks smaller than 64 and, where dims are wider than 128,
-        where dq must be repeatable; "simt", which serves everything; "naive", a baseline that others are compared with:
-        three kernels over whole matrices of scores, so memory is not linear; float16 and float32.
-    executor : str
-        "auto" lets the arrays decide: "gpu" for arrays on a CUDA device, which must be CuPy's current one, on whose
-        current stream everything runs; "cpu" for all others. "sim" runs the GPU's kernels on a simulator, for tests.
-    precision : str
-        "ieee": products and sums in float32 (float64 for float64). On GPUs of compute capability 8.0 or newer float32
-        can be multiplied on tensor cores, and summed in float32: "tf32" rounds the operands of each product to 11
-        significant bits; "tf32x3" makes three products of their upper and lower halves, and errs about as "ieee" does,
-        but that a product with an infinite operand is NaN. `error_bound` bounds each.
-    deterministic : bool
-        o, lse, dk and dv are bitwise repeatable either way. dq on a GPU is so only if this is True: otherwise
-        blocks add to it in whichever order they come, where that is faster.
-    out : array, or pair (o, lse), optional
-        Written to instead of new arrays; must not overlap q, k or v.
-    return_lse : bool
-        Also return lse.
-
-    Returns
-    -------
-    o : array [..., num_heads, seqlen_q, value_dim]
-        C-contiguous, of q's dtype. 0 in rows without a key.
-    lse : array [..., num_heads, seqlen_q]
-        Log-sum-exp of the scores, natural logarithm, float32 (float64 for float64). -inf in rows without a key.
-
-    Raises
-    ------
-    TypeError
-        An argument is not an array of a known kind.
-    UnsupportedProblem
-        Anything else that cannot be, all reasons at once, before any work.
-    MemoryError
-        The results or the tiles do not fit; inputs stay as they were.
-    RuntimeError
-        The arrays are on a GPU and CuPy is missing, or the stream is captured before the kernels are compiled.
-
-    Notes
-    -----
-    FlashAttention-2, arXiv 2307.08691, algorithm 1.
     """
-    _require_flag("return_lse", return_lse)
-    *_, o, lse = _call(q, k, v, out, mask, causal, window, scale, kernel, executor, precision, deterministic)
+    require_flag("return_lse", return_lse)
+    of_score, operands = _operands(score, softcap, bias, sink)
+    _, _, o, lse = _call(
+        q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, ()
+    )  # fmt: skip
     return (o, lse) if return_lse else o
 
 
@@ -169,6 +212,11 @@ def attention_vjp(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
+    sink: Array | None = None,
+    wrt: str | tuple[str, ...] = (),
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -176,19 +224,17 @@ def attention_vjp(
     out: Any = None,
     return_lse: bool = False,
 ) -> tuple[Any, Callable[..., Gradients]]:
-    """Attention and the function that pulls gradients back through it.
-
-    >>> import numpy as np, cuflash
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 4, 50, 32), dtype=np.float32)
-    >>> o, vjp = cuflash.attention_vjp(q, k, v, causal=True)
-    >>> dq, dk, dv = vjp(np.ones_like(o))
-    >>> dq.shape, bool(abs(dk.sum(axis=1)).max() < 1e-4)       # every row of dS sums to 0
-    ((4, 50, 32), True)
+    """Compute attention and return it with the function that pulls gradients back through it.
 
     Parameters
     ----------
-    q, k, v, mask, causal, window, scale, kernel, executor, precision, deterministic, out
+    q, k, v : arrays
+        As in `attention`.
+    mask, causal, window, scale, score, softcap, bias, sink : optional
+        As in `attention`.
+    wrt : str or tuple of str
+        Names of further arrays that `vjp` gives a gradient of: "sink", "bias", and real arrays of the score function.
+    kernel, executor, precision, deterministic, out : optional
         As in `attention`.
     return_lse : bool
         Return (o, lse) in o's place.
@@ -196,10 +242,12 @@ def attention_vjp(
     Returns
     -------
     o : array, or pair (o, lse)
+        What `attention` returns.
     vjp : callable (do, dlse=None) -> Gradients
         Takes cotangents of o and, optionally, of lse; returns dq, dk, dv of the shapes and dtype of q, k, v, summed
-        over broadcast axes and grouped heads. It reads q, k, v, o and lse again: leave them as they are until then. A
-        pickle of it holds them.
+        over broadcast axes and grouped heads. Of an array that `wrt` names, `Gradients[name]` is the gradient, of its
+        shape and dtype. It reads q, k, v, o and lse again: leave them as they are until then. A pickle of it holds
+        them.
 
     Raises
     ------
@@ -209,12 +257,23 @@ def attention_vjp(
     Notes
     -----
     FlashAttention-2, arXiv 2307.08691, algorithm 2: P is recomputed from lse, dS = P (dP - rowsum(dO O) + dlse).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 4, 50, 32), dtype=np.float32)
+    >>> o, vjp = cuflash.attention_vjp(q, k, v, causal=True)
+    >>> dq, dk, dv = vjp(np.ones_like(o))
+    >>> dq.shape, bool(abs(dk.sum(axis=1)).max() < 1e-4)       # every row of dS sums to 0
+    ((4, 50, 32), True)
     """
-    _require_flag("return_lse", return_lse)
-    ready, q, k, v, o, lse = _call(
-        q, k, v, out, mask, causal, window, scale, kernel, executor, precision, deterministic
+    require_flag("return_lse", return_lse)
+    of_score, operands = _operands(score, softcap, bias, sink)
+    ready, (q, k, v, *others), o, lse = _call(
+        q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, wrt
     )  # fmt: skip
-    return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse)
+    return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))
 
 
 def plan(
@@ -226,6 +285,11 @@ def plan(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
+    sink: Array | None = None,
+    wrt: str | tuple[str, ...] = (),
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -234,6 +298,37 @@ def plan(
 ) -> Executable:
     """Decide everything about a call once, to run it many times.
 
+    Parameters
+    ----------
+    q, k, v : arrays or ShapeDtype
+        As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
+    mask, causal, window, scale : optional
+        As in `attention`.
+    score, softcap, bias : optional
+        As in `attention`; arrays may be `ShapeDtype`. The calls of the plan use the arrays that it was made with, or
+        others of their shapes and dtypes by name: ``forward(q, k, v, bias=another)``.
+    sink : array, or ShapeDtype, optional
+        As in `attention`; the calls of the plan take one of its shape and dtype.
+    wrt : str or tuple of str
+        As in `attention_vjp`.
+    kernel, executor, precision, deterministic : optional
+        As in `attention`.
+    device : DeviceSpec, optional
+        Plan for this device instead of the current one. A plan for a GPU runs on any GPU of its compute capability.
+
+    Returns
+    -------
+    Executable
+        The plan, with ``forward(q, k, v, out=)``, ``backward(do, q, k, v, o, lse, dlse=)``, both also with ``sink=``,
+        ``explain()``, ``workspace_bytes`` and ``compile()``.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention`.
+
+    Examples
+    --------
     >>> import numpy as np, cuflash
     >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
     >>> ready = cuflash.plan(shape, shape, shape, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
@@ -249,35 +344,19 @@ def plan(
     work       implicit: keys with None <= j - i <= 0, no list
     FLOPs      17716740096 forward
     workspace  131072 bytes, 0 of them the work list
-
-    Parameters
-    ----------
-    q, k, v : arrays, or ShapeDtype where only the shapes are known
-    mask, causal, window, scale, kernel, executor, precision, deterministic
-        As in `attention`.
-    device : DeviceSpec, optional
-        Plan for this device instead of the one here. A plan for a GPU runs on any of its compute capability.
-
-    Returns
-    -------
-    Executable
-        With ``forward(q, k, v, out=)``, ``backward(do, q, k, v, o, lse, dlse=)``, ``explain()``,
-        ``workspace_bytes`` and ``compile()``.
-
-    Raises
-    ------
-    TypeError, UnsupportedProblem
-        As `attention`.
     """
-    q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
+    q, k, v, sink, bias = as_arrays({"q": q, "k": k, "v": v, "sink": sink, "bias": bias}).values()
     where = _executor((q, k, v), executor, device)
     reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
     reasons += flag_reasons("deterministic", deterministic)
     where = where if isinstance(where, str) else ""
     precision = "ieee" if precision_reasons(q, precision) else precision  # what else is wrong is said too
-    problem = None
+    problem = composed = None
+    with collecting(reasons):
+        composed = library.composed(score, softcap, bias)
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale, precision=precision)
+        problem = with_operands(problem, {"sink": sink}, wrt, composed)
     if device is not None and not isinstance(device, DeviceSpec):
         reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
     elif device is not None and (where == "cpu") != (device.compute_capability is None):
@@ -302,7 +381,9 @@ def plan(
         reasons = family.reasons(problem, target)
         if reasons:
             raise UnsupportedProblem(reasons)
-    return Executable(_plan(problem, resolved, target, kernel if where != "cpu" else None, bool(deterministic)), where)
+    made = _plan(problem, resolved, target, kernel if where != "cpu" else None, bool(deterministic))
+    captured = {} if composed is None else composed.arrays
+    return Executable(made, where, {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)})
 
 
 def precompile(
@@ -314,6 +395,11 @@ def precompile(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
+    sink: Array | None = None,
+    wrt: str | tuple[str, ...] = (),
     kernel: str = "auto",
     precision: str = "ieee",
     deterministic: bool = False,
@@ -321,16 +407,15 @@ def precompile(
 ) -> tuple[Compiled, ...]:
     """Compile the kernels of a call before its data is there: on this machine's GPU, or for any GPU without one.
 
-    >>> import numpy as np, cuflash
-    >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
-    >>> made = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
-    >>> [(each.spec.entry, each.architecture, each.resources.spill_bytes) for each in made]
-    [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
-
     Parameters
     ----------
-    q, k, v : arrays, or ShapeDtype where only the shapes are known
-    mask, causal, window, scale, kernel, precision, deterministic
+    q, k, v : arrays or ShapeDtype
+        As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
+    mask, causal, window, scale : optional
+        As in `attention`.
+    score, softcap, bias, sink, wrt : optional
+        As in `plan`.
+    kernel, precision, deterministic : optional
         As in `attention`.
     device : DeviceSpec, optional
         Compile for this GPU; the machine code is returned and not kept. Without it, kernels are loaded on the current
@@ -348,10 +433,19 @@ def precompile(
         As `attention`.
     CompileError, RuntimeError
         A kernel does not compile; a package or, without `device`, the GPU is missing.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
+    >>> made = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
+    >>> [(each.spec.entry, each.architecture, each.resources.spill_bytes) for each in made]
+    [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
     """
     ready = plan(
-        q, k, v, mask=mask, causal=causal, window=window, scale=scale, kernel=kernel, executor="gpu",
-        precision=precision, deterministic=deterministic, device=device,
+        q, k, v, mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap, bias=bias,
+        sink=sink, wrt=wrt, kernel=kernel, executor="gpu", precision=precision, deterministic=deterministic,
+        device=device,
     )  # fmt: skip
     specs, capability = ready.plan.specs.values(), ready.plan.device.compute_capability
     if capability is None:
@@ -367,31 +461,68 @@ _MOST_REPEATED = 512
 _repeated: dict[Hashable, tuple[Executable, Repeated]] = {}
 
 
-def _call(q: Any, k: Any, v: Any, out: Any, mask: Any, causal: Any, window: Any, *options: Any) -> tuple[Any, ...]:
-    """What ran the forward pass of a call, its q, k and v as arrays, o and lse; equal calls look up what they need."""
+_OfScore: TypeAlias = tuple[Any, Any, Any]  # score, softcap and bias
+
+
+def _operands(score: Any, softcap: Any, bias: Any, sink: Any) -> tuple[_OfScore, dict[str, Any]]:
+    """score, softcap and bias of a call, as one Score if they make one, and the call's arrays beside q, k and v."""
+    operands = {} if sink is None else {"sink": sink}
+    if score is None and softcap is None and bias is None:
+        return (None, None, None), operands
+    try:
+        composed = library.composed(score, softcap, as_arrays({"bias": bias})["bias"])
+    except UnsupportedProblem:  # `plan` says so, with all that is wrong beside
+        return (score, softcap, bias), operands
+    return (composed, None, None), operands if composed is None else operands | dict(composed.arrays)
+
+
+def _call(
+    q: Any,
+    k: Any,
+    v: Any,
+    operands: dict[str, Any],
+    of_score: _OfScore,
+    out: Any,
+    mask: Any,
+    causal: Any,
+    window: Any,
+    *options: Any,
+) -> tuple[Any, tuple[Any, ...], Any, Any]:
+    """What ran the forward pass of a call, q, k, v and operands as arrays, o and lse; equal calls are looked up."""
     causal = bool(causal) if type(causal) is np.bool else causal
-    is_plain = out is None and _are_plain(*options)
-    key = None if not is_plain or checks.is_on() else _key(q, k, v, mask, causal, window, options)
+    is_plain = out is None and not checks.is_on()
+    arrays = (q, k, v, *operands.values()) if operands else (q, k, v)
+    score = of_score[0]
+    program = (score.program, score.numbers) if isinstance(score, Score) else None
+    key = None
+    if is_plain and of_score[1] is of_score[2] is None:
+        key = call_key(lie_of(*arrays), mask, causal, window, options, program, *operands)
     try:
         found = _repeated.get(key)
     except TypeError:  # an option that cannot be hashed
         key = found = None
     if found is not None:
         ready, forward = found
-        return ready, q, k, v, *forward(q, k, v)
-    q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
-    names = ("scale", "kernel", "executor", "precision", "deterministic")
-    ready = plan(q, k, v, mask=mask, causal=causal, window=window, **dict(zip(names, options)))
-    o, lse = ready.forward(q, k, v, out=out)
+        o, lse = forward(*arrays)
+        return ready, arrays, o, lse
+    given = as_arrays({"q": q, "k": k, "v": v, **operands})
+    names = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
+    chosen = dict(zip(names, options)) | dict(zip(("score", "softcap", "bias"), of_score))
+    ready = plan(
+        given["q"], given["k"], given["v"], mask=mask, causal=causal, window=window, sink=given.get("sink"), **chosen
+    )
+    ready = replace(ready, captured={})  # what is remembered must hold no arrays of a call
+    o, lse = ready.forward(**given, out=out)
     gpu.pin(ready.plan)
     if key is not None and ready.is_repeatable:
         if len(_repeated) >= _MOST_REPEATED:
             _repeated.clear()
-        _repeated[key] = ready, ready.repeated(q, k, v, pins=True)
-    return ready, q, k, v, o, lse
+        _repeated[key] = ready, ready.repeated(given, pins=True)
+    return ready, tuple(given.values()), o, lse
 
 
-def _require_flag(name: str, value: Any) -> None:
+def require_flag(name: str, value: Any) -> None:
+    """Refuse an argument that is neither True nor False."""
     if type(value) is not bool and (reasons := flag_reasons(name, value)):
         raise UnsupportedProblem(reasons)
 
@@ -401,22 +532,28 @@ _SCALES = {type(None), int, float, *(np.dtype(code).type for code in "efdbhilqBH
 _FLAGS = {bool, np.bool}
 
 
-def _are_plain(scale: Any, kernel: Any, executor: Any, precision: Any, deterministic: Any) -> bool:
-    if type(scale) not in _SCALES or type(deterministic) not in _FLAGS:
+def _are_plain(scale: Any, kernel: Any, executor: Any, precision: Any, deterministic: Any, wrt: Any) -> bool:
+    has_names = type(wrt) is str or type(wrt) is tuple and set(map(type, wrt)) <= {str}
+    if type(scale) not in _SCALES or type(deterministic) not in _FLAGS or not has_names:
         return False
     return type(kernel) is str and type(executor) is str and type(precision) is str
 
 
-def _key(q: Any, k: Any, v: Any, mask: Any, causal: Any, window: Any, options: Any) -> Hashable:
+def call_key(lie: Hashable, mask: Any, causal: Any, window: Any, options: tuple[Any, ...], *more: Hashable) -> Hashable:
     """What decides a call but its data; None where equal values may mean different things, 1 and True say, or where a
-    mask's contents may change."""
+    mask's contents may change.
+
+    `lie` says how q, k, v and operands lie, None if that is not known; `options` are scale, kernel, executor,
+    precision, deterministic and wrt; `more` is what else decides, as the names of operands.
+    """
+    if lie is None or not _are_plain(*options):
+        return None
     if type(causal) is not bool and type(causal) is not str or not (mask is None or isinstance(mask, Mask)):
         return None
     if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
         return None
-    lie = lie_of(q, k, v)
     try:
-        return None if lie is None else (lie, None if mask is None else content(mask), causal, window, options)
+        return lie, None if mask is None else content(mask), causal, window, options, more
     except TypeError:
         return None
 

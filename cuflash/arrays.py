@@ -1,4 +1,4 @@
-"""What counts as an array here: its namespace, its dtypes, and arrays that are only a shape and a dtype."""
+"""Kinds of arrays that the library takes: namespaces, dtypes, and arrays that are only a shape and a dtype."""
 
 from __future__ import annotations
 
@@ -23,14 +23,23 @@ _LONGEST = 60  # of a value that a message shows
 class ShapeDtype:
     """An array's shape and dtype without its data, for planning.
 
-    >>> import numpy as np
-    >>> ShapeDtype((2, 8, 1024, 64), np.float32)
-    ShapeDtype(shape=(2, 8, 1024, 64), dtype=dtype('float32'))
+    Parameters
+    ----------
+    shape : tuple of int
+        Extents of the axes.
+    dtype : dtype
+        Anything that NumPy takes for a dtype.
 
     Raises
     ------
     UnsupportedProblem
         The shape is no tuple of ints from 0 to 2**63 - 1, or NumPy knows no such dtype.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> ShapeDtype((2, 8, 1024, 64), np.float32)
+    ShapeDtype(shape=(2, 8, 1024, 64), dtype=dtype('float32'))
     """
 
     shape: tuple[int, ...]
@@ -113,13 +122,15 @@ def flag_reasons(name: str, value: object) -> list[str]:
 def whole_number(name: str, value: Any, least: int | None = None, meaning: str = "") -> int:
     """A Python int or NumPy integer as a Python int, which does not wrap around at a width.
 
-    >>> whole_number("window", np.uint8(3)) - 4
-    -1
-
     Raises
     ------
     UnsupportedProblem
         It is neither, or less than `least`.
+
+    Examples
+    --------
+    >>> whole_number("window", np.uint8(3)) - 4
+    -1
     """
     if is_int(value) and (least is None or value >= least):
         return int(value)

@@ -1,4 +1,4 @@
-"""How far a correct result may be from the exact one: element-wise bounds computed from the inputs.
+"""Bounds on how far a correct result may be from the exact one, for each element, computed from the inputs.
 
 Every bound is the first-order error analysis of one flash-attention pass, evaluated on the caller's own numbers, so it
 is small where the data are tame and large where they are not. Nothing in it was fitted. The notation of the derivation:
@@ -46,6 +46,26 @@ D = rowsum(dO O) uses the O that was stored, error and all::
     tol_dK likewise over i, with |q|
     tol_dV = sum_i (P (exp(eta') - 1) + min(P, wp) + (up + t + (k(nq) + 2) ua) P exp(eta')) |dO| + u |dV| + w
 
+A score function f makes the scores that are above S from scale q . k, which errs as S does there. What it makes of that
+error, e_f, and its derivatives f' by the score and f_a by a captured array, with their own errors, are those of
+`cuflash.scores.roundoff`; dF stands for the dS above, and n for the number of scores that read an element of a::
+
+    eta   = e_f + 4 ua (|F| + |m|) + 4 ua
+    e_dS  = |f'| e_dF + e_f' (|dF| + e_dF) + 2 ua |f'| (|dF| + e_dF)
+    tol_da = sum (e_dF |f_a| + (|dF| + e_dF) e_fa) + (k(n) + 8) ua sum (|dF| + e_dF) (|f_a| + e_fa) + u |da| + w
+
+A sink. It is one more column, of an exact score s and without a value. Kernels merge it with the finished row (o, L'),
+L' being the log-sum-exp without it: they weigh both by exp2 of differences from the larger of L' and s, so that its
+weight relative to those of the keys is off by the roundings of L', of a difference, and of exp2 twice::
+
+    eta_s = 4 ua (|m| + |L'|) + 2 ua (|s| + |L'|) + 8 ua           r += P_s (exp(eta_s) - 1)
+    tol_L += 4 ua ((1 - P_s) |L'| + 1)                             tol_O: 4 ua more of sum_j P exp(eta) |v|
+    eta_s' = tol_L + 4 ua (|s| + |L|) + 4 ua                       delta = D - dlse, e_delta = e_D + 2 ua (|D| + |dlse|)
+    tol_ds = sum_i (P_s (exp(eta_s') - 1) + (k(n) + 4) ua P_s exp(eta_s')) (|delta| + e_delta) + P_s e_delta
+             + u |ds| + w                                          with u and w of the sink's dtype
+
+O is a weighted mean of the rows of v and of 0 then.
+
 The 8 leaves room for products taken with the scaled q or k and scaled back. Sums over a group of heads and over
 broadcast axes count as one sum. Products that underflow in A cost wa each. Last, all is multiplied by 1.5, for the
 products of small terms left out and for the freedom of compilers to contract and to reorder.
@@ -63,7 +83,8 @@ Accurately computing the log-sum-exp and softmax functions (IMA J. Numer. Anal. 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -73,9 +94,13 @@ from .arrays import DTYPES, Array, accumulator_dtype, as_dtype, describe, flag_r
 from .blocks.work_list import requested_mask
 from .errors import UnsupportedProblem, collecting
 from .memory import kind_of
-from .planning.problem import Problem
+from .planning.problem import Problem, with_operands
 from .plans import as_arrays, as_mask_of_arrays
 from .reference import allowed_of, expand_heads, sum_heads_to, sum_to, with_heads
+from .scores import Score, library
+from .scores.program import Program
+from .scores.roundoff import Arithmetic, LoadErrors, ScoreErrors, score_errors
+from .scores.values import Operands
 
 __all__ = ["Bounds", "error_bound"]
 
@@ -85,20 +110,26 @@ _OF_OPERANDS = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 * 2.0*
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bounds:
-    """How far each element of a result may be from the exact one; float64 arrays.
+    """Bounds on the error of each element of a result, as float64 arrays.
 
-    >>> import numpy as np
-    >>> q = k = v = np.ones((4, 8), np.float32)
-    >>> bounds = error_bound(q, k, v)
-    >>> bounds.o.shape, bounds.lse.shape, bounds.dq
-    ((4, 8), (4,), None)
-
-    Attributes
+    Parameters
     ----------
     o, lse : array
         Shaped as `attention` returns them.
     dq, dk, dv : array or None
         Shaped as q, k, v; None where no `do` was given.
+    dsink : array or None
+        Shaped as sink; None where no `do` or no sink was given.
+    others : dict of arrays by name
+        Of the gradients of a score function's arrays that `wrt` names, where `do` was given.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = v = np.ones((4, 8), np.float32)
+    >>> bounds = error_bound(q, k, v)
+    >>> bounds.o.shape, bounds.lse.shape, bounds.dq
+    ((4, 8), (4,), None)
     """
 
     o: Array
@@ -106,6 +137,8 @@ class Bounds:
     dq: Array = None
     dk: Array = None
     dv: Array = None
+    dsink: Array = None
+    others: Mapping[str, Array] = field(default_factory=dict)
 
 
 def error_bound(
@@ -119,33 +152,34 @@ def error_bound(
     causal: bool | str = False,
     window: Any = None,
     scale: float | None = None,
+    score: Any = None,
+    softcap: float | None = None,
+    bias: Array | None = None,
+    wrt: str | tuple[str, ...] = (),
+    sink: Array | None = None,
     precision: str = "ieee",
     product_dtype: Any = None,
     probable: bool = False,
 ) -> Bounds:
-    """Element-wise bounds on the error of attention and its gradients, against exact arithmetic on the same inputs.
-
-    >>> import numpy as np
-    >>> from cuflash import reference
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 4, 100, 32))
-    >>> exact, _ = reference.attention(q, k, v)
-    >>> rounded = exact.astype(np.float16)
-    >>> bound = error_bound(q.astype(np.float16), k.astype(np.float16), v.astype(np.float16)).o
-    >>> bound.shape, bool(bound.max() < 2e-3)
-    ((4, 100, 32), True)
+    """Bound the error of every element of attention and its gradients, against exact arithmetic on the same inputs.
 
     Parameters
     ----------
-    q, k, v, mask, causal, window, scale, precision
-        As in `attention`; what the inputs hold is taken as exact.
+    q, k, v : arrays
+        As in `attention`. Their values count as exact.
     do : array, optional
-        The gradient of o; with it the gradients are bounded too.
+        The gradient of o. With it the gradients are bounded too.
     dlse : array, optional
         The gradient of lse; zero unless given.
+    mask, causal, window, scale, score, softcap, bias : optional
+        As in `attention`.
+    wrt : str or tuple of str
+        As in `attention_vjp`.
+    sink, precision : optional
+        As in `attention`.
     product_dtype : dtype, optional
-        What P and dS are rounded to before they multiply v, do, k and q: the accumulator's dtype unless given, as in
-        the `cpu` executor; tensor cores want float16 or bfloat16.
+        The dtype that P and dS are rounded to before they multiply v, do, k and q. It is the accumulator's dtype unless
+        given, as in the `cpu` executor; kernels on tensor cores round to float16 or bfloat16.
     probable : bool
         Let a sum of n terms err by min(n, 6 sqrt(n)) roundoffs instead of n. That is no guarantee any more (rounding
         errors that all point one way can exceed it), but at thousands of keys it sees far smaller faults; Higham and
@@ -154,10 +188,10 @@ def error_bound(
     Returns
     -------
     Bounds
-        |result - exact| <= bound, element by element. Rows with no key have bound 0: o is 0 and lse is -inf, exactly.
-        Infinite where nothing is promised: a result that its dtype may overflow, gradients from a dS that the dtype it
-        is rounded to may overflow (65504 in float16), or scores so large (around 10^6 in float32) that exp(score) has
-        no correct digit.
+        Each result is within its bound of the exact one, element by element. Rows with no key have bound 0, since o is
+        0 and lse is -inf, or the sink, exactly. A bound is infinite where nothing is promised: for a result that its
+        dtype may overflow, for gradients from a dS that may overflow the dtype it is rounded to (65504 in float16), and
+        for scores so large (around 10^6 in float32) that exp(score) has no correct digit.
 
     Raises
     ------
@@ -169,12 +203,27 @@ def error_bound(
     Takes some ten float64 arrays of [*batch, num_heads, seqlen_q, seqlen_kv] and the time of a few `reference` calls.
     For float64 inputs "exact" needs more than float64: give `reference` long doubles. The derivation
     heads this module's source.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import reference
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 4, 100, 32))
+    >>> exact, _ = reference.attention(q, k, v)
+    >>> rounded = exact.astype(np.float16)
+    >>> bound = error_bound(q.astype(np.float16), k.astype(np.float16), v.astype(np.float16)).o
+    >>> bound.shape, bool(bound.max() < 2e-3)
+    ((4, 100, 32), True)
     """
-    q, k, v, do, dlse = _host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse})
+    q, k, v, do, dlse, sink = _host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse, "sink": sink})
     reasons = flag_reasons("probable", probable)
-    problem = None
+    problem = composed = None
+    with collecting(reasons):
+        composed = library.composed(score, softcap, bias)
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale, precision=precision)
+        problem = with_operands(problem, {"sink": sink}, wrt, composed)
     with collecting(reasons):
         product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
     if problem is not None:
@@ -186,19 +235,20 @@ def error_bound(
         raise UnsupportedProblem(reasons)
     allowed = asked.toarray(**problem.mask_shape._asdict())
     model = _Rounding.of(problem.dtype, precision, product_dtype, probable)
-    return _dense_bounds(q, k, v, do, dlse, allowed, problem.softmax_scale, model)
+    captured = None if composed is None else _Captured.of(composed, problem)
+    return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured)
 
 
 def _host_arrays(given: dict[str, Any]) -> list[Array]:
-    """The arguments as NumPy's arrays; None where do and dlse are not given."""
+    """The arguments as NumPy's arrays; None where do, dlse and sink are not given."""
     arrays = as_arrays(given)
     for name, array in arrays.items():
-        if not is_array(array) and not (array is None and name in ("do", "dlse")):
+        if not is_array(array) and name != "sink" and not (array is None and name in ("do", "dlse")):
             raise TypeError(no_array(name, array))
     reasons = [
         f"{name} must be a NumPy array; got {kind_of(array)}: copy it with its get()"
         for name, array in arrays.items()
-        if array is not None and not isinstance(array, np.ndarray)
+        if is_array(array) and not isinstance(array, np.ndarray)
     ]
     if reasons:
         raise UnsupportedProblem(reasons)
@@ -234,6 +284,7 @@ class _Rounding:
     wp: float
     largest: float
     largest_product: float
+    largest_sum: float
     probable: bool
 
     @classmethod
@@ -250,6 +301,7 @@ class _Rounding:
             wp=_underflow(product),
             largest=float(limits(storage).max),
             largest_product=float(limits(product).max),
+            largest_sum=float(limits(accumulator).max),
             probable=probable,
         )
 
@@ -272,11 +324,67 @@ def _underflow(dtype: np.dtype[Any]) -> float:
     return float(info.smallest_subnormal) / 2 if dtype == np.float16 else float(info.smallest_normal)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    """A problem's score function with its arrays, and which of these have gradients."""
+
+    program: Program
+    operands: Operands
+    wrt: tuple[str, ...]
+
+    @classmethod
+    def of(cls, score: Score, problem: Problem) -> _Captured:
+        arrays = _host_arrays(dict(score.arrays))
+        return cls(score.program, Operands(score.numbers, arrays, problem.batch), problem.wrt)
+
+    def final(self, s: Array, e_s: Array, allowed: Array, model: _Rounding) -> ScoreErrors:
+        """Final scores and derivatives, with errors; all of it is 0 where the mask is False."""
+        arithmetic = Arithmetic(model.ua, model.wa, model.largest_sum)
+        found = score_errors(self.program, self.operands, self.wrt, s, e_s, arithmetic)
+        loads = (
+            load._replace(value=np.where(allowed, load.value, 0), error=np.where(allowed, load.error, 0))
+            for load in found.loads
+        )
+        f, e_f, slope, e_slope = (np.where(allowed, x, 0) for x in found[:4])
+        return ScoreErrors(f, e_f, slope, e_slope, tuple(loads))
+
+    def tolerances(self, final: ScoreErrors, df: Array, e_df: Array, model: _Rounding) -> dict[str, Array]:
+        """The bounds on gradients of captured arrays by name, from those of final scores."""
+        found = {}
+        for number, array in enumerate(self.program.arrays):
+            if array.name in self.wrt:
+                loads = [load for load in final.loads if load.array == number]
+                found[array.name] = _gradient_tolerance(self.operands.arrays[number], loads, df, e_df, model)
+        return found
+
+
+def _gradient_tolerance(array: Array, loads: list[LoadErrors], df: Array, e_df: Array, model: _Rounding) -> Array:
+    """The bound on a captured array's gradient."""
+    exact, tolerance, masses, counts = np.zeros((4, array.size))
+    for load in loads:
+        flat = np.ravel_multi_index(np.broadcast_arrays(*load.place), array.shape) if load.place else 0
+        flat = np.broadcast_to(flat, df.shape).ravel()
+        larger = np.abs(df) + e_df
+        is_none = larger == 0  # whatever the derivative is there
+        terms = e_df * np.abs(load.value) + larger * load.error
+        mass = larger * (np.abs(load.value) + load.error)
+        for total, x in ((exact, df * load.value), (tolerance, terms), (masses, mass)):
+            np.add.at(total, flat, np.where(is_none, 0, x).ravel())
+        np.add.at(counts, flat, 1)
+    k = np.minimum(counts, 6 * np.sqrt(counts)) if model.probable else counts
+    dtype = np.dtype(array.dtype)
+    tolerance = tolerance + (k + 8) * model.ua * masses + _roundoff(dtype) * np.abs(exact) + counts * model.wa
+    bound = _nan_to_inf(SECOND_ORDER * (tolerance + _underflow(dtype)))
+    bound = np.where(np.abs(exact) + bound > float(limits(dtype).max), np.inf, bound)
+    return bound.reshape(array.shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Forward:
     """The exact forward pass and its unscaled tolerances, as far as the backward needs them."""
 
-    score: Array  # 0 where masked
+    allowed: Array
+    score: Array  # final, 0 where masked
     p: Array
     log_p: Array  # -inf where masked
     eta: Array
@@ -284,6 +392,8 @@ class _Forward:
     o: Array
     tol_lse: Array  # [..., rows, 1]
     tol_o: Array
+    final: ScoreErrors | None
+    log_p_sink: Array  # [..., rows, 1], -inf without a sink
 
 
 # Overflow to inf, and inf * 0, are answers here: "nothing is promised".
@@ -294,9 +404,11 @@ def _dense_bounds(
     v: Array,
     do: Array | None,
     dlse: Array | None,
+    sink: Array | None,
     mask: Array | None,
     scale: float,
     model: _Rounding,
+    captured: _Captured | None,
 ) -> Bounds:
     """`error_bound` with the mask as a bool array, or None, and the scale as a number."""
     batch = np.broadcast_shapes(*(np.shape(x)[:-3] for x in (q, k, v)))
@@ -309,7 +421,10 @@ def _dense_bounds(
     queries = np.where(is_row, queries, 0)
     keys, values = (np.where(is_seen, expand_heads(np.asarray(x).astype(np.float64), num_heads), 0) for x in (k, v))
 
-    forward = _forward_tolerances(queries, keys, values, allowed, scale, model)
+    logit = np.full((), -np.inf) if sink is None else np.atleast_1d(sink).astype(np.float64)[..., None, None]
+
+    forward = _forward_tolerances(queries, keys, values, allowed, scale, logit, model, captured)
+    is_row = forward.allowed.any(axis=-1)[..., None]
     tol_o = _finished(forward.tol_o, forward.o, model)
     tol_lse = _nan_to_inf(SECOND_ORDER * forward.tol_lse[..., 0])
     headed = np.ndim(q) > 2
@@ -318,43 +433,69 @@ def _dense_bounds(
         return Bounds(o=o_bound, lse=lse_bound)
 
     do = np.where(is_row, with_heads(np.asarray(do).astype(np.float64)), 0)
-    dlse = 0.0 if dlse is None else np.where(is_row, np.asarray(dlse).astype(np.float64).reshape(is_row.shape), 0)
+    counts = is_row | ~np.isneginf(logit)
+    dlse = 0.0 if dlse is None else np.where(counts, np.asarray(dlse).astype(np.float64).reshape(is_row.shape), 0)
     shapes = np.shape(q), np.shape(k), np.shape(v)
-    tolerances = _gradient_tolerances(queries, keys, values, do, dlse, scale, model, forward, shapes)
-    return Bounds(o=o_bound, lse=lse_bound, dq=tolerances[0], dk=tolerances[1], dv=tolerances[2])
+    df, e_df, tolerances = _gradient_tolerances(queries, keys, values, do, dlse, scale, model, forward, shapes)
+    dq, dk, dv = tolerances
+    dsink = None if sink is None else _sink_tolerance(values, do, dlse, logit, model, forward, sink)
+    others = {} if captured is None or forward.final is None else captured.tolerances(forward.final, df, e_df, model)
+    return Bounds(o=o_bound, lse=lse_bound, dq=dq, dk=dk, dv=dv, dsink=dsink, others=others)
 
 
 def _forward_tolerances(
-    queries: Array, keys: Array, values: Array, allowed: Array, scale: float, model: _Rounding
+    queries: Array,
+    keys: Array,
+    values: Array,
+    allowed: Array,
+    scale: float,
+    logit: Array,
+    model: _Rounding,
+    captured: _Captured | None,
 ) -> _Forward:
     seqlen_kv, head_dim = keys.shape[-2:]
     ua, k_n = model.ua, model.k(seqlen_kv)
-    is_row = allowed.any(axis=-1, keepdims=True)
+    has_sink = ~np.isneginf(logit)
 
     transposed = np.swapaxes(keys, -1, -2)
     score = np.where(allowed, scale * (queries @ transposed), 0)
     mass = np.where(allowed, abs(scale) * (np.abs(queries) @ np.abs(transposed)), 0)
+    e_score = ((model.k(head_dim) + 4) * ua + model.t) * mass
+    final = None
+    if captured is not None:
+        final = captured.final(score, e_score + head_dim * model.wa * abs(scale), allowed, model)
+        allowed = allowed & ~(np.isneginf(final.f) & (final.e_f == 0))  # the function hides them
+        score, e_score = (np.where(allowed, x, 0) for x in final[:2])
+    is_row = allowed.any(axis=-1, keepdims=True)
     row_max = np.max(score, axis=-1, keepdims=True, initial=-np.inf, where=allowed)
     row_max = np.where(is_row, row_max, 0)
     row_sum = np.sum(np.exp(score - row_max), axis=-1, keepdims=True, where=allowed)
-    lse = row_max + np.log(np.where(is_row, row_sum, 1))
+    lse_of_keys = row_max + np.log(np.where(is_row, row_sum, 1))
+    lse = np.logaddexp(np.where(is_row, lse_of_keys, -np.inf), logit)
+    lse = np.where(np.isneginf(lse), 0, lse)
+    log_p_sink = np.broadcast_to(logit - lse, lse.shape)
     log_p = np.where(allowed, score - lse, -np.inf)
     p = np.exp(log_p)
 
-    e_score = ((model.k(head_dim) + 4) * ua + model.t) * mass
     eta = e_score + 4 * ua * (np.abs(score) + np.abs(row_max)) + 4 * ua
+    eta = np.where(allowed, eta, 0)
     p_excess = _excess(log_p, p, eta)
-    r = p_excess.sum(axis=-1, keepdims=True)
-    tol_lse = np.log1p(r) + (k_n + 8) * ua + 4 * ua * (np.abs(row_max) + np.abs(lse))
+    abs_max, abs_lse, abs_sink = np.abs(row_max), np.abs(lse_of_keys), np.abs(np.where(has_sink, logit, 0))
+    eta_sink = 4 * ua * (abs_max + abs_lse) + 2 * ua * (abs_sink + abs_lse) + 8 * ua
+    p_sink = np.exp(log_p_sink)
+    r = p_excess.sum(axis=-1, keepdims=True) + _excess(log_p_sink, p_sink, eta_sink)
+    tol_lse = np.log1p(r) + (k_n + 8) * ua + 4 * ua * (abs_max + np.abs(lse))
+    tol_lse = tol_lse + has_sink * 4 * ua * ((1 - p_sink) * abs_lse + 1)
 
     o = p @ values
     lost = np.minimum(p, model.wp * np.exp(row_max - lse))
-    rounding = model.up + model.t + 2 * (k_n + 8) * ua
+    rounding = model.up + model.t + 2 * (k_n + 8) * ua + has_sink * 4 * ua
     first = (p_excess + lost + rounding * (p + p_excess)) @ np.abs(values)
     by_weights = (1 + r) * (first + r * np.abs(o)) + model.u * np.abs(o)
-    tol_o = np.fmin(by_weights, _spread(values, rounding + seqlen_kv * model.wp + model.u))
+    tol_o = np.fmin(by_weights, _spread(values, rounding + seqlen_kv * model.wp + model.u, has_sink))
     tol_o = tol_o + model.w + seqlen_kv * model.wa
     return _Forward(
+        allowed=allowed,
         score=score,
         p=p,
         log_p=log_p,
@@ -363,6 +504,8 @@ def _forward_tolerances(
         o=o,
         tol_lse=np.where(is_row, tol_lse, 0),
         tol_o=np.where(is_row, tol_o, 0),
+        final=final,
+        log_p_sink=log_p_sink,
     )
 
 
@@ -376,8 +519,8 @@ def _gradient_tolerances(
     model: _Rounding,
     forward: _Forward,
     shapes: tuple[tuple[int, ...], ...],
-) -> list[Array]:
-    """The bounds on dq, dk and dv, in the shapes of q, k and v."""
+) -> tuple[Array, Array, list[Array]]:
+    """The gradient of final scores and its error; then the bounds on dq, dk and dv, in the shapes of q, k and v."""
     ua, wa = model.ua, model.wa
     p, o = forward.p, forward.o
     seqlen_q, seqlen_kv, value_dim = queries.shape[-2], keys.shape[-2], values.shape[-1]
@@ -404,7 +547,8 @@ def _gradient_tolerances(
     is_allowed = ~np.isneginf(forward.log_p)
     g_larger = np.abs(g) + e_g
     e_ds = (p_excess + np.minimum(p, wa) + 2 * ua * p_larger) * g_larger + p * e_g + wa
-    e_ds = np.where(is_allowed, e_ds, 0)
+    df, e_df = ds, np.where(is_allowed, e_ds, 0)
+    ds, e_ds = (df, e_df) if forward.final is None else _through_slope(forward.final, df, e_df, model)
     ds_larger = np.abs(ds) + e_ds
     t_ds = e_ds + model.up * ds_larger + np.minimum(ds_larger, model.wp)
     t_ds = np.where(np.abs(ds) + SECOND_ORDER * t_ds > model.largest_product, np.inf, t_ds)
@@ -424,10 +568,43 @@ def _gradient_tolerances(
     )
     tolerances = sum_to(tol_dq, q_shape), sum_heads_to(tol_dk, k_shape), sum_heads_to(tol_dv, v_shape)
     underflows = ((1 + abs(scale)) * terms * wa + model.w for terms in (terms_q, terms_k, terms_v))
-    return [
+    return df, e_df, [
         _finished(tolerance + model.u * np.abs(gradient) + underflow, gradient, model)
         for tolerance, gradient, underflow in zip(tolerances, exact, underflows)
     ]
+
+
+def _through_slope(final: ScoreErrors, df: Array, e_df: Array, model: _Rounding) -> tuple[Array, Array]:
+    """dS and its error from the gradient of final scores; 0 where that is 0 without error, whatever the slope is."""
+    larger, slope = np.abs(df) + e_df, np.abs(final.slope)
+    e_ds = slope * e_df + final.e_slope * larger + 2 * model.ua * slope * larger + model.wa
+    is_none = larger == 0
+    return np.where(is_none, 0, df * final.slope), np.where(is_none, 0, e_ds)
+
+
+def _sink_tolerance(
+    values: Array, do: Array, dlse: Array | float, logit: Array, model: _Rounding, forward: _Forward, sink: Array
+) -> Array:
+    """The bound on dsink, in the shape of the sink."""
+    ua, wa, value_dim = model.ua, model.wa, values.shape[-1]
+    k_dv = model.k(value_dim) + 2
+    p_sink = np.exp(forward.log_p_sink)
+    d = np.sum(do * forward.o, axis=-1, keepdims=True)
+    abs_o, abs_do = np.abs(forward.o), np.abs(do)
+    e_d = np.sum(abs_do * (forward.tol_o + k_dv * ua * (abs_o + forward.tol_o)), axis=-1, keepdims=True)
+    delta, e_delta = d - dlse, e_d + 2 * ua * (np.abs(d) + np.abs(dlse)) + value_dim * wa
+    larger = np.abs(delta) + e_delta
+
+    abs_sink = np.abs(np.where(np.isneginf(logit), 0, logit))
+    eta = forward.tol_lse + 4 * ua * (abs_sink + np.abs(forward.lse)) + 4 * ua
+    excess = _excess(forward.log_p_sink, p_sink, eta)
+    terms = p_sink.size // max(1, sink.size)
+    rounding = (model.k(terms) + 4) * ua
+    each = (excess + np.minimum(p_sink, wa) + rounding * (p_sink + excess)) * larger + p_sink * e_delta
+    exact = sum_to(np.sum(-p_sink * delta, axis=(-1, -2)), sink.shape)
+    own = replace(model, u=_roundoff(sink.dtype), w=_underflow(sink.dtype), largest=float(limits(sink.dtype).max))
+    tolerance = sum_to(np.sum(each, axis=(-1, -2)), sink.shape) + terms * wa + own.u * np.abs(exact) + own.w
+    return _finished(tolerance, exact, own)
 
 
 def _excess(log_p: Array, p: Array, eta: Array) -> Array:
@@ -435,11 +612,16 @@ def _excess(log_p: Array, p: Array, eta: Array) -> Array:
     return np.where(eta < 1, p * np.expm1(np.minimum(eta, 1)), np.exp(log_p + eta))
 
 
-def _spread(values: Array, rounding: float) -> Array:
-    """How far a weighted mean of the rows of v can be from another one, with that relative rounding of the result."""
+def _spread(values: Array, rounding: Array, has_sink: Array) -> Array:
+    """How far a weighted mean of the rows of v can be from another one, with that relative rounding of the result.
+
+    With a sink 0 is one of the rows.
+    """
     if not values.shape[-2]:
         return np.zeros((*values.shape[:-2], 1, values.shape[-1]))
     largest, smallest = (reduce(values, axis=-2, keepdims=True) for reduce in (np.max, np.min))
+    largest = np.where(has_sink, np.maximum(largest, 0), largest)
+    smallest = np.where(has_sink, np.minimum(smallest, 0), smallest)
     return largest - smallest + rounding * np.maximum(np.abs(largest), np.abs(smallest))
 
 

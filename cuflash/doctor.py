@@ -1,4 +1,4 @@
-"""What this machine can run, and what to do about the rest: ``python -m cuflash``."""
+"""Report on this machine: what it can run, and what to do about the rest; ``python -m cuflash`` prints it."""
 
 from __future__ import annotations
 
@@ -54,18 +54,20 @@ class Report:
 def doctor() -> Report:
     """Look at the machine and say what works, what is missing and what to do. Never raises.
 
-    >>> report = doctor()
-    >>> report["executor cpu"].status
-    'ok'
-    >>> print(report)                                          # doctest: +ELLIPSIS
-    ok       cuflash: ...
-
     No CUDA context is made and CuPy is not imported, so it is safe before a fork.
 
     Returns
     -------
     Report
         A record that prints itself; its `findings` have `subject`, `status`, `detail` and `advice`.
+
+    Examples
+    --------
+    >>> report = doctor()
+    >>> report["executor cpu"].status
+    'ok'
+    >>> print(report)                                          # doctest: +ELLIPSIS
+    ok       cuflash: ...
     """
     return Report(findings=tuple(_look(subject, check) for subject, check in _CHECKS.items()))
 
@@ -211,7 +213,7 @@ def _cupy(subject: str) -> Finding:
         subject=subject,
         status="missing",
         detail="not installed",
-        advice="only for a GPU: pip install 'cuflash[cuda13]', or [cuda12] for a driver older than CUDA 13",
+        advice="only for a GPU: pip install '.[cuda13]' in a clone, or '.[cuda12]' for a driver older than CUDA 13",
     )
 
 

@@ -11,6 +11,13 @@ _LOG_LINES = 40  # as many of them are shown
 class UnsupportedProblem(ValueError):
     """Raised before any work, with every reason at once.
 
+    Parameters
+    ----------
+    reasons : sequence of str
+        One sentence each: the argument, the rule, what came, and what would work.
+
+    Examples
+    --------
     >>> error = UnsupportedProblem(["head_dim must be 1..256; got 320", "scale must be finite; got inf"])
     >>> error.reasons
     ('head_dim must be 1..256; got 320', 'scale must be finite; got inf')
@@ -18,11 +25,6 @@ class UnsupportedProblem(ValueError):
     2 reasons:
     - head_dim must be 1..256; got 320
     - scale must be finite; got inf
-
-    Attributes
-    ----------
-    reasons : tuple of str
-        One sentence each: the argument, the rule, what came, and what would work.
     """
 
     def __init__(self, reasons: Iterable[str]) -> None:
@@ -38,18 +40,21 @@ class UnsupportedProblem(ValueError):
 class CompileError(RuntimeError):
     """NVRTC refused the text of a kernel: a fault of cuflash, or of a version of NVRTC that it does not know.
 
+    Parameters
+    ----------
+    kernel, architecture : str
+        The kernel's name with its specification, and the architecture that it was compiled for.
+    log : str
+        NVRTC's messages, with lines of the files of `kernels_cu`.
+    text : str
+        Path of the text that was compiled, if CUFLASH_DUMP was set.
+
+    Examples
+    --------
     >>> print(CompileError("simt_forward head_dim 64", "sm_90", "kernels_cu/simt/forward.cu(7): error: expected a ;"))
     simt_forward head_dim 64 does not compile for sm_90:
     kernels_cu/simt/forward.cu(7): error: expected a ;
     CUFLASH_DUMP=<folder> in the environment writes the text that the compiler saw
-
-    Attributes
-    ----------
-    kernel, architecture : str
-    log : str
-        What NVRTC said, with lines of our files.
-    text : str
-        Where the text lies, if CUFLASH_DUMP was set.
     """
 
     def __init__(self, kernel: str, architecture: str, log: str, text: str = "") -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 
-from .arrays import Array, is_array, namespace
+from .arrays import BFLOAT16, Array, is_array, namespace
 from .errors import UnsupportedProblem
 
 _ON_DEVICE = {2: "CUDA", 13: "CUDA managed"}  # kDLCUDA, kDLCUDAManaged
@@ -80,8 +81,17 @@ def is_on_cuda(name: str, value: Any) -> bool:
     Raises
     ------
     UnsupportedProblem
-        It lies on a device that is neither a CUDA device nor the host, or does not say where.
+        It lies on a device that is neither a CUDA device nor the host, or does not say where, or it is a tensor of
+        PyTorch whose elements cannot be read in place.
     """
+    reasons = tensor_reasons(name, value)
+    if not reasons and is_tensor(value) and value.requires_grad:
+        reasons = [
+            f"{name} must not require gradients, which calls for NumPy do not record; got a torch.Tensor with "
+            f"requires_grad=True: detach() it, or call cuflash.torch.attention"
+        ]
+    if reasons:
+        raise UnsupportedProblem(reasons)
     try:
         kind = int(value.__dlpack_device__()[0])
     except Exception as error:  # code of another library
@@ -107,7 +117,7 @@ def taken(name: str, value: Any, xp: Any) -> Array:
         The library does not give it away, or `xp` does not know its dtype.
     """
     try:
-        return xp.from_dlpack(value)
+        return _bfloat16(value, xp) if _is_bfloat16(value) else xp.from_dlpack(value)
     except MemoryError:
         raise
     except Exception as error:  # code of another library
@@ -117,6 +127,53 @@ def taken(name: str, value: Any, xp: Any) -> Array:
                 f"copy it with {xp.__name__}.asarray"
             ]
         ) from error
+
+
+def _is_bfloat16(value: Any) -> bool:
+    return str(getattr(value, "dtype", "")).removeprefix("torch.") == "bfloat16"
+
+
+def _bfloat16(value: Any, xp: Any) -> Array:
+    """An array of bfloat16, which NumPy's DLPack does not know: tensors pass as int16, others by the host's buffer."""
+    if is_tensor(value):
+        return xp.from_dlpack(value.view(sys.modules["torch"].int16)).view(BFLOAT16)
+    if xp is not np:
+        return xp.from_dlpack(value)
+    array = np.asarray(value)
+    if array.dtype != BFLOAT16:
+        raise TypeError(f"its elements come as {array.dtype}")
+    return array
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value is a tensor of PyTorch, which is not imported for that."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def tensor_reasons(name: str, value: Any) -> list[str]:
+    """Why the elements of a tensor of PyTorch cannot be read in place; none for any other value."""
+    if not is_tensor(value):
+        return []
+    if value.device.type == "meta":
+        return [f"{name} must hold data; got a tensor on the device 'meta': make it on 'cpu' or 'cuda'"]
+    if value.is_nested:
+        fix = "torch.nested.to_padded_tensor makes one, and cuflash.masks.Lengths masks the padding"
+        return [f"{name} must be one dense tensor; got a nested one: {fix}"]
+    if value.is_quantized:
+        return [f"{name} must not be quantised; got a tensor of {value.dtype}: its dequantize() makes one of floats"]
+    if value.layout != sys.modules["torch"].strided:
+        return [f"{name} must be a dense tensor; got the layout {value.layout}: its to_dense() makes one"]
+    try:
+        has_memory = value.data_ptr() != 0 or value.numel() == 0
+    except Exception:  # tracers of PyTorch raise, or warn where warnings are errors
+        has_memory = False
+    if not has_memory:
+        fix = "call this outside of torch.compile, torch.export, torch.vmap and torch.func"
+        return [f"{name} must hold data; got a tracer, a {kind_of(value)} without memory: {fix}"]
+    if value.is_neg():
+        return [f"{name} must hold its values; got a lazily negated view: its resolve_neg() makes one that does"]
+    return []
 
 
 def _said(error: Exception) -> str:

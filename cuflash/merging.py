@@ -1,4 +1,4 @@
-"""Partial attention states are a monoid: what `merge` adds up, with identity (0, -inf)."""
+"""Merge attention over disjoint keys: pairs (o, lse) form a monoid with the identity (0, -inf)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,43 @@ from .plans import as_arrays
 def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple[Array, Array]:
     """Combine attention over disjoint sets of keys into attention over their union.
 
+    Parameters
+    ----------
+    outs : sequence of arrays [..., seqlen_q, value_dim]
+        The output of each part, of one shape and dtype; or one array with the parts along its first axis. Arrays of
+        other libraries are accepted as `attention` accepts them, except that arrays with NumPy's dtypes, such as
+        JAX's, stay what they are.
+    lses : sequence of arrays [..., seqlen_q]
+        Their log-sum-exps, natural logarithm.
+
+    Returns
+    -------
+    o : array [..., seqlen_q, value_dim]
+        The merged outputs, in the dtype of the parts. Rows that are empty in every part give 0.
+    lse : array [..., seqlen_q]
+        The merged log-sum-exps, in the dtype of the parts. Rows that are empty in every part give -inf.
+
+    Raises
+    ------
+    TypeError
+        A part is not an array, or there are no parts to tell apart.
+    UnsupportedProblem
+        There are no parts, or their shapes or dtypes do not fit. It lists every reason.
+
+    Notes
+    -----
+    o = sum_p exp(lse_p - lse) o_p with lse = log sum_p exp(lse_p): the rescaling of FlashAttention-2
+    (arXiv 2307.08691, section 3.1), applied to finished parts. Sums run in float32 (float64 for float64).
+
+    A sink counts once: give it to the call that computes one of the parts, and to no other. It is itself a part, with
+    o = 0 and lse = sink, so that ``attention(..., sink=sink)`` is ``merge([o, 0 * o], [lse, sink])``.
+
+    A row is NaN, o and lse, if lse of some part is NaN or +inf there, as it is if one score is. A part whose lse is
+    -inf adds nothing to the row, whatever its o holds; NaN and infinities in o of any other part reach o, however small
+    the part's weight.
+
+    Examples
+    --------
     >>> import numpy as np, cuflash
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 8, 4))
@@ -23,36 +60,6 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     >>> o, lse = cuflash.merge(*zip(left, right))
     >>> bool(np.allclose(o, cuflash.attention(q, k, v)))
     True
-
-    Parameters
-    ----------
-    outs : sequence of arrays [..., seqlen_q, value_dim]
-        Outputs, one a part, of one shape and dtype; or one array with the parts along its first axis. Arrays of other
-        libraries are taken as `attention` takes them, but that those with NumPy's dtypes, JAX's say, stay what they
-        are.
-    lses : sequence of arrays [..., seqlen_q]
-        Their log-sum-exps, natural logarithm.
-
-    Returns
-    -------
-    o : array [..., seqlen_q, value_dim], lse : array [..., seqlen_q]
-        In the dtypes that came. Rows that are empty in every part give 0 and -inf.
-
-    Raises
-    ------
-    TypeError
-        A part is not an array, or there are no parts to tell apart.
-    UnsupportedProblem
-        No parts, or parts whose shapes or dtypes do not fit; all reasons at once.
-
-    Notes
-    -----
-    o = sum_p exp(lse_p - lse) o_p with lse = log sum_p exp(lse_p): the rescaling of FlashAttention-2
-    (arXiv 2307.08691, section 3.1), applied to finished parts. Sums run in float32 (float64 for float64).
-
-    A row is NaN, o and lse, if lse of some part is NaN or +inf there, as it is if one score is. A part whose lse is
-    -inf adds nothing to the row, whatever its o holds; NaN and infinities in o of any other part reach o, however small
-    the part's weight.
     """
     outs, lses = _parts("outs", outs), _parts("lses", lses)
     _check(outs, lses)

@@ -32,6 +32,27 @@ __all__ = ["bigbird", "butterfly", "checkerboard", "fixed", "longformer", "rando
 def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, max_stride: int | None = None) -> Mask:
     """Flat block butterfly: block row I keeps block I and the blocks whose number differs from I in one bit.
 
+    Parameters
+    ----------
+    seqlen_q, seqlen_kv : int
+        Lengths in tokens; seqlen_kv is seqlen_q unless given. A grid that is no power of two is clipped.
+    block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv.
+    max_stride : int, optional
+        Keep only bits below this power of two, counted in blocks; the whole grid unless given.
+
+    Returns
+    -------
+    Mask
+        The pattern.
+
+    Notes
+    -----
+    Pixelated Butterfly, arXiv 2112.00029, section 3.2; the pattern of FlashAttention's block-sparse experiments,
+    arXiv 2205.14135, section 3.3. About log2(number of blocks) + 1 blocks a row.
+
+    Examples
+    --------
     >>> butterfly(8, block=1).toarray(8).astype(int)
     array([[1, 1, 1, 0, 1, 0, 0, 0],
            [1, 1, 0, 1, 0, 1, 0, 0],
@@ -41,19 +62,6 @@ def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, 
            [0, 1, 0, 0, 1, 1, 0, 1],
            [0, 0, 1, 0, 1, 0, 1, 1],
            [0, 0, 0, 1, 0, 1, 1, 1]])
-
-    Parameters
-    ----------
-    seqlen_q, seqlen_kv : int
-        Lengths in tokens; seqlen_kv is seqlen_q unless given. A grid that is no power of two is clipped.
-    block : int or (int, int)
-    max_stride : int, optional
-        Keep only bits below this power of two, counted in blocks; the whole grid unless given.
-
-    Notes
-    -----
-    Pixelated Butterfly, arXiv 2112.00029, section 3.2; the pattern of FlashAttention's block-sparse experiments,
-    arXiv 2205.14135, section 3.3. About log2(number of blocks) + 1 blocks a row.
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     reach = max(grid) if max_stride is None else min(whole_number("max_stride", max_stride, 1), max(grid))
@@ -75,14 +83,12 @@ def bigbird(
 ) -> Mask:
     """BigBird: a window of blocks, global blocks at both ends as rows and as columns, and random blocks in each row.
 
-    >>> mask = bigbird(8, block=1, num_random_blocks=1)
-    >>> mask.toarray(8, num_heads=1).sum(axis=-1)       # 3 window + 2 global + 1 random, and two global rows
-    array([[8, 5, 6, 6, 6, 6, 5, 8]])
-
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
+        Lengths in tokens; seqlen_kv is seqlen_q unless given.
     block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv.
     num_window_blocks : int
         Odd number of blocks around the diagonal.
     num_global_blocks : int
@@ -92,10 +98,22 @@ def bigbird(
     num_heads : int
         Heads with random blocks of their own; 1 serves all.
     seed : int
+        Seed of NumPy's generator.
+
+    Returns
+    -------
+    Mask
+        The pattern.
 
     Notes
     -----
     arXiv 2007.14062, section 2 and appendix D (internal transformer construction).
+
+    Examples
+    --------
+    >>> mask = bigbird(8, block=1, num_random_blocks=1)
+    >>> mask.toarray(8, num_heads=1).sum(axis=-1)       # 3 window + 2 global + 1 random, and two global rows
+    array([[8, 5, 6, 6, 6, 6, 5, 8]])
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     num_window, num_global, num_random = _counts_of_blocks(
@@ -125,22 +143,32 @@ def random(
     seed: int = 0,
     diagonal: bool = True,
 ) -> Mask:
-    """Random blocks, equally many in each row; the usual yardstick of block-sparse kernels.
-
-    >>> random(8, block=1, density=0.25).toarray(8, num_heads=1).sum(axis=-1)
-    array([[2, 2, 2, 2, 2, 2, 2, 2]])
+    """Random blocks, equally many in each row, at a given density: the usual yardstick of block-sparse kernels.
 
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
+        Lengths in tokens; seqlen_kv is seqlen_q unless given.
     block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv.
     density : float
         Blocks kept over all blocks, 0 to 1, rounded to whole blocks a row.
     num_heads : int
         Heads with blocks of their own; 1 serves all.
     seed : int
+        Seed of NumPy's generator.
     diagonal : bool
         Whether each row's diagonal block is always one of those kept.
+
+    Returns
+    -------
+    Mask
+        The pattern.
+
+    Examples
+    --------
+    >>> random(8, block=1, density=0.25).toarray(8, num_heads=1).sum(axis=-1)
+    array([[2, 2, 2, 2, 2, 2, 2, 2]])
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     if not (is_number(density) and 0 <= density <= 1):
@@ -170,6 +198,11 @@ def longformer(
         Distance between the window's keys, of which either side of the window must be a multiple.
     align : "bottom_right", "top_left" or None
         As in `masks.Causal`; needed when the lengths differ.
+
+    Returns
+    -------
+    Mask
+        The pattern.
 
     Raises
     ------
@@ -211,32 +244,58 @@ def longformer(
 def strided(stride: int, *, align: str | None = None) -> Mask:
     """Sparse Transformer, strided: the last `stride` keys, and every `stride`-th key before them.
 
+    Parameters
+    ----------
+    stride : int
+        Distance between the keys that are kept before the last `stride`.
+    align : "bottom_right", "top_left" or None
+        As in `masks.Causal`.
+
+    Returns
+    -------
+    Mask
+        The pattern.
+
+    Notes
+    -----
+    arXiv 1904.10509, section 4.3: both heads' sets in one mask.
+
+    Examples
+    --------
     >>> strided(2).toarray(5).astype(int)
     array([[1, 0, 0, 0, 0],
            [1, 1, 0, 0, 0],
            [1, 1, 1, 0, 0],
            [0, 1, 1, 1, 0],
            [1, 0, 1, 1, 1]])
-
-    Parameters
-    ----------
-    stride : int
-    align : "bottom_right", "top_left" or None
-        As in `masks.Causal`.
-
-    Notes
-    -----
-    arXiv 1904.10509, section 4.3: both heads' sets in one mask.
     """
     stride = whole_number("stride", stride, 1)
     return SlidingWindow(stride - 1, 0, align) | Dilated(stride, None, 0, align)
 
 
 def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
-    """Sparse Transformer, fixed: each query sees the keys of its own stretch, and the last keys of earlier stretches.
+    """Sparse Transformer, fixed: the query's own segment of `stride` tokens, and the last keys of earlier segments.
 
-    The mask is causal. A stretch is a run of `stride` tokens; the first starts at the first token.
+    Parameters
+    ----------
+    stride : int
+        Length of a segment in tokens.
+    num_summary : int
+        Number of keys at the end of every segment that all later queries attend, at most `stride`.
+    align : "bottom_right", "top_left" or None
+        As in `masks.Causal`.
 
+    Returns
+    -------
+    Mask
+        The pattern.
+
+    Notes
+    -----
+    arXiv 1904.10509, section 4.3 (there l and c): both heads' sets in one mask.
+
+    Examples
+    --------
     >>> fixed(3, 1).toarray(6).astype(int)
     array([[1, 0, 0, 0, 0, 0],
            [1, 1, 0, 0, 0, 0],
@@ -244,19 +303,6 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
            [0, 0, 1, 1, 0, 0],
            [0, 0, 1, 1, 1, 0],
            [0, 0, 1, 1, 1, 1]])
-
-    Parameters
-    ----------
-    stride : int
-        Length of a stretch.
-    num_summary : int
-        Keys at the end of every stretch that all later queries see, at most `stride`.
-    align : "bottom_right", "top_left" or None
-        As in `masks.Causal`.
-
-    Notes
-    -----
-    arXiv 1904.10509, section 4.3 (there l and c): both heads' sets in one mask.
     """
     stride, num_summary = whole_number("stride", stride, 1), whole_number("num_summary", num_summary, 0)
     if num_summary > stride:
@@ -276,6 +322,11 @@ def sink_local(num_sinks: int, window: tuple[int, int], *, align: str | None = N
         Tokens before and after the query, inclusive; (left, 0) is causal.
     align : "bottom_right", "top_left" or None
         As in `masks.Causal`.
+
+    Returns
+    -------
+    Mask
+        The pattern.
 
     Raises
     ------
@@ -306,8 +357,22 @@ def sink_local(num_sinks: int, window: tuple[int, int], *, align: str | None = N
 
 
 def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128) -> Mask:
-    """Every other block: density one half without two neighbours, the worst case for reading keys in runs.
+    """Every other block: half of the blocks and no two neighbours, the worst case for reading keys in runs.
 
+    Parameters
+    ----------
+    seqlen_q, seqlen_kv : int
+        Lengths in tokens; seqlen_kv is seqlen_q unless given.
+    block : int or (int, int)
+        Size of a block in tokens, or block_q and block_kv.
+
+    Returns
+    -------
+    Mask
+        The pattern.
+
+    Examples
+    --------
     >>> checkerboard(3, block=1).toarray(3).astype(int)
     array([[1, 0, 1],
            [0, 1, 0],

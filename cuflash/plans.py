@@ -13,35 +13,50 @@ import numpy as np
 from .arrays import Array, ShapeDtype, accumulator_dtype, describe, is_array, namespace, no_array
 from .compiler import nvrtc
 from .errors import UnsupportedProblem, collecting
-from .executors import checks, cpu, gpu, sim
+from .executors import checks, cpu, gpu, sim, without_keys
 from .masks.base import Mask
 from .masks.content import held_arrays
 from .memory import device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, taken
 from .planning.device import DeviceSpec
 from .planning.explain import explain
 from .planning.plan import KernelPlan
+from .planning.problem import Problem
 
 EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Gradients of one call; unpacks to dq, dk, dv.
+    """Gradients of one call; unpacks to dq, dk, dv. `gradients[name]` is that of an array that `wrt` names.
 
-    >>> dq, dk, dv = Gradients("dq", "dk", "dv")
-
-    Attributes
+    Parameters
     ----------
     dq, dk, dv : array
-        Of the shapes and the dtype of q, k and v; summed over the axes that were broadcast.
+        Gradients of the shapes and the dtype of q, k and v, summed over the axes that were broadcast.
+    others : dict of arrays by name
+        Of the shapes and dtypes of the arrays that `wrt` names.
+
+    Examples
+    --------
+    >>> gradients = Gradients("dq", "dk", "dv", {"sink": "dsink"})
+    >>> dq, dk, dv = gradients
+    >>> gradients["sink"]
+    'dsink'
     """
 
     dq: Array
     dk: Array
     dv: Array
+    others: Mapping[str, Array] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Array]:
         return iter((self.dq, self.dk, self.dv))
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self.others:
+            there = ", ".join(map(repr, self.others)) or "nothing"
+            raise KeyError(f"no gradient of {name!r} was asked for: wrt names {there}")
+        return self.others[name]
 
 
 Repeated = Callable[..., Sequence[Array]]
@@ -53,70 +68,97 @@ _MOST_REPEATED = 64  # ways for arrays to lie, of one plan
 class Executable:
     """A plan ready to run: what `cuflash.plan` returns.
 
+    Parameters
+    ----------
+    plan : KernelPlan
+        Problem, mask, device, work and kernels.
+    executor : str
+        "cpu", "gpu" or "sim".
+    captured : dict of arrays by name
+        Those of the score function, which calls use that are not given others in their place.
+
+    Examples
+    --------
     >>> import numpy as np, cuflash
     >>> q = k = v = np.ones((2, 16, 8), np.float32)
     >>> ready = cuflash.plan(q, k, v, causal=True)
     >>> o, lse = ready.forward(q, k, v)
     >>> o.shape, lse.shape
     ((2, 16, 8), (2, 16))
-
-    Attributes
-    ----------
-    plan : KernelPlan
-        Problem, mask, device, work and kernels.
-    executor : str
-        "cpu", "gpu" or "sim".
     """
 
     plan: KernelPlan
     executor: str = field(default="cpu")
+    captured: Mapping[str, Array] = field(default_factory=dict, repr=False)
     _repeated: dict[Hashable, Repeated] = field(default_factory=dict, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy takes along: how earlier calls ran stays here, and is found anew there."""
         return {**vars(self), "_repeated": {}}
 
-    def forward(self, q: Array, k: Array, v: Array, out: Any = None) -> tuple[Array, Array]:
-        """o and lse of these arrays.
+    def forward(self, q: Array, k: Array, v: Array, out: Any = None, **operands: Array) -> tuple[Array, Array]:
+        """Compute o and lse of these arrays.
 
         Parameters
         ----------
-        q, k, v : arrays of the planned shapes and dtype, any strides
+        q, k, v : arrays
+            Arrays of the planned shapes and dtype, with any strides.
         out : array, or pair of arrays (o, lse), optional
-            Written to instead of new arrays.
+            Arrays that are written to instead of new ones.
+        **operands : arrays
+            ``sink=``, if the plan was made with one, and by their names arrays of the score function, in place of those
+            that it was planned with. They have the planned shapes and dtypes, and any strides.
+
+        Returns
+        -------
+        o : array [..., num_heads, seqlen_q, value_dim]
+            As `attention` returns it.
+        lse : array [..., num_heads, seqlen_q]
+            As `attention` returns it.
 
         Raises
         ------
         UnsupportedProblem
-            An array is not what was planned; all reasons at once.
+            An array is not what was planned. It lists every reason.
         RuntimeError
             The stream is captured and something is not ready: `compile` makes it so.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> o, lse = ready.forward(q, k, v)
+        >>> o.shape, lse.shape
+        ((2, 16, 8), (2, 16))
         """
+        if self.captured:
+            operands = {**self.captured, **operands}
         if out is None:
-            key = lie_of(q, k, v)
+            key = lie_of(q, k, v, *operands.values())
+            if operands:
+                key = key and (key, *operands)
             repeated = self._repeated.get(key)
             if repeated is not None and not checks.is_on():
-                o, lse = repeated(q, k, v)
+                o, lse = repeated(q, k, v, *operands.values())
                 return o, lse
         out_o, out_lse = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
         name_o = "out" if out_lse is None else "out[0]"
-        given = as_arrays({"q": q, "k": k, "v": v, name_o: out_o, "out[1]": out_lse})
+        given = as_arrays({"q": q, "k": k, "v": v, **operands, name_o: out_o, "out[1]": out_lse})
         out_o, out_lse = given.pop(name_o), given.pop("out[1]")
-        self._check_forward(given, name_o, out_o, out_lse)
-        q, k, v = given.values()
-        check = checks.Check(namespace(q), given) if checks.is_on() else None
+        self.check_forward(given, name_o, out_o, out_lse)
+        check = checks.Check(namespace(given["q"]), given) if checks.is_on() else None
         if out is None and key is not None and check is None and self.is_repeatable:
-            o, lse = self._remembered(key, self.repeated(q, k, v))(q, k, v)
+            o, lse = self._remembered(key, self.repeated(given))(*given.values())
             return o, lse
-        problem, empty = self.plan.problem, _empty(q, check)
+        problem, empty = self.plan.problem, _empty(given["q"], check)
         o = empty("o", problem.o_shape(), problem.dtype) if out_o is None else out_o
         lse = empty("lse", problem.lse_shape(), problem.accumulator) if out_lse is None else out_lse
         if self.plan.is_empty:
-            o[...], lse[...] = 0, -np.inf
+            without_keys.forward(self.plan, {**given, "o": o, "lse": lse})
         else:
-            scaled_q, scaled_k = self._scaled(q, k)
-            arrays = {"q": scaled_q, "k": scaled_k, "v": v, "o": o, "lse": lse}
-            EXECUTORS[self.executor].forward(self.plan, arrays, check)
+            given["q"], given["k"] = self._scaled(given["q"], given["k"])
+            EXECUTORS[self.executor].forward(self.plan, {**problem.keyed(given), "o": o, "lse": lse}, check)
             if self.executor == "gpu":
                 gpu.keep(self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None))
         if check is not None:
@@ -125,7 +167,16 @@ class Executable:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether calls on arrays that lie alike differ in nothing but addresses."""
+        """Whether calls on arrays that lie alike differ in nothing but addresses.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.is_repeatable
+        True
+        """
         return not self.plan.is_empty and self.executor != "sim" and not self._scales_arrays
 
     @property
@@ -138,21 +189,41 @@ class Executable:
         scaling = self.plan.problem.scaling
         return _times_power_of_two(q, scaling.q_exponent), _times_power_of_two(k, scaling.k_exponent)
 
-    def repeated(self, q: Array, k: Array, v: Array, *, pins: bool = False) -> Repeated:
-        """`forward` without its checks, for arrays that lie as these do, which it has accepted.
+    def repeated(self, given: Mapping[str, Array], *, pins: bool = False) -> Repeated:
+        """Return `forward` without its checks, for arrays of the same layout as these, which it has accepted.
 
-        With `pins`, what a capture needs stays for ever: whoever captures does not hold the plan.
+        Parameters
+        ----------
+        given : dict of arrays by name
+            The arrays q, k, v and the operands, of the layout to come.
+        pins : bool
+            Whether what a capture needs stays for ever, since the caller does not hold the plan.
+
+        Returns
+        -------
+        callable
+            Takes the arrays in that order and returns o and lse.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> o, lse = ready.repeated({"q": q, "k": k, "v": v})(q, k, v)
+        >>> o.shape
+        (2, 16, 8)
         """
         plan, problem = self.plan, self.plan.problem
+        given = problem.keyed(given)
         o, lse = ShapeDtype(problem.o_shape(), problem.dtype), ShapeDtype(problem.lse_shape(), problem.accumulator)
         if self.executor == "gpu":
             assert plan.kernels is not None
-            given = {"q": q, "k": k, "v": v}
             return gpu.bind(plan, plan.kernels.forward, given, {"o": o, "lse": lse}, pins=pins)
+        names = *given, "o", "lse"
 
-        def repeated(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        def repeated(*arrays: Array) -> tuple[Array, Array]:
             made = np.empty(o.shape, o.dtype), np.empty(lse.shape, lse.dtype)
-            EXECUTORS[self.executor].forward(plan, {"q": q, "k": k, "v": v, "o": made[0], "lse": made[1]})
+            EXECUTORS[self.executor].forward(plan, dict(zip(names, (*arrays, *made))))
             return made
 
         return repeated
@@ -164,69 +235,124 @@ class Executable:
         return repeated
 
     def backward(
-        self, do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dlse: Array | None = None
+        self,
+        do: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        dlse: Array | None = None,
+        **operands: Array,
     ) -> Gradients:
-        """Gradients of sum(do * o) + sum(dlse * lse).
+        """Compute the gradients of sum(do * o) + sum(dlse * lse).
 
         Parameters
         ----------
-        do : array of o's shape and dtype, any strides
-        q, k, v, o, lse : what `forward` took and returned
-        dlse : array of lse's shape and dtype, optional
+        do : array
+            The gradient of o, of o's shape and dtype, with any strides.
+        q, k, v, o, lse : arrays
+            What `forward` took and returned.
+        dlse : array, optional
+            The gradient of lse, of lse's shape and dtype; zero unless given.
+        **operands : arrays
+            Arrays that `forward` took by name.
+
+        Returns
+        -------
+        Gradients
+            Unpacks to dq, dk and dv.
 
         Raises
         ------
         UnsupportedProblem
-            An array is not what was planned; all reasons at once.
+            An array is not what was planned. It lists every reason.
         RuntimeError
             The stream is captured and something is not ready: `compile` makes it so.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> o, lse = ready.forward(q, k, v)
+        >>> dq, dk, dv = ready.backward(np.ones_like(o), q, k, v, o, lse)
+        >>> dv.sum()                               # each of 2 x 16 queries hands 8 gradients of 1 to its keys
+        np.float32(256.0)
         """
         arrays = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
+        if self.captured:
+            operands = {**self.captured, **operands}
+        operands = {name: array for name, array in operands.items() if not self.plan.problem.is_of_forward(name)}
+        if operands:
+            arrays = *arrays, *operands.values()
         key = lie_of(*arrays)
-        repeated = self._repeated.get(key)
+        if operands:
+            key = key and (key, dlse is None, *operands)
+        repeated, problem = self._repeated.get(key), self.plan.problem
         if repeated is not None and not checks.is_on():
-            return Gradients(*repeated(*arrays))
-        problem = self.plan.problem
-        given = as_arrays({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse})
+            return _gradients(problem, repeated(*arrays))
+        given = as_arrays({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse, **operands})
         there = {name: array for name, array in given.items() if name != "dlse" or array is not None}
-        reasons = self._input_reasons(there)
+        reasons = self._input_reasons(there, self.plan.problem.wrt)
         if reasons:
             raise UnsupportedProblem(reasons)
-        self._require_ready()
-        shapes, full_shapes = problem.argument_shapes(), problem.gradient_shapes()
-        if self.executor == "gpu" and shapes != full_shapes:
+        self.require_ready()
+        there = problem.keyed(there)
+        wanted, made = self.plan.gradients, self.plan.gradients_made
+        is_summed = wanted != made
+        if self.executor == "gpu" and is_summed:
             gpu.refuse_capture("gradients over broadcast axes are summed in memory that a graph would outlive")
         read = {name: array for name, array in there.items() if name not in ("o", "lse")}
         check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
-        is_alike = key is not None and check is None and shapes == full_shapes
-        if is_alike and self.executor == "gpu" and self.is_repeatable:
+        if key is not None and check is None and not is_summed and self.executor == "gpu" and self.is_repeatable:
             assert self.plan.kernels is not None
-            made = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in shapes.items()}
             repeated = self._remembered(key, gpu.bind(self.plan, self.plan.kernels.backward, there, made))
-            return Gradients(*repeated(*arrays))
-        empty, results = _empty(given["q"], check), {}
-        for name, full in full_shapes.items():
-            dtype = problem.dtype if full == shapes[name] else problem.accumulator
-            results[name] = empty(f"d{name}", full, dtype)
-        gradients = {f"d{name}": result for name, result in results.items()}
+            return _gradients(problem, repeated(*arrays))
+        empty = _empty(given["q"], check)
+        results = {name: empty(name, result.shape, result.dtype) for name, result in made.items()}
         if self.plan.is_empty:
-            for result in results.values():
-                result[...] = 0
+            without_keys.backward(self.plan, there | results)
         else:
             there["q"], there["k"] = self._scaled(there["q"], there["k"])
-            EXECUTORS[self.executor].backward(self.plan, there | gradients, check)
+            EXECUTORS[self.executor].backward(self.plan, there | results, check)
         if check is not None:
-            check.after(f"the {self.executor} executor", gradients)
-        results["q"], results["k"] = self._scaled(results["q"], results["k"])
-        return Gradients(*(_summed_to(results[name], shapes[name], problem.dtype) for name in ("q", "k", "v")))
+            check.after(f"the {self.executor} executor", results)
+        results["dq"], results["dk"] = self._scaled(results["dq"], results["dk"])
+        return _gradients(problem, [_summed_to(results[name], each.shape, each.dtype) for name, each in wanted.items()])
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory a call takes beside its inputs and outputs; `KernelPlan.workspace_bytes` has the formula."""
+        """Bytes that a call takes beside its inputs and outputs; `KernelPlan.workspace_bytes` has the formula.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.workspace_bytes > 0
+        True
+        """
         return self.plan.workspace_bytes
 
     def explain(self) -> str:
-        """What was decided and why, a line each; of kernels that this process compiled, what they take."""
+        """Describe what was decided and why, and, of kernels that this process compiled, the registers that they take.
+
+        Returns
+        -------
+        str
+            A line for each decision.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> print(ready.explain())                                          # doctest: +ELLIPSIS
+        executor   cpu
+        problem    batch (), 2 heads, 16 queries, 16 keys, dims 8 and 8, float32, scale 0.353553
+        ...
+        """
         notes = dict.fromkeys(self.plan.specs, "simulated") if self.executor == "sim" else {}
         capability = self.plan.device.compute_capability if self.executor == "gpu" else None
         for entry, spec in self.plan.specs.items():
@@ -241,8 +367,8 @@ class Executable:
     def compile(self) -> None:
         """Make everything ready that the first call would otherwise make, so that calls can be captured too.
 
-        On a GPU: the kernels of both passes, compiled and loaded on the current device, and the work list there; it
-        waits until all is. Elsewhere: the transposed work list.
+        On a GPU these are the kernels of both passes, compiled and loaded on the current device, and the work list
+        there; the call waits until all is ready. Elsewhere it is the transposed work list.
 
         Raises
         ------
@@ -250,6 +376,13 @@ class Executable:
             The plan is for another GPU than the current one.
         CompileError, RuntimeError
             A kernel does not compile; CuPy or the GPU is missing.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.compile()
         """
         if self.executor != "gpu":
             getattr(self.plan.work, "transposed", None)
@@ -259,19 +392,57 @@ class Executable:
             raise UnsupportedProblem(reasons)
         gpu.make_ready(self.plan)
 
-    def _check_forward(self, given: dict[str, Array], name_o: str, out_o: Any, out_lse: Any) -> None:
+    def check_forward(self, given: dict[str, Array], name_o: str, out_o: Any, out_lse: Any) -> None:
+        """Refuse arrays that `forward` does not take.
+
+        Parameters
+        ----------
+        given : dict of arrays by name
+            The inputs.
+        name_o : str
+            The name of `out_o` in messages.
+        out_o, out_lse : array or None
+            Arrays that are written to.
+
+        Raises
+        ------
+        UnsupportedProblem
+            An array is not what was planned. It lists every reason.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.check_forward({"q": q, "k": k, "v": v}, "out", None, None)
+        """
         problem = self.plan.problem
-        reasons = self._input_reasons(given)
+        reasons = self._input_reasons(given, [operand.name for operand in problem.operands])
         reasons += self._output_reasons(name_o, out_o, problem.o_shape(), problem.dtype, given)
         reasons += self._output_reasons("out[1]", out_lse, problem.lse_shape(), problem.accumulator, given)
         if out_o is not None and out_lse is not None and not reasons and overlap(out_o, out_lse):
             reasons.append("out[0] and out[1] must not overlap in memory: give each its own")
         if reasons:
             raise UnsupportedProblem(reasons)
-        self._require_ready()
+        self.require_ready()
 
-    def _require_ready(self) -> None:
-        """What has to be there before anything is allocated or launched."""
+    def require_ready(self) -> None:
+        """Refuse to run where something is missing, before anything is allocated or launched.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The plan is for another GPU than the current one.
+        RuntimeError
+            The stream is captured and something is not ready: `compile` makes it so.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.require_ready()
+        """
         if self.executor != "gpu":
             return
         reasons = _device_reasons(self.plan.device, gpu.current_device())
@@ -282,17 +453,27 @@ class Executable:
         if not self.plan.is_empty:
             gpu.require_capturable(self.plan)
 
-    def _input_reasons(self, given: dict[str, Array]) -> list[str]:
+    def _input_reasons(self, given: dict[str, Array], needed: Sequence[str]) -> list[str]:
+        """Why arrays are not what was planned; operands that are needed must be among them."""
         problem = self.plan.problem
+        operands = {operand.name: (operand.shape, operand.dtype) for operand in problem.operands}
         wanted = {
             **{name: (shape, problem.dtype) for name, shape in problem.argument_shapes().items()},
+            **operands,
             "o": (problem.o_shape(), problem.dtype),
             "do": (problem.o_shape(), problem.dtype),
             "lse": (problem.lse_shape(), problem.accumulator),
             "dlse": (problem.lse_shape(), problem.accumulator),
         }
-        reasons = []
+        reasons = [
+            f"{name} must be given, of shape {shape} and dtype {dtype}: the plan was made with it"
+            for name, (shape, dtype) in operands.items()
+            if name in needed and name not in given
+        ]
         for name, array in given.items():
+            if name not in wanted:
+                reasons.append(f"{name} must not be given: the plan was made without it")
+                continue
             if not is_array(array):
                 raise TypeError(no_array(name, array))
             shape, dtype = wanted[name]
@@ -351,6 +532,8 @@ class Executable:
 class Pullback:
     """Pulls gradients back through one call of attention: what `cuflash.attention_vjp` returns beside its results.
 
+    Examples
+    --------
     >>> import numpy as np, cuflash
     >>> q = k = v = np.ones((2, 16, 8), np.float32)
     >>> o, vjp = cuflash.attention_vjp(q, k, v)
@@ -364,10 +547,11 @@ class Pullback:
     v: Array
     o: Array
     lse: Array
+    operands: Mapping[str, Array] = field(default_factory=dict)
 
     def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
         """Gradients of sum(do * o) + sum(dlse * lse)."""
-        gradients = self.ready.backward(do, self.q, self.k, self.v, self.o, self.lse, dlse)
+        gradients = self.ready.backward(do, self.q, self.k, self.v, self.o, self.lse, dlse, **self.operands)
         gpu.pin(self.ready.plan)
         return gradients
 
@@ -456,6 +640,12 @@ def _empty(like: Array, check: checks.Check | None) -> Callable[..., Array]:
     """What makes a result (name, shape, dtype): with margins around it where they are checked."""
     xp = namespace(like)
     return check.empty if check is not None else lambda name, shape, dtype: xp.empty(shape, dtype)
+
+
+def _gradients(problem: Problem, made: Sequence[Array]) -> Gradients:
+    """Gradients in the order of `KernelPlan.gradients` by their names."""
+    dq, dk, dv, *others = made
+    return Gradients(dq, dk, dv, dict(zip(problem.wrt, others)))
 
 
 def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -14,14 +14,14 @@ Arithmetic is float64 whatever comes in; long double and complex arguments keep 
 told from error (long double) and the forward differentiated by a complex step of 1e-20. What `numpy.errstate` asks for
 is raised. Nothing of the tiled code is used, and nothing of it may come to be used, since the two check each other.
 
-NaN and infinities follow the README's rule. The whole matrix counts as one partial block: P and dS are 0 at every
-place that the mask leaves out, and 0 times a NaN or infinity of v, k, q or do there is NaN.
+NaN and infinities follow the rule of docs/semantics.md. The whole matrix counts as one partial block: P and dS are 0 at
+every place that the mask leaves out, and 0 times a NaN or infinity of v, k, q or do there is NaN.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,35 +33,43 @@ __all__ = ["attention", "attention_vjp"]
 
 @np.errstate(invalid="ignore")
 def attention(
-    q: Array, k: Array, v: Array, mask: Array | None = None, scale: float | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None = None,
+    scale: float | None = None,
+    sink: Array | None = None,
+    *,
+    score: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Array]:
     """Softmax attention and the log-sum-exp of its scores.
-
-    >>> import numpy as np
-    >>> q = k = np.array([[1.0, 0.0], [0.0, 1.0]])
-    >>> o, lse = attention(q, k, np.eye(2), scale=np.log(3.0))
-    >>> o.round(9).tolist()
-    [[0.75, 0.25], [0.25, 0.75]]
-    >>> np.exp(lse).round(9).tolist()
-    [4.0, 4.0]
 
     Parameters
     ----------
     q : array [*batch, num_heads, seqlen_q, head_dim], or [seqlen_q, head_dim]
+        Queries.
     k : array [*batch, num_kv_heads, seqlen_kv, head_dim], or [seqlen_kv, head_dim]
+        Keys.
     v : array [*batch, num_kv_heads, seqlen_kv, value_dim], or [seqlen_kv, value_dim]
-        Axes before the heads broadcast. Query head h reads key/value head h // (num_heads / num_kv_heads).
+        Values. Axes before the heads broadcast. Query head h reads key/value head h // (num_heads / num_kv_heads).
     mask : bool array, optional
         True = attend; broadcasts to [*batch, num_heads, seqlen_q, seqlen_kv].
     scale : float, optional
         What q . k is multiplied by; 1 / sqrt(head_dim) unless given.
+    sink : array, optional
+        A logit that every row of a head has beside its scores, without a value; broadcasts to [*batch, num_heads], or
+        for 2-D arguments to [1].
+    score : callable, optional
+        Final scores from scale q k^T, array [*batch, num_heads, seqlen_q, seqlen_kv], with 1 head for 2-D arguments.
+        What it gives where the mask is False does not matter.
 
     Returns
     -------
     o : array [*batch, num_heads, seqlen_q, value_dim], or [seqlen_q, value_dim]
-        softmax(scale q k^T) v. A row with no key is 0.
+        The output, softmax(scale q k^T) v. A row with no key is 0.
     lse : array [*batch, num_heads, seqlen_q], or [seqlen_q]
-        Natural log of the sum of exp(scale q k^T) over the row's keys. A row with no key is -inf.
+        Natural log of the sum of exp(scale q k^T) over the row's keys, and of exp(sink). A row with no key is -inf, or
+        the sink.
 
     Raises
     ------
@@ -72,9 +80,20 @@ def attention(
     -----
     S = scale Q K^T, P = softmax(S), O = P V: FlashAttention (arXiv 2205.14135), section 2.2; the shift by the row
     maximum and L = m + log(l) are FlashAttention-2's (arXiv 2307.08691, section 2.3 and algorithm 1).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = np.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> o, lse = attention(q, k, np.eye(2), scale=np.log(3.0))
+    >>> o.round(9).tolist()
+    [[0.75, 0.25], [0.25, 0.75]]
+    >>> np.exp(lse).round(9).tolist()
+    [4.0, 4.0]
     """
-    probability, lse, _ = _softmax(q, k, v, mask, scale)
+    probability, lse, _ = _softmax(scores(q, k, v, scale), mask, sink, score)
     o = probability @ expand_heads(widened(v), probability.shape[-3])
+    o = np.where(np.isnan(lse)[..., None], np.nan, o)  # a sink that is NaN or +inf, in rows with no key too
     return (o, lse) if np.ndim(q) > 2 else (o[0], lse[0])
 
 
@@ -87,28 +106,37 @@ def attention_vjp(
     dlse: Array | None = None,
     mask: Array | None = None,
     scale: float | None = None,
-) -> tuple[Array, Array, Array]:
-    """The gradients of sum(do * o) + sum(dlse * lse).
-
-    >>> import numpy as np
-    >>> q, k, v = np.zeros((1, 1)), np.array([[1.0], [3.0]]), np.array([[0.0], [8.0]])
-    >>> dq, dk, dv = attention_vjp(q, k, v, np.ones((1, 1)))
-    >>> dq.tolist(), dk.tolist(), dv.tolist()
-    ([[4.0]], [[0.0], [0.0]], [[0.5], [0.5]])
+    sink: Array | None = None,
+    *,
+    score: Callable[[Array], Array] | None = None,
+    score_slope: Callable[[Array], Array] | None = None,
+) -> tuple[Array, ...]:
+    """Compute the gradients of sum(do * o) + sum(dlse * lse).
 
     Parameters
     ----------
-    q, k, v, mask, scale
+    q, k, v : arrays
         As in `attention`.
-    do : array, shaped as `attention` returns o
-    dlse : array, shaped as `attention` returns lse, optional
-        Zero unless given.
+    do : array
+        The gradient of o, shaped as `attention` returns o.
+    dlse : array, optional
+        The gradient of lse, shaped as `attention` returns lse; zero unless given.
+    mask, scale, sink, score : optional
+        As in `attention`.
+    score_slope : callable, optional
+        The derivative of `score`, element by element.
 
     Returns
     -------
-    dq, dk, dv : arrays, shaped as q, k, v
-        Summed over the query heads that share a key/value head, and over the axes that were broadcast. Rows with no
-        key contribute nothing.
+    dq : array
+        The gradient of q, shaped as q. Rows with no key contribute nothing to any gradient.
+    dk : array
+        The gradient of k, shaped as k. Gradients are summed over the query heads that share a key/value head, and over
+        the axes that were broadcast.
+    dv : array
+        The gradient of v, shaped as v.
+    dsink : array
+        The gradient of the sink, shaped as sink; only if there is a sink.
 
     Notes
     -----
@@ -117,9 +145,20 @@ def attention_vjp(
         dV = P^T dO     dP = dO V^T     D = rowsum(dO * O)     dS = P * (dP - D)
         dQ = scale dS K     dK = scale dS^T Q
 
-    with D replaced by D - dlse, since the derivative of a row's lse with respect to its scores is P.
+    with D replaced by D - dlse, since the derivative of a row's lse with respect to its scores is P. A sink has
+    P = exp(sink - lse) and, having no value, dP = 0; its gradient is the sum of its dS over the rows.
+    Where a score function made the scores, dS is multiplied by its slope.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k, v = np.zeros((1, 1)), np.array([[1.0], [3.0]]), np.array([[0.0], [8.0]])
+    >>> dq, dk, dv = attention_vjp(q, k, v, np.ones((1, 1)))
+    >>> dq.tolist(), dk.tolist(), dv.tolist()
+    ([[4.0]], [[0.0], [0.0]], [[0.5], [0.5]])
     """
-    probability, lse, allowed = _softmax(q, k, v, mask, scale)
+    raw = scores(q, k, v, scale)
+    probability, lse, allowed = _softmax(raw, mask, sink, score)
     num_heads = probability.shape[-3]
     keys, values = (expand_heads(widened(x), num_heads) for x in (k, v))
     queries, do = with_heads(widened(q)), with_heads(widened(do))
@@ -130,28 +169,44 @@ def attention_vjp(
         d = d - np.where(np.isneginf(lse[..., None]), 0, widened(dlse).reshape(d.shape))
     dp = do @ np.swapaxes(values, -1, -2)
     ds = np.where(allowed, probability * (dp - d), 0)
+    if score_slope is not None:  # where P is 0 so is dS, whatever the slope is
+        ds = np.where(probability == 0, 0, ds * score_slope(raw))
 
     softmax_scale = default_scale(q, scale)
     dq = softmax_scale * (ds @ keys)
     dk = softmax_scale * (np.swapaxes(ds, -1, -2) @ queries)
     dv = np.swapaxes(probability, -1, -2) @ do
-    return sum_to(dq, np.shape(q)), sum_heads_to(dk, np.shape(k)), sum_heads_to(dv, np.shape(v))
+    gradients = sum_to(dq, np.shape(q)), sum_heads_to(dk, np.shape(k)), sum_heads_to(dv, np.shape(v))
+    if sink is None:
+        return gradients
+    logit = np.atleast_1d(widened(sink))
+    terms = np.where(np.isneginf(logit)[..., None], 0, np.exp(logit[..., None] - lse) * (0 - d[..., 0]))
+    return *gradients, sum_to(terms.sum(axis=-1), logit.shape).reshape(np.shape(sink))
 
 
-def _softmax(q: Array, k: Array, v: Array, mask: Array | None, scale: float | None) -> tuple[Array, Array, Array]:
-    """P [*batch, num_heads, seqlen_q, seqlen_kv], lse [*batch, num_heads, seqlen_q], and the mask in the shape of P."""
+def scores(q: Array, k: Array, v: Array, scale: float | None) -> Array:
+    """scale q k^T [*batch, num_heads, seqlen_q, seqlen_kv]; v counts for the batch."""
     queries = with_heads(widened(q))
     keys = expand_heads(widened(k), queries.shape[-3])
     score = default_scale(q, scale) * (queries @ np.swapaxes(keys, -1, -2))
     batch = np.broadcast_shapes(score.shape[:-3], np.shape(v)[:-3])
-    score = np.broadcast_to(score, (*batch, *score.shape[-3:]))
+    return np.broadcast_to(score, (*batch, *score.shape[-3:]))
+
+
+def _softmax(
+    raw: Array, mask: Array | None, sink: Array | None, change: Callable[[Array], Array] | None
+) -> tuple[Array, Array, Array]:
+    """P [*batch, num_heads, seqlen_q, seqlen_kv], lse [*batch, num_heads, seqlen_q], and the mask in the shape of P."""
+    score = raw if change is None else np.broadcast_to(change(raw), raw.shape)
     allowed = allowed_of(mask, score.shape)
     # The maximum by real part: any shift gives the same softmax, so a complex step sees through it.
     row_max = np.max(score.real, axis=-1, keepdims=True, initial=-np.inf, where=allowed)
+    logit = np.float64(-np.inf) if sink is None else np.atleast_1d(widened(sink))[..., None, None]
+    row_max = np.maximum(row_max, logit.real)
     row_max = np.where(np.isneginf(row_max), 0, row_max)  # a row without a score above -inf; -inf - -inf would be NaN
     weight = np.where(allowed, np.exp(np.where(allowed, score - row_max, 0)), 0)
-    row_sum = np.sum(weight, axis=-1, keepdims=True)
-    empty = row_sum == 0  # else the greatest score adds 1
+    row_sum = np.sum(weight, axis=-1, keepdims=True) + np.exp(logit - row_max)
+    empty = row_sum == 0  # else the greatest score, or the sink, adds 1
     row_sum_or_one = np.where(empty, 1, row_sum)
     lse = np.where(empty, -np.inf, row_max + np.log(row_sum_or_one))
     return np.where(allowed, weight / row_sum_or_one, 0), lse[..., 0], allowed

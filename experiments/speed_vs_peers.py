@@ -24,12 +24,12 @@ import itertools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuflash
 import ml_dtypes
@@ -44,8 +44,8 @@ from workloads import blocks_name, flops, named_blocks, num_kept, random_blocks
 
 WAYS = ("forward", "backward")
 DTYPES = ("float16", "bfloat16", "float32")
-# What tells the rows of a result apart.
-CASE = ("gpu", "dtype", "pass", "head_dim", "mask", "seqlen", "batch", "heads", "kernel")
+# What tells the rows of a result apart. Rows of an older commit stay: a set of cases is of one commit.
+CASE = ("gpu", "dtype", "pass", "head_dim", "mask", "seqlen", "batch", "heads", "request", "kernel", "commit")
 OURS = "cuflash"
 GRAPH_BELOW_MS = 0.04
 Prepared = Callable[[], Callable[[], object]]  # makes a pass ready on the current stream: what runs it
@@ -253,7 +253,8 @@ def compare(case: Case, config: Config) -> Iterator[Record]:
                     prepared[name] = lambda contender=contender: contender.backward(do)
         times, graphs = timed(prepared, contenders, notes, config.repeats)
         print(f"{case} {way}:", ", ".join(f"{name} {timing.median_ms:.4g} ms" for name, timing in times.items()))
-        yield from records_of(case, way, kernel, config.peers, times, errors, notes, graphs)
+        for record in records_of(case, way, kernel, config.peers, times, errors, notes, graphs):
+            yield record | {"request": config.kernel}
 
 
 def timed(
@@ -361,22 +362,38 @@ def over_best(rows: Sequence[Mapping[str, Any]]) -> float | None:
     return min(ratios, default=None)
 
 
-def means(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], tuple[float, int]]:
-    """(kernel, pass, mask) -> the geometric mean of `over_best` and over how many cases; random blocks are one mask."""
-    ratios: dict[tuple[str, str, str], list[float]] = {}
+def mask_kind(row: Mapping[str, Any]) -> str:
+    """full, causal or random blocks: what is summed up together."""
+    return str(row["mask"]) if named_blocks(row["mask"]) is None else "random blocks"
+
+
+class Lead(NamedTuple):
+    """The best peer's time over ours in a set of cases; more than 1 where cuflash is faster."""
+
+    mean: float  # geometric
+    least: float
+    most: float
+    num_cases: int
+    num_led: int  # cases in which cuflash is the fastest
+
+
+def leads(
+    rows: Sequence[Mapping[str, Any]], name: Callable[[Mapping[str, Any]], Hashable]
+) -> dict[Hashable, Lead]:
+    """Who leads in each set of cases that `name` tells apart, over those that have a time of ours and of a peer."""
+    ratios: dict[Hashable, list[float]] = {}
     for case in by_case(rows).values():
-        best, first = over_best(case), case[0]
+        best = over_best(case)
         if best is not None:
-            mask = first["mask"] if named_blocks(first["mask"]) is None else "random blocks"
-            ratios.setdefault((first["kernel"], first["pass"], mask), []).append(best)
-    return {name: (geometric_mean(values), len(values)) for name, values in ratios.items()}
+            ratios.setdefault(name(case[0]), []).append(best)
+    return {
+        name: Lead(geometric_mean(values), min(values), max(values), len(values), sum(ratio > 1 for ratio in values))
+        for name, values in ratios.items()
+    }
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells: TFLOP/s of each case, ours over the matrix product's, the best peer's time over ours.
-
-    Geometric means of the last come last.
-    """
+    """Header and cells: TFLOP/s of each case, ours over the matrix product's, the best peer's time over ours."""
     peers = [name for name in PEERS if any(row["peer"] == name and row.get("peer_ms") for row in rows)]
     header = ["pass", "head_dim", "mask", "seqlen", "kernel", OURS, "of matmul", *peers, "best peer / ours"]
     lines = []
@@ -391,9 +408,6 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str
         numbers = [ours, gemm, *(peer.get(name) for name in peers), over_best(case)]
         forms = [".0f", ".2f", *(".0f" for _ in peers), ".2f"]
         lines.append([*cells, *("" if x is None else format(x, form) for x, form in zip(numbers, forms, strict=True))])
-    for (kernel, way, mask), (mean, count) in means(rows).items():
-        cells = [way, "", mask, f"mean of {count}", kernel, *[""] * (2 + len(peers)), f"{mean:.2f}"]
-        lines.append(cells)
     return header, lines
 
 
@@ -409,14 +423,18 @@ def table(records: list[Record]) -> Table:
 
 
 def plot(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """TFLOP/s over the length: a panel a pass, mask (full or causal) and head_dim; None without two lengths."""
+    """TFLOP/s over the length: a panel a pass, mask (full or causal) and head_dim; None without two lengths.
+
+    Panels of one head_dim stand side by side, those of several in a column each.
+    """
     rows = [row for row in rows if named_blocks(row["mask"]) is None]
     if len({row["seqlen"] for row in rows}) < 2:
         return None
     panels = sorted({(row["pass"], row["mask"]) for row in rows}, reverse=True)
     head_dims = sorted({int(row["head_dim"]) for row in rows})
-    figure = Figure(figsize=(4 * len(head_dims), 2.6 * len(panels)), layout="constrained")
-    axes = figure.subplots(len(panels), len(head_dims), squeeze=False, sharex=True)
+    grid = (len(panels), len(head_dims)) if len(head_dims) > 1 else (1, len(panels))
+    figure = Figure(figsize=(4 * grid[1], 2.6 * grid[0]), layout="constrained")
+    axes = figure.subplots(*grid, squeeze=False, sharex=True).reshape(len(panels), len(head_dims))
     for (line, (way, mask)), (column, head_dim) in itertools.product(enumerate(panels), enumerate(head_dims)):
         panel = axes[line][column]
         shown = [row for row in rows if (row["pass"], row["mask"], int(row["head_dim"])) == (way, mask, head_dim)]
@@ -436,7 +454,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
         panel.set_xscale("log", base=2)
         panel.title.set_fontsize("medium")
         if curves:
-            panel.legend(fontsize="x-small")
+            panel.legend(fontsize="x-small", loc="lower right")
     figure.supxlabel("seqlen")
     figure.supylabel("TFLOP/s")
     return figure

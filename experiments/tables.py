@@ -1,31 +1,29 @@
-"""Write the README's tables of results from results/*.csv.
+"""Write the tables of results of the README and of docs/ from results/*.csv, and draw the plots against peers.
 
-    python experiments/tables.py            # rewrite them, and draw the plots that are made of whole results
-    python experiments/tables.py --check    # fail if they are not what the results say
+    python experiments/tables.py            # rewrite the tables, and draw the plots
+    python experiments/tables.py --check    # fail if a page's tables are not what the results say
 
-A table stands in the README between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is one of `TABLES`. Where there
-is no result yet it says so.
+A table stands in a page between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is one of `TABLES`. Where there is no
+result yet it says so. Only rows of committed trees are shown, and no line mixes commits (published.py).
 """
 
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import speed_vs_peers as against_peers
+import peer_tables
 from block_sparsity import pays_below
 from harness import RESULTS, atomic_path, read_csv
+from peer_tables import markdown
+from published import committed, left_out, of_one_commit
+from speed_vs_peers import plot
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 Row = dict[str, str]
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the first column is text, the others are numbers."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def signature(rows: list[Row]) -> str:
@@ -35,7 +33,8 @@ def signature(rows: list[Row]) -> str:
 
 def _measured_on(row: Row) -> str:
     place = f"{row['cpu']}, {row['cores']} cores" + ("" if row["gpu"] == "none" else f", {row['gpu']}")
-    return f"*{place}; Python {row['python']}, NumPy {row['numpy']}, {row['blas']}; {row['date']}.*"
+    versions = f"Python {row['python']}, NumPy {row['numpy']}, {row['blas']}"
+    return f"*{place}; {versions}; commit {row['commit']}, {row['date']}.*"
 
 
 def number(row: Row, name: str, form: str = ".3g") -> str:
@@ -52,6 +51,8 @@ def recall(rows: list[Row]) -> str:
         for row in rows
     }
     names = dict.fromkeys(row["pattern"] for row in rows)
+    for name in names:
+        of_one_commit([row for row in rows if row["pattern"] == name], name)
     header = ["pattern", *(f"at most {budget}" for budget in budgets)]
     return markdown(header, ([name, *(cells.get((name, budget), "") for budget in budgets)] for name in names))
 
@@ -122,6 +123,7 @@ def sim_against_gpu(rows: list[Row]) -> str:
     lines = []
     for kernel, dtype in dict.fromkeys((row["kernel"], row["dtype"]) for row in rows):
         cases = [row for row in rows if (row["kernel"], row["dtype"]) == (kernel, dtype)]
+        of_one_commit(cases, f"{kernel} {dtype}")
         shares = (f"{max(float(row[name]) for row in cases):.3f}" for name in outputs)
         same = sum(row["probes_same_bits"] == "True" for row in cases)
         lines.append([kernel, dtype, str(len(cases)), *shares, f"{same} of {len(cases)}"])
@@ -159,41 +161,6 @@ def sparse_gpu(rows: list[Row]) -> str:
     return markdown(header, lines)
 
 
-def speed_vs_peers(rows: list[Row]) -> str:
-    """A table and a plot for each GPU and dtype."""
-    parts = []
-    for (gpu, dtype), group in by_gpu_and_dtype(rows).items():
-        header, lines = against_peers.summary(group)
-        parts += [f"{gpu}, {dtype}, TFLOP/s:", markdown(header, lines)]
-        if against_peers.plot(group) is not None:
-            parts.append(f"![TFLOP/s over length, {gpu}, {dtype}](experiments/results/{plot_name(gpu, dtype)})")
-        names = ("torch", "cuda", "cudnn", "triton", "flash_attn", "flash_attn_4", "cupy")
-        built = (", ".join(f"{name} {row[name]}" for name in names if row.get(name)) for row in group)
-        parts.append("; ".join(dict.fromkeys(built)) + ".")
-    return "\n\n".join(parts)
-
-
-def by_gpu_and_dtype(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["gpu"], row["dtype"]), []).append(row)
-    return groups
-
-
-def plot_name(gpu: str, dtype: str) -> str:
-    return f"speed_vs_peers_{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}_{dtype}.png"
-
-
-def draw_plots(results: Path) -> None:
-    """The plots that speed_vs_peers' table shows: a run may measure a part of what they draw."""
-    source = results / "speed_vs_peers.csv"
-    for (gpu, dtype), group in (by_gpu_and_dtype(read_csv(source)) if source.exists() else {}).items():
-        figure = against_peers.plot(group)
-        if figure is not None:
-            with atomic_path(results / plot_name(gpu, dtype)) as partial:
-                figure.savefig(partial, dpi=150)
-
-
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "recall": ("block_sparsity", recall),
     "sparse-speed": ("block_sparsity", sparse_speed),
@@ -201,11 +168,16 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "mask-compile": ("mask_compile", mask_compile),
     "simt-speed": ("simt_speed", simt_speed),
     "sparse-gpu": ("block_sparsity_gpu", sparse_gpu),
-    "speed-vs-peers": ("speed_vs_peers", speed_vs_peers),
+    "speed-vs-peers": ("speed_vs_peers", peer_tables.tables),
+    "peers-lead": ("speed_vs_peers", peer_tables.lead),
     "simulator-speed": ("simulator_speed", simulator_speed),
     "sim-against-gpu": ("sim_against_gpu", sim_against_gpu),
     "tolerance-health": ("tolerance_health", tolerance_health),
 }
+
+
+# Tables that choose their rows themselves, and say of each line which commit it is of.
+CHOOSING = ("speed-vs-peers", "peers-lead")
 
 
 def written(text: str, results: Path = RESULTS) -> str:
@@ -216,10 +188,14 @@ def written(text: str, results: Path = RESULTS) -> str:
         if name not in TABLES:
             raise ValueError(f"the page marks a table {name!r}; there are only {', '.join(TABLES)}")
         source, make = TABLES[name]
-        if not (results / f"{source}.csv").exists():
+        rows = read_csv(results / f"{source}.csv") if (results / f"{source}.csv").exists() else []
+        if not rows:
             return f"{begin}\n*Not measured yet.*\n\n{end}"
-        rows = read_csv(results / f"{source}.csv")
-        return f"{begin}\n{make(rows)}\n\n{signature(rows)}\n\n{end}"
+        if name in CHOOSING:
+            return f"{begin}\n{make(rows)}\n\n{end}"
+        kept = committed(rows)
+        parts = [make(kept), signature(kept)] if kept else ["*There is no row of a committed tree.*"]
+        return f"{begin}\n" + "\n\n".join([*parts, *filter(None, [left_out(rows)])]) + f"\n\n{end}"
 
     return MARKED.sub(table, text)
 
@@ -235,10 +211,26 @@ def update(page: Path, results: Path, *, check: bool) -> None:
             partial.write_text(new, encoding="utf-8")
 
 
+def draw_plots(results: Path) -> None:
+    """The plots that the tables of peers show."""
+    source = results / "speed_vs_peers.csv"
+    rows = read_csv(source) if source.exists() else []
+    figures = {
+        peer_tables.plot_name(request): plot(chosen.rows) for request, chosen in peer_tables.published(rows).items()
+    }
+    if rows:
+        figures[peer_tables.LEAD_PLOT] = peer_tables.lead_plot(rows)
+    for name, figure in figures.items():
+        if figure is not None:
+            with atomic_path(results / name) as partial:
+                figure.savefig(partial, dpi=80, pil_kwargs={"optimize": True})
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is stale")
     is_check = parser.parse_args().check
-    update(README, RESULTS, check=is_check)
+    for page in PAGES:
+        update(page, RESULTS, check=is_check)
     if not is_check:
         draw_plots(RESULTS)

@@ -87,15 +87,23 @@ class Double(ModuleType):
             def __exit__(self, *error: Any) -> None:
                 double._thread.device = self.before
 
-        class RawKernel:
-            def __init__(self, code: str, name: str, options: tuple[str, ...]) -> None:
-                self.code, self.name, self.options = code, name, options
+        class RawModule:
+            """As CuPy's, it loads the code once when it is compiled and once for each function."""
+
+            def __init__(self, *, code: str, options: tuple[str, ...]) -> None:
+                self.code, self.options = code, options
 
             def compile(self, log_stream: Any) -> None:
-                self.kernel = double._compiled(self.code, self.name, self.options, log_stream)
+                double._loaded(self.code, self.options, log_stream)
+
+            def get_function(self, name: str) -> SimpleNamespace:
+                function = double._function(double._loaded(self.code, self.options, None), self.code, name)
+                double.functions.append(function)
+                function.device = double.device
+                return SimpleNamespace(kernel=function)
 
         constants = {f"CU_FUNC_ATTRIBUTE_{name}": name for name in FUNCTION_ATTRIBUTES}
-        self.RawKernel = RawKernel
+        self.RawModule = RawModule
         self.cuda = SimpleNamespace(
             Device=Device,
             Module=Module,
@@ -127,20 +135,22 @@ class Double(ModuleType):
         (function,) = (function for function in self.functions if function.ptr == pointer)
         function.allowed = value
 
-    def _compiled(self, code: str, name: str, options: tuple[str, ...], log_stream: Any) -> Function:
+    def _loaded(self, code: str, options: tuple[str, ...], log_stream: Any) -> Module:
         entry = hashlib.sha1(f"{options} {code}".encode()).hexdigest() + ".cubin"
         module = Module()
         payload = self._read(entry)
         if payload is None:
-            payload = self._nvrtc(code, name, options)
-            log_stream.write("")
+            payload = self._nvrtc(code, options)
+            if log_stream is not None:
+                log_stream.write("")
             self._write(entry, payload)
         module.load(payload)
-        self.functions.append(module.get_function(name))
-        self.functions[-1].device = self.device
-        return self.functions[-1]
+        return module
 
-    def _nvrtc(self, code: str, name: str, options: tuple[str, ...]) -> bytes:
+    def _function(self, module: Module, code: str, name: str) -> Function:
+        return module.get_function(name)
+
+    def _nvrtc(self, code: str, options: tuple[str, ...]) -> bytes:
         with self._lock:
             self.compiled.append(code)
             self.options.append(options)
@@ -151,7 +161,7 @@ class Double(ModuleType):
             self._at_once -= 1
         if re.search("no_such_member", code):
             raise CompileException('kernels_cu/simt/broken.cu(4): error: no member "no_such_member"\0')
-        return MACHINE_CODE + name.encode()
+        return MACHINE_CODE + code.encode()
 
     def _read(self, entry: str) -> bytes | None:
         path = self.cache / entry

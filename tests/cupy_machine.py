@@ -145,18 +145,21 @@ class Function(cupy_double.Function):
     machine: Cupy
     spec: KernelSpec
 
-    def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...], shared_mem: int = 0) -> None:
+    def __call__(
+        self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...], shared_mem: int = 0, stream: Any = None
+    ) -> None:
         machine, records = self.machine, tuple(record.copy() for record in args)
-        machine.log.append(("launch", machine.stream.ptr, self.spec.entry))
+        stream = stream or machine.stream
+        machine.log.append(("launch", stream.ptr, self.spec.entry))
 
         def run() -> None:
             if machine.runs_kernels:
                 simulated._kernel(self.spec, "")(grid, block[0], records, shared_mem)
 
-        if machine.stream.nodes is None:
+        if stream.nodes is None:
             run()
         else:
-            machine.stream.nodes.append(run)
+            stream.nodes.append(run)
 
 
 class Cupy(cupy_double.Double):
@@ -198,12 +201,13 @@ class Cupy(cupy_double.Double):
         if self.stream.is_capturing():
             raise cupy_double.CUDARuntimeError(f"{what}: operation not permitted when stream is capturing")
 
-    def _compiled(self, code: str, name: str, options: tuple[str, ...], log_stream: Any) -> Any:
+    def _loaded(self, code: str, options: tuple[str, ...], log_stream: Any) -> Any:
         self.waits("compiling")
-        made = super()._compiled(code, name, options, log_stream)
-        function = Function(name, made.module)
+        return super()._loaded(code, options, log_stream)
+
+    def _function(self, module: Any, code: str, name: str) -> Any:
+        function = Function(super()._function(module, code, name).name, module)
         function.machine, function.spec = self, self.specs[code]
-        self.functions.append(function)
         return function
 
     # Arrays.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import itertools
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash import masks
+from cuflash import masks, sim
 from cuflash.planning.problem import Problem
 from cuflash.testing import Example, examples
 from hypothesis import given, settings
@@ -124,17 +126,21 @@ class Run:
     def everything(self, example: Example) -> dict[str, Any]:
         """All results of a call, with the mask as it was drawn: an object, with its closed forms."""
         q, k, v, do, dlse = (self.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
+        sink = {} if example.sink is None else {"sink": self.put(example.sink), "wrt": "sink"}
         mask = self.put_mask(example.mask, example.q, example.k, example.v)
         options = {"mask": mask, "scale": example.scale, "precision": example.precision, "return_lse": True}
-        (o, lse), vjp = cuflash.attention_vjp(q, k, v, **options, **self.options)
-        return {name: self.get(x) for name, x in zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(do, dlse)))}
+        (o, lse), vjp = cuflash.attention_vjp(q, k, v, **options, **sink, **self.options)
+        gradients = vjp(do, dlse)
+        results = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients)))
+        results |= {f"d{name}": gradients[name] for name in gradients.others}
+        return {name: self.get(x) for name, x in results.items()}
 
     def examples(self, **drawn: Any) -> st.SearchStrategy[Example]:
         if self.is_on_device and _why_no_bfloat16():
             drawn["dtypes"] = [name for name in DTYPES if name != "bfloat16"]
         if self.kernel == "sm90":
             drawn["dtypes"] = [name for name in drawn.get("dtypes", DTYPES) if name in HALVES]
-        return examples(**drawn | ({} if _is_long() else dict(self.drawn))).map(self.rounded)
+        return examples(**drawn | ({} if is_long() else dict(self.drawn))).map(self.rounded)
 
     def rounded(self, example: Example) -> Example:
         """An example that knows what the executor's kernels round P and dS to: tensor cores take 16-bit elements."""
@@ -145,7 +151,7 @@ class Run:
     @property
     def settings(self) -> settings:
         profile = settings.default
-        if _is_long() or self.most_examples is None:
+        if is_long() or self.most_examples is None:
             return profile
         return settings(profile, max_examples=min(self.most_examples, profile.max_examples))
 
@@ -157,7 +163,21 @@ def _is_unsorted(mask: masks.Mask) -> bool:
     return any(_is_unsorted(each) for each in inner if each is not None)
 
 
-def _is_long() -> bool:
+def hostile_schedules(name: str, most: int = 2) -> list[sim.Schedule]:
+    """Schedules with each order of warps, and with copies that land late or at random.
+
+    A short run has `most` of them, which differ from one name to another, so that a test's names cover them together.
+    """
+    orders = itertools.product(("round_robin", "random", "priorities", "first_warp", "last_warp"), ("late", "random"))
+    every = [
+        sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=bool(seed % 2))
+        for seed, (order, copies) in enumerate(orders)
+    ]
+    first = zlib.crc32(name.encode())
+    return every if is_long() else [every[(first + 3 * number) % len(every)] for number in range(most)]
+
+
+def is_long() -> bool:
     return settings.default.max_examples > 100
 
 

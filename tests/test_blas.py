@@ -299,7 +299,14 @@ def fake(api: str, layer: str = "pthreads", **functions: Any) -> Any:
 
 
 def assert_limits_are_kept(blas: ModuleType) -> None:
-    """With stand-ins for libraries of each kind."""
+    """Limits are kept by libraries of each kind, for which stand-ins serve; the module is left as it was."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blas, "_known", None)
+        patch.setattr(blas, "_lock", threading.RLock())
+        _assert_limits_are_kept(blas)
+
+
+def _assert_limits_are_kept(blas: ModuleType) -> None:
     mkl, openmp, shared = Numbers(), Numbers(), SimpleNamespace(found=5)
     mkl.found, openmp.found = 0, 4
     interrupts = iter(())
@@ -375,9 +382,10 @@ def assert_limits_are_kept(blas: ModuleType) -> None:
         caller.end()
 
 
-def test_every_kind_of_library_keeps_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blas, "_known", None)
+def test_every_kind_of_library_keeps_its_limits() -> None:
+    known, lock = blas._known, blas._lock
     assert_limits_are_kept(blas)
+    assert blas._known is known and blas._lock is lock
 
 
 # Errors, interrupts, forks and exits

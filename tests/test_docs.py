@@ -1,24 +1,29 @@
-"""Every example that a reader may copy runs; every name, path and command that the pages mention is there."""
+"""Every example of the pages prints what they show; every name, path and command that they mention exists."""
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib
 import inspect
+import io
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuflash
 import pytest
 
 ROOT = Path(__file__).parents[1]
 DECISIONS = sorted((ROOT / "docs" / "design").glob("*.md"))
-PAGES = [*sorted(ROOT.glob("*.md")), *DECISIONS]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *DECISIONS]
+README = (ROOT / "README.md").read_text("utf-8")
+API = (ROOT / "docs" / "api.md").read_text("utf-8")
 RESULTS = ROOT / "experiments" / "results"
 NUMBER = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?(?=us\b|TF\b|[^\w.]|\.(?!\d)|$)")
 MODULES = [name for _, name, _ in pkgutil.walk_packages(cuflash.__path__, "cuflash.") if not name.endswith("__main__")]
@@ -52,28 +57,87 @@ def test_every_public_module_says_what_it_is_about(name: str) -> None:
     assert PUBLIC[name].__doc__
 
 
-def _readme() -> str:
-    return (ROOT / "README.md").read_text("utf-8")
+class Block(NamedTuple):
+    """A Python block of a page: source, the output that the page shows below it, its line, and the package it needs."""
+
+    source: str
+    output: str | None
+    line: int
+    needs: str
 
 
-def test_the_python_blocks_of_the_readme_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# A block may stand under `<!-- needs: PACKAGE -->`; a block without a language right below it is what it prints.
+FENCE = re.compile(
+    r"^(?:<!-- needs: (?P<needs>[\w.]+) -->\n)?```python\n(?P<source>.*?)^```\n(?:\n```\n(?P<output>.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL,
+)
+COMPARED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text("utf-8")
+    return [
+        Block(found["source"], found["output"], text.count("\n", 0, found.start("source")), found["needs"] or "")
+        for found in FENCE.finditer(text)
+    ]
+
+
+def run_blocks(page: Path, packages: Sequence[str]) -> None:
+    """Run a page's blocks in order in one namespace, and compare what they print with what the page shows."""
+    names: dict[str, Any] = {"__name__": page.stem}
+    for block in blocks(page):
+        if block.needs and block.needs not in packages:
+            continue
+        if ">>> " in block.source:
+            test = doctest.DocTestParser().get_doctest(block.source, names, page.name, str(page), block.line)
+            assert doctest.DocTestRunner(optionflags=COMPARED).run(test, clear_globs=False).failed == 0
+            names.update(test.globs)
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * block.line + block.source, str(page), "exec"), names)
+        if block.output is not None:
+            assert doctest.OutputChecker().check_output(block.output, printed.getvalue(), COMPARED), printed.getvalue()
+
+
+NEEDS = sorted({(page.name, block.needs) for page in PAGES for block in blocks(page) if block.needs})
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_the_python_blocks_of_a_page_print_what_it_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "readme"}
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", _readme(), re.MULTILINE | re.DOTALL))
-    assert blocks
-    for block in blocks:
-        line = _readme().count("\n", 0, block.start()) + 1
-        if ">>> " in block[1]:
-            example = doctest.DocTestParser().get_doctest(block[1], names, "README.md", "README.md", line)
-            assert doctest.DocTestRunner().run(example, clear_globs=False).failed == 0
-            names.update(example.globs)
-        else:
-            exec(compile("\n" * line + block[1], "README.md", "exec"), names)
+    run_blocks(page, ())
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if not name.startswith(("testing.", "reference."))])
-def test_the_readme_mentions_every_public_name(name: str) -> None:
-    assert re.search(rf"\b{re.escape(name.rpartition('.')[2])}\b", _readme())
+@pytest.mark.parametrize(("name", "package"), NEEDS)
+def test_the_python_blocks_that_need_a_package_print_what_their_page_shows(
+    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    run_blocks(ROOT / "docs" / name, [each for of, each in NEEDS if of == name and find_spec(each)])
+
+
+def test_output_that_a_page_does_not_show_is_seen(tmp_path: Path) -> None:
+    """Both forms of a block fail where they print something else."""
+    page = tmp_path / "page.md"
+    for text in ("```python\n>>> 1 + 1\n3\n```\n", "```python\nprint(2)\n```\n\n```\n3\n```\n"):
+        page.write_text(text)
+        with pytest.raises(AssertionError):
+            run_blocks(page, ())
+        page.write_text(text.replace("3\n", "2\n"))
+        run_blocks(page, ())
+
+
+def test_the_readme_is_short() -> None:
+    assert README.count("\n") <= 150
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_reference_lists_every_public_name(name: str) -> None:
+    assert re.search(rf"(^ +|`){re.escape(name)}(`|$)", API, re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -87,7 +87,7 @@ def test_no_driver_is_fine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("installed", "status", "words"),
     [
-        ({}, "missing", "cuflash[cuda13]"),
+        ({}, "missing", ".[cuda13]"),
         ({"cupy-cuda13x": "14.2.0"}, "ok", "cupy-cuda13x 14.2.0"),
         ({"cupy-cuda13x": "14.2.0", "cupy-cuda12x": "14.2.0"}, "missing", "uninstall"),
     ],
@@ -162,7 +162,7 @@ def test_gpus_are_named_with_their_architecture(
 def test_a_missing_nvrtc_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     finding = room.doctor()["NVRTC"]
-    assert (finding.status, "pip install 'cuflash[cuda13]'" in finding.advice) == ("missing", True)
+    assert (finding.status, "pip install '.[cuda13]'" in finding.advice) == ("missing", True)
 
 
 def test_the_kernel_cache_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,20 +3,19 @@ gradients: where it does, and what comes out under every schedule, in the simula
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import HALVES, Run, holds_for_examples, needs_compiler
+from executors import HALVES, Run, holds_for_examples, hostile_schedules, needs_compiler
 from finishing import of_lists
 from poison import call
 from test_sm90 import ALIGNED, GPU90, SIM90, FewBlocks, FewBlocksGpu, half, on_sm90, plan_of, with_fewest_tiles
 
 import cuflash
-from cuflash import DeviceSpec, masks, sim
+from cuflash import DeviceSpec, masks
 from cuflash.planning.plan import KernelPlan
 
 
@@ -153,10 +152,8 @@ def test_any_number_of_blocks_ends(run: Run, name: str, most: int) -> None:
 @pytest.mark.parametrize("name", ["blocks of 128", "one block a row", "causal blocks of 256", "bits", "grouped heads"])
 def test_gradients_are_within_their_bounds_under_every_schedule(name: str) -> None:
     example = half(STRUCTURES[name])
-    orders = itertools.product(("round_robin", "random", "priorities", "first_warp", "last_warp"), ("late", "random"))
-    for seed, (order, copies) in enumerate(orders):
-        schedule = sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=bool(seed % 2))
-        assert_all_right(example, SIM90, FewBlocks(schedule, most=1 + seed % 3))
+    for schedule in hostile_schedules(name):
+        assert_all_right(example, SIM90, FewBlocks(schedule, most=1 + schedule.seed % 3))
 
 
 @holds_for_examples(on_sm90, longest=500, tile=128, most_rows=1200, most_scores=1 << 18, widest=128, max_leaves=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from cuflash.planning.launches import DqTurns
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import HALVES, Run, holds_for_examples, needs_compiler
+from executors import HALVES, Run, holds_for_examples, hostile_schedules, needs_compiler
 from finishing import KeyTile, finishing_order, on_few_processors, taken_order
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ from poison import call
 from test_sm90 import ALIGNED, SIM90, FewBlocks, FewBlocksGpu, half, on_sm90, plan_of, planned
 
 import cuflash
-from cuflash import DeviceSpec, masks, sim
+from cuflash import DeviceSpec, masks
 
 ORDERS = st.builds(
     DqTurns, places=st.integers(1, 5), ahead=st.integers(0, 3), behind=st.integers(1, 4), left=st.just(0)
@@ -205,11 +204,9 @@ def test_any_number_of_blocks_ends(run: Run, name: str, most: int) -> None:
 @pytest.mark.parametrize("name", ["dense", "causal", "causal, 128 columns", "more keys", "grouped heads"])
 def test_gradients_are_within_their_bounds_under_every_schedule(name: str) -> None:
     example = half(STRUCTURES[name])
-    orders = itertools.product(("round_robin", "random", "priorities", "first_warp", "last_warp"), ("late", "random"))
     with on_few_processors():
-        for seed, (order, copies) in enumerate(orders):
-            schedule = sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=bool(seed % 2))
-            machine = FewBlocks(schedule, most=1 + seed % 3)
+        for schedule in hostile_schedules(name):
+            machine = FewBlocks(schedule, most=1 + schedule.seed % 3)
             assert_within_bounds(example, **call(example, SIM90, machine, margin=ALIGNED))
 
 

@@ -105,7 +105,7 @@ def test_arrays_on_a_gpu_without_cupy_name_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(compiling, "_warned", True)
     device = to_device(Q)
-    with pytest.raises(RuntimeError, match=r"CuPy is missing .*pip install 'cuflash\[cuda13\]'"):
+    with pytest.raises(RuntimeError, match=r"CuPy is missing .*pip install '\.\[cuda13\]'"):
         cuflash.attention(device, device, device)
 
 

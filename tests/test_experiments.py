@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import cuflash
 import numpy as np
 import pytest
 from cuflash.compiler.nvrtc import Resources
@@ -870,7 +873,19 @@ def test_the_simulator_is_timed_and_runs_under_every_schedule(load) -> None:
     assert (schedules["runs"], schedules["reports"], schedules["other_bits"]) == (3, 0, 0)
 
 
-def test_tables_are_written_between_their_marks(load, harness: ModuleType, tmp_path: Path) -> None:
+@pytest.fixture
+def committed(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the commit and other machine columns of rows that are written from then on."""
+    machine = harness.machine()
+
+    def of(commit: str = "abc1234", **columns: str) -> None:
+        monkeypatch.setattr(harness, "machine", lambda: machine | {"commit": commit} | columns)
+
+    of()
+    return of
+
+
+def test_tables_are_written_between_their_marks(load, harness: ModuleType, committed, tmp_path: Path) -> None:
     tables = load("tables")
     row = {"mask": "butterfly", "seqlen": 8, "made": "work list", "ms": 1.25, "peak_mib": 0.5}
     harness.write_csv(tmp_path / "mask_compile.csv", [row])
@@ -884,11 +899,27 @@ def test_tables_are_written_between_their_marks(load, harness: ModuleType, tmp_p
     page = readme.read_text()
     assert page.startswith("before\n<!-- table:mask-compile -->\n") and page.endswith("<!-- /table -->\nafter\n")
     assert "| butterfly | 8 | work list | 1.25 | 0.5 |  |" in page and "stale" not in page
-    assert harness.machine()["cpu"] in page
+    assert harness.machine()["cpu"] in page and "commit abc1234" in page
+
+
+def test_rows_of_a_tree_that_was_not_committed_are_left_out(
+    load, harness: ModuleType, committed, tmp_path: Path
+) -> None:
+    page, path = "<!-- table:mask-compile -->\n<!-- /table -->\n", tmp_path / "mask_compile.csv"
+    row = {"mask": "butterfly", "seqlen": 8, "made": "work list", "ms": 1.25}
+    committed("abc1234-dirty")
+    harness.write_csv(path, [row], ("mask",))
+    written = load("tables").written(page, tmp_path)
+    assert "There is no row of a committed tree." in written and "butterfly" not in written
+    committed("fed4321")
+    harness.write_csv(path, [row | {"mask": "causal"}], ("mask",))
+    written = load("tables").written(page, tmp_path)
+    assert "| causal |" in written and "butterfly" not in written
+    assert "*Left out: 1 row was measured on a tree with uncommitted changes (abc1234-dirty).*" in written
 
 
 def test_a_table_without_a_result_says_so_and_one_of_several_runs_names_each(
-    load, harness: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load, harness: ModuleType, committed, tmp_path: Path
 ) -> None:
     tables = load("tables")
     page = "<!-- table:speed-vs-peers -->\n<!-- /table -->\n"
@@ -897,17 +928,26 @@ def test_a_table_without_a_result_says_so_and_one_of_several_runs_names_each(
     tables.draw_plots(tmp_path)
     assert not list(tmp_path.iterdir())
     rows = peer_rows(load, harness, full=(2.0, {"sdpa_flash": 3.0}))
-    machine, path, names = harness.machine(), tmp_path / "speed_vs_peers.csv", load("speed_vs_peers").CASE
+    path, names = tmp_path / "speed_vs_peers.csv", load("speed_vs_peers").CASE
     for gpu in ("NVIDIA H100", "NVIDIA H200"):
-        monkeypatch.setattr(harness, "machine", lambda gpu=gpu: machine | {"gpu": gpu})
+        committed(gpu=gpu)
         harness.write_csv(path, rows, (*names, "peer"))
     written = tables.written(page, tmp_path)
     for gpu in ("h100", "h200"):
-        assert f"NVIDIA {gpu.upper()}, bfloat16, TFLOP/s:" in written
-        assert f"(experiments/results/speed_vs_peers_nvidia-{gpu}_bfloat16.png)" in written
-    assert written.count("*" + machine["cpu"]) == 2
+        assert f"#### NVIDIA {gpu.upper()}, bfloat16, served by sm80" in written
+        assert f"(../experiments/results/speed_vs_peers_nvidia-{gpu}_bfloat16_sm80.png)" in written
+    assert written.count("abc1234") == 2
     tables.draw_plots(tmp_path)
     assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_pages_and_committed_plots_show_the_results(load) -> None:
+    tables = load("tables")
+    for page in tables.PAGES:
+        tables.update(page, tables.RESULTS, check=True)
+    shown = {name for page in tables.PAGES for name in re.findall(r"results/([\w-]+\.png)", page.read_text("utf-8"))}
+    sizes = {name: (tables.RESULTS / name).stat().st_size for name in shown}
+    assert "peers_lead.png" in sizes and max(sizes.values()) <= 200 * 1024
 
 
 def test_an_unknown_table_is_named(load, tmp_path: Path) -> None:
@@ -977,7 +1017,7 @@ def test_what_cannot_be_compared_is_named(
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["speed_vs_peers", "block_sparsity", "gpu_proof"])
+@pytest.mark.parametrize("name", ["speed_vs_peers", "block_sparsity", "gpu_proof", "score_functions"])
 def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, capsys, monkeypatch, name: str) -> None:
     for package in ("cupy", "torch"):
         monkeypatch.setitem(sys.modules, package, None)
@@ -990,8 +1030,11 @@ def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, ca
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("speed_vs_peers", {}), ("block_sparsity", {"gpu": True}), ("tile_sweep", {"gpu": True}), ("gpu_proof", {})],
-)
+    [
+        ("speed_vs_peers", {}), ("block_sparsity", {"gpu": True}), ("tile_sweep", {"gpu": True}), ("gpu_proof", {}),
+        ("score_functions", {}),
+    ],
+)  # fmt: skip
 def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.MonkeyPatch, name: str, options) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     experiment = load(name)
@@ -1094,14 +1137,16 @@ def test_records_have_the_columns_in_order_and_the_ratio_is_theirs_over_ours(loa
     assert (second["ratio"], second["graphs"], second["note"]) == (None, "flex", "flex: not there")
 
 
-def test_means_are_geometric_over_the_best_peers(load, harness: ModuleType) -> None:
+def test_who_leads_is_a_geometric_mean_over_the_best_peers(load, harness: ModuleType) -> None:
     experiment = load("speed_vs_peers")
     rows = peer_rows(
         load, harness, full=(2.0, {"sdpa_flash": 3.0, "flex": 1.0}), causal=(1.0, {"sdpa_flash": 2.0}),
         blocks128_0__5=(1.0, {"flex": 4.0}), blocks64_0__5=(1.0, {"flex": 9.0}), blocks32_0__5=(None, {"flex": 9.0}),
     )  # fmt: skip
-    means = {mask: mean for (_, _, mask), mean in experiment.means(rows).items()}
-    assert means == {"full": (0.5, 2), "causal": (2.0, 2), "random blocks": (pytest.approx(6.0), 4)}
+    assert experiment.leads(rows, experiment.mask_kind) == {
+        "full": (0.5, 0.5, 0.5, 2, 0), "causal": (2.0, 2.0, 2.0, 2, 2),
+        "random blocks": (pytest.approx(6.0), 4.0, 9.0, 4, 4),
+    }  # fmt: skip
     header, lines = experiment.summary(rows)
     assert header[5:] == ["cuflash", "of matmul", "sdpa_flash", "flex", "best peer / ours"]
     flops = load("workloads").flops("forward", "full", seqlen=1024, batch=2, num_heads=4, head_dim=64)
@@ -1109,7 +1154,51 @@ def test_means_are_geometric_over_the_best_peers(load, harness: ModuleType) -> N
         "forward", "64", "full", "1024", "sm80", f"{flops / 2e9:.0f}", f"{flops / 2e9 / 700:.2f}",
         f"{flops / 3e9:.0f}", f"{flops / 1e9:.0f}", "0.50",
     ]  # fmt: skip
-    assert lines[-1] == ["forward", "", "random blocks", "mean of 4", "sm80", "", "", "", "", "6.00"]
+
+
+def published_rows(load, harness: ModuleType, commit: str, date: str, request: str = "", **times) -> list[dict]:
+    """Rows of one commit, as they are read from a file."""
+    place = {"commit": commit, "date": date, "gpu": "NVIDIA H100", "cpu": "Xeon", "cores": "16", "request": request}
+    rows = peer_rows(load, harness, **times)
+    return [{name: "" if x is None else str(x) for name, x in (row | place).items()} for row in rows]
+
+
+def test_auto_and_a_family_by_name_are_two_tables(load, harness: ModuleType) -> None:
+    times = {"full": (2.0, {"sdpa_flash": 3.0})}
+    rows = published_rows(load, harness, "abc1234", "2026-01-01", "auto", **times)
+    rows += published_rows(load, harness, "abc1234", "2026-01-01", "sm80", **times)
+    rows += published_rows(load, harness, "abc1234", "2026-01-01", **times)
+    titles = re.findall("^#### (.*)", load("peer_tables").tables(rows), re.MULTILINE)
+    how = ('kernel="auto"', 'kernel="sm80"', "served by sm80")
+    assert titles == [f"NVIDIA H100, bfloat16, {each}" for each in how]
+
+
+def test_a_line_of_peers_is_of_one_commit_and_who_leads_is_computed(load, harness: ModuleType) -> None:
+    """An older commit with more cases is shown whole, in place of the newer one's single peer."""
+    peers = load("peer_tables")
+    old = published_rows(load, harness, "01d", "2026-01-01", full=(2.0, {"sdpa_flash": 3.0}))
+    new = published_rows(load, harness, "1234ef", "2026-01-02", full=(2.0, {"sdpa_flash": 1.0}))
+    dirty = published_rows(load, harness, "ab-dirty", "2026-01-03", causal=(2.0, {"sdpa_flash": 1.0}))
+    written = peers.tables([*old, *new[:1], *dirty])
+    assert "| forward | full | sm80 | 2 | 1.50 | 1.50 | 1.50 | 2 of 2 | 01d | 2026-01-01 |" in written
+    assert "1234ef" not in written
+    assert "*Missing, since no committed tree has measured them with the rest: " in written
+    assert "forward 64 causal 1024; forward 64 causal 4096.*" in written
+    assert "(ab-dirty).*" in written
+    both = peers.tables([*old, *new])
+    assert "| 0.50 | 0.50 | 0.50 | 0 of 2 | 1234ef | 2026-01-02 |" in both and "01d" not in both
+    sentence = peers.lead([*old, *new])
+    assert "FlashAttention-2 takes, in the geometric mean, 0.50 times as long as cuflash in the forward" in sentence
+    assert "cuflash is the fastest in 0 of 2 cases; commit 1234ef, 2026-01-02)" in sentence
+
+
+def test_rows_of_several_commits_are_refused_in_one_line(load) -> None:
+    published = load("published")
+    one, other = {"commit": "abc1234"}, {"commit": "fed4321"}
+    assert published.of_one_commit([one, one], "a line") == [one, one]
+    for rows in ([one, other], [{"commit": "abc1234-dirty"}], [{"commit": ""}]):
+        with pytest.raises(ValueError, match="the line 'a line' must be of one commit"):
+            published.of_one_commit(rows, "a line")
 
 
 @pytest.mark.parametrize(
@@ -1262,3 +1351,16 @@ def test_the_readme_of_the_data_tells_the_same_hash() -> None:
         provenance = json.loads(str(archive["provenance"]))
     readme = (EXPERIMENTS / "data" / "README.md").read_text()
     assert provenance["weights_sha256"] in readme and provenance["date"] in readme
+
+
+def test_every_timed_score_is_a_call_with_the_gradients_that_it_names(load) -> None:
+    experiment = load("score_functions")
+    *operands, do = (x.astype(np.float32) for x in experiment.inputs(2, 40, 8))
+    plain = cuflash.attention(*operands)
+    for name, case in experiment.CASES.items():
+        arrays = case.arrays(2, 40)
+        o, vjp = cuflash.attention_vjp(*operands, wrt=case.wrt, **case.options(arrays))
+        assert o.shape == plain.shape and not np.array_equal(o, plain), name
+        gradients = vjp(do)
+        for wanted in case.wrt:
+            assert gradients[wanted].shape == arrays[wanted].shape and gradients[wanted].any(), name

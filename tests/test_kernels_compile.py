@@ -6,7 +6,6 @@ CUFLASH_PROFILE=long compiles all; the ci profile as many as show each kernel wi
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -26,6 +25,8 @@ from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
 from cuflash.planning.families.family import DIMS
 from cuflash.planning.routing import FAMILIES
+from cuflash.planning.sinks import gradient_spec
+from executors import is_long
 
 # One chip for each size of shared memory and each set of instructions that we use.
 CHIPS = ("T4", "A100", "RTX 3090", "L4", "H100", "B200", "RTX 5090")
@@ -87,11 +88,22 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
     return specs
 
 
+def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
+    """The kernels that a sink takes beside or in the place of one without it."""
+    if spec.name in ("naive_softmax", "sm90_backward_statistics"):
+        found = {gradient_spec(spec.accumulator, spec)}
+    else:
+        found = {gradient_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
+    takes_it = spec.entry in ("forward", "combine", "softmax") and not spec.is_split
+    return found | ({replace(spec, has_sink=True)} if takes_it else set())
+
+
 def every_target() -> list[tuple[KernelSpec, str]]:
     """Each specification for equal dimensions, with the architecture of the chip that it was chosen for."""
     targets = []
     for chip in CHIPS:
-        for spec in sorted(every_spec(chip, zip(DIMS, DIMS)), key=str):
+        specs = every_spec(chip, zip(DIMS, DIMS))
+        for spec in sorted(specs.union(*map(with_sinks, specs)), key=str):
             with suppress(UnsupportedProblem):  # the chip lacks the family or its instructions
                 targets.append((spec, room.architecture(spec, DeviceSpec.gpu(chip).compute_capability)))
     return targets
@@ -99,7 +111,7 @@ def every_target() -> list[tuple[KernelSpec, str]]:
 
 def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
     """All; or few that have whatever one of them has: always the one next that adds the most."""
-    if os.environ.get("CUFLASH_PROFILE") == "long":
+    if is_long():
         return targets
     # What a target adds never grows: one that still adds what it did is the best.
     heap = [(-len(covers(target)), number) for number, target in enumerate(targets)]
@@ -179,14 +191,14 @@ def test_warps_share_the_products_of_gradients_and_registers_hold_their_sums(pre
         assert sums <= {"ieee": 208, "tf32": 192, "tf32x3": 144}[precision], str(spec)
 
 
-@pytest.mark.parametrize(
-    ("precision", "dims", "limit"),
-    [
-        ("ieee", (96, 96), (16, 128)), ("ieee", (96, 96), (32, 128)), ("ieee", (32, 192), (16, 64)),
-        ("tf32", (96, 96), (16, 64)), ("tf32", (96, 192), None), ("tf32", (32, 256), None),
-        ("tf32x3", (96, 96), (16, 64)), ("tf32x3", (192, 192), (16, 64)), ("tf32x3", (96, 192), None),
-    ],
+FLAT_OR_WIDE = (
+    ("ieee", (96, 96), (16, 128)), ("ieee", (96, 96), (32, 128)), ("ieee", (32, 192), (16, 64)),
+    ("tf32", (96, 96), (16, 64)), ("tf32", (96, 192), None), ("tf32", (32, 256), None),
+    ("tf32x3", (96, 96), (16, 64)), ("tf32x3", (192, 192), (16, 64)), ("tf32x3", (96, 192), None),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(("precision", "dims", "limit"), FLAT_OR_WIDE[:: 1 if is_long() else 3])
 def test_gradients_of_few_warps_and_wide_rows_do_not_spill(precision: str, dims: tuple[int, int], limit: Limit) -> None:
     """Where blocks of a list are flat, or rows of 96 are shared by few: up to 5750 bytes, or no kernel at all."""
     assert faults(room.cubin(gradients(precision, dims, limit), "sm_90")) == []

@@ -1,4 +1,4 @@
-"""NaN and infinities go where the README's rule has them go: on executors, in families and walks, and by parts."""
+"""NaN and infinities follow the rule of docs/semantics.md: on executors, in families and walks, and by parts."""
 
 from __future__ import annotations
 

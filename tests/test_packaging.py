@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-pytest.importorskip("setuptools", "70.1", reason="building needs setuptools 70.1: pip install 'cuflash[test]'")
+pytest.importorskip("setuptools", "70.1", reason="building needs setuptools 70.1: pip install '.[test]'")
 pytestmark = pytest.mark.slow
 
 # Beside the CUDA sources there is no __init__.py; a copy with such a folder shows that they will be packed.

@@ -44,6 +44,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "masks.Lengths": lambda: masks.Lengths(q=30, kv=np.array(17)),
     "masks.Mask": lambda: masks.Causal() & ~masks.SlidingWindow(2, 2) | masks.Lengths(kv=3),
     "masks.PrefixLM": lambda: masks.PrefixLM(7),
+    "masks.Sequences": lambda: masks.Sequences.of([17, 0, 23], causal=True),
     "masks.SlidingWindow": lambda: masks.SlidingWindow(4, None),
     "masks.Sparse": lambda: masks.Sparse(scipy.sparse.eye_array(40)),
     "a pattern on blocks": lambda: patterns.strided(2).on_blocks(8, mirrored=True) ^ masks.Band(0, 3),
@@ -121,7 +122,22 @@ COMPILED = compiling.Compiled(
 )  # fmt: skip
 H100 = DeviceSpec.gpu("H100")
 
+
+def used_cache() -> cuflash.KVCache:
+    cache = cuflash.KVCache(
+        batch=2, num_kv_heads=2, head_dim=8, capacity=40, dtype=np.float32, page_size=16, num_pages=5
+    )
+    cache.append(*np.ones((2, 2, 2, 20, 8), np.float32), counts=[20, 0])
+    cache.fork(0, 1)
+    cache.attention(np.ones((2, 2, 1, 8), np.float32))
+    return cache
+
+
 # Everything that a call hands out, once it has been used.
+def decayed(s: Any, b: Any, h: Any, i: Any, j: Any, slope: Any) -> Any:
+    return s - slope[h] * abs(i - j)
+
+
 OBJECTS: dict[str, Callable[[], Any]] = {
     **{name: lambda make=make: used_mask(make) for name, make in MASKS.items()},
     **{f"{name}, resolved": lambda make=make: used_mask(lambda: make().resolve(SHAPE)) for name, make in MASKS.items()},
@@ -131,7 +147,12 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "CompileError": lambda: cuflash.CompileError("simt_forward", "sm_90", "error: expected a ;", "text.cu"),
     "DeviceSpec": lambda: H100,
     "Recall": lambda: cuflash.recall(Q, K, V, masks.Band(0, 9)),
+    "KVCache": used_cache,
     "Gradients": lambda: cuflash.attention_vjp(Q, K, V)[1](DO),
+    "Score": lambda: cuflash.Score(decayed, slope=np.arange(2.0)),
+    "a composed score of the library": lambda: (
+        cuflash.scores.relative_position(np.ones((2, 8)), 16, bidirectional=True) @ cuflash.scores.softcap(5.0)
+    ),
     "ShapeDtype": lambda: cuflash.ShapeDtype((2, 3), "float16"),
     "UnsupportedProblem": lambda: raised(lambda: cuflash.attention(Q, K[..., :3], V, scale=float("nan"))),
     "testing.Example": used_example,
@@ -171,6 +192,10 @@ def told(value: Any) -> Any:
         return type(value), told(value.toarray(**SHAPE._asdict())) if _fits(value) else repr(value)
     if isinstance(value, Exception):
         return type(value), value.args, str(value), getattr(value, "reasons", None)
+    if isinstance(value, cuflash.Score):
+        return str(value), value.program, value.numbers, told(dict(value.arrays))
+    if isinstance(value, cuflash.KVCache):
+        return type(value), repr(value), list(map(told, (value.k, value.v, value.lengths, value.block_table)))
     if dataclasses.is_dataclass(value):
         return type(value), {field.name: told(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_exact_probes, assert_within_bounds
-from executors import HALVES, Run, holds_for_examples, needs_compiler
+from executors import HALVES, Run, holds_for_examples, hostile_schedules, needs_compiler
 from poison import STRUCTURES, PoisonedGpu, call
 from test_sm90 import (
     ALIGNED, GPU90, SIM90, TILES, Ends, FewBlocks, FewBlocksGpu, Watched, half, of_dims, plan_of, planned,
@@ -126,10 +125,8 @@ def test_all_bits_are_the_same_under_every_schedule(name: str) -> None:
     assert walks_twice(plan_of(example, SIM_REPEATS))
     expected = call(example, SIM_REPEATS, margin=ALIGNED)
     assert_within_bounds(example, **expected)
-    orders = itertools.product(("round_robin", "random", "priorities", "first_warp", "last_warp"), ("late", "random"))
-    for seed, (order, copies) in enumerate(orders):
-        schedule = sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=bool(seed % 2))
-        found = call(example, SIM_REPEATS, FewBlocks(schedule, most=1 + seed % 3), margin=ALIGNED)
+    for schedule in hostile_schedules(name):
+        found = call(example, SIM_REPEATS, FewBlocks(schedule, most=1 + schedule.seed % 3), margin=ALIGNED)
         assert all(found[each].tobytes() == expected[each].tobytes() for each in GRADIENTS), schedule
 
 

@@ -17,8 +17,10 @@ from cuflash.compiler import params_layout as records
 from cuflash.compiler import nvrtc as compiling
 from cuflash.compiler import source as room
 from cuflash.planning.spec import KernelSpec
+from cuflash.scores import Score
 
 Make = Callable[..., KernelSpec]
+CAPPED = Score(lambda s, b, h, i, j, slope: 2 * np.tanh(s) * slope[h], slope=np.ones(3, np.float32))
 CHANGED = {
     "family": "sm90",
     "entry": "spills",
@@ -38,6 +40,9 @@ CHANGED = {
     "is_packed": True,
     "precision": "tf32",
     "is_watched": True,
+    "has_sink": True,
+    "score": CAPPED.program,
+    "score_wrt": ("slope",),
 }
 
 
@@ -53,7 +58,7 @@ def test_equal_specifications_give_equal_texts(kernels: Path, spec: Make) -> Non
 @pytest.mark.parametrize("field", KernelSpec.__slots__)
 def test_every_field_changes_the_text(kernels: Path, spec: Make, field: str) -> None:
     shutil.copy(kernels / "simt" / "plain.cu", kernels / "sm90" / "plain.cu")
-    plain = spec("plain")
+    plain = spec("plain", score=CAPPED.program if field == "score_wrt" else None)
     assert room.source(replace(plain, **{field: CHANGED[field]})) != room.source(plain)
 
 

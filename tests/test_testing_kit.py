@@ -100,7 +100,7 @@ def test_structures_have(name):
     "kind",
     [
         masks.Causal, masks.SlidingWindow, masks.Lengths, masks.PrefixLM, masks.Documents, masks.Dilated,
-        masks.BlockPattern, masks.Dense, masks.FromFunction, And, Or, Not,
+        masks.BlockPattern, masks.Dense, masks.FromFunction, masks.Sequences, And, Or, Not,
     ],
 )  # fmt: skip
 def test_masks_are_of_every(kind):
@@ -124,6 +124,7 @@ MASKS = {
     "another mask for another batch entry": lambda mask: np.diff(mask.toarray(**SHAPE._asdict()), axis=0).any(),
     "lengths for each batch entry": lambda mask: isinstance(mask, masks.Lengths) and np.ndim(mask.kv) == 1,
     "documents out of order": lambda mask: isinstance(mask, masks.Documents) and (np.diff(mask.q_ids) < 0).any(),
+    "sequences with keys of their own": lambda mask: isinstance(mask, masks.Sequences) and mask.kv_offsets is not None,
     "unequal blocks": lambda mask: isinstance(mask, masks.BlockPattern) and mask.block[0] != mask.block[1],
 }
 

@@ -170,11 +170,13 @@ JUNK = {**NUMBERS, **ARRAYS, **FOREIGN, **OTHERS}
 GOOD: dict[str, Any] = {
     "q": an_array(), "k": an_array(), "v": an_array(), "do": an_array(), "dlse": an_array(2, 10), "mask": None,
     "causal": False, "window": None, "scale": None, "kernel": "auto", "executor": "auto", "precision": "ieee",
-    "deterministic": False, "return_lse": False, "device": None, "out": None, "product_dtype": None, "probable": False,
+    "deterministic": False, "sink": an_array(2), "wrt": "sink", "return_lse": False, "device": None, "out": None,
+    "product_dtype": None, "probable": False,
 }  # fmt: skip
 O, LSE = cuflash.attention(GOOD["q"], GOOD["k"], GOOD["v"], return_lse=True)
 READY = cuflash.plan(GOOD["q"], GOOD["k"], GOOD["v"])
 VJP = cuflash.attention_vjp(GOOD["q"], GOOD["k"], GOOD["v"])[1]
+WITH_SINK = cuflash.plan(GOOD["q"], GOOD["k"], GOOD["v"], sink=GOOD["sink"], wrt="sink")
 SIM = cuflash.plan(GOOD["q"], GOOD["k"], GOOD["v"], executor="sim")
 H100 = DeviceSpec.gpu("H100")
 INDEX = BlockIndex.from_blocks
@@ -204,11 +206,14 @@ def given_to(call: Callable[..., Any], *names: str) -> tuple[Callable[..., Any],
 
 OPTIONS = ("mask", "causal", "window", "scale", "kernel", "executor", "precision", "deterministic")
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "attention": given_to(cuflash.attention, "q", "k", "v", *OPTIONS, "out", "return_lse"),
-    "attention_vjp": given_to(cuflash.attention_vjp, "q", "k", "v", *OPTIONS, "out", "return_lse"),
+    "attention": given_to(cuflash.attention, "q", "k", "v", *OPTIONS, "sink", "out", "return_lse"),
+    "attention_vjp": given_to(cuflash.attention_vjp, "q", "k", "v", *OPTIONS, "sink", "out", "return_lse"),
+    "wrt": given_to(lambda wrt: cuflash.attention_vjp(O, O, O, sink=GOOD["sink"], wrt=wrt), "wrt"),
     "vjp": given_to(VJP, "do", "dlse"),
-    "plan": given_to(cuflash.plan, "q", "k", "v", *OPTIONS, "device"),
-    "plan for a GPU": given_to(planned_elsewhere, "q", "k", "v", *OPTIONS),
+    "plan": given_to(cuflash.plan, "q", "k", "v", *OPTIONS, "sink", "device"),
+    "plan for a GPU": given_to(planned_elsewhere, "q", "k", "v", *OPTIONS, "sink"),
+    "forward with a sink": (lambda sink: WITH_SINK.forward(O, O, O, sink=sink), {"sink": GOOD["sink"]}),
+    "backward with a sink": (lambda sink: WITH_SINK.backward(O, O, O, O, O, LSE, sink=sink), {"sink": GOOD["sink"]}),
     "Executable.forward": given_to(READY.forward, "q", "k", "v", "out"),
     "Executable.backward": given_to(READY.backward, "do", "q", "k", "v", "o", "lse", "dlse"),
     "forward on the simulator": given_to(SIM.forward, "q", "k", "v", "out"),
@@ -216,7 +221,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "recall": given_to(cuflash.recall, "q", "k", "v", "mask", "causal", "scale"),
     "merge": (cuflash.merge, {"outs": [O, O], "lses": [LSE, LSE]}),
     "error_bound": given_to(
-        cuflash.error_bound, "q", "k", "v", "do", "dlse", *OPTIONS[:4], "precision", "product_dtype", "probable"
+        cuflash.error_bound, "q", "k", "v", "do", "dlse", *OPTIONS[:4], "sink", "precision", "product_dtype", "probable"
     ),
     "BlockIndex.from_mask": (
         BlockIndex.from_mask,

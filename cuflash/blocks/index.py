@@ -28,33 +28,18 @@ from .report import IndexReport
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class BlockIndex:
-    """Which blocks of the score matrix are absent, full or partial, and what the partial ones hold.
+    """The blocks of a mask: absent, full or partial, and the elements of the partial ones.
 
     Indices of one block size combine by ``& | ^ - ~`` to an index. An index and a mask, a boolean array, a scipy.sparse
     array of elements or a function of (b, h, i, j), on either side, combine to a mask. Indices are equal if they allow
     the same elements in the same blocks.
 
-    >>> from cuflash import masks
-    >>> index = BlockIndex.from_mask(masks.Causal(), 8, 8, block=2)
-    >>> print(index.picture())
-    ▒···
-    █▒··
-    ██▒·
-    ███▒
-    >>> index.to_scipy().toarray()
-    array([[2, 0, 0, 0],
-           [1, 2, 0, 0],
-           [1, 1, 2, 0],
-           [1, 1, 1, 2]], dtype=uint8)
-    >>> index
-    <BlockIndex of 6 full and 4 partial blocks of 2 x 2, 62.5 % of all
-        with lengths (8, 8), batch 1, num_heads 1>
-
-    Attributes
+    Parameters
     ----------
     seqlen_q, seqlen_kv : int
+        Lengths in tokens.
     block : (int, int)
-        block_q and block_kv in tokens; the last of a side may be cut off by the length.
+        Sizes block_q and block_kv in tokens; the length may cut off the last block of a side.
     batch, num_heads : int
         1 where the index serves every batch entry or head; batch counts the leading axes as one, in C order.
     indptr : int32 array [batch * num_heads * num_q_blocks + 1]
@@ -76,6 +61,21 @@ class BlockIndex:
     how many entries there are: lists then have room for the whole grid, zeros stand behind the last entry, and each
     block has a bit tile of its own. What shows an index or counts its entries (`num_entries`, `row_counts`, `report`,
     `picture`, `to_scipy`) waits and copies; nothing else does.
+
+    Examples
+    --------
+    >>> from cuflash import masks
+    >>> index = BlockIndex.from_mask(masks.Causal(), 8, 8, block=2)
+    >>> print(index.picture())
+    ▒···
+    █▒··
+    ██▒·
+    ███▒
+    >>> index.to_scipy().toarray()
+    array([[2, 0, 0, 0],
+           [1, 2, 0, 0],
+           [1, 1, 2, 0],
+           [1, 1, 1, 2]], dtype=uint8)
     """
 
     seqlen_q: int
@@ -116,6 +116,11 @@ class BlockIndex:
         num_heads : int
             Number of query heads, where the mask differs from head to head.
 
+        Returns
+        -------
+        BlockIndex
+            The index, in arrays where the mask's arrays are.
+
         Raises
         ------
         TypeError
@@ -123,6 +128,14 @@ class BlockIndex:
         UnsupportedProblem
             The mask does not fit the lengths, batch and heads; one of them is not an int of at least 0, or more than
             int32 counts; or the block is not a pair of positive ints.
+
+        Examples
+        --------
+        >>> from cuflash import masks
+        >>> print(BlockIndex.from_mask(masks.SlidingWindow(1, 0), 6, 6, block=2).picture())
+        ▒··
+        ▒▒·
+        ·▒▒
         """
         reasons: list[str] = []
         with collecting(reasons):
@@ -140,10 +153,27 @@ class BlockIndex:
 
     @classmethod
     def from_blocks(cls, blocks: Array, seqlen_q: int, seqlen_kv: int, block: Any) -> BlockIndex:
-        """Whole blocks, from booleans [..., num_q_blocks, num_kv_blocks] with axes (batch, heads) before them.
+        """Make an index of whole blocks.
 
+        Parameters
+        ----------
+        blocks : bool array [..., num_q_blocks, num_kv_blocks]
+            True where the block is kept; the axes before the last two are batch axes and heads.
+        seqlen_q, seqlen_kv : int
+            Lengths in tokens.
+        block : int or (int, int)
+            Size of a block in tokens, or block_q and block_kv.
+
+        Returns
+        -------
+        BlockIndex
+            An index whose blocks are all full.
+
+        Examples
+        --------
         >>> import numpy as np
-        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).num_entries
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.num_entries
         2
         """
         pattern = BlockPattern(blocks, block)
@@ -165,6 +195,11 @@ class BlockIndex:
             Lengths in tokens.
         block : int or (int, int), optional
             block_q and block_kv; a BSR array of elements has its blocksize if it is not given.
+
+        Returns
+        -------
+        BlockIndex
+            An index for every batch entry and head.
 
         Raises
         ------
@@ -241,7 +276,15 @@ class BlockIndex:
 
     @property
     def num_entries(self) -> int:
-        """How many blocks are listed; waits for a device."""
+        """Number of listed blocks; waits for a device.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.num_entries
+        2
+        """
         return len(self.indices) if self.is_on_host else int(to_host(self.indptr[-1:])[0])
 
     @property
@@ -249,8 +292,20 @@ class BlockIndex:
         return namespace(self.indptr) is np
 
     def to(self, convert: Callable[[Array], Array]) -> BlockIndex:
-        """The same index with each array converted: ``index.to(cupy.asarray)`` copies one to the device.
+        """Convert each array: ``index.to(cupy.asarray)`` copies an index to the device.
 
+        Parameters
+        ----------
+        convert : callable
+            Takes an array and returns another.
+
+        Returns
+        -------
+        BlockIndex
+            The same index with the converted arrays.
+
+        Examples
+        --------
         >>> import numpy as np
         >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
         >>> index.to(np.copy).picture() == index.picture()
@@ -261,7 +316,15 @@ class BlockIndex:
 
     @cached_property
     def on_host(self) -> BlockIndex:
-        """The same index in NumPy arrays, without the room behind the last entry; waits for a device and copies."""
+        """The same index in NumPy arrays, without the room behind the last entry; waits for a device and copies.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.on_host is index
+        True
+        """
         if self.is_on_host:
             return self
         here = self.to(to_host)
@@ -270,16 +333,32 @@ class BlockIndex:
 
     @cached_property
     def block_rows(self) -> Array:
-        """Block row of each entry, counted through batch and heads."""
+        """Block row of each entry, counted through batch and heads.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.block_rows
+        array([0, 1])
+        """
         if not self.is_on_host:
             return entry_rows(self.indptr, len(self.indices))
         return np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
 
     def states(self) -> Array:
-        """0 absent, 1 full, 2 partial, as uint8 [batch, num_heads, num_q_blocks, num_kv_blocks].
+        """State of every block of the grid.
 
+        Returns
+        -------
+        uint8 array [batch, num_heads, num_q_blocks, num_kv_blocks]
+            0 for an absent block, 1 for a full one, 2 for a partial one.
+
+        Examples
+        --------
         >>> import numpy as np
-        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).states()[0, 0]
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.states()[0, 0]
         array([[1, 0],
                [0, 1]], dtype=uint8)
         """
@@ -311,7 +390,21 @@ class BlockIndex:
         b, h : int
             Batch entry and head; an index that serves all of them has one.
         elements : bool
-            False: CSR of blocks, 1 full, 2 partial. True: BSR of booleans, exact, its shape padded to whole blocks.
+            Whether the array holds elements instead of blocks.
+
+        Returns
+        -------
+        scipy.sparse.csr_array or scipy.sparse.bsr_array
+            CSR of blocks, 1 for a full one and 2 for a partial one; or BSR of booleans, exact, its shape
+            padded to whole blocks.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.to_scipy().toarray()
+        array([[1, 0],
+               [0, 1]], dtype=uint8)
         """
         if not self.is_on_host:
             return self.on_host.to_scipy(b, h, elements=elements)
@@ -328,7 +421,20 @@ class BlockIndex:
         return scipy.sparse.bsr_array((blocks, cols, rows), shape=shape, blocksize=self.block)
 
     def row_counts(self) -> Array:
-        """How many keys each query attends, int64 [batch, num_heads, seqlen_q], on the host."""
+        """Number of keys that each query attends.
+
+        Returns
+        -------
+        int64 array [batch, num_heads, seqlen_q]
+            The counts, on the host.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.row_counts()
+        array([[[2, 2, 2, 2]]])
+        """
         if not self.is_on_host:
             return self.on_host.row_counts()
         block_q, block_kv = self.block
@@ -350,7 +456,24 @@ class BlockIndex:
     # Sets
 
     def as_mask(self) -> IndexMask | IndexGrid:
-        """The index as a mask, to combine with others or to compile at another block size."""
+        """The index as a mask, to combine it with others or to compile it at another block size.
+
+        Returns
+        -------
+        Mask
+            A mask with the same elements.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> from cuflash import masks
+        >>> (index.as_mask() & masks.Causal()).toarray(4).astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 1, 0],
+               [0, 0, 1, 1]])
+        """
         return IndexMask.of_index(self) if self.is_on_host else IndexGrid(self)
 
     def __and__(self, other: Any) -> Any:
@@ -415,8 +538,15 @@ class BlockIndex:
         return self.transpose()
 
     def transpose(self) -> BlockIndex:
-        """Keys asking queries: block row c lists the query blocks that attend key block c.
+        """Exchange queries and keys: block row c of the result lists the query blocks that attend key block c.
 
+        Returns
+        -------
+        BlockIndex
+            The transposed index.
+
+        Examples
+        --------
         >>> import numpy as np
         >>> index = BlockIndex.from_blocks(np.array([[1, 1], [0, 1]], bool), 4, 4, block=2)
         >>> print(index.transpose().picture())
@@ -460,6 +590,17 @@ class BlockIndex:
             Bytes of one element of q, k and v.
         eligible : BlockIndex, optional
             The denominator of `density`: the causal index, say. Every block of the grid unless given.
+
+        Returns
+        -------
+        IndexReport
+            A record that prints itself.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).report(head_dim=8).density
+        0.5
         """
         if not self.is_on_host:
             return self.on_host.report(head_dim=head_dim, value_dim=value_dim, itemsize=itemsize, eligible=eligible)
@@ -495,7 +636,28 @@ class BlockIndex:
         )
 
     def picture(self, b: int = 0, h: int = 0, *, width: int = 64) -> str:
-        """One batch entry and head as text: █ full, ▒ partial, · absent; coarser when wider than `width` blocks."""
+        """One batch entry and head as text: █ full, ▒ partial, · absent.
+
+        Parameters
+        ----------
+        b, h : int
+            Batch entry and head; an index that serves all of them has one.
+        width : int
+            Most characters of a line; a wider grid is drawn coarser.
+
+        Returns
+        -------
+        str
+            A line for each block row.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> print(index.picture())
+        █·
+        ·█
+        """
         step = max(1, -(-self.num_kv_blocks // whole_number("width", width, 1)))
         return as_text(coarser(self._states_of(b, h), step))
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class IndexReport:
-    """What `BlockIndex.report` counts, summed over the index's batch and heads.
+    """The counts of `BlockIndex.report`, summed over the index's batch and heads.
 
+    Examples
+    --------
     >>> from cuflash import BlockIndex, masks
     >>> index = BlockIndex.from_mask(masks.Causal(), 4, 4, block=2)
     >>> print(index.report(head_dim=8))

@@ -32,7 +32,7 @@ _CUPY_ADDS = {"ftz": True, "device_as_default_execution_space": True}
 
 _KNOWS_NO_CACHE = (12, 9)  # NVRTC: older ones refuse the option
 _WITHOUT_ASKING = 48 << 10  # dynamic shared memory, bytes
-_PACKAGES = "pip install 'cuflash[cuda13]', or [cuda12] for a driver older than CUDA 13"
+_PACKAGES = "pip install '.[cuda13]' in a clone of cuflash, or '.[cuda12]' for a driver older than CUDA 13"
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -229,10 +229,6 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
 def cache_info() -> CacheInfo:
     """What CuPy's cache holds, and what this process compiled.
 
-    >>> info = cache_info()
-    >>> info.nbytes >= info.entries
-    True
-
     Neither CuPy nor CUDA is started.
 
     Returns
@@ -245,6 +241,12 @@ def cache_info() -> CacheInfo:
     ------
     RuntimeError
         The folder cannot be read.
+
+    Examples
+    --------
+    >>> info = cache_info()
+    >>> info.nbytes >= info.entries
+    True
     """
     environment = _environment()
     folder = None if environment.in_memory else environment.cache
@@ -421,10 +423,10 @@ def _load(cupy: Any, spec: KernelSpec, architecture: str) -> tuple[Any, Compiled
     text = source(spec)
     dumped = _dump(spec, architecture, text)
     log = _Log()
-    raw = cupy.RawKernel(text, spec.name, (*_OPTIONS, f"-arch={architecture}"))
+    module = cupy.RawModule(code=text, options=(*_OPTIONS, f"-arch={architecture}"))
     try:
-        raw.compile(log_stream=log)
-        function, said, is_from_cache = raw.kernel, log.getvalue(), not log.is_written
+        module.compile(log_stream=log)
+        function, said, is_from_cache = module.get_function(spec.name).kernel, log.getvalue(), not log.is_written
     except cupy.cuda.compiler.CompileException as error:
         raise _failure(spec, architecture, str(error), version, dumped) from None
     except (OSError, cupy.cuda.driver.CUDADriverError) as error:

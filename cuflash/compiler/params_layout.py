@@ -8,20 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-BATCH_AXES = 3  # as kBatchAxes; further ones take a launch for each of their entries
+from ..planning.launches import BATCH_AXES, MATRICES
+from ..planning.sinks import SINK
 
 _POINTER = np.uint64
-MATRICES = np.dtype(
-    [
-        ("data", _POINTER),
-        ("batch_strides", np.int64, (BATCH_AXES,)),
-        ("head_stride", np.int64),
-        ("row_stride", np.int64),
-        ("column_stride", np.int64),
-        ("is_wide", np.int64),
-    ],
-    align=True,
-)
 SHAPE = np.dtype(
     [
         ("batch", np.int32, (BATCH_AXES,)),
@@ -65,23 +55,26 @@ MAPPED = np.dtype(
 )
 TENSOR_MAPS = np.dtype([(name, MAPPED) for name in MAPPED_ARRAYS])  # beside PARAMS, to kernels of the sm90 family
 ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "next_tile")  # of one number a row
+HEAD_VECTORS = ("sink", "dsink")  # of one number a head
 _RECORDS = {
     "Matrices": MATRICES, "Shape": SHAPE, "Work": WORK, "WholeMatrices": WHOLE, "Parts": PARTS, "Params": PARAMS,
 }  # fmt: skip
 
 
 _MAP_RECORDS = {"Mapped": MAPPED, "TensorMaps": TENSOR_MAPS}
+_SINK_RECORDS = {"Sink": SINK}
 
 
-def assertions(*, host: bool = False, with_maps: bool = False) -> str:
+def assertions(*, host: bool = False, with_maps: bool = False, with_sink: bool = False) -> str:
     """C++ that stops NVRTC, or the host's compiler, where a record of params.cuh is not laid out as its NumPy twin.
 
-    With maps, those of tensor_maps.cuh too.
+    With maps, those of tensor_maps.cuh too; with a sink, that of sink.cuh.
     """
     # NVRTC has no offsetof without headers, but the operator that its front end's own offsetof is made of.
     place = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
     lines = []
-    for record, dtype in (_RECORDS | (_MAP_RECORDS if with_maps else {})).items():
+    records = _RECORDS | (_MAP_RECORDS if with_maps else {}) | (_SINK_RECORDS if with_sink else {})
+    for record, dtype in records.items():
         assert dtype.fields is not None
         for name, (kind, offset, *_) in dtype.fields.items():
             member = "do_" if name == "do" else name

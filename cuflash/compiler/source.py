@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays import BFLOAT16
 from ..planning.spec import KernelSpec
+from . import score_text
 from .params_layout import assertions
 
 KERNELS = Path(__file__).parents[2] / "kernels_cu"
@@ -23,6 +24,8 @@ _ELEMENTS = {
     np.dtype(np.float32): "float",
     np.dtype(np.float64): "double",
 }
+# By field: the argument of a kernel that has the feature, in the order of `Launch.features`.
+_FEATURES = {"has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function"}
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
 _OURS = re.compile(r"\s*<((?:ptx|tile|attention)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
@@ -34,13 +37,15 @@ def constants(spec: KernelSpec) -> str:
     lines = [f"using Element = {_ELEMENTS[spec.dtype]};", f"using Accumulator = {accumulator};"]
     lines.append(f"constexpr int kTf32Products = {_TF32_PRODUCTS[spec.precision]};")
     for field in fields(spec)[3:]:
-        if field.name == "precision":
+        if field.name == "precision" or field.name.startswith("score"):
             continue
         name = "".join(word.capitalize() for word in field.name.split("_"))
         value = getattr(spec, field.name)
         kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
         lines.append(f"constexpr {kind} k{name} = {text};")
-    return "\n".join(["namespace cuflash::config {", *lines, "}  // namespace cuflash::config", ""])
+    features = "".join(f", const __grid_constant__ {each}" for name, each in _FEATURES.items() if getattr(spec, name))
+    lines = ["namespace cuflash::config {", *lines, "}  // namespace cuflash::config"]
+    return "\n".join([*lines, f"#define CUFLASH_FEATURES {features}", ""])
 
 
 @lru_cache(maxsize=1024)
@@ -51,10 +56,21 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     """
     seen: set[str] = set()
     types = "".join(_flattened("ptx/types.cuh", seen, host))
+    score = "" if spec.score is None else _score(spec, seen, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", seen, host))
     maps = "attention/tensor_maps.cuh"
-    layout = f'#line 1 "cuflash/records.py: assertions()"\n{assertions(host=host, with_maps=maps in seen)}'
-    return f"// {spec}\n{types}{constants(spec)}{entry}{layout if 'attention/params.cuh' in seen else ''}"
+    made = assertions(host=host, with_maps=maps in seen, with_sink=spec.has_sink)
+    layout = f'#line 1 "cuflash/records.py: assertions()"\n{made}'
+    return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in seen else ''}"
+
+
+def _score(spec: KernelSpec, seen: set[str], host: bool) -> str:
+    """The score function of a specification, with the functions that it calls; it stands for a file of kernels_cu/."""
+    assert spec.score is not None
+    seen.add("attention/score_function.cuh")
+    functions = "".join(_flattened("attention/score_math.cuh", seen, host))
+    printed = score_text.text(spec.score, spec.score_wrt)
+    return f'{functions}#line 1 "cuflash/compiler/score_text.py: text()"\n{printed}'
 
 
 def flatten(path: str, *, host: bool = False) -> str:

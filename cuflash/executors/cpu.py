@@ -24,6 +24,7 @@ from ..blocks.work_list import ListedWork, Segment, WorkList
 from ..planning.host import HostTiling
 from ..planning.plan import KernelPlan
 from .blas import on_one_thread
+from .tile_scores import TileScores, coordinates
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -36,7 +37,8 @@ def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None)
 
 
 def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None) -> None:
-    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
+    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...] over the broadcast leading axes, and dsink
+    [*batch, heads] and gradients of a score function's arrays if they are among the arrays."""
     lse = arrays["lse"]
     empty = lse == -np.inf
     # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
@@ -44,7 +46,14 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None
         lse_2 = np.where(empty, np.inf, lse * LOG2_E).astype(plan.problem.accumulator, copy=False)
     own = {"lse_2": lse_2, "delta": np.empty_like(lse_2), "empty": empty if empty.any() else None}
     call = _Call.of(plan, **arrays, **own)
-    _run(call.tiling, (call.backward_rows, call.row_tiles()), (call.backward_columns, call.column_tiles()))
+    rows, columns = (call.backward_rows, call.row_tiles()), (call.backward_columns, call.column_tiles())
+    if call.score is not None and call.score.adds_gradients:
+        _run(call.tiling, rows, in_order=True)  # sums of many tiles in one array must not depend on which is done first
+        _run(call.tiling, columns)
+    else:
+        _run(call.tiling, rows, columns)
+    if "dsink" in arrays:
+        arrays["dsink"][...] = call.sink_gradient()
 
 
 class _Step(NamedTuple):
@@ -79,6 +88,8 @@ class _Tile(NamedTuple):
     visits: tuple[_Visit, ...]
 
 
+_OF_HEADS = ("sink", "dsink")  # of one number a head
+_OF_SCORE = ("score.", "dscore.")  # names of a score function's arrays and of their gradients start so
 _Place: TypeAlias = tuple[int, int]  # batch entry, head
 _Where: TypeAlias = tuple[Any, ...]  # an index that takes rows [tiles, rows, ...] of several matrices
 
@@ -98,23 +109,30 @@ class _Call:
     wide: Any  # the accumulator's scalar type
     group_size: int
     q_factor: float
-    score_factor: float  # a power of two, at least 1; times q_factor it is scale log2(e)
+    score_factor: float  # a power of two, at least 1; times q_factor it is scale log2(e), with a score function scale
+    score: TileScores | None = None
 
     @classmethod
     def of(cls, plan: KernelPlan, **arrays: Array | None) -> _Call:
         problem, batch = plan.problem, plan.problem.batch
         broadcast = {}
+        score = None if problem.score is None else TileScores.of(problem, arrays)
         for name, array in arrays.items():
-            if array is not None:
+            if name.startswith(_OF_SCORE):
+                continue
+            if array is not None and name in _OF_HEADS:
+                broadcast[name] = np.broadcast_to(array, problem.heads_shape())
+            elif array is not None:
                 rank = 1 + problem.has_heads + (name not in ("lse", "lse_2", "dlse", "delta", "empty"))
                 full = (*batch, *array.shape[array.ndim - rank :])
                 view = array if array.shape == full else np.broadcast_to(array, full)
                 broadcast[name] = view if problem.has_heads else view[None]
         wide = problem.accumulator.type
-        mantissa, exponent = math.frexp(wide(problem.scaling.scale * LOG2_E))
+        unit = LOG2_E if score is None else 1.0
+        mantissa, exponent = math.frexp(wide(problem.scaling.scale * unit))
         lift = max(exponent, 0)
         factors = math.ldexp(mantissa, exponent - lift), 2.0**lift
-        return cls(plan, broadcast, tuple(np.ndindex(batch)), wide, problem.group_size, *factors)
+        return cls(plan, broadcast, tuple(np.ndindex(batch)), wide, problem.group_size, *factors, score)
 
     @property
     def tiling(self) -> HostTiling:
@@ -189,6 +207,8 @@ class _Call:
         for steps in _together(tiles):
             keys = self.where(kv_places, [step.rows for step in steps])
             s = self.scores(self.read("k", keys), q, scratch[0])
+            if self.score is not None:
+                self.score.apply(s, self._row_places(tiles, steps))
             self._mask_keys(tiles, steps, s, -np.inf)
             new_max = s.max(axis=-2) if o_acc is None else np.maximum(row_max, s.max(axis=-2))
             shift = np.maximum(new_max, np.finfo(self.wide).min)  # -inf - (-inf) must not arise
@@ -204,8 +224,14 @@ class _Call:
                 o_acc += p_v
             row_max = new_max
         divisor = np.maximum(row_sum, 1)  # where there is a key, the greatest score adds 1; else o is 0 and lse -inf
-        self.write("o", rows, 0 if o_acc is None else np.divide(o_acc, divisor[..., None], out=o_acc))
-        self.write("lse", rows, row_max * self.wide(LN_2) + np.log(divisor))
+        o = np.zeros((), self.wide) if o_acc is None else np.divide(o_acc, divisor[..., None], out=o_acc)
+        lse = row_max * self.wide(LN_2) + np.log(divisor)
+        if "sink" in self.arrays:
+            factor, lse = _with_sink(lse, self.read("sink", rows[:-1]).reshape(len(tiles), 1))
+            factor = np.broadcast_to(factor, (len(tiles), tiles[0].rows.stop - tiles[0].rows.start))
+            o = o * factor[..., None]
+        self.write("o", rows, o)
+        self.write("lse", rows, lse)
 
     def backward_rows(self, tiles: list[_Tile], scratch: Array) -> None:
         """delta = rowsum(dO * O) - dlse of tiles of queries, and their dQ."""
@@ -221,10 +247,21 @@ class _Call:
             keys = self.where(kv_places, [step.rows for step in steps])
             k = self.read("k", keys)
             s, dp = self.scores(k, q, scratch[0]), _product(self.read("v", keys), do, scratch[1])
-            _, ds = _score_gradient(lse_2, delta, s, dp)
-            self._mask_keys(tiles, steps, ds, 0)
+            if self.score is None:
+                _, ds = _score_gradient(lse_2, delta, s, dp)
+                self._mask_keys(tiles, steps, ds, 0)
+            else:
+                mask = partial(self._mask_keys, tiles, steps, value=0)
+                _, ds = self.score.gradients(s, dp, lse_2, delta, self._row_places(tiles, steps), mask, adds=True)
             dq = _plus(dq, ds.swapaxes(-1, -2) @ k)
         self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.scaling.scale))
+
+    def sink_gradient(self) -> Array:
+        """dsink [*batch, heads]: minus the sum over queries of the sink's weight times delta."""
+        sink = self.arrays["sink"].astype(self.wide)[..., None]
+        with np.errstate(all="ignore"):
+            terms = np.exp(sink - self.arrays["lse"]) * self.arrays["delta"]
+            return -np.where(sink == -np.inf, self.wide(0), terms).sum(axis=-1)
 
     def backward_columns(self, tiles: list[_Tile], scratch: Array) -> None:
         """dK and dV of tiles of keys, summed over the query heads that share them."""
@@ -239,17 +276,28 @@ class _Call:
                 q, do = self.read_queries(rows), self.read_gradients(rows)
                 lse_2, delta = self.read("lse_2", rows), self.read("delta", rows)
                 s, dp = self.scores(k, q, scratch[0]), _product(v, do, scratch[1])
-                p, ds = _score_gradient(lse_2, delta, s, dp)
-                self._mask_queries(tiles, places, steps, p, ds)
+                if self.score is None:
+                    p, ds = _score_gradient(lse_2, delta, s, dp)
+                    self._mask_queries(tiles, places, steps, p, ds)
+                else:
+                    mask = partial(self._mask_queries, tiles, places, steps)
+                    at = coordinates(places, [step.rows for step in steps], [tile.rows for tile in tiles])
+                    p, ds = self.score.gradients(s, dp, lse_2, delta, at, mask, adds=False)
                 dv, dk = _plus(dv, p @ do), _plus(dk, ds @ q)
-        # q carries scale log2(e) / score_factor; dK wants scale.
-        self.write("dk", keys, 0 if dk is None else dk * self.wide(LN_2 * self.score_factor))
+        # q carries scale log2(e) / score_factor, or with a score function scale / score_factor; dK wants scale.
+        natural = LN_2 if self.score is None else 1.0
+        self.write("dk", keys, 0 if dk is None else dk * self.wide(natural * self.score_factor))
         self.write("dv", keys, 0 if dv is None else dv)
 
     def _rows_of(self, tiles: list[_Tile]) -> tuple[_Where, list[_Place]]:
         """The rows of tiles of queries, and the key/value heads that these read."""
         rows = self.where([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
         return rows, [(tile.b, tile.h // self.group_size) for tile in tiles]
+
+    def _row_places(self, tiles: list[_Tile], steps: tuple[_Step, ...]) -> tuple[Array, ...]:
+        """b, h, i and j of the scores of tiles of queries."""
+        places = [(tile.b, tile.h) for tile in tiles]
+        return coordinates(places, [tile.rows for tile in tiles], [step.rows for step in steps])
 
     def _mask_keys(self, tiles: list[_Tile], steps: tuple[_Step, ...], x: Array, value: float) -> None:
         """Set scores, or dS, of masked keys to a value."""
@@ -259,14 +307,14 @@ class _Call:
                 np.copyto(x[number, here], value, where=outside)
 
     def _mask_queries(
-        self, tiles: list[_Tile], places: list[_Place], steps: tuple[_Step, ...], p: Array, ds: Array
+        self, tiles: list[_Tile], places: list[_Place], steps: tuple[_Step, ...], *weights: Array
     ) -> None:
-        """Set P and dS of masked queries to 0."""
+        """Set P, or P and dS, of masked queries to 0."""
         for number, (tile, place, step) in enumerate(zip(tiles, places, steps)):
             for segment, here in step.partial:
                 outside = _outside(self.plan.work, place, segment, slice(*segment[:2]), tile.rows)
-                np.copyto(p[number, :, here], 0, where=outside)
-                np.copyto(ds[number, :, here], 0, where=outside)
+                for x in weights:
+                    np.copyto(x[number, :, here], 0, where=outside)
 
 
 def _together(tiles: list[_Tile], head: int = 0) -> Iterator[tuple[_Step, ...]]:
@@ -299,6 +347,17 @@ def _product(keys: Array, queries: Array, scratch: Array) -> Array:
 
 def _plus(total: Array | None, term: Array) -> Array:
     return term if total is None else np.add(total, term, out=total)
+
+
+def _with_sink(lse: Array, sink: Array) -> tuple[Array, Array]:
+    """What a row's o is multiplied by, and its lse, once (o, lse) is merged with (0, sink)."""
+    top = np.maximum(lse, sink)  # NaN if either is
+    shift = np.where(top == -np.inf, 0, top).astype(lse.dtype, copy=False)  # -inf - (-inf) must not arise
+    weight = np.exp(lse - shift)
+    total = weight + np.exp(sink - shift)
+    is_sink = sink != -np.inf
+    factor = np.where(is_sink, weight / total, 1).astype(lse.dtype, copy=False)
+    return factor, np.where(is_sink, shift + np.log(total), lse)
 
 
 def _score_gradient(lse_2: Array, delta: Array, s: Array, dp: Array) -> tuple[Array, Array]:
@@ -397,12 +456,12 @@ def _scratch(tiling: HostTiling) -> Iterator[Array]:
         _spare_scratch.append(memory)
 
 
-def _run(tiling: HostTiling, *passes: _Pass) -> None:
+def _run(tiling: HostTiling, *passes: _Pass, in_order: bool = False) -> None:
     """Every tile of each pass once, one pass after the other, on the plan's number of threads.
 
-    The tiles of a pass write to places of their own.
+    The tiles of a pass write to places of their own, or are done in order on one thread, beside BLAS's own.
     """
-    if tiling.num_workers == 1:
+    if tiling.num_workers == 1 or in_order:
         for step, tiles in passes:
             _drain(tiling, step, _batches(tiling, tiles), threading.Lock(), threading.Event())
         return

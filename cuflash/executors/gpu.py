@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import starmap
 from operator import and_, attrgetter
 from types import MappingProxyType
@@ -26,7 +26,7 @@ from .launch import BoundPass, Lists, run
 from .params import View
 from .tensor_map import Template, Tiles, encoded, template
 
-_COLD = "call plan.compile() before the capture, then run the same plan inside it"
+_COLD = "make the same call once, or call plan.compile() before the capture, then run the same plan inside it"
 
 
 def current_device() -> DeviceSpec:
@@ -81,8 +81,9 @@ class _Resident:
 
     def settle(self) -> None:
         """Wait, once, until the arrays are there for every stream and for captures."""
-        self._made.synchronize()
-        self._is_made = True
+        if not self._is_made:
+            self._made.synchronize()
+            self._is_made = True
 
     @property
     def has_guests(self) -> bool:
@@ -114,7 +115,10 @@ _PER_THREAD = 2  # cudaStreamPerThread
 
 
 class Gpu:
-    """The current CUDA device, through CuPy, as what runs kernels."""
+    """The current CUDA device as what runs kernels: compiled by CuPy, on CuPy's arrays and stream.
+
+    A subclass has another library's arrays and stream in their place.
+    """
 
     def __init__(self) -> None:
         self._resident: WeakKeyDictionary[WorkList, dict[int, _Resident]] = WeakKeyDictionary()
@@ -122,13 +126,41 @@ class Gpu:
         self._zeroed: dict[tuple[int, Workspace], dict[int, Array]] = {}
         self._lock = threading.Lock()
 
-    address = attrgetter("data.ptr")
+    address: Callable[[Array], int] = attrgetter("data.ptr")
 
     def stream(self) -> Any:
         """CuPy's current stream."""
         import cupy
 
         return cupy.cuda.get_current_stream()
+
+    def maker(self, shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
+        """A function that allocates an array on the device that is current now, in C order."""
+        import cupy
+
+        return partial(cupy.empty, shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new array of zeros on the current device."""
+        import cupy
+
+        return cupy.zeros(shape, dtype)
+
+    def sent(self, array: Array) -> Array:
+        """An array of a work list on the current device."""
+        import cupy
+
+        return cupy.asarray(array)
+
+    def layout(self, array: Array) -> Array:
+        """What has the shape, dtype, strides and address of an array by the names that CuPy gives them."""
+        return array
+
+    def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
+        """Hold what a captured call allocated, and with `pins` its plan, since each replay writes there."""
+        _captured.setdefault(plan, []).extend(arrays)
+        if pins:
+            hold(plan)
 
     def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
         """A function that makes the workspaces of a call on a stream.
@@ -141,27 +173,22 @@ class Gpu:
 
         device, needs = cupy.cuda.runtime.getDevice(), list(workspaces.values())
         zeroed = [self._zeroed.setdefault((device, each), {}) if each.is_zeroed else None for each in needs]
+        makers = [self.maker(each.shape, each.dtype) for each in needs]
 
         def allocate(stream: Any) -> list[Array]:
             made = []
-            for workspace, kept in zip(needs, zeroed):
+            for workspace, kept, make in zip(needs, zeroed, makers):
                 if kept is None:
-                    made.append(self.empty(workspace.shape, workspace.dtype))
+                    made.append(make())
                 elif stream.is_capturing() or stream.ptr == _PER_THREAD:
-                    made.append(cupy.zeros(workspace.shape, workspace.dtype))
+                    made.append(self.zeros(workspace.shape, workspace.dtype))
                 else:
                     if stream.ptr not in kept:
-                        kept.setdefault(stream.ptr, cupy.zeros(workspace.shape, workspace.dtype))
+                        kept.setdefault(stream.ptr, self.zeros(workspace.shape, workspace.dtype))
                     made.append(kept[stream.ptr])
             return made
 
         return allocate
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for a workspace."""
-        import cupy
-
-        return cupy.empty(shape, dtype)
 
     def lists(self, work: WorkList) -> Lists:
         """The arrays of a work list on the current device, put there once."""
@@ -182,7 +209,7 @@ class Gpu:
             if number not in residents:
                 for _ in range(len(self._leaving)):
                     self._release(self._leaving.popleft())
-                arrays = {name: cupy.asarray(array) for name, array in work.lists.items()}
+                arrays = {name: self.sent(array) for name, array in work.lists.items()}
                 residents[number] = _Resident(cupy, arrays)
                 finalize(work, self._retire, residents[number]).atexit = False
             return residents[number]
@@ -199,11 +226,11 @@ class Gpu:
     def tensor_map(self, tiles: Tiles) -> Template:
         return template(encoded, tiles)
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...]], None]:
-        """A function that launches a kernel, compiled and loaded now, on CuPy's current stream."""
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:
+        """A function (arguments, stream) that launches a kernel, compiled and loaded now."""
         function = _function(spec, shared_bytes)
         blocks, threads = (grid,), (spec.num_threads,)
-        return lambda arguments: function(blocks, threads, arguments, shared_bytes)
+        return lambda arguments, stream: function(blocks, threads, arguments, shared_bytes, stream)
 
     def wait(self, launch: Launch) -> None:
         """Wait until a launch has ended.
@@ -306,6 +333,7 @@ def bind(
     results: Mapping[str, ShapeDtype],
     *,
     pins: bool = False,
+    machine: Gpu | None = None,
 ) -> Callable[..., list[Array]]:
     """A pass as a function for arrays of one layout on the current device: without checks, but for alignment.
 
@@ -317,6 +345,8 @@ def bind(
         Results, which each call allocates.
     pins : bool
         Whether memory that a captured call uses is kept for ever, because its caller does not hold the plan.
+    machine : Gpu, optional
+        The library of the arrays; CuPy unless given. `given` needs no more than their layouts.
 
     Returns
     -------
@@ -328,25 +358,26 @@ def bind(
     UnsupportedProblem
         The function returned does, of arrays that do not start at a multiple of their item size.
     """
-    import cupy
-
+    machine = machine or _GPU
     _compile_at_once(kernels)
     views = *starmap(View.of, given.items()), *starmap(View.of_new, results.items())
-    bound = BoundPass(plan, kernels, views, _GPU)
+    bound = BoundPass(plan, kernels, views, machine)
     names, odd = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
-    new = [(result.shape, result.dtype) for result in results.values()]
-    current_stream, empty = cupy.cuda.get_current_stream, cupy.empty
+    makers = [machine.maker(result.shape, result.dtype) for result in results.values()]
+    current_stream, address, layout, keep_captured = (
+        machine.stream, machine.address, machine.layout, machine.keep_captured
+    )  # fmt: skip
 
     def call(*arrays: Array) -> list[Array]:
-        if any(map(and_, [array.data.ptr for array in arrays], odd)):
-            raise UnsupportedProblem(reason for pair in zip(names, arrays) for reason in layout_reasons(*pair))
+        if any(map(and_, map(address, arrays), odd)):
+            raise UnsupportedProblem(
+                reason for name, array in zip(names, arrays) for reason in layout_reasons(name, layout(array))
+            )
         stream = current_stream()
-        made = [empty(shape, dtype) for shape, dtype in new]
+        made = [make() for make in makers]
         workspaces = bound([*arrays, *made], stream)
         if stream.is_capturing():
-            _captured.setdefault(plan, []).extend([*made, *workspaces])
-            if pins:
-                _pinned.add(plan)
+            keep_captured(plan, [*made, *workspaces], pins)
         return made
 
     return call
@@ -368,7 +399,7 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check 
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
     assert plan.kernels is not None
     run_pass(plan, plan.kernels.backward, arrays, check)
-    keep(plan, *(arrays[name] for name in ("dq", "dk", "dv")))
+    keep(plan, *(arrays[name] for name in plan.gradients))
 
 
 _captured: WeakKeyDictionary[KernelPlan, list[Array]] = WeakKeyDictionary()
@@ -386,4 +417,9 @@ def keep(plan: KernelPlan, *arrays: Array) -> None:
 def pin(plan: KernelPlan) -> None:
     """Hold a plan that nobody else may hold for ever, if a graph needs what it keeps."""
     if plan in _captured:
-        _pinned.add(plan)
+        hold(plan)
+
+
+def hold(plan: KernelPlan) -> None:
+    """Keep a plan, and with it the arrays of its work list, for ever."""
+    _pinned.add(plan)

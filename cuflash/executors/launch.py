@@ -34,7 +34,7 @@ class Machine(Protocol):
         """The address of an array's first element, as a kernel sees it."""
 
     def stream(self) -> Any:
-        """The current stream, on which `launcher` and `allocator` work."""
+        """The current stream, on which `allocator` works."""
 
     def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
         """A function that makes the workspaces of one call on a stream."""
@@ -45,8 +45,8 @@ class Machine(Protocol):
     def tensor_map(self, tiles: Tiles) -> Template:
         """The tensor map, but for its address, of arrays of one layout."""
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...]], None]:
-        """A function that launches a kernel on the current stream with the arguments it is given."""
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:
+        """A function (arguments, stream) that launches a kernel."""
 
     def wait(self, launch: Launch) -> None:
         """Wait until a launch has ended; raises RuntimeError where it failed."""
@@ -77,6 +77,7 @@ class BoundPass:
         self._allocate = machine.allocator(kernels.workspaces)
         grids = [(launch, launch.grid(num_batch)) for launch in kernels.launches.values()]
         self.launches = tuple((launch, grid) for launch, grid in grids if grid)
+        self._zeroed = tuple(self._names.index(name) for name in kernels.zeroed)
         names = [feature.name for feature in kernels.features]
         self._launchers = [
             (
@@ -93,10 +94,13 @@ class BoundPass:
         made = self._allocate(stream) if check is None else self._checked_workspaces(check)
         every = [*arrays, *made]
         self._lists.use(stream)
+        for place in self._zeroed:
+            every[place].fill(0)
         records = self._params.at(list(map(self._machine.address, every)))
         for launch, params_of, features, start in self._launchers:
             for record in records:
-                start(params_of(record) + tuple(record[place] for place in features) if features else params_of(record))
+                arguments = params_of(record)
+                start(arguments + tuple(record[place] for place in features) if features else arguments, stream)
             if check is not None:
                 self._machine.wait(launch)
                 named = dict(zip(self._names, every))

@@ -15,18 +15,17 @@ from ..arrays import Array, ShapeDtype
 from ..blocks.work_list import IntervalWork, WorkList
 from ..compiler.params_layout import (
     ARRAYS,
-    BATCH_AXES,
+    HEAD_VECTORS,
     LISTS,
     MAPPED,
     MAPPED_ARRAYS,
-    MATRICES,
     PARAMS,
     PART_ARRAYS,
     ROW_VECTORS,
     TENSOR_MAPS,
     WHOLE_ARRAYS,
 )
-from ..planning.launches import Feature, Workspace
+from ..planning.launches import BATCH_AXES, MATRICES, Feature, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.problem import Problem
 from .tensor_map import Template, Tiles
@@ -135,7 +134,7 @@ class Records:
             kernels.order.kv_heads_per_group, kernels.num_splits, problem.group_size * finished,
             *rounds, _softmax_scale(problem),
         )  # fmt: skip
-        parts = {feature.name: _numbers(feature) for feature in features}
+        parts = {feature.name: _numbers(feature, views) for feature in features}
         within = {name: record[part] for part, names in _WITHIN.items() for name in names}
         within |= {name: parts[feature.name] for feature in features for name in feature.dtype.names or ()}
         templates = []
@@ -171,11 +170,15 @@ class Records:
         return ParamsBuffer(templates, slices)
 
 
-def _numbers(feature: Feature) -> Any:
-    """A feature's record with its numbers, and without its arrays."""
+def _numbers(feature: Feature, views: tuple[View, ...]) -> Any:
+    """A feature's record with its numbers and its tables' strides, and without addresses."""
     record = np.zeros((), feature.dtype)
     for name, value in feature.values.items():
         record[name] = value
+    for view in views:
+        if view.name in feature.tables and f"{view.name}_strides" in (feature.dtype.names or ()):
+            steps = zip(view.shape, view.strides)
+            record[f"{view.name}_strides"] = [step // view.dtype.itemsize * (extent != 1) for extent, step in steps]
     return record
 
 
@@ -248,6 +251,9 @@ def _softmax_scale(problem: Problem) -> float:
 def _strides(view: View, plan: KernelPlan) -> tuple[int, ...]:
     """Strides in elements over (*batch, heads, rows, columns), 0 where an axis is broadcast or not there."""
     problem = plan.problem
+    if view.name in HEAD_VECTORS:
+        of_axes = [0 if extent == 1 else step // view.dtype.itemsize for step, extent in zip(view.strides, view.shape)]
+        return (*[0] * (len(problem.heads_shape()) - len(of_axes)), *of_axes, 0, 0)
     columns = () if view.name in ROW_VECTORS else (view.shape[-1],)
     rank = 1 + problem.has_heads + len(columns)
     steps = [step // view.dtype.itemsize for step in view.strides]

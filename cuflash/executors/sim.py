@@ -65,8 +65,8 @@ class Simulator:
     def tensor_map(self, tiles: Tiles) -> Template:
         return template(simulated, tiles)
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...]], None]:
-        return lambda arguments: self.launch(spec, grid, shared_bytes, arguments)
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:
+        return lambda arguments, stream: self.launch(spec, grid, shared_bytes, arguments)
 
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
         """Run a kernel to its end."""

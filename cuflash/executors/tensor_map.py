@@ -124,7 +124,8 @@ def encoded(tiles: Tiles, address: int) -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise RuntimeError(f"cuda-bindings is missing ({error}): pip install 'cuflash[cuda13]'") from error
+        fix = "pip install '.[cuda13]' in a clone of cuflash"
+        raise RuntimeError(f"cuda-bindings is missing ({error}): {fix}") from error
     rank, words = len(tiles.shape), driver.cuuint32_t
     code, made = driver.cuTensorMapEncodeTiled(
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_NAMES[_TYPES[tiles.dtype]]}"),

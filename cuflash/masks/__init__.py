@@ -1,4 +1,4 @@
-"""Masks as mathematics: who may see whom.
+"""Masks describe which keys each query attends.
 
 Frozen descriptions, combined by ``& | ^ - ~``. A mask holds no lengths but those it is about, so one mask serves many
 problems; what it can be asked stands in `Mask`.
@@ -17,6 +17,7 @@ from .block_pattern import BlockPattern
 from .diagonal import Causal, Dilated, PrefixLM, SlidingWindow
 from .documents import Documents
 from .lengths import Lengths
+from .sequences import Sequences
 from .shape import MaskShape
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Mask",
     "MaskShape",
     "PrefixLM",
+    "Sequences",
     "SlidingWindow",
     "Sparse",
 ]

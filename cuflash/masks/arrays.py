@@ -24,16 +24,18 @@ from .shape import MaskShape
 class Dense(Mask):
     """A boolean array, True = attend.
 
+    Parameters
+    ----------
+    allowed : bool array
+        Broadcasts against (*batch, num_heads, seqlen_q, seqlen_kv) by NumPy's rules.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> Dense(np.eye(3, dtype=bool)).toarray(3).astype(int)
     array([[1, 0, 0],
            [0, 1, 0],
            [0, 0, 1]])
-
-    Parameters
-    ----------
-    allowed : bool array
-        Broadcasts against (*batch, num_heads, seqlen_q, seqlen_kv) by NumPy's rules.
     """
 
     allowed: Array
@@ -153,10 +155,6 @@ class SparseElements(BlockSet):
 class FromFunction(Mask):
     """Any rule, as a function of the four coordinates.
 
-    >>> FromFunction(lambda b, h, i, j: (i + j) % 2 == 0).toarray(2, 3).astype(int)
-    array([[1, 0, 1],
-           [0, 1, 0]])
-
     Parameters
     ----------
     function : callable (b, h, i, j) -> bool array
@@ -168,6 +166,12 @@ class FromFunction(Mask):
     Every element is evaluated, tile by tile, never sampled. The function runs as given: it is code, not data.
     Coordinates are NumPy arrays unless the rule is combined with masks whose arrays are on a device; the answer must
     be an array of their kind.
+
+    Examples
+    --------
+    >>> FromFunction(lambda b, h, i, j: (i + j) % 2 == 0).toarray(2, 3).astype(int)
+    array([[1, 0, 1],
+           [0, 1, 0]])
     """
 
     function: Callable[[Array, Array, Array, Array], Array]

@@ -24,7 +24,7 @@ from .shape import MaskShape, block_pair, shape_reasons
 
 @dataclass(frozen=True, eq=False)
 class Mask(Described):
-    """Who may see whom: True where query i of head h in batch entry b attends key j.
+    """Base of all masks: True where query i of head h in batch entry b attends key j.
 
     Masks combine by ``&`` (both allow), ``|`` (either allows), ``^`` (exactly one allows), ``-`` (the first allows and
     the second does not) and ``~`` (not allowed). The other operand, on either side, may also be a block index, a
@@ -32,15 +32,6 @@ class Mask(Described):
     ``and``, ``or`` and ``not`` would call it.
 
     Masks that hold no arrays compare by value and can be hashed; array contents are never hashed or copied.
-
-    >>> (Band(None, 0) - (lambda b, h, i, j: i == 2)).toarray(3).astype(int)
-    array([[1, 0, 0],
-           [1, 1, 0],
-           [0, 0, 0]])
-    >>> bool(Band(None, 0))
-    Traceback (most recent call last):
-        ...
-    TypeError: a mask has no truth value: combine masks with & | ^ - ~ instead of and, or, not
 
     Notes
     -----
@@ -53,6 +44,17 @@ class Mask(Described):
     are compared with their types, and by no ``__eq__`` or ``__hash__`` of the subclass. A subclass whose answers depend
     on what it does not hold, a global variable or what a closure captured, must not be such a dataclass: the library
     cannot tell when they change.
+
+    Examples
+    --------
+    >>> (Band(None, 0) - (lambda b, h, i, j: i == 2)).toarray(3).astype(int)
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [0, 0, 0]])
+    >>> bool(Band(None, 0))
+    Traceback (most recent call last):
+        ...
+    TypeError: a mask has no truth value: combine masks with & | ^ - ~ instead of and, or, not
     """
 
     __array_priority__ = 1000.0  # above the arrays of NumPy and CuPy, which so leave operators to masks
@@ -80,22 +82,63 @@ class Mask(Described):
         return (lo <= j) & (j < hi)
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals | None:
-        """``lo, hi`` such that row i attends exactly the keys lo <= j < hi; None without such a closed form.
+        """Row intervals of the mask, if each row attends one run of keys.
 
-        For fixed b and h, lo and hi never decrease with i; that makes rows and columns, rectangles and the
-        transposed question closed forms too. An empty row is one with lo >= hi.
+        For fixed b and h, lo and hi never decrease with i. This makes rows and columns, rectangles and the transposed
+        mask closed forms too. An empty row is one with lo >= hi.
+
+        Parameters
+        ----------
+        b, h, i : int arrays
+            Batch entry, head and query; they broadcast. b counts the leading axes as one, in C order.
+
+        Returns
+        -------
+        (array, array) or None
+            ``lo, hi`` such that row i attends exactly the keys lo <= j < hi; None without such a closed form.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> lo, hi = Band(-1, 0).intervals(0, 0, np.arange(3))
+        >>> lo.tolist(), hi.tolist()
+        ([-1, 0, 1], [1, 2, 3])
         """
         return None
 
     @property
     def has_intervals(self) -> bool:
-        """Whether `intervals` answers at all."""
+        """Whether `intervals` has an answer.
+
+        Examples
+        --------
+        >>> Band(-1, 0).has_intervals, (~Band(-1, 0)).has_intervals
+        (True, False)
+        """
         return self.intervals(0, 0, 0) is not None
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
-        """``may, must`` for rectangles of rows i0 <= i < i1 and keys j0 <= j < j1, none of them empty.
+        """Decide rectangles of rows i0 <= i < i1 and keys j0 <= j < j1, none of them empty, without visiting elements.
 
-        Not ``may`` proves that no element is allowed, ``must`` proves that all are. ``(True, False)`` is always right.
+        Parameters
+        ----------
+        b, h : int arrays
+            Batch entry and head.
+        i0, i1, j0, j1 : int arrays
+            Bounds of rows and keys; all arguments broadcast.
+
+        Returns
+        -------
+        may : bool array
+            False proves that no element of the rectangle is allowed.
+        must : bool array
+            True proves that every element of it is allowed. ``(True, False)`` is always right.
+
+        Examples
+        --------
+        >>> may, must = Band(None, 0).rectangle(0, 0, 4, 8, 0, 4)       # queries 4 to 7, keys 0 to 3
+        >>> bool(may), bool(must)
+        (True, True)
         """
         first, last = self.intervals(b, h, i0), self.intervals(b, h, i1 - 1)
         if first is None or last is None:
@@ -105,18 +148,41 @@ class Mask(Described):
         return may, must
 
     def resolve(self, shape: MaskShape) -> Mask:
-        """The same mask in absolute coordinates for this shape: alignments become offsets, arrays are checked.
+        """The same mask in absolute coordinates for a shape: alignments become offsets, and arrays are checked.
+
+        Parameters
+        ----------
+        shape : MaskShape
+            The shape that the mask is used for.
+
+        Returns
+        -------
+        Mask
+            A mask with the same elements for that shape.
 
         Raises
         ------
         UnsupportedProblem
             An alignment is needed and not given, or an array's shape does not fit.
+
+        Examples
+        --------
+        >>> from cuflash import masks
+        >>> masks.Causal("bottom_right").resolve(MaskShape((), 1, 2, 5))
+        Band(lower=None, upper=3)
         """
         return self
 
     @property
     def natural_block(self) -> tuple[int, int] | None:
-        """The block size the mask is made of, if it is made of blocks."""
+        """The block size that the mask is made of, if it is made of blocks.
+
+        Examples
+        --------
+        >>> from cuflash import patterns
+        >>> patterns.butterfly(256, block=32).natural_block
+        (32, 32)
+        """
         return None
 
     def on_blocks(self, block: int | tuple[int, int], *, mirrored: bool = False) -> Mask:
@@ -335,8 +401,15 @@ class Mask(Described):
 
 @dataclass(frozen=True, eq=False)
 class Band(Mask):
-    """Keys with lower <= j - i <= upper, in absolute coordinates; None is unlimited.
+    """A query i attends the keys j with lower <= j - i <= upper, in absolute coordinates.
 
+    Parameters
+    ----------
+    lower, upper : int or None
+        Bounds of j - i, inclusive; None is unlimited.
+
+    Examples
+    --------
     >>> Band(-1, 0).toarray(3).astype(int)
     array([[1, 0, 0],
            [1, 1, 0],
@@ -368,7 +441,18 @@ class Band(Mask):
 
     @property
     def transposed(self) -> Band:
-        """The band of keys seen from the queries: lower <= i - j <= upper."""
+        """The band of keys seen from the queries: lower <= i - j <= upper.
+
+        Returns
+        -------
+        Band
+            The transposed band.
+
+        Examples
+        --------
+        >>> Band(-1, 3).transposed
+        Band(lower=-3, upper=1)
+        """
         return Band(_negated(self.upper), _negated(self.lower))
 
 

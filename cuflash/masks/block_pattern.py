@@ -22,19 +22,21 @@ from .shape import MaskShape, block_pair
 class BlockPattern(Mask):
     """Whole blocks kept or dropped.
 
-    >>> import numpy as np
-    >>> BlockPattern(np.array([[1, 0], [1, 1]], bool), block=2).toarray(3, 4).astype(int)
-    array([[1, 1, 0, 0],
-           [1, 1, 0, 0],
-           [1, 1, 1, 1]])
-
     Parameters
     ----------
     blocks : bool array [..., num_q_blocks, num_kv_blocks], or 2-D scipy.sparse array
         True, or stored and not zero, where the block is kept; the axes before the last two broadcast over
         (*batch, num_heads).
     block : int or (int, int)
-        block_q and block_kv, in tokens. The last block of either side may be cut off by the length.
+        Size of a block in tokens, or block_q and block_kv. The length may cut off the last block of either side.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> BlockPattern(np.array([[1, 0], [1, 1]], bool), block=2).toarray(3, 4).astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 1]])
     """
 
     blocks: Array

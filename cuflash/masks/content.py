@@ -24,6 +24,8 @@ class Described:
     def to(self, convert: Callable[[Array], Array]) -> Self:
         """The same description with each array converted: ``mask.to(cupy.asarray)`` copies them to the device.
 
+        Examples
+        --------
         >>> import numpy as np
         >>> from cuflash import masks
         >>> (masks.Lengths(kv=np.array([3, 5])) & masks.Causal()).to(np.copy)

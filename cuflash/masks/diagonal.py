@@ -53,19 +53,21 @@ def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Causal(_Aligned):
-    """A query sees no later key.
+    """Each query attends the keys up to its diagonal, and no later one.
 
+    Parameters
+    ----------
+    align : "bottom_right", "top_left" or None
+        Whether the last query meets the last key or the first the first. None is refused when the lengths differ.
+
+    Examples
+    --------
     >>> Causal("bottom_right").toarray(2, 4).astype(int)
     array([[1, 1, 1, 0],
            [1, 1, 1, 1]])
     >>> Causal("top_left").toarray(2, 4).astype(int)
     array([[1, 0, 0, 0],
            [1, 1, 0, 0]])
-
-    Parameters
-    ----------
-    align : "bottom_right", "top_left" or None
-        Whether the last query meets the last key or the first the first. None is refused when the lengths differ.
     """
 
     align: str | None = None
@@ -78,11 +80,6 @@ class Causal(_Aligned):
 class SlidingWindow(_Aligned):
     """A query sees `left` keys before its diagonal, the diagonal, and `right` keys after it.
 
-    >>> SlidingWindow(1, 0).toarray(3).astype(int)
-    array([[1, 0, 0],
-           [1, 1, 0],
-           [0, 1, 1]])
-
     Parameters
     ----------
     left, right : int or None
@@ -90,6 +87,13 @@ class SlidingWindow(_Aligned):
         w + 1 keys.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
+
+    Examples
+    --------
+    >>> SlidingWindow(1, 0).toarray(3).astype(int)
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [0, 1, 1]])
     """
 
     left: int | None
@@ -108,13 +112,6 @@ class SlidingWindow(_Aligned):
 class Dilated(_Aligned):
     """A query sees every `dilation`-th key, counted from its diagonal (Longformer, arXiv 2004.05150, section 3.1).
 
-    >>> Dilated(2, 1, 1).toarray(5).astype(int)
-    array([[1, 0, 1, 0, 0],
-           [0, 1, 0, 1, 0],
-           [1, 0, 1, 0, 1],
-           [0, 1, 0, 1, 0],
-           [0, 0, 1, 0, 1]])
-
     Parameters
     ----------
     dilation : int
@@ -123,6 +120,15 @@ class Dilated(_Aligned):
         Steps of `dilation` on either side, inclusive; None is unlimited.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
+
+    Examples
+    --------
+    >>> Dilated(2, 1, 1).toarray(5).astype(int)
+    array([[1, 0, 1, 0, 0],
+           [0, 1, 0, 1, 0],
+           [1, 0, 1, 0, 1],
+           [0, 1, 0, 1, 0],
+           [0, 0, 1, 0, 1]])
     """
 
     dilation: int
@@ -161,18 +167,20 @@ class Comb(Mask):
 class PrefixLM(_Aligned):
     """Every query sees the first `prefix` keys, and the rest causally.
 
-    >>> PrefixLM(2).toarray(4).astype(int)
-    array([[1, 1, 0, 0],
-           [1, 1, 0, 0],
-           [1, 1, 1, 0],
-           [1, 1, 1, 1]])
-
     Parameters
     ----------
     prefix : int or int array [*batch]
         Length of the prefix; an array broadcasts over the leading axes. Past either end it is that end.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
+
+    Examples
+    --------
+    >>> PrefixLM(2).toarray(4).astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 0],
+           [1, 1, 1, 1]])
     """
 
     prefix: int | Array

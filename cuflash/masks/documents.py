@@ -18,12 +18,6 @@ from .shape import MaskShape
 class Documents(Mask):
     """A query sees the keys of its own document.
 
-    >>> import numpy as np
-    >>> Documents(np.array([7, 7, 9])).toarray(3).astype(int)
-    array([[1, 1, 0],
-           [1, 1, 0],
-           [0, 0, 1]])
-
     Parameters
     ----------
     q_ids : int array [..., seqlen_q]
@@ -39,6 +33,14 @@ class Documents(Mask):
     Device arrays are never looked at, since that would wait for the device: there the order is a condition. Equal ids
     of `q_ids` alone must be neighbours (each run is a document); with `kv_ids`, neither may decrease. Other ids read
     no memory that is not theirs, and mean nothing; ``Dense(q_ids[:, None] == kv_ids)`` takes ids in any order.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> Documents(np.array([7, 7, 9])).toarray(3).astype(int)
+    array([[1, 1, 0],
+           [1, 1, 0],
+           [0, 0, 1]])
     """
 
     q_ids: Array

@@ -16,17 +16,19 @@ from .shape import MaskShape
 class Lengths(Mask):
     """Only the first `q` queries and the first `kv` keys exist.
 
+    Parameters
+    ----------
+    q, kv : int, int array [*batch], or None
+        Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Past either end is that end.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> Lengths(kv=np.array([1, 3])).toarray(1, 3, batch=(2,), num_heads=1).astype(int)
     array([[[[1, 0, 0]]],
     <BLANKLINE>
     <BLANKLINE>
            [[[1, 1, 1]]]])
-
-    Parameters
-    ----------
-    q, kv : int, int array [*batch], or None
-        Lengths of queries and keys; arrays broadcast over the leading axes; None is all. Past either end is that end.
     """
 
     q: int | Array | None = None

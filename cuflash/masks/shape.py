@@ -19,8 +19,19 @@ class _Extents(NamedTuple):
 
 
 class MaskShape(_Extents):
-    """The shape a mask is asked for: the leading axes, the query heads and the two lengths.
+    """The shape that a mask is resolved for: leading axes, query heads and the two lengths.
 
+    Parameters
+    ----------
+    batch : tuple of int
+        Extents of the axes before the heads.
+    num_heads : int
+        Query heads.
+    seqlen_q, seqlen_kv : int
+        Lengths of queries and keys, in tokens.
+
+    Examples
+    --------
     >>> MaskShape((2, 3), 8, 128, 256).num_batch
     6
     """

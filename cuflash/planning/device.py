@@ -30,13 +30,10 @@ _GPUS = {
 class DeviceSpec:
     """A chip, as far as the choice of a tile depends on it.
 
-    >>> spec = DeviceSpec.gpu("H100")
-    >>> spec.compute_capability, spec.num_processors, spec.tile_memory_bytes, spec.cache_bytes
-    ((9, 0), 132, 232448, 52428800)
-
-    Attributes
+    Parameters
     ----------
     name : str
+        The chip's name, as `DeviceSpec.gpu` takes it.
     compute_capability : (int, int) or None
         None for the host's processor.
     num_processors : int
@@ -50,6 +47,12 @@ class DeviceSpec:
     ------
     UnsupportedProblem
         A number is none, or is too small.
+
+    Examples
+    --------
+    >>> spec = DeviceSpec.gpu("H100")
+    >>> spec.compute_capability, spec.num_processors, spec.tile_memory_bytes, spec.cache_bytes
+    ((9, 0), 132, 232448, 52428800)
     """
 
     name: str
@@ -77,8 +80,15 @@ class DeviceSpec:
 
     @staticmethod
     def host() -> DeviceSpec:
-        """The processor this process runs on.
+        """Describe the processor that this process runs on.
 
+        Returns
+        -------
+        DeviceSpec
+            A device without a compute capability.
+
+        Examples
+        --------
         >>> DeviceSpec.host().compute_capability is None
         True
         """
@@ -86,8 +96,25 @@ class DeviceSpec:
 
     @staticmethod
     def gpu(name: str) -> DeviceSpec:
-        """A known GPU by name.
+        """Describe a known GPU by its name, to plan for it without having one.
 
+        Parameters
+        ----------
+        name : str
+            The chip, such as "H100"; an unknown name is answered with the list.
+
+        Returns
+        -------
+        DeviceSpec
+            The numbers of that GPU.
+
+        Raises
+        ------
+        UnsupportedProblem
+            There is no such GPU in the list.
+
+        Examples
+        --------
         >>> DeviceSpec.gpu("A100").num_processors
         108
         """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from ..blocks.work_list import ListedWork, WorkList
+from ..scores.program import Program, curvature, depends
 from .launches import Launch
 from .plan import KernelPlan
+from .score_launches import repeat_reasons
 
 
 def explain(plan: KernelPlan, notes: Mapping[str, str]) -> str:
@@ -25,6 +28,8 @@ def explain(plan: KernelPlan, notes: Mapping[str, str]) -> str:
         f"dims {problem.head_dim} and {problem.value_dim}, {dtype}, scale {problem.softmax_scale:.6g}",
         f"device     {device.name}: {where}, {device.tile_memory_bytes >> 10} KiB for a tile",
     ]
+    if problem.score is not None:
+        lines.append(f"score      {_described_score(problem.score)}")
     if plan.tiling is not None:
         lines.append(f"tile       {plan.tiling.block_q} queries x {plan.tiling.block_kv} keys")
     if kernels is not None:
@@ -35,6 +40,17 @@ def explain(plan: KernelPlan, notes: Mapping[str, str]) -> str:
         f"FLOPs      {plan.forward_flops} forward",
         f"workspace  {plan.workspace_bytes} bytes, {plan.list_bytes} of them the work list",
     ])  # fmt: skip
+
+
+def _described_score(program: Program) -> str:
+    told = f"{len(program.instructions)} operations, {curvature(program)}"
+    if program.arrays:
+        told += f", arrays {', '.join(array.name for array in program.arrays)}"
+    if "s" not in depends(program)[program.results[0]]:
+        told += "; it does not read the score"
+    if any(each.op == "const" and each.value == -math.inf for each in program.instructions):
+        told += "; -inf hides keys and skips no work, which a mask does"
+    return told
 
 
 def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
@@ -53,6 +69,8 @@ def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
         lines.append("scores     every score is made and kept, whatever the mask; backward, its gradient too")
     if kernels.is_repeatable:
         lines.append("gradients  every result is bitwise repeatable")
+    elif repeat_reasons(plan.problem):
+        lines.append("gradients  some by atomic additions: their bits may differ from call to call, for speed")
     else:
         lines.append("gradients  dq by atomic additions: its bits may differ from call to call, for speed")
     return lines

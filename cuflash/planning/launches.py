@@ -12,6 +12,19 @@ import numpy as np
 
 from .spec import KernelSpec
 
+BATCH_AXES = 3  # as kBatchAxes; further ones take a launch for each of their entries
+MATRICES = np.dtype(
+    [
+        ("data", np.uint64),
+        ("batch_strides", np.int64, (BATCH_AXES,)),
+        ("head_stride", np.int64),
+        ("row_stride", np.int64),
+        ("column_stride", np.int64),
+        ("is_wide", np.int64),
+    ],
+    align=True,
+)  # of an array, in the records that kernels take
+
 
 class Workspace(NamedTuple):
     """An array in C order that one kernel of a pass writes and a later one reads.
@@ -50,7 +63,8 @@ class Feature:
     values : dict by field
         The numbers.
     tables : tuple of str
-        Fields of 8 bytes that hold addresses of arrays without leading axes.
+        Fields of 8 bytes that hold addresses of arrays that no launch takes a part of. Where the record has a field
+        ``<table>_strides``, it holds the array's strides in elements, 0 along axes of length 1.
     """
 
     name: str
@@ -113,11 +127,14 @@ class Pass:
     workspaces : dict of Workspace by name
     features : tuple of Feature
         Features whose parameters some of the kernels take.
+    zeroed : tuple of str
+        Results that kernels add to: they are set to 0 before the first kernel.
     """
 
     launches: Mapping[str, Launch]
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
     features: tuple[Feature, ...] = ()
+    zeroed: tuple[str, ...] = ()
 
     @property
     def specs(self) -> dict[str, KernelSpec]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from ..arrays import ShapeDtype
 from ..blocks.work_list import IntervalWork, WorkList, work_list
 from ..errors import UnsupportedProblem
 from ..masks.base import Mask
@@ -18,8 +19,11 @@ from .host import HostTiling, host_tile
 from .launches import Kernels
 from .problem import Problem
 from .routing import FAMILIES, rerouted, routed
+from .score_launches import repeat_reasons, with_score
 from .spec import KernelSpec
 
+_OF_ARGUMENTS = ("dq", "dk", "dv")
+_AXES_OF_A_LAUNCH = 2  # axes of a batch that one launch surely holds, tensor maps too
 MAX_TILES = 1 << 30  # of a launch: kernels number them in int32, and add the blocks of a launch
 
 
@@ -105,13 +109,42 @@ class KernelPlan:
         return max(self.kernels.forward.nbytes, backward) + self.list_bytes
 
     @property
+    def gradients(self) -> dict[str, ShapeDtype]:
+        """Shapes and dtypes of the backward pass's results by name: dq, dk, dv, and those that the problem asks for."""
+        problem = self.problem
+        arguments = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
+        others = [operand for operand in problem.operands if operand.name in problem.wrt]
+        return arguments | {f"d{operand.key}": ShapeDtype(operand.shape, operand.dtype) for operand in others}
+
+    @property
+    def gradients_made(self) -> dict[str, ShapeDtype]:
+        """The same as the executor writes them: where the caller sums over broadcast axes, over all of the batch and in
+        the accumulator's dtype.
+
+        Kernels sum the gradients of operands themselves, but for batches that may take more than one launch.
+        """
+        problem, wanted = self.problem, self.gradients
+        full = {f"d{name}": shape for name, shape in problem.gradient_shapes().items()}
+        full |= {f"d{each.key}": each.shape if each.is_captured else problem.heads_shape() for each in problem.operands}
+        are_operands_summed = self.kernels is None or self.is_empty or len(problem.batch) > _AXES_OF_A_LAUNCH
+        captured = {f"d{each.key}" for each in problem.operands if each.is_captured}
+        is_summed = {
+            name: name in captured or (are_operands_summed if name not in _OF_ARGUMENTS else made.shape != full[name])
+            for name, made in wanted.items()
+        }
+        return {
+            name: ShapeDtype(full[name], problem.accumulator) if is_summed[name] else made
+            for name, made in wanted.items()
+        }
+
+    @property
     def _summed_bytes(self) -> int:
         """Gradients before they are summed over broadcast axes, and the largest of the sums before it is rounded."""
-        problem, shapes = self.problem, self.problem.argument_shapes()
-        summed = {name: full for name, full in problem.gradient_shapes().items() if full != shapes[name]}
+        problem, wanted = self.problem, self.gradients
+        summed = {name: made.shape for name, made in self.gradients_made.items() if made != wanted[name]}
         before = sum(map(prod, summed.values()))
-        rounded = max((prod(shapes[name]) for name in summed), default=0) if problem.dtype != problem.accumulator else 0
-        return (before + rounded) * problem.accumulator.itemsize
+        narrow = [prod(wanted[name].shape) for name in summed if wanted[name].dtype != problem.accumulator]
+        return (before + max(narrow, default=0)) * problem.accumulator.itemsize
 
     @property
     def forward_flops(self) -> int:
@@ -164,6 +197,9 @@ def gpu_plan(
         work = work_list(mask, problem.mask_shape, family.list_block(problem, device))
     kernels = family.launches(problem, device, work, deterministic=deterministic)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
+    if problem.score is not None:
+        kernels = with_score(kernels, problem)
+        reasons += repeat_reasons(problem) if deterministic else []
     if reasons:
         raise UnsupportedProblem(reasons)
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, asked for by name"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import DTYPES, Array, ShapeDtype, accumulator_dtype, describe, is_array, no_array
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, collecting
 from ..masks.shape import MaskShape, length_reasons
+from ..scores.program import Program
+from ..scores.score import Score
+from .operands import Operand, operands_of, wrt_of
+from .score_operands import captured_operands
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")
@@ -49,6 +54,14 @@ class Problem:
         or vanishes whose score does not; for float16, whose products do neither, a scale beyond 2^126 counts as 2^126.
     precision : "ieee", "tf32" or "tf32x3"
         Of the products.
+    operands : tuple of Operand
+        Arrays beside q, k and v.
+    wrt : tuple of str
+        Names of the operands that have gradients.
+    score : Program, optional
+        The score function; its arrays are the captured ones of the operands.
+    numbers : tuple of float
+        What the program reads beside its arrays. Kernels are given them, and do not depend on them.
     """
 
     q_batch: tuple[int, ...]
@@ -65,6 +78,10 @@ class Problem:
     dtype: np.dtype[Any]
     softmax_scale: float
     precision: str = "ieee"
+    operands: tuple[Operand, ...] = ()
+    wrt: tuple[str, ...] = ()
+    score: Program | None = None
+    numbers: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -141,6 +158,24 @@ class Problem:
         """(*batch, num_heads, seqlen_q), without the heads for 2-D arguments."""
         return (*self.batch, self.num_heads, self.seqlen_q) if self.has_heads else (self.seqlen_q,)
 
+    def heads_shape(self) -> tuple[int, ...]:
+        """(*batch, num_heads); (1,) for 2-D arguments."""
+        return (*self.batch, self.num_heads)
+
+    def operand(self, name: str) -> Operand | None:
+        """The operand of a name; None where the problem has none."""
+        return next((operand for operand in self.operands if operand.name == name), None)
+
+    def keyed(self, given: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays of a call under the names that executors have for them."""
+        keys = {operand.name: operand.key for operand in self.operands}
+        return {keys.get(name, name): array for name, array in given.items()}
+
+    def is_of_forward(self, name: str) -> bool:
+        """Whether an operand is one that the backward pass does not read."""
+        operand = self.operand(name)
+        return operand is not None and not operand.is_captured and name not in self.wrt
+
     def argument_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of q, k and v as they were given."""
         heads_q, heads_kv = ((self.num_heads,), (self.num_kv_heads,)) if self.has_heads else ((), ())
@@ -155,6 +190,37 @@ class Problem:
         if not self.has_heads:
             return self.argument_shapes()
         return {name: (*self.batch, *shape[-3:]) for name, shape in self.argument_shapes().items()}
+
+
+def with_operands(problem: Problem, given: Mapping[str, Any], wrt: Any = (), score: Score | None = None) -> Problem:
+    """A problem with the arrays, or `ShapeDtype`, that a call has beside q, k and v; None stands for no array.
+
+    The arrays of a score function are among them.
+
+    Raises
+    ------
+    TypeError
+        One is not an array of a known kind.
+    UnsupportedProblem
+        One does not fit the problem, or `wrt` does not name arrays of the call; all reasons at once.
+    """
+    reasons = list[str]()
+    operands = tuple[Operand, ...]()
+    with collecting(reasons):
+        operands = operands_of(given, problem.heads_shape(), problem.accumulator)
+    if score is not None:
+        with collecting(reasons):
+            operands += captured_operands(score, problem.mask_shape, problem.has_heads, problem.accumulator)
+    names = [name for name, array in given.items() if array is not None]
+    arrays = () if score is None else score.program.arrays
+    integers = [array.name for array in arrays if array.kind != "real"]
+    with collecting(reasons):
+        wrt = wrt_of(wrt, [*names, *(array.name for array in arrays if array.name not in integers)], integers)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    if score is None:
+        return replace(problem, operands=operands, wrt=wrt)
+    return replace(problem, operands=operands, wrt=wrt, score=score.program, numbers=score.numbers)
 
 
 def _ints(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -31,6 +31,8 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
     everything                                    simt
     ============================================  ======
 
+    All rows take score functions; gradients that sm90 is routed for are then made by the sm80 family's kernels.
+
     sm90 is passed over where its tiles of 128 queries are fewer than multiprocessors, where sm80 is faster.
     """
     if problem.precision != "ieee":

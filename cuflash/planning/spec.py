@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import accumulator_dtype
+from ..scores.program import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,12 @@ class KernelSpec:
         Waiting for long at a barrier in shared memory ends the kernel with an error, where it would hang.
     precision : "ieee", "tf32" or "tf32x3"
         Of the products.
+    has_sink : bool
+        The kernel takes a sink of each head, which its softmax counts, or whose gradient it makes.
+    score : Program, optional
+        The score function, derived for kernels that make gradients.
+    score_wrt : tuple of str
+        Captured arrays whose gradients are arguments of the kernel.
     """
 
     family: str
@@ -73,6 +80,9 @@ class KernelSpec:
     mma_rows: int = 0
     is_watched: bool = False
     precision: str = "ieee"
+    has_sink: bool = False
+    score: Program | None = None
+    score_wrt: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -88,4 +98,6 @@ class KernelSpec:
         return 32 * self.num_warps
 
     def __str__(self) -> str:
-        return " ".join([self.name, *(f"{field.name} {getattr(self, field.name)}" for field in fields(self)[2:])])
+        listed = [field.name for field in fields(self)[2:] if not field.name.startswith("score")]
+        of_score = [] if self.score is None else [f"score {len(self.score.instructions)} operations"]
+        return " ".join([self.name, *(f"{name} {getattr(self, name)}" for name in listed), *of_score])

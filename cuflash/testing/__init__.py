@@ -2,8 +2,11 @@
 
 For an attention function of your own, in whatever it is written, this is a test file:
 
-    from hypothesis import given, strategies
+    from hypothesis import given, settings, strategies
     from cuflash import testing
+
+    settings.register_profile("attention", deadline=None)   # on a busy machine any example may take long
+    settings.load_profile("attention")
 
     @given(testing.examples())
     def test_my_attention_is_right(example):
@@ -25,7 +28,7 @@ assertion and to `GRADIENT_PROPERTIES`, both together to `PAIR_PROPERTIES`.
 `examples(has_non_finite=True)` puts NaN and infinities into operands: of `PAIR_PROPERTIES`,
 `check_non_finite_values_reach_what_they_should` is about these; the others want finite operands.
 
-Needs Hypothesis and runs under any test runner: ``pip install cuflash[test]``.
+The kit needs Hypothesis (in a clone, ``pip install '.[test]'``) and runs under any test runner.
 """
 
 from . import assertions, non_finite, oracle, properties, strategies

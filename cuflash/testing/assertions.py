@@ -1,4 +1,4 @@
-"""What it means for attention to be right: three tiers of assertions over one record of operands.
+"""Assertions about the results of an attention function, in three tiers, over one record of operands.
 
 =====  ============================================  ======================================================
 tier   asks                                          sees
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,6 +55,27 @@ class Attend(Protocol):
 class Example:
     """Operands of one call, with the exact answer and the bounds on it.
 
+    Parameters
+    ----------
+    q, k, v, do, dlse, sink : array
+        As in `cuflash.attention_vjp`; `do`, `dlse` and `sink` may be None.
+    mask : Mask, bool array or None
+        As in `cuflash.attention`.
+    scale : float or None
+        As in `cuflash.attention`.
+    score : Score, optional
+        As in `cuflash.attention`.
+    wrt : tuple of str
+        Names of the score's arrays that have gradients.
+    precision : str
+        The precision at which the implementation under test multiplies; see `cuflash.error_bound`.
+    product_dtype : dtype, optional
+        The dtype that the implementation under test rounds P and dS to; see `cuflash.error_bound`.
+    origin : str
+        The repr: source text for this example. It can be run again where the mask's repr can.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> example = Example(q=np.zeros((2, 4)), k=np.ones((3, 4)), v=np.eye(3), mask=np.eye(2, 3, dtype=bool))
     >>> example.exact.o.astype(int)
@@ -61,19 +83,6 @@ class Example:
            [0, 1, 0]])
     >>> example.but(scale=2.0).scale
     2.0
-
-    Attributes
-    ----------
-    q, k, v, do, dlse : array
-        As in `cuflash.attention_vjp`; `do` and `dlse` may be None.
-    mask : Mask, bool array or None
-    scale : float or None
-    precision : str
-        At which the implementation under test multiplies; see `cuflash.error_bound`.
-    product_dtype : dtype, optional
-        What the implementation under test rounds P and dS to; see `cuflash.error_bound`.
-    origin : str
-        Source text that makes this example again; its repr.
     """
 
     q: Any
@@ -81,8 +90,11 @@ class Example:
     v: Any
     do: Any = None
     dlse: Any = None
+    sink: Any = None
     mask: Any = None
     scale: float | None = None
+    score: Any = None
+    wrt: tuple[str, ...] = ()
     precision: str = "ieee"
     product_dtype: Any = None
     origin: str = ""
@@ -91,7 +103,25 @@ class Example:
         return without_memos(self)
 
     def but(self, **changes: Any) -> Example:
-        """A copy with some operands replaced."""
+        """Copy the example with some operands replaced.
+
+        Parameters
+        ----------
+        **changes : object
+            New values by the names of the parameters.
+
+        Returns
+        -------
+        Example
+            The changed copy.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2), mask=np.array([[True, False]]))
+        >>> example.but(scale=2.0).scale
+        2.0
+        """
         origin = f"{self.origin}.but({', '.join(changes)})" if self.origin else ""
         return dataclasses.replace(self, **{"origin": origin, **changes})
 
@@ -101,7 +131,15 @@ class Example:
 
     @functools.cached_property
     def dense_mask(self) -> Any:
-        """The mask as a bool array [*batch, num_heads, seqlen_q, seqlen_kv], 2-D for 2-D operands; None without one."""
+        """The mask as a bool array [*batch, num_heads, seqlen_q, seqlen_kv], 2-D for 2-D operands; None without one.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2), mask=np.array([[True, False]]))
+        >>> example.dense_mask
+        array([[ True, False]])
+        """
         if self.mask is None:
             return None
         shape = self.problem.mask_shape
@@ -113,28 +151,62 @@ class Example:
 
     @property
     def allowed(self) -> Any:
-        """`dense_mask`, all True without a mask."""
+        """The mask as a bool array, all True where there is no mask.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2), mask=np.array([[True, False]]))
+        >>> example.but(mask=None).allowed
+        array([[ True,  True]])
+        """
         shape = (*self.problem.lse_shape(), self.problem.seqlen_kv)
         return np.ones(shape, bool) if self.mask is None else self.dense_mask
 
     @functools.cached_property
     def exact(self) -> Bounds:
-        """The oracle's o and lse, and with `do` its dq, dk and dv, under the names that the bounds have."""
-        o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale)
+        """The oracle's o and lse, and with `do` its dq, dk and dv, under the names that the bounds have.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2), mask=np.array([[True, False]]))
+        >>> example.exact.o.astype(float)
+        array([[1., 0.]])
+        """
+        score = self.score
+        o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale, self.sink, score=score)
         if self.do is None:
             return Bounds(o=o, lse=lse)
-        operands = self.q, self.k, self.v, self.do, self.dlse, self.dense_mask, self.scale
-        dq, dk, dv = oracle.attention_vjp(*operands)
-        return Bounds(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+        operands = self.q, self.k, self.v, self.do, self.dlse, self.dense_mask, self.scale, self.sink
+        dq, dk, dv, *others = oracle.attention_vjp(*operands, score=score, wrt=self.wrt)
+        dsink = None if self.sink is None else others.pop(0)
+        return Bounds(o=o, lse=lse, dq=dq, dk=dk, dv=dv, dsink=dsink, others=dict(zip(self.wrt, others)))
 
     @functools.cached_property
     def bounds(self) -> Bounds:
-        """`cuflash.error_bound` of these operands."""
+        """The bounds of `cuflash.error_bound` for these operands.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2), mask=np.array([[True, False]]))
+        >>> example.bounds.o.shape
+        (1, 2)
+        """
         return self._bounds(probable=False)
 
     @functools.cached_property
     def probable_bounds(self) -> Bounds:
-        """The same for rounding errors that do not conspire; for thousands of keys."""
+        """Bounds for rounding errors that do not all point one way, for thousands of keys.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2), mask=np.array([[True, False]]))
+        >>> bool((example.probable_bounds.o <= example.bounds.o).all())
+        True
+        """
         return self._bounds(probable=True)
 
     def _bounds(self, probable: bool) -> Bounds:
@@ -146,6 +218,9 @@ class Example:
             dlse=self.dlse,
             mask=self.dense_mask,
             scale=self.scale,
+            score=self.score,
+            wrt=self.wrt,
+            sink=self.sink,
             precision=self.precision,
             product_dtype=self.product_dtype,
             probable=probable,
@@ -167,27 +242,20 @@ def assert_within_bounds(
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
+    dsink: Any = None,
+    others: Mapping[str, Any] | None = None,
     probable: bool = False,
 ) -> float:
-    """Tier R: every element of the results given is within its bound of the exact one. Tier L is `lse` alone.
-
-    >>> import numpy as np
-    >>> q, k, v = (np.array(x, np.float32) for x in ([[0, 0]], [[1, 1], [2, 2]], [[1], [2]]))
-    >>> example = Example(q=q, k=k, v=v)
-    >>> assert_within_bounds(example, o=np.array([[1.5]]))
-    0.0
-    >>> assert_within_bounds(example, lse=np.array([0.5]))
-    Traceback (most recent call last):
-        ...
-    AssertionError: lse[0] is 0.5, should be 0.6931471805599453: off by 0.193, 1.3e+05 times its bound of 1.5e-06
-    1 of 1 elements are outside their bounds, the first at lse[0]
-    Example(q=(1, 2), k=(2, 2), v=(2, 1), dtype=float32, mask=None, scale=None)
+    """Assert that every element of the given results is within its bound of the exact one.
 
     Parameters
     ----------
     example : Example
-    o, lse, dq, dk, dv : array, optional
-        What the implementation under test returned for it.
+        The operands, which hold the exact results and the bounds.
+    o, lse, dq, dk, dv, dsink : array, optional
+        Results of the implementation under test.
+    others : dict of arrays by name, optional
+        Gradients of the score's arrays.
     probable : bool
         Use the sharper `probable` bounds.
 
@@ -200,15 +268,33 @@ def assert_within_bounds(
     ------
     AssertionError
         Names the worst element, the first wrong one and the example.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k, v = (np.array(x, np.float32) for x in ([[0, 0]], [[1, 1], [2, 2]], [[1], [2]]))
+    >>> example = Example(q=q, k=k, v=v)
+    >>> assert_within_bounds(example, o=np.array([[1.5]]))
+    0.0
+    >>> assert_within_bounds(example, lse=np.array([0.5]))
+    Traceback (most recent call last):
+        ...
+    AssertionError: lse[0] is 0.5, should be 0.6931471805599453: off by 0.193, 1.3e+05 times its bound of 1.5e-06
+    1 of 1 elements are outside their bounds, the first at lse[0]
+    Example(q=(1, 2), k=(2, 2), v=(2, 1), dtype=float32, mask=None, scale=None)
     """
     __tracebackhide__ = True
     bounds = example.probable_bounds if probable else example.bounds
-    results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
     share = 1.0 if _reference_is_finer(example.q.dtype) else 2.0
     ratios = [
         assert_within(name, result, getattr(example.exact, name), share * getattr(bounds, name), example)
         for name, result in results.items()
         if result is not None
+    ]
+    ratios += [
+        assert_within(f"d{name}", result, example.exact.others[name], share * bounds.others[name], example)
+        for name, result in (others or {}).items()
     ]
     return max(ratios, default=0.0)
 
@@ -219,13 +305,36 @@ def _reference_is_finer(dtype: Any) -> bool:
 
 
 def assert_within(name: str, actual: Any, exact: Any, bound: Any, context: object = "") -> float:
-    """Every element of `actual` is within `bound` of `exact`; returns the largest error as a share of its bound.
+    """Assert that every element of an array is within its bound of the exact one.
 
+    Infinities must agree; NaN agrees with NaN alone. An infinite bound lets everything pass.
+
+    Parameters
+    ----------
+    name : str
+        The array's name in the message.
+    actual, exact : array
+        The array, and what it should be.
+    bound : array
+        How far each element may be off; broadcasts.
+    context : object
+        What the message ends with.
+
+    Returns
+    -------
+    float
+        The largest error as a share of its bound.
+
+    Raises
+    ------
+    AssertionError
+        An element is outside its bound. The message names the worst and the first.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> assert_within("x", np.array([1.0, 3.0]), np.array([1.5, 3.0]), np.array([2.0, 0.0]))
     0.25
-
-    Infinities must agree; NaN agrees with NaN alone. An infinite bound lets everything pass.
     """
     __tracebackhide__ = True
     actual, exact = np.asarray(actual), np.asarray(exact)
@@ -265,7 +374,36 @@ def _element(name: str, place: tuple[Any, ...]) -> str:
 
 
 def assert_exact_probes(attend: Attend, example: Example) -> float:
-    """Tier E with the shapes, dtype and mask of an example: every probe of this module, one after the other."""
+    """Assert that an implementation gives the known answer for inputs of which it is exact.
+
+    Every probe of this module runs, with the shapes, dtype and mask of an example.
+
+    Parameters
+    ----------
+    attend : callable
+        The function under test, `(q, k, v, *, mask, scale) -> (o, lse)`.
+    example : Example
+        Its shapes, dtype and mask are used, and where a probe says so its values.
+
+    Returns
+    -------
+    float
+        The largest error as a share of its bound.
+
+    Raises
+    ------
+    AssertionError
+        Names the probe, the first wrong element and the example.
+
+    Examples
+    --------
+    >>> import cuflash, numpy as np
+    >>> def attend(q, k, v, *, mask, scale):
+    ...     return cuflash.attention(q, k, v, mask=mask, scale=scale, return_lse=True)
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4), dtype=np.float32)
+    >>> assert_exact_probes(attend, Example(q=q, k=k, v=v)) <= 1
+    True
+    """
     __tracebackhide__ = True
     probes = (
         assert_lse_counts_the_keys,

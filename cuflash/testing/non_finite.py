@@ -1,4 +1,4 @@
-"""Which results are NaN, or infinite, where operands are: the README's rule, told by booleans over pairs of places.
+"""Predict which results are NaN or infinite, by the rule of docs/semantics.md, from booleans over pairs of places.
 
 >>> import numpy as np
 >>> example = Example(q=np.zeros((2, 1)), k=np.zeros((2, 1)), v=np.array([[1.0], [np.inf]]), mask=np.tri(2, dtype=bool))
@@ -21,7 +21,7 @@ __all__ = ["Expected", "assert_non_finite", "assert_not_finite_where_due", "expe
 
 
 class Expected(NamedTuple):
-    """What a result's elements must be, each a bool array in the shape of the result.
+    """Classes of a result's elements, each a bool array in the shape of the result.
 
     Attributes
     ----------
@@ -46,13 +46,14 @@ class _Holds(NamedTuple):
 
 
 def assert_non_finite(example: Example, **results: Any) -> float:
-    """NaN and infinities are where they must be, and all that they cannot reach is within its bound.
+    """Assert that NaN and infinities are where they must be, and that everything else is within its bound.
 
     Parameters
     ----------
     example : Example
+        The operands, with NaN or infinities in them.
     **results : array
-        o, lse, dq, dk, dv, or some of them, as the implementation under test returned them for the example.
+        Any of o, lse, dq, dk and dv, as the implementation under test returned them for the example.
 
     Returns
     -------
@@ -63,6 +64,13 @@ def assert_non_finite(example: Example, **results: Any) -> float:
     ------
     AssertionError
         Names the result, the first wrong element and the example.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> example = Example(q=np.array([[np.nan]]), k=np.ones((2, 1)), v=np.ones((2, 1)))
+    >>> assert_non_finite(example, o=np.array([[np.nan]]))
+    0.0
     """
     __tracebackhide__ = True
     assert_not_finite_where_due(example, **results)
@@ -96,7 +104,7 @@ def _assert_all(name: str, result: Any, must: Any, does: Any, words: str, exampl
 
 
 def expected(example: Example) -> dict[str, Expected]:
-    """What o and lse, and with `do` also dq, dk and dv, must be."""
+    """Classify the elements of o and lse, and with `do` also of dq, dk and dv."""
     score, allowed, holds = _pairs(example)
     is_hidden = allowed & np.isneginf(score)  # of weight 0
     is_nan_row = (allowed & (np.isnan(score) | np.isposinf(score))).any(axis=-1)

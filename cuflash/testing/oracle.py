@@ -8,7 +8,7 @@
 Written from the definition and apart from `cuflash.reference`, so that the two check each other: a query's results
 come from the keys that it attends alone, whatever the others hold, and gradients use the softmax's Jacobian instead of
 D = rowsum(dO O). float64 throughout, and long double for float64 inputs, where it is wider. NaN and infinities follow
-the README's rule.
+the rule of docs/semantics.md.
 """
 
 from __future__ import annotations
@@ -20,46 +20,77 @@ from typing import Any
 import numpy as np
 from scipy.special import logsumexp
 
-__all__ = ["attention", "attention_vjp"]
+from .dual import Captured, Dual
+
+__all__ = ["Captured", "Dual", "attention", "attention_vjp"]
 
 
 @np.errstate(invalid="ignore")
-def attention(q: Any, k: Any, v: Any, mask: Any = None, scale: float | None = None) -> tuple[Any, Any]:
-    """o and lse, with the arguments and shapes of `cuflash.reference.attention`."""
-    problem = _Heads(q, k, v, mask, scale)
+def attention(
+    q: Any, k: Any, v: Any, mask: Any = None, scale: float | None = None, sink: Any = None, *, score: Any = None
+) -> tuple[Any, Any]:
+    """o and lse, with the arguments and shapes of `cuflash.reference.attention`.
+
+    A score has a `function` of (s, b, h, i, j, **arrays) and its `arrays` by name: it is called on arrays of all scores
+    and places, and differentiated by dual numbers.
+    """
+    problem = _Heads(q, k, v, mask, scale, sink, score)
     o = np.zeros((*problem.shape[:-1], v.shape[-1]), problem.dtype)
     lse = np.zeros(problem.shape[:-1], problem.dtype)
     for head, kv_head in problem:
-        allowed, p, lse[head] = problem.probabilities(head, kv_head)
+        allowed, p, lse[head], _ = problem.probabilities(head, kv_head)
         o[head] = _weighted(p, problem.values[kv_head], allowed)
+        o[head][np.isnan(lse[head])] = np.nan
     return (o, lse) if q.ndim > 2 else (o[0], lse[0])
 
 
 @np.errstate(invalid="ignore")
 def attention_vjp(
-    q: Any, k: Any, v: Any, do: Any, dlse: Any = None, mask: Any = None, scale: float | None = None
-) -> tuple[Any, Any, Any]:
-    """dq, dk and dv, with the arguments and shapes of `cuflash.reference.attention_vjp`."""
-    problem = _Heads(q, k, v, mask, scale)
+    q: Any,
+    k: Any,
+    v: Any,
+    do: Any,
+    dlse: Any = None,
+    mask: Any = None,
+    scale: float | None = None,
+    sink: Any = None,
+    *,
+    score: Any = None,
+    wrt: tuple[str, ...] = (),
+) -> tuple[Any, ...]:
+    """dq, dk and dv, and dsink if there is a sink: arguments and shapes of `cuflash.reference.attention_vjp`.
+
+    Then the gradients of the score's arrays that `wrt` names.
+    """
+    problem = _Heads(q, k, v, mask, scale, sink, score)
+    final_gradient = np.zeros(problem.shape, problem.dtype)
     dq, dk, dv = (np.zeros(_headed(x).shape, problem.dtype) for x in (q, k, v))
     do = _headed(do).astype(problem.dtype)
     dlse = np.zeros(problem.shape[:-1]) if dlse is None else np.asarray(dlse).reshape(problem.shape[:-1])
+    dsink = np.zeros(problem.sinks.shape, problem.dtype)
     for head, kv_head in problem:
-        allowed, p, lse = problem.probabilities(head, kv_head)
+        allowed, p, lse, p_sink = problem.probabilities(head, kv_head)
         slope_of_lse = np.where(np.isneginf(lse), 0, dlse[head])[:, None]
         slope = np.where(allowed, np.dot(do[head], problem.values[kv_head].T), 0)  # the derivative by each probability
         mean = (p * slope).sum(axis=-1, keepdims=True)
         ds = np.where(allowed, p * slope - p * mean + p * slope_of_lse, 0)
+        if problem.final is not None:
+            final_gradient[head] = ds = np.where(p == 0, 0, ds)
+            ds = np.where(p == 0, 0, ds * problem.final.slope[head])
         dq[_own(head, dq)] += problem.scale * _weighted(ds, problem.keys[kv_head], allowed)
         dk[_own(kv_head, dk)] += problem.scale * _weighted(ds.T, problem.queries[head], allowed.T)
         dv[_own(kv_head, dv)] += _weighted(p.T, do[head], allowed.T)
-    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+        dsink[head] = np.where(p_sink == 0, 0, p_sink * (slope_of_lse - mean)[:, 0]).sum()
+    gradients: tuple[Any, ...] = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+    if sink is not None:
+        gradients = *gradients, _summed_to(dsink, np.shape(sink))
+    return gradients if problem.final is None else (*gradients, *problem.final.gradients(wrt, final_gradient))
 
 
 class _Heads:
     """Iterates over the places of each head in its batch entry, of queries and of keys."""
 
-    def __init__(self, q: Any, k: Any, v: Any, mask: Any, scale: float | None) -> None:
+    def __init__(self, q: Any, k: Any, v: Any, mask: Any, scale: float | None, sink: Any, score: Any) -> None:
         self.dtype = np.dtype(np.longdouble if np.dtype(q.dtype).itemsize >= 8 else np.float64)
         self.scale = self.dtype.type(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         q, k, v = (_headed(x).astype(self.dtype) for x in (q, k, v))
@@ -68,23 +99,63 @@ class _Heads:
         self.group = q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
         self.shape = (*batch, q.shape[-3], q.shape[-2], k.shape[-2])
         self.allowed = np.broadcast_to(True if mask is None else mask, self.shape)
+        sinks = self.dtype.type(-np.inf) if sink is None else np.asarray(sink).astype(self.dtype)
+        self.sinks = np.broadcast_to(sinks, self.shape[:-2])
+        self.final = None if score is None else _Final(score, self.raw())
+
+    def raw(self) -> Any:
+        """The scores of all heads."""
+        raw = np.empty(self.shape, self.dtype)
+        for head, kv_head in self:
+            raw[head] = self.scale * np.dot(self.queries[head], self.keys[kv_head].T)
+        return raw
 
     def __iter__(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         for *leading, head in np.ndindex(self.shape[:-2]):
             yield (*leading, head), (*leading, head // self.group)
 
-    def probabilities(self, head: tuple[int, ...], kv_head: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        """What a head's queries may attend, with which probabilities, which are 0 elsewhere, and lse."""
+    def probabilities(self, head: tuple[int, ...], kv_head: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
+        """What a head's queries may attend, with which probabilities, which are 0 elsewhere, lse, and P of the sink."""
         allowed = self.allowed[head]
-        score = np.where(allowed, self.scale * np.dot(self.queries[head], self.keys[kv_head].T), -np.inf)
-        lse = logsumexp(score, axis=-1)
+        if self.final is None:
+            score = self.scale * np.dot(self.queries[head], self.keys[kv_head].T)
+        else:
+            score = self.final.value[head]
+        score = np.where(allowed, score, -np.inf)
+        sink = np.broadcast_to(self.sinks[head], (len(score), 1))
+        lse = logsumexp(np.concatenate([score, sink], axis=-1), axis=-1)
         lse = np.where(lse == np.inf, np.nan, lse)  # exp(inf - inf) of one score
         attends = ~np.isneginf(lse)
         p = np.exp(score - np.where(attends, lse, 0)[:, None])
         # At scores of 10^6 rounding lse moves all of them by more than a long double's roundoff.
-        total = np.where(attends, p.sum(axis=-1, where=allowed), 1)
+        p_sink = np.exp(sink[:, 0] - np.where(attends, lse, 0))
+        total = np.where(attends, p.sum(axis=-1, where=allowed) + p_sink, 1)
         p = np.where(allowed, p / total[:, None], 0)
-        return allowed, p, lse
+        return allowed, p, lse, p_sink / total
+
+
+class _Final:
+    """Final scores of all heads, their derivative by the scores, and by the arrays of a score."""
+
+    def __init__(self, score: Any, raw: Any) -> None:
+        *batch, num_heads, seqlen_q, seqlen_kv = raw.shape
+        h, i, j = np.ogrid[:num_heads, :seqlen_q, :seqlen_kv]
+        b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
+        arrays = {
+            name: array if array.dtype.kind in "iub" else np.asarray(array).astype(raw.dtype)
+            for name, array in score.arrays.items()
+        }
+        self.reads = {name: Captured(array) for name, array in arrays.items() if array.dtype == raw.dtype}
+        given = {name: self.reads[name].read() if name in self.reads else array for name, array in arrays.items()}
+        with np.errstate(all="ignore"):
+            found = score.function(Dual(raw, {"s": np.ones_like(raw)}), b, h, i, j, **given)
+        self._found = found if isinstance(found, Dual) else Dual(found, {})
+        self.value = np.broadcast_to(self._found.value, raw.shape)
+        self.slope = np.broadcast_to(self._found.tangents.get("s", 0), raw.shape)
+
+    def gradients(self, names: tuple[str, ...], final_gradient: Any) -> Iterator[Any]:
+        """Of the arrays with these names."""
+        return (self.reads[name].gradient(self._found, final_gradient) for name in names)
 
 
 def _weighted(weights: Any, terms: Any, allowed: Any) -> Any:
@@ -94,6 +165,13 @@ def _weighted(weights: Any, terms: Any, allowed: Any) -> Any:
     products = np.zeros((*weights.shape, terms.shape[-1]), weights.dtype)
     np.multiply(weights[..., None], terms, out=products, where=allowed[..., None])
     return products.sum(axis=-2)
+
+
+def _summed_to(x: Any, shape: tuple[int, ...]) -> Any:
+    """Sums over the axes that broadcasting from a shape adds or stretches."""
+    missing = x.ndim - len(shape)
+    stretched = [missing + axis for axis, extent in enumerate(shape) if extent != x.shape[missing + axis]]
+    return x.sum(axis=(*range(missing), *stretched)).reshape(shape)
 
 
 def _headed(x: Any) -> Any:

@@ -11,7 +11,7 @@ by the sum of their bounds.
 
 Forward passes are called as ``attend(q, k, v, mask=, scale=) -> (o, lse)``, gradients as
 ``gradients(q, k, v, do, dlse=, mask=, scale=) -> (dq, dk, dv)``, with the mask a bool array or None: the signatures of
-`cuflash.reference`. The numbers in brackets count the properties of the project's reliability notes, section 4.
+`cuflash.reference`. The numbers in brackets count the properties.
 """
 
 from __future__ import annotations
@@ -410,7 +410,7 @@ def check_equal_keys_have_no_slope(attend: Attend, pull: Pull, example: Example)
 
 
 def check_non_finite_values_reach_what_they_should(attend: Attend, pull: Pull, example: Example) -> None:
-    """NaN and infinities of operands go where the README's rule has them go; see `non_finite`. (37)"""
+    """NaN and infinities of operands go where the rule of docs/semantics.md has them go; see `non_finite`. (37)"""
     finite, names = finite_part(example), ("o", "lse", "dq", "dk", "dv")
     results, others = (
         dict(zip(names, (*_run(attend, each), *_pull(pull, each)), strict=True)) for each in (example, finite)

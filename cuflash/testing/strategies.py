@@ -30,8 +30,11 @@ from ..masks.block_pattern import BlockPattern
 from ..masks.diagonal import Causal, Dilated, PrefixLM, SlidingWindow
 from ..masks.documents import Documents
 from ..masks.lengths import Lengths
+from ..masks.sequences import Sequences
 from ..masks.shape import MaskShape
+from ..scores import Score
 from .assertions import Example, on_lattice
+from .formulas import Formula, formulas
 
 __all__ = [
     "HEAD_DIMS",
@@ -42,6 +45,7 @@ __all__ = [
     "Structure",
     "as_kind",
     "examples",
+    "formulas",
     "head_dims",
     "heads",
     "laid_out",
@@ -49,6 +53,7 @@ __all__ = [
     "lengths",
     "masks",
     "scales",
+    "sinks",
     "structures",
 ]
 
@@ -187,6 +192,20 @@ def _documents(draw: st.DrawFn, shape: MaskShape) -> Mask:
     return Documents(q_ids) if is_one_sequence else Documents(q_ids, kv_ids)
 
 
+def _sequences(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    rng, count = _generator(draw), draw(st.integers(0, 5))
+    leading = shape.batch if draw(st.booleans()) else ()
+    left, right = _sides(draw, shape) if draw(st.booleans()) else (None, None)
+    q_offsets, kv_offsets = (
+        np.sort(rng.integers(0, length, (*leading, count + 1), _integers_that_hold(draw, length), endpoint=True))
+        for length in shape[2:]
+    )
+    if draw(st.booleans()) and (q_offsets <= shape.seqlen_kv).all():
+        return Sequences(q_offsets, causal=draw(st.booleans()), window=(left, right))
+    causal: Any = draw(st.sampled_from(("bottom_right", "top_left", False)))
+    return Sequences(q_offsets, kv_offsets, causal=causal, window=(left, right) if causal else None)
+
+
 def _block_pattern(draw: st.DrawFn, shape: MaskShape) -> Mask:
     sizes = st.sampled_from((1, 2, 3, 16, 17, 64, 100))
     block = draw(sizes), draw(sizes)
@@ -249,6 +268,7 @@ _LEAVES = (
     _prefix_lm,
     _dilated,
     _documents,
+    _sequences,
     _block_pattern,
     _on_blocks,
     _dense,
@@ -282,9 +302,6 @@ def layouts() -> st.SearchStrategy[str]:
 def laid_out(values: Any, layout: str) -> Any:
     """The same values in another memory layout; gaps in the memory hold NaN.
 
-    >>> laid_out(np.zeros((2, 3, 4)), "negative").strides
-    (96, -32, -8)
-
     - contiguous: C order
     - transposed: (batch, seqlen, heads, dim) in memory, seen as (batch, heads, seqlen, dim); 2-D: Fortran order
     - padded: a corner of a larger array
@@ -293,6 +310,11 @@ def laid_out(values: Any, layout: str) -> Any:
     - offset: starts one element after the start of its memory
     - broadcast: stride 0 along the first axis, whose first entry stands for all
     - odd_strides: axes of extent 1 have strides that point nowhere
+
+    Examples
+    --------
+    >>> laid_out(np.zeros((2, 3, 4)), "negative").strides
+    (96, -32, -8)
     """
     if layout == "transposed":
         other = -3 if values.ndim > 2 else -1
@@ -330,29 +352,51 @@ def _embedded(values: Any, shape: Sequence[int], place: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Structure:
-    """All that an example is made from; `Structure(...).example()` makes it.
+    """The parameters that determine an example; `Structure(...).example()` makes it.
 
-    >>> example = Structure(num_heads=4, num_kv_heads=2, seqlen_q=5, seqlen_kv=7, mask=Causal("bottom_right")).example()
-    >>> example.q.shape, example.k.shape, example.q.dtype
-    ((4, 5, 8), (2, 7, 8), dtype('float32'))
-
-    Attributes
+    Parameters
     ----------
     q_batch, k_batch, v_batch : tuple of int
         Leading axes; they broadcast.
     num_heads, num_kv_heads : int
-        Both 1 where `has_heads` is False: 2-D operands.
+        Numbers of query heads and of key/value heads; both are 1 where `has_heads` is False.
+    has_heads : bool
+        Whether operands have an axis of heads; without it they are 2-D.
+    seqlen_q, seqlen_kv : int
+        Lengths in tokens.
+    head_dim, value_dim : int
+        Last axes of q and k, and of v.
+    dtype : str
+        Name of the operands' dtype.
+    mask : Mask or None
+        As in `cuflash.attention`.
+    scale : float or None
+        As in `cuflash.attention`.
     layouts : tuple of str
-        Of q, k, v, do, dlse; see `laid_out`.
+        Memory layouts of q, k, v, do and dlse; see `laid_out`.
     values : str
-        "normal", "lattice" (integers -2..2), "constant" (each operand one number), "outliers" (one element in 50 is
-        10 times as large), "small" (1e-3 times normal), "large" (v and do 100 times normal), "rising" (k grows from key
-        to key, and with it the scores).
+        Distribution of the values: "normal", "lattice" (integers -2..2), "constant" (each operand one number),
+        "outliers" (one element in 50 is 10 times as large), "small" (1e-3 times normal), "large" (v and do 100 times
+        normal), "rising" (k grows from key to key, and with it the scores).
     has_dlse : bool
-        Without one, dlse is None.
+        Whether there is a dlse; otherwise it is None.
+    seed : int
+        Seed of the values.
+    sink : tuple of int, or None
+        The shape of a sink, which broadcasts to (*batch, num_heads).
+    sink_dtype : str
+        Name of the sink's dtype.
     non_finite : tuple of (operand, place, value)
-        What is not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the elements of
-        q, k, v, do or dlse.
+        Elements that are not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the
+        elements of q, k, v, do or dlse.
+    score : Formula, optional
+        A score function, whose real arrays all have gradients.
+
+    Examples
+    --------
+    >>> example = Structure(num_heads=4, num_kv_heads=2, seqlen_q=5, seqlen_kv=7, mask=Causal("bottom_right")).example()
+    >>> example.q.shape, example.k.shape, example.q.dtype
+    ((4, 5, 8), (2, 7, 8), dtype('float32'))
     """
 
     q_batch: tuple[int, ...] = ()
@@ -372,7 +416,10 @@ class Structure:
     values: str = "normal"
     has_dlse: bool = True
     seed: int = 0
+    sink: tuple[int, ...] | None = None
+    sink_dtype: str = "float32"
     non_finite: tuple[tuple[str, int, str], ...] = ()
+    score: Formula | None = None
 
     @property
     def mask_shape(self) -> MaskShape:
@@ -390,7 +437,18 @@ class Structure:
         return f"Structure({', '.join(changed)})"
 
     def example(self) -> Example:
-        """The operands, filled by a generator of `seed`."""
+        """Make the operands, filled by a generator of `seed`.
+
+        Returns
+        -------
+        Example
+            The operands, and their exact results and bounds when they are asked for.
+
+        Examples
+        --------
+        >>> Structure(seqlen_q=3, seqlen_kv=5).example().k.shape
+        (1, 5, 8)
+        """
         rng = np.random.default_rng(self.seed)
         heads_q, heads_kv = ((self.num_heads,), (self.num_kv_heads,)) if self.has_heads else ((), ())
         batch = self.mask_shape.batch if self.has_heads else ()
@@ -411,11 +469,19 @@ class Structure:
                     filled.flat[place % filled.size] = float(value)
             operands[name] = laid_out(filled, layout)
         dlse = operands.pop("dlse")[..., 0] if self.has_dlse else None
+        sink = None if self.sink is None else 3 * rng.standard_normal(self.sink)
+        score = None
+        if self.score is not None:
+            arrays = self.score.arrays(self.mask_shape, self.seed, accumulator_dtype(dtype))
+            score = Score(self.score, **arrays)
         return Example(
             **{name: operands[name] for name in ("q", "k", "v", "do")},
             dlse=dlse,
+            sink=None if sink is None else np.asarray(sink).astype(_dtype(self.sink_dtype)),
             mask=self.mask,
             scale=self.scale,
+            score=score,
+            wrt=() if score is None else tuple(each.name for each in score.program.arrays if each.kind == "real"),
             origin=f"{self!r}.example()",
         )
 
@@ -457,6 +523,8 @@ def structures(
     widest: int = 256,
     longest: int = 260,
     has_non_finite: bool = False,
+    has_sink: bool = False,
+    has_score: bool = False,
 ) -> Structure:
     """`Structure`s with at most `most_scores` scores and `most_rows` rows in all; the tokens of a tile are `tile`."""
     seqlen_q, seqlen_kv = draw(st.tuples(lengths(tile, longest), lengths(tile, longest)))
@@ -467,6 +535,8 @@ def structures(
     batches = draw(_leading_axes(room // num_heads)) if has_heads else ((), (), ())
     shape = MaskShape(np.broadcast_shapes(*batches), num_heads, seqlen_q, seqlen_kv)
     widest = min(widest, 256 if seqlen_q * num_heads <= 512 else 64)
+    dtype = draw(st.sampled_from(tuple(dtypes)))
+    sink, sink_dtype = draw(sinks(shape, dtype)) if has_sink else (None, "float32")
     return Structure(
         q_batch=batches[0],
         k_batch=batches[1],
@@ -478,15 +548,29 @@ def structures(
         seqlen_kv=seqlen_kv,
         head_dim=draw(head_dims(widest)),
         value_dim=draw(head_dims(widest)),
-        dtype=draw(st.sampled_from(tuple(dtypes))),
+        dtype=dtype,
         mask=draw(masks(shape, max_leaves)) if draw(st.sampled_from((False, True, True, True))) else None,
         scale=draw(scales()),
         layouts=draw(st.just(("contiguous",) * 5) | st.tuples(*[layouts()] * 5)),
         values=draw(st.sampled_from(VALUES)),
         has_dlse=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
+        sink=sink,
+        sink_dtype=sink_dtype,
         non_finite=draw(_non_finite()) if has_non_finite else (),
+        score=draw(formulas()) if has_score else None,
     )
+
+
+@st.composite
+def sinks(draw: st.DrawFn, shape: MaskShape, dtype: str) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of a sink for q of a dtype: one for each head, or for each head of a batch entry, or shared."""
+    full = (*shape.batch, shape.num_heads)
+    kept = draw(st.integers(0, len(full)))
+    stretched = draw(st.tuples(*[st.booleans()] * kept))
+    sink = tuple(1 if is_one else extent for extent, is_one in zip(full[len(full) - kept :], stretched))
+    names = DTYPE_NAMES if dtype == "float64" else DTYPE_NAMES[:-1]
+    return draw(st.just(full[-1:]) | st.just(sink)), draw(st.sampled_from(names))
 
 
 def _non_finite() -> st.SearchStrategy[tuple[tuple[str, int, str], ...]]:
@@ -517,14 +601,17 @@ def examples(
     widest: int = 256,
     longest: int = 260,
     has_non_finite: bool = False,
+    has_sink: bool = False,
+    has_score: bool = False,
 ) -> st.SearchStrategy[Example]:
-    """`Example`s of every structure; see `structures`.
+    """Strategy for `Example` objects of every structure; see `structures`.
 
     Parameters
     ----------
     tile : int
         Tokens of the implementation's tile: lengths gather around its multiples.
-    dtypes : names of dtypes
+    dtypes : sequence of str
+        Names of the dtypes to draw from.
     most_scores, most_rows : int
         Caps on batch x heads x seqlen_q x seqlen_kv, and without seqlen_kv.
     max_leaves : int
@@ -535,9 +622,27 @@ def examples(
         The most tokens that a sequence may have.
     has_non_finite : bool
         Put NaN or infinities into one to three places of the operands.
+    has_sink : bool
+        Draw a sink.
+    has_score : bool
+        Give each a random score function with arrays.
+
+    Returns
+    -------
+    hypothesis.strategies.SearchStrategy
+        Draws an `Example`.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> @settings(deadline=None, max_examples=5, database=None)
+    ... @given(examples(dtypes=["float32"], longest=20))
+    ... def test(example):
+    ...     assert example.q.dtype == "float32" and example.q.shape[-2] <= 20
+    >>> test()
     """
     drawn = structures(
         tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
-        longest=longest, has_non_finite=has_non_finite,
+        longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
     )  # fmt: skip
     return drawn.map(Structure.example)

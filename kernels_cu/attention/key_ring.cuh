@@ -1,6 +1,7 @@
 #pragma once
 #include <attention/fragments.cuh>
 #include <attention/mma_operands.cuh>
+#include <attention/sink.cuh>
 #include <attention/tensor_maps.cuh>
 #include <tile/rooms.cuh>
 
@@ -129,7 +130,8 @@ CUFLASH_DEVICE void fill(const attention::Params& params, const attention::Tenso
 }
 
 // Queries without a key, of which nobody hears: what the kernel writes of them. By a warp.
-CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::WorkTile& work);
+CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::WorkTile& work,
+                                  attention::SinkArgument sink);
 
 // The number of a block's next tile, which nobody else has. By a warp.
 CUFLASH_DEVICE int next_tile(const attention::Params& params, bool is_first, int num_tiles) {
@@ -150,7 +152,8 @@ CUFLASH_DEVICE Span span_of(const attention::Params& params, attention::WorkTile
 
 // Look up the tiles of this block, each once the last steps, or the first, of the one before are brought: who took tiles
 // further ahead would keep what others could do sooner.
-CUFLASH_DEVICE void look_up(const attention::Params& params, const attention::TensorMaps& maps) {
+CUFLASH_DEVICE void look_up(const attention::Params& params, const attention::TensorMaps& maps,
+                            attention::SinkArgument sink) {
   using namespace attention;
   const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
   unsigned num_tasks = 0;
@@ -166,7 +169,7 @@ CUFLASH_DEVICE void look_up(const attention::Params& params, const attention::Te
       if (work.is_empty()) continue;
       reach = reach_of_queries(params, work);
       if (!Steps<kBlockKv, OverKeys, Listed>(params, reach).has_next()) {
-        write_nothing(params, work);
+        write_nothing(params, work, sink);
         continue;
       }
     }
@@ -321,11 +324,12 @@ CUFLASH_DEVICE void make_barriers() {
 }
 
 // By the producers.
-CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps) {
+CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
+                            attention::SinkArgument sink) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp == kBringsKeys) bring_keys(params, maps);
   else if (warp == kBringsValues) bring_values(params, maps);
-  else if (warp == kLooksUp) look_up(params, maps);
+  else if (warp == kLooksUp) look_up(params, maps, sink);
 }
 
 }  // namespace cuflash

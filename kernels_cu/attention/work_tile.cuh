@@ -170,6 +170,12 @@ CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int 
   return work_tile(params, queries, height, divided(blockIdx.x, num_parts).quotient);
 }
 
+// The place of a block that works on a whole head of the queries.
+CUFLASH_DEVICE Place head_place(const Params& params) {
+  const Side one{1, 1, 0, nullptr, true, 1};
+  return work_tile(params, one, 1, blockIdx.x).place;
+}
+
 // Which tile of its matrix starts with a query.
 template <class Listed = ListedAtRunTime>
 CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height) {

@@ -3,13 +3,14 @@
 #include <attention/mask_scores.cuh>
 #include <attention/operands.cuh>
 #include <attention/score_gradient.cuh>
+#include <attention/score_slopes.cuh>
 #include <attention/whole_matrix.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
-naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params) {
+naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -47,6 +48,7 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params)
   using Scores = decltype(s);
   Step step;
   SeenScores<Scores::kColumns> seen{0};
+  Accumulator lse_of_row[Scores::kRows], delta_of_row[Scores::kRows];  // with a score function
   if (find_step(params, place, rows_of(work), keys, step)) seen = seen_by_rows<Scores>(params, work, step);
 #pragma unroll
   for (int i = 0; i < s.kRows; ++i) {
@@ -60,12 +62,25 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params)
     const bool is_empty = lse_2 == -ptx::negative_infinity<Accumulator>();  // of keys: its gradients are 0
     if (is_empty) delta = 0;
     else if (is_there && params.dlse.data != nullptr) delta -= dlse.at(row, 0);
+    if constexpr (kHasScore) {
+      lse_of_row[i] = is_there ? lse_2 : -ptx::negative_infinity<Accumulator>();
+      delta_of_row[i] = delta;
+#pragma unroll
+      for (int j = 0; j < s.kColumns; ++j) s.at[i][j] = seen.has(i, j) ? p.at(row, s.column(j)) : Accumulator(0);
+      continue;
+    }
 #pragma unroll
     for (int j = 0; j < s.kColumns; ++j) {
       const bool is_seen = seen.has(i, j);
       s.at[i][j] = is_seen ? probability(p.at(row, s.column(j)), Accumulator(1), lse_2) : Accumulator(0);
       dp.at[i][j] = is_seen ? score_gradient(s.at[i][j], dp.at[i][j], delta) : Accumulator(0);
     }
+  }
+  if constexpr (kHasScore) {
+    score_pairs<Rows::kQueries>([&](int i, int j) -> Accumulator& { return s.at[i][j]; }, dp, score_function, shape, place,
+                                {work.first, work.last}, {keys.first, keys.last},
+                                [&](int i, int j) { return seen.has(i, j); }, [&](int i) { return lse_of_row[i]; },
+                                [&](int i) { return delta_of_row[i]; }, score::Function::kAddsGradients);
   }
   tile::store(p, s);
   tile::store(ds, dp);

@@ -3,13 +3,14 @@
 #include <attention/mask_scores.cuh>
 #include <attention/online_softmax.cuh>
 #include <attention/operands.cuh>
+#include <attention/score.cuh>
 #include <attention/whole_matrix.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
-naive_scores(const __grid_constant__ cuflash::attention::Params params) {
+naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -35,7 +36,10 @@ naive_scores(const __grid_constant__ cuflash::attention::Params params) {
     __syncthreads();  // these are there
     tile::add_product_nt(s, q_smem, k_smem);
   }
-  s.scale(shape.softmax_scale * kLog2E);
+  // With a score function the backward pass keeps q k^T, of which it makes P and slopes.
+  constexpr bool kScales = !kHasScore, kApplies = kHasScore && !score::Function::kIsDerived;
+  if constexpr (kScales) s.scale(shape.softmax_scale * kLog2E);
+  if constexpr (kApplies) score_of_queries(s, score_function, params, work, {keys.first, keys.last}, kLog2E);
   Step step;
   if (find_step(params, place, rows_of(work), keys, step)) {
     mask_scores(s, params, work, step);

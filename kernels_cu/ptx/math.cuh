@@ -28,6 +28,21 @@ CUFLASH_DEVICE double log2_accurate(double x) { return ::log2(x); }
 CUFLASH_DEVICE float log_accurate(float x) { return ::logf(x); }
 CUFLASH_DEVICE double log_accurate(double x) { return ::log(x); }
 
+CUFLASH_DEVICE float exp_accurate(float x) { return ::expf(x); }
+CUFLASH_DEVICE double exp_accurate(double x) { return ::exp(x); }
+CUFLASH_DEVICE float pow_accurate(float x, float y) { return ::powf(x, y); }
+CUFLASH_DEVICE double pow_accurate(double x, double y) { return ::pow(x, y); }
+CUFLASH_DEVICE float sqrt_accurate(float x) { return ::sqrtf(x); }
+CUFLASH_DEVICE double sqrt_accurate(double x) { return ::sqrt(x); }
+CUFLASH_DEVICE double tanh_accurate(double x) { return ::tanh(x); }
+
+// The hyperbolic tangent, error below 2^-10.98 relative, from sm_75 on.
+CUFLASH_DEVICE float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // a * b + c, rounded once.
 CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }

@@ -3,6 +3,7 @@
 // keys. Q, dO, Q again and the sum for dQ take turns in one shared tile; P and then dS keep theirs.
 #include <attention/operands.cuh>
 #include <attention/score_gradient.cuh>
+#include <attention/score_slopes.cuh>
 #include <attention/steps.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
@@ -28,7 +29,7 @@ using Turn = tile::SharedTile<Accumulator, kBlockQ, Columns, kWidest + tile::kPa
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
-simt_backward(const __grid_constant__ cuflash::attention::Params params) {
+simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -71,18 +72,24 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params) {
       __syncthreads();  // Q, and K and V before the first step, are there
       scores.fill(0);
       tile::add_product_nt<kScoreSteps>(scores, k_smem, q_smem);
-      probabilities_of_keys(scores, params, work, step, lse_2);
-      tile::store(p_smem, scores);
+      if constexpr (!kHasScore) probabilities_of_keys(scores, params, work, step, lse_2);
+      tile::store(p_smem, scores);  // with a score function S, which its thread alone reads
       __syncthreads();  // P is there, and Q is read
       // Whatever a query without a key brings, its gradients are 0.
       tile::load(do_smem, d_o.rows(step.start, step.stop),
                  [&](int row) { return lse_2(row) != -ptx::negative_infinity<Accumulator>(); });
       __syncthreads();  // dO is there
-      tile::add_product_nn<kSteps>(dv, p_smem, do_smem);
+      if constexpr (!kHasScore) tile::add_product_nn<kSteps>(dv, p_smem, do_smem);
       scores.fill(0);
       tile::add_product_nt<kScoreSteps>(scores, v_smem, do_smem);
+      const auto p_at = [&](int i, int j) -> Accumulator& { return p_smem.at(scores.row(i), scores.column(j)); };
+      if constexpr (kHasScore) {
+        score_pairs_of_keys(p_at, scores, score_function, params, work, step, lse_2, delta_of);
+        __syncthreads();  // P is there
+        tile::add_product_nn<kSteps>(dv, p_smem, do_smem);
+      }
       __syncthreads();  // P and dO are read
-      score_gradients_of_keys(scores, [&](int i, int j) { return p_smem.at(scores.row(i), scores.column(j)); }, delta_of);
+      if constexpr (!kHasScore) score_gradients_of_keys(scores, p_at, delta_of);
       tile::store(p_smem, scores);
       tile::load(q_smem, q.rows(step.start, step.stop));
       __syncthreads();  // dS and Q are there

@@ -2,6 +2,7 @@
 // summed over the query heads that share it, P recomputed from lse. Scores are transposed here: rows are keys.
 #include <attention/operands.cuh>
 #include <attention/score_gradient.cuh>
+#include <attention/score_slopes.cuh>
 #include <attention/steps.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
@@ -14,7 +15,7 @@ constexpr int kSteps = tile::kMmaRows > 0 ? 4 : 1;  // of a product at a time; 3
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
-simt_backward_columns(const __grid_constant__ cuflash::attention::Params params) {
+simt_backward_columns(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -59,9 +60,15 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params)
       dp.fill(0);
       tile::add_product_nt<kSteps>(s, k_smem, q_smem);
       tile::add_product_nt<kSteps>(dp, v_smem, do_smem);
-      probabilities_of_keys(s, params, work, step, [&](int row) { return q_smem.at(row, kHeadDim); });
-      score_gradients_of_keys(dp, [&](int i, int j) { return s.at[i][j]; },
-                              [&](int row) { return q_smem.at(row, kHeadDim + 1); });
+      const auto lse_2 = [&](int row) { return q_smem.at(row, kHeadDim); };
+      const auto delta_of = [&](int row) { return q_smem.at(row, kHeadDim + 1); };
+      if constexpr (kHasScore) {
+        score_pairs_of_keys([&](int i, int j) -> Accumulator& { return s.at[i][j]; }, dp, score_function, params, work, step,
+                            lse_2, delta_of);
+      } else {
+        probabilities_of_keys(s, params, work, step, lse_2);
+        score_gradients_of_keys(dp, [&](int i, int j) { return s.at[i][j]; }, delta_of);
+      }
       tile::store(p_smem, s);
       __syncthreads();  // P is there
       tile::add_product_nn<kSteps>(dv, p_smem, do_smem);

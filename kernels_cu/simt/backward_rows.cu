@@ -2,12 +2,13 @@
 // dQ of one tile of queries, P recomputed from lse. The columns' half reads delta; no sum depends on who finishes first.
 #include <attention/operands.cuh>
 #include <attention/score_gradient.cuh>
+#include <attention/score_slopes.cuh>
 #include <attention/steps.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
-simt_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
+simt_backward_rows(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -45,7 +46,8 @@ simt_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
     dp.fill(0);
     tile::add_product_nt(s, q_smem, k_smem);
     tile::add_product_nt(dp, do_smem, v_smem);
-    score_gradients_of_queries(s, dp, params, work, step, lse_2, delta);
+    if constexpr (kHasScore) score_pairs_of_queries(s, dp, score_function, params, work, step, lse_2, delta);
+    else score_gradients_of_queries(s, dp, params, work, step, lse_2, delta);
     tile::store(ds_smem, dp);
     __syncthreads();  // dS is there
     tile::add_product_nn(dq, ds_smem, k_smem);

@@ -3,6 +3,8 @@
 #include <attention/mask_scores.cuh>
 #include <attention/online_softmax.cuh>
 #include <attention/operands.cuh>
+#include <attention/score.cuh>
+#include <attention/sink.cuh>
 #include <ptx/shared.cuh>
 #include <tile/product.cuh>
 
@@ -14,7 +16,7 @@ using KvRoom = tile::SharedTile<Accumulator, kBlockKv, kWidest>;
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
-simt_forward(const __grid_constant__ cuflash::attention::Params params) {
+simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -48,7 +50,8 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params) {
     tile::add_product_nt(s, q_smem, k_smem);
     __syncthreads();  // K is read
     tile::load(v_smem, v.rows(step.start, step.stop));
-    s.scale(softmax_scale_log2);
+    if constexpr (kHasScore) score_of_queries(s, score_function, params, work, step, kLog2E);
+    else s.scale(softmax_scale_log2);
     mask_scores(s, params, work, step);
     softmax.update(s, o);
     tile::store(p_smem, s);
@@ -57,9 +60,11 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params) {
   }
 
   const auto lse = matrix<Accumulator>(params.lse, place, place.head, shape.seqlen_q, 1).rows(work.first, work.last);
+  const Accumulator logit = sink_logit<Accumulator>(sink, place, place.head);
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i) {
-    const Accumulator row_lse = softmax.finalize(i, o);
+    Accumulator row_lse = softmax.finalize(i, o);
+    if constexpr (config::kHasSink) o.scale_row(i, merge_sink(row_lse, logit));
     if (tile::leads_rows() && o.row(i) < lse.num_rows) lse.at(o.row(i), 0) = row_lse;
   }
   const auto all_o = matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim);

@@ -2,6 +2,7 @@
 // of keys and walks the queries that visit it, over the query heads that share it. dK and dV stay in registers; what a
 // step adds to dQ goes to global memory, unless dQ has a kernel of its own (backward_rows.cu).
 #include <attention/fragment_gradient.cuh>
+#include <attention/fragment_slopes.cuh>
 #include <attention/mma_gradient.cuh>
 #include <ptx/cp_async.cuh>
 
@@ -204,7 +205,7 @@ CUFLASH_DEVICE void clear_empty_rows(OTile d_o, const tile::Matrix<float>& lse) 
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
-sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
+sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -235,7 +236,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
 
       Scores s, dp;
       tile::product_nt(s, q_smem, k_smem);
-      if (step.kind == Kind::kFull && kept.work.last - kept.work.first == kBlockKv) {
+      if (!kHasScore && step.kind == Kind::kFull && kept.work.last - kept.work.first == kBlockKv) {
         const auto row = row_statistics<Scores>(lse, delta);
         const float softmax_scale_log2 = kept.softmax_scale_log2;
         if constexpr (kMakesDsMeanwhile) {
@@ -250,10 +251,18 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params) {
           if (kStoresApart) store_scores(s, dp);
         }
       } else {
-        mask_step(s, params, kept.work, step);
+        const bool is_masked =
+            !kHasScore || step.kind != Kind::kFull || kept.work.last - kept.work.first != kBlockKv;
+        if (is_masked) mask_step(s, params, kept.work, step);
         clear_empty_rows(do_smem, lse);
         tile::product_nt(dp, do_smem, v_smem);
-        score_gradients<true>(s, dp, kept.softmax_scale_log2, row_statistics<Scores>(lse, delta));
+        if constexpr (kHasScore) {
+          score_pairs_of_rows(s, dp, score_function, shape, kept.work.place, {step.start, step.stop},
+                              {kept.work.first, kept.work.last}, is_masked, row_statistics<Scores>(lse, delta),
+                              Scores::is_first_holder());
+        } else {
+          score_gradients<true>(s, dp, kept.softmax_scale_log2, row_statistics<Scores>(lse, delta));
+        }
         if (kStoresApart) store_scores(s, dp);
         if (kMakesDsMeanwhile) {
           __syncthreads();  // P is there

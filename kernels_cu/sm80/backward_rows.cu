@@ -1,6 +1,7 @@
 // The rows' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2), where every result must repeat bit
 // for bit: dQ of one tile of queries, P recomputed from lse. Each warp keeps its rows of P, dS and dQ in registers.
 #include <attention/fragment_gradient.cuh>
+#include <attention/fragment_slopes.cuh>
 #include <attention/mma_gradient.cuh>
 #include <ptx/cp_async.cuh>
 
@@ -49,7 +50,7 @@ CUFLASH_DEVICE void load_step(const attention::Params& params, const Kept& kept,
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
-sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
+sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -95,7 +96,12 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params) {
     Scores s, dp;
     tile::product_nt(s, q_smem, k_smem);
     tile::product_nt(dp, do_smem, v_smem);
-    if (is_whole<kBlockKv>(step)) {
+    if constexpr (kHasScore) {
+      const bool is_masked = !is_whole<kBlockKv>(step);
+      if (is_masked) mask_scores<config::kIsListed>(s, params, kept.work, step, masked_score());
+      score_pairs_of_rows(s, dp, score_function, shape, kept.work.place, {kept.work.first, kept.work.last},
+                          {step.start, step.stop}, is_masked, row, true);
+    } else if (is_whole<kBlockKv>(step)) {
       score_gradients<false>(s, dp, kept.softmax_scale_log2, row);
     } else {
       mask_scores<config::kIsListed>(s, params, kept.work, step, masked_score());

@@ -2,6 +2,7 @@
 // section 3.1) applied to finished parts: lse = log sum_p exp(lse_p), o = sum_p exp(lse_p - lse) o_p. A block works on
 // one query; groups of its threads share the parts. Whichever of them is first, sums are in the same order.
 #include <attention/online_softmax.cuh>
+#include <attention/sink.cuh>
 #include <attention/work_tile.cuh>
 #include <ptx/shared.cuh>
 
@@ -25,7 +26,7 @@ CUFLASH_DEVICE float weight(float lse, float most) {
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
-sm80_combine(const __grid_constant__ cuflash::attention::Params params) {
+sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -42,10 +43,13 @@ sm80_combine(const __grid_constant__ cuflash::attention::Params params) {
   for (int row = first; row < num_rows; row += 32 * seqlen_q) most = fmaxf(most, lse_parts.at(row, 0));
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+  const float logit = sink_logit<float>(sink, place, place.head);
+  if (config::kHasSink) most = fmaxf(most, logit);  // the sink is one more part, with o = 0
   if (most == ptx::negative_infinity<float>()) most = 0;  // -inf - (-inf) must not arise
   for (int row = first; row < num_rows; row += 32 * seqlen_q) total += weight(lse_parts.at(row, 0), most);
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+  if (config::kHasSink) total += weight(logit, most);
 
   Vector<float> o[kVectors] = {};
   const int first_column = threadIdx.x % kColumnLanes * kVector;

@@ -4,6 +4,8 @@
 // Where tiles are too few for the chip, several blocks share a tile's keys, and combine.cu merges what they leave;
 // where queries are few too, a tile holds those of all the heads that share keys.
 #include <attention/mma_operands.cuh>
+#include <attention/score.cuh>
+#include <attention/sink.cuh>
 #include <ptx/cp_async.cuh>
 
 namespace cuflash {
@@ -65,7 +67,7 @@ CUFLASH_DEVICE void keep(const attention::Params& params, const attention::WorkT
   kept.v = matrix<Element>(params.v, work.place, kv_head, 0, 0).data;
   kept.work = work;
   kept.reach = reach;
-  kept.softmax_scale_log2 = Softmax::scale_log2(shape.softmax_scale);
+  kept.softmax_scale_log2 = Softmax::scale_log2(exponent_scale(shape));
   kept.has_rows =
       has_rows_of<KTile>(kept.k, params.k, shape.head_dim) && has_rows_of<VTile>(kept.v, params.v, shape.value_dim);
 }
@@ -89,6 +91,21 @@ CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const 
   const float hidden = ptx::negative_infinity<float>();
   if (kIsPacked) mask_scores<false>(s, params, kept.work, step, hidden, HeadAfterHead{params.shape.seqlen_q});
   else mask_scores<config::kIsListed>(s, params, kept.work, step, hidden);
+}
+
+// The score function of a step's scores, in their place.
+template <class Score>
+CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const attention::WorkTile& work,
+                               const attention::Step& step, const Score& score) {
+  using namespace attention;
+  const Positions rows{work.first, work.last};
+  const auto query_of = [&](int i) {
+    const int row = rows.at(row_of(s, i));
+    if (!kIsPacked) return HeadAndQuery{work.place.head, row};
+    const Divided heads = divided(row, params.shape.seqlen_q);
+    return HeadAndQuery{work.place.head + heads.quotient, heads.rest};
+  };
+  apply_score(s, score, params.shape, work.place, query_of, {step.start, step.stop}, 1);
 }
 
 // A part's rows of what is left to be merged.
@@ -117,15 +134,20 @@ CUFLASH_DEVICE void write_part(const attention::Params& params, const Kept& kept
 }
 
 // lse, and O by way of Q's room.
-CUFLASH_DEVICE void write_results(const attention::Params& params, const Kept& kept, const Softmax& softmax, Output& o) {
+CUFLASH_DEVICE void write_results(const attention::Params& params, const Kept& kept, const Softmax& softmax, Output& o,
+                                  attention::SinkArgument sink) {
   using namespace attention;
   const WorkTile& work = kept.work;
   const Place& place = work.place;
   const int length = params.shape.seqlen_q;
   const auto lse = matrix<float>(params.lse, place, place.head, length, 1).rows(work.first, work.last);
   const int first_row = o.first_row(), first_column = o.first_column();
+  const float logit = sink_logit<float>(sink, place, place.head);
   float row_lse[Output::kRows];
   softmax.finalize(o, kept.softmax_scale_log2, row_lse);
+  if constexpr (config::kHasSink)
+#pragma unroll
+    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i)
     if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse[i];
@@ -140,7 +162,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const Kept& k
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
-sm80_forward(const __grid_constant__ cuflash::attention::Params params) {
+sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
@@ -172,7 +194,8 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params) {
     tile::product_nt(s, q_smem, k_smem);
     ptx::cp_async_wait<0>();
     __syncthreads();  // V is there; K is read
-    if (Softmax::turns(shape.softmax_scale)) Softmax::turn(s, shape.softmax_scale);
+    if constexpr (kHasScore) score_step(s, params, kept.work, step, score_function);
+    else if (Softmax::turns(shape.softmax_scale)) Softmax::turn(s, shape.softmax_scale);
     if (!is_whole<kBlockKv>(step)) mask_step(s, params, kept, step);
     has_step = steps.next(step);
     if (has_step) load_step(k_smem, k, params.k, shape.head_dim, step, has_rows);
@@ -182,5 +205,5 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params) {
   }
 
   if (kIsSplit) write_part(params, kept, softmax, o);
-  else write_results(params, kept, softmax, o);
+  else write_results(params, kept, softmax, o, sink);
 }

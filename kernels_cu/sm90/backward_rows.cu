@@ -22,7 +22,8 @@ using Gradient = tile::WarpTile<1, kHeadDim / 8, 4>;
 using RoundedScores = tile::Rounded<Element, Scores>;  // dS
 using Statistics = attention::RowStatistics<Scores>;
 
-CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::WorkTile& work) {
+CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::WorkTile& work,
+                                  attention::SinkArgument) {
   using namespace attention;
   const int head = work.place.head, num_columns = params.shape.head_dim;
   if (params.dq.is_wide) tile::clear(matrix<float>(params.dq, work.place, head, 0, num_columns).rows(work.first, work.last));
@@ -147,7 +148,7 @@ sm90_backward_rows(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (threadIdx.x < kGroup) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce(params, maps);
+    produce(params, maps, attention::sink);
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params);

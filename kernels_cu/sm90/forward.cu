@@ -3,11 +3,13 @@
 // while this one's become weights and while the last one's are multiplied by V; and warpgroups take turns at starting
 // products, so that one's softmax runs under another's products. Blocks go on to further tiles until none is left.
 #include <attention/mma_operands.cuh>
+#include <attention/sink.cuh>
 
 namespace cuflash {
 constexpr bool kBringsDo = false;
 }  // namespace cuflash
 #include <attention/key_ring.cuh>
+#include <attention/score.cuh>
 
 namespace cuflash {
 
@@ -40,16 +42,20 @@ constexpr bool kLeavesByRoom =
 constexpr int kTurns = 1, kHasReadQ = 4;  // names of barriers, one for each warpgroup of consumers
 
 // Queries without a key: nobody hears of them.
-CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::WorkTile& work) {
+CUFLASH_DEVICE void write_nothing(const attention::Params& params, const attention::WorkTile& work,
+                                  attention::SinkArgument sink) {
   using namespace attention;
   const int length = params.shape.seqlen_q, num_columns = params.shape.value_dim;
   const auto lse = matrix<float>(params.lse, work.place, work.place.head, length, 1);
   const auto o = matrix<Element>(params.o, work.place, work.place.head, length, num_columns);
+  float row_lse = ptx::negative_infinity<float>();
+  Element zero = {};
+  if (config::kHasSink) tile::narrow(0 * merge_sink(row_lse, sink_logit<float>(sink, work.place, work.place.head)), zero);
 #pragma unroll 1
   for (int row = work.first; row < work.last; ++row) {
-    if (leads()) lse.at(row, 0) = ptx::negative_infinity<float>();
+    if (leads()) lse.at(row, 0) = row_lse;
 #pragma unroll 1
-    for (int column = ptx::lane(); column < num_columns; column += 32) o.at(row, column) = {};
+    for (int column = ptx::lane(); column < num_columns; column += 32) o.at(row, column) = zero;
   }
 }
 
@@ -66,10 +72,15 @@ CUFLASH_DEVICE void pass_turn() {
 
 // lse and O of a tile. O leaves by the room of its Q where the accelerator writes it, a box for each warp's rows.
 CUFLASH_DEVICE void write_results(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tasks,
-                                  const Softmax& softmax, Output& o, bool is_last) {
+                                  const Softmax& softmax, Output& o, bool is_last, attention::SinkArgument sink) {
   using namespace attention;
+  const Place& place = board().tasks[task_of(num_tasks)].work.place;
+  const float logit = sink_logit<float>(sink, place, place.head);
   float row_lse[Output::kRows];
   softmax.finalize(o, board().softmax_scale_log2, row_lse);
+  if constexpr (config::kHasSink)
+#pragma unroll
+    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
   const Results to = board().tasks[task_of(num_tasks)].results;
   if (kLeavesByRoom && to.leaves_by_room) {
     // All of the warpgroup's products have read Q: with the next tile's first ones a turn was waited for, if there are both.
@@ -138,8 +149,18 @@ CUFLASH_DEVICE void pass_over(int group, unsigned& num_keys, bool keeps_values) 
   }
 }
 
+// The score function of a step's scores, in their place, before masks hide any.
+CUFLASH_DEVICE void score_step(const attention::Params& params, const score::Function& function, Scores& s,
+                               unsigned num_tasks, unsigned num_keys) {
+  if constexpr (kHasScore) {
+    const attention::WorkTile& work = board().tasks[task_of(num_tasks)].work;
+    attention::score_of_queries(s, function, params, work, board().notes[stage_of(num_keys)].step, 1);
+  }
+}
+
 // A step's scores once more, for one warp alone, whose own are lost.
-CUFLASH_DEVICE void remake_scores(Scores& s, unsigned num_tasks, unsigned num_keys) {
+CUFLASH_DEVICE void remake_scores(const attention::Params& params, const score::Function& function, Scores& s,
+                                  unsigned num_tasks, unsigned num_keys) {
   constexpr int kInPanel = QPanels::kPanelWidth / 16;
   s.fill(0);
 #pragma unroll 1  // rare: less text
@@ -150,12 +171,13 @@ CUFLASH_DEVICE void remake_scores(Scores& s, unsigned num_tasks, unsigned num_ke
     tile::load(q_frag[0], q, 0, k % kInPanel);
     tile::add_step<Element>(s, q_frag, keys, k % kInPanel, false);
   }
+  score_step(params, function, s, num_tasks, num_keys);
 }
 
 // What is not so as it left the product: hide what masks hide, and turn what falls as scores grow.
 CUFLASH_DEVICE void mend_scores(const attention::Params& params, Scores& s, unsigned num_tasks, unsigned num_keys) {
   const Note& note = board().notes[stage_of(num_keys)];
-  const double softmax_scale = params.shape.softmax_scale;
+  const double softmax_scale = attention::exponent_scale(params.shape);
   if (Softmax::turns(softmax_scale)) Softmax::turn(s, softmax_scale);
   mask_step(params, s, board().tasks[task_of(num_tasks)], note);
 }
@@ -221,20 +243,20 @@ CUFLASH_DEVICE bool is_plain(int kind) {
 
 // Scores of a step that is not plain, or was, and they are lost: `is_lost`. Whether they are weights then; else they are as
 // masks leave them.
-CUFLASH_DEVICE bool weigh_other_step(const attention::Params& params, Scores& s, Softmax& softmax, unsigned num_tasks,
-                                     unsigned num_keys, int kind, bool is_lost) {
+CUFLASH_DEVICE bool weigh_other_step(const attention::Params& params, const score::Function& function, Scores& s,
+                                     Softmax& softmax, unsigned num_tasks, unsigned num_keys, int kind, bool is_lost) {
   bool is_done = false;
   if constexpr (kSparesLooks) {
 #pragma unroll 1
     for (int again = is_lost; again < 2 && !is_done; ++again) {
-      if (again) remake_scores(s, num_tasks, num_keys);
+      if (again) remake_scores(params, function, s, num_tasks, num_keys);
       if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys);
       if (!(kind & Note::kUnseen) || again) break;
       is_done = softmax.weigh_unseen(s, board().softmax_scale_log2);
     }
     leave_keys(num_keys, kind & Note::kLast);
   } else {
-    if (is_lost) remake_scores(s, num_tasks, num_keys);
+    if (is_lost) remake_scores(params, function, s, num_tasks, num_keys);
     if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys);
     leave_keys(num_keys, kind & Note::kLast);
   }
@@ -256,7 +278,8 @@ CUFLASH_DEVICE void add_last_values(Output& o, const Weights& p, unsigned num_ke
 }
 
 // Tile after tile.
-CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps, int group) {
+CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const attention::TensorMaps& maps, int group,
+                                        attention::SinkArgument sink, const score::Function& function) {
   unsigned num_keys = 0;
   for (unsigned num_tasks = 0; await_tile(num_tasks); ++num_tasks) {
     Softmax softmax;
@@ -267,6 +290,7 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
     int kind = start_first_scores(s, group, num_tasks, num_keys, false);
     for (bool is_first = true;; is_first = false) {
       const bool is_last = kind & Note::kLast, was_plain = is_plain(kind);
+      score_step(params, function, s, num_tasks, num_keys);
       bool is_done = was_plain && softmax.weigh_unseen(s, board().softmax_scale_log2);
       if (is_done) {
         leave_keys(num_keys, false);
@@ -274,7 +298,7 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
         p = s;
       } else {
         float by[Softmax::kRows];
-        is_done = weigh_other_step(params, s, softmax, num_tasks, num_keys, kind, was_plain);
+        is_done = weigh_other_step(params, function, s, softmax, num_tasks, num_keys, kind, was_plain);
         const bool has_risen = !is_done && softmax.raise(s, board().softmax_scale_log2, by);
         tile::wait_for<0>(o);
         if (!is_first) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
@@ -288,13 +312,14 @@ CUFLASH_DEVICE void consume_in_one_room(const attention::Params& params, const a
     }
     add_last_values(o, p, num_keys);
     if (!(kind & Note::kEndsTile)) pass_over(group, num_keys, false);
-    write_results(params, maps, num_tasks, softmax, o, true);
+    write_results(params, maps, num_tasks, softmax, o, true, sink);
   }
 }
 
 // With room for Q of two tiles, scores of the next tile's first step are made under the last step of this one, and its
 // results are written once the next tile has its first weights; if the warpgroup has a part in all of this one's steps.
-CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const attention::TensorMaps& maps, int group) {
+CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const attention::TensorMaps& maps, int group,
+                                         attention::SinkArgument sink, const score::Function& function) {
   unsigned num_keys = 0, num_tasks = 0;
   while (await_tile(num_tasks)) {
     Softmax softmax, finished;
@@ -306,6 +331,7 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
     while (true) {
       Operands next;
       const bool is_last = kind & Note::kLast, is_first = kind & Note::kFollows, was_plain = is_plain(kind);
+      score_step(params, function, s, num_tasks, num_keys);
       bool is_done = was_plain && softmax.weigh_unseen(s, board().softmax_scale_log2);
       if (is_done) {
         leave_keys(num_keys, false);
@@ -316,12 +342,12 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
         p = s;
       } else {
         float by[Softmax::kRows];
-        is_done = weigh_other_step(params, s, softmax, num_tasks, num_keys, kind, was_plain);
+        is_done = weigh_other_step(params, function, s, softmax, num_tasks, num_keys, kind, was_plain);
         const bool has_risen = !is_done && softmax.raise(s, board().softmax_scale_log2, by);
         tile::wait_for<0>(o);
         if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);
         if (is_first) {
-          write_results(params, maps, num_tasks - 1, finished, o, false);
+          write_results(params, maps, num_tasks - 1, finished, o, false, sink);
           o.fill(0);
         }
         if (!is_done) make_weights(s, softmax, o, has_risen && !is_first, by);
@@ -343,16 +369,17 @@ CUFLASH_DEVICE void consume_in_two_rooms(const attention::Params& params, const 
     }
     add_last_values(o, p, num_keys);
     if (!(kind & Note::kEndsTile)) pass_over(group, num_keys, true);
-    write_results(params, maps, num_tasks - 1, softmax, o, true);
+    write_results(params, maps, num_tasks - 1, softmax, o, true, sink);
     leave_queries(num_tasks - 1);
     if (kind & Note::kEndsTile) return;
   }
 }
 
-CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group) {
+CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group,
+                            attention::SinkArgument sink, const score::Function& function) {
   if (group == kConsumers) pass_turn();
-  if constexpr (kQRooms == 1) consume_in_one_room(params, maps, group);
-  else consume_in_two_rooms(params, maps, group);
+  if constexpr (kQRooms == 1) consume_in_one_room(params, maps, group, sink, function);
+  else consume_in_two_rooms(params, maps, group, sink, function);
   if (group == 1) await_turn();  // nobody is left to take the last one
 }
 
@@ -360,19 +387,20 @@ CUFLASH_DEVICE void consume(const attention::Params& params, const attention::Te
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
 sm90_forward(const __grid_constant__ cuflash::attention::Params params,
-             const __grid_constant__ cuflash::attention::TensorMaps maps) {
+             const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::attention;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);  // one for the warp: branches do not part it
   if (threadIdx.x == 0) {
     make_barriers();
-    board().softmax_scale_log2 = Softmax::scale_log2(params.shape.softmax_scale);
+    board().softmax_scale_log2 = Softmax::scale_log2(attention::exponent_scale(params.shape));
   }
   __syncthreads();
   if (group == 0) {
     if constexpr (kMovesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce(params, maps);
+    produce(params, maps, sink);
   } else {
     if constexpr (kMovesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(params, maps, group);
+    consume(params, maps, group, sink, score_function);
   }
 }

@@ -218,7 +218,7 @@ FAULTS = {
     pickled_after_use(a_pullback): {
         "a vjp is a closure": Edit(
             "api.py", "attention_vjp",
-            "Pullback(ready, q, k, v, o, lse)",
+            "Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))",
             "(lambda do, dlse=None: ready.backward(do, q, k, v, o, lse, dlse))",
         ),
     },
@@ -435,14 +435,14 @@ FAULTS = {
     },
     refuses(attends(return_lse=1), "return_lse must be True or False; got 1"): {
         "lse is returned for whatever is true": Edit(
-            "api.py", "_require_flag",
+            "api.py", "require_flag",
             "if type(value) is not bool and (reasons := flag_reasons(name, value)):",
             "if False and (reasons := flag_reasons(name, value)):",
         ),
     },
     untouched(return_lse=np.array([True, False])): {
         "results are written before a flag is looked at": Edit(
-            "api.py", "_require_flag",
+            "api.py", "require_flag",
             "if type(value) is not bool and (reasons := flag_reasons(name, value)):",
             "if False and (reasons := flag_reasons(name, value)):",
         ),

@@ -8,7 +8,7 @@ from mutations.planting import Edit
 FAULTS = {
     magnitudes_are_right: {
         "dk lacks the power of two of its scores": Edit(
-            "executors/cpu.py", "_Call.backward_columns", "self.wide(LN_2 * self.score_factor)", "self.wide(LN_2)"
+            "executors/cpu.py", "_Call.backward_columns", "self.wide(natural * self.score_factor)", "self.wide(natural)"
         ),
         "scores lack their power of two": Edit(
             "executors/cpu.py", "_Call.scores", "np.multiply(s, self.wide(self.score_factor), out=s)", "s"
@@ -28,14 +28,14 @@ FAULTS = {
             "planning/problem.py", "Problem.scaling", "exponent - exponent // 2", "exponent // 2"
         ),
         "scaled q and k are not used": Edit(
-            "plans.py", "Executable.forward", 'arrays = {"q": scaled_q, "k": scaled_k,', 'arrays = {"q": q, "k": k,'
+            "plans.py", "Executable.forward", 'given["q"], given["k"] = self._scaled(given["q"], given["k"])', "pass"
         ),
         "gradients read q and k as they are": Edit(
             "plans.py", "Executable.backward", 'there["q"], there["k"] = self._scaled(there["q"], there["k"])', "pass"
         ),
         "gradients keep the powers of two": Edit(
             "plans.py", "Executable.backward",
-            'results["q"], results["k"] = self._scaled(results["q"], results["k"])',
+            'results["dq"], results["dk"] = self._scaled(results["dq"], results["dk"])',
             "pass",
         ),
         "calls are repeated without the powers of two": Edit(

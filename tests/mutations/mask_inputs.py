@@ -171,7 +171,7 @@ FAULTS = {
             "masks/content.py", "Described.to", 'if "__dataclass_fields__" in vars(type(self)):', "if True:"
         ),
         "calls are told apart as masks tell themselves apart": Edit(
-            "api.py", "_key", "else content(mask), causal", "else mask, causal"
+            "api.py", "call_key", "else content(mask), causal", "else mask, causal"
         ),
         "plans are told apart as masks tell themselves apart": Edit(
             "api.py", "_plan", "_Known(mask, content(mask))", "_Known(mask, mask)"

@@ -23,8 +23,8 @@ FAULTS = {
         ),
         "an empty row has a finite lse": Edit(
             "executors/cpu.py", "_Call.forward_rows",
-            'self.write("lse", rows, row_max',
-            'self.write("lse", rows, np.maximum(row_max, np.finfo(self.wide).min)',
+            "lse = row_max *",
+            "lse = np.maximum(row_max, np.finfo(self.wide).min) *",
         ),
         "an empty row is divided by 0": Edit(
             "executors/cpu.py", "_Call.forward_rows", "divisor = np.maximum(row_sum, 1)", "divisor = row_sum"
@@ -60,8 +60,8 @@ FAULTS = {
         ),
         "dk keeps log2(e)": Edit(
             "executors/cpu.py", "_Call.backward_columns",
-            "self.wide(LN_2 * self.score_factor)",
-            "self.wide(self.score_factor)",
+            "natural = LN_2 if self.score is None else 1.0",
+            "natural = 1.0",
         ),
         "only the last step gives dv": Edit(
             "executors/cpu.py", "_Call.backward_columns", "_plus(dv, p @ do)", "p @ do"
@@ -70,7 +70,7 @@ FAULTS = {
             "executors/cpu.py", "_Call.backward_columns", "self._mask_queries(tiles, places, steps, p, ds)", "pass"
         ),
         "the scale is left to q alone": Edit(
-            "executors/cpu.py", "_Call.of", "problem.scaling.scale * LOG2_E", "LOG2_E"
+            "executors/cpu.py", "_Call.of", "problem.scaling.scale * unit", "unit"
         ),
         "tiles stop one row early": Edit(
             "executors/cpu.py", "_cuts", "min(start + block, length)", "min(start + block, max(length - 1, start + 1))"

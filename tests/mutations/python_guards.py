@@ -24,7 +24,9 @@ def hunt(*strategies, seeds=5, most=120):
     """Many examples from several seeds, so that no run of alike examples decides; reported at the first failure."""
 
     def run(check):
-        options = settings(max_examples=most, database=None, phases=[Phase.generate])
+        options = settings(
+            max_examples=most, database=None, phases=[Phase.generate], report_multiple_bugs=False
+        )  # fmt: skip
         for number in range(seeds):
             seed(number)(options(given(*strategies)(check)))()
 

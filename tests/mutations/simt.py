@@ -70,15 +70,17 @@ FAULTS = {
         ),
         "P takes dS before it is read": Edit(
             "simt/backward.cu", "simt_backward",
-            "tile::add_product_nt<kScoreSteps>(scores, v_smem, do_smem); __syncthreads();",
-            "tile::add_product_nt<kScoreSteps>(scores, v_smem, do_smem);",
+            "} __syncthreads(); if constexpr (!kHasScore) score_gradients_of_keys(",
+            "} if constexpr (!kHasScore) score_gradients_of_keys(",
         ),
         "Q takes dQ before it is read": Edit(
             "simt/backward.cu", "simt_backward",
             "__syncthreads(); const Interval keys = visited_keys(params, work, step);",
             "const Interval keys = visited_keys(params, work, step);",
         ),
-        "dQ is added before it is there": Edit("simt/backward.cu", "simt_backward", "} __syncthreads();", "}"),
+        "dQ is added before it is there": Edit(
+            "simt/backward.cu", "simt_backward", "} __syncthreads(); tile::add(", "} tile::add("
+        ),
         "dQ is overwritten before it is added": Edit(
             "simt/backward.cu", "simt_backward",
             "tile::RegisterTile<Accumulator, kBlockKv, kBlockQ> scores; __syncthreads();",

@@ -127,8 +127,8 @@ FAULTS = {
         ),
         "masked steps of dQ hide scores behind -inf": Edit(
             "sm80/backward_rows.cu", "sm80_backward_rows",
-            "kept.work, step, masked_score());",
-            "kept.work, step, ptx::negative_infinity<float>());",
+            "kept.work, step, masked_score()); score_gradients<true>(",
+            "kept.work, step, ptx::negative_infinity<float>()); score_gradients<true>(",
         ),
         "masked steps hide scores behind -inf": Edit(
             "sm80/backward.cu", "mask_step",

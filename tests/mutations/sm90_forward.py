@@ -95,7 +95,7 @@ FAULTS = {
             "sm90/forward.cu", "write_results", "row < to.num_rows) to.lse", "true) to.lse"
         ),
         "results of queries without a key stay as they are": Edit(
-            "sm90/forward.cu", "write_nothing", "o.at(row, column) = {}", "continue"
+            "sm90/forward.cu", "write_nothing", "o.at(row, column) = zero", "continue"
         ),
         "lse of queries without a key stays as it is": Edit(
             "sm90/forward.cu", "write_nothing", "if (leads()) lse.at(row, 0)", "if (false) lse.at(row, 0)"
@@ -120,10 +120,14 @@ FAULTS = {
             "sm90/forward.cu", "make_weights", "if (softmax.reasons & Softmax::kIsLarge) softmax.take_off(s);", ""
         ),
         "lost scores are weighed again": Edit(
-            "sm90/forward.cu", "weigh_other_step", "if (again) remake_scores(s, num_tasks, num_keys);", ""
+            "sm90/forward.cu", "weigh_other_step",
+            "if (again) remake_scores(params, function, s, num_tasks, num_keys);",
+            "",
         ),
         "lost scores are weighed again, of two warpgroups": Edit(
-            "sm90/forward.cu", "weigh_other_step", "if (is_lost) remake_scores(s, num_tasks, num_keys);", ""
+            "sm90/forward.cu", "weigh_other_step",
+            "if (is_lost) remake_scores(params, function, s, num_tasks, num_keys);",
+            "",
         ),
         "lost scores are not masked again": Edit(
             "sm90/forward.cu", "weigh_other_step",
@@ -230,7 +234,7 @@ FAULTS = {
         ),
         "O goes on from tile to tile": Edit("sm90/forward.cu", "consume_in_two_rooms", "o.fill(0); }", "}"),
         "a tile has the sums of the next one": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms", "- 1, finished, o, false);", "- 1, softmax, o, false);"
+            "sm90/forward.cu", "consume_in_two_rooms", "- 1, finished, o, false, sink);", "- 1, softmax, o, false);"
         ),
         "a tile goes on with the maximum of the one before": Edit(
             "sm90/forward.cu", "consume_in_two_rooms", "softmax = Softmax();", ""

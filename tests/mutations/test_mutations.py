@@ -1,14 +1,14 @@
 """Every planted fault is seen by its guard: as a wrong number and not as a crash; on Hopper also as a broken rule.
 
 Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in; one,
-of NaN and infinities, has faults of Python and of kernels. All faults of Python's arithmetic are planted, and every
-third of those of inputs and of kernels, each of which takes a second or more; CUFLASH_PROFILE=long plants all.
+of NaN and infinities, has faults of Python and of kernels. All faults of Python's arithmetic are planted, every third
+of those of inputs, and every sixth of those of score functions and of kernels, each of which takes a second or more;
+CUFLASH_PROFILE=long plants all.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -16,22 +16,27 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from executors import needs_compiler
+from executors import is_long, needs_compiler
 from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, calls, host, kernel_guards, mask_algebra, mask_inputs, non_finite, planting, python, simt, sm80,
-    sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, tile,
+    attention, calculators, calls, host, interop, kernel_guards, kv_cache, mask_algebra, mask_inputs, non_finite,
+    planting, python, score_kernels, scores, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows,
+    sm90_backward_wide, sm90_forward, sm90_guards, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
+OF_INPUTS = (calls, mask_inputs, sequences, kv_cache, calculators, interop)
+OF_BOTH = (non_finite, score_kernels, sinks)  # faults of Python and of kernels
 OF_KERNELS = (
-    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, non_finite
+    simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, *OF_BOTH,
 )  # fmt: skip
 Guard = Callable[..., None]
 # Faults of shared work are seen by what runs these too.
 RUN_BY_OTHERS = (kernel_guards.attention_is_right, kernel_guards.all_steps_are_right)
+# In a short run tests of the same structures, in test_dq_turns and test_dq_of_lists, show that these pass.
+RUN_IN_LONG = (sm90_guards.finished_gradients_are_right, sm90_guards.gradients_of_lists_are_right)
 
 
 def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[str, Guard, Edit]]:
@@ -47,7 +52,7 @@ def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[
 
 def sampled(planned: list[tuple[str, Guard, Edit]], step: int) -> list[tuple[str, Guard, Edit]]:
     """All of them if CUFLASH_PROFILE=long, else one in `step`: a kernel's fault takes seconds to compile and run."""
-    return planned if os.environ.get("CUFLASH_PROFILE") == "long" else planned[::step]
+    return planned if is_long() else planned[::step]
 
 
 def signs_of(guard: Guard) -> tuple[type[Exception], ...]:
@@ -82,7 +87,11 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         del sys.modules[module]
 
 
-@each(faults(python, host, mask_algebra, non_finite, language="python") + sampled(faults(calls, mask_inputs), 3))
+@each(
+    faults(python, host, mask_algebra, non_finite, language="python")
+    + sampled(faults(*OF_INPUTS, score_kernels, sinks, language="python"), 3)
+    + sampled(faults(scores), 6)
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: Guard, edit: Edit) -> None:
     library = edited(edit)
@@ -90,7 +99,13 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
         guard(library)
 
 
-@pytest.mark.parametrize("guard", guards(python, host, mask_algebra, mask_inputs, non_finite, language="python"))
+@pytest.mark.parametrize(
+    "guard",
+    guards(
+        python, host, mask_algebra, *(table for table in OF_INPUTS if table is not calls), scores, *OF_BOTH,
+        language="python",
+    ),
+)
 def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
     guard(cuflash)
 
@@ -111,17 +126,25 @@ def test_a_fault_of_a_kernel_is_seen(guard: Guard, edit: Edit, tmp_path: Path) -
 
 
 @needs_compiler
-@pytest.mark.parametrize("guard", [each for each in guards(*OF_KERNELS, language="cuda") if each not in RUN_BY_OTHERS])
+@pytest.mark.parametrize(
+    "guard",
+    [
+        guard
+        for guard in guards(*OF_KERNELS, language="cuda")
+        if guard not in RUN_BY_OTHERS and (is_long() or guard not in RUN_IN_LONG)
+    ],
+)
 def test_the_kernels_as_they_are_pass_every_guard(guard: Guard) -> None:
     guard()
 
 
 def test_every_fault_fits_the_sources() -> None:
-    tables = faults(python, host, calls, mask_algebra, mask_inputs, *OF_KERNELS)
-    assert planting.misfits(edit for _, _, edit in tables) == []
+    planned = faults(python, host, mask_algebra, scores, *OF_INPUTS, *OF_KERNELS)
+    assert planting.misfits(edit for _, _, edit in planned) == []
 
 
 def test_no_table_is_left_out() -> None:
     tables = {path.stem for path in Path(__file__).parent.glob("*.py") if "FAULTS = {" in path.read_text("utf-8")}
-    known = {table.__name__.split(".")[-1] for table in (python, host, calls, mask_algebra, mask_inputs, *OF_KERNELS)}
+    named = (python, host, mask_algebra, scores, *OF_INPUTS, *OF_KERNELS)
+    known = {table.__name__.split(".")[-1] for table in named}
     assert tables - {Path(__file__).stem} == known

@@ -36,6 +36,8 @@ class Family(ABC):
         The dtypes of q, k and v that it serves at precision "ieee".
     oldest : (int, int)
         The oldest compute capability that runs it.
+    operands : tuple of str
+        Names of the arrays beside q, k and v that its kernels take.
     waits_at_barriers : bool
         Its kernels wait at barriers in shared memory for copies, so that a fault could make one hang.
     """
@@ -43,6 +45,7 @@ class Family(ABC):
     name: ClassVar[str]
     dtypes: ClassVar[tuple[np.dtype[Any], ...]]
     oldest: ClassVar[tuple[int, int]] = (7, 5)
+    operands: ClassVar[tuple[str, ...]] = ()
     waits_at_barriers: ClassVar[bool] = False
 
     def __eq__(self, other: object) -> bool:
@@ -55,6 +58,11 @@ class Family(ABC):
     def reasons(self, problem: Problem, device: DeviceSpec | None) -> list[str]:
         """Why the family does not serve a problem, on any device or, where one is given, on that device."""
         reasons = self._dtype_reasons(problem)
+        reasons += [
+            f"kernel={self.name!r} must be given no {operand.name}; got one: use executor='cpu'"
+            for operand in problem.operands
+            if not operand.is_captured and operand.name not in self.operands
+        ]
         return reasons if device is None or reasons else self._device_reasons(problem, device)
 
     def _dtype_reasons(self, problem: Problem) -> list[str]:

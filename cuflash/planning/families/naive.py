@@ -10,6 +10,7 @@ from ...blocks.work_list import ListedWork, WorkList
 from ..device import DeviceSpec
 from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
+from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from .family import Family, key_tiles, list_block_of, query_tiles
 
@@ -39,6 +40,7 @@ class Naive(Family):
 
     name = "naive"
     dtypes = (np.dtype(np.float16), np.dtype(np.float32))
+    operands = ("sink",)
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
         return _SIDE, _SIDE
@@ -74,9 +76,11 @@ class Naive(Family):
         made = {entry: self._launch(spec, problem, work) for entry, spec in chosen.items()}
         matrix = Workspace((*problem.lse_shape(), problem.seqlen_kv), problem.accumulator)
         num_heads = problem.mask_shape.num_batch * problem.num_heads if isinstance(work, ListedWork) else 1
+        forward = Pass({entry: made[entry] for entry in _FORWARD}, {"scores": matrix})
+        backward = Pass({entry: made[entry] for entry in _BACKWARD}, {"scores": matrix, "score_gradients": matrix})
         return Kernels(
-            forward=Pass({entry: made[entry] for entry in _FORWARD}, {"scores": matrix}),
-            backward=Pass({entry: made[entry] for entry in _BACKWARD}, {"scores": matrix, "score_gradients": matrix}),
+            forward=sink_forward(forward, problem, "softmax"),
+            backward=sink_backward(backward, problem, chosen["softmax"], ("o", "do", "dlse")),
             order=TileOrder(num_heads, num_heads),
         )
 

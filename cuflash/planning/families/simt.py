@@ -16,6 +16,7 @@ from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
 from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
+from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from ..tile_order import heads_of_a_wave
 from .family import (
@@ -61,6 +62,7 @@ class Simt(Family):
 
     name = "simt"
     dtypes = DTYPES
+    operands = ("sink",)
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
         """The forward tile, but no smaller than the smallest tile of the backward kernels."""
@@ -112,12 +114,13 @@ class Simt(Family):
         is_one_walk = "backward" in chosen
         backward_entries = ("backward_statistics", "backward") if is_one_walk else ("backward_rows", "backward_columns")
         made = {entry: self._launch(chosen[entry], problem, work) for entry in ("forward", *backward_entries)}
+        backward = Pass(
+            {entry: made[entry] for entry in backward_entries},
+            {"delta": Workspace(problem.lse_shape(), problem.accumulator)},
+        )
         return Kernels(
-            forward=Pass({"forward": made["forward"]}),
-            backward=Pass(
-                {entry: made[entry] for entry in backward_entries},
-                {"delta": Workspace(problem.lse_shape(), problem.accumulator)},
-            ),
+            forward=sink_forward(Pass({"forward": made["forward"]}), problem, "forward"),
+            backward=sink_backward(backward, problem),
             order=self._order(problem, device, work, chosen["forward"], chosen[backward_entries[1]]),
             is_repeatable=not is_one_walk,
         )

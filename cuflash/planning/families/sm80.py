@@ -18,6 +18,7 @@ from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
 from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
+from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from ..split_kv import num_splits as splits_that_pay
 from ..tile_order import heads_of_a_wave, listed_heads, listed_kv_heads
@@ -98,6 +99,7 @@ class Sm80(Family):
 
     name = "sm80"
     dtypes = (np.dtype(np.float16), BFLOAT16)
+    operands = ("sink",)
     oldest = (8, 0)
 
     def _dtype_reasons(self, problem: Problem) -> list[str]:
@@ -156,7 +158,7 @@ class Sm80(Family):
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic) | dict(specs or {})
         forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
         return Kernels(
-            forward=forward,
+            forward=sink_forward(forward, problem, "combine" if "combine" in forward.launches else "forward"),
             backward=self.backward(problem, work, chosen),
             order=self.order(problem, device, work, forward.launches["forward"].spec, chosen["backward"]),
             num_splits=num_splits,
@@ -198,6 +200,9 @@ class Sm80(Family):
 
     def backward(self, problem: Problem, work: WorkList, specs: Mapping[str, KernelSpec]) -> Pass:
         """The backward pass with these kernels; the sm90 family takes it too where its own kernels do not serve."""
+        return sink_backward(self._backward(problem, work, specs), problem)
+
+    def _backward(self, problem: Problem, work: WorkList, specs: Mapping[str, KernelSpec]) -> Pass:
         backward = specs["backward"]
         rows = query_tiles(problem, work, backward.block_q)
         of_queries = problem.num_heads * rows

@@ -16,9 +16,11 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
+from ...scores.program import curvature
 from ..device import DeviceSpec
 from ..launches import DqTurns, Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
+from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from ..tile_order import balanced_heads, heads_of_a_wave, is_uneven_band, listed_heads, listed_kv_heads
 from .family import (
@@ -67,10 +69,14 @@ _SAMPLED = 256  # queries whose numbers of keys are averaged
 
 
 class Sm90(Family):
-    """Kernels for compute capability 9.0 alone; where their backward tiles do not fit, the sm80 family's serve."""
+    """Kernels for compute capability 9.0 alone.
+
+    Where their backward tiles do not fit, and for gradients of score functions, the sm80 family's kernels serve.
+    """
 
     name = "sm90"
     dtypes = (np.dtype(np.float16), BFLOAT16)
+    operands = ("sink",)
     oldest = (9, 0)
     waits_at_barriers = True
 
@@ -104,7 +110,7 @@ class Sm90(Family):
         dims = rounded_dims(problem)
         forward = forward_spec(problem, dims, device, largest, num_keys or 0)
         backward = backward_specs(problem.dtype, dims, largest, deterministic=deterministic)
-        if not backward:
+        if not backward or problem.score is not None:
             backward = _SM80.specs(problem, device, largest, deterministic=deterministic)
         return {"forward": forward} | backward | {"forward": forward}
 
@@ -134,8 +140,9 @@ class Sm90(Family):
         else:
             chosen, order = self._finishing(problem, device, work, chosen, order)
             backward_pass = self._backward(problem, device, work, chosen, order.dq)
+            backward_pass = sink_backward(backward_pass, problem, chosen["backward_statistics"])
         return Kernels(
-            forward=forward_pass, backward=backward_pass, order=order,
+            forward=sink_forward(forward_pass, problem, "forward"), backward=backward_pass, order=order,
             is_repeatable="backward_rows" in chosen,
         )  # fmt: skip
 
@@ -266,7 +273,8 @@ def forward_spec(
     """
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
-    if largest is None:
+    is_curved = problem.score is not None and curvature(problem.score) == "curved"
+    if largest is None and not is_curved:  # in three and four warpgroups a function of scores spills
         fewest, of_three = _FORWARD_OF_THREE.get(width, (inf, _FORWARD[width]))
         most, of_four = _FORWARD_OF_FOUR.get(width, (0, of_three))
         num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-num_queries // of_four.block_q)

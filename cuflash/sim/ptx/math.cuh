@@ -26,6 +26,20 @@ CUFLASH_DEVICE double log2_accurate(double x) { return ::log2(x); }
 CUFLASH_DEVICE float log_accurate(float x) { return ::logf(x); }
 CUFLASH_DEVICE double log_accurate(double x) { return ::log(x); }
 
+CUFLASH_DEVICE float exp_accurate(float x) { return ::expf(x); }
+CUFLASH_DEVICE double exp_accurate(double x) { return ::exp(x); }
+CUFLASH_DEVICE float pow_accurate(float x, float y) { return ::powf(x, y); }
+CUFLASH_DEVICE double pow_accurate(double x, double y) { return ::pow(x, y); }
+CUFLASH_DEVICE float sqrt_accurate(float x) { return ::sqrtf(x); }
+CUFLASH_DEVICE double sqrt_accurate(double x) { return ::sqrt(x); }
+CUFLASH_DEVICE double tanh_accurate(double x) { return ::tanh(x); }
+
+// Cut to as many bits as the instruction's error leaves.
+CUFLASH_DEVICE float tanh_approx(float x) {
+  const float y = ::tanhf(x);
+  return y != y ? __uint_as_float(kCanonicalNan) : __uint_as_float(__float_as_uint(y) & 0xffffe000u);
+}
+
 CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
 

@@ -1,0 +1,134 @@
+"""What a cache is given: shapes, counts and arrays, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..arrays import DTYPES, Array, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, no_array
+from ..errors import UnsupportedProblem
+from ..memory import is_broadcast, kind_of, overlap
+from ..planning.problem import MAX_HEAD_DIM
+
+PAGE_SIZE = 64
+_LARGEST_PAGE = 1024
+_PAGE_STEP = 16
+
+
+def size_reasons(**sizes: Any) -> list[str]:
+    """Why numbers are no extents of a cache."""
+    most = {"head_dim": MAX_HEAD_DIM, "value_dim": MAX_HEAD_DIM}
+    return [
+        f"{name} must be an int from 1 to {most.get(name, '2**31 - 1')}; got {describe(size)}"
+        for name, size in sizes.items()
+        if not (is_int(size) and 1 <= size <= most.get(name, 2**31 - 1))
+    ]
+
+
+def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
+    """Why a cache cannot have such pages."""
+    reasons = []
+    if not (is_int(page_size) and 0 < page_size <= _LARGEST_PAGE and page_size % _PAGE_STEP == 0):
+        reasons.append(
+            f"page_size must be a multiple of {_PAGE_STEP}, at most {_LARGEST_PAGE}; got {describe(page_size)}"
+        )
+    if num_pages is None:
+        return [*reasons, "num_pages must be given with page_size: batch * capacity / page_size holds everything"]
+    return reasons + size_reasons(num_pages=num_pages)
+
+
+def dtype_of(dtype: Any) -> np.dtype[Any]:
+    """The dtype of a cache.
+
+    Raises
+    ------
+    UnsupportedProblem
+        Attention does not compute with it.
+    """
+    made = as_dtype("dtype", dtype)
+    if made not in DTYPES:
+        known = ", ".join(each.name for each in DTYPES)
+        raise UnsupportedProblem([f"dtype must be one of {known}; got {made}"])
+    return made
+
+
+def numbers(name: str, value: Any, batch: int) -> list[int]:
+    """One int of at least 0 for each sequence, from a list or an array on the host.
+
+    Raises
+    ------
+    UnsupportedProblem
+        It is something else.
+    """
+    listed = list(value) if isinstance(value, (list, tuple)) else None
+    if isinstance(value, np.ndarray) and value.ndim == 1 and is_integer_dtype(value.dtype):
+        listed = value.tolist()
+    if listed is None or len(listed) != batch or not all(is_int(each) and 0 <= each < 2**31 for each in listed):
+        raise UnsupportedProblem(
+            [
+                f"{name} must be a list or NumPy array of {batch} ints of at least 0, one for each sequence, on the "
+                f"host, where rows are counted; got {describe(value)}"
+            ]
+        )
+    return [int(each) for each in listed]
+
+
+def sequence_reasons(name: str, value: Any, batch: int) -> list[str]:
+    """Why a value is no sequence of a cache."""
+    if is_int(value) and 0 <= value < batch:
+        return []
+    return [f"{name} must be a sequence from 0 to {batch - 1}; got {describe(value)}"]
+
+
+def row_reasons(arrays: Mapping[str, Array], like: Array, wanted: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Why arrays are no rows of a cache like this: a shape may have a name for an extent that is free.
+
+    Raises
+    ------
+    TypeError
+        One is not an array.
+    """
+    reasons = []
+    for name, array in arrays.items():
+        if not is_array(array):
+            raise TypeError(no_array(name, array))
+        shape, expected = tuple(array.shape), wanted[name]
+        pairs = zip(shape, expected)
+        fits = len(shape) == len(expected) and all(isinstance(want, str) or have == want for have, want in pairs)
+        if not fits or array.dtype != like.dtype:
+            written = ", ".join(map(str, expected))
+            reasons.append(f"{name} must have shape ({written}) and dtype {like.dtype}; got {shape} and {array.dtype}")
+        if namespace(array) is not namespace(like):
+            home = namespace(like).__name__
+            reasons.append(
+                f"{name} must be a {home} array, as the cache's are; got {kind_of(array)}: copy it with {home}.asarray"
+            )
+    return reasons
+
+
+def out_reasons(out: Any, shape: tuple[int, ...], like: Array, inputs: Mapping[str, Array]) -> list[str]:
+    """Why results cannot be written to an array."""
+    if out is None:
+        return []
+    if not is_array(out) or namespace(out) is not namespace(like):
+        home = namespace(like).__name__
+        return [f"out must be a {home} array of shape {shape} and dtype {like.dtype}; got {describe(out)}"]
+    reasons = []
+    if tuple(out.shape) != shape or out.dtype != like.dtype:
+        reasons.append(f"out must have shape {shape} and dtype {like.dtype}; got {tuple(out.shape)} and {out.dtype}")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        reasons.append("out must be writeable; got a read-only array")
+    if is_broadcast(out):
+        reasons.append(f"out must not be a broadcast view; got strides {out.strides}: give an array of its own")
+    return reasons + overlap_reasons("out", out, inputs)
+
+
+def overlap_reasons(name: str, array: Array, others: Mapping[str, Array]) -> list[str]:
+    """Why an array may not lie where others do."""
+    return [
+        f"{name} must not overlap {other} in memory: give a copy"
+        for other, value in others.items()
+        if namespace(value) is namespace(array) and overlap(array, value)
+    ]

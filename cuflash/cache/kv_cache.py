@@ -1,0 +1,622 @@
+"""The cache of keys and values that decoding appends to and attends to."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+
+from ..api import attention
+from ..arrays import Array, accumulator_dtype, describe, flag_reasons, is_array, is_integer_dtype, namespace, to_host
+from ..errors import UnsupportedProblem, collecting
+from ..masks import SlidingWindow
+from ..plans import as_arrays
+from .arguments import (
+    PAGE_SIZE, dtype_of, numbers, out_reasons, overlap_reasons, page_reasons, row_reasons, sequence_reasons,
+    size_reasons,
+)  # fmt: skip
+from .pages import Copy, Growth, OwnPages, PagePool, Shortage
+
+
+class KVCache:
+    """Keys and values of earlier tokens of several sequences, contiguous or in pages.
+
+    Parameters
+    ----------
+    batch : int
+        Sequences, each with a length of its own.
+    num_kv_heads, head_dim : int
+        Of keys; values have as many heads.
+    capacity : int
+        The most positions that a sequence may have.
+    dtype : dtype
+        Of keys and values: float16, bfloat16, float32 or float64.
+    value_dim : int, optional
+        `head_dim` unless given.
+    page_size : int, optional
+        Positions of a page: a multiple of 16, at most 1024; 64 if only `num_pages` is given. Without either the cache
+        is contiguous: it takes the memory of `capacity` positions for every sequence at once.
+    num_pages : int, optional
+        Pages that all sequences share; needed for a cache with pages.
+    xp : module
+        `numpy`, or `cupy` for a cache on CuPy's current device.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule; all reasons at once.
+    MemoryError
+        There is no room for the arrays.
+
+    Notes
+    -----
+    Rows are counted on the host: lengths and page tables are Python's ints, nothing waits for a device, and whatever
+    does not fit is refused before anything is written. A cache cannot be captured into a CUDA graph.
+
+    `attention` is one call of `cuflash.attention` for each sequence, on its own rows alone, which are gathered into
+    contiguous memory where they lie in several pages. Therefore the result of a sequence depends on nothing but its own
+    queries, keys and values: not on the other sequences, nor on their number or order, nor on rows that are not in use,
+    which may hold NaN. On the host it is the same bit for bit for any page table, with pages or without. On a GPU the
+    kernels are the existing ones, which read no page table: it costs a launch or more and, with pages, a copy of the
+    keys and values for each sequence.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> cache = cuflash.KVCache(batch=2, num_kv_heads=2, head_dim=8, capacity=100, dtype=np.float32)
+    >>> k, v = rng.standard_normal((2, 2, 2, 5, 8), dtype=np.float32)        # a prompt of 5 tokens
+    >>> cache.append(k, v)
+    >>> k, v = rng.standard_normal((2, 2, 2, 1, 8), dtype=np.float32)        # the next token, with 4 query heads
+    >>> q = rng.standard_normal((2, 4, 1, 8), dtype=np.float32)
+    >>> cache.append(k, v)
+    >>> cache.attention(q).shape, cache.lengths
+    ((2, 4, 1, 8), array([6, 6], dtype=int32))
+
+    With pages, memory is taken as sequences grow, and a fork shares the pages of what it was forked from:
+
+    >>> cache = cuflash.KVCache(
+    ...     batch=2, num_kv_heads=2, head_dim=8, capacity=100, dtype=np.float32, page_size=16, num_pages=5
+    ... )
+    >>> k = v = np.ones((2, 2, 40, 8), np.float32)
+    >>> cache.append(k, v, counts=[40, 0])
+    >>> cache.fork(0, 1)
+    >>> cache.lengths, cache.num_free_pages
+    (array([40, 40], dtype=int32), 2)
+    """
+
+    def __init__(
+        self,
+        *,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: Any,
+        value_dim: int | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        xp: Any = np,
+    ) -> None:
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        reasons = size_reasons(**sizes, capacity=capacity)
+        with collecting(reasons):
+            dtype = dtype_of(dtype)
+        is_paged = page_size is not None or num_pages is not None
+        if is_paged:
+            page_size = PAGE_SIZE if page_size is None else page_size
+            reasons += page_reasons(page_size, num_pages)
+        if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
+            reasons.append(f"xp must be the module numpy or cupy; got {describe(xp)}")
+        if reasons:
+            raise UnsupportedProblem(dict.fromkeys(reasons))
+        pages: OwnPages | PagePool = OwnPages(int(batch), int(capacity))
+        if is_paged:
+            assert page_size is not None and num_pages is not None
+            pages = PagePool(int(page_size), int(num_pages), [[] for _ in range(batch)])
+        shape = pages.num_pages, int(num_kv_heads), pages.page_size
+        k, v = (xp.empty((*shape, int(dim)), dtype) for dim in (head_dim, value_dim))
+        self._hold(k, v, pages, [0] * int(batch), int(capacity))
+
+    def _hold(self, k: Array, v: Array, pages: OwnPages | PagePool, lengths: list[int], capacity: int) -> None:
+        self._k, self._v, self._pages, self._lengths, self._capacity = k, v, pages, lengths, capacity
+
+    def __copy__(self) -> KVCache:
+        """A cache with arrays of its own: two that share arrays would write over each other's rows."""
+        return deepcopy(self)
+
+    @classmethod
+    def over(cls, k_pages: Array, v_pages: Array, block_table: Array, lengths: Any) -> KVCache:
+        """A cache over pages that exist, which are used where they lie and not copied.
+
+        Parameters
+        ----------
+        k_pages : array [num_pages, num_kv_heads, page_size, head_dim]
+        v_pages : array [num_pages, num_kv_heads, page_size, value_dim]
+            Any strides.
+        block_table : int array [batch, max_pages]
+            Pages of each sequence in the order of its positions, up to the first negative number: all of them are the
+            sequence's to write to. A page of several sequences is written to by none of them.
+        lengths : list or int array [batch]
+            Positions that each sequence has. The table and the lengths are read once, and waited for if they are on a
+            device; `cache.block_table` and `cache.lengths` have what becomes of them.
+
+        Returns
+        -------
+        KVCache
+            Its capacity is max_pages * page_size. It takes no pages but those of the table.
+
+        Raises
+        ------
+        TypeError
+            The pages or the table are no arrays.
+        UnsupportedProblem
+            Shapes or dtypes do not fit each other, or a sequence has fewer pages than it has positions; all reasons at
+            once.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> pages = np.zeros((9, 16, 2, 8), np.float32).transpose(0, 2, 1, 3)    # 9 pages of 16 tokens, 2 heads
+        >>> cache = cuflash.KVCache.over(pages, pages.copy(), np.array([[3, 7, -1], [4, -1, -1]]), [20, 5])
+        >>> cache.append(*np.ones((2, 2, 2, 1, 8), np.float32))
+        >>> pages[[7, 4], 0, [4, 5], 0], cache.lengths
+        (array([1., 1.], dtype=float32), array([21,  6], dtype=int32))
+        """
+        given = as_arrays({"k_pages": k_pages, "v_pages": v_pages})
+        k, v = given.values()
+        reasons = row_reasons({"k_pages": k}, k, {"k_pages": ("num_pages", "num_kv_heads", "page_size", "head_dim")})
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
+        with collecting(reasons):
+            dtype_of(k.dtype)
+        page_size, num_pages = int(k.shape[2]), int(k.shape[0])
+        reasons += page_reasons(page_size, num_pages) + size_reasons(head_dim=k.shape[3])
+        table, lengths = as_arrays({"block_table": block_table, "lengths": lengths}).values()
+        if not (is_array(table) and table.ndim == 2 and is_integer_dtype(table.dtype) and all(table.shape)):
+            reasons.append(f"block_table must be an integer array (batch, max_pages); got {describe(table)}")
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        batch, max_pages = table.shape
+        tables = [_until_negative(row) for row in to_host(table).tolist()]
+        on_host = to_host(lengths) if is_array(lengths) else lengths
+        positions = numbers("lengths", on_host, batch)
+        reasons = _table_reasons(tables, positions, page_size, num_pages)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        cache = cls.__new__(cls)
+        pages = PagePool(page_size, num_pages, tables, owns_rest=False)
+        cache._hold(k, v, pages, positions, int(max_pages) * page_size)
+        return cache
+
+    # What it holds
+
+    @property
+    def k(self) -> Array:
+        """Keys, [batch, num_kv_heads, capacity, head_dim], or with pages [num_pages, num_kv_heads, page_size, ...]."""
+        return self._k
+
+    @property
+    def v(self) -> Array:
+        """Values, as `k` with value_dim."""
+        return self._v
+
+    @property
+    def lengths(self) -> Array:
+        """Positions of each sequence, int32 [batch], where the cache is."""
+        return namespace(self._k).asarray(np.array(self._lengths, np.int32))
+
+    @property
+    def block_table(self) -> Array:
+        """Pages of each sequence in the order of its positions, int32 [batch, max_pages], where the cache is.
+
+        -1 stands for no page. A contiguous cache has a page for each sequence.
+        """
+        table = np.full((len(self._lengths), -(-self._capacity // self._pages.page_size)), -1, np.int32)
+        for row, pages in zip(table, self._pages.tables):
+            row[: len(pages)] = pages
+        return namespace(self._k).asarray(table)
+
+    @property
+    def capacity(self) -> int:
+        """The most positions that a sequence may have."""
+        return self._capacity
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no sequence has; 0 for a contiguous cache, which takes none."""
+        return self._pages.num_free
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values, in use or not."""
+        return int(self._k.nbytes + self._v.nbytes)
+
+    def __repr__(self) -> str:
+        batch, (num_pages, heads, page_size, head_dim) = len(self._lengths), self._k.shape
+        pages = f", page_size={page_size}, num_pages={num_pages}" if isinstance(self._pages, PagePool) else ""
+        return (
+            f"KVCache(batch={batch}, num_kv_heads={heads}, head_dim={head_dim}, value_dim={self._v.shape[-1]}, "
+            f"capacity={self._capacity}, dtype={self._k.dtype}{pages})"
+        )
+
+    # What changes it
+
+    def append(self, k: Array, v: Array, *, counts: Any = None) -> None:
+        """Add rows at the end of each sequence.
+
+        Parameters
+        ----------
+        k : array [batch, num_kv_heads, n, head_dim]
+        v : array [batch, num_kv_heads, n, value_dim]
+            Of the cache's dtype, where it is; any strides.
+        counts : list or NumPy array of ints [batch], optional
+            Of the n rows the first counts[b] belong to sequence b; all of them unless given.
+
+        Raises
+        ------
+        TypeError
+            k or v is no array.
+        UnsupportedProblem
+            Arrays do not fit, or a sequence has no room; all reasons at once, before anything is written.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=3, dtype=np.float32)
+        >>> k = v = np.ones((2, 1, 2, 4), np.float32)
+        >>> cache.append(k, v, counts=[2, 1])
+        >>> cache.append(k, v)
+        Traceback (most recent call last):
+            ...
+        cuflash.errors.UnsupportedProblem: k must fit the room of sequence 0; got 2 rows, which need 4 positions, and \
+the cache has 3: truncate or reset the sequence, or make the cache with a larger capacity
+        """
+        given = as_arrays({"k": k, "v": v})
+        batch, heads = len(self._lengths), self._k.shape[1]
+        wanted = {"k": (batch, heads, "n", self._k.shape[3]), "v": (batch, heads, "n", self._v.shape[3])}
+        reasons = row_reasons(given, self._k, wanted)
+        k, v = given.values()
+        if not reasons:
+            if k.shape[2] != v.shape[2]:
+                reasons.append(f"v must have k's {k.shape[2]} rows; got {v.shape[2]}")
+            own = {"the cache's keys": self._k, "the cache's values": self._v}
+            reasons += [reason for name, rows in given.items() for reason in overlap_reasons(name, rows, own)]
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        news = self._counted(counts, int(k.shape[2]))
+        growths = [
+            Growth(sequence, length, length + new)
+            for sequence, (length, new) in enumerate(zip(self._lengths, news))
+            if new
+        ]
+        self._require_room("k", growths)
+        for growth in growths:
+            self._grow(growth)
+        self._write(k, v, growths)
+        self._lengths = [length + new for length, new in zip(self._lengths, news)]
+
+    def truncate(self, lengths: Any) -> None:
+        """Shorten sequences; pages that no position needs any more are free, those that were reserved too.
+
+        Parameters
+        ----------
+        lengths : list or NumPy array of ints [batch]
+            Positions that remain.
+
+        Raises
+        ------
+        UnsupportedProblem
+            A sequence is shorter than that; all reasons at once, before anything is changed.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
+        >>> cache.append(*np.ones((2, 2, 1, 5, 4), np.float32))
+        >>> cache.truncate([2, 5])
+        >>> cache.lengths
+        array([2, 5], dtype=int32)
+        """
+        kept = numbers("lengths", lengths, len(self._lengths))
+        reasons = [
+            f"lengths must be at most what sequences have; got {new} for sequence {sequence}, which has {length}"
+            for sequence, (new, length) in enumerate(zip(kept, self._lengths))
+            if new > length
+        ]
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        for sequence, length in enumerate(kept):
+            self._pages.shrink(sequence, length)
+        self._lengths = kept
+
+    def reset(self, rows: Any = None) -> None:
+        """Empty some sequences, or all of them.
+
+        Parameters
+        ----------
+        rows : list of ints, optional
+            Sequences; all unless given.
+
+        Raises
+        ------
+        UnsupportedProblem
+            There is no such sequence; all reasons at once.
+        """
+        batch = len(self._lengths)
+        if rows is None:
+            rows = range(batch)
+        elif isinstance(rows, np.ndarray) and rows.ndim == 1:
+            rows = rows.tolist()
+        elif not isinstance(rows, (list, tuple)):
+            raise UnsupportedProblem([f"rows must be a list of sequences, or None for all; got {describe(rows)}"])
+        reasons = [reason for row in rows for reason in sequence_reasons("rows", row, batch)]
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        for row in rows:
+            self._pages.shrink(row, 0)
+            self._lengths[row] = 0
+
+    def fork(self, source: int, target: int) -> None:
+        """Let a sequence hold what another holds, in place of what it held.
+
+        With pages it shares them, and whichever of the two writes to a shared page first gets a copy of it. A
+        contiguous cache copies at once.
+
+        Parameters
+        ----------
+        source, target : int
+            Sequences, not the same.
+
+        Raises
+        ------
+        UnsupportedProblem
+            There is no such sequence.
+        """
+        reasons = [
+            reason
+            for name, sequence in (("source", source), ("target", target))
+            for reason in sequence_reasons(name, sequence, len(self._lengths))
+        ]
+        if not reasons and source == target:
+            reasons.append(f"target must be another sequence than source; got {target}")
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        for copy in self._pages.fork(source, target, self._lengths[source]):
+            self._copy(copy)
+        self._lengths[target] = self._lengths[source]
+
+    def reserve(self, lengths: Any) -> None:
+        """Take pages now, so that appending up to these lengths cannot fail. A contiguous cache has them already.
+
+        Parameters
+        ----------
+        lengths : list or NumPy array of ints [batch]
+            Positions that sequences will have; those that have more already keep what they have.
+
+        Raises
+        ------
+        UnsupportedProblem
+            They exceed the capacity, or too few pages are free; all reasons at once, before any is taken.
+        """
+        wanted = numbers("lengths", lengths, len(self._lengths))
+        growths = [
+            Growth(sequence, length, stop)
+            for sequence, (length, stop) in enumerate(zip(self._lengths, wanted))
+            if stop > length
+        ]
+        self._require_room("lengths", growths)
+        for growth in growths:
+            self._grow(growth)
+
+    def check(self) -> None:
+        """Prove that lengths, tables and counts of pages agree with each other.
+
+        Raises
+        ------
+        RuntimeError
+            They do not; each contradiction is named.
+        """
+        faults = self._pages.faults()
+        size = self._pages.page_size
+        for sequence, (length, table) in enumerate(zip(self._lengths, self._pages.tables)):
+            if not 0 <= length <= min(len(table) * size, self._capacity):
+                faults.append(f"sequence {sequence} has {length} positions and {len(table)} pages of {size}")
+        if faults:
+            raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
+
+    # What reads it
+
+    def attention(
+        self,
+        q: Array,
+        *,
+        counts: Any = None,
+        causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        kernel: str = "auto",
+        executor: str = "auto",
+        precision: str = "ieee",
+        out: Any = None,
+        return_lse: bool = False,
+    ) -> Array | tuple[Array, Array]:
+        """Attention of the last positions of each sequence to all of its positions.
+
+        Query t of n stands at position lengths[b] - n + t of sequence b, whose keys are usually appended just before.
+
+        Parameters
+        ----------
+        q : array [batch, num_heads, n, head_dim]
+            Of the cache's dtype, where it is. Query head h reads key/value head h // (num_heads / num_kv_heads).
+        counts : list or NumPy array of ints [batch], optional
+            Of the n rows the first counts[b] belong to sequence b: row t stands at lengths[b] - counts[b] + t. The
+            rows after them are empty.
+        causal : bool
+            No key after a query's own position.
+        window : (left, right), optional
+            Keys before and after a query's own position, inclusive; None is unlimited.
+        scale, kernel, executor, precision
+            As in `cuflash.attention`.
+        out : array [batch, num_heads, n, value_dim], optional
+            Written to instead of a new array; overlaps neither q nor the cache.
+        return_lse : bool
+            Also return lse.
+
+        Returns
+        -------
+        o : array [batch, num_heads, n, value_dim]
+            0 in rows that attend no key: those at positions below 0, and all of an empty sequence.
+        lse : array [batch, num_heads, n]
+            -inf in such rows.
+
+        Raises
+        ------
+        TypeError
+            q is no array.
+        UnsupportedProblem
+            Anything else that cannot be, all reasons at once, before any work.
+        """
+        xp, batch = namespace(self._k), len(self._lengths)
+        q = as_arrays({"q": q})["q"]
+        reasons = row_reasons({"q": q}, self._k, {"q": (batch, "num_heads", "n", self._k.shape[3])})
+        reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)
+        with collecting(reasons):
+            window = _checked_window(window)
+        if not reasons:
+            shape = (*q.shape[:3], self._v.shape[3])
+            own = {"q": q, "the cache's keys": self._k, "the cache's values": self._v}
+            reasons += out_reasons(out, shape, self._k, own)
+            if q.shape[2] > self._capacity:
+                reasons.append(f"q must have at most as many rows as the capacity, {self._capacity}; got {q.shape[2]}")
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        news = self._counted(counts, int(q.shape[2]))
+        o = xp.empty(shape, q.dtype) if out is None else out
+        lse = xp.empty(shape[:3], accumulator_dtype(q.dtype))
+        options: dict[str, Any] = {"scale": scale, "kernel": kernel, "executor": executor, "precision": precision}
+        options["causal"] = "bottom_right" if causal else False
+        options["mask"] = None if window is None else SlidingWindow(*window, "bottom_right")
+        for sequence, (length, new) in enumerate(zip(self._lengths, news)):
+            first = 0 if window is None or window[0] is None else max(0, length - new - window[0])
+            k, v = self._rows(self._k, sequence, first, length), self._rows(self._v, sequence, first, length)
+            rows = slice(max(0, new - length), new)  # those at positions from 0 on
+            made = attention(xp.ascontiguousarray(q[sequence, :, rows]), k, v, return_lse=True, **options)
+            o[sequence], lse[sequence] = 0, -np.inf
+            o[sequence, :, rows], lse[sequence, :, rows] = made
+        return (o, lse) if return_lse else o
+
+    def _counted(self, counts: Any, num_rows: int) -> list[int]:
+        """How many of some rows belong to each sequence."""
+        if counts is None:
+            return [num_rows] * len(self._lengths)
+        news = numbers("counts", counts, len(self._lengths))
+        reasons = [
+            f"counts must be at most the number of rows, {num_rows}; got {new} for sequence {sequence}"
+            for sequence, new in enumerate(news)
+            if new > num_rows
+        ]
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        return news
+
+    def _require_room(self, name: str, growths: list[Growth]) -> None:
+        reasons = [_capacity_reason(name, growth, self._capacity) for growth in growths if growth.stop > self._capacity]
+        if not reasons:
+            reasons = [_shortage_reason(name, each, self._pages.num_pages) for each in self._pages.shortages(growths)]
+        if reasons:
+            raise UnsupportedProblem(reasons)
+
+    def _grow(self, growth: Growth) -> None:
+        for copy in self._pages.grow(growth):
+            self._copy(copy)
+
+    def _copy(self, copy: Copy) -> None:
+        for array in (self._k, self._v):
+            array[copy.target, :, : copy.rows] = array[copy.source, :, : copy.rows]
+
+    def _write(self, k: Array, v: Array, growths: list[Growth]) -> None:
+        """Write the first rows of each sequence to its new positions, all sequences at once."""
+        if not growths:
+            return
+        size, places = self._pages.page_size, []
+        for sequence, length, stop in growths:
+            positions = np.arange(length, stop)
+            pages = np.array(self._pages.tables[sequence])[positions // size]
+            places.append((np.full(len(positions), sequence), positions - length, pages, positions % size))
+        xp = namespace(self._k)
+        sequences, given, pages, rows = (xp.asarray(np.concatenate(each)) for each in zip(*places))
+        self._k[pages, :, rows] = k[sequences, :, given]
+        self._v[pages, :, rows] = v[sequences, :, given]
+
+    def _rows(self, array: Array, sequence: int, start: int, stop: int) -> Array:
+        """Positions start <= j < stop of a sequence, [num_kv_heads, stop - start, dim], with rows next to each other.
+
+        It is a view if one page holds them so, else a copy; attention has the same bits for either.
+        """
+        xp, size = namespace(array), self._pages.page_size
+        if start >= stop:
+            return xp.empty((array.shape[1], 0, array.shape[3]), array.dtype)
+        first = start // size
+        pages = self._pages.tables[sequence][first : -(-stop // size)]
+        cut = slice(start - first * size, stop - first * size)
+        if len(pages) == 1:
+            rows = array[pages[0], :, cut]
+            return rows if rows[0].flags.c_contiguous else xp.ascontiguousarray(rows)
+        gathered = array[xp.asarray(np.array(pages))].transpose(1, 0, 2, 3)
+        return gathered.reshape(array.shape[1], len(pages) * size, array.shape[3])[:, cut]
+
+
+def _checked_window(window: Any) -> tuple[int | None, int | None] | None:
+    """A window as ints, if it is one."""
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
+    try:
+        asked = SlidingWindow(*window)
+    except UnsupportedProblem as error:
+        raise UnsupportedProblem(f"window's {reason}" for reason in error.reasons) from None
+    return asked.left, asked.right
+
+
+def _capacity_reason(name: str, growth: Growth, capacity: int) -> str:
+    return (
+        f"{name} must fit the room of sequence {growth.sequence}; got {growth.stop - growth.length} rows, which need "
+        f"{growth.stop} positions, and the cache has {capacity}: truncate or reset the sequence, or make the cache "
+        f"with a larger capacity"
+    )
+
+
+def _shortage_reason(name: str, shortage: Shortage, num_pages: int) -> str:
+    sequence, length, stop = shortage.growth
+    more = f"{shortage.wanted} more page{'s' * (shortage.wanted > 1)}"
+    return (
+        f"{name} must fit the free pages; got {stop - length} rows for sequence {sequence}, which need {more}, and of "
+        f"{num_pages} there are {shortage.free} free: truncate or reset sequences, or make the cache with more pages"
+    )
+
+
+def _until_negative(row: list[int]) -> list[int]:
+    stop = next((place for place, page in enumerate(row) if page < 0), len(row))
+    return row[:stop]
+
+
+def _table_reasons(tables: list[list[int]], lengths: list[int], page_size: int, num_pages: int) -> list[str]:
+    """Why pages do not hold what sequences are said to have."""
+    reasons = []
+    for sequence, (table, length) in enumerate(zip(tables, lengths)):
+        wrong = [page for page in table if page >= num_pages]
+        if wrong:
+            reasons.append(
+                f"block_table must name pages below {num_pages}; got {wrong[0]} for sequence {sequence}: -1 is no page"
+            )
+        if length > len(table) * page_size:
+            reasons.append(
+                f"lengths must be at most what pages hold; got {length} for sequence {sequence}, which has "
+                f"{len(table)} pages of {page_size}"
+            )
+    return reasons

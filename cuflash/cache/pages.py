@@ -1,0 +1,169 @@
+"""Which page of a cache holds which positions of a sequence: numbers on the host, and no arrays of keys or values.
+
+A page holds `page_size` consecutive positions of all key/value heads. A sequence has a table: page numbers in the order
+of its positions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+
+class Growth(NamedTuple):
+    """A sequence that goes from `length` to `stop` positions."""
+
+    sequence: int
+    length: int
+    stop: int
+
+
+class Copy(NamedTuple):
+    """The first rows of a page that go to another."""
+
+    source: int
+    target: int
+    rows: int
+
+
+class Shortage(NamedTuple):
+    """A growth that needs more pages than are free."""
+
+    growth: Growth
+    wanted: int
+    free: int
+
+
+class OwnPages:
+    """One page for each sequence, as long as the cache's capacity: a contiguous cache."""
+
+    def __init__(self, batch: int, capacity: int) -> None:
+        self.page_size = capacity
+        self.num_pages = batch
+        self.tables = [[sequence] for sequence in range(batch)]
+        self.num_free = 0
+
+    def shortages(self, growths: Iterable[Growth]) -> list[Shortage]:
+        return []
+
+    def grow(self, growth: Growth) -> list[Copy]:
+        return []
+
+    def shrink(self, sequence: int, length: int) -> None:
+        pass
+
+    def fork(self, source: int, target: int, length: int) -> list[Copy]:
+        """The rows that have to be copied so that the target holds what the source holds."""
+        return [Copy(source, target, length)]
+
+    def faults(self) -> list[str]:
+        return []
+
+
+class PagePool:
+    """Pages that are taken from a list of free ones, and that several sequences may share until one of them writes.
+
+    Parameters
+    ----------
+    page_size, num_pages : int
+    tables : list of lists of int
+        The pages of each sequence; those that stand in no table are free.
+    owns_rest : bool
+        Whether pages in no table are free; they are someone else's otherwise.
+
+    Examples
+    --------
+    >>> pool = PagePool(16, 4, [[], []])
+    >>> pool.grow(Growth(0, 0, 20)), pool.fork(0, 1, 20), pool.tables, pool.num_free
+    ([], [], [[0, 1], [0, 1]], 2)
+    >>> pool.grow(Growth(1, 20, 21))       # sequence 1 writes to a page that sequence 0 reads: it gets a copy
+    [Copy(source=1, target=2, rows=4)]
+    >>> pool.tables
+    [[0, 1], [0, 2]]
+    """
+
+    def __init__(self, page_size: int, num_pages: int, tables: list[list[int]], *, owns_rest: bool = True) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.tables = tables
+        self._references = Counter(page for table in tables for page in table)
+        rest = range(num_pages) if owns_rest else ()
+        self._free = [page for page in rest if page not in self._references][::-1]  # the last is taken first
+        self._num_owned = len(self._references) + len(self._free)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def shortages(self, growths: Iterable[Growth]) -> list[Shortage]:
+        """Growths for which no page is left when they come in this order; those that find none take none."""
+        found, free, references = [], len(self._free), self._references.copy()
+        for growth in growths:
+            shared = [page for _, page in self._written(growth) if references[page] > 1]
+            wanted = max(self._pages(growth.stop) - len(self.tables[growth.sequence]), 0) + len(shared)
+            if wanted > free:
+                found.append(Shortage(growth, wanted, free))
+                continue
+            free -= wanted
+            references.subtract(shared)
+        return found
+
+    def grow(self, growth: Growth) -> list[Copy]:
+        """Give a sequence pages of its own for the positions that it gets; what has to be copied to them first."""
+        table, copies = self.tables[growth.sequence], []
+        for place, page in self._written(growth):
+            if self._references[page] > 1:
+                table[place] = self._take()
+                self._drop(page)
+                rows = growth.length - place * self.page_size
+                copies += [Copy(page, table[place], rows)] if rows > 0 else []
+        while len(table) < self._pages(growth.stop):
+            table.append(self._take())
+        return copies
+
+    def shrink(self, sequence: int, length: int) -> None:
+        """Give back the pages that no position below a length needs."""
+        table = self.tables[sequence]
+        while len(table) > self._pages(length):
+            self._drop(table.pop())
+
+    def fork(self, source: int, target: int, length: int) -> list[Copy]:
+        """Let the target share the source's pages in place of its own."""
+        shared = self.tables[source][: self._pages(length)]
+        self._references.update(shared)
+        self.shrink(target, 0)
+        self.tables[target].extend(shared)
+        return []
+
+    def faults(self) -> list[str]:
+        """What contradicts itself."""
+        named = Counter(page for table in self.tables for page in table)
+        faults = [f"page {page} is in {named[page]} tables and is counted as in {count}"
+                  for page, count in self._references.items() if named[page] != count]  # fmt: skip
+        faults += [f"page {page} is in a table and outside of 0..{self.num_pages - 1}" for page in named
+                   if not 0 <= page < self.num_pages]  # fmt: skip
+        faults += [f"page {page} is in a table and free" for page in self._free if page in named]
+        if len(named) + len(set(self._free)) != self._num_owned:
+            faults.append(f"{len(named)} pages are in tables and {len(set(self._free))} free, of {self._num_owned}")
+        return faults
+
+    def _pages(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def _written(self, growth: Growth) -> Iterator[tuple[int, int]]:
+        """Pages that a sequence has and will write to, with their places in its table."""
+        table = self.tables[growth.sequence]
+        for place in range(growth.length // self.page_size, min(self._pages(growth.stop), len(table))):
+            yield place, table[place]
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._references[page] = 1
+        return page
+
+    def _drop(self, page: int) -> None:
+        self._references[page] -= 1
+        if not self._references[page]:
+            del self._references[page]
+            self._free.append(page)

@@ -1,0 +1,305 @@
+"""How many bytes a call or a cache takes, and how long sequences may be, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from .arrays import as_dtype, describe, is_int, is_number
+from .errors import UnsupportedProblem, collecting
+from .planning.plan import KernelPlan
+from .plans import Executable
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a call: what `cuflash.memory` returns.
+
+    Attributes
+    ----------
+    inputs, results, gradients : int
+        q, k and v; o and lse; dq, dk and dv. Each as large as its shape, whatever its strides.
+    workspace : int
+        The most that either pass takes beside them, the work list included.
+
+    Examples
+    --------
+    >>> print(Memory(inputs=3 << 20, results=1 << 20, gradients=3 << 20, workspace=0))
+    inputs        3.0 MiB  q, k and v
+    results       1.0 MiB  o and lse
+    gradients     3.0 MiB  dq, dk and dv
+    workspace     0.0 MiB  beside them, during a call
+    """
+
+    inputs: int
+    results: int
+    gradients: int
+    workspace: int
+
+    @property
+    def forward(self) -> int:
+        """Bytes of inputs, results and workspace: a call of `attention`.
+
+        Examples
+        --------
+        >>> Memory(inputs=1, results=2, gradients=4, workspace=8).forward
+        11
+        """
+        return self.inputs + self.results + self.workspace
+
+    def __str__(self) -> str:
+        meanings = ("q, k and v", "o and lse", "dq, dk and dv", "beside them, during a call")
+        names = [field.name for field in fields(self)]
+        return "\n".join(
+            f"{name:<12}{getattr(self, name) / 2**20:>5.1f} MiB  {meaning}" for name, meaning in zip(names, meanings)
+        )
+
+
+def memory(plan: Executable | KernelPlan) -> Memory:
+    """Count the bytes of a planned call, from its shapes alone.
+
+    All scores of this call would be 8 * 65536 * 65536 numbers of 2 bytes, 64 GiB, in each direction.
+
+    Parameters
+    ----------
+    plan : Executable or KernelPlan
+        What `cuflash.plan` returns; ShapeDtype and `device=` make one without arrays and without a GPU.
+
+    Returns
+    -------
+    Memory
+        A record that prints itself.
+
+    Raises
+    ------
+    TypeError
+        It is no plan.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> shape = cuflash.ShapeDtype((8, 65536, 128), np.float16)                      # 8 heads, 64k tokens
+    >>> ready = cuflash.plan(shape, shape, shape, causal=True, device=cuflash.DeviceSpec.gpu("H100"))
+    >>> print(cuflash.memory(ready))
+    inputs      384.0 MiB  q, k and v
+    results     130.0 MiB  o and lse
+    gradients   384.0 MiB  dq, dk and dv
+    workspace   260.3 MiB  beside them, during a call
+    """
+    kernel_plan = plan.plan if isinstance(plan, Executable) else plan
+    if not isinstance(kernel_plan, KernelPlan):
+        raise TypeError(f"plan must be what cuflash.plan returns; got {describe(plan)}")
+    problem = kernel_plan.problem
+    inputs = sum(map(prod, problem.argument_shapes().values())) * problem.dtype.itemsize
+    lse = prod(problem.lse_shape()) * problem.accumulator.itemsize
+    return Memory(
+        inputs=inputs,
+        results=prod(problem.o_shape()) * problem.dtype.itemsize + lse,
+        gradients=inputs,
+        workspace=kernel_plan.workspace_bytes,
+    )
+
+
+def kv_cache_bytes(
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    tokens: int | Sequence[int],
+    dtype: Any,
+    page_size: int | None = None,
+    value_dim: int | None = None,
+) -> int:
+    """Count the bytes of keys and values of all layers: num_layers num_kv_heads (head_dim + value_dim) tokens itemsize.
+
+    A model of 70 billion parameters has 80 layers, 64 query heads and 128 dims. With 8 key/value heads a token takes
+    320 KiB, and a sequence of 8192 tokens 2.5 GiB; with a key/value head for each query head it would be 20 GiB.
+
+    Pages round each sequence up, and less than a page of it is not in use.
+
+    Parameters
+    ----------
+    num_layers, num_kv_heads, head_dim : int
+        Layers of the model, key/value heads of a layer, and the last axis of keys.
+    tokens : int, or list of ints
+        Tokens of a sequence, or of each sequence. Without pages a sequence takes the memory of its capacity.
+    dtype : dtype
+        Of keys and values.
+    page_size : int, optional
+        Tokens of a page.
+    value_dim : int, optional
+        `head_dim` unless given.
+
+    Returns
+    -------
+    int
+        The bytes.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule; all reasons at once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> model = {"num_layers": 80, "head_dim": 128, "dtype": np.float16}
+    >>> kv_cache_bytes(num_kv_heads=8, tokens=1, **model) / 2**10
+    320.0
+    >>> kv_cache_bytes(num_kv_heads=8, tokens=8192, **model) / 2**30
+    2.5
+    >>> kv_cache_bytes(num_kv_heads=64, tokens=8192, **model) / 2**30
+    20.0
+
+    >>> kv_cache_bytes(num_kv_heads=8, tokens=[100, 1000], page_size=64, **model) / 2**20
+    360.0
+    """
+    listed: list[Any] = list(tokens) if isinstance(tokens, (list, tuple, range)) else [tokens]
+    reasons: list[str] = []
+    a_token = _bytes_of_token(reasons, num_layers, num_kv_heads, head_dim, dtype, page_size, value_dim)
+    if not all(is_int(each) and each >= 0 for each in listed):
+        reasons.append(f"tokens must be an int of at least 0, or a list of such; got {describe(tokens)}")
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    page = 1 if page_size is None else int(page_size)
+    return a_token * sum(-(-int(each) // page) * page for each in listed)
+
+
+def largest_length(
+    available_bytes: float,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    batch: int = 1,
+    page_size: int | None = None,
+    value_dim: int | None = None,
+) -> int:
+    """Return the most tokens that each sequence of a batch may have with a cache of so many bytes.
+
+    Parameters
+    ----------
+    available_bytes : number
+        What the weights and the activations leave.
+    num_layers, num_kv_heads, head_dim : int
+        As in `kv_cache_bytes`.
+    dtype : dtype
+        As in `kv_cache_bytes`.
+    batch : int
+        Sequences of that length.
+    page_size, value_dim : int, optional
+        As in `kv_cache_bytes`.
+
+    Returns
+    -------
+    int
+        The tokens, a whole number of pages.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule; all reasons at once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> model = {"num_layers": 80, "head_dim": 128, "dtype": np.float16}
+    >>> largest_length(20 * 2**30, num_kv_heads=8, **model), largest_length(20 * 2**30, num_kv_heads=64, **model)
+    (65536, 8192)
+    >>> largest_length(20 * 2**30, num_kv_heads=8, batch=30, page_size=64, **model)
+    2176
+    """
+    reasons: list[str] = []
+    a_token = _bytes_of_token(reasons, num_layers, num_kv_heads, head_dim, dtype, page_size, value_dim)
+    reasons += _count_reasons(batch=batch)
+    room = available_bytes if is_int(available_bytes) or not is_number(available_bytes) else float(available_bytes)
+    if not (is_number(room) and 0 <= room < 1 << 100):
+        reasons.append(f"available_bytes must be a number from 0 to 2**100; got {describe(available_bytes)}")
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    page = 1 if page_size is None else int(page_size)
+    return int(room) // (int(batch) * page * a_token) * page
+
+
+def _bytes_of_token(
+    reasons: list[str], num_layers: Any, num_kv_heads: Any, head_dim: Any, dtype: Any, page_size: Any, value_dim: Any
+) -> int:
+    """Bytes of a token's keys and values in all layers; appends why there is no such cache."""
+    value_dim = head_dim if value_dim is None else value_dim
+    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+    wrong = _count_reasons(**sizes, page_size=1 if page_size is None else page_size)
+    itemsize = 0
+    with collecting(wrong):
+        made = as_dtype("dtype", dtype)
+        itemsize = made.itemsize
+        if made.kind not in "fiuV" or made.names or not itemsize:
+            wrong.append(f"dtype must be one of numbers; got {made}")
+    reasons += wrong
+    return 0 if wrong else int(num_layers) * int(num_kv_heads) * (int(head_dim) + int(value_dim)) * itemsize
+
+
+def _count_reasons(**counts: Any) -> list[str]:
+    return [
+        f"{name} must be an int of at least 1; got {describe(count)}"
+        for name, count in counts.items()
+        if not (is_int(count) and count >= 1)
+    ]
+
+
+def memory_report(arguments: Sequence[str]) -> str:
+    """What ``python -m cuflash memory`` prints.
+
+    Examples
+    --------
+    >>> sizes = "--layers 80 --heads 64 --kv-heads 8 --head-dim 128 --tokens 8192 --available 40"
+    >>> print(memory_report(sizes.split()))
+    a token                 320.00 KiB
+    1 x 8192 tokens           2.50 GiB
+    with 64 heads            20.00 GiB  a key/value head for each query head
+    in 40 GiB            131072 tokens  a sequence, at most
+    """
+    parser = argparse.ArgumentParser("python -m cuflash memory", description="bytes of a model's KV cache")
+    for name, meaning in (("layers", ""), ("kv-heads", "key/value heads"), ("head-dim", ""), ("tokens", "a sequence")):
+        parser.add_argument(f"--{name}", type=int, required=True, help=meaning)
+    parser.add_argument("--heads", type=int, help="query heads, for what a cache without grouped heads would take")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of that many tokens")
+    parser.add_argument("--dtype", default="float16", type=_dtype_of_word)
+    parser.add_argument("--page-size", type=int, help="tokens of a page; none without it")
+    parser.add_argument("--available", type=float, help="GiB for the cache, to be told how long sequences may be")
+    given = parser.parse_args(arguments)
+    model = {
+        "num_layers": given.layers, "head_dim": given.head_dim, "dtype": given.dtype, "page_size": given.page_size,
+    }  # fmt: skip
+    try:
+        return "\n".join(_report_lines(given, model))
+    except UnsupportedProblem as error:
+        parser.error(str(error))
+
+
+def _report_lines(given: argparse.Namespace, model: dict[str, Any]) -> list[str]:
+    tokens, kv_heads = [given.tokens] * given.batch, given.kv_heads
+    a_token = kv_cache_bytes(num_kv_heads=kv_heads, tokens=1, **model | {"page_size": None})
+    whole = kv_cache_bytes(num_kv_heads=kv_heads, tokens=tokens, **model)
+    lines = [("a token", f"{a_token / 2**10:.2f} KiB", "")]
+    lines.append((f"{given.batch} x {given.tokens} tokens", f"{whole / 2**30:.2f} GiB", ""))
+    if given.heads is not None:
+        ungrouped = kv_cache_bytes(num_kv_heads=given.heads, tokens=tokens, **model)
+        meaning = "a key/value head for each query head"
+        lines.append((f"with {given.heads} heads", f"{ungrouped / 2**30:.2f} GiB", meaning))
+    if given.available is not None:
+        longest = largest_length(given.available * 2**30, num_kv_heads=kv_heads, batch=given.batch, **model)
+        lines.append((f"in {given.available:g} GiB", f"{longest} tokens", "a sequence, at most"))
+    return [f"{name:<20}{value:>14}  {meaning}".rstrip() for name, value, meaning in lines]
+
+
+def _dtype_of_word(word: str) -> np.dtype[Any]:
+    try:
+        return as_dtype("dtype", word)
+    except UnsupportedProblem as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,290 @@
+"""From a score program to CUDA: a structure of its arrays and numbers, with its functions as members.
+
+A kernel takes the structure by value. Each operation is in the function of its level, so that it is made as rarely as
+what it depends on allows: once for a tile's batch entry and head, for a query, for a key, or for each score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from ..planning.score_launches import layout, num_leading, tables
+from ..scores.program import Instruction, Program, depends, gradient_loads
+
+_ELEMENTS = {
+    "float16": "ptx::Half", "bfloat16": "ptx::BFloat16", "float32": "float", "float64": "double",
+    "int8": "int8_t", "int16": "int16_t", "int32": "int32_t", "int64": "int64_t",
+    "uint8": "uint8_t", "uint16": "uint16_t", "uint32": "uint32_t", "uint64": "uint64_t", "bool": "uint8_t",
+}  # fmt: skip
+_OPERATORS = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "gt": ">",
+    "ge": ">=", "and": "&", "or": "|",
+}  # fmt: skip
+_FUNCTIONS = {
+    "abs": "absolute", "min": "minimum", "max": "maximum", "sign": "sign", "floordiv": "floor_divide",
+    "mod": "remainder", "pow": "ptx::pow_accurate", "exp": "ptx::exp_accurate", "exp2": "ptx::exp2_accurate",
+    "log": "ptx::log_accurate", "log2": "ptx::log2_accurate", "tanh": "tangent", "tanh_fast": "tangent_fast",
+    "sqrt": "ptx::sqrt_accurate", "isfinite": "is_finite",
+}  # fmt: skip
+_KINDS = {"real": "T", "int": "int", "bool": "bool"}
+_LEVELS = ("tile", "query", "key", "score")
+
+
+def text(program: Program, wrt: tuple[str, ...] = ()) -> str:
+    """A program as C++, in the place of kernels_cu/attention/score_function.cuh.
+
+    Parameters
+    ----------
+    program : Program
+        Of one result, for kernels that make scores; or a derived one, for those that make gradients.
+    wrt : tuple of str
+        Captured arrays whose gradients are arguments beside them; a program that is derived with respect to them adds
+        to these.
+    """
+    return _Printer(program, wrt).text()
+
+
+class _Printer:
+    def __init__(self, program: Program, wrt: tuple[str, ...]) -> None:
+        self.program, self.wrt = program, wrt
+        has_slopes_of_arrays = len(program.results) > 2
+        self.loads = gradient_loads(program, wrt) if has_slopes_of_arrays else ()
+        self.levels = [_level(names) for names in depends(program)]
+        # What functions of other levels name: they find it in the structure of its level.
+        self.exported = self._exported()
+
+    def text(self) -> str:
+        is_derived = len(self.program.results) > 1
+        head = [
+            "namespace cuflash {",
+            "constexpr bool kHasScore = true;",
+            "}  // namespace cuflash",
+            "namespace cuflash::score {",
+            "using T = config::Accumulator;",
+            *(f"struct {level.capitalize()} {{ {self._members(level)} }};" for level in _LEVELS[:3]),
+            "struct Slopes {",
+            *(f"  T d{number};" for number in range(len(self.program.results) - 1)),
+            "};",
+            *(self._sums(level) for level in _LEVELS[:3]),
+            "struct Function {",
+            "  using Number = T;",
+            "  using Derivatives = Slopes;",
+            *(f"  using Of{name} = {name}; using Of{name}Sums = {name}Sums;" for name in ("Tile", "Query", "Key")),
+            f"  static constexpr bool kIsDerived = {str(is_derived).lower()};",
+            f"  static constexpr bool kAddsGradients = {str(bool(self.loads)).lower()};",
+            *self._fields(),
+        ]
+        functions = [*self._of_levels(), *self._values(is_derived), *self._additions(), *self._flushes()]
+        size = layout(self.program, self.wrt).itemsize
+        tail = ["};", f'static_assert(sizeof(Function) == {size}, "Function");', "}  // namespace cuflash::score", ""]
+        return "\n".join([*head, *functions, *tail])
+
+    # The parts.
+
+    def _fields(self) -> list[str]:
+        names = dict(zip(tables(self.program, self.wrt), self._pointer_names()))
+        lines = []
+        dtype = layout(self.program, self.wrt)
+        for name in dtype.names or ():
+            if name == "numbers":
+                lines.append(f"  double numbers[{self.program.num_numbers}];")
+            elif name == "batch_extents":
+                lines.append(f"  int64_t batch_extents[{num_leading(self.program)}];")
+            elif name in names:
+                kind, member = names[name]
+                lines.append(f"  {kind}* {member};")
+                owner = member
+            elif name == "unused":
+                lines.append("  uint64_t unused;")
+            else:
+                lines.append(f"  int64_t {owner}_strides[{dtype[name].shape[0]}];")
+        return lines
+
+    def _pointer_names(self) -> list[tuple[str, str]]:
+        """Type and member of each address, in the order of `tables`."""
+        arrays = list(enumerate(self.program.arrays))
+        found = [(f"const {_ELEMENTS[array.dtype]}", f"array_{n}") for n, array in arrays]
+        return found + [("T", f"gradient_{n}") for n, array in arrays if array.name in self.wrt]
+
+    def _members(self, level: str) -> str:
+        values = (n for n in self.exported if self.levels[n] == level)
+        lines = [f"{_KINDS[self.program.instructions[n].kind]} x{n};" for n in values]
+        if level == "tile":
+            lines += [f"int64_t at{name};" for name in self._leading()]
+        return " ".join(lines)
+
+    def _leading(self) -> dict[str, tuple[str, int]]:
+        """Offsets of a batch entry in captured arrays and gradients, by suffix: the member, and the leading axes."""
+        found = {}
+        for n, load in enumerate(self.program.instructions):
+            if load.op != "load" or not self.program.num_leading_axes(load):
+                continue
+            axes = self.program.num_leading_axes(load)
+            found[f"_array_{load.value}_{axes}"] = (f"array_{load.value}", axes)
+            if n in self.loads:
+                found[f"_gradient_{load.value}_{axes}"] = (f"gradient_{load.value}", axes)
+        return found
+
+    def _of_levels(self) -> list[str]:
+        lines = ["  CUFLASH_DEVICE Tile of_tile(int b, int h) const {", "    Tile tile;"]
+        extents = num_leading(self.program)
+        for name, (member, axes) in self._leading().items():
+            of = f"batch_extents + {extents - axes}, {member}_strides"
+            lines.append(f"    tile.at{name} = leading_offset<{axes}>(b, {of});")
+        lines += [*self._body("tile"), "    return tile;", "  }"]
+        for level, position in (("query", "i"), ("key", "j")):
+            name = level.capitalize()
+            lines.append(f"  CUFLASH_DEVICE {name} of_{level}(const Tile& tile, int {position}) const {{")
+            lines += [f"    {name} {level};", *self._body(level), f"    return {level};", "  }"]
+        return lines
+
+    def _values(self, is_derived: bool) -> list[str]:
+        """The function itself; of a derived program, with slopes."""
+        f, *slopes = self.program.results
+        given = "const Tile& tile, const Query& query, const Key& key, int i, int j, T s"
+        if is_derived:
+            lines = [f"  CUFLASH_DEVICE T value({given}, Slopes& slopes) const {{", *self._body("score")]
+            lines += [f"    slopes.d{place} = {self._named(n, 'score')};" for place, n in enumerate(slopes)]
+        else:
+            lines = [f"  CUFLASH_DEVICE T value({given}) const {{", *self._body("score")]
+        return [*lines, f"    return {self._named(f, 'score')};", "  }"]
+
+    def _body(self, level: str) -> list[str]:
+        """The operations of one level, in their order."""
+        lines = []
+        for n, instruction in enumerate(self.program.instructions):
+            if self.levels[n] != level or instruction.op == "const":
+                continue
+            kind = _KINDS[instruction.kind]
+            lines.append(f"    const {kind} x{n} = {self._expression(instruction, level)};")
+            if n in self.exported:
+                lines.append(f"    {level}.x{n} = x{n};")
+        return lines
+
+    # Gradients of captured arrays: dF times the slope, summed over what shares an element as far as a thread can.
+
+    def _sums(self, level: str) -> str:
+        members = " ".join(f"T g{place} = 0;" for place, n in self._loads_of(level))
+        return f"struct {level.capitalize()}Sums {{ {members} }};"
+
+    def _loads_of(self, level: str) -> list[tuple[int, int]]:
+        """The place among the gradients and the instruction of each load of a level that has one."""
+        return [(place, n) for place, n in enumerate(self.loads) if self.levels[n] == level]
+
+    def _additions(self) -> list[str]:
+        given = "const Tile& tile, const Query& query, const Key& key, int i, int j, T s, T df, const Slopes& slopes"
+        sums = "TileSums& of_tile, QuerySums& of_query, KeySums& of_key"
+        lines = [f"  CUFLASH_DEVICE void add({given}, {sums}) const {{"]
+        for level in _LEVELS[:3]:
+            lines += [f"    of_{level}.g{place} += df * slopes.d{place + 1};" for place, _ in self._loads_of(level)]
+        own = self._loads_of("score")
+        if own:
+            lines += self._indices([n for _, n in own])
+        lines += [f"    ptx::red_add({self._address(n, 'score')}, df * slopes.d{place + 1});" for place, n in own]
+        return [*lines, "  }"]
+
+    def _indices(self, loads: Sequence[int]) -> list[str]:
+        """The operations of the level of scores that the indices of these loads are made of."""
+        needed = _needed(self.program.instructions, [a for n in loads for a in self.program.instructions[n].args])
+        lines = []
+        for n in needed:
+            instruction = self.program.instructions[n]
+            if self.levels[n] == "score" and instruction.op != "const":
+                kind = _KINDS[instruction.kind]
+                lines.append(f"    const {kind} x{n} = {self._expression(instruction, 'score')};")
+        return lines
+
+    def _flushes(self) -> list[str]:
+        given = {"tile": "const Tile& tile", "query": "const Tile& tile, const Query& query",
+                 "key": "const Tile& tile, const Key& key"}  # fmt: skip
+        lines = []
+        for level, parameters in given.items():
+            lines.append(f"  CUFLASH_DEVICE void flush({parameters}, const {level.capitalize()}Sums& sums) const {{")
+            for place, n in self._loads_of(level):
+                add = "tile::add_of_warp" if level == "tile" else "ptx::red_add"
+                lines.append(f"    {add}({self._address(n, '')}, sums.g{place});")
+            lines.append("  }")
+        return lines
+
+    # Expressions.
+
+    def _exported(self) -> set[int]:
+        found = set(self.program.results)
+        for n, instruction in enumerate(self.program.instructions):
+            found |= {a for a in instruction.args if self.levels[a] != self.levels[n]}
+        for n in self.loads:
+            found |= set(self.program.instructions[n].args)
+        is_variable = [each.op != "const" for each in self.program.instructions]
+        return {n for n in found if self.levels[n] != "score" and is_variable[n]}
+
+    def _named(self, n: int, level: str) -> str:
+        """The value of an instruction, in a function of a level."""
+        instruction = self.program.instructions[n]
+        if instruction.op == "const":
+            return _constant(instruction)
+        return f"x{n}" if self.levels[n] == level else f"{self.levels[n]}.x{n}"
+
+    def _expression(self, instruction: Instruction, level: str) -> str:
+        op = instruction.op
+        args = [self._named(n, level) for n in instruction.args]
+        if op in ("s", "b", "h", "i", "j"):
+            return op
+        if op == "number":
+            return f"static_cast<T>(numbers[{instruction.value}])"
+        if op == "load":
+            return self._load(instruction, level)
+        if op in _OPERATORS:
+            return f"{args[0]} {_OPERATORS[op]} {args[1]}"
+        if op == "where":
+            return f"{args[0]} ? {args[1]} : {args[2]}"
+        if op in ("real", "neg", "not"):
+            return {"real": "static_cast<T>({})", "neg": "-{}", "not": "!{}"}[op].format(args[0])
+        return f"{_FUNCTIONS[op]}({', '.join(args)})"
+
+    def _load(self, load: Instruction, level: str) -> str:
+        element = f"*{self._place(load, level, 'array')}"
+        return {"real": f"real<T>({element})", "int": f"whole({element})", "bool": f"{element} != 0"}[load.kind]
+
+    def _address(self, n: int, level: str) -> str:
+        return self._place(self.program.instructions[n], level, "gradient")
+
+    def _place(self, load: Instruction, level: str, what: str) -> str:
+        member, axes = f"{what}_{load.value}", self.program.num_leading_axes(load)
+        terms = [member]
+        if axes:
+            terms.append(f"tile.at_{member}_{axes}")
+        terms += [f"{self._named(n, level)} * {member}_strides[{axes + at}]" for at, n in enumerate(load.args)]
+        return f"({' + '.join(terms)})"
+
+
+def _level(names: frozenset[str]) -> str:
+    """How often a value that depends on these coordinates is made."""
+    if names <= {"b", "h"}:
+        return "tile"
+    if names <= {"b", "h", "i"}:
+        return "query"
+    return "key" if names <= {"b", "h", "j"} else "score"
+
+
+def _needed(instructions: Sequence[Instruction], results: Iterable[int]) -> list[int]:
+    needed, stack = set[int](), list(results)
+    while stack:
+        n = stack.pop()
+        if n not in needed:
+            needed.add(n)
+            stack += instructions[n].args
+    return sorted(needed)
+
+
+def _constant(instruction: Instruction) -> str:
+    value = instruction.value
+    if instruction.kind == "bool":
+        return str(value).lower()
+    if instruction.kind == "int":
+        return f"({value})"
+    if math.isinf(value):
+        return f"({'-' * (value > 0)}ptx::negative_infinity<T>())"
+    if math.isnan(value):
+        return "(ptx::negative_infinity<T>() - ptx::negative_infinity<T>())"
+    return f"T({value!r})"

@@ -1,0 +1,134 @@
+"""The `gpu` executor on PyTorch's tensors: memory of PyTorch's allocator, kernels on PyTorch's current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from operator import methodcaller
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..arrays import BFLOAT16, Array, Namespace, ShapeDtype
+from ..blocks.work_list import WorkList
+from ..compiler import nvrtc
+from ..planning.launches import Pass
+from ..planning.plan import KernelPlan
+from . import gpu
+
+NUMPY_DTYPES = {
+    torch.float16: np.dtype(np.float16), torch.bfloat16: BFLOAT16, torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+}  # fmt: skip
+TORCH_DTYPES = {theirs: ours for ours, theirs in NUMPY_DTYPES.items()}
+
+
+class Pointer(NamedTuple):
+    """An address and the number of its device, by the names that CuPy gives them."""
+
+    ptr: int
+    device_id: int
+
+
+class Layout(NamedTuple):
+    """How a tensor on a CUDA device lies, by the names that CuPy gives them; its namespace is CuPy's."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    strides: tuple[int, ...]  # in bytes
+    data: Pointer
+    size: int
+
+    @classmethod
+    def of(cls, tensor: Any) -> Layout:
+        dtype, itemsize = NUMPY_DTYPES[tensor.dtype], tensor.element_size()
+        strides = tuple(step * itemsize for step in tensor.stride())
+        return cls(tuple(tensor.shape), dtype, strides, Pointer(tensor.data_ptr(), tensor.get_device()), tensor.numel())
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __array_namespace__(self) -> Namespace:
+        return nvrtc.current_device()[0]
+
+
+def lie_of(*tensors: Any) -> Hashable:
+    """Shapes, strides, dtypes and devices of tensors, and the current device."""
+    return torch.cuda.current_device(), *[(each.shape, each.stride(), each.dtype, each.device) for each in tensors]
+
+
+class TorchGpu(gpu.Gpu):
+    """The current CUDA device as what runs kernels, on PyTorch's tensors and current stream."""
+
+    address = methodcaller("data_ptr")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams: dict[tuple[int, int], Any] = {}
+
+    def stream(self) -> Any:
+        """PyTorch's current stream as CuPy names it."""
+        current = torch.cuda.current_stream()
+        key = current.device_index, current.cuda_stream
+        found = self._streams.get(key)
+        return found if found is not None else self._streams.setdefault(key, _as_cupy_stream(current))
+
+    def maker(self, shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
+        """A function that allocates a tensor on the device that is current now; bytes for what no result can be."""
+        shape, kind = _as_tensor_of(shape, dtype)
+        return partial(torch.empty, shape, dtype=kind, device=torch.device("cuda", torch.cuda.current_device()))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new tensor of zeros on the current device."""
+        return self.maker(shape, dtype)().zero_()
+
+    def sent(self, array: Array) -> Array:
+        """The bytes of an array of a work list on the current device."""
+        if isinstance(array, np.ndarray):
+            device = torch.device("cuda", torch.cuda.current_device())
+            return torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()).to(device)
+        return torch.from_dlpack(array.reshape(-1).view(np.uint8))
+
+    def resident(self, work: WorkList) -> Any:
+        """As for CuPy, and waited for: a capture of PyTorch may not look whether a copy has ended."""
+        found = super().resident(work)
+        if found is not None:
+            found.settle()
+        return found
+
+    def layout(self, array: Array) -> Array:
+        return Layout.of(array)
+
+    def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
+        """Hold the plan and with it its work list; a graph of PyTorch owns the memory that its capture allocated."""
+        if pins and plan.work.nbytes:
+            gpu.hold(plan)
+
+
+def _as_cupy_stream(stream: Any) -> Any:
+    cupy, _ = nvrtc.current_device()
+    return cupy.cuda.Stream.from_external(stream)
+
+
+def _as_tensor_of(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
+    dtype = np.dtype(dtype)
+    if dtype in TORCH_DTYPES:
+        return shape, TORCH_DTYPES[dtype]
+    return (int(np.prod(shape, dtype=np.int64)) * dtype.itemsize,), torch.uint8
+
+
+_TORCH_GPU = TorchGpu()
+
+
+def stream() -> Any:
+    """PyTorch's current stream as CuPy's stream; a `with` block makes it CuPy's current one."""
+    return _TORCH_GPU.stream()
+
+
+def bind(
+    plan: KernelPlan, kernels: Pass, given: Mapping[str, Any], results: Mapping[str, ShapeDtype]
+) -> Callable[..., list[Any]]:
+    """`gpu.bind` for tensors: `given` has the layouts of operands; the function returned takes and makes tensors."""
+    return gpu.bind(plan, kernels, given, results, pins=True, machine=_TORCH_GPU)

@@ -1,0 +1,276 @@
+"""Packed sequences: many sequences, one after the other in one array, that do not see each other."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, describe, is_array, is_flag, is_int, is_integer_dtype, namespace, whole_number
+from ..errors import UnsupportedProblem, collecting
+from .base import Mask
+from .coordinates import UNBOUNDED, Intervals, LeadingArray, clipped, leading_reasons, widened
+from .fields import take_arrays
+from .shape import MaskShape
+
+__all__ = ["Sequences"]
+
+_ALIGNMENTS = ("bottom_right", "top_left")
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences(Mask):
+    """A query sees the keys of its own sequence, of many that are packed one after the other.
+
+    A sequence may have other numbers of queries and of keys. Here the first has one query and two keys, the second two
+    queries and three keys, and the last query of each meets its last key:
+
+    Parameters
+    ----------
+    q_offsets : int array [..., num_sequences + 1]
+        Sequence n holds the queries q_offsets[n] <= i < q_offsets[n + 1]. Offsets never decrease, the first is at least
+        0 and the last at most seqlen_q; a sequence may be empty. Leading axes broadcast over the problem's. Queries
+        before the first offset and from the last one on attend no key.
+    kv_offsets : int array [..., num_sequences + 1], optional
+        The same of the keys; `q_offsets` unless given.
+    causal : bool, "bottom_right" or "top_left"
+        No later keys of the sequence. True needs equal offsets; otherwise say whether the last query of each sequence
+        meets its last key or the first its first.
+    window : (left, right), optional
+        Keys on either side of the diagonal that `causal` aligns, inclusive; None is unlimited.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule; `resolve` raises it where offsets do not fit the lengths.
+
+    Notes
+    -----
+    `cuflash.pack` makes the array and its offsets from a list of arrays, and `of` makes the mask from lengths.
+
+    A row attends one run of keys in closed form, so that kernels visit no block between two sequences. Offsets on a
+    device are never looked at, since that would wait for the device: there the order is a condition. Offsets that break
+    it mean nothing, and read no memory that is not theirs.
+
+    No result of a sequence depends on the finite values of another, and what stands after the last offset may be NaN.
+    A packed sequence has the results of that sequence alone within the bounds of both; not bit for bit, since tiles
+    start elsewhere.
+
+    Examples
+    --------
+    >>> offsets = np.array([0, 2, 5])
+    >>> Sequences(offsets, causal=True).toarray(5).astype(int)
+    array([[1, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0],
+           [0, 0, 1, 0, 0],
+           [0, 0, 1, 1, 0],
+           [0, 0, 1, 1, 1]])
+
+    >>> mask = Sequences(np.array([0, 1, 3]), offsets, causal="bottom_right")
+    >>> mask.toarray(3, 5).astype(int)
+    array([[1, 1, 0, 0, 0],
+           [0, 0, 1, 1, 0],
+           [0, 0, 1, 1, 1]])
+    """
+
+    q_offsets: Array
+    kv_offsets: Array | None = None
+    _: KW_ONLY
+    causal: bool | str = False
+    window: tuple[int | None, int | None] | None = None
+
+    def __post_init__(self) -> None:
+        take_arrays(self, {"q_offsets": "q_offsets", "kv_offsets": "kv_offsets"})
+        reasons = [
+            reason
+            for name in ("q_offsets", "kv_offsets")
+            if name == "q_offsets" or self.kv_offsets is not None
+            for reason in _offset_reasons(name, getattr(self, name))
+        ]
+        with collecting(reasons):
+            object.__setattr__(self, "window", _checked_window(self.window))
+        if is_flag(self.causal):
+            object.__setattr__(self, "causal", bool(self.causal))
+        elif not (isinstance(self.causal, str) and self.causal in _ALIGNMENTS):
+            reasons.append(f"causal must be True, False, 'bottom_right' or 'top_left'; got {describe(self.causal)}")
+        if not reasons and self.kv_offsets is not None:
+            reasons += self._pair_reasons(self.kv_offsets)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+
+    @classmethod
+    def of(
+        cls,
+        q_lengths: Any,
+        kv_lengths: Any = None,
+        *,
+        causal: bool | str = False,
+        window: tuple[int | None, int | None] | None = None,
+    ) -> Sequences:
+        """The mask of sequences that follow each other without a gap, from their lengths.
+
+        Parameters
+        ----------
+        q_lengths : list of ints, or int array [..., num_sequences]
+            Queries of each sequence.
+        kv_lengths : list of ints, or int array [..., num_sequences], optional
+            Keys of each sequence; `q_lengths` unless given.
+        causal, window : optional
+            As in `Sequences`.
+
+        Raises
+        ------
+        UnsupportedProblem
+            An argument breaks its rule.
+
+        Examples
+        --------
+        >>> Sequences.of([2, 0, 3]).q_offsets
+        array([0, 2, 2, 5])
+        """
+        reasons: list[str] = []
+        offsets = []
+        for name, lengths in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
+            with collecting(reasons):
+                offsets.append(None if lengths is None and name == "kv_lengths" else _sums(name, lengths))
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        return cls(*offsets, causal=causal, window=window)
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        reasons = []
+        kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
+        ends = (
+            ("q_offsets", self.q_offsets, "seqlen_q", shape.seqlen_q),
+            ("kv_offsets", kv_offsets, "seqlen_kv", shape.seqlen_kv),
+        )
+        for name, offsets, which, length in ends:
+            own = "q_offsets" if self.kv_offsets is None else name
+            reasons += leading_reasons(own, tuple(offsets.shape[:-1]), shape.batch)
+            last = int(offsets[..., -1].max(initial=0)) if namespace(offsets) is np else 0
+            if last > length:
+                missing = ": give kv_offsets=" if own != name else ""
+                reasons.append(f"{own} must end at {which}={length} or before; got {last}{missing}")
+        if reasons:
+            raise UnsupportedProblem(dict.fromkeys(reasons))
+        q, kv = _as_int64(self.q_offsets), _as_int64(kv_offsets)
+        xp = namespace(q, kv)
+        leading = np.broadcast_shapes(q.shape[:-1], kv.shape[:-1])
+        q, kv = (xp.broadcast_to(offsets, (*leading, offsets.shape[-1])) for offsets in (q, kv))
+        rows = xp.arange(shape.seqlen_q)
+        lo, hi = (xp.empty((*leading, shape.seqlen_q), dtype=np.int64) for _ in range(2))
+        for entry in np.ndindex(leading):
+            lo[entry], hi[entry] = self._keys_of(rows, q[entry], kv[entry])
+        return ResolvedSequences(LeadingArray.of(lo, shape.batch, 1), LeadingArray.of(hi, shape.batch, 1))
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
+        if self.q_offsets.ndim != 1 or kv_offsets.ndim != 1:
+            raise UnsupportedProblem(["Sequences with leading axes depends on the batch: call .resolve(shape) first"])
+        lo, hi = self._keys_of(i, _as_int64(self.q_offsets), _as_int64(kv_offsets))
+        return (lo <= j) & (j < hi)
+
+    def _keys_of(self, i: Array, q: Array, kv: Array) -> Intervals:
+        """lo and hi of queries, from the offsets of one batch entry.
+
+        Every bound is clipped to the keys of the query's sequence, without which bounds would decrease from a sequence
+        with more queries than keys to the next. Queries after all sequences have lo beyond all keys, as those past a
+        length have, so that no kernel visits them: they may hold NaN.
+        """
+        xp, last = namespace(q), q.shape[-1] - 1
+        after = xp.searchsorted(q, i, side="right")
+        first, end = xp.clip(after - 1, 0, last), xp.clip(after, 0, last)
+        lo, hi = start, stop = kv[first], kv[end]
+        left, right = self.window or (None, None)
+        if self.causal:
+            right = 0 if right is None else min(right, 0)
+        diagonal = i + (kv[end] - q[end] if self.causal == "bottom_right" else kv[first] - q[first])
+        if left is not None:
+            lo = xp.clip(diagonal - clipped(left), start, stop)
+        if right is not None:
+            hi = xp.clip(diagonal + min(right, UNBOUNDED) + 1, start, stop)
+        return xp.where(after > last, UNBOUNDED, lo), hi
+
+    def _pair_reasons(self, kv_offsets: Array) -> list[str]:
+        """Why offsets of queries and keys do not belong together; keys of equal offsets are left out."""
+        if self.q_offsets.shape[-1] != kv_offsets.shape[-1]:
+            return [
+                f"kv_offsets must hold as many sequences as q_offsets, {self.q_offsets.shape[-1] - 1}; "
+                f"got {kv_offsets.shape[-1] - 1}"
+            ]
+        if namespace(self.q_offsets) is not namespace(kv_offsets):
+            return ["kv_offsets must be where q_offsets is: copy either"]
+        is_known = kv_offsets is self.q_offsets or (
+            namespace(kv_offsets) is np and np.array_equal(self.q_offsets, kv_offsets)
+        )
+        if is_known:
+            object.__setattr__(self, "kv_offsets", None)
+        elif self.causal is True or (self.window is not None and not self.causal):
+            subject = "causal=True" if self.causal else f"window={describe(self.window)}"
+            return [
+                f"causal must be 'bottom_right', which lets the last query of each sequence meet its last key, or "
+                f"'top_left', the first its first, where kv_offsets may differ from q_offsets; got {subject}"
+            ]
+        return []
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedSequences(Mask):
+    """What `Sequences` resolves to."""
+
+    lo: LeadingArray
+    hi: LeadingArray
+
+    def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
+        return self.lo.at(b, i), self.hi.at(b, i)
+
+
+def _offset_reasons(name: str, offsets: Any) -> list[str]:
+    if not (is_array(offsets) and offsets.ndim >= 1 and offsets.shape[-1] and is_integer_dtype(offsets.dtype)):
+        made = "masks.Sequences.of(lengths) makes the mask from lengths"
+        return [f"{name} must be an integer array (..., num_sequences + 1); got {describe(offsets)}: {made}"]
+    if namespace(offsets) is not np or not offsets.size:
+        return []
+    reasons = []
+    if (offsets[..., 0] < 0).any():
+        reasons.append(f"{name} must start at 0 or later; got {int(offsets[..., 0].min())}")
+    falls = np.argwhere(offsets[..., 1:] < offsets[..., :-1])
+    if len(falls):
+        place = tuple(falls[0].tolist())
+        before, after = int(offsets[place]), int(offsets[(*place[:-1], place[-1] + 1)])
+        reasons.append(f"{name} must never decrease; got {after} after {before} at the end of sequence {place[-1]}")
+    return reasons
+
+
+def _checked_window(window: Any) -> tuple[int | None, int | None] | None:
+    if window is None:
+        return None
+    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not is_pair or not all(side is None or is_int(side) for side in window):
+        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
+    left, right = (None if side is None else whole_number("window's sides", side, 0) for side in window)
+    return left, right
+
+
+def _sums(name: str, lengths: Any) -> Array:
+    """Offsets of sequences of some lengths, int64 [..., num_sequences + 1], where the lengths are."""
+    if isinstance(lengths, (list, tuple)) and all(is_int(length) and 0 <= length < 2**62 for length in lengths):
+        lengths = np.array([int(length) for length in lengths], np.int64)
+    if not (is_array(lengths) and lengths.ndim >= 1 and is_integer_dtype(lengths.dtype)):
+        raise UnsupportedProblem(
+            [f"{name} must be a list of ints of at least 0, or an integer array (..., num_sequences); "
+             f"got {describe(lengths)}"]
+        )  # fmt: skip
+    xp = namespace(lengths)
+    if xp is np and lengths.size and lengths.min() < 0:
+        raise UnsupportedProblem([f"{name} must be at least 0; got {int(lengths.min())}"])
+    offsets = xp.zeros((*lengths.shape[:-1], lengths.shape[-1] + 1), dtype=np.int64)
+    offsets[..., 1:] = xp.cumsum(_as_int64(lengths), axis=-1)
+    return offsets
+
+
+def _as_int64(offsets: Array) -> Array:
+    """Offsets as int64, in which they meet coordinates; those of uint64 that it does not hold are beyond all keys."""
+    is_widest = offsets.dtype == np.uint64
+    return widened(namespace(offsets).minimum(offsets, np.uint64(UNBOUNDED)) if is_widest else offsets)

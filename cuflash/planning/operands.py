@@ -1,0 +1,127 @@
+"""Arrays of a call beside q, k and v, by name: their rules, and which of them have gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import DTYPES, ShapeDtype, describe, is_array, is_number
+from ..errors import UnsupportedProblem
+
+_WIDEST = np.dtype(np.float64)
+
+
+class Operand(NamedTuple):
+    """An array beside q, k and v: all that a plan knows of it.
+
+    >>> Operand("sink", (8,), np.dtype(np.float32))
+    Operand(name='sink', shape=(8,), dtype=dtype('float32'), is_captured=False)
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_captured: bool = False  # by the score function
+
+    @property
+    def key(self) -> str:
+        """Its name among the arrays of an executor, which has names of its own; the gradient's is ``d<key>``."""
+        return f"score.{self.name}" if self.is_captured else self.name
+
+
+def operands_of(
+    given: Mapping[str, Any], heads_shape: tuple[int, ...], accumulator: np.dtype[Any]
+) -> tuple[Operand, ...]:
+    """The operands of a problem from the arrays, or `ShapeDtype`, of a call.
+
+    Parameters
+    ----------
+    given : dict by name
+        None stands for an operand that the call does not have.
+    heads_shape : tuple of int
+        (*batch, num_heads); (1,) for two-dimensional q, k and v.
+    accumulator : numpy.dtype
+        The dtype of the problem's sums.
+
+    Raises
+    ------
+    TypeError
+        One is not an array of a known kind.
+    UnsupportedProblem
+        Shapes or dtypes do not fit; all reasons at once.
+    """
+    there = {name: array for name, array in given.items() if array is not None}
+    for name, array in there.items():
+        if not (is_array(array) or isinstance(array, ShapeDtype)):
+            raise TypeError(_no_operand(name, array, heads_shape))
+    reasons = list[str]()
+    for name, array in there.items():
+        reasons += _sink_reasons(name, array, heads_shape, accumulator)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return tuple(Operand(name, tuple(map(int, x.shape)), np.dtype(x.dtype)) for name, x in there.items())
+
+
+def _no_operand(name: str, value: Any, heads_shape: tuple[int, ...]) -> str:
+    """Why a value that is no array cannot be an operand with one number for each head."""
+    makes = "numpy.asarray makes one"
+    if is_number(value):
+        makes = f"np.full({heads_shape[-1]}, {name}, np.float32) makes one"
+    return f"{name} must be an array of shape (num_heads,) = ({heads_shape[-1]},); got {describe(value)}: {makes}"
+
+
+def _sink_reasons(name: str, array: Any, heads_shape: tuple[int, ...], accumulator: np.dtype[Any]) -> list[str]:
+    reasons = []
+    shape, dtypes = tuple(array.shape), [dtype for dtype in DTYPES if accumulator == _WIDEST or dtype != _WIDEST]
+    if not _broadcasts(shape, heads_shape):
+        leading = f" or one that broadcasts to (*batch, num_heads) = {heads_shape}" if len(heads_shape) > 1 else ""
+        reasons.append(f"{name} must have shape (num_heads,) = ({heads_shape[-1]},){leading}; got {shape}")
+    if array.dtype not in dtypes:
+        fix = "float64 is for float64 q, k and v" if array.dtype == _WIDEST else f"convert it with {name}.astype"
+        reasons.append(f"{name} must be {', '.join(map(str, dtypes))}; got {array.dtype}: {fix}")
+    return reasons
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, to) == to
+    except ValueError:
+        return False
+
+
+def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of the operands that have gradients, from what `wrt=` was given and the names of all operands.
+
+    Those of `integers`, which hold integers or bools, have none.
+
+    >>> wrt_of("sink", ["sink"])
+    ('sink',)
+
+    Raises
+    ------
+    UnsupportedProblem
+        It is neither a name nor a tuple of names, or the call has no such operand.
+    """
+    names = (wrt,) if isinstance(wrt, str) else wrt
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise UnsupportedProblem([f"wrt must be a name or a tuple of names; got {describe(wrt)}: wrt='sink' is one"])
+    reasons = [
+        f"wrt must name real arrays; got {name!r}, which holds integers and has no gradient"
+        if name in integers
+        else _no_gradient(name, known)
+        for name in dict.fromkeys(names)
+        if name not in known
+    ]
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return tuple(name for name in known if name in names)
+
+
+def _no_gradient(name: str, known: Sequence[str]) -> str:
+    if name in ("q", "k", "v"):
+        return f"wrt must not name {name}: dq, dk and dv are always computed"
+    there = f"; there are {', '.join(map(repr, known))}" if known else ", and there is none"
+    rule = f"wrt must name arrays that the call has beside q, k and v{there}"
+    return f"{rule}; got {describe(name)}: give it as an argument too"

@@ -1,0 +1,57 @@
+"""The arrays of a score function as operands of a problem: whether they fit its shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import DTYPES, Array
+from ..errors import UnsupportedProblem
+from ..masks.shape import MaskShape
+from ..scores.ranges import range_reasons
+from ..scores.score import Score
+from .operands import Operand
+
+_WIDEST = np.dtype(np.float64)
+
+
+def captured_operands(
+    score: Score, shape: MaskShape, has_heads: bool, accumulator: np.dtype[Any]
+) -> tuple[Operand, ...]:
+    """The arrays that a score function captured, as operands.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An index might leave its axis, or the bias does not fit the problem; all reasons at once.
+    """
+    reasons = []
+    if "bias" in score.arrays:
+        scores_shape = (*shape.batch, *shape[1:]) if has_heads else shape[2:]
+        reasons = _bias_reasons(score.arrays["bias"], scores_shape, accumulator)
+    if not reasons:
+        shapes = [tuple(map(int, array.shape)) for array in score.arrays.values()]
+        extents = {"b": shape.num_batch, "h": shape.num_heads, "i": shape.seqlen_q, "j": shape.seqlen_kv}
+        reasons = range_reasons(score.program, shapes, shape.batch, extents, accumulator.name)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return tuple(
+        Operand(name, tuple(map(int, array.shape)), np.dtype(array.dtype), is_captured=True)
+        for name, array in score.arrays.items()
+    )
+
+
+def _bias_reasons(bias: Array, scores_shape: tuple[int, ...], accumulator: np.dtype[Any]) -> list[str]:
+    reasons, shape = [], tuple(bias.shape)
+    if bias.dtype == _WIDEST != accumulator:
+        known = ", ".join(str(each) for each in DTYPES if each != _WIDEST)
+        reasons.append(f"bias must be {known}; got float64: float64 is for float64 q, k and v")
+    try:
+        is_fit = np.broadcast_shapes(shape, scores_shape) == scores_shape
+    except ValueError:
+        is_fit = False
+    if not is_fit:
+        names = "(*batch, num_heads, seqlen_q, seqlen_kv)" if len(scores_shape) > 2 else "(seqlen_q, seqlen_kv)"
+        reasons.append(f"bias must broadcast to {names} = {scores_shape}; got {shape}")
+    return reasons

@@ -1,0 +1,69 @@
+"""Attention sinks in a plan: the parameters of kernels that take a sink, and the kernel that makes its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays import DTYPES
+from .launches import MATRICES, Feature, Launch, Pass
+from .problem import Problem
+from .spec import KernelSpec
+
+SINK = np.dtype([("sink", MATRICES), ("dsink", MATRICES), ("dtype", np.int64)], align=True)
+_GRADIENT_WARPS = 8  # enough loads in flight for one block a head
+
+
+def sink_forward(made: Pass, problem: Problem, role: str) -> Pass:
+    """A forward pass whose kernel of a role takes the sink, if the problem has one."""
+    if problem.operand("sink") is None:
+        return made
+    launch = made.launches[role]
+    with_sink = replace(
+        launch, spec=replace(launch.spec, has_sink=True), reads=(*launch.reads, "sink"),
+        features=(*launch.features, "sink"),
+    )  # fmt: skip
+    return replace(made, launches={**made.launches, role: with_sink}, features=(*made.features, _feature(problem)))
+
+
+def sink_backward(
+    made: Pass, problem: Problem, like: KernelSpec | None = None, reads: tuple[str, ...] = ("delta",)
+) -> Pass:
+    """A backward pass with the kernel that makes the sink's gradient, if the problem asks for it.
+
+    Parameters
+    ----------
+    like : KernelSpec, optional
+        One of the family, if it has a kernel of its own; else delta is a vector, which the simt family's kernel reads.
+    reads : tuple of str
+        Arrays that delta comes from.
+    """
+    if "sink" not in problem.wrt:
+        return made
+    gradient = gradient_spec(problem.accumulator, like)
+    launch = Launch(
+        spec=gradient, tiles=problem.num_heads, shared_bytes=gradient.num_threads * problem.accumulator.itemsize,
+        reads=("sink", "lse", *reads), writes=("dsink",), features=("sink",),
+    )  # fmt: skip
+    launches: Mapping[str, Launch] = {**made.launches, "sink_gradient": launch}
+    return replace(made, launches=launches, features=(*made.features, _feature(problem)))
+
+
+def gradient_spec(accumulator: np.dtype[Any], like: KernelSpec | None = None) -> KernelSpec:
+    """The kernel that makes a sink's gradient; the simt family's reads neither operands nor tiles."""
+    of_vector = KernelSpec(
+        family="simt", entry="sink_gradient", dtype=accumulator, head_dim=32, value_dim=32, block_q=16, block_kv=16
+    )
+    return replace(
+        of_vector if like is None else like,
+        entry="sink_gradient", num_warps=_GRADIENT_WARPS, min_blocks=1, num_stages=1, has_sink=True,
+    )  # fmt: skip
+
+
+def _feature(problem: Problem) -> Feature:
+    operand = problem.operand("sink")
+    assert operand is not None
+    return Feature("sink", SINK, {"dtype": DTYPES.index(operand.dtype)})

@@ -1,0 +1,357 @@
+"""Score functions of the literature, each a few lines of NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import wraps
+from functools import reduce
+from operator import matmul
+from typing import Any, ParamSpec
+
+import numpy as np
+
+from ..arrays import (
+    DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_number, namespace, no_array, whole_number,
+)  # fmt: skip
+from ..errors import UnsupportedProblem, collecting
+from .score import Score
+from .trace import tanh_fast
+
+__all__ = ["alibi", "alibi_slopes", "bias", "relative_position", "relative_position_2d", "softcap", "temperature"]
+
+_Parameters = ParamSpec("_Parameters")
+
+
+def _remade_by_name(make: Callable[_Parameters, Score]) -> Callable[_Parameters, Score]:
+    """Pickles of the scores that a function of this module makes call it again."""
+
+    @wraps(make)
+    def made(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> Score:
+        return make(*arguments, **options).remade_by(made, *arguments, **options)
+
+    return made
+
+
+@_remade_by_name
+def softcap(cap: float, *, fast: bool = False) -> Score:
+    """Cap scores smoothly to the range from -cap to cap: cap tanh(s / cap).
+
+    Parameters
+    ----------
+    cap : float
+        Positive and finite. Another one compiles nothing.
+    fast : bool
+        The GPU's own instruction for tanh, which errs by up to 2^-10.9 of cap.
+
+    Returns
+    -------
+    Score
+        The score function.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The cap is no positive finite number.
+
+    Notes
+    -----
+    Gemma 2, arXiv 2408.00118, section 2.
+
+    Examples
+    --------
+    >>> float(softcap(30.0)(1e6, 0, 0, 0, 0))
+    30.0
+    """
+    reasons = softcap_reasons(cap) + flag_reasons("fast", fast)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    number, tanh = float(cap), tanh_fast if fast else np.tanh
+
+    def softcap(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return number * tanh(s / number)
+
+    return Score(softcap)
+
+
+def softcap_reasons(cap: Any) -> list[str]:
+    """Why a number cannot cap scores."""
+    if is_number(cap) and 0 < cap and math.isfinite(cap):
+        return []
+    return [f"softcap must be a positive finite number; got {describe(cap)}"]
+
+
+@_remade_by_name
+def alibi(slopes: Array) -> Score:
+    """A penalty that grows with the distance, by head: s - slopes[h] |i - j|.
+
+    Parameters
+    ----------
+    slopes : array [num_heads]
+        `alibi_slopes` gives the paper's; as a captured array "slopes" they may have a gradient.
+
+    Returns
+    -------
+    Score
+        The score function.
+
+    Notes
+    -----
+    Press, Smith and Lewis, arXiv 2108.12409.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> score = alibi(np.array([0.5, 0.25], np.float32))
+    >>> score(np.zeros((2, 3)), 0, 1, np.arange(2)[:, None], np.arange(3))
+    array([[ 0.  , -0.25, -0.5 ],
+           [-0.25,  0.  , -0.25]])
+    """
+    _require_axes(slopes=(slopes, 1))
+
+    def alibi(s: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
+        return s - slopes[h] * np.abs(i - j)
+
+    return Score(alibi, slopes=slopes)
+
+
+def alibi_slopes(num_heads: int) -> Array:
+    """The slopes of ALiBi, float32 [num_heads]: 2^(-8 n / num_heads) for n = 1 to num_heads.
+
+    For other numbers than powers of two: those of the next lower power, then every other one of the next higher.
+
+    Parameters
+    ----------
+    num_heads : int
+        Query heads.
+
+    Returns
+    -------
+    float32 array [num_heads]
+        The slopes.
+
+    Raises
+    ------
+    UnsupportedProblem
+        num_heads is no positive int.
+
+    Examples
+    --------
+    >>> alibi_slopes(8)[:3]
+    array([0.5  , 0.25 , 0.125], dtype=float32)
+    """
+    num_heads = whole_number("num_heads", num_heads, 1)
+    lower = 1 << (num_heads.bit_length() - 1)
+    steps = np.arange(1, lower + 1) / lower
+    between = (np.arange(1, 2 * lower + 1) / (2 * lower))[::2]
+    return np.exp2(-8 * np.concatenate([steps, between[: num_heads - lower]])).astype(np.float32)
+
+
+@_remade_by_name
+def bias(array: Array) -> Score:
+    """An array added to the scores: what ``bias=`` stands for.
+
+    Parameters
+    ----------
+    array : real array that broadcasts against [*batch, num_heads, seqlen_q, seqlen_kv], or [seqlen_q, seqlen_kv]
+        Its name is "bias", so that ``wrt="bias"`` gives its gradient, summed over the axes that were broadcast.
+
+    Returns
+    -------
+    Score
+        The score function.
+
+    Raises
+    ------
+    TypeError
+        It is no array.
+    UnsupportedProblem
+        It holds no reals.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> float(bias(np.array([[0.0, 1.0], [2.0, 3.0]], np.float32))(10.0, 0, 0, 1, 0))
+    12.0
+    """
+    if not (isinstance(array, ShapeDtype) or is_array(array)):
+        raise TypeError(no_array("bias", array))
+    if np.dtype(array.dtype) not in DTYPES:
+        fix = "a bool array is a mask: give it as mask=" if array.dtype == np.bool else "convert it with bias.astype"
+        raise UnsupportedProblem([f"bias must be {', '.join(map(str, DTYPES))}; got {array.dtype}: {fix}"])
+    # An axis of length 1 is read at 0: it is broadcast.
+    is_single = [extent == 1 for extent in array.shape[-3:]]
+    num_leading = max(array.ndim - 3, 0)
+
+    def bias(s: Any, b: Any, h: Any, i: Any, j: Any, bias: Any) -> Any:
+        own = [0 if single else n for n, single in zip((h, i, j)[3 - len(is_single) :], is_single)]
+        return s + (bias[..., *own] if num_leading else bias[*own] if own else bias)
+
+    return Score.of_reserved(bias, bias=array)
+
+
+@_remade_by_name
+def relative_position(table: Array, max_distance: int = 128, *, bidirectional: bool) -> Score:
+    """A learnable number for each head and bucket of distances: s + table[h, bucket of j - i].
+
+    Parameters
+    ----------
+    table : real array [num_heads, num_buckets]
+        The learnable numbers.
+    max_distance : int
+        All distances from it on share the last bucket.
+    bidirectional : bool
+        Half of the buckets are for keys after the query; otherwise these share the bucket of distance 0.
+
+    Returns
+    -------
+    Score
+        The score function.
+
+    Notes
+    -----
+    T5, arXiv 1910.10683, section 2.1: half of a direction's buckets are for single distances, the others grow with the
+    logarithm. The buckets are an array of integers, computed once: "bucket".
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> score = relative_position(np.arange(8, dtype=np.float32)[None], 16, bidirectional=False)
+    >>> score(0.0, 0, 0, np.array([0, 1, 3, 5, 9, 99]), 0)
+    array([0., 1., 3., 4., 6., 7.], dtype=float32)
+    """
+    _require_axes(table=(table, 2))
+    reasons = flag_reasons("bidirectional", bidirectional)
+    num_buckets = int(table.shape[1])
+    with collecting(reasons):
+        max_distance = whole_number("max_distance", max_distance, 1)
+    least = 4 if bidirectional else 2
+    if num_buckets < least:
+        reasons.append(f"table must have at least {least} buckets; got shape {tuple(table.shape)}")
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    bucket = _buckets(num_buckets, max_distance, bidirectional)
+    if not isinstance(table, ShapeDtype):
+        bucket = namespace(table).asarray(bucket)  # a call takes all of its arrays on one device
+
+    def relative_position(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, bucket: Any) -> Any:
+        distance = np.clip(j - i + max_distance, 0, 2 * max_distance)
+        return s + table[h, np.clip(bucket[distance], 0, num_buckets - 1)]
+
+    return Score(relative_position, table=table, bucket=bucket)
+
+
+def _buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> Array:
+    """T5's bucket of each relative position j - i from -max_distance to max_distance, int32."""
+    relative = np.arange(-max_distance, max_distance + 1)
+    size = num_buckets // 2 if bidirectional else num_buckets
+    offset = np.where(relative > 0, size, 0) if bidirectional else 0
+    distance = np.abs(relative) if bidirectional else np.maximum(-relative, 0)
+    exact = size // 2
+    growth = np.log2(np.maximum(distance, 1) / exact) / math.log2(max(max_distance / exact, 1 + 1e-9))
+    coarse = np.minimum(exact + (growth * (size - exact)).astype(np.int64), size - 1)
+    return (offset + np.where(distance < exact, distance, coarse)).astype(np.int32)
+
+
+@_remade_by_name
+def relative_position_2d(table: Array, width: int) -> Score:
+    """A learnable number for each head and offset in an image: s + table[h, rows between, columns between].
+
+    Parameters
+    ----------
+    table : real array [num_heads, 2 height - 1, 2 width - 1]
+        The learnable numbers.
+    width : int
+        Of the image, whose pixels are the positions in C order.
+
+    Returns
+    -------
+    Score
+        The score function.
+
+    Notes
+    -----
+    Swin, arXiv 2103.14030, section 3.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> table = np.arange(9, dtype=np.float32).reshape(1, 3, 3)      # offsets -1, 0 and 1 in both directions
+    >>> relative_position_2d(table, 2)(0.0, 0, 0, 3, np.arange(4))   # pixel 3 of 2 x 2
+    array([8., 7., 5., 4.], dtype=float32)
+    """
+    _require_axes(table=(table, 3))
+    width = whole_number("width", width, 1)
+    height = (int(table.shape[1]) + 1) // 2
+    if tuple(table.shape[1:]) != (2 * height - 1, 2 * width - 1):
+        raise UnsupportedProblem(
+            [f"table must have shape (num_heads, 2 height - 1, {2 * width - 1}); got {tuple(table.shape)}"]
+        )
+
+    def relative_position_2d(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+        rows, columns = i // width - j // width, i % width - j % width
+        return s + table[h, rows + (height - 1), columns + (width - 1)]
+
+    return Score(relative_position_2d, table=table)
+
+
+@_remade_by_name
+def temperature(per_head: Array) -> Score:
+    """A factor for each head: s per_head[h].
+
+    Parameters
+    ----------
+    per_head : array [num_heads]
+        As a captured array "per_head" it may have a gradient.
+
+    Returns
+    -------
+    Score
+        The score function.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> float(temperature(np.array([1.0, 0.5], np.float32))(3.0, 0, 1, 0, 0))
+    1.5
+    """
+    _require_axes(per_head=(per_head, 1))
+
+    def temperature(s: Any, b: Any, h: Any, i: Any, j: Any, per_head: Any) -> Any:
+        return s * per_head[h]
+
+    return Score(temperature, per_head=per_head)
+
+
+def composed(score: Any, softcap_by: Any, bias_by: Any) -> Score | None:
+    """What `score=`, `softcap=` and `bias=` of a call make together: the cap is first, then the bias, then the score.
+
+    Raises
+    ------
+    TypeError
+        The score is no function, or the bias no array.
+    UnsupportedProblem
+        One of them cannot be; all reasons at once.
+    """
+    reasons, parts = list[str](), list[Score]()
+    if score is not None:
+        with collecting(reasons):
+            parts.append(score if isinstance(score, Score) else Score(score))
+    if bias_by is not None:
+        with collecting(reasons):
+            parts.append(bias(bias_by))
+    if softcap_by is not None:
+        with collecting(reasons):
+            parts.append(softcap(softcap_by))
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return reduce(matmul, parts) if parts else None
+
+
+def _require_axes(**arrays: tuple[Any, int]) -> None:
+    """Refuse what is no array of that many axes."""
+    for name, (array, rank) in arrays.items():
+        if not (isinstance(array, ShapeDtype) or is_array(array)):
+            raise TypeError(no_array(name, array))
+        if array.ndim != rank:
+            raise UnsupportedProblem([f"{name} must have {rank} axes; got shape {tuple(array.shape)}"])

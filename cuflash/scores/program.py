@@ -1,0 +1,504 @@
+"""Score programs: straight-line programs of a few operations that change a score, and their derivatives.
+
+A `Program` holds no data, no lengths, no addresses and no numbers of the user's: it is what a kernel's text depends on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["real", "int", "bool"]
+Curvature = Literal["shift", "scaled", "curved"]
+
+COORDINATES = ("b", "h", "i", "j")
+COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
+FOLDED_NUMBERS = (0.0, 1.0, -1.0, 2.0, 0.5, -math.inf)  # these numbers are part of a program; all others are arguments
+
+_FOLDS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "min": min,
+    "max": max,
+    "neg": lambda a: -a,
+    "abs": abs,
+    "sign": lambda a: type(a)((a > 0) - (a < 0)),
+    "floordiv": lambda a, b: a // b,
+    "mod": lambda a, b: a % b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "and": lambda a, b: a and b,
+    "or": lambda a, b: a or b,
+    "not": lambda a: not a,
+}
+_OF_INTS = ("add", "sub", "mul", "min", "max", "neg", "abs", "sign")  # int if all arguments are, else real
+_NARROW_INTS = ("int8", "uint8", "int16", "uint16")
+_RECIPROCALS = (2.0**-100, 2.0**100)  # divisors between these have a reciprocal that is normal in float32
+
+
+class ProgramError(ValueError):
+    """An operation that no program can hold; `trace` adds the function and the line."""
+
+
+class Instruction(NamedTuple):
+    """One operation on the results of earlier instructions.
+
+    Attributes
+    ----------
+    op : str
+        "s"; "b", "h", "i", "j"; "const", "number"; "real" (int to real); "load"; "add", "sub", "mul", "neg", "abs",
+        "min", "max", "sign"; "div", "pow", "exp", "exp2", "log", "log2", "tanh", "tanh_fast", "sqrt"; "floordiv",
+        "mod" (by a positive const); "lt", "le", "eq", "ne", "gt", "ge"; "and", "or", "not", "isfinite"; "where".
+    kind : "real", "int" or "bool"
+        Of the result.
+    args : tuple of int
+        Numbers of earlier instructions; of a load, the indices of the array's last axes.
+    value : bool, int, float or None
+        Of a const, its value; of a number, its slot; of a load, the number of the array.
+    """
+
+    op: str
+    kind: Kind
+    args: tuple[int, ...] = ()
+    value: Any = None
+
+
+class ArrayType(NamedTuple):
+    """A captured array without its data.
+
+    Attributes
+    ----------
+    name : str
+    rank : int
+    dtype : str
+        Its name, as in NumPy.
+    kind : "real", "int" or "bool"
+        Of what a load of it gives.
+    is_single : tuple of bool
+        Whether each axis has length 1.
+    """
+
+    name: str
+    rank: int
+    dtype: str
+    kind: Kind
+    is_single: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A function of (s, b, h, i, j) as instructions, each of which assigns once.
+
+    Attributes
+    ----------
+    instructions : tuple of Instruction
+        No two are equal, and each is needed for a result.
+    arrays : tuple of ArrayType
+        All captured arrays, read or not.
+    num_numbers : int
+        Numbers that a run of the program is given.
+    results : tuple of int
+        The instruction of f; of a derived program those of f, df/ds, and df/d(load) of each load asked for.
+    """
+
+    instructions: tuple[Instruction, ...]
+    arrays: tuple[ArrayType, ...]
+    num_numbers: int
+    results: tuple[int, ...]
+
+    def num_leading_axes(self, load: Instruction) -> int:
+        """How many leading axes of its array a load reads at the batch entry b; they broadcast against the batch."""
+        array: ArrayType = self.arrays[load.value]
+        return array.rank - len(load.args)
+
+    def __str__(self) -> str:
+        lines = [f"x{n} = {self._text(instruction)}" for n, instruction in enumerate(self.instructions)]
+        return "\n".join([*lines, "return " + ", ".join(f"x{n}" for n in self.results)])
+
+    def _text(self, instruction: Instruction) -> str:
+        op, args = instruction.op, [f"x{n}" for n in instruction.args]
+        if op == "const":
+            return repr(instruction.value)
+        if op == "number":
+            return f"number {instruction.value}"
+        if op == "load":
+            dots = ["..."] if self.num_leading_axes(instruction) else []
+            return f"{self.arrays[instruction.value].name}[{', '.join([*dots, *args])}]"
+        return f"{op}({', '.join(args)})" if args else op
+
+
+class Builder:
+    """Instructions in the making: equal ones are one, and the simplest is made of each.
+
+    Parameters
+    ----------
+    arrays : iterable of ArrayType
+    num_numbers : int
+        Slots that are taken already, of numbers that are not known here.
+
+    Attributes
+    ----------
+    numbers : list of float
+        The values of the further slots.
+    """
+
+    def __init__(self, arrays: Iterable[ArrayType] = (), num_numbers: int = 0) -> None:
+        self.arrays = list(arrays)
+        self.instructions: list[Instruction] = []
+        self.numbers: list[float] = []
+        self._num_given = num_numbers
+        self._found: dict[Instruction, int] = {}
+        self._slots: dict[str, int] = {}
+
+    def put(self, op: str, kind: Kind, *args: int, value: Any = None) -> int:
+        """The number of this instruction, as it is."""
+        instruction = Instruction(op, kind, args, value)
+        if instruction not in self._found:
+            self._found[instruction] = len(self.instructions)
+            self.instructions.append(instruction)
+        return self._found[instruction]
+
+    def kind(self, n: int) -> Kind:
+        return self.instructions[n].kind
+
+    def const(self, value: bool | int | float) -> int:
+        """A value that is part of the program."""
+        kinds: dict[type, Kind] = {bool: "bool", int: "int", float: "real"}
+        return self.put("const", kinds[type(value)], value=value)
+
+    def number(self, value: float) -> int:
+        """A value that a run of the program is given; a few that simplify are part of the program."""
+        if value in FOLDED_NUMBERS and (value or math.copysign(1, value) > 0):
+            return self.const(value)
+        slot = self._slots.setdefault(value.hex(), self._num_given + len(self.numbers))
+        if slot == self._num_given + len(self.numbers):
+            self.numbers.append(value)
+        return self.put("number", "real", value=slot)
+
+    def load(self, array: int, indices: Iterable[int]) -> int:
+        """An element of a captured array; fewer indices than axes leave the leading axes to the batch."""
+        args = tuple(indices)
+        if any(self.kind(n) != "int" for n in args):
+            raise ProgramError("an index must be an integer expression of b, h, i, j and integer arrays")
+        return self.put("load", self.arrays[array].kind, *args, value=array)
+
+    def real(self, n: int) -> int:
+        """A real or an integer as a real."""
+        instruction = self.instructions[n]
+        if instruction.kind == "real":
+            return n
+        if instruction.kind == "bool":
+            raise ProgramError("a comparison is no number: use np.where(condition, a, b)")
+        return self.number(float(instruction.value)) if instruction.op == "const" else self.put("real", "real", n)
+
+    def unary(self, op: str, a: int) -> int:
+        if op == "not":
+            return self._folded(op, "bool", self._condition(a))
+        if op == "isfinite":
+            return self.put(op, "bool", self.real(a))
+        if op in _OF_INTS and self.kind(a) == "int":
+            return self._folded(op, "int", a)
+        return self._folded(op, "real", self.real(a))
+
+    def binary(self, op: str, a: int, b: int) -> int:
+        if op in ("and", "or"):
+            return self._folded(op, "bool", self._condition(a), self._condition(b))
+        if op in COMPARISONS:
+            if self.kind(a) != "int" or self.kind(b) != "int":
+                a, b = self.real(a), self.real(b)
+            return self._folded(op, "bool", a, b)
+        if op in ("floordiv", "mod"):
+            divisor = self.instructions[b]
+            if self.kind(a) != "int" or divisor.kind != "int" or divisor.op != "const" or divisor.value <= 0:
+                raise ProgramError("// and % take an integer expression and a positive integer literal")
+            return self._folded(op, "int", a, b)
+        if op == "pow" and self.kind(a) == "int" and self._is(b, 2):
+            return self._arithmetic("mul", "int", a, a)
+        if op in _OF_INTS and self.kind(a) == self.kind(b) == "int":
+            return self._arithmetic(op, "int", a, b)
+        if op == "pow" and self._is(b, 2):
+            return self._arithmetic("mul", "real", self.real(a), self.real(a))
+        if op == "div":
+            return self._quotient(self.real(a), self.real(b))
+        return self._arithmetic(op, "real", self.real(a), self.real(b))
+
+    def where(self, condition: int, a: int, b: int) -> int:
+        if self.kind(condition) != "bool":
+            raise ProgramError("np.where takes a comparison first, as in np.where(i < j, a, b)")
+        if self.kind(a) != "int" or self.kind(b) != "int":
+            a, b = self.real(a), self.real(b)
+        if self.instructions[condition].op == "const":
+            return a if self.instructions[condition].value else b
+        return a if a == b else self.put("where", self.kind(a), condition, a, b)
+
+    def finish(self, *results: int) -> Program:
+        """The program of what the results need; `numbers` then holds the values of its further slots.
+
+        Integers that only become reals are reals from the start: it spares conversions, and the values are equal as
+        long as all of them are exact.
+        """
+        kept = _needed(self.instructions, results)
+        only_reals = _only_reals(self.instructions, kept, self.arrays)
+        copy = Builder(self.arrays, self._num_given)
+        copy.numbers, copy._slots = self.numbers, self._slots
+        new: dict[int, int] = {}
+        reals: dict[int, int] = {}
+        for n in kept:
+            instruction = self.instructions[n]
+            if n in only_reals:
+                reals[n] = copy._again_in_reals(instruction, new, reals)
+            elif instruction.op == "real" and instruction.args[0] in only_reals:
+                new[n] = reals[instruction.args[0]]
+            else:
+                args = (new[a] for a in instruction.args)
+                new[n] = copy.put(instruction.op, instruction.kind, *args, value=instruction.value)
+        program, slots = copy._pruned([new[n] for n in results])
+        self.numbers = [self.numbers[slot - self._num_given] for slot in slots if slot >= self._num_given]
+        return program
+
+    def _again_in_reals(self, instruction: Instruction, new: dict[int, int], reals: dict[int, int]) -> int:
+        """An operation on integers as one on reals; `new` and `reals` are the numbers of its arguments here."""
+        args = [reals[a] if a in reals else new[a] for a in instruction.args]
+        if instruction.op == "where":
+            return self.where(args[0], self.real(args[1]), self.real(args[2]))
+        args = [self.real(a) for a in args]
+        return self.unary(instruction.op, *args) if len(args) == 1 else self.binary(instruction.op, *args)
+
+    def _pruned(self, results: list[int]) -> tuple[Program, list[int]]:
+        """The program of these results, and the slots of the numbers that it is given, in order."""
+        kept = _needed(self.instructions, results)
+        place = {n: count for count, n in enumerate(kept)}
+        slots = sorted({self.instructions[n].value for n in kept if self.instructions[n].op == "number"})
+        instructions = []
+        for n in kept:
+            op, kind, args, value = self.instructions[n]
+            value = slots.index(value) if op == "number" else value
+            instructions.append(Instruction(op, kind, tuple(place[a] for a in args), value))
+        program = Program(tuple(instructions), tuple(self.arrays), len(slots), tuple(place[n] for n in results))
+        return program, slots
+
+    def _condition(self, n: int) -> int:
+        if self.kind(n) != "bool":
+            raise ProgramError("& | ~ and np.logical_* take comparisons and bool arrays")
+        return n
+
+    def _is(self, n: int, value: float) -> bool:
+        instruction = self.instructions[n]
+        return instruction.op == "const" and instruction.kind != "bool" and bool(instruction.value == value)
+
+    def _folded(self, op: str, kind: Kind, *args: int) -> int:
+        """The operation, or its value where all arguments are part of the program."""
+        given = [self.instructions[n] for n in args]
+        if op in _FOLDS and all(instruction.op == "const" for instruction in given):
+            value = _FOLDS[op](*(instruction.value for instruction in given))
+            if value == value:
+                return self.const(value)
+        return self.put(op, kind, *args)
+
+    def _arithmetic(self, op: str, kind: Kind, a: int, b: int) -> int:
+        if (op == "add" and self._is(a, 0)) or (op == "mul" and self._is(a, 1)):
+            return b
+        if (op in ("add", "sub") and self._is(b, 0)) or (op == "mul" and self._is(b, 1)):
+            return a
+        if op == "mul" and (self._is(a, -1) or self._is(b, -1)):
+            return self._folded("neg", kind, b if self._is(a, -1) else a)
+        return self._folded(op, kind, a, b)
+
+    def _quotient(self, a: int, b: int) -> int:
+        """a / b; by a number, a product with its reciprocal, which is one more number."""
+        divisor = self.instructions[b]
+        if divisor.op == "const" and divisor.value and math.isfinite(divisor.value):
+            return self._arithmetic("mul", "real", a, self.const(1.0 / divisor.value))
+        if divisor.op == "number" and divisor.value >= self._num_given:
+            value = self.numbers[divisor.value - self._num_given]
+            if _RECIPROCALS[0] <= abs(value) <= _RECIPROCALS[1]:
+                return self._arithmetic("mul", "real", a, self.number(1.0 / value))
+        return self.put("div", "real", a, b)
+
+
+def _needed(instructions: list[Instruction], results: Iterable[int]) -> list[int]:
+    """The instructions that these results need, in order."""
+    needed: set[int] = set()
+    stack = list(results)
+    while stack:
+        n = stack.pop()
+        if n not in needed:
+            needed.add(n)
+            stack += instructions[n].args
+    return sorted(needed)
+
+
+def _only_reals(instructions: list[Instruction], kept: list[int], arrays: list[ArrayType]) -> set[int]:
+    """The operations on integers whose result is needed as a real alone, and whose arguments are exact as reals.
+
+    Integers of captured arrays are so where their dtype is narrow; of wider ones, differences would lose everything.
+    """
+    uses: dict[int, list[int]] = {n: [] for n in kept}
+    is_wide: set[int] = set()
+    for n in kept:
+        instruction = instructions[n]
+        for a in instruction.args:
+            uses[a].append(n)
+        is_wide_load = instruction.op == "load" and arrays[instruction.value].dtype not in _NARROW_INTS
+        if instruction.kind == "int" and (is_wide_load or any(a in is_wide for a in instruction.args)):
+            is_wide.add(n)
+    found: set[int] = set()
+    for n in reversed(kept):
+        instruction = instructions[n]
+        is_arithmetic = instruction.kind == "int" and instruction.op in (*_OF_INTS, "where") and n not in is_wide
+        if is_arithmetic and uses[n] and all(instructions[m].op == "real" or m in found for m in uses[n]):
+            found.add(n)
+    return found
+
+
+def depends(program: Program) -> tuple[frozenset[str], ...]:
+    """Which of "s", "b", "h", "i", "j" each instruction's value depends on.
+
+    A number and a captured array without axes depend on none.
+    """
+    found: list[frozenset[str]] = []
+    for instruction in program.instructions:
+        own = {instruction.op} if instruction.op in ("s", *COORDINATES) else set()
+        if instruction.op == "load":
+            leading = program.arrays[instruction.value].is_single[: program.num_leading_axes(instruction)]
+            own = {"b"} if not all(leading) else set()
+        found.append(frozenset(own.union(*(found[a] for a in instruction.args))))
+    return tuple(found)
+
+
+def gradient_loads(program: Program, wrt: Iterable[str]) -> tuple[int, ...]:
+    """The loads of real arrays with these names, in order; a program and its derivative have equally many."""
+    names = set(wrt)
+    return tuple(
+        n
+        for n, instruction in enumerate(program.instructions)
+        if instruction.op == "load" and instruction.kind == "real" and program.arrays[instruction.value].name in names
+    )
+
+
+def curvature(program: Program) -> Curvature:
+    """"shift": df/ds is 1; "scaled": it does not depend on s; "curved": it does."""
+    slopes = derived(program)
+    slope = slopes.results[1]
+    if slopes.instructions[slope] == Instruction("const", "real", (), 1.0):
+        return "shift"
+    return "curved" if "s" in depends(slopes)[slope] else "scaled"
+
+
+def derived(program: Program, wrt: Iterable[str] = ()) -> Program:
+    """The program of f, df/ds and df/d(load) for each load of `gradient_loads(program, wrt)`, in this order.
+
+    Its arrays and numbers are the program's own.
+    """
+    sweep = _ReverseSweep(program)
+    f = program.results[0]
+    loads = gradient_loads(program, wrt)
+    targets = [n for n, instruction in enumerate(program.instructions) if instruction.op == "s"]
+    slope = sweep.adjoint(targets[0]) if targets else sweep.zero
+    return sweep.builder.finish(f, slope, *(sweep.adjoint(n) for n in loads))
+
+
+class _ReverseSweep:
+    """Adjoints df/dx of a program's real instructions, as further instructions after those of the program.
+
+    An adjoint that is 0 because a branch was not chosen stays 0 whatever it is multiplied by, so that a derivative
+    which is inf or NaN there does not reach the result: it stays `where(condition, product, 0)`.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.builder = builder = Builder(program.arrays, program.num_numbers)
+        for instruction in program.instructions:
+            builder.put(instruction.op, instruction.kind, *instruction.args, value=instruction.value)
+        self.zero, self.one = builder.const(0.0), builder.const(1.0)
+        self._adjoints = {program.results[0]: self.one}
+        for n in reversed(range(len(program.instructions))):
+            instruction = program.instructions[n]
+            if n in self._adjoints and instruction.kind == "real" and instruction.args:
+                for argument, term in self._terms(n, instruction, self._adjoints[n]):
+                    self._add(argument, term)
+
+    def adjoint(self, n: int) -> int:
+        return self._adjoints.get(n, self.zero)
+
+    def _add(self, n: int, term: int) -> None:
+        if self.builder.instructions[n].op in ("const", "number") or term == self.zero:
+            return
+        self._adjoints[n] = self.builder.binary("add", self._adjoints[n], term) if n in self._adjoints else term
+
+    def _terms(self, n: int, instruction: Instruction, g: int) -> list[tuple[int, int]]:
+        """What the adjoint g of instruction n adds to the adjoints of its arguments."""
+        put, times, (a, *more) = self.builder, self._times, instruction.args
+        op, b = instruction.op, (more or [0])[0]
+        if op in ("add", "sub"):
+            return [(a, g), (b, g if op == "add" else self._negative(g))]
+        if op in ("min", "max"):
+            is_first = put.binary("le" if op == "min" else "ge", a, b)
+            return [(a, put.where(is_first, g, self.zero)), (b, put.where(is_first, self.zero, g))]
+        if op == "where":
+            return [(b, put.where(a, g, self.zero)), (more[1], put.where(a, self.zero, g))]
+        if op == "mul":
+            return [(a, times(g, b)), (b, times(g, a))]
+        if op == "div":
+            quotient = self._over(g, b)
+            return [(a, quotient), (b, self._negative(times(quotient, n)))]
+        if op == "pow":
+            return self._terms_of_power(n, a, b, g)
+        return [(a, self._through(n, op, a, g))]
+
+    def _through(self, n: int, op: str, a: int, g: int) -> int:
+        """What the adjoint g of the function n = op(a) gives a."""
+        put, times = self.builder, self._times
+        if op == "neg":
+            return self._negative(g)
+        if op == "abs":
+            return times(g, put.unary("sign", a))
+        if op in ("exp", "exp2"):
+            return times(g, n) if op == "exp" else times(times(g, n), put.const(math.log(2)))
+        if op in ("log", "log2"):
+            return self._over(g if op == "log" else times(g, put.const(1 / math.log(2))), a)
+        if op in ("tanh", "tanh_fast"):
+            return times(g, put.binary("sub", self.one, put.binary("mul", n, n)))
+        if op == "sqrt":
+            return self._over(times(g, put.const(0.5)), n)
+        return self.zero  # of sign, and of an integer as a real
+
+    def _terms_of_power(self, n: int, a: int, b: int, g: int) -> list[tuple[int, int]]:
+        put, times = self.builder, self._times
+        terms = [(a, times(g, put.binary("mul", b, put.binary("pow", a, put.binary("sub", b, self.one)))))]
+        if put.instructions[b].op not in ("const", "number", "real"):
+            terms.append((b, times(g, put.binary("mul", n, put.unary("log", a)))))
+        return terms
+
+    def _times(self, g: int, factor: int) -> int:
+        return self._guarded(g, lambda inner: self.builder.binary("mul", inner, factor))
+
+    def _over(self, g: int, divisor: int) -> int:
+        return self._guarded(g, lambda inner: self.builder.binary("div", inner, divisor))
+
+    def _negative(self, g: int) -> int:
+        return self._guarded(g, lambda inner: self.builder.unary("neg", inner))
+
+    def _guarded(self, g: int, change: Callable[[int], int]) -> int:
+        """An adjoint, changed in the branches that are chosen; 0 stays 0."""
+        builder = self.builder
+        op, _, args, _ = builder.instructions[g]
+        if g == self.zero:
+            return g
+        if op == "where" and self.zero in args[1:]:
+            return builder.where(args[0], *(self._guarded(a, change) for a in args[1:]))
+        if op == "add" and all(self._is_guarded(a) for a in args):
+            return builder.binary("add", *(self._guarded(a, change) for a in args))
+        return change(g)
+
+    def _is_guarded(self, g: int) -> bool:
+        op, _, args, _ = self.builder.instructions[g]
+        if op == "add":
+            return all(self._is_guarded(a) for a in args)
+        return op == "where" and self.zero in args[1:]

@@ -1,0 +1,193 @@
+"""Between which bounds the integers of a score program lie: a proof that no index leaves its axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from .program import Instruction, Program
+
+LARGEST = 2**31 - 1  # integers of a program are int32 in kernels
+_MOST_EXACT = 2**24  # float32 holds every integer up to it
+_LONGEST = 40  # of an expression that a message shows
+
+
+class Range(NamedTuple):
+    """The least and the greatest value of an integer expression."""
+
+    least: int
+    most: int
+
+
+def ranges(program: Program, extents: Mapping[str, int]) -> dict[int, Range]:
+    """The range of each integer instruction, for b, h, i and j below these extents, each at least 1.
+
+    What an integer array holds is not looked at: its dtype says what it may hold, within int32.
+    """
+    found: dict[int, Range] = {}
+    for n, instruction in enumerate(program.instructions):
+        if instruction.kind == "int":
+            given = [found[a] for a in instruction.args if a in found]
+            found[n] = _range_of(program, instruction, given, extents)
+    return found
+
+
+def _range_of(
+    program: Program, instruction: Instruction, given: Sequence[Range], extents: Mapping[str, int]
+) -> Range:
+    op = instruction.op
+    if op in extents:
+        return Range(0, extents[op] - 1)
+    if op == "const":
+        return Range(instruction.value, instruction.value)
+    if op == "load":
+        info = np.iinfo(program.arrays[instruction.value].dtype)
+        return Range(max(int(info.min), -LARGEST - 1), min(int(info.max), LARGEST))
+    if op == "sign":
+        return Range(_sign(given[0].least), _sign(given[0].most))
+    if op == "neg":
+        return Range(-given[0].most, -given[0].least)
+    if op == "abs":
+        least, most = given[0]
+        return Range(max(least, -most, 0), max(-least, most))
+    (a, b), (c, d) = given
+    if op == "mod":
+        is_whole = b - a < c and a // c == b // c
+        return Range(a % c, b % c) if is_whole else Range(0, c - 1)
+    if op == "where":
+        return Range(min(a, c), max(b, d))
+    corners = [_CORNERS[op](x, y) for x, y in product((a, b), (c, d))]
+    return Range(min(corners), max(corners))
+
+
+# Each is monotone in either argument while the other is held, so that its extremes are at the corners.
+_CORNERS: dict[str, Callable[[int, int], int]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "min": min,
+    "max": max,
+    "floordiv": lambda x, y: x // y,
+}
+
+
+def _sign(x: int) -> int:
+    return (x > 0) - (x < 0)
+
+
+def range_reasons(
+    program: Program, shapes: Sequence[tuple[int, ...]], batch: tuple[int, ...], extents: Mapping[str, int], dtype: str
+) -> list[str]:
+    """Why a kernel, which does not look, might read beside a captured array, or overflow.
+
+    Parameters
+    ----------
+    shapes : sequence of tuple of int
+        Of the program's arrays.
+    batch : tuple of int
+        The problem's leading axes.
+    extents : mapping of "b", "h", "i" and "j" to int
+        How many of each there are.
+    dtype : str
+        Of the program's reals, float32 or float64.
+    """
+    if 0 in extents.values():  # nothing is computed
+        return []
+    reasons = _batch_reasons(program, shapes, batch)
+    known = ranges(program, extents)
+    for n, instruction in enumerate(program.instructions):
+        if n in known and (known[n].least < -LARGEST - 1 or known[n].most > LARGEST):
+            return [
+                f"{expression(program, n)} may be {known[n].least}..{known[n].most} and integers of a score must be "
+                f"within int32: clip what it is made of, or start from reals, as in 1.0 * i"
+            ]
+        if instruction.op == "load":
+            reasons += _index_reasons(program, instruction, shapes[instruction.value], known)
+        if instruction.op == "real" and dtype == "float32":
+            name = program.instructions[instruction.args[0]].op
+            if extents.get(name, 0) > _MOST_EXACT:
+                reasons.append(
+                    f"{name} must be at most {_MOST_EXACT} where it becomes a float32; got {extents[name]}: use float64"
+                )
+    return list(dict.fromkeys(reasons))
+
+
+def _batch_reasons(program: Program, shapes: Sequence[tuple[int, ...]], batch: tuple[int, ...]) -> list[str]:
+    reasons = []
+    for load in program.instructions:
+        if load.op == "load":
+            leading = shapes[load.value][: program.num_leading_axes(load)]
+            try:
+                is_fit = np.broadcast_shapes(leading, batch) == batch
+            except ValueError:
+                is_fit = False
+            if not is_fit:
+                reasons.append(
+                    f"the axes of {program.arrays[load.value].name} before its {len(load.args)} indices must broadcast "
+                    f"against the batch {batch}; got {leading}"
+                )
+    return reasons
+
+
+def _index_reasons(
+    program: Program, load: Instruction, shape: tuple[int, ...], known: Mapping[int, Range]
+) -> list[str]:
+    reasons = []
+    name, leading = program.arrays[load.value].name, program.num_leading_axes(load)
+    for axis, n in enumerate(load.args, leading):
+        extent = shape[axis]
+        least, most = known[n]
+        if least >= 0 and most < extent:
+            continue
+        fix = f"clip it, np.clip({expression(program, n)}, 0, {extent - 1})" if extent else "give it elements"
+        holds = [program.arrays[each.value].name for each in _loads_in(program, n)]
+        if holds:
+            which = f"depends on what {' and '.join(dict.fromkeys(holds))} holds"
+        else:
+            which = f"may be {least}..{most}"
+        reasons.append(f"index {axis} of {name} {which} and the axis has {extent}: {fix}")
+    return reasons
+
+
+def _loads_in(program: Program, n: int) -> list[Instruction]:
+    """The loads that an instruction's value is made of."""
+    is_needed = {n}
+    for m in range(n, -1, -1):
+        if m in is_needed:
+            is_needed.update(program.instructions[m].args)
+    return [program.instructions[m] for m in sorted(is_needed) if program.instructions[m].op == "load"]
+
+
+def expression(program: Program, n: int) -> str:
+    """An instruction as a user would write it; "the index" where that would be long."""
+    texts: list[str | None] = []
+    for instruction in program.instructions[: n + 1]:
+        args = [texts[a] for a in instruction.args]
+        text = None if None in args else _written(program, instruction, [arg for arg in args if arg is not None])
+        texts.append(text if text is not None and len(text) <= _LONGEST else None)
+    return texts[n] or "the index"
+
+
+_OPERATORS = {
+    "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "lt": "<", "le": "<=", "eq": "==", "ne": "!=",
+    "gt": ">", "ge": ">=", "and": "&", "or": "|",
+}  # fmt: skip
+_FUNCTIONS = {"min": "np.minimum", "max": "np.maximum", "abs": "abs", "sign": "np.sign", "where": "np.where"}
+_PREFIXES = {"neg": "-", "not": "~"}
+
+
+def _written(program: Program, instruction: Instruction, args: list[str]) -> str:
+    op, value = instruction.op, instruction.value
+    if op == "const":
+        return repr(value)
+    if op == "load":
+        return f"{program.arrays[value].name}[{', '.join(args)}]"
+    if op in _OPERATORS or op in _PREFIXES:
+        args = [
+            f"({arg})" if program.instructions[n].op in _OPERATORS else arg for n, arg in zip(instruction.args, args)
+        ]
+        return f" {_OPERATORS[op]} ".join(args) if op in _OPERATORS else _PREFIXES[op] + args[0]
+    return f"{_FUNCTIONS.get(op, op)}({', '.join(args)})" if args else op

@@ -1,0 +1,220 @@
+"""A score function with its captured arrays: what `score=` takes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ..arrays import DTYPES, Array, ShapeDtype, describe, is_array, no_array
+from ..errors import UnsupportedProblem, collecting
+from ..memory import is_foreign, is_on_cuda, kind_of, taken
+from .program import COORDINATES, ArrayType, Curvature, Kind, Program, curvature
+from .trace import trace
+
+MAX_ARRAYS = 8
+RESERVED = ("q", "k", "v", "o", "lse", "do", "dlse", "out", "bias", "sink", "s", "b", "h", "i", "j")
+_INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+class Score:
+    """A function of each score and its place, traced when this is made.
+
+    Parameters
+    ----------
+    function : callable (s, b, h, i, j, **arrays)
+        The function. s is the score, scale q . k; b the batch entry, where the axes before the heads count as one in C
+        order; h the query head; i and j the positions of query and key. Of Python's operators and NumPy's functions
+        those work that have a counterpart in a kernel; another one is refused with the function's line. Plain numbers
+        that the function reads, also from outside of it, are arguments of a kernel: another value compiles nothing.
+    **arrays : array, or ShapeDtype
+        Captured arrays, which the function takes by name: float16, bfloat16, float32, float64, bool or integers of any
+        width, with any strides, where q is. ``a[x, y]`` takes as many integer expressions as there are axes;
+        ``a[..., h, i, j]`` leaves the axes in front to the batch, against which they broadcast. An array without axes
+        is a number that may have a gradient. Integers beyond int32 count as the nearest of int32.
+
+    Attributes
+    ----------
+    program : Program
+        What was traced.
+    numbers : tuple of float
+        What the program reads beside the arrays.
+    arrays : mapping of str to array
+    curvature : "shift", "scaled" or "curved"
+        Whether the derivative with respect to s is 1, does not depend on s, or does.
+
+    Raises
+    ------
+    TypeError
+        A captured array is no array.
+    UnsupportedProblem
+        The function cannot be traced, or an array cannot be captured; all reasons at once.
+
+    Notes
+    -----
+    ``(a @ b)(s)`` is ``a(b(s))``. A value of -inf hides a key, as a mask does, but skips no work. At ties of
+    np.minimum and np.maximum the first argument has the derivative; abs and sign have 0 at 0; of np.where only the
+    branch that is chosen has one.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from cuflash.scores import Score
+    >>> def capped(s, b, h, i, j, slope):
+    ...     return 30 * np.tanh(s / 30) - slope[h] * np.abs(i - j)
+    >>> score = Score(capped, slope=np.array([0.5, 0.25], np.float32))
+    >>> score.curvature
+    'curved'
+    >>> float(score(0.0, 0, 1, 8, 4))                       # the function itself, on numbers or arrays
+    -1.0
+    >>> q = k = v = np.ones((2, 16, 8), np.float32)
+    >>> cuflash.attention(q, k, v, score=score).shape
+    (2, 16, 8)
+    """
+
+    def __init__(self, function: Callable[..., Any], /, **arrays: Any) -> None:
+        reserved = [name for name in arrays if name in RESERVED]
+        reasons = [f"score arrays may not be called {', '.join(RESERVED)}; got {name}" for name in reserved]
+        self._make(function, arrays, reasons)
+
+    @classmethod
+    def of_reserved(cls, function: Callable[..., Any], /, **arrays: Any) -> Score:
+        """Make a Score of the library's own, whose arrays may have names that users' may not have.
+
+        Parameters
+        ----------
+        function : callable (s, b, h, i, j, **arrays)
+            As in `Score`.
+        **arrays : array, or ShapeDtype
+            As in `Score`.
+
+        Returns
+        -------
+        Score
+            The traced function.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> Score.of_reserved(lambda s, b, h, i, j, bias: s + bias[h], bias=np.ones(2)).name
+        '<lambda>'
+        """
+        made = cls.__new__(cls)
+        made._make(function, arrays, [])
+        return made
+
+    def _make(self, function: Callable[..., Any], arrays: dict[str, Any], reasons: list[str]) -> None:
+        if not callable(function):
+            raise TypeError(f"score must be a Score or a function of (s, b, h, i, j); got {describe(function)}")
+        if len(arrays) > MAX_ARRAYS:
+            reasons.append(f"a score takes at most {MAX_ARRAYS} arrays; got {len(arrays)}: join some of them")
+        held, types = {}, {}
+        for name, array in arrays.items():
+            with collecting(reasons):
+                held[name] = _as_array(name, array)
+                types[name] = _type_of(name, held[name])
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        self._remake: Callable[[], Score] | None = None
+        self.function, self.arrays = function, MappingProxyType(held)
+        self.program: Program
+        self.numbers: tuple[float, ...]
+        self.program, self.numbers = trace(function, types)
+
+    @property
+    def name(self) -> str:
+        """The function's name.
+
+        Examples
+        --------
+        >>> Score(lambda s, b, h, i, j: s / 2).name
+        '<lambda>'
+        """
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    @cached_property
+    def curvature(self) -> Curvature:
+        return curvature(self.program)
+
+    def __call__(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        """The function itself on numbers, or on arrays that broadcast: for plots and tests.
+
+        Raises
+        ------
+        UnsupportedProblem
+            Only shapes of the captured arrays are known.
+        """
+        shapes = [name for name, array in self.arrays.items() if isinstance(array, ShapeDtype)]
+        if shapes:
+            raise UnsupportedProblem([f"{name} must be an array here; got its shape alone" for name in shapes])
+        return self.function(s, b, h, i, j, **self.arrays)
+
+    def __matmul__(self, other: Any) -> Score:
+        """The score ``s -> self(other(s))``."""
+        if not isinstance(other, Score):
+            return NotImplemented
+        shared = [name for name in self.arrays if name in other.arrays and self.arrays[name] is not other.arrays[name]]
+        if shared:
+            raise UnsupportedProblem(
+                [f"{name} names an array of {self.name} and another of {other.name}: rename one" for name in shared]
+            )
+        outer, inner = self, other
+
+        def composed(s: Any, b: Any, h: Any, i: Any, j: Any, **arrays: Any) -> Any:
+            between = inner.function(s, b, h, i, j, **{name: arrays[name] for name in inner.arrays})
+            return outer.function(between, b, h, i, j, **{name: arrays[name] for name in outer.arrays})
+
+        composed.__name__ = f"{self.name} @ {other.name}"
+        return Score.of_reserved(composed, **{**other.arrays, **self.arrays}).remade_by(operator.matmul, self, other)
+
+    def remade_by(self, make: Callable[..., Score], /, *arguments: Any, **options: Any) -> Score:
+        """The same score, whose pickle calls `make` again: for functions that are made inside of another."""
+        self._remake = partial(make, *arguments, **options)
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Score], tuple[Any, ...]]:
+        """The function must be one that a module holds, as for a pickle of the function itself."""
+        if self._remake is not None:
+            return self._remake, ()
+        return partial(Score.of_reserved, **self.arrays), (self.function,)
+
+    def __str__(self) -> str:
+        """The program, an instruction a line, and its numbers."""
+        numbers = [f"number {slot} = {value!r}" for slot, value in enumerate(self.numbers)]
+        head = f"{self.name}({', '.join(['s', *COORDINATES, *self.arrays])}):"
+        return "\n".join([head, *numbers, str(self.program)])
+
+    def __repr__(self) -> str:
+        arrays = "".join(f", {name}={describe(array)}" for name, array in self.arrays.items())
+        return f"<Score {self.name}{arrays}>"
+
+
+def _as_array(name: str, array: Any) -> Array:
+    """A captured array of NumPy's or CuPy's; another library's on the host without a copy."""
+    if isinstance(array, ShapeDtype):
+        return array
+    if is_foreign(array):
+        if is_on_cuda(name, array):
+            came = f"{kind_of(array)} on a CUDA device"
+            raise UnsupportedProblem([f"{name} must be a NumPy or CuPy array; got {came}: cupy.from_dlpack makes one"])
+        return taken(name, array, np)
+    if not is_array(array):
+        raise TypeError(no_array(name, array))
+    return array
+
+
+def _type_of(name: str, array: Array) -> ArrayType:
+    dtype = np.dtype(array.dtype)
+    kinds: dict[bool, Kind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
+    if True not in kinds or not dtype.isnative:
+        raise UnsupportedProblem(
+            [
+                f"{name}'s dtype must be {', '.join(known.name for known in DTYPES)}, bool or an integer; got "
+                f"{dtype.str if not dtype.isnative else dtype}: convert it with {name}.astype"
+            ]
+        )
+    return ArrayType(name, array.ndim, dtype.name, kinds[True], tuple(extent == 1 for extent in array.shape))

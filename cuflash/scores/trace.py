@@ -1,0 +1,352 @@
+"""Calls a Python function with symbols in the place of numbers, and keeps what it does with them as a `Program`."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import traceback
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ..arrays import describe, is_flag, is_int, is_number
+from ..errors import UnsupportedProblem
+from .program import COORDINATES, ArrayType, Builder, Program, ProgramError
+
+MAX_OPERATIONS = 256
+MAX_NUMBERS = 24
+
+_UFUNCS: dict[Any, str] = {
+    np.add: "add",
+    np.subtract: "sub",
+    np.multiply: "mul",
+    np.divide: "div",
+    np.negative: "neg",
+    np.absolute: "abs",
+    np.fabs: "abs",
+    np.sign: "sign",
+    np.exp: "exp",
+    np.exp2: "exp2",
+    np.log: "log",
+    np.log2: "log2",
+    np.tanh: "tanh",
+    np.sqrt: "sqrt",
+    np.minimum: "min",
+    np.maximum: "max",
+    np.power: "pow",
+    np.float_power: "pow",
+    np.floor_divide: "floordiv",
+    np.remainder: "mod",
+    np.less: "lt",
+    np.less_equal: "le",
+    np.equal: "eq",
+    np.not_equal: "ne",
+    np.greater: "gt",
+    np.greater_equal: "ge",
+    np.logical_and: "and",
+    np.logical_or: "or",
+    np.logical_not: "not",
+    np.bitwise_and: "and",
+    np.bitwise_or: "or",
+    np.invert: "not",
+    np.isfinite: "isfinite",
+}
+_OTHERS = ("square", "reciprocal", "where", "clip")
+_KNOWN = ", ".join(sorted({ufunc.__name__ for ufunc in _UFUNCS} | set(_OTHERS)))
+
+
+def trace(function: Callable[..., Any], arrays: Mapping[str, ArrayType]) -> tuple[Program, tuple[float, ...]]:
+    """A function of (s, b, h, i, j, **arrays) as a program, and the numbers that a run of it is given.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The function does what no program can; the reason names the function and the line.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    builder = Builder(arrays.values())
+    symbols = [Symbol(builder, builder.put("s", "real"))]
+    symbols += [Symbol(builder, builder.put(coordinate, "int")) for coordinate in COORDINATES]
+    captured = {
+        array.name: ArraySymbol(builder, number) if array.rank else Symbol(builder, builder.load(number, ()))
+        for number, array in enumerate(builder.arrays)
+    }
+    _require_signature(function, name, symbols, captured)
+    try:
+        result = function(*symbols, **captured)
+        program = builder.finish(builder.real(_number_of(builder, result, is_result=True)))
+    except ProgramError as error:
+        raise UnsupportedProblem([f"{_place(error, name)}: {error}"]) from None
+    reasons = []
+    if len(program.instructions) > MAX_OPERATIONS:
+        reasons.append(f"{name} has {len(program.instructions)} operations; {MAX_OPERATIONS} is the most")
+    if program.num_numbers > MAX_NUMBERS:
+        reasons.append(
+            f"{name} reads {program.num_numbers} numbers; {MAX_NUMBERS} is the most: give them as an array by name"
+        )
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return program, tuple(builder.numbers)
+
+
+class Symbol:
+    """A number that is yet to come: an instruction of a builder, with Python's and NumPy's operators."""
+
+    __slots__ = ("_builder", "_n")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, builder: Builder, n: int) -> None:
+        self._builder, self._n = builder, n
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ProgramError(f"a value that is yet to come has no .{name}: use NumPy's functions, as in np.clip(x, 0, 1)")
+
+    def __repr__(self) -> str:
+        return f"a symbol ({self._builder.kind(self._n)})"
+
+    def apply(self, op: str, *inputs: Any) -> Symbol:
+        """The operation of a program on symbols and numbers."""
+        builder = self._builder
+        numbers = [_number_of(builder, value) for value in inputs]
+        if op == "where":
+            return Symbol(builder, builder.where(*numbers))
+        return Symbol(builder, builder.unary(op, *numbers) if len(numbers) == 1 else builder.binary(op, *numbers))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Symbol:
+        if method != "__call__" or options:
+            how = f"np.{ufunc.__name__}.{method}" if method != "__call__" else f"{', '.join(options)}= of a ufunc"
+            raise ProgramError(f"{how} has no counterpart in a kernel")
+        if ufunc is np.square:
+            return self.apply("mul", *inputs, *inputs)
+        if ufunc is np.reciprocal:
+            return self.apply("div", 1.0, *inputs)
+        if ufunc not in _UFUNCS:
+            raise ProgramError(f"np.{ufunc.__name__} has no counterpart in a kernel; there are: {_KNOWN}")
+        return self.apply(_UFUNCS[ufunc], *inputs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Symbol:
+        if function is np.where and len(args) == 3 and not options:
+            return self.apply("where", *args)
+        if function is np.clip and len(args) + len(options) == 3:
+            x, low, high = inspect.signature(_clip).bind(*args, **options).args
+            return self._clipped(x, low, high)
+        name = getattr(function, "__name__", str(function))
+        raise ProgramError(f"np.{name} has no counterpart in a kernel; there are: {_KNOWN}")
+
+    def _clipped(self, x: Any, low: Any, high: Any) -> Symbol:
+        if low is not None:
+            x = self.apply("max", x, low)
+        return x if high is None else self.apply("min", x, high)
+
+    def __add__(self, other: Any) -> Symbol:
+        return self.apply("add", self, other)
+
+    def __radd__(self, other: Any) -> Symbol:
+        return self.apply("add", other, self)
+
+    def __sub__(self, other: Any) -> Symbol:
+        return self.apply("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Symbol:
+        return self.apply("sub", other, self)
+
+    def __mul__(self, other: Any) -> Symbol:
+        return self.apply("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Symbol:
+        return self.apply("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Symbol:
+        return self.apply("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Symbol:
+        return self.apply("div", other, self)
+
+    def __pow__(self, other: Any) -> Symbol:
+        return self.apply("pow", self, other)
+
+    def __rpow__(self, other: Any) -> Symbol:
+        return self.apply("pow", other, self)
+
+    def __floordiv__(self, other: Any) -> Symbol:
+        return self.apply("floordiv", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Symbol:
+        return self.apply("floordiv", other, self)
+
+    def __mod__(self, other: Any) -> Symbol:
+        return self.apply("mod", self, other)
+
+    def __rmod__(self, other: Any) -> Symbol:
+        return self.apply("mod", other, self)
+
+    def __and__(self, other: Any) -> Symbol:
+        return self.apply("and", self, other)
+
+    def __rand__(self, other: Any) -> Symbol:
+        return self.apply("and", other, self)
+
+    def __or__(self, other: Any) -> Symbol:
+        return self.apply("or", self, other)
+
+    def __ror__(self, other: Any) -> Symbol:
+        return self.apply("or", other, self)
+
+    def __invert__(self) -> Symbol:
+        return self.apply("not", self)
+
+    def __neg__(self) -> Symbol:
+        return self.apply("neg", self)
+
+    def __pos__(self) -> Symbol:
+        return self
+
+    def __abs__(self) -> Symbol:
+        return self.apply("abs", self)
+
+    def __lt__(self, other: Any) -> Symbol:
+        return self.apply("lt", self, other)
+
+    def __le__(self, other: Any) -> Symbol:
+        return self.apply("le", self, other)
+
+    def __gt__(self, other: Any) -> Symbol:
+        return self.apply("gt", self, other)
+
+    def __ge__(self, other: Any) -> Symbol:
+        return self.apply("ge", self, other)
+
+    def __eq__(self, other: Any) -> Symbol:  # type: ignore[override]
+        return self.apply("eq", self, other)
+
+    def __ne__(self, other: Any) -> Symbol:  # type: ignore[override]
+        return self.apply("ne", self, other)
+
+    def __bool__(self) -> NoReturn:
+        raise ProgramError(
+            "a score function may not branch on values that are yet to come: use np.where, & | ~, np.minimum and "
+            "np.maximum"
+        )
+
+    def _no_number(self, *_: Any) -> NoReturn:
+        raise ProgramError(
+            "a value that is yet to come is no number of Python's: use NumPy's functions in place of math's, and "
+            "arrays by name in place of lists"
+        )
+
+    __float__ = __int__ = __complex__ = __index__ = __len__ = __iter__ = __getitem__ = __round__ = _no_number
+    __trunc__ = __floor__ = __ceil__ = _no_number
+
+
+class ArraySymbol:
+    """A captured array whose elements are yet to come: it can be indexed and nothing else."""
+
+    __slots__ = ("_array", "_builder", "_number")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, builder: Builder, number: int) -> None:
+        self._builder, self._number = builder, number
+        self._array = builder.arrays[number]
+
+    @property
+    def ndim(self) -> int:
+        return self._array.rank
+
+    def __getitem__(self, index: Any) -> Symbol:
+        indices = index if isinstance(index, tuple) else (index,)
+        name, rank = self._array.name, self._array.rank
+        is_batched = bool(indices) and indices[0] is Ellipsis
+        indices = indices[is_batched:]
+        if any(each is Ellipsis or each is None or isinstance(each, slice) for each in indices):
+            raise ProgramError(f"{name} takes integer expressions as indices, and ... in front of them alone")
+        if not is_batched and len(indices) != rank or len(indices) > rank:
+            raise ProgramError(f"{name} has {rank} axes and takes {rank} indices; got {len(indices)}")
+        return Symbol(self._builder, self._builder.load(self._number, (self._index(each) for each in indices)))
+
+    def _index(self, value: Any) -> int:
+        if is_int(value) and value < 0:
+            raise ProgramError(f"an index of {self._array.name} must count from the start of its axis; got {value}")
+        return _number_of(self._builder, value)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        axes = ", ".join(["..."] + ["h", "i", "j"][-self._array.rank :])
+        name = self._array.name
+        raise ProgramError(f"{name} is an array of {self._array.rank} axes: index it, as in {name}[{axes}]")
+
+    __array_ufunc__ = __array_function__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __pow__ = __rpow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __and__ = __rand__ = __or__ = _refuse
+    __ror__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = __invert__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = _refuse
+
+
+def tanh_fast(x: Any) -> Any:
+    """The hyperbolic tangent by one instruction of a GPU, to 2^-10.9; NumPy's own on arrays.
+
+    >>> float(tanh_fast(0.0))
+    0.0
+    """
+    return x.apply("tanh_fast", x) if isinstance(x, Symbol) else np.tanh(x)
+
+
+def _clip(a: Any, a_min: Any, a_max: Any) -> Any:
+    """The signature of `numpy.clip`."""
+
+
+def _number_of(builder: Builder, value: Any, *, is_result: bool = False) -> int:
+    """The instruction of a symbol or of a number of Python's or NumPy's."""
+    if isinstance(value, Symbol):
+        if value._builder is not builder:
+            raise ProgramError("a symbol of an earlier call came back: keep none of them outside the function")
+        return value._n
+    if isinstance(value, ArraySymbol):
+        value._refuse()
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if is_flag(value):
+        return builder.const(bool(value))
+    if is_int(value):
+        if abs(int(value)) >= 2**63:
+            raise ProgramError(f"an integer must be below 2**63 in magnitude; got {describe(value)}")
+        return builder.const(int(value))
+    if is_number(value):
+        return builder.number(float(value))
+    if is_result:
+        raise ProgramError(f"the function must return a number for each s; got {describe(value)}")
+    raise ProgramError(
+        f"{describe(value)} is neither a number nor traced: give arrays by name, Score(f, table=table)"
+    )
+
+
+def _require_signature(
+    function: Callable[..., Any], name: str, symbols: list[Symbol], captured: Mapping[str, Any]
+) -> None:
+    """Refuse a function that does not take the arguments of a score function."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C do not say what they take
+        return
+    try:
+        signature.bind(*symbols, **captured)
+    except TypeError as error:
+        wanted = ", ".join(["s", *COORDINATES, *captured])
+        raise UnsupportedProblem([f"{name} must take ({wanted}); got {name}{signature}: {error}"]) from None
+
+
+def _place(error: ProgramError, name: str) -> str:
+    """The function's line that an error comes from, with its text where the source is at hand."""
+    found: tuple[FrameType, int] | None = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") not in (__name__, Builder.__module__):
+            found = frame, line
+    if found is None:
+        return name
+    frame, line = found
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, line, frame.f_globals).strip().rstrip(":")
+    return f"{code.co_name}, line {line}" + (f": {text}" if text else "")

@@ -1,0 +1,125 @@
+"""What a score program gives on NumPy arrays: tiles of scores, with index arrays that broadcast against them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array
+from .program import Instruction, Program
+from .ranges import LARGEST
+
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "abs": np.absolute,
+    "min": np.minimum,
+    "max": np.maximum,
+    "sign": np.sign,
+    "div": np.divide,
+    "pow": np.power,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "log": np.log,
+    "log2": np.log2,
+    "tanh": np.tanh,
+    "tanh_fast": np.tanh,
+    "sqrt": np.sqrt,
+    "floordiv": np.floor_divide,
+    "mod": np.remainder,
+    "lt": np.less,
+    "le": np.less_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "not": np.logical_not,
+    "isfinite": np.isfinite,
+    "where": np.where,
+}
+
+
+class Operands(NamedTuple):
+    """What a run of a program is given beside the scores.
+
+    Attributes
+    ----------
+    numbers : sequence of float
+        One a slot.
+    arrays : sequence of array
+        The captured arrays, in the program's order.
+    batch : tuple of int
+        The leading axes that b counts, in C order.
+    """
+
+    numbers: Sequence[float]
+    arrays: Sequence[Array]
+    batch: tuple[int, ...] = ()
+
+    def place(self, program: Program, load: Instruction, b: Any, indices: Sequence[Any]) -> tuple[Any, ...]:
+        """The index of the elements that a load reads: index arrays that broadcast."""
+        num_leading = program.num_leading_axes(load)
+        if not num_leading:
+            return tuple(indices)
+        shape = self.arrays[load.value].shape[:num_leading]
+        entries = np.unravel_index(b, self.batch) if self.batch else ()
+        own = entries[len(self.batch) - num_leading :]
+        return (*(0 if extent == 1 else entry for entry, extent in zip(own, shape)), *indices)
+
+    def loaded(self, load: Instruction, place: tuple[Any, ...], real: Any) -> Any:
+        """The elements at a place: reals widened or rounded once, integers as int64 within int32."""
+        x = self.arrays[load.value][place]
+        if load.kind == "real":
+            return np.asarray(x).astype(real, copy=False)
+        if load.kind == "bool":
+            return x
+        least, most = (np.clip(limit, *_limits(x.dtype)) for limit in (-LARGEST - 1, LARGEST))
+        return np.clip(x, least, most).astype(np.int64)
+
+
+def values(program: Program, operands: Operands, s: Array, b: Any, h: Any, i: Any, j: Any) -> list[Any]:
+    """The results of a program, which broadcast against s.
+
+    Parameters
+    ----------
+    s : array of float32, float64 or wider
+        Scores; everything is computed in their dtype.
+    b, h, i, j : int arrays
+        Batch entries, heads, and positions of queries and of keys; they broadcast against s.
+    """
+    found = run(program, operands, s, b, h, i, j)
+    return [found[n] for n in program.results]
+
+
+def run(program: Program, operands: Operands, s: Array, b: Any, h: Any, i: Any, j: Any) -> list[Any]:
+    """The value of each instruction."""
+    real = np.asarray(s).dtype.type
+    given = {"s": s, "b": b, "h": h, "i": i, "j": j}
+    found: list[Any] = []
+    with np.errstate(all="ignore"):
+        for instruction in program.instructions:
+            op, args = instruction.op, [found[n] for n in instruction.args]
+            if op in given:
+                found.append(given[op])
+            elif op == "const":
+                found.append(real(instruction.value) if instruction.kind == "real" else instruction.value)
+            elif op == "number":
+                found.append(real(operands.numbers[instruction.value]))
+            elif op == "real":
+                found.append(np.asarray(args[0]).astype(real))
+            elif op == "load":
+                found.append(operands.loaded(instruction, operands.place(program, instruction, b, args), real))
+            else:
+                found.append(OPERATIONS[op](*args))
+    return found
+
+
+def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
+    info = np.iinfo(dtype)
+    return int(info.min), int(info.max)

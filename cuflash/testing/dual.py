@@ -1,0 +1,150 @@
+"""Numbers with derivatives: forward differentiation of a function as it is, by NumPy's own operations.
+
+>>> import numpy as np
+>>> x = Dual(np.array([0.0, 1.0]), {"x": np.ones(2)})
+>>> y = 3 * np.tanh(x) + x**2
+>>> y.tangents["x"].round(3)
+array([3.  , 3.26])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Captured", "Dual"]
+
+
+class Dual:
+    """Values of a function and their derivatives by several variables.
+
+    Attributes
+    ----------
+    value : array
+    tangents : dict
+        The derivative of each element of the value by each variable, which is named by a hashable key.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any, tangents: Mapping[Any, Any]) -> None:
+        self.value, self.tangents = np.asarray(value), dict(tangents)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        assert method == "__call__" and not options, (ufunc, method, options)
+        values = [x.value if isinstance(x, Dual) else x for x in inputs]
+        if ufunc not in _SLOPES:
+            return ufunc(*values)  # comparisons, and what holds no derivative
+        result = ufunc(*values)
+        slopes = _SLOPES[ufunc](result, *values)
+        return Dual(result, _sum(*(_scaled(x, slope) for x, slope in zip(inputs, slopes))))
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        if function is np.clip:
+            x, low, high = args
+            return np.minimum(np.maximum(x, low), high)
+        assert function is np.where and not options, function
+        condition, *branches = args
+        condition = condition.value if isinstance(condition, Dual) else condition
+        result = np.where(condition, *(x.value if isinstance(x, Dual) else x for x in branches))
+        first, second = (x.tangents if isinstance(x, Dual) else {} for x in branches)
+        chosen = {key: np.where(condition, first.get(key, 0), second.get(key, 0)) for key in {**first, **second}}
+        return Dual(result, chosen)
+
+
+def _operator(ufunc: Any, *, is_swapped: bool = False) -> Callable[..., Any]:
+    def operator(self: Any, *others: Any) -> Any:
+        return ufunc(*others, self) if is_swapped else ufunc(self, *others)
+
+    return operator
+
+
+_OPERATORS: dict[str, Any] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "pow": np.power,
+    "floordiv": np.floor_divide, "mod": np.remainder, "neg": np.negative, "abs": np.absolute, "lt": np.less,
+    "le": np.less_equal, "eq": np.equal, "ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
+for _name, _ufunc in _OPERATORS.items():
+    setattr(Dual, f"__{_name}__", _operator(_ufunc))
+    setattr(Dual, f"__r{_name}__", _operator(_ufunc, is_swapped=True))
+
+
+# The derivatives of a result r by each argument.
+_SLOPES: dict[Any, Callable[..., tuple[Any, ...]]] = {
+    np.add: lambda r, x, y: (1, 1),
+    np.subtract: lambda r, x, y: (1, -1),
+    np.multiply: lambda r, x, y: (y, x),
+    np.divide: lambda r, x, y: (1 / y, -x / y / y),
+    np.power: lambda r, x, y: (y * np.power(x, y - 1.0), r * np.log(np.where(np.greater(x, 0), x, 1))),
+    np.negative: lambda r, x: (-1,),
+    np.absolute: lambda r, x: (np.sign(x),),
+    np.square: lambda r, x: (2 * x,),
+    np.reciprocal: lambda r, x: (-r * r,),
+    np.sqrt: lambda r, x: (0.5 / r,),
+    np.exp: lambda r, x: (r,),
+    np.exp2: lambda r, x: (r * np.log(np.asarray(2, r.dtype)),),
+    np.log: lambda r, x: (1 / x,),
+    np.log2: lambda r, x: (1 / (x * np.log(np.asarray(2, r.dtype))),),
+    np.tanh: lambda r, x: (1 / np.cosh(x) ** 2,),
+    np.sign: lambda r, x: (0,),
+    np.minimum: lambda r, x, y: (np.less_equal(x, y), np.greater(x, y)),
+    np.maximum: lambda r, x, y: (np.greater_equal(x, y), np.less(x, y)),
+}
+
+
+def _scaled(x: Any, slope: Any) -> dict[Any, Any]:
+    """The tangents of an argument times a slope; a tangent of 0 stays 0."""
+    if not isinstance(x, Dual):
+        return {}
+    return {key: np.where(np.equal(tangent, 0), 0, tangent * slope) for key, tangent in x.tangents.items()}
+
+
+def _sum(*tangents: dict[Any, Any]) -> dict[Any, Any]:
+    total: dict[Any, Any] = {}
+    for each in tangents:
+        for key, tangent in each.items():
+            total[key] = total[key] + tangent if key in total else tangent
+    return total
+
+
+class Captured:
+    """A captured array each of whose reads is a variable of its own.
+
+    Parameters
+    ----------
+    array : real array
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> table = Captured(np.array([1.0, 2.0, 3.0]))
+    >>> f = table[np.array([0, 2, 2])] ** 2
+    >>> table.gradient(f, np.ones(3))
+    array([ 2.,  0., 12.])
+    """
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self._reads: list[Any] = []
+
+    def read(self) -> Any:
+        """What a function is given: this, or where the array has no axes its only element."""
+        return self if self.array.ndim else self[()]
+
+    def __getitem__(self, index: Any) -> Dual:
+        self._reads.append(index)
+        value = self.array[index]
+        return Dual(value, {(id(self), len(self._reads) - 1): np.ones_like(value)})
+
+    def gradient(self, f: Dual, df: Any) -> Any:
+        """The gradient of sum(df * f) with respect to the array's elements; 0 where df is 0."""
+        total = np.zeros(self.array.shape, self.array.dtype)
+        places = np.arange(self.array.size).reshape(self.array.shape)
+        for number, index in enumerate(self._reads):
+            tangent = f.tangents.get((id(self), number), 0)
+            with np.errstate(invalid="ignore"):
+                terms = np.where(df == 0, 0, df * tangent)
+            np.add.at(total.reshape(-1), np.broadcast_to(places[index], terms.shape), terms)
+        return total

@@ -1,0 +1,75 @@
+"""How Sphinx builds these pages: `make docs`."""
+
+import configparser
+import re
+from pathlib import Path
+from typing import Any
+
+import cuflash
+
+project = "cuflash"
+author = "the cuflash developers"
+copyright = author
+release = version = cuflash.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "sphinx_gallery.gen_gallery",
+    "numpydoc",
+    "myst_parser",
+]
+exclude_patterns = ["_build", "_templates", "examples"]
+templates_path = ["_templates"]
+html_theme = "pydata_sphinx_theme"
+html_title = "cuflash"
+html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
+html_show_sourcelink = False
+html_copy_source = False
+# Diagrams and other text in fences without a language are not highlighted.
+highlight_language = "none"
+
+autosummary_generate = True
+autodoc_typehints = "none"
+autodoc_inherit_docstrings = False
+numpydoc_show_class_members = False
+# A public docstring that breaks one of the rules is a warning, and so an error.
+_setup = configparser.ConfigParser()
+_setup.read(Path(__file__).parents[1] / "setup.cfg")
+# Functions that Hypothesis makes have no source that numpydoc could read, and that of KVCache.append it cannot parse.
+numpydoc_validation_exclude = {r"\.testing\.(masks|structures)$", r"\.KVCache\.\w+$"}
+numpydoc_validation_checks = set(_setup["tool:numpydoc_validation"]["checks"].split())
+
+myst_heading_anchors = 3
+# Pages link to files of the repository that are no pages of the site; such links stay as they are.
+suppress_warnings = ["myst.xref_missing", "myst.header"]
+
+sphinx_gallery_conf = {
+    "examples_dirs": "examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"plot_.*\.py",
+    "only_warn_on_example_error": False,
+    "abort_on_example_error": True,
+    "show_memory": False,
+    "min_reported_time": 1e9,
+    "show_signature": False,
+    "download_all_examples": False,
+}
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return "".join(f"\\{sign}" for sign in found[1])
+
+
+def escape_shapes(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+    """Escape the stars and bars of shapes and formulas in docstrings, [*batch, seqlen_q], which are not emphasis."""
+    for place, line in enumerate(lines):
+        if not line.lstrip().startswith((">>>", "...")):
+            parts = re.split(r"(`+[^`]*`+)", line)
+            parts[::2] = [re.sub(r"(?<![\\*\w])([*|]+)(?=\w)", _escaped, part) for part in parts[::2]]
+            lines[place] = "".join(parts)
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", escape_shapes, priority=100)

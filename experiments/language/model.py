@@ -1,0 +1,266 @@
+"""A language model of characters, trained and asked for text with a KV cache and without one.
+
+    python experiments/language/model.py
+
+The model is a small decoder: embeddings of characters and positions, layers of grouped-head attention and of a
+perceptron, each behind an RMS norm. Gradients are written out; attention's come from `cuflash.attention_vjp`. It trains
+on the first page of Pride and Prejudice, within a minute on a CPU. `--xp cupy` does the same on a GPU.
+
+Without a cache, each new character costs a pass over all earlier ones. With one, it costs a pass over itself, and reads
+the keys and values of the earlier ones. Both write the same text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cuflash
+import numpy as np
+
+TEXT = Path(__file__).parents[1] / "data" / "text.txt"
+Parameters = dict[str, Any]  # arrays by name
+Pull = Callable[[Any], Any]  # from the gradient of a result to the gradient of the argument
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes of the model; query head h reads key/value head h // (num_heads / num_kv_heads)."""
+
+    vocabulary: int
+    context: int = 96
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    width: int = 64
+
+
+def parameters(config: Config, seed: int = 0, dtype: Any = np.float32) -> Parameters:
+    """Random weights [inputs, outputs], and gains of 1."""
+    rng, width = np.random.default_rng(seed), config.width
+    shapes = {"characters": (config.vocabulary, width), "positions": (config.context, width)}
+    for layer in range(config.num_layers):
+        shapes |= {
+            f"{layer}.q": (width, config.num_heads * config.head_dim),
+            f"{layer}.k": (width, config.num_kv_heads * config.head_dim),
+            f"{layer}.v": (width, config.num_kv_heads * config.head_dim),
+            f"{layer}.o": (config.num_heads * config.head_dim, width),
+            f"{layer}.up": (width, 4 * width),
+            f"{layer}.down": (4 * width, width),
+        }
+    shapes["logits"] = (width, config.vocabulary)
+    scales = {"characters": 1.0, "positions": 0.3}
+    scales |= {name: 0.3 / shape[0] ** 0.5 for name, shape in shapes.items() if name.endswith((".o", ".down"))}
+    made = {
+        name: rng.standard_normal(shape) * scales.get(name, shape[0] ** -0.5) for name, shape in shapes.items()
+    }
+    norms = [f"{layer}.{name}" for layer in range(config.num_layers) for name in ("norm_attention", "norm_perceptron")]
+    made |= {name: np.ones(width) for name in (*norms, "norm")}
+    return {name: array.astype(dtype) for name, array in made.items()}
+
+
+# Layers: each returns its result and what pulls a gradient back through it. Gradients of parameters go to a dict.
+
+
+def linear(x: Any, weights: Parameters, name: str, gradients: Parameters) -> tuple[Any, Pull]:
+    def pull(dy: Any) -> Any:
+        gradients[name] = x.reshape(-1, x.shape[-1]).T @ dy.reshape(-1, dy.shape[-1])
+        return dy @ weights[name].T
+
+    return x @ weights[name], pull
+
+
+def rms_norm(x: Any, weights: Parameters, name: str, gradients: Parameters) -> tuple[Any, Pull]:
+    inverse = ((x * x).mean(axis=-1, keepdims=True) + 1e-6) ** -0.5
+    normed = x * inverse
+
+    def pull(dy: Any) -> Any:
+        gradients[name] = (dy * normed).reshape(-1, x.shape[-1]).sum(axis=0)
+        dn = dy * weights[name]
+        return inverse * (dn - normed * (dn * normed).mean(axis=-1, keepdims=True))
+
+    return normed * weights[name], pull
+
+
+def split_heads(x: Any, num_heads: int) -> Any:
+    """[batch, tokens, heads * dim] as [batch, heads, tokens, dim]."""
+    return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
+
+
+def join_heads(x: Any) -> Any:
+    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+
+def attention(
+    x: Any, weights: Parameters, layer: int, config: Config, gradients: Parameters, cache: cuflash.KVCache | None
+) -> tuple[Any, Pull | None]:
+    """Attention of a layer; with a cache, x has the new tokens alone, and nothing pulls a gradient back."""
+    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    made, pulls = {}, {}
+    for name, num_heads in heads.items():
+        projected, pulls[name] = linear(x, weights, f"{layer}.{name}", gradients)
+        made[name] = split_heads(projected, num_heads)
+    if cache is not None:
+        cache.append(made["k"], made["v"])
+        return linear(join_heads(cache.attention(made["q"])), weights, f"{layer}.o", gradients)[0], None
+    o, vjp = cuflash.attention_vjp(**made, causal=True)
+    y, pull_o = linear(join_heads(o), weights, f"{layer}.o", gradients)
+
+    def pull(dy: Any) -> Any:
+        given = vjp(split_heads(pull_o(dy), config.num_heads))
+        return sum(pulls[name](join_heads(gradient)) for name, gradient in zip(heads, given))
+
+    return y, pull
+
+
+def perceptron(x: Any, weights: Parameters, layer: int, gradients: Parameters) -> tuple[Any, Pull]:
+    hidden, pull_up = linear(x, weights, f"{layer}.up", gradients)
+    active = hidden * (hidden > 0)
+    y, pull_down = linear(active, weights, f"{layer}.down", gradients)
+    return y, lambda dy: pull_up(pull_down(dy) * (hidden > 0))
+
+
+def forward(
+    weights: Parameters, tokens: Any, config: Config, caches: list[cuflash.KVCache] | None = None
+) -> tuple[Any, Callable[[Any], Parameters]]:
+    """Logits [batch, tokens, vocabulary], and what gives the gradients of all parameters.
+
+    With caches, one for each layer, `tokens` are those that the caches do not hold yet.
+    """
+    gradients: Parameters = {}
+    first = 0 if caches is None else int(caches[0].lengths[0])
+    places = slice(first, first + tokens.shape[1])
+    x = weights["characters"][tokens] + weights["positions"][places]
+    pulls = []
+    for layer in range(config.num_layers):
+        normed, pull_norm = rms_norm(x, weights, f"{layer}.norm_attention", gradients)
+        y, pull = attention(normed, weights, layer, config, gradients, None if caches is None else caches[layer])
+        pulls.append((pull, pull_norm))
+        x = x + y
+        normed, pull_norm = rms_norm(x, weights, f"{layer}.norm_perceptron", gradients)
+        y, pull = perceptron(normed, weights, layer, gradients)
+        pulls.append((pull, pull_norm))
+        x = x + y
+    normed, pull_norm = rms_norm(x, weights, "norm", gradients)
+    logits, pull_logits = linear(normed, weights, "logits", gradients)
+
+    def gradients_of(dlogits: Any) -> Parameters:
+        dx = pull_norm(pull_logits(dlogits))
+        for pull, pull_norm_of_layer in reversed(pulls):
+            dx = dx + pull_norm_of_layer(pull(dx))
+        flat = (tokens.reshape(-1, 1) == xp_of(dx).arange(config.vocabulary)).astype(dx.dtype)
+        gradients["characters"] = flat.T @ dx.reshape(-1, config.width)
+        gradients["positions"] = xp_of(dx).zeros_like(weights["positions"])
+        gradients["positions"][places] = dx.sum(axis=0)
+        return gradients
+
+    return logits, gradients_of
+
+
+def xp_of(array: Any) -> Any:
+    """The module that an array is of."""
+    return importlib.import_module(type(array).__module__.partition(".")[0])
+
+
+def loss_and_gradients(weights: Parameters, tokens: Any, config: Config) -> tuple[float, Parameters]:
+    """Mean cross-entropy, in nats, of each token after those before it."""
+    logits, gradients_of = forward(weights, tokens[:, :-1], config)
+    xp, wanted = xp_of(logits), tokens[:, 1:, None] == xp_of(logits).arange(config.vocabulary)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    logs = shifted - xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))
+    count = wanted.shape[0] * wanted.shape[1]
+    return float(-(logs * wanted).sum() / count), gradients_of((xp.exp(logs) - wanted) / count)
+
+
+def train(
+    weights: Parameters, text: Any, config: Config, *, steps: int, batch: int, seed: int = 0, rate: float = 1e-2
+) -> list[float]:
+    """Adam on random pieces of the text; changes the weights, and returns the loss of each step."""
+    rng, losses = np.random.default_rng(seed), []
+    means, squares = ({name: 0 * array for name, array in weights.items()} for _ in range(2))
+    for step in range(1, steps + 1):
+        starts = rng.integers(0, len(text) - config.context, batch)
+        tokens = text[xp_of(text).asarray(starts[:, None] + np.arange(config.context + 1))]
+        loss, gradients = loss_and_gradients(weights, tokens, config)
+        losses.append(loss)
+        step_rate = rate * min(1, step / 20) * (1 - (step - 1) / steps)
+        for name, gradient in gradients.items():
+            means[name] += 0.1 * (gradient - means[name])
+            squares[name] += 0.01 * (gradient * gradient - squares[name])
+            update = (means[name] / (1 - 0.9**step)) / ((squares[name] / (1 - 0.99**step)) ** 0.5 + 1e-8)
+            weights[name] -= (step_rate * update).astype(weights[name].dtype)
+    return losses
+
+
+# Decoding
+
+
+class Written(NamedTuple):
+    """Characters that the model wrote, how long it took, and the bytes of the caches."""
+
+    tokens: list[int]
+    seconds: float
+    cache_bytes: int
+
+
+def write(weights: Parameters, prompt: Any, count: int, config: Config, *, is_cached: bool) -> Written:
+    """The likeliest character after the prompt, and after that, `count` times."""
+    xp, start = xp_of(prompt), time.perf_counter()
+    caches, tokens = None, prompt[None]
+    if is_cached:
+        sizes = {"num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "capacity": config.context}
+        dtype = weights["logits"].dtype
+        caches = [cuflash.KVCache(batch=1, dtype=dtype, xp=xp, **sizes) for _ in range(config.num_layers)]
+    written: list[int] = []
+    for _ in range(count):
+        logits, _ = forward(weights, tokens, config, caches)
+        newest = logits[:, -1:].argmax(axis=-1)
+        tokens = newest if is_cached else xp.concatenate([tokens, newest], axis=1)
+        written.append(int(newest[0, 0]))
+    return Written(written, time.perf_counter() - start, sum(cache.nbytes for cache in caches or ()))
+
+
+def read_text() -> tuple[Any, str]:
+    """The text as numbers of characters, and the characters."""
+    lines = [line for line in TEXT.read_text("utf-8").splitlines() if not line.startswith("#")]
+    text = "\n".join(lines).strip()
+    alphabet = "".join(sorted(set(text)))
+    return np.array([alphabet.index(character) for character in text]), alphabet
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=450)
+    parser.add_argument("--batch", type=int, default=6)
+    parser.add_argument("--count", type=int, default=72, help="characters to write")
+    parser.add_argument("--xp", choices=("numpy", "cupy"), default="numpy")
+    given = parser.parse_args()
+    xp = importlib.import_module(given.xp)
+    numbers, alphabet = read_text()
+    config, text = Config(vocabulary=len(alphabet)), xp.asarray(numbers)
+    weights = {name: xp.asarray(array) for name, array in parameters(config).items()}
+    start = time.perf_counter()
+    losses = train(weights, text, config, steps=given.steps, batch=given.batch)
+    print(f"trained {given.steps} steps in {time.perf_counter() - start:.1f} s: "
+          f"loss {losses[0]:.2f} -> {losses[-1]:.2f} nats a character")  # fmt: skip
+    prompt = text[: config.context - given.count]
+    runs = {way: write(weights, prompt, given.count, config, is_cached=way == "cached") for way in ("anew", "cached")}
+    for way, run in runs.items():
+        print(f"{way:<7} {given.count / run.seconds:7.0f} characters/s, {run.cache_bytes} bytes of cache")
+    shown = "".join(alphabet[token] for token in runs["cached"].tokens)
+    print(f"equal texts: {runs['anew'].tokens == runs['cached'].tokens}\n{shown!r}")
+    formula = cuflash.kv_cache_bytes(
+        num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        tokens=config.context, dtype=np.float32,
+    )  # fmt: skip
+    print(f"kv_cache_bytes: {formula}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The tables and plots of speed_vs_peers' rows: what is published of them, and who leads, computed.
+
+A table holds the calls of one request on one GPU, in one dtype: `kernel="auto"`, or a kernel family by name. Rows
+without a request are of runs that did not record it; they stand under the family that served them. In a table each pass
+and kind of mask is a set of cases of one commit.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+from published import Chosen, left_out, newest_fullest, of_one_commit
+from speed_vs_peers import OURS, WAYS, leads, mask_kind, plot, summary
+
+
+CASE = ("pass", "head_dim", "mask", "seqlen")
+LEAD_PLOT = "peers_lead.png"
+LEAD_DTYPE, LEAD_HEAD_DIM = "bfloat16", "128"
+NAMES = {
+    "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "sdpa_efficient": "PyTorch's memory-efficient attention",
+    "flash_attn": "FlashAttention-2", "flash_attn_4": "FlashAttention-4", "flex": "FlexAttention",
+}  # fmt: skip
+Row = Mapping[str, Any]
+
+
+class Request(NamedTuple):
+    """What a table holds the calls of."""
+
+    gpu: str
+    dtype: str
+    kernel: str  # asked for; empty where that was not recorded
+    served: str  # the family that served; empty where the request is known
+
+    def __str__(self) -> str:
+        how = f'kernel="{self.kernel}"' if self.kernel else f"served by {self.served}"
+        return f"{self.gpu}, {self.dtype}, {how}"
+
+
+def request_of(row: Row) -> Request:
+    kernel = row.get("request") or ""
+    return Request(row["gpu"], row["dtype"], kernel, "" if kernel else row["kernel"])
+
+
+def grouped(rows: Iterable[Row], name: Any) -> dict[Any, list[Row]]:
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(name(row), []).append(row)
+    return groups
+
+
+def published(rows: Iterable[Row]) -> dict[Request, Chosen]:
+    """The rows that each request's table shows; every pass and kind of mask is of one commit."""
+    found = {}
+    for request, group in grouped(rows, request_of).items():
+        sets = grouped(group, lambda row: (row["pass"], mask_kind(row)))
+        chosen = [newest_fullest(sets[name], CASE) for name in sorted(sets, reverse=True)]
+        found[request] = Chosen(
+            [row for each in chosen for row in each.rows], [case for each in chosen for case in each.missing]
+        )
+    return found
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """For each request: who leads, every case, a plot, and what is missing."""
+    parts = []
+    for request, chosen in published(rows).items():
+        parts.append(f"#### {request}")
+        if chosen.rows:
+            header, lines = summary(chosen.rows)
+            parts += [markdown(*lead_lines(chosen.rows)), f"TFLOP/s:\n\n{markdown(header, lines)}"]
+            if plot(chosen.rows) is not None:
+                parts.append(f"![TFLOP/s over length, {request}](../experiments/results/{plot_name(request)})")
+            parts += [versions(chosen.rows), machines(chosen.rows)]
+        if chosen.missing:
+            cases = "; ".join(" ".join(case) for case in sorted(chosen.missing, key=_by_size))
+            parts.append(f"*Missing, since no committed tree has measured them with the rest: {cases}.*")
+    parts.append(left_out(rows))
+    return "\n\n".join(filter(None, parts))
+
+
+def _by_size(case: tuple[str, ...]) -> tuple[Any, ...]:
+    way, head_dim, mask, seqlen = case
+    return way, int(head_dim), mask, int(seqlen)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; the first column is text, the others are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def lead_lines(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells: who leads in each pass and kind of mask, by how much, and the commit that was measured."""
+    header = ["pass", "mask", "kernel", "cases", "best peer / ours, geometric mean", "least", "most"]
+    header += [f"{OURS} is fastest in", "commit", "date"]
+    lines = []
+    for name, found in leads(rows, set_of).items():
+        first = of_one_commit([row for row in rows if set_of(row) == name], str(name))[0]
+        ratios = [f"{ratio:.2f}" for ratio in (found.mean, found.least, found.most)]
+        cells = [first["pass"], mask_kind(first), first["kernel"], str(found.num_cases), *ratios]
+        lines.append([*cells, f"{found.num_led} of {found.num_cases}", first["commit"], first["date"]])
+    return header, lines
+
+
+def set_of(row: Row) -> tuple[str, str, str]:
+    """The cases that one mean is over."""
+    return row["kernel"], row["pass"], mask_kind(row)
+
+
+def versions(rows: Sequence[Row]) -> str:
+    names = ("torch", "cuda", "cudnn", "triton", "flash_attn", "flash_attn_4", "cupy")
+    built = (", ".join(f"{name} {row[name]}" for name in names if row.get(name)) for row in rows)
+    return "; ".join(dict.fromkeys(built)) + "."
+
+
+def machines(rows: Sequence[Row]) -> str:
+    places = (f"{row['cpu']}, {row['cores']} cores, {row['gpu']}, driver for CUDA {_cuda(row)}" for row in rows)
+    return "*" + "; ".join(dict.fromkeys(places)) + ".*"
+
+
+def _cuda(row: Row) -> str:
+    driver = int(row.get("driver") or 0)
+    return f"{driver // 1000}.{driver % 1000 // 10}"
+
+
+def plot_name(request: Request) -> str:
+    words = (request.gpu, request.dtype, request.kernel or request.served)
+    return "speed_vs_peers_" + "_".join(re.sub(r"[^a-z0-9]+", "-", word.lower()) for word in words) + ".png"
+
+
+# The README's plot and sentence
+
+
+def lead_rows(rows: Sequence[Row]) -> list[Row]:
+    """Full and causal cases of `kernel="auto"` in 16 bits, or else of the family that most peers were timed beside."""
+    requests = [
+        [row for row in chosen.rows if mask_kind(row) in ("full", "causal") and row["dtype"] == LEAD_DTYPE]
+        for chosen in published(rows).values()
+    ]
+    timed = [[row for row in of_request if row.get("ratio")] for of_request in requests]
+    return max(timed, key=lambda rows: (bool(rows) and rows[0].get("request") == "auto", len(rows)))
+
+
+def lead(rows: Sequence[Row]) -> str:
+    """One plot, and the sentence that it shows."""
+    shown = lead_rows(rows)
+    if not shown:
+        return "*There is no row of a committed tree.*"
+    request = request_of(shown[0])
+    how = 'with `kernel="auto"`' if request.kernel == "auto" else f"with the {request.served or request.kernel} kernels"
+    *others, last = dict.fromkeys(NAMES[row["peer"]] for row in shown)
+    peers = f"the fastest of {', '.join(others)} and {last}" if others else last
+    passes = [[row for row in shown if row["pass"] == way] for way in WAYS]
+    text = (
+        f"On an {request.gpu} in {request.dtype} {how}, over {_count(shown, 'head_dim')} head dimensions and "
+        f"{_count(shown, 'seqlen')} lengths, full and causal, {peers} takes, in the geometric mean, "
+        f"{'; '.join(map(_sentence, filter(None, passes)))}."
+    )
+    return f"![TFLOP/s of cuflash and other libraries over the length](experiments/results/{LEAD_PLOT})\n\n{text}"
+
+
+def _count(rows: Sequence[Row], column: str) -> int:
+    return len({row[column] for row in rows})
+
+
+def _sentence(rows: Sequence[Row]) -> str:
+    """A pass in words: the mean, the range, and in how many cases cuflash is the fastest."""
+    first = of_one_commit(rows, f"{rows[0]['pass']} of the README")[0]
+    (found,) = leads(rows, lambda row: row["pass"]).values()
+    return (
+        f"{found.mean:.2f} times as long as cuflash in the {first['pass']} pass "
+        f"({found.least:.2f} to {found.most:.2f}; cuflash is the fastest in {found.num_led} of {found.num_cases} cases;"
+        f" commit {first['commit']}, {first['date']})"
+    )
+
+
+def lead_plot(rows: Sequence[Row]) -> Figure | None:
+    """TFLOP/s over the length at one head_dim."""
+    return plot([row for row in lead_rows(rows) if row["head_dim"] == LEAD_HEAD_DIM])

@@ -1,0 +1,48 @@
+"""Draw the pictures of masks that the README shows.
+
+    python experiments/pictures.py            # writes docs/images/masks.png
+
+Each panel is one head of a mask in blocks: absent (white), partial (light) and full (dark). The picture is a function
+of the library alone: there is no measurement in it.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from cuflash import BlockIndex, masks, patterns
+from harness import atomic_path
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+MASKS_PNG = Path(__file__).parents[1] / "docs" / "images" / "masks.png"
+SEQLEN, BLOCK = 512, 16
+COLOURS = ListedColormap(["white", "#2b5d8a", "#9cc3e0"])  # by `Kind`: absent, full, partial
+
+
+def shown() -> dict[str, masks.Mask]:
+    """Title and mask of each panel."""
+    documents = np.repeat([0, 1, 2], [150, 240, 122])
+    return {
+        "Causal() & Documents(ids)": masks.Causal() & masks.Documents(documents),
+        "sink_local(16, (127, 0))": patterns.sink_local(16, (127, 0)),
+        "bigbird(512, block=16)": patterns.bigbird(SEQLEN, block=BLOCK),
+        "butterfly(512, block=16)": patterns.butterfly(SEQLEN, block=BLOCK),
+    }
+
+
+def draw() -> Figure:
+    """One row of panels, a mask each."""
+    panels = shown()
+    figure = Figure(figsize=(2.5 * len(panels), 2.9), layout="constrained")
+    for axes, (title, mask) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        index = BlockIndex.from_mask(mask, SEQLEN, SEQLEN, BLOCK)
+        axes.imshow(index.to_scipy().toarray(), cmap=COLOURS, vmin=0, vmax=2, interpolation="nearest")
+        axes.set_title(title, fontsize="small", family="monospace")
+        axes.set(xticks=[], yticks=[], xlabel="keys", ylabel="queries")
+    return figure
+
+
+if __name__ == "__main__":
+    with atomic_path(MASKS_PNG) as partial:
+        draw().savefig(partial, dpi=110)
+    print(f"wrote {MASKS_PNG}")

@@ -1,0 +1,73 @@
+"""Which rows of a result may be published, and which of them stand together in a table.
+
+A row can be made again only if its tree was committed: rows whose commit is unknown or ends in `-dirty` are left out.
+Numbers of different commits never meet in one line or one mean: a set of cases that is summed up is of one commit, the
+one that measured most of the cases, and of equals the newest. What such a set lacks is named.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+
+
+def is_committed(row: Row) -> bool:
+    """Whether the row's code is a commit, so that the row can be measured again."""
+    return bool(row["commit"]) and not row["commit"].endswith("-dirty")
+
+
+def committed(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if is_committed(row)]
+
+
+def of_one_commit(rows: Sequence[Row], line: str) -> Sequence[Row]:
+    """These rows, which make one line of a table.
+
+    Raises
+    ------
+    ValueError
+        The rows are of several commits, or of a tree that was not committed.
+    """
+    commits = sorted({row["commit"] for row in rows})
+    if len(commits) > 1 or not all(map(is_committed, rows)):
+        raise ValueError(f"the line {line!r} must be of one commit; its rows are of {', '.join(commits) or 'none'}")
+    return rows
+
+
+def left_out(rows: Sequence[Row]) -> str:
+    """A sentence about the rows that are not published; empty where all are."""
+    dropped = [row for row in rows if not is_committed(row)]
+    if not dropped:
+        return ""
+    commits = ", ".join(dict.fromkeys(row["commit"] or "no commit" for row in dropped))
+    count = "1 row was" if len(dropped) == 1 else f"{len(dropped)} rows were"
+    return f"*Left out: {count} measured on a tree with uncommitted changes ({commits}).*"
+
+
+class Chosen(NamedTuple):
+    """The rows of one commit that are published for a set of cases, and the cases that they lack."""
+
+    rows: list[Row]
+    missing: list[tuple[str, ...]]
+
+
+def newest_fullest(rows: Sequence[Row], case: Sequence[str]) -> Chosen:
+    """Of the commits that measured these rows the one with most cases; of equals the newest, then the last written."""
+    wanted = list(dict.fromkeys(_case(row, case) for row in rows))
+    by_commit: dict[str, list[Row]] = {}
+    for row in committed(rows):
+        by_commit.setdefault(row["commit"], []).append(row)
+    best: list[Row] = []
+    for group in by_commit.values():
+        if _fullness(group, case) >= _fullness(best, case):
+            best = group
+    there = {_case(row, case) for row in best}
+    return Chosen(best, [each for each in wanted if each not in there])
+
+
+def _case(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in columns)
+
+
+def _fullness(rows: Sequence[Row], case: Sequence[str]) -> tuple[int, str]:
+    return len({_case(row, case) for row in rows}), max((row["date"] for row in rows), default="")

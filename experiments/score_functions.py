@@ -1,0 +1,257 @@
+"""What does a score function, a bias or a sink cost? Each against plain attention, and against FlexAttention.
+
+    python experiments/score_functions.py                                    # 8192 tokens, 16 heads of 128, bfloat16
+    python experiments/score_functions.py --scores softcap,bias --peers ''   # two of them, without FlexAttention
+
+Needs an NVIDIA GPU and CuPy; PyTorch for the peer. Before a case is timed, its results and gradients for a shorter
+problem are compared with those of the same call on the host. Times are of the device's part of `attention` and of a
+`vjp`, called on CuPy arrays in turn with plain attention, with the level-2 cache written over before each call.
+TFLOP/s count the products of plain attention. of_plain is the time of plain attention over the case's; ratio is the
+peer's time over ours. FlexAttention's tanh is exact, its backward pass gives the gradient of a captured array where
+the case asks for one, and it has no sink.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cuflash
+import ml_dtypes
+import numpy as np
+from cuflash import scores
+from harness import Record, check_names, gpu_versions, main, time_on_device, track, why_no_gpu
+from rich.table import Table
+from workloads import flops
+
+BUCKETS, MAX_DISTANCE, CAP = 32, 128, 50.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What to time; the defaults are the published run."""
+
+    scores: tuple[str, ...] = (
+        "alibi", "temperature", "softcap", "softcap_fast", "bias", "relative_position", "sink"
+    )  # fmt: skip
+    masks: tuple[str, ...] = ("full", "causal")
+    seqlen: int = 8192
+    num_heads: int = 16
+    head_dim: int = 128
+    peers: tuple[str, ...] = ("flex",)
+    repeats: int = 20
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "peers", tuple(filter(None, self.peers)))
+        check_names(self, {"scores": CASES, "masks": ("full", "causal"), "peers": ("flex",)})
+        if min(self.seqlen, self.num_heads, self.head_dim, self.repeats) < 1:
+            raise ValueError("lengths, dims and repeats must be positive")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A feature: options of a call made of captured arrays, the names that have a gradient, and a peer's own form."""
+
+    arrays: Callable[[int, int], dict[str, np.ndarray]]  # of num_heads and seqlen
+    options: Callable[[dict[str, Any]], dict[str, Any]]
+    wrt: tuple[str, ...] = ()
+    flex: Callable[[dict[str, Any]], Callable[..., Any]] | None = None
+
+
+def _slopes(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
+    return {"slopes": scores.alibi_slopes(num_heads)}
+
+
+def _factors(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
+    return {"factors": np.linspace(0.5, 1.5, num_heads, dtype=np.float32)}
+
+
+def _biases(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {"bias": rng.standard_normal((num_heads, seqlen, seqlen), np.float32).astype(ml_dtypes.bfloat16)}
+
+
+def _tables(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
+    return {"table": np.random.default_rng(1).standard_normal((num_heads, BUCKETS), np.float32)}
+
+
+def _sinks(num_heads: int, seqlen: int) -> dict[str, np.ndarray]:
+    return {"sink": np.random.default_rng(1).standard_normal(num_heads, np.float32)}
+
+
+def _flex_table(arrays: dict[str, Any]) -> Callable[..., Any]:
+    import torch
+
+    table = arrays["table"]
+    made = scores.relative_position(np.zeros((1, BUCKETS), np.float32), MAX_DISTANCE, bidirectional=True)
+    bucket = torch.from_numpy(np.asarray(made.arrays["bucket"])).to(table.device)
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + table[h, bucket[torch.clamp(j - i + MAX_DISTANCE, 0, 2 * MAX_DISTANCE)]]
+
+    return score
+
+
+def _flex_softcap(arrays: dict[str, Any]) -> Callable[..., Any]:
+    import torch
+
+    return lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)
+
+
+CASES = {
+    "alibi": Case(
+        _slopes, lambda arrays: {"score": scores.alibi(arrays["slopes"])},
+        flex=lambda arrays: lambda s, b, h, i, j: s - arrays["slopes"][h] * (i - j).abs(),
+    ),
+    "temperature": Case(
+        _factors, lambda arrays: {"score": scores.temperature(arrays["factors"])},
+        flex=lambda arrays: lambda s, b, h, i, j: s * arrays["factors"][h],
+    ),
+    "softcap": Case(lambda *sizes: {}, lambda arrays: {"softcap": CAP}, flex=_flex_softcap),
+    "softcap_fast": Case(
+        lambda *sizes: {}, lambda arrays: {"score": scores.softcap(CAP, fast=True)}, flex=_flex_softcap
+    ),
+    "bias": Case(
+        _biases, lambda arrays: {"bias": arrays["bias"]}, ("bias",),
+        lambda arrays: lambda s, b, h, i, j: s + arrays["bias"][h, i, j],
+    ),
+    "relative_position": Case(
+        _tables,
+        lambda arrays: {"score": scores.relative_position(arrays["table"], MAX_DISTANCE, bidirectional=True)},
+        ("table",), _flex_table,
+    ),
+    "sink": Case(_sinks, lambda arrays: {"sink": arrays["sink"]}, ("sink",)),
+}  # fmt: skip
+
+
+def inputs(num_heads: int, seqlen: int, head_dim: int) -> list[np.ndarray]:
+    """q, k, v and dO, bfloat16 [num_heads, seqlen, head_dim], standard normal."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((num_heads, seqlen, head_dim), np.float32).astype(ml_dtypes.bfloat16) for _ in "qkvo"]
+
+
+def check(case: Case, causal: bool, head_dim: int) -> None:
+    """Compare a short problem with the host's results, each within both calls' error bounds.
+
+    Raises
+    ------
+    RuntimeError
+        A result differs by more.
+    """
+    import cupy
+
+    host, arrays = inputs(4, 400, head_dim), case.arrays(4, 400)
+    *operands, do = map(cupy.asarray, host)
+    on_device = case.options({name: cupy.asarray(array) for name, array in arrays.items()})
+    found_o, vjp = cuflash.attention_vjp(*operands, causal=causal, wrt=case.wrt, **on_device)
+    expected_o, expected_vjp = cuflash.attention_vjp(
+        *(x.astype(np.float32) for x in host[:3]), causal=causal, wrt=case.wrt, **case.options(arrays)
+    )
+    found, expected = vjp(do), expected_vjp(host[3].astype(np.float32))
+    pairs = {"o": (found_o, expected_o), **dict(zip(("dq", "dk", "dv"), zip(found, expected)))}
+    pairs |= {name: (found[name], expected[name]) for name in case.wrt}
+    for name, (ours, right) in pairs.items():
+        error = np.abs(cupy.asnumpy(ours).astype(np.float32) - np.asarray(right).astype(np.float32)).max()
+        # bfloat16 rounds P, dS and the result, each to 2^-9 of it.
+        allowed = 2.0**-6 * max(1.0, float(np.abs(np.asarray(right).astype(np.float32)).max()))
+        if not error <= allowed:
+            raise RuntimeError(f"{name} differs by {error:.3g} from the host's; {allowed:.3g} is allowed")
+
+
+class FlexCase:
+    """FlexAttention with a case's score function, on the same arrays."""
+
+    def __init__(self, case: Case, causal: bool, operands: list[Any], do: Any, arrays: dict[str, Any]) -> None:
+        import torch
+        from torch.nn.attention import flex_attention as flexible
+
+        assert case.flex is not None
+        torch._dynamo.reset()
+        tensors = {name: torch.from_dlpack(array) for name, array in arrays.items()}
+        self._captured = [tensors[name].requires_grad_() for name in case.wrt]
+        self._inputs = [torch.from_dlpack(x)[None].requires_grad_() for x in operands]
+        self._do, seqlen = torch.from_dlpack(do)[None], operands[0].shape[-2]
+        block_mask = None
+        if causal:
+            block_mask = flexible.create_block_mask(
+                lambda b, h, i, j: i >= j, None, None, seqlen, seqlen, device="cuda"
+            )
+        compiled = torch.compile(flexible.flex_attention, dynamic=False, fullgraph=True)
+        score = case.flex(tensors)
+        self._attend = lambda q, k, v: compiled(q, k, v, score_mod=score, block_mask=block_mask)
+        self._o = self._attend(*self._inputs)
+
+    def forward(self) -> Any:
+        import torch
+
+        with torch.no_grad():
+            return self._attend(*self._inputs)
+
+    def backward(self) -> Any:
+        import torch
+
+        return torch.autograd.grad(self._o, [*self._inputs, *self._captured], self._do, retain_graph=True)
+
+
+def measured(config: Config, name: str, mask: str) -> Iterator[Record]:
+    """The rows of one case: forward and backward."""
+    import cupy
+
+    case, causal = CASES[name], mask == "causal"
+    check(case, causal, config.head_dim)
+    *operands, do = map(cupy.asarray, inputs(config.num_heads, config.seqlen, config.head_dim))
+    arrays = {key: cupy.asarray(x) for key, x in case.arrays(config.num_heads, config.seqlen).items()}
+    options = case.options(arrays)
+    _, plain_vjp = cuflash.attention_vjp(*operands, causal=causal)
+    _, vjp = cuflash.attention_vjp(*operands, causal=causal, wrt=case.wrt, **options)
+    calls: dict[str, dict[str, Callable[[], object]]] = {
+        "forward": {
+            "plain": lambda: cuflash.attention(*operands, causal=causal),
+            "ours": lambda: cuflash.attention(*operands, causal=causal, **options),
+        },
+        "backward": {"plain": lambda: plain_vjp(do), "ours": lambda: vjp(do)},
+    }
+    why_no_peer = "" if case.flex is not None else "has no sink"
+    if config.peers and case.flex is not None:
+        try:
+            peer = FlexCase(case, causal, operands, do, arrays)
+            peer.backward()
+            calls["forward"]["peer"], calls["backward"]["peer"] = peer.forward, peer.backward
+        except Exception as error:  # whatever a compiler of its own says
+            why_no_peer = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:120]
+    plan = cuflash.plan(*operands, causal=causal, wrt=case.wrt, **options)
+    for way, timed in calls.items():
+        timings = time_on_device(timed, repeats=config.repeats)
+        ours, plain, other = timings["ours"], timings["plain"], timings.get("peer")
+        shape = {"seqlen": config.seqlen, "num_heads": config.num_heads, "head_dim": config.head_dim}
+        work = flops(way, mask, batch=1, **shape)
+        specs = getattr(plan.plan.kernels, way).specs
+        yield {
+            "score": name, "mask": mask, "pass": way, "kernel": specs[way].family,
+            **shape, "ms": ours.median_ms, "spread_ms": ours.spread_ms, "tflops": work / ours.median_ms / 1e9,
+            "of_plain": plain.median_ms / ours.median_ms, "best_peer": "flex" if other else why_no_peer,
+            "peer_ms": other.median_ms if other else None,
+            "ratio": other.median_ms / ours.median_ms if other else None, **gpu_versions(),
+        }  # fmt: skip
+
+
+def run(config: Config) -> Iterator[Record]:
+    """One row for each score, mask and pass."""
+    if reason := why_no_gpu():
+        raise SystemExit(f"this experiment needs a GPU: {reason}")
+    for name, mask in track([(name, mask) for name in config.scores for mask in config.masks], "scores"):
+        yield from measured(config, name, mask)
+
+
+def table(records: list[Record]) -> Table:
+    shown = Table("score", "mask", "pass", "kernel", "ms", "TFLOP/s", "of plain", "peer", "peer / ours")
+    for record in records:
+        ratio = "" if record["ratio"] is None else f"{record['ratio']:.2f}"
+        shown.add_row(
+            record["score"], record["mask"], record["pass"], record["kernel"], f"{record['ms']:.3f}",
+            f"{record['tflops']:.0f}", f"{record['of_plain']:.2f}", record["best_peer"], ratio,
+        )  # fmt: skip
+    return shown
+
+
+if __name__ == "__main__":
+    main(Config, run, table, replacing=("gpu", "score", "mask", "pass", "seqlen", "num_heads", "head_dim"))

@@ -1,0 +1,334 @@
+"""How long does a warm call keep the host, for arrays of CuPy, PyTorch and JAX?
+
+    python experiments/speed/host_time.py --csv host_time.csv                      # 10^4 calls a case
+    python experiments/speed/host_time.py --csv host_time.csv --budget-s 100       # as many as fit, for a short look
+    python experiments/speed/host_time.py --csv rows.csv --libraries cupy cuflash.torch --masks none --tokens 256
+
+It needs an NVIDIA GPU and CuPy; PyTorch's and JAX's rows are left out, with a line that says so, where the library or
+its GPU is missing. A row is the median over the calls of a case, in microseconds, from before a call until it returns;
+the device is waited for between calls, outside of what is timed, so that its queue never holds the host up. Calls take
+their inputs in turn from 64 places in memory. Where each call has a new mask, making it is timed apart, as `mask_us`.
+An empty launch of CuPy and PyTorch's scaled_dot_product_attention are timed beside.
+
+Rows of `cupy` are calls of `cuflash.attention` and others on CuPy's arrays. Rows of `torch` and `jax` are the same
+calls on tensors and arrays of these libraries, which DLPack hands over; `cuflash.torch` and `cuflash.jax` are the
+functions of these modules. A vjp's time is that of the backward pass alone; `out=` is `attention` with it.
+"""
+
+import argparse
+import csv
+import datetime
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cuflash
+import numpy as np
+from cuflash import BlockIndex, masks
+
+PLACES = 64
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 4, 64, 64
+OPERATIONS = ("attention", "grouped heads", "out=", "attention_vjp", "vjp", "plan.forward", "plan.backward")
+MASKS = ("none", "causal", "same BlockIndex", "new BlockIndex", "new bool array", "new BlockPattern")
+LIBRARIES = ("cupy", "torch", "cuflash.torch", "jax", "cuflash.jax")
+COLUMNS = (
+    "library", "operation", "mask", "tokens", "us", "low_us", "high_us", "mask_us", "calls", "heads", "head_dim",
+    "dtype", "gpu", "cupy", "torch", "jax", "cuflash", "commit", "date",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to time: `prepare(turn, mask)` makes, untimed, what `call` takes."""
+
+    library: str
+    operation: str
+    prepare: Callable[[int, Any], tuple[Any, ...]]
+    call: Callable[..., Any]
+
+
+class Inputs:
+    """Arrays of one library at `PLACES` places: q, k, v, do, results, and K and V of fewer heads."""
+
+    def __init__(self, tokens: int, send: Callable[[Any], Any]) -> None:
+        drawn = np.random.default_rng(0).standard_normal((4, HEADS, tokens, HEAD_DIM), dtype=np.float32)
+        host = drawn.astype(np.float16)
+        self.places = [tuple(map(send, host)) for _ in range(PLACES)]
+        self.narrow = [(q, *(send(host[n, :KV_HEADS]) for n in (1, 2))) for q, *_ in self.places]
+        self.outs = [send(np.zeros_like(host[0])) for _ in range(PLACES)]
+
+
+def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
+    """The library's calls for NumPy's and CuPy's users, on arrays of any library."""
+
+    def attention(q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        return cuflash.attention(q, k, v, mask=mask, **options)
+
+    def planned(turn: int, mask: Any) -> tuple[Any, ...]:
+        ready = cuflash.plan(*inputs.places[turn][:3], mask=mask) if mask is not None else kept
+        return ready, *inputs.places[turn]
+
+    kept = cuflash.plan(*inputs.places[0][:3])
+    yield Case(library, "attention", lambda turn, mask: (*inputs.places[turn][:3], mask), attention)
+    yield Case(library, "grouped heads", lambda turn, mask: (*inputs.narrow[turn], mask), attention)
+    if library != "jax":  # whose arrays are not written to
+        yield Case(
+            library, "out=", lambda turn, mask: (*inputs.places[turn][:3], mask, inputs.outs[turn]),
+            lambda q, k, v, mask, out: attention(q, k, v, mask, out=out),
+        )  # fmt: skip
+    yield Case(
+        library, "attention_vjp", lambda turn, mask: (*inputs.places[turn][:3], mask),
+        lambda q, k, v, mask: cuflash.attention_vjp(q, k, v, mask=mask),
+    )  # fmt: skip
+    yield Case(
+        library, "vjp",
+        lambda turn, mask: (cuflash.attention_vjp(*inputs.places[turn][:3], mask=mask)[1], inputs.places[turn][3]),
+        lambda vjp, do: vjp(do),
+    )  # fmt: skip
+    yield Case(library, "plan.forward", planned, lambda ready, q, k, v, do: ready.forward(q, k, v))
+
+    def after_forward(turn: int, mask: Any) -> tuple[Any, ...]:
+        ready, q, k, v, do = planned(turn, mask)
+        return ready, do, q, k, v, *ready.forward(q, k, v)
+
+    yield Case(library, "plan.backward", after_forward, lambda ready, *arrays: ready.backward(*arrays))
+
+
+def cases_of_torch(inputs: Inputs) -> Iterator[Case]:
+    import cuflash.torch
+    import torch
+
+    attention = cuflash.torch.attention
+    leaves = [tuple(tensor.detach().requires_grad_() for tensor in place[:3]) for place in inputs.places]
+
+    def forward(q: Any, k: Any, v: Any, mask: Any, out: Any = None) -> Any:
+        with torch.no_grad():
+            return attention(q, k, v, mask=mask, out=out)
+
+    yield Case("cuflash.torch", "attention", lambda turn, mask: (*inputs.places[turn][:3], mask), forward)
+    yield Case("cuflash.torch", "grouped heads", lambda turn, mask: (*inputs.narrow[turn], mask), forward)
+    yield Case(
+        "cuflash.torch", "out=", lambda turn, mask: (*inputs.places[turn][:3], mask, inputs.outs[turn]), forward
+    )
+    yield Case(
+        "cuflash.torch", "attention_vjp", lambda turn, mask: (*leaves[turn], mask),
+        lambda q, k, v, mask: attention(q, k, v, mask=mask),
+    )  # fmt: skip
+    yield Case(
+        "cuflash.torch", "vjp",
+        lambda turn, mask: (attention(*leaves[turn], mask=mask), leaves[turn], inputs.places[turn][3]),
+        torch.autograd.grad,
+    )  # fmt: skip
+
+
+def cases_of_sdpa(inputs: Inputs) -> Iterator[Case]:
+    """PyTorch's own attention, without a mask."""
+    import torch
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    batches = [tuple(tensor[None].detach() for tensor in place) for place in inputs.places]
+    leaves = [tuple(tensor.detach().requires_grad_() for tensor in place[:3]) for place in batches]
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        with torch.no_grad():
+            return sdpa(q, k, v)
+
+    yield Case("PyTorch's SDPA", "attention", lambda turn, mask: batches[turn][:3], forward)
+    yield Case("PyTorch's SDPA", "attention_vjp", lambda turn, mask: leaves[turn], sdpa)
+    yield Case(
+        "PyTorch's SDPA", "vjp", lambda turn, mask: (sdpa(*leaves[turn]), leaves[turn], batches[turn][3]),
+        torch.autograd.grad,
+    )  # fmt: skip
+
+
+def cases_of_jax(inputs: Inputs) -> Iterator[Case]:
+    import cuflash.jax
+    import jax
+
+    attention = cuflash.jax.attention
+    yield Case(
+        "cuflash.jax", "attention", lambda turn, mask: (*inputs.places[turn][:3], mask),
+        lambda q, k, v, mask: attention(q, k, v, mask=mask),
+    )  # fmt: skip
+    yield Case(
+        "cuflash.jax", "grouped heads", lambda turn, mask: (*inputs.narrow[turn], mask),
+        lambda q, k, v, mask: attention(q, k, v, mask=mask),
+    )  # fmt: skip
+    yield Case(
+        "cuflash.jax", "attention_vjp", lambda turn, mask: (mask, *inputs.places[turn][:3]),
+        lambda mask, q, k, v: jax.vjp(partial(attention, mask=mask), q, k, v),
+    )  # fmt: skip
+
+    def pulled(turn: int, mask: Any) -> tuple[Any, ...]:
+        _, vjp = jax.vjp(partial(attention, mask=mask), *inputs.places[turn][:3])
+        return vjp, inputs.places[turn][3]
+
+    yield Case("cuflash.jax", "vjp", pulled, lambda vjp, do: vjp(do))
+
+
+def case_of_an_empty_launch() -> Case:
+    import cupy
+
+    kernel = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
+    return Case("an empty launch of CuPy", "launch", lambda turn, mask: ((1,), (32,), ()), kernel)
+
+
+def makers_of_masks(tokens: int, send: Callable[[Any], Any]) -> dict[str, Callable[[int], Any]]:
+    """What makes the mask of a call from its number; about half of the blocks are kept, the diagonal always."""
+    blocks = -(-tokens // BLOCK)
+    rng = np.random.default_rng(1)
+    kept = [(rng.random((blocks, blocks)) < 0.5) | np.eye(blocks, dtype=bool) for _ in range(PLACES)]
+    on_device = [send(each) for each in kept]
+    rows = [np.arange(tokens)[:, None] >= np.arange(tokens) - 8 * number for number in range(4)]
+    dense = [send(each) for each in rows]
+    same = BlockIndex.from_blocks(kept[0], tokens, tokens, BLOCK)
+    causal = masks.Causal()
+    return {
+        "none": lambda turn: None,
+        "causal": lambda turn: causal,
+        "same BlockIndex": lambda turn: same,
+        "new BlockIndex": lambda turn: BlockIndex.from_blocks(kept[turn % PLACES], tokens, tokens, BLOCK),
+        "new bool array": lambda turn: dense[turn % 4].copy(),
+        "new BlockPattern": lambda turn: masks.BlockPattern(on_device[turn % PLACES], BLOCK),
+    }
+
+
+def timed(
+    case: Case, mask_of: Callable[[int], Any], wait: Callable[[], None], calls: int, budget_s: float
+) -> dict[str, Any]:
+    """Microseconds of a case: median, and the middle half; of making a mask, the median."""
+    spent, made = [], []
+    started = time.perf_counter()
+    for turn in range(-5, calls):
+        begin = time.perf_counter()
+        mask = mask_of(turn)
+        made.append(time.perf_counter() - begin)
+        arguments = case.prepare(turn % PLACES, mask)
+        wait()
+        begin = time.perf_counter()
+        result = case.call(*arguments)
+        ended = time.perf_counter()
+        if turn >= 0:
+            spent.append(ended - begin)
+        del result, arguments
+        if turn >= 2 and time.perf_counter() - started > budget_s:
+            break
+    wait()
+    low, median, high = np.percentile(spent, (25, 50, 75)) * 1e6
+    return {
+        "us": f"{median:.2f}", "low_us": f"{low:.2f}", "high_us": f"{high:.2f}",
+        "mask_us": f"{statistics.median(made) * 1e6:.2f}", "calls": len(spent),
+    }  # fmt: skip
+
+
+def senders(libraries: list[str]) -> dict[str, Callable[[Any], Any]]:
+    """What puts an array of NumPy on the GPU, for each library that is there."""
+    import cupy
+
+    found: dict[str, Callable[[Any], Any]] = {"cupy": cupy.asarray}
+    if {"torch", "cuflash.torch"} & set(libraries):
+        try:
+            import torch
+
+            if not torch.cuda.is_available():
+                raise ImportError("PyTorch finds no GPU")
+            found["torch"] = lambda array: torch.from_numpy(np.array(array)).cuda()
+        except ImportError as error:
+            print(f"no rows of PyTorch: {error}")
+    if {"jax", "cuflash.jax"} & set(libraries):
+        try:
+            import jax
+
+            device = jax.devices("gpu")[0]
+            found["jax"] = lambda array: jax.device_put(array, device)
+        except (ImportError, RuntimeError) as error:
+            print(f"no rows of JAX: {error}")
+    return found
+
+
+def cases(libraries: list[str], library: str, inputs: Inputs) -> Iterator[Case]:
+    if library in libraries:
+        yield from cases_by_dlpack(library, inputs)
+    if library == "torch" and "cuflash.torch" in libraries:
+        yield from cases_of_torch(inputs)
+    if library == "torch":
+        yield from cases_of_sdpa(inputs)
+    if library == "jax" and "cuflash.jax" in libraries:
+        yield from cases_of_jax(inputs)
+
+
+def versions() -> dict[str, str]:
+    """What a number depends on besides the case."""
+    import importlib.metadata as metadata
+
+    import cupy
+
+    found = {"cupy": cupy.__version__, "cuflash": cuflash.__version__, "date": datetime.date.today().isoformat()}
+    for name in ("torch", "jax"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    found["gpu"] = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
+    git = ("git", "-C", str(Path(__file__).parents[2]), "rev-parse", "--short", "HEAD")
+    try:
+        found["commit"] = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        found["commit"] = ""
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", type=Path, required=True, help="where the rows go")
+    parser.add_argument("--calls", type=int, default=10000, help="calls of a case, at most")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds for all cases together")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 8192])
+    for name, known in (("libraries", LIBRARIES), ("operations", OPERATIONS), ("masks", MASKS)):
+        parser.add_argument(f"--{name}", nargs="+", choices=known, default=list(known))
+    chosen = parser.parse_args()
+
+    import cupy
+
+    wait, common = cupy.cuda.runtime.deviceSynchronize, versions()
+    common |= {"heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float16"}
+    plan = [(tokens, name, send) for tokens in chosen.tokens for name, send in senders(chosen.libraries).items()]
+    deadline = time.perf_counter() + chosen.budget_s
+    with chosen.csv.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+
+        def row(case: Case, mask: str, mask_of: Callable[[int], Any], tokens: int, budget_s: float) -> None:
+            try:
+                found = timed(case, mask_of, wait, chosen.calls, budget_s)
+            except (cuflash.UnsupportedProblem, TypeError) as error:
+                print(f"{case.library}, {case.operation}, {mask}: {error}")
+                return
+            named = {"library": case.library, "operation": case.operation, "mask": mask, "tokens": tokens}
+            writer.writerow(named | found | common)
+            file.flush()
+            print(*named.values(), found["us"], "us", flush=True)
+
+        row(case_of_an_empty_launch(), "none", lambda turn: None, 0, min(2.0, chosen.budget_s / 20))
+        for number, (tokens, name, send) in enumerate(plan):
+            made = makers_of_masks(tokens, send)
+            every = [
+                (case, mask)
+                for case in cases(chosen.libraries, name, Inputs(tokens, send))
+                for mask in chosen.masks
+                if case.operation in chosen.operations and (mask == "none" or case.library != "PyTorch's SDPA")
+            ]
+            part = (deadline - time.perf_counter()) / (len(plan) - number)
+            ends = time.perf_counter() + part
+            for index, (case, mask) in enumerate(every):
+                row(case, mask, made[mask], tokens, max(0.0, (ends - time.perf_counter()) / (len(every) - index)))
+    print(f"{common['gpu']}: {chosen.csv}")
+
+
+if __name__ == "__main__":
+    main()

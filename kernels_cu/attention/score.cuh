@@ -1,0 +1,87 @@
+#pragma once
+#include <attention/online_softmax.cuh>
+#include <attention/score_function.cuh>
+#include <attention/steps.cuh>
+#include <tile/register_tile.cuh>
+
+namespace cuflash::attention {
+
+// What scores are multiplied by in exponents: nothing more where the score function has scaled them.
+CUFLASH_DEVICE double exponent_scale(const Shape& shape) { return kHasScore ? 1.0 : shape.softmax_scale; }
+
+// Which query of which head a row of a tile of queries is.
+struct HeadAndQuery {
+  int head, query;
+};
+
+// Rows or columns of a tile of scores, as positions first <= x < last. Past the last one a position is the last one, so that no
+// index into an array is out of range.
+struct Positions {
+  int first, last;
+
+  CUFLASH_DEVICE int at(int number) const { return min(first + number, last - 1); }
+};
+
+// Scores by a thread's row and column, whichever units multiplied.
+template <class T, int Rows, int Columns, int Run>
+CUFLASH_DEVICE T& element(tile::RegisterTile<T, Rows, Columns, Run>& s, int i, int j) {
+  return s.at[i][j];
+}
+template <class Tile>
+CUFLASH_DEVICE float& element(Tile& s, int i, int j) {
+  return s.at(i, j);
+}
+template <class T, int Rows, int Columns, int Run>
+CUFLASH_DEVICE int row_of(const tile::RegisterTile<T, Rows, Columns, Run>& s, int i) {
+  return s.row(i);
+}
+template <class Tile>
+CUFLASH_DEVICE int row_of(const Tile& s, int i) {
+  return s.first_row() + s.row(i);
+}
+template <class T, int Rows, int Columns, int Run>
+CUFLASH_DEVICE int column_of(const tile::RegisterTile<T, Rows, Columns, Run>& s, int j) {
+  return s.column(j);
+}
+template <class Tile>
+CUFLASH_DEVICE int column_of(const Tile& s, int j) {
+  return s.first_column() + s.column(j);
+}
+
+// The score function of q k^T times `softmax_scale`, in its place, times `unit`; rows are queries. `query_of(i)` says which
+// query of which head a thread's row is.
+template <class Tile, class Score, class QueryOf>
+CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, const Shape& shape, const Place& place, QueryOf query_of,
+                                const Positions& keys, double unit) {
+  using T = typename Score::Number;
+  const T scale = shape.softmax_scale, by = unit;
+  HeadAndQuery rows[Tile::kRows];
+  typename Score::OfTile of_tile[Tile::kRows];
+  typename Score::OfQuery of_query[Tile::kRows];
+#pragma unroll
+  for (int i = 0; i < Tile::kRows; ++i) {
+    rows[i] = query_of(i);
+    of_tile[i] = score.of_tile(place.entry, rows[i].head);
+    of_query[i] = score.of_query(of_tile[i], rows[i].query);
+  }
+#pragma unroll
+  for (int j = 0; j < Tile::kColumns; ++j) {  // what depends on the key is needed in one column alone
+    const int key = keys.at(column_of(s, j));
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+      T& x = element(s, i, j);
+      x = by * score.value(of_tile[i], of_query[i], score.of_key(of_tile[i], key), rows[i].query, key, x * scale);
+    }
+  }
+}
+
+// The same of a tile whose rows are queries of one head.
+template <class Tile, class Score>
+CUFLASH_DEVICE void score_of_queries(Tile& s, const Score& score, const Params& params, const WorkTile& work,
+                                     const Step& step, double unit) {
+  const Positions queries{work.first, work.last}, keys{step.start, step.stop};
+  const auto query_of = [&](int i) { return HeadAndQuery{work.place.head, queries.at(row_of(s, i))}; };
+  apply_score(s, score, params.shape, work.place, query_of, keys, unit);
+}
+
+}  // namespace cuflash::attention

@@ -1,0 +1,90 @@
+#pragma once
+#include <ptx/math.cuh>
+#include <tile/element.cuh>
+#include <tile/global_sum.cuh>
+
+// The operations of a score function that are more than an operator of C++. cuflash/compiler/score_text.py prints calls of
+// them. Like NumPy's, they return NaN if an argument is NaN.
+namespace cuflash::score {
+
+CUFLASH_DEVICE float absolute(float x) { return ::fabsf(x); }
+CUFLASH_DEVICE double absolute(double x) { return ::fabs(x); }
+CUFLASH_DEVICE int absolute(int x) { return x < 0 ? -x : x; }
+
+// Of equal arguments, the first.
+template <class T>
+CUFLASH_DEVICE T minimum(T x, T y) {
+  return x <= y || x != x ? x : y;
+}
+template <class T>
+CUFLASH_DEVICE T maximum(T x, T y) {
+  return x >= y || x != x ? x : y;
+}
+
+template <class T>
+CUFLASH_DEVICE T sign(T x) {
+  return x > 0 ? T(1) : x < 0 ? T(-1) : x == 0 ? T(0) : x;
+}
+
+template <class T>
+CUFLASH_DEVICE bool is_finite(T x) {
+  return x - x == 0;
+}
+
+// Python's // and %, by a positive divisor.
+CUFLASH_DEVICE int floor_divide(int x, int by) { return x / by - (x % by < 0); }
+CUFLASH_DEVICE int remainder(int x, int by) { return x % by + (x % by < 0 ? by : 0); }
+
+// Eigen's rational function, odd of degree 13 over even of degree 6, of x cut off where the tangent rounds to 1. Its error
+// is below 8 units of 2^-24, relative.
+CUFLASH_DEVICE float tangent(float x) {
+  constexpr float kMost = 7.90531110763549805f;
+  x = x < -kMost ? -kMost : x > kMost ? kMost : x;
+  const float y = x * x;
+  float p = ptx::fma(-2.76076847742355e-16f, y, 2.00018790482477e-13f);
+  p = ptx::fma(p, y, -8.60467152213735e-11f);
+  p = ptx::fma(p, y, 5.12229709037114e-08f);
+  p = ptx::fma(p, y, 1.48572235717979e-05f);
+  p = ptx::fma(p, y, 6.37261928875436e-04f);
+  p = ptx::fma(p, y, 4.89352455891786e-03f);
+  float q = ptx::fma(1.19825839466702e-06f, y, 1.18534705686654e-04f);
+  q = ptx::fma(q, y, 2.26843463243900e-03f);
+  q = ptx::fma(q, y, 4.89352518554385e-03f);
+  return x * p * ptx::reciprocal_approx(q);
+}
+CUFLASH_DEVICE double tangent(double x) { return ptx::tanh_accurate(x); }
+CUFLASH_DEVICE float tangent_fast(float x) { return ptx::tanh_approx(x); }
+CUFLASH_DEVICE double tangent_fast(double x) { return ptx::tanh_accurate(x); }
+
+// An element of a captured array as a number that programs reckon with.
+template <class T, class Element>
+CUFLASH_DEVICE T real(Element x) {
+  return static_cast<T>(tile::widen(x));
+}
+
+// The same of integers; those beyond an int count as the nearest one.
+template <class Element>
+CUFLASH_DEVICE int whole(Element x) {
+  constexpr int kMost = 0x7fffffff;
+  if constexpr (sizeof(Element) >= sizeof(int)) {
+    if (x > static_cast<Element>(kMost)) return kMost;
+    if constexpr (static_cast<Element>(-1) < 0 && sizeof(Element) > sizeof(int))
+      if (x < static_cast<Element>(-kMost - 1)) return -kMost - 1;
+  }
+  return static_cast<int>(x);
+}
+
+// Where the matrices of a batch entry lie in an array with leading axes, which have these extents.
+template <int NumAxes>
+CUFLASH_DEVICE int64_t leading_offset(int b, const int64_t* extents, const int64_t* strides) {
+  int64_t offset = 0;
+#pragma unroll
+  for (int axis = NumAxes - 1; axis >= 0; --axis) {
+    const int extent = static_cast<int>(extents[axis]);
+    offset += b % extent * strides[axis];
+    b /= extent;
+  }
+  return offset;
+}
+
+}  // namespace cuflash::score

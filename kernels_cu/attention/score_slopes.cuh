@@ -1,0 +1,113 @@
+#pragma once
+#include <attention/score.cuh>
+#include <attention/score_gradient.cuh>
+
+// Gradients of scores that a score function has changed.
+namespace cuflash::attention {
+
+// Whether a tile's rows are queries, and its columns keys, or the other way around.
+enum class Rows { kQueries, kKeys };
+
+// P = exp2(log2(e) f - lse) of an element, and dS = dF f' with dF = P (dP - delta), from q k^T and dP. All are 0 where P is,
+// whatever f' and dP are there, and in rows without a key. Adds dF times the slopes of captured arrays.
+template <class T, class Score, class OfTile, class OfQuery, class OfKey, class... Sums>
+CUFLASH_DEVICE void make_pair(T& s, T& dp, const Score& score, const OfTile& of_tile, const OfQuery& of_query,
+                              const OfKey& of_key, int query, int key, T scale, T lse_2, T delta, bool is_seen,
+                              bool adds, Sums&... sums) {
+  typename Score::Derivatives slopes;
+  const T scaled = s * scale;
+  const T f = score.value(of_tile, of_query, of_key, query, key, scaled, slopes);
+  const bool is_there = is_seen && lse_2 != -ptx::negative_infinity<T>();
+  const T p = is_there ? probability(f, T(kLog2E), lse_2) : T(0);
+  const T df = p == 0 ? T(0) : score_gradient(p, dp, delta);
+  s = p;
+  dp = p == 0 ? T(0) : df * slopes.d0;
+  if (adds && p != 0) score.add(of_tile, of_query, of_key, query, key, scaled, df, slopes, sums...);
+}
+
+// P and dS in the places of q k^T, by a thread's row and column, and dP. Captured arrays' gradients are added up if `adds`.
+// Statistics are asked for by a thread's row, or column, of queries. Called by whole warps.
+template <Rows Orientation, class Tile, class Score, class ElementOf, class Seen, class LseOf, class DeltaOf>
+CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const Shape& shape, const Place& place,
+                                const Positions& rows, const Positions& columns, Seen is_seen, LseOf lse_2, DeltaOf delta,
+                                bool adds) {
+  using T = typename Score::Number;
+  constexpr bool kRowsAreQueries = Orientation == Rows::kQueries;
+  const T scale = shape.softmax_scale;
+  const auto of_tile = score.of_tile(place.entry, place.head);
+  typename Score::OfTileSums tile_sums;
+  if constexpr (kRowsAreQueries) {
+    typename Score::OfQuery of_query[Tile::kRows];
+    typename Score::OfQuerySums query_sums[Tile::kRows];
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) of_query[i] = score.of_query(of_tile, rows.at(row_of(dp, i)));
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      const int key = columns.at(column_of(dp, j));
+      const auto of_key = score.of_key(of_tile, key);
+      typename Score::OfKeySums key_sums;
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i)
+        make_pair(s(i, j), element(dp, i, j), score, of_tile, of_query[i], of_key, rows.at(row_of(dp, i)), key, scale,
+                  lse_2(i), delta(i), is_seen(i, j), adds, tile_sums, query_sums[i], key_sums);
+      if (adds) score.flush(of_tile, of_key, key_sums);
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i)
+      if (adds) score.flush(of_tile, of_query[i], query_sums[i]);
+  } else {
+    typename Score::OfKey of_key[Tile::kRows];
+    typename Score::OfKeySums key_sums[Tile::kRows];
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) of_key[i] = score.of_key(of_tile, rows.at(row_of(dp, i)));
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      const int query = columns.at(column_of(dp, j));
+      const auto of_query = score.of_query(of_tile, query);
+      typename Score::OfQuerySums query_sums;
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i)
+        make_pair(s(i, j), element(dp, i, j), score, of_tile, of_query, of_key[i], query, rows.at(row_of(dp, i)), scale,
+                  lse_2(j), delta(j), is_seen(i, j), adds, tile_sums, query_sums, key_sums[i]);
+      if (adds) score.flush(of_tile, of_query, query_sums);
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i)
+      if (adds) score.flush(of_tile, of_key[i], key_sums[i]);
+  }
+  if (adds) score.flush(of_tile, tile_sums);
+}
+
+// The same of a tile of queries in one step; P is not needed any more.
+template <class T, int NumRows, int NumColumns, int Kept, class Score>
+CUFLASH_DEVICE void score_pairs_of_queries(tile::RegisterTile<T, NumRows, NumColumns>& s,
+                                           tile::RegisterTile<T, NumRows, NumColumns>& dp, const Score& score,
+                                           const Params& params, const WorkTile& work, const Step& step,
+                                           const T (&lse_2)[Kept], const T (&delta)[Kept]) {
+  using Tile = tile::RegisterTile<T, NumRows, NumColumns>;
+  const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == NumColumns;
+  SeenScores<Tile::kColumns> seen{~0ull};
+  if (!is_whole) seen = seen_by_rows<Tile>(params, work, step);
+  score_pairs<Rows::kQueries>(
+      [&](int i, int j) -> T& { return s.at[i][j]; }, dp, score, params.shape, work.place, {work.first, work.last},
+      {step.start, step.stop}, [&](int i, int j) { return seen.has(i, j); }, [&](int i) { return lse_2[i]; },
+      [&](int i) { return delta[i]; }, Score::kAddsGradients);
+}
+
+// The same of a tile of keys in one step, whose rows are keys; statistics by the column of a query in the tile.
+template <class T, int NumRows, int NumColumns, class Score, class ElementOf, class LseOf, class DeltaOf>
+CUFLASH_DEVICE void score_pairs_of_keys(ElementOf s, tile::RegisterTile<T, NumRows, NumColumns>& dp, const Score& score,
+                                        const Params& params, const WorkTile& work, const Step& step, LseOf lse_2,
+                                        DeltaOf delta) {
+  using Tile = tile::RegisterTile<T, NumRows, NumColumns>;
+  const bool is_whole =
+      step.kind == Kind::kFull && step.stop - step.start == NumColumns && work.last - work.first == NumRows;
+  SeenScores<Tile::kRows> seen{~0ull};
+  if (!is_whole) seen = seen_by_columns<Tile>(params, work, step);
+  score_pairs<Rows::kKeys>(
+      s, dp, score, params.shape, work.place, {work.first, work.last}, {step.start, step.stop},
+      [&](int i, int j) { return seen.has(j, i); }, [&](int j) { return lse_2(Tile::column(j)); },
+      [&](int j) { return delta(Tile::column(j)); }, Score::kAddsGradients);
+}
+
+}  // namespace cuflash::attention

@@ -1,0 +1,113 @@
+#pragma once
+#include <attention/online_softmax.cuh>
+#include <attention/work_tile.cuh>
+
+// Attention sinks: a logit of each head that takes part in its softmax and has no value. A row (o, lse) without it is merged
+// with (0, sink).
+namespace cuflash::attention {
+
+// The parameters of a kernel whose specification has a sink, an argument of its own.
+struct Sink {
+  Matrices sink;   // one number a head
+  Matrices dsink;  // its gradient, an accumulator if is_wide, else of `dtype`
+  int64_t dtype;
+};
+enum SinkDtype { kHalfSink, kBFloat16Sink, kFloatSink, kDoubleSink };
+
+// The argument as functions take it; other kernels have none, and hand over the constant in its place.
+struct NoSink {};
+template <bool HasSink>
+struct SinkArgumentIf {
+  using Type = const Sink&;
+};
+template <>
+struct SinkArgumentIf<false> {
+  using Type = NoSink;
+};
+using SinkArgument = SinkArgumentIf<config::kHasSink>::Type;
+constexpr NoSink sink{};
+
+// The sink of a head.
+template <class T>
+CUFLASH_DEVICE T sink_logit(const Sink& sink, const Place& place, int head) {
+  const auto of = [&](auto zero) {
+    return static_cast<T>(tile::widen(matrix<decltype(zero)>(sink.sink, place, head, 1, 1).at(0, 0)));
+  };
+  if (sink.dtype == kHalfSink) return of(ptx::Half());
+  if (sink.dtype == kBFloat16Sink) return of(ptx::BFloat16());
+  if (sizeof(T) == sizeof(double) && sink.dtype == kDoubleSink) return of(double());
+  return of(float());
+}
+template <class T>
+CUFLASH_DEVICE T sink_logit(NoSink, const Place&, int) {
+  return ptx::negative_infinity<T>();
+}
+
+// exp of a difference of logits.
+template <class T>
+CUFLASH_DEVICE T sink_weight(T logit, T other) {
+  return ptx::exp2_accurate((logit - other) * T(kLog2E));
+}
+
+// Merge a row with its head's sink: returns what o is to be multiplied by. A sink of -inf leaves everything as it is.
+template <class T>
+CUFLASH_DEVICE T merge_sink(T& lse, T sink) {
+  if (sink == ptx::negative_infinity<T>()) return 1;
+  const T most = tile::greater(lse, sink);
+  const T weight = sink_weight(lse, most), total = weight + sink_weight(sink, most);
+  lse = most + ptx::log_accurate(total);
+  return weight / total;
+}
+
+// dsink of the head that a block works on: minus the sum over queries of the sink's weight times delta. Where heads or batch
+// entries share an element of dsink, the block of the first of them sums over all of them. `delta_of` takes a place and a
+// query. Each thread sums every Threads-th query, then threads are added in pairs, always the same: results repeat bit for bit.
+template <class T, int Threads, class DeltaOf>
+CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T* room, DeltaOf delta_of) {
+  const Shape& shape = params.shape;
+  const Place first = head_place(params);
+  const auto shared = [](int64_t stride, int extent) { return stride == 0 ? extent : 1; };
+  const auto is_first = [](int64_t stride, int at) { return stride != 0 || at == 0; };
+  bool is_own = is_first(sink.dsink.head_stride, first.head);
+  int num_shared = shared(sink.dsink.head_stride, shape.num_heads);
+  for (int axis = 0; axis < kBatchAxes; ++axis) {
+    is_own &= is_first(sink.dsink.batch_strides[axis], first.batch[axis]);
+    num_shared *= shared(sink.dsink.batch_strides[axis], shape.batch[axis]);
+  }
+  if (!is_own) return;
+
+  T sum = 0;
+  for (int number = 0; number < num_shared; ++number) {
+    Place place = first;
+    int rest = number;
+    for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
+      const int extent = shared(sink.dsink.batch_strides[axis], shape.batch[axis]);
+      place.batch[axis] += rest % extent;
+      rest /= extent;
+    }
+    place.head += rest;
+    const T logit = sink_logit<T>(sink, place, place.head);
+    if (logit == ptx::negative_infinity<T>()) continue;
+    const auto lse = matrix<T>(params.lse, place, place.head, shape.seqlen_q, 1);
+    for (int row = threadIdx.x; row < shape.seqlen_q; row += Threads)
+      sum += sink_weight(logit, lse.at(row, 0)) * delta_of(place, row);
+  }
+  room[threadIdx.x] = sum;
+  for (int half = Threads / 2; half > 0; half /= 2) {
+    __syncthreads();  // the sums before are there
+    if (static_cast<int>(threadIdx.x) < half) room[threadIdx.x] += room[threadIdx.x + half];
+  }
+  if (threadIdx.x != 0) return;
+  const auto write = [&](auto zero) {
+    using To = decltype(zero);
+    To& to = matrix<To>(sink.dsink, first, first.head, 1, 1).at(0, 0);
+    if constexpr (sizeof(To) == sizeof(double)) to = -room[0];
+    else tile::narrow(static_cast<float>(-room[0]), to);
+  };
+  if (sink.dsink.is_wide) write(T());
+  else if (sink.dtype == kHalfSink) write(ptx::Half());
+  else if (sink.dtype == kBFloat16Sink) write(ptx::BFloat16());
+  else write(float());
+}
+
+}  // namespace cuflash::attention

@@ -1,0 +1,16 @@
+// The gradient of a sink, once delta of every query is known, for all families that keep delta in a vector. One block sums
+// over the queries of one head.
+#include <attention/operands.cuh>
+#include <attention/sink.cuh>
+#include <ptx/shared.cuh>
+
+extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+simt_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
+  using namespace cuflash;
+  using namespace cuflash::attention;
+  const int length = params.shape.seqlen_q;
+  sum_sink_gradient<Accumulator, 32 * config::kNumWarps>(
+      params, sink, ptx::dynamic_shared<Accumulator>(), [&](const Place& place, int query) {
+        return matrix<Accumulator>(params.delta, place, place.head, length, 1).at(query, 0);
+      });
+}

@@ -1,0 +1,237 @@
+"""Operations of a KV cache in any order, against a list of arrays: drawn by Hypothesis, or at random from a seed.
+
+What is checked takes the library as an argument, so that it guards copies of it with planted faults as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import cuflash
+from cuflash.testing import Example, assert_within_bounds
+
+BATCH, HEADS, DIM, VALUE_DIM, CAPACITY, PAGE, NUM_PAGES = 3, 2, 4, 3, 70, 16, 9
+KINDS = ("contiguous", "pages", "over contiguous pages", "over strided pages")
+
+
+class CheckedCache:
+    """A cache, and the arrays that it must hold: every operation is done to both."""
+
+    def __init__(self, library: Any, kind: str, seed: int) -> None:
+        self.library, self.kind, self.rng = library, kind, np.random.default_rng(seed)
+        self.keys = [np.empty((HEADS, 0, DIM), np.float32) for _ in range(BATCH)]
+        self.values = [np.empty((HEADS, 0, VALUE_DIM), np.float32) for _ in range(BATCH)]
+        self.held = [0] * BATCH  # pages that each sequence has, shared or not
+        if kind.startswith("over"):
+            self.cache = self._over(kind == "over strided pages")
+        else:
+            self.cache = self._made(BATCH, {} if kind == "contiguous" else {"page_size": PAGE, "num_pages": NUM_PAGES})
+            self.cache.k[...], self.cache.v[...] = np.nan, np.nan
+
+    def _made(self, batch: int, pages: dict[str, int]) -> Any:
+        return self.library.KVCache(
+            batch=batch, num_kv_heads=HEADS, head_dim=DIM, value_dim=VALUE_DIM, capacity=CAPACITY, dtype=np.float32,
+            **pages,
+        )  # fmt: skip
+
+    def _over(self, is_strided: bool) -> Any:
+        """Pages of somebody else, who owns more of them than are given, and has put rows of his own there."""
+        arrays = []
+        for dim in (DIM, VALUE_DIM):
+            shape = (2 * NUM_PAGES, PAGE, HEADS, dim) if is_strided else (2 * NUM_PAGES, HEADS, PAGE, dim)
+            pages = np.full(shape, np.nan, np.float32)
+            arrays.append(pages.swapaxes(1, 2) if is_strided else pages)
+        self.of_others = arrays[0][NUM_PAGES:]
+        self.of_others[...] = 7
+        table = np.full((BATCH, -(-CAPACITY // PAGE)), -1)
+        for row, pages in zip(table, np.split(self.rng.permutation(NUM_PAGES), BATCH)):
+            row[: len(pages)] = pages
+        self.held = [NUM_PAGES // BATCH] * BATCH
+        return self.library.KVCache.over(*arrays, table, [0] * BATCH)
+
+    def lengths(self) -> list[int]:
+        return [keys.shape[1] for keys in self.keys]
+
+    def _normal(self, *shape: int) -> Any:
+        return self.rng.standard_normal(shape).astype(np.float32)
+
+    def _is_taken(self, stops: list[int], call: Callable[[], None]) -> bool:
+        """Whether a call that takes room is not refused; it may be refused only where room is short."""
+        held = [max(pages, -(-stop // PAGE)) for pages, stop in zip(self.held, stops)]
+        is_long = max(stops) > self.cache.capacity
+        try:
+            call()
+        except self.library.UnsupportedProblem as error:
+            # Pages that sequences share leave more of them free than are counted here.
+            assert is_long or self.kind != "contiguous" and sum(held) > NUM_PAGES, error
+            assert "sequence" in str(error) and "must fit the" in str(error)
+            return False
+        assert not is_long
+        self.held = held
+        return True
+
+    def append(self, num_rows: int, counts: list[int] | None, is_strided: bool) -> None:
+        k, v = (
+            self._normal(BATCH, num_rows, HEADS, dim).swapaxes(1, 2) if is_strided
+            else self._normal(BATCH, HEADS, num_rows, dim)
+            for dim in (DIM, VALUE_DIM)
+        )  # fmt: skip
+        news = [num_rows] * BATCH if counts is None else counts
+        stops = [length + new for length, new in zip(self.lengths(), news)]
+        if self._is_taken(stops, lambda: self.cache.append(k, v, counts=counts)):
+            for b, new in enumerate(news):
+                self.keys[b] = np.concatenate([self.keys[b], k[b, :, :new]], axis=1)
+                self.values[b] = np.concatenate([self.values[b], v[b, :, :new]], axis=1)
+
+    def reserve(self, stops: list[int]) -> None:
+        wanted = [max(stop, length) for stop, length in zip(stops, self.lengths())]
+        if self._is_taken(wanted, lambda: self.cache.reserve(stops)):
+            before = self.cache.num_free_pages
+            self.cache.reserve(stops)
+            assert self.cache.num_free_pages == before
+
+    def truncate(self, kept: list[int]) -> None:
+        self.cache.truncate(np.array(kept))
+        for b, length in enumerate(kept):
+            self.keys[b], self.values[b] = self.keys[b][:, :length], self.values[b][:, :length]
+        self.held = [-(-length // PAGE) for length in kept]
+
+    def reset(self, rows: list[int] | None) -> None:
+        self.cache.reset(rows)
+        for b in range(BATCH) if rows is None else rows:
+            self.keys[b], self.values[b], self.held[b] = self.keys[b][:, :0], self.values[b][:, :0], 0
+
+    def fork(self, source: int, target: int) -> None:
+        free = self.cache.num_free_pages
+        self.cache.fork(source, target)
+        assert self.cache.num_free_pages >= free
+        self.keys[target], self.values[target] = self.keys[source], self.values[source]
+        self.held[target] = -(-self.lengths()[source] // PAGE)
+
+    def attend(self, num_rows: int, counts: list[int] | None, causal: bool, window: Any) -> None:
+        q = self._normal(BATCH, 2 * HEADS, num_rows, DIM)
+        out = np.full((BATCH, 2 * HEADS, num_rows, VALUE_DIM), np.nan, np.float32)
+        o, lse = self.cache.attention(q, counts=counts, causal=causal, window=window, out=out, return_lse=True)
+        assert o is out and lse.shape == o.shape[:-1]
+        bounded = self.rng.integers(BATCH)
+        for b, new in enumerate([num_rows] * BATCH if counts is None else counts):
+            one, other = self._alone(q[b, :, :new], b, causal, window)
+            if b == bounded:  # which takes longest
+                self._assert_within_bounds(q[b, :, :new], b, causal, window, one, other)
+            assert np.array_equal(o[b, :, :new], one) and np.array_equal(lse[b, :, :new], other)
+            assert not o[b, :, new:].any() and np.isneginf(lse[b, :, new:]).all()
+
+    def _alone(self, q: Any, b: int, causal: bool, window: Any) -> Any:
+        """Attention of a sequence by a cache without pages that holds nothing else."""
+        alone = self._made(1, {})
+        alone.append(self.keys[b][None], self.values[b][None])
+        o, lse = alone.attention(q[None], causal=causal, window=window, return_lse=True)
+        return o[0], lse[0]
+
+    def _assert_within_bounds(self, q: Any, b: int, causal: bool, window: Any, o: Any, lse: Any) -> None:
+        keys, values = self.keys[b], self.values[b]
+        positions = keys.shape[1] - q.shape[1] + np.arange(q.shape[1])[:, None]
+        at, (left, right) = np.arange(keys.shape[1]) - positions, window or (None, None)
+        allowed = (positions >= 0) & (at <= (0 if causal else CAPACITY))
+        allowed &= (at >= -(CAPACITY if left is None else left)) & (at <= (CAPACITY if right is None else right))
+        assert_within_bounds(Example(q=q, k=keys, v=values, mask=allowed), o=o, lse=lse)
+
+    def assert_holds(self) -> None:
+        """What was put there, found through the table."""
+        self.cache.check()
+        assert self.cache.lengths.tolist() == self.lengths() and self.cache.lengths.dtype == np.int32
+        table, k, v = self.cache.block_table, self.cache.k, self.cache.v
+        size = k.shape[2]
+        for b, length in enumerate(self.lengths()):
+            for held, pages in ((self.keys[b], k), (self.values[b], v)):
+                starts = range(0, length, size)
+                parts = [pages[table[b, start // size], :, : length - start] for start in starts]
+                assert np.array_equal(np.concatenate(parts, axis=1) if parts else held[:, :0], held)
+        if self.kind.startswith("over"):
+            assert (self.of_others == 7).all()
+
+
+def walk(library: Any, kind: str, seed: int, steps: int) -> None:
+    """Operations at random."""
+    checked, rng = CheckedCache(library, kind, seed), np.random.default_rng(seed)
+
+    def counted(most: int) -> list[int] | None:
+        return rng.integers(0, most + 1, BATCH).tolist() if rng.random() < 0.5 else None
+
+    def side() -> int | None:
+        return None if rng.random() < 0.3 else int(rng.integers(0, 20))
+
+    for _ in range(steps):
+        name = rng.choice(["append"] * 3 + ["attend"] * 3 + ["reserve", "truncate", "reset", "fork", "fork"])
+        num_rows, share = int(rng.integers(0, 20)), rng.random(BATCH)
+        if name == "append":
+            checked.append(num_rows, counted(num_rows), bool(rng.random() < 0.5))
+        elif name == "attend":
+            window = (side(), side()) if rng.random() < 0.5 else None
+            checked.attend(num_rows, counted(num_rows), bool(rng.random() < 0.7), window)
+        elif name == "reserve":
+            checked.reserve(rng.integers(0, 75, BATCH).tolist())
+        elif name == "truncate":
+            checked.truncate([int(length * min(1, 0.5 + x)) for length, x in zip(checked.lengths(), share)])
+        elif name == "reset":
+            checked.reset([int(rng.integers(0, BATCH))])
+        else:
+            source = int(rng.integers(0, BATCH))
+            checked.fork(source, (source + 1 + int(rng.integers(0, BATCH - 1))) % BATCH)
+        checked.assert_holds()
+
+
+SIDES = st.none() | st.integers(0, 40)
+SEQUENCES = st.integers(0, BATCH - 1)
+
+
+@st.composite
+def counts_of(draw: st.DrawFn, most: int) -> tuple[int, list[int] | None]:
+    """A number of rows, and how many of them belong to each sequence."""
+    num_rows = draw(st.integers(0, most))
+    each = st.lists(st.integers(0, num_rows), min_size=BATCH, max_size=BATCH)
+    return num_rows, draw(st.none() | each)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """What a cache holds, and what it attends to, is what plain arrays hold, bit for bit."""
+
+    checked: CheckedCache | None = None
+
+    @initialize(kind=st.sampled_from(KINDS), seed=st.integers(0, 2**16))
+    def start(self, kind: str, seed: int) -> None:
+        self.checked = CheckedCache(cuflash, kind, seed)
+
+    @rule(rows=counts_of(40), is_strided=st.booleans())
+    def append(self, rows: tuple[int, list[int] | None], is_strided: bool) -> None:
+        self.checked.append(*rows, is_strided)
+
+    @rule(stops=st.lists(st.integers(0, 75), min_size=BATCH, max_size=BATCH))
+    def reserve(self, stops: list[int]) -> None:
+        self.checked.reserve(stops)
+
+    @rule(shares=st.lists(st.floats(0, 1), min_size=BATCH, max_size=BATCH))
+    def truncate(self, shares: list[float]) -> None:
+        self.checked.truncate([int(share * length) for share, length in zip(shares, self.checked.lengths())])
+
+    @rule(rows=st.none() | st.lists(SEQUENCES, max_size=2))
+    def reset(self, rows: list[int] | None) -> None:
+        self.checked.reset(rows)
+
+    @rule(source=SEQUENCES, step=st.integers(1, BATCH - 1))
+    def fork(self, source: int, step: int) -> None:
+        self.checked.fork(source, (source + step) % BATCH)
+
+    @rule(rows=counts_of(20), causal=st.booleans(), window=st.none() | st.tuples(SIDES, SIDES))
+    def attend(self, rows: tuple[int, list[int] | None], causal: bool, window: Any) -> None:
+        self.checked.attend(*rows, causal, window)
+
+    @invariant()
+    def holds_what_was_put_there(self) -> None:
+        if self.checked is not None:
+            self.checked.assert_holds()

@@ -1,0 +1,92 @@
+"""Faults in how PyTorch's tensors and JAX's arrays are taken, given and differentiated."""
+
+from __future__ import annotations
+
+from mutations.interop_guards import (
+    arrays_of_jax_are_right, bfloat16_is_taken_and_given, tensors_are_right, tensors_without_elements_are_named,
+    writing_is_told,
+)  # fmt: skip
+from mutations.planting import Edit
+
+FAULTS = {
+    tensors_are_right: {
+        "no gradient of o is a gradient of ones": Edit(
+            "torch.py", "_Attention.backward", "torch.zeros_like(o) if do is None", "torch.ones_like(o) if do is None"
+        ),
+        "a negated gradient is read without its sign": Edit(
+            "torch.py", "_Attention.backward", "else do.resolve_neg()", "else do"
+        ),
+        "the gradient of lse is dropped": Edit(
+            "torch.py", "_Attention.backward",
+            "dlse = None if dlse is None else dlse.resolve_neg()", "dlse = None",
+        ),
+        "no gradient of a sink is asked for": Edit(
+            "torch.py", "attention", 'wrt = ("sink",) if has_graph', 'wrt = () if has_graph'
+        ),
+        "a given output is returned for the other": Edit(
+            "torch.py", "_returned", "next(others) if each is None else each for each in outs",
+            "next(others) if each is None else each for each in reversed(outs)",
+        ),
+        "operands follow in the place of dlse": Edit(
+            "torch.py", "_backward_names", '*(("dlse",) if has_dlse else ()), *operands',
+            '*operands, *(("dlse",) if has_dlse else ())',
+        ),
+    },
+    writing_is_told: {
+        "PyTorch is not told that outputs were written to": Edit(
+            "torch.py", "_returned", "increment_version([each for each in outs if each is not None])", "pass"
+        ),
+        "gradients are constants to PyTorch": Edit(
+            "torch.py", "_Attention.backward", "_Gradients.apply if torch.is_grad_enabled() else _gradients",
+            "_gradients",
+        ),
+    },
+    bfloat16_is_taken_and_given: {
+        "bfloat16 goes by NumPy's DLPack": Edit(
+            "memory.py", "taken", "_bfloat16(value, xp) if _is_bfloat16(value) else", ""
+        ),
+        "tensors of bfloat16 stay int16": Edit(
+            "memory.py", "_bfloat16", 'xp.from_dlpack(value.view(sys.modules["torch"].int16)).view(BFLOAT16)',
+            'xp.from_dlpack(value.view(sys.modules["torch"].int16))',
+        ),
+        "results of bfloat16 go by DLPack": Edit("torch.py", "_as_tensor", "if array.dtype == BFLOAT16:", "if False:"),
+    },
+    tensors_without_elements_are_named: {
+        "a meta tensor holds data": Edit(
+            "memory.py", "tensor_reasons", 'if value.device.type == "meta":', "if False:"
+        ),
+        "a nested tensor is dense": Edit("memory.py", "tensor_reasons", "if value.is_nested:", "if False:"),
+        "a quantised tensor is one of numbers": Edit(
+            "memory.py", "tensor_reasons", "if value.is_quantized:", "if False:"
+        ),
+        "a sparse tensor is dense": Edit(
+            "memory.py", "tensor_reasons", 'if value.layout != sys.modules["torch"].strided:', "if False:"
+        ),
+        "a tracer has memory": Edit("memory.py", "tensor_reasons", "if not has_memory:", "if False:"),
+        "a negated view holds its values": Edit("memory.py", "tensor_reasons", "if value.is_neg():", "if False:"),
+        "calls for NumPy lose gradients": Edit(
+            "memory.py", "is_on_cuda", "and value.requires_grad", "and False"
+        ),
+        "an output may require gradients": Edit(
+            "torch.py", "_kind_reasons", 'name.startswith("out") and tensor.requires_grad', "False"
+        ),
+    },
+    arrays_of_jax_are_right: {
+        "cotangents are taken in the other order": Edit(
+            "jax.py", "_backward", "do, dlse, o, lse, q, k, v, *operands = given",
+            "dlse, do, o, lse, q, k, v, *operands = given",
+        ),
+        "gradients of operands are left out": Edit(
+            "jax.py", "_backward", "return *made, *(made[name] for name in names)", "return tuple(made)"
+        ),
+        "an array of NumPy is one of JAX": Edit(
+            "jax.py", "_array_reasons", "if not isinstance(array, jax.Array):", "if False:"
+        ),
+        "a tracer on a GPU becomes a callback": Edit(
+            "jax.py", "_array_reasons", 'if is_traced and _platform([array]) != "cpu":', "if False:"
+        ),
+        "tracers are read": Edit(
+            "jax.py", "_run", "if any(isinstance(array, jax.core.Tracer) for array in arrays):", "if False:"
+        ),
+    },
+}  # fmt: skip

@@ -1,0 +1,117 @@
+"""What must see the faults of how PyTorch's tensors and JAX's arrays are taken, given and differentiated."""
+
+from __future__ import annotations
+
+import warnings
+from types import ModuleType
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mutations.python_guards import part
+
+# A fault may also show as an error of the other library where a sentence or a result is due.
+SIGNS = (
+    AssertionError, ValueError, TypeError, AttributeError, RuntimeError, BufferError, pytest.fail.Exception
+)  # fmt: skip
+Q, K, V, DO = (np.random.default_rng(0).standard_normal((heads, 6, 4)) for heads in (4, 2, 2, 4))
+SINK = np.array([0.5, -1.0, 2.0, 0.0])
+
+
+def expected(library: ModuleType) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """o and lse, and the gradients of q, k, v and sink."""
+    results, vjp = library.attention_vjp(Q, K, V, sink=SINK, wrt="sink", causal=True, return_lse=True)
+    made = vjp(DO, results[1])
+    return list(results), [*made, made["sink"]]
+
+
+def tensors_are_right(library: ModuleType) -> None:
+    """Results and gradients of tensors, with outputs given and not, are those of arrays."""
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    results, gradients = expected(library)
+    given = [torch.from_numpy(array.copy()).requires_grad_() for array in (Q, K, V, SINK)]
+    do, dlse, out = torch.from_numpy(DO), torch.from_numpy(results[1]), torch.zeros(Q.shape, dtype=torch.float64)
+    for options in ({}, {"out": out}):
+        found = module.attention(*given[:3], sink=given[3], causal=True, return_lse=True, **options)
+        assert all((ours.detach().numpy() == theirs).all() for ours, theirs in zip(found, results))
+        for cotangent in (do, torch._neg_view(-do)):
+            pulled = torch.autograd.grad(found, given, [cotangent, dlse], retain_graph=True)
+            assert all((ours.numpy() == theirs).all() for ours, theirs in zip(pulled, gradients, strict=True))
+    (alone,) = torch.autograd.grad(found[1], given[:1], dlse, retain_graph=True)
+    _, vjp = library.attention_vjp(Q, K, V, sink=SINK, causal=True)
+    assert (alone.numpy() == vjp(np.zeros_like(DO), results[1]).dq).all()
+    out.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(found, given, [do, dlse])
+
+
+def writing_is_told(library: ModuleType) -> None:
+    """PyTorch learns that an output was written to, and that gradients cannot be differentiated."""
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    q, k, v = (torch.from_numpy(array.copy()).requires_grad_() for array in (Q, K, V))
+    out = torch.zeros(Q.shape, dtype=torch.float64)
+    before = out._version
+    o = module.attention(q, k, v, out=out)
+    assert out._version > before and o.data_ptr() == out.data_ptr() and not out.requires_grad
+    (dq,) = torch.autograd.grad(o, [q], torch.from_numpy(DO), create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        dq.sum().backward()
+    with torch.no_grad():
+        assert not module.attention(q, k, v).requires_grad
+
+
+def bfloat16_is_taken_and_given(library: ModuleType) -> None:
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    arrays = [array.astype(ml_dtypes.bfloat16) for array in (Q, K, V)]
+    tensors = [torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16) for array in arrays]
+    o = library.attention(*arrays)
+    assert (library.attention(*tensors) == o).all()
+    found = module.attention(*tensors)
+    assert found.dtype == torch.bfloat16 and (found.float().numpy() == o.astype(np.float32)).all()
+
+
+def tensors_without_elements_are_named(library: ModuleType) -> None:
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    warnings.simplefilter("ignore")  # PyTorch's own, of nested and quantised tensors
+    q, k, v = (torch.from_numpy(array.astype(np.float32)) for array in (Q, K, V))
+    bad = {
+        "on the device 'meta'": q.to("meta"), "the layout torch.sparse_coo": q.to_sparse(),
+        "a nested one": torch.nested.nested_tensor([*q]), "a lazily negated view": torch._neg_view(q),
+        "a tensor of torch.qint8": torch.quantize_per_tensor(q, 0.1, 0, torch.qint8),
+    }  # fmt: skip
+    for words, tensor in bad.items():
+        for call in (library.attention, module.attention):
+            with pytest.raises(part(library, "errors").UnsupportedProblem, match=f"^q must .*; got .*{words}.*: "):
+                call(tensor, k, v)
+    with pytest.raises(part(library, "errors").UnsupportedProblem, match="q must hold data; got a tracer"):
+        torch.vmap(lambda x: module.attention(x, k, v))(q[None])
+    with pytest.raises(part(library, "errors").UnsupportedProblem, match="k must not require gradients"):
+        library.attention(q, k.requires_grad_(), v)
+    with pytest.raises(part(library, "errors").UnsupportedProblem, match="out must not require gradients"):
+        module.attention(q, k, v, out=q.clone().requires_grad_())
+
+
+def arrays_of_jax_are_right(library: ModuleType) -> None:
+    """Results and gradients of JAX's arrays, traced and not, are those of arrays."""
+    jax, module = pytest.importorskip("jax"), part(library, "jax")
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        results, gradients = expected(library)
+        arrays = [jax.numpy.asarray(array) for array in (Q, K, V, SINK, DO, results[1])]
+
+        def pulled(q, k, v, sink, do, dlse):
+            call = jax.tree_util.Partial(module.attention, causal=True, return_lse=True)
+            found, vjp = jax.vjp(lambda q, k, v, sink: call(q, k, v, sink=sink), q, k, v, sink)
+            return found, vjp((do, dlse))
+
+        for run in (pulled, jax.jit(pulled)):
+            found, made = run(*arrays)
+            for ours, theirs in zip((*found, *made), (*results, *gradients), strict=True):
+                assert np.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
+        with pytest.raises(TypeError, match="q must be a jax.Array"):
+            module.attention(Q, *arrays[1:3])
+        platform, module._platform = module._platform, lambda arrays: "gpu"
+        try:
+            with pytest.raises(part(library, "errors").UnsupportedProblem, match="^3 reasons:\n- q must hold data"):
+                jax.jit(module.attention)(*arrays[:3])
+        finally:
+            module._platform = platform

@@ -1,0 +1,232 @@
+"""Faults in the KV cache: its pages, what it writes and reads, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from cache_machine import KINDS, walk
+from mutations.calls import refuses, takes
+from mutations.planting import Edit
+
+SIGNS = (AssertionError, ValueError, IndexError, RuntimeError)
+K = np.ones((2, 1, 3, 4), np.float32)
+
+
+def operations_are_right(library: ModuleType) -> None:
+    """Operations at random hold what arrays hold."""
+    for kind in KINDS:
+        walk(library, kind, seed=1, steps=40)
+        walk(library, kind, seed=2, steps=40)
+
+
+def a_cache(library: ModuleType, **pages: int) -> Any:
+    return library.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=40, dtype=np.float32, **pages)
+
+
+def filled(library: ModuleType, **pages: int) -> Any:
+    cache = a_cache(library, **pages)
+    cache.append(K, K)
+    return cache
+
+
+def pages_are_used_sparingly(library: ModuleType) -> None:
+    """Forks share, the last owner writes in place, and what is given back is free."""
+    cache = a_cache(library, page_size=16, num_pages=3)
+    cache.append(np.repeat(K, 7, axis=2)[:, :, :20], np.repeat(K, 7, axis=2)[:, :, :20], counts=[20, 0])
+    cache.fork(0, 1)
+    assert cache.num_free_pages == 1 and cache.block_table.tolist() == [[0, 1, -1]] * 2
+    cache.append(K, K)
+    assert cache.num_free_pages == 0 and cache.lengths.tolist() == [23, 23]
+    cache.truncate([16, 23])
+    assert cache.num_free_pages == 1
+    cache.reset()
+    assert cache.num_free_pages == 3
+
+
+def contradictions_are_told(library: ModuleType) -> None:
+    """`check` finds a wrong length, a page that is counted wrongly, and a page that is lost."""
+
+    def lengthen(cache: Any) -> None:
+        cache._lengths[0] = 17
+
+    def share(cache: Any) -> None:
+        cache._pages.tables[0][0] = cache._pages.tables[1][0]
+
+    def lose(cache: Any) -> None:
+        cache._pages._free.pop()
+
+    def free(cache: Any) -> None:
+        cache._pages._free[0] = cache._pages.tables[0][0]
+
+    def count(cache: Any) -> None:
+        cache._pages._references[0] += 1
+
+    for harm in (lengthen, share, lose, free, count):
+        cache = filled(library, page_size=16, num_pages=4)
+        harm(cache)
+        try:
+            cache.check()
+        except RuntimeError as error:
+            assert "the cache contradicts itself" in str(error)
+        else:
+            raise AssertionError(f"{harm.__name__} is not seen")
+
+
+def over(library: ModuleType, table: Any, lengths: list[int]) -> Any:
+    return library.KVCache.over(*np.ones((2, 3, 1, 16, 4), np.float32), np.array(table), lengths)
+
+
+def forked_without_room(library: ModuleType) -> None:
+    cache = a_cache(library, page_size=16, num_pages=1)
+    cache.append(K, K, counts=[3, 0])
+    cache.fork(0, 1)
+    cache.append(K, K, counts=[0, 1])
+
+
+FILE, PAGES = "cache/kv_cache.py", "cache/pages.py"
+FAULTS = {
+    operations_are_right: {
+        "rows are written one early": Edit(
+            FILE, "KVCache._write", "positions = np.arange(length, stop)", "positions = np.arange(length, stop) - 1"
+        ),
+        "rows of another sequence are written": Edit(
+            FILE, "KVCache._write", "np.full(len(positions), sequence)", "np.full(len(positions), 0)"
+        ),
+        "values are written where keys come from": Edit(FILE, "KVCache._write", "v[sequences, :, given]",
+                                                        "v[sequences, :, given * 0]"),
+        "lengths count all rows": Edit(
+            FILE, "KVCache.append", "[length + new for length, new in", "[length + max(news) for length, new in"
+        ),
+        "a window reads the first pages": Edit(
+            FILE, "KVCache._rows", "[first : -(-stop // size)]", "[0 : -(-stop // size) - first]"
+        ),
+        "a window forgets its first key": Edit(
+            FILE, "KVCache.attention", "max(0, length - new - window[0])", "max(0, length - new - window[0] + 1)"
+        ),
+        "queries stand at the end of the rows": Edit(
+            FILE, "KVCache.attention", "slice(max(0, new - length), new)", "slice(0, new)"
+        ),
+        "rows that are not counted keep what they had": Edit(
+            FILE, "KVCache.attention", "o[sequence], lse[sequence] = 0, -np.inf", "pass"
+        ),
+        "a window is not handed on": Edit(
+            FILE, "KVCache.attention", "None if window is None else SlidingWindow", "None if True else SlidingWindow"
+        ),
+        "queries see later keys": Edit(
+            FILE, "KVCache.attention", '"bottom_right" if causal else False', "False"
+        ),
+        "shared pages are written to": Edit(PAGES, "PagePool.grow", "if self._references[page] > 1:", "if False:"),
+        "a copy of a page misses its last row": Edit(
+            PAGES, "PagePool.grow", "rows = growth.length -", "rows = growth.length - 1 -"
+        ),
+        "a copied page stays counted": Edit(PAGES, "PagePool.grow", "self._drop(page)", "pass"),
+        "a fork forgets to count": Edit(PAGES, "PagePool.fork", "self._references.update(shared)", "pass"),
+        "a fork keeps its old pages": Edit(PAGES, "PagePool.fork", "self.shrink(target, 0)", "pass"),
+        "a fork shares a page less": Edit(
+            PAGES, "PagePool.fork", "[: self._pages(length)]", "[: length // self.page_size]"
+        ),
+        "a fork of a contiguous cache copies nothing": Edit(
+            PAGES, "OwnPages.fork", "[Copy(source, target, length)]", "[]"
+        ),
+        "a fork keeps its length": Edit(
+            FILE, "KVCache.fork", "self._lengths[target] = self._lengths[source]", "pass"
+        ),
+        "keys alone are copied": Edit(FILE, "KVCache._copy", "(self._k, self._v)", "(self._k,)"),
+        "a page too many is given back": Edit(
+            PAGES, "PagePool.shrink", "while len(table) > self._pages(length):", "while len(table) > length // 17:"
+        ),
+        "truncating keeps the length": Edit(FILE, "KVCache.truncate", "self._lengths = kept", "pass"),
+        "resetting keeps the length": Edit(FILE, "KVCache.reset", "self._lengths[row] = 0", "pass"),
+        "each sequence counts all free pages as its own": Edit(PAGES, "PagePool.shortages", "free -= wanted", "pass"),
+        "a cache over pages takes those of others": Edit(
+            FILE, "KVCache.over", "tables, owns_rest=False", "tables"
+        ),
+    },
+    pages_are_used_sparingly: {
+        "resetting keeps pages": Edit(FILE, "KVCache.reset", "self._pages.shrink(row, 0)", "pass"),
+        "a page that one sequence writes to alone is counted as shared": Edit(
+            PAGES, "PagePool.shortages", "references.subtract(shared)", "pass"
+        ),
+        "a fork copies": Edit(PAGES, "PagePool.grow", "> 1:", "> 0:"),
+        "truncating keeps pages": Edit(FILE, "KVCache.truncate", "self._pages.shrink(sequence, length)", "pass"),
+        "pages are lost": Edit(PAGES, "PagePool._drop", "self._free.append(page)", "pass"),
+    },
+    contradictions_are_told: {
+        "lengths are not proved": Edit(FILE, "KVCache.check", "if not 0 <= length <=", "if False and 0 <= length <="),
+        "counts are not proved": Edit(PAGES, "PagePool.faults", "if named[page] != count]", "if False]"),
+        "lost pages are not missed": Edit(PAGES, "PagePool.faults", "!= self._num_owned:", "> self._num_owned:"),
+        "a page may be free and in use": Edit(PAGES, "PagePool.faults", "if page in named]", "if False]"),
+    },
+    refuses(lambda library: filled(library).append(*np.ones((2, 2, 1, 38, 4), np.float32)), "need 41 positions"): {
+        "sequences grow beyond the capacity": Edit(
+            FILE, "KVCache._require_room", "if growth.stop > self._capacity", "if False"
+        ),
+    },
+    refuses(forked_without_room, "got 1 rows for sequence 1, which need 1 more page, and of 1 there are 0 free"): {
+        "shared pages are not counted as wanted": Edit(PAGES, "PagePool.shortages", "+ len(shared)", ""),
+    },
+    refuses(lambda library: filled(library).append(K, K[:, :, :2]), "v must have k's 3 rows"): {
+        "keys and values need not be as many": Edit(
+            FILE, "KVCache.append", "if k.shape[2] != v.shape[2]:", "if False:"
+        ),
+    },
+    refuses(lambda library: filled(library).append(K, K.astype(float)), "v must have shape"): {
+        "rows of another dtype are rounded": Edit(
+            "cache/arguments.py", "row_reasons", "if not fits or array.dtype != like.dtype:", "if not fits:"
+        ),
+    },
+    refuses(lambda library: (lambda x: x.append(x.k[:, :, :2], x.v[:, :, :2]))(filled(library)), "must not overlap"): {
+        "a cache appends its own rows": Edit("cache/arguments.py", "overlap_reasons", "and overlap(array, value)",
+                                             "and False"),
+    },
+    refuses(lambda library: filled(library).append(K, K, counts=[4, 0]), "number of rows, 3; got 4"): {
+        "counts go beyond the rows": Edit(FILE, "KVCache._counted", "if new > num_rows", "if False"),
+    },
+    refuses(lambda library: filled(library).truncate([4, 0]), "which has 3"): {
+        "truncating makes a sequence longer": Edit(FILE, "KVCache.truncate", "if new > length", "if False"),
+    },
+    refuses(lambda library: filled(library).fork(1, 1), "target must be another sequence"): {
+        "a sequence is forked to itself": Edit(
+            FILE, "KVCache.fork", "if not reasons and source == target:", "if False:"
+        ),
+    },
+    refuses(lambda library: over(library, [[0, 3]], [0]), "block_table must name pages below 3"): {
+        "tables name pages that are not there": Edit(FILE, "_table_reasons", "if page >= num_pages]", "if False]"),
+    },
+    refuses(lambda library: over(library, [[0, -1, 2]], [17]), "which has 1 pages of 16"): {
+        "pages after a missing one count": Edit(
+            FILE, "_until_negative", "if page < 0), len(row))", "if page < -1), len(row))"
+        ),
+        "a table may be shorter than its sequence": Edit(
+            FILE, "_table_reasons", "if length > len(table) * page_size:", "if False:"
+        ),
+    },
+    refuses(lambda library: a_cache(library, page_size=40, num_pages=3), "page_size must be a multiple of 16"): {
+        "pages are of any size": Edit(
+            FILE, "KVCache.__init__", "reasons += page_reasons(page_size, num_pages)", "pass"
+        ),
+    },
+    refuses(lambda library: (lambda q: filled(library).attention(q, out=q))(K.copy()), "out must not overlap q"): {
+        "results are written over queries": Edit(
+            "cache/arguments.py", "out_reasons", "+ overlap_reasons(\"out\", out, inputs)", ""
+        ),
+    },
+    refuses(lambda library: filled(library).attention(K, out=K[:1].copy()), "out must have shape (2, 1, 3, 4)"): {
+        "results go to any shape": Edit(
+            "cache/arguments.py", "out_reasons", "if tuple(out.shape) != shape or", "if False or"
+        ),
+    },
+    takes(lambda library: copy.copy(made := filled(library)).k is not made.k): {
+        "a copy writes over the rows of its original": Edit(
+            FILE, "KVCache.__copy__", "return deepcopy(self)", "return self"
+        ),
+    },
+    takes(lambda library: "page_size=16, num_pages=2" in repr(a_cache(library, page_size=16, num_pages=2))): {
+        "pages are not told": Edit(
+            FILE, "KVCache.__repr__", "if isinstance(self._pages, PagePool) else", "if False else"
+        ),
+    },
+}  # fmt: skip

@@ -1,0 +1,413 @@
+"""What must see the faults of score functions: properties of programs, ranges, errors and results, on many functions.
+
+Each is given a library: the one that is installed, or a copy with a fault under a name of its own.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import strategies as st
+from mutations.python_guards import hunt, part
+from test_score_programs import EXTENTS, RANGES, REFUSED, SIMPLE, branches, capped
+
+SIGNS = (AssertionError, ValueError, IndexError, TypeError)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def shape_of(library):
+    return part(library, "masks.base").MaskShape((2, 2), 2, 5, 7)
+
+
+def places(shape):
+    h, i, j = np.ogrid[: shape.num_heads, : shape.seqlen_q, : shape.seqlen_kv]
+    return {"b": np.arange(shape.num_batch).reshape(*shape.batch, 1, 1, 1), "h": h, "i": i, "j": j}
+
+
+def made(library, formula, seed):
+    shape = shape_of(library)
+    arrays = formula.arrays(shape, seed)
+    score = library.Score(formula, **arrays)
+    s = 4 * np.random.default_rng(seed).standard_normal((*shape.batch, *shape[1:]))
+    return score, part(library, "scores.values").Operands(score.numbers, tuple(arrays.values()), shape.batch), s
+
+
+def formulas_of(library):
+    return part(library, "testing.formulas").formulas()
+
+
+def values_are_right(library):
+    """A program gives what its function gives, bit for bit in float64."""
+    for function in SMALL:
+        score, s, i = library.Score(function), np.linspace(-3, 3, 7), np.arange(7)
+        operands = part(library, "scores.values").Operands(score.numbers, ())
+        (found,) = part(library, "scores.values").values(score.program, operands, s, 0, 0, i, 2)
+        assert np.allclose(found, function(s, 0, 0, i, 2), rtol=1e-15, atol=0), score
+    wide_integers_are_subtracted_exactly(library)
+    batches_are_read_in_place(library)
+
+    @hunt(formulas_of(library), SEEDS, seeds=3)
+    def check(formula, seed):
+        score, operands, s = made(library, formula, seed)
+        at = places(shape_of(library))
+        wide = {name: x if x.dtype.kind in "iub" else x.astype(np.float64) for name, x in score.arrays.items()}
+        with np.errstate(all="ignore"):
+            exact = np.broadcast_to(formula(s, **at, **wide), s.shape)
+            (found,) = part(library, "scores.values").values(score.program, operands, s, **at)
+        assert np.array_equal(np.broadcast_to(found, s.shape), exact, equal_nan=True)
+
+
+SMALL = (
+    lambda s, b, h, i, j: 0 - s, lambda s, b, h, i, j: s - 1, lambda s, b, h, i, j: s + 1, lambda s, b, h, i, j: -1 * s,
+    lambda s, b, h, i, j: 0 + s, lambda s, b, h, i, j: s / 2, lambda s, b, h, i, j: s / 3, lambda s, b, h, i, j: 7 - s,
+    lambda s, b, h, i, j: 7 / (s + 9), lambda s, b, h, i, j: np.where(s > 0, 2 * s, 5.5),
+    lambda s, b, h, i, j: s + (i - j) % 3 + (j - i) // 2, lambda s, b, h, i, j: np.clip(s, -1, 1.5),
+    lambda s, b, h, i, j: 2.5 * s + 3.5 * i + 4.5, lambda s, b, h, i, j: np.log2(s + 4) + np.log(s + 5),
+    lambda s, b, h, i, j: np.exp2(s) + np.exp(s / 7), lambda s, b, h, i, j: 2 ** np.sign(s) + (i + 1) ** 2 + s**2,
+)  # fmt: skip
+
+
+def batches_are_read_in_place(library):
+    """Leading axes of an array are those before the heads, from the right; one of length 1 stands for all."""
+    s, b = np.zeros((2, 3, 1, 2, 1)), np.arange(6).reshape(2, 3, 1, 1, 1)
+    for leading in ((2, 3), (3,), (2, 1), (1, 3), (1,)):
+        array = np.random.default_rng(0).standard_normal((*leading, 2))
+        score = library.Score(lambda s, b, h, i, j, a: s + a[..., i], a=array)
+        operands = part(library, "scores.values").Operands((), (array,), (2, 3))
+        i = np.arange(2)[:, None]
+        (found,) = part(library, "scores.values").values(score.program, operands, s, b, 0, i, 0)
+        assert np.array_equal(found, np.broadcast_to(array[..., None, :, None], s.shape))
+
+
+def wide_integers_are_subtracted_exactly(library):
+    time = np.array([2**30, 2**30 + 1, 2**40], np.int64)
+    score = library.Score(lambda s, b, h, i, j, time: s - (time[i] - time[j]) + time[2] * 0.0, time=time)
+    i, j = np.ogrid[:2, :2]
+    operands = part(library, "scores.values").Operands(score.numbers, (time,))
+    (found,) = part(library, "scores.values").values(score.program, operands, np.zeros((2, 2), np.float32), 0, 0, i, j)
+    assert np.array_equal(found, [[0, 1], [-1, 0]])
+    least = library.Score(lambda s, b, h, i, j, time: time[2] + i * 0, time=time)
+    (found,) = part(library, "scores.values").values(least.program, operands, np.zeros(1), 0, 0, 0, 0)
+    assert float(np.max(found)) == 2**31 - 1
+
+
+def derivatives_are_right(library):
+    """By dual numbers in long double, within the error that float64 may make."""
+    program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
+    dual = part(library, "testing.dual")
+
+    @hunt(formulas_of(library), SEEDS, seeds=3)
+    def check(formula, seed):
+        score, operands, s = made(library, formula, seed)
+        at, names = places(shape_of(library)), [x.name for x in score.program.arrays if x.kind == "real"]
+        program = program_of.derived(score.program, names)
+        model = roundoff.Arithmetic(2.0**-53, 1e-300, 1e300)
+        found = roundoff.values_and_errors(program, operands, s, 0.0, **at, model=model)
+        arrays = {name: x if x.dtype.kind in "iub" else x.astype(np.longdouble) for name, x in score.arrays.items()}
+        reads = {name: dual.Captured(arrays[name]) for name in names}
+        given = arrays | {name: each.read() for name, each in reads.items()}
+        wide = s.astype(np.longdouble)
+        with np.errstate(all="ignore"):
+            f = formula(dual.Dual(wide, {"s": np.ones_like(wide)}), **at, **given)
+        tangents = f.tangents if isinstance(f, dual.Dual) else {}
+        wanted = [getattr(f, "value", f), tangents.get("s", 0)]
+        for load in program_of.gradient_loads(program, names):
+            name = program.arrays[program.instructions[load].value].name
+            wanted.append(sum(x for key, x in tangents.items() if key[0] == id(reads[name])))
+        for (value, error), exact in zip(found, wanted, strict=True):
+            off = np.abs(value - exact)
+            assert ((off <= 2 * error) | (np.isnan(value) & np.isnan(exact)) | (value == exact)).all(), score
+
+    branches_do_not_leak(library)
+    ties_are_kept(library)
+
+
+def slope_of(library, function, x):
+    score = library.Score(function)
+    operands = part(library, "scores.values").Operands(score.numbers, ())
+    program = part(library, "scores.program").derived(score.program)
+    found = part(library, "scores.values").values(program, operands, np.array(x, float), 0, 0, 0, 0)[1]
+    return np.broadcast_to(found, np.shape(x))
+
+
+def branches_do_not_leak(library):
+    def f(s, b, h, i, j):
+        log = np.log(s)
+        return np.where(s > 0, log, 0) + np.where(s > 1, -log / 2, 0) - np.where(s > 2, np.sqrt(s - 2), 0)
+
+    assert np.allclose(slope_of(library, f, [-1.0, 0.0, 0.5, 1.5]), [0, 0, 2, 1 / 3], rtol=1e-14, atol=0)
+
+    def nested(s, b, h, i, j):
+        return np.where(s > 0, np.where(s > 1, -np.log(s), 0), 0)
+
+    assert np.array_equal(slope_of(library, nested, [-1.0, 0.0, 2.0]), [0, 0, -0.5])
+
+
+def ties_are_kept(library):
+    wanted = [
+        (lambda s, b, h, i, j: np.abs(s), 0.0, 0), (lambda s, b, h, i, j: np.sign(s), 0.0, 0),
+        (lambda s, b, h, i, j: np.minimum(2 * s, s), 0.0, 2), (lambda s, b, h, i, j: np.maximum(s, 2 * s), 0.0, 1),
+        (lambda s, b, h, i, j: np.sqrt(s), 0.0, np.inf), (lambda s, b, h, i, j: s**3, 2.0, 12),
+        (lambda s, b, h, i, j: 2.5**s, 0.0, np.log(2.5)), (lambda s, b, h, i, j: 1.5 / s, 2.0, -0.375),
+        (lambda s, b, h, i, j: np.tanh(s), 0.0, 1), (lambda s, b, h, i, j: np.exp2(s), 0.0, np.log(2)),
+        (lambda s, b, h, i, j: np.log2(s), 1.0, 1 / np.log(2)),
+    ]  # fmt: skip
+    for function, x, slope in wanted:
+        assert float(slope_of(library, function, x)) == slope, slope
+
+
+def errors_hold(library):
+    """What float32 makes of scores that are off lies within the errors, at every operation."""
+    program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
+    info = np.finfo(np.float32)
+    model = roundoff.Arithmetic(float(info.eps) / 2, float(info.smallest_normal), float(info.max))
+
+    @hunt(formulas_of(library), SEEDS, seeds=3)
+    def check(formula, seed):
+        score, operands, s = made(library, formula, seed)
+        rng, at = np.random.default_rng(seed), places(shape_of(library))
+        e_s = 10.0 ** rng.integers(-6, 0) * np.abs(s)
+        near = (s + e_s * rng.uniform(-0.95, 0.95, s.shape)).astype(np.float32)
+        names = [x.name for x in score.program.arrays if x.kind == "real"]
+        program = program_of.derived(score.program, names)
+        bounds = roundoff.values_and_errors(program, operands, s, e_s + 2e-7 * np.abs(s), **at, model=model)
+        found = part(library, "scores.values").values(program, operands, near, **at)
+        for x, (value, error) in zip(found, bounds, strict=True):
+            off = np.abs(np.subtract(x, value, dtype=np.float64))
+            assert ((off <= error) | np.equal(x, value) | np.isnan(value)).all(), score
+
+    functions_err_by_as_much_as_their_argument_lets_them(library, model)
+
+
+def functions_err_by_as_much_as_their_argument_lets_them(library, model):
+    """Each operation alone, at arguments that are far off: the error covers both ends, and not ten times as much."""
+    program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
+    functions = {
+        "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "tanh": np.tanh, "sqrt": np.sqrt,
+        "abs": np.abs, "neg": np.negative,
+    }  # fmt: skip
+    s, e_s = np.array([0.7, 2.0, 3.0]), np.array([0.5, 0.1, 1e-3])
+    for op, function in functions.items():
+        builder = program_of.Builder()
+        program = builder.finish(builder.unary(op, builder.put("s", "real")))
+        operands = part(library, "scores.values").Operands((), ())
+        ((value, error),) = roundoff.values_and_errors(program, operands, s, e_s, 0, 0, 0, 0, model)
+        reached = np.maximum(np.abs(function(s + e_s) - value), np.abs(function(s - e_s) - value))
+        assert (reached * (1 - 1e-12) <= error).all() and (error <= 10 * reached).all(), op
+    builder = program_of.Builder()
+    divisor = builder.put("s", "real")
+    program = builder.finish(builder.binary("div", builder.const(1.0), divisor))
+    s, e_s = np.array([0.3, 0.3, -0.3]), np.array([0.1, 0.4, 0.1])
+    operands = part(library, "scores.values").Operands((), ())
+    ((_, error),) = roundoff.values_and_errors(program, operands, s, e_s, 0, 0, 0, 0, model)
+    assert error[0] >= 1 / 0.2 - 1 / 0.3 - 1e-12 and error[2] == error[0] < 2 and np.isinf(error[1])
+
+
+def programs_are_simple(library):
+    """The fewest operations for each function; equal ones are one; numbers are arguments."""
+    for function, ops in SIMPLE:
+        assert [each.op for each in library.Score(function).program.instructions] == ops, ops
+
+    def twice(s, b, h, i, j):
+        np.exp(s * 7.5)
+        return np.tanh(s) * np.tanh(s) + 30 * np.tanh(s / 30)
+
+    score = library.Score(twice)
+    wanted = ["s", "tanh", "mul", "number", "number", "mul", "tanh", "mul", "add"]
+    assert [each.op for each in score.program.instructions] == wanted
+    assert score.numbers == (30.0, 1 / 30)
+    other = library.Score(lambda s, b, h, i, j: np.tanh(s) * np.tanh(s) + 17 * np.tanh(s / 17))
+    assert other.program == score.program and other.numbers == (17.0, 1 / 17)
+    falls = part(library, "scores.program").derived(library.Score(lambda s, b, h, i, j: 5 - s).program)
+    assert "neg" not in [each.op for each in falls.instructions]
+    kinds = {"shift": lambda s, b, h, i, j: s - j, "scaled": lambda s, b, h, i, j: 3.5 * s,
+             "curved": lambda s, b, h, i, j: s * s}  # fmt: skip
+    assert all(library.Score(function).curvature == kind for kind, function in kinds.items())
+    batched = library.Score(lambda s, b, h, i, j, a: s + a[..., j], a=np.zeros((3, 4)))
+    assert {"b", "j"} in part(library, "scores.program").depends(batched.program)
+
+
+def indices_are_proven(library):
+    """Integers lie within their ranges, and what may leave an axis is refused."""
+    ranges = part(library, "scores.ranges")
+
+    @hunt(formulas_of(library), SEEDS, seeds=2)
+    def check(formula, seed):
+        score, operands, s = made(library, formula, seed)
+        shape = shape_of(library)
+        known = ranges.ranges(score.program, dict(zip("bhij", (shape.num_batch, *shape[1:]))))
+        found = part(library, "scores.values").run(score.program, operands, s, **places(shape))
+        for n, (least, most) in known.items():
+            assert least <= np.min(found[n]) and np.max(found[n]) <= most, score
+
+    for index, extent, reason in RANGES:
+        def f(s, b, h, i, j, near, x):
+            return s + near[index(i, j, x)]
+
+        score = library.Score(f, near=np.zeros(extent), x=np.zeros(20, np.int32))
+        found = ranges.range_reasons(score.program, [(extent,), (20,)], (2,), EXTENTS, "float32")
+        assert (reason in found[0]) if reason else (found == []), reason
+    score = library.Score(lambda s, b, h, i, j, a: s + a[..., h], a=np.zeros((5, 3)))
+    assert len(ranges.range_reasons(score.program, [(5, 3)], (2,), EXTENTS, "float32")) == 1
+    far = library.Score(lambda s, b, h, i, j: s - np.abs(i - j))
+    assert ranges.range_reasons(far.program, [], (), {**EXTENTS, "j": 2**24 + 1}, "float32")
+    assert not ranges.range_reasons(far.program, [], (), {**EXTENTS, "j": 2**24}, "float32")
+    assert not ranges.range_reasons(far.program, [], (), {**EXTENTS, "j": 2**24 + 1}, "float64")
+
+
+def refusals_are_told(library):
+    """Each function that no kernel can run is refused with its line and the fix."""
+    for function, arrays, wanted in REFUSED.values():
+        try:
+            library.Score(function, **arrays)
+        except library.UnsupportedProblem as error:
+            assert wanted.format(line=branches.__code__.co_firstlineno + 1) in str(error)
+        else:
+            raise AssertionError(wanted)
+    kept = []
+
+    def keeps(s, b, h, i, j):
+        kept.append(s)
+        return kept[0]
+
+    library.Score(keeps)
+    try:
+        library.Score(keeps)
+    except library.UnsupportedProblem:
+        return
+    raise AssertionError("a symbol of an earlier call is taken")
+
+
+def results_are_right(library):
+    """Every result of the cpu executor within its bound, with gradients of arrays."""
+    bounds_grow_with_the_function(library)
+    drawn = part(library, "testing.strategies").examples(
+        most_scores=1 << 11, most_rows=150, widest=16, longest=70, has_score=True
+    )  # fmt: skip
+
+    @hunt(drawn, seeds=2)
+    def check(example):
+        within_bounds(library, example)
+
+    structures = part(library, "testing.strategies").Structure
+    masks = library.masks
+    for structure in (
+        structures(num_heads=4, num_kv_heads=2, seqlen_q=37, seqlen_kv=53, mask=masks.Causal("bottom_right")),
+        structures(q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=2, seqlen_q=20, seqlen_kv=600, scale=2.0),
+    ):
+        plain = structure.example()
+        shape = plain.problem.mask_shape
+        rng = np.random.default_rng(0)
+        bias = rng.standard_normal((shape.num_heads, 1, shape.seqlen_kv)).astype(np.float32)
+        capped_bias = library.scores.bias(bias) @ library.scores.softcap(1.5)
+        within_bounds(library, plain.but(score=capped_bias, wrt=("bias",)))
+        allowed = np.broadcast_to(plain.allowed, (*shape.batch, *shape[1:])).copy()
+        allowed[..., 3] = False
+        full = np.where(allowed, rng.standard_normal(allowed.shape), np.nan).astype(np.float32)
+        within_bounds(library, plain.but(score=library.scores.bias(full), wrt=("bias",), mask=allowed), is_finite=True)
+        a = (np.arange(shape.seqlen_kv) != 3).astype(np.float32)
+        logs = library.Score(lambda s, b, h, i, j, a: s + np.log(a[j]), a=a)
+        logs = plain.but(score=logs, wrt=("a",), mask=allowed)
+        within_bounds(library, logs, is_finite=True)
+
+        def hides(s, b, h, i, j):
+            return np.where(i % 3 == 0, -np.inf, s) + np.log(np.where(j < 2, 0 * s, 1))
+
+        found = within_bounds(library, plain.but(score=library.Score(hides)))
+        assert all(np.isfinite(found[name]).all() for name in ("dq", "dk", "dv"))
+
+
+def bounds_grow_with_the_function(library):
+    """A difference that is a thousand times as steep errs by a thousand times as much, in each result."""
+    q = np.full((1, 4, 64), 0.5, np.float32)
+    plain = library.error_bound(q, q, q, q)
+    steep = library.error_bound(q, q, q, q, score=lambda s, b, h, i, j: 1000.0 * (s - 2))
+    assert (steep.lse > 100 * plain.lse).all()
+
+
+def within_bounds(library, example, is_finite=False):
+    (o, lse), vjp = library.attention_vjp(
+        example.q, example.k, example.v, mask=example.mask, scale=example.scale, score=example.score, wrt=example.wrt,
+        return_lse=True,
+    )  # fmt: skip
+    gradients = vjp(example.do, example.dlse)
+    found = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients)))
+    others = {name: gradients[name] for name in example.wrt}
+    part(library, "testing.assertions").assert_within_bounds(example, **found, others=others)
+    assert not is_finite or all(np.isfinite(x).all() for x in (*found.values(), *others.values()))
+    return found
+
+
+def calls_are_right(library):
+    """softcap, bias and score in order; numbers and arrays are read anew; plans keep arrays and take others."""
+    q = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 4, 8)
+    bias = np.linspace(-2, 1, 16, dtype=np.float32).reshape(4, 4)
+
+    def lse_by_hand(cap, bias, slope):
+        s = q @ q.swapaxes(-1, -2) / np.sqrt(8)
+        s = slope * (cap * np.tanh(s / cap) + bias)
+        return np.log(np.exp(s).sum(axis=-1))
+
+    for cap, added, slope in ((0.5, bias, 2.0), (0.75, bias, 2.0), (0.75, bias + 1, 2.0), (0.75, bias + 1, 3.0)):
+        steep = library.Score(lambda s, b, h, i, j: slope * s)
+        lse = library.attention(q, q, q, softcap=cap, bias=added, score=steep, return_lse=True)[1]
+        assert np.allclose(lse, lse_by_hand(cap, added, slope), rtol=1e-5)
+    ready = library.plan(q, q, q, bias=bias, wrt="bias")
+    for found, added in ((ready.forward(q, q, q)[1], bias), (ready.forward(q, q, q, bias=2 * bias)[1], 2 * bias)):
+        assert np.allclose(found, lse_by_hand(1e4, added, 1.0), rtol=1e-5)
+    o, vjp = library.attention_vjp(q, q, q, bias=bias.astype(np.float16), wrt="bias")
+    assert vjp(o)["bias"].shape == (4, 4) and vjp(o)["bias"].dtype == np.float16
+    empty = library.plan(q[:, :0], q, q, score=library.scores.alibi(bias[0, :2]), wrt="slopes").plan
+    results = {name: np.full(each.shape, np.nan, each.dtype) for name, each in empty.gradients_made.items()}
+    part(library, "executors.without_keys").backward(empty, results)
+    assert len(results) == 4 and all((x == 0).all() for x in results.values())
+    for options in (
+        {"softcap": 0.0}, {"softcap": np.inf}, {"bias": bias > 0}, {"bias": bias.astype(np.float64)},
+        {"bias": bias[:2]}, {"bias": bias, "wrt": "slopes"}, {"softcap": 1.0, "executor": "sim"},
+        {"score": library.scores.relative_position(np.zeros((2, 8)), bidirectional=True), "wrt": "bucket"},
+        {"score": library.scores.bias(bias), "bias": bias + 1},
+    ):  # fmt: skip
+        try:
+            library.attention_vjp(q, q, q, **options)
+        except library.UnsupportedProblem as error:
+            assert options.get("bias") is None or options["bias"].dtype != bool or "give it as mask=" in str(error)
+            continue
+        raise AssertionError(options)
+    sums_have_one_order(library)
+
+
+def sums_have_one_order(library):
+    """Gradients of arrays are equal bit for bit on any number of threads, and each time."""
+    structure = part(library, "testing.strategies").Structure(num_heads=4, num_kv_heads=4, seqlen_q=2100, seqlen_kv=64)
+    example = structure.example()
+    host = part(library, "planning.host")
+    before, host._SHARED_SCORES = host._SHARED_SCORES, 0
+    try:
+        score = library.Score(lambda s, b, h, i, j, t: s * t, t=np.ones((), np.float32))
+        device = replace(library.DeviceSpec.host(), num_processors=3)
+        ready = library.plan(example.q, example.k, example.v, score=score, wrt="t", device=device)
+        o, lse = ready.forward(example.q, example.k, example.v)
+        found = {
+            ready.backward(example.do, example.q, example.k, example.v, o, lse)["t"].tobytes() for _ in range(20)
+        }
+        assert len(found) == 1
+    finally:
+        host._SHARED_SCORES = before
+
+
+def the_library_of_scores_is_right(library):
+    """Scores of the literature, by their formulas; their arrays have to fit."""
+    scores = library.scores
+    assert np.array_equal(scores.alibi_slopes(8), 2.0 ** -np.arange(1, 9))
+    halves = np.exp2(-np.array([0.5, 1.5, 2.5, 3.5])).astype(np.float32)
+    assert np.array_equal(scores.alibi_slopes(12)[8:], halves)
+    table = np.arange(8.0)[None]
+    i, far = np.array([0, 1, 3, 4, 5, 8, 16, 99]), np.array([0, 1, 3, 4, 4, 6, 7, 7])
+    assert np.array_equal(scores.relative_position(table, 16, bidirectional=False)(0.0, 0, 0, i, 0), far)
+    ahead = scores.relative_position(table, 16, bidirectional=True)(0.0, 0, 0, 0, np.array([0, 1, 2, 16, 99]))
+    assert np.array_equal(ahead, [0, 5, 6, 7, 7])
+    grid = np.arange(15.0).reshape(1, 3, 5)
+    pixels = scores.relative_position_2d(grid, 3)(0.0, 0, 0, 4, np.arange(6))
+    assert np.array_equal(pixels, [13, 12, 11, 8, 7, 6])
+    assert float(scores.temperature(np.array([1.0, 0.5]))(3.0, 0, 1, 0, 0)) == 1.5
+    assert float(scores.bias(np.array([[[[1.0]], [[2.0]]]]))(0.5, 0, 1, 3, 4)[0]) == 2.5
+    assert capped(0.0, 0, 1, 8, 4, np.array([0.5, 0.25])) == -1.0

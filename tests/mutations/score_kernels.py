@@ -1,0 +1,157 @@
+"""Faults of score functions in the kernels of every family, and in the text that is printed of a program."""
+
+from __future__ import annotations
+
+from mutations.planting import Edit
+from mutations.score_kernel_guards import (
+    naive_is_exact, nothing_past_the_end_matters, packed_heads_are_exact, printed_functions_are_exact, simt_is_exact,
+    sm80_is_exact, sm90_is_exact, warps_that_share_elements_are_exact,
+)  # fmt: skip
+
+FAULTS = {
+    simt_is_exact: {
+        "scores are not scaled before their function": Edit(
+            "attention/score.cuh", "apply_score", "key, x * scale)", "key, x)"
+        ),
+        "a function is that of the first head": Edit(
+            "attention/score.cuh", "apply_score",
+            "score.of_tile(place.entry, rows[i].head)",
+            "score.of_tile(place.entry, 0)",
+        ),
+        "a function is that of the first batch entry": Edit(
+            "attention/score.cuh", "apply_score",
+            "score.of_tile(place.entry, rows[i].head)",
+            "score.of_tile(0, rows[i].head)",
+        ),
+        "keys and queries change places": Edit(
+            "attention/score.cuh", "score_of_queries",
+            "queries{work.first, work.last}, keys{step.start, step.stop}",
+            "keys{work.first, work.last}, queries{step.start, step.stop}",
+        ),
+        "scores get their function after their mask": Edit(
+            "simt/forward.cu", "simt_forward",
+            "if constexpr (kHasScore) score_of_queries(s, score_function, params, work, step, kLog2E); "
+            "else s.scale(softmax_scale_log2); mask_scores(s, params, work, step);",
+            "mask_scores(s, params, work, step); "
+            "if constexpr (kHasScore) score_of_queries(s, score_function, params, work, step, kLog2E); "
+            "else s.scale(softmax_scale_log2);",
+        ),
+        "the slope is left out": Edit("attention/score_slopes.cuh", "make_pair", "df * slopes.d0", "df"),
+        "masked elements have a gradient": Edit("attention/score_slopes.cuh", "make_pair", "is_seen && lse_2", "lse_2"),
+        "slopes are taken at products that are not scaled": Edit(
+            "attention/score_slopes.cuh", "make_pair", "const T scaled = s * scale;", "const T scaled = s;"
+        ),
+        "gradients of heads are added twice": Edit(
+            "attention/score_slopes.cuh", "score_pairs",
+            "if (adds) score.flush(of_tile, tile_sums);",
+            "if (adds) score.flush(of_tile, tile_sums); if (adds) score.flush(of_tile, tile_sums);",
+        ),
+        "S^T is taken for S": Edit(
+            "attention/score_slopes.cuh", "score_pairs_of_keys",
+            "{work.first, work.last}, {step.start, step.stop}",
+            "{step.start, step.stop}, {work.first, work.last}",
+        ),
+        "P is made before there is dP": Edit(
+            "simt/backward.cu", "simt_backward",
+            "if constexpr (!kHasScore) probabilities_of_keys(",
+            "probabilities_of_keys(",
+        ),
+        "rows have slopes of no score function": Edit(
+            "simt/backward_rows.cu", "simt_backward_rows", "if constexpr (kHasScore)", "if constexpr (false)"
+        ),
+        "columns have slopes of no score function": Edit(
+            "simt/backward_columns.cu", "simt_backward_columns", "if constexpr (kHasScore)", "if constexpr (false)"
+        ),
+        "indices beyond an int wrap around": Edit(
+            "attention/score_math.cuh", "whole",
+            "if (x > static_cast<Element>(kMost)) return kMost;",
+            "",
+        ),
+        "remainders of a wrong divisor": Edit(
+            "attention/score_math.cuh", "remainder", "x % by +", "x % (by - 1) +"
+        ),
+        "batch entries are taken from the first axis on": Edit(
+            "attention/score_math.cuh", "leading_offset", "b /= extent;", ""
+        ),
+    },
+    naive_is_exact: {
+        "the backward pass keeps scores with their function": Edit(
+            "naive/scores.cu", "naive_scores", "kHasScore && !score::Function::kIsDerived", "kHasScore"
+        ),
+        "gradients have no score function": Edit(
+            "naive/gradient_scores.cu", "naive_gradient_scores",
+            "delta_of_row[i] = delta;",
+            "delta_of_row[i] = 0;",
+        ),
+    },
+    sm80_is_exact: {
+        "scores get no function": Edit(
+            "sm80/forward.cu", "sm80_forward", "if constexpr (kHasScore)", "if constexpr (false)"
+        ),
+        "exponents are scaled as well": Edit(
+            "attention/score.cuh", "exponent_scale", "kHasScore ? 1.0 : shape.softmax_scale", "shape.softmax_scale"
+        ),
+        "gradients have the positions of the first keys": Edit(
+            "sm80/backward.cu", "sm80_backward",
+            "{kept.work.first, kept.work.last}, is_masked",
+            "{0, kept.work.last}, is_masked",
+        ),
+        "hidden elements are taken for seen ones": Edit(
+            "attention/fragment_slopes.cuh", "score_pairs_of_rows",
+            "!is_masked || !is_masked_score(s.at(i, j))",
+            "true",
+        ),
+        "rows have no score function": Edit(
+            "sm80/backward_rows.cu", "sm80_backward_rows", "if constexpr (kHasScore)", "if constexpr (false)"
+        ),
+    },
+    packed_heads_are_exact: {
+        "heads in one tile have the first one's function": Edit(
+            "sm80/forward.cu", "score_step", "work.place.head + heads.quotient", "work.place.head"
+        ),
+        "queries of a further head are counted on": Edit("sm80/forward.cu", "score_step", "heads.rest", "row"),
+    },
+    warps_that_share_elements_are_exact: {
+        "elements that two warps hold are added twice": Edit(
+            "sm80/backward.cu", "sm80_backward", "Scores::is_first_holder()); } else", "true); } else"
+        ),
+    },
+    nothing_past_the_end_matters: {
+        "queries past the end have a P": Edit(
+            "attention/score_slopes.cuh", "make_pair",
+            "is_seen && lse_2 != -ptx::negative_infinity<T>()",
+            "is_seen",
+        ),
+    },
+    sm90_is_exact: {
+        "scores get no function": Edit(
+            "sm90/forward.cu", "score_step", "if constexpr (kHasScore)", "if constexpr (false)"
+        ),
+        "scores have the function of a later tile": Edit(
+            "sm90/forward.cu", "score_step",
+            "board().tasks[task_of(num_tasks)]",
+            "board().tasks[task_of(num_tasks + 1)]",
+        ),
+    },
+    printed_functions_are_exact: {
+        "numbers are read a slot late": Edit(
+            "planning/score_launches.py", "_values", "list(numbers[: program.num_numbers])",
+            "list(numbers[1 : program.num_numbers]) + list(numbers[:1])",
+        ),
+        "leading axes are the batch's first": Edit(
+            "compiler/score_text.py", "_Printer._of_levels",
+            'f"batch_extents + {extents - axes}, {member}_strides"',
+            'f"batch_extents, {member}_strides"',
+        ),
+        "gradients are not zeroed": Edit("executors/launch.py", "__call__", "every[place].fill(0)", "pass"),
+        "slopes of arrays are those of the score": Edit(
+            "compiler/score_text.py", "_Printer._additions",
+            'f"    of_{level}.g{place} += df * slopes.d{place + 1};"',
+            'f"    of_{level}.g{place} += df * slopes.d{place};"',
+        ),
+        "both kernels of two walks add gradients": Edit(
+            "planning/score_launches.py", None, '_ADDING = ("gradient_scores", "backward", "backward_columns")',
+            '_ADDING = ("gradient_scores", "backward_columns")',
+        ),
+    },
+}

@@ -1,0 +1,350 @@
+"""Faults in score functions: programs, derivatives, ranges, errors, and what the cpu executor makes of them."""
+
+from __future__ import annotations
+
+from mutations.planting import Edit
+from mutations.score_guards import (
+    calls_are_right, derivatives_are_right, errors_hold, indices_are_proven, programs_are_simple, refusals_are_told,
+    results_are_right, the_library_of_scores_is_right, values_are_right,
+)  # fmt: skip
+
+PROGRAM, TRACE, RANGES = "scores/program.py", "scores/trace.py", "scores/ranges.py"
+VALUES, ROUNDOFF, SCORE, LIBRARY = "scores/values.py", "scores/roundoff.py", "scores/score.py", "scores/library.py"
+TILES, CPU, OPERANDS = "executors/tile_scores.py", "executors/cpu.py", "planning/score_operands.py"
+
+FAULTS = {
+    values_are_right: {
+        "0 - x is x": Edit(PROGRAM, "Builder._arithmetic", '(op == "add" and self._is(a, 0))', "self._is(a, 0)"),
+        "x + 1 is x": Edit(
+            PROGRAM, "Builder._arithmetic",
+            'op in ("add", "sub") and self._is(b, 0)',
+            'op in ("add", "sub") and self._is(b, 1)',
+        ),
+        "-1 x is x": Edit(
+            PROGRAM, "Builder._arithmetic", 'self._folded("neg", kind, b if',
+            'self._folded("abs", kind, b if',
+        ),
+        "x / y is x y": Edit(
+            PROGRAM, "Builder._quotient", "self.const(1.0 / divisor.value)",
+            "self.const(divisor.value)",
+        ),
+        "a number's reciprocal is the number": Edit(
+            PROGRAM, "Builder._quotient", "self.number(1.0 / value)", "self.number(value)"
+        ),
+        "the branches of where change places": Edit(
+            PROGRAM, "Builder.where", 'self.put("where", self.kind(a), condition, a, b)',
+            'self.put("where", self.kind(a), condition, b, a)',
+        ),
+        "a slot is that of the number before": Edit(
+            PROGRAM, "Builder.number", 'self.put("number", "real", value=slot)',
+            'self.put("number", "real", value=max(slot - 1, 0))',
+        ),
+        "slots are not counted anew": Edit(
+            PROGRAM, "Builder._pruned", 'slots.index(value) if op == "number" else value', "value"
+        ),
+        "wide integers are subtracted as reals": Edit(
+            PROGRAM, "_only_reals", 'in (*_OF_INTS, "where") and n not in is_wide', 'in (*_OF_INTS, "where")'
+        ),
+        "integers wrap around at int32": Edit(
+            VALUES, "Operands.loaded", "np.clip(x, least, most).astype(np.int64)", "x.astype(np.int32)"
+        ),
+        "batch axes of length 1 are indexed": Edit(VALUES, "Operands.place", "0 if extent == 1 else entry", "entry"),
+        "batch axes are those of the first arrays": Edit(
+            VALUES, "Operands.place", "entries[len(self.batch) - num_leading :]", "entries[:num_leading]"
+        ),
+        "log2 is log": Edit(TRACE, None, 'np.log2: "log2"', 'np.log2: "log"'),
+        "remainder is floor division": Edit(TRACE, None, 'np.remainder: "mod"', 'np.remainder: "floordiv"'),
+        "swapped operands are not swapped back": Edit(
+            TRACE, "Symbol.__rsub__", 'self.apply("sub", other, self)', 'self.apply("sub", self, other)'
+        ),
+        "a clip has no upper end": Edit(
+            TRACE, "Symbol._clipped", 'x if high is None else self.apply("min", x, high)', "x"
+        ),
+    },
+    derivatives_are_right: {
+        "the second term of a difference keeps its sign": Edit(
+            PROGRAM, "_ReverseSweep._terms", 'g if op == "add" else self._negative(g)', "g"
+        ),
+        "factors are not exchanged": Edit(
+            PROGRAM, "_ReverseSweep._terms",
+            "[(a, times(g, b)), (b, times(g, a))]",
+            "[(a, times(g, a)), (b, times(g, b))]",
+        ),
+        "a divisor keeps its sign": Edit(
+            PROGRAM, "_ReverseSweep._terms", "(b, self._negative(times(quotient, n)))", "(b, times(quotient, n))"
+        ),
+        "a tie of min goes to the second": Edit(
+            PROGRAM, "_ReverseSweep._terms", '"le" if op == "min"',
+            '"lt" if op == "min"',
+        ),
+        "a tie of max goes to the second": Edit(PROGRAM, "_ReverseSweep._terms", 'else "ge"', 'else "gt"'),
+        "the branch that is not chosen has the derivative": Edit(
+            PROGRAM, "_ReverseSweep._terms",
+            "[(b, put.where(a, g, self.zero)), (more[1], put.where(a, self.zero, g))]",
+            "[(b, put.where(a, self.zero, g)), (more[1], put.where(a, g, self.zero))]",
+        ),
+        "a branch that is not chosen leaks": Edit(
+            PROGRAM, "_ReverseSweep._guarded", 'op == "where" and self.zero in args[1:]', "False"
+        ),
+        "a sum of branches leaks": Edit(
+            PROGRAM, "_ReverseSweep._guarded", 'op == "add" and all(self._is_guarded(a) for a in args)', "False"
+        ),
+        "abs has slope 1": Edit(
+            PROGRAM, "_ReverseSweep._through", 'times(g, put.unary("sign", a))', "g"
+        ),
+        "exp2 lacks log 2": Edit(
+            PROGRAM, "_ReverseSweep._through", "times(times(g, n), put.const(math.log(2)))", "times(g, n)"
+        ),
+        "log2 lacks 1 / log 2": Edit(
+            PROGRAM, "_ReverseSweep._through", "times(g, put.const(1 / math.log(2)))", "g"
+        ),
+        "tanh has slope 1 - t": Edit(
+            PROGRAM, "_ReverseSweep._through", 'put.binary("mul", n, n)', "n"
+        ),
+        "sqrt lacks a half": Edit(PROGRAM, "_ReverseSweep._through", "times(g, put.const(0.5))", "g"),
+        "a power keeps its exponent": Edit(
+            PROGRAM, "_ReverseSweep._terms_of_power", 'put.binary("sub", b, self.one)', "b"
+        ),
+        "an exponent has no derivative": Edit(
+            PROGRAM, "_ReverseSweep._terms_of_power", 'op not in ("const", "number", "real")', 'op == "s" and False'
+        ),
+        "the last use alone counts": Edit(
+            PROGRAM, "_ReverseSweep._add",
+            'self.builder.binary("add", self._adjoints[n], term) if n in self._adjoints else term', "term",
+        ),
+    },
+    errors_hold: {
+        "a sum forgets its second term": Edit(
+            ROUNDOFF, "_real_error", "error = args[0].error + args[1].error", "error = args[0].error"
+        ),
+        "a product forgets a factor": Edit(
+            ROUNDOFF, "_error_of_product", "np.abs(a.value) * b.error +", ""
+        ),
+        "a quotient is not divided by its room": Edit(
+            ROUNDOFF, "_error_of_quotient", "np.abs(x) * b.error) / room", "np.abs(x) * b.error)"
+        ),
+        "exp passes its argument's error": Edit(
+            ROUNDOFF, "_error_of_exp", "np.abs(x) * np.expm1(a.error * base)", "a.error"
+        ),
+        "log is linear": Edit(ROUNDOFF, "_error_of_log", "-np.log1p(-np.minimum(a.error / a.value, 1)) / base",
+                              "a.error / a.value / base"),
+        "tanh has its slope at the far end": Edit(
+            ROUNDOFF, "_error_of_tanh", "np.abs(a.value) - a.error", "np.abs(a.value) + a.error"
+        ),
+        "sqrt passes its argument's error": Edit(
+            ROUNDOFF, "_error_of_sqrt", "error = a.error / (x + np.sqrt(np.maximum(lowest, 0)))", "error = 0 * a.error"
+        ),
+        "a comparison never turns": Edit(ROUNDOFF, "_may_flip", "np.greater(room, 0) &", "False &"),
+        "where errs as the chosen branch": Edit(
+            ROUNDOFF, "_real_error", "np.where(condition.error, either, chosen)", "chosen"
+        ),
+        "sign never turns": Edit(ROUNDOFF, "_real_error", "| np.equal(args[0].error, 0), 0, 2)",
+                                 "| np.equal(args[0].error, 0), 0, 0)"),
+        "a power is as exact as its base": Edit(
+            ROUNDOFF, "_error_of_power", "exponent = np.abs(b.value) * e_log +", "exponent = 0 * e_log +"
+        ),
+    },
+    programs_are_simple: {
+        "equal instructions are two": Edit(PROGRAM, "Builder.put", "if instruction not in self._found:", "if True:"),
+        "equal numbers are two": Edit(PROGRAM, "Builder.number", "value.hex(), self", "len(self._slots), self"),
+        "what nothing needs is kept": Edit(
+            PROGRAM, "_needed", "stack = list(results)", "stack = list(range(len(instructions)))"
+        ),
+        "constants do not fold": Edit(PROGRAM, "Builder._folded", "op in _FOLDS and", "False and"),
+        "a square is a power": Edit(
+            PROGRAM, "Builder.binary", 'if op == "pow" and self._is(b, 2): return self._arithmetic("mul", "real"',
+            'if op == "pow" and self._is(b, 3): return self._arithmetic("mul", "real"',
+        ),
+        "equal branches are a choice": Edit(PROGRAM, "Builder.where", "a if a == b else self.put", "self.put"),
+        "a number is part of the program": Edit(
+            PROGRAM, "Builder.real", "self.number(float(instruction.value))", "self.const(float(instruction.value))"
+        ),
+        "integers become reals late": Edit(PROGRAM, "_only_reals", "found.add(n)", "pass"),
+        "every function is curved": Edit(
+            PROGRAM, "curvature", '"curved" if "s" in depends(slopes)[slope] else "scaled"', '"curved"'
+        ),
+        "a read at the batch entry depends on none": Edit(
+            PROGRAM, "depends", 'own = {"b"} if not all(leading) else set()', "own = set()"
+        ),
+    },
+    indices_are_proven: {
+        "the last position is left out": Edit(
+            RANGES, "_range_of", "Range(0, extents[op] - 1)",
+            "Range(0, extents[op] - 2)",
+        ),
+        "a difference is a sum": Edit(RANGES, None, '"sub": lambda x, y: x - y', '"sub": lambda x, y: x + y'),
+        "abs keeps its sign": Edit(
+            RANGES, "_range_of", "Range(max(least, -most, 0), max(-least, most))", "Range(least, most)"
+        ),
+        "neg keeps its order": Edit(
+            RANGES, "_range_of", "Range(-given[0].most, -given[0].least)", "Range(-given[0].least, -given[0].most)"
+        ),
+        "a remainder reaches its divisor": Edit(RANGES, "_range_of", "Range(0, c - 1)", "Range(0, c)"),
+        "a remainder is that of the ends": Edit(
+            RANGES, "_range_of", "is_whole = b - a < c and a // c == b // c", "is_whole = True"
+        ),
+        "the first branch alone is taken": Edit(
+            RANGES, "_range_of", "Range(min(a, c), max(b, d))", "Range(a, b)"
+        ),
+        "products have two corners": Edit(
+            RANGES, "_range_of", "in product((a, b), (c, d))", "in ((a, c), (b, d))"
+        ),
+        "an index may be the extent": Edit(RANGES, "_index_reasons", "most < extent", "most <= extent"),
+        "an index may be -1": Edit(RANGES, "_index_reasons", "least >= 0 and", ""),
+        "what an array holds is trusted": Edit(
+            RANGES, "_range_of",
+            "Range(max(int(info.min), -LARGEST - 1), min(int(info.max), LARGEST))", "Range(0, 0)",
+        ),
+        "integers may overflow": Edit(RANGES, "range_reasons", "or known[n].most > LARGEST", ""),
+        "leading axes are not looked at": Edit(RANGES, "range_reasons", "_batch_reasons(program, shapes, batch)", "[]"),
+        "2^24 + 1 becomes a float32": Edit(
+            RANGES, "range_reasons", "extents.get(name, 0) > _MOST_EXACT", "extents.get(name, 0) > _MOST_EXACT + 1"
+        ),
+        "float64 has no more positions": Edit(
+            RANGES, "range_reasons", 'instruction.op == "real" and dtype == "float32"', 'instruction.op == "real"'
+        ),
+    },
+    refusals_are_told: {
+        "the line is the next one": Edit(TRACE, "_place", "found = frame, line", "found = frame, line + 1"),
+        "the place is the library's": Edit(TRACE, "_place", "not in (__name__, Builder.__module__)", "is not None"),
+        "a real index is taken": Edit(PROGRAM, "Builder.load", 'any(self.kind(n) != "int" for n in args)', "False"),
+        "an index is left out": Edit(
+            TRACE, "ArraySymbol.__getitem__", "not is_batched and len(indices) != rank",
+            "False",
+        ),
+        "an index from the end is taken": Edit(TRACE, "ArraySymbol._index", "is_int(value) and value < 0", "False"),
+        "a slice is None": Edit(TRACE, "ArraySymbol.__getitem__", "or isinstance(each, slice)", ""),
+        "a comparison is a number": Edit(PROGRAM, "Builder.real", 'instruction.kind == "bool"', "False"),
+        "a number is a condition": Edit(PROGRAM, "Builder._condition", 'self.kind(n) != "bool"', "False"),
+        "the divisor is not looked at": Edit(
+            PROGRAM, "Builder.binary", 'divisor.kind != "int" or divisor.op != "const" or divisor.value <= 0', "False"
+        ),
+        "an earlier symbol is taken": Edit(TRACE, "_number_of", "value._builder is not builder", "False"),
+        "options of a ufunc are dropped": Edit(
+            TRACE, "Symbol.__array_ufunc__", 'method != "__call__" or options', 'method != "__call__"'
+        ),
+        "reserved names are taken": Edit(SCORE, "Score.__init__", "if name in RESERVED", "if name in ()"),
+        "nine arrays are taken": Edit(SCORE, "Score._make", "len(arrays) > MAX_ARRAYS", "len(arrays) > MAX_ARRAYS + 1"),
+        "the signature is not looked at": Edit(
+            TRACE, "_require_signature", "signature.bind(*symbols, **captured)",
+            "pass",
+        ),
+        "swapped bytes are taken": Edit(SCORE, "_type_of", "or not dtype.isnative", ""),
+    },
+    results_are_right: {
+        "the function is applied after the mask": Edit(
+            CPU, "_Call.forward_rows",
+            """
+            if self.score is not None:
+                self.score.apply(s, self._row_places(tiles, steps))
+            self._mask_keys(tiles, steps, s, -np.inf)
+            """,
+            """
+            self._mask_keys(tiles, steps, s, -np.inf)
+            if self.score is not None:
+                self.score.apply(s, self._row_places(tiles, steps))
+            """,
+        ),
+        "the slope is left out": Edit(TILES, "TileScores.gradients", "np.multiply(dp, slope, out=dp)", "dp"),
+        "scores stay in natural units": Edit(
+            TILES, "TileScores.apply", "np.multiply(f, s.dtype.type(_LOG2_E), out=s)", "np.copyto(s, f)"
+        ),
+        "P is not masked": Edit(TILES, "TileScores.gradients", "mask(p)", "pass"),
+        "a slope of inf reaches what has no weight": Edit(
+            TILES, "TileScores.gradients", "ds = np.multiply(dp, slope, out=dp) np.copyto(ds, 0, where=is_zero)",
+            "ds = np.multiply(dp, slope, out=dp)",
+        ),
+        "a derivative of NaN reaches an array's gradient": Edit(
+            TILES, "TileScores.gradients", "np.copyto(terms, 0, where=is_zero)", "pass"
+        ),
+        "delta is left out": Edit(TILES, "TileScores.gradients", "dp -= delta[..., None, :]", "pass"),
+        "broadcast axes are not summed": Edit(
+            TILES, "TileScores._add", "terms.sum(axis=axes, keepdims=True)", "terms.max(axis=axes, keepdims=True)"
+        ),
+        "an element counts once a tile": Edit(
+            TILES, "TileScores._add",
+            "np.add.at(total.reshape(-1), np.broadcast_to(flat, terms.shape).ravel(), terms.ravel())",
+            "total.reshape(-1)[np.broadcast_to(flat, terms.shape).ravel()] += terms.ravel()",
+        ),
+        "gradients are not zeroed": Edit(TILES, "TileScores.of", "total[...] = 0", "total[...] = 1"),
+        "positions of queries and keys are exchanged": Edit(
+            TILES, "coordinates",
+            "_stacked(queries)[:, None, :], _stacked(keys)[:, :, None]",
+            "_stacked(keys)[:, :, None], _stacked(queries)[:, None, :]",
+        ),
+        "all tiles of a batch stand where the first does": Edit(
+            TILES, "_stacked", "all(each is first for each in rows)", "True"
+        ),
+        "the head is that of the keys": Edit(
+            CPU, "_Call._row_places", "[(tile.b, tile.h) for tile in tiles]",
+            "[(tile.b, tile.h // self.group_size) for tile in tiles]",
+        ),
+        "dk keeps log 2": Edit(
+            CPU, "_Call.backward_columns", "natural = LN_2 if self.score is None else 1.0", "natural = LN_2"
+        ),
+        "scores are in base 2 for the function": Edit(
+            CPU, "_Call.of", "unit = LOG2_E if score is None else 1.0", "unit = LOG2_E"
+        ),
+        "f's own error is left out of the bound": Edit(
+            "bounds.py", "_forward_tolerances", "score, e_score = (np.where(allowed, x, 0) for x in final[:2])",
+            "score, e_score = np.where(allowed, final.f, 0), 0 * e_score",
+        ),
+        "the bound has no slope": Edit(
+            "bounds.py", "_through_slope", "e_ds = slope * e_df +", "e_ds = 0 * e_df +"
+        ),
+        "the bound of an array's gradient is that of one read": Edit(
+            "bounds.py", "_gradient_tolerance", "((exact, df * load.value), (tolerance, terms), (masses, mass))",
+            "((exact, df * load.value), (masses, mass))",
+        ),
+    },
+    calls_are_right: {
+        "the bias is added before the cap": Edit(
+            LIBRARY, "composed", "reduce(matmul, parts)", "reduce(matmul, [*parts[:-2], *parts[-2:][::-1]])"
+        ),
+        "the score is first": Edit(LIBRARY, "composed", "reduce(matmul, parts)", "reduce(matmul, parts[::-1])"),
+        "numbers are remembered": Edit("api.py", "_call", "(score.program, score.numbers)", "score.program"),
+        "arrays of a plan are left out": Edit(
+            "api.py", "plan", "if not isinstance(each, ShapeDtype)", "if isinstance(each, ShapeDtype)"
+        ),
+        "arrays of a plan cannot be replaced": Edit(
+            "plans.py", "Executable.forward", "{**self.captured, **operands}", "{**operands, **self.captured}"
+        ),
+        "gradients of an empty call are what memory held": Edit(
+            "executors/without_keys.py", "backward",
+            "for name in plan.gradients_made:",
+            'for name in ("dq", "dk", "dv"):',
+        ),
+        "a cap of 0 is taken": Edit(LIBRARY, "softcap_reasons", "0 < cap", "0 <= cap"),
+        "a cap of inf is taken": Edit(LIBRARY, "softcap_reasons", "and math.isfinite(cap)", ""),
+        "a bool bias is taken": Edit(LIBRARY, "bias", "np.dtype(array.dtype) not in DTYPES", "False"),
+        "a float64 bias is taken": Edit(OPERANDS, "_bias_reasons", "bias.dtype == _WIDEST != accumulator", "False"),
+        "the bias's shape is not looked at": Edit(
+            OPERANDS, "captured_operands", 'if "bias" in score.arrays:', "if False:"
+        ),
+        "integers have gradients": Edit(
+            "planning/problem.py", "with_operands", "if array.name not in integers", "if True"
+        ),
+        "two arrays have one name": Edit(SCORE, "Score.__matmul__", "if shared:", "if False:"),
+        "sums are added as threads finish": Edit(
+            CPU, "backward", "_run(call.tiling, rows, in_order=True)",
+            "_run(call.tiling, rows)",
+        ),
+    },
+    the_library_of_scores_is_right: {
+        "slopes start at 1": Edit(
+            LIBRARY, "alibi_slopes", "np.arange(1, lower + 1) / lower",
+            "np.arange(lower) / lower",
+        ),
+        "slopes between are the even ones": Edit(LIBRARY, "alibi_slopes", "(2 * lower))[::2]", "(2 * lower))[1::2]"),
+        "half of the buckets are all": Edit(LIBRARY, "_buckets", "exact = size // 2", "exact = size"),
+        "keys ahead share the buckets of keys behind": Edit(
+            LIBRARY, "_buckets", "np.where(relative > 0, size, 0) if bidirectional else 0", "0"
+        ),
+        "rows and columns are exchanged": Edit(
+            LIBRARY, "relative_position_2d", "i // width - j // width, i % width - j % width",
+            "i % width - j % width, i // width - j // width",
+        ),
+        "axes of length 1 are indexed": Edit(LIBRARY, "bias", "0 if single else n", "n"),
+        "the temperature is added": Edit(LIBRARY, "temperature", "s * per_head[h]", "s + per_head[h]"),
+    },
+}

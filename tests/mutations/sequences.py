@@ -1,0 +1,159 @@
+"""Faults in packed sequences: their mask's closed form, what it refuses, and packing."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+from mutations.calls import refuses, takes
+from mutations.planting import Edit
+from mutations.python_guards import hunt, part
+from test_packed_sequences import OFFSETS, check_mask, sequences
+
+SIGNS = (AssertionError, ValueError, IndexError, ArithmeticError)
+
+
+def sequences_are_right(library: ModuleType) -> None:
+    """A mask of sequences is its definition."""
+    hunt(sequences(), seeds=2)(lambda drawn: check_mask(library, drawn))
+
+
+def what_is_after_the_last_sequence_is_not_visited(library: ModuleType) -> None:
+    x = np.ones((1, 40, 4), np.float32)
+    x[:, 30:] = np.nan
+    mask = library.masks.Sequences(np.array([0, 20, 30]), causal=True)
+    o, vjp = library.attention_vjp(x, x, x, mask=mask)
+    assert np.isfinite(o).all() and all(np.isfinite(gradient).all() for gradient in vjp(x))
+
+
+def offsets_of_any_size_are_right(library: ModuleType) -> None:
+    mask = library.masks.Sequences(np.array([0, 2, 2**64 - 1], np.uint64), causal=True)
+    assert mask(0, 0, np.arange(4)[:, None], np.arange(4)).astype(int).tolist() == [
+        [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]
+    ]  # fmt: skip
+
+
+def batch_entries_have_offsets_of_their_own(library: ModuleType) -> None:
+    mask = library.masks.Sequences(np.array([[0, 2, 3], [0, 1, 3]]), np.array([[0, 1, 3]]))
+    shape = part(library, "masks.base").MaskShape((2,), 1, 3, 3)
+    assert mask.toarray(**shape._asdict())[:, 0].astype(int).tolist() == [
+        [[1, 0, 0], [1, 0, 0], [0, 1, 1]], [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
+    ]  # fmt: skip
+
+
+def packing_is_right(library: ModuleType) -> None:
+    arrays = [np.full((2, length, 3), length) for length in (2, 0, 3)]
+    packed, offsets = library.pack(arrays)
+    assert offsets.tolist() == [0, 2, 2, 5] and packed[0, :, 0].tolist() == [2, 2, 3, 3, 3]
+    assert [part.shape for part in library.unpack(packed, offsets)] == [(2, 2, 3), (2, 0, 3), (2, 3, 3)]
+    assert [part.tolist() for part in library.unpack(packed[0, :, 0], offsets[1:], -1)] == [[], [3, 3, 3]]
+    assert library.masks.Sequences.of([2, 0, 3]).q_offsets.tolist() == offsets.tolist()
+
+
+def _shape(library: ModuleType, seqlen_q: int, seqlen_kv: int) -> object:
+    return part(library, "masks.base").MaskShape((), 1, seqlen_q, seqlen_kv)
+
+
+FILE = "masks/sequences.py"
+FAULTS = {
+    sequences_are_right: {
+        "the last key before the window's left side is seen": Edit(
+            FILE, "Sequences._keys_of", "diagonal - clipped(left)", "diagonal - clipped(left) - 1"
+        ),
+        "the window's right side is not seen": Edit(
+            FILE, "Sequences._keys_of", "min(right, UNBOUNDED) + 1", "min(right, UNBOUNDED)"
+        ),
+        "keys before the sequence are seen": Edit(
+            FILE, "Sequences._keys_of", "xp.clip(diagonal - clipped(left), start, stop)", "diagonal - clipped(left)"
+        ),
+        "bounds fall below their sequence": Edit(
+            FILE, "Sequences._keys_of",
+            "hi = xp.clip(diagonal + min(right, UNBOUNDED) + 1, start, stop)",
+            "hi = xp.minimum(diagonal + min(right, UNBOUNDED) + 1, stop)",
+        ),
+        "sides beyond int64 are taken as they are": Edit(
+            FILE, "Sequences._keys_of", "clipped(left), start", "left, start"
+        ),
+        "every sequence is aligned at its first key": Edit(
+            FILE, "Sequences._keys_of", "kv[end] - q[end] if", "kv[first] - q[first] if"
+        ),
+        "every sequence is aligned at its last key": Edit(
+            FILE, "Sequences._keys_of", "else kv[first] - q[first]", "else kv[end] - q[end]"
+        ),
+        "causal lets a window look ahead": Edit(
+            FILE, "Sequences._keys_of", "min(right, 0)", "right"
+        ),
+        "causal hides nothing": Edit(FILE, "Sequences._keys_of", "if self.causal:", "if False:"),
+        "the first query belongs to the sequence before": Edit(
+            FILE, "Sequences._keys_of", 'side="right"', 'side="left"'
+        ),
+        "a query sees the next sequence": Edit(
+            FILE, "Sequences._keys_of", "xp.clip(after, 0, last)", "xp.clip(after + 1, 0, last)"
+        ),
+    },
+    what_is_after_the_last_sequence_is_not_visited: {
+        "queries after all sequences are visited": Edit(
+            FILE, "Sequences._keys_of", "xp.where(after > last, UNBOUNDED, lo)", "lo"
+        ),
+    },
+    offsets_of_any_size_are_right: {
+        "offsets beyond int64 wrap around": Edit(
+            FILE, "_as_int64", "if is_widest else offsets)", "if False else offsets)"
+        ),
+    },
+    batch_entries_have_offsets_of_their_own: {
+        "queries of the first entry serve all": Edit(
+            FILE, "Sequences.resolve", "self._keys_of(rows, q[entry], kv[entry])",
+            "self._keys_of(rows, q[(0,) * len(entry)], kv[entry])",
+        ),
+    },
+    packing_is_right: {
+        "offsets have no first": Edit(FILE, "_sums", "offsets[..., 1:] =", "offsets[..., :-1] ="),
+        "offsets are lengths": Edit(
+            "packing.py", "pack", "np.cumsum([0, *(", "np.array([0, *("
+        ),
+        "sequences are cut along another axis": Edit("packing.py", "unpack", "(-axis - 1)", "(-axis - 2)"),
+        "sequences start one late": Edit(
+            "packing.py", "unpack", "(..., slice(start, stop), *rest)", "(..., slice(start + 1, stop), *rest)"
+        ),
+    },
+    refuses(lambda library: library.masks.Sequences(np.array([0, 5, 3])), "q_offsets must never decrease"): {
+        "offsets may decrease": Edit(FILE, "_offset_reasons", "if len(falls):", "if False:"),
+    },
+    refuses(lambda library: library.masks.Sequences(np.array([-1, 3])), "q_offsets must start at 0"): {
+        "offsets may be negative": Edit(FILE, "_offset_reasons", "if (offsets[..., 0] < 0).any():", "if False:"),
+    },
+    refuses(
+        lambda library: library.masks.Sequences(OFFSETS).resolve(_shape(library, 10, 9)), "must end at seqlen_kv=9"
+    ): {
+        "offsets may reach beyond the keys": Edit(FILE, "Sequences.resolve", "if last > length:", "if False:"),
+    },
+    refuses(lambda library: library.masks.Sequences(OFFSETS, OFFSETS[:2]), "as many sequences"): {
+        "sequences of queries may have no keys": Edit(
+            FILE, "Sequences._pair_reasons", "if self.q_offsets.shape[-1] != kv_offsets.shape[-1]:", "if False:"
+        ),
+    },
+    refuses(lambda library: library.masks.Sequences(OFFSETS, OFFSETS + 1, causal=True), "causal must be"): {
+        "causal without an alignment is taken": Edit(
+            FILE, "Sequences._pair_reasons", "elif self.causal is True or", "elif False or"
+        ),
+    },
+    refuses(lambda library: library.masks.Sequences(OFFSETS, OFFSETS + 1, window=(1, 0)), "causal must be"): {
+        "a window without an alignment is taken": Edit(
+            FILE, "Sequences._pair_reasons", "(self.window is not None and not self.causal)", "False"
+        ),
+    },
+    takes(lambda library: library.masks.Sequences(OFFSETS, OFFSETS.copy(), causal=True).kv_offsets is None): {
+        "equal offsets are told apart": Edit(
+            FILE, "Sequences._pair_reasons", "np.array_equal(self.q_offsets, kv_offsets)", "False"
+        ),
+    },
+    refuses(lambda library: library.unpack(np.ones((9, 2)), OFFSETS), "packed's length 9"): {
+        "sequences may reach beyond the array": Edit("packing.py", "unpack", "ends[-1] > length or", ""),
+    },
+    refuses(lambda library: library.pack([np.ones((2, 3)), np.ones((2, 4))]), "arrays[1] must be of"): {
+        "sequences of other dims are joined": Edit(
+            "packing.py", "_unlike_reasons", "if others != wanted or array.dtype", "if array.dtype"
+        ),
+    },
+}  # fmt: skip

@@ -1,0 +1,129 @@
+"""What must see the faults of sinks: of the library's Python, given to each guard, and of kernels on the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from cuflash import masks
+from cuflash.testing import Structure, assert_within_bounds
+from executors import SIM
+
+SIGNS = (AssertionError, ValueError)
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "sink": (4,)}
+TWO = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
+ROWS = np.arange(40)[:, None] % 3 > 0  # others have no key
+SHORT = Structure(**HEADS, **TWO, seqlen_q=40, seqlen_kv=70, mask=masks.Dense(ROWS))
+HALF = replace(SHORT, dtype="float16")
+LISTED = Structure(
+    **HEADS, seqlen_q=150, seqlen_kv=140, dtype="float16",
+    mask=masks.BlockPattern(np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool), (64, 64)),
+)  # fmt: skip
+
+
+def the_host_is_right(library: ModuleType) -> None:
+    """Results of a copy within the bounds, and NaN or nothing of sinks that are not finite."""
+    for structure in (SHORT, replace(SHORT, seqlen_kv=0, mask=None), Structure(seqlen_q=5, seqlen_kv=9, sink=())):
+        example = structure.example()
+        assert_within_bounds(example, **_results(library, example))
+    example = SHORT.example()
+    without = _results(library, example.but(sink=None))
+    nothing = _results(library, example.but(sink=np.full(4, -np.inf, np.float32)))
+    assert not nothing["dsink"].any()
+    assert all(np.array_equal(nothing[name], result) for name, result in without.items())
+    for structure in (SHORT, replace(SHORT, seqlen_kv=0, mask=None)):
+        found = _results(library, structure.example().but(sink=np.array([0, np.inf, np.nan, 0], np.float32)))
+        for name in ("o", "lse"):
+            is_nan = np.isnan(found[name]).all(axis=(0, *range(2, found[name].ndim)))
+            assert is_nan.tolist() == [False, True, True, False]
+
+
+def bounds_are_sharp(library: ModuleType) -> None:
+    """A copy's bounds hold for the installed library's results, and are no wider than the installed ones."""
+    example = SHORT.example()
+    operands = example.q, example.k, example.v, example.do
+    options = {"dlse": example.dlse, "mask": example.dense_mask, "sink": example.sink}
+    found = import_module(f"{library.__name__}.bounds").error_bound(*operands, **options)
+    for name in ("o", "lse", "dsink"):
+        np.testing.assert_allclose(getattr(found, name), getattr(example.bounds, name), rtol=1e-9)
+
+
+def sinks_are_refused(library: ModuleType) -> None:
+    """What is wrong is said, and what is right is not."""
+    q, sink = np.ones((2, 4, 5, 8), np.float32), np.zeros(4, np.float32)
+    wrong = ({"sink": sink[:3]}, {"sink": sink.astype(float)}, {"sink": sink.astype(int)}, {"wrt": "sink"})
+    for options in (*wrong, {"sink": sink, "wrt": "q"}, {"sink": sink, "wrt": ["sink"]}):
+        try:
+            library.attention_vjp(q, q, q, **options)
+        except library.UnsupportedProblem:
+            continue
+        raise AssertionError(f"{list(options)} were taken")
+    ready = library.plan(q, q, q, sink=sink)
+    for given in ({}, {"sink": sink, "bias": sink}):
+        try:
+            ready.forward(q, q, q, **given)
+        except library.UnsupportedProblem:
+            continue
+        raise AssertionError(f"the plan took {list(given)}")
+    library.attention(q, q, q, sink=np.zeros((2, 1), np.float16))
+    library.attention(q.astype(float), q.astype(float), q.astype(float), sink=sink.astype(float))
+
+
+def calls_are_told_apart(library: ModuleType) -> None:
+    """Equal calls but for the sink, or for what gradients are asked of, are not one call."""
+    q, sink = np.ones((4, 5, 8), np.float32), np.zeros(4, np.float32)
+    plain, other = library.attention(q, q, q), library.attention(q, q, q, sink=sink)
+    assert not np.array_equal(plain, other)
+    for wrt in ((), "sink"):
+        for _ in range(2):
+            o, vjp = library.attention_vjp(q, q, q, sink=sink, wrt=wrt)
+            assert set(vjp(o).others) == ({"sink"} if wrt else set())
+    raised = library.attention(q, q, q, sink=sink + 1)
+    assert not np.array_equal(raised, other)
+
+
+def _results(library: ModuleType, example: Any) -> dict[str, Any]:
+    sink = {} if example.sink is None else {"sink": example.sink, "wrt": "sink"}
+    (o, lse), vjp = library.attention_vjp(
+        example.q, example.k, example.v, mask=example.dense_mask, scale=example.scale, return_lse=True, **sink
+    )
+    gradients = vjp(example.do, example.dlse)
+    results = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients)))
+    return results | {f"d{name}": gradient for name, gradient in gradients.others.items()}
+
+
+def _check(kernel: str, structure: Structure, **options: Any) -> None:
+    run = replace(SIM, kernel=kernel, **options)
+    example = run.rounded(structure.example())
+    assert_within_bounds(example, **run.everything(example))
+
+
+def simt_is_right() -> None:
+    _check("simt", SHORT)
+    _check("simt", replace(SHORT, sink=(2, 1), sink_dtype="bfloat16"))
+    _check("simt", replace(SHORT, sink=(1,), sink_dtype="float16"))
+    example = SHORT.example()
+    run = replace(SIM, kernel="simt")
+    nothing = run.everything(example.but(sink=np.full(4, -np.inf, np.float32)))
+    assert not nothing.pop("dsink").any()
+    plain = run.everything(example.but(sink=None))
+    assert all(np.array_equal(nothing[name], plain[name]) for name in ("o", "lse"))
+
+
+def naive_is_right() -> None:
+    _check("naive", SHORT)
+
+
+def sm80_is_right() -> None:
+    """With whole tiles, and with keys that blocks share."""
+    _check("sm80", HALF)
+    _check("sm80", replace(HALF, seqlen_q=3, seqlen_kv=600, mask=None))
+
+
+def sm90_is_right() -> None:
+    """Without a list, and with one that leaves some tiles without a key."""
+    _check("sm90", HALF)
+    _check("sm90", LISTED)

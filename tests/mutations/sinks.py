@@ -1,0 +1,171 @@
+"""Faults in attention sinks: of Python and of kernels."""
+
+from __future__ import annotations
+
+from mutations.planting import Edit
+from mutations.sink_guards import (
+    bounds_are_sharp,
+    calls_are_told_apart,
+    naive_is_right,
+    simt_is_right,
+    sinks_are_refused,
+    sm80_is_right,
+    sm90_is_right,
+    the_host_is_right,
+)
+
+FAULTS = {
+    the_host_is_right: {
+        "a sink's weight is left out of o": Edit(
+            "executors/cpu.py", "_Call.forward_rows", "o = o * factor[..., None]", "pass"
+        ),
+        "lse leaves the sink out": Edit(
+            "executors/cpu.py", "_with_sink", "np.where(is_sink, shift + np.log(total), lse)", "lse"
+        ),
+        "no sink divides 0 by 0": Edit("executors/cpu.py", "_with_sink", "is_sink = sink != -np.inf", "is_sink = True"),
+        "the sink's gradient has the wrong sign": Edit(
+            "executors/cpu.py", "_Call.sink_gradient", "return -np.where(", "return np.where("
+        ),
+        "the gradient of no sink is NaN": Edit(
+            "executors/cpu.py", "_Call.sink_gradient",
+            "np.where(sink == -np.inf, self.wide(0), terms)", "np.where(True, terms, sink)",
+        ),
+        "all tiles have the first head's sink": Edit(
+            "executors/cpu.py", "_Call.forward_rows",
+            'self.read("sink", rows[:-1]).reshape(len(tiles), 1)',
+            'self.read("sink", rows[:-1]).reshape(len(tiles), 1)[:1]',
+        ),
+        "without keys lse is as without a sink": Edit(
+            "executors/without_keys.py", "forward", 'arrays["lse"][...] = lse', 'arrays["lse"][...] = -np.inf'
+        ),
+        "without keys o is 0 whatever the sink": Edit(
+            "executors/without_keys.py", "forward", "xp.where(xp.isnan(lse), np.nan, 0)",
+            "xp.where(xp.isnan(lse), 0, 0)",
+        ),
+        "without keys an infinite sink is lse": Edit(
+            "executors/without_keys.py", "forward", "xp.where(xp.isposinf(sink), np.nan, sink)", "sink"
+        ),
+        "without keys a sink has no gradient": Edit(
+            "executors/without_keys.py", "backward", 'arrays["dsink"][...] = terms.sum(axis=-1)',
+            'arrays["dsink"][...] = 0',
+        ),
+        "gradients over broadcast axes are not summed": Edit(
+            "planning/plan.py", "KernelPlan.gradients_made",
+            "are_operands_summed = self.kernels is None or self.is_empty or",
+            "are_operands_summed = self.is_empty or",
+        ),
+    },
+    bounds_are_sharp: {
+        "the sink's weight has no error": Edit(
+            "bounds.py", "_forward_tolerances",
+            "r = p_excess.sum(axis=-1, keepdims=True) + _excess(log_p_sink, p_sink, eta_sink)",
+            "r = p_excess.sum(axis=-1, keepdims=True)",
+        ),
+        "the merge with a sink does not round": Edit(
+            "bounds.py", "_forward_tolerances", "tol_lse = tol_lse + has_sink * 4", "tol_lse = tol_lse + has_sink * 0"
+        ),
+        "delta has no error": Edit("bounds.py", "_sink_tolerance", "+ p_sink * e_delta", ""),
+        "lse has no error for the sink": Edit(
+            "bounds.py", "_sink_tolerance", "eta = forward.tol_lse + 4", "eta = 4"
+        ),
+    },
+    sinks_are_refused: {
+        "a sink may have any shape": Edit("planning/operands.py", "_broadcasts", "return False", "return True"),
+        "a plan runs without its sink": Edit(
+            "plans.py", "Executable._input_reasons", "if name in needed and name not in given", "if False"
+        ),
+        "a plan takes what it was made without": Edit(
+            "plans.py", "Executable._input_reasons",
+            'reasons.append(f"{name} must not be given: the plan was made without it")', "pass",
+        ),
+    },
+    calls_are_told_apart: {
+        "calls do not differ by their operands": Edit(
+            "api.py", "_call", "lie_of(*arrays), mask, causal, window, options, program, *operands)",
+            "lie_of(*arrays[:3]), mask, causal, window, options, program)",
+        ),
+        "calls do not differ by what gradients are asked of": Edit(
+            "api.py", "_call", "options, program, *operands)", "(*options[:-1], ()), program, *operands)"
+        ),
+    },
+    simt_is_right: {
+        "o keeps the weights without a sink": Edit(
+            "simt/forward.cu", "simt_forward", "o.scale_row(i, merge_sink(row_lse, logit));",
+            "merge_sink(row_lse, logit);",
+        ),
+        "every head has the first one's sink": Edit(
+            "simt/forward.cu", "simt_forward", "sink_logit<Accumulator>(sink, place, place.head)",
+            "sink_logit<Accumulator>(sink, place, 0)",
+        ),
+        "lse is that of the keys": Edit(
+            "attention/sink.cuh", "merge_sink", "lse = most + ptx::log_accurate(total);", ""
+        ),
+        "a sink counts in base 2": Edit("attention/sink.cuh", "sink_weight", "* T(kLog2E)", ""),
+        "weights are not divided by their sum": Edit(
+            "attention/sink.cuh", "merge_sink", "return weight / total;", "return weight;"
+        ),
+        "no sink is NaN": Edit(
+            "attention/sink.cuh", "merge_sink", "if (sink == ptx::negative_infinity<T>()) return 1;", ""
+        ),
+        "the gradient of no sink is NaN": Edit(
+            "attention/sink.cuh", "sum_sink_gradient", "if (logit == ptx::negative_infinity<T>()) continue;", ""
+        ),
+        "halves are read as bfloat16": Edit(
+            "attention/sink.cuh", "sink_logit", "return of(ptx::Half());", "return of(ptx::BFloat16());"
+        ),
+        "bfloat16 is written as halves": Edit(
+            "attention/sink.cuh", "sum_sink_gradient", "write(ptx::BFloat16());", "write(ptx::Half());"
+        ),
+        "heads that share a sink are not summed": Edit(
+            "attention/sink.cuh", "sum_sink_gradient",
+            "int num_shared = shared(sink.dsink.head_stride, shape.num_heads);", "int num_shared = 1;",
+        ),
+        "batch entries are not summed": Edit(
+            "attention/sink.cuh", "sum_sink_gradient", "place.batch[axis] += rest % extent;", ""
+        ),
+        "the last thread's sum is left out": Edit(
+            "attention/sink.cuh", "sum_sink_gradient", "threadIdx.x) < half)", "threadIdx.x) < half - 1)"
+        ),
+        "delta is the first head's": Edit(
+            "simt/sink_gradient.cu", "simt_sink_gradient", "params.delta, place, place.head,", "params.delta, place, 0,"
+        ),
+    },
+    naive_is_right: {
+        "P keeps the weights without a sink": Edit(
+            "naive/softmax.cu", "naive_softmax", "/ divisor * factor;", "/ divisor;"
+        ),
+        "lse is without the sink": Edit(
+            "naive/softmax.cu", "naive_softmax", "config::kHasSink ? row_lse :", "false ? row_lse :"
+        ),
+        "dlse is left out": Edit(
+            "naive/sink_gradient.cu", "naive_sink_gradient", "if (params.dlse.data == nullptr) return delta;",
+            "return delta;",
+        ),
+    },
+    sm80_is_right: {
+        "o of whole tiles keeps the weights without a sink": Edit(
+            "sm80/forward.cu", "write_results", "o.scale_row(i, merge_sink(row_lse[i], logit));",
+            "merge_sink(row_lse[i], logit);",
+        ),
+        "the merge of parts leaves the sink out": Edit(
+            "sm80/combine.cu", "sm80_combine", "if (config::kHasSink) total += weight(logit, most);", ""
+        ),
+        "a sink above all scores overflows": Edit(
+            "sm80/combine.cu", "sm80_combine", "if (config::kHasSink) most = fmaxf(most, logit);",
+            "if (config::kHasSink) most = fminf(most, logit) - 200;",
+        ),
+    },
+    sm90_is_right: {
+        "o of a tile keeps the weights without a sink": Edit(
+            "sm90/forward.cu", "write_results", "o.scale_row(i, merge_sink(row_lse[i], logit));",
+            "merge_sink(row_lse[i], logit);",
+        ),
+        "tiles without a key know no sink": Edit(
+            "sm90/forward.cu", "write_nothing", "lse.at(row, 0) = row_lse;",
+            "lse.at(row, 0) = ptx::negative_infinity<float>();",
+        ),
+        "delta is that of the first tile": Edit(
+            "sm90/sink_gradient.cu", "sm90_sink_gradient", "[query_tile_number<Listed>(params, query, kBlockQ)]", "[0]"
+        ),
+    },
+}

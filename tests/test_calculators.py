@@ -1,0 +1,123 @@
+"""The calculators say what arrays, caches and plans take; each is compared with what was allocated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from executors import DTYPES
+from hypothesis import given
+from hypothesis import strategies as st
+from test_wrong_inputs import JUNK
+
+import cuflash
+from cuflash import DeviceSpec, KVCache, ShapeDtype, UnsupportedProblem, kv_cache_bytes, largest_length
+from cuflash.calculators import memory_report
+from cuflash.testing import Structure
+
+ROOT = Path(__file__).parents[1]
+MODEL = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": np.float16}
+SIZES = st.fixed_dictionaries(
+    {
+        "num_layers": st.integers(1, 5),
+        "num_kv_heads": st.integers(1, 5),
+        "head_dim": st.sampled_from([1, 8, 40]),
+        "value_dim": st.none() | st.just(7),
+        "dtype": st.sampled_from(["float16", "float32", "float64"]),
+    }
+)
+
+
+def caches_of(sizes: dict[str, Any], **fields: Any) -> int:
+    """Bytes of the caches of all layers."""
+    sizes = dict(sizes)
+    return sizes.pop("num_layers") * KVCache(**sizes, **fields).nbytes
+
+
+@given(SIZES, st.integers(1, 4), st.integers(1, 50))
+def test_a_contiguous_cache_takes_what_is_calculated(sizes: dict[str, Any], batch: int, tokens: int) -> None:
+    assert kv_cache_bytes(**sizes, tokens=[tokens] * batch) == caches_of(sizes, batch=batch, capacity=tokens)
+
+
+@given(SIZES, st.lists(st.integers(1, 50), min_size=1, max_size=4), st.sampled_from([16, 32]))
+def test_pages_take_what_is_calculated(sizes: dict[str, Any], lengths: list[int], page_size: int) -> None:
+    calculated = kv_cache_bytes(**sizes, tokens=lengths, page_size=page_size)
+    a_page = caches_of(sizes, batch=1, capacity=9, page_size=page_size, num_pages=1)
+    cache = KVCache(batch=len(lengths), num_kv_heads=1, head_dim=1, capacity=50, dtype="f4", page_size=page_size,
+                    num_pages=calculated // a_page)  # fmt: skip
+    cache.reserve(lengths)
+    assert cache.num_free_pages == 0 and calculated % a_page == 0
+
+
+@given(SIZES, st.integers(1, 4), st.none() | st.sampled_from([16, 64]), st.integers(0, 1 << 20))
+def test_the_largest_length_fits_and_one_more_does_not(sizes: Any, batch: int, page_size: Any, room: int) -> None:
+    length = largest_length(room, **sizes, batch=batch, page_size=page_size)
+    taken = [
+        kv_cache_bytes(**sizes, tokens=[tokens] * batch, page_size=page_size) for tokens in (length, length + 1)
+    ]
+    assert taken[0] <= room < taken[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_of_a_call_is_that_of_its_arrays(dtype: str) -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "seqlen_q": 30, "seqlen_kv": 50, "value_dim": 5}
+    example = Structure(q_batch=(2,), k_batch=(1,), v_batch=(), dtype=dtype, **sizes).example()
+    arrays = example.q, example.k, example.v
+    (o, lse), vjp = cuflash.attention_vjp(*arrays, return_lse=True)
+    for plan in (cuflash.plan(*arrays), cuflash.plan(*arrays).plan, cuflash.plan(*arrays, executor="sim")):
+        told = cuflash.memory(plan)
+        assert told.inputs == sum(array.nbytes for array in arrays) and told.results == o.nbytes + lse.nbytes
+        assert told.gradients == sum(gradient.nbytes for gradient in vjp(o))
+        assert told.workspace == plan.workspace_bytes and told.forward == told.inputs + told.results + told.workspace
+
+
+def test_the_command_says_what_a_cache_takes() -> None:
+    sizes = ["--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--tokens", "100", "--batch", "2"]
+    more = ["--page-size", "64", "--dtype", "float32", "--heads", "64", "--available", "2"]
+    run = subprocess.run(
+        [sys.executable, "-m", "cuflash", "memory", *sizes, *more], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    model = {"num_layers": 80, "head_dim": 128, "dtype": "float32", "page_size": 64}
+    whole = kv_cache_bytes(num_kv_heads=8, tokens=[100, 100], **model) / 2**30
+    ungrouped = kv_cache_bytes(num_kv_heads=64, tokens=[100, 100], **model) / 2**30
+    longest = largest_length(2 * 2**30, num_kv_heads=8, batch=2, **model)
+    told = [line.split() for line in run.stdout.splitlines()]
+    assert told[0] == ["a", "token", "640.00", "KiB"]
+    assert told[1] == ["2", "x", "100", "tokens", f"{whole:.2f}", "GiB"]
+    assert told[2][:5] == ["with", "64", "heads", f"{ungrouped:.2f}", "GiB"]
+    assert told[3][:5] == ["in", "2", "GiB", str(longest), "tokens"]
+
+
+@pytest.mark.parametrize("words", ["--layers 2", "--dtype float17", "--page-size 0", "--kv-heads x", "--available nan"])
+def test_the_command_refuses_what_makes_no_cache(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    good = [] if words == "--layers 2" else "--layers 1 --kv-heads 1 --head-dim 1 --tokens 1".split()
+    with pytest.raises(SystemExit) as caught:
+        memory_report([*good, *words.split()])
+    assert caught.value.code == 2 and "python -m cuflash memory: error:" in capsys.readouterr().err
+
+
+CALLS = {
+    "kv_cache_bytes": (kv_cache_bytes, MODEL | {"tokens": 3, "page_size": 16, "value_dim": 8}),
+    "largest_length": (largest_length, MODEL | {"available_bytes": 1e9, "batch": 2, "page_size": 16, "value_dim": 8}),
+    "memory": (cuflash.memory, {"plan": cuflash.plan(*[ShapeDtype((4, 2), "f4")] * 3, device=DeviceSpec.gpu("A100"))}),
+}
+ARGUMENTS = [(name, argument) for name, (_, arguments) in CALLS.items() for argument in arguments]
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids=map(" ".join, ARGUMENTS))
+def test_every_argument_takes_or_refuses_what_it_is_given(name: str, argument: str) -> None:
+    call, arguments = CALLS[name]
+    for label, make in JUNK.items():
+        try:
+            call(**{**arguments, argument: make()})
+        except (UnsupportedProblem, TypeError) as error:
+            assert f"{argument} must be" in str(error), f"{label}: {error}"
+
+
+def test_all_reasons_come_at_once() -> None:
+    with pytest.raises(UnsupportedProblem, match="4 reasons"):
+        kv_cache_bytes(**MODEL | {"num_layers": 0, "dtype": "x"}, tokens=-1, page_size=0.5)

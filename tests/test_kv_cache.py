@@ -1,0 +1,391 @@
+"""A KV cache holds what plain arrays hold, attends as attention does, and refuses what does not fit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cache_machine import CAPACITY, HEADS, KINDS, PAGE, CacheMachine, walk
+from executors import on_every_executor
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from test_wrong_inputs import JUNK, bytes_of
+
+import cuflash
+from cuflash import KVCache, UnsupportedProblem, masks
+from cuflash.testing import Example, assert_within_bounds
+
+RNG = np.random.default_rng(0)
+SMALL = {"batch": 3, "num_kv_heads": HEADS, "head_dim": 8, "capacity": CAPACITY, "dtype": np.float32}
+PAGES = {"page_size": PAGE, "num_pages": 15}
+
+
+def normal(*shape: int, dtype: Any = np.float32) -> Any:
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def test_operations_in_any_order_hold_what_arrays_hold() -> None:
+    """CUFLASH_PROFILE=long takes 10 000 steps."""
+    is_long = settings.default.max_examples > 100
+    examples, steps = (250, 40) if is_long else (12, 20)
+    run_state_machine_as_test(
+        CacheMachine, settings=settings(settings.default, max_examples=examples, stateful_step_count=steps)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operations_at_random_hold_what_arrays_hold(kind: str) -> None:
+    walk(cuflash, kind, seed=3, steps=25)
+
+
+# Attention
+
+
+def cache_of(run: Any, k: Any, v: Any, lengths: list[int], **pages: Any) -> KVCache:
+    """A cache of the first rows of some arrays where the executor's arrays are; all other rows hold NaN."""
+    sizes = {"batch": len(lengths), "head_dim": k.shape[-1], "value_dim": v.shape[-1], "dtype": k.dtype}
+    if run.is_on_device:
+        sizes["xp"] = pytest.importorskip("cupy")
+    cache = KVCache(**SMALL | sizes | pages)
+    cache.k[...], cache.v[...] = np.nan, np.nan
+    cache.append(run.put(k), run.put(v), counts=lengths)
+    return cache
+
+
+def options_of(run: Any) -> dict[str, Any]:
+    return {"executor": run.executor, "kernel": run.kernel}
+
+
+EDGES = [0, 1, PAGE - 1, PAGE, PAGE + 1, CAPACITY]
+WINDOWS = {"all": None, "left": (PAGE // 2, None), "both": (3, 2)}
+
+
+@on_every_executor
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_each_sequence_gets_the_attention_of_its_own_rows(run: Any, dtype: Any, window: str) -> None:
+    """Alone, in a batch, in pages and without: the same bits, and all within the bound; unused rows hold NaN."""
+    num_rows, batch = 3, len(EDGES)
+    q, k, v = (
+        normal(batch, heads, rows, dim, dtype=dtype)
+        for heads, rows, dim in ((2 * HEADS, num_rows, 8), (HEADS, CAPACITY, 8), (HEADS, CAPACITY, 4))
+    )
+
+    def attend(cache: KVCache, q: Any) -> list[Any]:
+        made = cache.attention(run.put(q), window=WINDOWS[window], return_lse=True, **options_of(run))
+        return [run.get(x) for x in made]
+
+    o, lse = attend(cache_of(run, k, v, EDGES), q)
+    for one, other in zip((o, lse), attend(cache_of(run, k, v, EDGES, **PAGES), q)):
+        assert np.array_equal(one, other)
+    for b, length in enumerate(EDGES):
+        alone = attend(cache_of(run, k[b : b + 1], v[b : b + 1], [length]), q[b : b + 1])
+        assert np.array_equal(alone[0][0], o[b]) and np.array_equal(alone[1][0], lse[b])
+        mask = masks.Causal("bottom_right")
+        mask = mask if WINDOWS[window] is None else mask & masks.SlidingWindow(*WINDOWS[window], "bottom_right")
+        example = run.rounded(Example(q=q[b], k=k[b, :, :length], v=v[b, :, :length], mask=mask))
+        assert_within_bounds(example, o=o[b], lse=lse[b])
+        assert not o[b, :, : max(0, num_rows - length)].any()
+
+
+@on_every_executor
+def test_decoding_token_by_token_is_the_last_row_of_attention(run: Any) -> None:
+    length, prompt = 40, 21
+    q, k, v = (normal(1, heads, length, 8) for heads in (2 * HEADS, HEADS, HEADS))
+    example = run.rounded(Example(q=q, k=k, v=v, mask=masks.Causal()))
+    cache = cache_of(run, k, v, [0], **PAGES)
+    outs = []
+    for rows in [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, length))]:
+        cache.append(run.put(k[:, :, rows]), run.put(v[:, :, rows]))
+        outs.append(run.get(cache.attention(run.put(q[:, :, rows]), **options_of(run))))
+    assert_within_bounds(example, o=np.concatenate(outs, axis=2))
+
+
+def test_rows_of_a_sequence_may_be_fewer_than_those_given() -> None:
+    cache = KVCache(**SMALL)
+    k, v = normal(2, 3, HEADS, 5, 8)
+    cache.append(k, v, counts=[5, 0, 2])
+    q = normal(3, HEADS, 4, 8)
+    o, lse = cache.attention(q, counts=np.array([4, 1, 2], np.int8), return_lse=True)
+    for b, (length, count) in enumerate([(5, 4), (0, 1), (2, 2)]):
+        one = KVCache(**SMALL | {"batch": 1})
+        one.append(k[b : b + 1, :, :length], v[b : b + 1, :, :length])
+        assert np.array_equal(one.attention(q[b : b + 1, :, :count])[0], o[b, :, :count])
+        assert not o[b, :, count:].any() and np.isneginf(lse[b, :, count:]).all()
+    assert not o[1].any()
+
+
+def test_queries_may_see_what_comes_after_them() -> None:
+    cache, q = KVCache(**SMALL | {"batch": 1}), normal(1, HEADS, 5, 8)
+    k, v = normal(2, 1, HEADS, 3, 8)
+    cache.append(k, v)
+    o = cache.attention(q, causal=False)
+    assert np.array_equal(o[0, :, 2:], cuflash.attention(q[0, :, 2:], k[0], v[0])) and not o[:, :, :2].any()
+
+
+def test_results_go_where_they_are_asked_for() -> None:
+    cache = KVCache(**SMALL)
+    cache.append(*normal(2, 3, HEADS, 5, 8))
+    q = normal(3, HEADS, 7, 8)
+    out = np.full((3, HEADS, 7, 8), np.nan, np.float32)
+    assert cache.attention(q, out=out) is out and np.array_equal(out, cache.attention(q))
+
+
+def test_appending_one_by_one_is_appending_at_once() -> None:
+    rows = normal(2, 3, HEADS, 40, 8)
+    for pages in ({}, PAGES):
+        one, other = KVCache(**SMALL, **pages), KVCache(**SMALL, **pages)
+        one.append(*rows)
+        for t in range(40):
+            other.append(*rows[:, :, :, t : t + 1])
+        for b in range(3):
+            assert all(
+                np.array_equal(x.k[x.block_table[b][at // x.k.shape[2]], :, at % x.k.shape[2]], rows[0, b, :, at])
+                for x in (one, other)
+                for at in range(40)
+            )
+
+
+# Pages
+
+
+def test_a_fork_shares_pages_until_either_writes() -> None:
+    cache = KVCache(**SMALL, page_size=16, num_pages=5)
+    cache.append(*normal(2, 3, HEADS, 20, 8), counts=[20, 0, 0])
+    cache.fork(0, 1)
+    assert cache.block_table.tolist()[:2] == [[0, 1, -1, -1, -1]] * 2 and cache.num_free_pages == 3
+    before = cache.k[1].copy()
+    cache.append(*normal(2, 3, HEADS, 1, 8), counts=[0, 1, 0])
+    assert cache.block_table.tolist()[:2] == [[0, 1, -1, -1, -1], [0, 2, -1, -1, -1]]
+    assert np.array_equal(cache.k[1], before, equal_nan=True) and np.array_equal(cache.k[2, :, :4], before[:, :4])
+    cache.append(*normal(2, 3, HEADS, 1, 8), counts=[1, 0, 0])
+    assert cache.num_free_pages == 2  # nobody shares the page any more
+    cache.reset([0])
+    assert cache.num_free_pages == 3
+    cache.reset()
+    assert cache.num_free_pages == 5
+
+
+def test_a_reservation_keeps_pages_from_the_others() -> None:
+    cache = KVCache(**SMALL, page_size=16, num_pages=4)
+    cache.reserve([33, 0, 0])
+    assert cache.num_free_pages == 1
+    told = refused(lambda: cache.append(*normal(2, 3, HEADS, 17, 8), counts=[0, 17, 0]))
+    assert "got 17 rows for sequence 1, which need 2 more pages, and of 4 there are 1 free" in told
+    cache.append(*normal(2, 3, HEADS, 48, 8), counts=[48, 0, 0])
+    assert cache.num_free_pages == 1 and cache.lengths.tolist() == [48, 0, 0]
+
+
+def test_the_last_page_goes_to_the_first_that_asks() -> None:
+    """Two forks write to one page: the second of them owns it by then."""
+    cache = KVCache(**SMALL, page_size=16, num_pages=2)
+    cache.append(*normal(2, 3, HEADS, 3, 8), counts=[3, 0, 0])
+    cache.fork(0, 1)
+    cache.append(*normal(2, 3, HEADS, 1, 8), counts=[1, 1, 0])
+    assert cache.num_free_pages == 0 and cache.lengths.tolist() == [4, 4, 0]
+    told = refused(lambda: cache.append(*normal(2, 3, HEADS, 13, 8)))
+    assert told.count("rows for sequence") == 3 and "sequence 2, which need 1 more page, and" in told
+
+
+def test_a_refused_call_changes_nothing() -> None:
+    cache = KVCache(**SMALL, page_size=16, num_pages=4)
+    cache.append(*normal(2, 3, HEADS, 16, 8))
+    kept = cache.k.copy(), cache.lengths, cache.block_table
+    calls = (
+        lambda: cache.append(*normal(2, 3, HEADS, 1, 8)),
+        lambda: cache.append(*normal(2, 3, HEADS, 60, 8)),
+        lambda: cache.reserve([64, 16, 16]),
+        lambda: cache.truncate([3, 17, 2]),
+        lambda: cache.reset([0, 3]),
+    )
+    for call in calls:
+        refused(call)
+        now = cache.k, cache.lengths, cache.block_table
+        assert all(np.array_equal(*pair, equal_nan=True) for pair in zip(kept, now))
+        cache.check()
+
+
+def test_pages_of_another_layout_are_used_where_they_lie() -> None:
+    """Tokens before heads, as other libraries keep them."""
+    pages = np.full((2, 9, PAGE, HEADS, 8), np.nan, np.float32)
+    k_pages, v_pages = pages.transpose(0, 1, 3, 2, 4)
+    rows = normal(2, 1, HEADS, 30, 8)
+    for at in range(30):
+        pages[:, (7, 2)[at // PAGE], at % PAGE] = rows[:, 0, :, at]
+    cache = KVCache.over(k_pages, v_pages, np.array([[7, 2, -1]], np.int32), np.array([30]))
+    assert np.shares_memory(cache.k, pages) and cache.capacity == 3 * PAGE
+    q = normal(1, 2 * HEADS, 2, 8)
+    own = KVCache(**SMALL | {"batch": 1})
+    own.append(*rows)
+    assert np.array_equal(cache.attention(q), own.attention(q))
+    more = normal(2, 1, HEADS, 2, 8)
+    cache.append(*more)
+    assert np.array_equal(pages[:, 2, 14:16], more[:, 0].swapaxes(1, 2))
+    assert "which need 1 more page, and" in refused(lambda: cache.append(*more))
+
+
+def test_a_page_of_two_sequences_is_written_to_by_neither() -> None:
+    pages = normal(2, 4, HEADS, PAGE, 8)
+    kept = pages.copy()
+    cache = KVCache.over(*pages, np.array([[0], [0]]), [5, 5])
+    assert "got 1 rows for sequence 0" in refused(lambda: cache.append(*normal(2, 2, HEADS, 1, 8), counts=[1, 0]))
+    assert np.array_equal(pages, kept)
+
+
+def test_a_cache_that_contradicts_itself_is_told() -> None:
+    cache = KVCache(**SMALL, **PAGES)
+    cache.append(*normal(2, 3, HEADS, 20, 8))
+    cache.check()
+    cache._lengths[1] = 40
+    with pytest.raises(RuntimeError, match="sequence 1 has 40 positions and 2 pages of 16"):
+        cache.check()
+    cache._lengths[1] = 20
+    cache._pages.tables[0][1] = 0
+    with pytest.raises(RuntimeError, match="page 1 is in 0 tables and is counted as in 1"):
+        cache.check()
+
+
+def test_a_copy_of_a_cache_holds_rows_of_its_own() -> None:
+    cache = a_cache(**PAGES)
+    for made in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        made.append(K, K)
+        assert made.lengths.tolist() == [4] * 3 and not np.shares_memory(made.k, cache.k)
+        assert cache.lengths.tolist() == [2] * 3 and cache.num_free_pages == 12
+        made.check(), cache.check()
+
+
+def test_a_cache_says_what_it_is() -> None:
+    assert repr(KVCache(**SMALL, **PAGES)) == (
+        "KVCache(batch=3, num_kv_heads=2, head_dim=8, value_dim=8, capacity=70, dtype=float32, page_size=16, "
+        "num_pages=15)"
+    )
+    assert KVCache(**SMALL).nbytes == 2 * 3 * HEADS * CAPACITY * 8 * 4
+    assert KVCache(**SMALL, num_pages=2).k.shape == (2, HEADS, 64, 8)
+
+
+# What is refused
+
+
+def refused(call: Any) -> str:
+    with pytest.raises((UnsupportedProblem, TypeError)) as caught:
+        call()
+    return str(caught.value)
+
+
+K = np.ones((3, HEADS, 2, 8), np.float32)
+TABLE = np.array([[0, 1], [2, -1]])
+
+
+def a_cache(num_rows: int = 2, **fields: Any) -> KVCache:
+    cache = KVCache(**SMALL, **fields)
+    cache.append(*normal(2, 3, HEADS, num_rows, 8))
+    return cache
+
+
+WRONG = {
+    "no batch": (lambda: KVCache(**SMALL | {"batch": 0}), "batch must be an int from 1 to 2**31 - 1; got 0"),
+    "wide heads": (lambda: KVCache(**SMALL | {"head_dim": 257}), "head_dim must be an int from 1 to 256; got 257"),
+    "integers": (lambda: KVCache(**SMALL | {"dtype": int}), "dtype must be one of float16, bfloat16, float32, float64"),
+    "no pages": (lambda: KVCache(**SMALL, page_size=64), "num_pages must be given with page_size"),
+    "odd pages": (lambda: KVCache(**SMALL, page_size=40, num_pages=3), "page_size must be a multiple of 16"),
+    "long pages": (lambda: KVCache(**SMALL, page_size=2048, num_pages=3), "at most 1024; got 2048"),
+    "another module": (lambda: KVCache(**SMALL, xp=ml_dtypes), "xp must be the module numpy or cupy; got module"),
+    "several": (lambda: KVCache(**SMALL | {"batch": -1, "capacity": 1.5}, page_size=3), "4 reasons"),
+    "another batch": (lambda: a_cache().append(K[:2], K[:2]), "k must have shape (3, 2, n, 8) and dtype float32"),
+    "another dtype": (lambda: a_cache().append(K, K.astype("f2")), "v must have shape (3, 2, n, 8) and dtype float32"),
+    "other rows": (lambda: a_cache().append(K, K[:, :, :1]), "v must have k's 2 rows; got 1"),
+    "a list": (lambda: a_cache().append(K.tolist(), K), "k must be an array; got list"),
+    "its own rows": (lambda: (lambda x: x.append(x.k, x.v))(a_cache()), "k must not overlap the cache's keys"),
+    "too many counts": (lambda: a_cache().append(K, K, counts=[1] * 4), "counts must be a list or NumPy array of 3"),
+    "counts beyond rows": (lambda: a_cache().append(K, K, counts=[1, 3, 0]), "number of rows, 2; got 3 for sequence 1"),
+    "negative counts": (lambda: a_cache().append(K, K, counts=[1, -1, 0]), "counts must be a list or NumPy array"),
+    "no room": (
+        lambda: a_cache(CAPACITY - 1).append(K, K, counts=[0, 0, 2]),
+        "k must fit the room of sequence 2; got 2 rows, which need 71 positions, and the cache has 70",
+    ),
+    "longer than they are": (lambda: a_cache().truncate([2, 3, 0]), "got 3 for sequence 1, which has 2"),
+    "one length for all": (lambda: a_cache().truncate(1), "lengths must be a list or NumPy array of 3 ints"),
+    "no such row": (lambda: a_cache().reset([3]), "rows must be a sequence from 0 to 2; got 3"),
+    "a row": (lambda: a_cache().reset(1), "rows must be a list of sequences, or None for all; got 1"),
+    "to itself": (lambda: a_cache().fork(1, 1), "target must be another sequence than source; got 1"),
+    "no such source": (lambda: a_cache().fork(-1, 1), "source must be a sequence from 0 to 2; got -1"),
+    "beyond the capacity": (lambda: a_cache().reserve([71, 0, 0]), "lengths must fit the room of sequence 0"),
+    "queries of two axes": (lambda: a_cache().attention(K[0, 0]), "q must have shape (3, num_heads, n, 8)"),
+    "odd heads": (lambda: a_cache().attention(normal(3, 3, 1, 8)), "q's 3 heads must be a multiple of k's 2"),
+    "more queries than positions": (
+        lambda: a_cache().attention(normal(3, 2, 71, 8)), "at most as many rows as the capacity, 70; got 71"
+    ),
+    "an alignment": (lambda: a_cache().attention(K, causal="top_left"), "causal must be True or False; got 'top_left'"),
+    "half a window": (lambda: a_cache().attention(K, window=3), "window must be (left, right), each an int or None"),
+    "a negative window": (lambda: a_cache().attention(K, window=(-1, 0)), "window's left must be an int of at least 0"),
+    "no number": (lambda: a_cache().attention(K, scale="x"), "scale must be a finite number or None; got 'x'"),
+    "no executor": (lambda: a_cache().attention(K, executor="tpu"), "executor must be 'auto'"),
+    "another out": (lambda: a_cache().attention(K, out=K[:1]), "out must have shape (3, 2, 2, 8) and dtype float32"),
+    "out over q": (lambda: (lambda x: a_cache().attention(x, out=x))(K.copy()), "out must not overlap q in memory"),
+    "out in the cache": (
+        lambda: (lambda x: x.attention(K, out=x.k[:, :, :2]))(a_cache()), "out must not overlap the cache's keys"
+    ),
+    "broadcast out": (
+        lambda: a_cache().attention(K, out=np.broadcast_to(np.float32(0), K.shape)), "out must be writeable"
+    ),
+    "pages of three axes": (
+        lambda: KVCache.over(K[0], K[0], TABLE, [0, 0]), "k_pages must have shape (num_pages, num_kv_heads, page_size"
+    ),
+    "other pages of values": (
+        lambda: KVCache.over(normal(3, 2, 16, 8), normal(4, 2, 16, 8), TABLE, [0, 0]), "v_pages must have shape (3, 2, "
+    ),
+    "pages of integers": (lambda: KVCache.over(*np.zeros((2, 3, 2, 16, 8), int), TABLE, [0, 0]), "dtype must be one"),
+    "a table of one axis": (lambda: KVCache.over(*normal(2, 3, 2, 16, 8), TABLE[0], [0]), "block_table must be an int"),
+    "pages that are not there": (
+        lambda: KVCache.over(*normal(2, 2, 2, 16, 8), TABLE, [0, 0]), "pages below 2; got 2 for sequence 1"
+    ),
+    "too few pages": (
+        lambda: KVCache.over(*normal(2, 3, 2, 16, 8), TABLE, [32, 17]), "got 17 for sequence 1, which has 1 pages of 16"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused_with_a_reason(name: str) -> None:
+    call, words = WRONG[name]
+    assert words in refused(call)
+
+
+GOOD = {
+    "KVCache": (lambda **given: KVCache(**given), SMALL | {"value_dim": 8, "xp": np} | PAGES),
+    "append": (lambda **given: a_cache(**PAGES).append(**given), {"k": K, "v": K, "counts": [1, 2, 0]}),
+    "attention": (
+        lambda **given: a_cache(**PAGES).attention(**given),
+        {"q": K, "counts": [1, 2, 0], "causal": True, "window": (1, 0), "scale": 1.0, "out": None, "return_lse": True,
+         "kernel": "auto", "executor": "auto", "precision": "ieee"},
+    ),
+    "truncate": (lambda **given: a_cache().truncate(**given), {"lengths": [1, 0, 1]}),
+    "reserve": (lambda **given: a_cache().reserve(**given), {"lengths": [1, 0, 9]}),
+    "reset": (lambda **given: a_cache().reset(**given), {"rows": [1]}),
+    "fork": (lambda **given: a_cache().fork(**given), {"source": 0, "target": 1}),
+    "over": (
+        KVCache.over,
+        {"k_pages": normal(3, 2, 16, 8), "v_pages": normal(3, 2, 16, 8), "block_table": TABLE, "lengths": [3, 4]},
+    ),
+}  # fmt: skip
+ARGUMENTS = [(name, argument) for name, (_, arguments) in GOOD.items() for argument in arguments]
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids=map(" ".join, ARGUMENTS))
+def test_every_argument_takes_or_refuses_what_it_is_given(name: str, argument: str) -> None:
+    call, arguments = GOOD[name]
+    for label, make in JUNK.items():
+        junk = make()
+        before = bytes_of([junk])
+        try:
+            call(**{**arguments, argument: junk})
+        except (UnsupportedProblem, TypeError) as error:
+            named = argument in str(error) or (name, argument) == ("attention", "q") and "k's" in str(error)
+            assert named or "dtype" in str(error) and argument.endswith("_pages"), f"{label}: {error}"
+        except RuntimeError as error:
+            assert "CuPy is missing" in str(error), f"{label}: {error}"
+        assert bytes_of([junk]) == before or argument == "out", label

@@ -1,0 +1,398 @@
+"""Packed sequences: literal matrices, each sequence alone on every executor, and what is refused.
+
+Checks take the library as an argument, so that they guard copies of it with planted faults as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import pickle
+from dataclasses import replace
+
+import device_double
+import numpy as np
+import pytest
+from executors import CPU, on_every_backward
+from hypothesis import given
+from hypothesis import strategies as st
+from test_wrong_inputs import JUNK, bytes_of
+
+import cuflash
+from cuflash import UnsupportedProblem, masks
+from cuflash.masks.shape import MaskShape
+from cuflash.testing import Structure, assert_within
+
+CAUSAL = (False, True, "bottom_right", "top_left")
+
+
+def part(library, name):
+    return importlib.import_module(f"{library.__name__}.{name}")
+
+
+def table(mask, seqlen_q, seqlen_kv):
+    return mask.toarray(seqlen_q, seqlen_kv).astype(int).tolist()
+
+
+def test_sequences_do_not_see_each_other_nor_what_is_outside_of_them():
+    assert table(masks.Sequences(np.array([1, 3, 3, 4])), 5, 5) == [
+        [0, 0, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0],
+    ]
+
+
+def test_the_last_query_of_each_sequence_meets_its_last_key():
+    mask = masks.Sequences.of([2, 3, 1], [3, 2, 0], causal="bottom_right")
+    assert table(mask, 6, 5) == [
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+        [0, 0, 0, 0, 0],
+    ]
+
+
+def test_the_first_query_of_each_sequence_meets_its_first_key():
+    mask = masks.Sequences.of([2, 3, 0], [3, 2, 1], causal="top_left", window=(1, None))
+    assert table(mask, 5, 6) == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 1, 0],
+    ]
+
+
+def test_a_window_looks_to_both_sides_within_its_sequence():
+    assert table(masks.Sequences.of([2, 3], window=(0, 1)), 5, 5) == [
+        [1, 1, 0, 0, 0],
+        [0, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 1],
+        [0, 0, 0, 0, 1],
+    ]
+
+
+def test_offsets_differ_by_batch_entry_and_there_may_be_no_sequence():
+    mask = masks.Sequences(np.array([[0, 2, 3], [0, 0, 1]]), causal=True)
+    assert mask.toarray(3, batch=(2,), num_heads=1).astype(int)[:, 0].tolist() == [
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]],
+        [[1, 0, 0], [0, 0, 0], [0, 0, 0]],
+    ]
+    assert table(masks.Sequences(np.array([0])), 1, 2) == [[0, 0]]
+
+
+@st.composite
+def sequences(draw):
+    """Lengths of queries and keys, where the first of each starts, a causal and a window that fit."""
+    count = draw(st.integers(0, 5))
+    lengths = st.lists(st.integers(0, 9), min_size=count, max_size=count)
+    q_lengths, causal = draw(lengths), draw(st.sampled_from(CAUSAL))
+    kv_lengths = q_lengths if causal is True or draw(st.booleans()) else draw(lengths)
+    sides = st.none() | st.integers(0, 12) | st.just(2**70)
+    window = draw(st.none() | st.tuples(sides, sides)) if causal or kv_lengths == q_lengths else None
+    first = draw(st.integers(0, 3))
+    return q_lengths, kv_lengths, first, causal, window
+
+
+def offsets_of(lengths, first, dtype=np.int64):
+    return (first + np.cumsum([0, *lengths])).astype(dtype)
+
+
+def expected_of(q_lengths, kv_lengths, first, causal, window):
+    """The matrix by its definition, a sequence at a time; nothing of the closed form is used."""
+    allowed = np.zeros((first + sum(q_lengths) + 2, first + sum(kv_lengths) + 1), bool)
+    q_start = kv_start = first
+    left, right = (None, None) if window is None else window
+    for q_length, kv_length in zip(q_lengths, kv_lengths):
+        shift = 0 if causal == "top_left" else kv_length - q_length
+        for i in range(q_length):
+            for j in range(kv_length):
+                at = j - i - shift
+                is_seen = (left is None or at >= -left) and (right is None or at <= right)
+                allowed[q_start + i, kv_start + j] = is_seen and (not causal or at <= 0)
+        q_start, kv_start = q_start + q_length, kv_start + kv_length
+    return allowed
+
+
+def check_mask(library, drawn):
+    """A mask of sequences is its definition, by elements and by intervals that never decrease, wherever it is made."""
+    q_lengths, kv_lengths, first, causal, window = drawn
+    expected = expected_of(*drawn)
+    shape = part(library, "masks.base").MaskShape((), 1, *expected.shape)
+    for dtype in (np.int32, np.uint64):
+        offsets = offsets_of(q_lengths, first, dtype), offsets_of(kv_lengths, first, dtype)
+        mask = library.masks.Sequences(*offsets, causal=causal, window=window)
+        assert (mask.toarray(**shape._asdict())[0] == expected).all()
+        i, j = np.ogrid[: expected.shape[0], : expected.shape[1]]
+        assert (mask(0, 0, i.astype(np.uint8), j.astype(np.uint8)) == expected).all()
+        lo, hi = mask.resolve(shape).intervals(0, 0, np.arange(shape.seqlen_q))
+        assert (np.diff(lo) >= 0).all() and (np.diff(hi) >= 0).all()
+        same = q_lengths == kv_lengths
+        placed = [None if same and name else device_double.to_device(side) for name, side in enumerate(offsets)]
+        there = library.masks.Sequences(*placed, causal=causal, window=window).resolve(shape)
+        rows = there.intervals(0, 0, device_double.to_device(np.arange(shape.seqlen_q)))
+        assert all((device_double.to_host(side) == here).all() for side, here in zip(rows, (lo, hi)))
+
+
+@given(sequences())
+def test_the_closed_form_is_the_definition(drawn):
+    check_mask(cuflash, drawn)
+
+
+@given(sequences(), st.randoms())
+def test_sequences_in_another_order_have_their_rows_in_that_order(drawn, random):
+    q_lengths, kv_lengths, first, causal, window = drawn
+    order = list(range(len(q_lengths)))
+    random.shuffle(order)
+    moved = [[lengths[n] for n in order] for lengths in (q_lengths, kv_lengths)]
+    shape = MaskShape((), 1, *expected_of(*drawn).shape)
+    made = (
+        masks.Sequences(offsets_of(q, first), offsets_of(kv, first), causal=causal, window=window)
+        for q, kv in ((q_lengths, kv_lengths), moved)
+    )
+    one, other = (mask.toarray(*shape[2:]) for mask in made)
+    q_parts, kv_parts = (
+        [np.arange(first + sum(sides[:n]), first + sum(sides[: n + 1])) for n in order]
+        for sides in (q_lengths, kv_lengths)
+    )
+    if order:
+        rows, keys = np.concatenate(q_parts), np.concatenate(kv_parts)
+        ends = first + len(rows), first + len(keys)
+        assert (one[np.ix_(rows, keys)] == other[first : ends[0], first : ends[1]]).all()
+
+
+# Attention
+
+LENGTHS = [70, 0, 1, 130, 33], [90, 5, 0, 100, 33]
+CASES = {
+    "full": {},
+    "causal": {"causal": True},
+    "last meets last": {"causal": "bottom_right", "kv": True},
+    "first meets first in a window": {"causal": "top_left", "kv": True, "window": (40, None)},
+    "a window to both sides": {"window": (20, 7)},
+}
+
+
+def packed_structure(case, **fields):
+    options = dict(CASES[case])
+    kv = LENGTHS[1] if options.pop("kv", False) else None
+    mask = masks.Sequences.of(LENGTHS[0], kv, **options)
+    seqlen_q, seqlen_kv = sum(LENGTHS[0]) + 3, sum(kv or LENGTHS[0]) + 9
+    small = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 24}
+    return Structure(**small | {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "mask": mask} | fields)
+
+
+def each_alone(example):
+    """Of each sequence: where its queries and keys lie, and the example of it alone."""
+    mask = example.mask
+    kv_offsets = mask.q_offsets if mask.kv_offsets is None else mask.kv_offsets
+    for n in range(len(mask.q_offsets) - 1):
+        rows, keys = slice(*mask.q_offsets[n : n + 2]), slice(*kv_offsets[n : n + 2])
+        align = mask.causal if isinstance(mask.causal, str) else None
+        alone = masks.SlidingWindow(*(mask.window or (None, None)), align or "bottom_right")
+        if mask.causal:
+            alone &= masks.Causal(align)
+        cut = {"q": rows, "do": rows, "k": keys, "v": keys}
+        arrays = {name: getattr(example, name)[..., side, :] for name, side in cut.items()}
+        yield rows, keys, example.but(**arrays, dlse=example.dlse[..., rows], mask=alone)
+
+
+def check_alone(run, case, dtype):
+    """Each packed sequence gets the results of that sequence alone, within the bounds of both."""
+    example = run.rounded(packed_structure(case, dtype=dtype).example())
+    results, bounds = run.everything(example), example.bounds
+    outside = np.ones(example.q.shape[-2], bool)
+    for rows, keys, alone in each_alone(example):
+        outside[rows] = False
+        expected = run.everything(alone)
+        for name, side in (("o", rows), ("dq", rows), ("dk", keys), ("dv", keys)):
+            bound = getattr(bounds, name)[..., side, :] + getattr(alone.bounds, name)
+            assert_within(name, results[name][..., side, :], expected[name], bound, alone)
+        lse_bound = bounds.lse[..., rows] + alone.bounds.lse
+        assert_within("lse", results["lse"][..., rows], expected["lse"], lse_bound, alone)
+    assert not results["o"][..., outside, :].any() and not results["dq"][..., outside, :].any()
+    assert np.isneginf(results["lse"][..., outside]).all()
+
+
+@on_every_backward
+@pytest.mark.parametrize(("case", "dtype"), [("causal", "float16"), ("first meets first in a window", "float32")])
+def test_packed_sequences_are_each_sequence_alone(run, case, dtype):
+    check_alone(run, case, dtype)
+
+
+@pytest.mark.parametrize("case", ["full", "last meets last", "a window to both sides"])
+def test_packed_sequences_are_each_sequence_alone_on_the_host(case):
+    check_alone(CPU, case, "float32")
+
+
+@on_every_backward
+@pytest.mark.parametrize("where", ["queries", "keys"])
+def test_nan_after_the_last_sequence_changes_nothing(run, where):
+    mask = masks.Sequences(np.array([0, 30, 30, 70]), causal=True)
+    example = run.rounded(Structure(num_heads=2, seqlen_q=200, seqlen_kv=200, dtype="float16", mask=mask).example())
+    names = ("q", "do") if where == "queries" else ("k", "v")
+    poisoned = {name: getattr(example, name).copy() for name in names}
+    for array in poisoned.values():
+        array[..., 70:, :] = np.nan
+    clean, other = run.everything(example), run.everything(example.but(**poisoned))
+    for name in ("o", "lse", "dk", "dv"):
+        assert np.array_equal(clean[name], other[name])
+    assert_within("dq", other["dq"], clean["dq"], 2 * example.bounds.dq, example)
+    assert not any(other[name][..., 70:, :].any() for name in ("o", "dq", "dk", "dv"))
+
+
+def test_sequences_in_lists_and_together_with_other_masks():
+    """A mask with no closed form makes lists of blocks."""
+    structure = packed_structure("causal", dtype="float32")
+    sequences_alone = structure.mask
+    example = replace(structure, mask=sequences_alone & ~masks.SlidingWindow(3, 0, "top_left")).example()
+    expected = example.but(mask=example.dense_mask)
+    results, dense = CPU.everything(example), CPU.everything(expected)
+    for name, result in results.items():
+        assert_within(name, result, dense[name], 2 * getattr(example.bounds, name), example)
+
+
+def test_ten_thousand_sequences():
+    lengths = np.random.default_rng(0).integers(0, 3, 10_000)
+    offsets = masks.Sequences.of(lengths).q_offsets
+    x = np.random.default_rng(1).standard_normal((1, int(offsets[-1]), 4))
+    o = cuflash.attention(x, x, x, mask=masks.Sequences(offsets, causal=True))
+    firsts = offsets[:-1][lengths > 0]
+    assert (o[:, firsts] == x[:, firsts]).all() and np.isfinite(o).all()
+
+
+# Packing
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.sampled_from([-2, -1]))
+def test_unpacking_undoes_packing(lengths, axis):
+    rng = np.random.default_rng(len(lengths))
+    shapes = [(2, length, 3) if axis == -2 else (2, length) for length in lengths]
+    arrays = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
+    packed, offsets = cuflash.pack(arrays, axis)
+    assert offsets.tolist() == np.cumsum([0, *lengths]).tolist() and offsets.dtype == np.int64
+    parts = cuflash.unpack(packed, offsets, axis)
+    assert all(np.array_equal(one, other) for one, other in zip(parts, arrays, strict=True))
+    assert all(np.shares_memory(one, packed) for one in parts if one.size)
+
+
+def test_offsets_lie_where_the_arrays_do(device):
+    with device.transfers_allowed():
+        arrays = [device.to_device(np.ones((2, length, 3))) for length in (4, 1)]
+        packed = arrays[0].__array_namespace__().concatenate(arrays, axis=-2)
+        lengths = device.to_device(np.array([4, 1]))
+    offsets = masks.Sequences.of(lengths).q_offsets
+    assert isinstance(offsets, device.DeviceArray) and device.to_host(offsets).tolist() == [0, 4, 5]
+    assert packed.shape == (2, 5, 3)
+
+
+# What is refused
+
+
+def refused(call):
+    with pytest.raises((UnsupportedProblem, TypeError)) as caught:
+        call()
+    return str(caught.value)
+
+
+OFFSETS = np.array([0, 4, 10])
+WRONG = {
+    "decreasing": (lambda: masks.Sequences(np.array([0, 5, 3])), "q_offsets must never decrease; got 3 after 5"),
+    "negative": (lambda: masks.Sequences(np.array([-1, 5])), "q_offsets must start at 0 or later; got -1"),
+    "floats": (lambda: masks.Sequences(np.array([0.0, 5.0])), "q_offsets must be an integer array (..., num_sequences"),
+    "a list": (lambda: masks.Sequences([0, 5]), "masks.Sequences.of(lengths) makes the mask from lengths"),
+    "nothing": (lambda: masks.Sequences(np.zeros(0, int)), "q_offsets must be an integer array"),
+    "booleans": (lambda: masks.Sequences(np.array([False, True])), "q_offsets must be an integer array"),
+    "unequal numbers": (lambda: masks.Sequences(OFFSETS, OFFSETS[:2]), "as many sequences as q_offsets, 2; got 1"),
+    "no alignment": (
+        lambda: masks.Sequences(OFFSETS, OFFSETS + 1, causal=True), "causal must be 'bottom_right', which lets the last"
+    ),
+    "no alignment of a window": (
+        lambda: masks.Sequences(OFFSETS, OFFSETS + 1, window=(1, 0)), "may differ from q_offsets; got window=(1, 0)"
+    ),
+    "no such alignment": (
+        lambda: masks.Sequences(OFFSETS, causal="left"), "causal must be True, False, 'bottom_right' or 'top_left'"
+    ),
+    "a negative side": (lambda: masks.Sequences(OFFSETS, window=(-1, 0)), "window's sides must be an int of at least"),
+    "half a window": (lambda: masks.Sequences(OFFSETS, window=3), "window must be (left, right)"),
+    "too long for the queries": (
+        lambda: masks.Sequences(OFFSETS).resolve(MaskShape((), 1, 9, 10)), "must end at seqlen_q=9 or before; got 10"
+    ),
+    "too long for the keys": (
+        lambda: masks.Sequences(OFFSETS).resolve(MaskShape((), 1, 10, 9)),
+        "q_offsets must end at seqlen_kv=9 or before; got 10: give kv_offsets=",
+    ),
+    "another batch": (
+        lambda: masks.Sequences(np.tile(OFFSETS, (3, 1))).resolve(MaskShape((2,), 1, 10, 10)),
+        "q_offsets's leading axes must broadcast to (2,); got (3,)",
+    ),
+    "unresolved": (
+        lambda: masks.Sequences(np.tile(OFFSETS, (2, 1)))(0, 0, OFFSETS, OFFSETS), "call .resolve(shape) first"
+    ),
+    "negative lengths": (lambda: masks.Sequences.of(np.array([3, -1])), "q_lengths must be at least 0; got -1"),
+    "lengths of words": (lambda: masks.Sequences.of(["a"]), "q_lengths must be a list of ints of at least 0"),
+    "both lengths": (lambda: masks.Sequences.of([-1], 3), "2 reasons"),
+    "not a list": (lambda: cuflash.pack(OFFSETS), "arrays must be a list of arrays"),
+    "no arrays": (lambda: cuflash.pack([]), "arrays must hold at least one sequence"),
+    "a number": (lambda: cuflash.pack([1.0]), "arrays[0] must be an array; got 1.0"),
+    "other dtypes": (
+        lambda: cuflash.pack([np.ones((2, 3)), np.ones((2, 3), "f4")]), "arrays[1] must be of arrays[0]'s dtype"
+    ),
+    "other dims": (lambda: cuflash.pack([np.ones((2, 3)), np.ones((2, 4))]), "shape (2, 3) but for axis -2"),
+    "other axes": (lambda: cuflash.pack([np.ones((2, 3)), np.ones(3)]), "arrays[1] must be of arrays[0]'s dtype"),
+    "one axis": (lambda: cuflash.pack([np.ones(3)]), "arrays[0] must have at least 2 axes"),
+    "an axis": (lambda: cuflash.pack([np.ones((2, 3))], axis=0), "axis must be -2 or -1; got 0"),
+    "beyond the array": (lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS), "length 9 or before; got [0, 4, 10]"),
+    "falling offsets": (lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS[::-1]), "offsets must never decrease"),
+    "offsets of floats": (lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS / 2), "offsets must be an integer array"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_sequences_are_refused_with_a_reason(name):
+    call, words = WRONG[name]
+    assert words in refused(call)
+
+
+@pytest.mark.parametrize("argument", ["q_offsets", "kv_offsets", "causal", "window", "arrays", "packed", "offsets"])
+def test_every_argument_takes_or_refuses_what_it_is_given(argument):
+    good = {"q_offsets": OFFSETS, "kv_offsets": OFFSETS, "causal": "top_left", "window": (1, 0)}
+    calls = {"arrays": (cuflash.pack, {"arrays": [np.ones((2, 3))]})}
+    unpacked = {"packed": np.ones((10, 3)), "offsets": OFFSETS}
+    calls |= dict.fromkeys(unpacked, (cuflash.unpack, unpacked))
+    call, arguments = calls.get(argument, (masks.Sequences, good))
+    for label, make in JUNK.items():
+        junk = make()
+        before = bytes_of([junk])
+        try:
+            call(**{**arguments, argument: junk})
+        except (UnsupportedProblem, TypeError) as error:
+            assert argument in str(error) or "CuPy is missing" in str(error), f"{label}: {error}"
+        except RuntimeError as error:
+            assert "CuPy is missing" in str(error), label
+        assert bytes_of([junk]) == before, label
+
+
+def test_arrays_of_another_place_are_refused(device):
+    with device.transfers_allowed():
+        there = device.to_device(OFFSETS)
+    assert "kv_offsets must be where q_offsets is" in refused(lambda: masks.Sequences(OFFSETS, there))
+    x = np.ones((1, 10, 4), np.float32)
+    told = refused(lambda: cuflash.attention(x, x, x, mask=masks.Sequences(there)))
+    assert "mask's arrays must be where q is" in told
+    assert "causal must be 'bottom_right'" in refused(lambda: masks.Sequences(there, there + 0, causal=True))
+    assert masks.Sequences(there, there, causal=True).kv_offsets is None
+
+
+def test_sequences_are_pickled_copied_and_not_hashed():
+    mask = masks.Sequences(OFFSETS, OFFSETS + 1, causal="top_left", window=(np.int8(3), None))
+    sent = pickle.loads(pickle.dumps(mask))
+    assert (sent.kv_offsets == OFFSETS + 1).all() and (sent.causal, sent.window) == ("top_left", (3, None))
+    assert operator.is_not(mask.to(np.copy).q_offsets, mask.q_offsets)
+    with pytest.raises(TypeError, match="never hashed"):
+        hash(mask)

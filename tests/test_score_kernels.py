@@ -1,0 +1,282 @@
+"""Score functions in the kernels of every family: each position, index, slope and gradient, told by exact numbers.
+
+The probe chooses two keys at most for a query. Their scores are 0 and all others -inf, so that P is 0, 1 or 1/2, and
+every result is a small multiple of 1/16, whatever it is summed in: rounded to one it is the one that NumPy's integers
+give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from cuflash.compiler import nvrtc as compiling
+from cuflash.planning.problem import Problem
+from executors import GPU, SIM, Run, needs_compiler
+
+import cuflash
+from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem, masks
+
+pytestmark = needs_compiler
+WRT = ("at", "column", "entry", "of_head", "row", "table")
+
+
+def probe(s, b, h, i, j, weight, at, column, entry, of_head, row, table, bucket) -> Any:
+    """0 for chosen keys, whose score is `at`, and -inf for others; the other arrays of reals hold zeros."""
+    factor = 4 * weight[h, j] - 3 * weight[h, j]
+    zeros = (entry[b] + of_head[h] + row[..., h, i]) * factor + column[..., j] + table[np.clip(bucket[i % 5, j], 0, 6)]
+    return factor * (s - at[..., h, i, j]) + zeros
+
+
+class Probe:
+    """Arguments of a call with the probe as its score, and what it must give, in float64.
+
+    Parameters
+    ----------
+    mask : Mask, optional
+        Where it hides a key, `at` is NaN.
+    """
+
+    def __init__(
+        self,
+        dtype: Any,
+        mask: masks.Mask | None = None,
+        batch: tuple[int, ...] = (2, 3),
+        heads: tuple[int, int] = (2, 1),
+        lengths: tuple[int, int] = (37, 45),
+        dim: int = 16,
+    ) -> None:
+        rng = np.random.default_rng(0)
+        (num_heads, num_kv_heads), (rows, columns) = heads, lengths
+
+        def whole(*shape: int) -> Any:
+            return rng.integers(-2, 3, shape).astype(dtype)
+
+        self.q, self.do = whole(*batch, num_heads, rows, dim), whole(*batch, num_heads, rows, dim)
+        self.k, self.v = whole(*batch, num_kv_heads, columns, dim), whole(*batch, num_kv_heads, columns, dim)
+        self.mask = mask
+        allowed = np.ones((*batch, num_heads, rows, columns), bool)
+        if mask is not None:
+            shape = Problem.of(self.q, self.k, self.v).mask_shape
+            allowed = mask.resolve(shape).toarray(**shape._asdict()).reshape(allowed.shape)
+        is_chosen = np.zeros(allowed.shape, bool)
+        np.put_along_axis(is_chosen, rng.integers(0, columns, (*allowed.shape[:-1], 2)), True, -1)
+        self.scale = 0.25
+        wide_k, wide_v = (np.repeat(x.astype(np.float64), num_heads // num_kv_heads, -3) for x in (self.k, self.v))
+        scores = self.scale * self.q.astype(np.float64) @ wide_k.swapaxes(-1, -2)
+        self.arrays = {
+            "weight": rng.integers(1, 3, (num_heads, columns)).astype(dtype),
+            "at": _backwards(np.where(allowed, np.where(is_chosen, scores, np.inf), np.nan).astype(np.float32)),
+            "column": np.zeros((*batch[-1:], columns), np.float32),
+            "entry": np.zeros(int(np.prod(batch)), np.float32),
+            "of_head": np.zeros(num_heads, dtype),
+            "row": np.zeros((*_alternately(batch), num_heads, 2 * rows), np.float32)[..., ::2],
+            "table": np.zeros(7, np.float32),
+            "bucket": np.where(rng.random((5, columns)) < 0.1, 1 << 40, rng.integers(-2, 8, (5, columns))),
+        }
+        self.expected = self._expected(is_chosen & allowed, wide_k, wide_v)
+
+    def _expected(self, is_seen: Any, k: Any, v: Any) -> dict[str, Any]:
+        counts = is_seen.sum(-1, keepdims=True)
+        p = is_seen / np.maximum(counts, 1)
+        o, do, q = p @ v, self.do.astype(np.float64), self.q.astype(np.float64)
+        df = p * (do @ v.swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True))
+        weight = self.arrays["weight"].astype(np.float64)[:, None, :]
+        ds = df * weight
+        group = self.q.shape[-3] // self.k.shape[-3]
+        rows, bucket = np.arange(df.shape[-2]) % 5, np.clip(self.arrays["bucket"], 0, 6)
+        table = np.zeros(7)
+        np.add.at(table, np.broadcast_to(bucket[rows], df.shape), df)
+        every, batch = tuple(range(df.ndim)), tuple(range(df.ndim - 3))
+        return {
+            "o": o,
+            "lse": np.log(counts[..., 0], where=counts[..., 0] > 0, out=np.full(counts.shape[:-1], -np.inf)),
+            "dq": self.scale * ds @ k,
+            "dk": _summed(self.scale * ds.swapaxes(-1, -2) @ q, group),
+            "dv": _summed(p.swapaxes(-1, -2) @ do, group),
+            "at": -ds,
+            "column": df.sum((*batch[:-1], -3, -2)),
+            "entry": ds.sum(every[-3:]).reshape(-1),
+            "of_head": ds.sum((*batch, -2, -1)),
+            "row": ds.sum(-1).sum(batch[1::2], keepdims=True),
+            "table": table,
+        }
+
+    def found(
+        self, run: Run, wrt: tuple[str, ...] = WRT, *, is_backward: bool = True, library: ModuleType = cuflash
+    ) -> dict[str, Any]:
+        """What a run of the library gives."""
+        q, k, v, do = map(run.put, (self.q, self.k, self.v, self.do))
+        score = library.Score(probe, **{name: run.put(array) for name, array in self.arrays.items()})
+        mask = run.put_mask(self.mask, self.q, self.k, self.v)
+        options = {"mask": mask, "scale": self.scale, "score": score, "return_lse": True, **run.options}
+        if not is_backward:
+            return dict(zip(("o", "lse"), map(run.get, library.attention(q, k, v, **options))))
+        (o, lse), vjp = library.attention_vjp(q, k, v, wrt=wrt, **options)
+        gradients = vjp(do)
+        named = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients)))
+        return {name: run.get(x) for name, x in (named | {name: gradients[name] for name in wrt}).items()}
+
+    def check(self, found: dict[str, Any]) -> None:
+        for name, x in found.items():
+            expected = self.expected[name]
+            if name == "lse":
+                assert np.array_equal(np.rint(np.exp(x.astype(np.float64))), np.rint(np.exp(expected)))
+                continue
+            sixteenths = 16 * expected
+            assert np.array_equal(sixteenths, np.rint(sixteenths)) and abs(sixteenths).max() < 1 << 15
+            assert x.shape == expected.shape, name
+            wrong = np.argwhere(np.rint(16 * x.astype(np.float64)) != sixteenths)
+            assert not len(wrong), f"{name} is wrong at {wrong[:8].tolist()}, {len(wrong)} elements"
+
+
+def _backwards(x: Any) -> Any:
+    """The same array with a last axis of a negative stride."""
+    return x[..., ::-1].copy()[..., ::-1]
+
+
+def _alternately(batch: tuple[int, ...]) -> list[int]:
+    """The first axis of a batch, 1 for the second, and so on."""
+    return [1 if place % 2 else extent for place, extent in enumerate(batch)]
+
+
+def _summed(x: Any, group: int) -> Any:
+    """Sums over the heads that share keys."""
+    return x.reshape(*x.shape[:-3], -1, group, *x.shape[-2:]).sum(-3)
+
+
+def runs() -> Any:
+    for kernel, dtype in (("simt", "float32"), ("naive", "float32"), ("sm80", "float16"), ("sm90", "float16")):
+        needs = (9, 0) if kernel == "sm90" else ()
+        yield pytest.param(replace(SIM, kernel=kernel), dtype, id=f"sim-{kernel}")
+        yield pytest.param(replace(GPU, kernel=kernel), dtype, id=f"gpu-{kernel}", marks=pytest.mark.gpu(*needs))
+
+
+on_every_family = pytest.mark.parametrize(("run", "dtype"), list(runs()))
+MASKS = {
+    "nothing": None,
+    "causal": masks.Causal("top_left"),
+    "lengths": masks.Lengths(kv=np.array([[7, 45, 0], [31, 16, 44]])),
+}
+
+
+@on_every_family
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_every_position_slope_and_gradient_is_its_own(run: Run, dtype: str, mask: masks.Mask | None) -> None:
+    made = Probe(dtype, mask)
+    made.check(made.found(run))
+
+
+def test_the_host_gives_the_same() -> None:
+    for mask in MASKS.values():
+        made = Probe("float32", mask)
+        made.check(made.found(Run("cpu")))
+
+
+@pytest.mark.parametrize("kernel", ["simt", "sm80", "sm90"])
+@pytest.mark.parametrize("run", [SIM, pytest.param(GPU, marks=pytest.mark.gpu)], ids=str)
+def test_gradients_that_repeat_are_added_once(run: Run, kernel: str) -> None:
+    """Where dQ has a kernel of its own, which of both adds to captured gradients makes no difference but twice does."""
+    made = Probe("float32" if kernel == "simt" else "float16", MASKS["causal"])
+    made.check(made.found(replace(run, kernel=kernel, deterministic=True), ("at",)))
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [("simt", "float32"), ("sm80", "float16"), ("sm90", "float16")])
+def test_listed_blocks_have_the_positions_of_their_keys(kernel: str, dtype: str) -> None:
+    mask = masks.BlockPattern(np.random.default_rng(1).random((4, 2)) < 0.6, 32) & masks.Dilated(2, align="top_left")
+    made = Probe(dtype, mask, batch=(2,), heads=(2, 1), lengths=(110, 60))
+    made.check(made.found(replace(SIM, kernel=kernel)))
+
+
+def check_few_queries(num_heads: int, lengths: tuple[int, int]) -> None:
+    """Blocks share the keys of a tile, which holds the queries of all heads if there are several."""
+    made = Probe("float16", masks.Causal("bottom_right"), batch=(), heads=(num_heads, 1), lengths=lengths)
+    plan = cuflash.plan(made.q, made.k, made.v, executor="sim", kernel="sm80", causal="bottom_right").plan
+    spec = plan.kernels.forward.launches["forward"].spec
+    assert spec.is_split and spec.is_packed == (num_heads > 1)
+    made.check(made.found(replace(SIM, kernel="sm80"), is_backward=False))
+
+
+@pytest.mark.parametrize(("num_heads", "lengths"), [(4, (3, 600)), (1, (40, 600))], ids=["packed", "split"])
+def test_blocks_that_share_keys_or_heads_know_their_positions(num_heads: int, lengths: tuple[int, int]) -> None:
+    check_few_queries(num_heads, lengths)
+
+
+def check_shared_elements() -> None:
+    """More warps than have elements of their own: the gradients of 16 x 16 blocks of wide rows."""
+    mask = masks.BlockPattern(np.array([[True, False], [True, True]]), 16)
+    made = Probe("float16", mask, batch=(), heads=(2, 1), lengths=(32, 32), dim=160)
+    plan = cuflash.plan(made.q, made.k, made.v, mask=mask, executor="sim", kernel="sm80").plan
+    assert plan.kernels.backward.launches["backward"].spec.num_warps > 1
+    made.check(made.found(replace(SIM, kernel="sm80"), ("at", "column", "entry", "row")))
+
+
+def test_warps_that_hold_the_same_elements_add_their_gradients_once() -> None:
+    check_shared_elements()
+
+
+def check_past_the_end(kernel: str) -> None:
+    """A function that is infinite where q k^T is 0, as it is past the last query, whose keys all are there."""
+    rng = np.random.default_rng(0)
+    dtype = np.float32 if kernel == "simt" else np.float16
+    q, k, v, do = (rng.uniform(0.5, 1, (1, rows, 32)).astype(dtype) for rows in (37, 128, 128, 37))
+    o, vjp = cuflash.attention_vjp(q, k, v, score=lambda s, b, h, i, j: 1 / s, executor="sim", kernel=kernel)
+    for x in (o, *vjp(do)):
+        assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("kernel", ["simt", "sm80"])
+def test_what_a_function_gives_past_the_end_does_not_matter(kernel: str) -> None:
+    check_past_the_end(kernel)
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 1, 3, 2, 2)], ids=str)
+def test_any_number_of_leading_axes_has_its_batch_entries(batch: tuple[int, ...]) -> None:
+    made = Probe("float32", batch=batch, heads=(2, 1), lengths=(5, 6))
+    made.check(made.found(SIM))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "chip", "entry"),
+    [
+        ("simt", np.float32, "A100", "backward"),
+        ("sm80", np.float16, "A100", "forward"),
+        ("sm90", np.float16, "H100", "forward"),
+    ],
+)
+def test_kernels_with_a_cap_do_not_spill(nvrtc: Any, kernel: str, dtype: Any, chip: str, entry: str) -> None:
+    q, device = ShapeDtype((2, 1000, 64 if kernel == "simt" else 128), np.dtype(dtype)), DeviceSpec.gpu(chip)
+    specs = cuflash.plan(q, q, q, softcap=30.0, kernel=kernel, executor="gpu", device=device).plan.specs
+    made = compiling.cubin(specs[entry], compiling.architecture(specs[entry], device.compute_capability))
+    assert (made.resources.spill_bytes, made.resources.stack_bytes, made.advisories) == (0, 0, ())
+
+
+def test_another_number_compiles_nothing() -> None:
+    q = np.ones((2, 16, 8), np.float16)
+
+    def specs(cap: float) -> Any:
+        plan = cuflash.plan(q, q, q, softcap=cap, executor="sim", device=DeviceSpec.gpu("A100")).plan
+        return plan.specs
+
+    assert specs(3.0) == specs(7.5)
+
+
+@pytest.mark.parametrize("name", [name for name in WRT if name != "at"])
+def test_gradients_that_do_not_repeat_are_refused_where_all_must(name: str) -> None:
+    made = Probe("float32")
+    with pytest.raises(UnsupportedProblem, match=f"deterministic=True must be without a gradient of {name}, "):
+        made.found(replace(SIM, deterministic=True), (name,))
+
+
+def test_a_bias_that_entries_share_does_not_repeat() -> None:
+    q = np.ones((2, 3, 16, 8), np.float32)
+    for shape, refused in (((2, 3, 16, 16), False), ((3, 16, 16), True), ((2, 1, 16, 16), True), ((2, 3, 1, 16), True)):
+        options = {"bias": np.zeros(shape, np.float32), "wrt": "bias", "deterministic": True, "executor": "sim"}
+        if refused:
+            with pytest.raises(UnsupportedProblem, match="deterministic=True must be without a gradient of bias"):
+                cuflash.plan(q, q, q, **options)
+        else:
+            assert cuflash.plan(q, q, q, **options).plan.kernels.is_repeatable

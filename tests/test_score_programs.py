@@ -1,0 +1,402 @@
+"""Score programs: what is traced is the function, its derivative is that of dual numbers, and errors name the line."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from cuflash import UnsupportedProblem
+from cuflash.masks.shape import MaskShape
+from cuflash.scores import Score
+from cuflash.scores.program import ArrayType, Builder, curvature, depends, derived, gradient_loads
+from cuflash.scores.ranges import range_reasons, ranges
+from cuflash.scores.roundoff import Arithmetic, values_and_errors
+from cuflash.scores.values import Operands, values
+from cuflash.testing.dual import Captured, Dual
+from cuflash.testing.formulas import Formula, formulas
+
+SHAPE = MaskShape((2, 2), 2, 5, 7)
+
+
+def places(shape: MaskShape = SHAPE) -> dict[str, np.ndarray]:
+    """b, h, i and j as arrays that broadcast against [*batch, heads, queries, keys]."""
+    h, i, j = np.ogrid[: shape.num_heads, : shape.seqlen_q, : shape.seqlen_kv]
+    return {"b": np.arange(shape.num_batch).reshape(*shape.batch, 1, 1, 1), "h": h, "i": i, "j": j}
+
+
+def some_scores(seed: int, dtype: type = np.float64, shape: MaskShape = SHAPE) -> np.ndarray:
+    full = (*shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_kv)
+    return (4 * np.random.default_rng(seed).standard_normal(full)).astype(dtype)
+
+
+def made(formula: Formula, seed: int, dtype: type = np.float32) -> tuple[Score, Operands]:
+    arrays = formula.arrays(SHAPE, seed, dtype)
+    score = Score(formula, **arrays)
+    return score, Operands(score.numbers, tuple(arrays.values()), SHAPE.batch)
+
+
+def wide(array: np.ndarray, dtype: type = np.float64) -> np.ndarray:
+    return array.astype(dtype) if array.dtype.kind not in "iub" else array
+
+
+@settings(max_examples=150)
+@given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
+def test_a_traced_program_gives_what_the_function_gives(formula: Formula, seed: int) -> None:
+    score, operands = made(formula, seed)
+    s, at = some_scores(seed), places()
+    with np.errstate(all="ignore"):
+        exact = formula(s, **at, **{name: wide(array) for name, array in score.arrays.items()})
+        (traced,) = values(score.program, operands, s, **at)
+    np.testing.assert_array_equal(np.broadcast_to(traced, s.shape), np.broadcast_to(exact, s.shape))
+
+
+@settings(max_examples=150)
+@given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
+def test_a_derived_program_gives_what_dual_numbers_give(formula: Formula, seed: int) -> None:
+    score, operands = made(formula, seed)
+    s, at = some_scores(seed), places()
+    names = [array.name for array in score.program.arrays if array.kind == "real"]
+    program = derived(score.program, names)
+    found = values_and_errors(program, operands, s, 0.0, **at, model=Arithmetic(2.0**-53, 1e-300, 1e300))
+    exact = dual(formula, score, s.astype(np.longdouble))
+    for number, ((value, error), wanted) in enumerate(zip(found, exact, strict=True)):
+        off = np.abs(value - wanted)
+        is_right = (off <= 2 * error) | (np.isnan(value) & np.isnan(wanted)) | (value == wanted)
+        assert is_right.all(), f"result {number} of {score}"
+
+
+def dual(formula: Formula, score: Score, s: np.ndarray) -> list[np.ndarray]:
+    """f, its derivative by s and by each read of a real array, in long double."""
+    arrays = {name: wide(array, np.longdouble) for name, array in score.arrays.items()}
+    reals = {name: Captured(array) for name, array in arrays.items() if array.dtype == np.longdouble and array.ndim}
+    given = arrays | reals
+    given |= {name: Dual(array, {name: 1.0}) for name, array in arrays.items() if not array.ndim}
+    with np.errstate(all="ignore"):
+        f = formula(Dual(s, {"s": np.ones_like(s)}), **places(), **given)
+    f = f if isinstance(f, Dual) else Dual(f, {})
+    results, order = [f.value, f.tangents.get("s", 0.0)], []
+    for load in gradient_loads(score.program, reals | arrays):
+        name = score.program.arrays[score.program.instructions[load].value].name
+        own = [each for each in f.tangents if each == name or name in reals and each[0] == id(reals[name])]
+        order.append(sum(f.tangents[each] for each in own))  # equal reads are one instruction
+    return results + order
+
+
+@settings(max_examples=100)
+@given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
+def test_float32_stays_within_the_errors(formula: Formula, seed: int) -> None:
+    score, operands = made(formula, seed)
+    rng, at = np.random.default_rng(seed), places()
+    exact = some_scores(seed)
+    e_s = 1e-5 * np.abs(exact)
+    near = (exact + e_s * rng.uniform(-0.9, 0.9, exact.shape)).astype(np.float32)
+    program = derived(score.program, [array.name for array in score.program.arrays if array.kind == "real"])
+    info = np.finfo(np.float32)
+    model = Arithmetic(float(info.eps) / 2, float(info.smallest_normal), float(info.max))
+    bounds = values_and_errors(program, operands, exact, e_s, **at, model=model)
+    for found, (value, error) in zip(values(program, operands, near, **at), bounds, strict=True):
+        assert np.asarray(found).dtype in (np.float32, np.bool_)
+        off = np.abs(np.subtract(found, value, dtype=np.float64))
+        assert ((off <= error) | np.equal(found, value) | np.isnan(value)).all(), score
+
+
+# Programs
+
+
+def capped(s, b, h, i, j, slope):
+    return 30 * np.tanh(s / 30) - slope[h] * np.abs(i - j)
+
+
+SLOPE = np.array([0.5, 0.25], np.float32)
+
+
+def test_equal_instructions_are_one_and_unused_ones_are_none() -> None:
+    def twice(s, b, h, i, j):
+        np.exp(s * 7.5)
+        return np.tanh(s) * np.tanh(s)
+
+    score = Score(twice)
+    assert [instruction.op for instruction in score.program.instructions] == ["s", "tanh", "mul"]
+    assert score.numbers == ()
+
+
+SIMPLE = [
+    (lambda s, b, h, i, j: s + 0, ["s"]),
+    (lambda s, b, h, i, j: 0.0 + s * 1.0, ["s"]),
+    (lambda s, b, h, i, j: s / 1 - 0, ["s"]),
+    (lambda s, b, h, i, j: s**2, ["s", "mul"]),
+    (lambda s, b, h, i, j: s / 3, ["s", "number", "mul"]),
+    (lambda s, b, h, i, j: s / 2, ["s", "const", "mul"]),
+    (lambda s, b, h, i, j: -1 * s, ["s", "neg"]),
+    (lambda s, b, h, i, j: np.where(i < j, s, s), ["s"]),
+    (lambda s, b, h, i, j: s + (i + 0 - 0 * 1), ["s", "i", "real", "add"]),
+    (lambda s, b, h, i, j: s + (2 - 1) * (i - j), ["s", "i", "j", "real", "real", "sub", "add"]),
+]
+
+
+@pytest.mark.parametrize(("function", "ops"), SIMPLE)
+def test_a_program_is_simple(function, ops: list[str]) -> None:
+    assert [instruction.op for instruction in Score(function).program.instructions] == ops
+
+
+def test_integers_that_become_reals_stay_integers_where_an_index_needs_them() -> None:
+    def f(s, b, h, i, j, column):
+        return s + (i - j) * 0.5 + column[np.clip(i - j, 0, 6)]
+
+    kinds = [(each.op, each.kind) for each in Score(f, column=np.zeros(7)).program.instructions]
+    assert ("sub", "int") in kinds and ("sub", "real") not in kinds
+
+
+def test_wide_integers_of_arrays_are_subtracted_as_integers() -> None:
+    def f(s, b, h, i, j, time):
+        return s - (time[i] - time[j])
+
+    time = np.array([2**30, 2**30 + 1], np.int64)
+    score = Score(f, time=time)
+    s = np.zeros((2, 2), np.float32)
+    i, j = np.ogrid[:2, :2]
+    (found,) = values(score.program, Operands(score.numbers, (time,)), s, 0, 0, i, j)
+    np.testing.assert_array_equal(found, [[0, 1], [-1, 0]])
+
+
+def test_another_number_is_the_same_program() -> None:
+    def of(cap):
+        return Score(lambda s, b, h, i, j: cap * np.tanh(s / cap) + (i - j) * cap)
+
+    assert of(30).program == of(17.5).program
+    assert hash(of(30).program) == hash(of(17.5).program)
+    assert of(30).numbers == (30.0, 1 / 30) and of(17.5).numbers == (17.5, 1 / 17.5)
+    assert of(1.0).program != of(30).program  # a number that folds
+
+
+def test_programs_pickle() -> None:
+    program = Score(capped, slope=SLOPE).program
+    assert pickle.loads(pickle.dumps(program)) == program
+
+
+def test_what_a_value_depends_on() -> None:
+    score = Score(lambda s, b, h, i, j, a: s + a[..., j] + b, a=np.zeros((3, 4)))
+    found = dict(zip(score.program.instructions, depends(score.program)))
+    load = next(each for each in found if each.op == "load")
+    assert found[load] == {"b", "j"} and found[score.program.instructions[-1]] == {"s", "b", "j"}
+    single = Score(lambda s, b, h, i, j, a: s + a[..., j], a=np.zeros((1, 4)))
+    assert {"j"} in depends(single.program)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda s, b, h, i, j: s - np.abs(i - j), "shift"),
+        (lambda s, b, h, i, j: np.where(i < j, s, 2 * s), "scaled"),
+        (lambda s, b, h, i, j: 3.5 * s, "scaled"),
+        (lambda s, b, h, i, j: i * 1.5, "scaled"),
+        (lambda s, b, h, i, j: s * s, "curved"),
+        (lambda s, b, h, i, j: np.maximum(s, 0), "curved"),
+    ],
+)
+def test_curvature(function, expected: str) -> None:
+    assert Score(function).curvature == expected == curvature(Score(function).program)
+
+
+def test_a_branch_that_is_not_chosen_has_no_derivative() -> None:
+    """log is -inf with a slope of inf where neither branch is taken."""
+
+    def f(s, b, h, i, j):
+        log = np.log(s)
+        return np.where(s > 0, log, 0) + np.where(s > 1, -log / 2, 0) - np.where(s > 2, np.sqrt(s - 2), 0)
+
+    score = Score(f)
+    s = np.array([-1.0, 0.0, 0.5, 1.5])
+    _, slope = values(derived(score.program), Operands(score.numbers, ()), s, 0, 0, 0, 0)
+    np.testing.assert_allclose(slope, [0, 0, 2, 1 / 3], rtol=1e-15)
+
+
+def test_ties_and_corners_have_the_derivative_that_is_promised() -> None:
+    def slope_of(function, x):
+        score = Score(function)
+        found = values(derived(score.program), Operands(score.numbers, ()), np.array([x]), 0, 0, 0, 0)[1]
+        return float(np.broadcast_to(found, 1)[0])
+
+    assert slope_of(lambda s, b, h, i, j: np.abs(s), 0.0) == 0
+    assert slope_of(lambda s, b, h, i, j: np.sign(s), 0.0) == 0
+    assert slope_of(lambda s, b, h, i, j: np.minimum(2 * s, s), 0.0) == 2
+    assert slope_of(lambda s, b, h, i, j: np.maximum(s, 2 * s), 0.0) == 1
+    assert slope_of(lambda s, b, h, i, j: np.sqrt(s), 0.0) == np.inf
+    assert slope_of(lambda s, b, h, i, j: s**3, 2.0) == 12
+    assert slope_of(lambda s, b, h, i, j: 2.5**s, 0.0) == np.log(2.5)
+
+
+# Errors
+
+
+def branches(s, b, h, i, j):
+    if s > 0:
+        return s
+    return 0.0
+
+
+TABLE = np.zeros((2, 4096), np.float32)
+REFUSED = {
+    "branch": (branches, {}, "branches, line {line}: if s > 0: a score function may not branch on values that are yet"),
+    "and": (lambda s, b, h, i, j: s > 0 and s, {}, "use np.where, & | ~, np.minimum and np.maximum"),
+    "max": (lambda s, b, h, i, j: max(s, 0), {}, "use np.where"),
+    "sinc": (lambda s, b, h, i, j: np.sinc(s), {}, "np.sinc has no counterpart in a kernel; there are: absolute, add,"),
+    "cos": (lambda s, b, h, i, j: np.cos(s), {}, "np.cos has no counterpart in a kernel; there are: absolute, add,"),
+    "reduce": (lambda s, b, h, i, j: np.add.reduce(s), {}, "np.add.reduce has no counterpart in a kernel"),
+    "out": (lambda s, b, h, i, j: np.add(s, 1, out=np.zeros(1)), {}, "out= of a ufunc has no counterpart"),
+    "closure": (
+        lambda s, b, h, i, j: s + SLOPE,
+        {},
+        "an array of shape (2,) and dtype float32 is neither a number nor traced: give arrays by name, "
+        "Score(f, table=table)",
+    ),
+    "real index": (
+        lambda s, b, h, i, j, table: s + table[h, s],
+        {"table": TABLE},
+        "an index must be an integer expression of b, h, i, j and integer arrays",
+    ),
+    "rank": (lambda s, b, h, i, j, table: s + table[h], {"table": TABLE}, "table has 2 axes and takes 2 indices; got"),
+    "slice": (lambda s, b, h, i, j, table: s + table[h, :], {"table": TABLE}, "table takes integer expressions as"),
+    "end": (lambda s, b, h, i, j, table: s + table[h, -1], {"table": TABLE}, "from the start of its axis; got -1"),
+    "whole": (lambda s, b, h, i, j, table: s + table, {"table": TABLE}, "index it, as in table[..., i, j]"),
+    "condition": (lambda s, b, h, i, j: s + (i == j), {}, "a comparison is no number: use np.where(condition, a, b)"),
+    "where": (lambda s, b, h, i, j: np.where(s, s, 0), {}, "np.where takes a comparison first"),
+    "bits": (lambda s, b, h, i, j: np.where(i & 1, s, 0), {}, "& | ~ and np.logical_* take comparisons"),
+    "mod": (lambda s, b, h, i, j: s + i % j, {}, "// and % take an integer expression and a positive integer literal"),
+    "floor": (lambda s, b, h, i, j: s // 2, {}, "// and % take an integer expression and a positive integer literal"),
+    "float": (lambda s, b, h, i, j: float(s), {}, "is no number of Python's: use NumPy's functions in place of math's"),
+    "list": (lambda s, b, h, i, j: s + [1, 2][h], {}, "arrays by name in place of lists"),
+    "method": (lambda s, b, h, i, j: s.clip(0, 1), {}, "has no .clip: use NumPy's functions"),
+    "None": (lambda s, b, h, i, j: None, {}, "the function must return a number for each s; got None"),
+    "signature": (lambda s, b, h, i: s, {}, "must take (s, b, h, i, j); got <lambda>(s, b, h, i)"),
+    "missing": (lambda s, b, h, i, j: s, {"slope": SLOPE}, "must take (s, b, h, i, j, slope)"),
+    "reserved": (lambda s, b, h, i, j, bias: s, {"bias": SLOPE}, "score arrays may not be called q, k, v, o, lse, do,"),
+    "complex": (lambda s, b, h, i, j, x: s, {"x": np.zeros(2, complex)}, "x's dtype must be float16, bfloat16,"),
+    "swapped": (lambda s, b, h, i, j, x: s, {"x": np.zeros(2, ">i4")}, "x's dtype must be float16"),
+    "many": (
+        lambda s, b, h, i, j, **x: s,
+        {f"x{n}": SLOPE for n in range(9)},
+        "a score takes at most 8 arrays; got 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_kernel_can_do_is_refused(case: str) -> None:
+    function, arrays, wanted = REFUSED[case]
+    with pytest.raises(UnsupportedProblem) as error:
+        Score(function, **arrays)
+    assert wanted.format(line=branches.__code__.co_firstlineno + 1) in str(error.value)
+
+
+def test_long_functions_are_refused() -> None:
+    def long(s, b, h, i, j):
+        for n in range(300):
+            s = s * (n + 1.5)
+        return s
+
+    with pytest.raises(UnsupportedProblem) as error:
+        Score(long)
+    first, second = error.value.reasons
+    assert first.startswith("long has 6") and first.endswith("operations; 256 is the most")
+    assert second.startswith("long reads 300 numbers; 24 is the most")
+
+
+@pytest.mark.parametrize("what", [3, "tanh", np.zeros(3)])
+def test_a_score_is_made_of_a_function(what) -> None:
+    with pytest.raises(TypeError, match=r"score must be a Score or a function of \(s, b, h, i, j\); got"):
+        Score(what)
+
+
+def test_a_captured_array_is_an_array() -> None:
+    with pytest.raises(TypeError, match="slope must be an array; got 0.5"):
+        Score(capped, slope=0.5)
+
+
+def test_a_symbol_of_an_earlier_call_is_refused() -> None:
+    kept = []
+
+    def f(s, b, h, i, j):
+        kept.append(s)
+        return s + kept[0]
+
+    Score(f)
+    with pytest.raises(UnsupportedProblem, match="a symbol of an earlier call came back"):
+        Score(f)
+
+
+# Ranges
+
+
+EXTENTS = {"b": 2, "h": 3, "i": 10, "j": 20}
+
+
+@settings(max_examples=150)
+@given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
+def test_integers_lie_within_their_ranges(formula: Formula, seed: int) -> None:
+    score, operands = made(formula, seed)
+    extents = dict(zip("bhij", (SHAPE.num_batch, *SHAPE[1:])))
+    known = ranges(score.program, extents)
+    program = score.program
+    for n, (least, most) in known.items():
+        part = type(program)(program.instructions, program.arrays, program.num_numbers, (n,))
+        (found,) = values(part, operands, some_scores(seed), **places())
+        assert least <= np.min(found) and np.max(found) <= most, score
+
+
+RANGES = [
+    (lambda i, j, x: i - j, 20, "near may be -19..9 and the axis has 20: clip it, np.clip(i - j, 0, 19)"),
+    (lambda i, j, x: np.clip(i - j, 0, 4), 5, ""),
+    (lambda i, j, x: np.clip(i - j, 0, 5), 5, "index 0 of near may be 0..5 and the axis has 5"),
+    (lambda i, j, x: abs(i - j), 20, ""),
+    (lambda i, j, x: abs(i - j), 19, "index 0 of near may be 0..19 and the axis has 19"),
+    (lambda i, j, x: (i - j) % 4, 4, ""),
+    (lambda i, j, x: (i - j) % 4 + j // 5, 7, ""),
+    (lambda i, j, x: (i - j) % 4 + j // 5, 6, "index 0 of near may be 0..6 and the axis has 6"),
+    (lambda i, j, x: i + np.sign(j - 5), 11, "index 0 of near may be -1..10 and the axis has 11"),
+    (lambda i, j, x: np.where(i < j, i, j), 20, ""),
+    (lambda i, j, x: np.where(i < j, i, j), 10, "index 0 of near may be 0..19 and the axis has 10"),
+    (lambda i, j, x: 2 * i + 1 - -j, 39, ""),
+    (lambda i, j, x: x[j], 5, "index 0 of near depends on what x holds and the axis has 5: clip it, np.clip(x[j],"),
+    (lambda i, j, x: np.clip(x[j], 0, 4), 5, ""),
+    (lambda i, j, x: j * j * j * 1000 * 1000, 5, "may be 0..6859000000 and integers of a score must be within"),
+]
+
+
+@pytest.mark.parametrize(("index", "extent", "reason"), RANGES)
+def test_an_index_is_proven_or_refused(index, extent: int, reason: str) -> None:
+    def f(s, b, h, i, j, near, x):
+        return s + near[index(i, j, x)]
+
+    score = Score(f, near=np.zeros(extent), x=np.zeros(20, np.int32))
+    found = range_reasons(score.program, [(extent,), (20,)], (2,), EXTENTS, "float32")
+    assert (reason in found[0]) if reason else (found == [])
+
+
+def test_leading_axes_must_fit_the_batch() -> None:
+    score = Score(lambda s, b, h, i, j, a: s + a[..., h], a=np.zeros((5, 3)))
+    found = range_reasons(score.program, [(5, 3)], (2,), EXTENTS, "float32")
+    assert found == ["the axes of a before its 1 indices must broadcast against the batch (2,); got (5,)"]
+    assert range_reasons(score.program, [(1, 3)], (2,), EXTENTS, "float32") == []
+
+
+def test_positions_that_float32_does_not_hold_are_refused() -> None:
+    score = Score(lambda s, b, h, i, j: s - np.abs(i - j))
+    far = {**EXTENTS, "j": 2**24 + 1}
+    assert range_reasons(score.program, [], (), far, "float64") == []
+    (reason,) = range_reasons(score.program, [], (), far, "float32")
+    assert reason == "j must be at most 16777216 where it becomes a float32; got 16777217: use float64"
+
+
+def test_an_empty_problem_needs_no_proof() -> None:
+    score = Score(lambda s, b, h, i, j, a: s + a[i - j], a=np.zeros(1))
+    assert range_reasons(score.program, [(1,)], (), {**EXTENTS, "i": 0}, "float32") == []
+
+
+def test_builders_start_from_a_program() -> None:
+    builder = Builder([ArrayType("a", 1, "float32", "real", (False,))], num_numbers=2)
+    n = builder.number(7.0)
+    assert builder.instructions[n].value == 2 and builder.numbers == [7.0]

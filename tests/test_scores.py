@@ -1,0 +1,570 @@
+"""Score functions on every executor: within their bounds, and equal to what they mean by other means."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cupy_machine import installed
+from executors import CPU, GPU, SIM, Run, needs_compiler
+from hypothesis import given, settings
+
+import cuflash
+from cuflash import Score, masks, scores
+from cuflash.testing import Structure, assert_within, assert_within_bounds
+from cuflash.testing.strategies import examples
+
+# On the simulator each function is a kernel that takes seconds to build: there test_score_kernels.py has a few of them.
+IS_LONG = settings.default.max_examples > 100
+ON_SIM = (pytest.param(SIM, marks=needs_compiler),) if IS_LONG else ()
+RUNS = (CPU, *ON_SIM, pytest.param(GPU, marks=pytest.mark.gpu))
+on_executors = pytest.mark.parametrize("run", RUNS, ids=str)
+
+
+def put_score(run: Run, score: Score | None) -> Score | None:
+    """A score whose arrays are where the executor's are."""
+    if score is None or not run.is_on_device:
+        return score
+    return Score.of_reserved(score.function, **{name: run.put(array) for name, array in score.arrays.items()})
+
+
+def everything(run: Run, example: Any, **options: Any) -> dict[str, Any]:
+    """All results of a call, with the gradients of the score's arrays as `others`."""
+    q, k, v, do, dlse = (run.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
+    mask = run.put_mask(example.mask, example.q, example.k, example.v)
+    (o, lse), vjp = cuflash.attention_vjp(
+        q, k, v, mask=mask, scale=example.scale, score=put_score(run, example.score), wrt=example.wrt,
+        return_lse=True, **run.options, **options,
+    )  # fmt: skip
+    gradients = vjp(do, dlse)
+    results = zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients))
+    found = {name: run.get(x) for name, x in results}
+    return found | {"others": {name: run.get(gradients[name]) for name in example.wrt}}
+
+
+@on_executors
+def test_random_functions_are_within_their_bounds(run: Run) -> None:
+    @settings(max_examples=60 if run.most_examples is None else 4)
+    @given(examples(most_scores=1 << 12, most_rows=300, widest=32, longest=100, has_score=True))
+    def check(example: Any) -> None:
+        example = run.rounded(example)
+        assert_within_bounds(example, **everything(run, example))
+
+    check()
+
+
+# Functions of the literature, by name: what each is and its arrays for 4 heads, 90 queries and 130 keys.
+RNG = np.random.default_rng(5)
+SLOPES, PER_HEAD = scores.alibi_slopes(4), np.linspace(0.5, 2, 4, dtype=np.float32)
+NEAR = RNG.standard_normal((4, 33)).astype(np.float32)
+TEN = {
+    "softcap": scores.softcap(3.0),
+    "alibi": scores.alibi(SLOPES),
+    "bias": scores.bias(RNG.standard_normal((2, 4, 90, 130)).astype(np.float16)),
+    "T5": scores.relative_position(RNG.standard_normal((4, 32)).astype(np.float32), bidirectional=True),
+    "clipped relative": Score(lambda s, b, h, i, j, near: s + near[h, np.clip(j - i, -16, 16) + 16], near=NEAR),
+    "temperature": scores.temperature(PER_HEAD),
+    "learnable number": Score(lambda s, b, h, i, j, tau: s * tau + tau, tau=np.array(0.7, np.float32)),
+    "boost": Score(lambda s, b, h, i, j: np.where(np.abs(i - j) <= 8, 2 * s, s)),
+    "softcap and alibi": scores.alibi(SLOPES) @ scores.softcap(2.0),
+    "polynomial": Score(lambda s, b, h, i, j: np.log(1.0 + s * s) + s**3 / 10.0),
+}
+
+
+@on_executors
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", TEN)
+def test_functions_of_the_literature_are_within_their_bounds(run: Run, name: str, dtype: str) -> None:
+    plain = made(run, Structure(
+        q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=90, seqlen_kv=130, head_dim=24,
+        value_dim=16, dtype=dtype, mask=masks.Causal("bottom_right"),
+    ))  # fmt: skip
+    wrt = tuple(array.name for array in TEN[name].program.arrays if array.kind == "real")
+    example = plain.but(score=TEN[name], wrt=wrt)
+    assert assert_within_bounds(example, **everything(run, example)) < 1
+
+
+@on_executors
+def test_a_sink_takes_part_beside_a_score(run: Run) -> None:
+    causal = masks.Causal("top_left")
+    structure = Structure(num_heads=4, num_kv_heads=2, seqlen_q=40, seqlen_kv=60, sink=(4,), mask=causal)
+    example = made(run, structure).but(score=TEN["softcap and alibi"], wrt=("slopes",))
+    assert_within_bounds(example, **everything(run, example, sink=run.put(example.sink)))
+
+
+# What a function means by other means
+
+
+STRUCTURES = (
+    Structure(num_heads=4, num_kv_heads=2, seqlen_q=37, seqlen_kv=53, head_dim=16, mask=masks.Causal("bottom_right")),
+    Structure(q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=2, num_kv_heads=1, seqlen_q=70, seqlen_kv=33,
+              dtype="float16", has_dlse=False),
+    Structure(has_heads=False, seqlen_q=20, seqlen_kv=20, dtype="float64", mask=masks.SlidingWindow(3, 5)),
+)  # fmt: skip
+on_structures = pytest.mark.parametrize("structure", STRUCTURES, ids=["causal", "batch", "2-D"])
+
+
+def made(run: Run, structure: Structure) -> Any:
+    return run.rounded(structure.example())
+
+
+def array_of(example: Any, *axes: str, seed: int = 1) -> np.ndarray:
+    """Random reals with some of the axes b, h, i, j and "..." of an example, in the dtype of its sums."""
+    shape = example.problem.mask_shape
+    extents = {"b": (shape.num_batch,), "h": (shape.num_heads,), "i": (shape.seqlen_q,), "j": (shape.seqlen_kv,)}
+    full = sum((extents.get(axis, shape.batch) for axis in axes), ())
+    return np.random.default_rng(seed).standard_normal(full).astype(example.problem.accumulator)
+
+
+def biased(example: Any, bias: np.ndarray, wrt: tuple[str, ...] = ()) -> Any:
+    """An example with a bias [..., heads, queries, keys], of which 2-D operands have one head."""
+    return example.but(score=scores.bias(bias if example.problem.has_heads else bias[0]), wrt=wrt)
+
+
+def with_score(example: Any, function: Any, wrt: tuple[str, ...] = (), **arrays: Any) -> Any:
+    return example.but(score=Score.of_reserved(function, **arrays), wrt=wrt)
+
+
+def same(first: dict[str, Any], second: dict[str, Any], *of: Any, names: tuple[str, ...] = ()) -> None:
+    """Results agree within the sum of the bounds of the examples that they are of."""
+    for name in names or ("o", "lse", "dq", "dk", "dv"):
+        bound = sum(getattr(each.bounds, name) for each in of)
+        assert_within(name, second[name], first[name], bound, of[0])
+
+
+def identical(first: dict[str, Any], second: dict[str, Any]) -> None:
+    for name in ("o", "lse", "dq", "dk", "dv"):
+        assert first[name].tobytes() == second[name].tobytes(), name
+    for name, result in first["others"].items():
+        assert result.tobytes() == second["others"][name].tobytes(), name
+
+
+@on_executors
+@on_structures
+def test_a_factor_of_1_is_no_score(run: Run, structure: Structure) -> None:
+    plain = made(run, structure)
+    other = with_score(plain, lambda s, b, h, i, j, t: s * t, t=np.ones((), np.float32))
+    same(everything(run, plain), everything(run, other), plain, other)
+
+
+@on_executors
+@on_structures
+def test_what_is_added_to_a_row_moves_only_lse(run: Run, structure: Structure) -> None:
+    plain = made(run, structure)
+    c = array_of(plain, "h", "i")
+    other = with_score(plain, lambda s, b, h, i, j, c: s + c[h, i], c=c)
+    first = everything(run, plain)
+    first["lse"] = first["lse"] + c.astype(np.float64).reshape(plain.problem.lse_shape()[-2:])
+    same(first, everything(run, other), plain, other)
+
+
+@on_executors
+@on_structures
+def test_a_bias_of_minus_infinity_is_a_mask(run: Run, structure: Structure) -> None:
+    plain = made(run, structure)
+    hides = array_of(plain, "h", "i", "j") < -1
+    hides[:, 0] = True  # the first row is empty
+    hidden = biased(plain, np.where(hides, -np.inf, 0).astype(np.float32), ("bias",))
+    hides = hides if plain.problem.has_heads else hides[0]
+    masked = plain.but(mask=plain.allowed & ~hides)
+    found = everything(run, hidden)
+    same(everything(run, masked), found, masked, hidden)
+    assert (found["others"]["bias"][hides] == 0).all()
+
+
+@on_executors
+@on_structures
+def test_a_factor_of_each_head_may_be_moved_to_q(run: Run, structure: Structure) -> None:
+    plain = made(run, structure)
+    per_head = 2.0 ** np.arange(plain.problem.num_heads, dtype=np.float32)
+    factors = per_head[:, None, None] if plain.problem.has_heads else per_head[0]
+    moved = plain.but(q=plain.q * factors.astype(plain.q.dtype))
+    scaled = plain.but(score=scores.temperature(per_head))
+    first, second = everything(run, moved), everything(run, scaled)
+    first["dq"] = first["dq"] * factors
+    bounds = replace(moved.bounds, dq=moved.bounds.dq * factors)
+    for name in ("o", "lse", "dq", "dk", "dv"):
+        bound = getattr(bounds, name) + getattr(scaled.bounds, name)
+        assert_within(name, second[name], first[name].astype(np.float64), bound, scaled)
+
+
+@on_executors
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_bias_of_rank_one_is_one_more_column(run: Run, dtype: str) -> None:
+    """Its gradients are then found without any score function: they are those of the columns."""
+    plain = made(run, Structure(num_heads=2, num_kv_heads=2, seqlen_q=19, seqlen_kv=31, dtype=dtype, scale=0.5))
+    u, w = array_of(plain, "i"), array_of(plain, "j", seed=2)
+    columns = [np.broadcast_to(x[:, None], (*y.shape[:-1], 1)) for x, y in ((2 * u, plain.q), (w, plain.k))]
+    wider = plain.but(**{name: np.concatenate([getattr(plain, name), x], -1) for name, x in zip("qk", columns)})
+    other = with_score(plain, lambda s, b, h, i, j, u, w: s + u[i] * w[j], wrt=("u", "w"), u=u, w=w)
+    first, second = everything(run, wider), everything(run, other)
+    same(first, second, wider, other, names=("o", "lse", "dv"))
+    for name, result, factor in (("u", "dq", 2), ("w", "dk", 1)):
+        wanted = factor * first[result][..., -1].astype(np.float64).sum(axis=0)
+        bound = factor * getattr(wider.bounds, result)[..., -1].sum(axis=0) + other.bounds.others[name]
+        assert_within(name, second["others"][name], wanted, bound, other)
+
+
+@on_executors
+@on_structures
+def test_alibi_is_a_function_a_table_and_a_bias(run: Run, structure: Structure) -> None:
+    plain = made(run, structure)
+    slopes = scores.alibi_slopes(plain.problem.num_heads)
+    _, seqlen_q, seqlen_kv = plain.problem.mask_shape[1:]
+    i, j = np.ogrid[:seqlen_q, :seqlen_kv]
+    table = -slopes[:, None] * np.arange(max(seqlen_q, seqlen_kv), dtype=np.float32)
+    by_function = plain.but(score=scores.alibi(slopes))
+    by_table = with_score(plain, lambda s, b, h, i, j, table: s + table[h, np.abs(i - j)], table=table)
+    by_bias = biased(plain, table[:, abs(i - j)])
+    results = [everything(run, each) for each in (by_function, by_table, by_bias)]
+    same(results[0], results[1], by_function, by_table)
+    same(results[0], results[2], by_function, by_bias)
+
+
+@on_executors
+@on_structures
+def test_rows_of_the_gradient_of_a_bias_sum_to_0(run: Run, structure: Structure) -> None:
+    plain = made(run, structure).but(dlse=None)
+    example = biased(plain, array_of(plain, "...", "h", "i", "j"), ("bias",))
+    dbias = everything(run, example)["others"]["bias"].astype(np.float64)
+    bound = example.bounds.others["bias"].sum(axis=-1)
+    assert_within("sum of dbias", dbias.sum(axis=-1), np.zeros(bound.shape), bound, example)
+
+
+@on_executors
+@on_structures
+def test_gradients_of_arrays_are_sums_of_a_bias_gradient(run: Run, structure: Structure) -> None:
+    """Over whatever reads an element: a table's bucket, a head, a row, a column, everything."""
+    plain = made(run, structure)
+    full = array_of(plain, "...", "h", "i", "j")
+    bucket = np.random.default_rng(2).integers(0, 5, full.shape[-2:], np.uint8)
+    arrays = {
+        "table": array_of(plain, "h")[:, None] + np.arange(5, dtype=np.float32).astype(plain.problem.accumulator),
+        "row": array_of(plain, "i"),
+        "column": array_of(plain, "j"),
+        "entry": array_of(plain, "b"),
+        "tau": array_of(plain),
+    }
+
+    def f(s, b, h, i, j, table, row, column, entry, tau, bucket):
+        return s + table[h, np.clip(bucket[i, j], 0, 4)] + row[i] + column[j] + entry[b] + tau
+
+    h, i, j = np.ogrid[tuple(slice(extent) for extent in plain.problem.mask_shape[1:])]
+    b = np.arange(plain.problem.mask_shape.num_batch).reshape(*plain.problem.batch, 1, 1, 1)
+    other = with_score(plain, f, wrt=tuple(arrays), bucket=bucket, **arrays)
+    whole = f(np.zeros(full.shape, full.dtype), b, h, i, j, bucket=bucket, **arrays)
+    as_bias = biased(plain, whole, ("bias",))
+    first, second = everything(run, as_bias), everything(run, other)
+    same(first, second, as_bias, other)
+    places = {"table": (h, bucket[i, j]), "row": (i,), "column": (j,), "entry": (b,), "tau": ()}
+    for name, place in places.items():
+        wanted, bound = (np.zeros(arrays[name].shape) for _ in range(2))
+        for total, terms in ((wanted, first["others"]["bias"]), (bound, as_bias.bounds.others["bias"])):
+            terms = terms.astype(np.float64).reshape(full.shape)
+            index = tuple(np.broadcast_to(x, terms.shape) for x in place)
+            np.add.at(total, index or (), terms if index else terms.sum())
+        bound = bound + other.bounds.others[name]
+        assert_within(name, second["others"][name], wanted, bound, other)
+
+
+@on_executors
+@on_structures
+def test_counts_of_keys_are_weights(run: Run, structure: Structure) -> None:
+    """With log(count[j]) in the place of scores, o is the mean of v by counts, a quotient of integers."""
+    plain = made(run, replace(structure, values="lattice"))
+    count = np.random.default_rng(3).integers(1, 9, plain.problem.seqlen_kv).astype(np.float32)
+    other = with_score(plain, lambda s, b, h, i, j, count: np.log(count[j]), count=count)
+    values = plain.v if plain.v.ndim == 2 else np.repeat(plain.v, plain.problem.group_size, axis=-3)
+    weights = plain.allowed * count.astype(np.float64)
+    total = np.maximum(weights.sum(axis=-1), 1)
+    found = everything(run, other)
+    assert_within("o", found["o"], weights @ values.astype(np.float64) / total[..., None], other.bounds.o, other)
+    assert (found["dq"] == 0).all() and (found["dk"] == 0).all()
+
+
+@on_executors
+@on_structures
+def test_positions_are_those_of_queries_and_keys(run: Run, structure: Structure) -> None:
+    """One key is left to each query, whose value is o, bit for bit."""
+    plain = made(run, replace(structure, mask=None))
+    seqlen_q, seqlen_kv = plain.problem.mask_shape[2:]
+    order = np.random.default_rng(4).integers(0, seqlen_kv, (plain.problem.num_heads, seqlen_q))
+
+    def f(s, b, h, i, j, order):
+        return np.where(order[h, i] == j, 0.0, -np.inf)
+
+    found = everything(run, with_score(plain, f, order=order))
+    values = plain.v[None] if plain.v.ndim == 2 else np.repeat(plain.v, plain.problem.group_size, axis=-3)
+    batch = plain.problem.batch
+    index = np.broadcast_to(order, (*batch, *order.shape))[..., None]
+    picked = np.take_along_axis(np.broadcast_to(values, (*batch, *values.shape[-3:])), index, axis=-2)
+    np.testing.assert_array_equal(found["o"], picked.reshape(found["o"].shape))
+    np.testing.assert_array_equal(found["lse"], 0)
+
+
+@on_executors
+@on_structures
+def test_what_a_function_gives_at_masked_places_does_not_matter(run: Run, structure: Structure) -> None:
+    plain = made(run, structure)
+    bias = array_of(plain, "...", "h", "i", "j")
+    allowed = np.broadcast_to(plain.allowed, bias.shape).copy()
+    allowed[..., 3] = False
+    masked = plain.but(mask=allowed if plain.problem.has_heads else allowed[0])
+    first, second = (
+        everything(run, biased(masked, each, ("bias",))) for each in (bias, np.where(allowed, bias, np.nan))
+    )
+    identical(first, second)
+    assert (first["others"]["bias"][~masked.mask] == 0).all()
+
+
+@on_executors
+@pytest.mark.parametrize("layout", ["transposed", "padded", "stepped", "negative", "offset", "broadcast"])
+def test_arrays_may_lie_in_any_way(run: Run, layout: str) -> None:
+    from cuflash.testing.strategies import laid_out
+
+    plain = made(run, STRUCTURES[0])
+    bias = laid_out(array_of(plain, "h", "i", "j"), layout)
+    first, second = (
+        everything(run, plain.but(score=scores.bias(each), wrt=("bias",))) for each in (bias, bias.copy("C"))
+    )
+    identical(first, second)
+
+
+@on_executors
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(0, 5), (5, 0), (1, 1), (0, 0)])
+def test_the_smallest_problems(run: Run, seqlen_q: int, seqlen_kv: int) -> None:
+    plain = made(run, Structure(num_heads=2, num_kv_heads=2, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv))
+    example = plain.but(score=scores.bias(array_of(plain, "h", "i", "j")), wrt=("bias",))
+    assert_within_bounds(example, **everything(run, example))
+
+
+@on_executors
+def test_a_hidden_row_is_empty(run: Run) -> None:
+    plain = made(run, STRUCTURES[0])
+    example = with_score(plain, lambda s, b, h, i, j: np.where(i % 3 == 0, -np.inf, s))
+    found = everything(run, example)
+    assert (found["o"][..., ::3, :] == 0).all() and (found["lse"][..., ::3] == -np.inf).all()
+    assert (found["dq"][..., ::3, :] == 0).all() and np.isfinite(found["dk"]).all()
+    assert_within_bounds(example, **found)
+
+
+@on_executors
+def test_nan_stays_in_its_row(run: Run) -> None:
+    plain = made(run, replace(STRUCTURES[0], mask=None))
+    found = everything(run, with_score(plain, lambda s, b, h, i, j: np.where((i == 5) & (j == 7), np.nan, s)))
+    is_row = np.arange(37) == 5
+    assert np.isnan(found["o"][:, is_row]).all() and np.isnan(found["lse"][:, is_row]).all()
+    assert np.isfinite(found["o"][:, ~is_row]).all() and np.isfinite(found["dq"][:, ~is_row]).all()
+
+
+@on_executors
+def test_calls_repeat_bitwise(run: Run) -> None:
+    plain = made(run, STRUCTURES[0])
+    example = with_score(
+        plain, lambda s, b, h, i, j, t, c: t[h] * np.tanh(s) + c[np.clip(i - j, 0, 3)], ("t", "c"),
+        t=array_of(plain, "h"), c=np.arange(4, dtype=np.float32),
+    )  # fmt: skip
+    identical(everything(run, example), everything(run, example))
+
+
+def test_sums_of_gradients_do_not_depend_on_threads(monkeypatch) -> None:
+    from cuflash.planning import host
+
+    plain = made(CPU, replace(STRUCTURES[0], seqlen_q=1100, seqlen_kv=90, num_heads=2, mask=None))
+    example = plain.but(score=scores.temperature(array_of(plain, "h")), wrt=("per_head",))
+    monkeypatch.setattr(host, "_SHARED_SCORES", 0)
+    runs = []
+    for processors in (2, 3, 2):
+        device = replace(cuflash.DeviceSpec.host(), num_processors=processors)
+        ready = cuflash.plan(example.q, example.k, example.v, score=example.score, wrt=example.wrt, device=device)
+        o, lse = ready.forward(example.q, example.k, example.v)
+        runs.append(ready.backward(example.do, example.q, example.k, example.v, o, lse)["per_head"])
+    assert runs[0].tobytes() == runs[1].tobytes() == runs[2].tobytes()
+
+
+# The calls
+
+
+@on_executors
+def test_the_cap_is_first_then_the_bias_then_the_score(run: Run) -> None:
+    plain = made(run, STRUCTURES[0])
+    bias, slopes = array_of(plain, "h", "i", "j"), scores.alibi_slopes(4)
+
+    def all_in_one(s, b, h, i, j, bias, slopes):
+        return 2 * (1.5 * np.tanh(s / 1.5) + bias[h, i, j]) - slopes[h] * np.abs(i - j)
+
+    def doubled(s, b, h, i, j, slopes):
+        return 2 * s - slopes[h] * np.abs(i - j)
+
+    whole = with_score(plain, all_in_one, ("bias",), bias=bias, slopes=slopes)
+    parts = plain.but(score=Score(doubled, slopes=slopes), wrt=("bias",))
+    identical(everything(run, whole), everything(run, parts, softcap=1.5, bias=run.put(bias)))
+
+
+def test_a_bare_function_is_traced_at_each_call() -> None:
+    q = np.ones((2, 4, 8), np.float32)
+    factor = 1.0
+
+    def f(s, b, h, i, j):
+        return s - factor * j
+
+    first = cuflash.attention(q, q, q, score=f, return_lse=True)[1]
+    factor = 3.0
+    second = cuflash.attention(q, q, q, score=f, return_lse=True)[1]
+    wanted = np.log(np.exp(np.sqrt(8) - factor * np.arange(4)).sum())
+    np.testing.assert_allclose(second, wanted, rtol=1e-5)
+    assert (first != second).all()
+
+
+def test_another_array_of_equal_shape_is_read() -> None:
+    """Calls that lie alike are looked up; what arrays hold and what numbers are is not remembered."""
+    q = np.ones((2, 4, 8), np.float32)
+    for cap, value in ((2.0, 0.0), (2.0, 5.0), (3.0, 5.0)):
+        bias = np.full((4, 4), value, np.float32)
+        lse = cuflash.attention(q, q, q, softcap=cap, bias=bias, return_lse=True)[1]
+        wanted = cap * np.tanh(np.sqrt(8) / cap) + value + np.log(4)
+        np.testing.assert_allclose(lse, wanted, rtol=1e-5)
+
+
+def test_plans_keep_arrays_and_take_others() -> None:
+    q = np.ones((2, 4, 8), np.float32)
+    slopes = np.array([0.5, 0.25], np.float32)
+    ready = cuflash.plan(q, q, q, score=scores.alibi(slopes), wrt="slopes")
+    o, lse = ready.forward(q, q, q)
+    np.testing.assert_array_equal(lse, cuflash.attention(q, q, q, score=scores.alibi(slopes), return_lse=True)[1])
+    _, other = ready.forward(q, q, q, slopes=2 * slopes)
+    steeper = scores.alibi(2 * slopes)
+    np.testing.assert_array_equal(other, cuflash.attention(q, q, q, score=steeper, return_lse=True)[1])
+    gradient = ready.backward(o, q, q, q, o, lse)["slopes"]
+    assert gradient.shape == (2,) and gradient.dtype == np.float32
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"slopes must have shape \(2,\) and dtype .*; got \(3,\)"):
+        ready.forward(q, q, q, slopes=np.zeros(3, np.float32))
+
+
+def test_plans_are_made_of_shapes() -> None:
+    shape = cuflash.ShapeDtype((2, 4, 8), np.float32)
+    q = np.ones((2, 4, 8), np.float32)
+    bias = np.arange(16, dtype=np.float32).reshape(4, 4)
+    ready = cuflash.plan(shape, shape, shape, bias=cuflash.ShapeDtype((4, 4), np.float32))
+    o, _ = ready.forward(q, q, q, bias=bias)
+    np.testing.assert_array_equal(o, cuflash.attention(q, q, q, bias=bias))
+    with pytest.raises(cuflash.UnsupportedProblem, match="bias must be given"):
+        ready.forward(q, q, q)
+    assert "score      " in ready.explain() and "arrays bias" in ready.explain()
+
+
+Q = np.zeros((2, 3, 8), np.float32)
+WRONG = [
+    ({"softcap": 0.0}, "softcap must be a positive finite number; got 0.0"),
+    ({"softcap": np.inf}, "softcap must be a positive finite number; got inf"),
+    ({"softcap": "2"}, "softcap must be a positive finite number; got '2'"),
+    ({"softcap": True}, "softcap must be a positive finite number; got True"),
+    ({"bias": np.zeros((3, 3), bool)}, "bias must be .*; got bool: a bool array is a mask: give it as mask="),
+    ({"bias": np.zeros((3, 3), int)}, "bias must be .*; got int64: convert it with bias.astype"),
+    ({"bias": np.zeros((3, 3))}, "bias must be float16, bfloat16, float32; got float64: float64 is for float64 q"),
+    ({"bias": np.zeros((2, 3), np.float32)}, r"bias must broadcast to .* = \(2, 3, 3\); got \(2, 3\)"),
+    ({"score": scores.alibi(np.zeros(1))}, r"index 0 of slopes may be 0..1 and the axis has 1: clip it"),
+    ({"score": scores.alibi(np.zeros(2)), "wrt": "slope"}, "wrt must name arrays .* there are 'slopes'; got 'slope'"),
+    (
+        {"score": scores.relative_position(np.zeros((2, 8)), bidirectional=True), "wrt": "bucket"},
+        "wrt must name real arrays; got 'bucket', which holds integers and has no gradient",
+    ),
+    ({"score": scores.bias(Q[:, :, :3]), "bias": Q[:, :, :3] + 1}, "bias names an array of bias and another of bias"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), WRONG)
+def test_wrong_arguments_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(cuflash.UnsupportedProblem, match=told):
+        cuflash.attention_vjp(Q, Q, Q, **options)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(cuflash.UnsupportedProblem) as error:
+        cuflash.attention_vjp(Q, Q, Q, softcap=-1, score=lambda s, b, h, i, j: s if s else 0, scale="1", wrt=3)
+    assert len(error.value.reasons) >= 3
+
+
+@pytest.mark.parametrize("options", [{"bias": 1.0}, {"score": "alibi"}, {"score": 1.0}])
+def test_what_is_no_array_or_function_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="must be"):
+        cuflash.attention(Q, Q, Q, **options)
+
+
+# The library
+
+
+def test_the_buckets_of_t5_are_the_papers() -> None:
+    """After the definition: half of the buckets for single distances, then by the logarithm, then one for all."""
+
+    def bucket(relative: int, num_buckets: int, max_distance: int, bidirectional: bool) -> int:
+        first = 0
+        if bidirectional:
+            num_buckets //= 2
+            first, distance = (num_buckets, relative) if relative > 0 else (0, -relative)
+        else:
+            distance = max(-relative, 0)
+        exact = num_buckets // 2
+        if distance < exact:
+            return first + distance
+        steps = np.log2(distance / exact) / np.log2(max_distance / exact) * (num_buckets - exact)
+        return first + min(exact + int(steps), num_buckets - 1)
+
+    for size, furthest, both in ((32, 128, True), (32, 128, False), (8, 20, True), (6, 16, False)):
+        score = scores.relative_position(np.arange(size, dtype=np.float64)[None], furthest, bidirectional=both)
+        i, j = np.ogrid[:300, :300]
+        wanted = [bucket(each, size, furthest, both) for each in range(-299, 300)]
+        np.testing.assert_array_equal(score(0.0, 0, 0, i, j), np.array(wanted)[j - i + 299])
+
+
+def test_buckets_lie_where_the_table_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with installed(monkeypatch, tmp_path) as cupy:
+        score = scores.relative_position(cupy.asarray(np.zeros((2, 8))), 16, bidirectional=True)
+        assert type(score.arrays["bucket"]) is type(score.arrays["table"]) is cupy.ndarray
+        host = scores.relative_position(np.zeros((2, 8)), 16, bidirectional=True)
+        np.testing.assert_array_equal(score.arrays["bucket"].get(), host.arrays["bucket"])
+
+
+def test_the_slopes_of_alibi_are_the_papers() -> None:
+    np.testing.assert_array_equal(scores.alibi_slopes(8), 2.0 ** -np.arange(1, 9))
+    assert scores.alibi_slopes(12)[8:].tolist() == (2.0 ** -np.array([0.5, 1.5, 2.5, 3.5])).astype(np.float32).tolist()
+    assert scores.alibi_slopes(1).tolist() == [2.0**-8]
+
+
+def test_offsets_in_an_image_are_those_of_its_pixels() -> None:
+    height, width = 3, 4
+    table = np.random.default_rng(0).standard_normal((2, 2 * height - 1, 2 * width - 1))
+    q = np.random.default_rng(1).standard_normal((2, height * width, 8))
+    rows, columns = np.divmod(np.arange(height * width), width)
+    bias = table[:, rows[:, None] - rows + height - 1, columns[:, None] - columns + width - 1]
+    found = cuflash.attention(q, q, q, score=scores.relative_position_2d(table, width))
+    np.testing.assert_array_equal(found, cuflash.attention(q, q, q, bias=bias))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: scores.softcap(-3), "softcap must be a positive finite number; got -3"),
+        (lambda: scores.softcap(3, fast=1), "fast must be True or False; got 1"),
+        (lambda: scores.alibi(np.zeros((2, 2))), r"slopes must have 1 axes; got shape \(2, 2\)"),
+        (lambda: scores.alibi_slopes(0), "num_heads must be an int of at least 1; got 0"),
+        (lambda: scores.temperature(np.zeros(())), "per_head must have 1 axes"),
+        (lambda: scores.relative_position(np.zeros((2, 3)), bidirectional=True), "table must have at least 4 buckets"),
+        (lambda: scores.relative_position(np.zeros((2, 8)), 0, bidirectional=1), "max_distance must be an int of at"),
+        (lambda: scores.relative_position_2d(np.zeros((2, 4, 3)), 2), r"table must have shape \(num_heads, 2 height"),
+        (lambda: scores.relative_position_2d(np.zeros((2, 3, 3)), 2.0), "width must be an int of at least 1; got 2.0"),
+        (lambda: scores.bias(np.zeros(3, bool)), "a bool array is a mask"),
+    ],
+)
+def test_the_library_refuses_what_it_cannot_use(make: Any, told: str) -> None:
+    with pytest.raises(cuflash.UnsupportedProblem, match=told):
+        make()
+
+
+@pytest.mark.parametrize("make", [lambda: scores.alibi([1.0]), lambda: scores.bias(1.0), lambda: scores.temperature(2)])
+def test_the_library_takes_arrays(make: Any) -> None:
+    with pytest.raises(TypeError, match="must be an array"):
+        make()

@@ -1,0 +1,480 @@
+"""PyTorch's tensors in and out: on the CPU, and on a stand-in for a GPU; `test_torch_gpu` has the real one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch_machine  # noqa: E402
+from torch_machine import on_device  # noqa: E402
+
+import cuflash.torch  # noqa: E402
+from cuflash import BlockIndex, api, masks  # noqa: E402
+from cuflash.executors import gpu  # noqa: E402
+
+attention = cuflash.torch.attention
+LISTED = masks.Dilated(3)  # its work is a list
+
+
+def drawn(*shapes, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+Q, K, V, DO = drawn((2, 4, 20, 16), (2, 2, 20, 16), (2, 2, 20, 16), (2, 4, 20, 16))
+
+
+def reasons_of(call, *arrays, **options):
+    with pytest.raises(cuflash.UnsupportedProblem) as caught:
+        call(*arrays, **options)
+    return caught.value.reasons
+
+
+def as_numpy(tensor):
+    return tensor.detach().double().numpy()
+
+
+def leaves(*tensors):
+    return [tensor.clone().requires_grad_() for tensor in tensors]
+
+
+def gradients(call, tensors, do, dlse=None):
+    """What PyTorch finds for sum(do * o) + sum(dlse * lse)."""
+    given = leaves(*tensors)
+    o, lse = call(*given)
+    return torch.autograd.grad([o, lse][: 1 + (dlse is not None)], given, [do, dlse][: 1 + (dlse is not None)])
+
+
+# On the CPU.
+
+
+@pytest.mark.parametrize("executor", ["cpu", "sim"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_results_and_gradients_are_those_of_the_same_arrays(executor, dtype):
+    import ml_dtypes
+
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    tensors = [tensor.to(getattr(torch, dtype)) for tensor in (Q, K, V, DO)]
+    q, k, v, do = (as_numpy(tensor).astype(kind) for tensor in tensors)
+    options = {"causal": True, "executor": executor, "deterministic": True, "return_lse": True}
+    o, lse = attention(*tensors[:3], **options)
+    (host_o, host_lse), vjp = cuflash.attention_vjp(q, k, v, **options)
+    assert (o.dtype, lse.dtype) == (tensors[0].dtype, torch.float64 if dtype == "float64" else torch.float32)
+    assert (as_numpy(o) == host_o).all() and (as_numpy(lse) == host_lse).all() and not o.requires_grad
+    found = gradients(lambda *x: attention(*x, **options), tensors[:3], tensors[3], lse)
+    for ours, theirs, tensor in zip(found, vjp(do, host_lse), tensors):
+        assert ours.dtype == tensor.dtype and (as_numpy(ours) == theirs).all()
+
+
+@pytest.mark.parametrize("shapes", [[(4, 3, 2), (2, 4, 2), (2, 4, 1)], [(2, 1, 2, 2), (1, 1, 3, 2), (1, 3, 1)]])
+def test_gradients_are_those_of_differences(shapes):
+    given = [tensor.requires_grad_() for tensor in drawn(*shapes, dtype=torch.float64)]
+    mask = torch.rand(shapes[0][-2], shapes[1][-2], generator=torch.Generator().manual_seed(1)) < 0.7
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, mask=mask, return_lse=True), given)
+
+
+@pytest.mark.parametrize("needed", [(3,), (0, 3), (0, 1, 2)])
+@pytest.mark.parametrize("place", ["cpu", "gpu"])
+def test_sinks_have_gradients_where_they_require_them(request, place, needed):
+    if place == "gpu":
+        request.getfixturevalue("machines")
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    (o, lse), vjp = cuflash.attention_vjp(
+        *(x.numpy() for x in (Q, K, V)), sink=sink.numpy(), wrt="sink", causal=True, return_lse=True
+    )  # fmt: skip
+    gradients = vjp(DO.numpy(), lse)
+    expected = [*gradients, gradients["sink"]]
+    send = on_device if place == "gpu" else torch.clone
+    given = [send(tensor).requires_grad_(number in needed) for number, tensor in enumerate((Q, K, V, sink))]
+    for _ in range(2):
+        ours = attention(*given[:3], sink=given[3], causal=True, return_lse=True)
+        assert close(ours[0], torch.from_numpy(o)) and close(ours[1], torch.from_numpy(lse))
+        found = torch.autograd.grad(ours, [given[number] for number in needed], [DO, torch.from_numpy(lse)])
+        for number, tensor in zip(needed, found):
+            assert tensor.shape == given[number].shape and close(tensor, torch.from_numpy(expected[number]))
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)])
+def test_only_what_requires_gradients_has_them(needed):
+    given = [tensor.clone().requires_grad_(number in needed) for number, tensor in enumerate((Q, K, V))]
+    attention(*given, window=(3, 0)).backward(DO)
+    everything = gradients(lambda *x: attention(*x, window=(3, 0), return_lse=True), (Q, K, V), DO)
+    for number, (tensor, expected) in enumerate(zip(given, everything)):
+        assert (tensor.grad == expected).all() if number in needed else tensor.grad is None
+
+
+def test_gradients_of_lse_alone_need_no_gradient_of_o():
+    given = leaves(Q, K, V)
+    _, lse = attention(*given, return_lse=True)
+    lse.sum().backward()
+    _, vjp = cuflash.attention_vjp(*(tensor.numpy() for tensor in (Q, K, V)))
+    expected = vjp(np.zeros(Q.shape, np.float32), np.ones(Q.shape[:-1], np.float32))
+    assert all((tensor.grad.numpy() == theirs).all() for tensor, theirs in zip(given, expected))
+    assert (given[0].grad != 0).any()
+
+
+def test_a_lazily_negated_gradient_is_read_with_its_sign():
+    given = leaves(Q, K, V)
+    o = attention(*given)
+    plain, negated = (torch.autograd.grad(o, given, do, retain_graph=True) for do in (-DO, torch._neg_view(DO)))
+    assert all((ours == theirs).all() for ours, theirs in zip(negated, plain))
+
+
+def test_no_graph_is_recorded_where_none_is_asked_for():
+    with torch.no_grad():
+        assert not attention(*leaves(Q, K, V)).requires_grad
+    assert attention(*leaves(Q, K, V)).requires_grad
+
+
+@pytest.mark.parametrize("has_lse", [False, True])
+def test_outputs_are_written_in_place_and_carry_gradients(has_lse):
+    out_o, out_lse = torch.full_like(Q, 7), torch.full(Q.shape[:-1], 7.0)
+    out = (out_o, out_lse) if has_lse else out_o
+    expected, expected_lse = attention(Q, K, V, return_lse=True)
+    assert attention(Q, K, V, out=out) is out_o and (out_o == expected).all()
+    out_o.fill_(7)
+    before = out_o._version
+    given = leaves(Q, K, V)
+    o, lse = attention(*given, out=out, return_lse=True)
+    assert o.data_ptr() == out_o.data_ptr() and (out_o == expected).all() and out_o._version > before
+    assert (lse == expected_lse).all() and (lse.data_ptr() == out_lse.data_ptr()) == has_lse
+    found = torch.autograd.grad(o, given, DO, retain_graph=True)
+    expected = gradients(lambda *x: attention(*x, return_lse=True), (Q, K, V), DO)
+    assert all((ours == theirs).all() for ours, theirs in zip(found, expected)) and not out_o.requires_grad
+    out_o.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(o, given, DO)
+
+
+def test_a_tensor_changed_between_the_passes_is_noticed():
+    q, k, v = leaves(Q, K, V)
+    k_twice = k * 2
+    o = attention(q, k_twice, v)
+    k_twice.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_gradients_are_not_differentiated_again():
+    given = leaves(Q, K, V)
+    (dq,) = torch.autograd.grad(attention(*given), given[:1], DO, create_graph=True)
+    assert (dq == gradients(lambda *x: attention(*x, return_lse=True), (Q, K, V), DO)[0]).all()
+    with pytest.raises(RuntimeError, match="gradients of cuflash.torch.attention cannot be differentiated: compute"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.from_numpy, np.asarray, lambda kept: masks.Causal() & masks.Dense(torch.from_numpy(kept)),
+        lambda kept: BlockIndex.from_mask(masks.Dense(kept), 20, 20, 4),
+    ],
+    ids=["tensor", "array", "mask of a tensor", "index"],
+)  # fmt: skip
+def test_masks_are_tensors_arrays_and_indexes(make):
+    kept = np.random.default_rng(0).random((20, 20)) < 0.6
+    expected = cuflash.attention(*(x.numpy() for x in (Q, K, V)), mask=make(kept))
+    assert (attention(Q, K, V, mask=make(kept)).numpy() == expected).all()
+
+
+def test_strided_tensors_are_taken_as_they_lie():
+    layouts = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (Q, K, V)]
+    assert (attention(*layouts, causal=True) == attention(Q, K, V, causal=True)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns of itself
+def test_compiled_functions_leave_attention_to_python():
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True) * 2, backend="eager")
+    given = leaves(Q, K, V)
+    o = compiled(*given)
+    assert (o == 2 * attention(Q, K, V, causal=True)).all()
+    o.backward(DO)
+    expected = gradients(lambda *x: attention(*x, causal=True, return_lse=True), (Q, K, V), 2 * DO)
+    assert all((tensor.grad == theirs).all() for tensor, theirs in zip(given, expected))
+
+
+# Bad tensors.
+
+BAD = {
+    "meta": (lambda x: x.to("meta"), "must hold data; got a tensor on the device 'meta': make it on 'cpu' or 'cuda'"),
+    "sparse": (lambda x: x.to_sparse(), "must be a dense tensor; got the layout torch.sparse_coo: its to_dense() "),
+    "quantised": (
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        "must not be quantised; got a tensor of torch.qint8: its dequantize() makes one of floats",
+    ),
+    "nested": (lambda x: torch.nested.nested_tensor([*x]), "must be one dense tensor; got a nested one: torch.nested."),
+    "negated": (torch._neg_view, "must hold its values; got a lazily negated view: its resolve_neg() makes one"),
+}
+
+
+@pytest.mark.parametrize("call", [attention, cuflash.attention, cuflash.attention_vjp], ids=["torch", "numpy", "vjp"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "out"])
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tensors_without_elements_to_read_are_named(call, name, kind):
+    make, sentence = BAD[kind]
+    given = {"q": Q[0], "k": K[0], "v": V[0]}
+    bad = make(given.get(name, Q[0]))
+    (reason,) = reasons_of(call, **given | {name: bad})
+    assert reason.startswith(f"{name} {sentence}")
+
+
+@pytest.mark.parametrize("call", [attention, cuflash.attention], ids=["torch", "numpy"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tracers_are_named(call):
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(Q)
+    (reason,) = reasons_of(call, fake, K, V)
+    assert reason.startswith("q must hold data; got a tracer, a torch.FakeTensor without memory: call this outside of")
+    for transformed in (torch.vmap(lambda q: call(q, K[0], V[0])), torch.func.grad(lambda q: call(q, K, V).sum())):
+        (reason,) = reasons_of(transformed, Q)
+        assert reason.startswith("q must hold data; got a tracer, a torch.Tensor without memory: call this outside of")
+
+
+def test_a_call_for_numpy_says_where_gradients_are():
+    for name, call in {"q": cuflash.attention, "v": cuflash.attention_vjp, "mask": cuflash.plan}.items():
+        given = {"q": Q, "k": K, "v": V, name: Q.clone().requires_grad_()}
+        (reason,) = reasons_of(call, **given)
+        assert reason == (
+            f"{name} must not require gradients, which calls for NumPy do not record; got a torch.Tensor with "
+            f"requires_grad=True: detach() it, or call cuflash.torch.attention"
+        )
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool", "complex64", "float8_e4m3fn"])
+def test_other_dtypes_are_refused(dtype):
+    (reason, *_) = reasons_of(attention, Q, K.to(getattr(torch, dtype)), V)
+    assert reason == f"k must be float16, bfloat16, float32 or float64; got torch.{dtype}: its float() is float32"
+
+
+def test_every_reason_comes_at_once_and_before_any_work():
+    out = torch.full(Q.shape, 7.0)
+    reasons = reasons_of(attention, Q.to("meta"), K.to_sparse(), V.int(), out=out.requires_grad_())
+    assert [reason.split()[0] for reason in reasons] == ["q", "k", "v", "out"] and (out == 7).all()
+    assert "out must not require gradients; got a tensor that does: give its detach()" in reasons
+
+
+@pytest.mark.parametrize("name", ["q", "v", "out"])
+def test_what_is_no_tensor_is_a_type_error(name):
+    given = {"q": Q, "k": K, "v": V, name: Q.numpy()}
+    with pytest.raises(TypeError, match=rf"{name} must be a torch.Tensor; got an array of shape .*: torch.from_numpy"):
+        attention(**given)
+
+
+def test_subclasses_of_tensors_are_refused():
+    class Tagged(torch.Tensor):
+        pass
+
+    (reason,) = reasons_of(attention, Q.as_subclass(Tagged), K, V)
+    assert reason == "q must be a plain torch.Tensor; got a Tagged: its as_subclass(torch.Tensor) is one"
+    parameter = torch.nn.Parameter(Q.clone())
+    assert (attention(parameter, K, V) == attention(Q, K, V)).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"executor": "gpu"}, "executor='gpu' takes tensors on 'cuda'; got q on 'cpu': move them by to('cuda')"),
+        ({"executor": "tpu"}, "executor must be 'auto', 'cpu', 'gpu', 'sim'; got 'tpu'"),
+        ({"executor": []}, "executor must be 'auto', 'cpu', 'gpu', 'sim'; got list"),
+        ({"return_lse": 1}, "return_lse must be True or False; got 1"),
+        ({"scale": float("nan")}, "scale must be a finite number or None; got nan"),
+        ({"out": Q}, "out must not overlap q in memory: give an array of its own"),
+        ({"out": Q[:, :1].expand(Q.shape)}, "out must not be a broadcast view"),
+        ({"out": Q.double()}, "out must have shape (2, 4, 20, 16) and dtype float32; got"),
+        ({"causal": "yes"}, "causal must be True, False, 'bottom_right' or 'top_left'; got 'yes'"),
+    ],
+)
+def test_other_wrong_arguments_are_named(options, sentence):
+    assert any(reason.startswith(sentence) for reason in reasons_of(attention, Q, K, V, **options))
+
+
+def test_cuflash_imports_neither_pytorch_nor_jax():
+    text = "import sys, cuflash; assert not {'torch', 'jax', 'cuflash.torch', 'cuflash.jax'} & set(sys.modules)"
+    run = subprocess.run([sys.executable, "-c", text], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+# On a stand-in for a GPU, which runs the kernels.
+
+
+@pytest.fixture
+def machines(tmp_path, monkeypatch):
+    with torch_machine.installed(monkeypatch, tmp_path / "cache") as both:
+        yield both
+
+
+def launches(cupy):
+    return [(stream, entry) for kind, stream, *entry in cupy.log if kind == "launch"]
+
+
+def close(ours, theirs):
+    return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+CASES = {
+    "dense": {}, "causal": {"causal": True}, "lists": {"mask": LISTED}, "lengths": {"mask": masks.Lengths(kv=13)},
+    "repeatable dq": {"deterministic": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("is_broadcast", [False, True])
+def test_calls_on_a_gpu_give_what_the_cpu_gives_and_make_no_array_of_cupy(machines, case, is_broadcast):
+    cupy, _ = machines
+    tensors = [Q, K[:1] if is_broadcast else K, V[0] if is_broadcast else V]
+    options = CASES[case] | {"return_lse": True}
+    o, lse = attention(*tensors, **options)
+    on_gpu = [on_device(tensor).requires_grad_() for tensor in tensors]
+    for _ in range(2):
+        gpu_o, gpu_lse = attention(*on_gpu, **options)
+        assert close(gpu_o, o) and close(gpu_lse, lse) and gpu_o.requires_grad and gpu_lse.requires_grad
+        for given in ({"do": DO}, {"do": DO, "dlse": lse}):
+            ours = torch.autograd.grad([gpu_o, gpu_lse][: len(given)], on_gpu, [*given.values()], retain_graph=True)
+            theirs = gradients(lambda *x: attention(*x, **options), tensors, **given)
+            assert all(close(x, y) and x.shape == y.shape for x, y in zip(ours, theirs))
+    assert cupy.allocated == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_other_dtypes_run_on_a_gpu(machines, dtype):
+    tensors = [tensor.to(getattr(torch, dtype)) for tensor in (Q, K, V)]
+    o, lse = attention(*map(on_device, tensors), kernel="simt", return_lse=True)
+    wide, wide_lse = attention(*(tensor.double() for tensor in tensors), return_lse=True)
+    epsilon = torch.finfo(tensors[0].dtype).eps
+    assert o.dtype == tensors[0].dtype and (o.double() - wide).abs().max() < 4 * epsilon
+    assert (lse.double() - wide_lse).abs().max() < 1e-5
+
+
+def test_a_repeated_call_asks_nothing_again(machines, monkeypatch):
+    given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
+    first = attention(*given, mask=LISTED)
+    dq, *_ = torch.autograd.grad(first, given, DO)
+    monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+    monkeypatch.setattr(gpu, "BoundPass", lambda *args: pytest.fail("bound again"))
+    again = attention(*(on_device(tensor).requires_grad_() for tensor in (Q, K, V)), mask=masks.Dilated(3))
+    assert (again == first).all()
+    other = attention(on_device(2 * Q).requires_grad_(), *given[1:], mask=LISTED)
+    assert (other != first).any()
+    assert (torch.autograd.grad(attention(*given, mask=LISTED), given, DO)[0] == dq).all()
+
+
+def test_both_passes_run_on_the_stream_that_pytorch_has_current(machines):
+    cupy, pytorch = machines
+    given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
+    first, second = cupy.cuda.Stream(), cupy.cuda.Stream()
+    for _ in range(2):
+        cupy.log.clear()
+        with pytorch.stream(first):
+            o = attention(*given, mask=LISTED)
+        forward = launches(cupy)
+        with pytorch.stream(second):
+            torch.autograd.grad(o, given, DO)
+        assert forward and {stream for stream, _ in forward} == {first.ptr}
+        assert {stream for stream, _ in launches(cupy)[len(forward) :]} == {second.ptr}
+
+
+@pytest.mark.parametrize("mask", [None, LISTED], ids=["dense", "lists"])
+@pytest.mark.parametrize("has_out", [False, True])
+def test_after_one_call_both_passes_are_captured_and_replayed_with_new_data(machines, mask, has_out):
+    cupy, pytorch = machines
+    given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
+    do, out = on_device(DO), on_device(torch.empty(Q.shape)) if has_out else None
+    stream = cupy.cuda.Stream()
+    with pytorch.stream(stream):
+        attention(*given, mask=mask, out=out).backward(do)
+        stream.begin_capture()
+        o = attention(*given, mask=mask, out=out)
+        ours = torch.autograd.grad(o, given, do)
+        graph = stream.end_capture()
+    fresh = drawn(Q.shape, K.shape, V.shape, DO.shape, seed=1)
+    with torch.no_grad():
+        for tensor, new in zip((*given, do), fresh):
+            tensor.copy_(new)
+    graph.launch()
+    expected = attention(*fresh[:3], mask=mask)
+    assert close(o, expected) and (not has_out or o.data_ptr() == out.data_ptr())
+    theirs = gradients(lambda *x: attention(*x, mask=mask, return_lse=True), fresh[:3], fresh[3])
+    assert all(map(close, ours, theirs))
+
+
+def test_a_capture_of_a_call_that_was_never_made_is_refused(machines):
+    cupy, pytorch = machines
+    stream = cupy.cuda.Stream()
+    with pytorch.stream(stream):
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="not compiled yet.*make the same call once"):
+            attention(*map(on_device, (Q, K, V)))
+        assert stream.end_capture().nodes == [] and launches(cupy) == []
+
+
+def test_a_captured_list_outlives_its_call(machines):
+    cupy, pytorch = machines
+    given, stream = [on_device(tensor) for tensor in (Q, K, V)], cupy.cuda.Stream()
+    with pytorch.stream(stream):
+        attention(*given, mask=LISTED)
+        stream.begin_capture()
+        attention(*given, mask=LISTED)
+        stream.end_capture()
+    assert len(gpu._pinned) == 1
+
+
+@pytest.mark.parametrize("way", ["empty", "far scale", "checks"])
+def test_what_is_no_repeated_call_runs_too(machines, monkeypatch, way):
+    if way == "checks":
+        monkeypatch.setenv("CUFLASH_CHECK", "1")
+    monkeypatch.setattr(cuflash.torch, "taken", lambda name, tensor, xp: xp.asarray(tensor.detach().numpy()))
+    scale = 1e-40 if way == "far scale" else None
+    tensors = [1e20 * tensor if way == "far scale" else tensor for tensor in (Q, K)] + [V]
+    if way == "empty":
+        tensors[1:] = [tensor[..., :0, :] for tensor in tensors[1:]]
+    monkeypatch.setattr(cuflash.torch, "_as_tensor", lambda array: torch.from_numpy(getattr(array, "host", array)))
+    given = [on_device(tensor).requires_grad_() for tensor in tensors]
+    o, lse = attention(*given, scale=scale, return_lse=True)
+    expected, expected_lse = attention(*tensors, scale=scale, return_lse=True)
+    assert close(o, expected) and close(lse, expected_lse)
+    ours = torch.autograd.grad(o, given, DO)
+    theirs = gradients(lambda *x: attention(*x, scale=scale, return_lse=True), tensors, DO)
+    assert all(map(close, ours, theirs))
+
+
+def test_tensors_must_be_on_one_device_and_on_the_current_one(machines, monkeypatch):
+    q, k, v = map(on_device, (Q, K, V))
+    (reason,) = reasons_of(attention, q, K, v)
+    places = "q on 'cuda:0', k on 'cpu', v on 'cuda:0'"
+    assert reason == f"all tensors must be on one device; got {places}: move them by to(q.device)"
+    (reason,) = reasons_of(attention, q, k, v, out=torch.empty(Q.shape))
+    assert "out on 'cpu'" in reason
+    (reason,) = reasons_of(attention, q, k, v, executor="cpu")
+    assert reason == "executor='cpu' takes tensors on 'cpu'; got q on 'cuda:0': move them by to('cpu')"
+    attention(q, k, v)
+    machines[1].cuda.current_device = lambda: 1
+    (reason,) = reasons_of(attention, q, k, v)
+    assert reason == (
+        "tensors must be on the current device, 'cuda:1'; got 'cuda:0': call within torch.cuda.device(0)"
+    )
+
+
+def test_a_call_after_others_gives_what_it_gives_alone(machines):
+    """Whatever decides a call is part of what repeated calls are looked up by."""
+    given = [on_device(tensor) for tensor in (Q, K, V)]
+    options = [
+        {}, {"causal": True}, {"window": (3, 1)}, {"scale": 0.5}, {"mask": LISTED}, {"out": on_device(DO)},
+        {"out": (None, on_device(DO[..., 0]))}, {"out": (on_device(DO), on_device(DO[..., 0]))},
+    ]  # fmt: skip
+    for _ in range(2):
+        for each in options:
+            o, lse = attention(*given, **each, return_lse=True)
+            expected = attention(Q, K, V, **{name: x for name, x in each.items() if name != "out"}, return_lse=True)
+            assert close(o, expected[0]) and close(lse, expected[1])
+    layouts = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (Q, K, V)]
+    assert close(attention(*map(on_device, layouts)), attention(Q, K, V))

@@ -1,0 +1,198 @@
+"""PyTorch's tensors on a GPU: results within their bounds, PyTorch's stream and memory, captures, masks of tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import cuflash.torch  # noqa: E402
+from cuflash import BlockIndex, masks  # noqa: E402
+from cuflash.testing.assertions import Example, assert_within_bounds  # noqa: E402
+from executors import GPU  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+attention = cuflash.torch.attention
+SHAPES = (2, 4, 190, 64), (2, 2, 250, 64), (2, 2, 250, 64), (2, 4, 190, 64)
+KEPT = np.random.default_rng(0).random((190, 250)) < 0.4
+
+
+@pytest.fixture(autouse=True)
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+
+
+def drawn(dtype="bfloat16", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(getattr(torch, dtype)).cuda() for shape in SHAPES]
+
+
+def as_numpy(tensor):
+    """The values in NumPy's dtype of the same name."""
+    import ml_dtypes
+
+    host = tensor.detach().cpu()
+    return host.float().numpy().astype(ml_dtypes.bfloat16) if host.dtype == torch.bfloat16 else host.numpy()
+
+
+def within_bounds(tensors, mask, found):
+    q, k, v, do = map(as_numpy, tensors)
+    example = GPU.rounded(Example(q=q, k=k, v=v, mask=mask, do=do))
+    assert_within_bounds(example, **{name: as_numpy(tensor) for name, tensor in found.items()})
+
+
+def passes(tensors, **options):
+    """Results and gradients of leaves with the tensors' values."""
+    given = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+    o, lse = attention(*given, **options, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(o, given, tensors[3])
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("mask", [None, masks.Causal("bottom_right"), masks.Dilated(3, align="top_left")], ids=str)
+def test_every_result_is_within_its_bound(dtype, mask):
+    tensors = drawn(dtype)
+    for _ in range(2):
+        found = passes(tensors, mask=mask)
+        within_bounds(tensors, mask, found)
+    assert all(tensor.is_cuda and tensor.dtype == tensors[0].dtype for name, tensor in found.items() if name != "lse")
+
+
+MASKS = {
+    "tensor": lambda: torch.from_numpy(KEPT).cuda(),
+    "mask of a tensor": lambda: masks.Dense(torch.from_numpy(KEPT).cuda()),
+    "index": lambda: BlockIndex.from_mask(masks.Dense(KEPT), 190, 250, 64, batch=(2,), num_heads=4),
+    "pattern of a tensor": lambda: masks.BlockPattern(torch.from_numpy(KEPT[:6, :8].copy()).cuda(), 32),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("is_on_other_stream", [False, True])
+def test_masks_are_tensors_and_indexes(kind, is_on_other_stream):
+    tensors, expected = drawn(), masks.BlockPattern(KEPT[:6, :8].copy(), 32) if "pattern" in kind else masks.Dense(KEPT)
+    stream = torch.cuda.Stream() if is_on_other_stream else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = passes(tensors, mask=MASKS[kind]())
+    torch.cuda.synchronize()
+    within_bounds(tensors, expected, found)
+
+
+def test_gradients_of_broadcast_axes_and_from_lse_are_those_of_the_cpu():
+    q, k, v, do = drawn("float32")
+    leaves = [[each.to(place).requires_grad_() for each in (q, k[:1], v[0])] for place in ("cuda", "cpu")]
+    found = []
+    for given in leaves:
+        o, lse = attention(*given, return_lse=True)
+        found.append(torch.autograd.grad([o, lse], given, [do.to(o.device), lse.detach()]))
+    assert all(torch.allclose(x.cpu(), y, rtol=1e-3, atol=1e-3) for x, y in zip(*found))
+
+
+def test_results_and_workspaces_are_pytorchs_and_no_array_is_cupys():
+    import cupy
+
+    pool = cupy.cuda.MemoryPool()
+    before = cupy.cuda.get_allocator()
+    cupy.cuda.set_allocator(pool.malloc)
+    try:
+        passes(drawn())
+        passes(drawn(), mask=MASKS["index"]())
+        torch.cuda.synchronize()
+        assert pool.total_bytes() == 0
+    finally:
+        cupy.cuda.set_allocator(before)
+
+
+def test_both_passes_run_on_pytorchs_current_stream():
+    """Data comes late on a stream of PyTorch: whoever reads on another stream reads zeros."""
+    tensors = drawn()
+    passes(tensors, causal="bottom_right")
+    late = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors[:3]]
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        with torch.no_grad():
+            for tensor, values in zip(late, tensors):
+                tensor.copy_(values)
+        o, lse = attention(*late, causal="bottom_right", return_lse=True)
+        torch.cuda._sleep(200_000_000)
+        do = torch.zeros_like(tensors[3]).copy_(tensors[3])
+        dq, dk, dv = torch.autograd.grad(o, late, do)
+    stream.synchronize()
+    found = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    within_bounds(tensors, masks.Causal("bottom_right"), found)
+
+
+@pytest.mark.parametrize("has_out", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "index", "far"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_after_one_call_both_passes_are_captured_and_replayed_with_new_data(dtype, kind, has_out):
+    tensors = drawn(dtype)
+    given, do = [tensor.detach().requires_grad_() for tensor in tensors[:3]], tensors[3]
+    mask = {"dense": None, "index": MASKS["index"](), "far": masks.Dilated(3, align="top_left")}[kind]
+    out = (torch.empty_like(do), torch.empty(do.shape[:-1], device="cuda")) if has_out else None
+
+    def step():
+        o, lse = attention(*given, mask=mask, out=out, return_lse=True)
+        return {"o": o, "lse": lse} | dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, given, do)))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for seed in (1, 2):
+        fresh = drawn(dtype, seed)
+        with torch.no_grad():
+            for tensor, values in zip((*given, do), fresh):
+                tensor.copy_(values)
+        graph.replay()
+        torch.cuda.synchronize()
+        within_bounds(fresh, masks.Dense(KEPT) if kind == "index" else mask, found)
+    assert not has_out or (out[0].data_ptr(), out[1].data_ptr()) == (found["o"].data_ptr(), found["lse"].data_ptr())
+
+
+def test_a_capture_of_a_call_that_was_never_made_is_refused():
+    given = [torch.randn(1, 3, 70, 40, device="cuda", dtype=torch.float64) for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="make the same call once"), torch.cuda.graph(graph):
+        attention(*given, window=(11, 3))
+
+
+def test_checks_run_and_empty_and_far_scaled_calls_too(monkeypatch):
+    tensors = drawn("bfloat16")
+    far = [tensor.float() * 1e19 for tensor in tensors[:2]]
+    o = attention(*far, tensors[2].float(), scale=1e-39)
+    expected = attention(*(tensor.cpu() for tensor in far), tensors[2].float().cpu(), scale=1e-39)
+    assert torch.allclose(o.cpu(), expected, atol=1e-3)
+    assert (attention(tensors[0], tensors[1][..., :0, :], tensors[2][..., :0, :]) == 0).all()
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    within_bounds(tensors, None, passes(tensors))
+
+
+def test_a_tensor_on_another_device_is_refused():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    given = [tensor.to("cuda:1") for tensor in drawn()[:3]]
+    with pytest.raises(cuflash.UnsupportedProblem, match="call within torch.cuda.device"):
+        attention(*given)
+    with torch.cuda.device(1):
+        assert attention(*given).device.index == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_calls_for_cupy_take_tensors_of_bfloat16_too(dtype):
+    tensors = drawn(dtype)
+    (o, lse), vjp = cuflash.attention_vjp(*tensors[:3], return_lse=True)
+    dq, dk, dv = vjp(tensors[3])
+    q, k, v, do = map(as_numpy, tensors)
+    found = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    assert_within_bounds(GPU.rounded(Example(q=q, k=k, v=v, do=do)), **{name: x.get() for name, x in found.items()})

@@ -1,0 +1,113 @@
+"""A stand-in for PyTorch on a GPU, beside `cupy_machine`: tensors that say they lie there, in the host's memory.
+
+Kernels run on the simulator as soon as they are launched, on the stream that PyTorch has current.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import cupy_machine
+import torch
+
+import cuflash.torch
+from cuflash.executors import torch_gpu
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor whose memory is the host's, and which says that it lies on the CUDA device `number`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results of operations are plain tensors
+    number = 0
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.number)
+
+    def get_device(self) -> int:
+        return self.number
+
+
+def on_device(array: Any, number: int = 0) -> Any:
+    """A copy of an array or tensor that says it lies on a device."""
+    kind = DeviceTensor if number == 0 else type("OtherTensor", (DeviceTensor,), {"number": number})
+    return torch.as_tensor(array).detach().clone().as_subclass(kind)
+
+
+class Torch(ModuleType):
+    """`import torch` of the modules that meet a GPU: PyTorch, but for what needs CUDA.
+
+    Attributes
+    ----------
+    streams : list of cupy_machine.Stream
+        The last is PyTorch's current stream.
+    pool : list of tensors
+        What captures allocated, which a graph of PyTorch owns.
+    allocated : int
+        Tensors made so far.
+    """
+
+    def __init__(self, cupy: cupy_machine.Cupy) -> None:
+        super().__init__("torch")
+        self.streams, self.pool, self.allocated = [cupy.null], [], 0
+        self.cuda = SimpleNamespace(
+            current_device=lambda: 0,
+            current_stream=lambda: SimpleNamespace(
+                device_index=0, cuda_stream=self.streams[-1].ptr, stream=self.streams[-1]
+            ),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, kind: str, number: int) -> torch.device:
+        return torch.device("cpu")
+
+    def empty(self, shape: Any, *, dtype: Any, device: Any) -> Any:
+        self.allocated += 1
+        made = torch.empty(shape, dtype=dtype)
+        if self.streams[-1].is_capturing():
+            self.pool.append(made)
+        return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(255)
+
+    @contextmanager
+    def stream(self, stream: cupy_machine.Stream) -> Iterator[None]:
+        """PyTorch's current stream, within a block; CuPy's stays as it is."""
+        self.streams.append(stream)
+        yield
+        self.streams.pop()
+
+
+class _Streams:
+    """`cupy.cuda.Stream`: makes streams, and takes those of other libraries."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def __call__(self, non_blocking: bool = False) -> cupy_machine.Stream:
+        return self._make(non_blocking)
+
+    def from_external(self, stream: Any) -> cupy_machine.Stream:
+        return stream.stream
+
+
+@contextmanager
+def installed(monkeypatch: Any, cache: Path) -> Iterator[tuple[cupy_machine.Cupy, Torch]]:
+    """The stand-ins for CuPy and PyTorch, with rooms that know nothing of earlier ones."""
+    with cupy_machine.installed(monkeypatch, cache) as cupy:
+        machine = Torch(cupy)
+        cupy.cuda.Stream = _Streams(cupy.cuda.Stream)
+        monkeypatch.setattr(torch_gpu, "torch", machine)
+        monkeypatch.setattr(torch_gpu, "_TORCH_GPU", torch_gpu.TorchGpu())
+        monkeypatch.setattr(cuflash.torch, "torch", machine)
+        monkeypatch.setattr(cuflash.torch, "_PLAIN", cuflash.torch._PLAIN | {DeviceTensor})
+        monkeypatch.setattr(cuflash.torch, "_repeated", {})
+        yield cupy, machine
