@@ -21,6 +21,7 @@ from .packing import pack, unpack
 from .planning.device import DeviceSpec
 from .plans import Executable, Gradients
 from .scores import Score
+from .study.recall import Recall, recall
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "Executable",
     "Gradients",
     "KVCache",
+    "Recall",
     "Score",
     "ShapeDtype",
     "UnsupportedProblem",
@@ -49,6 +51,7 @@ __all__ = [
     "patterns",
     "plan",
     "precompile",
+    "recall",
     "reference",
     "scores",
     "unpack",

@@ -233,7 +233,7 @@ def error_bound(
             asked = requested_mask(as_mask_of_arrays(mask, "cpu"), causal, window, problem.mask_shape, np)
     if reasons or problem is None:
         raise UnsupportedProblem(reasons)
-    allowed = asked.dense(problem.mask_shape)
+    allowed = asked.toarray(**problem.mask_shape._asdict())
     model = _Rounding.of(problem.dtype, precision, product_dtype, probable)
     captured = None if composed is None else _Captured.of(composed, problem)
     return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured)

@@ -2,8 +2,7 @@
 
 Those made of windows, prefixes and combs hold no lengths; those made of blocks are drawn for given lengths.
 
->>> from cuflash.masks import MaskShape
->>> sink_local(1, 2).dense(MaskShape((), 1, 4, 4))[0].astype(int)
+>>> sink_local(1, (1, 0)).toarray(4).astype(int)
 array([[1, 0, 0, 0],
        [1, 1, 0, 0],
        [1, 1, 1, 0],
@@ -22,11 +21,10 @@ from .arrays import Array, describe, flag_reasons, is_int, is_number, whole_numb
 from .errors import UnsupportedProblem, collecting
 from .masks.base import Mask
 from .masks.block_pattern import BlockPattern
-from .masks.block_set import block_pair
 from .masks.coordinates import UNBOUNDED, Intervals, widened
 from .masks.diagonal import Causal, Dilated, SlidingWindow
 from .masks.lengths import Lengths
-from .masks.shape import MAX_SEQLEN, count_reasons
+from .masks.shape import MAX_SEQLEN, block_pair, count_reasons
 
 __all__ = ["bigbird", "butterfly", "checkerboard", "fixed", "longformer", "random", "sink_local", "strided"]
 
@@ -55,8 +53,7 @@ def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, 
 
     Examples
     --------
-    >>> from cuflash.masks import MaskShape
-    >>> butterfly(8, block=1).dense(MaskShape((), 1, 8, 8))[0].astype(int)
+    >>> butterfly(8, block=1).toarray(8).astype(int)
     array([[1, 1, 1, 0, 1, 0, 0, 0],
            [1, 1, 0, 1, 0, 1, 0, 0],
            [1, 0, 1, 1, 0, 0, 1, 0],
@@ -78,9 +75,9 @@ def bigbird(
     seqlen_kv: int | None = None,
     *,
     block: Any = 64,
-    num_window: int = 3,
-    num_global: int = 1,
-    num_random: int = 3,
+    num_window_blocks: int = 3,
+    num_global_blocks: int = 1,
+    num_random_blocks: int = 3,
     num_heads: int = 1,
     seed: int = 0,
 ) -> Mask:
@@ -92,11 +89,11 @@ def bigbird(
         Lengths in tokens; seqlen_kv is seqlen_q unless given.
     block : int or (int, int)
         Size of a block in tokens, or block_q and block_kv.
-    num_window : int
+    num_window_blocks : int
         Odd number of blocks around the diagonal.
-    num_global : int
+    num_global_blocks : int
         Blocks at each end that see all and are seen by all.
-    num_random : int
+    num_random_blocks : int
         Random blocks in each row, drawn without replacement from those not yet kept; fewer if fewer are left.
     num_heads : int
         Heads with random blocks of their own; 1 serves all.
@@ -114,18 +111,17 @@ def bigbird(
 
     Examples
     --------
-    >>> from cuflash.masks import MaskShape
-    >>> mask = bigbird(8, block=1, num_random=1)
-    >>> mask.dense(MaskShape((), 1, 8, 8)).sum(axis=-1)       # 3 window + 2 global + 1 random, and two global rows
+    >>> mask = bigbird(8, block=1, num_random_blocks=1)
+    >>> mask.toarray(8, num_heads=1).sum(axis=-1)       # 3 window + 2 global + 1 random, and two global rows
     array([[8, 5, 6, 6, 6, 6, 5, 8]])
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     num_window, num_global, num_random = _counts_of_blocks(
-        num_window=num_window, num_global=num_global, num_random=num_random
+        num_window_blocks=num_window_blocks, num_global_blocks=num_global_blocks, num_random_blocks=num_random_blocks
     )
     if num_window % 2 == 0:
         raise UnsupportedProblem(
-            [f"num_window must be odd, the diagonal and as many blocks on each side; got {num_window}"]
+            [f"num_window_blocks must be odd, the diagonal and as many blocks on each side; got {num_window}"]
         )
     (num_heads,) = _counts_of_blocks(num_heads=whole_number("num_heads", num_heads, 1))
     row, col = np.ogrid[: grid[0], : grid[1]]
@@ -171,8 +167,7 @@ def random(
 
     Examples
     --------
-    >>> from cuflash.masks import MaskShape
-    >>> random(8, block=1, density=0.25).dense(MaskShape((), 1, 8, 8)).sum(axis=-1)
+    >>> random(8, block=1, density=0.25).toarray(8, num_heads=1).sum(axis=-1)
     array([[2, 2, 2, 2, 2, 2, 2, 2]])
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
@@ -188,17 +183,19 @@ def random(
     return BlockPattern(np.stack(drawn) if num_heads > 1 else drawn[0], sides)
 
 
-def longformer(window: int, num_global: int = 0, *, dilation: int = 1, align: str | None = None) -> Mask:
+def longformer(
+    window: tuple[int, int], num_global: int = 0, *, dilation: int = 1, align: str | None = None
+) -> Mask:
     """Longformer: a window of keys around each query, and tokens at the start that see all and are seen by all.
 
     Parameters
     ----------
-    window : int
-        Keys in the window beside the diagonal, half on each side.
+    window : (int, int)
+        Tokens before and after the query, inclusive: (left, right) is left + 1 + right keys.
     num_global : int
         Global tokens, the first of the sequence.
     dilation : int
-        Distance between the window's keys.
+        Distance between the window's keys, of which either side of the window must be a multiple.
     align : "bottom_right", "top_left" or None
         As in `masks.Causal`; needed when the lengths differ.
 
@@ -207,23 +204,40 @@ def longformer(window: int, num_global: int = 0, *, dilation: int = 1, align: st
     Mask
         The pattern.
 
+    Raises
+    ------
+    UnsupportedProblem
+        The window is not two ints of at least 0, or not a multiple of the dilation; a count is not an int.
+
     Notes
     -----
-    arXiv 2004.05150, section 3.1.
+    arXiv 2004.05150, section 3.1. The paper's window of w keys is (w // 2, w // 2).
 
     Examples
     --------
-    >>> from cuflash.masks import MaskShape
-    >>> longformer(2, 1).dense(MaskShape((), 1, 5, 5))[0].astype(int)
+    >>> longformer((1, 1), 1).toarray(5).astype(int)
     array([[1, 1, 1, 1, 1],
            [1, 1, 1, 0, 0],
            [1, 1, 1, 1, 0],
            [1, 0, 1, 1, 1],
            [1, 0, 0, 1, 1]])
     """
-    window, num_global = _counts(window=window, num_global=num_global)
-    side, dilation = window // 2, whole_number("dilation", dilation, 1)
-    local = SlidingWindow(side, side, align) if dilation == 1 else Dilated(dilation, side, side, align)
+    reasons: list[str] = []
+    with collecting(reasons):
+        left, right = _window(window)
+    with collecting(reasons):
+        (num_global,) = _counts(num_global=num_global)
+    with collecting(reasons):
+        dilation = whole_number("dilation", dilation, 1)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    if left % dilation or right % dilation:
+        raise UnsupportedProblem(
+            [f"window must be two multiples of dilation={dilation}; got {describe((left, right))}"]
+        )
+    local: Mask = SlidingWindow(left, right, align)
+    if dilation > 1:
+        local = Dilated(dilation, left // dilation, right // dilation, align)
     return local | Lengths(kv=num_global) | Lengths(q=num_global) if num_global else local
 
 
@@ -248,8 +262,7 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
 
     Examples
     --------
-    >>> from cuflash.masks import MaskShape
-    >>> strided(2).dense(MaskShape((), 1, 5, 5))[0].astype(int)
+    >>> strided(2).toarray(5).astype(int)
     array([[1, 0, 0, 0, 0],
            [1, 1, 0, 0, 0],
            [1, 1, 1, 0, 0],
@@ -283,8 +296,7 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
 
     Examples
     --------
-    >>> from cuflash.masks import MaskShape
-    >>> fixed(3, 1).dense(MaskShape((), 1, 6, 6))[0].astype(int)
+    >>> fixed(3, 1).toarray(6).astype(int)
     array([[1, 0, 0, 0, 0, 0],
            [1, 1, 0, 0, 0, 0],
            [1, 1, 1, 0, 0, 0],
@@ -299,13 +311,15 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
     return Causal(align) & (SameStretch(stride) | StretchEnds(stride, stride - num_others))
 
 
-def sink_local(num_sinks: int, window: int, *, align: str | None = None) -> Mask:
-    """Attention sinks and a causal window: the first `num_sinks` keys and the last `window`.
+def sink_local(num_sinks: int, window: tuple[int, int], *, align: str | None = None) -> Mask:
+    """Attention sinks and a window: of the keys that are not beyond the window, the first ones and those inside it.
 
     Parameters
     ----------
-    num_sinks, window : int
-        In keys; the window counts the diagonal.
+    num_sinks : int
+        Keys at the start of the sequence that queries see however far they are away.
+    window : (int, int)
+        Tokens before and after the query, inclusive; (left, 0) is causal.
     align : "bottom_right", "top_left" or None
         As in `masks.Causal`.
 
@@ -314,20 +328,32 @@ def sink_local(num_sinks: int, window: int, *, align: str | None = None) -> Mask
     Mask
         The pattern.
 
+    Raises
+    ------
+    UnsupportedProblem
+        `num_sinks` is not an int of at least 0, or the window is not two of them.
+
     Notes
     -----
-    StreamingLLM, arXiv 2309.17453, section 3.2.
+    StreamingLLM, arXiv 2309.17453, section 3.2. The paper's window of w keys is (w - 1, 0).
 
     Examples
     --------
-    >>> from cuflash.masks import MaskShape
-    >>> sink_local(1, 1).dense(MaskShape((), 1, 3, 3))[0].astype(int)
-    array([[1, 0, 0],
-           [1, 1, 0],
-           [1, 0, 1]])
+    >>> sink_local(1, (1, 0)).toarray(4).astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 0],
+           [1, 0, 1, 1]])
     """
-    num_sinks, window = whole_number("num_sinks", num_sinks, 0), whole_number("window", window, 1)
-    return Causal(align) & (Lengths(kv=num_sinks) | SlidingWindow(window - 1, 0, align))
+    reasons: list[str] = []
+    with collecting(reasons):
+        (num_sinks,) = _counts(num_sinks=num_sinks)
+    with collecting(reasons):
+        left, right = _window(window)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    reach = Causal(align) if right == 0 else SlidingWindow(None, right, align)
+    return reach & (Lengths(kv=num_sinks) | SlidingWindow(left, right, align))
 
 
 def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128) -> Mask:
@@ -347,8 +373,7 @@ def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 12
 
     Examples
     --------
-    >>> from cuflash.masks import MaskShape
-    >>> checkerboard(3, block=1).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    >>> checkerboard(3, block=1).toarray(3).astype(int)
     array([[1, 0, 1],
            [0, 1, 0],
            [1, 0, 1]])
@@ -422,6 +447,19 @@ def _generator(seed: Any) -> np.random.Generator:
     if all(is_int(each) and each >= 0 for each in ints):
         return np.random.default_rng(seed)
     raise UnsupportedProblem([f"seed must be an int of at least 0, or several in a list; got {describe(seed)}"])
+
+
+def _window(window: Any) -> tuple[int, int]:
+    """Tokens on either side of the query, inclusive."""
+    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not is_pair or not all(is_int(side) and side >= 0 for side in window):
+        fix = ""
+        if is_int(window) and 0 <= window <= MAX_SEQLEN:
+            fix = f": ({window}, 0) is {window} tokens before the query, and the query's own"
+        raise UnsupportedProblem(
+            [f"window must be (left, right), two ints of at least 0, in tokens, inclusive; got {describe(window)}{fix}"]
+        )
+    return int(window[0]), int(window[1])
 
 
 def _counts(**given: object) -> list[int]:

@@ -94,7 +94,7 @@ def within_budgets(
     sizes: Iterable[masks.Mask], budgets: tuple[float, ...], shape: masks.MaskShape, block: int
 ) -> dict[float, tuple[masks.Mask, BlockIndex]]:
     """budget -> the densest mask that it allows and the next smaller budget does not, and the mask's index."""
-    indices = [(mask, BlockIndex.from_mask(mask, shape, block)) for mask in sizes]
+    indices = [(mask, BlockIndex.from_mask(mask, block=block, **shape._asdict())) for mask in sizes]
     indices.sort(key=lambda pair: pair[1].report().density)
     chosen = {}
     for smaller, budget in zip((0.0, *budgets[:-1]), budgets, strict=True):

@@ -56,7 +56,8 @@ def butterfly(seqlen: int, config: Config) -> Callable[[], masks.Mask]:
 def check(mask: masks.Mask, seqlen: int, block: int) -> None:
     """The index of a mask that is small enough holds exactly the mask's elements."""
     shape = masks.MaskShape((), 1, seqlen, seqlen)
-    if not np.array_equal(BlockIndex.from_mask(mask, shape, block).dense()[0], mask.dense(shape)):
+    index = BlockIndex.from_mask(mask, block=block, **shape._asdict())
+    if not np.array_equal(index.toarray()[0], mask.toarray(**shape._asdict())):
         raise AssertionError("the block index holds other elements than the mask")
 
 
@@ -86,7 +87,7 @@ def run(config: Config) -> list[Record]:
         make, shape, block = maker(seqlen, config), masks.MaskShape((), 1, seqlen, seqlen), config.block
         calls: dict[str, Callable[[], object]] = {
             "work list": lambda make=make, shape=shape: listed(make(), shape, block),
-            "block index": lambda make=make, shape=shape: BlockIndex.from_mask(make(), shape, block),
+            "block index": lambda make=make, shape=shape: BlockIndex.from_mask(make(), block=block, **shape._asdict()),
         }
         kept = {"work list": {"kept_mib": listed(make(), shape, block).nbytes / 2**20}}
         for made, timing in time_alternately(calls, repeats=config.repeats, budget_s=10).items():

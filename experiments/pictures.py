@@ -24,7 +24,7 @@ def shown() -> dict[str, masks.Mask]:
     documents = np.repeat([0, 1, 2], [150, 240, 122])
     return {
         "Causal() & Documents(ids)": masks.Causal() & masks.Documents(documents),
-        "sink_local(16, 128)": patterns.sink_local(16, 128),
+        "sink_local(16, (127, 0))": patterns.sink_local(16, (127, 0)),
         "bigbird(512, block=16)": patterns.bigbird(SEQLEN, block=BLOCK),
         "butterfly(512, block=16)": patterns.butterfly(SEQLEN, block=BLOCK),
     }
@@ -35,7 +35,7 @@ def draw() -> Figure:
     panels = shown()
     figure = Figure(figsize=(2.5 * len(panels), 2.9), layout="constrained")
     for axes, (title, mask) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        index = BlockIndex.from_mask(mask, masks.MaskShape((), 1, SEQLEN, SEQLEN), BLOCK)
+        index = BlockIndex.from_mask(mask, SEQLEN, SEQLEN, BLOCK)
         axes.imshow(index.to_scipy().toarray(), cmap=COLOURS, vmin=0, vmax=2, interpolation="nearest")
         axes.set_title(title, fontsize="small", family="monospace")
         axes.set(xticks=[], yticks=[], xlabel="keys", ylabel="queries")

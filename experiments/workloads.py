@@ -42,25 +42,25 @@ def same_statistics(seqlen: int, num_heads: int) -> Arrays:
 def window(grid: int, block: int) -> Iterator[masks.Mask]:
     """The blocks around the diagonal."""
     for side in range(grid):
-        yield on_blocks(masks.SlidingWindow(side, side), grid, block)
+        yield masks.SlidingWindow(side, side).on_blocks(block)
 
 
 def sink_local(grid: int, block: int) -> Iterator[masks.Mask]:
-    """The first block and a window; patterns.sink_local is causal, so the window's later half is added."""
+    """The first block and a window."""
     for side in range(grid):
-        yield on_blocks(patterns.sink_local(1, side + 1) | masks.SlidingWindow(0, side), grid, block)
+        yield patterns.sink_local(1, (side, side)).on_blocks(block)
 
 
 def longformer(grid: int, block: int) -> Iterator[masks.Mask]:
     """A window, and one block that sees all and is seen by all."""
     for side in range(grid):
-        yield on_blocks(patterns.longformer(2 * side, 1), grid, block)
+        yield patterns.longformer((side, side), 1).on_blocks(block)
 
 
 def bigbird(grid: int, block: int) -> Iterator[masks.Mask]:
     """A window of three, one global block at either end, and random blocks of each head's own."""
     for num_random in range(grid):
-        yield patterns.bigbird(grid * block, block=block, num_random=num_random, num_heads=NUM_HEADS)
+        yield patterns.bigbird(grid * block, block=block, num_random_blocks=num_random, num_heads=NUM_HEADS)
 
 
 def butterfly(grid: int, block: int) -> Iterator[masks.Mask]:
@@ -72,13 +72,13 @@ def butterfly(grid: int, block: int) -> Iterator[masks.Mask]:
 def strided(grid: int, block: int) -> Iterator[masks.Mask]:
     """The last `stride` blocks and every `stride`-th one; causal, so joined with its transpose."""
     for stride in range(1, grid + 1):
-        yield on_blocks(patterns.strided(stride), grid, block, mirrored=True)
+        yield patterns.strided(stride).on_blocks(block, mirrored=True)
 
 
 def fixed(grid: int, block: int) -> Iterator[masks.Mask]:
     """Stretches of `stride` blocks and the last block of each; causal, so joined with its transpose."""
     for stride in range(1, grid + 1):
-        yield on_blocks(patterns.fixed(stride, 1), grid, block, mirrored=True)
+        yield patterns.fixed(stride, 1).on_blocks(block, mirrored=True)
 
 
 def random(grid: int, block: int) -> Iterator[masks.Mask]:
@@ -100,12 +100,6 @@ def oracle(q: np.ndarray, k: np.ndarray, grid: int) -> Iterator[masks.Mask]:
 
 
 FAMILIES = {f.__name__: f for f in (window, sink_local, longformer, bigbird, butterfly, strided, fixed, random)}
-
-
-def on_blocks(mask: masks.Mask, grid: int, block: int, *, mirrored: bool = False) -> masks.Mask:
-    """A pattern of tokens read as one of blocks."""
-    kept = mask.dense(masks.MaskShape((), 1, grid, grid))[0]
-    return masks.BlockPattern(kept | kept.T if mirrored else kept, block)
 
 
 def first_heads(pattern: masks.BlockPattern, num_heads: int) -> masks.BlockPattern:

@@ -106,7 +106,7 @@ class Run:
         if isinstance(mask, np.ndarray):
             return cupy.asarray(mask)
         if _is_unsorted(mask):
-            return cuflash.BlockIndex.from_mask(mask, Problem.of(*arrays).mask_shape, 32)
+            return cuflash.BlockIndex.from_mask(mask, block=32, **Problem.of(*arrays).mask_shape._asdict())
         return mask.to(cupy.asarray)
 
     def attention(self, q: Any, k: Any, v: Any, *, mask: Any = None, **options: Any) -> Any:

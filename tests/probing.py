@@ -831,7 +831,7 @@ WALKS = _steps_of(
 
 def wrong_steps(plan: KernelPlan, records: Any) -> list[str]:
     """What is wrong with the steps of a walk, beside what they allow: order, width, kinds, and what they visit."""
-    work, allowed = plan.work, plan.mask.dense(plan.problem.mask_shape)
+    work, allowed = plan.work, plan.mask.toarray(**plan.problem.mask_shape._asdict())
     allowed = allowed.reshape(plan.problem.mask_shape.num_batch, *allowed.shape[-3:])
     wrong = []
     tiles: dict[tuple[int, ...], list[Any]] = {}

@@ -28,6 +28,8 @@ def changed(mask, change):
     """A mask with each of its leaves changed."""
     if hasattr(mask, "operands"):
         return type(mask)(tuple(changed(operand, change) for operand in mask.operands))
+    if hasattr(mask, "mask"):
+        return dataclasses.replace(mask, mask=changed(mask.mask, change))
     return type(mask)(changed(mask.operand, change)) if hasattr(mask, "operand") else change(mask)
 
 
@@ -68,7 +70,7 @@ CASES = st.one_of(
 )
 LARGE = [
     (MaskShape((2,), 2, 300, 260), masks.Dense(np.random.default_rng(0).random((2, 1, 300, 260)) < 0.5)),
-    (MaskShape((), 3, 300, 300), masks.Causal() & patterns.bigbird(300, block=16, num_heads=3, num_random=2)),
+    (MaskShape((), 3, 300, 300), masks.Causal() & patterns.bigbird(300, block=16, num_heads=3, num_random_blocks=2)),
     (MaskShape((3,), 1, 200, 200), masks.Causal() & masks.Documents(np.arange(600).reshape(3, 200) // 37)),
     (MaskShape((3,), 1, 200, 250), masks.PrefixLM(np.array([0, 9, 250]), "top_left") | masks.Lengths(kv=3)),
 ]
@@ -81,7 +83,7 @@ def assert_same_blocks(got, expected):
         assert getattr(got, name).dtype == np.int32
         np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
     np.testing.assert_array_equal(got.kinds == Kind.FULL, expected.kinds == Kind.FULL)
-    np.testing.assert_array_equal(got.dense(), expected.dense())
+    np.testing.assert_array_equal(got.toarray(), expected.toarray())
     bits = (got.kinds == Kind.BITS) & (expected.kinds == Kind.BITS)
     np.testing.assert_array_equal(got.bits[got.tiles[bits]], expected.bits[expected.tiles[bits]])
 
@@ -101,16 +103,16 @@ def on_host(lists):
 @given(CASES, BLOCKS)
 def test_an_index_is_the_same_wherever_it_is_made(case, block):
     shape, mask = case
-    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, block)
+    index = BlockIndex.from_mask(sent(mask, device.to_device), block=block, **shape._asdict())
     with device.transfers_allowed():
-        assert_same_blocks(index.on_host, BlockIndex.from_mask(mask, shape, block))
+        assert_same_blocks(index.on_host, BlockIndex.from_mask(mask, block=block, **shape._asdict()))
 
 
 @given(CASES, BLOCKS)
 def test_the_lists_of_kernels_are_the_same_wherever_they_are_made(case, block):
     shape, mask = case
-    lists = ListedWork(index=BlockIndex.from_mask(sent(mask, device.to_device), shape, block)).lists
-    expected = BlockIndex.from_mask(mask, shape, block)
+    lists = ListedWork(index=BlockIndex.from_mask(sent(mask, device.to_device), block=block, **shape._asdict())).lists
+    expected = BlockIndex.from_mask(mask, block=block, **shape._asdict())
     here = on_host(lists)
     assert_same_lists(here, ListedWork(index=expected).lists, expected.num_entries)
 
@@ -118,17 +120,18 @@ def test_the_lists_of_kernels_are_the_same_wherever_they_are_made(case, block):
 @given(CASES, BLOCKS)
 def test_transposing_on_a_device_is_transposing(case, block):
     shape, mask = case
-    turned = BlockIndex.from_mask(sent(mask, device.to_device), shape, block).transpose()
+    turned = BlockIndex.from_mask(sent(mask, device.to_device), block=block, **shape._asdict()).transpose()
     with device.transfers_allowed():
-        assert_same_blocks(turned.on_host, BlockIndex.from_mask(mask, shape, block).transpose())
+        assert_same_blocks(turned.on_host, BlockIndex.from_mask(mask, block=block, **shape._asdict()).transpose())
 
 
 @given(CASES, BLOCKS, BLOCKS)
 def test_an_index_on_a_device_is_a_mask(case, block, other):
     shape, mask = case
-    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, block)
-    again = BlockIndex.from_mask(index.as_mask(), shape, other)
-    expected = BlockIndex.from_mask(BlockIndex.from_mask(mask, shape, block).as_mask(), shape, other)
+    index = BlockIndex.from_mask(sent(mask, device.to_device), block=block, **shape._asdict())
+    again = BlockIndex.from_mask(index.as_mask(), block=other, **shape._asdict())
+    there = BlockIndex.from_mask(mask, block=block, **shape._asdict()).as_mask()
+    expected = BlockIndex.from_mask(there, block=other, **shape._asdict())
     with device.transfers_allowed():
         assert_same_blocks(again.on_host, expected)
 
@@ -138,9 +141,11 @@ def test_union_and_intersection_stay_on_the_device(case, block, data):
     shape, mask = case
     other = changed(data.draw(strategies.masks(shape)), in_order)
     assume(with_arrays((shape, other)))
-    ours, theirs = (BlockIndex.from_mask(sent(each, device.to_device), shape, block) for each in (mask, other))
+    ours, theirs = (
+        BlockIndex.from_mask(sent(each, device.to_device), block=block, **shape._asdict()) for each in (mask, other)
+    )
     got = ours & theirs, ours | theirs
-    first, second = (BlockIndex.from_mask(each, shape, block) for each in (mask, other))
+    first, second = (BlockIndex.from_mask(each, block=block, **shape._asdict()) for each in (mask, other))
     with device.transfers_allowed():
         assert_same_blocks(got[0].on_host, first & second)
         assert_same_blocks(got[1].on_host, first | second)
@@ -156,7 +161,7 @@ def test_work_on_a_device_tells_the_mask_by_rows_and_by_columns(case, tile):
         here = work.on_host
     for transposed in (False, True):
         allowed, _ = rebuilt(here, shape, transposed)
-        assert (allowed == mask.dense(shape).reshape(allowed.shape)).all()
+        assert (allowed == mask.toarray(**shape._asdict()).reshape(allowed.shape)).all()
 
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: type(case[1]).__name__)
@@ -164,9 +169,9 @@ def test_work_on_a_device_tells_the_mask_by_rows_and_by_columns(case, tile):
 def test_sweeps_of_any_size_say_the_same(monkeypatch, case, at_once):
     monkeypatch.setattr(whole_grid, "_ELEMENTS_AT_ONCE", at_once)
     shape, mask = case
-    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, (32, 20))
+    index = BlockIndex.from_mask(sent(mask, device.to_device), block=(32, 20), **shape._asdict())
     with device.transfers_allowed():
-        assert_same_blocks(index.on_host, BlockIndex.from_mask(mask, shape, (32, 20)))
+        assert_same_blocks(index.on_host, BlockIndex.from_mask(mask, block=(32, 20), **shape._asdict()))
 
 
 @given(CASES)
@@ -178,7 +183,8 @@ def test_elements_and_intervals_are_computed_on_the_device(case):
     got = device.to_host(there(*coordinates))
     full = (shape.num_batch, *shape[1:])
     assert (np.broadcast_to(got, full) == np.broadcast_to(resolved(*grid), full)).all()
-    assert (device.to_host(sent(mask, device.to_device).dense(shape)) == mask.dense(shape)).all()
+    got = sent(mask, device.to_device).toarray(**shape._asdict())
+    assert (device.to_host(got) == mask.toarray(**shape._asdict())).all()
     bounds, expected = there.intervals(*coordinates[:3]), resolved.intervals(*grid[:3])
     assert (bounds is None) == (expected is None)
     for side, wanted in zip(bounds or (), expected or ()):
@@ -190,7 +196,7 @@ def test_elements_and_intervals_are_computed_on_the_device(case):
 def test_rectangles_on_a_device_never_claim_too_much(shape, data):
     mask = changed(data.draw(strategies.masks(shape)), in_order)
     assume(with_arrays((shape, mask)))
-    dense = mask.dense(shape).reshape(shape.num_batch, *shape[1:])
+    dense = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     b, h = rng.integers(0, shape.num_batch, 50), rng.integers(0, shape.num_heads, 50)
     (i0, i1), (j0, j1) = (np.sort(rng.integers(0, length + 1, (2, 50)), axis=0) for length in shape[2:])
@@ -224,8 +230,8 @@ def test_rectangles_of_whole_blocks_are_exact_on_a_device():
 @given(CASES, BLOCKS)
 def test_kernels_read_flat_arrays_of_known_dtypes_and_shapes(case, block):
     shape, mask = case
-    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, block)
-    for each in (index, BlockIndex.from_mask(mask, shape, block)):
+    index = BlockIndex.from_mask(sent(mask, device.to_device), block=block, **shape._asdict())
+    for each in (index, BlockIndex.from_mask(mask, block=block, **shape._asdict())):
         matrices = each.batch * each.num_heads
         lists = ListedWork(index=each).lists
         room = len(each.indices)
@@ -245,7 +251,7 @@ def test_kernels_read_flat_arrays_of_known_dtypes_and_shapes(case, block):
 @given(CASES, BLOCKS)
 def test_the_room_behind_the_last_entry_is_safe_to_read(case, block):
     shape, mask = case
-    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, block)
+    index = BlockIndex.from_mask(sent(mask, device.to_device), block=block, **shape._asdict())
     lists = on_host(ListedWork(index=index).lists)
     behind = slice(int(lists["row_pointers"][-1]), None)
     assert not any(lists[name][behind].any() for name in ("kv_blocks", "kinds", "tiles", "column_entries"))
@@ -254,7 +260,7 @@ def test_the_room_behind_the_last_entry_is_safe_to_read(case, block):
 
 def test_lists_are_named_as_in_the_record_of_kernels():
     rows = masks.Lengths(kv=np.array([3, 9])) & masks.Causal()
-    index = BlockIndex.from_mask(rows, MaskShape((2,), 1, 16, 16), 4)
+    index = BlockIndex.from_mask(rows, 16, 16, 4, batch=(2,))
     assert set(ListedWork(index=index).lists) <= set(WORK.names)
 
 
@@ -269,7 +275,7 @@ def test_intervals_lie_in_c_order():
 
 
 def test_an_index_is_sent_as_it_is():
-    index = BlockIndex.from_mask(masks.Causal() | patterns.strided(3), MaskShape((), 1, 50, 50), 8)
+    index = BlockIndex.from_mask(masks.Causal() | patterns.strided(3), 50, 50, 8)
     with device.transfers_allowed():
         there = index.to(device.to_device)
     lists = ListedWork(index=there).lists
@@ -316,11 +322,11 @@ SHOWN = {
 @pytest.mark.parametrize("name", SHOWN)
 def test_what_shows_an_index_waits_and_says_what_the_host_says(name):
     shape, mask = MaskShape((2,), 1, 20, 20), masks.Lengths(kv=np.array([3, 17])) & masks.Causal()
-    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, 4)
+    index = BlockIndex.from_mask(sent(mask, device.to_device), block=4, **shape._asdict())
     with pytest.raises(Synchronises):
         SHOWN[name](index)
     with device.transfers_allowed():
-        got, expected = SHOWN[name](index), SHOWN[name](BlockIndex.from_mask(mask, shape, 4))
+        got, expected = SHOWN[name](index), SHOWN[name](BlockIndex.from_mask(mask, block=4, **shape._asdict()))
     assert got == expected
 
 
@@ -340,15 +346,15 @@ def test_an_index_on_a_device_is_not_hashed():
 def test_a_grid_of_more_blocks_than_int32_counts_is_refused():
     mask = masks.Lengths(kv=device.to_device(np.array(3))) | masks.Causal()
     with pytest.raises(MemoryError, match="use larger blocks"):
-        BlockIndex.from_mask(mask, MaskShape((), 1, 1 << 20, 1 << 20), 8)
+        BlockIndex.from_mask(mask, 1 << 20, 1 << 20, 8)
 
 
 def test_states_stay_on_the_device():
     blocks = np.random.default_rng(0).random((3, 4, 5)) < 0.5
     shape = MaskShape((), 3, 16, 20)
     mask = masks.Causal("top_left") & masks.BlockPattern(blocks, 4)
-    index = BlockIndex.from_mask(sent(mask, device.to_device), shape, 4)
-    assert (device.to_host(index.states()) == BlockIndex.from_mask(mask, shape, 4).states()).all()
+    index = BlockIndex.from_mask(sent(mask, device.to_device), block=4, **shape._asdict())
+    assert (device.to_host(index.states()) == BlockIndex.from_mask(mask, block=4, **shape._asdict()).states()).all()
 
 
 def test_a_plan_explains_work_on_a_device():
@@ -379,7 +385,7 @@ def test_contents_out_of_order_or_range_leave_intervals_in_range():
 
 def test_runs_of_ids_in_any_order_are_documents_on_a_device():
     ids = np.array([5, 5, 1, 7, 7, 7])
-    dense = masks.Documents(device.to_device(ids)).dense(MaskShape((), 1, 6, 6))
+    dense = masks.Documents(device.to_device(ids)).toarray(6, num_heads=1)
     assert (device.to_host(dense)[0] == (ids[:, None] == ids)).all()
 
 
@@ -400,12 +406,12 @@ def test_arrays_of_a_mask_must_be_in_one_place():
     with pytest.raises(UnsupportedProblem, match="where q is, all of them"):
         requested_mask(mask, False, None, MaskShape((), 1, 4, 4))
     with pytest.raises(UnsupportedProblem, match="all be in one place"):
-        BlockIndex.from_mask(mask, MaskShape((), 1, 4, 4), 2)
+        BlockIndex.from_mask(mask, 4, 4, 2)
 
 
 def test_lists_of_blocks_made_on_the_host_serve_a_device():
     shape = MaskShape((), 2, 64, 64)
-    index = BlockIndex.from_mask(masks.Causal(), shape, 16)
+    index = BlockIndex.from_mask(masks.Causal(), block=16, **shape._asdict())
     for mask in (index, patterns.random(64, block=16, density=0.5, num_heads=2), masks.SlidingWindow(3, 0), None):
         work = work_list(requested_mask(mask, True, None, shape, device.namespace), shape, (64, 64))
         assert all(isinstance(array, np.ndarray) for array in held_arrays(work))
@@ -415,18 +421,19 @@ def test_a_function_answers_where_it_is_asked():
     shape, lengths = MaskShape((2,), 1, 8, 8), masks.Lengths(kv=device.to_device(np.array([3, 8])))
     host = np.ones((8, 8), bool)
     with pytest.raises(UnsupportedProblem, match="or make a BlockIndex of the mask with NumPy"):
-        BlockIndex.from_mask(lengths & masks.FromFunction(lambda b, h, i, j: host), shape, 4)
+        BlockIndex.from_mask(lengths & masks.FromFunction(lambda b, h, i, j: host), block=4, **shape._asdict())
     closed_over = device.to_device(host)
     with pytest.raises(UnsupportedProblem, match="must answer coordinates of numpy with an array of numpy"):
-        BlockIndex.from_mask(masks.FromFunction(lambda b, h, i, j: closed_over), shape, 4)
+        BlockIndex.from_mask(masks.FromFunction(lambda b, h, i, j: closed_over), block=4, **shape._asdict())
     with pytest.raises(LeavesNamespace):
-        BlockIndex.from_mask(lengths & masks.FromFunction(lambda b, h, i, j: np.less_equal(j, i)), shape, 4)
+        rule = masks.FromFunction(lambda b, h, i, j: np.less_equal(j, i))
+        BlockIndex.from_mask(lengths & rule, block=4, **shape._asdict())
 
 
 @pytest.mark.parametrize("shape", [((), 1, 0, 5), ((), 1, 5, 0), ((0,), 2, 5, 5), ((2,), 0, 5, 5), ((), 1, 0, 0)])
 def test_an_empty_problem_has_an_empty_index_on_a_device(shape):
     shape = MaskShape(*shape)
-    index = BlockIndex.from_mask(masks.Lengths(kv=device.to_device(np.array(3))), shape, 2)
+    index = BlockIndex.from_mask(masks.Lengths(kv=device.to_device(np.array(3))), block=2, **shape._asdict())
     lists = ListedWork(index=index).lists
     assert lists["column_pointers"].shape == (index.num_kv_blocks + 1,)
     assert lists["column_order"].shape == (index.num_kv_blocks,)

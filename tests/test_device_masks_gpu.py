@@ -62,11 +62,11 @@ def test_an_index_and_its_lists_are_made_without_waiting(cupy, shape, mask, bloc
     there = sent(mask, cupy.asarray)
 
     def build():
-        index = BlockIndex.from_mask(there, shape, block)
+        index = BlockIndex.from_mask(there, block=block, **shape._asdict())
         return index, ListedWork(index=index).lists, index.transpose()
 
     index, lists, turned = captured(cupy, build)
-    expected = BlockIndex.from_mask(mask, shape, block)
+    expected = BlockIndex.from_mask(mask, block=block, **shape._asdict())
     assert_same_blocks(index.on_host, expected)
     assert_same_blocks(turned.on_host, expected.transpose())
     here = {name: cupy.asnumpy(array) for name, array in lists.items()}
@@ -80,11 +80,11 @@ def test_work_is_made_without_waiting(cupy, shape, mask):
     work = captured(cupy, lambda: work_list(requested_mask(there, False, None, shape, where), shape, (64, 32)))
     here = work.on_host
     if isinstance(here, ListedWork):
-        got = here.index.dense()
+        got = here.index.toarray()
     else:
         keys = np.arange(shape.seqlen_kv)
         got = (here.lo[..., None] <= keys) & (keys < here.hi[..., None])
-    expected = mask.dense(shape).reshape(shape.num_batch, *shape[1:])
+    expected = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])
     assert (np.broadcast_to(got, expected.shape) == expected).all()
 
 
@@ -95,10 +95,11 @@ def test_an_index_on_a_gpu_combines_without_waiting(cupy, block):
     there = sent(pattern, cupy.asarray)
 
     def build():
-        return BlockIndex.from_mask(BlockIndex.from_mask(there, shape, 8).as_mask() & other, shape, block)
+        index = BlockIndex.from_mask(there, block=8, **shape._asdict())
+        return BlockIndex.from_mask(index.as_mask() & other, block=block, **shape._asdict())
 
     index = captured(cupy, build)
-    assert_same_blocks(index.on_host, BlockIndex.from_mask(pattern & other, shape, block))
+    assert_same_blocks(index.on_host, BlockIndex.from_mask(pattern & other, block=block, **shape._asdict()))
 
 
 def test_contents_out_of_order_read_no_other_memory(cupy):

@@ -82,7 +82,7 @@ def test_a_wrong_option_is_named_with_its_rule_and_what_came(options, words):
 def test_unequal_lengths_need_an_alignment_by_name():
     for options in ({"causal": True}, {"window": (2, 0)}, {"mask": masks.Causal()}, {"mask": masks.PrefixLM(2)}):
         (reason,) = reasons_of(Q[:, :, :4], Q, Q, **options)
-        assert "seqlen_q=4, seqlen_kv=10" in reason and "'bottom_right'" in reason and "'top_left'" in reason
+        assert "seqlen_q=4 and seqlen_kv=10" in reason and "'bottom_right'" in reason and "'top_left'" in reason
 
 
 def test_all_reasons_come_at_once():
@@ -97,7 +97,7 @@ def test_what_is_no_array_is_a_type_error(value):
 
 
 def test_a_mask_that_is_no_mask_is_a_type_error():
-    with pytest.raises(TypeError, match="mask must be a Mask, a BlockIndex or a boolean array; got list"):
+    with pytest.raises(TypeError, match=r"mask must be a Mask, .* got list: numpy\.asarray makes an array"):
         cuflash.attention(Q, Q, Q, mask=[[True]])
 
 

@@ -70,7 +70,7 @@ def on_the_device(mask):
         hash(mask)
         return mask
     except TypeError:
-        return BlockIndex.from_mask(mask, SHAPE, 32)
+        return BlockIndex.from_mask(mask, block=32, **SHAPE._asdict())
 
 
 def results(cupy, example, lie=lambda array: array, **options):

@@ -111,7 +111,7 @@ def test_gradients_of_broadcast_axes_are_summed():
     "make",
     [
         jnp.asarray, np.asarray, lambda kept: masks.Causal() & masks.Dense(jnp.asarray(kept)),
-        lambda kept: BlockIndex.from_mask(masks.Dense(kept), masks.MaskShape((), 1, 20, 20), 4),
+        lambda kept: BlockIndex.from_mask(masks.Dense(kept), 20, 20, 4),
     ],
     ids=["jax", "numpy", "mask of an array", "index"],
 )  # fmt: skip

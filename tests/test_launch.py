@@ -896,7 +896,7 @@ def test_a_write_beside_a_result_is_named(checked, monkeypatch, entry, name, sid
 )  # fmt: skip
 def test_a_corrupt_list_is_named_before_any_launch(checked, monkeypatch, name, place, value, rule):
     monkeypatch.setattr(simulated, "_kernel", lambda *_: pytest.fail("launched"))
-    index = BlockIndex.from_mask(masks.Dilated(3), masks.MaskShape((), 2, 40, 40), 16)
+    index = BlockIndex.from_mask(masks.Dilated(3), 40, 40, 16, num_heads=2)
     ready = cuflash.plan(Q, K, V, mask=index, executor="sim")
     lists = ready.plan.work.lists
     lists[name] = lists[name].copy()

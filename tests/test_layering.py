@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
 ROOMS = """errors arrays memory scores masks patterns reference blocks planning compiler sim executors plans merging
-packing bounds api torch jax cache calculators doctor cuflash __main__ testing""".split()
+packing bounds api torch jax cache calculators study doctor cuflash __main__ testing""".split()
 MODULES = {
     ".".join(path.relative_to(ROOT / "cuflash").with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "cuflash").rglob("*.py")
@@ -30,6 +30,7 @@ THIRD_PARTY = {
     "arrays": {"ml_dtypes"},
     "masks.arrays": {"scipy"},
     "masks.block_pattern": {"scipy"},
+    "masks.pictures": {"matplotlib"},
     "patterns": {"scipy"},
     "blocks.index": {"scipy"},
     "bounds": {"ml_dtypes", "scipy"},

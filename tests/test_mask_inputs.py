@@ -63,6 +63,10 @@ def sides():
     return st.none() | numbers()
 
 
+def windows():
+    return st.tuples(numbers(), numbers())
+
+
 RULES = {  # arguments, and whether query i attends key j
     "window": (
         (sides(), sides()),
@@ -78,7 +82,7 @@ RULES = {  # arguments, and whether query i attends key j
         (st.none() | numbers() | numbers().map(lambda number: -int(number)), sides()),
         lambda at, lower, upper: (lower is None or at >= lower) and (upper is None or at <= upper),
     ),
-    "longformer": ((numbers(),), lambda at, window: abs(at) <= window // 2),
+    "longformer": ((windows(),), lambda at, window: -window[0] <= at <= window[1]),
     "strided": ((numbers(1),), lambda at, stride: -stride < at <= 0 or at <= 0 and at % stride == 0),
 }
 PLACED_RULES = {  # whether query i attends key j, of which the places matter too
@@ -87,7 +91,10 @@ PLACED_RULES = {  # whether query i attends key j, of which the places matter to
         (sides(), sides()),
         lambda i, j, q, kv: (q is None or i < q) and (kv is None or j < kv),
     ),
-    "sink_local": ((numbers(), numbers(1)), lambda i, j, sinks, window: j <= i and (j < sinks or i - j < window)),
+    "sink_local": (
+        (numbers(), windows()),
+        lambda i, j, sinks, window: j <= i + window[1] and (j < sinks or i - j <= window[0]),
+    ),
     "fixed": (
         (numbers(1), numbers()),
         lambda i, j, stride, summary: j <= i and (i // stride == j // stride or j % stride >= stride - summary),
@@ -116,7 +123,10 @@ def numbered_mask(library, name, arguments, align):
 
 
 def numbered_table(name, arguments):
-    exact = [None if number is None else int(number) for number in arguments]
+    exact = [
+        tuple(map(int, number)) if isinstance(number, tuple) else None if number is None else int(number)
+        for number in arguments
+    ]
     rule = (RULES | PLACED_RULES)[name][1]
     return np.array(
         [
@@ -130,8 +140,8 @@ def check_numbers(library, name_and_arguments, executor):
     name, arguments = name_and_arguments
     made, expected = numbered_mask(library, name, arguments, "top_left"), numbered_table(name, arguments)
     shape = part(library, "masks.shape").MaskShape((), 1, *LENGTHS)
-    assert (made.dense(shape)[0] == expected).all()
-    assert ((~made).dense(shape)[0] == ~expected).all()
+    assert (made.toarray(**shape._asdict())[0] == expected).all()
+    assert ((~made).toarray(**shape._asdict())[0] == ~expected).all()
     lists = part(library, "blocks.work_list")
     band = getattr(lists.work_list(lists.requested_mask(made, False, None, shape), shape, (4, 4)), "band", None)
     for bound in () if band is None else (band.lower, band.upper):
@@ -171,7 +181,7 @@ def check_shapes(library, kind):
     shape, plain = shape_of((kind(1),), kind(1), kind(9), kind(6)), shape_of((1,), 1, 9, 6)
     assert shape == plain and {type(extent) for extent in (*shape.batch, *shape[1:])} == {int}
     causal = part(library, "masks").Causal("bottom_right")
-    assert (causal.dense(shape) == np.tri(9, 6, -3, dtype=bool)).all()
+    assert (causal.toarray(**shape._asdict()) == np.tri(9, 6, -3, dtype=bool)).all()
     device = library.DeviceSpec(name="x", num_processors=kind(100), tile_memory_bytes=kind(100), cache_bytes=kind(100))
     assert device.num_processors * device.tile_memory_bytes * device.cache_bytes == 100**3
     extents = library.ShapeDtype((kind(9),), np.float32).shape
@@ -199,7 +209,7 @@ def check_indices(library, kind):
 def test_indices_take_numbers_of_every_kind(kind):
     check_indices(cuflash, kind)
     shape = MaskShape((), 1, 100, 100)
-    counts = {"butterfly": {"max_stride": 4}, "bigbird": {"num_global": 2}, "random": {"num_heads": 1}}
+    counts = {"butterfly": {"max_stride": 4}, "bigbird": {"num_global_blocks": 2}, "random": {"num_heads": 1}}
     for name, options in counts.items():
         density = {"density": 0.5} if name == "random" else {}
         one, other = (
@@ -208,7 +218,7 @@ def test_indices_take_numbers_of_every_kind(kind):
             )
             for number in (kind, int)
         )
-        assert np.array_equal(one.dense(shape), other.dense(shape))
+        assert np.array_equal(one.toarray(**shape._asdict()), other.toarray(**shape._asdict()))
 
 
 NUMBERS_REFUSED = {
@@ -219,7 +229,17 @@ NUMBERS_REFUSED = {
     "a window of time": (lambda: masks.SlidingWindow(np.timedelta64(3, "s"), 0), "left must be an int of at least 0"),
     "a window of a 0-d array": (lambda: masks.SlidingWindow(0, np.array(3)), "right must be an int of at least 0"),
     "a negative dilation": (lambda: masks.Dilated(-1), "dilation must be an int of at least 1; got -1"),
-    "a dilation of longformer": (lambda: patterns.longformer(4, dilation=1.0), "dilation must be an int of at least 1"),
+    "a dilation of longformer": (
+        lambda: patterns.longformer((2, 2), dilation=1.0), "dilation must be an int of at least 1"
+    ),
+    "a window of longformer": (lambda: patterns.longformer(3), "got 3: (3, 0) is 3 tokens before the query"),
+    "a window between the dilation's keys": (
+        lambda: patterns.longformer((4, 3), dilation=2), "window must be two multiples of dilation=2; got (4, 3)"
+    ),
+    "an even window of bigbird": (
+        lambda: patterns.bigbird(64, num_window_blocks=2), "num_window_blocks must be odd"
+    ),
+    "a batch that is no tuple": (lambda: MaskShape(2, 1, 3, 3), "batch must be a tuple of ints"),
     "a negative length": (lambda: masks.Lengths(kv=-1), "kv must be an int of at least 0, or an integer array"),
     "a block beyond all": (lambda: masks.BlockPattern(np.ones((1, 1), bool), 2**40), "block must be at most 10737418"),
     "a pattern too long": (lambda: patterns.butterfly(2**70), "lengths must be at most 1073741824"),
@@ -290,14 +310,14 @@ def check_documents(library, drawn):
     made = part(library, "masks").Documents(q_ids, kv_ids)
     shape = part(library, "masks.shape").MaskShape((), 1, *LENGTHS)
     expected = np.array([[int(own) == int(other) for other in kv_ids] for own in q_ids])
-    assert (made.dense(shape)[0] == expected).all()
+    assert (made.toarray(**shape._asdict())[0] == expected).all()
     assert (np.broadcast_to(made(*np.ogrid[:1, :1, : LENGTHS[0], : LENGTHS[1]]), (1, 1, *LENGTHS)) == expected).all()
     if is_in_order:
         with device_double.transfers_allowed():
             there = made.to(device_double.to_device)
-        index = part(library, "blocks.index").BlockIndex.from_mask(there, shape, 4)
+        index = part(library, "blocks.index").BlockIndex.from_mask(there, block=4, **shape._asdict())
         with device_double.transfers_allowed():
-            assert (index.on_host.dense()[0, 0] == expected).all()
+            assert (index.on_host.toarray()[0, 0] == expected).all()
 
 
 @given(documents())
@@ -316,7 +336,7 @@ def test_lengths_of_all_dtypes_are_compared_exactly(kv):
         lengths = np.array(kv, kind)
         asked = made(kv=lengths) if made is masks.Lengths else made(lengths, "top_left")
         expected = [[[j < n or (made is masks.PrefixLM and j <= i) for j in range(9)] for i in range(6)] for n in kv]
-        assert (asked.dense(MaskShape((2,), 1, 6, 9))[:, 0] == np.array(expected)).all()
+        assert (asked.toarray(6, 9, batch=(2,), num_heads=1)[:, 0] == np.array(expected)).all()
 
 
 # Lengths
@@ -338,7 +358,7 @@ def check_limits(library):
     for lengths in ((4, most + 1), (most + 1, 4)):
         shape = made.MaskShape((), 1, *lengths)
         with pytest.raises(library.UnsupportedProblem, match="must be at most 1073741824; got 1073741825"):
-            library.BlockIndex.from_mask(made.Band(), shape, 1 << 28)
+            library.BlockIndex.from_mask(made.Band(), block=1 << 28, **shape._asdict())
     few, many, tall = ((extent, 1 << 16, length, 1) for extent, length in ((1 << 14, 1), (16385, 1), (1 << 14, 1000)))
     assert planned(few, few).num_heads == 1 << 30
     for shape in (many, tall):
@@ -402,8 +422,8 @@ def check_answers(library):
         for made in (kind(rule), kind(rule) & found.Causal(), ~kind(rule) | found.Band(0, 0)):
             for ask in (
                 lambda made: seen(library, "cpu", 8, 8, made),
-                lambda made: made.dense(shape),
-                lambda made: library.BlockIndex.from_mask(made, shape, 4),
+                lambda made: made.toarray(**shape._asdict()),
+                lambda made: library.BlockIndex.from_mask(made, block=4, **shape._asdict()),
             ):
                 with pytest.raises(library.UnsupportedProblem, match=f"^{who} must return .*{words}"):
                     ask(made)
@@ -850,7 +870,7 @@ def check_tree(library, made, allowed):
     """All that a mask can be asked, of one that is wider and deeper than Python's stack."""
     shape = part(library, "masks.shape").MaskShape((), 1, 8, 8)
     try:
-        assert (made.dense(shape)[0] == allowed).all()
+        assert (made.toarray(**shape._asdict())[0] == allowed).all()
         assert bool(made(0, 0, 3, 2)) == allowed[3, 2]
         resolved = made.resolve(shape)
         may, must = resolved.rectangle(0, 0, np.array([2]), np.array([3]), np.array([5]), np.array([6]))
@@ -860,7 +880,8 @@ def check_tree(library, made, allowed):
         assert made == made.to(np.copy) and hash(made) == hash(made.to(np.copy)) and made != ~made
         assert pickle.loads(pickle.dumps(made)) == made == copy.deepcopy(made) == copy.copy(made)
         assert repr(made).count("(") == repr(made).count(")") > 100
-        assert (part(library, "blocks.index").BlockIndex.from_mask(made, shape, 4).dense()[0, 0] == allowed).all()
+        index = part(library, "blocks.index").BlockIndex.from_mask(made, block=4, **shape._asdict())
+        assert (index.toarray()[0, 0] == allowed).all()
         assert (seen(library, "cpu", 8, 8, made) == allowed).all()
     except RecursionError as error:
         raise AssertionError("recursion") from error

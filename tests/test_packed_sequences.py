@@ -31,7 +31,7 @@ def part(library, name):
 
 
 def table(mask, seqlen_q, seqlen_kv):
-    return mask.dense(MaskShape((), 1, seqlen_q, seqlen_kv))[0].astype(int).tolist()
+    return mask.toarray(seqlen_q, seqlen_kv).astype(int).tolist()
 
 
 def test_sequences_do_not_see_each_other_nor_what_is_outside_of_them():
@@ -79,7 +79,7 @@ def test_a_window_looks_to_both_sides_within_its_sequence():
 
 def test_offsets_differ_by_batch_entry_and_there_may_be_no_sequence():
     mask = masks.Sequences(np.array([[0, 2, 3], [0, 0, 1]]), causal=True)
-    assert mask.dense(MaskShape((2,), 1, 3, 3)).astype(int)[:, 0].tolist() == [
+    assert mask.toarray(3, batch=(2,), num_heads=1).astype(int)[:, 0].tolist() == [
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]],
         [[1, 0, 0], [0, 0, 0], [0, 0, 0]],
     ]
@@ -127,7 +127,7 @@ def check_mask(library, drawn):
     for dtype in (np.int32, np.uint64):
         offsets = offsets_of(q_lengths, first, dtype), offsets_of(kv_lengths, first, dtype)
         mask = library.masks.Sequences(*offsets, causal=causal, window=window)
-        assert (mask.dense(shape)[0] == expected).all()
+        assert (mask.toarray(**shape._asdict())[0] == expected).all()
         i, j = np.ogrid[: expected.shape[0], : expected.shape[1]]
         assert (mask(0, 0, i.astype(np.uint8), j.astype(np.uint8)) == expected).all()
         lo, hi = mask.resolve(shape).intervals(0, 0, np.arange(shape.seqlen_q))
@@ -151,10 +151,11 @@ def test_sequences_in_another_order_have_their_rows_in_that_order(drawn, random)
     random.shuffle(order)
     moved = [[lengths[n] for n in order] for lengths in (q_lengths, kv_lengths)]
     shape = MaskShape((), 1, *expected_of(*drawn).shape)
-    one, other = (
-        masks.Sequences(offsets_of(q, first), offsets_of(kv, first), causal=causal, window=window).dense(shape)[0]
+    made = (
+        masks.Sequences(offsets_of(q, first), offsets_of(kv, first), causal=causal, window=window)
         for q, kv in ((q_lengths, kv_lengths), moved)
     )
+    one, other = (mask.toarray(*shape[2:]) for mask in made)
     q_parts, kv_parts = (
         [np.arange(first + sum(sides[:n]), first + sum(sides[: n + 1])) for n in order]
         for sides in (q_lengths, kv_lengths)

@@ -46,13 +46,15 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "masks.PrefixLM": lambda: masks.PrefixLM(7),
     "masks.Sequences": lambda: masks.Sequences.of([17, 0, 23], causal=True),
     "masks.SlidingWindow": lambda: masks.SlidingWindow(4, None),
+    "masks.Sparse": lambda: masks.Sparse(scipy.sparse.eye_array(40)),
+    "a pattern on blocks": lambda: patterns.strided(2).on_blocks(8, mirrored=True) ^ masks.Band(0, 3),
     "patterns.bigbird": lambda: patterns.bigbird(40, block=4),
     "patterns.butterfly": lambda: patterns.butterfly(40, block=4),
     "patterns.checkerboard": lambda: patterns.checkerboard(40, block=4),
     "patterns.fixed": lambda: patterns.fixed(4, 1),
-    "patterns.longformer": lambda: patterns.longformer(4, 2),
+    "patterns.longformer": lambda: patterns.longformer((2, 2), 2),
     "patterns.random": lambda: patterns.random(40, block=4, density=0.3),
-    "patterns.sink_local": lambda: patterns.sink_local(2, 4),
+    "patterns.sink_local": lambda: patterns.sink_local(2, (3, 0)),
     "patterns.strided": lambda: patterns.strided(4),
     "documents in any order": lambda: masks.Documents(UNSORTED),
     "blocks in a sparse array": lambda: masks.BlockPattern(scipy.sparse.eye_array(5, format="csr"), 8),
@@ -64,12 +66,12 @@ MASKS: dict[str, Callable[[], Mask]] = {
 
 
 def index() -> BlockIndex:
-    return BlockIndex.from_mask(masks.Causal() | masks.Documents(UNSORTED), SHAPE, 8)
+    return BlockIndex.from_mask(masks.Causal() | masks.Documents(UNSORTED), block=8, **SHAPE._asdict())
 
 
 def used_mask(make: Callable[[], Mask]) -> Mask:
     mask = make()
-    mask.dense(SHAPE), BlockIndex.from_mask(mask, SHAPE, 8), repr(mask)
+    mask.toarray(**SHAPE._asdict()), BlockIndex.from_mask(mask, block=8, **SHAPE._asdict()), repr(mask)
     try:
         hash(mask)
     except TypeError:  # it holds arrays
@@ -144,6 +146,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Bounds": lambda: cuflash.error_bound(Q, K, V, DO),
     "CompileError": lambda: cuflash.CompileError("simt_forward", "sm_90", "error: expected a ;", "text.cu"),
     "DeviceSpec": lambda: H100,
+    "Recall": lambda: cuflash.recall(Q, K, V, masks.Band(0, 9)),
     "KVCache": used_cache,
     "Gradients": lambda: cuflash.attention_vjp(Q, K, V)[1](DO),
     "Score": lambda: cuflash.Score(decayed, slope=np.arange(2.0)),
@@ -175,7 +178,7 @@ EXECUTABLES = {
 def used_for_a_gpu(mask: Mask | None) -> cuflash.Executable:
     half = cuflash.ShapeDtype((2, 4096, 64), np.float16)
     shape = masks.MaskShape((), 2, 4096, 4096)
-    mask = None if mask is None else BlockIndex.from_mask(masks.Dilated(3), shape, 128).as_mask()
+    mask = None if mask is None else BlockIndex.from_mask(masks.Dilated(3), block=128, **shape._asdict()).as_mask()
     ready = cuflash.plan(half, half, half, mask=mask, causal=True, device=H100)
     ready.explain()
     return ready
@@ -186,7 +189,7 @@ def told(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, Mask):
-        return type(value), told(value.dense(SHAPE)) if _fits(value) else repr(value)
+        return type(value), told(value.toarray(**SHAPE._asdict())) if _fits(value) else repr(value)
     if isinstance(value, Exception):
         return type(value), value.args, str(value), getattr(value, "reasons", None)
     if isinstance(value, cuflash.Score):
@@ -204,7 +207,7 @@ def told(value: Any) -> Any:
 
 def _fits(mask: Mask) -> bool:
     try:
-        mask.dense(SHAPE)
+        mask.toarray(**SHAPE._asdict())
     except cuflash.UnsupportedProblem:
         return False
     return True

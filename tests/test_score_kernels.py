@@ -61,7 +61,7 @@ class Probe:
         allowed = np.ones((*batch, num_heads, rows, columns), bool)
         if mask is not None:
             shape = Problem.of(self.q, self.k, self.v).mask_shape
-            allowed = mask.resolve(shape).dense(shape).reshape(allowed.shape)
+            allowed = mask.resolve(shape).toarray(**shape._asdict()).reshape(allowed.shape)
         is_chosen = np.zeros(allowed.shape, bool)
         np.put_along_axis(is_chosen, rng.integers(0, columns, (*allowed.shape[:-1], 2)), True, -1)
         self.scale = 0.25

@@ -173,7 +173,7 @@ def test_gradients_are_not_differentiated_again():
     "make",
     [
         torch.from_numpy, np.asarray, lambda kept: masks.Causal() & masks.Dense(torch.from_numpy(kept)),
-        lambda kept: BlockIndex.from_mask(masks.Dense(kept), masks.MaskShape((), 1, 20, 20), 4),
+        lambda kept: BlockIndex.from_mask(masks.Dense(kept), 20, 20, 4),
     ],
     ids=["tensor", "array", "mask of a tensor", "index"],
 )  # fmt: skip

@@ -65,7 +65,7 @@ def test_every_result_is_within_its_bound(dtype, mask):
 MASKS = {
     "tensor": lambda: torch.from_numpy(KEPT).cuda(),
     "mask of a tensor": lambda: masks.Dense(torch.from_numpy(KEPT).cuda()),
-    "index": lambda: BlockIndex.from_mask(masks.Dense(KEPT), masks.MaskShape((2,), 4, 190, 250), 64),
+    "index": lambda: BlockIndex.from_mask(masks.Dense(KEPT), 190, 250, 64, batch=(2,), num_heads=4),
     "pattern of a tensor": lambda: masks.BlockPattern(torch.from_numpy(KEPT[:6, :8].copy()).cuda(), 32),
 }
 

@@ -55,7 +55,7 @@ def test_rows_and_columns_tell_the_same_mask(shape_and_mask, tile):
     work = made(mask, shape, tile)
     for transposed in (False, True):
         allowed, _ = rebuilt(work, shape, transposed)
-        assert (allowed == mask.dense(shape).reshape(allowed.shape)).all()
+        assert (allowed == mask.toarray(**shape._asdict()).reshape(allowed.shape)).all()
 
 
 @given(SHAPES_AND_MASKS, TILES)
@@ -123,7 +123,7 @@ def assert_longest_first(lists, num_matrices):
 @given(SHAPES_AND_MASKS, TILES)
 def test_rows_and_columns_of_most_entries_come_first(shape_and_mask, tile):
     shape, mask = shape_and_mask
-    index = BlockIndex.from_mask(mask, shape, tile)
+    index = BlockIndex.from_mask(mask, block=tile, **shape._asdict())
     assert_longest_first(ListedWork(index=index).lists, index.batch * index.num_heads)
 
 

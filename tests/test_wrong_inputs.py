@@ -218,12 +218,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Executable.backward": given_to(READY.backward, "do", "q", "k", "v", "o", "lse", "dlse"),
     "forward on the simulator": given_to(SIM.forward, "q", "k", "v", "out"),
     "precompile": given_to(precompile, "q", "k", "v", *OPTIONS[:5], "precision", "deterministic", "device"),
+    "recall": given_to(cuflash.recall, "q", "k", "v", "mask", "causal", "scale"),
     "merge": (cuflash.merge, {"outs": [O, O], "lses": [LSE, LSE]}),
     "error_bound": given_to(
         cuflash.error_bound, "q", "k", "v", "do", "dlse", *OPTIONS[:4], "sink", "precision", "product_dtype", "probable"
     ),
     "BlockIndex.from_mask": (
-        BlockIndex.from_mask, {"mask": masks.Causal(), "shape": masks.MaskShape((), 1, 10, 10), "block": 2}
+        BlockIndex.from_mask,
+        {"mask": masks.Causal(), **LENGTHS, "batch": (2,), "num_heads": 3},
     ),
     "BlockIndex.from_blocks": (BlockIndex.from_blocks, {"blocks": np.eye(5, dtype=bool), **LENGTHS}),
     "BlockIndex.from_scipy": (BlockIndex.from_scipy, {"matrix": scipy.sparse.eye_array(5), **LENGTHS}),
@@ -238,14 +240,21 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "ShapeDtype": (ShapeDtype, {"shape": (2, 3), "dtype": np.float32}),
     "butterfly": (patterns.butterfly, {**LENGTHS, "max_stride": 2}),
     "bigbird": (
-        patterns.bigbird, {**LENGTHS, "num_window": 1, "num_global": 1, "num_random": 1, "num_heads": 1, "seed": 0}
+        patterns.bigbird,
+        {
+            **LENGTHS, "num_window_blocks": 1, "num_global_blocks": 1, "num_random_blocks": 1, "num_heads": 1, "seed": 0
+        },
     ),
     "random": (patterns.random, {**LENGTHS, "density": 0.5, "num_heads": 1, "seed": 0, "diagonal": True}),
-    "longformer": (patterns.longformer, {"window": 2, "num_global": 1, "dilation": 2, "align": None}),
+    "longformer": (patterns.longformer, {"window": (2, 2), "num_global": 1, "dilation": 2, "align": None}),
     "strided": (patterns.strided, {"stride": 2, "align": None}),
     "fixed": (patterns.fixed, {"stride": 3, "num_summary": 1, "align": None}),
-    "sink_local": (patterns.sink_local, {"num_sinks": 1, "window": 2, "align": None}),
+    "sink_local": (patterns.sink_local, {"num_sinks": 1, "window": (2, 0), "align": None}),
     "Causal": (masks.Causal, {"align": None}),
+    "toarray": (masks.Causal("top_left").toarray, {"seqlen_q": 10, "seqlen_kv": 9, "batch": (2,), "num_heads": 3}),
+    "on_blocks": (masks.Causal("top_left").on_blocks, {"block": 2, "mirrored": False}),
+    "FromFunction": (masks.FromFunction, {"function": np.less_equal}),
+    "Sparse": (masks.Sparse, {"matrix": scipy.sparse.eye_array(10)}),
     "checkerboard": (patterns.checkerboard, LENGTHS),
 }  # fmt: skip
 PLACES = [(name, argument) for name, (_, arguments) in CALLS.items() for argument in arguments]

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array, Namespace
-from ..masks.base import And, Mask, elements
+from ..masks.base import And, Mask
+from ..masks.coordinates import elements
 from ..masks.shape import MaskShape
 from ..masks.block_set import BlockSet
 

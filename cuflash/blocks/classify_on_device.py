@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays import Array, Namespace, namespace
-from ..masks.base import And, Mask, elements
+from ..masks.base import And, Mask
 from ..masks.content import mask_namespace
+from ..masks.coordinates import elements
 from ..masks.shape import MaskShape
 from ..masks.block_set import BlockGrid
 from .classify import Classified, Kind, extents, row_intervals

@@ -5,26 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from html import escape
+from operator import and_, or_, sub, xor
 from typing import Any
 
 import numpy as np
 import scipy.sparse
 
-from ..arrays import Array, describe, is_array, namespace, to_host, whole_number
+from ..arrays import Array, is_array, namespace, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting
+from ..masks.arrays import Sparse, as_mask
 from ..masks.base import Mask
 from ..masks.block_pattern import BlockPattern
-from ..masks.block_set import BlockSet, block_pair
 from ..masks.content import mask_namespace, without_memos
-from ..masks.coordinates import LeadingArray
-from ..masks.shape import MaskShape, count_reasons, length_reasons, shape_reasons
+from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
+from ..masks.shape import MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
 from .classify import Kind, classify, pack, pointers, unpack
-from .classify_on_device import classify_grid, column_lists, entry_grid, entry_rows, transposed_tiles
+from .classify_on_device import classify_grid, column_lists, entry_rows, transposed_tiles
+from .index_mask import IndexGrid, IndexMask
+from .report import IndexReport
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class BlockIndex:
     """The blocks of a mask: absent, full or partial, and the elements of the partial ones.
+
+    Indices of one block size combine by ``& | ^ - ~`` to an index. An index and a mask, a boolean array, a scipy.sparse
+    array of elements or a function of (b, h, i, j), on either side, combine to a mask. Indices are equal if they allow
+    the same elements in the same blocks.
 
     Parameters
     ----------
@@ -57,7 +65,7 @@ class BlockIndex:
     Examples
     --------
     >>> from cuflash import masks
-    >>> index = BlockIndex.from_mask(masks.Causal(), masks.MaskShape((), 1, 8, 8), block=2)
+    >>> index = BlockIndex.from_mask(masks.Causal(), 8, 8, block=2)
     >>> print(index.picture())
     ▒···
     █▒··
@@ -83,23 +91,30 @@ class BlockIndex:
     lo: Array | None = None
     hi: Array | None = None
 
+    __array_priority__ = 1000.0  # above the arrays of NumPy and CuPy, which so leave operators to indices
+
     def __getstate__(self) -> Any:
         return without_memos(self)
 
     # Making one
 
     @classmethod
-    def from_mask(cls, mask: Mask, shape: MaskShape, block: Any) -> BlockIndex:
+    def from_mask(
+        cls, mask: Any, seqlen_q: int, seqlen_kv: int, block: Any, *, batch: tuple[int, ...] = (), num_heads: int = 1
+    ) -> BlockIndex:
         """Classify every block of a mask exactly: by closed forms where they decide, else element by element.
 
         Parameters
         ----------
-        mask : Mask
-            The mask, which may hold arrays on the host or on a device.
-        shape : MaskShape
-            The batch, heads and lengths that the index is for.
+        mask : Mask, BlockIndex, bool array, scipy.sparse array of elements, or function of (b, h, i, j)
+        seqlen_q, seqlen_kv : int
+            Lengths in tokens.
         block : int or (int, int)
-            Size of a block in tokens, or block_q and block_kv.
+            block_q and block_kv.
+        batch : tuple of int
+            Extents of the leading axes that the mask varies over, if any.
+        num_heads : int
+            Number of query heads, where the mask differs from head to head.
 
         Returns
         -------
@@ -109,29 +124,31 @@ class BlockIndex:
         Raises
         ------
         TypeError
-            `mask` is no mask.
+            `mask` does not stand for a mask.
         UnsupportedProblem
-            The mask does not fit the shape, a length is more than int32 counts, the shape is none, or the block is no
-            pair of positive ints.
+            The mask does not fit the lengths, batch and heads; one of them is not an int of at least 0, or more than
+            int32 counts; or the block is not a pair of positive ints.
 
         Examples
         --------
         >>> from cuflash import masks
-        >>> print(BlockIndex.from_mask(masks.SlidingWindow(1, 0), masks.MaskShape((), 1, 6, 6), block=2).picture())
+        >>> print(BlockIndex.from_mask(masks.SlidingWindow(1, 0), 6, 6, block=2).picture())
         ▒··
         ▒▒·
         ·▒▒
         """
-        if not isinstance(mask, Mask):
-            fix = "masks.Dense makes one of a boolean array, its as_mask() of a BlockIndex"
-            raise TypeError(f"mask must be a Mask; got {describe(mask)}: {fix}")
-        reasons = shape_reasons(shape) or length_reasons(shape)
+        reasons: list[str] = []
+        with collecting(reasons):
+            given = as_mask(mask)
         with collecting(reasons):
             sides = block_pair(block)
+        with collecting(reasons):
+            shape = MaskShape(batch, num_heads, seqlen_q, seqlen_kv)
+            reasons += shape_reasons(shape) or length_reasons(shape)
         if reasons:
             raise UnsupportedProblem(reasons)
-        is_on_host = mask_namespace(mask) is np
-        found = (classify if is_on_host else classify_grid)(mask.resolve(shape), shape, sides)
+        is_on_host = mask_namespace(given) is np
+        found = (classify if is_on_host else classify_grid)(given.resolve(shape), shape, sides)
         return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=sides, **found._asdict())
 
     @classmethod
@@ -162,21 +179,22 @@ class BlockIndex:
         pattern = BlockPattern(blocks, block)
         leading = (1, 1, *pattern.blocks.shape[:-2])
         shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), seqlen_q, seqlen_kv)
-        return cls.from_mask(pattern, shape, pattern.block)
+        return cls.from_mask(pattern, block=pattern.block, **shape._asdict())
 
     @classmethod
     def from_scipy(cls, matrix: Any, seqlen_q: int, seqlen_kv: int, block: Any = None) -> BlockIndex:
-        """Make an index from a scipy.sparse array: of blocks, or, as BSR, of elements.
+        """From a scipy.sparse array of elements, or of blocks: its shape says which.
 
         Parameters
         ----------
-        matrix : scipy.sparse array [num_q_blocks, num_kv_blocks]
-            Every stored non-zero is a full block. A BSR array given without `block` holds elements instead, its
-            blocksize is the block, and its shape the padded lengths: what `to_scipy(elements=True)` returns.
+        matrix : scipy.sparse array
+            Of shape [seqlen_q, seqlen_kv] it holds elements, in any format; so it does if its shape is these lengths
+            padded to whole blocks, as `to_scipy` with elements=True returns. Of shape [num_q_blocks, num_kv_blocks] it
+            holds full blocks. A stored zero hides, as an absent one does.
         seqlen_q, seqlen_kv : int
             Lengths in tokens.
         block : int or (int, int), optional
-            Size of a block in tokens, or block_q and block_kv.
+            block_q and block_kv; a BSR array of elements has its blocksize if it is not given.
 
         Returns
         -------
@@ -186,27 +204,67 @@ class BlockIndex:
         Raises
         ------
         TypeError
-            `matrix` is no scipy.sparse array.
+            `matrix` is not a scipy.sparse array.
         UnsupportedProblem
-            `block` is missing and `matrix` is not BSR, or the lengths do not fit.
+            Its shape is none of these, it keeps elements beyond the lengths, or the block is missing.
 
         Examples
         --------
         >>> import scipy.sparse
-        >>> BlockIndex.from_scipy(scipy.sparse.eye_array(3), 6, 6, block=2).num_entries
-        3
+        >>> BlockIndex.from_scipy(scipy.sparse.eye_array(6), 6, 6, block=4).nnz
+        6
+        >>> BlockIndex.from_scipy(scipy.sparse.eye_array(2), 6, 6, block=4).nnz
+        20
         """
         if not scipy.sparse.issparse(matrix):
             raise TypeError(f"matrix must be a scipy.sparse array; got {type(matrix).__name__}: use from_blocks")
-        if block is not None:
-            return cls.from_blocks(matrix, seqlen_q, seqlen_kv, block)
-        if matrix.format != "bsr":
-            raise UnsupportedProblem(["block must be given unless matrix is a BSR array of elements"])
-        if reasons := count_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv):
+        reasons = count_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+        with collecting(reasons):
+            if block is None and matrix.format != "bsr":
+                reasons.append("block must be given unless matrix is a BSR array of elements; got None")
+            else:
+                block = block_pair(tuple(map(int, matrix.blocksize)) if block is None else block)
+        if reasons:
             raise UnsupportedProblem(reasons)
-        return _from_bsr(matrix, seqlen_q, seqlen_kv)
+        lengths = int(seqlen_q), int(seqlen_kv)
+        grid = tuple(-(-length // side) for length, side in zip(lengths, block))
+        padded = tuple(blocks * side for blocks, side in zip(grid, block))
+        if matrix.shape in (lengths, padded):
+            return cls.from_mask(Sparse(_within(matrix, lengths)), *lengths, block)
+        if matrix.shape == grid:
+            return cls.from_blocks(matrix, *lengths, block)
+        raise UnsupportedProblem(
+            [
+                f"matrix must have shape {lengths} if it holds elements, or {grid} if it holds blocks of {block}; got "
+                f"{matrix.shape}"
+            ]
+        )
 
     # Asking it
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Batch, heads and lengths: the shape of `toarray()`.
+
+        Examples
+        --------
+        >>> from cuflash import masks
+        >>> BlockIndex.from_mask(masks.Causal(), 6, 6, block=4).shape
+        (1, 1, 6, 6)
+        """
+        return self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv
+
+    @property
+    def nnz(self) -> int:
+        """How many elements are allowed, over batch and heads; waits for a device. `num_entries` counts blocks.
+
+        Examples
+        --------
+        >>> from cuflash import masks
+        >>> BlockIndex.from_mask(masks.Causal(), 6, 6, block=4).nnz
+        21
+        """
+        return int(self.row_counts().sum())
 
     @property
     def num_q_blocks(self) -> int:
@@ -311,25 +369,18 @@ class BlockIndex:
         states[self.block_rows, self.indices] = np.minimum(self.kinds, 2)
         return states.reshape(self.batch, self.num_heads, self.num_q_blocks, self.num_kv_blocks)
 
-    def dense(self) -> Array:
-        """The mask element by element, for tests and small problems.
-
-        Returns
-        -------
-        bool array [batch, num_heads, seqlen_q, seqlen_kv]
-            True where the query attends the key.
+    def toarray(self) -> Array:
+        """The mask element by element, bool [batch, num_heads, seqlen_q, seqlen_kv]: for small problems.
 
         Examples
         --------
-        >>> import numpy as np
-        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
-        >>> index.dense()[0, 0].astype(int)
-        array([[1, 1, 0, 0],
-               [1, 1, 0, 0],
-               [0, 0, 1, 1],
-               [0, 0, 1, 1]])
+        >>> from cuflash import masks
+        >>> BlockIndex.from_mask(masks.Causal(), 3, 3, block=2).toarray()[0, 0].astype(int)
+        array([[1, 0, 0],
+               [1, 1, 0],
+               [1, 1, 1]])
         """
-        return self.as_mask().dense(MaskShape((self.batch,), self.num_heads, self.seqlen_q, self.seqlen_kv))
+        return self.as_mask().toarray(self.seqlen_q, self.seqlen_kv, batch=(self.batch,), num_heads=self.num_heads)
 
     def to_scipy(self, b: int = 0, h: int = 0, *, elements: bool = False) -> Any:
         """The index of one batch entry and head as a scipy.sparse array.
@@ -417,7 +468,7 @@ class BlockIndex:
         >>> import numpy as np
         >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
         >>> from cuflash import masks
-        >>> (index.as_mask() & masks.Causal()).dense(masks.MaskShape((), 1, 4, 4))[0].astype(int)
+        >>> (index.as_mask() & masks.Causal()).toarray(4).astype(int)
         array([[1, 0, 0, 0],
                [1, 1, 0, 0],
                [0, 0, 1, 0],
@@ -425,13 +476,66 @@ class BlockIndex:
         """
         return IndexMask.of_index(self) if self.is_on_host else IndexGrid(self)
 
-    def __and__(self, other: BlockIndex) -> BlockIndex:
-        """Elements allowed by both; the indices must share lengths and block."""
-        return self._combined(other, lambda x, y: x & y)
+    def __and__(self, other: Any) -> Any:
+        return self._combined(other, and_)
 
-    def __or__(self, other: BlockIndex) -> BlockIndex:
-        """Elements allowed by either; the indices must share lengths and block."""
-        return self._combined(other, lambda x, y: x | y)
+    def __rand__(self, other: Any) -> Any:
+        return and_(other, self.as_mask())
+
+    def __or__(self, other: Any) -> Any:
+        return self._combined(other, or_)
+
+    def __ror__(self, other: Any) -> Any:
+        return or_(other, self.as_mask())
+
+    def __xor__(self, other: Any) -> Any:
+        return self._combined(other, xor)
+
+    def __rxor__(self, other: Any) -> Any:
+        return xor(other, self.as_mask())
+
+    def __sub__(self, other: Any) -> Any:
+        return self._combined(other, sub)
+
+    def __rsub__(self, other: Any) -> Any:
+        return sub(other, self.as_mask())
+
+    def __invert__(self) -> BlockIndex:
+        return self._like(~self.as_mask(), self.batch, self.num_heads)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a block index has no truth value: combine indices with & | ^ - ~, count elements with nnz")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is a block index of the same shape and block that allows the same elements."""
+        if not isinstance(other, BlockIndex):
+            return NotImplemented
+        alike = (self.shape, self.block) == (other.shape, other.block)
+        return self is other or alike and (self ^ other).on_host.num_entries == 0
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.block))
+
+    def filled(self) -> BlockIndex:
+        """The index with every listed block full: the smallest set of whole blocks that covers its elements.
+
+        Examples
+        --------
+        >>> from cuflash import masks
+        >>> print(BlockIndex.from_mask(masks.Causal(), 6, 6, block=2).filled().picture())
+        █··
+        ██·
+        ███
+        """
+        listed = namespace(self.kinds).minimum(self.kinds, np.uint8(Kind.FULL))  # zeros stand behind the last entry
+        return replace(
+            self, kinds=listed, tiles=-listed.astype(np.int32), bits=self.bits[:0], lo=None, hi=None
+        )
+
+    @property
+    def T(self) -> BlockIndex:
+        """The index transposed, as `transpose()`."""
+        return self.transpose()
 
     def transpose(self) -> BlockIndex:
         """Exchange queries and keys: block row c of the result lists the query blocks that attend key block c.
@@ -554,18 +658,50 @@ class BlockIndex:
         █·
         ·█
         """
-        states = self.on_host.states()[b, h]
         step = max(1, -(-self.num_kv_blocks // whole_number("width", width, 1)))
-        cells = []
-        for row in range(0, self.num_q_blocks, step):
-            strip = states[row : row + step]
-            groups = [strip[:, col : col + step] for col in range(0, self.num_kv_blocks, step)]
-            cells.append("".join("·" if not g.any() else "█" if (g == Kind.FULL).all() else "▒" for g in groups))
-        return "\n".join(cells)
+        return as_text(coarser(self._states_of(b, h), step))
+
+    def plot(self, b: int = 0, h: int = 0, *, ax: Any = None) -> Any:
+        """One batch entry and head drawn with matplotlib, which is optional; queries run downwards.
+
+        Parameters
+        ----------
+        b, h : int
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; new axes unless given.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+        """
+        return plotted(self._states_of(b, h), (self.seqlen_q, self.seqlen_kv), self.block, ax)
+
+    def __repr__(self) -> str:
+        """Two lines, as SciPy's sparse arrays have; an index on a device is not looked at."""
+        block = " x ".join(map(str, self.block))
+        held = f"in blocks of {block} on a device"
+        if self.is_on_host:
+            num_full = int((self.kinds == Kind.FULL).sum())
+            grid = self.batch * self.num_heads * self.num_q_blocks * self.num_kv_blocks
+            share = f"{self.num_entries / max(grid, 1):.1%}".replace("%", " %")
+            held = f"of {num_full} full and {self.num_entries - num_full} partial blocks of {block}, {share} of all"
+        return (
+            f"<BlockIndex {held}\n    with lengths ({self.seqlen_q}, {self.seqlen_kv}), batch {self.batch}, num_heads "
+            f"{self.num_heads}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """The first matrix, for notebooks; waits for a device."""
+        picture = as_svg(self._states_of(0, 0)) if self.batch * self.num_heads else ""
+        return f"<pre>{escape(repr(self))}</pre>{picture}"
+
+    def _states_of(self, b: int, h: int) -> Array:
+        self._row(b, h)
+        return self.on_host.states()[b, h]
 
     def _row(self, b: int, h: int) -> int:
-        if not (0 <= b < self.batch and 0 <= h < self.num_heads):
-            raise UnsupportedProblem([f"b, h must be below ({self.batch}, {self.num_heads}); got ({b}, {h})"])
+        if reasons := place_reasons(b, h, self.batch, self.num_heads):
+            raise UnsupportedProblem(reasons)
         return (int(b) * self.num_heads + int(h)) * self.num_q_blocks
 
     def _entries_of(self, b: int, h: int) -> tuple[int, int]:
@@ -596,172 +732,26 @@ class BlockIndex:
         )
         return self.lo[place].astype(np.int64), np.where(i < self.seqlen_q, self.hi[place], 0).astype(np.int64)
 
-    def _combined(self, other: BlockIndex, combine: Any) -> BlockIndex:
+    def _combined(self, other: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """A block index of two of them, a mask of an index and anything else that stands for one."""
         if not isinstance(other, BlockIndex):
-            return NotImplemented
+            return combine(self.as_mask(), other)
         ours, theirs = ((x.seqlen_q, x.seqlen_kv, x.block) for x in (self, other))
         extents = [{x, y} for x, y in ((self.batch, other.batch), (self.num_heads, other.num_heads))]
         if ours != theirs or any(len(extent - {1}) > 1 for extent in extents):
             raise UnsupportedProblem(
                 [
                     f"block indices to combine must share lengths, block, batch and heads (or have 1); got "
-                    f"{(*ours, self.batch, self.num_heads)} and {(*theirs, other.batch, other.num_heads)}"
+                    f"{(*ours, self.batch, self.num_heads)} and {(*theirs, other.batch, other.num_heads)}: their "
+                    f"as_mask() combine for any"
                 ]
             )
-        shape = MaskShape((max(extents[0]),), max(extents[1]), self.seqlen_q, self.seqlen_kv)
-        return BlockIndex.from_mask(combine(self.as_mask(), other.as_mask()), shape, self.block)
+        return self._like(combine(self.as_mask(), other.as_mask()), *map(max, extents))
 
-
-@dataclass(frozen=True, kw_only=True)
-class IndexReport:
-    """The counts of `BlockIndex.report`, summed over the index's batch and heads.
-
-    Examples
-    --------
-    >>> from cuflash import masks
-    >>> index = BlockIndex.from_mask(masks.Causal(), masks.MaskShape((), 1, 4, 4), block=2)
-    >>> print(index.report(head_dim=8))
-    density             75.0 % of all blocks (1 full + 2 partial of 4)
-    elements            10 allowed of 12 visited of 16
-    blocks in a row     1 to 2, mean 1.50
-    rows without a key  0
-    FLOPs               384 forward, 960 backward
-    bytes               384 of k and v read, 71 of index
-    """
-
-    num_full: int
-    num_partial: int
-    num_eligible: int
-    denominator: str
-    elements_visited: int
-    elements_allowed: int
-    num_elements: int
-    row_load: tuple[int, float, int]
-    empty_rows: int
-    forward_flops: int
-    backward_flops: int
-    kv_bytes: int
-    index_bytes: int
-
-    @property
-    def density(self) -> float:
-        """Blocks kept over eligible blocks (`denominator` says which those are)."""
-        return (self.num_full + self.num_partial) / self.num_eligible if self.num_eligible else 0.0
-
-    @property
-    def element_density(self) -> float:
-        """Elements allowed over all elements."""
-        return self.elements_allowed / self.num_elements if self.num_elements else 0.0
-
-    def __str__(self) -> str:
-        least, mean, most = self.row_load
-        kept = f"({self.num_full} full + {self.num_partial} partial of {self.num_eligible})"
-        return "\n".join(
-            [
-                f"density             {self.density:.1%} of {self.denominator} {kept}".replace("%", " %"),
-                f"elements            {self.elements_allowed} allowed of {self.elements_visited} visited "
-                f"of {self.num_elements}",
-                f"blocks in a row     {least} to {most}, mean {mean:.2f}",
-                f"rows without a key  {self.empty_rows}",
-                f"FLOPs               {self.forward_flops} forward, {self.backward_flops} backward",
-                f"bytes               {self.kv_bytes} of k and v read, {self.index_bytes} of index",
-            ]
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class IndexMask(BlockSet):
-    """A block index as a mask."""
-
-    index: Any = None
-
-    rectangle = BlockSet.rectangle
-    natural_block = BlockSet.natural_block
-
-    @classmethod
-    def of_index(cls, index: BlockIndex) -> IndexMask:
-        grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
-        keys = index.block_rows * grid[3] + index.indices
-        return cls(grid, index.block, keys, index.kinds == Kind.FULL, index)
-
-    def resolve(self, shape: MaskShape) -> Mask:
-        _check_fit(self.index, shape)
-        return self
-
-    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        place, hit = self._place(0, b, h, i // self.block[0], j // self.block[1])
-        return _allowed(self.index, place, hit, b, h, i, j)
-
-
-@dataclass(frozen=True, eq=False)
-class IndexGrid(Mask):
-    """A block index on a device as a mask: a table of all blocks says which entry each is."""
-
-    index: BlockIndex
-
-    @cached_property
-    def table(self) -> LeadingArray:
-        """Entry of each block, one past the room for entries where there is none."""
-        index = self.index
-        grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
-        return LeadingArray(entry_grid(index.indptr, index.indices, grid[3]).reshape(grid), (index.batch,), 3)
-
-    @property
-    def natural_block(self) -> tuple[int, int]:
-        return self.index.block
-
-    def resolve(self, shape: MaskShape) -> Mask:
-        _check_fit(self.index, shape)
-        return self
-
-    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        entry = self.table.at(b, h, i // self.index.block[0], j // self.index.block[1])
-        return _allowed(self.index, *self._clipped(entry), b, h, i, j)
-
-    def entries(self) -> tuple[Array, Array]:
-        """Of each block whether it is listed, and the kind of its entry."""
-        place, there = self._clipped(self.table.array)
-        return there, self.index.kinds[place] if len(self.index.kinds) else there
-
-    def _clipped(self, entry: Array) -> tuple[Array, Array]:
-        """A place in the lists, whatever there is none for, and whether there is one."""
-        room = len(self.index.indices)
-        return namespace(entry).minimum(entry, max(room - 1, 0)), entry < room
-
-
-def _check_fit(index: BlockIndex, shape: MaskShape) -> None:
-    reasons = []
-    if (index.seqlen_q, index.seqlen_kv) != (shape.seqlen_q, shape.seqlen_kv):
-        reasons.append(
-            f"the block index must be for lengths (seqlen_q={shape.seqlen_q}, seqlen_kv={shape.seqlen_kv}); "
-            f"got one for ({index.seqlen_q}, {index.seqlen_kv})"
-        )
-    for name, have, want in (
-        ("batch", index.batch, shape.num_batch),
-        ("num_heads", index.num_heads, shape.num_heads),
-    ):
-        if have not in (1, want):
-            reasons.append(f"the block index must have {name} 1 or {want}; got {have}")
-    if reasons:
-        raise UnsupportedProblem(reasons)
-
-
-def _allowed(index: BlockIndex, place: Array, hit: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
-    """Elements of an index, given the entry of the block that each lies in and whether it is listed."""
-    if len(index.indices) == 0:
-        return hit
-    block_q, block_kv = index.block
-    kinds = index.kinds[place]
-    allowed = hit & (kinds == int(Kind.FULL))
-    if index.lo is not None and index.hi is not None:
-        rows = (b if index.lo.shape[0] > 1 else 0, h if index.lo.shape[1] > 1 else 0, i)
-        allowed = allowed | hit & (kinds == int(Kind.INTERVAL)) & (index.lo[rows] <= j) & (j < index.hi[rows])
-    if len(index.bits):
-        tile = namespace(index.bits).clip(index.tiles[place], 0, len(index.bits) - 1)
-        byte = index.bits[tile, i % block_q, j % block_kv // 8]
-        bit = (byte >> (j % 8 if block_kv % 8 == 0 else j % block_kv % 8)) & 1
-        allowed = allowed | hit & (kinds == int(Kind.BITS)) & (bit == 1)
-    return allowed
+    def _like(self, mask: Mask, batch: int, num_heads: int) -> BlockIndex:
+        """A mask in the blocks of this index."""
+        lengths = self.seqlen_q, self.seqlen_kv
+        return BlockIndex.from_mask(mask, *lengths, self.block, batch=(batch,), num_heads=num_heads)
 
 
 def _transposed_grid(index: BlockIndex) -> BlockIndex:
@@ -797,36 +787,10 @@ def _transposed_intervals(lo: Array, hi: Array, seqlen_kv: int) -> tuple[Array, 
     return first, end
 
 
-def _from_bsr(matrix: Any, seqlen_q: int, seqlen_kv: int) -> BlockIndex:
-    shape = MaskShape((), 1, seqlen_q, seqlen_kv)
-    seqlen_q, seqlen_kv = shape.seqlen_q, shape.seqlen_kv
-    block = block_pair(tuple(matrix.blocksize))
-    padded = tuple(-(-length // side) * side for length, side in zip((seqlen_q, seqlen_kv), block))
-    if tuple(matrix.shape) != padded:
-        raise UnsupportedProblem(
-            [f"matrix must have shape {padded}, the lengths padded to whole blocks of {block}; got {matrix.shape}"]
-        )
-    matrix = matrix.copy()
-    matrix.sum_duplicates()
-    rows = np.repeat(np.arange(padded[0] // block[0]), np.diff(matrix.indptr))
-    i = rows[:, None, None] * block[0] + np.arange(block[0])[:, None]
-    j = matrix.indices[:, None, None] * block[1] + np.arange(block[1])
-    exists = (i < seqlen_q) & (j < seqlen_kv)
-    allowed = (matrix.data != 0) & exists
-    some, every = allowed.any((1, 2)), (allowed == exists).all((1, 2))
-    partial = some & ~every
-    tiles, inverse = np.unique(pack(allowed[partial]), axis=0, return_inverse=True)
-    tile = np.full(len(rows), -1, np.int32)
-    tile[partial] = inverse.reshape(-1)
-    return BlockIndex(
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        block=block,
-        batch=1,
-        num_heads=1,
-        indptr=pointers(rows[some], padded[0] // block[0]),
-        indices=matrix.indices[some].astype(np.int32),
-        kinds=np.where(every, Kind.FULL, Kind.BITS)[some].astype(np.uint8),
-        tiles=tile[some],
-        bits=tiles,
-    )
+def _within(matrix: Any, lengths: tuple[int, int]) -> Any:
+    """A scipy.sparse array of elements without its padding, which must keep nothing."""
+    kept = scipy.sparse.csr_array(matrix)
+    inside = kept[: lengths[0], : lengths[1]]
+    if (kept != 0).sum() > (inside != 0).sum():
+        raise UnsupportedProblem([f"matrix must keep no element beyond the lengths {lengths}; got some in its padding"])
+    return inside

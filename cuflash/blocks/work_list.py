@@ -14,15 +14,16 @@ import numpy as np
 
 from ..arrays import Array, Namespace, describe, is_flag, is_int, namespace, to_host
 from ..errors import UnsupportedProblem, collecting
-from ..masks.arrays import Dense
+from ..masks.arrays import as_mask
 from ..masks.base import And, Band, Mask, intersection
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import held_arrays, mask_namespace, without_memos
 from ..masks.diagonal import Causal, SlidingWindow, alignment_reason
-from ..masks.shape import MaskShape
+from ..masks.shape import MAX_SEQLEN, MaskShape
 from .classify import Kind, extents, row_intervals, unpack
 from .classify_on_device import column_lists, longest_first
-from .index import BlockIndex, IndexGrid, IndexMask
+from .index import BlockIndex
+from .index_mask import IndexGrid, IndexMask
 
 
 class Segment(NamedTuple):
@@ -352,7 +353,7 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
     block = _listed_block(mask, tile)
     if isinstance(mask, (IndexMask, IndexGrid)) and mask.index.block == block:
         return ListedWork(index=mask.index)
-    return ListedWork(index=BlockIndex.from_mask(mask, shape, block))
+    return ListedWork(index=BlockIndex.from_mask(mask, block=block, **shape._asdict()))
 
 
 def _listed_block(mask: Mask, tile: tuple[int, int]) -> tuple[int, int]:
@@ -385,7 +386,7 @@ def requested_mask(
     Raises
     ------
     TypeError
-        `mask` is neither a Mask, a BlockIndex nor an array.
+        `mask` is not a Mask, a BlockIndex, an array, a scipy.sparse array or a function.
     UnsupportedProblem
         An argument breaks its rule or does not fit the shape; all reasons at once.
     """
@@ -404,7 +405,7 @@ def requested_mask(
         with collecting(reasons):
             parts.append(_window(window, align, shape))
     if mask is not None:
-        given = _as_mask(mask)
+        given = as_mask(mask)
         misplaced = _placement_reasons(given, where)
         reasons.extend(misplaced)
         with collecting(reasons):
@@ -438,7 +439,9 @@ def _placement_reasons(mask: Mask, where: Namespace | None) -> list[str]:
 def _window(window: Any, align: str | None, shape: MaskShape) -> Mask:
     is_pair = isinstance(window, (tuple, list)) and len(window) == 2
     if not is_pair or not all(side is None or is_int(side) for side in window):
-        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
+        fix = f": ({describe(window)}, 0) is {describe(window)} keys before the diagonal, and the diagonal"
+        fix = fix if is_int(window) and 0 <= window <= MAX_SEQLEN else ""
+        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}{fix}"])
     reasons: list[str] = []
     with collecting(reasons):
         asked = SlidingWindow(window[0], window[1], align)
@@ -452,11 +455,3 @@ def _window(window: Any, align: str | None, shape: MaskShape) -> Mask:
             ]
         )
     return asked.resolve(shape)
-
-
-def _as_mask(mask: Any) -> Mask:
-    if isinstance(mask, Mask):
-        return mask
-    if isinstance(mask, BlockIndex):
-        return mask.as_mask()
-    return Dense(mask)

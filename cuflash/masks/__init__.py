@@ -1,17 +1,17 @@
 """Masks describe which keys each query attends.
 
-Frozen descriptions, combined by ``& | ~``. A mask holds no lengths but those it is about, so one mask serves many
+Frozen descriptions, combined by ``& | ^ - ~``. A mask holds no lengths but those it is about, so one mask serves many
 problems; what it can be asked stands in `Mask`.
 
 >>> mask = Causal() & SlidingWindow(1, 0)
->>> mask.dense(MaskShape((), 1, 4, 4))[0].astype(int)
+>>> mask.toarray(4).astype(int)
 array([[1, 0, 0, 0],
        [1, 1, 0, 0],
        [0, 1, 1, 0],
        [0, 0, 1, 1]])
 """
 
-from .arrays import Dense, FromFunction
+from .arrays import Dense, FromFunction, Sparse
 from .base import Band, Mask
 from .block_pattern import BlockPattern
 from .diagonal import Causal, Dilated, PrefixLM, SlidingWindow
@@ -34,4 +34,5 @@ __all__ = [
     "PrefixLM",
     "Sequences",
     "SlidingWindow",
+    "Sparse",
 ]

@@ -1,16 +1,20 @@
-"""Masks of elements: a boolean array, and any rule as a function."""
+"""Masks of elements: a boolean array, a scipy.sparse array, any rule as a function; and what stands for a mask."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import scipy.sparse
 
-from ..arrays import Array, is_array, namespace
+from ..arrays import Array, describe, is_array, namespace, no_array
 from ..errors import UnsupportedProblem
+from ..memory import is_foreign
 from .base import Mask
+from .block_set import BlockSet, sorted_places
 from .coordinates import LeadingArray, checked_answer
 from .fields import take_arrays
 from .shape import MaskShape
@@ -28,7 +32,7 @@ class Dense(Mask):
     Examples
     --------
     >>> import numpy as np
-    >>> Dense(np.eye(3, dtype=bool)).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    >>> Dense(np.eye(3, dtype=bool)).toarray(3).astype(int)
     array([[1, 0, 0],
            [0, 1, 0],
            [0, 0, 1]])
@@ -39,10 +43,7 @@ class Dense(Mask):
     def __post_init__(self) -> None:
         take_arrays(self, {"allowed": "mask"})
         if not is_array(self.allowed):
-            fix = ": masks.BlockPattern takes it as blocks, its toarray() as elements"
-            fix = fix if scipy.sparse.issparse(self.allowed) else ""
-            kind = type(self.allowed).__name__
-            raise TypeError(f"mask must be a Mask, a BlockIndex or a boolean array; got {kind}{fix}")
+            raise TypeError(no_array("mask", self.allowed))
         if self.allowed.dtype != np.bool_:
             raise UnsupportedProblem(
                 [
@@ -50,6 +51,11 @@ class Dense(Mask):
                     f"array, or mask == 0 for an additive one of 0 and -inf"
                 ]
             )
+
+    @property
+    def own_lengths(self) -> tuple[int | None, int | None]:
+        q, kv = (None if extent == 1 else int(extent) for extent in (1, 1, *self.allowed.shape)[-2:])
+        return q, kv
 
     def resolve(self, shape: MaskShape) -> Mask:
         full = (*shape.batch, *shape[1:])
@@ -78,6 +84,74 @@ class ResolvedDense(Mask):
 
 
 @dataclass(frozen=True, eq=False)
+class Sparse(Mask):
+    """A scipy.sparse array of elements: a query attends the keys that are stored in its row and are not zero.
+
+    Parameters
+    ----------
+    matrix : scipy.sparse array [seqlen_q, seqlen_kv]
+        Of booleans or numbers, in any format. A stored zero hides its key, as an absent one does.
+
+    Raises
+    ------
+    TypeError
+        `matrix` is not a scipy.sparse array.
+    UnsupportedProblem
+        It does not have two axes.
+
+    Notes
+    -----
+    `BlockPattern` takes a scipy.sparse array of blocks.
+
+    Examples
+    --------
+    >>> import scipy.sparse
+    >>> Sparse(scipy.sparse.eye_array(3)).toarray(3).astype(int)
+    array([[1, 0, 0],
+           [0, 1, 0],
+           [0, 0, 1]])
+    """
+
+    matrix: Any
+
+    def __post_init__(self) -> None:
+        if not scipy.sparse.issparse(self.matrix):
+            raise TypeError(f"matrix must be a scipy.sparse array; got {describe(self.matrix)}: use masks.Dense")
+        if self.matrix.ndim != 2:
+            raise UnsupportedProblem([f"a mask's matrix must have two axes; got shape {self.matrix.shape}"])
+        object.__setattr__(self, "matrix", scipy.sparse.csr_array(self.matrix))
+
+    @property
+    def own_lengths(self) -> tuple[int | None, int | None]:
+        q, kv = self.matrix.shape
+        return q, kv
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        if self.matrix.shape != shape[2:]:
+            raise UnsupportedProblem(
+                [
+                    f"a scipy.sparse mask must have shape (seqlen_q, seqlen_kv) = {shape[2:]}; got "
+                    f"{self.matrix.shape}: BlockIndex.from_scipy takes blocks"
+                ]
+            )
+        return SparseElements((1, 1, *shape[2:]), (1, 1), *sorted_places(self.matrix))
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        return self.resolve(MaskShape((), 1, *self.matrix.shape))(b, h, i, j)
+
+
+@dataclass(frozen=True, eq=False)
+class SparseElements(BlockSet):
+    """What `Sparse` resolves to: blocks of one element, which are listed in whatever blocks suit."""
+
+    rectangle = BlockSet.rectangle
+
+    @property
+    def natural_block(self) -> None:  # type: ignore[override]
+        return None
+
+
+@dataclass(frozen=True, eq=False)
 class FromFunction(Mask):
     """Any rule, as a function of the four coordinates.
 
@@ -95,7 +169,7 @@ class FromFunction(Mask):
 
     Examples
     --------
-    >>> FromFunction(lambda b, h, i, j: (i + j) % 2 == 0).dense(MaskShape((), 1, 2, 3))[0].astype(int)
+    >>> FromFunction(lambda b, h, i, j: (i + j) % 2 == 0).toarray(2, 3).astype(int)
     array([[1, 0, 1],
            [0, 1, 0]])
     """
@@ -103,8 +177,19 @@ class FromFunction(Mask):
     function: Callable[[Array, Array, Array, Array], Array]
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise TypeError(f"function must be callable as f(b, h, i, j); got {type(self.function).__name__}")
+        if not callable(self.function) or isinstance(self.function, type):
+            raise TypeError(f"function must be callable as f(b, h, i, j); got {describe(self.function)}")
+        try:
+            taken = signature(self.function)
+        except ValueError:  # functions of C may not say what they take
+            return
+        try:
+            taken.bind(0, 0, 0, 0)
+        except TypeError as error:
+            raise TypeError(
+                f"a mask's function must take the four coordinates (b, h, i, j); got a function of {taken}: "
+                f"write lambda b, h, i, j: ..."
+            ) from error
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         allowed = self.function(b, h, i, j)
@@ -117,3 +202,47 @@ class FromFunction(Mask):
                 ]
             )
         return checked_answer("FromFunction's function", allowed, b, h, i, j)
+
+
+def as_mask(value: Any) -> Mask:
+    """The mask that a value stands for: itself, a block index, an array, a scipy.sparse array, or a function.
+
+    Raises
+    ------
+    TypeError
+        The value is none of these.
+    UnsupportedProblem
+        An array does not hold booleans.
+    """
+    if isinstance(value, Mask):
+        return value
+    if not isinstance(value, type):
+        if isinstance(value, Indexed):
+            return value.as_mask()
+        if scipy.sparse.issparse(value):
+            return Sparse(value)
+        if is_array(value) or is_foreign(value):
+            return Dense(value)
+        if callable(value):
+            return FromFunction(value)
+    fix = ""
+    if isinstance(value, type):
+        fix = ": call it"
+    elif isinstance(value, (list, tuple)):
+        fix = ": numpy.asarray makes an array"
+    elif isinstance(value, np.ma.MaskedArray):
+        fix = ": its filled(False) is an array"
+    raise TypeError(
+        f"mask must be a Mask, a BlockIndex, a boolean or scipy.sparse array, or a function of (b, h, i, j); got "
+        f"{describe(value)}{fix}"
+    )
+
+
+@runtime_checkable
+class Indexed(Protocol):
+    """What stands for a mask: a block index."""
+
+    def as_mask(self) -> Mask: ...
+
+
+setattr(Mask, "_mask_of", staticmethod(as_mask))

@@ -1,4 +1,4 @@
-"""A mask as mathematics: what it can be asked, and the algebra of ``& | ~``.
+"""A mask as mathematics: what it can be asked, and the algebra of ``& | ^ - ~``.
 
 A mask answers element by element, and, where it has a closed form, for a whole rectangle or a whole row at once.
 It knows no lengths but those it is about, and nothing of blocks or kernels. Nothing here recurses over a tree of masks,
@@ -9,22 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copyreg import __newobj__  # type: ignore[attr-defined]
-from dataclasses import dataclass
-from operator import and_, or_
+from dataclasses import dataclass, replace
+from html import escape
+from operator import and_, or_, xor
 from typing import Any, Self
 
-from ..arrays import Array, describe, is_int, namespace
+from ..arrays import Array, describe, flag_reasons, is_int, namespace
 from ..errors import UnsupportedProblem, collecting
 from .content import Described, mask_namespace
-from .coordinates import UNBOUNDED, Intervals, checked_answer, clipped, widened
-from .shape import MaskShape
+from .coordinates import UNBOUNDED, Intervals, clipped, elements, widened
+from .pictures import as_svg, as_text, plotted, shown_states
+from .shape import MaskShape, block_pair, shape_reasons
 
 
 @dataclass(frozen=True, eq=False)
 class Mask(Described):
     """Base of all masks: True where query i of head h in batch entry b attends key j.
 
-    Combine masks by ``&``, ``|`` and ``~``. ``bool(mask)`` raises, since ``and``, ``or`` and ``not`` would ask for it.
+    Masks combine by ``&`` (both allow), ``|`` (either allows), ``^`` (exactly one allows), ``-`` (the first allows and
+    the second does not) and ``~`` (not allowed). The other operand, on either side, may also be a block index, a
+    boolean array, a scipy.sparse array of elements, or a function of (b, h, i, j). ``bool(mask)`` raises, since
+    ``and``, ``or`` and ``not`` would call it.
+
     Masks that hold no arrays compare by value and can be hashed; array contents are never hashed or copied.
 
     Notes
@@ -41,11 +47,17 @@ class Mask(Described):
 
     Examples
     --------
+    >>> (Band(None, 0) - (lambda b, h, i, j: i == 2)).toarray(3).astype(int)
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [0, 0, 0]])
     >>> bool(Band(None, 0))
     Traceback (most recent call last):
         ...
-    TypeError: a mask has no truth value: combine masks with & | ~ instead of and, or, not
+    TypeError: a mask has no truth value: combine masks with & | ^ - ~ instead of and, or, not
     """
+
+    __array_priority__ = 1000.0  # above the arrays of NumPy and CuPy, which so leave operators to masks
 
     def __init_subclass__(cls, **options: Any) -> None:
         """What a class inherits in closed form does not know what the class defines anew."""
@@ -173,45 +185,212 @@ class Mask(Described):
         """
         return None
 
-    def dense(self, shape: MaskShape) -> Array:
-        """The whole mask as booleans, for tests and small problems.
+    def on_blocks(self, block: int | tuple[int, int], *, mirrored: bool = False) -> Mask:
+        """The same pattern drawn in whole blocks: what this mask says of tokens, the new one says of blocks.
+
+        Query block I attends key block J where, in this mask, token I attends token J of a problem with one token for
+        each block. Patterns of few tokens, as windows and strides, become block-sparse so without any partial block.
 
         Parameters
         ----------
-        shape : MaskShape
-            The shape that the mask is used for.
-
-        Returns
-        -------
-        bool array [*batch, num_heads, seqlen_q, seqlen_kv]
-            True where the query attends the key.
+        block : int or (int, int)
+            block_q and block_kv, in tokens.
+        mirrored : bool
+            Also keep block (J, I) for each block (I, J), so that causal patterns serve bidirectional attention. The
+            problem must then have as many query blocks as key blocks.
 
         Examples
         --------
-        >>> Band(0, 1).dense(MaskShape((), 1, 1, 3))
-        array([[[ True,  True, False]]])
+        >>> pattern = Band(-1, 0).on_blocks(2)
+        >>> pattern.toarray(6).astype(int)
+        array([[1, 1, 0, 0, 0, 0],
+               [1, 1, 0, 0, 0, 0],
+               [1, 1, 1, 1, 0, 0],
+               [1, 1, 1, 1, 0, 0],
+               [0, 0, 1, 1, 1, 1],
+               [0, 0, 1, 1, 1, 1]])
         """
+        return OnBlocks(self, block, mirrored)
+
+    def toarray(
+        self, seqlen_q: int, seqlen_kv: int | None = None, *, batch: tuple[int, ...] = (), num_heads: int | None = None
+    ) -> Array:
+        """The whole mask as a boolean array, True = attend: for small problems, and to look at.
+
+        Parameters
+        ----------
+        seqlen_q, seqlen_kv : int
+            Lengths in tokens; seqlen_kv is seqlen_q unless given.
+        batch : tuple of int
+            Extents of the leading axes.
+        num_heads : int, optional
+            Number of query heads. The result has no axis of heads unless it is given.
+
+        Returns
+        -------
+        bool array [*batch, seqlen_q, seqlen_kv] or [*batch, num_heads, seqlen_q, seqlen_kv]
+            A NumPy array, or an array of the device that holds the mask's arrays.
+
+        Raises
+        ------
+        UnsupportedProblem
+            A length is not an int of at least 0, or the mask does not fit the shape.
+
+        Examples
+        --------
+        >>> Band(0, 1).toarray(2, 3)
+        array([[ True,  True, False],
+               [False,  True,  True]])
+        >>> Band(0, 1).toarray(2, batch=(5,), num_heads=8).shape
+        (5, 8, 2, 2)
+        """
+        shape = _whole_shape(seqlen_q, seqlen_kv, batch, 1 if num_heads is None else num_heads)
         resolved = self.resolve(shape)
         xp = mask_namespace(resolved)
-        batch, heads, rows, keys = (
+        coordinates = (
             xp.arange(extent).reshape([-1 if axis == place else 1 for axis in range(4)])
             for place, extent in enumerate((shape.num_batch, *shape[1:]))
         )
-        allowed = elements(resolved, batch, heads, rows, keys)
-        flat = xp.broadcast_to(allowed, (shape.num_batch, *shape[1:]))
-        return flat.reshape(*shape.batch, *shape[1:]).copy()
+        flat = xp.broadcast_to(elements(resolved, *coordinates), (shape.num_batch, *shape[1:]))
+        heads = () if num_heads is None else (shape.num_heads,)
+        return flat.reshape(*shape.batch, *heads, *shape[2:]).copy()
 
-    def __and__(self, other: Mask) -> Mask:
-        return And((self, other)) if isinstance(other, Mask) else NotImplemented
+    @staticmethod
+    def _mask_of(operand: Any) -> Mask:
+        """The mask that an operand stands for: `as_mask` of the module `arrays`, whose masks derive from this class."""
+        raise NotImplementedError
 
-    def __or__(self, other: Mask) -> Mask:
-        return Or((self, other)) if isinstance(other, Mask) else NotImplemented
+    def __and__(self, other: Any) -> Mask:
+        return And((self, self._mask_of(other)))
+
+    def __rand__(self, other: Any) -> Mask:
+        return And((self._mask_of(other), self))
+
+    def __or__(self, other: Any) -> Mask:
+        return Or((self, self._mask_of(other)))
+
+    def __ror__(self, other: Any) -> Mask:
+        return Or((self._mask_of(other), self))
+
+    def __xor__(self, other: Any) -> Mask:
+        return Xor((self, self._mask_of(other)))
+
+    def __rxor__(self, other: Any) -> Mask:
+        return Xor((self._mask_of(other), self))
+
+    def __sub__(self, other: Any) -> Mask:
+        return And((self, Not(self._mask_of(other))))
+
+    def __rsub__(self, other: Any) -> Mask:
+        return And((self._mask_of(other), Not(self)))
 
     def __invert__(self) -> Mask:
         return Not(self)
 
+    def picture(
+        self,
+        seqlen_q: int,
+        seqlen_kv: int | None = None,
+        *,
+        batch: tuple[int, ...] = (),
+        num_heads: int = 1,
+        block: int | tuple[int, int] = 1,
+        b: int = 0,
+        h: int = 0,
+        width: int = 64,
+    ) -> str:
+        """One batch entry and head of the mask as text: █ all allowed, ▒ some, · none.
+
+        Parameters
+        ----------
+        seqlen_q, seqlen_kv : int
+            Lengths in tokens; seqlen_kv is seqlen_q unless given.
+        batch : tuple of int
+            Extents of the leading axes.
+        num_heads : int
+        block : int or (int, int)
+            Tokens that a symbol stands for; more where a line would be longer than `width` symbols.
+        b, h : int
+            Batch entry, counted through the leading axes in C order, and head.
+        width : int
+            Symbols of a line, at most.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The mask does not fit the shape, or an argument breaks its rule.
+
+        Examples
+        --------
+        >>> print((Band(-2, 0) | (lambda b, h, i, j: j == 0)).picture(6))
+        █·····
+        ██····
+        ███···
+        ████··
+        █·███·
+        █··███
+        >>> print(Band(-2, 0).picture(6, block=2))
+        ▒··
+        ▒▒·
+        ·▒▒
+        """
+        shape = _whole_shape(seqlen_q, seqlen_kv, batch, num_heads)
+        return as_text(shown_states(self, shape, block, b, h, most_cols=width)[0])
+
+    def plot(
+        self,
+        seqlen_q: int,
+        seqlen_kv: int | None = None,
+        *,
+        batch: tuple[int, ...] = (),
+        num_heads: int = 1,
+        block: int | tuple[int, int] = 1,
+        b: int = 0,
+        h: int = 0,
+        ax: Any = None,
+    ) -> Any:
+        """One batch entry and head of the mask drawn with matplotlib, which is optional; queries run downwards.
+
+        Parameters
+        ----------
+        seqlen_q, seqlen_kv, batch, num_heads, block, b, h
+            As in `picture`. More tokens share a cell where a side would have more than 512.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; new axes unless given.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed.
+        UnsupportedProblem
+            As in `picture`.
+        """
+        shape = _whole_shape(seqlen_q, seqlen_kv, batch, num_heads)
+        states, shown_block = shown_states(self, shape, block, b, h, most_cols=512, most_rows=512)
+        return plotted(states, shape[2:], shown_block, ax)
+
+    @property
+    def own_lengths(self) -> tuple[int | None, int | None]:
+        """The lengths of queries and keys that the mask is made for; None where it serves any."""
+        return None, None
+
+    def _repr_html_(self) -> str:
+        """The mask at its own lengths, or at 32 tokens where it has none, for notebooks."""
+        own = self.own_lengths
+        seqlen_q, seqlen_kv = (length or other or 32 for length, other in zip(own, own[::-1]))
+        described = f"<pre>{escape(repr(self))}</pre>"
+        try:
+            states, _ = shown_states(self, MaskShape((), 1, seqlen_q, seqlen_kv), 1, 0, 0, most_cols=64, most_rows=64)
+        except UnsupportedProblem:  # it needs an alignment, or varies over batch and heads
+            return described
+        return f"{described}{as_svg(states)}<br>{seqlen_q} x {seqlen_kv} tokens"
+
     def __bool__(self) -> bool:
-        raise TypeError("a mask has no truth value: combine masks with & | ~ instead of and, or, not")
+        raise TypeError("a mask has no truth value: combine masks with & | ^ - ~ instead of and, or, not")
 
     def closed_form(self, b: Array, h: Array, i: Array) -> Intervals:
         bounds = self.intervals(b, h, i)
@@ -231,7 +410,7 @@ class Band(Mask):
 
     Examples
     --------
-    >>> Band(-1, 0).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    >>> Band(-1, 0).toarray(3).astype(int)
     array([[1, 0, 0],
            [1, 1, 0],
            [0, 1, 1]])
@@ -281,6 +460,57 @@ def _negated(bound: int | None) -> int | None:
     return None if bound is None else -bound
 
 
+@dataclass(frozen=True, eq=False)
+class OnBlocks(Mask):
+    """A pattern of tokens drawn in whole blocks: what `Mask.on_blocks` returns."""
+
+    mask: Mask
+    block: Any  # (int, int) once built
+    mirrored: bool = False
+
+    def __post_init__(self) -> None:
+        reasons = flag_reasons("mirrored", self.mirrored)
+        with collecting(reasons):
+            object.__setattr__(self, "block", block_pair(self.block))
+        if reasons:
+            raise UnsupportedProblem(reasons)
+
+    @property
+    def natural_block(self) -> tuple[int, int]:
+        block_q, block_kv = self.block
+        return block_q, block_kv
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        grid = -(-shape.seqlen_q // self.block[0]), -(-shape.seqlen_kv // self.block[1])
+        if self.mirrored and grid[0] != grid[1]:
+            raise UnsupportedProblem(
+                [f"mirrored=True needs as many query blocks as key blocks; got {grid[0]} and {grid[1]}: change block"]
+            )
+        return replace(self, mask=self.mask.resolve(MaskShape(shape.batch, shape.num_heads, *grid)))
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        row, col = widened(i) // self.block[0], widened(j) // self.block[1]
+        kept = elements(self.mask, b, h, row, col)
+        return kept | elements(self.mask, b, h, col, row) if self.mirrored else kept
+
+    def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
+        rows = i0 // self.block[0], (i1 - 1) // self.block[0] + 1
+        cols = j0 // self.block[1], (j1 - 1) // self.block[1] + 1
+        may, must = self.mask.rectangle(b, h, *rows, *cols)
+        if self.mirrored:
+            may_back, must_back = self.mask.rectangle(b, h, *cols, *rows)
+            may, must = may | may_back, must | must_back
+        return may, must
+
+
+def _whole_shape(seqlen_q: Any, seqlen_kv: Any, batch: Any, num_heads: Any) -> MaskShape:
+    """The shape that is asked for by lengths, of which arrays can be made."""
+    shape = MaskShape(batch, num_heads, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv)
+    if reasons := shape_reasons(shape):
+        raise UnsupportedProblem(reasons)
+    return shape
+
+
 # The algebra
 
 
@@ -292,18 +522,25 @@ class _Composed(Mask):
         def negated(allowed: Array) -> Array:
             return namespace(allowed, b, h, i, j).logical_not(allowed)
 
-        return _folded(self, lambda tip: elements(tip, b, h, i, j), and_, or_, negated)
+        return _folded(self, lambda tip: elements(tip, b, h, i, j), {And: and_, Or: or_, Xor: xor}, negated)
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
         def negated(answer: tuple[Array, Array]) -> tuple[Array, Array]:
             may, must = answer
             return namespace(must, i0).logical_not(must), namespace(may, i0).logical_not(may)
 
+        def apart(x: tuple[Array, Array], y: tuple[Array, Array]) -> tuple[Array, Array]:
+            (x_not, x_none), (y_not, y_none) = negated(x), negated(y)
+            return (x[0] | y[0]) & (x_not | y_not), (x[1] & y_none) | (x_none & y[1])
+
         found: tuple[Array, Array] = _folded(
             self,
             lambda tip: tip.rectangle(b, h, i0, i1, j0, j1),
-            lambda x, y: (x[0] & y[0], x[1] & y[1]),
-            lambda x, y: (x[0] | y[0], x[1] | y[1]),
+            {
+                And: lambda x, y: (x[0] & y[0], x[1] & y[1]),
+                Or: lambda x, y: (x[0] | y[0], x[1] | y[1]),
+                Xor: apart,
+            },
             negated,
         )
         return found
@@ -322,10 +559,16 @@ class _Composed(Mask):
         return found
 
     def to(self, convert: Callable[[Array], Array]) -> Self:
-        if type(self) not in (And, Or, Not):
+        if type(self) not in _NODES:
             return super().to(convert)
         found: Self = _rebuilt(self, lambda tip: tip.to(convert), _composed)
         return found
+
+    @property
+    def own_lengths(self) -> tuple[int | None, int | None]:
+        known = [node.own_lengths for node, num_parts in _walked(self) if num_parts == 0]
+        q, kv = (next((length for length in lengths if length is not None), None) for lengths in zip(*known))
+        return q, kv
 
     @property
     def natural_block(self) -> tuple[int, int] | None:
@@ -344,7 +587,7 @@ class _Composed(Mask):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The tree as a list, for `pickle` and `copy`, which recurse."""
-        if type(self) not in (And, Or, Not):
+        if type(self) not in _NODES:
             return __newobj__, (type(self),), self.__getstate__()
         steps = (
             node if num_parts == 0 else (type(node), num_parts)
@@ -398,19 +641,32 @@ class Or(_Several):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class Xor(_Several):
+    """Allowed by an odd number of operands: of two, by exactly one."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Not(_Composed):
     """Allowed where the operand is not."""
 
     operand: Mask
 
 
+_NODES = (And, Or, Xor, Not)
+
+
 def _parts(mask: Mask, root: Mask | None = None) -> tuple[Mask, ...]:
     """What a node of a tree is made of; nothing for a tip, which may be of a class derived from a node's."""
-    if mask is not root and type(mask) not in (And, Or, Not):
+    if mask is not root and type(mask) not in _NODES:
         return ()
     if isinstance(mask, Not):
         return (mask.operand,)
     return mask.operands if isinstance(mask, _Several) else ()
+
+
+def _kind(node: Mask) -> Any:
+    """Which kind of node a mask is, or is derived from."""
+    return next(kind for kind in _NODES if isinstance(node, kind))
 
 
 def _walked(mask: Mask) -> Iterator[tuple[Mask, int]]:
@@ -428,8 +684,7 @@ def _walked(mask: Mask) -> Iterator[tuple[Mask, int]]:
 def _folded(
     mask: Mask,
     of_tip: Callable[[Mask], Any],
-    both: Callable[[Any, Any], Any],
-    either: Callable[[Any, Any], Any],
+    of_two: dict[type[Mask], Callable[[Any, Any], Any]],
     negated: Callable[[Any], Any],
 ) -> Any:
     """The value of a tree from values of its tips, of which no more are kept than the tree is deep."""
@@ -441,7 +696,7 @@ def _folded(
             values.append(negated(values.pop()))
         elif num_parts > 1:
             last = values.pop()
-            values.append((both if isinstance(node, And) else either)(values.pop(), last))
+            values.append(of_two[_kind(node)](values.pop(), last))
     return values.pop()
 
 
@@ -460,7 +715,8 @@ def _rebuilt(mask: Mask, of_tip: Callable[[Mask], Any], of_node: Callable[[Mask,
 def _composed(node: Mask, parts: list[Mask]) -> Mask:
     if isinstance(node, Not):
         return Not(parts[0])
-    return (And if isinstance(node, And) else Or)(tuple(parts))
+    made: Mask = _kind(node)(tuple(parts))
+    return made
 
 
 def _simplified(node: Mask, parts: list[Mask]) -> Mask:
@@ -493,7 +749,7 @@ def _flattened(kind: type[Mask], masks: Sequence[Mask]) -> tuple[Mask, ...]:
     """Masks, those of a kind replaced by their operands; a class derived from it may mean something else."""
     flat: list[Mask] = []
     for mask in masks:
-        if type(mask) is kind and kind in (And, Or):
+        if type(mask) is kind and kind in (And, Or, Xor):
             flat.extend(mask.operands)  # type: ignore[attr-defined]
         else:
             flat.append(mask)
@@ -519,17 +775,3 @@ def _itself_once_resolved(inherited: Callable[[Any, MaskShape], Mask]) -> Callab
         return self
 
     return resolve
-
-
-def elements(mask: Mask, b: Array, h: Array, i: Array, j: Array) -> Array:
-    """What a mask answers for coordinates, if it is an answer.
-
-    Raises
-    ------
-    UnsupportedProblem
-        It is no boolean array, or does not broadcast to the coordinates.
-    """
-    allowed = mask(b, h, i, j)
-    if type(allowed) is bool:
-        return allowed
-    return checked_answer(f"{type(mask).__name__}'s __call__", allowed, b, h, i, j)

@@ -12,10 +12,10 @@ import scipy.sparse
 from ..arrays import Array, describe, is_array, namespace
 from ..errors import UnsupportedProblem, collecting
 from .base import Mask
-from .block_set import BlockGrid, BlockSet, block_pair
+from .block_set import BlockGrid, BlockSet, sorted_places
 from .coordinates import LeadingArray, leading_reasons, widened
 from .fields import take_arrays
-from .shape import MaskShape
+from .shape import MaskShape, block_pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +25,15 @@ class BlockPattern(Mask):
     Parameters
     ----------
     blocks : bool array [..., num_q_blocks, num_kv_blocks], or 2-D scipy.sparse array
-        True, or stored, where the block is kept; the axes before the last two broadcast over (*batch, num_heads).
+        True, or stored and not zero, where the block is kept; the axes before the last two broadcast over
+        (*batch, num_heads).
     block : int or (int, int)
         Size of a block in tokens, or block_q and block_kv. The length may cut off the last block of either side.
 
     Examples
     --------
     >>> import numpy as np
-    >>> BlockPattern(np.array([[1, 0], [1, 1]], bool), block=2).dense(MaskShape((), 1, 3, 4))[0].astype(int)
+    >>> BlockPattern(np.array([[1, 0], [1, 1]], bool), block=2).toarray(3, 4).astype(int)
     array([[1, 1, 0, 0],
            [1, 1, 0, 0],
            [1, 1, 1, 1]])
@@ -61,6 +62,11 @@ class BlockPattern(Mask):
         block_q, block_kv = self.block
         return block_q, block_kv
 
+    @property
+    def own_lengths(self) -> tuple[int | None, int | None]:
+        q, kv = (int(extent) * side for extent, side in zip(self.blocks.shape[-2:], self.block))
+        return q, kv
+
     def resolve(self, shape: MaskShape) -> Mask:
         grid = (-(-shape.seqlen_q // self.block[0]), -(-shape.seqlen_kv // self.block[1]))
         reasons = []
@@ -74,10 +80,7 @@ class BlockPattern(Mask):
         if reasons:
             raise UnsupportedProblem(reasons)
         if scipy.sparse.issparse(self.blocks):
-            kept = self.blocks.tocoo()
-            stored = kept.data != 0
-            keys = np.unique(kept.row[stored].astype(np.int64) * grid[1] + kept.col[stored])
-            return BlockSet((1, 1, *grid), self.block, keys, np.ones(len(keys), bool))
+            return BlockSet((1, 1, *grid), self.block, *sorted_places(self.blocks))
         if namespace(self.blocks) is not np:
             return BlockGrid(LeadingArray.of(self.blocks, shape.batch, 3), self.block)
         padded = self.blocks.reshape((1,) * (len(shape.batch) + 1 - len(leading)) + tuple(self.blocks.shape))

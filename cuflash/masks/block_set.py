@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, is_int, namespace
-from ..errors import UnsupportedProblem
+from ..arrays import Array, namespace
 from .base import Mask
 from .coordinates import LeadingArray, widened
-from .shape import MAX_SEQLEN
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,23 +120,10 @@ def _pyramid(grid: tuple[int, int, int, int], keys: Array, full: Array) -> list[
     return levels
 
 
-def block_pair(block: Any) -> tuple[int, int]:
-    """block_q and block_kv from one int or two.
-
-    Examples
-    --------
-    >>> block_pair(64), block_pair((64, 128))
-    ((64, 64), (64, 128))
-    """
-    pair = (block, block) if is_int(block) else block
-    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-    if not is_pair or not all(is_int(side) and 1 <= side < 2**63 for side in pair):
-        raise UnsupportedProblem(
-            [
-                f"block must be an int of at least 1, and less than 2**63, or two of them (block_q, block_kv); got "
-                f"{describe(block)}"
-            ]
-        )
-    if max(pair) > MAX_SEQLEN:
-        raise UnsupportedProblem([f"block must be at most {MAX_SEQLEN}, the longest length; got {describe(block)}"])
-    return int(pair[0]), int(pair[1])
+def sorted_places(matrix: Any) -> tuple[Array, Array]:
+    """Numbers of a scipy.sparse array's cells that are not zero, in C order, and True for each: it is full."""
+    stored = matrix.tocoo(copy=True)
+    stored.sum_duplicates()
+    is_kept = stored.data != 0
+    keys = np.sort(stored.row[is_kept].astype(np.int64) * matrix.shape[1] + stored.col[is_kept])
+    return keys, np.ones(len(keys), bool)

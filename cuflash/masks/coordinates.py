@@ -15,11 +15,26 @@ UNBOUNDED = 1 << 62  # beyond any key; a coordinate may be added to it, or taken
 Intervals: TypeAlias = tuple[Array, Array]
 
 
+def elements(mask: Any, b: Array, h: Array, i: Array, j: Array) -> Array:
+    """What a mask answers for coordinates, if it is an answer.
+
+    Raises
+    ------
+    UnsupportedProblem
+        It is no boolean array, or does not broadcast to the coordinates.
+    """
+    allowed = mask(b, h, i, j)
+    if type(allowed) is bool:
+        return allowed
+    return checked_answer(f"{type(mask).__name__}'s __call__", allowed, b, h, i, j)
+
+
 def checked_answer(who: str, allowed: Array, *coordinates: Array) -> Array:
     """An answer for coordinates, if it is one."""
     if getattr(allowed, "dtype", None) != np.bool_:
         kind = getattr(allowed, "dtype", type(allowed).__name__)
-        raise UnsupportedProblem([f"{who} must return a boolean array; got {kind}"])
+        fix = "compare it with 0" if is_array(allowed) else "use i >= j, np.where, & and | instead of if, and, or"
+        raise UnsupportedProblem([f"{who} must return a boolean array; got {kind}: {fix}"])
     shapes = (getattr(coordinate, "shape", ()) for coordinate in coordinates)
     shape, wanted = tuple(allowed.shape), np.broadcast_shapes(*shapes)
     fits = len(shape) <= len(wanted) and all(have in (1, want) for have, want in zip(shape[::-1], wanted[::-1]))

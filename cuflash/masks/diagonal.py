@@ -45,9 +45,9 @@ class _Aligned(Mask):
 def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:
     """Why a diagonal without an alignment is refused."""
     return (
-        f"{subject} needs {argument}= when the lengths differ (seqlen_q={shape.seqlen_q}, "
-        f"seqlen_kv={shape.seqlen_kv}): 'bottom_right' lets the last query meet the last key, "
-        f"'top_left' the first query the first key"
+        f"{subject} is for equal lengths; got seqlen_q={shape.seqlen_q} and seqlen_kv={shape.seqlen_kv}: pass "
+        f"{argument}='bottom_right' (the last query meets the last key) or {argument}='top_left' (the first query "
+        f"meets the first key)"
     )
 
 
@@ -62,10 +62,10 @@ class Causal(_Aligned):
 
     Examples
     --------
-    >>> Causal("bottom_right").dense(MaskShape((), 1, 2, 4))[0].astype(int)
+    >>> Causal("bottom_right").toarray(2, 4).astype(int)
     array([[1, 1, 1, 0],
            [1, 1, 1, 1]])
-    >>> Causal("top_left").dense(MaskShape((), 1, 2, 4))[0].astype(int)
+    >>> Causal("top_left").toarray(2, 4).astype(int)
     array([[1, 0, 0, 0],
            [1, 1, 0, 0]])
     """
@@ -90,7 +90,7 @@ class SlidingWindow(_Aligned):
 
     Examples
     --------
-    >>> SlidingWindow(1, 0).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    >>> SlidingWindow(1, 0).toarray(3).astype(int)
     array([[1, 0, 0],
            [1, 1, 0],
            [0, 1, 1]])
@@ -123,7 +123,7 @@ class Dilated(_Aligned):
 
     Examples
     --------
-    >>> Dilated(2, 1, 1).dense(MaskShape((), 1, 5, 5))[0].astype(int)
+    >>> Dilated(2, 1, 1).toarray(5).astype(int)
     array([[1, 0, 1, 0, 0],
            [0, 1, 0, 1, 0],
            [1, 0, 1, 0, 1],
@@ -176,7 +176,7 @@ class PrefixLM(_Aligned):
 
     Examples
     --------
-    >>> PrefixLM(2).dense(MaskShape((), 1, 4, 4))[0].astype(int)
+    >>> PrefixLM(2).toarray(4).astype(int)
     array([[1, 1, 0, 0],
            [1, 1, 0, 0],
            [1, 1, 1, 0],

@@ -37,7 +37,7 @@ class Documents(Mask):
     Examples
     --------
     >>> import numpy as np
-    >>> Documents(np.array([7, 7, 9])).dense(MaskShape((), 1, 3, 3))[0].astype(int)
+    >>> Documents(np.array([7, 7, 9])).toarray(3).astype(int)
     array([[1, 1, 0],
            [1, 1, 0],
            [0, 0, 1]])
@@ -56,6 +56,10 @@ class Documents(Mask):
         ]
         if reasons:
             raise UnsupportedProblem(reasons)
+
+    @property
+    def own_lengths(self) -> tuple[int | None, int | None]:
+        return int(self.q_ids.shape[-1]), int((self.q_ids if self.kv_ids is None else self.kv_ids).shape[-1])
 
     def resolve(self, shape: MaskShape) -> Mask:
         kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids

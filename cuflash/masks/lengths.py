@@ -24,7 +24,7 @@ class Lengths(Mask):
     Examples
     --------
     >>> import numpy as np
-    >>> Lengths(kv=np.array([1, 3])).dense(MaskShape((2,), 1, 1, 3)).astype(int)
+    >>> Lengths(kv=np.array([1, 3])).toarray(1, 3, batch=(2,), num_heads=1).astype(int)
     array([[[[1, 0, 0]]],
     <BLANKLINE>
     <BLANKLINE>

@@ -60,7 +60,7 @@ class Sequences(Mask):
     Examples
     --------
     >>> offsets = np.array([0, 2, 5])
-    >>> Sequences(offsets, causal=True).dense(MaskShape((), 1, 5, 5))[0].astype(int)
+    >>> Sequences(offsets, causal=True).toarray(5).astype(int)
     array([[1, 0, 0, 0, 0],
            [1, 1, 0, 0, 0],
            [0, 0, 1, 0, 0],
@@ -68,7 +68,7 @@ class Sequences(Mask):
            [0, 0, 1, 1, 1]])
 
     >>> mask = Sequences(np.array([0, 1, 3]), offsets, causal="bottom_right")
-    >>> mask.dense(MaskShape((), 1, 3, 5))[0].astype(int)
+    >>> mask.toarray(3, 5).astype(int)
     array([[1, 1, 0, 0, 0],
            [0, 0, 1, 1, 0],
            [0, 0, 1, 1, 1]])

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..arrays import describe, is_int, whole_number
+from ..errors import UnsupportedProblem, collecting
 
 MAX_SEQLEN = 1 << 30  # the sum of two lengths, or of a length and a tile, fits int32
 
@@ -38,13 +39,18 @@ class MaskShape(_Extents):
     __slots__ = ()
 
     def __new__(cls, batch: tuple[int, ...], num_heads: int, seqlen_q: int, seqlen_kv: int) -> MaskShape:
-        return super().__new__(
-            cls,
-            tuple(whole_number("an extent of batch", extent, 0) for extent in batch),
-            whole_number("num_heads", num_heads, 0),
-            whole_number("seqlen_q", seqlen_q, 0),
-            whole_number("seqlen_kv", seqlen_kv, 0),
-        )
+        reasons: list[str] = []
+        is_tuple = isinstance(batch, (tuple, list))
+        if not is_tuple:
+            reasons.append(f"batch must be a tuple of ints, the extents of the leading axes; got {describe(batch)}")
+        extents = [(f"batch[{axis}]", extent) for axis, extent in enumerate(batch if is_tuple else ())]
+        numbers = []
+        for name, value in (*extents, ("num_heads", num_heads), ("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv)):
+            with collecting(reasons):
+                numbers.append(whole_number(name, value, 0))
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        return super().__new__(cls, tuple(numbers[:-3]), *numbers[-3:])
 
     @property
     def num_batch(self) -> int:
@@ -82,3 +88,23 @@ def shape_reasons(shape: Any) -> list[str]:
     reasons = [told] if any(count_reasons(batch=extent) for extent in batch) else []
     lengths = {"num_heads": shape.num_heads, "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
     return reasons + [f"shape's {reason}" for reason in count_reasons(**lengths)]
+
+
+def block_pair(block: Any) -> tuple[int, int]:
+    """block_q and block_kv from one int or two.
+
+    >>> block_pair(64), block_pair((64, 128))
+    ((64, 64), (64, 128))
+    """
+    pair = (block, block) if is_int(block) else block
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+    if not is_pair or not all(is_int(side) and 1 <= side < 2**63 for side in pair):
+        raise UnsupportedProblem(
+            [
+                f"block must be an int of at least 1, and less than 2**63, or two of them (block_q, block_kv); got "
+                f"{describe(block)}"
+            ]
+        )
+    if max(pair) > MAX_SEQLEN:
+        raise UnsupportedProblem([f"block must be at most {MAX_SEQLEN}, the longest length; got {describe(block)}"])
+    return int(pair[0]), int(pair[1])

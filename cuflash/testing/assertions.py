@@ -144,7 +144,7 @@ class Example:
             return None
         shape = self.problem.mask_shape
         if isinstance(self.mask, Mask):
-            full = self.mask.dense(shape)
+            full = self.mask.toarray(**shape._asdict())
         else:
             full = np.broadcast_to(self.mask, (*shape.batch, *shape[1:]))
         return full if self.problem.has_heads else full[0]

@@ -104,10 +104,11 @@ def scales() -> st.SearchStrategy[float | None]:
 
 @st.composite
 def masks(draw: st.DrawFn, shape: MaskShape, max_leaves: int = 3) -> Mask:
-    """Masks of every kind that fit this shape, alone and composed by ``& | ~``; with rows that attend nothing."""
+    """Masks of every kind that fit this shape, alone and composed by ``& | ^ - ~``; with rows that attend nothing."""
     mask = _leaf(draw, shape)
     for _ in range(draw(st.integers(0, max_leaves - 1))):
-        mask = draw(st.sampled_from((operator.and_, operator.or_)))(mask, _leaf(draw, shape))
+        combine = draw(st.sampled_from((operator.and_, operator.or_, operator.xor, operator.sub)))
+        mask = combine(mask, _leaf(draw, shape))
         mask = ~mask if draw(st.booleans()) else mask
     return mask
 
@@ -212,6 +213,14 @@ def _block_pattern(draw: st.DrawFn, shape: MaskShape) -> Mask:
     return BlockPattern(_random_bools(draw, shape, grid), block)
 
 
+def _on_blocks(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    sizes = st.sampled_from((1, 2, 3, 16, 17))
+    block = draw(sizes), draw(sizes)
+    grid = -(-shape.seqlen_q // block[0]), -(-shape.seqlen_kv // block[1])
+    pattern = draw(st.sampled_from((_causal, _dilated, _dense)))(draw, MaskShape(shape.batch, shape.num_heads, *grid))
+    return pattern.on_blocks(block, mirrored=grid[0] == grid[1] and draw(st.booleans()))
+
+
 def _dense(draw: st.DrawFn, shape: MaskShape) -> Mask:
     return Dense(_random_bools(draw, shape, shape[2:]))
 
@@ -261,6 +270,7 @@ _LEAVES = (
     _documents,
     _sequences,
     _block_pattern,
+    _on_blocks,
     _dense,
     _single_cell,
     _without_rows,

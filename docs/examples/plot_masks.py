@@ -17,7 +17,7 @@ def show(**named: masks.Mask) -> None:
     """One panel a mask."""
     figure, panels = plt.subplots(1, len(named), figsize=(3 * len(named), 3.2), layout="constrained")
     for axes, (title, mask) in zip(panels, named.items()):
-        axes.imshow(mask.dense(shape)[0], cmap="Blues", vmin=0, vmax=1.3)
+        axes.imshow(mask.toarray(**shape._asdict())[0], cmap="Blues", vmin=0, vmax=1.3)
         axes.set(title=title.replace("_", " "), xticks=[], yticks=[])
 
 

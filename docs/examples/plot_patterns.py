@@ -17,7 +17,7 @@ def show(**named: masks.Mask) -> None:
     """One panel a pattern, with the share of the blocks that it keeps."""
     figure, panels = plt.subplots(1, len(named), figsize=(3 * len(named), 3.4), layout="constrained")
     for axes, (title, mask) in zip(panels, named.items()):
-        index = BlockIndex.from_mask(mask, masks.MaskShape((), 1, SEQLEN, SEQLEN), BLOCK)
+        index = BlockIndex.from_mask(mask, SEQLEN, SEQLEN, BLOCK)
         axes.imshow(index.to_scipy().toarray(), cmap=COLOURS, vmin=0, vmax=2, interpolation="nearest")
         density = index.report(head_dim=64).density
         axes.set(title=f"{title}\n{density:.0%} of the blocks", xticks=[], yticks=[])
@@ -38,8 +38,8 @@ show(
 # `strided` attends few keys, and still no block below the diagonal is skipped.
 
 show(
-    longformer=patterns.longformer(128, 32),
-    sink_local=patterns.sink_local(32, 192),
+    longformer=patterns.longformer((64, 64), 32),
+    sink_local=patterns.sink_local(32, (191, 0)),
     fixed=patterns.fixed(128, 16),
     strided=patterns.strided(32),
 )
@@ -50,6 +50,6 @@ show(
 # `BlockPattern` takes one boolean for each block, so that any pattern can be made coarser: here the comb of `strided`,
 # on blocks instead of tokens.
 
-comb = patterns.strided(4).dense(masks.MaskShape((), 1, SEQLEN // BLOCK, SEQLEN // BLOCK))[0]
+comb = patterns.strided(4).toarray(SEQLEN // BLOCK)
 show(comb_of_tokens=patterns.strided(32), comb_of_blocks=masks.BlockPattern(comb, BLOCK))
 plt.show()

@@ -478,18 +478,19 @@ FAULTS = {
         ),
     },
     refuses(
-        lambda library: library.BlockIndex.from_mask(Q, part(library, "masks.shape").MaskShape((), 1, 2, 2), 2),
-        "mask must be a Mask; got an array",
+        lambda library: library.BlockIndex.from_mask("x", 2, 2, 2),
+        "mask must be a Mask, a BlockIndex",
     ): {
-        "an index is made of anything": Edit(
-            "blocks/index.py", "BlockIndex.from_mask", "if not isinstance(mask, Mask):", "if False:"
+        "a mask is made of anything": Edit(
+            "masks/arrays.py", "as_mask", "if is_array(value) or is_foreign(value):", "if True:"
         ),
     },
     refuses(
-        lambda library: library.BlockIndex.from_mask(library.masks.Causal(), (2, 2), 2), "shape must be a MaskShape"
+        lambda library: library.BlockIndex.from_mask(library.masks.Causal(), 2, 2, 2, num_heads=2**70),
+        "num_heads must be an int from 0 to",
     ): {
         "an index is for any shape": Edit(
-            "blocks/index.py", "BlockIndex.from_mask", "reasons = shape_reasons(shape)", "reasons = []"
+            "blocks/index.py", "BlockIndex.from_mask", "shape_reasons(shape) or length_reasons(shape)", "[]"
         ),
     },
     refuses(
@@ -498,8 +499,8 @@ FAULTS = {
     ): {
         "an index of blocks is of any length": Edit(
             "blocks/index.py", "BlockIndex.from_scipy",
-            "if reasons := count_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv):",
-            "if reasons := []:",
+            "reasons = count_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)",
+            "reasons = []",
         ),
     },
     takes(
@@ -507,8 +508,8 @@ FAULTS = {
     ): {
         "unsigned lengths wrap": Edit(
             "masks/shape.py", "MaskShape.__new__",
-            "whole_number(\"seqlen_q\", seqlen_q, 0)",
-            "seqlen_q",
+            "whole_number(name, value, 0)",
+            "value",
         ),
     },
     refuses(
@@ -549,7 +550,7 @@ FAULTS = {
         lambda library: library.BlockIndex.from_blocks(np.ones((1, 1), bool), 4, 4, 2**64), "block must be an int"
     ): {
         "a block is longer than any number": Edit(
-            "masks/block_set.py", "block_pair", "1 <= side < 2**63 for", "1 <= side for"
+            "masks/shape.py", "block_pair", "1 <= side < 2**63 for", "1 <= side for"
         ),
     },
 }  # fmt: skip

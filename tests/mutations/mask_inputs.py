@@ -27,7 +27,7 @@ FAULTS = {
             "arrays.py", "whole_number", "return int(value)", "return value"
         ),
         "lengths of a shape wrap around": Edit(
-            "masks/shape.py", "MaskShape.__new__", 'whole_number("seqlen_kv", seqlen_kv, 0)', "seqlen_kv"
+            "masks/shape.py", "MaskShape.__new__", 'whole_number(name, value, 0)', "value"
         ),
     },
     indices_are_counted: {
@@ -36,9 +36,6 @@ FAULTS = {
         ),
         "columns of an index's head wrap around": Edit(
             "blocks/index.py", "BlockIndex.report", 'whole_number("head_dim", head_dim, 0)', "head_dim"
-        ),
-        "an index takes a length of an array of elements as it is": Edit(
-            "blocks/index.py", "_from_bsr", "seqlen_q, seqlen_kv = shape.seqlen_q, shape.seqlen_kv", ""
         ),
     },
     numbers_are_right: {
@@ -135,7 +132,7 @@ FAULTS = {
             "return allowed",
         ),
         "what a class of the user's answers is taken as it is": Edit(
-            "masks/base.py", "elements",
+            "masks/coordinates.py", "elements",
             "return checked_answer(f\"{type(mask).__name__}'s __call__\", allowed, b, h, i, j)",
             "return allowed",
         ),
@@ -181,7 +178,9 @@ FAULTS = {
         ),
     },
     wide_trees_are_right: {
-        "unions nest": Edit("masks/base.py", "_flattened", "if type(mask) is kind and kind in (And, Or):", "if False:"),
+        "unions nest": Edit(
+            "masks/base.py", "_flattened", "if type(mask) is kind and kind in (And, Or, Xor):", "if False:"
+        ),
     },
     deep_trees_are_right: {
         "a tree is pickled as it is": Edit(
@@ -195,7 +194,7 @@ FAULTS = {
             "return namespace(may, i0).logical_not(may), namespace(must, i0).logical_not(must)",
         ),
         "trees intersect what they unite": Edit(
-            "masks/base.py", "_folded", "(both if isinstance(node, And) else either)", "both"
+            "masks/base.py", "_folded", "of_two[_kind(node)]", "of_two[And]"
         ),
         "the first operand alone is resolved": Edit(
             "masks/base.py", "_rebuilt", "parts = values[-num_parts:]", "parts = values[-num_parts:][:1]"

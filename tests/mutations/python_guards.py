@@ -81,8 +81,9 @@ def indices_are_right(library):
     @hunt(shapes_and_masks(library), st.tuples(st.integers(1, 12), st.integers(1, 12)))
     def check(shape_and_mask, block):
         shape, mask = shape_and_mask
-        index, expected = index_of(mask, shape, block), mask.dense(shape).reshape(shape.num_batch, *shape[1:])
-        dense, states = index.dense(), index.states()
+        index = index_of(mask, shape, block)
+        expected = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])
+        dense, states = index.toarray(), index.states()
         assert (dense == expected).all()
         for place, elements in blocks_of(dense, block):
             assert states[place] == (1 if elements.all() else 2 if elements.any() else 0)
@@ -98,7 +99,7 @@ def work_is_right(library):
         work = work_list.work_list(work_list.requested_mask(mask, False, None, shape), shape, tile)
         for transposed in (False, True):
             allowed, _ = rebuilt(work, shape, transposed)
-            assert (allowed == mask.dense(shape).reshape(allowed.shape)).all()
+            assert (allowed == mask.toarray(**shape._asdict()).reshape(allowed.shape)).all()
         if not work.is_implicit:
             assert_longest_first(work.lists, work.index.batch * work.index.num_heads)
 
@@ -122,7 +123,7 @@ def lists_on_a_device_are_right(library):
             index = index.on_host
         for name in ("indptr", "indices"):
             assert np.array_equal(getattr(index, name), getattr(expected, name))
-        assert (index.dense() == expected.dense()).all() and (index.states() == expected.states()).all()
+        assert (index.toarray() == expected.toarray()).all() and (index.states() == expected.states()).all()
         bits = (index.kinds == 3) & (expected.kinds == 3)
         assert np.array_equal(index.bits[index.tiles[bits]], expected.bits[expected.tiles[bits]])
         column = index.block_rows // index.num_q_blocks * index.num_kv_blocks + index.indices

@@ -36,7 +36,7 @@ def offsets_of_any_size_are_right(library: ModuleType) -> None:
 def batch_entries_have_offsets_of_their_own(library: ModuleType) -> None:
     mask = library.masks.Sequences(np.array([[0, 2, 3], [0, 1, 3]]), np.array([[0, 1, 3]]))
     shape = part(library, "masks.base").MaskShape((2,), 1, 3, 3)
-    assert mask.dense(shape)[:, 0].astype(int).tolist() == [
+    assert mask.toarray(**shape._asdict())[:, 0].astype(int).tolist() == [
         [[1, 0, 0], [1, 0, 0], [0, 1, 1]], [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
     ]  # fmt: skip
 

@@ -21,9 +21,9 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, calculators, calls, host, interop, kernel_guards, kv_cache, mask_inputs, non_finite, planting, python,
-    score_kernels, scores, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide,
-    sm90_forward, sm90_guards, tile,
+    attention, calculators, calls, host, interop, kernel_guards, kv_cache, mask_algebra, mask_inputs, non_finite,
+    planting, python, score_kernels, scores, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows,
+    sm90_backward_wide, sm90_forward, sm90_guards, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
@@ -88,7 +88,7 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 
 @each(
-    faults(python, host, non_finite, language="python")
+    faults(python, host, mask_algebra, non_finite, language="python")
     + sampled(faults(*OF_INPUTS, score_kernels, sinks, language="python"), 3)
     + sampled(faults(scores), 6)
 )
@@ -101,7 +101,10 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
 
 @pytest.mark.parametrize(
     "guard",
-    guards(python, host, *(table for table in OF_INPUTS if table is not calls), scores, *OF_BOTH, language="python"),
+    guards(
+        python, host, mask_algebra, *(table for table in OF_INPUTS if table is not calls), scores, *OF_BOTH,
+        language="python",
+    ),
 )
 def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
     guard(cuflash)
@@ -136,12 +139,12 @@ def test_the_kernels_as_they_are_pass_every_guard(guard: Guard) -> None:
 
 
 def test_every_fault_fits_the_sources() -> None:
-    planned = faults(python, host, scores, *OF_INPUTS, *OF_KERNELS)
+    planned = faults(python, host, mask_algebra, scores, *OF_INPUTS, *OF_KERNELS)
     assert planting.misfits(edit for _, _, edit in planned) == []
 
 
 def test_no_table_is_left_out() -> None:
     tables = {path.stem for path in Path(__file__).parent.glob("*.py") if "FAULTS = {" in path.read_text("utf-8")}
-    named = (python, host, scores, *OF_INPUTS, *OF_KERNELS)
+    named = (python, host, mask_algebra, scores, *OF_INPUTS, *OF_KERNELS)
     known = {table.__name__.split(".")[-1] for table in named}
     assert tables - {Path(__file__).stem} == known

@@ -1,0 +1,120 @@
+"""A block index as a mask, to combine with others or to list in other blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..arrays import Array, namespace
+from ..errors import UnsupportedProblem
+from ..masks.base import Mask
+from ..masks.block_set import BlockSet
+from ..masks.coordinates import LeadingArray
+from ..masks.shape import MaskShape
+from .classify import Kind
+from .classify_on_device import entry_grid
+
+
+@dataclass(frozen=True, eq=False)
+class IndexMask(BlockSet):
+    """A block index as a mask."""
+
+    index: Any = None
+
+    rectangle = BlockSet.rectangle
+    natural_block = BlockSet.natural_block
+
+    @classmethod
+    def of_index(cls, index: Any) -> IndexMask:
+        grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
+        keys = index.block_rows * grid[3] + index.indices
+        return cls(grid, index.block, keys, index.kinds == Kind.FULL, index)
+
+    @property
+    def own_lengths(self) -> tuple[int | None, int | None]:
+        return self.index.seqlen_q, self.index.seqlen_kv
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        _check_fit(self.index, shape)
+        return self
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        place, hit = self._place(0, b, h, i // self.block[0], j // self.block[1])
+        return _allowed(self.index, place, hit, b, h, i, j)
+
+
+@dataclass(frozen=True, eq=False)
+class IndexGrid(Mask):
+    """A block index on a device as a mask: a table of all blocks says which entry each is."""
+
+    index: Any
+
+    @cached_property
+    def table(self) -> LeadingArray:
+        """Entry of each block, one past the room for entries where there is none."""
+        index = self.index
+        grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
+        return LeadingArray(entry_grid(index.indptr, index.indices, grid[3]).reshape(grid), (index.batch,), 3)
+
+    @property
+    def natural_block(self) -> tuple[int, int]:
+        block_q, block_kv = self.index.block
+        return block_q, block_kv
+
+    @property
+    def own_lengths(self) -> tuple[int | None, int | None]:
+        return self.index.seqlen_q, self.index.seqlen_kv
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        _check_fit(self.index, shape)
+        return self
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        entry = self.table.at(b, h, i // self.index.block[0], j // self.index.block[1])
+        return _allowed(self.index, *self._clipped(entry), b, h, i, j)
+
+    def entries(self) -> tuple[Array, Array]:
+        """Of each block whether it is listed, and the kind of its entry."""
+        place, there = self._clipped(self.table.array)
+        return there, self.index.kinds[place] if len(self.index.kinds) else there
+
+    def _clipped(self, entry: Array) -> tuple[Array, Array]:
+        """A place in the lists, whatever there is none for, and whether there is one."""
+        room = len(self.index.indices)
+        return namespace(entry).minimum(entry, max(room - 1, 0)), entry < room
+
+
+def _check_fit(index: Any, shape: MaskShape) -> None:
+    reasons = []
+    if (index.seqlen_q, index.seqlen_kv) != (shape.seqlen_q, shape.seqlen_kv):
+        reasons.append(
+            f"the block index must be for lengths (seqlen_q={shape.seqlen_q}, seqlen_kv={shape.seqlen_kv}); "
+            f"got one for ({index.seqlen_q}, {index.seqlen_kv})"
+        )
+    for name, have, want in (
+        ("batch", index.batch, shape.num_batch),
+        ("num_heads", index.num_heads, shape.num_heads),
+    ):
+        if have not in (1, want):
+            reasons.append(f"the block index must have {name} 1 or {want}; got {have}")
+    if reasons:
+        raise UnsupportedProblem(reasons)
+
+
+def _allowed(index: Any, place: Array, hit: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
+    """Elements of an index, given the entry of the block that each lies in and whether it is listed."""
+    if len(index.indices) == 0:
+        return hit
+    block_q, block_kv = index.block
+    kinds = index.kinds[place]
+    allowed = hit & (kinds == int(Kind.FULL))
+    if index.lo is not None and index.hi is not None:
+        rows = (b if index.lo.shape[0] > 1 else 0, h if index.lo.shape[1] > 1 else 0, i)
+        allowed = allowed | hit & (kinds == int(Kind.INTERVAL)) & (index.lo[rows] <= j) & (j < index.hi[rows])
+    if len(index.bits):
+        tile = namespace(index.bits).clip(index.tiles[place], 0, len(index.bits) - 1)
+        byte = index.bits[tile, i % block_q, j % block_kv // 8]
+        bit = (byte >> (j % 8 if block_kv % 8 == 0 else j % block_kv % 8)) & 1
+        allowed = allowed | hit & (kinds == int(Kind.BITS)) & (bit == 1)
+    return allowed

@@ -1,0 +1,1 @@
+"""How much of attention a sparse mask keeps."""

@@ -1,0 +1,85 @@
+"""Recall of a mask: the share of the softmax that its keys hold, and the error of the output."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..api import attention
+from ..arrays import Array, namespace
+
+
+class Recall(NamedTuple):
+    """What `recall` returns.
+
+    Attributes
+    ----------
+    mass : array [..., num_heads, seqlen_q]
+        For each query the sum of its softmax weights over the keys that the mask allows, from 0 to 1.
+    output_error : float
+        Frobenius norm of the change of the output, divided by the norm of the output without the mask.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> Recall(np.ones((2, 4)), 0.0).mass.mean()
+    np.float64(1.0)
+    """
+
+    mass: Array
+    output_error: float
+
+
+def recall(
+    q: Array, k: Array, v: Array, mask: Any, *, causal: bool | str = False, scale: float | None = None
+) -> Recall:
+    """How much of the softmax a mask keeps, for each query, and how much the output changes.
+
+    The mass is exact and takes memory linear in the length: it is exp(lse_masked - lse), the log-sum-exps of two calls
+    of `attention`.
+
+    Parameters
+    ----------
+    q, k, v : arrays
+        As `attention` takes them.
+    mask : Mask, BlockIndex, bool array, scipy.sparse array, or function of (b, h, i, j)
+        The keys to keep. Combined with `causal`, which holds for both calls.
+    causal : bool, "bottom_right" or "top_left"
+        As in `attention`.
+    scale : float, optional
+        1 / sqrt(head_dim) unless given.
+
+    Returns
+    -------
+    Recall
+        mass [..., num_heads, seqlen_q] in the dtype of sums, float32 or float64; output_error, a float. A query that
+        has no key without the mask loses nothing: its mass is 1.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention` raises them.
+
+    Notes
+    -----
+    In float16 and bfloat16 both outputs are rounded, so that output_error is not exactly 0 for a mask that keeps all
+    but a few weights.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 4, 64, 16))
+    >>> kept = cuflash.recall(q, k, v, cuflash.masks.SlidingWindow(7, 0), causal=True)
+    >>> kept.mass.shape, bool((kept.mass[:, :8] > 0.999999).all())
+    ((4, 64), True)
+    """
+    o, lse = attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+    kept_o, kept_lse = attention(q, k, v, mask=mask, causal=causal, scale=scale, return_lse=True)
+    xp = namespace(lse)
+    is_empty = lse == -np.inf
+    with np.errstate(invalid="ignore"):
+        mass = xp.where(is_empty, 1, xp.minimum(xp.exp(kept_lse - lse), 1))  # more than 1 by rounding alone
+    o, kept_o = o.astype(np.float64), kept_o.astype(np.float64)
+    change, whole = (float(xp.linalg.norm(x)) for x in (kept_o - o, o))
+    return Recall(mass.astype(lse.dtype), change / whole if whole else np.inf if change else 0.0)

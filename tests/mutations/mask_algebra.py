@@ -1,0 +1,142 @@
+"""Faults of operators, of coarsening, of pictures, of recall and of scipy.sparse arrays."""
+
+from __future__ import annotations
+
+from mutations.mask_algebra_guards import (
+    closed_forms_are_right,
+    coarsening_is_right,
+    index_operators_are_right,
+    operators_are_right,
+    pictures_are_right,
+    recall_is_right,
+    scipy_is_read,
+)
+from mutations.planting import Edit
+
+FAULTS = {
+    operators_are_right: {
+        "a difference is turned round": Edit(
+            "masks/base.py", "Mask.__rsub__",
+            "And((self._mask_of(other), Not(self)))", "And((self, Not(self._mask_of(other))))",
+        ),
+        "a difference is an intersection": Edit(
+            "masks/base.py", "Mask.__sub__", "Not(self._mask_of(other))", "self._mask_of(other)"
+        ),
+        "an exclusive or is a union": Edit("masks/base.py", "Mask.__xor__", "Xor((", "Or(("),
+        "an exclusive or from the right is a union": Edit("masks/base.py", "Mask.__rxor__", "Xor((", "Or(("),
+        "elements of exclusive ors are united": Edit("masks/base.py", "_Composed.__call__", "Xor: xor", "Xor: or_"),
+        "NumPy's arrays take operators": Edit(
+            "masks/base.py", "Mask", "__array_priority__ = 1000.0", "__array_priority__ = -1.0"
+        ),
+        "NumPy's arrays take operators of indices": Edit(
+            "blocks/index.py", "BlockIndex", "__array_priority__ = 1000.0", "__array_priority__ = -1.0"
+        ),
+        "a difference with an index is turned round": Edit(
+            "blocks/index.py", "BlockIndex.__rsub__", "sub(other, self.as_mask())", "sub(self.as_mask(), other)"
+        ),
+        "indices of other blocks are kept": Edit(
+            "blocks/index.py", "BlockIndex._combined",
+            "if not isinstance(other, BlockIndex):\n    return combine(self.as_mask(), other)",
+            "if True:\n    return combine(self.as_mask(), other)",
+        ),
+        "functions are no masks": Edit("masks/arrays.py", "as_mask", "if callable(value):", "if False:"),
+        "scipy.sparse arrays are no masks": Edit(
+            "masks/arrays.py", "as_mask", "if scipy.sparse.issparse(value):", "if False:"
+        ),
+    },
+    index_operators_are_right: {
+        "a complement is the index": Edit(
+            "blocks/index.py", "BlockIndex.__invert__", "~self.as_mask()", "self.as_mask()"
+        ),
+        "all indices of a shape are equal": Edit(
+            "blocks/index.py", "BlockIndex.__eq__", "(self ^ other).on_host.num_entries == 0", "True"
+        ),
+        "indices of other blocks may be equal": Edit(
+            "blocks/index.py", "BlockIndex.__eq__",
+            "(self.shape, self.block) == (other.shape, other.block)", "self.shape == other.shape",
+        ),
+        "nnz counts blocks": Edit("blocks/index.py", "BlockIndex.nnz", "self.row_counts().sum()", "self.num_entries"),
+        "hashes are of objects": Edit(
+            "blocks/index.py", "BlockIndex.__hash__", "hash((self.shape, self.block))", "id(self)"
+        ),
+    },
+    closed_forms_are_right: {
+        "exclusive ors may be nothing where both may": Edit(
+            "masks/base.py", "_Composed.rectangle.apart", "(x[0] | y[0]) & (x_not | y_not)", "(x[0] ^ y[0])"
+        ),
+        "exclusive ors are full where either is": Edit(
+            "masks/base.py", "_Composed.rectangle.apart", "(x[1] & y_none) | (x_none & y[1])", "x[1] | y[1]"
+        ),
+        "a pattern's rectangle ends a block early": Edit(
+            "masks/base.py", "OnBlocks.rectangle",
+            "rows = i0 // self.block[0], (i1 - 1) // self.block[0] + 1",
+            "rows = i0 // self.block[0], (i1 - 1) // self.block[0]",
+        ),
+    },
+    coarsening_is_right: {
+        "a mirrored rectangle must be full both ways round": Edit(
+            "masks/base.py", "OnBlocks.rectangle", "may | may_back, must | must_back", "may, must | must_back"
+        ),
+        "filled indices keep partial blocks": Edit(
+            "blocks/index.py", "BlockIndex.filled", "minimum(self.kinds, np.uint8(Kind.FULL))", "copy(self.kinds)"
+        ),
+        "tiles of filled blocks are looked up": Edit(
+            "blocks/index.py", "BlockIndex.filled", "bits=self.bits[:0]", "bits=self.bits[:, :0]"
+        ),
+        "rows and columns of a pattern's blocks are exchanged": Edit(
+            "masks/base.py", "OnBlocks.__call__",
+            "widened(i) // self.block[0], widened(j) // self.block[1]",
+            "widened(i) // self.block[1], widened(j) // self.block[0]",
+        ),
+        "a mirrored pattern is not": Edit(
+            "masks/base.py", "OnBlocks.__call__",
+            "elements(self.mask, b, h, col, row)", "elements(self.mask, b, h, row, col)",
+        ),
+        "patterns on blocks are listed in other blocks": Edit(
+            "masks/base.py", "OnBlocks.natural_block", "return block_q, block_kv", "return block_kv, block_q + 1"
+        ),
+    },
+    pictures_are_right: {
+        "corners decide what is alike at all four": Edit(
+            "masks/pictures.py", "states_of", "undecided = (states == 2) & (some == every)", "undecided = some != some"
+        ),
+        "columns of a row run together": Edit(
+            "masks/pictures.py", "states_of", "+ side, length)", "+ side + 1, length)"
+        ),
+        "groups are full where any block is": Edit(
+            "masks/pictures.py", "coarser",
+            "np.logical_and, states == 1", "np.logical_or, states == 1",
+        ),
+        "a coarser picture is not": Edit("masks/pictures.py", "shown_states", "ceil(max(cols, rows))", "0"),
+    },
+    recall_is_right: {
+        "the mask's causal part is not all keys'": Edit(
+            "study/recall.py", "recall", "attention(q, k, v, mask=mask, causal=causal,", "attention(q, k, v, mask=mask,"
+        ),
+        "queries without a key lose all": Edit(
+            "study/recall.py", "recall", "xp.where(is_empty, 1,", "xp.where(is_empty, 0,"
+        ),
+        "the mass is the inverse": Edit(
+            "study/recall.py", "recall", "xp.exp(kept_lse - lse)", "xp.exp(lse - kept_lse)"
+        ),
+        "the error is of the masked output": Edit(
+            "study/recall.py", "recall", "for x in (kept_o - o, o))", "for x in (kept_o - o, kept_o))"
+        ),
+    },
+    scipy_is_read: {
+        "stored zeros allow": Edit(
+            "masks/block_set.py", "sorted_places", "stored.data != 0", "stored.data == stored.data"
+        ),
+        "an array of elements is one of blocks": Edit(
+            "blocks/index.py", "BlockIndex.from_scipy",
+            "if matrix.shape in (lengths, padded):", "if matrix.shape == padded:",
+        ),
+        "padded arrays are refused": Edit(
+            "blocks/index.py", "BlockIndex.from_scipy", "in (lengths, padded)", "in (lengths, lengths)"
+        ),
+        "cells are numbered by rows": Edit(
+            "masks/block_set.py", "sorted_places", "* matrix.shape[1]", "* matrix.shape[0]"
+        ),
+        "cells are not sorted": Edit("masks/block_set.py", "sorted_places", "np.sort(", "np.flip("),
+    },
+}

@@ -1,0 +1,98 @@
+"""Recall against the softmax itself, in float64, and against masses of blocks, which add up."""
+
+import importlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import masks
+
+
+@st.composite
+def problems(draw, library=cuflash):
+    """q, k, v, a mask of all query heads and the alignment of the causal diagonal, if there is one."""
+    seqlen_q, seqlen_kv = draw(st.integers(1, 24)), draw(st.integers(1, 24))
+    kv_heads, group, batch = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([(), (2,)]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    q = rng.standard_normal((*batch, kv_heads * group, seqlen_q, 5))
+    k, v = rng.standard_normal((2, *batch, kv_heads, seqlen_kv, 5))
+    shape = library.masks.MaskShape(batch, kv_heads * group, seqlen_q, seqlen_kv)
+    of_library = importlib.import_module(f"{library.__name__}.testing.strategies")
+    return q, k, v, draw(of_library.masks(shape)), draw(st.sampled_from((False, "bottom_right", "top_left")))
+
+
+def weights(q, k, allowed):
+    """Softmax weights over the keys that are allowed; all 0 in a row without one."""
+    k = np.repeat(k, q.shape[-3] // k.shape[-3], axis=-3)
+    e = np.exp(q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5) * allowed
+    total = e.sum(-1, keepdims=True)
+    return np.divide(e, total, out=np.zeros_like(e), where=total > 0)
+
+
+def check_recall(library, problem):
+    q, k, v, mask, causal = problem
+    lengths = q.shape[-2], k.shape[-2]
+    allowed = mask.toarray(*lengths, batch=q.shape[:-3], num_heads=q.shape[-3])
+    eligible = library.masks.Causal(causal).toarray(*lengths) if causal else np.ones(lengths, bool)
+    kept = library.recall(q, k, v, mask, causal=causal)
+    p, sparse = weights(q, k, eligible), weights(q, k, eligible & allowed)
+    has_key = np.broadcast_to(eligible.any(-1), q.shape[:-1])
+    assert isinstance(kept, library.Recall) and kept.mass.shape == q.shape[:-1] and type(kept.output_error) is float
+    np.testing.assert_allclose(kept.mass, np.where(has_key, (p * allowed).sum(-1), 1), rtol=1e-9, atol=1e-13)
+
+    v = np.repeat(v, q.shape[-3] // v.shape[-3], axis=-3)
+    whole, change = np.linalg.norm(p @ v), np.linalg.norm(sparse @ v - p @ v)
+    expected = change / whole if whole else 0.0
+    np.testing.assert_allclose(kept.output_error, expected, rtol=1e-7, atol=1e-12)
+
+
+def check_sums(library, problem):
+    """Masses of the blocks of a row, each kept alone, add up to what the mask of all of them keeps."""
+    q, k, v, _, causal = problem
+    made, num_blocks = library.masks, -(-k.shape[-2] // 4)
+    columns = [made.FromFunction(lambda b, h, i, j, col=col: j // 4 == col) for col in range(num_blocks)]
+    masses = [library.recall(q, k, v, column, causal=causal).mass for column in columns]
+    eligible = made.Causal(causal).toarray(q.shape[-2], k.shape[-2]).any(-1) if causal else np.ones(q.shape[-2], bool)
+    np.testing.assert_allclose(np.sum(masses, axis=0)[..., eligible], 1, rtol=1e-9)
+    of_two = library.recall(q, k, v, columns[0] | columns[-1], causal=causal).mass
+    both = masses[0] + (masses[-1] if num_blocks > 1 else 0)
+    np.testing.assert_allclose(of_two[..., eligible], both[..., eligible], rtol=1e-9, atol=1e-13)
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_the_mass_is_the_softmax_s_and_the_error_the_output_s(problem):
+    check_recall(cuflash, problem)
+
+
+@settings(max_examples=30)
+@given(problems())
+def test_masses_of_blocks_add_up(problem):
+    check_sums(cuflash, problem)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_everything_is_kept_by_a_mask_of_everything(dtype):
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 40, 8)).astype(dtype)
+    kept = cuflash.recall(q, k, v, masks.Band(), causal=True, scale=3.0)
+    assert (kept.mass == 1).all() and kept.output_error == 0 and kept.mass.dtype == max(dtype, np.float32, key=np.dtype)
+    nothing = cuflash.recall(q, k, v, ~masks.Band(), scale=3.0)
+    assert (nothing.mass == 0).all() and nothing.output_error == 1
+
+
+def test_an_output_of_zeros_has_no_error_unless_it_changes():
+    q, k, v = np.zeros((3, 1, 2, 4))
+    assert cuflash.recall(q, k, v, masks.Band(0, 0)).output_error == 0
+    v = np.stack([np.ones((2, 4)), -np.ones((2, 4))])[:, 0][None]
+    assert cuflash.recall(q, k, v, masks.Band(0, 0)).output_error == np.inf
+
+
+def test_wrong_inputs_are_refused_as_attention_refuses_them():
+    q = np.ones((2, 4, 3))
+    with pytest.raises(cuflash.UnsupportedProblem, match="scale must be"):
+        cuflash.recall(q, q, q, masks.Causal(), scale=np.nan)
+    with pytest.raises(TypeError, match="mask must be a Mask"):
+        cuflash.recall(q, q, q, "causal")
