@@ -17,7 +17,7 @@ from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
 from .masks.base import Mask
 from .masks.content import Content, content, held_arrays
-from .memory import device_number
+from .layouts import device_number
 from .planning.device import DeviceSpec
 from .planning.plan import KernelPlan, gpu_plan, host_plan
 from .planning.problem import Problem, precision_reasons, with_operands

@@ -93,7 +93,7 @@ import numpy as np
 from .arrays import DTYPES, Array, accumulator_dtype, as_dtype, describe, flag_reasons, is_array, no_array
 from .blocks.work_list import requested_mask
 from .errors import UnsupportedProblem, collecting
-from .memory import kind_of
+from .layouts import kind_of
 from .planning.problem import Problem, with_operands
 from .plans import as_arrays, as_mask_of_arrays
 from .reference import allowed_of, expand_heads, sum_heads_to, sum_to, with_heads

@@ -17,7 +17,7 @@ from . import api
 from .arrays import Array, ShapeDtype, describe
 from .errors import UnsupportedProblem
 from .executors import checks, gpu
-from .memory import kind_of, taken
+from .layouts import kind_of, taken
 from .plans import Executable
 
 _OPTIONS = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")

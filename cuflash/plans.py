@@ -16,7 +16,7 @@ from .errors import UnsupportedProblem, collecting
 from .executors import checks, cpu, gpu, sim, without_keys
 from .masks.base import Mask
 from .masks.content import held_arrays
-from .memory import device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, taken
+from .layouts import device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, taken
 from .planning.device import DeviceSpec
 from .planning.explain import explain
 from .planning.plan import KernelPlan

@@ -19,7 +19,7 @@ from .arrays import BFLOAT16, Array, ShapeDtype, describe
 from .errors import UnsupportedProblem
 from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
-from .memory import is_tensor, taken, tensor_reasons
+from .layouts import is_tensor, taken, tensor_reasons
 from .plans import Executable, Pullback
 
 Tensor: TypeAlias = torch.Tensor

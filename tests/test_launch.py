@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, masks, memory
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, layouts, masks
 from cuflash.executors import checks, gpu, sim as simulated
 from cuflash import plans as launch
 from cuflash.compiler import nvrtc as compiling
@@ -286,9 +286,9 @@ def test_outputs_on_the_device(cupy):
 def test_interleaved_outputs_overlap_nothing_and_shifted_ones_do(cupy):
     packed = np.zeros((2, 40, 4, 16), np.float32)
     parts = [cupy_machine.Ndarray(packed[:, :, part], 0) for part in range(4)]
-    assert not any(memory.overlap(parts[0], other) for other in parts[1:])
-    assert memory.overlap(parts[0], cupy_machine.Ndarray(packed[:, 1:, 0], 0))
-    assert memory.overlap(parts[0], cupy_machine.Ndarray(packed.reshape(-1)[15:17], 0))
+    assert not any(layouts.overlap(parts[0], other) for other in parts[1:])
+    assert layouts.overlap(parts[0], cupy_machine.Ndarray(packed[:, 1:, 0], 0))
+    assert layouts.overlap(parts[0], cupy_machine.Ndarray(packed.reshape(-1)[15:17], 0))
     cuflash.attention(*parts[:3], out=parts[3])
 
 
@@ -338,7 +338,7 @@ class Foreign:
 def test_foreign_arrays_on_the_host_are_taken_without_a_copy():
     o = cuflash.attention(*map(Foreign, (Q, K, V)))
     assert type(o) is np.ndarray and (o == cuflash.attention(Q, K, V)).all()
-    assert np.shares_memory(memory.taken("q", Foreign(Q), np), Q)
+    assert np.shares_memory(layouts.taken("q", Foreign(Q), np), Q)
 
 
 def test_foreign_arrays_on_a_device_are_taken_without_a_copy(cupy):
@@ -388,9 +388,16 @@ def test_foreign_arrays_of_masks_on_a_device_are_taken_where_they_lie(cupy):
     assert type(made) is cupy.ndarray and (made.get() == TRI).all()
     (reason,) = reasons_of(cuflash.attention, Q, K, V, mask=Foreign(TRI, (2, 0)))
     assert "mask's arrays must be where q is" in reason and "Foreign on a CUDA device with q on the host" in reason
+    held = masks.Documents(Foreign(IDS, (2, 0))).q_ids, masks.Lengths(kv=Foreign(IDS, (2, 0))).kv
+    assert all(type(each) is cupy.ndarray and (each.get() == IDS).all() for each in held)
+    assert type(masks.Dense(Foreign(TRI, (2, 0))).allowed) is cupy.ndarray
+
+
+def test_masks_of_foreign_arrays_on_a_device_need_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
     for make in (lambda x: masks.Documents(x), lambda x: masks.Lengths(kv=x), lambda x: masks.Dense(x)):
         (reason,) = reasons_of(make, Foreign(IDS, (2, 0)))
-        assert "lies on a CUDA device, as test_launch.Foreign: give cupy.from_dlpack(" in reason
+        assert "lies on a CUDA device, as test_launch.Foreign, which needs CuPy" in reason
 
 
 def test_foreign_parts_are_merged_and_foreign_arrays_are_bounded():

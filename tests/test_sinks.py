@@ -123,7 +123,7 @@ def test_every_result_with_a_sink_is_within_its_bound(run, example):
     target(assert_within_bounds(example, **run.everything(example)))
 
 
-@pytest.mark.parametrize("options", KERNELS_OF_SINKS, ids=str)
+@pytest.mark.parametrize("options", KERNELS_OF_SINKS, ids=range(len(KERNELS_OF_SINKS)))
 def test_each_kernel_is_within_its_bound(options) -> None:
     """Every family, lists and intervals, split keys, packed heads, and gradients that repeat."""
     fields = {"num_heads": 4, "num_kv_heads": 2, "sink": (4,), "q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}

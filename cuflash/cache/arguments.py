@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import DTYPES, Array, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, no_array
 from ..errors import UnsupportedProblem
-from ..memory import is_broadcast, kind_of, overlap
+from ..layouts import is_broadcast, kind_of, overlap
 from ..planning.problem import MAX_HEAD_DIM
 
 PAGE_SIZE = 64

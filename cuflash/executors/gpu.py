@@ -16,7 +16,7 @@ from ..arrays import Array, ShapeDtype
 from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
 from ..errors import UnsupportedProblem
-from ..memory import layout_reasons
+from ..layouts import layout_reasons
 from ..planning.device import DeviceSpec
 from ..planning.launches import Launch, Pass, Workspace
 from ..planning.plan import KernelPlan

@@ -12,7 +12,7 @@ import scipy.sparse
 
 from ..arrays import Array, describe, is_array, namespace, no_array
 from ..errors import UnsupportedProblem
-from ..memory import is_foreign
+from ..layouts import is_foreign
 from .base import Mask
 from .block_set import BlockSet, sorted_places
 from .coordinates import LeadingArray, checked_answer

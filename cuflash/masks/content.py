@@ -16,6 +16,7 @@ from ..errors import UnsupportedProblem
 from .coordinates import LeadingArray, PerBatch
 
 _CONTENT = "_content_of_mask"
+_MEMOS = (_CONTENT, "_work_of_index")
 
 
 class Described:
@@ -254,4 +255,4 @@ def without_memos(value: Any) -> Any:
 
 
 def _is_memo(kind: type, name: str) -> bool:
-    return name == _CONTENT or isinstance(getattr(kind, name, None), cached_property)
+    return name in _MEMOS or isinstance(getattr(kind, name, None), cached_property)

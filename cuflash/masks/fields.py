@@ -8,15 +8,15 @@ import numpy as np
 
 from ..arrays import describe, is_array, is_int, is_integer_dtype, whole_number
 from ..errors import UnsupportedProblem, collecting
-from ..memory import is_foreign, is_on_cuda, kind_of, taken
+from ..layouts import is_foreign, is_on_cuda, taken, taken_on_cuda
 from .base import Mask
 
 
 def take_arrays(mask: Mask, names: dict[str, str]) -> None:
-    """Take the host arrays of other libraries in some fields of a mask being made, where they lie; names of fields, and
-    what messages call them.
+    """Take the arrays of other libraries in some fields of a mask being made, where they lie and without a copy.
 
-    What is on a CUDA device is taken by the call that knows which library reads it there.
+    `names` are those of fields, with what messages call them. A library whose arrays name their namespace is left to
+    the call, which reads them.
     """
     reasons: list[str] = []
     for field, name in names.items():
@@ -27,7 +27,7 @@ def take_arrays(mask: Mask, names: dict[str, str]) -> None:
             if not is_on_cuda(name, value):
                 object.__setattr__(mask, field, taken(name, value, np))
             elif not is_array(value):
-                reasons.append(f"{name} lies on a CUDA device, as {kind_of(value)}: give cupy.from_dlpack({name})")
+                object.__setattr__(mask, field, taken_on_cuda(name, value))
     if reasons:
         raise UnsupportedProblem(reasons)
 

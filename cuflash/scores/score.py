@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import DTYPES, Array, ShapeDtype, describe, is_array, no_array
 from ..errors import UnsupportedProblem, collecting
-from ..memory import is_foreign, is_on_cuda, kind_of, taken
+from ..layouts import is_foreign, is_on_cuda, kind_of, taken
 from .program import COORDINATES, ArrayType, Curvature, Kind, Program, curvature
 from .trace import trace
 

@@ -299,16 +299,16 @@ FAULTS = {
     },
     refuses(attends(k=Foreign(Q, fault=AttributeError("no data_ptr"))), "k must be an array that", "no data_ptr"): {
         "an export fails with another library's error": Edit(
-            "memory.py", "taken", "except Exception as error:", "except BufferError as error:"
+            "layouts.py", "taken", "except Exception as error:", "except BufferError as error:"
         ),
     },
     refuses(attends(k=Foreign(Q, device=None)), "k must say on which device it lies"): {
         "a device is rubbish": Edit(
-            "memory.py", "is_on_cuda", "except Exception as error:", "except BufferError as error:"
+            "layouts.py", "is_on_cuda", "except Exception as error:", "except BufferError as error:"
         ),
     },
     refuses(attends(k=Foreign(Q, fault=ValueError())), "(ValueError)"): {
-        "a silent error says nothing": Edit("memory.py", "_said", "or type(error).__name__", ""),
+        "a silent error says nothing": Edit("layouts.py", "_said", "or type(error).__name__", ""),
     },
     refuses(attends(k=Traced()), "k must be an array that DLPack gives away"): {
         "what is traced is taken": Edit(

@@ -43,29 +43,29 @@ FAULTS = {
     },
     bfloat16_is_taken_and_given: {
         "bfloat16 goes by NumPy's DLPack": Edit(
-            "memory.py", "taken", "_bfloat16(value, xp) if _is_bfloat16(value) else", ""
+            "layouts.py", "taken", "_bfloat16(value, xp) if _is_bfloat16(value) else", ""
         ),
         "tensors of bfloat16 stay int16": Edit(
-            "memory.py", "_bfloat16", 'xp.from_dlpack(value.view(sys.modules["torch"].int16)).view(BFLOAT16)',
+            "layouts.py", "_bfloat16", 'xp.from_dlpack(value.view(sys.modules["torch"].int16)).view(BFLOAT16)',
             'xp.from_dlpack(value.view(sys.modules["torch"].int16))',
         ),
         "results of bfloat16 go by DLPack": Edit("torch.py", "_as_tensor", "if array.dtype == BFLOAT16:", "if False:"),
     },
     tensors_without_elements_are_named: {
         "a meta tensor holds data": Edit(
-            "memory.py", "tensor_reasons", 'if value.device.type == "meta":', "if False:"
+            "layouts.py", "tensor_reasons", 'if value.device.type == "meta":', "if False:"
         ),
-        "a nested tensor is dense": Edit("memory.py", "tensor_reasons", "if value.is_nested:", "if False:"),
+        "a nested tensor is dense": Edit("layouts.py", "tensor_reasons", "if value.is_nested:", "if False:"),
         "a quantised tensor is one of numbers": Edit(
-            "memory.py", "tensor_reasons", "if value.is_quantized:", "if False:"
+            "layouts.py", "tensor_reasons", "if value.is_quantized:", "if False:"
         ),
         "a sparse tensor is dense": Edit(
-            "memory.py", "tensor_reasons", 'if value.layout != sys.modules["torch"].strided:', "if False:"
+            "layouts.py", "tensor_reasons", 'if value.layout != sys.modules["torch"].strided:', "if False:"
         ),
-        "a tracer has memory": Edit("memory.py", "tensor_reasons", "if not has_memory:", "if False:"),
-        "a negated view holds its values": Edit("memory.py", "tensor_reasons", "if value.is_neg():", "if False:"),
+        "a tracer has memory": Edit("layouts.py", "tensor_reasons", "if not has_memory:", "if False:"),
+        "a negated view holds its values": Edit("layouts.py", "tensor_reasons", "if value.is_neg():", "if False:"),
         "calls for NumPy lose gradients": Edit(
-            "memory.py", "is_on_cuda", "and value.requires_grad", "and False"
+            "layouts.py", "is_on_cuda", "and value.requires_grad", "and False"
         ),
         "an output may require gradients": Edit(
             "torch.py", "_kind_reasons", 'name.startswith("out") and tensor.requires_grad', "False"

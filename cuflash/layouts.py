@@ -129,6 +129,23 @@ def taken(name: str, value: Any, xp: Any) -> Array:
         ) from error
 
 
+def taken_on_cuda(name: str, value: Any) -> Array:
+    """Another library's array on a CUDA device as CuPy's, without a copy.
+
+    Raises
+    ------
+    UnsupportedProblem
+        As `taken`, or CuPy is missing.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise UnsupportedProblem(
+            [f"{name} lies on a CUDA device, as {kind_of(value)}, which needs CuPy ({error}): install CuPy, or copy it"]
+        ) from error
+    return taken(name, value, cupy)
+
+
 def _is_bfloat16(value: Any) -> bool:
     return str(getattr(value, "dtype", "")).removeprefix("torch.") == "bfloat16"
 
