@@ -392,7 +392,9 @@ class Executable:
             raise UnsupportedProblem(reasons)
         gpu.make_ready(self.plan)
 
-    def check_forward(self, given: dict[str, Array], name_o: str, out_o: Any, out_lse: Any) -> None:
+    def check_forward(
+        self, given: dict[str, Array], name_o: str, out_o: Any, out_lse: Any, machine: gpu.Gpu | None = None
+    ) -> None:
         """Refuse arrays that `forward` does not take.
 
         Parameters
@@ -403,6 +405,8 @@ class Executable:
             The name of `out_o` in messages.
         out_o, out_lse : array or None
             Arrays that are written to.
+        machine : optional
+            The machine that runs the kernels, where it is not the one for CuPy's arrays.
 
         Raises
         ------
@@ -424,10 +428,15 @@ class Executable:
             reasons.append("out[0] and out[1] must not overlap in memory: give each its own")
         if reasons:
             raise UnsupportedProblem(reasons)
-        self.require_ready()
+        self.require_ready(machine)
 
-    def require_ready(self) -> None:
+    def require_ready(self, machine: gpu.Gpu | None = None) -> None:
         """Refuse to run where something is missing, before anything is allocated or launched.
+
+        Parameters
+        ----------
+        machine : optional
+            The machine that runs the kernels, where it is not the one for CuPy's arrays.
 
         Raises
         ------
@@ -451,7 +460,7 @@ class Executable:
         if self._scales_arrays:
             gpu.refuse_capture("for a scale so far from 1 q and k are copied to memory that a graph would outlive")
         if not self.plan.is_empty:
-            gpu.require_capturable(self.plan)
+            gpu.require_capturable(self.plan, machine)
 
     def _input_reasons(self, given: dict[str, Array], needed: Sequence[str]) -> list[str]:
         """Why arrays are not what was planned; operands that are needed must be among them."""

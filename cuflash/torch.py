@@ -244,7 +244,7 @@ class _OnGpu:
         names = _backward_names(has_dlse, (name for _, name in self._read))
         layouts = plan.problem.keyed(dict(zip(names, map(Layout.of, tensors))))
         with torch_gpu.stream():
-            self._ready.require_ready()
+            self._ready.require_ready(torch_gpu.MACHINE)
             bound = torch_gpu.bind(plan, plan.kernels.backward, layouts, plan.gradients_made)
         if plan.gradients == plan.gradients_made:
             return bound
@@ -288,7 +288,7 @@ def _first(
         layouts: dict[str, Any] = {name: Layout.of(tensor) for name, tensor in tensors.items()}
         ready = api.plan(**layouts, **every)
         out_o, out_lse = (None if each is None else Layout.of(each) for each in outs)
-        ready.check_forward(layouts, "out" if out_lse is None else "out[0]", out_o, out_lse)
+        ready.check_forward(layouts, "out" if out_lse is None else "out[0]", out_o, out_lse, torch_gpu.MACHINE)
         if not ready.is_repeatable:
             return _ByArrays(tensors, every, is_on_gpu)
         given = {name: layout for name, layout in (("o", out_o), ("lse", out_lse)) if layout is not None}

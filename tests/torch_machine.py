@@ -106,7 +106,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[tuple[cupy_machine.Cupy
         machine = Torch(cupy)
         cupy.cuda.Stream = _Streams(cupy.cuda.Stream)
         monkeypatch.setattr(torch_gpu, "torch", machine)
-        monkeypatch.setattr(torch_gpu, "_TORCH_GPU", torch_gpu.TorchGpu())
+        monkeypatch.setattr(torch_gpu, "MACHINE", torch_gpu.TorchGpu())
         monkeypatch.setattr(cuflash.torch, "torch", machine)
         monkeypatch.setattr(cuflash.torch, "_PLAIN", cuflash.torch._PLAIN | {DeviceTensor})
         monkeypatch.setattr(cuflash.torch, "_repeated", {})

@@ -301,8 +301,8 @@ def _launches(plan: KernelPlan) -> tuple[Launch, ...]:
     return (*plan.kernels.forward.launches.values(), *plan.kernels.backward.launches.values())
 
 
-def require_capturable(plan: KernelPlan) -> None:
-    """Where the current stream is captured, everything that a capture cannot make is there.
+def require_capturable(plan: KernelPlan, machine: Gpu | None = None) -> None:
+    """Where the current stream is captured, everything that a capture cannot make is there, on a machine that runs it.
 
     Raises
     ------
@@ -317,7 +317,7 @@ def require_capturable(plan: KernelPlan) -> None:
     cold = _cold(_launches(plan))
     if cold:
         raise RuntimeError(f"{cold[0].name} is not compiled yet, which a stream capture cannot wait for: {_COLD}")
-    _GPU.resident(plan.work)
+    (machine or _GPU).resident(plan.work)
 
 
 def refuse_capture(reason: str) -> None:

@@ -119,16 +119,16 @@ def _as_tensor_of(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], 
     return (int(np.prod(shape, dtype=np.int64)) * dtype.itemsize,), torch.uint8
 
 
-_TORCH_GPU = TorchGpu()
+MACHINE = TorchGpu()
 
 
 def stream() -> Any:
     """PyTorch's current stream as CuPy's stream; a `with` block makes it CuPy's current one."""
-    return _TORCH_GPU.stream()
+    return MACHINE.stream()
 
 
 def bind(
     plan: KernelPlan, kernels: Pass, given: Mapping[str, Any], results: Mapping[str, ShapeDtype]
 ) -> Callable[..., list[Any]]:
     """`gpu.bind` for tensors: `given` has the layouts of operands; the function returned takes and makes tensors."""
-    return gpu.bind(plan, kernels, given, results, pins=True, machine=_TORCH_GPU)
+    return gpu.bind(plan, kernels, given, results, pins=True, machine=MACHINE)

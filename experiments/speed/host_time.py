@@ -193,7 +193,7 @@ def makers_of_masks(tokens: int, send: Callable[[Any], Any]) -> dict[str, Callab
         "causal": lambda turn: causal,
         "same BlockIndex": lambda turn: same,
         "new BlockIndex": lambda turn: BlockIndex.from_blocks(kept[turn % PLACES], tokens, tokens, BLOCK),
-        "new bool array": lambda turn: dense[turn % 4].copy(),
+        "new bool array": lambda turn: dense[turn % 4] | False,
         "new BlockPattern": lambda turn: masks.BlockPattern(on_device[turn % PLACES], BLOCK),
     }
 
