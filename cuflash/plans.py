@@ -277,8 +277,8 @@ class Executable:
         >>> ready = cuflash.plan(q, k, v, causal=True)
         >>> o, lse = ready.forward(q, k, v)
         >>> dq, dk, dv = ready.backward(np.ones_like(o), q, k, v, o, lse)
-        >>> dv.sum()                               # each of 2 x 16 queries hands 8 gradients of 1 to its keys
-        np.float32(256.0)
+        >>> round(float(dv.sum()), 2)              # each of 2 x 16 queries hands 8 gradients of 1 to its keys
+        256.0
         """
         arrays = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
         if self.captured:

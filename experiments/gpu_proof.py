@@ -222,7 +222,9 @@ class Case(NamedTuple):
         """What a device runs, of shapes alone."""
         example = self.structure.example()
         shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
-        return cuflash.plan(*shapes, mask=self.mask, **self.options, executor="gpu", device=self.device(device)).plan
+        sink = {} if example.sink is None else {"sink": cuflash.ShapeDtype(example.sink.shape, example.sink.dtype)}
+        options = {**self.options, **sink, "wrt": tuple(sink), "device": self.device(device)}
+        return cuflash.plan(*shapes, mask=self.mask, **options, executor="gpu").plan
 
 
 KERNELS = (
@@ -273,6 +275,7 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
 
         for number, (kind, mask) in enumerate(kinds.items(), turn):
             yield kind, case(number, mask)
+        yield "dense", case(turn, sink=(4,))
         if kernel in ("sm80", "sm90"):
             for number in (0, 1):
                 yield "dense", case(number, head_dim=256, value_dim=256)
@@ -314,13 +317,15 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     mask = case.mask
     if isinstance(mask, masks.Mask):
         mask = masked(mask, "gpu")
-    ready = cuflash.plan(q, k, v, mask=mask, executor="gpu", device=case.device(gpu.current_device()), **case.options)
+    sink = {} if example.sink is None else {"sink": to_device(example.sink, "contiguous")}
+    options = {**case.options, **sink, "wrt": tuple(sink), "device": case.device(gpu.current_device())}
+    ready = cuflash.plan(q, k, v, mask=mask, executor="gpu", **options)
     problem = ready.plan.problem
     out = cupy.zeros(problem.o_shape(), problem.dtype) if case.kernel in UNSEEN else None
-    o, lse = ready.forward(q, k, v, out=out)
+    o, lse = ready.forward(q, k, v, out=out, **sink)
     dlse = None if example.dlse is None else to_device(np.ascontiguousarray(example.dlse), "contiguous")
     with zeros_for_sums(ready.plan) if case.kernel in UNSEEN else nullcontext():
-        ready.backward(do, q, k, v, o, lse, dlse=dlse)
+        ready.backward(do, q, k, v, o, lse, dlse=dlse, **sink)
     cupy.cuda.get_current_stream().synchronize()
 
 

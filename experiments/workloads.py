@@ -102,10 +102,11 @@ def oracle(q: np.ndarray, k: np.ndarray, grid: int) -> Iterator[masks.Mask]:
 FAMILIES = {f.__name__: f for f in (window, sink_local, longformer, bigbird, butterfly, strided, fixed, random)}
 
 
-def first_heads(pattern: masks.BlockPattern, num_heads: int) -> masks.BlockPattern:
-    """A pattern with blocks of every head's own, for fewer heads."""
-    has_heads = len(pattern.blocks.shape) > 2
-    return masks.BlockPattern(pattern.blocks[:num_heads], pattern.block) if has_heads else pattern
+def first_heads(pattern: masks.Mask, num_heads: int) -> masks.Mask:
+    """A pattern for fewer heads, where it has blocks of every head's own."""
+    if not isinstance(pattern, masks.BlockPattern) or len(pattern.blocks.shape) <= 2:
+        return pattern
+    return masks.BlockPattern(pattern.blocks[:num_heads], pattern.block)
 
 
 # Masks by name: "full", "causal", and random blocks of one size and density, "blocks128_0.125"

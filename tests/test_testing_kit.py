@@ -24,6 +24,12 @@ STRATEGIES = {
 }
 
 
+def parts_of(mask):
+    """The masks that a mask is made of."""
+    operands = [*getattr(mask, "operands", ()), *([mask.operand] if hasattr(mask, "operand") else [])]
+    return [part for each in operands for part in parts_of(each)] if operands else [mask]
+
+
 @functools.cache
 def sample(name):
     """A thousand draws, the same in every run."""
@@ -122,7 +128,9 @@ MASKS = {
     "a single cell": lambda mask: (mask.toarray(**SHAPE._asdict()).sum(axis=(-1, -2)) == 1).all(),
     "another mask for another head": lambda mask: np.diff(mask.toarray(**SHAPE._asdict()), axis=1).any(),
     "another mask for another batch entry": lambda mask: np.diff(mask.toarray(**SHAPE._asdict()), axis=0).any(),
-    "lengths for each batch entry": lambda mask: isinstance(mask, masks.Lengths) and np.ndim(mask.kv) == 1,
+    "lengths for each batch entry": lambda mask: any(
+        isinstance(part, masks.Lengths) and np.ndim(part.kv) == 1 for part in parts_of(mask)
+    ),
     "documents out of order": lambda mask: isinstance(mask, masks.Documents) and (np.diff(mask.q_ids) < 0).any(),
     "sequences with keys of their own": lambda mask: isinstance(mask, masks.Sequences) and mask.kv_offsets is not None,
     "unequal blocks": lambda mask: isinstance(mask, masks.BlockPattern) and mask.block[0] != mask.block[1],

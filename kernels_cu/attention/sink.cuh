@@ -106,7 +106,9 @@ CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T*
   };
   if (sink.dsink.is_wide) write(T());
   else if (sink.dtype == kHalfSink) write(ptx::Half());
-  else if (sink.dtype == kBFloat16Sink) write(ptx::BFloat16());
+  else if (sink.dtype == kBFloat16Sink)
+    matrix<ptx::BFloat16>(sink.dsink, first, first.head, 1, 1).at(0, 0) =
+        ptx::bfloat16_by_integers(static_cast<float>(-room[0]));
   else write(float());
 }
 

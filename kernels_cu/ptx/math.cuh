@@ -102,6 +102,13 @@ CUFLASH_DEVICE BFloat16 from_float<BFloat16>(float x) {
   return y;
 }
 
+// As from_float<BFloat16>, by integers: chips before sm_80 have no instruction for it.
+CUFLASH_DEVICE BFloat16 bfloat16_by_integers(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return {static_cast<uint16_t>(is_nan ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+}
+
 // Two floats as one register of an mma operand, `lo` in the lower half: the instruction names the upper first.
 CUFLASH_DEVICE uint32_t pack2(Half, float lo, float hi) {
   uint32_t y;

@@ -16,7 +16,14 @@ K = np.ones((2, 1, 3, 4), np.float32)
 
 
 def operations_are_right(library: ModuleType) -> None:
-    """Operations at random hold what arrays hold."""
+    """Operations at random hold what arrays hold; a window of a long sequence reads its last pages."""
+    pages = {"page_size": 16, "num_pages": 4}
+    cache = library.KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=64, dtype=np.float32, **pages)
+    rows = np.random.default_rng(0).standard_normal((1, 1, 50, 4)).astype(np.float32)
+    cache.append(rows, rows)
+    last = rows[:, :, -4:]
+    expected = library.attention(rows[:, :, -1:], last, last)
+    assert np.allclose(cache.attention(rows[:, :, -1:], window=(3, 0)), expected, atol=1e-6)
     for kind in KINDS:
         walk(library, kind, seed=1, steps=40)
         walk(library, kind, seed=2, steps=40)

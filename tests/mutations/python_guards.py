@@ -81,7 +81,7 @@ def indices_are_right(library):
     @hunt(shapes_and_masks(library), st.tuples(st.integers(1, 12), st.integers(1, 12)))
     def check(shape_and_mask, block):
         shape, mask = shape_and_mask
-        index = index_of(mask, shape, block)
+        index = index_of(mask, block=block, **shape._asdict())
         expected = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])
         dense, states = index.toarray(), index.states()
         assert (dense == expected).all()
@@ -90,8 +90,14 @@ def indices_are_right(library):
 
 
 def work_is_right(library):
-    """A work list tells exactly its mask, by rows and by columns, at tiles of any size."""
+    """A work list tells exactly its mask, by rows and by columns, at tiles of any size; narrow integers are widened."""
     work_list = part(library, "blocks.work_list")
+    narrow = library.masks.PrefixLM(np.array([5, 3], np.uint8), "bottom_right")
+    frame = part(library, "masks.shape").MaskShape((2,), 1, 14, 10)
+    try:
+        work_list.work_list(work_list.requested_mask(narrow, False, None, frame), frame, (4, 4))
+    except OverflowError as error:
+        raise AssertionError("a number of keys meets a negative coordinate as it is") from error
 
     @hunt(shapes_and_masks(library), st.tuples(st.integers(1, 24), st.integers(1, 24)))
     def check(shape_and_mask, tile):
@@ -115,7 +121,8 @@ def lists_on_a_device_are_right(library):
         shape, mask = shape_and_mask[0], changed(shape_and_mask[1], in_order)
         if not any(True for _ in part(library, "masks.content").held_arrays(mask)):
             return
-        index, expected = index_of(sent(mask, device_double.to_device), shape, block), index_of(mask, shape, block)
+        on_device = sent(mask, device_double.to_device)
+        index, expected = (index_of(each, block=block, **shape._asdict()) for each in (on_device, mask))
         lists = {name: device_double.to_host(array) for name, array in listed(index=index).lists.items()}
         pointers, entries = (lists[f"column_{name}"] for name in ("pointers", "entries"))
         assert_longest_first(lists, index.batch * index.num_heads)

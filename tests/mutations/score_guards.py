@@ -362,7 +362,7 @@ def calls_are_right(library):
     assert len(results) == 4 and all((x == 0).all() for x in results.values())
     for options in (
         {"softcap": 0.0}, {"softcap": np.inf}, {"bias": bias > 0}, {"bias": bias.astype(np.float64)},
-        {"bias": bias[:2]}, {"bias": bias, "wrt": "slopes"}, {"softcap": 1.0, "executor": "sim"},
+        {"bias": bias[:2]}, {"bias": bias, "wrt": "slopes"},
         {"score": library.scores.relative_position(np.zeros((2, 8)), bidirectional=True), "wrt": "bucket"},
         {"score": library.scores.bias(bias), "bias": bias + 1},
     ):  # fmt: skip

@@ -114,7 +114,10 @@ FAULTS = {
             "attention/sink.cuh", "sink_logit", "return of(ptx::Half());", "return of(ptx::BFloat16());"
         ),
         "bfloat16 is written as halves": Edit(
-            "attention/sink.cuh", "sum_sink_gradient", "write(ptx::BFloat16());", "write(ptx::Half());"
+            "attention/sink.cuh", "sum_sink_gradient",
+            "matrix<ptx::BFloat16>(sink.dsink, first, first.head, 1, 1).at(0, 0) = "
+            "ptx::bfloat16_by_integers(static_cast<float>(-room[0]));",
+            "write(ptx::Half());",
         ),
         "heads that share a sink are not summed": Edit(
             "attention/sink.cuh", "sum_sink_gradient",

@@ -69,6 +69,8 @@ CUFLASH_DEVICE Half from_float<Half>(float x) { return {sim::float_to_half(x)}; 
 template <>
 CUFLASH_DEVICE BFloat16 from_float<BFloat16>(float x) { return {sim::float_to_bfloat16(x)}; }
 
+CUFLASH_DEVICE BFloat16 bfloat16_by_integers(float x) { return {sim::float_to_bfloat16(x)}; }
+
 CUFLASH_DEVICE uint32_t pack2(Half, float lo, float hi) {
   return sim::float_to_half(lo) | static_cast<uint32_t>(sim::float_to_half(hi)) << 16;
 }
