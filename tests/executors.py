@@ -158,7 +158,7 @@ class Run:
 
 def _is_unsorted(mask: masks.Mask) -> bool:
     if isinstance(mask, masks.Documents):
-        return any(ids is not None and (np.diff(ids) < 0).any() for ids in (mask.q_ids, mask.kv_ids))
+        return any(ids is not None and (np.diff(ids.astype(np.int64)) < 0).any() for ids in (mask.q_ids, mask.kv_ids))
     inner = getattr(mask, "operands", None) or [getattr(mask, "operand", None)]
     return any(_is_unsorted(each) for each in inner if each is not None)
 

@@ -329,7 +329,6 @@ def _segments(
 
 WorkList = IntervalWork | ListedWork
 
-_WORK = "_work_of_index"  # the memo of an index
 LISTED_BLOCK = 128  # at most, for masks that are not made of blocks
 OWN_BLOCKS = (16, 512)  # a mask's own blocks are listed as they are within these sizes
 
@@ -353,16 +352,8 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
             return intervals(lo=lo, hi=hi)
     block = _listed_block(mask, tile)
     if isinstance(mask, (IndexMask, IndexGrid)) and mask.index.block == block:
-        return _work_of_index(mask.index)
+        return ListedWork(index=mask.index)
     return ListedWork(index=BlockIndex.from_mask(mask, block=block, **shape._asdict()))
-
-
-def _work_of_index(index: BlockIndex) -> ListedWork:
-    """The list of an index as it is, made once: its copy on a device serves later calls, and graphs of them."""
-    known: ListedWork | None = index.__dict__.get(_WORK)
-    if known is None:
-        known = index.__dict__[_WORK] = ListedWork(index=index)
-    return known
 
 
 def _listed_block(mask: Mask, tile: tuple[int, int]) -> tuple[int, int]:

@@ -16,7 +16,6 @@ from ..errors import UnsupportedProblem
 from .coordinates import LeadingArray, PerBatch
 
 _CONTENT = "_content_of_mask"
-_MEMOS = (_CONTENT, "_work_of_index")
 
 
 class Described:
@@ -255,4 +254,4 @@ def without_memos(value: Any) -> Any:
 
 
 def _is_memo(kind: type, name: str) -> bool:
-    return name in _MEMOS or isinstance(getattr(kind, name, None), cached_property)
+    return name == _CONTENT or isinstance(getattr(kind, name, None), cached_property)
