@@ -22,7 +22,7 @@ from .planning.device import DeviceSpec
 from .planning.plan import KernelPlan, gpu_plan, host_plan
 from .planning.problem import Problem, precision_reasons, with_operands
 from .planning.routing import FAMILIES, routed
-from .plans import EXECUTORS, Executable, Gradients, Pullback, Repeated, as_arrays, as_mask_of_arrays, lie_of
+from .plans import EXECUTORS, Executable, Gradients, Pullback, BoundCall, as_arrays, as_mask_of_arrays, layout_key
 from .scores import Score, library
 
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
@@ -451,14 +451,14 @@ def precompile(
     if capability is None:
         raise UnsupportedProblem([f"device must be a GPU; got {ready.plan.device.name}: DeviceSpec.gpu has some"])
     if device is None:
-        return nvrtc.precompile(map(checks.built, specs), capability)
+        return nvrtc.precompile(map(checks.with_watchdog, specs), capability)
     return nvrtc.precompile(specs, nvrtc.architecture(next(iter(specs)), capability))
 
 
-_MOST_REPEATED = 512
+_MAX_BOUND_CALLS = 512
 
 
-_repeated: dict[Hashable, tuple[Executable, Repeated]] = {}
+_bound_calls: dict[Hashable, tuple[Executable, BoundCall]] = {}
 
 
 _OfScore: TypeAlias = tuple[Any, Any, Any]  # score, softcap and bias
@@ -496,9 +496,9 @@ def _call(
     program = (score.program, score.numbers) if isinstance(score, Score) else None
     key = None
     if is_plain and of_score[1] is of_score[2] is None:
-        key = call_key(lie_of(*arrays), mask, causal, window, options, program, *operands)
+        key = call_key(layout_key(*arrays), mask, causal, window, options, program, *operands)
     try:
-        found = _repeated.get(key)
+        found = _bound_calls.get(key)
     except TypeError:  # an option that cannot be hashed
         key = found = None
     if found is not None:
@@ -514,10 +514,10 @@ def _call(
     ready = replace(ready, captured={})  # what is remembered must hold no arrays of a call
     o, lse = ready.forward(**given, out=out)
     gpu.pin(ready.plan)
-    if key is not None and ready.is_repeatable:
-        if len(_repeated) >= _MOST_REPEATED:
-            _repeated.clear()
-        _repeated[key] = ready, ready.repeated(given, pins=True)
+    if key is not None and ready.can_bind:
+        if len(_bound_calls) >= _MAX_BOUND_CALLS:
+            _bound_calls.clear()
+        _bound_calls[key] = ready, ready.bind(given, pins=True)
     return ready, tuple(given.values()), o, lse
 
 
@@ -539,21 +539,23 @@ def _are_plain(scale: Any, kernel: Any, executor: Any, precision: Any, determini
     return type(kernel) is str and type(executor) is str and type(precision) is str
 
 
-def call_key(lie: Hashable, mask: Any, causal: Any, window: Any, options: tuple[Any, ...], *more: Hashable) -> Hashable:
+def call_key(
+    layout: Hashable, mask: Any, causal: Any, window: Any, options: tuple[Any, ...], *more: Hashable
+) -> Hashable:
     """What decides a call but its data; None where equal values may mean different things, 1 and True say, or where a
     mask's contents may change.
 
-    `lie` says how q, k, v and operands lie, None if that is not known; `options` are scale, kernel, executor,
+    `layout` says how q, k, v and operands lie, None if that is not known; `options` are scale, kernel, executor,
     precision, deterministic and wrt; `more` is what else decides, as the names of operands.
     """
-    if lie is None or not _are_plain(*options):
+    if layout is None or not _are_plain(*options):
         return None
     if type(causal) is not bool and type(causal) is not str or not (mask is None or isinstance(mask, Mask)):
         return None
     if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
         return None
     try:
-        return lie, None if mask is None else content(mask), causal, window, options, more
+        return layout, None if mask is None else content(mask), causal, window, options, more
     except TypeError:
         return None
 
@@ -561,7 +563,7 @@ def call_key(lie: Hashable, mask: Any, causal: Any, window: Any, options: tuple[
 _host = lru_cache(maxsize=1)(DeviceSpec.host)
 
 
-def _made(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
+def _new_plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
     """The plan of a call on the host where `kernel` is None, else on a GPU."""
     if kernel is None:
         return host_plan(problem, mask, device)
@@ -584,33 +586,33 @@ def _device(executor: str) -> DeviceSpec:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Known:
+class _MaskKey:
     """A mask that counts as equal to all of its content."""
 
     mask: Mask
     content: Content
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Known) and self.content == other.content
+        return isinstance(other, _MaskKey) and self.content == other.content
 
     def __hash__(self) -> int:
         return hash(self.content)
 
 
 @lru_cache(maxsize=256)
-def _remembered(
-    problem: Problem, known: _Known, device: DeviceSpec, kernel: str | None, deterministic: bool
+def _cached_plan(
+    problem: Problem, mask_key: _MaskKey, device: DeviceSpec, kernel: str | None, deterministic: bool
 ) -> KernelPlan:
-    return _made(problem, known.mask, device, kernel, deterministic)
+    return _new_plan(problem, mask_key.mask, device, kernel, deterministic)
 
 
 def _plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
     """Plans whose masks hold no arrays are remembered: calls of one shape plan once."""
     try:
-        known = _Known(mask, content(mask))
+        mask_key = _MaskKey(mask, content(mask))
     except TypeError:
-        return _made(problem, mask, device, kernel, deterministic)
-    return _remembered(problem, known, device, kernel, deterministic)
+        return _new_plan(problem, mask, device, kernel, deterministic)
+    return _cached_plan(problem, mask_key, device, kernel, deterministic)
 
 
 def _option_reasons(
@@ -633,10 +635,12 @@ def _option_reasons(
     if not isinstance(kernel, str) or kernel not in ("auto", *families):
         known, why = ", ".join(map(repr, ("auto", *families))), "" if families else ": the cpu executor has one kernel"
         reasons.append(f"kernel must be {known}{why}; got {describe(kernel)}")
-    not_made = precision_reasons(arrays[0], precision)
-    if executor == "cpu" and not not_made and precision != "ieee":
-        not_made = [f"precision={precision!r} needs a GPU's tensor cores; executor='cpu' has precision='ieee'"]
-    reasons += not_made
+    precision_problems = precision_reasons(arrays[0], precision)
+    if executor == "cpu" and not precision_problems and precision != "ieee":
+        precision_problems = [
+            f"precision={precision!r} needs a GPU's tensor cores; executor='cpu' has precision='ieee'"
+        ]
+    reasons += precision_problems
     return reasons
 
 

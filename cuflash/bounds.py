@@ -105,7 +105,7 @@ from .scores.values import Operands
 __all__ = ["Bounds", "error_bound"]
 
 SECOND_ORDER = 1.5
-_OF_OPERANDS = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 * 2.0**-24}
+_OPERAND_ROUNDING = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 * 2.0**-24}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -295,7 +295,7 @@ class _Rounding:
             u=_roundoff(storage),
             ua=_roundoff(accumulator),
             up=_roundoff(product),
-            t=_OF_OPERANDS[precision],
+            t=_OPERAND_ROUNDING[precision],
             w=_underflow(storage),
             wa=_underflow(accumulator),
             wp=_underflow(product),
@@ -425,7 +425,7 @@ def _dense_bounds(
 
     forward = _forward_tolerances(queries, keys, values, allowed, scale, logit, model, captured)
     is_row = forward.allowed.any(axis=-1)[..., None]
-    tol_o = _finished(forward.tol_o, forward.o, model)
+    tol_o = _rounded_up(forward.tol_o, forward.o, model)
     tol_lse = _nan_to_inf(SECOND_ORDER * forward.tol_lse[..., 0])
     headed = np.ndim(q) > 2
     o_bound, lse_bound = (tol_o, tol_lse) if headed else (tol_o[0], tol_lse[0])
@@ -492,7 +492,7 @@ def _forward_tolerances(
     rounding = model.up + model.t + 2 * (k_n + 8) * ua + has_sink * 4 * ua
     first = (p_excess + lost + rounding * (p + p_excess)) @ np.abs(values)
     by_weights = (1 + r) * (first + r * np.abs(o)) + model.u * np.abs(o)
-    tol_o = np.fmin(by_weights, _spread(values, rounding + seqlen_kv * model.wp + model.u, has_sink))
+    tol_o = np.fmin(by_weights, _rounding_of_sum(values, rounding + seqlen_kv * model.wp + model.u, has_sink))
     tol_o = tol_o + model.w + seqlen_kv * model.wa
     return _Forward(
         allowed=allowed,
@@ -569,7 +569,7 @@ def _gradient_tolerances(
     tolerances = sum_to(tol_dq, q_shape), sum_heads_to(tol_dk, k_shape), sum_heads_to(tol_dv, v_shape)
     underflows = ((1 + abs(scale)) * terms * wa + model.w for terms in (terms_q, terms_k, terms_v))
     return df, e_df, [
-        _finished(tolerance + model.u * np.abs(gradient) + underflow, gradient, model)
+        _rounded_up(tolerance + model.u * np.abs(gradient) + underflow, gradient, model)
         for tolerance, gradient, underflow in zip(tolerances, exact, underflows)
     ]
 
@@ -604,7 +604,7 @@ def _sink_tolerance(
     exact = sum_to(np.sum(-p_sink * delta, axis=(-1, -2)), sink.shape)
     own = replace(model, u=_roundoff(sink.dtype), w=_underflow(sink.dtype), largest=float(limits(sink.dtype).max))
     tolerance = sum_to(np.sum(each, axis=(-1, -2)), sink.shape) + terms * wa + own.u * np.abs(exact) + own.w
-    return _finished(tolerance, exact, own)
+    return _rounded_up(tolerance, exact, own)
 
 
 def _excess(log_p: Array, p: Array, eta: Array) -> Array:
@@ -612,7 +612,7 @@ def _excess(log_p: Array, p: Array, eta: Array) -> Array:
     return np.where(eta < 1, p * np.expm1(np.minimum(eta, 1)), np.exp(log_p + eta))
 
 
-def _spread(values: Array, rounding: Array, has_sink: Array) -> Array:
+def _rounding_of_sum(values: Array, rounding: Array, has_sink: Array) -> Array:
     """How far a weighted mean of the rows of v can be from another one, with that relative rounding of the result.
 
     With a sink 0 is one of the rows.
@@ -625,7 +625,7 @@ def _spread(values: Array, rounding: Array, has_sink: Array) -> Array:
     return largest - smallest + rounding * np.maximum(np.abs(largest), np.abs(smallest))
 
 
-def _finished(tolerance: Array, exact: Array, model: _Rounding) -> Array:
+def _rounded_up(tolerance: Array, exact: Array, model: _Rounding) -> Array:
     """The published bound: the margin for second-order terms, and inf where the storage dtype may overflow."""
     bound = _nan_to_inf(SECOND_ORDER * tolerance)
     return np.where(np.abs(exact) + bound > model.largest, np.inf, bound)

@@ -69,10 +69,10 @@ def doctor() -> Report:
     >>> print(report)                                          # doctest: +ELLIPSIS
     ok       cuflash: ...
     """
-    return Report(findings=tuple(_look(subject, check) for subject, check in _CHECKS.items()))
+    return Report(findings=tuple(_run_check(subject, check) for subject, check in _CHECKS.items()))
 
 
-def _look(subject: str, check: Callable[[str], Finding]) -> Finding:
+def _run_check(subject: str, check: Callable[[str], Finding]) -> Finding:
     try:
         return check(subject)
     except Exception as error:  # a report about a broken machine must not break on it
@@ -109,15 +109,15 @@ def _executor_cpu(subject: str) -> Finding:
 
 
 def _executor_sim(subject: str) -> Finding:
-    return _needing(subject, "NumPy arrays, on simulated thread blocks: for tests", _compiler("C++ compiler"))
+    return _depending_on(subject, "NumPy arrays, on simulated thread blocks: for tests", _compiler("C++ compiler"))
 
 
 def _executor_gpu(subject: str) -> Finding:
     needed = _driver("NVIDIA driver"), _gpus("GPUs"), _nvrtc("NVRTC"), _cupy("CuPy")
-    return _needing(subject, "CuPy arrays, and other libraries' by DLPack", *needed)
+    return _depending_on(subject, "CuPy arrays, and other libraries' by DLPack", *needed)
 
 
-def _needing(subject: str, detail: str, *needed: Finding) -> Finding:
+def _depending_on(subject: str, detail: str, *needed: Finding) -> Finding:
     missing = [finding.subject for finding in needed if finding.status == "missing"]
     if not missing:
         return Finding(subject=subject, detail=detail)

@@ -21,8 +21,8 @@ from .layouts import kind_of, taken
 from .plans import Executable
 
 _OPTIONS = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
-_MOST_REPEATED = 512
-_repeated: dict[Hashable, Executable] = {}
+_MAX_READY_CALLS = 512
+_ready_calls: dict[Hashable, Executable] = {}
 
 
 def attention(
@@ -160,7 +160,7 @@ def _planned(
     lie = place, *shapes.values()
     key = None if checks.is_on() else api.call_key(lie, mask, causal, window, options, *arrays)
     try:
-        found = _repeated.get(key) if key is not None else None
+        found = _ready_calls.get(key) if key is not None else None
     except TypeError:  # an option that cannot be hashed
         key = found = None
     if found is not None:
@@ -170,9 +170,9 @@ def _planned(
         given["executor"] = "gpu" if place == "gpu" else "cpu"
     ready = api.plan(**shapes, mask=mask, causal=causal, window=window, **given)
     if key is not None:
-        if len(_repeated) >= _MOST_REPEATED:
-            _repeated.clear()
-        _repeated[key] = ready
+        if len(_ready_calls) >= _MAX_READY_CALLS:
+            _ready_calls.clear()
+        _ready_calls[key] = ready
     return ready
 
 

@@ -69,19 +69,19 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
 
 def _merged(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
     xp = namespace(outs[0])
-    wide = accumulator_dtype(outs[0].dtype)
+    accumulator = accumulator_dtype(outs[0].dtype)
     lse_max = lses[0]
     for lse in lses[1:]:
         lse_max = xp.maximum(lse_max, lse)  # NaN if either is
     # An empty row has lse_max = -inf; 0 in its place keeps -inf - (-inf) out.
     shift = xp.where(xp.isneginf(lse_max), 0, lse_max)
     total = xp.zeros_like(lse_max)
-    o = xp.zeros(outs[0].shape, dtype=wide)
+    o = xp.zeros(outs[0].shape, dtype=accumulator)
     for out, lse in zip(outs, lses):
         weight = xp.exp(lse - shift)
         total = total + weight
         # A part that is empty in a row adds nothing there, whatever it holds.
-        o = o + xp.where(xp.isneginf(lse)[..., None], 0, weight[..., None] * out.astype(wide))
+        o = o + xp.where(xp.isneginf(lse)[..., None], 0, weight[..., None] * out.astype(accumulator))
     is_empty = total == 0
     safe = xp.where(is_empty, 1, total)
     merged = xp.where(is_empty, -xp.inf, shift + xp.log(safe)).astype(lse_max.dtype)
@@ -91,14 +91,14 @@ def _merged(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
 def _parts(name: str, given: Sequence[Array] | Array) -> list[Array]:
     """The parts as a list of arrays, and of what is no array."""
     try:
-        parts = list(_known(name, given))
+        parts = list(_as_known_array(name, given))
     except (TypeError, NotImplementedError) as error:
-        told = f"{name} must be a sequence of arrays, or one array of all parts; got {describe(given)}"
-        raise TypeError(told) from error
-    return [_known(f"{name}[{place}]", part) for place, part in enumerate(parts)]
+        message = f"{name} must be a sequence of arrays, or one array of all parts; got {describe(given)}"
+        raise TypeError(message) from error
+    return [_as_known_array(f"{name}[{number}]", part) for number, part in enumerate(parts)]
 
 
-def _known(name: str, value: Any) -> Any:
+def _as_known_array(name: str, value: Any) -> Any:
     """An array as it is, if its namespace has NumPy's functions and dtypes; as NumPy's or CuPy's otherwise."""
     if is_array(value) and isinstance(value.dtype, np.dtype):
         return value
@@ -107,9 +107,9 @@ def _known(name: str, value: Any) -> Any:
 
 def _check(outs: list[Array], lses: list[Array]) -> None:
     for name, parts in (("outs", outs), ("lses", lses)):
-        for place, part in enumerate(parts):
+        for number, part in enumerate(parts):
             if not is_array(part):
-                raise TypeError(f"{name}[{place}] must be an array; got {describe(part)}")
+                raise TypeError(f"{name}[{number}] must be an array; got {describe(part)}")
     if not outs or len(outs) != len(lses):
         raise UnsupportedProblem([f"outs and lses must hold as many parts, at least one; got {len(outs)}, {len(lses)}"])
     reasons = []
@@ -120,15 +120,15 @@ def _check(outs: list[Array], lses: list[Array]) -> None:
         reasons.append("outs must have shape (..., seqlen_q, value_dim); got parts of shape ()")
     if outs[0].dtype not in DTYPES:
         reasons.append(f"outs must be of a floating dtype that attention returns; got {outs[0].dtype}")
-    for place, (out, lse) in enumerate(zip(outs, lses)):
+    for number, (out, lse) in enumerate(zip(outs, lses)):
         if out.shape != outs[0].shape or out.dtype != outs[0].dtype:
             reasons.append(
-                f"outs[{place}] must have outs[0]'s shape {outs[0].shape} and dtype {outs[0].dtype}; "
+                f"outs[{number}] must have outs[0]'s shape {outs[0].shape} and dtype {outs[0].dtype}; "
                 f"got {out.shape}, {out.dtype}"
             )
         if lse.shape != out.shape[:-1] or lse.dtype != accumulator_dtype(outs[0].dtype):
             reasons.append(
-                f"lses[{place}] must have shape {out.shape[:-1]} and dtype {accumulator_dtype(outs[0].dtype)}; "
+                f"lses[{number}] must have shape {out.shape[:-1]} and dtype {accumulator_dtype(outs[0].dtype)}; "
                 f"got {lse.shape}, {lse.dtype}"
             )
     if reasons:

@@ -54,14 +54,14 @@ class Gradients:
 
     def __getitem__(self, name: str) -> Array:
         if name not in self.others:
-            there = ", ".join(map(repr, self.others)) or "nothing"
-            raise KeyError(f"no gradient of {name!r} was asked for: wrt names {there}")
+            given_arrays = ", ".join(map(repr, self.others)) or "nothing"
+            raise KeyError(f"no gradient of {name!r} was asked for: wrt names {given_arrays}")
         return self.others[name]
 
 
-Repeated = Callable[..., Sequence[Array]]
-_HOMES = {"cpu": "numpy", "gpu": "cupy", "sim": "numpy"}
-_MOST_REPEATED = 64  # ways for arrays to lie, of one plan
+BoundCall = Callable[..., Sequence[Array]]
+_NAMESPACES = {"cpu": "numpy", "gpu": "cupy", "sim": "numpy"}
+_MAX_BOUND_CALLS = 64  # ways for arrays to lie, of one plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +90,11 @@ class Executable:
     plan: KernelPlan
     executor: str = field(default="cpu")
     captured: Mapping[str, Array] = field(default_factory=dict, repr=False)
-    _repeated: dict[Hashable, Repeated] = field(default_factory=dict, init=False, repr=False)
+    _bound_calls: dict[Hashable, BoundCall] = field(default_factory=dict, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy takes along: how earlier calls ran stays here, and is found anew there."""
-        return {**vars(self), "_repeated": {}}
+        return {**vars(self), "_bound_calls": {}}
 
     def forward(self, q: Array, k: Array, v: Array, out: Any = None, **operands: Array) -> tuple[Array, Array]:
         """Compute o and lse of these arrays.
@@ -135,12 +135,12 @@ class Executable:
         if self.captured:
             operands = {**self.captured, **operands}
         if out is None:
-            key = lie_of(q, k, v, *operands.values())
+            key = layout_key(q, k, v, *operands.values())
             if operands:
                 key = key and (key, *operands)
-            repeated = self._repeated.get(key)
-            if repeated is not None and not checks.is_on():
-                o, lse = repeated(q, k, v, *operands.values())
+            bound_call = self._bound_calls.get(key)
+            if bound_call is not None and not checks.is_on():
+                o, lse = bound_call(q, k, v, *operands.values())
                 return o, lse
         out_o, out_lse = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
         name_o = "out" if out_lse is None else "out[0]"
@@ -148,8 +148,8 @@ class Executable:
         out_o, out_lse = given.pop(name_o), given.pop("out[1]")
         self.check_forward(given, name_o, out_o, out_lse)
         check = checks.Check(namespace(given["q"]), given) if checks.is_on() else None
-        if out is None and key is not None and check is None and self.is_repeatable:
-            o, lse = self._remembered(key, self.repeated(given))(*given.values())
+        if out is None and key is not None and check is None and self.can_bind:
+            o, lse = self._cache_bound_call(key, self.bind(given))(*given.values())
             return o, lse
         problem, empty = self.plan.problem, _empty(given["q"], check)
         o = empty("o", problem.o_shape(), problem.dtype) if out_o is None else out_o
@@ -160,13 +160,15 @@ class Executable:
             given["q"], given["k"] = self._scaled(given["q"], given["k"])
             EXECUTORS[self.executor].forward(self.plan, {**problem.keyed(given), "o": o, "lse": lse}, check)
             if self.executor == "gpu":
-                gpu.keep(self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None))
+                gpu.keep_for_capture(
+                    self.plan, *(made for made, given in ((o, out_o), (lse, out_lse)) if given is None)
+                )
         if check is not None:
             check.after(f"the {self.executor} executor", {"o": o, "lse": lse})
         return o, lse
 
     @property
-    def is_repeatable(self) -> bool:
+    def can_bind(self) -> bool:
         """Whether calls on arrays that lie alike differ in nothing but addresses.
 
         Examples
@@ -174,7 +176,7 @@ class Executable:
         >>> import numpy as np, cuflash
         >>> q = k = v = np.ones((2, 16, 8), np.float32)
         >>> ready = cuflash.plan(q, k, v, causal=True)
-        >>> ready.is_repeatable
+        >>> ready.can_bind
         True
         """
         return not self.plan.is_empty and self.executor != "sim" and not self._scales_arrays
@@ -189,7 +191,7 @@ class Executable:
         scaling = self.plan.problem.scaling
         return _times_power_of_two(q, scaling.q_exponent), _times_power_of_two(k, scaling.k_exponent)
 
-    def repeated(self, given: Mapping[str, Array], *, pins: bool = False) -> Repeated:
+    def bind(self, given: Mapping[str, Array], *, pins: bool = False) -> BoundCall:
         """Return `forward` without its checks, for arrays of the same layout as these, which it has accepted.
 
         Parameters
@@ -209,7 +211,7 @@ class Executable:
         >>> import numpy as np, cuflash
         >>> q = k = v = np.ones((2, 16, 8), np.float32)
         >>> ready = cuflash.plan(q, k, v, causal=True)
-        >>> o, lse = ready.repeated({"q": q, "k": k, "v": v})(q, k, v)
+        >>> o, lse = ready.bind({"q": q, "k": k, "v": v})(q, k, v)
         >>> o.shape
         (2, 16, 8)
         """
@@ -221,18 +223,18 @@ class Executable:
             return gpu.bind(plan, plan.kernels.forward, given, {"o": o, "lse": lse}, pins=pins)
         names = *given, "o", "lse"
 
-        def repeated(*arrays: Array) -> tuple[Array, Array]:
+        def bound_call(*arrays: Array) -> tuple[Array, Array]:
             made = np.empty(o.shape, o.dtype), np.empty(lse.shape, lse.dtype)
             EXECUTORS[self.executor].forward(plan, dict(zip(names, (*arrays, *made))))
             return made
 
-        return repeated
+        return bound_call
 
-    def _remembered(self, key: Hashable, repeated: Repeated) -> Repeated:
+    def _cache_bound_call(self, key: Hashable, bound_call: BoundCall) -> BoundCall:
         """The same, found by calls on arrays that lie alike."""
-        if len(self._repeated) < _MOST_REPEATED:
-            self._repeated[key] = repeated
-        return repeated
+        if len(self._bound_calls) < _MAX_BOUND_CALLS:
+            self._bound_calls[key] = bound_call
+        return bound_call
 
     def backward(
         self,
@@ -286,36 +288,38 @@ class Executable:
         operands = {name: array for name, array in operands.items() if not self.plan.problem.is_of_forward(name)}
         if operands:
             arrays = *arrays, *operands.values()
-        key = lie_of(*arrays)
+        key = layout_key(*arrays)
         if operands:
             key = key and (key, dlse is None, *operands)
-        repeated, problem = self._repeated.get(key), self.plan.problem
-        if repeated is not None and not checks.is_on():
-            return _gradients(problem, repeated(*arrays))
+        bound_call, problem = self._bound_calls.get(key), self.plan.problem
+        if bound_call is not None and not checks.is_on():
+            return _gradients(problem, bound_call(*arrays))
         given = as_arrays({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse, **operands})
-        there = {name: array for name, array in given.items() if name != "dlse" or array is not None}
-        reasons = self._input_reasons(there, self.plan.problem.wrt)
+        given_arrays = {name: array for name, array in given.items() if name != "dlse" or array is not None}
+        reasons = self._input_reasons(given_arrays, self.plan.problem.wrt)
         if reasons:
             raise UnsupportedProblem(reasons)
         self.require_ready()
-        there = problem.keyed(there)
+        given_arrays = problem.keyed(given_arrays)
         wanted, made = self.plan.gradients, self.plan.gradients_made
         is_summed = wanted != made
         if self.executor == "gpu" and is_summed:
             gpu.refuse_capture("gradients over broadcast axes are summed in memory that a graph would outlive")
-        read = {name: array for name, array in there.items() if name not in ("o", "lse")}
+        read = {name: array for name, array in given_arrays.items() if name not in ("o", "lse")}
         check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
-        if key is not None and check is None and not is_summed and self.executor == "gpu" and self.is_repeatable:
+        if key is not None and check is None and not is_summed and self.executor == "gpu" and self.can_bind:
             assert self.plan.kernels is not None
-            repeated = self._remembered(key, gpu.bind(self.plan, self.plan.kernels.backward, there, made))
-            return _gradients(problem, repeated(*arrays))
+            bound_call = self._cache_bound_call(
+                key, gpu.bind(self.plan, self.plan.kernels.backward, given_arrays, made)
+            )
+            return _gradients(problem, bound_call(*arrays))
         empty = _empty(given["q"], check)
         results = {name: empty(name, result.shape, result.dtype) for name, result in made.items()}
         if self.plan.is_empty:
-            without_keys.backward(self.plan, there | results)
+            without_keys.backward(self.plan, given_arrays | results)
         else:
-            there["q"], there["k"] = self._scaled(there["q"], there["k"])
-            EXECUTORS[self.executor].backward(self.plan, there | results, check)
+            given_arrays["q"], given_arrays["k"] = self._scaled(given_arrays["q"], given_arrays["k"])
+            EXECUTORS[self.executor].backward(self.plan, given_arrays | results, check)
         if check is not None:
             check.after(f"the {self.executor} executor", results)
         results["dq"], results["dk"] = self._scaled(results["dq"], results["dk"])
@@ -356,7 +360,7 @@ class Executable:
         notes = dict.fromkeys(self.plan.specs, "simulated") if self.executor == "sim" else {}
         capability = self.plan.device.compute_capability if self.executor == "gpu" else None
         for entry, spec in self.plan.specs.items():
-            made = nvrtc.compiled(checks.built(spec), capability) if capability is not None else None
+            made = nvrtc.compiled(checks.with_watchdog(spec), capability) if capability is not None else None
             if made is not None:
                 notes[entry] = f"{made.resources.registers} registers, {made.resources.stack_bytes} bytes of stack"
         lines = [f"executor   {self.executor}"]
@@ -486,20 +490,20 @@ class Executable:
             if not is_array(array):
                 raise TypeError(no_array(name, array))
             shape, dtype = wanted[name]
-            reasons += self._place_reasons(name, array)
+            reasons += self._location_reasons(name, array)
             if tuple(array.shape) != shape or array.dtype != dtype:
                 reasons.append(
                     f"{name} must have shape {shape} and dtype {dtype}; got {tuple(array.shape)} and {array.dtype}"
                 )
         return reasons
 
-    def _place_reasons(self, name: str, array: Array) -> list[str]:
+    def _location_reasons(self, name: str, array: Array) -> list[str]:
         """Why the executor cannot reach an array, or walk it."""
-        home = _HOMES[self.executor]
-        if namespace(array).__name__ != home:
+        wanted_namespace = _NAMESPACES[self.executor]
+        if namespace(array).__name__ != wanted_namespace:
             return [
-                f"{name} must be a {home} array for executor={self.executor!r}; "
-                f"got {kind_of(array)}: copy it with {home}.asarray"
+                f"{name} must be a {wanted_namespace} array for executor={self.executor!r}; "
+                f"got {kind_of(array)}: copy it with {wanted_namespace}.asarray"
             ]
         reasons = [] if self.executor == "cpu" else layout_reasons(name, array)
         if self.executor == "gpu":
@@ -518,11 +522,11 @@ class Executable:
         """Why an array cannot be written to as a result."""
         if array is None:
             return []
-        if not is_array(array) or namespace(array).__name__ != _HOMES[self.executor]:
+        if not is_array(array) or namespace(array).__name__ != _NAMESPACES[self.executor]:
             wanted = "CuPy" if self.executor == "gpu" else "NumPy"
             pair = ", or a pair (o, lse) of arrays" if name == "out" else ""
             return [f"{name} must be a {wanted} array of shape {shape} and dtype {dtype}{pair}; got {describe(array)}"]
-        reasons = self._place_reasons(name, array)
+        reasons = self._location_reasons(name, array)
         if array.shape != shape or array.dtype != dtype:
             reasons.append(f"{name} must have shape {shape} and dtype {dtype}; got {array.shape} and {array.dtype}")
         if isinstance(array, np.ndarray) and not array.flags.writeable:
@@ -565,11 +569,11 @@ class Pullback:
         return gradients
 
 
-_lie = attrgetter("shape", "strides", "dtype")
-_lie_on_device = attrgetter("shape", "strides", "dtype", "data.device_id")
+_host_layout = attrgetter("shape", "strides", "dtype")
+_device_layout = attrgetter("shape", "strides", "dtype", "data.device_id")
 
 
-def lie_of(*arrays: Array) -> Hashable:
+def layout_key(*arrays: Array) -> Hashable:
     """Kind, shape, strides, dtype and device of plain arrays; None for anything else.
 
     Two calls for which all of it is equal are refused for the same reasons, or for none, but for odd addresses.
@@ -578,13 +582,13 @@ def lie_of(*arrays: Array) -> Hashable:
     if len(set(map(type, arrays))) > 1:
         return None
     if kind is np.ndarray:
-        return tuple(map(_lie, arrays))
+        return tuple(map(_host_layout, arrays))
     cupy = sys.modules.get("cupy")
     if cupy is None or kind is not cupy.ndarray:
         return None
     if not nvrtc.is_started():
         nvrtc.current_device()
-    return cupy.cuda.runtime.getDevice(), *map(_lie_on_device, arrays)
+    return cupy.cuda.runtime.getDevice(), *map(_device_layout, arrays)
 
 
 def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -602,7 +606,7 @@ def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:
         with collecting(reasons):
             if is_foreign(value):
                 arrays[name] = taken(name, value, gpu.namespace() if is_on_cuda(name, value) else np)
-            elif is_array(value) and namespace(value).__name__ not in _HOMES.values():
+            elif is_array(value) and namespace(value).__name__ not in _NAMESPACES.values():
                 fix = "its todense() makes one" if hasattr(value, "todense") else "call this outside of what is traced"
                 reasons.append(f"{name} must be an array that DLPack gives away; got {kind_of(value)}: {fix}")
     if reasons:
@@ -633,7 +637,7 @@ def as_mask_of_arrays(mask: Any, executor: str) -> Any:
 
     if not isinstance(mask, Mask):
         return take(mask)
-    is_known = all(namespace(array).__name__ in _HOMES.values() for array in held_arrays(mask))
+    is_known = all(namespace(array).__name__ in _NAMESPACES.values() for array in held_arrays(mask))
     return mask if is_known else mask.to(take)
 
 
@@ -662,10 +666,10 @@ def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     if gradient.shape == shape:  # a sum over no axes would copy
         return gradient.astype(dtype, copy=False)
     missing = gradient.ndim - len(shape)
-    narrow = tuple(missing + axis for axis, extent in enumerate(shape) if extent != gradient.shape[missing + axis])
+    summed_axes = tuple(missing + axis for axis, extent in enumerate(shape) if extent != gradient.shape[missing + axis])
     # What float16 cannot hold becomes inf or 0, and sums of inf NaN, as in the results that need no sum.
     with np.errstate(all="ignore"):
-        return gradient.sum(axis=(*range(missing), *narrow)).reshape(shape).astype(dtype, copy=False)
+        return gradient.sum(axis=(*range(missing), *summed_axes)).reshape(shape).astype(dtype, copy=False)
 
 
 def _times_power_of_two(array: Array, exponent: int) -> Array:

@@ -26,7 +26,7 @@ Tensor: TypeAlias = torch.Tensor
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _OPTIONS = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
-_MOST_REPEATED = 512  # calls, and of each the ways in which the tensors of its backward pass may lie
+_MAX_BOUND_CALLS = 512  # calls, and of each the ways in which the tensors of its backward pass may lie
 
 
 def attention(
@@ -109,7 +109,7 @@ def attention(
     options = (scale, kernel, executor, precision, deterministic, wrt)
     try:
         key = _key(given, outs, mask, causal, window, options)
-        call: _OnGpu | _ByArrays | None = None if key is None else _repeated.get(key)
+        call: _OnGpu | _ByArrays | None = None if key is None else _bound_calls.get(key)
         if call is None:
             call = _first(key, given, outs, {"mask": mask, "causal": causal, "window": window}, options)
         if has_graph:
@@ -230,11 +230,11 @@ class _OnGpu:
     def backward(self, has_dlse: bool, *tensors: Tensor) -> Sequence[Tensor]:
         first = 6 + has_dlse
         tensors = *tensors[:first], *(tensors[first + place] for place, _ in self._read)
-        key = has_dlse, torch_gpu.lie_of(*tensors)
+        key = has_dlse, torch_gpu.layout_key(*tensors)
         bound = self._backward.get(key)
         if bound is None:
             bound = self._bound_backward(has_dlse, tensors)
-            if len(self._backward) < _MOST_REPEATED:
+            if len(self._backward) < _MAX_BOUND_CALLS:
                 self._backward[key] = bound
         return bound(*tensors)
 
@@ -254,7 +254,7 @@ class _OnGpu:
         ]
 
 
-_repeated: dict[Hashable, _OnGpu] = {}
+_bound_calls: dict[Hashable, _OnGpu] = {}
 
 
 def _key(
@@ -264,7 +264,7 @@ def _key(
     tensors = (*given.values(), *(each for each in outs if each is not None))
     if not _PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
         return None
-    lie = torch_gpu.lie_of(*tensors), outs[0] is None, outs[1] is None
+    lie = torch_gpu.layout_key(*tensors), outs[0] is None, outs[1] is None
     key = api.call_key(lie, mask, causal, window, options, *given)
     try:
         hash(key)
@@ -289,14 +289,14 @@ def _first(
         ready = api.plan(**layouts, **every)
         out_o, out_lse = (None if each is None else Layout.of(each) for each in outs)
         ready.check_forward(layouts, "out" if out_lse is None else "out[0]", out_o, out_lse, torch_gpu.MACHINE)
-        if not ready.is_repeatable:
+        if not ready.can_bind:
             return _ByArrays(tensors, every, is_on_gpu)
         given = {name: layout for name, layout in (("o", out_o), ("lse", out_lse)) if layout is not None}
         call = _OnGpu(ready, layouts, given)
     if key is not None:
-        if len(_repeated) >= _MOST_REPEATED:
-            _repeated.clear()
-        _repeated[key] = call
+        if len(_bound_calls) >= _MAX_BOUND_CALLS:
+            _bound_calls.clear()
+        _bound_calls[key] = call
     return call
 
 

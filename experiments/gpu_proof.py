@@ -102,7 +102,7 @@ def families(config: Config, device: DeviceSpec) -> list[str]:
 # Repeats
 
 
-class Repeated(NamedTuple):
+class BoundCall(NamedTuple):
     """Calls that have to give the same bits."""
 
     way: str
@@ -114,7 +114,7 @@ class Repeated(NamedTuple):
     calls: int
 
 
-def repeated_calls(config: Config, device: DeviceSpec) -> Iterator[Repeated]:
+def repeated_calls(config: Config, device: DeviceSpec) -> Iterator[BoundCall]:
     """Every family on tensor cores, dtype, head_dim and mask, each way."""
     rng, side = np.random.default_rng(0), config.seqlen // config.block
     kinds: dict[str, dict[str, Any]] = {
@@ -133,7 +133,7 @@ def repeated_calls(config: Config, device: DeviceSpec) -> Iterator[Repeated]:
                 ready = cuflash.plan(x, x, x, **options, **kinds[mask])
                 calls = config.forwards if way == "forward" else config.gradients
                 if way == "forward" or any(launch.spec.family == family for launch in walks(ready.plan)):
-                    yield Repeated(way, family, dtype, head_dim, mask, ready, calls)
+                    yield BoundCall(way, family, dtype, head_dim, mask, ready, calls)
 
 
 def walks(plan: KernelPlan) -> list[Launch]:
@@ -182,13 +182,13 @@ def run_repeats(config: Config, device: DeviceSpec) -> Iterator[Record]:
         row: Record = {"section": "repeats", "check": way, "family": family, "dtype": dtype, "head_dim": head_dim}
         row |= {"mask": mask, "calls": calls, "errors": errors, "seconds": time.perf_counter() - begin}
         tiles = launch.tiles * plan.problem.mask_shape.num_batch
-        yield row | {"waves": tiles / FAMILIES[launch.spec.family].blocks_at_once(launch.spec, device)}
+        yield row | {"waves": tiles / FAMILIES[launch.spec.family].resident_blocks(launch.spec, device)}
         cupy.get_default_memory_pool().free_all_blocks()
 
 
 # Sanitizers: which calls
 
-as_of_large_calls = patch.object(sm90, "FEWEST_TILES", 0)  # the tiles that are chosen meanwhile
+as_of_large_calls = patch.object(sm90, "MIN_TILES_PER_PROCESSOR", 0)  # the tiles that are chosen meanwhile
 
 
 class Case(NamedTuple):
@@ -433,7 +433,7 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     every = [case for _, case in cases(Config(families=tuple(runs)))] + [control(family) for family in runs]
     specs = {spec for case in every for spec in case.plan(device).specs.values()}
     if set(config.tools) & set(WATCHED):
-        specs |= {replace(spec, is_watched=True) for spec in specs if spec.family == "sm90"}
+        specs |= {replace(spec, has_watchdog=True) for spec in specs if spec.family == "sm90"}
     nvrtc.precompile(specs, device.compute_capability)  # into CuPy's cache, where each child finds them
     jobs = [(name, ",".join(runs), asked) for name in config.tools]
     if "initcheck" in config.tools:

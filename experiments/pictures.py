@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 MASKS_PNG = Path(__file__).parents[1] / "docs" / "images" / "masks.png"
 SEQLEN, BLOCK = 512, 16
-COLOURS = ListedColormap(["white", "#2b5d8a", "#9cc3e0"])  # by `Kind`: absent, full, partial
+COLOURS = ListedColormap(["white", "#2b5d8a", "#9cc3e0"])  # by `BlockKind`: absent, full, partial
 
 
 def shown() -> dict[str, masks.Mask]:

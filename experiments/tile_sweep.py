@@ -245,7 +245,7 @@ def is_shared_evenly(spec: KernelSpec) -> bool:
     products = [(spec.block_q, spec.head_dim), (spec.block_kv, spec.head_dim), (spec.block_kv, spec.value_dim)]
     if max(spec.head_dim, spec.value_dim) <= 128:
         products.append((spec.block_q, spec.block_kv))
-    return all(sm80.can_share(rows, columns, spec.num_warps) for rows, columns in products)
+    return all(sm80.can_partition(rows, columns, spec.num_warps) for rows, columns in products)
 
 
 def candidates(base: KernelSpec, device: DeviceSpec, widths: int = Config.widths) -> list[KernelSpec]:

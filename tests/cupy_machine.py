@@ -268,9 +268,9 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
         monkeypatch.setattr(compiling, name, fresh)
     monkeypatch.setattr(gpu, "_GPU", gpu.Gpu())
     monkeypatch.setattr(gpu, "_pinned", set())
-    monkeypatch.setattr(api, "_repeated", {})
+    monkeypatch.setattr(api, "_bound_calls", {})
     gpu._device_spec.cache_clear()
-    api._remembered.cache_clear()
+    api._cached_plan.cache_clear()
     yield machine
     gpu._device_spec.cache_clear()
-    api._remembered.cache_clear()
+    api._cached_plan.cache_clear()

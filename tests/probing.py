@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from cuflash.planning.launches import DqTurns
-from cuflash.executors.params import Records, View
+from cuflash.planning.launches import DqSemaphoreOrder
+from cuflash.executors.params import ParamsTemplate, View
 from cuflash.planning.plan import KernelPlan
 from cuflash.compiler.source import flatten_text
-from cuflash.executors.tensor_map import Tiles, encoded, simulated
+from cuflash.executors.tensor_map import BoxedArray, encoded, simulated
 from cuflash.testing import Structure
 from cuflash.blocks.work_list import ListedWork
 from executors import to_device
-from finishing import finishing_order
+from fused_dq import finishing_order
 
 import cuflash
 from cuflash import masks, patterns, sim
@@ -47,7 +47,7 @@ class Record:
         problem = self.plan.problem
         view = View("lse", problem.accumulator, problem.lse_shape(), (0,) * len(problem.lse_shape()))
         addresses = {name: address(array) for name, array in lists.items()}
-        ((record, _),) = Records.of(self.plan, (view,)).with_lists(addresses).at([0])
+        ((record, _),) = ParamsTemplate.of(self.plan, (view,)).with_lists(addresses).at([0])
         return record
 
 
@@ -60,9 +60,9 @@ class TensorMap:
     swizzle_bytes: int = 0
     columns: int | None = None  # the first ones of the array alone
 
-    def of(self, array: Any) -> Tiles:
+    def of(self, array: Any) -> BoxedArray:
         array = array[..., : self.columns]
-        return Tiles(array.dtype, array.shape, array.strides, self.box, self.swizzle_bytes)
+        return BoxedArray(array.dtype, array.shape, array.strides, self.box, self.swizzle_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Launch:
 
     def text(self, *, host: bool) -> str:
         sizes = f"constexpr int kMmaRows = {self.mma_rows}, kTf32Products = {self.tf32_products};"
-        config = f"namespace cuflash::config {{ {sizes} constexpr bool kIsWatched = true; }}"
+        config = f"namespace cuflash::config {{ {sizes} constexpr bool kHasWatchdog = true; }}"
         lines = ["#include <ptx/types.cuh>", config, "namespace probe {", "using namespace cuflash;"]
         for name, value in self.constants.items():
             lines.append(f"constexpr int {name} = {value};" if isinstance(value, int) else f"using {name} = {value};")
@@ -376,7 +376,7 @@ def maps(dtype: str, mma_rows: int = 0) -> Launch:
 def loads(dtype: str, mma_rows: int = 0) -> Iterator[Launch]:
     numbers = np.random.default_rng(4).integers(1, 99, (70, 140)).astype(_numpy(dtype))
     views = {
-        "whole": numbers[:32, :64].copy(),
+        "naive": numbers[:32, :64].copy(),
         "aligned rows of a larger array": _aligned(numbers)[3:40, 16:80],
         "aligned, too few columns": _aligned(numbers)[:, :24],
         "rows that start at odd addresses": _aligned(numbers)[:, 1:65],
@@ -421,7 +421,7 @@ def _aligned(numbers: Any) -> Any:
 
 def stores(dtype: str, mma_rows: int = 0) -> Iterator[Launch]:
     places = {
-        "whole": lambda x: x[:32, :64],
+        "naive": lambda x: x[:32, :64],
         "short": lambda x: x[:29, :50],
         "short by whole vectors": lambda x: x[:29, :48],
         "rows that start at odd addresses": lambda x: x[:32, 1:65],
@@ -671,7 +671,7 @@ def bulk() -> Launch:
 
 
 def turns(places: int, num_tiles: int, num_groups: int, ahead: int, behind: int) -> Launch:
-    order = finishing_order(DqTurns(places, ahead, behind, 0), num_groups, num_tiles)
+    order = finishing_order(DqSemaphoreOrder(places, ahead, behind, 0), num_groups, num_tiles)
     numbers = (places, num_tiles, num_groups, ahead, behind)
     return Launch(
         name=f"turns of {places} places, {num_tiles} tiles, {ahead} rounds ahead, {behind} behind", file="turns",
@@ -877,7 +877,7 @@ def wrong_tiles(plan: KernelPlan, tiles: Any) -> list[str]:
             continue
         pointers = work.lists["column_pointers" if side else "row_pointers"]
         block, num_blocks = ((work.block_q, work.index.num_q_blocks), (work.block_kv, work.index.num_kv_blocks))[side]
-        matrix = np.array([np.dot(work.place(b, h), (work.index.num_heads, 1)) for b, h in cut[:, :2].tolist()])
+        matrix = np.array([np.dot(work.owner(b, h), (work.index.num_heads, 1)) for b, h in cut[:, :2].tolist()])
         row = matrix * num_blocks + cut[:, 2] // block
         turns = np.diff(pointers)[row].reshape(-1, covered[..., 0].size)
         places = cut[:, :2].reshape(*turns.shape, 2)

@@ -8,7 +8,7 @@ import numpy as np
 
 from cuflash import sim
 from cuflash.compiler.source import flatten_text
-from cuflash.executors.tensor_map import Tiles, simulated
+from cuflash.executors.tensor_map import BoxedArray, simulated
 
 PTX = Path(sim.__file__).parent / "ptx"
 
@@ -129,7 +129,7 @@ CUFLASH_DEVICE void run(const ptx::TensorMap* a, const ptx::TensorMap* b, const 
       ptx::mbarrier_init(full + 8 * slot, 1);  // makes
       ptx::mbarrier_init(empty + 8 * slot, kFault == kReleasedByOneWarp ? 1 : 4);
     }
-    if (kFault != kNoInitFence) ptx::mbarrier_init_fence();
+    if (kFault != kNoInitFence) ptx::fence_mbarrier_init();
   }
   if (kFault != kNoBarrierAfterInit) __syncthreads();
   if (warp < 4) {
@@ -140,7 +140,7 @@ CUFLASH_DEVICE void run(const ptx::TensorMap* a, const ptx::TensorMap* b, const 
       const uint32_t to = ring + 2 * slot * kTile;
       ptx::mbarrier_wait(empty + 8 * slot, kFault == kWrongParity ? turn : turn ^ 1);  // waits for a slot
       constexpr int kBytes = kFault == kTooFewBytes ? kTile : kFault == kTooManyBytes ? 3 * kTile : 2 * kTile;
-      ptx::mbarrier_arrive_expect(full + 8 * slot, kBytes);
+      ptx::mbarrier_arrive_expect_tx(full + 8 * slot, kBytes);
       ptx::tma_load_4d(to, a, full + 8 * slot, 64 * tile, 0, 0, 0);
       ptx::tma_load_4d(to + kTile, b, full + 8 * slot, 64 * tile, 0, 0, 0);  // copies
     }
@@ -158,10 +158,10 @@ CUFLASH_DEVICE void run(const ptx::TensorMap* a, const ptx::TensorMap* b, const 
     if (kFault == kReleasedBeforeTheProduct) release();
     if (kFault != kNoWgmmaFence) ptx::wgmma_fence();
     if (kFault != kThreeWarps || warp != 5)
-      for (int step = 0; step < 4; ++step) {
-        const uint64_t a_part = ptx::wgmma_matrix(ptx::Swizzle::k128, from + 32 * step, 0, 1024);
-        const uint64_t b_part = ptx::wgmma_matrix(ptx::Swizzle::k128, from + kTile + 32 * step, 0, 1024);
-        const bool adds = tile > 0 || step > 0;
+      for (int block = 0; block < 4; ++block) {
+        const uint64_t a_part = ptx::wgmma_descriptor(ptx::Swizzle::k128, from + 32 * block, 0, 1024);
+        const uint64_t b_part = ptx::wgmma_descriptor(ptx::Swizzle::k128, from + kTile + 32 * block, 0, 1024);
+        const bool adds = tile > 0 || block > 0;
         ptx::wgmma<ptx::Major::kK, ptx::Major::kK>(ptx::Half{}, d, a_part, b_part, adds);  // multiplies
       }
     ptx::wgmma_commit();
@@ -216,7 +216,7 @@ def run_hopper_pipeline(
     a, b = (rng.integers(-4, 5, (1, 1, 64, 64 * tiles)).astype(np.float16) for _ in range(2))
     out = np.full((1, 1, 64, 64), np.nan, np.float32)
     maps = [
-        simulated(Tiles(x.dtype, x.shape, x.strides, (1, 1, 64, 64), swizzle), x.ctypes.data)
+        simulated(BoxedArray(x.dtype, x.shape, x.strides, (1, 1, 64, 64), swizzle), x.ctypes.data)
         for x, swizzle in ((a, 128), (b, 128), (out, 0))
     ]
     kernel(1, 256, (*maps, np.int32(tiles), np.int32(fault)), 49152 + 32, schedule, time_limit=20.0)

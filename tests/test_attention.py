@@ -219,8 +219,8 @@ def test_what_earlier_calls_left_in_the_scratch_memory_never_matters():
     plan = cuflash.plan(q, k, v, causal=True)
     o, lse = plan.forward(q, k, v)
     once = [o, lse, *plan.backward(do, q, k, v, o, lse)]
-    assert cpu._spare_scratch
-    for memory in cpu._spare_scratch:
+    assert cpu._free_scratch
+    for memory in cpu._free_scratch:
         memory[:] = 0xFF  # NaN in every dtype
     o, lse = plan.forward(q, k, v)
     again = [o, lse, *plan.backward(do, q, k, v, o, lse)]

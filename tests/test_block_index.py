@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_masks import SHAPES_AND_MASKS
 
 from cuflash import BlockIndex, UnsupportedProblem, masks
-from cuflash.blocks.classify import Kind
+from cuflash.blocks.classify import BlockKind
 from cuflash.masks import MaskShape
 from cuflash.testing import strategies
 
@@ -48,8 +48,8 @@ def test_lists_increase_and_bit_tiles_are_stored_once(shape_and_mask, block):
     for start, stop in zip(index.indptr, index.indptr[1:]):
         assert (np.diff(index.indices[start:stop]) > 0).all()
     assert len({tile.tobytes() for tile in index.bits}) == len(index.bits)
-    assert set(index.tiles[index.kinds == Kind.BITS]) == set(range(len(index.bits)))
-    assert (index.tiles[index.kinds != Kind.BITS] == -1).all()
+    assert set(index.tiles[index.kinds == BlockKind.BITS]) == set(range(len(index.bits)))
+    assert (index.tiles[index.kinds != BlockKind.BITS] == -1).all()
 
 
 @given(SHAPES_AND_MASKS, BLOCKS)
@@ -113,7 +113,7 @@ def test_density_may_be_stated_over_the_eligible_blocks():
 def test_causal_has_one_interval_a_row_and_no_bit_tile():
     index = BlockIndex.from_mask(masks.Causal(), 256, 256, 64, num_heads=4)
     assert (index.batch, index.num_heads, len(index.bits)) == (1, 1, 0)
-    assert set(index.kinds) == {Kind.FULL, Kind.INTERVAL}
+    assert set(index.kinds) == {BlockKind.FULL, BlockKind.INTERVAL}
 
 
 def test_a_function_of_distance_is_stored_as_few_tiles():

@@ -398,13 +398,13 @@ def test_a_folder_that_cannot_be_made_does_not_stop_cupy(tmp_path: Path, monkeyp
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
     with pytest.warns(RuntimeWarning, match="cannot be made"):
-        room._spare_cupy_its_folder()
+        room._redirect_cupy_cache()
     assert Path(os.environ["CUPY_CACHE_DIR"]).is_dir() and room.cache_info().folder is None
 
 
 def test_a_folder_that_can_be_made_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "a" / "b"))
-    room._spare_cupy_its_folder()
+    room._redirect_cupy_cache()
     assert room.cache_info().folder == tmp_path / "a" / "b" and (tmp_path / "a" / "b").is_dir()
 
 

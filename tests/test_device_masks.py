@@ -16,7 +16,7 @@ from test_work_list import TILES, rebuilt
 
 from cuflash import BlockIndex, DeviceSpec, ShapeDtype, UnsupportedProblem, attention, masks, patterns, plan
 from cuflash.blocks import classify_on_device as whole_grid
-from cuflash.blocks.classify import Kind
+from cuflash.blocks.classify import BlockKind
 from cuflash.masks.content import held_arrays
 from cuflash.masks import MaskShape
 from cuflash.compiler.params_layout import WORK
@@ -82,9 +82,9 @@ def assert_same_blocks(got, expected):
     for name in ("indptr", "indices"):
         assert getattr(got, name).dtype == np.int32
         np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
-    np.testing.assert_array_equal(got.kinds == Kind.FULL, expected.kinds == Kind.FULL)
+    np.testing.assert_array_equal(got.kinds == BlockKind.FULL, expected.kinds == BlockKind.FULL)
     np.testing.assert_array_equal(got.toarray(), expected.toarray())
-    bits = (got.kinds == Kind.BITS) & (expected.kinds == Kind.BITS)
+    bits = (got.kinds == BlockKind.BITS) & (expected.kinds == BlockKind.BITS)
     np.testing.assert_array_equal(got.bits[got.tiles[bits]], expected.bits[expected.tiles[bits]])
 
 
@@ -167,7 +167,7 @@ def test_work_on_a_device_tells_the_mask_by_rows_and_by_columns(case, tile):
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: type(case[1]).__name__)
 @pytest.mark.parametrize("at_once", [1, 5000, 1 << 24])
 def test_sweeps_of_any_size_say_the_same(monkeypatch, case, at_once):
-    monkeypatch.setattr(whole_grid, "_ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(whole_grid, "_MAX_ELEMENTS_PER_SWEEP", at_once)
     shape, mask = case
     index = BlockIndex.from_mask(sent(mask, device.to_device), block=(32, 20), **shape._asdict())
     with device.transfers_allowed():

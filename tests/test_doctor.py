@@ -72,7 +72,7 @@ def test_the_driver_is_asked_for_its_version(
     monkeypatch: pytest.MonkeyPatch, library: Any, status: str, words: str
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", library)
-    finding = room._look("NVIDIA driver", room._driver)
+    finding = room._run_check("NVIDIA driver", room._driver)
     assert (finding.status, words in str(finding)) == (status, True)
 
 
@@ -81,7 +81,7 @@ def test_no_driver_is_fine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert room._look("NVIDIA driver", room._driver).status == "missing"
+    assert room._run_check("NVIDIA driver", room._driver).status == "missing"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import HALVES, Run, holds_for_examples, hostile_schedules, needs_compiler
-from finishing import of_lists
+from fused_dq import of_lists
 from poison import call
 from test_sm90 import ALIGNED, GPU90, SIM90, FewBlocks, FewBlocksGpu, half, on_sm90, plan_of, with_fewest_tiles
 
@@ -38,7 +38,7 @@ def planned(blocks: Any, dim: int = 128, block: Any = 128, q_batch: tuple[int, .
 
 def finishes(plan: KernelPlan) -> bool:
     """And if so, no kernel rounds dQ."""
-    of = {entry: plan.specs[entry].finishes_dq for entry in ("backward_statistics", "backward")}
+    of = {entry: plan.specs[entry].fuses_dq_epilogue for entry in ("backward_statistics", "backward")}
     assert of["backward"] == of["backward_statistics"] == ("convert_dq" not in plan.specs)
     assert plan.kernels.order.dq is None
     assert "dq_sum" in plan.kernels.backward.workspaces

@@ -393,9 +393,9 @@ def test_tiles_of_hopper_bring_their_own_boxes_and_grid(load, monkeypatch: pytes
     on_simulator(load, experiment, monkeypatch)
     others = {
         "forward": [
-            {"block_q": 64, "block_kv": 80, "num_warps": 8, "num_stages": 3}, {"num_stages": 5}, {"dq_adds": 1},
+            {"block_q": 64, "block_kv": 80, "num_warps": 8, "num_stages": 3}, {"num_stages": 5}, {"dq_atomic_width": 1},
         ],
-        "backward": [{"num_stages": 2}, {"num_stages": 5}, {"dq_adds": 1}],
+        "backward": [{"num_stages": 2}, {"num_stages": 5}, {"dq_atomic_width": 1}],
     }[entry]  # fmt: skip
     monkeypatch.setattr(
         experiment, "candidates", lambda base, *_: [base, *(experiment.replace(base, **other) for other in others)]
@@ -406,7 +406,7 @@ def test_tiles_of_hopper_bring_their_own_boxes_and_grid(load, monkeypatch: pytes
             raise experiment.CompileError(str(spec), "sm_90a", "ptxas fatal   : (C7602) Insufficient registers")
         return Resources(100, 0, 0, 0)
 
-    compiles_as(experiment, monkeypatch, resources, lambda spec: spec.dq_adds == 1)
+    compiles_as(experiment, monkeypatch, resources, lambda spec: spec.dq_atomic_width == 1)
     config = experiment.Config(
         gpu=True, families=("sm90",), passes=(entry,), head_dims=(64,), masks=("causal",), gpu_seqlen=200,
         sm90_tokens=200, sm80_tokens=200, simt_tokens=200, gpu_hidden=128,
@@ -428,7 +428,7 @@ def test_a_swept_tile_decides_how_many_blocks_go_on_and_what_is_brought(load) ->
     room = experiment.cuflash.ShapeDtype((4, 32, 4096, 64), spec.dtype)
     views = [load("cuflash.executors.params").View.of_new(name, room) for name in "qkv"]
     kernels = swept.kernels.forward
-    load("cuflash.executors.params").Records.of(
+    load("cuflash.executors.params").ParamsTemplate.of(
         swept, tuple(views), kernels.boxes,
         lambda tiles: boxes.append(tiles.box[-2:]) or tensor_map.Template((0,) * 16, 0),
     )  # fmt: skip
@@ -568,7 +568,7 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
     on_disk = {f"{path.parent.name}_{path.stem}" for path in load("cuflash.compiler.source").KERNELS.glob("*/*.cu")}
     assert {spec.name for spec in specs} == on_disk
     assert {64, 128, 256} <= {spec.block_q for spec in specs if spec.name == "sm90_forward"}
-    assert {(spec.is_split, spec.is_packed) for spec in specs if spec.name == "sm80_forward"} == {
+    assert {(spec.is_split, spec.pack_gqa) for spec in specs if spec.name == "sm80_forward"} == {
         (False, False), (True, False), (True, True),
     }  # fmt: skip
     for family in proof.FAMILIES:
@@ -580,7 +580,10 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
         assert {each.has_dlse for each in structures} == {False, True}
         assert {each.num_heads // each.num_kv_heads for each in structures} == {1, 2, 4}
         assert {each.layouts[0] for each in structures} == set(proof.LAYOUTS)
-    of_backward = {(spec.is_listed, spec.finishes_dq, spec.dq_adds) for spec in specs if spec.name == "sm90_backward"}
+    of_backward = {
+        (spec.is_listed, spec.fuses_dq_epilogue, spec.dq_atomic_width)
+        for spec in specs if spec.name == "sm90_backward"
+    }
     assert of_backward == {
         (False, False, 4), (False, True, 4), (True, False, 4), (True, True, 4), (False, False, 0), (True, False, 0),
     }  # fmt: skip
@@ -610,7 +613,7 @@ def test_repeats_are_of_calls_that_fill_the_gpu_several_times_over(load) -> None
     for each in every:
         plan, forward = each.ready.plan, each.ready.plan.kernels.forward.launches["forward"]
         tiles = forward.tiles * plan.problem.mask_shape.num_batch
-        assert tiles > 2 * plan.family.blocks_at_once(forward.spec, device)
+        assert tiles > 2 * plan.family.resident_blocks(forward.spec, device)
         assert each.calls == (1000 if each.way == "forward" else 100)
 
 
@@ -775,7 +778,7 @@ def test_of_hopper_there_is_no_control_and_racechecks_kernels_are_compiled_befor
         compiled.clear()
         records = list(proof.run_sanitizers(proof.Config(families=("sm90",), tools=(tool,)), device))
         assert [row["check"] for row in records] == [tool] and not any(map(proof.is_wrong, records))
-        assert {spec.is_watched for spec in compiled if spec.family == "sm90"} == watched
+        assert {spec.has_watchdog for spec in compiled if spec.family == "sm90"} == watched
 
 
 def test_a_child_runs_what_it_was_asked_to(load, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.executors.launch import run as run_pass
-from cuflash.executors.params import Records, View
+from cuflash.executors.params import ParamsTemplate, View
 from cuflash.planning.launches import Feature, Pass
 from cuflash.compiler.params_layout import MATRICES
 from cuflash.executors.sim import Simulator
@@ -73,7 +73,7 @@ def test_numbers_are_read_at_each_launch(factor: float, num_heads: int, seqlen: 
     views = (View.of("q", q), View.of("bias", q), View("slopes", np.dtype(np.float32), (num_heads,), (4,)))
     numbers = np.dtype([("scale", np.float64), ("seed", np.int64)])
     second = Feature("second", numbers, {"scale": -factor, "seed": seqlen})
-    records = Records.of(plan, views, features=(replace(first, tables=("slopes",)), second)).with_lists({})
+    records = ParamsTemplate.of(plan, views, features=(replace(first, tables=("slopes",)), second)).with_lists({})
     ((_, _, scaling, other),) = records.at([1 << 40, 2 << 40, 3 << 40])
     found = np.frombuffer(scaling.tobytes(), SCALING)[0]
     assert (int(found["bias"]["data"]), int(found["slopes"]), float(found["factor"])) == (2 << 40, 3 << 40, factor)

@@ -78,9 +78,9 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                     for asked, keys in ((problem, 1 << 14), (problem, 256), (thousand, 256)):
                         specs |= set(FAMILIES[family].specs(asked, device, limit, num_keys=keys).values())
                 walk = found.get("backward") if family == "sm90" else None
-                if walk is not None and walk.name == "sm90_backward" and walk.dq_adds:
+                if walk is not None and walk.name == "sm90_backward" and walk.dq_atomic_width:
                     finishing = ("backward",) if limit is None else ("backward", "backward_statistics")
-                    specs |= {replace(found[entry], finishes_dq=True) for entry in finishing}
+                    specs |= {replace(found[entry], fuses_dq_epilogue=True) for entry in finishing}
                 if family == "sm80":
                     for group_size in {1, 2 if limit is None else 1}:
                         split = sm80.split_spec(found["forward"], problem, device, group_size)
@@ -138,7 +138,7 @@ def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
 def faults(made: Compiled) -> list[str]:
     """Why a kernel does not pass."""
     found = [f"advice: {line}" for line in made.advisories]
-    name = made.spec.name + " watched" * made.spec.is_watched
+    name = made.spec.name + " watched" * made.spec.has_watchdog
     known = SPILLS.get((name, made.spec.dtype, made.spec.head_dim), 0)
     if (made.resources.spill_bytes or 0) > known:
         found.append(f"spills {made.resources.spill_bytes} bytes")
@@ -186,7 +186,7 @@ def test_warps_share_the_products_of_gradients_and_registers_hold_their_sums(pre
         spec = gradients(precision, dims, limit, chip)
         head_dim, value_dim, block_q, block_kv = spec.head_dim, spec.value_dim, spec.block_q, spec.block_kv
         for rows, columns in ((block_q, head_dim), (block_kv, head_dim), (block_kv, value_dim)):
-            assert sm80.can_share(rows, columns, spec.num_warps), str(spec)
+            assert sm80.can_partition(rows, columns, spec.num_warps), str(spec)
         sums = block_kv * (2 * block_q + head_dim + value_dim) / spec.num_threads
         assert sums <= {"ieee": 208, "tf32": 192, "tf32x3": 144}[precision], str(spec)
 
@@ -233,7 +233,7 @@ def test_hopper_s_gradients_of_lists_do_not_spill_either(nvrtc: Any, dims: tuple
     found = FAMILIES["sm90"].specs(Problem.of(q, q, v), DeviceSpec.gpu("H100"), (128, 128))
     specs = [found["backward"]]
     if max(dims) <= 128:
-        specs += [replace(found[entry], finishes_dq=True) for entry in ("backward", "backward_statistics")]
+        specs += [replace(found[entry], fuses_dq_epilogue=True) for entry in ("backward", "backward_statistics")]
     for spec in specs:
         assert spec.family == "sm90" and spec.is_listed
         assert faults(room.cubin(spec, "sm_90a")) == []
@@ -244,7 +244,7 @@ def test_a_watched_kernel_is_the_same_but_for_its_waits(nvrtc: Any, entry: str) 
     """Products stay in flight: a trap in a wait, which is a way out of the kernel, would have ptxas serialise them."""
     x = ShapeDtype((2, 4096, 128), np.float16)
     spec = FAMILIES["sm90"].specs(Problem.of(x, x, x), DeviceSpec.gpu("H100"))[entry]
-    plain, watched = (room.cubin(replace(spec, is_watched=each), "sm_90a") for each in (False, True))
+    plain, watched = (room.cubin(replace(spec, has_watchdog=each), "sm_90a") for each in (False, True))
     assert faults(watched) == [] and watched.code != plain.code
     assert watched.resources.registers == plain.resources.registers
 

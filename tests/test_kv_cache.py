@@ -29,7 +29,7 @@ def normal(*shape: int, dtype: Any = np.float32) -> Any:
 
 
 def test_operations_in_any_order_hold_what_arrays_hold() -> None:
-    """CUFLASH_PROFILE=long takes 10 000 steps."""
+    """CUFLASH_PROFILE=long takes 10 000 blocks."""
     is_long = settings.default.max_examples > 100
     examples, steps = (250, 40) if is_long else (12, 20)
     run_state_machine_as_test(

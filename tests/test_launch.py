@@ -23,7 +23,7 @@ from cuflash import BlockIndex, DeviceSpec, ShapeDtype, api, layouts, masks
 from cuflash.executors import checks, gpu, sim as simulated
 from cuflash import plans as launch
 from cuflash.compiler import nvrtc as compiling
-from cuflash.executors.params import Records, View
+from cuflash.executors.params import ParamsTemplate, View
 from cuflash.compiler.params_layout import PARAMS
 
 RNG = np.random.default_rng(0)
@@ -127,7 +127,7 @@ def test_checks_asked_for_between_calls_are_made_by_repeated_ones(cupy, monkeypa
 
 def test_calls_at_once_have_records_of_their_own():
     views = tuple(View(name, array.dtype, array.shape, array.strides) for name, array in (("q", Q), ("k", K)))
-    params = Records.of(cuflash.plan(Q, K, V, executor="sim").plan, views).with_lists({})
+    params = ParamsTemplate.of(cuflash.plan(Q, K, V, executor="sim").plan, views).with_lists({})
     calls = params.at([1 << 40, 2 << 40]), params.at([3 << 40, 4 << 40])
     found = [np.frombuffer(record.tobytes(), PARAMS)[0] for ((record, _),) in calls]
     assert [int(record[name]["data"]) >> 40 for record in found for name in ("q", "k")] == [1, 2, 3, 4]
@@ -168,10 +168,10 @@ def test_a_call_after_others_gives_what_it_gives_alone(executor, data):
         except (cuflash.UnsupportedProblem, TypeError) as error:
             return str(error)
 
-    api._repeated.clear()
+    api._bound_calls.clear()
     together = [outcome(options) for options in drawn]
     for options, result in zip(drawn, together):
-        api._repeated.clear()
+        api._bound_calls.clear()
         assert outcome(options) == result
 
 
@@ -534,7 +534,7 @@ def test_a_list_of_one_stream_alone_goes_with_its_plan(cupy):
     arrays = [cupy.asarray(array) for array in (Q, K, V)]
     cuflash.attention(*arrays, mask=BlockIndex.from_blocks(np.tri(5, dtype=bool), 40, 40, 8))
     gc.collect()
-    assert not gpu._GPU._leaving and len(gpu._GPU._resident) == 0
+    assert not gpu._GPU._to_release and len(gpu._GPU._device_lists) == 0
 
 
 def test_a_stream_s_calls_count_tiles_in_one_array_and_a_graph_in_its_own(cupy, monkeypatch):
@@ -611,7 +611,7 @@ def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
     assert len([x for x in temporaries if x.shape == Q.shape[:-1]]) == 4  # lse and delta of two calls
     assert len([x for x in temporaries if x.shape == Q.shape]) == 2 + 6  # o and gradients
     del ready, temporaries
-    api._remembered.cache_clear()
+    api._cached_plan.cache_clear()
     gc.collect()
     assert [x for x in made if x() is not None] == []
 
@@ -765,7 +765,7 @@ def test_few_long_tiles_of_a_band_start_late(kernel, seqlen):
     spec, in_turn = plan.specs["backward"], plan.kernels.order.kv_heads_per_group
     steps = 2 + -(-np.arange(seqlen, 0, -spec.block_kv) // spec.block_q)
     turns = [np.repeat(steps, min(in_turn, places - first)) for first in range(0, places, in_turn)]
-    ends = [0] * plan.family.blocks_at_once(spec, plan.device)
+    ends = [0] * plan.family.resident_blocks(spec, plan.device)
     for length in np.concatenate(turns).tolist():
         heapq.heapreplace(ends, ends[0] + length)
     assert max(ends) <= 1.04 * np.mean(ends)
@@ -942,7 +942,7 @@ def test_checks_have_hoppers_kernels_end_where_they_would_hang(cupy, monkeypatch
     ready.compile()
     o, lse = ready.forward(*arrays)
     ready.backward(o, *arrays, o, lse)
-    built = {spec.name: spec.is_watched for spec in cupy.specs.values()}
+    built = {spec.name: spec.has_watchdog for spec in cupy.specs.values()}
     assert built == {spec.name: watched and spec.family == "sm90" for spec in ready.plan.specs.values()}
     assert len(cupy.compiled) == len(built) and ready.explain().count("40 registers") == len(built)
 

@@ -62,7 +62,7 @@ NEVER = {
 # Functions that may look at the environment.
 ENVIRONMENT = {
     "sim.compiler": {"_run"},
-    "compiler.nvrtc": {"_environment", "_spare_cupy_its_folder"},
+    "compiler.nvrtc": {"_environment", "_redirect_cupy_cache"},
     "executors.checks": {"is_on"},
 }
 # Modules that ask or carry do not decide.

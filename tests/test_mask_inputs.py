@@ -755,12 +755,12 @@ def test_a_mask_that_declares_what_it_holds_is_remembered(name, monkeypatch):
     two, eight = REMEMBERED[name](2), REMEMBERED[name](8)
     assert content(two) == content(REMEMBERED[name](2)) and content(two) != content(eight)
     made = []
-    monkeypatch.setattr(api, "_made", lambda *arguments: made.append(arguments))
-    api._remembered.cache_clear()
+    monkeypatch.setattr(api, "_new_plan", lambda *arguments: made.append(arguments))
+    api._cached_plan.cache_clear()
     problem = part(cuflash, "planning.problem").Problem.of(*[np.zeros((8, 1))] * 3)
     for each in (two, REMEMBERED[name](2), eight):
         api._plan(problem, each, cuflash.DeviceSpec.host(), None, False)
-    api._remembered.cache_clear()
+    api._cached_plan.cache_clear()
     assert [arguments[1] for arguments in made] == [two, eight]
 
 

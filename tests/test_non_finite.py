@@ -156,7 +156,7 @@ def assert_parts_follow_the_rule(
     fields = {"seqlen_q": seqlen_q, "seqlen_kv": 300, "dtype": "float16", "scale": scale}
     example = splitting.rounded(a_fault_a_head(group_size, **fields))
     plan = splitting.split_plan(example, 3, run)
-    assert plan.kernels.num_splits == 3 and plan.specs["forward"].is_packed == (group_size > 1)
+    assert plan.kernels.num_splits == 3 and plan.specs["forward"].pack_gqa == (group_size > 1)
     q, k, v = (run.put(x) for x in (example.q, example.k, example.v))
     o = run.put(np.zeros(example.exact.o.shape, np.float16))
     lse = run.put(np.zeros(example.exact.lse.shape, np.float32))

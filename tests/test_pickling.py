@@ -257,7 +257,7 @@ def test_a_used_plan_and_a_used_vjp_run_after_a_pickle_and_a_copy(mask: Mask | N
 def test_a_copy_of_a_plan_for_another_executor_remembers_no_calls_of_the_first() -> None:
     ready = used_plan(None)
     other = dataclasses.replace(ready, executor="sim")
-    assert ready._repeated and not other._repeated and not copy.copy(ready)._repeated
+    assert ready._bound_calls and not other._bound_calls and not copy.copy(ready)._bound_calls
 
 
 FRESH: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {

@@ -153,7 +153,7 @@ import cupy
 from cuflash.compiler.source import flatten_text
 
 text = '''#include <ptx/types.cuh>
-namespace cuflash::config { constexpr bool kIsWatched = true; }
+namespace cuflash::config { constexpr bool kHasWatchdog = true; }
 #include <ptx/mbarrier.cuh>
 #include <ptx/shared.cuh>
 using namespace cuflash;

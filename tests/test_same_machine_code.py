@@ -202,7 +202,7 @@ def test_every_kernel_is_compared_and_the_quick_choice_has_whatever_one_of_them_
         ]  # fmt: skip
         assert values[0] == values[1]
     of_hopper = [dict(kernel.specification) for kernel in chosen if kernel.name == "sm90_backward"]
-    for field, value in {"is_listed": "True", "finishes_dq": "True", "is_watched": "True", "dq_adds": "0"}.items():
+    for field, value in {"is_listed": "True", "fuses_dq_epilogue": "True", "has_watchdog": "True", "dq_atomic_width": "0"}.items():
         assert any(each[field] == value for each in of_hopper), field
 
 

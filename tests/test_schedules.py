@@ -63,17 +63,18 @@ PLANTED = {
     "thread": (
         Edit(
             "simt/forward.cu", "simt_forward",
-            "tile::add_product_nt(s, q_smem, k_smem); __syncthreads();",
-            "tile::add_product_nt(s, q_smem, k_smem);",
+            "tile::gemm_add_nt(s, q_smem, k_smem); __syncthreads();",
+            "tile::gemm_add_nt(s, q_smem, k_smem);",
         ),
         "WARNING: ThreadSanitizer: data race",
     ),
     "address": (
-        Edit("tile/copy.cuh", "store_in_vectors", "if (Tile::row(i) >= to.num_rows) continue;", ""),
+        Edit("tile/copy.cuh", "store_vectorized", "if (Tile::row(i) >= to.num_rows) continue;", ""),
         "ERROR: AddressSanitizer: heap-buffer-overflow",
     ),
     "undefined": (
-        Edit("attention/steps.cuh", "Seen.has", ">> key % 8 & 1", ">> key & 1"), "undefined behaviour: .*a shift by",
+        Edit("attention/block_iterator.cuh", "RowMask.allows", ">> key % 8 & 1", ">> key & 1"),
+        "undefined behaviour: .*a shift by",
     ),
 }  # fmt: skip
 

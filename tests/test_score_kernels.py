@@ -198,7 +198,7 @@ def check_few_queries(num_heads: int, lengths: tuple[int, int]) -> None:
     made = Probe("float16", masks.Causal("bottom_right"), batch=(), heads=(num_heads, 1), lengths=lengths)
     plan = cuflash.plan(made.q, made.k, made.v, executor="sim", kernel="sm80", causal="bottom_right").plan
     spec = plan.kernels.forward.launches["forward"].spec
-    assert spec.is_split and spec.is_packed == (num_heads > 1)
+    assert spec.is_split and spec.pack_gqa == (num_heads > 1)
     made.check(made.found(replace(SIM, kernel="sm80"), is_backward=False))
 
 

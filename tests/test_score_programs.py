@@ -263,7 +263,7 @@ REFUSED = {
     "rank": (lambda s, b, h, i, j, table: s + table[h], {"table": TABLE}, "table has 2 axes and takes 2 indices; got"),
     "slice": (lambda s, b, h, i, j, table: s + table[h, :], {"table": TABLE}, "table takes integer expressions as"),
     "end": (lambda s, b, h, i, j, table: s + table[h, -1], {"table": TABLE}, "from the start of its axis; got -1"),
-    "whole": (lambda s, b, h, i, j, table: s + table, {"table": TABLE}, "index it, as in table[..., i, j]"),
+    "naive": (lambda s, b, h, i, j, table: s + table, {"table": TABLE}, "index it, as in table[..., i, j]"),
     "condition": (lambda s, b, h, i, j: s + (i == j), {}, "a comparison is no number: use np.where(condition, a, b)"),
     "where": (lambda s, b, h, i, j: np.where(s, s, 0), {}, "np.where takes a comparison first"),
     "bits": (lambda s, b, h, i, j: np.where(i & 1, s, 0), {}, "& | ~ and np.logical_* take comparisons"),

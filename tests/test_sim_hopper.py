@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import sim_probes
-from cuflash.executors.tensor_map import Tiles, simulated
+from cuflash.executors.tensor_map import BoxedArray, simulated
 from numpy.testing import assert_array_equal
 from sim_probes import HOPPER_FAULTS, HOPPER_PIPELINE, HOPPER_RACES, build, line_of, run_hopper_pipeline
 from test_sim import in_child, schedules
@@ -112,11 +112,11 @@ extern "C" __global__ void bugs(const char* name, float* x, const __grid_constan
     return name[i] == other[i];
   };
   constexpr auto kK = ptx::Major::kK;
-  const uint64_t matrix = ptx::wgmma_matrix(ptx::Swizzle::k128, tile, 0, 1024);
+  const uint64_t matrix = ptx::wgmma_descriptor(ptx::Swizzle::k128, tile, 0, 1024);
   float d[16], wide[32];
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(barrier, 1);
-    ptx::mbarrier_init_fence();
+    ptx::fence_mbarrier_init();
   }
   for (int i = threadIdx.x; i < 2048; i += blockDim.x) shared[i] = 0.0f;
   ptx::fence_proxy_async();
@@ -135,7 +135,7 @@ extern "C" __global__ void bugs(const char* name, float* x, const __grid_constan
       ptx::mbarrier_arrive(barrier);  // barrier overwritten
     }
     if (is("one arrival too many")) {
-      ptx::mbarrier_arrive_expect(barrier, 16);
+      ptx::mbarrier_arrive_expect_tx(barrier, 16);
       ptx::mbarrier_arrive(barrier);  // one arrival too many
     }
     if (is("phase nobody awaits")) {
@@ -163,11 +163,11 @@ extern "C" __global__ void bugs(const char* name, float* x, const __grid_constan
     if (is("odd run"))
       ptx::bulk_load(tile, x, 24, barrier);  // odd run
     if (is("copy under way")) {
-      ptx::mbarrier_arrive_expect(barrier, 64);
+      ptx::mbarrier_arrive_expect_tx(barrier, 64);
       ptx::bulk_load(tile, x, 64, barrier);  // copy under way
     }
     if (is("written meanwhile")) {
-      ptx::mbarrier_arrive_expect(barrier, 64);
+      ptx::mbarrier_arrive_expect_tx(barrier, 64);
       ptx::bulk_load(tile, x, 64, barrier);  // written meanwhile
       shared[5] = 1.0f;
       ptx::mbarrier_wait(barrier, 0);
@@ -180,9 +180,9 @@ extern "C" __global__ void bugs(const char* name, float* x, const __grid_constan
     }
   }
   if (is("matrix not aligned"))
-    ptx::wgmma_matrix(ptx::Swizzle::k64, tile + 256, 0, 512);  // matrix not aligned
+    ptx::wgmma_descriptor(ptx::Swizzle::k64, tile + 256, 0, 512);  // matrix not aligned
   if (is("distances"))
-    ptx::wgmma_matrix(ptx::Swizzle::kNone, tile, 8, 128);  // distances
+    ptx::wgmma_descriptor(ptx::Swizzle::kNone, tile, 8, 128);  // distances
   ptx::wgmma_fence();
   if (is("matrix outside"))
     ptx::wgmma<kK, kK>(ptx::Half{}, d, matrix, matrix + (7168 >> 4), false);  // matrix outside
@@ -285,7 +285,7 @@ def run_bug(name: str, block: int = 128, copies: str = "late") -> None:
     array, x = np.zeros((1, 1, 16, 64), np.float16), np.zeros(64, np.float32)
     memory = np.zeros(1024, np.uint8)
     x = memory[-memory.ctypes.data % 16 :][:256].view(np.float32)
-    tiles = Tiles(array.dtype, array.shape, array.strides, (1, 1, 16, 64))
+    tiles = BoxedArray(array.dtype, array.shape, array.strides, (1, 1, 16, 64))
     params = (text, x, simulated(tiles, array.ctypes.data), np.zeros(1, "V128")[0])
     schedule = sim.Schedule(copies=copies)
     time_limit = 0.2 if name == "looks for ever" else 60.0

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.executors.params import Records, View
+from cuflash.executors.params import ParamsTemplate, View
 from cuflash.planning.launches import Pass
 from cuflash.planning.plan import KernelPlan
 from cuflash.executors.sim import Simulator
 from cuflash.planning.families.sm90 import backward_specs, boxes, shared_bytes
 from cuflash.planning.spec import KernelSpec
-from cuflash.executors.tensor_map import Tiles, simulated, template
+from cuflash.executors.tensor_map import BoxedArray, simulated, template
 from cuflash.testing import (
     FORWARD_PROPERTIES,
     PAIR_PROPERTIES,
@@ -27,7 +27,7 @@ from cuflash.testing import (
 )
 from cuflash.testing.properties import check_non_finite_values_reach_what_they_should
 from executors import GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, is_long, needs_compiler
-from finishing import of_lists
+from fused_dq import of_lists
 from poison import MARGIN, STRUCTURES, Guarded, PoisonedGpu, call
 
 import cuflash
@@ -54,10 +54,10 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
 @contextmanager
 def with_fewest_tiles(number: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm90, "FEWEST_TILES", number)
-        api._remembered.cache_clear()
+        patch.setattr(sm90, "MIN_TILES_PER_PROCESSOR", number)
+        api._cached_plan.cache_clear()
         yield
-    api._remembered.cache_clear()
+    api._cached_plan.cache_clear()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -464,7 +464,7 @@ class Watched(Simulator):
     """Runs what CUFLASH_CHECK has compiled."""
 
     def launch(self, spec: KernelSpec, *rest: Any) -> None:
-        super().launch(replace(spec, is_watched=spec.family == "sm90"), *rest)
+        super().launch(replace(spec, has_watchdog=spec.family == "sm90"), *rest)
 
 
 @needs_compiler
@@ -493,13 +493,13 @@ def test_what_lies_past_a_length_never_matters(run: Run, name: str, dtype: str) 
 
 # Tensor maps.
 
-BOXES = Tiles(np.dtype(np.float16), (1, 2, 4, 100, 64), (0, 51200, 12800, 128, 2), (1, 1, 1, 64, 64))
+BOXES = BoxedArray(np.dtype(np.float16), (1, 2, 4, 100, 64), (0, 51200, 12800, 128, 2), (1, 1, 1, 64, 64))
 
 
 def test_a_map_is_its_template_with_another_address() -> None:
     made = template(simulated, BOXES)
     words = np.array(made.words, np.uint64)
-    words[made.place] = 1 << 20
+    words[made.offset] = 1 << 20
     assert words.tobytes() == simulated(BOXES, 1 << 20).tobytes()
 
 
@@ -516,8 +516,8 @@ def test_arrays_that_hardware_can_walk_have_a_map(layout: str, mapped: set[str])
     example = half(Structure(num_heads=2, seqlen_q=70, seqlen_kv=90, head_dim=64, value_dim=64, layouts=(layout,) * 5))
     plan = plan_of(example)
     views = tuple(View.of(name, getattr(example, name)) for name in ("q", "k", "v"))
-    made = Records.of(plan, views, boxes(plan.specs["forward"]), Simulator().tensor_map)
-    assert set(made.map_places) == mapped == {name for name in ("q", "k", "v") if made.maps[name]["is_there"]}
+    made = ParamsTemplate.of(plan, views, boxes(plan.specs["forward"]), Simulator().tensor_map)
+    assert set(made.map_offsets) == mapped == {name for name in ("q", "k", "v") if made.maps[name]["is_valid"]}
 
 
 # Choice and errors.
@@ -552,7 +552,7 @@ def test_four_warpgroups_share_a_tile_where_queries_see_few_keys_and_tiles_are_m
 
 
 def steps_taken(num_places: int, in_turn: int, steps: list[int], num_blocks: int) -> np.ndarray:
-    """By blocks that take the next tile as they end one: as attention/work_tile.cuh numbers them, longest first."""
+    """By blocks that take the next tile as they end one: as tile_scheduler.cuh numbers them, longest first."""
     taken = np.zeros(num_blocks, int)
     for first in range(0, num_places, in_turn):
         for length in reversed(steps):

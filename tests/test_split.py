@@ -40,7 +40,7 @@ def test_the_structures_are_of_every_kind() -> None:
     listed = [plan.work for plan in plans if isinstance(plan.work, ListedWork)]
     assert set(np.concatenate([work.index.kinds for work in listed])) == {1, 2, 3}
     specs = [plan.specs["forward"] for plan in plans]
-    assert {(spec.is_listed, spec.is_packed) for spec in specs} == {(False, False), (False, True), (True, False)}
+    assert {(spec.is_listed, spec.pack_gqa) for spec in specs} == {(False, False), (False, True), (True, False)}
     assert {spec.block_q for spec in specs} >= {16, 32, 128}
 
 
@@ -131,7 +131,7 @@ def test_a_gpu_that_its_tiles_fill_splits_none() -> None:
 
 def test_few_tiles_are_shared_until_the_gpu_is_full() -> None:
     one, many = planned(1, 32, 8, 1, 1 << 16), planned(8, 32, 8, 1, 1 << 16)
-    assert one.specs["forward"].is_packed and one.kernels.num_splits > many.kernels.num_splits > 1
+    assert one.specs["forward"].pack_gqa and one.kernels.num_splits > many.kernels.num_splits > 1
     tiles = one.kernels.forward.launches["forward"].grid(1)
     assert tiles == 8 * one.kernels.num_splits  # a tile for each key/value head
     assert 100 < planned(1, 1, 1, 1, 1 << 20).kernels.num_splits <= 128
@@ -161,13 +161,13 @@ def test_splitting_fills_the_gpu_better_and_takes_little_room(
     parts = plan.kernels.forward.nbytes
     assert plan.kernels.num_splits == 1 or parts <= keys
     assert plan.kernels.num_splits <= 128 and plan.workspace_bytes >= parts
-    rows = seqlen_q * (group_size if forward.is_packed else 1)
-    assert not forward.is_packed or group_size > 1 and rows <= forward.block_q
+    rows = seqlen_q * (group_size if forward.pack_gqa else 1)
+    assert not forward.pack_gqa or group_size > 1 and rows <= forward.block_q
 
 
 def test_heads_are_packed_where_they_share_masks_and_fit_a_tile() -> None:
     def packs(*sizes: int, **options: Any) -> bool:
-        return planned(*sizes, **options).specs["forward"].is_packed
+        return planned(*sizes, **options).specs["forward"].pack_gqa
 
     assert packs(1, 8, 2, 32, 4096) and not packs(1, 8, 2, 33, 4096)
     assert packs(1, 8, 2, 32, 4096, 256) and not packs(1, 8, 2, 33, 4096, 256)

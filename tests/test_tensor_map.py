@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.arrays import BFLOAT16
-from cuflash.executors.tensor_map import BYTES, Tiles, encoded, simulated
+from cuflash.executors.tensor_map import BYTES, BoxedArray, encoded, simulated
 
 FITTING = {
     "dtype": np.dtype(np.float16), "shape": (2, 3, 100, 72), "strides": (43200, 14400, 144, 2), "box": (1, 1, 64, 64),
@@ -36,15 +36,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_hardware_cannot_copy_is_refused(name: str) -> None:
     changed, reason = REFUSED[name]
-    tiles = Tiles(**{**FITTING, **changed})
+    tiles = BoxedArray(**{**FITTING, **changed})
     assert any(reason in each for each in tiles.reasons(4096)), tiles.reasons(4096)
     for make in (simulated, encoded):
-        with pytest.raises(ValueError, match="no tensor map of Tiles"):
+        with pytest.raises(ValueError, match="no tensor map of BoxedArray"):
             make(tiles, 4096)
 
 
 def test_an_array_at_an_odd_address_is_refused() -> None:
-    assert Tiles(**FITTING).reasons(4104) == ["the first element must be at a multiple of 16 bytes; got 0x1008"]
+    assert BoxedArray(**FITTING).reasons(4104) == ["the first element must be at a multiple of 16 bytes; got 0x1008"]
 
 
 FITTING_TOO: tuple[dict[str, Any], ...] = (
@@ -60,7 +60,7 @@ FITTING_TOO: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("changed", FITTING_TOO)
 def test_a_map_is_a_scalar_of_128_bytes(changed: dict[str, Any]) -> None:
-    made = simulated(Tiles(**{**FITTING, **changed}), 4096)
+    made = simulated(BoxedArray(**{**FITTING, **changed}), 4096)
     assert isinstance(made, np.generic) and len(made.tobytes()) == BYTES == 128
 
 
@@ -70,5 +70,5 @@ def test_the_driver_takes_what_is_not_refused() -> None:
 
     memory = cupy.empty(1 << 20, cupy.uint8)
     for changed in FITTING_TOO:
-        made = encoded(Tiles(**{**FITTING, **changed}), memory.data.ptr)
+        made = encoded(BoxedArray(**{**FITTING, **changed}), memory.data.ptr)
         assert len(made.tobytes()) == BYTES and any(made.tobytes())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_masks import SHAPES_AND_MASKS
 
 from cuflash import BlockIndex, DeviceSpec, ShapeDtype, masks, patterns, plan
-from cuflash.blocks.classify import Kind
+from cuflash.blocks.classify import BlockKind
 from cuflash.masks import MaskShape
 from cuflash.blocks.work_list import IntervalWork, ListedWork, requested_mask, work_list
 
@@ -21,9 +21,9 @@ def made(mask, shape, tile):
 
 
 def elements_of(work, segment, b, h, rows, keys):
-    if segment.kind == Kind.FULL:
+    if segment.kind == BlockKind.FULL:
         return True
-    if segment.kind == Kind.BITS:
+    if segment.kind == BlockKind.BITS:
         tile = work.bit_tile(segment.tile)
         return tile[np.ix_(np.arange(*rows) % work.block_q, np.arange(*keys) % work.block_kv)]
     lo, hi = work.bounds(b, h, *rows)
@@ -95,13 +95,13 @@ def test_a_block_index_is_walked_as_it_came():
 def test_large_blocks_are_listed_as_several():
     index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 2048, 2048, 1024)
     work = made(index, MaskShape((), 1, 2048, 2048), (256, 512))
-    assert (work.block_q, work.block_kv) == (128, 128) and set(work.index.kinds) == {Kind.FULL}
+    assert (work.block_q, work.block_kv) == (128, 128) and set(work.index.kinds) == {BlockKind.FULL}
 
 
 def test_blocks_too_small_for_a_list_are_joined():
     mask = masks.BlockPattern(np.random.default_rng(0).random((25, 25)) < 0.5, 4)
     work = made(mask, MaskShape((), 1, 100, 100), (256, 512))
-    assert (work.block_q, work.block_kv) == (16, 16) and Kind.BITS in work.index.kinds
+    assert (work.block_q, work.block_kv) == (16, 16) and BlockKind.BITS in work.index.kinds
 
 
 def test_documents_whose_queries_skip_keys_are_listed():

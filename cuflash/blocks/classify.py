@@ -15,11 +15,11 @@ from ..masks.coordinates import elements
 from ..masks.shape import MaskShape
 from ..masks.block_set import BlockSet
 
-_BLOCKS_AT_ONCE = 1 << 20  # blocks classified in one sweep: bounds the memory of compiling a mask
-_ELEMENTS_AT_ONCE = 1 << 21  # elements evaluated in one sweep, likewise
+_MAX_BLOCKS_PER_SWEEP = 1 << 20  # blocks classified in one sweep: bounds the memory of compiling a mask
+_MAX_ELEMENTS_PER_SWEEP = 1 << 21  # elements evaluated in one sweep, likewise
 
 
-class Kind(IntEnum):
+class BlockKind(IntEnum):
     """What a listed block holds; blocks that are not listed hold nothing."""
 
     FULL = 1
@@ -30,7 +30,7 @@ class Kind(IntEnum):
     """A bit an element."""
 
 
-class Classified(NamedTuple):
+class ClassifiedBlocks(NamedTuple):
     """The listed blocks of a mask as compressed sparse rows; `BlockIndex` says what each array holds."""
 
     batch: int
@@ -60,7 +60,7 @@ class _Blocks:
 
 
 @dataclass(frozen=True, eq=False)
-class _Frame:
+class _Grid:
     """Where blocks lie: lengths, block size, and over how many batch entries and heads the mask varies."""
 
     seqlen_q: int
@@ -70,7 +70,7 @@ class _Frame:
     num_heads: int
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def size(self) -> tuple[int, int]:
         return -(-self.seqlen_q // self.block[0]), -(-self.seqlen_kv // self.block[1])
 
     def rectangle(
@@ -89,7 +89,7 @@ class _Frame:
         may, must = (np.broadcast_to(answer, matrix.shape) for answer in answers)
         return may, must
 
-    def must(self, mask: Mask, blocks: _Blocks) -> Array:
+    def is_uniform(self, mask: Mask, blocks: _Blocks) -> Array:
         """Which blocks a mask is known to allow altogether."""
         return self.rectangle(mask, blocks.matrix, blocks.row, blocks.row + 1, blocks.col, blocks.col + 1)[1]
 
@@ -102,13 +102,13 @@ class _Frame:
         return b, h, np.minimum(i, self.seqlen_q - 1), np.minimum(j, self.seqlen_kv - 1), exists
 
 
-def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Classified:
+def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> ClassifiedBlocks:
     """Descend from large rectangles to single blocks by closed forms; evaluate the blocks they leave undecided."""
     if 0 in (shape.num_batch, *shape[1:]):
-        return _assembled(_Frame(shape.seqlen_q, shape.seqlen_kv, block, 1, 1), [], [], {}, None)
+        return _assembled(_Grid(shape.seqlen_q, shape.seqlen_kv, block, 1, 1), [], [], {}, None)
     if isinstance(mask, BlockSet) and mask.block == block and mask.full.all():
-        return _listed(mask, _Frame(shape.seqlen_q, shape.seqlen_kv, block, *mask.grid[:2]))
-    frame = _Frame(shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape))
+        return _listed(mask, _Grid(shape.seqlen_q, shape.seqlen_kv, block, *mask.grid[:2]))
+    grid = _Grid(shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape))
     factors = mask.operands if type(mask) is And else (mask,)
     closed = [factor for factor in factors if factor.has_intervals]
     others = [factor for factor in factors if not factor.has_intervals]
@@ -116,29 +116,29 @@ def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Classified
     found: list[_Blocks] = []
     kinds: list[tuple[Array, Array]] = []
     dictionary: dict[bytes, int] = {}
-    for full, undecided in _descend(mask, frame):
+    for full, undecided in _descend(mask, grid):
         found.append(full)
-        kinds.append((np.full(len(full), Kind.FULL), np.full(len(full), -1)))
+        kinds.append((np.full(len(full), BlockKind.FULL), np.full(len(full), -1)))
         by_rows = np.full(len(undecided), rows is not None)
         for other in others:
-            by_rows &= frame.must(other, undecided)
+            by_rows &= grid.is_uniform(other, undecided)
         if rows is not None and by_rows.any():
             inside = undecided[by_rows]
-            inside = inside[_meets_interval(rows, frame, inside)]
+            inside = inside[_overlaps_interval(rows, grid, inside)]
             found.append(inside)
-            kind = np.where(frame.must(rows, inside), Kind.FULL, Kind.INTERVAL)
+            kind = np.where(grid.is_uniform(rows, inside), BlockKind.FULL, BlockKind.INTERVAL)
             kinds.append((kind, np.full(len(inside), -1)))
-        for blocks, kind, tile in _evaluate(factors, frame, undecided[~by_rows], dictionary):
+        for blocks, kind, tile in _evaluate(factors, grid, undecided[~by_rows], dictionary):
             found.append(blocks)
             kinds.append((kind, tile))
-    return _assembled(frame, found, kinds, dictionary, rows)
+    return _assembled(grid, found, kinds, dictionary, rows)
 
 
-def _listed(mask: BlockSet, frame: _Frame) -> Classified:
+def _listed(mask: BlockSet, grid: _Grid) -> ClassifiedBlocks:
     """Whole blocks at their own size: their numbers say it all."""
-    matrix, cell = np.divmod(mask.keys, frame.grid[0] * frame.grid[1])
-    kinds = np.full(len(mask.keys), Kind.FULL), np.full(len(mask.keys), -1)
-    return _assembled(frame, [_Blocks(matrix, *np.divmod(cell, frame.grid[1]))], [kinds], {}, None)
+    matrix, cell = np.divmod(mask.keys, grid.size[0] * grid.size[1])
+    kinds = np.full(len(mask.keys), BlockKind.FULL), np.full(len(mask.keys), -1)
+    return _assembled(grid, [_Blocks(matrix, *np.divmod(cell, grid.size[1]))], [kinds], {}, None)
 
 
 def extents(mask: Mask, shape: MaskShape, xp: Namespace = np) -> tuple[int, int]:
@@ -150,28 +150,28 @@ def extents(mask: Mask, shape: MaskShape, xp: Namespace = np) -> tuple[int, int]
     return (1, 1, 1, 1, *answer)[-4], (1, 1, 1, 1, *answer)[-3]
 
 
-def _descend(mask: Mask, frame: _Frame) -> Iterator[tuple[_Blocks, _Blocks]]:
+def _descend(mask: Mask, grid: _Grid) -> Iterator[tuple[_Blocks, _Blocks]]:
     """Per strip of the grid: the blocks known to be full, and those that the closed forms leave undecided."""
-    num_rows, num_cols = frame.grid
-    matrices = frame.batch * frame.num_heads
-    height = 1 << max(0, (max(_BLOCKS_AT_ONCE // num_cols, 1)).bit_length() - 1)
-    at_once = max(1, _BLOCKS_AT_ONCE // (min(height, num_rows) * num_cols))
-    for first in range(0, matrices, at_once):
-        matrix = np.arange(first, min(first + at_once, matrices))
+    num_rows, num_cols = grid.size
+    matrices = grid.batch * grid.num_heads
+    height = 1 << max(0, (max(_MAX_BLOCKS_PER_SWEEP // num_cols, 1)).bit_length() - 1)
+    per_sweep = max(1, _MAX_BLOCKS_PER_SWEEP // (min(height, num_rows) * num_cols))
+    for first in range(0, matrices, per_sweep):
+        matrix = np.arange(first, min(first + per_sweep, matrices))
         for top in range(0, num_rows, height):
             row0 = np.full(len(matrix), top)
             row1 = np.full(len(matrix), min(top + height, num_rows))
             yield _descend_strip(
-                mask, frame, (matrix, row0, row1, np.zeros_like(matrix), np.full_like(matrix, num_cols))
+                mask, grid, (matrix, row0, row1, np.zeros_like(matrix), np.full_like(matrix, num_cols))
             )
 
 
-def _descend_strip(mask: Mask, frame: _Frame, boxes: tuple[Array, ...]) -> tuple[_Blocks, _Blocks]:
+def _descend_strip(mask: Mask, grid: _Grid, boxes: tuple[Array, ...]) -> tuple[_Blocks, _Blocks]:
     full: list[_Blocks] = []
     undecided: list[_Blocks] = []
     while len(boxes[0]):
-        may, must = frame.rectangle(mask, *boxes)
-        full.append(_cells(*(side[must & may] for side in boxes)))
+        may, must = grid.rectangle(mask, *boxes)
+        full.append(_single_blocks(*(side[must & may] for side in boxes)))
         boxes = tuple(side[may & ~must] for side in boxes)
         matrix, row0, row1, col0, col1 = boxes
         single = (row1 - row0 == 1) & (col1 - col0 == 1)
@@ -182,11 +182,11 @@ def _descend_strip(mask: Mask, frame: _Frame, boxes: tuple[Array, ...]) -> tuple
 
 def _split(matrix: Array, row0: Array, row1: Array, col0: Array, col1: Array) -> tuple[Array, ...]:
     """Quarter boxes at powers of two, so that the cells of coarser grids stay whole."""
-    row_cut, col_cut = row0 + _half(row1 - row0), col0 + _half(col1 - col0)
+    row_middle, col_middle = row0 + _half(row1 - row0), col0 + _half(col1 - col0)
     quarters = [
         (matrix, top, bottom, left, right)
-        for top, bottom in ((row0, row_cut), (row_cut, row1))
-        for left, right in ((col0, col_cut), (col_cut, col1))
+        for top, bottom in ((row0, row_middle), (row_middle, row1))
+        for left, right in ((col0, col_middle), (col_middle, col1))
     ]
     joined = tuple(np.concatenate(sides) for sides in zip(*quarters))
     some = (joined[1] < joined[2]) & (joined[3] < joined[4])
@@ -199,12 +199,12 @@ def _half(extent: Array) -> Array:
     return np.where(extent > 1, power, extent)
 
 
-def _cells(matrix: Array, row0: Array, row1: Array, col0: Array, col1: Array) -> _Blocks:
+def _single_blocks(matrix: Array, row0: Array, row1: Array, col0: Array, col1: Array) -> _Blocks:
     """The single blocks of boxes."""
     width, area = col1 - col0, (row1 - row0) * (col1 - col0)
     box = np.repeat(np.arange(len(matrix)), area)
-    place = np.arange(len(box)) - np.repeat(np.cumsum(area) - area, area)
-    return _Blocks(matrix[box], row0[box] + place // width[box], col0[box] + place % width[box])
+    offset = np.arange(len(box)) - np.repeat(np.cumsum(area) - area, area)
+    return _Blocks(matrix[box], row0[box] + offset // width[box], col0[box] + offset % width[box])
 
 
 def _joined(parts: list[_Blocks]) -> _Blocks:
@@ -214,67 +214,67 @@ def _joined(parts: list[_Blocks]) -> _Blocks:
 
 
 def _chunks(blocks: _Blocks, elements: int) -> Iterator[_Blocks]:
-    size = max(1, _ELEMENTS_AT_ONCE // elements)
+    size = max(1, _MAX_ELEMENTS_PER_SWEEP // elements)
     return (blocks[start : start + size] for start in range(0, len(blocks), size))
 
 
-def _meets_interval(rows: Mask, frame: _Frame, blocks: _Blocks) -> Array:
+def _overlaps_interval(rows: Mask, grid: _Grid, blocks: _Blocks) -> Array:
     """Which blocks hold any key of any row's interval."""
     kept = [np.zeros(0, bool)]
-    for chunk in _chunks(blocks, frame.block[0]):
-        b, h, i, _, _ = frame.coordinates(chunk)
+    for chunk in _chunks(blocks, grid.block[0]):
+        b, h, i, _, _ = grid.coordinates(chunk)
         lo, hi = rows.closed_form(b, h, i)
-        first = chunk.col[:, None, None] * frame.block[1]
+        first = chunk.col[:, None, None] * grid.block[1]
         kept.append(
-            (np.maximum(lo, first) < np.minimum(hi, np.minimum(first + frame.block[1], frame.seqlen_kv))).any((1, 2))
+            (np.maximum(lo, first) < np.minimum(hi, np.minimum(first + grid.block[1], grid.seqlen_kv))).any((1, 2))
         )
     return np.concatenate(kept)
 
 
 def _evaluate(
-    factors: tuple[Mask, ...], frame: _Frame, blocks: _Blocks, dictionary: dict[bytes, int]
+    factors: tuple[Mask, ...], grid: _Grid, blocks: _Blocks, dictionary: dict[bytes, int]
 ) -> Iterator[tuple[_Blocks, Array, Array]]:
     """Element by element: the blocks that hold something, their kind, and their bit tile, each new one noted."""
-    for chunk in _chunks(blocks, frame.block[0] * frame.block[1]):
-        b, h, i, j, exists = frame.coordinates(chunk)
+    for chunk in _chunks(blocks, grid.block[0] * grid.block[1]):
+        b, h, i, j, exists = grid.coordinates(chunk)
         allowed = exists.copy()
         for factor in factors:
-            open_ = ~frame.must(factor, chunk)
+            open_ = ~grid.is_uniform(factor, chunk)
             if open_.any():
                 allowed[open_] &= elements(factor, b[open_], h[open_], i[open_], j[open_])
         some, every = allowed.any((1, 2)), (allowed == exists).all((1, 2))
-        kind = np.where(every, Kind.FULL, Kind.BITS)[some]
+        kind = np.where(every, BlockKind.FULL, BlockKind.BITS)[some]
         tile = np.full(len(kind), -1)
         packed = pack(allowed[some & ~every])
-        tile[kind == Kind.BITS] = [dictionary.setdefault(bits.tobytes(), len(dictionary)) for bits in packed]
+        tile[kind == BlockKind.BITS] = [dictionary.setdefault(bits.tobytes(), len(dictionary)) for bits in packed]
         yield chunk[some], kind, tile
 
 
 def _assembled(
-    frame: _Frame,
+    grid: _Grid,
     found: list[_Blocks],
     kinds: list[tuple[Array, Array]],
     dictionary: dict[bytes, int],
     rows: Mask | None,
-) -> Classified:
+) -> ClassifiedBlocks:
     blocks = _joined(found)
     kind = np.concatenate([np.zeros(0, np.uint8), *(k for k, _ in kinds)]).astype(np.uint8)
     tile = np.concatenate([np.zeros(0, np.int32), *(t for _, t in kinds)]).astype(np.int32)
-    num_rows, num_cols = frame.grid
+    num_rows, num_cols = grid.size
     row = blocks.matrix * num_rows + blocks.row
     order = np.argsort(row * num_cols + blocks.col)
     bits = np.frombuffer(b"".join(dictionary), np.uint8)
     lo = hi = None
-    if rows is not None and (kind == Kind.INTERVAL).any():
-        lo, hi = row_intervals(rows, frame.seqlen_q, frame.seqlen_kv, frame.batch, frame.num_heads)
-    return Classified(
-        batch=frame.batch,
-        num_heads=frame.num_heads,
-        indptr=pointers(row, frame.batch * frame.num_heads * num_rows),
+    if rows is not None and (kind == BlockKind.INTERVAL).any():
+        lo, hi = row_intervals(rows, grid.seqlen_q, grid.seqlen_kv, grid.batch, grid.num_heads)
+    return ClassifiedBlocks(
+        batch=grid.batch,
+        num_heads=grid.num_heads,
+        indptr=pointers(row, grid.batch * grid.num_heads * num_rows),
         indices=blocks.col[order].astype(np.int32),
         kinds=kind[order],
         tiles=tile[order],
-        bits=bits.reshape(len(dictionary), frame.block[0], -(-frame.block[1] // 8)),
+        bits=bits.reshape(len(dictionary), grid.block[0], -(-grid.block[1] // 8)),
         lo=lo,
         hi=hi,
     )

@@ -19,12 +19,12 @@ from ..masks.content import mask_namespace
 from ..masks.coordinates import elements
 from ..masks.shape import MaskShape
 from ..masks.block_set import BlockGrid
-from .classify import Classified, Kind, extents, row_intervals
+from .classify import ClassifiedBlocks, BlockKind, extents, row_intervals
 
-_ELEMENTS_AT_ONCE = 1 << 24  # elements evaluated in one sweep: bounds the memory of compiling a mask
+_MAX_ELEMENTS_PER_SWEEP = 1 << 24  # elements evaluated in one sweep: bounds the memory of compiling a mask
 
 # CuPy takes plain numbers for scalars, not enumerations.
-_FULL, _INTERVAL, _BITS = int(Kind.FULL), int(Kind.INTERVAL), int(Kind.BITS)
+_FULL, _INTERVAL, _BITS = int(BlockKind.FULL), int(BlockKind.INTERVAL), int(BlockKind.BITS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +56,15 @@ class _Grid:
 
     def strips(self, elements: int) -> Iterator[tuple[slice, slice]]:
         """Runs of matrices, or of block rows of one, of so many elements a block row that a sweep has room for them."""
-        height = max(1, min(self.num_rows, _ELEMENTS_AT_ONCE // elements))
-        at_once = max(1, _ELEMENTS_AT_ONCE // (elements * self.num_rows))
+        height = max(1, min(self.num_rows, _MAX_ELEMENTS_PER_SWEEP // elements))
+        at_once = max(1, _MAX_ELEMENTS_PER_SWEEP // (elements * self.num_rows))
         for first in range(0, self.batch * self.num_heads, at_once):
             for top in range(0, self.num_rows, height):
                 matrices = slice(first, min(first + at_once, self.batch * self.num_heads))
                 yield matrices, slice(top, min(top + height, self.num_rows))
 
 
-def classify_grid(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Classified:
+def classify_grid(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> ClassifiedBlocks:
     """`classify` for a resolved mask whose arrays are on a device: blocks as there, but a bit tile for each block.
 
     Partial blocks are intervals where the mask is one of intervals and of whole blocks, and bits in all other cases.
@@ -96,8 +96,8 @@ def _by_closed_forms(grid: _Grid, whole: list[BlockGrid], rows: tuple[Array, Arr
     """Kinds of all blocks, uint8 [batch, heads, rows, cols], of an intersection of whole blocks and row intervals."""
     xp = grid.xp
     first = [
-        (xp.arange(extent) * side).reshape([-1 if axis == place else 1 for axis in range(4)])
-        for place, (extent, side) in enumerate(zip(grid.shape, (1, 1, *grid.block)))
+        (xp.arange(extent) * side).reshape([-1 if axis == position else 1 for axis in range(4)])
+        for position, (extent, side) in enumerate(zip(grid.shape, (1, 1, *grid.block)))
     ]
     # One element of a block stands for all where blocks are whole.
     some = every = reduce(lambda x, y: x & y, (mask(*first) for mask in whole), xp.ones((1, 1, 1, 1), dtype=bool))
@@ -117,7 +117,7 @@ def _met_by_rows(grid: _Grid, lo: Array, hi: Array) -> tuple[Array, Array]:
     leading = lo.shape[:2]
     shape = (*leading, grid.num_rows, grid.num_cols)
     meets, covers = xp.empty(shape, dtype=bool), xp.empty(shape, dtype=bool)
-    height = max(1, _ELEMENTS_AT_ONCE // (leading[0] * leading[1] * block_q * grid.num_cols))
+    height = max(1, _MAX_ELEMENTS_PER_SWEEP // (leading[0] * leading[1] * block_q * grid.num_cols))
     for top in range(0, grid.num_rows, height):
         bottom = min(top + height, grid.num_rows)
         # The last row stands in for those past the end.
@@ -159,17 +159,17 @@ def _by_elements(grid: _Grid, mask: Mask) -> tuple[Array, Array]:
     return kinds.reshape(grid.shape), bits.reshape(-1, block_q, num_bytes)
 
 
-def _assembled(grid: _Grid, kinds: Array, bits: Array | None, rows: tuple[Array, Array] | None) -> Classified:
+def _assembled(grid: _Grid, kinds: Array, bits: Array | None, rows: tuple[Array, Array] | None) -> ClassifiedBlocks:
     """Compressed sparse rows with room for every block."""
-    xp, room = grid.xp, grid.num_cells
+    xp, capacity = grid.xp, grid.num_cells
     flat = kinds.reshape(-1)
-    listed = _Listed.of(kinds.reshape(grid.batch * grid.num_heads * grid.num_rows, grid.num_cols) != 0, room)
-    cells = xp.arange(room, dtype=np.int32)
+    listed = _Listed.of(kinds.reshape(grid.batch * grid.num_heads * grid.num_rows, grid.num_cols) != 0, capacity)
+    cells = xp.arange(capacity, dtype=np.int32)
     tiles = xp.where(flat == _BITS, cells, -1).astype(np.int32)
     if bits is None:
         bits = xp.zeros((0, grid.block[0], -(-grid.block[1] // 8)), dtype=np.uint8)
     lo, hi = (None, None) if rows is None else rows
-    return Classified(
+    return ClassifiedBlocks(
         batch=grid.batch,
         num_heads=grid.num_heads,
         indptr=listed.pointers,
@@ -185,40 +185,40 @@ def _assembled(grid: _Grid, kinds: Array, bits: Array | None, rows: tuple[Array,
 class _Listed(NamedTuple):
     """How the chosen cells of a grid close ranks, in order, without counting them."""
 
-    place: Array  # of each cell in the list; one past the room of the list where the cell is not listed
+    position: Array  # of each cell in the list; one past the room of the list where the cell is not listed
     pointers: Array  # where each row's cells start
-    room: int
+    capacity: int
 
     @classmethod
-    def of(cls, chosen: Array, room: int) -> _Listed:
+    def of(cls, chosen: Array, capacity: int) -> _Listed:
         """From booleans [rows, cells of a row]."""
         xp = namespace(chosen)
         pointers = xp.zeros(len(chosen) + 1, dtype=np.int32)
         ends = xp.cumsum(chosen.reshape(-1), dtype=np.int32)
         if chosen.size:
             pointers[1:] = ends.reshape(chosen.shape)[:, -1]
-        return cls(xp.where(chosen.reshape(-1), ends - 1, room), pointers, room)
+        return cls(xp.where(chosen.reshape(-1), ends - 1, capacity), pointers, capacity)
 
     def list(self, values: Array) -> Array:
         """The values of the cells listed, then zeros."""
-        line = namespace(values).zeros(self.room + 1, dtype=values.dtype)
-        line[self.place] = values  # what is not listed meets in the last, which is cut off
-        return line[: self.room]
+        line = namespace(values).zeros(self.capacity + 1, dtype=values.dtype)
+        line[self.position] = values  # what is not listed meets in the last, which is cut off
+        return line[: self.capacity]
 
 
-def entry_rows(indptr: Array, room: int) -> Array:
+def entry_rows(indptr: Array, capacity: int) -> Array:
     """Block row of each entry, int32, and of the room behind them the last one."""
     xp = namespace(indptr)
-    rows = xp.searchsorted(indptr, xp.arange(room, dtype=np.int32), side="right") - 1
+    rows = xp.searchsorted(indptr, xp.arange(capacity, dtype=np.int32), side="right") - 1
     return xp.clip(rows, 0, max(len(indptr) - 2, 0)).astype(np.int32)
 
 
 def entry_grid(indptr: Array, indices: Array, num_cols: int) -> Array:
     """The entry of each cell of the grid, int32 [block rows, num_cols]; one past the room of the list for no entry."""
-    xp, room, num_rows = namespace(indptr), len(indices), len(indptr) - 1
-    entry = xp.arange(room, dtype=np.int32)
-    cell = entry_rows(indptr, room).astype(np.int64) * num_cols + xp.clip(indices, 0, max(num_cols - 1, 0))
-    grid = xp.full(num_rows * num_cols + 1, room, dtype=np.int32)
+    xp, capacity, num_rows = namespace(indptr), len(indices), len(indptr) - 1
+    entry = xp.arange(capacity, dtype=np.int32)
+    cell = entry_rows(indptr, capacity).astype(np.int64) * num_cols + xp.clip(indices, 0, max(num_cols - 1, 0))
+    grid = xp.full(num_rows * num_cols + 1, capacity, dtype=np.int32)
     grid[xp.where(entry < indptr[-1], cell, num_rows * num_cols)] = entry
     return grid[:-1].reshape(num_rows, num_cols)
 

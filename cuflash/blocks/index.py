@@ -20,7 +20,7 @@ from ..masks.block_pattern import BlockPattern
 from ..masks.content import mask_namespace, without_memos
 from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
 from ..masks.shape import MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
-from .classify import Kind, classify, pack, pointers, unpack
+from .classify import BlockKind, classify, pack, pointers, unpack
 from .classify_on_device import classify_grid, column_lists, entry_rows, transposed_tiles
 from .index_mask import IndexGrid, IndexMask
 from .report import IndexReport
@@ -47,7 +47,7 @@ class BlockIndex:
     indices : int32 array [num_entries]
         Key block of each entry, increasing within a row.
     kinds : uint8 array [num_entries]
-        `Kind` of each entry.
+        `BlockKind` of each entry.
     tiles : int32 array [num_entries]
         Row of `bits` for entries of kind BITS, else -1.
     bits : uint8 array [num_tiles, block_q, ceil(block_kv / 8)]
@@ -363,8 +363,8 @@ class BlockIndex:
                [0, 1]], dtype=uint8)
         """
         if not self.is_on_host:
-            there, kinds = IndexGrid(self).entries()
-            return (there * namespace(kinds).where(kinds == int(Kind.FULL), 1, 2)).astype(np.uint8)
+            is_listed, kinds = IndexGrid(self).entries()
+            return (is_listed * namespace(kinds).where(kinds == int(BlockKind.FULL), 1, 2)).astype(np.uint8)
         states = np.zeros((len(self.indptr) - 1, self.num_kv_blocks), np.uint8)
         states[self.block_rows, self.indices] = np.minimum(self.kinds, 2)
         return states.reshape(self.batch, self.num_heads, self.num_q_blocks, self.num_kv_blocks)
@@ -408,15 +408,15 @@ class BlockIndex:
         """
         if not self.is_on_host:
             return self.on_host.to_scipy(b, h, elements=elements)
-        start, stop = self._entries_of(b, h)
+        start, stop = self._entry_range(b, h)
         rows = self.indptr[self._row(b, h) : self._row(b, h) + self.num_q_blocks + 1] - start
         cols = self.indices[start:stop]
         grid = (self.num_q_blocks, self.num_kv_blocks)
         if not elements:
             return scipy.sparse.csr_array((np.minimum(self.kinds[start:stop], 2), cols, rows), shape=grid)
         blocks = np.zeros((stop - start, *self.block), bool)
-        for place in range(stop - start):
-            blocks[place] = self._elements(start + place)
+        for position in range(stop - start):
+            blocks[position] = self._elements(start + position)
         shape = (grid[0] * self.block[0], grid[1] * self.block[1])
         return scipy.sparse.bsr_array((blocks, cols, rows), shape=shape, blocksize=self.block)
 
@@ -441,13 +441,13 @@ class BlockIndex:
         counts = np.zeros((len(self.indptr) - 1, block_q), np.int64)
         first_key = self.indices.astype(np.int64) * block_kv
         num_keys = np.minimum(block_kv, self.seqlen_kv - first_key)
-        full = self.kinds == Kind.FULL
+        full = self.kinds == BlockKind.FULL
         np.add.at(counts, self.block_rows[full], num_keys[full, None])
-        partial = self.kinds == Kind.INTERVAL
+        partial = self.kinds == BlockKind.INTERVAL
         lo, hi = self._entry_intervals(partial)
         inside = np.minimum(hi, (first_key + num_keys)[partial, None]) - np.maximum(lo, first_key[partial, None])
         np.add.at(counts, self.block_rows[partial], np.maximum(inside, 0))
-        bits = self.kinds == Kind.BITS
+        bits = self.kinds == BlockKind.BITS
         tile_counts = np.bitwise_count(self.bits).sum(-1, dtype=np.int64)
         np.add.at(counts, self.block_rows[bits], tile_counts[self.tiles[bits]])
         rows = counts.reshape(self.batch, self.num_heads, self.num_q_blocks * block_q)
@@ -527,7 +527,8 @@ class BlockIndex:
         ██·
         ███
         """
-        listed = namespace(self.kinds).minimum(self.kinds, np.uint8(Kind.FULL))  # zeros stand behind the last entry
+        # zeros stand behind the last entry
+        listed = namespace(self.kinds).minimum(self.kinds, np.uint8(BlockKind.FULL))
         return replace(
             self, kinds=listed, tiles=-listed.astype(np.int32), bits=self.bits[:0], lo=None, hi=None
         )
@@ -616,8 +617,8 @@ class BlockIndex:
         if eligible is not None:
             num_eligible = eligible.num_entries * matrices // (eligible.batch * eligible.num_heads)
         return IndexReport(
-            num_full=int((self.kinds == Kind.FULL).sum()),
-            num_partial=int((self.kinds != Kind.FULL).sum()),
+            num_full=int((self.kinds == BlockKind.FULL).sum()),
+            num_partial=int((self.kinds != BlockKind.FULL).sum()),
             num_eligible=num_eligible,
             denominator="all blocks" if eligible is None else "eligible blocks",
             elements_visited=visited,
@@ -681,7 +682,7 @@ class BlockIndex:
         block = " x ".join(map(str, self.block))
         held = f"in blocks of {block} on a device"
         if self.is_on_host:
-            num_full = int((self.kinds == Kind.FULL).sum())
+            num_full = int((self.kinds == BlockKind.FULL).sum())
             grid = self.batch * self.num_heads * self.num_q_blocks * self.num_kv_blocks
             share = f"{self.num_entries / max(grid, 1):.1%}".replace("%", " %")
             held = f"of {num_full} full and {self.num_entries - num_full} partial blocks of {block}, {share} of all"
@@ -704,7 +705,7 @@ class BlockIndex:
             raise UnsupportedProblem(reasons)
         return (int(b) * self.num_heads + int(h)) * self.num_q_blocks
 
-    def _entries_of(self, b: int, h: int) -> tuple[int, int]:
+    def _entry_range(self, b: int, h: int) -> tuple[int, int]:
         row = self._row(b, h)
         return int(self.indptr[row]), int(self.indptr[row + self.num_q_blocks])
 
@@ -725,12 +726,12 @@ class BlockIndex:
         matrix, row = np.divmod(self.block_rows[entries], self.num_q_blocks)
         b, h = np.divmod(matrix, self.num_heads)
         i = row[:, None] * self.block[0] + np.arange(self.block[0])
-        place = (
+        position = (
             b[:, None] if self.lo.shape[0] > 1 else 0,
             h[:, None] if self.lo.shape[1] > 1 else 0,
             np.minimum(i, self.seqlen_q - 1),
         )
-        return self.lo[place].astype(np.int64), np.where(i < self.seqlen_q, self.hi[place], 0).astype(np.int64)
+        return self.lo[position].astype(np.int64), np.where(i < self.seqlen_q, self.hi[position], 0).astype(np.int64)
 
     def _combined(self, other: Any, combine: Callable[[Any, Any], Any]) -> Any:
         """A block index of two of them, a mask of an index and anything else that stands for one."""
@@ -781,9 +782,9 @@ def _transposed_intervals(lo: Array, hi: Array, seqlen_kv: int) -> tuple[Array, 
     xp, leading = namespace(lo), lo.shape[:-1]
     keys = xp.arange(seqlen_kv)
     first, end = (xp.empty((*leading, seqlen_kv), dtype=np.int32) for _ in range(2))
-    for place in np.ndindex(leading):
-        first[place] = xp.searchsorted(hi[place], keys, side="right")
-        end[place] = xp.searchsorted(lo[place], keys, side="right")
+    for position in np.ndindex(leading):
+        first[position] = xp.searchsorted(hi[position], keys, side="right")
+        end[position] = xp.searchsorted(lo[position], keys, side="right")
     return first, end
 
 

@@ -12,7 +12,7 @@ from ..masks.base import Mask
 from ..masks.block_set import BlockSet
 from ..masks.coordinates import LeadingArray
 from ..masks.shape import MaskShape
-from .classify import Kind
+from .classify import BlockKind
 from .classify_on_device import entry_grid
 
 
@@ -29,7 +29,7 @@ class IndexMask(BlockSet):
     def of_index(cls, index: Any) -> IndexMask:
         grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
         keys = index.block_rows * grid[3] + index.indices
-        return cls(grid, index.block, keys, index.kinds == Kind.FULL, index)
+        return cls(grid, index.block, keys, index.kinds == BlockKind.FULL, index)
 
     @property
     def own_lengths(self) -> tuple[int | None, int | None]:
@@ -40,8 +40,8 @@ class IndexMask(BlockSet):
         return self
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        place, hit = self._place(0, b, h, i // self.block[0], j // self.block[1])
-        return _allowed(self.index, place, hit, b, h, i, j)
+        position, is_listed = self._find(0, b, h, i // self.block[0], j // self.block[1])
+        return _element_is_allowed(self.index, position, is_listed, b, h, i, j)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class IndexGrid(Mask):
 
     @cached_property
     def table(self) -> LeadingArray:
-        """Entry of each block, one past the room for entries where there is none."""
+        """Entry of each block, one past the capacity for entries where there is no entry."""
         index = self.index
         grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)
         return LeadingArray(entry_grid(index.indptr, index.indices, grid[3]).reshape(grid), (index.batch,), 3)
@@ -72,17 +72,17 @@ class IndexGrid(Mask):
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         entry = self.table.at(b, h, i // self.index.block[0], j // self.index.block[1])
-        return _allowed(self.index, *self._clipped(entry), b, h, i, j)
+        return _element_is_allowed(self.index, *self._clipped(entry), b, h, i, j)
 
     def entries(self) -> tuple[Array, Array]:
         """Of each block whether it is listed, and the kind of its entry."""
-        place, there = self._clipped(self.table.array)
-        return there, self.index.kinds[place] if len(self.index.kinds) else there
+        position, is_listed = self._clipped(self.table.array)
+        return is_listed, self.index.kinds[position] if len(self.index.kinds) else is_listed
 
     def _clipped(self, entry: Array) -> tuple[Array, Array]:
-        """A place in the lists, whatever there is none for, and whether there is one."""
-        room = len(self.index.indices)
-        return namespace(entry).minimum(entry, max(room - 1, 0)), entry < room
+        """A position in the lists, any position where there is no entry, and whether there is an entry."""
+        capacity = len(self.index.indices)
+        return namespace(entry).minimum(entry, max(capacity - 1, 0)), entry < capacity
 
 
 def _check_fit(index: Any, shape: MaskShape) -> None:
@@ -102,19 +102,20 @@ def _check_fit(index: Any, shape: MaskShape) -> None:
         raise UnsupportedProblem(reasons)
 
 
-def _allowed(index: Any, place: Array, hit: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
+def _element_is_allowed(index: Any, position: Array, is_listed: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
     """Elements of an index, given the entry of the block that each lies in and whether it is listed."""
     if len(index.indices) == 0:
-        return hit
+        return is_listed
     block_q, block_kv = index.block
-    kinds = index.kinds[place]
-    allowed = hit & (kinds == int(Kind.FULL))
+    kinds = index.kinds[position]
+    allowed = is_listed & (kinds == int(BlockKind.FULL))
     if index.lo is not None and index.hi is not None:
         rows = (b if index.lo.shape[0] > 1 else 0, h if index.lo.shape[1] > 1 else 0, i)
-        allowed = allowed | hit & (kinds == int(Kind.INTERVAL)) & (index.lo[rows] <= j) & (j < index.hi[rows])
+        is_inside = (index.lo[rows] <= j) & (j < index.hi[rows])
+        allowed = allowed | is_listed & (kinds == int(BlockKind.INTERVAL)) & is_inside
     if len(index.bits):
-        tile = namespace(index.bits).clip(index.tiles[place], 0, len(index.bits) - 1)
+        tile = namespace(index.bits).clip(index.tiles[position], 0, len(index.bits) - 1)
         byte = index.bits[tile, i % block_q, j % block_kv // 8]
         bit = (byte >> (j % 8 if block_kv % 8 == 0 else j % block_kv % 8)) & 1
-        allowed = allowed | hit & (kinds == int(Kind.BITS)) & (bit == 1)
+        allowed = allowed | is_listed & (kinds == int(BlockKind.BITS)) & (bit == 1)
     return allowed

@@ -20,7 +20,7 @@ from ..masks.block_pattern import BlockPattern
 from ..masks.content import held_arrays, mask_namespace, without_memos
 from ..masks.diagonal import Causal, SlidingWindow, alignment_reason
 from ..masks.shape import MAX_SEQLEN, MaskShape
-from .classify import Kind, extents, row_intervals, unpack
+from .classify import BlockKind, extents, row_intervals, unpack
 from .classify_on_device import column_lists, longest_first
 from .index import BlockIndex
 from .index_mask import IndexGrid, IndexMask
@@ -31,7 +31,7 @@ class Segment(NamedTuple):
 
     start: int
     stop: int
-    kind: Kind
+    kind: BlockKind
     tile: int = -1
 
 
@@ -75,9 +75,9 @@ class IntervalWork:
         """The arrays that kernels read, by name."""
         return {} if self.lo is None else {"lo": self.lo, "hi": self.hi}
 
-    def place(self, b: int, h: int) -> tuple[int, int]:
+    def owner(self, b: int, h: int) -> tuple[int, int]:
         """The batch entry and head whose work this one shares."""
-        return _place(b, h, (1, 1) if self.lo is None else self.lo.shape)
+        return _owner(b, h, (1, 1) if self.lo is None else self.lo.shape)
 
     def bounds(self, b: int, h: int, start: int, stop: int) -> tuple[Array, Array]:
         """lo and hi of rows start <= i < stop."""
@@ -92,11 +92,11 @@ class IntervalWork:
         (first_lo, last_lo), (first_hi, last_hi) = (
             (int(side[0]), int(side[-1])) for side in self._ends(b, h, start, stop)
         )
-        return _three_parts(first_lo, last_hi, last_lo, first_hi)
+        return _segments_of_run(first_lo, last_hi, last_lo, first_hi)
 
     def column(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
         """The queries that visit keys start <= j < stop."""
-        return _three_parts(
+        return _segments_of_run(
             self._rows_ending_by(b, h, start),
             self._rows_starting_by(b, h, stop - 1),
             self._rows_ending_by(b, h, stop - 1),
@@ -105,7 +105,7 @@ class IntervalWork:
 
     def _rows(self, b: int, h: int) -> tuple[Array, Array]:
         assert self.lo is not None and self.hi is not None
-        return self.lo[self.place(b, h)], self.hi[self.place(b, h)]
+        return self.lo[self.owner(b, h)], self.hi[self.owner(b, h)]
 
     def _ends(self, b: int, h: int, start: int, stop: int) -> tuple[Array, Array]:
         """lo and hi of the first and the last of some rows."""
@@ -128,16 +128,16 @@ class IntervalWork:
         return self.seqlen_q if self.band.lower is None else min(max(key - self.band.lower + 1, 0), self.seqlen_q)
 
 
-def _three_parts(start: int, stop: int, full_start: int, full_stop: int) -> list[Segment]:
+def _segments_of_run(start: int, stop: int, full_start: int, full_stop: int) -> list[Segment]:
     """A visited run split into what comes before its full part, that part, and what comes after."""
     if start >= stop:
         return []
     if full_start >= full_stop:
-        return [Segment(start, stop, Kind.INTERVAL)]
+        return [Segment(start, stop, BlockKind.INTERVAL)]
     parts = [
-        Segment(start, full_start, Kind.INTERVAL),
-        Segment(full_start, full_stop, Kind.FULL),
-        Segment(full_stop, stop, Kind.INTERVAL),
+        Segment(start, full_start, BlockKind.INTERVAL),
+        Segment(full_start, full_stop, BlockKind.FULL),
+        Segment(full_stop, stop, BlockKind.INTERVAL),
     ]
     return [part for part in parts if part.start < part.stop]
 
@@ -164,7 +164,7 @@ class ListedWork:
         return self.index.block[1]
 
     @cached_property
-    def most_in_row(self) -> int:
+    def max_entries_in_row(self) -> int:
         """Entries of the longest block row; on a device as many as can be, since nobody waits for it."""
         index = self.index
         return int(np.diff(index.indptr).max(initial=0)) if index.is_on_host else index.num_kv_blocks
@@ -210,9 +210,9 @@ class ListedWork:
         }
         if index.lo is not None:
             found |= {"lo": index.lo, "hi": index.hi}
-        xp, of_bytes = namespace(index.indptr), ("kinds", "bits")
+        xp, byte_arrays = namespace(index.indptr), ("kinds", "bits")
         return {
-            name: xp.ascontiguousarray(array, dtype=np.uint8 if name in of_bytes else np.int32)
+            name: xp.ascontiguousarray(array, dtype=np.uint8 if name in byte_arrays else np.int32)
             for name, array in found.items()
         }
 
@@ -239,16 +239,16 @@ class ListedWork:
         counts = np.bincount(column, minlength=index.batch * index.num_heads * index.num_kv_blocks)
         return np.concatenate([[0], np.cumsum(counts)]), order
 
-    def place(self, b: int, h: int) -> tuple[int, int]:
+    def owner(self, b: int, h: int) -> tuple[int, int]:
         """The batch entry and head whose work this one shares."""
-        return _place(b, h, (self.index.batch, self.index.num_heads))
+        return _owner(b, h, (self.index.batch, self.index.num_heads))
 
     def bounds(self, b: int, h: int, start: int, stop: int) -> tuple[Array, Array]:
         """lo and hi of rows start <= i < stop, for segments of kind INTERVAL."""
         lo, hi = self.index.lo, self.index.hi
         assert lo is not None and hi is not None
-        place = _place(b, h, lo.shape)
-        return lo[place][start:stop], hi[place][start:stop]
+        owner = _owner(b, h, lo.shape)
+        return lo[owner][start:stop], hi[owner][start:stop]
 
     def bit_tile(self, tile: int) -> Array:
         """A bit tile as booleans [block_q, block_kv]."""
@@ -257,12 +257,12 @@ class ListedWork:
     @cached_property
     def used_keys(self) -> tuple[Array, Array]:
         """First key and one past the last that any row of each bit tile attends."""
-        return _used(unpack(np.bitwise_or.reduce(self.index.bits, axis=1), self.index.block[1]))
+        return _used_range(unpack(np.bitwise_or.reduce(self.index.bits, axis=1), self.index.block[1]))
 
     @cached_property
     def used_rows(self) -> tuple[Array, Array]:
         """First row and one past the last of each bit tile that attends any key."""
-        return _used(self.index.bits.any(-1))
+        return _used_range(self.index.bits.any(-1))
 
     def row(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
         """The keys that the block row holding queries start <= i < stop visits."""
@@ -289,16 +289,16 @@ class ListedWork:
         return _segments(index, rows, entries, self.block_q, index.seqlen_q, within, self.used_rows)
 
     def _matrix(self, b: int, h: int) -> int:
-        b, h = self.place(b, h)
+        b, h = self.owner(b, h)
         return b * self.index.num_heads + h
 
 
-def _place(b: int, h: int, extents: tuple[int, ...]) -> tuple[int, int]:
+def _owner(b: int, h: int, extents: tuple[int, ...]) -> tuple[int, int]:
     """Where an entry lies in arrays whose first axes may have extent 1."""
     return (b if extents[0] > 1 else 0), (h if extents[1] > 1 else 0)
 
 
-def _used(any_used: Array) -> tuple[Array, Array]:
+def _used_range(any_used: Array) -> tuple[Array, Array]:
     return any_used.argmax(axis=1), any_used.shape[1] - any_used[:, ::-1].argmax(axis=1)
 
 
@@ -313,24 +313,24 @@ def _segments(
 ) -> list[Segment]:
     """Listed blocks as segments: neighbouring full ones as one, partial ones cut to what any row (or key) uses."""
     segments: list[Segment] = []
-    for place, kind, tile in zip(blocks.tolist(), index.kinds[entries].tolist(), index.tiles[entries].tolist()):
-        start, stop = place * block, min((place + 1) * block, length)
+    for number, kind, tile in zip(blocks.tolist(), index.kinds[entries].tolist(), index.tiles[entries].tolist()):
+        start, stop = number * block, min((number + 1) * block, length)
         last = segments[-1] if segments else None
-        if kind == Kind.FULL and last is not None and last.kind == Kind.FULL and last.stop == start:
-            segments[-1] = Segment(last.start, stop, Kind.FULL)
-        elif kind == Kind.FULL:
-            segments.append(Segment(start, stop, Kind.FULL))
-        elif kind == Kind.INTERVAL:
-            segments.append(Segment(max(start, within[0]), min(stop, within[1]), Kind.INTERVAL))
+        if kind == BlockKind.FULL and last is not None and last.kind == BlockKind.FULL and last.stop == start:
+            segments[-1] = Segment(last.start, stop, BlockKind.FULL)
+        elif kind == BlockKind.FULL:
+            segments.append(Segment(start, stop, BlockKind.FULL))
+        elif kind == BlockKind.INTERVAL:
+            segments.append(Segment(max(start, within[0]), min(stop, within[1]), BlockKind.INTERVAL))
         else:
-            segments.append(Segment(start + int(used[0][tile]), start + int(used[1][tile]), Kind.BITS, tile))
+            segments.append(Segment(start + int(used[0][tile]), start + int(used[1][tile]), BlockKind.BITS, tile))
     return segments
 
 
 WorkList = IntervalWork | ListedWork
 
 LISTED_BLOCK = 128  # at most, for masks that are not made of blocks
-OWN_BLOCKS = (16, 512)  # a mask's own blocks are listed as they are within these sizes
+NATURAL_BLOCKS = (16, 512)  # a mask's own blocks are listed as they are within these sizes
 
 
 def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
@@ -358,16 +358,16 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
 
 def _listed_block(mask: Mask, tile: tuple[int, int]) -> tuple[int, int]:
     """The mask's own block size where that is a fair size for a list, else one that suits the tile."""
-    own = mask.natural_block or (OWN_BLOCKS[1] + 1,) * 2
-    block_q, block_kv = (_listed_side(mine, side) for mine, side in zip(own, tile))
+    natural = mask.natural_block or (NATURAL_BLOCKS[1] + 1,) * 2
+    block_q, block_kv = (_listed_side(natural_side, side) for natural_side, side in zip(natural, tile))
     return block_q, block_kv
 
 
-def _listed_side(own: int, tile: int) -> int:
-    smallest, largest = OWN_BLOCKS
-    if own > largest:
+def _listed_side(natural: int, tile: int) -> int:
+    smallest, largest = NATURAL_BLOCKS
+    if natural > largest:
         return min(tile, LISTED_BLOCK)
-    return own * -(-smallest // own)  # several small blocks at once, which become bits
+    return natural * -(-smallest // natural)  # several small blocks at once, which become bits
 
 
 def _widest_gap(lo: Array, hi: Array) -> int:
@@ -406,7 +406,7 @@ def requested_mask(
             parts.append(_window(window, align, shape))
     if mask is not None:
         given = as_mask(mask)
-        misplaced = _placement_reasons(given, where)
+        misplaced = _location_reasons(given, where)
         reasons.extend(misplaced)
         with collecting(reasons):
             if not misplaced:
@@ -416,19 +416,19 @@ def requested_mask(
     return intersection([leaf for part in parts for leaf in (part.operands if type(part) is And else (part,))])
 
 
-def _placement_reasons(mask: Mask, where: Namespace | None) -> list[str]:
+def _location_reasons(mask: Mask, where: Namespace | None) -> list[str]:
     """Why a mask's arrays cannot be met by q. Lists of blocks made on the host serve a device too: a launch sends them.
 
     What a caller has put on the host is never sent for every call in silence, so all other arrays must be where q is.
     """
-    every, loose = (
+    present, plain = (
         {namespace(array) for array in held_arrays(mask, besides)}
         for besides in ((), (BlockPattern, IndexMask, IndexGrid))
     )
-    places = {where} if where is not None else every | {np}
-    if len(every) <= 1 and loose <= places and every <= places | {np}:
+    allowed = {where} if where is not None else present | {np}
+    if len(present) <= 1 and plain <= allowed and present <= allowed | {np}:
         return []
-    names = " and ".join(sorted(space.__name__ for space in every))
+    names = " and ".join(sorted(space.__name__ for space in present))
     q = "" if where is None else f" with q of {where.__name__}"
     return [
         f"mask's arrays must be where q is, all of them; got arrays of {names}{q}: copy them explicitly, "
@@ -444,7 +444,7 @@ def _window(window: Any, align: str | None, shape: MaskShape) -> Mask:
         raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}{fix}"])
     reasons: list[str] = []
     with collecting(reasons):
-        asked = SlidingWindow(window[0], window[1], align)
+        sliding_window = SlidingWindow(window[0], window[1], align)
     if reasons:
         raise UnsupportedProblem(f"window's {reason}" for reason in reasons)
     if align is None and shape.seqlen_q != shape.seqlen_kv:
@@ -454,4 +454,4 @@ def _window(window: Any, align: str | None, shape: MaskShape) -> Mask:
                 + "; or pass mask=masks.SlidingWindow(left, right, align=...)"
             ]
         )
-    return asked.resolve(shape)
+    return sliding_window.resolve(shape)

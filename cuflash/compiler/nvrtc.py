@@ -28,17 +28,17 @@ from .source import source
 
 # What CuPy is told beside the architecture; it adds the last two itself.
 _OPTIONS = ("-std=c++17", "-lineinfo")
-_CUPY_ADDS = {"ftz": True, "device_as_default_execution_space": True}
+_CUPY_OPTIONS = {"ftz": True, "device_as_default_execution_space": True}
 
-_KNOWS_NO_CACHE = (12, 9)  # NVRTC: older ones refuse the option
-_WITHOUT_ASKING = 48 << 10  # dynamic shared memory, bytes
+_FIRST_WITH_NO_CACHE = (12, 9)  # NVRTC: older ones refuse the option
+_DEFAULT_DYNAMIC_SHARED = 48 << 10  # dynamic shared memory, bytes
 _PACKAGES = "pip install '.[cuda13]' in a clone of cuflash, or '.[cuda12]' for a driver older than CUDA 13"
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _ADVISORY = re.compile(r"\(C\d{4}\)|\bwarning\b")
-_ENTRY = re.compile(r"[0-9a-f]{40}\.cubin")
+_CACHE_ENTRY = re.compile(r"[0-9a-f]{40}\.cubin")
 
 
 class Resources(NamedTuple):
@@ -123,7 +123,7 @@ class _Loaded:
     def __init__(self) -> None:
         self.lock = Lock()
         self.function: Any = None
-        self.shared_bytes = _WITHOUT_ASKING
+        self.shared_bytes = _DEFAULT_DYNAMIC_SHARED
 
 
 _guard = Lock()
@@ -157,12 +157,12 @@ def cubin(spec: KernelSpec, architecture: str) -> Compiled:
     started = perf_counter()
     code, log = _nvrtc(spec, architecture)
     seconds = perf_counter() - started
-    made = Compiled(
+    compiled_kernel = Compiled(
         spec=spec, architecture=architecture, seconds=seconds, is_from_cache=False,
         resources=_resources(log), log=log, code=code,
     )  # fmt: skip
-    _compiled[spec, architecture, -1] = replace(made, code=b"")
-    return made
+    _compiled[spec, architecture, -1] = replace(compiled_kernel, code=b"")
+    return compiled_kernel
 
 
 def kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, shared_bytes: int = 0) -> Any:
@@ -198,7 +198,9 @@ def is_loaded(spec: KernelSpec, compute_capability: tuple[int, int], shared_byte
 def compiled(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled | None:
     """What this process knows of a kernel that it compiled for such a chip; None where it compiled none."""
     name = architecture(spec, compute_capability)
-    found = [made for (each, chip, _), made in list(_compiled.items()) if (each, chip) == (spec, name)]
+    found = [
+        compiled_kernel for (each, chip, _), compiled_kernel in list(_compiled.items()) if (each, chip) == (spec, name)
+    ]
     return found[0] if found else None
 
 
@@ -262,7 +264,7 @@ def cache_info() -> CacheInfo:
 
 def _entry_bytes(entry: os.DirEntry[str]) -> int | None:
     """The size of a file of CuPy's cache; None for other files, and for one that another process has just removed."""
-    if not _ENTRY.fullmatch(entry.name):
+    if not _CACHE_ENTRY.fullmatch(entry.name):
         return None
     try:
         return entry.stat().st_size
@@ -300,9 +302,9 @@ def _nvrtc(spec: KernelSpec, architecture: str) -> tuple[bytes, str]:
     log = io.StringIO()
     options = ProgramOptions(
         name=f"{spec.name}.cu",  # without a name the text goes through a temporary file
-        arch=architecture, std="c++17", lineinfo=True, ptxas_options=["-v"], **_CUPY_ADDS,
+        arch=architecture, std="c++17", lineinfo=True, ptxas_options=["-v"], **_CUPY_OPTIONS,
         # Where there is a driver, NVRTC finds code in the driver's cache, and then logs nothing.
-        no_cache=version >= _KNOWS_NO_CACHE,
+        no_cache=version >= _FIRST_WITH_NO_CACHE,
     )  # fmt: skip
     try:
         code = Program(text, "c++", options=options).compile("cubin", logs=log).code
@@ -370,7 +372,7 @@ def is_started() -> bool:
 
 def _cupy() -> Any:
     if "cupy" not in sys.modules:
-        _spare_cupy_its_folder()
+        _redirect_cupy_cache()
     try:
         import cupy
     except ImportError as error:
@@ -378,7 +380,7 @@ def _cupy() -> Any:
     return cupy
 
 
-def _spare_cupy_its_folder() -> None:
+def _redirect_cupy_cache() -> None:
     """CuPy does not import where it cannot make the folder of its cache: name one that is there, keep nothing in it."""
     try:
         _environment().cache.mkdir(parents=True, exist_ok=True)
@@ -394,11 +396,11 @@ def _kernel(cupy: Any, device: int, spec: KernelSpec, architecture: str, shared_
         return loaded.function
     with loaded.lock, cupy.cuda.Device(device):
         if loaded.function is None:
-            function, made = _load(cupy, spec, architecture)
-            _compiled[spec, architecture, device] = made
+            function, compiled_kernel = _load(cupy, spec, architecture)
+            _compiled[spec, architecture, device] = compiled_kernel
             loaded.function = function
         if shared_bytes > loaded.shared_bytes:
-            _allow(cupy, spec, loaded.function, shared_bytes)
+            _raise_shared_limit(cupy, spec, loaded.function, shared_bytes)
             loaded.shared_bytes = shared_bytes
     return loaded.function
 
@@ -432,11 +434,11 @@ def _load(cupy: Any, spec: KernelSpec, architecture: str) -> tuple[Any, Compiled
     except (OSError, cupy.cuda.driver.CUDADriverError) as error:
         function, said = _load_past_the_cache(cupy, spec, architecture, error)
         is_from_cache = False
-    made = Compiled(
+    compiled_kernel = Compiled(
         spec=spec, architecture=architecture, seconds=perf_counter() - started, is_from_cache=is_from_cache,
         resources=_resources_loaded(cupy, function), log=said.replace("\0", ""),
     )  # fmt: skip
-    return function, made
+    return function, compiled_kernel
 
 
 def _load_past_the_cache(cupy: Any, spec: KernelSpec, architecture: str, fault: Exception) -> tuple[Any, str]:
@@ -466,7 +468,7 @@ def _resources_loaded(cupy: Any, function: Any) -> Resources:
     )
 
 
-def _allow(cupy: Any, spec: KernelSpec, function: Any, shared_bytes: int) -> None:
+def _raise_shared_limit(cupy: Any, spec: KernelSpec, function: Any, shared_bytes: int) -> None:
     """Let launches ask for more dynamic shared memory than every chip has."""
     driver, runtime = cupy.cuda.driver, cupy.cuda.runtime
     try:

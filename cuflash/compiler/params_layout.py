@@ -16,8 +16,11 @@ SHAPE = np.dtype(
     [
         ("batch", np.int32, (BATCH_AXES,)),
         *((name, np.int32) for name in ("first_batch", "num_heads", "group_size", "seqlen_q", "seqlen_kv")),
-        *((name, np.int32) for name in ("head_dim", "value_dim", "places_in_turn", "key_places_in_turn", "num_splits")),
-        *((name, np.int32) for name in ("finished_places", "rounds_ahead", "rounds_behind")),
+        *(
+            (name, np.int32)
+            for name in ("head_dim", "value_dim", "heads_per_l2_group", "kv_heads_per_l2_group", "num_splits")
+        ),
+        *((name, np.int32) for name in ("num_fused_dq_heads", "last_tile_lead", "first_tile_lag")),
         ("softmax_scale", np.float64),
     ],
     align=True,
@@ -40,28 +43,36 @@ WORK = np.dtype(
     ],
     align=True,
 )
-ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "dq_sum", "next_tile")
-WHOLE_ARRAYS = ("scores", "score_gradients")  # of the naive kernels
-WHOLE = np.dtype([(name, MATRICES) for name in WHOLE_ARRAYS], align=True)
+ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "dq_sum", "tile_counter")
+NAIVE_ARRAYS = ("scores", "score_gradients")  # of the naive kernels
+NAIVE_MATRICES = np.dtype([(name, MATRICES) for name in NAIVE_ARRAYS], align=True)
 PART_ARRAYS = ("o_parts", "lse_parts")  # of blocks that share a tile's keys
 PARTS = np.dtype([(name, MATRICES) for name in PART_ARRAYS], align=True)
 PARAMS = np.dtype(
-    [*((name, MATRICES) for name in ARRAYS), ("shape", SHAPE), ("work", WORK), ("whole", WHOLE), ("parts", PARTS)],
+    [
+        *((name, MATRICES) for name in ARRAYS),
+        ("shape", SHAPE),
+        ("work", WORK),
+        ("naive", NAIVE_MATRICES),
+        ("parts", PARTS),
+    ],
     align=True,
 )
-MAPPED_ARRAYS = ("q", "k", "v", "do", "o")
-MAPPED = np.dtype(
-    {"names": ("map", "is_there"), "formats": ((np.uint64, (16,)), np.int64), "offsets": (0, 128), "itemsize": 192}
+TENSOR_MAP_ARRAYS = ("q", "k", "v", "do", "o")
+TENSOR_MAP_PARAM = np.dtype(
+    {"names": ("map", "is_valid"), "formats": ((np.uint64, (16,)), np.int64), "offsets": (0, 128), "itemsize": 192}
 )
-TENSOR_MAPS = np.dtype([(name, MAPPED) for name in MAPPED_ARRAYS])  # beside PARAMS, to kernels of the sm90 family
-ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "next_tile")  # of one number a row
+# beside PARAMS, to kernels of the sm90 family
+TENSOR_MAPS = np.dtype([(name, TENSOR_MAP_PARAM) for name in TENSOR_MAP_ARRAYS])
+ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "tile_counter")  # of one number a row
 HEAD_VECTORS = ("sink", "dsink")  # of one number a head
 _RECORDS = {
-    "Matrices": MATRICES, "Shape": SHAPE, "Work": WORK, "WholeMatrices": WHOLE, "Parts": PARTS, "Params": PARAMS,
+    "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "NaiveMatrices": NAIVE_MATRICES, "Parts": PARTS,
+    "Params": PARAMS,
 }  # fmt: skip
 
 
-_MAP_RECORDS = {"Mapped": MAPPED, "TensorMaps": TENSOR_MAPS}
+_MAP_RECORDS = {"TensorMapParam": TENSOR_MAP_PARAM, "TensorMaps": TENSOR_MAPS}
 _SINK_RECORDS = {"Sink": SINK}
 
 
@@ -71,14 +82,14 @@ def assertions(*, host: bool = False, with_maps: bool = False, with_sink: bool =
     With maps, those of tensor_maps.cuh too; with a sink, that of sink.cuh.
     """
     # NVRTC has no offsetof without headers, but the operator that its front end's own offsetof is made of.
-    place = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
+    offset_of = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
     lines = []
     records = _RECORDS | (_MAP_RECORDS if with_maps else {}) | (_SINK_RECORDS if with_sink else {})
     for record, dtype in records.items():
         assert dtype.fields is not None
-        for name, (kind, offset, *_) in dtype.fields.items():
+        for name, (field, offset, *_) in dtype.fields.items():
             member = "do_" if name == "do" else name
-            lies = f"{place.format(record, member)} == {offset} && sizeof({record}::{member}) == {kind.itemsize}"
-            lines.append(f'static_assert({lies}, "{record}.{name}");')
+            rule = f"{offset_of.format(record, member)} == {offset} && sizeof({record}::{member}) == {field.itemsize}"
+            lines.append(f'static_assert({rule}, "{record}.{name}");')
         lines.append(f'static_assert(sizeof({record}) == {dtype.itemsize}, "{record}");')
     return "\n".join(["namespace cuflash::attention {", *lines, "}  // namespace cuflash::attention", ""])

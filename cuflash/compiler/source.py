@@ -28,7 +28,7 @@ _ELEMENTS = {
 _FEATURES = {"has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function"}
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
-_OURS = re.compile(r"\s*<((?:ptx|tile|attention)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
+_OURS = re.compile(r"\s*<((?:ptx|tile|attention|naive|simt|sm80|sm90)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
 
 def constants(spec: KernelSpec) -> str:
@@ -41,8 +41,8 @@ def constants(spec: KernelSpec) -> str:
             continue
         name = "".join(word.capitalize() for word in field.name.split("_"))
         value = getattr(spec, field.name)
-        kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
-        lines.append(f"constexpr {kind} k{name} = {text};")
+        type_name, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
+        lines.append(f"constexpr {type_name} k{name} = {text};")
     features = "".join(f", const __grid_constant__ {each}" for name, each in _FEATURES.items() if getattr(spec, name))
     lines = ["namespace cuflash::config {", *lines, "}  // namespace cuflash::config"]
     return "\n".join([*lines, f"#define CUFLASH_FEATURES {features}", ""])
@@ -54,21 +54,21 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
 
     `#line` keeps our file names and line numbers in every message.
     """
-    seen: set[str] = set()
-    types = "".join(_flattened("ptx/types.cuh", seen, host))
-    score = "" if spec.score is None else _score(spec, seen, host)
-    entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", seen, host))
-    maps = "attention/tensor_maps.cuh"
-    made = assertions(host=host, with_maps=maps in seen, with_sink=spec.has_sink)
+    included: set[str] = set()
+    types = "".join(_flattened("ptx/types.cuh", included, host))
+    score = "" if spec.score is None else _score(spec, included, host)
+    entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
+    maps = "sm90/tensor_maps.cuh"
+    made = assertions(host=host, with_maps=maps in included, with_sink=spec.has_sink)
     layout = f'#line 1 "cuflash/records.py: assertions()"\n{made}'
-    return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in seen else ''}"
+    return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in included else ''}"
 
 
-def _score(spec: KernelSpec, seen: set[str], host: bool) -> str:
+def _score(spec: KernelSpec, included: set[str], host: bool) -> str:
     """The score function of a specification, with the functions that it calls; it stands for a file of kernels_cu/."""
     assert spec.score is not None
-    seen.add("attention/score_function.cuh")
-    functions = "".join(_flattened("attention/score_math.cuh", seen, host))
+    included.add("attention/score_function.cuh")
+    functions = "".join(_flattened("attention/score_math.cuh", included, host))
     printed = score_text.text(spec.score, spec.score_wrt)
     return f'{functions}#line 1 "cuflash/compiler/score_text.py: text()"\n{printed}'
 
@@ -89,12 +89,12 @@ def flatten_text(text: str, name: str, *, host: bool = False) -> str:
     return "".join(_expanded(text, name, set(), host))
 
 
-def _flattened(path: str, seen: set[str], host: bool) -> Iterator[str]:
-    seen.add(path)
-    yield from _expanded(_read(path, host), _shown(path, host), seen, host)
+def _flattened(path: str, included: set[str], host: bool) -> Iterator[str]:
+    included.add(path)
+    yield from _expanded(_read(path, host), _shown(path, host), included, host)
 
 
-def _expanded(text: str, shown: str, seen: set[str], host: bool) -> Iterator[str]:
+def _expanded(text: str, shown: str, included: set[str], host: bool) -> Iterator[str]:
     yield f'#line 1 "{shown}"\n'
     for number, line in enumerate(text.splitlines(), 1):
         include = _INCLUDE.fullmatch(line)
@@ -107,8 +107,8 @@ def _expanded(text: str, shown: str, seen: set[str], host: bool) -> Iterator[str
                 f"{shown}:{number} must include files of kernels_cu/ in angle brackets, like <ptx/mma.cuh>; "
                 f"it has {line.strip()!r}"
             )
-        if ours[1] not in seen:
-            yield from _flattened(ours[1], seen, host)
+        if ours[1] not in included:
+            yield from _flattened(ours[1], included, host)
         yield f'#line {number + 1} "{shown}"\n'
 
 

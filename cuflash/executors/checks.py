@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array, Namespace, to_host
-from ..blocks.classify import Kind
+from ..blocks.classify import BlockKind
 from ..blocks.work_list import ListedWork, WorkList
 from ..planning.routing import family_of
 from ..planning.spec import KernelSpec
@@ -25,9 +25,9 @@ def is_on() -> bool:
     return os.environ.get("CUFLASH_CHECK", "0") not in ("", "0")
 
 
-def built(spec: KernelSpec) -> KernelSpec:
+def with_watchdog(spec: KernelSpec) -> KernelSpec:
     """The specification that is compiled for a GPU: with a watchdog where checks are on and the kernel could hang."""
-    return replace(spec, is_watched=True) if is_on() and family_of(spec).waits_at_barriers else spec
+    return replace(spec, has_watchdog=True) if is_on() and family_of(spec).waits_at_barriers else spec
 
 
 class _Margins(NamedTuple):
@@ -70,8 +70,8 @@ class Check:
             for side, part in (("before", buffer[:MARGIN]), ("after", buffer[MARGIN + nbytes :])):
                 wrong = part != _PATTERN
                 if bool(wrong.any()):
-                    place = int(np.flatnonzero(to_host(wrong))[0])
-                    distance = MARGIN - place if side == "before" else place
+                    position = int(np.flatnonzero(to_host(wrong))[0])
+                    distance = MARGIN - position if side == "before" else position
                     raise RuntimeError(f"{kernel} wrote outside {name}: {distance} bytes {side} its memory")
         for name, array in written.items() if self._is_finite else ():
             wrong = array != array
@@ -123,9 +123,11 @@ def _check_list(work: ListedWork, name: str, side: Any, lists: Mapping[str, Any]
         expected = 4 * lists["q_blocks"][order] + lists["kinds"][order]
         _require(name, side == expected, "is 4 * q_block + kind of the entry that column_entries names")
     elif name == "kinds":
-        _require(name, np.isin(side, [int(kind) for kind in Kind]), f"is one of {[int(kind) for kind in Kind]}")
+        _require(
+            name, np.isin(side, [int(kind) for kind in BlockKind]), f"is one of {[int(kind) for kind in BlockKind]}"
+        )
     elif name == "tiles":
-        are_bits = lists["kinds"][:entries] == Kind.BITS
+        are_bits = lists["kinds"][:entries] == BlockKind.BITS
         _require(name, ~are_bits | (side >= 0) & (side < len(lists["bits"])), f"is in 0..{len(lists['bits']) - 1}")
 
 
@@ -135,5 +137,5 @@ def _in_range(name: str, values: Any, start: int, stop: int) -> None:
 
 def _require(name: str, holds: Any, rule: str) -> None:
     if not holds.all():
-        place = [int(side[0]) for side in np.nonzero(~np.atleast_1d(holds))]
-        raise RuntimeError(f"the work list's {name} breaks its rule at {place}: it {rule}")
+        position = [int(side[0]) for side in np.nonzero(~np.atleast_1d(holds))]
+        raise RuntimeError(f"the work list's {name} breaks its rule at {position}: it {rule}")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..arrays import Array
-from ..blocks.classify import Kind
+from ..blocks.classify import BlockKind
 from ..blocks.work_list import ListedWork, Segment, WorkList
 from ..planning.host import HostTiling
 from ..planning.plan import KernelPlan
@@ -32,7 +32,7 @@ LN_2 = math.log(2.0)
 
 def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    call = _Call.of(plan, **arrays)
+    call = _HostCall.of(plan, **arrays)
     _run(call.tiling, (call.forward_rows, call.row_tiles()))
 
 
@@ -44,8 +44,8 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None
     # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
     with np.errstate(all="ignore"):
         lse_2 = np.where(empty, np.inf, lse * LOG2_E).astype(plan.problem.accumulator, copy=False)
-    own = {"lse_2": lse_2, "delta": np.empty_like(lse_2), "empty": empty if empty.any() else None}
-    call = _Call.of(plan, **arrays, **own)
+    derived = {"lse_2": lse_2, "delta": np.empty_like(lse_2), "empty": empty if empty.any() else None}
+    call = _HostCall.of(plan, **arrays, **derived)
     rows, columns = (call.backward_rows, call.row_tiles()), (call.backward_columns, call.column_tiles())
     if call.score is not None and call.score.adds_gradients:
         _run(call.tiling, rows, in_order=True)  # sums of many tiles in one array must not depend on which is done first
@@ -64,14 +64,14 @@ class _Step(NamedTuple):
     partial: list[tuple[Segment, slice]]  # with where the segment's rows lie among the step's
 
 
-class _Visit(NamedTuple):
+class _VisitedRows(NamedTuple):
     """All that a tile visits of one matrix, in steps of as many rows as a tile of scores has room for."""
 
     steps: list[_Step]
     num_rows: int
 
     @classmethod
-    def of(cls, segments: list[Segment], width: int) -> _Visit:
+    def of(cls, segments: list[Segment], width: int) -> _VisitedRows:
         steps = [_step(group) for group in _groups(segments, width)]
         return cls(steps, sum(step.num_rows for step in steps))
 
@@ -85,17 +85,17 @@ class _Tile(NamedTuple):
     b: int
     h: int
     rows: slice
-    visits: tuple[_Visit, ...]
+    visits: tuple[_VisitedRows, ...]
 
 
 _OF_HEADS = ("sink", "dsink")  # of one number a head
 _OF_SCORE = ("score.", "dscore.")  # names of a score function's arrays and of their gradients start so
-_Place: TypeAlias = tuple[int, int]  # batch entry, head
-_Where: TypeAlias = tuple[Any, ...]  # an index that takes rows [tiles, rows, ...] of several matrices
+_BatchHead: TypeAlias = tuple[int, int]  # batch entry, head
+_RowIndex: TypeAlias = tuple[Any, ...]  # an index that takes rows [tiles, rows, ...] of several matrices
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _HostCall:
     """The arrays of one call, their leading axes broadcast, and what a batch of its tiles does.
 
     The tiles of a batch visit equally many rows: their arrays are stacked along a first axis. Few calls of NumPy
@@ -105,7 +105,7 @@ class _Call:
 
     plan: KernelPlan
     arrays: dict[str, Array]
-    places: tuple[tuple[int, ...], ...]  # indices into the leading axes, by flat batch index
+    batch_indices: tuple[tuple[int, ...], ...]  # indices into the leading axes, by flat batch index
     wide: Any  # the accumulator's scalar type
     group_size: int
     q_factor: float
@@ -113,7 +113,7 @@ class _Call:
     score: TileScores | None = None
 
     @classmethod
-    def of(cls, plan: KernelPlan, **arrays: Array | None) -> _Call:
+    def of(cls, plan: KernelPlan, **arrays: Array | None) -> _HostCall:
         problem, batch = plan.problem, plan.problem.batch
         broadcast = {}
         score = None if problem.score is None else TileScores.of(problem, arrays)
@@ -142,70 +142,71 @@ class _Call:
     def row_tiles(self) -> Iterator[_Tile]:
         """Tiles of queries, last first: under a causal mask those are the longest."""
         problem, work = self.plan.problem, self.plan.work
-        for rows in _cuts(problem.seqlen_q, work.block_q):
-            known: dict[_Place, _Visit] = {}
+        for rows in _reversed_tiles(problem.seqlen_q, work.block_q):
+            visits_of: dict[_BatchHead, _VisitedRows] = {}
             for b, h in product(range(problem.mask_shape.num_batch), range(problem.num_heads)):
-                yield _Tile(b, h, rows, (self._visit(known, work.row, (b, h), rows),))
+                yield _Tile(b, h, rows, (self._visit(visits_of, work.row, (b, h), rows),))
 
     def column_tiles(self) -> Iterator[_Tile]:
         """Tiles of keys."""
         problem, work = self.plan.problem, self.plan.work
         block = work.block_kv if isinstance(work, ListedWork) else work.block_q
-        for rows in _cuts(problem.seqlen_kv, block):
-            known: dict[_Place, _Visit] = {}
+        for rows in _reversed_tiles(problem.seqlen_kv, block):
+            visits_of: dict[_BatchHead, _VisitedRows] = {}
             for b, kv_head in product(range(problem.mask_shape.num_batch), range(problem.num_kv_heads)):
                 heads = range(kv_head * self.group_size, (kv_head + 1) * self.group_size)
-                yield _Tile(b, kv_head, rows, tuple(self._visit(known, work.column, (b, h), rows) for h in heads))
+                yield _Tile(b, kv_head, rows, tuple(self._visit(visits_of, work.column, (b, h), rows) for h in heads))
 
     def _visit(
-        self, known: dict[_Place, _Visit], visited: Callable[..., list[Segment]], place: _Place, rows: slice
-    ) -> _Visit:
+        self, visits_of: dict[_BatchHead, _VisitedRows], visited: Callable[..., list[Segment]], batch_head: _BatchHead,
+        rows: slice
+    ) -> _VisitedRows:
         """What some rows of a place visit, made once for all places that share it."""
-        shared = self.plan.work.place(*place)
-        if shared not in known:
+        shared = self.plan.work.owner(*batch_head)
+        if shared not in visits_of:
             width = self.tiling.step_width(rows.stop - rows.start)
-            known[shared] = _Visit.of(visited(*shared, rows.start, rows.stop), width)
-        return known[shared]
+            visits_of[shared] = _VisitedRows.of(visited(*shared, rows.start, rows.stop), width)
+        return visits_of[shared]
 
-    def where(self, places: list[_Place], rows: Sequence[slice | Array]) -> _Where:
+    def row_index(self, batch_heads: list[_BatchHead], rows: Sequence[slice | Array]) -> _RowIndex:
         """The index of some rows of each place: slices, which make a view, for one run of neighbouring heads."""
-        (b, h), run = places[0], rows[0]
-        if any(other is not run for other in rows):
-            run = np.stack([_numbers(other) for other in rows])
-        elif isinstance(run, slice) and places == [(b, h + i) for i in range(len(places))]:
-            return (*self.places[b], slice(h, h + len(places)), run)
+        (b, h), row_set = batch_heads[0], rows[0]
+        if any(other is not row_set for other in rows):
+            row_set = np.stack([_row_numbers(other) for other in rows])
+        elif isinstance(row_set, slice) and batch_heads == [(b, h + i) for i in range(len(batch_heads))]:
+            return (*self.batch_indices[b], slice(h, h + len(batch_heads)), row_set)
         else:
-            run = _numbers(run)[None]
-        return (*np.array([(*self.places[b], h) for b, h in places]).T[..., None], run)
+            row_set = _row_numbers(row_set)[None]
+        return (*np.array([(*self.batch_indices[b], h) for b, h in batch_heads]).T[..., None], row_set)
 
-    def read(self, name: str, where: _Where) -> Array:
+    def read(self, name: str, row_index: _RowIndex) -> Array:
         """Rows [tiles, rows, ...], widened to the accumulator's dtype."""
-        return self.arrays[name][where].astype(self.wide, copy=False)
+        return self.arrays[name][row_index].astype(self.wide, copy=False)
 
-    def write(self, name: str, where: _Where, values: Array) -> None:
-        self.arrays[name][where] = values
+    def write(self, name: str, row_index: _RowIndex, values: Array) -> None:
+        self.arrays[name][row_index] = values
 
-    def read_queries(self, where: _Where) -> Array:
+    def read_queries(self, row_index: _RowIndex) -> Array:
         """Queries times at most 1, so that none overflows: `scores` has what is missing to scale log2(e)."""
-        return self.read("q", where) * self.wide(self.q_factor)
+        return self.read("q", row_index) * self.wide(self.q_factor)
 
     def scores(self, k: Array, q: Array, scratch: Array) -> Array:
         """Scores times log2(e), transposed: their exp2 is the exp of the scores."""
         s = _product(k, q, scratch)
         return s if self.score_factor == 1 else np.multiply(s, self.wide(self.score_factor), out=s)
 
-    def read_gradients(self, where: _Where) -> Array:
+    def read_gradients(self, row_index: _RowIndex) -> Array:
         """dO; 0 for rows without a key, whose gradients are 0 whatever came."""
-        do = self.read("do", where)
-        return np.where(self.arrays["empty"][where][..., None], self.wide(0), do) if "empty" in self.arrays else do
+        do = self.read("do", row_index)
+        return np.where(self.arrays["empty"][row_index][..., None], self.wide(0), do) if "empty" in self.arrays else do
 
     def forward_rows(self, tiles: list[_Tile], scratch: Array) -> None:
         """Tiles of queries through all of their keys: online softmax, then o and lse."""
-        rows, kv_places = self._rows_of(tiles)
+        rows, kv_batch_heads = self._rows_of(tiles)
         q = self.read_queries(rows)
         row_max, row_sum, o_acc = self.wide(-np.inf), self.wide(0), None
-        for steps in _together(tiles):
-            keys = self.where(kv_places, [step.rows for step in steps])
+        for steps in _steps_side_by_side(tiles):
+            keys = self.row_index(kv_batch_heads, [step.rows for step in steps])
             s = self.scores(self.read("k", keys), q, scratch[0])
             if self.score is not None:
                 self.score.apply(s, self._row_places(tiles, steps))
@@ -235,7 +236,7 @@ class _Call:
 
     def backward_rows(self, tiles: list[_Tile], scratch: Array) -> None:
         """delta = rowsum(dO * O) - dlse of tiles of queries, and their dQ."""
-        rows, kv_places = self._rows_of(tiles)
+        rows, kv_batch_heads = self._rows_of(tiles)
         do, lse_2 = self.read_gradients(rows), self.read("lse_2", rows)
         delta = np.vecdot(do, self.read("o", rows))
         if "dlse" in self.arrays:
@@ -243,8 +244,8 @@ class _Call:
         self.write("delta", rows, delta)
         q = self.read_queries(rows)
         dq: Array | None = None
-        for steps in _together(tiles):
-            keys = self.where(kv_places, [step.rows for step in steps])
+        for steps in _steps_side_by_side(tiles):
+            keys = self.row_index(kv_batch_heads, [step.rows for step in steps])
             k = self.read("k", keys)
             s, dp = self.scores(k, q, scratch[0]), _product(self.read("v", keys), do, scratch[1])
             if self.score is None:
@@ -253,7 +254,7 @@ class _Call:
             else:
                 mask = partial(self._mask_keys, tiles, steps, value=0)
                 _, ds = self.score.gradients(s, dp, lse_2, delta, self._row_places(tiles, steps), mask, adds=True)
-            dq = _plus(dq, ds.swapaxes(-1, -2) @ k)
+            dq = _added(dq, ds.swapaxes(-1, -2) @ k)
         self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.scaling.scale))
 
     def sink_gradient(self) -> Array:
@@ -265,59 +266,59 @@ class _Call:
 
     def backward_columns(self, tiles: list[_Tile], scratch: Array) -> None:
         """dK and dV of tiles of keys, summed over the query heads that share them."""
-        keys = self.where([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
+        keys = self.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
         k, v = self.read("k", keys), self.read("v", keys)
         dk: Array | None = None
         dv: Array | None = None
         for head in range(self.group_size):
-            places = [(tile.b, tile.h * self.group_size + head) for tile in tiles]
-            for steps in _together(tiles, head):
-                rows = self.where(places, [step.rows for step in steps])
+            batch_heads = [(tile.b, tile.h * self.group_size + head) for tile in tiles]
+            for steps in _steps_side_by_side(tiles, head):
+                rows = self.row_index(batch_heads, [step.rows for step in steps])
                 q, do = self.read_queries(rows), self.read_gradients(rows)
                 lse_2, delta = self.read("lse_2", rows), self.read("delta", rows)
                 s, dp = self.scores(k, q, scratch[0]), _product(v, do, scratch[1])
                 if self.score is None:
                     p, ds = _score_gradient(lse_2, delta, s, dp)
-                    self._mask_queries(tiles, places, steps, p, ds)
+                    self._mask_queries(tiles, batch_heads, steps, p, ds)
                 else:
-                    mask = partial(self._mask_queries, tiles, places, steps)
-                    at = coordinates(places, [step.rows for step in steps], [tile.rows for tile in tiles])
+                    mask = partial(self._mask_queries, tiles, batch_heads, steps)
+                    at = coordinates(batch_heads, [step.rows for step in steps], [tile.rows for tile in tiles])
                     p, ds = self.score.gradients(s, dp, lse_2, delta, at, mask, adds=False)
-                dv, dk = _plus(dv, p @ do), _plus(dk, ds @ q)
+                dv, dk = _added(dv, p @ do), _added(dk, ds @ q)
         # q carries scale log2(e) / score_factor, or with a score function scale / score_factor; dK wants scale.
         natural = LN_2 if self.score is None else 1.0
         self.write("dk", keys, 0 if dk is None else dk * self.wide(natural * self.score_factor))
         self.write("dv", keys, 0 if dv is None else dv)
 
-    def _rows_of(self, tiles: list[_Tile]) -> tuple[_Where, list[_Place]]:
+    def _rows_of(self, tiles: list[_Tile]) -> tuple[_RowIndex, list[_BatchHead]]:
         """The rows of tiles of queries, and the key/value heads that these read."""
-        rows = self.where([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
+        rows = self.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
         return rows, [(tile.b, tile.h // self.group_size) for tile in tiles]
 
     def _row_places(self, tiles: list[_Tile], steps: tuple[_Step, ...]) -> tuple[Array, ...]:
         """b, h, i and j of the scores of tiles of queries."""
-        places = [(tile.b, tile.h) for tile in tiles]
-        return coordinates(places, [tile.rows for tile in tiles], [step.rows for step in steps])
+        batch_heads = [(tile.b, tile.h) for tile in tiles]
+        return coordinates(batch_heads, [tile.rows for tile in tiles], [step.rows for step in steps])
 
     def _mask_keys(self, tiles: list[_Tile], steps: tuple[_Step, ...], x: Array, value: float) -> None:
         """Set scores, or dS, of masked keys to a value."""
         for number, (tile, step) in enumerate(zip(tiles, steps)):
             for segment, here in step.partial:
-                outside = _outside(self.plan.work, (tile.b, tile.h), segment, tile.rows, slice(*segment[:2]))
-                np.copyto(x[number, here], value, where=outside)
+                masked = _masked_elements(self.plan.work, (tile.b, tile.h), segment, tile.rows, slice(*segment[:2]))
+                np.copyto(x[number, here], value, where=masked)
 
     def _mask_queries(
-        self, tiles: list[_Tile], places: list[_Place], steps: tuple[_Step, ...], *weights: Array
+        self, tiles: list[_Tile], batch_heads: list[_BatchHead], steps: tuple[_Step, ...], *weights: Array
     ) -> None:
         """Set P, or P and dS, of masked queries to 0."""
-        for number, (tile, place, step) in enumerate(zip(tiles, places, steps)):
+        for number, (tile, batch_head, step) in enumerate(zip(tiles, batch_heads, steps)):
             for segment, here in step.partial:
-                outside = _outside(self.plan.work, place, segment, slice(*segment[:2]), tile.rows)
+                masked = _masked_elements(self.plan.work, batch_head, segment, slice(*segment[:2]), tile.rows)
                 for x in weights:
-                    np.copyto(x[number, :, here], 0, where=outside)
+                    np.copyto(x[number, :, here], 0, where=masked)
 
 
-def _together(tiles: list[_Tile], head: int = 0) -> Iterator[tuple[_Step, ...]]:
+def _steps_side_by_side(tiles: list[_Tile], head: int = 0) -> Iterator[tuple[_Step, ...]]:
     """The steps of all tiles of a batch, side by side."""
     return zip(*(tile.visits[head].steps for tile in tiles))
 
@@ -326,7 +327,7 @@ def _step(segments: list[Segment]) -> _Step:
     partial, count = [], 0
     for segment in segments:
         first, count = count, count + segment.stop - segment.start
-        if segment.kind != Kind.FULL:
+        if segment.kind != BlockKind.FULL:
             partial.append((segment, slice(first, count)))
     start, stop = segments[0].start, segments[-1].stop
     if stop - start == count:  # they follow each other without a gap
@@ -335,7 +336,7 @@ def _step(segments: list[Segment]) -> _Step:
     return _Step(rows, count, partial)
 
 
-def _numbers(rows: slice | Array) -> Array:
+def _row_numbers(rows: slice | Array) -> Array:
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
@@ -345,7 +346,7 @@ def _product(keys: Array, queries: Array, scratch: Array) -> Array:
     return np.matmul(keys, queries.swapaxes(-1, -2), out=scratch[: math.prod(shape)].reshape(shape))
 
 
-def _plus(total: Array | None, term: Array) -> Array:
+def _added(total: Array | None, term: Array) -> Array:
     return term if total is None else np.add(total, term, out=total)
 
 
@@ -373,7 +374,7 @@ def _score_gradient(lse_2: Array, delta: Array, s: Array, dp: Array) -> tuple[Ar
     return p, dp
 
 
-def _cuts(length: int, block: int) -> Iterator[slice]:
+def _reversed_tiles(length: int, block: int) -> Iterator[slice]:
     """Tiles of a length, the last first."""
     return (slice(start, min(start + block, length)) for start in reversed(range(0, length, block)))
 
@@ -385,49 +386,49 @@ def _batches(tiling: HostTiling, tiles: Iterable[_Tile]) -> Iterator[list[_Tile]
     A quarter of all tiles is the most, so that there is something to share; threads are not counted, since results
     may not depend on them.
     """
-    room, most = tiling.batch_area, tiling.num_tiles if tiling.is_small else max(1, tiling.num_tiles // 4)
+    capacity, max_tiles = tiling.batch_area, tiling.num_tiles if tiling.is_small else max(1, tiling.num_tiles // 4)
     waiting: dict[tuple[int, ...], list[_Tile]] = {}
     for tile in tiles:
         visited = tuple(visit.num_rows for visit in tile.visits)
         height, widest = tile.rows.stop - tile.rows.start, max(visited)
-        limit = min(room // (height * max(widest, 1)), most) if widest <= tiling.step_width(height) else 1
-        alike = height, *visited
-        group = waiting.setdefault(alike, [])
+        limit = min(capacity // (height * max(widest, 1)), max_tiles) if widest <= tiling.step_width(height) else 1
+        key = height, *visited
+        group = waiting.setdefault(key, [])
         group.append(tile)
         if len(group) >= limit:
-            yield waiting.pop(alike)
+            yield waiting.pop(key)
     yield from waiting.values()
 
 
 def _groups(segments: list[Segment], limit: int) -> Iterator[list[Segment]]:
     """Segments in steps of at most `limit` rows; bit tiles stay whole, longer runs are cut."""
     group: list[Segment] = []
-    room = limit
+    remaining = limit
     for segment in segments:
-        while segment.stop - segment.start > room:
-            if segment.kind != Kind.BITS and room == limit:
-                yield [segment._replace(stop=segment.start + room)]
-                segment = segment._replace(start=segment.start + room)
+        while segment.stop - segment.start > remaining:
+            if segment.kind != BlockKind.BITS and remaining == limit:
+                yield [segment._replace(stop=segment.start + remaining)]
+                segment = segment._replace(start=segment.start + remaining)
             elif group:
                 yield group
-                group, room = [], limit
+                group, remaining = [], limit
             else:
                 break
         group.append(segment)
-        room -= segment.stop - segment.start
+        remaining -= segment.stop - segment.start
     if group:
         yield group
 
 
-def _outside(work: WorkList, place: _Place, segment: Segment, rows: slice, keys: slice) -> Array:
+def _masked_elements(work: WorkList, batch_head: _BatchHead, segment: Segment, rows: slice, keys: slice) -> Array:
     """Which elements of a partial segment are masked, bool [keys, queries]."""
-    if segment.kind == Kind.BITS:
+    if segment.kind == BlockKind.BITS:
         assert isinstance(work, ListedWork)
         first_row, first_key = rows.start % work.block_q, keys.start % work.block_kv
         tile = work.bit_tile(segment.tile)
         tile = tile[first_row : first_row + rows.stop - rows.start, first_key : first_key + keys.stop - keys.start]
         return ~tile.T
-    lo, hi = work.bounds(*place, rows.start, rows.stop)
+    lo, hi = work.bounds(*batch_head, rows.start, rows.stop)
     j = np.arange(keys.start, keys.stop)
     return (j[:, None] < lo) | (j[:, None] >= hi)
 
@@ -437,7 +438,7 @@ def _outside(work: WorkList, place: _Place, segment: Segment, rows: slice, keys:
 
 _Pass: TypeAlias = tuple[Callable[[list[_Tile], Array], None], Iterable[_Tile]]  # what befalls a batch, and all tiles
 
-_spare_scratch: list[Array] = []  # bytes that earlier calls worked in, at most one piece a processor
+_free_scratch: list[Array] = []  # bytes that earlier calls worked in, at most one piece a processor
 
 
 @contextmanager
@@ -446,14 +447,14 @@ def _scratch(tiling: HostTiling) -> Iterator[Array]:
     dtype = tiling.problem.accumulator
     size = 2 * tiling.scratch_scores * dtype.itemsize
     try:
-        memory = _spare_scratch.pop()
+        memory = _free_scratch.pop()
     except IndexError:
         memory = np.empty(0, np.uint8)
     if memory.size < size:
         memory = np.empty(size, np.uint8)
     yield memory[:size].view(dtype).reshape(2, -1)
-    if len(_spare_scratch) < tiling.device.num_processors:
-        _spare_scratch.append(memory)
+    if len(_free_scratch) < tiling.device.num_processors:
+        _free_scratch.append(memory)
 
 
 def _run(tiling: HostTiling, *passes: _Pass, in_order: bool = False) -> None:
@@ -463,7 +464,7 @@ def _run(tiling: HostTiling, *passes: _Pass, in_order: bool = False) -> None:
     """
     if tiling.num_workers == 1 or in_order:
         for step, tiles in passes:
-            _drain(tiling, step, _batches(tiling, tiles), threading.Lock(), threading.Event())
+            _work_off(tiling, step, _batches(tiling, tiles), threading.Lock(), threading.Event())
         return
 
     def share_all() -> None:
@@ -482,7 +483,7 @@ def _share(
     """
     lock, stop, errors = threading.Lock(), threading.Event(), list[BaseException]()
 
-    drain = partial(_drain, tiling, step, batches, lock, stop)
+    drain = partial(_work_off, tiling, step, batches, lock, stop)
 
     def work() -> None:
         try:
@@ -512,7 +513,7 @@ def _share(
             del error  # its traceback holds this frame
 
 
-def _drain(
+def _work_off(
     tiling: HostTiling,
     step: Callable[[list[_Tile], Array], None],
     batches: Iterator[list[_Tile]],

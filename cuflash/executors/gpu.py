@@ -24,9 +24,9 @@ from ..planning.spec import KernelSpec
 from . import checks
 from .launch import BoundPass, Lists, run
 from .params import View
-from .tensor_map import Template, Tiles, encoded, template
+from .tensor_map import Template, BoxedArray, encoded, template
 
-_COLD = "make the same call once, or call plan.compile() before the capture, then run the same plan inside it"
+_COMPILE_FIRST = "make the same call once, or call plan.compile() before the capture, then run the same plan inside it"
 
 
 def current_device() -> DeviceSpec:
@@ -54,7 +54,7 @@ def _device_spec(number: int) -> DeviceSpec:
     )
 
 
-class _Resident:
+class _DeviceLists:
     """The arrays of a work list on one device, and the streams that must not be overtaken when they go.
 
     CuPy's pool hands freed memory to the next array of the stream that it was made on. So another stream that still
@@ -63,41 +63,43 @@ class _Resident:
 
     def __init__(self, cupy: Any, arrays: dict[str, Array]) -> None:
         self.arrays, self._cupy = arrays, cupy
-        self._home = cupy.cuda.get_current_stream()
-        self._made = self._home.record(cupy.cuda.Event(disable_timing=True))
-        self._is_made = False  # seen by the host, so that no stream has to wait
-        self._guests: dict[int, Any] = {}
+        self._stream = cupy.cuda.get_current_stream()
+        self._copied = self._stream.record(cupy.cuda.Event(disable_timing=True))
+        self._is_copied = False  # seen by the host, so that no stream has to wait
+        self._other_streams: dict[int, Any] = {}
 
     def use(self, stream: Any) -> None:
         """Let a stream that launches kernels on the arrays wait until they are there."""
-        if not self._is_made:
-            self._is_made = self._made.done
-            if not self._is_made and stream.is_capturing():
-                raise RuntimeError(f"the copy of a work list is still under way when a capture reads it: {_COLD}")
-            if not self._is_made and stream.ptr != self._home.ptr:
-                stream.wait_event(self._made)
-        if stream.ptr != self._home.ptr:
-            self._guests[stream.ptr] = stream
+        if not self._is_copied:
+            self._is_copied = self._copied.done
+            if not self._is_copied and stream.is_capturing():
+                raise RuntimeError(
+                    f"the copy of a work list is still under way when a capture reads it: {_COMPILE_FIRST}"
+                )
+            if not self._is_copied and stream.ptr != self._stream.ptr:
+                stream.wait_event(self._copied)
+        if stream.ptr != self._stream.ptr:
+            self._other_streams[stream.ptr] = stream
 
-    def settle(self) -> None:
+    def wait_until_copied(self) -> None:
         """Wait, once, until the arrays are there for every stream and for captures."""
-        if not self._is_made:
-            self._made.synchronize()
-            self._is_made = True
+        if not self._is_copied:
+            self._copied.synchronize()
+            self._is_copied = True
 
     @property
-    def has_guests(self) -> bool:
-        return bool(self._guests)
+    def has_other_streams(self) -> bool:
+        return bool(self._other_streams)
 
-    def leave(self) -> bool:
+    def release_when_read(self) -> bool:
         """Let the arrays go, unless a stream that may read them is being captured and cannot be waited for."""
         try:
-            if any(stream.is_capturing() for stream in (self._home, *self._guests.values())):
+            if any(stream.is_capturing() for stream in (self._stream, *self._other_streams.values())):
                 return False
         except self._cupy.cuda.runtime.CUDARuntimeError:  # the default stream, while another is captured
             return False
-        for stream in self._guests.values():
-            self._home.wait_event(stream.record(self._cupy.cuda.Event(disable_timing=True)))
+        for stream in self._other_streams.values():
+            self._stream.wait_event(stream.record(self._cupy.cuda.Event(disable_timing=True)))
         return True
 
 
@@ -121,8 +123,8 @@ class Gpu:
     """
 
     def __init__(self) -> None:
-        self._resident: WeakKeyDictionary[WorkList, dict[int, _Resident]] = WeakKeyDictionary()
-        self._leaving: deque[_Resident] = deque()
+        self._device_lists: WeakKeyDictionary[WorkList, dict[int, _DeviceLists]] = WeakKeyDictionary()
+        self._to_release: deque[_DeviceLists] = deque()
         self._zeroed: dict[tuple[int, Workspace], dict[int, Array]] = {}
         self._lock = threading.Lock()
 
@@ -176,54 +178,54 @@ class Gpu:
         makers = [self.maker(each.shape, each.dtype) for each in needs]
 
         def allocate(stream: Any) -> list[Array]:
-            made = []
-            for workspace, kept, make in zip(needs, zeroed, makers):
-                if kept is None:
-                    made.append(make())
+            allocated = []
+            for workspace, by_stream, make in zip(needs, zeroed, makers):
+                if by_stream is None:
+                    allocated.append(make())
                 elif stream.is_capturing() or stream.ptr == _PER_THREAD:
-                    made.append(self.zeros(workspace.shape, workspace.dtype))
+                    allocated.append(self.zeros(workspace.shape, workspace.dtype))
                 else:
-                    if stream.ptr not in kept:
-                        kept.setdefault(stream.ptr, self.zeros(workspace.shape, workspace.dtype))
-                    made.append(kept[stream.ptr])
-            return made
+                    if stream.ptr not in by_stream:
+                        by_stream.setdefault(stream.ptr, self.zeros(workspace.shape, workspace.dtype))
+                    allocated.append(by_stream[stream.ptr])
+            return allocated
 
         return allocate
 
     def lists(self, work: WorkList) -> Lists:
         """The arrays of a work list on the current device, put there once."""
-        return self.resident(work) or _NO_LISTS
+        return self.device_lists(work) or _NO_LISTS
 
-    def resident(self, work: WorkList) -> _Resident | None:
+    def device_lists(self, work: WorkList) -> _DeviceLists | None:
         """What holds the arrays of a work list on the current device; None where it has none."""
         import cupy
 
         number = cupy.cuda.runtime.getDevice()
-        found = self._resident.get(work, {}).get(number)
+        found = self._device_lists.get(work, {}).get(number)
         if found is not None or not work.nbytes:
             return found
         if cupy.cuda.get_current_stream().is_capturing():
-            raise RuntimeError(f"a work list cannot be made inside a stream capture: {_COLD}")
+            raise RuntimeError(f"a work list cannot be made inside a stream capture: {_COMPILE_FIRST}")
         with self._lock:
-            residents = self._resident.setdefault(work, {})
-            if number not in residents:
-                for _ in range(len(self._leaving)):
-                    self._release(self._leaving.popleft())
+            by_device = self._device_lists.setdefault(work, {})
+            if number not in by_device:
+                for _ in range(len(self._to_release)):
+                    self._release(self._to_release.popleft())
                 arrays = {name: self.sent(array) for name, array in work.lists.items()}
-                residents[number] = _Resident(cupy, arrays)
-                finalize(work, self._retire, residents[number]).atexit = False
-            return residents[number]
+                by_device[number] = _DeviceLists(cupy, arrays)
+                finalize(work, self._retire, by_device[number]).atexit = False
+            return by_device[number]
 
-    def _retire(self, resident: _Resident) -> None:
+    def _retire(self, device_lists: _DeviceLists) -> None:
         """A work list is gone, at any moment and on any thread: what others may still read goes with the next copy."""
-        if resident.has_guests:
-            self._leaving.append(resident)
+        if device_lists.has_other_streams:
+            self._to_release.append(device_lists)
 
-    def _release(self, resident: _Resident) -> None:
-        if not resident.leave():
-            self._leaving.append(resident)
+    def _release(self, device_lists: _DeviceLists) -> None:
+        if not device_lists.release_when_read():
+            self._to_release.append(device_lists)
 
-    def tensor_map(self, tiles: Tiles) -> Template:
+    def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(encoded, tiles)
 
     def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:
@@ -252,7 +254,7 @@ _GPU = Gpu()
 
 
 def _function(spec: KernelSpec, nbytes: int) -> Any:
-    return nvrtc.kernel(checks.built(spec), _capability(), shared_bytes=nbytes)
+    return nvrtc.kernel(checks.with_watchdog(spec), _capability(), shared_bytes=nbytes)
 
 
 def _capability() -> tuple[int, int]:
@@ -261,18 +263,18 @@ def _capability() -> tuple[int, int]:
     return capability
 
 
-def _cold(launches: Iterable[Launch]) -> list[KernelSpec]:
+def _not_compiled(launches: Iterable[Launch]) -> list[KernelSpec]:
     """The kernels that are yet to be compiled, or loaded, for the current device."""
     capability = _capability()
-    built = ((checks.built(launch.spec), launch.shared_bytes) for launch in launches)
-    return [spec for spec, nbytes in built if not nvrtc.is_loaded(spec, capability, nbytes)]
+    guarded = ((checks.with_watchdog(launch.spec), launch.shared_bytes) for launch in launches)
+    return [spec for spec, nbytes in guarded if not nvrtc.is_loaded(spec, capability, nbytes)]
 
 
-def _compile_at_once(kernels: Pass) -> None:
+def _compile_in_parallel(kernels: Pass) -> None:
     """Compile the kernels of a pass side by side, so that a first call waits for the slowest alone."""
-    cold = _cold(kernels.launches.values())
-    if len(cold) > 1:
-        nvrtc.precompile(cold, _capability())
+    not_compiled = _not_compiled(kernels.launches.values())
+    if len(not_compiled) > 1:
+        nvrtc.precompile(not_compiled, _capability())
 
 
 def namespace() -> Any:
@@ -288,12 +290,12 @@ def namespace() -> Any:
 
 def make_ready(plan: KernelPlan) -> None:
     """Compile and load the kernels of all passes for the current device, and put the work list there; waits for it."""
-    nvrtc.precompile(map(checks.built, plan.specs.values()), _capability())
+    nvrtc.precompile(map(checks.with_watchdog, plan.specs.values()), _capability())
     for launch in _launches(plan):
         _function(launch.spec, launch.shared_bytes)
-    resident = _GPU.resident(plan.work)
-    if resident is not None:
-        resident.settle()
+    device_lists = _GPU.device_lists(plan.work)
+    if device_lists is not None:
+        device_lists.wait_until_copied()
 
 
 def _launches(plan: KernelPlan) -> tuple[Launch, ...]:
@@ -314,10 +316,12 @@ def require_capturable(plan: KernelPlan, machine: Gpu | None = None) -> None:
         refuse_capture("CUFLASH_CHECK waits for each kernel, which a stream capture cannot")
     if not cupy.cuda.get_current_stream().is_capturing():
         return
-    cold = _cold(_launches(plan))
-    if cold:
-        raise RuntimeError(f"{cold[0].name} is not compiled yet, which a stream capture cannot wait for: {_COLD}")
-    (machine or _GPU).resident(plan.work)
+    not_compiled = _not_compiled(_launches(plan))
+    if not_compiled:
+        raise RuntimeError(
+            f"{not_compiled[0].name} is not compiled yet, which a stream capture cannot wait for: {_COMPILE_FIRST}"
+        )
+    (machine or _GPU).device_lists(plan.work)
 
 
 def refuse_capture(reason: str) -> None:
@@ -359,17 +363,17 @@ def bind(
         The function returned does, of arrays that do not start at a multiple of their item size.
     """
     machine = machine or _GPU
-    _compile_at_once(kernels)
+    _compile_in_parallel(kernels)
     views = *starmap(View.of, given.items()), *starmap(View.of_new, results.items())
     bound = BoundPass(plan, kernels, views, machine)
-    names, odd = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
+    names, misaligned_bits = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
     makers = [machine.maker(result.shape, result.dtype) for result in results.values()]
     current_stream, address, layout, keep_captured = (
         machine.stream, machine.address, machine.layout, machine.keep_captured
     )  # fmt: skip
 
     def call(*arrays: Array) -> list[Array]:
-        if any(map(and_, map(address, arrays), odd)):
+        if any(map(and_, map(address, arrays), misaligned_bits)):
             raise UnsupportedProblem(
                 reason for name, array in zip(names, arrays) for reason in layout_reasons(name, layout(array))
             )
@@ -385,8 +389,8 @@ def bind(
 
 def run_pass(plan: KernelPlan, kernels: Pass, arrays: Mapping[str, Array], check: checks.Check | None) -> None:
     """Run a pass once on operands and results by name; a capture keeps its workspaces."""
-    _compile_at_once(kernels)
-    keep(plan, *run(plan, kernels, _GPU, arrays, check).values())
+    _compile_in_parallel(kernels)
+    keep_for_capture(plan, *run(plan, kernels, _GPU, arrays, check).values())
 
 
 def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check | None = None) -> None:
@@ -399,14 +403,14 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check 
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...], over the broadcast leading axes."""
     assert plan.kernels is not None
     run_pass(plan, plan.kernels.backward, arrays, check)
-    keep(plan, *(arrays[name] for name in plan.gradients))
+    keep_for_capture(plan, *(arrays[name] for name in plan.gradients))
 
 
 _captured: WeakKeyDictionary[KernelPlan, list[Array]] = WeakKeyDictionary()
 _pinned: set[KernelPlan] = set()
 
 
-def keep(plan: KernelPlan, *arrays: Array) -> None:
+def keep_for_capture(plan: KernelPlan, *arrays: Array) -> None:
     """Hold what was allocated inside a stream capture as long as the plan: its graph writes there at each replay."""
     import cupy
 

@@ -12,8 +12,8 @@ from ..planning.launches import Launch, Pass, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from .checks import Check, check_lists
-from .params import Records, View
-from .tensor_map import Template, Tiles
+from .params import ParamsTemplate, View
+from .tensor_map import Template, BoxedArray
 
 
 class Lists(Protocol):
@@ -27,7 +27,7 @@ class Lists(Protocol):
         """Prepare the arrays for kernels that are launched on a stream."""
 
 
-class Machine(Protocol):
+class LaunchTarget(Protocol):
     """A device that runs kernels: a GPU or the simulator."""
 
     def address(self, array: Array) -> int:
@@ -42,7 +42,7 @@ class Machine(Protocol):
     def lists(self, work: WorkList) -> Lists:
         """The arrays of a work list, put where kernels can read them."""
 
-    def tensor_map(self, tiles: Tiles) -> Template:
+    def tensor_map(self, tiles: BoxedArray) -> Template:
         """The tensor map, but for its address, of arrays of one layout."""
 
     def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:
@@ -61,20 +61,20 @@ class BoundPass:
     kernels : Pass
     views : tuple of View
         The layouts of operands and results.
-    machine : Machine
+    target : Machine
     """
 
-    def __init__(self, plan: KernelPlan, kernels: Pass, views: tuple[View, ...], machine: Machine) -> None:
+    def __init__(self, plan: KernelPlan, kernels: Pass, views: tuple[View, ...], target: LaunchTarget) -> None:
         made = tuple(View.of_new(name, workspace) for name, workspace in kernels.workspaces.items())
-        records = Records.of(plan, (*views, *made), kernels.boxes, machine.tensor_map, kernels.features)
+        records = ParamsTemplate.of(plan, (*views, *made), kernels.boxes, target.tensor_map, kernels.features)
         num_batch = plan.problem.mask_shape.num_batch // len(records.templates)
-        self._plan, self._kernels, self._machine = plan, kernels, machine
+        self._plan, self._kernels, self._target = plan, kernels, target
         self._names = tuple(view.name for view in (*views, *made))
-        self._lists = machine.lists(plan.work)
+        self._lists = target.lists(plan.work)
         self._params = records.with_lists(
-            {name: machine.address(array) for name, array in self._lists.arrays.items()}
+            {name: target.address(array) for name, array in self._lists.arrays.items()}
         )
-        self._allocate = machine.allocator(kernels.workspaces)
+        self._allocate = target.allocator(kernels.workspaces)
         grids = [(launch, launch.grid(num_batch)) for launch in kernels.launches.values()]
         self.launches = tuple((launch, grid) for launch, grid in grids if grid)
         self._zeroed = tuple(self._names.index(name) for name in kernels.zeroed)
@@ -84,7 +84,7 @@ class BoundPass:
                 launch,
                 itemgetter(slice(0, 1 + bool(launch.boxes))),
                 tuple(2 + names.index(name) for name in launch.features),
-                machine.launcher(launch.spec, grid, launch.shared_bytes),
+                target.launcher(launch.spec, grid, launch.shared_bytes),
             )
             for launch, grid in self.launches
         ]
@@ -92,18 +92,18 @@ class BoundPass:
     def __call__(self, arrays: Sequence[Array], stream: Any, check: Check | None = None) -> list[Array]:
         """Launch the kernels on arrays in the order of the views; returns the workspaces, which kernels still use."""
         made = self._allocate(stream) if check is None else self._checked_workspaces(check)
-        every = [*arrays, *made]
+        all_arrays = [*arrays, *made]
         self._lists.use(stream)
-        for place in self._zeroed:
-            every[place].fill(0)
-        records = self._params.at(list(map(self._machine.address, every)))
+        for i in self._zeroed:
+            all_arrays[i].fill(0)
+        records = self._params.at(list(map(self._target.address, all_arrays)))
         for launch, params_of, features, start in self._launchers:
             for record in records:
                 arguments = params_of(record)
-                start(arguments + tuple(record[place] for place in features) if features else arguments, stream)
+                start(arguments + tuple(record[i] for i in features) if features else arguments, stream)
             if check is not None:
-                self._machine.wait(launch)
-                named = dict(zip(self._names, every))
+                self._target.wait(launch)
+                named = dict(zip(self._names, all_arrays))
                 check.after(launch.spec.name, {name: named[name] for name in launch.writes if name in named})
         return made
 
@@ -120,11 +120,11 @@ class BoundPass:
 def run(
     plan: KernelPlan,
     kernels: Pass,
-    machine: Machine,
+    target: LaunchTarget,
     arrays: Mapping[str, Array],
     check: Check | None = None,
 ) -> dict[str, Array]:
     """Launch a pass once on operands and results by name; returns its workspaces by name."""
     views = tuple(View.of(name, array) for name, array in arrays.items())
-    bound = BoundPass(plan, kernels, views, machine)
-    return dict(zip(kernels.workspaces, bound(list(arrays.values()), machine.stream(), check)))
+    bound = BoundPass(plan, kernels, views, target)
+    return dict(zip(kernels.workspaces, bound(list(arrays.values()), target.stream(), check)))

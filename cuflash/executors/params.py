@@ -17,37 +17,37 @@ from ..compiler.params_layout import (
     ARRAYS,
     HEAD_VECTORS,
     LISTS,
-    MAPPED,
-    MAPPED_ARRAYS,
+    TENSOR_MAP_PARAM,
+    TENSOR_MAP_ARRAYS,
     PARAMS,
     PART_ARRAYS,
     ROW_VECTORS,
     TENSOR_MAPS,
-    WHOLE_ARRAYS,
+    NAIVE_ARRAYS,
 )
 from ..planning.launches import BATCH_AXES, MATRICES, Feature, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.problem import Problem
-from .tensor_map import Template, Tiles
+from .tensor_map import Template, BoxedArray
 
 UNLIMITED = 1 << 40  # beyond any length, and far from overflow
 _MAP_BATCH_AXES = 2  # a tensor map has five axes; further ones take a launch for each of their entries
 _NO_STRIDE = -1  # of rows that all are the same: no tensor map
-_WITHIN = {"whole": WHOLE_ARRAYS, "parts": PART_ARRAYS}  # arrays that have a record of their own
+_NESTED_RECORDS = {"naive": NAIVE_ARRAYS, "parts": PART_ARRAYS}  # arrays that have a record of their own
 
 
-def _places() -> dict[str, int]:
+def _word_offsets() -> dict[str, int]:
     """Where each address lies in a record, in words of 8 bytes."""
     assert PARAMS.fields is not None
     bytes_before = {name: PARAMS.fields[name][1] for name in ARRAYS}
-    for record, names in {"work": ("lo", "hi", *LISTS), **_WITHIN}.items():
+    for record, names in {"work": ("lo", "hi", *LISTS), **_NESTED_RECORDS}.items():
         kind, start, *_ = PARAMS.fields[record]
         assert kind.fields is not None
         bytes_before |= {name: start + kind.fields[name][1] for name in names}
     return {name: number // 8 for name, number in bytes_before.items()}
 
 
-_PLACES = _places()
+_WORD_OFFSETS = _word_offsets()
 
 
 class View(NamedTuple):
@@ -63,14 +63,14 @@ class View(NamedTuple):
         return cls(name, array.dtype, array.shape, array.strides)
 
     @classmethod
-    def of_new(cls, name: str, made: ShapeDtype | Workspace) -> View:
+    def of_new(cls, name: str, workspace: ShapeDtype | Workspace) -> View:
         """The layout of an array in C order that is yet to be allocated."""
-        shape, step = made.shape, made.dtype.itemsize
-        return cls(name, made.dtype, shape, tuple(step * prod(shape[axis + 1 :]) for axis in range(len(shape))))
+        shape, step = workspace.shape, workspace.dtype.itemsize
+        return cls(name, workspace.dtype, shape, tuple(step * prod(shape[axis + 1 :]) for axis in range(len(shape))))
 
 
 @dataclass(frozen=True, eq=False)
-class Records:
+class ParamsTemplate:
     """The records of one pass over one plan and arrays that lie as `views` say, complete but for addresses.
 
     More than one where leading axes do not fold into `BATCH_AXES`: a launch each.
@@ -79,7 +79,7 @@ class Records:
     views: tuple[View, ...]
     templates: tuple[tuple[Any, ...], ...]  # Params and features of each launch; their addresses are offsets in bytes
     maps: Any  # a record of tensor maps, whose addresses are missing
-    map_places: Mapping[str, int]  # of addresses of arrays that have a map, in words
+    map_offsets: Mapping[str, int]  # of addresses of arrays that have a map, in words
     features: tuple[Feature, ...] = ()
 
     @classmethod
@@ -88,9 +88,9 @@ class Records:
         plan: KernelPlan,
         views: tuple[View, ...],
         boxes: Mapping[str, tuple[int, int]] = MappingProxyType({}),
-        tensor_map: Callable[[Tiles], Template] | None = None,
+        tensor_map: Callable[[BoxedArray], Template] | None = None,
         features: tuple[Feature, ...] = (),
-    ) -> Records:
+    ) -> ParamsTemplate:
         """The records of a pass over arrays of some layouts.
 
         Parameters
@@ -108,65 +108,68 @@ class Records:
         most = _MAP_BATCH_AXES if boxes else BATCH_AXES
         inner, outer = axes[-most:], axes[:-most]
         padding = BATCH_AXES - len(inner)
-        maps, map_places = np.zeros((), TENSOR_MAPS), dict[str, int]()
+        maps, map_offsets = np.zeros((), TENSOR_MAPS), dict[str, int]()
         for index, (view, steps) in enumerate(zip(views, strides)):
             if view.name not in boxes or tensor_map is None:
                 continue
             batch = [(1, 0)] * (_MAP_BATCH_AXES - len(inner)) + [(extent, by[index]) for extent, by in inner]
-            tiles = _tiles(view, plan, batch, steps[-3:], boxes[view.name])
-            if not tiles.reasons(address=0):
-                made = tensor_map(tiles)
-                maps[view.name] = made.words, 1
-                start = MAPPED_ARRAYS.index(view.name) * MAPPED.itemsize // 8
-                map_places[view.name] = start + made.place
+            boxed = _boxed(view, plan, batch, steps[-3:], boxes[view.name])
+            if not boxed.reasons(address=0):
+                boxed_map = tensor_map(boxed)
+                maps[view.name] = boxed_map.words, 1
+                start = TENSOR_MAP_ARRAYS.index(view.name) * TENSOR_MAP_PARAM.itemsize // 8
+                map_offsets[view.name] = start + boxed_map.offset
         record = np.zeros((), PARAMS)
         record["work"] = _work(plan.work)
         kernels = plan.kernels
         assert kernels is not None
         num_kv_heads = prod(extent for extent, _ in inner) * problem.num_kv_heads
-        turns = kernels.order.dq
-        finished, rounds = 0, (0, 0)
-        if turns is not None:
-            finished, rounds = turns.finished(num_kv_heads), (turns.ahead, turns.behind)
+        dq_order = kernels.order.dq
+        num_fused_heads, leads = 0, (0, 0)
+        if dq_order is not None:
+            num_fused_heads, leads = dq_order.num_fused_heads(num_kv_heads), (
+                dq_order.last_tile_lead,
+                dq_order.first_tile_lag,
+            )
         record["shape"] = (
             [1] * padding + [extent for extent, _ in inner], 0, problem.num_heads, problem.group_size,
             problem.seqlen_q, problem.seqlen_kv, problem.head_dim, problem.value_dim, kernels.order.heads_per_group,
-            kernels.order.kv_heads_per_group, kernels.num_splits, problem.group_size * finished,
-            *rounds, _softmax_scale(problem),
+            kernels.order.kv_heads_per_group, kernels.num_splits, problem.group_size * num_fused_heads,
+            *leads, _softmax_scale(problem),
         )  # fmt: skip
         parts = {feature.name: _numbers(feature, views) for feature in features}
-        within = {name: record[part] for part, names in _WITHIN.items() for name in names}
-        within |= {name: parts[feature.name] for feature in features for name in feature.dtype.names or ()}
+        record_of_view = {name: record[part] for part, names in _NESTED_RECORDS.items() for name in names}
+        record_of_view |= {name: parts[feature.name] for feature in features for name in feature.dtype.names or ()}
         templates = []
-        for place in np.ndindex(*(extent for extent, _ in outer)):
+        for outer_index in np.ndindex(*(extent for extent, _ in outer)):
             for index, (view, steps) in enumerate(zip(views, strides)):
-                start = sum(number * by[index] for number, (_, by) in zip(place, outer)) * view.dtype.itemsize
+                start = sum(number * by[index] for number, (_, by) in zip(outer_index, outer)) * view.dtype.itemsize
                 steps_of_batch = [0] * padding + [by[index] for _, by in inner]
                 if view.name in tables:
                     continue
-                filled = within.get(view.name, record)
+                filled = record_of_view.get(view.name, record)
                 filled[view.name] = (start, steps_of_batch, *steps[-3:], view.dtype == problem.accumulator)
             templates.append((record.copy(), *(part.copy() for part in parts.values())))
             record["shape"]["first_batch"] += prod(extent for extent, _ in inner)
-        return cls(views, tuple(templates), maps, map_places, features)
+        return cls(views, tuple(templates), maps, map_offsets, features)
 
     def with_lists(self, lists: Mapping[str, int]) -> ParamsBuffer:
         """The records complete but for the arrays' addresses; those of the work list's arrays are given."""
-        of_features = _feature_places(self.features)
-        places = [(_PLACES | of_features)[view.name] for view in self.views]
+        feature_offsets = _feature_offsets(self.features)
+        offsets = [(_WORD_OFFSETS | feature_offsets)[view.name] for view in self.views]
         maps = self.maps.reshape(1).view(np.uint64)
         names = [view.name for view in self.views]
         ends = tuple(accumulate((feature.dtype.itemsize // 8 for feature in self.features), initial=_ALL_WORDS))
         slices = [(slice(*pair), _one_field(feature.dtype)) for pair, feature in zip(pairwise(ends), self.features)]
         templates = []
         for params, *parts in self.templates:
-            of_parts = (part.reshape(1).view(np.uint64) for part in parts)
-            words = np.concatenate([params.reshape(1).view(np.uint64), maps, *of_parts])
-            words[[_PLACES[name] for name in lists]] = list(lists.values())
-            starts = words[places].tolist()
-            of_maps = ((_WORDS + place, names.index(name)) for name, place in self.map_places.items())
-            mapped = tuple((place, starts[number], number) for place, number in of_maps)
-            templates.append((words, tuple(zip(places, starts)), mapped))
+            part_words = (part.reshape(1).view(np.uint64) for part in parts)
+            words = np.concatenate([params.reshape(1).view(np.uint64), maps, *part_words])
+            words[[_WORD_OFFSETS[name] for name in lists]] = list(lists.values())
+            starts = words[offsets].tolist()
+            map_words = ((_WORDS + offset, names.index(name)) for name, offset in self.map_offsets.items())
+            mapped = tuple((offset, starts[number], number) for offset, number in map_words)
+            templates.append((words, tuple(zip(offsets, starts)), mapped))
         return ParamsBuffer(templates, slices)
 
 
@@ -182,7 +185,7 @@ def _numbers(feature: Feature, views: tuple[View, ...]) -> Any:
     return record
 
 
-def _feature_places(features: tuple[Feature, ...]) -> dict[str, int]:
+def _feature_offsets(features: tuple[Feature, ...]) -> dict[str, int]:
     """The words of addresses in the records of features, which follow Params and the tensor maps."""
     found, start = {}, _ALL_WORDS
     for feature in features:
@@ -229,17 +232,19 @@ class ParamsBuffer:
 
     def at(self, addresses: Sequence[int]) -> list[tuple[Any, ...]]:
         """Parameters, tensor maps and features of each launch, for arrays at these addresses, in the views' order."""
-        made = []
-        for template, places, mapped in self._templates:
+        arguments = []
+        for template, offsets, mapped in self._templates:
             copied = template.copy()
             words = memoryview(copied)
-            for (place, start), address in zip(places, addresses):
-                words[place] = start + address
-            for place, start, number in mapped:
-                words[place] = start + addresses[number]
+            for (offset, start), address in zip(offsets, addresses):
+                words[offset] = start + address
+            for offset, start, number in mapped:
+                words[offset] = start + addresses[number]
             features = [copied[words].view(dtype)[0] for words, dtype in self._features]
-            made.append((copied[:_WORDS].view(_BYTES)[0], copied[_WORDS:_ALL_WORDS].view(_MAP_BYTES)[0], *features))
-        return made
+            arguments.append(
+                (copied[:_WORDS].view(_BYTES)[0], copied[_WORDS:_ALL_WORDS].view(_MAP_BYTES)[0], *features)
+            )
+        return arguments
 
 
 def _softmax_scale(problem: Problem) -> float:
@@ -265,9 +270,9 @@ def _strides(view: View, plan: KernelPlan) -> tuple[int, ...]:
     return (*batch, *heads, *steps[len(batch) :], *([] if columns else [0]))
 
 
-def _tiles(
+def _boxed(
     view: View, plan: KernelPlan, batch: Sequence[tuple[int, int]], steps: Sequence[int], box: tuple[int, int]
-) -> Tiles:
+) -> BoxedArray:
     """An array [batch, batch, heads, rows, columns] as boxes. An axis of stride 0 has extent 1, and so does one that is
     not there."""
     problem, itemsize = plan.problem, view.dtype.itemsize
@@ -275,7 +280,7 @@ def _tiles(
     leading = [(extent if step else 1, step) for extent, step in (*batch, (heads, steps[0]))]
     axes = [*leading, (view.shape[-2], steps[1] or _NO_STRIDE), (view.shape[-1], steps[2])]
     shape, strides = (tuple(side) for side in zip(*((extent, step * itemsize) for extent, step in axes)))
-    return Tiles(view.dtype, shape, strides, (1, 1, 1, *box), box[1] * itemsize)
+    return BoxedArray(view.dtype, shape, strides, (1, 1, 1, *box), box[1] * itemsize)
 
 
 def _folded(batch: tuple[int, ...], strides: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:

@@ -18,7 +18,7 @@ from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from .checks import Check
 from .launch import run
-from .tensor_map import Template, Tiles, simulated, template
+from .tensor_map import Template, BoxedArray, simulated, template
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Simulator:
     def lists(self, work: WorkList) -> HostLists:
         return HostLists(work.lists)
 
-    def tensor_map(self, tiles: Tiles) -> Template:
+    def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(simulated, tiles)
 
     def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:

@@ -13,8 +13,8 @@ from ..arrays import BFLOAT16
 
 BYTES = 128
 _MAGIC = 0x70616D726F736E65
-_MOST_BYTES = 1 << 40  # of a stride
-_MOST_BOX = 256  # elements along an axis
+_MAX_STRIDE_BYTES = 1 << 40  # of a stride
+_MAX_BOX = 256  # elements along an axis
 _TYPES = {np.dtype(np.float16): 1, BFLOAT16: 2, np.dtype(np.float32): 3}  # as in sim/runtime/bulk.cpp
 _NAMES = {1: "FLOAT16", 2: "BFLOAT16", 3: "FLOAT32"}  # of CUDA's
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
@@ -35,11 +35,11 @@ _SIMULATED = np.dtype(
 )
 
 
-class Tiles(NamedTuple):
+class BoxedArray(NamedTuple):
     """An array, wherever it lies, as boxes that one instruction copies.
 
-    >>> tiles = Tiles(np.dtype(np.float16), (2, 100, 64), (12800, 128, 2), box=(1, 32, 64), swizzle_bytes=128)
-    >>> tiles.reasons(address=4096)
+    >>> boxed = BoxedArray(np.dtype(np.float16), (2, 100, 64), (12800, 128, 2), box=(1, 32, 64), swizzle_bytes=128)
+    >>> boxed.reasons(address=4096)
     []
 
     Attributes
@@ -79,84 +79,84 @@ class Tiles(NamedTuple):
             reasons.append(f"the first element must be at a multiple of 16 bytes; got {address:#x}")
         if self.strides[-1] != self.dtype.itemsize and self.shape[-1] != 1:
             reasons.append(f"the last axis must be dense; got a stride of {self.strides[-1]} bytes")
-        if any(not 0 <= stride < _MOST_BYTES or stride % 16 for stride in self.outer_strides):
+        if any(not 0 <= stride < _MAX_STRIDE_BYTES or stride % 16 for stride in self.outer_strides):
             reasons.append(f"strides must be multiples of 16 bytes below 2**40; got {self.strides}")
-        if not all(1 <= size <= _MOST_BOX for size in self.box):
-            reasons.append(f"a box has 1 to {_MOST_BOX} elements along each axis; got {self.box}")
+        if not all(1 <= size <= _MAX_BOX for size in self.box):
+            reasons.append(f"a box has 1 to {_MAX_BOX} elements along each axis; got {self.box}")
         if self.swizzle_bytes not in _SWIZZLES or width % 16 or self.swizzle_bytes and width > self.swizzle_bytes:
             reasons.append(f"rows of a box must be multiples of 16 bytes, at most {self.swizzle_bytes}; got {width}")
         return reasons
 
 
 @lru_cache(maxsize=4096)
-def simulated(tiles: Tiles, address: int) -> Any:
+def simulated(boxed: BoxedArray, address: int) -> Any:
     """The tensor map of an array for a simulated kernel, as a NumPy scalar of 128 bytes.
 
     Raises
     ------
     ValueError
-        `Tiles.reasons`.
+        `BoxedArray.reasons`.
     """
-    _check(tiles, address)
-    rank = len(tiles.shape)
-    made = np.zeros(1, _SIMULATED)
-    made["magic"], made["base"], made["rank"] = _MAGIC, address, rank
-    made["element_bytes"], made["swizzle_bytes"] = tiles.dtype.itemsize, tiles.swizzle_bytes
-    made["type"] = _TYPES[tiles.dtype]
-    made["strides"][0, :rank] = (tiles.dtype.itemsize, *tiles.outer_strides[::-1])
-    made["sizes"][0, :rank] = tiles.shape[::-1]
-    made["box"][0, :rank] = tiles.box[::-1]
-    return made.view(f"V{BYTES}")[0]
+    _check(boxed, address)
+    rank = len(boxed.shape)
+    encoded_map = np.zeros(1, _SIMULATED)
+    encoded_map["magic"], encoded_map["base"], encoded_map["rank"] = _MAGIC, address, rank
+    encoded_map["element_bytes"], encoded_map["swizzle_bytes"] = boxed.dtype.itemsize, boxed.swizzle_bytes
+    encoded_map["type"] = _TYPES[boxed.dtype]
+    encoded_map["strides"][0, :rank] = (boxed.dtype.itemsize, *boxed.outer_strides[::-1])
+    encoded_map["sizes"][0, :rank] = boxed.shape[::-1]
+    encoded_map["box"][0, :rank] = boxed.box[::-1]
+    return encoded_map.view(f"V{BYTES}")[0]
 
 
 @lru_cache(maxsize=4096)
-def encoded(tiles: Tiles, address: int) -> Any:
+def encoded(boxed: BoxedArray, address: int) -> Any:
     """The same for a GPU, by the CUDA driver.
 
     Raises
     ------
     ValueError
-        `Tiles.reasons`.
+        `BoxedArray.reasons`.
     RuntimeError
         cuda-bindings is missing, or the driver refuses.
     """
-    _check(tiles, address)
+    _check(boxed, address)
     try:
         from cuda.bindings import driver
     except ImportError as error:
         fix = "pip install '.[cuda13]' in a clone of cuflash"
         raise RuntimeError(f"cuda-bindings is missing ({error}): {fix}") from error
-    rank, words = len(tiles.shape), driver.cuuint32_t
-    code, made = driver.cuTensorMapEncodeTiled(
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_NAMES[_TYPES[tiles.dtype]]}"),
+    rank, words = len(boxed.shape), driver.cuuint32_t
+    code, encoded_map = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_NAMES[_TYPES[boxed.dtype]]}"),
         rank,
         address,
-        [driver.cuuint64_t(size) for size in tiles.shape[::-1]],
-        [driver.cuuint64_t(stride) for stride in tiles.outer_strides[::-1]],
-        [words(size) for size in tiles.box[::-1]],
+        [driver.cuuint64_t(size) for size in boxed.shape[::-1]],
+        [driver.cuuint64_t(stride) for stride in boxed.outer_strides[::-1]],
+        [words(size) for size in boxed.box[::-1]],
         [words(1)] * rank,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[tiles.swizzle_bytes]}"),
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[boxed.swizzle_bytes]}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if code:
-        raise RuntimeError(f"the driver makes no tensor map of {tiles} at {address:#x}: {code!r}")
-    return np.frombuffer(ctypes.string_at(made.getPtr(), BYTES), f"V{BYTES}")[0]
+        raise RuntimeError(f"the driver makes no tensor map of {boxed} at {address:#x}: {code!r}")
+    return np.frombuffer(ctypes.string_at(encoded_map.getPtr(), BYTES), f"V{BYTES}")[0]
 
 
 class Template(NamedTuple):
     """A tensor map but for the address: 16 words of 8 bytes, and which of them it is."""
 
     words: tuple[int, ...]
-    place: int
+    offset: int
 
 
 _ADDRESSES = 0x5A5A_5A5A_5A50, 0x25A5_A5A5_A5A0  # of no array: they differ in most bits
 
 
 @lru_cache(maxsize=4096)
-def template(make: Callable[[Tiles, int], Any], tiles: Tiles) -> Template:
+def template(make: Callable[[BoxedArray, int], Any], boxed: BoxedArray) -> Template:
     """What tensor maps of arrays that lie alike share; `make` is `simulated` or `encoded`.
 
     Raises
@@ -164,14 +164,14 @@ def template(make: Callable[[Tiles, int], Any], tiles: Tiles) -> Template:
     RuntimeError
         Maps of two addresses do not differ in one word that holds them, so none can be made of another.
     """
-    made = [np.frombuffer(make(tiles, address).tobytes(), np.uint64).tolist() for address in _ADDRESSES]
-    places = [place for place, (one, other) in enumerate(zip(*made)) if one != other]
-    if len(places) != 1 or tuple(words[places[0]] for words in made) != _ADDRESSES:
+    encoded_maps = [np.frombuffer(make(boxed, address).tobytes(), np.uint64).tolist() for address in _ADDRESSES]
+    offsets = [offset for offset, (one, other) in enumerate(zip(*encoded_maps)) if one != other]
+    if len(offsets) != 1 or tuple(words[offsets[0]] for words in encoded_maps) != _ADDRESSES:
         raise RuntimeError("this driver's tensor maps do not hold an address as cuflash knows it: use kernel='sm80'")
-    return Template(tuple(made[0]), places[0])
+    return Template(tuple(encoded_maps[0]), offsets[0])
 
 
-def _check(tiles: Tiles, address: int) -> None:
-    reasons = tiles.reasons(address)
+def _check(boxed: BoxedArray, address: int) -> None:
+    reasons = boxed.reasons(address)
     if reasons:
-        raise ValueError(f"no tensor map of {tiles}: {'; '.join(reasons)}")
+        raise ValueError(f"no tensor map of {boxed}: {'; '.join(reasons)}")

@@ -54,7 +54,7 @@ class Layout(NamedTuple):
         return nvrtc.current_device()[0]
 
 
-def lie_of(*tensors: Any) -> Hashable:
+def layout_key(*tensors: Any) -> Hashable:
     """Shapes, strides, dtypes and devices of tensors, and the current device."""
     return torch.cuda.current_device(), *[(each.shape, each.stride(), each.dtype, each.device) for each in tensors]
 
@@ -91,11 +91,11 @@ class TorchGpu(gpu.Gpu):
             return torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()).to(device)
         return torch.from_dlpack(array.reshape(-1).view(np.uint8))
 
-    def resident(self, work: WorkList) -> Any:
+    def device_lists(self, work: WorkList) -> Any:
         """As for CuPy, and waited for: a capture of PyTorch may not look whether a copy has ended."""
-        found = super().resident(work)
+        found = super().device_lists(work)
         if found is not None:
-            found.settle()
+            found.wait_until_copied()
         return found
 
     def layout(self, array: Array) -> Array:

@@ -35,7 +35,7 @@ class BlockSet(Mask):
         return self.block
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        hit, _ = self._look_up(0, b, h, widened(i) // self.block[0], widened(j) // self.block[1])
+        hit, _ = self._lookup(0, b, h, widened(i) // self.block[0], widened(j) // self.block[1])
         return hit
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
@@ -43,18 +43,18 @@ class BlockSet(Mask):
         cols = j0 // self.block[1], (j1 - 1) // self.block[1]
         extent = max(int(np.max(rows[1] - rows[0], initial=0)), int(np.max(cols[1] - cols[0], initial=0)))
         level = min(extent.bit_length(), len(self.levels) - 1)  # a rectangle then touches at most two cells a side
-        corners = [self._look_up(level, b, h, row >> level, col >> level) for row in rows for col in cols]
+        corners = [self._lookup(level, b, h, row >> level, col >> level) for row in rows for col in cols]
         may = reduce(np.logical_or, (hit for hit, _ in corners))
         must = reduce(np.logical_and, (full for _, full in corners))
         return may, must
 
-    def _look_up(self, level: int, b: Array, h: Array, row: Array, col: Array) -> tuple[Array, Array]:
+    def _lookup(self, level: int, b: Array, h: Array, row: Array, col: Array) -> tuple[Array, Array]:
         """Whether the cell is there, and whether all of it is full."""
         keys, full = self.levels[level]
-        place, hit = self._place(level, b, h, row, col)
-        return hit, hit & (full[place] if len(keys) else False)
+        position, hit = self._find(level, b, h, row, col)
+        return hit, hit & (full[position] if len(keys) else False)
 
-    def _place(self, level: int, b: Array, h: Array, row: Array, col: Array) -> tuple[Array, Array]:
+    def _find(self, level: int, b: Array, h: Array, row: Array, col: Array) -> tuple[Array, Array]:
         """Where the cell's number stands among the sorted ones, and whether it stands there."""
         keys, _ = self.levels[level]
         batch, heads, num_rows, num_cols = self.grid
@@ -63,8 +63,8 @@ class BlockSet(Mask):
         key = np.asarray((matrix * num_rows + row) * num_cols + col)
         if len(keys) == 0:
             return np.zeros(key.shape, np.int64), np.zeros(key.shape, bool)
-        place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
-        return place, keys[place] == key
+        position = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
+        return position, keys[position] == key
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,7 +63,7 @@ def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
         for entry, launch in launches.items()
     ]
     if "combine" in launches:
-        packed = ", which holds a group's heads" if launches["forward"].spec.is_packed else ""
+        packed = ", which holds a group's heads" if launches["forward"].spec.pack_gqa else ""
         lines.append(f"splits     {kernels.num_splits} blocks share the keys of a tile{packed}")
     if "scores" in kernels.forward.workspaces:
         lines.append("scores     every score is made and kept, whatever the mask; backward, its gradient too")

@@ -20,7 +20,7 @@ MATRICES = np.dtype(
         ("head_stride", np.int64),
         ("row_stride", np.int64),
         ("column_stride", np.int64),
-        ("is_wide", np.int64),
+        ("is_accumulator", np.int64),
     ],
     align=True,
 )  # of an array, in the records that kernels take
@@ -152,7 +152,7 @@ class Pass:
         return next((launch.boxes for launch in self.launches.values() if launch.boxes), MappingProxyType({}))
 
 
-class DqTurns(NamedTuple):
+class DqSemaphoreOrder(NamedTuple):
     """The order in which thread blocks take tiles of keys, of the heads whose dQ these blocks finish themselves.
 
     Pairs of batch entry and key/value head form groups. The tiles of a group are taken in three rounds: first the last
@@ -161,26 +161,26 @@ class DqTurns(NamedTuple):
 
     Attributes
     ----------
-    places : int
+    heads_per_group : int
         Pairs in a group.
-    ahead : int
+    last_tile_lead : int
         Rounds by which the last tiles of keys precede the others; 0 under a causal mask, where they meet other queries.
-    behind : int
+    first_tile_lag : int
         Rounds by which the first tiles of keys, which wait for all others, follow.
-    left : int
+    min_unfused_heads : int
         The least number of pairs after all groups, whose dQ a kernel of its own rounds. They keep the thread blocks
         busy while the first tiles of the last group are computed.
     """
 
-    places: int
-    ahead: int
-    behind: int
-    left: int
+    heads_per_group: int
+    last_tile_lead: int
+    first_tile_lag: int
+    min_unfused_heads: int
 
-    def finished(self, num_places: int) -> int:
+    def num_fused_heads(self, num_heads: int) -> int:
         """How many pairs, the first of so many in a launch, have their dQ finished by the blocks that add to it."""
-        groups = max(0, num_places - self.left) // self.places
-        return groups * self.places if groups > self.ahead + self.behind else 0
+        groups = max(0, num_heads - self.min_unfused_heads) // self.heads_per_group
+        return groups * self.heads_per_group if groups > self.last_tile_lead + self.first_tile_lag else 0
 
 
 class TileOrder(NamedTuple):
@@ -192,13 +192,13 @@ class TileOrder(NamedTuple):
         Pairs of batch entry and query head whose tiles of queries are taken alternately, longest tiles first.
     kv_heads_per_group : int
         The number of such pairs for kernels that work on tiles of keys.
-    dq : DqTurns, optional
+    dq : DqSemaphoreOrder, optional
         The order in which the blocks of a backward kernel finish dQ, if they do.
     """
 
     heads_per_group: int = 1
     kv_heads_per_group: int = 1
-    dq: DqTurns | None = None
+    dq: DqSemaphoreOrder | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -19,7 +19,7 @@ from .score_operands import captured_operands
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-_MOST_EXPONENT = 64  # of a scale that float32 products are multiplied by as it is; float64 has eight times the range
+_MAX_EXPONENT = 64  # of a scale that float32 products are multiplied by as it is; float64 has eight times the range
 
 
 class Scaling(NamedTuple):
@@ -144,7 +144,7 @@ class Problem:
         scale = self.softmax_scale
         if self.dtype == np.float16:  # 2^126 log2(e) is finite in float32
             return Scaling(max(-(2.0**126), min(scale, 2.0**126)), 0, 0)
-        most = _MOST_EXPONENT if self.accumulator == np.float32 else 8 * _MOST_EXPONENT
+        most = _MAX_EXPONENT if self.accumulator == np.float32 else 8 * _MAX_EXPONENT
         mantissa, exponent = math.frexp(scale)
         if not scale or -most < exponent <= most:
             return Scaling(scale, 0, 0)

@@ -40,17 +40,17 @@ class KernelSpec:
         The kernel walks a list of blocks.
     num_stages : int
         Tiles that are copied ahead and at hand.
-    dq_adds : 0, 1 or 4
+    dq_atomic_width : 0, 1 or 4
         Sums of dQ that one instruction adds to; 0 where dQ has a kernel of its own.
-    finishes_dq : bool
+    fuses_dq_epilogue : bool
         Blocks that add to dQ may finish it: of some batch entries and heads, or, of a list, all of it.
     is_split : bool
         Blocks share a tile's keys, and leave their parts to be merged.
-    is_packed : bool
+    pack_gqa : bool
         A tile holds the queries of all heads that share a key/value head.
     mma_rows : 0, 8 or 16
         Rows of the tensor cores' instruction that makes the products; 0 where multiply-adds make them.
-    is_watched : bool
+    has_watchdog : bool
         Waiting for long at a barrier in shared memory ends the kernel with an error, where it would hang.
     precision : "ieee", "tf32" or "tf32x3"
         Of the products.
@@ -73,12 +73,12 @@ class KernelSpec:
     min_blocks: int = 2
     is_listed: bool = False
     num_stages: int = 1
-    dq_adds: int = 0
-    finishes_dq: bool = False
+    dq_atomic_width: int = 0
+    fuses_dq_epilogue: bool = False
     is_split: bool = False
-    is_packed: bool = False
+    pack_gqa: bool = False
     mma_rows: int = 0
-    is_watched: bool = False
+    has_watchdog: bool = False
     precision: str = "ieee"
     has_sink: bool = False
     score: Program | None = None

@@ -13,7 +13,7 @@ from .problem import Problem
 
 # Persistent blocks: the time that a tile takes beside its steps, in steps; how unevenly blocks may end; the most rounds
 # of blocks that are simulated; and the fewest blocks that read the same K and V at a time.
-_STEPS_BESIDE, _UNEVEN, _MOST_ROUNDS, _SHARERS = 2, 1.005, 64, 16
+_OVERHEAD_STEPS, _MAX_IMBALANCE, _MAX_ROUNDS, _MIN_BLOCKS_PER_HEAD = 2, 1.005, 64, 16
 
 
 def is_uneven_band(work: WorkList) -> bool:
@@ -21,7 +21,7 @@ def is_uneven_band(work: WorkList) -> bool:
     return isinstance(work, IntervalWork) and work.band not in (None, Band())
 
 
-def heads_of_a_wave(work: WorkList, num_blocks: int, num_tiles: int) -> int:
+def heads_per_wave(work: WorkList, num_blocks: int, num_tiles: int) -> int:
     """Heads whose tiles together are no more than the blocks that work at once, so that few long tiles start late.
 
     One where all tiles take equally long.
@@ -59,24 +59,24 @@ def balanced_heads(
     first = np.maximum(last + 1 - block_q, 0)
     lo = 0 if work.band.lower is None else np.maximum(first + work.band.lower, 0)
     hi = problem.seqlen_kv if work.band.upper is None else np.minimum(last + work.band.upper + 1, problem.seqlen_kv)
-    steps = _STEPS_BESIDE + np.maximum(-(-(hi - lo) // block_kv), 0)
+    steps = _OVERHEAD_STEPS + np.maximum(-(-(hi - lo) // block_kv), 0)
     num_heads = problem.mask_shape.num_batch * problem.num_heads
-    simulated = min(num_heads, -(-_MOST_ROUNDS * num_blocks // len(steps)))
+    simulated = min(num_heads, -(-_MAX_ROUNDS * num_blocks // len(steps)))
     num_elements = problem.seqlen_kv * (problem.head_dim + problem.value_dim) // problem.group_size
     in_cache = heads_in_cache(problem, device, num_elements)
     if in_cache >= simulated:
         return simulated
-    group, uneven = 1 << in_cache.bit_length() - 1, dict[int, float]()
-    while not uneven or group <= min(simulated, num_blocks // _SHARERS):
+    group, imbalance = 1 << in_cache.bit_length() - 1, dict[int, float]()
+    while not imbalance or group <= min(simulated, num_blocks // _MIN_BLOCKS_PER_HEAD):
         tiles = [np.repeat(steps, min(group, simulated - start)) for start in range(0, simulated, group)]
-        uneven[group] = _longest_block(np.concatenate(tiles).tolist(), num_blocks)
-        if uneven[group] <= _UNEVEN:
+        imbalance[group] = _relative_makespan(np.concatenate(tiles).tolist(), num_blocks)
+        if imbalance[group] <= _MAX_IMBALANCE:
             break
         group *= 2
-    return min(uneven, key=uneven.__getitem__)
+    return min(imbalance, key=imbalance.__getitem__)
 
 
-def _longest_block(tiles: list[int], num_blocks: int) -> float:
+def _relative_makespan(tiles: list[int], num_blocks: int) -> float:
     """The time of the last block over the mean, where each block takes the next tile as it ends one; at least 1."""
     ends = [0] * num_blocks
     for tile in tiles:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["real", "int", "bool"]
+BlockKind = Literal["real", "int", "bool"]
 Curvature = Literal["shift", "scaled", "curved"]
 
 COORDINATES = ("b", "h", "i", "j")
@@ -65,7 +65,7 @@ class Instruction(NamedTuple):
     """
 
     op: str
-    kind: Kind
+    kind: BlockKind
     args: tuple[int, ...] = ()
     value: Any = None
 
@@ -88,7 +88,7 @@ class ArrayType(NamedTuple):
     name: str
     rank: int
     dtype: str
-    kind: Kind
+    kind: BlockKind
     is_single: tuple[bool, ...]
 
 
@@ -157,7 +157,7 @@ class Builder:
         self._found: dict[Instruction, int] = {}
         self._slots: dict[str, int] = {}
 
-    def put(self, op: str, kind: Kind, *args: int, value: Any = None) -> int:
+    def put(self, op: str, kind: BlockKind, *args: int, value: Any = None) -> int:
         """The number of this instruction, as it is."""
         instruction = Instruction(op, kind, args, value)
         if instruction not in self._found:
@@ -165,12 +165,12 @@ class Builder:
             self.instructions.append(instruction)
         return self._found[instruction]
 
-    def kind(self, n: int) -> Kind:
+    def kind(self, n: int) -> BlockKind:
         return self.instructions[n].kind
 
     def const(self, value: bool | int | float) -> int:
         """A value that is part of the program."""
-        kinds: dict[type, Kind] = {bool: "bool", int: "int", float: "real"}
+        kinds: dict[type, BlockKind] = {bool: "bool", int: "int", float: "real"}
         return self.put("const", kinds[type(value)], value=value)
 
     def number(self, value: float) -> int:
@@ -293,7 +293,7 @@ class Builder:
         instruction = self.instructions[n]
         return instruction.op == "const" and instruction.kind != "bool" and bool(instruction.value == value)
 
-    def _folded(self, op: str, kind: Kind, *args: int) -> int:
+    def _folded(self, op: str, kind: BlockKind, *args: int) -> int:
         """The operation, or its value where all arguments are part of the program."""
         given = [self.instructions[n] for n in args]
         if op in _FOLDS and all(instruction.op == "const" for instruction in given):
@@ -302,7 +302,7 @@ class Builder:
                 return self.const(value)
         return self.put(op, kind, *args)
 
-    def _arithmetic(self, op: str, kind: Kind, a: int, b: int) -> int:
+    def _arithmetic(self, op: str, kind: BlockKind, a: int, b: int) -> int:
         if (op == "add" and self._is(a, 0)) or (op == "mul" and self._is(a, 1)):
             return b
         if (op in ("add", "sub") and self._is(b, 0)) or (op == "mul" and self._is(b, 1)):

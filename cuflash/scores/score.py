@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import DTYPES, Array, ShapeDtype, describe, is_array, no_array
 from ..errors import UnsupportedProblem, collecting
 from ..layouts import is_foreign, is_on_cuda, kind_of, taken
-from .program import COORDINATES, ArrayType, Curvature, Kind, Program, curvature
+from .program import COORDINATES, ArrayType, Curvature, BlockKind, Program, curvature
 from .trace import trace
 
 MAX_ARRAYS = 8
@@ -209,7 +209,7 @@ def _as_array(name: str, array: Any) -> Array:
 
 def _type_of(name: str, array: Array) -> ArrayType:
     dtype = np.dtype(array.dtype)
-    kinds: dict[bool, Kind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
+    kinds: dict[bool, BlockKind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
     if True not in kinds or not dtype.isnative:
         raise UnsupportedProblem(
             [

@@ -199,10 +199,10 @@ class Kernel:
                     f"params[{position}] must have the {size} bytes of {self.entry}'s parameter; "
                     f"got {len(data)} ({type(param).__name__} of dtype {param.dtype})"
                 )
-            room = np.empty(size + _ALIGNMENT, np.uint8)
-            start = -room.ctypes.data % _ALIGNMENT
-            room[start : start + size] = np.frombuffer(data, np.uint8)
-            values.append(room[start : start + size])
+            buffer = np.empty(size + _ALIGNMENT, np.uint8)
+            start = -buffer.ctypes.data % _ALIGNMENT
+            buffer[start : start + size] = np.frombuffer(data, np.uint8)
+            values.append(buffer[start : start + size])
         return values
 
 

@@ -14,7 +14,7 @@ struct Matrices {
   int64_t head_stride;
   int64_t row_stride;
   int64_t column_stride;
-  int64_t is_wide;  // elements are accumulators: gradients that are summed over broadcast axes, and lse
+  int64_t is_accumulator;  // elements are accumulators: gradients that are summed over broadcast axes, and lse
 };
 
 struct Shape {
@@ -26,16 +26,16 @@ struct Shape {
   int32_t seqlen_kv;
   int32_t head_dim;
   int32_t value_dim;
-  int32_t places_in_turn;      // matrices that tiles of queries are taken from in turn
-  int32_t key_places_in_turn;  // and tiles of keys
-  int32_t num_splits;          // blocks that share a tile's keys
-  int32_t finished_places;     // batch entries and heads whose dQ the gradients' kernel finishes
-  int32_t rounds_ahead, rounds_behind;  // of their last and first keys
+  int32_t heads_per_l2_group;     // matrices that tiles of queries are taken from in turn
+  int32_t kv_heads_per_l2_group;  // and tiles of keys
+  int32_t num_splits;             // blocks that share a tile's keys
+  int32_t num_fused_dq_heads;     // batch entries and heads whose dQ the gradients' kernel finishes
+  int32_t last_tile_lead, first_tile_lag;  // of their last and first keys
   double softmax_scale;
 };
 
 // Which keys a query may see: a band, an interval for every row, or a list of blocks.
-struct Work {
+struct WorkList {
   int64_t lower, upper;  // lower <= j - i <= upper
   const int32_t* lo;     // [batch or 1, heads or 1, seqlen_q] lo <= j < hi; null where the band says it all
   const int32_t* hi;
@@ -45,19 +45,19 @@ struct Work {
   const int32_t* q_blocks;
   const uint8_t* kinds;
   const int32_t* tiles;
-  const uint8_t* bits;              // [tile, block_q, ceil(block_kv / 8)] key 8 c + r is bit r of byte c
-  const int32_t* column_pointers;   // [batch or 1, heads or 1, num_kv_blocks], then one more
-  const int32_t* column_entries;    // entry numbers, column after column
-  const int32_t* column_steps;      // 4 * q_block + kind of each of those
-  const int32_t* row_order;         // [batch or 1, heads or 1, num_q_blocks] block rows, those of most entries first
-  const int32_t* column_order;      // [batch or 1, heads or 1, num_kv_blocks] block columns likewise
+  const uint8_t* bits;             // [tile, block_q, ceil(block_kv / 8)] key 8 c + r is bit r of byte c
+  const int32_t* column_pointers;  // [batch or 1, heads or 1, num_kv_blocks], then one more
+  const int32_t* column_entries;   // entry numbers, column after column
+  const int32_t* column_steps;     // 4 * q_block + kind of each of those
+  const int32_t* row_order;        // [batch or 1, heads or 1, num_q_blocks] block rows, those of most entries first
+  const int32_t* column_order;     // [batch or 1, heads or 1, num_kv_blocks] block columns likewise
   int32_t list_batch_stride, list_head_stride;  // in matrices of the list: 0 where it is shared
   int32_t block_q, block_kv;                    // of the list
   int32_t num_q_blocks, num_kv_blocks;
 };
 
 // What the naive kernels alone keep: whole matrices [seqlen_q, seqlen_kv], float32.
-struct WholeMatrices {
+struct NaiveMatrices {
   Matrices scores;  // S in base 2, then P in its place
   Matrices score_gradients;
 };
@@ -70,12 +70,13 @@ struct Parts {
 };
 
 struct Params {
-  Matrices q, k, v, o, lse;  // lse and delta have one column; on Hopper delta is KnownQueries, tile after tile
+  Matrices q, k, v, o, lse;  // lse and delta have one column; on Hopper delta is QueryStats, tile after tile
   Matrices do_, dq, dk, dv, dlse, delta, dq_sum;  // dq_sum is float32, before it is scaled and rounded
-  Matrices next_tile;  // an int, where blocks go on to further tiles as they end; then, of each place, which tiles are done
+  // an int, where blocks go on to further tiles as they end; then, of each place, which tiles are done
+  Matrices tile_counter;
   Shape shape;
-  Work work;
-  WholeMatrices whole;
+  WorkList work;
+  NaiveMatrices naive;
   Parts parts;
 };
 

@@ -1,7 +1,7 @@
 #pragma once
-#include <attention/online_softmax.cuh>
+#include <attention/block_iterator.cuh>
 #include <attention/score_function.cuh>
-#include <attention/steps.cuh>
+#include <attention/softmax_simt.cuh>
 #include <tile/register_tile.cuh>
 
 namespace cuflash::attention {
@@ -51,7 +51,8 @@ CUFLASH_DEVICE int column_of(const Tile& s, int j) {
 // The score function of q k^T times `softmax_scale`, in its place, times `unit`; rows are queries. `query_of(i)` says which
 // query of which head a thread's row is.
 template <class Tile, class Score, class QueryOf>
-CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, const Shape& shape, const Place& place, QueryOf query_of,
+CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, const Shape& shape, const BatchHead& batch_head,
+                                QueryOf query_of,
                                 const Positions& keys, double unit) {
   using T = typename Score::Number;
   const T scale = shape.softmax_scale, by = unit;
@@ -61,7 +62,7 @@ CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, const Shape& shape,
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
     rows[i] = query_of(i);
-    of_tile[i] = score.of_tile(place.entry, rows[i].head);
+    of_tile[i] = score.of_tile(batch_head.batch_index, rows[i].head);
     of_query[i] = score.of_query(of_tile[i], rows[i].query);
   }
 #pragma unroll
@@ -78,10 +79,10 @@ CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, const Shape& shape,
 // The same of a tile whose rows are queries of one head.
 template <class Tile, class Score>
 CUFLASH_DEVICE void score_of_queries(Tile& s, const Score& score, const Params& params, const WorkTile& work,
-                                     const Step& step, double unit) {
-  const Positions queries{work.first, work.last}, keys{step.start, step.stop};
-  const auto query_of = [&](int i) { return HeadAndQuery{work.place.head, queries.at(row_of(s, i))}; };
-  apply_score(s, score, params.shape, work.place, query_of, keys, unit);
+                                     const KvBlock& block, double unit) {
+  const Positions queries{work.first, work.last}, keys{block.start, block.stop};
+  const auto query_of = [&](int i) { return HeadAndQuery{work.batch_head.head, queries.at(row_of(s, i))}; };
+  apply_score(s, score, params.shape, work.batch_head, query_of, keys, unit);
 }
 
 }  // namespace cuflash::attention

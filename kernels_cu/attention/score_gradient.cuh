@@ -1,13 +1,13 @@
 #pragma once
-#include <attention/mask_scores.cuh>
-#include <attention/online_softmax.cuh>
+#include <attention/mask_simt.cuh>
+#include <attention/softmax_simt.cuh>
 #include <tile/register_tile.cuh>
 
 namespace cuflash::attention {
 
 // lse in base 2; +inf in rows without a key, so that P, recomputed from it, is 0 there and never NaN.
 template <class T>
-CUFLASH_DEVICE T base_2(T lse) {
+CUFLASH_DEVICE T lse_in_base_2(T lse) {
   return lse == ptx::negative_infinity<T>() ? -lse : lse * T(kLog2E);
 }
 
@@ -15,7 +15,7 @@ CUFLASH_DEVICE T base_2(T lse) {
 // above 1, hence the minimum.
 template <class T>
 CUFLASH_DEVICE T probability(T s, T softmax_scale_log2, T lse_2) {
-  return tile::lesser_or_nan(ptx::exp2_accurate(s * softmax_scale_log2 - lse_2), T(1));
+  return tile::min_or_nan(ptx::exp2_accurate(s * softmax_scale_log2 - lse_2), T(1));
 }
 
 // dS = P (dP - delta) of an attended key. A P of 0 does not hide a dP or delta that is NaN or infinite.
@@ -32,41 +32,42 @@ CUFLASH_DEVICE bool is_masked(double p) {
 
 // lse (base 2) and delta = rowsum(dO o O) - dlse of a thread's rows of a tile; delta is written too, for other kernels.
 // Called by all threads.
-template <class Element, int Rows, int Columns, class T, int Kept>
-CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, T (&lse_2)[Kept], T (&delta)[Kept]) {
+template <class Element, int Rows, int Columns, class T, int NumRows>
+CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, T (&lse_2)[NumRows],
+                                   T (&delta)[NumRows]) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;
-  const Place& place = work.place;
+  const BatchHead& batch_head = work.batch_head;
   const int length = params.shape.seqlen_q;
-  const auto o = matrix<Element>(params.o, place, place.head, length, params.shape.value_dim);
-  const auto d_o = matrix<Element>(params.do_, place, place.head, length, params.shape.value_dim);
-  const auto lse = matrix<T>(params.lse, place, place.head, length, 1);
-  const auto dlse = matrix<T>(params.dlse, place, place.head, length, 1);
-  const auto kept = matrix<T>(params.delta, place, place.head, length, 1);
+  const auto o = matrix<Element>(params.o, batch_head, batch_head.head, length, params.shape.value_dim);
+  const auto d_o = matrix<Element>(params.do_, batch_head, batch_head.head, length, params.shape.value_dim);
+  const auto lse = matrix<T>(params.lse, batch_head, batch_head.head, length, 1);
+  const auto dlse = matrix<T>(params.dlse, batch_head, batch_head.head, length, 1);
+  const auto delta_out = matrix<T>(params.delta, batch_head, batch_head.head, length, 1);
 #pragma unroll
-  for (int i = 0; i < Kept; ++i) {
+  for (int i = 0; i < NumRows; ++i) {
     const int query = work.first + Tile::row(i);
-    const bool is_there = query < work.last;
-    lse_2[i] = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
+    const bool in_bounds = query < work.last;
+    lse_2[i] = in_bounds ? lse_in_base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
     const bool is_empty = lse_2[i] == -ptx::negative_infinity<T>();
     T sum = 0;
 #pragma unroll 4  // pairs of loads in flight
     for (int j = 0; j < Tile::kColumns; ++j) {
       const int column = Tile::column(j);
-      if (!is_empty && column < o.num_columns) sum += tile::widen(d_o.at(query, column)) * tile::widen(o.at(query, column));
+      if (!is_empty && column < o.num_columns) sum += tile::to_accumulator(d_o.at(query, column)) * tile::to_accumulator(o.at(query, column));
     }
     sum = tile::row_sum(sum);
     if (!is_empty && params.dlse.data != nullptr) sum -= dlse.at(query, 0);
     delta[i] = sum;
-    if (is_there && tile::leads_rows()) kept.at(query, 0) = sum;
+    if (in_bounds && tile::is_row_leader()) delta_out.at(query, 0) = sum;
   }
 }
 
 // dS of a tile of queries in one step, in the place of dP; 0 at masked places.
-template <class T, int Rows, int Columns, int Kept>
+template <class T, int Rows, int Columns, int NumRows>
 CUFLASH_DEVICE void score_gradients_of_queries(const tile::RegisterTile<T, Rows, Columns>& s,
                                                tile::RegisterTile<T, Rows, Columns>& dp, const Params& params,
-                                               const WorkTile& work, const Step& step, const T (&lse_2)[Kept],
-                                               const T (&delta)[Kept]) {
+                                               const WorkTile& work, const KvBlock& block, const T (&lse_2)[NumRows],
+                                               const T (&delta)[NumRows]) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;
   const T softmax_scale_log2 = params.shape.softmax_scale * kLog2E;
 #pragma unroll
@@ -76,28 +77,28 @@ CUFLASH_DEVICE void score_gradients_of_queries(const tile::RegisterTile<T, Rows,
       const T p = probability(s.at[i][j], softmax_scale_log2, lse_2[i]);
       dp.at[i][j] = score_gradient(p, dp.at[i][j], delta[i]);
     }
-  mask_scores(dp, params, work, step, T(0));
+  mask_scores(dp, params, work, block, T(0));
 }
 
 // lse (base 2) and delta of a step's queries stand in shared memory behind a query's row: in columns `Column` and the next
 // of a tile whose rows are padded. Called by all threads.
 template <int Column, class T, int Rows, int Columns, int Pitch>
-CUFLASH_DEVICE void load_statistics(tile::SharedTile<T, Rows, Columns, Pitch> to, const Step& step,
+CUFLASH_DEVICE void load_statistics(tile::SharedTile<T, Rows, Columns, Pitch> to, const KvBlock& block,
                                     const tile::Matrix<T>& lse, const tile::Matrix<T>& delta) {
   static_assert(Column >= Columns && Column + 2 <= Pitch, "behind the rows, within their padding");
 #pragma unroll 1
   for (int row = threadIdx.x; row < Rows; row += tile::kThreads) {
-    const int query = step.start + row;
-    const bool is_there = query < step.stop;
-    to.at(row, Column) = is_there ? base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
-    to.at(row, Column + 1) = is_there ? delta.at(query, 0) : T(0);
+    const int query = block.start + row;
+    const bool in_bounds = query < block.stop;
+    to.at(row, Column) = in_bounds ? lse_in_base_2(lse.at(query, 0)) : -ptx::negative_infinity<T>();
+    to.at(row, Column + 1) = in_bounds ? delta.at(query, 0) : T(0);
   }
 }
 
 // P^T of a tile of keys in one step, from S^T, -0 at masked places; queries by their columns in the tile.
 template <class T, int Rows, int Columns, class LseOf>
 CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& s, const Params& params,
-                                          const WorkTile& work, const Step& step, LseOf lse_2) {
+                                          const WorkTile& work, const KvBlock& block, LseOf lse_2) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;
   const T softmax_scale_log2 = params.shape.softmax_scale * kLog2E;
 #pragma unroll
@@ -106,13 +107,13 @@ CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& 
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) s.at[i][j] = probability(s.at[i][j], softmax_scale_log2, query_lse_2);
   }
-  if (step.kind == Kind::kFull && step.stop - step.start == Columns && work.last - work.first == Rows) return;
-  const auto seen = seen_by_columns<Tile>(params, work, step);
+  if (block.kind == BlockKind::kFull && block.stop - block.start == Columns && work.last - work.first == Rows) return;
+  const auto score_mask = score_mask_of_keys<Tile>(params, work, block);
 #pragma unroll
   for (int j = 0; j < Tile::kColumns; ++j)
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i)
-      if (!seen.has(j, i)) s.at[i][j] = -T(0);
+      if (!score_mask.allows(j, i)) s.at[i][j] = -T(0);
 }
 
 // dS^T of a tile of keys in one step, in the place of dP^T; P^T by row and column of a thread.
@@ -130,21 +131,22 @@ CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>
 
 // Which keys of a tile some query of a step may see, as rows of the tile. What stands at the others never matters, and
 // the dS of 0 that they have would make NaN of NaN.
-CUFLASH_DEVICE Interval visited_keys(const Params& params, const WorkTile& work, const Step& step) {
+CUFLASH_DEVICE Interval visited_keys(const Params& params, const WorkTile& work, const KvBlock& block) {
   const int height = work.last - work.first;
-  if (step.kind != Kind::kInterval) return {0, height};
-  return {max(interval(params, work.place, step.start).lo - work.first, 0),
-          min(interval(params, work.place, step.stop - 1).hi - work.first, height)};
+  if (block.kind != BlockKind::kInterval) return {0, height};
+  return {max(interval(params, work.batch_head, block.start).lo - work.first, 0),
+          min(interval(params, work.batch_head, block.stop - 1).hi - work.first, height)};
 }
 
 // Rows of a gradient, which is stored in the accumulator's dtype where it is summed over broadcast axes afterwards.
 template <class Element, class T, int Rows, int Columns, int Run>
 CUFLASH_DEVICE void store_gradient(const Matrices& to, const WorkTile& work, int head, int num_rows, int num_columns,
                                    const tile::RegisterTile<T, Rows, Columns, Run>& gradient) {
-  if (sizeof(Element) == sizeof(T) || to.is_wide) {  // one text where the two are one type
-    tile::store(matrix<T>(to, work.place, head, num_rows, num_columns).rows(work.first, work.last), gradient);
+  if (sizeof(Element) == sizeof(T) || to.is_accumulator) {  // one text where the two are one type
+    tile::store(matrix<T>(to, work.batch_head, head, num_rows, num_columns).rows(work.first, work.last), gradient);
   } else {
-    tile::store(matrix<Element>(to, work.place, head, num_rows, num_columns).rows(work.first, work.last), gradient);
+    tile::store(matrix<Element>(to, work.batch_head, head, num_rows, num_columns).rows(work.first, work.last),
+                gradient);
   }
 }
 

@@ -59,7 +59,7 @@ CUFLASH_DEVICE double tangent_fast(double x) { return ptx::tanh_accurate(x); }
 // An element of a captured array as a number that programs reckon with.
 template <class T, class Element>
 CUFLASH_DEVICE T real(Element x) {
-  return static_cast<T>(tile::widen(x));
+  return static_cast<T>(tile::to_accumulator(x));
 }
 
 // The same of integers; those beyond an int count as the nearest one.

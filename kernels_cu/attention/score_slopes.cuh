@@ -17,8 +17,8 @@ CUFLASH_DEVICE void make_pair(T& s, T& dp, const Score& score, const OfTile& of_
   typename Score::Derivatives slopes;
   const T scaled = s * scale;
   const T f = score.value(of_tile, of_query, of_key, query, key, scaled, slopes);
-  const bool is_there = is_seen && lse_2 != -ptx::negative_infinity<T>();
-  const T p = is_there ? probability(f, T(kLog2E), lse_2) : T(0);
+  const bool in_bounds = is_seen && lse_2 != -ptx::negative_infinity<T>();
+  const T p = in_bounds ? probability(f, T(kLog2E), lse_2) : T(0);
   const T df = p == 0 ? T(0) : score_gradient(p, dp, delta);
   s = p;
   dp = p == 0 ? T(0) : df * slopes.d0;
@@ -27,14 +27,16 @@ CUFLASH_DEVICE void make_pair(T& s, T& dp, const Score& score, const OfTile& of_
 
 // P and dS in the places of q k^T, by a thread's row and column, and dP. Captured arrays' gradients are added up if `adds`.
 // Statistics are asked for by a thread's row, or column, of queries. Called by whole warps.
-template <Rows Orientation, class Tile, class Score, class ElementOf, class Seen, class LseOf, class DeltaOf>
-CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const Shape& shape, const Place& place,
-                                const Positions& rows, const Positions& columns, Seen is_seen, LseOf lse_2, DeltaOf delta,
+template <Rows Orientation, class Tile, class Score, class ElementOf, class RowMask, class LseOf, class DeltaOf>
+CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const Shape& shape,
+                                const BatchHead& batch_head,
+                                const Positions& rows, const Positions& columns, RowMask is_seen, LseOf lse_2,
+                                    DeltaOf delta,
                                 bool adds) {
   using T = typename Score::Number;
   constexpr bool kRowsAreQueries = Orientation == Rows::kQueries;
   const T scale = shape.softmax_scale;
-  const auto of_tile = score.of_tile(place.entry, place.head);
+  const auto of_tile = score.of_tile(batch_head.batch_index, batch_head.head);
   typename Score::OfTileSums tile_sums;
   if constexpr (kRowsAreQueries) {
     typename Score::OfQuery of_query[Tile::kRows];
@@ -82,31 +84,31 @@ CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const
 template <class T, int NumRows, int NumColumns, int Kept, class Score>
 CUFLASH_DEVICE void score_pairs_of_queries(tile::RegisterTile<T, NumRows, NumColumns>& s,
                                            tile::RegisterTile<T, NumRows, NumColumns>& dp, const Score& score,
-                                           const Params& params, const WorkTile& work, const Step& step,
+                                           const Params& params, const WorkTile& work, const KvBlock& block,
                                            const T (&lse_2)[Kept], const T (&delta)[Kept]) {
   using Tile = tile::RegisterTile<T, NumRows, NumColumns>;
-  const bool is_whole = step.kind == Kind::kFull && step.stop - step.start == NumColumns;
-  SeenScores<Tile::kColumns> seen{~0ull};
-  if (!is_whole) seen = seen_by_rows<Tile>(params, work, step);
+  const bool is_whole = block.kind == BlockKind::kFull && block.stop - block.start == NumColumns;
+  ScoreMask<Tile::kColumns> row_mask{~0ull};
+  if (!is_whole) row_mask = score_mask_of_queries<Tile>(params, work, block);
   score_pairs<Rows::kQueries>(
-      [&](int i, int j) -> T& { return s.at[i][j]; }, dp, score, params.shape, work.place, {work.first, work.last},
-      {step.start, step.stop}, [&](int i, int j) { return seen.has(i, j); }, [&](int i) { return lse_2[i]; },
+      [&](int i, int j) -> T& { return s.at[i][j]; }, dp, score, params.shape, work.batch_head, {work.first, work.last},
+      {block.start, block.stop}, [&](int i, int j) { return row_mask.allows(i, j); }, [&](int i) { return lse_2[i]; },
       [&](int i) { return delta[i]; }, Score::kAddsGradients);
 }
 
 // The same of a tile of keys in one step, whose rows are keys; statistics by the column of a query in the tile.
 template <class T, int NumRows, int NumColumns, class Score, class ElementOf, class LseOf, class DeltaOf>
 CUFLASH_DEVICE void score_pairs_of_keys(ElementOf s, tile::RegisterTile<T, NumRows, NumColumns>& dp, const Score& score,
-                                        const Params& params, const WorkTile& work, const Step& step, LseOf lse_2,
+                                        const Params& params, const WorkTile& work, const KvBlock& block, LseOf lse_2,
                                         DeltaOf delta) {
   using Tile = tile::RegisterTile<T, NumRows, NumColumns>;
   const bool is_whole =
-      step.kind == Kind::kFull && step.stop - step.start == NumColumns && work.last - work.first == NumRows;
-  SeenScores<Tile::kRows> seen{~0ull};
-  if (!is_whole) seen = seen_by_columns<Tile>(params, work, step);
+      block.kind == BlockKind::kFull && block.stop - block.start == NumColumns && work.last - work.first == NumRows;
+  ScoreMask<Tile::kRows> row_mask{~0ull};
+  if (!is_whole) row_mask = score_mask_of_keys<Tile>(params, work, block);
   score_pairs<Rows::kKeys>(
-      s, dp, score, params.shape, work.place, {work.first, work.last}, {step.start, step.stop},
-      [&](int i, int j) { return seen.has(j, i); }, [&](int j) { return lse_2(Tile::column(j)); },
+      s, dp, score, params.shape, work.batch_head, {work.first, work.last}, {block.start, block.stop},
+      [&](int i, int j) { return row_mask.allows(j, i); }, [&](int j) { return lse_2(Tile::column(j)); },
       [&](int j) { return delta(Tile::column(j)); }, Score::kAddsGradients);
 }
 

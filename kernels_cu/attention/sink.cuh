@@ -1,6 +1,6 @@
 #pragma once
-#include <attention/online_softmax.cuh>
-#include <attention/work_tile.cuh>
+#include <attention/softmax_simt.cuh>
+#include <attention/tile_scheduler.cuh>
 
 // Attention sinks: a logit of each head that takes part in its softmax and has no value. A row (o, lse) without it is merged
 // with (0, sink).
@@ -9,7 +9,7 @@ namespace cuflash::attention {
 // The parameters of a kernel whose specification has a sink, an argument of its own.
 struct Sink {
   Matrices sink;   // one number a head
-  Matrices dsink;  // its gradient, an accumulator if is_wide, else of `dtype`
+  Matrices dsink;  // its gradient, an accumulator if is_accumulator, else of `dtype`
   int64_t dtype;
 };
 enum SinkDtype { kHalfSink, kBFloat16Sink, kFloatSink, kDoubleSink };
@@ -29,9 +29,9 @@ constexpr NoSink sink{};
 
 // The sink of a head.
 template <class T>
-CUFLASH_DEVICE T sink_logit(const Sink& sink, const Place& place, int head) {
+CUFLASH_DEVICE T sink_logit(const Sink& sink, const BatchHead& batch_head, int head) {
   const auto of = [&](auto zero) {
-    return static_cast<T>(tile::widen(matrix<decltype(zero)>(sink.sink, place, head, 1, 1).at(0, 0)));
+    return static_cast<T>(tile::to_accumulator(matrix<decltype(zero)>(sink.sink, batch_head, head, 1, 1).at(0, 0)));
   };
   if (sink.dtype == kHalfSink) return of(ptx::Half());
   if (sink.dtype == kBFloat16Sink) return of(ptx::BFloat16());
@@ -39,7 +39,7 @@ CUFLASH_DEVICE T sink_logit(const Sink& sink, const Place& place, int head) {
   return of(float());
 }
 template <class T>
-CUFLASH_DEVICE T sink_logit(NoSink, const Place&, int) {
+CUFLASH_DEVICE T sink_logit(NoSink, const BatchHead&, int) {
   return ptx::negative_infinity<T>();
 }
 
@@ -53,7 +53,7 @@ CUFLASH_DEVICE T sink_weight(T logit, T other) {
 template <class T>
 CUFLASH_DEVICE T merge_sink(T& lse, T sink) {
   if (sink == ptx::negative_infinity<T>()) return 1;
-  const T most = tile::greater(lse, sink);
+  const T most = tile::maximum(lse, sink);
   const T weight = sink_weight(lse, most), total = weight + sink_weight(sink, most);
   lse = most + ptx::log_accurate(total);
   return weight / total;
@@ -65,7 +65,7 @@ CUFLASH_DEVICE T merge_sink(T& lse, T sink) {
 template <class T, int Threads, class DeltaOf>
 CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T* room, DeltaOf delta_of) {
   const Shape& shape = params.shape;
-  const Place first = head_place(params);
+  const BatchHead first = head_place(params);
   const auto shared = [](int64_t stride, int extent) { return stride == 0 ? extent : 1; };
   const auto is_first = [](int64_t stride, int at) { return stride != 0 || at == 0; };
   bool is_own = is_first(sink.dsink.head_stride, first.head);
@@ -78,19 +78,19 @@ CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T*
 
   T sum = 0;
   for (int number = 0; number < num_shared; ++number) {
-    Place place = first;
+    BatchHead batch_head = first;
     int rest = number;
     for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
       const int extent = shared(sink.dsink.batch_strides[axis], shape.batch[axis]);
-      place.batch[axis] += rest % extent;
+      batch_head.batch[axis] += rest % extent;
       rest /= extent;
     }
-    place.head += rest;
-    const T logit = sink_logit<T>(sink, place, place.head);
+    batch_head.head += rest;
+    const T logit = sink_logit<T>(sink, batch_head, batch_head.head);
     if (logit == ptx::negative_infinity<T>()) continue;
-    const auto lse = matrix<T>(params.lse, place, place.head, shape.seqlen_q, 1);
+    const auto lse = matrix<T>(params.lse, batch_head, batch_head.head, shape.seqlen_q, 1);
     for (int row = threadIdx.x; row < shape.seqlen_q; row += Threads)
-      sum += sink_weight(logit, lse.at(row, 0)) * delta_of(place, row);
+      sum += sink_weight(logit, lse.at(row, 0)) * delta_of(batch_head, row);
   }
   room[threadIdx.x] = sum;
   for (int half = Threads / 2; half > 0; half /= 2) {
@@ -102,9 +102,9 @@ CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T*
     using To = decltype(zero);
     To& to = matrix<To>(sink.dsink, first, first.head, 1, 1).at(0, 0);
     if constexpr (sizeof(To) == sizeof(double)) to = -room[0];
-    else tile::narrow(static_cast<float>(-room[0]), to);
+    else tile::to_element(static_cast<float>(-room[0]), to);
   };
-  if (sink.dsink.is_wide) write(T());
+  if (sink.dsink.is_accumulator) write(T());
   else if (sink.dtype == kHalfSink) write(ptx::Half());
   else if (sink.dtype == kBFloat16Sink)
     matrix<ptx::BFloat16>(sink.dsink, first, first.head, 1, 1).at(0, 0) =

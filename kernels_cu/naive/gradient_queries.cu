@@ -1,9 +1,9 @@
 // Backward of standard attention: dq = dS k softmax_scale. One block makes one tile of dq, from all keys.
-#include <attention/operands.cuh>
+#include <attention/config_simt.cuh>
+#include <attention/naive_matrix.cuh>
 #include <attention/score_gradient.cuh>
-#include <attention/whole_matrix.cuh>
 #include <ptx/shared.cuh>
-#include <tile/product.cuh>
+#include <tile/gemm_simt.cuh>
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
@@ -14,16 +14,18 @@ naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params
   const int num_parts = num_column_tiles(shape.head_dim, kHeadDim);
   const WorkTile work = query_tile(params, kBlockQ, num_parts);
   if (work.is_empty()) return;
-  const Place& place = work.place;
-  const Range columns = column_tile(shape.head_dim, kHeadDim, work_part(num_parts));
-  const auto ds = matrix<Accumulator>(params.whole.score_gradients, place, place.head, shape.seqlen_q, shape.seqlen_kv)
+  const BatchHead& batch_head = work.batch_head;
+  const Range columns = column_tile(shape.head_dim, kHeadDim, split_index(num_parts));
+  const auto ds = matrix<Accumulator>(params.naive.score_gradients, batch_head, batch_head.head, shape.seqlen_q,
+                                      shape.seqlen_kv)
                       .rows(work.first, work.last);
-  const auto k = matrix<Element>(params.k, place, place.head / shape.group_size, shape.seqlen_kv, shape.head_dim)
+  const auto k = matrix<Element>(params.k, batch_head, batch_head.head / shape.group_size, shape.seqlen_kv,
+                                 shape.head_dim)
                      .columns(columns.first, columns.last);
 
   const PTile ds_smem{ptx::dynamic_shared<Accumulator>()};
   const KTile k_smem{ds_smem.data + PTile::kElements};
-  int* const is_kept = reinterpret_cast<int*>(k_smem.data + KTile::kElements);
+  int* const is_row_valid = reinterpret_cast<int*>(k_smem.data + KTile::kElements);
   tile::RegisterTile<Accumulator, kBlockQ, kHeadDim, kRun> dq;
   dq.fill(0);
   const Tiling key_tiles = key_tiling(params, kBlockKv);
@@ -32,13 +34,13 @@ naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params
     if (keys.is_empty()) continue;
     __syncthreads();  // dS and K of the last tile are read
     for (int row = threadIdx.x; row < kBlockKv; row += tile::kThreads)
-      is_kept[row] = is_visited_key(params, place, rows_of(work), keys, keys.first + row);
+      is_row_valid[row] = is_visited_key(params, batch_head, rows_of(work), keys, keys.first + row);
     tile::load(ds_smem, ds.columns(keys.first, keys.last));
     __syncthreads();  // which keys are visited is known
-    tile::load(k_smem, k.rows(keys.first, keys.last), [&](int row) { return is_kept[row] != 0; });
+    tile::load(k_smem, k.rows(keys.first, keys.last), [&](int row) { return is_row_valid[row] != 0; });
     __syncthreads();  // dS and K are there
-    tile::add_product_nn(dq, ds_smem, k_smem);
+    tile::gemm_add_nn(dq, ds_smem, k_smem);
   }
   dq.scale(shape.softmax_scale);
-  store_gradient_columns<Element>(params.dq, work, place.head, shape.seqlen_q, shape.head_dim, columns.first, dq);
+  store_gradient_columns<Element>(params.dq, work, batch_head.head, shape.seqlen_q, shape.head_dim, columns.first, dq);
 }

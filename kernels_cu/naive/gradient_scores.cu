@@ -1,12 +1,12 @@
 // Backward of standard attention: P = exp2(S - lse) in S's place, and dS = P (dP - delta) beside it, where dP = do v^T
 // and delta = rowsum(do o) - dlse. One block makes one tile of both, and delta of its rows again.
-#include <attention/mask_scores.cuh>
-#include <attention/operands.cuh>
+#include <attention/config_simt.cuh>
+#include <attention/mask_simt.cuh>
+#include <attention/naive_matrix.cuh>
 #include <attention/score_gradient.cuh>
 #include <attention/score_slopes.cuh>
-#include <attention/whole_matrix.cuh>
 #include <ptx/shared.cuh>
-#include <tile/product.cuh>
+#include <tile/gemm_simt.cuh>
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
@@ -16,15 +16,16 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
   const Shape& shape = params.shape;
   const Tiling key_tiles = key_tiling(params, kBlockKv);
   const WorkTile work = query_tile(params, kBlockQ, key_tiles.num_tiles());
-  const Range keys = key_tiles.tile(work_part(key_tiles.num_tiles()));
+  const Range keys = key_tiles.tile(split_index(key_tiles.num_tiles()));
   if (work.is_empty() || keys.is_empty()) return;
-  const Place& place = work.place;
-  const auto rows = [&](auto of) { return of.rows(work.first, work.last); };
-  const auto d_o = rows(matrix<Element>(params.do_, place, place.head, shape.seqlen_q, shape.value_dim));
-  const auto o = rows(matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim));
-  const auto lse = rows(matrix<Accumulator>(params.lse, place, place.head, shape.seqlen_q, 1));
-  const auto dlse = rows(matrix<Accumulator>(params.dlse, place, place.head, shape.seqlen_q, 1));
-  const auto v = matrix<Element>(params.v, place, place.head / shape.group_size, shape.seqlen_kv, shape.value_dim)
+  const BatchHead& batch_head = work.batch_head;
+  const auto rows = [&](auto all) { return all.rows(work.first, work.last); };
+  const auto d_o = rows(matrix<Element>(params.do_, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim));
+  const auto o = rows(matrix<Element>(params.o, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim));
+  const auto lse = rows(matrix<Accumulator>(params.lse, batch_head, batch_head.head, shape.seqlen_q, 1));
+  const auto dlse = rows(matrix<Accumulator>(params.dlse, batch_head, batch_head.head, shape.seqlen_q, 1));
+  const auto v = matrix<Element>(params.v, batch_head, batch_head.head / shape.group_size, shape.seqlen_kv,
+                                 shape.value_dim)
                      .rows(keys.first, keys.last);
 
   const DoTile do_smem{ptx::dynamic_shared<Accumulator>()};
@@ -37,49 +38,53 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
     tile::load(do_smem, d_o.columns(first, last));
     tile::load(v_smem, v.columns(first, last));
     __syncthreads();  // these are there
-    tile::add_product_nt(dp, do_smem, v_smem);
+    tile::gemm_add_nt(dp, do_smem, v_smem);
   }
 
-  const auto p = rows(matrix<Accumulator>(params.whole.scores, place, place.head, shape.seqlen_q, shape.seqlen_kv))
+  const auto p = rows(matrix<Accumulator>(params.naive.scores, batch_head, batch_head.head, shape.seqlen_q,
+                                          shape.seqlen_kv))
                      .columns(keys.first, keys.last);
-  const auto ds = rows(matrix<Accumulator>(params.whole.score_gradients, place, place.head, shape.seqlen_q,
+  const auto ds = rows(matrix<Accumulator>(params.naive.score_gradients, batch_head, batch_head.head, shape.seqlen_q,
                                            shape.seqlen_kv)).columns(keys.first, keys.last);
   // An attended score may be -inf, as masked ones are: what is masked is asked anew.
   using Scores = decltype(s);
-  Step step;
-  SeenScores<Scores::kColumns> seen{0};
+  KvBlock block;
+  ScoreMask<Scores::kColumns> row_mask{0};
   Accumulator lse_of_row[Scores::kRows], delta_of_row[Scores::kRows];  // with a score function
-  if (find_step(params, place, rows_of(work), keys, step)) seen = seen_by_rows<Scores>(params, work, step);
+  if (find_block(params, batch_head, rows_of(work), keys, block)) row_mask = score_mask_of_queries<Scores>(params, work,
+                                                                                                           block);
 #pragma unroll
   for (int i = 0; i < s.kRows; ++i) {
     const int row = s.row(i);
-    const bool is_there = row < p.num_rows;
+    const bool in_bounds = row < p.num_rows;
     Accumulator delta = 0;
-    for (int column = tile::column_lane(); is_there && column < shape.value_dim; column += tile::kColumnLanes)
-      delta += tile::widen(d_o.at(row, column)) * tile::widen(o.at(row, column));
+    for (int column = tile::column_lane(); in_bounds && column < shape.value_dim; column += tile::kColumnLanes)
+      delta += tile::to_accumulator(d_o.at(row, column)) * tile::to_accumulator(o.at(row, column));
     delta = tile::row_sum(delta);
-    const Accumulator lse_2 = is_there ? base_2(lse.at(row, 0)) : Accumulator(0);
+    const Accumulator lse_2 = in_bounds ? lse_in_base_2(lse.at(row, 0)) : Accumulator(0);
     const bool is_empty = lse_2 == -ptx::negative_infinity<Accumulator>();  // of keys: its gradients are 0
     if (is_empty) delta = 0;
-    else if (is_there && params.dlse.data != nullptr) delta -= dlse.at(row, 0);
+    else if (in_bounds && params.dlse.data != nullptr) delta -= dlse.at(row, 0);
     if constexpr (kHasScore) {
-      lse_of_row[i] = is_there ? lse_2 : -ptx::negative_infinity<Accumulator>();
+      lse_of_row[i] = in_bounds ? lse_2 : -ptx::negative_infinity<Accumulator>();
       delta_of_row[i] = delta;
 #pragma unroll
-      for (int j = 0; j < s.kColumns; ++j) s.at[i][j] = seen.has(i, j) ? p.at(row, s.column(j)) : Accumulator(0);
+      for (int j = 0; j < s.kColumns; ++j) s.at[i][j] = row_mask.allows(i, j) ? p.at(row, s.column(j)) : Accumulator(0);
       continue;
     }
 #pragma unroll
     for (int j = 0; j < s.kColumns; ++j) {
-      const bool is_seen = seen.has(i, j);
+      const bool is_seen = row_mask.allows(i, j);
       s.at[i][j] = is_seen ? probability(p.at(row, s.column(j)), Accumulator(1), lse_2) : Accumulator(0);
       dp.at[i][j] = is_seen ? score_gradient(s.at[i][j], dp.at[i][j], delta) : Accumulator(0);
     }
   }
   if constexpr (kHasScore) {
-    score_pairs<Rows::kQueries>([&](int i, int j) -> Accumulator& { return s.at[i][j]; }, dp, score_function, shape, place,
+    score_pairs<Rows::kQueries>([&](int i, int j) -> Accumulator& { return s.at[i][j]; }, dp, score_function, shape,
+                                batch_head,
                                 {work.first, work.last}, {keys.first, keys.last},
-                                [&](int i, int j) { return seen.has(i, j); }, [&](int i) { return lse_of_row[i]; },
+                                [&](int i, int j) { return row_mask.allows(i, j); },
+                                    [&](int i) { return lse_of_row[i]; },
                                 [&](int i) { return delta_of_row[i]; }, score::Function::kAddsGradients);
   }
   tile::store(p, s);

@@ -1,8 +1,8 @@
 // Standard attention, third of three kernels: o = P v. One block makes one tile of o, from all keys.
-#include <attention/operands.cuh>
-#include <attention/whole_matrix.cuh>
+#include <attention/config_simt.cuh>
+#include <attention/naive_matrix.cuh>
 #include <ptx/shared.cuh>
-#include <tile/product.cuh>
+#include <tile/gemm_simt.cuh>
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
@@ -13,18 +13,19 @@ naive_output(const __grid_constant__ cuflash::attention::Params params) {
   const int num_parts = num_column_tiles(shape.value_dim, kValueDim);
   const WorkTile work = query_tile(params, kBlockQ, num_parts);
   if (work.is_empty()) return;
-  const Place& place = work.place;
-  const Range columns = column_tile(shape.value_dim, kValueDim, work_part(num_parts));
-  const auto p = matrix<Accumulator>(params.whole.scores, place, place.head, shape.seqlen_q, shape.seqlen_kv)
+  const BatchHead& batch_head = work.batch_head;
+  const Range columns = column_tile(shape.value_dim, kValueDim, split_index(num_parts));
+  const auto p = matrix<Accumulator>(params.naive.scores, batch_head, batch_head.head, shape.seqlen_q, shape.seqlen_kv)
                      .rows(work.first, work.last);
-  const auto v = matrix<Element>(params.v, place, place.head / shape.group_size, shape.seqlen_kv, shape.value_dim)
+  const auto v = matrix<Element>(params.v, batch_head, batch_head.head / shape.group_size, shape.seqlen_kv,
+                                 shape.value_dim)
                      .columns(columns.first, columns.last);
-  const auto to = matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim)
+  const auto to = matrix<Element>(params.o, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim)
                       .rows(work.first, work.last).columns(columns.first, columns.last);
 
   const PTile p_smem{ptx::dynamic_shared<Accumulator>()};
   const VTile v_smem{p_smem.data + PTile::kElements};
-  int* const is_kept = reinterpret_cast<int*>(v_smem.data + VTile::kElements);
+  int* const is_row_valid = reinterpret_cast<int*>(v_smem.data + VTile::kElements);
   tile::RegisterTile<Accumulator, kBlockQ, kValueDim, kRun> o;
   o.fill(0);
   const Tiling key_tiles = key_tiling(params, kBlockKv);
@@ -33,12 +34,12 @@ naive_output(const __grid_constant__ cuflash::attention::Params params) {
     if (keys.is_empty()) continue;
     __syncthreads();  // P and V of the last tile are read
     for (int row = threadIdx.x; row < kBlockKv; row += tile::kThreads)
-      is_kept[row] = is_visited_key(params, place, rows_of(work), keys, keys.first + row);
+      is_row_valid[row] = is_visited_key(params, batch_head, rows_of(work), keys, keys.first + row);
     tile::load(p_smem, p.columns(keys.first, keys.last));
     __syncthreads();  // which keys are visited is known
-    tile::load(v_smem, v.rows(keys.first, keys.last), [&](int row) { return is_kept[row] != 0; });
+    tile::load(v_smem, v.rows(keys.first, keys.last), [&](int row) { return is_row_valid[row] != 0; });
     __syncthreads();  // P and V are there
-    tile::add_product_nn(o, p_smem, v_smem);
+    tile::gemm_add_nn(o, p_smem, v_smem);
   }
   tile::store(to, o);
 }

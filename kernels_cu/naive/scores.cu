@@ -1,12 +1,12 @@
 // Standard attention, first of three kernels: S = q k^T softmax_scale, a whole matrix in global memory, -inf where the
 // mask says no. In base 2, that is times log2(e), as exp2 wants it. One block makes one tile of S, whatever the mask.
-#include <attention/mask_scores.cuh>
-#include <attention/online_softmax.cuh>
-#include <attention/operands.cuh>
+#include <attention/config_simt.cuh>
+#include <attention/mask_simt.cuh>
+#include <attention/naive_matrix.cuh>
 #include <attention/score.cuh>
-#include <attention/whole_matrix.cuh>
+#include <attention/softmax_simt.cuh>
 #include <ptx/shared.cuh>
-#include <tile/product.cuh>
+#include <tile/gemm_simt.cuh>
 
 // Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
@@ -16,12 +16,13 @@ naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   const Shape& shape = params.shape;
   const Tiling key_tiles = key_tiling(params, kBlockKv);
   const WorkTile work = query_tile(params, kBlockQ, key_tiles.num_tiles());
-  const Range keys = key_tiles.tile(work_part(key_tiles.num_tiles()));
+  const Range keys = key_tiles.tile(split_index(key_tiles.num_tiles()));
   if (work.is_empty() || keys.is_empty()) return;
-  const Place& place = work.place;
-  const auto q = matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim)
+  const BatchHead& batch_head = work.batch_head;
+  const auto q = matrix<Element>(params.q, batch_head, batch_head.head, shape.seqlen_q, shape.head_dim)
                      .rows(work.first, work.last);
-  const auto k = matrix<Element>(params.k, place, place.head / shape.group_size, shape.seqlen_kv, shape.head_dim)
+  const auto k = matrix<Element>(params.k, batch_head, batch_head.head / shape.group_size, shape.seqlen_kv,
+                                 shape.head_dim)
                      .rows(keys.first, keys.last);
 
   const QTile q_smem{ptx::dynamic_shared<Accumulator>()};
@@ -34,18 +35,18 @@ naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     tile::load(q_smem, q.columns(first, last));
     tile::load(k_smem, k.columns(first, last));
     __syncthreads();  // these are there
-    tile::add_product_nt(s, q_smem, k_smem);
+    tile::gemm_add_nt(s, q_smem, k_smem);
   }
   // With a score function the backward pass keeps q k^T, of which it makes P and slopes.
   constexpr bool kScales = !kHasScore, kApplies = kHasScore && !score::Function::kIsDerived;
   if constexpr (kScales) s.scale(shape.softmax_scale * kLog2E);
   if constexpr (kApplies) score_of_queries(s, score_function, params, work, {keys.first, keys.last}, kLog2E);
-  Step step;
-  if (find_step(params, place, rows_of(work), keys, step)) {
-    mask_scores(s, params, work, step);
+  KvBlock block;
+  if (find_block(params, batch_head, rows_of(work), keys, block)) {
+    mask_scores(s, params, work, block);
   } else {
     s.fill(ptx::negative_infinity<Accumulator>());
   }
-  tile::store(matrix<Accumulator>(params.whole.scores, place, place.head, shape.seqlen_q, shape.seqlen_kv)
+  tile::store(matrix<Accumulator>(params.naive.scores, batch_head, batch_head.head, shape.seqlen_q, shape.seqlen_kv)
                   .rows(work.first, work.last).columns(keys.first, keys.last), s);
 }

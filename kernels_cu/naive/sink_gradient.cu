@@ -1,5 +1,5 @@
 // The gradient of a sink. One block sums over the queries of one head, and makes delta = rowsum(dO o O) - dlse of each again.
-#include <attention/operands.cuh>
+#include <attention/config_simt.cuh>
 #include <attention/sink.cuh>
 #include <ptx/shared.cuh>
 
@@ -9,13 +9,13 @@ naive_sink_gradient(const __grid_constant__ cuflash::attention::Params params CU
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   sum_sink_gradient<Accumulator, 32 * config::kNumWarps>(
-      params, sink, ptx::dynamic_shared<Accumulator>(), [&](const Place& place, int query) {
-        const auto o = matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim);
-        const auto d_o = matrix<Element>(params.do_, place, place.head, shape.seqlen_q, shape.value_dim);
+      params, sink, ptx::dynamic_shared<Accumulator>(), [&](const BatchHead& batch_head, int query) {
+        const auto o = matrix<Element>(params.o, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);
+        const auto d_o = matrix<Element>(params.do_, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);
         Accumulator delta = 0;
         for (int column = 0; column < shape.value_dim; ++column)
-          delta += tile::widen(d_o.at(query, column)) * tile::widen(o.at(query, column));
+          delta += tile::to_accumulator(d_o.at(query, column)) * tile::to_accumulator(o.at(query, column));
         if (params.dlse.data == nullptr) return delta;
-        return delta - matrix<Accumulator>(params.dlse, place, place.head, shape.seqlen_q, 1).at(query, 0);
+        return delta - matrix<Accumulator>(params.dlse, batch_head, batch_head.head, shape.seqlen_q, 1).at(query, 0);
       });
 }

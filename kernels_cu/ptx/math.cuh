@@ -48,14 +48,14 @@ CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
 
 // The lesser of two; NaN if either is.
-CUFLASH_DEVICE float lesser_or_nan(float x, float y) {
+CUFLASH_DEVICE float min_or_nan(float x, float y) {
   float z;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;
 }
 
 // The bits from `first` on: all where it is negative, none from 32 on.
-CUFLASH_DEVICE uint32_t bits_from(int first) {
+CUFLASH_DEVICE uint32_t bits_at_or_above(int first) {
   uint32_t bits;
   asm("shl.b32 %0, %1, %2;" : "=r"(bits) : "r"(~0u), "r"(max(first, 0)));
   return bits;

@@ -22,13 +22,13 @@ CUFLASH_DEVICE void fault() { asm volatile("st.global.u32 [%0], 0;" ::"l"(0ull) 
 
 namespace cuflash::ptx {
 
-// By one thread, before mbarrier_init_fence and a barrier of the block.
+// By one thread, before fence_mbarrier_init and a barrier of the block.
 CUFLASH_DEVICE void mbarrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 // Lets asynchronous copies, and other blocks of a cluster, see the barriers that this thread made.
-CUFLASH_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+CUFLASH_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // What this thread wrote before, whoever waits sees after.
 CUFLASH_DEVICE void mbarrier_arrive(uint32_t barrier) {
@@ -36,25 +36,25 @@ CUFLASH_DEVICE void mbarrier_arrive(uint32_t barrier) {
 }
 
 // Arrives, and announces bytes that copies will bring.
-CUFLASH_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
+CUFLASH_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // Whether the phase of this parity has ended; waits for it a while, as long as the hardware likes.
-CUFLASH_DEVICE bool mbarrier_try_wait(uint32_t barrier, int parity) {
+CUFLASH_DEVICE bool mbarrier_try_wait(uint32_t barrier, int phase) {
   int has_ended;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
                : "=r"(has_ended)
-               : "r"(barrier), "r"(parity)
+               : "r"(barrier), "r"(phase)
                : "memory");
   return has_ended;
 }
 
 // Waits until the phase of this parity has ended. A kernel that is watched faults after four seconds.
-CUFLASH_DEVICE void mbarrier_wait(uint32_t barrier, int parity) {
-  const uint64_t start = config::kIsWatched ? assembly::nanoseconds() : 0;
-  while (!mbarrier_try_wait(barrier, parity))
-    if (config::kIsWatched && assembly::nanoseconds() - start > 4'000'000'000u) assembly::fault();
+CUFLASH_DEVICE void mbarrier_wait(uint32_t barrier, int phase) {
+  const uint64_t started_at = config::kHasWatchdog ? assembly::nanoseconds() : 0;
+  while (!mbarrier_try_wait(barrier, phase))
+    if (config::kHasWatchdog && assembly::nanoseconds() - started_at > 4'000'000'000u) assembly::fault();
 }
 
 }  // namespace cuflash::ptx

@@ -7,9 +7,9 @@
 
 namespace cuflash::ptx {
 
-CUFLASH_DEVICE void store_if(bool is_wanted, float* address, float value) {
+CUFLASH_DEVICE void store_if(bool predicate, float* address, float value) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p st.global.f32 [%0], %1;\n}" ::"l"(address), "f"(value),
-               "r"(static_cast<int>(is_wanted))
+               "r"(static_cast<int>(predicate))
                : "memory");
 }
 

@@ -14,7 +14,7 @@ CUFLASH_DEVICE int lane() {
 }
 
 // The same in its block.
-CUFLASH_DEVICE int thread() {
+CUFLASH_DEVICE int thread_index() {
   int number;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
   return number;
@@ -22,10 +22,10 @@ CUFLASH_DEVICE int thread() {
 
 // Whether the thread is the one of its warp that all of them elect, always the same one. Called by the whole warp. The compiler
 // knows that it is one: copies that it starts need no loop over threads.
-CUFLASH_DEVICE bool is_elected() {
-  int is_it;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(is_it));
-  return is_it;
+CUFLASH_DEVICE bool elect_one_lane() {
+  int elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected;
 }
 
 // The same number, of which the compiler knows nothing: what follows from it is not reckoned ahead of a loop and kept.
@@ -35,6 +35,6 @@ CUFLASH_DEVICE int opaque(int x) {
 }
 
 // Loads stay on their side of this line, so that those of many rows do not wait in registers at once.
-CUFLASH_DEVICE void keep_loads_apart() { asm volatile("" ::: "memory"); }
+CUFLASH_DEVICE void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 }  // namespace cuflash::ptx

@@ -12,23 +12,23 @@ namespace cuflash::assembly {
 
 // Words of an instruction that depend on template parameters: operands of constraint "C", which NVRTC has since 12.6.
 template <class T>
-struct Name;
+struct TypeSuffix;
 template <>
-struct Name<ptx::Half> { static constexpr const char text[] = "f16"; };
+struct TypeSuffix<ptx::Half> { static constexpr const char text[] = "f16"; };
 template <>
-struct Name<ptx::BFloat16> { static constexpr const char text[] = "bf16"; };
+struct TypeSuffix<ptx::BFloat16> { static constexpr const char text[] = "bf16"; };
 
-template <bool kIsThere>
-struct Begin { static constexpr const char text[] = {kIsThere ? '/' : ' ', kIsThere ? '*' : ' ', 0}; };
-template <bool kIsThere>
-struct End { static constexpr const char text[] = {kIsThere ? '*' : ' ', kIsThere ? '/' : ' ', 0}; };
+template <bool kIsComment>
+struct CommentBegin { static constexpr const char text[] = {kIsComment ? '/' : ' ', kIsComment ? '*' : ' ', 0}; };
+template <bool kIsComment>
+struct CommentEnd { static constexpr const char text[] = {kIsComment ? '*' : ' ', kIsComment ? '/' : ' ', 0}; };
 
 // As many registers as the widest product has.
 template <int kCount>
 struct Registers {
   float (&own)[kCount];
-  float& none;
-  CUFLASH_DEVICE float& operator[](int i) const { return i < kCount ? own[i] : none; }
+  float& unused;
+  CUFLASH_DEVICE float& operator[](int i) const { return i < kCount ? own[i] : unused; }
 };
 
 // No template can write a list of operands. So this one is as long as any; where there are fewer columns, a comment of
@@ -37,8 +37,8 @@ template <bool kInRegisters, int kTransA, int kTransB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_t a_memory, uint64_t b, bool adds) {
   constexpr int kN = 2 * kCount;
   static_assert((kN % 16 == 0 && 16 <= kN && kN <= 256) || kN == 40, "a product has a multiple of 16 columns, at most 256, or 40");
-  float none;
-  const Registers<kCount> x{d, none};
+  float unused;
+  const Registers<kCount> x{d, unused};
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %144, 0;\n"
                "wgmma.mma_async.sync.aligned.m64n%145k16.f32.%146.%146 {"
                "%0, %1, %2, %3, %4, %5, %6, %7 %128, %8, %9, %10, %11, %12, %13, %14, %15 %129, "
@@ -67,16 +67,22 @@ CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_
                  "+f"(x[110]), "+f"(x[111]), "+f"(x[112]), "+f"(x[113]), "+f"(x[114]), "+f"(x[115]), "+f"(x[116]),
                  "+f"(x[117]), "+f"(x[118]), "+f"(x[119]), "+f"(x[120]), "+f"(x[121]), "+f"(x[122]), "+f"(x[123]),
                  "+f"(x[124]), "+f"(x[125]), "+f"(x[126]), "+f"(x[127])
-               : "C"(Begin<kN == 16>::text), "C"(Begin<kN == 32>::text), "C"(Begin<kN == 48>::text),
-                 "C"(Begin<kN == 64>::text), "C"(Begin<kN == 80>::text), "C"(Begin<kN == 96>::text),
-                 "C"(Begin<kN == 112>::text), "C"(Begin<kN == 128>::text), "C"(Begin<kN == 144>::text),
-                 "C"(Begin<kN == 160>::text), "C"(Begin<kN == 176>::text), "C"(Begin<kN == 192>::text),
-                 "C"(Begin<kN == 208>::text), "C"(Begin<kN == 224>::text), "C"(Begin<kN == 240>::text),
-                 "C"(End<kN != 256>::text),
-                 "r"(static_cast<int>(adds)), "n"(kN), "C"(Name<T>::text), "C"(Begin<!kInRegisters>::text),
-                 "C"(End<!kInRegisters>::text), "C"(Begin<kInRegisters>::text), "C"(End<kInRegisters>::text), "r"(a[0]),
+               : "C"(CommentBegin<kN == 16>::text), "C"(CommentBegin<kN == 32>::text),
+                   "C"(CommentBegin<kN == 48>::text),
+                 "C"(CommentBegin<kN == 64>::text), "C"(CommentBegin<kN == 80>::text),
+                     "C"(CommentBegin<kN == 96>::text),
+                 "C"(CommentBegin<kN == 112>::text), "C"(CommentBegin<kN == 128>::text),
+                     "C"(CommentBegin<kN == 144>::text),
+                 "C"(CommentBegin<kN == 160>::text), "C"(CommentBegin<kN == 176>::text),
+                     "C"(CommentBegin<kN == 192>::text),
+                 "C"(CommentBegin<kN == 208>::text), "C"(CommentBegin<kN == 224>::text),
+                     "C"(CommentBegin<kN == 240>::text),
+                 "C"(CommentEnd<kN != 256>::text),
+                 "r"(static_cast<int>(adds)), "n"(kN), "C"(TypeSuffix<T>::text), "C"(CommentBegin<!kInRegisters>::text),
+                 "C"(CommentEnd<!kInRegisters>::text), "C"(CommentBegin<kInRegisters>::text),
+                     "C"(CommentEnd<kInRegisters>::text), "r"(a[0]),
                  "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(a_memory), "l"(b), "n"(kTransA), "n"(kTransB),
-                 "C"(Begin<kN == 40>::text));
+                 "C"(CommentBegin<kN == 40>::text));
 }
 
 }  // namespace cuflash::assembly
@@ -96,7 +102,8 @@ enum class Swizzle { kNone = 0, k128 = 1, k64 = 2, k32 = 3 };
 //   MN-major: a row is one k. Atoms are `stride_bytes` apart along k and `leading_bytes` along the other dimension;
 //     without a swizzle it is the other way round.
 // Atoms begin at multiples of their size; `address` may be some chunks further on, to step along k of a K-major matrix.
-constexpr CUFLASH_DEVICE uint64_t wgmma_matrix(Swizzle swizzle, uint32_t address, int leading_bytes, int stride_bytes) {
+constexpr CUFLASH_DEVICE uint64_t wgmma_descriptor(Swizzle swizzle, uint32_t address, int leading_bytes,
+                                                   int stride_bytes) {
   return static_cast<uint64_t>(swizzle) << 62 | static_cast<uint64_t>(stride_bytes >> 4) << 32 |
          static_cast<uint64_t>(leading_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
@@ -107,8 +114,8 @@ CUFLASH_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" :::
 // a and b in shared memory.
 template <Major kMajorA, Major kMajorB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T tag, float (&d)[kCount], uint64_t a, uint64_t b, bool adds) {
-  constexpr uint32_t none[4] = {};
-  assembly::wgmma<false, static_cast<int>(kMajorA), static_cast<int>(kMajorB)>(tag, d, none, a, b, adds);
+  constexpr uint32_t unused[4] = {};
+  assembly::wgmma<false, static_cast<int>(kMajorA), static_cast<int>(kMajorB)>(tag, d, unused, a, b, adds);
 }
 
 // a in registers.
@@ -128,7 +135,7 @@ CUFLASH_DEVICE void wgmma_wait() {
 
 // Ends the use of what these registers hold: a product that starts anew is no reason to keep it.
 template <int kCount>
-CUFLASH_DEVICE void forget(float (&registers)[kCount]) {
+CUFLASH_DEVICE void mark_undefined(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i]));
 }
@@ -136,12 +143,12 @@ CUFLASH_DEVICE void forget(float (&registers)[kCount]) {
 // Keeps what else is done with these registers on its side of this line: that products under way use them, the compiler
 // does not see.
 template <int kCount>
-CUFLASH_DEVICE void keep_in_place(float (&registers)[kCount]) {
+CUFLASH_DEVICE void fence_registers(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 template <int kCount>
-CUFLASH_DEVICE void keep_in_place(uint32_t (&registers)[kCount]) {
+CUFLASH_DEVICE void fence_registers(uint32_t (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }

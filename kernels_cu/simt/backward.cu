@@ -1,19 +1,19 @@
 // FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) in one walk over the scores: dK and dV of one tile of
 // keys, and what it adds to dQ, which other blocks add to in an order of their own. Scores are transposed here: rows are
 // keys. Q, dO, Q again and the sum for dQ take turns in one shared tile; P and then dS keep theirs.
-#include <attention/operands.cuh>
+#include <attention/block_iterator.cuh>
+#include <attention/config_simt.cuh>
 #include <attention/score_gradient.cuh>
 #include <attention/score_slopes.cuh>
-#include <attention/steps.cuh>
 #include <ptx/shared.cuh>
-#include <tile/product.cuh>
+#include <tile/gemm_simt.cuh>
 
 namespace cuflash {
 
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 constexpr int kDqWidth = tile::kMmaRows > 0 ? 32 : kHeadDim % 64 == 0 ? 64 : kHeadDim;  // columns of dQ in registers at a time
-constexpr int kSteps = 1;  // of a product at a time: more gain little, and compile half as long again
-constexpr int kScoreSteps = tile::kMmaRows > 0 ? tile::kMmaSteps : kSteps;  // where registers are free for operands
+constexpr int kUnroll = 1;  // of a product at a time: more gain little, and compile half as long again
+constexpr int kScoreUnroll = tile::kMmaRows > 0 ? tile::kMmaUnroll : kUnroll;  // where registers are free for operands
 // Multiply-adds only read these along rows, by vectors; tensor cores read down columns too.
 constexpr int kPadding = tile::kMmaRows > 0 ? tile::kPadding<Accumulator> : 0;
 using KRows = tile::SharedTile<Accumulator, kBlockKv, kHeadDim, kHeadDim + kPadding>;
@@ -24,7 +24,7 @@ using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ, kBlockQ + kPtPad
 
 // Q, dO and dQ take turns in one place; behind each row stand lse and delta of its query.
 template <int Columns>
-using Turn = tile::SharedTile<Accumulator, kBlockQ, Columns, kWidest + tile::kPadding<Accumulator>>;
+using SharedSlot = tile::SharedTile<Accumulator, kBlockQ, Columns, kWidest + tile::kPadding<Accumulator>>;
 
 }  // namespace cuflash
 
@@ -35,20 +35,20 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
   const Shape& shape = params.shape;
   WorkTile work = key_tile(params, kBlockKv);
   if (work.is_empty()) return;
-  const int first_head = work.place.head, kv_head = first_head / shape.group_size;
+  const int first_head = work.batch_head.head, kv_head = first_head / shape.group_size;
 
-  Accumulator* const room = ptx::dynamic_shared<Accumulator>();
-  const KRows k_smem{room};
+  Accumulator* const smem = ptx::dynamic_shared<Accumulator>();
+  const KRows k_smem{smem};
   const VRows v_smem{k_smem.data + KRows::kElements};
   const PtTile p_smem{v_smem.data + VRows::kElements};  // P^T, then dS^T
-  const Turn<kHeadDim> q_smem{p_smem.data + PtTile::kElements};
-  const Turn<kValueDim> do_smem{q_smem.data};
-  const Turn<kHeadDim> dq_smem{q_smem.data};
+  const SharedSlot<kHeadDim> q_smem{p_smem.data + PtTile::kElements};
+  const SharedSlot<kValueDim> do_smem{q_smem.data};
+  const SharedSlot<kHeadDim> dq_smem{q_smem.data};
   const auto lse_2 = [&](int row) { return q_smem.at(row, kWidest); };
   const auto delta_of = [&](int row) { return q_smem.at(row, kWidest + 1); };
-  tile::load(k_smem, matrix<Element>(params.k, work.place, kv_head, shape.seqlen_kv, shape.head_dim)
+  tile::load(k_smem, matrix<Element>(params.k, work.batch_head, kv_head, shape.seqlen_kv, shape.head_dim)
                          .rows(work.first, work.last));
-  tile::load(v_smem, matrix<Element>(params.v, work.place, kv_head, shape.seqlen_kv, shape.value_dim)
+  tile::load(v_smem, matrix<Element>(params.v, work.batch_head, kv_head, shape.seqlen_kv, shape.value_dim)
                          .rows(work.first, work.last));
 
   tile::RegisterTile<Accumulator, kBlockKv, kHeadDim, kRun> dk;
@@ -56,56 +56,56 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
   dk.fill(0);
   dv.fill(0);
   for (int head = first_head; head < first_head + shape.group_size; ++head) {
-    work.place.head = head;
-    const auto q = matrix<Element>(params.q, work.place, head, shape.seqlen_q, shape.head_dim);
-    const auto d_o = matrix<Element>(params.do_, work.place, head, shape.seqlen_q, shape.value_dim);
-    const auto dq = matrix<Accumulator>(params.dq, work.place, head, shape.seqlen_q, shape.head_dim);
-    const auto lse = matrix<Accumulator>(params.lse, work.place, head, shape.seqlen_q, 1);
-    const auto delta = matrix<Accumulator>(params.delta, work.place, head, shape.seqlen_q, 1);
-    const Reach reach = reach_of_keys(params, work);
-    Steps<kBlockQ, OverQueries> steps(params, reach);
-    for (Step step; steps.next(step);) {
+    work.batch_head.head = head;
+    const auto q = matrix<Element>(params.q, work.batch_head, head, shape.seqlen_q, shape.head_dim);
+    const auto d_o = matrix<Element>(params.do_, work.batch_head, head, shape.seqlen_q, shape.value_dim);
+    const auto dq = matrix<Accumulator>(params.dq, work.batch_head, head, shape.seqlen_q, shape.head_dim);
+    const auto lse = matrix<Accumulator>(params.lse, work.batch_head, head, shape.seqlen_q, 1);
+    const auto delta = matrix<Accumulator>(params.delta, work.batch_head, head, shape.seqlen_q, 1);
+    const VisitRange visit_range = visit_range_of_keys(params, work);
+    BlockIterator<kBlockQ, OverQBlocks> blocks(params, visit_range);
+    for (KvBlock block; blocks.next(block);) {
       tile::RegisterTile<Accumulator, kBlockKv, kBlockQ> scores;  // S, then dP
       __syncthreads();  // dQ and dS of the last step are read
-      load_statistics<kWidest>(q_smem, step, lse, delta);
-      tile::load(q_smem, q.rows(step.start, step.stop));
+      load_statistics<kWidest>(q_smem, block, lse, delta);
+      tile::load(q_smem, q.rows(block.start, block.stop));
       __syncthreads();  // Q, and K and V before the first step, are there
       scores.fill(0);
-      tile::add_product_nt<kScoreSteps>(scores, k_smem, q_smem);
-      if constexpr (!kHasScore) probabilities_of_keys(scores, params, work, step, lse_2);
+      tile::gemm_add_nt<kScoreUnroll>(scores, k_smem, q_smem);
+      if constexpr (!kHasScore) probabilities_of_keys(scores, params, work, block, lse_2);
       tile::store(p_smem, scores);  // with a score function S, which its thread alone reads
       __syncthreads();  // P is there, and Q is read
       // Whatever a query without a key brings, its gradients are 0.
-      tile::load(do_smem, d_o.rows(step.start, step.stop),
+      tile::load(do_smem, d_o.rows(block.start, block.stop),
                  [&](int row) { return lse_2(row) != -ptx::negative_infinity<Accumulator>(); });
       __syncthreads();  // dO is there
-      if constexpr (!kHasScore) tile::add_product_nn<kSteps>(dv, p_smem, do_smem);
+      if constexpr (!kHasScore) tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
       scores.fill(0);
-      tile::add_product_nt<kScoreSteps>(scores, v_smem, do_smem);
+      tile::gemm_add_nt<kScoreUnroll>(scores, v_smem, do_smem);
       const auto p_at = [&](int i, int j) -> Accumulator& { return p_smem.at(scores.row(i), scores.column(j)); };
       if constexpr (kHasScore) {
-        score_pairs_of_keys(p_at, scores, score_function, params, work, step, lse_2, delta_of);
+        score_pairs_of_keys(p_at, scores, score_function, params, work, block, lse_2, delta_of);
         __syncthreads();  // P is there
-        tile::add_product_nn<kSteps>(dv, p_smem, do_smem);
+        tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
       }
       __syncthreads();  // P and dO are read
       if constexpr (!kHasScore) score_gradients_of_keys(scores, p_at, delta_of);
       tile::store(p_smem, scores);
-      tile::load(q_smem, q.rows(step.start, step.stop));
+      tile::load(q_smem, q.rows(block.start, block.stop));
       __syncthreads();  // dS and Q are there
-      tile::add_product_nn<kSteps>(dk, p_smem, q_smem);
+      tile::gemm_add_nn<kUnroll>(dk, p_smem, q_smem);
       __syncthreads();  // Q is read
-      const Interval keys = visited_keys(params, work, step);
+      const Interval keys = visited_keys(params, work, block);
 #pragma unroll 1
       for (int column = 0; column < kHeadDim; column += kDqWidth) {
         tile::RegisterTile<Accumulator, kBlockQ, kDqWidth, kRun> dq_frag;
         dq_frag.fill(0);
-        tile::add_product_tn(dq_frag, p_smem, k_smem.columns<kDqWidth>(column), keys.lo, keys.hi);
+        tile::gemm_add_tn(dq_frag, p_smem, k_smem.columns<kDqWidth>(column), keys.lo, keys.hi);
         dq_frag.scale(shape.softmax_scale);
         tile::store(dq_smem.columns<kDqWidth>(column), dq_frag);
       }
       __syncthreads();  // dQ is there
-      tile::add(dq.rows(step.start, step.stop), dq_smem);
+      tile::add(dq.rows(block.start, block.stop), dq_smem);
     }
   }
   dk.scale(shape.softmax_scale);

@@ -1,16 +1,17 @@
 // The columns' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2): dK and dV of one tile of keys,
 // summed over the query heads that share it, P recomputed from lse. Scores are transposed here: rows are keys.
-#include <attention/operands.cuh>
+#include <attention/block_iterator.cuh>
+#include <attention/config_simt.cuh>
 #include <attention/score_gradient.cuh>
 #include <attention/score_slopes.cuh>
-#include <attention/steps.cuh>
 #include <ptx/shared.cuh>
-#include <tile/product.cuh>
+#include <tile/gemm_simt.cuh>
 
 namespace cuflash {
 
 using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ>;
-constexpr int kSteps = tile::kMmaRows > 0 ? 4 : 1;  // of a product at a time; 3 % slower than four, and compiled in 2/3
+// of a product at a time; 3 % slower than four, and compiled in 2/3
+constexpr int kUnroll = tile::kMmaRows > 0 ? 4 : 1;
 
 }  // namespace cuflash
 
@@ -21,17 +22,17 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
   const Shape& shape = params.shape;
   WorkTile work = key_tile(params, kBlockKv);
   if (work.is_empty()) return;
-  const int first_head = work.place.head, kv_head = first_head / shape.group_size;
+  const int first_head = work.batch_head.head, kv_head = first_head / shape.group_size;
 
-  Accumulator* const room = ptx::dynamic_shared<Accumulator>();
-  const KTile k_smem{room};
+  Accumulator* const smem = ptx::dynamic_shared<Accumulator>();
+  const KTile k_smem{smem};
   const VTile v_smem{k_smem.data + KTile::kElements};
   const QTile q_smem{v_smem.data + VTile::kElements};
   const DoTile do_smem{q_smem.data + QTile::kElements};
   const PtTile p_smem{do_smem.data + DoTile::kElements};  // P^T, then dS^T
-  tile::load(k_smem, matrix<Element>(params.k, work.place, kv_head, shape.seqlen_kv, shape.head_dim)
+  tile::load(k_smem, matrix<Element>(params.k, work.batch_head, kv_head, shape.seqlen_kv, shape.head_dim)
                          .rows(work.first, work.last));
-  tile::load(v_smem, matrix<Element>(params.v, work.place, kv_head, shape.seqlen_kv, shape.value_dim)
+  tile::load(v_smem, matrix<Element>(params.v, work.batch_head, kv_head, shape.seqlen_kv, shape.value_dim)
                          .rows(work.first, work.last));
 
   tile::RegisterTile<Accumulator, kBlockKv, kHeadDim, kRun> dk;
@@ -39,43 +40,44 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
   dk.fill(0);
   dv.fill(0);
   for (int head = first_head; head < first_head + shape.group_size; ++head) {
-    work.place.head = head;
-    const auto q = matrix<Element>(params.q, work.place, head, shape.seqlen_q, shape.head_dim);
-    const auto d_o = matrix<Element>(params.do_, work.place, head, shape.seqlen_q, shape.value_dim);
-    const auto lse = matrix<Accumulator>(params.lse, work.place, head, shape.seqlen_q, 1);
-    const auto delta = matrix<Accumulator>(params.delta, work.place, head, shape.seqlen_q, 1);
-    const Reach reach = reach_of_keys(params, work);
-    Steps<kBlockQ, OverQueries> steps(params, reach);
-    for (Step step; steps.next(step);) {
+    work.batch_head.head = head;
+    const auto q = matrix<Element>(params.q, work.batch_head, head, shape.seqlen_q, shape.head_dim);
+    const auto d_o = matrix<Element>(params.do_, work.batch_head, head, shape.seqlen_q, shape.value_dim);
+    const auto lse = matrix<Accumulator>(params.lse, work.batch_head, head, shape.seqlen_q, 1);
+    const auto delta = matrix<Accumulator>(params.delta, work.batch_head, head, shape.seqlen_q, 1);
+    const VisitRange visit_range = visit_range_of_keys(params, work);
+    BlockIterator<kBlockQ, OverQBlocks> blocks(params, visit_range);
+    for (KvBlock block; blocks.next(block);) {
       __syncthreads();  // Q and dS of the last step are read
-      load_statistics<kHeadDim>(q_smem, step, lse, delta);
-      tile::load(q_smem, q.rows(step.start, step.stop));
+      load_statistics<kHeadDim>(q_smem, block, lse, delta);
+      tile::load(q_smem, q.rows(block.start, block.stop));
       // Whatever a query without a key brings, its gradients are 0.
-      tile::load(do_smem, d_o.rows(step.start, step.stop), [&](int row) {
-        return lse.at(step.start + row, 0) != ptx::negative_infinity<Accumulator>();
+      tile::load(do_smem, d_o.rows(block.start, block.stop), [&](int row) {
+        return lse.at(block.start + row, 0) != ptx::negative_infinity<Accumulator>();
       });
       __syncthreads();  // Q and dO, and K and V before the first step, are there
       tile::RegisterTile<Accumulator, kBlockKv, kBlockQ> s, dp;
       s.fill(0);
       dp.fill(0);
-      tile::add_product_nt<kSteps>(s, k_smem, q_smem);
-      tile::add_product_nt<kSteps>(dp, v_smem, do_smem);
+      tile::gemm_add_nt<kUnroll>(s, k_smem, q_smem);
+      tile::gemm_add_nt<kUnroll>(dp, v_smem, do_smem);
       const auto lse_2 = [&](int row) { return q_smem.at(row, kHeadDim); };
       const auto delta_of = [&](int row) { return q_smem.at(row, kHeadDim + 1); };
       if constexpr (kHasScore) {
-        score_pairs_of_keys([&](int i, int j) -> Accumulator& { return s.at[i][j]; }, dp, score_function, params, work, step,
+        score_pairs_of_keys([&](int i, int j) -> Accumulator& { return s.at[i][j]; }, dp, score_function, params,
+                            work, block,
                             lse_2, delta_of);
       } else {
-        probabilities_of_keys(s, params, work, step, lse_2);
+        probabilities_of_keys(s, params, work, block, lse_2);
         score_gradients_of_keys(dp, [&](int i, int j) { return s.at[i][j]; }, delta_of);
       }
       tile::store(p_smem, s);
       __syncthreads();  // P is there
-      tile::add_product_nn<kSteps>(dv, p_smem, do_smem);
+      tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
       __syncthreads();  // P is read
       tile::store(p_smem, dp);
       __syncthreads();  // dS is there
-      tile::add_product_nn<kSteps>(dk, p_smem, q_smem);
+      tile::gemm_add_nn<kUnroll>(dk, p_smem, q_smem);
     }
   }
   dk.scale(shape.softmax_scale);

@@ -1,5 +1,5 @@
 // What the backward pass in one walk needs beforehand: delta = rowsum(dO o O) - dlse of every query, and dQ = 0.
-#include <attention/operands.cuh>
+#include <attention/config_simt.cuh>
 #include <attention/score_gradient.cuh>
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
@@ -12,5 +12,5 @@ simt_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   Accumulator lse_2[dq.kRows], delta[dq.kRows];
   row_statistics<Element, kBlockQ, kValueDim>(params, work, lse_2, delta);
   dq.fill(0);
-  store_gradient<Element>(params.dq, work, work.place.head, params.shape.seqlen_q, params.shape.head_dim, dq);
+  store_gradient<Element>(params.dq, work, work.batch_head.head, params.shape.seqlen_q, params.shape.head_dim, dq);
 }

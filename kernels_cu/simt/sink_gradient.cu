@@ -1,6 +1,6 @@
 // The gradient of a sink, once delta of every query is known, for all families that keep delta in a vector. One block sums
 // over the queries of one head.
-#include <attention/operands.cuh>
+#include <attention/config_simt.cuh>
 #include <attention/sink.cuh>
 #include <ptx/shared.cuh>
 
@@ -10,7 +10,7 @@ simt_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUF
   using namespace cuflash::attention;
   const int length = params.shape.seqlen_q;
   sum_sink_gradient<Accumulator, 32 * config::kNumWarps>(
-      params, sink, ptx::dynamic_shared<Accumulator>(), [&](const Place& place, int query) {
-        return matrix<Accumulator>(params.delta, place, place.head, length, 1).at(query, 0);
+      params, sink, ptx::dynamic_shared<Accumulator>(), [&](const BatchHead& batch_head, int query) {
+        return matrix<Accumulator>(params.delta, batch_head, batch_head.head, length, 1).at(query, 0);
       });
 }

@@ -1,8 +1,8 @@
 // The rows' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2), where every result must repeat bit
 // for bit: dQ of one tile of queries, P recomputed from lse. Each warp keeps its rows of P, dS and dQ in registers.
-#include <attention/fragment_gradient.cuh>
+#include <attention/epilogue_mma.cuh>
 #include <attention/fragment_slopes.cuh>
-#include <attention/mma_gradient.cuh>
+#include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
 
 namespace cuflash {
@@ -11,40 +11,41 @@ using config::kNumStages;
 
 constexpr int kRowTiles = kBlockQ / (16 * kNumWarps);
 using Scores = tile::WarpTile<kRowTiles, kBlockKv / 8, kNumWarps>;
-using Gradient = tile::WarpTile<kRowTiles, kHeadDim / 8, kNumWarps>;
+using Dq = tile::WarpTile<kRowTiles, kHeadDim / 8, kNumWarps>;
 
 constexpr QTile q_smem{0};
 constexpr OTile do_smem{QTile::kBytes};
-constexpr int kK = do_smem.start + OTile::kBytes;  // stages of K, then of V
-constexpr int kV = kK + kNumStages * KTile::kBytes;
-constexpr int kKept = kV + kNumStages * VTile::kBytes;
+constexpr int kKOffset = do_smem.start + OTile::kBytes;  // stages of K, then of V
+constexpr int kVOffset = kKOffset + kNumStages * KTile::kBytes;
+constexpr int kStateOffset = kVOffset + kNumStages * VTile::kBytes;
 
 // What a block remembers of its tile in shared memory: registers are for accumulators.
-struct Kept {
+struct BlockState {
   Element* k;
   Element* v;
   attention::WorkTile work;
-  attention::Reach reach;
+  attention::VisitRange visit_range;
   float softmax_scale_log2;
-  bool has_rows;  // K's and V's are those of their tiles
+  bool rows_fill_tiles;  // K's and V's are those of their tiles
 };
 
-CUFLASH_DEVICE void load_step(const attention::Params& params, const Kept& kept, const attention::Step& step, int stage) {
+CUFLASH_DEVICE void load_block(const attention::Params& params, const BlockState& state,
+                               const attention::KvBlock& block, int stage) {
   const attention::Shape& shape = params.shape;
-  if (__builtin_expect(kept.has_rows && step.stop - step.start == kBlockKv, true)) {
+  if (__builtin_expect(state.rows_fill_tiles && block.stop - block.start == kBlockKv, true)) {
     const int64_t k_stride = params.k.row_stride, v_stride = params.v.row_stride;
-    const tile::WholeRows<kThreads, Element, kBlockKv, kHeadDim> k({kK + stage * KTile::kBytes},
-                                                                   kept.k + step.start * k_stride, k_stride);
-    const tile::WholeRows<kThreads, Element, kBlockKv, kValueDim> v({kV + stage * VTile::kBytes},
-                                                                    kept.v + step.start * v_stride, v_stride);
+    const tile::FullTileCopy<kThreads, Element, kBlockKv, kHeadDim> k({kKOffset + stage * KTile::kBytes},
+                                                                      state.k + block.start * k_stride, k_stride);
+    const tile::FullTileCopy<kThreads, Element, kBlockKv, kValueDim> v({kVOffset + stage * VTile::kBytes},
+                                                                       state.v + block.start * v_stride, v_stride);
     k.start();
     v.start();
     return;
   }
-  tile::load_async<kThreads, false>(KTile{kK + stage * KTile::kBytes},
-                                    rows(kept.k, params.k, shape.head_dim, step.start, step.stop));
-  tile::load_async<kThreads, false>(VTile{kV + stage * VTile::kBytes},
-                                    rows(kept.v, params.v, shape.value_dim, step.start, step.stop));
+  tile::load_async<kThreads, false>(KTile{kKOffset + stage * KTile::kBytes},
+                                    rows(state.k, params.k, shape.head_dim, block.start, block.stop));
+  tile::load_async<kThreads, false>(VTile{kVOffset + stage * VTile::kBytes},
+                                    rows(state.v, params.v, shape.value_dim, block.start, block.stop));
 }
 
 }  // namespace cuflash
@@ -56,69 +57,73 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
   const Shape& shape = params.shape;
   const WorkTile work = query_tile<Listed>(params, kBlockQ);
   if (work.is_empty()) return;
-  const Place& place = work.place;
-  const Reach reach = reach_of_queries(params, work);  // first: a list takes time to answer
-  tile::load_async<kThreads>(q_smem, matrix<Element>(params.q, place, place.head, shape.seqlen_q, shape.head_dim)
+  const BatchHead& batch_head = work.batch_head;
+  const VisitRange visit_range = visit_range_of_queries(params, work);  // first: a list takes time to answer
+  tile::load_async<kThreads>(q_smem, matrix<Element>(params.q, batch_head, batch_head.head, shape.seqlen_q,
+                                                     shape.head_dim)
                                          .rows(work.first, work.last));
-  tile::load_async<kThreads>(do_smem, matrix<Element>(params.do_, place, place.head, shape.seqlen_q, shape.value_dim)
+  tile::load_async<kThreads>(do_smem, matrix<Element>(params.do_, batch_head, batch_head.head, shape.seqlen_q,
+                                                      shape.value_dim)
                                           .rows(work.first, work.last));
-  auto& kept = *reinterpret_cast<Kept*>(ptx::dynamic_shared<unsigned char>() + kKept);
+  auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
   if (threadIdx.x == 0) {
-    const int kv_head = divided(place.head, shape.group_size).quotient;
-    kept.work = work;
-    kept.softmax_scale_log2 = shape.softmax_scale * kLog2E;
-    kept.reach = reach;
-    kept.k = matrix<Element>(params.k, place, kv_head, 0, 0).data;
-    kept.v = matrix<Element>(params.v, place, kv_head, 0, 0).data;
-    kept.has_rows =
-        has_rows_of<KTile>(kept.k, params.k, shape.head_dim) && has_rows_of<VTile>(kept.v, params.v, shape.value_dim);
+    const int kv_head = divmod(batch_head.head, shape.group_size).quotient;
+    state.work = work;
+    state.softmax_scale_log2 = shape.softmax_scale * kLog2E;
+    state.visit_range = visit_range;
+    state.k = matrix<Element>(params.k, batch_head, kv_head, 0, 0).data;
+    state.v = matrix<Element>(params.v, batch_head, kv_head, 0, 0).data;
+    state.rows_fill_tiles =
+        has_full_rows<KTile>(state.k, params.k, shape.head_dim) &&
+            has_full_rows<VTile>(state.v, params.v, shape.value_dim);
   }
 
   const auto row = row_statistics<Scores>(
-      matrix<float>(params.lse, place, place.head, shape.seqlen_q, 1).rows(work.first, work.last),
-      matrix<float>(params.delta, place, place.head, shape.seqlen_q, 1).rows(work.first, work.last));
-  Gradient dq;
+      matrix<float>(params.lse, batch_head, batch_head.head, shape.seqlen_q, 1).rows(work.first, work.last),
+      matrix<float>(params.delta, batch_head, batch_head.head, shape.seqlen_q, 1).rows(work.first, work.last));
+  Dq dq;
   dq.fill(0);
   __syncthreads();  // what is kept is there
-  Steps<kBlockKv, OverKeys, Listed> steps(params, kept.reach);
-  Step step, next;
-  bool has_step = steps.next(step);
-  if (has_step) load_step(params, kept, step, 0);
+  BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, state.visit_range);
+  KvBlock block, next_block;
+  bool has_block = blocks.next(block);
+  if (has_block) load_block(params, state, block, 0);
   ptx::cp_async_commit();
-  bool has_next = steps.next(next);  // one ahead: what a list says of it arrives while this one is worked on
-  for (int stage = 0; has_step; stage = kNumStages - 1 - stage) {
-    const KTile k_smem{kK + stage * KTile::kBytes};
-    const VTile v_smem{kV + stage * VTile::kBytes};
+  // one ahead: what a list says of it arrives while this one is worked on
+  bool has_next_block = blocks.next(next_block);
+  for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
+    const KTile k_smem{kKOffset + stage * KTile::kBytes};
+    const VTile v_smem{kVOffset + stage * VTile::kBytes};
     ptx::cp_async_wait<0>();
     __syncthreads();  // K and V, and Q and dO before the first step, are there; K and V of the last step are read
-    if (kNumStages == 2 && has_next) load_step(params, kept, next, 1 - stage);
+    if (kNumStages == 2 && has_next_block) load_block(params, state, next_block, 1 - stage);
     ptx::cp_async_commit();
     Scores s, dp;
-    tile::product_nt(s, q_smem, k_smem);
-    tile::product_nt(dp, do_smem, v_smem);
+    tile::gemm_nt(s, q_smem, k_smem);
+    tile::gemm_nt(dp, do_smem, v_smem);
     if constexpr (kHasScore) {
-      const bool is_masked = !is_whole<kBlockKv>(step);
-      if (is_masked) mask_scores<config::kIsListed>(s, params, kept.work, step, masked_score());
-      score_pairs_of_rows(s, dp, score_function, shape, kept.work.place, {kept.work.first, kept.work.last},
-                          {step.start, step.stop}, is_masked, row, true);
-    } else if (is_whole<kBlockKv>(step)) {
-      score_gradients<false>(s, dp, kept.softmax_scale_log2, row);
+      const bool is_masked = !is_unmasked<kBlockKv>(block);
+      if (is_masked) mask_scores<config::kIsListed>(s, params, state.work, block, masked_score());
+      score_pairs_of_rows(s, dp, score_function, shape, state.work.batch_head, {state.work.first, state.work.last},
+                          {block.start, block.stop}, is_masked, row, true);
+    } else if (is_unmasked<kBlockKv>(block)) {
+      score_gradients<false>(s, dp, state.softmax_scale_log2, row);
     } else {
-      mask_scores<config::kIsListed>(s, params, kept.work, step, masked_score());
-      score_gradients<true>(s, dp, kept.softmax_scale_log2, row);
+      mask_scores<config::kIsListed>(s, params, state.work, block, masked_score());
+      score_gradients<true>(s, dp, state.softmax_scale_log2, row);
     }
-    tile::add_product_nn(dq, dp, k_smem);
+    tile::gemm_add_nn(dq, dp, k_smem);
     if (kNumStages == 1) {
       __syncthreads();  // K and V are read
-      if (has_next) load_step(params, kept, next, 0);
+      if (has_next_block) load_block(params, state, next_block, 0);
       ptx::cp_async_commit();
     }
-    step = next;
-    has_step = has_next;
-    has_next = steps.next(next);
+    block = next_block;
+    has_block = has_next_block;
+    has_next_block = blocks.next(next_block);
   }
   ptx::cp_async_wait<0>();
   __syncthreads();  // Q is there, even without a step, and read
   dq.scale(shape.softmax_scale);
-  write_gradient(params.dq, kept.work, kept.work.place.head, shape.head_dim, q_smem, dq);
+  write_gradient(params.dq, state.work, state.work.batch_head.head, shape.head_dim, q_smem, dq);
 }

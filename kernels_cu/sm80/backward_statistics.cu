@@ -6,10 +6,10 @@ extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
 sm80_backward_statistics(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;
   using namespace cuflash::attention;
-  reset_numbers(params);
-  const WorkTile work = query_tile_from_last<Listed>(params, kBlockQ);
+  reset_tile_counter(params);
+  const WorkTile work = query_tile_reversed<Listed>(params, kBlockQ);
   if (work.is_empty()) return;
-  const auto delta = matrix<float>(params.delta, work.place, work.place.head, params.shape.seqlen_q, 1);
-  each_delta(params, work, [&](int row, float sum) { delta.at(row, 0) = sum; });
+  const auto delta = matrix<float>(params.delta, work.batch_head, work.batch_head.head, params.shape.seqlen_q, 1);
+  for_each_delta(params, work, [&](int row, float sum) { delta.at(row, 0) = sum; });
   clear_dq_sum(params, work);
 }

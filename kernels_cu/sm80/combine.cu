@@ -1,9 +1,9 @@
 // Merges what the blocks that shared a tile's keys left, by the rescaling of FlashAttention-2 (arXiv 2307.08691,
 // section 3.1) applied to finished parts: lse = log sum_p exp(lse_p), o = sum_p exp(lse_p - lse) o_p. A block works on
 // one query; groups of its threads share the parts. Whichever of them is first, sums are in the same order.
-#include <attention/online_softmax.cuh>
 #include <attention/sink.cuh>
-#include <attention/work_tile.cuh>
+#include <attention/softmax_simt.cuh>
+#include <attention/tile_scheduler.cuh>
 #include <ptx/shared.cuh>
 
 namespace cuflash {
@@ -19,8 +19,8 @@ constexpr int kVectors = kValueDim / kWidth;                                    
 static_assert(kValueDim % kWidth == 0, "a group's threads share the columns evenly");
 
 // exp of a number that is not positive.
-CUFLASH_DEVICE float weight(float lse, float most) {
-  return ptx::exp2_accurate((lse - most) * static_cast<float>(attention::kLog2E));
+CUFLASH_DEVICE float weight(float lse, float max_lse) {
+  return ptx::exp2_accurate((lse - max_lse) * static_cast<float>(attention::kLog2E));
 }
 
 }  // namespace cuflash
@@ -32,36 +32,39 @@ sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   const Shape& shape = params.shape;
   const WorkTile work = query_tile(params, 1);
   if (work.is_empty()) return;
-  const Place& place = work.place;
+  const BatchHead& batch_head = work.batch_head;
   const int query = work.first, seqlen_q = shape.seqlen_q;
   const int num_rows = shape.num_splits * seqlen_q;  // those of a part follow the last part's
-  const auto lse_parts = matrix<float>(params.parts.lse_parts, place, place.head, num_rows, 1);
-  const auto o_parts = matrix<float>(params.parts.o_parts, place, place.head, num_rows, kValueDim);
+  const auto lse_parts = matrix<float>(params.parts.lse_parts, batch_head, batch_head.head, num_rows, 1);
+  const auto o_parts = matrix<float>(params.parts.o_parts, batch_head, batch_head.head, num_rows, kValueDim);
 
-  float most = ptx::negative_infinity<float>(), total = 0;
+  float max_lse = ptx::negative_infinity<float>(), total = 0;
   const int first = threadIdx.x % 32 * seqlen_q + query;
-  for (int row = first; row < num_rows; row += 32 * seqlen_q) most = fmaxf(most, lse_parts.at(row, 0));
+  for (int row = first; row < num_rows; row += 32 * seqlen_q) max_lse = fmaxf(max_lse, lse_parts.at(row, 0));
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
-  const float logit = sink_logit<float>(sink, place, place.head);
-  if (config::kHasSink) most = fmaxf(most, logit);  // the sink is one more part, with o = 0
-  if (most == ptx::negative_infinity<float>()) most = 0;  // -inf - (-inf) must not arise
-  for (int row = first; row < num_rows; row += 32 * seqlen_q) total += weight(lse_parts.at(row, 0), most);
+  for (int lane_offset = 1; lane_offset < 32; lane_offset *= 2) max_lse =
+      fmaxf(max_lse, __shfl_xor_sync(0xffffffffu, max_lse, lane_offset));
+  const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
+  if (config::kHasSink) max_lse = fmaxf(max_lse, logit);  // the sink is one more part, with o = 0
+  if (max_lse == ptx::negative_infinity<float>()) max_lse = 0;  // -inf - (-inf) must not arise
+  for (int row = first; row < num_rows; row += 32 * seqlen_q) total += weight(lse_parts.at(row, 0), max_lse);
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
-  if (config::kHasSink) total += weight(logit, most);
+  for (int lane_offset = 1; lane_offset < 32; lane_offset *= 2) total += __shfl_xor_sync(0xffffffffu, total,
+                                                                                         lane_offset);
+  if (config::kHasSink) total += weight(logit, max_lse);
 
   Vector<float> o[kVectors] = {};
   const int first_column = threadIdx.x % kColumnLanes * kVector;
 #pragma unroll 4
   for (int row = threadIdx.x / kColumnLanes * seqlen_q + query; row < num_rows; row += kGroups * seqlen_q) {
-    const float lse = lse_parts.at(row, 0), by = weight(lse, most);
+    const float lse = lse_parts.at(row, 0), factor = weight(lse, max_lse);
 #pragma unroll
     for (int c = 0; c < kVectors; ++c) {
       const auto x = reinterpret_cast<const Vector<float>&>(o_parts.at(row, first_column + c * kWidth));
 #pragma unroll
       for (int e = 0; e < kVector; ++e)
-        if (lse != ptx::negative_infinity<float>()) o[c].at[e] += by * x.at[e];  // else o of the part was not written
+        // else o of the part was not written
+        if (lse != ptx::negative_infinity<float>()) o[c].at[e] += factor * x.at[e];
     }
   }
   float* const sums = ptx::dynamic_shared<float>() + threadIdx.x / kColumnLanes * kValueDim + first_column;
@@ -69,14 +72,14 @@ sm80_combine(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   for (int c = 0; c < kVectors; ++c) reinterpret_cast<Vector<float>&>(sums[c * kWidth]) = o[c];
   __syncthreads();  // every group's sums are there
   const bool is_empty = total == 0;
-  const auto to = matrix<Element>(params.o, place, place.head, seqlen_q, shape.value_dim);
+  const auto to = matrix<Element>(params.o, batch_head, batch_head.head, seqlen_q, shape.value_dim);
   for (int column = threadIdx.x; column < shape.value_dim; column += kThreads) {
     float sum = 0;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) sum += ptx::dynamic_shared<float>()[group * kValueDim + column];
-    tile::narrow(is_empty ? 0 : sum / total, to.at(query, column));
+    tile::to_element(is_empty ? 0 : sum / total, to.at(query, column));
   }
   if (threadIdx.x == 0)
-    matrix<float>(params.lse, place, place.head, seqlen_q, 1).at(query, 0) =
-        is_empty ? ptx::negative_infinity<float>() : most + ptx::log_accurate(total);
+    matrix<float>(params.lse, batch_head, batch_head.head, seqlen_q, 1).at(query, 0) =
+        is_empty ? ptx::negative_infinity<float>() : max_lse + ptx::log_accurate(total);
 }

@@ -3,14 +3,14 @@
 // copied while this one's softmax runs, V while its scores are multiplied.
 // Where tiles are too few for the chip, several blocks share a tile's keys, and combine.cu merges what they leave;
 // where queries are few too, a tile holds those of all the heads that share keys.
-#include <attention/mma_operands.cuh>
+#include <attention/config_mma.cuh>
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
 #include <ptx/cp_async.cuh>
 
 namespace cuflash {
 
-using config::kIsPacked;
+using config::kPackGqa;
 using config::kIsSplit;
 
 constexpr int kRowTiles = kBlockQ / (16 * kNumWarps);
@@ -22,107 +22,112 @@ constexpr QTile q_smem{0};
 constexpr OTile o_smem{0};  // in Q's place, once that is read
 constexpr KTile k_smem{QTile::kBytes > OTile::kBytes ? QTile::kBytes : OTile::kBytes};
 constexpr VTile v_smem{k_smem.start + KTile::kBytes};
-constexpr int kKept = v_smem.start + VTile::kBytes;
+constexpr int kStateOffset = v_smem.start + VTile::kBytes;
 
 // What a block remembers of its tile in shared memory: registers are for accumulators.
-struct Kept {
+struct BlockState {
   Element* k;
   Element* v;
   attention::WorkTile work;
-  attention::Reach reach;
+  attention::VisitRange visit_range;
   float softmax_scale_log2;
-  bool has_rows;  // K's and V's are those of their tiles
+  bool rows_fill_tiles;  // K's and V's are those of their tiles
 };
 
 // The tile that a block works on, alone or with others.
 CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params) {
-  if (kIsPacked) return attention::packed_query_tile(params, kBlockQ, params.shape.num_splits);
+  if (kPackGqa) return attention::packed_query_tile(params, kBlockQ, params.shape.num_splits);
   return attention::query_tile<Listed>(params, kBlockQ, kIsSplit ? params.shape.num_splits : 1);
 }
 
 // What the block visits of the keys that the tile's queries reach.
-CUFLASH_DEVICE attention::Reach reach_of_block(const attention::Params& params, attention::WorkTile work) {
+CUFLASH_DEVICE attention::VisitRange visit_range_of_block(const attention::Params& params, attention::WorkTile work) {
   using namespace attention;
-  if (kIsPacked) work.last = params.shape.seqlen_q;  // each head's queries are the same
-  const Reach whole = reach_of_queries(params, work);
+  if (kPackGqa) work.last = params.shape.seqlen_q;  // each head's queries are the same
+  const VisitRange full_range = visit_range_of_queries(params, work);
   const int num_splits = params.shape.num_splits;
-  return kIsSplit ? part_of<kBlockKv, Listed>(params, whole, work_part(num_splits), num_splits) : whole;
+  return kIsSplit ? split_range<kBlockKv, Listed>(params, full_range, split_index(num_splits), num_splits) : full_range;
 }
 
 // Start to copy Q.
 CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::WorkTile& work) {
   const attention::Shape& shape = params.shape;
-  const auto q = attention::matrix<Element>(params.q, work.place, work.place.head, shape.seqlen_q, shape.head_dim);
-  if (kIsPacked) tile::load_async<kThreads>(q_smem, tile::RowsOfMatrices<Element>{q, params.q.head_stride, work.last});
+  const auto q = attention::matrix<Element>(params.q, work.batch_head, work.batch_head.head, shape.seqlen_q,
+                                            shape.head_dim);
+  if (kPackGqa) tile::load_async<kThreads>(q_smem, tile::StackedRows<Element>{q, params.q.head_stride, work.last});
   else tile::load_async<kThreads>(q_smem, q.rows(work.first, work.last));
 }
 
 // Note where the tile lies, and K and V. By one thread.
-CUFLASH_DEVICE void keep(const attention::Params& params, const attention::WorkTile& work, const attention::Reach& reach,
-                         Kept& kept) {
+CUFLASH_DEVICE void save_state(const attention::Params& params, const attention::WorkTile& work,
+                               const attention::VisitRange& visit_range,
+                               BlockState& state) {
   using namespace attention;
   const Shape& shape = params.shape;
-  const int kv_head = divided(work.place.head, shape.group_size).quotient;
-  kept.k = matrix<Element>(params.k, work.place, kv_head, 0, 0).data;
-  kept.v = matrix<Element>(params.v, work.place, kv_head, 0, 0).data;
-  kept.work = work;
-  kept.reach = reach;
-  kept.softmax_scale_log2 = Softmax::scale_log2(exponent_scale(shape));
-  kept.has_rows =
-      has_rows_of<KTile>(kept.k, params.k, shape.head_dim) && has_rows_of<VTile>(kept.v, params.v, shape.value_dim);
+  const int kv_head = divmod(work.batch_head.head, shape.group_size).quotient;
+  state.k = matrix<Element>(params.k, work.batch_head, kv_head, 0, 0).data;
+  state.v = matrix<Element>(params.v, work.batch_head, kv_head, 0, 0).data;
+  state.work = work;
+  state.visit_range = visit_range;
+  state.softmax_scale_log2 = Softmax::scale_log2(exponent_scale(shape));
+  state.rows_fill_tiles =
+      has_full_rows<KTile>(state.k, params.k, shape.head_dim) &&
+          has_full_rows<VTile>(state.v, params.v, shape.value_dim);
 }
 
 // A step's rows of K, or of V.
 template <class Tile>
-CUFLASH_DEVICE void load_step(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
-                              const attention::Step& step, bool has_rows) {
-  if (__builtin_expect(has_rows && step.stop - step.start == kBlockKv, true)) {
+CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
+                               const attention::KvBlock& block, bool rows_fill_tiles) {
+  if (__builtin_expect(rows_fill_tiles && block.stop - block.start == kBlockKv, true)) {
     const int64_t row_stride = matrices.row_stride;
-    tile::WholeRows<kThreads, Element, kBlockKv, Tile::kChunks * Tile::kChunk>(to, data + step.start * row_stride, row_stride)
+    tile::FullTileCopy<kThreads, Element, kBlockKv,
+        Tile::kChunks * Tile::kChunk>(to, data + block.start * row_stride, row_stride)
         .start();
   } else {
-    tile::load_async<kThreads, false>(to, rows(data, matrices, num_columns, step.start, step.stop));
+    tile::load_async<kThreads, false>(to, rows(data, matrices, num_columns, block.start, block.stop));
   }
 }
 
-CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const Kept& kept,
-                              const attention::Step& step) {
+CUFLASH_DEVICE void mask_block(Scores& s, const attention::Params& params, const BlockState& state,
+                               const attention::KvBlock& block) {
   using namespace attention;
   const float hidden = ptx::negative_infinity<float>();
-  if (kIsPacked) mask_scores<false>(s, params, kept.work, step, hidden, HeadAfterHead{params.shape.seqlen_q});
-  else mask_scores<config::kIsListed>(s, params, kept.work, step, hidden);
+  if (kPackGqa) mask_scores<false>(s, params, state.work, block, hidden, PackedQuery{params.shape.seqlen_q});
+  else mask_scores<config::kIsListed>(s, params, state.work, block, hidden);
 }
 
 // The score function of a step's scores, in their place.
 template <class Score>
 CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const attention::WorkTile& work,
-                               const attention::Step& step, const Score& score) {
+                               const attention::KvBlock& block, const Score& score) {
   using namespace attention;
   const Positions rows{work.first, work.last};
   const auto query_of = [&](int i) {
     const int row = rows.at(row_of(s, i));
-    if (!kIsPacked) return HeadAndQuery{work.place.head, row};
-    const Divided heads = divided(row, params.shape.seqlen_q);
-    return HeadAndQuery{work.place.head + heads.quotient, heads.rest};
+    if (!kPackGqa) return HeadAndQuery{work.batch_head.head, row};
+    const DivMod heads = divmod(row, params.shape.seqlen_q);
+    return HeadAndQuery{work.batch_head.head + heads.quotient, heads.remainder};
   };
-  apply_score(s, score, params.shape, work.place, query_of, {step.start, step.stop}, 1);
+  apply_score(s, score, params.shape, work.batch_head, query_of, {block.start, block.stop}, 1);
 }
 
 // A part's rows of what is left to be merged.
-CUFLASH_DEVICE tile::RowsOfMatrices<float> rows_of_part(const attention::Shape& shape, const attention::Matrices& parts,
-                                                        const attention::Place& place, int num_columns) {
-  const int seqlen_q = shape.seqlen_q, first = attention::work_part(shape.num_splits) * seqlen_q;
-  const auto all = attention::matrix<float>(parts, place, place.head, 0, num_columns);
+CUFLASH_DEVICE tile::StackedRows<float> rows_of_part(const attention::Shape& shape, const attention::Matrices& parts,
+                                                     const attention::BatchHead& batch_head, int num_columns) {
+  const int seqlen_q = shape.seqlen_q, first = attention::split_index(shape.num_splits) * seqlen_q;
+  const auto all = attention::matrix<float>(parts, batch_head, batch_head.head, 0, num_columns);
   return {all.rows(first, first + seqlen_q), parts.head_stride, seqlen_q};
 }
 
 // What a block that shares its tile leaves: O and lse of its keys; of rows that see none of them, lse alone.
-CUFLASH_DEVICE void write_part(const attention::Params& params, const Kept& kept, const Softmax& softmax, Output& o) {
-  const attention::WorkTile& work = kept.work;
-  const auto lse_rows = rows_of_part(params.shape, params.parts.lse_parts, work.place, 1);
-  const auto o_rows = rows_of_part(params.shape, params.parts.o_parts, work.place, kValueDim);
+CUFLASH_DEVICE void write_part(const attention::Params& params, const BlockState& state, const Softmax& softmax,
+                               Output& o) {
+  const attention::WorkTile& work = state.work;
+  const auto lse_rows = rows_of_part(params.shape, params.parts.lse_parts, work.batch_head, 1);
+  const auto o_rows = rows_of_part(params.shape, params.parts.o_parts, work.batch_head, kValueDim);
   float row_lse[Output::kRows];
-  softmax.finalize(o, kept.softmax_scale_log2, row_lse);
+  softmax.finalize(o, state.softmax_scale_log2, row_lse);
   ptx::cp_async_wait<0>();  // Q is there, even without a step
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i) {
@@ -134,17 +139,18 @@ CUFLASH_DEVICE void write_part(const attention::Params& params, const Kept& kept
 }
 
 // lse, and O by way of Q's room.
-CUFLASH_DEVICE void write_results(const attention::Params& params, const Kept& kept, const Softmax& softmax, Output& o,
+CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockState& state, const Softmax& softmax,
+                                  Output& o,
                                   attention::SinkArgument sink) {
   using namespace attention;
-  const WorkTile& work = kept.work;
-  const Place& place = work.place;
+  const WorkTile& work = state.work;
+  const BatchHead& batch_head = work.batch_head;
   const int length = params.shape.seqlen_q;
-  const auto lse = matrix<float>(params.lse, place, place.head, length, 1).rows(work.first, work.last);
+  const auto lse = matrix<float>(params.lse, batch_head, batch_head.head, length, 1).rows(work.first, work.last);
   const int first_row = o.first_row(), first_column = o.first_column();
-  const float logit = sink_logit<float>(sink, place, place.head);
+  const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
   float row_lse[Output::kRows];
-  softmax.finalize(o, kept.softmax_scale_log2, row_lse);
+  softmax.finalize(o, state.softmax_scale_log2, row_lse);
   if constexpr (config::kHasSink)
 #pragma unroll
     for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
@@ -155,7 +161,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const Kept& k
   __syncthreads();  // Q is there, even without a step, and read
   tile::store(o_smem, o);
   __syncthreads();  // O is there
-  const auto all = matrix<Element>(params.o, place, place.head, length, params.shape.value_dim);
+  const auto all = matrix<Element>(params.o, batch_head, batch_head.head, length, params.shape.value_dim);
   tile::store<kThreads>(all.rows(work.first, work.last), o_smem);
 }
 
@@ -166,44 +172,44 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   using namespace cuflash;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
-  auto& kept = *reinterpret_cast<Kept*>(ptx::dynamic_shared<unsigned char>() + kKept);
+  auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
   const WorkTile work = tile_of_block(params);
   if (work.is_empty()) return;
-  const Reach asked = reach_of_block(params, work);  // first: a list takes time to answer
+  const VisitRange block_range = visit_range_of_block(params, work);  // first: a list takes time to answer
   load_q(params, work);
-  if (threadIdx.x == 0) keep(params, work, asked, kept);
+  if (threadIdx.x == 0) save_state(params, work, block_range, state);
   Softmax softmax;
   Output o;
   o.fill(0);
   __syncthreads();  // what is kept is there
-  Element* const k = kept.k;
-  Element* const v = kept.v;
-  const Reach reach = kept.reach;
-  const bool has_rows = kept.has_rows;
-  Steps<kBlockKv, OverKeys, Listed> steps(params, reach);
-  Step step;
-  bool has_step = steps.next(step);
-  if (has_step) load_step(k_smem, k, params.k, shape.head_dim, step, has_rows);
+  Element* const k = state.k;
+  Element* const v = state.v;
+  const VisitRange visit_range = state.visit_range;
+  const bool rows_fill_tiles = state.rows_fill_tiles;
+  BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, visit_range);
+  KvBlock block;
+  bool has_block = blocks.next(block);
+  if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles);
   ptx::cp_async_commit();
-  while (has_step) {
+  while (has_block) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // K, and Q before the first step, is there; V of the last step is read
-    load_step(v_smem, v, params.v, shape.value_dim, step, has_rows);
+    load_block(v_smem, v, params.v, shape.value_dim, block, rows_fill_tiles);
     ptx::cp_async_commit();
     Scores s;
-    tile::product_nt(s, q_smem, k_smem);
+    tile::gemm_nt(s, q_smem, k_smem);
     ptx::cp_async_wait<0>();
     __syncthreads();  // V is there; K is read
-    if constexpr (kHasScore) score_step(s, params, kept.work, step, score_function);
-    else if (Softmax::turns(shape.softmax_scale)) Softmax::turn(s, shape.softmax_scale);
-    if (!is_whole<kBlockKv>(step)) mask_step(s, params, kept, step);
-    has_step = steps.next(step);
-    if (has_step) load_step(k_smem, k, params.k, shape.head_dim, step, has_rows);
+    if constexpr (kHasScore) score_step(s, params, state.work, block, score_function);
+    else if (Softmax::needs_negation(shape.softmax_scale)) Softmax::negate(s, shape.softmax_scale);
+    if (!is_unmasked<kBlockKv>(block)) mask_block(s, params, state, block);
+    has_block = blocks.next(block);
+    if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles);
     ptx::cp_async_commit();
-    softmax.update(s, o, kept.softmax_scale_log2);
-    tile::add_product_nn(o, s, v_smem);
+    softmax.update(s, o, state.softmax_scale_log2);
+    tile::gemm_add_nn(o, s, v_smem);
   }
 
-  if (kIsSplit) write_part(params, kept, softmax, o);
-  else write_results(params, kept, softmax, o, sink);
+  if (kIsSplit) write_part(params, state, softmax, o);
+  else write_results(params, state, softmax, o, sink);
 }

@@ -1,16 +1,16 @@
 // The gradient of a sink, once delta of every query is known, where it is known by tiles of queries. One block sums over the
 // queries of one head.
-#include <attention/known_queries.cuh>
 #include <attention/sink.cuh>
 #include <ptx/shared.cuh>
+#include <sm90/query_stats.cuh>
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
 sm90_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::attention;
   sum_sink_gradient<float, kThreads>(
-      params, sink, ptx::dynamic_shared<float>(), [&](const Place& place, int query) {
+      params, sink, ptx::dynamic_shared<float>(), [&](const BatchHead& batch_head, int query) {
         const int row = (config::kIsListed ? query % params.work.block_q : query) % kBlockQ;
-        return known_queries(params, place)[query_tile_number<Listed>(params, query, kBlockQ)].delta[row];
+        return query_stats(params, batch_head)[query_tile_number<Listed>(params, query, kBlockQ)].delta[row];
       });
 }

@@ -10,7 +10,7 @@ namespace cuflash::tile {
 // A matrix in global memory, and how much of it there is. Strides in elements.
 template <class T>
 struct Matrix {
-  using Number = T;
+  using Value = T;
 
   T* data;
   int64_t row_stride, column_stride;
@@ -36,14 +36,14 @@ CUFLASH_DEVICE void clear(const Matrix<T>& matrix) {
 
 // Whether rows are whole vectors that start at multiples of 16 bytes.
 template <class T>
-CUFLASH_DEVICE bool has_vectors(const Matrix<T>& matrix) {
+CUFLASH_DEVICE bool has_aligned_vectors(const Matrix<T>& matrix) {
   constexpr int kVector = Vector<T>::kLength;
   return matrix.column_stride == 1 && matrix.row_stride % kVector == 0 && matrix.num_columns % kVector == 0 &&
          reinterpret_cast<uint64_t>(matrix.data) % 16 == 0;
 }
 
 // Rows that are kept, for `load`.
-struct EveryRow {
+struct AllRowsValid {
   CUFLASH_DEVICE bool operator()(int) const { return true; }
 };
 
@@ -53,34 +53,34 @@ CUFLASH_DEVICE int load_row() { return threadIdx.x / kLoadColumns; }
 CUFLASH_DEVICE int load_column() { return threadIdx.x % kLoadColumns; }
 
 // Copy a matrix to shared memory, widened; zeros past its ends and in rows that are not kept. Called by all threads.
-template <class T, int Rows, int Columns, int Pitch, class Element, class Kept = EveryRow>
-CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<Element> from, Kept is_kept = {}) {
+template <class T, int Rows, int Columns, int Pitch, class Element, class IsRowValid = AllRowsValid>
+CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<Element> from, IsRowValid is_row_valid = {}) {
   for (int row = load_row(); row < Rows; row += kLoadRows) {
-    const bool is_there = row < from.num_rows && is_kept(row);
+    const bool in_bounds = row < from.num_rows && is_row_valid(row);
     const Element* element = &from.at(row, load_column());
 #pragma unroll 4
     for (int column = load_column(); column < Columns; column += kLoadColumns) {
-      to.at(row, column) = is_there && column < from.num_columns ? widen(*element) : T(0);
+      to.at(row, column) = in_bounds && column < from.num_columns ? to_accumulator(*element) : T(0);
       element += kLoadColumns * from.column_stride;
     }
   }
 }
 
 // The same in vectors, for matrices of numbers that have them.
-template <class T, int Rows, int Columns, int Pitch, class Kept = EveryRow>
-CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from, Kept is_kept = {}) {
+template <class T, int Rows, int Columns, int Pitch, class IsRowValid = AllRowsValid>
+CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from, IsRowValid is_row_valid = {}) {
   constexpr int kVector = Vector<T>::kLength, kWidth = kLoadColumns * kVector;
   constexpr int kVectors = (Columns + kWidth - 1) / kWidth;
   constexpr int kUnroll = kVectors < 4 ? 4 / kVectors : 1;  // four loads in flight, or a row
-  if (!has_vectors(from)) return load<T, Rows, Columns, Pitch, T>(to, from, is_kept);
+  if (!has_aligned_vectors(from)) return load<T, Rows, Columns, Pitch, T>(to, from, is_row_valid);
 #pragma unroll kUnroll
   for (int row = load_row(); row < Rows; row += kLoadRows) {
-    const bool is_there = row < from.num_rows && is_kept(row);
+    const bool in_bounds = row < from.num_rows && is_row_valid(row);
     const T* const data = &from.at(row, 0);
 #pragma unroll
     for (int column = load_column() * kVector; column < Columns; column += kWidth) {
       Vector<T> x{};
-      if (is_there && column < from.num_columns) x = *reinterpret_cast<const Vector<T>*>(data + column);
+      if (in_bounds && column < from.num_columns) x = *reinterpret_cast<const Vector<T>*>(data + column);
       to.vector(row, column) = x;
     }
   }
@@ -118,16 +118,16 @@ CUFLASH_DEVICE void store(Matrix<Element> to, const RegisterTile<T, Rows, Column
     for (int j = 0; j < Tile::kColumns; j += Run, run += kColumnLanes * Run * to.column_stride)
 #pragma unroll
       for (int e = 0; e < Run; ++e)
-        if (Tile::column(j + e) < to.num_columns) narrow(from.at[i][j + e], run[e * to.column_stride]);
+        if (Tile::column(j + e) < to.num_columns) to_element(from.at[i][j + e], run[e * to.column_stride]);
   }
 }
 
 // The same, runs that are vectors as such, where the matrix has them.
 template <class T, int Rows, int Columns, int Run, class Element>
-CUFLASH_DEVICE void store_in_vectors(Matrix<Element> to, const RegisterTile<T, Rows, Columns, Run>& from) {
+CUFLASH_DEVICE void store_vectorized(Matrix<Element> to, const RegisterTile<T, Rows, Columns, Run>& from) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
   if constexpr (Run == Vector<Element>::kLength) {
-    if (!has_vectors(to)) return store(to, from);
+    if (!has_aligned_vectors(to)) return store(to, from);
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
       if (Tile::row(i) >= to.num_rows) continue;
@@ -136,7 +136,7 @@ CUFLASH_DEVICE void store_in_vectors(Matrix<Element> to, const RegisterTile<T, R
       for (int j = 0; j < Tile::kColumns; j += Run) {
         Vector<Element> x;
 #pragma unroll
-        for (int e = 0; e < Run; ++e) narrow(from.at[i][j + e], x.at[e]);
+        for (int e = 0; e < Run; ++e) to_element(from.at[i][j + e], x.at[e]);
         if (Tile::column(j) < to.num_columns) *reinterpret_cast<Vector<Element>*>(data + Tile::column(j)) = x;
       }
     }

@@ -5,22 +5,22 @@
 // Elements as they are stored, and the numbers that kernels reckon with.
 namespace cuflash::tile {
 
-CUFLASH_DEVICE float widen(ptx::Half x) { return ptx::to_float(x); }
-CUFLASH_DEVICE float widen(ptx::BFloat16 x) { return ptx::to_float(x); }
-CUFLASH_DEVICE float widen(float x) { return x; }
-CUFLASH_DEVICE double widen(double x) { return x; }
+CUFLASH_DEVICE float to_accumulator(ptx::Half x) { return ptx::to_float(x); }
+CUFLASH_DEVICE float to_accumulator(ptx::BFloat16 x) { return ptx::to_float(x); }
+CUFLASH_DEVICE float to_accumulator(float x) { return x; }
+CUFLASH_DEVICE double to_accumulator(double x) { return x; }
 
-CUFLASH_DEVICE void narrow(float x, ptx::Half& to) { to = ptx::from_float<ptx::Half>(x); }
-CUFLASH_DEVICE void narrow(float x, ptx::BFloat16& to) { to = ptx::from_float<ptx::BFloat16>(x); }
-CUFLASH_DEVICE void narrow(float x, float& to) { to = x; }
-CUFLASH_DEVICE void narrow(double x, double& to) { to = x; }
+CUFLASH_DEVICE void to_element(float x, ptx::Half& to) { to = ptx::from_float<ptx::Half>(x); }
+CUFLASH_DEVICE void to_element(float x, ptx::BFloat16& to) { to = ptx::from_float<ptx::BFloat16>(x); }
+CUFLASH_DEVICE void to_element(float x, float& to) { to = x; }
+CUFLASH_DEVICE void to_element(double x, double& to) { to = x; }
 
 // Of a number and a NaN, the number.
-CUFLASH_DEVICE float greater(float x, float y) { return fmaxf(x, y); }
-CUFLASH_DEVICE double greater(double x, double y) { return fmax(x, y); }
+CUFLASH_DEVICE float maximum(float x, float y) { return fmaxf(x, y); }
+CUFLASH_DEVICE double maximum(double x, double y) { return fmax(x, y); }
 // NaN if x is: fminf would give y.
 template <class T>
-CUFLASH_DEVICE T lesser_or_nan(T x, T y) { return y < x ? y : x; }
+CUFLASH_DEVICE T min_or_nan(T x, T y) { return y < x ? y : x; }
 
 // The least finite number: what -inf is replaced by where -inf - (-inf) could arise.
 template <class T>

@@ -9,7 +9,7 @@ namespace cuflash::tile {
 template <class T>
 CUFLASH_DEVICE void add_of_warp(T* address, T x) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  for (int lane_offset = 16; lane_offset > 0; lane_offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
   if (ptx::lane() == 0) ptx::red_add(address, x);
 }
 

@@ -4,11 +4,11 @@
 namespace cuflash::tile {
 
 // The sum of an int of each of first <= x < last. By whole warps.
-template <class Of>
-CUFLASH_DEVICE int sum_of(int first, int last, Of of) {
+template <class Value>
+CUFLASH_DEVICE int warp_sum(int first, int last, Value value_of) {
   int sum = 0;
 #pragma unroll 1
-  for (int x = first + ptx::lane(); x < last; x += 32) sum += of(x);
+  for (int x = first + ptx::lane(); x < last; x += 32) sum += value_of(x);
   return __reduce_add_sync(0xffffffffu, sum);
 }
 

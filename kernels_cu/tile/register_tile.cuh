@@ -11,20 +11,20 @@ using config::kMmaRows;  // of the instruction that multiplies on tensor cores; 
 constexpr int kThreads = 128;
 constexpr int kColumnLanes = kMmaRows > 0 ? 4 : 8;
 constexpr int kRowLanes = kThreads / kColumnLanes;
-constexpr int kLeastRun = kMmaRows > 0 ? 2 : 1;
+constexpr int kMinRun = kMmaRows > 0 ? 2 : 1;
 
 CUFLASH_DEVICE int row_lane() { return threadIdx.x / kColumnLanes; }
 CUFLASH_DEVICE int column_lane() { return threadIdx.x % kColumnLanes; }
 
 template <int Rows>
-constexpr int kRowsOfThread = Rows / kRowLanes;
+constexpr int kRowsPerThread = Rows / kRowLanes;
 
 // A matrix in the registers of the block's threads. A thread holds every kRowLanes-th row and, in every row, runs of
 // Run columns, one run in each kColumnLanes * Run.
-template <class T, int Rows, int Columns, int Run = kLeastRun>
+template <class T, int Rows, int Columns, int Run = kMinRun>
 struct RegisterTile {
   static constexpr int kRun = Run;
-  static constexpr int kRows = kRowsOfThread<Rows>;
+  static constexpr int kRows = kRowsPerThread<Rows>;
   static constexpr int kColumns = Columns / kColumnLanes;
   static_assert(Rows % kRowLanes == 0, "every thread holds as many rows");
   static_assert(Columns % (kColumnLanes * Run) == 0, "every thread holds as many runs of columns");
@@ -41,24 +41,24 @@ struct RegisterTile {
       for (int j = 0; j < kColumns; ++j) at[i][j] = value;
   }
 
-  CUFLASH_DEVICE void scale(T by) {
+  CUFLASH_DEVICE void scale(T factor) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) scale_row(i, by);
+    for (int i = 0; i < kRows; ++i) scale_row(i, factor);
   }
 
-  CUFLASH_DEVICE void scale_row(int i, T by) {
+  CUFLASH_DEVICE void scale_row(int i, T factor) {
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) at[i][j] *= by;
+    for (int j = 0; j < kColumns; ++j) at[i][j] *= factor;
   }
 
   // By a number of at least 1, rounded as division is, unless what is left over is subnormal (P. Markstein, IBM J. Res.
   // Dev. 34, 1990, on quotients from reciprocals). So many divisions would be a sixth of a kernel's text.
-  CUFLASH_DEVICE void divide_row(int i, T by) {
-    const T reciprocal = 1 / by;
+  CUFLASH_DEVICE void divide_row(int i, T factor) {
+    const T reciprocal = 1 / factor;
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const T quotient = at[i][j] * reciprocal;
-      const T rounded = ptx::fma(ptx::fma(-quotient, by, at[i][j]), reciprocal, quotient);
+      const T rounded = ptx::fma(ptx::fma(-quotient, factor, at[i][j]), reciprocal, quotient);
       at[i][j] = rounded == rounded ? rounded : quotient;  // of an infinite one nothing is left over
     }
   }
@@ -68,17 +68,19 @@ struct RegisterTile {
 template <class T>
 CUFLASH_DEVICE T row_sum(T x) {
 #pragma unroll
-  for (int step = 1; step < kColumnLanes; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  for (int lane_offset = 1; lane_offset < kColumnLanes; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x,
+                                                                                               lane_offset);
   return x;
 }
 template <class T>
 CUFLASH_DEVICE T row_max(T x) {
 #pragma unroll
-  for (int step = 1; step < kColumnLanes; step *= 2) x = greater(x, __shfl_xor_sync(0xffffffffu, x, step));
+  for (int lane_offset = 1; lane_offset < kColumnLanes; lane_offset *= 2) x = maximum(x, __shfl_xor_sync(0xffffffffu, x,
+                                                                                                         lane_offset));
   return x;
 }
 
 // Whether this thread speaks for the rows it shares.
-CUFLASH_DEVICE bool leads_rows() { return column_lane() == 0; }
+CUFLASH_DEVICE bool is_row_leader() { return column_lane() == 0; }
 
 }  // namespace cuflash::tile

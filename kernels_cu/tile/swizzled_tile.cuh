@@ -18,21 +18,23 @@ struct SwizzledTile {
   static_assert(kChunks % 2 == 0, "ldmatrix takes two chunks of a row");
 
   // Chunks that change places with each other; as many rows as they need to fill the banks do so alike.
-  static constexpr int kMixed = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;
+  static constexpr int kSwizzledChunks = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;
 
   int start;  // bytes from the start of shared memory, which is a multiple of 128
 
   // Where a row has its first chunk; of a sum of powers of two the exclusive or of what they have.
-  static CUFLASH_DEVICE int first_chunk(int row) {
-    return sizeof(T) == 4 && kMixed == 8 ? row % 2 * 2 ^ row / 2 % 2 * 7 ^ row / 4 % 2 * 4 : row / (8 / kMixed) % kMixed;
+  static CUFLASH_DEVICE int swizzle(int row) {
+    return sizeof(T) == 4 && kSwizzledChunks == 8 ? row % 2 * 2 ^ row / 2 % 2 * 7 ^ row / 4 % 2 * 4
+        : row / (8 / kSwizzledChunks) % kSwizzledChunks;
   }
-  static CUFLASH_DEVICE int offset(int row, int chunk) { return (row * kChunks + (chunk ^ first_chunk(row))) * 16; }
+  static CUFLASH_DEVICE int offset(int row, int chunk) { return (row * kChunks + (chunk ^ swizzle(row))) * 16; }
   // The offset or address of a chunk further on in its row, and `rows` rows below; rows must be a multiple of 8, or bits
   // that the row has not, and chunks a multiple of 2 unless counted from chunk 0. Of one register, once loops are
   // unrolled.
-  template <class Place>
-  static CUFLASH_DEVICE Place moved(Place place, int rows, int chunks) {
-    return (place ^ static_cast<Place>((chunks % kMixed ^ first_chunk(rows)) * 16)) + (rows * kChunks + chunks / kMixed * kMixed) * 16;
+  template <class Offset>
+  static CUFLASH_DEVICE Offset advanced(Offset from, int rows, int chunks) {
+    return (from ^ static_cast<Offset>((chunks % kSwizzledChunks ^ swizzle(rows)) * 16)) +
+        (rows * kChunks + chunks / kSwizzledChunks * kSwizzledChunks) * 16;
   }
   // For instructions that take a 32-bit address, and for all others.
   CUFLASH_DEVICE uint32_t address(int row, int chunk) const {

@@ -36,47 +36,48 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32<4>& a, const Tf32<2>&
 
 // Fragments of a matrix that is read across its rows, word by word: ldmatrix transposes 16-bit elements alone. Of each
 // eight rows a thread takes two, t and t + 4 or, as neighbours, 2 t and 2 t + 1, with t = lane % 4.
-template <class Matrix, int NumTiles, bool IsLeft, bool AsNeighbours>
-struct Words {
-  static constexpr bool kIsMoved = (NumTiles & (NumTiles - 1)) == 0;  // as in Across
+template <class Matrix, int NumTiles, bool IsLeft, bool Adjacent>
+struct TransposedWords {
+  static constexpr bool kUsesXorOffset = (NumTiles & (NumTiles - 1)) == 0;  // as in Across
 
   Matrix matrix;
   int chunk;
 
   CUFLASH_DEVICE uint32_t at(int tile, int k, int which_row, int which_column) const {
-    const int row = ptx::lane() % 4 * (AsNeighbours ? 2 : 1), rows = 8 * k + which_row * (AsNeighbours ? 1 : 4);
+    const int row = ptx::lane() % 4 * (Adjacent ? 2 : 1), rows = 8 * k + which_row * (Adjacent ? 1 : 4);
     const int chunks = 4 * tile + 2 * which_column;
-    const int start = matrix.offset(row, chunk + (kIsMoved ? 0 : chunks)) + ptx::lane() / 4 % 4 * 4;
-    return *matrix.template pointer<uint32_t>(Matrix::moved(start, rows, kIsMoved ? chunks : 0));
+    const int start = matrix.offset(row, chunk + (kUsesXorOffset ? 0 : chunks)) + ptx::lane() / 4 % 4 * 4;
+    return *matrix.template pointer<uint32_t>(Matrix::advanced(start, rows, kUsesXorOffset ? chunks : 0));
   }
 };
 
-template <bool AsNeighbours = false, int NumTiles, bool IsLeft, class Matrix>
-CUFLASH_DEVICE Words<Matrix, NumTiles, IsLeft, AsNeighbours> words(Matrix matrix, int first) {
+template <bool Adjacent = false, int NumTiles, bool IsLeft, class Matrix>
+CUFLASH_DEVICE TransposedWords<Matrix, NumTiles, IsLeft, Adjacent> transposed_words(Matrix matrix, int first) {
   return {matrix, first / kChunkOf<float> + ptx::lane() / 16};
 }
 
-template <class Matrix, int Tiles, bool IsLeft, bool AsNeighbours>
-CUFLASH_DEVICE void load(uint32_t (&frag)[4], const Words<Matrix, Tiles, IsLeft, AsNeighbours>& from, int tile, int k) {
+template <class Matrix, int Tiles, bool IsLeft, bool Adjacent>
+CUFLASH_DEVICE void load(uint32_t (&frag)[4], const TransposedWords<Matrix, Tiles, IsLeft, Adjacent>& from, int tile,
+                         int k) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) frag[e] = from.at(tile, k, IsLeft ? e / 2 : e % 2, IsLeft ? e % 2 : e / 2);
 }
 
 // A product of the same warp: its neighbouring columns are what a left operand takes.
 template <class Tile>
-struct Registers {
+struct FragmentSource {
   const Tile& tile;
 };
 
 template <class Tile>
-CUFLASH_DEVICE void load(uint32_t (&frag)[4], const Registers<Tile>& from, int tile, int k) {
+CUFLASH_DEVICE void load(uint32_t (&frag)[4], const FragmentSource<Tile>& from, int tile, int k) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) frag[e] = __float_as_uint(from.tile.tiles[tile][k][e % 2 * 2 + e / 2]);
 }
 
 // Tensor cores round sums towards zero. So what three products for one add to c starts from zero every time, and is
 // added rounded to nearest; as many tiles of columns at once as registers allow.
-constexpr CUFLASH_DEVICE int tiles_at_once(int row_tiles, int column_tiles) {
+constexpr CUFLASH_DEVICE int tiles_per_pass(int row_tiles, int column_tiles) {
   const int registers = row_tiles * column_tiles > 16 ? 16 : 32;
   int most = column_tiles;
   while (most % 4 == 0 && 4 * row_tiles * most > registers) most /= 2;
@@ -85,14 +86,14 @@ constexpr CUFLASH_DEVICE int tiles_at_once(int row_tiles, int column_tiles) {
 
 // Steps that are laid out at once: more would load fragments early, into registers that accumulators need.
 template <class Tile, int Depth>
-constexpr int kStepsAtOnce = Tile::kRowTiles * Tile::kColumnTiles <= 8 ? 4 : Depth <= 16 ? 1 : 2;
+constexpr int kStepUnroll = Tile::kRowTiles * Tile::kColumnTiles <= 8 ? 4 : Depth <= 16 ? 1 : 2;
 
 // c = a b, or c += a b
-template <bool IsAdded, int Depth, int Steps, class Tile, class Left, class Right>
+template <bool Accumulates, int Depth, int Unroll, class Tile, class Left, class Right>
 CUFLASH_DEVICE void multiply_tf32(Tile& c, const Left& a, const Right& b) {
-  constexpr int kUnroll = Steps;
-  constexpr bool kIsApart = IsAdded && kTf32Products == 3;
-  constexpr int kTiles = kIsApart ? tiles_at_once(Tile::kRowTiles, Tile::kColumnTiles) : Tile::kColumnTiles;
+  constexpr int kUnroll = Unroll;
+  constexpr bool kSumsApart = Accumulates && kTf32Products == 3;
+  constexpr int kTiles = kSumsApart ? tiles_per_pass(Tile::kRowTiles, Tile::kColumnTiles) : Tile::kColumnTiles;
 #pragma unroll
   for (int first = 0; first < Tile::kColumnTiles; first += kTiles) {
     float sums[Tile::kRowTiles][kTiles][4];
@@ -101,7 +102,7 @@ CUFLASH_DEVICE void multiply_tf32(Tile& c, const Left& a, const Right& b) {
 #pragma unroll
       for (int j = 0; j < kTiles; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sums[i][j][e] = IsAdded && !kIsApart ? c.tiles[i][first + j][e] : 0;
+        for (int e = 0; e < 4; ++e) sums[i][j][e] = Accumulates && !kSumsApart ? c.tiles[i][first + j][e] : 0;
 #pragma unroll kUnroll
     for (int k = 0; k < Depth / 8; ++k) {
       uint32_t a_frag[Tile::kRowTiles][4];
@@ -127,7 +128,7 @@ CUFLASH_DEVICE void multiply_tf32(Tile& c, const Left& a, const Right& b) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& sum = c.tiles[i][first + j][e];
-          sum = kIsApart ? sum + sums[i][j][e] : sums[i][j][e];
+          sum = kSumsApart ? sum + sums[i][j][e] : sums[i][j][e];
         }
   }
 }
@@ -136,30 +137,31 @@ CUFLASH_DEVICE void multiply_tf32(Tile& c, const Left& a, const Right& b) {
 
 // c = a b^T
 template <class Tile, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void product_nt(Tile& c, SwizzledTile<float, Rows, Depth> a, SwizzledTile<float, Columns, Depth> b) {
-  multiply_tf32<false, Depth, kStepsAtOnce<Tile, Depth>>(c, left_along(a, c.warp_row()), right_along(b, c.warp_column()));
+CUFLASH_DEVICE void gemm_nt(Tile& c, SwizzledTile<float, Rows, Depth> a, SwizzledTile<float, Columns, Depth> b) {
+  multiply_tf32<false, Depth, kStepUnroll<Tile,
+      Depth>>(c, left_k_major(a, c.warp_row()), right_k_major(b, c.warp_column()));
 }
 
 // c = a b
 template <class Tile, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void product_nn(Tile& c, SwizzledTile<float, Rows, Depth> a, SwizzledTile<float, Depth, Columns> b) {
-  const auto right = words<false, Tile::kColumnTiles / 2, false>(b, c.warp_column());
-  multiply_tf32<false, Depth, kStepsAtOnce<Tile, Depth>>(c, left_along(a, c.warp_row()), right);
+CUFLASH_DEVICE void gemm_nn(Tile& c, SwizzledTile<float, Rows, Depth> a, SwizzledTile<float, Depth, Columns> b) {
+  const auto right = transposed_words<false, Tile::kColumnTiles / 2, false>(b, c.warp_column());
+  multiply_tf32<false, Depth, kStepUnroll<Tile, Depth>>(c, left_k_major(a, c.warp_row()), right);
 }
 
 // c += a^T b
 template <class Tile, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void add_product_tn(Tile& c, SwizzledTile<float, Depth, Rows> a, SwizzledTile<float, Depth, Columns> b) {
-  const auto left = words<false, Tile::kRowTiles, true>(a, c.warp_row());
-  const auto right = words<false, Tile::kColumnTiles / 2, false>(b, c.warp_column());
-  multiply_tf32<true, Depth, kStepsAtOnce<Tile, Depth>>(c, left, right);
+CUFLASH_DEVICE void gemm_add_tn(Tile& c, SwizzledTile<float, Depth, Rows> a, SwizzledTile<float, Depth, Columns> b) {
+  const auto left = transposed_words<false, Tile::kRowTiles, true>(a, c.warp_row());
+  const auto right = transposed_words<false, Tile::kColumnTiles / 2, false>(b, c.warp_column());
+  multiply_tf32<true, Depth, kStepUnroll<Tile, Depth>>(c, left, right);
 }
 
 // c += a b, where a is a product of the same warp.
 template <class Tile, class Left, int Depth, int Columns>
-CUFLASH_DEVICE void add_product_nn(Tile& c, const Left& a, SwizzledTile<float, Depth, Columns> b) {
+CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, SwizzledTile<float, Depth, Columns> b) {
   static_assert(8 * Left::kColumnTiles == Depth && 8 * Tile::kColumnTiles == Columns, "a warp holds whole rows");
-  multiply_tf32<true, Depth, Depth / 8>(c, Registers<Left>{a}, words<true, 1, false>(b, 0));
+  multiply_tf32<true, Depth, Depth / 8>(c, FragmentSource<Left>{a}, transposed_words<true, 1, false>(b, 0));
 }
 
 // Put a warp's part into shared memory. Called by whole warps, of those that hold the same part by the first.
@@ -171,7 +173,7 @@ CUFLASH_DEVICE void store(SwizzledTile<float, Rows, Columns> to, const Tile& fro
     const int start = to.offset(row, chunk + 2 * j) + from.first_column() % kChunkOf<float> * 4;
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
-      auto& pair = *to.template pointer<Pair>(to.moved(start, from.row(i), 0));
+      auto& pair = *to.template pointer<Float2>(to.advanced(start, from.row(i), 0));
       pair = {from.tiles[i / 2][j][i % 2 * 2], from.tiles[i / 2][j][i % 2 * 2 + 1]};
     }
   }

@@ -23,7 +23,7 @@ struct WarpTile {
   static CUFLASH_DEVICE int warp_row() { return threadIdx.x / 32 % RowGroups * 16 * RowTiles; }
   static CUFLASH_DEVICE int warp_column() { return threadIdx.x / 32 / RowGroups % ColumnGroups * 8 * ColumnTiles; }
   // Warps beyond those that the matrix has parts for hold parts that others hold too.
-  static CUFLASH_DEVICE bool is_first_holder() { return threadIdx.x / 32 < RowGroups * ColumnGroups; }
+  static CUFLASH_DEVICE bool is_first_owner() { return threadIdx.x / 32 < RowGroups * ColumnGroups; }
   static CUFLASH_DEVICE int first_row() { return warp_row() + ptx::lane() / 4; }
   static CUFLASH_DEVICE int first_column() { return warp_column() + ptx::lane() % 4 * 2; }
   static constexpr CUFLASH_DEVICE int row(int i) { return 8 * i; }
@@ -38,110 +38,115 @@ struct WarpTile {
       for (int j = 0; j < kColumns; ++j) at(i, j) = value;
   }
 
-  CUFLASH_DEVICE void scale_row(int i, float by) {
+  CUFLASH_DEVICE void scale_row(int i, float factor) {
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) at(i, j) *= by;
+    for (int j = 0; j < kColumns; ++j) at(i, j) *= factor;
   }
 
-  CUFLASH_DEVICE void scale(float by) {
+  CUFLASH_DEVICE void scale(float factor) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) scale_row(i, by);
+    for (int i = 0; i < kRows; ++i) scale_row(i, factor);
   }
 };
 
 // Into how many rows NumWarps warps are put that share a matrix of Rows x Columns: of those that give each whole pairs of
 // fragments, the one with which they read least of their operands; 0 if there is none.
 constexpr CUFLASH_DEVICE int row_groups(int rows, int columns, int num_warps) {
-  int best = 0, least = rows + columns + 1;
+  int best = 0, min_read = rows + columns + 1;
   for (int groups = 1; groups <= num_warps; ++groups) {
     if (num_warps % groups != 0 || rows % (16 * groups) != 0 || columns % (16 * (num_warps / groups)) != 0) continue;
-    const int read = rows / groups + columns / (num_warps / groups);
-    if (read <= least) {  // rows that threads share take more registers than columns
+    const int num_read = rows / groups + columns / (num_warps / groups);
+    if (num_read <= min_read) {  // rows that threads share take more registers than columns
       best = groups;
-      least = read;
+      min_read = num_read;
     }
   }
   return best;
 }
 
 // How many of NumWarps warps can share a matrix.
-constexpr CUFLASH_DEVICE int num_holders(int rows, int columns, int num_warps) {
+constexpr CUFLASH_DEVICE int num_owner_warps(int rows, int columns, int num_warps) {
   while (row_groups(rows, columns, num_warps) == 0) num_warps /= 2;
   return num_warps;
 }
 
 // The part of Rows x Columns that one of NumWarps warps holds.
 template <int Rows, int Columns, int NumWarps>
-struct Share {
-  static constexpr int kHolders = num_holders(Rows, Columns, NumWarps);
-  static constexpr int kRowGroups = row_groups(Rows, Columns, kHolders), kColumnGroups = kHolders / kRowGroups;
+struct WarpPartition {
+  static constexpr int kNumOwnerWarps = num_owner_warps(Rows, Columns, NumWarps);
+  static constexpr int kRowGroups = row_groups(Rows, Columns, kNumOwnerWarps),
+      kColumnGroups = kNumOwnerWarps / kRowGroups;
   using Tile = WarpTile<Rows / kRowGroups / 16, Columns / kColumnGroups / 8, kRowGroups, kColumnGroups>;
 };
 
 // Reductions over a row of a warp's tile: the four threads that share it are neighbours. Called by whole warps.
 CUFLASH_DEVICE float quad_sum(float x) {
 #pragma unroll
-  for (int step = 1; step < 4; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  for (int lane_offset = 1; lane_offset < 4; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
   return x;
 }
 CUFLASH_DEVICE float quad_max(float x) {
 #pragma unroll
-  for (int step = 1; step < 4; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+  for (int lane_offset = 1; lane_offset < 4; lane_offset *= 2) x = fmaxf(x,
+                                                                         __shfl_xor_sync(0xffffffffu, x, lane_offset));
   return x;
 }
 
-// Fragments of a matrix in shared memory, 16 x 16 at a time: where a thread's row of 16 bytes lies. `Along` is read as it
-// stands, the left operand's rows and the right operand's columns being rows of the matrix; `Across` is read transposed.
+// Fragments of a matrix in shared memory, 16 x 16 at a time: where a thread's row of 16 bytes lies. `KMajorFragments`
+// is read as it stands, the left operand's rows and the right operand's columns being rows of the matrix;
+// `MnMajorFragments` is read transposed.
 template <class Matrix>
-struct Along {
-  static constexpr bool kIsAcross = false;
+struct KMajorFragments {
+  static constexpr bool kIsTransposed = false;
   uint32_t start;
 
-  CUFLASH_DEVICE uint32_t at(int tile, int k) const { return Matrix::moved(start, 16 * tile, 2 * k); }
+  CUFLASH_DEVICE uint32_t at(int tile, int k) const { return Matrix::advanced(start, 16 * tile, 2 * k); }
 };
 template <class Matrix, int NumTiles>
-struct Across {
-  static constexpr bool kIsAcross = true;
-  static constexpr bool kIsMoved = (NumTiles & (NumTiles - 1)) == 0;  // then a warp's first chunk is aligned to its tiles
+struct MnMajorFragments {
+  static constexpr bool kIsTransposed = true;
+  // then a warp's first chunk is aligned to its tiles
+  static constexpr bool kUsesXorOffset = (NumTiles & (NumTiles - 1)) == 0;
   Matrix matrix;
   int row, chunk;
 
   CUFLASH_DEVICE uint32_t at(int tile, int k) const {
-    return kIsMoved ? Matrix::moved(matrix.address(row, chunk), 16 * k, 2 * tile)
-                    : Matrix::moved(matrix.address(row, chunk + 2 * tile), 16 * k, 0);
+    return kUsesXorOffset ? Matrix::advanced(matrix.address(row, chunk), 16 * k, 2 * tile)
+                    : Matrix::advanced(matrix.address(row, chunk + 2 * tile), 16 * k, 0);
   }
 };
 
 template <class Matrix>
-CUFLASH_DEVICE Along<Matrix> left_along(Matrix matrix, int first) {
+CUFLASH_DEVICE KMajorFragments<Matrix> left_k_major(Matrix matrix, int first) {
   const int lane = ptx::lane();
   return {matrix.address(first + lane % 16, lane / 16)};
 }
 template <class Matrix>
-CUFLASH_DEVICE Along<Matrix> right_along(Matrix matrix, int first) {
+CUFLASH_DEVICE KMajorFragments<Matrix> right_k_major(Matrix matrix, int first) {
   const int lane = ptx::lane();
   return {matrix.address(first + lane / 16 * 8 + lane % 8, lane / 8 % 2)};
 }
 template <int NumTiles, class Matrix>
-CUFLASH_DEVICE Across<Matrix, NumTiles> left_across(Matrix matrix, int first) {
+CUFLASH_DEVICE MnMajorFragments<Matrix, NumTiles> left_mn_major(Matrix matrix, int first) {
   const int lane = ptx::lane();
   return {matrix, lane / 16 * 8 + lane % 8, first / Matrix::kChunk + lane / 8 % 2};
 }
 template <int NumTiles, class Matrix>
-CUFLASH_DEVICE Across<Matrix, NumTiles> right_across(Matrix matrix, int first) {
+CUFLASH_DEVICE MnMajorFragments<Matrix, NumTiles> right_mn_major(Matrix matrix, int first) {
   const int lane = ptx::lane();
   return {matrix, lane % 16, first / Matrix::kChunk + lane / 16};
 }
 
 template <class Fragments>
 CUFLASH_DEVICE void load(uint32_t (&frag)[4], const Fragments& from, int tile, int k) {
-  if (Fragments::kIsAcross) ptx::ldmatrix_x4_trans(frag, from.at(tile, k));
+  if (Fragments::kIsTransposed) ptx::ldmatrix_x4_trans(frag, from.at(tile, k));
   else ptx::ldmatrix_x4(frag, from.at(tile, k));
 }
 
 // c += a b for sixteen columns of a and rows of b; c = a b if there is nothing in c yet.
 template <class T, class Tile, class Right>
-CUFLASH_DEVICE void add_step(Tile& c, const uint32_t (&a_frag)[Tile::kRowTiles][4], const Right& b, int k, bool is_first) {
+CUFLASH_DEVICE void mma_k_step(Tile& c, const uint32_t (&a_frag)[Tile::kRowTiles][4], const Right& b, int k,
+                               bool is_first) {
 #pragma unroll
   for (int j = 0; j < Tile::kColumnTiles; j += 2) {
     uint32_t b_frag[4];
@@ -160,51 +165,52 @@ CUFLASH_DEVICE void add_step(Tile& c, const uint32_t (&a_frag)[Tile::kRowTiles][
   }
 }
 
-struct Nothing {
+struct NoOp {
   CUFLASH_DEVICE void operator()(int) const {}
 };
 
-// After each sixteen of Depth, `meanwhile` is called: tensor cores are still at work then.
-template <class T, int Depth, class Tile, class Left, class Right, class Meanwhile = Nothing>
-CUFLASH_DEVICE void multiply(Tile& c, const Left& a, const Right& b, bool is_first, Meanwhile meanwhile = {}) {
+// After each sixteen of Depth, `overlapped` is called: tensor cores are still at work then.
+template <class T, int Depth, class Tile, class Left, class Right, class Overlapped = NoOp>
+CUFLASH_DEVICE void mma_over_k(Tile& c, const Left& a, const Right& b, bool is_first, Overlapped overlapped = {}) {
 #pragma unroll
   for (int k = 0; k < Depth / 16; ++k) {
     uint32_t a_frag[Tile::kRowTiles][4];
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) load(a_frag[i], a, i, k);
-    add_step<T>(c, a_frag, b, k, is_first && k == 0);
-    meanwhile(k);
+    mma_k_step<T>(c, a_frag, b, k, is_first && k == 0);
+    overlapped(k);
   }
 }
 
 // Products of matrices in shared memory, the warp's part of them. Called by whole warps.
 
 // c = a b^T
-template <class Tile, class T, int Rows, int Columns, int Depth, class Meanwhile = Nothing>
-CUFLASH_DEVICE void product_nt(Tile& c, SwizzledTile<T, Rows, Depth> a, SwizzledTile<T, Columns, Depth> b,
-                               Meanwhile meanwhile = {}) {
-  multiply<T, Depth>(c, left_along(a, c.warp_row()), right_along(b, c.warp_column()), true, meanwhile);
+template <class Tile, class T, int Rows, int Columns, int Depth, class Overlapped = NoOp>
+CUFLASH_DEVICE void gemm_nt(Tile& c, SwizzledTile<T, Rows, Depth> a, SwizzledTile<T, Columns, Depth> b,
+                            Overlapped overlapped = {}) {
+  mma_over_k<T, Depth>(c, left_k_major(a, c.warp_row()), right_k_major(b, c.warp_column()), true, overlapped);
 }
 
 // c = a b
 template <class Tile, class T, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void product_nn(Tile& c, SwizzledTile<T, Rows, Depth> a, SwizzledTile<T, Depth, Columns> b) {
-  multiply<T, Depth>(c, left_along(a, c.warp_row()), right_across<Tile::kColumnTiles / 2>(b, c.warp_column()), true);
+CUFLASH_DEVICE void gemm_nn(Tile& c, SwizzledTile<T, Rows, Depth> a, SwizzledTile<T, Depth, Columns> b) {
+  mma_over_k<T, Depth>(c, left_k_major(a, c.warp_row()),
+                       right_mn_major<Tile::kColumnTiles / 2>(b, c.warp_column()), true);
 }
 
 // c += a^T b
-template <class Tile, class T, int Rows, int Columns, int Depth, class Meanwhile = Nothing>
-CUFLASH_DEVICE void add_product_tn(Tile& c, SwizzledTile<T, Depth, Rows> a, SwizzledTile<T, Depth, Columns> b,
-                                   Meanwhile meanwhile = {}) {
-  multiply<T, Depth>(c, left_across<Tile::kRowTiles>(a, c.warp_row()),
-                     right_across<Tile::kColumnTiles / 2>(b, c.warp_column()), false, meanwhile);
+template <class Tile, class T, int Rows, int Columns, int Depth, class Overlapped = NoOp>
+CUFLASH_DEVICE void gemm_add_tn(Tile& c, SwizzledTile<T, Depth, Rows> a, SwizzledTile<T, Depth, Columns> b,
+                                Overlapped overlapped = {}) {
+  mma_over_k<T, Depth>(c, left_mn_major<Tile::kRowTiles>(a, c.warp_row()),
+                       right_mn_major<Tile::kColumnTiles / 2>(b, c.warp_column()), false, overlapped);
 }
 
 // c += a b, where a is a product of the same warp, rounded to T: its registers are what the next product takes.
 template <class Tile, class Left, class T, int Depth, int Columns>
-CUFLASH_DEVICE void add_product_nn(Tile& c, const Left& a, SwizzledTile<T, Depth, Columns> b) {
+CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, SwizzledTile<T, Depth, Columns> b) {
   static_assert(8 * Left::kColumnTiles == Depth && 8 * Tile::kColumnTiles == Columns, "a warp holds whole rows");
-  const auto b_frags = right_across<1>(b, 0);
+  const auto b_frags = right_mn_major<1>(b, 0);
 #pragma unroll
   for (int k = 0; k < Depth / 16; ++k) {
     uint32_t a_frag[Tile::kRowTiles][4];
@@ -215,11 +221,11 @@ CUFLASH_DEVICE void add_product_nn(Tile& c, const Left& a, SwizzledTile<T, Depth
         const float(&from)[4] = a.tiles[i][2 * k + e / 2];
         a_frag[i][e] = ptx::pack2(T{}, from[e % 2 * 2], from[e % 2 * 2 + 1]);
       }
-    add_step<T>(c, a_frag, b_frags, k, false);
+    mma_k_step<T>(c, a_frag, b_frags, k, false);
   }
 }
 
-struct alignas(8) Pair {
+struct alignas(8) Float2 {
   float at[2];
 };
 
@@ -229,7 +235,7 @@ CUFLASH_DEVICE void store_row(float* to, const Tile& from, int i) {
 #pragma unroll
   for (int j = 0; j < Tile::kColumnTiles; ++j) {
     const float* const pair = &from.tiles[i / 2][j][i % 2 * 2];
-    *reinterpret_cast<Pair*>(to + from.first_column() + 8 * j) = {pair[0], pair[1]};
+    *reinterpret_cast<Float2*>(to + from.first_column() + 8 * j) = {pair[0], pair[1]};
   }
 }
 
@@ -243,7 +249,7 @@ CUFLASH_DEVICE void store_columns(SwizzledTile<T, Rows, Columns> to, const Tile&
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
     const float* const pair = &from.tiles[i / 2][column_tile][i % 2 * 2];
-    to.template pointer<uint32_t>(to.moved(start, from.row(i), 0))[pair_of_lane] = ptx::pack2(T{}, pair[0], pair[1]);
+    to.template pointer<uint32_t>(to.advanced(start, from.row(i), 0))[pair_of_lane] = ptx::pack2(T{}, pair[0], pair[1]);
   }
 }
 

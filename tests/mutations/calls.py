@@ -143,7 +143,7 @@ def an_example(library, is_used):
 
 def replaced(library):
     ready = a_plan(library, True)
-    return not dataclasses.replace(ready, executor="sim")._repeated
+    return not dataclasses.replace(ready, executor="sim")._bound_calls
 
 
 def kept(library):
@@ -181,7 +181,7 @@ def without_libraries(library):
 FAULTS = {
     pickled_after_use(a_plan): {
         "a plan takes its calls along": Edit(
-            "plans.py", "Executable.__getstate__", '{**vars(self), "_repeated": {}}', "vars(self)"
+            "plans.py", "Executable.__getstate__", '{**vars(self), "_bound_calls": {}}', "vars(self)"
         ),
     },
     takes(replaced): {
@@ -313,7 +313,7 @@ FAULTS = {
     refuses(attends(k=Traced()), "k must be an array that DLPack gives away"): {
         "what is traced is taken": Edit(
             "plans.py", "as_arrays",
-            "elif is_array(value) and namespace(value).__name__ not in _HOMES.values():",
+            "elif is_array(value) and namespace(value).__name__ not in _NAMESPACES.values():",
             "elif False:",
         ),
     },
@@ -452,7 +452,7 @@ FAULTS = {
     },
     takes(lambda library: library.merge([Foreign(Q)], [Foreign(Q[..., 0])])[0].shape == Q.shape): {
         "merge takes no arrays of another library": Edit(
-            "merging.py", "_known", "return as_arrays({name: value})[name]", "return value"
+            "merging.py", "_as_known_array", "return as_arrays({name: value})[name]", "return value"
         ),
     },
     refuses(lambda library: library.merge(None, None), "outs must be a sequence of arrays"): {

@@ -8,13 +8,15 @@ from mutations.planting import Edit
 FAULTS = {
     magnitudes_are_right: {
         "dk lacks the power of two of its scores": Edit(
-            "executors/cpu.py", "_Call.backward_columns", "self.wide(natural * self.score_factor)", "self.wide(natural)"
+            "executors/cpu.py", "_HostCall.backward_columns",
+            "self.wide(natural * self.score_factor)",
+            "self.wide(natural)",
         ),
         "scores lack their power of two": Edit(
-            "executors/cpu.py", "_Call.scores", "np.multiply(s, self.wide(self.score_factor), out=s)", "s"
+            "executors/cpu.py", "_HostCall.scores", "np.multiply(s, self.wide(self.score_factor), out=s)", "s"
         ),
         "q carries more than the scale's mantissa": Edit(
-            "executors/cpu.py", "_Call.of", "lift = max(exponent, 0)", "lift = 0"
+            "executors/cpu.py", "_HostCall.of", "lift = max(exponent, 0)", "lift = 0"
         ),
         "scales of any size stay as they are": Edit(
             "planning/problem.py", "Problem.scaling", "-most < exponent <= most", "True"
@@ -31,7 +33,9 @@ FAULTS = {
             "plans.py", "Executable.forward", 'given["q"], given["k"] = self._scaled(given["q"], given["k"])', "pass"
         ),
         "gradients read q and k as they are": Edit(
-            "plans.py", "Executable.backward", 'there["q"], there["k"] = self._scaled(there["q"], there["k"])', "pass"
+            "plans.py", "Executable.backward",
+            'given_arrays["q"], given_arrays["k"] = self._scaled(given_arrays["q"], given_arrays["k"])',
+            "pass",
         ),
         "gradients keep the powers of two": Edit(
             "plans.py", "Executable.backward",
@@ -39,7 +43,7 @@ FAULTS = {
             "pass",
         ),
         "calls are repeated without the powers of two": Edit(
-            "plans.py", "Executable.is_repeatable", "and not self._scales_arrays", ""
+            "plans.py", "Executable.can_bind", "and not self._scales_arrays", ""
         ),
     },
     nothing_is_raised: {
@@ -47,7 +51,7 @@ FAULTS = {
             "executors/cpu.py", "backward", 'with np.errstate(all="ignore"):', "if True:"
         ),
         "what the caller has NumPy raise comes out of batches": Edit(
-            "executors/cpu.py", "_drain", 'with np.errstate(all="ignore"), _scratch(tiling)', "with _scratch(tiling)"
+            "executors/cpu.py", "_work_off", 'with np.errstate(all="ignore"), _scratch(tiling)', "with _scratch(tiling)"
         ),
         "what the caller has NumPy raise comes out of sums": Edit(
             "plans.py", "_summed_to", 'with np.errstate(all="ignore"):', "if True:"

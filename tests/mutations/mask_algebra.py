@@ -78,7 +78,7 @@ FAULTS = {
             "masks/base.py", "OnBlocks.rectangle", "may | may_back, must | must_back", "may, must | must_back"
         ),
         "filled indices keep partial blocks": Edit(
-            "blocks/index.py", "BlockIndex.filled", "minimum(self.kinds, np.uint8(Kind.FULL))", "copy(self.kinds)"
+            "blocks/index.py", "BlockIndex.filled", "minimum(self.kinds, np.uint8(BlockKind.FULL))", "copy(self.kinds)"
         ),
         "tiles of filled blocks are looked up": Edit(
             "blocks/index.py", "BlockIndex.filled", "bits=self.bits[:0]", "bits=self.bits[:, :0]"

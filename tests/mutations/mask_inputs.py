@@ -79,7 +79,7 @@ FAULTS = {
             "patterns.py", "StretchEnds.__call__", "widened(j) % self.stride >=", "j % self.stride >="
         ),
         "narrow keys wrap around before a block": Edit(
-            "masks/block_set.py", "BlockSet.__call__", "self._look_up(0, b, h, widened(i)", "self._look_up(0, b, h, i"
+            "masks/block_set.py", "BlockSet.__call__", "self._lookup(0, b, h, widened(i)", "self._lookup(0, b, h, i"
         ),
     },
     work_is_right: {
@@ -174,7 +174,7 @@ FAULTS = {
             "api.py", "call_key", "else content(mask), causal", "else mask, causal"
         ),
         "plans are told apart as masks tell themselves apart": Edit(
-            "api.py", "_plan", "_Known(mask, content(mask))", "_Known(mask, mask)"
+            "api.py", "_plan", "_MaskKey(mask, content(mask))", "_MaskKey(mask, mask)"
         ),
     },
     wide_trees_are_right: {

@@ -18,17 +18,17 @@ from mutations.planting import Edit
 FAULTS = {
     non_finite_values_go_where_they_should: {
         "P of a NaN row is NaN where it is masked": Edit(
-            "executors/cpu.py", "_Call._mask_queries",
+            "executors/cpu.py", "_HostCall._mask_queries",
             "np.copyto(x[number, :, here], 0, where",
             "np.copyto(x[number, :, here], 0 * x[number, :, here] if x is weights[0] else 0, where",
         ),
         "dS of a NaN row is NaN where it is masked, for its keys": Edit(
-            "executors/cpu.py", "_Call._mask_queries",
+            "executors/cpu.py", "_HostCall._mask_queries",
             "np.copyto(x[number, :, here], 0, where",
             "np.copyto(x[number, :, here], 0 * x[number, :, here] if x is weights[1] else 0, where",
         ),
         "dS is NaN where it is masked, for its query": Edit(
-            "executors/cpu.py", "_Call._mask_keys",
+            "executors/cpu.py", "_HostCall._mask_keys",
             "np.copyto(x[number, here], value, where",
             "np.copyto(x[number, here], value or 0 * x[number, here], where",
         ),
@@ -78,7 +78,7 @@ FAULTS = {
     },
     floats_follow_the_rule: {
         "the lesser of a NaN and a number is the number": Edit(
-            "tile/element.cuh", "lesser_or_nan", "return y < x ? y : x;", "return x < y ? x : y;"
+            "tile/element.cuh", "min_or_nan", "return y < x ? y : x;", "return x < y ? x : y;"
         ),
         "a P of 0 hides a row's dS": Edit(
             "attention/score_gradient.cuh", "score_gradient",
@@ -100,26 +100,28 @@ FAULTS = {
     kept_scores_follow_the_rule: {
         "a score of -inf is masked where the matrix of scores is kept": Edit(
             "naive/gradient_scores.cu", "naive_gradient_scores",
-            "is_seen = seen.has(i, j);",
-            "is_seen = seen.has(i, j) && p.at(row, s.column(j)) != ptx::negative_infinity<Accumulator>();",
+            "is_seen = row_mask.allows(i, j);",
+            "is_seen = row_mask.allows(i, j) && p.at(row, s.column(j)) != ptx::negative_infinity<Accumulator>();",
         ),
         "dlse of a query without a score counts": Edit(
             "naive/gradient_scores.cu", "naive_gradient_scores", "if (is_empty) delta = 0; else", ""
         ),
         "absent blocks are asked of the matrix of scores": Edit(
             "naive/gradient_scores.cu", "naive_gradient_scores",
-            "seen = seen_by_rows<Scores>(params, work, step);",
-            "seen.bits = ~0ull;",
+            "row_mask = score_mask_of_queries<Scores>(params, work, block);",
+            "row_mask.bits = ~0ull;",
         ),
     },
     halves_follow_the_rule: {
         "a score of -inf is masked on tensor cores": Edit(
-            "attention/fragments.cuh", None, "kMaskedScore = 0x7fc5a5a5u;", "kMaskedScore = 0xff800000u;"
+            "attention/mask_softmax_mma.cuh", None, "kMaskedScore = 0x7fc5a5a5u;", "kMaskedScore = 0xff800000u;"
         ),
     },
     parts_follow_the_rule: {
         "a part of weight 0 hides what it holds": Edit(
-            "sm80/combine.cu", "sm80_combine", "if (lse != ptx::negative_infinity<float>()) o[c]", "if (by > 0) o[c]"
+            "sm80/combine.cu", "sm80_combine",
+            "if (lse != ptx::negative_infinity<float>()) o[c]",
+            "if (factor > 0) o[c]",
         ),
     },
 }  # fmt: skip

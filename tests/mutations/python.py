@@ -9,95 +9,103 @@ from mutations.python_guards import (
 
 FAULTS = {
     attention_is_right: {
-        "o is not rescaled": Edit("executors/cpu.py", "_Call.forward_rows", "o_acc *= rescale[..., None]", "pass"),
+        "o is not rescaled": Edit("executors/cpu.py", "_HostCall.forward_rows", "o_acc *= rescale[..., None]", "pass"),
         "row_sum is not rescaled": Edit(
-            "executors/cpu.py", "_Call.forward_rows", "row_sum * rescale + p_sum", "row_sum + p_sum"
+            "executors/cpu.py", "_HostCall.forward_rows", "row_sum * rescale + p_sum", "row_sum + p_sum"
         ),
         "the row maximum is not subtracted from an empty start": Edit(
-            "executors/cpu.py", "_Call.forward_rows", "np.maximum(new_max, np.finfo(self.wide).min)", "new_max"
+            "executors/cpu.py", "_HostCall.forward_rows", "np.maximum(new_max, np.finfo(self.wide).min)", "new_max"
         ),
         "lse is base 2": Edit(
-            "executors/cpu.py", "_Call.forward_rows",
+            "executors/cpu.py", "_HostCall.forward_rows",
             "row_max * self.wide(LN_2) + np.log(divisor)",
             "row_max + np.log2(divisor)",
         ),
         "an empty row has a finite lse": Edit(
-            "executors/cpu.py", "_Call.forward_rows",
+            "executors/cpu.py", "_HostCall.forward_rows",
             "lse = row_max *",
             "lse = np.maximum(row_max, np.finfo(self.wide).min) *",
         ),
         "an empty row is divided by 0": Edit(
-            "executors/cpu.py", "_Call.forward_rows", "divisor = np.maximum(row_sum, 1)", "divisor = row_sum"
+            "executors/cpu.py", "_HostCall.forward_rows", "divisor = np.maximum(row_sum, 1)", "divisor = row_sum"
         ),
         "the first key of an interval is lost": Edit(
-            "executors/cpu.py", "_outside", "(j[:, None] < lo)", "(j[:, None] <= lo)"
+            "executors/cpu.py", "_masked_elements", "(j[:, None] < lo)", "(j[:, None] <= lo)"
         ),
         "the key past an interval is seen": Edit(
-            "executors/cpu.py", "_outside", "(j[:, None] >= hi)", "(j[:, None] > hi)"
+            "executors/cpu.py", "_masked_elements", "(j[:, None] >= hi)", "(j[:, None] > hi)"
         ),
-        "a bit tile starts at its first key": Edit("executors/cpu.py", "_outside", "keys.start % work.block_kv", "0"),
-        "a bit tile is read inverted": Edit("executors/cpu.py", "_outside", "return ~tile.T", "return tile.T"),
+        "a bit tile starts at its first key": Edit(
+            "executors/cpu.py", "_masked_elements", "keys.start % work.block_kv", "0"
+        ),
+        "a bit tile is read inverted": Edit("executors/cpu.py", "_masked_elements", "return ~tile.T", "return tile.T"),
         "a key is lost where a run is cut": Edit(
-            "executors/cpu.py", "_groups", "start=segment.start + room)", "start=segment.start + room + 1)"
+            "executors/cpu.py", "_groups", "start=segment.start + remaining)", "start=segment.start + remaining + 1)"
         ),
         "a key is seen twice where a run is cut": Edit(
-            "executors/cpu.py", "_groups", "start=segment.start + room)", "start=segment.start + room - 1)"
+            "executors/cpu.py", "_groups", "start=segment.start + remaining)", "start=segment.start + remaining - 1)"
         ),
         "heads are grouped by remainder": Edit(
-            "executors/cpu.py", "_Call._rows_of",
+            "executors/cpu.py", "_HostCall._rows_of",
             "(tile.b, tile.h // self.group_size)",
             "(tile.b, tile.h % self.plan.problem.num_kv_heads)",
         ),
         "only the first head of a group gives dk and dv": Edit(
-            "executors/cpu.py", "_Call.backward_columns", "for head in range(self.group_size)", "for head in range(1)"
+            "executors/cpu.py", "_HostCall.backward_columns",
+            "for head in range(self.group_size)",
+            "for head in range(1)",
         ),
         "delta is left out": Edit("executors/cpu.py", "_score_gradient", "dp -= delta[..., None, :]", ""),
         "dlse has the wrong sign": Edit(
-            "executors/cpu.py", "_Call.backward_rows", "delta -= np.where(lse_2", "delta += np.where(lse_2"
+            "executors/cpu.py", "_HostCall.backward_rows", "delta -= np.where(lse_2", "delta += np.where(lse_2"
         ),
         "dq lacks the scale": Edit(
-            "executors/cpu.py", "_Call.backward_rows", "dq * self.wide(self.plan.problem.scaling.scale)", "dq"
+            "executors/cpu.py", "_HostCall.backward_rows", "dq * self.wide(self.plan.problem.scaling.scale)", "dq"
         ),
         "dk keeps log2(e)": Edit(
-            "executors/cpu.py", "_Call.backward_columns",
+            "executors/cpu.py", "_HostCall.backward_columns",
             "natural = LN_2 if self.score is None else 1.0",
             "natural = 1.0",
         ),
         "only the last step gives dv": Edit(
-            "executors/cpu.py", "_Call.backward_columns", "_plus(dv, p @ do)", "p @ do"
+            "executors/cpu.py", "_HostCall.backward_columns", "_added(dv, p @ do)", "p @ do"
         ),
         "columns are not masked": Edit(
-            "executors/cpu.py", "_Call.backward_columns", "self._mask_queries(tiles, places, steps, p, ds)", "pass"
+            "executors/cpu.py", "_HostCall.backward_columns",
+            "self._mask_queries(tiles, batch_heads, steps, p, ds)",
+            "pass",
         ),
         "the scale is left to q alone": Edit(
-            "executors/cpu.py", "_Call.of", "problem.scaling.scale * unit", "unit"
+            "executors/cpu.py", "_HostCall.of", "problem.scaling.scale * unit", "unit"
         ),
         "tiles stop one row early": Edit(
-            "executors/cpu.py", "_cuts", "min(start + block, length)", "min(start + block, max(length - 1, start + 1))"
+            "executors/cpu.py", "_reversed_tiles",
+            "min(start + block, length)",
+            "min(start + block, max(length - 1, start + 1))",
         ),
         "every batch entry reads the first": Edit(
-            "executors/cpu.py", "_Call.where",
-            "[(*self.places[b], h) for b, h in places]",
-            "[(*self.places[0], h) for b, h in places]",
+            "executors/cpu.py", "_HostCall.row_index",
+            "[(*self.batch_indices[b], h) for b, h in batch_heads]",
+            "[(*self.batch_indices[0], h) for b, h in batch_heads]",
         ),
         "batches that are not full are forgotten": Edit(
             "executors/cpu.py", "_batches", "yield from waiting.values()", ""
         ),
         "tiles of unlike visits are batched": Edit(
-            "executors/cpu.py", "_batches", "alike = height, *visited", "alike = (height,)"
+            "executors/cpu.py", "_batches", "key = height, *visited", "key = (height,)"
         ),
         "a batch writes what belongs to its first tile": Edit(
-            "executors/cpu.py", "_Call.write",
-            "self.arrays[name][where] = values",
-            "self.arrays[name][where] = values[:1] if np.ndim(values) else values",
+            "executors/cpu.py", "_HostCall.write",
+            "self.arrays[name][row_index] = values",
+            "self.arrays[name][row_index] = values[:1] if np.ndim(values) else values",
         ),
         "the masks of a batch all fall on its first tile": Edit(
-            "executors/cpu.py", "_Call._mask_keys", "np.copyto(x[number, here]", "np.copyto(x[0, here]"
+            "executors/cpu.py", "_HostCall._mask_keys", "np.copyto(x[number, here]", "np.copyto(x[0, here]"
         ),
         "broadcast gradients are not summed": Edit(
             "plans.py", "_summed_to",
-            "gradient.sum(axis=(*range(missing), *narrow))",
-            "gradient.max(axis=(*range(missing), *narrow))",
+            "gradient.sum(axis=(*range(missing), *summed_axes))",
+            "gradient.max(axis=(*range(missing), *summed_axes))",
         ),
     },
     rows_without_a_score_are_right: {
@@ -117,12 +125,12 @@ FAULTS = {
             "max(key - self.band.lower, 0)",
         ),
         "a partial part is called full": Edit(
-            "blocks/work_list.py", "_three_parts",
-            "Segment(start, full_start, Kind.INTERVAL)",
-            "Segment(start, full_start, Kind.FULL)",
+            "blocks/work_list.py", "_segments_of_run",
+            "Segment(start, full_start, BlockKind.INTERVAL)",
+            "Segment(start, full_start, BlockKind.FULL)",
         ),
         "what follows the full part is dropped": Edit(
-            "blocks/work_list.py", "_three_parts", "Segment(full_stop, stop, Kind.INTERVAL),", ""
+            "blocks/work_list.py", "_segments_of_run", "Segment(full_stop, stop, BlockKind.INTERVAL),", ""
         ),
         "neighbouring full blocks swallow a gap": Edit(
             "blocks/work_list.py", "_segments", "and last.stop == start:", ":"
@@ -138,9 +146,9 @@ FAULTS = {
         "the shortest rows come first": Edit(
             "blocks/work_list.py", "ListedWork._longest_first", 'kind="stable")[:, ::-1]', 'kind="stable")'
         ),
-        "one list serves all heads": Edit("blocks/work_list.py", "_place", "(h if extents[1] > 1 else 0)", "0"),
+        "one list serves all heads": Edit("blocks/work_list.py", "_owner", "(h if extents[1] > 1 else 0)", "0"),
         "intervals of the first entry serve all": Edit(
-            "blocks/work_list.py", "_place", "b if extents[0] > 1 else 0", "0"
+            "blocks/work_list.py", "_owner", "b if extents[0] > 1 else 0", "0"
         ),
     },
     indices_are_right: {
@@ -149,13 +157,13 @@ FAULTS = {
         ),
         "undecided blocks are taken for full": Edit(
             "blocks/classify.py", "_descend_strip",
-            "full.append(_cells(*(side[must & may]",
-            "full.append(_cells(*(side[may]",
+            "full.append(_single_blocks(*(side[must & may]",
+            "full.append(_single_blocks(*(side[may]",
         ),
         "a quarter is dropped": Edit(
             "blocks/classify.py", "_split",
-            "for left, right in ((col0, col_cut), (col_cut, col1))",
-            "for left, right in ((col0, col_cut),)",
+            "for left, right in ((col0, col_middle), (col_middle, col1))",
+            "for left, right in ((col0, col_middle),)",
         ),
         "equal hashes for unequal tiles": Edit(
             "blocks/classify.py", "_evaluate",
@@ -193,7 +201,7 @@ FAULTS = {
             "blocks/classify_on_device.py", "_by_elements", "matrix // grid.num_heads,", "matrix * 0,"
         ),
         "on a device, lists start one late": Edit(
-            "blocks/classify_on_device.py", "_Listed.of", "ends - 1, room", "ends, room"
+            "blocks/classify_on_device.py", "_Listed.of", "ends - 1, capacity", "ends, capacity"
         ),
         "on a device, columns are listed by rows": Edit(
             "blocks/classify_on_device.py", "column_lists", "grid.swapaxes(1, 2).reshape(", "grid.reshape("

@@ -15,26 +15,25 @@ FAULTS = {
         ),
         "a function is that of the first head": Edit(
             "attention/score.cuh", "apply_score",
-            "score.of_tile(place.entry, rows[i].head)",
-            "score.of_tile(place.entry, 0)",
+            "score.of_tile(batch_head.batch_index, rows[i].head)",
+            "score.of_tile(batch_head.batch_index, 0)",
         ),
         "a function is that of the first batch entry": Edit(
             "attention/score.cuh", "apply_score",
-            "score.of_tile(place.entry, rows[i].head)",
+            "score.of_tile(batch_head.batch_index, rows[i].head)",
             "score.of_tile(0, rows[i].head)",
         ),
         "keys and queries change places": Edit(
             "attention/score.cuh", "score_of_queries",
-            "queries{work.first, work.last}, keys{step.start, step.stop}",
-            "keys{work.first, work.last}, queries{step.start, step.stop}",
+            "queries{work.first, work.last}, keys{block.start, block.stop}",
+            "keys{work.first, work.last}, queries{block.start, block.stop}",
         ),
         "scores get their function after their mask": Edit(
             "simt/forward.cu", "simt_forward",
-            "if constexpr (kHasScore) score_of_queries(s, score_function, params, work, step, kLog2E); "
-            "else s.scale(softmax_scale_log2); mask_scores(s, params, work, step);",
-            "mask_scores(s, params, work, step); "
-            "if constexpr (kHasScore) score_of_queries(s, score_function, params, work, step, kLog2E); "
-            "else s.scale(softmax_scale_log2);",
+            "if constexpr (kHasScore) score_of_queries(s, score_function, params, work, block, kLog2E); else "
+            "s.scale(softmax_scale_log2); mask_scores(s, params, work, block);",
+            "mask_scores(s, params, work, block); if constexpr (kHasScore) score_of_queries(s, score_function, "
+            "params, work, block, kLog2E); else s.scale(softmax_scale_log2);",
         ),
         "the slope is left out": Edit("attention/score_slopes.cuh", "make_pair", "df * slopes.d0", "df"),
         "masked elements have a gradient": Edit("attention/score_slopes.cuh", "make_pair", "is_seen && lse_2", "lse_2"),
@@ -48,8 +47,8 @@ FAULTS = {
         ),
         "S^T is taken for S": Edit(
             "attention/score_slopes.cuh", "score_pairs_of_keys",
-            "{work.first, work.last}, {step.start, step.stop}",
-            "{step.start, step.stop}, {work.first, work.last}",
+            "{work.first, work.last}, {block.start, block.stop}",
+            "{block.start, block.stop}, {work.first, work.last}",
         ),
         "P is made before there is dP": Edit(
             "simt/backward.cu", "simt_backward",
@@ -93,8 +92,8 @@ FAULTS = {
         ),
         "gradients have the positions of the first keys": Edit(
             "sm80/backward.cu", "sm80_backward",
-            "{kept.work.first, kept.work.last}, is_masked",
-            "{0, kept.work.last}, is_masked",
+            "{state.work.first, state.work.last}, is_masked",
+            "{0, state.work.last}, is_masked",
         ),
         "hidden elements are taken for seen ones": Edit(
             "attention/fragment_slopes.cuh", "score_pairs_of_rows",
@@ -107,13 +106,13 @@ FAULTS = {
     },
     packed_heads_are_exact: {
         "heads in one tile have the first one's function": Edit(
-            "sm80/forward.cu", "score_step", "work.place.head + heads.quotient", "work.place.head"
+            "sm80/forward.cu", "score_step", "work.batch_head.head + heads.quotient", "work.batch_head.head"
         ),
-        "queries of a further head are counted on": Edit("sm80/forward.cu", "score_step", "heads.rest", "row"),
+        "queries of a further head are counted on": Edit("sm80/forward.cu", "score_step", "heads.remainder", "row"),
     },
     warps_that_share_elements_are_exact: {
         "elements that two warps hold are added twice": Edit(
-            "sm80/backward.cu", "sm80_backward", "Scores::is_first_holder()); } else", "true); } else"
+            "sm80/backward.cu", "sm80_backward", "Scores::is_first_owner()); } else", "true); } else"
         ),
     },
     nothing_past_the_end_matters: {
@@ -129,8 +128,8 @@ FAULTS = {
         ),
         "scores have the function of a later tile": Edit(
             "sm90/forward.cu", "score_step",
-            "board().tasks[task_of(num_tasks)]",
-            "board().tasks[task_of(num_tasks + 1)]",
+            "shared().tile_infos[tile_info_index(num_tiles_done)]",
+            "shared().tile_infos[tile_info_index(num_tiles_done + 1)]",
         ),
     },
     printed_functions_are_exact: {
@@ -143,7 +142,7 @@ FAULTS = {
             'f"batch_extents + {extents - axes}, {member}_strides"',
             'f"batch_extents, {member}_strides"',
         ),
-        "gradients are not zeroed": Edit("executors/launch.py", "__call__", "every[place].fill(0)", "pass"),
+        "gradients are not zeroed": Edit("executors/launch.py", "__call__", "all_arrays[i].fill(0)", "pass"),
         "slopes of arrays are those of the score": Edit(
             "compiler/score_text.py", "_Printer._additions",
             'f"    of_{level}.g{place} += df * slopes.d{place + 1};"',

@@ -233,17 +233,11 @@ FAULTS = {
     },
     results_are_right: {
         "the function is applied after the mask": Edit(
-            CPU, "_Call.forward_rows",
-            """
-            if self.score is not None:
-                self.score.apply(s, self._row_places(tiles, steps))
-            self._mask_keys(tiles, steps, s, -np.inf)
-            """,
-            """
-            self._mask_keys(tiles, steps, s, -np.inf)
-            if self.score is not None:
-                self.score.apply(s, self._row_places(tiles, steps))
-            """,
+            CPU, "_HostCall.forward_rows",
+            "\n            if self.score is not None:\n                self.score.apply(s, self._row_places(tiles, "
+            "steps))\n            self._mask_keys(tiles, steps, s, -np.inf)\n            ",
+            "\n            self._mask_keys(tiles, steps, s, -np.inf)\n            if self.score is not None:\n        "
+            "        self.score.apply(s, self._row_places(tiles, steps))\n            ",
         ),
         "the slope is left out": Edit(TILES, "TileScores.gradients", "np.multiply(dp, slope, out=dp)", "dp"),
         "scores stay in natural units": Edit(
@@ -276,14 +270,15 @@ FAULTS = {
             TILES, "_stacked", "all(each is first for each in rows)", "True"
         ),
         "the head is that of the keys": Edit(
-            CPU, "_Call._row_places", "[(tile.b, tile.h) for tile in tiles]",
+            CPU, "_HostCall._row_places",
+            "[(tile.b, tile.h) for tile in tiles]",
             "[(tile.b, tile.h // self.group_size) for tile in tiles]",
         ),
         "dk keeps log 2": Edit(
-            CPU, "_Call.backward_columns", "natural = LN_2 if self.score is None else 1.0", "natural = LN_2"
+            CPU, "_HostCall.backward_columns", "natural = LN_2 if self.score is None else 1.0", "natural = LN_2"
         ),
         "scores are in base 2 for the function": Edit(
-            CPU, "_Call.of", "unit = LOG2_E if score is None else 1.0", "unit = LOG2_E"
+            CPU, "_HostCall.of", "unit = LOG2_E if score is None else 1.0", "unit = LOG2_E"
         ),
         "f's own error is left out of the bound": Edit(
             "bounds.py", "_forward_tolerances", "score, e_score = (np.where(allowed, x, 0) for x in final[:2])",

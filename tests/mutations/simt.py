@@ -9,26 +9,26 @@ FAULTS = {
     attention_is_right: {
         "K is overwritten before it is read": Edit(
             "simt/forward.cu", "simt_forward",
-            "tile::add_product_nt(s, q_smem, k_smem); __syncthreads();",
-            "tile::add_product_nt(s, q_smem, k_smem);",
+            "tile::gemm_add_nt(s, q_smem, k_smem); __syncthreads();",
+            "tile::gemm_add_nt(s, q_smem, k_smem);",
         ),
         "P is read before it is there": Edit(
             "simt/forward.cu", "simt_forward", "tile::store(p_smem, s); __syncthreads();", "tile::store(p_smem, s);"
         ),
         "V is overwritten before it is read": Edit(
             "simt/forward.cu", "simt_forward",
-            "for (Step step; steps.next(step);) { __syncthreads();",
-            "for (Step step; steps.next(step);) {",
+            "for (KvBlock block; blocks.next(block);) { __syncthreads();",
+            "for (KvBlock block; blocks.next(block);) {",
         ),
         "scores are not scaled": Edit("simt/forward.cu", "simt_forward", "s.scale(softmax_scale_log2);", ""),
-        "scores are not masked": Edit("simt/forward.cu", "simt_forward", "mask_scores(s, params, work, step);", ""),
+        "scores are not masked": Edit("simt/forward.cu", "simt_forward", "mask_scores(s, params, work, block);", ""),
         "lse of the last row is lost": Edit(
             "simt/forward.cu", "simt_forward", "o.row(i) < lse.num_rows)", "o.row(i) < lse.num_rows - 1)"
         ),
         "heads are grouped by remainder": Edit(
             "simt/forward.cu", "simt_forward",
-            "place.head / shape.group_size",
-            "place.head % (shape.num_heads / shape.group_size)",
+            "batch_head.head / shape.group_size",
+            "batch_head.head % (shape.num_heads / shape.group_size)",
         ),
         "dS is read before it is there": Edit(
             "simt/backward_rows.cu", "simt_backward_rows",
@@ -53,10 +53,14 @@ FAULTS = {
             "simt/backward.cu", "simt_backward", "dq_frag.scale(shape.softmax_scale);", ""
         ),
         "dq is added a row late": Edit(
-            "simt/backward.cu", "simt_backward", "dq.rows(step.start, step.stop)", "dq.rows(step.start + 1, step.stop)"
+            "simt/backward.cu", "simt_backward",
+            "dq.rows(block.start, block.stop)",
+            "dq.rows(block.start + 1, block.stop)",
         ),
         "all heads of a group add to the first one's dq": Edit(
-            "simt/backward.cu", "simt_backward", "params.dq, work.place, head,", "params.dq, work.place, first_head,"
+            "simt/backward.cu", "simt_backward",
+            "params.dq, work.batch_head, head,",
+            "params.dq, work.batch_head, first_head,",
         ),
         "Q is overwritten before it is read": Edit(
             "simt/backward.cu", "simt_backward",
@@ -65,8 +69,8 @@ FAULTS = {
         ),
         "dO is read before it is there": Edit(
             "simt/backward.cu", "simt_backward",
-            "__syncthreads(); tile::add_product_nn<kSteps>(dv, p_smem, do_smem);",
-            "tile::add_product_nn<kSteps>(dv, p_smem, do_smem);",
+            "__syncthreads(); tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);",
+            "tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);",
         ),
         "P takes dS before it is read": Edit(
             "simt/backward.cu", "simt_backward",
@@ -75,8 +79,8 @@ FAULTS = {
         ),
         "Q takes dQ before it is read": Edit(
             "simt/backward.cu", "simt_backward",
-            "__syncthreads(); const Interval keys = visited_keys(params, work, step);",
-            "const Interval keys = visited_keys(params, work, step);",
+            "__syncthreads(); const Interval keys = visited_keys(params, work, block);",
+            "const Interval keys = visited_keys(params, work, block);",
         ),
         "dQ is added before it is there": Edit(
             "simt/backward.cu", "simt_backward", "} __syncthreads(); tile::add(", "} tile::add("
@@ -90,7 +94,7 @@ FAULTS = {
             "simt/backward.cu", "simt_backward", "head < first_head + shape.group_size", "head < first_head + 1"
         ),
         "P of keys past the tile is kept": Edit(
-            "simt/backward.cu", "simt_backward", "probabilities_of_keys(scores, params, work, step, lse_2);", ""
+            "simt/backward.cu", "simt_backward", "probabilities_of_keys(scores, params, work, block, lse_2);", ""
         ),
         "only the first head of a group gives dk and dv": Edit(
             "simt/backward_columns.cu", "simt_backward_columns",

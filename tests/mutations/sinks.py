@@ -17,21 +17,22 @@ from mutations.sink_guards import (
 FAULTS = {
     the_host_is_right: {
         "a sink's weight is left out of o": Edit(
-            "executors/cpu.py", "_Call.forward_rows", "o = o * factor[..., None]", "pass"
+            "executors/cpu.py", "_HostCall.forward_rows", "o = o * factor[..., None]", "pass"
         ),
         "lse leaves the sink out": Edit(
             "executors/cpu.py", "_with_sink", "np.where(is_sink, shift + np.log(total), lse)", "lse"
         ),
         "no sink divides 0 by 0": Edit("executors/cpu.py", "_with_sink", "is_sink = sink != -np.inf", "is_sink = True"),
         "the sink's gradient has the wrong sign": Edit(
-            "executors/cpu.py", "_Call.sink_gradient", "return -np.where(", "return np.where("
+            "executors/cpu.py", "_HostCall.sink_gradient", "return -np.where(", "return np.where("
         ),
         "the gradient of no sink is NaN": Edit(
-            "executors/cpu.py", "_Call.sink_gradient",
-            "np.where(sink == -np.inf, self.wide(0), terms)", "np.where(True, terms, sink)",
+            "executors/cpu.py", "_HostCall.sink_gradient",
+            "np.where(sink == -np.inf, self.wide(0), terms)",
+            "np.where(True, terms, sink)",
         ),
         "all tiles have the first head's sink": Edit(
-            "executors/cpu.py", "_Call.forward_rows",
+            "executors/cpu.py", "_HostCall.forward_rows",
             'self.read("sink", rows[:-1]).reshape(len(tiles), 1)',
             'self.read("sink", rows[:-1]).reshape(len(tiles), 1)[:1]',
         ),
@@ -81,8 +82,9 @@ FAULTS = {
     },
     calls_are_told_apart: {
         "calls do not differ by their operands": Edit(
-            "api.py", "_call", "lie_of(*arrays), mask, causal, window, options, program, *operands)",
-            "lie_of(*arrays[:3]), mask, causal, window, options, program)",
+            "api.py", "_call",
+            "layout_key(*arrays), mask, causal, window, options, program, *operands)",
+            "layout_key(*arrays[:3]), mask, causal, window, options, program)",
         ),
         "calls do not differ by what gradients are asked of": Edit(
             "api.py", "_call", "options, program, *operands)", "(*options[:-1], ()), program, *operands)"
@@ -94,8 +96,9 @@ FAULTS = {
             "merge_sink(row_lse, logit);",
         ),
         "every head has the first one's sink": Edit(
-            "simt/forward.cu", "simt_forward", "sink_logit<Accumulator>(sink, place, place.head)",
-            "sink_logit<Accumulator>(sink, place, 0)",
+            "simt/forward.cu", "simt_forward",
+            "sink_logit<Accumulator>(sink, batch_head, batch_head.head)",
+            "sink_logit<Accumulator>(sink, batch_head, 0)",
         ),
         "lse is that of the keys": Edit(
             "attention/sink.cuh", "merge_sink", "lse = most + ptx::log_accurate(total);", ""
@@ -124,13 +127,15 @@ FAULTS = {
             "int num_shared = shared(sink.dsink.head_stride, shape.num_heads);", "int num_shared = 1;",
         ),
         "batch entries are not summed": Edit(
-            "attention/sink.cuh", "sum_sink_gradient", "place.batch[axis] += rest % extent;", ""
+            "attention/sink.cuh", "sum_sink_gradient", "batch_head.batch[axis] += rest % extent;", ""
         ),
         "the last thread's sum is left out": Edit(
             "attention/sink.cuh", "sum_sink_gradient", "threadIdx.x) < half)", "threadIdx.x) < half - 1)"
         ),
         "delta is the first head's": Edit(
-            "simt/sink_gradient.cu", "simt_sink_gradient", "params.delta, place, place.head,", "params.delta, place, 0,"
+            "simt/sink_gradient.cu", "simt_sink_gradient",
+            "params.delta, batch_head, batch_head.head,",
+            "params.delta, batch_head, 0,",
         ),
     },
     naive_is_right: {
@@ -151,20 +156,23 @@ FAULTS = {
             "merge_sink(row_lse[i], logit);",
         ),
         "the merge of parts leaves the sink out": Edit(
-            "sm80/combine.cu", "sm80_combine", "if (config::kHasSink) total += weight(logit, most);", ""
+            "sm80/combine.cu", "sm80_combine", "if (config::kHasSink) total += weight(logit, max_lse);", ""
         ),
         "a sink above all scores overflows": Edit(
-            "sm80/combine.cu", "sm80_combine", "if (config::kHasSink) most = fmaxf(most, logit);",
-            "if (config::kHasSink) most = fminf(most, logit) - 200;",
+            "sm80/combine.cu", "sm80_combine",
+            "if (config::kHasSink) max_lse = fmaxf(max_lse, logit);",
+            "if (config::kHasSink) max_lse = fminf(max_lse, logit) - 200;",
         ),
     },
     sm90_is_right: {
         "o of a tile keeps the weights without a sink": Edit(
-            "sm90/forward.cu", "write_results", "o.scale_row(i, merge_sink(row_lse[i], logit));",
+            "sm90/forward.cu", "epilogue",
+            "o.scale_row(i, merge_sink(row_lse[i], logit));",
             "merge_sink(row_lse[i], logit);",
         ),
         "tiles without a key know no sink": Edit(
-            "sm90/forward.cu", "write_nothing", "lse.at(row, 0) = row_lse;",
+            "sm90/forward.cu", "write_empty_rows",
+            "lse.at(row, 0) = row_lse;",
             "lse.at(row, 0) = ptx::negative_infinity<float>();",
         ),
         "delta is that of the first tile": Edit(

@@ -9,16 +9,16 @@ FAULTS = {
     tensor_cores_are_right: {
         "Q K^T starts before K is there": Edit(
             "sm80/forward.cu", "sm80_forward",
-            "while (has_step) { ptx::cp_async_wait<0>(); __syncthreads();",
-            "while (has_step) { ptx::cp_async_wait<0>();",
+            "while (has_block) { ptx::cp_async_wait<0>(); __syncthreads();",
+            "while (has_block) { ptx::cp_async_wait<0>();",
         ),
         "V is multiplied before it is there": Edit(
             "sm80/forward.cu", "sm80_forward",
-            "tile::product_nt(s, q_smem, k_smem); ptx::cp_async_wait<0>(); __syncthreads();",
-            "tile::product_nt(s, q_smem, k_smem); ptx::cp_async_wait<0>();",
+            "tile::gemm_nt(s, q_smem, k_smem); ptx::cp_async_wait<0>(); __syncthreads();",
+            "tile::gemm_nt(s, q_smem, k_smem); ptx::cp_async_wait<0>();",
         ),
         "a negative scale is not turned": Edit(
-            "sm80/forward.cu", "sm80_forward", "if (Softmax::turns(shape.softmax_scale))", "if (false)"
+            "sm80/forward.cu", "sm80_forward", "if (Softmax::needs_negation(shape.softmax_scale))", "if (false)"
         ),
         "lse of tensor cores loses its last row": Edit(
             "sm80/forward.cu", "write_results",
@@ -27,96 +27,102 @@ FAULTS = {
         ),
         "dS is multiplied before it is there": Edit(
             "sm80/backward.cu", "sm80_backward",
-            "if (!kStoresApart) store_scores(s, dp); __syncthreads();",
-            "if (!kStoresApart) store_scores(s, dp);",
+            "if (!kStoresScoresEarly) store_scores(s, dp); __syncthreads();",
+            "if (!kStoresScoresEarly) store_scores(s, dp);",
         ),
         "whole steps of many scores keep the last one's": Edit(
-            "sm80/backward.cu", "sm80_backward", "if (kStoresApart) store_scores(s, dp); }", "}"
+            "sm80/backward.cu", "sm80_backward", "if (kStoresScoresEarly) store_scores(s, dp); }", "}"
         ),
         "masked steps of many scores keep the last one's": Edit(
             "sm80/backward.cu", "sm80_backward",
-            "if (kStoresApart) store_scores(s, dp); if (kMakesDsMeanwhile) {",
-            "if (kMakesDsMeanwhile) {",
+            "if (kStoresScoresEarly) store_scores(s, dp); if (kOverlapsDs) {",
+            "if (kOverlapsDs) {",
         ),
         "P of wide whole steps is multiplied before it is there": Edit(
-            "sm80/backward.cu", "add_dv_meanwhile", "__syncthreads();", ""
+            "sm80/backward.cu", "add_dv_overlapped", "__syncthreads();", ""
         ),
         "P of wide masked steps is multiplied before it is there": Edit(
-            "sm80/backward.cu", "sm80_backward", "if (kMakesDsMeanwhile) { __syncthreads();", "if (kMakesDsMeanwhile) {"
+            "sm80/backward.cu", "sm80_backward", "if (kOverlapsDs) { __syncthreads();", "if (kOverlapsDs) {"
         ),
         "P of wide whole steps is the last one's": Edit(
-            "sm80/backward.cu", "add_dv_meanwhile", "tile::store_columns(p_smem, s, column_tile); }", "}"
+            "sm80/backward.cu", "add_dv_overlapped", "tile::store_columns(p_smem, s, column_tile); }", "}"
         ),
         "dS of wide whole steps is the last one's": Edit(
-            "sm80/backward.cu", "add_dv_meanwhile", "tile::store_columns(ds_smem, dp, j);", ""
+            "sm80/backward.cu", "add_dv_overlapped", "tile::store_columns(ds_smem, dp, j);", ""
         ),
         "dS of wide whole steps misses its first columns": Edit(
-            "sm80/backward.cu", "add_dv_meanwhile", "kColumnTiles != turn)", "kColumnTiles != turn + 1)"
+            "sm80/backward.cu", "add_dv_overlapped", "kColumnTiles != k_step)", "kColumnTiles != k_step + 1)"
         ),
         "wide masked steps bring no dV": Edit(
             "sm80/backward.cu", "sm80_backward",
-            "__syncthreads(); tile::add_product_tn(dv, p_smem, do_smem);",
+            "__syncthreads(); tile::gemm_add_tn(dv, p_smem, do_smem);",
             "__syncthreads();",
         ),
-        "wide steps bring dV twice": Edit("sm80/backward.cu", "sm80_backward", "if (!kMakesDsMeanwhile) tile", "tile"),
+        "wide steps bring dV twice": Edit("sm80/backward.cu", "sm80_backward", "if (!kOverlapsDs) tile", "tile"),
         "dK is not scaled": Edit("sm80/backward.cu", "sm80_backward", "dk.scale(shape.softmax_scale);", ""),
         "one head of a group gives dK and dV": Edit(
             "sm80/backward.cu", "sm80_backward", "head < shape.group_size", "head < 1"
         ),
         "sums of dQ go to the first tile": Edit(
-            "sm80/backward.cu", "sm80_backward", "query_tile_number(params, step.start, kBlockQ)", "0"
+            "sm80/backward.cu", "sm80_backward", "query_tile_number(params, block.start, kBlockQ)", "0"
         ),
         "K is kept where no query sees it": Edit("sm80/backward.cu", "load_k", "min(work.last, last)", "work.last"),
         "a step of few queries is copied as a whole one": Edit(
-            "sm80/backward.cu", "load_step", "& (step.stop - step.start == kBlockQ)", "& (step.start < step.stop)"
+            "sm80/backward.cu", "load_block", "& (block.stop - block.start == kBlockQ)", "& (block.start < block.stop)"
         ),
         "rows of Q are not asked about": Edit(
-            "sm80/backward.cu", "keep_head", "has_rows_of<QTile>(kept.q, params.q, params.shape.head_dim) &&", ""
+            "sm80/backward.cu", "save_head_state",
+            "has_full_rows<QTile>(state.q, params.q, params.shape.head_dim) &&",
+            "",
         ),
         "rows of dO are not asked about": Edit(
-            "sm80/backward.cu", "keep_head",
-            "has_rows_of<OTile>(kept.d_o, params.do_, params.shape.value_dim);",
+            "sm80/backward.cu", "save_head_state",
+            "has_full_rows<OTile>(state.d_o, params.do_, params.shape.value_dim);",
             "true;",
         ),
         "lse of a whole step is delta": Edit(
-            "sm80/backward.cu", "load_whole_step", "is_lse ? kept.lse : kept.delta;", "kept.delta;"
+            "sm80/backward.cu", "load_full_block", "is_lse ? state.lse : state.delta;", "state.delta;"
         ),
         "heads of a group have the first one's queries": Edit(
-            "sm80/backward.cu", "begin_next_head", "++kept.work.place.head;", ""
+            "sm80/backward.cu", "begin_next_head", "++state.work.batch_head.head;", ""
         ),
         "heads of a group have the first one's steps": Edit(
             "sm80/backward.cu", "begin_next_head",
-            "kept.work.place, reach_of_head(params, kept.work), kept);",
-            "kept.work.place, kept.reach, kept);",
+            "state.work.batch_head, visit_range_of_head(params, state.work), state);",
+            "state.work.batch_head, state.visit_range, state);",
         ),
         "the next head is noted before the last one is read": Edit(
             "sm80/backward.cu", "begin_next_head", "__syncthreads();", ""
         ),
         "dK and dV leave before they are there": Edit(
             "sm80/backward.cu", "sm80_backward",
-            "__syncthreads(); write_held(params.dk, kept.work, kv_head, shape.head_dim, k_smem);",
-            "write_held(params.dk, kept.work, kv_head, shape.head_dim, k_smem);",
+            "__syncthreads(); write_staged_gradient(params.dk, state.work, kv_head, shape.head_dim, k_smem);",
+            "write_staged_gradient(params.dk, state.work, kv_head, shape.head_dim, k_smem);",
         ),
         "blocks of a list end where tiles do": Edit(
             "sm80/backward.cu", "sm80_backward",
-            "query_tile_number(params, step.start, kBlockQ)",
-            "(step.start / kBlockQ)",
+            "query_tile_number(params, block.start, kBlockQ)",
+            "(block.start / kBlockQ)",
         ),
         "whole steps start with the first query": Edit(
-            "sm80/backward.cu", "load_whole_step", "kept.q + first * params.q.row_stride", "kept.q"
+            "sm80/backward.cu", "load_full_block", "state.q + first * params.q.row_stride", "state.q"
         ),
         "a step of few keys is copied as a whole one": Edit(
-            "sm80/forward.cu", "load_step", "has_rows && step.stop - step.start == kBlockKv", "has_rows"
+            "sm80/forward.cu", "load_block",
+            "rows_fill_tiles && block.stop - block.start == kBlockKv",
+            "rows_fill_tiles",
         ),
         "rows of K are not asked about": Edit(
-            "sm80/forward.cu", "keep", "has_rows_of<KTile>(kept.k, params.k, shape.head_dim) &&", ""
+            "sm80/forward.cu", "save_state", "has_full_rows<KTile>(state.k, params.k, shape.head_dim) &&", ""
         ),
         "a step of few keys is copied as a whole one for dQ": Edit(
-            "sm80/backward_rows.cu", "load_step", "kept.has_rows && step.stop - step.start == kBlockKv", "kept.has_rows"
+            "sm80/backward_rows.cu", "load_block",
+            "state.rows_fill_tiles && block.stop - block.start == kBlockKv",
+            "state.rows_fill_tiles",
         ),
         "rows of V are not asked about for dQ": Edit(
             "sm80/backward_rows.cu", "sm80_backward_rows",
-            "&& has_rows_of<VTile>(kept.v, params.v, shape.value_dim);",
+            "&& has_full_rows<VTile>(state.v, params.v, shape.value_dim);",
             ";",
         ),
         "dQ of rows is not scaled": Edit(
@@ -127,24 +133,24 @@ FAULTS = {
         ),
         "masked steps of dQ hide scores behind -inf": Edit(
             "sm80/backward_rows.cu", "sm80_backward_rows",
-            "kept.work, step, masked_score()); score_gradients<true>(",
-            "kept.work, step, ptx::negative_infinity<float>()); score_gradients<true>(",
+            "state.work, block, masked_score()); score_gradients<true>(",
+            "state.work, block, ptx::negative_infinity<float>()); score_gradients<true>(",
         ),
         "masked steps hide scores behind -inf": Edit(
-            "sm80/backward.cu", "mask_step",
+            "sm80/backward.cu", "mask_block",
             "queries, keys, attention::masked_score());",
             "queries, keys, ptx::negative_infinity<float>());",
         ),
     },
     parts_are_right: {
         "every block does the first part": Edit(
-            "sm80/forward.cu", "reach_of_block",
-            "part_of<kBlockKv, Listed>(params, whole, work_part(num_splits), num_splits)",
-            "part_of<kBlockKv, Listed>(params, whole, 0, num_splits)",
+            "sm80/forward.cu", "visit_range_of_block",
+            "split_range<kBlockKv, Listed>(params, full_range, split_index(num_splits), num_splits)",
+            "split_range<kBlockKv, Listed>(params, full_range, 0, num_splits)",
         ),
         "every part is left in one place": Edit(
             "sm80/forward.cu", "rows_of_part",
-            "first = attention::work_part(shape.num_splits) * seqlen_q;",
+            "first = attention::split_index(shape.num_splits) * seqlen_q;",
             "first = 0;",
         ),
         "lse of a part without a key is not written": Edit(
@@ -161,19 +167,19 @@ FAULTS = {
             "sm80/combine.cu", "sm80_combine", "group < kGroups", "group < kGroups / 2"
         ),
         "parts are not weighted": Edit(
-            "sm80/combine.cu", "sm80_combine", "o[c].at[e] += by * x.at[e];", "o[c].at[e] += x.at[e];"
+            "sm80/combine.cu", "sm80_combine", "o[c].at[e] += factor * x.at[e];", "o[c].at[e] += x.at[e];"
         ),
         "a part without a key poisons": Edit(
             "sm80/combine.cu", "sm80_combine", "if (lse != ptx::negative_infinity<float>()) o[c]", "o[c]"
         ),
         "lse is that of the largest part": Edit(
-            "sm80/combine.cu", "sm80_combine", "most + ptx::log_accurate(total)", "most"
+            "sm80/combine.cu", "sm80_combine", "max_lse + ptx::log_accurate(total)", "max_lse"
         ),
         "weights are base 2": Edit("sm80/combine.cu", "weight", "* static_cast<float>(attention::kLog2E)", ""),
         "threads disagree on the largest part": Edit(
             "sm80/combine.cu", "sm80_combine",
-            "most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));",
-            "__shfl_xor_sync(0xffffffffu, most, step);",
+            "max_lse = fmaxf(max_lse, __shfl_xor_sync(0xffffffffu, max_lse, lane_offset));",
+            "__shfl_xor_sync(0xffffffffu, max_lse, lane_offset);",
         ),
         "sums are read before they are there": Edit("sm80/combine.cu", "sm80_combine", "__syncthreads();", ""),
     },

@@ -8,13 +8,17 @@ from mutations.sm90_guards import gradients_in_two_walks_are_right
 FAULTS = {
     gradients_in_two_walks_are_right: {
         "all steps are whole": Edit(
-            "sm90/backward_rows.cu", "walk", "is_plain = kind & Note::kAsTheyAre", "is_plain = true"
+            "sm90/backward_rows.cu", "process_tile", "is_plain = flags & StepMessage::kUnmasked", "is_plain = true"
         ),
         "lse is that of another query": Edit(
-            "sm90/backward_rows.cu", "row_statistics", "known.lse_2[query - first]", "known.lse_2[0]"
+            "sm90/backward_rows.cu", "row_statistics",
+            "query_stats_of_tile.lse_2[query - first]",
+            "query_stats_of_tile.lse_2[0]",
         ),
         "delta is that of another query": Edit(
-            "sm90/backward_rows.cu", "row_statistics", "known.delta[query - first]", "known.delta[0]"
+            "sm90/backward_rows.cu", "row_statistics",
+            "query_stats_of_tile.delta[query - first]",
+            "query_stats_of_tile.delta[0]",
         ),
         "queries are those of the first tile": Edit(
             "sm90/backward_rows.cu", "row_statistics",
@@ -32,60 +36,58 @@ FAULTS = {
             "work.first",
         ),
         "hidden keys count": Edit(
-            "sm90/backward_rows.cu", "make_probabilities",
+            "sm90/backward_rows.cu", "make_p",
             "IsPlain || !attention::is_masked_score(s.at(i, j)) ? p : s.at(i, j)",
             "p",
         ),
         "what stands at hidden keys matters": Edit(
-            "sm90/backward_rows.cu", "make_gradients",
-            "IsPlain || !attention::is_masked_score(p.at(i, j)) ? ds : 0.0f",
-            "ds",
+            "sm90/backward_rows.cu", "make_ds", "IsPlain || !attention::is_masked_score(p.at(i, j)) ? ds : 0.0f", "ds"
         ),
-        "delta is left out": Edit(
-            "sm90/backward_rows.cu", "make_gradients", "(dp.at(i, j) - row.delta[i])", "dp.at(i, j)"
-        ),
+        "delta is left out": Edit("sm90/backward_rows.cu", "make_ds", "(dp.at(i, j) - stats.delta[i])", "dp.at(i, j)"),
         "scores are read before they are there": Edit(
-            "sm90/backward_rows.cu", "walk",
-            "tile::wait_for<1>(s); while (true) {",
-            "tile::wait_for<2>(s); while (true) {",
+            "sm90/backward_rows.cu", "process_tile",
+            "tile::wait_wgmma<1>(s); while (true) {",
+            "tile::wait_wgmma<2>(s); while (true) {",
         ),
         "scores of further steps are read before they are there": Edit(
-            "sm90/backward_rows.cu", "walk",
-            "tile::wait_for<1>(s); ptx::keep_in_place",
-            "tile::wait_for<2>(s); ptx::keep_in_place",
+            "sm90/backward_rows.cu", "process_tile",
+            "tile::wait_wgmma<1>(s); ptx::fence_registers",
+            "tile::wait_wgmma<2>(s); ptx::fence_registers",
         ),
         "dP is read before it is there": Edit(
-            "sm90/backward_rows.cu", "walk", "tile::wait_for<0>(dp);", "tile::wait_for<1>(dp);"
+            "sm90/backward_rows.cu", "process_tile", "tile::wait_wgmma<0>(dp);", "tile::wait_wgmma<1>(dp);"
         ),
         "V is left before it is multiplied": Edit(
-            "sm90/backward_rows.cu", "walk",
-            "tile::wait_for<0>(dp); tile::arrive(own.v[stage].empty);",
-            "tile::arrive(own.v[stage].empty); tile::wait_for<0>(dp);",
+            "sm90/backward_rows.cu", "process_tile",
+            "tile::wait_wgmma<0>(dp); tile::arrive(smem.v[stage].empty);",
+            "tile::arrive(smem.v[stage].empty); tile::wait_wgmma<0>(dp);",
         ),
         "K is left before it is multiplied": Edit(
-            "sm90/backward_rows.cu", "walk", "++num_keys;", "tile::arrive(own.k[stage].empty); ++num_keys;"
+            "sm90/backward_rows.cu", "process_tile",
+            "++num_k_blocks;",
+            "tile::arrive(smem.k[stage].empty); ++num_k_blocks;",
         ),
         "K of a tile's last step is not left": Edit(
-            "sm90/backward_rows.cu", "walk", "tile::arrive(own.k[stage_of(num_keys - 1)].empty);", ""
+            "sm90/backward_rows.cu", "process_tile", "tile::arrive(smem.k[stage_of(num_k_blocks - 1)].empty);", ""
         ),
-        "Q is not left": Edit("sm90/backward_rows.cu", "walk", "tile::arrive(own.q[0].empty);", ""),
+        "Q is not left": Edit("sm90/backward_rows.cu", "process_tile", "tile::arrive(smem.q[0].empty);", ""),
         "Q is left before it is multiplied": Edit(
-            "sm90/backward_rows.cu", "walk",
-            "const Statistics row = row_statistics(params, task.work);",
-            "const Statistics row = row_statistics(params, task.work); tile::arrive(own.q[0].empty);",
+            "sm90/backward_rows.cu", "process_tile",
+            "const Statistics stats = row_statistics(params, tile_info.work);",
+            "const Statistics stats = row_statistics(params, tile_info.work); tile::arrive(smem.q[0].empty);",
         ),
-        "dQ is written before it is there": Edit("sm90/backward_rows.cu", "walk", "tile::wait_for<0>(dq);", ""),
+        "dQ is written before it is there": Edit(
+            "sm90/backward_rows.cu", "process_tile", "tile::wait_wgmma<0>(dq);", ""
+        ),
         "dQ is not scaled": Edit("sm90/backward_rows.cu", "consume", "dq.scale(params.shape.softmax_scale);", ""),
         "dQ is added to that of the tile before": Edit(
-            "sm90/backward_rows.cu", "consume", "Gradient dq; dq.fill(0);", "static thread_local Gradient dq;"
+            "sm90/backward_rows.cu", "consume", "Dq dq; dq.fill(0);", "static thread_local Dq dq;"
         ),
         "dQ of queries without a key is anything": Edit(
-            "sm90/backward_rows.cu", "write_nothing",
-            "else tile::clear(matrix<Element>(params.dq, work.place, head, 0, num_columns)",
-            "else tile::clear(matrix<Element>(params.dq, work.place, head, 0, 0)",
+            "sm90/backward_rows.cu", "write_empty_rows",
+            "else tile::clear(matrix<Element>(params.dq, work.batch_head, head, 0, num_columns)",
+            "else tile::clear(matrix<Element>(params.dq, work.batch_head, head, 0, 0)",
         ),
-        "hidden keys are marked no more": Edit(
-            "sm90/backward_rows.cu", "make_probabilities", "? p : s.at(i, j);", "? p : 0.0f;"
-        ),
+        "hidden keys are marked no more": Edit("sm90/backward_rows.cu", "make_p", "? p : s.at(i, j);", "? p : 0.0f;"),
     },
 }  # fmt: skip

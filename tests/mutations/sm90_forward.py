@@ -7,315 +7,347 @@ from mutations.sm90_guards import forward_is_right, gradients_in_two_walks_are_r
 
 FAULTS = {
     forward_is_right: {
-        "barriers are not fenced": Edit("attention/key_ring.cuh", "make_barriers", "ptx::mbarrier_init_fence();", ""),
+        "barriers are not fenced": Edit("sm90/kv_pipeline.cuh", "init_barriers", "ptx::fence_mbarrier_init();", ""),
         "copied rows count as there before they are": Edit(
-            "attention/key_ring.cuh", "fill",
-            "tile::copy<32>(panels_of<kOperand>(stage), all.rows(first, last), tile::number_in_warp(), [](int) { "
-            "return true; }); tile::arrive(room.full);",
-            "tile::arrive(room.full); tile::copy<32>(panels_of<kOperand>(stage), all.rows(first, last), "
-            "tile::number_in_warp(), [](int) { return true; });",
+            "sm90/kv_pipeline.cuh", "load_operand",
+            "tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), [](int) { return true; "
+            "}); tile::arrive(slot.full);",
+            "tile::arrive(slot.full); tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), "
+            "[](int) { return true; });",
         ),
         "V past a step is what stands there": Edit(
-            "attention/key_ring.cuh", "bring_values", "bool clears = ends_early(step, length)", "bool clears = false"
+            "sm90/kv_pipeline.cuh", "load_values",
+            "bool zero_fills = ends_inside_block(block, length)",
+            "bool zero_fills = false",
         ),
         "keys of the step before count again": Edit(
-            "attention/key_ring.cuh", "mask_step", "seen.lo = max(seen.lo, note.start);", ""
+            "sm90/kv_pipeline.cuh", "mask_block", "row_mask.lo = max(row_mask.lo, message.unread_start);", ""
         ),
-        "a wider step is whole": Edit("attention/key_ring.cuh", "kind_of", "is_whole = !is_wider &&", "is_whole ="),
+        "a wider step is whole": Edit(
+            "sm90/kv_pipeline.cuh", "step_flags", "is_unmasked = !is_shifted &&", "is_unmasked ="
+        ),
         "V is that of a step that is not wider": Edit(
-            "attention/key_ring.cuh", "bring_values",
-            "widen<kBlockKv, config::kIsListed>(step, task.reach, length);",
+            "sm90/kv_pipeline.cuh", "load_values",
+            "shift_short_block<kBlockKv, config::kIsListed>(block, tile_info.visit_range, length);",
             "",
         ),
         "an array without a map is left to the accelerator": Edit(
-            "attention/tensor_maps.cuh", "is_mapped", "map.is_there &&", ""
+            "sm90/tensor_maps.cuh", "has_tensor_map", "map.is_valid &&", ""
         ),
         "an odd start is left to the accelerator": Edit(
-            "attention/tensor_maps.cuh", "is_mapped", "&& reinterpret_cast<uint64_t>(matrices.data) % 16 == 0", ""
+            "sm90/tensor_maps.cuh", "has_tensor_map", "&& reinterpret_cast<uint64_t>(matrices.data) % 16 == 0", ""
         ),
-        "a broadcast axis is stepped over": Edit("attention/tensor_maps.cuh", "in_stack", "strides[2] == 0 ? 0 :", ""),
+        "a broadcast axis is stepped over": Edit(
+            "sm90/tensor_maps.cuh", "tma_coords", "strides[2] == 0 ? 0 :", ""
+        ),
         "K is that of the query's head": Edit(
-            "attention/key_ring.cuh", "look_up",
-            "task.kv_head = work.place.head / params.shape.group_size",
-            "task.kv_head = work.place.head",
+            "sm90/kv_pipeline.cuh", "schedule_tiles",
+            "tile_info.kv_head = work.batch_head.head / params.shape.group_size",
+            "tile_info.kv_head = work.batch_head.head",
         ),
-        "one stage serves all": Edit("attention/key_ring.cuh", "stage_of", "return count % kNumStages;", "return 0;"),
+        "one stage serves all": Edit("sm90/kv_pipeline.cuh", "stage_of", "return count % kNumStages;", "return 0;"),
         "every lane asks for a tile": Edit(
-            "attention/key_ring.cuh", "next_tile",
-            "if (leads()) number = attention::next_number",
-            "number = attention::next_number",
+            "sm90/kv_pipeline.cuh", "advance_tile",
+            "if (elect_one()) number = attention::next_tile_number",
+            "number = attention::next_tile_number",
         ),
         "nobody has the first tiles": Edit(
-            "attention/key_ring.cuh", "next_tile", "if (is_first) return attention::first_number();", ""
+            "sm90/kv_pipeline.cuh", "advance_tile", "if (is_first) return attention::first_tile_number();", ""
         ),
         "K is left before it is multiplied": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms",
-            "next.start_products(s, o, p, group, num_keys);",
-            "next.start_products(s, o, p, group, num_keys); tile::arrive(board().k[stage_of(num_keys)].empty);",
+            "sm90/forward.cu", "consume_with_two_q_stages",
+            "next_operands.start_products(s, o, p, group, num_k_blocks);",
+            "next_operands.start_products(s, o, p, group, num_k_blocks); "
+            "tile::arrive(shared().k[stage_of(num_k_blocks)].empty);",
         ),
         "V is left before it is multiplied": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms",
-            "tile::wait_for<0>(o); if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty);",
-            "if (num_keys > 0) tile::arrive(board().v[stage_of(num_keys - 1)].empty); tile::wait_for<0>(o);",
+            "sm90/forward.cu", "consume_with_two_q_stages",
+            "tile::wait_wgmma<0>(o); if (num_k_blocks > 0) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);",
+            "if (num_k_blocks > 0) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty); tile::wait_wgmma<0>(o);",
         ),
         "V is left before it is multiplied, with one room for Q": Edit(
-            "sm90/forward.cu", "consume_in_one_room",
-            "tile::wait_for<0>(o); if (!is_first) tile::arrive(board().v[stage_of(num_keys - 1)].empty);",
-            "if (!is_first) tile::arrive(board().v[stage_of(num_keys - 1)].empty); tile::wait_for<0>(o);",
+            "sm90/forward.cu", "consume_with_one_q_stage",
+            "tile::wait_wgmma<0>(o); if (!is_first) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);",
+            "if (!is_first) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty); tile::wait_wgmma<0>(o);",
         ),
         "Q is left with the first step": Edit(
-            "sm90/forward.cu", "leave_keys",
-            "if (is_last && kQRooms == 1) tile",
-            "if (board().notes[stage_of(num_keys)].start == 0 && kQRooms == 1) tile",
+            "sm90/forward.cu", "release_k",
+            "if (is_last && kQStages == 1) tile",
+            "if (shared().messages[stage_of(num_k_blocks)].start == 0 && kQStages == 1) tile",
         ),
         "Q's room is left before O went through it": Edit(
-            "sm90/forward.cu", "write_results",
-            "tile::store(room",
-            "tile::arrive(board().q[q_room_of(num_tasks)].empty); tile::store(room",
+            "sm90/forward.cu", "epilogue",
+            "tile::store(o_smem",
+            "tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty); tile::store(o_smem",
         ),
-        "O is written before it is there": Edit("sm90/forward.cu", "write_results", "__syncwarp();", ""),
-        "O is not fenced": Edit("sm90/forward.cu", "write_results", "ptx::fence_proxy_async();", ""),
-        "Q's room is left while O leaves it": Edit("sm90/forward.cu", "leave_queries", "ptx::bulk_wait_read<0>();", ""),
+        "O is written before it is there": Edit("sm90/forward.cu", "epilogue", "__syncwarp();", ""),
+        "O is not fenced": Edit("sm90/forward.cu", "epilogue", "ptx::fence_proxy_async();", ""),
+        "Q's room is left while O leaves it": Edit("sm90/forward.cu", "release_q", "ptx::bulk_wait_read<0>();", ""),
         "O is put where another warp's is": Edit(
-            "sm90/forward.cu", "write_results", "(room, rounded, o.warp_row());", "(room, rounded, 0);"
+            "sm90/forward.cu", "epilogue", "(o_smem, rounded, o.warp_row());", "(o_smem, rounded, 0);"
         ),
         "a panel of O is written over the first": Edit(
-            "sm90/forward.cu", "write_results", "panel * OPanels::kPanelWidth,", "0 * panel,"
+            "sm90/forward.cu", "epilogue", "panel * SmemO::kPanelWidth,", "0 * panel,"
         ),
         "a panel of O is the first one's": Edit(
-            "sm90/forward.cu", "write_results", "room.panel(panel).address(o", "room.panel(0).address(o"
+            "sm90/forward.cu", "epilogue", "o_smem.panel(panel).address(o", "o_smem.panel(0).address(o"
         ),
         "rows past a tile are written": Edit(
-            "attention/key_ring.cuh", "look_up", "(num_rows % kBoxRows == 0 ||", "(true ||"
+            "sm90/kv_pipeline.cuh", "schedule_tiles", "(num_rows % kBoxRows == 0 ||", "(true ||"
         ),
         "warps past a tile write": Edit(
-            "sm90/forward.cu", "write_results", "&& o.warp_row() < to.num_rows; ++panel", "; ++panel"
+            "sm90/forward.cu", "epilogue", "&& o.warp_row() < target.num_rows; ++panel", "; ++panel"
         ),
         "lse past a tile is written": Edit(
-            "sm90/forward.cu", "write_results", "row < to.num_rows) to.lse", "true) to.lse"
+            "sm90/forward.cu", "epilogue", "row < target.num_rows) target.lse", "true) target.lse"
         ),
         "results of queries without a key stay as they are": Edit(
-            "sm90/forward.cu", "write_nothing", "o.at(row, column) = zero", "continue"
+            "sm90/forward.cu", "write_empty_rows", "o.at(row, column) = zero", "continue"
         ),
         "lse of queries without a key stays as it is": Edit(
-            "sm90/forward.cu", "write_nothing", "if (leads()) lse.at(row, 0)", "if (false) lse.at(row, 0)"
+            "sm90/forward.cu", "write_empty_rows", "if (elect_one()) lse.at(row, 0)", "if (false) lse.at(row, 0)"
         ),
         "scores are read before they are there": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms", "tile::wait_for<1>(s);", "tile::wait_for<2>(s);"
+            "sm90/forward.cu", "consume_with_two_q_stages", "tile::wait_wgmma<1>(s);", "tile::wait_wgmma<2>(s);"
         ),
         "scores are read before they are there, with one room for Q": Edit(
-            "sm90/forward.cu", "consume_in_one_room", "tile::wait_for<1>(s);", "tile::wait_for<2>(s);"
+            "sm90/forward.cu", "consume_with_one_q_stage", "tile::wait_wgmma<1>(s);", "tile::wait_wgmma<2>(s);"
         ),
         "O is not rescaled": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms",
-            "make_weights(s, softmax, o, has_risen && !is_first, by);",
-            "make_weights(s, softmax, o, false, by);",
+            "sm90/forward.cu", "consume_with_two_q_stages",
+            "make_p(s, softmax, o, max_has_risen && !is_first, factor);",
+            "make_p(s, softmax, o, false, factor);",
         ),
         "O is not rescaled, with one room for Q": Edit(
-            "sm90/forward.cu", "consume_in_one_room",
-            "make_weights(s, softmax, o, has_risen, by);",
-            "make_weights(s, softmax, o, false, by);",
+            "sm90/forward.cu", "consume_with_one_q_stage",
+            "make_p(s, softmax, o, max_has_risen, factor);",
+            "make_p(s, softmax, o, false, factor);",
         ),
         "scores that are large are scaled first": Edit(
-            "sm90/forward.cu", "make_weights", "if (softmax.reasons & Softmax::kIsLarge) softmax.take_off(s);", ""
+            "sm90/forward.cu", "make_p", "if (softmax.max_reasons & Softmax::kLargeMax) softmax.subtract_max(s);", ""
         ),
         "lost scores are weighed again": Edit(
-            "sm90/forward.cu", "weigh_other_step",
-            "if (again) remake_scores(params, function, s, num_tasks, num_keys);",
+            "sm90/forward.cu", "process_other_block",
+            "if (recomputes) recompute_scores(params, function, s, num_tiles_done, num_k_blocks);",
             "",
         ),
         "lost scores are weighed again, of two warpgroups": Edit(
-            "sm90/forward.cu", "weigh_other_step",
-            "if (is_lost) remake_scores(params, function, s, num_tasks, num_keys);",
+            "sm90/forward.cu", "process_other_block",
+            "if (scores_are_lost) recompute_scores(params, function, s, num_tiles_done, num_k_blocks);",
             "",
         ),
         "lost scores are not masked again": Edit(
-            "sm90/forward.cu", "weigh_other_step",
-            "if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys); if",
-            "if (!(kind & Note::kAsTheyAre) && !again) mend_scores(params, s, num_tasks, num_keys); if",
+            "sm90/forward.cu", "process_other_block",
+            "if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks); if",
+            "if (!(flags & StepMessage::kUnmasked) && !recomputes) negate_and_mask(params, s, num_tiles_done, "
+            "num_k_blocks); if",
         ),
         "masks are read after others may write them": Edit(
-            "sm90/forward.cu", "weigh_other_step",
-            "if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, num_tasks, num_keys); leave_keys(num_keys, kind & "
-            "Note::kLast);",
-            "leave_keys(num_keys, kind & Note::kLast); if (!(kind & Note::kAsTheyAre)) mend_scores(params, s, "
-            "num_tasks, num_keys);",
+            "sm90/forward.cu", "process_other_block",
+            "if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks); "
+            "release_k(num_k_blocks, flags & StepMessage::kLastForWarpgroup);",
+            "release_k(num_k_blocks, flags & StepMessage::kLastForWarpgroup); if (!(flags & StepMessage::kUnmasked)) "
+            "negate_and_mask(params, s, num_tiles_done, num_k_blocks);",
         ),
         "scores are made again of the first stage": Edit(
-            "sm90/forward.cu", "remake_scores",
-            "right_along(k_smem(stage_of(num_keys)).panel",
-            "right_along(k_smem(0).panel",
+            "sm90/forward.cu", "recompute_scores",
+            "right_k_major(k_smem(stage_of(num_k_blocks)).panel",
+            "right_k_major(k_smem(0).panel",
         ),
         "scores are made again of the last tile's queries": Edit(
-            "sm90/forward.cu", "remake_scores",
-            "left_along(q_smem(q_room_of(num_tasks)).panel",
-            "left_along(q_smem(q_room_of(num_tasks + 1)).panel",
+            "sm90/forward.cu", "recompute_scores",
+            "left_k_major(q_smem(q_stage_of(num_tiles_done)).panel",
+            "left_k_major(q_smem(q_stage_of(num_tiles_done + 1)).panel",
         ),
         "scores are made again of one panel": Edit(
-            "sm90/forward.cu", "remake_scores", "panel(k / kInPanel), 0);", "panel(0), 0);"
+            "sm90/forward.cu", "recompute_scores", "panel(k / kInPanel), 0);", "panel(0), 0);"
         ),
         "a warp makes scores of others again": Edit(
-            "sm90/forward.cu", "remake_scores", "panel(k / kInPanel), s.warp_row());", "panel(k / kInPanel), 0);"
+            "sm90/forward.cu", "recompute_scores", "panel(k / kInPanel), s.warp_row());", "panel(k / kInPanel), 0);"
         ),
-        "scores are added to those that were": Edit("sm90/forward.cu", "remake_scores", "s.fill(0);", ""),
+        "scores are added to those that were": Edit("sm90/forward.cu", "recompute_scores", "s.fill(0);", ""),
         "a masked step is plain": Edit(
-            "sm90/forward.cu", "is_plain", "kAsPlain = Note::kUnseen | Note::kAsTheyAre;", "kAsPlain = Note::kUnseen;"
+            "sm90/forward.cu", "is_plain",
+            "kAsPlain = StepMessage::kSkipMax | StepMessage::kUnmasked;",
+            "kAsPlain = StepMessage::kSkipMax;",
         ),
         "a tile's last step is plain": Edit(
-            "sm90/forward.cu", "is_plain", "(kAsPlain | Note::kLast)) == kAsPlain", "kAsPlain) == kAsPlain"
+            "sm90/forward.cu", "is_plain",
+            "(kAsPlain | StepMessage::kLastForWarpgroup)) == kAsPlain",
+            "kAsPlain) == kAsPlain",
         ),
         "turned scores are as they are": Edit(
-            "attention/key_ring.cuh", "kind_of",
-            "!kBringsDo && attention::LazySoftmax<2>::turns(params.shape.softmax_scale)",
+            "sm90/kv_pipeline.cuh", "step_flags",
+            "!kLoadsDo && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale)",
             "false",
         ),
         "V is left before it is multiplied in a plain step": Edit(
-            "sm90/forward.cu", "await_sum",
-            "tile::wait_for<0>(o); tile::arrive(board().v[stage_of(num_keys - 1)].empty);",
-            "tile::arrive(board().v[stage_of(num_keys - 1)].empty); tile::wait_for<0>(o);",
+            "sm90/forward.cu", "wait_output",
+            "tile::wait_wgmma<0>(o); tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);",
+            "tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty); tile::wait_wgmma<0>(o);",
         ),
         "keys of a plain step are those of the one before": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms",
-            "++num_keys; next = Operands(group, num_tasks, num_keys);",
-            "next = Operands(group, num_tasks, num_keys); ++num_keys;",
+            "sm90/forward.cu", "consume_with_two_q_stages",
+            "++num_k_blocks; next_operands = NextOperands(group, num_tiles_done, num_k_blocks);",
+            "next_operands = NextOperands(group, num_tiles_done, num_k_blocks); ++num_k_blocks;",
         ),
         "a warpgroup has the mask of the first": Edit(
-            "attention/key_ring.cuh", "kind_for", ".kinds[group % kConsumers];", ".kinds[0];"
+            "sm90/kv_pipeline.cuh", "flags_of_warpgroup", ".flags[group % kNumConsumers];", ".flags[0];"
         ),
         "warpgroups see what the tile's first rows see": Edit(
-            "attention/key_ring.cuh", "look_up", "work, 64 * tile::number_in_warp());", "work, 0);"
+            "sm90/kv_pipeline.cuh", "schedule_tiles", "work, 64 * tile::lane());", "work, 0);"
         ),
         "what some of a warpgroup's queries see all do": Edit(
-            "attention/key_ring.cuh", "span_of",
-            "reach.stop, reach.full_start, reach.full_stop}",
-            "reach.stop, reach.full_start, reach.stop}",
+            "sm90/kv_pipeline.cuh", "group_visit_range",
+            "visit_range.stop, visit_range.full_start, visit_range.full_stop}",
+            "visit_range.stop, visit_range.full_start, visit_range.stop}",
         ),
         "a warpgroup leaves a tile a step too soon": Edit(
-            "attention/key_ring.cuh", "kind_of", "step.stop >= span.stop);", "step.stop + kBlockKv >= span.stop);"
+            "sm90/kv_pipeline.cuh", "step_flags",
+            "block.stop >= group_range.stop);",
+            "block.stop + kBlockKv >= group_range.stop);",
         ),
         "keys that a warpgroup passes over are not left": Edit(
-            "sm90/forward.cu", "pass_over", "tile::arrive(board().k[stage].empty);", ""
+            "sm90/forward.cu", "skip_blocks", "tile::arrive(shared().k[stage].empty);", ""
         ),
         "values that a warpgroup passes over are left unread": Edit(
-            "sm90/forward.cu", "pass_over", "tile::await_full(board().v[stage], parity);", ""
+            "sm90/forward.cu", "skip_blocks", "tile::wait_full(shared().v[stage], phase);", ""
         ),
         "values that a warpgroup passed over are left twice": Edit(
-            "sm90/forward.cu", "pass_over", "if (!is_end || !keeps_values) tile", "tile"
+            "sm90/forward.cu", "skip_blocks", "if (!is_end || !keeps_last_v) tile", "tile"
         ),
-        "who passes over a step has no turn": Edit("sm90/forward.cu", "pass_over", "await_turn(); pass_turn();", ""),
+        "who passes over a step has no turn": Edit(
+            "sm90/forward.cu", "skip_blocks", "ping_pong_wait(); ping_pong_signal();", ""
+        ),
         "who passed over a tile's end starts without a turn": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms",
-            "num_tasks, num_keys, num_keys > 0);",
-            "num_tasks, num_keys, false);",
+            "sm90/forward.cu", "consume_with_two_q_stages",
+            "num_tiles_done, num_k_blocks, num_k_blocks > 0);",
+            "num_tiles_done, num_k_blocks, false);",
         ),
         "Q's room is left a tile too late": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms",
-            "(is_first && !is_last) * Note::kOLeaves",
-            "is_first * Note::kOLeaves",
+            "sm90/forward.cu", "consume_with_two_q_stages",
+            "(is_first && !is_last) * StepMessage::kOStoreInFlight",
+            "is_first * StepMessage::kOStoreInFlight",
         ),
         "Q's room is not left by plain steps": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms", "if (kind & Note::kOLeaves) leave_queries(num_tasks - 1);", ""
+            "sm90/forward.cu", "consume_with_two_q_stages",
+            "if (flags & StepMessage::kOStoreInFlight) release_q(num_tiles_done - 1);",
+            "",
         ),
         "Q's room is not left by other steps": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms",
-            "if (kind & Note::kOLeaves || is_first && is_last) leave_queries",
-            "if (is_first && is_last) leave_queries",
+            "sm90/forward.cu", "consume_with_two_q_stages",
+            "if (flags & StepMessage::kOStoreInFlight || is_first && is_last) release_q",
+            "if (is_first && is_last) release_q",
         ),
         "Q's room is not left after a single step": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms",
-            "if (kind & Note::kOLeaves || is_first && is_last) leave_queries",
-            "if (kind & Note::kOLeaves) leave_queries",
+            "sm90/forward.cu", "consume_with_two_q_stages",
+            "if (flags & StepMessage::kOStoreInFlight || is_first && is_last) release_q",
+            "if (flags & StepMessage::kOStoreInFlight) release_q",
         ),
         "K that was not there when it was asked for counts as there": Edit(
-            "sm90/forward.cu", "Operands.start_products", "if (!has_k_) tile", "if (false) tile"
+            "sm90/forward.cu", "NextOperands.start_products", "if (!has_k_) tile", "if (false) tile"
         ),
         "V that was not there when it was asked for counts as there": Edit(
-            "sm90/forward.cu", "Operands.start_products", "if (!has_v_) tile", "if (false) tile"
+            "sm90/forward.cu", "NextOperands.start_products", "if (!has_v_) tile", "if (false) tile"
         ),
-        "O goes on from tile to tile": Edit("sm90/forward.cu", "consume_in_two_rooms", "o.fill(0); }", "}"),
+        "O goes on from tile to tile": Edit("sm90/forward.cu", "consume_with_two_q_stages", "o.fill(0); }", "}"),
         "a tile has the sums of the next one": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms", "- 1, finished, o, false, sink);", "- 1, softmax, o, false);"
+            "sm90/forward.cu", "consume_with_two_q_stages",
+            "- 1, previous_softmax, o, false, sink);",
+            "- 1, softmax, o, false);",
         ),
         "a tile goes on with the maximum of the one before": Edit(
-            "sm90/forward.cu", "consume_in_two_rooms", "softmax = Softmax();", ""
+            "sm90/forward.cu", "consume_with_two_q_stages", "softmax = Softmax();", ""
         ),
-        "there is a task for each room": Edit("attention/key_ring.cuh", None, "kTasks = 4;", "kTasks = 2;"),
+        "there is a task for each room": Edit(
+            "sm90/kv_pipeline.cuh", None, "kNumTileInfos = 4;", "kNumTileInfos = 2;"
+        ),
         "a task is left before V is brought": Edit(
-            "attention/key_ring.cuh", "make_barriers",
-            "&told.empty), 2 * tile::kArrivals);",
-            "&told.empty), tile::kArrivals);",
+            "sm90/kv_pipeline.cuh", "init_barriers",
+            "&tile_info_slot.empty), 2 * tile::kArrivalsPerWarp);",
+            "&tile_info_slot.empty), tile::kArrivalsPerWarp);",
         ),
         "a task is left before its results are written": Edit(
-            "attention/key_ring.cuh", "look_up",
-            "await_room(told, task_parity_of(num_tasks + kTasks - 1));",
-            "await_room(told, task_parity_of(num_tasks));",
+            "sm90/kv_pipeline.cuh", "schedule_tiles",
+            "wait_slot(tile_info_slot, tile_info_phase(num_tiles_done + kNumTileInfos - 1));",
+            "wait_slot(tile_info_slot, tile_info_phase(num_tiles_done));",
         ),
         "a row that ends within a chunk is left to the accelerator": Edit(
-            "attention/key_ring.cuh", "look_up", "params.shape.value_dim % tile::kChunkOf<Element> == 0 &&", "true &&"
+            "sm90/kv_pipeline.cuh", "schedule_tiles",
+            "params.shape.value_dim % tile::kChunkOf<Element> == 0 &&",
+            "true &&",
         ),
-        "nobody has the first turn": Edit("sm90/forward.cu", "consume", "if (group == kConsumers) pass_turn();", ""),
+        "nobody has the first turn": Edit(
+            "sm90/forward.cu", "consume", "if (group == kNumConsumers) ping_pong_signal();", ""
+        ),
         "a warpgroup has another's queries": Edit(
-            "sm90/forward.cu", "q_operand", "64 * (group % kConsumers)", "64 * (group - 1)"
+            "sm90/forward.cu", "q_operand", "64 * (group % kNumConsumers)", "64 * (group - 1)"
         ),
         "a task overwrites the one before": Edit(
-            "attention/key_ring.cuh", "look_up",
-            "Task& task = board().tasks[task_of(num_tasks)];",
-            "Task& task = board().tasks[0];",
+            "sm90/kv_pipeline.cuh", "schedule_tiles",
+            "WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];",
+            "WorkTileInfo& tile_info = shared().tile_infos[0];",
         ),
         "every step is whole": Edit(
-            "attention/key_ring.cuh", "kind_of", "!is_wider && attention::is_whole<kBlockKv>(own)", "true"
+            "sm90/kv_pipeline.cuh", "step_flags",
+            "!is_shifted && attention::is_unmasked<kBlockKv>(group_block)",
+            "true",
         ),
         "a negative scale is not turned": Edit(
-            "sm90/forward.cu", "mend_scores", "if (Softmax::turns(softmax_scale))", "if (false)"
+            "sm90/forward.cu", "negate_and_mask", "if (Softmax::needs_negation(softmax_scale))", "if (false)"
         ),
     },
     gradients_in_two_walks_are_right: {
         "dO is not counted": Edit(
-            "attention/key_ring.cuh", "make_barriers",
-            "(kBringsDo && i < kQRooms ? 2 : 1) * tile::kArrivals",
-            "tile::kArrivals",
+            "sm90/kv_pipeline.cuh", "init_barriers",
+            "(kLoadsDo && i < kQStages ? 2 : 1) * tile::kArrivalsPerWarp",
+            "tile::kArrivalsPerWarp",
         ),
         "the end is told once": Edit(
-            "attention/key_ring.cuh", "bring_keys", "if constexpr (kBringsDo) tile::arrive(q.full);", ""
+            "sm90/kv_pipeline.cuh", "load_keys", "if constexpr (kLoadsDo) tile::arrive(q.full);", ""
         ),
         "dO is not brought": Edit(
-            "attention/key_ring.cuh", "bring_keys",
-            "if constexpr (kBringsDo) fill<kDo>",
-            "if constexpr (false) fill<kDo>",
+            "sm90/kv_pipeline.cuh", "load_keys",
+            "if constexpr (kLoadsDo) load_operand<kDo>",
+            "if constexpr (false) load_operand<kDo>",
         ),
         "dO is that of another head": Edit(
-            "attention/key_ring.cuh", "look_up",
-            "if constexpr (kBringsDo) task.at[kDo] = in_stack(params.do_, work.place, work.place.head);",
-            "if constexpr (kBringsDo) task.at[kDo] = in_stack(params.do_, work.place, task.kv_head);",
+            "sm90/kv_pipeline.cuh", "schedule_tiles",
+            "if constexpr (kLoadsDo) tile_info.coords[kDo] = tma_coords(params.do_, work.batch_head, "
+            "work.batch_head.head);",
+            "if constexpr (kLoadsDo) tile_info.coords[kDo] = tma_coords(params.do_, work.batch_head, "
+            "tile_info.kv_head);",
         ),
         "dO that is copied is that of another head": Edit(
-            "attention/key_ring.cuh", "fill",
+            "sm90/kv_pipeline.cuh", "load_operand",
             "kIsOfQueries = kOperand == kQ || kOperand == kDo,",
             "kIsOfQueries = kOperand == kQ,",
         ),
         "dO that is copied is as wide as Q": Edit(
-            "attention/key_ring.cuh", "fill",
+            "sm90/kv_pipeline.cuh", "load_operand",
             "kHasValueDim = kOperand == kV || kOperand == kDo;",
             "kHasValueDim = kOperand == kV;",
         ),
-        "dO is Q": Edit("attention/key_ring.cuh", "fill", "kOperand == kDo ? params.do_ :", ""),
+        "dO is Q": Edit("sm90/kv_pipeline.cuh", "load_operand", "kOperand == kDo ? params.do_ :", ""),
         "dO lies where V does": Edit(
-            "attention/key_ring.cuh", "do_smem", "kAfterValues + room * DoPanels::kBytes}", "v_smem(0).start}"
+            "sm90/kv_pipeline.cuh", "do_smem", "kDoOffset + slot * SmemDo::kBytes}", "v_smem(0).start}"
         ),
         "K past a step is what stands there": Edit(
-            "attention/key_ring.cuh", "bring_keys", "kBringsDo && ends_early(step, params.shape.seqlen_kv)", "false"
+            "sm90/kv_pipeline.cuh", "load_keys",
+            "kLoadsDo && ends_inside_block(block, params.shape.seqlen_kv)",
+            "false",
         ),
         "keys of the step before count again": Edit(
-            "attention/key_ring.cuh", "mask_step", "seen.lo = max(seen.lo, note.start);", ""
+            "sm90/kv_pipeline.cuh", "mask_block", "row_mask.lo = max(row_mask.lo, message.unread_start);", ""
         ),
         "under a band too": Edit(
-            "attention/key_ring.cuh", "mask_step",
-            "mask_band(s, note.step, hidden, task.band, note.start)",
-            "mask_band(s, note.step, hidden, task.band, 0)",
+            "sm90/kv_pipeline.cuh", "mask_block",
+            "mask_band(s, message.block, hidden, tile_info.band, message.unread_start)",
+            "mask_band(s, message.block, hidden, tile_info.band, 0)",
         ),
         "scores are hidden behind -inf": Edit(
-            "attention/key_ring.cuh", "mask_step",
-            "kBringsDo ? attention::masked_score() : ptx::negative_infinity<float>();",
+            "sm90/kv_pipeline.cuh", "mask_block",
+            "kLoadsDo ? attention::masked_score() : ptx::negative_infinity<float>();",
             "ptx::negative_infinity<float>();",
         ),
     },

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure, assert_within_bounds
-from finishing import of_lists, on_few_processors
+from fused_dq import of_lists, on_few_processors
 from poison import MARGIN, call
 from test_dq_of_lists import STRUCTURES as OF_LISTS
 from test_dq_of_lists import assert_all_right
-from test_dq_turns import STRUCTURES as FINISHED
+from test_dq_semaphore import STRUCTURES as FINISHED
 from test_sm90 import (
     ALIGNED, SIM90, TILES, Ends, FewBlocks, on_two_blocks, assert_alike_keys_weigh_alike, forward, half, plan_of,
     with_fewest_tiles,

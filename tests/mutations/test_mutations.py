@@ -1,4 +1,4 @@
-"""Every planted fault is seen by its guard: as a wrong number and not as a crash; on Hopper also as a broken rule.
+"""Every planted fault is row_mask by its guard: as a wrong number and not as a crash; on Hopper also as a broken rule.
 
 Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in; one,
 of NaN and infinities, has faults of Python and of kernels. All faults of Python's arithmetic are planted, every third
@@ -51,7 +51,7 @@ def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[
 
 
 def sampled(planned: list[tuple[str, Guard, Edit]], step: int) -> list[tuple[str, Guard, Edit]]:
-    """All of them if CUFLASH_PROFILE=long, else one in `step`: a kernel's fault takes seconds to compile and run."""
+    """All of them if CUFLASH_PROFILE=long, else one in `block`: a kernel's fault takes seconds to compile and run."""
     return planned if is_long() else planned[::step]
 
 

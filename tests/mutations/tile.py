@@ -19,50 +19,54 @@ from mutations.sm90_guards import (
 FAULTS = {
     tensor_cores_are_right: {
         "sums of dQ are one sum": Edit(
-            "tile/fragment_order.cuh", "FragmentOrder.load", "[e + x] = sums.at[x];", "[e + x] = sums.at[0];"
+            "tile/accumulator_layout.cuh", "AccumulatorLayout.load", "[e + x] = sums.at[x];", "[e + x] = sums.at[0];"
         ),
         "whole rows lie too close": Edit(
-            "tile/async_copy.cuh", "WholeRows.start",
-            "data += Share::kRowsAtOnce * row_stride_)",
-            "data += Share::kRowsAtOnce * (row_stride_ - 8))",
+            "tile/copy_async.cuh", "FullTileCopy.start",
+            "data += Partition::kRowsPerPass * row_stride_)",
+            "data += Partition::kRowsPerPass * (row_stride_ - 8))",
         ),
         "whole rows lack their last chunks": Edit(
-            "tile/async_copy.cuh", "WholeRows.start",
-            "chunk < Tile::kChunks; chunk += Share::kThreadsOfRow) ptx",
-            "chunk < Tile::kChunks - 4; chunk += Share::kThreadsOfRow) ptx",
+            "tile/copy_async.cuh", "FullTileCopy.start",
+            "chunk < Tile::kChunks; chunk += Partition::kThreadsPerRow) ptx",
+            "chunk < Tile::kChunks - 4; chunk += Partition::kThreadsPerRow) ptx",
         ),
         "four sums of dQ go where others are": Edit(
-            "tile/fragment_order.cuh", "FragmentOrder.place", "+ Run * ptx::lane()", "+ 4 * (ptx::lane() / 2)"
+            "tile/accumulator_layout.cuh", "AccumulatorLayout.thread_offset",
+            "+ Run * ptx::lane()",
+            "+ 4 * (ptx::lane() / 2)",
         ),
         "a result is written past its last row": Edit(
-            "tile/async_copy.cuh", "store", "to.num_rows >= Rows &&", "to.num_rows >= Rows - 8 &&"
+            "tile/copy_async.cuh", "store", "to.num_rows >= Rows &&", "to.num_rows >= Rows - 8 &&"
         ),
         "rows of a result lie too close": Edit(
-            "tile/async_copy.cuh", "store",
-            "data += Share::kRowsAtOnce * to.row_stride;",
-            "data += Share::kRowsAtOnce * (to.row_stride - 8);",
+            "tile/copy_async.cuh", "store",
+            "data += Partition::kRowsPerPass * to.row_stride;",
+            "data += Partition::kRowsPerPass * (to.row_stride - 8);",
         ),
     },
     tiles_are_right: {
         "the last column is the first": Edit(
             "tile/copy.cuh", "load",
-            "widen(*element)",
-            "widen(column + 1 < from.num_columns ? *element : from.at(row, 0))",
+            "to_accumulator(*element)",
+            "to_accumulator(column + 1 < from.num_columns ? *element : from.at(row, 0))",
         ),
         "a vector past the last column is loaded": Edit(
-            "tile/copy.cuh", "has_vectors", "&& matrix.num_columns % kVector == 0", ""
+            "tile/copy.cuh", "has_aligned_vectors", "&& matrix.num_columns % kVector == 0", ""
         ),
         "one column too many is stored": Edit(
             "tile/copy.cuh", "store", "Tile::column(j + e) < to.num_columns", "Tile::column(j + e) <= to.num_columns"
         ),
         "a vector past the last column is stored": Edit(
-            "tile/copy.cuh", "store_in_vectors", "if (Tile::column(j) < to.num_columns) *", "*"
+            "tile/copy.cuh", "store_vectorized", "if (Tile::column(j) < to.num_columns) *", "*"
         ),
-        "columns apart are stored as vectors": Edit("tile/copy.cuh", "has_vectors", "matrix.column_stride == 1 &&", ""),
+        "columns apart are stored as vectors": Edit(
+            "tile/copy.cuh", "has_aligned_vectors", "matrix.column_stride == 1 &&", ""
+        ),
         "a vector is stored in reverse": Edit(
-            "tile/copy.cuh", "store_in_vectors",
-            "narrow(from.at[i][j + e], x.at[e]);",
-            "narrow(from.at[i][j + e], x.at[Run - 1 - e]);",
+            "tile/copy.cuh", "store_vectorized",
+            "to_element(from.at[i][j + e], x.at[e]);",
+            "to_element(from.at[i][j + e], x.at[Run - 1 - e]);",
         ),
         "the last row is not stored": Edit(
             "tile/copy.cuh", "store",
@@ -70,7 +74,7 @@ FAULTS = {
             "(Tile::row(i) + 1 >= to.num_rows) continue;",
         ),
         "the last row is not stored in vectors": Edit(
-            "tile/copy.cuh", "store_in_vectors",
+            "tile/copy.cuh", "store_vectorized",
             "(Tile::row(i) >= to.num_rows) continue;",
             "(Tile::row(i) + 1 >= to.num_rows) continue;",
         ),
@@ -86,14 +90,14 @@ FAULTS = {
         ),
         "half a row is summed": Edit(
             "tile/register_tile.cuh", "row_sum",
-            "x += __shfl_xor_sync(0xffffffffu, x, step);",
-            "x += step > 2 ? T(0) : __shfl_xor_sync(0xffffffffu, x, step);",
+            "x += __shfl_xor_sync(0xffffffffu, x, lane_offset);",
+            "x += lane_offset > 2 ? T(0) : __shfl_xor_sync(0xffffffffu, x, lane_offset);",
         ),
         "elements lie closer than vectors": Edit(
             "tile/shared_tile.cuh", "SharedTile.at", "data[row * kPitch + column]", "data[row * Columns + column]"
         ),
         "a vector is multiplied backwards": Edit(
-            "tile/product.cuh", "add_product_nt", "b_frag[j].at[e]", "b_frag[j].at[kVector - 1 - e]"
+            "tile/gemm_simt.cuh", "gemm_add_nt", "b_frag[j].at[e]", "b_frag[j].at[kVector - 1 - e]"
         ),
         "what is added misses the last column": Edit(
             "tile/copy.cuh", "add",
@@ -101,49 +105,47 @@ FAULTS = {
             "if (column < to.num_columns - 1) ptx::red_add",
         ),
         "a^T b starts a row late": Edit(
-            "tile/product.cuh", "add_product_tn", "for (int k = first; k < last", "for (int k = first + 1; k < last"
+            "tile/gemm_simt.cuh", "gemm_add_tn", "for (int k = first; k < last", "for (int k = first + 1; k < last"
         ),
         "a row of b is multiplied again and again": Edit(
-            "tile/product.cuh", "add_product_nn", "b.vector(k + e,", "b.vector(k,"
+            "tile/gemm_simt.cuh", "gemm_add_nn", "b.vector(k + e,", "b.vector(k,"
         ),
         "a fragment of a is another lane's": Edit(
-            "tile/product.cuh", "add_product_by_mma",
-            "a += column_lane() * AStride;",
-            "a += (column_lane() ^ 1) * AStride;",
+            "tile/gemm_simt.cuh", "gemm_add_mma", "a += column_lane() * AStride;", "a += (column_lane() ^ 1) * AStride;"
         ),
         "a fragment of b is transposed": Edit(
-            "tile/product.cuh", "add_product_by_mma",
+            "tile/gemm_simt.cuh", "gemm_add_mma",
             "column_lane() * BStride + row_lane() % 8 * ColumnStride",
             "column_lane() * ColumnStride + row_lane() % 8 * BStride",
         ),
         "a fragment of b is its neighbour's": Edit(
-            "tile/product.cuh", "add_product_by_mma",
+            "tile/gemm_simt.cuh", "gemm_add_mma",
             "j * kColumnLanes * ColumnStride",
             "(j ^ 2) * kColumnLanes * ColumnStride",
         ),
         "fragments take a row too many": Edit(
-            "tile/product.cuh", "add_product_by_mma", "k + column_lane() < last;", "k + column_lane() <= last;"
+            "tile/gemm_simt.cuh", "gemm_add_mma", "k + column_lane() < last;", "k + column_lane() <= last;"
         ),
         "fragments of a^T miss the first row": Edit(
-            "tile/product.cuh", "add_product_by_mma",
-            "is_there = first <= k + column_lane()",
-            "is_there = first < k + column_lane()",
+            "tile/gemm_simt.cuh", "gemm_add_mma",
+            "in_bounds = first <= k + column_lane()",
+            "in_bounds = first < k + column_lane()",
         ),
         "two fragments of a change places": Edit(
-            "tile/product.cuh", "add_product_by_mma",
-            "a_frag[i], a_frag[i + 1], b_frag",
-            "a_frag[i + 1], a_frag[i], b_frag",
+            "tile/gemm_simt.cuh", "gemm_add_mma", "a_frag[i], a_frag[i + 1], b_frag", "a_frag[i + 1], a_frag[i], b_frag"
         ),
         "a quotient is not corrected": Edit(
             "tile/register_tile.cuh", "RegisterTile.divide_row",
-            "= ptx::fma(ptx::fma(-quotient, by, at[i][j]), reciprocal, quotient);",
+            "= ptx::fma(ptx::fma(-quotient, factor, at[i][j]), reciprocal, quotient);",
             "= quotient;",
         ),
         "what is not finite is corrected": Edit(
             "tile/register_tile.cuh", "RegisterTile.divide_row", "rounded == rounded ? rounded : quotient;", "rounded;"
         ),
         "two rows of fragments are summed": Edit(
-            "tile/register_tile.cuh", "row_sum", "step < kColumnLanes; step *= 2) x +=", "step < 8; step *= 2) x +="
+            "tile/register_tile.cuh", "row_sum",
+            "lane_offset < kColumnLanes; lane_offset *= 2) x +=",
+            "lane_offset < 8; lane_offset *= 2) x +=",
         ),
         "rows of fragments meet in the banks": Edit(
             "tile/shared_tile.cuh", None, "(config::kMmaRows > 0 ? 2 : 1) * Vector<T>::kLength", "Vector<T>::kLength"
@@ -162,25 +164,25 @@ FAULTS = {
             "hi[e] = (x[e] + 0x1000u) & 0xffffe000u;",
         ),
         "words come from the other four rows": Edit(
-            "tile/tf32.cuh", "Words.at",
-            "which_row * (AsNeighbours ? 1 : 4)",
-            "(1 - which_row) * (AsNeighbours ? 1 : 4)",
+            "tile/tf32.cuh", "TransposedWords.at",
+            "which_row * (Adjacent ? 1 : 4)",
+            "(1 - which_row) * (Adjacent ? 1 : 4)",
         ),
         "words of the second column are the first's": Edit(
-            "tile/tf32.cuh", "Words.at", "4 * tile + 2 * which_column", "4 * tile"
+            "tile/tf32.cuh", "TransposedWords.at", "4 * tile + 2 * which_column", "4 * tile"
         ),
         "words are their neighbours'": Edit(
-            "tile/tf32.cuh", "Words.at", "ptx::lane() / 4 % 4 * 4;", "(ptx::lane() / 4 + 1) % 4 * 4;"
+            "tile/tf32.cuh", "TransposedWords.at", "ptx::lane() / 4 % 4 * 4;", "(ptx::lane() / 4 + 1) % 4 * 4;"
         ),
         "a left fragment is transposed": Edit(
             "tile/tf32.cuh", "load", "IsLeft ? e / 2 : e % 2, IsLeft", "e % 2, IsLeft"
         ),
         "columns of a product are not neighbours": Edit("tile/tf32.cuh", "load", "[e % 2 * 2 + e / 2]);", "[e]);"),
         "a product is not added to what there was": Edit(
-            "tile/tf32.cuh", "multiply_tf32", "sum = kIsApart ? sum +", "sum = kIsApart ?"
+            "tile/tf32.cuh", "multiply_tf32", "sum = kSumsApart ? sum +", "sum = kSumsApart ?"
         ),
         "one product starts from 0": Edit(
-            "tile/tf32.cuh", "multiply_tf32", "IsAdded && !kIsApart ? c.tiles", "false ? c.tiles"
+            "tile/tf32.cuh", "multiply_tf32", "Accumulates && !kSumsApart ? c.tiles", "false ? c.tiles"
         ),
         "every group of columns is the first": Edit(
             "tile/tf32.cuh", "multiply_tf32", "load(b_frag, b, (first + j) / 2, k);", "load(b_frag, b, j / 2, k);"
@@ -189,123 +191,131 @@ FAULTS = {
             "tile/tf32.cuh", "store", "+ from.first_column() % kChunkOf<float> * 4;", ";"
         ),
         "rows of floats meet in the banks": Edit(
-            "tile/swizzled_tile.cuh", "SwizzledTile.first_chunk",
+            "tile/swizzled_tile.cuh", "SwizzledTile.swizzle",
             "row % 2 * 2 ^ row / 2 % 2 * 7 ^ row / 4 % 2 * 4",
             "row % 8",
         ),
     },
     parts_are_right: {
         "packed rows are all the first head's": Edit(
-            "tile/async_copy.cuh", "RowsOfMatrices.row", "i / first.num_rows * stride +", ""
+            "tile/copy_async.cuh", "StackedRows.row", "i / first.num_rows * stride +", ""
         ),
         "packed rows are of 16-bit elements": Edit(
-            "tile/async_copy.cuh", "load_async",
-            "there, min(max(rest, 0), kChunk) * sizeof(T));",
-            "there, min(max(rest, 0), kChunk) * 2);",
+            "tile/copy_async.cuh", "load_async",
+            "source, min(max(remaining, 0), kChunk) * sizeof(T));",
+            "source, min(max(remaining, 0), kChunk) * 2);",
         ),
     },
     forward_is_right: {
-        "copied rows are not fenced": Edit("tile/rooms.cuh", "copy", "ptx::fence_proxy_async();", ""),
-        "copied rows are not waited for": Edit("tile/rooms.cuh", "copy", "ptx::cp_async_wait_all();", ""),
+        "copied rows are not fenced": Edit("tile/pipeline.cuh", "copy", "ptx::fence_proxy_async();", ""),
+        "copied rows are not waited for": Edit("tile/pipeline.cuh", "copy", "ptx::cp_async_wait_all();", ""),
         "copied chunks are not permuted": Edit(
-            "tile/rooms.cuh", "Panels.at", "chunk % in_panel ^ row * in_panel / kChunkOf<uint16_t>", "chunk"
+            "tile/pipeline.cuh", "TmaBoxes.at",
+            "chunk % chunks_per_panel ^ row * chunks_per_panel / kChunkOf<uint16_t>",
+            "chunk",
         ),
         "the last column is not copied": Edit(
-            "tile/rooms.cuh", "copy", "int e = rest - 1; e >= 0", "int e = rest - 2; e >= 0"
+            "tile/pipeline.cuh", "copy", "int e = remaining - 1; e >= 0", "int e = remaining - 2; e >= 0"
         ),
         "only the first panel is brought": Edit(
-            "tile/rooms.cuh", "start_copies",
+            "tile/pipeline.cuh", "tma_load_boxes",
             "column < to.columns; column += to.width) {",
             "column < to.width; column += to.width) {",
         ),
         "a room counts as empty in the wrong phase": Edit(
-            "tile/rooms.cuh", "await_empty", "&room.empty), parity ^ 1);", "&room.empty), parity);"
+            "tile/pipeline.cuh", "wait_empty", "&slot.empty), phase ^ 1);", "&slot.empty), phase);"
         ),
         "a room counts as full in the wrong phase": Edit(
-            "tile/rooms.cuh", "await_full",
-            "mbarrier_wait(ptx::shared_address(&room.full), parity);",
-            "mbarrier_wait(ptx::shared_address(&room.full), parity ^ 1);",
+            "tile/pipeline.cuh", "wait_full",
+            "mbarrier_wait(ptx::shared_address(&slot.full), phase);",
+            "mbarrier_wait(ptx::shared_address(&slot.full), phase ^ 1);",
         ),
         "all panels of O are the first": Edit(
-            "tile/panel_tile.cuh", "store", "+ k / kSteps * Panel::kBytes, from", ", from"
+            "tile/wgmma_tile.cuh", "store", "+ k / kNumFragments * Panel::kBytes, from", ", from"
         ),
         "panels of V lie too close": Edit(
-            "tile/panel_tile.cuh", "RowsAcrossSum", "kSwizzle, Tile::Panel::kBytes, 8", "kSwizzle, 1024, 8"
+            "tile/wgmma_tile.cuh", "MnMajor", "kSwizzle, Tile::Panel::kBytes, 8", "kSwizzle, 1024, 8"
         ),
         "the second panel of K is the first": Edit(
-            "tile/panel_tile.cuh", "RowsAlongSum.at", "at(panel * Tile::Panel::kBytes +", "at(0 * panel +"
+            "tile/wgmma_tile.cuh", "KMajor.at", "at(panel * Tile::Panel::kBytes +", "at(0 * panel +"
         ),
         "rows of a fragment change places": Edit(
-            "tile/panel_tile.cuh", "Rounded.round", "fragments[k][e] = ptx::pack2", "fragments[k][e ^ 1] = ptx::pack2"
+            "tile/wgmma_tile.cuh", "PackedOperand.pack",
+            "fragments[k][e] = ptx::pack2",
+            "fragments[k][e ^ 1] = ptx::pack2",
         ),
         "a chunk of O is another's": Edit(
-            "tile/opaque_copy.cuh", "transpose_in_quad",
-            "is_upper ? first : second, step",
-            "is_upper ? second : first, step",
+            "tile/epilogue.cuh", "transpose_in_quad",
+            "is_upper ? first : second, lane_offset",
+            "is_upper ? second : first, lane_offset",
         ),
         "a row too many of O is stored": Edit(
-            "tile/opaque_copy.cuh", "store",
-            "if (row >= to.num_rows) continue; Packet",
-            "if (row > to.num_rows) continue; Packet",
+            "tile/epilogue.cuh", "store",
+            "if (row >= to.num_rows) continue; Bits128",
+            "if (row > to.num_rows) continue; Bits128",
         ),
         "chunks past the last column are stored": Edit(
-            "tile/opaque_copy.cuh", "store", "from.warp_column() + 8 * Tile::kColumnTiles <= to.num_columns", "true"
+            "tile/epilogue.cuh", "store", "from.warp_column() + 8 * Tile::kColumnTiles <= to.num_columns", "true"
         ),
         "the last element of a short chunk is lost": Edit(
-            "tile/opaque_copy.cuh", "store",
+            "tile/epilogue.cuh", "store",
             "min(column + kChunkOf<T>, to.num_columns); ++x",
             "min(column + kChunkOf<T>, to.num_columns - 1); ++x",
         ),
     },
     gradients_are_right: {
-        "copied tiles are not fenced": Edit("tile/rooms.cuh", "copy", "ptx::fence_proxy_async();", ""),
+        "copied tiles are not fenced": Edit("tile/pipeline.cuh", "copy", "ptx::fence_proxy_async();", ""),
         "a panel of dO is not brought": Edit(
-            "tile/rooms.cuh", "start_copies",
+            "tile/pipeline.cuh", "tma_load_boxes",
             "column < to.columns; column += to.width) {",
             "column < to.width; column += to.width) {",
         ),
-        "half of the bits change places": Edit("tile/rooms.cuh", "transpose_in_warp", "low ^= low << step / 2;", ""),
-        "sums may not be stored when it is told": Edit("tile/count.cuh", "await_copies", "ptx::bulk_wait<0>();", ""),
+        "half of the bits change places": Edit(
+            "tile/pipeline.cuh", "transpose_bits_in_warp", "low ^= low << lane_offset / 2;", ""
+        ),
+        "sums may not be stored when it is told": Edit(
+            "tile/counter.cuh", "wait_bulk_copies", "ptx::bulk_wait<0>();", ""
+        ),
         "dS is not transposed": Edit(
-            "tile/panel_tile.cuh", "store_transposed", "stmatrix_x4_trans(Tile", "stmatrix_x4(Tile"
+            "tile/wgmma_tile.cuh", "store_transposed", "stmatrix_x4_trans(Tile", "stmatrix_x4(Tile"
         ),
     },
     wide_gradients_are_right: {
         "the second part of dQ is added to the first": Edit(
-            "tile/fragment_order.cuh", "FragmentOrder.add", "at(i, first + j, 0)", "at(i, j, 0)"
+            "tile/accumulator_layout.cuh", "AccumulatorLayout.atomic_add", "at(i, first + j, 0)", "at(i, j, 0)"
         ),
         "the last column of a gradient is not copied": Edit(
-            "tile/rooms.cuh", "copy",
+            "tile/pipeline.cuh", "copy",
             "e < min(to.num_columns - column, kChunkOf<T>)",
             "e + 1 < min(to.num_columns - column, kChunkOf<T>)",
         ),
         "copied columns repeat": Edit(
-            "tile/rooms.cuh", "copy", "words.at[0] = words.at[0] >> 16 | words.at[1] << 48;", "words.at[0] >>= 16;"
+            "tile/pipeline.cuh", "copy", "words.at[0] = words.at[0] >> 16 | words.at[1] << 48;", "words.at[0] >>= 16;"
         ),
         "a place in a panel is not permuted": Edit(
-            "tile/rooms.cuh", "Panels.at", "chunk % in_panel ^ row", "chunk % in_panel ^ 0 * row"
+            "tile/pipeline.cuh", "TmaBoxes.at", "chunk % chunks_per_panel ^ row", "chunk % chunks_per_panel ^ 0 * row"
         ),
         "the last eight keys of P are not transposed": Edit(
-            "tile/panel_tile.cuh", "store_transposed", "stmatrix_x2_trans(Panel", "stmatrix_x2(Panel"
+            "tile/wgmma_tile.cuh", "store_transposed", "stmatrix_x2_trans(Panel", "stmatrix_x2(Panel"
         ),
         "rows of scores start with the first": Edit(
-            "tile/panel_tile.cuh", "place_transposed", "first_row + lane / 16 * 8", "lane / 16 * 8"
+            "tile/wgmma_tile.cuh", "transposed_address", "first_row + lane / 16 * 8", "lane / 16 * 8"
         ),
     },
     finished_gradients_are_right: {
-        "what is told may not be made yet": Edit("tile/count.cuh", "await_copies", "ptx::bulk_wait<0>();", ""),
+        "what is told may not be made yet": Edit("tile/counter.cuh", "wait_bulk_copies", "ptx::bulk_wait<0>();", ""),
         "dQ does not have its own keys'": Edit(
-            "tile/fragment_order.cuh", "FragmentOrder.add_from",
+            "tile/accumulator_layout.cuh", "AccumulatorLayout.add_shared",
             "part.tiles[i][j][e] += sums.at[e]",
             "part.tiles[i][j][e] = sums.at[e]",
         ),
         "columns stand on each other": Edit(
-            "tile/opaque_copy.cuh", "store_whole",
+            "tile/epilogue.cuh", "store_full_rows",
             "from.warp_column() + 8 * first + ptx::lane()",
             "from.warp_column() + ptx::lane()",
         ),
         "dQ is written past the end": Edit(
-            "tile/opaque_copy.cuh", "store_whole", "if (row < to.num_rows) *reinterpret_cast", "*reinterpret_cast"
+            "tile/epilogue.cuh", "store_full_rows", "if (row < to.num_rows) *reinterpret_cast", "*reinterpret_cast"
         ),
     },
 }  # fmt: skip

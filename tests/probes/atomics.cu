@@ -12,9 +12,9 @@ extern "C" __global__ void atomics(float* sums, int* extremes, int* lock, int* c
   if (threadIdx.x % 32 == 0) {
     while (atomicCAS(lock, 0, 1) != 0) {}
     __threadfence();
-    const int seen = *counter;
+    const int row_mask = *counter;
     __nanosleep(20);
-    *counter = seen + 1;
+    *counter = row_mask + 1;
     __threadfence();
     atomicExch(lock, 0);
   }

@@ -12,12 +12,12 @@ extern "C" __global__ void __launch_bounds__(64) bulk(const float* from, float* 
   const uint32_t shared = ptx::shared_address(ptx::dynamic_shared<float>()), barrier = shared + 2 * half;
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(barrier, 2);
-    ptx::mbarrier_init_fence();
+    ptx::fence_mbarrier_init();
   }
   __syncthreads();
   if (threadIdx.x % 32 == 0) {
     const int start = threadIdx.x / 32 * half;
-    ptx::mbarrier_arrive_expect(barrier, half);
+    ptx::mbarrier_arrive_expect_tx(barrier, half);
     ptx::bulk_load(shared + start, from + start / 4, half, barrier);
   }
   while (!ptx::mbarrier_try_wait(barrier, 0)) {}

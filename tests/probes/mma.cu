@@ -6,7 +6,7 @@ using namespace cuflash;
 
 // Operands by the pairing that the instructions were made for: ldmatrix of a, and of b's columns stored as rows.
 template <class T>
-CUFLASH_DEVICE void multiply(const uint16_t* a, const uint16_t* b_columns, float* d) {
+CUFLASH_DEVICE void mma_over_k(const uint16_t* a, const uint16_t* b_columns, float* d) {
   uint16_t* shared = ptx::dynamic_shared<uint16_t>();
   const int lane = threadIdx.x;
   for (int i = 0; i < 8; ++i) shared[8 * lane + i] = a[8 * lane + i];
@@ -25,8 +25,8 @@ CUFLASH_DEVICE void multiply(const uint16_t* a, const uint16_t* b_columns, float
 extern "C" __global__ void mma(const uint16_t* half_a, const uint16_t* half_b, float* half_d,
                                const uint16_t* bfloat16_a, const uint16_t* bfloat16_b, float* bfloat16_d,
                                const float* a, const float* b, float* d) {
-  multiply<ptx::Half>(half_a, half_b, half_d);
-  multiply<ptx::BFloat16>(bfloat16_a, bfloat16_b, bfloat16_d);
+  mma_over_k<ptx::Half>(half_a, half_b, half_d);
+  mma_over_k<ptx::BFloat16>(bfloat16_a, bfloat16_b, bfloat16_d);
   const int g = threadIdx.x / 4, t = threadIdx.x % 4;
   const uint32_t a_frag[4] = {ptx::to_tf32(a[g * 8 + t]), ptx::to_tf32(a[(g + 8) * 8 + t]),
                               ptx::to_tf32(a[g * 8 + t + 4]), ptx::to_tf32(a[(g + 8) * 8 + t + 4])};

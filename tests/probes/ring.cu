@@ -4,7 +4,7 @@
 #include <ptx/warpgroup.cuh>
 using namespace cuflash;
 
-constexpr int kSlots = 3, kConsumers = 256;
+constexpr int kSlots = 3, kNumConsumers = 256;
 
 extern "C" __global__ void __launch_bounds__(384, 1) ring(const int* numbers, int count, int* sums, int* elected) {
   int* slots = ptx::dynamic_shared<int>();
@@ -12,9 +12,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) ring(const int* numbers, in
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kSlots; ++slot) {
       ptx::mbarrier_init(full + 8 * slot, 128);
-      ptx::mbarrier_init(empty + 8 * slot, kConsumers / 32);
+      ptx::mbarrier_init(empty + 8 * slot, kNumConsumers / 32);
     }
-    ptx::mbarrier_init_fence();
+    ptx::fence_mbarrier_init();
   }
   __syncthreads();
   const bool is_elected = ptx::elect_one();

@@ -1,5 +1,5 @@
 // Products of floats in swizzled tiles by tf32 on tensor cores. `probe` names the sizes: kRows, kColumns, kDepth.
-#include <tile/async_copy.cuh>
+#include <tile/copy_async.cuh>
 #include <tile/tf32.cuh>
 using namespace cuflash;
 using namespace cuflash::tile;
@@ -8,7 +8,7 @@ using probe::kDepth;
 using probe::kRows;
 
 constexpr int kNumWarps = 4;
-using Product = Share<kRows, kColumns, kNumWarps>::Tile;
+using Product = WarpPartition<kRows, kColumns, kNumWarps>::Tile;
 constexpr int kRowWarps = kRows < 16 * kNumWarps ? kRows / 16 : kNumWarps;
 using InRows = WarpTile<kRows / (16 * kRowWarps), kColumns / 8, kRowWarps>;  // a warp holds whole rows
 using Next = WarpTile<kRows / (16 * kRowWarps), kDepth / 8, kRowWarps>;
@@ -39,20 +39,20 @@ products(float* a, float* a_tn, float* b_nt, float* b_nn, float* c_nt, float* c_
   ptx::cp_async_wait<0>();
   __syncthreads();
   Product c;
-  product_nt(c, a_smem, b_nt_smem);
+  gemm_nt(c, a_smem, b_nt_smem);
   write(c_nt, kColumns, c);
-  if (Product::is_first_holder()) store(c_smem, c);
-  product_nn(c, a_smem, b_nn_smem);
+  if (Product::is_first_owner()) store(c_smem, c);
+  gemm_nn(c, a_smem, b_nn_smem);
   write(c_nn, kColumns, c);
   c.fill(1000);
-  add_product_tn(c, a_tn_smem, b_nn_smem);
+  gemm_add_tn(c, a_tn_smem, b_nn_smem);
   write(c_tn, kColumns, c);
   if (threadIdx.x / 32 < kRowWarps) {
     InRows p;
-    product_nt(p, a_smem, b_nt_smem);
+    gemm_nt(p, a_smem, b_nt_smem);
     Next next;
     next.fill(1000);
-    add_product_nn(next, p, b_nt_smem);
+    gemm_add_nn(next, p, b_nt_smem);
     write(c_next, kDepth, next);
   }
   __syncthreads();

@@ -1,7 +1,7 @@
 // Every index map of the tile room. `probe` names the types and sizes: T, Element, kRows, kColumns, kDepth.
 #include <ptx/shared.cuh>
 #include <tile/copy.cuh>
-#include <tile/product.cuh>
+#include <tile/gemm_simt.cuh>
 using namespace cuflash;
 using namespace cuflash::tile;
 using probe::Element;
@@ -33,10 +33,10 @@ maps(int* rows, int* columns, int* run_rows, int* run_columns, int* elements, in
   write_map<Plain>(rows, columns);
   write_map<InRuns>(run_rows, run_columns);
   const Shared shared{ptx::dynamic_shared<T>()};
-  for (int place = threadIdx.x; place < kRows * kColumns; place += kThreads) {
-    const int row = place / kColumns, column = place % kColumns;
-    elements[place] = &shared.at(row, column) - shared.data;
-    vectors[place] = column % kRun == 0 ? &shared.vector(row, column).at[0] - shared.data : -1;
+  for (int batch_head = threadIdx.x; batch_head < kRows * kColumns; batch_head += kThreads) {
+    const int row = batch_head / kColumns, column = batch_head % kColumns;
+    elements[batch_head] = &shared.at(row, column) - shared.data;
+    vectors[batch_head] = column % kRun == 0 ? &shared.vector(row, column).at[0] - shared.data : -1;
   }
   sums[threadIdx.x] = row_sum(static_cast<T>(threadIdx.x * threadIdx.x));
   InRuns tile;
@@ -81,7 +81,7 @@ template <class Tile>
 CUFLASH_DEVICE void store_both(const Matrix<Element>& matrix, T* memory) {
   Tile tile;
   number(tile);
-  store_in_vectors(matrix, tile);
+  store_vectorized(matrix, tile);
   const Shared shared{ptx::dynamic_shared<T>()};
   for (int i = threadIdx.x; i < Shared::kElements; i += kThreads) shared.data[i] = -7;
   __syncthreads();
@@ -112,11 +112,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) products(T* a, T* b_nt, T
   __syncthreads();
   Plain nt;
   number(nt);
-  add_product_nt(nt, a_smem, b_nt_smem);
+  gemm_add_nt(nt, a_smem, b_nt_smem);
   store(Matrix<T>{c_nt, kColumns, 1, kRows, kColumns}, nt);
   InRuns nn;
   number(nn);
-  add_product_nn(nn, a_smem, b_nn_smem);
+  gemm_add_nn(nn, a_smem, b_nn_smem);
   store(Matrix<T>{c_nn, kColumns, 1, kRows, kColumns}, nn);
 }
 
@@ -132,7 +132,7 @@ transposed_products(T* a, T* b, T* to, int64_t row_stride, int first, int last, 
   for (int column = 0; column < kColumns; column += 32) {
     RegisterTile<T, kRows, 32, kRun> sum;
     sum.fill(0);
-    add_product_tn(sum, a_smem, b_smem.template columns<32>(column), first, last);
+    gemm_add_tn(sum, a_smem, b_smem.template columns<32>(column), first, last);
     store(sum_smem.template columns<32>(column), sum);
   }
   __syncthreads();

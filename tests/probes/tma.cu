@@ -20,12 +20,12 @@ loads(const __grid_constant__ ptx::TensorMap map, const void* tensor, const int*
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&map);
     ptx::mbarrier_init(barrier, 1);
-    ptx::mbarrier_init_fence();
+    ptx::fence_mbarrier_init();
   }
   __syncthreads();
   for (int i = 0; i < count; ++i) {
     if (threadIdx.x == 0) {
-      ptx::mbarrier_arrive_expect(barrier, bytes);
+      ptx::mbarrier_arrive_expect_tx(barrier, bytes);
       load(tile, &map, barrier, places + i * probe::kRank);
     }
     ptx::mbarrier_wait(barrier, i % 2);

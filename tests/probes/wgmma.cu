@@ -10,32 +10,34 @@ struct Operand { int swizzle, leading, stride, starts[4]; };
 // a: 0 K-major, 1 MN-major, 2 in registers; b: 0 or 1.
 struct Form { int a_major, b_major; Operand a, b; };
 
-CUFLASH_DEVICE uint64_t matrix(const Operand& operand, uint32_t address, int step) {
-  return ptx::wgmma_matrix(static_cast<ptx::Swizzle>(operand.swizzle), address + operand.starts[step], operand.leading,
-                           operand.stride);
+CUFLASH_DEVICE uint64_t matrix(const Operand& operand, uint32_t address, int block) {
+  return ptx::wgmma_descriptor(static_cast<ptx::Swizzle>(operand.swizzle), address + operand.starts[block],
+                               operand.leading,
+                               operand.stride);
 }
 
 template <int kMajorA, int kMajorB, int kCount>
-CUFLASH_DEVICE void multiply(const Form& form, float (&d)[kCount], uint32_t address, const uint32_t* fragments, bool adds) {
+CUFLASH_DEVICE void mma_over_k(const Form& form, float (&d)[kCount], uint32_t address, const uint32_t* fragments,
+                               bool adds) {
   constexpr ptx::Major kB = kMajorB == 0 ? ptx::Major::kK : ptx::Major::kMN;
   uint32_t a[4][4];
 #pragma unroll
-  for (int step = 0; step < 4; ++step)
-    for (int i = 0; i < 4; ++i) a[step][i] = fragments[(step * 128 + threadIdx.x) * 4 + i];
-  ptx::keep_in_place(d);
+  for (int block = 0; block < 4; ++block)
+    for (int i = 0; i < 4; ++i) a[block][i] = fragments[(block * 128 + threadIdx.x) * 4 + i];
+  ptx::fence_registers(d);
   ptx::wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    const uint64_t b = matrix(form.b, address + 8192, step);
+  for (int block = 0; block < 4; ++block) {
+    const uint64_t b = matrix(form.b, address + 8192, block);
     if constexpr (kMajorA == 2)
-      ptx::wgmma<kB>(T{}, d, a[step], b, adds || step > 0);
+      ptx::wgmma<kB>(T{}, d, a[block], b, adds || block > 0);
     else
-      ptx::wgmma<kMajorA == 0 ? ptx::Major::kK : ptx::Major::kMN, kB>(T{}, d, matrix(form.a, address, step), b,
-                                                                    adds || step > 0);
+      ptx::wgmma<kMajorA == 0 ? ptx::Major::kK : ptx::Major::kMN, kB>(T{}, d, matrix(form.a, address, block), b,
+                                                                    adds || block > 0);
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
-  ptx::keep_in_place(d);
+  ptx::fence_registers(d);
 }
 
 template <int kN>
@@ -52,12 +54,12 @@ CUFLASH_DEVICE void run(const Form* forms, int count, const uint16_t* images, in
     float d[kN / 2];
 #pragma unroll
     for (int e = 0; e < kN / 2; ++e) d[e] = before[(row + e / 2 % 2 * 8) * kN + e / 4 * 8 + column + e % 2];
-    if (form.a_major == 0 && form.b_major == 0) multiply<0, 0>(form, d, address, fragments, adds);
-    if (form.a_major == 0 && form.b_major == 1) multiply<0, 1>(form, d, address, fragments, adds);
-    if (form.a_major == 1 && form.b_major == 0) multiply<1, 0>(form, d, address, fragments, adds);
-    if (form.a_major == 1 && form.b_major == 1) multiply<1, 1>(form, d, address, fragments, adds);
-    if (form.a_major == 2 && form.b_major == 0) multiply<2, 0>(form, d, address, fragments, adds);
-    if (form.a_major == 2 && form.b_major == 1) multiply<2, 1>(form, d, address, fragments, adds);
+    if (form.a_major == 0 && form.b_major == 0) mma_over_k<0, 0>(form, d, address, fragments, adds);
+    if (form.a_major == 0 && form.b_major == 1) mma_over_k<0, 1>(form, d, address, fragments, adds);
+    if (form.a_major == 1 && form.b_major == 0) mma_over_k<1, 0>(form, d, address, fragments, adds);
+    if (form.a_major == 1 && form.b_major == 1) mma_over_k<1, 1>(form, d, address, fragments, adds);
+    if (form.a_major == 2 && form.b_major == 0) mma_over_k<2, 0>(form, d, address, fragments, adds);
+    if (form.a_major == 2 && form.b_major == 1) mma_over_k<2, 1>(form, d, address, fragments, adds);
 #pragma unroll
     for (int e = 0; e < kN / 2; ++e)
       after[(i * 64 + row + e / 2 % 2 * 8) * kN + e / 4 * 8 + column + e % 2] = d[e];

@@ -170,7 +170,7 @@ class Family(ABC):
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Dynamic shared memory of a thread block of one of the family's kernels."""
 
-    def blocks_at_once(self, spec: KernelSpec, device: DeviceSpec) -> int:
+    def resident_blocks(self, spec: KernelSpec, device: DeviceSpec) -> int:
         """Thread blocks of a kernel that a GPU holds at once, limited by registers and by shared memory.
 
         The system takes a KiB of shared memory for each block, and a multiprocessor has one more than a block may use.
@@ -182,7 +182,7 @@ class Family(ABC):
 def rounded_dims(problem: Problem) -> tuple[int, int]:
     """head_dim and value_dim that a kernel for the problem is compiled for."""
     head_dim, value_dim = (
-        next(room for room in DIMS if room >= dim) for dim in (problem.head_dim, problem.value_dim)
+        next(padded for padded in DIMS if padded >= dim) for dim in (problem.head_dim, problem.value_dim)
     )
     return head_dim, value_dim
 

@@ -73,11 +73,11 @@ class Naive(Family):
         specs: Mapping[str, KernelSpec] | None = None,
     ) -> Kernels:
         chosen = self.specs(problem, device, list_block_of(work)) | dict(specs or {})
-        made = {entry: self._launch(spec, problem, work) for entry, spec in chosen.items()}
+        launches = {entry: self._launch(spec, problem, work) for entry, spec in chosen.items()}
         matrix = Workspace((*problem.lse_shape(), problem.seqlen_kv), problem.accumulator)
         num_heads = problem.mask_shape.num_batch * problem.num_heads if isinstance(work, ListedWork) else 1
-        forward = Pass({entry: made[entry] for entry in _FORWARD}, {"scores": matrix})
-        backward = Pass({entry: made[entry] for entry in _BACKWARD}, {"scores": matrix, "score_gradients": matrix})
+        forward = Pass({entry: launches[entry] for entry in _FORWARD}, {"scores": matrix})
+        backward = Pass({entry: launches[entry] for entry in _BACKWARD}, {"scores": matrix, "score_gradients": matrix})
         return Kernels(
             forward=sink_forward(forward, problem, "softmax"),
             backward=sink_backward(backward, problem, chosen["softmax"], ("o", "do", "dlse")),

@@ -18,7 +18,7 @@ from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
-from ..tile_order import heads_of_a_wave
+from ..tile_order import heads_per_wave
 from .family import (
     BACKWARD_INPUTS,
     FORWARD_INPUTS,
@@ -31,12 +31,12 @@ from .family import (
 )
 
 _THREADS = 128  # of a thread block: kThreads
-_SPARE = 32
+_SPARE_REGISTERS = 32
 _SIDES = (128, 64, 32, 16, 8)  # of a tile
 _SMALLEST_ROWS = 16  # that threads can share
 
 
-class _Entry(NamedTuple):
+class _EntryLimits(NamedTuple):
     """Limits of a kernel's tiles: it keeps rows of one side and steps over the other."""
 
     rows_are_queries: bool
@@ -44,15 +44,15 @@ class _Entry(NamedTuple):
     sums: tuple[str, ...]  # dimensions of the accumulators in registers
     registers: int  # that both may fill of a thread's 255; beyond it times rose or registers spilled
     mma_registers: int  # the same limit where tensor cores multiply
-    most_rows: int = _SIDES[0]
-    least_step: int = _SIDES[-1]
+    max_rows: int = _SIDES[0]
+    min_step: int = _SIDES[-1]
 
 
-_ENTRIES = {
-    "forward": _Entry(True, 1, ("value_dim",), 144, 176),
-    "backward_rows": _Entry(True, 2, ("head_dim",), 112, 176),
-    "backward_columns": _Entry(False, 2, ("head_dim", "value_dim"), 160, 192),
-    "backward": _Entry(False, 1, ("head_dim", "value_dim"), 160, 144, most_rows=64, least_step=16),  # 128 rows spill
+_LIMITS = {
+    "forward": _EntryLimits(True, 1, ("value_dim",), 144, 176),
+    "backward_rows": _EntryLimits(True, 2, ("head_dim",), 112, 176),
+    "backward_columns": _EntryLimits(False, 2, ("head_dim", "value_dim"), 160, 192),
+    "backward": _EntryLimits(False, 1, ("head_dim", "value_dim"), 160, 144, max_rows=64, min_step=16),  # 128 rows spill
 }
 _STATISTICS_BLOCK_Q = 64  # of backward_statistics, which multiplies nothing and keeps nothing
 
@@ -113,28 +113,28 @@ class Simt(Family):
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic) | dict(specs or {})
         is_one_walk = "backward" in chosen
         backward_entries = ("backward_statistics", "backward") if is_one_walk else ("backward_rows", "backward_columns")
-        made = {entry: self._launch(chosen[entry], problem, work) for entry in ("forward", *backward_entries)}
+        launches = {entry: self._launch(chosen[entry], problem, work) for entry in ("forward", *backward_entries)}
         backward = Pass(
-            {entry: made[entry] for entry in backward_entries},
+            {entry: launches[entry] for entry in backward_entries},
             {"delta": Workspace(problem.lse_shape(), problem.accumulator)},
         )
         return Kernels(
-            forward=sink_forward(Pass({"forward": made["forward"]}), problem, "forward"),
+            forward=sink_forward(Pass({"forward": launches["forward"]}), problem, "forward"),
             backward=sink_backward(backward, problem),
             order=self._order(problem, device, work, chosen["forward"], chosen[backward_entries[1]]),
             is_repeatable=not is_one_walk,
         )
 
     def _launch(self, spec: KernelSpec, problem: Problem, work: WorkList) -> Launch:
-        of_queries = problem.num_heads * query_tiles(problem, work, spec.block_q)
-        of_keys = problem.num_kv_heads * key_tiles(problem, work, spec.block_kv)
+        query_tile_count = problem.num_heads * query_tiles(problem, work, spec.block_q)
+        key_tile_count = problem.num_kv_heads * key_tiles(problem, work, spec.block_kv)
         rows_inputs = ("q", "k", "v", *STATISTICS_INPUTS)
         tiles, reads, writes = {
-            "forward": (of_queries, FORWARD_INPUTS, ("o", "lse")),
-            "backward_statistics": (of_queries, STATISTICS_INPUTS, ("delta", "dq")),
-            "backward": (of_keys, (*BACKWARD_INPUTS, "delta"), ("dq", "dk", "dv")),
-            "backward_rows": (of_queries, rows_inputs, ("dq", "delta")),
-            "backward_columns": (of_keys, (*BACKWARD_INPUTS, "delta"), ("dk", "dv")),
+            "forward": (query_tile_count, FORWARD_INPUTS, ("o", "lse")),
+            "backward_statistics": (query_tile_count, STATISTICS_INPUTS, ("delta", "dq")),
+            "backward": (key_tile_count, (*BACKWARD_INPUTS, "delta"), ("dq", "dk", "dv")),
+            "backward_rows": (query_tile_count, rows_inputs, ("dq", "delta")),
+            "backward_columns": (key_tile_count, (*BACKWARD_INPUTS, "delta"), ("dk", "dv")),
         }[spec.entry]
         return Launch(spec=spec, tiles=tiles, shared_bytes=self.shared_bytes(spec), reads=reads, writes=writes)
 
@@ -147,8 +147,8 @@ class Simt(Family):
             num_heads = problem.mask_shape.num_batch * problem.num_heads
             return TileOrder(num_heads, num_heads)
         return TileOrder(
-            heads_of_a_wave(work, self.blocks_at_once(forward, device), -(-problem.seqlen_q // forward.block_q)),
-            heads_of_a_wave(work, self.blocks_at_once(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
+            heads_per_wave(work, self.resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
+            heads_per_wave(work, self.resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
         )
 
     def _largest_fitting(
@@ -160,8 +160,8 @@ class Simt(Family):
         """
         legal = [_legal_tiles(replace(smallest, mma_rows=rows), largest) for rows in _mma_rows(smallest.dtype, device)]
         for tiles in legal:
-            for room, spec in product((device.tile_memory_bytes // 2, device.tile_memory_bytes), tiles):
-                if shared_bytes(spec) <= room:
+            for available, spec in product((device.tile_memory_bytes // 2, device.tile_memory_bytes), tiles):
+                if shared_bytes(spec) <= available:
                     return spec
         what = f"{smallest.name} with head_dim {smallest.head_dim}, value dim {smallest.value_dim} in {smallest.dtype}"
         needed = min((shared_bytes(spec) for tiles in legal for spec in tiles), default=None)
@@ -207,19 +207,19 @@ def _preference(spec: KernelSpec) -> tuple[float, int]:
 def rows_and_step(spec: KernelSpec) -> tuple[int, int]:
     """A tile's rows that stay in place, and how many rows of the other side a step takes."""
     sides = spec.block_q, spec.block_kv
-    return sides if _ENTRIES[spec.entry].rows_are_queries else sides[::-1]
+    return sides if _LIMITS[spec.entry].rows_are_queries else sides[::-1]
 
 
-def _num_sums(spec: KernelSpec) -> int:
+def _num_accumulators(spec: KernelSpec) -> int:
     """Columns of the accumulators that a row keeps."""
-    return sum(getattr(spec, dim) for dim in _ENTRIES[spec.entry].sums)
+    return sum(getattr(spec, dim) for dim in _LIMITS[spec.entry].sums)
 
 
 def accumulator_words(spec: KernelSpec) -> int:
     """Registers of a thread that scores and sums fill."""
     rows, step = rows_and_step(spec)
-    sums = _num_sums(spec)
-    elements = rows * (_ENTRIES[spec.entry].num_scores * step + sums)
+    sums = _num_accumulators(spec)
+    elements = rows * (_LIMITS[spec.entry].num_scores * step + sums)
     if spec.entry == "backward":  # scores, then columns of dQ, as many as kDqWidth
         dq_width = 32 if spec.mma_rows else 64 if spec.head_dim % 64 == 0 else spec.head_dim
         elements = rows * sums + step * max(rows, dq_width)
@@ -228,15 +228,15 @@ def accumulator_words(spec: KernelSpec) -> int:
 
 def _is_simt_tile(spec: KernelSpec) -> bool:
     """Whether threads share its rows evenly and its accumulators fit their registers."""
-    entry, words = _ENTRIES[spec.entry], accumulator_words(spec)
+    entry, words = _LIMITS[spec.entry], accumulator_words(spec)
     rows, step = rows_and_step(spec)
     if spec.mma_rows:  # of the backward pass in one walk dQ has as many rows as a step
         shared_rows = (rows, step) if spec.entry == "backward" else (rows,)
         return all(height % 32 == 0 for height in shared_rows) and words <= entry.mma_registers
     # Conversions take registers too, and so do the operands of very wide rows.
-    spare = _SPARE * (spec.dtype != np.float32) + _SPARE * (_num_sums(spec) > 384)
-    fits = words <= entry.registers - spare or (rows, step) == (_SMALLEST_ROWS, entry.least_step)
-    return rows % _SMALLEST_ROWS == 0 and rows <= entry.most_rows and step >= entry.least_step and fits
+    spare_registers = _SPARE_REGISTERS * (spec.dtype != np.float32) + _SPARE_REGISTERS * (_num_accumulators(spec) > 384)
+    fits = words <= entry.registers - spare_registers or (rows, step) == (_SMALLEST_ROWS, entry.min_step)
+    return rows % _SMALLEST_ROWS == 0 and rows <= entry.max_rows and step >= entry.min_step and fits
 
 
 def shared_bytes(spec: KernelSpec) -> int:
@@ -250,8 +250,8 @@ def shared_bytes(spec: KernelSpec) -> int:
     if spec.entry == "backward":  # queries and dO take turns, and what is read along rows alone is not padded
         padding = vector if spec.mma_rows else 0
         p_padding = 8 if padding == 0 and step > 64 else padding
-        kept_row = spec.head_dim + spec.value_dim + step + 2 * padding + p_padding
-        return (rows * kept_row + step * max(head_row, value_row)) * itemsize
+        persistent_row = spec.head_dim + spec.value_dim + step + 2 * padding + p_padding
+        return (rows * persistent_row + step * max(head_row, value_row)) * itemsize
     if spec.entry == "forward":  # keys and values take turns
         elements = rows * head_row + step * max(head_row, value_row)
     else:

@@ -20,8 +20,8 @@ from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
-from ..split_kv import num_splits as splits_that_pay
-from ..tile_order import heads_of_a_wave, listed_heads, listed_kv_heads
+from ..split_kv import num_splits as best_num_splits
+from ..tile_order import heads_per_wave, listed_heads, listed_kv_heads
 from .family import (
     BACKWARD_INPUTS,
     FORWARD_INPUTS,
@@ -41,7 +41,7 @@ class _Tile(NamedTuple):
     block_kv: int
     num_warps: int
     num_stages: int = 1
-    threads_at_once: int = 256  # of a multiprocessor, that have all the registers they can use
+    threads_per_processor: int = 256  # of a multiprocessor, that have all the registers they can use
 
 
 _Tiles: TypeAlias = dict[int, tuple[_Tile, ...]]
@@ -88,10 +88,10 @@ _TABLES: dict[str, tuple[_Tiles, _Tiles, _Tiles]] = {
     "tf32": (_TF32_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
     "tf32x3": (_TF32X3_FORWARD, _TF32_ROWS, _TF32_BACKWARD),
 }
-_SMALLEST = 16  # rows and columns of a product
+_MMA_SIDE = 16  # rows and columns of a product
 # Of a thread of the gradients, by precision, where flat blocks of a list, or rows of 32 or 96, leave fewer warps than
 # the tables have: more spilled, up to 5750 bytes a thread.
-_MOST_SUMS = {"ieee": 208, "tf32": 192, "tf32x3": 128}
+_MAX_ACCUMULATORS = {"ieee": 208, "tf32": 192, "tf32x3": 128}
 
 
 class Sm80(Family):
@@ -129,17 +129,20 @@ class Sm80(Family):
         *,
         deterministic: bool = False,
     ) -> dict[str, KernelSpec]:
-        dq_adds = 0 if deterministic else 4 if (device.compute_capability or (0, 0)) >= (9, 0) else 1
+        dq_atomic_width = 0 if deterministic else 4 if (device.compute_capability or (0, 0)) >= (9, 0) else 1
         last = "backward_rows" if deterministic else "convert_dq"
         chosen, fitting = {}, {}
         for entry in ("forward", "backward_statistics", "backward", last):
             # dQ is summed in the layout of the backward kernel's warps, so its neighbours cut queries alike.
-            like = entry if entry in ("forward", "backward_rows") else "backward"
-            if like not in fitting:
-                fitting[like] = _fitting(like, problem, rounded_dims(problem), device, largest, problem.seqlen_q)
+            tile_entry = entry if entry in ("forward", "backward_rows") else "backward"
+            if tile_entry not in fitting:
+                fitting[tile_entry] = _fitting(
+                    tile_entry, problem, rounded_dims(problem), device, largest, problem.seqlen_q
+                )
             multiplies = entry not in ("backward_statistics", "convert_dq")
             chosen[entry] = replace(
-                fitting[like], entry=entry, dq_adds=dq_adds if entry in ("backward", "convert_dq") else 0,
+                fitting[tile_entry], entry=entry,
+                dq_atomic_width=dq_atomic_width if entry in ("backward", "convert_dq") else 0,
                 precision=problem.precision if multiplies else "ieee",
             )  # fmt: skip
         return chosen
@@ -166,22 +169,22 @@ class Sm80(Family):
         )
 
     def _forward(
-        self, problem: Problem, device: DeviceSpec, work: WorkList, whole: KernelSpec, num_splits: int | None
+        self, problem: Problem, device: DeviceSpec, work: WorkList, unsplit: KernelSpec, num_splits: int | None
     ) -> tuple[Pass, int]:
         """The forward pass, and how many thread blocks share a tile's keys."""
         shares_masks = isinstance(work, IntervalWork) and (work.lo is None or work.lo.shape[1] == 1)
-        spec = split_spec(whole, problem, device, problem.group_size if shares_masks else 1)
-        heads = problem.num_kv_heads if spec.is_packed else problem.num_heads
-        tiles = heads * (1 if spec.is_packed else query_tiles(problem, work, spec.block_q))
+        spec = split_spec(unsplit, problem, device, problem.group_size if shares_masks else 1)
+        heads = problem.num_kv_heads if spec.pack_gqa else problem.num_heads
+        tiles = heads * (1 if spec.pack_gqa else query_tiles(problem, work, spec.block_q))
         chosen = num_splits
         if chosen is None and 0 in (problem.mask_shape.num_batch, *problem.mask_shape[1:]):
-            chosen, spec = 1, whole
+            chosen, spec = 1, unsplit
         elif chosen is None:
             num_tiles = problem.mask_shape.num_batch * tiles
-            chosen = splits_that_pay(problem, work, spec, num_tiles, self.blocks_at_once(spec, device))
-        if num_splits is None and chosen == 1 and not spec.is_packed:
-            whole_tiles = problem.num_heads * query_tiles(problem, work, whole.block_q)
-            return Pass({"forward": self._launch(whole, whole_tiles, FORWARD_INPUTS, ("o", "lse"))}), 1
+            chosen = best_num_splits(problem, work, spec, num_tiles, self.resident_blocks(spec, device))
+        if num_splits is None and chosen == 1 and not spec.pack_gqa:
+            unsplit_tiles = problem.num_heads * query_tiles(problem, work, unsplit.block_q)
+            return Pass({"forward": self._launch(unsplit, unsplit_tiles, FORWARD_INPUTS, ("o", "lse"))}), 1
         *leading, seqlen_q = problem.lse_shape()
         parts = (*leading, chosen * seqlen_q)
         combine = combine_spec(spec)
@@ -205,26 +208,26 @@ class Sm80(Family):
     def _backward(self, problem: Problem, work: WorkList, specs: Mapping[str, KernelSpec]) -> Pass:
         backward = specs["backward"]
         rows = query_tiles(problem, work, backward.block_q)
-        of_queries = problem.num_heads * rows
-        of_keys = problem.num_kv_heads * key_tiles(problem, work, backward.block_kv)
+        query_tile_count = problem.num_heads * rows
+        key_tile_count = problem.num_kv_heads * key_tiles(problem, work, backward.block_kv)
         workspaces = {"delta": Workspace(problem.lse_shape(), problem.accumulator)}
         statistics = specs["backward_statistics"]
         if "backward_rows" in specs:
-            own = specs["backward_rows"]
-            rows_tiles = problem.num_heads * query_tiles(problem, work, own.block_q)
+            rows_spec = specs["backward_rows"]
+            rows_tiles = problem.num_heads * query_tiles(problem, work, rows_spec.block_q)
             launches = {
-                "backward_statistics": self._launch(statistics, of_queries, STATISTICS_INPUTS, ("delta",)),
-                "backward": self._launch(backward, of_keys, (*BACKWARD_INPUTS, "delta"), ("dk", "dv")),
-                "backward_rows": self._launch(own, rows_tiles, (*BACKWARD_INPUTS, "delta"), ("dq",)),
+                "backward_statistics": self._launch(statistics, query_tile_count, STATISTICS_INPUTS, ("delta",)),
+                "backward": self._launch(backward, key_tile_count, (*BACKWARD_INPUTS, "delta"), ("dk", "dv")),
+                "backward_rows": self._launch(rows_spec, rows_tiles, (*BACKWARD_INPUTS, "delta"), ("dq",)),
             }
             return Pass(launches, workspaces)
         *leading, _ = problem.lse_shape()
         sums = Workspace((*leading, rows, backward.block_q * backward.head_dim), problem.accumulator)
         inputs = (*BACKWARD_INPUTS, "delta", "dq_sum")
         launches = {
-            "backward_statistics": self._launch(statistics, of_queries, STATISTICS_INPUTS, ("delta", "dq_sum")),
-            "backward": self._launch(backward, of_keys, inputs, ("dq_sum", "dk", "dv")),
-            "convert_dq": self._launch(specs["convert_dq"], of_queries, ("dq_sum",), ("dq",)),
+            "backward_statistics": self._launch(statistics, query_tile_count, STATISTICS_INPUTS, ("delta", "dq_sum")),
+            "backward": self._launch(backward, key_tile_count, inputs, ("dq_sum", "dk", "dv")),
+            "convert_dq": self._launch(specs["convert_dq"], query_tile_count, ("dq_sum",), ("dq",)),
         }
         return Pass(launches, {"dq_sum": sums, **workspaces})
 
@@ -235,8 +238,8 @@ class Sm80(Family):
         if isinstance(work, ListedWork):
             return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
         return TileOrder(
-            heads_of_a_wave(work, self.blocks_at_once(forward, device), -(-problem.seqlen_q // forward.block_q)),
-            heads_of_a_wave(work, self.blocks_at_once(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
+            heads_per_wave(work, self.resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
+            heads_per_wave(work, self.resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
         )
 
     def _launch(self, spec: KernelSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
@@ -255,7 +258,7 @@ def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_
         num_rows = problem.seqlen_q * group_size
         packed = _fitting("forward", problem, (forward.head_dim, forward.value_dim), device, None, num_rows)
         if num_rows <= packed.block_q:
-            forward = replace(packed, is_packed=True, precision=forward.precision)
+            forward = replace(packed, pack_gqa=True, precision=forward.precision)
     return replace(forward, is_split=True)
 
 
@@ -280,13 +283,13 @@ def _fitting(
     table = {"forward": forward, "backward_rows": rows, "backward": backward}[entry]
     tiles = next(tiles for width, tiles in table.items() if width >= max(dims))
     if entry == "forward":
-        tiles = tuple(_as_flat_as(tile, num_queries, max(dims), problem.dtype) for tile in tiles)
-    most_sums = _MOST_SUMS[problem.precision] if entry == "backward" else None
-    for tile in _allowed(tiles, dims, largest, most_sums):
+        tiles = tuple(_shortened(tile, num_queries, max(dims), problem.dtype) for tile in tiles)
+    max_accumulators = _MAX_ACCUMULATORS[problem.precision] if entry == "backward" else None
+    for tile in _candidates(tiles, dims, largest, max_accumulators):
         spec = KernelSpec(
             family="sm80", entry=entry, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
             block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
-            min_blocks=max(1, tile.threads_at_once // (32 * tile.num_warps)), is_listed=largest is not None,
+            min_blocks=max(1, tile.threads_per_processor // (32 * tile.num_warps)), is_listed=largest is not None,
             num_stages=tile.num_stages,
         )  # fmt: skip
         if shared_bytes(spec) <= device.tile_memory_bytes:
@@ -301,7 +304,7 @@ def _fitting(
     )
 
 
-def _as_flat_as(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any]) -> _Tile:
+def _shortened(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any]) -> _Tile:
     """A tile of the forward pass, but no taller than few queries want.
 
     Its warps hold 16 rows each and so need fewer registers: more blocks are at work, whose loads overlap, unless shared
@@ -309,86 +312,90 @@ def _as_flat_as(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any]
     """
     if num_queries > tile.block_q // 2:
         return tile
-    block_q = max(_SMALLEST, _power_of_two(2 * num_queries - 1))
+    block_q = max(_MMA_SIDE, _power_of_two(2 * num_queries - 1))
     if widest > 128:
         tile = tile._replace(block_kv=min(tile.block_kv, 64))
-    threads_at_once = 384 if widest <= 128 and dtype.itemsize == 2 else 256
-    return tile._replace(block_q=block_q, num_warps=block_q // 16, threads_at_once=threads_at_once)
+    threads_per_processor = 384 if widest <= 128 and dtype.itemsize == 2 else 256
+    return tile._replace(block_q=block_q, num_warps=block_q // 16, threads_per_processor=threads_per_processor)
 
 
-def _allowed(
-    tiles: tuple[_Tile, ...], dims: tuple[int, int], largest: tuple[int, int] | None, most_sums: int | None
+def _candidates(
+    tiles: tuple[_Tile, ...], dims: tuple[int, int], largest: tuple[int, int] | None, max_accumulators: int | None
 ) -> Iterator[_Tile]:
     """The tiles; where `largest` is given those that are no larger, the most scores first, and of larger ones a part.
 
     Where a thread's sums are bounded, warps share all products of a tile, as those of gradients do.
     """
     if largest is None:
-        yield from (_cut(tile, dims, tile[:2], most_sums) for tile in tiles)
+        yield from (_fitted(tile, dims, tile[:2], max_accumulators) for tile in tiles)
         return
-    cut = [_cut(tile, dims, largest, most_sums) for tile in tiles]
-    yield from sorted(cut, key=lambda tile: (tile.block_q * tile.block_kv, tile in tiles), reverse=True)
+    fitted = [_fitted(tile, dims, largest, max_accumulators) for tile in tiles]
+    yield from sorted(fitted, key=lambda tile: (tile.block_q * tile.block_kv, tile in tiles), reverse=True)
 
 
 @lru_cache(maxsize=1024)
-def _cut(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], most_sums: int | None) -> _Tile:
+def _fitted(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], max_accumulators: int | None) -> _Tile:
     """A tile no larger than `largest`, of as many warps as can share what it is then."""
     block_q, block_kv = (_power_of_two(min(pair)) for pair in zip(tile[:2], largest))
-    if most_sums is None:
+    if max_accumulators is None:
         num_warps = block_q // min(tile.block_q // tile.num_warps, block_q)
         return tile._replace(block_q=block_q, block_kv=block_kv, num_warps=num_warps)
-    cut = _shared(tile._replace(block_q=block_q, block_kv=block_kv), dims)
-    while block_kv > _SMALLEST and cut.num_warps < tile.num_warps and _num_sums(cut, dims) > most_sums:
+    fitted = _with_partitionable_warps(tile._replace(block_q=block_q, block_kv=block_kv), dims)
+    while (
+        block_kv > _MMA_SIDE
+        and fitted.num_warps < tile.num_warps
+        and _num_accumulators(fitted, dims) > max_accumulators
+    ):
         block_kv //= 2
-        cut = _shared(tile._replace(block_q=block_q, block_kv=block_kv), dims)
-    return cut
+        fitted = _with_partitionable_warps(tile._replace(block_q=block_q, block_kv=block_kv), dims)
+    return fitted
 
 
-def _shared(tile: _Tile, dims: tuple[int, int]) -> _Tile:
+def _with_partitionable_warps(tile: _Tile, dims: tuple[int, int]) -> _Tile:
     """A tile of the gradients, but of no more warps than can share each of its products."""
     products = [(tile.block_q, dims[0]), (tile.block_kv, dims[0]), (tile.block_kv, dims[1])]
     if max(dims) <= 128:  # gradients of wider rows take more warps than scores of small blocks have parts for
         products.append(tile[:2])
     num_warps = tile.num_warps
-    while not all(can_share(rows, columns, num_warps) for rows, columns in products):
+    while not all(can_partition(rows, columns, num_warps) for rows, columns in products):
         num_warps //= 2
     return tile._replace(num_warps=num_warps)
 
 
-def _num_sums(tile: _Tile, dims: tuple[int, int]) -> float:
+def _num_accumulators(tile: _Tile, dims: tuple[int, int]) -> float:
     """Registers that a thread of the gradients fills with S, dP, dK and dV."""
     return tile.block_kv * (2 * tile.block_q + sum(dims)) / (32 * tile.num_warps)
 
 
-def can_share(rows: int, columns: int, num_warps: int) -> bool:
+def can_partition(rows: int, columns: int, num_warps: int) -> bool:
     """Whether warps can share a product in whole pairs of fragments: `row_groups` of tile/warp_tile.cuh is not 0."""
     groups = (group for group in range(1, num_warps + 1) if num_warps % group == 0)
     return any(
-        rows % (_SMALLEST * group) == 0 and columns % (_SMALLEST * (num_warps // group)) == 0 for group in groups
+        rows % (_MMA_SIDE * group) == 0 and columns % (_MMA_SIDE * (num_warps // group)) == 0 for group in groups
     )
 
 
-def _power_of_two(most: int) -> int:
-    return 1 << most.bit_length() - 1
+def _power_of_two(largest: int) -> int:
+    return 1 << largest.bit_length() - 1
 
 
-_WORK_TILE, _REACH, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of what a block remembers of its tile
+_WORK_TILE, _VISIT_RANGE, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of what a block remembers of its tile
 
 
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a block: tiles of operands, and what a block remembers of its own."""
     both = spec.head_dim + spec.value_dim
     queries, keys, scores = spec.block_q * both, spec.block_kv * both, spec.block_q * spec.block_kv
-    kept = _WORK_TILE + _REACH + _SCALE
+    state_bytes = _WORK_TILE + _VISIT_RANGE + _SCALE
     if spec.entry == "forward":  # o leaves by way of q's room
         elements = spec.block_q * max(spec.head_dim, spec.value_dim) + keys
-        return spec.dtype.itemsize * elements + 2 * _POINTER + kept + _FLAG
+        return spec.dtype.itemsize * elements + 2 * _POINTER + state_bytes + _FLAG
     if spec.entry == "backward_rows":
-        return spec.dtype.itemsize * (queries + spec.num_stages * keys) + 2 * _POINTER + kept + _FLAG
+        return spec.dtype.itemsize * (queries + spec.num_stages * keys) + 2 * _POINTER + state_bytes + _FLAG
     if spec.entry == "backward":
         statistics = 2 * 4 * spec.num_stages * spec.block_q
         elements = keys + spec.num_stages * queries + 2 * scores
-        return spec.dtype.itemsize * elements + statistics + 5 * _POINTER + kept + _FLAG
+        return spec.dtype.itemsize * elements + statistics + 5 * _POINTER + state_bytes + _FLAG
     if spec.entry == "combine":  # sums of its groups of threads
         return (8 if spec.value_dim > 192 else 16) * spec.value_dim * 4
     return spec.dtype.itemsize * spec.block_q * spec.head_dim if spec.entry == "convert_dq" else 0

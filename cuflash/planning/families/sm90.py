@@ -18,11 +18,11 @@ from ...arrays import BFLOAT16
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
 from ...scores.program import curvature
 from ..device import DeviceSpec
-from ..launches import DqTurns, Kernels, Launch, Pass, TileOrder, Workspace
+from ..launches import DqSemaphoreOrder, Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
-from ..tile_order import balanced_heads, heads_of_a_wave, is_uneven_band, listed_heads, listed_kv_heads
+from ..tile_order import balanced_heads, heads_per_wave, is_uneven_band, listed_heads, listed_kv_heads
 from .family import (
     BACKWARD_INPUTS,
     FORWARD_INPUTS,
@@ -34,18 +34,19 @@ from .family import (
     rounded_dims,
 )
 from .sm80 import Sm80
-from .sm90_dq import dq_turns, last_finishes
+from .sm90_dq import dq_semaphore_order, fuses_dq_epilogue_of_list
 
 ROWS = 64  # of queries, of a warpgroup
 LIST_BLOCK = (128, 128)  # of a list that is made for the kernels
 _STAGES, _NARROW_STAGES = 2, 4  # a power of two, as rings count; up to 64 columns there is room for more
-_SMALLEST = 16  # columns of a product
-_TASKS = 4  # tiles that they know of
-_ROOM, _BARRIER, _TASK, _SPAN, _NOTE, _KIND, _REST = 16, 8, 144, 12, 20, 4, 8  # bytes that warpgroups tell each other
-_IN_STACK = 12  # more of a task where dO is brought too
-_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_NOTE, _BACKWARD_WORK, _BACKWARD_REST = 128, 3, 88, 104, 48
+_MMA_COLUMNS = 16  # columns of a product
+_NUM_TILE_INFOS = 4  # tiles that they know of
+# bytes that warpgroups tell each other
+_SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
+_COORDS = 12  # more of a task where dO is brought too
+_BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
-_WIDE_STAGES, _MOST_BYTES, _TOLD_BYTES = 2, 227 << 10, 5 << 10  # of attention/query_ring.cuh
+_WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # of sm90/q_pipeline.cuh
 
 
 class _Tile(NamedTuple):
@@ -56,16 +57,16 @@ class _Tile(NamedTuple):
 # By the wider of the two dimensions: as many scores as registers hold beside O, in two warpgroups. Without a list,
 # which leaves no registers for it, in more: in three, with fewer registers each, where a query sees so many keys that
 # it counts less what a tile costs beside its steps; in four, whose steps are short, where it sees fewer, if there are
-# FEWEST_TILES for each multiprocessor: of fewer, long ones would end late.
+# MIN_TILES_PER_PROCESSOR for each multiprocessor: of fewer, long ones would end late.
 _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
-_FORWARD_OF_THREE = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
-_FORWARD_OF_FOUR = {64: (1536, _Tile(256, 64))}
-FEWEST_TILES = 2
+_FORWARD_3_CONSUMERS = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
+_FORWARD_4_CONSUMERS = {64: (1536, _Tile(256, 64))}
+MIN_TILES_PER_PROCESSOR = 2
 # Of a list: how many blocks of one warpgroup share a multiprocessor, and stages.
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 
 
-_SAMPLED = 256  # queries whose numbers of keys are averaged
+_SAMPLED_QUERIES = 256  # queries whose numbers of keys are averaged
 
 
 class Sm90(Family):
@@ -124,21 +125,21 @@ class Sm90(Family):
         specs: Mapping[str, KernelSpec] | None = None,
     ) -> Kernels:
         largest = list_block_of(work)
-        num_keys = None if largest is not None else _keys_seen(work, problem)
+        num_keys = None if largest is not None else _mean_visible_keys(work, problem)
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
         chosen |= dict(specs or {})
         forward, backward = chosen["forward"], chosen["backward"]
         tiles = problem.num_heads * query_tiles(problem, work, forward.block_q)
         counter = self._counter(problem)
         forward_pass = Pass(
-            {"forward": self._launch(forward, device, tiles, FORWARD_INPUTS, ("o", "lse", "next_tile"))},
-            {"next_tile": counter._replace(is_zeroed=True)},
+            {"forward": self._launch(forward, device, tiles, FORWARD_INPUTS, ("o", "lse", "tile_counter"))},
+            {"tile_counter": counter._replace(is_zeroed=True)},
         )
         order = self._order(problem, device, work, forward, backward)
         if backward.family != self.name:
             backward_pass = _SM80.backward(problem, work, chosen)
         else:
-            chosen, order = self._finishing(problem, device, work, chosen, order)
+            chosen, order = self._with_fused_dq(problem, device, work, chosen, order)
             backward_pass = self._backward(problem, device, work, chosen, order.dq)
             backward_pass = sink_backward(backward_pass, problem, chosen["backward_statistics"])
         return Kernels(
@@ -146,7 +147,7 @@ class Sm90(Family):
             is_repeatable="backward_rows" in chosen,
         )  # fmt: skip
 
-    def _finishing(
+    def _with_fused_dq(
         self,
         problem: Problem,
         device: DeviceSpec,
@@ -160,16 +161,16 @@ class Sm90(Family):
         if 0 in (num_heads, problem.seqlen_q, problem.seqlen_kv):
             return specs, order
         if isinstance(work, ListedWork):
-            if not last_finishes(problem, work, backward):
+            if not fuses_dq_epilogue_of_list(problem, work, backward):
                 return specs, order
             entries = ("backward_statistics", "backward")
-            finishing = {entry: replace(specs[entry], finishes_dq=True) for entry in entries}
-            return {entry: spec for entry, spec in (specs | finishing).items() if entry != "convert_dq"}, order
-        turns = dq_turns(problem, work.band, backward, device)
-        if turns is None or not turns.finished(num_heads):
+            fused = {entry: replace(specs[entry], fuses_dq_epilogue=True) for entry in entries}
+            return {entry: spec for entry, spec in (specs | fused).items() if entry != "convert_dq"}, order
+        dq_order = dq_semaphore_order(problem, work.band, backward, device)
+        if dq_order is None or not dq_order.num_fused_heads(num_heads):
             return specs, order
-        order = order._replace(kv_heads_per_group=turns.places, dq=turns)
-        return specs | {"backward": replace(backward, finishes_dq=True)}, order
+        order = order._replace(kv_heads_per_group=dq_order.heads_per_group, dq=dq_order)
+        return specs | {"backward": replace(backward, fuses_dq_epilogue=True)}, order
 
     def _backward(
         self,
@@ -177,38 +178,38 @@ class Sm90(Family):
         device: DeviceSpec,
         work: WorkList,
         specs: Mapping[str, KernelSpec],
-        turns: DqTurns | None,
+        dq_order: DqSemaphoreOrder | None,
     ) -> Pass:
         backward, statistics = specs["backward"], specs["backward_statistics"]
         rows = query_tiles(problem, work, backward.block_q)
-        of_queries = problem.num_heads * rows
-        of_keys = problem.num_kv_heads * key_tiles(problem, work, backward.block_kv)
+        query_tile_count = problem.num_heads * rows
+        key_tile_count = problem.num_kv_heads * key_tiles(problem, work, backward.block_kv)
         *leading, _ = problem.lse_shape()
         workspaces = {
-            "delta": Workspace((*leading, rows * known_words(backward)), problem.accumulator),
-            "next_tile": self._counter(problem),
+            "delta": Workspace((*leading, rows * query_stats_words(backward)), problem.accumulator),
+            "tile_counter": self._counter(problem),
         }
-        inputs = (*BACKWARD_INPUTS, "delta", "next_tile")
+        inputs = (*BACKWARD_INPUTS, "delta", "tile_counter")
         if "backward_rows" in specs:
-            own = specs["backward_rows"]
-            counted = ("delta", "next_tile")
+            rows_spec = specs["backward_rows"]
+            counted = ("delta", "tile_counter")
             launches = {
-                "backward_statistics": self._launch(statistics, device, of_queries, STATISTICS_INPUTS, counted),
-                "backward": self._launch(backward, device, of_keys, inputs, ("dk", "dv", "next_tile")),
-                "backward_rows": self._launch(own, device, of_queries, inputs, ("dq", "next_tile")),
+                "backward_statistics": self._launch(statistics, device, query_tile_count, STATISTICS_INPUTS, counted),
+                "backward": self._launch(backward, device, key_tile_count, inputs, ("dk", "dv", "tile_counter")),
+                "backward_rows": self._launch(rows_spec, device, query_tile_count, inputs, ("dq", "tile_counter")),
             }
             return Pass(launches, workspaces)
         sums = Workspace((*leading, rows, backward.block_q * backward.head_dim), problem.accumulator)
-        written = ("dq_sum", "dk", "dv", "next_tile") + ("dq",) * backward.finishes_dq
-        cleared = ("delta", "dq_sum", "next_tile") + ("dq",) * statistics.finishes_dq
+        written = ("dq_sum", "dk", "dv", "tile_counter") + ("dq",) * backward.fuses_dq_epilogue
+        cleared = ("delta", "dq_sum", "tile_counter") + ("dq",) * statistics.fuses_dq_epilogue
         launches = {
-            "backward_statistics": self._launch(statistics, device, of_queries, STATISTICS_INPUTS, cleared),
-            "backward": self._launch(backward, device, of_keys, (*inputs, "dq_sum"), written),
+            "backward_statistics": self._launch(statistics, device, query_tile_count, STATISTICS_INPUTS, cleared),
+            "backward": self._launch(backward, device, key_tile_count, (*inputs, "dq_sum"), written),
         }
         if "convert_dq" in specs:
-            convert = self._launch(specs["convert_dq"], device, of_queries, ("dq_sum",), ("dq",))
-            if turns is not None:
-                skipped = partial(_finished_tiles, turns, problem.num_kv_heads, problem.group_size * rows)
+            convert = self._launch(specs["convert_dq"], device, query_tile_count, ("dq_sum",), ("dq",))
+            if dq_order is not None:
+                skipped = partial(_num_fused_tiles, dq_order, problem.num_kv_heads, problem.group_size * rows)
                 convert = replace(convert, skipped_tiles=skipped)
             launches["convert_dq"] = convert
         return Pass(launches, {"dq_sum": sums, **workspaces})
@@ -220,11 +221,11 @@ class Sm90(Family):
         if isinstance(work, ListedWork):
             return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
         owner = self if backward.family == self.name else _SM80
-        blocks = owner.blocks_at_once(backward, device)
-        kv_heads = heads_of_a_wave(work, blocks, -(-problem.seqlen_kv // backward.block_kv))
+        blocks = owner.resident_blocks(backward, device)
+        kv_heads = heads_per_wave(work, blocks, -(-problem.seqlen_kv // backward.block_kv))
         if not is_uneven_band(work) or not problem.seqlen_q:
             return TileOrder(1, kv_heads)
-        blocks = self.blocks_at_once(forward, device)
+        blocks = self.resident_blocks(forward, device)
         return TileOrder(
             balanced_heads(problem, device, work, (forward.block_q, forward.block_kv), blocks), kv_heads
         )
@@ -236,7 +237,7 @@ class Sm90(Family):
         uses_tma = spec.entry not in ("backward_statistics", "convert_dq")
         return Launch(
             spec=spec, tiles=tiles, shared_bytes=self.shared_bytes(spec), reads=reads, writes=writes,
-            max_blocks=self.blocks_at_once(spec, device) if uses_tma else None, boxes=boxes(spec) if uses_tma else {},
+            max_blocks=self.resident_blocks(spec, device) if uses_tma else None, boxes=boxes(spec) if uses_tma else {},
         )  # fmt: skip
 
     def _counter(self, problem: Problem) -> Workspace:
@@ -250,16 +251,16 @@ class Sm90(Family):
 _SM80 = Sm80()
 
 
-def _finished_tiles(turns: DqTurns, num_kv_heads: int, tiles: int, num_batch: int) -> int:
+def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:
     """Tiles of queries, so many for each key/value head, whose dQ the backward kernel's blocks finish."""
-    return tiles * turns.finished(num_batch * num_kv_heads)
+    return tiles * dq_order.num_fused_heads(num_batch * num_kv_heads)
 
 
-def _keys_seen(work: WorkList, problem: Problem) -> float | None:
+def _mean_visible_keys(work: WorkList, problem: Problem) -> float | None:
     """How many keys a query sees on average, by a sample of them; None where no band says it."""
     if not isinstance(work, IntervalWork) or work.band is None or not problem.seqlen_q:
         return None
-    query = np.linspace(0, problem.seqlen_q - 1, min(problem.seqlen_q, _SAMPLED))
+    query = np.linspace(0, problem.seqlen_q - 1, min(problem.seqlen_q, _SAMPLED_QUERIES))
     lo = 0 if work.band.lower is None else np.maximum(query + work.band.lower, 0)
     hi = problem.seqlen_kv if work.band.upper is None else np.minimum(query + work.band.upper + 1, problem.seqlen_kv)
     return float(np.mean(np.maximum(hi - lo, 0)))
@@ -275,13 +276,13 @@ def forward_spec(
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
     is_curved = problem.score is not None and curvature(problem.score) == "curved"
     if largest is None and not is_curved:  # in three and four warpgroups a function of scores spills
-        fewest, of_three = _FORWARD_OF_THREE.get(width, (inf, _FORWARD[width]))
-        most, of_four = _FORWARD_OF_FOUR.get(width, (0, of_three))
-        num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-num_queries // of_four.block_q)
-        if num_keys < most and num_tiles >= FEWEST_TILES * device.num_processors:
-            block_q, block_kv = of_four
-        elif num_keys >= fewest:
-            block_q, block_kv = of_three
+        min_keys, tile_3_consumers = _FORWARD_3_CONSUMERS.get(width, (inf, _FORWARD[width]))
+        max_keys, tile_4_consumers = _FORWARD_4_CONSUMERS.get(width, (0, tile_3_consumers))
+        num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-num_queries // tile_4_consumers.block_q)
+        if num_keys < max_keys and num_tiles >= MIN_TILES_PER_PROCESSOR * device.num_processors:
+            block_q, block_kv = tile_4_consumers
+        elif num_keys >= min_keys:
+            block_q, block_kv = tile_3_consumers
     if num_queries <= block_q - ROWS:
         block_q = ROWS * max(1, -(-num_queries // ROWS))
         block_kv = max(block_kv, _FORWARD[width].block_kv)
@@ -290,7 +291,7 @@ def forward_spec(
         if block_q == ROWS:
             block_kv = min(block_kv, ROWS)  # so that several blocks fit
         if largest[1] % block_kv:
-            block_kv = max(_SMALLEST, _power_of_two(min(largest[1], block_kv)))
+            block_kv = max(_MMA_COLUMNS, _power_of_two(min(largest[1], block_kv)))
     spec = KernelSpec(
         family="sm90", entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
         block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
@@ -316,7 +317,7 @@ def backward_specs(
     """
     widest = max(dims)
     if widest <= 128 and (deterministic or (largest is not None and min(largest) < 2 * ROWS)):
-        return _backward_in_two_walks(dtype, dims, largest)
+        return _backward_in_two_kernels(dtype, dims, largest)
     if deterministic:
         return {}
     head_dim, block_q = (dims[0], 2 * ROWS) if widest <= 64 else (max(dims[0], 128), ROWS)
@@ -330,14 +331,15 @@ def backward_specs(
         return {}
     backward = KernelSpec(
         family="sm90", entry=entry, dtype=dtype, head_dim=head_dim, value_dim=value_dim, block_q=block_q,
-        block_kv=block_kv, num_warps=12, min_blocks=1, is_listed=largest is not None, num_stages=stages, dq_adds=4,
+        block_kv=block_kv, num_warps=12, min_blocks=1, is_listed=largest is not None, num_stages=stages,
+        dq_atomic_width=4,
     )  # fmt: skip
     convert = replace(backward, entry="convert_dq", num_warps=8, num_stages=1)
-    statistics = replace(convert, entry="backward_statistics", num_warps=_STATISTICS_WARPS, dq_adds=0)
+    statistics = replace(convert, entry="backward_statistics", num_warps=_STATISTICS_WARPS, dq_atomic_width=0)
     return {"backward_statistics": statistics, "backward": backward, "convert_dq": convert}
 
 
-def _backward_in_two_walks(
+def _backward_in_two_kernels(
     dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None
 ) -> dict[str, KernelSpec]:
     """The same where one kernel makes dK and dV and another dQ: one warpgroup of consumers each, of which two share a
@@ -365,36 +367,36 @@ def shared_bytes(spec: KernelSpec) -> int:
         elements = spec.block_kv * both + stages * spec.block_q * spec.head_dim
         if spec.entry == "backward_wide":
             elements += 3 * scores
-        elif spec.dq_adds:
+        elif spec.dq_atomic_width:
             elements += scores + 2 * spec.block_q * spec.head_dim
-        of_do = spec.block_q * spec.value_dim
-        fits = spec.dtype.itemsize * (elements + stages * of_do) + _TOLD_BYTES <= _MOST_BYTES
+        do_elements = spec.block_q * spec.value_dim
+        fits = spec.dtype.itemsize * (elements + stages * do_elements) + _STORAGE_BYTES <= _MAX_SHARED_BYTES
         do_stages = stages if spec.entry == "backward" or fits else 1
-        queries = 4 * (spec.block_q // 16 + known_words(spec) + spec.block_q * -(-spec.block_kv // 32))
-        told = stages * (queries + _BACKWARD_NOTE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_REST
-        told += _ROOM * (2 + stages + do_stages)
-        told += -told % 16
-        return spec.dtype.itemsize * (elements + do_stages * of_do) + told
-    brings_do = spec.entry == "backward_rows"
+        queries = 4 * (spec.block_q // 16 + query_stats_words(spec) + spec.block_q * -(-spec.block_kv // 32))
+        storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_OTHER
+        storage += _SLOT * (2 + stages + do_stages)
+        storage += -storage % 16
+        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage
+    loads_do = spec.entry == "backward_rows"
     is_small = spec.is_listed and spec.block_q == ROWS
-    q_rooms = 2 if max(spec.head_dim, spec.value_dim) <= 128 and not is_small and not brings_do else 1
-    of_queries = spec.head_dim + spec.value_dim * brings_do
-    elements = q_rooms * spec.block_q * of_queries + stages * spec.block_kv * both
+    q_stages = 2 if max(spec.head_dim, spec.value_dim) <= 128 and not is_small and not loads_do else 1
+    query_dims = spec.head_dim + spec.value_dim * loads_do
+    elements = q_stages * spec.block_q * query_dims + stages * spec.block_kv * both
     groups = spec.block_q // ROWS
-    task = _TASK + _SPAN * groups + _IN_STACK * brings_do
-    told = _ROOM * (q_rooms + 2 * stages) + _TASKS * (_ROOM + -(-task // 16) * 16)
-    told += (_NOTE + _KIND * groups) * stages + _REST
-    return spec.dtype.itemsize * elements + told
+    tile_info = _TILE_INFO + _GROUP_RANGE * groups + _COORDS * loads_do
+    storage = _SLOT * (q_stages + 2 * stages) + _NUM_TILE_INFOS * (_SLOT + -(-tile_info // 16) * 16)
+    storage += (_MESSAGE + _FLAGS * groups) * stages + _OTHER
+    return spec.dtype.itemsize * elements + storage
 
 
-def known_words(spec: KernelSpec) -> int:
-    """Words of what gradients know of a tile of queries, KnownQueries of attention/known_queries.cuh."""
+def query_stats_words(spec: KernelSpec) -> int:
+    """Words of what gradients know of a tile of queries, KnownQueries of sm90/query_stats.cuh."""
     words = 2 * spec.block_q + spec.block_q // 16 + 3
     return words + -words % 4
 
 
 def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the boxes that bring operands: a panel of a tile each, PanelTile of tile/panel_tile.cuh."""
+    """Rows and columns of the boxes that bring operands: a panel of a tile each, PanelTile of tile/wgmma_tile.cuh."""
     head_panel, value_panel = (64 if dim % 64 == 0 else 32 for dim in (spec.head_dim, spec.value_dim))
     found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.block_kv, value_panel)}
     if spec.entry == "forward":
@@ -404,5 +406,5 @@ def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
     return found | {"do": (spec.block_q, value_panel)}
 
 
-def _power_of_two(most: int) -> int:
-    return 1 << most.bit_length() - 1
+def _power_of_two(largest: int) -> int:
+    return 1 << largest.bit_length() - 1

@@ -43,11 +43,11 @@ CUFLASH_DEVICE float tanh_approx(float x) {
 CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
 
-CUFLASH_DEVICE float lesser_or_nan(float x, float y) {
+CUFLASH_DEVICE float min_or_nan(float x, float y) {
   return x != x || y != y ? __uint_as_float(kCanonicalNan) : x < y ? x : y;
 }
 
-CUFLASH_DEVICE uint32_t bits_from(int first) { return first > 31 ? 0 : ~0u << (first < 0 ? 0 : first); }
+CUFLASH_DEVICE uint32_t bits_at_or_above(int first) { return first > 31 ? 0 : ~0u << (first < 0 ? 0 : first); }
 
 template <class T>
 CUFLASH_DEVICE T negative_infinity();

@@ -8,11 +8,11 @@ namespace cuflash::ptx {
 CUFLASH_DEVICE void mbarrier_init(uint32_t barrier, int count, CUFLASH_SIM_WHERE) {
   sim::mbarrier_init(barrier, count, where);
 }
-CUFLASH_DEVICE void mbarrier_init_fence(CUFLASH_SIM_WHERE) { sim::mbarrier_init_fence(where); }
+CUFLASH_DEVICE void fence_mbarrier_init(CUFLASH_SIM_WHERE) { sim::fence_mbarrier_init(where); }
 CUFLASH_DEVICE void mbarrier_arrive(uint32_t barrier, CUFLASH_SIM_WHERE) {
   sim::mbarrier_arrive(barrier, 0, "mbarrier_arrive", where);
 }
-CUFLASH_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes, CUFLASH_SIM_WHERE) {
+CUFLASH_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes, CUFLASH_SIM_WHERE) {
   sim::mbarrier_arrive(barrier, bytes, "mbarrier_arrive_expect", where);
 }
 CUFLASH_DEVICE bool mbarrier_try_wait(uint32_t barrier, int parity, CUFLASH_SIM_WHERE) {

@@ -5,8 +5,8 @@
 
 namespace cuflash::ptx {
 
-CUFLASH_DEVICE void store_if(bool is_wanted, float* address, float value) {
-  if (is_wanted) *address = value;
+CUFLASH_DEVICE void store_if(bool predicate, float* address, float value) {
+  if (predicate) *address = value;
 }
 
 }  // namespace cuflash::ptx

@@ -6,9 +6,9 @@
 namespace cuflash::ptx {
 
 CUFLASH_DEVICE int lane() { return static_cast<int>(threadIdx.x % 32); }
-CUFLASH_DEVICE int thread() { return static_cast<int>(threadIdx.x); }
-CUFLASH_DEVICE bool is_elected() { return threadIdx.x % 32 == 0; }
+CUFLASH_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+CUFLASH_DEVICE bool elect_one_lane() { return threadIdx.x % 32 == 0; }
 CUFLASH_DEVICE int opaque(int x) { return x; }
-CUFLASH_DEVICE void keep_loads_apart() {}
+CUFLASH_DEVICE void compiler_barrier() {}
 
 }  // namespace cuflash::ptx

@@ -15,9 +15,9 @@ namespace cuflash::ptx {
 enum class Major { kK = 0, kMN = 1 };
 enum class Swizzle { kNone = 0, k128 = 1, k64 = 2, k32 = 3 };
 
-CUFLASH_DEVICE uint64_t wgmma_matrix(Swizzle swizzle, uint32_t address, int leading_bytes, int stride_bytes,
-                                     CUFLASH_SIM_WHERE) {
-  return sim::wgmma_matrix(static_cast<int>(swizzle), address, leading_bytes, stride_bytes, where);
+CUFLASH_DEVICE uint64_t wgmma_descriptor(Swizzle swizzle, uint32_t address, int leading_bytes, int stride_bytes,
+                                         CUFLASH_SIM_WHERE) {
+  return sim::wgmma_descriptor(static_cast<int>(swizzle), address, leading_bytes, stride_bytes, where);
 }
 
 CUFLASH_DEVICE void wgmma_fence(CUFLASH_SIM_WHERE) { sim::wgmma_fence(where); }
@@ -42,10 +42,10 @@ template <int kPending>
 CUFLASH_DEVICE void wgmma_wait(CUFLASH_SIM_WHERE) { sim::wgmma_wait(kPending, where); }
 
 template <int kCount>
-CUFLASH_DEVICE void forget(float (&)[kCount]) {}
+CUFLASH_DEVICE void mark_undefined(float (&)[kCount]) {}
 template <int kCount>
-CUFLASH_DEVICE void keep_in_place(float (&)[kCount]) {}
+CUFLASH_DEVICE void fence_registers(float (&)[kCount]) {}
 template <int kCount>
-CUFLASH_DEVICE void keep_in_place(uint32_t (&)[kCount]) {}
+CUFLASH_DEVICE void fence_registers(uint32_t (&)[kCount]) {}
 
 }  // namespace cuflash::ptx

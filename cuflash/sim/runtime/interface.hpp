@@ -26,8 +26,8 @@ using Execute = void (*)(void* const* arguments, uint32_t mask);
 struct Operation {
   const char* name;
   Execute execute = nullptr;
-  bool whole_warp = false;      // needs all 32 lanes
-  bool orders_memory = false;   // what lanes wrote before, all see after
+  bool whole_warp = false;     // needs all 32 lanes
+  bool orders_memory = false;  // what lanes wrote before, all see after
 };
 void collective(const Operation& operation, uint32_t mask, void* argument, Location where);
 
@@ -65,7 +65,7 @@ void cp_async_wait_all(Location where);
 
 // ---- barriers in shared memory ----
 void mbarrier_init(uint32_t address, int count, Location where);
-void mbarrier_init_fence(Location where);
+void fence_mbarrier_init(Location where);
 void mbarrier_arrive(uint32_t address, int bytes, const char* name, Location where);   // and announces bytes
 bool mbarrier_wait(uint32_t address, int parity, bool persists, const char* name, Location where);
 
@@ -88,7 +88,7 @@ struct WgmmaLane {
   uint32_t a[4];
   uint64_t a_matrix, b_matrix;
 };
-uint64_t wgmma_matrix(int swizzle, uint32_t address, int leading_bytes, int stride_bytes, Location where);
+uint64_t wgmma_descriptor(int swizzle, uint32_t address, int leading_bytes, int stride_bytes, Location where);
 void wgmma_fence(Location where);
 void wgmma(const WgmmaLane& lane, Location where);
 void wgmma_commit(Location where);

@@ -82,7 +82,7 @@ void mbarrier_init(uint32_t address, int count, Location where) {
   memcpy(shared_bytes(address, 8, 8, "mbarrier_init", where), &kMark, 8);
 }
 
-void mbarrier_init_fence(Location where) {
+void fence_mbarrier_init(Location where) {
   Entry entry("mbarrier_init_fence", where);
   for (auto& [address, barrier] : self().cta->mbarriers)
     if (barrier.maker == self().linear) barrier.is_fenced = true;

@@ -16,7 +16,7 @@ constexpr int kProductEngines = 4;   // of one warp; groups take turns
 void* product_engines[kMaxWarps][kProductEngines];
 constexpr uint32_t kPoison = 0x7fc0dead;   // NaN in registers that a product will write
 
-// What wgmma_matrix packs.
+// What wgmma_descriptor packs.
 struct Matrix { uint32_t start, leading, stride, width; };
 
 Matrix unpacked(uint64_t bits) {
@@ -46,8 +46,8 @@ struct Chunk { uint16_t at[8]; };
 struct Accumulator {
   float* d[32];
   int count = 0;
-  int pending = 0;             // products under way
-  std::vector<float> values;   // row after row
+  int pending = 0;            // products under way
+  std::vector<float> values;  // row after row
 };
 
 struct Product {
@@ -66,8 +66,8 @@ struct Product {
 struct Written { float* d; int count; size_t fences; std::vector<float> values; };
 
 struct Products {
-  std::list<Accumulator> accumulators;   // of products under way
-  std::deque<Product> queue;             // in order of issue
+  std::list<Accumulator> accumulators;  // of products under way
+  std::deque<Product> queue;            // in order of issue
   std::vector<Written> written;
   int groups = 0;                        // committed so far
   size_t fences = 0;
@@ -361,7 +361,7 @@ void check_warpgroups(const Cta& cta) {
            "setmaxnreg: the warpgroups of the block ask for %d registers together; it has %d", registers, most);
 }
 
-uint64_t wgmma_matrix(int swizzle, uint32_t address, int leading_bytes, int stride_bytes, Location where) {
+uint64_t wgmma_descriptor(int swizzle, uint32_t address, int leading_bytes, int stride_bytes, Location where) {
   constexpr uint32_t kPatterns[] = {16, 1024, 512, 256};
   Entry entry("wgmma_matrix", where);
   if (address % 16 || leading_bytes % 16 || stride_bytes % 16)

@@ -1,5 +1,5 @@
-#include <attention/operands.cuh>
-#include <attention/work_tile.cuh>
+#include <attention/config_simt.cuh>
+#include <attention/tile_scheduler.cuh>
 
 // A feature's parameters as NumPy lays them out in tests/test_features.py.
 namespace cuflash::attention {
@@ -18,12 +18,12 @@ simt_feature(const __grid_constant__ cuflash::attention::Params params,
   using namespace cuflash::attention;
   const WorkTile work = query_tile(params, kBlockQ);
   if (work.is_empty()) return;
-  const Place& place = work.place;
+  const BatchHead& batch_head = work.batch_head;
   const Shape& shape = params.shape;
-  const auto o = matrix<Element>(params.o, place, place.head, shape.seqlen_q, shape.value_dim);
-  const auto bias = matrix<float>(scaling.bias, place, place.head, shape.seqlen_q, shape.value_dim);
-  const float weight = scaling.factor * scaling.slopes[place.head];
+  const auto o = matrix<Element>(params.o, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);
+  const auto bias = matrix<float>(scaling.bias, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);
+  const float weight = scaling.factor * scaling.slopes[batch_head.head];
   for (int query = work.first + threadIdx.x; query < work.last; query += tile::kThreads)
     for (int column = 0; column < shape.value_dim; ++column)
-      tile::narrow(weight * bias.at(query, column), o.at(query, column));
+      tile::to_element(weight * bias.at(query, column), o.at(query, column));
 }

@@ -7,7 +7,7 @@ extern "C" __global__ void __launch_bounds__(1024, 2)
   float values[96];
 #pragma unroll
   for (int i = 0; i < 96; ++i) values[i] = data[i * 1024 + threadIdx.x];
-  for (int step = 0; step < params.shape.seqlen_q; ++step) {
+  for (int block = 0; block < params.shape.seqlen_q; ++block) {
 #pragma unroll
     for (int i = 0; i < 96; ++i) values[i] = values[i] * values[(i * 7 + 3) % 96] + values[(i + 5) % 96];
   }

@@ -5,7 +5,7 @@ extern "C" __global__ void __launch_bounds__(128)
     sm90_serialised(const __grid_constant__ cuflash::attention::Params params) {
   float d[4] = {};
   uint64_t a = params.shape.seqlen_q, b = params.shape.seqlen_kv;
-  for (int step = 0; step < params.shape.num_heads; ++step) {
+  for (int block = 0; block < params.shape.num_heads; ++block) {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"

@@ -1,6 +1,6 @@
 #pragma once
-#include <attention/fragments.cuh>
-#include <tile/async_copy.cuh>
+#include <attention/mask_softmax_mma.cuh>
+#include <tile/copy_async.cuh>
 #include <tile/tf32.cuh>
 
 // A kernel's specification, and the tiles of its operands in shared memory, under the names that the paper gives them.
@@ -21,7 +21,7 @@ using VTile = tile::SwizzledTile<Element, kBlockKv, kValueDim>;
 using OTile = tile::SwizzledTile<Element, kBlockQ, kValueDim>;  // and dO's
 using PTile = tile::SwizzledTile<Element, kBlockQ, kBlockKv>;   // and dS's
 
-using Listed = attention::ListedAs<config::kIsListed>;
+using Listed = attention::StaticListed<config::kIsListed>;
 
 // Rows first <= x < last of a matrix that starts at `data`.
 template <class T>
@@ -31,8 +31,8 @@ CUFLASH_DEVICE tile::Matrix<T> rows(T* data, const attention::Matrices& matrices
 
 // Whether its rows are those of a tile: asked once, so that no step has to look.
 template <class Tile, class T>
-CUFLASH_DEVICE bool has_rows_of(T* data, const attention::Matrices& matrices, int num_columns) {
-  return tile::has_rows_of<Tile>(rows(data, matrices, num_columns, 0, 0));
+CUFLASH_DEVICE bool has_full_rows(T* data, const attention::Matrices& matrices, int num_columns) {
+  return tile::has_full_rows<Tile>(rows(data, matrices, num_columns, 0, 0));
 }
 
 }  // namespace cuflash

@@ -4,9 +4,9 @@
 namespace cuflash::tile {
 
 // A stack of matrices as the tensor memory accelerator walks it.
-struct Mapped {
+struct TensorMapParam {
   ptx::TensorMap map;
-  int64_t is_there;  // else its strides are not what the accelerator can walk
+  int64_t is_valid;  // else its strides are not what the accelerator can walk
 };
 
 }  // namespace cuflash::tile

@@ -1,5 +1,5 @@
 #pragma once
-#include <attention/steps.cuh>
+#include <attention/block_iterator.cuh>
 
 // What the naive kernels need to work on a matrix of scores that is there as a whole: any tile of it may be asked for.
 namespace cuflash::attention {
@@ -35,49 +35,53 @@ CUFLASH_DEVICE Tiling key_tiling(const Params& params, int height) {
 }
 
 // The step that a tile of scores is: all of it lies within one block of a list. False where that block is absent.
-CUFLASH_DEVICE bool find_step(const Params& params, const Place& place, Range queries, Range keys, Step& step) {
-  const Work& work = params.work;
-  step = {keys.first, keys.last, Kind::kInterval, -1};
-  if (work.row_pointers == nullptr) return true;
+CUFLASH_DEVICE bool find_block(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
+                               KvBlock& block) {
+  const WorkList& list = params.work;
+  block = {keys.first, keys.last, BlockKind::kInterval, -1};
+  if (list.row_pointers == nullptr) return true;
   const int32_t* const row =
-      work.row_pointers + list_matrix(work, place) * work.num_q_blocks + queries.first / work.block_q;
-  const int block = keys.first / work.block_kv, end = row[1];
+      list.row_pointers + list_index(list, batch_head) * list.num_q_blocks + queries.first / list.block_q;
+  const int kv_block = keys.first / list.block_kv, end = row[1];
   int entry = row[0];
   for (int last = end; entry < last;) {  // key blocks increase along a row of blocks
     const int middle = (entry + last) / 2;
-    if (work.kv_blocks[middle] < block) entry = middle + 1;
+    if (list.kv_blocks[middle] < kv_block) entry = middle + 1;
     else last = middle;
   }
-  if (entry == end || work.kv_blocks[entry] != block) return false;
-  step.kind = static_cast<Kind>(work.kinds[entry]);
-  step.entry = entry;
+  if (entry == end || list.kv_blocks[entry] != kv_block) return false;
+  block.kind = static_cast<BlockKind>(list.kinds[entry]);
+  block.entry = entry;
   return true;
 }
 
 // Which keys of a tile some query of it visits. What stands at the others never matters: products take it as 0, since
 // the P of 0 that they have would make NaN of NaN.
-CUFLASH_DEVICE bool is_visited_key(const Params& params, const Place& place, Range queries, Range keys, int key) {
-  Step step;
-  if (key >= keys.last || !find_step(params, place, queries, keys, step)) return false;
-  if (step.kind == Kind::kFull) return true;
-  if (step.kind == Kind::kInterval)
-    return interval(params, place, queries.first).lo <= key && key < interval(params, place, queries.last - 1).hi;
+CUFLASH_DEVICE bool is_visited_key(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
+                                   int key) {
+  KvBlock block;
+  if (key >= keys.last || !find_block(params, batch_head, queries, keys, block)) return false;
+  if (block.kind == BlockKind::kFull) return true;
+  if (block.kind == BlockKind::kInterval)
+    return interval(params, batch_head, queries.first).lo <= key &&
+        key < interval(params, batch_head, queries.last - 1).hi;
   for (int query = queries.first; query < queries.last; ++query)
-    if (step.is_allowed(params, place, query, key)) return true;
+    if (block.is_allowed(params, batch_head, query, key)) return true;
   return false;
 }
 
 // Which queries of a tile visit some key of it.
-CUFLASH_DEVICE bool is_visiting_query(const Params& params, const Place& place, Range queries, Range keys, int query) {
-  Step step;
-  if (query >= queries.last || !find_step(params, place, queries, keys, step)) return false;
-  if (step.kind == Kind::kFull) return true;
-  if (step.kind == Kind::kInterval) {
-    const Interval visited = interval(params, place, query);
+CUFLASH_DEVICE bool is_visiting_query(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
+                                      int query) {
+  KvBlock block;
+  if (query >= queries.last || !find_block(params, batch_head, queries, keys, block)) return false;
+  if (block.kind == BlockKind::kFull) return true;
+  if (block.kind == BlockKind::kInterval) {
+    const Interval visited = interval(params, batch_head, query);
     return max(visited.lo, keys.first) < min(visited.hi, keys.last);
   }
   for (int key = keys.first; key < keys.last; ++key)
-    if (step.is_allowed(params, place, query, key)) return true;
+    if (block.is_allowed(params, batch_head, query, key)) return true;
   return false;
 }
 
@@ -96,10 +100,10 @@ CUFLASH_DEVICE void store_gradient_columns(const Matrices& to, const WorkTile& w
   const auto store_as = [&](auto all) {
     tile::store(all.rows(work.first, work.last).columns(first_column, num_columns), gradient);
   };
-  if (sizeof(Element) == sizeof(T) || to.is_wide) {
-    store_as(matrix<T>(to, work.place, head, num_rows, num_columns));
+  if (sizeof(Element) == sizeof(T) || to.is_accumulator) {
+    store_as(matrix<T>(to, work.batch_head, head, num_rows, num_columns));
   } else {
-    store_as(matrix<Element>(to, work.place, head, num_rows, num_columns));
+    store_as(matrix<Element>(to, work.batch_head, head, num_rows, num_columns));
   }
 }
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.planning.launches import DqTurns
+from cuflash.planning.launches import DqSemaphoreOrder
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import HALVES, Run, holds_for_examples, hostile_schedules, needs_compiler
-from finishing import KeyTile, finishing_order, on_few_processors, taken_order
+from fused_dq import KeyTile, finishing_order, on_few_processors, taken_order
 from hypothesis import given
 from hypothesis import strategies as st
 from poison import call
@@ -22,7 +22,11 @@ import cuflash
 from cuflash import DeviceSpec, masks
 
 ORDERS = st.builds(
-    DqTurns, places=st.integers(1, 5), ahead=st.integers(0, 3), behind=st.integers(1, 4), left=st.just(0)
+    DqSemaphoreOrder,
+    heads_per_group=st.integers(1, 5),
+    last_tile_lead=st.integers(0, 3),
+    first_tile_lag=st.integers(1, 4),
+    min_unfused_heads=st.just(0),
 )
 FINISHED_OF_LONG = {(64, True), (64, False), (128, True)}  # dims and whether a mask is causal, of 512 and 2048 tokens
 
@@ -31,16 +35,16 @@ FINISHED_OF_LONG = {(64, True), (64, False), (128, True)}  # dims and whether a 
 
 
 @given(ORDERS, st.integers(0, 4), st.integers(2, 9))
-def test_blocks_take_each_tile_once(turns: DqTurns, more: int, num_tiles: int) -> None:
-    num_groups = turns.ahead + turns.behind + 1 + more
-    order = finishing_order(turns, num_groups, num_tiles)
-    assert sorted(order) == sorted(map(KeyTile._make, np.ndindex(num_groups * turns.places, num_tiles)))
+def test_blocks_take_each_tile_once(dq_order: DqSemaphoreOrder, more: int, num_tiles: int) -> None:
+    num_groups = dq_order.last_tile_lead + dq_order.first_tile_lag + 1 + more
+    order = finishing_order(dq_order, num_groups, num_tiles)
+    assert sorted(order) == sorted(map(KeyTile._make, np.ndindex(num_groups * dq_order.heads_per_group, num_tiles)))
 
 
 @given(ORDERS, st.integers(0, 4), st.integers(2, 9))
-def test_no_tile_waits_for_one_that_is_taken_later(turns: DqTurns, more: int, num_tiles: int) -> None:
+def test_no_tile_waits_for_one_that_is_taken_later(dq_order: DqSemaphoreOrder, more: int, num_tiles: int) -> None:
     """Those that add wait for those that store, which are further along; who finishes, for all."""
-    order = finishing_order(turns, turns.ahead + turns.behind + 1 + more, num_tiles)
+    order = finishing_order(dq_order, dq_order.last_tile_lead + dq_order.first_tile_lag + 1 + more, num_tiles)
     number = {tile: x for x, tile in enumerate(order)}
     for tile in order:
         for other in range(num_tiles):
@@ -53,12 +57,12 @@ def ends_of_blocks(
 ) -> tuple[list[float], float]:
     """When blocks end that take tiles in this order, of steps that take a time of 1, and more where they finish dQ; and
     the time for which they waited for others in between."""
-    spec, turns, problem = plan.specs["backward"], plan.kernels.order.dq, plan.problem
-    assert turns is not None
+    spec, dq_order, problem = plan.specs["backward"], plan.kernels.order.dq, plan.problem
+    assert dq_order is not None
     num_tiles, num_steps = (-(-problem.seqlen_kv // spec.block_kv), -(-problem.seqlen_q // spec.block_q))
-    hides, finished = turns.ahead == 0, turns.finished(num_places)
+    hides, finished = dq_order.last_tile_lead == 0, dq_order.num_fused_heads(num_places)
     blocks, done, waited = [0.0] * plan.device.num_processors, dict[KeyTile, float](), 0.0
-    for tile in taken_order(turns, num_places, num_tiles):
+    for tile in taken_order(dq_order, num_places, num_tiles):
         start = heapq.heappop(blocks) + beside
         steps = num_steps - (tile.number * num_steps // num_tiles if hides else 0)
         is_first = tile.number == 0 and tile.place < finished
@@ -84,8 +88,8 @@ def test_blocks_that_finish_dq_end_together_and_hardly_wait(seqlen: int, dim: in
 
 @pytest.mark.parametrize("launch_places", [0, 1, 7, 100, 513])
 def test_places_that_are_finished_are_whole_groups_of_those_there_are(launch_places: int) -> None:
-    turns = DqTurns(places=8, ahead=2, behind=3, left=16)
-    finished = turns.finished(launch_places)
+    dq_order = DqSemaphoreOrder(heads_per_group=8, last_tile_lead=2, first_tile_lag=3, min_unfused_heads=16)
+    finished = dq_order.num_fused_heads(launch_places)
     assert finished % 8 == 0 and finished in (0, (launch_places - 16) // 8 * 8)
     assert (finished > 0) == (launch_places >= 16 + 8 * 6)
 
@@ -99,7 +103,7 @@ def test_places_that_are_finished_are_whole_groups_of_those_there_are(launch_pla
 def test_blocks_finish_dq_where_it_was_measured_to_be_faster(seqlen: int, dim: int, causal: bool) -> None:
     plan = planned(2048 // dim * 16384 // seqlen, seqlen, dim, causal=causal)
     pays = seqlen == 1024 or (seqlen < 4096 and (dim, causal) in FINISHED_OF_LONG)
-    assert plan.specs["backward"].finishes_dq == (plan.kernels.order.dq is not None) == pays
+    assert plan.specs["backward"].fuses_dq_epilogue == (plan.kernels.order.dq is not None) == pays
     convert = plan.kernels.backward.launches["convert_dq"]
     left = convert.grid(1)
     assert (0 < left < convert.tiles) if pays else left == convert.tiles
@@ -121,7 +125,7 @@ OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 def test_elsewhere_a_kernel_of_its_own_rounds_dq(name: str) -> None:
     shape, options = OTHERS[name]
     plan = planned(*shape, **options)
-    assert not plan.specs["backward"].finishes_dq and plan.kernels.order.dq is None
+    assert not plan.specs["backward"].fuses_dq_epilogue and plan.kernels.order.dq is None
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "align", "finishes"), [
@@ -133,7 +137,7 @@ def test_the_first_keys_must_see_all_queries_and_all_keys_some(
 ) -> None:
     q, k = (cuflash.ShapeDtype((512, length, 64), "float16") for length in (seqlen_q, seqlen_kv))
     plan = cuflash.plan(q, k, k, causal=align, kernel="sm90", device=DeviceSpec.gpu("H100")).plan
-    assert plan.specs["backward"].finishes_dq == finishes
+    assert plan.specs["backward"].fuses_dq_epilogue == finishes
 
 
 # What comes out.
@@ -171,8 +175,8 @@ STRUCTURES = structures()
 
 def finished(example: Example, run: Run) -> int:
     plan = plan_of(example, run)
-    turns = plan.kernels.order.dq
-    return 0 if turns is None else turns.finished(plan.num_heads // plan.problem.group_size)
+    dq_order = plan.kernels.order.dq
+    return 0 if dq_order is None else dq_order.num_fused_heads(plan.num_heads // plan.problem.group_size)
 
 
 @on_sm90

@@ -1,5 +1,5 @@
 #pragma once
-#include <tile/async_copy.cuh>
+#include <tile/copy_async.cuh>
 #include <tile/warp_tile.cuh>
 
 namespace cuflash::tile {
@@ -7,14 +7,14 @@ namespace cuflash::tile {
 // Thread t of four has element t of each row of 4 x 4; thereafter, of each column.
 CUFLASH_DEVICE void transpose_in_quad(uint32_t (&words)[4]) {
 #pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool is_upper = ptx::lane() & step;
+  for (int lane_offset = 1; lane_offset < 4; lane_offset *= 2) {
+    const bool is_upper = ptx::lane() & lane_offset;
 #pragma unroll
     for (int low = 0; low < 4; ++low) {
-      if (low & step) continue;
+      if (low & lane_offset) continue;
       uint32_t& first = words[low];
-      uint32_t& second = words[low + step];
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, is_upper ? first : second, step);
+      uint32_t& second = words[low + lane_offset];
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, is_upper ? first : second, lane_offset);
       (is_upper ? first : second) = other;
     }
   }
@@ -25,7 +25,7 @@ template <class T, class Tile>
 CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
   constexpr int kChunks = Tile::kColumnTiles / 4;  // of a row, a thread's
   static_assert(sizeof(T) == 2 && Tile::kColumnTiles % 4 == 0, "four threads store 8 columns each");
-  Packet chunks[Tile::kRows][kChunks];
+  Bits128 chunks[Tile::kRows][kChunks];
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
@@ -40,15 +40,15 @@ CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
       chunks[i][j] = {words[0] | static_cast<uint64_t>(words[1]) << 32, words[2] | static_cast<uint64_t>(words[3]) << 32};
     }
   const int first_column = from.warp_column() + ptx::lane() % 4 * 8;
-  const bool is_whole = to.column_stride == 1 && to.row_stride % kChunkOf<T> == 0 &&
-                        reinterpret_cast<uint64_t>(to.data) % sizeof(Packet) == 0 &&
+  const bool has_full_rows = to.column_stride == 1 && to.row_stride % kChunkOf<T> == 0 &&
+                        reinterpret_cast<uint64_t>(to.data) % sizeof(Bits128) == 0 &&
                         from.warp_column() + 8 * Tile::kColumnTiles <= to.num_columns;
-  if (is_whole) {
+  if (has_full_rows) {
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
       const int row = from.first_row() + from.row(i);
       if (row >= to.num_rows) continue;
-      Packet* const data = reinterpret_cast<Packet*>(to.data + row * to.row_stride + first_column);
+      Bits128* const data = reinterpret_cast<Bits128*>(to.data + row * to.row_stride + first_column);
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) data[4 * j] = chunks[i][j];
     }
@@ -73,7 +73,7 @@ CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
 // Scale four columns of 8 of a warp's part, from `first` on, round them to T, and put them into global memory, whose rows are
 // whole packets, and as long as the tile's. Called by whole warps.
 template <class T, class Tile>
-CUFLASH_DEVICE void store_whole(Matrix<T> to, const Tile& from, int first, float scale) {
+CUFLASH_DEVICE void store_full_rows(Matrix<T> to, const Tile& from, int first, float scale) {
   const int column = from.warp_column() + 8 * first + ptx::lane() % 4 * 8;
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
@@ -86,7 +86,7 @@ CUFLASH_DEVICE void store_whole(Matrix<T> to, const Tile& from, int first, float
     transpose_in_quad(words);
     const int row = from.first_row() + from.row(i);
     if (row < to.num_rows)
-      *reinterpret_cast<Packet*>(to.data + row * to.row_stride + column) = {
+      *reinterpret_cast<Bits128*>(to.data + row * to.row_stride + column) = {
           words[0] | static_cast<uint64_t>(words[1]) << 32, words[2] | static_cast<uint64_t>(words[3]) << 32};
   }
 }

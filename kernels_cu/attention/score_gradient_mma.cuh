@@ -1,5 +1,5 @@
 #pragma once
-#include <attention/fragments.cuh>
+#include <attention/mask_softmax_mma.cuh>
 #include <attention/score_gradient.cuh>
 
 // Gradients, as the tensor cores leave them.
@@ -18,9 +18,9 @@ CUFLASH_DEVICE RowStatistics<Tile> row_statistics(const tile::Matrix<float>& lse
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
     const int row = first + Tile::row(i);
-    const bool is_there = row < lse.num_rows;
-    statistics.lse_2[i] = is_there ? base_2(lse.at(row, 0)) : -ptx::negative_infinity<float>();
-    statistics.delta[i] = is_there ? delta.at(row, 0) : 0.0f;
+    const bool in_bounds = row < lse.num_rows;
+    statistics.lse_2[i] = in_bounds ? lse_in_base_2(lse.at(row, 0)) : -ptx::negative_infinity<float>();
+    statistics.delta[i] = in_bounds ? delta.at(row, 0) : 0.0f;
   }
   return statistics;
 }
@@ -28,7 +28,7 @@ CUFLASH_DEVICE RowStatistics<Tile> row_statistics(const tile::Matrix<float>& lse
 // P = exp2(scale log2(e) q k^T - lse) of a score q k^T. At logits of 1e6 and more the rounding of lse alone would lift it
 // above 1, hence the minimum.
 CUFLASH_DEVICE float probability(float s, float softmax_scale_log2, float lse_2) {
-  return ptx::lesser_or_nan(ptx::exp2_approx(ptx::fma(s, softmax_scale_log2, -lse_2)), 1);
+  return ptx::min_or_nan(ptx::exp2_approx(ptx::fma(s, softmax_scale_log2, -lse_2)), 1);
 }
 
 // P and dS = P (dP - delta) in the places of q k^T, which is `masked_score` where the mask says no, and dP.
@@ -47,17 +47,17 @@ CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2,
 
 // dP = dO V^T, and P in the place of q k^T, all of which is allowed: P is made while the tensor cores multiply, a few of
 // its columns after each sixteen of dO's. `put` is called with every eight of them that are there.
-template <class Tile, class Do, class V, class Put = tile::Nothing>
-CUFLASH_DEVICE void probabilities_meanwhile(Tile& s, Tile& dp, Do do_smem, V v_smem, float softmax_scale_log2,
-                                            const RowStatistics<Tile>& row, Put put = {}) {
-  constexpr int kTurns = 8 * Do::kChunks / 16;
-  tile::product_nt(dp, do_smem, v_smem, [&](int turn) {
+template <class Tile, class Do, class V, class StoreColumns = tile::NoOp>
+CUFLASH_DEVICE void overlap_probabilities_with_dp(Tile& s, Tile& dp, Do do_smem, V v_smem, float softmax_scale_log2,
+                                                  const RowStatistics<Tile>& row, StoreColumns store_columns = {}) {
+  constexpr int kNumKSteps = 8 * Do::kChunks / 16;
+  tile::gemm_nt(dp, do_smem, v_smem, [&](int k_step) {
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) {
-      if (j * kTurns / Tile::kColumns != turn) continue;
+      if (j * kNumKSteps / Tile::kColumns != k_step) continue;
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i) s.at(i, j) = probability(s.at(i, j), softmax_scale_log2, row.lse_2[i]);
-      if (j % 2 == 1) put(j / 2);
+      if (j % 2 == 1) store_columns(j / 2);
     }
   });
 }
@@ -73,8 +73,9 @@ CUFLASH_DEVICE void score_gradient_columns(Tile& dp, Tile& p, const RowStatistic
 
 // Rows of a gradient in float32, which is summed over broadcast axes afterwards.
 template <class Gradient>
-CUFLASH_DEVICE void write_wide(const Matrices& to, const WorkTile& work, int head, int num_columns, Gradient& gradient) {
-  const auto all = matrix<float>(to, work.place, head, work.last, num_columns);
+CUFLASH_DEVICE void write_accumulators(const Matrices& to, const WorkTile& work, int head, int num_columns,
+                                       Gradient& gradient) {
+  const auto all = matrix<float>(to, work.batch_head, head, work.last, num_columns);
   const int first_row = work.first + gradient.first_row(), first_column = gradient.first_column();
 #pragma unroll
   for (int i = 0; i < Gradient::kRows; ++i) {

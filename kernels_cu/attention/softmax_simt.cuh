@@ -11,7 +11,7 @@ constexpr double kLn2 = 0.6931471805599453;
 // come multiplied by log2(e), so that exp2 of them is the exp of the paper's. A thread keeps the sum of its own columns.
 template <class T, int Rows>
 struct OnlineSoftmax {
-  static constexpr int kRows = tile::kRowsOfThread<Rows>;
+  static constexpr int kRows = tile::kRowsPerThread<Rows>;
   T row_max[kRows], row_sum[kRows];
 
   CUFLASH_DEVICE OnlineSoftmax() {
@@ -31,9 +31,9 @@ struct OnlineSoftmax {
     for (int i = 0; i < kRows; ++i) {
       T highest = row_max[i];
 #pragma unroll
-      for (int j = 0; j < Scores::kColumns; ++j) highest = tile::greater(highest, s.at[i][j]);
+      for (int j = 0; j < Scores::kColumns; ++j) highest = tile::maximum(highest, s.at[i][j]);
       highest = tile::row_max(highest);
-      const T shift = tile::greater(highest, tile::lowest<T>());  // -inf - (-inf) must not arise
+      const T shift = tile::maximum(highest, tile::lowest<T>());  // -inf - (-inf) must not arise
       const T rescale = ptx::exp2_accurate(row_max[i] - shift);
       T sum = 0;
 #pragma unroll

@@ -6,33 +6,35 @@
 // Products of tiles by multiply-add or on tensor cores. Called by all threads; operands must be complete in shared memory.
 namespace cuflash::tile {
 
-constexpr int kMmaSteps = 4;  // of a product on tensor cores that are laid out at once, unless the caller says
+constexpr int kMmaUnroll = 4;  // of a product on tensor cores that are laid out at once, unless the caller says
 
 // c += a b on tensor cores over first <= k < last, where element (row, k) of a is a[row * RowStride + k * AStride] and
 // element (k, column) of b is b[k * BStride + column * ColumnStride]. Every warp multiplies eight rows in each kRowLanes
 // of a by all columns, four k at a time.
-template <int Steps, int RowStride, int AStride, int BStride, int ColumnStride, class T, int Rows, int Columns, int Run>
-CUFLASH_DEVICE void add_product_by_mma(RegisterTile<T, Rows, Columns, Run>& c, const T* a, const T* b, int first,
-                                       int last) {
+template <int Unroll, int RowStride, int AStride, int BStride, int ColumnStride, class T, int Rows, int Columns,
+    int Run>
+CUFLASH_DEVICE void gemm_add_mma(RegisterTile<T, Rows, Columns, Run>& c, const T* a, const T* b, int first,
+                                 int last) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
   static_assert(Run == 2, "a thread holds two neighbouring columns of a product");
-  constexpr int kUnroll = Steps;
-  constexpr int kPaired = kMmaRows == 16 && Tile::kRows % 2 == 0 ? 2 : 1;  // fragments of rows to an instruction
+  constexpr int kUnroll = Unroll;
+  // fragments of rows to an instruction
+  constexpr int kFragmentsPerMma = kMmaRows == 16 && Tile::kRows % 2 == 0 ? 2 : 1;
   a += column_lane() * AStride;
   b += column_lane() * BStride + row_lane() % 8 * ColumnStride;
 #pragma unroll kUnroll
   for (int k = first / 4 * 4; k < last; k += 4) {
-    const bool is_there = first <= k + column_lane() && k + column_lane() < last;
+    const bool in_bounds = first <= k + column_lane() && k + column_lane() < last;
     T a_frag[Tile::kRows];
 #pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) a_frag[i] = is_there ? a[Tile::row(i) * RowStride + k * AStride] : T(0);
+    for (int i = 0; i < Tile::kRows; ++i) a_frag[i] = in_bounds ? a[Tile::row(i) * RowStride + k * AStride] : T(0);
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; j += 2) {
-      const T b_frag = is_there ? b[k * BStride + j * kColumnLanes * ColumnStride] : T(0);
+      const T b_frag = in_bounds ? b[k * BStride + j * kColumnLanes * ColumnStride] : T(0);
 #pragma unroll
-      for (int i = 0; i < Tile::kRows; i += kPaired) {
+      for (int i = 0; i < Tile::kRows; i += kFragmentsPerMma) {
         T(&d)[Tile::kColumns] = c.at[i];
-        if constexpr (kPaired == 2) {
+        if constexpr (kFragmentsPerMma == 2) {
           T(&below)[Tile::kColumns] = c.at[i + 1];
           ptx::mma_m16n8k4(d[j], d[j + 1], below[j], below[j + 1], a_frag[i], a_frag[i + 1], b_frag);
         } else {
@@ -46,16 +48,16 @@ CUFLASH_DEVICE void add_product_by_mma(RegisterTile<T, Rows, Columns, Run>& c, c
 // Steps of a product's loop that are laid out at once, unless the caller says: as many as leave registers for
 // accumulators.
 template <class T, class Tile>
-constexpr int kSteps = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ? 1 : 2;
+constexpr int kDefaultUnroll = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ? 1 : 2;
 
 // c += a b^T: a thread multiplies its rows of a by its rows of b, a vector of both at once.
-template <int Steps = 0, class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
-CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth, PitchA> a,
-                                   SharedTile<T, Columns, Depth, PitchB> b) {
+template <int Unroll = 0, class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
+CUFLASH_DEVICE void gemm_add_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth, PitchA> a,
+                                SharedTile<T, Columns, Depth, PitchB> b) {
   if constexpr (kMmaRows > 0)
-    return add_product_by_mma<Steps ? Steps : kMmaSteps, PitchA, 1, 1, PitchB>(c, a.data, b.data, 0, Depth);
+    return gemm_add_mma<Unroll ? Unroll : kMmaUnroll, PitchA, 1, 1, PitchB>(c, a.data, b.data, 0, Depth);
   using Tile = RegisterTile<T, Rows, Columns>;
-  constexpr int kVector = Vector<T>::kLength, kUnroll = Steps ? Steps : kSteps<T, Tile>;
+  constexpr int kVector = Vector<T>::kLength, kUnroll = Unroll ? Unroll : kDefaultUnroll<T, Tile>;
 #pragma unroll kUnroll
   for (int k = 0; k < Depth; k += kVector) {
     Vector<T> a_frag[Tile::kRows], b_frag[Tile::kColumns];
@@ -73,13 +75,13 @@ CUFLASH_DEVICE void add_product_nt(RegisterTile<T, Rows, Columns>& c, SharedTile
 }
 
 // c += a b: a thread multiplies its rows of a by its runs of columns of b.
-template <int Steps = 0, class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
-CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c,
-                                   SharedTile<T, Rows, Depth, PitchA> a, SharedTile<T, Depth, Columns, PitchB> b) {
+template <int Unroll = 0, class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
+CUFLASH_DEVICE void gemm_add_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c,
+                                SharedTile<T, Rows, Depth, PitchA> a, SharedTile<T, Depth, Columns, PitchB> b) {
   if constexpr (kMmaRows > 0)
-    return add_product_by_mma<Steps ? Steps : kMmaSteps, PitchA, 1, PitchB, 1>(c, a.data, b.data, 0, Depth);
+    return gemm_add_mma<Unroll ? Unroll : kMmaUnroll, PitchA, 1, PitchB, 1>(c, a.data, b.data, 0, Depth);
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
-  constexpr int kVector = Vector<T>::kLength, kUnroll = Steps ? Steps : kSteps<T, Tile>;
+  constexpr int kVector = Vector<T>::kLength, kUnroll = Unroll ? Unroll : kDefaultUnroll<T, Tile>;
 #pragma unroll kUnroll
   for (int k = 0; k < Depth; k += kVector) {
     Vector<T> a_frag[Tile::kRows];
@@ -100,10 +102,10 @@ CUFLASH_DEVICE void add_product_nn(RegisterTile<T, Rows, Columns, Vector<T>::kLe
 
 // c += a^T b over the rows first <= k < last of both: a thread multiplies its columns of a by its runs of columns of b.
 template <class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
-CUFLASH_DEVICE void add_product_tn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c,
-                                   SharedTile<T, Depth, Rows, PitchA> a, SharedTile<T, Depth, Columns, PitchB> b,
-                                   int first = 0, int last = Depth) {
-  if constexpr (kMmaRows > 0) return add_product_by_mma<kMmaSteps, 1, PitchA, PitchB, 1>(c, a.data, b.data, first, last);
+CUFLASH_DEVICE void gemm_add_tn(RegisterTile<T, Rows, Columns, Vector<T>::kLength>& c,
+                                SharedTile<T, Depth, Rows, PitchA> a, SharedTile<T, Depth, Columns, PitchB> b,
+                                int first = 0, int last = Depth) {
+  if constexpr (kMmaRows > 0) return gemm_add_mma<kMmaUnroll, 1, PitchA, PitchB, 1>(c, a.data, b.data, first, last);
   using Tile = RegisterTile<T, Rows, Columns, Vector<T>::kLength>;
   constexpr int kVector = Vector<T>::kLength;
 #pragma unroll 1

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from cuflash import api
 from cuflash.planning.families import sm90_dq
-from cuflash.planning.launches import DqTurns
+from cuflash.planning.launches import DqSemaphoreOrder
 
 
 class KeyTile(NamedTuple):
@@ -18,27 +18,29 @@ class KeyTile(NamedTuple):
     number: int  # along the sequence
 
 
-def finishing_order(turns: DqTurns, num_groups: int, num_tiles: int) -> list[KeyTile]:
+def finishing_order(dq_order: DqSemaphoreOrder, num_groups: int, num_tiles: int) -> list[KeyTile]:
     """Of groups that are finished, round after round."""
     found = []
-    for round_ in range(num_groups + turns.ahead + turns.behind):
+    for round_ in range(num_groups + dq_order.last_tile_lead + dq_order.first_tile_lag):
         for numbers, delay in (
             ([num_tiles - 1], 0),
-            (range(num_tiles - 2, 0, -1), turns.ahead),
-            ([0], turns.ahead + turns.behind),
+            (range(num_tiles - 2, 0, -1), dq_order.last_tile_lead),
+            ([0], dq_order.last_tile_lead + dq_order.first_tile_lag),
         ):
             if 0 <= round_ - delay < num_groups:
-                first = (round_ - delay) * turns.places
-                found += [KeyTile(first + place, number) for number in numbers for place in range(turns.places)]
+                first = (round_ - delay) * dq_order.heads_per_group
+                found += [
+                    KeyTile(first + place, number) for number in numbers for place in range(dq_order.heads_per_group)
+                ]
     return found
 
 
-def taken_order(turns: DqTurns, num_places: int, num_tiles: int) -> list[KeyTile]:
+def taken_order(dq_order: DqSemaphoreOrder, num_places: int, num_tiles: int) -> list[KeyTile]:
     """The same, and then the tiles of other places: theirs of most steps first, as under a causal mask."""
-    finished = turns.finished(num_places)
-    order = finishing_order(turns, finished // turns.places, num_tiles) if finished else []
-    for first in range(finished, num_places, turns.places):
-        places = range(first, min(first + turns.places, num_places))
+    finished = dq_order.num_fused_heads(num_places)
+    order = finishing_order(dq_order, finished // dq_order.heads_per_group, num_tiles) if finished else []
+    for first in range(finished, num_places, dq_order.heads_per_group):
+        places = range(first, min(first + dq_order.heads_per_group, num_places))
         order += [KeyTile(place, number) for number in range(num_tiles) for place in places]
     return order
 
@@ -47,10 +49,10 @@ def taken_order(turns: DqTurns, num_places: int, num_tiles: int) -> list[KeyTile
 def of_lists(*, finishes: bool) -> Iterator[None]:
     """As if it always paid that the last tile of keys to come to queries of a list finishes their dQ, or never."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm90_dq, "_VISITS_THAT_PAY", 1 << 30 if finishes else 0)
-        api._remembered.cache_clear()
+        patch.setattr(sm90_dq, "_MAX_FUSED_ARRIVALS", 1 << 30 if finishes else 0)
+        api._cached_plan.cache_clear()
         yield
-    api._remembered.cache_clear()
+    api._cached_plan.cache_clear()
 
 
 @contextmanager
@@ -60,7 +62,7 @@ def on_few_processors(number: int = 3, *, finishes: bool = True) -> Iterator[Non
     device = api._device
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "_device", lambda executor: replace(device(executor), num_processors=number))
-        patch.setattr(sm90_dq, "_pays", lambda *_: finishes)
-        api._remembered.cache_clear()
+        patch.setattr(sm90_dq, "_is_faster", lambda *_: finishes)
+        api._cached_plan.cache_clear()
         yield
-    api._remembered.cache_clear()
+    api._cached_plan.cache_clear()

@@ -9,24 +9,24 @@ namespace cuflash::tile {
 // of a warp fills lines. Of no use to whoever does not share it among warps in the same way: NumWarps of them, where they
 // stand among others.
 template <class Tile, int Run, int NumWarps = 0>
-struct FragmentOrder {
+struct AccumulatorLayout {
   static_assert(Run == 1 || Run == 4, "one instruction adds to one sum, or to four");
-  static constexpr int kOfWarp = Tile::kRowTiles * Tile::kColumnTiles * 4 * 32;
+  static constexpr int kFloatsPerWarp = Tile::kRowTiles * Tile::kColumnTiles * 4 * 32;
   template <int Num>
   struct alignas(4 * Num) Sums { float at[Num]; };  // what one instruction moves
 
   float* data;
 
   static CUFLASH_DEVICE int warp() { return threadIdx.x / 32 % (NumWarps > 0 ? NumWarps : 32); }
-  static CUFLASH_DEVICE int place() { return warp() * kOfWarp + Run * ptx::lane(); }
-  explicit CUFLASH_DEVICE FragmentOrder(float* matrix) : data(matrix + place()) {}
+  static CUFLASH_DEVICE int thread_offset() { return warp() * kFloatsPerWarp + Run * ptx::lane(); }
+  explicit CUFLASH_DEVICE AccumulatorLayout(float* matrix) : data(matrix + thread_offset()) {}
   CUFLASH_DEVICE float* at(int i, int j, int e) const {
     return data + (i * Tile::kColumnTiles + j) * 128 + e / Run * 32 + e % Run;
   }
 
   // A part of it: the warp's columns from eight times `first` on.
   template <class Part>
-  CUFLASH_DEVICE void add(const Part& part, int first = 0) const {
+  CUFLASH_DEVICE void atomic_add(const Part& part, int first = 0) const {
 #pragma unroll
     for (int i = 0; i < Part::kRowTiles; ++i)
 #pragma unroll
@@ -39,24 +39,25 @@ struct FragmentOrder {
         }
   }
 
-  // Put it into a room in shared memory, of which `own` is the thread's place.
-  static CUFLASH_DEVICE void put(float* own, const Tile& part) {
+  // Put it into a room in shared memory, of which `thread_data` is the thread's place.
+  static CUFLASH_DEVICE void store_shared(float* thread_data, const Tile& part) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
 #pragma unroll
       for (int j = 0; j < Tile::kColumnTiles; ++j) {
         const float(&sums)[4] = part.tiles[i][j];
-        reinterpret_cast<Sums<4>*>(own)[(i * Tile::kColumnTiles + j) * 32] = {{sums[0], sums[1], sums[2], sums[3]}};
+        reinterpret_cast<Sums<4>*>(thread_data)[(i * Tile::kColumnTiles + j) * 32] = {{sums[0], sums[1], sums[2],
+                                                                                       sums[3]}};
       }
   }
 
   // Add what is in such a room to some columns of 8.
-  static CUFLASH_DEVICE void add_from(const float* own, Tile& part, int first, int num) {
+  static CUFLASH_DEVICE void add_shared(const float* thread_data, Tile& part, int first, int num) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
 #pragma unroll
       for (int j = first; j < first + num; ++j) {
-        const auto sums = reinterpret_cast<const Sums<4>*>(own)[(i * Tile::kColumnTiles + j) * 32];
+        const auto sums = reinterpret_cast<const Sums<4>*>(thread_data)[(i * Tile::kColumnTiles + j) * 32];
 #pragma unroll
         for (int e = 0; e < 4; ++e) part.tiles[i][j][e] += sums.at[e];
       }

@@ -3,7 +3,7 @@
 #include <ptx/math.cuh>
 #include <ptx/thread.cuh>
 #include <ptx/wgmma.cuh>
-#include <tile/async_copy.cuh>
+#include <tile/copy_async.cuh>
 #include <tile/swizzled_tile.cuh>
 
 // Matrices in shared memory as the tensor memory accelerator brings them and warpgroups multiply them.
@@ -13,16 +13,16 @@ constexpr CUFLASH_DEVICE int panel_width(int columns) { return columns % 64 == 0
 
 // Panels side by side, each as wide as a swizzle. It starts at a multiple of 1024 bytes, and so does each panel.
 template <class T, int Rows, int Columns, int Width = panel_width(Columns)>
-struct PanelTile {
+struct WgmmaTile {
   using Element = T;
   static constexpr int kRows = Rows;
   static constexpr int kColumns = Columns;
   static constexpr int kPanelWidth = Width;
-  static constexpr int kPanels = Columns / kPanelWidth;
+  static constexpr int kNumPanels = Columns / kPanelWidth;
   using Panel = SwizzledTile<T, Rows, kPanelWidth>;
   static constexpr ptx::Swizzle kSwizzle = kPanelWidth == 64 ? ptx::Swizzle::k128 : ptx::Swizzle::k64;
   static constexpr int kRowBytes = 2 * kPanelWidth;
-  static constexpr int kBytes = kPanels * Panel::kBytes;
+  static constexpr int kBytes = kNumPanels * Panel::kBytes;
   static_assert(Columns % kPanelWidth == 0 && Panel::kBytes % 1024 == 0, "swizzles repeat after 1024 bytes at most");
 
   int start;
@@ -33,51 +33,51 @@ struct PanelTile {
 // The same for all threads of a warp, where the compiler does not know: then a single register serves them all, and products
 // follow each other at once.
 template <class Tile>
-CUFLASH_DEVICE Tile of_warp(Tile tile) {
+CUFLASH_DEVICE Tile warp_uniform(Tile tile) {
   return {__shfl_sync(0xffffffffu, tile.start, 0)};
 }
 
 // Where an operand lies, and what is further on in it.
 template <ptx::Swizzle kSwizzle, int kLeadingBytes, int kStrideBytes>
-class InPanels {
+class WgmmaDescriptor {
  public:
-  InPanels() = default;
-  explicit CUFLASH_DEVICE InPanels(uint32_t address) : low_(static_cast<uint32_t>(matrix(address))) {}
-  CUFLASH_DEVICE uint64_t at(int bytes) const { return matrix(0) >> 32 << 32 | (low_ + bytes / 16); }
-  CUFLASH_DEVICE void settle() { low_ = ptx::opaque(low_); }  // reckoned here, not where it is used
+  WgmmaDescriptor() = default;
+  explicit CUFLASH_DEVICE WgmmaDescriptor(uint32_t address) : low_word_(static_cast<uint32_t>(descriptor(address))) {}
+  CUFLASH_DEVICE uint64_t at(int bytes) const { return descriptor(0) >> 32 << 32 | (low_word_ + bytes / 16); }
+  CUFLASH_DEVICE void materialize() { low_word_ = ptx::opaque(low_word_); }  // reckoned here, not where it is used
 
  private:
-  static constexpr CUFLASH_DEVICE uint64_t matrix(uint32_t address) {
-    return ptx::wgmma_matrix(kSwizzle, address, kLeadingBytes, kStrideBytes);
+  static constexpr CUFLASH_DEVICE uint64_t descriptor(uint32_t address) {
+    return ptx::wgmma_descriptor(kSwizzle, address, kLeadingBytes, kStrideBytes);
   }
 
-  uint32_t low_;  // the half with the address
+  uint32_t low_word_;  // the half with the address
 };
 
 // Operands of a product: where 16 columns of the left one, or as many of what the sum runs over, start.
 
 // Rows of the matrix are rows of a, or columns of b.
 template <class Tile>
-struct RowsAlongSum {
-  InPanels<Tile::kSwizzle, 0, 8 * Tile::kRowBytes> matrix;
+struct KMajor {
+  WgmmaDescriptor<Tile::kSwizzle, 0, 8 * Tile::kRowBytes> descriptor;
 
-  RowsAlongSum() = default;
-  explicit CUFLASH_DEVICE RowsAlongSum(Tile tile, int first_row = 0) : matrix(tile.panel(0).address(first_row, 0)) {}
+  KMajor() = default;
+  explicit CUFLASH_DEVICE KMajor(Tile tile, int first_row = 0) : descriptor(tile.panel(0).address(first_row, 0)) {}
   CUFLASH_DEVICE uint64_t at(int k) const {
     const int column = 16 * k, panel = column / Tile::kPanelWidth;
-    return matrix.at(panel * Tile::Panel::kBytes + column % Tile::kPanelWidth * 2);
+    return descriptor.at(panel * Tile::Panel::kBytes + column % Tile::kPanelWidth * 2);
   }
 };
 
 // Rows of the matrix are what the sum runs over.
 template <class Tile>
-struct RowsAcrossSum {
-  InPanels<Tile::kSwizzle, Tile::Panel::kBytes, 8 * Tile::kRowBytes> matrix;
+struct MnMajor {
+  WgmmaDescriptor<Tile::kSwizzle, Tile::Panel::kBytes, 8 * Tile::kRowBytes> descriptor;
 
-  RowsAcrossSum() = default;
-  explicit CUFLASH_DEVICE RowsAcrossSum(Tile tile, int first_panel = 0)
-      : matrix(tile.panel(first_panel).address(0, 0)) {}
-  CUFLASH_DEVICE uint64_t at(int k) const { return matrix.at(16 * k * Tile::kRowBytes); }
+  MnMajor() = default;
+  explicit CUFLASH_DEVICE MnMajor(Tile tile, int first_panel = 0)
+      : descriptor(tile.panel(first_panel).address(0, 0)) {}
+  CUFLASH_DEVICE uint64_t at(int k) const { return descriptor.at(16 * k * Tile::kRowBytes); }
 };
 
 // A warp's part of a product's result, 16 rows a warp, as wgmma counts its registers.
@@ -91,17 +91,18 @@ CUFLASH_DEVICE Accumulators<Tile>& accumulators(Tile& tile) {
 
 // A product rounded to T, as the left operand of the next.
 template <class T, class Tile>
-struct Rounded {
+struct PackedOperand {
   static constexpr int kColumnTiles = Tile::kColumnTiles;
-  static constexpr int kSteps = (kColumnTiles + 1) / 2;  // an odd one is the half of the last, which is no operand
+  // an odd one is the half of the last, which is no operand
+  static constexpr int kNumFragments = (kColumnTiles + 1) / 2;
 
-  uint32_t fragments[kSteps][4];
+  uint32_t fragments[kNumFragments][4];
 
   CUFLASH_DEVICE void operator=(const Tile& from) {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) round(from, k);
+    for (int k = 0; k < kNumFragments; ++k) pack(from, k);
   }
-  CUFLASH_DEVICE void round(const Tile& from, int k) {  // 16 columns of it
+  CUFLASH_DEVICE void pack(const Tile& from, int k) {  // 16 columns of it
 #pragma unroll
     for (int e = 0; e < 4 && 2 * k + e / 2 < kColumnTiles; ++e) {
       const float(&pair)[4] = from.tiles[0][2 * k + e / 2];
@@ -115,9 +116,9 @@ struct Rounded {
 
 // c = a b^T
 template <class Tile, class A, class B>
-CUFLASH_DEVICE void start_product_nt(Tile& c, RowsAlongSum<A> a, RowsAlongSum<B> b) {
+CUFLASH_DEVICE void start_gemm_nt(Tile& c, KMajor<A> a, KMajor<B> b) {
   static_assert(A::kColumns == B::kColumns, "what the sum runs over");
-  ptx::keep_in_place(accumulators(c));
+  ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < A::kColumns / 16; ++k)
@@ -127,9 +128,9 @@ CUFLASH_DEVICE void start_product_nt(Tile& c, RowsAlongSum<A> a, RowsAlongSum<B>
 
 // c = a b
 template <class Tile, class A, class B>
-CUFLASH_DEVICE void start_product_nn(Tile& c, RowsAlongSum<A> a, RowsAcrossSum<B> b) {
+CUFLASH_DEVICE void start_gemm_nn(Tile& c, KMajor<A> a, MnMajor<B> b) {
   static_assert(A::kColumns == B::kRows, "what the sum runs over");
-  ptx::keep_in_place(accumulators(c));
+  ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < B::kRows / 16; ++k)
@@ -139,9 +140,9 @@ CUFLASH_DEVICE void start_product_nn(Tile& c, RowsAlongSum<A> a, RowsAcrossSum<B
 
 // c = a^T b
 template <class Tile, class A, class B>
-CUFLASH_DEVICE void start_product_tn(Tile& c, RowsAcrossSum<A> a, RowsAcrossSum<B> b) {
+CUFLASH_DEVICE void start_gemm_tn(Tile& c, MnMajor<A> a, MnMajor<B> b) {
   static_assert(A::kRows == B::kRows, "what the sum runs over");
-  ptx::keep_in_place(accumulators(c));
+  ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < A::kRows / 16; ++k)
@@ -151,9 +152,9 @@ CUFLASH_DEVICE void start_product_tn(Tile& c, RowsAcrossSum<A> a, RowsAcrossSum<
 
 // c += a^T b^T for the first panel of a.
 template <class Tile, class A, class B>
-CUFLASH_DEVICE void start_sum_tt(Tile& c, RowsAcrossSum<A> a, RowsAlongSum<B> b) {
+CUFLASH_DEVICE void start_gemm_add_tt(Tile& c, MnMajor<A> a, KMajor<B> b) {
   static_assert(A::kPanelWidth == 64 && A::kRows == B::kColumns, "a panel has a warpgroup's rows");
-  ptx::keep_in_place(accumulators(c));
+  ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < A::kRows / 16; ++k)
@@ -163,8 +164,9 @@ CUFLASH_DEVICE void start_sum_tt(Tile& c, RowsAcrossSum<A> a, RowsAlongSum<B> b)
 
 // c += a b
 template <class Tile, class Left, class T, int Depth, int Columns>
-CUFLASH_DEVICE void start_sum_nn(Tile& c, const Rounded<T, Left>& a, RowsAcrossSum<PanelTile<T, Depth, Columns>> b) {
-  ptx::keep_in_place(accumulators(c));
+CUFLASH_DEVICE void start_gemm_add_nn(Tile& c, const PackedOperand<T, Left>& a, MnMajor<WgmmaTile<T, Depth,
+                                      Columns>> b) {
+  ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Depth / 16; ++k)
@@ -174,55 +176,56 @@ CUFLASH_DEVICE void start_sum_nn(Tile& c, const Rounded<T, Left>& a, RowsAcrossS
 
 // Wait until at most kPending groups of products are under way; `c` is of one that is not.
 template <int kPending, class Tile>
-CUFLASH_DEVICE void wait_for(Tile& c) {
+CUFLASH_DEVICE void wait_wgmma(Tile& c) {
   ptx::wgmma_wait<kPending>();
-  ptx::keep_in_place(accumulators(c));
+  ptx::fence_registers(accumulators(c));
 }
 template <class T, class Left>
-CUFLASH_DEVICE void keep_in_place(Rounded<T, Left>& a) {
+CUFLASH_DEVICE void fence_registers(PackedOperand<T, Left>& a) {
 #pragma unroll
-  for (int k = 0; k < a.kSteps; ++k) ptx::keep_in_place(a.fragments[k]);
+  for (int k = 0; k < a.kNumFragments; ++k) ptx::fence_registers(a.fragments[k]);
 }
 
 // Put a warpgroup's product, rounded, into shared memory, the warp's rows from first_row on. Called by whole warps.
 template <class Tile, class T, class Left>
-CUFLASH_DEVICE void store(Tile to, const Rounded<T, Left>& from, int first_row) {
+CUFLASH_DEVICE void store(Tile to, const PackedOperand<T, Left>& from, int first_row) {
   using Panel = typename Tile::Panel;
   static_assert(Tile::kColumns == 8 * Left::kColumnTiles, "all its columns");
-  constexpr int kSteps = Panel::kChunks / 2;
+  constexpr int kNumFragments = Panel::kChunks / 2;
   const uint32_t start = to.panel(0).address(first_row + ptx::lane() % 16, ptx::lane() / 16);
 #pragma unroll
-  for (int k = 0; k < from.kSteps; ++k)
-    ptx::stmatrix_x4(Panel::moved(start, 0, k % kSteps * 2) + k / kSteps * Panel::kBytes, from.fragments[k]);
+  for (int k = 0; k < from.kNumFragments; ++k)
+    ptx::stmatrix_x4(Panel::advanced(start, 0, k % kNumFragments * 2) + k / kNumFragments * Panel::kBytes,
+                     from.fragments[k]);
 }
 
 // Put a warpgroup's product, rounded and transposed, into shared memory: its rows are columns of the panels, the warp's
 // from first_column on, and its columns their rows from first_row on. Called by whole warps.
 template <class Tile>
-CUFLASH_DEVICE uint32_t place_transposed(Tile to, int first_column, int first_row = 0) {  // of the thread
+CUFLASH_DEVICE uint32_t transposed_address(Tile to, int first_column, int first_row = 0) {  // of the thread
   constexpr int kChunk = Tile::Panel::kChunk;
   const int lane = ptx::lane(), column = first_column + lane / 8 % 2 * kChunk;
   return to.panel(column / to.kPanelWidth)
       .address(first_row + lane / 16 * 8 + lane % 8, column % to.kPanelWidth / kChunk);
 }
 template <class Tile, class T, class Left>
-CUFLASH_DEVICE void store_transposed(uint32_t place, const Rounded<T, Left>& from, int k) {  // 16 columns of it
-  ptx::stmatrix_x4_trans(Tile::Panel::moved(place, 16 * k, 0), from.fragments[k]);
+CUFLASH_DEVICE void store_transposed(uint32_t address, const PackedOperand<T, Left>& from, int k) {  // 16 columns of it
+  ptx::stmatrix_x4_trans(Tile::Panel::advanced(address, 16 * k, 0), from.fragments[k]);
 }
 template <class Tile, class T, class Left>
-CUFLASH_DEVICE void store_transposed(uint32_t place, const Rounded<T, Left>& from) {
+CUFLASH_DEVICE void store_transposed(uint32_t address, const PackedOperand<T, Left>& from) {
   using Panel = typename Tile::Panel;
 #pragma unroll
-  for (int k = 0; k < from.kColumnTiles / 2; ++k) store_transposed<Tile>(place, from, k);
+  for (int k = 0; k < from.kColumnTiles / 2; ++k) store_transposed<Tile>(address, from, k);
   if constexpr (Left::kColumnTiles % 2 != 0) {
-    const auto& last = from.fragments[from.kSteps - 1];
+    const auto& last = from.fragments[from.kNumFragments - 1];
     const uint32_t pair[2] = {last[0], last[1]};
-    ptx::stmatrix_x2_trans(Panel::moved(place, 16 * (from.kSteps - 1), 0), pair);
+    ptx::stmatrix_x2_trans(Panel::advanced(address, 16 * (from.kNumFragments - 1), 0), pair);
   }
 }
 template <class Tile, class T, class Left>
-CUFLASH_DEVICE void store_transposed(Tile to, const Rounded<T, Left>& from, int first_column, int first_row = 0) {
-  store_transposed<Tile>(place_transposed(to, first_column, first_row), from);
+CUFLASH_DEVICE void store_transposed(Tile to, const PackedOperand<T, Left>& from, int first_column, int first_row = 0) {
+  store_transposed<Tile>(transposed_address(to, first_column, first_row), from);
 }
 
 }  // namespace cuflash::tile

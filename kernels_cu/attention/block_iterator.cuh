@@ -1,0 +1,252 @@
+#pragma once
+#include <attention/tile_scheduler.cuh>
+
+// What a tile visits, step by step, and which elements of a step are allowed.
+namespace cuflash::attention {
+
+enum class BlockKind : int { kFull = 1, kInterval = 2, kBits = 3 };
+
+struct Interval {
+  int lo, hi;
+};
+
+CUFLASH_DEVICE int clamped(int64_t x, int length) { return x < 0 ? 0 : x > length ? length : static_cast<int>(x); }
+
+// A place along a sequence as an int, or one further out than any.
+CUFLASH_DEVICE int clamped_to_int(int64_t x) {
+  constexpr int64_t kFar = 1 << 30;
+  return static_cast<int>(max(min(x, kFar), -kFar));
+}
+
+// The keys lo <= j < hi of query i, where a mask says it by intervals.
+CUFLASH_DEVICE Interval interval(const Params& params, const BatchHead& batch_head, int i) {
+  const WorkList& list = params.work;
+  const int length = params.shape.seqlen_kv;
+  if (list.lo == nullptr) return {clamped(i + list.lower, length), clamped(i + list.upper + 1, length)};
+  const int64_t at = batch_head.batch_index * list.interval_batch_stride +
+      batch_head.head * list.interval_head_stride + i;
+  return {clamped(list.lo[at], length), clamped(list.hi[at], length)};
+}
+
+// Which keys a query sees in a step: lo <= j < hi, and of them those whose bits are 1, where there are bits.
+struct RowMask {
+  int lo, hi;
+  const uint8_t* bits;  // from first_bit_key on
+  int first_bit_key;
+
+  CUFLASH_DEVICE bool allows(int j) const {
+    if (j < lo || j >= hi) return false;
+    if (bits == nullptr) return true;
+    const unsigned key = j - first_bit_key;
+    return bits[key / 8] >> key % 8 & 1;
+  }
+};
+
+// Rows or keys start <= x < stop under one kind of mask.
+struct KvBlock {
+  int start, stop;
+  BlockKind kind;
+  int entry;  // of the list, where bits say it
+
+  // Asked once for a row: what it takes to find out would otherwise be most of a kernel's text.
+  CUFLASH_DEVICE RowMask row_mask(const Params& params, const BatchHead& batch_head, int i) const {
+    const int length = params.shape.seqlen_kv;
+    if (kind == BlockKind::kFull) return {0, length, nullptr, 0};
+    if (kind == BlockKind::kBits) {
+      const WorkList& list = params.work;
+      const int64_t row = static_cast<int64_t>(list.tiles[entry]) * list.block_q + i - list.q_blocks[entry] * list.block_q;
+      return {0, length, list.bits + row * ((list.block_kv + 7) / 8),
+              list.kv_blocks[entry] * list.block_kv};
+    }
+    const Interval keys = interval(params, batch_head, i);
+    return {keys.lo, keys.hi, nullptr, 0};
+  }
+  CUFLASH_DEVICE bool is_allowed(const Params& params, const BatchHead& batch_head, int i, int j) const {
+    return row_mask(params, batch_head, i).allows(j);
+  }
+};
+
+// How far a tile's rows, or keys, reach: start <= x < stop, of which full_start <= x < full_stop needs no mask; and its
+// places first_entry <= x < last_entry in the list, if there is one.
+struct VisitRange {
+  int start, stop, full_start, full_stop;
+  int first_entry, last_entry;
+};
+
+// The keys that a tile of queries may visit.
+CUFLASH_DEVICE VisitRange visit_range_of_queries(const Params& params, const WorkTile& tile) {
+  const Interval first = interval(params, tile.batch_head, tile.first),
+      last = interval(params, tile.batch_head, tile.last - 1);
+  VisitRange visit_range{first.lo, last.hi, last.lo, first.hi};
+  const WorkList& list = params.work;
+  if (list.row_pointers != nullptr) {
+    const int32_t* const row =
+        list.row_pointers + list_index(list, tile.batch_head) * list.num_q_blocks +
+            divmod(tile.first, list.block_q).quotient;
+    visit_range.first_entry = row[0];
+    visit_range.last_entry = row[1];
+  }
+  return visit_range;
+}
+
+// How many rows end, or start, at or before a key: neither lo nor hi ever decreases.
+CUFLASH_DEVICE int rows_ending_by(const Params& params, const BatchHead& batch_head, int key) {
+  if (params.work.lo == nullptr) return clamped(key - params.work.upper, params.shape.seqlen_q);
+  int first = 0, last = params.shape.seqlen_q;
+  while (first < last) {
+    const int middle = (first + last) / 2;
+    if (interval(params, batch_head, middle).hi <= key) first = middle + 1;
+    else last = middle;
+  }
+  return first;
+}
+CUFLASH_DEVICE int rows_starting_by(const Params& params, const BatchHead& batch_head, int key) {
+  if (params.work.lo == nullptr) return clamped(key - params.work.lower + 1, params.shape.seqlen_q);
+  int first = 0, last = params.shape.seqlen_q;
+  while (first < last) {
+    const int middle = (first + last) / 2;
+    if (interval(params, batch_head, middle).lo <= key) first = middle + 1;
+    else last = middle;
+  }
+  return first;
+}
+
+// The places of a tile of keys in the list, if there is one.
+CUFLASH_DEVICE void find_list_entries(const Params& params, const WorkTile& tile, VisitRange& visit_range) {
+  const WorkList& list = params.work;
+  if (list.column_pointers == nullptr) return;
+  const int32_t* const column =
+      list.column_pointers + list_index(list, tile.batch_head) * list.num_kv_blocks +
+          divmod(tile.first, list.block_kv).quotient;
+  visit_range.first_entry = column[0];
+  visit_range.last_entry = column[1];
+}
+
+// The queries of one head that may visit a tile of keys.
+CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, const WorkTile& tile) {
+  VisitRange visit_range{rows_ending_by(params, tile.batch_head, tile.first),
+                         rows_starting_by(params, tile.batch_head, tile.last - 1),
+                         rows_ending_by(params, tile.batch_head, tile.last - 1),
+                             rows_starting_by(params, tile.batch_head, tile.first)};
+  find_list_entries(params, tile, visit_range);
+  return visit_range;
+}
+
+// The same, but that it starts where a tile of queries does, as `work_tile` cuts them.
+CUFLASH_DEVICE VisitRange aligned_to_tiles(const Params& params, VisitRange visit_range, int height) {
+  const int offset_in_block = params.work.row_pointers != nullptr
+      ? divmod(visit_range.start, params.work.block_q).remainder : visit_range.start;
+  visit_range.start -= offset_in_block % height;
+  return visit_range;
+}
+
+// What the steps of a tile of queries, or of keys, run over.
+struct OverKvBlocks {
+  static CUFLASH_DEVICE int entry(const WorkList&, int position) { return position; }
+  static CUFLASH_DEVICE BlockKind kind(const WorkList& list, int position) {
+    return static_cast<BlockKind>(list.kinds[position]);
+  }
+  static CUFLASH_DEVICE int first(const WorkList& list, int position) {
+    return list.kv_blocks[position] * list.block_kv;
+  }
+  static CUFLASH_DEVICE int block(const WorkList& list) { return list.block_kv; }
+  static CUFLASH_DEVICE int length(const Shape& shape) { return shape.seqlen_kv; }
+};
+struct OverQBlocks {
+  static CUFLASH_DEVICE int entry(const WorkList& list, int position) { return list.column_entries[position]; }
+  static CUFLASH_DEVICE BlockKind kind(const WorkList& list, int position) {
+    return static_cast<BlockKind>(list.column_steps[position] % 4);
+  }
+  static CUFLASH_DEVICE int first(const WorkList& list, int position) {
+    return list.column_steps[position] / 4 * list.block_q;
+  }
+  static CUFLASH_DEVICE int block(const WorkList& list) { return list.block_q; }
+  static CUFLASH_DEVICE int length(const Shape& shape) { return shape.seqlen_q; }
+};
+
+// Where a part of `total` things starts, which parts share evenly; it ends where the next one starts.
+CUFLASH_DEVICE int split_start(int total, int part, int num_parts) {
+  return total / num_parts * part + min(part, total % num_parts);
+}
+
+// One of several parts of what a tile of queries reaches: of listed blocks, or of steps of Width keys.
+template <int Width, class Listed>
+CUFLASH_DEVICE VisitRange split_range(const Params& params, const VisitRange& full_range, int part, int num_parts) {
+  VisitRange visit_range = full_range;
+  if (Listed::has_list(params.work)) {
+    const int num_entries = full_range.last_entry - full_range.first_entry;
+    visit_range.first_entry = full_range.first_entry + split_start(num_entries, part, num_parts);
+    visit_range.last_entry = full_range.first_entry + split_start(num_entries, part + 1, num_parts);
+  } else {
+    const int num_steps = (max(full_range.stop - full_range.start, 0) + Width - 1) / Width;
+    visit_range.start = full_range.start + Width * split_start(num_steps, part, num_parts);
+    visit_range.stop = min(full_range.stop, full_range.start + Width * split_start(num_steps, part + 1, num_parts));
+  }
+  return visit_range;
+}
+
+// Steps of at most Width over what a tile reaches; over the listed blocks, if there is a list. The reach stays where it
+// is, in registers or in shared memory.
+template <int Width, class Side, class Listed = DynamicListed>
+class BlockIterator {
+ public:
+  CUFLASH_DEVICE BlockIterator(const Params& params, const VisitRange& visit_range)
+      : params_(params), visit_range_(visit_range), position_(visit_range.start), end_(visit_range.stop) {
+    if (!Listed::has_list(params.work)) return;
+    position_in_list_ = visit_range.first_entry;
+    position_ = end_ = 0;
+  }
+
+  CUFLASH_DEVICE bool has_next() {
+    while (position_ >= end_) {
+      if (!Listed::has_list(params_.work) || position_in_list_ >= visit_range_.last_entry) return false;
+      open_block(position_in_list_++);
+    }
+    return true;
+  }
+
+  CUFLASH_DEVICE bool next(KvBlock& block) {
+    if (!has_next()) return false;
+    block.start = position_;
+    block.stop = min(position_ + Width, end_);
+    block.kind = kind_;
+    block.entry = entry_;
+    if (kind_ == BlockKind::kInterval && block.start >= visit_range_.full_start && block.stop <= visit_range_.full_stop)
+      block.kind = BlockKind::kFull;
+    position_ = block.stop;
+    return true;
+  }
+
+ private:
+  // The next listed block; one of intervals is cut to the tile's reach.
+  CUFLASH_DEVICE void open_block(int position) {
+    const WorkList& list = params_.work;
+    entry_ = Side::entry(list, position);
+    kind_ = Side::kind(list, position);
+    position_ = Side::first(list, position);
+    end_ = min(position_ + Side::block(list), Side::length(params_.shape));
+    if (kind_ == BlockKind::kInterval) {
+      position_ = max(position_, visit_range_.start);
+      end_ = min(end_, visit_range_.stop);
+    }
+  }
+
+  const Params& params_;
+  const VisitRange& visit_range_;
+  int position_, end_;
+  BlockKind kind_ = BlockKind::kInterval;
+  int position_in_list_ = 0;  // in the list
+  int entry_ = -1;
+};
+
+// A last step that is short, and is not the matrix's end, where the accelerator writes zeros: it starts earlier instead, if
+// the tile reaches as far. What lies past it may be anything, and 0 times that is not 0.
+template <int Width, bool IsListed>
+CUFLASH_DEVICE bool shift_short_block(KvBlock& block, const VisitRange& visit_range, int length) {
+  const bool is_shifted =
+      !IsListed && block.stop - block.start < Width && block.stop < length && block.stop - Width >= visit_range.start;
+  if (is_shifted) block.start = block.stop - Width;
+  return is_shifted;
+}
+
+}  // namespace cuflash::attention

@@ -1,0 +1,299 @@
+#pragma once
+#include <attention/params.cuh>
+#include <tile/copy.cuh>
+#include <tile/counter.cuh>
+
+// Which tile of which matrix a block works on. Only here do kernels ask for their block's number.
+namespace cuflash::attention {
+
+// A batch entry and a head: the matrices of one softmax.
+struct BatchHead {
+  int batch[kBatchAxes];
+  int batch_index;  // the batch entry as masks count it
+  int head;         // of the queries
+};
+
+// Rows first <= x < last of the place's matrices.
+struct WorkTile {
+  BatchHead batch_head;
+  int first, last;
+
+  CUFLASH_DEVICE bool is_empty() const { return first >= last; }
+};
+
+// Whether the work is listed: known to the kernel, or asked when it runs.
+template <bool IsListed>
+struct StaticListed {
+  static CUFLASH_DEVICE bool has_list(const WorkList&) { return IsListed; }
+};
+struct DynamicListed {
+  static CUFLASH_DEVICE bool has_list(const WorkList& list) { return list.row_pointers != nullptr; }
+};
+
+// Which matrix of a list a place shares.
+CUFLASH_DEVICE int64_t list_index(const WorkList& list, const BatchHead& batch_head) {
+  return batch_head.batch_index * list.list_batch_stride + batch_head.head * list.list_head_stride;
+}
+
+// How often a number contains another, and what is left; neither is negative. Mostly the other one is a power of two, and a
+// division takes a hundred cycles in which a block has nothing else to do.
+struct DivMod {
+  int quotient, remainder;
+};
+CUFLASH_DEVICE DivMod divmod(int number, int by) {
+  by = ptx::opaque(by);  // else what follows from it is kept from tile to tile, and registers are few
+  if ((by & (by - 1)) == 0) return {number >> (31 - __clz(by)), number & (by - 1)};
+  const int quotient = static_cast<unsigned>(number) / static_cast<unsigned>(by);
+  return {quotient, number - quotient * by};
+}
+
+// The queries or the keys, as tiles cut them. A place is a batch entry and as many query heads as share the rows.
+struct TileAxis {
+  int length, heads_per_row_group;
+  int block;             // of the list
+  const int32_t* order;  // of the list; null without one
+  bool is_last_longest;  // under a causal mask, without a list
+  int heads_per_l2_group;
+};
+
+// How a side is cut. Tiles stay within blocks: the last block, and the last tile of a block, may be short.
+struct TileScheduler {
+  int block, tiles_in_block, num_blocks, num_tiles, num_heads, num_batch_heads;
+
+  CUFLASH_DEVICE TileScheduler(const Shape& shape, const TileAxis& axis, int height) {
+    block = axis.order != nullptr ? axis.block : height;
+    tiles_in_block = (block + height - 1) / height;
+    num_blocks = axis.order != nullptr ? divmod(axis.length + block - 1, block).quotient : (axis.length + height - 1) / height;
+    num_tiles = num_blocks * tiles_in_block;
+    num_heads = shape.num_heads / axis.heads_per_row_group;
+    num_batch_heads = num_heads;
+    for (int dim = 0; dim < kBatchAxes; ++dim) num_batch_heads *= shape.batch[dim];
+  }
+};
+
+// A place, and which of its tiles, in the order in which they are taken.
+struct TileOrder {
+  int batch_head_number, rank;
+};
+
+// What starts last decides how long others idle. So places take turns, each with its longest tiles first; as many at a
+// time as the plan says.
+CUFLASH_DEVICE TileOrder tile_order_at(const TileAxis& axis, const TileScheduler& scheduler, int number) {
+  const int heads_per_group = min(axis.heads_per_l2_group, scheduler.num_batch_heads);
+  const DivMod groups = divmod(number, heads_per_group * scheduler.num_tiles);
+  const int first_batch_head = groups.quotient * heads_per_group;
+  const DivMod head_and_tile = divmod(groups.remainder,
+                                      min(heads_per_group, scheduler.num_batch_heads - first_batch_head));
+  return {first_batch_head + head_and_tile.remainder, head_and_tile.quotient};
+}
+
+CUFLASH_DEVICE WorkTile work_tile(const Params& params, const TileAxis& axis, const TileScheduler& scheduler,
+                                  int height, const TileOrder& order) {
+  const Shape& shape = params.shape;
+  const DivMod batch_and_head = divmod(order.batch_head_number, scheduler.num_heads);
+  const DivMod block_and_tile = axis.order != nullptr ? divmod(order.rank, scheduler.tiles_in_block)
+      : DivMod{order.rank, 0};
+  int batch_entry = batch_and_head.quotient;
+  WorkTile work;
+  work.batch_head.head = batch_and_head.remainder * axis.heads_per_row_group;
+  work.batch_head.batch_index = shape.first_batch + batch_entry;
+  for (int dim = kBatchAxes - 1; dim >= 0; --dim) {
+    const int extent = shape.batch[dim];
+    // a division is long, and mostly there is one axis
+    work.batch_head.batch[dim] = batch_entry < extent ? batch_entry : batch_entry % extent;
+    batch_entry = batch_entry < extent ? 0 : batch_entry / extent;
+  }
+  const int block_rank = block_and_tile.quotient;
+  int start = scheduler.block * (axis.is_last_longest ? scheduler.num_blocks - 1 - block_rank : block_rank);
+  if (axis.order != nullptr) start = scheduler.block * axis.order[list_index(params.work, work.batch_head) * scheduler.num_blocks + block_rank];
+  work.first = start + block_and_tile.remainder * height;
+  work.last = min(min(work.first + height, start + scheduler.block), axis.length);
+  return work;
+}
+CUFLASH_DEVICE WorkTile work_tile(const Params& params, const TileAxis& axis, int height, int number) {
+  const TileScheduler scheduler(params.shape, axis, height);
+  return work_tile(params, axis, scheduler, height, tile_order_at(axis, scheduler, number));
+}
+
+// The number of a batch entry and head of the queries, in this launch.
+CUFLASH_DEVICE int batch_head_number(const Shape& shape, const BatchHead& batch_head) {
+  return (batch_head.batch_index - shape.first_batch) * shape.num_heads + batch_head.head;
+}
+
+// Which part of its tile's work a block does, where `num_parts` of them share it.
+CUFLASH_DEVICE int split_index(int num_parts) { return divmod(blockIdx.x, num_parts).remainder; }
+
+// The queries of one head.
+template <class Listed>
+CUFLASH_DEVICE TileAxis query_axis(const Params& params) {
+  const WorkList& list = params.work;
+  const int32_t* const order = Listed::has_list(list) ? list.row_order : nullptr;
+  return {params.shape.seqlen_q, 1, list.block_q, order, true, params.shape.heads_per_l2_group};
+}
+
+template <class Listed = DynamicListed>
+CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_parts = 1) {
+  return work_tile(params, query_axis<Listed>(params), height, divmod(blockIdx.x, num_parts).quotient);
+}
+
+// The last first. Kernels that run before and after one that takes tiles in their order find, or leave, in the level-2 cache
+// what it starts with, or ended with.
+template <class Listed>
+CUFLASH_DEVICE WorkTile query_tile_reversed(const Params& params, int height) {
+  TileAxis queries = query_axis<Listed>(params);
+  if (queries.order == nullptr && params.shape.num_fused_dq_heads > 0)
+    queries.heads_per_l2_group = 1;  // so that the last tiles are of the last places
+  const TileScheduler scheduler(params.shape, queries, height);
+  const int number = scheduler.num_batch_heads * scheduler.num_tiles - 1 - blockIdx.x;
+  return work_tile(params, queries, scheduler, height, tile_order_at(queries, scheduler, number));
+}
+
+// For blocks that work on several tiles, one after the other: how many there are, and the tile of a number. Without a list
+// tiles are cut from the end: a short last one would, under a causal mask, walk all keys for few queries.
+template <class Listed>
+CUFLASH_DEVICE int num_query_tiles(const Params& params, int height) {
+  const TileScheduler scheduler(params.shape, query_axis<Listed>(params), height);
+  return scheduler.num_batch_heads * scheduler.num_tiles;
+}
+template <class Listed>
+CUFLASH_DEVICE WorkTile query_tile_at(const Params& params, int height, int number) {
+  const TileAxis queries = query_axis<Listed>(params);
+  WorkTile work = work_tile(params, queries, height, number);
+  if (queries.order == nullptr) {
+    const int first = work.first - (height - queries.length % height) % height;
+    work.first = max(first, 0);
+    work.last = first + height;
+  }
+  return work;
+}
+
+// The queries of all heads that share a key/value head, head after head; `batch_head.head` is the first of them.
+CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int num_parts) {
+  const Shape& shape = params.shape;
+  const TileAxis queries{shape.seqlen_q * shape.group_size, shape.group_size, 0, nullptr, true, 1};
+  return work_tile(params, queries, height, divmod(blockIdx.x, num_parts).quotient);
+}
+
+// The place of a block that works on a whole head of the queries.
+CUFLASH_DEVICE BatchHead head_place(const Params& params) {
+  const TileAxis one{1, 1, 0, nullptr, true, 1};
+  return work_tile(params, one, 1, blockIdx.x).batch_head;
+}
+
+// Which tile of its matrix starts with a query.
+template <class Listed = DynamicListed>
+CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height) {
+  const int block = params.work.block_q;
+  if (!Listed::has_list(params.work) || block % height == 0) return first / height;
+  return first / block * ((block + height - 1) / height) + first % block / height;
+}
+
+// Where the tile of queries ends that starts with one.
+template <class Listed = DynamicListed>
+CUFLASH_DEVICE int query_tile_end(const Params& params, int first, int height) {
+  const int last = min(first + height, params.shape.seqlen_q), block = params.work.block_q;
+  return Listed::has_list(params.work) ? min(last, (first / block + 1) * block) : last;
+}
+
+// The keys of the query heads that share them; `batch_head.head` is the first of these, whose list says the order.
+template <class Listed>
+CUFLASH_DEVICE TileAxis key_axis(const Params& params) {
+  const Shape& shape = params.shape;
+  const WorkList& list = params.work;
+  const int32_t* const order = Listed::has_list(list) ? list.column_order : nullptr;
+  return {shape.seqlen_kv, shape.group_size, list.block_kv, order, false, shape.kv_heads_per_l2_group};
+}
+
+template <class Listed = DynamicListed>
+CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height, int num_parts = 1) {
+  return work_tile(params, key_axis<Listed>(params), height, divmod(blockIdx.x, num_parts).quotient);
+}
+template <class Listed>
+CUFLASH_DEVICE WorkTile key_tile_at(const Params& params, int height, int number) {
+  return work_tile(params, key_axis<Listed>(params), height, number);
+}
+
+// Where the blocks of gradients finish dQ of the first places (sm90/dq_semaphore.cuh), a group of places has its last keys
+// walked some rounds ahead of others, those backwards, and its first keys some rounds behind, between tiles of other groups.
+// So a tile waits for none that is taken later, and finds done what it waits for.
+struct FusedDqTileOrder {
+  int batch_heads, num_tiles, num_groups, ahead, behind;
+
+  CUFLASH_DEVICE TileOrder at(int number) const {
+    // else what follows from it is kept from tile to tile, and registers are few
+    const int batch_heads = ptx::opaque(this->batch_heads);
+    const int inner = batch_heads * (num_tiles - 2), tiles_per_round = batch_heads * num_tiles;
+    int round = 0, from = 0;  // of the round's places: last keys of all, others, first keys
+    const auto is_within = [&](int rounds, int width) {
+      if (number < rounds * width) {
+        round += number / width;
+        number = from + number % width;
+        return true;
+      }
+      round += rounds;
+      number -= rounds * width;
+      return false;
+    };
+    if (!is_within(ahead, batch_heads) && !is_within(behind, tiles_per_round - batch_heads) &&
+        !is_within(num_groups - ahead - behind, tiles_per_round)) {
+      from = batch_heads;
+      if (!is_within(ahead, tiles_per_round - batch_heads)) {
+        from = batch_heads + inner;
+        is_within(behind, batch_heads);
+      }
+    }
+    const int rank = num_tiles - 1 - number / batch_heads;
+    const int group = round - (rank == num_tiles - 1 ? 0 : rank == 0 ? ahead + behind : ahead);
+    return {group * batch_heads + number % batch_heads, rank};
+  }
+};
+template <class Listed>
+CUFLASH_DEVICE WorkTile fused_dq_key_tile_at(const Params& params, int height, int number) {
+  const TileAxis keys = key_axis<Listed>(params);
+  const TileScheduler scheduler(params.shape, keys, height);
+  const int batch_heads = params.shape.num_fused_dq_heads / params.shape.group_size;
+  const bool is_fused = number < batch_heads * scheduler.num_tiles;
+  return work_tile(params, keys, scheduler, height,
+                   is_fused ? FusedDqTileOrder{keys.heads_per_l2_group, scheduler.num_tiles,
+                                               batch_heads / keys.heads_per_l2_group,
+                                               params.shape.last_tile_lead, params.shape.first_tile_lag}.at(number)
+                            : tile_order_at(keys, scheduler, number));
+}
+
+// For blocks that go on to further tiles as they end: how many there are, a block's first, and the next that nobody has.
+// The last to ask leaves the count as it found it, for a further launch. By one thread.
+template <class Listed>
+CUFLASH_DEVICE int num_key_tiles(const Params& params, int height) {
+  const TileScheduler scheduler(params.shape, key_axis<Listed>(params), height);
+  return scheduler.num_batch_heads * scheduler.num_tiles;
+}
+CUFLASH_DEVICE int first_tile_number() { return blockIdx.x; }
+CUFLASH_DEVICE int next_tile_number(const Params& params, int num_tiles) {
+  int* const next = static_cast<int*>(params.tile_counter.data);
+  const int fetched = tile::fetch_increment(next);
+  if (fetched == num_tiles - 1) *next = 0;
+  return gridDim.x + fetched;
+}
+// The same where a block asks for its first tile too, so that tiles are taken in their order, whichever blocks start.
+CUFLASH_DEVICE int next_tile_number_in_order(const Params& params, int num_tiles) {
+  int* const next = static_cast<int*>(params.tile_counter.data);
+  const int fetched = tile::fetch_increment(next);
+  if (fetched + 1 - num_tiles == static_cast<int>(gridDim.x)) *next = 0;
+  return fetched;
+}
+// In a kernel that runs before.
+CUFLASH_DEVICE void reset_tile_counter(const Params& params) {
+  int* const next = static_cast<int*>(params.tile_counter.data);
+  if (next != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *next = 0;
+}
+
+// The matrix of a batch entry and head.
+template <class T>
+CUFLASH_DEVICE tile::Matrix<T> matrix(const Matrices& matrices, const BatchHead& batch_head, int head, int num_rows,
+                                      int num_columns) {
+  int64_t start = head * matrices.head_stride;
+  for (int dim = 0; dim < kBatchAxes; ++dim) start += batch_head.batch[dim] * matrices.batch_strides[dim];
+  return {static_cast<T*>(matrices.data) + start, matrices.row_stride, matrices.column_stride, num_rows, num_columns};
+}
+
+}  // namespace cuflash::attention

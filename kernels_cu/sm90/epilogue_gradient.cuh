@@ -1,0 +1,23 @@
+#pragma once
+#include <attention/config_mma.cuh>
+#include <attention/score_gradient_mma.cuh>
+#include <tile/accumulator_layout.cuh>
+#include <tile/epilogue.cuh>
+
+// Where gradients go that two warpgroups made, 64 rows each, or all rows and half of the columns.
+namespace cuflash {
+
+// dQ of a tile of queries.
+using WarpDq = tile::WarpTile<1, kHeadDim * kBlockQ / 1024, kBlockQ / 16, 128 / kBlockQ>;
+using DqSumLayout = tile::AccumulatorLayout<WarpDq, 4, 8>;
+
+// Rows of a gradient, from registers.
+template <class Gradient>
+CUFLASH_DEVICE void write_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
+                                   int num_columns, Gradient& gradient) {
+  if (to.is_accumulator) return attention::write_accumulators(to, work, head, num_columns, gradient);
+  const auto all = attention::matrix<Element>(to, work.batch_head, head, work.last, num_columns);
+  tile::store(all.rows(work.first, work.last), gradient);
+}
+
+}  // namespace cuflash

@@ -1,0 +1,26 @@
+#pragma once
+#include <attention/tile_scheduler.cuh>
+#include <tile/pipeline.cuh>
+
+// What a launch hands to kernels that let the tensor memory accelerator copy tiles, beside Params. cuflash/records.py has
+// the same record as a NumPy dtype.
+namespace cuflash::attention {
+
+using tile::TensorMapParam;
+
+// Stacks [batch, batch, heads, rows, columns], an axis of extent 1 where its stride is 0; columns come first.
+struct TensorMaps {
+  TensorMapParam q, k, v, do_, o;
+};
+
+CUFLASH_DEVICE bool has_tensor_map(const TensorMapParam& map, const Matrices& matrices) {
+  return map.is_valid && reinterpret_cast<uint64_t>(matrices.data) % 16 == 0;
+}
+
+CUFLASH_DEVICE tile::TmaCoords tma_coords(const Matrices& matrices, const BatchHead& batch_head, int head) {
+  const auto& strides = matrices.batch_strides;
+  const int inner = strides[2] == 0 ? 0 : batch_head.batch[2], outer = strides[1] == 0 ? 0 : batch_head.batch[1];
+  return {matrices.head_stride == 0 ? 0 : head, inner, outer};
+}
+
+}  // namespace cuflash::attention

@@ -1,0 +1,198 @@
+#pragma once
+#include <ptx/cp_async.cuh>
+#include <tile/copy.cuh>
+#include <tile/swizzled_tile.cuh>
+
+namespace cuflash::tile {
+
+template <class T>
+struct alignas(16) Chunk {
+  T at[kChunkOf<T>];
+};
+
+// A chunk that is only moved: elements, once taken apart, are stored one by one.
+struct alignas(16) Bits128 {
+  uint64_t at[2];
+};
+
+// Whether rows are made of chunks that a single instruction moves.
+template <class T>
+CUFLASH_DEVICE bool has_aligned_chunks(const Matrix<T>& matrix) {
+  return matrix.column_stride == 1 && matrix.row_stride % kChunkOf<T> == 0 && reinterpret_cast<uint64_t>(matrix.data) % alignof(Chunk<T>) == 0;
+}
+
+// How threads share the chunks of a tile's rows.
+template <int Threads, class Tile>
+struct ChunkPartition {
+  static constexpr int kThreadsPerRow = Tile::kChunks % 8 == 0 ? 8 : 4;
+  static constexpr int kRowsPerPass = Threads / kThreadsPerRow;
+
+  static CUFLASH_DEVICE int first_row() { return threadIdx.x / kThreadsPerRow; }
+  static CUFLASH_DEVICE int first_chunk() { return threadIdx.x % kThreadsPerRow; }
+};
+
+// Whether a matrix's rows are those of a tile, in chunks that a single instruction moves.
+template <class Tile, class T>
+CUFLASH_DEVICE bool has_full_rows(const Matrix<T>& matrix) {
+  return has_aligned_chunks(matrix) && matrix.num_columns == Tile::kChunks * Tile::kChunk;
+}
+
+// A tile's worth of such rows, and which of their chunks a thread copies. Where several are made before the first one is
+// started, their addresses are reckoned side by side.
+template <int Threads, class T, int Rows, int Columns>
+class FullTileCopy {
+ public:
+  using Tile = SwizzledTile<T, Rows, Columns>;
+
+  CUFLASH_DEVICE FullTileCopy(Tile to, const T* data, int64_t row_stride)
+      : to_(to.address(Partition::first_row(), Partition::first_chunk())),
+        data_(data + Partition::first_row() * row_stride + Partition::first_chunk() * Tile::kChunk),
+        row_stride_(row_stride) {}
+
+  // Start to copy them, as load_async does. Called by all Threads.
+  CUFLASH_DEVICE void start() const {
+    const T* data = data_;
+#pragma unroll
+    for (int row = 0; row < Rows; row += Partition::kRowsPerPass, data += Partition::kRowsPerPass * row_stride_) {
+      if (Rows % Partition::kRowsPerPass != 0 && Partition::first_row() + row >= Rows) break;
+#pragma unroll
+      for (int chunk = 0; chunk < Tile::kChunks; chunk += Partition::kThreadsPerRow)
+        ptx::cp_async_cg_16(address(row, chunk), data + chunk * Tile::kChunk, 16);
+    }
+  }
+
+ private:
+  using Partition = ChunkPartition<Threads, Tile>;
+
+  CUFLASH_DEVICE uint32_t address(int row, int chunk) const { return Tile::advanced(to_, row, chunk); }
+
+  uint32_t to_;
+  const T* data_;
+  int64_t row_stride_;
+};
+
+// Start to copy a matrix to shared memory; zeros past its ends, and in rows before the first that is kept. It is there
+// after cp_async_wait and a barrier. Called by all Threads. Whoever knows that rows are missing, or are not those of the tile,
+// spares the question, and the kernel a text.
+template <int Threads, bool MayBeFull = true, class T, int Rows, int Columns>
+CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from, int first_valid_row = 0) {
+  constexpr int kChunk = kChunkOf<T>;
+  using Tile = SwizzledTile<T, Rows, Columns>;
+  using Partition = ChunkPartition<Threads, Tile>;
+  const int first_row = Partition::first_row(), first_chunk = Partition::first_chunk();
+  if (MayBeFull && has_full_rows<Tile>(from) && from.num_rows >= Rows && first_valid_row <= 0) {
+    FullTileCopy<Threads, T, Rows, Columns>(to, from.data, from.row_stride).start();
+  } else if (has_aligned_chunks(from)) {
+    const int first = first_chunk * kChunk;
+    const T* data = from.data + first_row * from.row_stride + first;
+#pragma unroll 1  // registers are for accumulators
+    for (int row = first_row; row < Rows; row += Partition::kRowsPerPass) {
+#pragma unroll
+      for (int c = 0; c < Tile::kChunks; c += Partition::kThreadsPerRow) {
+        const bool is_row_valid = first_valid_row <= row && row < from.num_rows;
+        const int remaining = is_row_valid ? from.num_columns - first - c * kChunk : 0;
+        const T* const chunk = remaining > 0 ? data + c * kChunk : from.data;
+        ptx::cp_async_cg_16(to.address(row, first_chunk + c), chunk, min(max(remaining, 0), kChunk) * sizeof(T));
+      }
+      data += Partition::kRowsPerPass * from.row_stride;
+    }
+  } else {
+#pragma unroll 1
+    for (int row = first_row; row < Rows; row += Partition::kRowsPerPass)
+#pragma unroll 1
+      for (int chunk = first_chunk; chunk < Tile::kChunks; chunk += Partition::kThreadsPerRow) {
+        Chunk<T> x{};
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) {
+          const int column = chunk * kChunk + e;
+          if (first_valid_row <= row && row < from.num_rows && column < from.num_columns) x.at[e] = from.at(row,
+                                                                                                            column);
+        }
+        *to.template pointer<Chunk<T>>(to.offset(row, chunk)) = x;
+      }
+  }
+}
+
+// Rows of several matrices as one, matrix after matrix.
+template <class T>
+struct StackedRows {
+  Matrix<T> first;
+  int64_t stride;  // from one matrix to the next
+  int num_rows;    // of all
+
+  CUFLASH_DEVICE T* row(int i) const {
+    return first.data + i / first.num_rows * stride + i % first.num_rows * first.row_stride;
+  }
+};
+
+// The same of such rows.
+template <int Threads, class T, int Rows, int Columns>
+CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, StackedRows<T> from) {
+  constexpr int kChunk = kChunkOf<T>;
+  using Tile = SwizzledTile<T, Rows, Columns>;
+  using Partition = ChunkPartition<Threads, Tile>;
+  const bool is_aligned = has_aligned_chunks(from.first) && from.stride % kChunk == 0;
+#pragma unroll 1  // registers are for accumulators
+  for (int row = Partition::first_row(); row < Rows; row += Partition::kRowsPerPass) {
+    const bool in_bounds = row < from.num_rows;
+    const T* const data = from.row(in_bounds ? row : 0);
+#pragma unroll 1
+    for (int chunk = Partition::first_chunk(); chunk < Tile::kChunks; chunk += Partition::kThreadsPerRow) {
+      const int column = chunk * kChunk, remaining = in_bounds ? from.first.num_columns - column : 0;
+      if (is_aligned) {
+        const T* const source = remaining > 0 ? data + column : data;
+        ptx::cp_async_cg_16(to.address(row, chunk), source, min(max(remaining, 0), kChunk) * sizeof(T));
+      } else {
+        Chunk<T> x{};
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e)
+          if (e < remaining) x.at[e] = data[(column + e) * from.first.column_stride];
+        *to.template pointer<Chunk<T>>(to.offset(row, chunk)) = x;
+      }
+    }
+  }
+}
+
+// Start to copy a column of numbers, as long as both are.
+template <int Threads>
+CUFLASH_DEVICE void load_async(Matrix<float> to, Matrix<float> from) {
+  for (int row = threadIdx.x; row < to.num_rows; row += Threads)
+    ptx::cp_async_ca_4(ptx::shared_address(&to.at(row, 0)), &from.at(row, 0), 4);
+}
+
+// Copy a tile from shared to global memory as far as the matrix goes. Called by all Threads, once the tile is there.
+template <int Threads, class T, int Rows, int Columns>
+CUFLASH_DEVICE void store(Matrix<T> to, SwizzledTile<T, Rows, Columns> from) {
+  constexpr int kChunk = kChunkOf<T>;
+  using Tile = SwizzledTile<T, Rows, Columns>;
+  using Partition = ChunkPartition<Threads, Tile>;
+  const int first_row = Partition::first_row(), first_chunk = Partition::first_chunk();
+  const bool is_aligned = has_aligned_chunks(to);
+  if (is_aligned && to.num_rows >= Rows && to.num_columns == Columns) {
+    T* data = to.data + first_row * to.row_stride + first_chunk * kChunk;
+#pragma unroll
+    for (int row = 0; row < Rows; row += Partition::kRowsPerPass) {
+      if (Rows % Partition::kRowsPerPass != 0 && first_row + row >= Rows) break;
+#pragma unroll
+      for (int c = 0; c < Tile::kChunks; c += Partition::kThreadsPerRow)
+        *reinterpret_cast<Bits128*>(data + c * kChunk) =
+            *from.template pointer<Bits128>(from.offset(first_row + row, first_chunk + c));
+      data += Partition::kRowsPerPass * to.row_stride;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int row = first_row; row < min(Rows, to.num_rows); row += Partition::kRowsPerPass)
+#pragma unroll 1
+    for (int chunk = first_chunk; chunk < Tile::kChunks; chunk += Partition::kThreadsPerRow) {
+      const int column = chunk * kChunk, start = from.offset(row, chunk);
+      if (is_aligned && column + kChunk <= to.num_columns) {
+        reinterpret_cast<Bits128&>(to.at(row, column)) = *from.template pointer<Bits128>(start);
+      } else {
+        for (int e = 0; e < min(kChunk, to.num_columns - column); ++e)
+          to.at(row, column + e) = from.template pointer<T>(start)[e];
+      }
+    }
+}
+
+}  // namespace cuflash::tile

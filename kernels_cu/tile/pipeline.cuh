@@ -1,0 +1,150 @@
+#pragma once
+#include <ptx/barrier.cuh>
+#include <ptx/mbarrier.cuh>
+#include <ptx/thread.cuh>
+#include <ptx/warpgroup.cuh>
+#include <tile/epilogue.cuh>
+#include <tile/tensor_map_param.cuh>
+#include <tile/wgmma_tile.cuh>
+
+// Rooms in shared memory for tiles that some warps bring and others multiply.
+namespace cuflash::tile {
+
+// A room is full once all of it has come, and empty once all warps that read it have arrived.
+struct PipelineSlot {
+  uint64_t full, empty;
+};
+
+// Lanes of a warp that arrive: one, for all. NVIDIA's racecheck follows no order from a lane through __syncwarp to what
+// another one does, so that in watched kernels, which it can be shown, each arrives.
+constexpr int kArrivalsPerWarp = config::kHasWatchdog ? 32 : 1;
+
+// Of a thread that shares with its warp what there is to do.
+CUFLASH_DEVICE int lane() { return ptx::lane(); }
+
+CUFLASH_DEVICE void wait_full(const PipelineSlot& slot, int phase) {
+  ptx::mbarrier_wait(ptx::shared_address(&slot.full), phase);
+}
+// Whether it is, where there is time to go on otherwise.
+CUFLASH_DEVICE bool try_wait_full(const PipelineSlot& slot, int phase) {
+  return ptx::mbarrier_try_wait(ptx::shared_address(&slot.full), phase);
+}
+// of the phase that fills it: the first finds it so
+CUFLASH_DEVICE void wait_empty(const PipelineSlot& slot, int phase) {
+  ptx::mbarrier_wait(ptx::shared_address(&slot.empty), phase ^ 1);
+}
+// By whole warps.
+CUFLASH_DEVICE void arrive(const uint64_t& barrier) {
+  __syncwarp();
+  if (ptx::lane() < kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+}
+
+// Lane t of 32 has row t of a matrix of bits; thereafter column t.
+CUFLASH_DEVICE uint32_t transpose_bits_in_warp(uint32_t bits) {
+  uint32_t low = 0xffff;  // of columns without this bit of their number
+#pragma unroll
+  for (int lane_offset = 16; lane_offset > 0; lane_offset /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, bits, lane_offset);
+    bits = ptx::lane() & lane_offset ? bits & ~low | (other & ~low) >> lane_offset : bits & low |
+        (other & low) << lane_offset;
+    low ^= low << lane_offset / 2;
+  }
+  return bits;
+}
+
+// How a tile's room is made up.
+struct TmaBoxes {
+  int start, rows, columns, width;  // bytes, then elements
+
+  CUFLASH_DEVICE TmaBoxes(int start, int rows, int columns, int width)
+      : start(start), rows(rows), columns(columns), width(width) {}
+  template <class Tile>
+  explicit CUFLASH_DEVICE TmaBoxes(Tile tile)
+      : start(tile.start), rows(tile.kRows), columns(tile.kColumns), width(tile.kPanelWidth) {}
+
+  // Where 16 bytes of a row lie, as SwizzledTile has them.
+  CUFLASH_DEVICE int at(int row, int chunk, int chunks_per_panel) const {
+    const int swizzled = chunk % chunks_per_panel ^ row * chunks_per_panel / kChunkOf<uint16_t> % chunks_per_panel;
+    return start + (chunk / chunks_per_panel * rows * chunks_per_panel + row * chunks_per_panel + swizzled) * 16;
+  }
+};
+
+// Which matrix of a stack: coordinates of the axes before its rows, the last axis first.
+struct TmaCoords {
+  int x, y, z;
+};
+
+// Have the tensor memory accelerator fill it with rows from `first` on, a panel at a time; other copies, which are started
+// after it, bring so many bytes beside. By one thread.
+CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first,
+                                   const uint64_t& full, int extra_bytes = 0) {
+  const uint32_t barrier = ptx::shared_address(&full);
+  uint32_t panel = ptx::shared_address(ptx::dynamic_shared<unsigned char>()) + to.start;
+  ptx::mbarrier_arrive_expect_tx(barrier, 2 * to.rows * to.columns + extra_bytes);
+#pragma unroll
+  for (int column = 0; column < to.columns; column += to.width) {
+    ptx::tma_load_5d(panel, &from.map, barrier, column, first, matrix.x, matrix.y, matrix.z);
+    panel += 2 * to.rows * to.width;
+  }
+}
+
+// Have it bring these rows to the level-2 cache.
+CUFLASH_DEVICE void tma_prefetch_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first) {
+#pragma unroll
+  for (int column = 0; column < to.columns; column += to.width)
+    ptx::tma_prefetch_5d(&from.map, column, first, matrix.x, matrix.y, matrix.z);
+}
+
+// What the accelerator cannot: fill it as `thread` of Threads that share the work, with zeros past the matrix and in rows
+// that are not kept.
+template <int Threads, class T, class IsRowValid>
+CUFLASH_DEVICE void copy(const TmaBoxes& to, const Matrix<T>& from, int thread, IsRowValid is_row_valid) {
+  const int chunks = to.columns / kChunkOf<T>, chunks_per_panel = to.width / kChunkOf<T>;
+  const bool is_aligned = has_aligned_chunks(from);
+#pragma unroll 1
+  for (int x = thread; x < to.rows * chunks; x += Threads) {
+    const int row = x / chunks, chunk = x % chunks;
+    const bool in_bounds = row < from.num_rows && is_row_valid(row);
+    const int remaining = in_bounds ? min(max(from.num_columns - chunk * kChunkOf<T>, 0), kChunkOf<T>) : 0;
+    const T* const data = remaining > 0 ? &from.at(row, chunk * kChunkOf<T>) : from.data;
+    const int at = to.at(row, chunk, chunks_per_panel);
+    if (is_aligned) {
+      ptx::cp_async_cg_16(ptx::shared_address(ptx::dynamic_shared<unsigned char>() + at), data, 2 * remaining);
+      continue;
+    }
+    Bits128 words{};
+#pragma unroll 1
+    for (int e = remaining - 1; e >= 0; --e) {
+      words.at[1] = words.at[1] << 16 | words.at[0] >> 48;
+      words.at[0] = words.at[0] << 16 | data[e * from.column_stride].bits;
+    }
+    *reinterpret_cast<Bits128*>(ptx::dynamic_shared<unsigned char>() + at) = words;
+  }
+  ptx::cp_async_wait_all();
+  ptx::fence_proxy_async();
+}
+
+// The other way, as far as the matrix goes.
+template <int Threads, class T>
+CUFLASH_DEVICE void copy(const Matrix<T>& to, const TmaBoxes& from, int thread) {
+  const int chunks = from.columns / kChunkOf<T>, chunks_per_panel = from.width / kChunkOf<T>;
+  const bool is_aligned = has_aligned_chunks(to);
+#pragma unroll 1
+  for (int x = thread; x < to.num_rows * chunks; x += Threads) {
+    const int row = x / chunks, chunk = x % chunks, column = chunk * kChunkOf<T>;
+    Bits128 words = *reinterpret_cast<const Bits128*>(ptx::dynamic_shared<unsigned char>() +
+                                                      from.at(row, chunk, chunks_per_panel));
+    if (is_aligned && column + kChunkOf<T> <= to.num_columns) {
+      *reinterpret_cast<Bits128*>(&to.at(row, column)) = words;
+      continue;
+    }
+#pragma unroll 1
+    for (int e = 0; e < min(to.num_columns - column, kChunkOf<T>); ++e) {
+      to.at(row, column + e) = {static_cast<unsigned short>(words.at[0])};
+      words.at[0] = words.at[0] >> 16 | words.at[1] << 48;
+      words.at[1] >>= 16;
+    }
+  }
+}
+
+}  // namespace cuflash::tile
