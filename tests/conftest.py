@@ -81,9 +81,9 @@ def nvrtc() -> tuple[int, int]:
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of kernels_cu/ with the kernels of tests/kernels/ in it, which sources are made of meanwhile."""
+    """A copy of kernels_cu/ with the kernels of tests/support/kernels/ in it, which sources are made of meanwhile."""
     folder = tmp_path / "kernels_cu"
-    for original in (sources.KERNELS, Path(__file__).parent / "kernels"):
+    for original in (sources.KERNELS, Path(__file__).parent / "support" / "kernels"):
         shutil.copytree(original, folder, dirs_exist_ok=True)
     monkeypatch.setattr(sources, "KERNELS", folder)
     sources.source.cache_clear()

@@ -6,12 +6,12 @@
     python experiments/proof/same_machine_code.py main --renamed is_packed=pack_gqa,sm90_convert_dq=sm80_convert_dq
 
 Both trees, the working tree and the commit BASE, list their kernels: all that the compile gate
-(tests/test_kernels_compile.py) lists, and those of `LISTED`, `UNEQUAL` and `WATCHED`, which the gate does not. What the
-library would hand to NVRTC for each, a text and options, is compiled here; no GPU is needed. Kernels are matched by
-specification and architecture, and compared function by function: instructions, relocations, constants, registers,
-stack, static shared memory, barriers and ptxas' other attributes (`cubin.functions`), and the dynamic shared memory
-that a launch asks for. Names, line numbers and debug information do not count. Fields of a specification that only one
-tree has do not count either; `--renamed` gives the new names of BASE's fields and kernels.
+(tests/kernels/test_kernels_compile.py) lists, and those of `LISTED`, `UNEQUAL` and `WATCHED`, which the gate does not.
+What the library would hand to NVRTC for each, a text and options, is compiled here; no GPU is needed. Kernels are
+matched by specification and architecture, and compared function by function: instructions, relocations, constants,
+registers, stack, static shared memory, barriers and ptxas' other attributes (`cubin.functions`), and the dynamic shared
+memory that a launch asks for. Names, line numbers and debug information do not count. Fields of a specification that
+only one tree has do not count either; `--renamed` gives the new names of BASE's fields and kernels.
 
 What was compiled is kept in `--cache` by text and options, without comments and line numbers: a kernel is compiled
 again only if its text says something else. From an empty cache a tree takes 70 minutes of one core. `--quick` takes 7:
@@ -118,7 +118,7 @@ def by_kernel(root: Path) -> tuple[dict[Kernel, Any], Callable[[Any, str], objec
     """The specifications of a tree, whose library must be the one that is imported, and what compiles one of them."""
     (path,) = root.glob(f"tests/**/{GATE}")
     os.environ["CUFLASH_PROFILE"] = "long"  # the gate then chooses nothing
-    sys.path.insert(0, str(path.parent))
+    sys.path[:0] = sorted({str(module.parent) for module in root.glob("tests/**/*.py")})
     gate = runpy.run_path(str(path))
     found = {}
     for spec, architecture in specifications(gate):

@@ -18,6 +18,7 @@ from cuflash import sim
 from mutations.planting import Edit
 
 pytestmark = needs_compiler
+ROOT = Path(__file__).parents[2]
 ORDERS = ("random", "priorities", "last_warp")
 WALKED = (
     "mask: a band", "mask: intervals of heads", "mask: full and interval blocks of 128", "mask: bits",
@@ -80,7 +81,7 @@ PLANTED = {
 
 
 def in_child(sanitize: sim.Sanitizer, edit: Edit | tuple[()] = ()) -> subprocess.CompletedProcess[str]:
-    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+    paths = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in (".", "support", "kernels"))]
     code = f"import sys; sys.path[:0] = {paths}\n{CHILD}"
     command = ["env", *(f"{name}={value}" for name, value in sim.preload_environment(sanitize).items())]
     return subprocess.run(

@@ -1,7 +1,7 @@
 #include <attention/config_simt.cuh>
 #include <attention/tile_scheduler.cuh>
 
-// A feature's parameters as NumPy lays them out in tests/test_features.py.
+// A feature's parameters as NumPy lays them out in tests/kernels/test_features.py.
 namespace cuflash::attention {
 struct Scaling {
   Matrices bias;        // [*batch, heads, seqlen_q, value_dim]

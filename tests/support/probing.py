@@ -1,4 +1,4 @@
-"""Launches of the small kernels in tests/probes/, each with what a line of NumPy says that it leaves in memory."""
+"""Launches of the small kernels in tests/support/probes/, each with the result that a line of NumPy predicts."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ class Launch:
         lines = ["#include <ptx/types.cuh>", config, "namespace probe {", "using namespace cuflash;"]
         for name, value in self.constants.items():
             lines.append(f"constexpr int {name} = {value};" if isinstance(value, int) else f"using {name} = {value};")
-        lines += ["}  // namespace probe", f'#line 1 "tests/probes/{self.file}.cu"']
+        lines += ["}  // namespace probe", f'#line 1 "tests/support/probes/{self.file}.cu"']
         own = (PROBES / f"{self.file}.cu").read_text("utf-8")
         # The types come with the constants, so that they are there before the probe's own includes.
-        return flatten_text("\n".join(lines) + "\n" + own, f"tests/probes/{self.file}.cu", host=host)
+        return flatten_text("\n".join(lines) + "\n" + own, f"tests/support/probes/{self.file}.cu", host=host)
 
     def on_simulator(self, schedule: sim.Schedule = sim.Schedule()) -> dict[int, Any]:
         """What arrays among the arguments hold after a run on the simulator, by place."""

@@ -19,7 +19,7 @@ from cuflash import DeviceSpec, KVCache, ShapeDtype, UnsupportedProblem, kv_cach
 from cuflash.calculators import memory_report
 from cuflash.testing import Structure
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODEL = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": np.float16}
 SIZES = st.fixed_dictionaries(
     {

@@ -1,4 +1,4 @@
-"""The simulator's mbarrier, TMA and wgmma: what it reports of them. What they do is in tests/test_probes.py."""
+"""The simulator's mbarrier, TMA and wgmma: what it reports of them. What they do is in tests/kernels/test_probes.py."""
 
 from __future__ import annotations
 

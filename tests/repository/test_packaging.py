@@ -15,7 +15,7 @@ import cuflash
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 pytest.importorskip("setuptools", "70.1", reason="building needs setuptools 70.1: pip install '.[test]'")
 pytestmark = pytest.mark.slow
 
@@ -164,7 +164,7 @@ def test_a_clone_of_another_name_hides_nothing(clone: Path, wheel: Path) -> None
 def test_pytest_collects_a_clone_of_any_name(clone: Path, name: str, is_inside: bool) -> None:
     clone = clone.rename(clone.with_name(name))
     folder, path = (clone, "tests") if is_inside else (clone.parent, f"{name}/tests")
-    told = _run_in(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{path}/test_tensor_map.py")
+    told = _run_in(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{path}/kernels/test_tensor_map.py")
     assert re.search(r"^\d+ passed", told, re.MULTILINE)
 
 

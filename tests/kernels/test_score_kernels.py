@@ -263,7 +263,7 @@ print(made.resources.spill_bytes, made.resources.stack_bytes, made.advisories)
 def test_kernels_with_a_cap_do_not_spill(nvrtc: Any, kernel: str, dtype: str, chip: str, entry: str, dim: int) -> None:
     """In a process of its own, as a user's call is compiled: tests change tiles and sources of the process."""
     run = subprocess.run(
-        [sys.executable, "-c", COMPILED, kernel, dtype, chip, entry, str(dim)], cwd=Path(__file__).parents[1],
+        [sys.executable, "-c", COMPILED, kernel, dtype, chip, entry, str(dim)], cwd=Path(__file__).parents[2],
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert (run.returncode, run.stdout) == (0, "0 0 ()\n"), run.stdout + run.stderr

@@ -51,7 +51,7 @@ def schedules(count: int) -> Iterator[sim.Schedule]:
         yield sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=shuffle_lanes)
 
 
-# ---- operations under every schedule; tests/test_probes.py has each operation ----
+# ---- operations under every schedule; tests/kernels/test_probes.py has each operation ----
 
 
 def test_copies_fill_with_zeros_and_named_barriers_order_their_warps() -> None:
@@ -291,7 +291,7 @@ def test_undefined_behaviour_is_an_exception(which: int) -> None:
 def in_child(
     sanitize: compiler.Sanitizer, cache: Path, child: str = sim_probes.CHILD
 ) -> subprocess.CompletedProcess[str]:
-    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
     code = f"import sys; sys.path[:0] = {paths}\n{child}"
     command = ["env", *(f"{name}={value}" for name, value in sim.preload_environment(sanitize).items())]
     command += [sys.executable, "-c", code, sanitize, str(cache)]
@@ -585,7 +585,7 @@ def names(file: Path) -> set[str]:
 
 
 def test_both_rooms_of_instructions_have_the_same_names() -> None:
-    device = Path(__file__).parents[1] / "kernels_cu" / "ptx"
+    device = Path(__file__).parents[2] / "kernels_cu" / "ptx"
     files = sorted(path.name for path in device.iterdir())
     assert files == sorted(path.name for path in sim_probes.PTX.iterdir()) and len(files) == 16
     for file in files:

@@ -24,7 +24,7 @@ from cuflash.planning.spec import KernelSpec
 from cuflash.compiler.source import source
 from cupy_double import MACHINE_CODE, MOST_BYTES, STATIC_BYTES, CUDADriverError, CUDARuntimeError, Double, Module
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HOPPER = (9, 0)
 Make = Callable[..., KernelSpec]
 
@@ -496,7 +496,7 @@ in_child()
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_is_told_to_spawn(kernels: Path, tmp_path: Path) -> None:
-    code = FORKS.format(tests=str(ROOT / "tests"), kernels=str(kernels), cache=str(tmp_path / "cache"))
+    code = FORKS.format(tests=str(ROOT / "tests" / "support"), kernels=str(kernels), cache=str(tmp_path / "cache"))
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     first, second = run.stdout.splitlines()
     assert first == "used" and "does not survive a fork" in second and "spawn" in second, run.stderr

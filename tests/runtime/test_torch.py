@@ -300,7 +300,7 @@ def test_other_wrong_arguments_are_named(options, sentence):
 
 def test_cuflash_imports_neither_pytorch_nor_jax():
     text = "import sys, cuflash; assert not {'torch', 'jax', 'cuflash.torch', 'cuflash.jax'} & set(sys.modules)"
-    run = subprocess.run([sys.executable, "-c", text], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", text], cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import cuflash
 
-FOLDER = Path(__file__).parents[1] / "experiments" / "language"
+FOLDER = Path(__file__).parents[2] / "experiments" / "language"
 SIZES = {"vocabulary": 11, "context": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 3, "width": 8}
 
 

@@ -1,11 +1,11 @@
 """Renames identifiers in the sources and in the faults planted in them, all at once.
 
-    python tests/renaming.py TABLE [--dry-run]
+    python tests/repository/renaming.py TABLE [--dry-run]
 
 A table has a line for each name: the old one, the new one, and what else there is to say.
 
     parity    phase          in=kernels_cu/tile/*.cuh,kernels_cu/sm90 comments
-    turn      state          in=kernels_cu/sm90/backward.cu:consume,tests/probes/ring.cu
+    turn      state          in=kernels_cu/sm90/backward.cu:consume,tests/support/probes/ring.cu
     kTurns    kMmaSteps      in=kernels_cu/sm80 collides  # the rest of a line is a comment
 
 Only whole identifiers are renamed, where nothing else is said in all files: kernels_cu/, cuflash/, tests/ and
@@ -40,7 +40,7 @@ from typing import NamedTuple
 from lexing import Language, Token, language_of, lexed, spans, tokens
 from mutations.planting import Edit, places
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = (
     "kernels_cu/**/*.cu", "kernels_cu/**/*.cuh", "cuflash/**/*.py", "cuflash/sim/**/*.cuh", "cuflash/sim/**/*.hpp",
     "cuflash/sim/**/*.cpp", "tests/**/*.py", "tests/**/*.cu", "experiments/**/*.py", "*.md", "docs/**/*.md",

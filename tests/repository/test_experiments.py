@@ -25,7 +25,7 @@ from cuflash.compiler.nvrtc import Resources
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 ARCHIVE = EXPERIMENTS / "data" / "minilm_activations.npz"
 
 

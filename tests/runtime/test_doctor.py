@@ -192,5 +192,5 @@ def test_what_a_terminal_has_no_letter_for_is_printed_too(tmp_path: Path) -> Non
 
 def test_the_module_runs_as_a_program() -> None:
     command = [sys.executable, "-m", "cuflash"]
-    run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith("ok       cuflash: ")

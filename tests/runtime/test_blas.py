@@ -21,7 +21,7 @@ from cuflash.executors import blas, cpu
 
 import cuflash
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OLDEST = Path(sys.prefix) / "threadpoolctl-3.5.0"  # where `make test` installs it
 Q, K, V, DO = np.random.default_rng(0).standard_normal((4, 8, 256, 8)).astype(np.float32)
 _HAS_SHARED = any(isinstance(library, blas._OfProcess) for library in blas._libraries())
@@ -549,7 +549,8 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--deselect", sys.argv[1] 
 def test_the_oldest_threadpoolctl_serves_as_well() -> None:
     path = os.pathsep.join([str(OLDEST), *filter(None, sys.path)])
     run = subprocess.run(
-        [sys.executable, "-c", OLD, "tests/test_blas.py"], cwd=ROOT, capture_output=True, text=True, timeout=280,
+        [sys.executable, "-c", OLD, "tests/runtime/test_blas.py"],
+        cwd=ROOT, capture_output=True, text=True, timeout=280,
         env={key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")} | {"PYTHONPATH": path},
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr

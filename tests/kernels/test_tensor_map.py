@@ -1,4 +1,4 @@
-"""Tensor maps: what hardware cannot copy is refused with every reason. tests/test_probes.py copies by them."""
+"""Tensor maps: what hardware cannot copy is refused with every reason. tests/kernels/test_probes.py copies by them."""
 
 from __future__ import annotations
 

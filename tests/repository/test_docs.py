@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import cuflash
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DECISIONS = sorted((ROOT / "docs" / "design").glob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *DECISIONS]
 README = (ROOT / "README.md").read_text("utf-8")
