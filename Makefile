@@ -24,7 +24,7 @@ stamp  = $(VENV)/.installed-$(1)$(if $(CUDA),-$(CUDA))
 
 .PHONY: demo test docs types lint cover clean
 demo: $(call stamp,experiments)
-	$(RUN) experiments/block_sparsity.py
+	$(RUN) -m experiments block_sparsity
 
 test: $(call stamp,test)
 	$(RUN) -m pytest $(if $(CUDA),,--numprocesses=auto --dist=worksteal)

@@ -1,6 +1,6 @@
 """A language model of characters, trained and asked for text with a KV cache and without one.
 
-    python experiments/language/model.py
+    python -m experiments model
 
 The model is a small decoder: embeddings of characters and positions, layers of grouped-head attention and of a
 perceptron, each behind an RMS norm. Gradients are written out; attention's come from `cuflash.attention_vjp`. It trains

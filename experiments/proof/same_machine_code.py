@@ -1,9 +1,9 @@
 """Whether a change leaves the machine code of the kernels as it was, for changes that must: new names, moved files.
 
-    python experiments/proof/same_machine_code.py main                       # every kernel, against a commit or branch
-    python experiments/proof/same_machine_code.py main --quick               # few kernels that have everything once
-    python experiments/proof/same_machine_code.py main --families sm90 --architectures sm_90a
-    python experiments/proof/same_machine_code.py main --renamed is_packed=pack_gqa,sm90_convert_dq=sm80_convert_dq
+    python -m experiments same_machine_code main                       # every kernel, against a commit or branch
+    python -m experiments same_machine_code main --quick               # few kernels that have everything once
+    python -m experiments same_machine_code main --families sm90 --architectures sm_90a
+    python -m experiments same_machine_code main --renamed is_packed=pack_gqa,sm90_convert_dq=sm80_convert_dq
 
 Both trees, the working tree and the commit BASE, list their kernels: all that the compile gate
 (tests/kernels/test_kernels_compile.py) lists, and those of `LISTED`, `UNEQUAL` and `WATCHED`, which the gate does not.

@@ -1,8 +1,8 @@
 """How long does a warm call keep the host, for arrays of CuPy, PyTorch and JAX?
 
-    python experiments/speed/host_time.py --csv host_time.csv                      # 10^4 calls a case
-    python experiments/speed/host_time.py --csv host_time.csv --budget-s 100       # as many as fit, for a short look
-    python experiments/speed/host_time.py --csv rows.csv --libraries cupy cuflash.torch --masks none --tokens 256
+    python -m experiments host_time --csv host_time.csv                      # 10^4 calls a case
+    python -m experiments host_time --csv host_time.csv --budget-s 100       # as many as fit, for a short look
+    python -m experiments host_time --csv rows.csv --libraries cupy cuflash.torch --masks none --tokens 256
 
 It needs an NVIDIA GPU and CuPy; PyTorch's and JAX's rows are left out, with a line that says so, where the library or
 its GPU is missing. A row is the median over the calls of a case, in microseconds, from before a call until it returns;

@@ -32,7 +32,8 @@ ARCHIVE = EXPERIMENTS / "data" / "minilm_activations.npz"
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch):
     """Import an experiment as its script does: its folder first on the path."""
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    for folder in ("language", "proof", "sparsity", "speed", "support"):
+        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
     return importlib.import_module
 
 
@@ -95,7 +96,7 @@ def test_a_killed_run_leaves_the_old_file(tmp_path: Path) -> None:
     path.write_text("old")
     code = f"""
 import sys, time
-sys.path.insert(0, {str(EXPERIMENTS)!r})
+sys.path.insert(0, {str(EXPERIMENTS / "support")!r})
 import harness
 from pathlib import Path
 with harness.atomic_path(Path({str(path)!r})) as partial:
@@ -1028,7 +1029,7 @@ def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, ca
     with pytest.raises(SystemExit, match="^0$"):
         harness.parse_config(experiment.Config, experiment.__doc__, ["--help"])
     shown = capsys.readouterr().out
-    assert f"python experiments/{name}.py" in shown and "--results" in shown
+    assert f"python -m experiments {name}" in shown and "--results" in shown
 
 
 @pytest.mark.parametrize(
@@ -1367,3 +1368,25 @@ def test_every_timed_score_is_a_call_with_the_gradients_that_it_names(load) -> N
         gradients = vjp(do)
         for wanted in case.wrt:
             assert gradients[wanted].shape == arrays[wanted].shape and gradients[wanted].any(), name
+
+
+# The command
+
+
+def test_the_command_lists_every_experiment_with_its_question(capsys: pytest.CaptureFixture[str]) -> None:
+    command = importlib.import_module("experiments.__main__")
+    assert command.main([]) == 0
+    shown = capsys.readouterr().out
+    for path in EXPERIMENTS.glob("*/*.py"):
+        if "__main__" in path.read_text("utf-8"):
+            assert re.search(rf"^  {path.stem} +\w", shown, re.MULTILINE), path
+
+
+def test_the_command_runs_an_experiment_and_refuses_an_unknown_one() -> None:
+    command = [sys.executable, "-m", "experiments"]
+    options = {"cwd": EXPERIMENTS.parent, "capture_output": True, "text": True}
+    helped = subprocess.run([*command, "block_sparsity", "--help"], **options)
+    assert helped.returncode == 0 and "--results" in helped.stdout
+    refused = subprocess.run([*command, "block_density"], **options)
+    assert refused.returncode == 2 and refused.stderr.startswith("no experiment is named 'block_density'; there are ")
+    assert refused.stderr.count("\n") == 1 and not refused.stdout

@@ -48,7 +48,7 @@ _Tiles: TypeAlias = dict[int, tuple[_Tile, ...]]
 
 # By the wider of the two dimensions. A warp holds 32 rows of queries where its registers suffice, so that each fragment
 # of K and V that it reads is multiplied twice; experiments/results/sm80_tiles.log has the times, and
-# experiments/tile_sweep.py --gpu takes them anew.
+# experiments/speed/tile_sweep.py --gpu takes them anew.
 _FORWARD: _Tiles = {
     64: (_Tile(128, 128, 4),),
     128: (_Tile(128, 64, 4),),

@@ -1,9 +1,9 @@
 """Is a change of the kernels faster? The same calls by two versions of cuflash on one GPU, in turn.
 
     mkdir before; git archive HEAD~1 cuflash kernels_cu | tar x -C before
-    python experiments/before_after.py --before before                      # gradients, full and causal
-    python experiments/before_after.py --before before --masks blocks64_0.125 --head-dims 128 --seqlens 16384
-    python experiments/before_after.py --before before --deterministic
+    python -m experiments before_after --before before                      # gradients, full and causal
+    python -m experiments before_after --before before --masks blocks64_0.125 --head-dims 128 --seqlens 16384
+    python -m experiments before_after --before before --deterministic
 
 `--before` names a folder with another version's cuflash/ and kernels_cu/. Each version has a process of its own, which
 draws the same arrays and times batches of `repeats` calls when it is asked to, the level-2 cache written over before
@@ -31,7 +31,7 @@ import cuflash
 import ml_dtypes
 import numpy as np
 from cuflash import masks
-from harness import Record, check_names, gpu_versions, main, time_on_device, track, why_no_gpu
+from harness import FOLDERS, Record, check_names, gpu_versions, main, time_on_device, track, why_no_gpu
 from rich.table import Table
 from simt_speed import draw
 from spot_check import on_host
@@ -148,7 +148,7 @@ class Version:
     """A process that serves a version of the library."""
 
     def __init__(self, folder: Path) -> None:
-        paths = [str(folder.resolve()), str(Path(__file__).parent.resolve())]
+        paths = [str(folder.resolve()), *FOLDERS]
         code = f"import sys; sys.path[:0] = {paths!r}; import before_after; before_after.serve()"
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen([sys.executable, "-c", code], **streams)
@@ -200,7 +200,7 @@ def run(config: Config) -> Iterator[Record]:
     reason = why_no_gpu()
     if reason:
         sys.exit(f"before_after compares versions on a GPU: {reason}")
-    versions = {"before": Version(Path(config.before)), "after": Version(Path(__file__).parents[1])}
+    versions = {"before": Version(Path(config.before)), "after": Version(Path(__file__).parents[2])}
     try:
         with TemporaryDirectory() as folder:
             for case in track(cases(config), "cases"):

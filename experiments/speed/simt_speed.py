@@ -1,6 +1,6 @@
 """How near do the simt kernels come to what a GPU's plain multiply-adds allow, and what does a call cost beside them?
 
-    python experiments/simt_speed.py        # needs an NVIDIA GPU and CuPy
+    python -m experiments simt_speed        # needs an NVIDIA GPU and CuPy
 
 Rates count the products of the paper (forward 2, backward 5 of seqlen_q * seqlen_kv * dim multiply-adds, halved by
 nothing: no mask) over the median time of calls between two events, the host ahead of the device, against the rate of a

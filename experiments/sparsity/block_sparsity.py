@@ -1,7 +1,7 @@
 """How much of real attention do static block patterns keep, and does the time follow the blocks?
 
-    python experiments/block_sparsity.py            # on the host: `make demo`
-    python experiments/block_sparsity.py --gpu      # its GPU part alone: from which density on do blocks pay?
+    python -m experiments block_sparsity            # on the host: `make demo`
+    python -m experiments block_sparsity --gpu      # its GPU part alone: from which density on do blocks pay?
 
 Recall: the softmax mass of the dense attention that falls on kept blocks, exp(lse_sparse - lse_dense), exact, averaged
 over the rows of all heads of three layers of a sentence encoder (data/README.md). Error: |o_sparse - o_dense| over

@@ -1,7 +1,7 @@
 """Is the simulator's number the GPU's?  Both run the same kernels on the same arrays; this compares what they return.
 
-    python experiments/sim_against_gpu.py                     # needs CuPy and a GPU; minutes, most of them compiling
-    python experiments/sim_against_gpu.py --dtypes float32    # an eighth of it
+    python -m experiments sim_against_gpu                     # needs CuPy and a GPU; minutes, most of them compiling
+    python -m experiments sim_against_gpu --dtypes float32    # an eighth of it
 
 Every case runs forward and backward on executor "sim" and on executor "gpu", in the same memory layouts, and once more
 with operands of small integers and q = 0, where results are known to the last rounding and few operations round at all.

@@ -39,7 +39,9 @@ except ImportError as error:
 
 matplotlib.use("Agg")
 
-RESULTS = Path(__file__).parent / "results"
+EXPERIMENTS = Path(__file__).parents[1]
+RESULTS = EXPERIMENTS / "results"
+FOLDERS = [str(EXPERIMENTS / name) for name in ("support", "speed", "sparsity", "proof", "language")]  # of modules
 FLUSH_BYTES = 512 << 20  # many times any level-2 cache; 0.2 ms of writing, in which the host queues what is timed
 Record = dict[str, Any]
 Item = TypeVar("Item")
@@ -74,7 +76,7 @@ def machine() -> Record:
 
 
 def _commit() -> str:
-    git = ("git", "-C", str(Path(__file__).parents[1]))
+    git = ("git", "-C", str(Path(__file__).parents[2]))
     code = ("cuflash", "kernels_cu", "experiments/*.py")  # results and pages may change between two experiments
     changed = _output(*git, "status", "--porcelain", "--", *code)
     return _output(*git, "rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")

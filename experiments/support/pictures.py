@@ -1,6 +1,6 @@
 """Draw the pictures of masks that the README shows.
 
-    python experiments/pictures.py            # writes docs/images/masks.png
+    python -m experiments pictures            # writes docs/images/masks.png
 
 Each panel is one head of a mask in blocks: absent (white), partial (light) and full (dark). The picture is a function
 of the library alone: there is no measurement in it.
@@ -14,7 +14,7 @@ from harness import atomic_path
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-MASKS_PNG = Path(__file__).parents[1] / "docs" / "images" / "masks.png"
+MASKS_PNG = Path(__file__).parents[2] / "docs" / "images" / "masks.png"
 SEQLEN, BLOCK = 512, 16
 COLOURS = ListedColormap(["white", "#2b5d8a", "#9cc3e0"])  # by `BlockKind`: absent, full, partial
 

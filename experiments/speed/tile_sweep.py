@@ -1,9 +1,9 @@
 """Which tile suits a device? The choices in cuflash/planning/families/*.py are this script's to check.
 
-    python experiments/tile_sweep.py                                                      # the host
-    python experiments/tile_sweep.py --gpu                                                # a GPU with CuPy
-    python experiments/tile_sweep.py --gpu --families sm80 --passes backward --head-dims 64
-    python experiments/tile_sweep.py --gpu --families sm90                                # a Hopper GPU
+    python -m experiments tile_sweep                                                      # the host
+    python -m experiments tile_sweep --gpu                                                # a GPU with CuPy
+    python -m experiments tile_sweep --gpu --families sm80 --passes backward --head-dims 64
+    python -m experiments tile_sweep --gpu --families sm90                                # a Hopper GPU
 
 Host part: forward and backward of the cpu executor, float32, for tiles of scores of every shape, with the tiles on
 threads of their own (BLAS on one) or one after the other (BLAS on all); and the two exponentials of NumPy.

@@ -1,6 +1,6 @@
 """How long does it take to turn a mask into the list of work a kernel walks, and how much memory?
 
-    python experiments/mask_compile.py
+    python -m experiments mask_compile
 
 Causal attention within documents at 128k tokens, and a butterfly at a million: masks whose dense form has 2 GB and
 137 GB of bits. Times are medians; memory is the peak that Python and NumPy allocate during one call, and what is kept.

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from cuflash import masks, patterns
 
-ARCHIVE = Path(__file__).parent / "data" / "minilm_activations.npz"
+ARCHIVE = Path(__file__).parents[1] / "data" / "minilm_activations.npz"
 LAYERS, NUM_HEADS = (0, 2, 5), 12  # what the archive holds
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 

@@ -1,6 +1,6 @@
 """How long does a kernel take on the simulator, and does a right kernel ever get a false report?
 
-    python experiments/simulator_speed.py        # needs g++
+    python -m experiments simulator_speed        # needs g++
 
 The build is from cold, runtime and kernel, in a folder of its own; the call is the median of forward calls. Schedules
 are random: any order of threads, copies early, late or at random moments, lanes shuffled, memory poisoned.

@@ -1,8 +1,8 @@
 """What only a GPU can show: that repeated calls give the same bits, and that NVIDIA's sanitizers find nothing.
 
-    python experiments/gpu_proof.py                                                # needs CuPy and a GPU
-    python experiments/gpu_proof.py --sections repeats
-    python experiments/gpu_proof.py --sections sanitizers --tools racecheck --families sm90
+    python -m experiments gpu_proof                                                # needs CuPy and a GPU
+    python -m experiments gpu_proof --sections repeats
+    python -m experiments gpu_proof --sections sanitizers --tools racecheck --families sm90
 
 `repeats`: for each family on tensor cores, dtype, head_dim and mask, `forwards` forward calls at a size of several
 blocks for every one that the GPU holds at once, and `gradients` backward calls: dk and dv of the usual one, all three
@@ -54,7 +54,7 @@ from cuflash.testing import Structure
 from cuflash.planning.families import sm90
 from cuflash.planning.launches import Launch
 from cuflash.planning.routing import FAMILIES
-from harness import Record, check_names, gpu_versions, main, track, why_no_gpu
+from harness import FOLDERS, Record, check_names, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
 from sim_against_gpu import LAYOUTS, masked, to_device
 from simt_speed import draw, tensor_core_families
@@ -394,8 +394,7 @@ def errors_in(output: str) -> int | None:
 
 def under(tool: str, name: str, asked: dict[str, Any], timeout_s: int) -> Record:
     """A child process under a tool: cases, errors, seconds, and what went wrong beside."""
-    folder = Path(__file__).parent
-    paths = [str(folder), str(folder.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*FOLDERS, str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     code = "import sys, gpu_proof; gpu_proof.child(sys.argv[1])"
     command = [tool, "--tool", name, *OPTIONS.get(name, ()), sys.executable, "-c", code, json.dumps(asked)]
     begin, note = time.perf_counter(), ""

@@ -1,7 +1,7 @@
 """Write the tables of results of the README and of docs/ from results/*.csv, and draw the plots against peers.
 
-    python experiments/tables.py            # rewrite the tables, and draw the plots
-    python experiments/tables.py --check    # fail if a page's tables are not what the results say
+    python -m experiments tables            # rewrite the tables, and draw the plots
+    python -m experiments tables --check    # fail if a page's tables are not what the results say
 
 A table stands in a page between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is one of `TABLES`. Where there is no
 result yet it says so. Only rows of committed trees are shown, and no line mixes commits (published.py).
@@ -20,7 +20,7 @@ from peer_tables import markdown
 from published import committed, left_out, of_one_commit
 from speed_vs_peers import plot
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 Row = dict[str, str]
@@ -205,7 +205,7 @@ def update(page: Path, results: Path, *, check: bool) -> None:
     old = page.read_text(encoding="utf-8")
     new = written(old, results)
     if check and new != old:
-        sys.exit(f"{page.name} does not show what experiments/results says: run python experiments/tables.py")
+        sys.exit(f"{page.name} does not show what experiments/results says: run python -m experiments tables")
     if new != old:
         with atomic_path(page) as partial:
             partial.write_text(new, encoding="utf-8")

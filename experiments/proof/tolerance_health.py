@@ -1,7 +1,7 @@
 """How near do errors come to their bounds?  A bound that is never half used would let real faults through.
 
-    python experiments/tolerance_health.py                    # 100,000 examples; interrupted, it goes on where it was
-    python experiments/tolerance_health.py --examples 2000    # a few minutes
+    python -m experiments tolerance_health                    # 100,000 examples; interrupted, it goes on where it was
+    python -m experiments tolerance_health --examples 2000    # a few minutes
 
 Draws examples from `cuflash.testing.structures` (lengths off a tile, masks of every kind, strided views, scales to
 1e4), runs forward and backward, and keeps the largest error as a share of its bound for every dtype and output.

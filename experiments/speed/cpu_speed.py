@@ -1,6 +1,6 @@
 """How fast is the cpu executor against its BLAS, plain NumPy and PyTorch, and how much memory does it take?
 
-    python experiments/cpu_speed.py        # pip install torch adds the PyTorch rows
+    python -m experiments cpu_speed        # pip install torch adds the PyTorch rows
 
 Times are medians of calls made in turn in one process, float32, head_dim 64. Ratios say over what.
 Memory is the peak resident set over what was resident before the call, less the results, in a process of its own.

@@ -1,7 +1,7 @@
 """What does a score function, a bias or a sink cost? Each against plain attention, and against FlexAttention.
 
-    python experiments/score_functions.py                                    # 8192 tokens, 16 heads of 128, bfloat16
-    python experiments/score_functions.py --scores softcap,bias --peers ''   # two of them, without FlexAttention
+    python -m experiments score_functions                                    # 8192 tokens, 16 heads of 128, bfloat16
+    python -m experiments score_functions --scores softcap,bias --peers ''   # two of them, without FlexAttention
 
 Needs an NVIDIA GPU and CuPy; PyTorch for the peer. Before a case is timed, its results and gradients for a shorter
 problem are compared with those of the same call on the host. Times are of the device's part of `attention` and of a
