@@ -66,11 +66,12 @@ class _Printer:
             "struct Slopes {",
             *(f"  T d{number};" for number in range(len(self.program.results) - 1)),
             "};",
-            *(self._sums(level) for level in _LEVELS[:3]),
+            *(self._sums(level) for level in _LEVELS),
             "struct Function {",
             "  using Number = T;",
             "  using Derivatives = Slopes;",
             *(f"  using Of{name} = {name}; using Of{name}Sums = {name}Sums;" for name in ("Tile", "Query", "Key")),
+            "  using OfScoreSums = ScoreSums;",
             f"  static constexpr bool kIsDerived = {str(is_derived).lower()};",
             f"  static constexpr bool kAddsGradients = {str(bool(self.loads)).lower()};",
             *self._fields(),
@@ -165,24 +166,38 @@ class _Printer:
     # Gradients of captured arrays: dF times the slope, summed over what shares an element as far as a thread can.
 
     def _sums(self, level: str) -> str:
-        members = " ".join(f"T g{place} = 0;" for place, n in self._loads_of(level))
+        if level == "score":
+            repeated = [place for place, n in self._loads_of(level) if self._repeats(n)]
+            members = " ".join(f"tile::RunningSum<T> g{place};" for place in repeated)
+        else:
+            members = " ".join(f"T g{place} = 0;" for place, n in self._loads_of(level))
         return f"struct {level.capitalize()}Sums {{ {members} }};"
 
     def _loads_of(self, level: str) -> list[tuple[int, int]]:
         """The place among the gradients and the instruction of each load of a level that has one."""
         return [(place, n) for place, n in enumerate(self.loads) if self.levels[n] == level]
 
+    def _repeats(self, n: int) -> bool:
+        """Whether scores of a thread may read one element of a load: not if query and key are indices of it."""
+        return not {"i", "j"} <= {self.program.instructions[a].op for a in self.program.instructions[n].args}
+
+    def _addition(self, place: int, n: int) -> str:
+        """A statement that adds a score's part to the gradient of the element that a load of its level reads."""
+        address, x = self._address(n, "score"), f"df * slopes.d{place + 1}"
+        if self._repeats(n):
+            return f"    of_score.g{place}.add({address}, {x});"
+        return f"    ptx::red_add({address}, {x});"
+
     def _additions(self) -> list[str]:
         given = "const Tile& tile, const Query& query, const Key& key, int i, int j, T s, T df, const Slopes& slopes"
-        sums = "TileSums& of_tile, QuerySums& of_query, KeySums& of_key"
+        sums = "TileSums& of_tile, QuerySums& of_query, KeySums& of_key, ScoreSums& of_score"
         lines = [f"  CUFLASH_DEVICE void add({given}, {sums}) const {{"]
         for level in _LEVELS[:3]:
             lines += [f"    of_{level}.g{place} += df * slopes.d{place + 1};" for place, _ in self._loads_of(level)]
         own = self._loads_of("score")
         if own:
             lines += self._indices([n for _, n in own])
-        lines += [f"    ptx::red_add({self._address(n, 'score')}, df * slopes.d{place + 1});" for place, n in own]
-        return [*lines, "  }"]
+        return [*lines, *(self._addition(place, n) for place, n in own), "  }"]
 
     def _indices(self, loads: Sequence[int]) -> list[str]:
         """The operations of the level of scores that the indices of these loads are made of."""
@@ -205,7 +220,9 @@ class _Printer:
                 add = "tile::add_of_warp" if level == "tile" else "ptx::red_add"
                 lines.append(f"    {add}({self._address(n, '')}, sums.g{place});")
             lines.append("  }")
-        return lines
+        repeated = [place for place, n in self._loads_of("score") if self._repeats(n)]
+        lines.append("  CUFLASH_DEVICE void flush(const ScoreSums& sums) const {")
+        return [*lines, *(f"    sums.g{place}.flush();" for place in repeated), "  }"]
 
     # Expressions.
 

@@ -38,6 +38,7 @@ CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const
   const T scale = shape.softmax_scale;
   const auto of_tile = score.of_tile(batch_head.batch_index, batch_head.head);
   typename Score::OfTileSums tile_sums;
+  typename Score::OfScoreSums score_sums;
   if constexpr (kRowsAreQueries) {
     typename Score::OfQuery of_query[Tile::kRows];
     typename Score::OfQuerySums query_sums[Tile::kRows];
@@ -51,7 +52,7 @@ CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
         make_pair(s(i, j), element(dp, i, j), score, of_tile, of_query[i], of_key, rows.at(row_of(dp, i)), key, scale,
-                  lse_2(i), delta(i), is_seen(i, j), adds, tile_sums, query_sums[i], key_sums);
+                  lse_2(i), delta(i), is_seen(i, j), adds, tile_sums, query_sums[i], key_sums, score_sums);
       if (adds) score.flush(of_tile, of_key, key_sums);
     }
 #pragma unroll
@@ -70,7 +71,7 @@ CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
         make_pair(s(i, j), element(dp, i, j), score, of_tile, of_query, of_key[i], query, rows.at(row_of(dp, i)), scale,
-                  lse_2(j), delta(j), is_seen(i, j), adds, tile_sums, query_sums, key_sums[i]);
+                  lse_2(j), delta(j), is_seen(i, j), adds, tile_sums, query_sums, key_sums[i], score_sums);
       if (adds) score.flush(of_tile, of_query, query_sums);
     }
 #pragma unroll
@@ -78,6 +79,7 @@ CUFLASH_DEVICE void score_pairs(ElementOf s, Tile& dp, const Score& score, const
       if (adds) score.flush(of_tile, of_key[i], key_sums[i]);
   }
   if (adds) score.flush(of_tile, tile_sums);
+  if (adds) score.flush(score_sums);
 }
 
 // The same of a tile of queries in one step; P is not needed any more.

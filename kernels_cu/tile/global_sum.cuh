@@ -13,4 +13,32 @@ CUFLASH_DEVICE void add_of_warp(T* address, T x) {
   if (ptx::lane() == 0) ptx::red_add(address, x);
 }
 
+// A sum for one element of global memory, of values that follow each other in a thread: one addition in memory for all.
+template <class T>
+struct RunningSum {
+  T* address = nullptr;
+  T sum = 0;
+
+  // Add x for an element: in a register while the element stays, else what there was goes to memory first.
+  CUFLASH_DEVICE void add(T* element, T x) {
+    if (element != address) {
+      if (address != nullptr) ptx::red_add(address, sum);
+      address = element;
+      sum = 0;
+    }
+    sum += x;
+  }
+
+  // Add what is left to memory, once for the warp where all of its threads have one element. Called by whole warps.
+  CUFLASH_DEVICE void flush() const {
+    const auto own = reinterpret_cast<unsigned long long>(address);
+    const auto first = __shfl_sync(0xffffffffu, own, 0);
+    if (first != 0 && __all_sync(0xffffffffu, own == first)) {
+      add_of_warp(address, sum);
+    } else if (address != nullptr) {
+      ptx::red_add(address, sum);
+    }
+  }
+};
+
 }  // namespace cuflash::tile

@@ -220,6 +220,25 @@ def test_warps_that_hold_the_same_elements_add_their_gradients_once() -> None:
     check_shared_elements()
 
 
+def check_shared_bias(run: Run) -> None:
+    """A bias of its own for each score, and biases that heads or batch entries share, whose gradients are summed."""
+    rng = np.random.default_rng(1)
+    q, k, v, do = (rng.integers(-2, 3, (2, 2, rows, 16)).astype(np.float16) for rows in (20, 40, 40, 20))
+    for shape in ((2, 2, 20, 40), (2, 1, 20, 40), (2, 20, 40), (20, 40)):
+        bias = rng.integers(-1, 2, shape).astype(np.float32)
+        _, vjp = cuflash.attention_vjp(*map(run.put, (q, k, v)), bias=run.put(bias), wrt="bias", **run.options)
+        _, expected = cuflash.attention_vjp(*(x.astype(np.float64) for x in (q, k, v)), bias=bias, wrt="bias")
+        found = run.get(vjp(run.put(do))["bias"])
+        assert found.shape == shape and np.allclose(found, expected(do.astype(np.float64))["bias"], atol=0.02), shape
+
+
+@pytest.mark.parametrize(
+    "run", [replace(SIM, kernel="sm80"), pytest.param(replace(GPU, kernel="sm80"), marks=pytest.mark.gpu)], ids=str
+)
+def test_gradients_of_a_bias_are_summed_over_what_shares_it(run: Run) -> None:
+    check_shared_bias(run)
+
+
 def check_past_the_end(kernel: str) -> None:
     """A function that is infinite where q k^T is 0, as it is past the last query, whose keys all are there."""
     rng = np.random.default_rng(0)

@@ -45,6 +45,17 @@ FAULTS = {
             "if (adds) score.flush(of_tile, tile_sums);",
             "if (adds) score.flush(of_tile, tile_sums); if (adds) score.flush(of_tile, tile_sums);",
         ),
+        "a running sum goes on with the next element": Edit("tile/global_sum.cuh", "RunningSum.add", "sum = 0;", ""),
+        "a running sum is lost where another element follows": Edit(
+            "tile/global_sum.cuh", "RunningSum.add", "if (address != nullptr) ptx::red_add(address, sum);", ""
+        ),
+        "the last running sum is lost": Edit(
+            "attention/score_slopes.cuh", "score_pairs", "if (adds) score.flush(score_sums);", ""
+        ),
+        "a warp's sums go to its first lane's element": Edit(
+            "tile/global_sum.cuh", "RunningSum.flush", "__all_sync(0xffffffffu, own == first)",
+            "__any_sync(0xffffffffu, own == first)",
+        ),
         "S^T is taken for S": Edit(
             "attention/score_slopes.cuh", "score_pairs_of_keys",
             "{work.first, work.last}, {block.start, block.stop}",
