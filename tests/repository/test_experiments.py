@@ -1390,3 +1390,44 @@ def test_the_command_runs_an_experiment_and_refuses_an_unknown_one() -> None:
     refused = subprocess.run([*command, "block_density"], **options)
     assert refused.returncode == 2 and refused.stderr.startswith("no experiment is named 'block_density'; there are ")
     assert refused.stderr.count("\n") == 1 and not refused.stdout
+
+
+# Small studies
+
+
+def test_scores_stored_in_16_bits_cost_more_than_the_results_rounding(load) -> None:
+    study = load("numerical_error")
+    config = study.Config(dtypes=("float16", "float64"), seqlens=(64,), logit_stds=(8.0,), outliers=(0.0, 0.01))
+    rows = list(study.run(config))
+    assert [row["dtype"] for row in rows] == ["float16", "float64"] * 2
+    for row in rows:
+        if row["dtype"] == "float16":
+            assert row["rounding"] <= 1.01 * row["tiled"] < row["plain"] / 2
+        else:
+            assert row["rounding"] == 0 and max(row["tiled"], row["plain"]) < 1e-13
+    assert study.plot(rows).axes and len(study.table(rows).rows) == 4
+
+
+def test_patterns_keep_no_more_than_all_and_every_pattern_is_there(load) -> None:
+    study = load("pattern_zoo")
+    rows = list(study.run(study.Config(block=128)))
+    assert all(0 < row["kept"] <= 1 and 0 < row["mass"] <= 1 and row["output_error"] >= 0 for row in rows)
+    names = " ".join(row["pattern"] for row in rows)
+    assert all(name in names for name in cuflash.patterns.__all__)
+    assert study.plot(rows).axes and len(study.table(rows).rows) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "complaint"),
+    [
+        ("pattern_zoo", ["--block", "100"], "block must divide 512; got 100"),
+        ("numerical_error", ["--dtypes", "float8"], "no float8 in dtypes"),
+        ("numerical_error", ["--outliers", "1.5"], "outliers shares in"),
+    ],
+)
+def test_small_studies_refuse_what_they_cannot_draw(
+    load, harness: ModuleType, capsys: pytest.CaptureFixture[str], name: str, argv: list[str], complaint: str
+) -> None:
+    with pytest.raises(SystemExit):
+        harness.parse_config(load(name).Config, "", argv)
+    assert complaint in capsys.readouterr().err

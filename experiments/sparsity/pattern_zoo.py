@@ -1,0 +1,95 @@
+"""How does each static pattern look, and how much softmax mass of a trained encoder does it keep?
+
+    python -m experiments pattern_zoo              # seconds
+    python -m experiments pattern_zoo --block 16
+
+Every function of `cuflash.patterns`, and the closed masks beside them, on 512 tokens of English (MiniLM, layer 2, 12
+heads). `kept` is the share of elements that the pattern allows, `mass` the mean softmax mass on them, exact by
+`cuflash.recall`, and `output error` the relative change of the output. A pattern keeps its share of elements as mass
+where attention is uniform: below 1, `mass / kept` tells that it looks where the encoder does not.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cuflash
+import matplotlib.pyplot as plt
+import numpy as np
+from cuflash import masks, patterns
+from harness import Record, main, track
+from rich.table import Table
+from workloads import NUM_HEADS, activations
+
+LAYER = 1  # of those in the archive: layer 2 of the encoder
+SEQLEN = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The blocks of patterns that are made of blocks."""
+
+    block: int = 32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block <= SEQLEN or SEQLEN % self.block:
+            raise ValueError(f"block must divide {SEQLEN}; got {self.block}")
+
+
+def zoo(block: int) -> dict[str, masks.Mask]:
+    """Patterns by the text that makes them."""
+    return {
+        "Causal()": masks.Causal(),
+        f"SlidingWindow({block}, {block})": masks.SlidingWindow(block, block),
+        f"sink_local({block}, ({2 * block}, {2 * block}))": patterns.sink_local(block, (2 * block, 2 * block)),
+        f"longformer(({block}, {block}), {block})": patterns.longformer((block, block), block),
+        f"longformer dilated by 4, {block // 4} global": patterns.longformer((block, block), block // 4, dilation=4),
+        f"strided({block})": patterns.strided(block),
+        f"fixed({2 * block}, {block // 4})": patterns.fixed(2 * block, block // 4),
+        f"bigbird, block {block}": patterns.bigbird(SEQLEN, block=block, num_heads=NUM_HEADS),
+        f"butterfly, block {block}": patterns.butterfly(SEQLEN, block=block),
+        f"random of 0.25, block {block}": patterns.random(SEQLEN, block=block, density=0.25, num_heads=NUM_HEADS),
+        f"checkerboard, block {block}": patterns.checkerboard(SEQLEN, block=block),
+    }
+
+
+def run(config: Config) -> Iterator[Record]:
+    """One record a pattern."""
+    q, k, v = (x[LAYER] for x in activations())
+    for name, mask in track(list(zoo(config.block).items()), "patterns"):
+        allowed = mask.toarray(SEQLEN, num_heads=NUM_HEADS)
+        found = cuflash.recall(q, k, v, mask)
+        kept = float(np.mean(allowed))
+        yield {
+            "pattern": name, "block": config.block, "kept": kept, "mass": float(found.mass.mean()),
+            "output_error": float(np.mean(found.output_error)),
+        }  # fmt: skip
+
+
+def table(records: list[Record]) -> Table:
+    made = Table(title="softmax mass that patterns keep")
+    for column in ("pattern", "kept", "mass", "mass / kept", "output error"):
+        made.add_column(column, justify="left" if column == "pattern" else "right")
+    for row in sorted(records, key=lambda row: -row["mass"]):
+        ratio = f"{row['mass'] / row['kept']:.2f}"
+        made.add_row(row["pattern"], f"{row['kept']:.3f}", f"{row['mass']:.3f}", ratio, f"{row['output_error']:.3f}")
+    return made
+
+
+def plot(records: list[Record]) -> Any:
+    """The first head of each pattern, with what it keeps."""
+    pictures = zoo(records[0]["block"])
+    figure, axes = plt.subplots(3, 4, figsize=(10, 8))
+    for ax in axes.flat:
+        ax.axis("off")
+    for ax, row in zip(axes.flat, records):
+        allowed = pictures[row["pattern"]].toarray(SEQLEN, num_heads=NUM_HEADS)
+        ax.imshow(allowed.reshape(-1, SEQLEN, SEQLEN)[0], cmap="Blues", interpolation="nearest", vmin=0, vmax=1.4)
+        title = f"{row['pattern']}\nkept {row['kept']:.2f}, mass {row['mass']:.2f}"
+        ax.set_title(title, fontsize="x-small")
+    figure.tight_layout()
+    return figure
+
+
+if __name__ == "__main__":
+    main(Config, run, table, plot)
