@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, overload
 import numpy as np
 
 from .arrays import Array, ShapeDtype, describe, flag_reasons, is_array, namespace
+from .blocks.index import BlockIndex
 from .blocks.work_list import requested_mask
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
@@ -362,6 +363,8 @@ def plan(
     elif device is not None and (where == "cpu") != (device.compute_capability is None):
         kind = "the host" if where == "cpu" else "a GPU"
         reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}")
+    if type(mask) is BlockIndex and mask.remembered is not None:
+        mask = mask.remembered.mask  # so that nothing that the index remembers leads back to it
     resolved = None
     if problem is not None:
         with collecting(reasons):
@@ -461,6 +464,22 @@ _MAX_BOUND_CALLS = 512
 _bound_calls: dict[Hashable, tuple[Executable, BoundCall]] = {}
 
 
+def calls_with(mask: Any, shared: dict[Hashable, Any]) -> tuple[Any, dict[Hashable, Any]]:
+    """What stands for a mask in the keys of calls, and where calls with it are remembered.
+
+    Calls with a block index on the host are remembered by the index, and go with it; all others are `shared`.
+    """
+    kept = mask.remembered if type(mask) is BlockIndex else None
+    return (mask, shared) if kept is None else (None, kept.calls)
+
+
+def remember(calls: dict[Hashable, Any], key: Hashable, call: Any) -> None:
+    """Keep a call for later ones with the same key; when there are too many, all earlier ones are forgotten."""
+    if len(calls) >= _MAX_BOUND_CALLS:
+        calls.clear()
+    calls[key] = call
+
+
 _OfScore: TypeAlias = tuple[Any, Any, Any]  # score, softcap and bias
 
 
@@ -495,10 +514,11 @@ def _call(
     score = of_score[0]
     program = (score.program, score.numbers) if isinstance(score, Score) else None
     key = None
+    mask_of_key, calls = calls_with(mask, _bound_calls)
     if is_plain and of_score[1] is of_score[2] is None:
-        key = call_key(layout_key(*arrays), mask, causal, window, options, program, *operands)
+        key = call_key(layout_key(*arrays), mask_of_key, causal, window, options, program, *operands)
     try:
-        found = _bound_calls.get(key)
+        found = calls.get(key)
     except TypeError:  # an option that cannot be hashed
         key = found = None
     if found is not None:
@@ -512,12 +532,14 @@ def _call(
         given["q"], given["k"], given["v"], mask=mask, causal=causal, window=window, sink=given.get("sink"), **chosen
     )
     ready = replace(ready, captured={})  # what is remembered must hold no arrays of a call
-    o, lse = ready.forward(**given, out=out)
-    gpu.pin(ready.plan)
-    if key is not None and ready.can_bind:
-        if len(_bound_calls) >= _MAX_BOUND_CALLS:
-            _bound_calls.clear()
-        _bound_calls[key] = ready, ready.bind(given, pins=True)
+    if key is None or not ready.can_bind:
+        o, lse = ready.forward(**given, out=out)
+        gpu.pin(ready.plan)
+        return ready, tuple(given.values()), o, lse
+    ready.check_forward(given, "out", None, None)
+    forward = ready.bind(given, pins=True)
+    o, lse = forward(*given.values())
+    remember(calls, key, (ready, forward))
     return ready, tuple(given.values()), o, lse
 
 

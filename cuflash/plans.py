@@ -221,11 +221,11 @@ class Executable:
         if self.executor == "gpu":
             assert plan.kernels is not None
             return gpu.bind(plan, plan.kernels.forward, given, {"o": o, "lse": lse}, pins=pins)
-        names = *given, "o", "lse"
+        names, executor = (*given, "o", "lse"), EXECUTORS[self.executor]
 
         def bound_call(*arrays: Array) -> tuple[Array, Array]:
             made = np.empty(o.shape, o.dtype), np.empty(lse.shape, lse.dtype)
-            EXECUTORS[self.executor].forward(plan, dict(zip(names, (*arrays, *made))))
+            executor.forward(plan, dict(zip(names, (*arrays, *made))))
             return made
 
         return bound_call

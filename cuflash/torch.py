@@ -108,10 +108,11 @@ def attention(
     wrt = ("sink",) if has_graph and getattr(sink, "requires_grad", False) else ()
     options = (scale, kernel, executor, precision, deterministic, wrt)
     try:
-        key = _key(given, outs, mask, causal, window, options)
-        call: _OnGpu | _ByArrays | None = None if key is None else _bound_calls.get(key)
+        mask_of_key, calls = api.calls_with(mask, _bound_calls)
+        key = _key(given, outs, mask_of_key, causal, window, options)
+        call: _OnGpu | _ByArrays | None = None if key is None else calls.get(key)
         if call is None:
-            call = _first(key, given, outs, {"mask": mask, "causal": causal, "window": window}, options)
+            call = _first(calls, key, given, outs, {"mask": mask, "causal": causal, "window": window}, options)
         if has_graph:
             o, lse = _Attention.apply(call, outs, *given.values())
         else:
@@ -274,7 +275,12 @@ def _key(
 
 
 def _first(
-    key: Hashable, tensors: dict[str, Any], outs: _Outs, masks: dict[str, Any], options: tuple[Any, ...]
+    calls: dict[Hashable, Any],
+    key: Hashable,
+    tensors: dict[str, Any],
+    outs: _Outs,
+    masks: dict[str, Any],
+    options: tuple[Any, ...],
 ) -> _OnGpu | _ByArrays:
     """What runs a call that is made for the first time, once its arguments are accepted."""
     every = {**masks, **dict(zip(_OPTIONS, options))}
@@ -294,9 +300,7 @@ def _first(
         given = {name: layout for name, layout in (("o", out_o), ("lse", out_lse)) if layout is not None}
         call = _OnGpu(ready, layouts, given)
     if key is not None:
-        if len(_bound_calls) >= _MAX_BOUND_CALLS:
-            _bound_calls.clear()
-        _bound_calls[key] = call
+        api.remember(calls, key, call)
     return call
 
 

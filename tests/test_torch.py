@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +18,14 @@ from torch_machine import on_device  # noqa: E402
 
 import cuflash.torch  # noqa: E402
 from cuflash import BlockIndex, api, masks  # noqa: E402
-from cuflash.executors import gpu  # noqa: E402
+from cuflash.executors import gpu, torch_gpu  # noqa: E402
 
 attention = cuflash.torch.attention
 LISTED = masks.Dilated(3)  # its work is a list
+
+
+def an_index():
+    return BlockIndex.from_mask(LISTED, 20, 20, 4)
 
 
 def drawn(*shapes, dtype=torch.float32, seed=0):
@@ -355,6 +361,22 @@ def test_other_dtypes_run_on_a_gpu(machines, dtype):
     assert (lse.double() - wide_lse).abs().max() < 1e-5
 
 
+def test_calls_with_an_index_share_its_copy_and_it_goes_with_the_index(machines):
+    index = an_index()
+    given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(3):
+            attention(*given, mask=index, causal=number == 2).backward(on_device(DO))
+            assert len(torch_gpu.MACHINE._device_lists) == (2 if number == 2 else 1)
+        held = weakref.ref(index)
+        del index
+        assert held() is None and len(torch_gpu.MACHINE._device_lists) == 0
+    finally:
+        gc.enable()
+
+
 def test_a_repeated_call_asks_nothing_again(machines, monkeypatch):
     given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
     first = attention(*given, mask=LISTED)
@@ -383,10 +405,10 @@ def test_both_passes_run_on_the_stream_that_pytorch_has_current(machines):
         assert {stream for stream, _ in launches(cupy)[len(forward) :]} == {second.ptr}
 
 
-@pytest.mark.parametrize("mask", [None, LISTED], ids=["dense", "lists"])
+@pytest.mark.parametrize("mask", [None, LISTED, an_index], ids=["dense", "lists", "index"])
 @pytest.mark.parametrize("has_out", [False, True])
 def test_after_one_call_both_passes_are_captured_and_replayed_with_new_data(machines, mask, has_out):
-    cupy, pytorch = machines
+    (cupy, pytorch), mask = machines, mask() if mask is an_index else mask
     given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
     do, out = on_device(DO), on_device(torch.empty(Q.shape)) if has_out else None
     stream = cupy.cuda.Stream()
@@ -417,13 +439,14 @@ def test_a_capture_of_a_call_that_was_never_made_is_refused(machines):
         assert stream.end_capture().nodes == [] and launches(cupy) == []
 
 
-def test_a_captured_list_outlives_its_call(machines):
-    cupy, pytorch = machines
+@pytest.mark.parametrize("mask", [LISTED, an_index], ids=["lists", "index"])
+def test_a_captured_list_outlives_its_call(machines, mask):
+    (cupy, pytorch), mask = machines, mask() if mask is an_index else mask
     given, stream = [on_device(tensor) for tensor in (Q, K, V)], cupy.cuda.Stream()
     with pytorch.stream(stream):
-        attention(*given, mask=LISTED)
+        attention(*given, mask=mask)
         stream.begin_capture()
-        attention(*given, mask=LISTED)
+        attention(*given, mask=mask)
         stream.end_capture()
     assert len(gpu._pinned) == 1
 

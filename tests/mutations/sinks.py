@@ -83,7 +83,7 @@ FAULTS = {
     calls_are_told_apart: {
         "calls do not differ by their operands": Edit(
             "api.py", "_call",
-            "layout_key(*arrays), mask, causal, window, options, program, *operands)",
+            "layout_key(*arrays), mask_of_key, causal, window, options, program, *operands)",
             "layout_key(*arrays[:3]), mask, causal, window, options, program)",
         ),
         "calls do not differ by what gradients are asked of": Edit(
