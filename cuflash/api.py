@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 
@@ -16,10 +16,13 @@ from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
-from .masks.base import Mask
+from .masks.arrays import Dense
+from .masks.base import And, Band, Mask
+from .masks.block_pattern import BlockPattern
 from .masks.content import Content, content, held_arrays
 from .layouts import device_number
 from .planning.device import DeviceSpec
+from .planning.list_kernels import AT_CALL, ListedAtCall
 from .planning.plan import KernelPlan, gpu_plan, host_plan
 from .planning.problem import Problem, precision_reasons, with_operands
 from .planning.routing import FAMILIES, routed
@@ -274,7 +277,8 @@ def attention_vjp(
     ready, (q, k, v, *others), o, lse = _call(
         q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, wrt
     )  # fmt: skip
-    return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))
+    names = (*operands, AT_CALL) if len(others) > len(operands) else tuple(operands)
+    return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse, dict(zip(names, others)))
 
 
 def plan(
@@ -346,6 +350,35 @@ def plan(
     FLOPs      17716740096 forward
     workspace  131072 bytes, 0 of them the work list
     """
+    return planned(
+        q, k, v, mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap, bias=bias,
+        sink=sink, wrt=wrt, kernel=kernel, executor=executor, precision=precision, deterministic=deterministic,
+        device=device, lists_at_call=False,
+    )  # fmt: skip
+
+
+def planned(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Any,
+    causal: Any,
+    window: Any,
+    scale: Any,
+    score: Any,
+    softcap: Any,
+    bias: Any,
+    sink: Any,
+    wrt: Any,
+    kernel: str,
+    executor: str,
+    precision: str,
+    deterministic: Any,
+    device: DeviceSpec | None,
+    lists_at_call: bool,
+) -> Executable:
+    """What `plan` returns; with `lists_at_call` its calls make the lists of a mask that kernels list."""
     q, k, v, sink, bias = as_arrays({"q": q, "k": k, "v": v, "sink": sink, "bias": bias}).values()
     where = _executor((q, k, v), executor, device)
     reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
@@ -384,7 +417,8 @@ def plan(
         reasons = family.reasons(problem, target)
         if reasons:
             raise UnsupportedProblem(reasons)
-    made = _plan(problem, resolved, target, kernel if where != "cpu" else None, bool(deterministic))
+    chosen = kernel if where != "cpu" else None
+    made = _plan(problem, resolved, target, chosen, bool(deterministic), lists_at_call and where == "gpu")
     captured = {} if composed is None else composed.arrays
     return Executable(made, where, {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)})
 
@@ -461,7 +495,38 @@ def precompile(
 _MAX_BOUND_CALLS = 512
 
 
-_bound_calls: dict[Hashable, tuple[Executable, BoundCall]] = {}
+_bound_calls: dict[Hashable, tuple[Executable, BoundCall, Any]] = {}  # the last makes lists for calls that do
+
+
+class MaskContents(NamedTuple):
+    """A mask on a device without the contents of its array, and the array."""
+
+    key: Hashable
+    array: Any
+
+
+def mask_contents(mask: Any, layout_of: Callable[..., Hashable]) -> MaskContents | None:
+    """Contents of a mask that is, or intersects, one array of elements or of blocks; None of any other mask.
+
+    `layout_of` tells how an array lies; masks that differ in nothing but the contents of their arrays have equal keys.
+    """
+    keys: list[Any] = []
+    arrays: list[Any] = []
+    parts: tuple[Any, ...] = mask.operands if type(mask) is And else (mask,)
+    for part in parts:
+        if isinstance(part, Mask) and type(part) not in (Dense, BlockPattern):
+            try:
+                keys.append(content(part))
+            except TypeError:  # it holds what is not looked at here
+                return None
+            continue
+        array = part.allowed if type(part) is Dense else part.blocks if type(part) is BlockPattern else part
+        layout = None if isinstance(array, np.ndarray) else layout_of(array)
+        if layout is None:
+            return None
+        keys.append((type(part), getattr(part, "block", None), layout))
+        arrays.append(array)
+    return MaskContents(tuple(keys), arrays[0]) if len(arrays) == 1 else None
 
 
 def calls_with(mask: Any, shared: dict[Hashable, Any]) -> tuple[Any, dict[Hashable, Any]]:
@@ -513,34 +578,53 @@ def _call(
     arrays = (q, k, v, *operands.values()) if operands else (q, k, v)
     score = of_score[0]
     program = (score.program, score.numbers) if isinstance(score, Score) else None
-    key = None
+    key, contents = None, None
     mask_of_key, calls = calls_with(mask, _bound_calls)
     if is_plain and of_score[1] is of_score[2] is None:
-        key = call_key(layout_key(*arrays), mask_of_key, causal, window, options, program, *operands)
+        layout = layout_key(*arrays)
+        key = call_key(layout, mask_of_key, causal, window, options, program, *operands)
+        if key is None and mask is not None:
+            contents = mask_contents(mask, layout_key)
+            if contents is not None:
+                key = call_key(layout, None, causal, window, options, program, contents.key, *operands)
     try:
         found = calls.get(key)
     except TypeError:  # an option that cannot be hashed
         key = found = None
     if found is not None:
-        ready, forward = found
+        ready, forward, lists_of = found
+        if contents is not None:
+            arrays = *arrays, lists_of(contents.array)
         o, lse = forward(*arrays)
         return ready, arrays, o, lse
     given = as_arrays({"q": q, "k": k, "v": v, **operands})
     names = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
     chosen = dict(zip(names, options)) | dict(zip(("score", "softcap", "bias"), of_score))
-    ready = plan(
-        given["q"], given["k"], given["v"], mask=mask, causal=causal, window=window, sink=given.get("sink"), **chosen
-    )
+    qkv, asked = (given["q"], given["k"], given["v"]), {"mask": mask, "causal": causal, "window": window, **chosen}
+    asked["sink"] = given.get("sink")
+    ready = plan(*qkv, **asked) if contents is None else planned(*qkv, **asked, device=None, lists_at_call=True)
+    work, lists_of = ready.plan.work, None
+    if isinstance(work, ListedAtCall) and not ready.can_bind:
+        ready = plan(*qkv, **asked)
     ready = replace(ready, captured={})  # what is remembered must hold no arrays of a call
-    if key is None or not ready.can_bind:
+    if key is None or not ready.can_bind or contents is not None and not isinstance(work, ListedAtCall):
         o, lse = ready.forward(**given, out=out)
         gpu.pin(ready.plan)
         return ready, tuple(given.values()), o, lse
     ready.check_forward(given, "out", None, None)
+    if contents is not None and isinstance(work, ListedAtCall):
+        ready = without_mask(ready)  # nor an array of the mask
+        lists_of = gpu.list_maker(ready.plan, work.source)
+        given[AT_CALL] = lists_of(contents.array)
     forward = ready.bind(given, pins=True)
     o, lse = forward(*given.values())
-    remember(calls, key, (ready, forward))
+    remember(calls, key, (ready, forward, lists_of))
     return ready, tuple(given.values()), o, lse
+
+
+def without_mask(ready: Executable) -> Executable:
+    """A plan whose calls make their lists, without the arrays of the mask that it was made with."""
+    return replace(ready, plan=replace(ready.plan, mask=Band()))
 
 
 def require_flag(name: str, value: Any) -> None:
@@ -585,11 +669,18 @@ def call_key(
 _host = lru_cache(maxsize=1)(DeviceSpec.host)
 
 
-def _new_plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
+def _new_plan(
+    problem: Problem,
+    mask: Mask,
+    device: DeviceSpec,
+    kernel: str | None,
+    deterministic: bool,
+    lists_at_call: bool = False,
+) -> KernelPlan:
     """The plan of a call on the host where `kernel` is None, else on a GPU."""
     if kernel is None:
         return host_plan(problem, mask, device)
-    return gpu_plan(problem, mask, device, kernel, deterministic)
+    return gpu_plan(problem, mask, device, kernel, deterministic, lists_at_call)
 
 
 def _executor(arrays: tuple[Any, ...], executor: str, device: DeviceSpec | None) -> str:
@@ -628,12 +719,14 @@ def _cached_plan(
     return _new_plan(problem, mask_key.mask, device, kernel, deterministic)
 
 
-def _plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
+def _plan(
+    problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool, lists_at_call: bool
+) -> KernelPlan:
     """Plans whose masks hold no arrays are remembered: calls of one shape plan once."""
     try:
         mask_key = _MaskKey(mask, content(mask))
     except TypeError:
-        return _new_plan(problem, mask, device, kernel, deterministic)
+        return _new_plan(problem, mask, device, kernel, deterministic, lists_at_call)
     return _cached_plan(problem, mask_key, device, kernel, deterministic)
 
 

@@ -19,6 +19,7 @@ from .masks.content import held_arrays
 from .layouts import device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, taken
 from .planning.device import DeviceSpec
 from .planning.explain import explain
+from .planning.list_kernels import AT_CALL, ListedAtCall
 from .planning.plan import KernelPlan
 from .planning.problem import Problem
 
@@ -478,6 +479,8 @@ class Executable:
             "lse": (problem.lse_shape(), problem.accumulator),
             "dlse": (problem.lse_shape(), problem.accumulator),
         }
+        if isinstance(self.plan.work, ListedAtCall):
+            wanted[AT_CALL] = (self.plan.work.source.nbytes,), np.dtype(np.uint8)
         reasons = [
             f"{name} must be given, of shape {shape} and dtype {dtype}: the plan was made with it"
             for name, (shape, dtype) in operands.items()

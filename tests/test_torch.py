@@ -377,6 +377,40 @@ def test_calls_with_an_index_share_its_copy_and_it_goes_with_the_index(machines)
         gc.enable()
 
 
+KEPT = torch.rand((2, 4, 20, 20), generator=torch.Generator().manual_seed(3)) < 0.5
+
+
+@pytest.mark.parametrize("has_out", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lists_of_a_mask_are_made_anew_at_each_call_and_in_replays(machines, monkeypatch, has_out, causal):
+    cupy, pytorch = machines
+    given, kept, do = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)], on_device(KEPT), on_device(DO)
+    out, stream = on_device(torch.empty(Q.shape)) if has_out else None, cupy.cuda.Stream()
+
+    def step():
+        o = attention(*given, mask=kept, causal=causal, out=out)
+        return [o, *torch.autograd.grad(o, given, do)]
+
+    def of_host(mask):
+        o = attention(Q, K, V, mask=mask, causal=causal)
+        return o, *gradients(lambda *x: attention(*x, mask=mask, causal=causal, return_lse=True), (Q, K, V), DO)
+
+    first, second, third = map(of_host, (KEPT, ~KEPT, KEPT.flip(-1)))
+    with pytorch.stream(stream):
+        assert all(map(close, step(), first))
+        monkeypatch.setattr(api, "planned", lambda *args, **options: pytest.fail("planned again"))
+        with torch.no_grad():
+            kept.copy_(~KEPT)
+        assert all(map(close, step(), second))
+        stream.begin_capture()
+        found = step()
+        graph = stream.end_capture()
+    with torch.no_grad():
+        kept.copy_(KEPT.flip(-1))
+    graph.launch()
+    assert all(map(close, found, third))
+
+
 def test_a_repeated_call_asks_nothing_again(machines, monkeypatch):
     given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
     first = attention(*given, mask=LISTED)

@@ -350,7 +350,7 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
         lo, hi = row_intervals(mask, shape.seqlen_q, shape.seqlen_kv, *over, xp)
         if xp is not np or _widest_gap(lo, hi) < min(tile[1], LISTED_BLOCK):
             return intervals(lo=lo, hi=hi)
-    block = _listed_block(mask, tile)
+    block = listed_block(mask, tile)
     if isinstance(mask, IndexMask):
         return _work_of_index(mask, block)
     if isinstance(mask, IndexGrid) and mask.index.block == block:
@@ -370,7 +370,7 @@ def _work_of_index(mask: IndexMask, block: tuple[int, int]) -> ListedWork:
     return work
 
 
-def _listed_block(mask: Mask, tile: tuple[int, int]) -> tuple[int, int]:
+def listed_block(mask: Mask, tile: tuple[int, int]) -> tuple[int, int]:
     """The mask's own block size where that is a fair size for a list, else one that suits the tile."""
     natural = mask.natural_block or (NATURAL_BLOCKS[1] + 1,) * 2
     block_q, block_kv = (_listed_side(natural_side, side) for natural_side, side in zip(natural, tile))
