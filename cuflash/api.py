@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
@@ -574,19 +574,20 @@ def _call(
 ) -> tuple[Any, tuple[Any, ...], Any, Any]:
     """What ran the forward pass of a call, q, k, v and operands as arrays, o and lse; equal calls are looked up."""
     causal = bool(causal) if type(causal) is np.bool else causal
-    is_plain = out is None and not checks.is_on()
     arrays = (q, k, v, *operands.values()) if operands else (q, k, v)
+    outs = () if out is None else tuple(out) if type(out) in (tuple, list) and len(out) == 2 else (out,)
     score = of_score[0]
     program = (score.program, score.numbers) if isinstance(score, Score) else None
     key, contents = None, None
     mask_of_key, calls = calls_with(mask, _bound_calls)
-    if is_plain and of_score[1] is of_score[2] is None:
-        layout = layout_key(*arrays)
-        key = call_key(layout, mask_of_key, causal, window, options, program, *operands)
+    if of_score[1] is of_score[2] is None and not checks.is_on():
+        layout = layout_key(*arrays, *outs)
+        decisive = program, len(outs), *operands
+        key = call_key(layout, mask_of_key, causal, window, options, *decisive)
         if key is None and mask is not None:
             contents = mask_contents(mask, layout_key)
             if contents is not None:
-                key = call_key(layout, None, causal, window, options, program, contents.key, *operands)
+                key = call_key(layout, None, causal, window, options, contents.key, *decisive)
     try:
         found = calls.get(key)
     except TypeError:  # an option that cannot be hashed
@@ -595,31 +596,53 @@ def _call(
         ready, forward, lists_of = found
         if contents is not None:
             arrays = *arrays, lists_of(contents.array)
-        o, lse = forward(*arrays)
-        return ready, arrays, o, lse
+        made = forward(*arrays, *outs)
+        if made is not None:
+            return ready, arrays, *made
     given = as_arrays({"q": q, "k": k, "v": v, **operands})
     names = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
-    chosen = dict(zip(names, options)) | dict(zip(("score", "softcap", "bias"), of_score))
-    qkv, asked = (given["q"], given["k"], given["v"]), {"mask": mask, "causal": causal, "window": window, **chosen}
-    asked["sink"] = given.get("sink")
-    ready = plan(*qkv, **asked) if contents is None else planned(*qkv, **asked, device=None, lists_at_call=True)
+    asked = dict(zip(names, options)) | dict(zip(("score", "softcap", "bias"), of_score))
+    asked |= {"mask": mask, "causal": causal, "window": window, "sink": given.get("sink")}
+    ready, made, again = _first_call(given, out, outs, asked, contents, key is not None)
+    if again is not None:
+        remember(calls, key, (ready, *again))
+    return ready, tuple(given.values()), *made
+
+
+def _first_call(
+    given: dict[str, Any],
+    out: Any,
+    outs: tuple[Any, ...],
+    asked: dict[str, Any],
+    contents: MaskContents | None,
+    is_repeatable: bool,
+) -> tuple[Executable, Sequence[Array], tuple[Any, ...] | None]:
+    """A call that is planned: what ran it, o and lse, and what runs it again, None if that is all of this.
+
+    Where the call makes lists, it adds them to `given`.
+    """
+    q, k, v = given["q"], given["k"], given["v"]
+    ready = plan(q, k, v, **asked) if contents is None else planned(q, k, v, **asked, device=None, lists_at_call=True)
     work, lists_of = ready.plan.work, None
     if isinstance(work, ListedAtCall) and not ready.can_bind:
-        ready = plan(*qkv, **asked)
+        ready = plan(q, k, v, **asked)
     ready = replace(ready, captured={})  # what is remembered must hold no arrays of a call
-    if key is None or not ready.can_bind or contents is not None and not isinstance(work, ListedAtCall):
-        o, lse = ready.forward(**given, out=out)
+    is_bound = is_repeatable and ready.can_bind and (not outs or ready.executor == "gpu")
+    if not is_bound or contents is not None and not isinstance(work, ListedAtCall):
+        made: Any = ready.forward(**given, out=out)
         gpu.pin(ready.plan)
-        return ready, tuple(given.values()), o, lse
-    ready.check_forward(given, "out", None, None)
+        return ready, made, None
+    out_o, out_lse, *_ = *outs, None, None
+    ready.check_forward(given, "out" if out_lse is None else "out[0]", out_o, out_lse)
     if contents is not None and isinstance(work, ListedAtCall):
         ready = without_mask(ready)  # nor an array of the mask
         lists_of = gpu.list_maker(ready.plan, work.source)
         given[AT_CALL] = lists_of(contents.array)
-    forward = ready.bind(given, pins=True)
-    o, lse = forward(*given.values())
-    remember(calls, key, (ready, forward, lists_of))
-    return ready, tuple(given.values()), o, lse
+    forward: Any = ready.bind_into(given, dict(zip(("o", "lse"), outs))) if outs else ready.bind(given, pins=True)
+    made = forward(*given.values(), *outs)
+    if made is None:  # an output may lie in the gaps of another array
+        made = ready.forward(**given, out=out)
+    return ready, made, (forward, lists_of)
 
 
 def without_mask(ready: Executable) -> Executable:

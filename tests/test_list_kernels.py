@@ -231,3 +231,62 @@ def test_gradients_over_broadcast_axes_and_checks_take_masks_that_kernels_list(c
     for _ in range(2):
         got = passes(array, arrays, cupy.asarray(DO))
         assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(got, expected))
+
+
+@pytest.mark.parametrize("name", ["elements", "blocks and causal"])
+def test_a_call_that_is_given_its_results_makes_lists_too(cupy, name):
+    make, contents = MASKS[name]
+    arrays, array = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(contents)
+    expected = passes(make(contents), (Q, K, V), DO)
+    for _ in range(2):
+        out, lse = cupy.empty(Q.shape, np.float32), cupy.empty(Q.shape[:-1], np.float32)
+        (o, _), vjp = cuflash.attention_vjp(*arrays, mask=make(array), out=(out, lse), return_lse=True)
+        assert o is out
+        got = [out.get(), lse.get(), *(each.get() for each in vjp(cupy.asarray(DO)))]
+        assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(got, expected))
+
+
+# Calls that write to arrays of the caller's, of any mask.
+
+
+def test_a_repeated_call_writes_to_given_arrays_and_asks_nothing_again(cupy, monkeypatch):
+    arrays = [cupy.asarray(each) for each in (Q, K, V)]
+    expected, expected_lse = cuflash.attention(Q, K, V, causal=True, return_lse=True)
+    for number in range(3):
+        out, lse = cupy.empty(Q.shape, np.float32), cupy.empty(Q.shape[:-1], np.float32)
+        assert cuflash.attention(*arrays, causal=True, out=out) is out
+        both = cupy.empty(Q.shape, np.float32)
+        assert cuflash.attention(*arrays, causal=True, out=(both, lse)) is both
+        assert (both.get() == out.get()).all() and np.allclose(out.get(), expected, rtol=1e-4, atol=1e-5)
+        assert np.allclose(lse.get(), expected_lse, rtol=1e-4, atol=1e-5)
+        monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+
+
+def test_an_output_over_an_input_is_refused_by_a_repeated_call_too(cupy):
+    arrays = [cupy.asarray(each) for each in (Q, K, V)]
+    room = cupy.asarray(np.concatenate([Q, Q]))
+    cuflash.attention(*arrays, out=room[:2])
+    for out in (arrays[2], arrays[0]):
+        with pytest.raises(cuflash.UnsupportedProblem, match="out must not overlap"):
+            cuflash.attention(*arrays, out=out)
+    with pytest.raises(cuflash.UnsupportedProblem, match="out must not overlap q"):
+        cuflash.attention(room[1:3], *arrays[1:], out=room[:2])
+    cuflash.attention(room[2:], *arrays[1:], out=room[:2])
+    assert np.allclose(room[:2].get(), cuflash.attention(Q, K, V), rtol=1e-4, atol=1e-5)
+
+
+def test_an_output_in_the_gaps_of_an_input_is_written_to_each_time(cupy):
+    room, k, v = cupy.asarray(np.zeros((*Q.shape, 2), np.float32)), cupy.asarray(K), cupy.asarray(V)
+    q, out = room[..., 0], room[..., 1]
+    for factor in (1, 2):
+        q[...] = factor * Q
+        assert cuflash.attention(q, k, v, out=out) is out
+        assert np.allclose(out.get(), cuflash.attention(factor * Q, K, V), rtol=1e-4, atol=1e-5)
+
+
+def test_two_outputs_that_overlap_are_refused_by_a_repeated_call_too(cupy):
+    arrays, room = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(np.zeros(2 * Q.size, np.float32))
+    o, size = room[: Q.size].reshape(*Q.shape), Q.size // Q.shape[-1]
+    cuflash.attention(*arrays, out=(o, room[Q.size : Q.size + size].reshape(*Q.shape[:-1])))
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"out\[0\] and out\[1\] must not overlap"):
+        cuflash.attention(*arrays, out=(o, room[Q.size - 1 : Q.size - 1 + size].reshape(*Q.shape[:-1])))

@@ -22,7 +22,7 @@ from ..planning.launches import Launch, Pass, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from . import checks
-from ..planning.list_kernels import ListSource
+from ..planning.list_kernels import LIST_SPECS, ListSource
 from .launch import BoundPass, Lists, run
 from .list_maker import ListMaker
 from .params import View
@@ -391,8 +391,20 @@ def bind(
 
 
 def list_maker(plan: KernelPlan, source: ListSource, machine: Gpu | None = None) -> Callable[[Array], Array]:
-    """A function that makes the lists of masks of one layout for calls of a plan, on the current stream."""
+    """A function that makes the lists of masks of one layout for calls of a plan, on the current stream.
+
+    Raises
+    ------
+    RuntimeError
+        The stream is captured, and the kernels that make lists are not compiled yet.
+    """
     machine = machine or _GPU
+    not_loaded = [spec for spec in LIST_SPECS.values() if not nvrtc.is_loaded(spec, _capability())]
+    if not_loaded and machine.stream().is_capturing():
+        raise RuntimeError(
+            f"{not_loaded[0].name} is not compiled yet, which a stream capture cannot wait for: {_COMPILE_FIRST}"
+        )
+    nvrtc.precompile(not_loaded, _capability())
     make, current_stream, address = ListMaker(source, machine), machine.stream, machine.mask_address
     keep_captured = machine.keep_captured
 
