@@ -17,6 +17,7 @@ from .compiler.nvrtc import Compiled
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
 from .masks.arrays import Dense
+from .masks.at_each_call import at_each_call
 from .masks.base import And, Band, Mask
 from .masks.block_pattern import BlockPattern
 from .masks.content import Content, content, held_arrays
@@ -350,35 +351,6 @@ def plan(
     FLOPs      17716740096 forward
     workspace  131072 bytes, 0 of them the work list
     """
-    return planned(
-        q, k, v, mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap, bias=bias,
-        sink=sink, wrt=wrt, kernel=kernel, executor=executor, precision=precision, deterministic=deterministic,
-        device=device, lists_at_call=False,
-    )  # fmt: skip
-
-
-def planned(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    mask: Any,
-    causal: Any,
-    window: Any,
-    scale: Any,
-    score: Any,
-    softcap: Any,
-    bias: Any,
-    sink: Any,
-    wrt: Any,
-    kernel: str,
-    executor: str,
-    precision: str,
-    deterministic: Any,
-    device: DeviceSpec | None,
-    lists_at_call: bool,
-) -> Executable:
-    """What `plan` returns; with `lists_at_call` its calls make the lists of a mask that kernels list."""
     q, k, v, sink, bias = as_arrays({"q": q, "k": k, "v": v, "sink": sink, "bias": bias}).values()
     where = _executor((q, k, v), executor, device)
     reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
@@ -417,8 +389,7 @@ def planned(
         reasons = family.reasons(problem, target)
         if reasons:
             raise UnsupportedProblem(reasons)
-    chosen = kernel if where != "cpu" else None
-    made = _plan(problem, resolved, target, chosen, bool(deterministic), lists_at_call and where == "gpu")
+    made = _plan(problem, resolved, target, kernel if where != "cpu" else None, bool(deterministic))
     captured = {} if composed is None else composed.arrays
     return Executable(made, where, {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)})
 
@@ -622,7 +593,7 @@ def _first_call(
     Where the call makes lists, it adds them to `given`.
     """
     q, k, v = given["q"], given["k"], given["v"]
-    ready = plan(q, k, v, **asked) if contents is None else planned(q, k, v, **asked, device=None, lists_at_call=True)
+    ready = plan(q, k, v, **asked if contents is None else asked | {"mask": at_each_call(asked["mask"])})
     work, lists_of = ready.plan.work, None
     if isinstance(work, ListedAtCall) and not ready.can_bind:
         ready = plan(q, k, v, **asked)
@@ -692,18 +663,11 @@ def call_key(
 _host = lru_cache(maxsize=1)(DeviceSpec.host)
 
 
-def _new_plan(
-    problem: Problem,
-    mask: Mask,
-    device: DeviceSpec,
-    kernel: str | None,
-    deterministic: bool,
-    lists_at_call: bool = False,
-) -> KernelPlan:
+def _new_plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
     """The plan of a call on the host where `kernel` is None, else on a GPU."""
     if kernel is None:
         return host_plan(problem, mask, device)
-    return gpu_plan(problem, mask, device, kernel, deterministic, lists_at_call)
+    return gpu_plan(problem, mask, device, kernel, deterministic)
 
 
 def _executor(arrays: tuple[Any, ...], executor: str, device: DeviceSpec | None) -> str:
@@ -742,14 +706,12 @@ def _cached_plan(
     return _new_plan(problem, mask_key.mask, device, kernel, deterministic)
 
 
-def _plan(
-    problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool, lists_at_call: bool
-) -> KernelPlan:
+def _plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
     """Plans whose masks hold no arrays are remembered: calls of one shape plan once."""
     try:
         mask_key = _MaskKey(mask, content(mask))
     except TypeError:
-        return _new_plan(problem, mask, device, kernel, deterministic, lists_at_call)
+        return _new_plan(problem, mask, device, kernel, deterministic)
     return _cached_plan(problem, mask_key, device, kernel, deterministic)
 
 

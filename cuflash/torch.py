@@ -20,6 +20,7 @@ from .errors import UnsupportedProblem
 from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .layouts import is_tensor, taken, tensor_reasons
+from .masks.at_each_call import at_each_call
 from .planning.list_kernels import AT_CALL, ListedAtCall
 from .plans import Executable, Pullback, layout_key
 
@@ -349,8 +350,7 @@ def _first(
 def _planned(layouts: dict[str, Any], options: dict[str, Any], lists_at_call: bool) -> Executable:
     """The plan of a call, which makes the lists of its mask itself if kernels can and its passes can be bound."""
     if lists_at_call:
-        asked: dict[str, Any] = dict.fromkeys(("sink", "score", "softcap", "bias")) | layouts | options
-        ready = api.planned(**asked, device=None, lists_at_call=True)
+        ready = api.plan(**layouts, **options | {"mask": at_each_call(options["mask"])})
         if ready.can_bind:
             return ready
     return api.plan(**layouts, **options)

@@ -398,7 +398,7 @@ def test_lists_of_a_mask_are_made_anew_at_each_call_and_in_replays(machines, mon
     first, second, third = map(of_host, (KEPT, ~KEPT, KEPT.flip(-1)))
     with pytorch.stream(stream):
         assert all(map(close, step(), first))
-        monkeypatch.setattr(api, "planned", lambda *args, **options: pytest.fail("planned again"))
+        monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
         with torch.no_grad():
             kept.copy_(~KEPT)
         assert all(map(close, step(), second))

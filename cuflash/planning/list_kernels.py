@@ -19,6 +19,7 @@ from ..blocks.classify import extents, row_intervals
 from ..blocks.index import BlockIndex
 from ..blocks.work_list import IntervalWork, ListedWork, WorkList, listed_block, work_list
 from ..masks.arrays import ResolvedDense
+from ..masks.at_each_call import without_at_each_call
 from ..masks.base import And, Mask
 from ..masks.block_set import BlockGrid
 from ..masks.content import held_arrays
@@ -238,9 +239,10 @@ def _blocks_of(mask: BlockGrid) -> tuple[Array, tuple[int, int]]:
     return mask.blocks.array, mask.block
 
 
-def work_at_call(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
-    """The work of a resolved mask, whose lists calls make if kernels serve the mask; else as `work_list` has it."""
-    found = ListSource.of(mask, shape, listed_block(mask, tile))
+def work_of_kernels(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
+    """The work of a resolved mask for kernels on a GPU, whose lists calls make where `AtEachCall` and kernels allow it."""
+    mask, is_at_each_call = without_at_each_call(mask)
+    found = ListSource.of(mask, shape, listed_block(mask, tile)) if is_at_each_call else None
     return work_list(mask, shape, tile) if found is None else ListedAtCall.of(found[0])
 
 

@@ -17,7 +17,7 @@ from .device import DeviceSpec
 from .families.family import Family
 from .host import HostTiling, host_tile
 from .launches import Kernels
-from .list_kernels import work_at_call
+from .list_kernels import work_of_kernels
 from .problem import Problem
 from .routing import FAMILIES, rerouted, routed
 from .score_launches import repeat_reasons, with_score
@@ -174,12 +174,7 @@ def host_plan(problem: Problem, mask: Mask, device: DeviceSpec) -> KernelPlan:
 
 
 def gpu_plan(
-    problem: Problem,
-    mask: Mask,
-    device: DeviceSpec,
-    kernel: str = "auto",
-    deterministic: bool = False,
-    lists_at_call: bool = False,
+    problem: Problem, mask: Mask, device: DeviceSpec, kernel: str = "auto", deterministic: bool = False
 ) -> KernelPlan:
     """The plan of a call on a GPU, or on the simulator of one.
 
@@ -189,8 +184,6 @@ def gpu_plan(
         A family, which has no reasons against the problem on the device, or "auto".
     deterministic : bool
         Whether every result must be bitwise repeatable.
-    lists_at_call : bool
-        Whether calls make the lists of a mask that kernels list; they are then made here for no mask of this kind.
 
     Raises
     ------
@@ -198,12 +191,11 @@ def gpu_plan(
         No tile of the family fits the device's shared memory, or there are more tiles than kernels can number.
     """
     family, why = routed(problem, device) if kernel == "auto" else (FAMILIES[kernel], "")
-    make_work = work_at_call if lists_at_call else work_list
-    work = make_work(mask, problem.mask_shape, family.list_block(problem, device))
+    work = work_of_kernels(mask, problem.mask_shape, family.list_block(problem, device))
     other = rerouted(family, work) if kernel == "auto" else None
     if other is not None:
         family, why = other
-        work = make_work(mask, problem.mask_shape, family.list_block(problem, device))
+        work = work_of_kernels(mask, problem.mask_shape, family.list_block(problem, device))
     kernels = family.launches(problem, device, work, deterministic=deterministic)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
     if problem.score is not None:
