@@ -34,7 +34,7 @@ def at_each_call(mask: Any) -> Any:
 
 
 def without_at_each_call(mask: Mask) -> tuple[Mask, bool]:
-    """A resolved mask as it was before `at_each_call`, and whether it, or what it is intersected with, came from there."""
+    """A resolved mask as it was before `at_each_call`, and whether a part of it came from there."""
     leaves: list[Mask] = []
     parts = list(mask.operands) if type(mask) is And else [mask]
     for part in parts:

@@ -240,7 +240,7 @@ def _blocks_of(mask: BlockGrid) -> tuple[Array, tuple[int, int]]:
 
 
 def work_of_kernels(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
-    """The work of a resolved mask for kernels on a GPU, whose lists calls make where `AtEachCall` and kernels allow it."""
+    """The work of a resolved mask on a GPU; calls make the lists of one that is `AtEachCall`, if kernels serve it."""
     mask, is_at_each_call = without_at_each_call(mask)
     found = ListSource.of(mask, shape, listed_block(mask, tile)) if is_at_each_call else None
     return work_list(mask, shape, tile) if found is None else ListedAtCall.of(found[0])

@@ -69,7 +69,7 @@ CASES = (
 
 
 def lists_are_those_of_the_array_form() -> None:
-    """Four kernels list what operations on arrays list: elements in packets and one by one, whole blocks, small ones."""
+    """Four kernels list what operations on arrays list: elements in packets and one by one, and blocks of any size."""
     for make, shape, density, is_within_a_band in CASES:
         mask = make(device_double.DeviceArray(np.random.default_rng(sum(shape)).random(shape) < density))
         mask = mask & cuflash.masks.Band(-30, 9) if is_within_a_band else mask
