@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cuflash import BlockIndex, api, masks
 from cuflash.blocks.work_list import ListedWork
+from cuflash.compiler import nvrtc as compiling
 from cuflash.executors import gpu
 from cuflash.executors.list_maker import ListMaker
 from cuflash.executors.sim import Simulator
@@ -289,3 +290,76 @@ def test_two_outputs_that_overlap_are_refused_by_a_repeated_call_too(cupy):
     cuflash.attention(*arrays, out=(o, room[Q.size : Q.size + size].reshape(*Q.shape[:-1])))
     with pytest.raises(cuflash.UnsupportedProblem, match=r"out\[0\] and out\[1\] must not overlap"):
         cuflash.attention(*arrays, out=(o, room[Q.size - 1 : Q.size - 1 + size].reshape(*Q.shape[:-1])))
+
+
+# Wrong masks.
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda cupy: cupy.asarray(KEPT[..., :39]), "must broadcast to"),
+        (lambda cupy: cupy.asarray(KEPT.astype(np.int8)), "must be boolean, True = attend; got dtype int8"),
+        (lambda cupy: masks.BlockPattern(cupy.asarray(BLOCKS[:, :4]), 8), r"blocks must have shape \(\.\.\., 5, 5\)"),
+        (lambda cupy: cupy_machine.Ndarray(KEPT, 1), "must be on the current device, 0; got device 1"),
+        (lambda cupy: KEPT, "mask's arrays must be where q is"),
+    ],
+    ids=["shape", "dtype", "blocks", "device", "host"],
+)
+def test_a_wrong_mask_is_refused_after_right_ones_too(cupy, make, reason):
+    arrays = [cupy.asarray(each) for each in (Q, K, V)]
+    for right in (cupy.asarray(KEPT), masks.BlockPattern(cupy.asarray(BLOCKS), 8)):
+        cuflash.attention(*arrays, mask=right)
+    cupy.log.clear()
+    for _ in range(2):
+        with pytest.raises(cuflash.UnsupportedProblem, match=reason):
+            cuflash.attention(*arrays, mask=make(cupy))
+    with pytest.raises(cuflash.UnsupportedProblem, match="kernel must be"):
+        cuflash.attention(*arrays, mask=make(cupy), kernel="sm75")
+    assert kernels(cupy) == []
+
+
+def test_a_first_call_inside_a_capture_is_refused(cupy):
+    arrays, array, stream = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(KEPT), cupy.cuda.Stream()
+    with stream:
+        cuflash.attention_vjp(*arrays, mask=array)[1](cupy.asarray(DO))
+        for key in [key for key in compiling._loaded if key[0].family == "lists"]:  # as if it had not been called
+            del compiling._loaded[key]
+        api._bound_calls.clear()
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="lists_classify is not compiled yet.*make the same call once"):
+            cuflash.attention(*arrays, mask=array)
+        stream.end_capture()
+
+
+def test_lists_of_a_capture_are_made_anew_by_each_replay(cupy):
+    arrays, array, stream = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(KEPT), cupy.cuda.Stream()
+    with stream:
+        cuflash.attention(*arrays, mask=masks.Dense(array) & masks.Causal())
+        stream.begin_capture()
+        o = cuflash.attention(*arrays, mask=masks.Dense(array) & masks.Causal())
+        graph = stream.end_capture()
+    array[...] = ~KEPT
+    api._bound_calls.clear()
+    graph.launch()
+    assert np.allclose(o.get(), cuflash.attention(Q, K, V, mask=~KEPT, causal=True), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_masks_on_a_gpu_are_listed_anew_whatever_makes_their_lists():
+    import cupy
+
+    arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
+    array, blocks = cupy.asarray(KEPT), cupy.asarray(BLOCKS)
+    ways = [
+        (lambda kept, blocks: kept, {}), (lambda kept, blocks: masks.BlockPattern(blocks, 8), {"causal": True}),
+        (lambda kept, blocks: masks.Dense(kept) & masks.BlockPattern(blocks, 8), {}),
+        (lambda kept, blocks: ~masks.Dense(kept), {}), (lambda kept, blocks: kept, {"scale": 1e-30}),
+    ]  # fmt: skip
+    for number in range(3):
+        for make, options in ways:
+            got = passes(make(array, blocks), arrays, do, **options)
+            expected = passes(make(array.get(), blocks.get()), (Q, K, V), DO, **options)
+            assert all(np.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(got, expected))
+        array[...] = cupy.roll(array, 1, axis=-1)
+        blocks[...] = cupy.roll(blocks, 1, axis=-1)
