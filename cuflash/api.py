@@ -278,8 +278,9 @@ def attention_vjp(
     ready, (q, k, v, *others), o, lse = _call(
         q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, wrt
     )  # fmt: skip
-    names = (*operands, AT_CALL) if len(others) > len(operands) else tuple(operands)
-    return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse, dict(zip(names, others)))
+    if len(others) > len(operands):  # the lists of a mask, last
+        operands = operands | {AT_CALL: others[-1]}
+    return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))
 
 
 def plan(
@@ -552,13 +553,12 @@ def _call(
     key, contents = None, None
     mask_of_key, calls = calls_with(mask, _bound_calls)
     if of_score[1] is of_score[2] is None and not checks.is_on():
-        layout = layout_key(*arrays, *outs)
-        decisive = program, len(outs), *operands
-        key = call_key(layout, mask_of_key, causal, window, options, *decisive)
-        if key is None and mask is not None:
+        if mask_of_key is not None:
             contents = mask_contents(mask, layout_key)
-            if contents is not None:
-                key = call_key(layout, None, causal, window, options, contents.key, *decisive)
+        in_key, of_lists = (mask_of_key, None) if contents is None else (None, contents.key)
+        key = call_key(
+            layout_key(*arrays, *outs), in_key, causal, window, options, of_lists, program, len(outs), *operands
+        )
     try:
         found = calls.get(key)
     except TypeError:  # an option that cannot be hashed

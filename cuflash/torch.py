@@ -111,11 +111,9 @@ def attention(
     options = (scale, kernel, executor, precision, deterministic, wrt)
     try:
         mask_of_key, calls = api.calls_with(mask, _bound_calls)
-        key, contents = _key(given, outs, mask_of_key, causal, window, options), None
-        if key is None and mask is not None:
-            contents = api.mask_contents(mask, _mask_layout)
-            if contents is not None:
-                key = _key(given, outs, None, causal, window, options, contents.key)
+        contents = None if mask_of_key is None else api.mask_contents(mask, _mask_layout)
+        in_key, of_lists = (mask_of_key, None) if contents is None else (None, contents.key)
+        key = _key(given, outs, in_key, causal, window, options, of_lists)
         call: _Call | None = None if key is None else calls.get(key)
         if call is None:
             asked = {"mask": mask, "causal": causal, "window": window}
