@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 
@@ -16,11 +16,10 @@ from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
-from .masks.arrays import Dense
 from .masks.at_each_call import at_each_call
-from .masks.base import And, Band, Mask
-from .masks.block_pattern import BlockPattern
+from .masks.base import Band, Mask
 from .masks.content import Content, content, held_arrays
+from .masks.one_array import MaskContents, mask_contents
 from .layouts import device_number
 from .planning.device import DeviceSpec
 from .planning.list_kernels import AT_CALL, ListedAtCall
@@ -468,37 +467,6 @@ _MAX_BOUND_CALLS = 512
 
 
 _bound_calls: dict[Hashable, tuple[Executable, BoundCall, Any]] = {}  # the last makes lists for calls that do
-
-
-class MaskContents(NamedTuple):
-    """A mask on a device without the contents of its array, and the array."""
-
-    key: Hashable
-    array: Any
-
-
-def mask_contents(mask: Any, layout_of: Callable[..., Hashable]) -> MaskContents | None:
-    """Contents of a mask that is, or intersects, one array of elements or of blocks; None of any other mask.
-
-    `layout_of` tells how an array lies; masks that differ in nothing but the contents of their arrays have equal keys.
-    """
-    keys: list[Any] = []
-    arrays: list[Any] = []
-    parts: tuple[Any, ...] = mask.operands if type(mask) is And else (mask,)
-    for part in parts:
-        if isinstance(part, Mask) and type(part) not in (Dense, BlockPattern):
-            try:
-                keys.append(content(part))
-            except TypeError:  # it holds what is not looked at here
-                return None
-            continue
-        array = part.allowed if type(part) is Dense else part.blocks if type(part) is BlockPattern else part
-        layout = None if isinstance(array, np.ndarray) else layout_of(array)
-        if layout is None:
-            return None
-        keys.append((type(part), getattr(part, "block", None), layout))
-        arrays.append(array)
-    return MaskContents(tuple(keys), arrays[0]) if len(arrays) == 1 else None
 
 
 def calls_with(mask: Any, shared: dict[Hashable, Any]) -> tuple[Any, dict[Hashable, Any]]:

@@ -21,6 +21,7 @@ from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .layouts import is_tensor, taken, tensor_reasons
 from .masks.at_each_call import at_each_call
+from .masks.one_array import mask_contents
 from .planning.list_kernels import AT_CALL, ListedAtCall
 from .plans import Executable, Pullback, layout_key
 
@@ -111,7 +112,7 @@ def attention(
     options = (scale, kernel, executor, precision, deterministic, wrt)
     try:
         mask_of_key, calls = api.calls_with(mask, _bound_calls)
-        contents = None if mask_of_key is None else api.mask_contents(mask, _mask_layout)
+        contents = None if mask_of_key is None else mask_contents(mask, _mask_layout)
         in_key, of_lists = (mask_of_key, None) if contents is None else (None, contents.key)
         key = _key(given, outs, in_key, causal, window, options, of_lists)
         call: _Call | None = None if key is None else calls.get(key)

@@ -89,12 +89,16 @@ def lists_are_those_of_the_array_form() -> None:
 
 def calls_read_masks_anew(library: ModuleType) -> None:
     """Contents of a mask do not decide which call it is; all that decides its lists does."""
-    api, layout = part(library, "api"), lambda array: (array.shape, array.strides)
+    contents_of = part(library, "masks.one_array").mask_contents
+
+    def layout(array):
+        return array.shape, array.strides
+
     kept, causal = device_double.to_device(np.eye(4, dtype=bool)), library.masks.Causal()
     pattern = library.masks.BlockPattern
-    first, again = (api.mask_contents(pattern(kept, 5) & causal, layout) for _ in range(2))
+    first, again = (contents_of(pattern(kept, 5) & causal, layout) for _ in range(2))
     assert first.key == again.key and first.array is kept
     others = (pattern(kept, 6) & causal, pattern(kept, 5) & library.masks.Band(0, 3), pattern(kept[:2], 5) & causal)
-    assert all(api.mask_contents(other, layout).key != first.key for other in others)
-    assert api.mask_contents(pattern(kept, 5) & library.masks.Dense(kept), layout) is None
-    assert api.mask_contents(kept, layout).key != api.mask_contents(pattern(kept, 1), layout).key
+    assert all(contents_of(other, layout).key != first.key for other in others)
+    assert contents_of(pattern(kept, 5) & library.masks.Dense(kept), layout) is None
+    assert contents_of(kept, layout).key != contents_of(pattern(kept, 1), layout).key

@@ -8,6 +8,7 @@ from mutations.list_guards import (
 )  # fmt: skip
 from mutations.planting import Edit
 
+CONTENTS = "masks/one_array.py"
 FAULTS = {
     a_kept_index_goes_by_itself: {
         "what an index remembers leads back to it": Edit(
@@ -31,12 +32,12 @@ FAULTS = {
         ),
     },
     calls_read_masks_anew: {
-        "blocks of any size are alike": Edit("api.py", "mask_contents", 'getattr(part, "block", None)', "None"),
-        "closed forms do not count": Edit("api.py", "mask_contents", "keys.append(content(part))", "content(part)"),
+        "blocks of any size are alike": Edit(CONTENTS, "mask_contents", 'getattr(part, "block", None)', "None"),
+        "closed forms do not count": Edit(CONTENTS, "mask_contents", "keys.append(content(part))", "content(part)"),
         "layouts do not count": Edit(
-            "api.py", "mask_contents", 'getattr(part, "block", None), layout', 'getattr(part, "block", None)'
+            CONTENTS, "mask_contents", 'getattr(part, "block", None), layout', 'getattr(part, "block", None)'
         ),
-        "a second array is left out": Edit("api.py", "mask_contents", "if len(arrays) == 1 else None", ""),
+        "a second array is left out": Edit(CONTENTS, "mask_contents", "if len(arrays) == 1 else None", ""),
     },
     lists_are_those_of_the_array_form: {
         "bytes of a packet are bits in reverse": Edit(
