@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, overload
@@ -10,15 +10,19 @@ from typing import Any, Literal, TypeAlias, overload
 import numpy as np
 
 from .arrays import Array, ShapeDtype, describe, flag_reasons, is_array, namespace
+from .blocks.index import BlockIndex
 from .blocks.work_list import requested_mask
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
-from .masks.base import Mask
+from .masks.at_each_call import at_each_call
+from .masks.base import Band, Mask
 from .masks.content import Content, content, held_arrays
+from .masks.one_array import MaskContents, mask_contents
 from .layouts import device_number
 from .planning.device import DeviceSpec
+from .planning.list_kernels import AT_CALL, ListedAtCall
 from .planning.plan import KernelPlan, gpu_plan, host_plan
 from .planning.problem import Problem, precision_reasons, with_operands
 from .planning.routing import FAMILIES, routed
@@ -273,6 +277,8 @@ def attention_vjp(
     ready, (q, k, v, *others), o, lse = _call(
         q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, wrt
     )  # fmt: skip
+    if len(others) > len(operands):  # the lists of a mask, last
+        operands = operands | {AT_CALL: others[-1]}
     return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))
 
 
@@ -362,6 +368,8 @@ def plan(
     elif device is not None and (where == "cpu") != (device.compute_capability is None):
         kind = "the host" if where == "cpu" else "a GPU"
         reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}")
+    if type(mask) is BlockIndex and mask.remembered is not None:
+        mask = mask.remembered.mask  # so that nothing that the index remembers leads back to it
     resolved = None
     if problem is not None:
         with collecting(reasons):
@@ -458,7 +466,23 @@ def precompile(
 _MAX_BOUND_CALLS = 512
 
 
-_bound_calls: dict[Hashable, tuple[Executable, BoundCall]] = {}
+_bound_calls: dict[Hashable, tuple[Executable, BoundCall, Any]] = {}  # the last makes lists for calls that do
+
+
+def calls_with(mask: Any, shared: dict[Hashable, Any]) -> tuple[Any, dict[Hashable, Any]]:
+    """What stands for a mask in the keys of calls, and where calls with it are remembered.
+
+    Calls with a block index on the host are remembered by the index, and go with it; all others are `shared`.
+    """
+    kept = mask.remembered if type(mask) is BlockIndex else None
+    return (mask, shared) if kept is None else (None, kept.calls)
+
+
+def remember(calls: dict[Hashable, Any], key: Hashable, call: Any) -> None:
+    """Keep a call for later ones with the same key; when there are too many, all earlier ones are forgotten."""
+    if len(calls) >= _MAX_BOUND_CALLS:
+        calls.clear()
+    calls[key] = call
 
 
 _OfScore: TypeAlias = tuple[Any, Any, Any]  # score, softcap and bias
@@ -490,35 +514,79 @@ def _call(
 ) -> tuple[Any, tuple[Any, ...], Any, Any]:
     """What ran the forward pass of a call, q, k, v and operands as arrays, o and lse; equal calls are looked up."""
     causal = bool(causal) if type(causal) is np.bool else causal
-    is_plain = out is None and not checks.is_on()
     arrays = (q, k, v, *operands.values()) if operands else (q, k, v)
+    outs = () if out is None else tuple(out) if type(out) in (tuple, list) and len(out) == 2 else (out,)
     score = of_score[0]
     program = (score.program, score.numbers) if isinstance(score, Score) else None
-    key = None
-    if is_plain and of_score[1] is of_score[2] is None:
-        key = call_key(layout_key(*arrays), mask, causal, window, options, program, *operands)
+    key, contents = None, None
+    mask_of_key, calls = calls_with(mask, _bound_calls)
+    if of_score[1] is of_score[2] is None and not checks.is_on():
+        if mask_of_key is not None:
+            contents = mask_contents(mask, layout_key)
+        in_key, of_lists = (mask_of_key, None) if contents is None else (None, contents.key)
+        key = call_key(
+            layout_key(*arrays, *outs), in_key, causal, window, options, of_lists, program, len(outs), *operands
+        )
     try:
-        found = _bound_calls.get(key)
+        found = calls.get(key)
     except TypeError:  # an option that cannot be hashed
         key = found = None
     if found is not None:
-        ready, forward = found
-        o, lse = forward(*arrays)
-        return ready, arrays, o, lse
+        ready, forward, lists_of = found
+        if contents is not None:
+            arrays = *arrays, lists_of(contents.array)
+        made = forward(*arrays, *outs)
+        if made is not None:
+            return ready, arrays, *made
     given = as_arrays({"q": q, "k": k, "v": v, **operands})
     names = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
-    chosen = dict(zip(names, options)) | dict(zip(("score", "softcap", "bias"), of_score))
-    ready = plan(
-        given["q"], given["k"], given["v"], mask=mask, causal=causal, window=window, sink=given.get("sink"), **chosen
-    )
+    asked = dict(zip(names, options)) | dict(zip(("score", "softcap", "bias"), of_score))
+    asked |= {"mask": mask, "causal": causal, "window": window, "sink": given.get("sink")}
+    ready, made, again = _first_call(given, out, outs, asked, contents, key is not None)
+    if again is not None:
+        remember(calls, key, (ready, *again))
+    return ready, tuple(given.values()), *made
+
+
+def _first_call(
+    given: dict[str, Any],
+    out: Any,
+    outs: tuple[Any, ...],
+    asked: dict[str, Any],
+    contents: MaskContents | None,
+    is_repeatable: bool,
+) -> tuple[Executable, Sequence[Array], tuple[Any, ...] | None]:
+    """A call that is planned: what ran it, o and lse, and what runs it again, None if that is all of this.
+
+    Where the call makes lists, it adds them to `given`.
+    """
+    q, k, v = given["q"], given["k"], given["v"]
+    ready = plan(q, k, v, **asked if contents is None else asked | {"mask": at_each_call(asked["mask"])})
+    work, lists_of = ready.plan.work, None
+    if isinstance(work, ListedAtCall) and not ready.can_bind:
+        ready = plan(q, k, v, **asked)
     ready = replace(ready, captured={})  # what is remembered must hold no arrays of a call
-    o, lse = ready.forward(**given, out=out)
-    gpu.pin(ready.plan)
-    if key is not None and ready.can_bind:
-        if len(_bound_calls) >= _MAX_BOUND_CALLS:
-            _bound_calls.clear()
-        _bound_calls[key] = ready, ready.bind(given, pins=True)
-    return ready, tuple(given.values()), o, lse
+    is_bound = is_repeatable and ready.can_bind and (not outs or ready.executor == "gpu")
+    if not is_bound or contents is not None and not isinstance(work, ListedAtCall):
+        made: Any = ready.forward(**given, out=out)
+        gpu.pin(ready.plan)
+        return ready, made, None
+    out_o, out_lse, *_ = *outs, None, None
+    ready.check_forward(given, "out" if out_lse is None else "out[0]", out_o, out_lse)
+    if contents is not None and isinstance(work, ListedAtCall):
+        ready = without_mask(ready)  # nor an array of the mask
+        lists_of = gpu.list_maker(ready.plan, work.source)
+        given[AT_CALL] = lists_of(contents.array)
+    forward: Any = ready.bind_into(given, dict(zip(("o", "lse"), outs))) if outs else ready.bind(given, pins=True)
+    made = forward(*given.values(), *outs)
+    if made is None:  # an output may lie in the gaps of another array
+        made = ready.forward(**given, out=out)
+    return ready, made, (forward, lists_of)
+
+
+def without_mask(ready: Executable) -> Executable:
+    """A plan whose calls make their lists, without the arrays of the mask that it was made with."""
+    return replace(ready, plan=replace(ready.plan, mask=Band()))
 
 
 def require_flag(name: str, value: Any) -> None:

@@ -46,6 +46,14 @@ def is_broadcast(array: Array) -> bool:
     return bool(array.size) and any(step == 0 and extent > 1 for step, extent in zip(array.strides, array.shape))
 
 
+def reach(array: Array) -> tuple[int, int]:
+    """Where an array's memory starts and ends, in bytes from its first element."""
+    if not array.size:
+        return 0, 0
+    steps = [step * (extent - 1) for step, extent in zip(array.strides, array.shape)]
+    return sum(step for step in steps if step < 0), sum(step for step in steps if step > 0) + array.dtype.itemsize
+
+
 def overlap(first: Array, second: Array) -> bool:
     """Whether two arrays share any element; yes where that would be hard to tell."""
     try:

@@ -16,9 +16,10 @@ from .errors import UnsupportedProblem, collecting
 from .executors import checks, cpu, gpu, sim, without_keys
 from .masks.base import Mask
 from .masks.content import held_arrays
-from .layouts import device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, taken
+from .layouts import device_number, is_broadcast, is_foreign, is_on_cuda, kind_of, layout_reasons, overlap, reach, taken
 from .planning.device import DeviceSpec
 from .planning.explain import explain
+from .planning.list_kernels import AT_CALL, ListedAtCall
 from .planning.plan import KernelPlan
 from .planning.problem import Problem
 
@@ -221,14 +222,59 @@ class Executable:
         if self.executor == "gpu":
             assert plan.kernels is not None
             return gpu.bind(plan, plan.kernels.forward, given, {"o": o, "lse": lse}, pins=pins)
-        names = *given, "o", "lse"
+        names, executor = (*given, "o", "lse"), EXECUTORS[self.executor]
 
         def bound_call(*arrays: Array) -> tuple[Array, Array]:
             made = np.empty(o.shape, o.dtype), np.empty(lse.shape, lse.dtype)
-            EXECUTORS[self.executor].forward(plan, dict(zip(names, (*arrays, *made))))
+            executor.forward(plan, dict(zip(names, (*arrays, *made))))
             return made
 
         return bound_call
+
+    def bind_into(self, given: Mapping[str, Array], outs: Mapping[str, Array]) -> Callable[..., Sequence[Array] | None]:
+        """Return `forward` for arrays of one layout that writes to arrays of the caller's, on a GPU.
+
+        Parameters
+        ----------
+        given : dict of arrays by name
+            The arrays q, k, v and the operands, of the layout to come.
+        outs : dict of arrays by name
+            ``o``, or ``o`` and ``lse``: arrays like those that are written to.
+
+        Returns
+        -------
+        callable
+            Takes the arrays in that order and returns o and lse; None, and nothing is done, where an array that is
+            written to may overlap another one.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> ready = cuflash.plan(q, k, v, causal=True)
+        >>> ready.bind_into({"q": q, "k": k, "v": v}, {"o": q})
+        Traceback (most recent call last):
+            ...
+        ValueError: calls that write to given arrays are bound on a GPU alone
+        """
+        plan, problem = self.plan, self.plan.problem
+        if self.executor != "gpu" or plan.kernels is None:
+            raise ValueError("calls that write to given arrays are bound on a GPU alone")
+        results = {"lse": ShapeDtype(problem.lse_shape(), problem.accumulator)} if "lse" not in outs else {}
+        bound = gpu.bind(plan, plan.kernels.forward, {**problem.keyed(given), **outs}, results, pins=True)
+        spans, first_out = [reach(array) for array in (*given.values(), *outs.values())], len(given)
+
+        def call(*arrays: Array) -> Sequence[Array] | None:
+            starts = [array.data.ptr for array in arrays]
+            ends = [start + high for start, (_, high) in zip(starts, spans)]
+            starts = [start + low for start, (low, _) in zip(starts, spans)]
+            for out in range(first_out, len(arrays)):
+                for other in range(out):
+                    if starts[out] < ends[other] and starts[other] < ends[out]:
+                        return None
+            return (*arrays[first_out:], *bound(*arrays))
+
+        return call
 
     def _cache_bound_call(self, key: Hashable, bound_call: BoundCall) -> BoundCall:
         """The same, found by calls on arrays that lie alike."""
@@ -478,6 +524,8 @@ class Executable:
             "lse": (problem.lse_shape(), problem.accumulator),
             "dlse": (problem.lse_shape(), problem.accumulator),
         }
+        if isinstance(self.plan.work, ListedAtCall):
+            wanted[AT_CALL] = (self.plan.work.source.nbytes,), np.dtype(np.uint8)
         reasons = [
             f"{name} must be given, of shape {shape} and dtype {dtype}: the plan was made with it"
             for name, (shape, dtype) in operands.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,10 @@ from .errors import UnsupportedProblem
 from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .layouts import is_tensor, taken, tensor_reasons
-from .plans import Executable, Pullback
+from .masks.at_each_call import at_each_call
+from .masks.one_array import mask_contents
+from .planning.list_kernels import AT_CALL, ListedAtCall
+from .plans import Executable, Pullback, layout_key
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -108,10 +111,16 @@ def attention(
     wrt = ("sink",) if has_graph and getattr(sink, "requires_grad", False) else ()
     options = (scale, kernel, executor, precision, deterministic, wrt)
     try:
-        key = _key(given, outs, mask, causal, window, options)
-        call: _OnGpu | _ByArrays | None = None if key is None else _bound_calls.get(key)
+        mask_of_key, calls = api.calls_with(mask, _bound_calls)
+        contents = None if mask_of_key is None else mask_contents(mask, _mask_layout)
+        in_key, of_lists = (mask_of_key, None) if contents is None else (None, contents.key)
+        key = _key(given, outs, in_key, causal, window, options, of_lists)
+        call: _Call | None = None if key is None else calls.get(key)
         if call is None:
-            call = _first(key, given, outs, {"mask": mask, "causal": causal, "window": window}, options)
+            asked = {"mask": mask, "causal": causal, "window": window}
+            call = _first(calls, key, given, outs, asked, options, key is not None and contents is not None)
+        if contents is not None and isinstance(call, _OnGpu) and call.lists_of is not None:
+            call = _WithLists(call, call.lists_of(contents.array))
         if has_graph:
             o, lse = _Attention.apply(call, outs, *given.values())
         else:
@@ -128,7 +137,7 @@ class _Attention(torch.autograd.Function):
     """A call with gradients: what it saves, PyTorch guards against changes in place and frees."""
 
     @staticmethod
-    def forward(ctx: Any, call: _OnGpu | _ByArrays, outs: _Outs, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: _Call, outs: _Outs, *tensors: Tensor) -> Any:
         o, lse = (each.detach() for each in call.forward(outs, *tensors))
         ctx.call = call
         ctx.save_for_backward(o, lse, *tensors)
@@ -146,7 +155,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients(
-    call: _OnGpu | _ByArrays, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *tensors: Tensor
+    call: _Call, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and, where the call has asked for it, of sink."""
     q, k, v, *operands = tensors
@@ -157,7 +166,7 @@ class _Gradients(torch.autograd.Function):
     """The backward pass as something that PyTorch may be asked to differentiate: to be constant would be wrong."""
 
     @staticmethod
-    def forward(ctx: Any, call: _OnGpu | _ByArrays, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> Any:
         return _gradients(call, *tensors)
 
     @staticmethod
@@ -209,7 +218,13 @@ class _ByArrays:
 class _OnGpu:
     """A call on tensors of a GPU that lie in one way: a plan whose passes are bound once, and run again and again."""
 
-    def __init__(self, ready: Executable, layouts: dict[str, Layout], given: dict[str, Layout]) -> None:
+    def __init__(
+        self,
+        ready: Executable,
+        layouts: dict[str, Layout],
+        given: dict[str, Layout],
+        lists_of: Callable[[Any], Tensor] | None,
+    ) -> None:
         plan, problem = ready.plan, ready.plan.problem
         assert plan.kernels is not None
         results = {
@@ -217,17 +232,19 @@ class _OnGpu:
             "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
         }
         made = {name: result for name, result in results.items() if name not in given}
-        self._ready, self._is_given = ready, bool(given)
+        self._ready, self._is_given, self.lists_of = ready, bool(given), lists_of
+        work = plan.work
+        self._lists = {AT_CALL: Layout.of_lists(work.source.nbytes)} if isinstance(work, ListedAtCall) else {}
         self._read = [(place, name) for place, name in enumerate([*layouts][3:]) if not problem.is_of_forward(name)]
-        self._forward = torch_gpu.bind(plan, plan.kernels.forward, problem.keyed(layouts) | given, made)
+        self._forward = torch_gpu.bind(plan, plan.kernels.forward, problem.keyed(layouts) | given | self._lists, made)
         self._backward: dict[Hashable, Callable[..., Sequence[Tensor]]] = {}
 
-    def forward(self, outs: _Outs, *tensors: Tensor) -> Sequence[Tensor]:
+    def forward(self, outs: _Outs, *tensors: Tensor, lists: Sequence[Tensor] = ()) -> Sequence[Tensor]:
         if not self._is_given:
-            return self._forward(*tensors)
-        return _returned(outs, self._forward(*tensors, *(each for each in outs if each is not None)))
+            return self._forward(*tensors, *lists)
+        return _returned(outs, self._forward(*tensors, *(each for each in outs if each is not None), *lists))
 
-    def backward(self, has_dlse: bool, *tensors: Tensor) -> Sequence[Tensor]:
+    def backward(self, has_dlse: bool, *tensors: Tensor, lists: Sequence[Tensor] = ()) -> Sequence[Tensor]:
         first = 6 + has_dlse
         tensors = *tensors[:first], *(tensors[first + place] for place, _ in self._read)
         key = has_dlse, torch_gpu.layout_key(*tensors)
@@ -236,13 +253,13 @@ class _OnGpu:
             bound = self._bound_backward(has_dlse, tensors)
             if len(self._backward) < _MAX_BOUND_CALLS:
                 self._backward[key] = bound
-        return bound(*tensors)
+        return bound(*tensors, *lists)
 
     def _bound_backward(self, has_dlse: bool, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
         plan = self._ready.plan
         assert plan.kernels is not None
         names = _backward_names(has_dlse, (name for _, name in self._read))
-        layouts = plan.problem.keyed(dict(zip(names, map(Layout.of, tensors))))
+        layouts = plan.problem.keyed(dict(zip(names, map(Layout.of, tensors)))) | self._lists
         with torch_gpu.stream():
             self._ready.require_ready(torch_gpu.MACHINE)
             bound = torch_gpu.bind(plan, plan.kernels.backward, layouts, plan.gradients_made)
@@ -254,18 +271,39 @@ class _OnGpu:
         ]
 
 
+class _WithLists(NamedTuple):
+    """A call on a GPU with the lists of its mask, which both passes read."""
+
+    call: _OnGpu
+    lists: Tensor
+
+    def forward(self, outs: _Outs, *tensors: Tensor) -> Sequence[Tensor]:
+        return self.call.forward(outs, *tensors, lists=(self.lists,))
+
+    def backward(self, has_dlse: bool, *tensors: Tensor) -> Sequence[Tensor]:
+        return self.call.backward(has_dlse, *tensors, lists=(self.lists,))
+
+
+_Call = _OnGpu | _ByArrays | _WithLists
 _bound_calls: dict[Hashable, _OnGpu] = {}
 
 
+def _mask_layout(array: Any) -> Hashable:
+    """How an array of a mask lies: a tensor on a GPU, or an array of CuPy's."""
+    if type(array) in _PLAIN:
+        return torch_gpu.layout_key(array) if array.is_cuda else None
+    return layout_key(array)
+
+
 def _key(
-    given: dict[str, Any], outs: _Outs, mask: Any, causal: Any, window: Any, options: tuple[Any, ...]
+    given: dict[str, Any], outs: _Outs, mask: Any, causal: Any, window: Any, options: tuple[Any, ...], *more: Hashable
 ) -> Hashable:
     """What decides a call on a GPU but its data; None for all that is not looked up."""
     tensors = (*given.values(), *(each for each in outs if each is not None))
     if not _PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
         return None
     lie = torch_gpu.layout_key(*tensors), outs[0] is None, outs[1] is None
-    key = api.call_key(lie, mask, causal, window, options, *given)
+    key = api.call_key(lie, mask, causal, window, options, more, *given)
     try:
         hash(key)
     except TypeError:  # an option that cannot be hashed
@@ -274,7 +312,13 @@ def _key(
 
 
 def _first(
-    key: Hashable, tensors: dict[str, Any], outs: _Outs, masks: dict[str, Any], options: tuple[Any, ...]
+    calls: dict[Hashable, Any],
+    key: Hashable,
+    tensors: dict[str, Any],
+    outs: _Outs,
+    masks: dict[str, Any],
+    options: tuple[Any, ...],
+    lists_at_call: bool,
 ) -> _OnGpu | _ByArrays:
     """What runs a call that is made for the first time, once its arguments are accepted."""
     every = {**masks, **dict(zip(_OPTIONS, options))}
@@ -286,18 +330,29 @@ def _first(
         return _ByArrays(tensors, every, is_on_gpu)
     with torch_gpu.stream():
         layouts: dict[str, Any] = {name: Layout.of(tensor) for name, tensor in tensors.items()}
-        ready = api.plan(**layouts, **every)
+        ready = _planned(layouts, every, lists_at_call)
         out_o, out_lse = (None if each is None else Layout.of(each) for each in outs)
         ready.check_forward(layouts, "out" if out_lse is None else "out[0]", out_o, out_lse, torch_gpu.MACHINE)
         if not ready.can_bind:
             return _ByArrays(tensors, every, is_on_gpu)
         given = {name: layout for name, layout in (("o", out_o), ("lse", out_lse)) if layout is not None}
-        call = _OnGpu(ready, layouts, given)
-    if key is not None:
-        if len(_bound_calls) >= _MAX_BOUND_CALLS:
-            _bound_calls.clear()
-        _bound_calls[key] = call
+        work, lists_of = ready.plan.work, None
+        if isinstance(work, ListedAtCall):
+            ready = api.without_mask(ready)
+            lists_of = gpu.list_maker(ready.plan, work.source, torch_gpu.MACHINE)
+        call = _OnGpu(ready, layouts, given, lists_of)
+    if key is not None and (lists_of is not None or not lists_at_call):
+        api.remember(calls, key, call)
     return call
+
+
+def _planned(layouts: dict[str, Any], options: dict[str, Any], lists_at_call: bool) -> Executable:
+    """The plan of a call, which makes the lists of its mask itself if kernels can and its passes can be bound."""
+    if lists_at_call:
+        ready = api.plan(**layouts, **options | {"mask": at_each_call(options["mask"])})
+        if ready.can_bind:
+            return ready
+    return api.plan(**layouts, **options)
 
 
 def _executor_reasons(device: Any, executor: Any) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from html import escape
 from operator import and_, or_, sub, xor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse
@@ -24,6 +24,23 @@ from .classify import BlockKind, classify, pack, pointers, unpack
 from .classify_on_device import classify_grid, column_lists, entry_rows, transposed_tiles
 from .index_mask import IndexGrid, IndexMask
 from .report import IndexReport
+
+
+class Remembered(NamedTuple):
+    """What calls with a block index keep for later calls with it, which is freed with the index.
+
+    Nothing here may lead back to the index: a circle would keep memory of a device until Python's collector runs.
+
+    Attributes
+    ----------
+    mask : IndexMask
+        A mask of the same arrays, which holds a copy of the index and not the index itself.
+    calls : dict
+        How calls ran, by what decides a call beside the index and the data.
+    """
+
+    mask: IndexMask
+    calls: dict[Any, Any]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -57,6 +74,9 @@ class BlockIndex:
 
     Notes
     -----
+    The arrays of an index on the host are read-only: calls with the same index read them once, and keep their copies on
+    a device until the index is gone.
+
     An index made from device arrays stays on the device and is made without waiting for it, so the host does not know
     how many entries there are: lists then have room for the whole grid, zeros stand behind the last entry, and each
     block has a bit tile of its own. What shows an index or counts its entries (`num_entries`, `row_counts`, `report`,
@@ -93,8 +113,17 @@ class BlockIndex:
 
     __array_priority__ = 1000.0  # above the arrays of NumPy and CuPy, which so leave operators to indices
 
+    def __post_init__(self) -> None:
+        for name, array in vars(self).items():
+            if isinstance(array, np.ndarray):
+                object.__setattr__(self, name, _read_only(array))
+
     def __getstate__(self) -> Any:
         return without_memos(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
 
     # Making one
 
@@ -330,6 +359,19 @@ class BlockIndex:
         here = self.to(to_host)
         listed = slice(int(here.indptr[-1]))
         return replace(here, indices=here.indices[listed], kinds=here.kinds[listed], tiles=here.tiles[listed])
+
+    @cached_property
+    def remembered(self) -> Remembered | None:
+        """What calls with an index on the host keep for later calls with it; None for an index on a device.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.remembered.calls
+        {}
+        """
+        return Remembered(IndexMask.of_index(replace(self)), {}) if self.is_on_host else None
 
     @cached_property
     def block_rows(self) -> Array:
@@ -786,6 +828,13 @@ def _transposed_intervals(lo: Array, hi: Array, seqlen_kv: int) -> tuple[Array, 
         first[position] = xp.searchsorted(hi[position], keys, side="right")
         end[position] = xp.searchsorted(lo[position], keys, side="right")
     return first, end
+
+
+def _read_only(array: Array) -> Array:
+    """The same memory, which cannot be written to through the array returned."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _within(matrix: Any, lengths: tuple[int, int]) -> Any:

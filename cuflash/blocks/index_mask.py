@@ -25,6 +25,11 @@ class IndexMask(BlockSet):
     rectangle = BlockSet.rectangle
     natural_block = BlockSet.natural_block
 
+    @cached_property
+    def works(self) -> dict[tuple[int, int], Any]:
+        """Work of the mask by the size of its blocks: plans with one mask share it, and its copies on devices."""
+        return {}
+
     @classmethod
     def of_index(cls, index: Any) -> IndexMask:
         grid = (index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks)

@@ -350,13 +350,27 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
         lo, hi = row_intervals(mask, shape.seqlen_q, shape.seqlen_kv, *over, xp)
         if xp is not np or _widest_gap(lo, hi) < min(tile[1], LISTED_BLOCK):
             return intervals(lo=lo, hi=hi)
-    block = _listed_block(mask, tile)
-    if isinstance(mask, (IndexMask, IndexGrid)) and mask.index.block == block:
+    block = listed_block(mask, tile)
+    if isinstance(mask, IndexMask):
+        return _work_of_index(mask, block)
+    if isinstance(mask, IndexGrid) and mask.index.block == block:
         return ListedWork(index=mask.index)
     return ListedWork(index=BlockIndex.from_mask(mask, block=block, **shape._asdict()))
 
 
-def _listed_block(mask: Mask, tile: tuple[int, int]) -> tuple[int, int]:
+def _work_of_index(mask: IndexMask, block: tuple[int, int]) -> ListedWork:
+    """The work of an index on the host in blocks of a size, made once for all plans with the mask."""
+    work: ListedWork | None = mask.works.get(block)
+    if work is None:
+        index = mask.index
+        if index.block != block:
+            over = {"batch": (index.batch,), "num_heads": index.num_heads}
+            index = BlockIndex.from_mask(mask, index.seqlen_q, index.seqlen_kv, block, **over)
+        work = mask.works.setdefault(block, ListedWork(index=index))
+    return work
+
+
+def listed_block(mask: Mask, tile: tuple[int, int]) -> tuple[int, int]:
     """The mask's own block size where that is a fair size for a list, else one that suits the tile."""
     natural = mask.natural_block or (NATURAL_BLOCKS[1] + 1,) * 2
     block_q, block_kv = (_listed_side(natural_side, side) for natural_side, side in zip(natural, tile))

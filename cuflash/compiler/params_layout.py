@@ -6,9 +6,13 @@ the text of every kernel that takes it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from ..planning.launches import BATCH_AXES, MATRICES
+from ..planning.list_kernels import LIST_PARAMS
 from ..planning.sinks import SINK
 
 _POINTER = np.uint64
@@ -81,10 +85,19 @@ def assertions(*, host: bool = False, with_maps: bool = False, with_sink: bool =
 
     With maps, those of tensor_maps.cuh too; with a sink, that of sink.cuh.
     """
+    records = _RECORDS | (_MAP_RECORDS if with_maps else {}) | (_SINK_RECORDS if with_sink else {})
+    return _assertions(records, "attention", host)
+
+
+def list_assertions(*, host: bool = False) -> str:
+    """The same of the record of the kernels that make lists."""
+    return _assertions({"Params": LIST_PARAMS}, "lists", host)
+
+
+def _assertions(records: Mapping[str, np.dtype[Any]], room: str, host: bool) -> str:
     # NVRTC has no offsetof without headers, but the operator that its front end's own offsetof is made of.
     offset_of = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
     lines = []
-    records = _RECORDS | (_MAP_RECORDS if with_maps else {}) | (_SINK_RECORDS if with_sink else {})
     for record, dtype in records.items():
         assert dtype.fields is not None
         for name, (field, offset, *_) in dtype.fields.items():
@@ -92,4 +105,4 @@ def assertions(*, host: bool = False, with_maps: bool = False, with_sink: bool =
             rule = f"{offset_of.format(record, member)} == {offset} && sizeof({record}::{member}) == {field.itemsize}"
             lines.append(f'static_assert({rule}, "{record}.{name}");')
         lines.append(f'static_assert(sizeof({record}) == {dtype.itemsize}, "{record}");')
-    return "\n".join(["namespace cuflash::attention {", *lines, "}  // namespace cuflash::attention", ""])
+    return "\n".join([f"namespace cuflash::{room} {{", *lines, f"}}  // namespace cuflash::{room}", ""])

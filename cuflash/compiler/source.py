@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import BFLOAT16
 from ..planning.spec import KernelSpec
 from . import score_text
-from .params_layout import assertions
+from .params_layout import assertions, list_assertions
 
 KERNELS = Path(__file__).parents[2] / "kernels_cu"
 HOST = Path(__file__).parents[1] / "sim"  # its ptx/ stands in for that of kernels_cu/
@@ -28,7 +28,7 @@ _ELEMENTS = {
 _FEATURES = {"has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function"}
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
-_OURS = re.compile(r"\s*<((?:ptx|tile|attention|naive|simt|sm80|sm90)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
+_OURS = re.compile(r"\s*<((?:ptx|tile|attention|lists|naive|simt|sm80|sm90)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
 
 def constants(spec: KernelSpec) -> str:
@@ -59,6 +59,8 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     score = "" if spec.score is None else _score(spec, included, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
     maps = "sm90/tensor_maps.cuh"
+    if "lists/params.cuh" in included:
+        return f"// {spec}\n{types}{constants(spec)}{entry}{list_assertions(host=host)}"
     made = assertions(host=host, with_maps=maps in included, with_sink=spec.has_sink)
     layout = f'#line 1 "cuflash/records.py: assertions()"\n{made}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in included else ''}"

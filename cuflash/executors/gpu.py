@@ -22,7 +22,9 @@ from ..planning.launches import Launch, Pass, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from . import checks
+from ..planning.list_kernels import LIST_SPECS, ListSource
 from .launch import BoundPass, Lists, run
+from .list_maker import ListMaker
 from .params import View
 from .tensor_map import Template, BoxedArray, encoded, template
 
@@ -129,6 +131,7 @@ class Gpu:
         self._lock = threading.Lock()
 
     address: Callable[[Array], int] = attrgetter("data.ptr")
+    mask_address: Callable[[Array], int] = attrgetter("data.ptr")
 
     def stream(self) -> Any:
         """CuPy's current stream."""
@@ -387,6 +390,35 @@ def bind(
     return call
 
 
+def list_maker(plan: KernelPlan, source: ListSource, machine: Gpu | None = None) -> Callable[[Array], Array]:
+    """A function that makes the lists of masks of one layout for calls of a plan, on the current stream.
+
+    Raises
+    ------
+    RuntimeError
+        The stream is captured, and the kernels that make lists are not compiled yet.
+    """
+    machine = machine or _GPU
+    not_loaded = [spec for spec in LIST_SPECS.values() if not nvrtc.is_loaded(spec, _capability())]
+    if not_loaded and machine.stream().is_capturing():
+        raise RuntimeError(
+            f"{not_loaded[0].name} is not compiled yet, which a stream capture cannot wait for: {_COMPILE_FIRST}"
+        )
+    nvrtc.precompile(not_loaded, _capability())
+    make, current_stream, address = ListMaker(source, machine), machine.stream, machine.mask_address
+    keep_captured = machine.keep_captured
+
+    def call(mask: Array) -> Array:
+        stream = current_stream()
+        lists = make(address(mask), stream)
+        if stream.is_capturing():
+            keep_captured(plan, [lists], True)
+            hold(make)
+        return lists
+
+    return call
+
+
 def run_pass(plan: KernelPlan, kernels: Pass, arrays: Mapping[str, Array], check: checks.Check | None) -> None:
     """Run a pass once on operands and results by name; a capture keeps its workspaces."""
     _compile_in_parallel(kernels)
@@ -407,7 +439,7 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check 
 
 
 _captured: WeakKeyDictionary[KernelPlan, list[Array]] = WeakKeyDictionary()
-_pinned: set[KernelPlan] = set()
+_pinned: set[KernelPlan | ListMaker] = set()
 
 
 def keep_for_capture(plan: KernelPlan, *arrays: Array) -> None:
@@ -424,6 +456,6 @@ def pin(plan: KernelPlan) -> None:
         hold(plan)
 
 
-def hold(plan: KernelPlan) -> None:
-    """Keep a plan, and with it the arrays of its work list, for ever."""
-    _pinned.add(plan)
+def hold(kept: KernelPlan | ListMaker) -> None:
+    """Keep a plan, or what makes lists, and with it the arrays of its work list, for ever."""
+    _pinned.add(kept)

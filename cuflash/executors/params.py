@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import prod
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from ..compiler.params_layout import (
     NAIVE_ARRAYS,
 )
 from ..planning.launches import BATCH_AXES, MATRICES, Feature, Workspace
+from ..planning.list_kernels import AT_CALL, ListedAtCall
 from ..planning.plan import KernelPlan
 from ..planning.problem import Problem
 from .tensor_map import Template, BoxedArray
@@ -81,6 +82,7 @@ class ParamsTemplate:
     maps: Any  # a record of tensor maps, whose addresses are missing
     map_offsets: Mapping[str, int]  # of addresses of arrays that have a map, in words
     features: tuple[Feature, ...] = ()
+    list_offsets: Mapping[str, int] = field(default_factory=dict)  # of lists that a call hands over, in bytes
 
     @classmethod
     def of(
@@ -101,7 +103,7 @@ class ParamsTemplate:
             Features whose parameters are arguments of their own.
         """
         problem = plan.problem
-        tables = {name for feature in features for name in feature.tables}
+        tables = {AT_CALL} | {name for feature in features for name in feature.tables}
         no_strides = (0,) * (len(problem.batch) + 3)
         strides = [no_strides if view.name in tables else _strides(view, plan) for view in views]
         axes = _folded(problem.batch, [steps[:-3] for steps in strides])
@@ -151,12 +153,14 @@ class ParamsTemplate:
                 filled[view.name] = (start, steps_of_batch, *steps[-3:], view.dtype == problem.accumulator)
             templates.append((record.copy(), *(part.copy() for part in parts.values())))
             record["shape"]["first_batch"] += prod(extent for extent, _ in inner)
-        return cls(views, tuple(templates), maps, map_offsets, features)
+        list_offsets = plan.work.offsets if isinstance(plan.work, ListedAtCall) else {}
+        return cls(views, tuple(templates), maps, map_offsets, features, list_offsets)
 
     def with_lists(self, lists: Mapping[str, int]) -> ParamsBuffer:
         """The records complete but for the arrays' addresses; those of the work list's arrays are given."""
-        feature_offsets = _feature_offsets(self.features)
-        offsets = [(_WORD_OFFSETS | feature_offsets)[view.name] for view in self.views]
+        at_call = [(_WORD_OFFSETS[name], start) for name, start in self.list_offsets.items()]
+        word_offsets = _WORD_OFFSETS | _feature_offsets(self.features) | {AT_CALL: at_call[0][0] if at_call else 0}
+        offsets = [word_offsets[view.name] for view in self.views]
         maps = self.maps.reshape(1).view(np.uint64)
         names = [view.name for view in self.views]
         ends = tuple(accumulate((feature.dtype.itemsize // 8 for feature in self.features), initial=_ALL_WORDS))
@@ -166,9 +170,12 @@ class ParamsTemplate:
             part_words = (part.reshape(1).view(np.uint64) for part in parts)
             words = np.concatenate([params.reshape(1).view(np.uint64), maps, *part_words])
             words[[_WORD_OFFSETS[name] for name in lists]] = list(lists.values())
+            for offset, start in at_call:
+                words[offset] = start
             starts = words[offsets].tolist()
             map_words = ((_WORDS + offset, names.index(name)) for name, offset in self.map_offsets.items())
             mapped = tuple((offset, starts[number], number) for offset, number in map_words)
+            mapped += tuple((offset, start, names.index(AT_CALL)) for offset, start in at_call)
             templates.append((words, tuple(zip(offsets, starts)), mapped))
         return ParamsBuffer(templates, slices)
 

@@ -46,6 +46,11 @@ class Layout(NamedTuple):
         strides = tuple(step * itemsize for step in tensor.stride())
         return cls(tuple(tensor.shape), dtype, strides, Pointer(tensor.data_ptr(), tensor.get_device()), tensor.numel())
 
+    @classmethod
+    def of_lists(cls, nbytes: int) -> Layout:
+        """That of lists that a call makes, as bytes."""
+        return cls((nbytes,), np.dtype(np.uint8), (1,), Pointer(0, torch.cuda.current_device()), nbytes)
+
     @property
     def ndim(self) -> int:
         return len(self.shape)
@@ -63,6 +68,11 @@ class TorchGpu(gpu.Gpu):
     """The current CUDA device as what runs kernels, on PyTorch's tensors and current stream."""
 
     address = methodcaller("data_ptr")
+
+    @staticmethod
+    def mask_address(array: Array) -> int:
+        """The address of a mask's array: a tensor, or one of CuPy's, which masks make of tensors."""
+        return int(array.data_ptr() if isinstance(array, torch.Tensor) else array.data.ptr)
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ from .device import DeviceSpec
 from .families.family import Family
 from .host import HostTiling, host_tile
 from .launches import Kernels
+from .list_kernels import work_of_kernels
 from .problem import Problem
 from .routing import FAMILIES, rerouted, routed
 from .score_launches import repeat_reasons, with_score
@@ -190,11 +191,11 @@ def gpu_plan(
         No tile of the family fits the device's shared memory, or there are more tiles than kernels can number.
     """
     family, why = routed(problem, device) if kernel == "auto" else (FAMILIES[kernel], "")
-    work = work_list(mask, problem.mask_shape, family.list_block(problem, device))
+    work = work_of_kernels(mask, problem.mask_shape, family.list_block(problem, device))
     other = rerouted(family, work) if kernel == "auto" else None
     if other is not None:
         family, why = other
-        work = work_list(mask, problem.mask_shape, family.list_block(problem, device))
+        work = work_of_kernels(mask, problem.mask_shape, family.list_block(problem, device))
     kernels = family.launches(problem, device, work, deterministic=deterministic)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
     if problem.score is not None:

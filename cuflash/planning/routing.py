@@ -6,6 +6,7 @@ from ..blocks.work_list import ListedWork, WorkList
 from .device import DeviceSpec
 from .families import sm90
 from .families.family import Family
+from .families.lists import Lists
 from .families.naive import Naive
 from .families.simt import Simt
 from .families.sm80 import Sm80
@@ -13,12 +14,13 @@ from .problem import Problem
 from .spec import KernelSpec
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive())}
+_LISTS = Lists()
 _TALLEST = 128  # queries of the sm90 family's usual tile
 
 
-def family_of(spec: KernelSpec) -> Family:
-    """The family that a kernel belongs to."""
-    return FAMILIES[spec.family]
+def family_of(spec: KernelSpec) -> Family | Lists:
+    """The family that a kernel belongs to: one of attention, or the one that makes lists."""
+    return _LISTS if spec.family == _LISTS.name else FAMILIES[spec.family]
 
 
 def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:

@@ -53,6 +53,7 @@ from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Structure
 from cuflash.planning.families import sm90
 from cuflash.planning.launches import Launch
+from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.routing import FAMILIES
 from harness import FOLDERS, Record, check_names, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
@@ -210,6 +211,11 @@ class Case(NamedTuple):
         return {"kernel": self.kernel, "precision": self.precision, "deterministic": self.deterministic}
 
     @property
+    def makes_lists(self) -> bool:
+        """Whether kernels list the blocks of the mask at each call."""
+        return self.is_device_mask and isinstance(self.structure.mask, (masks.Dense, masks.BlockPattern))
+
+    @property
     def mask(self) -> masks.Mask | BlockIndex | None:
         """What the plan is made of: a mask's arrays go to the device with q, or a list of blocks stands for them."""
         mask, frame = self.structure.mask, self.structure.mask_shape
@@ -326,6 +332,8 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     dlse = None if example.dlse is None else to_device(np.ascontiguousarray(example.dlse), "contiguous")
     with zeros_for_sums(ready.plan) if case.kernel in UNSEEN else nullcontext():
         ready.backward(do, q, k, v, o, lse, dlse=dlse, **sink)
+    if case.makes_lists:
+        cuflash.attention(q, k, v, mask=mask, out=out, **case.options, **sink)
     cupy.cuda.get_current_stream().synchronize()
 
 
@@ -430,7 +438,7 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     constants = {"section": "sanitizers", "sanitizer": version[1] if version else "unknown"}
     asked = {"control": "", "families": runs, "seqlen_q": config.seqlen_q, "seqlen_kv": config.seqlen_kv}
     every = [case for _, case in cases(Config(families=tuple(runs)))] + [control(family) for family in runs]
-    specs = {spec for case in every for spec in case.plan(device).specs.values()}
+    specs = {spec for case in every for spec in case.plan(device).specs.values()} | set(LIST_SPECS.values())
     if set(config.tools) & set(WATCHED):
         specs |= {replace(spec, has_watchdog=True) for spec in specs if spec.family == "sm90"}
     nvrtc.precompile(specs, device.compute_capability)  # into CuPy's cache, where each child finds them

@@ -25,6 +25,7 @@ from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
 from cuflash.planning.families.family import DIMS
 from cuflash.planning.routing import FAMILIES
+from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.sinks import gradient_spec
 from executors import is_long
 
@@ -106,6 +107,8 @@ def every_target() -> list[tuple[KernelSpec, str]]:
         for spec in sorted(specs.union(*map(with_sinks, specs)), key=str):
             with suppress(UnsupportedProblem):  # the chip lacks the family or its instructions
                 targets.append((spec, room.architecture(spec, DeviceSpec.gpu(chip).compute_capability)))
+        capability = DeviceSpec.gpu(chip).compute_capability
+        targets += [(spec, room.architecture(spec, capability)) for spec in LIST_SPECS.values()]
     return targets
 
 

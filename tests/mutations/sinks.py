@@ -83,11 +83,11 @@ FAULTS = {
     calls_are_told_apart: {
         "calls do not differ by their operands": Edit(
             "api.py", "_call",
-            "layout_key(*arrays), mask, causal, window, options, program, *operands)",
-            "layout_key(*arrays[:3]), mask, causal, window, options, program)",
+            "layout_key(*arrays, *outs), in_key, causal, window, options, of_lists, program, len(outs), *operands)",
+            "layout_key(*arrays[:3], *outs), in_key, causal, window, options, of_lists, program, len(outs))",
         ),
         "calls do not differ by what gradients are asked of": Edit(
-            "api.py", "_call", "options, program, *operands)", "(*options[:-1], ()), program, *operands)"
+            "api.py", "_call", "options, of_lists, program,", "(*options[:-1], ()), of_lists, program,"
         ),
     },
     simt_is_right: {

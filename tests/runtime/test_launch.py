@@ -519,11 +519,10 @@ def test_a_list_that_another_stream_may_read_is_not_given_back_under_it(cupy):
     cupy.log.clear()
     del ready
     gc.collect()
-    index = BlockIndex.from_blocks(np.eye(5, dtype=bool), 40, 40, 8)
-    cuflash.attention(*arrays, mask=index)
+    cuflash.attention(*arrays, mask=BlockIndex.from_blocks(np.eye(5, dtype=bool), 40, 40, 8))
     assert not any(kind == "record" and where == other.ptr for kind, where, *_ in cupy.log)  # it is being captured
     other.end_capture()
-    cuflash.attention(*arrays, mask=index)
+    cuflash.attention(*arrays, mask=BlockIndex.from_blocks(np.eye(5, dtype=bool), 40, 40, 8))
     recorded = [event for kind, where, *event in cupy.log if kind == "record" and where == other.ptr]
     assert len(recorded) == 1 and ("wait", 0, *recorded[0]) in cupy.log
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +18,14 @@ from torch_machine import on_device  # noqa: E402
 
 import cuflash.torch  # noqa: E402
 from cuflash import BlockIndex, api, masks  # noqa: E402
-from cuflash.executors import gpu  # noqa: E402
+from cuflash.executors import gpu, torch_gpu  # noqa: E402
 
 attention = cuflash.torch.attention
 LISTED = masks.Dilated(3)  # its work is a list
+
+
+def an_index():
+    return BlockIndex.from_mask(LISTED, 20, 20, 4)
 
 
 def drawn(*shapes, dtype=torch.float32, seed=0):
@@ -355,6 +361,56 @@ def test_other_dtypes_run_on_a_gpu(machines, dtype):
     assert (lse.double() - wide_lse).abs().max() < 1e-5
 
 
+def test_calls_with_an_index_share_its_copy_and_it_goes_with_the_index(machines):
+    index = an_index()
+    given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(3):
+            attention(*given, mask=index, causal=number == 2).backward(on_device(DO))
+            assert len(torch_gpu.MACHINE._device_lists) == (2 if number == 2 else 1)
+        held = weakref.ref(index)
+        del index
+        assert held() is None and len(torch_gpu.MACHINE._device_lists) == 0
+    finally:
+        gc.enable()
+
+
+KEPT = torch.rand((2, 4, 20, 20), generator=torch.Generator().manual_seed(3)) < 0.5
+
+
+@pytest.mark.parametrize("has_out", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lists_of_a_mask_are_made_anew_at_each_call_and_in_replays(machines, monkeypatch, has_out, causal):
+    cupy, pytorch = machines
+    given, kept, do = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)], on_device(KEPT), on_device(DO)
+    out, stream = on_device(torch.empty(Q.shape)) if has_out else None, cupy.cuda.Stream()
+
+    def step():
+        o = attention(*given, mask=kept, causal=causal, out=out)
+        return [o, *torch.autograd.grad(o, given, do)]
+
+    def of_host(mask):
+        o = attention(Q, K, V, mask=mask, causal=causal)
+        return o, *gradients(lambda *x: attention(*x, mask=mask, causal=causal, return_lse=True), (Q, K, V), DO)
+
+    first, second, third = map(of_host, (KEPT, ~KEPT, KEPT.flip(-1)))
+    with pytorch.stream(stream):
+        assert all(map(close, step(), first))
+        monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+        with torch.no_grad():
+            kept.copy_(~KEPT)
+        assert all(map(close, step(), second))
+        stream.begin_capture()
+        found = step()
+        graph = stream.end_capture()
+    with torch.no_grad():
+        kept.copy_(KEPT.flip(-1))
+    graph.launch()
+    assert all(map(close, found, third))
+
+
 def test_a_repeated_call_asks_nothing_again(machines, monkeypatch):
     given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
     first = attention(*given, mask=LISTED)
@@ -383,10 +439,10 @@ def test_both_passes_run_on_the_stream_that_pytorch_has_current(machines):
         assert {stream for stream, _ in launches(cupy)[len(forward) :]} == {second.ptr}
 
 
-@pytest.mark.parametrize("mask", [None, LISTED], ids=["dense", "lists"])
+@pytest.mark.parametrize("mask", [None, LISTED, an_index], ids=["dense", "lists", "index"])
 @pytest.mark.parametrize("has_out", [False, True])
 def test_after_one_call_both_passes_are_captured_and_replayed_with_new_data(machines, mask, has_out):
-    cupy, pytorch = machines
+    (cupy, pytorch), mask = machines, mask() if mask is an_index else mask
     given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
     do, out = on_device(DO), on_device(torch.empty(Q.shape)) if has_out else None
     stream = cupy.cuda.Stream()
@@ -417,13 +473,14 @@ def test_a_capture_of_a_call_that_was_never_made_is_refused(machines):
         assert stream.end_capture().nodes == [] and launches(cupy) == []
 
 
-def test_a_captured_list_outlives_its_call(machines):
-    cupy, pytorch = machines
+@pytest.mark.parametrize("mask", [LISTED, an_index], ids=["lists", "index"])
+def test_a_captured_list_outlives_its_call(machines, mask):
+    (cupy, pytorch), mask = machines, mask() if mask is an_index else mask
     given, stream = [on_device(tensor) for tensor in (Q, K, V)], cupy.cuda.Stream()
     with pytorch.stream(stream):
-        attention(*given, mask=LISTED)
+        attention(*given, mask=mask)
         stream.begin_capture()
-        attention(*given, mask=LISTED)
+        attention(*given, mask=mask)
         stream.end_capture()
     assert len(gpu._pinned) == 1
 

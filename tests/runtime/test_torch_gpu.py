@@ -129,12 +129,13 @@ def test_both_passes_run_on_pytorchs_current_stream():
 
 
 @pytest.mark.parametrize("has_out", [False, True])
-@pytest.mark.parametrize("kind", ["dense", "far"])
+@pytest.mark.parametrize("kind", ["dense", "far", "index"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_after_one_call_both_passes_are_captured_and_replayed_with_new_data(dtype, kind, has_out):
     tensors = drawn(dtype)
     given, do = [tensor.detach().requires_grad_() for tensor in tensors[:3]], tensors[3]
-    mask = {"dense": None, "far": masks.Dilated(3, align="top_left")}[kind]
+    far = masks.Dilated(3, align="top_left")
+    mask = {"dense": None, "far": far, "index": BlockIndex.from_mask(far, 190, 250, 64)}[kind]
     out = (torch.empty_like(do), torch.empty(do.shape[:-1], device="cuda")) if has_out else None
 
     def step():
@@ -156,18 +157,18 @@ def test_after_one_call_both_passes_are_captured_and_replayed_with_new_data(dtyp
                 tensor.copy_(values)
         graph.replay()
         torch.cuda.synchronize()
-        within_bounds(fresh, mask, found)
+        within_bounds(fresh, far if kind == "index" else mask, found)
     assert not has_out or (out[0].data_ptr(), out[1].data_ptr()) == (found["o"].data_ptr(), found["lse"].data_ptr())
 
 
-def test_a_capture_with_an_index_is_refused_since_its_list_is_read_anew_at_each_call():
-    tensors, index = drawn(), MASKS["index"]()
-    attention(*tensors[:3], mask=index)
-    graph = torch.cuda.CUDAGraph()
+def test_a_capture_with_an_index_that_was_never_used_is_refused():
+    tensors = drawn()
+    attention(*tensors[:3], mask=MASKS["index"]())
+    graph, unused = torch.cuda.CUDAGraph(), MASKS["index"]()
     with torch.cuda.graph(graph):
         torch.zeros(1, device="cuda")  # PyTorch warns of an empty graph
         with pytest.raises(RuntimeError, match="a work list cannot be made inside a stream capture"):
-            attention(*tensors[:3], mask=index)
+            attention(*tensors[:3], mask=unused)
 
 
 def test_a_capture_of_a_call_that_was_never_made_is_refused():

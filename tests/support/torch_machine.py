@@ -99,12 +99,18 @@ class _Streams:
         return stream.stream
 
 
+def _as_cupy_array(tensor: DeviceTensor) -> cupy_machine.Ndarray:
+    """The memory of a tensor on a device."""
+    return cupy_machine.Ndarray(tensor.as_subclass(torch.Tensor).numpy(), tensor.number)
+
+
 @contextmanager
 def installed(monkeypatch: Any, cache: Path) -> Iterator[tuple[cupy_machine.Cupy, Torch]]:
     """The stand-ins for CuPy and PyTorch, with rooms that know nothing of earlier ones."""
     with cupy_machine.installed(monkeypatch, cache) as cupy:
         machine = Torch(cupy)
         cupy.cuda.Stream = _Streams(cupy.cuda.Stream)
+        cupy.from_dlpack = _as_cupy_array
         monkeypatch.setattr(torch_gpu, "torch", machine)
         monkeypatch.setattr(torch_gpu, "MACHINE", torch_gpu.TorchGpu())
         monkeypatch.setattr(cuflash.torch, "torch", machine)

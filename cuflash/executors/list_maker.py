@@ -1,0 +1,64 @@
+"""Makes the lists of a mask's blocks on a device, at each call: one allocation and four kernels, and nothing waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array
+from ..planning.launches import Workspace
+from ..planning.list_kernels import LIST_PARAMS, LIST_SPECS, ListSource
+from .launch import LaunchTarget
+
+_BYTES = np.dtype([("bytes", np.void, LIST_PARAMS.itemsize)])  # CuPy looks at the dtype of a scalar alone
+_SHARED_BYTES = {"pointers": 4}  # of a thread
+
+
+def _word(name: str) -> int:
+    assert LIST_PARAMS.fields is not None
+    return LIST_PARAMS.fields[name][1] // 8
+
+
+class ListMaker:
+    """Four kernels that list the blocks of masks of one layout, complete but for addresses.
+
+    Parameters
+    ----------
+    source : ListSource
+    target : LaunchTarget
+        What runs the kernels; they are compiled now.
+    """
+
+    def __init__(self, source: ListSource, target: LaunchTarget) -> None:
+        record = source.params()
+        self._rows = None if source.rows is None else target.lists(source.rows)
+        if self._rows is not None:
+            for name, array in self._rows.arrays.items():
+                record[name] = target.address(array)
+        self._template = record.reshape(1).view(np.uint64).copy()
+        self._offsets = [
+            (_word(name), start) for name, start in source.offsets.items() if name != "bits" or not source.is_whole
+        ]
+        self._allocate = target.allocator({"lists": Workspace((source.nbytes,), np.dtype(np.uint8))})
+        self._target, self._mask_word = target, _word("mask")
+        self._kept = source.rows  # its copy on the device goes with it
+        self._launchers = [
+            target.launcher(LIST_SPECS[entry], grid, _SHARED_BYTES.get(entry, 0) * LIST_SPECS[entry].num_threads)
+            for entry, grid in source.grids().items()
+        ]
+
+    def __call__(self, mask: int, stream: Any) -> Array:
+        """The lists of the mask at an address, as bytes, once the stream has come so far."""
+        (lists,) = self._allocate(stream)
+        base, words = self._target.address(lists), self._template.copy()
+        view = memoryview(words)
+        view[self._mask_word] = mask
+        for word, start in self._offsets:
+            view[word] = base + start
+        if self._rows is not None:
+            self._rows.use(stream)
+        arguments = (words.view(_BYTES)[0],)
+        for launch in self._launchers:
+            launch(arguments, stream)
+        return lists

@@ -1,0 +1,43 @@
+"""A mask whose blocks are to be listed at each call of a plan, from what its arrays then hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..arrays import Array
+from ..errors import UnsupportedProblem
+from .arrays import as_mask
+from .base import And, Mask, intersection
+from .shape import MaskShape
+
+
+@dataclass(frozen=True, eq=False)
+class AtEachCall(Mask):
+    """A mask that says so of another one."""
+
+    mask: Mask
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        return AtEachCall(self.mask.resolve(shape))
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        return self.mask(b, h, i, j)
+
+
+def at_each_call(mask: Any) -> Any:
+    """What stands for a mask, to be listed at each call; itself if it is none, of which the plan says why."""
+    try:
+        return AtEachCall(as_mask(mask))
+    except UnsupportedProblem:
+        return mask
+
+
+def without_at_each_call(mask: Mask) -> tuple[Mask, bool]:
+    """A resolved mask as it was before `at_each_call`, and whether a part of it came from there."""
+    leaves: list[Mask] = []
+    parts = list(mask.operands) if type(mask) is And else [mask]
+    for part in parts:
+        inner = part.mask if isinstance(part, AtEachCall) else part
+        leaves.extend(inner.operands if type(inner) is And else (inner,))
+    return intersection(leaves), any(isinstance(part, AtEachCall) for part in parts)

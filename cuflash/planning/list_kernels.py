@@ -1,0 +1,255 @@
+"""Lists of blocks that kernels make at each call from an array on the device: from what, where to, and four launches.
+
+`blocks.classify_on_device` makes the same lists by operations on arrays, of any mask: it is the specification of these
+kernels, which serve a mask of one boolean array, of elements or of blocks, and of closed forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array
+from ..blocks.classify import extents, row_intervals
+from ..blocks.index import BlockIndex
+from ..blocks.work_list import IntervalWork, ListedWork, WorkList, listed_block, work_list
+from ..masks.arrays import ResolvedDense
+from ..masks.at_each_call import without_at_each_call
+from ..masks.base import And, Mask
+from ..masks.block_set import BlockGrid
+from ..masks.content import held_arrays
+from ..masks.shape import MaskShape
+from .launches import BATCH_AXES
+from .spec import KernelSpec
+
+AT_CALL = "lists"  # the argument of executors for lists that are made at each call
+_POINTER = np.uint64
+_RESULTS = (
+    "grid_kinds", "ranks", "row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers",
+    "column_entries", "column_steps", "row_order", "column_order",
+)  # fmt: skip
+_OF_LISTS_ALONE = ("grid_kinds", "ranks")  # which no attention kernel reads
+_BYTES = ("grid_kinds", "kinds", "bits")
+# Mirrors `kernels_cu/lists/params.cuh`.
+LIST_PARAMS = np.dtype(
+    [
+        ("mask", _POINTER),
+        ("mask_batch_strides", np.int64, (BATCH_AXES,)),
+        *((f"mask_{axis}_stride", np.int64) for axis in ("head", "row", "column")),
+        ("lo", _POINTER),
+        ("hi", _POINTER),
+        *((f"interval_{axis}_stride", np.int64) for axis in ("batch", "head")),
+        *((name, _POINTER) for name in _RESULTS),
+        ("batch", np.int32, (BATCH_AXES,)),
+        *((name, np.int32) for name in ("num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "block_q", "block_kv")),
+        *((name, np.int32) for name in ("num_q_blocks", "num_kv_blocks", "divisor_q", "divisor_kv", "padding")),
+    ],
+    align=True,
+)
+_ALIGNMENT = 256  # bytes; of each list in the array that holds all of them
+_WARPS = {"classify": 4, "ranks": 4, "pointers": 16, "entries": 4}
+LIST_SPECS = {
+    entry: KernelSpec(
+        family="lists", entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
+        num_warps=num_warps, min_blocks=1,
+    )
+    for entry, num_warps in _WARPS.items()
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ListSource:
+    """What kernels make lists from: a boolean array on the device, and row intervals that the host knows.
+
+    Attributes
+    ----------
+    strides : tuple of int
+        Bytes between booleans of the array along the leading axes, heads, rows and columns; 0 where it is broadcast.
+    element : (int, int)
+        Queries and keys that one boolean stands for.
+    is_whole : bool
+        A block of the lists lies in one block of the mask, so that no element is looked at.
+    rows : IntervalWork or None
+        Row intervals that the mask is intersected with.
+    shape : MaskShape
+    block : (int, int)
+        Of the lists.
+    batch, num_heads : int
+        Over which the lists vary; 1 where they do not.
+    """
+
+    strides: tuple[int, ...]
+    element: tuple[int, int]
+    is_whole: bool
+    rows: IntervalWork | None
+    shape: MaskShape
+    block: tuple[int, int]
+    batch: int
+    num_heads: int
+
+    @classmethod
+    def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tuple[ListSource, Array] | None:
+        """What lists of a resolved mask are made from, and its array; None for a mask that the kernels do not serve."""
+        factors = mask.operands if type(mask) is And else (mask,)
+        closed = tuple(factor for factor in factors if factor.has_intervals)
+        others = [factor for factor in factors if not factor.has_intervals]
+        if len(others) != 1 or any(True for factor in closed for _ in held_arrays(factor)):
+            return None
+        (kept,) = others
+        if not isinstance(kept, (ResolvedDense, BlockGrid)) or len(shape.batch) > BATCH_AXES:
+            return None
+        if 0 in (shape.num_batch, *shape[1:]):
+            return None
+        array, element = (kept.allowed.array, (1, 1)) if isinstance(kept, ResolvedDense) else _blocks_of(kept)
+        batch = shape.num_batch if any(extent != 1 for extent in array.shape[:-3]) else 1
+        over, rows = (batch, int(array.shape[-3])), None
+        if closed:
+            of_closed = extents(And(closed), shape)
+            over = max(over[0], of_closed[0]), max(over[1], of_closed[1])
+            lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, *over)
+            rows = IntervalWork(
+                seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=block[0], block_kv=block[1], lo=lo, hi=hi
+            )
+        is_whole = isinstance(kept, BlockGrid) and all(side % listed == 0 for side, listed in zip(element, block))
+        strides = tuple(step if extent != 1 else 0 for step, extent in zip(array.strides, array.shape))
+        source = cls(
+            strides=strides, element=element, is_whole=is_whole, rows=rows, shape=shape, block=block, batch=over[0],
+            num_heads=over[1],
+        )  # fmt: skip
+        return (source, array) if prod(source.grid) <= np.iinfo(np.int32).max else None
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Matrices, block rows of each, and block columns."""
+        rows, columns = -(-self.shape.seqlen_q // self.block[0]), -(-self.shape.seqlen_kv // self.block[1])
+        return self.batch * self.num_heads, rows, columns
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all results by name; `dtype` tells their dtypes."""
+        matrices, num_rows, num_columns = self.grid
+        rows, columns = matrices * num_rows, matrices * num_columns
+        cells = rows * num_columns
+        bits = (0 if self.is_whole else cells, self.block[0], -(-self.block[1] // 8))
+        sides = {"row_pointers": rows + 1, "column_pointers": columns + 1, "row_order": rows, "column_order": columns}
+        return {name: bits if name == "bits" else (sides.get(name, cells),) for name in _RESULTS}
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """The dtype of a result."""
+        return np.dtype(np.uint8 if name in _BYTES else np.int32)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where each result starts in the array of bytes that holds all of them."""
+        found, end = {}, 0
+        for name, shape in self.shapes.items():
+            found[name] = end
+            end += -(-prod(shape) * self.dtype(name).itemsize // _ALIGNMENT) * _ALIGNMENT
+        return found
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the array that holds all results."""
+        last = _RESULTS[-1]
+        return self.offsets[last] + -(-prod(self.shapes[last]) * 4 // _ALIGNMENT) * _ALIGNMENT
+
+    def params(self) -> Any:
+        """The record of the kernels, without addresses."""
+        matrices, num_rows, num_columns = self.grid
+        batch = self.shape.batch
+        missing = BATCH_AXES - len(batch)
+        record = np.zeros((), LIST_PARAMS)
+        record["mask_batch_strides"] = (*[0] * missing, *self.strides[:-3])
+        for axis, step in zip(("head", "row", "column"), self.strides[-3:]):
+            record[f"mask_{axis}_stride"] = step
+        if self.rows is not None:
+            assert self.rows.lo is not None
+            over_batch, over_heads, length = self.rows.lo.shape
+            record["interval_batch_stride"] = over_heads * length if over_batch > 1 else 0
+            record["interval_head_stride"] = length if over_heads > 1 else 0
+        record["batch"] = [1] * missing + list(batch)
+        values = (matrices, self.num_heads, *self.shape[2:], *self.block, num_rows, num_columns, *self.element)
+        for name, value in zip((LIST_PARAMS.names or ())[-11:-1], values):
+            record[name] = value
+        return record
+
+    def grids(self) -> dict[str, int]:
+        """Thread blocks of each launch, in order."""
+        matrices, num_rows, num_columns = self.grid
+        rows, columns = matrices * num_rows, matrices * num_columns
+
+        def blocks(entry: str, threads: int) -> int:
+            return -(-threads // LIST_SPECS[entry].num_threads)
+
+        return {
+            "classify": blocks("classify", 32 * rows * num_columns),
+            "ranks": blocks("ranks", 32 * rows) + blocks("ranks", columns),
+            "pointers": 2,
+            "entries": blocks("entries", 32 * rows) + blocks("entries", columns + rows),
+        }
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ListedAtCall(ListedWork):
+    """Work whose lists are made at each call, in one array of bytes that the call hands to its kernels as `AT_CALL`.
+
+    `index` has shapes and dtypes alone. `lists` are what does not change from call to call.
+    """
+
+    source: ListSource
+
+    @property
+    def max_entries_in_row(self) -> int:
+        return self.index.num_kv_blocks
+
+    @classmethod
+    def of(cls, source: ListSource) -> ListedAtCall:
+        """Work of a mask that `ListSource.of` takes."""
+        zeros = {name: np.zeros((), source.dtype(name)) for name in source.shapes}
+        empty = {name: np.broadcast_to(zero, source.shapes[name]) for name, zero in zeros.items()}
+        lo, hi = (None, None) if source.rows is None or not source.is_whole else (source.rows.lo, source.rows.hi)
+        index = BlockIndex(
+            seqlen_q=source.shape.seqlen_q, seqlen_kv=source.shape.seqlen_kv, block=source.block, batch=source.batch,
+            num_heads=source.num_heads, indptr=empty["row_pointers"], indices=empty["kv_blocks"], kinds=empty["kinds"],
+            tiles=empty["tiles"], bits=empty["bits"], lo=lo, hi=hi,
+        )  # fmt: skip
+        return cls(index=index, source=source)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(side.nbytes for side in self.lists.values())
+
+    @property
+    def lists(self) -> dict[str, Array]:
+        lo, hi = self.index.lo, self.index.hi
+        return {} if lo is None or hi is None else {"lo": lo, "hi": hi}
+
+    @property
+    def offsets(self) -> Mapping[str, int]:
+        """Where each list starts in the array of bytes."""
+        return {name: start for name, start in self.source.offsets.items() if name not in _OF_LISTS_ALONE}
+
+
+def _blocks_of(mask: BlockGrid) -> tuple[Array, tuple[int, int]]:
+    return mask.blocks.array, mask.block
+
+
+def work_of_kernels(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
+    """The work of a resolved mask on a GPU; calls make the lists of one that is `AtEachCall`, if kernels serve it."""
+    mask, is_at_each_call = without_at_each_call(mask)
+    found = ListSource.of(mask, shape, listed_block(mask, tile)) if is_at_each_call else None
+    return work_list(mask, shape, tile) if found is None else ListedAtCall.of(found[0])
+
+
+def list_results(lists: Array, source: ListSource) -> dict[str, Array]:
+    """The results by name, as views of the array of bytes that holds them."""
+    views = {}
+    for name, shape in source.shapes.items():
+        start, dtype = source.offsets[name], source.dtype(name)
+        views[name] = lists[start : start + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+    return views

@@ -1,0 +1,106 @@
+// Decides each cell of the grid, a warp for a cell: its kind and, where elements of the mask count one by one, its bits.
+#include <lists/params.cuh>
+
+namespace cuflash::lists {
+
+// One matrix of the mask with the row intervals that it is intersected with.
+struct MaskMatrix {
+  const Params& params;
+  const uint8_t* mask;
+  const int32_t* lo;
+  const int32_t* hi;
+
+  CUFLASH_DEVICE MaskMatrix(const Params& p, int matrix) : params(p) {
+    const int head = matrix % p.num_heads, batch_entry = matrix / p.num_heads;
+    int64_t start = head * p.mask_head_stride;
+    int rest = batch_entry;
+    for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
+      start += rest % p.batch[axis] * p.mask_batch_strides[axis];
+      rest /= p.batch[axis];
+    }
+    mask = p.mask + start;
+    const int64_t first = batch_entry * p.interval_batch_stride + head * p.interval_head_stride;
+    lo = p.lo == nullptr ? nullptr : p.lo + first;
+    hi = p.hi + (p.lo == nullptr ? 0 : first);
+  }
+
+  CUFLASH_DEVICE const uint8_t* at(int query, int key) const {
+    return mask + query / params.divisor_q * params.mask_row_stride + key / params.divisor_kv * params.mask_column_stride;
+  }
+};
+
+// The elements of eight keys from `key` on, as bits; `exists` tells which of them there are.
+CUFLASH_DEVICE int bits_of_keys(const MaskMatrix& matrix, int query, int key, int exists) {
+  const Params& params = matrix.params;
+  const uint8_t* address = matrix.at(query, key);
+  int allowed = 0;
+  const bool is_packet = params.divisor_kv == 1 && params.mask_column_stride == 1 && exists == 0xff;
+  if (is_packet && reinterpret_cast<uint64_t>(address) % 8 == 0) {
+    const uint64_t bytes = *reinterpret_cast<const uint64_t*>(address), low = 0x7f7f7f7f7f7f7f7f;
+    const uint64_t ones = (((bytes & low) + low) | bytes) >> 7 & 0x0101010101010101;  // 1 for each byte that is not 0
+    allowed = static_cast<int>(ones * 0x0102040810204080 >> 56);                      // byte n as bit n
+  } else {
+    for (int n = 0; n < 8; ++n)
+      if (exists >> n & 1) allowed |= (*matrix.at(query, key + n) != 0) << n;
+  }
+  if (matrix.lo != nullptr) {
+    const int lo = matrix.lo[query], hi = matrix.hi[query];
+    for (int n = 0; n < 8; ++n)
+      if (key + n < lo || key + n >= hi) allowed &= ~(1 << n);
+  }
+  return allowed & exists;
+}
+
+// The kind of a cell whose elements count one by one; writes its bits.
+CUFLASH_DEVICE int kind_by_elements(const MaskMatrix& matrix, int cell, int q_block, int kv_block) {
+  const Params& params = matrix.params;
+  const int num_bytes = (params.block_kv + 7) / 8, size = params.block_q * num_bytes;
+  uint8_t* bits = params.bits + static_cast<int64_t>(cell) * size;
+  bool has_some = false, is_full = true;
+  for (int place = ptx::lane(); place < size; place += 32) {
+    const int query = q_block * params.block_q + place / num_bytes, first = place % num_bytes * 8;
+    const int key = kv_block * params.block_kv + first;
+    const int num_keys = minimum(params.block_kv - first, params.seqlen_kv - key);
+    const int exists = query >= params.seqlen_q || num_keys <= 0 ? 0 : num_keys >= 8 ? 0xff : (1 << num_keys) - 1;
+    const int allowed = exists == 0 ? 0 : bits_of_keys(matrix, query, key, exists);
+    bits[place] = static_cast<uint8_t>(allowed);
+    has_some |= allowed != 0;
+    is_full &= allowed == exists;
+  }
+  if (__all_sync(0xffffffffu, is_full)) return kFull;
+  return __any_sync(0xffffffffu, has_some) ? kBits : kAbsent;
+}
+
+// The kind of a cell that lies in one block of a mask of whole blocks.
+CUFLASH_DEVICE int kind_of_whole_block(const MaskMatrix& matrix, int q_block, int kv_block) {
+  const Params& params = matrix.params;
+  const int query = q_block * params.block_q, key = kv_block * params.block_kv;
+  if (*matrix.at(query, key) == 0) return kAbsent;
+  if (matrix.lo == nullptr) return kFull;
+  const int last_query = minimum(query + params.block_q, params.seqlen_q);
+  const int last_key = minimum(key + params.block_kv, params.seqlen_kv);
+  bool has_some = false, is_full = true;
+  for (int row = query + ptx::lane(); row < last_query; row += 32) {
+    const int lo = matrix.lo[row], hi = matrix.hi[row];
+    has_some |= maximum(lo, key) < minimum(hi, last_key);
+    is_full &= lo <= key && last_key <= hi;
+  }
+  if (__all_sync(0xffffffffu, is_full)) return kFull;
+  return __any_sync(0xffffffffu, has_some) ? kInterval : kAbsent;
+}
+
+}  // namespace cuflash::lists
+
+extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
+lists_classify(const __grid_constant__ cuflash::lists::Params params) {
+  using namespace cuflash;
+  using namespace cuflash::lists;
+  const int cell = warp_of_grid();
+  if (cell >= params.num_cells()) return;
+  const int kv_block = cell % params.num_kv_blocks, row = cell / params.num_kv_blocks;
+  const int q_block = row % params.num_q_blocks;
+  const MaskMatrix matrix(params, row / params.num_q_blocks);
+  const int kind = params.bits == nullptr ? kind_of_whole_block(matrix, q_block, kv_block)
+                                          : kind_by_elements(matrix, cell, q_block, kv_block);
+  if (ptx::lane() == 0) params.grid_kinds[cell] = static_cast<uint8_t>(kind);
+}

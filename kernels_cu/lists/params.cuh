@@ -1,0 +1,55 @@
+#pragma once
+#include <ptx/thread.cuh>
+
+// How the blocks of a mask are listed on the device, in four kernels: lists_classify decides each block of the grid,
+// lists_ranks numbers the listed ones of each block row and counts them by rows and columns, lists_pointers sums the counts up,
+// and lists_entries writes the lists that attention kernels walk.
+namespace cuflash::lists {
+
+constexpr int kBatchAxes = 3;
+constexpr int kThreads = 32 * config::kNumWarps;
+
+// As BlockKind in cuflash/blocks/classify.py, but for the first: a block that is not listed.
+enum Kind : int { kAbsent, kFull, kInterval, kBits };
+
+// What a launch hands to every kernel, by value. cuflash/planning/list_kernels.py has the same record as a NumPy dtype. A cell is
+// a block of the grid [matrix, num_q_blocks, num_kv_blocks]; a matrix is a batch entry and head of the lists.
+struct Params {
+  const uint8_t* mask;                      // booleans [*batch, heads, queries / divisor_q, keys / divisor_kv]
+  int64_t mask_batch_strides[kBatchAxes];   // in bytes, 0 where an axis is broadcast; so are the next three
+  int64_t mask_head_stride, mask_row_stride, mask_column_stride;
+  const int32_t* lo;                        // row intervals that the mask is intersected with, or null
+  const int32_t* hi;
+  int64_t interval_batch_stride, interval_head_stride;  // in elements
+  uint8_t* grid_kinds;                      // of each cell, a Kind; the other results but bits are as in attention/params.cuh
+  int32_t* ranks;                           // of each listed cell, among those of its block row
+  int32_t* row_pointers;
+  int32_t* kv_blocks;
+  int32_t* q_blocks;
+  uint8_t* kinds;
+  int32_t* tiles;
+  uint8_t* bits;                            // [cell, block_q, ceil(block_kv / 8)]; null where blocks of the mask are whole
+  int32_t* column_pointers;
+  int32_t* column_entries;
+  int32_t* column_steps;
+  int32_t* row_order;
+  int32_t* column_order;
+  int32_t batch[kBatchAxes];                // of the leading axes, in which a batch entry of the lists is counted
+  int32_t num_matrices, num_heads;
+  int32_t seqlen_q, seqlen_kv;
+  int32_t block_q, block_kv, num_q_blocks, num_kv_blocks;
+  int32_t divisor_q, divisor_kv;            // queries and keys that an element of the mask stands for
+  int32_t padding;
+
+  CUFLASH_DEVICE int num_rows() const { return num_matrices * num_q_blocks; }
+  CUFLASH_DEVICE int num_columns() const { return num_matrices * num_kv_blocks; }
+  CUFLASH_DEVICE int num_cells() const { return num_rows() * num_kv_blocks; }
+};
+
+CUFLASH_DEVICE int minimum(int x, int y) { return x < y ? x : y; }
+CUFLASH_DEVICE int maximum(int x, int y) { return x < y ? y : x; }
+
+// The number of this warp in the grid of a launch.
+CUFLASH_DEVICE int warp_of_grid() { return blockIdx.x * config::kNumWarps + ptx::thread_index() / 32; }
+
+}  // namespace cuflash::lists

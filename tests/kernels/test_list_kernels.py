@@ -1,0 +1,365 @@
+"""Lists made by kernels are those that operations on arrays make, for every mask that the kernels serve."""
+
+from __future__ import annotations
+
+import cupy_machine
+import device_double as device
+import numpy as np
+import pytest
+from cuflash import BlockIndex, api, masks
+from cuflash.blocks.work_list import ListedWork
+from cuflash.compiler import nvrtc as compiling
+from cuflash.executors import gpu
+from cuflash.executors.list_maker import ListMaker
+from cuflash.executors.sim import Simulator
+from cuflash.masks import MaskShape
+from cuflash.planning.list_kernels import ListSource, list_results
+from executors import hostile_schedules, needs_compiler, to_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_device_masks import sent
+
+import cuflash
+
+RNG = np.random.default_rng(0)
+EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
+CLOSED = [
+    None, masks.Causal("top_left"), masks.Causal("bottom_right"), masks.SlidingWindow(5, 3, "top_left"),
+    masks.Lengths(kv=11), masks.Lengths(q=7, kv=30), masks.Causal("top_left") & masks.Lengths(kv=9),
+]  # fmt: skip
+
+
+@st.composite
+def cases(draw):
+    """A shape, a mask of one boolean array that broadcasts and lies in any way, perhaps closed forms, and a block."""
+    batch = draw(st.sampled_from([(), (1,), (2,), (2, 3), (1, 2, 2)]))
+    shape = MaskShape(batch, draw(st.integers(1, 3)), draw(st.integers(1, 75)), draw(st.integers(1, 75)))
+    block = draw(st.sampled_from([(8, 8), (16, 16), (16, 20), (5, 32), (32, 7), (64, 64)]))
+    rng, density = np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
+    element = draw(st.sampled_from([None, block, (2 * block[0], 3 * block[1]), (4, 4), (6, 10)]))
+    sides = shape[2:] if element is None else [-(-length // side) for length, side in zip(shape[2:], element)]
+    leading = [draw(st.sampled_from([1, extent])) for extent in (*batch, shape.num_heads)]
+    if element is None:
+        sides = [draw(st.sampled_from([1, extent])) if extent != sides[0] else extent for extent in sides]
+    array = rng.random((*leading, *sides)) < density
+    lie = draw(st.sampled_from(["plain", "fewer axes", "transposed", "gaps", "backwards"]))
+    if lie == "fewer axes":
+        array = array.reshape(array.shape[next((n for n, extent in enumerate(leading) if extent > 1), len(leading)) :])
+    elif lie == "transposed":
+        array = array.swapaxes(-1, -2).copy().swapaxes(-1, -2)
+    elif lie == "gaps":
+        array = np.repeat(array, 2, axis=-1)[..., ::2]
+    elif lie == "backwards":
+        array = array[..., ::-1, ::-1].copy()[..., ::-1, ::-1]
+    mask = masks.Dense(array) if element is None else masks.BlockPattern(array, element)
+    closed = draw(st.sampled_from(CLOSED))
+    return shape, mask if closed is None else draw(st.sampled_from([mask & closed, closed & mask])), block
+
+
+def array_form(mask, shape, block, to_device, to_host):
+    """What `blocks.classify_on_device` lists, on the host, with the intervals of rows."""
+    index = BlockIndex.from_mask(sent(mask, to_device), block=block, **shape._asdict())
+    return {name: to_host(array) for name, array in ListedWork(index=index).lists.items()}
+
+
+def made_by_kernels(mask, shape, block, machine=None):
+    """What the kernels list, on the simulator, and what it was made from."""
+    source, array = ListSource.of(sent(mask, device.DeviceArray).resolve(shape), shape, block)
+    made = ListMaker(source, machine or Simulator())(array._host.ctypes.data, None)
+    return source, list_results(made, source)
+
+
+def made_on_gpu(mask, shape, block):
+    import cupy
+
+    source, array = ListSource.of(sent(mask, to_device).resolve(shape), shape, block)
+    made = ListMaker(source, gpu.Gpu())(array.data.ptr, cupy.cuda.get_current_stream())
+    return source, {name: cupy.asnumpy(each) for name, each in list_results(made, source).items()}
+
+
+def assert_alike(source, got, expected):
+    """Every list, and the room behind the last entry, which holds zeros."""
+    num_entries = int(expected["row_pointers"][-1])
+    for name in expected.keys() - {"lo", "hi"}:
+        assert got[name].dtype == expected[name].dtype and got[name].shape == expected[name].shape
+        np.testing.assert_array_equal(got[name][:num_entries], expected[name][:num_entries], err_msg=name)
+        if name in ("row_pointers", "column_pointers", "row_order", "column_order", "bits"):
+            np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
+        else:
+            assert not got[name][num_entries:].any(), name
+    sides = (source.rows.lo, source.rows.hi) if source.is_whole and source.rows is not None else (None, None)
+    for name, side in zip(("lo", "hi"), sides):
+        assert (side is None) == (name not in expected)
+        assert side is None or (side == expected[name]).all()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_kernels_list_what_the_array_form_lists(executor):
+    @settings(max_examples=min(60, settings.default.max_examples))
+    @given(cases())
+    def check(case):
+        mask, shape, block = case[1], case[0], case[2]
+        if executor == "gpu":
+            import cupy
+
+            expected = array_form(mask, shape, block, cupy.asarray, cupy.asnumpy)
+            assert_alike(*made_on_gpu(mask, shape, block), expected)
+        else:
+            expected = array_form(mask, shape, block, device.to_device, device.to_host)
+            assert_alike(*made_by_kernels(mask, shape, block), expected)
+
+    check()
+
+
+LONG = MaskShape((2,), 2, 300, 700)
+MANY = [
+    (LONG, masks.Dense(RNG.random((2, 2, 300, 700)) < 0.01) & masks.Causal("bottom_right"), (16, 8)),
+    (LONG, masks.BlockPattern(RNG.random((2, 1, 75, 88)) < 0.2, (4, 8)) & masks.Band(-90, 40), (4, 8)),
+    (MaskShape((), 1, 2600, 16), masks.BlockPattern(RNG.random((1300, 8)) < 0.5, 2), (2, 2)),
+]  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", MANY, ids=["elements", "blocks", "more rows than threads"])
+def test_any_order_of_threads_gives_the_same_lists(case):
+    shape, mask, block = case
+    expected = array_form(mask, shape, block, device.to_device, device.to_host)
+    for schedule in hostile_schedules("lists", 1):
+        assert_alike(*made_by_kernels(mask, shape, block, Simulator(schedule)), expected)
+
+
+def test_masks_that_the_kernels_do_not_serve_are_left_to_the_array_form():
+    shape = MaskShape((2,), 1, 40, 40)
+    dense, blocks = masks.Dense(np.ones((40, 40), bool)), masks.BlockPattern(np.eye(5, dtype=bool), 8)
+    rule = masks.FromFunction(lambda b, h, i, j: (i + j) % 2 == 0)
+    lengths = masks.Lengths(kv=np.array([1, 2]))
+    for mask in (dense & blocks, dense | masks.Causal(), ~dense, dense & rule, dense & lengths):
+        assert ListSource.of(sent(mask, device.to_device).resolve(shape), shape, (8, 8)) is None
+    five = MaskShape((1, 1, 1, 2), 1, 40, 40)
+    assert ListSource.of(sent(dense, device.to_device).resolve(five), five, (8, 8)) is None
+
+
+# Calls, on a stand-in for CuPy that runs the kernels.
+
+Q, K, V, DO = RNG.standard_normal((4, 2, 3, 40, 16), dtype=np.float32)
+KEPT = RNG.random((2, 3, 40, 40)) < 0.4
+BLOCKS = RNG.random((3, 5, 5)) < 0.4
+
+
+@pytest.fixture
+def cupy(tmp_path, monkeypatch):
+    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
+        yield machine
+
+
+MASKS = {
+    "elements": (lambda array: array, KEPT),
+    "elements and causal": (lambda array: masks.Dense(array) & masks.Causal(), KEPT[:1]),
+    "blocks": (lambda array: masks.BlockPattern(array, 8), BLOCKS),
+    "blocks and causal": (lambda array: masks.Causal() & masks.BlockPattern(array, 8), BLOCKS),
+}
+
+
+def passes(mask, arrays, do, **options):
+    """Results and gradients on the host."""
+    (o, lse), vjp = cuflash.attention_vjp(*arrays, mask=mask, return_lse=True, **options)
+    return [each.get() if hasattr(each, "get") else each for each in (o, lse, *vjp(do))]
+
+
+def kernels(cupy):
+    return [entry for kind, *_, entry in cupy.log if kind == "launch"]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_call_makes_its_lists_by_kernels_and_reads_the_mask_anew(cupy, monkeypatch, name):
+    make, contents = MASKS[name]
+    arrays, array, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(contents), cupy.asarray(DO)
+    of_host = [passes(make(np.roll(contents, number, axis=-1)), (Q, K, V), DO) for number in range(3)]
+    for number, expected in enumerate(of_host):
+        cupy.log.clear()
+        got = passes(make(array), arrays, do)
+        assert kernels(cupy).count("forward") == 1
+        assert kernels(cupy)[:4] == ["classify", "ranks", "pointers", "entries"]
+        assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(got, expected))
+        array[...] = np.roll(array.get(), 1, axis=-1)  # in place: the next call sees it
+        if number == 0:
+            monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+            monkeypatch.setattr(gpu, "ListMaker", lambda *args: pytest.fail("bound again"))
+
+
+def test_gradients_read_the_lists_of_their_own_call(cupy):
+    arrays, array, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(KEPT), cupy.asarray(DO)
+    _, first = cuflash.attention_vjp(*arrays, mask=array)
+    array[...] = ~KEPT
+    _, second = cuflash.attention_vjp(*arrays, mask=array)
+    for vjp, kept in ((first, KEPT), (second, ~KEPT)):
+        expected = cuflash.attention_vjp(Q, K, V, mask=kept)[1](DO)
+        assert all(np.allclose(x.get(), y, rtol=1e-4, atol=1e-5) for x, y in zip(vjp(do), expected))
+
+
+def test_calls_of_other_layouts_masks_and_options_are_not_mixed_up(cupy):
+    arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
+    ways = [
+        (masks.BlockPattern, BLOCKS, 8, {}), (masks.BlockPattern, BLOCKS[:, ::-1], 8, {}),
+        (masks.BlockPattern, BLOCKS, 8, {"causal": True}), (masks.BlockPattern, BLOCKS, 8, {"window": (9, 3)}),
+        (masks.BlockPattern, BLOCKS[:, :4, :4].copy(), 10, {}), (lambda array, _: array, KEPT, None, {}),
+        (lambda array, _: array, KEPT[:, :, :1], None, {}), (lambda array, _: masks.Dense(array), KEPT[0], None, {}),
+    ]  # fmt: skip
+    for _ in range(2):
+        for make, array, block, options in ways:
+            on_device = cupy_machine.Ndarray(array, 0)
+            got = passes(make(on_device, block), arrays, do, **options)
+            expected = passes(make(array, block), (Q, K, V), DO, **options)
+            assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(got, expected))
+
+
+def test_a_call_allocates_one_array_for_its_lists_and_keeps_none(cupy):
+    arrays, array = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(KEPT)
+    cuflash.attention(*arrays, mask=array)
+    before = cupy.allocated
+    cuflash.attention(*arrays, mask=array)
+    assert cupy.allocated == before + 3  # o, lse and the lists
+    cuflash.attention(*arrays)
+    before = cupy.allocated
+    cuflash.attention(*arrays)
+    assert cupy.allocated == before + 2
+
+
+def test_gradients_over_broadcast_axes_and_checks_take_masks_that_kernels_list(cupy, monkeypatch):
+    arrays, array = [cupy.asarray(each) for each in (Q, K[:1], V)], cupy.asarray(KEPT)
+    expected = passes(KEPT, (Q, K[:1], V), DO)
+    for _ in range(2):
+        got = passes(array, arrays, cupy.asarray(DO))
+        assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(got, expected))
+
+
+@pytest.mark.parametrize("name", ["elements", "blocks and causal"])
+def test_a_call_that_is_given_its_results_makes_lists_too(cupy, name):
+    make, contents = MASKS[name]
+    arrays, array = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(contents)
+    expected = passes(make(contents), (Q, K, V), DO)
+    for _ in range(2):
+        out, lse = cupy.empty(Q.shape, np.float32), cupy.empty(Q.shape[:-1], np.float32)
+        (o, _), vjp = cuflash.attention_vjp(*arrays, mask=make(array), out=(out, lse), return_lse=True)
+        assert o is out
+        got = [out.get(), lse.get(), *(each.get() for each in vjp(cupy.asarray(DO)))]
+        assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(got, expected))
+
+
+# Calls that write to arrays of the caller's, of any mask.
+
+
+def test_a_repeated_call_writes_to_given_arrays_and_asks_nothing_again(cupy, monkeypatch):
+    arrays = [cupy.asarray(each) for each in (Q, K, V)]
+    expected, expected_lse = cuflash.attention(Q, K, V, causal=True, return_lse=True)
+    for number in range(3):
+        out, lse = cupy.empty(Q.shape, np.float32), cupy.empty(Q.shape[:-1], np.float32)
+        assert cuflash.attention(*arrays, causal=True, out=out) is out
+        both = cupy.empty(Q.shape, np.float32)
+        assert cuflash.attention(*arrays, causal=True, out=(both, lse)) is both
+        assert (both.get() == out.get()).all() and np.allclose(out.get(), expected, rtol=1e-4, atol=1e-5)
+        assert np.allclose(lse.get(), expected_lse, rtol=1e-4, atol=1e-5)
+        monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+
+
+def test_an_output_over_an_input_is_refused_by_a_repeated_call_too(cupy):
+    arrays = [cupy.asarray(each) for each in (Q, K, V)]
+    room = cupy.asarray(np.concatenate([Q, Q]))
+    cuflash.attention(*arrays, out=room[:2])
+    for out in (arrays[2], arrays[0]):
+        with pytest.raises(cuflash.UnsupportedProblem, match="out must not overlap"):
+            cuflash.attention(*arrays, out=out)
+    with pytest.raises(cuflash.UnsupportedProblem, match="out must not overlap q"):
+        cuflash.attention(room[1:3], *arrays[1:], out=room[:2])
+    cuflash.attention(room[2:], *arrays[1:], out=room[:2])
+    assert np.allclose(room[:2].get(), cuflash.attention(Q, K, V), rtol=1e-4, atol=1e-5)
+
+
+def test_an_output_in_the_gaps_of_an_input_is_written_to_each_time(cupy):
+    room, k, v = cupy.asarray(np.zeros((*Q.shape, 2), np.float32)), cupy.asarray(K), cupy.asarray(V)
+    q, out = room[..., 0], room[..., 1]
+    for factor in (1, 2):
+        q[...] = factor * Q
+        assert cuflash.attention(q, k, v, out=out) is out
+        assert np.allclose(out.get(), cuflash.attention(factor * Q, K, V), rtol=1e-4, atol=1e-5)
+
+
+def test_two_outputs_that_overlap_are_refused_by_a_repeated_call_too(cupy):
+    arrays, room = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(np.zeros(2 * Q.size, np.float32))
+    o, size = room[: Q.size].reshape(*Q.shape), Q.size // Q.shape[-1]
+    cuflash.attention(*arrays, out=(o, room[Q.size : Q.size + size].reshape(*Q.shape[:-1])))
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"out\[0\] and out\[1\] must not overlap"):
+        cuflash.attention(*arrays, out=(o, room[Q.size - 1 : Q.size - 1 + size].reshape(*Q.shape[:-1])))
+
+
+# Wrong masks.
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda cupy: cupy.asarray(KEPT[..., :39]), "must broadcast to"),
+        (lambda cupy: cupy.asarray(KEPT.astype(np.int8)), "must be boolean, True = attend; got dtype int8"),
+        (lambda cupy: masks.BlockPattern(cupy.asarray(BLOCKS[:, :4]), 8), r"blocks must have shape \(\.\.\., 5, 5\)"),
+        (lambda cupy: cupy_machine.Ndarray(KEPT, 1), "must be on the current device, 0; got device 1"),
+        (lambda cupy: KEPT, "mask's arrays must be where q is"),
+    ],
+    ids=["shape", "dtype", "blocks", "device", "host"],
+)
+def test_a_wrong_mask_is_refused_after_right_ones_too(cupy, make, reason):
+    arrays = [cupy.asarray(each) for each in (Q, K, V)]
+    for right in (cupy.asarray(KEPT), masks.BlockPattern(cupy.asarray(BLOCKS), 8)):
+        cuflash.attention(*arrays, mask=right)
+    cupy.log.clear()
+    for _ in range(2):
+        with pytest.raises(cuflash.UnsupportedProblem, match=reason):
+            cuflash.attention(*arrays, mask=make(cupy))
+    with pytest.raises(cuflash.UnsupportedProblem, match="kernel must be"):
+        cuflash.attention(*arrays, mask=make(cupy), kernel="sm75")
+    assert kernels(cupy) == []
+
+
+def test_a_first_call_inside_a_capture_is_refused(cupy):
+    arrays, array, stream = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(KEPT), cupy.cuda.Stream()
+    with stream:
+        cuflash.attention_vjp(*arrays, mask=array)[1](cupy.asarray(DO))
+        for key in [key for key in compiling._loaded if key[0].family == "lists"]:  # as if it had not been called
+            del compiling._loaded[key]
+        api._bound_calls.clear()
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="lists_classify is not compiled yet.*make the same call once"):
+            cuflash.attention(*arrays, mask=array)
+        stream.end_capture()
+
+
+def test_lists_of_a_capture_are_made_anew_by_each_replay(cupy):
+    arrays, array, stream = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(KEPT), cupy.cuda.Stream()
+    with stream:
+        cuflash.attention(*arrays, mask=masks.Dense(array) & masks.Causal())
+        stream.begin_capture()
+        o = cuflash.attention(*arrays, mask=masks.Dense(array) & masks.Causal())
+        graph = stream.end_capture()
+    array[...] = ~KEPT
+    api._bound_calls.clear()
+    graph.launch()
+    assert np.allclose(o.get(), cuflash.attention(Q, K, V, mask=~KEPT, causal=True), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_masks_on_a_gpu_are_listed_anew_whatever_makes_their_lists():
+    import cupy
+
+    arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
+    array, blocks = cupy.asarray(KEPT), cupy.asarray(BLOCKS)
+    ways = [
+        (lambda kept, blocks: kept, {}), (lambda kept, blocks: masks.BlockPattern(blocks, 8), {"causal": True}),
+        (lambda kept, blocks: masks.Dense(kept) & masks.BlockPattern(blocks, 8), {}),
+        (lambda kept, blocks: ~masks.Dense(kept), {}), (lambda kept, blocks: kept, {"scale": 1e-30}),
+    ]  # fmt: skip
+    for number in range(3):
+        for make, options in ways:
+            got = passes(make(array, blocks), arrays, do, **options)
+            expected = passes(make(array.get(), blocks.get()), (Q, K, V), DO, **options)
+            assert all(np.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(got, expected))
+        array[...] = cupy.roll(array, 1, axis=-1)
+        blocks[...] = cupy.roll(blocks, 1, axis=-1)

@@ -1,0 +1,104 @@
+"""What must see the faults of how block lists are kept between calls and made on a device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from types import ModuleType
+
+import device_double
+import numpy as np
+from cuflash import sim
+from cuflash.blocks.work_list import ListedWork
+from cuflash.executors.list_maker import ListMaker
+from cuflash.executors.sim import Simulator
+from cuflash.planning.list_kernels import ListSource, list_results
+from mutations.python_guards import part
+
+import cuflash
+
+SIGNS = (AssertionError, ValueError)
+WHOLE = ("row_pointers", "column_pointers", "row_order", "column_order", "bits")
+ROOM = ("kv_blocks", "kinds", "tiles", "column_entries")
+Q = np.random.default_rng(0).standard_normal((2, 20, 8))
+
+
+def index_of(library: ModuleType, step: int):
+    return library.BlockIndex.from_mask(library.masks.Dilated(step), 20, 20, 4)
+
+
+def a_kept_index_goes_by_itself(library: ModuleType) -> None:
+    """An index that calls were made with is gone once it is not used any more, without Python's collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        index = index_of(library, 3)
+        for _ in range(2):
+            library.attention(Q, Q, Q, mask=index)
+        library.plan(Q, Q, Q, mask=index).forward(Q, Q, Q)
+        held = [weakref.ref(index), weakref.ref(index.remembered.mask)]
+        del index
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def an_index_is_read_once_and_never_changes(library: ModuleType) -> None:
+    """Each index has calls and lists of its own, which are made once, and arrays that nobody writes to."""
+    one, other = index_of(library, 3), index_of(library, 5)
+    for _ in range(2):
+        for index in (one, other):
+            expected = library.attention(Q, Q, Q, mask=index.toarray()[0, 0])
+            assert np.allclose(library.attention(Q, Q, Q, mask=index), expected)
+    plans = [library.plan(Q[:count], Q[:count], Q[:count], mask=one) for count in (1, 2)]
+    assert plans[0].plan.work is plans[1].plan.work
+    for index in (one, copy.deepcopy(one)):
+        assert not any(getattr(index, name).flags.writeable for name in ("indptr", "kinds", "bits"))
+
+
+BLOCK = (16, 20)
+CASES = (
+    (lambda array: cuflash.masks.Dense(array), (2, 2, 50, 75), 0.3, False),
+    (lambda array: cuflash.masks.Dense(array), (1, 1, 50, 75), 1.0, False),
+    (lambda array: cuflash.masks.Dense(array), (2, 1, 50, 80), 0.02, True),
+    (lambda array: cuflash.masks.BlockPattern(array, (32, 20)), (2, 1, 2, 4), 0.6, True),
+    (lambda array: cuflash.masks.BlockPattern(array, (32, 20)), (1, 2, 2, 4), 0.6, False),
+    (lambda array: cuflash.masks.BlockPattern(array, (4, 6)), (1, 2, 13, 13), 0.4, True),
+)  # fmt: skip
+
+
+def lists_are_those_of_the_array_form() -> None:
+    """Four kernels list what operations on arrays list: elements in packets and one by one, and blocks of any size."""
+    for make, shape, density, is_within_a_band in CASES:
+        mask = make(device_double.DeviceArray(np.random.default_rng(sum(shape)).random(shape) < density))
+        mask = mask & cuflash.masks.Band(-30, 9) if is_within_a_band else mask
+        frame = cuflash.masks.MaskShape((2,), 2, 50, shape[-1] if shape[-1] > 13 else 75)
+        index = cuflash.BlockIndex.from_mask(mask, block=BLOCK, **frame._asdict())
+        expected = {name: device_double.to_host(each) for name, each in ListedWork(index=index).lists.items()}
+        source, array = ListSource.of(mask.resolve(frame), frame, BLOCK)
+        for seed, order in enumerate(("random", "priorities")):
+            schedule = sim.Schedule(seed=seed, order=order, shuffle_lanes=bool(seed))
+            made = ListMaker(source, Simulator(schedule))(array._host.ctypes.data, None)
+            count = int(expected["row_pointers"][-1])
+            for name, got in list_results(made, source).items():
+                if name in expected:
+                    length = len(got) if name in WHOLE else count
+                    assert (got[:length] == expected[name][:length]).all() and not (name in ROOM and got[count:].any())
+
+
+def calls_read_masks_anew(library: ModuleType) -> None:
+    """Contents of a mask do not decide which call it is; all that decides its lists does."""
+    contents_of = part(library, "masks.one_array").mask_contents
+
+    def layout(array):
+        return array.shape, array.strides
+
+    kept, causal = device_double.to_device(np.eye(4, dtype=bool)), library.masks.Causal()
+    pattern = library.masks.BlockPattern
+    first, again = (contents_of(pattern(kept, 5) & causal, layout) for _ in range(2))
+    assert first.key == again.key and first.array is kept
+    others = (pattern(kept, 6) & causal, pattern(kept, 5) & library.masks.Band(0, 3), pattern(kept[:2], 5) & causal)
+    assert all(contents_of(other, layout).key != first.key for other in others)
+    assert contents_of(pattern(kept, 5) & library.masks.Dense(kept), layout) is None
+    assert contents_of(kept, layout).key != contents_of(pattern(kept, 1), layout).key

@@ -1,0 +1,83 @@
+"""Faults in how block lists are kept between calls and made on a device."""
+
+from __future__ import annotations
+
+from mutations.list_guards import (
+    a_kept_index_goes_by_itself, an_index_is_read_once_and_never_changes, calls_read_masks_anew,
+    lists_are_those_of_the_array_form,
+)  # fmt: skip
+from mutations.planting import Edit
+
+CONTENTS = "masks/one_array.py"
+FAULTS = {
+    a_kept_index_goes_by_itself: {
+        "what an index remembers leads back to it": Edit(
+            "blocks/index.py", "BlockIndex.remembered", "IndexMask.of_index(replace(self))", "IndexMask.of_index(self)"
+        ),
+        "a plan holds the index itself": Edit("api.py", "plan", "mask = mask.remembered.mask", "pass"),
+        "a call that is remembered holds its plan": Edit(
+            "plans.py", "Executable.bind", "executor.forward(plan, dict(zip(names, (*arrays, *made))))",
+            "EXECUTORS[self.executor].forward(plan, dict(zip(names, (*arrays, *made))))",
+        ),
+    },
+    an_index_is_read_once_and_never_changes: {
+        "indices share their calls": Edit("api.py", "calls_with", "(None, kept.calls)", "(None, shared)"),
+        "lists are not kept": Edit(
+            "blocks/work_list.py", "_work_of_index",
+            "mask.works.setdefault(block, ListedWork(index=index))", "ListedWork(index=index)",
+        ),
+        "arrays can be written to": Edit("blocks/index.py", "_read_only", "view.flags.writeable = False", ""),
+        "arrays of a copy can be written to": Edit(
+            "blocks/index.py", "BlockIndex.__setstate__", "self.__post_init__()", ""
+        ),
+    },
+    calls_read_masks_anew: {
+        "blocks of any size are alike": Edit(CONTENTS, "mask_contents", 'getattr(part, "block", None)', "None"),
+        "closed forms do not count": Edit(CONTENTS, "mask_contents", "keys.append(content(part))", "content(part)"),
+        "layouts do not count": Edit(
+            CONTENTS, "mask_contents", 'getattr(part, "block", None), layout', 'getattr(part, "block", None)'
+        ),
+        "a second array is left out": Edit(CONTENTS, "mask_contents", "if len(arrays) == 1 else None", ""),
+    },
+    lists_are_those_of_the_array_form: {
+        "bytes of a packet are bits in reverse": Edit(
+            "lists/classify.cu", "bits_of_keys", "ones * 0x0102040810204080 >> 56", "ones * 0x8040201008040201 >> 56"
+        ),
+        "intervals do not hide elements": Edit(
+            "lists/classify.cu", "bits_of_keys", "if (key + n < lo || key + n >= hi)", "if (key + n < lo)"
+        ),
+        "keys past the end count": Edit(
+            "lists/classify.cu", "kind_by_elements",
+            "minimum(params.block_kv - first, params.seqlen_kv - key)", "params.block_kv - first",
+        ),
+        "a block that is cut off is never full": Edit(
+            "lists/classify.cu", "kind_by_elements", "is_full &= allowed == exists;", "is_full &= allowed == 0xff;"
+        ),
+        "an interval that ends before a block meets it": Edit(
+            "lists/classify.cu", "kind_of_whole_block",
+            "has_some |= maximum(lo, key) < minimum(hi, last_key);", "has_some |= lo < last_key;",
+        ),
+        "the last batch axis is the first": Edit(
+            "lists/classify.cu", "MaskMatrix", "p.mask_batch_strides[axis]", "p.mask_batch_strides[0]"
+        ),
+        "a cell counts itself before": Edit(
+            "lists/ranks.cu", "rank_row", "((1u << ptx::lane()) - 1)", "((2u << ptx::lane()) - 1)"
+        ),
+        "columns are counted in the first matrix": Edit(
+            "lists/ranks.cu", "count_column", "column / params.num_kv_blocks", "0"
+        ),
+        "a sum is read before it is there": Edit(
+            "lists/pointers.cu", "lists_pointers",
+            "sums[thread] += before; __syncthreads();", "sums[thread] += before;",
+        ),
+        "pointers begin anywhere": Edit("lists/pointers.cu", "lists_pointers", "pointers[0] = 0", "pointers[0] = 1"),
+        "steps have no kind": Edit("lists/entries.cu", "list_column", "4 * q_block + kind", "4 * q_block"),
+        "of equally many the first comes first": Edit(
+            "lists/entries.cu", "put_in_order", "other > number", "other < number"
+        ),
+        "full blocks have bit tiles": Edit("lists/entries.cu", "list_row", "kind == kBits ?", "kind != kAbsent ?"),
+        "the room behind the last entry is left as it is": Edit(
+            "lists/entries.cu", "lists_entries", "clear_room(params);", ""
+        ),
+    },
+}

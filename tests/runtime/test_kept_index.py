@@ -1,0 +1,166 @@
+"""A block index that several calls are given is read once: the calls share its work and copies, which go with it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import cupy_machine
+import numpy as np
+import pytest
+from cuflash import BlockIndex, api, masks
+from cuflash.blocks import index as indices
+from cuflash.executors import gpu
+
+import cuflash
+
+RNG = np.random.default_rng(0)
+Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
+LISTED = masks.Dilated(3)
+
+
+def an_index(mask=LISTED):
+    return BlockIndex.from_mask(mask, 40, 40, 8)
+
+
+@pytest.fixture
+def cupy(tmp_path, monkeypatch):
+    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
+        yield machine
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """What goes within the block goes by itself, and not by Python's collector of circles."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def on_device(cupy, *arrays):
+    return [cupy.asarray(array) for array in arrays]
+
+
+def copies(cupy):
+    return [kind for kind, *_ in cupy.log].count("copy")
+
+
+def test_a_second_call_with_an_index_asks_nothing_again_in_both_passes(cupy, monkeypatch):
+    index, arrays, do = an_index(), on_device(cupy, Q, K, V), cupy.asarray(DO)
+    host_o, host_vjp = cuflash.attention_vjp(Q, K, V, mask=LISTED)
+    o, vjp = cuflash.attention_vjp(*arrays, mask=index)
+    first = [o.get(), *(gradient.get() for gradient in vjp(do))]
+    before = copies(cupy)
+    for place, name in ((api, "plan"), (gpu, "BoundPass"), (indices, "classify")):
+        monkeypatch.setattr(place, name, lambda *args, **options: pytest.fail("asked again"))
+    o, vjp = cuflash.attention_vjp(*arrays, mask=index)
+    again = [o.get(), *(gradient.get() for gradient in vjp(do))]
+    assert all((ours == theirs).all() for ours, theirs in zip(again, first)) and copies(cupy) == before
+    assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(again, (host_o, *host_vjp(DO))))
+
+
+def test_calls_of_other_shapes_and_plans_share_one_copy(cupy):
+    index = an_index()
+    cuflash.attention(*on_device(cupy, Q, K, V), mask=index)
+    before = copies(cupy)
+    wide = on_device(cupy, *(np.stack([array] * 3) for array in (Q, K, V)))
+    cuflash.attention(*wide, mask=index)
+    cuflash.plan(*wide, mask=index).forward(*wide)
+    assert copies(cupy) == before + 3 and len(gpu._GPU._device_lists) == 1
+
+
+def test_everything_on_the_device_goes_with_the_index_without_a_collection(cupy):
+    arrays, do = on_device(cupy, Q, K, V), cupy.asarray(DO)
+    with without_collector():
+        index = an_index()
+        for _ in range(2):
+            _, vjp = cuflash.attention_vjp(*arrays, mask=index)
+            vjp(do)
+        ready = cuflash.plan(*arrays, mask=index)
+        ready.forward(*arrays)
+        (by_device,) = gpu._GPU._device_lists.values()
+        held = [weakref.ref(index), *(weakref.ref(array) for array in by_device[0].arrays.values())]
+        assert len(held) == 12
+        del by_device, index, vjp, ready
+        assert [each() for each in held] == [None] * 12
+    assert len(gpu._GPU._device_lists) == 0 and not gpu._GPU._to_release
+
+
+def test_gradients_outlive_the_index_of_their_call(cupy):
+    arrays = on_device(cupy, Q, K, V)
+    _, vjp = cuflash.attention_vjp(*arrays, mask=an_index())
+    _, host_vjp = cuflash.attention_vjp(Q, K, V, mask=LISTED)
+    pairs = zip(vjp(cupy.asarray(DO)), host_vjp(DO))
+    assert all(np.allclose(ours.get(), theirs, rtol=1e-4, atol=1e-5) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("executor", ["cpu", "gpu"])
+def test_each_index_and_each_set_of_options_has_calls_of_its_own(cupy, executor):
+    def call(**options):
+        given = (Q, K, V) if executor == "cpu" else on_device(cupy, Q, K, V)
+        o = cuflash.attention(*given, executor=executor, **options)
+        return o if executor == "cpu" else o.get()
+
+    one, other = an_index(), an_index(masks.Dilated(5))
+    ways = [
+        {"mask": one}, {"mask": other}, {"mask": one, "causal": True}, {"mask": one, "window": (4, 4)},
+        {"mask": one, "scale": 2.0}, {},
+    ]  # fmt: skip
+    for _ in range(2):
+        for options in ways:
+            mask = options.get("mask")
+            expected = cuflash.attention(Q, K, V, **options | ({} if mask is None else {"mask": mask.toarray()[0, 0]}))
+            assert np.allclose(call(**options), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_refusal_is_the_same_at_each_call():
+    index = an_index()
+    for _ in range(2):
+        with pytest.raises(cuflash.UnsupportedProblem, match="must be for lengths"):
+            cuflash.attention(Q[:, :30], K, V, mask=index)
+        with pytest.raises(cuflash.UnsupportedProblem, match="scale must be"):
+            cuflash.attention(Q, K, V, mask=index, scale=np.nan)
+
+
+@pytest.mark.parametrize("twin", [lambda x: x, copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_the_arrays_of_an_index_are_read_only(twin):
+    index = twin(an_index())
+    for name in ("indptr", "indices", "kinds", "tiles", "bits"):
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(index, name)[...] = 0
+
+
+def test_a_caller_s_own_arrays_stay_as_they_are():
+    made = an_index()
+    kinds = made.kinds.copy()
+    index = BlockIndex(**{**{f: getattr(made, f) for f in made.__dataclass_fields__}, "kinds": kinds})
+    kinds[...] = kinds
+    assert kinds.flags.writeable and not index.kinds.flags.writeable
+
+
+def test_copies_and_pickles_remember_nothing():
+    index = an_index()
+    cuflash.attention(Q, K, V, mask=index)
+    assert index.remembered.calls
+    for twin in (copy.copy(index), pickle.loads(pickle.dumps(index))):
+        assert twin.remembered.calls == {} and twin == index
+
+
+def test_a_call_is_captured_with_an_index_that_was_used_before(cupy):
+    index, arrays, stream = an_index(), on_device(cupy, Q, K, V), cupy.cuda.Stream()
+    with stream:
+        cuflash.attention(*arrays, mask=index)
+        stream.begin_capture()
+        o = cuflash.attention(*arrays, mask=index)
+        graph = stream.end_capture()
+    del index
+    arrays[0][...] = 2 * Q
+    graph.launch()
+    assert np.allclose(o.get(), cuflash.attention(2 * Q, K, V, mask=LISTED), rtol=1e-4, atol=1e-5)
