@@ -27,7 +27,7 @@ from cuflash.testing import (
 )
 from cuflash.testing.properties import check_non_finite_values_reach_what_they_should
 from executors import GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler
-from fused_dq import of_lists
+from fused_dq import of_lists, on_few_processors, plans_of_its_own
 from poison import MARGIN, STRUCTURES, Guarded, PoisonedGpu, call
 
 import cuflash
@@ -55,9 +55,8 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
 def with_fewest_tiles(number: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "MIN_TILES_PER_PROCESSOR", number)
-        api._cached_plan.cache_clear()
-        yield
-    api._cached_plan.cache_clear()
+        with plans_of_its_own():
+            yield
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,6 +94,16 @@ OF_FINITE_OPERANDS = [check for check in PAIR_PROPERTIES if check is not check_n
 @holds_for_examples(on_sm90, most_scores=1 << 13)
 def test_both_passes(run: Run, example: Example, check: Any) -> None:
     check(run.attend, run.pull, example)
+
+
+def test_a_failure_under_other_tiles_leaves_no_plan_behind() -> None:
+    """Faults that are planted are seen as failures, and what runs after them plans anew."""
+    for other in (with_fewest_tiles(1), of_lists(finishes=True), on_few_processors()):
+        with pytest.raises(ZeroDivisionError), other:
+            planned(2, 300, 64)
+            assert api._cached_plan.cache_info().currsize == 1
+            raise ZeroDivisionError
+        assert api._cached_plan.cache_info().currsize == 0
 
 
 # Calls in the midst of poison.
