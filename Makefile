@@ -26,8 +26,9 @@ stamp  = $(VENV)/.installed-$(1)$(if $(CUDA),-$(CUDA))
 demo: $(call stamp,experiments)
 	$(RUN) -m experiments block_sparsity
 
+# Bytecode is kept in the environment: tests start many processes, each of which would compile the library anew.
 test: $(call stamp,test)
-	$(RUN) -m pytest $(if $(CUDA),,--numprocesses=auto --dist=worksteal)
+	PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX='$(abspath $(VENV))/bytecode' $(RUN) -m pytest $(if $(CUDA),,--numprocesses=auto --dist=worksteal)
 
 docs: $(DOCS)/.installed
 	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html

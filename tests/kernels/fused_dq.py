@@ -46,13 +46,22 @@ def taken_order(dq_order: DqSemaphoreOrder, num_places: int, num_tiles: int) -> 
 
 
 @contextmanager
+def plans_of_its_own() -> Iterator[None]:
+    """No plan from before is taken, and none that is made here is kept, also where a test fails or is meant to."""
+    api._cached_plan.cache_clear()
+    try:
+        yield
+    finally:
+        api._cached_plan.cache_clear()
+
+
+@contextmanager
 def of_lists(*, finishes: bool) -> Iterator[None]:
     """As if it always paid that the last tile of keys to come to queries of a list finishes their dQ, or never."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90_dq, "_MAX_FUSED_ARRIVALS", 1 << 30 if finishes else 0)
-        api._cached_plan.cache_clear()
-        yield
-    api._cached_plan.cache_clear()
+        with plans_of_its_own():
+            yield
 
 
 @contextmanager
@@ -63,6 +72,5 @@ def on_few_processors(number: int = 3, *, finishes: bool = True) -> Iterator[Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "_device", lambda executor: replace(device(executor), num_processors=number))
         patch.setattr(sm90_dq, "_is_faster", lambda *_: finishes)
-        api._cached_plan.cache_clear()
-        yield
-    api._cached_plan.cache_clear()
+        with plans_of_its_own():
+            yield

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import HALVES, Run, holds_for_examples, hostile_schedules, needs_compiler
+from executors import HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
 from fused_dq import of_lists
 from poison import call
 from test_sm90 import ALIGNED, GPU90, SIM90, FewBlocks, FewBlocksGpu, half, on_sm90, plan_of, with_fewest_tiles
@@ -129,8 +129,7 @@ def assert_all_right(example: Example, run: Run, machine: Any = None, margin: in
 
 
 @on_sm90
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(STRUCTURES, HALVES))
 def test_gradients_are_within_their_bounds(run: Run, name: str, dtype: str) -> None:
     example = half(STRUCTURES[name], dtype)
     with of_lists(finishes=False):
@@ -141,8 +140,9 @@ def test_gradients_are_within_their_bounds(run: Run, name: str, dtype: str) -> N
 
 
 @on_sm90
-@pytest.mark.parametrize("most", [1, 2])
-@pytest.mark.parametrize("name", ["blocks of 128", "causal blocks of 256", "a launch for each of two"])
+@pytest.mark.parametrize(
+    ("name", "most"), in_turn(["blocks of 128", "causal blocks of 256", "a launch for each of two"], [1, 2])
+)
 def test_any_number_of_blocks_ends(run: Run, name: str, most: int) -> None:
     machine = FewBlocksGpu(most) if run.is_on_device else FewBlocks(most=most)
     assert_all_right(half(STRUCTURES[name]), run, machine)

@@ -11,7 +11,7 @@ import pytest
 from cuflash.planning.launches import DqSemaphoreOrder
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import HALVES, Run, holds_for_examples, hostile_schedules, needs_compiler
+from executors import HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
 from fused_dq import KeyTile, finishing_order, on_few_processors, taken_order
 from hypothesis import given
 from hypothesis import strategies as st
@@ -180,8 +180,7 @@ def finished(example: Example, run: Run) -> int:
 
 
 @on_sm90
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(STRUCTURES, HALVES))
 def test_gradients_are_within_their_bounds(run: Run, name: str, dtype: str) -> None:
     example = half(STRUCTURES[name], dtype)
     with on_few_processors(finishes=False):
@@ -194,8 +193,9 @@ def test_gradients_are_within_their_bounds(run: Run, name: str, dtype: str) -> N
 
 
 @on_sm90
-@pytest.mark.parametrize("most", [1, 2])
-@pytest.mark.parametrize("name", ["dense", "causal, 128 columns", "a launch for each of two"])
+@pytest.mark.parametrize(
+    ("name", "most"), in_turn(["dense", "causal, 128 columns", "a launch for each of two"], [1, 2])
+)
 def test_any_number_of_blocks_ends(run: Run, name: str, most: int) -> None:
     """None waits for what another block, which does not run yet, would have to do."""
     example = half(STRUCTURES[name])

@@ -26,8 +26,8 @@ from cuflash.testing import (
     assert_within_bounds,
 )
 from cuflash.testing.properties import check_non_finite_values_reach_what_they_should
-from executors import GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, is_long, needs_compiler
-from fused_dq import of_lists
+from executors import GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler
+from fused_dq import of_lists, on_few_processors, plans_of_its_own
 from poison import MARGIN, STRUCTURES, Guarded, PoisonedGpu, call
 
 import cuflash
@@ -55,9 +55,8 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
 def with_fewest_tiles(number: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "MIN_TILES_PER_PROCESSOR", number)
-        api._cached_plan.cache_clear()
-        yield
-    api._cached_plan.cache_clear()
+        with plans_of_its_own():
+            yield
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,6 +94,16 @@ OF_FINITE_OPERANDS = [check for check in PAIR_PROPERTIES if check is not check_n
 @holds_for_examples(on_sm90, most_scores=1 << 13)
 def test_both_passes(run: Run, example: Example, check: Any) -> None:
     check(run.attend, run.pull, example)
+
+
+def test_a_failure_under_other_tiles_leaves_no_plan_behind() -> None:
+    """Faults that are planted are seen as failures, and what runs after them plans anew."""
+    for other in (with_fewest_tiles(1), of_lists(finishes=True), on_few_processors()):
+        with pytest.raises(ZeroDivisionError), other:
+            planned(2, 300, 64)
+            assert api._cached_plan.cache_info().currsize == 1
+            raise ZeroDivisionError
+        assert api._cached_plan.cache_info().currsize == 0
 
 
 # Calls in the midst of poison.
@@ -249,18 +258,20 @@ def of_dims(structure: Structure, dims: tuple[int, int] | None) -> Structure:
     return replace(structure, head_dim=dims[0] - is_odd, value_dim=dims[1] - is_odd)
 
 
-# As they are, and of tiles of 80 and 96 keys.
-narrow_and_wide = pytest.mark.parametrize("dims", [None, (256, 200), (192, 136)])
+NARROW_AND_WIDE = (None, (256, 200), (192, 136))  # as they are, and of tiles of 80 and 96 keys
+narrow_and_wide = pytest.mark.parametrize("dims", NARROW_AND_WIDE)
 
 
 @needs_compiler
-@narrow_and_wide
 @pytest.mark.parametrize(
-    "name",
-    [
-        "dense", "not aligned", "padded", "causal", "blocks of 256", "bits of heads", "broadcast",
-        "every row without a key",
-    ],
+    ("name", "dims"),
+    in_turn(
+        [
+            "dense", "not aligned", "padded", "causal", "blocks of 256", "bits of heads", "broadcast",
+            "every row without a key",
+        ],
+        NARROW_AND_WIDE,
+    ),
 )
 def test_gradients_are_within_their_bounds_under_every_schedule(name: str, dims: tuple[int, int] | None) -> None:
     example = half(of_dims(TILES[name], dims))
@@ -282,8 +293,7 @@ GROWING = {
 
 
 @on_sm90
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(GROWING, HALVES))
 def test_scores_may_grow_from_step_to_step(run: Run, name: str, dtype: str) -> None:
     """Weights come out too large under the maxima of the steps before: of some queries, of some warps."""
     clean = half(GROWING[name], dtype)
@@ -294,8 +304,7 @@ def test_scores_may_grow_from_step_to_step(run: Run, name: str, dtype: str) -> N
 
 
 @on_sm90
-@pytest.mark.parametrize("block", [128, 64])
-@pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize(("dim", "block"), in_turn([64, 80, 128, 192, 256], [128, 64]))
 def test_queries_may_see_none_of_the_first_keys(run: Run, dim: int, block: int) -> None:
     """While others of the tile do: they have no maximum yet in steps that hide nothing."""
     query = np.arange(200)
@@ -339,8 +348,9 @@ def test_keys_that_are_alike_weigh_alike_however_large_their_scores(run: Run, di
 
 
 @on_sm90
-@pytest.mark.parametrize("dims", [None, (128, 128), (256, 200), (192, 136)])
-@pytest.mark.parametrize("name", ["causal", "blocks of 256", "broadcast"])
+@pytest.mark.parametrize(
+    ("dims", "name"), in_turn([None, (128, 128), (256, 200), (192, 136)], ["causal", "blocks of 256", "broadcast"])
+)
 def test_whichever_block_works_on_a_tile_all_but_dq_is_the_same(
     run: Run, name: str, dims: tuple[int, int] | None
 ) -> None:
@@ -354,8 +364,7 @@ def test_whichever_block_works_on_a_tile_all_but_dq_is_the_same(
 
 
 @on_sm90
-@narrow_and_wide
-@pytest.mark.parametrize("name", ["dense", "not aligned", "causal"])
+@pytest.mark.parametrize(("name", "dims"), in_turn(["dense", "not aligned", "causal"], NARROW_AND_WIDE))
 def test_what_lies_past_a_length_never_matters_to_gradients(
     run: Run, name: str, dims: tuple[int, int] | None
 ) -> None:
@@ -399,8 +408,9 @@ class KeysOfHeads(Ends):
 
 
 @on_sm90
-@narrow_and_wide
-@pytest.mark.parametrize("seqlen_q", [1, 8, 9, 10, 18, 72, 73, 81, 129, 162, 1024])
+@pytest.mark.parametrize(
+    ("seqlen_q", "dims"), in_turn([1, 8, 9, 10, 18, 72, 73, 81, 129, 162, 1024], NARROW_AND_WIDE)
+)
 def test_queries_that_see_keys_are_found_among_any_number(
     run: Run, seqlen_q: int, dims: tuple[int, int] | None
 ) -> None:
@@ -423,8 +433,9 @@ def heads_of_one_step(dims: tuple[int, int] | None) -> Structure:
 
 
 @needs_compiler
-@narrow_and_wide
-@pytest.mark.parametrize("order", ["first_warp", "last_warp", "random", "priorities"])
+@pytest.mark.parametrize(
+    ("order", "dims"), in_turn(["first_warp", "last_warp", "random", "priorities"], NARROW_AND_WIDE)
+)
 def test_no_helper_is_a_head_ahead_of_another(order: Any, dims: tuple[int, int] | None) -> None:
     example = half(heads_of_one_step(dims))
     assert has_own_backward(plan_of(example))
@@ -445,8 +456,9 @@ def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run, dims: tuple[
 
 
 @needs_compiler
-@narrow_and_wide
-@pytest.mark.parametrize("order", ["first_warp", "last_warp", "random", "priorities"])
+@pytest.mark.parametrize(
+    ("order", "dims"), in_turn(["first_warp", "last_warp", "random", "priorities"], NARROW_AND_WIDE)
+)
 def test_heads_without_a_step_leave_the_last_one_alone(order: Any, dims: tuple[int, int] | None) -> None:
     """Lengths are multiples of tiles: the second head has no step over the second tile of keys."""
     ends = Ends(np.array([256, 70, 256, 256]))
@@ -468,8 +480,7 @@ class Watched(Simulator):
 
 
 @needs_compiler
-@narrow_and_wide
-@pytest.mark.parametrize("name", ["not aligned", "causal", "blocks of 100 x 88"])
+@pytest.mark.parametrize(("name", "dims"), in_turn(["not aligned", "causal", "blocks of 100 x 88"], NARROW_AND_WIDE))
 def test_watched_kernels_count_every_lane_that_arrives(name: str, dims: tuple[int, int] | None) -> None:
     example = half(of_dims(TILES[name], dims))
     machine = Watched(sim.Schedule(order="random", copies="random"))
@@ -477,8 +488,9 @@ def test_watched_kernels_count_every_lane_that_arrives(name: str, dims: tuple[in
 
 
 @on_sm90
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", ["dense", "not aligned", "causal", "blocks of 100 x 88"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_turn(["dense", "not aligned", "causal", "blocks of 100 x 88"], HALVES)
+)
 def test_what_lies_past_a_length_never_matters(run: Run, name: str, dtype: str) -> None:
     structure = TILES[name]
     lengths = masks.Lengths(q=290, kv=190)

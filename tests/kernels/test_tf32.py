@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem, masks
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import Run, needs_compiler, on_kernels
+from executors import Run, in_turn, needs_compiler, on_kernels
 from hypothesis import given, target
 from poison import call
 
@@ -44,8 +44,7 @@ def structure(mask: masks.Mask | None, **changes: Any) -> Structure:
 
 
 @on_kernels
-@at_both
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "precision"), in_turn(MASKS, PRECISIONS))
 def test_every_mask_is_served_within_the_bounds(run: Run, precision: str, name: str) -> None:
     example = structure(MASKS[name], layouts=("padded",) * 5).example().but(precision=precision)
     call(example, run, check=partial(assert_within_bounds, example))

@@ -2,12 +2,13 @@
 
 Tables map guards to the faults that they must see, a table for each part of the sources that the faults are in; one,
 of NaN and infinities, has faults of Python and of kernels. All faults of Python's arithmetic are planted, every third
-of those of inputs, and every sixth of those of score functions and of kernels, each of which takes a second or more;
-CUFLASH_PROFILE=long plants all.
+of those of inputs, every sixth of those of score functions, and of each guard of kernels, where a fault takes a second
+or more, the first and every twelfth; CUFLASH_PROFILE=long plants all.
 """
 
 from __future__ import annotations
 
+import compileall
 import importlib
 import shutil
 import sys
@@ -21,9 +22,9 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, calculators, calls, host, interop, kernel_guards, kv_cache, lists, mask_algebra, mask_inputs, non_finite,
-    planting, python, score_kernels, scores, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows,
-    sm90_backward_wide, sm90_forward, sm90_guards, tile,
+    attention, calculators, calls, host, interop, kernel_guards, kv_cache, lists, mask_algebra, mask_inputs,
+    non_finite, planting, python, python_guards, score_kernels, scores, sequences, simt, sinks, sm80, sm90_backward,
+    sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
@@ -51,8 +52,14 @@ def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[
 
 
 def sampled(planned: list[tuple[str, Guard, Edit]], step: int) -> list[tuple[str, Guard, Edit]]:
-    """All of them if CUFLASH_PROFILE=long, else one in `block`: a kernel's fault takes seconds to compile and run."""
+    """All of them if CUFLASH_PROFILE=long, else one in `step`."""
     return planned if is_long() else planned[::step]
+
+
+def sampled_by_guard(planned: list[tuple[str, Guard, Edit]], step: int) -> list[tuple[str, Guard, Edit]]:
+    """The same of the faults of each guard, so that each sees one at least."""
+    of_guard = {guard: [fault for fault in planned if fault[1] is guard] for _, guard, _ in planned}
+    return [fault for each in of_guard.values() for fault in sampled(each, step)]
 
 
 def signs_of(guard: Guard) -> tuple[type[Exception], ...]:
@@ -69,13 +76,24 @@ def guards(*tables: ModuleType, language: Language | None = None) -> list[Guard]
     return list(dict.fromkeys(guard for _, guard, _ in faults(*tables, language=language)))
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the library with its bytecode, which takes longest to make, also where Python is told to keep none."""
+    folder = tmp_path_factory.mktemp("library") / planting.LIBRARY.name
+    shutil.copytree(planting.LIBRARY, folder)
+    compileall.compile_dir(folder, quiet=1)
+    return folder
+
+
 @pytest.fixture
-def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Edit], ModuleType]]:
+def edited(
+    compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Edit], ModuleType]]:
     """Import a copy of the library with one edit, or with none, under a name of its own."""
 
     def load(edit: Edit | None) -> ModuleType:
         name = f"cuflash_edited_{abs(hash(edit))}"
-        shutil.copytree(planting.LIBRARY, tmp_path / name)  # with its bytecode, which takes longest to make
+        shutil.copytree(compiled, tmp_path / name)
         if edit is not None:
             path = tmp_path / name / edit.file
             path.write_text(edit.planted_in(path.read_text("utf-8")), "utf-8")
@@ -106,7 +124,8 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
         language="python",
     ),
 )
-def test_the_library_as_it_is_passes_every_guard(guard: Guard) -> None:
+def test_the_library_as_it_is_passes_every_guard(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_guards, "MOST_SEEDS", python_guards.MOST_SEEDS if is_long() else 1)
     guard(cuflash)
 
 
@@ -118,7 +137,7 @@ def test_the_library_as_it_is_passes_every_probe(edited: Callable[[Edit | None],
 
 
 @needs_compiler
-@each(sampled(faults(*OF_KERNELS, language="cuda"), 6))
+@each(sampled_by_guard(faults(*OF_KERNELS, language="cuda"), 12))
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_a_kernel_is_seen(guard: Guard, edit: Edit, tmp_path: Path) -> None:
     with planted(tmp_path / "kernels_cu", edit), pytest.raises(signs_of(guard)):

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,12 +177,23 @@ def hostile_schedules(name: str, most: int = 2) -> list[sim.Schedule]:
     return every if is_long() else [every[(first + 3 * number) % len(every)] for number in range(most)]
 
 
+def in_turn(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Every combination of some axes; in a short run the longest, each with one of the others in turn.
+
+    So all of each axis come up: "abcd" and (16, 32) become a 16, b 32, c 16 and d 32.
+    """
+    every = [list(axis) for axis in axes]
+    if is_long():
+        return list(itertools.product(*every))
+    return [tuple(axis[number % len(axis)] for axis in every) for number in range(max(map(len, every)))]
+
+
 def is_long() -> bool:
     return settings.default.max_examples > 100
 
 
 # A kernel of the simulator takes a second to build for every dtype, tile and room for dims: few of them, all dtypes.
-SIM = Run("sim", (("widest", 32), ("most_scores", 1 << 13), ("most_rows", 400)), most_examples=10)
+SIM = Run("sim", (("widest", 32), ("most_scores", 1 << 13), ("most_rows", 400)), most_examples=6)
 GPU = Run("gpu", (("widest", 32),), most_examples=15)
 CPU = Run("cpu")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
