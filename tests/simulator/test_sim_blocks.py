@@ -115,6 +115,8 @@ def test_a_faulty_merge_is_seen_under_every_schedule(fault: int) -> None:
 def test_a_fault_of_turns_is_seen_under_every_schedule(fault: int) -> None:
     adds = f"is at blocks.cu:{line_of(TEXT, '// adds')}"
     for schedule in schedules():
+        if TURN_FAULTS[fault - 1] == "waits_for_too_few" and schedule.order == "first_warp":
+            continue  # which runs the blocks in the right order all the same
         with pytest.raises((sim.SimulationError, AssertionError)) as caught:
             takes_turns(schedule, fault)
         if isinstance(caught.value, AssertionError):  # another order, in which each block has waited for another

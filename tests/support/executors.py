@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuflash import masks, sim
+from cuflash.executors.sim import Simulator
 from cuflash.planning.problem import Problem
 from cuflash.testing import Example, examples
 from hypothesis import given, settings
@@ -175,6 +176,14 @@ def hostile_schedules(name: str, most: int = 2) -> list[sim.Schedule]:
     ]
     first = zlib.crc32(name.encode())
     return every if is_long() else [every[(first + 3 * number) % len(every)] for number in range(most)]
+
+
+def blocks_together(name: str, resident_blocks: int = 3, most: int = 2) -> list[Simulator]:
+    """Machines on which so many blocks of a grid run together under hostile schedules, and on which races are errors."""
+    return [
+        Simulator(replace(schedule, resident_blocks=resident_blocks), "blocks")
+        for schedule in hostile_schedules(name, most)
+    ]
 
 
 def is_long() -> bool:
