@@ -89,7 +89,7 @@ def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
             f"run it as a child with the variables that sim.preload_environment({sanitize!r}) returns"
         )
     if sanitize == "blocks" and hasattr(ctypes.CDLL(None), _TSAN_SYMBOL):
-        raise BuildError("sanitize='blocks' must run without libtsan.so in the process, which would answer in its place")
+        raise BuildError("sanitize='blocks' must run in a process without libtsan.so, which would answer in its place")
     # Neither needs the other, so they compile side by side.
     with ThreadPoolExecutor(max_workers=2) as together:
         runtime = together.submit(_build_runtime, compiler, sanitize)

@@ -54,9 +54,9 @@ class Schedule:
     shuffle_lanes : bool
         The lanes of a warp run in random order instead of from 0 up.
     resident_blocks : int
-        How many blocks of a grid run together. With 1, the blocks run one after another. Otherwise the order also chooses
-        among blocks: with "first_warp" the first block that can run does, with "priorities" the one of the highest
-        priority. Races between them in global memory are errors of a kernel that is built with ``sanitize="blocks"``.
+        How many blocks of a grid run together. With 1, blocks run one after another. With more, the order also chooses
+        among blocks: "first_warp" runs the first block that can go on, "priorities" that of the highest priority. Races
+        between them in global memory are errors of a kernel that is built with ``sanitize="blocks"``.
     """
 
     seed: int = 0

@@ -179,7 +179,7 @@ def hostile_schedules(name: str, most: int = 2) -> list[sim.Schedule]:
 
 
 def blocks_together(name: str, resident_blocks: int = 3, most: int = 2) -> list[Simulator]:
-    """Machines on which so many blocks of a grid run together under hostile schedules, and on which races are errors."""
+    """Machines on which blocks of a grid run together under hostile schedules, and races between them are errors."""
     return [
         Simulator(replace(schedule, resident_blocks=resident_blocks), "blocks")
         for schedule in hostile_schedules(name, most)

@@ -1,4 +1,4 @@
-// A launch from start to end: its threads' stacks, its shared memory, its blocks one after another.
+// A launch from start to end: its threads' stacks, its shared memory, its blocks one after another or several together.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -41,7 +41,8 @@ CUFLASH_SIM_ATOMIC(atomicXor, old ^ value)
 #undef CUFLASH_SIM_ATOMIC
 
 template <class T>
-__forceinline__ T atomicCAS(T* pointer, std::type_identity_t<T> expected, std::type_identity_t<T> value, CUFLASH_SIM_WHERE) {
+__forceinline__ T atomicCAS(T* pointer, std::type_identity_t<T> expected, std::type_identity_t<T> value,
+                            CUFLASH_SIM_WHERE) {
   return ::cuflash::sim::atomic_change(pointer, "atomicCAS", where,
                                        [=](T old) -> T { return old == expected ? value : old; });
 }
