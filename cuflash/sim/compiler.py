@@ -19,7 +19,7 @@ from typing import Literal
 
 from .launch import Kernel
 
-Sanitizer = Literal["", "address", "undefined", "thread"]
+Sanitizer = Literal["", "address", "undefined", "thread", "blocks"]
 
 _COMPILER = "g++"
 _COMPILER_SECONDS = 600
@@ -37,13 +37,16 @@ _SANITIZE: dict[str, tuple[str, ...]] = {
     "undefined": _UNDEFINED,
     "address": ("-fsanitize=address", *_UNDEFINED),
     "thread": ("-fsanitize=thread",),
+    # The runtime answers what the compiler inserts, and so learns of every access to global memory.
+    "blocks": ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"),
 }
 # Kernels name no library: what they call is in the process, with the runtime or before Python.
 _LINK = ("-shared", "-nostdlib")
 # Flavours of the runtime.
 _FLAVOUR: dict[str, tuple[str, ...]] = {"address": ("-DCUFLASH_SIM_ADDRESS",), "thread": ("-DCUFLASH_SIM_THREAD",)}
+_TSAN_SYMBOL = "__tsan_create_fiber"
 # What has to be in the process before Python starts, and a symbol that shows it is.
-_PRELOAD = {"address": ("libasan.so", "__asan_init"), "thread": ("libtsan.so", "__tsan_init")}
+_PRELOAD = {"address": ("libasan.so", "__asan_init"), "thread": ("libtsan.so", _TSAN_SYMBOL)}
 
 
 class BuildError(RuntimeError):
@@ -63,10 +66,11 @@ def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
         CUDA C++ without includes; ``#line`` says where its lines come from.
     entry : str
         Name of an ``extern "C" __global__`` function of any trivially copyable parameters.
-    sanitize : "", "address", "undefined" or "thread"
+    sanitize : "", "address", "undefined", "thread" or "blocks"
         "undefined" ends a launch that does what C++ leaves undefined with a SimulationError. "address" sees reads and
         writes outside arrays besides, "thread" sees races in shared memory; both print a report, end the process, and
-        need it to be started with `preload_environment`.
+        need it to be started with `preload_environment`. "blocks" sees races between blocks
+        in global memory, which end a launch with a SimulationError, where a schedule has `resident_blocks`.
 
     Raises
     ------
@@ -84,6 +88,8 @@ def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
             f"sanitize={sanitize!r} needs {_PRELOAD[sanitize][0]} in the process before Python starts: "
             f"run it as a child with the variables that sim.preload_environment({sanitize!r}) returns"
         )
+    if sanitize == "blocks" and hasattr(ctypes.CDLL(None), _TSAN_SYMBOL):
+        raise BuildError("sanitize='blocks' must run in a process without libtsan.so, which would answer in its place")
     # Neither needs the other, so they compile side by side.
     with ThreadPoolExecutor(max_workers=2) as together:
         runtime = together.submit(_build_runtime, compiler, sanitize)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ _ORDERS = ("round_robin", "first_warp", "last_warp", "random", "priorities")
 _COPIES = ("eager", "late", "random")
 _MAX_SHARED_BYTES = 227 << 10
 _MAX_BLOCK = 1024
+# Each has a stack of its own, and an operating system limits how many areas of memory a process maps.
+_MAX_RESIDENT_THREADS = 1 << 14
 # As strict as any type that a kernel takes by value: a tensor map.
 _ALIGNMENT = 128
 _MESSAGE_BYTES = 8192
@@ -50,6 +53,10 @@ class Schedule:
         Shared memory, and the destination of a copy in flight, hold bytes 0xFF: NaN as any float.
     shuffle_lanes : bool
         The lanes of a warp run in random order instead of from 0 up.
+    resident_blocks : int
+        How many blocks of a grid run together. With 1, blocks run one after another. With more, the order also chooses
+        among blocks: "first_warp" runs the first block that can go on, "priorities" that of the highest priority. Races
+        between them in global memory are errors of a kernel that is built with ``sanitize="blocks"``.
     """
 
     seed: int = 0
@@ -57,6 +64,7 @@ class Schedule:
     copies: Literal["eager", "late", "random"] = "eager"
     poison: bool = True
     shuffle_lanes: bool = False
+    resident_blocks: int = 1
 
     def __post_init__(self) -> None:
         if self.order not in _ORDERS:
@@ -65,6 +73,8 @@ class Schedule:
             raise ValueError(f"copies must be one of {', '.join(_COPIES)}; got {self.copies!r}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be from 0 to 2**64 - 1; got {self.seed}")
+        if self.resident_blocks < 1:
+            raise ValueError(f"resident_blocks must be 1 or more; got {self.resident_blocks}")
 
 
 class _Schedule(ctypes.Structure):
@@ -76,6 +86,7 @@ class _Schedule(ctypes.Structure):
         ("copies", ctypes.c_int32),
         ("poison", ctypes.c_int32),
         ("shuffle_lanes", ctypes.c_int32),
+        ("resident_blocks", ctypes.c_int32),
     ]
 
 
@@ -129,7 +140,7 @@ class Kernel:
         *,
         time_limit: float = 60.0,
     ) -> None:
-        """Run every block of the grid, one after another, and return when all have ended.
+        """Run every block of the grid, as the schedule says, and return when all have ended.
 
         Parameters
         ----------
@@ -152,6 +163,12 @@ class Kernel:
         request.grid[:] = _grid(grid)
         if not 1 <= block <= _MAX_BLOCK:
             raise ValueError(f"block must be from 1 to {_MAX_BLOCK} threads; got {block}")
+        resident_threads = block * min(schedule.resident_blocks, math.prod(request.grid))
+        if resident_threads > _MAX_RESIDENT_THREADS:
+            raise ValueError(
+                f"schedule must have resident_blocks of at most {_MAX_RESIDENT_THREADS} threads together; got "
+                f"{resident_threads}: set resident_blocks to {_MAX_RESIDENT_THREADS // block} or less"
+            )
         if not 0 <= shared_bytes <= _MAX_SHARED_BYTES:
             raise ValueError(f"shared_bytes must be from 0 to {_MAX_SHARED_BYTES}; got {shared_bytes}")
         if not 0 < time_limit < float("inf"):
@@ -162,19 +179,22 @@ class Kernel:
             _COPIES.index(schedule.copies),
             schedule.poison,
             schedule.shuffle_lanes,
+            schedule.resident_blocks,
         )
         values = self._values(params)
         addresses = (ctypes.c_void_p * max(len(values), 1))(*(value.ctypes.data for value in values))
         request.arguments = ctypes.cast(addresses, ctypes.c_void_p)
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-        offset = ctypes.c_uint64()
+        offsets = (ctypes.c_uint64 * 2)()
         with _one_launch:
             failed = self._runtime.cuflash_sim_launch(
-                ctypes.byref(request), message, ctypes.c_size_t(_MESSAGE_BYTES), ctypes.byref(offset)
+                ctypes.byref(request), message, ctypes.c_size_t(_MESSAGE_BYTES), offsets
             )
         if failed:
             lines = [f"kernel {self.entry}: {message.value.decode(errors='replace')}"]
-            lines += _source_lines(self._library, offset.value) if offset.value else []
+            words = ("this access is", "the other is") if offsets[1] else ("interrupted",)
+            for word, offset in zip(words, offsets):
+                lines += _source_lines(self._library, offset, word) if offset else []
             raise SimulationError("\n  ".join([*lines, f"under {schedule}"]))
 
     def _values(self, params: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
@@ -222,7 +242,7 @@ def _load_runtime(path: Path) -> ctypes.CDLL:
     return runtime
 
 
-def _source_lines(library: Path, offset: int) -> list[str]:
+def _source_lines(library: Path, offset: int, word: str) -> list[str]:
     """Which line of the kernel an instruction came from, and the lines that it was inlined into."""
     tool = shutil.which("addr2line")
     if tool is None:
@@ -233,4 +253,4 @@ def _source_lines(library: Path, offset: int) -> list[str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"the line that was interrupted is not known ({error})"]
     lines = [os.path.normpath(line.split(" (")[0]) for line in run.stdout.split("\n") if line]
-    return [f"interrupted at {' in '.join(lines)}"] if lines and "?" not in lines[0] else []
+    return [f"{word} at {' in '.join(lines)}"] if lines and "?" not in lines[0] else []

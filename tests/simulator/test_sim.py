@@ -432,7 +432,8 @@ def test_a_compiler_inherits_no_sanitizer(monkeypatch: pytest.MonkeyPatch, value
 def test_a_missing_compiler_or_sanitizer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(sim.BuildError, match=r"needs libtsan.so in the process .*sim.preload_environment\('thread'\)"):
         build(TWICE, "twice", "thread")
-    with pytest.raises(ValueError, match="sanitize must be one of '', 'undefined', 'address', 'thread'; got 'memory'"):
+    known = "'', 'undefined', 'address', 'thread', 'blocks'"
+    with pytest.raises(ValueError, match=f"sanitize must be one of {known}; got 'memory'"):
         build(TWICE, "twice", "memory")
     with pytest.raises(ValueError, match="entry must be the name of an extern \"C\" function; got 'a::b'"):
         build(TWICE, "a::b")

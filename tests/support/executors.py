@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuflash import masks, sim
+from cuflash.executors.sim import Simulator
 from cuflash.planning.problem import Problem
 from cuflash.testing import Example, examples
 from hypothesis import given, settings
@@ -186,6 +187,14 @@ def in_turn(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     if is_long():
         return list(itertools.product(*every))
     return [tuple(axis[number % len(axis)] for axis in every) for number in range(max(map(len, every)))]
+
+
+def blocks_together(name: str, resident_blocks: int = 3, most: int = 2) -> list[Simulator]:
+    """Machines on which blocks of a grid run together under hostile schedules, and races between them are errors."""
+    return [
+        Simulator(replace(schedule, resident_blocks=resident_blocks), "blocks")
+        for schedule in hostile_schedules(name, most)
+    ]
 
 
 def is_long() -> bool:

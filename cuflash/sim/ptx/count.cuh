@@ -5,12 +5,19 @@
 
 namespace cuflash::ptx {
 
-CUFLASH_DEVICE void red_add_release(int* count, int value, CUFLASH_SIM_WHERE) { atomicAdd(count, value, where); }
-// Blocks run one after another: what no earlier one left, none will.
+CUFLASH_DEVICE void red_add_release(int* count, int value, CUFLASH_SIM_WHERE) {
+  sim::release_counter(count);
+  atomicAdd(count, value, where);
+}
+// Where blocks run one after another, a count that no earlier block left will never come.
 CUFLASH_DEVICE void wait_for_counter(const int* count, int mask, int threshold, CUFLASH_SIM_WHERE) {
-  const int value = atomicAdd(const_cast<int*>(count), 0, where);
-  const bool is_there = __all_sync(0xffffffffu, (value & mask) >= threshold);
-  if (!is_there) sim::fail(where, "waits for a count of %d, which is %d", threshold, value & mask);
+  while (true) {
+    const int value = sim::are_blocks_together() ? __atomic_load_n(count, __ATOMIC_RELAXED)
+                                                 : atomicAdd(const_cast<int*>(count), 0, where);
+    if (__all_sync(0xffffffffu, (value & mask) >= threshold)) return sim::acquire_counter(count);
+    if (!sim::are_blocks_together()) sim::fail(where, "waits for a count of %d, which is %d", threshold, value & mask);
+    if (threadIdx.x % 32 == 0 && (value & mask) < threshold) sim::wait_for_change(count, value, where);
+  }
 }
 
 }  // namespace cuflash::ptx

@@ -5,6 +5,7 @@
 
 #include "floats.hpp"
 #include "memory.hpp"
+#include "residents.hpp"
 
 namespace cuflash::sim {
 
@@ -129,6 +130,7 @@ void land(Cta& cta, Transfer& transfer) {
       if (count) kernel_reads(piece.global + piece.first, count);
       kernel_writes(piece.shared, 16);
       Unwatched unwatched;
+      if (count) note_access(cta, piece.global + piece.first, count, Kind::read, {nullptr, transfer.where});
       if (count) memcpy(bytes + piece.first, piece.global + piece.first, count);
       write_shared(cta, piece.shared, bytes, 16);
     }
@@ -205,7 +207,7 @@ float sum_single(float a, float b) { return a + b; }
 uint16_t sum_half(uint16_t a, uint16_t b) { return float_to_half(half_to_float(a) + half_to_float(b)); }
 uint16_t sum_bfloat16(uint16_t a, uint16_t b) { return float_to_bfloat16(bfloat16_to_float(a) + bfloat16_to_float(b)); }
 
-void write_target(Transfer& store) {
+void write_target(const Cta& cta, Transfer& store) {
   as_engine(store.engine, store.caller, [&] {
     for (size_t i = 0; i < store.pieces.size(); ++i) {
       const Piece& piece = store.pieces[i];
@@ -213,6 +215,8 @@ void write_target(Transfer& store) {
       const auto count = static_cast<size_t>(piece.last - piece.first);
       if (!store.adds && count) kernel_writes(piece.global + piece.first, count);
       Unwatched unwatched;
+      if (count)
+        note_access(cta, piece.global + piece.first, count, store.adds ? Kind::atomic_write : Kind::write, {nullptr, store.where});
       if (!store.adds) memcpy(piece.global + piece.first, from + piece.first, count);
       else if (store.type == Type::single)
         for (int at = piece.first; at < piece.last; at += 4) add<float, sum_single>(piece.global + at, from + at);
@@ -236,7 +240,7 @@ void start_store(std::unique_ptr<Transfer> store) {
   as_engine(store->engine, nullptr, [&] { acquire(&me.proxy); });
   if (is_at_once()) {
     read_source(*me.cta, *store);
-    write_target(*store);
+    write_target(*me.cta, *store);
   }
   me.stores.push_back(std::move(store));
 }
@@ -245,9 +249,10 @@ void start_store(std::unique_ptr<Transfer> store) {
 bool awaits_other_lanes(Location where) {
   const Thread& me = self();
   FenceRound* round = nullptr;
-  for (FenceRound& known : launch->fence_rounds[me.warp->index])
+  auto& rounds = launch->fence_rounds[static_cast<size_t>(me.cta->slot * kMaxWarps + me.warp->index)];
+  for (FenceRound& known : rounds)
     if (known.where.line() == where.line() && known.where.file_name() == where.file_name()) round = &known;
-  if (!round) round = &launch->fence_rounds[me.warp->index].emplace_back(FenceRound{where});
+  if (!round) round = &rounds.emplace_back(FenceRound{where});
   if (round->lanes >> me.lane & 1) *round = FenceRound{where};  // some did not come
   round->lanes |= 1u << me.lane;
   if (round->lanes == me.warp->existing) {
@@ -295,7 +300,7 @@ void check_stores_read(const Thread& thread) {
 void end_transfers(Cta& cta) {
   for (int i = 0; i < cta.thread_count; ++i) {
     for (auto& store : cta.threads[i]->stores) {
-      if (!store->is_written && !launch->failed) write_target(*store);
+      if (!store->is_written && !launch->failed) write_target(cta, *store);
       acquire(store->engine);
     }
     cta.threads[i]->stores.clear();
@@ -367,7 +372,7 @@ void bulk_wait(int pending, bool only_read, Location where) {
   for (auto& store : me.stores) {
     if (store->group >= me.store_groups - pending) continue;
     if (!store->is_read) read_source(*me.cta, *store);
-    if (!only_read && !store->is_written) write_target(*store);
+    if (!only_read && !store->is_written) write_target(*me.cta, *store);
     acquire(store->engine);
     store->is_waited_for = true;
   }

@@ -2,6 +2,7 @@
 #include <cstdio>
 
 #include "memory.hpp"
+#include "residents.hpp"
 
 namespace cuflash::sim {
 
@@ -12,6 +13,8 @@ void land(Copy& copy) {
     kernel_reads(copy.source, static_cast<size_t>(copy.source_bytes));
     kernel_writes(copy.destination, static_cast<size_t>(copy.bytes));
     Unwatched unwatched;
+    if (copy.source_bytes)
+      note_access(*self().cta, copy.source, static_cast<size_t>(copy.source_bytes), Kind::read, {copy.caller, {}});
     memcpy(copy.destination, copy.source, static_cast<size_t>(copy.source_bytes));
     memset(copy.destination + copy.source_bytes, 0, static_cast<size_t>(copy.bytes - copy.source_bytes));
     release(copy.engine);

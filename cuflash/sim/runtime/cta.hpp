@@ -74,6 +74,8 @@ struct Thread : Identity {
   Thread* next_waiting = nullptr;         // at a barrier
   const Mbarrier* awaited = nullptr;
   bool persists = true;                   // in waiting for it
+  const int* counter = nullptr;           // in global memory, whose change it waits for
+  int seen = 0;                           // the counter's value when it looked
 
   std::vector<Copy> copies;               // in order of issue
   int groups = 0;                         // committed so far
@@ -113,6 +115,7 @@ struct Mbarrier {
   unsigned phase = 0;
   unsigned awaited = 0;                   // the phase whose start somebody has waited for last
   int maker = 0;
+  Cta* cta = nullptr;
   bool is_fenced = false;                 // so that copies see it
   Location where;                         // of its init
   Clock clocks[2];                        // of even and odd phases
@@ -151,6 +154,9 @@ struct Cta : Block {
   std::vector<unsigned char> proxy_view;  // of shared memory: what asynchronous reads see of it
   bool is_view_late = false;              // lanes of the running warp have fenced since
   Warpgroup warpgroups[kMaxWarps / kWarpgroup];
+  size_t number = 0;                      // in the grid
+  int slot = 0;                           // of the blocks that run together
+  uint64_t priority = 0;                  // among them
 };
 
 // Laid out as sim/launch.py has it.
@@ -164,17 +170,21 @@ struct Request {
   Schedule schedule;
 };
 
+struct Residents;   // residents.hpp
+
 struct Launch {
   Request request;
   Random random;
   Thread host;                            // the OS thread, on its own stack
   pthread_t os_thread;
-  std::vector<FenceRound> fence_rounds[kMaxWarps];
+  std::vector<std::vector<FenceRound>> fence_rounds;   // of the warps of each slot
+  Residents* residents = nullptr;         // where several blocks run together; otherwise null
   bool failed = false;
   std::atomic<bool> in_kernel{false};     // a signal may then leave for good: no lock of ours is held
   std::atomic<bool> expired{false};       // the time limit has passed
   char message[8192] = "";
   uint64_t fault_offset = 0;              // of the instruction that failed, in the kernel's library
+  uint64_t other_offset = 0;              // of the one that it races with
 };
 extern Launch* launch;                    // one at a time
 
@@ -218,6 +228,14 @@ void schedule(bool same_warp_first);      // runs another thread; returns when t
 void block();                             // until another thread calls set_ready
 void yield();                             // to whom the order prefers
 [[noreturn]] void abandon_block();        // back to the launch; the block's threads are left where they are
+int pick_warp(Cta& cta);                  // that the order prefers among those with a thread to run; -1: none
+int pick_lane(uint32_t ready);
+bool let_go(Cta& cta);                    // of a wait that does not persist; whether there was one
+void describe_block(const Cta& cta, char*& to, const char* end);   // what its threads do, as far as there is room
+
+// ---- residents.cpp ----
+void schedule_residents(Thread& me, bool same_warp_first);
+Text residency();                         // for reports: how many blocks run and how many have not started
 
 // ---- mbarrier.cpp ----
 Mbarrier& mbarrier_at(uint32_t address, const char* name, Location where);

@@ -51,8 +51,8 @@ void fail_at(const char* file, unsigned line, const char* format, ...) {
 
 void check_time_limit(Location where) {
   if (launch->expired.load(std::memory_order_relaxed))
-    fail(where, "the launch passed its time limit of %g s here, in %s: a loop that never ends, or too small a limit",
-         launch->request.time_limit, self().doing);
+    fail(where, "the launch passed its time limit of %g s here, in %s: a loop that never ends, or too small a limit%s",
+         launch->request.time_limit, self().doing, launch->residents ? residency().letters : "");
 }
 
 }  // namespace cuflash::sim

@@ -1,10 +1,11 @@
-// A launch from start to end: its threads' stacks, its shared memory, its blocks one after another.
+// A launch from start to end: its threads' stacks, its shared memory, its blocks one after another or several together.
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 
+#include "residents.hpp"
 #include "watchdog.hpp"
 
 namespace cuflash::sim {
@@ -13,6 +14,11 @@ namespace {
 
 constexpr unsigned char kCanary = 0xa5;
 std::vector<Thread*> pool;   // reused from block to block and launch to launch
+
+size_t num_blocks(const Request& request) { return size_t{request.grid[0]} * request.grid[1] * request.grid[2]; }
+size_t num_slots(const Request& request) {
+  return std::min(num_blocks(request), static_cast<size_t>(request.schedule.resident_blocks));
+}
 
 // Where a fiber begins, and where it is again when its thread's next block starts.
 void run_thread() {
@@ -55,7 +61,7 @@ void new_stack(Thread& thread) {
 }
 
 void start_thread(Cta& cta, int linear) {
-  Thread& thread = *pool[linear];
+  Thread& thread = *cta.threads[linear];
   thread.index = {static_cast<unsigned>(linear), 0, 0};
   thread.linear = linear;
   thread.lane = linear % 32;
@@ -66,6 +72,7 @@ void start_thread(Cta& cta, int linear) {
   thread.stores.clear();
   thread.groups = thread.store_groups = thread.spins = 0;
   thread.awaited = nullptr;
+  thread.counter = nullptr;
   if (thread.state != State::exited) {   // new, or left in the middle of a launch that failed
     unpoison(thread.stack, kStackBytes);
     // Stacks are multiples of a page apart: started alike, all would lie in the same few lines of the cache.
@@ -84,7 +91,7 @@ void grow_pool(int count) {
     snprintf(name, sizeof name, "CUDA thread %zu", pool.size());
     thread->fiber = new_fiber(name);
     thread->proxy = new_fiber("what asynchronous operations of a CUDA thread know");
-    make_product_engines(static_cast<int>(pool.size() / 32));
+    if (pool.size() < 32 * kMaxWarps) make_product_engines(static_cast<int>(pool.size() / 32));
     new_stack(*thread);
     pool.push_back(thread);
   }
@@ -123,19 +130,20 @@ void check_block_end(const Cta& cta) {
   }
 }
 
-void run_block(Cta& cta, unsigned char* shared) {
+void start_block(Cta& cta, int slot, unsigned char* shared) {
   const Request& request = launch->request;
   cta.grid_dim = dim3(request.grid[0], request.grid[1], request.grid[2]);
   cta.block_dim = dim3(request.block);
   cta.thread_count = cta.alive = static_cast<int>(request.block);
   cta.warp_count = (cta.thread_count + 31) / 32;
   cta.running_warp = cta.warp_count - 1;   // whose successor in turn is warp 0
-  cta.threads = pool.data();
+  cta.slot = slot;
+  cta.threads = pool.data() + static_cast<ptrdiff_t>(slot) * cta.thread_count;
   cta.shared = shared;
   cta.shared_bytes = request.shared_bytes;
   cta.change_points = 6;
-  for (auto& rounds : launch->fence_rounds)
-    for (FenceRound& round : rounds) round.lanes = 0;
+  for (int w = 0; w < kMaxWarps; ++w)
+    for (FenceRound& round : launch->fence_rounds[static_cast<size_t>(slot * kMaxWarps + w)]) round.lanes = 0;
   if (request.schedule.poison) memset(shared, 0xff, request.shared_bytes);
   if (!kSanitized) memset(shared + request.shared_bytes, kCanary, kCanaryBytes);
   cta.proxy_view.assign(shared, shared + request.shared_bytes);
@@ -145,29 +153,84 @@ void run_block(Cta& cta, unsigned char* shared) {
   }
   for (int i = 0; i < cta.thread_count; ++i) start_thread(cta, i);
   release(&cta.block_clock);
-  launch->host.cta = &cta;
-  current = &launch->host;
-  schedule(false);
-  launch->host.cta = nullptr;
+}
+
+void end_block(Cta& cta) {
   acquire(&cta.block_clock);
   end_transfers(cta);
   check_block_end(cta);
 }
 
-void run_grid() {
+// One block after another.
+void run_blocks(unsigned char* shared) {
   const Request& request = launch->request;
-  const size_t room = (request.shared_bytes + kCanaryBytes + 1023) / 1024 * 1024;
-  auto* shared = static_cast<unsigned char*>(aligned_alloc(1024, room));
-  poison(shared + (request.shared_bytes + 7) / 8 * 8, room - (request.shared_bytes + 7) / 8 * 8);
   for (unsigned z = 0; z < request.grid[2] && !launch->failed; ++z)
     for (unsigned y = 0; y < request.grid[1] && !launch->failed; ++y)
       for (unsigned x = 0; x < request.grid[0] && !launch->failed; ++x) {
         auto* cta = new Cta{};
         cta->index = {x, y, z};
-        run_block(*cta, shared);
+        start_block(*cta, 0, shared);
+        launch->host.cta = cta;
+        current = &launch->host;
+        schedule(false);
+        launch->host.cta = nullptr;
+        end_block(*cta);
         delete cta;
       }
-  unpoison(shared, room);
+}
+
+// Several blocks together: the next one starts where one has ended.
+void run_residents(Residents& residents, unsigned char* shared, size_t room) {
+  const Request& request = launch->request;
+  const auto start_next = [&](size_t slot) {
+    Cta*& cta = residents.ctas[slot];
+    cta = nullptr;
+    if (residents.num_started == residents.num_blocks) return;
+    const auto number = static_cast<unsigned>(residents.num_started++);
+    cta = new Cta{};
+    cta->number = number;
+    cta->index = {number % request.grid[0], number / request.grid[0] % request.grid[1],
+                  number / request.grid[0] / request.grid[1]};
+    cta->priority = 1000 + launch->random.below(1000);
+    start_block(*cta, static_cast<int>(slot), shared + slot * room);
+    ++residents.num_running;
+  };
+  current = &launch->host;
+  for (size_t slot = 0; slot < residents.ctas.size(); ++slot) start_next(slot);
+  // A failure that the host finds comes back here.
+  if (setjmp(residents.host_place) == 0)
+    while (residents.num_running && !launch->failed) {
+      schedule(false);
+      for (size_t slot = 0; slot < residents.ctas.size() && !launch->failed; ++slot) {
+        Cta* const cta = residents.ctas[slot];
+        if (!cta || cta->alive) continue;
+        end_block(*cta);
+        --residents.num_running;
+        delete cta;
+        start_next(slot);
+      }
+    }
+  for (Cta* cta : residents.ctas) delete cta;
+}
+
+void run_grid() {
+  const Request& request = launch->request;
+  const size_t room = (request.shared_bytes + kCanaryBytes + 1023) / 1024 * 1024, slots = num_slots(request);
+  auto* shared = static_cast<unsigned char*>(aligned_alloc(1024, slots * room));
+  const size_t used = (request.shared_bytes + 7) / 8 * 8;
+  for (size_t slot = 0; slot < slots; ++slot) poison(shared + slot * room + used, room - used);
+  if (slots == 1) {
+    run_blocks(shared);
+  } else {
+    Residents residents(num_blocks(request));
+    residents.ctas.resize(slots);
+    residents.shared = shared;
+    residents.shared_bytes = slots * room;
+    launch->residents = &residents;
+    run_residents(residents, shared, room);
+    launch->residents = nullptr;
+  }
+  unpoison(shared, slots * room);
   free(shared);
 }
 
@@ -176,7 +239,7 @@ void run_grid() {
 
 // One launch at a time, which the caller sees to. Returns whether it failed, and why.
 extern "C" int cuflash_sim_launch(const cuflash::sim::Request* request, char* message, size_t room,
-                                  uint64_t* fault_offset) {
+                                  uint64_t* fault_offsets) {
   using namespace cuflash::sim;
   auto* mine = launch = new Launch;
   mine->request = *request;
@@ -184,7 +247,8 @@ extern "C" int cuflash_sim_launch(const cuflash::sim::Request* request, char* me
   mine->os_thread = pthread_self();
   mine->host.fiber = this_fiber();
   find_host_stack(mine->host);
-  grow_pool(static_cast<int>(request->block));
+  mine->fence_rounds.resize(num_slots(*request) * kMaxWarps);
+  grow_pool(static_cast<int>(num_slots(*request) * request->block));
   {
     FaultHandlers faults;
     Watchdog watchdog(request->time_limit);
@@ -194,7 +258,8 @@ extern "C" int cuflash_sim_launch(const cuflash::sim::Request* request, char* me
   if (failed)
     for (Thread* thread : pool) thread->state = State::fresh;
   snprintf(message, room, "%s", mine->message);
-  *fault_offset = mine->fault_offset;
+  fault_offsets[0] = mine->fault_offset;
+  fault_offsets[1] = mine->other_offset;
   launch = nullptr;
   current = nullptr;
   delete mine;

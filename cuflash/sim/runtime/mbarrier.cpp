@@ -24,7 +24,7 @@ void end_phase_if_complete(Mbarrier& barrier, Location where) {
   if (barrier.bytes) return;
   ++barrier.phase;
   barrier.pending = barrier.count;
-  Cta& cta = *self().cta;
+  Cta& cta = *barrier.cta;
   for (int i = 0; i < cta.thread_count; ++i) {
     Thread& thread = *cta.threads[i];
     if (thread.awaited != &barrier) continue;
@@ -79,6 +79,7 @@ void mbarrier_init(uint32_t address, int count, Location where) {
   barrier.count = barrier.pending = count;
   barrier.where = where;
   barrier.maker = self().linear;
+  barrier.cta = &cta;
   memcpy(shared_bytes(address, 8, 8, "mbarrier_init", where), &kMark, 8);
 }
 

@@ -44,7 +44,7 @@ constexpr int warpSize = 32;
 inline void __syncthreads(CUFLASH_SIM_WHERE) {
   ::cuflash::sim::barrier(0, ::cuflash::sim::block_threads(), true, where);
 }
-inline void __threadfence() { ::cuflash::sim::fence(); }
+inline void __threadfence() { ::cuflash::sim::fence_device(); }
 inline void __threadfence_block() { ::cuflash::sim::fence(); }
 inline void __nanosleep(unsigned, CUFLASH_SIM_WHERE) { ::cuflash::sim::spin(where); }
 [[noreturn]] inline void __trap(CUFLASH_SIM_WHERE) { ::cuflash::sim::fail(where, "__trap: the kernel gave up"); }

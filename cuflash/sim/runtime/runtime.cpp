@@ -1,6 +1,9 @@
 // The runtime as one translation unit: its headers are read once, which is most of its compile time.
 #include "failure.cpp"
 #include "scheduler.cpp"
+#include "residents.cpp"
+#include "ordering.cpp"
+#include "accesses.cpp"
 #include "warp.cpp"
 #include "matrix.cpp"
 #include "memory.cpp"

@@ -15,6 +15,7 @@ struct Schedule {
   Copies copies;
   int32_t poison;          // shared memory and the destinations of copies in flight hold 0xFF: NaN as any float
   int32_t shuffle_lanes;
+  int32_t resident_blocks; // how many blocks of a grid run together
 };
 
 // SplitMix64: its state is a counter, so neighbouring seeds do as well as distant ones.

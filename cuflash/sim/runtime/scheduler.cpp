@@ -1,7 +1,7 @@
 // Whose turn it is. Threads give up theirs only inside operations: one fiber runs until it blocks or yields.
 #include <cstdio>
 
-#include "cta.hpp"
+#include "residents.hpp"
 
 namespace cuflash::sim {
 
@@ -19,6 +19,7 @@ void switch_thread(Thread& from, Thread& to) {
 }
 
 void abandon_block() {
+  if (&self() == &launch->host) abandon_from_host();
   switch_thread(self(), launch->host);
   __builtin_unreachable();
 }
@@ -28,9 +29,6 @@ void set_ready(Thread& thread) {
   thread.warp->ready |= 1u << thread.lane;
 }
 
-namespace {
-
-// The warp that the order prefers among those with a thread to run; -1 if there is none.
 int pick_warp(Cta& cta) {
   const auto first_from = [&](int start, int step) {
     for (int i = 0, w = start; i < cta.warp_count; ++i, w = (w + step + cta.warp_count) % cta.warp_count)
@@ -57,6 +55,8 @@ int pick_lane(uint32_t ready) {
   return __builtin_ctz(ready);
 }
 
+namespace {
+
 // What a thread does, as "waits in __syncthreads at forward.cu:12".
 Text state_of(const Thread& thread) {
   if (thread.state == State::exited) return text("exited");
@@ -77,16 +77,26 @@ void describe(const Cta& cta, const Warp& warp, char*& to, const char* end) {
   }
 }
 
+}  // namespace
+
+void describe_block(const Cta& cta, char*& to, const char* end) {
+  for (int w = 0; w < cta.warp_count; ++w) describe(cta, cta.warps[w], to, end);
+}
+
+namespace {
+
 [[noreturn]] void report_deadlock(Cta& cta) {
   char lines[sizeof launch->message] = "";
   char* to = lines;
-  for (int w = 0; w < cta.warp_count; ++w) describe(cta, cta.warps[w], to, lines + sizeof lines);
+  describe_block(cta, to, lines + sizeof lines);
   // Named after a thread that waits: the one that looked last may have exited.
   for (int i = 0; i < cta.thread_count; ++i)
     if (cta.threads[i]->state == State::blocked)
       fail(cta.threads[i]->where, "deadlock: no thread can run; each of these waits for one that never comes%s", lines);
   __builtin_unreachable();
 }
+
+}  // namespace
 
 // A thread that waits for a while has waited long enough when nothing else can happen.
 bool let_go(Cta& cta) {
@@ -99,10 +109,9 @@ bool let_go(Cta& cta) {
   return false;
 }
 
-}  // namespace
-
 void schedule(bool same_warp_first) {
   Thread& me = self();
+  if (launch->residents) return schedule_residents(me, same_warp_first);
   Cta& cta = *me.cta;
   if (cta.alive == 0) {
     switch_thread(me, launch->host);
@@ -144,6 +153,7 @@ void spin(Location where) {
   if (insist) land_a_load(cta);
   set_ready(me);
   me.spins = 0;
+  if (insist && launch->residents && launch->random.one_in(2) && run_other_block(me)) return;
   for (int i = 1; insist && i <= cta.warp_count; ++i) {
     const int warp = (me.warp->index + i) % cta.warp_count;
     const uint32_t ready = cta.warps[warp].ready & ~(warp == me.warp->index ? 1u << me.lane : 0u);

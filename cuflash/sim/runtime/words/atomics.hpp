@@ -5,7 +5,7 @@
 namespace cuflash::sim {
 
 template <class T, class Change>
-T atomic_change(T* pointer, const char* name, Location where, Change change) {
+__forceinline__ T atomic_change(T* pointer, const char* name, Location where, Change change) {
   check_aligned(pointer, sizeof(T), name, where);
   T old;
   __atomic_load(pointer, &old, __ATOMIC_RELAXED);
@@ -27,7 +27,7 @@ T wrapping_sum(T a, T b) {
 
 #define CUFLASH_SIM_ATOMIC(word, expression)                                                     \
   template <class T>                                                                             \
-  inline T word(T* pointer, std::type_identity_t<T> value, CUFLASH_SIM_WHERE) {                  \
+  __forceinline__ T word(T* pointer, std::type_identity_t<T> value, CUFLASH_SIM_WHERE) {           \
     return ::cuflash::sim::atomic_change(pointer, #word, where, [=](T old) -> T { return expression; }); \
   }
 CUFLASH_SIM_ATOMIC(atomicAdd, ::cuflash::sim::wrapping_sum(old, value))
@@ -41,7 +41,8 @@ CUFLASH_SIM_ATOMIC(atomicXor, old ^ value)
 #undef CUFLASH_SIM_ATOMIC
 
 template <class T>
-inline T atomicCAS(T* pointer, std::type_identity_t<T> expected, std::type_identity_t<T> value, CUFLASH_SIM_WHERE) {
+__forceinline__ T atomicCAS(T* pointer, std::type_identity_t<T> expected, std::type_identity_t<T> value,
+                            CUFLASH_SIM_WHERE) {
   return ::cuflash::sim::atomic_change(pointer, "atomicCAS", where,
                                        [=](T old) -> T { return old == expected ? value : old; });
 }

@@ -1,0 +1,35 @@
+// Blocks of a grid that run together, and the order of what they do to global memory.
+#pragma once
+
+#include <csetjmp>
+
+#include "cta.hpp"
+#include "ordering.hpp"
+
+namespace cuflash::sim {
+
+struct Residents {
+  explicit Residents(size_t blocks) : num_blocks(blocks), ordering(blocks) {}
+
+  std::vector<Cta*> ctas;                 // by slot; null where no further block starts
+  size_t num_blocks, num_started = 0, num_running = 0;
+  unsigned char* shared = nullptr;        // memory of all slots
+  size_t shared_bytes = 0;
+  std::vector<Thread*> counter_waiters;
+  Clock fence_clock;                      // of __threadfence
+  jmp_buf host_place;                     // where the host goes on after a failure that it found
+
+  // Of kernels that report their accesses.
+  bool are_accesses_reported = false;
+  int accesses = 0;                       // since another thread had its turn
+  Ordering ordering;
+};
+
+[[noreturn]] void abandon_from_host();
+bool run_other_block(Thread& me);         // gives the turn to another block, if one has a thread that can run
+
+// ---- accesses.cpp ----
+// An access to global memory by a block, or for it, before it is made.
+void note_access(const Cta& cta, const void* address, size_t bytes, Kind kind, Line line);
+
+}  // namespace cuflash::sim

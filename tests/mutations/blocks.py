@@ -1,0 +1,43 @@
+"""Faults between thread blocks, which do not show where blocks run one after another."""
+
+from __future__ import annotations
+
+from mutations.block_guards import gradients_in_turns_are_right, sums_of_blocks_are_right
+from mutations.planting import Edit
+
+FAULTS = {
+    gradients_in_turns_are_right: {
+        "who tells that a tile is done releases nothing": Edit(
+            "tile/counter.cuh", "signal", "ptx::red_add_release(counter, number);", "ptx::fetch_add(counter, number);"
+        ),
+        "a tile is done before its copies are made": Edit(
+            "sm90/dq_semaphore.cuh", "signal_dq_semaphore", "tile::wait_bulk_copies();", ""
+        ),
+        "who finishes does not wait": Edit(
+            "sm90/dq_semaphore.cuh", "wait_dq_semaphore",
+            "tile::wait_at_least(&op.semaphore->done, op.awaited_bits_or_count);", ""
+        ),
+        "a semaphore is reset too soon": Edit(
+            "sm90/dq_semaphore.cuh", "wait_dq_semaphore",
+            "tile::wait_at_least(&op.semaphore->done, op.awaited_bits_or_count); tile::reset_counter(op.semaphore);",
+            "tile::reset_counter(op.semaphore); tile::wait_at_least(&op.semaphore->done, op.awaited_bits_or_count);",
+        ),
+        "who adds does not wait for who stores": Edit(
+            "sm90/dq_semaphore.cuh", "wait_dq_semaphore",
+            "tile::wait_for_bits(&op.semaphore->stored, op.awaited_bits_or_count);", ""
+        ),
+        "the counter of tiles is reset before all have asked": Edit(
+            "attention/tile_scheduler.cuh", "next_tile_number_in_order",
+            "fetched + 1 - num_tiles == static_cast<int>(gridDim.x)",
+            "fetched + 2 - num_tiles == static_cast<int>(gridDim.x)",
+        ),
+    },
+    sums_of_blocks_are_right: {
+        "blocks add to dQ by loads and stores": Edit(
+            "tile/copy.cuh", "add", "ptx::red_add(data, from.at(row, column));", "*data += from.at(row, column);"
+        ),
+        "warps add to sums of all blocks by loads and stores": Edit(
+            "tile/global_sum.cuh", "add_of_warp", "ptx::red_add(address, x);", "*address += x;"
+        ),
+    },
+}  # fmt: skip
