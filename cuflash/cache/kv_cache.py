@@ -11,11 +11,13 @@ from ..api import attention
 from ..arrays import Array, accumulator_dtype, describe, flag_reasons, is_array, is_integer_dtype, namespace, to_host
 from ..errors import UnsupportedProblem, collecting
 from ..masks import SlidingWindow
+from ..planning.decoding import CacheLayout
 from ..plans import as_arrays
 from .arguments import (
     PAGE_SIZE, dtype_of, numbers, out_reasons, overlap_reasons, page_reasons, row_reasons, sequence_reasons,
     size_reasons,
 )  # fmt: skip
+from .decoding import DecodeOptions, decoder
 from .pages import Copy, Growth, OwnPages, PagePool, Shortage
 
 
@@ -438,6 +440,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None,
+        sink: Array | None = None,
         kernel: str = "auto",
         executor: str = "auto",
         precision: str = "ieee",
@@ -459,7 +462,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             No key after a query's own position.
         window : (left, right), optional
             Keys before and after a query's own position, inclusive; None is unlimited.
-        scale, kernel, executor, precision
+        scale, sink, kernel, executor, precision
             As in `cuflash.attention`.
         out : array [batch, num_heads, n, value_dim], optional
             Written to instead of a new array; overlaps neither q nor the cache.
@@ -497,17 +500,57 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         news = self._counted(counts, int(q.shape[2]))
         o = xp.empty(shape, q.dtype) if out is None else out
         lse = xp.empty(shape[:3], accumulator_dtype(q.dtype))
-        options: dict[str, Any] = {"scale": scale, "kernel": kernel, "executor": executor, "precision": precision}
-        options["causal"] = "bottom_right" if causal else False
-        options["mask"] = None if window is None else SlidingWindow(*window, "bottom_right")
+        sink = as_arrays({"sink": sink})["sink"]
+        left, right = window or (None, None)
+        options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision)
+        arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink}
+        decode = decoder(arrays, self._layout, options)
+        if decode is None:
+            self._attend_one_by_one(q, o, lse, news, sink, window, causal, options)
+        else:
+            decode(self._tables(None if counts is None else news))
+        return (o, lse) if return_lse else o
+
+    @property
+    def _layout(self) -> CacheLayout:
+        page_size = self._pages.page_size
+        return CacheLayout(self._capacity, page_size, self._pages.num_pages, -(-self._capacity // page_size))
+
+    def _tables(self, counts: list[int] | None) -> dict[str, Array | None]:
+        """What the decode kernel reads of this cache beside keys and values, where it can read it."""
+        xp = namespace(self._k)
+        return {
+            "table": self.block_table if isinstance(self._pages, PagePool) else None,
+            "lengths": self.lengths,
+            "counts": None if counts is None else xp.asarray(np.array(counts, np.int32)),
+            "num_faults": xp.zeros(1, np.int32),
+        }
+
+    def _attend_one_by_one(
+        self,
+        q: Array,
+        o: Array,
+        lse: Array,
+        news: list[int],
+        sink: Array | None,
+        window: tuple[int | None, int | None] | None,
+        causal: bool,
+        options: DecodeOptions,
+    ) -> None:
+        """Write o and lse by one call of `attention` for each sequence, on its own rows."""
+        xp = namespace(q)
         for sequence, (length, new) in enumerate(zip(self._lengths, news)):
             first = 0 if window is None or window[0] is None else max(0, length - new - window[0])
             k, v = self._rows(self._k, sequence, first, length), self._rows(self._v, sequence, first, length)
             rows = slice(max(0, new - length), new)  # those at positions from 0 on
-            made = attention(xp.ascontiguousarray(q[sequence, :, rows]), k, v, return_lse=True, **options)
+            made = attention(
+                xp.ascontiguousarray(q[sequence, :, rows]), k, v, return_lse=True, sink=sink, scale=options.scale,
+                kernel=options.kernel, executor=options.executor, precision=options.precision,
+                causal="bottom_right" if causal else False,
+                mask=None if window is None else SlidingWindow(*window, "bottom_right"),
+            )  # fmt: skip
             o[sequence], lse[sequence] = 0, -np.inf
             o[sequence, :, rows], lse[sequence, :, rows] = made
-        return (o, lse) if return_lse else o
 
     def _counted(self, counts: Any, num_rows: int) -> list[int]:
         """How many of some rows belong to each sequence."""

@@ -253,6 +253,11 @@ class Gpu:
 _GPU = Gpu()
 
 
+def current_target() -> Gpu:
+    """The current CUDA device, on CuPy's arrays and stream."""
+    return _GPU
+
+
 def _function(spec: KernelSpec, nbytes: int) -> Any:
     return nvrtc.kernel(checks.with_watchdog(spec), _capability(), shared_bytes=nbytes)
 

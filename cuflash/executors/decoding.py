@@ -1,0 +1,103 @@
+"""Launches the decode kernel on the arrays of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, DTYPES
+from ..planning.decoding import DECODE, DecodePlan
+from ..planning.launches import BATCH_AXES
+from ..planning.sinks import SINK
+from . import checks, gpu, sim
+from .launch import LaunchTarget
+from .params import softmax_scale
+
+_MATRICES = ("q", "o", "lse")
+_PAGES = ("k", "v")
+_TABLES = ("table", "lengths", "counts", "num_faults")
+
+
+def target_of(executor: str) -> LaunchTarget:
+    """What runs kernels of the executor "gpu" or "sim"."""
+    return gpu.current_target() if executor == "gpu" else sim.Simulator()
+
+
+def decode(plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> list[Array]:
+    """Write o [batch, heads, new tokens, value_dim] and lse [batch, heads, new tokens].
+
+    Parameters
+    ----------
+    plan : DecodePlan
+    arrays : dict by name
+        q, o, lse; k and v, the cache's pages; int32 arrays table, lengths, counts and num_faults, of which table and
+        counts may be None; and sink, where the problem has one.
+    target : LaunchTarget
+        Where the arrays are.
+
+    Returns
+    -------
+    list of arrays
+        The workspaces, which the kernel may still use.
+    """
+    launch, stream = plan.launch, target.stream()
+    made = _allocator(target, plan)(stream)
+    named = {**arrays, **dict(zip(plan.workspaces, made))}
+    start = target.launcher(launch.spec, plan.grid, launch.shared_bytes)
+    start(_arguments(plan, named, target), stream)
+    if checks.is_on():
+        target.wait(launch)
+    return made
+
+
+def _allocator(target: LaunchTarget, plan: DecodePlan) -> Callable[[Any], list[Array]]:
+    return target.allocator(plan.workspaces)
+
+
+def _arguments(plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> tuple[Any, ...]:
+    """The kernel's record, and that of the sink where there is one."""
+    record = np.zeros((), DECODE)
+    cache = record["cache"]
+    for name, number in plan.numbers.items():
+        if name != "cache":
+            record[name] = number
+    for name, number in plan.numbers["cache"].items():
+        cache[name] = number
+    record["softmax_scale"] = softmax_scale(plan.problem)
+    for names, filled in ((_MATRICES, record), (_PAGES, cache)):
+        for name in names:
+            array = arrays[name]
+            filled[name] = _matrices(array, target.address(array), 3 if name == "lse" else 4)
+    for names, filled in ((_TABLES, cache), (tuple(plan.workspaces), record)):
+        for name in names:
+            array = arrays[name]
+            filled[name] = 0 if array is None else target.address(array)
+    arguments = [record]
+    sink = arrays.get("sink")
+    if sink is not None:
+        of_sink = np.zeros((), SINK)
+        head_stride = 0 if sink.shape[-1] == 1 else sink.strides[-1] // sink.dtype.itemsize
+        of_sink["sink"] = (target.address(sink), (0,) * BATCH_AXES, head_stride, 0, 0, 0)
+        of_sink["dtype"] = DTYPES.index(sink.dtype)
+        arguments.append(of_sink)
+    return tuple(_scalar(each) for each in arguments)
+
+
+def _matrices(array: Any, address: int, rank: int) -> tuple[Any, ...]:
+    """The MATRICES record of an array [batch, heads, rows] or [batch, heads, rows, columns]."""
+    steps = [step // array.dtype.itemsize * (extent != 1) for step, extent in zip(array.strides, array.shape)]
+    batch, head, row, *columns = steps
+    return address, (batch, *(0,) * (BATCH_AXES - 1)), head, row, columns[0] if rank == 4 else 0, 0
+
+
+def _scalar(record: Any) -> Any:
+    """A record as a scalar of one field: of fields of fields, CuPy would look at each."""
+    return record.reshape(1).view(_one_field(record.dtype.itemsize))[0]
+
+
+@lru_cache(maxsize=8)
+def _one_field(nbytes: int) -> np.dtype[Any]:
+    return np.dtype([("bytes", np.void, nbytes)])
