@@ -1,20 +1,19 @@
-"""The decode kernel: the attention of new tokens to a cache, with bits that depend on nothing but their own sequence."""
+"""The decode kernel: attention of new tokens to a cache, with bits that depend on nothing but their own sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cache_calls import CAPACITY, FEW, KINDS, LENGTHS, NEW, attended, drawn, paged, same_bits
 from cuflash import DeviceSpec, KVCache, UnsupportedProblem, masks
 from cuflash.cache import kv_cache
 from cuflash.executors import gpu
-from cuflash.executors.decoding import decode, target_of
 from cuflash.executors.sim import Simulator
-from cuflash.planning.decoding import CacheLayout, decode_plan, decode_reasons, num_parts
+from cuflash.planning.decoding import decode_reasons, num_parts
 from cuflash.planning.problem import Problem
 from cuflash.testing import Example, assert_within_bounds
 from executors import RUNS, SIM, Run, hostile_schedules
@@ -22,94 +21,6 @@ from executors import RUNS, SIM, Run, hostile_schedules
 import cuflash
 
 on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
-CAPACITY = 300
-LENGTHS = (300, 0, 1, 63, 64, 65, 192, 193)
-FEW = replace(DeviceSpec.gpu("H100"), num_processors=4)  # two parts at most, of several steps each, for two heads
-NEW = {"dtype": np.float16, "rows": 1, "heads": 2, "dim": 64, "window": None, "sink": False, "device": FEW}
-KINDS = {
-    "one token": NEW,
-    "many parts": NEW | {"dtype": ml_dtypes.bfloat16, "device": DeviceSpec.gpu("H100"), "sink": True},
-    "several tokens, grouped heads": NEW | {"rows": 5, "heads": 12},  # 30 rows of a tile of 32
-    "a full tile": NEW | {"rows": 16, "heads": 8, "dtype": ml_dtypes.bfloat16, "sink": True},  # 64 rows
-    "a window": NEW | {"rows": 3, "window": (70, None)},
-    "dims that are padded": NEW | {"dim": 40, "rows": 2},
-}
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A call on a cache: arrays on the host, keys and values as long as the capacity."""
-
-    q: Any
-    k: Any
-    v: Any
-    sink: Any
-    lengths: Sequence[int]
-    window: tuple[int | None, int | None] | None = None
-    counts: Sequence[int] | None = None
-
-    def of(self, rows: Sequence[int]) -> Drawn:
-        """The call on some of the sequences."""
-        q, k, v = (x[list(rows)] for x in (self.q, self.k, self.v))
-        counts = None if self.counts is None else [self.counts[b] for b in rows]
-        return replace(self, q=q, k=k, v=v, lengths=[self.lengths[b] for b in rows], counts=counts)
-
-
-def drawn(kind: dict[str, Any], lengths: Sequence[int] = LENGTHS) -> Drawn:
-    rng, batch, dim = np.random.default_rng(0), len(lengths), kind["dim"]
-    shapes = (kind["heads"], kind["rows"], dim), (2, CAPACITY, dim), (2, CAPACITY, dim)
-    q, k, v = (rng.standard_normal((batch, *shape)).astype(kind["dtype"]) for shape in shapes)
-    sink = rng.standard_normal(kind["heads"]).astype(np.float32) if kind["sink"] else None
-    return Drawn(q, k, v, sink, lengths, kind["window"])
-
-
-def paged(call: Drawn, page_size: int, seed: int) -> tuple[Any, Any, Any]:
-    """Keys and values in pages that lie in any order; pages and rows of no use hold NaN, and the table junk."""
-    rng, batch = np.random.default_rng(seed), len(call.lengths)
-    max_pages = -(-CAPACITY // page_size)
-    table = rng.permutation(batch * max_pages + 3)[: batch * max_pages].reshape(batch, max_pages).astype(np.int32)
-    arrays = []
-    for rows in (call.k, call.v):
-        pages = np.full((batch * max_pages + 3, 2, page_size, rows.shape[-1]), np.nan, rows.dtype)
-        for b, length in enumerate(call.lengths):
-            for j in range(length):
-                pages[table[b, j // page_size], :, j % page_size] = rows[b, :, j]
-        arrays.append(pages)
-    for b, length in enumerate(call.lengths):
-        table[b, -(-length // page_size) :] = rng.choice([-1, 2**31 - 1, -(2**31)])
-    return *arrays, table
-
-
-def attended(
-    run: Run, call: Drawn, device: DeviceSpec, pages: tuple[Any, Any, Any] | None = None, target: Any = None
-) -> tuple[Any, Any, int]:
-    """o, lse and the number of faults of the kernel; rows of no use hold NaN, and so do results before."""
-    if pages is None:
-        k, v = call.k.copy(), call.v.copy()
-        for b, length in enumerate(call.lengths):
-            k[b, :, length:] = v[b, :, length:] = np.nan
-        pages = k, v, None
-    k, v, table = pages
-    layout = CacheLayout(CAPACITY, k.shape[2], k.shape[0], 1 if table is None else table.shape[1])
-    problem = Problem.of(call.q, call.k, call.v)
-    sink = {} if call.sink is None else {"sink": call.sink}
-    problem = cuflash.planning.problem.with_operands(problem, sink)
-    assert decode_reasons(problem, device) == []
-    left, right = call.window or (None, None)
-    plan = decode_plan(problem, device, layout, left=left, right=0)
-    arrays = {
-        "q": call.q, "k": k, "v": v, "o": np.full_like(call.q, np.nan), "table": table,
-        "lse": np.full(call.q.shape[:3], np.nan, np.float32), "lengths": np.array(call.lengths, np.int32),
-        "counts": None if call.counts is None else np.array(call.counts, np.int32),
-        "num_faults": np.zeros(1, np.int32), **sink,
-    }  # fmt: skip
-    arrays = {name: run.put(array) for name, array in arrays.items()}
-    decode(plan, arrays, target or target_of(run.executor))
-    return run.get(arrays["o"]), run.get(arrays["lse"]), int(run.get(arrays["num_faults"])[0])
-
-
-def same_bits(one: Any, other: Any) -> bool:
-    return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in zip(one, other))
 
 
 @on_kernels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -44,17 +44,13 @@ def decode(plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchT
         The workspaces, which the kernel may still use.
     """
     launch, stream = plan.launch, target.stream()
-    made = _allocator(target, plan)(stream)
+    made = target.allocator(plan.workspaces)(stream)
     named = {**arrays, **dict(zip(plan.workspaces, made))}
     start = target.launcher(launch.spec, plan.grid, launch.shared_bytes)
     start(_arguments(plan, named, target), stream)
     if checks.is_on():
         target.wait(launch)
     return made
-
-
-def _allocator(target: LaunchTarget, plan: DecodePlan) -> Callable[[Any], list[Array]]:
-    return target.allocator(plan.workspaces)
 
 
 def _arguments(plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> tuple[Any, ...]:
@@ -67,14 +63,14 @@ def _arguments(plan: DecodePlan, arrays: Mapping[str, Array | None], target: Lau
     for name, number in plan.numbers["cache"].items():
         cache[name] = number
     record["softmax_scale"] = softmax_scale(plan.problem)
-    for names, filled in ((_MATRICES, record), (_PAGES, cache)):
-        for name in names:
-            array = arrays[name]
-            filled[name] = _matrices(array, target.address(array), 3 if name == "lse" else 4)
-    for names, filled in ((_TABLES, cache), (tuple(plan.workspaces), record)):
-        for name in names:
-            array = arrays[name]
-            filled[name] = 0 if array is None else target.address(array)
+    for name in (*_MATRICES, *_PAGES):
+        array = arrays[name]
+        filled = record if name in _MATRICES else cache
+        filled[name] = _matrices(array, target.address(array), 3 if name == "lse" else 4)
+    for name in (*_TABLES, *plan.workspaces):
+        table = arrays[name]
+        filled = cache if name in _TABLES else record
+        filled[name] = 0 if table is None else target.address(table)
     arguments = [record]
     sink = arrays.get("sink")
     if sink is not None:
