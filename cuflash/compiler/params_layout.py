@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..planning.appending import APPEND
 from ..planning.decoding import CACHE_PAGES, DECODE
 from ..planning.launches import BATCH_AXES, MATRICES
 from ..planning.sinks import SINK
@@ -75,22 +76,28 @@ _RECORDS = {
 
 _MAP_RECORDS = {"TensorMapParam": TENSOR_MAP_PARAM, "TensorMaps": TENSOR_MAPS}
 _SINK_RECORDS = {"Sink": SINK}
-_DECODE_RECORDS = {"CachePages": CACHE_PAGES, "Decode": DECODE}
+_CACHE_RECORDS = {"CachePages": CACHE_PAGES, "Decode": DECODE}
+_APPEND_RECORDS = {"Append": APPEND}
 
 
 def assertions(
-    *, host: bool = False, with_maps: bool = False, with_sink: bool = False, with_cache: bool = False
+    *,
+    host: bool = False,
+    with_maps: bool = False,
+    with_sink: bool = False,
+    with_cache: bool = False,
+    with_append: bool = False,
 ) -> str:
     """C++ that stops NVRTC, or the host's compiler, where a record of params.cuh is not laid out as its NumPy twin.
 
     With maps, those of tensor_maps.cuh too; with a sink, that of sink.cuh; with a cache, those of
-    decode_params.cuh.
+    decode_params.cuh; of what appends to one, that of append_params.cuh.
     """
     # NVRTC has no offsetof without headers, but the operator that its front end's own offsetof is made of.
     offset_of = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
     lines = []
     records = _RECORDS | (_MAP_RECORDS if with_maps else {}) | (_SINK_RECORDS if with_sink else {})
-    records |= _DECODE_RECORDS if with_cache else {}
+    records |= (_CACHE_RECORDS if with_cache else {}) | (_APPEND_RECORDS if with_append else {})
     for record, dtype in records.items():
         assert dtype.fields is not None
         for name, (field, offset, *_) in dtype.fields.items():

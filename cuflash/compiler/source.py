@@ -59,8 +59,10 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     score = "" if spec.score is None else _score(spec, included, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
     maps = "sm90/tensor_maps.cuh"
-    with_cache = "attention/decode_params.cuh" in included
-    made = assertions(host=host, with_maps=maps in included, with_sink=spec.has_sink, with_cache=with_cache)
+    made = assertions(
+        host=host, with_maps=maps in included, with_sink=spec.has_sink,
+        with_cache="attention/decode_params.cuh" in included, with_append="attention/append_params.cuh" in included,
+    )  # fmt: skip
     layout = f'#line 1 "cuflash/records.py: assertions()"\n{made}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in included else ''}"
 

@@ -16,8 +16,6 @@ from . import checks, gpu, sim
 from .launch import LaunchTarget
 from .params import softmax_scale
 
-_MATRICES = ("q", "o", "lse")
-_PAGES = ("k", "v")
 _TABLES = ("table", "lengths", "counts", "num_faults")
 
 
@@ -56,21 +54,14 @@ def decode(plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchT
 def _arguments(plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> tuple[Any, ...]:
     """The kernel's record, and that of the sink where there is one."""
     record = np.zeros((), DECODE)
-    cache = record["cache"]
     for name, number in plan.numbers.items():
         if name != "cache":
             record[name] = number
-    for name, number in plan.numbers["cache"].items():
-        cache[name] = number
     record["softmax_scale"] = softmax_scale(plan.problem)
-    for name in (*_MATRICES, *_PAGES):
-        array = arrays[name]
-        filled = record if name in _MATRICES else cache
-        filled[name] = _matrices(array, target.address(array), 3 if name == "lse" else 4)
-    for name in (*_TABLES, *plan.workspaces):
-        table = arrays[name]
-        filled = cache if name in _TABLES else record
-        filled[name] = 0 if table is None else target.address(table)
+    fill_matrices(record, {name: arrays[name] for name in ("q", "o", "lse")}, target)
+    fill_cache(record["cache"], plan.numbers["cache"], arrays, target)
+    for name in plan.workspaces:
+        record[name] = target.address(arrays[name])
     arguments = [record]
     sink = arrays.get("sink")
     if sink is not None:
@@ -79,17 +70,30 @@ def _arguments(plan: DecodePlan, arrays: Mapping[str, Array | None], target: Lau
         of_sink["sink"] = (target.address(sink), (0,) * BATCH_AXES, head_stride, 0, 0, 0)
         of_sink["dtype"] = DTYPES.index(sink.dtype)
         arguments.append(of_sink)
-    return tuple(_scalar(each) for each in arguments)
+    return tuple(map(scalar, arguments))
 
 
-def _matrices(array: Any, address: int, rank: int) -> tuple[Any, ...]:
-    """The MATRICES record of an array [batch, heads, rows] or [batch, heads, rows, columns]."""
-    steps = [step // array.dtype.itemsize * (extent != 1) for step, extent in zip(array.strides, array.shape)]
-    batch, head, row, *columns = steps
-    return address, (batch, *(0,) * (BATCH_AXES - 1)), head, row, columns[0] if rank == 4 else 0, 0
+def fill_cache(
+    record: Any, numbers: Mapping[str, int], arrays: Mapping[str, Array | None], target: LaunchTarget
+) -> None:
+    """Fill a CACHE_PAGES record: its numbers, the pages k and v, and the tables, of which some may be None."""
+    for name, number in numbers.items():
+        record[name] = number
+    fill_matrices(record, {name: arrays[name] for name in ("k", "v")}, target)
+    for name in _TABLES:
+        table = arrays[name]
+        record[name] = 0 if table is None else target.address(table)
 
 
-def _scalar(record: Any) -> Any:
+def fill_matrices(record: Any, arrays: Mapping[str, Any], target: LaunchTarget) -> None:
+    """Fill the MATRICES of arrays [batch, heads, rows], or [batch, heads, rows, columns], in a record."""
+    for name, array in arrays.items():
+        steps = [step // array.dtype.itemsize * (extent != 1) for step, extent in zip(array.strides, array.shape)]
+        batch, head, row, column = (*steps, 0)[:4]
+        record[name] = (target.address(array), (batch, *(0,) * (BATCH_AXES - 1)), head, row, column, 0)
+
+
+def scalar(record: Any) -> Any:
     """A record as a scalar of one field: of fields of fields, CuPy would look at each."""
     return record.reshape(1).view(_one_field(record.dtype.itemsize))[0]
 

@@ -17,8 +17,8 @@ _TALLEST = 128  # queries of the sm90 family's usual tile
 
 
 def family_of(spec: KernelSpec) -> Family:
-    """The family that a kernel belongs to."""
-    return FAMILIES[spec.family]
+    """The family that a kernel belongs to, or, of a kernel of caches that computes nothing, one that runs everywhere."""
+    return FAMILIES["simt" if spec.family == "cache" else spec.family]
 
 
 def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:

@@ -8,7 +8,7 @@ namespace cuflash::attention {
 struct CachePages {
   Matrices k, v;             // [num_pages, kv heads, page_size, dim]
   const int32_t* table;      // [batch, max_pages] the pages of each sequence; null: page b is sequence b's
-  const int32_t* lengths;    // [batch] positions of each sequence
+  int32_t* lengths;          // [batch] positions of each sequence
   const int32_t* counts;     // [batch] how many of the new rows belong to each sequence; null: all of them
   int32_t* num_faults;       // of what is read from the three arrays above, how often it was out of range
   int32_t batch, num_pages, max_pages, page_size;
