@@ -20,6 +20,7 @@ from cuflash.compiler import nvrtc as room
 from cuflash.compiler import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES
 from cuflash.compiler.nvrtc import Compiled
+from cuflash.planning.appending import append_spec
 from cuflash.planning.decoding import decode_shared_bytes, decode_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
@@ -101,7 +102,8 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
 
 def of_caches(name: str) -> set[KernelSpec]:
     """The kernels of KV caches on a known GPU: tiles of few rows and of many, with a sink and without."""
-    device, specs = DeviceSpec.gpu(name), set()
+    device = DeviceSpec.gpu(name)
+    specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
     for dtype, dim, rows in product(_HALVES, (64, 128, 256), (16, 32, 64)):
         q, k = ShapeDtype((1, rows, 1, dim), dtype), ShapeDtype((1, 1, 1000, dim), dtype)
         problem = Problem.of(q, k, k)

@@ -42,7 +42,7 @@ class DecodeOptions(NamedTuple):
 
 def decoder(
     arrays: dict[str, Array | None], layout: CacheLayout, options: DecodeOptions
-) -> Callable[[dict[str, Array | None]], Any] | None:
+) -> Callable[[dict[str, Array | None]], list[Array]] | None:
     """A function that writes o and lse by the decode kernel; None where the kernel does not serve the call.
 
     Parameters

@@ -11,13 +11,14 @@ from ..api import attention
 from ..arrays import Array, accumulator_dtype, describe, flag_reasons, is_array, is_integer_dtype, namespace, to_host
 from ..errors import UnsupportedProblem, collecting
 from ..masks import SlidingWindow
-from ..planning.decoding import CacheLayout
+from ..planning.decoding import MOST_ROWS, CacheLayout
 from ..plans import as_arrays
 from .arguments import (
     PAGE_SIZE, dtype_of, numbers, out_reasons, overlap_reasons, page_reasons, row_reasons, sequence_reasons,
     size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decoder
+from .on_device import OnDevice, device_reasons, is_on_device
 from .pages import Copy, Growth, OwnPages, PagePool, Shortage
 
 
@@ -124,6 +125,10 @@ class KVCache:
 
     def _hold(self, k: Array, v: Array, pages: OwnPages | PagePool, lengths: list[int], capacity: int) -> None:
         self._k, self._v, self._pages, self._lengths, self._capacity = k, v, pages, lengths, capacity
+        self._is_counted_on_device = False
+        self._device = None
+        if not isinstance(k, np.ndarray):
+            self._device = OnDevice(k, v, self._layout, len(lengths), isinstance(pages, PagePool))
 
     def __copy__(self) -> KVCache:
         """A cache with arrays of its own: two that share arrays would write over each other's rows."""
@@ -209,6 +214,9 @@ class KVCache:
     @property
     def lengths(self) -> Array:
         """Positions of each sequence, int32 [batch], where the cache is."""
+        if self._is_counted_on_device:
+            assert self._device is not None
+            return self._device.lengths.copy()
         return namespace(self._k).asarray(np.array(self._lengths, np.int32))
 
     @property
@@ -217,10 +225,9 @@ class KVCache:
 
         -1 stands for no page. A contiguous cache has a page for each sequence.
         """
-        table = np.full((len(self._lengths), -(-self._capacity // self._pages.page_size)), -1, np.int32)
-        for row, pages in zip(table, self._pages.tables):
-            row[: len(pages)] = pages
-        return namespace(self._k).asarray(table)
+        if isinstance(self._pages, PagePool):
+            return namespace(self._k).asarray(self._pages.table(self._layout.max_pages))
+        return namespace(self._k).asarray(np.arange(len(self._lengths), dtype=np.int32)[:, None])
 
     @property
     def capacity(self) -> int:
@@ -290,6 +297,9 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if reasons:
             raise UnsupportedProblem(reasons)
         news = self._counted(counts, int(k.shape[2]))
+        if self._is_counted_on_device:
+            self._put().append(k, v, news if counts is not None else None, None)
+            return
         growths = [
             Growth(sequence, length, length + new)
             for sequence, (length, new) in enumerate(zip(self._lengths, news))
@@ -298,8 +308,55 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         self._require_room("k", growths)
         for growth in growths:
             self._grow(growth)
-        self._write(k, v, growths)
-        self._lengths = [length + new for length, new in zip(self._lengths, news)]
+        lengths = [length + new for length, new in zip(self._lengths, news)]
+        if self._device is None:
+            self._write(k, v, growths)
+        elif growths:
+            self._put().append(k, v, news if counts is not None else None, lengths)
+        self._lengths = lengths
+
+    def count_on_device(self) -> None:
+        """Count rows on the GPU from now on, so that calls can be captured into CUDA graphs and read nothing back.
+
+        From then on rows that have no room, because the capacity or the pages of a sequence end, are left out, and
+        `check` tells. No page is taken by `append` any more: `reserve` takes them, before a capture. Giving `append` or
+        `attention` counts on the device does the same.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The cache is on the host, or a sequence would write to a page that another one has, and no page is free.
+        """
+        if self._device is None:
+            raise UnsupportedProblem(["the cache must be on a GPU to be counted there; got NumPy arrays: give xp=cupy"])
+        if self._is_counted_on_device:
+            return
+        size = self._pages.page_size
+        growths = [
+            Growth(sequence, length, max(length, len(table) * size))
+            for sequence, (length, table) in enumerate(zip(self._lengths, self._pages.tables))
+        ]
+        if isinstance(self._pages, PagePool):
+            shortages = self._pages.shortages(growths)
+            reasons = [_shortage_reason("pages", each, self._pages.num_pages) for each in shortages]
+            if reasons:
+                raise UnsupportedProblem(reasons)
+            for growth in growths:
+                self._grow(growth)
+        self._put()
+        self._is_counted_on_device = True
+
+    def _put(self) -> OnDevice:
+        """What kernels read of the cache, as it is now."""
+        assert self._device is not None
+        self._device.put(None if self._is_counted_on_device else self._lengths, self._pages)
+        return self._device
+
+    def _require_host_counts(self, what: str) -> None:
+        if self._is_counted_on_device:
+            raise UnsupportedProblem(
+                [f"{what} must know lengths on the host; got a cache that is counted on the device: make another one"]
+            )
 
     def truncate(self, lengths: Any) -> None:
         """Shorten sequences; pages that no position needs any more are free, those that were reserved too.
@@ -323,6 +380,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         >>> cache.lengths
         array([2, 5], dtype=int32)
         """
+        self._require_host_counts("truncate")
         kept = numbers("lengths", lengths, len(self._lengths))
         reasons = [
             f"lengths must be at most what sequences have; got {new} for sequence {sequence}, which has {length}"
@@ -361,6 +419,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         for row in rows:
             self._pages.shrink(row, 0)
             self._lengths[row] = 0
+            if self._device is not None and self._is_counted_on_device:
+                self._device.lengths[row] = 0
 
     def fork(self, source: int, target: int) -> None:
         """Let a sequence hold what another holds, in place of what it held.
@@ -378,6 +438,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         UnsupportedProblem
             There is no such sequence.
         """
+        self._require_host_counts("fork")
         reasons = [
             reason
             for name, sequence in (("source", source), ("target", target))
@@ -415,7 +476,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             self._grow(growth)
 
     def check(self) -> None:
-        """Prove that lengths, tables and counts of pages agree with each other.
+        """Prove that lengths, tables and counts of pages agree, and that nothing was left out; waits for a device.
 
         Raises
         ------
@@ -423,6 +484,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             They do not; each contradiction is named.
         """
         faults = self._pages.faults()
+        if self._device is not None and (number := int(self._device.num_faults.get()[0])):
+            faults.append(f"{number} times a row had no room, or a page, a length or a count was out of range")
         size = self._pages.page_size
         for sequence, (length, table) in enumerate(zip(self._lengths, self._pages.tables)):
             if not 0 <= length <= min(len(table) * size, self._capacity):
@@ -505,10 +568,20 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision)
         arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink}
         decode = decoder(arrays, self._layout, options)
-        if decode is None:
-            self._attend_one_by_one(q, o, lse, news, sink, window, causal, options)
+        if decode is not None:
+            made = decode(self._tables(None if counts is None else news))
+            if self._device is not None:
+                self._device.keep([*arrays.values(), *made])
+        elif self._is_counted_on_device:
+            raise UnsupportedProblem(
+                [
+                    "q must be what the decode kernel serves in a cache that is counted on the device: float16 or "
+                    f"bfloat16, at most {MOST_ROWS} rows for each key/value head, kernel 'auto' or 'sm80'; got "
+                    f"{q.shape} of {q.dtype}, kernel {describe(kernel)}"
+                ]
+            )
         else:
-            decode(self._tables(None if counts is None else news))
+            self._attend_one_by_one(q, o, lse, news, sink, window, causal, options)
         return (o, lse) if return_lse else o
 
     @property
@@ -516,14 +589,16 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         page_size = self._pages.page_size
         return CacheLayout(self._capacity, page_size, self._pages.num_pages, -(-self._capacity // page_size))
 
-    def _tables(self, counts: list[int] | None) -> dict[str, Array | None]:
+    def _tables(self, counts: Any) -> dict[str, Array | None]:
         """What the decode kernel reads of this cache beside keys and values, where it can read it."""
-        xp = namespace(self._k)
+        if self._device is not None:
+            device = self._put()
+            return device.tables(device.counts(counts))
         return {
             "table": self.block_table if isinstance(self._pages, PagePool) else None,
             "lengths": self.lengths,
-            "counts": None if counts is None else xp.asarray(np.array(counts, np.int32)),
-            "num_faults": xp.zeros(1, np.int32),
+            "counts": None if counts is None else np.array(counts, np.int32),
+            "num_faults": np.zeros(1, np.int32),
         }
 
     def _attend_one_by_one(
@@ -552,10 +627,16 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             o[sequence], lse[sequence] = 0, -np.inf
             o[sequence, :, rows], lse[sequence, :, rows] = made
 
-    def _counted(self, counts: Any, num_rows: int) -> list[int]:
-        """How many of some rows belong to each sequence."""
+    def _counted(self, counts: Any, num_rows: int) -> Any:
+        """How many of some rows belong to each sequence: a list, or an array on the device."""
         if counts is None:
             return [num_rows] * len(self._lengths)
+        if self._device is not None and is_on_device(counts):
+            reasons = device_reasons("counts", counts, len(self._lengths), self._k)
+            if reasons:
+                raise UnsupportedProblem(reasons)
+            self.count_on_device()
+            return counts
         news = numbers("counts", counts, len(self._lengths))
         reasons = [
             f"counts must be at most the number of rows, {num_rows}; got {new} for sequence {sequence}"

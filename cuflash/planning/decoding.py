@@ -67,11 +67,13 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# By the wider of the two dimensions, and the fewest rows that the tile is for. The first that fits shared memory.
+# By the wider of the two dimensions, and the fewest rows that the tile is for. The first that fits shared memory. Results
+# have the same bits for any number of stages, so that this number alone may depend on the batch.
 _TILES: dict[int, dict[int, tuple[_Tile, ...]]] = {
     128: {0: (_Tile(64, 4, 3), _Tile(64, 4, 2))},
     256: {0: (_Tile(64, 4, 3), _Tile(64, 4, 2), _Tile(32, 2, 2)), 64: (_Tile(64, 2, 2), _Tile(32, 2, 2))},
 }
+_STAGES_OF_MANY_BLOCKS = 2  # more blocks on a multiprocessor then: one starts while another ends
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -186,17 +188,27 @@ def decode_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
     widest = max(head_dim, value_dim)
     tables = next(tables for width, tables in _TILES.items() if width >= widest)
     tiles = tables[max(least for least in tables if block_q >= least)]
+    blocks = problem.mask_shape.num_batch * problem.num_kv_heads * num_parts(problem, device)
+    if block_q == 16 and widest <= 128 and blocks > 2 * device.num_processors:
+        tiles = tuple(tile for tile in tiles if tile.num_stages == _STAGES_OF_MANY_BLOCKS)
     for tile in tiles:
         num_warps = tile.key_groups * block_q // 16
         spec = KernelSpec(
             family="sm80", entry="decode", dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
             block_q=block_q, block_kv=tile.block_kv, num_warps=num_warps,
-            min_blocks=2 if widest <= 128 and num_warps <= 8 else 1, num_stages=tile.num_stages, is_split=True,
+            min_blocks=_min_blocks(widest, num_warps, tile.num_stages), num_stages=tile.num_stages, is_split=True,
             pack_gqa=True, has_sink=problem.operand("sink") is not None,
         )  # fmt: skip
         if decode_shared_bytes(spec) <= device.tile_memory_bytes:
             break
     return spec
+
+
+def _min_blocks(widest: int, num_warps: int, num_stages: int) -> int:
+    """Blocks of a multiprocessor that share its registers."""
+    if widest > 128 or num_warps > 8:
+        return 1
+    return 3 if num_warps == 4 and num_stages == _STAGES_OF_MANY_BLOCKS else 2
 
 
 def decode_shared_bytes(spec: KernelSpec) -> int:

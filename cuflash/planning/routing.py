@@ -17,7 +17,7 @@ _TALLEST = 128  # queries of the sm90 family's usual tile
 
 
 def family_of(spec: KernelSpec) -> Family:
-    """The family that a kernel belongs to, or, of a kernel of caches that computes nothing, one that runs everywhere."""
+    """The family that a kernel belongs to; kernels that only move rows of caches run wherever simt's do."""
     return FAMILIES["simt" if spec.family == "cache" else spec.family]
 
 
