@@ -1,7 +1,11 @@
-"""A cache on a GPU: kernels append and decode by lengths on the device, in CUDA graphs too; what has no room is told."""
+"""A cache on a GPU: kernels append and decode by device lengths, in CUDA graphs too, and tell what had no room."""
 
 from __future__ import annotations
 
+import csv
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,3 +235,21 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
     for q, options in ((wide, {}), (many[:, :4], {"kernel": "simt"})):
         assert "q must be what the decode kernel serves" in refused(lambda: cache.attention(q, **options))
     assert "the cache must be on a GPU" in refused(lambda: KVCache(**SIZES).count_on_device())
+
+
+def test_the_times_of_decoding_are_taken_or_it_is_said_why_not(tmp_path: Path) -> None:
+    script, path = Path(__file__).parents[1] / "experiments" / "speed" / "decode.py", tmp_path / "decode.csv"
+    run = subprocess.run(
+        [sys.executable, str(script), "--csv", str(path), "--quick"], capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(script.parents[2])},
+    )  # fmt: skip
+    if run.returncode:
+        assert run.stderr.startswith("decode.py times kernels on a GPU, and there is none: ")
+        assert len(run.stderr.splitlines()) == 1
+        return
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {"attention, contiguous", "attention, pages of 16", "append and attention, host"} <= {
+        row["operation"] for row in rows if row["library"] == "cuflash"
+    }
+    assert all(float(row["us"]) > 0 for row in rows)

@@ -67,8 +67,8 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# By the wider of the two dimensions, and the fewest rows that the tile is for. The first that fits shared memory. Results
-# have the same bits for any number of stages, so that this number alone may depend on the batch.
+# By the wider of the two dimensions, and the fewest rows that the tile is for. The first that fits shared memory.
+# Results have the same bits for any number of stages, so that this number alone may depend on the batch.
 _TILES: dict[int, dict[int, tuple[_Tile, ...]]] = {
     128: {0: (_Tile(64, 4, 3), _Tile(64, 4, 2))},
     256: {0: (_Tile(64, 4, 3), _Tile(64, 4, 2), _Tile(32, 2, 2)), 64: (_Tile(64, 2, 2), _Tile(32, 2, 2))},
