@@ -1,4 +1,4 @@
-"""Calls of the decode kernel on caches whose unused rows hold NaN."""
+"""Calls of the kernels of caches: decoding, where unused rows hold NaN, and appending."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from cuflash import DeviceSpec
+from cuflash.executors.appending import append
 from cuflash.executors.decoding import decode, target_of
+from cuflash.planning.appending import append_plan
 from cuflash.planning.decoding import CacheLayout, decode_plan, decode_reasons
 from cuflash.planning.problem import Problem, with_operands
 from executors import Run
@@ -109,3 +111,42 @@ def attended(
 
 def same_bits(one: Any, other: Any) -> bool:
     return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in zip(one, other))
+
+
+# Appending
+
+_RNG = np.random.default_rng(0)
+HEADS, PAGE, PAGES, ROOM = 2, 16, 11, 40
+TABLE = np.array([[3, 1, 0], [7, -1, 0], [9, PAGES, 2], [5, 6, 8]], np.int32)
+HELD = [14, 3, 15, 36]
+
+
+def appended(run: Run, dtype: Any, dims: tuple[int, int], counts: Any, num_rows: int = 5, target: Any = None) -> Any:
+    """New rows, and the pages, lengths and faults after the kernel."""
+    batch = len(HELD)
+    rows = [_RNG.standard_normal((batch, num_rows, HEADS, dim)).astype(dtype).swapaxes(1, 2) for dim in dims]
+    pages = [np.zeros((PAGES, HEADS, PAGE, dim), dtype) for dim in dims]
+    host = {
+        "k": rows[0], "v": rows[1], "cache_k": pages[0], "cache_v": pages[1], "table": TABLE,
+        "lengths": np.array(HELD, np.int32), "num_faults": np.zeros(1, np.int32),
+        "counts": None if counts is None else np.array(counts, np.int32),
+    }  # fmt: skip
+    arrays = {name: run.put(array) for name, array in host.items()}
+    plan = append_plan(rows[0].shape, dims[1], np.dtype(dtype), CacheLayout(ROOM, PAGE, PAGES, 3))
+    arrivals = append(plan, arrays, target or target_of(run.executor))[0]
+    assert not run.get(arrivals).any()  # it is left as it was
+    return rows, *(run.get(arrays[name]) for name in ("cache_k", "cache_v", "lengths", "num_faults"))
+
+
+def expected(rows: Any, counts: Any) -> tuple[list[Any], list[int]]:
+    """Pages as rows go there one by one, and the lengths."""
+    pages = [np.zeros((PAGES, HEADS, PAGE, x.shape[3]), x.dtype) for x in rows]
+    lengths = []
+    for b, (length, count) in enumerate(zip(HELD, counts)):
+        lengths.append(min(length + count, ROOM))
+        for position in range(length, lengths[-1]):
+            page = TABLE[b, position // PAGE]
+            for array, given in zip(pages, rows):
+                if 0 <= page < PAGES:
+                    array[page, :, position % PAGE] = given[b, :, position - length]
+    return pages, lengths

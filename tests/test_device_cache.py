@@ -14,9 +14,8 @@ import cupy_machine
 import ml_dtypes
 import numpy as np
 import pytest
+from cache_calls import HEADS, PAGE, PAGES, ROOM, appended, expected
 from cuflash import KVCache, UnsupportedProblem
-from cuflash.executors.appending import append
-from cuflash.executors.decoding import target_of
 from cuflash.executors.sim import Simulator
 from cuflash.planning.appending import append_plan
 from cuflash.planning.decoding import CacheLayout
@@ -24,40 +23,6 @@ from executors import RUNS, Run, hostile_schedules, needs_compiler
 
 on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 RNG = np.random.default_rng(0)
-HEADS, PAGE, PAGES, CAPACITY = 2, 16, 11, 40
-TABLE = np.array([[3, 1, 0], [7, -1, 0], [9, PAGES, 2], [5, 6, 8]], np.int32)
-LENGTHS = [14, 3, 15, 36]
-
-
-def appended(run: Run, dtype: Any, dims: tuple[int, int], counts: Any, num_rows: int = 5, target: Any = None) -> Any:
-    """New rows, and the pages, lengths and faults after the kernel."""
-    batch = len(LENGTHS)
-    rows = [RNG.standard_normal((batch, num_rows, HEADS, dim)).astype(dtype).swapaxes(1, 2) for dim in dims]
-    pages = [np.zeros((PAGES, HEADS, PAGE, dim), dtype) for dim in dims]
-    host = {
-        "k": rows[0], "v": rows[1], "cache_k": pages[0], "cache_v": pages[1], "table": TABLE,
-        "lengths": np.array(LENGTHS, np.int32), "num_faults": np.zeros(1, np.int32),
-        "counts": None if counts is None else np.array(counts, np.int32),
-    }  # fmt: skip
-    arrays = {name: run.put(array) for name, array in host.items()}
-    plan = append_plan(rows[0].shape, dims[1], np.dtype(dtype), CacheLayout(CAPACITY, PAGE, PAGES, 3))
-    arrivals = append(plan, arrays, target or target_of(run.executor))[0]
-    assert not run.get(arrivals).any()  # it is left as it was
-    return rows, *(run.get(arrays[name]) for name in ("cache_k", "cache_v", "lengths", "num_faults"))
-
-
-def expected(rows: Any, counts: Any) -> tuple[list[Any], list[int]]:
-    """Pages as rows go there one by one, and the lengths."""
-    pages = [np.zeros((PAGES, HEADS, PAGE, x.shape[3]), x.dtype) for x in rows]
-    lengths = []
-    for b, (length, count) in enumerate(zip(LENGTHS, counts)):
-        lengths.append(min(length + count, CAPACITY))
-        for position in range(length, lengths[-1]):
-            page = TABLE[b, position // PAGE]
-            for array, given in zip(pages, rows):
-                if 0 <= page < PAGES:
-                    array[page, :, position % PAGE] = given[b, :, position - length]
-    return pages, lengths
 
 
 @on_kernels
@@ -78,7 +43,7 @@ def test_blocks_that_share_a_sequence_agree_on_its_length(run: Run) -> None:
     rows, k, v, lengths, _ = appended(run, np.float32, (256, 256), (26, 10, 1, 4), num_rows=26)
     pages, wanted = expected(rows, (26, 10, 1, 4))
     assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
-    assert append_plan(rows[0].shape, 256, np.dtype(np.float32), CacheLayout(CAPACITY, PAGE, PAGES, 3)).grid > 4
+    assert append_plan(rows[0].shape, 256, np.dtype(np.float32), CacheLayout(ROOM, PAGE, PAGES, 3)).grid > 4
 
 
 def test_every_schedule_appends_alike() -> None:

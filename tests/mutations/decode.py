@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutations.decode_guards import decode_is_right, pages_out_of_range_are_counted
+from mutations.decode_guards import append_is_right, decode_is_right, pages_out_of_range_are_counted
 from mutations.planting import Edit
 
 FAULTS = {
@@ -63,5 +63,27 @@ FAULTS = {
             "attention/decode_work.cuh", "sequence", "length == clamped && count == clamped_count",
             "count == clamped_count",
         ),
+    },
+    append_is_right: {
+        "the next append finds blocks that have arrived": Edit(
+            "cache/append.cu", "cache_append", "params.arrivals[sequence] = 0;", ""
+        ),
+        "the first block to read a length sets the next one": Edit(
+            "cache/append.cu", "cache_append",
+            "ptx::fetch_add(params.arrivals + sequence, 1) == params.blocks_per_sequence - 1",
+            "ptx::fetch_add(params.arrivals + sequence, 1) == 0",
+        ),
+        "rows beyond the capacity are written": Edit(
+            "cache/append.cu", "cache_append", "min(count, cache.capacity - length)", "count"
+        ),
+        "rows that have no room are not told": Edit("cache/append.cu", "cache_append", "|| count != num_rows", ""),
+        "a page that is none is not told": Edit(
+            "cache/append.cu", "copy_rows", "if (counts_faults && part == 0 && head == 0)", "if (false)"
+        ),
+        "odd rows are moved as whole chunks": Edit(
+            "cache/append.cu", "append", "if (has_aligned_units(from, num_columns) && has_aligned_units(to, num_columns))",
+            "if (num_columns > 0)",
+        ),
+        "a position is that of its first page": Edit("cache/append.cu", "page_of", "position / cache.page_size", "0"),
     },
 }

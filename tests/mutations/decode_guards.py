@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from cache_calls import FEW, NEW, attended, drawn, paged, same_bits
+from cache_calls import FEW, NEW, appended, attended, drawn, expected, paged, same_bits
 from cuflash import masks, sim
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, assert_within_bounds
@@ -42,3 +42,16 @@ def pages_out_of_range_are_counted() -> None:
         o, lse, faults = attended(SIM, _CALL, FEW, (k, v, wrong))
         assert faults > 0 and np.isfinite(o.astype(np.float32)).all() and np.isfinite(lse).all()
     assert attended(SIM, replace(_CALL, lengths=(301, 2, 70)), FEW, (k, v, table * 0))[2] > 0
+
+
+def append_is_right() -> None:
+    """Rows go to their pages, whole or not, by one block a sequence and by several; what has no room is counted."""
+    for dims, num_rows, counts in (((8, 3), 5, (5, 2, 0, 4)), ((256, 256), 26, (26, 10, 1, 4))):
+        rows, k, v, lengths, faults = appended(SIM, np.float32, dims, counts, num_rows)
+        pages, wanted = expected(rows, counts)
+        assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
+        assert not faults[0]
+    for counts in ((0, 0, 0, 5), (0, 0, 3, 0)):  # beyond the capacity, and on a page that is none
+        rows, k, _, lengths, faults = appended(SIM, np.float32, (8, 8), counts)
+        pages, wanted = expected(rows, counts)
+        assert faults[0] and np.array_equal(k, pages[0]) and lengths.tolist() == wanted
