@@ -55,14 +55,15 @@ class KVCache:
     Notes
     -----
     Rows are counted on the host: lengths and page tables are Python's ints, nothing waits for a device, and whatever
-    does not fit is refused before anything is written. A cache cannot be captured into a CUDA graph.
+    does not fit is refused before anything is written. A cache on a GPU can be counted there instead
+    (`count_on_device`), and then be captured into CUDA graphs.
 
-    `attention` is one call of `cuflash.attention` for each sequence, on its own rows alone, which are gathered into
-    contiguous memory where they lie in several pages. Therefore the result of a sequence depends on nothing but its own
-    queries, keys and values: not on the other sequences, nor on their number or order, nor on rows that are not in use,
-    which may hold NaN. On the host it is the same bit for bit for any page table, with pages or without. On a GPU the
-    kernels are the existing ones, which read no page table: it costs a launch or more and, with pages, a copy of the
-    keys and values for each sequence.
+    On a GPU one kernel appends for all sequences, and one decodes where it serves the call: float16 or bfloat16, at most
+    64 query rows for each key/value head, dims in multiples of 8. Every other call of `attention` is one call of
+    `cuflash.attention` for each sequence, on its own rows alone, which are gathered into contiguous memory where they
+    lie in several pages. Either way the result of a sequence depends on nothing but its own queries, keys and values:
+    not on the other sequences, nor on their number or order, nor on rows that are not in use, which may hold NaN. On the
+    host and by the decode kernel it is the same bit for bit for any page table, with pages or without.
 
     Examples
     --------
@@ -263,7 +264,8 @@ class KVCache:
         v : array [batch, num_kv_heads, n, value_dim]
             Of the cache's dtype, where it is; any strides.
         counts : list or NumPy array of ints [batch], optional
-            Of the n rows the first counts[b] belong to sequence b; all of them unless given.
+            Of the n rows the first counts[b] belong to sequence b; all of them unless given. An int32 array on the
+            cache's device counts rows there from now on, as `count_on_device` does.
 
         Raises
         ------
@@ -520,7 +522,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             Of the cache's dtype, where it is. Query head h reads key/value head h // (num_heads / num_kv_heads).
         counts : list or NumPy array of ints [batch], optional
             Of the n rows the first counts[b] belong to sequence b: row t stands at lengths[b] - counts[b] + t. The
-            rows after them are empty.
+            rows after them are empty. An int32 array on the cache's device is taken as by `append`.
         causal : bool
             No key after a query's own position.
         window : (left, right), optional

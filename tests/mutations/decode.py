@@ -81,8 +81,8 @@ FAULTS = {
             "cache/append.cu", "copy_rows", "if (counts_faults && part == 0 && head == 0)", "if (false)"
         ),
         "odd rows are moved as whole chunks": Edit(
-            "cache/append.cu", "append", "if (has_aligned_units(from, num_columns) && has_aligned_units(to, num_columns))",
-            "if (num_columns > 0)",
+            "cache/append.cu", "append",
+            "if (has_aligned_units(from, num_columns) && has_aligned_units(to, num_columns))", "if (num_columns > 0)",
         ),
         "a position is that of its first page": Edit("cache/append.cu", "page_of", "position / cache.page_size", "0"),
     },
