@@ -566,7 +566,7 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
     plans = [case.plan(device) for _, case in found]
     specs = {spec for plan in plans for spec in plan.specs.values()}
     on_disk = {f"{path.parent.name}_{path.stem}" for path in load("cuflash.compiler.source").KERNELS.glob("*/*.cu")}
-    assert {spec.name for spec in specs} == on_disk
+    assert {spec.name for spec in specs | proof.specs_of_caches(device)} == on_disk
     assert {64, 128, 256} <= {spec.block_q for spec in specs if spec.name == "sm90_forward"}
     assert {(spec.is_split, spec.pack_gqa) for spec in specs if spec.name == "sm80_forward"} == {
         (False, False), (True, False), (True, True),
@@ -764,7 +764,7 @@ def test_each_tool_runs_all_cases_and_initcheck_a_control_of_each_family(load, m
         ("memcheck", "", runs), ("initcheck", "", runs), ("initcheck", "simt", runs), ("initcheck", "sm80", runs),
     ]  # fmt: skip
     assert not any(map(proof.is_wrong, records)) and len({tuple(map(row.get, proof.ROW)) for row in records}) == 4
-    assert {spec.family for spec in compiled} == set(runs)
+    assert {spec.family for spec in compiled} == {*runs, "cache"}
     proof.table(records)
 
 

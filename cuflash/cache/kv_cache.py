@@ -58,12 +58,12 @@ class KVCache:
     does not fit is refused before anything is written. A cache on a GPU can be counted there instead
     (`count_on_device`), and then be captured into CUDA graphs.
 
-    On a GPU one kernel appends for all sequences, and one decodes where it serves the call: float16 or bfloat16, at most
-    64 query rows for each key/value head, dims in multiples of 8. Every other call of `attention` is one call of
+    On a GPU one kernel appends for all sequences, and one decodes where it serves the call: float16 or bfloat16, at
+    most 64 query rows for each key/value head, dims in multiples of 8. Every other call of `attention` is one call of
     `cuflash.attention` for each sequence, on its own rows alone, which are gathered into contiguous memory where they
     lie in several pages. Either way the result of a sequence depends on nothing but its own queries, keys and values:
-    not on the other sequences, nor on their number or order, nor on rows that are not in use, which may hold NaN. On the
-    host and by the decode kernel it is the same bit for bit for any page table, with pages or without.
+    not on the other sequences, nor on their number or order, nor on rows that are not in use, which may hold NaN. On
+    the host and by the decode kernel it is the same bit for bit for any page table, with pages or without.
 
     Examples
     --------
