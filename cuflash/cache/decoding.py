@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 from ..arrays import Array, ShapeDtype, is_array
 from ..compiler import nvrtc
 from ..errors import UnsupportedProblem
-from ..executors import decoding, gpu
+from ..executors import gpu
 from ..layouts import device_number, layout_reasons
 from ..planning.decoding import CacheLayout, DecodePlan, chunk_reasons, decode_plan, decode_reasons
 from ..planning.device import DeviceSpec
@@ -40,20 +39,15 @@ class DecodeOptions(NamedTuple):
     precision: Any
 
 
-def decoder(
+def decode_plan_of(
     arrays: dict[str, Array | None], layout: CacheLayout, options: DecodeOptions
-) -> Callable[[dict[str, Array | None]], list[Array]] | None:
-    """A function that writes o and lse by the decode kernel; None where the kernel does not serve the call.
+) -> DecodePlan | None:
+    """The plan of the decode kernel for a call; None where the kernel does not serve it.
 
     Parameters
     ----------
     arrays : dict by name
         q, k, v, o, lse and sink, as `executors.decoding.decode` takes them.
-
-    Returns
-    -------
-    callable
-        Takes the other arrays: table, lengths, counts and num_faults.
     """
     executor = _executor(options, arrays["q"])
     given = {name: array for name, array in arrays.items() if array is not None}
@@ -62,13 +56,9 @@ def decoder(
     device = gpu.current_device() if executor == "gpu" else _SIMULATED
     shapes = {name: ShapeDtype(array.shape, array.dtype) for name, array in given.items()}
     try:
-        plan = _plan(shapes["q"], shapes["k"], shapes["v"], shapes.get("sink"), layout, device, options)
+        return _plan(shapes["q"], shapes["k"], shapes["v"], shapes.get("sink"), layout, device, options)
     except (UnsupportedProblem, TypeError):  # `attention` says all that is wrong with a call
         return None
-    if plan is None:
-        return None
-    target = decoding.target_of(executor)
-    return lambda tables: decoding.decode(plan, {**arrays, **tables}, target)
 
 
 def _executor(options: DecodeOptions, q: Any) -> str | None:

@@ -10,14 +10,15 @@ import numpy as np
 from ..api import attention
 from ..arrays import Array, accumulator_dtype, describe, flag_reasons, is_array, is_integer_dtype, namespace, to_host
 from ..errors import UnsupportedProblem, collecting
+from ..executors.decoding import decode, target_of
 from ..masks import SlidingWindow
-from ..planning.decoding import MOST_ROWS, CacheLayout
+from ..planning.decoding import MOST_ROWS, CacheLayout, DecodePlan
 from ..plans import as_arrays
 from .arguments import (
     PAGE_SIZE, dtype_of, numbers, out_reasons, overlap_reasons, page_reasons, row_reasons, sequence_reasons,
     size_reasons,
 )  # fmt: skip
-from .decoding import DecodeOptions, decoder
+from .decoding import DecodeOptions, decode_plan_of
 from .on_device import OnDevice, device_reasons, is_on_device
 from .pages import Copy, Growth, OwnPages, PagePool, Shortage
 
@@ -56,7 +57,8 @@ class KVCache:
     -----
     Rows are counted on the host: lengths and page tables are Python's ints, nothing waits for a device, and whatever
     does not fit is refused before anything is written. A cache on a GPU can be counted there instead
-    (`count_on_device`), and then be captured into CUDA graphs.
+    (`count_on_device`), and then be captured into CUDA graphs. Calls on one cache follow each other: those on several
+    streams must be ordered by events.
 
     On a GPU one kernel appends for all sequences, and one decodes where it serves the call: float16 or bfloat16, at
     most 64 query rows for each key/value head, dims in multiples of 8. Every other call of `attention` is one call of
@@ -569,11 +571,9 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         left, right = window or (None, None)
         options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision)
         arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink}
-        decode = decoder(arrays, self._layout, options)
-        if decode is not None:
-            made = decode(self._tables(None if counts is None else news))
-            if self._device is not None:
-                self._device.keep([*arrays.values(), *made])
+        plan = decode_plan_of(arrays, self._layout, options)
+        if plan is not None:
+            self._decode(plan, arrays, None if counts is None else news)
         elif self._is_counted_on_device:
             raise UnsupportedProblem(
                 [
@@ -591,17 +591,19 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         page_size = self._pages.page_size
         return CacheLayout(self._capacity, page_size, self._pages.num_pages, -(-self._capacity // page_size))
 
-    def _tables(self, counts: Any) -> dict[str, Array | None]:
-        """What the decode kernel reads of this cache beside keys and values, where it can read it."""
+    def _decode(self, plan: DecodePlan, arrays: dict[str, Array | None], counts: Any) -> None:
+        """Write o and lse by the decode kernel."""
         if self._device is not None:
             device = self._put()
-            return device.tables(device.counts(counts))
-        return {
+            device.decode(plan, arrays | device.tables(device.counts(counts)))
+            return
+        tables = {
             "table": self.block_table if isinstance(self._pages, PagePool) else None,
             "lengths": self.lengths,
             "counts": None if counts is None else np.array(counts, np.int32),
             "num_faults": np.zeros(1, np.int32),
         }
+        decode(plan, arrays | tables, target_of("sim"))
 
     def _attend_one_by_one(
         self,

@@ -10,7 +10,8 @@ from ..arrays import Array, describe, is_array, namespace
 from ..errors import UnsupportedProblem
 from ..executors import appending, decoding, gpu
 from ..planning.appending import append_plan
-from ..planning.decoding import CacheLayout
+from ..planning.decoding import CacheLayout, DecodePlan
+from ..planning.launches import Launch
 from .pages import OwnPages, PagePool
 
 
@@ -34,6 +35,8 @@ class OnDevice:
         self.table = xp.full((batch, layout.max_pages), -1, np.int32) if is_paged else None
         self._known_lengths: list[int] | None = [0] * batch
         self._known_version = -1
+        self._arrived_blocks = xp.zeros((batch,), np.int32)
+        self._arrived_parts = xp.zeros((batch, int(k.shape[1])), np.int32)
         self._captured: list[Any] = []
 
     def put(self, lengths: list[int] | None, pages: OwnPages | PagePool) -> None:
@@ -74,8 +77,24 @@ class OnDevice:
         counts = self.counts(counts)
         arrays = {**self.tables(counts), "k": k, "v": v, "cache_k": self.k, "cache_v": self.v}
         target = decoding.target_of("gpu")
-        self.keep([counts, *appending.append(plan, arrays, target)])
+        self._require_ready(plan.launch)
+        appending.append(plan, arrays, target, [self._arrived_blocks])
+        self.keep([k, v, counts])
         self._known_lengths = new_lengths
+
+    def decode(self, plan: DecodePlan, arrays: dict[str, Array | None]) -> None:
+        """Launch the decode kernel; counts of arrived parts, which it leaves at 0, are the cache's own."""
+        self._require_ready(plan.launch)
+        xp, target = namespace(self.k), decoding.target_of("gpu")
+        made = [
+            self._arrived_parts if each.is_zeroed else xp.empty(each.shape, each.dtype)
+            for each in plan.workspaces.values()
+        ]
+        self.keep([*arrays.values(), *decoding.decode(plan, arrays, target, made)])
+
+    def _require_ready(self, launch: Launch) -> None:
+        if is_capturing():
+            gpu.require_compiled([launch], "make the same call on the cache once before the capture")
 
     def tables(self, counts: Array | None) -> dict[str, Array | None]:
         """What kernels read beside keys and values, by name."""

@@ -13,7 +13,9 @@ from .decoding import fill_cache, fill_matrices, scalar
 from .launch import LaunchTarget
 
 
-def append(plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> list[Array]:
+def append(
+    plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchTarget, made: list[Array] | None = None
+) -> list[Array]:
     """Write rows to the pages of a cache, and the new lengths.
 
     Parameters
@@ -24,6 +26,8 @@ def append(plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchT
         num_faults, of which table and counts may be None.
     target : LaunchTarget
         Where the arrays are.
+    made : list of arrays, optional
+        The plan's workspaces, in their order, which no other launch uses meanwhile; new ones unless given.
 
     Returns
     -------
@@ -31,7 +35,7 @@ def append(plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchT
         The workspaces, which the kernel may still use.
     """
     stream, launch = target.stream(), plan.launch
-    made = target.allocator(plan.workspaces)(stream)
+    made = target.allocator(plan.workspaces)(stream) if made is None else made
     record = np.zeros((), APPEND)
     fill_matrices(record, {name: arrays[name] for name in ("k", "v")}, target)
     pages = {name: arrays[f"cache_{name}"] for name in ("k", "v")}

@@ -24,7 +24,9 @@ def target_of(executor: str) -> LaunchTarget:
     return gpu.current_target() if executor == "gpu" else sim.Simulator()
 
 
-def decode(plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> list[Array]:
+def decode(
+    plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchTarget, made: list[Array] | None = None
+) -> list[Array]:
     """Write o [batch, heads, new tokens, value_dim] and lse [batch, heads, new tokens].
 
     Parameters
@@ -35,6 +37,8 @@ def decode(plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchT
         counts may be None; and sink, where the problem has one.
     target : LaunchTarget
         Where the arrays are.
+    made : list of arrays, optional
+        The plan's workspaces, in their order, which no other launch uses meanwhile; new ones unless given.
 
     Returns
     -------
@@ -42,7 +46,7 @@ def decode(plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchT
         The workspaces, which the kernel may still use.
     """
     launch, stream = plan.launch, target.stream()
-    made = target.allocator(plan.workspaces)(stream)
+    made = target.allocator(plan.workspaces)(stream) if made is None else made
     named = {**arrays, **dict(zip(plan.workspaces, made))}
     start = target.launcher(launch.spec, plan.grid, launch.shared_bytes)
     start(_arguments(plan, named, target), stream)

@@ -70,10 +70,11 @@ class _Tile(NamedTuple):
 # By the wider of the two dimensions, and the fewest rows that the tile is for. The first that fits shared memory.
 # Results have the same bits for any number of stages, so that this number alone may depend on the batch.
 _TILES: dict[int, dict[int, tuple[_Tile, ...]]] = {
-    128: {0: (_Tile(64, 4, 3), _Tile(64, 4, 2))},
+    128: {0: (_Tile(64, 4, 4), _Tile(64, 4, 3), _Tile(64, 4, 2))},
     256: {0: (_Tile(64, 4, 3), _Tile(64, 4, 2), _Tile(32, 2, 2)), 64: (_Tile(64, 2, 2), _Tile(32, 2, 2))},
 }
 _STAGES_OF_MANY_BLOCKS = 2  # more blocks on a multiprocessor then: one starts while another ends
+_STAGES_OF_TWO_BLOCKS = 3  # a multiprocessor has shared memory for two of them
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -189,8 +190,10 @@ def decode_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
     tables = next(tables for width, tables in _TILES.items() if width >= widest)
     tiles = tables[max(least for least in tables if block_q >= least)]
     blocks = problem.mask_shape.num_batch * problem.num_kv_heads * num_parts(problem, device)
-    if block_q == 16 and widest <= 128 and blocks > 2 * device.num_processors:
-        tiles = tuple(tile for tile in tiles if tile.num_stages == _STAGES_OF_MANY_BLOCKS)
+    if widest <= 128 and (blocks > device.num_processors or block_q > 16):
+        many = block_q == 16 and blocks > 2 * device.num_processors
+        most = _STAGES_OF_MANY_BLOCKS if many else _STAGES_OF_TWO_BLOCKS
+        tiles = tuple(tile for tile in tiles if tile.num_stages <= most)
     for tile in tiles:
         num_warps = tile.key_groups * block_q // 16
         spec = KernelSpec(
@@ -206,7 +209,7 @@ def decode_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
 
 def _min_blocks(widest: int, num_warps: int, num_stages: int) -> int:
     """Blocks of a multiprocessor that share its registers."""
-    if widest > 128 or num_warps > 8:
+    if widest > 128 or num_warps > 8 or num_stages > _STAGES_OF_TWO_BLOCKS:
         return 1
     return 3 if num_warps == 4 and num_stages == _STAGES_OF_MANY_BLOCKS else 2
 
