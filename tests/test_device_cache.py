@@ -193,6 +193,12 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
         assert "call count_on_device()" in refused(lambda: cache.append(ones, ones))
         stream.end_capture()
     cache.count_on_device()
+    q = xp.asarray(np.ones((3, 2, 3, 64), ml_dtypes.bfloat16))
+    other = KVCache(**SIZES | {"dtype": ml_dtypes.bfloat16}, xp=xp)
+    with stream:
+        stream.begin_capture()
+        assert "make the same call on the cache once before the capture" in refused(lambda: other.attention(q))
+        stream.end_capture()
     assert "truncate must know lengths on the host" in refused(lambda: cache.truncate([0, 0, 0]))
     assert "fork must know lengths on the host" in refused(lambda: cache.fork(0, 1))
     many = xp.asarray(np.ones((3, 66, 1, 64), np.float16))
