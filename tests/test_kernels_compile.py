@@ -104,8 +104,8 @@ def of_caches(name: str) -> set[KernelSpec]:
     """The kernels of KV caches on a known GPU: tiles of few rows and of many, with a sink and without."""
     device = DeviceSpec.gpu(name)
     specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
-    for dtype, dim, rows in product(_HALVES, (64, 128, 256), (16, 32, 64)):
-        q, k = ShapeDtype((1, rows, 1, dim), dtype), ShapeDtype((1, 1, 1000, dim), dtype)
+    for dtype, dim, rows, batch in product(_HALVES, (64, 128, 256), (16, 32, 64), (1, 2, 100)):
+        q, k = ShapeDtype((batch, rows, 1, dim), dtype), ShapeDtype((batch, 1, 1000, dim), dtype)
         problem = Problem.of(q, k, k)
         if not FAMILIES["sm80"].reasons(problem, device):
             spec = decode_spec(problem, device)
