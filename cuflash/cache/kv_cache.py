@@ -10,12 +10,16 @@ import numpy as np
 from ..api import attention
 from ..arrays import Array, accumulator_dtype, describe, flag_reasons, is_array, is_integer_dtype, namespace, to_host
 from ..errors import UnsupportedProblem, collecting
+from ..executors.decoding import decode, target_of
 from ..masks import SlidingWindow
+from ..planning.decoding import MOST_ROWS, CacheLayout, DecodePlan
 from ..plans import as_arrays
 from .arguments import (
     PAGE_SIZE, dtype_of, numbers, out_reasons, overlap_reasons, page_reasons, row_reasons, sequence_reasons,
     size_reasons,
 )  # fmt: skip
+from .decoding import DecodeOptions, decode_plan_of
+from .on_device import OnDevice, device_reasons, is_on_device
 from .pages import Copy, Growth, OwnPages, PagePool, Shortage
 
 
@@ -52,14 +56,16 @@ class KVCache:
     Notes
     -----
     Rows are counted on the host: lengths and page tables are Python's ints, nothing waits for a device, and whatever
-    does not fit is refused before anything is written. A cache cannot be captured into a CUDA graph.
+    does not fit is refused before anything is written. A cache on a GPU can be counted there instead
+    (`count_on_device`), and then be captured into CUDA graphs. Calls on one cache follow each other: those on several
+    streams must be ordered by events.
 
-    `attention` is one call of `cuflash.attention` for each sequence, on its own rows alone, which are gathered into
-    contiguous memory where they lie in several pages. Therefore the result of a sequence depends on nothing but its own
-    queries, keys and values: not on the other sequences, nor on their number or order, nor on rows that are not in use,
-    which may hold NaN. On the host it is the same bit for bit for any page table, with pages or without. On a GPU the
-    kernels are the existing ones, which read no page table: it costs a launch or more and, with pages, a copy of the
-    keys and values for each sequence.
+    On a GPU one kernel appends for all sequences, and one decodes where it serves the call: float16 or bfloat16, at
+    most 64 query rows for each key/value head, dims in multiples of 8. Every other call of `attention` is one call of
+    `cuflash.attention` for each sequence, on its own rows alone, which are gathered into contiguous memory where they
+    lie in several pages. Either way the result of a sequence depends on nothing but its own queries, keys and values:
+    not on the other sequences, nor on their number or order, nor on rows that are not in use, which may hold NaN. On
+    the host and by the decode kernel it is the same bit for bit for any page table, with pages or without.
 
     Examples
     --------
@@ -122,6 +128,10 @@ class KVCache:
 
     def _hold(self, k: Array, v: Array, pages: OwnPages | PagePool, lengths: list[int], capacity: int) -> None:
         self._k, self._v, self._pages, self._lengths, self._capacity = k, v, pages, lengths, capacity
+        self._is_counted_on_device = False
+        self._device = None
+        if not isinstance(k, np.ndarray):
+            self._device = OnDevice(k, v, self._layout, len(lengths), isinstance(pages, PagePool))
 
     def __copy__(self) -> KVCache:
         """A cache with arrays of its own: two that share arrays would write over each other's rows."""
@@ -207,6 +217,9 @@ class KVCache:
     @property
     def lengths(self) -> Array:
         """Positions of each sequence, int32 [batch], where the cache is."""
+        if self._is_counted_on_device:
+            assert self._device is not None
+            return self._device.lengths.copy()
         return namespace(self._k).asarray(np.array(self._lengths, np.int32))
 
     @property
@@ -215,10 +228,9 @@ class KVCache:
 
         -1 stands for no page. A contiguous cache has a page for each sequence.
         """
-        table = np.full((len(self._lengths), -(-self._capacity // self._pages.page_size)), -1, np.int32)
-        for row, pages in zip(table, self._pages.tables):
-            row[: len(pages)] = pages
-        return namespace(self._k).asarray(table)
+        if isinstance(self._pages, PagePool):
+            return namespace(self._k).asarray(self._pages.table(self._layout.max_pages))
+        return namespace(self._k).asarray(np.arange(len(self._lengths), dtype=np.int32)[:, None])
 
     @property
     def capacity(self) -> int:
@@ -254,7 +266,8 @@ class KVCache:
         v : array [batch, num_kv_heads, n, value_dim]
             Of the cache's dtype, where it is; any strides.
         counts : list or NumPy array of ints [batch], optional
-            Of the n rows the first counts[b] belong to sequence b; all of them unless given.
+            Of the n rows the first counts[b] belong to sequence b; all of them unless given. An int32 array on the
+            cache's device counts rows there from now on, as `count_on_device` does.
 
         Raises
         ------
@@ -288,6 +301,9 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if reasons:
             raise UnsupportedProblem(reasons)
         news = self._counted(counts, int(k.shape[2]))
+        if self._is_counted_on_device:
+            self._put().append(k, v, news if counts is not None else None, None)
+            return
         growths = [
             Growth(sequence, length, length + new)
             for sequence, (length, new) in enumerate(zip(self._lengths, news))
@@ -296,8 +312,55 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         self._require_room("k", growths)
         for growth in growths:
             self._grow(growth)
-        self._write(k, v, growths)
-        self._lengths = [length + new for length, new in zip(self._lengths, news)]
+        lengths = [length + new for length, new in zip(self._lengths, news)]
+        if self._device is None:
+            self._write(k, v, growths)
+        elif growths:
+            self._put().append(k, v, news if counts is not None else None, lengths)
+        self._lengths = lengths
+
+    def count_on_device(self) -> None:
+        """Count rows on the GPU from now on, so that calls can be captured into CUDA graphs and read nothing back.
+
+        From then on rows that have no room, because the capacity or the pages of a sequence end, are left out, and
+        `check` tells. No page is taken by `append` any more: `reserve` takes them, before a capture. Giving `append` or
+        `attention` counts on the device does the same.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The cache is on the host, or a sequence would write to a page that another one has, and no page is free.
+        """
+        if self._device is None:
+            raise UnsupportedProblem(["the cache must be on a GPU to be counted there; got NumPy arrays: give xp=cupy"])
+        if self._is_counted_on_device:
+            return
+        size = self._pages.page_size
+        growths = [
+            Growth(sequence, length, max(length, len(table) * size))
+            for sequence, (length, table) in enumerate(zip(self._lengths, self._pages.tables))
+        ]
+        if isinstance(self._pages, PagePool):
+            shortages = self._pages.shortages(growths)
+            reasons = [_shortage_reason("pages", each, self._pages.num_pages) for each in shortages]
+            if reasons:
+                raise UnsupportedProblem(reasons)
+            for growth in growths:
+                self._grow(growth)
+        self._put()
+        self._is_counted_on_device = True
+
+    def _put(self) -> OnDevice:
+        """What kernels read of the cache, as it is now."""
+        assert self._device is not None
+        self._device.put(None if self._is_counted_on_device else self._lengths, self._pages)
+        return self._device
+
+    def _require_host_counts(self, what: str) -> None:
+        if self._is_counted_on_device:
+            raise UnsupportedProblem(
+                [f"{what} must know lengths on the host; got a cache that is counted on the device: make another one"]
+            )
 
     def truncate(self, lengths: Any) -> None:
         """Shorten sequences; pages that no position needs any more are free, those that were reserved too.
@@ -321,6 +384,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         >>> cache.lengths
         array([2, 5], dtype=int32)
         """
+        self._require_host_counts("truncate")
         kept = numbers("lengths", lengths, len(self._lengths))
         reasons = [
             f"lengths must be at most what sequences have; got {new} for sequence {sequence}, which has {length}"
@@ -359,6 +423,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         for row in rows:
             self._pages.shrink(row, 0)
             self._lengths[row] = 0
+            if self._device is not None and self._is_counted_on_device:
+                self._device.lengths[row] = 0
 
     def fork(self, source: int, target: int) -> None:
         """Let a sequence hold what another holds, in place of what it held.
@@ -376,6 +442,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         UnsupportedProblem
             There is no such sequence.
         """
+        self._require_host_counts("fork")
         reasons = [
             reason
             for name, sequence in (("source", source), ("target", target))
@@ -413,7 +480,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             self._grow(growth)
 
     def check(self) -> None:
-        """Prove that lengths, tables and counts of pages agree with each other.
+        """Prove that lengths, tables and counts of pages agree, and that nothing was left out; waits for a device.
 
         Raises
         ------
@@ -421,6 +488,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             They do not; each contradiction is named.
         """
         faults = self._pages.faults()
+        if self._device is not None and (number := int(self._device.num_faults.get()[0])):
+            faults.append(f"{number} times a row had no room, or a page, a length or a count was out of range")
         size = self._pages.page_size
         for sequence, (length, table) in enumerate(zip(self._lengths, self._pages.tables)):
             if not 0 <= length <= min(len(table) * size, self._capacity):
@@ -438,6 +507,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None,
+        sink: Array | None = None,
         kernel: str = "auto",
         executor: str = "auto",
         precision: str = "ieee",
@@ -454,12 +524,12 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             Of the cache's dtype, where it is. Query head h reads key/value head h // (num_heads / num_kv_heads).
         counts : list or NumPy array of ints [batch], optional
             Of the n rows the first counts[b] belong to sequence b: row t stands at lengths[b] - counts[b] + t. The
-            rows after them are empty.
+            rows after them are empty. An int32 array on the cache's device is taken as by `append`.
         causal : bool
             No key after a query's own position.
         window : (left, right), optional
             Keys before and after a query's own position, inclusive; None is unlimited.
-        scale, kernel, executor, precision
+        scale, sink, kernel, executor, precision
             As in `cuflash.attention`.
         out : array [batch, num_heads, n, value_dim], optional
             Written to instead of a new array; overlaps neither q nor the cache.
@@ -497,22 +567,80 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         news = self._counted(counts, int(q.shape[2]))
         o = xp.empty(shape, q.dtype) if out is None else out
         lse = xp.empty(shape[:3], accumulator_dtype(q.dtype))
-        options: dict[str, Any] = {"scale": scale, "kernel": kernel, "executor": executor, "precision": precision}
-        options["causal"] = "bottom_right" if causal else False
-        options["mask"] = None if window is None else SlidingWindow(*window, "bottom_right")
+        sink = as_arrays({"sink": sink})["sink"]
+        left, right = window or (None, None)
+        options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision)
+        arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink}
+        plan = decode_plan_of(arrays, self._layout, options)
+        if plan is not None:
+            self._decode(plan, arrays, None if counts is None else news)
+        elif self._is_counted_on_device:
+            raise UnsupportedProblem(
+                [
+                    "q must be what the decode kernel serves in a cache that is counted on the device: float16 or "
+                    f"bfloat16, at most {MOST_ROWS} rows for each key/value head, kernel 'auto' or 'sm80'; got "
+                    f"{q.shape} of {q.dtype}, kernel {describe(kernel)}"
+                ]
+            )
+        else:
+            self._attend_one_by_one(q, o, lse, news, sink, window, causal, options)
+        return (o, lse) if return_lse else o
+
+    @property
+    def _layout(self) -> CacheLayout:
+        page_size = self._pages.page_size
+        return CacheLayout(self._capacity, page_size, self._pages.num_pages, -(-self._capacity // page_size))
+
+    def _decode(self, plan: DecodePlan, arrays: dict[str, Array | None], counts: Any) -> None:
+        """Write o and lse by the decode kernel."""
+        if self._device is not None:
+            device = self._put()
+            device.decode(plan, arrays | device.tables(device.counts(counts)))
+            return
+        tables = {
+            "table": self.block_table if isinstance(self._pages, PagePool) else None,
+            "lengths": self.lengths,
+            "counts": None if counts is None else np.array(counts, np.int32),
+            "num_faults": np.zeros(1, np.int32),
+        }
+        decode(plan, arrays | tables, target_of("sim"))
+
+    def _attend_one_by_one(
+        self,
+        q: Array,
+        o: Array,
+        lse: Array,
+        news: list[int],
+        sink: Array | None,
+        window: tuple[int | None, int | None] | None,
+        causal: bool,
+        options: DecodeOptions,
+    ) -> None:
+        """Write o and lse by one call of `attention` for each sequence, on its own rows."""
+        xp = namespace(q)
         for sequence, (length, new) in enumerate(zip(self._lengths, news)):
             first = 0 if window is None or window[0] is None else max(0, length - new - window[0])
             k, v = self._rows(self._k, sequence, first, length), self._rows(self._v, sequence, first, length)
             rows = slice(max(0, new - length), new)  # those at positions from 0 on
-            made = attention(xp.ascontiguousarray(q[sequence, :, rows]), k, v, return_lse=True, **options)
+            made = attention(
+                xp.ascontiguousarray(q[sequence, :, rows]), k, v, return_lse=True, sink=sink, scale=options.scale,
+                kernel=options.kernel, executor=options.executor, precision=options.precision,
+                causal="bottom_right" if causal else False,
+                mask=None if window is None else SlidingWindow(*window, "bottom_right"),
+            )  # fmt: skip
             o[sequence], lse[sequence] = 0, -np.inf
             o[sequence, :, rows], lse[sequence, :, rows] = made
-        return (o, lse) if return_lse else o
 
-    def _counted(self, counts: Any, num_rows: int) -> list[int]:
-        """How many of some rows belong to each sequence."""
+    def _counted(self, counts: Any, num_rows: int) -> Any:
+        """How many of some rows belong to each sequence: a list, or an array on the device."""
         if counts is None:
             return [num_rows] * len(self._lengths)
+        if self._device is not None and is_on_device(counts):
+            reasons = device_reasons("counts", counts, len(self._lengths), self._k)
+            if reasons:
+                raise UnsupportedProblem(reasons)
+            self.count_on_device()
+            return counts
         news = numbers("counts", counts, len(self._lengths))
         reasons = [
             f"counts must be at most the number of rows, {num_rows}; got {new} for sequence {sequence}"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 
 class Growth(NamedTuple):
@@ -91,6 +93,14 @@ class PagePool:
         rest = range(num_pages) if owns_rest else ()
         self._free = [page for page in rest if page not in self._references][::-1]  # the last is taken first
         self._num_owned = len(self._references) + len(self._free)
+        self.version = 0  # another one whenever a table changes
+
+    def table(self, max_pages: int) -> Any:
+        """The tables as int32 [batch, max_pages]; -1 stands for no page."""
+        table = np.full((len(self.tables), max_pages), -1, np.int32)
+        for row, pages in zip(table, self.tables):
+            row[: len(pages)] = pages
+        return table
 
     @property
     def num_free(self) -> int:
@@ -134,6 +144,7 @@ class PagePool:
         self._references.update(shared)
         self.shrink(target, 0)
         self.tables[target].extend(shared)
+        self.version += 1
         return []
 
     def faults(self) -> list[str]:
@@ -159,10 +170,12 @@ class PagePool:
 
     def _take(self) -> int:
         page = self._free.pop()
+        self.version += 1
         self._references[page] = 1
         return page
 
     def _drop(self, page: int) -> None:
+        self.version += 1
         self._references[page] -= 1
         if not self._references[page]:
             del self._references[page]

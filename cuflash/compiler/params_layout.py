@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ..planning.appending import APPEND
+from ..planning.decoding import CACHE_PAGES, DECODE
 from ..planning.launches import BATCH_AXES, MATRICES
 from ..planning.list_kernels import LIST_PARAMS
 from ..planning.sinks import SINK
@@ -78,14 +80,25 @@ _RECORDS = {
 
 _MAP_RECORDS = {"TensorMapParam": TENSOR_MAP_PARAM, "TensorMaps": TENSOR_MAPS}
 _SINK_RECORDS = {"Sink": SINK}
+_CACHE_RECORDS = {"CachePages": CACHE_PAGES, "Decode": DECODE}
+_APPEND_RECORDS = {"Append": APPEND}
 
 
-def assertions(*, host: bool = False, with_maps: bool = False, with_sink: bool = False) -> str:
+def assertions(
+    *,
+    host: bool = False,
+    with_maps: bool = False,
+    with_sink: bool = False,
+    with_cache: bool = False,
+    with_append: bool = False,
+) -> str:
     """C++ that stops NVRTC, or the host's compiler, where a record of params.cuh is not laid out as its NumPy twin.
 
-    With maps, those of tensor_maps.cuh too; with a sink, that of sink.cuh.
+    With maps, those of tensor_maps.cuh too; with a sink, that of sink.cuh; with a cache, those of
+    decode_params.cuh; of what appends to one, that of append_params.cuh.
     """
     records = _RECORDS | (_MAP_RECORDS if with_maps else {}) | (_SINK_RECORDS if with_sink else {})
+    records |= (_CACHE_RECORDS if with_cache else {}) | (_APPEND_RECORDS if with_append else {})
     return _assertions(records, "attention", host)
 
 

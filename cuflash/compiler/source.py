@@ -61,7 +61,10 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     maps = "sm90/tensor_maps.cuh"
     if "lists/params.cuh" in included:
         return f"// {spec}\n{types}{constants(spec)}{entry}{list_assertions(host=host)}"
-    made = assertions(host=host, with_maps=maps in included, with_sink=spec.has_sink)
+    made = assertions(
+        host=host, with_maps=maps in included, with_sink=spec.has_sink,
+        with_cache="attention/decode_params.cuh" in included, with_append="attention/append_params.cuh" in included,
+    )  # fmt: skip
     layout = f'#line 1 "cuflash/records.py: assertions()"\n{made}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in included else ''}"
 

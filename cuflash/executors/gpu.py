@@ -256,6 +256,11 @@ class Gpu:
 _GPU = Gpu()
 
 
+def current_target() -> Gpu:
+    """The current CUDA device, on CuPy's arrays and stream."""
+    return _GPU
+
+
 def _function(spec: KernelSpec, nbytes: int) -> Any:
     return nvrtc.kernel(checks.with_watchdog(spec), _capability(), shared_bytes=nbytes)
 
@@ -319,12 +324,23 @@ def require_capturable(plan: KernelPlan, machine: Gpu | None = None) -> None:
         refuse_capture("CUFLASH_CHECK waits for each kernel, which a stream capture cannot")
     if not cupy.cuda.get_current_stream().is_capturing():
         return
-    not_compiled = _not_compiled(_launches(plan))
+    require_compiled(_launches(plan), _COMPILE_FIRST)
+    (machine or _GPU).device_lists(plan.work)
+
+
+def require_compiled(launches: Iterable[Launch], fix: str) -> None:
+    """Kernels that a capture is about to launch are compiled.
+
+    Raises
+    ------
+    RuntimeError
+        One is not.
+    """
+    not_compiled = _not_compiled(launches)
     if not_compiled:
         raise RuntimeError(
-            f"{not_compiled[0].name} is not compiled yet, which a stream capture cannot wait for: {_COMPILE_FIRST}"
+            f"{not_compiled[0].name} is not compiled yet, which a stream capture cannot wait for: {fix}"
         )
-    (machine or _GPU).device_lists(plan.work)
 
 
 def refuse_capture(reason: str) -> None:

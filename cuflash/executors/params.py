@@ -137,7 +137,7 @@ class ParamsTemplate:
             [1] * padding + [extent for extent, _ in inner], 0, problem.num_heads, problem.group_size,
             problem.seqlen_q, problem.seqlen_kv, problem.head_dim, problem.value_dim, kernels.order.heads_per_group,
             kernels.order.kv_heads_per_group, kernels.num_splits, problem.group_size * num_fused_heads,
-            *leads, _softmax_scale(problem),
+            *leads, softmax_scale(problem),
         )  # fmt: skip
         parts = {feature.name: _numbers(feature, views) for feature in features}
         record_of_view = {name: record[part] for part, names in _NESTED_RECORDS.items() for name in names}
@@ -254,7 +254,7 @@ class ParamsBuffer:
         return arguments
 
 
-def _softmax_scale(problem: Problem) -> float:
+def softmax_scale(problem: Problem) -> float:
     """0 where the numbers that kernels reckon with have no normal one for it: no score is large enough to matter."""
     scale = problem.scaling.scale
     return scale if abs(scale) >= 2 * float(np.finfo(problem.accumulator).tiny) else 0.0

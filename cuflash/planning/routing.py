@@ -19,8 +19,13 @@ _TALLEST = 128  # queries of the sm90 family's usual tile
 
 
 def family_of(spec: KernelSpec) -> Family | Lists:
-    """The family that a kernel belongs to: one of attention, or the one that makes lists."""
-    return _LISTS if spec.family == _LISTS.name else FAMILIES[spec.family]
+    """The family that a kernel belongs to: one of attention, or the one that makes lists.
+
+    Kernels that only move rows of caches run wherever simt's do.
+    """
+    if spec.family == _LISTS.name:
+        return _LISTS
+    return FAMILIES["simt" if spec.family == "cache" else spec.family]
 
 
 def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:

@@ -9,13 +9,13 @@ blocks for every one that the GPU holds at once, and `gradients` backward calls:
 with deterministic=True. Each is compared with the first on the device, bit by bit; the host waits at the end alone.
 Backward calls whose kernels are another family's are left to that one.
 
-`sanitizers`: `cases`, which launch every kernel that the GPU can be given, in a child process under each tool of
-compute-sanitizer, with CuPy's memory pool off, so that each array is an allocation of its own. No kernel is left out,
-CuPy's neither: what initcheck does not see written counts as unwritten. And it must find what is: in its control, one
-case of each family, k is left unwritten; but for sm90, whose k the tensor memory accelerator reads: that it misses.
-It misses what the accelerator writes too, so sm90 writes o over zeros, and sums of dQ.
-racecheck is shown sm90's watched kernels: it knows no order that goes from one lane through __syncwarp to what another
-one does, and in these every lane arrives at a barrier where in others one does for its warp.
+`sanitizers`: `cases`, which with calls on KV caches launch every kernel that the GPU can be given, in a child process
+under each tool of compute-sanitizer, with CuPy's memory pool off, so that each array is an allocation of its own. No
+kernel is left out, CuPy's neither: what initcheck does not see written counts as unwritten. And it must find what is:
+in its control, one case of each family, k is left unwritten; but for sm90, whose k the tensor memory accelerator reads:
+that it misses. It misses what the accelerator writes too, so sm90 writes o over zeros, and sums of dQ. racecheck is
+shown sm90's watched kernels: it knows no order that goes from one lane through __syncwarp to what another one does, and
+in these every lane arrives at a barrier where in others one does for its warp.
 
 Rows of the result that a run does not measure stay as they are; it ends with an error if a row is not as it should be.
 
@@ -52,8 +52,13 @@ from cuflash.plans import Executable
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Structure
 from cuflash.planning.families import sm90
+from cuflash.arrays import as_dtype
+from cuflash.planning.appending import append_spec
+from cuflash.planning.decoding import decode_reasons, decode_spec
 from cuflash.planning.launches import Launch
 from cuflash.planning.list_kernels import LIST_SPECS
+from cuflash.planning.problem import Problem
+from cuflash.planning.spec import KernelSpec
 from cuflash.planning.routing import FAMILIES
 from harness import FOLDERS, Record, check_names, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
@@ -337,6 +342,43 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     cupy.cuda.get_current_stream().synchronize()
 
 
+# Calls on caches: dtype, query heads, new rows, page size or None. Two key/value heads of 64 dims, 300 positions.
+CACHES = (("float16", 2, 1, None), ("float16", 8, 5, 16), ("bfloat16", 4, 20, 64), ("float32", 2, 3, 16))
+_CACHE = {"num_kv_heads": 2, "head_dim": 64, "capacity": 300}
+
+
+def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
+    """The kernels of caches that these calls launch."""
+    specs = set()
+    for dtype, heads, rows, _ in CACHES:
+        specs.add(append_spec(as_dtype("dtype", dtype)))
+        q, k = (cuflash.ShapeDtype((3, *shape, 64), dtype) for shape in ((heads, rows), (2, 300)))
+        problem = Problem.of(q, k, k)
+        if not decode_reasons(problem, device):
+            specs |= {decode_spec(problem, device), replace(decode_spec(problem, device), has_sink=True)}
+    return specs
+
+
+def run_caches() -> int:
+    """Append to caches and attend to them, by counts on the host and on the device; how many calls that were."""
+    import cupy
+
+    for dtype, heads, rows, page_size in CACHES:
+        pages = {} if page_size is None else {"page_size": page_size, "num_pages": 60}
+        made = as_dtype("dtype", dtype)
+        cache = cuflash.KVCache(batch=3, dtype=made, xp=cupy, **_CACHE, **pages)
+        k, q = (cupy.full((3, *shape, 64), 1, made) for shape in ((2, 200), (heads, rows)))
+        cache.append(k, k, counts=[200, 0, 130])
+        if made.itemsize == 2:
+            cache.attention(q)
+            cache.reserve([290, 90, 290])
+            counts = cupy.asarray(np.array([90, 90, 5], np.int32))
+            cache.append(k, k, counts=counts)
+            cache.attention(q, sink=cupy.zeros((heads,), np.float32))
+        cache.check()
+    return len(CACHES)
+
+
 @contextmanager
 def zeros_for_sums(plan: KernelPlan) -> Iterator[None]:
     """Sums of dQ hold zeros before a kernel writes them, or adds to them; any other new array is as it comes."""
@@ -374,6 +416,8 @@ def child(argument: str) -> None:
         for _, case in cases(Config(families=tuple(asked["families"]), **lengths)):
             run_case(case)
             done += 1
+        if "sm80" in asked["families"]:
+            done += run_caches()
     print(DONE, done, flush=True)
 
 
@@ -439,6 +483,7 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     asked = {"control": "", "families": runs, "seqlen_q": config.seqlen_q, "seqlen_kv": config.seqlen_kv}
     every = [case for _, case in cases(Config(families=tuple(runs)))] + [control(family) for family in runs]
     specs = {spec for case in every for spec in case.plan(device).specs.values()} | set(LIST_SPECS.values())
+    specs |= specs_of_caches(device) if "sm80" in runs else set()
     if set(config.tools) & set(WATCHED):
         specs |= {replace(spec, has_watchdog=True) for spec in specs if spec.family == "sm90"}
     nvrtc.precompile(specs, device.compute_capability)  # into CuPy's cache, where each child finds them

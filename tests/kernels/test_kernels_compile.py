@@ -21,6 +21,8 @@ from cuflash.compiler import nvrtc as room
 from cuflash.compiler import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES
 from cuflash.compiler.nvrtc import Compiled
+from cuflash.planning.appending import append_spec
+from cuflash.planning.decoding import decode_shared_bytes, decode_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
@@ -100,11 +102,25 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
     return found | ({replace(spec, has_sink=True)} if takes_it else set())
 
 
+def of_caches(name: str) -> set[KernelSpec]:
+    """The kernels of KV caches on a known GPU: tiles of few rows and of many, with a sink and without."""
+    device = DeviceSpec.gpu(name)
+    specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
+    for dtype, dim, rows, batch in product(_HALVES, (64, 128, 256), (16, 32, 64), (1, 2, 100)):
+        q, k = ShapeDtype((batch, rows, 1, dim), dtype), ShapeDtype((batch, 1, 1000, dim), dtype)
+        problem = Problem.of(q, k, k)
+        if not FAMILIES["sm80"].reasons(problem, device):
+            spec = decode_spec(problem, device)
+            assert decode_shared_bytes(spec) <= device.tile_memory_bytes
+            specs |= {spec, replace(spec, has_sink=True)}
+    return specs
+
+
 def every_target() -> list[tuple[KernelSpec, str]]:
     """Each specification for equal dimensions, with the architecture of the chip that it was chosen for."""
     targets = []
     for chip in CHIPS:
-        specs = every_spec(chip, zip(DIMS, DIMS))
+        specs = every_spec(chip, zip(DIMS, DIMS)) | of_caches(chip)
         for spec in sorted(specs.union(*map(with_sinks, specs)), key=str):
             with suppress(UnsupportedProblem):  # the chip lacks the family or its instructions
                 targets.append((spec, room.architecture(spec, DeviceSpec.gpu(chip).compute_capability)))

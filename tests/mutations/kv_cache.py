@@ -111,19 +111,21 @@ FAULTS = {
             FILE, "KVCache._rows", "[first : -(-stop // size)]", "[0 : -(-stop // size) - first]"
         ),
         "a window forgets its first key": Edit(
-            FILE, "KVCache.attention", "max(0, length - new - window[0])", "max(0, length - new - window[0] + 1)"
+            FILE, "KVCache._attend_one_by_one", "max(0, length - new - window[0])",
+            "max(0, length - new - window[0] + 1)"
         ),
         "queries stand at the end of the rows": Edit(
-            FILE, "KVCache.attention", "slice(max(0, new - length), new)", "slice(0, new)"
+            FILE, "KVCache._attend_one_by_one", "slice(max(0, new - length), new)", "slice(0, new)"
         ),
         "rows that are not counted keep what they had": Edit(
-            FILE, "KVCache.attention", "o[sequence], lse[sequence] = 0, -np.inf", "pass"
+            FILE, "KVCache._attend_one_by_one", "o[sequence], lse[sequence] = 0, -np.inf", "pass"
         ),
         "a window is not handed on": Edit(
-            FILE, "KVCache.attention", "None if window is None else SlidingWindow", "None if True else SlidingWindow"
+            FILE, "KVCache._attend_one_by_one", "None if window is None else SlidingWindow",
+            "None if True else SlidingWindow"
         ),
         "queries see later keys": Edit(
-            FILE, "KVCache.attention", '"bottom_right" if causal else False', "False"
+            FILE, "KVCache._attend_one_by_one", '"bottom_right" if causal else False', "False"
         ),
         "shared pages are written to": Edit(PAGES, "PagePool.grow", "if self._references[page] > 1:", "if False:"),
         "a copy of a page misses its last row": Edit(

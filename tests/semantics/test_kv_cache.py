@@ -361,7 +361,7 @@ GOOD = {
     "attention": (
         lambda **given: a_cache(**PAGES).attention(**given),
         {"q": K, "counts": [1, 2, 0], "causal": True, "window": (1, 0), "scale": 1.0, "out": None, "return_lse": True,
-         "kernel": "auto", "executor": "auto", "precision": "ieee"},
+         "sink": np.zeros(2, np.float32), "kernel": "auto", "executor": "auto", "precision": "ieee"},
     ),
     "truncate": (lambda **given: a_cache().truncate(**given), {"lengths": [1, 0, 1]}),
     "reserve": (lambda **given: a_cache().reserve(**given), {"lengths": [1, 0, 9]}),

@@ -62,7 +62,7 @@ class Ndarray:
         return self._like(self.host[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.host[key] = value
+        self.host[key] = getattr(value, "host", value)
 
     def __eq__(self, other: Any) -> Any:
         return self._binary(operator.eq, other)

@@ -1,0 +1,104 @@
+"""Calls the decode kernel for a cache, where the kernel serves the call."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, ShapeDtype, is_array
+from ..compiler import nvrtc
+from ..errors import UnsupportedProblem
+from ..executors import gpu
+from ..layouts import device_number, layout_reasons
+from ..planning.decoding import CacheLayout, DecodePlan, chunk_reasons, decode_plan, decode_reasons
+from ..planning.device import DeviceSpec
+from ..planning.problem import Problem, with_operands
+
+_KERNELS = ("auto", "sm80")  # names of families under which the decode kernel runs
+_SIMULATED = DeviceSpec.gpu("H100")
+
+
+class DecodeOptions(NamedTuple):
+    """The arguments of `KVCache.attention` that decide whether the decode kernel serves a call.
+
+    Attributes
+    ----------
+    left, right : int, optional
+        Keys before and after a query's own position that it sees; None is unlimited.
+    scale, kernel, executor, precision
+        As in `cuflash.attention`.
+    """
+
+    left: int | None
+    right: int | None
+    scale: Any
+    kernel: Any
+    executor: Any
+    precision: Any
+
+
+def decode_plan_of(
+    arrays: dict[str, Array | None], layout: CacheLayout, options: DecodeOptions
+) -> DecodePlan | None:
+    """The plan of the decode kernel for a call; None where the kernel does not serve it.
+
+    Parameters
+    ----------
+    arrays : dict by name
+        q, k, v, o, lse and sink, as `executors.decoding.decode` takes them.
+    """
+    executor = _executor(options, arrays["q"])
+    given = {name: array for name, array in arrays.items() if array is not None}
+    if executor is None or not all(map(is_array, given.values())) or not _has_layout(given):
+        return None
+    device = gpu.current_device() if executor == "gpu" else _SIMULATED
+    shapes = {name: ShapeDtype(array.shape, array.dtype) for name, array in given.items()}
+    try:
+        return _plan(shapes["q"], shapes["k"], shapes["v"], shapes.get("sink"), layout, device, options)
+    except (UnsupportedProblem, TypeError):  # `attention` says all that is wrong with a call
+        return None
+
+
+def _executor(options: DecodeOptions, q: Any) -> str | None:
+    """The executor that would run the decode kernel on arrays like q; None where there is none."""
+    names = options.executor, options.kernel, options.precision
+    if not all(isinstance(name, str) for name in names) or options.kernel not in _KERNELS:
+        return None
+    of_arrays = ("cpu", "sim") if isinstance(q, np.ndarray) else ("gpu",)
+    executor = of_arrays[0] if options.executor == "auto" else options.executor
+    return executor if executor in of_arrays and executor != "cpu" else None
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    q: ShapeDtype,
+    k: ShapeDtype,
+    v: ShapeDtype,
+    sink: ShapeDtype | None,
+    layout: CacheLayout,
+    device: DeviceSpec,
+    options: DecodeOptions,
+) -> DecodePlan | None:
+    """The kernel's plan for a cache's pages; None where it does not serve the problem."""
+    if sink is not None and sink.ndim != 1:
+        return None
+    longest = (ShapeDtype((q.shape[0], x.shape[1], layout.capacity, x.shape[3]), x.dtype) for x in (k, v))
+    problem = with_operands(Problem.of(q, *longest, scale=options.scale, precision=options.precision), {"sink": sink})
+    if decode_reasons(problem, device):
+        return None
+    return decode_plan(problem, device, layout, left=options.left, right=options.right)
+
+
+def _has_layout(given: dict[str, Array]) -> bool:
+    """Whether the kernel can walk arrays, all of which lie on the current device or on the host."""
+    if any(layout_reasons(name, array) for name, array in given.items()):
+        return False
+    for name in ("k", "v"):
+        array = given[name]
+        address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+        if chunk_reasons(name, array.strides, array.dtype.itemsize, address):
+            return False
+    places = {device_number(array) for array in given.values()}
+    return places == {None} or places == {nvrtc.current_device()[1]}

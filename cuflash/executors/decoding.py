@@ -1,0 +1,107 @@
+"""Launches the decode kernel on the arrays of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, DTYPES
+from ..planning.decoding import DECODE, DecodePlan
+from ..planning.launches import BATCH_AXES
+from ..planning.sinks import SINK
+from . import checks, gpu, sim
+from .launch import LaunchTarget
+from .params import softmax_scale
+
+_TABLES = ("table", "lengths", "counts", "num_faults")
+
+
+def target_of(executor: str) -> LaunchTarget:
+    """What runs kernels of the executor "gpu" or "sim"."""
+    return gpu.current_target() if executor == "gpu" else sim.Simulator()
+
+
+def decode(
+    plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchTarget, made: list[Array] | None = None
+) -> list[Array]:
+    """Write o [batch, heads, new tokens, value_dim] and lse [batch, heads, new tokens].
+
+    Parameters
+    ----------
+    plan : DecodePlan
+    arrays : dict by name
+        q, o, lse; k and v, the cache's pages; int32 arrays table, lengths, counts and num_faults, of which table and
+        counts may be None; and sink, where the problem has one.
+    target : LaunchTarget
+        Where the arrays are.
+    made : list of arrays, optional
+        The plan's workspaces, in their order, which no other launch uses meanwhile; new ones unless given.
+
+    Returns
+    -------
+    list of arrays
+        The workspaces, which the kernel may still use.
+    """
+    launch, stream = plan.launch, target.stream()
+    made = target.allocator(plan.workspaces)(stream) if made is None else made
+    named = {**arrays, **dict(zip(plan.workspaces, made))}
+    start = target.launcher(launch.spec, plan.grid, launch.shared_bytes)
+    start(_arguments(plan, named, target), stream)
+    if checks.is_on():
+        target.wait(launch)
+    return made
+
+
+def _arguments(plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> tuple[Any, ...]:
+    """The kernel's record, and that of the sink where there is one."""
+    record = np.zeros((), DECODE)
+    for name, number in plan.numbers.items():
+        if name != "cache":
+            record[name] = number
+    record["softmax_scale"] = softmax_scale(plan.problem)
+    fill_matrices(record, {name: arrays[name] for name in ("q", "o", "lse")}, target)
+    fill_cache(record["cache"], plan.numbers["cache"], arrays, target)
+    for name in plan.workspaces:
+        record[name] = target.address(arrays[name])
+    arguments = [record]
+    sink = arrays.get("sink")
+    if sink is not None:
+        of_sink = np.zeros((), SINK)
+        head_stride = 0 if sink.shape[-1] == 1 else sink.strides[-1] // sink.dtype.itemsize
+        of_sink["sink"] = (target.address(sink), (0,) * BATCH_AXES, head_stride, 0, 0, 0)
+        of_sink["dtype"] = DTYPES.index(sink.dtype)
+        arguments.append(of_sink)
+    return tuple(map(scalar, arguments))
+
+
+def fill_cache(
+    record: Any, numbers: Mapping[str, int], arrays: Mapping[str, Array | None], target: LaunchTarget
+) -> None:
+    """Fill a CACHE_PAGES record: its numbers, the pages k and v, and the tables, of which some may be None."""
+    for name, number in numbers.items():
+        record[name] = number
+    fill_matrices(record, {name: arrays[name] for name in ("k", "v")}, target)
+    for name in _TABLES:
+        table = arrays[name]
+        record[name] = 0 if table is None else target.address(table)
+
+
+def fill_matrices(record: Any, arrays: Mapping[str, Any], target: LaunchTarget) -> None:
+    """Fill the MATRICES of arrays [batch, heads, rows], or [batch, heads, rows, columns], in a record."""
+    for name, array in arrays.items():
+        steps = [step // array.dtype.itemsize * (extent != 1) for step, extent in zip(array.strides, array.shape)]
+        batch, head, row, column = (*steps, 0)[:4]
+        record[name] = (target.address(array), (batch, *(0,) * (BATCH_AXES - 1)), head, row, column, 0)
+
+
+def scalar(record: Any) -> Any:
+    """A record as a scalar of one field: of fields of fields, CuPy would look at each."""
+    return record.reshape(1).view(_one_field(record.dtype.itemsize))[0]
+
+
+@lru_cache(maxsize=8)
+def _one_field(nbytes: int) -> np.dtype[Any]:
+    return np.dtype([("bytes", np.void, nbytes)])

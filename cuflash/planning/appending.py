@@ -1,0 +1,81 @@
+"""Plans the kernel that appends rows to a KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .decoding import CACHE_PAGES, CacheLayout
+from .launches import MATRICES, Launch, Workspace
+from .spec import KernelSpec
+
+APPEND = np.dtype(
+    [
+        ("k", MATRICES),
+        ("v", MATRICES),
+        ("cache", CACHE_PAGES),
+        ("arrivals", np.uint64),
+        *((name, np.int32) for name in ("num_rows", "blocks_per_sequence")),
+    ],
+    align=True,
+)
+_WARPS = 8
+_BYTES_OF_A_THREAD = 64  # of keys or values
+_MOST_BLOCKS = 256  # of a sequence
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AppendPlan:
+    """The kernel of an append, with the numbers that it takes.
+
+    Attributes
+    ----------
+    launch : Launch
+    grid : int
+        Thread blocks.
+    workspaces : dict of Workspace by name
+    numbers : dict by name
+        Fields of the kernel's record; those of the cache are in ``cache``.
+    """
+
+    launch: Launch
+    grid: int
+    workspaces: Mapping[str, Workspace]
+    numbers: Mapping[str, Any]
+
+
+def append_plan(
+    k_shape: tuple[int, ...], value_dim: int, dtype: np.dtype[Any], layout: CacheLayout
+) -> AppendPlan:
+    """The launch that appends keys and values to a cache.
+
+    Parameters
+    ----------
+    k_shape : tuple of int
+        [batch, num_kv_heads, new rows, head_dim]
+    """
+    batch, heads, rows, head_dim = k_shape
+    nbytes = rows * heads * max(head_dim, value_dim) * dtype.itemsize
+    blocks = max(1, min(_MOST_BLOCKS, nbytes // (32 * _WARPS * _BYTES_OF_A_THREAD)))
+    cache = {
+        "batch": batch, "num_pages": layout.num_pages, "max_pages": layout.max_pages, "page_size": layout.page_size,
+        "capacity": layout.capacity, "num_kv_heads": heads, "head_dim": head_dim, "value_dim": value_dim,
+    }  # fmt: skip
+    workspaces = {"arrivals": Workspace((batch,), np.dtype(np.int32), is_zeroed=True)}
+    launch = Launch(
+        spec=append_spec(dtype), tiles=blocks, shared_bytes=0, reads=("k", "v", "table", "counts", "lengths"),
+        writes=("cache_k", "cache_v", "lengths", "num_faults", *workspaces),
+    )  # fmt: skip
+    numbers = {"cache": cache, "num_rows": rows, "blocks_per_sequence": blocks}
+    return AppendPlan(launch=launch, grid=batch * blocks, workspaces=workspaces, numbers=numbers)
+
+
+def append_spec(dtype: np.dtype[Any]) -> KernelSpec:
+    """The kernel for a dtype; its machine code depends on nothing else."""
+    return KernelSpec(
+        family="cache", entry="append", dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16,
+        num_warps=_WARPS, min_blocks=1,
+    )  # fmt: skip

@@ -1,0 +1,220 @@
+"""Plans the kernel that attends from a few new tokens to a KV cache: its tile, its parts and its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .device import DeviceSpec
+from .families.family import FORWARD_INPUTS
+from .launches import MATRICES, Launch, Workspace
+from .problem import Problem
+from .routing import FAMILIES
+from .spec import KernelSpec
+
+_POINTER = np.uint64
+CACHE_PAGES = np.dtype(
+    [
+        ("k", MATRICES),
+        ("v", MATRICES),
+        *((name, _POINTER) for name in ("table", "lengths", "counts", "num_faults")),
+        *((name, np.int32) for name in ("batch", "num_pages", "max_pages", "page_size")),
+        *((name, np.int32) for name in ("capacity", "num_kv_heads", "head_dim", "value_dim")),
+    ],
+    align=True,
+)
+DECODE = np.dtype(
+    [
+        *((name, MATRICES) for name in ("q", "o", "lse")),
+        ("cache", CACHE_PAGES),
+        *((name, _POINTER) for name in ("o_parts", "stats_parts", "arrivals")),
+        *((name, np.int32) for name in ("group_size", "num_queries", "max_parts", "left", "right")),
+        ("softmax_scale", np.float64),
+    ],
+    align=True,
+)
+MOST_ROWS = 64  # of a tile: query heads of a group times new tokens
+MOST_PARTS = 128  # as kMostParts
+_DIMS = (64, 128, 256)
+_CHUNK = 16  # bytes that one instruction copies
+
+
+class CacheLayout(NamedTuple):
+    """How a cache cuts positions into pages.
+
+    Attributes
+    ----------
+    capacity : int
+        The most positions of a sequence.
+    page_size, num_pages : int
+        A contiguous cache has a page of all positions for each sequence.
+    max_pages : int
+        Pages of a sequence at most: the columns of the page table.
+    """
+
+    capacity: int
+    page_size: int
+    num_pages: int
+    max_pages: int
+
+
+class _Tile(NamedTuple):
+    block_kv: int
+    key_groups: int  # groups of warps that share the keys of a step
+    num_stages: int
+
+
+# By the wider of the two dimensions, and the fewest rows that the tile is for. The first that fits shared memory.
+# Results have the same bits for any number of stages, so that this number alone may depend on the batch.
+_TILES: dict[int, dict[int, tuple[_Tile, ...]]] = {
+    128: {0: (_Tile(64, 4, 4), _Tile(64, 4, 3), _Tile(64, 4, 2))},
+    256: {0: (_Tile(64, 4, 3), _Tile(64, 4, 2), _Tile(32, 2, 2)), 64: (_Tile(64, 2, 2), _Tile(32, 2, 2))},
+}
+_STAGES_OF_MANY_BLOCKS = 2  # more blocks on a multiprocessor then: one starts while another ends
+_STAGES_OF_TWO_BLOCKS = 3  # a multiprocessor has shared memory for two of them
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DecodePlan:
+    """The kernel of a call on a cache, with the numbers that it takes.
+
+    Attributes
+    ----------
+    problem : Problem
+        Of q, and of keys and values as long as the capacity.
+    launch : Launch
+    workspaces : dict of Workspace by name
+    numbers : dict by name
+        Fields of the kernel's record; those of the cache are in ``cache``.
+    """
+
+    problem: Problem
+    launch: Launch
+    workspaces: Mapping[str, Workspace]
+    numbers: Mapping[str, Any]
+
+    @property
+    def grid(self) -> int:
+        """Thread blocks: one for each part that a sequence may have."""
+        return self.launch.grid(self.problem.mask_shape.num_batch)
+
+
+def decode_reasons(problem: Problem, device: DeviceSpec) -> list[str]:
+    """Why the decode kernel does not serve a problem on a device."""
+    reasons = FAMILIES["sm80"].reasons(problem, device)
+    rows = problem.group_size * problem.seqlen_q
+    if not 1 <= rows <= MOST_ROWS:
+        reasons.append(f"q must have 1 to {MOST_ROWS} rows for each key/value head; got {rows}")
+    if problem.precision != "ieee" or problem.dtype.itemsize != 2:
+        reasons.append(f"q must be float16 or bfloat16; got {problem.dtype} at precision {problem.precision!r}")
+    for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
+        if dim * problem.dtype.itemsize % _CHUNK:
+            reasons.append(f"{name} must be a multiple of {_CHUNK // problem.dtype.itemsize}; got {dim}")
+    scaling = problem.scaling
+    if (scaling.q_exponent, scaling.k_exponent) != (0, 0):
+        reasons.append(f"scale must be near enough to 1 that q and k need none; got {problem.softmax_scale}")
+    return reasons
+
+
+def chunk_reasons(name: str, strides: tuple[int, ...], itemsize: int, address: int) -> list[str]:
+    """Why the rows of a cache's array are not made of chunks that one instruction copies.
+
+    >>> chunk_reasons("k", (4096, 2048, 128, 2), 2, 32)
+    []
+    """
+    if strides[-1] == itemsize and all(step % _CHUNK == 0 for step in (*strides[:-1], address)):
+        return []
+    return [f"{name} must have rows of neighbours that start at multiples of {_CHUNK} bytes; got strides {strides}"]
+
+
+def decode_plan(
+    problem: Problem, device: DeviceSpec, layout: CacheLayout, *, left: int | None, right: int | None
+) -> DecodePlan:
+    """The launch of the decode kernel for a problem that `decode_reasons` has nothing against.
+
+    The parts that a sequence is cut into follow from its own length and from numbers that have nothing to do with the
+    batch, so that its results do not either.
+
+    Parameters
+    ----------
+    problem : Problem
+        Of q [batch, num_heads, new tokens, head_dim], and of keys and values [batch, num_kv_heads, capacity, ...].
+    left, right : int, optional
+        Keys before and after a query's own position that it sees; None is unlimited.
+    """
+    spec = decode_spec(problem, device)
+    shape = problem.mask_shape
+    rows = problem.group_size * problem.seqlen_q
+    most = max(1, min(MOST_PARTS, -(-layout.capacity // spec.block_kv)))
+    max_parts = min(num_parts(problem, device), 1 << (most - 1).bit_length())
+    heads = (shape.num_batch, problem.num_kv_heads)
+    single = np.dtype(np.float32)
+    workspaces = {
+        "o_parts": Workspace((*heads, max_parts, rows, spec.value_dim), single),
+        "stats_parts": Workspace((*heads, max_parts, rows, 2), single),
+        "arrivals": Workspace(heads, np.dtype(np.int32), is_zeroed=True),
+    }
+    launch = Launch(
+        spec=spec, tiles=problem.num_kv_heads * max_parts, shared_bytes=decode_shared_bytes(spec),
+        reads=(*FORWARD_INPUTS, "table", "lengths", "counts", *(operand.name for operand in problem.operands)),
+        writes=("o", "lse", "num_faults", *workspaces),
+    )  # fmt: skip
+    cache = {
+        "batch": shape.num_batch, "num_pages": layout.num_pages, "max_pages": layout.max_pages,
+        "page_size": layout.page_size, "capacity": layout.capacity, "num_kv_heads": problem.num_kv_heads,
+        "head_dim": problem.head_dim, "value_dim": problem.value_dim,
+    }  # fmt: skip
+    numbers = {
+        "cache": cache, "group_size": problem.group_size, "num_queries": problem.seqlen_q, "max_parts": max_parts,
+        "left": layout.capacity if left is None else min(left, layout.capacity),
+        "right": layout.capacity - 1 if right is None else min(right, layout.capacity - 1),
+    }  # fmt: skip
+    return DecodePlan(problem=problem, launch=launch, workspaces=workspaces, numbers=numbers)
+
+
+def num_parts(problem: Problem, device: DeviceSpec) -> int:
+    """Parts of a sequence at most: the power of two nearest to the multiprocessors for each key/value head."""
+    ratio = device.num_processors / problem.num_kv_heads
+    return int(min(MOST_PARTS, max(1, 2 ** round(float(np.log2(ratio))))))
+
+
+def decode_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
+    """The kernel for a problem: the first tile that fits the device's shared memory."""
+    head_dim, value_dim = (next(each for each in _DIMS if each >= dim) for dim in (problem.head_dim, problem.value_dim))
+    rows = problem.group_size * problem.seqlen_q
+    block_q = next(each for each in (16, 32, MOST_ROWS) if each >= rows)
+    widest = max(head_dim, value_dim)
+    tables = next(tables for width, tables in _TILES.items() if width >= widest)
+    tiles = tables[max(least for least in tables if block_q >= least)]
+    blocks = problem.mask_shape.num_batch * problem.num_kv_heads * num_parts(problem, device)
+    if widest <= 128 and (blocks > device.num_processors or block_q > 16):
+        many = block_q == 16 and blocks > 2 * device.num_processors
+        most = _STAGES_OF_MANY_BLOCKS if many else _STAGES_OF_TWO_BLOCKS
+        tiles = tuple(tile for tile in tiles if tile.num_stages <= most)
+    for tile in tiles:
+        num_warps = tile.key_groups * block_q // 16
+        spec = KernelSpec(
+            family="sm80", entry="decode", dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
+            block_q=block_q, block_kv=tile.block_kv, num_warps=num_warps,
+            min_blocks=_min_blocks(widest, num_warps, tile.num_stages), num_stages=tile.num_stages, is_split=True,
+            pack_gqa=True, has_sink=problem.operand("sink") is not None,
+        )  # fmt: skip
+        if decode_shared_bytes(spec) <= device.tile_memory_bytes:
+            break
+    return spec
+
+
+def _min_blocks(widest: int, num_warps: int, num_stages: int) -> int:
+    """Blocks of a multiprocessor that share its registers."""
+    if widest > 128 or num_warps > 8 or num_stages > _STAGES_OF_TWO_BLOCKS:
+        return 1
+    return 3 if num_warps == 4 and num_stages == _STAGES_OF_MANY_BLOCKS else 2
+
+
+def decode_shared_bytes(spec: KernelSpec) -> int:
+    """Shared memory of a thread block: its queries, and the keys and values of all stages."""
+    elements = spec.block_q * spec.head_dim + spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
+    return elements * spec.dtype.itemsize

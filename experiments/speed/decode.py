@@ -1,0 +1,299 @@
+"""How long does one step of decoding take, beside other libraries' kernels?
+
+    python -m experiments decode --csv decode.csv            # all sizes
+    python -m experiments decode --csv decode.csv --quick    # the smallest one, a few repeats
+
+It needs an NVIDIA GPU and CuPy. A row is one new token for each sequence of a batch, 32 query heads that share 8
+key/value heads of 128 dims, in bfloat16. Calls are captured into a CUDA graph, in turn on caches that together are
+larger than the level-2 cache, and the graph is replayed; `us` is the median over the replays, divided by the calls.
+`gb_per_s` counts the keys and values that a call reads. `ratio` is the time of the fastest other library over a row's
+own: above 1, the row is faster than all of them.
+
+Rows of `cuflash` are `KVCache.attention` on a contiguous cache, on pages of 64 and of 16 in random order, and
+`KVCache.append`. Beside them stand, each where it can be imported, PyTorch's scaled_dot_product_attention with
+FlashAttention-2 and with cuDNN, the package flash_attn, and FlashInfer on pages of 16. A last row has the host's time
+of `append` and `attention` outside of a graph.
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cuflash
+import ml_dtypes
+import numpy as np
+
+SIZES = ((1, 1024), (1, 16384), (1, 131072), (16, 4096), (64, 8192))
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+COLUMNS = ("library", "operation", "batch", "keys", "us", "gb_per_s", "ratio", "calls", "replays", "gpu", "versions")
+_ROTATED_BYTES = 128 << 20  # more than twice the level-2 cache of an H100
+_MOST_CALLS = 20
+_MANY_BYTES = 1 << 30  # of a call, of which a graph then has few
+_ROOM = 1 << 13  # positions of a cache that rows are appended to
+
+
+class Case(NamedTuple):
+    """Something to time: `prepare` makes a call on arrays of its own, `capture` what replays calls and times them."""
+
+    library: str
+    operation: str
+    prepare: Callable[[], Callable[[], Any]]
+    capture: Callable[[list[Callable[[], Any]]], Callable[[], float]]
+
+
+def why_no_gpu() -> str | None:
+    """Why nothing can be timed here; None where it can."""
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # CuPy is missing, or finds no driver or no GPU
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def captured_by_cupy(calls: list[Callable[[], Any]]) -> Callable[[], float]:
+    """A graph of calls; what is returned replays it and says how many microseconds that takes."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        calls[0]()  # compiles
+        stream.synchronize()
+        stream.begin_capture()
+        kept = [call() for call in calls]
+        graph = stream.end_capture()
+
+    def replay() -> float:
+        assert kept is not None
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record(stream)
+        graph.launch(stream)
+        end.record(stream)
+        end.synchronize()
+        return float(cupy.cuda.get_elapsed_time(begin, end)) * 1e3
+
+    return replay
+
+
+def captured_by_torch(calls: list[Callable[[], Any]]) -> Callable[[], float]:
+    """The same of calls on PyTorch's tensors."""
+    import torch
+
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+
+    def replay() -> float:
+        assert kept is not None
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+
+    return replay
+
+
+def cases_of_cuflash(batch: int, keys: int) -> Iterator[Case]:
+    """Attention to caches whose rows lie as each layout has them, in random order, and `append`."""
+    import cupy
+
+    dtype = np.dtype(ml_dtypes.bfloat16)
+
+    def normal(heads: int, rows: int) -> Any:
+        return cupy.random.standard_normal((batch, heads, rows, HEAD_DIM), dtype=np.float32).astype(dtype)
+
+    q, row = normal(HEADS, 1), normal(KV_HEADS, 1)
+
+    def filled(capacity: int, page_size: int | None) -> Any:
+        sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "capacity": capacity}
+        if page_size is None:
+            cache = cuflash.KVCache(**sizes, dtype=dtype, xp=cupy)
+        else:
+            table = np.random.default_rng(0).permutation(batch * capacity // page_size).reshape(batch, -1)
+            pages = cupy.empty((2, table.size, KV_HEADS, page_size, HEAD_DIM), dtype)
+            cache = cuflash.KVCache.over(pages[0], pages[1], table, [0] * batch)
+        rows = normal(KV_HEADS, keys)
+        cache.append(rows, rows)
+        cache.count_on_device()
+        return cache
+
+    for name, page_size in (("contiguous", None), ("pages of 64", 64), ("pages of 16", 16)):
+
+        def attends(page_size: int | None = page_size) -> Callable[[], Any]:
+            cache = filled(keys, page_size)
+            return lambda: cache.attention(q)
+
+        yield Case("cuflash", f"attention, {name}", attends, captured_by_cupy)
+
+    def appends() -> Callable[[], Any]:
+        cache = filled(keys + _ROOM, 64)
+        return lambda: cache.append(row, row)
+
+    yield Case("cuflash", "append, pages of 64", appends, captured_by_cupy)
+
+
+def cases_of_torch(batch: int, keys: int) -> Iterator[Case]:
+    """PyTorch's own kernels, and packages that work on its tensors, as far as they are there."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(batch, HEADS, 1, HEAD_DIM, **options)
+
+    def pair() -> Any:
+        return [torch.randn(batch, KV_HEADS, keys, HEAD_DIM, **options) for _ in range(2)]
+
+    for name, backend in (("FlashAttention-2", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+
+        def attends(backend: Any = backend) -> Callable[[], Any]:
+            k, v = pair()
+
+            def call() -> Any:
+                with sdpa_kernel(backend):
+                    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+            return call
+
+        yield Case(f"PyTorch, {name}", "attention, contiguous", attends, captured_by_torch)
+
+    def by_flash_attn() -> Callable[[], Any]:
+        from flash_attn import flash_attn_with_kvcache
+
+        k, v = (x.transpose(1, 2).contiguous() for x in pair())
+        lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
+        return lambda: flash_attn_with_kvcache(q.transpose(1, 2), k, v, cache_seqlens=lengths)
+
+    yield Case("flash_attn", "attention, contiguous", by_flash_attn, captured_by_torch)
+
+    def by_flashinfer() -> Callable[[], Any]:
+        import flashinfer
+
+        page, pages = 16, keys // 16
+        room = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=True)
+        starts = torch.arange(0, batch + 1, dtype=torch.int32, device="cuda") * pages
+        last = torch.full((batch,), page, dtype=torch.int32, device="cuda")
+        wrapper.plan(
+            starts, torch.randperm(batch * pages, device="cuda").int(), last, HEADS, KV_HEADS, HEAD_DIM, page,
+            q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+        )  # fmt: skip
+        k, v = (x.transpose(1, 2).reshape(batch * pages, page, KV_HEADS, HEAD_DIM).contiguous() for x in pair())
+        return lambda: wrapper.run(q[:, :, 0], (k, v))
+
+    yield Case("FlashInfer", "attention, pages of 16", by_flashinfer, captured_by_torch)
+
+
+def timed(case: Case, nbytes: int, replays: int) -> dict[str, Any]:
+    """Microseconds of a call, as the median over replays of a graph of several."""
+    places = max(2, min(_MOST_CALLS, -(-_ROTATED_BYTES // nbytes)))
+    calls = [case.prepare() for _ in range(places)]
+    num_calls = _MOST_CALLS if nbytes < _MANY_BYTES else places
+    replay = case.capture([calls[number % places] for number in range(num_calls)])
+    replay()
+    us = statistics.median(replay() for _ in range(replays)) / num_calls
+    read = nbytes / us / 1e3 if case.operation.startswith("attention") else None
+    return {
+        "us": f"{us:.2f}", "gb_per_s": "" if read is None else f"{read:.0f}", "calls": num_calls, "replays": replays,
+    }  # fmt: skip
+
+
+def host_time(calls: int) -> dict[str, Any]:
+    """Microseconds that `append` and `attention` keep the host, for a cache that it counts."""
+    import cupy
+
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    sizes: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "capacity": calls + 8, "dtype": dtype}
+    cache = cuflash.KVCache(batch=1, **sizes, xp=cupy)
+    q, row = (cupy.zeros((1, heads, 1, HEAD_DIM), dtype) for heads in (HEADS, KV_HEADS))
+    spent = []
+    for _ in range(calls):
+        begin = time.perf_counter()
+        cache.append(row, row)
+        cache.attention(q)
+        spent.append(time.perf_counter() - begin)
+        cupy.cuda.runtime.deviceSynchronize()
+    return {"us": f"{statistics.median(spent) * 1e6:.2f}", "calls": calls, "replays": 1}
+
+
+def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of one size with the time of the fastest other library over their own.
+
+    >>> rows = [{"library": "cuflash", "operation": "attention", "us": "8"}]
+    >>> with_ratios([*rows, {"library": "other", "operation": "attention", "us": "10"}])[0]["ratio"]
+    '1.250'
+    """
+    others = [float(row["us"]) for row in rows if row["library"] != "cuflash"]
+    is_ours = [row["library"] == "cuflash" and row["operation"].startswith("attention") for row in rows]
+    return [
+        row | {"ratio": f"{min(others) / float(row['us']):.3f}" if ours and others else ""}
+        for row, ours in zip(rows, is_ours)
+    ]
+
+
+def rows_of(batch: int, keys: int, replays: int) -> list[dict[str, Any]]:
+    """The rows of one size; what cannot be run is printed and left out."""
+    import cupy
+
+    nbytes = 2 * batch * keys * KV_HEADS * HEAD_DIM * 2
+    cases, rows = list(cases_of_cuflash(batch, keys)), []
+    try:
+        cases += cases_of_torch(batch, keys)
+    except ImportError as error:
+        print(f"no rows of PyTorch: {error}")
+    for case in cases:
+        try:
+            found = timed(case, nbytes, replays)
+        except (ImportError, RuntimeError, ValueError, TypeError) as error:
+            print(f"no row of {case.library}, {case.operation}: {str(error).splitlines()[0][:200]}")
+            continue
+        rows.append({"library": case.library, "operation": case.operation, "batch": batch, "keys": keys, **found})
+        print(*rows[-1].values(), flush=True)
+        cupy.get_default_memory_pool().free_all_blocks()
+    return with_ratios(rows)
+
+
+def versions() -> dict[str, str]:
+    """The GPU, and the versions of the libraries that are there."""
+    import cupy
+
+    found = [f"cuflash {cuflash.__version__}", f"cupy {cupy.__version__}"]
+    found += [f"{name} {sys.modules[name].__version__}" for name in ("torch", "flash_attn", "flashinfer")
+              if hasattr(sys.modules.get(name), "__version__")]  # fmt: skip
+    return {"gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(), "versions": ", ".join(found)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="the smallest size, a few replays")
+    parser.add_argument("--replays", type=int, default=15)
+    chosen = parser.parse_args()
+    reason = why_no_gpu()
+    if reason:
+        sys.exit(f"decode.py times kernels on a GPU, and there is none: {reason}")
+    replays = 3 if chosen.quick else chosen.replays
+    rows: list[dict[str, Any]] = []
+    for batch, keys in SIZES[: 1 if chosen.quick else None]:
+        rows += rows_of(batch, keys, replays)
+    host = {"library": "cuflash", "operation": "append and attention, host", "batch": 1, "keys": 1}
+    rows.append(host | host_time(100 if chosen.quick else 1000))
+    print(*rows[-1].values())
+    with chosen.csv.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
+        writer.writeheader()
+        writer.writerows(row | versions() for row in rows)
+
+
+if __name__ == "__main__":
+    main()

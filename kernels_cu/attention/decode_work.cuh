@@ -1,0 +1,48 @@
+#pragma once
+#include <attention/block_iterator.cuh>
+#include <attention/decode_params.cuh>
+
+// What the blocks of a decode kernel share: the keys of a sequence, cut into parts by the sequence's own length.
+namespace cuflash::attention {
+
+// The new rows of a sequence are its last positions.
+struct Sequence {
+  int length, count, first_key;  // positions; new rows; the first key that one of them sees
+  bool is_valid;                 // both numbers were in their range
+};
+
+CUFLASH_DEVICE Sequence sequence(const Decode& params, int number) {
+  const CachePages& cache = params.cache;
+  const int length = cache.lengths[number], clamped = min(max(length, 0), cache.capacity);
+  const int count = cache.counts == nullptr ? params.num_queries : cache.counts[number];
+  const int clamped_count = min(max(count, 0), params.num_queries);
+  const int first_key = params.left >= clamped ? 0 : max(0, clamped - clamped_count - params.left);
+  return {clamped, clamped_count, first_key, length == clamped && count == clamped_count};
+}
+
+// The keys that a row of a tile of packed queries sees.
+CUFLASH_DEVICE RowMask packed_row_mask(const Decode& params, const Sequence& of, int row) {
+  const int number = row % params.num_queries, position = of.length - of.count + number;
+  const bool is_there = row < params.group_size * params.num_queries && number < of.count && position >= 0;
+  if (!is_there) return {0, 0, nullptr, 0};
+  return {max(0, position - min(params.left, position)), min(of.length - position, params.right + 1) + position, nullptr,
+          0};
+}
+
+// Keys start <= j < stop are a block's.
+struct Part {
+  int number, num_parts;  // of the sequence
+  int start, stop;
+};
+
+// Parts are as long as a sequence's own keys ask for: at least Width keys, in at most max_parts parts.
+template <int Width>
+CUFLASH_DEVICE Part part_of(const Decode& params, const Sequence& of, int number) {
+  const int base = of.first_key / Width * Width, num_steps = (of.length - base + Width - 1) / Width;
+  const int steps = max(1, (num_steps + params.max_parts - 1) / params.max_parts);
+  const int num_parts = max(1, (num_steps + steps - 1) / steps);
+  const int start = base + number * steps * Width;
+  return {number, num_parts, start, min(of.length, start + steps * Width)};
+}
+
+}  // namespace cuflash::attention

@@ -1,0 +1,57 @@
+"""What must see the faults of the kernels of KV caches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from cache_calls import FEW, NEW, appended, attended, drawn, expected, paged, same_bits
+from cuflash import masks, sim
+from cuflash.executors.sim import Simulator
+from cuflash.testing import Example, assert_within_bounds
+from executors import SIM
+
+SIGNS = (AssertionError,)
+_CALL = drawn(NEW | {"rows": 3, "heads": 4, "window": (130, None), "sink": True}, (193, 2, 70))
+_HOSTILE = [Simulator(sim.Schedule(seed=1, order=order, copies="late")) for order in ("last_warp", "first_warp")]
+
+
+def decode_is_right() -> None:
+    """Within the bound in pages, and in a batch the same bits as alone, with fewer rows than given and at bad times."""
+    call = replace(_CALL, counts=(3, 3, 2))
+    o, lse, faults = attended(SIM, call, FEW, paged(call, 16, 0))
+    mask = masks.Causal("bottom_right") & masks.SlidingWindow(130, None, "bottom_right")
+    for b, (length, count) in enumerate(zip(call.lengths, (3, 3, 2))):
+        rows = slice(max(0, count - length), count)
+        arrays = {"q": call.q[b, :, rows], "k": call.k[b, :, :length], "v": call.v[b, :, :length]}
+        example = SIM.rounded(Example(**arrays, mask=mask, sink=call.sink))
+        assert_within_bounds(example, o=o[b, :, rows], lse=lse[b, :, rows])
+    assert not faults and not o[1, :, 0].any() and not o[2, :, 2].any()
+    for target in _HOSTILE:
+        assert same_bits(attended(SIM, call, FEW, target=target)[:2], (o, lse))
+    alone = attended(SIM, call.of([0]), FEW)
+    assert same_bits(alone[:2], (o[:1], lse[:1]))
+
+
+def pages_out_of_range_are_counted() -> None:
+    """A page number below 0 or beyond the last, and a length beyond the capacity, read nothing and count."""
+    k, v, table = paged(_CALL, 16, 0)
+    for junk in (-1, len(k)):
+        wrong = table.copy()
+        wrong[0, 6] = junk
+        o, lse, faults = attended(SIM, _CALL, FEW, (k, v, wrong))
+        assert faults > 0 and np.isfinite(o.astype(np.float32)).all() and np.isfinite(lse).all()
+    assert attended(SIM, replace(_CALL, lengths=(301, 2, 70)), FEW, (k, v, table * 0))[2] > 0
+
+
+def append_is_right() -> None:
+    """Rows go to their pages, whole or not, by one block a sequence and by several; what has no room is counted."""
+    for dims, num_rows, counts in (((8, 3), 5, (5, 2, 0, 4)), ((256, 256), 26, (26, 10, 1, 4))):
+        rows, k, v, lengths, faults = appended(SIM, np.float32, dims, counts, num_rows)
+        pages, wanted = expected(rows, counts)
+        assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
+        assert not faults[0]
+    for counts in ((0, 0, 0, 5), (0, 0, 3, 0)):  # beyond the capacity, and on a page that is none
+        rows, k, _, lengths, faults = appended(SIM, np.float32, (8, 8), counts)
+        pages, wanted = expected(rows, counts)
+        assert faults[0] and np.array_equal(k, pages[0]) and lengths.tolist() == wanted

@@ -1,0 +1,226 @@
+"""A cache on a GPU: kernels append and decode by device lengths, in CUDA graphs too, and tell what had no room."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cupy_machine
+import ml_dtypes
+import numpy as np
+import pytest
+from cache_calls import HEADS, PAGE, PAGES, ROOM, appended, expected
+from cuflash import KVCache, UnsupportedProblem
+from cuflash.executors.sim import Simulator
+from cuflash.planning.appending import append_plan
+from cuflash.planning.decoding import CacheLayout
+from executors import RUNS, Run, hostile_schedules, needs_compiler
+
+on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
+RNG = np.random.default_rng(0)
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("dims", [(8, 16), (8, 3)], ids=str)
+def test_rows_go_behind_those_that_are_there(run: Run, dtype: Any, dims: tuple[int, int]) -> None:
+    """To pages in any order; rows beyond the capacity, and on pages that are none, are left out and counted."""
+    for counts in (None, (5, 2, 0, 4)):
+        rows, k, v, lengths, faults = appended(run, dtype, dims, counts)
+        pages, wanted = expected(rows, counts or [5] * 4)
+        assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
+        assert bool(faults[0]) == (counts is None)
+    assert appended(run, dtype, dims, (6, 0, 0, 0))[4][0] and appended(run, dtype, dims, (-1, 0, 0, 0))[4][0]
+
+
+@on_kernels
+def test_blocks_that_share_a_sequence_agree_on_its_length(run: Run) -> None:
+    rows, k, v, lengths, _ = appended(run, np.float32, (256, 256), (26, 10, 1, 4), num_rows=26)
+    pages, wanted = expected(rows, (26, 10, 1, 4))
+    assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
+    assert append_plan(rows[0].shape, 256, np.dtype(np.float32), CacheLayout(ROOM, PAGE, PAGES, 3)).grid > 4
+
+
+def test_every_schedule_appends_alike() -> None:
+    for schedule in hostile_schedules("append"):
+        rows, k, v, lengths, _ = appended(RUNS[1].values[0], np.float16, (8, 8), None, target=Simulator(schedule))
+        pages, wanted = expected(rows, [5] * 4)
+        assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
+
+
+# Caches of CuPy
+
+
+@pytest.fixture(
+    params=[pytest.param("stand-in", marks=needs_compiler), pytest.param("cupy", marks=pytest.mark.gpu)]
+)
+def xp(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """CuPy, or what runs its kernels on the simulator."""
+    if request.param == "cupy":
+        yield pytest.importorskip("cupy")
+        return
+    with cupy_machine.installed(monkeypatch, tmp_path) as machine:
+        yield machine
+
+
+SIZES = {"batch": 3, "num_kv_heads": HEADS, "head_dim": 64, "capacity": 100, "dtype": np.float16}
+PAGED = {"contiguous": {}, "pages": {"page_size": 16, "num_pages": 15}}
+STEPS = 6
+
+
+def steps_of(count: int) -> list[Any]:
+    return [tuple(RNG.standard_normal((3, h, 1, 64)).astype(np.float16) for h in (4, 2, 2)) for _ in range(count)]
+
+
+def host_counted(prompt: Any, steps: list[Any], pages: dict[str, int]) -> list[Any]:
+    cache = KVCache(**SIZES, **pages)
+    cache.append(*prompt, counts=[20, 0, 33])
+    made = []
+    for q, k, v in steps:
+        cache.append(k, v)
+        made.append(cache.attention(q, executor="sim", return_lse=True))
+    return made
+
+
+def same(made: Any, wanted: Any, xp: Any) -> bool:
+    """Equal bits where the simulator made both; the chip's exponential differs by a rounding."""
+    pairs = [(x.get(), y) for x, y in zip(made, wanted)]
+    if xp.__class__ is cupy_machine.Cupy:
+        return all(np.array_equal(*pair) for pair in pairs)
+    return all(np.allclose(*pair, atol=2e-3) for pair in pairs)
+
+
+@pytest.mark.parametrize("pages", PAGED)
+def test_a_graph_decodes_step_by_step(xp: Any, pages: str) -> None:
+    """Captured once, replayed for each token: as calls of a cache that the host counts, one after another."""
+    steps, prompt = steps_of(STEPS), RNG.standard_normal((2, 3, HEADS, 33, 64)).astype(np.float16)
+    wanted = host_counted(prompt, steps, PAGED[pages])
+    cache = KVCache(**SIZES, **PAGED[pages], xp=xp)
+    cache.append(*map(xp.asarray, prompt), counts=[20, 0, 33])
+    cache.reserve([60, 40, 70])
+    cache.count_on_device()
+    q, k, v = (xp.asarray(x) for x in steps[0])
+    cache.append(k, v)
+    assert same(cache.attention(q, return_lse=True), wanted[0], xp)
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        cache.append(k, v)
+        results = cache.attention(q, return_lse=True)
+        graph = stream.end_capture()
+        for step, expected_now in zip(steps[1:], wanted[1:]):
+            for array, rows in zip((q, k, v), step):
+                array[...] = xp.asarray(rows)
+            graph.launch(stream)
+            stream.synchronize()
+            assert same(results, expected_now, xp)
+    assert cache.lengths.get().tolist() == [20 + STEPS, STEPS, 33 + STEPS]
+    cache.check()
+
+
+@pytest.mark.parametrize("pages", PAGED)
+def test_counts_on_the_device_are_counts_on_the_host(xp: Any, pages: str) -> None:
+    rows = RNG.standard_normal((2, 3, HEADS, 4, 64)).astype(np.float16)
+    q = RNG.standard_normal((3, 4, 4, 64)).astype(np.float16)
+    made = []
+    for counts in ([4, 0, 2], xp.asarray(np.array([4, 0, 2], np.int32))):
+        cache = KVCache(**SIZES, **PAGED[pages], xp=xp)
+        cache.reserve([10, 10, 10])
+        for _ in range(2):
+            cache.append(*map(xp.asarray, rows), counts=counts)
+        made.append([x.get() for x in cache.attention(xp.asarray(q), counts=counts, return_lse=True)])
+        assert cache.lengths.get().tolist() == [8, 0, 4]
+        cache.check()
+    assert all(np.array_equal(*pair) for pair in zip(*made))
+
+
+@pytest.mark.parametrize("pages", PAGED)
+def test_rows_without_room_are_left_out_and_told(xp: Any, pages: str) -> None:
+    cache = KVCache(**SIZES | {"capacity": 32}, **PAGED[pages], xp=xp)
+    cache.reserve([32, 16, 32])
+    cache.count_on_device()
+    k = xp.asarray(RNG.standard_normal((3, HEADS, 20, 64)).astype(np.float16))
+    cache.append(k, k)
+    if pages == "pages":
+        with pytest.raises(RuntimeError, match="4 times a row had no room"):
+            cache.check()
+    before = cache.k.get()
+    cache.append(k, k, counts=[12, 0, 0])
+    cache.append(k, k, counts=[5, 0, 0])
+    cache.append(k, k)
+    assert cache.lengths.get().tolist() == [32, 32, 32]
+    places = (before.view(np.uint16) != cache.k.get().view(np.uint16)).any(axis=(1, 3)).nonzero()
+    assert all(row >= 4 for _, row in zip(*places)) if pages == "pages" else all(row >= 20 for _, row in zip(*places))
+    with pytest.raises(RuntimeError, match="had no room"):
+        cache.check()
+
+
+def test_forked_pages_are_copied_before_the_device_writes_to_them(xp: Any) -> None:
+    cache = KVCache(**SIZES, **PAGED["pages"], xp=xp)
+    k = xp.asarray(RNG.standard_normal((3, HEADS, 20, 64)).astype(np.float16))
+    cache.append(k, k, counts=[20, 0, 0])
+    cache.fork(0, 1)
+    cache.count_on_device()
+    assert cache.block_table.get()[:2].tolist() == [[0, 2, *[-1] * 5], [0, 1, *[-1] * 5]]
+    cache.append(k, k, counts=[0, 1, 0])
+    pages = cache.k.get()
+    assert np.array_equal(pages[2, :, :4], pages[1, :, :4]) and not np.array_equal(pages[2, :, 4], pages[1, :, 4])
+
+
+def refused(call: Any) -> str:
+    with pytest.raises((UnsupportedProblem, RuntimeError)) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
+    ones = xp.asarray(np.ones((3, HEADS, 1, 64), np.float16))
+    cache = KVCache(**SIZES, xp=xp)
+    for counts in (np.ones(3), np.ones(3, np.int64), np.ones(2, np.int32), np.ones((3, 1), np.int32)):
+        told = refused(lambda: cache.append(ones, ones, counts=xp.asarray(counts)))
+        assert "counts on a device must be a contiguous" in told and "array of 3 int32" in told
+    stream = xp.cuda.Stream(non_blocking=True)
+    cache.append(ones, ones, counts=[1, 0, 0])
+    cache.truncate([0, 0, 0])
+    with stream:
+        stream.begin_capture()
+        assert "call count_on_device()" in refused(lambda: cache.append(ones, ones))
+        stream.end_capture()
+    cache.count_on_device()
+    q = xp.asarray(np.ones((3, 2, 3, 64), ml_dtypes.bfloat16))
+    other = KVCache(**SIZES | {"dtype": ml_dtypes.bfloat16}, xp=xp)
+    with stream:
+        stream.begin_capture()
+        assert "make the same call on the cache once before the capture" in refused(lambda: other.attention(q))
+        stream.end_capture()
+    assert "truncate must know lengths on the host" in refused(lambda: cache.truncate([0, 0, 0]))
+    assert "fork must know lengths on the host" in refused(lambda: cache.fork(0, 1))
+    many = xp.asarray(np.ones((3, 66, 1, 64), np.float16))
+    wide = xp.asarray(np.ones((3, 2, 65, 64), np.float16))
+    for q, options in ((wide, {}), (many[:, :4], {"kernel": "simt"})):
+        assert "q must be what the decode kernel serves" in refused(lambda: cache.attention(q, **options))
+    assert "the cache must be on a GPU" in refused(lambda: KVCache(**SIZES).count_on_device())
+
+
+def test_the_times_of_decoding_are_taken_or_it_is_said_why_not(tmp_path: Path) -> None:
+    script, path = Path(__file__).parents[2] / "experiments" / "speed" / "decode.py", tmp_path / "decode.csv"
+    run = subprocess.run(
+        [sys.executable, str(script), "--csv", str(path), "--quick"], capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(script.parents[2])},
+    )  # fmt: skip
+    if run.returncode:
+        assert run.stderr.startswith("decode.py times kernels on a GPU, and there is none: ")
+        assert len(run.stderr.splitlines()) == 1
+        return
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {"attention, contiguous", "attention, pages of 16", "append and attention, host"} <= {
+        row["operation"] for row in rows if row["library"] == "cuflash"
+    }
+    assert all(float(row["us"]) > 0 for row in rows)

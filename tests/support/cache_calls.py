@@ -1,0 +1,152 @@
+"""Calls of the kernels of caches: decoding, where unused rows hold NaN, and appending."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from cuflash import DeviceSpec
+from cuflash.executors.appending import append
+from cuflash.executors.decoding import decode, target_of
+from cuflash.planning.appending import append_plan
+from cuflash.planning.decoding import CacheLayout, decode_plan, decode_reasons
+from cuflash.planning.problem import Problem, with_operands
+from executors import Run
+
+CAPACITY = 300
+LENGTHS = (300, 0, 1, 63, 64, 65, 192, 193)
+FEW = replace(DeviceSpec.gpu("H100"), num_processors=4)  # two parts at most, of several steps each, for two heads
+NEW = {"dtype": np.float16, "rows": 1, "heads": 2, "dim": 64, "window": None, "sink": False, "device": FEW}
+KINDS = {
+    "one token": NEW,
+    "many parts": NEW | {"dtype": ml_dtypes.bfloat16, "device": DeviceSpec.gpu("H100"), "sink": True},
+    "several tokens, grouped heads": NEW | {"rows": 5, "heads": 12},  # 30 rows of a tile of 32
+    "a full tile": NEW | {"rows": 16, "heads": 8, "dtype": ml_dtypes.bfloat16, "sink": True},  # 64 rows
+    "a window": NEW | {"rows": 3, "window": (70, None)},
+    "dims that are padded": NEW | {"dim": 40, "rows": 2},
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A call on a cache: arrays on the host, keys and values as long as the capacity."""
+
+    q: Any
+    k: Any
+    v: Any
+    sink: Any
+    lengths: Sequence[int]
+    window: tuple[int | None, int | None] | None = None
+    counts: Sequence[int] | None = None
+
+    def of(self, rows: Sequence[int]) -> Drawn:
+        """The call on some of the sequences."""
+        q, k, v = (x[list(rows)] for x in (self.q, self.k, self.v))
+        counts = None if self.counts is None else [self.counts[b] for b in rows]
+        return replace(self, q=q, k=k, v=v, lengths=[self.lengths[b] for b in rows], counts=counts)
+
+
+def drawn(kind: dict[str, Any], lengths: Sequence[int] = LENGTHS) -> Drawn:
+    rng, batch, dim = np.random.default_rng(0), len(lengths), kind["dim"]
+    shapes = (kind["heads"], kind["rows"], dim), (2, CAPACITY, dim), (2, CAPACITY, dim)
+    q, k, v = (rng.standard_normal((batch, *shape)).astype(kind["dtype"]) for shape in shapes)
+    sink = rng.standard_normal(kind["heads"]).astype(np.float32) if kind["sink"] else None
+    return Drawn(q, k, v, sink, lengths, kind["window"])
+
+
+def hidden(call: Drawn) -> tuple[Any, Any]:
+    """Keys and values with NaN in all rows that the call may not read."""
+    k, v, rows = call.k.copy(), call.v.copy(), call.q.shape[2]
+    for b, length in enumerate(call.lengths):
+        new = rows if call.counts is None else call.counts[b]
+        first = 0 if call.window is None or call.window[0] is None else max(0, length - new - call.window[0])
+        for array in (k, v):
+            array[b, :, max(length, 0) :] = array[b, :, :first] = np.nan
+    return k, v
+
+
+def paged(call: Drawn, page_size: int, seed: int) -> tuple[Any, Any, Any]:
+    """Keys and values in pages that lie in any order; what the call may not read holds NaN, and the table junk."""
+    rng, batch = np.random.default_rng(seed), len(call.lengths)
+    max_pages = -(-CAPACITY // page_size)
+    table = rng.permutation(batch * max_pages + 3)[: batch * max_pages].reshape(batch, max_pages).astype(np.int32)
+    arrays = []
+    for rows in hidden(call):
+        pages = np.full((batch * max_pages + 3, 2, page_size, rows.shape[-1]), np.nan, rows.dtype)
+        for b, length in enumerate(call.lengths):
+            for j in range(length):
+                pages[table[b, j // page_size], :, j % page_size] = rows[b, :, j]
+        arrays.append(pages)
+    for b, length in enumerate(call.lengths):
+        table[b, -(-length // page_size) :] = rng.choice([-1, 2**31 - 1, -(2**31)])
+    return *arrays, table
+
+
+def attended(
+    run: Run, call: Drawn, device: DeviceSpec, pages: tuple[Any, Any, Any] | None = None, target: Any = None
+) -> tuple[Any, Any, int]:
+    """o, lse and the number of faults of the kernel; what it may not read holds NaN, and so do results before."""
+    k, v, table = (*hidden(call), None) if pages is None else pages
+    layout = CacheLayout(CAPACITY, k.shape[2], k.shape[0], 1 if table is None else table.shape[1])
+    problem = Problem.of(call.q, call.k, call.v)
+    sink = {} if call.sink is None else {"sink": call.sink}
+    problem = with_operands(problem, sink)
+    assert decode_reasons(problem, device) == []
+    left, right = call.window or (None, None)
+    plan = decode_plan(problem, device, layout, left=left, right=0)
+    arrays = {
+        "q": call.q, "k": k, "v": v, "o": np.full_like(call.q, np.nan), "table": table,
+        "lse": np.full(call.q.shape[:3], np.nan, np.float32), "lengths": np.array(call.lengths, np.int32),
+        "counts": None if call.counts is None else np.array(call.counts, np.int32),
+        "num_faults": np.zeros(1, np.int32), **sink,
+    }  # fmt: skip
+    arrays = {name: run.put(array) for name, array in arrays.items()}
+    made = dict(zip(plan.workspaces, decode(plan, arrays, target or target_of(run.executor))))
+    assert not run.get(made["arrivals"]).any()  # it is left as it was
+    return run.get(arrays["o"]), run.get(arrays["lse"]), int(run.get(arrays["num_faults"])[0])
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in zip(one, other))
+
+
+# Appending
+
+_RNG = np.random.default_rng(0)
+HEADS, PAGE, PAGES, ROOM = 2, 16, 11, 40
+TABLE = np.array([[3, 1, 0], [7, -1, 0], [9, PAGES, 2], [5, 6, 8]], np.int32)
+HELD = [14, 3, 15, 36]
+
+
+def appended(run: Run, dtype: Any, dims: tuple[int, int], counts: Any, num_rows: int = 5, target: Any = None) -> Any:
+    """New rows, and the pages, lengths and faults after the kernel."""
+    batch = len(HELD)
+    rows = [_RNG.standard_normal((batch, num_rows, HEADS, dim)).astype(dtype).swapaxes(1, 2) for dim in dims]
+    pages = [np.zeros((PAGES, HEADS, PAGE, dim), dtype) for dim in dims]
+    host = {
+        "k": rows[0], "v": rows[1], "cache_k": pages[0], "cache_v": pages[1], "table": TABLE,
+        "lengths": np.array(HELD, np.int32), "num_faults": np.zeros(1, np.int32),
+        "counts": None if counts is None else np.array(counts, np.int32),
+    }  # fmt: skip
+    arrays = {name: run.put(array) for name, array in host.items()}
+    plan = append_plan(rows[0].shape, dims[1], np.dtype(dtype), CacheLayout(ROOM, PAGE, PAGES, 3))
+    arrivals = append(plan, arrays, target or target_of(run.executor))[0]
+    assert not run.get(arrivals).any()  # it is left as it was
+    return rows, *(run.get(arrays[name]) for name in ("cache_k", "cache_v", "lengths", "num_faults"))
+
+
+def expected(rows: Any, counts: Any) -> tuple[list[Any], list[int]]:
+    """Pages as rows go there one by one, and the lengths."""
+    pages = [np.zeros((PAGES, HEADS, PAGE, x.shape[3]), x.dtype) for x in rows]
+    lengths = []
+    for b, (length, count) in enumerate(zip(HELD, counts)):
+        lengths.append(min(length + count, ROOM))
+        for position in range(length, lengths[-1]):
+            page = TABLE[b, position // PAGE]
+            for array, given in zip(pages, rows):
+                if 0 <= page < PAGES:
+                    array[page, :, position % PAGE] = given[b, :, position - length]
+    return pages, lengths
