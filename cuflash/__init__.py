@@ -21,6 +21,7 @@ from .packing import pack, unpack
 from .planning.device import DeviceSpec
 from .plans import Executable, Gradients
 from .scores import Score
+from .study.block_mass import block_mass
 from .study.recall import Recall, recall
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "UnsupportedProblem",
     "attention",
     "attention_vjp",
+    "block_mass",
     "cache_info",
     "doctor",
     "error_bound",

@@ -58,8 +58,8 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     types = "".join(_flattened("ptx/types.cuh", included, host))
     score = "" if spec.score is None else _score(spec, included, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
-    maps = "sm90/tensor_maps.cuh"
-    made = assertions(host=host, with_maps=maps in included, with_sink=spec.has_sink)
+    maps, masses = "sm90/tensor_maps.cuh", "attention/block_mass.cuh"
+    made = assertions(host=host, with_maps=maps in included, with_sink=spec.has_sink, with_masses=masses in included)
     layout = f'#line 1 "cuflash/records.py: assertions()"\n{made}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in included else ''}"
 
