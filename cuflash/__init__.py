@@ -6,7 +6,7 @@
 (8, 256, 64)
 """
 
-from . import masks as masks, patterns as patterns, reference as reference, scores as scores
+from . import masks as masks, patterns as patterns, reference as reference, scores as scores, selectors as selectors
 from .api import attention, attention_vjp, plan, precompile
 from .arrays import ShapeDtype
 from .blocks.index import BlockIndex
@@ -56,5 +56,6 @@ __all__ = [
     "recall",
     "reference",
     "scores",
+    "selectors",
     "unpack",
 ]

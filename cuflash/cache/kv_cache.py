@@ -220,6 +220,39 @@ class KVCache:
             row[: len(pages)] = pages
         return namespace(self._k).asarray(table)
 
+    def rows(self, sequence: int) -> tuple[Array, Array]:
+        """Keys and values of a sequence, in the order of its positions.
+
+        Parameters
+        ----------
+        sequence : int
+
+        Returns
+        -------
+        k : array [num_kv_heads, length, head_dim]
+            A view if the rows lie next to each other in one page, else a copy.
+        v : array [num_kv_heads, length, value_dim]
+            As k.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The cache has no such sequence.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
+        >>> cache.append(np.ones((2, 1, 3, 4), np.float32), np.ones((2, 1, 3, 4), np.float32), counts=[3, 2])
+        >>> cache.rows(1)[0].shape
+        (1, 2, 4)
+        """
+        reasons = sequence_reasons("sequence", sequence, len(self._lengths))
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        length = self._lengths[sequence]
+        return self._rows(self._k, sequence, 0, length), self._rows(self._v, sequence, 0, length)
+
     @property
     def capacity(self) -> int:
         """The most positions that a sequence may have."""
