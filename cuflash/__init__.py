@@ -19,7 +19,9 @@ from .errors import CompileError, UnsupportedProblem
 from .merging import merge
 from .packing import pack, unpack
 from .planning.device import DeviceSpec
+from .planning.peaks import Peaks
 from .plans import Executable, Gradients
+from .rooflines import Roofline, roofline
 from .scores import Score
 from .study.block_mass import block_mass
 from .study.recall import Recall, recall
@@ -34,7 +36,9 @@ __all__ = [
     "Executable",
     "Gradients",
     "KVCache",
+    "Peaks",
     "Recall",
+    "Roofline",
     "Score",
     "ShapeDtype",
     "UnsupportedProblem",
@@ -55,6 +59,7 @@ __all__ = [
     "precompile",
     "recall",
     "reference",
+    "roofline",
     "scores",
     "selectors",
     "unpack",

@@ -15,8 +15,8 @@ from .baselines import local, oracle, random
 from .budget import Budget, Forced
 from .compressed import nsa
 from .estimates import antidiagonal, pooled
-from .quest import page_bounds, quest
-from .vertical_slash import vertical_slash
+from .pages import page_bounds, quest
+from .slashes import vertical_slash
 
 __all__ = [
     "Budget",
