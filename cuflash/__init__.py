@@ -21,10 +21,10 @@ from .packing import pack, unpack
 from .planning.device import DeviceSpec
 from .planning.peaks import Peaks
 from .plans import Executable, Gradients
-from .rooflines import Roofline, roofline
 from .scores import Score
 from .study.block_mass import block_mass
 from .study.recall import Recall, recall
+from .study.roofline import Roofline, roofline
 
 __version__ = "0.1.0"
 

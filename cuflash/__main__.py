@@ -5,7 +5,7 @@ import sys
 
 from .calculators import memory_report
 from .doctor import doctor
-from .rooflines import roofline_report
+from .study.roofline import roofline_report
 
 _REPORTS = {"memory": memory_report, "roofline": roofline_report}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.rooflines import KernelRoofline, roofline_report
+from cuflash.study.roofline import KernelRoofline, roofline_report
 from cuflash.testing import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st

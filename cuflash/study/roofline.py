@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from .api import plan as planned
-from .arrays import ShapeDtype, as_dtype, describe, is_number
-from .blocks.work_list import ListedWork
-from .errors import UnsupportedProblem
-from .planning.device import DeviceSpec
-from .planning.launches import Launch, Pass
-from .planning.peaks import Peaks
-from .planning.plan import KernelPlan
-from .plans import Executable
-from .scores.program import Program, depends
+from ..api import plan as planned
+from ..arrays import ShapeDtype, as_dtype, describe, is_number
+from ..blocks.work_list import ListedWork
+from ..errors import UnsupportedProblem
+from ..planning.device import DeviceSpec
+from ..planning.launches import Launch, Pass
+from ..planning.peaks import Peaks
+from ..planning.plan import KernelPlan
+from ..plans import Executable
+from ..scores.program import Program, depends
 
 # Products of an entry over kept elements: how many have head_dim as a side, and how many value_dim.
 _PRODUCTS = {
