@@ -55,8 +55,8 @@ def by_sorting(
     if budget.top_k is not None:
         count = max(count, budget.top_k)
     elif budget.mass is not None:
-        reached = np.cumsum(shares[order]) >= budget.mass * shares[eligible].sum()
-        count = max(count, int(np.argmax(reached)) + 1 if reached.any() else len(order))
+        sums = np.cumsum([0, *shares[order]])
+        count = max(count, int(np.argmax(sums >= budget.mass * shares[eligible].sum())))
     kept = set(order[: max(count, budget.min_blocks)])
     if budget.threshold is not None:
         kept |= {j for j in order if scores[j] >= budget.threshold}

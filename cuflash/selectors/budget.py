@@ -147,7 +147,7 @@ def choose(scores: Array, weights: Array, eligible: Array, forced: Array, budget
     else:
         assert budget.threshold is not None
         kept = kept | (scores >= budget.threshold)
-    if budget.min_blocks:
+    if budget.min_blocks > (budget.top_k or 0):
         kept = kept | _first_to_reach(keys, counts, float(budget.min_blocks))
     return kept & eligible
 

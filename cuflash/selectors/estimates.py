@@ -204,7 +204,7 @@ def _by_query(
         grid.q.astype(means.dtype), means, block=1, scale=grid.scale, mask=grid.stairs(1, block_kv, block_kv),
         executor=executor,
     )  # fmt: skip
-    mass = xp.where(left_out, 0, mass)
+    mass = mass if left_out is False else mass * (~left_out)
     of_queries = replace(grid, block=(1, block_kv))
     # A block that ends after the query is chosen only where it is forced.
     ends = (xp.arange(grid.size[1]) + 1)[None, :] * block_kv
