@@ -221,11 +221,12 @@ class KVCache:
         return namespace(self._k).asarray(table)
 
     def rows(self, sequence: int) -> tuple[Array, Array]:
-        """Keys and values of a sequence, in the order of its positions.
+        """Return the keys and values of a sequence, in the order of its positions.
 
         Parameters
         ----------
         sequence : int
+            The sequence, from 0 on.
 
         Returns
         -------

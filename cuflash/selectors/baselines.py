@@ -37,7 +37,7 @@ def oracle(
     budget : Budget
         How many blocks of a row are kept.
     block : int or (int, int)
-        block_q and block_kv in tokens.
+        Sides block_q and block_kv in tokens.
     forced : Forced
         Blocks that are always kept.
     causal, mask, scale : optional
@@ -91,7 +91,7 @@ def random(
     budget : Budget
         How many blocks of a row are kept; all eligible blocks have the same mass, and scores from 0 to 1.
     block : int or (int, int)
-        block_q and block_kv in tokens.
+        Sides block_q and block_kv in tokens.
     forced : Forced
         Blocks that are always kept.
     causal, mask, scale : optional
@@ -151,7 +151,7 @@ def local(
         How many blocks of a row are kept; all eligible blocks have the same mass, and the distance in tokens between
         the middles of the block and of the row's diagonal, negative, is the score.
     block : int or (int, int)
-        block_q and block_kv in tokens.
+        Sides block_q and block_kv in tokens.
     forced : Forced
         Blocks that are always kept.
     causal, mask, scale : optional

@@ -36,7 +36,7 @@ def nsa(
     budget : Budget
         How many blocks of a row are kept; NSA keeps 16, those that are forced included.
     block : int or (int, int)
-        block_q and block_kv in tokens; NSA has block_q = 1. block_kv is a multiple of the stride.
+        Sides block_q and block_kv in tokens; NSA has block_q = 1. block_kv is a multiple of the stride.
     compression : (int, int)
         Keys that a compressed key stands for, and the stride from one to the next, which divides that number.
     forced : Forced

@@ -40,7 +40,7 @@ def pooled(
     budget : Budget
         How many blocks of a row are kept.
     block : int or (int, int)
-        block_q and block_kv in tokens.
+        Sides block_q and block_kv in tokens.
     forced : Forced
         Blocks that are always kept.
     causal, mask, scale : optional
@@ -136,7 +136,7 @@ def antidiagonal(
     budget : Budget
         How many blocks of a row are kept.
     block : int or (int, int)
-        block_q and block_kv in tokens, multiples of `stride`.
+        Sides block_q and block_kv in tokens, multiples of `stride`.
     stride : int
         Side of a cell; 4096 / head_dim at most.
     forced : Forced

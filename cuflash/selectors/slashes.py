@@ -40,7 +40,7 @@ def vertical_slash(
         How many keys, and how many diagonals, are kept. A diagonal is the elements of one distance between a query and
         a key, from 0 on.
     block : int or (int, int)
-        block_q and block_kv in tokens.
+        Sides block_q and block_kv in tokens.
     num_queries : int
         The last queries, whose weights are summed; all of them where there are fewer.
     forced : Forced

@@ -43,7 +43,7 @@ def block_mass(
     q, k : arrays
         As `attention` takes them, but for head_dim, which may be up to 4096.
     block : int or (int, int)
-        block_q and block_kv in tokens, of any size from 1.
+        Sides block_q and block_kv in tokens, of any size from 1.
     mask, causal, scale, score : optional
         As in `attention`.
     lse : array [..., num_heads, seqlen_q], optional

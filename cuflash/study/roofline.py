@@ -96,7 +96,7 @@ class KernelRoofline:
 class Roofline:
     """The kernels of a pass with their bounds; what `cuflash.roofline` returns.
 
-    Attributes
+    Parameters
     ----------
     device : str
         The GPU's name.
