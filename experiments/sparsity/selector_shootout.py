@@ -3,15 +3,24 @@
     python -m experiments selector_shootout                                    # a minute on two cores
     python -m experiments selector_shootout --data minilm --top-ks 2,4         # a part of it
 
-Data: activations of four heads of layer 2 of a sentence encoder (data/README.md), bidirectional; and heads of known structure, causal:
-`clusters`, whose queries and keys belong to one of eight topics that change every 32 tokens; `columns`, where all
-queries attend a few keys; `slashes`, where each attends the keys at a few distances. All hold noise beside.
+Data: activations of four heads of layer 2 of a sentence encoder (data/README.md), bidirectional; and heads of known
+structure, causal: `clusters`, whose queries and keys belong to one of eight topics that change every 32 tokens;
+`columns`, where all queries attend a few keys; `slashes`, where each attends the keys at a few distances. All hold
+noise beside.
 Every selector keeps as many blocks in each row, those on the diagonal among them if the data is causal; of
 `vertical_slash`, which keeps columns and diagonals, as many of both, a power of two, as cross no more blocks over all
-than the budget has. Recall is exact, the mean over queries; error is |o_sparse - o_dense| over |o_dense|. Times are
-medians of calls made in turn, with a new index each time: attention_ms of a call with the index made before.
+than the budget has, and one of both at least. Recall is exact, the mean over queries; error is |o_sparse - o_dense|
+over |o_dense|. Times are medians of calls made in turn, with a new index each time: attention_ms of a call with the
+index made before.
 
-Expect: nothing above the oracle, every selector above random, antidiagonals where structure is finer than a block.
+Expect: nothing with as many blocks in each row above the oracle, every selector above random, antidiagonals where
+structure is finer than a block.
+Found:  with 4 of 16 blocks a row the oracle keeps 86 % of the encoder's mass, means and antidiagonals 83 %, compressed
+keys 82 %, and the blocks nearest to the diagonal 76 %. Clusters of a block's size all three find. On columns
+antidiagonals keep 69 % and means 66 % of what the oracle finds in 78 %. Antidiagonals of sharp slashes keep 48 %, less
+than random blocks with 65 %: a sum over eight distances of which one counts. Columns and diagonals in equal numbers, by
+powers of two, keep less than random blocks on columns (42 % and 55 %), and the most, 91 %, on slashes but for the
+oracle. The times are of a busy machine with one thread.
 """
 
 from collections.abc import Callable, Iterator
@@ -135,7 +144,8 @@ def table(records: list[Record]) -> Table:
     for data, name in dict.fromkeys((row["data"], row["selector"]) for row in records):
         rows = [row for row in records if (row["data"], row["selector"]) == (data, name)]
         cells = [f"{row['recall']:.2f} ({row['error']:.2f})" for row in sorted(rows, key=lambda row: row["top_k"])]
-        made.add_row(data, name, *cells, *(f"{rows[-1][f'{call}_ms']:.1f}" for call in ("select", "attention", "dense")))
+        cells += [f"{rows[-1][f'{call}_ms']:.1f}" for call in ("select", "attention", "dense")]
+        made.add_row(data, name, *cells)
     return made
 
 
