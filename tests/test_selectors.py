@@ -365,3 +365,17 @@ def test_a_selection_waits_for_nothing(name: str) -> None:
     index = captured(cupy, lambda: select(name, gpu, device_q, device_k, causal=True))
     expected = select(name, CPU, q, k[:2], causal=True)
     np.testing.assert_array_equal(index.states().get(), expected.states())
+
+
+@pytest.mark.parametrize("sequence", [-1, 2, 0.0, "0"])
+def test_rows_of_no_sequence_are_refused(sequence: Any) -> None:
+    cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=8, dtype="f4")
+    with pytest.raises(cuflash.UnsupportedProblem, match="sequence must be a sequence from 0 to 1"):
+        cache.rows(sequence)
+
+
+@pytest.mark.parametrize("q", [np.ones((2, 1, 4), np.float32), np.ones((3, 1, 1, 4), np.float32)])
+def test_queries_that_are_not_one_entry_a_sequence_are_refused(q: Any) -> None:
+    cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=8, dtype="f4")
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"q must have shape \(2, num_heads, n, head_dim\)"):
+        selectors.quest(q, cache, budget=FEW)
