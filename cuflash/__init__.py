@@ -6,7 +6,7 @@
 (8, 256, 64)
 """
 
-from . import masks as masks, patterns as patterns, reference as reference, scores as scores
+from . import masks as masks, patterns as patterns, reference as reference, scores as scores, selectors as selectors
 from .api import attention, attention_vjp, plan, precompile
 from .arrays import ShapeDtype
 from .blocks.index import BlockIndex
@@ -19,9 +19,12 @@ from .errors import CompileError, UnsupportedProblem
 from .merging import merge
 from .packing import pack, unpack
 from .planning.device import DeviceSpec
+from .planning.peaks import Peaks
 from .plans import Executable, Gradients
 from .scores import Score
+from .study.block_mass import block_mass
 from .study.recall import Recall, recall
+from .study.roofline import Roofline, roofline
 
 __version__ = "0.1.0"
 
@@ -33,12 +36,15 @@ __all__ = [
     "Executable",
     "Gradients",
     "KVCache",
+    "Peaks",
     "Recall",
+    "Roofline",
     "Score",
     "ShapeDtype",
     "UnsupportedProblem",
     "attention",
     "attention_vjp",
+    "block_mass",
     "cache_info",
     "doctor",
     "error_bound",
@@ -53,6 +59,8 @@ __all__ = [
     "precompile",
     "recall",
     "reference",
+    "roofline",
     "scores",
+    "selectors",
     "unpack",
 ]

@@ -232,6 +232,40 @@ class KVCache:
             return namespace(self._k).asarray(self._pages.table(self._layout.max_pages))
         return namespace(self._k).asarray(np.arange(len(self._lengths), dtype=np.int32)[:, None])
 
+    def rows(self, sequence: int) -> tuple[Array, Array]:
+        """Return the keys and values of a sequence, in the order of its positions.
+
+        Parameters
+        ----------
+        sequence : int
+            The sequence, from 0 on.
+
+        Returns
+        -------
+        k : array [num_kv_heads, length, head_dim]
+            A view if the rows lie next to each other in one page, else a copy.
+        v : array [num_kv_heads, length, value_dim]
+            As k.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The cache has no such sequence.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=9, dtype=np.float32)
+        >>> cache.append(np.ones((2, 1, 3, 4), np.float32), np.ones((2, 1, 3, 4), np.float32), counts=[3, 2])
+        >>> cache.rows(1)[0].shape
+        (1, 2, 4)
+        """
+        reasons = sequence_reasons("sequence", sequence, len(self._lengths))
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        length = self._lengths[sequence]
+        return self._rows(self._k, sequence, 0, length), self._rows(self._v, sequence, 0, length)
+
     @property
     def capacity(self) -> int:
         """The most positions that a sequence may have."""

@@ -6,12 +6,13 @@ the text of every kernel that takes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..planning.appending import APPEND
+from ..planning.block_mass import MASS_GRID
 from ..planning.decoding import CACHE_PAGES, DECODE
 from ..planning.launches import BATCH_AXES, MATRICES
 from ..planning.list_kernels import LIST_PARAMS
@@ -79,26 +80,25 @@ _RECORDS = {
 
 
 _MAP_RECORDS = {"TensorMapParam": TENSOR_MAP_PARAM, "TensorMaps": TENSOR_MAPS}
-_SINK_RECORDS = {"Sink": SINK}
-_CACHE_RECORDS = {"CachePages": CACHE_PAGES, "Decode": DECODE}
-_APPEND_RECORDS = {"Append": APPEND}
+# Records that kernels have beside those of params.cuh, by the header that declares them or the field that adds them.
+_FURTHER_RECORDS = {
+    "sm90/tensor_maps.cuh": _MAP_RECORDS,
+    "has_sink": {"Sink": SINK},
+    "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},
+    "attention/append_params.cuh": {"Append": APPEND},
+    "attention/block_mass.cuh": {"MassGrid": MASS_GRID},
+}
 
 
-def assertions(
-    *,
-    host: bool = False,
-    with_maps: bool = False,
-    with_sink: bool = False,
-    with_cache: bool = False,
-    with_append: bool = False,
-) -> str:
-    """C++ that stops NVRTC, or the host's compiler, where a record of params.cuh is not laid out as its NumPy twin.
+def assertions(parts: Collection[str] = (), *, host: bool = False) -> str:
+    """C++ that stops NVRTC, or the host's compiler, where a record is not laid out as its NumPy twin.
 
-    With maps, those of tensor_maps.cuh too; with a sink, that of sink.cuh; with a cache, those of
-    decode_params.cuh; of what appends to one, that of append_params.cuh.
+    The records are those of params.cuh and of `parts`: the headers that a kernel includes, and the fields that its
+    specification has.
     """
-    records = _RECORDS | (_MAP_RECORDS if with_maps else {}) | (_SINK_RECORDS if with_sink else {})
-    records |= (_CACHE_RECORDS if with_cache else {}) | (_APPEND_RECORDS if with_append else {})
+    records = dict(_RECORDS)
+    for part, further in _FURTHER_RECORDS.items():
+        records |= further if part in parts else {}
     return _assertions(records, "attention", host)
 
 

@@ -58,13 +58,9 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     types = "".join(_flattened("ptx/types.cuh", included, host))
     score = "" if spec.score is None else _score(spec, included, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
-    maps = "sm90/tensor_maps.cuh"
     if "lists/params.cuh" in included:
         return f"// {spec}\n{types}{constants(spec)}{entry}{list_assertions(host=host)}"
-    made = assertions(
-        host=host, with_maps=maps in included, with_sink=spec.has_sink,
-        with_cache="attention/decode_params.cuh" in included, with_append="attention/append_params.cuh" in included,
-    )  # fmt: skip
+    made = assertions({*included, *(name for name in ("has_sink",) if getattr(spec, name))}, host=host)
     layout = f'#line 1 "cuflash/records.py: assertions()"\n{made}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in included else ''}"
 

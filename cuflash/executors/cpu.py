@@ -318,6 +318,58 @@ class _HostCall:
                     np.copyto(x[number, :, here], 0, where=masked)
 
 
+@dataclass(frozen=True, eq=False)
+class QueryTiles:
+    """Some tiles of queries of a call, for passes over their scores that are not attention's."""
+
+    _call: _HostCall
+    _tiles: list[_Tile]
+    _scratch: Array
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, ...], slice]]:
+        """The index of each tile's matrix, leading axes and head, and its queries."""
+        return (((*self._call.batch_indices[tile.b], tile.h), tile.rows) for tile in self._tiles)
+
+    def array(self, name: str) -> Array:
+        """An array of the call, over the broadcast leading axes and the heads."""
+        return self._call.arrays[name]
+
+    def read(self, name: str) -> Array:
+        """Rows of all tiles, [tiles, queries, ...], in the accumulator's dtype."""
+        return self._call.read(name, self._call._rows_of(self._tiles)[0])
+
+    def write(self, name: str, values: Array) -> None:
+        self._call.write(name, self._call._rows_of(self._tiles)[0], values)
+
+    def scores(self) -> Iterator[tuple[list[Array], Array]]:
+        """For each step the numbers of each tile's keys, and scores in base 2 [tiles, keys, queries], -inf if masked.
+
+        The memory of the scores is used again for the next step.
+        """
+        call, tiles = self._call, self._tiles
+        rows, kv_batch_heads = call._rows_of(tiles)
+        q = call.read_queries(rows)
+        for steps in _steps_side_by_side(tiles):
+            keys = call.row_index(kv_batch_heads, [step.rows for step in steps])
+            s = call.scores(call.read("k", keys), q, self._scratch[0])
+            if call.score is not None:
+                call.score.apply(s, call._row_places(tiles, steps))
+            call._mask_keys(tiles, steps, s, -np.inf)
+            yield [_row_numbers(step.rows) for step in steps], s
+
+
+def over_queries(
+    plan: KernelPlan, arrays: Mapping[str, Array], visit: Callable[[QueryTiles], None], *, in_order: bool
+) -> None:
+    """Visit all tiles of queries of a call, on several threads or in order."""
+    call = _HostCall.of(plan, **arrays)
+
+    def step(tiles: list[_Tile], scratch: Array) -> None:
+        visit(QueryTiles(call, tiles, scratch))
+
+    _run(call.tiling, (step, call.row_tiles()), in_order=in_order)
+
+
 def _steps_side_by_side(tiles: list[_Tile], head: int = 0) -> Iterator[tuple[_Step, ...]]:
     """The steps of all tiles of a batch, side by side."""
     return zip(*(tile.visits[head].steps for tile in tiles))

@@ -16,7 +16,7 @@ from .problem import Problem
 NAME = "score"  # of the feature
 _PREFIX, _GRADIENT_PREFIX = "score.", "dscore."
 # Kernels that make scores, and of those that make their gradients the one that adds up those of captured arrays.
-_FORWARD = ("scores", "forward")
+_FORWARD = ("scores", "forward", "block_mass")
 _BACKWARD = ("scores", "gradient_scores", "backward", "backward_rows", "backward_columns")
 _ADDING = ("gradient_scores", "backward", "backward_columns")
 

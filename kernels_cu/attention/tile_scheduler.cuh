@@ -167,6 +167,12 @@ CUFLASH_DEVICE WorkTile query_tile_at(const Params& params, int height, int numb
   return work;
 }
 
+// Queries cut after every `height`, whatever the blocks of a list.
+CUFLASH_DEVICE WorkTile query_rows(const Params& params, int height) {
+  const TileAxis queries{params.shape.seqlen_q, 1, 0, nullptr, true, params.shape.heads_per_l2_group};
+  return work_tile(params, queries, height, blockIdx.x);
+}
+
 // The queries of all heads that share a key/value head, head after head; `batch_head.head` is the first of them.
 CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int num_parts) {
   const Shape& shape = params.shape;

@@ -29,6 +29,7 @@ from cuflash.planning.families import sm80
 from cuflash.planning.families.family import DIMS
 from cuflash.planning.routing import FAMILIES
 from cuflash.planning.list_kernels import LIST_SPECS
+from cuflash.planning.block_mass import mass_spec
 from cuflash.planning.sinks import gradient_spec
 from executors import is_long
 
@@ -76,6 +77,8 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
             with suppress(UnsupportedProblem):  # no tile fits
                 found = FAMILIES[family].specs(problem, device, limit, deterministic=deterministic)
                 specs |= set(found.values())
+                if family == "simt":
+                    specs.add(mass_spec(problem, device))
                 if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
                     many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
                     thousand = Problem.of(*many, precision=precision)

@@ -50,6 +50,7 @@ class _EntryLimits(NamedTuple):
 
 _LIMITS = {
     "forward": _EntryLimits(True, 1, ("value_dim",), 144, 176),
+    "block_mass": _EntryLimits(True, 1, (), 144, 176),  # its tile is the one of planning/block_mass.py
     "backward_rows": _EntryLimits(True, 2, ("head_dim",), 112, 176),
     "backward_columns": _EntryLimits(False, 2, ("head_dim", "value_dim"), 160, 192),
     "backward": _EntryLimits(False, 1, ("head_dim", "value_dim"), 160, 144, max_rows=64, min_step=16),  # 128 rows spill
@@ -252,7 +253,9 @@ def shared_bytes(spec: KernelSpec) -> int:
         p_padding = 8 if padding == 0 and step > 64 else padding
         persistent_row = spec.head_dim + spec.value_dim + step + 2 * padding + p_padding
         return (rows * persistent_row + step * max(head_row, value_row)) * itemsize
-    if spec.entry == "forward":  # keys and values take turns
+    if spec.entry == "block_mass":  # there are no values
+        elements = (rows + step) * head_row
+    elif spec.entry == "forward":  # keys and values take turns
         elements = rows * head_row + step * max(head_row, value_row)
     else:
         elements = (rows + step) * (head_row + value_row)

@@ -1,0 +1,118 @@
+"""What a GPU can do at most in a second: counts of units from NVIDIA's documents, and the highest clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from ..arrays import describe, is_number
+from ..errors import UnsupportedProblem
+from .device import DeviceSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """Rates that no kernel can exceed, for a multiprocessor and a cycle unless it says otherwise.
+
+    Parameters
+    ----------
+    clock : float
+        Cycles in a second at the highest clock: marketed rates are at a lower one.
+    hbm_bytes : float
+        Bytes a second between the chip and its memory.
+    tensor_16, tensor_tf32, tensor_64 : float
+        Multiplications and additions of dense products of 16-bit elements, summed in float32; of tf32; and of float64;
+        0 without such an instruction.
+    flops_32, flops_64 : float
+        Multiplications and additions by multiply-add units.
+    exponentials : float
+        Powers of two, or other special functions, of float32.
+    l2_bytes : float
+        Bytes between a multiprocessor and the level-2 cache.
+
+    Raises
+    ------
+    UnsupportedProblem
+        A rate is not a finite number of at least 0, or one of the first two is 0.
+
+    Examples
+    --------
+    >>> h100 = Peaks.of(DeviceSpec.gpu("H100"))
+    >>> h100.tensor_16, h100.exponentials, h100.hbm_bytes / 1e12
+    (4096, 16, 3.35)
+    """
+
+    clock: float
+    hbm_bytes: float
+    tensor_16: float = 0
+    tensor_tf32: float = 0
+    tensor_64: float = 0
+    flops_32: float = 256
+    flops_64: float = 4
+    exponentials: float = 16
+    l2_bytes: float = 64
+
+    def __post_init__(self) -> None:
+        reasons = []
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0
+            is_rate = is_number(value) and math.isfinite(value) and value >= least
+            if not is_rate or (value == 0 and field.name in ("clock", "hbm_bytes")):
+                reasons.append(f"{field.name} must be a finite rate that is not negative; got {describe(value)}")
+        if reasons:
+            raise UnsupportedProblem(reasons)
+
+    @staticmethod
+    def of(device: DeviceSpec) -> Peaks:
+        """Look up the rates of a GPU that `DeviceSpec.gpu` knows, or whose name contains one of these names.
+
+        Parameters
+        ----------
+        device : DeviceSpec
+            The GPU.
+
+        Returns
+        -------
+        Peaks
+            Its rates.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The rates of the device are not known.
+
+        Examples
+        --------
+        >>> Peaks.of(DeviceSpec.gpu("T4")).tensor_tf32
+        0
+        """
+        named = [name for name in _PEAKS if name in device.name]
+        if named:
+            return _PEAKS[max(named, key=len)]
+        raise UnsupportedProblem(
+            [f"device must be one of {', '.join(_PEAKS)}; got {device.name}: give peaks=cuflash.Peaks(...)"]
+        )
+
+
+# Units of a multiprocessor by compute capability: CUDA C++ Programming Guide, "Throughput of Native Arithmetic
+# Instructions", and the whitepapers of the architectures. Clocks and memory: data sheets, and the highest clock that
+# nvidia-smi lists.
+_PEAKS = {
+    "T4": Peaks(clock=1.59e9, hbm_bytes=320e9, tensor_16=1024, flops_32=128, flops_64=4),
+    "A100": Peaks(
+        clock=1.41e9, hbm_bytes=2.039e12, tensor_16=2048, tensor_tf32=1024, tensor_64=128, flops_32=128, flops_64=64
+    ),
+    "RTX 3090": Peaks(clock=2.1e9, hbm_bytes=936e9, tensor_16=512, tensor_tf32=256),
+    "RTX 4090": Peaks(clock=3.105e9, hbm_bytes=1.008e12, tensor_16=512, tensor_tf32=256),
+    "L4": Peaks(clock=2.04e9, hbm_bytes=300e9, tensor_16=1024, tensor_tf32=512),
+    "H100": Peaks(
+        clock=1.98e9, hbm_bytes=3.35e12, tensor_16=4096, tensor_tf32=2048, tensor_64=256, flops_64=128
+    ),
+    "H200": Peaks(
+        clock=1.98e9, hbm_bytes=4.8e12, tensor_16=4096, tensor_tf32=2048, tensor_64=256, flops_64=128
+    ),
+    "B200": Peaks(
+        clock=1.965e9, hbm_bytes=8e12, tensor_16=8192, tensor_tf32=4096, tensor_64=256, flops_64=128
+    ),
+    "RTX 5090": Peaks(clock=3.09e9, hbm_bytes=1.792e12, tensor_16=512, tensor_tf32=256),
+}  # fmt: skip

@@ -1,0 +1,186 @@
+"""Bounds of what a selector can do: the exact masses above it, random and local blocks below it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, whole_number
+from ..blocks.index import BlockIndex
+from ..errors import UnsupportedProblem, collecting
+from ..study.block_mass import block_mass
+from .budget import Budget, Forced
+from .grid import Grid
+
+_DIAGONAL = Forced()
+
+
+def oracle(
+    q: Array,
+    k: Array,
+    *,
+    budget: Budget,
+    block: Any = (128, 128),
+    forced: Forced = _DIAGONAL,
+    causal: bool | str = False,
+    mask: Any = None,
+    scale: float | None = None,
+    executor: str = "auto",
+) -> BlockIndex:
+    """Choose the blocks of most exact mass: no selector has a higher recall with as many blocks in each row.
+
+    Parameters
+    ----------
+    q, k : arrays
+        As in `attention`.
+    budget : Budget
+        How many blocks of a row are kept.
+    block : int or (int, int)
+        Sides block_q and block_kv in tokens.
+    forced : Forced
+        Blocks that are always kept.
+    causal, mask, scale : optional
+        As in `attention`; the index allows what they allow.
+    executor : {"auto", "cpu", "gpu", "sim"}
+        As in `block_mass`, which it calls.
+
+    Returns
+    -------
+    BlockIndex
+        As `pooled` returns it.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from cuflash.selectors import Budget, local, oracle
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 64, 16))
+    >>> few = {"block": 8, "budget": Budget(top_k=3), "causal": True}
+    >>> best, near = (cuflash.recall(q, k, v, select(q, k, **few)) for select in (oracle, local))
+    >>> bool(best.mass.mean() >= near.mass.mean())
+    True
+    """
+    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
+    mass = block_mass(grid.q, grid.k, block=grid.block, mask=grid.mask, scale=grid.scale, executor=executor)
+    return grid.index(grid.chosen(mass, mass, budget, forced))
+
+
+def random(
+    q: Array,
+    k: Array,
+    *,
+    budget: Budget,
+    block: Any = (128, 128),
+    forced: Forced = _DIAGONAL,
+    causal: bool | str = False,
+    mask: Any = None,
+    scale: float | None = None,
+    seed: int = 0,
+) -> BlockIndex:
+    """Choose blocks at random, each block of a row with equal chances.
+
+    Parameters
+    ----------
+    q, k : arrays
+        As in `attention`; only their shapes matter.
+    budget : Budget
+        How many blocks of a row are kept; all eligible blocks have the same mass, and scores from 0 to 1.
+    block : int or (int, int)
+        Sides block_q and block_kv in tokens.
+    forced : Forced
+        Blocks that are always kept.
+    causal, mask, scale : optional
+        As in `attention`; the index allows what they allow.
+    seed : int
+        Equal seeds choose equal blocks, wherever the arrays are.
+
+    Returns
+    -------
+    BlockIndex
+        As `pooled` returns it.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash.selectors import Budget, random
+    >>> q = k = np.zeros((1, 64, 16))
+    >>> (random(q, k, block=16, budget=Budget(top_k=2)).states() > 0).sum(-1)[0, 0].tolist()
+    [2, 2, 2, 2]
+    """
+    reasons: list[str] = []
+    grid = None
+    with collecting(reasons):
+        seed = whole_number("seed", seed, 0)
+    with collecting(reasons):
+        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
+    if reasons or grid is None:
+        raise UnsupportedProblem(reasons)
+    drawn = np.random.default_rng(seed).random((*grid.heads, *grid.size), np.float32)
+    scores = grid.xp.asarray(drawn)
+    return grid.index(grid.chosen(scores, grid.xp.ones(scores.shape, dtype=np.float32), budget, forced))
+
+
+def local(
+    q: Array,
+    k: Array,
+    *,
+    budget: Budget,
+    block: Any = (128, 128),
+    forced: Forced = _DIAGONAL,
+    causal: bool | str = False,
+    mask: Any = None,
+    scale: float | None = None,
+) -> BlockIndex:
+    """Choose the blocks nearest to the diagonal.
+
+    Parameters
+    ----------
+    q, k : arrays
+        As in `attention`; only their shapes matter.
+    budget : Budget
+        How many blocks of a row are kept; all eligible blocks have the same mass, and the distance in tokens between
+        the middles of the block and of the row's diagonal, negative, is the score.
+    block : int or (int, int)
+        Sides block_q and block_kv in tokens.
+    forced : Forced
+        Blocks that are always kept.
+    causal, mask, scale : optional
+        As in `attention`; the index allows what they allow.
+
+    Returns
+    -------
+    BlockIndex
+        As `pooled` returns it.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash.selectors import Budget, local
+    >>> q = k = np.zeros((1, 64, 16))
+    >>> print(local(q, k, block=16, budget=Budget(top_k=2), causal=True).picture())
+    ▒···
+    █▒··
+    ·█▒·
+    ··█▒
+    """
+    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
+    xp, (num_rows, num_columns) = grid.xp, grid.size
+    query = (xp.arange(num_rows)[:, None] + 0.5) * grid.block[0] + grid.offset
+    distance = abs(query - (xp.arange(num_columns)[None, :] + 0.5) * grid.block[1])
+    scores = xp.broadcast_to(-distance.astype(np.float32), (*grid.heads, *grid.size))
+    return grid.index(grid.chosen(scores, xp.ones(scores.shape, dtype=np.float32), budget, forced))

@@ -1,0 +1,240 @@
+"""Selectors that estimate the mass of blocks from pooled rows and from antidiagonals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, accumulator_dtype, describe, is_number, namespace, whole_number
+from ..blocks.index import BlockIndex
+from ..errors import UnsupportedProblem, collecting
+from ..study.block_mass import block_mass
+from .budget import Budget, Forced, choose
+from .grid import Grid, block_means, padded
+
+_DIAGONAL = Forced()
+
+
+def pooled(
+    q: Array,
+    k: Array,
+    *,
+    budget: Budget,
+    block: Any = (128, 128),
+    forced: Forced = _DIAGONAL,
+    causal: bool | str = False,
+    mask: Any = None,
+    scale: float | None = None,
+    pool_queries: bool = True,
+    self_similarity: float | None = None,
+    executor: str = "auto",
+) -> BlockIndex:
+    """Choose blocks by the softmax of mean-pooled queries and keys.
+
+    Parameters
+    ----------
+    q, k : arrays
+        As in `attention`.
+    budget : Budget
+        How many blocks of a row are kept.
+    block : int or (int, int)
+        Sides block_q and block_kv in tokens.
+    forced : Forced
+        Blocks that are always kept.
+    causal, mask, scale : optional
+        As in `attention`; the index allows what they allow.
+    pool_queries : bool
+        False: every query chooses blocks of its own by the means of keys, under `causal` among those that end before
+        it, and a block of queries keeps what any of them chose.
+    self_similarity : float, optional
+        Blocks of rows whose mean cosine with each other is less than this are no good means: such a block of keys is
+        kept in every row and takes no part in the softmax, and such a block of queries keeps everything. From -1 to 1.
+    executor : {"auto", "cpu", "gpu", "sim"}
+        As in `block_mass`, which multiplies.
+
+    Returns
+    -------
+    BlockIndex
+        In arrays where q is; on a device it is made without a synchronisation unless `mask` holds arrays of the host.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention`; an option of the selector is out of range.
+
+    Notes
+    -----
+    =============================  ===================================================================================
+    MInference's block-sparse head  ``block=64, budget=Budget(top_k=...)`` (arXiv 2407.02490, algorithm 3)
+    MoBA                            ``pool_queries=False, budget=Budget(top_k=...)`` (arXiv 2502.13189, equations 5, 6)
+    VSA                             ``block=64, budget=Budget(top_k=...)`` after its order of tokens in cubes (arXiv
+                                    2505.13389, section 2)
+    SpargeAttn's prediction         ``block=(128, 64), self_similarity=0.6, budget=Budget(mass=0.98)`` (arXiv
+                                    2502.18137, section 3.3)
+    =============================  ===================================================================================
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from cuflash.selectors import Budget, pooled
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 64, 16))
+    >>> index = pooled(q, k, block=8, budget=Budget(top_k=3), causal=True)
+    >>> [int(count) for count in (index.states() > 0).sum(-1)[0, 0]]
+    [1, 2, 3, 3, 3, 3, 3, 3]
+    """
+    reasons = _similarity_reasons(self_similarity)
+    if not isinstance(pool_queries, (bool, np.bool)):
+        reasons.append(f"pool_queries must be True or False; got {describe(pool_queries)}")
+    grid = None
+    with collecting(reasons):
+        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
+    if reasons or grid is None:
+        raise UnsupportedProblem(reasons)
+    block_q, block_kv = grid.block
+    means = block_means(grid.k, block_kv)
+    extra: Any = False
+    left_out: Any = False
+    if self_similarity is not None:
+        left_out = _of_query_heads(grid, _self_similarity(grid.k, block_kv) < self_similarity)[..., None, :]
+        extra = left_out
+    if not pool_queries:
+        return _by_query(grid, means, budget, forced, left_out, executor)
+    if self_similarity is not None:
+        extra = extra | (_self_similarity(grid.q, block_q) < self_similarity)[..., :, None]
+    mass = block_mass(
+        block_means(grid.q, block_q), means, block=1, scale=grid.scale, mask=grid.stairs(block_q, block_kv),
+        executor=executor,
+    )  # fmt: skip
+    mass = mass * (~left_out) if self_similarity is not None else mass
+    return grid.index(grid.chosen(mass, mass, budget, forced, extra))
+
+
+def antidiagonal(
+    q: Array,
+    k: Array,
+    *,
+    budget: Budget,
+    block: Any = (128, 128),
+    stride: int = 8,
+    forced: Forced = _DIAGONAL,
+    causal: bool | str = False,
+    mask: Any = None,
+    scale: float | None = None,
+    executor: str = "auto",
+) -> BlockIndex:
+    """Choose blocks by the softmax of sums of scores along antidiagonals, as XAttention does.
+
+    The scores of a cell of stride by stride elements are represented by the sum along its antidiagonal, which meets
+    every vertical and every slash that crosses the cell.
+
+    Parameters
+    ----------
+    q, k : arrays
+        As in `attention`.
+    budget : Budget
+        How many blocks of a row are kept.
+    block : int or (int, int)
+        Sides block_q and block_kv in tokens, multiples of `stride`.
+    stride : int
+        Side of a cell; 4096 / head_dim at most.
+    forced : Forced
+        Blocks that are always kept.
+    causal, mask, scale : optional
+        As in `attention`; the index allows what they allow.
+    executor : {"auto", "cpu", "gpu", "sim"}
+        As in `block_mass`, which multiplies.
+
+    Returns
+    -------
+    BlockIndex
+        As `pooled` returns it.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention`; an option of the selector is out of range.
+
+    Notes
+    -----
+    XAttention, arXiv 2503.16428, algorithm 1, where ``budget=Budget(mass=0.9)``.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from cuflash.selectors import Budget, antidiagonal
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 64, 16))
+    >>> index = antidiagonal(q, k, block=16, stride=4, budget=Budget(top_k=2), causal=True)
+    >>> (index.states() > 0).sum(-1)[0, 0].tolist()
+    [1, 2, 2, 2]
+    """
+    reasons: list[str] = []
+    grid = None
+    with collecting(reasons):
+        stride = whole_number("stride", stride, 1)
+    with collecting(reasons):
+        grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
+    if not reasons and grid is not None:
+        if any(side % stride for side in grid.block):
+            reasons.append(f"block must be multiples of stride={stride}; got {grid.block}")
+        if grid.q.shape[-1] * stride > 4096:
+            reasons.append(f"stride must be at most 4096 / head_dim={4096 // grid.q.shape[-1]}; got {stride}")
+    if reasons or grid is None:
+        raise UnsupportedProblem(reasons)
+    rows, columns = (
+        padded(x, -(-x.shape[-2] // stride) * stride).reshape(*x.shape[:-2], -1, stride, x.shape[-1])
+        for x in (grid.q, grid.k)
+    )
+    # A row of q holds the queries of a group in reverse, so that its product with a row of k is an antidiagonal.
+    rows, columns = (x.reshape(*x.shape[:-2], stride * x.shape[-1]) for x in (rows[..., ::-1, :], columns))
+    mass = block_mass(
+        rows, columns, block=tuple(side // stride for side in grid.block), scale=grid.scale / stride,
+        mask=grid.stairs(stride, stride), executor=executor,
+    )  # fmt: skip
+    return grid.index(grid.chosen(mass, mass, budget, forced))
+
+
+def _by_query(
+    grid: Grid, means: Array, budget: Budget, forced: Forced, left_out: Any, executor: str
+) -> BlockIndex:
+    """The union, over a block of queries, of the blocks that each query chooses."""
+    xp, (block_q, block_kv) = grid.xp, grid.block
+    mass = block_mass(
+        grid.q.astype(means.dtype), means, block=1, scale=grid.scale, mask=grid.stairs(1, block_kv, block_kv),
+        executor=executor,
+    )  # fmt: skip
+    mass = mass if left_out is False else mass * (~left_out)
+    of_queries = replace(grid, block=(1, block_kv))
+    # A block that ends after the query is chosen only where it is forced.
+    ends = (xp.arange(grid.size[1]) + 1)[None, :] * block_kv
+    is_past = ends <= xp.arange(grid.shape.seqlen_q)[:, None] + grid.offset + 1
+    must = of_queries.forced(forced) | left_out
+    may = of_queries.eligible() & (is_past | must | (not grid.is_causal))
+    kept = choose(mass, mass, may, must, budget)
+    rows = xp.zeros((*kept.shape[:-2], grid.size[0] * block_q, kept.shape[-1]), dtype=bool)
+    rows[..., : grid.shape.seqlen_q, :] = kept
+    return grid.index(rows.reshape(*kept.shape[:-2], grid.size[0], block_q, kept.shape[-1]).any(axis=-2))
+
+
+def _self_similarity(x: Array, side: int) -> Array:
+    """Mean cosine between the rows of each block, with each row and itself among the pairs, [..., num_blocks]."""
+    xp, wide = namespace(x), accumulator_dtype(x.dtype)
+    rows = x.astype(wide)
+    norms = xp.sqrt((rows * rows).sum(axis=-1))[..., None]
+    means = block_means(rows / xp.where(norms == 0, 1, norms), side)
+    return (means * means).sum(axis=-1)
+
+
+def _of_query_heads(grid: Grid, of_kv_heads: Array) -> Array:
+    """Values of key/value heads [..., kv_heads, n] for each query head that reads them."""
+    if not grid.has_heads:
+        return of_kv_heads
+    group = grid.shape.num_heads // max(grid.k.shape[-3], 1)
+    return grid.xp.repeat(of_kv_heads, group, axis=-2)
+
+
+def _similarity_reasons(self_similarity: Any) -> list[str]:
+    if self_similarity is None or is_number(self_similarity) and -1 <= self_similarity <= 1:
+        return []
+    return [f"self_similarity must be None or a number from -1 to 1; got {describe(self_similarity)}"]

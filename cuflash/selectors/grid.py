@@ -1,0 +1,173 @@
+"""The blocks of a selection: which of them a mask allows, and the index that chosen ones make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, accumulator_dtype, describe, is_array, namespace, no_array
+from ..blocks.index import BlockIndex
+from ..blocks.work_list import requested_mask
+from ..errors import UnsupportedProblem, collecting
+from ..masks.base import Band, Mask
+from ..masks.block_pattern import BlockPattern
+from ..masks.coordinates import Intervals, widened
+from ..masks.shape import MaskShape, block_pair
+from ..planning.problem import Problem
+from ..plans import as_arrays, as_mask_of_arrays
+from .budget import Budget, Forced, choose, forced_blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Stairs(Mask):
+    """Row i sees the columns j <= (step_q i + last) / step_kv: a causal mask between groups of queries and of keys.
+
+    Parameters
+    ----------
+    step_q, step_kv : int
+        Queries of a row and keys of a column.
+    last : int
+        The key that the last query of row 0 sees last, less whatever a column must hold beside its first key.
+
+    Examples
+    --------
+    >>> Stairs(2, 4, 1).toarray(4, 3).astype(int)
+    array([[1, 0, 0],
+           [1, 0, 0],
+           [1, 1, 0],
+           [1, 1, 0]])
+    """
+
+    step_q: int
+    step_kv: int
+    last: int
+
+    def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
+        return 0 * widened(i), (widened(i) * self.step_q + self.last) // self.step_kv + 1
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The blocks of q and k, and the masks of a call."""
+
+    q: Array
+    k: Array
+    shape: MaskShape
+    block: tuple[int, int]
+    mask: Mask
+    is_causal: bool
+    offset: int  # query i meets key i + offset on the diagonal
+    has_own_mask: bool
+    scale: float
+    has_heads: bool
+
+    @classmethod
+    def of(
+        cls, q: Array, k: Array, block: Any, budgets: dict[str, Any], forced: Any, causal: Any, mask: Any, scale: Any
+    ) -> Grid:
+        """Check the arguments of a selector.
+
+        Raises
+        ------
+        TypeError
+            q or k is not an array of a known kind, or `mask` stands for no mask.
+        UnsupportedProblem
+            An argument breaks its rule; all reasons at once.
+        """
+        q, k = as_arrays({"q": q, "k": k}).values()
+        for name, array in (("q", q), ("k", k)):
+            if not is_array(array):
+                raise TypeError(no_array(name, array))
+        reasons = [
+            f"{name} must be a Budget; got {describe(budget)}: selectors.Budget(top_k=8) is one"
+            for name, budget in budgets.items()
+            if not isinstance(budget, Budget)
+        ]
+        if not isinstance(forced, Forced):
+            reasons.append(f"forced must be a Forced; got {describe(forced)}: selectors.Forced(sink=1) is one")
+        if namespace(q) is not namespace(k):
+            reasons.append("q and k must be of one kind: copy one of them explicitly")
+        sides, problem, resolved = (1, 1), None, None
+        with collecting(reasons):
+            sides = block_pair(block)
+        with collecting(reasons):
+            problem = Problem.of(q, k, k[..., :1] if k.ndim >= 2 else k, scale=scale)
+        if problem is not None:
+            with collecting(reasons):
+                given = as_mask_of_arrays(mask, "cpu" if namespace(q) is np else "gpu")
+                resolved = requested_mask(given, causal, None, problem.mask_shape, namespace(q))
+        if reasons or problem is None or resolved is None:
+            raise UnsupportedProblem(reasons)
+        shape = problem.mask_shape
+        offset = shape.seqlen_kv - shape.seqlen_q if isinstance(causal, str) and causal == "bottom_right" else 0
+        is_causal = causal is not False and bool(causal)
+        return cls(
+            q, k, shape, sides, resolved, is_causal, offset, mask is not None, problem.softmax_scale, problem.has_heads
+        )
+
+    @property
+    def xp(self) -> Any:
+        return namespace(self.q)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of blocks."""
+        return -(-self.shape.seqlen_q // self.block[0]), -(-self.shape.seqlen_kv // self.block[1])
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The leading axes of scores: batch and query heads, no axis for q of two axes."""
+        return (*self.shape.batch, self.shape.num_heads) if self.has_heads else ()
+
+    def eligible(self) -> Array:
+        """Which blocks hold an element that the masks allow, bool, broadcasts against [*heads, rows, columns]."""
+        xp, (num_rows, num_columns) = self.xp, self.size
+        if not self.has_own_mask:
+            last = xp.minimum((xp.arange(num_rows)[:, None] + 1) * self.block[0], self.shape.seqlen_q) - 1
+            first_key = xp.arange(num_columns)[None, :] * self.block[1]
+            return (first_key <= last + self.offset) | (not self.is_causal)
+        index = BlockIndex.from_mask(self.mask, block=self.block, **self.shape._asdict())
+        states = xp.asarray(index.states() != 0)
+        batch = self.shape.batch if index.batch > 1 else (1,) * len(self.shape.batch)
+        return states.reshape((*batch, index.num_heads, *self.size)[0 if self.has_heads else -2 :])
+
+    def stairs(self, step_q: int, step_kv: int, needed_keys: int = 1) -> Mask | None:
+        """The causal mask between groups of so many queries and of so many keys; None without one.
+
+        A group of queries sees the groups of keys of which its last query sees the first `needed_keys`.
+        """
+        return Stairs(step_q, step_kv, step_q + self.offset - needed_keys) if self.is_causal else None
+
+    def chosen(self, scores: Array, weights: Array, budget: Budget, forced: Forced, extra: Any = False) -> Array:
+        """The blocks that a budget keeps, bool of the scores' shape; `extra` are further ones that are forced."""
+        return choose(scores, weights, self.eligible(), self.forced(forced) | extra, budget)
+
+    def forced(self, forced: Forced) -> Array:
+        """The blocks that must be kept where they are eligible, bool [rows, columns]."""
+        return forced_blocks(self.xp, forced, (self.shape.seqlen_q, self.shape.seqlen_kv), self.block, self.offset)
+
+    def index(self, kept: Array) -> BlockIndex:
+        """An index of the blocks kept, bool [*heads, rows, columns], whose elements the masks allow."""
+        pattern = BlockPattern(kept, self.block)
+        whole = pattern if self.mask == Band() else pattern & self.mask
+        return BlockIndex.from_mask(whole, block=self.block, **self.shape._asdict())
+
+
+def block_means(x: Array, side: int) -> Array:
+    """Means of rows over blocks of a side, [..., num_blocks, dim], in the accumulator's dtype."""
+    xp, length, dtype = namespace(x), x.shape[-2], accumulator_dtype(x.dtype)
+    num_blocks = -(-length // side)
+    counts = xp.minimum(xp.full(num_blocks, side), length - xp.arange(num_blocks) * side).astype(dtype)
+    blocks = padded(x, num_blocks * side).reshape(*x.shape[:-2], num_blocks, side, x.shape[-1])
+    return blocks.sum(axis=-2, dtype=dtype) / counts[:, None]
+
+
+def padded(x: Array, length: int) -> Array:
+    """Rows with rows of zeros behind them, as many as make a length; the same array where none is missing."""
+    if x.shape[-2] == length:
+        return x
+    made = namespace(x).zeros((*x.shape[:-2], length, x.shape[-1]), dtype=x.dtype)
+    made[..., : x.shape[-2], :] = x
+    return made

@@ -1,0 +1,143 @@
+"""Quest's selection of pages for decoding: an upper bound of a query's scores from the least and greatest keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays import Array, accumulator_dtype, is_array, no_array, whole_number
+from ..cache import KVCache
+from ..errors import UnsupportedProblem, collecting
+from .budget import Budget, Forced
+from .grid import Grid
+
+_DIAGONAL = Forced()
+
+
+def page_bounds(q: Array, k: Array, *, page_size: int = 16) -> Array:
+    """Compute upper bounds of q . k over the keys of each page, without a scale.
+
+    Parameters
+    ----------
+    q, k : arrays
+        As in `attention`.
+    page_size : int
+        Keys of a page.
+
+    Returns
+    -------
+    array [..., num_heads, seqlen_q, num_pages]
+        Sums over columns c of max(q_c least_c, q_c greatest_c), in the accumulator's dtype.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention`; `page_size` is not an int of at least 1.
+
+    Notes
+    -----
+    Quest, arXiv 2406.10774, section 3.3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k = np.array([[[1.0, -1.0]]]), np.array([[[1.0, 2.0], [3.0, 4.0], [0.0, 5.0]]])
+    >>> page_bounds(q, k, page_size=2)
+    array([[[ 1., -5.]]])
+    """
+    page_size = whole_number("page_size", page_size, 1)
+    return _bounds(Grid.of(q, k, (1, page_size), {}, _DIAGONAL, False, None, None))
+
+
+def quest(
+    q: Array,
+    k: Array | KVCache,
+    *,
+    budget: Budget,
+    page_size: int | None = None,
+    forced: Forced = _DIAGONAL,
+    causal: bool | str = "bottom_right",
+) -> Any:
+    """Choose pages of keys by an upper bound of each query's scores.
+
+    Parameters
+    ----------
+    q : array [..., num_heads, seqlen_q, head_dim]
+        Few queries, as in decoding: bounds are products of q with two keys a page.
+    k : array as in `attention`, or KVCache
+        Keys, or a cache, whose sequences are chosen for one by one.
+    budget : Budget
+        How many pages a query keeps: `top_k` or `threshold`, which is compared with the bound.
+    page_size : int, optional
+        Keys of a page; unless given that of a cache with pages, and else 16.
+    forced : Forced
+        Pages that are always kept.
+    causal : bool, "bottom_right" or "top_left"
+        As in `attention`; by default the last query meets the last key.
+
+    Returns
+    -------
+    BlockIndex, or tuple of BlockIndex
+        In blocks of one query and one page; for a cache one for each sequence, of the keys that it has.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention`; an option of the selector is out of range.
+
+    Notes
+    -----
+    Quest, arXiv 2406.10774, algorithm 1. The least and greatest keys of pages are computed anew at each call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash.selectors import Budget, quest
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 4, 64, 16))
+    >>> index = quest(q[:, -1:], k, budget=Budget(top_k=2), page_size=8)
+    >>> index.block, (index.states() > 0).sum(-1).ravel().tolist()
+    ((1, 8), [2, 2, 2, 2])
+    """
+    if isinstance(k, KVCache):
+        return _of_cache(q, k, budget, page_size, forced, causal)
+    reasons: list[str] = []
+    grid = None
+    with collecting(reasons):
+        page_size = 16 if page_size is None else whole_number("page_size", page_size, 1)
+    if isinstance(budget, Budget) and budget.mass is not None:
+        reasons.append("budget must be given top_k or threshold, since bounds are no shares; got mass")
+    with collecting(reasons):
+        grid = Grid.of(q, k, (1, page_size or 1), {"budget": budget}, forced, causal, None, None)
+    if reasons or grid is None:
+        raise UnsupportedProblem(reasons)
+    bounds = _bounds(grid)
+    return grid.index(grid.chosen(bounds, bounds, budget, forced))
+
+
+def _bounds(grid: Grid) -> Array:
+    """Upper bounds [*heads, seqlen_q, num_pages]."""
+    xp, (_, page) = grid.xp, grid.block
+    wide = accumulator_dtype(grid.q.dtype)
+    num_pages, length = grid.size[1], grid.shape.seqlen_kv
+    # A page that the length cuts off is filled with its own last key.
+    keys = xp.minimum(xp.arange(num_pages * page), max(length - 1, 0))
+    pages = grid.k[..., keys, :].astype(wide).reshape(*grid.k.shape[:-2], num_pages, page, grid.k.shape[-1])
+    least, greatest = pages.min(axis=-2), pages.max(axis=-2)
+    if grid.has_heads and grid.shape.num_heads != grid.k.shape[-3]:
+        least, greatest = (xp.repeat(x, grid.shape.num_heads // grid.k.shape[-3], axis=-3) for x in (least, greatest))
+    q = grid.q.astype(wide)[..., :, None, :]
+    return xp.maximum(q * least[..., None, :, :], q * greatest[..., None, :, :]).sum(axis=-1)
+
+
+def _of_cache(q: Array, cache: KVCache, budget: Any, page_size: Any, forced: Any, causal: Any) -> tuple[Any, ...]:
+    """The pages that each sequence of a cache keeps."""
+    batch, own = len(cache.lengths), cache.k.shape[2]
+    if not is_array(q):
+        raise TypeError(no_array("q", q))
+    if q.ndim != 4 or q.shape[0] != batch:
+        raise UnsupportedProblem([f"q must have shape ({batch}, num_heads, n, head_dim); got shape {tuple(q.shape)}"])
+    if page_size is None and own < cache.capacity:
+        page_size = own
+    return tuple(
+        quest(q[sequence], cache.rows(sequence)[0], budget=budget, page_size=page_size, forced=forced, causal=causal)
+        for sequence in range(batch)
+    )

@@ -1,0 +1,123 @@
+"""MInference's and FlexPrefill's selection of whole columns and diagonals, from the last queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, whole_number
+from ..blocks.index import BlockIndex
+from ..errors import UnsupportedProblem, collecting
+from ..study.block_mass import block_mass
+from .budget import Budget, Forced, choose
+from .grid import Grid
+
+_DIAGONAL = Forced()
+
+
+def vertical_slash(
+    q: Array,
+    k: Array,
+    *,
+    vertical: Budget,
+    slash: Budget,
+    block: Any = (64, 64),
+    num_queries: int = 64,
+    forced: Forced = _DIAGONAL,
+    causal: bool | str = False,
+    mask: Any = None,
+    scale: float | None = None,
+    executor: str = "auto",
+) -> BlockIndex:
+    """Choose columns and diagonals that the last queries attend, and keep the blocks that they cross.
+
+    Parameters
+    ----------
+    q, k : arrays
+        As in `attention`.
+    vertical, slash : Budget
+        How many keys, and how many diagonals, are kept. A diagonal is the elements of one distance between a query and
+        a key, from 0 on.
+    block : int or (int, int)
+        Sides block_q and block_kv in tokens.
+    num_queries : int
+        The last queries, whose weights are summed; all of them where there are fewer.
+    forced : Forced
+        Blocks that are always kept.
+    causal, mask, scale : optional
+        As in `attention`; the index allows what they allow. The last queries see keys as `causal` says.
+    executor : {"auto", "cpu", "gpu", "sim"}
+        As in `block_mass`, which multiplies.
+
+    Returns
+    -------
+    BlockIndex
+        As `pooled` returns it.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention`; an option of the selector is out of range.
+
+    Notes
+    -----
+    MInference, arXiv 2407.02490, algorithm 2, with ``Budget(top_k=...)`` of keys and of diagonals; FlexPrefill, arXiv
+    2502.20766, algorithm 3, with ``Budget(mass=...)`` of both. Keys after a query lie on no diagonal of these.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from cuflash.selectors import Budget, vertical_slash
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 64, 16))
+    >>> few = Budget(top_k=2)
+    >>> index = vertical_slash(q, k, block=8, vertical=few, slash=few, num_queries=16, causal=True)
+    >>> bool((index.states()[0, 0].diagonal() > 0).all())
+    True
+    """
+    reasons: list[str] = []
+    grid = None
+    with collecting(reasons):
+        num_queries = whole_number("num_queries", num_queries, 1)
+    with collecting(reasons):
+        grid = Grid.of(q, k, block, {"vertical": vertical, "slash": slash}, forced, causal, mask, scale)
+    if reasons or grid is None:
+        raise UnsupportedProblem(reasons)
+    xp, (block_q, block_kv), (num_rows, num_columns) = grid.xp, grid.block, grid.size
+    seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
+    first = max(seqlen_q - num_queries, 0)
+    last = grid.q[..., first:, :]
+    stairs = grid.stairs(1, 1)
+    mass = block_mass(
+        last, grid.k, block=1, scale=grid.scale, mask=None if stairs is None else _later(stairs, first),
+        executor=executor,
+    )  # fmt: skip
+    by_key = mass.sum(axis=-2)
+    # Distance o of the query in row r is the key in column r + first + offset - o.
+    distance = xp.arange(max(seqlen_q + grid.offset, 0))[None, :]
+    column = xp.arange(first, seqlen_q)[:, None] + grid.offset - distance
+    exists = (column >= 0) & (column < seqlen_kv)
+    rows = xp.arange(seqlen_q - first)[:, None]
+    by_distance = (mass[..., rows, xp.clip(column, 0, max(seqlen_kv - 1, 0))] * exists).sum(axis=-2)
+    every = xp.ones(1, dtype=bool)
+    keys = choose(by_key, by_key, every, ~every, vertical)
+    distances = choose(by_distance, by_distance, every, ~every, slash)
+    start_q, start_kv = xp.arange(num_rows)[:, None] * block_q, xp.arange(num_columns)[None, :] * block_kv
+    stop_q, stop_kv = xp.minimum(start_q + block_q, seqlen_q), xp.minimum(start_kv + block_kv, seqlen_kv)
+    has_key = _has_any(xp, keys, start_kv, stop_kv)
+    # The distances between queries and keys of a block run from its upper right to its lower left corner.
+    has_distance = _has_any(xp, distances, start_q + grid.offset - stop_kv + 1, stop_q + grid.offset - start_kv)
+    return grid.index((grid.forced(forced) | has_key | has_distance) & grid.eligible())
+
+
+def _later(stairs: Any, first: int) -> Any:
+    """Stairs of the rows from one on."""
+    return type(stairs)(stairs.step_q, stairs.step_kv, stairs.last + first * stairs.step_q)
+
+
+def _has_any(xp: Any, chosen: Array, start: Array, stop: Array) -> Array:
+    """Whether any of the places start <= x < stop of each row is chosen; both may be out of range."""
+    length = chosen.shape[-1]
+    sums = xp.zeros((*chosen.shape[:-1], length + 1), dtype=np.int64)
+    sums[..., 1:] = xp.cumsum(chosen, axis=-1)
+    return sums[..., xp.clip(stop, 0, length)] > sums[..., xp.clip(start, 0, length)]

@@ -1,0 +1,178 @@
+"""Softmax mass of every block: what a selector of blocks tries to find, and what it is judged by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..api import call_key, plan
+from ..arrays import Array, ShapeDtype, describe, is_array, namespace, no_array
+from ..errors import UnsupportedProblem, collecting
+from ..executors import cpu_mass, gpu, sim
+from ..masks.shape import block_pair
+from ..planning.block_mass import mass_kernels, mass_shape
+from ..planning.plan import KernelPlan
+from ..plans import BoundCall, Executable, as_arrays, layout_key
+
+MAX_DIM = 4096  # columns of q and k: a kernel sums scores over chunks of them
+_MAX_BOUND_CALLS = 256
+
+_bound_calls: dict[Hashable, tuple[KernelPlan, BoundCall]] = {}  # of calls on a GPU that differ in addresses alone
+
+
+def block_mass(
+    q: Array,
+    k: Array,
+    *,
+    block: Any,
+    mask: Any = None,
+    causal: bool | str = False,
+    scale: float | None = None,
+    score: Any = None,
+    lse: Array | None = None,
+    executor: str = "auto",
+) -> Array:
+    """Compute how much of the softmax each block of queries and keys holds, in the memory of the blocks.
+
+    Parameters
+    ----------
+    q, k : arrays
+        As `attention` takes them, but for head_dim, which may be up to 4096.
+    block : int or (int, int)
+        Sides block_q and block_kv in tokens, of any size from 1.
+    mask, causal, scale, score : optional
+        As in `attention`.
+    lse : array [..., num_heads, seqlen_q], optional
+        What `attention` returns with ``return_lse=True``: the weights are exp(s - lse). Without it the weights are
+        those of the keys that the masks allow, and the scores are computed twice.
+    executor : {"auto", "cpu", "gpu", "sim"}
+        As in `attention`. Kernels multiply in float32, or float64 for float64, on every chip.
+
+    Returns
+    -------
+    array [..., num_heads, num_q_blocks, num_kv_blocks]
+        The weights of a query summed over the keys of a block, and their mean over the queries of the block that have
+        a key; float32, or float64 for float64. Rows sum to 1, or to 0 where no query of a block has a key. With the
+        lse of a larger mask they sum to the mean of `recall`'s mass.
+
+    Raises
+    ------
+    TypeError
+        q, k or lse is not an array of a known kind, or `mask` stands for no mask.
+    UnsupportedProblem
+        An argument breaks its rule; all reasons at once.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 4, 64, 16))
+    >>> mass = cuflash.block_mass(q, k, block=16, causal=True)
+    >>> mass.shape, bool(np.allclose(mass.sum(-1), 1)), float(mass[0, 0, 1])
+    ((4, 4, 4), True, 0.0)
+    """
+    options = (scale, "simt", executor, "ieee", False, ())
+    key = None
+    if score is None:
+        arrays = (q, k) if lse is None else (q, k, lse)
+        key = call_key(layout_key(*arrays), mask, causal, None, options, "block_mass", repr(block))
+    if key in _bound_calls:
+        made_plan, call = _bound_calls[key]
+        mass, *made_lse = call(*arrays)
+        return _mean(mass, made_lse[0] if lse is None else lse, block_pair(block)[0], made_plan.problem.seqlen_q)
+    given = as_arrays({"q": q, "k": k, "lse": lse})
+    ready, sides = _planned(given, block, mask, causal, scale, score, executor)
+    problem = ready.plan.problem
+    xp, lse = namespace(given["q"]), given.pop("lse")
+    result = ShapeDtype(mass_shape(problem, sides), problem.accumulator)
+    new_lse = ShapeDtype(problem.lse_shape(), problem.accumulator)
+    if ready.plan.is_empty:
+        return xp.zeros(result.shape, result.dtype)
+    inputs = given if lse is None else given | {"lse": lse}
+    made = {"mass": result, "lse": new_lse} if lse is None else {"mass": result}
+    if ready.executor != "cpu":
+        kernels = mass_kernels(problem, ready.plan.device, sides, has_lse=lse is not None)
+        made_plan = replace(ready.plan, kernels=kernels)
+        if ready.executor == "gpu" and score is None:
+            call = gpu.bind(made_plan, kernels.forward, inputs, made, pins=True)
+            if key is not None and len(_bound_calls) < _MAX_BOUND_CALLS:
+                _bound_calls[key] = made_plan, call
+            mass, *rest = call(*inputs.values())
+            return _mean(mass, rest[0] if lse is None else lse, sides[0], problem.seqlen_q)
+    results = {name: xp.zeros(each.shape, each.dtype) for name, each in made.items()}
+    arrays_by_name = problem.keyed({**inputs, **ready.captured}) | results
+    if ready.executor == "cpu":
+        cpu_mass.block_mass(ready.plan, arrays_by_name, sides, has_lse=lse is not None)
+    else:
+        (gpu if ready.executor == "gpu" else sim).forward(made_plan, arrays_by_name)
+    return _mean(results["mass"], results["lse"] if lse is None else lse, sides[0], problem.seqlen_q)
+
+
+def _planned(
+    given: dict[str, Any], block: Any, mask: Any, causal: Any, scale: Any, score: Any, executor: str
+) -> tuple[Executable, tuple[int, int]]:
+    """The plan of a call for as many columns as q has, and the block; refuses what cannot be."""
+    q, k, lse = given.values()
+    for name, array in (("q", q), ("k", k)):
+        if not is_array(array):
+            raise TypeError(no_array(name, array))
+    if lse is not None and not is_array(lse):
+        raise TypeError(no_array("lse", lse))
+    reasons: list[str] = []
+    sides = (1, 1)
+    with collecting(reasons):
+        sides = block_pair(block)
+    dim = int(q.shape[-1]) if q.ndim else 0
+    has_dims = q.ndim >= 2 and k.ndim >= 2 and 1 <= dim <= MAX_DIM and k.shape[-1] == dim
+    if q.ndim >= 2 and not 1 <= dim <= MAX_DIM:
+        reasons.append(f"q's last axis (head_dim) must be 1..{MAX_DIM}; got shape {tuple(q.shape)}")
+    elif q.ndim >= 2 and k.ndim >= 2 and k.shape[-1] != dim:
+        reasons.append(f"k must have q's head_dim={dim} as its last axis; got shape {tuple(k.shape)}")
+    ready = None
+    with collecting(reasons):
+        # `plan` checks everything but head_dim, and takes one column of k for v.
+        arguments = [array[..., :1] if array.ndim >= 2 else array for array in (q, k, k)]
+        of_dim = 1 / math.sqrt(dim) if scale is None and has_dims else scale
+        kernel = "auto" if executor == "cpu" or (executor == "auto" and namespace(q) is np) else "simt"
+        ready = plan(
+            *arguments, mask=mask, causal=causal, scale=of_dim, score=score, kernel=kernel, executor=executor
+        )
+        ready.check_forward(dict(zip("qkv", arguments)) | dict(ready.captured), "out", None, None)
+    if ready is not None:
+        reasons += _lse_reasons(ready, q, lse) + _scale_reasons(ready)
+    if reasons or ready is None:
+        raise UnsupportedProblem(reasons)
+    problem = replace(ready.plan.problem, head_dim=dim)
+    sides = min(sides[0], max(problem.seqlen_q, 1)), min(sides[1], max(problem.seqlen_kv, 1))
+    return replace(ready, plan=replace(ready.plan, problem=problem)), sides
+
+
+def _lse_reasons(ready: Executable, q: Array, lse: Any) -> list[str]:
+    problem = ready.plan.problem
+    if lse is None:
+        return []
+    is_right = lse.shape == problem.lse_shape() and lse.dtype == problem.accumulator and namespace(lse) is namespace(q)
+    told = f"lse must be an array where q is, of shape {problem.lse_shape()} and dtype {problem.accumulator}"
+    return [] if is_right else [f"{told}; got {describe(lse)}: attention returns it with return_lse=True"]
+
+
+def _scale_reasons(ready: Executable) -> list[str]:
+    problem = ready.plan.problem
+    if not any(problem.scaling[1:]):
+        return []
+    return [
+        f"scale must be of a size from 2**-64 to 2**64 (2**-512 to 2**512 for float64); got "
+        f"{describe(problem.softmax_scale)}: multiply q or k by a power of two"
+    ]
+
+
+def _mean(mass: Array, lse: Array, block_q: int, seqlen_q: int) -> Array:
+    """Masses that are sums over queries, divided by the number of queries that have a key."""
+    xp, num_blocks = namespace(mass), mass.shape[-2]
+    has_key = xp.zeros((*lse.shape[:-1], num_blocks * block_q), dtype=mass.dtype)
+    has_key[..., :seqlen_q] = lse != -np.inf
+    counts = has_key.reshape(*lse.shape[:-1], num_blocks, block_q).sum(axis=-1)
+    return mass / xp.maximum(counts, 1)[..., None]

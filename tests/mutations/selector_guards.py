@@ -1,0 +1,133 @@
+"""What must see the faults of block masses, selectors and rooflines: numbers against their definitions in NumPy."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from executors import CPU, SIM, Run
+from test_block_mass import summed
+from test_recall import weights
+from test_selectors import by_sorting, means, of_antidiagonal, of_nsa, of_pooled
+
+import cuflash
+
+SIGNS = (AssertionError, ValueError)
+CAUSAL = np.tri(8, dtype=bool)
+
+
+def the_host_sums_masses(library: ModuleType) -> None:
+    """Also tiles that share a block, and keys in several steps."""
+    check_masses(library, CPU)
+    q, k = (np.random.default_rng(1).standard_normal((1, length, 4)) * 3 for length in (600, 1500))
+    mass = library.block_mass(q, k, block=(300, 64))
+    expected = summed(weights(q, k, np.ones((600, 1500), bool)), (300, 64))
+    np.testing.assert_allclose(mass, expected, rtol=1e-9, atol=1e-13)
+
+
+def the_kernel_sums_masses() -> None:
+    """Rows that a thread block owns, one or several, lists, intervals and chunks of head_dim, with lse and without."""
+    check_masses(cuflash, SIM)
+
+
+def check_masses(library: Any, run: Run) -> None:
+    rng = np.random.default_rng(0)
+    for dim, block in ((40, (20, 48)), (140, (70, 7))):
+        q, k = rng.standard_normal((2, 4, 100, dim)), rng.standard_normal((1, 2, 90, dim))
+        kept = rng.random((2, 4, 7, 6)) < 0.6
+        kept[:, :, 5:] = False
+        for mask, allowed in (
+            (library.masks.Causal("bottom_right"), np.tri(100, 90, -10, dtype=bool)),
+            (library.masks.BlockPattern(kept, 16), kept.repeat(16, axis=2).repeat(16, axis=3)[:, :, :100, :90]),
+        ):
+            p = weights(q, k.repeat(2, axis=0), allowed)
+            options = {"block": block, "mask": mask, "executor": run.executor}
+            mass = library.block_mass(q, k, **options)
+            np.testing.assert_allclose(mass, summed(p, block), rtol=1e-9, atol=1e-13)
+            v = np.broadcast_to(k[..., :1], (2, 2, 90, 1))
+            _, lse = cuflash.attention(q, k, v, mask=allowed, return_lse=True)
+            np.testing.assert_allclose(library.block_mass(q, k, lse=lse, **options), mass, rtol=1e-9, atol=1e-13)
+
+
+def budgets_are_exact(library: ModuleType) -> None:
+    made, choose = library.selectors.Budget, library.selectors.budget.choose
+    scores = np.array([0.5, np.nan, -1.0, 0.5, 2.0, -0.0, 0.0, -np.inf], np.float32)
+    shares = np.array([2, 1, 0, 2, 3, 1, 1, 4], np.float32) / 8
+    eligible = np.array([1, 1, 1, 1, 1, 1, 1, 0], bool)
+    forced = np.array([0, 0, 1, 0, 0, 0, 0, 1], bool)
+    for rule in (
+        {"top_k": 1}, {"top_k": 3}, {"top_k": 6}, {"top_k": 20}, {"mass": 0.5}, {"mass": 0.75}, {"mass": 1.0},
+        {"threshold": 0.5}, {"threshold": 9.0, "min_blocks": 4},
+    ):  # fmt: skip
+        kept = np.flatnonzero(choose(scores, shares, eligible, forced, made(**rule))).tolist()
+        assert kept == by_sorting(scores, shares, eligible, forced, made(**rule))
+
+
+def selections_are_right(library: ModuleType) -> None:
+    """Scores of each paper in float64, causality within blocks, Quest's bounds, and the oracle's masses."""
+    of = library.selectors
+    q, k = np.random.default_rng(1).standard_normal((2, 4, 64, 16))
+    k = k[:2]
+    options = {"budget": of.Budget(top_k=4), "forced": of.Forced(sink=1, local=2), "causal": True}
+    must = cuflash.selectors.budget.forced_blocks(np, options["forced"], (64, 64), (8, 8), 0)
+    wide = k.repeat(2, axis=0)
+    scored = {
+        of.pooled: (of_pooled(q, k), {}),
+        of.antidiagonal: (of_antidiagonal(q, wide), {"stride": 4}),
+        of.nsa: (of_nsa(q, k), {"compression": (8, 4)}),
+        of.oracle: (summed(weights(q, k, np.tri(64, dtype=bool)), (8, 8)), {}),
+    }
+    for select, (scores, more) in scored.items():
+        index = select(q, k, block=8, **options, **more)
+        expected = [
+            [by_sorting(row, row, CAUSAL[i], must[i], options["budget"]) for i, row in enumerate(head)]
+            for head in scores
+        ]
+        assert [[np.flatnonzero(row).tolist() for row in head] for head in index.states()[0]] == expected
+        assert not (index.toarray() & ~np.tri(64, dtype=bool)).any()
+    grouped = of.pooled(q, k, block=8, pool_queries=False, **options).states()[0] > 0
+    assert (grouped & must).sum() == (np.broadcast_to(must & CAUSAL, grouped.shape)).sum()
+    cut = of.pooled(q[:, :58], k[:, :58] * 9, block=8, budget=of.Budget(top_k=4), forced=of.Forced(diagonal=False))
+    every, none, few = np.ones(8, bool), np.zeros(8, bool), options["budget"]
+    scores = weights(means(q[:, :58], 8), means(k[:, :58], 8) * 9, np.ones((8, 8), bool))
+    expected = [[by_sorting(row, row, every, none, few) for row in head] for head in scores]
+    assert [[np.flatnonzero(row).tolist() for row in head] for head in cut.states()[0]] == expected
+    pages = [wide[:, None, start : start + 12] for start in range(0, 64, 12)]
+    bounds = [np.maximum(q * page.min(-2), q * page.max(-2)).sum(-1) for page in pages]
+    np.testing.assert_allclose(of.page_bounds(q, k, page_size=12), np.stack(bounds, axis=-1), rtol=1e-9, atol=1e-9)
+
+
+def slashes_are_right(library: ModuleType) -> None:
+    """One column and one distance that all of the last queries attend."""
+    of = library.selectors
+    q, k = np.zeros((2, 1, 40, 4))
+    k[0, 15], q[0] = (9, 0, 0, 0), (1, 0, 0, 0)
+    few = of.Budget(top_k=1)
+    index = of.vertical_slash(
+        q, k, vertical=few, slash=few, block=8, num_queries=1, forced=of.Forced(diagonal=False), causal=True
+    )
+    i, j = np.ogrid[:40, :40]
+    elements = ((j == 15) | (i - j == 24)) & (j <= i)
+    blocks = elements.reshape(5, 8, 5, 8).any((1, 3)) | (CAUSAL[:5, :5] & (np.arange(5) == 1))
+    np.testing.assert_array_equal(index.states()[0, 0] > 0, blocks)
+
+
+def rooflines_are_right(library: ModuleType) -> None:
+    comb = cuflash.masks.FromFunction(lambda b, h, i, j: (i + j) % 2 == 0)
+    kernel, *_ = library.roofline(planned_by(library, mask=comb, kernel="sm80")).kernels
+    kept = 2 * 4 * 200 * 100
+    assert (kernel.flops, kernel.exponentials) == (2 * kept * 96, kept)
+    assert kernel.seconds["products"] == kernel.flops / (4096 * 132 * 1.98e9)
+    memory = library.roofline(planned_by(library, kernel="simt")).kernels[0]
+    assert memory.hbm_bytes == 2 * 2 * 200 * (4 * 64 + 2 * 64 + 2 * 32 + 4 * 32) + 4 * 2 * 4 * 200
+    backward = library.roofline(planned_by(library, kernel="sm80"), which="backward").kernels
+    assert sum(each.flops for each in backward) == 2 * 2 * 4 * 200 * 200 * (3 * 64 + 2 * 32)
+    made = library.roofline(planned_by(library))
+    assert made.measured(2.0).share == made.least_seconds / 2
+
+
+def planned_by(library: ModuleType, **options: Any) -> Any:
+    shapes = ((2, h, 200, dim) for h, dim in ((4, 64), (2, 64), (2, 32)))
+    q, k, v = (library.ShapeDtype(shape, np.float16) for shape in shapes)
+    return library.plan(q, k, v, device=library.DeviceSpec.gpu("H100"), **options)

@@ -1,0 +1,94 @@
+"""Faults in block masses, in selectors and in rooflines: of Python and of the kernel."""
+
+from __future__ import annotations
+
+from mutations.planting import Edit
+from mutations.selector_guards import (
+    budgets_are_exact,
+    rooflines_are_right,
+    selections_are_right,
+    slashes_are_right,
+    the_host_sums_masses,
+    the_kernel_sums_masses,
+)
+
+MASS, KERNEL, SUMS = "executors/cpu_mass.py", "simt/block_mass.cu", "attention/block_mass.cuh"
+BUDGET, GRID, ESTIMATES = "selectors/budget.py", "selectors/grid.py", "selectors/estimates.py"
+SLASHES, PAGES, NSA = "selectors/slashes.py", "selectors/pages.py", "selectors/compressed.py"
+ROOFLINE = "study/roofline.py"
+FAULTS = {
+    the_host_sums_masses: {
+        "masses overwrite each other": Edit(MASS, "_add_to_grid", "+= sums.T", "= sums.T"),
+        "sums are not rescaled": Edit(MASS, "_from_scores", "row_sum * np.exp2(row_max - shift)", "row_sum"),
+        "lse is in base 2 already": Edit(MASS, "_from_lse", "lse * lse.dtype.type(LOG2_E)", "lse"),
+        "means are over all queries": Edit("study/block_mass.py", "_mean", "lse != -np.inf", "1"),
+        "a row without a key divides by 0": Edit("study/block_mass.py", "_mean", "xp.maximum(counts, 1)", "counts"),
+    },
+    the_kernel_sums_masses: {
+        "a tile of queries is as tall as the grid's block": Edit(
+            KERNEL, "simt_block_mass", "min(query_tile_end(params, work.first, kBlockQ), owned.last)", "owned.last"
+        ),
+        "Q stays where it is read in chunks": Edit(KERNEL, "step_scores", "|| head_dim > kHeadDim", ""),
+        "lse of a row without a key is not told apart": Edit(
+            KERNEL, "simt_block_mass", "factor[i] = is_empty ? Accumulator(0) : 1 / sum", "factor[i] = 1 / sum"
+        ),
+        "masses overwrite each other": Edit(SUMS, "add_masses", "+= total;\n", "= total;"),
+        "a block of keys goes on past the step": Edit(
+            SUMS, "BlockCuts", "n + 1 == count() ? last - first : start(n + 1)", "start(n + 1)"
+        ),
+        "a block of queries starts with the tile": Edit(
+            SUMS, "BlockCuts", "n == 0 ? 0 : (first_block() + n) * block - first", "n * block"
+        ),
+        "weights are summed before they are there": Edit(
+            SUMS, "add_masses", "__syncthreads();", ""
+        ),
+    },
+    budgets_are_exact: {
+        "the last of equal scores comes first": Edit(BUDGET, "_first_to_reach", "- of_last", ""),
+        "-0 is less than 0": Edit(BUDGET, "_ordered", "+ np.float32(0)", ""),
+        "NaN comes first": Edit(BUDGET, "_ordered", "xp.where(scores == scores, scores, -np.inf)", "scores"),
+        "forced blocks do not count": Edit(BUDGET, "choose", "xp.where(forced,", "xp.where(forced & False,"),
+        "blocks that are not eligible hold mass": Edit(
+            BUDGET, "choose", "weights.astype(np.float64) * eligible", "weights.astype(np.float64)"
+        ),
+        "few blocks are enough": Edit(BUDGET, "choose", "budget.min_blocks > (budget.top_k or 0)", "False"),
+    },
+    selections_are_right: {
+        "means of a short block count missing rows": Edit(
+            GRID, "block_means", "length - xp.arange(num_blocks) * side", "side"
+        ),
+        "an index allows what the mask hides": Edit(
+            GRID, "Grid.index", "pattern if self.mask == Band() else pattern & self.mask", "pattern"
+        ),
+        "queries of a group are not reversed": Edit(ESTIMATES, "antidiagonal", "rows[..., ::-1, :]", "rows"),
+        "sums of scores are not means": Edit(ESTIMATES, "antidiagonal", "grid.scale / stride", "grid.scale"),
+        "a compressed key lies in its first block": Edit(
+            NSA, "nsa", "pieces[..., n : n + count] += mass", "pieces[..., :count] += mass"
+        ),
+        "heads of a group choose for themselves": Edit(
+            NSA, "nsa", ".sum(axis=-3)", "[..., 0, :, :]"
+        ),
+        "compressed keys may end after the query": Edit(NSA, "nsa", "stairs(1, stride, length)", "stairs(1, 1)"),
+        "bounds are of the greatest key alone": Edit(PAGES, "_bounds", "q * least[", "q * greatest["),
+        "the last page holds zeros": Edit(
+            PAGES, "_bounds", "xp.minimum(xp.arange(num_pages * page), max(length - 1, 0))",
+            "xp.arange(num_pages * page) % length",
+        ),
+    },
+    slashes_are_right: {
+        "distances run one too far": Edit(SLASHES, "vertical_slash", "- stop_kv + 1", "- stop_kv"),
+        "no column is kept": Edit(SLASHES, "vertical_slash", "start_kv, stop_kv)", "start_kv, start_kv)"),
+    },
+    rooflines_are_right: {
+        "hidden elements count": Edit(ROOFLINE, "_elements", "int(of_lists[owner]), runs", "runs, runs"),
+        "values are as wide as keys": Edit(
+            ROOFLINE, "_bounded", "of_value * problem.value_dim)", "of_value * problem.head_dim)"
+        ),
+        "lse is not written": Edit(ROOFLINE, "_bounded", '!= "dlse"', '!= "lse"'),
+        "the chip has one multiprocessor": Edit(ROOFLINE, "_bounded", "* plan.device.num_processors", ""),
+        "the share is upside down": Edit(
+            ROOFLINE, "Roofline.share", "self.least_seconds / self.measured_seconds",
+            "self.measured_seconds / self.least_seconds",
+        ),
+    },
+}  # fmt: skip

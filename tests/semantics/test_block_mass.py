@@ -1,0 +1,177 @@
+"""Masses of blocks against the softmax itself in float64, on every executor, and against recall."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from executors import CPU, DTYPES, Run, on_every_executor, to_device
+from hypothesis import given
+from hypothesis import strategies as st
+from ml_dtypes import bfloat16
+from test_recall import problems, weights
+
+import cuflash
+from cuflash import masks
+
+
+def summed(p: Any, block: tuple[int, int]) -> Any:
+    """Weights summed over the keys of blocks, and their mean over the queries of a block that have a key."""
+    (num_q, num_kv), (block_q, block_kv) = p.shape[-2:], block
+    q_starts, kv_starts = range(0, num_q, block_q), range(0, num_kv, block_kv)
+    sums = np.add.reduceat(np.add.reduceat(p, q_starts, axis=-2), kv_starts, axis=-1)
+    has_key = (p > 0).any(-1)
+    return sums / np.maximum(np.add.reduceat(has_key.astype(int), q_starts, axis=-1), 1)[..., None]
+
+
+def masses(run: Run, q: Any, k: Any, *, mask: Any = None, lse: Any = None, **options: Any) -> Any:
+    lse = None if lse is None else run.put(lse)
+    made_mask = run.put_mask(mask, q, k, k)
+    options |= {"mask": made_mask, "lse": lse, "executor": run.executor}
+    return run.get(cuflash.block_mass(run.put(q), run.put(k), **options))
+
+
+def check_masses(library: Any, run: Run, problem: Any, block: tuple[int, int]) -> None:
+    q, k, v, mask, causal = problem
+    lengths = q.shape[-2], k.shape[-2]
+    elements = mask.toarray(*lengths, batch=q.shape[:-3], num_heads=q.shape[-3])
+    allowed = np.broadcast_to(elements, (*q.shape[:-1], lengths[1]))
+    if causal:
+        allowed = allowed & library.masks.Causal(causal).toarray(*lengths)
+    p = weights(q, k, allowed)
+    mass = masses(run, q, k, mask=mask, causal=causal, block=block)
+    np.testing.assert_allclose(mass, summed(p, block), rtol=1e-9, atol=1e-13)
+    rows = mass.sum(-1)
+    assert np.logical_or(np.abs(rows - 1) < 1e-12, rows == 0).all()
+    _, lse = library.attention(q, k, v, mask=mask, causal=causal, return_lse=True)
+    again = masses(run, q, k, mask=mask, causal=causal, block=block, lse=lse)
+    np.testing.assert_allclose(again, mass, rtol=1e-9, atol=1e-13)
+
+
+@on_every_executor
+def test_masses_are_sums_of_the_softmax(run: Run) -> None:
+    sides = st.sampled_from([1, 3, 8, 70])
+
+    @run.settings
+    @given(problems(), st.tuples(sides, sides))
+    def check(problem: Any, block: tuple[int, int]) -> None:
+        check_masses(cuflash, run, problem, block)
+
+    check()
+
+
+@on_every_executor
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_dtype_errs_by_what_its_sums_round(run: Run, dtype: str) -> None:
+    """A weight's relative error is at most the errors of its score and of its row's lse, for scores of some tiles."""
+    rng = np.random.default_rng(1)
+    made = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
+    q, k = rng.standard_normal((2, 4, 150, 40)).astype(made), rng.standard_normal((2, 2, 133, 40)).astype(made)
+    allowed = masks.Causal("bottom_right").toarray(150, 133)
+    wide_q, wide_k = q.astype(np.float64), np.repeat(k.astype(np.float64), 2, axis=-3)
+    mass = masses(run, q, k, block=(48, 32), causal="bottom_right")
+    expected = summed(weights(wide_q, k.astype(np.float64), allowed), (48, 32))
+    eps = np.finfo(mass.dtype).eps
+    largest = (np.abs(wide_q) @ np.abs(wide_k).swapaxes(-1, -2)).max() * 40**-0.5
+    assert mass.dtype == (np.float64 if dtype == "float64" else np.float32)
+    np.testing.assert_allclose(mass, expected, rtol=eps * (2 * (40 + 4) * largest + 2 * 133 + 48))
+
+
+@on_every_executor
+def test_head_dims_wider_than_a_tile_are_summed_in_chunks(run: Run) -> None:
+    q, k = np.random.default_rng(2).standard_normal((2, 2, 70, 300))
+    expected = summed(weights(q, k, np.ones((70, 70), bool)), (16, 16))
+    np.testing.assert_allclose(masses(run, q, k, block=16), expected, rtol=1e-9)
+
+
+@on_every_executor
+def test_scores_change_masses_as_they_change_weights(run: Run) -> None:
+    q, k = np.random.default_rng(3).standard_normal((2, 3, 50, 8))
+    slope = run.put(np.array([0.5, 0.25, 0.125]))
+    alibi = cuflash.Score(lambda s, b, h, i, j, slope: s - slope[h] * (i - j), slope=slope)
+    mass = masses(run, q, k, block=(10, 20), causal=True, score=alibi)
+    i, j = np.ogrid[:50, :50]
+    s = q @ k.swapaxes(-1, -2) * 8**-0.5 - run.get(slope)[:, None, None] * (i - j)
+    e = np.exp(s) * (j <= i)
+    np.testing.assert_allclose(mass, summed(e / e.sum(-1, keepdims=True), (10, 20)), rtol=1e-9)
+
+
+@given(problems(), st.sampled_from([(3, 5), (8, 4)]), st.integers(0, 2**32 - 1))
+def test_kept_blocks_hold_what_recall_says(problem: Any, block: tuple[int, int], seed: int) -> None:
+    check_recall(cuflash, problem, block, seed)
+
+
+def check_recall(library: Any, problem: Any, block: tuple[int, int], seed: int) -> None:
+    q, k, v, _, causal = problem
+    lengths = q.shape[-2], k.shape[-2]
+    grid = [-(-length // side) for length, side in zip(lengths, block)]
+    kept = np.random.default_rng(seed).random((*q.shape[:-2], *grid)) < 0.5
+    mass = library.block_mass(q, k, block=block, causal=causal)
+    recalled = library.recall(q, k, v, library.masks.BlockPattern(kept, block), causal=causal).mass
+    has_key = np.ones(lengths[0], bool)
+    if causal:
+        has_key = library.masks.Causal(causal).toarray(*lengths).any(-1)
+    starts = range(0, lengths[0], block[0])
+    means = np.add.reduceat(recalled * has_key, starts, axis=-1) / np.maximum(np.add.reduceat(has_key * 1, starts), 1)
+    np.testing.assert_allclose((mass * kept).sum(-1), means, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.gpu
+def test_calls_that_lie_alike_read_their_own_arrays() -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(3):
+        q, k = rng.standard_normal((2, 2, 40, 8))
+        expected = summed(weights(q, k, np.tri(40, dtype=bool)), (8, 8))
+        mass = cuflash.block_mass(to_device(q), to_device(k), block=8, causal=True).get()
+        np.testing.assert_allclose(mass, expected, rtol=1e-9)
+
+
+def test_rows_that_are_cut_in_two_by_a_tile_add_up() -> None:
+    """Tiles of the host are 512 queries tall, and blocks of 300 lie across two of them."""
+    q, k = np.random.default_rng(5).standard_normal((2, 1, 1100, 4))
+    expected = summed(weights(q, k, np.ones((1100, 1100), bool)), (300, 64))
+    np.testing.assert_allclose(masses(CPU, q, k, block=(300, 64)), expected, rtol=1e-9)
+
+
+def test_nothing_to_attend_has_no_mass() -> None:
+    q = np.ones((2, 4, 3))
+    assert cuflash.block_mass(q, q[:, :0], block=2).shape == (2, 2, 0)
+    assert (cuflash.block_mass(q, q, block=2, mask=~masks.Band()) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block": 0}, "block must be an int of at least 1"),
+        ({"block": (2, 2, 2)}, "block must be an int of at least 1"),
+        ({"lse": np.ones((2, 3))}, r"lse must be an array where q is, of shape \(2, 4\) and dtype float64"),
+        ({"lse": np.ones((2, 4), np.float32)}, "lse must be an array"),
+        ({"k": np.ones((2, 4, 2))}, "k must have q's head_dim=3"),
+        ({"q": np.ones((2, 4, 5000))}, r"head_dim\) must be 1..4096"),
+        ({"q": np.ones((2, 4, 3), int)}, "q's dtype must be one of"),
+        ({"q": np.ones((3, 4, 3))}, "q's 3 heads must be a multiple of k's 2"),
+        ({"scale": 1e200}, "scale must be of a size from"),
+        ({"scale": np.nan}, "scale must be a finite number"),
+        ({"executor": "tpu"}, "executor must be"),
+        ({"causal": "up"}, "causal must be"),
+        ({"q": np.ones(3)}, r"q must have shape \(..., heads, seqlen, dim\)"),
+    ],
+)
+def test_wrong_inputs_are_refused(changes: dict[str, Any], message: str) -> None:
+    q = np.ones((2, 4, 3))
+    with pytest.raises(cuflash.UnsupportedProblem, match=message):
+        cuflash.block_mass(**{"q": q, "k": q, "block": 2} | changes)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "lse"])
+def test_what_is_no_array_is_refused(name: str) -> None:
+    q = np.ones((2, 4, 3))
+    with pytest.raises(TypeError, match=f"{name} must be an array; got list"):
+        cuflash.block_mass(**{"q": q, "k": q, "block": 2} | {name: [1.0]})
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    with pytest.raises(cuflash.UnsupportedProblem) as caught:
+        cuflash.block_mass(np.ones((2, 4, 3)), np.ones((2, 4, 2)), block=0, scale=np.inf)
+    assert len(caught.value.reasons) == 3

@@ -1,0 +1,381 @@
+"""Selectors against their definitions in float64, and what must be exact of each: causality, forced blocks, budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import device_double
+import numpy as np
+import pytest
+from cuflash.selectors import Budget, Forced, budget as budgets
+from executors import CPU, Run, on_every_executor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_device_masks_gpu import captured
+from test_recall import weights
+
+import cuflash
+from cuflash import masks, selectors
+
+ON_KERNELS = ("pooled", "antidiagonal", "nsa", "vertical_slash", "oracle")
+FORCED = Forced(sink=1, local=2)
+FEW = Budget(top_k=2)
+
+
+def select(name: str, run: Run, q: Any, k: Any, *, top_k: int = 3, **options: Any) -> Any:
+    """An index by a selector's name, with blocks of 8."""
+    given_budget = {"budget": Budget(top_k=top_k)}
+    if name == "moba":
+        name, options = "pooled", {"pool_queries": False} | options
+    if name == "nsa":
+        options = {"compression": (8, 4)} | options
+    if name == "antidiagonal":
+        options = {"stride": 4} | options
+    if name == "vertical_slash":
+        given_budget = {"vertical": Budget(top_k=top_k), "slash": Budget(top_k=top_k)}
+        options = {"num_queries": 8} | options
+    if name in (*ON_KERNELS, "moba"):
+        options["executor"] = run.executor
+    options = {"block": 8, "forced": FORCED} | options
+    if name == "quest":
+        options["page_size"] = options.pop("block")
+    q, k = (run.put(x) if isinstance(x, np.ndarray) else x for x in (q, k))
+    return getattr(selectors, name)(q, k, **given_budget, **options)
+
+
+def by_sorting(
+    scores: Any, shares: Any, eligible: Any, forced: Any, budget: Budget
+) -> list[int]:
+    """What is kept of a row, by the words of `Budget`."""
+    forced = forced & eligible
+    scores = np.where(np.isnan(scores), -np.inf, scores)
+    order = sorted(np.flatnonzero(eligible), key=lambda j: (not forced[j], 0 if forced[j] else -scores[j], j))
+    count = int(forced.sum())
+    if budget.top_k is not None:
+        count = max(count, budget.top_k)
+    elif budget.mass is not None:
+        sums = np.cumsum([0, *shares[order]])
+        count = max(count, int(np.argmax(sums >= budget.mass * shares[eligible].sum())))
+    kept = set(order[: max(count, budget.min_blocks)])
+    if budget.threshold is not None:
+        kept |= {j for j in order if scores[j] >= budget.threshold}
+    return sorted(int(j) for j in kept)
+
+
+SCORES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, -1.0, 3.0, np.inf, -np.inf, np.nan])
+BUDGETS = st.one_of(
+    st.builds(Budget, top_k=st.integers(1, 9), min_blocks=st.integers(0, 4)),
+    st.builds(Budget, mass=st.sampled_from([0.125, 0.5, 0.75, 1.0]), min_blocks=st.integers(0, 4)),
+    st.builds(Budget, threshold=st.sampled_from([-1.0, 0.25, 2.0]), min_blocks=st.integers(0, 4)),
+)
+
+
+@given(st.data(), st.integers(1, 9), BUDGETS)
+def test_budgets_are_exact_to_the_block(data: Any, length: int, budget: Budget) -> None:
+    """Ties go to the lower number; shares are eighths, whose sums are exact."""
+    check_budget(cuflash, data, length, budget)
+
+
+def check_budget(library: Any, data: Any, length: int, budget: Any) -> None:
+    def row(values: st.SearchStrategy[Any], dtype: Any) -> Any:
+        return np.array(data.draw(st.lists(values, min_size=length, max_size=length)), dtype)
+
+    scores, shares = row(SCORES, np.float32), row(st.integers(0, 8), np.float32) / 8
+    eligible, forced = row(st.booleans(), bool), row(st.booleans(), bool)
+    kept = library.selectors.budget.choose(scores, shares, eligible, forced, budget)
+    assert np.flatnonzero(kept).tolist() == by_sorting(scores, shares, eligible, forced, budget)
+
+
+@given(st.integers(0, 2**32 - 1), BUDGETS)
+def test_a_device_chooses_without_waiting(seed: int, budget: Budget) -> None:
+    rng = np.random.default_rng(seed)
+    scores, eligible = rng.random((2, 5, 7), np.float32), rng.random((5, 7)) < 0.7
+    here = [scores, scores, eligible, budgets.forced_blocks(np, FORCED, (20, 28), (4, 4), 8)]
+    there = [*map(device_double.to_device, here[:3]), budgets.forced_blocks(
+        device_double.namespace, FORCED, (20, 28), (4, 4), 8
+    )]  # fmt: skip
+    chosen = device_double.to_host(budgets.choose(*there, budget))
+    np.testing.assert_array_equal(chosen, budgets.choose(*here, budget))
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 40), st.sampled_from([(4, 8), (8, 4), (5, 5)]), st.sampled_from([0, 3, -2]),
+    st.builds(Forced, sink=st.integers(0, 2), local=st.integers(0, 3), diagonal=st.booleans()),
+)  # fmt: skip
+def test_forced_blocks_are_those_of_their_words(
+    seqlen_q: int, seqlen_kv: int, block: tuple[int, int], offset: int, forced: Forced
+) -> None:
+    made = budgets.forced_blocks(np, forced, (seqlen_q, seqlen_kv), block, offset)
+    expected = np.zeros(made.shape, bool)
+    expected[:, : forced.sink] = True
+    for row in range(made.shape[0]):
+        columns = [(i + offset) // block[1] for i in range(row * block[0], min((row + 1) * block[0], seqlen_q))]
+        wanted = range(columns[-1] - forced.local + 1, columns[-1] + 1)
+        for column in {*wanted, *(columns if forced.diagonal else ())}:
+            if 0 <= column < made.shape[1]:
+                expected[row, column] = True
+    np.testing.assert_array_equal(made, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True, "bottom_right"])
+@pytest.mark.parametrize("name", [*ON_KERNELS, "moba", "random", "local", "quest"])
+@on_every_executor
+def test_what_must_be_exact_is(run: Run, name: str, causal: Any) -> None:
+    """Causality, forced blocks and counts, with groups of heads, a batch and lengths that blocks do not divide."""
+    rng = np.random.default_rng(0)
+    seqlen_q, seqlen_kv = (61, 77) if causal == "bottom_right" or not causal else (61, 61)
+    q = rng.standard_normal((2, 4, seqlen_q, 8), np.float32)
+    k = rng.standard_normal((1, 2, seqlen_kv, 8), np.float32)
+    index = select(name, run, q, k, causal=causal)
+    allowed = masks.Causal(causal if isinstance(causal, str) else None).toarray(seqlen_q, seqlen_kv) if causal else True
+    listed = run.get(index.states()) > 0
+    block = index.block
+    eligible = cuflash.BlockIndex.from_mask(masks.Dense(np.broadcast_to(allowed, (seqlen_q, seqlen_kv))), seqlen_q,
+                                            seqlen_kv, block).states()[0, 0] > 0  # fmt: skip
+    offset = seqlen_kv - seqlen_q if causal == "bottom_right" else 0
+    must = budgets.forced_blocks(np, FORCED, (seqlen_q, seqlen_kv), block, offset) & eligible
+    elements = index.on_host.toarray()
+    assert not (elements & ~np.broadcast_to(allowed, elements.shape)).any()
+    assert not (must & ~listed).any() and not (listed & ~eligible).any()
+    if name in ("moba", "vertical_slash"):  # unions over queries, keys and diagonals
+        return
+    expected = np.minimum(eligible.sum(-1), np.maximum(must.sum(-1), 3))
+    np.testing.assert_array_equal(listed.sum(-1), np.broadcast_to(expected, listed.shape[:-1]))
+
+
+def means(x: Any, side: int) -> Any:
+    starts = range(0, x.shape[-2], side)
+    counts = np.diff([*starts, x.shape[-2]])
+    return np.add.reduceat(x, starts, axis=-2) / counts[:, None]
+
+
+def of_pooled(q: Any, k: Any) -> Any:
+    return weights(means(q, 8), means(k, 8), np.tri(8, dtype=bool))
+
+
+def of_antidiagonal(q: Any, k: Any) -> Any:
+    """Sums of scores over the antidiagonals of cells of 4 by 4, their softmax over cells, summed over blocks."""
+    s = (q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5).reshape(*q.shape[:-2], 16, 4, 16, 4)
+    cells = sum(s[..., 3 - n, :, n] for n in range(4)) / 4
+    e = np.exp(cells) * np.tri(16)
+    return (e / e.sum(-1, keepdims=True)).reshape(*q.shape[:-2], 8, 2, 8, 2).sum((-1, -3))
+
+
+def of_nsa(q: Any, k: Any) -> Any:
+    """Softmax over means of 8 keys every 4, handed to the blocks by the part of each that lies there."""
+    starts = np.arange(0, 64 - 8 + 1, 4)
+    compressed = np.stack([k[..., start : start + 8, :].mean(-2) for start in starts], axis=-2)
+    p = weights(q, compressed, starts + 7 <= np.arange(64)[:, None])
+    overlap = [[max(0, min(start + 8, 8 * j + 8) - max(start, 8 * j)) / 4 for j in range(8)] for start in starts]
+    by_query = p @ np.array(overlap)
+    return by_query.reshape(2, 2, 8, 8, 8).sum((1, 3)).repeat(2, axis=0)
+
+
+@on_every_executor
+@pytest.mark.parametrize(
+    ("name", "scores_of"), [("pooled", of_pooled), ("antidiagonal", of_antidiagonal), ("nsa", of_nsa)]
+)
+def test_scores_are_those_of_the_paper(run: Run, name: str, scores_of: Callable[..., Any]) -> None:
+    q, k = np.random.default_rng(1).standard_normal((2, 4, 64, 16))
+    k = k[:2]
+    scores = scores_of(q, k if name == "nsa" else k.repeat(2, axis=0)) if name != "pooled" else scores_of(q, k)
+    eligible, must = np.tri(8, dtype=bool), budgets.forced_blocks(np, FORCED, (64, 64), (8, 8), 0)
+    expected = budgets.choose(scores, scores, eligible, must, Budget(top_k=5))
+    listed = run.get(select(name, run, q, k, causal=True, top_k=5).states())[0] > 0
+    np.testing.assert_array_equal(listed, expected)
+
+
+@on_every_executor
+def test_queries_choose_for_themselves_as_in_moba(run: Run) -> None:
+    """The affinity of a query and the mean of keys that end before it; the block of the query counts."""
+    q, k = np.random.default_rng(2).standard_normal((2, 2, 64, 16))
+    s = q @ means(k, 8).swapaxes(-1, -2)
+    kept = np.zeros((2, 64, 8), bool)
+    for h, i in np.ndindex(2, 64):
+        past = sorted(range(i // 8 if i % 8 < 7 else i // 8 + 1), key=lambda j: -s[h, i, j])
+        others = [j for j in past if j != i // 8]
+        kept[h, i, [i // 8, *others[:2]]] = True
+    listed = run.get(select("moba", run, q, k, causal=True, forced=Forced()).states())[0] > 0
+    np.testing.assert_array_equal(listed, kept.reshape(2, 8, 8, 8).any(2))
+
+
+@on_every_executor
+def test_columns_and_diagonals_of_the_last_queries_are_kept(run: Run) -> None:
+    q, k = np.random.default_rng(3).standard_normal((2, 2, 60, 16))
+    p = weights(q, k, np.tri(60, dtype=bool))[:, -8:]
+    listed = run.get(select("vertical_slash", run, q, k, causal=True, top_k=2, forced=Forced(diagonal=False)).states())
+    i, j = np.arange(52, 60)[:, None], np.arange(60)
+    for h in range(2):
+        columns = np.argsort(-p[h].sum(0), kind="stable")[:2]
+        distances = np.argsort([-p[h][i - j == o].sum() for o in range(60)], kind="stable")[:2]
+        elements = np.isin(np.arange(60)[:, None] - j, distances) | np.isin(j, columns)
+        elements &= np.tri(60, dtype=bool)
+        expected = np.add.reduceat(np.add.reduceat(elements, range(0, 60, 8), axis=0), range(0, 60, 8), axis=1) > 0
+        expected |= np.isin(np.arange(8), columns // 8) & np.tri(8, dtype=bool)
+        np.testing.assert_array_equal(listed[0, h] > 0, expected)
+
+
+def test_blocks_of_unlike_rows_are_kept_and_take_no_part() -> None:
+    """SpargeAttn's guard: keys of block 1 point everywhere, all others in one direction."""
+    k = np.ones((1, 32, 8)) + np.arange(4).repeat(8)[:, None] * 0.1
+    k[:, 8:16] = np.eye(8) * 4
+    q = np.ones((1, 32, 8))
+    q[:, 16:24] = -np.eye(8)
+    index = selectors.pooled(q, k, block=8, budget=Budget(top_k=2), forced=Forced(diagonal=False), self_similarity=0.5)
+    expected = np.array([[0, 1, 0, 1], [0, 1, 0, 1], [1, 1, 1, 1], [0, 1, 0, 1]])
+    np.testing.assert_array_equal(index.states()[0, 0], expected)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 20), st.sampled_from([1, 4, 16]), st.booleans())
+def test_no_score_of_a_page_exceeds_its_bound(seed: int, seqlen_kv: int, page_size: int, is_grouped: bool) -> None:
+    """Whole numbers, whose products are exact."""
+    rng = np.random.default_rng(seed)
+    shapes = (4, 3, 5), (2 - is_grouped, seqlen_kv, 5)
+    q, k = (rng.integers(-9, 10, shape).astype(np.float32) for shape in shapes)
+    bounds = selectors.page_bounds(q, k, page_size=page_size)
+    s = q @ np.repeat(k, 4 // len(k), axis=0).swapaxes(-1, -2)
+    highest = np.maximum.reduceat(s, range(0, seqlen_kv, page_size), axis=-1)
+    assert bounds.shape == highest.shape and (bounds >= highest).all()
+    if page_size == 1:
+        np.testing.assert_array_equal(bounds, s)
+
+
+def test_pages_of_a_cache_are_those_of_its_rows() -> None:
+    rng = np.random.default_rng(5)
+    cache = cuflash.KVCache(batch=2, num_kv_heads=2, head_dim=8, capacity=90, dtype="f4", page_size=16, num_pages=12)
+    k, v = rng.standard_normal((2, 2, 2, 70, 8), np.float32)
+    cache.append(k, v, counts=[70, 0])
+    cache.append(v, k, counts=[3, 41])
+    q = rng.standard_normal((2, 4, 1, 8), np.float32)
+    found = selectors.quest(q, cache, budget=Budget(top_k=2))
+    for sequence, index in enumerate(found):
+        rows, values = cache.rows(sequence)
+        assert index.shape == (1, 4, 1, (73, 41)[sequence]) and index.block == (1, 16)
+        again = selectors.quest(q[sequence], rows, budget=Budget(top_k=2))
+        np.testing.assert_array_equal(index.states(), again.states())
+        assert np.isfinite(cuflash.attention(q[sequence], rows, values, mask=index)).all()
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 5]), st.booleans())
+def test_no_selector_recalls_more_than_the_oracle(seed: int, top_k: int, causal: bool) -> None:
+    q, k, v = np.random.default_rng(seed).standard_normal((3, 2, 48, 8)) * 2
+    options = {"block": 8, "budget": Budget(top_k=top_k), "causal": causal, "forced": Forced(diagonal=causal)}
+    best = cuflash.recall(q, k, v, selectors.oracle(q, k, **options), causal=causal).mass
+    for name in ("pooled", "antidiagonal", "nsa", "random", "local"):
+        more = {"compression": (8, 4)} if name == "nsa" else {}
+        index = getattr(selectors, name)(q, k, **options, **more)
+        kept = cuflash.recall(q, k, v, index, causal=causal).mass
+        rows = [x.reshape(2, 6, 8).mean(-1) for x in (kept, best)]
+        assert (rows[0] <= rows[1] + 1e-12).all()
+
+
+@on_every_executor
+def test_an_index_serves_both_passes(run: Run) -> None:
+    q, k, v = np.random.default_rng(6).standard_normal((3, 2, 64, 8))
+    index = select("pooled", run, q, k, causal=True)
+    o, vjp = cuflash.attention_vjp(*map(run.put, (q, k, v)), mask=index, executor=run.executor)
+    p = weights(q, k, index.on_host.toarray()[0])
+    np.testing.assert_allclose(run.get(o), p @ v, rtol=1e-9, atol=1e-12)
+    dq, dk, dv = (run.get(x) for x in vjp(run.put(np.ones_like(v))))
+    np.testing.assert_allclose(dv, p.swapaxes(-1, -2) @ np.ones_like(v), rtol=1e-9, atol=1e-12)
+
+
+def test_a_mask_of_the_caller_decides_what_is_eligible() -> None:
+    q = np.random.default_rng(7).standard_normal((2, 2, 32, 8))
+    documents = masks.Documents(np.arange(32) // 16)
+    for name in ("pooled", "oracle", "local", "moba"):
+        listed = select(name, CPU, q, q, mask=documents, top_k=2).states() > 0
+        assert listed.sum() == 2 * 2 * 4 * 2 and listed[..., :2, :2].all() and listed[..., 2:, 2:].all()
+
+
+def test_two_axes_are_one_head() -> None:
+    q = np.random.default_rng(8).standard_normal((32, 8))
+    for name in (*ON_KERNELS, "moba", "random", "local", "quest"):
+        assert select(name, CPU, q, q, causal=True).shape == (1, 1, 32, 32)
+
+
+WRONG = [
+    ({"budget": 8}, "budget must be a Budget; got 8"),
+    ({"forced": (1, 2)}, "forced must be a Forced; got"),
+    ({"block": 0}, "block must be an int of at least 1"),
+    ({"causal": "down"}, "causal must be"),
+    ({"scale": "1"}, "scale must be a finite number"),
+    ({"k": np.ones((3, 32, 4))}, "must be a multiple of k's 3"),
+]
+
+
+@pytest.mark.parametrize("name", ["pooled", "antidiagonal", "nsa", "oracle", "random", "local"])
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_every_selector_refuses_wrong_inputs(name: str, changes: dict[str, Any], message: str) -> None:
+    q = np.ones((2, 32, 4))
+    with pytest.raises(cuflash.UnsupportedProblem, match=message):
+        getattr(selectors, name)(**{"q": q, "k": q, "budget": Budget(top_k=2)} | changes)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q: selectors.pooled(q, q, budget=FEW, self_similarity=2), "self_similarity must be None or"),
+        (lambda q: selectors.pooled(q, q, budget=FEW, pool_queries=1), "pool_queries must be True or False"),
+        (lambda q: selectors.antidiagonal(q, q, budget=FEW, stride=0), "stride must be an int of at least 1"),
+        (lambda q: selectors.antidiagonal(q, q, budget=FEW, block=12), "block must be multiples of stride=8"),
+        (lambda q: selectors.antidiagonal(q, q, budget=FEW, block=2048, stride=2048), "at most 4096 / head_dim"),
+        (lambda q: selectors.nsa(q, q, budget=FEW, compression=(32, 5)), "compression must be two ints"),
+        (lambda q: selectors.nsa(q, q, budget=FEW, block=24), "block_kv must be a multiple of the stride 16"),
+        (lambda q: selectors.nsa(q[:, :8], q[:, :8], budget=FEW), "k must have at least 32 keys"),
+        (lambda q: selectors.vertical_slash(q, q, vertical=2, slash=FEW), "vertical must be a Budget"),
+        (lambda q: selectors.vertical_slash(q, q, vertical=FEW, slash=FEW, num_queries=0),
+         "num_queries must be an int of at least 1"),
+        (lambda q: selectors.random(q, q, budget=FEW, seed=-1), "seed must be an int of at least 0"),
+        (lambda q: selectors.quest(q, q, budget=Budget(mass=0.5)), "budget must be given top_k or threshold"),
+        (lambda q: selectors.quest(q, q, budget=FEW, page_size=0), "page_size must be an int of at least 1"),
+        (lambda q: selectors.page_bounds(q, q, page_size=0), "page_size must be an int of at least 1"),
+        (lambda q: Budget(), "exactly one of top_k, mass and threshold; got none of them"),
+        (lambda q: Budget(top_k=1, mass=0.5), "got top_k and mass"),
+        (lambda q: Budget(top_k=0), "top_k must be an int of at least 1; got 0"),
+        (lambda q: Budget(mass=1.5), "mass must be a number above 0 and at most 1; got 1.5"),
+        (lambda q: Budget(threshold=np.nan), "threshold must be a finite number; got nan"),
+        (lambda q: Budget(top_k=1, min_blocks=-1), "min_blocks must be an int of at least 0; got -1"),
+        (lambda q: Forced(sink=-1, local=0.5), "2 reasons:"),
+        (lambda q: Forced(diagonal=1), "diagonal must be True or False; got 1"),
+    ],
+)  # fmt: skip
+def test_options_out_of_range_are_refused(call: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(cuflash.UnsupportedProblem, match=message):
+        call(np.ones((2, 32, 4)))
+
+
+@pytest.mark.parametrize("name", ["pooled", "antidiagonal", "nsa", "oracle", "random", "local", "quest"])
+def test_what_is_no_array_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="k must be an array; got list"):
+        getattr(selectors, name)(np.ones((2, 32, 4)), [1.0], budget=FEW)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*ON_KERNELS, "moba", "local", "quest"])
+def test_a_selection_waits_for_nothing(name: str) -> None:
+    """Inside a stream capture, which any wait would break; its index is the one of the host."""
+    import cupy
+
+    q, k = np.random.default_rng(9).standard_normal((2, 4, 64, 16))
+    device_q, device_k = cupy.asarray(q), cupy.asarray(k[:2])
+    gpu = Run("gpu")
+    index = captured(cupy, lambda: select(name, gpu, device_q, device_k, causal=True))
+    expected = select(name, CPU, q, k[:2], causal=True)
+    np.testing.assert_array_equal(index.states().get(), expected.states())
+
+
+@pytest.mark.parametrize("sequence", [-1, 2, 0.0, "0"])
+def test_rows_of_no_sequence_are_refused(sequence: Any) -> None:
+    cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=8, dtype="f4")
+    with pytest.raises(cuflash.UnsupportedProblem, match="sequence must be a sequence from 0 to 1"):
+        cache.rows(sequence)
+
+
+@pytest.mark.parametrize("q", [np.ones((2, 1, 4), np.float32), np.ones((3, 1, 1, 4), np.float32)])
+def test_queries_that_are_not_one_entry_a_sequence_are_refused(q: Any) -> None:
+    cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=8, dtype="f4")
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"q must have shape \(2, num_heads, n, head_dim\)"):
+        selectors.quest(q, cache, budget=FEW)
