@@ -16,6 +16,7 @@ from .calculators import kv_cache_bytes, largest_length, memory
 from .compiler.nvrtc import cache_info
 from .doctor import doctor
 from .errors import CompileError, UnsupportedProblem
+from .fp8 import QuantizationBound, Quantized, Rotation, quantization_bound, quantize
 from .merging import merge
 from .packing import pack, unpack
 from .planning.device import DeviceSpec
@@ -33,7 +34,10 @@ __all__ = [
     "Executable",
     "Gradients",
     "KVCache",
+    "QuantizationBound",
+    "Quantized",
     "Recall",
+    "Rotation",
     "Score",
     "ShapeDtype",
     "UnsupportedProblem",
@@ -51,6 +55,8 @@ __all__ = [
     "patterns",
     "plan",
     "precompile",
+    "quantization_bound",
+    "quantize",
     "recall",
     "reference",
     "scores",

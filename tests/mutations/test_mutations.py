@@ -21,13 +21,13 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, calculators, calls, host, interop, kernel_guards, kv_cache, mask_algebra, mask_inputs, non_finite,
+    attention, calculators, calls, fp8, host, interop, kernel_guards, kv_cache, mask_algebra, mask_inputs, non_finite,
     planting, python, score_kernels, scores, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows,
     sm90_backward_wide, sm90_forward, sm90_guards, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
-OF_INPUTS = (calls, mask_inputs, sequences, kv_cache, calculators, interop)
+OF_INPUTS = (calls, mask_inputs, sequences, kv_cache, calculators, interop, fp8)
 OF_BOTH = (non_finite, score_kernels, sinks)  # faults of Python and of kernels
 OF_KERNELS = (
     simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, *OF_BOTH,

@@ -756,6 +756,44 @@ def group_products(dtype: str, columns: int, adds: bool) -> Launch:
     )  # fmt: skip
 
 
+def e4m3_sums(a: Any, b: Any, before: Any) -> Any:
+    """What an H100's tensor cores add to `before`, for bytes a [..., rows, 32] and b [..., columns, 32]: each term is cut
+    below 2^-13 of the largest, and the sum behind 13 bits of mantissa. Exponents of subnormals count as -6."""
+    numbers, exponents = [], []
+    for bits in (a, b):
+        numbers.append(bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64))
+        exponents.append(np.where(bits & 0x7F, np.maximum((bits >> 3 & 15).astype(int), 1) - 7, -100))
+    products = numbers[0][..., :, None, :] * numbers[1][..., None, :, :]
+    of_products = (exponents[0][..., :, None, :] + exponents[1][..., None, :, :]).max(axis=-1)
+    of_before = np.where(before == 0, -100, np.frexp(before)[1] - 1)
+    unit = np.exp2(np.maximum(of_products, of_before) - 13.0)
+    sums = (np.trunc(products / unit[..., None]).sum(axis=-1) + np.trunc(before / unit)) * unit
+    return (sums.astype(np.float32).view(np.uint32) & ~np.uint32(2**10 - 1)).view(np.float32)
+
+
+def e4m3_accumulation(name: str) -> Launch:
+    """One product added to what accumulators hold, of numbers of all sizes: of any bits, few, all alike, or subnormal."""
+    rng, shape = np.random.default_rng(7), (2, 64, 32)
+    codes = np.arange(256, dtype=np.uint8)
+    codes = codes[codes & 0x7F != 0x7F]
+    normal = rng.standard_normal((2, *shape)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    a, b = {
+        "any": rng.choice(codes, (2, *shape)),
+        "few": np.where(rng.random((2, *shape)) < 0.15, rng.choice(codes, (2, *shape)), np.uint8(0)),
+        "normal": normal,
+        "positive": normal & 0x7F,
+        "subnormal": rng.choice(codes[codes & 0x7F < 16], (2, *shape)),
+    }[name]
+    before = (rng.standard_normal((2, 64, 64)) * np.exp2(rng.integers(-20, 20, (2, 64, 64)))).astype(np.float32)
+    before[0, ::3] = 0
+    right = e4m3_sums(a, b, before)
+    return Launch(
+        name=f"e4m3 sums of {name} numbers", file="wgmma", entry="sums", block=128, architecture=HOPPER,
+        shared_bytes=64 * 32, constants={"T": E4M3["float8_e4m3fn"], "kN": 64},
+        arguments=(a, b, before, np.zeros_like(before), np.int32(len(a))), expected={3: Expected(right)},
+    )  # fmt: skip
+
+
 def e4m3_packs() -> Launch:
     """Floats that lie at and around all numbers of e4m3 and the middles between them, and floats of any bits."""
     number = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)[:-1]
@@ -939,6 +977,7 @@ LAUNCHES = (
       for columns in (*range(16, 257, 16), 40) for dtype in ("float16", "bfloat16")),
     *(group_products("float8_e4m3fn", columns, columns % 32 == 0) for columns in (16, 40, 64, 128, 256)),
     e4m3_packs(),
+    *map(e4m3_accumulation, ("any", "few", "normal", "positive", "subnormal")),
     *(maps(*way) for way in (("float32",), ("float64",), FRAGMENTS)),
     *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in loads(*way)),
     *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in stores(*way)),

@@ -157,24 +157,30 @@ std::vector<float> gathered(float* const* d, int count) {
   return values;
 }
 
-// Sums over 32 elements of 8 bits as tensor cores make them (docs/fp8.md): each product, and what is added to, is cut
-// towards zero to a multiple of 2^-13 of the power of two in the largest; what is left is added exactly. The exponent of a
-// product is the sum of its factors' exponents.
+// Sums over 32 elements of 8 bits, as an H100 makes them bit for bit (docs/fp8.md). Each product, and what is added to, is cut
+// towards zero to a multiple of 2^-13 of the power of two in the largest term; these are added exactly, and the sum is cut
+// to 13 bits of mantissa. The exponent of a product is the sum of its factors' exponents, which are -6 at least.
 constexpr int kE4M3Bits = 13;
+constexpr int kNoExponent = -100;  // of 0
+constexpr int32_t kCutMantissa = ~((1 << (23 - kE4M3Bits)) - 1);
 
 struct E4M3Row { float number[32]; int exponent[32]; };
 struct E4M3Columns { Eight number[32]; EightBits exponent[32]; };
 
-CUFLASH_SIM_WITHIN int exponent_of(float x) { return static_cast<int>(std::bit_cast<uint32_t>(x) >> 23 & 255) - 127; }
+CUFLASH_SIM_WITHIN int e4m3_exponent(float x) {
+  const int exponent = static_cast<int>(std::bit_cast<uint32_t>(x) >> 23 & 255) - 127;
+  return x == 0 ? kNoExponent : exponent < -6 ? -6 : exponent;
+}
 
 CUFLASH_SIM_WITHIN Eight e4m3_sums(const E4M3Row& a, const E4M3Columns& b, Eight before) {
-  constexpr int kLeast = -64;  // no product that is not 0 has a smaller exponent
+  constexpr int kLeast = -64;  // any product that is not 0 has a larger exponent
   EightBits largest = (reinterpret_cast<EightBits>(before) >> 23 & 255) - 127;
-  largest = largest > kLeast ? largest : EightBits{} + kLeast;
   for (int k = 0; k < 32; ++k) {
     const EightBits exponent = a.exponent[k] + b.exponent[k];
     largest = exponent > largest ? exponent : largest;
   }
+  const EightBits is_alone = largest < kLeast;  // what is added to
+  largest = is_alone ? EightBits{} + kLeast : largest;
   const Eight up = reinterpret_cast<Eight>((127 + kE4M3Bits - largest) << 23);
   const Eight down = reinterpret_cast<Eight>((127 - kE4M3Bits + largest) << 23);
   const auto cut = [&](Eight x) { return __builtin_convertvector(x * up, EightBits); };
@@ -185,8 +191,11 @@ CUFLASH_SIM_WITHIN Eight e4m3_sums(const E4M3Row& a, const E4M3Columns& b, Eight
     sum += cut(term);
     plain += term;
   }
-  const EightBits is_finite = (reinterpret_cast<EightBits>(plain) & 0x7f800000) != 0x7f800000;
-  return is_finite ? __builtin_convertvector(sum, Eight) * down : plain;
+  const EightBits plain_bits = reinterpret_cast<EightBits>(plain);
+  const EightBits special = (plain_bits & 0x7fffffff) > 0x7f800000 ? EightBits{} + 0x7fffffff : plain_bits;
+  const Eight summed = is_alone ? before : __builtin_convertvector(sum, Eight) * down;
+  const EightBits finite = reinterpret_cast<EightBits>(summed) & kCutMantissa;
+  return reinterpret_cast<Eight>((plain_bits & 0x7f800000) == 0x7f800000 ? special : finite);
 }
 
 CUFLASH_SIM_WIDE void multiply_e4m3(Product& product) {
@@ -196,7 +205,7 @@ CUFLASH_SIM_WIDE void multiply_e4m3(Product& product) {
   const auto set = [&](int row, int k, uint8_t bits) {
     const float number = e4m3_to_float(bits);
     a[row].number[k] = number;
-    a[row].exponent[k] = exponent_of(number);
+    a[row].exponent[k] = e4m3_exponent(number);
   };
   const auto* from = reinterpret_cast<const uint8_t*>(product.seen.data());
   if (lane.a_in_registers) {
@@ -214,7 +223,7 @@ CUFLASH_SIM_WIDE void multiply_e4m3(Product& product) {
     for (int i = 0; i < 256; ++i) {
       const float number = e4m3_to_float(from[i]);
       b.number[i % 32][i / 32] = number;
-      b.exponent[i % 32][i / 32] = exponent_of(number);
+      b.exponent[i % 32][i / 32] = e4m3_exponent(number);
     }
     for (int row = 0; row < 16; ++row) {
       Eight before = {};
