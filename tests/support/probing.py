@@ -757,8 +757,10 @@ def group_products(dtype: str, columns: int, adds: bool) -> Launch:
 
 
 def e4m3_sums(a: Any, b: Any, before: Any) -> Any:
-    """What an H100's tensor cores add to `before`, for bytes a [..., rows, 32] and b [..., columns, 32]: each term is cut
-    below 2^-13 of the largest, and the sum behind 13 bits of mantissa. Exponents of subnormals count as -6."""
+    """What an H100's tensor cores add to `before`, for bytes a [..., rows, 32] and b [..., columns, 32].
+
+    Each term is cut below 2^-13 of the largest, and the sum behind 13 bits of mantissa; subnormals have exponent -6.
+    """
     numbers, exponents = [], []
     for bits in (a, b):
         numbers.append(bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64))
@@ -772,7 +774,7 @@ def e4m3_sums(a: Any, b: Any, before: Any) -> Any:
 
 
 def e4m3_accumulation(name: str) -> Launch:
-    """One product added to what accumulators hold, of numbers of all sizes: of any bits, few, all alike, or subnormal."""
+    """One product added to what accumulators hold: of any numbers, few, alike, positive, or subnormal."""
     rng, shape = np.random.default_rng(7), (2, 64, 32)
     codes = np.arange(256, dtype=np.uint8)
     codes = codes[codes & 0x7F != 0x7F]
