@@ -1,7 +1,7 @@
 """What do 8 bits cost, and how much of it do blocks and rotations give back?
 
-    python experiments/proof/fp8_error.py                     # a minute on two cores
-    python experiments/proof/fp8_error.py --seqlen 512
+    python -m experiments fp8_error                    # minutes
+    python -m experiments fp8_error --seqlen 512
 
 Attention of q, k and v quantised to e4m3 in every way, on the cpu executor, against the specification in float64 on the
 operands as they were drawn, float16: root mean squares of the error of o. The operands are those of FlashAttention-3
@@ -14,19 +14,15 @@ Found:  so it is, at 128 columns, and at 64 in part; the table is in docs/fp8.md
 """
 
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import cuflash
 import numpy as np
 from cuflash import reference
+from harness import Record, main, track
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import Record, main, track  # noqa: E402
 
 DISTRIBUTIONS = ("normal", "outliers")
 PARTS = ("tensor", "head", "block")
