@@ -808,8 +808,7 @@ def e4m3_packs() -> Launch:
         right = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     right = np.where(np.isnan(x), np.uint8(0x7F), right)
     return Launch(
-        name="floats as e4m3", file="wgmma", entry="packs", block=128, architecture=HOPPER,
-        constants={"T": E4M3["float8_e4m3fn"], "kN": 16},
+        name="floats as e4m3", file="e4m3", entry="packs", block=128, architecture=HOPPER,
         arguments=(x, np.zeros(x.size // 4, np.uint32), np.int32(x.size // 4)),
         expected={1: Expected(right.view(np.uint32))},
     )  # fmt: skip

@@ -1,6 +1,5 @@
 // d [64, N] = a [64, 64] b [64, N], or d plus that, for every form of operands. `probe` names the elements, T; of 8-bit ones
 // the sum runs over 128.
-#include <ptx/math.cuh>
 #include <ptx/shared.cuh>
 #include <ptx/tma.cuh>
 #include <ptx/wgmma.cuh>
@@ -70,12 +69,6 @@ CUFLASH_DEVICE void run(const Form* forms, int count, const uint16_t* images, in
       after[(i * 64 + row + e / 2 % 2 * 8) * kN + e / 4 * 8 + column + e % 2] = d[e];
     __syncthreads();
   }
-}
-
-extern "C" __global__ void packs(const float* x, uint32_t* packed, int count) {
-  if constexpr (sizeof(T) == 1)
-    for (int i = threadIdx.x; i < count; i += blockDim.x)
-      packed[i] = ptx::pack4(T{}, x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
 }
 
 // d = a b + d for one product of each of `count` pairs of a [64, depth] and b [N, depth], `depth` being 32 bytes.
