@@ -16,6 +16,7 @@ from .calculators import kv_cache_bytes, largest_length, memory
 from .compiler.nvrtc import cache_info
 from .doctor import doctor
 from .errors import CompileError, UnsupportedProblem
+from .fp8 import QuantizationBound, Quantized, Rotation, quantization_bound, quantize
 from .merging import merge
 from .packing import pack, unpack
 from .planning.device import DeviceSpec
@@ -37,8 +38,11 @@ __all__ = [
     "Gradients",
     "KVCache",
     "Peaks",
+    "QuantizationBound",
+    "Quantized",
     "Recall",
     "Roofline",
+    "Rotation",
     "Score",
     "ShapeDtype",
     "UnsupportedProblem",
@@ -57,6 +61,8 @@ __all__ = [
     "patterns",
     "plan",
     "precompile",
+    "quantization_bound",
+    "quantize",
     "recall",
     "reference",
     "roofline",

@@ -16,6 +16,7 @@ from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
+from .fp8 import operands as fp8
 from .masks.at_each_call import at_each_call
 from .masks.base import Band, Mask
 from .masks.content import Content, content, held_arrays
@@ -104,7 +105,8 @@ def attention(
     ----------
     q : array [..., num_heads, seqlen_q, head_dim] or [seqlen_q, head_dim]
         Queries, of float16, bfloat16, float32 or float64, with any strides. An array of any library with DLPack is
-        used where it lies, without a copy.
+        used where it lies, without a copy. q, k and v may be `Quantized`, on the host: o has the dtype from which v
+        was quantised.
     k : array [..., num_kv_heads, seqlen_kv, head_dim] or [seqlen_kv, head_dim]
         Keys, of q's dtype. The axes before the heads broadcast by NumPy's rules. Query head h reads key/value head
         h // (num_heads / num_kv_heads).
@@ -141,11 +143,12 @@ def attention(
     executor : {"auto", "cpu", "gpu", "sim"}
         "auto" takes "gpu" for arrays on a CUDA device, which must be CuPy's current one; everything runs on its
         current stream. It takes "cpu" for all other arrays. "sim" runs the GPU's kernels on a simulator, for tests.
-    precision : {"ieee", "tf32", "tf32x3"}
+    precision : {"ieee", "tf32", "tf32x3", "fp8"}
         "ieee" multiplies and sums in float32 (float64 for float64). The others multiply float32 on tensor cores of
         compute capability 8.0 or newer: "tf32" rounds the operands of each product to 11 significant bits; "tf32x3"
         makes three products of their upper and lower halves and errs about as "ieee" does, except that a product with
-        an infinite operand is NaN. `error_bound` bounds each.
+        an infinite operand is NaN. `error_bound` bounds each. "fp8" is for the host: it quantises q, k and v as
+        `quantize` does, in blocks of 128 rows, with one rotation of q and k.
     deterministic : bool
         Whether dq must be bitwise repeatable on a GPU. Otherwise thread blocks add to it in the order in which they
         arrive, where that is faster. All other results are bitwise repeatable either way.
@@ -200,6 +203,12 @@ def attention(
     (2, 4, 100)
     """
     require_flag("return_lse", return_lse)
+    if fp8.is_asked_for(q, k, v, precision):
+        o, lse = _quantized_attention(
+            q, k, v, precision, mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap,
+            bias=bias, sink=sink, kernel=kernel, executor=executor, deterministic=deterministic, out=out,
+        )  # fmt: skip
+        return (o, lse) if return_lse else o
     of_score, operands = _operands(score, softcap, bias, sink)
     _, _, o, lse = _call(
         q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, ()
@@ -273,6 +282,7 @@ def attention_vjp(
     ((4, 50, 32), True)
     """
     require_flag("return_lse", return_lse)
+    _require_plain(q, k, v, precision)
     of_score, operands = _operands(score, softcap, bias, sink)
     ready, (q, k, v, *others), o, lse = _call(
         q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, wrt
@@ -351,6 +361,7 @@ def plan(
     FLOPs      17716740096 forward
     workspace  131072 bytes, 0 of them the work list
     """
+    _require_plain(q, k, v, precision)
     q, k, v, sink, bias = as_arrays({"q": q, "k": k, "v": v, "sink": sink, "bias": bias}).values()
     where = _executor((q, k, v), executor, device)
     reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
@@ -461,6 +472,34 @@ def precompile(
     if device is None:
         return nvrtc.precompile(map(checks.with_watchdog, specs), capability)
     return nvrtc.precompile(specs, nvrtc.architecture(next(iter(specs)), capability))
+
+
+def _require_plain(q: Any, k: Any, v: Any, precision: Any) -> None:
+    """Refuse what is neither planned nor differentiated."""
+    if fp8.is_asked_for(q, k, v, precision) and (reasons := fp8.gradient_reasons(q, k, v, precision=precision)):
+        raise UnsupportedProblem(reasons)
+
+
+def _quantized_attention(q: Any, k: Any, v: Any, precision: Any, *, out: Any, **options: Any) -> tuple[Array, Array]:
+    """Attention of quantised operands on the host, and its lse."""
+    reasons = []
+    if precision == fp8.PRECISION and isinstance(precision, str):
+        q, k, v = fp8.quantized_operands(**as_arrays({"q": q, "k": k, "v": v}))
+        precision = "ieee"
+    reasons += fp8.operand_reasons({"q": q, "k": k, "v": v})
+    reasons += fp8.place_reasons(q, k, v, options["executor"])
+    if out is not None:
+        reasons.append("out must be None for Quantized q, k and v, whose results are computed in float32")
+    if not fp8.are_quantized(q) or not fp8.are_quantized(k) or not fp8.are_quantized(v):
+        raise UnsupportedProblem(reasons)
+    if reasons:
+        checked = options | {"executor": "cpu", "precision": precision}
+        with collecting(reasons):
+            plan(*(ShapeDtype(x.shape, np.dtype(np.float32)) for x in (q, k, v)), **checked)
+        raise UnsupportedProblem(reasons)
+    o, lse = attention(*fp8.host_arrays(q, k, v), precision=precision, return_lse=True, **options)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return o.astype(v.source_dtype, copy=False), lse
 
 
 _MAX_BOUND_CALLS = 512

@@ -93,6 +93,7 @@ import numpy as np
 from .arrays import DTYPES, Array, accumulator_dtype, as_dtype, describe, flag_reasons, is_array, no_array
 from .blocks.work_list import requested_mask
 from .errors import UnsupportedProblem, collecting
+from .fp8 import operands as fp8
 from .layouts import kind_of
 from .planning.problem import Problem, with_operands
 from .plans import as_arrays, as_mask_of_arrays
@@ -166,7 +167,8 @@ def error_bound(
     Parameters
     ----------
     q, k, v : arrays
-        As in `attention`. Their values count as exact.
+        As in `attention`. Their values count as exact, those of `Quantized` ones as they are dequantised;
+        `quantization_bound` says what quantisation changes.
     do : array, optional
         The gradient of o. With it the gradients are bounded too.
     dlse : array, optional
@@ -216,8 +218,13 @@ def error_bound(
     >>> bound.shape, bool(bound.max() < 2e-3)
     ((4, 100, 32), True)
     """
+    reasons, storage = flag_reasons("probable", probable), None
+    if fp8.are_quantized(q, k, v):
+        reasons += fp8.bound_reasons(q, k, v, do, precision)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        storage, (q, k, v) = v.source_dtype, (x.scaled(np.float64) for x in (q, k, v))
     q, k, v, do, dlse, sink = _host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse, "sink": sink})
-    reasons = flag_reasons("probable", probable)
     problem = composed = None
     with collecting(reasons):
         composed = library.composed(score, softcap, bias)
@@ -234,7 +241,8 @@ def error_bound(
     if reasons or problem is None:
         raise UnsupportedProblem(reasons)
     allowed = asked.toarray(**problem.mask_shape._asdict())
-    model = _Rounding.of(problem.dtype, precision, product_dtype, probable)
+    model = _Rounding.of(storage or problem.dtype, precision, product_dtype, probable)
+    model = model if storage is None else model.of_quantized()
     captured = None if composed is None else _Captured.of(composed, problem)
     return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured)
 
@@ -304,6 +312,10 @@ class _Rounding:
             largest_sum=float(limits(accumulator).max),
             probable=probable,
         )
+
+    def of_quantized(self) -> _Rounding:
+        """The same where operands are rounded to A as they are dequantised, and results to A before they are to T."""
+        return replace(self, t=2 * self.ua * (1 + self.ua), u=self.u if self.u == self.ua else self.u + 2 * self.ua)
 
     def k(self, terms: int) -> float:
         return min(terms, 6 * math.sqrt(terms)) if self.probable else terms

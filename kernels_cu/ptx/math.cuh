@@ -122,6 +122,16 @@ CUFLASH_DEVICE uint32_t pack2(BFloat16, float lo, float hi) {
   return y;
 }
 
+// Four floats as one register of an operand of 8-bit elements, `a` in the lowest byte: rounded to nearest, ties to even, and
+// beyond 448 to it; NaN stays NaN. From sm_89 on.
+CUFLASH_DEVICE uint32_t pack4(Float8E4M3, float a, float b, float c, float d) {
+  uint32_t y;
+  asm("{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
+      "mov.b32 %0, {lo, hi};\n}"
+      : "=r"(y) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return y;
+}
+
 // The bits of x rounded to tf32 (10 bits of mantissa), ties away from zero: an operand of mma_m16n8k8_tf32.
 CUFLASH_DEVICE uint32_t to_tf32(float x) {
   uint32_t y;

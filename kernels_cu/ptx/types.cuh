@@ -1,4 +1,4 @@
-// The names that every other file leans on: integers of known width, and tags for the 16-bit floats.
+// The names that every other file leans on: integers of known width, and tags for the 8-bit and 16-bit floats.
 // NVRTC has no <stdint.h>; the 64-bit types are spelled so that they are glibc's where a compiler brings those too.
 #pragma once
 
@@ -18,5 +18,6 @@ namespace cuflash::ptx {
 // Storage only: arithmetic happens in float registers, conversions are in ptx/math.cuh.
 struct Half { unsigned short bits; };
 struct BFloat16 { unsigned short bits; };
+struct Float8E4M3 { unsigned char bits; };  // 4 bits of exponent, 3 of mantissa, at most 448, no infinity
 
 }  // namespace cuflash::ptx

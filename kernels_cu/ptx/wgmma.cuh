@@ -3,6 +3,8 @@
 // Warp w has rows 16w to 16w + 15. With g = lane / 4 and t = lane % 4 (16-bit elements are two to a register):
 //   d[4j], d[4j + 1]: row g, columns 8j + 2t, 8j + 2t + 1;   d[4j + 2], d[4j + 3]: the same columns of row g + 8
 //   a[0], a[1]: rows g, g + 8, columns 2t, 2t + 1;           a[2], a[3]: the same rows, columns 2t + 8, 2t + 9
+// 8-bit elements are four to a register, and a product sums 32 of them: a[0] and a[1] have columns 4t to 4t + 3, a[2] and
+// a[3] columns 4t + 16 to 4t + 19. Their operands in shared memory are K-major.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions (sm_90a)
 #pragma once
 
@@ -17,6 +19,8 @@ template <>
 struct TypeSuffix<ptx::Half> { static constexpr const char text[] = "f16"; };
 template <>
 struct TypeSuffix<ptx::BFloat16> { static constexpr const char text[] = "bf16"; };
+template <>
+struct TypeSuffix<ptx::Float8E4M3> { static constexpr const char text[] = "e4m3"; };
 
 template <bool kIsComment>
 struct CommentBegin { static constexpr const char text[] = {kIsComment ? '/' : ' ', kIsComment ? '*' : ' ', 0}; };
@@ -32,15 +36,18 @@ struct Registers {
 };
 
 // No template can write a list of operands. So this one is as long as any; where there are fewer columns, a comment of
-// PTX takes in what comes after the last operand, and others the form of a, in registers or in memory, that is not.
+// PTX takes in what comes after the last operand, and others the form of a, in registers or in memory, that is not;
+// for 8-bit elements also which dimension lies densely, as they have no choice.
 template <bool kInRegisters, int kTransA, int kTransB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_t a_memory, uint64_t b, bool adds) {
-  constexpr int kN = 2 * kCount;
+  constexpr int kN = 2 * kCount, kDepth = 32 / static_cast<int>(sizeof(T));
+  constexpr bool kHasMajor = kDepth == 16;
+  static_assert(kHasMajor || (kTransA == 0 && kTransB == 0), "8-bit operands are K-major");
   static_assert((kN % 16 == 0 && 16 <= kN && kN <= 256) || kN == 40, "a product has a multiple of 16 columns, at most 256, or 40");
   float unused;
   const Registers<kCount> x{d, unused};
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %144, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n%145k16.f32.%146.%146 {"
+               "wgmma.mma_async.sync.aligned.m64n%145k%160.f32.%146.%146 {"
                "%0, %1, %2, %3, %4, %5, %6, %7 %128, %8, %9, %10, %11, %12, %13, %14, %15 %129, "
                "%16, %17, %18, %19 %159, %20, %21, %22, %23 %130, %24, %25, %26, %27, %28, %29, %30, %31 %131, "
                "%32, %33, %34, %35, %36, %37, %38, %39 %132, %40, %41, %42, %43, %44, %45, %46, %47 %133, "
@@ -49,7 +56,7 @@ CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_
                "%80, %81, %82, %83, %84, %85, %86, %87 %138, %88, %89, %90, %91, %92, %93, %94, %95 %139, "
                "%96, %97, %98, %99, %100, %101, %102, %103 %140, %104, %105, %106, %107, %108, %109, %110, %111 %141, "
                "%112, %113, %114, %115, %116, %117, %118, %119 %142, %120, %121, %122, %123, %124, %125, %126, %127 %143"
-               "}, %147 {%151, %152, %153, %154} %148 %149 %155 %150, %156, p, 1, 1, %149 %157, %150 %158;\n}"
+               "}, %147 {%151, %152, %153, %154} %148 %149 %155 %150, %156, p, 1, 1 %161, %163 %157, %164 %158 %162;\n}"
                : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7]),
                  "+f"(x[8]), "+f"(x[9]), "+f"(x[10]), "+f"(x[11]), "+f"(x[12]), "+f"(x[13]), "+f"(x[14]), "+f"(x[15]),
                  "+f"(x[16]), "+f"(x[17]), "+f"(x[18]), "+f"(x[19]), "+f"(x[20]), "+f"(x[21]), "+f"(x[22]), "+f"(x[23]),
@@ -82,7 +89,9 @@ CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_
                  "C"(CommentEnd<!kInRegisters>::text), "C"(CommentBegin<kInRegisters>::text),
                      "C"(CommentEnd<kInRegisters>::text), "r"(a[0]),
                  "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(a_memory), "l"(b), "n"(kTransA), "n"(kTransB),
-                 "C"(CommentBegin<kN == 40>::text));
+                 "C"(CommentBegin<kN == 40>::text), "n"(kDepth), "C"(CommentBegin<!kHasMajor>::text),
+                     "C"(CommentEnd<!kHasMajor>::text),
+                 "C"(CommentBegin<kHasMajor && kInRegisters>::text), "C"(CommentEnd<kHasMajor && kInRegisters>::text));
 }
 
 }  // namespace cuflash::assembly

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
 ROOMS = """errors arrays layouts scores masks patterns reference blocks planning compiler sim executors plans merging
-packing bounds api torch jax cache calculators study selectors doctor cuflash __main__ testing""".split()
+packing fp8 bounds api torch jax cache calculators study selectors doctor cuflash __main__ testing""".split()
 MODULES = {
     ".".join(path.relative_to(ROOT / "cuflash").with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "cuflash").rglob("*.py")
@@ -34,6 +34,7 @@ THIRD_PARTY = {
     "patterns": {"scipy"},
     "blocks.index": {"scipy"},
     "bounds": {"ml_dtypes", "scipy"},
+    "fp8.e4m3": {"ml_dtypes"},
     "layouts": {"cupy"},
     "compiler.nvrtc": {"cuda", "cupy"},
     "executors.tensor_map": {"cuda"},

@@ -25,6 +25,7 @@ from cuflash import masks, patterns, sim
 
 PROBES = Path(__file__).parent / "probes"
 ELEMENTS = {"float16": "ptx::Half", "bfloat16": "ptx::BFloat16", "float32": "float", "float64": "double"}
+E4M3 = {"float8_e4m3fn": "ptx::Float8E4M3"}
 ULP = {np.dtype(np.float32): 2.0**-23, np.dtype(np.float64): 2.0**-52}
 
 
@@ -729,11 +730,14 @@ def _operand(matrix: Any, major: int, width: int) -> tuple[Any, Any]:
 
 def group_products(dtype: str, columns: int, adds: bool) -> Launch:
     rng = np.random.default_rng(columns)
-    a, b = (rng.integers(-8, 9, shape).astype(_numpy(dtype)) for shape in ((64, 64), (columns, 64)))
+    depth = 128 // np.dtype(_numpy(dtype)).itemsize
+    a, b = (rng.integers(-8, 9, shape).astype(_numpy(dtype)) for shape in ((64, depth), (columns, depth)))
     before = rng.integers(-99, 99, (64, columns)).astype(np.float32)
     after = a.astype(np.float32) @ b.astype(np.float32).T + (before if adds else 0)
+    a, b = a.view(np.uint16), b.view(np.uint16)  # two elements of 8 bits move as one of 16
     forms, images = [], []
-    for a_major, b_major, width in itertools.product((0, 1, 2), (0, 1), _SWIZZLES):
+    majors = [(0, 0), (2, 0)] if depth == 128 else itertools.product((0, 1, 2), (0, 1))
+    for (a_major, b_major), width in itertools.product(majors, _SWIZZLES):
         (a_image, a_form), (b_image, b_form) = _operand(a, a_major % 2, width), _operand(b, b_major, width)
         forms.append(np.array((a_major, b_major, a_form, b_form), _FORM))
         image = np.zeros(8192 + 256 * 128, np.uint8)
@@ -745,10 +749,68 @@ def group_products(dtype: str, columns: int, adds: bool) -> Launch:
     right = np.broadcast_to(after, (len(forms), 64, columns))
     return Launch(
         name=f"wgmma {dtype} of {columns} columns" + ", adding" * adds, file="wgmma", entry="products", block=128,
-        architecture=HOPPER, shared_bytes=images[0].size, constants={"T": ELEMENTS[dtype], "kN": columns},
+        architecture=HOPPER, shared_bytes=images[0].size, constants={"T": (ELEMENTS | E4M3)[dtype], "kN": columns},
         arguments=(np.stack(forms).view(np.uint8).reshape(len(forms), -1), np.int32(len(forms)), np.stack(images),
                    np.int32(images[0].size), fragments, before, np.int32(adds), right * 0),
         expected={7: Expected(right)},
+    )  # fmt: skip
+
+
+def e4m3_sums(a: Any, b: Any, before: Any) -> Any:
+    """What an H100's tensor cores add to `before`, for bytes a [..., rows, 32] and b [..., columns, 32].
+
+    Each term is cut below 2^-13 of the largest, and the sum behind 13 bits of mantissa; subnormals have exponent -6.
+    """
+    numbers, exponents = [], []
+    for bits in (a, b):
+        numbers.append(bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64))
+        exponents.append(np.where(bits & 0x7F, np.maximum((bits >> 3 & 15).astype(int), 1) - 7, -100))
+    products = numbers[0][..., :, None, :] * numbers[1][..., None, :, :]
+    of_products = (exponents[0][..., :, None, :] + exponents[1][..., None, :, :]).max(axis=-1)
+    of_before = np.where(before == 0, -100, np.frexp(before)[1] - 1)
+    unit = np.exp2(np.maximum(of_products, of_before) - 13.0)
+    sums = (np.trunc(products / unit[..., None]).sum(axis=-1) + np.trunc(before / unit)) * unit
+    return (sums.astype(np.float32).view(np.uint32) & ~np.uint32(2**10 - 1)).view(np.float32)
+
+
+def e4m3_accumulation(name: str) -> Launch:
+    """One product added to what accumulators hold: of any numbers, few, alike, positive, or subnormal."""
+    rng, shape = np.random.default_rng(7), (2, 64, 32)
+    codes = np.arange(256, dtype=np.uint8)
+    codes = codes[codes & 0x7F != 0x7F]
+    normal = rng.standard_normal((2, *shape)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    a, b = {
+        "any": rng.choice(codes, (2, *shape)),
+        "few": np.where(rng.random((2, *shape)) < 0.15, rng.choice(codes, (2, *shape)), np.uint8(0)),
+        "normal": normal,
+        "positive": normal & 0x7F,
+        "subnormal": rng.choice(codes[codes & 0x7F < 16], (2, *shape)),
+    }[name]
+    before = (rng.standard_normal((2, 64, 64)) * np.exp2(rng.integers(-20, 20, (2, 64, 64)))).astype(np.float32)
+    before[0, ::3] = 0
+    right = e4m3_sums(a, b, before)
+    return Launch(
+        name=f"e4m3 sums of {name} numbers", file="wgmma", entry="sums", block=128, architecture=HOPPER,
+        shared_bytes=64 * 32, constants={"T": E4M3["float8_e4m3fn"], "kN": 64},
+        arguments=(a, b, before, np.zeros_like(before), np.int32(len(a))), expected={3: Expected(right)},
+    )  # fmt: skip
+
+
+def e4m3_packs() -> Launch:
+    """Floats that lie at and around all numbers of e4m3 and the middles between them, and floats of any bits."""
+    number = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)[:-1]
+    edges = np.concatenate([number, (number[:-1] + number[1:]) / 2, np.float32([464, 480, 1e30, np.inf])])
+    near = (edges.view(np.int32)[:, None] + np.arange(-1, 2, dtype=np.int32)).ravel()[1:].view(np.float32)
+    drawn = np.random.default_rng(5).integers(0, 2**32, 1000, np.uint32).view(np.float32)
+    x = np.concatenate([near, -near, drawn])
+    x = np.resize(x, -(-x.size // 4) * 4)
+    with np.errstate(invalid="ignore", over="ignore"):
+        right = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    right = np.where(np.isnan(x), np.uint8(0x7F), right)
+    return Launch(
+        name="floats as e4m3", file="e4m3", entry="packs", block=128, architecture=HOPPER,
+        arguments=(x, np.zeros(x.size // 4, np.uint32), np.int32(x.size // 4)),
+        expected={1: Expected(right.view(np.uint32))},
     )  # fmt: skip
 
 
@@ -914,6 +976,9 @@ LAUNCHES = (
     counts(),
     *(group_products(dtype, columns, columns % 32 == 0)
       for columns in (*range(16, 257, 16), 40) for dtype in ("float16", "bfloat16")),
+    *(group_products("float8_e4m3fn", columns, columns % 32 == 0) for columns in (16, 40, 128)),
+    e4m3_packs(),
+    *map(e4m3_accumulation, ("any", "few", "normal", "positive", "subnormal")),
     *(maps(*way) for way in (("float32",), ("float64",), FRAGMENTS)),
     *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in loads(*way)),
     *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in stores(*way)),

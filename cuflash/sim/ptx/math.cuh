@@ -78,6 +78,11 @@ CUFLASH_DEVICE uint32_t pack2(BFloat16, float lo, float hi) {
   return sim::float_to_bfloat16(lo) | static_cast<uint32_t>(sim::float_to_bfloat16(hi)) << 16;
 }
 
+CUFLASH_DEVICE uint32_t pack4(Float8E4M3, float a, float b, float c, float d) {
+  return sim::float_to_e4m3(a) | static_cast<uint32_t>(sim::float_to_e4m3(b)) << 8 |
+         static_cast<uint32_t>(sim::float_to_e4m3(c)) << 16 | static_cast<uint32_t>(sim::float_to_e4m3(d)) << 24;
+}
+
 CUFLASH_DEVICE uint32_t to_tf32(float x) { return sim::float_to_tf32(x); }
 
 }  // namespace cuflash::ptx

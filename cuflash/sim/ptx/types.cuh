@@ -7,5 +7,6 @@ namespace cuflash::ptx {
 
 struct Half { unsigned short bits; };
 struct BFloat16 { unsigned short bits; };
+struct Float8E4M3 { unsigned char bits; };
 
 }  // namespace cuflash::ptx

@@ -5,8 +5,9 @@
 
 namespace cuflash::sim {
 
-inline bool is_bfloat16(ptx::Half) { return false; }
-inline bool is_bfloat16(ptx::BFloat16) { return true; }
+inline WgmmaElement wgmma_element(ptx::Half) { return WgmmaElement::kHalf; }
+inline WgmmaElement wgmma_element(ptx::BFloat16) { return WgmmaElement::kBFloat16; }
+inline WgmmaElement wgmma_element(ptx::Float8E4M3) { return WgmmaElement::kFloat8E4M3; }
 
 }  // namespace cuflash::sim
 
@@ -25,14 +26,16 @@ CUFLASH_DEVICE void wgmma_fence(CUFLASH_SIM_WHERE) { sim::wgmma_fence(where); }
 template <Major kMajorA, Major kMajorB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T tag, float (&d)[kCount], uint64_t a, uint64_t b, bool adds, CUFLASH_SIM_WHERE) {
   static_assert((kCount % 8 == 0 && 8 <= kCount && kCount <= 128) || kCount == 20);
-  sim::wgmma({d, kCount, adds, sim::is_bfloat16(tag), false, kMajorA == Major::kMN, kMajorB == Major::kMN, {}, a, b},
+  static_assert(sizeof(T) == 2 || (kMajorA == Major::kK && kMajorB == Major::kK), "8-bit operands are K-major");
+  sim::wgmma({d, kCount, adds, sim::wgmma_element(tag), false, kMajorA == Major::kMN, kMajorB == Major::kMN, {}, a, b},
              where);
 }
 template <Major kMajorB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T tag, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool adds,
                           CUFLASH_SIM_WHERE) {
   static_assert((kCount % 8 == 0 && 8 <= kCount && kCount <= 128) || kCount == 20);
-  sim::wgmma({d, kCount, adds, sim::is_bfloat16(tag), true, false, kMajorB == Major::kMN, {a[0], a[1], a[2], a[3]}, 0,
+  static_assert(sizeof(T) == 2 || kMajorB == Major::kK, "8-bit operands are K-major");
+  sim::wgmma({d, kCount, adds, sim::wgmma_element(tag), true, false, kMajorB == Major::kMN, {a[0], a[1], a[2], a[3]}, 0,
               b}, where);
 }
 

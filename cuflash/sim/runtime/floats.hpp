@@ -1,4 +1,4 @@
-// Conversions of the 16-bit floats and of tf32 by integer arithmetic: the same bits on every host, and no CPU feature
+// Conversions of the 8-bit and 16-bit floats and of tf32 by integer arithmetic: the same bits on every host, and no CPU feature
 // asked for.
 #pragma once
 
@@ -40,6 +40,27 @@ inline uint32_t float_to_tf32(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fffffff;
   return (bits + 0x1000) & ~0x1fffu;
+}
+
+inline float e4m3_to_float(uint8_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x80) << 24, rest = bits & 0x7f;
+  if (rest == 0x7f) return std::bit_cast<float>(0x7fc00000 | sign);
+  // Read as a float the exponent is 120 too small.
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 20) * 0x1p120f) | sign);
+}
+
+// To nearest, ties to even, and to 448 beyond it.
+inline uint8_t float_to_e4m3(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff;
+  const auto sign = static_cast<uint8_t>(bits >> 24 & 0x80);
+  if (magnitude > 0x7f800000) return 0x7f;
+  if (magnitude >= 0x43e00000) return sign | 0x7e;         // 448
+  if (magnitude < 0x3c800000) {                            // below 2^-6: adding 2^14 leaves the rounded subnormal
+    const float aligned = std::bit_cast<float>(magnitude) + 0x1p14f;
+    return static_cast<uint8_t>(sign | (std::bit_cast<uint32_t>(aligned) - 0x46800000));
+  }
+  const uint32_t odd = magnitude >> 20 & 1;
+  return static_cast<uint8_t>(sign | ((magnitude - 0x3c000000 + 0x7ffff + odd) >> 20));
 }
 
 }  // namespace cuflash::sim

@@ -86,10 +86,13 @@ void bulk_commit(Location where);
 void bulk_wait(int pending, bool only_read, Location where);
 
 // ---- warpgroups ----
+enum class WgmmaElement { kHalf, kBFloat16, kFloat8E4M3 };
 struct WgmmaLane {
   float* d;            // the kernel's own: results land there when they are waited for
   int count;
-  bool adds, is_bfloat16, a_in_registers, a_mn_major, b_mn_major;
+  bool adds;
+  WgmmaElement element;
+  bool a_in_registers, a_mn_major, b_mn_major;
   uint32_t a[4];
   uint64_t a_matrix, b_matrix;
 };

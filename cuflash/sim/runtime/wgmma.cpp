@@ -6,6 +6,7 @@
 #include <list>
 
 #include "eight.hpp"
+#include "floats.hpp"
 #include "memory.hpp"
 
 namespace cuflash::sim {
@@ -156,24 +157,105 @@ std::vector<float> gathered(float* const* d, int count) {
   return values;
 }
 
+// Sums over 32 elements of 8 bits, as an H100 makes them bit for bit (docs/fp8.md). Each product, and what is added to, is cut
+// towards zero to a multiple of 2^-13 of the power of two in the largest term; these are added exactly, and the sum is cut
+// to 13 bits of mantissa. The exponent of a product is the sum of its factors' exponents, which are -6 at least.
+constexpr int kE4M3Bits = 13;
+constexpr int kNoExponent = -100;  // of 0
+constexpr int32_t kCutMantissa = ~((1 << (23 - kE4M3Bits)) - 1);
+
+struct E4M3Row { float number[32]; int exponent[32]; };
+struct E4M3Columns { Eight number[32]; EightBits exponent[32]; };
+
+CUFLASH_SIM_WITHIN int e4m3_exponent(float x) {
+  const int exponent = static_cast<int>(std::bit_cast<uint32_t>(x) >> 23 & 255) - 127;
+  return x == 0 ? kNoExponent : exponent < -6 ? -6 : exponent;
+}
+
+CUFLASH_SIM_WITHIN Eight e4m3_sums(const E4M3Row& a, const E4M3Columns& b, Eight before) {
+  constexpr int kLeast = -64;  // any product that is not 0 has a larger exponent
+  EightBits largest = (reinterpret_cast<EightBits>(before) >> 23 & 255) - 127;
+  for (int k = 0; k < 32; ++k) {
+    const EightBits exponent = a.exponent[k] + b.exponent[k];
+    largest = exponent > largest ? exponent : largest;
+  }
+  const EightBits is_alone = largest < kLeast;  // what is added to
+  largest = is_alone ? EightBits{} + kLeast : largest;
+  const Eight up = reinterpret_cast<Eight>((127 + kE4M3Bits - largest) << 23);
+  const Eight down = reinterpret_cast<Eight>((127 - kE4M3Bits + largest) << 23);
+  const auto cut = [&](Eight x) { return __builtin_convertvector(x * up, EightBits); };
+  EightBits sum = cut(before);
+  Eight plain = before;
+  for (int k = 0; k < 32; ++k) {
+    const Eight term = a.number[k] * b.number[k];
+    sum += cut(term);
+    plain += term;
+  }
+  const EightBits plain_bits = reinterpret_cast<EightBits>(plain);
+  const EightBits special = (plain_bits & 0x7fffffff) > 0x7f800000 ? EightBits{} + 0x7fffffff : plain_bits;
+  const Eight summed = is_alone ? before : __builtin_convertvector(sum, Eight) * down;
+  const EightBits finite = reinterpret_cast<EightBits>(summed) & kCutMantissa;
+  return reinterpret_cast<Eight>((plain_bits & 0x7f800000) == 0x7f800000 ? special : finite);
+}
+
+CUFLASH_SIM_WIDE void multiply_e4m3(Product& product) {
+  const WgmmaLane& lane = product.lane;
+  static_assert(sizeof(Chunk) == 16);
+  E4M3Row a[16];
+  const auto set = [&](int row, int k, uint8_t bits) {
+    const float number = e4m3_to_float(bits);
+    a[row].number[k] = number;
+    a[row].exponent[k] = e4m3_exponent(number);
+  };
+  const auto* from = reinterpret_cast<const uint8_t*>(product.seen.data());
+  if (lane.a_in_registers) {
+    for (int i = 0; i < 32; ++i)
+      for (int j = 0; j < 4; ++j)
+        for (int byte = 0; byte < 4; ++byte)
+          set(i / 4 + j % 2 * 8, i % 4 * 4 + j / 2 * 16 + byte, static_cast<uint8_t>(product.a[i][j] >> 8 * byte));
+  } else {
+    for (int i = 0; i < 512; ++i) set(i / 32, i % 32, from[i]);
+    from += 512;
+  }
+  const int columns = 2 * lane.count;
+  for (int column = 0; column < columns; column += 8, from += 256) {
+    E4M3Columns b;
+    for (int i = 0; i < 256; ++i) {
+      const float number = e4m3_to_float(from[i]);
+      b.number[i % 32][i / 32] = number;
+      b.exponent[i % 32][i / 32] = e4m3_exponent(number);
+    }
+    for (int row = 0; row < 16; ++row) {
+      Eight before = {};
+      float* const values = &product.accumulator->values[static_cast<size_t>(row * columns + column)];
+      if (lane.adds) memcpy(&before, values, sizeof before);
+      const Eight sums = e4m3_sums(a[row], b, before);
+      memcpy(values, &sums, sizeof sums);
+    }
+  }
+  product.is_done = true;
+}
+
 // With the operands as they were at the issue.
 CUFLASH_SIM_WIDE void multiply(Product& product) {
   const WgmmaLane& lane = product.lane;
+  if (lane.element == WgmmaElement::kFloat8E4M3) return multiply_e4m3(product);
+  const bool is_bfloat16 = lane.element == WgmmaElement::kBFloat16;
   float a[16][16];
   const Chunk* from = product.seen.data();
   if (lane.a_in_registers) {
     for (int i = 0; i < 32; ++i) {
-      const Eight numbers = to_floats(product.a[i], lane.is_bfloat16);
+      const Eight numbers = to_floats(product.a[i], is_bfloat16);
       for (int j = 0; j < 8; ++j) a[i / 4 + j / 2 % 2 * 8][i % 4 * 2 + j / 4 * 8 + j % 2] = numbers[j];
     }
   } else {
-    unpack(from, lane.a_mn_major, 16, lane.is_bfloat16, a[0], 16, 1);
+    unpack(from, lane.a_mn_major, 16, is_bfloat16, a[0], 16, 1);
     from += 32;
   }
   const int columns = 2 * lane.count;
   for (int column = 0; column < columns; column += 8, from += 16) {
     Eight b[16];
-    unpack(from, lane.b_mn_major, 8, lane.is_bfloat16, &b[0][0], 1, 8);
+    unpack(from, lane.b_mn_major, 8, is_bfloat16, &b[0][0], 1, 8);
     for (int row = 0; row < 16; ++row) {
       Eight sum = {}, before = {};
       for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k];

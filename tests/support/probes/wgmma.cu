@@ -1,4 +1,5 @@
-// d [64, N] = a [64, 64] b [64, N], or d plus that, for every form of operands. `probe` names the elements, T.
+// d [64, N] = a [64, 64] b [64, N], or d plus that, for every form of operands. `probe` names the elements, T; of 8-bit ones
+// the sum runs over 128.
 #include <ptx/shared.cuh>
 #include <ptx/tma.cuh>
 #include <ptx/wgmma.cuh>
@@ -44,6 +45,7 @@ template <int kN>
 CUFLASH_DEVICE void run(const Form* forms, int count, const uint16_t* images, int image_bytes, const uint32_t* fragments,
                         const float* before, int adds, float* after) {
   uint16_t* shared = ptx::dynamic_shared<uint16_t>();
+  constexpr bool kHasMajor = sizeof(T) == 2;  // 8-bit operands are K-major
   const uint32_t address = ptx::shared_address(shared);
   const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
   for (int i = 0; i < count; ++i) {
@@ -55,14 +57,46 @@ CUFLASH_DEVICE void run(const Form* forms, int count, const uint16_t* images, in
 #pragma unroll
     for (int e = 0; e < kN / 2; ++e) d[e] = before[(row + e / 2 % 2 * 8) * kN + e / 4 * 8 + column + e % 2];
     if (form.a_major == 0 && form.b_major == 0) mma_over_k<0, 0>(form, d, address, fragments, adds);
-    if (form.a_major == 0 && form.b_major == 1) mma_over_k<0, 1>(form, d, address, fragments, adds);
-    if (form.a_major == 1 && form.b_major == 0) mma_over_k<1, 0>(form, d, address, fragments, adds);
-    if (form.a_major == 1 && form.b_major == 1) mma_over_k<1, 1>(form, d, address, fragments, adds);
     if (form.a_major == 2 && form.b_major == 0) mma_over_k<2, 0>(form, d, address, fragments, adds);
-    if (form.a_major == 2 && form.b_major == 1) mma_over_k<2, 1>(form, d, address, fragments, adds);
+    if constexpr (kHasMajor) {
+      if (form.a_major == 0 && form.b_major == 1) mma_over_k<0, 1>(form, d, address, fragments, adds);
+      if (form.a_major == 1 && form.b_major == 0) mma_over_k<1, 0>(form, d, address, fragments, adds);
+      if (form.a_major == 1 && form.b_major == 1) mma_over_k<1, 1>(form, d, address, fragments, adds);
+      if (form.a_major == 2 && form.b_major == 1) mma_over_k<2, 1>(form, d, address, fragments, adds);
+    }
 #pragma unroll
     for (int e = 0; e < kN / 2; ++e)
       after[(i * 64 + row + e / 2 % 2 * 8) * kN + e / 4 * 8 + column + e % 2] = d[e];
+    __syncthreads();
+  }
+}
+
+// d = a b + d for one product of each of `count` pairs of a [64, depth] and b [N, depth], `depth` being 32 bytes.
+extern "C" __global__ void __launch_bounds__(128)
+sums(const uint32_t* a, const uint32_t* b, const float* before, float* after, int count) {
+  uint32_t* shared = ptx::dynamic_shared<uint32_t>();
+  constexpr int kN = probe::kN, kWords = 8;  // of a row
+  const uint32_t address = ptx::shared_address(shared);
+  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+  for (int i = 0; i < count; ++i, a += 64 * kWords, b += kN * kWords, before += 64 * kN, after += 64 * kN) {
+    for (int at = threadIdx.x; at < kN * kWords; at += blockDim.x)  // without a swizzle: 16 bytes of 8 rows follow each other
+      shared[at / kWords / 8 * 64 + at % kWords / 4 * 32 + at / kWords % 8 * 4 + at % 4] = b[at];
+    ptx::fence_proxy_async();
+    __syncthreads();
+    float d[kN / 2];
+    uint32_t words[4];
+#pragma unroll
+    for (int e = 0; e < kN / 2; ++e) d[e] = before[(row + e / 2 % 2 * 8) * kN + e / 4 * 8 + column + e % 2];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) words[e] = a[(row + e % 2 * 8) * kWords + e / 2 * 4 + threadIdx.x % 4];
+    ptx::fence_registers(d);
+    ptx::wgmma_fence();
+    ptx::wgmma<ptx::Major::kK>(T{}, d, words, ptx::wgmma_descriptor(ptx::Swizzle::kNone, address, 128, 256), true);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::fence_registers(d);
+#pragma unroll
+    for (int e = 0; e < kN / 2; ++e) after[(row + e / 2 % 2 * 8) * kN + e / 4 * 8 + column + e % 2] = d[e];
     __syncthreads();
   }
 }

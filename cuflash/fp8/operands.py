@@ -1,0 +1,90 @@
+"""Quantised q, k and v of a call: why they are refused, and what the host computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, describe
+from ..errors import UnsupportedProblem
+from .quantize import Quantized, quantize
+from .rotation import Rotation
+
+PRECISION = "fp8"
+
+
+def are_quantized(*arrays: Any) -> bool:
+    """Whether one of the arguments is quantised."""
+    return any(isinstance(array, Quantized) for array in arrays)
+
+
+def is_asked_for(q: Any, k: Any, v: Any, precision: Any) -> bool:
+    """Whether a call is one of quantised operands, or one that quantises."""
+    is_quantized = type(q) is Quantized or type(k) is Quantized or type(v) is Quantized
+    return is_quantized or type(precision) is str and precision == PRECISION
+
+
+def operand_reasons(given: Mapping[str, Any]) -> list[str]:
+    """Why quantised q, k and v, in this order and under these names, do not make a call."""
+    q, k, v = given.values()
+    reasons = [
+        f"{name} must be Quantized as the others are; got {describe(array)}: cuflash.quantize makes it"
+        for name, array in given.items()
+        if not isinstance(array, Quantized)
+    ]
+    q_name, k_name, v_name = given
+    if isinstance(q, Quantized) and isinstance(k, Quantized) and q.rotation != k.rotation:
+        reasons.append(f"{q_name} and {k_name} must have one rotation; got {q.rotation} and {k.rotation}")
+    if isinstance(v, Quantized) and v.rotation is not None:
+        reasons.append(f"{v_name} must not be rotated; got {v.rotation}: quantize it with rotate=None")
+    found = {name: array for name, array in given.items() if isinstance(array, Quantized)}
+    if len({isinstance(array.data, np.ndarray) for array in found.values()}) > 1:
+        reasons.append(f"{', '.join(found)} must be of one kind; got NumPy's and CuPy's arrays: copy them explicitly")
+    return reasons
+
+
+def place_reasons(q: Any, k: Any, v: Any, executor: Any) -> list[str]:
+    """Why quantised operands are refused for where they are, or for where they are to be computed with."""
+    found = [array for array in (q, k, v) if isinstance(array, Quantized)]
+    if any(not isinstance(array.data, np.ndarray) for array in found):
+        return ["q, k and v must be NumPy's arrays when they are Quantized; got CuPy's: give dequantized()"]
+    if isinstance(executor, str) and executor in ("gpu", "sim"):
+        return [f"executor must be 'cpu' for Quantized q, k and v; got {executor!r}: give dequantized()"]
+    return []
+
+
+def gradient_reasons(*arrays: Any, precision: Any = None) -> list[str]:
+    """Why a call that has to have gradients, or a plan of plain arrays, is refused."""
+    reasons = []
+    if are_quantized(*arrays):
+        reasons.append(
+            "q, k and v must not be Quantized here, as 8 bits have neither gradients nor plans: give dequantized()"
+        )
+    if isinstance(precision, str) and precision == PRECISION:
+        reasons.append("precision must not be 'fp8' here, as it has neither gradients nor plans: use attention")
+    return reasons
+
+
+def bound_reasons(q: Any, k: Any, v: Any, do: Any, precision: Any) -> list[str]:
+    """Why the error of a call of quantised operands is not bounded."""
+    reasons = operand_reasons({"q": q, "k": k, "v": v}) + place_reasons(q, k, v, "cpu")
+    if do is not None:
+        reasons.append("do must be None for Quantized q, k and v, which have no gradients: give dequantized()")
+    if precision != "ieee":
+        reasons.append(f"precision must be 'ieee' for Quantized q, k and v; got {describe(precision)}: leave it out")
+    return reasons
+
+
+def quantized_operands(q: Array, k: Array, v: Array) -> tuple[Quantized, Quantized, Quantized]:
+    """What precision="fp8" makes of plain arrays: blocks of 128 rows, and one rotation of q and k."""
+    if are_quantized(q, k, v):
+        raise UnsupportedProblem(["precision must not be 'fp8' where q, k or v is Quantized already: leave it out"])
+    rotation = Rotation(q.shape[-1]) if getattr(q, "ndim", 0) else None
+    return quantize(q, rotate=rotation), quantize(k, rotate=rotation), quantize(v)
+
+
+def host_arrays(q: Quantized, k: Quantized, v: Quantized) -> tuple[Array, Array, Array]:
+    """What the cpu executor computes with, of float32: rotated q and k, and v."""
+    return q.scaled(), k.scaled(), v.scaled()

@@ -1,0 +1,155 @@
+"""How far attention of quantised operands is from attention of the operands themselves.
+
+S, P, O and L belong to q, k and v, and S', P', O' and L' to what `dequantized` returns. E = |S' - S| is computed, in
+float64. With r = sum_j P_j (exp(E_j) - 1) each sum of weights changes by a factor between 1 / (1 + r) and 1 + r, the
+lower limit by Jensen's inequality::
+
+    |L' - L| <= log(1 + r)
+    |P' - P| <= P (exp(E) (1 + r) - 1)
+    |O' - O| <= sum_j P_j (exp(E_j) (1 + r) - 1) |v_j - O| + sum_j P_j exp(E_j) (1 + r) |v'_j - v_j|
+
+The last line subtracts O from every row of v, which the weights allow, as they add up to 1. Where E is large, the
+distance of O from the farthest row of v' is smaller, and bounds O' - O too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, describe, is_array, no_array
+from ..blocks.work_list import requested_mask
+from ..errors import UnsupportedProblem, collecting
+from ..planning.problem import Problem
+from ..plans import as_mask_of_arrays
+from ..reference import allowed_of, expand_heads, with_heads
+from .operands import operand_reasons
+from .quantize import Quantized
+
+
+class QuantizationBound(NamedTuple):
+    """Bounds on what quantisation changes, as float64 arrays.
+
+    Parameters
+    ----------
+    o, lse : array
+        Shaped as `attention` returns them.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.full((16, 64), 7.0, np.float32)                       # 448 times 2^-6, which is the scale
+    >>> x8 = cuflash.quantize(x)
+    >>> float(cuflash.quantization_bound(x, x, x, x8, x8, x8).lse.max())
+    0.0
+    """
+
+    o: Array
+    lse: Array
+
+
+def quantization_bound(
+    q: Array,
+    k: Array,
+    v: Array,
+    q8: Quantized,
+    k8: Quantized,
+    v8: Quantized,
+    *,
+    mask: Any = None,
+    causal: bool | str = False,
+    window: Any = None,
+    scale: float | None = None,
+) -> QuantizationBound:
+    """Bound what quantisation changes in each element of o and lse, in exact arithmetic.
+
+    Parameters
+    ----------
+    q, k, v : arrays
+        What was quantised, NumPy arrays.
+    q8, k8, v8 : Quantized
+        What `quantize` made of them.
+    mask, causal, window, scale : optional
+        As in `attention`.
+
+    Returns
+    -------
+    QuantizationBound
+        The bounds: infinite where scores change without limit, and 0 in rows without a key.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        As `attention` does.
+
+    See Also
+    --------
+    error_bound : What rounding in the kernels costs beside it.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 100, 64), dtype=np.float32)
+    >>> q8, k8, v8 = map(cuflash.quantize, (q, k, v))
+    >>> o, o8 = cuflash.attention(q, k, v), cuflash.attention(q8, k8, v8)
+    >>> bound = cuflash.quantization_bound(q, k, v, q8, k8, v8)
+    >>> bool((abs(o8 - o) < bound.o + 1e-5).all()), bool(bound.o.max() < 0.2)
+    (True, True)
+    """
+    for name, array in {"q": q, "k": k, "v": v}.items():
+        if not is_array(array):
+            raise TypeError(no_array(name, array))
+    quantised = {"q8": q8, "k8": k8, "v8": v8}
+    reasons = [
+        f"{name} must be a NumPy array; got {describe(array)} of {type(array).__module__}: copy it with its get()"
+        for name, array in {"q": q, "k": k, "v": v}.items()
+        if not isinstance(array, np.ndarray)
+    ]
+    reasons += operand_reasons(quantised)
+    for (name, x), (name8, x8) in zip({"q": q, "k": k, "v": v}.items(), quantised.items()):
+        if isinstance(x8, Quantized) and tuple(x.shape) != x8.shape:
+            reasons.append(f"{name8} must have {name}'s shape, {tuple(x.shape)}; got {x8.shape}")
+    problem = asked = None
+    with collecting(reasons):
+        problem = Problem.of(q, k, v, scale=scale)
+        asked = requested_mask(as_mask_of_arrays(mask, "cpu"), causal, window, problem.mask_shape, np)
+    if reasons or problem is None or asked is None:
+        raise UnsupportedProblem(reasons)
+    allowed = asked.toarray(**problem.mask_shape._asdict())
+    bound = _bound((q, k, v), (q8, k8, v8), allowed, problem.softmax_scale)
+    return bound if problem.has_heads else QuantizationBound(bound.o[0], bound.lse[0])
+
+
+@np.errstate(over="ignore", invalid="ignore", under="ignore")
+def _bound(
+    plain: tuple[Array, ...], quantised: tuple[Quantized, ...], allowed: Array | None, scale: float
+) -> QuantizationBound:
+    num_heads = with_heads(plain[0]).shape[-3]
+    q, k, v = (expand_heads(x.astype(np.float64), num_heads) for x in plain)
+    q8, k8, v8 = (expand_heads(x.scaled(np.float64), num_heads) for x in quantised)
+    batch = np.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    allowed = allowed_of(allowed, (*batch, num_heads, q.shape[-2], k.shape[-2]))
+    is_seen, is_row = allowed.any(axis=-2)[..., None], allowed.any(axis=-1, keepdims=True)
+    # What is not attended takes no part whatever it holds.
+    v, v8 = (np.where(is_seen, x, 0) for x in (v, v8))
+    scores, scores8 = (scale * (x @ np.swapaxes(y, -1, -2)) for x, y in ((q, k), (q8, k8)))
+    scores = np.where(allowed, scores, -np.inf)
+    e = np.where(allowed, np.abs(scores8 - scores), 0)
+    row_max = np.where(is_row, np.max(scores, axis=-1, keepdims=True, initial=-np.inf), 0)
+    p = np.exp(scores - row_max)
+    p = p / np.where(is_row, p.sum(axis=-1, keepdims=True), 1)
+    r = (p * np.expm1(e)).sum(axis=-1, keepdims=True)
+    o = p @ v
+    grown = p * np.exp(e) * (1 + r)
+    most, spread = np.empty(o.shape), np.empty(o.shape)
+    for column in range(v.shape[-1]):  # one after another: an array [..., queries, keys, columns] would be large
+        from_o = np.abs(v[..., None, :, column] - o[..., column, None])
+        added = np.abs(v8 - v)[..., None, :, column]
+        most[..., column] = ((grown - p) * from_o + grown * added).sum(axis=-1)
+        spread[..., column] = np.max(from_o + added, axis=-1, initial=0, where=allowed)
+    bound_o, bound_lse = np.fmin(most, spread), np.log1p(r)[..., 0]
+    bound_o, bound_lse = (np.where(np.isnan(x), math.inf, x) for x in (bound_o, bound_lse))
+    return QuantizationBound(np.where(is_row, bound_o, 0), np.where(is_row[..., 0], bound_lse, 0))

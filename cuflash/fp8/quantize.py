@@ -1,0 +1,279 @@
+"""Arrays rounded to 8 bits, with a scale for each block of rows, head or array."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import BFLOAT16, Array, as_dtype, describe, is_array, is_int, is_number, namespace, no_array
+from ..errors import UnsupportedProblem, collecting
+from ..plans import as_arrays
+from . import e4m3
+from .rotation import Rotation
+
+SOURCES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
+PARTS = ("block", "head", "tensor")
+_SMALLEST_SCALE = np.float32(2.0**-126)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Quantized:
+    """An array as numbers of 8 bits times scales, which `attention` takes in the place of q, k or v.
+
+    Parameters
+    ----------
+    data : array [..., rows, columns]
+        Of float8_e4m3fn (ml_dtypes) in NumPy, of uint8 with the same bits in CuPy.
+    scale : array
+        Positive, of float32. Shape (..., number of blocks of rows) for `per` "block", (..., 1) for "head" and
+        (1, ..., 1) for "tensor", with one axis less than data.
+    per : {"block", "head", "tensor"}
+        What shares a scale.
+    block : int
+        Rows of a block.
+    rotation : Rotation, optional
+        What the rows were multiplied by before they were rounded.
+    source_dtype : dtype
+        Of the array that was quantised; o of `attention` has that of v.
+
+    Raises
+    ------
+    TypeError
+        data or scale is not an array.
+    UnsupportedProblem
+        They do not fit together, or a scale is 0 or negative. Values of device arrays are not looked at. It lists
+        every reason.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x8 = cuflash.quantize(np.ones((2, 200, 64), np.float32))
+    >>> x8.shape, x8.scale.shape, x8.per
+    ((2, 200, 64), (2, 2), 'block')
+    """
+
+    data: Array
+    scale: Array
+    per: str
+    block: int
+    rotation: Rotation | None
+    source_dtype: np.dtype[Any]
+
+    def __post_init__(self) -> None:
+        for name in ("data", "scale"):
+            if not is_array(getattr(self, name)):
+                raise TypeError(no_array(name, getattr(self, name)))
+        reasons = self._data_reasons()
+        reasons += _option_reasons(self.per, self.block, self.rotation, self.data)
+        with collecting(reasons):
+            object.__setattr__(self, "source_dtype", as_dtype("source_dtype", self.source_dtype))
+            if self.source_dtype not in SOURCES:
+                reasons.append(f"source_dtype must be float16, bfloat16 or float32; got {self.source_dtype}")
+        if not reasons:
+            reasons += self._scale_reasons()
+        if reasons:
+            raise UnsupportedProblem(reasons)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that was quantised."""
+        return tuple(self.data.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Its number of axes."""
+        return int(self.data.ndim)
+
+    def __repr__(self) -> str:
+        return f"Quantized(shape={self.shape}, per={self.per!r}, block={self.block}, rotation={self.rotation})"
+
+    def scaled(self, dtype: Any = np.float32) -> Array:
+        """Multiply the numbers by their scales; rotated rows stay rotated.
+
+        Parameters
+        ----------
+        dtype : dtype
+            float32, in which products are rounded, or float64, in which they are exact.
+
+        Returns
+        -------
+        array
+            Of the shape of data.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> x = np.float32([[1, 2, 3, 448]])
+        >>> cuflash.quantize(x).scaled()
+        array([[  1.,   2.,   3., 448.]], dtype=float32)
+        """
+        scale = self.scale
+        if self.per == "block":
+            scale = namespace(scale).repeat(scale, self.block, axis=-1)[..., : self.shape[-2]]
+        with np.errstate(invalid="ignore"):
+            scaled: Array = e4m3.to_float32(self.data).astype(dtype) * scale[..., None].astype(dtype)
+        return scaled
+
+    def dequantized(self) -> Array:
+        """Return the array that the numbers of 8 bits stand for.
+
+        Returns
+        -------
+        array
+            Of float32, without the rotation.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> x = np.random.default_rng(0).standard_normal((100, 64), dtype=np.float32)
+        >>> x8 = cuflash.quantize(x, rotate=cuflash.Rotation(64))
+        >>> bool(abs(x8.dequantized() - x).max() < 0.15)
+        True
+        """
+        return self.scaled() if self.rotation is None else self.rotation.undo(self.scaled())
+
+    def _data_reasons(self) -> list[str]:
+        wanted = e4m3.E4M3 if isinstance(self.data, np.ndarray) else np.dtype(np.uint8)
+        reasons = []
+        if self.data.dtype != wanted:
+            reasons.append(f"data must be of {wanted}; got {self.data.dtype}: quantize makes it")
+        if self.data.ndim < 2:
+            reasons.append(f"data must have shape (..., rows, columns); got {tuple(self.data.shape)}")
+        if namespace(self.data) is not namespace(self.scale):
+            reasons.append("data and scale must be arrays of one kind: copy one explicitly")
+        return reasons
+
+    def _scale_reasons(self) -> list[str]:
+        shape = scale_shape(self.shape, self.per, self.block)
+        if self.scale.dtype != np.float32 or tuple(self.scale.shape) != shape:
+            return [f"scale must have shape {shape} and dtype float32; got {describe(self.scale)}: quantize makes it"]
+        if isinstance(self.scale, np.ndarray) and (self.scale <= 0).any():
+            return [f"scale must be positive; got {self.scale.min()}: quantize makes it"]
+        return []
+
+
+def quantize(
+    x: Array,
+    *,
+    dtype: Any = "float8_e4m3fn",
+    per: str = "block",
+    block: int = 128,
+    rotate: Rotation | None = None,
+    largest: float = e4m3.LARGEST,
+) -> Quantized:
+    """Round an array to 8 bits, with a scale for each block of rows, for each head, or for all of it.
+
+    Parameters
+    ----------
+    x : array [..., num_heads, seqlen, head_dim] or [seqlen, head_dim]
+        float16, bfloat16 or float32, of NumPy, CuPy, or any library with DLPack.
+    dtype : dtype
+        float8_e4m3fn: 4 significant bits, at most 448.
+    per : {"block", "head", "tensor"}
+        What shares a scale: `block` rows of a head, all rows of a head, or everything.
+    block : int
+        Rows of a block, a multiple of 16.
+    rotate : Rotation, optional
+        What the rows are multiplied by first. Queries and keys of one call need the same rotation, and values none.
+    largest : float
+        What the largest magnitude of a part becomes, at most 448.
+
+    Returns
+    -------
+    Quantized
+        The numbers of 8 bits and their scales, where x is.
+
+    Raises
+    ------
+    TypeError
+        x is not an array.
+    UnsupportedProblem
+        An argument is invalid. It lists every reason.
+
+    Notes
+    -----
+    The scale of a part is max |x| / largest, 1 if all of it is 0. A part that holds NaN or an infinity is NaN. NumPy's
+    and CuPy's arrays give the same bits.
+
+    FlashAttention-3, arXiv 2407.08608, section 3.3, quantises in blocks and rotates.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 4, 256, 64), dtype=np.float32)
+    >>> rotation = cuflash.Rotation(64)
+    >>> q8, k8 = (cuflash.quantize(x, rotate=rotation) for x in (q, k))
+    >>> o = cuflash.attention(q8, k8, cuflash.quantize(v), causal=True)
+    >>> bool(abs(o - cuflash.attention(q, k, v, causal=True)).max() < 0.2)
+    True
+    """
+    x = as_arrays({"x": x})["x"]
+    if not is_array(x):
+        raise TypeError(no_array("x", x))
+    reasons = _option_reasons(per, block, rotate, x)
+    with collecting(reasons):
+        if as_dtype("dtype", dtype) != e4m3.E4M3:
+            reasons.append(f"dtype must be float8_e4m3fn, the one that is supported; got {as_dtype('dtype', dtype)}")
+    if x.dtype not in SOURCES:
+        reasons.append(f"x must be of float16, bfloat16 or float32; got {x.dtype}: cast it")
+    if x.ndim < 2:
+        reasons.append(f"x must have shape (..., rows, columns); got {tuple(x.shape)}")
+    if not is_number(largest) or not 0 < largest <= e4m3.LARGEST:
+        reasons.append(f"largest must be a number above 0, at most {e4m3.LARGEST:g}; got {describe(largest)}")
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    source = np.dtype(x.dtype)
+    wide = x.astype(np.float32) if rotate is None else rotate.apply(x)
+    parts, scale = _parts_and_scale(wide, per, int(block), np.float32(largest))
+    with np.errstate(invalid="ignore"):
+        data = e4m3.from_float32(parts / scale[..., None, None])
+    data = data.reshape(*x.shape[:-2], parts.shape[-3] * parts.shape[-2], x.shape[-1])[..., : x.shape[-2], :]
+    shape = scale_shape(tuple(x.shape), per, int(block))
+    return Quantized(
+        data=namespace(x).ascontiguousarray(data), scale=scale.reshape(shape), per=per, block=int(block),
+        rotation=rotate, source_dtype=source,
+    )  # fmt: skip
+
+
+def scale_shape(shape: tuple[int, ...], per: str, block: int) -> tuple[int, ...]:
+    """The shape of the scales of an array."""
+    if per == "tensor":
+        return (1,) * (len(shape) - 1)
+    return (*shape[:-2], -(-shape[-2] // block) if per == "block" else 1)
+
+
+def _parts_and_scale(x: Array, per: str, block: int, largest: Any) -> tuple[Array, Array]:
+    """The rows as [..., parts, rows of a part, columns], with zeros behind the last, and [..., parts] scales."""
+    xp = namespace(x)
+    *leading, rows, columns = x.shape
+    if per == "block":
+        missing = -rows % block
+        if missing:
+            x = xp.concatenate([x, xp.zeros((*leading, missing, columns), x.dtype)], axis=-2)
+        parts = x.reshape(*leading, (rows + missing) // block, block, columns)
+    else:
+        parts = x[..., None, :, :]
+    if not x.size:
+        return parts, xp.ones((1,) * (parts.ndim - 2) if per == "tensor" else parts.shape[:-2], np.float32)
+    axes = tuple(range(parts.ndim)) if per == "tensor" else (-2, -1)
+    found = xp.max(xp.abs(parts), axis=axes, keepdims=True)[..., 0, 0]
+    return parts, xp.where(found == 0, np.float32(1), xp.maximum(found / largest, _SMALLEST_SCALE))
+
+
+def _option_reasons(per: Any, block: Any, rotation: Any, x: Array) -> list[str]:
+    reasons = []
+    if not isinstance(per, str) or per not in PARTS:
+        reasons.append(f"per must be {', '.join(map(repr, PARTS))}; got {describe(per)}")
+    if not is_int(block) or block < 16 or block % 16:
+        reasons.append(f"block must be a multiple of 16, at least 16; got {describe(block)}: 128 is one")
+    if rotation is not None and not isinstance(rotation, Rotation):
+        reasons.append(f"rotate must be a Rotation or None; got {describe(rotation)}: Rotation(head_dim) makes one")
+    elif rotation is not None and x.ndim and x.shape[-1] != rotation.head_dim:
+        reasons.append(
+            f"rotate must have the rows' length, {x.shape[-1]}; got {rotation}: Rotation({x.shape[-1]}) fits, "
+            f"for a power of two"
+        )
+    return reasons

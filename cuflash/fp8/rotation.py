@@ -1,0 +1,148 @@
+"""Rotations of queries and keys before they are rounded: random signs, then a Hadamard matrix."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Array, describe, is_array, is_int, namespace, no_array
+from ..errors import UnsupportedProblem
+from ..planning.problem import MAX_HEAD_DIM
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """An orthogonal matrix that spreads an outlier of a row over the whole row.
+
+    Rows are multiplied by random signs and then by a Hadamard matrix. Scores do not change if queries and keys are
+    rotated alike, and numbers of one size lose less by rounding to 8 bits than numbers of which one is large.
+
+    Parameters
+    ----------
+    head_dim : int
+        Length of the rows, a power of two, at most 256.
+    seed : int
+        Chooses the signs; equal seeds give equal signs on every machine.
+
+    Raises
+    ------
+    UnsupportedProblem
+        head_dim is no such power of two, or seed is no int of at least 0.
+
+    Notes
+    -----
+    Incoherent processing of FlashAttention-3, arXiv 2407.08608, section 3.3. The matrix is applied in log2(head_dim)
+    steps of sums and differences in float32, which give the same bits on NumPy's and on CuPy's arrays.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rotation = cuflash.Rotation(4)
+    >>> spread = rotation.apply(np.float32([[0, 8, 0, 0]]))
+    >>> np.abs(spread)
+    array([[4., 4., 4., 4.]], dtype=float32)
+    >>> rotation.undo(spread) + 0                                       # without the signs of zeros
+    array([[0., 8., 0., 0.]], dtype=float32)
+    """
+
+    head_dim: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        reasons = []
+        dim = self.head_dim
+        if not is_int(dim) or not 1 <= dim <= MAX_HEAD_DIM or dim & dim - 1:
+            reasons.append(
+                f"head_dim must be a power of two from 1 to {MAX_HEAD_DIM} for a rotation; got {describe(dim)}: "
+                f"quantize with rotate=None"
+            )
+        if not is_int(self.seed) or self.seed < 0:
+            reasons.append(f"seed must be an int of at least 0; got {describe(self.seed)}: 0 is one")
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        object.__setattr__(self, "head_dim", int(dim))
+        object.__setattr__(self, "seed", int(self.seed))
+
+    @property
+    def signs(self) -> Array:
+        """The signs, 1 and -1, as a NumPy array of float32."""
+        bits = np.random.PCG64(self.seed).random_raw(self.head_dim) >> np.uint64(63)
+        return np.where(bits, np.float32(-1), np.float32(1))
+
+    def apply(self, x: Array) -> Array:
+        """Rotate rows.
+
+        Parameters
+        ----------
+        x : array [..., head_dim]
+            Rows, of NumPy or CuPy; they are computed with in float32, or in float64 if they are of it.
+
+        Returns
+        -------
+        array
+            The rotated rows, of float32 or float64.
+
+        Raises
+        ------
+        TypeError, UnsupportedProblem
+            It is no array, or its rows have another length.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> x = np.random.default_rng(0).standard_normal((3, 64))
+        >>> y = cuflash.Rotation(64, seed=1).apply(x)
+        >>> bool(np.allclose(x @ x.T, y @ y.T))
+        True
+        """
+        wide = self._wide(x)
+        return self._hadamard(wide * namespace(x).asarray(self.signs, wide.dtype))
+
+    def undo(self, x: Array) -> Array:
+        """Rotate rows back.
+
+        Parameters
+        ----------
+        x : array [..., head_dim]
+            What `apply` returned, or anything like it.
+
+        Returns
+        -------
+        array
+            The rows before the rotation, of float32 or float64.
+
+        Raises
+        ------
+        TypeError, UnsupportedProblem
+            As `apply`.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> rotation = cuflash.Rotation(16)
+        >>> bool((rotation.undo(rotation.apply(np.arange(16.0))) == np.arange(16)).all())
+        True
+        """
+        wide = self._hadamard(self._wide(x))
+        return wide * namespace(x).asarray(self.signs, wide.dtype)
+
+    def _wide(self, x: Array) -> Array:
+        if not is_array(x):
+            raise TypeError(no_array("x", x))
+        if x.ndim == 0 or x.shape[-1] != self.head_dim:
+            raise UnsupportedProblem(
+                [f"x must have rows of {self.head_dim} numbers, as the rotation has; got {describe(x)}: make another"]
+            )
+        return x.astype(np.float64 if x.dtype == np.float64 else np.float32)
+
+    def _hadamard(self, x: Array) -> Array:
+        xp = namespace(x)
+        y = x
+        half = 1
+        while half < self.head_dim:
+            pairs = y.reshape(*x.shape[:-1], self.head_dim // (2 * half), 2, half)
+            y = xp.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], axis=-2)
+            half *= 2
+        return y.reshape(x.shape) * x.dtype.type(1 / math.sqrt(self.head_dim))

@@ -1,0 +1,143 @@
+"""Faults in operands of 8 bits, each with the guard that must see it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from cuflash import reference
+from mutations.planting import Edit
+
+SIGNS = (AssertionError, ValueError, TypeError)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+RNG = np.random.default_rng(0)
+OPERANDS = RNG.standard_normal((3, 2, 70, 64)).astype(np.float32)
+
+
+def bits_are_right(library: ModuleType) -> None:
+    """Numbers of e4m3, the middles between two, and what is beside either."""
+    number = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
+    edges = np.concatenate([number, (number[1:] + number[:-1]) / 2])[1:]
+    near = (edges.view(np.int32)[:, None] + np.arange(-1, 2, dtype=np.int32)).ravel().view(np.float32)
+    x = np.concatenate([near, -near])
+    found = import_module(f"{library.__name__}.fp8.e4m3").bits_by_integers(x)
+    np.testing.assert_array_equal(found, x.astype(E4M3).view(np.uint8))
+    assert import_module(f"{library.__name__}.fp8.e4m3").bits_by_integers(np.float32([np.nan])) == 0x7F
+
+
+def rotations_are_orthogonal(library: ModuleType) -> None:
+    rotation, other = library.Rotation(32), library.Rotation(32, seed=1)
+    matrix = rotation.apply(np.eye(32))
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(32), atol=1e-12)
+    np.testing.assert_allclose(rotation.undo(matrix), np.eye(32), atol=1e-12)
+    np.testing.assert_allclose(np.abs(matrix), 1 / np.sqrt(32))
+    assert (rotation.signs != other.signs).any() and (rotation.signs < 0).any()
+
+
+def parts_have_scales_of_their_own(library: ModuleType) -> None:
+    x = OPERANDS[0] * np.exp2(np.arange(-60, 80, dtype=np.float32)).reshape(2, 70, 1)
+    for per, parts in {"block": 10, "head": 2, "tensor": 1}.items():
+        x8 = library.quantize(x, per=per, block=16)
+        assert len(set(x8.scale.ravel().tolist())) == parts == x8.scale.size
+        assert (np.abs(x8.data.astype(np.float32)).max() == 448) and np.isfinite(x8.scaled()).all()
+    blocks = np.abs(x8_blocks(library, x)).max(axis=(-2, -1))
+    assert (blocks == 448).all()
+    assert (library.quantize(0 * x).scale == 1).all()
+    with np.errstate(invalid="ignore"):
+        assert (library.quantize(x[:, :16] * 0 + 1e-44).scale > 0).all()
+
+
+def x8_blocks(library: ModuleType, x: Any) -> Any:
+    """The numbers of whole blocks of 16 rows."""
+    return library.quantize(x, block=16).data.astype(np.float32)[:, :64].reshape(2, 4, 16, 64)
+
+
+def results_are_within_bounds(library: ModuleType) -> None:
+    """Of attention of what is dequantised, and with what quantisation changes; the bounds are sharp enough to tell."""
+    q, k, v = OPERANDS
+    v = v + 2
+    rotation = library.Rotation(64)
+    x8 = library.quantize(q, rotate=rotation, block=32), library.quantize(k, rotate=rotation), library.quantize(v)
+    o, lse = library.attention(*x8, return_lse=True)
+    exact = reference.attention(*(x.scaled(np.float64) for x in x8))
+    bound = library.error_bound(*x8)
+    assert (np.abs(o - exact[0]) <= bound.o).all() and (np.abs(lse - exact[1]) <= bound.lse).all()
+    assert bound.o.max() < 1e-3
+    plain = reference.attention(*(x.astype(np.float64) for x in (q, k, v)))
+    change = library.quantization_bound(q, k, v, *x8)
+    assert (np.abs(exact[0] - plain[0]) <= change.o).all() and (np.abs(exact[1] - plain[1]) <= change.lse).all()
+    assert change.o.max() < 0.5
+    one = library.quantization_bound(q, k[:, :1], v[:, :1], x8[0], library.quantize(k[:, :1], rotate=rotation),
+                                     library.quantize(v[:, :1]))
+    assert library.attention(q, k, v, precision="fp8").shape == o.shape
+    alone = np.abs(library.quantize(v[:, :1]).scaled(np.float64) - v[:, :1])
+    np.testing.assert_allclose(one.o, np.broadcast_to(alone, one.o.shape), rtol=1e-12)
+
+
+def mixtures_are_refused(library: ModuleType) -> None:
+    x = OPERANDS[0]
+    plain, rotated = library.quantize(x), library.quantize(x, rotate=library.Rotation(64))
+    made = {"data": plain.data, "per": "block", "block": 128, "rotation": None, "source_dtype": np.dtype(np.float32)}
+    for reason, call in {
+        "q and k must have one rotation": lambda: library.attention(plain, rotated, plain),
+        "v must not be rotated": lambda: library.attention(rotated, rotated, rotated),
+        "executor must be 'cpu'": lambda: library.attention(plain, plain, plain, executor="gpu"),
+        "precision must not be 'fp8' here": lambda: library.attention_vjp(x, x, x, precision="fp8"),
+        "q, k and v must not be Quantized here": lambda: library.attention_vjp(plain, plain, plain),
+        "scale must be positive": lambda: library.Quantized(**made, scale=-plain.scale),
+    }.items():
+        try:
+            call()
+        except library.UnsupportedProblem as error:
+            assert reason in str(error), error
+            continue
+        raise AssertionError(reason)
+
+
+E4M3_FILE, ROTATION, QUANTIZE = "fp8/e4m3.py", "fp8/rotation.py", "fp8/quantize.py"
+ERROR, OPERAND = "fp8/quantization_error.py", "fp8/operands.py"
+FAULTS = {
+    bits_are_right: {
+        "ties round away from zero": Edit(E4M3_FILE, "bits_by_integers", "(magnitude >> 20 & 1)", "1"),
+        "subnormals are cut as others are": Edit(E4M3_FILE, "bits_by_integers", "0x3C800000", "0"),
+        "NaN is a number": Edit(E4M3_FILE, "bits_by_integers", "magnitude > 0x7F800000", "magnitude < 0"),
+    },
+    rotations_are_orthogonal: {
+        "there are no signs": Edit(ROTATION, "Rotation.signs", "np.where(bits,", "np.where(bits > 1,"),
+        "rows are rotated back without signs": Edit(
+            ROTATION, "Rotation.undo", "return wide * namespace(x).asarray(self.signs, wide.dtype)", "return wide"
+        ),
+        "differences are sums": Edit(
+            ROTATION, "Rotation._hadamard", "pairs[..., 0, :] - pairs[..., 1, :]",
+            "pairs[..., 1, :] - pairs[..., 0, :] * (half < 16)",
+        ),
+    },
+    parts_have_scales_of_their_own: {
+        "heads share a scale": Edit(QUANTIZE, "_parts_and_scale", "else (-2, -1)", "else (0, -2, -1)"),
+        "the sign of the largest counts": Edit(QUANTIZE, "_parts_and_scale", "xp.max(xp.abs(parts)", "xp.max((parts)"),
+        "tiny numbers are divided by 0": Edit(
+            QUANTIZE, "_parts_and_scale", "xp.maximum(found / largest, _SMALLEST_SCALE)", "found / largest"
+        ),
+    },
+    results_are_within_bounds: {
+        "scales belong to the next block": Edit(
+            QUANTIZE, "Quantized.scaled", "scale, self.block, axis=-1)[..., : self.shape[-2]]",
+            "scale, self.block, axis=-1)[..., -self.shape[-2] :]",
+        ),
+        "weights only fall": Edit(
+            ERROR, "_bound", "grown = p * np.exp(e) * (1 + r)", "grown = p * np.exp(-e)"
+        ),
+        "changes of v do not count": Edit(ERROR, "_bound", "+ grown * added", ""),
+        "changes of scores do not count in lse": Edit(ERROR, "_bound", "np.log1p(r)[..., 0]", "0 * r[..., 0]"),
+    },
+    mixtures_are_refused: {
+        "rotations may differ": Edit(OPERAND, "operand_reasons", "q.rotation != k.rotation", "False"),
+        "values may be rotated": Edit(OPERAND, "operand_reasons", "v.rotation is not None", "False"),
+        "other executors are ignored": Edit(OPERAND, "place_reasons", 'executor in ("gpu", "sim")', "False"),
+        "gradients ignore the precision": Edit(OPERAND, "is_asked_for", "precision == PRECISION", "False"),
+        "scales may be negative": Edit(QUANTIZE, "Quantized._scale_reasons", "(self.scale <= 0).any()", "False"),
+    },
+}

@@ -1,0 +1,313 @@
+"""Operands of 8 bits: their numbers against ml_dtypes, attention of them within bounds, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuflash.fp8 import e4m3
+from cuflash.testing import examples
+from executors import to_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import Quantized, Rotation, UnsupportedProblem, masks, reference
+
+RNG = np.random.default_rng(0)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def floats_around_e4m3() -> Any:
+    """Every bfloat16 up to 464, and floats at and beside each number of e4m3 and each middle between two."""
+    halves = np.arange(2**16, dtype=np.uint32) << 16
+    number = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
+    edges = np.concatenate([number, (number[1:] + number[:-1]) / 2])
+    near = (edges.view(np.int32)[:, None] + np.arange(-2, 3, dtype=np.int32)).ravel()
+    x = np.concatenate([halves.view(np.float32), near.view(np.float32), -near.view(np.float32)])
+    return x[~(np.abs(x) > 464)]
+
+
+def test_integers_round_to_e4m3_as_ml_dtypes_does() -> None:
+    x = floats_around_e4m3()
+    with np.errstate(invalid="ignore"):
+        right = np.where(np.isnan(x), 0x7F, x.astype(E4M3).view(np.uint8))
+    found = e4m3.bits_by_integers(x)
+    np.testing.assert_array_equal(found & 0x7F, right & 0x7F)
+    np.testing.assert_array_equal(found[~np.isnan(x)], right[~np.isnan(x)])
+    np.testing.assert_array_equal(e4m3.from_float32(x).view(np.uint8)[~np.isnan(x)], right[~np.isnan(x)])
+
+
+def test_all_numbers_of_e4m3_come_back() -> None:
+    bits = np.arange(256, dtype=np.uint8)
+    np.testing.assert_array_equal(e4m3.to_float32(bits), bits.view(E4M3).astype(np.float32))
+    np.testing.assert_array_equal(e4m3.to_float32(bits.view(E4M3)), bits.view(E4M3).astype(np.float32))
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 8, 64, 128, 256])
+def test_a_rotation_is_the_product_with_its_matrix(head_dim: int) -> None:
+    rotation = Rotation(head_dim, seed=3)
+    matrix = np.ones((1, 1))
+    while len(matrix) < head_dim:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    x = RNG.standard_normal((5, head_dim))
+    np.testing.assert_allclose(rotation.apply(x), x * rotation.signs @ matrix / np.sqrt(head_dim), atol=1e-12)
+    np.testing.assert_allclose(rotation.undo(rotation.apply(x)), x, atol=1e-12)
+    assert rotation.apply(x.astype(np.float16)).dtype == np.float32
+
+
+def test_seeds_choose_the_signs() -> None:
+    first, second = Rotation(64), Rotation(64, seed=1)
+    assert first == Rotation(64, 0) != second and hash(first) == hash(Rotation(64))
+    assert set(first.signs) == {-1.0, 1.0} and (first.signs != second.signs).any()
+
+
+shapes = st.sampled_from([(5, 64), (2, 40, 64), (2, 3, 33, 16), (1, 0, 64), (2, 100, 128)])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=shapes, per=st.sampled_from(["block", "head", "tensor"]), block=st.sampled_from([16, 32, 128]),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]), rotates=st.booleans(),
+    power=st.integers(-20, 6), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_numbers_are_nearest_ones_of_their_block(
+    shape: tuple[int, ...], per: str, block: int, dtype: str, rotates: bool, power: int, seed: int
+) -> None:
+    """By definition, block by block: the largest is 448, and the rest is at most half a place away."""
+    x = (np.random.default_rng(seed).standard_normal(shape) * 2.0**power).astype(
+        ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    )
+    rotation = Rotation(shape[-1]) if rotates else None
+    x8 = cuflash.quantize(x, per=per, block=block, rotate=rotation)
+    assert x8.data.dtype == E4M3 and x8.shape == x.shape and x8.source_dtype == x.dtype and x8.ndim == x.ndim
+    wide = x.astype(np.float32) if rotation is None else rotation.apply(x)
+    numbers, scaled = x8.data.astype(np.float64), x8.scaled(np.float64)
+    rows = {"block": block, "head": shape[-2] or 1, "tensor": shape[-2] or 1}[per]
+    for place in np.ndindex(shape[:-2]):
+        for number, start in enumerate(range(0, shape[-2], rows)):
+            part = (*place, slice(start, start + rows))
+            scale = x8.scale[(*place, number) if per != "tensor" else (0,) * x8.scale.ndim]
+            largest = np.abs(wide if per == "tensor" else wide[part]).max()
+            assert scale == (largest / np.float32(448) if largest else 1)
+            np.testing.assert_array_equal(scaled[part], numbers[part] * np.float64(scale))
+            last_place = np.maximum(2.0 ** np.floor(np.log2(np.maximum(np.abs(numbers[part]), 2.0**-6))), 2.0**-6) / 8
+            exact = wide[part].astype(np.float64) / scale
+            assert (np.abs(numbers[part] - exact) <= last_place / 2 * (1 + 2.0**-20)).all()
+    np.testing.assert_allclose(
+        x8.dequantized(), x8.scaled() if rotation is None else rotation.undo(x8.scaled()), rtol=0, atol=0
+    )
+
+
+def test_zeros_have_scale_1_and_what_is_not_finite_makes_its_block_nan() -> None:
+    x = np.zeros((3, 40, 16), np.float32)
+    x[1, 3, 2], x[2, 20, 5] = np.nan, np.inf
+    x8 = cuflash.quantize(x, block=16)
+    assert (x8.scale[0] == 1).all() and not x8.scaled()[0].any()
+    is_nan = np.isnan(x8.scaled())
+    assert is_nan[1, 3, 2] and is_nan[2, 16:32].all() and not is_nan[1, 16:].any() and not is_nan[2, :16].any()
+
+
+def test_tiny_numbers_have_the_smallest_normal_scale() -> None:
+    x8 = cuflash.quantize(np.full((16, 4), 1e-44, np.float32))
+    assert (x8.scale == 2.0**-126).all() and not x8.data.view(np.uint8).any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_powers_of_two_and_their_scales_are_exact(dtype: str) -> None:
+    """Each number is one of e4m3, so that results are those of the plain call bit for bit, and scales move through."""
+    x = RNG.integers(-7, 8, (3, 2, 70, 64)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    x[..., :1, 0] = 7
+    x8 = [cuflash.quantize(each, largest=448, per="head") for each in x]
+    for each, each8 in zip(x, x8):
+        np.testing.assert_array_equal(each8.dequantized(), each.astype(np.float32))
+    q8, k8, v8 = x8
+    o, lse = cuflash.attention(q8, k8, v8, return_lse=True)
+    assert o.dtype == x.dtype and lse.dtype == np.float32
+    plain, plain_lse = cuflash.attention(*x.astype(np.float32), return_lse=True)
+    np.testing.assert_array_equal(o, plain.astype(x.dtype))
+    np.testing.assert_array_equal(lse, plain_lse)
+    larger = replace(q8, scale=q8.scale * np.float32(8)), replace(k8, scale=k8.scale / np.float32(8)), v8
+    np.testing.assert_array_equal(cuflash.attention(*larger), o)
+
+
+def test_a_scale_of_one_block_moves_its_keys_alone() -> None:
+    q8, k8, v8 = (cuflash.quantize(x, block=32) for x in RNG.standard_normal((3, 96, 64), np.float32))
+    scale = v8.scale.copy()
+    scale[1] *= 2
+    ids = np.arange(96) // 32
+    found, before = (
+        cuflash.attention(q8, k8, each, mask=masks.Documents(ids)) for each in (replace(v8, scale=scale), v8)
+    )
+    np.testing.assert_array_equal(found[ids != 1], before[ids != 1])
+    np.testing.assert_array_equal(found[32:64], 2 * before[32:64])
+
+
+@settings(max_examples=12, deadline=None)
+@given(example=examples(dtypes=("float16", "float32")), per=st.sampled_from(["block", "head", "tensor"]))
+def test_attention_is_within_both_bounds(example: Any, per: str) -> None:
+    """Of the exact attention of what is dequantised, and, with what quantisation changes, of the plain operands."""
+    plain = tuple(np.asarray(x, np.float32) for x in (example.q, example.k, example.v))
+    assert all(np.isfinite(x).all() for x in plain)
+    x8 = [cuflash.quantize(x, per=per, block=32) for x in plain]
+    named = {"mask": example.mask, "scale": example.scale}
+    o, lse = cuflash.attention(*x8, return_lse=True, **named)
+    bound = cuflash.error_bound(*x8, **named)
+    exact_o, exact_lse = reference.attention(
+        *(x.scaled(np.float64) for x in x8), mask=example.allowed, scale=example.scale
+    )
+    assert within(o, exact_o, bound.o) and within(lse, exact_lse, bound.lse)
+    change = cuflash.quantization_bound(*plain, *x8, **named)
+    wide_o, wide_lse = reference.attention(
+        *(x.astype(np.float64) for x in plain), mask=example.allowed, scale=example.scale
+    )
+    assert within(exact_o, wide_o, change.o) and within(exact_lse, wide_lse, change.lse)
+
+
+def within(found: Any, right: Any, bound: Any) -> bool:
+    """Whether errors are at most their bounds and the rounding of the float64 that they are computed in."""
+    with np.errstate(invalid="ignore"):
+        is_near = np.abs(found - right) <= bound * (1 + 1e-9) + 1e-11
+    return bool((is_near | (found == right)).all())
+
+
+def test_a_rotation_leaves_results_within_the_bound_and_errs_less_with_outliers() -> None:
+    normal, outliers = np.random.default_rng(0).standard_normal((2, 3, 2, 256, 64), np.float32)
+    q, k, v = normal + 10 * outliers * (np.random.default_rng(1).random(normal.shape) < 0.001)
+    rotation = Rotation(64)
+    exact = reference.attention(*(x.astype(np.float64) for x in (q, k, v)))[0]
+    errors = []
+    for rotate in (None, rotation):
+        x8 = cuflash.quantize(q, rotate=rotate), cuflash.quantize(k, rotate=rotate), cuflash.quantize(v)
+        o = cuflash.attention(*x8)
+        bound = cuflash.quantization_bound(q, k, v, *x8).o + cuflash.error_bound(*x8).o
+        assert (np.abs(o - exact) <= bound).all()
+        errors.append(np.sqrt(np.mean((o - exact) ** 2)))
+    assert errors[1] < errors[0]
+    np.testing.assert_array_equal(cuflash.attention(q, k, v, precision="fp8"), o)
+
+
+def test_everything_else_of_a_call_applies() -> None:
+    x = RNG.standard_normal((3, 2, 4, 50, 64), np.float32)
+    q8, k8, v8 = x8 = [cuflash.quantize(each) for each in x]
+    for named in ({"causal": True, "softcap": 5.0}, {"sink": np.float32([0, 1, 2, 3])}, {"window": (3, 3)}):
+        found, right = cuflash.attention(*x8, **named), cuflash.attention(*(y.scaled() for y in x8), **named)
+        np.testing.assert_array_equal(found, right)
+    one_head = cuflash.quantize(x[1, :, :1]), cuflash.quantize(x[2, :, :1])
+    assert cuflash.attention(q8, *one_head).shape == q8.shape
+    assert "rotation=None" in repr(q8) and cuflash.quantization_bound(*x, *x8).o.shape == q8.shape
+
+
+def test_torch_tensors_are_quantised() -> None:
+    torch = pytest.importorskip("torch")
+    x = RNG.standard_normal((40, 64), np.float32)
+    found = cuflash.quantize(torch.from_numpy(x).to(torch.bfloat16))
+    right = cuflash.quantize(x.astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(found.data.view(np.uint8), right.data.view(np.uint8))
+    assert found.source_dtype == ml_dtypes.bfloat16
+
+
+X = np.ones((2, 40, 64), np.float32)
+X8 = cuflash.quantize(X)
+ROTATED = cuflash.quantize(X, rotate=Rotation(64))
+REFUSED = {
+    "head dims without a rotation": (
+        lambda: cuflash.attention(X[..., :48], X[..., :48], X, precision="fp8"), ["head_dim must be a power of two"]
+    ),
+    "a rotation of another length": (
+        lambda: cuflash.quantize(X, rotate=Rotation(32), largest=0, per="row", block=20),
+        ["rotate must have the rows' length, 64", "largest must be", "per must be 'block'", "block must be a multiple"],
+    ),
+    "other sources": (
+        lambda: cuflash.quantize(np.zeros(3), dtype="float8_e5m2"),
+        ["x must be of float16", "dtype must be float8_e4m3fn", "x must have shape (..., rows"],
+    ),
+    "plain arrays among quantised ones": (
+        lambda: cuflash.attention(X8, X, ROTATED), ["k must be Quantized as the others", "v must not be rotated"]
+    ),
+    "two rotations, and an odd scale": (
+        lambda: cuflash.attention(ROTATED, X8, X8, scale="large"), ["q and k must have one rotation", "scale must"]
+    ),
+    "other executors, and out": (
+        lambda: cuflash.attention(X8, X8, X8, executor="gpu", out=X), ["executor must be 'cpu'", "out must be None"]
+    ),
+    "precision of what is quantised": (
+        lambda: cuflash.attention(X8, X8, X8, precision="fp8"), ["precision must not be 'fp8' where"]
+    ),
+    "gradients": (
+        lambda: cuflash.attention_vjp(X8, X8, X8, precision="fp8"),
+        ["q, k and v must not be Quantized here", "precision must not be 'fp8' here"],
+    ),
+    "plans": (lambda: cuflash.plan(X8, X8, X8), ["q, k and v must not be Quantized here"]),
+    "scales that are not positive": (
+        lambda: replace(X8, scale=X8.scale * np.float32(0)), ["scale must be positive; got 0.0"]
+    ),
+    "scales that do not fit": (
+        lambda: replace(X8, scale=X8.scale[:1]), ["scale must have shape (2, 1) and dtype float32"]
+    ),
+    "data of another dtype": (
+        lambda: replace(X8, data=X8.data.astype(np.float32), source_dtype=np.float64),
+        ["data must be of float8_e4m3fn", "source_dtype must be float16"],
+    ),
+    "bounds of gradients": (
+        lambda: cuflash.error_bound(X8, X8, X8, X, precision="tf32"), ["do must be None", "precision must be 'ieee'"]
+    ),
+    "bounds of other shapes": (
+        lambda: cuflash.quantization_bound(X, X[:, :9], X, X8, X8, X),
+        ["v8 must be Quantized", "k8 must have k's shape", "v must have k's"]
+    ),
+    "seeds": (lambda: Rotation(96, seed=-1), ["head_dim must be a power of two", "seed must be an int"]),
+    "rows that a rotation has not": (lambda: Rotation(32).apply(X), ["x must have rows of 32 numbers"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_that_is_wrong_is_said_at_once(name: str) -> None:
+    call, reasons = REFUSED[name]
+    with pytest.raises(UnsupportedProblem) as caught:
+        call()
+    assert len(caught.value.reasons) == len(reasons)
+    for reason in reasons:
+        assert any(each.startswith(reason) for each in caught.value.reasons), caught.value.reasons
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: cuflash.quantize([[1.0]]),
+        lambda: Rotation(2).apply([1.0, 2.0]),
+        lambda: replace(X8, scale=1.0),
+        lambda: cuflash.quantization_bound(None, X, X, X8, X8, X8),
+    ],
+)
+def test_what_is_no_array_is_a_type_error(call: Any) -> None:
+    with pytest.raises(TypeError, match="must be an array"):
+        call()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per", ["block", "head", "tensor"])
+@pytest.mark.parametrize("rotate", [None, Rotation(64)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_gpu_gives_the_same_bits(dtype: str, rotate: Any, per: str) -> None:
+    import cupy
+
+    x = RNG.standard_normal((2, 3, 77, 64)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    x[0, 0, 3] *= 100
+    x[1, 2, 40, 1] = np.nan
+    here, there = (cuflash.quantize(each, per=per, block=32, rotate=rotate) for each in (x, to_device(x)))
+    assert isinstance(there.data, cupy.ndarray) and isinstance(there, Quantized)
+    np.testing.assert_array_equal(there.scale.get(), here.scale)
+    np.testing.assert_array_equal(there.data.get(), here.data.view(np.uint8))
+    np.testing.assert_array_equal(there.scaled().get(), here.scaled())
+    with pytest.raises(UnsupportedProblem, match="must be NumPy's arrays"):
+        cuflash.attention(there, there, there)
+
+
+@pytest.mark.gpu
+def test_a_gpu_rounds_all_floats_around_e4m3_alike() -> None:
+    x = floats_around_e4m3()
+    np.testing.assert_array_equal(e4m3.from_float32(to_device(x)).get(), e4m3.from_float32(x).view(np.uint8))
