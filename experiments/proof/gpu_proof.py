@@ -54,6 +54,7 @@ from cuflash.testing import Structure
 from cuflash.planning.families import sm90
 from cuflash.arrays import as_dtype
 from cuflash.planning.appending import append_spec
+from cuflash.planning.block_mass import mass_spec
 from cuflash.planning.decoding import decode_reasons, decode_spec
 from cuflash.planning.launches import Launch
 from cuflash.planning.list_kernels import LIST_SPECS
@@ -344,6 +345,7 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
 
 # Calls on caches: dtype, query heads, new rows, page size or None. Two key/value heads of 64 dims, 300 positions.
 CACHES = (("float16", 2, 1, None), ("float16", 8, 5, 16), ("bfloat16", 4, 20, 64), ("float32", 2, 3, 16))
+MASS_DTYPES = ("float16", "bfloat16", "float32")
 _CACHE = {"num_kv_heads": 2, "head_dim": 64, "capacity": 300}
 
 
@@ -377,6 +379,22 @@ def run_caches() -> int:
             cache.attention(q, sink=cupy.zeros((heads,), np.float32))
         cache.check()
     return len(CACHES)
+
+
+def specs_of_masses(device: DeviceSpec) -> set[KernelSpec]:
+    """The kernels of block masses that these calls launch."""
+    arrays = (cuflash.ShapeDtype((2, 90, 64), dtype) for dtype in MASS_DTYPES)
+    return {mass_spec(Problem.of(x, x, x), device) for x in arrays}
+
+
+def run_masses() -> int:
+    """Masses of blocks whose last ones are cut off, under a mask; how many calls that were."""
+    import cupy
+
+    for dtype in MASS_DTYPES:
+        x = cupy.full((2, 90, 64), 1, as_dtype("dtype", dtype))
+        cuflash.block_mass(x, x, block=(16, 24), causal=True)
+    return len(MASS_DTYPES)
 
 
 @contextmanager
@@ -418,6 +436,8 @@ def child(argument: str) -> None:
             done += 1
         if "sm80" in asked["families"]:
             done += run_caches()
+        if "simt" in asked["families"]:
+            done += run_masses()
     print(DONE, done, flush=True)
 
 
@@ -484,6 +504,7 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     every = [case for _, case in cases(Config(families=tuple(runs)))] + [control(family) for family in runs]
     specs = {spec for case in every for spec in case.plan(device).specs.values()} | set(LIST_SPECS.values())
     specs |= specs_of_caches(device) if "sm80" in runs else set()
+    specs |= specs_of_masses(device) if "simt" in runs else set()
     if set(config.tools) & set(WATCHED):
         specs |= {replace(spec, has_watchdog=True) for spec in specs if spec.family == "sm90"}
     nvrtc.precompile(specs, device.compute_capability)  # into CuPy's cache, where each child finds them

@@ -569,7 +569,8 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
     on_disk = {f"{path.parent.name}_{path.stem}" for path in load("cuflash.compiler.source").KERNELS.glob("*/*.cu")}
     assert any(case.makes_lists for _, case in found)
     of_lists = {spec.name for spec in load("cuflash.planning.list_kernels").LIST_SPECS.values()}
-    assert {spec.name for spec in specs | proof.specs_of_caches(device)} | of_lists == on_disk
+    specs_beside = proof.specs_of_caches(device) | proof.specs_of_masses(device)
+    assert {spec.name for spec in specs | specs_beside} | of_lists == on_disk
     assert {64, 128, 256} <= {spec.block_q for spec in specs if spec.name == "sm90_forward"}
     assert {(spec.is_split, spec.pack_gqa) for spec in specs if spec.name == "sm80_forward"} == {
         (False, False), (True, False), (True, True),
@@ -767,7 +768,7 @@ def test_each_tool_runs_all_cases_and_initcheck_a_control_of_each_family(load, m
         ("memcheck", "", runs), ("initcheck", "", runs), ("initcheck", "simt", runs), ("initcheck", "sm80", runs),
     ]  # fmt: skip
     assert not any(map(proof.is_wrong, records)) and len({tuple(map(row.get, proof.ROW)) for row in records}) == 4
-    assert {spec.family for spec in compiled} == {*runs, "cache"}
+    assert {spec.family for spec in compiled} == {*runs, "cache", "lists"}
     proof.table(records)
 
 

@@ -185,9 +185,9 @@ def test_a_captured_graph_replays_on_changed_data(cupy, name):
 
 def test_a_cold_plan_is_refused_inside_a_capture(cupy):
     arrays = sent(cupy, *drawn(3, 2, 64, 31))
-    index = BlockIndex.from_blocks(np.eye(4, dtype=bool), 64, 64, 16)
-    cuflash.plan(*arrays, mask=index).compile()
-    cold = cuflash.plan(*arrays, mask=index)
+    first, second = (BlockIndex.from_blocks(np.eye(4, dtype=bool), 64, 64, 16) for _ in range(2))
+    cuflash.plan(*arrays, mask=first).compile()
+    cold = cuflash.plan(*arrays, mask=second)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
@@ -224,7 +224,7 @@ def test_out_of_memory_leaves_nothing_behind(cupy):
     for _ in range(20):
         with pytest.raises(MemoryError):
             cuflash.attention(broadcast, k, v)
-    assert pool.used_bytes() == used
+    assert pool.used_bytes() <= used  # less if what an earlier test left was freed meanwhile
     assert (cuflash.attention(q, k, v).get() == expected).all()
 
 
