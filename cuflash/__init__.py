@@ -21,7 +21,7 @@ from .merging import merge
 from .packing import pack, unpack
 from .planning.device import DeviceSpec
 from .planning.peaks import Peaks
-from .plans import Executable, Gradients
+from .plans import Plan, Gradients
 from .scores import Score
 from .study.block_mass import block_mass
 from .study.recall import Recall, recall
@@ -34,10 +34,10 @@ __all__ = [
     "Bounds",
     "CompileError",
     "DeviceSpec",
-    "Executable",
     "Gradients",
     "KVCache",
     "Peaks",
+    "Plan",
     "QuantizationBound",
     "Quantized",
     "Recall",

@@ -153,7 +153,9 @@ FAULTS = {
             'f"batch_extents + {extents - axes}, {member}_strides"',
             'f"batch_extents, {member}_strides"',
         ),
-        "gradients are not zeroed": Edit("executors/launch.py", "__call__", "all_arrays[i].fill(0)", "pass"),
+        "gradients are not zeroed": Edit(
+            "executors/launch.py", "__call__", "self._target.set_zero(all_arrays[i])", "pass"
+        ),
         "slopes of arrays are those of the score": Edit(
             "compiler/score_text.py", "_Printer._additions",
             'f"    of_{level}.g{place} += df * slopes.d{place + 1};"',

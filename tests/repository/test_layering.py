@@ -44,6 +44,7 @@ THIRD_PARTY = {
     "torch": {"torch"},
     "jax": {"jax"},
     "doctor": {"threadpoolctl"},
+    "study.command": {"matplotlib"},
     "testing.oracle": {"ml_dtypes", "scipy"},
     "testing.assertions": {"ml_dtypes"},
     "testing.strategies": {"hypothesis", "ml_dtypes"},
