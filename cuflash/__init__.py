@@ -15,6 +15,7 @@ from .cache import KVCache
 from .calculators import kv_cache_bytes, largest_length, memory
 from .compiler.nvrtc import cache_info
 from .doctor import doctor
+from .dropout import Dropout
 from .errors import CompileError, UnsupportedProblem
 from .merging import merge
 from .packing import pack, unpack
@@ -30,6 +31,7 @@ __all__ = [
     "Bounds",
     "CompileError",
     "DeviceSpec",
+    "Dropout",
     "Executable",
     "Gradients",
     "KVCache",

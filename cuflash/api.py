@@ -13,12 +13,14 @@ from .arrays import Array, ShapeDtype, describe, flag_reasons, is_array, namespa
 from .blocks.work_list import requested_mask
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
+from .dropout import Dropout
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
 from .masks.base import Mask
 from .masks.content import Content, content, held_arrays
 from .layouts import device_number
 from .planning.device import DeviceSpec
+from .planning.dropout_launches import seed_array
 from .planning.plan import KernelPlan, gpu_plan, host_plan
 from .planning.problem import Problem, precision_reasons, with_operands
 from .planning.routing import FAMILIES, routed
@@ -42,6 +44,7 @@ def attention(
     softcap: float | None = None,
     bias: Array | None = None,
     sink: Array | None = None,
+    dropout: Dropout | None = None,
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -65,6 +68,7 @@ def attention(
     softcap: float | None = None,
     bias: Array | None = None,
     sink: Array | None = None,
+    dropout: Dropout | None = None,
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -87,6 +91,7 @@ def attention(
     softcap: float | None = None,
     bias: Array | None = None,
     sink: Array | None = None,
+    dropout: Dropout | None = None,
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -131,6 +136,8 @@ def attention(
         row's keys add up to less than 1. Shape (num_heads,), or any that broadcasts to (*batch, num_heads); () or (1,)
         for two-dimensional q, k and v. float16, bfloat16 or float32, or with float64 q, k and v also float64; any
         strides. -inf is no sink; NaN and +inf make all rows of the head NaN.
+    dropout : Dropout, optional
+        Which weights are dropped, after the softmax; lse is that of all of them.
     kernel : {"auto", "sm90", "sm80", "simt", "naive"}
         Kernel family of the gpu and sim executors. "auto" takes the fastest that supports the call; Notes has the
         rest.
@@ -196,9 +203,10 @@ def attention(
     (2, 4, 100)
     """
     require_flag("return_lse", return_lse)
-    of_score, operands = _operands(score, softcap, bias, sink)
+    of_score, operands = _operands(score, softcap, bias, sink, dropout)
     _, _, o, lse = _call(
-        q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, ()
+        q, k, v, operands, of_score, dropout, out, mask, causal, window, scale, kernel, executor, precision, deterministic,
+        (),
     )  # fmt: skip
     return (o, lse) if return_lse else o
 
@@ -216,6 +224,7 @@ def attention_vjp(
     softcap: float | None = None,
     bias: Array | None = None,
     sink: Array | None = None,
+    dropout: Dropout | None = None,
     wrt: str | tuple[str, ...] = (),
     kernel: str = "auto",
     executor: str = "auto",
@@ -230,8 +239,9 @@ def attention_vjp(
     ----------
     q, k, v : arrays
         As in `attention`.
-    mask, causal, window, scale, score, softcap, bias, sink : optional
-        As in `attention`.
+    mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
+        As in `attention`. The backward pass draws the weights that are dropped anew: an array that holds the seed must
+        still hold it then.
     wrt : str or tuple of str
         Names of further arrays that `vjp` gives a gradient of: "sink", "bias", and real arrays of the score function.
     kernel, executor, precision, deterministic, out : optional
@@ -269,9 +279,10 @@ def attention_vjp(
     ((4, 50, 32), True)
     """
     require_flag("return_lse", return_lse)
-    of_score, operands = _operands(score, softcap, bias, sink)
+    of_score, operands = _operands(score, softcap, bias, sink, dropout)
     ready, (q, k, v, *others), o, lse = _call(
-        q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, wrt
+        q, k, v, operands, of_score, dropout, out, mask, causal, window, scale, kernel, executor, precision, deterministic,
+        wrt,
     )  # fmt: skip
     return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))
 
@@ -289,6 +300,7 @@ def plan(
     softcap: float | None = None,
     bias: Array | None = None,
     sink: Array | None = None,
+    dropout: Dropout | None = None,
     wrt: str | tuple[str, ...] = (),
     kernel: str = "auto",
     executor: str = "auto",
@@ -309,6 +321,9 @@ def plan(
         others of their shapes and dtypes by name: ``forward(q, k, v, bias=another)``.
     sink : array, or ShapeDtype, optional
         As in `attention`; the calls of the plan take one of its shape and dtype.
+    dropout : Dropout, optional
+        As in `attention`; a seed may be a `ShapeDtype`. Calls use the array that the plan was made with, or another
+        one: ``forward(q, k, v, dropout_seed=another)``.
     wrt : str or tuple of str
         As in `attention_vjp`.
     kernel, executor, precision, deterministic : optional
@@ -356,7 +371,7 @@ def plan(
         composed = library.composed(score, softcap, bias)
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale, precision=precision)
-        problem = with_operands(problem, {"sink": sink}, wrt, composed)
+        problem = with_operands(problem, {"sink": sink}, wrt, composed, dropout)
     if device is not None and not isinstance(device, DeviceSpec):
         reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
     elif device is not None and (where == "cpu") != (device.compute_capability is None):
@@ -382,7 +397,7 @@ def plan(
         if reasons:
             raise UnsupportedProblem(reasons)
     made = _plan(problem, resolved, target, kernel if where != "cpu" else None, bool(deterministic))
-    captured = {} if composed is None else composed.arrays
+    captured = seed_array(dropout) | ({} if composed is None else dict(composed.arrays))
     return Executable(made, where, {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)})
 
 
@@ -399,6 +414,7 @@ def precompile(
     softcap: float | None = None,
     bias: Array | None = None,
     sink: Array | None = None,
+    dropout: Dropout | None = None,
     wrt: str | tuple[str, ...] = (),
     kernel: str = "auto",
     precision: str = "ieee",
@@ -413,7 +429,7 @@ def precompile(
         As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
     mask, causal, window, scale : optional
         As in `attention`.
-    score, softcap, bias, sink, wrt : optional
+    score, softcap, bias, sink, dropout, wrt : optional
         As in `plan`.
     kernel, precision, deterministic : optional
         As in `attention`.
@@ -444,8 +460,8 @@ def precompile(
     """
     ready = plan(
         q, k, v, mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap, bias=bias,
-        sink=sink, wrt=wrt, kernel=kernel, executor="gpu", precision=precision, deterministic=deterministic,
-        device=device,
+        sink=sink, dropout=dropout, wrt=wrt, kernel=kernel, executor="gpu", precision=precision,
+        deterministic=deterministic, device=device,
     )  # fmt: skip
     specs, capability = ready.plan.specs.values(), ready.plan.device.compute_capability
     if capability is None:
@@ -464,9 +480,9 @@ _bound_calls: dict[Hashable, tuple[Executable, BoundCall]] = {}
 _OfScore: TypeAlias = tuple[Any, Any, Any]  # score, softcap and bias
 
 
-def _operands(score: Any, softcap: Any, bias: Any, sink: Any) -> tuple[_OfScore, dict[str, Any]]:
+def _operands(score: Any, softcap: Any, bias: Any, sink: Any, dropout: Any) -> tuple[_OfScore, dict[str, Any]]:
     """score, softcap and bias of a call, as one Score if they make one, and the call's arrays beside q, k and v."""
-    operands = {} if sink is None else {"sink": sink}
+    operands = ({} if sink is None else {"sink": sink}) | seed_array(dropout)
     if score is None and softcap is None and bias is None:
         return (None, None, None), operands
     try:
@@ -482,6 +498,7 @@ def _call(
     v: Any,
     operands: dict[str, Any],
     of_score: _OfScore,
+    dropout: Any,
     out: Any,
     mask: Any,
     causal: Any,
@@ -495,8 +512,9 @@ def _call(
     score = of_score[0]
     program = (score.program, score.numbers) if isinstance(score, Score) else None
     key = None
+    draws = dropout.draws if isinstance(dropout, Dropout) else dropout
     if is_plain and of_score[1] is of_score[2] is None:
-        key = call_key(layout_key(*arrays), mask, causal, window, options, program, *operands)
+        key = call_key(layout_key(*arrays), mask, causal, window, options, program, draws, *operands)
     try:
         found = _bound_calls.get(key)
     except TypeError:  # an option that cannot be hashed
@@ -509,8 +527,9 @@ def _call(
     names = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
     chosen = dict(zip(names, options)) | dict(zip(("score", "softcap", "bias"), of_score))
     ready = plan(
-        given["q"], given["k"], given["v"], mask=mask, causal=causal, window=window, sink=given.get("sink"), **chosen
-    )
+        given["q"], given["k"], given["v"], mask=mask, causal=causal, window=window, sink=given.get("sink"),
+        dropout=dropout, **chosen
+    )  # fmt: skip
     ready = replace(ready, captured={})  # what is remembered must hold no arrays of a call
     o, lse = ready.forward(**given, out=out)
     gpu.pin(ready.plan)

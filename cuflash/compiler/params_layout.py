@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..planning.dropout_launches import DROPOUT
 from ..planning.launches import BATCH_AXES, MATRICES
 from ..planning.sinks import SINK
 
@@ -74,17 +75,21 @@ _RECORDS = {
 
 _MAP_RECORDS = {"TensorMapParam": TENSOR_MAP_PARAM, "TensorMaps": TENSOR_MAPS}
 _SINK_RECORDS = {"Sink": SINK}
+_DROPOUT_RECORDS = {"Dropout": DROPOUT}
 
 
-def assertions(*, host: bool = False, with_maps: bool = False, with_sink: bool = False) -> str:
+def assertions(
+    *, host: bool = False, with_maps: bool = False, with_sink: bool = False, with_dropout: bool = False
+) -> str:
     """C++ that stops NVRTC, or the host's compiler, where a record of params.cuh is not laid out as its NumPy twin.
 
-    With maps, those of tensor_maps.cuh too; with a sink, that of sink.cuh.
+    With maps, those of tensor_maps.cuh too; with a sink, that of sink.cuh; with dropout, that of dropout.cuh.
     """
     # NVRTC has no offsetof without headers, but the operator that its front end's own offsetof is made of.
     offset_of = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
     lines = []
     records = _RECORDS | (_MAP_RECORDS if with_maps else {}) | (_SINK_RECORDS if with_sink else {})
+    records |= _DROPOUT_RECORDS if with_dropout else {}
     for record, dtype in records.items():
         assert dtype.fields is not None
         for name, (field, offset, *_) in dtype.fields.items():
