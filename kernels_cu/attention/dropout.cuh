@@ -15,7 +15,7 @@ struct Dropout {
 };
 
 // The argument as functions take it; other kernels have none, and hand over the constant in its place.
-struct NoDropout {};
+struct NoDropout : Dropout {};
 template <bool HasDropout>
 struct DropoutArgumentIf {
   using Type = const Dropout&;
