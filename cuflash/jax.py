@@ -15,9 +15,11 @@ import numpy as np
 
 from . import api
 from .arrays import Array, ShapeDtype, describe
+from .dropout import Dropout
 from .errors import UnsupportedProblem
 from .executors import checks, gpu
 from .layouts import kind_of, taken
+from .planning.dropout_launches import require_number
 from .plans import Executable
 
 _OPTIONS = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
@@ -35,6 +37,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     sink: jax.Array | None = None,
+    dropout: Dropout | None = None,
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -61,6 +64,8 @@ def attention(
         with DLPack, where q is.
     sink : jax.Array, optional
         As in `cuflash.attention`.
+    dropout : Dropout, optional
+        As in `cuflash.attention`, with a number as its seed, known when the call is traced.
     executor : str
         "auto" lets the arrays decide: "cpu" or "gpu". "sim" runs the GPU's kernels on a simulator.
     return_lse : bool
@@ -87,12 +92,13 @@ def attention(
     Reverse mode alone, once: `jax.jvp` and second derivatives are refused by JAX.
     """
     api.require_flag("return_lse", return_lse)
+    require_number(dropout)
     given = {"q": q, "k": k, "v": v} if sink is None else {"q": q, "k": k, "v": v, "sink": sink}
     options = (scale, kernel, executor, precision, deterministic, tuple(given)[3:])
     reasons = _array_reasons(given, executor)
     if reasons:
         raise UnsupportedProblem(reasons)
-    o, lse = _attention(_planned(given, mask, causal, window, options), *given.values())
+    o, lse = _attention(_planned(given, mask, causal, window, options, dropout), *given.values())
     return (o, lse) if return_lse else o
 
 
@@ -152,13 +158,13 @@ def _run(
 
 
 def _planned(
-    arrays: dict[str, jax.Array], mask: Any, causal: Any, window: Any, options: tuple[Any, ...]
+    arrays: dict[str, jax.Array], mask: Any, causal: Any, window: Any, options: tuple[Any, ...], dropout: Any
 ) -> Executable:
     """The plan of a call; calls of equal shapes and options look it up."""
     place = _platform(arrays.values())
     shapes: dict[str, Any] = {name: ShapeDtype(array.shape, array.dtype) for name, array in arrays.items()}
     lie = place, *shapes.values()
-    key = None if checks.is_on() else api.call_key(lie, mask, causal, window, options, *arrays)
+    key = None if checks.is_on() else api.call_key(lie, mask, causal, window, options, dropout, *arrays)
     try:
         found = _ready_calls.get(key) if key is not None else None
     except TypeError:  # an option that cannot be hashed
@@ -168,7 +174,7 @@ def _planned(
     given = dict(zip(_OPTIONS, options))
     if given["executor"] == "auto":
         given["executor"] = "gpu" if place == "gpu" else "cpu"
-    ready = api.plan(**shapes, mask=mask, causal=causal, window=window, **given)
+    ready = api.plan(**shapes, mask=mask, causal=causal, window=window, dropout=dropout, **given)
     if key is not None:
         if len(_ready_calls) >= _MAX_READY_CALLS:
             _ready_calls.clear()

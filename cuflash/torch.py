@@ -16,10 +16,12 @@ from torch.autograd.graph import increment_version
 
 from . import api
 from .arrays import BFLOAT16, Array, ShapeDtype, describe
+from .dropout import Dropout
 from .errors import UnsupportedProblem
 from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .layouts import is_tensor, taken, tensor_reasons
+from .planning.dropout_launches import require_number
 from .plans import Executable, Pullback
 
 Tensor: TypeAlias = torch.Tensor
@@ -39,6 +41,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
     kernel: str = "auto",
     executor: str = "auto",
     precision: str = "ieee",
@@ -66,6 +69,8 @@ def attention(
         As in `cuflash.attention`; a mask's arrays may be tensors, or arrays of any library with DLPack, where q is.
     sink : torch.Tensor, optional
         As in `cuflash.attention`.
+    dropout : Dropout, optional
+        As in `cuflash.attention`, with a number as its seed.
     executor : str
         "auto" lets the tensors decide: "cpu" or "gpu". "sim" runs the GPU's kernels on a simulator.
     out : torch.Tensor, or pair (o, lse), optional
@@ -98,20 +103,22 @@ def attention(
     """
     if torch.compiler.is_compiling():
         return torch.compiler.disable(attention)(
-            q, k, v, mask=mask, causal=causal, window=window, scale=scale, sink=sink, kernel=kernel, executor=executor,
-            precision=precision, deterministic=deterministic, out=out, return_lse=return_lse,
+            q, k, v, mask=mask, causal=causal, window=window, scale=scale, sink=sink, dropout=dropout, kernel=kernel,
+            executor=executor, precision=precision, deterministic=deterministic, out=out, return_lse=return_lse,
         )  # fmt: skip
     api.require_flag("return_lse", return_lse)
+    require_number(dropout)
     outs = tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
     given = {"q": q, "k": k, "v": v} if sink is None else {"q": q, "k": k, "v": v, "sink": sink}
     has_graph = torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in given.values())
     wrt = ("sink",) if has_graph and getattr(sink, "requires_grad", False) else ()
     options = (scale, kernel, executor, precision, deterministic, wrt)
     try:
-        key = _key(given, outs, mask, causal, window, options)
+        key = _key(given, outs, mask, causal, window, options, dropout)
         call: _OnGpu | _ByArrays | None = None if key is None else _bound_calls.get(key)
         if call is None:
-            call = _first(key, given, outs, {"mask": mask, "causal": causal, "window": window}, options)
+            masks = {"mask": mask, "causal": causal, "window": window, "dropout": dropout}
+            call = _first(key, given, outs, masks, options)
         if has_graph:
             o, lse = _Attention.apply(call, outs, *given.values())
         else:
@@ -258,14 +265,14 @@ _bound_calls: dict[Hashable, _OnGpu] = {}
 
 
 def _key(
-    given: dict[str, Any], outs: _Outs, mask: Any, causal: Any, window: Any, options: tuple[Any, ...]
+    given: dict[str, Any], outs: _Outs, mask: Any, causal: Any, window: Any, options: tuple[Any, ...], dropout: Any
 ) -> Hashable:
     """What decides a call on a GPU but its data; None for all that is not looked up."""
     tensors = (*given.values(), *(each for each in outs if each is not None))
     if not _PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
         return None
     lie = torch_gpu.layout_key(*tensors), outs[0] is None, outs[1] is None
-    key = api.call_key(lie, mask, causal, window, options, *given)
+    key = api.call_key(lie, mask, causal, window, options, dropout, *given)
     try:
         hash(key)
     except TypeError:  # an option that cannot be hashed

@@ -41,6 +41,7 @@ CHANGED = {
     "precision": "tf32",
     "has_watchdog": True,
     "has_sink": True,
+    "has_dropout": True,
     "score": CAPPED.program,
     "score_wrt": ("slope",),
 }

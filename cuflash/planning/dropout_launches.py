@@ -59,6 +59,19 @@ def seed_array(dropout: Any) -> dict[str, Any]:
     return {SEED: dropout.array} if is_read else {}
 
 
+def require_number(dropout: Any) -> None:
+    """Refuse an array as the seed of a `Dropout`, where calls take no further arrays.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The seed is an array.
+    """
+    if isinstance(dropout, Dropout) and dropout.array is not None:
+        wanted = "dropout's seed must be an int here; got an array"
+        raise UnsupportedProblem([f"{wanted}: another offset in each step draws other weights"])
+
+
 def with_dropout(kernels: Kernels, draws: Draws) -> Kernels:
     """The launches with dropout in each kernel that makes weights or gradients of scores."""
     return replace(kernels, forward=_pass(kernels.forward, draws), backward=_pass(kernels.backward, draws))
