@@ -21,14 +21,14 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, calculators, calls, host, interop, kernel_guards, kv_cache, mask_algebra, mask_inputs, non_finite,
+    attention, calculators, calls, dropout, host, interop, kernel_guards, kv_cache, mask_algebra, mask_inputs, non_finite,
     planting, python, score_kernels, scores, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows,
     sm90_backward_wide, sm90_forward, sm90_guards, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
 OF_INPUTS = (calls, mask_inputs, sequences, kv_cache, calculators, interop)
-OF_BOTH = (non_finite, score_kernels, sinks)  # faults of Python and of kernels
+OF_BOTH = (non_finite, score_kernels, sinks, dropout)  # faults of Python and of kernels
 OF_KERNELS = (
     simt, attention, tile, sm80, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, *OF_BOTH,
 )  # fmt: skip
@@ -89,7 +89,7 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 @each(
     faults(python, host, mask_algebra, non_finite, language="python")
-    + sampled(faults(*OF_INPUTS, score_kernels, sinks, language="python"), 3)
+    + sampled(faults(*OF_INPUTS, score_kernels, sinks, dropout, language="python"), 3)
     + sampled(faults(scores), 6)
 )
 @pytest.mark.filterwarnings("ignore")
