@@ -205,8 +205,8 @@ def attention(
     require_flag("return_lse", return_lse)
     of_score, operands = _operands(score, softcap, bias, sink, dropout)
     _, _, o, lse = _call(
-        q, k, v, operands, of_score, dropout, out, mask, causal, window, scale, kernel, executor, precision, deterministic,
-        (),
+        q, k, v, operands, of_score, dropout, out, mask, causal, window, scale, kernel, executor, precision,
+        deterministic, (),
     )  # fmt: skip
     return (o, lse) if return_lse else o
 
@@ -281,8 +281,8 @@ def attention_vjp(
     require_flag("return_lse", return_lse)
     of_score, operands = _operands(score, softcap, bias, sink, dropout)
     ready, (q, k, v, *others), o, lse = _call(
-        q, k, v, operands, of_score, dropout, out, mask, causal, window, scale, kernel, executor, precision, deterministic,
-        wrt,
+        q, k, v, operands, of_score, dropout, out, mask, causal, window, scale, kernel, executor, precision,
+        deterministic, wrt,
     )  # fmt: skip
     return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))
 

@@ -22,14 +22,16 @@ PARTIAL = masks.FromFunction(lambda b, h, i, j: (i + 2 * j + h) % 5 != 0)
 BLOCKS = masks.BlockPattern(np.array([[1, 0, 1], [0, 1, 1], [1, 0, 0]], bool), (40, 24))
 TWO = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,), "num_heads": 4, "num_kv_heads": 2}
 SHORT = {**TWO, "seqlen_q": 40, "seqlen_kv": 32, "value_dim": 32}
-# A list of blocks that start anywhere, a window that does, packed sequences, keys that blocks share, and heads that share a
-# tile of queries.
+# A list of blocks that start anywhere, a window that does, packed sequences, keys that blocks share, and heads that
+# share a tile of queries.
 SHAPES: dict[str, dict[str, Any]] = {
     "list": {**SHORT, "seqlen_q": 120, "seqlen_kv": 72, "value_dim": 72, "mask": BLOCKS & PARTIAL},
-    "window": {**SHORT, "seqlen_q": 43, "seqlen_kv": 61, "value_dim": 61, "mask": masks.SlidingWindow(9, 3, "top_left")},
+    "window": {
+        **SHORT, "seqlen_q": 43, "seqlen_kv": 61, "value_dim": 61, "mask": masks.SlidingWindow(9, 3, "top_left")
+    },
     "packed": {**SHORT, "mask": masks.Sequences(np.array([0, 7, 7, 40]), np.array([0, 11, 16, 32]))},
     "shared": {**TWO, "seqlen_q": 3, "seqlen_kv": 400, "value_dim": 8},
-}
+}  # fmt: skip
 KERNELS = [
     ("simt", "list", "float32"), ("simt", "window", "float64"), ("naive", "list", "float16"),
     ("sm80", "list", "float16"), ("sm80", "shared", "bfloat16"), ("sm90", "window", "float16"),
@@ -210,7 +212,8 @@ def test_calls_differ_by_seed_offset_and_probability() -> None:
 
 
 def test_a_dropout_is_what_its_numbers_say() -> None:
-    assert Dropout(0.1, 3).p == 6554 / 65536 and Dropout(np.float32(0.5), np.int64(3), np.uint8(2)) == Dropout(0.5, 3, 2)
+    assert Dropout(0.1, 3).p == 6554 / 65536
+    assert Dropout(np.float32(0.5), np.int64(3), np.uint8(2)) == Dropout(0.5, 3, 2)
     assert len({Dropout(0.1, 3), Dropout(0.1, 3, 0), Dropout(0.1 + 1e-9, 3), Dropout(0.1, 4)}) == 2
     assert pickle.loads(pickle.dumps(Dropout(0.1, 3))) == Dropout(0.1, 3)
     array = np.array(3)

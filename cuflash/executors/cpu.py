@@ -289,7 +289,7 @@ class _HostCall:
                 lse_2, delta = self.read("lse_2", rows), self.read("delta", rows)
                 s, dp = self.scores(k, q, scratch[0]), _product(v, do, scratch[1])
                 at: tuple[Array, ...] = ()
-                if not self.score is self.dropout is None:
+                if self.score is not None or self.dropout is not None:
                     at = coordinates(batch_heads, [step.rows for step in steps], [tile.rows for tile in tiles])
                 dropped = None if self.dropout is None else self.dropout.dropped(at)
                 if dropped is not None:

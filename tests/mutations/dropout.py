@@ -16,7 +16,7 @@ from mutations.planting import Edit
 
 FAULTS = {
     the_host_is_right: {
-        "philox has nine rounds": Edit("dropout.py", "", "_ROUNDS = 10", "_ROUNDS = 9"),
+        "philox has nine rounds": Edit("dropout.py", None, "_ROUNDS = 10", "_ROUNDS = 9"),
         "heads of all batch entries draw alike": Edit(
             "executors/tile_dropout.py", "TileDropout.dropped", "(b * self.num_heads + h)", "(0 * b + h)"
         ),
@@ -44,7 +44,7 @@ FAULTS = {
         "dropped weights count in dv": Edit("bounds.py", "_gradient_tolerances", "weights = z * (", "weights = ("),
     },
     wrong_numbers_are_refused: {
-        "p may be 1": Edit("dropout.py", "Dropout.__post_init__", "0 <= self.p < 1", "0 <= self.p <= 1.5"),
+        "p may be negative": Edit("dropout.py", "Dropout.__post_init__", "0 <= self.p < 1", "self.p < 1"),
         "an offset may have 33 bits": Edit(
             "dropout.py", "Dropout.__post_init__", "0 <= self.offset <= _MASK", "0 <= self.offset <= 2 * _MASK"
         ),
@@ -60,7 +60,7 @@ FAULTS = {
     },
     simt_is_right: {
         "keys of a word's halves change places": Edit(
-            "attention/dropout.cuh", "WeightDraw::keeps", "place.key % 2", "1 - place.key % 2"
+            "attention/dropout.cuh", "WeightDraw.keeps", "place.key % 2", "1 - place.key % 2"
         ),
         "numbers drawn last are another head's": Edit(
             "attention/dropout.cuh", "head_number", "batch_head.batch_index", "0 * batch_head.batch_index"
@@ -75,7 +75,7 @@ FAULTS = {
     },
     naive_is_right: {
         "the offset is not drawn with": Edit(
-            "attention/dropout.cuh", "Draws::words", "{{row, column, head, offset}}", "{{row, column, head, 0}}"
+            "attention/dropout.cuh", "Draws.words", "{{row, column, head, offset}}", "{{row, column, head, 0}}"
         ),
         "P of the gradients keeps its size": Edit(
             "naive/gradient_scores.cu", "naive_gradient_scores", "s.scale(dropout.factor);", ";"

@@ -1,4 +1,4 @@
-"""What must see the faults of dropout: of the library's Python, given to each guard, and of kernels on the simulator."""
+"""What must see the faults of dropout: of Python, where the library is given to the guard, and of kernels."""
 
 from __future__ import annotations
 

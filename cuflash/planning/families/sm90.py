@@ -72,7 +72,8 @@ _SAMPLED_QUERIES = 256  # queries whose numbers of keys are averaged
 class Sm90(Family):
     """Kernels for compute capability 9.0 alone.
 
-    Where their backward tiles do not fit, and for gradients of score functions and under dropout, the sm80 family's kernels serve.
+    Where their backward tiles do not fit, and for gradients of score functions or under dropout, the sm80 family's
+    kernels serve.
     """
 
     name = "sm90"
@@ -275,7 +276,8 @@ def forward_spec(
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
     is_curved = problem.score is not None and curvature(problem.score) == "curved"
-    if largest is None and not is_curved and problem.dropout is None:  # in three and four warpgroups a function of scores spills
+    is_large = is_curved or problem.dropout is not None  # it spills in three and four warpgroups
+    if largest is None and not is_large:
         min_keys, tile_3_consumers = _FORWARD_3_CONSUMERS.get(width, (inf, _FORWARD[width]))
         max_keys, tile_4_consumers = _FORWARD_4_CONSUMERS.get(width, (0, tile_3_consumers))
         num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-num_queries // tile_4_consumers.block_q)
