@@ -204,6 +204,13 @@ def seed_of(array: Array) -> int:
     return int(to_host(host)) % (1 << 64)
 
 
+def round_keys(key: int) -> list[int]:
+    """The two words of the key that each round of Philox has, one round after the other."""
+    halves = zip((key & _MASK, key >> 32), _WEYL, strict=True)
+    words = [[(half + number * step) & _MASK for number in range(_ROUNDS)] for half, step in halves]
+    return [word for pair in zip(*words) for word in pair]
+
+
 def philox4x32(key: int, counter: Sequence[Array]) -> list[Array]:
     """Four words from each counter of four words, all as uint64 arrays below 2^32, which broadcast.
 
@@ -212,10 +219,8 @@ def philox4x32(key: int, counter: Sequence[Array]) -> list[Array]:
     """
     mask, shift = np.uint64(_MASK), np.uint64(32)
     c0, c1, c2, c3 = counter
-    for number in range(_ROUNDS):
-        k0, k1 = (
-            np.uint64((half + number * step) & _MASK) for half, step in zip((key & _MASK, key >> 32), _WEYL)
-        )
+    keys = np.array(round_keys(key), np.uint64)
+    for k0, k1 in zip(keys[::2], keys[1::2]):
         p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & mask, (p0 >> shift) ^ c3 ^ k1, p0 & mask
     return [c0, c1, c2, c3]

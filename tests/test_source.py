@@ -42,6 +42,7 @@ CHANGED = {
     "has_watchdog": True,
     "has_sink": True,
     "has_dropout": True,
+    "reads_dropout_seed": True,
     "score": CAPPED.program,
     "score_wrt": ("slope",),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import describe
-from ..dropout import SEED_DTYPES, Draws, Dropout
+from ..dropout import SEED_DTYPES, Draws, Dropout, round_keys
 from ..errors import UnsupportedProblem
 from .launches import Feature, Kernels, Launch, Pass
 from .operands import Operand
@@ -18,7 +18,7 @@ NAME = "dropout"  # of the feature
 SEED = "dropout_seed"  # of the operand
 DROPOUT = np.dtype(
     [
-        ("seed", np.uint64),  # read where `dropout_seed` is null
+        ("round_keys", np.uint32, (20,)),
         (SEED, np.uint64),
         ("offset", np.uint32),
         ("threshold", np.uint32),
@@ -83,7 +83,8 @@ def _pass(made: Pass, draws: Draws) -> Pass:
         for role, launch in made.launches.items()
     }
     values = {
-        "seed": draws.seed or 0, "offset": draws.offset, "threshold": draws.threshold << 16, "factor": draws.factor
+        "round_keys": round_keys(draws.seed or 0), "offset": draws.offset, "threshold": draws.threshold << 16,
+        "factor": draws.factor,
     }  # fmt: skip
     feature = Feature(NAME, DROPOUT, values, _tables(draws))
     return replace(made, launches=launches, features=(*made.features, feature))
@@ -91,7 +92,7 @@ def _pass(made: Pass, draws: Draws) -> Pass:
 
 def _drawing(launch: Launch, draws: Draws) -> Launch:
     return replace(
-        launch, spec=replace(launch.spec, has_dropout=True), reads=(*launch.reads, *_tables(draws)),
+        launch, spec=replace(launch.spec, has_dropout=True, reads_dropout_seed=draws.seed is None), reads=(*launch.reads, *_tables(draws)),
         features=(*launch.features, NAME),
     )  # fmt: skip
 

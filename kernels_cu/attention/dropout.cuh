@@ -7,8 +7,8 @@ namespace cuflash::attention {
 
 // The parameters of a kernel whose specification has dropout, an argument of its own.
 struct Dropout {
-  uint64_t seed;                 // where `dropout_seed` is null
-  const uint64_t* dropout_seed;  // read by each launch
+  uint32_t round_keys[20];       // of the ten rounds, two each; of a kernel that does not read the seed
+  const uint64_t* dropout_seed;  // read by a kernel that does
   uint32_t offset;
   uint32_t threshold;  // times 2^16: a weight is dropped whose number is below it
   double factor;       // 1 / (1 - p)
@@ -31,19 +31,21 @@ struct PhiloxWords {
   uint32_t at[4];
 };
 
-// Philox4x32-10 (Salmon et al., SC 2011).
-CUFLASH_DEVICE PhiloxWords philox4x32(uint64_t key, PhiloxWords counter) {
-  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+// Philox4x32-10 (Salmon et al., SC 2011) of several counters in their places. They take turns, round by round: in one of them
+// each instruction waits for the one before. `key_of(n)` is the n-th word of the rounds' keys.
+template <int Num, class KeyOf>
+CUFLASH_DEVICE void philox4x32(PhiloxWords (&counters)[Num], KeyOf key_of) {
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * counter.at[0];
-    const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * counter.at[2];
-    counter = {{static_cast<uint32_t>(p1 >> 32) ^ counter.at[1] ^ k0, static_cast<uint32_t>(p1),
-                static_cast<uint32_t>(p0 >> 32) ^ counter.at[3] ^ k1, static_cast<uint32_t>(p0)}};
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    const uint32_t k0 = key_of(2 * round), k1 = key_of(2 * round + 1);
+#pragma unroll
+    for (int n = 0; n < Num; ++n) {
+      uint32_t(&c)[4] = counters[n].at;
+      const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c[0], p1 = static_cast<uint64_t>(0xCD9E8D57u) * c[2];
+      counters[n] = {{static_cast<uint32_t>(p1 >> 32) ^ c[1] ^ k0, static_cast<uint32_t>(p1),
+                      static_cast<uint32_t>(p0 >> 32) ^ c[3] ^ k1, static_cast<uint32_t>(p0)}};
+    }
   }
-  return counter;
 }
 
 // Where a weight stands: `head` counts query heads over all batch entries.
@@ -57,20 +59,33 @@ CUFLASH_DEVICE uint32_t head_number(const Shape& shape, const BatchHead& batch_h
 }
 
 // What the numbers of a launch depend on beside their places.
-struct Draws {
-  uint64_t key;
-  uint32_t offset, threshold;
+class Draws {
+ public:
+  explicit CUFLASH_DEVICE Draws(const Dropout& dropout) : dropout_(dropout), seed_(0) {
+    if (config::kReadsDropoutSeed) seed_ = *dropout.dropout_seed;
+  }
 
-  explicit CUFLASH_DEVICE Draws(const Dropout& dropout)
-      : key(dropout.dropout_seed != nullptr ? *dropout.dropout_seed : dropout.seed), offset(dropout.offset),
-        threshold(dropout.threshold) {}
-
-  // The eight numbers of two rows and four columns, two in a word.
-  CUFLASH_DEVICE PhiloxWords words(uint32_t head, uint32_t row, uint32_t column) const {
-    return philox4x32(key, {{row, column, head, offset}});
+  // The numbers of two rows and four columns each, eight in the four words.
+  template <int Num>
+  CUFLASH_DEVICE void draw(PhiloxWords (&counters)[Num]) const {
+    philox4x32(counters, [&](int number) -> uint32_t {
+      if (!config::kReadsDropoutSeed) return dropout_.round_keys[number];
+      const uint32_t steps = number / 2;
+      return number % 2 == 0 ? static_cast<uint32_t>(seed_) + steps * 0x9E3779B9u
+                             : static_cast<uint32_t>(seed_ >> 32) + steps * 0xBB67AE85u;
+    });
+  }
+  CUFLASH_DEVICE PhiloxWords counter(uint32_t head, uint32_t row, uint32_t column) const {
+    return {{row, column, head, dropout_.offset}};
   }
   // By a number in the lower half of a word, or in the upper one.
-  CUFLASH_DEVICE bool keeps(uint32_t word, int half) const { return (half ? word : word << 16) >= threshold; }
+  CUFLASH_DEVICE bool keeps(uint32_t word, int half) const {
+    return (half ? word : word << 16) >= dropout_.threshold;
+  }
+
+ private:
+  const Dropout& dropout_;
+  uint64_t seed_;
 };
 
 // Draws weight by weight, and remembers the numbers drawn last: neighbours have them too.
@@ -81,20 +96,22 @@ class WeightDraw {
   CUFLASH_DEVICE bool keeps(const WeightPlace& place) {
     const uint32_t row = place.query / 16 * 8 + place.query % 8, column = place.key / 16 * 4 + place.key % 8 / 2;
     if (is_first_ || row != row_ || column != column_ || place.head != head_) {
-      words_ = draws_.words(place.head, row, column);
+      words_[0] = draws_.counter(place.head, row, column);
+      draws_.draw(words_);
       is_first_ = false;
       row_ = row;
       column_ = column;
       head_ = place.head;
     }
     const bool is_lower_row = place.query % 16 >= 8, is_right = place.key % 16 >= 8;
-    const uint32_t left = is_lower_row ? words_.at[2] : words_.at[0], right = is_lower_row ? words_.at[3] : words_.at[1];
+    const uint32_t(&words)[4] = words_[0].at;
+    const uint32_t left = is_lower_row ? words[2] : words[0], right = is_lower_row ? words[3] : words[1];
     return draws_.keeps(is_right ? right : left, place.key % 2);
   }
 
  private:
   Draws draws_;
-  PhiloxWords words_;
+  PhiloxWords words_[1];
   uint32_t head_, row_, column_;
   bool is_first_ = true;
 };
@@ -188,15 +205,22 @@ CUFLASH_DEVICE void for_each_weight(const Tile& tile, const Draws& draws, uint32
   }
   const uint32_t row = (first_query + Tile::warp_row()) / 2 + Tile::first_row() % 8;
   const uint32_t column = (first_key + Tile::warp_column()) / 4 + Tile::first_column() % 8 / 2;
+  constexpr int kInRow = Tile::kColumnTiles / 2, kNum = Tile::kRowTiles * kInRow;
+  constexpr int kAtOnce = kNum % 4 == 0 ? 4 : kNum % 5 == 0 ? 5 : kNum % 3 == 0 ? 3 : kNum % 2 == 0 ? 2 : 1;
 #pragma unroll
-  for (int i = 0; i < Tile::kRowTiles; ++i)
+  for (int first = 0; first < kNum; first += kAtOnce) {
+    PhiloxWords words[kAtOnce];
 #pragma unroll
-    for (int j = 0; j < Tile::kColumnTiles / 2; ++j) {
-      const PhiloxWords words = draws.words(head, row + 8 * i, column + 4 * j);
+    for (int n = 0; n < kAtOnce; ++n)
+      words[n] = draws.counter(head, row + 8 * ((first + n) / kInRow), column + 4 * ((first + n) % kInRow));
+    draws.draw(words);
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n)
 #pragma unroll
       for (int e = 0; e < 8; ++e)
-        visit(2 * i + e / 4, 4 * j + e % 4, draws.keeps(words.at[e / 2], e % 2));
-    }
+        visit(2 * ((first + n) / kInRow) + e / 4, 4 * ((first + n) % kInRow) + e % 4,
+              draws.keeps(words[n].at[e / 2], e % 2));
+  }
 }
 
 // Set weights of a tile of queries that are dropped to 0.

@@ -22,7 +22,8 @@ from lexing import Language, language_of
 import cuflash
 from mutations import (
     attention, calculators, calls, dropout, host, interop, kernel_guards, kv_cache, mask_algebra, mask_inputs,
-    non_finite, planting, python, score_kernels, scores, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows,
+    non_finite, planting, python, score_kernels, scores, sequences, simt, sinks, sm80, sm90_backward,
+    sm90_backward_rows,
     sm90_backward_wide, sm90_forward, sm90_guards, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
