@@ -2,7 +2,7 @@
 #include <attention/score.cuh>
 
 // Dropout of weights: each is 0 or is multiplied by `factor`, by a number that the seed and its place alone determine. The
-// host's half is cuflash/dropout.py, which says which number is whose.
+// host's half is cuflash/dropout/weights.py, which says which number is whose.
 namespace cuflash::attention {
 
 // The parameters of a kernel whose specification has dropout, an argument of its own.

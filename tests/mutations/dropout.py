@@ -16,15 +16,15 @@ from mutations.planting import Edit
 
 FAULTS = {
     the_host_is_right: {
-        "philox has nine rounds": Edit("dropout.py", None, "_ROUNDS = 10", "_ROUNDS = 9"),
+        "philox has nine rounds": Edit("dropout/philox.py", None, "_ROUNDS = 10", "_ROUNDS = 9"),
         "heads of all batch entries draw alike": Edit(
             "executors/tile_dropout.py", "TileDropout.dropped", "(b * self.num_heads + h)", "(0 * b + h)"
         ),
         "the upper half of a word is never drawn": Edit(
-            "dropout.py", "kept", "(drawn >> (16 * (j % 2))[:, None])", "drawn"
+            "dropout/weights.py", "kept", "(drawn >> (16 * (j % 2))[:, None])", "drawn"
         ),
         "a number at the threshold is dropped": Edit(
-            "dropout.py", "kept", "number >= draws.threshold", "number > draws.threshold + 600"
+            "dropout/weights.py", "kept", "number >= draws.threshold", "number > draws.threshold + 600"
         ),
         "weights that are left keep their size": Edit(
             "executors/cpu.py", "_HostCall.forward_rows", "o = o * self.wide(self.dropout.draws.factor)", "pass"
@@ -44,9 +44,11 @@ FAULTS = {
         "dropped weights count in dv": Edit("bounds.py", "_gradient_tolerances", "weights = z * (", "weights = ("),
     },
     wrong_numbers_are_refused: {
-        "p may be negative": Edit("dropout.py", "Dropout.__post_init__", "0 <= self.p < 1", "self.p < 1"),
+        "p may be negative": Edit(
+            "dropout/weights.py", "Dropout.__post_init__", "0 <= self.p < 1", "self.p < 1"
+        ),
         "an offset may have 33 bits": Edit(
-            "dropout.py", "Dropout.__post_init__", "0 <= self.offset <= _MASK", "0 <= self.offset <= 2 * _MASK"
+            "dropout/weights.py", "Dropout.__post_init__", "0 <= self.offset <= _MASK", "0 <= self.offset <= 2 * _MASK"
         ),
         "the backward pass alone needs the seed": Edit(
             "planning/dropout_launches.py", "dropout_of", "return dropout.draws, (Operand(SEED, (), dtype),)",

@@ -19,17 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Array, ShapeDtype, describe, is_array, is_int, is_number, to_host
-from .errors import UnsupportedProblem
+from ..arrays import Array, ShapeDtype, describe, is_array, is_int, is_number, to_host
+from ..errors import UnsupportedProblem
+from .philox import philox4x32
 
-__all__ = ["Dropout", "Draws", "kept", "philox4x32"]
+__all__ = ["Dropout", "Draws", "kept", "seed_of"]
 
 LEVELS = 1 << 16  # values of a number
 SEED_DTYPES = (np.dtype(np.int64), np.dtype(np.uint64))
 _MASK = (1 << 32) - 1
-_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL = 0x9E3779B9, 0xBB67AE85  # what a round adds to the words of the key
-_ROUNDS = 10
 
 
 class Draws(NamedTuple):
@@ -202,28 +200,6 @@ def seed_of(array: Array) -> int:
     """The seed that an array holds, of any library with DLPack, as the 64 bits that kernels read."""
     host = array if is_array(array) else np.from_dlpack(array)
     return int(to_host(host)) % (1 << 64)
-
-
-def round_keys(key: int) -> list[int]:
-    """The two words of the key that each round of Philox has, one round after the other."""
-    halves = zip((key & _MASK, key >> 32), _WEYL, strict=True)
-    words = [[(half + number * step) & _MASK for number in range(_ROUNDS)] for half, step in halves]
-    return [word for pair in zip(*words) for word in pair]
-
-
-def philox4x32(key: int, counter: Sequence[Array]) -> list[Array]:
-    """Four words from each counter of four words, all as uint64 arrays below 2^32, which broadcast.
-
-    >>> [f"{int(word):08x}" for word in philox4x32(0, np.zeros(4, np.uint64))]
-    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
-    """
-    mask, shift = np.uint64(_MASK), np.uint64(32)
-    c0, c1, c2, c3 = counter
-    keys = np.array(round_keys(key), np.uint64)
-    for k0, k1 in zip(keys[::2], keys[1::2]):
-        p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & mask, (p0 >> shift) ^ c3 ^ k1, p0 & mask
-    return [c0, c1, c2, c3]
 
 
 def kept(draws: Draws, seed: int, heads: Array, i: Array, j: Array) -> Array:
