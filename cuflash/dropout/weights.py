@@ -33,8 +33,8 @@ _MASK = (1 << 32) - 1
 class Draws(NamedTuple):
     """All that the numbers of a call depend on but an array that holds the seed.
 
-    >>> Draws(6554, 3, 0).factor
-    1.1111299718559566
+    >>> Draws(16384, 3, 0).factor
+    1.3333333333333333
 
     Attributes
     ----------
@@ -173,7 +173,7 @@ class Dropout:
         --------
         >>> Dropout(0.5, seed=0).keep((2, 5)).astype(int)
         array([[1, 0, 1, 0, 0],
-               [1, 1, 1, 0, 1]])
+               [1, 1, 0, 0, 0]])
         """
         is_shape = isinstance(shape, tuple) and len(shape) >= 2 and all(is_int(each) and each >= 0 for each in shape)
         if not is_shape:

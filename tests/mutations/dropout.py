@@ -77,7 +77,8 @@ FAULTS = {
     },
     naive_is_right: {
         "the offset is not drawn with": Edit(
-            "attention/dropout.cuh", "Draws.counter", "{{row, column, head, dropout_.offset}}", "{{row, column, head, 0}}"
+            "attention/dropout.cuh", "Draws.counter", "{{row, column, head, dropout_.offset}}",
+            "{{row, column, head, 0}}",
         ),
         "P of the gradients keeps its size": Edit(
             "naive/gradient_scores.cu", "naive_gradient_scores", "s.scale(dropout.factor);", ";"
