@@ -92,8 +92,8 @@ def _pass(made: Pass, draws: Draws) -> Pass:
 
 def _drawing(launch: Launch, draws: Draws) -> Launch:
     return replace(
-        launch, spec=replace(launch.spec, has_dropout=True, reads_dropout_seed=draws.seed is None), reads=(*launch.reads, *_tables(draws)),
-        features=(*launch.features, NAME),
+        launch, spec=replace(launch.spec, has_dropout=True, reads_dropout_seed=draws.seed is None),
+        reads=(*launch.reads, *_tables(draws)), features=(*launch.features, NAME),
     )  # fmt: skip
 
 
