@@ -274,3 +274,38 @@ def test_a_cache_has_no_dropout() -> None:
     cache = cuflash.KVCache(batch=1, num_kv_heads=2, head_dim=8, capacity=16, dtype=np.float32)
     with pytest.raises(TypeError, match="dropout"):
         cache.attention(Q[:1], dropout=Dropout(0.1, 0))
+
+
+def test_pytorch_differentiates_attention_with_dropout() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    import cuflash.torch
+
+    o, vjp = cuflash.attention_vjp(Q, K, V, dropout=Dropout(0.5, 3, 1))
+    q, k, v = (torch.from_numpy(x).requires_grad_() for x in (Q, K, V))
+    for _ in range(2):
+        found = cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, 3, 1))
+        np.testing.assert_array_equal(found.detach().numpy(), o)
+    gradients = torch.autograd.grad(found, (q, k, v), torch.from_numpy(o))
+    assert all(np.array_equal(x.numpy(), y) for x, y in zip(gradients, vjp(o), strict=True))
+    other = cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, 3, 2))
+    assert not np.array_equal(other.detach().numpy(), o)
+    with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int here; got an array"):
+        cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, np.array(3)))
+
+
+def test_jax_differentiates_attention_with_dropout() -> None:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    import cuflash.jax
+
+    o, vjp = cuflash.attention_vjp(Q, K, V, dropout=Dropout(0.5, 3, 1))
+
+    def pulled(q: Any, k: Any, v: Any) -> Any:
+        found, pullback = jax.vjp(lambda *x: cuflash.jax.attention(*x, dropout=Dropout(0.5, 3, 1)), q, k, v)
+        return found, pullback(found)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        found, gradients = jax.jit(pulled)(*map(jax.numpy.asarray, (Q, K, V)))
+        np.testing.assert_array_equal(found, o)
+        assert all(np.array_equal(x, y) for x, y in zip(gradients, vjp(o), strict=True))
+        with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int here; got an array"):
+            cuflash.jax.attention(*map(jax.numpy.asarray, (Q, K, V)), dropout=Dropout(0.5, np.array(3)))
