@@ -507,12 +507,12 @@ def _call(
 ) -> tuple[Any, tuple[Any, ...], Any, Any]:
     """What ran the forward pass of a call, q, k, v and operands as arrays, o and lse; equal calls are looked up."""
     causal = bool(causal) if type(causal) is np.bool else causal
-    is_plain = out is None and not checks.is_on()
+    draws = dropout.draws if isinstance(dropout, Dropout) else None
+    is_plain = out is None and not checks.is_on() and (dropout is None or draws is not None)
     arrays = (q, k, v, *operands.values()) if operands else (q, k, v)
     score = of_score[0]
     program = (score.program, score.numbers) if isinstance(score, Score) else None
     key = None
-    draws = dropout.draws if isinstance(dropout, Dropout) else dropout
     if is_plain and of_score[1] is of_score[2] is None:
         key = call_key(layout_key(*arrays), mask, causal, window, options, program, draws, *operands)
     try:

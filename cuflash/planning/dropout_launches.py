@@ -41,7 +41,7 @@ def dropout_of(dropout: Any) -> tuple[Draws | None, tuple[Operand, ...]]:
     if dropout is None:
         return None, ()
     if not isinstance(dropout, Dropout):
-        raise UnsupportedProblem([f"dropout must be a Dropout; got {describe(dropout)}: Dropout(0.1, seed=0) is one"])
+        raise UnsupportedProblem([_no_dropout(dropout)])
     if not dropout.draws.threshold:
         return None, ()
     if dropout.array is None:
@@ -65,9 +65,11 @@ def require_number(dropout: Any) -> None:
     Raises
     ------
     UnsupportedProblem
-        The seed is an array.
+        The seed is an array, or this is no `Dropout`.
     """
-    if isinstance(dropout, Dropout) and dropout.array is not None:
+    if dropout is not None and not isinstance(dropout, Dropout):
+        raise UnsupportedProblem([_no_dropout(dropout)])
+    if dropout is not None and dropout.array is not None:
         wanted = "dropout's seed must be an int here; got an array"
         raise UnsupportedProblem([f"{wanted}: another offset in each step draws other weights"])
 
@@ -95,6 +97,10 @@ def _drawing(launch: Launch, draws: Draws) -> Launch:
         launch, spec=replace(launch.spec, has_dropout=True, reads_dropout_seed=draws.seed is None),
         reads=(*launch.reads, *_tables(draws)), features=(*launch.features, NAME),
     )  # fmt: skip
+
+
+def _no_dropout(value: Any) -> str:
+    return f"dropout must be a Dropout; got {describe(value)}: Dropout(0.1, seed=0) is one"
 
 
 def _tables(draws: Draws) -> tuple[str, ...]:
