@@ -270,6 +270,12 @@ def test_a_plan_needs_the_seed_that_it_was_made_without() -> None:
         cuflash.plan(Q, K, V, dropout=Dropout(0.5, 3)).forward(Q, K, V, dropout_seed=np.array(3))
 
 
+def test_a_plan_tells_what_is_drawn() -> None:
+    told = cuflash.plan(Q, K, V, dropout=Dropout(0.5, 3, 1)).explain()
+    assert "dropout    p 0.5, seed 3, offset 1" in told
+    assert "p 0.5, a seed from an array, offset 0" in cuflash.plan(Q, K, V, dropout=Dropout(0.5, np.array(3))).explain()
+
+
 def test_a_cache_has_no_dropout() -> None:
     cache = cuflash.KVCache(batch=1, num_kv_heads=2, head_dim=8, capacity=16, dtype=np.float32)
     with pytest.raises(TypeError, match="dropout"):
