@@ -119,7 +119,7 @@ def test_every_result_of_a_kernel_is_within_its_bound(run, shape, dtype) -> None
 
 
 @holds_for_examples(
-    has_dropout=True, most_scores=1 << 11, longest=70, widest=8, max_leaves=2, dtypes=["float16", "float64"]
+    has_dropout=True, most_scores=1 << 11, longest=40, widest=8, max_leaves=1, dtypes=["float16", "float64"]
 )  # fmt: skip
 def test_every_result_with_dropout_is_within_its_bound(run, example):
     target(assert_within_bounds(example, **run.everything(example)))
@@ -140,7 +140,7 @@ def test_lse_is_that_of_all_weights_and_calls_repeat(run, dtype) -> None:
 
 @on_every_executor
 def test_a_seed_in_an_array_is_read_by_each_call(run) -> None:
-    q, k, v = map(run.put, (Q, K, V))
+    q, k, v = map(run.put, (Q[:1], K[:1], V[:1]))
     seed = run.put(np.array(-5))
     ready = cuflash.plan(q, k, v, dropout=Dropout(0.5, seed, 3), executor=run.executor)
 
