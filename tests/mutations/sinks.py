@@ -83,11 +83,12 @@ FAULTS = {
     calls_are_told_apart: {
         "calls do not differ by their operands": Edit(
             "api.py", "_call",
-            "layout_key(*arrays), mask, causal, window, options, program, *operands)",
-            "layout_key(*arrays[:3]), mask, causal, window, options, program)",
+            "layout_key(*arrays), mask, causal, window, options, program, draws, *operands)",
+            "layout_key(*arrays[:3]), mask, causal, window, options, program, draws)",
         ),
         "calls do not differ by what gradients are asked of": Edit(
-            "api.py", "_call", "options, program, *operands)", "(*options[:-1], ()), program, *operands)"
+            "api.py", "_call", "options, program, draws, *operands)",
+            "(*options[:-1], ()), program, draws, *operands)",
         ),
     },
     simt_is_right: {
