@@ -15,6 +15,7 @@ from .cache import KVCache
 from .calculators import kv_cache_bytes, largest_length, memory
 from .compiler.nvrtc import cache_info
 from .doctor import doctor
+from .dropout import Dropout
 from .errors import CompileError, UnsupportedProblem
 from .fp8 import QuantizationBound, Quantized, Rotation, quantization_bound, quantize
 from .merging import merge
@@ -34,6 +35,7 @@ __all__ = [
     "Bounds",
     "CompileError",
     "DeviceSpec",
+    "Dropout",
     "Gradients",
     "KVCache",
     "Peaks",

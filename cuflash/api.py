@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 
@@ -14,15 +14,17 @@ from .blocks.index import BlockIndex
 from .blocks.work_list import requested_mask
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
+from .dropout import Dropout
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
-from .fp8 import operands as fp8
+from .fp8 import Quantized, operands as fp8
 from .masks.at_each_call import at_each_call
 from .masks.base import Band, Mask
 from .masks.content import held_arrays
 from .masks.one_array import MaskContents
 from .layouts import device_number, is_differentiated
 from .planning.device import DeviceSpec
+from .planning.dropout_launches import seed_array
 from .planning.list_kernels import AT_CALL, ListedAtCall
 from .planning.lookup import lookup, remember
 from .planning.options import (
@@ -35,34 +37,35 @@ from .planning.routing import FAMILIES, routed
 from .plans import EXECUTORS, Plan, Gradients, Pullback, BoundCall, as_arrays, as_mask_of_arrays, layout_key
 from .scores import Score, library
 
+_Operand: TypeAlias = AnyArray | Quantized
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
 
 
 @overload
 def attention(
-    q: AnyArray, k: AnyArray, v: AnyArray, *, out: Any = None, return_lse: Literal[False] = False,
+    q: _Operand, k: _Operand, v: _Operand, *, out: Any = None, return_lse: Literal[False] = False,
     **options: Unpack[CallOptions],
 ) -> Array: ...
 
 
 @overload
 def attention(
-    q: AnyArray, k: AnyArray, v: AnyArray, *, out: Any = None, return_lse: Literal[True],
+    q: _Operand, k: _Operand, v: _Operand, *, out: Any = None, return_lse: Literal[True],
     **options: Unpack[CallOptions],
 ) -> tuple[Array, Array]: ...
 
 
 @overload
 def attention(
-    q: AnyArray, k: AnyArray, v: AnyArray, *, out: Any = None, return_lse: bool,
+    q: _Operand, k: _Operand, v: _Operand, *, out: Any = None, return_lse: bool,
     **options: Unpack[CallOptions],
 ) -> Array | tuple[Array, Array]: ...
 
 
 def attention(
-    q: AnyArray,
-    k: AnyArray,
-    v: AnyArray,
+    q: _Operand,
+    k: _Operand,
+    v: _Operand,
     *,
     mask: MaskLike | None = None,
     causal: Causality = False,
@@ -72,6 +75,7 @@ def attention(
     softcap: float | None = None,
     bias: AnyArray | None = None,
     sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
     kernel: KernelFamily = "auto",
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
@@ -117,6 +121,8 @@ def attention(
         row's keys add up to less than 1. Shape (num_heads,), or any that broadcasts to (*batch, num_heads); () or (1,)
         for two-dimensional q, k and v. float16, bfloat16 or float32, or with float64 q, k and v also float64; any
         strides. -inf is no sink; NaN and +inf make all rows of the head NaN.
+    dropout : Dropout, optional
+        Which weights are dropped, after the softmax; lse is that of all of them.
     kernel : {"auto", "sm90", "sm80", "simt", "naive"}
         Kernel family of the gpu and sim executors. "auto" takes the fastest that supports the call; Notes has the
         rest.
@@ -184,8 +190,9 @@ def attention(
     """
     require_flag("return_lse", return_lse)
     options = Options(
-        mask, causal, window, scale, score, softcap, bias, sink, (), kernel, executor, precision, deterministic
-    )
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
+        deterministic,
+    )  # fmt: skip
     if fp8.is_asked_for(q, k, v, precision):
         o, lse = _quantized_attention(q, k, v, options, out)
     else:
@@ -227,6 +234,7 @@ def attention_vjp(
     softcap: float | None = None,
     bias: AnyArray | None = None,
     sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
     wrt: str | tuple[str, ...] = (),
     kernel: KernelFamily = "auto",
     executor: ExecutorName = "auto",
@@ -241,8 +249,9 @@ def attention_vjp(
     ----------
     q, k, v : arrays
         As in `attention`.
-    mask, causal, window, scale, score, softcap, bias, sink : optional
-        As in `attention`.
+    mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
+        As in `attention`. The backward pass draws the weights that are dropped anew: an array that holds the seed must
+        still hold it then.
     wrt : str or tuple of str
         Names of further arrays that `vjp` gives a gradient of: "sink", "bias", and real arrays of the score function.
     kernel, executor, precision, deterministic, out : optional
@@ -282,8 +291,9 @@ def attention_vjp(
     require_flag("return_lse", return_lse)
     _require_plain(q, k, v, precision)
     options = Options(
-        mask, causal, window, scale, score, softcap, bias, sink, wrt, kernel, executor, precision, deterministic
-    )
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
+        deterministic,
+    )  # fmt: skip
     ready, given, o, lse = run(q, k, v, options, out)
     operands = {name: array for name, array in given.items() if name not in ("q", "k", "v")}
     return ((o, lse) if return_lse else o), Pullback(ready, given["q"], given["k"], given["v"], o, lse, operands)
@@ -302,6 +312,7 @@ def plan(
     softcap: float | None = None,
     bias: AnyArray | None = None,
     sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
     wrt: str | tuple[str, ...] = (),
     kernel: KernelFamily = "auto",
     executor: ExecutorName = "auto",
@@ -322,6 +333,9 @@ def plan(
         others of their shapes and dtypes by name: ``forward(q, k, v, bias=another)``.
     sink : array, or ShapeDtype, optional
         As in `attention`; the calls of the plan take one of its shape and dtype.
+    dropout : Dropout, optional
+        As in `attention`; a seed may be a `ShapeDtype`. Calls use the array that the plan was made with, or another
+        one: ``forward(q, k, v, dropout_seed=another)``.
     wrt : str or tuple of str
         As in `attention_vjp`.
     kernel, executor, precision, deterministic : optional
@@ -359,8 +373,9 @@ def plan(
     workspace  131072 bytes, 0 of them the work list
     """
     options = Options(
-        mask, causal, window, scale, score, softcap, bias, sink, wrt, kernel, executor, precision, deterministic
-    )
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
+        deterministic,
+    )  # fmt: skip
     return planned(q, k, v, options, device)
 
 
@@ -377,6 +392,7 @@ def precompile(
     softcap: float | None = None,
     bias: AnyArray | None = None,
     sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
     wrt: str | tuple[str, ...] = (),
     kernel: KernelFamily = "auto",
     precision: Precision = "ieee",
@@ -391,7 +407,7 @@ def precompile(
         As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
     mask, causal, window, scale : optional
         As in `attention`.
-    score, softcap, bias, sink, wrt : optional
+    score, softcap, bias, sink, dropout, wrt : optional
         As in `plan`.
     kernel, precision, deterministic : optional
         As in `attention`.
@@ -421,8 +437,9 @@ def precompile(
     [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
     """
     options = Options(
-        mask, causal, window, scale, score, softcap, bias, sink, wrt, kernel, "gpu", precision, deterministic
-    )
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, "gpu", precision,
+        deterministic,
+    )  # fmt: skip
     ready = planned(q, k, v, options, device)
     specs, capability = ready.plan.specs.values(), ready.plan.device.compute_capability
     if capability is None:
@@ -474,10 +491,10 @@ def planned(q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None 
     captured = dict[str, Any]()
     with collecting(reasons):
         composed = _composed(options)
-        captured = {} if composed is None else as_arrays(composed.arrays)
+        captured = as_arrays(seed_array(options.dropout) | ({} if composed is None else dict(composed.arrays)))
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=options.scale, precision=precision)
-        problem = with_operands(problem, {"sink": sink}, options.wrt, composed)
+        problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
     if device is not None and not isinstance(device, DeviceSpec):
         reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
     elif device is not None and (where == "cpu") != (device.compute_capability is None):
@@ -523,7 +540,7 @@ def _composed(options: Options) -> Score | None:
 
 def with_one_score(options: Options) -> tuple[Options, dict[str, Any]]:
     """Options with one Score in place of score, softcap and bias, and the call's arrays beside q, k and v by name."""
-    operands = {} if options.sink is None else {"sink": options.sink}
+    operands = ({} if options.sink is None else {"sink": options.sink}) | seed_array(options.dropout)
     if options.score is options.softcap is options.bias is None:
         return options, operands
     try:

@@ -16,9 +16,11 @@ from jax.custom_derivatives import SymbolicZero
 
 from . import api
 from .arrays import Array, ShapeDtype, describe
+from .dropout import Dropout
 from .errors import UnsupportedProblem
 from .executors import checks, gpu
 from .layouts import kind_of, taken
+from .planning.dropout_launches import require_number
 from .planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
@@ -60,6 +62,7 @@ def attention(
     softcap: float | None = None,
     bias: AnyArray | None = None,
     sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
     kernel: KernelFamily = "auto",
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
@@ -82,6 +85,8 @@ def attention(
         As in `cuflash.attention`.
     bias, sink : jax.Array, optional
         As in `cuflash.attention`.
+    dropout : Dropout, optional
+        As in `cuflash.attention`, with a number as its seed, known when the call is traced.
     kernel : {"auto", "sm90", "sm80", "simt", "naive"}
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
@@ -124,9 +129,11 @@ def attention(
     ((2, 4, 100, 64), (4, 100, 100))
     """
     api.require_flag("return_lse", return_lse)
+    require_number(dropout)
     options = Options(
-        mask, causal, window, scale, score, softcap, bias, sink, (), kernel, executor, precision, deterministic
-    )
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
+        deterministic,
+    )  # fmt: skip
     options, operands = api.with_one_score(options)
     given = {"q": q, "k": k, "v": v, **operands}
     reasons = _array_reasons(given, executor)

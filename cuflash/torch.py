@@ -16,11 +16,13 @@ from torch.autograd.graph import increment_version
 
 from . import api
 from .arrays import BFLOAT16, Array, ShapeDtype, describe
+from .dropout import Dropout
 from .errors import UnsupportedProblem
 from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .layouts import dtype_of, is_tensor, taken, tensor_reasons
 from .masks.at_each_call import at_each_call
+from .planning.dropout_launches import require_number
 from .planning.list_kernels import AT_CALL, ListedAtCall
 from .planning.lookup import Lookup, lookup, remember
 from .planning.options import (
@@ -69,6 +71,7 @@ def attention(
     softcap: float | None = None,
     bias: AnyArray | None = None,
     sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
     kernel: KernelFamily = "auto",
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
@@ -91,6 +94,8 @@ def attention(
         As in `cuflash.attention`.
     bias, sink : torch.Tensor, optional
         As in `cuflash.attention`.
+    dropout : Dropout, optional
+        As in `cuflash.attention`, with a number as its seed.
     kernel : {"auto", "sm90", "sm80", "simt", "naive"}
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
@@ -139,8 +144,9 @@ def attention(
     (torch.Size([2, 4, 100, 64]), torch.Size([4, 100, 100]))
     """
     options = Options(
-        mask, causal, window, scale, score, softcap, bias, sink, (), kernel, executor, precision, deterministic
-    )
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
+        deterministic,
+    )  # fmt: skip
     if torch.compiler.is_compiling():
         called: Any = torch.compiler.disable(_called)(q, k, v, options, out, return_lse)
         return called
@@ -150,6 +156,7 @@ def attention(
 def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_lse: bool) -> Any:
     """`attention` with its options as one value."""
     api.require_flag("return_lse", return_lse)
+    require_number(options.dropout)
     outs = tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
     options, operands = api.with_one_score(options)
     given = {"q": q, "k": k, "v": v, **operands}

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict
 import numpy as np
 
 from ..blocks.index import BlockIndex
+from ..dropout import Dropout
 from ..masks.base import Mask
 from ..masks.content import content
 from ..scores.score import Score
@@ -44,6 +45,7 @@ class CallOptions(TypedDict, total=False):
     softcap: float | None
     bias: AnyArray | None
     sink: AnyArray | None
+    dropout: Dropout | None
     kernel: KernelFamily
     executor: ExecutorName
     precision: Precision
@@ -59,6 +61,7 @@ class VjpOptions(CallOptions, total=False):
 # Types of a scale and of a flag whose equal values mean the same; 1 equals True, and 0.5 + 0j equals 0.5.
 _SCALES = {type(None), int, float, *(np.dtype(code).type for code in "efdbhilqBHILQ")}
 _FLAGS = {bool, np.bool}
+_DROPOUTS = {type(None), Dropout}
 
 
 class Options(NamedTuple):
@@ -76,6 +79,7 @@ class Options(NamedTuple):
     softcap: Any = None
     bias: Any = None
     sink: Any = None
+    dropout: Any = None
     wrt: Any = ()
     kernel: Any = "auto"
     executor: Any = "auto"
@@ -98,12 +102,13 @@ class Options(NamedTuple):
             None where equal values may mean different things, as 1 and True do, where softcap and bias are not part of
             one Score yet, or where a mask's contents may change.
         """
-        mask, causal, window, scale, score, softcap, bias, _, wrt, kernel, executor, precision, deterministic = self
+        mask, causal, window, scale, score, softcap, bias, _, dropout, wrt, *words = self
+        kernel, executor, precision, deterministic = words
         if layout is None or not (softcap is bias is None and (mask is None or isinstance(mask, Mask))):
             return None
         if type(scale) not in _SCALES or type(deterministic) not in _FLAGS or type(causal) not in (bool, str):
             return None
-        if not (type(kernel) is type(executor) is type(precision) is str):
+        if not (type(kernel) is type(executor) is type(precision) is str and type(dropout) in _DROPOUTS):
             return None
         if not (type(wrt) is str or type(wrt) is tuple and set(map(type, wrt)) <= {str}):
             return None
@@ -118,5 +123,5 @@ class Options(NamedTuple):
             who = None if mask is None else content(mask)
         except TypeError:
             return None
-        words = wrt, kernel, executor, precision, deterministic
-        return layout, who, causal, window, scale, program, words, more
+        draws = None if dropout is None else dropout.draws  # without an array, which is among the operands
+        return layout, who, causal, window, scale, program, draws, wrt, *words, more

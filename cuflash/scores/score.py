@@ -19,7 +19,7 @@ from .program import COORDINATES, ArrayType, Curvature, BlockKind, Program, curv
 from .trace import trace
 
 MAX_ARRAYS = 8
-RESERVED = ("q", "k", "v", "o", "lse", "do", "dlse", "out", "bias", "sink", "s", "b", "h", "i", "j")
+RESERVED = ("q", "k", "v", "o", "lse", "do", "dlse", "out", "bias", "sink", "dropout_seed", "s", "b", "h", "i", "j")
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
 

@@ -87,7 +87,7 @@ FAULTS = {
             "looked_up.key(layout_key(q, k, v, *outs), len(outs))",
         ),
         "calls do not differ by what gradients are asked of": Edit(
-            "planning/options.py", "Options.key", "words = wrt, kernel,", "words = (), kernel,"
+            "planning/options.py", "Options.key", "draws, wrt, *words,", "draws, (), *words,"
         ),
     },
     simt_is_right: {

@@ -24,7 +24,9 @@ cuflash.attention(q, q, q, mask=lambda b, h, i, j: j <= i, score=lambda s, b, h,
 cuflash.attention(q, q, q, mask=cuflash.BlockIndex.from_mask(masks.Causal(), 4, 4, 2), scale=2, deterministic=True)
 cuflash.attention(q, q, q, mask=scipy.sparse.eye_array(4), score=cuflash.scores.softcap(5.0) @ cuflash.scores.bias(q))
 cuflash.attention_vjp(q, q, q, wrt=("sink",), sink=q[:, 0, 0])
+cuflash.attention(q, cuflash.quantize(q), q, precision="fp8", dropout=cuflash.Dropout(0.1, seed=3))
 cuflash.attention("q", "k", "v")  # call-overload
+cuflash.attention(q, q, q, dropout=0.1)  # call-overload
 cuflash.attention(q, q, q, executor="cuda")  # call-overload
 cuflash.attention(q, q, q, mask="x")  # call-overload
 cuflash.attention(q, q, q, mask=3)  # call-overload
