@@ -255,6 +255,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     """The stand-in as `import cupy`, with rooms that know nothing of an earlier one."""
     from cuflash import api
     from cuflash.executors import gpu
+    from cuflash.planning import plan_cache
 
     machine = Cupy(cache)
 
@@ -270,7 +271,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     monkeypatch.setattr(gpu, "_pinned", set())
     monkeypatch.setattr(api, "_bound_calls", {})
     gpu._device_spec.cache_clear()
-    api._cached_plan.cache_clear()
+    plan_cache._cached_plan.cache_clear()
     yield machine
     gpu._device_spec.cache_clear()
-    api._cached_plan.cache_clear()
+    plan_cache._cached_plan.cache_clear()
