@@ -126,10 +126,12 @@ def attention_vjp(
         The gradient of o, shaped as `attention` returns o.
     dlse : array, optional
         The gradient of lse, shaped as `attention` returns lse; zero unless given.
-    mask, scale, sink, score, weight_factors : optional
+    mask, scale, sink, score : optional
         As in `attention`.
     score_slope : callable, optional
         The derivative of `score`, element by element.
+    weight_factors : array, optional
+        As in `attention`.
 
     Returns
     -------
