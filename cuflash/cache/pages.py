@@ -108,15 +108,15 @@ class PagePool:
 
     def shortages(self, growths: Iterable[Growth]) -> list[Shortage]:
         """Growths for which no page is left when they come in this order; those that find none take none."""
-        found, free, references = [], len(self._free), self._references.copy()
+        found, free, dropped = [], len(self._free), Counter[int]()
         for growth in growths:
-            shared = [page for _, page in self._written(growth) if references[page] > 1]
+            shared = [page for _, page in self._written(growth) if self._references[page] - dropped[page] > 1]
             wanted = max(self._pages(growth.stop) - len(self.tables[growth.sequence]), 0) + len(shared)
             if wanted > free:
                 found.append(Shortage(growth, wanted, free))
                 continue
             free -= wanted
-            references.subtract(shared)
+            dropped.update(shared)
         return found
 
     def grow(self, growth: Growth) -> list[Copy]:
