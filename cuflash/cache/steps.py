@@ -76,9 +76,9 @@ class DecodeStep:
     target : LaunchTarget
     """
 
-    def __init__(self, plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
+    def __init__(self, plan: DecodePlan, arrays: Mapping[str, Any], target: LaunchTarget) -> None:
         self.plan, self.is_checked = plan, checks.is_on()
-        q, o, lse, sink = map(dict[str, Any](arrays).get, ("q", "o", "lse", "sink"))
+        q, o, lse, sink = (arrays[name] for name in ("q", "o", "lse", "sink"))
         shared = [each for each in plan.workspaces if arrays[each] is None]
         sizes = [lse.nbytes, *(plan.workspaces[name].nbytes for name in shared)]
         *self._offsets, self.nbytes = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
@@ -199,8 +199,8 @@ def _decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...]) -> Hashab
         return None
     if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
         return None
-    given = [array for array in (q, out, sink) if array is not None]
-    layout = None if checks.is_on() else layout_key(*given)
+    others = [array for array in (out, sink) if array is not None]
+    layout = None if checks.is_on() else layout_key(q, *others)
     return None if layout is None else (layout, out is None, sink is None, options)
 
 
