@@ -157,7 +157,7 @@ FAULTS = {
     pages_are_used_sparingly: {
         "resetting keeps pages": Edit(FILE, "KVCache.reset", "self._pages.shrink(row, 0)", "pass"),
         "a page that one sequence writes to alone is counted as shared": Edit(
-            PAGES, "PagePool.shortages", "references.subtract(shared)", "pass"
+            PAGES, "PagePool.shortages", "dropped.update(shared)", "pass"
         ),
         "a fork copies": Edit(PAGES, "PagePool.grow", "> 1:", "> 0:"),
         "truncating keeps pages": Edit(FILE, "KVCache.truncate", "self._pages.shrink(sequence, length)", "pass"),
@@ -179,7 +179,7 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).append(K, K[:, :, :2]), "v must have k's 3 rows"): {
         "keys and values need not be as many": Edit(
-            FILE, "KVCache.append", "if k.shape[2] != v.shape[2]:", "if False:"
+            FILE, "KVCache._checked_rows", "if k.shape[2] != v.shape[2]:", "if False:"
         ),
     },
     refuses(lambda library: filled(library).append(K, K.astype(float)), "v must have shape"): {
