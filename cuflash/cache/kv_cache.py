@@ -67,8 +67,8 @@ class KVCache:
     not on the other sequences, nor on their number or order, nor on rows that are not in use, which may hold NaN. On
     the host and by the decode kernel it is the same bit for bit for any page table, with pages or without.
 
-    On a GPU the cache keeps the launches of its calls, one for each layout and options, and memory for the kernels of the
-    largest of them. A later call of the same kind checks nothing but where its arrays lie.
+    On a GPU the cache keeps the launches of its calls, one for each layout and options, and the memory that the kernels
+    of the largest of them need. A later call of the same kind checks nothing but where its arrays lie.
 
     Examples
     --------
