@@ -58,6 +58,9 @@ class Ndarray:
     def get(self) -> Any:
         return self.host.copy()
 
+    def __deepcopy__(self, memo: Any) -> Ndarray:
+        return Ndarray(self.host.copy(), self.data.device_id)
+
     def __getitem__(self, key: Any) -> Any:
         return self._like(self.host[key])
 
