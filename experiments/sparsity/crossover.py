@@ -45,7 +45,7 @@ class Config:
     densities: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
     num_heads: int = 1
     head_dim: int = 64
-    repeats: int = 9
+    repeats: int = 25
     gpu_seqlens: tuple[int, ...] = (4096, 16384)
     gpu_densities: tuple[float, ...] = (0.0625, 0.125, 0.25, 0.5, 0.75, 1.0)
     gpu_num_heads: int = 8

@@ -53,7 +53,7 @@ class Config:
     seqlens: tuple[int, ...] = (256, 512, 1024, 2048)
     num_heads: int = 4
     head_dim: int = 64
-    repeats: int = 9
+    repeats: int = 25
     gpu_kernels: tuple[str, ...] = GPU_KERNELS
     gpu_seqlens: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
     gpu_num_heads: int = 8
