@@ -41,7 +41,7 @@ class Config:
 
     gpu: bool = False
     blocks: tuple[int, ...] = (32, 64, 128)
-    seqlens: tuple[int, ...] = (1024, 4096)
+    seqlens: tuple[int, ...] = (1024, 2048)
     densities: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
     num_heads: int = 1
     head_dim: int = 64
@@ -99,7 +99,7 @@ def timed(config: Config, arrays: list[Any], block: int) -> dict[str, Timing]:
         calls |= {f"{density} {way}": call for way, call in both.items()}
     if config.gpu:
         return time_on_device(calls, repeats=config.gpu_repeats, warmup=1)
-    return time_alternately(calls, repeats=config.repeats, budget_s=3)
+    return time_alternately(calls, repeats=config.repeats, budget_s=5)
 
 
 def run(config: Config) -> Iterator[Record]:
@@ -155,7 +155,7 @@ def table(records: list[Record]) -> Group:
 def plot(records: list[Record]) -> Any:
     """Time over dense time, over density: a row a pass, a column a length; dots where it reaches 1."""
     seqlens = list(dict.fromkeys(row["seqlen"] for row in records))
-    size = (4.2 * len(seqlens), 6.4)
+    size = (4.0 * len(seqlens), 6.0)
     figure, axes = plt.subplots(len(WAYS), len(seqlens), figsize=size, sharex=True, squeeze=False)
     for (way, seqlen, block), rows in series(records).items():
         ax = axes[WAYS.index(way)][seqlens.index(seqlen)]

@@ -289,8 +289,11 @@ def plot(records: list[Record]) -> Any:
         column[1].set_xlabel("tokens")
     for row_of_axes, label in zip(axes, ("TFLOP/s", "peak MiB beside arrays")):
         row_of_axes[0].set_ylabel(label)
-    axes[0][0].legend(fontsize="small")
-    figure.tight_layout()
+    if not all(row["peak_mib"] > 0 for row in records):
+        axes[1][0].set_yscale("symlog", linthresh=2.0**-6)
+    lines, names = axes[0][0].get_legend_handles_labels()
+    figure.legend(lines, names, ncols=len(names), loc="upper center", fontsize="small")
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     return figure
 
 
