@@ -155,7 +155,7 @@ def table(records: list[Record]) -> Group:
 def plot(records: list[Record]) -> Any:
     """Time over dense time, over density: a row a pass, a column a length; dots where it reaches 1."""
     seqlens = list(dict.fromkeys(row["seqlen"] for row in records))
-    size = (4.0 * len(seqlens), 6.0)
+    size = (3.8 * len(seqlens), 5.8)
     figure, axes = plt.subplots(len(WAYS), len(seqlens), figsize=size, sharex=True, squeeze=False)
     for (way, seqlen, block), rows in series(records).items():
         ax = axes[WAYS.index(way)][seqlens.index(seqlen)]
