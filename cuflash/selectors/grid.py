@@ -11,13 +11,14 @@ from ..arrays import Array, accumulator_dtype, describe, is_array, namespace, no
 from ..blocks.index import BlockIndex
 from ..blocks.work_list import requested_mask
 from ..errors import UnsupportedProblem, collecting
+from ..executors.index_maker import index_of
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.coordinates import Intervals, widened
 from ..masks.shape import MaskShape, block_pair
 from ..planning.problem import Problem
 from ..plans import as_arrays, as_mask_of_arrays
-from .budget import Budget, Forced, choose, forced_blocks
+from .budget import Budget, Forced, choose, forced_blocks, last_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +122,17 @@ class Grid:
         """The leading axes of scores: batch and query heads, no axis for q of two axes."""
         return (*self.shape.batch, self.shape.num_heads) if self.has_heads else ()
 
-    def eligible(self) -> Array:
-        """Which blocks hold an element that the masks allow, bool, broadcasts against [*heads, rows, columns]."""
-        xp, (num_rows, num_columns) = self.xp, self.size
+    def eligible(self) -> Any:
+        """Which blocks hold an element that the masks allow, bool, broadcasts against [*heads, rows, columns].
+
+        None for all of them.
+        """
+        xp = self.xp
         if not self.has_own_mask:
-            last = xp.minimum((xp.arange(num_rows)[:, None] + 1) * self.block[0], self.shape.seqlen_q) - 1
-            first_key = xp.arange(num_columns)[None, :] * self.block[1]
-            return (first_key <= last + self.offset) | (not self.is_causal)
+            lengths = self.shape.seqlen_q, self.shape.seqlen_kv
+            if not self.is_causal:
+                return None
+            return xp.arange(self.size[1]) <= last_blocks(xp, lengths, self.block, self.offset)
         index = BlockIndex.from_mask(self.mask, block=self.block, **self.shape._asdict())
         states = xp.asarray(index.states() != 0)
         batch = self.shape.batch if index.batch > 1 else (1,) * len(self.shape.batch)
@@ -142,7 +147,8 @@ class Grid:
 
     def chosen(self, scores: Array, weights: Array, budget: Budget, forced: Forced, extra: Any = False) -> Array:
         """The blocks that a budget keeps, bool of the scores' shape; `extra` are further ones that are forced."""
-        return choose(scores, weights, self.eligible(), self.forced(forced) | extra, budget)
+        must = self.forced(forced)
+        return choose(scores, weights, self.eligible(), must if extra is False else must | extra, budget)
 
     def forced(self, forced: Forced) -> Array:
         """The blocks that must be kept where they are eligible, bool [rows, columns]."""
@@ -150,6 +156,8 @@ class Grid:
 
     def index(self, kept: Array) -> BlockIndex:
         """An index of the blocks kept, bool [*heads, rows, columns], whose elements the masks allow."""
+        if self.xp.__name__ == "cupy":
+            return index_of(kept, self.mask, self.shape, self.block)
         pattern = BlockPattern(kept, self.block)
         whole = pattern if self.mask == Band() else pattern & self.mask
         return BlockIndex.from_mask(whole, block=self.block, **self.shape._asdict())
@@ -159,9 +167,12 @@ def block_means(x: Array, side: int) -> Array:
     """Means of rows over blocks of a side, [..., num_blocks, dim], in the accumulator's dtype."""
     xp, length, dtype = namespace(x), x.shape[-2], accumulator_dtype(x.dtype)
     num_blocks = -(-length // side)
-    counts = xp.minimum(xp.full(num_blocks, side), length - xp.arange(num_blocks) * side).astype(dtype)
     blocks = padded(x, num_blocks * side).reshape(*x.shape[:-2], num_blocks, side, x.shape[-1])
-    return blocks.sum(axis=-2, dtype=dtype) / counts[:, None]
+    sums = blocks.sum(axis=-2, dtype=dtype)
+    if length % side == 0:
+        return sums / side
+    counts = xp.minimum(length - xp.arange(0, num_blocks * side, side), side).astype(dtype)
+    return sums / counts[:, None]
 
 
 def padded(x: Array, length: int) -> Array:
