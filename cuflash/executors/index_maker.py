@@ -12,7 +12,7 @@ from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import content
 from ..masks.shape import MaskShape
-from ..planning.list_kernels import LIST_SPECS, ListSource, list_results
+from ..planning.list_kernels import ListSource, list_results
 from . import gpu
 from .launch import LaunchTarget
 from .list_maker import ListMaker
@@ -37,7 +37,7 @@ class IndexMaker:
     def __init__(self, source: ListSource, target: LaunchTarget) -> None:
         self.lists = ListMaker(source, target)
         self._source = source
-        self._facts = {
+        self._facts: dict[str, Any] = {
             "seqlen_q": source.shape.seqlen_q, "seqlen_kv": source.shape.seqlen_kv, "block": source.block,
             "batch": source.batch, "num_heads": source.num_heads,
         }  # fmt: skip

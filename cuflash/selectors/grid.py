@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..api import call_key
 from ..arrays import Array, accumulator_dtype, describe, is_array, namespace, no_array
 from ..blocks.index import BlockIndex
 from ..blocks.work_list import requested_mask
@@ -17,8 +19,12 @@ from ..masks.block_pattern import BlockPattern
 from ..masks.coordinates import Intervals, widened
 from ..masks.shape import MaskShape, block_pair
 from ..planning.problem import Problem
-from ..plans import as_arrays, as_mask_of_arrays
+from ..plans import as_arrays, as_mask_of_arrays, layout_key
 from .budget import Budget, Forced, choose, forced_blocks, last_blocks
+
+_MAX_FACTS = 256
+
+_facts: dict[Hashable, tuple[Any, ...]] = {}  # what calls that differ in addresses and budgets alone have in common
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +83,6 @@ class Grid:
         UnsupportedProblem
             An argument breaks its rule; all reasons at once.
         """
-        q, k = as_arrays({"q": q, "k": k}).values()
-        for name, array in (("q", q), ("k", k)):
-            if not is_array(array):
-                raise TypeError(no_array(name, array))
         reasons = [
             f"{name} must be a Budget; got {describe(budget)}: selectors.Budget(top_k=8) is one"
             for name, budget in budgets.items()
@@ -88,6 +90,14 @@ class Grid:
         ]
         if not isinstance(forced, Forced):
             reasons.append(f"forced must be a Forced; got {describe(forced)}: selectors.Forced(sink=1) is one")
+        options = (scale, "auto", "auto", "ieee", False, ())
+        key = None if reasons else call_key(layout_key(q, k), mask, causal, None, options, repr(block))
+        if key in _facts:
+            return cls(q, k, *_facts[key])
+        q, k = as_arrays({"q": q, "k": k}).values()
+        for name, array in (("q", q), ("k", k)):
+            if not is_array(array):
+                raise TypeError(no_array(name, array))
         if namespace(q) is not namespace(k):
             reasons.append("q and k must be of one kind: copy one of them explicitly")
         sides, problem, resolved = (1, 1), None, None
@@ -104,9 +114,12 @@ class Grid:
         shape = problem.mask_shape
         offset = shape.seqlen_kv - shape.seqlen_q if isinstance(causal, str) and causal == "bottom_right" else 0
         is_causal = causal is not False and bool(causal)
-        return cls(
-            q, k, shape, sides, resolved, is_causal, offset, mask is not None, problem.softmax_scale, problem.has_heads
-        )
+        facts = (
+            shape, sides, resolved, is_causal, offset, mask is not None, problem.softmax_scale, problem.has_heads
+        )  # fmt: skip
+        if key is not None and len(_facts) < _MAX_FACTS:
+            _facts[key] = facts
+        return cls(q, k, *facts)
 
     @property
     def xp(self) -> Any:
