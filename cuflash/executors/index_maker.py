@@ -88,12 +88,18 @@ def _whole(kept: Array, mask: Mask, block: tuple[int, int]) -> Mask:
     return pattern if mask == Band() else pattern & mask
 
 
+def index_key(device: int, kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Hashable:
+    """What decides how an index is made but the blocks chosen; None where the contents of the mask may change."""
+    try:
+        return device, tuple(kept.shape), tuple(kept.strides), content(mask), shape, block
+    except TypeError:
+        return None
+
+
 def _maker(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> IndexMaker | None:
     """What makes indices of blocks that lie as these do; None where the kernels do not serve them."""
-    device = nvrtc.current_device()[1]
-    try:
-        key = (device, tuple(kept.shape), tuple(kept.strides), content(mask), shape, block)
-    except TypeError:  # the mask may change
+    key = index_key(nvrtc.current_device()[1], kept, mask, shape, block)
+    if key is None:
         return None
     if key in _makers:
         return _makers[key]

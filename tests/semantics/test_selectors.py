@@ -8,7 +8,7 @@ from typing import Any
 import device_double
 import numpy as np
 import pytest
-from cuflash.selectors import Budget, Forced, budget as budgets
+from cuflash.selectors import Budget, Forced, budget as budgets, grid as grids
 from executors import CPU, Run, on_every_executor
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -288,6 +288,29 @@ def test_a_mask_of_the_caller_decides_what_is_eligible() -> None:
     for name in ("pooled", "oracle", "local", "moba"):
         listed = select(name, CPU, q, q, mask=documents, top_k=2).states() > 0
         assert listed.sum() == 2 * 2 * 4 * 2 and listed[..., :2, :2].all() and listed[..., 2:, 2:].all()
+
+
+def test_calls_of_one_layout_are_not_mixed_up(monkeypatch: Any) -> None:
+    """What was found out about an earlier call serves those that differ in addresses and budgets alone."""
+    q = np.zeros((2, 32, 8))
+    usual = {"block": 8, "budgets": {"budget": FEW}, "forced": Forced(), "causal": True, "mask": None, "scale": None}
+    changes: list[dict[str, Any]] = [
+        {}, {"causal": False}, {"causal": "bottom_right"}, {"block": (8, 16)}, {"scale": 3.0},
+        {"mask": masks.SlidingWindow(9, 0)}, {"mask": masks.SlidingWindow(3, 0)},
+    ]  # fmt: skip
+
+    def found(change: dict[str, Any]) -> Any:
+        grid = grids.Grid.of(q, q, **usual | change)
+        allowed = grid.mask.toarray(32, 32).tolist()
+        return grid.block, grid.is_causal, grid.offset, grid.has_own_mask, grid.scale, grid.size, allowed
+
+    fresh = []
+    for change in changes:
+        monkeypatch.setattr(grids, "_facts", {})
+        fresh.append(found(change))
+    assert [found(change) for change in changes * 2] == fresh * 2 and len({str(each) for each in fresh}) > 5
+    with pytest.raises(cuflash.UnsupportedProblem, match="budget must be a Budget"):
+        grids.Grid.of(q, q, **usual | {"budgets": {"budget": 8}})
 
 
 def test_two_axes_are_one_head() -> None:
