@@ -111,24 +111,44 @@ class Forced:
             raise UnsupportedProblem(reasons)
 
 
-def last_blocks(xp: Any, lengths: tuple[int, int], block: tuple[int, int], offset: int) -> Array:
-    """The block of the last diagonal key of each block row, int64 [num_q_blocks, 1]; query i meets key i + offset."""
-    num_rows = -(-lengths[0] // block[0])
-    stops = xp.arange(block[0], (num_rows + 1) * block[0], block[0])
-    return ((xp.minimum(stops, lengths[0]) + (offset - 1)) // block[1])[:, None]
+@dataclass(frozen=True, eq=False)
+class Diagonal:
+    """The blocks that hold diagonal keys of each block row, made once for what is eligible and what is forced.
 
+    Attributes
+    ----------
+    column : int64 array [num_kv_blocks]
+        Numbers of the blocks.
+    first, last : int64 array [num_q_blocks, 1]
+        The first and the last block that hold a diagonal key of the row.
+    is_met : bool array [num_q_blocks, num_kv_blocks]
+        Blocks up to the last one: those that a causal mask allows a key of.
+    """
 
-def forced_blocks(xp: Any, forced: Forced, lengths: tuple[int, int], block: tuple[int, int], offset: int) -> Array:
-    """Which blocks are forced, bool [num_q_blocks, num_kv_blocks]; query i meets key i + offset on the diagonal."""
-    num_rows, num_columns = (-(-length // side) for length, side in zip(lengths, block))
-    column, last = xp.arange(num_columns), last_blocks(xp, lengths, block, offset)
-    # Local and diagonal blocks are two runs that end with the same block, so that the longer one is both.
-    first = last - (forced.local - 1)
-    if forced.diagonal:
-        diagonal = xp.arange(offset, offset + num_rows * block[0], block[0])[:, None] // block[1]
-        first = xp.minimum(first, diagonal) if forced.local else diagonal
-    kept = (column >= first) & (column <= last)
-    return kept | (column < forced.sink) if forced.sink else kept
+    column: Array
+    first: Array
+    last: Array
+    is_met: Array
+
+    @classmethod
+    def of(cls, xp: Any, lengths: tuple[int, int], block: tuple[int, int], offset: int) -> Diagonal:
+        """Of a grid of blocks where query i meets key i + offset on the diagonal."""
+        num_rows, num_columns = (-(-length // side) for length, side in zip(lengths, block))
+        column = xp.arange(num_columns)
+        stops = xp.arange(block[0], (num_rows + 1) * block[0], block[0])[:, None]
+        first = (stops + (offset - block[0])) // block[1]
+        last = (xp.minimum(stops, lengths[0]) + (offset - 1)) // block[1]
+        return cls(column, first, last, column <= last)
+
+    def forced(self, forced: Forced) -> Array:
+        """Which blocks are forced, bool [num_q_blocks, num_kv_blocks]."""
+        # Local and diagonal blocks are two runs that end with the same block, so that the longer one is both.
+        first = self.first
+        if forced.local or not forced.diagonal:
+            first = self.last - (forced.local - 1)
+            first = namespace(first).minimum(first, self.first) if forced.diagonal else first
+        kept = (self.column >= first) & self.is_met
+        return kept | (self.column < forced.sink) if forced.sink else kept
 
 
 def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Budget) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from ..masks.coordinates import Intervals, widened
 from ..masks.shape import MaskShape, block_pair
 from ..planning.problem import Problem
 from ..plans import as_arrays, as_mask_of_arrays, layout_key
-from .budget import Budget, Forced, choose, forced_blocks, last_blocks
+from .budget import Budget, Diagonal, Forced, choose
 
 _MAX_FACTS = 256
 
@@ -135,6 +136,11 @@ class Grid:
         """The leading axes of scores: batch and query heads, no axis for q of two axes."""
         return (*self.shape.batch, self.shape.num_heads) if self.has_heads else ()
 
+    @cached_property
+    def diagonal(self) -> Diagonal:
+        """Where the diagonal crosses the blocks."""
+        return Diagonal.of(self.xp, (self.shape.seqlen_q, self.shape.seqlen_kv), self.block, self.offset)
+
     def eligible(self) -> Any:
         """Which blocks hold an element that the masks allow, bool, broadcasts against [*heads, rows, columns].
 
@@ -142,10 +148,7 @@ class Grid:
         """
         xp = self.xp
         if not self.has_own_mask:
-            lengths = self.shape.seqlen_q, self.shape.seqlen_kv
-            if not self.is_causal:
-                return None
-            return xp.arange(self.size[1]) <= last_blocks(xp, lengths, self.block, self.offset)
+            return self.diagonal.is_met if self.is_causal else None
         index = BlockIndex.from_mask(self.mask, block=self.block, **self.shape._asdict())
         states = xp.asarray(index.states() != 0)
         batch = self.shape.batch if index.batch > 1 else (1,) * len(self.shape.batch)
@@ -165,7 +168,7 @@ class Grid:
 
     def forced(self, forced: Forced) -> Array:
         """The blocks that must be kept where they are eligible, bool [rows, columns]."""
-        return forced_blocks(self.xp, forced, (self.shape.seqlen_q, self.shape.seqlen_kv), self.block, self.offset)
+        return self.diagonal.forced(forced)
 
     def index(self, kept: Array) -> BlockIndex:
         """An index of the blocks kept, bool [*heads, rows, columns], whose elements the masks allow."""

@@ -70,7 +70,8 @@ def selections_are_right(library: ModuleType) -> None:
     q, k = np.random.default_rng(1).standard_normal((2, 4, 64, 16))
     k = k[:2]
     options = {"budget": of.Budget(top_k=4), "forced": of.Forced(sink=1, local=2), "causal": True}
-    must = cuflash.selectors.budget.forced_blocks(np, options["forced"], (64, 64), (8, 8), 0)
+    of_diagonal = cuflash.selectors.budget.Diagonal.of(np, (64, 64), (8, 8), 0)
+    must = of_diagonal.forced(cuflash.selectors.Forced(sink=1, local=2))
     wide = k.repeat(2, axis=0)
     scored = {
         of.pooled: (of_pooled(q, k), {}),

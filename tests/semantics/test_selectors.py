@@ -91,10 +91,9 @@ def check_budget(library: Any, data: Any, length: int, budget: Any) -> None:
 def test_a_device_chooses_without_waiting(seed: int, budget: Budget) -> None:
     rng = np.random.default_rng(seed)
     scores, eligible = rng.random((2, 5, 7), np.float32), rng.random((5, 7)) < 0.7
-    here = [scores, scores, eligible, budgets.forced_blocks(np, FORCED, (20, 28), (4, 4), 8)]
-    there = [*map(device_double.to_device, here[:3]), budgets.forced_blocks(
-        device_double.namespace, FORCED, (20, 28), (4, 4), 8
-    )]  # fmt: skip
+    here = [scores, scores, eligible, budgets.Diagonal.of(np, (20, 28), (4, 4), 8).forced(FORCED)]
+    diagonal = budgets.Diagonal.of(device_double.namespace, (20, 28), (4, 4), 8)
+    there = [*map(device_double.to_device, here[:3]), diagonal.forced(FORCED)]
     chosen = device_double.to_host(budgets.choose(*there, budget))
     np.testing.assert_array_equal(chosen, budgets.choose(*here, budget))
 
@@ -106,7 +105,7 @@ def test_a_device_chooses_without_waiting(seed: int, budget: Budget) -> None:
 def test_forced_blocks_are_those_of_their_words(
     seqlen_q: int, seqlen_kv: int, block: tuple[int, int], offset: int, forced: Forced
 ) -> None:
-    made = budgets.forced_blocks(np, forced, (seqlen_q, seqlen_kv), block, offset)
+    made = budgets.Diagonal.of(np, (seqlen_q, seqlen_kv), block, offset).forced(forced)
     expected = np.zeros(made.shape, bool)
     expected[:, : forced.sink] = True
     for row in range(made.shape[0]):
@@ -134,7 +133,7 @@ def test_what_must_be_exact_is(run: Run, name: str, causal: Any) -> None:
     eligible = cuflash.BlockIndex.from_mask(masks.Dense(np.broadcast_to(allowed, (seqlen_q, seqlen_kv))), seqlen_q,
                                             seqlen_kv, block).states()[0, 0] > 0  # fmt: skip
     offset = seqlen_kv - seqlen_q if causal == "bottom_right" else 0
-    must = budgets.forced_blocks(np, FORCED, (seqlen_q, seqlen_kv), block, offset) & eligible
+    must = budgets.Diagonal.of(np, (seqlen_q, seqlen_kv), block, offset).forced(FORCED) & eligible
     elements = index.on_host.toarray()
     assert not (elements & ~np.broadcast_to(allowed, elements.shape)).any()
     assert not (must & ~listed).any() and not (listed & ~eligible).any()
@@ -180,7 +179,7 @@ def test_scores_are_those_of_the_paper(run: Run, name: str, scores_of: Callable[
     q, k = np.random.default_rng(1).standard_normal((2, 4, 64, 16))
     k = k[:2]
     scores = scores_of(q, k if name == "nsa" else k.repeat(2, axis=0)) if name != "pooled" else scores_of(q, k)
-    eligible, must = np.tri(8, dtype=bool), budgets.forced_blocks(np, FORCED, (64, 64), (8, 8), 0)
+    eligible, must = np.tri(8, dtype=bool), budgets.Diagonal.of(np, (64, 64), (8, 8), 0).forced(FORCED)
     expected = budgets.choose(scores, scores, eligible, must, Budget(top_k=5))
     listed = run.get(select(name, run, q, k, causal=True, top_k=5).states())[0] > 0
     np.testing.assert_array_equal(listed, expected)
