@@ -98,6 +98,21 @@ def test_a_device_chooses_without_waiting(seed: int, budget: Budget) -> None:
     np.testing.assert_array_equal(chosen, budgets.choose(*here, budget))
 
 
+@pytest.mark.parametrize(
+    ("budget", "most"), [(Budget(top_k=3), 15), (Budget(mass=0.9), 30), (Budget(threshold=0.5), 18)]
+)
+def test_choosing_takes_operations_that_do_not_follow_the_blocks(budget: Budget, most: int) -> None:
+    counts = []
+    for num_blocks in (4, 64):
+        scores = device_double.to_device(np.random.default_rng(0).random((2, num_blocks, num_blocks), np.float32))
+        diagonal = budgets.Diagonal.of(device_double.namespace, (8 * num_blocks,) * 2, (8, 8), 0)
+        forced = diagonal.forced(FORCED)
+        with device_double.counted() as operations:
+            budgets.choose(scores, scores, diagonal.is_met, forced, budget)
+        counts.append(operations())
+    assert counts[0] == counts[1] <= most, counts
+
+
 @given(
     st.integers(1, 40), st.integers(1, 40), st.sampled_from([(4, 8), (8, 4), (5, 5)]), st.sampled_from([0, 3, -2]),
     st.builds(Forced, sink=st.integers(0, 2), local=st.integers(0, 3), diagonal=st.booleans()),
