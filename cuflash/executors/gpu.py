@@ -410,6 +410,22 @@ def bind(
     return call
 
 
+def compile_list_kernels(machine: Gpu) -> None:
+    """Compile and load the kernels that make lists.
+
+    Raises
+    ------
+    RuntimeError
+        The stream is captured, and one of them is not loaded yet.
+    """
+    not_loaded = [spec for spec in LIST_SPECS.values() if not nvrtc.is_loaded(spec, _capability())]
+    if not_loaded and machine.stream().is_capturing():
+        raise RuntimeError(
+            f"{not_loaded[0].name} is not compiled yet, which a stream capture cannot wait for: {_COMPILE_FIRST}"
+        )
+    nvrtc.precompile(not_loaded, _capability())
+
+
 def list_maker(plan: KernelPlan, source: ListSource, machine: Gpu | None = None) -> Callable[[Array], Array]:
     """A function that makes the lists of masks of one layout for calls of a plan, on the current stream.
 
@@ -419,12 +435,7 @@ def list_maker(plan: KernelPlan, source: ListSource, machine: Gpu | None = None)
         The stream is captured, and the kernels that make lists are not compiled yet.
     """
     machine = machine or _GPU
-    not_loaded = [spec for spec in LIST_SPECS.values() if not nvrtc.is_loaded(spec, _capability())]
-    if not_loaded and machine.stream().is_capturing():
-        raise RuntimeError(
-            f"{not_loaded[0].name} is not compiled yet, which a stream capture cannot wait for: {_COMPILE_FIRST}"
-        )
-    nvrtc.precompile(not_loaded, _capability())
+    compile_list_kernels(machine)
     make, current_stream, address = ListMaker(source, machine), machine.stream, machine.mask_address
     keep_captured = machine.keep_captured
 

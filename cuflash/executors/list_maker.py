@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,11 @@ class ListMaker:
             target.launcher(LIST_SPECS[entry], grid, _SHARED_BYTES.get(entry, 0) * LIST_SPECS[entry].num_threads)
             for entry, grid in source.grids().items()
         ]
+
+    @property
+    def intervals(self) -> Mapping[str, Array]:
+        """The row intervals that the masks are intersected with, lo and hi, where kernels read them; or nothing."""
+        return {} if self._rows is None else self._rows.arrays
 
     def __call__(self, mask: int, stream: Any) -> Array:
         """The lists of the mask at an address, as bytes, once the stream has come so far."""

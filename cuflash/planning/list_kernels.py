@@ -246,10 +246,10 @@ def work_of_kernels(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> Work
     return work_list(mask, shape, tile) if found is None else ListedAtCall.of(found[0])
 
 
-def list_results(lists: Array, source: ListSource) -> dict[str, Array]:
-    """The results by name, as views of the array of bytes that holds them."""
+def list_results(lists: Array, source: ListSource, names: tuple[str, ...] = _RESULTS) -> dict[str, Array]:
+    """Results by name, as views of the array of bytes that holds them."""
     views = {}
-    for name, shape in source.shapes.items():
-        start, dtype = source.offsets[name], source.dtype(name)
+    for name in names:
+        start, dtype, shape = source.offsets[name], source.dtype(name), source.shapes[name]
         views[name] = lists[start : start + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
     return views

@@ -10,8 +10,10 @@ import numpy as np
 from ..arrays import Array, describe, is_flag, is_int, is_number, namespace
 from ..errors import UnsupportedProblem
 
-_LARGEST = np.uint32(0xFFFFFFFF)
-_SIGN = np.uint32(1 << 31)
+# Halves of the keys by which blocks are ordered, and where keys of blocks that are not forced, or not eligible, begin.
+_MAGNITUDE, _FORCED = np.int32((1 << 31) - 1), np.int32(-1 << 31)
+_BLOCK = (1 << 32) - 1
+_NOT_FORCED, _NOT_ELIGIBLE = (int(_FORCED) + 1) << 32, int(_MAGNITUDE) << 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,19 +111,47 @@ class Forced:
             raise UnsupportedProblem(reasons)
 
 
-def forced_blocks(xp: Any, forced: Forced, lengths: tuple[int, int], block: tuple[int, int], offset: int) -> Array:
-    """Which blocks are forced, bool [num_q_blocks, num_kv_blocks]; query i meets key i + offset on the diagonal."""
-    num_rows, num_columns = (-(-length // side) for length, side in zip(lengths, block))
-    first_query = xp.arange(num_rows)[:, None] * block[0]
-    last_query = xp.minimum(first_query + block[0], lengths[0]) - 1
-    first, last = ((query + offset) // block[1] for query in (first_query, last_query))
-    column = xp.arange(num_columns)[None, :]
-    kept = (column < forced.sink) & (first_query >= 0)
-    kept = kept | (column > last - forced.local) & (column <= last)
-    return kept | (column >= first) & (column <= last) if forced.diagonal else kept
+@dataclass(frozen=True, eq=False)
+class Diagonal:
+    """The blocks that hold diagonal keys of each block row, made once for what is eligible and what is forced.
+
+    Attributes
+    ----------
+    column : int64 array [num_kv_blocks]
+        Numbers of the blocks.
+    first, last : int64 array [num_q_blocks, 1]
+        The first and the last block that hold a diagonal key of the row.
+    is_met : bool array [num_q_blocks, num_kv_blocks]
+        Blocks up to the last one: those that a causal mask allows a key of.
+    """
+
+    column: Array
+    first: Array
+    last: Array
+    is_met: Array
+
+    @classmethod
+    def of(cls, xp: Any, lengths: tuple[int, int], block: tuple[int, int], offset: int) -> Diagonal:
+        """Of a grid of blocks where query i meets key i + offset on the diagonal."""
+        num_rows, num_columns = (-(-length // side) for length, side in zip(lengths, block))
+        column = xp.arange(num_columns)
+        stops = xp.arange(block[0], (num_rows + 1) * block[0], block[0])[:, None]
+        first = (stops + (offset - block[0])) // block[1]
+        last = (xp.minimum(stops, lengths[0]) + (offset - 1)) // block[1]
+        return cls(column, first, last, column <= last)
+
+    def forced(self, forced: Forced) -> Array:
+        """Which blocks are forced, bool [num_q_blocks, num_kv_blocks]."""
+        # Local and diagonal blocks are two runs that end with the same block, so that the longer one is both.
+        first = self.first
+        if forced.local or not forced.diagonal:
+            first = self.last - (forced.local - 1)
+            first = namespace(first).minimum(first, self.first) if forced.diagonal else first
+        kept = (self.column >= first) & self.is_met
+        return kept | (self.column < forced.sink) if forced.sink else kept
 
 
-def choose(scores: Array, weights: Array, eligible: Array, forced: Array, budget: Budget) -> Array:
+def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Budget) -> Array:
     """Which blocks of each row are kept, bool [..., num_kv_blocks].
 
     Parameters
@@ -130,48 +160,55 @@ def choose(scores: Array, weights: Array, eligible: Array, forced: Array, budget
         What decides the order; NaN comes last.
     weights : array of that shape
         The share of each block, which counts for ``Budget(mass=)``.
-    eligible, forced : bool arrays that broadcast against them
-        Blocks that may be kept, and blocks that must be if they may.
+    eligible, forced : bool arrays that broadcast against them, or None
+        Blocks that may be kept, and blocks that must be if they may; None for all, and for none.
     """
     xp = namespace(scores)
-    eligible = xp.broadcast_to(eligible, scores.shape)
-    forced = eligible & forced
-    keys = xp.where(forced, _LARGEST, xp.where(eligible, _ordered(scores), np.uint32(0)))
-    counts = eligible.astype(np.float64)
-    kept = forced
-    if budget.top_k is not None:
-        kept = kept | _first_to_reach(keys, counts, float(budget.top_k))
-    elif budget.mass is not None:
-        shares = weights.astype(np.float64) * eligible
-        kept = kept | _first_to_reach(keys, shares, budget.mass * shares.sum(axis=-1)[..., None])
-    else:
-        assert budget.threshold is not None
-        kept = kept | (scores >= budget.threshold)
-    if budget.min_blocks > (budget.top_k or 0):
-        kept = kept | _first_to_reach(keys, counts, float(budget.min_blocks))
-    return kept & eligible
+    if 0 in scores.shape:
+        return xp.zeros(scores.shape, dtype=bool)
+    keys = _keys(scores, eligible, forced)
+    count = min(max(budget.top_k or 0, budget.min_blocks), scores.shape[-1])
+    last: Any = _NOT_FORCED - 1
+    if count or budget.mass is not None:
+        in_order = xp.sort(keys, axis=-1)
+        if count:
+            last = in_order[..., count - 1 : count]
+        if budget.mass is not None:
+            shares = weights.astype(np.float64) if eligible is None else weights.astype(np.float64) * eligible
+            of_mass = _last_needed(in_order, shares, budget.mass)
+            last = xp.maximum(last, of_mass) if count else of_mass
+        last = xp.clip(last, _NOT_FORCED - 1, _NOT_ELIGIBLE - 1)
+    kept = keys <= last
+    if budget.threshold is None:
+        return kept
+    above = scores >= budget.threshold
+    return kept | (above if eligible is None else above & eligible)
 
 
-def _ordered(scores: Array) -> Array:
-    """Numbers, uint32, in the order of scores as float32; -0 and 0 are equal, and NaN is the least."""
-    xp = namespace(scores)
-    finite = xp.where(scores == scores, scores, -np.inf).astype(np.float32) + np.float32(0)
-    bits = finite.view(np.uint32)
-    return xp.where(bits >= _SIGN, ~bits, bits | _SIGN)
+def _keys(scores: Array, eligible: Any, forced: Any) -> Array:
+    """Numbers, int64, all of a row different, whose order is the one in which blocks are taken.
 
-
-def _first_to_reach(keys: Array, weights: Array, goal: Any) -> Array:
-    """The fewest places of each row, highest key first and of equal keys the lower place, whose weights reach a goal.
-
-    The key of the last of them is found bit by bit, so that no sort and no synchronisation with a device is needed.
+    The upper half is the place of the score as float32, where -0 and 0 are equal and NaN is the least, and the lower
+    half is the number of the block. Forced blocks are below `_NOT_FORCED`, and those that are not eligible are not
+    below `_NOT_ELIGIBLE`.
     """
-    xp = namespace(keys)
-    last = xp.zeros((*keys.shape[:-1], 1), dtype=np.uint32)
-    for bit in reversed(range(32)):
-        candidate = last | np.uint32(1 << bit)
-        reached = xp.where(keys >= candidate, weights, 0.0).sum(axis=-1)[..., None] >= goal
-        last = xp.where(reached, candidate, last)
-    above, is_last = keys > last, keys == last
-    of_last = xp.where(is_last, weights, 0.0)
-    before = xp.where(above, weights, 0.0).sum(axis=-1)[..., None] + xp.cumsum(of_last, axis=-1) - of_last
-    return above | is_last & (before < goal)
+    xp = namespace(scores)
+    negated = np.float32(0) - xp.fmax(scores, -np.inf).astype(np.float32, copy=False)
+    bits = negated.view(np.int32)
+    places = bits ^ ((bits >> 31) & _MAGNITUDE)  # in the order of the numbers that the bits stand for
+    if forced is not None:
+        places = xp.where(forced, _FORCED, places)
+    if eligible is not None:
+        places = xp.where(eligible, places, _MAGNITUDE)
+    return (places.astype(np.int64) << 32) | xp.arange(scores.shape[-1])
+
+
+def _last_needed(in_order: Array, shares: Array, mass: float) -> Array:
+    """The greatest of the fewest first keys whose blocks hold a part of the shares of a row, int64 [..., 1]."""
+    xp, num_blocks = namespace(shares), shares.shape[-1]
+    starts = xp.arange(0, shares.size, num_blocks).reshape(*shares.shape[:-1], 1)
+    sums = xp.cumsum(xp.take(shares.reshape(-1), (in_order & _BLOCK) + starts), axis=-1)
+    before = xp.zeros(shares.shape, dtype=np.float64)
+    before[..., 1:] = sums[..., :-1]
+    is_needed = ~(before >= mass * sums[..., -1:])  # every block is where the sum is NaN
+    return xp.where(is_needed, in_order, _NOT_FORCED - 1).max(axis=-1)[..., None]

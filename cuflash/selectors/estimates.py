@@ -210,7 +210,9 @@ def _by_query(
     ends = (xp.arange(grid.size[1]) + 1)[None, :] * block_kv
     is_past = ends <= xp.arange(grid.shape.seqlen_q)[:, None] + grid.offset + 1
     must = of_queries.forced(forced) | left_out
-    may = of_queries.eligible() & (is_past | must | (not grid.is_causal))
+    eligible = of_queries.eligible()
+    may = is_past | must | (not grid.is_causal)
+    may = may if eligible is None else eligible & may
     kept = choose(mass, mass, may, must, budget)
     rows = xp.zeros((*kept.shape[:-2], grid.size[0] * block_q, kept.shape[-1]), dtype=bool)
     rows[..., : grid.shape.seqlen_q, :] = kept

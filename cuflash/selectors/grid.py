@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,19 @@ from ..arrays import Array, accumulator_dtype, describe, is_array, namespace, no
 from ..blocks.index import BlockIndex
 from ..blocks.work_list import requested_mask
 from ..errors import UnsupportedProblem, collecting
+from ..executors.index_maker import index_of
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.coordinates import Intervals, widened
 from ..masks.shape import MaskShape, block_pair
+from ..planning.options import Options
 from ..planning.problem import Problem
-from ..plans import as_arrays, as_mask_of_arrays
-from .budget import Budget, Forced, choose, forced_blocks
+from ..plans import as_arrays, as_mask_of_arrays, layout_key
+from .budget import Budget, Diagonal, Forced, choose
+
+_MAX_FACTS = 256
+
+_facts: dict[Hashable, tuple[Any, ...]] = {}  # what calls that differ in addresses and budgets alone have in common
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +84,6 @@ class Grid:
         UnsupportedProblem
             An argument breaks its rule; all reasons at once.
         """
-        q, k = as_arrays({"q": q, "k": k}).values()
-        for name, array in (("q", q), ("k", k)):
-            if not is_array(array):
-                raise TypeError(no_array(name, array))
         reasons = [
             f"{name} must be a Budget; got {describe(budget)}: selectors.Budget(top_k=8) is one"
             for name, budget in budgets.items()
@@ -87,6 +91,13 @@ class Grid:
         ]
         if not isinstance(forced, Forced):
             reasons.append(f"forced must be a Forced; got {describe(forced)}: selectors.Forced(sink=1) is one")
+        key = None if reasons else Options(mask, causal, scale=scale).key(layout_key(q, k), repr(block))
+        if key in _facts:
+            return cls(q, k, *_facts[key])
+        q, k = as_arrays({"q": q, "k": k}).values()
+        for name, array in (("q", q), ("k", k)):
+            if not is_array(array):
+                raise TypeError(no_array(name, array))
         if namespace(q) is not namespace(k):
             reasons.append("q and k must be of one kind: copy one of them explicitly")
         sides, problem, resolved = (1, 1), None, None
@@ -103,9 +114,12 @@ class Grid:
         shape = problem.mask_shape
         offset = shape.seqlen_kv - shape.seqlen_q if isinstance(causal, str) and causal == "bottom_right" else 0
         is_causal = causal is not False and bool(causal)
-        return cls(
-            q, k, shape, sides, resolved, is_causal, offset, mask is not None, problem.softmax_scale, problem.has_heads
-        )
+        facts = (
+            shape, sides, resolved, is_causal, offset, mask is not None, problem.softmax_scale, problem.has_heads
+        )  # fmt: skip
+        if key is not None and len(_facts) < _MAX_FACTS:
+            _facts[key] = facts
+        return cls(q, k, *facts)
 
     @property
     def xp(self) -> Any:
@@ -121,13 +135,19 @@ class Grid:
         """The leading axes of scores: batch and query heads, no axis for q of two axes."""
         return (*self.shape.batch, self.shape.num_heads) if self.has_heads else ()
 
-    def eligible(self) -> Array:
-        """Which blocks hold an element that the masks allow, bool, broadcasts against [*heads, rows, columns]."""
-        xp, (num_rows, num_columns) = self.xp, self.size
+    @cached_property
+    def diagonal(self) -> Diagonal:
+        """Where the diagonal crosses the blocks."""
+        return Diagonal.of(self.xp, (self.shape.seqlen_q, self.shape.seqlen_kv), self.block, self.offset)
+
+    def eligible(self) -> Any:
+        """Which blocks hold an element that the masks allow, bool, broadcasts against [*heads, rows, columns].
+
+        None for all of them.
+        """
+        xp = self.xp
         if not self.has_own_mask:
-            last = xp.minimum((xp.arange(num_rows)[:, None] + 1) * self.block[0], self.shape.seqlen_q) - 1
-            first_key = xp.arange(num_columns)[None, :] * self.block[1]
-            return (first_key <= last + self.offset) | (not self.is_causal)
+            return self.diagonal.is_met if self.is_causal else None
         index = BlockIndex.from_mask(self.mask, block=self.block, **self.shape._asdict())
         states = xp.asarray(index.states() != 0)
         batch = self.shape.batch if index.batch > 1 else (1,) * len(self.shape.batch)
@@ -142,14 +162,17 @@ class Grid:
 
     def chosen(self, scores: Array, weights: Array, budget: Budget, forced: Forced, extra: Any = False) -> Array:
         """The blocks that a budget keeps, bool of the scores' shape; `extra` are further ones that are forced."""
-        return choose(scores, weights, self.eligible(), self.forced(forced) | extra, budget)
+        must = self.forced(forced)
+        return choose(scores, weights, self.eligible(), must if extra is False else must | extra, budget)
 
     def forced(self, forced: Forced) -> Array:
         """The blocks that must be kept where they are eligible, bool [rows, columns]."""
-        return forced_blocks(self.xp, forced, (self.shape.seqlen_q, self.shape.seqlen_kv), self.block, self.offset)
+        return self.diagonal.forced(forced)
 
     def index(self, kept: Array) -> BlockIndex:
         """An index of the blocks kept, bool [*heads, rows, columns], whose elements the masks allow."""
+        if self.xp.__name__ == "cupy":
+            return index_of(kept, self.mask, self.shape, self.block)
         pattern = BlockPattern(kept, self.block)
         whole = pattern if self.mask == Band() else pattern & self.mask
         return BlockIndex.from_mask(whole, block=self.block, **self.shape._asdict())
@@ -159,9 +182,12 @@ def block_means(x: Array, side: int) -> Array:
     """Means of rows over blocks of a side, [..., num_blocks, dim], in the accumulator's dtype."""
     xp, length, dtype = namespace(x), x.shape[-2], accumulator_dtype(x.dtype)
     num_blocks = -(-length // side)
-    counts = xp.minimum(xp.full(num_blocks, side), length - xp.arange(num_blocks) * side).astype(dtype)
     blocks = padded(x, num_blocks * side).reshape(*x.shape[:-2], num_blocks, side, x.shape[-1])
-    return blocks.sum(axis=-2, dtype=dtype) / counts[:, None]
+    sums = blocks.sum(axis=-2, dtype=dtype)
+    if length % side == 0:
+        return sums / side
+    counts = xp.minimum(length - xp.arange(0, num_blocks * side, side), side).astype(dtype)
+    return sums / counts[:, None]
 
 
 def padded(x: Array, length: int) -> Array:

@@ -99,15 +99,15 @@ def vertical_slash(
     exists = (column >= 0) & (column < seqlen_kv)
     rows = xp.arange(seqlen_q - first)[:, None]
     by_distance = (mass[..., rows, xp.clip(column, 0, max(seqlen_kv - 1, 0))] * exists).sum(axis=-2)
-    every = xp.ones(1, dtype=bool)
-    keys = choose(by_key, by_key, every, ~every, vertical)
-    distances = choose(by_distance, by_distance, every, ~every, slash)
+    keys = choose(by_key, by_key, None, None, vertical)
+    distances = choose(by_distance, by_distance, None, None, slash)
     start_q, start_kv = xp.arange(num_rows)[:, None] * block_q, xp.arange(num_columns)[None, :] * block_kv
     stop_q, stop_kv = xp.minimum(start_q + block_q, seqlen_q), xp.minimum(start_kv + block_kv, seqlen_kv)
     has_key = _has_any(xp, keys, start_kv, stop_kv)
     # The distances between queries and keys of a block run from its upper right to its lower left corner.
     has_distance = _has_any(xp, distances, start_q + grid.offset - stop_kv + 1, stop_q + grid.offset - start_kv)
-    return grid.index((grid.forced(forced) | has_key | has_distance) & grid.eligible())
+    kept, eligible = grid.forced(forced) | has_key | has_distance, grid.eligible()
+    return grid.index(kept if eligible is None else kept & eligible)
 
 
 def _later(stairs: Any, first: int) -> Any:

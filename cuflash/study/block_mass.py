@@ -171,8 +171,13 @@ def _scale_reasons(ready: Plan) -> list[str]:
 
 def _mean(mass: Array, lse: Array, block_q: int, seqlen_q: int) -> Array:
     """Masses that are sums over queries, divided by the number of queries that have a key."""
+    if block_q == 1:
+        return mass
     xp, num_blocks = namespace(mass), mass.shape[-2]
-    has_key = xp.zeros((*lse.shape[:-1], num_blocks * block_q), dtype=mass.dtype)
-    has_key[..., :seqlen_q] = lse != -np.inf
-    counts = has_key.reshape(*lse.shape[:-1], num_blocks, block_q).sum(axis=-1)
+    has_key = lse != -np.inf
+    if seqlen_q % block_q:
+        of_blocks = xp.zeros((*lse.shape[:-1], num_blocks * block_q), dtype=bool)
+        of_blocks[..., :seqlen_q] = has_key
+        has_key = of_blocks
+    counts = has_key.reshape(*lse.shape[:-1], num_blocks, block_q).sum(axis=-1, dtype=mass.dtype)
     return mass / xp.maximum(counts, 1)[..., None]

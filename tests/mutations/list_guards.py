@@ -87,6 +87,29 @@ def lists_are_those_of_the_array_form() -> None:
                     assert (got[:length] == expected[name][:length]).all() and not (name in ROOM and got[count:].any())
 
 
+def indices_are_those_of_their_blocks(library: ModuleType) -> None:
+    """Kernels make the index that operations on arrays make, for the layout and the mask of this very call."""
+    made_by = part(library, "executors.index_maker")
+    source_of = part(library, "planning.list_kernels").ListSource.of
+    frame, block = library.masks.MaskShape((2,), 3, 50, 75), (16, 20)
+    kept = np.random.default_rng(0).random((2, 3, 4, 4)) < 0.5
+    for mask in (library.masks.Band(-30, 9), library.masks.Band()):
+        pattern = library.masks.BlockPattern(device_double.to_device(kept), block) & mask
+        expected = library.BlockIndex.from_mask(pattern, block=block, **frame._asdict()).to(device_double.to_host)
+        source, array = source_of(pattern.resolve(frame), frame, block)
+        made = made_by.IndexMaker(source, Simulator())(array._host.ctypes.data, None)
+        for name in ("indptr", "indices", "kinds", "tiles", "bits", "lo", "hi"):
+            np.testing.assert_array_equal(getattr(made, name), getattr(expected, name))
+        assert (made.shape, made.block) == (expected.shape, expected.block)
+    key, band = made_by.index_key, library.masks.Band(-30, 9)
+    others = [
+        (0, kept, band, frame, block), (1, kept, band, frame, block), (0, kept[:1], band, frame, block),
+        (0, np.asfortranarray(kept), band, frame, block), (0, kept, library.masks.Band(), frame, block),
+        (0, kept, band, frame._replace(seqlen_kv=76), block), (0, kept, band, frame, (16, 19)),
+    ]  # fmt: skip
+    assert len({key(*each) for each in others}) == len(others) and key(*others[0]) == key(*others[0])
+
+
 def calls_read_masks_anew(library: ModuleType) -> None:
     """Contents of a mask do not decide which call it is; all that decides its lists does."""
     contents_of = part(library, "masks.one_array").mask_contents

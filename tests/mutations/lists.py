@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from mutations.list_guards import (
     a_kept_index_goes_by_itself, an_index_is_read_once_and_never_changes, calls_read_masks_anew,
-    lists_are_those_of_the_array_form,
+    indices_are_those_of_their_blocks, lists_are_those_of_the_array_form,
 )  # fmt: skip
 from mutations.planting import Edit
 
-CONTENTS = "masks/one_array.py"
+CONTENTS, INDEX = "masks/one_array.py", "executors/index_maker.py"
 FAULTS = {
     a_kept_index_goes_by_itself: {
         "what an index remembers leads back to it": Edit(
@@ -30,6 +30,15 @@ FAULTS = {
         "arrays of a copy can be written to": Edit(
             "blocks/index.py", "BlockIndex.__setstate__", "self.__post_init__()", ""
         ),
+    },
+    indices_are_those_of_their_blocks: {
+        "an index has no intervals": Edit(
+            INDEX, "IndexMaker.__call__", "self.lists.intervals if self._source.is_whole else {}", "{}"
+        ),
+        "batch entries are one": Edit(INDEX, "IndexMaker.__init__", '"batch": source.batch', '"batch": 1'),
+        "one index serves all masks": Edit(INDEX, "index_key", "content(mask), shape", "shape"),
+        "one index serves all orders of axes": Edit(INDEX, "index_key", "tuple(kept.strides), ", ""),
+        "one index serves all devices": Edit(INDEX, "index_key", "return device, ", "return "),
     },
     calls_read_masks_anew: {
         "blocks of any size are alike": Edit(CONTENTS, "mask_contents", 'getattr(part, "block", None)', "None"),

@@ -52,10 +52,10 @@ def check_masses(library: Any, run: Run) -> None:
 
 def budgets_are_exact(library: ModuleType) -> None:
     made, choose = library.selectors.Budget, library.selectors.budget.choose
-    scores = np.array([0.5, np.nan, -1.0, 0.5, 2.0, -0.0, 0.0, -np.inf], np.float32)
-    shares = np.array([2, 1, 0, 2, 3, 1, 1, 4], np.float32) / 8
-    eligible = np.array([1, 1, 1, 1, 1, 1, 1, 0], bool)
-    forced = np.array([0, 0, 1, 0, 0, 0, 0, 1], bool)
+    scores = np.array([0.5, -np.nan, -1.0, 0.5, 2.0, -0.0, 0.0, -np.inf, 0.25], np.float32)
+    shares = np.array([2, 1, 0, 2, 3, 1, 1, 4, 0], np.float32) / 8
+    eligible = np.array([1, 1, 1, 1, 1, 1, 1, 0, 1], bool)
+    forced = np.array([0, 0, 1, 0, 1, 0, 0, 1, 0], bool)
     for rule in (
         {"top_k": 1}, {"top_k": 3}, {"top_k": 6}, {"top_k": 20}, {"mass": 0.5}, {"mass": 0.75}, {"mass": 1.0},
         {"threshold": 0.5}, {"threshold": 9.0, "min_blocks": 4},
@@ -70,7 +70,8 @@ def selections_are_right(library: ModuleType) -> None:
     q, k = np.random.default_rng(1).standard_normal((2, 4, 64, 16))
     k = k[:2]
     options = {"budget": of.Budget(top_k=4), "forced": of.Forced(sink=1, local=2), "causal": True}
-    must = cuflash.selectors.budget.forced_blocks(np, options["forced"], (64, 64), (8, 8), 0)
+    of_diagonal = cuflash.selectors.budget.Diagonal.of(np, (64, 64), (8, 8), 0)
+    must = of_diagonal.forced(cuflash.selectors.Forced(sink=1, local=2))
     wide = k.repeat(2, axis=0)
     scored = {
         of.pooled: (of_pooled(q, k), {}),

@@ -21,7 +21,7 @@ FAULTS = {
         "masses overwrite each other": Edit(MASS, "_add_to_grid", "+= sums.T", "= sums.T"),
         "sums are not rescaled": Edit(MASS, "_from_scores", "row_sum * np.exp2(row_max - shift)", "row_sum"),
         "lse is in base 2 already": Edit(MASS, "_from_lse", "lse * lse.dtype.type(LOG2_E)", "lse"),
-        "means are over all queries": Edit("study/block_mass.py", "_mean", "lse != -np.inf", "1"),
+        "means are over all queries": Edit("study/block_mass.py", "_mean", "lse != -np.inf", "lse == lse"),
         "a row without a key divides by 0": Edit("study/block_mass.py", "_mean", "xp.maximum(counts, 1)", "counts"),
     },
     the_kernel_sums_masses: {
@@ -44,18 +44,39 @@ FAULTS = {
         ),
     },
     budgets_are_exact: {
-        "the last of equal scores comes first": Edit(BUDGET, "_first_to_reach", "- of_last", ""),
-        "-0 is less than 0": Edit(BUDGET, "_ordered", "+ np.float32(0)", ""),
-        "NaN comes first": Edit(BUDGET, "_ordered", "xp.where(scores == scores, scores, -np.inf)", "scores"),
-        "forced blocks do not count": Edit(BUDGET, "choose", "xp.where(forced,", "xp.where(forced & False,"),
+        "the last of equal scores comes first": Edit(
+            BUDGET, "_keys", "xp.arange(scores.shape[-1])", "xp.arange(scores.shape[-1])[::-1]"
+        ),
+        "-0 is less than 0": Edit(
+            BUDGET, "_keys", "np.float32(0) - xp.fmax(scores, -np.inf)", "-xp.fmax(scores, -np.inf)"
+        ),
+        "NaN comes first": Edit(BUDGET, "_keys", "xp.fmax(scores, -np.inf)", "scores"),
+        "scores above 0 are in reverse": Edit(BUDGET, "_keys", "bits ^ ((bits >> 31) & _MAGNITUDE)", "bits"),
+        "forced blocks are taken by their scores": Edit(
+            BUDGET, "_keys", "xp.where(forced, _FORCED, places)", "places"
+        ),
+        "forced blocks beyond the budget are dropped": Edit(
+            BUDGET, "choose", "xp.clip(last, _NOT_FORCED - 1, _NOT_ELIGIBLE - 1)",
+            "xp.minimum(last, _NOT_ELIGIBLE - 1)",
+        ),
+        "blocks that are not eligible fill a budget up": Edit(
+            BUDGET, "choose", "xp.clip(last, _NOT_FORCED - 1, _NOT_ELIGIBLE - 1)",
+            "xp.maximum(last, _NOT_FORCED - 1)",
+        ),
         "blocks that are not eligible hold mass": Edit(
             BUDGET, "choose", "weights.astype(np.float64) * eligible", "weights.astype(np.float64)"
         ),
-        "few blocks are enough": Edit(BUDGET, "choose", "budget.min_blocks > (budget.top_k or 0)", "False"),
+        "shares are summed in the order of the blocks": Edit(
+            BUDGET, "_last_needed", "(in_order & _BLOCK) + starts", "xp.arange(num_blocks) + starts"
+        ),
+        "the last block does not count": Edit(BUDGET, "_last_needed", "~(before >= ", "~(sums >= "),
+        "few blocks are enough": Edit(
+            BUDGET, "choose", "max(budget.top_k or 0, budget.min_blocks)", "budget.top_k or 0"
+        ),
     },
     selections_are_right: {
         "means of a short block count missing rows": Edit(
-            GRID, "block_means", "length - xp.arange(num_blocks) * side", "side"
+            GRID, "block_means", "if length % side == 0:", "if True:"
         ),
         "an index allows what the mask hides": Edit(
             GRID, "Grid.index", "pattern if self.mask == Band() else pattern & self.mask", "pattern"

@@ -8,7 +8,7 @@ from typing import Any
 import device_double
 import numpy as np
 import pytest
-from cuflash.selectors import Budget, Forced, budget as budgets
+from cuflash.selectors import Budget, Forced, budget as budgets, grid as grids
 from executors import CPU, Run, on_every_executor
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,12 +91,26 @@ def check_budget(library: Any, data: Any, length: int, budget: Any) -> None:
 def test_a_device_chooses_without_waiting(seed: int, budget: Budget) -> None:
     rng = np.random.default_rng(seed)
     scores, eligible = rng.random((2, 5, 7), np.float32), rng.random((5, 7)) < 0.7
-    here = [scores, scores, eligible, budgets.forced_blocks(np, FORCED, (20, 28), (4, 4), 8)]
-    there = [*map(device_double.to_device, here[:3]), budgets.forced_blocks(
-        device_double.namespace, FORCED, (20, 28), (4, 4), 8
-    )]  # fmt: skip
+    here = [scores, scores, eligible, budgets.Diagonal.of(np, (20, 28), (4, 4), 8).forced(FORCED)]
+    diagonal = budgets.Diagonal.of(device_double.namespace, (20, 28), (4, 4), 8)
+    there = [*map(device_double.to_device, here[:3]), diagonal.forced(FORCED)]
     chosen = device_double.to_host(budgets.choose(*there, budget))
     np.testing.assert_array_equal(chosen, budgets.choose(*here, budget))
+
+
+@pytest.mark.parametrize(
+    ("budget", "most"), [(Budget(top_k=3), 15), (Budget(mass=0.9), 30), (Budget(threshold=0.5), 18)]
+)
+def test_choosing_takes_operations_that_do_not_follow_the_blocks(budget: Budget, most: int) -> None:
+    counts = []
+    for num_blocks in (4, 64):
+        scores = device_double.to_device(np.random.default_rng(0).random((2, num_blocks, num_blocks), np.float32))
+        diagonal = budgets.Diagonal.of(device_double.namespace, (8 * num_blocks,) * 2, (8, 8), 0)
+        forced = diagonal.forced(FORCED)
+        with device_double.counted() as operations:
+            budgets.choose(scores, scores, diagonal.is_met, forced, budget)
+        counts.append(operations())
+    assert counts[0] == counts[1] <= most, counts
 
 
 @given(
@@ -106,7 +120,7 @@ def test_a_device_chooses_without_waiting(seed: int, budget: Budget) -> None:
 def test_forced_blocks_are_those_of_their_words(
     seqlen_q: int, seqlen_kv: int, block: tuple[int, int], offset: int, forced: Forced
 ) -> None:
-    made = budgets.forced_blocks(np, forced, (seqlen_q, seqlen_kv), block, offset)
+    made = budgets.Diagonal.of(np, (seqlen_q, seqlen_kv), block, offset).forced(forced)
     expected = np.zeros(made.shape, bool)
     expected[:, : forced.sink] = True
     for row in range(made.shape[0]):
@@ -134,7 +148,7 @@ def test_what_must_be_exact_is(run: Run, name: str, causal: Any) -> None:
     eligible = cuflash.BlockIndex.from_mask(masks.Dense(np.broadcast_to(allowed, (seqlen_q, seqlen_kv))), seqlen_q,
                                             seqlen_kv, block).states()[0, 0] > 0  # fmt: skip
     offset = seqlen_kv - seqlen_q if causal == "bottom_right" else 0
-    must = budgets.forced_blocks(np, FORCED, (seqlen_q, seqlen_kv), block, offset) & eligible
+    must = budgets.Diagonal.of(np, (seqlen_q, seqlen_kv), block, offset).forced(FORCED) & eligible
     elements = index.on_host.toarray()
     assert not (elements & ~np.broadcast_to(allowed, elements.shape)).any()
     assert not (must & ~listed).any() and not (listed & ~eligible).any()
@@ -180,7 +194,7 @@ def test_scores_are_those_of_the_paper(run: Run, name: str, scores_of: Callable[
     q, k = np.random.default_rng(1).standard_normal((2, 4, 64, 16))
     k = k[:2]
     scores = scores_of(q, k if name == "nsa" else k.repeat(2, axis=0)) if name != "pooled" else scores_of(q, k)
-    eligible, must = np.tri(8, dtype=bool), budgets.forced_blocks(np, FORCED, (64, 64), (8, 8), 0)
+    eligible, must = np.tri(8, dtype=bool), budgets.Diagonal.of(np, (64, 64), (8, 8), 0).forced(FORCED)
     expected = budgets.choose(scores, scores, eligible, must, Budget(top_k=5))
     listed = run.get(select(name, run, q, k, causal=True, top_k=5).states())[0] > 0
     np.testing.assert_array_equal(listed, expected)
@@ -288,6 +302,29 @@ def test_a_mask_of_the_caller_decides_what_is_eligible() -> None:
     for name in ("pooled", "oracle", "local", "moba"):
         listed = select(name, CPU, q, q, mask=documents, top_k=2).states() > 0
         assert listed.sum() == 2 * 2 * 4 * 2 and listed[..., :2, :2].all() and listed[..., 2:, 2:].all()
+
+
+def test_calls_of_one_layout_are_not_mixed_up(monkeypatch: Any) -> None:
+    """What was found out about an earlier call serves those that differ in addresses and budgets alone."""
+    q = np.zeros((2, 32, 8))
+    usual = {"block": 8, "budgets": {"budget": FEW}, "forced": Forced(), "causal": True, "mask": None, "scale": None}
+    changes: list[dict[str, Any]] = [
+        {}, {"causal": False}, {"causal": "bottom_right"}, {"block": (8, 16)}, {"scale": 3.0},
+        {"mask": masks.SlidingWindow(9, 0)}, {"mask": masks.SlidingWindow(3, 0)},
+    ]  # fmt: skip
+
+    def found(change: dict[str, Any]) -> Any:
+        grid = grids.Grid.of(q, q, **usual | change)
+        allowed = grid.mask.toarray(32, 32).tolist()
+        return grid.block, grid.is_causal, grid.offset, grid.has_own_mask, grid.scale, grid.size, allowed
+
+    fresh = []
+    for change in changes:
+        monkeypatch.setattr(grids, "_facts", {})
+        fresh.append(found(change))
+    assert [found(change) for change in changes * 2] == fresh * 2 and len({str(each) for each in fresh}) > 5
+    with pytest.raises(cuflash.UnsupportedProblem, match="budget must be a Budget"):
+        grids.Grid.of(q, q, **usual | {"budgets": {"budget": 8}})
 
 
 def test_two_axes_are_one_head() -> None:

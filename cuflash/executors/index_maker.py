@@ -1,0 +1,113 @@
+"""Makes indices of chosen blocks on the current CUDA device by the kernels of `ListMaker`, without a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from ..arrays import Array
+from ..blocks.index import BlockIndex
+from ..compiler import nvrtc
+from ..masks.base import Band, Mask
+from ..masks.block_pattern import BlockPattern
+from ..masks.content import content
+from ..masks.shape import MaskShape
+from ..planning.list_kernels import ListSource, list_results
+from . import gpu
+from .launch import LaunchTarget
+from .list_maker import ListMaker
+
+# Fields of an index, and the results of the kernels that they are.
+_FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
+_MAX_MAKERS = 256
+
+_makers: dict[Hashable, IndexMaker | None] = {}  # by what decides an index but the blocks chosen
+
+
+class IndexMaker:
+    """The kernels that make indices of masks of one layout.
+
+    Parameters
+    ----------
+    source : ListSource
+    target : LaunchTarget
+        What runs the kernels; they are compiled now.
+    """
+
+    def __init__(self, source: ListSource, target: LaunchTarget) -> None:
+        self.lists = ListMaker(source, target)
+        self._source = source
+        self._facts: dict[str, Any] = {
+            "seqlen_q": source.shape.seqlen_q, "seqlen_kv": source.shape.seqlen_kv, "block": source.block,
+            "batch": source.batch, "num_heads": source.num_heads,
+        }  # fmt: skip
+
+    def __call__(self, mask: int, stream: Any) -> BlockIndex:
+        """The index of the mask at an address, once the stream has come so far."""
+        found = list_results(self.lists(mask, stream), self._source, tuple(_FIELDS.values()))
+        arrays = {field: found[name] for field, name in _FIELDS.items()}
+        intervals = self.lists.intervals if self._source.is_whole else {}
+        return BlockIndex(**self._facts, **arrays, lo=intervals.get("lo"), hi=intervals.get("hi"))
+
+
+def index_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:
+    """An index, on the current device, of chosen blocks whose elements a mask allows.
+
+    Parameters
+    ----------
+    kept : CuPy bool array [..., num_q_blocks, num_kv_blocks]
+        As `BlockPattern` takes it.
+    mask : Mask
+        A resolved one; `Band()` allows everything.
+    shape : MaskShape
+    block : (int, int)
+        Sides of the blocks.
+
+    Returns
+    -------
+    BlockIndex
+        The same as `BlockIndex.from_mask` makes, which serves masks that the kernels do not.
+
+    Raises
+    ------
+    RuntimeError
+        The stream is captured, and the kernels are not compiled yet.
+    """
+    maker = _maker(kept, mask, shape, block)
+    if maker is None:
+        return BlockIndex.from_mask(_whole(kept, mask, block), block=block, **shape._asdict())
+    target = gpu.current_target()
+    stream = target.stream()
+    if stream.is_capturing():
+        gpu.hold(maker.lists)
+    return maker(target.mask_address(kept), stream)
+
+
+def _whole(kept: Array, mask: Mask, block: tuple[int, int]) -> Mask:
+    pattern = BlockPattern(kept, block)
+    return pattern if mask == Band() else pattern & mask
+
+
+def index_key(device: int, kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Hashable:
+    """What decides how an index is made but the blocks chosen; None where the contents of the mask may change."""
+    try:
+        return device, tuple(kept.shape), tuple(kept.strides), content(mask), shape, block
+    except TypeError:
+        return None
+
+
+def _maker(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> IndexMaker | None:
+    """What makes indices of blocks that lie as these do; None where the kernels do not serve them."""
+    key = index_key(nvrtc.current_device()[1], kept, mask, shape, block)
+    if key is None:
+        return None
+    if key in _makers:
+        return _makers[key]
+    found = ListSource.of(_whole(kept, mask, block).resolve(shape), shape, block)
+    maker = None
+    if found is not None:
+        gpu.compile_list_kernels(gpu.current_target())
+        maker = IndexMaker(found[0], gpu.current_target())
+    if len(_makers) < _MAX_MAKERS:
+        _makers[key] = maker
+    return maker

@@ -1,0 +1,123 @@
+"""Indices that kernels make of chosen blocks, against those of the array operations that specify them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import cupy_machine
+import device_double as device
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuflash import BlockIndex, masks
+from cuflash.executors import gpu, index_maker
+from cuflash.executors.index_maker import index_of
+from cuflash.masks.shape import MaskShape
+
+CLOSED = [masks.Band(), masks.Causal("bottom_right"), masks.Band(-9, 4)]
+
+
+@pytest.fixture
+def cupy(tmp_path, monkeypatch):
+    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
+        monkeypatch.setattr(index_maker, "_makers", {})
+        yield machine
+
+
+def blocks_of(shape, block, heads, seed):
+    sides = [-(-length // side) for length, side in zip(shape[2:], block)]
+    return np.random.default_rng(seed).random((*shape.batch, heads, *sides)) < 0.4
+
+
+def expected_of(kept, mask, shape, block):
+    """What `blocks.classify_on_device` makes."""
+    whole = masks.BlockPattern(device.to_device(kept), block)
+    return BlockIndex.from_mask(whole if mask == masks.Band() else whole & mask, block=block, **shape._asdict())
+
+
+def made(xp, kept, mask, shape, block):
+    return index_of(xp.asarray(kept), mask.resolve(shape), shape, block)
+
+
+def assert_same(got, expected):
+    """Every field, with the room behind the last entry and the intervals."""
+    for field in fields(BlockIndex):
+        here, there = getattr(expected, field.name), getattr(got, field.name)
+        if not isinstance(here, device.DeviceArray):
+            assert here == there, field.name
+            continue
+        here, there = device.to_host(here), there.get()
+        assert here.dtype == there.dtype
+        np.testing.assert_array_equal(there, here, err_msg=field.name)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 40), st.sampled_from([(4, 8), (5, 3), (16, 16)]),
+       st.sampled_from(CLOSED), st.sampled_from([1, 3]))  # fmt: skip
+def check_indices(machine, seed, seqlen_q, seqlen_kv, block, mask, heads):
+    shape = MaskShape((2,), 3, seqlen_q, seqlen_kv)
+    kept = blocks_of(shape, block, heads, seed)
+    assert_same(made(machine, kept, mask, shape, block), expected_of(kept, mask, shape, block))
+
+
+def test_kernels_make_the_index_of_chosen_blocks(cupy):
+    check_indices(cupy)
+
+
+def test_later_calls_of_one_layout_launch_four_kernels_and_bind_nothing(cupy, monkeypatch):
+    shape, block = MaskShape((2,), 3, 37, 29), (8, 4)
+    mask = masks.Causal("bottom_right").resolve(shape)
+    made(cupy, blocks_of(shape, block, 3, 0), mask, shape, block)
+    monkeypatch.setattr(index_maker, "ListSource", None)
+    for seed in (1, 2):
+        kept = blocks_of(shape, block, 3, seed)
+        cupy.log.clear()
+        index = made(cupy, kept, mask, shape, block)
+        assert [entry for kind, *_, entry in cupy.log if kind == "launch"] == [
+            "classify", "ranks", "pointers", "entries"
+        ]  # fmt: skip
+        assert_same(index, expected_of(kept, mask, shape, block))
+
+
+def test_layouts_and_masks_are_not_mixed_up(cupy):
+    shape, block = MaskShape((2,), 3, 32, 32), (8, 8)
+    kept = blocks_of(shape, block, 3, 0)
+    for mask in (masks.Band(), masks.Causal(), masks.Band(-9, 4), masks.Band()):
+        assert_same(made(cupy, kept, mask, shape, block), expected_of(kept, mask, shape, block))
+    turned = cupy.asarray(kept).swapaxes(-1, -2)
+    index = index_of(turned, masks.Band(), shape, block)
+    assert_same(index, expected_of(kept.swapaxes(-1, -2), masks.Band(), shape, block))
+
+
+def test_an_index_is_made_inside_a_capture_once_the_kernels_are_compiled(cupy):
+    shape, block = MaskShape((), 1, 24, 24), (8, 8)
+    kept = blocks_of(shape, block, 1, 0)
+    array, mask = cupy.asarray(kept), masks.Causal().resolve(shape)
+    stream = cupy.cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="is not compiled yet, which a stream capture cannot wait for"):
+            index_of(array, mask, shape, block)
+        stream.end_capture()
+    index_of(array, mask, shape, block)
+    with stream:
+        stream.begin_capture()
+        index = index_of(array, mask, shape, block)
+        graph = stream.end_capture()
+    assert {maker.lists for maker in index_maker._makers.values()} == gpu._pinned
+    for seed in (0, 1):
+        array[...] = blocks_of(shape, block, 1, seed)
+        graph.launch(stream)
+        assert_same(index, expected_of(array.get(), mask, shape, block))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", CLOSED, ids=lambda mask: type(mask).__name__)
+def test_a_gpu_makes_the_index_of_chosen_blocks(mask):
+    import cupy
+
+    shape, block = MaskShape((2,), 3, 300, 500), (16, 8)
+    kept = blocks_of(shape, block, 3, 0)
+    assert_same(made(cupy, kept, mask, shape, block), expected_of(kept, mask, shape, block))
