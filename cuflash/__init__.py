@@ -15,13 +15,14 @@ from .cache import KVCache
 from .calculators import kv_cache_bytes, largest_length, memory
 from .compiler.nvrtc import cache_info
 from .doctor import doctor
+from .dropout import Dropout
 from .errors import CompileError, UnsupportedProblem
 from .fp8 import QuantizationBound, Quantized, Rotation, quantization_bound, quantize
 from .merging import merge
 from .packing import pack, unpack
 from .planning.device import DeviceSpec
 from .planning.peaks import Peaks
-from .plans import Executable, Gradients
+from .plans import Plan, Gradients
 from .scores import Score
 from .study.block_mass import block_mass
 from .study.recall import Recall, recall
@@ -34,10 +35,11 @@ __all__ = [
     "Bounds",
     "CompileError",
     "DeviceSpec",
-    "Executable",
+    "Dropout",
     "Gradients",
     "KVCache",
     "Peaks",
+    "Plan",
     "QuantizationBound",
     "Quantized",
     "Recall",

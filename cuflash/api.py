@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 
@@ -14,87 +14,71 @@ from .blocks.index import BlockIndex
 from .blocks.work_list import requested_mask
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
+from .dropout import Dropout
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
-from .fp8 import operands as fp8
+from .fp8 import Quantized, operands as fp8
 from .masks.at_each_call import at_each_call
 from .masks.base import Band, Mask
-from .masks.content import Content, content, held_arrays
-from .masks.one_array import MaskContents, mask_contents
-from .layouts import device_number
+from .masks.content import held_arrays
+from .masks.one_array import MaskContents
+from .layouts import device_number, is_differentiated
 from .planning.device import DeviceSpec
+from .planning.dropout_launches import seed_array
 from .planning.list_kernels import AT_CALL, ListedAtCall
-from .planning.plan import KernelPlan, gpu_plan, host_plan
+from .planning.lookup import lookup, remember
+from .planning.options import (
+    AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, VjpOptions,
+    Window,
+)  # fmt: skip
+from .planning.plan_cache import plan_for
 from .planning.problem import Problem, precision_reasons, with_operands
 from .planning.routing import FAMILIES, routed
-from .plans import EXECUTORS, Executable, Gradients, Pullback, BoundCall, as_arrays, as_mask_of_arrays, layout_key
+from .plans import EXECUTORS, Plan, Gradients, Pullback, BoundCall, as_arrays, as_mask_of_arrays, layout_key
 from .scores import Score, library
 
+_Operand: TypeAlias = AnyArray | Quantized
 _SIMULATED = replace(DeviceSpec.gpu("H100"), name="simulator")
 
 
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    mask: Any = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    score: Any = None,
-    softcap: float | None = None,
-    bias: Array | None = None,
-    sink: Array | None = None,
-    kernel: str = "auto",
-    executor: str = "auto",
-    precision: str = "ieee",
-    deterministic: bool = False,
-    out: Any = None,
-    return_lse: Literal[False] = False,
+    q: _Operand, k: _Operand, v: _Operand, *, out: Any = None, return_lse: Literal[False] = False,
+    **options: Unpack[CallOptions],
 ) -> Array: ...
 
 
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    mask: Any = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    score: Any = None,
-    softcap: float | None = None,
-    bias: Array | None = None,
-    sink: Array | None = None,
-    kernel: str = "auto",
-    executor: str = "auto",
-    precision: str = "ieee",
-    deterministic: bool = False,
-    out: Any = None,
-    return_lse: Literal[True],
+    q: _Operand, k: _Operand, v: _Operand, *, out: Any = None, return_lse: Literal[True],
+    **options: Unpack[CallOptions],
 ) -> tuple[Array, Array]: ...
 
 
+@overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: _Operand, k: _Operand, v: _Operand, *, out: Any = None, return_lse: bool,
+    **options: Unpack[CallOptions],
+) -> Array | tuple[Array, Array]: ...
+
+
+def attention(
+    q: _Operand,
+    k: _Operand,
+    v: _Operand,
     *,
-    mask: Any = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
+    mask: MaskLike | None = None,
+    causal: Causality = False,
+    window: Window | None = None,
     scale: float | None = None,
-    score: Any = None,
+    score: ScoreLike | None = None,
     softcap: float | None = None,
-    bias: Array | None = None,
-    sink: Array | None = None,
-    kernel: str = "auto",
-    executor: str = "auto",
-    precision: str = "ieee",
+    bias: AnyArray | None = None,
+    sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
+    kernel: KernelFamily = "auto",
+    executor: ExecutorName = "auto",
+    precision: Precision = "ieee",
     deterministic: bool = False,
     out: Any = None,
     return_lse: bool = False,
@@ -137,6 +121,8 @@ def attention(
         row's keys add up to less than 1. Shape (num_heads,), or any that broadcasts to (*batch, num_heads); () or (1,)
         for two-dimensional q, k and v. float16, bfloat16 or float32, or with float64 q, k and v also float64; any
         strides. -inf is no sink; NaN and +inf make all rows of the head NaN.
+    dropout : Dropout, optional
+        Which weights are dropped, after the softmax; lse is that of all of them.
     kernel : {"auto", "sm90", "sm80", "simt", "naive"}
         Kernel family of the gpu and sim executors. "auto" takes the fastest that supports the call; Notes has the
         rest.
@@ -203,36 +189,56 @@ def attention(
     (2, 4, 100)
     """
     require_flag("return_lse", return_lse)
-    if fp8.is_asked_for(q, k, v, precision):
-        o, lse = _quantized_attention(
-            q, k, v, precision, mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap,
-            bias=bias, sink=sink, kernel=kernel, executor=executor, deterministic=deterministic, out=out,
-        )  # fmt: skip
-        return (o, lse) if return_lse else o
-    of_score, operands = _operands(score, softcap, bias, sink)
-    _, _, o, lse = _call(
-        q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, ()
+    options = Options(
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
+        deterministic,
     )  # fmt: skip
+    if fp8.is_asked_for(q, k, v, precision):
+        o, lse = _quantized_attention(q, k, v, options, out)
+    else:
+        _, _, o, lse = run(q, k, v, options, out)
     return (o, lse) if return_lse else o
 
 
+@overload
 def attention_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: AnyArray, k: AnyArray, v: AnyArray, *, out: Any = None, return_lse: Literal[False] = False,
+    **options: Unpack[VjpOptions],
+) -> tuple[Array, Callable[..., Gradients]]: ...
+
+
+@overload
+def attention_vjp(
+    q: AnyArray, k: AnyArray, v: AnyArray, *, out: Any = None, return_lse: Literal[True],
+    **options: Unpack[VjpOptions],
+) -> tuple[tuple[Array, Array], Callable[..., Gradients]]: ...
+
+
+@overload
+def attention_vjp(
+    q: AnyArray, k: AnyArray, v: AnyArray, *, out: Any = None, return_lse: bool,
+    **options: Unpack[VjpOptions],
+) -> tuple[Array | tuple[Array, Array], Callable[..., Gradients]]: ...
+
+
+def attention_vjp(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     *,
-    mask: Any = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
+    mask: MaskLike | None = None,
+    causal: Causality = False,
+    window: Window | None = None,
     scale: float | None = None,
-    score: Any = None,
+    score: ScoreLike | None = None,
     softcap: float | None = None,
-    bias: Array | None = None,
-    sink: Array | None = None,
+    bias: AnyArray | None = None,
+    sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
     wrt: str | tuple[str, ...] = (),
-    kernel: str = "auto",
-    executor: str = "auto",
-    precision: str = "ieee",
+    kernel: KernelFamily = "auto",
+    executor: ExecutorName = "auto",
+    precision: Precision = "ieee",
     deterministic: bool = False,
     out: Any = None,
     return_lse: bool = False,
@@ -243,8 +249,9 @@ def attention_vjp(
     ----------
     q, k, v : arrays
         As in `attention`.
-    mask, causal, window, scale, score, softcap, bias, sink : optional
-        As in `attention`.
+    mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
+        As in `attention`. The backward pass draws the weights that are dropped anew: an array that holds the seed must
+        still hold it then.
     wrt : str or tuple of str
         Names of further arrays that `vjp` gives a gradient of: "sink", "bias", and real arrays of the score function.
     kernel, executor, precision, deterministic, out : optional
@@ -283,35 +290,36 @@ def attention_vjp(
     """
     require_flag("return_lse", return_lse)
     _require_plain(q, k, v, precision)
-    of_score, operands = _operands(score, softcap, bias, sink)
-    ready, (q, k, v, *others), o, lse = _call(
-        q, k, v, operands, of_score, out, mask, causal, window, scale, kernel, executor, precision, deterministic, wrt
+    options = Options(
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
+        deterministic,
     )  # fmt: skip
-    if len(others) > len(operands):  # the lists of a mask, last
-        operands = operands | {AT_CALL: others[-1]}
-    return ((o, lse) if return_lse else o), Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))
+    ready, given, o, lse = run(q, k, v, options, out)
+    operands = {name: array for name, array in given.items() if name not in ("q", "k", "v")}
+    return ((o, lse) if return_lse else o), Pullback(ready, given["q"], given["k"], given["v"], o, lse, operands)
 
 
 def plan(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     *,
-    mask: Any = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
+    mask: MaskLike | None = None,
+    causal: Causality = False,
+    window: Window | None = None,
     scale: float | None = None,
-    score: Any = None,
+    score: ScoreLike | None = None,
     softcap: float | None = None,
-    bias: Array | None = None,
-    sink: Array | None = None,
+    bias: AnyArray | None = None,
+    sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
     wrt: str | tuple[str, ...] = (),
-    kernel: str = "auto",
-    executor: str = "auto",
-    precision: str = "ieee",
+    kernel: KernelFamily = "auto",
+    executor: ExecutorName = "auto",
+    precision: Precision = "ieee",
     deterministic: bool = False,
     device: DeviceSpec | None = None,
-) -> Executable:
+) -> Plan:
     """Decide everything about a call once, to run it many times.
 
     Parameters
@@ -325,6 +333,9 @@ def plan(
         others of their shapes and dtypes by name: ``forward(q, k, v, bias=another)``.
     sink : array, or ShapeDtype, optional
         As in `attention`; the calls of the plan take one of its shape and dtype.
+    dropout : Dropout, optional
+        As in `attention`; a seed may be a `ShapeDtype`. Calls use the array that the plan was made with, or another
+        one: ``forward(q, k, v, dropout_seed=another)``.
     wrt : str or tuple of str
         As in `attention_vjp`.
     kernel, executor, precision, deterministic : optional
@@ -334,7 +345,7 @@ def plan(
 
     Returns
     -------
-    Executable
+    Plan
         The plan, with ``forward(q, k, v, out=)``, ``backward(do, q, k, v, o, lse, dlse=)``, both also with ``sink=``,
         ``explain()``, ``workspace_bytes`` and ``compile()``.
 
@@ -361,66 +372,30 @@ def plan(
     FLOPs      17716740096 forward
     workspace  131072 bytes, 0 of them the work list
     """
-    _require_plain(q, k, v, precision)
-    q, k, v, sink, bias = as_arrays({"q": q, "k": k, "v": v, "sink": sink, "bias": bias}).values()
-    where = _executor((q, k, v), executor, device)
-    reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
-    reasons += flag_reasons("deterministic", deterministic)
-    where = where if isinstance(where, str) else ""
-    precision = "ieee" if precision_reasons(q, precision) else precision  # what else is wrong is said too
-    problem = composed = None
-    with collecting(reasons):
-        composed = library.composed(score, softcap, bias)
-    with collecting(reasons):
-        problem = Problem.of(q, k, v, scale=scale, precision=precision)
-        problem = with_operands(problem, {"sink": sink}, wrt, composed)
-    if device is not None and not isinstance(device, DeviceSpec):
-        reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
-    elif device is not None and (where == "cpu") != (device.compute_capability is None):
-        kind = "the host" if where == "cpu" else "a GPU"
-        reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}")
-    if type(mask) is BlockIndex and mask.remembered is not None:
-        mask = mask.remembered.mask  # so that nothing that the index remembers leads back to it
-    resolved = None
-    if problem is not None:
-        with collecting(reasons):
-            # A plan for elsewhere leaves a mask's arrays where they are.
-            if device is None or not isinstance(mask, Mask):
-                mask = as_mask_of_arrays(mask, where)
-            resolved = requested_mask(mask, causal, window, problem.mask_shape, namespace(q) if is_array(q) else None)
-        if isinstance(kernel, str) and kernel in FAMILIES and where != "cpu":
-            reasons += FAMILIES[kernel].reasons(problem, None)
-    if resolved is not None and where == "gpu" and device is None and not reasons:
-        reasons += _mask_device_reasons(resolved)
-    if reasons or problem is None or resolved is None:
-        raise UnsupportedProblem(reasons)
-    target = device or _device(where)
-    if where != "cpu":
-        family = routed(problem, target)[0] if kernel == "auto" else FAMILIES[kernel]
-        reasons = family.reasons(problem, target)
-        if reasons:
-            raise UnsupportedProblem(reasons)
-    made = _plan(problem, resolved, target, kernel if where != "cpu" else None, bool(deterministic))
-    captured = {} if composed is None else composed.arrays
-    return Executable(made, where, {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)})
+    options = Options(
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
+        deterministic,
+    )  # fmt: skip
+    return planned(q, k, v, options, device)
 
 
 def precompile(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     *,
-    mask: Any = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
+    mask: MaskLike | None = None,
+    causal: Causality = False,
+    window: Window | None = None,
     scale: float | None = None,
-    score: Any = None,
+    score: ScoreLike | None = None,
     softcap: float | None = None,
-    bias: Array | None = None,
-    sink: Array | None = None,
+    bias: AnyArray | None = None,
+    sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
     wrt: str | tuple[str, ...] = (),
-    kernel: str = "auto",
-    precision: str = "ieee",
+    kernel: KernelFamily = "auto",
+    precision: Precision = "ieee",
     deterministic: bool = False,
     device: DeviceSpec | None = None,
 ) -> tuple[Compiled, ...]:
@@ -432,7 +407,7 @@ def precompile(
         As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
     mask, causal, window, scale : optional
         As in `attention`.
-    score, softcap, bias, sink, wrt : optional
+    score, softcap, bias, sink, dropout, wrt : optional
         As in `plan`.
     kernel, precision, deterministic : optional
         As in `attention`.
@@ -461,11 +436,11 @@ def precompile(
     >>> [(each.spec.entry, each.architecture, each.resources.spill_bytes) for each in made]
     [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
     """
-    ready = plan(
-        q, k, v, mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap, bias=bias,
-        sink=sink, wrt=wrt, kernel=kernel, executor="gpu", precision=precision, deterministic=deterministic,
-        device=device,
+    options = Options(
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, "gpu", precision,
+        deterministic,
     )  # fmt: skip
+    ready = planned(q, k, v, options, device)
     specs, capability = ready.plan.specs.values(), ready.plan.device.compute_capability
     if capability is None:
         raise UnsupportedProblem([f"device must be a GPU; got {ready.plan.device.name}: DeviceSpec.gpu has some"])
@@ -480,92 +455,117 @@ def _require_plain(q: Any, k: Any, v: Any, precision: Any) -> None:
         raise UnsupportedProblem(reasons)
 
 
-def _quantized_attention(q: Any, k: Any, v: Any, precision: Any, *, out: Any, **options: Any) -> tuple[Array, Array]:
+def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Array, Array]:
     """Attention of quantised operands on the host, and its lse."""
     reasons = []
-    if precision == fp8.PRECISION and isinstance(precision, str):
+    if options.precision == fp8.PRECISION and isinstance(options.precision, str):
         q, k, v = fp8.quantized_operands(**as_arrays({"q": q, "k": k, "v": v}))
-        precision = "ieee"
+        options = options._replace(precision="ieee")
     reasons += fp8.operand_reasons({"q": q, "k": k, "v": v})
-    reasons += fp8.place_reasons(q, k, v, options["executor"])
+    reasons += fp8.place_reasons(q, k, v, options.executor)
     if out is not None:
         reasons.append("out must be None for Quantized q, k and v, whose results are computed in float32")
     if not fp8.are_quantized(q) or not fp8.are_quantized(k) or not fp8.are_quantized(v):
         raise UnsupportedProblem(reasons)
     if reasons:
-        checked = options | {"executor": "cpu", "precision": precision}
         with collecting(reasons):
-            plan(*(ShapeDtype(x.shape, np.dtype(np.float32)) for x in (q, k, v)), **checked)
+            q, k, v = (ShapeDtype(x.shape, np.dtype(np.float32)) for x in (q, k, v))
+            planned(q, k, v, options._replace(executor="cpu"))
         raise UnsupportedProblem(reasons)
-    o, lse = attention(*fp8.host_arrays(q, k, v), precision=precision, return_lse=True, **options)
+    _, _, o, lse = run(*fp8.host_arrays(q, k, v), options, None)
     with np.errstate(over="ignore", invalid="ignore"):
         return o.astype(v.source_dtype, copy=False), lse
 
 
-_MAX_BOUND_CALLS = 512
+def planned(q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None = None) -> Plan:
+    """`plan` with its options as one value."""
+    _require_plain(q, k, v, options.precision)
+    q, k, v, sink = as_arrays({"q": q, "k": k, "v": v, "sink": options.sink}).values()
+    kernel, precision, mask = options.kernel, options.precision, options.mask
+    where = _executor((q, k, v), options.executor, device)
+    reasons = _option_reasons((q, k, v), kernel, where, precision, is_elsewhere=device is not None)
+    reasons += flag_reasons("deterministic", options.deterministic)
+    where = where if isinstance(where, str) else ""
+    precision = "ieee" if precision_reasons(q, precision) else precision  # what else is wrong is said too
+    problem = composed = None
+    captured = dict[str, Any]()
+    with collecting(reasons):
+        composed = _composed(options)
+        captured = as_arrays(seed_array(options.dropout) | ({} if composed is None else dict(composed.arrays)))
+    with collecting(reasons):
+        problem = Problem.of(q, k, v, scale=options.scale, precision=precision)
+        problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
+    if device is not None and not isinstance(device, DeviceSpec):
+        reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
+    elif device is not None and (where == "cpu") != (device.compute_capability is None):
+        kind = "the host" if where == "cpu" else "a GPU"
+        reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}")
+    if type(mask) is BlockIndex and mask.remembered is not None:
+        mask = mask.remembered.mask  # so that nothing that the index remembers leads back to it
+    resolved = None
+    if problem is not None:
+        with collecting(reasons):
+            # A plan for elsewhere leaves a mask's arrays where they are.
+            if device is None or not isinstance(mask, Mask):
+                mask = as_mask_of_arrays(mask, where)
+            resolved = requested_mask(
+                mask, options.causal, options.window, problem.mask_shape, namespace(q) if is_array(q) else None
+            )
+        if isinstance(kernel, str) and kernel in FAMILIES and where != "cpu":
+            reasons += FAMILIES[kernel].reasons(problem, None)
+    if resolved is not None and where == "gpu" and device is None and not reasons:
+        reasons += _mask_device_reasons(resolved)
+    if reasons or problem is None or resolved is None:
+        raise UnsupportedProblem(reasons)
+    target = device or _device(where)
+    if where != "cpu":
+        family = routed(problem, target)[0] if kernel == "auto" else FAMILIES[kernel]
+        reasons = family.reasons(problem, target)
+        if reasons:
+            raise UnsupportedProblem(reasons)
+    made = plan_for(problem, resolved, target, kernel if where != "cpu" else None, bool(options.deterministic))
+    return Plan(made, where, {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)})
 
 
-_bound_calls: dict[Hashable, tuple[Executable, BoundCall, Any]] = {}  # the last makes lists for calls that do
+_bound_calls: dict[Hashable, tuple[Plan, BoundCall, Any]] = {}  # the last makes lists for calls that do
 
 
-def calls_with(mask: Any, shared: dict[Hashable, Any]) -> tuple[Any, dict[Hashable, Any]]:
-    """What stands for a mask in the keys of calls, and where calls with it are remembered.
-
-    Calls with a block index on the host are remembered by the index, and go with it; all others are `shared`.
-    """
-    kept = mask.remembered if type(mask) is BlockIndex else None
-    return (mask, shared) if kept is None else (None, kept.calls)
-
-
-def remember(calls: dict[Hashable, Any], key: Hashable, call: Any) -> None:
-    """Keep a call for later ones with the same key; when there are too many, all earlier ones are forgotten."""
-    if len(calls) >= _MAX_BOUND_CALLS:
-        calls.clear()
-    calls[key] = call
+def _composed(options: Options) -> Score | None:
+    """score, softcap and bias as one Score, over tensors of PyTorch and arrays of JAX where these are given."""
+    bias = options.bias
+    if not is_differentiated(bias):
+        bias = as_arrays({"bias": bias})["bias"]
+    return library.composed(options.score, options.softcap, bias)
 
 
-_OfScore: TypeAlias = tuple[Any, Any, Any]  # score, softcap and bias
-
-
-def _operands(score: Any, softcap: Any, bias: Any, sink: Any) -> tuple[_OfScore, dict[str, Any]]:
-    """score, softcap and bias of a call, as one Score if they make one, and the call's arrays beside q, k and v."""
-    operands = {} if sink is None else {"sink": sink}
-    if score is None and softcap is None and bias is None:
-        return (None, None, None), operands
+def with_one_score(options: Options) -> tuple[Options, dict[str, Any]]:
+    """Options with one Score in place of score, softcap and bias, and the call's arrays beside q, k and v by name."""
+    operands = ({} if options.sink is None else {"sink": options.sink}) | seed_array(options.dropout)
+    if options.score is options.softcap is options.bias is None:
+        return options, operands
     try:
-        composed = library.composed(score, softcap, as_arrays({"bias": bias})["bias"])
-    except UnsupportedProblem:  # `plan` says so, with all that is wrong beside
-        return (score, softcap, bias), operands
-    return (composed, None, None), operands if composed is None else operands | dict(composed.arrays)
+        composed = _composed(options)
+    except UnsupportedProblem:  # `planned` says so, with all that is wrong beside
+        return options, operands
+    assert composed is not None
+    return options._replace(score=composed, softcap=None, bias=None), operands | dict(composed.arrays)
 
 
-def _call(
-    q: Any,
-    k: Any,
-    v: Any,
-    operands: dict[str, Any],
-    of_score: _OfScore,
-    out: Any,
-    mask: Any,
-    causal: Any,
-    window: Any,
-    *options: Any,
-) -> tuple[Any, tuple[Any, ...], Any, Any]:
-    """What ran the forward pass of a call, q, k, v and operands as arrays, o and lse; equal calls are looked up."""
-    causal = bool(causal) if type(causal) is np.bool else causal
-    arrays = (q, k, v, *operands.values()) if operands else (q, k, v)
+def run(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Plan, dict[str, Any], Any, Any]:
+    """What ran the forward pass of a call, its arrays by name, o and lse; equal calls are looked up.
+
+    Where the call makes the lists of its mask, they are the last of the arrays.
+    """
+    options, operands = with_one_score(options)
+    if type(options.causal) is np.bool:
+        options = options._replace(causal=bool(options.causal))
+    given = {"q": q, "k": k, "v": v, **operands}
     outs = () if out is None else tuple(out) if type(out) in (tuple, list) and len(out) == 2 else (out,)
-    score = of_score[0]
-    program = (score.program, score.numbers) if isinstance(score, Score) else None
-    key, contents = None, None
-    mask_of_key, calls = calls_with(mask, _bound_calls)
-    if of_score[1] is of_score[2] is None and not checks.is_on():
-        if mask_of_key is not None:
-            contents = mask_contents(mask, layout_key)
-        in_key, of_lists = (mask_of_key, None) if contents is None else (None, contents.key)
-        key = call_key(
-            layout_key(*arrays, *outs), in_key, causal, window, options, of_lists, program, len(outs), *operands
-        )
+    looked_up = lookup(options, _bound_calls, layout_key)
+    calls, _, contents = looked_up
+    key = None
+    if not checks.is_on():
+        key = looked_up.key(layout_key(*given.values(), *outs), len(outs), *operands)
     try:
         found = calls.get(key)
     except TypeError:  # an option that cannot be hashed
@@ -573,37 +573,37 @@ def _call(
     if found is not None:
         ready, forward, lists_of = found
         if contents is not None:
-            arrays = *arrays, lists_of(contents.array)
-        made = forward(*arrays, *outs)
+            given[AT_CALL] = lists_of(contents.array)
+        made = forward(*given.values(), *outs)
         if made is not None:
-            return ready, arrays, *made
-    given = as_arrays({"q": q, "k": k, "v": v, **operands})
-    names = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
-    asked = dict(zip(names, options)) | dict(zip(("score", "softcap", "bias"), of_score))
-    asked |= {"mask": mask, "causal": causal, "window": window, "sink": given.get("sink")}
-    ready, made, again = _first_call(given, out, outs, asked, contents, key is not None)
+            return ready, given, *made
+        given = {name: array for name, array in given.items() if name != AT_CALL}
+    given = as_arrays(given)
+    options = options._replace(sink=given.get("sink"))
+    ready, made, again = _first_call(given, out, outs, options, None if key is None else contents, key is not None)
     if again is not None:
         remember(calls, key, (ready, *again))
-    return ready, tuple(given.values()), *made
+    return ready, given, *made
 
 
 def _first_call(
     given: dict[str, Any],
     out: Any,
     outs: tuple[Any, ...],
-    asked: dict[str, Any],
+    options: Options,
     contents: MaskContents | None,
     is_repeatable: bool,
-) -> tuple[Executable, Sequence[Array], tuple[Any, ...] | None]:
+) -> tuple[Plan, Sequence[Array], tuple[Any, ...] | None]:
     """A call that is planned: what ran it, o and lse, and what runs it again, None if that is all of this.
 
     Where the call makes lists, it adds them to `given`.
     """
     q, k, v = given["q"], given["k"], given["v"]
-    ready = plan(q, k, v, **asked if contents is None else asked | {"mask": at_each_call(asked["mask"])})
+    asked = options if contents is None else options._replace(mask=at_each_call(options.mask))
+    ready = planned(q, k, v, asked)
     work, lists_of = ready.plan.work, None
     if isinstance(work, ListedAtCall) and not ready.can_bind:
-        ready = plan(q, k, v, **asked)
+        ready = planned(q, k, v, options)
     ready = replace(ready, captured={})  # what is remembered must hold no arrays of a call
     is_bound = is_repeatable and ready.can_bind and (not outs or ready.executor == "gpu")
     if not is_bound or contents is not None and not isinstance(work, ListedAtCall):
@@ -623,7 +623,7 @@ def _first_call(
     return ready, made, (forward, lists_of)
 
 
-def without_mask(ready: Executable) -> Executable:
+def without_mask(ready: Plan) -> Plan:
     """A plan whose calls make their lists, without the arrays of the mask that it was made with."""
     return replace(ready, plan=replace(ready.plan, mask=Band()))
 
@@ -634,47 +634,7 @@ def require_flag(name: str, value: Any) -> None:
         raise UnsupportedProblem(reasons)
 
 
-# Types of a scale and of a flag whose equal values mean the same; 1 equals True, and 0.5 + 0j equals 0.5.
-_SCALES = {type(None), int, float, *(np.dtype(code).type for code in "efdbhilqBHILQ")}
-_FLAGS = {bool, np.bool}
-
-
-def _are_plain(scale: Any, kernel: Any, executor: Any, precision: Any, deterministic: Any, wrt: Any) -> bool:
-    has_names = type(wrt) is str or type(wrt) is tuple and set(map(type, wrt)) <= {str}
-    if type(scale) not in _SCALES or type(deterministic) not in _FLAGS or not has_names:
-        return False
-    return type(kernel) is str and type(executor) is str and type(precision) is str
-
-
-def call_key(
-    layout: Hashable, mask: Any, causal: Any, window: Any, options: tuple[Any, ...], *more: Hashable
-) -> Hashable:
-    """What decides a call but its data; None where equal values may mean different things, 1 and True say, or where a
-    mask's contents may change.
-
-    `layout` says how q, k, v and operands lie, None if that is not known; `options` are scale, kernel, executor,
-    precision, deterministic and wrt; `more` is what else decides, as the names of operands.
-    """
-    if layout is None or not _are_plain(*options):
-        return None
-    if type(causal) is not bool and type(causal) is not str or not (mask is None or isinstance(mask, Mask)):
-        return None
-    if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
-        return None
-    try:
-        return layout, None if mask is None else content(mask), causal, window, options, more
-    except TypeError:
-        return None
-
-
 _host = lru_cache(maxsize=1)(DeviceSpec.host)
-
-
-def _new_plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
-    """The plan of a call on the host where `kernel` is None, else on a GPU."""
-    if kernel is None:
-        return host_plan(problem, mask, device)
-    return gpu_plan(problem, mask, device, kernel, deterministic)
 
 
 def _executor(arrays: tuple[Any, ...], executor: str, device: DeviceSpec | None) -> str:
@@ -690,36 +650,6 @@ def _device(executor: str) -> DeviceSpec:
     if executor == "gpu":
         return gpu.current_device()
     return _host() if executor == "cpu" else _SIMULATED
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _MaskKey:
-    """A mask that counts as equal to all of its content."""
-
-    mask: Mask
-    content: Content
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _MaskKey) and self.content == other.content
-
-    def __hash__(self) -> int:
-        return hash(self.content)
-
-
-@lru_cache(maxsize=256)
-def _cached_plan(
-    problem: Problem, mask_key: _MaskKey, device: DeviceSpec, kernel: str | None, deterministic: bool
-) -> KernelPlan:
-    return _new_plan(problem, mask_key.mask, device, kernel, deterministic)
-
-
-def _plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
-    """Plans whose masks hold no arrays are remembered: calls of one shape plan once."""
-    try:
-        mask_key = _MaskKey(mask, content(mask))
-    except TypeError:
-        return _new_plan(problem, mask, device, kernel, deterministic)
-    return _cached_plan(problem, mask_key, device, kernel, deterministic)
 
 
 def _option_reasons(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .errors import UnsupportedProblem
 
@@ -44,6 +45,10 @@ class ShapeDtype:
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+
+    if TYPE_CHECKING:  # the dtype is whatever NumPy takes for one
+
+        def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None: ...
 
     def __post_init__(self) -> None:
         reasons = []

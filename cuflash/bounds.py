@@ -66,6 +66,10 @@ weight relative to those of the keys is off by the roundings of L', of a differe
 
 O is a weighted mean of the rows of v and of 0 then.
 
+Dropout multiplies P by Z, which is 0 or 1 / (1 - p), where it multiplies v or dO, and multiplies dP by it. So do the
+bounds, and where Z is not 0 two roundings more are in sum_j Z P exp(eta) |v|, in |Z dP| and in dV: those of 1 / (1 - p)
+and of the product. O is 1 / (1 - p) times a weighted mean of some of the rows of v and of 0 then.
+
 The 8 leaves room for products taken with the scaled q or k and scaled back. Sums over a group of heads and over
 broadcast axes count as one sum. Products that underflow in A cost wa each. Last, all is multiplied by 1.5, for the
 products of small terms left out and for the freedom of compilers to contract and to reorder.
@@ -92,6 +96,7 @@ import numpy as np
 
 from .arrays import DTYPES, Array, accumulator_dtype, as_dtype, describe, flag_reasons, is_array, no_array
 from .blocks.work_list import requested_mask
+from .dropout import Dropout
 from .errors import UnsupportedProblem, collecting
 from .fp8 import operands as fp8
 from .layouts import kind_of
@@ -158,6 +163,7 @@ def error_bound(
     bias: Array | None = None,
     wrt: str | tuple[str, ...] = (),
     sink: Array | None = None,
+    dropout: Dropout | None = None,
     precision: str = "ieee",
     product_dtype: Any = None,
     probable: bool = False,
@@ -177,7 +183,7 @@ def error_bound(
         As in `attention`.
     wrt : str or tuple of str
         As in `attention_vjp`.
-    sink, precision : optional
+    sink, dropout, precision : optional
         As in `attention`.
     product_dtype : dtype, optional
         The dtype that P and dS are rounded to before they multiply v, do, k and q. It is the accumulator's dtype unless
@@ -230,7 +236,7 @@ def error_bound(
         composed = library.composed(score, softcap, bias)
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=scale, precision=precision)
-        problem = with_operands(problem, {"sink": sink}, wrt, composed)
+        problem = with_operands(problem, {"sink": sink}, wrt, composed, dropout)
     with collecting(reasons):
         product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
     if problem is not None:
@@ -244,7 +250,8 @@ def error_bound(
     model = _Rounding.of(storage or problem.dtype, precision, product_dtype, probable)
     model = model if storage is None else model.of_quantized()
     captured = None if composed is None else _Captured.of(composed, problem)
-    return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured)
+    weights = _Weights.of(dropout, problem)
+    return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured, weights)
 
 
 def _host_arrays(given: dict[str, Any]) -> list[Array]:
@@ -337,6 +344,26 @@ def _underflow(dtype: np.dtype[Any]) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Weights:
+    """What weights are multiplied by under dropout, the largest of it, and in how many roundings."""
+
+    factors: Any = 1.0
+    most: float = 1.0
+    roundoffs: int = 0
+
+    @classmethod
+    def of(cls, dropout: Dropout | None, problem: Problem) -> _Weights:
+        if dropout is None or problem.dropout is None:
+            return cls()
+        shape, factor = problem.mask_shape, problem.dropout.factor
+        return cls(factor * dropout.keep((*shape.batch, *shape[1:])), factor, 2)
+
+    @property
+    def is_dropping(self) -> bool:
+        return self.roundoffs > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
     """A problem's score function with its arrays, and which of these have gradients."""
 
@@ -406,6 +433,7 @@ class _Forward:
     tol_o: Array
     final: ScoreErrors | None
     log_p_sink: Array  # [..., rows, 1], -inf without a sink
+    weights: _Weights
 
 
 # Overflow to inf, and inf * 0, are answers here: "nothing is promised".
@@ -421,6 +449,7 @@ def _dense_bounds(
     scale: float,
     model: _Rounding,
     captured: _Captured | None,
+    weights: _Weights,
 ) -> Bounds:
     """`error_bound` with the mask as a bool array, or None, and the scale as a number."""
     batch = np.broadcast_shapes(*(np.shape(x)[:-3] for x in (q, k, v)))
@@ -435,7 +464,7 @@ def _dense_bounds(
 
     logit = np.full((), -np.inf) if sink is None else np.atleast_1d(sink).astype(np.float64)[..., None, None]
 
-    forward = _forward_tolerances(queries, keys, values, allowed, scale, logit, model, captured)
+    forward = _forward_tolerances(queries, keys, values, allowed, scale, logit, model, captured, weights)
     is_row = forward.allowed.any(axis=-1)[..., None]
     tol_o = _rounded_up(forward.tol_o, forward.o, model)
     tol_lse = _nan_to_inf(SECOND_ORDER * forward.tol_lse[..., 0])
@@ -464,6 +493,7 @@ def _forward_tolerances(
     logit: Array,
     model: _Rounding,
     captured: _Captured | None,
+    weights: _Weights,
 ) -> _Forward:
     seqlen_kv, head_dim = keys.shape[-2:]
     ua, k_n = model.ua, model.k(seqlen_kv)
@@ -499,12 +529,14 @@ def _forward_tolerances(
     tol_lse = np.log1p(r) + (k_n + 8) * ua + 4 * ua * (abs_max + np.abs(lse))
     tol_lse = tol_lse + has_sink * 4 * ua * ((1 - p_sink) * abs_lse + 1)
 
-    o = p @ values
+    z, z_rounding = weights.factors, weights.roundoffs * ua
+    o = (z * p) @ values
     lost = np.minimum(p, model.wp * np.exp(row_max - lse))
-    rounding = model.up + model.t + 2 * (k_n + 8) * ua + has_sink * 4 * ua
-    first = (p_excess + lost + rounding * (p + p_excess)) @ np.abs(values)
+    rounding = model.up + model.t + 2 * (k_n + 8) * ua + has_sink * 4 * ua + z_rounding
+    first = (z * (p_excess + lost + rounding * (p + p_excess))) @ np.abs(values)
     by_weights = (1 + r) * (first + r * np.abs(o)) + model.u * np.abs(o)
-    tol_o = np.fmin(by_weights, _rounding_of_sum(values, rounding + seqlen_kv * model.wp + model.u, has_sink))
+    of_mean = _rounding_of_sum(values, rounding + seqlen_kv * model.wp + model.u, has_sink | weights.is_dropping)
+    tol_o = np.fmin(by_weights, weights.most * of_mean)
     tol_o = tol_o + model.w + seqlen_kv * model.wa
     return _Forward(
         allowed=allowed,
@@ -518,6 +550,7 @@ def _forward_tolerances(
         tol_o=np.where(is_row, tol_o, 0),
         final=final,
         log_p_sink=log_p_sink,
+        weights=weights,
     )
 
 
@@ -547,10 +580,12 @@ def _gradient_tolerances(
     p_larger = p + p_excess
 
     abs_do = np.abs(do)
-    dp = do @ np.swapaxes(values, -1, -2)
+    z, z_rounding = forward.weights.factors, forward.weights.roundoffs * ua
+    dp = z * (do @ np.swapaxes(values, -1, -2))
     d = np.sum(do * o, axis=-1, keepdims=True)
     k_dv = model.k(value_dim) + 2
-    e_dp = (k_dv * ua + model.t) * (abs_do @ np.swapaxes(np.abs(values), -1, -2)) + value_dim * wa
+    e_dp = (k_dv * ua + model.t + z_rounding) * (abs_do @ np.swapaxes(np.abs(values), -1, -2)) + value_dim * wa
+    e_dp = z * e_dp
     e_d = np.sum(abs_do * (forward.tol_o + k_dv * ua * (np.abs(o) + forward.tol_o)), axis=-1, keepdims=True)
     g = dp - d + dlse
     e_g = e_dp + e_d + value_dim * wa + 2 * ua * (np.abs(dp) + np.abs(d) + np.abs(dlse))
@@ -569,14 +604,14 @@ def _gradient_tolerances(
     transposed = np.swapaxes(t_ds + ((model.k(terms_k) + 8) * ua + model.t) * ds_larger, -1, -2)
     tol_dk = abs(scale) * (transposed @ np.abs(queries))
     lost = np.minimum(p, max(model.wp, wa))
-    weights = p_excess + lost + (model.up + model.t + (model.k(terms_v) + 2) * ua) * p_larger
+    weights = z * (p_excess + lost + (model.up + model.t + (model.k(terms_v) + 2) * ua + z_rounding) * p_larger)
     tol_dv = np.swapaxes(np.where(is_allowed, weights, 0), -1, -2) @ abs_do
 
     q_shape, k_shape, v_shape = shapes
     exact = (
         sum_to(scale * (ds @ keys), q_shape),
         sum_heads_to(scale * (np.swapaxes(ds, -1, -2) @ queries), k_shape),
-        sum_heads_to(np.swapaxes(p, -1, -2) @ do, v_shape),
+        sum_heads_to(np.swapaxes(z * p, -1, -2) @ do, v_shape),
     )
     tolerances = sum_to(tol_dq, q_shape), sum_heads_to(tol_dk, k_shape), sum_heads_to(tol_dv, v_shape)
     underflows = ((1 + abs(scale)) * terms * wa + model.w for terms in (terms_q, terms_k, terms_v))

@@ -13,7 +13,7 @@ import numpy as np
 from .arrays import as_dtype, describe, is_int, is_number
 from .errors import UnsupportedProblem, collecting
 from .planning.plan import KernelPlan
-from .plans import Executable
+from .plans import Plan
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class Memory:
         )
 
 
-def memory(plan: Executable | KernelPlan) -> Memory:
+def memory(plan: Plan | KernelPlan) -> Memory:
     """Count the bytes of a planned call, from its shapes alone.
 
     All scores of this call would be 8 * 65536 * 65536 numbers of 2 bytes, 64 GiB, in each direction.
 
     Parameters
     ----------
-    plan : Executable or KernelPlan
+    plan : Plan or KernelPlan
         What `cuflash.plan` returns; ShapeDtype and `device=` make one without arrays and without a GPU.
 
     Returns
@@ -91,7 +91,7 @@ def memory(plan: Executable | KernelPlan) -> Memory:
     gradients   384.0 MiB  dq, dk and dv
     workspace   260.3 MiB  beside them, during a call
     """
-    kernel_plan = plan.plan if isinstance(plan, Executable) else plan
+    kernel_plan = plan.plan if isinstance(plan, Plan) else plan
     if not isinstance(kernel_plan, KernelPlan):
         raise TypeError(f"plan must be what cuflash.plan returns; got {describe(plan)}")
     problem = kernel_plan.problem

@@ -8,21 +8,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from . import api
 from .arrays import Array, ShapeDtype, describe
+from .dropout import Dropout
 from .errors import UnsupportedProblem
 from .executors import checks, gpu
 from .layouts import kind_of, taken
-from .plans import Executable
+from .planning.dropout_launches import require_number
+from .planning.options import (
+    AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
+)  # fmt: skip
+from .plans import Plan
+from .scores import Score
 
-_OPTIONS = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
-_MAX_READY_CALLS = 512
-_ready_calls: dict[Hashable, Executable] = {}
+_MAX_PLANS = 512
+_plans: dict[Hashable, Plan] = {}
+
+
+@overload
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[False] = False, **options: Unpack[CallOptions]
+) -> jax.Array: ...
+
+
+@overload
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[True], **options: Unpack[CallOptions]
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool, **options: Unpack[CallOptions]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def attention(
@@ -30,39 +54,45 @@ def attention(
     k: jax.Array,
     v: jax.Array,
     *,
-    mask: Any = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
+    mask: MaskLike | None = None,
+    causal: Causality = False,
+    window: Window | None = None,
     scale: float | None = None,
-    sink: jax.Array | None = None,
-    kernel: str = "auto",
-    executor: str = "auto",
-    precision: str = "ieee",
+    score: ScoreLike | None = None,
+    softcap: float | None = None,
+    bias: AnyArray | None = None,
+    sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
+    kernel: KernelFamily = "auto",
+    executor: ExecutorName = "auto",
+    precision: Precision = "ieee",
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention of JAX's arrays, with gradients for q, k, v and sink, from o and from lse.
-
-    >>> import jax, cuflash.jax
-    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4, 100, 64))
-    >>> def loss(q, k, v):
-    ...     return cuflash.jax.attention(q, k, v, causal=True).sum()
-    >>> dq, dk, dv = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
-    >>> dq.shape
-    (2, 4, 100, 64)
+    """Exact attention of JAX's arrays, which JAX differentiates, from o and from lse.
 
     Parameters
     ----------
     q, k, v : jax.Array
-        float16, bfloat16, float32 or float64, all the same, on the CPU or on one CUDA device, the one that CuPy has
+        Of float16, bfloat16, float32 or float64, all the same, on the CPU or on one CUDA device, the one that CuPy has
         current; shapes as `cuflash.attention` takes them. Inside `jax.jit`, `jax.vmap` and the like on the CPU alone.
-    mask, causal, window, scale, kernel, precision, deterministic
+    mask, causal, window, scale : optional
         As in `cuflash.attention`, and known when the call is traced; a mask's arrays may be JAX's, or of any library
         with DLPack, where q is.
-    sink : jax.Array, optional
+    score : Score, or callable (s, b, h, i, j), optional
+        As in `cuflash.attention`; captured arrays must be JAX's, where q is, and may be traced.
+    softcap : float, optional
         As in `cuflash.attention`.
-    executor : str
+    bias, sink : jax.Array, optional
+        As in `cuflash.attention`.
+    dropout : Dropout, optional
+        As in `cuflash.attention`, with a number as its seed, known when the call is traced.
+    kernel : {"auto", "sm90", "sm80", "simt", "naive"}
+        As in `cuflash.attention`.
+    executor : {"auto", "cpu", "gpu", "sim"}
         "auto" lets the arrays decide: "cpu" or "gpu". "sim" runs the GPU's kernels on a simulator.
+    precision, deterministic : optional
+        As in `cuflash.attention`.
     return_lse : bool
         Also return lse.
 
@@ -71,12 +101,12 @@ def attention(
     o : jax.Array [..., num_heads, seqlen_q, value_dim]
         Of q's dtype and device. 0 in rows without a key.
     lse : jax.Array [..., num_heads, seqlen_q]
-        float32 (float64 for float64). -inf in rows without a key.
+        Of float32 (float64 for float64), as `cuflash.attention` returns it.
 
     Raises
     ------
     TypeError
-        q, k, v or sink is no array of JAX.
+        An argument that has to be an array of JAX is none.
     UnsupportedProblem
         Anything else that cannot be, all reasons at once, before any work; a tracer on a GPU, too.
     RuntimeError
@@ -84,53 +114,125 @@ def attention(
 
     Notes
     -----
-    Reverse mode alone, once: `jax.jvp` and second derivatives are refused by JAX.
+    q, k, v, bias, sink and the real arrays of a score have gradients. Those of bias, sink and score arrays are computed
+    only where JAX differentiates with respect to them. Reverse mode alone, once: `jax.jvp` and second derivatives are
+    refused by JAX.
+
+    Examples
+    --------
+    >>> import jax, cuflash.jax
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4, 100, 64))
+    >>> def loss(q, bias):
+    ...     return cuflash.jax.attention(q, k, v, bias=bias, causal=True).sum()
+    >>> dq, dbias = jax.jit(jax.grad(loss, argnums=(0, 1)))(q, jax.numpy.zeros((4, 100, 100)))
+    >>> dq.shape, dbias.shape
+    ((2, 4, 100, 64), (4, 100, 100))
     """
     api.require_flag("return_lse", return_lse)
-    given = {"q": q, "k": k, "v": v} if sink is None else {"q": q, "k": k, "v": v, "sink": sink}
-    options = (scale, kernel, executor, precision, deterministic, tuple(given)[3:])
+    require_number(dropout)
+    options = Options(
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
+        deterministic,
+    )  # fmt: skip
+    options, operands = api.with_one_score(options)
+    given = {"q": q, "k": k, "v": v, **operands}
     reasons = _array_reasons(given, executor)
     if reasons:
         raise UnsupportedProblem(reasons)
-    o, lse = _attention(_planned(given, mask, causal, window, options), *given.values())
+    call = _Call(tuple(given), options, _platform(given.values()))
+    call.planned((), given.values())  # refuses what cannot be, before JAX calls anything
+    o, lse = _attention(call, *given.values())
     return (o, lse) if return_lse else o
 
 
+class _Call:
+    """A call without its arrays: their names, its options, and where they lie."""
+
+    def __init__(self, names: tuple[str, ...], options: Options, place: str) -> None:
+        score = options.score
+        if isinstance(score, Score):  # which else would hold tracers for as long as JAX holds this
+            score = score.with_arrays({name: _shape_of(array) for name, array in score.arrays.items()})
+        bias = None if options.bias is None else _shape_of(options.bias)  # no part of a score where one is wrong
+        self.names, self._place = names, place
+        self._options = options._replace(score=score, bias=bias, sink=None)
+
+    def planned(self, wrt: tuple[str, ...], arrays: Iterable[jax.Array]) -> Plan:
+        """The plan with gradients of the operands that `wrt` names; calls of equal shapes and options look it up."""
+        shapes = dict(zip(self.names, map(_shape_of, arrays)))
+        options = self._options._replace(wrt=wrt, sink=shapes.get("sink"))
+        key = None if checks.is_on() else options.key((self._place, *shapes.values()), *self.names)
+        try:
+            found = _plans.get(key) if key is not None else None
+        except TypeError:  # an option that cannot be hashed
+            key = found = None
+        if found is not None:
+            return found
+        if options.executor == "auto":
+            options = options._replace(executor="gpu" if self._place == "gpu" else "cpu")
+        made = api.planned(shapes["q"], shapes["k"], shapes["v"], options)
+        if key is not None:
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            _plans[key] = made
+        return made
+
+
+def _shape_of(array: Any) -> ShapeDtype:
+    return ShapeDtype(tuple(array.shape), array.dtype)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ready: Executable, *arrays: jax.Array) -> Sequence[jax.Array]:
+def _attention(call: _Call, *arrays: jax.Array) -> Sequence[jax.Array]:
     """o and lse of q, k, v and operands."""
-    problem = ready.plan.problem
-    names = problem.wrt
+    return _forward_of(call, call.planned((), arrays), arrays)
 
+
+def _forward_of(call: _Call, ready: Plan, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     def forward(q: Array, k: Array, v: Array, *operands: Array) -> Sequence[Array]:
-        return ready.forward(q, k, v, **dict(zip(names, operands)))
+        return ready.forward(q, k, v, **dict(zip(call.names[3:], operands)))
 
+    problem = ready.plan.problem
     results = [(problem.o_shape(), problem.dtype), (problem.lse_shape(), problem.accumulator)]
     return _run(forward, results, arrays, ready)
 
 
-def _forward(ready: Executable, *arrays: jax.Array) -> Any:
-    o, lse = _attention(ready, *arrays)
-    return (o, lse), (o, lse, arrays)
+def _forward(call: _Call, *given: Any) -> Any:
+    """o and lse, and what the backward pass needs: of the operands those gradients that JAX is going to use."""
+    arrays = [each.value for each in given]
+    wrt = tuple(name for name, each in zip(call.names[3:], given[3:]) if each.perturbed)
+    ready = call.planned(wrt, arrays)
+    o, lse = _forward_of(call, ready, arrays)
+    return (o, lse), (jax.tree_util.Partial(partial(_gradients, call, ready)), o, lse, arrays)
 
 
-def _backward(ready: Executable, saved: Any, cotangents: Sequence[jax.Array]) -> Any:
-    o, lse, arrays = saved
-    names = ready.plan.problem.wrt
+def _backward(call: _Call, saved: Any, cotangents: Sequence[Any]) -> Any:
+    gradients, o, lse, arrays = saved
+    do, dlse = (
+        jax.numpy.zeros(each.shape, each.dtype) if isinstance(each, SymbolicZero) else jax.numpy.asarray(each)
+        for each in cotangents
+    )
+    return gradients(do, dlse, o, lse, arrays)
+
+
+def _gradients(call: _Call, ready: Plan, do: Any, dlse: Any, o: Any, lse: Any, arrays: Sequence[Any]) -> Any:
+    """Gradients of all arrays of a call; None, which JAX takes for zero, of operands that need none."""
+    wrt = ready.plan.problem.wrt
 
     def backward(*given: Array) -> Sequence[Array]:
         do, dlse, o, lse, q, k, v, *operands = given
-        made = ready.backward(do, q, k, v, o, lse, dlse, **dict(zip(names, operands)))
-        return *made, *(made[name] for name in names)
+        made = ready.backward(do, q, k, v, o, lse, dlse, **dict(zip(call.names[3:], operands)))
+        return *made, *(made[name] for name in wrt)
 
-    return _run(backward, [(array.shape, array.dtype) for array in arrays], (*cotangents, o, lse, *arrays), ready)
+    wanted = [(array.shape, array.dtype) for name, array in zip(call.names, arrays) if name in ("q", "k", "v", *wrt)]
+    found = iter(_run(backward, wanted, (do, dlse, o, lse, *arrays), ready))
+    return tuple(next(found) if name in ("q", "k", "v", *wrt) else None for name in call.names)
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _run(
-    function: Callable[..., Sequence[Array]], results: Sequence[Any], arrays: Sequence[jax.Array], ready: Executable
+    function: Callable[..., Sequence[Array]], results: Sequence[Any], arrays: Sequence[jax.Array], ready: Plan
 ) -> tuple[jax.Array, ...]:
     """A pass of a plan on arrays: at once, or by a callback where they are traced.
 
@@ -151,36 +253,22 @@ def _run(
     return tuple(jax.device_put(array, device) for array in on_host(*arrays))
 
 
-def _planned(
-    arrays: dict[str, jax.Array], mask: Any, causal: Any, window: Any, options: tuple[Any, ...]
-) -> Executable:
-    """The plan of a call; calls of equal shapes and options look it up."""
-    place = _platform(arrays.values())
-    shapes: dict[str, Any] = {name: ShapeDtype(array.shape, array.dtype) for name, array in arrays.items()}
-    lie = place, *shapes.values()
-    key = None if checks.is_on() else api.call_key(lie, mask, causal, window, options, *arrays)
-    try:
-        found = _ready_calls.get(key) if key is not None else None
-    except TypeError:  # an option that cannot be hashed
-        key = found = None
-    if found is not None:
-        return found
-    given = dict(zip(_OPTIONS, options))
-    if given["executor"] == "auto":
-        given["executor"] = "gpu" if place == "gpu" else "cpu"
-    ready = api.plan(**shapes, mask=mask, causal=causal, window=window, **given)
-    if key is not None:
-        if len(_ready_calls) >= _MAX_READY_CALLS:
-            _ready_calls.clear()
-        _ready_calls[key] = ready
-    return ready
-
-
 def _platform(arrays: Iterable[jax.Array]) -> str:
     """Where arrays lie, or where what is traced is going to run: "cpu", "gpu" or another of JAX's names."""
-    held = [array for array in arrays if not isinstance(array, jax.core.Tracer)]
-    device = next(iter(held[0].devices())) if held else jax.config.jax_default_device or jax.devices()[0]
+    held = [data for data in map(_data, arrays) if data is not None]
+    return str(next(iter(held[0].devices())).platform) if held else _default_platform()
+
+
+def _default_platform() -> str:
+    """Where JAX runs what it traces."""
+    device = jax.config.jax_default_device or jax.devices()[0]
     return device if isinstance(device, str) else str(device.platform)
+
+
+def _data(array: jax.Array) -> jax.Array | None:
+    """The array itself, or the one behind a tracer of `jax.grad` or `jax.vjp`; None for a tracer without data."""
+    found: jax.Array | None = array.to_concrete_value() if isinstance(array, jax.core.Tracer) else array
+    return found
 
 
 def _array_reasons(given: dict[str, Any], executor: Any) -> list[str]:
@@ -195,12 +283,12 @@ def _array_reasons(given: dict[str, Any], executor: Any) -> list[str]:
     for name, array in given.items():
         if not isinstance(array, jax.Array):
             raise TypeError(f"{name} must be a jax.Array; got {describe(array)}: jax.numpy.asarray makes one")
-        is_traced = isinstance(array, jax.core.Tracer)
-        if not is_traced and len(array.devices()) > 1:
-            count = len(array.devices())
+        data = _data(array)
+        if data is not None and len(data.devices()) > 1:
+            count = len(data.devices())
             reasons.append(f"{name} must lie on one device; got {count} of them: jax.device_put moves it")
         platforms.add(_platform([array]))
-        if is_traced and _platform([array]) != "cpu":
+        if data is None and _platform([array]) != "cpu":
             reasons.append(
                 f"{name} must hold data where attention runs on a GPU; got a tracer, {kind_of(array)}: call "
                 f"cuflash.jax.attention outside of what is traced, or trace it for the CPU within "

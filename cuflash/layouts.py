@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,23 @@ def tensor_reasons(name: str, value: Any) -> list[str]:
     if value.is_neg():
         return [f"{name} must hold its values; got a lazily negated view: its resolve_neg() makes one that does"]
     return []
+
+
+def dtype_of(array: Any) -> np.dtype[Any]:
+    """The dtype of an array or tensor as NumPy's; void for one of PyTorch's that NumPy does not have."""
+    dtype: np.dtype[Any] = BFLOAT16 if _is_bfloat16(array) else np.dtype(np.void)
+    if not is_tensor(array):
+        dtype = np.dtype(array.dtype)
+    elif dtype != BFLOAT16:
+        with suppress(TypeError):
+            dtype = np.dtype(str(array.dtype).removeprefix("torch."))
+    return dtype
+
+
+def is_differentiated(value: object) -> bool:
+    """Whether a value is an array of a library with derivatives, PyTorch or JAX, neither of which is imported here."""
+    jax_array = getattr(sys.modules.get("jax"), "Array", None)
+    return is_tensor(value) or jax_array is not None and isinstance(value, jax_array)
 
 
 def _said(error: Exception) -> str:

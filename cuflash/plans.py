@@ -66,7 +66,7 @@ _MAX_BOUND_CALLS = 64  # ways for arrays to lie, of one plan
 
 
 @dataclass(frozen=True, eq=False)
-class Executable:
+class Plan:
     """A plan ready to run: what `cuflash.plan` returns.
 
     Parameters
@@ -602,7 +602,7 @@ class Pullback:
     (2, 16, 8)
     """
 
-    ready: Executable
+    ready: Plan
     q: Array
     k: Array
     v: Array

@@ -41,6 +41,7 @@ def attention(
     sink: Array | None = None,
     *,
     score: Callable[[Array], Array] | None = None,
+    weight_factors: Array | None = None,
 ) -> tuple[Array, Array]:
     """Softmax attention and the log-sum-exp of its scores.
 
@@ -62,6 +63,9 @@ def attention(
     score : callable, optional
         Final scores from scale q k^T, array [*batch, num_heads, seqlen_q, seqlen_kv], with 1 head for 2-D arguments.
         What it gives where the mask is False does not matter.
+    weight_factors : array, optional
+        What P is multiplied by before it multiplies v: under dropout 0 where a weight is dropped, else 1 / (1 - p).
+        Broadcasts to [*batch, num_heads, seqlen_q, seqlen_kv].
 
     Returns
     -------
@@ -92,7 +96,7 @@ def attention(
     [4.0, 4.0]
     """
     probability, lse, _ = _softmax(scores(q, k, v, scale), mask, sink, score)
-    o = probability @ expand_heads(widened(v), probability.shape[-3])
+    o = _times(probability, weight_factors) @ expand_heads(widened(v), probability.shape[-3])
     o = np.where(np.isnan(lse)[..., None], np.nan, o)  # a sink that is NaN or +inf, in rows with no key too
     return (o, lse) if np.ndim(q) > 2 else (o[0], lse[0])
 
@@ -110,6 +114,7 @@ def attention_vjp(
     *,
     score: Callable[[Array], Array] | None = None,
     score_slope: Callable[[Array], Array] | None = None,
+    weight_factors: Array | None = None,
 ) -> tuple[Array, ...]:
     """Compute the gradients of sum(do * o) + sum(dlse * lse).
 
@@ -125,6 +130,8 @@ def attention_vjp(
         As in `attention`.
     score_slope : callable, optional
         The derivative of `score`, element by element.
+    weight_factors : array, optional
+        As in `attention`.
 
     Returns
     -------
@@ -147,7 +154,7 @@ def attention_vjp(
 
     with D replaced by D - dlse, since the derivative of a row's lse with respect to its scores is P. A sink has
     P = exp(sink - lse) and, having no value, dP = 0; its gradient is the sum of its dS over the rows.
-    Where a score function made the scores, dS is multiplied by its slope.
+    Where a score function made the scores, dS is multiplied by its slope. Factors of weights multiply P in dV, and dP.
 
     Examples
     --------
@@ -163,11 +170,12 @@ def attention_vjp(
     keys, values = (expand_heads(widened(x), num_heads) for x in (k, v))
     queries, do = with_heads(widened(q)), with_heads(widened(do))
 
-    o = probability @ values
+    dropped = _times(probability, weight_factors)
+    o = dropped @ values
     d = np.sum(do * o, axis=-1, keepdims=True)
     if dlse is not None:
         d = d - np.where(np.isneginf(lse[..., None]), 0, widened(dlse).reshape(d.shape))
-    dp = do @ np.swapaxes(values, -1, -2)
+    dp = _times(do @ np.swapaxes(values, -1, -2), weight_factors)
     ds = np.where(allowed, probability * (dp - d), 0)
     if score_slope is not None:  # where P is 0 so is dS, whatever the slope is
         ds = np.where(probability == 0, 0, ds * score_slope(raw))
@@ -175,13 +183,18 @@ def attention_vjp(
     softmax_scale = default_scale(q, scale)
     dq = softmax_scale * (ds @ keys)
     dk = softmax_scale * (np.swapaxes(ds, -1, -2) @ queries)
-    dv = np.swapaxes(probability, -1, -2) @ do
+    dv = np.swapaxes(dropped, -1, -2) @ do
     gradients = sum_to(dq, np.shape(q)), sum_heads_to(dk, np.shape(k)), sum_heads_to(dv, np.shape(v))
     if sink is None:
         return gradients
     logit = np.atleast_1d(widened(sink))
     terms = np.where(np.isneginf(logit)[..., None], 0, np.exp(logit[..., None] - lse) * (0 - d[..., 0]))
     return *gradients, sum_to(terms.sum(axis=-1), logit.shape).reshape(np.shape(sink))
+
+
+def _times(x: Array, factors: Array | None) -> Array:
+    """P, or dP, times factors; 0 where a factor is 0, whatever x is there."""
+    return x if factors is None else np.where(factors == 0, 0, x * factors)
 
 
 def scores(q: Array, k: Array, v: Array, scale: float | None) -> Array:

@@ -6,9 +6,9 @@ a GPU go to the same bound passes as CuPy's arrays, with memory of PyTorch's all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, overload
 
 import numpy as np
 import torch
@@ -16,20 +16,46 @@ from torch.autograd.graph import increment_version
 
 from . import api
 from .arrays import BFLOAT16, Array, ShapeDtype, describe
+from .dropout import Dropout
 from .errors import UnsupportedProblem
 from .executors import checks, gpu, torch_gpu
 from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
-from .layouts import is_tensor, taken, tensor_reasons
+from .layouts import dtype_of, is_tensor, taken, tensor_reasons
 from .masks.at_each_call import at_each_call
-from .masks.one_array import mask_contents
+from .planning.dropout_launches import require_number
 from .planning.list_kernels import AT_CALL, ListedAtCall
-from .plans import Executable, Pullback, layout_key
+from .planning.lookup import Lookup, lookup, remember
+from .planning.options import (
+    AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
+)  # fmt: skip
+from .plans import Plan, layout_key
+from .scores import Score
 
 Tensor: TypeAlias = torch.Tensor
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_OPTIONS = ("scale", "kernel", "executor", "precision", "deterministic", "wrt")
 _MAX_BOUND_CALLS = 512  # calls, and of each the ways in which the tensors of its backward pass may lie
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Any = None, return_lse: Literal[False] = False,
+    **options: Unpack[CallOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Any = None, return_lse: Literal[True],
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Any = None, return_lse: bool,
+    **options: Unpack[CallOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -37,40 +63,45 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Any = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
+    mask: MaskLike | None = None,
+    causal: Causality = False,
+    window: Window | None = None,
     scale: float | None = None,
-    sink: Tensor | None = None,
-    kernel: str = "auto",
-    executor: str = "auto",
-    precision: str = "ieee",
+    score: ScoreLike | None = None,
+    softcap: float | None = None,
+    bias: AnyArray | None = None,
+    sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
+    kernel: KernelFamily = "auto",
+    executor: ExecutorName = "auto",
+    precision: Precision = "ieee",
     deterministic: bool = False,
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention of PyTorch's tensors, with gradients for q, k, v and sink, from o and from lse.
-
-    >>> import torch, cuflash.torch
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 64).requires_grad_()
-    >>> o, lse = cuflash.torch.attention(q, k, v, causal=True, return_lse=True)
-    >>> o.shape, lse.shape
-    (torch.Size([2, 4, 100, 64]), torch.Size([2, 4, 100]))
-    >>> dq, = torch.autograd.grad(o.sum() + lse.sum(), q)
-    >>> dq.shape
-    torch.Size([2, 4, 100, 64])
+    """Exact attention of PyTorch's tensors, which PyTorch differentiates, from o and from lse.
 
     Parameters
     ----------
     q, k, v : torch.Tensor
-        float16, bfloat16, float32 or float64, all the same, on the CPU or on PyTorch's current CUDA device; shapes as
-        `cuflash.attention` takes them, any strides.
-    mask, causal, window, scale, kernel, precision, deterministic
+        Of float16, bfloat16, float32 or float64, all the same, on the CPU or on PyTorch's current CUDA device. Shapes
+        are as `cuflash.attention` takes them, strides any.
+    mask, causal, window, scale : optional
         As in `cuflash.attention`; a mask's arrays may be tensors, or arrays of any library with DLPack, where q is.
-    sink : torch.Tensor, optional
+    score : Score, or callable (s, b, h, i, j), optional
+        As in `cuflash.attention`; captured arrays must be tensors where q is.
+    softcap : float, optional
         As in `cuflash.attention`.
-    executor : str
+    bias, sink : torch.Tensor, optional
+        As in `cuflash.attention`.
+    dropout : Dropout, optional
+        As in `cuflash.attention`, with a number as its seed.
+    kernel : {"auto", "sm90", "sm80", "simt", "naive"}
+        As in `cuflash.attention`.
+    executor : {"auto", "cpu", "gpu", "sim"}
         "auto" lets the tensors decide: "cpu" or "gpu". "sim" runs the GPU's kernels on a simulator.
+    precision, deterministic : optional
+        As in `cuflash.attention`.
     out : torch.Tensor, or pair (o, lse), optional
         Written to instead of new tensors; must not overlap what is read, nor require gradients. The tensors returned
         lie in the same memory, and it is they that have gradients.
@@ -82,12 +113,12 @@ def attention(
     o : torch.Tensor [..., num_heads, seqlen_q, value_dim]
         Of q's dtype and device. 0 in rows without a key.
     lse : torch.Tensor [..., num_heads, seqlen_q]
-        float32 (float64 for float64). -inf in rows without a key.
+        Of float32 (float64 for float64), as `cuflash.attention` returns it.
 
     Raises
     ------
     TypeError
-        q, k, v or out is no tensor.
+        An argument that has to be a tensor is none.
     UnsupportedProblem
         Anything else that cannot be, all reasons at once, before any work: tensors that are sparse, quantised, nested,
         on the meta device or traced, too.
@@ -96,29 +127,50 @@ def attention(
 
     Notes
     -----
-    On a GPU nothing waits. A call whose like was made before, forward and backward, can be captured by
-    `torch.cuda.graph`. Gradients are not differentiated again.
+    q, k, v, bias, sink and the real tensors of a score have gradients if they require them. Those of bias, sink and
+    score tensors are computed only then. On a GPU nothing waits. A call whose like was made before, forward and
+    backward, can be captured by `torch.cuda.graph`. Gradients are not differentiated again.
+
+    Examples
+    --------
+    >>> import torch, cuflash.torch
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 64).requires_grad_()
+    >>> bias = torch.zeros(4, 100, 100, requires_grad=True)
+    >>> o, lse = cuflash.torch.attention(q, k, v, bias=bias, causal=True, return_lse=True)
+    >>> o.shape, lse.shape
+    (torch.Size([2, 4, 100, 64]), torch.Size([2, 4, 100]))
+    >>> dq, dbias = torch.autograd.grad(o.sum() + lse.sum(), (q, bias))
+    >>> dq.shape, dbias.shape
+    (torch.Size([2, 4, 100, 64]), torch.Size([4, 100, 100]))
     """
+    options = Options(
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
+        deterministic,
+    )  # fmt: skip
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(attention)(
-            q, k, v, mask=mask, causal=causal, window=window, scale=scale, sink=sink, kernel=kernel, executor=executor,
-            precision=precision, deterministic=deterministic, out=out, return_lse=return_lse,
-        )  # fmt: skip
+        called: Any = torch.compiler.disable(_called)(q, k, v, options, out, return_lse)
+        return called
+    return _called(q, k, v, options, out, return_lse)
+
+
+def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_lse: bool) -> Any:
+    """`attention` with its options as one value."""
     api.require_flag("return_lse", return_lse)
+    require_number(options.dropout)
     outs = tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
-    given = {"q": q, "k": k, "v": v} if sink is None else {"q": q, "k": k, "v": v, "sink": sink}
+    options, operands = api.with_one_score(options)
+    given = {"q": q, "k": k, "v": v, **operands}
     has_graph = torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in given.values())
-    wrt = ("sink",) if has_graph and getattr(sink, "requires_grad", False) else ()
-    options = (scale, kernel, executor, precision, deterministic, wrt)
+    if has_graph and operands:
+        needed = (name for name, each in operands.items() if getattr(each, "requires_grad", False))
+        options = options._replace(wrt=tuple(needed))
     try:
-        mask_of_key, calls = api.calls_with(mask, _bound_calls)
-        contents = None if mask_of_key is None else mask_contents(mask, _mask_layout)
-        in_key, of_lists = (mask_of_key, None) if contents is None else (None, contents.key)
-        key = _key(given, outs, in_key, causal, window, options, of_lists)
+        looked_up = lookup(options, _bound_calls, _mask_layout)
+        calls, _, contents = looked_up
+        key = _key(given, outs, looked_up)
         call: _Call | None = None if key is None else calls.get(key)
         if call is None:
-            asked = {"mask": mask, "causal": causal, "window": window}
-            call = _first(calls, key, given, outs, asked, options, key is not None and contents is not None)
+            call = _first(calls, key, given, outs, options, key is not None and contents is not None)
         if contents is not None and isinstance(call, _OnGpu) and call.lists_of is not None:
             call = _WithLists(call, call.lists_of(contents.array))
         if has_graph:
@@ -151,13 +203,14 @@ class _Attention(torch.autograd.Function):
         dlse = None if dlse is None else dlse.resolve_neg()
         gradients = _Gradients.apply if torch.is_grad_enabled() else _gradients  # enabled by create_graph=True
         found = gradients(ctx.call, do, dlse, o, lse, *tensors)
-        return None, None, *found, *[None] * (len(tensors) - len(found))
+        more, needed = iter(found[3:]), ctx.needs_input_grad[5:]
+        return None, None, *found[:3], *(next(more) if is_needed else None for is_needed in needed)
 
 
 def _gradients(
     call: _Call, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and, where the call has asked for it, of sink."""
+    """Gradients of q, k, v and of those operands that require them."""
     q, k, v, *operands = tensors
     return tuple(call.backward(dlse is not None, do, q, k, v, o, lse, *([] if dlse is None else [dlse]), *operands))
 
@@ -188,9 +241,9 @@ def _backward_names(has_dlse: bool, operands: Iterable[str]) -> tuple[str, ...]:
 class _ByArrays:
     """A call on arrays that lie where the tensors do: NumPy's on the CPU, else CuPy's, for what is no repeated call."""
 
-    def __init__(self, names: Iterable[str], options: dict[str, Any], is_on_gpu: bool) -> None:
+    def __init__(self, names: Iterable[str], options: Options, is_on_gpu: bool) -> None:
         self._names, self._options, self._is_on_gpu = tuple(names), options, is_on_gpu
-        self._ready: Executable | None = None
+        self._ready: Plan | None = None
 
     def _array(self, tensor: Tensor) -> Array:
         return taken("q", tensor.detach(), gpu.namespace() if self._is_on_gpu else np)
@@ -202,9 +255,8 @@ class _ByArrays:
         with self._within():
             out = None if outs == (None, None) else tuple(None if each is None else self._array(each) for each in outs)
             arrays = dict(zip(self._names, map(self._array, tensors)))
-            made, pullback = api.attention_vjp(**arrays, out=out, return_lse=True, **self._options)
-        assert isinstance(pullback, Pullback)
-        self._ready = pullback.ready
+            q, k, v = (arrays[name] for name in self._names[:3])
+            self._ready, _, *made = api.run(q, k, v, _over(arrays, self._options), out)
         return _returned(outs, (_as_tensor(array) for array, each in zip(made, outs) if each is None))
 
     def backward(self, has_dlse: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -220,7 +272,7 @@ class _OnGpu:
 
     def __init__(
         self,
-        ready: Executable,
+        ready: Plan,
         layouts: dict[str, Layout],
         given: dict[str, Layout],
         lists_of: Callable[[Any], Tensor] | None,
@@ -295,15 +347,23 @@ def _mask_layout(array: Any) -> Hashable:
     return layout_key(array)
 
 
-def _key(
-    given: dict[str, Any], outs: _Outs, mask: Any, causal: Any, window: Any, options: tuple[Any, ...], *more: Hashable
-) -> Hashable:
+def _over(arrays: Mapping[str, Any], options: Options) -> Options:
+    """The options of a call with other arrays in place of its tensors, by their names."""
+    score, bias = options.score, options.bias
+    if isinstance(score, Score) and score.arrays.keys() <= arrays.keys():
+        score = score.with_arrays(arrays)
+    if is_tensor(bias):  # no part of a score, since something is wrong with one of them
+        bias = ShapeDtype(tuple(bias.shape), dtype_of(bias))
+    return options._replace(score=score, bias=bias, sink=arrays.get("sink"))
+
+
+def _key(given: dict[str, Any], outs: _Outs, looked_up: Lookup) -> Hashable:
     """What decides a call on a GPU but its data; None for all that is not looked up."""
     tensors = (*given.values(), *(each for each in outs if each is not None))
     if not _PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
         return None
     lie = torch_gpu.layout_key(*tensors), outs[0] is None, outs[1] is None
-    key = api.call_key(lie, mask, causal, window, options, more, *given)
+    key = looked_up.key(lie, *given)
     try:
         hash(key)
     except TypeError:  # an option that cannot be hashed
@@ -316,25 +376,23 @@ def _first(
     key: Hashable,
     tensors: dict[str, Any],
     outs: _Outs,
-    masks: dict[str, Any],
-    options: tuple[Any, ...],
+    options: Options,
     lists_at_call: bool,
 ) -> _OnGpu | _ByArrays:
     """What runs a call that is made for the first time, once its arguments are accepted."""
-    every = {**masks, **dict(zip(_OPTIONS, options))}
-    reasons = _tensor_reasons(tensors, outs) or _executor_reasons(tensors["q"].device, every["executor"])
+    reasons = _tensor_reasons(tensors, outs) or _executor_reasons(tensors["q"].device, options.executor)
     if reasons:
         raise UnsupportedProblem(reasons)
     is_on_gpu = tensors["q"].is_cuda
     if not is_on_gpu or checks.is_on():
-        return _ByArrays(tensors, every, is_on_gpu)
+        return _ByArrays(tensors, options, is_on_gpu)
     with torch_gpu.stream():
         layouts: dict[str, Any] = {name: Layout.of(tensor) for name, tensor in tensors.items()}
-        ready = _planned(layouts, every, lists_at_call)
+        ready = _planned(layouts, options, lists_at_call)
         out_o, out_lse = (None if each is None else Layout.of(each) for each in outs)
         ready.check_forward(layouts, "out" if out_lse is None else "out[0]", out_o, out_lse, torch_gpu.MACHINE)
         if not ready.can_bind:
-            return _ByArrays(tensors, every, is_on_gpu)
+            return _ByArrays(tensors, options, is_on_gpu)
         given = {name: layout for name, layout in (("o", out_o), ("lse", out_lse)) if layout is not None}
         work, lists_of = ready.plan.work, None
         if isinstance(work, ListedAtCall):
@@ -342,17 +400,19 @@ def _first(
             lists_of = gpu.list_maker(ready.plan, work.source, torch_gpu.MACHINE)
         call = _OnGpu(ready, layouts, given, lists_of)
     if key is not None and (lists_of is not None or not lists_at_call):
-        api.remember(calls, key, call)
+        remember(calls, key, call)
     return call
 
 
-def _planned(layouts: dict[str, Any], options: dict[str, Any], lists_at_call: bool) -> Executable:
+def _planned(layouts: dict[str, Any], options: Options, lists_at_call: bool) -> Plan:
     """The plan of a call, which makes the lists of its mask itself if kernels can and its passes can be bound."""
+    shapes = {name: ShapeDtype(layout.shape, layout.dtype) for name, layout in layouts.items()}
+    q, k, v, options = layouts["q"], layouts["k"], layouts["v"], _over(shapes, options)
     if lists_at_call:
-        ready = api.plan(**layouts, **options | {"mask": at_each_call(options["mask"])})
+        ready = api.planned(q, k, v, options._replace(mask=at_each_call(options.mask)))
         if ready.can_bind:
             return ready
-    return api.plan(**layouts, **options)
+    return api.planned(q, k, v, options)
 
 
 def _executor_reasons(device: Any, executor: Any) -> list[str]:
@@ -372,12 +432,13 @@ def _tensor_reasons(given: dict[str, Any], outs: _Outs) -> list[str]:
         One is no tensor at all.
     """
     names = ("out" if outs[1] is None else "out[0]", "out[1]")
-    given = given | {name: each for name, each in zip(names, outs) if each is not None}
+    written = {name: each for name, each in zip(names, outs) if each is not None}
+    given, captured = given | written, [name for name in given if name not in ("q", "k", "v", "sink", "bias")]
     reasons = []
     for name, tensor in given.items():
         if not is_tensor(tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {describe(tensor)}: torch.from_numpy makes one")
-        reasons += tensor_reasons(name, tensor) or _kind_reasons(name, tensor)
+        reasons += tensor_reasons(name, tensor) or _kind_reasons(name, tensor, name in captured)
     if not reasons and len({tensor.device for tensor in given.values()}) > 1:
         places = ", ".join(f"{name} on {str(tensor.device)!r}" for name, tensor in given.items())
         reasons.append(f"all tensors must be on one device; got {places}: move them by to(q.device)")
@@ -390,15 +451,15 @@ def _tensor_reasons(given: dict[str, Any], outs: _Outs) -> list[str]:
     return reasons
 
 
-def _kind_reasons(name: str, tensor: Tensor) -> list[str]:
+def _kind_reasons(name: str, tensor: Tensor, is_captured: bool) -> list[str]:
     if type(tensor) not in _PLAIN:
         kind = type(tensor).__name__
         return [f"{name} must be a plain torch.Tensor; got a {kind}: its as_subclass(torch.Tensor) is one"]
     if tensor.device.type not in ("cpu", "cuda"):
         return [f"{name} must be on 'cpu' or 'cuda'; got {str(tensor.device)!r}: move it by to('cpu')"]
-    if tensor.dtype not in NUMPY_DTYPES:
+    if tensor.dtype not in NUMPY_DTYPES and not is_captured:  # a Score looks at what it captures
         return [f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}: its float() is float32"]
-    if name.startswith("out") and tensor.requires_grad:
+    if name.startswith("out") and not is_captured and tensor.requires_grad:
         return [f"{name} must not require gradients; got a tensor that does: give its detach()"]
     return []
 

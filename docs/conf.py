@@ -34,6 +34,8 @@ autosummary_generate = True
 autodoc_typehints = "none"
 autodoc_inherit_docstrings = False
 numpydoc_show_class_members = False
+# The pages are built without these.
+autodoc_mock_imports = ["torch", "jax"]
 # A public docstring that breaks one of the rules is a warning, and so an error.
 _setup = configparser.ConfigParser()
 _setup.read(Path(__file__).parents[1] / "setup.cfg")
@@ -71,5 +73,11 @@ def escape_shapes(app: Any, what: str, name: str, obj: object, options: Any, lin
             lines[place] = "".join(parts)
 
 
+def skip_fields(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:
+    """Leave out the fields of a named tuple, which the docstring of its class describes."""
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-skip-member", skip_fields)
     app.connect("autodoc-process-docstring", escape_shapes, priority=100)

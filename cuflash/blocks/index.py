@@ -136,10 +136,11 @@ class BlockIndex:
         Parameters
         ----------
         mask : Mask, BlockIndex, bool array, scipy.sparse array of elements, or function of (b, h, i, j)
+            Who attends whom.
         seqlen_q, seqlen_kv : int
             Lengths in tokens.
         block : int or (int, int)
-            block_q and block_kv.
+            Size of a block in tokens, or block_q and block_kv.
         batch : tuple of int
             Extents of the leading axes that the mask varies over, if any.
         num_heads : int
@@ -223,7 +224,8 @@ class BlockIndex:
         seqlen_q, seqlen_kv : int
             Lengths in tokens.
         block : int or (int, int), optional
-            block_q and block_kv; a BSR array of elements has its blocksize if it is not given.
+            Size of a block in tokens, or block_q and block_kv; a BSR array of elements has its blocksize if it is not
+            given.
 
         Returns
         -------
@@ -412,7 +414,12 @@ class BlockIndex:
         return states.reshape(self.batch, self.num_heads, self.num_q_blocks, self.num_kv_blocks)
 
     def toarray(self) -> Array:
-        """The mask element by element, bool [batch, num_heads, seqlen_q, seqlen_kv]: for small problems.
+        """The mask element by element: for small problems.
+
+        Returns
+        -------
+        bool array [batch, num_heads, seqlen_q, seqlen_kv]
+            True where the query attends the key.
 
         Examples
         --------
@@ -559,7 +566,12 @@ class BlockIndex:
         return hash((self.shape, self.block))
 
     def filled(self) -> BlockIndex:
-        """The index with every listed block full: the smallest set of whole blocks that covers its elements.
+        """Make every listed block full: the smallest set of whole blocks that covers the elements.
+
+        Returns
+        -------
+        BlockIndex
+            The index of full blocks.
 
         Examples
         --------
@@ -577,7 +589,16 @@ class BlockIndex:
 
     @property
     def T(self) -> BlockIndex:
-        """The index transposed, as `transpose()`."""
+        """The index transposed, as `transpose()`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> index = BlockIndex.from_blocks(np.array([[1, 1], [0, 1]], bool), 4, 4, block=2)
+        >>> print(index.T.picture())
+        █·
+        ██
+        """
         return self.transpose()
 
     def transpose(self) -> BlockIndex:
@@ -710,12 +731,29 @@ class BlockIndex:
         Parameters
         ----------
         b, h : int
+            Batch entry and head; an index that serves all of them has one.
         ax : matplotlib.axes.Axes, optional
             Where to draw; new axes unless given.
 
         Returns
         -------
         matplotlib.axes.Axes
+            The axes that hold the drawing.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed.
+        UnsupportedProblem
+            There is no such batch entry or head.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from matplotlib.figure import Figure
+        >>> index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)
+        >>> index.plot(ax=Figure().add_subplot()).get_xlabel()
+        'key'
         """
         return plotted(self._states_of(b, h), (self.seqlen_q, self.seqlen_kv), self.block, ax)
 

@@ -67,6 +67,9 @@ class KVCache:
     not on the other sequences, nor on their number or order, nor on rows that are not in use, which may hold NaN. On
     the host and by the decode kernel it is the same bit for bit for any page table, with pages or without.
 
+    On a GPU the cache keeps the launches of its calls, one for each layout and options, and the memory that the kernels
+    of the largest of them need. A later call of the same kind checks nothing but where its arrays lie.
+
     Examples
     --------
     >>> import numpy as np, cuflash
@@ -322,21 +325,12 @@ class KVCache:
         cuflash.errors.UnsupportedProblem: k must fit the room of sequence 0; got 2 rows, which need 4 positions, and \
 the cache has 3: truncate or reset the sequence, or make the cache with a larger capacity
         """
-        given = as_arrays({"k": k, "v": v})
-        batch, heads = len(self._lengths), self._k.shape[1]
-        wanted = {"k": (batch, heads, "n", self._k.shape[3]), "v": (batch, heads, "n", self._v.shape[3])}
-        reasons = row_reasons(given, self._k, wanted)
-        k, v = given.values()
-        if not reasons:
-            if k.shape[2] != v.shape[2]:
-                reasons.append(f"v must have k's {k.shape[2]} rows; got {v.shape[2]}")
-            own = {"the cache's keys": self._k, "the cache's values": self._v}
-            reasons += [reason for name, rows in given.items() for reason in overlap_reasons(name, rows, own)]
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        step = None if self._device is None else self._device.steps.append(k, v)
+        if step is None:
+            k, v = self._checked_rows(k, v)
         news = self._counted(counts, int(k.shape[2]))
         if self._is_counted_on_device:
-            self._put().append(k, v, news if counts is not None else None, None)
+            self._put().append(k, v, news if counts is not None else None, None, step)
             return
         growths = [
             Growth(sequence, length, length + new)
@@ -350,8 +344,24 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if self._device is None:
             self._write(k, v, growths)
         elif growths:
-            self._put().append(k, v, news if counts is not None else None, lengths)
+            self._put().append(k, v, news if counts is not None else None, lengths, step)
         self._lengths = lengths
+
+    def _checked_rows(self, k: Any, v: Any) -> tuple[Array, Array]:
+        """New rows as arrays of the cache's kind, which they fit."""
+        given = as_arrays({"k": k, "v": v})
+        batch, heads = len(self._lengths), self._k.shape[1]
+        wanted = {"k": (batch, heads, "n", self._k.shape[3]), "v": (batch, heads, "n", self._v.shape[3])}
+        reasons = row_reasons(given, self._k, wanted)
+        k, v = given.values()
+        if not reasons:
+            if k.shape[2] != v.shape[2]:
+                reasons.append(f"v must have k's {k.shape[2]} rows; got {v.shape[2]}")
+            own = {"the cache's keys": self._k, "the cache's values": self._v}
+            reasons += [reason for name, rows in given.items() for reason in overlap_reasons(name, rows, own)]
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        return k, v
 
     def count_on_device(self) -> None:
         """Count rows on the GPU from now on, so that calls can be captured into CUDA graphs and read nothing back.
@@ -584,12 +594,19 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         UnsupportedProblem
             Anything else that cannot be, all reasons at once, before any work.
         """
+        asked = causal, window, scale, kernel, executor, precision
+        step = None if self._device is None else self._device.steps.decode(q, out, sink, asked)
+        if step is not None and type(return_lse) is bool:
+            news = self._counted(counts, q.shape[2])
+            o, lse = step.make_o() if out is None else out, step.make_lse() if return_lse else None
+            self._put().decode(step, q, o, lse, None if counts is None else news, sink)
+            return (o, lse) if return_lse else o
         xp, batch = namespace(self._k), len(self._lengths)
         q = as_arrays({"q": q})["q"]
         reasons = row_reasons({"q": q}, self._k, {"q": (batch, "num_heads", "n", self._k.shape[3])})
         reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)
         with collecting(reasons):
-            window = _checked_window(window)
+            limits = _checked_window(window)
         if not reasons:
             shape = (*q.shape[:3], self._v.shape[3])
             own = {"q": q, "the cache's keys": self._k, "the cache's values": self._v}
@@ -602,12 +619,12 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         o = xp.empty(shape, q.dtype) if out is None else out
         lse = xp.empty(shape[:3], accumulator_dtype(q.dtype))
         sink = as_arrays({"sink": sink})["sink"]
-        left, right = window or (None, None)
+        left, right = limits or (None, None)
         options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision)
         arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink}
         plan = decode_plan_of(arrays, self._layout, options)
         if plan is not None:
-            self._decode(plan, arrays, None if counts is None else news)
+            self._decode(plan, arrays, None if counts is None else news, out, asked)
         elif self._is_counted_on_device:
             raise UnsupportedProblem(
                 [
@@ -617,7 +634,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
                 ]
             )
         else:
-            self._attend_one_by_one(q, o, lse, news, sink, window, causal, options)
+            self._attend_one_by_one(q, o, lse, news, sink, limits, causal, options)
         return (o, lse) if return_lse else o
 
     @property
@@ -625,11 +642,14 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         page_size = self._pages.page_size
         return CacheLayout(self._capacity, page_size, self._pages.num_pages, -(-self._capacity // page_size))
 
-    def _decode(self, plan: DecodePlan, arrays: dict[str, Array | None], counts: Any) -> None:
-        """Write o and lse by the decode kernel."""
+    def _decode(
+        self, plan: DecodePlan, arrays: dict[str, Array | None], counts: Any, out: Any, asked: tuple[Any, ...]
+    ) -> None:
+        """Write o and lse by the decode kernel; `out` and `asked` are what the caller of `attention` gave."""
         if self._device is not None:
             device = self._put()
-            device.decode(plan, arrays | device.tables(device.counts(counts)))
+            step = device.bound_decode(plan, arrays, out, asked)
+            device.decode(step, arrays["q"], arrays["o"], arrays["lse"], counts, arrays["sink"])
             return
         tables = {
             "table": self.block_table if isinstance(self._pages, PagePool) else None,

@@ -8,11 +8,12 @@ import numpy as np
 
 from ..arrays import Array, describe, is_array, namespace
 from ..errors import UnsupportedProblem
-from ..executors import appending, decoding, gpu
+from ..executors import gpu
 from ..planning.appending import append_plan
 from ..planning.decoding import CacheLayout, DecodePlan
 from ..planning.launches import Launch
 from .pages import OwnPages, PagePool
+from .steps import AppendStep, DecodeStep, Steps
 
 
 class OnDevice:
@@ -38,6 +39,15 @@ class OnDevice:
         self._arrived_blocks = xp.zeros((batch,), np.int32)
         self._arrived_parts = xp.zeros((batch, int(k.shape[1])), np.int32)
         self._captured: list[Any] = []
+        self.steps = Steps(k, v)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the steps, which hold addresses of these very arrays: a copy binds its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "steps"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.steps = Steps(self.k, self.v)
 
     def put(self, lengths: list[int] | None, pages: OwnPages | PagePool) -> None:
         """Send lengths and the table where they are not what the device has; lengths of None are known there alone.
@@ -71,26 +81,57 @@ class OnDevice:
             raise UnsupportedProblem(["counts must lie on the device inside a stream capture; got numbers on the host"])
         return namespace(self.k).asarray(np.array(counts, np.int32))
 
-    def append(self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None) -> None:
-        """Launch the kernel that writes rows and adds to the lengths, which the host knows afterwards, or does not."""
-        plan = append_plan(tuple(map(int, k.shape)), int(v.shape[3]), np.dtype(k.dtype), self.layout)
+    def append(
+        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, step: AppendStep | None
+    ) -> None:
+        """Launch the kernel that writes rows and adds to the lengths, which the host knows afterwards, or does not.
+
+        The step is bound unless one is given.
+        """
         counts = self.counts(counts)
-        arrays = {**self.tables(counts), "k": k, "v": v, "cache_k": self.k, "cache_v": self.v}
-        target = decoding.target_of("gpu")
-        self._require_ready(plan.launch)
-        appending.append(plan, arrays, target, [self._arrived_blocks])
-        self.keep([k, v, counts])
+        step = self._bound_append(k, v, counts) if step is None else step
+        stream = self.steps.current_stream()
+        step.run(k, v, counts, stream)
+        self._after(step, stream, [k, v, counts])
         self._known_lengths = new_lengths
 
-    def decode(self, plan: DecodePlan, arrays: dict[str, Array | None]) -> None:
-        """Launch the decode kernel; counts of arrived parts, which it leaves at 0, are the cache's own."""
+    def _bound_append(self, k: Array, v: Array, counts: Array | None) -> AppendStep:
+        plan = append_plan(tuple(map(int, k.shape)), int(v.shape[3]), np.dtype(k.dtype), self.layout)
         self._require_ready(plan.launch)
-        xp, target = namespace(self.k), decoding.target_of("gpu")
-        made = [
-            self._arrived_parts if each.is_zeroed else xp.empty(each.shape, each.dtype)
-            for each in plan.workspaces.values()
-        ]
-        self.keep([*arrays.values(), *decoding.decode(plan, arrays, target, made)])
+        arrays = {**self.tables(counts), "k": k, "v": v, "cache_k": self.k, "cache_v": self.v}
+        return self.steps.bind_append(plan, arrays | {"arrivals": self._arrived_blocks}, gpu.current_target())
+
+    def bound_decode(
+        self, plan: DecodePlan, arrays: dict[str, Array | None], out: Any, options: tuple[Any, ...]
+    ) -> DecodeStep:
+        """The step of a call of `attention`; counts of arrived parts, which the kernel leaves at 0, are the cache's.
+
+        Parameters
+        ----------
+        plan : DecodePlan
+        arrays : dict by name
+            q, k, v, o, lse and sink.
+        out : array, optional
+            As the caller gave it.
+        options : tuple
+            causal, window, scale, kernel, executor and precision, as the caller gave them.
+        """
+        self._require_ready(plan.launch)
+        made = {name: self._arrived_parts if each.is_zeroed else None for name, each in plan.workspaces.items()}
+        return self.steps.bind_decode(plan, arrays | self.tables(None) | made, out, options, gpu.current_target())
+
+    def decode(self, step: DecodeStep, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None) -> None:
+        """Launch the decode kernel; lse is None where the caller does not want it."""
+        counts, memory, stream = self.counts(counts), self.steps.memory(step.nbytes), self.steps.current_stream()
+        step.run(q, o, lse, counts, sink, memory, stream)
+        self._after(step, stream, [q, o, lse, counts, sink, memory])
+
+    def _after(self, step: AppendStep | DecodeStep, stream: Any, arrays: list[Any]) -> None:
+        """Hold what a captured call uses as long as the cache, since each replay writes there; wait if asked to."""
+        if stream.is_capturing():
+            self._captured.extend(arrays)
+        if step.is_checked:
+            gpu.current_target().wait(step.plan.launch)
 
     def _require_ready(self, launch: Launch) -> None:
         if is_capturing():
@@ -99,11 +140,6 @@ class OnDevice:
     def tables(self, counts: Array | None) -> dict[str, Array | None]:
         """What kernels read beside keys and values, by name."""
         return {"table": self.table, "lengths": self.lengths, "counts": counts, "num_faults": self.num_faults}
-
-    def keep(self, arrays: list[Any]) -> None:
-        """Hold what a captured call uses as long as the cache: each replay writes there."""
-        if is_capturing():
-            self._captured.extend(arrays)
 
 
 def is_capturing() -> bool:

@@ -108,19 +108,23 @@ class PagePool:
 
     def shortages(self, growths: Iterable[Growth]) -> list[Shortage]:
         """Growths for which no page is left when they come in this order; those that find none take none."""
-        found, free, references = [], len(self._free), self._references.copy()
+        found, free, dropped = [], len(self._free), dict[int, int]()
         for growth in growths:
-            shared = [page for _, page in self._written(growth) if references[page] > 1]
+            if self._has_page(growth):
+                continue
+            shared = [page for _, page in self._written(growth) if self._references[page] - dropped.get(page, 0) > 1]
             wanted = max(self._pages(growth.stop) - len(self.tables[growth.sequence]), 0) + len(shared)
             if wanted > free:
                 found.append(Shortage(growth, wanted, free))
                 continue
             free -= wanted
-            references.subtract(shared)
+            dropped |= {page: dropped.get(page, 0) + 1 for page in shared}
         return found
 
     def grow(self, growth: Growth) -> list[Copy]:
         """Give a sequence pages of its own for the positions that it gets; what has to be copied to them first."""
+        if self._has_page(growth):
+            return []
         table, copies = self.tables[growth.sequence], []
         for place, page in self._written(growth):
             if self._references[page] > 1:
@@ -158,6 +162,11 @@ class PagePool:
         if len(named) + len(set(self._free)) != self._num_owned:
             faults.append(f"{len(named)} pages are in tables and {len(set(self._free))} free, of {self._num_owned}")
         return faults
+
+    def _has_page(self, growth: Growth) -> bool:
+        """Whether all new positions are on a page that the sequence has, and has alone."""
+        table, place = self.tables[growth.sequence], growth.length // self.page_size
+        return (growth.stop - 1) // self.page_size == place < len(table) and self._references[table[place]] == 1
 
     def _pages(self, length: int) -> int:
         return -(-length // self.page_size)

@@ -14,6 +14,7 @@ import numpy as np
 from ..planning.appending import APPEND
 from ..planning.block_mass import MASS_GRID
 from ..planning.decoding import CACHE_PAGES, DECODE
+from ..planning.dropout_launches import DROPOUT
 from ..planning.launches import BATCH_AXES, MATRICES
 from ..planning.list_kernels import LIST_PARAMS
 from ..planning.sinks import SINK
@@ -84,6 +85,7 @@ _MAP_RECORDS = {"TensorMapParam": TENSOR_MAP_PARAM, "TensorMaps": TENSOR_MAPS}
 _FURTHER_RECORDS = {
     "sm90/tensor_maps.cuh": _MAP_RECORDS,
     "has_sink": {"Sink": SINK},
+    "has_dropout": {"Dropout": DROPOUT},
     "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},
     "attention/append_params.cuh": {"Append": APPEND},
     "attention/block_mass.cuh": {"MassGrid": MASS_GRID},

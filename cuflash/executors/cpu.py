@@ -21,9 +21,11 @@ import numpy as np
 from ..arrays import Array
 from ..blocks.classify import BlockKind
 from ..blocks.work_list import ListedWork, Segment, WorkList
+from ..planning.dropout_launches import SEED
 from ..planning.host import HostTiling
 from ..planning.plan import KernelPlan
 from .blas import on_one_thread
+from .tile_dropout import TileDropout
 from .tile_scores import TileScores, coordinates
 
 LOG2_E = math.log2(math.e)
@@ -111,6 +113,7 @@ class _HostCall:
     q_factor: float
     score_factor: float  # a power of two, at least 1; times q_factor it is scale log2(e), with a score function scale
     score: TileScores | None = None
+    dropout: TileDropout | None = None
 
     @classmethod
     def of(cls, plan: KernelPlan, **arrays: Array | None) -> _HostCall:
@@ -118,7 +121,7 @@ class _HostCall:
         broadcast = {}
         score = None if problem.score is None else TileScores.of(problem, arrays)
         for name, array in arrays.items():
-            if name.startswith(_OF_SCORE):
+            if name.startswith(_OF_SCORE) or name == SEED:
                 continue
             if array is not None and name in _OF_HEADS:
                 broadcast[name] = np.broadcast_to(array, problem.heads_shape())
@@ -132,7 +135,8 @@ class _HostCall:
         mantissa, exponent = math.frexp(wide(problem.scaling.scale * unit))
         lift = max(exponent, 0)
         factors = math.ldexp(mantissa, exponent - lift), 2.0**lift
-        return cls(plan, broadcast, tuple(np.ndindex(batch)), wide, problem.group_size, *factors, score)
+        dropout = None if problem.dropout is None else TileDropout.of(problem, arrays.get(SEED))
+        return cls(plan, broadcast, tuple(np.ndindex(batch)), wide, problem.group_size, *factors, score, dropout)
 
     @property
     def tiling(self) -> HostTiling:
@@ -215,7 +219,10 @@ class _HostCall:
             shift = np.maximum(new_max, np.finfo(self.wide).min)  # -inf - (-inf) must not arise
             s -= shift[..., None, :]
             p = np.exp2(s, out=s)
-            p_sum, p_v = np.ones(p.shape[-2], self.wide) @ p, p.swapaxes(-1, -2) @ self.read("v", keys)
+            p_sum = np.ones(p.shape[-2], self.wide) @ p
+            if self.dropout is not None:
+                self.dropout.dropped(self._row_places(tiles, steps)).apply(p)
+            p_v = p.swapaxes(-1, -2) @ self.read("v", keys)
             if o_acc is None:
                 row_sum, o_acc = p_sum, p_v
             else:
@@ -231,6 +238,8 @@ class _HostCall:
             factor, lse = _with_sink(lse, self.read("sink", rows[:-1]).reshape(len(tiles), 1))
             factor = np.broadcast_to(factor, (len(tiles), tiles[0].rows.stop - tiles[0].rows.start))
             o = o * factor[..., None]
+        if self.dropout is not None:
+            o = o * self.wide(self.dropout.draws.factor)
         self.write("o", rows, o)
         self.write("lse", rows, lse)
 
@@ -248,6 +257,8 @@ class _HostCall:
             keys = self.row_index(kv_batch_heads, [step.rows for step in steps])
             k = self.read("k", keys)
             s, dp = self.scores(k, q, scratch[0]), _product(self.read("v", keys), do, scratch[1])
+            if self.dropout is not None:
+                self.dropout.dropped(self._row_places(tiles, steps)).apply_to_gradients(dp)
             if self.score is None:
                 _, ds = _score_gradient(lse_2, delta, s, dp)
                 self._mask_keys(tiles, steps, ds, 0)
@@ -277,18 +288,26 @@ class _HostCall:
                 q, do = self.read_queries(rows), self.read_gradients(rows)
                 lse_2, delta = self.read("lse_2", rows), self.read("delta", rows)
                 s, dp = self.scores(k, q, scratch[0]), _product(v, do, scratch[1])
+                at: tuple[Array, ...] = ()
+                if self.score is not None or self.dropout is not None:
+                    at = coordinates(batch_heads, [step.rows for step in steps], [tile.rows for tile in tiles])
+                dropped = None if self.dropout is None else self.dropout.dropped(at)
+                if dropped is not None:
+                    dropped.apply_to_gradients(dp)
                 if self.score is None:
                     p, ds = _score_gradient(lse_2, delta, s, dp)
                     self._mask_queries(tiles, batch_heads, steps, p, ds)
                 else:
                     mask = partial(self._mask_queries, tiles, batch_heads, steps)
-                    at = coordinates(batch_heads, [step.rows for step in steps], [tile.rows for tile in tiles])
                     p, ds = self.score.gradients(s, dp, lse_2, delta, at, mask, adds=False)
+                if dropped is not None:
+                    dropped.apply(p)
                 dv, dk = _added(dv, p @ do), _added(dk, ds @ q)
         # q carries scale log2(e) / score_factor, or with a score function scale / score_factor; dK wants scale.
         natural = LN_2 if self.score is None else 1.0
         self.write("dk", keys, 0 if dk is None else dk * self.wide(natural * self.score_factor))
-        self.write("dv", keys, 0 if dv is None else dv)
+        of_kept = 1.0 if self.dropout is None else self.dropout.draws.factor
+        self.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * self.wide(of_kept))
 
     def _rows_of(self, tiles: list[_Tile]) -> tuple[_RowIndex, list[_BatchHead]]:
         """The rows of tiles of queries, and the key/value heads that these read."""

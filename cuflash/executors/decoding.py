@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from ..planning.decoding import DECODE, DecodePlan
 from ..planning.launches import BATCH_AXES
 from ..planning.sinks import SINK
 from . import checks, gpu, sim
+from .bound_launch import BoundLaunch
 from .launch import LaunchTarget
 from .params import softmax_scale
 
@@ -45,18 +45,30 @@ def decode(
     list of arrays
         The workspaces, which the kernel may still use.
     """
-    launch, stream = plan.launch, target.stream()
+    stream = target.stream()
     made = target.allocator(plan.workspaces)(stream) if made is None else made
-    named = {**arrays, **dict(zip(plan.workspaces, made))}
-    start = target.launcher(launch.spec, plan.grid, launch.shared_bytes)
-    start(_arguments(plan, named, target), stream)
+    bound_decode(plan, {**arrays, **dict(zip(plan.workspaces, made))}, (), target)((), stream)
     if checks.is_on():
-        target.wait(launch)
+        target.wait(plan.launch)
     return made
 
 
-def _arguments(plan: DecodePlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> tuple[Any, ...]:
-    """The kernel's record, and that of the sink where there is one."""
+def bound_decode(
+    plan: DecodePlan, arrays: Mapping[str, Array | None], names: Sequence[str], target: LaunchTarget
+) -> BoundLaunch:
+    """The launch on arrays, complete but for the addresses of those that are named.
+
+    Parameters
+    ----------
+    plan : DecodePlan
+    arrays : dict by name
+        As `decode` takes them, and the plan's workspaces. Of those that are named, their layouts alone matter, and
+        tables and workspaces among them may be None.
+    names : sequence of str
+        The arrays whose addresses each call gives, in this order.
+    target : LaunchTarget
+        Where the arrays are.
+    """
     record = np.zeros((), DECODE)
     for name, number in plan.numbers.items():
         if name != "cache":
@@ -65,16 +77,26 @@ def _arguments(plan: DecodePlan, arrays: Mapping[str, Array | None], target: Lau
     fill_matrices(record, {name: arrays[name] for name in ("q", "o", "lse")}, target)
     fill_cache(record["cache"], plan.numbers["cache"], arrays, target)
     for name in plan.workspaces:
-        record[name] = target.address(arrays[name])
-    arguments = [record]
+        record[name] = 0 if arrays[name] is None else target.address(arrays[name])
+    records = [record]
     sink = arrays.get("sink")
     if sink is not None:
         of_sink = np.zeros((), SINK)
         head_stride = 0 if sink.shape[-1] == 1 else sink.strides[-1] // sink.dtype.itemsize
         of_sink["sink"] = (target.address(sink), (0,) * BATCH_AXES, head_stride, 0, 0, 0)
         of_sink["dtype"] = DTYPES.index(sink.dtype)
-        arguments.append(of_sink)
-    return tuple(map(scalar, arguments))
+        records.append(of_sink)
+    places = [(1, offset_of(SINK, name)) if name == "sink" else (0, offset_of(DECODE, name)) for name in names]
+    return BoundLaunch(plan.launch, plan.grid, records, places, target)
+
+
+def offset_of(dtype: np.dtype[Any], name: str) -> int:
+    """The offset in bytes of an array's address in a record, or in the record of the cache that it holds."""
+    assert dtype.fields is not None
+    if name in dtype.fields:
+        return int(dtype.fields[name][1])
+    kind, start = dtype.fields["cache"][:2]
+    return int(start) + offset_of(kind, name)
 
 
 def fill_cache(
@@ -95,13 +117,3 @@ def fill_matrices(record: Any, arrays: Mapping[str, Any], target: LaunchTarget) 
         steps = [step // array.dtype.itemsize * (extent != 1) for step, extent in zip(array.strides, array.shape)]
         batch, head, row, column = (*steps, 0)[:4]
         record[name] = (target.address(array), (batch, *(0,) * (BATCH_AXES - 1)), head, row, column, 0)
-
-
-def scalar(record: Any) -> Any:
-    """A record as a scalar of one field: of fields of fields, CuPy would look at each."""
-    return record.reshape(1).view(_one_field(record.dtype.itemsize))[0]
-
-
-@lru_cache(maxsize=8)
-def _one_field(nbytes: int) -> np.dtype[Any]:
-    return np.dtype([("bytes", np.void, nbytes)])

@@ -133,6 +133,10 @@ class Gpu:
     address: Callable[[Array], int] = attrgetter("data.ptr")
     mask_address: Callable[[Array], int] = attrgetter("data.ptr")
 
+    def set_zero(self, array: Array) -> None:
+        """Set an array to zeros, on the current stream."""
+        array.fill(0)
+
     def stream(self) -> Any:
         """CuPy's current stream."""
         import cupy

@@ -33,6 +33,9 @@ class LaunchTarget(Protocol):
     def address(self, array: Array) -> int:
         """The address of an array's first element, as a kernel sees it."""
 
+    def set_zero(self, array: Array) -> None:
+        """Set an array to zeros, on the current stream."""
+
     def stream(self) -> Any:
         """The current stream, on which `allocator` works."""
 
@@ -95,7 +98,7 @@ class BoundPass:
         all_arrays = [*arrays, *made]
         self._lists.use(stream)
         for i in self._zeroed:
-            all_arrays[i].fill(0)
+            self._target.set_zero(all_arrays[i])
         records = self._params.at(list(map(self._target.address, all_arrays)))
         for launch, params_of, features, start in self._launchers:
             for record in records:

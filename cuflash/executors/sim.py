@@ -52,6 +52,9 @@ class Simulator:
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)
 
+    def set_zero(self, array: Array) -> None:
+        array.fill(0)
+
     def stream(self) -> None:
         """The simulator has no streams: every launch ends before it returns."""
 

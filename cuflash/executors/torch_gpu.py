@@ -13,6 +13,7 @@ import torch
 from ..arrays import BFLOAT16, Array, Namespace, ShapeDtype
 from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
+from ..layouts import dtype_of
 from ..planning.launches import Pass
 from ..planning.plan import KernelPlan
 from . import gpu
@@ -42,7 +43,8 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any) -> Layout:
-        dtype, itemsize = NUMPY_DTYPES[tensor.dtype], tensor.element_size()
+        is_float, itemsize = tensor.dtype in NUMPY_DTYPES, tensor.element_size()
+        dtype = NUMPY_DTYPES[tensor.dtype] if is_float else dtype_of(tensor)
         strides = tuple(step * itemsize for step in tensor.stride())
         return cls(tuple(tensor.shape), dtype, strides, Pointer(tensor.data_ptr(), tensor.get_device()), tensor.numel())
 
@@ -73,6 +75,10 @@ class TorchGpu(gpu.Gpu):
     def mask_address(array: Array) -> int:
         """The address of a mask's array: a tensor, or one of CuPy's, which masks make of tensors."""
         return int(array.data_ptr() if isinstance(array, torch.Tensor) else array.data.ptr)
+
+    def set_zero(self, array: Array) -> None:
+        """Set a tensor to zeros, on PyTorch's current stream."""
+        array.zero_()
 
     def __init__(self) -> None:
         super().__init__()

@@ -78,12 +78,26 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that was quantised."""
+        """The shape of the array that was quantised.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cuflash.quantize(np.ones((2, 200, 64), np.float32)).shape
+        (2, 200, 64)
+        """
         return tuple(self.data.shape)
 
     @property
     def ndim(self) -> int:
-        """Its number of axes."""
+        """The number of axes of the array that was quantised.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cuflash.quantize(np.ones((2, 200, 64), np.float32)).ndim
+        3
+        """
         return int(self.data.ndim)
 
     def __repr__(self) -> str:
@@ -95,7 +109,7 @@ class Quantized:
         Parameters
         ----------
         dtype : dtype
-            float32, in which products are rounded, or float64, in which they are exact.
+            Either float32, in which products are rounded, or float64, in which they are exact.
 
         Returns
         -------
@@ -168,9 +182,9 @@ def quantize(
     Parameters
     ----------
     x : array [..., num_heads, seqlen, head_dim] or [seqlen, head_dim]
-        float16, bfloat16 or float32, of NumPy, CuPy, or any library with DLPack.
+        An array of float16, bfloat16 or float32, of NumPy, CuPy, or any library with DLPack.
     dtype : dtype
-        float8_e4m3fn: 4 significant bits, at most 448.
+        The only one is float8_e4m3fn: 4 significant bits, at most 448.
     per : {"block", "head", "tensor"}
         What shares a scale: `block` rows of a head, all rows of a head, or everything.
     block : int

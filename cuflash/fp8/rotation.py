@@ -67,7 +67,14 @@ class Rotation:
 
     @property
     def signs(self) -> Array:
-        """The signs, 1 and -1, as a NumPy array of float32."""
+        """The signs, 1 and -1, as a NumPy array of float32.
+
+        Examples
+        --------
+        >>> import cuflash
+        >>> cuflash.Rotation(8, seed=0).signs.shape
+        (8,)
+        """
         bits = np.random.PCG64(self.seed).random_raw(self.head_dim) >> np.uint64(63)
         return np.where(bits, np.float32(-1), np.float32(1))
 

@@ -194,10 +194,15 @@ class Mask(Described):
         Parameters
         ----------
         block : int or (int, int)
-            block_q and block_kv, in tokens.
+            Size of a block in tokens, or block_q and block_kv.
         mirrored : bool
             Also keep block (J, I) for each block (I, J), so that causal patterns serve bidirectional attention. The
             problem must then have as many query blocks as key blocks.
+
+        Returns
+        -------
+        Mask
+            The pattern of blocks.
 
         Examples
         --------
@@ -308,12 +313,18 @@ class Mask(Described):
         batch : tuple of int
             Extents of the leading axes.
         num_heads : int
+            Number of query heads.
         block : int or (int, int)
             Tokens that a symbol stands for; more where a line would be longer than `width` symbols.
         b, h : int
             Batch entry, counted through the leading axes in C order, and head.
         width : int
             Symbols of a line, at most.
+
+        Returns
+        -------
+        str
+            A line for each row of symbols.
 
         Raises
         ------
@@ -353,14 +364,23 @@ class Mask(Described):
 
         Parameters
         ----------
-        seqlen_q, seqlen_kv, batch, num_heads, block, b, h
-            As in `picture`. More tokens share a cell where a side would have more than 512.
+        seqlen_q, seqlen_kv : int
+            Lengths in tokens; seqlen_kv is seqlen_q unless given.
+        batch : tuple of int
+            Extents of the leading axes.
+        num_heads : int
+            Number of query heads.
+        block : int or (int, int)
+            Tokens that a cell stands for; more where a side would have more than 512 cells.
+        b, h : int
+            Batch entry, counted through the leading axes in C order, and head.
         ax : matplotlib.axes.Axes, optional
             Where to draw; new axes unless given.
 
         Returns
         -------
         matplotlib.axes.Axes
+            The axes that hold the drawing.
 
         Raises
         ------
@@ -368,6 +388,12 @@ class Mask(Described):
             matplotlib is not installed.
         UnsupportedProblem
             As in `picture`.
+
+        Examples
+        --------
+        >>> from matplotlib.figure import Figure
+        >>> Band(-2, 0).plot(6, ax=Figure().add_subplot()).get_xlabel()
+        'key'
         """
         shape = _whole_shape(seqlen_q, seqlen_kv, batch, num_heads)
         states, shown_block = shown_states(self, shape, block, b, h, most_cols=512, most_rows=512)
@@ -375,7 +401,15 @@ class Mask(Described):
 
     @property
     def own_lengths(self) -> tuple[int | None, int | None]:
-        """The lengths of queries and keys that the mask is made for; None where it serves any."""
+        """The lengths of queries and keys that the mask is made for; None where it serves any.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cuflash import masks
+        >>> Band(-2, 0).own_lengths, masks.Documents(np.array([0, 0, 1])).own_lengths
+        ((None, None), (3, 3))
+        """
         return None, None
 
     def _repr_html_(self) -> str:

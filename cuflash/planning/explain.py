@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ..blocks.work_list import ListedWork, WorkList
+from ..dropout import LEVELS, Draws
 from ..scores.program import Program, curvature, depends
 from .launches import Launch
 from .plan import KernelPlan
@@ -30,6 +31,8 @@ def explain(plan: KernelPlan, notes: Mapping[str, str]) -> str:
     ]
     if problem.score is not None:
         lines.append(f"score      {_described_score(problem.score)}")
+    if problem.dropout is not None:
+        lines.append(f"dropout    {_described_dropout(problem.dropout)}")
     if plan.tiling is not None:
         lines.append(f"tile       {plan.tiling.block_q} queries x {plan.tiling.block_kv} keys")
     if kernels is not None:
@@ -51,6 +54,11 @@ def _described_score(program: Program) -> str:
     if any(each.op == "const" and each.value == -math.inf for each in program.instructions):
         told += "; -inf hides keys and skips no work, which a mask does"
     return told
+
+
+def _described_dropout(draws: Draws) -> str:
+    seed = "a seed from an array" if draws.seed is None else f"seed {draws.seed}"
+    return f"p {draws.threshold / LEVELS:.6g}, {seed}, offset {draws.offset}"
 
 
 def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:

@@ -14,6 +14,7 @@ from ..errors import UnsupportedProblem
 from ..masks.base import Mask
 from ..masks.content import without_memos
 from .device import DeviceSpec
+from .dropout_launches import with_dropout
 from .families.family import Family
 from .host import HostTiling, host_tile
 from .launches import Kernels
@@ -201,6 +202,8 @@ def gpu_plan(
     if problem.score is not None:
         kernels = with_score(kernels, problem)
         reasons += repeat_reasons(problem) if deterministic else []
+    if problem.dropout is not None:
+        kernels = with_dropout(kernels, problem.dropout)
     if reasons:
         raise UnsupportedProblem(reasons)
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, asked for by name"

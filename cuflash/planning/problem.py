@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import DTYPES, Array, ShapeDtype, accumulator_dtype, describe, is_array, no_array
+from ..dropout import Draws
 from ..errors import UnsupportedProblem, collecting
 from ..masks.shape import MaskShape, length_reasons
 from ..scores.program import Program
 from ..scores.score import Score
+from .dropout_launches import SEED, dropout_of
 from .operands import Operand, operands_of, wrt_of
 from .score_operands import captured_operands
 
@@ -62,6 +64,8 @@ class Problem:
         The score function; its arrays are the captured ones of the operands.
     numbers : tuple of float
         What the program reads beside its arrays. Kernels are given them, and do not depend on them.
+    dropout : Draws, optional
+        Which weights are dropped.
     """
 
     q_batch: tuple[int, ...]
@@ -82,6 +86,7 @@ class Problem:
     wrt: tuple[str, ...] = ()
     score: Program | None = None
     numbers: tuple[float, ...] = ()
+    dropout: Draws | None = None
 
     @classmethod
     def of(
@@ -174,7 +179,7 @@ class Problem:
     def is_of_forward(self, name: str) -> bool:
         """Whether an operand is one that the backward pass does not read."""
         operand = self.operand(name)
-        return operand is not None and not operand.is_captured and name not in self.wrt
+        return operand is not None and not operand.is_captured and name not in (*self.wrt, SEED)
 
     def argument_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of q, k and v as they were given."""
@@ -192,10 +197,12 @@ class Problem:
         return {name: (*self.batch, *shape[-3:]) for name, shape in self.argument_shapes().items()}
 
 
-def with_operands(problem: Problem, given: Mapping[str, Any], wrt: Any = (), score: Score | None = None) -> Problem:
+def with_operands(
+    problem: Problem, given: Mapping[str, Any], wrt: Any = (), score: Score | None = None, dropout: Any = None
+) -> Problem:
     """A problem with the arrays, or `ShapeDtype`, that a call has beside q, k and v; None stands for no array.
 
-    The arrays of a score function are among them.
+    The arrays of a score function are among them, and the array that holds the seed of a `Dropout`.
 
     Raises
     ------
@@ -211,6 +218,9 @@ def with_operands(problem: Problem, given: Mapping[str, Any], wrt: Any = (), sco
     if score is not None:
         with collecting(reasons):
             operands += captured_operands(score, problem.mask_shape, problem.has_heads, problem.accumulator)
+    draws, seeds = None, tuple[Operand, ...]()
+    with collecting(reasons):
+        draws, seeds = dropout_of(dropout)
     names = [name for name, array in given.items() if array is not None]
     arrays = () if score is None else score.program.arrays
     integers = [array.name for array in arrays if array.kind != "real"]
@@ -218,9 +228,8 @@ def with_operands(problem: Problem, given: Mapping[str, Any], wrt: Any = (), sco
         wrt = wrt_of(wrt, [*names, *(array.name for array in arrays if array.name not in integers)], integers)
     if reasons:
         raise UnsupportedProblem(reasons)
-    if score is None:
-        return replace(problem, operands=operands, wrt=wrt)
-    return replace(problem, operands=operands, wrt=wrt, score=score.program, numbers=score.numbers)
+    problem = replace(problem, operands=operands + seeds, wrt=wrt, dropout=draws)
+    return problem if score is None else replace(problem, score=score.program, numbers=score.numbers)
 
 
 def _ints(shape: tuple[int, ...]) -> tuple[int, ...]:

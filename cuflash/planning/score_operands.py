@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import DTYPES, Array
+from ..arrays import DTYPES
 from ..errors import UnsupportedProblem
 from ..masks.shape import MaskShape
 from ..scores.ranges import range_reasons
@@ -29,7 +29,9 @@ def captured_operands(
     reasons = []
     if "bias" in score.arrays:
         scores_shape = (*shape.batch, *shape[1:]) if has_heads else shape[2:]
-        reasons = _bias_reasons(score.arrays["bias"], scores_shape, accumulator)
+        number = list(score.arrays).index("bias")
+        dtype = np.dtype(score.program.arrays[number].dtype)
+        reasons = _bias_reasons(tuple(score.arrays["bias"].shape), dtype, scores_shape, accumulator)
     if not reasons:
         shapes = [tuple(map(int, array.shape)) for array in score.arrays.values()]
         extents = {"b": shape.num_batch, "h": shape.num_heads, "i": shape.seqlen_q, "j": shape.seqlen_kv}
@@ -37,14 +39,16 @@ def captured_operands(
     if reasons:
         raise UnsupportedProblem(reasons)
     return tuple(
-        Operand(name, tuple(map(int, array.shape)), np.dtype(array.dtype), is_captured=True)
-        for name, array in score.arrays.items()
+        Operand(name, tuple(map(int, array.shape)), np.dtype(kind.dtype), is_captured=True)
+        for (name, array), kind in zip(score.arrays.items(), score.program.arrays)
     )
 
 
-def _bias_reasons(bias: Array, scores_shape: tuple[int, ...], accumulator: np.dtype[Any]) -> list[str]:
-    reasons, shape = [], tuple(bias.shape)
-    if bias.dtype == _WIDEST != accumulator:
+def _bias_reasons(
+    shape: tuple[int, ...], dtype: np.dtype[Any], scores_shape: tuple[int, ...], accumulator: np.dtype[Any]
+) -> list[str]:
+    reasons = []
+    if dtype == _WIDEST != accumulator:
         known = ", ".join(str(each) for each in DTYPES if each != _WIDEST)
         reasons.append(f"bias must be {known}; got float64: float64 is for float64 q, k and v")
     try:

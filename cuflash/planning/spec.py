@@ -56,6 +56,10 @@ class KernelSpec:
         Of the products.
     has_sink : bool
         The kernel takes a sink of each head, which its softmax counts, or whose gradient it makes.
+    has_dropout : bool
+        The kernel drops weights.
+    reads_dropout_seed : bool
+        It reads the seed that they depend on from an array.
     score : Program, optional
         The score function, derived for kernels that make gradients.
     score_wrt : tuple of str
@@ -81,6 +85,8 @@ class KernelSpec:
     has_watchdog: bool = False
     precision: str = "ieee"
     has_sink: bool = False
+    has_dropout: bool = False
+    reads_dropout_seed: bool = False
     score: Program | None = None
     score_wrt: tuple[str, ...] = ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import wraps
 from functools import reduce
@@ -15,6 +16,7 @@ from ..arrays import (
     DTYPES, Array, ShapeDtype, describe, flag_reasons, is_array, is_number, namespace, no_array, whole_number,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
+from ..layouts import dtype_of, is_differentiated, is_tensor
 from .score import Score
 from .trace import tanh_fast
 
@@ -174,10 +176,11 @@ def bias(array: Array) -> Score:
     >>> float(bias(np.array([[0.0, 1.0], [2.0, 3.0]], np.float32))(10.0, 0, 0, 1, 0))
     12.0
     """
-    if not (isinstance(array, ShapeDtype) or is_array(array)):
+    if not _has_axes(array):
         raise TypeError(no_array("bias", array))
-    if np.dtype(array.dtype) not in DTYPES:
-        fix = "a bool array is a mask: give it as mask=" if array.dtype == np.bool else "convert it with bias.astype"
+    dtype = dtype_of(array)
+    if dtype not in DTYPES:
+        fix = "a bool array is a mask: give it as mask=" if dtype == np.bool else "convert it with bias.astype"
         raise UnsupportedProblem([f"bias must be {', '.join(map(str, DTYPES))}; got {array.dtype}: {fix}"])
     # An axis of length 1 is read at 0: it is broadcast.
     is_single = [extent == 1 for extent in array.shape[-3:]]
@@ -231,14 +234,22 @@ def relative_position(table: Array, max_distance: int = 128, *, bidirectional: b
     if reasons:
         raise UnsupportedProblem(reasons)
     bucket = _buckets(num_buckets, max_distance, bidirectional)
-    if not isinstance(table, ShapeDtype):
-        bucket = namespace(table).asarray(bucket)  # a call takes all of its arrays on one device
+    bucket = _beside(table, bucket)
 
     def relative_position(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, bucket: Any) -> Any:
         distance = np.clip(j - i + max_distance, 0, 2 * max_distance)
         return s + table[h, np.clip(bucket[distance], 0, num_buckets - 1)]
 
     return Score(relative_position, table=table, bucket=bucket)
+
+
+def _beside(array: Any, numbers: Array) -> Any:
+    """Numbers as an array of another's library on its device, as a call takes all of its arrays on one device."""
+    if isinstance(array, ShapeDtype):
+        return numbers
+    if is_tensor(array):
+        return array.new_tensor(numbers, dtype=sys.modules["torch"].int32, requires_grad=False)
+    return namespace(array).asarray(numbers)
 
 
 def _buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> Array:
@@ -348,10 +359,15 @@ def composed(score: Any, softcap_by: Any, bias_by: Any) -> Score | None:
     return reduce(matmul, parts) if parts else None
 
 
+def _has_axes(array: Any) -> bool:
+    """Whether a value has a shape and a dtype: an array, a tensor, or these two alone."""
+    return isinstance(array, ShapeDtype) or is_array(array) or is_differentiated(array)
+
+
 def _require_axes(**arrays: tuple[Any, int]) -> None:
     """Refuse what is no array of that many axes."""
     for name, (array, rank) in arrays.items():
-        if not (isinstance(array, ShapeDtype) or is_array(array)):
+        if not _has_axes(array):
             raise TypeError(no_array(name, array))
         if array.ndim != rank:
             raise UnsupportedProblem([f"{name} must have {rank} axes; got shape {tuple(array.shape)}"])

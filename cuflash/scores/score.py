@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -12,12 +12,14 @@ import numpy as np
 
 from ..arrays import DTYPES, Array, ShapeDtype, describe, is_array, no_array
 from ..errors import UnsupportedProblem, collecting
-from ..layouts import is_foreign, is_on_cuda, kind_of, taken
+from ..layouts import (
+    dtype_of, is_differentiated, is_foreign, is_on_cuda, is_tensor, kind_of, taken, taken_on_cuda,
+)  # fmt: skip
 from .program import COORDINATES, ArrayType, Curvature, BlockKind, Program, curvature
 from .trace import trace
 
 MAX_ARRAYS = 8
-RESERVED = ("q", "k", "v", "o", "lse", "do", "dlse", "out", "bias", "sink", "s", "b", "h", "i", "j")
+RESERVED = ("q", "k", "v", "o", "lse", "do", "dlse", "out", "bias", "sink", "dropout_seed", "s", "b", "h", "i", "j")
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
 
@@ -151,7 +153,7 @@ class Score:
         shapes = [name for name, array in self.arrays.items() if isinstance(array, ShapeDtype)]
         if shapes:
             raise UnsupportedProblem([f"{name} must be an array here; got its shape alone" for name in shapes])
-        return self.function(s, b, h, i, j, **self.arrays)
+        return self.function(s, b, h, i, j, **{name: _readable(name, array) for name, array in self.arrays.items()})
 
     def __matmul__(self, other: Any) -> Score:
         """The score ``s -> self(other(s))``."""
@@ -171,8 +173,64 @@ class Score:
         composed.__name__ = f"{self.name} @ {other.name}"
         return Score.of_reserved(composed, **{**other.arrays, **self.arrays}).remade_by(operator.matmul, self, other)
 
+    def with_arrays(self, arrays: Mapping[str, Any]) -> Score:
+        """The same program over other arrays of the same dtypes and numbers of axes, without tracing again.
+
+        Parameters
+        ----------
+        arrays : mapping of str to array, or ShapeDtype
+            An array in place of each captured one, with axes of length 1 where it has them.
+
+        Returns
+        -------
+        Score
+            The score over these arrays.
+
+        Raises
+        ------
+        UnsupportedProblem
+            An array is missing, or is not of the traced kind; all reasons at once.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> score = Score(lambda s, b, h, i, j, slope: s - slope[h], slope=np.ones(2))
+        >>> float(score.with_arrays({"slope": np.full(2, 3.0)})(0.0, 0, 0, 0, 0))
+        -3.0
+        """
+        reasons = []
+        for kind in self.program.arrays:
+            array = arrays.get(kind.name)
+            if array is None or _type_of(kind.name, _as_array(kind.name, array)) != kind:
+                reasons.append(f"{kind.name} must be an array like the captured one; got {describe(array)}")
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        made = Score.__new__(Score)
+        vars(made).update(vars(self))
+        made._remake, made.arrays = None, MappingProxyType({name: arrays[name] for name in self.arrays})
+        return made
+
     def remade_by(self, make: Callable[..., Score], /, *arguments: Any, **options: Any) -> Score:
-        """The same score, whose pickle calls `make` again: for functions that are made inside of another."""
+        """The same score, whose pickle calls `make` again: for functions that are made inside of another.
+
+        Parameters
+        ----------
+        make : callable
+            Returns an equal score.
+        *arguments, **options : object
+            What `make` is called with.
+
+        Returns
+        -------
+        Score
+            This score.
+
+        Examples
+        --------
+        >>> from cuflash.scores import softcap
+        >>> Score(softcap(5.0).function).remade_by(softcap, 5.0).curvature
+        'curved'
+        """
         self._remake = partial(make, *arguments, **options)
         return self
 
@@ -194,8 +252,11 @@ class Score:
 
 
 def _as_array(name: str, array: Any) -> Array:
-    """A captured array of NumPy's or CuPy's; another library's on the host without a copy."""
-    if isinstance(array, ShapeDtype):
+    """A captured array of NumPy's, CuPy's, PyTorch's or JAX's; another library's on the host without a copy.
+
+    Tensors of PyTorch and arrays of JAX stay what they are, since they may need gradients.
+    """
+    if isinstance(array, ShapeDtype) or is_differentiated(array):
         return array
     if is_foreign(array):
         if is_on_cuda(name, array):
@@ -207,14 +268,22 @@ def _as_array(name: str, array: Any) -> Array:
     return array
 
 
+def _readable(name: str, array: Any) -> Array:
+    """A captured array as NumPy's or CuPy's, without a copy and without gradients."""
+    if not is_foreign(array):
+        return array
+    array = array.detach() if is_tensor(array) else array
+    return taken_on_cuda(name, array) if is_on_cuda(name, array) else taken(name, array, np)
+
+
 def _type_of(name: str, array: Array) -> ArrayType:
-    dtype = np.dtype(array.dtype)
+    dtype = dtype_of(array)
     kinds: dict[bool, BlockKind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
     if True not in kinds or not dtype.isnative:
         raise UnsupportedProblem(
             [
                 f"{name}'s dtype must be {', '.join(known.name for known in DTYPES)}, bool or an integer; got "
-                f"{dtype.str if not dtype.isnative else dtype}: convert it with {name}.astype"
+                f"{dtype.str if not dtype.isnative else array.dtype}: convert it with {name}.astype"
             ]
         )
     return ArrayType(name, array.ndim, dtype.name, kinds[True], tuple(extent == 1 for extent in array.shape))

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ..api import call_key
 from ..arrays import Array, accumulator_dtype, describe, is_array, namespace, no_array
 from ..blocks.index import BlockIndex
 from ..blocks.work_list import requested_mask
@@ -19,6 +18,7 @@ from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.coordinates import Intervals, widened
 from ..masks.shape import MaskShape, block_pair
+from ..planning.options import Options
 from ..planning.problem import Problem
 from ..plans import as_arrays, as_mask_of_arrays, layout_key
 from .budget import Budget, Diagonal, Forced, choose
@@ -91,8 +91,8 @@ class Grid:
         ]
         if not isinstance(forced, Forced):
             reasons.append(f"forced must be a Forced; got {describe(forced)}: selectors.Forced(sink=1) is one")
-        options = (scale, "auto", "auto", "ieee", False, ())
-        key = None if reasons else call_key(layout_key(q, k), mask, causal, None, options, repr(block))
+        options = Options(mask, causal, scale=scale)
+        key = None if reasons else options.key(layout_key(q, k), "selectors", repr(block))
         if key in _facts:
             return cls(q, k, *_facts[key])
         q, k = as_arrays({"q": q, "k": k}).values()

@@ -1,1 +1,1 @@
-"""How much of attention a sparse mask keeps."""
+"""How much of attention a sparse mask keeps, and which block patterns keep most."""

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from ..api import call_key, plan
+from ..api import planned
 from ..arrays import Array, ShapeDtype, describe, is_array, namespace, no_array
 from ..errors import UnsupportedProblem, collecting
 from ..executors import cpu_mass, gpu, sim
 from ..masks.shape import block_pair
 from ..planning.block_mass import mass_kernels, mass_shape
+from ..planning.options import Options
 from ..planning.plan import KernelPlan
-from ..plans import BoundCall, Executable, as_arrays, layout_key
+from ..plans import BoundCall, Plan, as_arrays, layout_key
 
 MAX_DIM = 4096  # columns of q and k: a kernel sums scores over chunks of them
 _MAX_BOUND_CALLS = 256
@@ -74,11 +75,11 @@ def block_mass(
     >>> mass.shape, bool(np.allclose(mass.sum(-1), 1)), float(mass[0, 0, 1])
     ((4, 4, 4), True, 0.0)
     """
-    options = (scale, "simt", executor, "ieee", False, ())
     key = None
     if score is None:
         arrays = (q, k) if lse is None else (q, k, lse)
-        key = call_key(layout_key(*arrays), mask, causal, None, options, "block_mass", repr(block))
+        options = Options(mask, causal, scale=scale, kernel="simt", executor=executor)
+        key = options.key(layout_key(*arrays), "block_mass", repr(block))
     if key in _bound_calls:
         made_plan, call = _bound_calls[key]
         mass, *made_lse = call(*arrays)
@@ -113,7 +114,7 @@ def block_mass(
 
 def _planned(
     given: dict[str, Any], block: Any, mask: Any, causal: Any, scale: Any, score: Any, executor: str
-) -> tuple[Executable, tuple[int, int]]:
+) -> tuple[Plan, tuple[int, int]]:
     """The plan of a call for as many columns as q has, and the block; refuses what cannot be."""
     q, k, lse = given.values()
     for name, array in (("q", q), ("k", k)):
@@ -133,13 +134,12 @@ def _planned(
         reasons.append(f"k must have q's head_dim={dim} as its last axis; got shape {tuple(k.shape)}")
     ready = None
     with collecting(reasons):
-        # `plan` checks everything but head_dim, and takes one column of k for v.
+        # `planned` checks everything but head_dim, and takes one column of k for v.
         arguments = [array[..., :1] if array.ndim >= 2 else array for array in (q, k, k)]
         of_dim = 1 / math.sqrt(dim) if scale is None and has_dims else scale
         kernel = "auto" if executor == "cpu" or (executor == "auto" and namespace(q) is np) else "simt"
-        ready = plan(
-            *arguments, mask=mask, causal=causal, scale=of_dim, score=score, kernel=kernel, executor=executor
-        )
+        options = Options(mask, causal, scale=of_dim, score=score, kernel=kernel, executor=executor)
+        ready = planned(arguments[0], arguments[1], arguments[2], options)
         ready.check_forward(dict(zip("qkv", arguments)) | dict(ready.captured), "out", None, None)
     if ready is not None:
         reasons += _lse_reasons(ready, q, lse) + _scale_reasons(ready)
@@ -150,7 +150,7 @@ def _planned(
     return replace(ready, plan=replace(ready.plan, problem=problem)), sides
 
 
-def _lse_reasons(ready: Executable, q: Array, lse: Any) -> list[str]:
+def _lse_reasons(ready: Plan, q: Array, lse: Any) -> list[str]:
     problem = ready.plan.problem
     if lse is None:
         return []
@@ -159,7 +159,7 @@ def _lse_reasons(ready: Executable, q: Array, lse: Any) -> list[str]:
     return [] if is_right else [f"{told}; got {describe(lse)}: attention returns it with return_lse=True"]
 
 
-def _scale_reasons(ready: Executable) -> list[str]:
+def _scale_reasons(ready: Plan) -> list[str]:
     problem = ready.plan.problem
     if not any(problem.scaling[1:]):
         return []

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..api import attention
 from ..arrays import Array, namespace
+from ..planning.options import AnyArray, Causality, MaskLike
 
 
 class Recall(NamedTuple):
     """What `recall` returns.
 
-    Attributes
+    Parameters
     ----------
     mass : array [..., num_heads, seqlen_q]
         For each query the sum of its softmax weights over the keys that the mask allows, from 0 to 1.
@@ -32,7 +33,7 @@ class Recall(NamedTuple):
 
 
 def recall(
-    q: Array, k: Array, v: Array, mask: Any, *, causal: bool | str = False, scale: float | None = None
+    q: AnyArray, k: AnyArray, v: AnyArray, mask: MaskLike, *, causal: Causality = False, scale: float | None = None
 ) -> Recall:
     """How much of the softmax a mask keeps, for each query, and how much the output changes.
 
@@ -53,8 +54,8 @@ def recall(
     Returns
     -------
     Recall
-        mass [..., num_heads, seqlen_q] in the dtype of sums, float32 or float64; output_error, a float. A query that
-        has no key without the mask loses nothing: its mass is 1.
+        The mass, [..., num_heads, seqlen_q] in the dtype of sums, float32 or float64, and the output error, a float. A
+        query that has no key without the mask loses nothing: its mass is 1.
 
     Raises
     ------
@@ -74,7 +75,20 @@ def recall(
     >>> kept.mass.shape, bool((kept.mass[:, :8] > 0.999999).all())
     ((4, 64), True)
     """
-    o, lse = attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+    return kept(attention(q, k, v, causal=causal, scale=scale, return_lse=True), q, k, v, mask, causal, scale)
+
+
+def kept(
+    dense: tuple[Array, Array],
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    mask: MaskLike,
+    causal: Causality,
+    scale: float | None,
+) -> Recall:
+    """`recall`, given o and lse of attention without the mask."""
+    o, lse = dense
     kept_o, kept_lse = attention(q, k, v, mask=mask, causal=causal, scale=scale, return_lse=True)
     xp = namespace(lse)
     is_empty = lse == -np.inf

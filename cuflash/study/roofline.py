@@ -16,9 +16,10 @@ from ..blocks.work_list import ListedWork
 from ..errors import UnsupportedProblem
 from ..planning.device import DeviceSpec
 from ..planning.launches import Launch, Pass
+from ..planning.options import Causality
 from ..planning.peaks import Peaks
 from ..planning.plan import KernelPlan
-from ..plans import Executable
+from ..plans import Plan
 from ..scores.program import Program, depends
 
 # Products of an entry over kept elements: how many have head_dim as a side, and how many value_dim.
@@ -193,12 +194,12 @@ class Roofline:
         return "\n".join(lines)
 
 
-def roofline(plan: Executable | KernelPlan, *, which: str = "forward", peaks: Peaks | None = None) -> Roofline:
+def roofline(plan: Plan | KernelPlan, *, which: str = "forward", peaks: Peaks | None = None) -> Roofline:
     """Bound the time of a planned pass from below by what its kernels must compute and move.
 
     Parameters
     ----------
-    plan : Executable or KernelPlan
+    plan : Plan or KernelPlan
         What `cuflash.plan` returns for a GPU; ShapeDtype and `device=` make one without arrays and without a GPU.
     which : {"forward", "backward"}
         The pass.
@@ -235,7 +236,7 @@ def roofline(plan: Executable | KernelPlan, *, which: str = "forward", peaks: Pe
     at least                      0.5136 ms  on H100
     measured                      0.9000 ms  57.1% of it is the bound
     """
-    kernel_plan = plan.plan if isinstance(plan, Executable) else plan
+    kernel_plan = plan.plan if isinstance(plan, Plan) else plan
     if not isinstance(kernel_plan, KernelPlan):
         raise TypeError(f"plan must be what cuflash.plan returns; got {describe(plan)}")
     reasons = []
@@ -390,7 +391,7 @@ def _report(given: Any) -> str:
     kv_length = given.length if given.kv_length is None else given.kv_length
     q = ShapeDtype((given.batch, given.heads, given.length, given.head_dim), dtype)
     kv = ShapeDtype((given.batch, kv_heads, kv_length, given.head_dim), dtype)
-    causal = "bottom_right" if given.causal else False
+    causal: Causality = "bottom_right" if given.causal else False
     ready = planned(q, kv, kv, causal=causal, kernel=given.kernel, device=DeviceSpec.gpu(given.device))
     made = roofline(ready, which="backward" if given.backward else "forward")
     return str(made if given.measured is None else made.measured(given.measured / 1e3))

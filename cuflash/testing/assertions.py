@@ -25,6 +25,7 @@ import numpy as np
 
 from ..arrays import accumulator_dtype
 from ..bounds import Bounds, error_bound, limits
+from ..dropout import Dropout
 from ..masks.base import Mask
 from ..masks.content import without_memos
 from ..planning.problem import Problem
@@ -65,6 +66,8 @@ class Example:
         As in `cuflash.attention`.
     score : Score, optional
         As in `cuflash.attention`.
+    dropout : Dropout, optional
+        As in `cuflash.attention`.
     wrt : tuple of str
         Names of the score's arrays that have gradients.
     precision : str
@@ -94,6 +97,7 @@ class Example:
     mask: Any = None
     scale: float | None = None
     score: Any = None
+    dropout: Dropout | None = None
     wrt: tuple[str, ...] = ()
     precision: str = "ieee"
     product_dtype: Any = None
@@ -163,6 +167,22 @@ class Example:
         shape = (*self.problem.lse_shape(), self.problem.seqlen_kv)
         return np.ones(shape, bool) if self.mask is None else self.dense_mask
 
+    @property
+    def weight_factors(self) -> Any:
+        """What dropout multiplies weights by, [*batch, num_heads, seqlen_q, seqlen_kv]; None without dropout.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> example = Example(q=np.zeros((1, 4)), k=np.ones((2, 4)), v=np.eye(2))
+        >>> example.but(dropout=Dropout(0.5, seed=1)).weight_factors
+        array([[[0., 2.]]])
+        """
+        if self.dropout is None:
+            return None
+        shape = self.problem.mask_shape
+        return self.dropout.keep((*shape.batch, *shape[1:])) * self.dropout.draws.factor
+
     @functools.cached_property
     def exact(self) -> Bounds:
         """The oracle's o and lse, and with `do` its dq, dk and dv, under the names that the bounds have.
@@ -174,12 +194,12 @@ class Example:
         >>> example.exact.o.astype(float)
         array([[1., 0.]])
         """
-        score = self.score
-        o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale, self.sink, score=score)
+        changed = {"score": self.score, "weight_factors": self.weight_factors}
+        o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale, self.sink, **changed)
         if self.do is None:
             return Bounds(o=o, lse=lse)
         operands = self.q, self.k, self.v, self.do, self.dlse, self.dense_mask, self.scale, self.sink
-        dq, dk, dv, *others = oracle.attention_vjp(*operands, score=score, wrt=self.wrt)
+        dq, dk, dv, *others = oracle.attention_vjp(*operands, wrt=self.wrt, **changed)
         dsink = None if self.sink is None else others.pop(0)
         return Bounds(o=o, lse=lse, dq=dq, dk=dk, dv=dv, dsink=dsink, others=dict(zip(self.wrt, others)))
 
@@ -221,6 +241,7 @@ class Example:
             score=self.score,
             wrt=self.wrt,
             sink=self.sink,
+            dropout=self.dropout,
             precision=self.precision,
             product_dtype=self.product_dtype,
             probable=probable,

@@ -27,19 +27,27 @@ __all__ = ["Captured", "Dual", "attention", "attention_vjp"]
 
 @np.errstate(invalid="ignore")
 def attention(
-    q: Any, k: Any, v: Any, mask: Any = None, scale: float | None = None, sink: Any = None, *, score: Any = None
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    scale: float | None = None,
+    sink: Any = None,
+    *,
+    score: Any = None,
+    weight_factors: Any = None,
 ) -> tuple[Any, Any]:
     """o and lse, with the arguments and shapes of `cuflash.reference.attention`.
 
     A score has a `function` of (s, b, h, i, j, **arrays) and its `arrays` by name: it is called on arrays of all scores
     and places, and differentiated by dual numbers.
     """
-    problem = _Heads(q, k, v, mask, scale, sink, score)
+    problem = _Heads(q, k, v, mask, scale, sink, score, weight_factors)
     o = np.zeros((*problem.shape[:-1], v.shape[-1]), problem.dtype)
     lse = np.zeros(problem.shape[:-1], problem.dtype)
     for head, kv_head in problem:
         allowed, p, lse[head], _ = problem.probabilities(head, kv_head)
-        o[head] = _weighted(p, problem.values[kv_head], allowed)
+        o[head] = _weighted(p * problem.factors[head], problem.values[kv_head], allowed)
         o[head][np.isnan(lse[head])] = np.nan
     return (o, lse) if q.ndim > 2 else (o[0], lse[0])
 
@@ -57,12 +65,13 @@ def attention_vjp(
     *,
     score: Any = None,
     wrt: tuple[str, ...] = (),
+    weight_factors: Any = None,
 ) -> tuple[Any, ...]:
     """dq, dk and dv, and dsink if there is a sink: arguments and shapes of `cuflash.reference.attention_vjp`.
 
     Then the gradients of the score's arrays that `wrt` names.
     """
-    problem = _Heads(q, k, v, mask, scale, sink, score)
+    problem = _Heads(q, k, v, mask, scale, sink, score, weight_factors)
     final_gradient = np.zeros(problem.shape, problem.dtype)
     dq, dk, dv = (np.zeros(_headed(x).shape, problem.dtype) for x in (q, k, v))
     do = _headed(do).astype(problem.dtype)
@@ -71,7 +80,9 @@ def attention_vjp(
     for head, kv_head in problem:
         allowed, p, lse, p_sink = problem.probabilities(head, kv_head)
         slope_of_lse = np.where(np.isneginf(lse), 0, dlse[head])[:, None]
-        slope = np.where(allowed, np.dot(do[head], problem.values[kv_head].T), 0)  # the derivative by each probability
+        factors = problem.factors[head]
+        by_weight = np.dot(do[head], problem.values[kv_head].T)
+        slope = np.where(allowed & (factors != 0), by_weight * factors, 0)  # the derivative by each probability
         mean = (p * slope).sum(axis=-1, keepdims=True)
         ds = np.where(allowed, p * slope - p * mean + p * slope_of_lse, 0)
         if problem.final is not None:
@@ -79,7 +90,7 @@ def attention_vjp(
             ds = np.where(p == 0, 0, ds * problem.final.slope[head])
         dq[_own(head, dq)] += problem.scale * _weighted(ds, problem.keys[kv_head], allowed)
         dk[_own(kv_head, dk)] += problem.scale * _weighted(ds.T, problem.queries[head], allowed.T)
-        dv[_own(kv_head, dv)] += _weighted(p.T, do[head], allowed.T)
+        dv[_own(kv_head, dv)] += _weighted((p * factors).T, do[head], allowed.T)
         dsink[head] = np.where(p_sink == 0, 0, p_sink * (slope_of_lse - mean)[:, 0]).sum()
     gradients: tuple[Any, ...] = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
     if sink is not None:
@@ -90,7 +101,9 @@ def attention_vjp(
 class _Heads:
     """Iterates over the places of each head in its batch entry, of queries and of keys."""
 
-    def __init__(self, q: Any, k: Any, v: Any, mask: Any, scale: float | None, sink: Any, score: Any) -> None:
+    def __init__(
+        self, q: Any, k: Any, v: Any, mask: Any, scale: float | None, sink: Any, score: Any, factors: Any
+    ) -> None:
         self.dtype = np.dtype(np.longdouble if np.dtype(q.dtype).itemsize >= 8 else np.float64)
         self.scale = self.dtype.type(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         q, k, v = (_headed(x).astype(self.dtype) for x in (q, k, v))
@@ -99,6 +112,7 @@ class _Heads:
         self.group = q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
         self.shape = (*batch, q.shape[-3], q.shape[-2], k.shape[-2])
         self.allowed = np.broadcast_to(True if mask is None else mask, self.shape)
+        self.factors = np.broadcast_to(self.dtype.type(1) if factors is None else factors, self.shape)
         sinks = self.dtype.type(-np.inf) if sink is None else np.asarray(sink).astype(self.dtype)
         self.sinks = np.broadcast_to(sinks, self.shape[:-2])
         self.final = None if score is None else _Final(score, self.raw())

@@ -24,6 +24,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ..arrays import DTYPES, accumulator_dtype
+from ..dropout import Dropout
 from ..masks.arrays import Dense, FromFunction
 from ..masks.base import Mask
 from ..masks.block_pattern import BlockPattern
@@ -44,6 +45,7 @@ __all__ = [
     "VALUES",
     "Structure",
     "as_kind",
+    "dropouts",
     "examples",
     "formulas",
     "head_dims",
@@ -391,6 +393,8 @@ class Structure:
         elements of q, k, v, do or dlse.
     score : Formula, optional
         A score function, whose real arrays all have gradients.
+    dropout : Dropout, optional
+        Which weights are dropped.
 
     Examples
     --------
@@ -420,6 +424,7 @@ class Structure:
     sink_dtype: str = "float32"
     non_finite: tuple[tuple[str, int, str], ...] = ()
     score: Formula | None = None
+    dropout: Dropout | None = None
 
     @property
     def mask_shape(self) -> MaskShape:
@@ -481,6 +486,7 @@ class Structure:
             mask=self.mask,
             scale=self.scale,
             score=score,
+            dropout=self.dropout,
             wrt=() if score is None else tuple(each.name for each in score.program.arrays if each.kind == "real"),
             origin=f"{self!r}.example()",
         )
@@ -525,6 +531,7 @@ def structures(
     has_non_finite: bool = False,
     has_sink: bool = False,
     has_score: bool = False,
+    has_dropout: bool = False,
 ) -> Structure:
     """`Structure`s with at most `most_scores` scores and `most_rows` rows in all; the tokens of a tile are `tile`."""
     seqlen_q, seqlen_kv = draw(st.tuples(lengths(tile, longest), lengths(tile, longest)))
@@ -559,7 +566,16 @@ def structures(
         sink_dtype=sink_dtype,
         non_finite=draw(_non_finite()) if has_non_finite else (),
         score=draw(formulas()) if has_score else None,
+        dropout=draw(dropouts()) if has_dropout else None,
     )
+
+
+def dropouts() -> st.SearchStrategy[Dropout]:
+    """Probabilities, seeds and offsets, and the ends of their ranges."""
+    probabilities = st.sampled_from((2.0**-16, 0.1, 0.5, 1 - 2.0**-8)) | st.floats(0, 0.9)
+    seeds = st.sampled_from((0, 2**64 - 1)) | st.integers(0, 2**64 - 1)
+    offsets = st.sampled_from((0, 2**32 - 1)) | st.integers(0, 2**32 - 1)
+    return st.builds(Dropout, probabilities, seeds, offsets)
 
 
 @st.composite
@@ -603,6 +619,7 @@ def examples(
     has_non_finite: bool = False,
     has_sink: bool = False,
     has_score: bool = False,
+    has_dropout: bool = False,
 ) -> st.SearchStrategy[Example]:
     """Strategy for `Example` objects of every structure; see `structures`.
 
@@ -626,6 +643,8 @@ def examples(
         Draw a sink.
     has_score : bool
         Give each a random score function with arrays.
+    has_dropout : bool
+        Draw which weights are dropped.
 
     Returns
     -------
@@ -644,5 +663,6 @@ def examples(
     drawn = structures(
         tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
         longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
+        has_dropout=has_dropout,
     )  # fmt: skip
     return drawn.map(Structure.example)

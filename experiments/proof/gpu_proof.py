@@ -48,7 +48,7 @@ from cuflash import BlockIndex, masks
 from cuflash.compiler import nvrtc
 from cuflash.executors import gpu
 from cuflash.planning.device import DeviceSpec
-from cuflash.plans import Executable
+from cuflash.plans import Plan
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Structure
 from cuflash.planning.families import sm90
@@ -117,7 +117,7 @@ class BoundCall(NamedTuple):
     dtype: str
     head_dim: int
     mask: str
-    ready: Executable
+    ready: Plan
     calls: int
 
 

@@ -39,7 +39,7 @@ from cuflash.compiler import nvrtc
 from cuflash.executors import gpu
 from cuflash.planning.device import DeviceSpec
 from cuflash.errors import CompileError
-from cuflash.plans import Executable
+from cuflash.plans import Plan
 from cuflash.planning.plan import KernelPlan
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import simt, sm80, sm90
@@ -125,13 +125,13 @@ class Config:
 # The host
 
 
-def at_tile(ready: Executable, tile: tuple[int, int], is_threaded: bool) -> Executable:
+def at_tile(ready: Plan, tile: tuple[int, int], is_threaded: bool) -> Plan:
     """The same call at another tile."""
     plan = ready.plan
     device = plan.device if is_threaded else replace(plan.device, num_processors=1)
     work = replace(plan.work, block_q=tile[0], block_kv=tile[1])
     tiling = replace(plan.tiling, block_q=tile[0], block_kv=tile[1], work=work, device=device)
-    return Executable(replace(plan, tiling=tiling, work=work, device=device))
+    return Plan(replace(plan, tiling=tiling, work=work, device=device))
 
 
 def exponentials(size: int = 1 << 20) -> dict[str, Callable[[], object]]:
@@ -390,7 +390,7 @@ def sweep(
     import cupy
 
     q, k, v, do = arrays
-    o, lse = Executable(plan, "gpu").forward(q, k, v)
+    o, lse = Plan(plan, "gpu").forward(q, k, v)
     checked_do = cupy.asarray(check.do)
     way = "forward" if swept[0].entry == "forward" else "backward"
     notes, calls = dict[KernelSpec, str](), dict[str, Callable[[], object]]()
@@ -398,7 +398,7 @@ def sweep(
         if fault := fault_of(made[spec], config.most_stack):
             notes[spec] = f"not timed: {fault}"
             continue
-        ready = Executable(at_kernel(plan, spec), "gpu")
+        ready = Plan(at_kernel(plan, spec), "gpu")
         names = ("o", "lse") if way == "forward" else ("dq", "dk", "dv")
         found = ready.forward(q, k, v) if way == "forward" else ready.backward(checked_do, q, k, v, o, lse)
         share = check.share(**dict(zip(names, found, strict=True)))

@@ -1,6 +1,7 @@
 // Backward of standard attention: P = exp2(S - lse) in S's place, and dS = P (dP - delta) beside it, where dP = do v^T
 // and delta = rowsum(do o) - dlse. One block makes one tile of both, and delta of its rows again.
 #include <attention/config_simt.cuh>
+#include <attention/dropout.cuh>
 #include <attention/mask_simt.cuh>
 #include <attention/naive_matrix.cuh>
 #include <attention/score_gradient.cuh>
@@ -46,6 +47,11 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
                      .columns(keys.first, keys.last);
   const auto ds = rows(matrix<Accumulator>(params.naive.score_gradients, batch_head, batch_head.head, shape.seqlen_q,
                                            shape.seqlen_kv)).columns(keys.first, keys.last);
+  KeptWeights<decltype(s)> kept;
+  if constexpr (config::kHasDropout) {
+    kept = kept_weights_of_queries(s, dropout, shape, work, KvBlock{keys.first, keys.last, BlockKind::kInterval, -1});
+    drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
+  }
   // An attended score may be -inf, as masked ones are: what is masked is asked anew.
   using Scores = decltype(s);
   KvBlock block;
@@ -86,6 +92,10 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params 
                                 [&](int i, int j) { return row_mask.allows(i, j); },
                                     [&](int i) { return lse_of_row[i]; },
                                 [&](int i) { return delta_of_row[i]; }, score::Function::kAddsGradients);
+  }
+  if constexpr (config::kHasDropout) {
+    drop_weights(s, kept);
+    s.scale(dropout.factor);
   }
   tile::store(p, s);
   tile::store(ds, dp);

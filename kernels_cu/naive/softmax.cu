@@ -1,6 +1,7 @@
 // Standard attention, second of three kernels: every row of S becomes P = softmax(S) in its place; lse is written. A
 // row belongs to eight threads, which read it three times: for its maximum, its sum, and to write.
 #include <attention/config_simt.cuh>
+#include <attention/dropout.cuh>
 #include <attention/sink.cuh>
 #include <attention/softmax_simt.cuh>
 #include <attention/tile_scheduler.cuh>
@@ -41,6 +42,14 @@ naive_softmax(const __grid_constant__ cuflash::attention::Params params CUFLASH_
     }
     for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes)
       s.at(query, key) = ptx::exp2_accurate(s.at(query, key) - shift) / divisor * factor;
+    if constexpr (config::kHasDropout) {
+      WeightDraw draw{Draws(dropout)};
+      const uint32_t head = head_number(shape, batch_head, batch_head.head);
+      for (int key = tile::column_lane(); key < num_keys; key += tile::kColumnLanes) {
+        Accumulator& p = s.at(query, key);
+        p = draw.keeps({head, query, key}) ? p * static_cast<Accumulator>(dropout.factor) : Accumulator(0);
+      }
+    }
     if (in_bounds && tile::is_row_leader())
       lse.at(query, 0) = config::kHasSink ? row_lse : row_highest * Accumulator(kLn2) + ptx::log_accurate(divisor);
   }

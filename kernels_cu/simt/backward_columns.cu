@@ -2,6 +2,7 @@
 // summed over the query heads that share it, P recomputed from lse. Scores are transposed here: rows are keys.
 #include <attention/block_iterator.cuh>
 #include <attention/config_simt.cuh>
+#include <attention/dropout.cuh>
 #include <attention/score_gradient.cuh>
 #include <attention/score_slopes.cuh>
 #include <ptx/shared.cuh>
@@ -61,6 +62,11 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
       dp.fill(0);
       tile::gemm_add_nt<kUnroll>(s, k_smem, q_smem);
       tile::gemm_add_nt<kUnroll>(dp, v_smem, do_smem);
+      KeptWeights<decltype(s)> kept;
+      if constexpr (config::kHasDropout) {
+        kept = kept_weights_of_keys(s, dropout, shape, work, block);
+        drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
+      }
       const auto lse_2 = [&](int row) { return q_smem.at(row, kHeadDim); };
       const auto delta_of = [&](int row) { return q_smem.at(row, kHeadDim + 1); };
       if constexpr (kHasScore) {
@@ -71,6 +77,7 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
         probabilities_of_keys(s, params, work, block, lse_2);
         score_gradients_of_keys(dp, [&](int i, int j) { return s.at[i][j]; }, delta_of);
       }
+      if constexpr (config::kHasDropout) drop_weights(s, kept);
       tile::store(p_smem, s);
       __syncthreads();  // P is there
       tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
@@ -81,6 +88,7 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
     }
   }
   dk.scale(shape.softmax_scale);
+  if constexpr (config::kHasDropout) dv.scale(dropout.factor);
   store_gradient<Element>(params.dk, work, kv_head, shape.seqlen_kv, shape.head_dim, dk);
   store_gradient<Element>(params.dv, work, kv_head, shape.seqlen_kv, shape.value_dim, dv);
 }

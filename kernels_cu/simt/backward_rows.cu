@@ -2,6 +2,7 @@
 // dQ of one tile of queries, P recomputed from lse. The columns' half reads delta; no sum depends on who finishes first.
 #include <attention/block_iterator.cuh>
 #include <attention/config_simt.cuh>
+#include <attention/dropout.cuh>
 #include <attention/score_gradient.cuh>
 #include <attention/score_slopes.cuh>
 #include <ptx/shared.cuh>
@@ -46,6 +47,9 @@ simt_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     dp.fill(0);
     tile::gemm_add_nt(s, q_smem, k_smem);
     tile::gemm_add_nt(dp, do_smem, v_smem);
+    if constexpr (config::kHasDropout)
+      drop_gradients(dp, kept_weights_of_queries(dp, dropout, shape, work, block),
+                     static_cast<Accumulator>(dropout.factor));
     if constexpr (kHasScore) score_pairs_of_queries(s, dp, score_function, params, work, block, lse_2, delta);
     else score_gradients_of_queries(s, dp, params, work, block, lse_2, delta);
     tile::store(ds_smem, dp);

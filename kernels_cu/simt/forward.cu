@@ -1,6 +1,7 @@
 // FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1), products and sums in true float32 or float64.
 // One block works on one tile of queries and walks their keys; K and V take turns in one shared tile.
 #include <attention/config_simt.cuh>
+#include <attention/dropout.cuh>
 #include <attention/mask_simt.cuh>
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
@@ -54,6 +55,7 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     else s.scale(softmax_scale_log2);
     mask_scores(s, params, work, block);
     softmax.update(s, o);
+    if constexpr (config::kHasDropout) drop_weights(s, kept_weights_of_queries(s, dropout, shape, work, block));
     tile::store(p_smem, s);
     __syncthreads();  // V and P are there
     tile::gemm_add_nn(o, p_smem, v_smem);
@@ -66,6 +68,7 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   for (int i = 0; i < o.kRows; ++i) {
     Accumulator row_lse = softmax.finalize(i, o);
     if constexpr (config::kHasSink) o.scale_row(i, merge_sink(row_lse, logit));
+    if constexpr (config::kHasDropout) o.scale_row(i, dropout.factor);
     if (tile::is_row_leader() && o.row(i) < lse.num_rows) lse.at(o.row(i), 0) = row_lse;
   }
   const auto all_o = matrix<Element>(params.o, batch_head, batch_head.head, shape.seqlen_q, shape.value_dim);

@@ -1,6 +1,7 @@
 // FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) on the tensor cores of Ampere: a block keeps a tile
 // of keys and walks the queries that visit it, over the query heads that share it. dK and dV stay in registers; what a
 // step adds to dQ goes to global memory, unless dQ has a kernel of its own (backward_rows.cu).
+#include <attention/dropout_gradient_mma.cuh>
 #include <attention/epilogue_mma.cuh>
 #include <attention/fragment_slopes.cuh>
 #include <attention/score_gradient_mma.cuh>
@@ -15,6 +16,7 @@ using Scores = ScorePartition::Tile;
 using WarpDk = tile::WarpPartition<kBlockKv, kHeadDim, kNumWarps>::Tile;
 using WarpDv = tile::WarpPartition<kBlockKv, kValueDim, kNumWarps>::Tile;
 
+constexpr bool kMakesPairs = kHasScore || config::kHasDropout;  // P and dS, once dP is there
 constexpr bool kIsNarrow = kHeadDim + kValueDim <= 256;
 constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // of a thread
 // Of 16-bit elements, and where registers suffice for both.
@@ -248,7 +250,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
 
       Scores s, dp;
       tile::gemm_nt(s, q_smem, k_smem);
-      if (!kHasScore && block.kind == BlockKind::kFull && state.work.last - state.work.first == kBlockKv) {
+      if (!kMakesPairs && block.kind == BlockKind::kFull && state.work.last - state.work.first == kBlockKv) {
         const auto row = row_statistics<Scores>(lse, delta);
         const float softmax_scale_log2 = state.softmax_scale_log2;
         if constexpr (kOverlapsDs) {
@@ -264,17 +266,28 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
         }
       } else {
         const bool is_masked =
-            !kHasScore || block.kind != BlockKind::kFull || state.work.last - state.work.first != kBlockKv;
+            !kMakesPairs || block.kind != BlockKind::kFull || state.work.last - state.work.first != kBlockKv;
         if (is_masked) mask_block(s, params, state.work, block);
-        clear_empty_rows(do_smem, lse);
+        if (is_masked || kHasScore) clear_empty_rows(do_smem, lse);
         tile::gemm_nt(dp, do_smem, v_smem);
+        KeptWeights<Scores> kept;
+        if constexpr (kHasScore && config::kHasDropout) {
+          kept = kept_weights_of_queries(s, dropout, shape, {state.work.batch_head, block.start, block.stop},
+                                         {state.work.first, state.work.last, block.kind, block.entry});
+          drop_gradients(dp, kept, static_cast<float>(dropout.factor));
+        }
         if constexpr (kHasScore) {
           score_pairs_of_rows(s, dp, score_function, shape, state.work.batch_head, {block.start, block.stop},
                               {state.work.first, state.work.last}, is_masked, row_statistics<Scores>(lse, delta),
                               Scores::is_first_owner());
+        } else if constexpr (config::kHasDropout) {
+          const uint32_t head = head_number(shape, state.work.batch_head, state.work.batch_head.head);
+          dropout_score_gradients(s, dp, dropout, head, block.start, state.work.first, is_masked,
+                                  state.softmax_scale_log2, row_statistics<Scores>(lse, delta));
         } else {
           score_gradients<true>(s, dp, state.softmax_scale_log2, row_statistics<Scores>(lse, delta));
         }
+        if constexpr (kHasScore && config::kHasDropout) drop_weights(s, kept);
         if (kStoresScoresEarly) store_scores(s, dp);
         if (kOverlapsDs) {
           __syncthreads();  // P is there
@@ -305,6 +318,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
   __syncthreads();  // K and V are there, even without a step, and read
   const int kv_head = divmod(state.work.batch_head.head, shape.group_size).quotient;
   dk.scale(shape.softmax_scale);
+  if constexpr (config::kHasDropout) dv.scale(dropout.factor);
   stage_gradient(params.dk, state.work, kv_head, shape.head_dim, k_smem, dk);
   stage_gradient(params.dv, state.work, kv_head, shape.value_dim, v_smem, dv);
   __syncthreads();  // all of both is there

@@ -1,5 +1,6 @@
 // The rows' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2), where every result must repeat bit
 // for bit: dQ of one tile of queries, P recomputed from lse. Each warp keeps its rows of P, dS and dQ in registers.
+#include <attention/dropout_gradient_mma.cuh>
 #include <attention/epilogue_mma.cuh>
 #include <attention/fragment_slopes.cuh>
 #include <attention/score_gradient_mma.cuh>
@@ -101,11 +102,19 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     Scores s, dp;
     tile::gemm_nt(s, q_smem, k_smem);
     tile::gemm_nt(dp, do_smem, v_smem);
-    if constexpr (kHasScore) {
+    if constexpr (kHasScore && config::kHasDropout)
+      drop_gradients(dp, kept_weights_of_queries(dp, dropout, shape, state.work, block),
+                     static_cast<float>(dropout.factor));
+    if constexpr (kHasScore || config::kHasDropout) {
       const bool is_masked = !is_unmasked<kBlockKv>(block);
       if (is_masked) mask_scores<config::kIsListed>(s, params, state.work, block, masked_score());
-      score_pairs_of_rows(s, dp, score_function, shape, state.work.batch_head, {state.work.first, state.work.last},
-                          {block.start, block.stop}, is_masked, row, true);
+      const uint32_t head = head_number(shape, state.work.batch_head, state.work.batch_head.head);
+      if constexpr (!kHasScore)
+        dropout_score_gradients(s, dp, dropout, head, state.work.first, block.start, is_masked,
+                                state.softmax_scale_log2, row);
+      else
+        score_pairs_of_rows(s, dp, score_function, shape, state.work.batch_head, {state.work.first, state.work.last},
+                            {block.start, block.stop}, is_masked, row, true);
     } else if (is_unmasked<kBlockKv>(block)) {
       score_gradients<false>(s, dp, state.softmax_scale_log2, row);
     } else {

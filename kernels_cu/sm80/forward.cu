@@ -4,6 +4,7 @@
 // Where tiles are too few for the chip, several blocks share a tile's keys, and combine.cu merges what they leave;
 // where queries are few too, a tile holds those of all the heads that share keys.
 #include <attention/config_mma.cuh>
+#include <attention/dropout.cuh>
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
 #include <ptx/cp_async.cuh>
@@ -112,6 +113,19 @@ CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const
   apply_score(s, score, params.shape, work.batch_head, query_of, {block.start, block.stop}, 1);
 }
 
+// Set weights of a step that are dropped to 0.
+CUFLASH_DEVICE void drop_step(Scores& p, const attention::Params& params, const attention::WorkTile& work,
+                              int first_key, attention::DropoutArgument dropout) {
+  using namespace attention;
+  if constexpr (!config::kHasDropout) return;
+  else if constexpr (!kPackGqa) drop_weights_of_queries(p, dropout, params.shape, work.batch_head, work.first, first_key);
+  else drop_weights(p, kept_weights<Scores>(Draws(dropout), [&](int i, int j) {
+    const DivMod heads = divmod(work.first + row_of(p, i), params.shape.seqlen_q);
+    return WeightPlace{head_number(params.shape, work.batch_head, work.batch_head.head + heads.quotient),
+                       heads.remainder, first_key + column_of(p, j)};
+  }));
+}
+
 // A part's rows of what is left to be merged.
 CUFLASH_DEVICE tile::StackedRows<float> rows_of_part(const attention::Shape& shape, const attention::Matrices& parts,
                                                      const attention::BatchHead& batch_head, int num_columns) {
@@ -122,12 +136,13 @@ CUFLASH_DEVICE tile::StackedRows<float> rows_of_part(const attention::Shape& sha
 
 // What a block that shares its tile leaves: O and lse of its keys; of rows that see none of them, lse alone.
 CUFLASH_DEVICE void write_part(const attention::Params& params, const BlockState& state, const Softmax& softmax,
-                               Output& o) {
+                               Output& o, attention::DropoutArgument dropout) {
   const attention::WorkTile& work = state.work;
   const auto lse_rows = rows_of_part(params.shape, params.parts.lse_parts, work.batch_head, 1);
   const auto o_rows = rows_of_part(params.shape, params.parts.o_parts, work.batch_head, kValueDim);
   float row_lse[Output::kRows];
   softmax.finalize(o, state.softmax_scale_log2, row_lse);
+  if constexpr (config::kHasDropout) o.scale(dropout.factor);
   ptx::cp_async_wait<0>();  // Q is there, even without a step
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i) {
@@ -141,7 +156,7 @@ CUFLASH_DEVICE void write_part(const attention::Params& params, const BlockState
 // lse, and O by way of Q's room.
 CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockState& state, const Softmax& softmax,
                                   Output& o,
-                                  attention::SinkArgument sink) {
+                                  attention::SinkArgument sink, attention::DropoutArgument dropout) {
   using namespace attention;
   const WorkTile& work = state.work;
   const BatchHead& batch_head = work.batch_head;
@@ -151,6 +166,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockSt
   const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
   float row_lse[Output::kRows];
   softmax.finalize(o, state.softmax_scale_log2, row_lse);
+  if constexpr (config::kHasDropout) o.scale(dropout.factor);
   if constexpr (config::kHasSink)
 #pragma unroll
     for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
@@ -203,13 +219,15 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     if constexpr (kHasScore) score_step(s, params, state.work, block, score_function);
     else if (Softmax::needs_negation(shape.softmax_scale)) Softmax::negate(s, shape.softmax_scale);
     if (!is_unmasked<kBlockKv>(block)) mask_block(s, params, state, block);
+    const int first_key = block.start;
     has_block = blocks.next(block);
     if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles);
     ptx::cp_async_commit();
     softmax.update(s, o, state.softmax_scale_log2);
+    drop_step(s, params, state.work, first_key, dropout);
     tile::gemm_add_nn(o, s, v_smem);
   }
 
-  if (kIsSplit) write_part(params, state, softmax, o);
-  else write_results(params, state, softmax, o, sink);
+  if (kIsSplit) write_part(params, state, softmax, o, dropout);
+  else write_results(params, state, softmax, o, sink, dropout);
 }

@@ -3,6 +3,7 @@
 // while this one's become weights and while the last one's are multiplied by V; and warpgroups take turns at starting
 // products, so that one's softmax runs under another's products. Blocks go on to further tiles until none is left.
 #include <attention/config_mma.cuh>
+#include <attention/dropout.cuh>
 #include <attention/sink.cuh>
 
 namespace cuflash {
@@ -74,12 +75,14 @@ CUFLASH_DEVICE void ping_pong_signal() {
 
 // lse and O of a tile. O leaves by the room of its Q where the accelerator writes it, a box for each warp's rows.
 CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tiles_done,
-                             const Softmax& softmax, Output& o, bool is_last, attention::SinkArgument sink) {
+                             const Softmax& softmax, Output& o, bool is_last, attention::SinkArgument sink,
+                             attention::DropoutArgument dropout) {
   using namespace attention;
   const BatchHead& batch_head = shared().tile_infos[tile_info_index(num_tiles_done)].work.batch_head;
   const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
   float row_lse[Output::kRows];
   softmax.finalize(o, shared().softmax_scale_log2, row_lse);
+  if constexpr (config::kHasDropout) o.scale(dropout.factor);
   if constexpr (config::kHasSink)
 #pragma unroll
     for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
@@ -158,6 +161,20 @@ CUFLASH_DEVICE void score_step(const attention::Params& params, const score::Fun
   if constexpr (kHasScore) {
     const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
     attention::score_of_queries(s, function, params, work, shared().messages[stage_of(num_k_blocks)].block, 1);
+  }
+}
+
+// Where a step's keys start, as long as they are not released; asked for under dropout alone.
+CUFLASH_DEVICE int first_key_of(unsigned num_k_blocks) {
+  return config::kHasDropout ? shared().messages[stage_of(num_k_blocks)].block.start : 0;
+}
+
+// Set weights of a step that are dropped to 0.
+CUFLASH_DEVICE void drop_step(const attention::Params& params, attention::DropoutArgument dropout, Scores& p,
+                              unsigned num_tiles_done, int first_key) {
+  if constexpr (config::kHasDropout) {
+    const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
+    attention::drop_weights_of_queries(p, dropout, params.shape, work.batch_head, work.first, first_key);
   }
 }
 
@@ -287,7 +304,8 @@ CUFLASH_DEVICE void add_last_v(Output& o, const PackedP& p, unsigned num_k_block
 // Tile after tile.
 CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, const attention::TensorMaps& maps,
                                              int group,
-                                             attention::SinkArgument sink, const score::Function& function) {
+                                             attention::SinkArgument sink, const score::Function& function,
+                                             attention::DropoutArgument dropout) {
   unsigned num_k_blocks = 0;
   for (unsigned num_tiles_done = 0; wait_tile(num_tiles_done); ++num_tiles_done) {
     Softmax softmax;
@@ -299,9 +317,11 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
     for (bool is_first = true;; is_first = false) {
       const bool is_last = flags & StepMessage::kLastForWarpgroup, was_plain = is_plain(flags);
       score_step(params, function, s, num_tiles_done, num_k_blocks);
+      const int first_key = first_key_of(num_k_blocks);
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
       if (p_is_ready) {
         release_k(num_k_blocks, false);
+        drop_step(params, dropout, s, num_tiles_done, first_key);
         wait_output(o, num_k_blocks);
         p = s;
       } else {
@@ -311,6 +331,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
         tile::wait_wgmma<0>(o);
         if (!is_first) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen, factor);
+        drop_step(params, dropout, s, num_tiles_done, first_key);
         p = s;
       }
       ++num_k_blocks;
@@ -321,7 +342,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
     }
     add_last_v(o, p, num_k_blocks);
     if (!(flags & StepMessage::kLastOfTile)) skip_blocks(group, num_k_blocks, false);
-    epilogue(params, maps, num_tiles_done, softmax, o, true, sink);
+    epilogue(params, maps, num_tiles_done, softmax, o, true, sink, dropout);
   }
 }
 
@@ -329,7 +350,8 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
 // results are written once the next tile has its first weights; if the warpgroup has a part in all of this one's steps.
 CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, const attention::TensorMaps& maps,
                                               int group,
-                                              attention::SinkArgument sink, const score::Function& function) {
+                                              attention::SinkArgument sink, const score::Function& function,
+                                              attention::DropoutArgument dropout) {
   unsigned num_k_blocks = 0, num_tiles_done = 0;
   while (wait_tile(num_tiles_done)) {
     Softmax softmax, previous_softmax;
@@ -343,9 +365,11 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
       const bool is_last = flags & StepMessage::kLastForWarpgroup, is_first = flags & StepMessage::kEpiloguePending,
           was_plain = is_plain(flags);
       score_step(params, function, s, num_tiles_done, num_k_blocks);
+      const int first_key = first_key_of(num_k_blocks);
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
       if (p_is_ready) {
         release_k(num_k_blocks, false);
+        drop_step(params, dropout, s, num_tiles_done, first_key);
         wait_output(o, num_k_blocks);
         if (flags & StepMessage::kOStoreInFlight) release_q(num_tiles_done - 1);
         ++num_k_blocks;
@@ -358,10 +382,11 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
         tile::wait_wgmma<0>(o);
         if (num_k_blocks > 0) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         if (is_first) {
-          epilogue(params, maps, num_tiles_done - 1, previous_softmax, o, false, sink);
+          epilogue(params, maps, num_tiles_done - 1, previous_softmax, o, false, sink, dropout);
           o.fill(0);
         }
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen && !is_first, factor);
+        drop_step(params, dropout, s, num_tiles_done, first_key);
         p = s;
         if (flags & StepMessage::kOStoreInFlight || is_first && is_last) release_q(num_tiles_done - 1);
         ++num_k_blocks;
@@ -381,17 +406,18 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
     }
     add_last_v(o, p, num_k_blocks);
     if (!(flags & StepMessage::kLastOfTile)) skip_blocks(group, num_k_blocks, true);
-    epilogue(params, maps, num_tiles_done - 1, softmax, o, true, sink);
+    epilogue(params, maps, num_tiles_done - 1, softmax, o, true, sink, dropout);
     release_q(num_tiles_done - 1);
     if (flags & StepMessage::kLastOfTile) return;
   }
 }
 
 CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group,
-                            attention::SinkArgument sink, const score::Function& function) {
+                            attention::SinkArgument sink, const score::Function& function,
+                            attention::DropoutArgument dropout) {
   if (group == kNumConsumers) ping_pong_signal();
-  if constexpr (kQStages == 1) consume_with_one_q_stage(params, maps, group, sink, function);
-  else consume_with_two_q_stages(params, maps, group, sink, function);
+  if constexpr (kQStages == 1) consume_with_one_q_stage(params, maps, group, sink, function, dropout);
+  else consume_with_two_q_stages(params, maps, group, sink, function, dropout);
   if (group == 1) ping_pong_wait();  // nobody is left to take the last one
 }
 
@@ -414,6 +440,6 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
     produce(params, maps, sink);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(params, maps, group, sink, score_function);
+    consume(params, maps, group, sink, score_function, dropout);
   }
 }

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 from cuflash import api
+from cuflash.planning import plan_cache
 from cuflash.planning.families import sm90_dq
 from cuflash.planning.launches import DqSemaphoreOrder
 
@@ -48,11 +49,11 @@ def taken_order(dq_order: DqSemaphoreOrder, num_places: int, num_tiles: int) -> 
 @contextmanager
 def plans_of_its_own() -> Iterator[None]:
     """No plan from before is taken, and none that is made here is kept, also where a test fails or is meant to."""
-    api._cached_plan.cache_clear()
+    plan_cache._cached_plan.cache_clear()
     try:
         yield
     finally:
-        api._cached_plan.cache_clear()
+        plan_cache._cached_plan.cache_clear()
 
 
 @contextmanager

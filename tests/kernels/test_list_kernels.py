@@ -183,7 +183,7 @@ def test_a_call_makes_its_lists_by_kernels_and_reads_the_mask_anew(cupy, monkeyp
         assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(got, expected))
         array[...] = np.roll(array.get(), 1, axis=-1)  # in place: the next call sees it
         if number == 0:
-            monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+            monkeypatch.setattr(api, "planned", lambda *args, **options: pytest.fail("planned again"))
             monkeypatch.setattr(gpu, "ListMaker", lambda *args: pytest.fail("bound again"))
 
 
@@ -259,7 +259,7 @@ def test_a_repeated_call_writes_to_given_arrays_and_asks_nothing_again(cupy, mon
         assert cuflash.attention(*arrays, causal=True, out=(both, lse)) is both
         assert (both.get() == out.get()).all() and np.allclose(out.get(), expected, rtol=1e-4, atol=1e-5)
         assert np.allclose(lse.get(), expected_lse, rtol=1e-4, atol=1e-5)
-        monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+        monkeypatch.setattr(api, "planned", lambda *args, **options: pytest.fail("planned again"))
 
 
 def test_an_output_over_an_input_is_refused_by_a_repeated_call_too(cupy):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cuflash.executors.params import ParamsTemplate, View
 from cuflash.planning.launches import Pass
+from cuflash.planning import plan_cache
 from cuflash.planning.plan import KernelPlan
 from cuflash.executors.sim import Simulator
 from cuflash.planning.families.sm90 import backward_specs, boxes, shared_bytes
@@ -31,7 +32,7 @@ from fused_dq import of_lists, on_few_processors, plans_of_its_own
 from poison import MARGIN, STRUCTURES, Guarded, PoisonedGpu, call
 
 import cuflash
-from cuflash import DeviceSpec, UnsupportedProblem, api, masks, sim
+from cuflash import DeviceSpec, UnsupportedProblem, masks, sim
 from cuflash.executors.launch import run as run_pass
 from cuflash.planning.families import sm90
 
@@ -101,9 +102,9 @@ def test_a_failure_under_other_tiles_leaves_no_plan_behind() -> None:
     for other in (with_fewest_tiles(1), of_lists(finishes=True), on_few_processors()):
         with pytest.raises(ZeroDivisionError), other:
             planned(2, 300, 64)
-            assert api._cached_plan.cache_info().currsize == 1
+            assert plan_cache._cached_plan.cache_info().currsize == 1
             raise ZeroDivisionError
-        assert api._cached_plan.cache_info().currsize == 0
+        assert plan_cache._cached_plan.cache_info().currsize == 0
 
 
 # Calls in the midst of poison.

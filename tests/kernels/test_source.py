@@ -41,6 +41,8 @@ CHANGED = {
     "precision": "tf32",
     "has_watchdog": True,
     "has_sink": True,
+    "has_dropout": True,
+    "reads_dropout_seed": True,
     "score": CAPPED.program,
     "score_wrt": ("slope",),
 }

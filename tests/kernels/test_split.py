@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash.plans import Executable
+from cuflash.plans import Plan
 from cuflash.planning.plan import KernelPlan
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, assert_within_bounds, examples
@@ -104,7 +104,7 @@ def test_nan_in_one_part_goes_where_arithmetic_takes_it() -> None:
     example = rounded(STRUCTURES["few queries, causal"].example())
     k = example.k.copy()
     k[0, 0, 299] = np.nan  # the last key, which the last query alone sees
-    o, lse = Executable(split_plan(example, 3), "sim").forward(example.q, k, example.v)
+    o, lse = Plan(split_plan(example, 3), "sim").forward(example.q, k, example.v)
     assert np.isnan(o[0, :2, 4].astype(np.float32)).all() and np.isnan(lse[0, :2, 4]).all()
     assert np.isfinite(o[0, :2, :4].astype(np.float32)).all() and np.isfinite(lse[1]).all()
 

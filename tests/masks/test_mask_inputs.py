@@ -23,10 +23,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import UnsupportedProblem, api, masks, patterns
+from cuflash import UnsupportedProblem, masks, patterns
 from cuflash.masks.base import And, Band, Mask, Or
 from cuflash.masks.content import content, held_arrays
 from cuflash.masks.shape import MAX_SEQLEN, MaskShape
+from cuflash.planning import plan_cache
 from cuflash.testing import strategies
 from cuflash.blocks.work_list import work_list
 
@@ -755,12 +756,12 @@ def test_a_mask_that_declares_what_it_holds_is_remembered(name, monkeypatch):
     two, eight = REMEMBERED[name](2), REMEMBERED[name](8)
     assert content(two) == content(REMEMBERED[name](2)) and content(two) != content(eight)
     made = []
-    monkeypatch.setattr(api, "_new_plan", lambda *arguments: made.append(arguments))
-    api._cached_plan.cache_clear()
+    monkeypatch.setattr(plan_cache, "_new_plan", lambda *arguments: made.append(arguments))
+    plan_cache._cached_plan.cache_clear()
     problem = part(cuflash, "planning.problem").Problem.of(*[np.zeros((8, 1))] * 3)
     for each in (two, REMEMBERED[name](2), eight):
-        api._plan(problem, each, cuflash.DeviceSpec.host(), None, False)
-    api._cached_plan.cache_clear()
+        plan_cache.plan_for(problem, each, cuflash.DeviceSpec.host(), None, False)
+    plan_cache._cached_plan.cache_clear()
     assert [arguments[1] for arguments in made] == [two, eight]
 
 

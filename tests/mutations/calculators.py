@@ -64,7 +64,7 @@ FAULTS = {
     },
     takes(lambda library: library.memory(library.plan(*[np.ones((3, 4))] * 3).plan).inputs == 3 * 3 * 4 * 8): {
         "plans of kernels are none": Edit(
-            FILE, "memory", "isinstance(plan, Executable) else plan", "isinstance(plan, Executable) else None"
+            FILE, "memory", "isinstance(plan, Plan) else plan", "isinstance(plan, Plan) else None"
         ),
     },
 }  # fmt: skip

@@ -181,12 +181,12 @@ def without_libraries(library):
 FAULTS = {
     pickled_after_use(a_plan): {
         "a plan takes its calls along": Edit(
-            "plans.py", "Executable.__getstate__", '{**vars(self), "_bound_calls": {}}', "vars(self)"
+            "plans.py", "Plan.__getstate__", '{**vars(self), "_bound_calls": {}}', "vars(self)"
         ),
     },
     takes(replaced): {
         "a plan for another executor repeats the first's calls": Edit(
-            "plans.py", "Executable",
+            "plans.py", "Plan",
             "default_factory=dict, init=False, repr=False",
             "default_factory=dict, repr=False",
         ),
@@ -218,7 +218,7 @@ FAULTS = {
     pickled_after_use(a_pullback): {
         "a vjp is a closure": Edit(
             "api.py", "attention_vjp",
-            "Pullback(ready, q, k, v, o, lse, dict(zip(operands, others)))",
+            'Pullback(ready, given["q"], given["k"], given["v"], o, lse, operands)',
             "(lambda do, dlse=None: ready.backward(do, q, k, v, o, lse, dlse))",
         ),
     },
@@ -319,12 +319,12 @@ FAULTS = {
     },
     refuses(lambda library: a_pullback(library, False)(None), "do must be an array; got None"): {
         "do may be left out": Edit(
-            "plans.py", "Executable.backward", 'if name != "dlse" or array is not None', "if array is not None"
+            "plans.py", "Plan.backward", 'if name != "dlse" or array is not None', "if array is not None"
         ),
     },
     refuses(attends(out=(Q, Q, Q)), "or a pair (o, lse)"): {
         "a pair is not offered": Edit(
-            "plans.py", "Executable._output_reasons",
+            "plans.py", "Plan._output_reasons",
             'pair = ", or a pair (o, lse) of arrays" if name == "out" else ""',
             'pair = ""',
         ),
@@ -425,12 +425,12 @@ FAULTS = {
     },
     refuses(lambda library: library.plan(Q, Q, Q, device="H100"), "device must be a DeviceSpec", "DeviceSpec.gpu"): {
         "devices are names": Edit(
-            "api.py", "plan", "if device is not None and not isinstance(device, DeviceSpec):", "if False:"
+            "api.py", "planned", "if device is not None and not isinstance(device, DeviceSpec):", "if False:"
         ),
     },
     refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"): {
         "a flag is whatever is true": Edit(
-            "api.py", "plan", 'reasons += flag_reasons("deterministic", deterministic)', ""
+            "api.py", "planned", 'reasons += flag_reasons("deterministic", options.deterministic)', ""
         ),
     },
     refuses(attends(return_lse=1), "return_lse must be True or False; got 1"): {
@@ -448,7 +448,10 @@ FAULTS = {
         ),
     },
     refuses(twice({"scale": 2}, {"scale": 2 + 0j}), "scale must be a finite number or None; got (2+0j)"): {
-        "what equals an option is one": Edit("api.py", "_are_plain", "return False", "pass"),
+        "what equals an option is one": Edit(
+            "planning/options.py", "Options.key",
+            "type(scale) not in _SCALES or type(deterministic)", "type(deterministic)",
+        ),
     },
     takes(lambda library: library.merge([Foreign(Q)], [Foreign(Q[..., 0])])[0].shape == Q.shape): {
         "merge takes no arrays of another library": Edit(

@@ -30,20 +30,20 @@ FAULTS = {
             "planning/problem.py", "Problem.scaling", "exponent - exponent // 2", "exponent // 2"
         ),
         "scaled q and k are not used": Edit(
-            "plans.py", "Executable.forward", 'given["q"], given["k"] = self._scaled(given["q"], given["k"])', "pass"
+            "plans.py", "Plan.forward", 'given["q"], given["k"] = self._scaled(given["q"], given["k"])', "pass"
         ),
         "gradients read q and k as they are": Edit(
-            "plans.py", "Executable.backward",
+            "plans.py", "Plan.backward",
             'given_arrays["q"], given_arrays["k"] = self._scaled(given_arrays["q"], given_arrays["k"])',
             "pass",
         ),
         "gradients keep the powers of two": Edit(
-            "plans.py", "Executable.backward",
+            "plans.py", "Plan.backward",
             'results["dq"], results["dk"] = self._scaled(results["dq"], results["dk"])',
             "pass",
         ),
         "calls are repeated without the powers of two": Edit(
-            "plans.py", "Executable.can_bind", "and not self._scales_arrays", ""
+            "plans.py", "Plan.can_bind", "and not self._scales_arrays", ""
         ),
     },
     nothing_is_raised: {

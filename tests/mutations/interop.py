@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mutations.interop_guards import (
-    arrays_of_jax_are_right, bfloat16_is_taken_and_given, tensors_are_right, tensors_without_elements_are_named,
-    writing_is_told,
+    arrays_of_jax_are_right, bfloat16_is_taken_and_given, scores_of_jax_are_right, scores_of_tensors_are_right,
+    tensors_are_right, tensors_without_elements_are_named, writing_is_told,
 )  # fmt: skip
 from mutations.planting import Edit
 
@@ -21,7 +21,7 @@ FAULTS = {
             "dlse = None if dlse is None else dlse.resolve_neg()", "dlse = None",
         ),
         "no gradient of a sink is asked for": Edit(
-            "torch.py", "attention", 'wrt = ("sink",) if has_graph', 'wrt = () if has_graph'
+            "torch.py", "_called", "options = options._replace(wrt=tuple(needed))", "pass"
         ),
         "a given output is returned for the other": Edit(
             "torch.py", "_returned", "next(others) if each is None else each for each in outs",
@@ -30,6 +30,35 @@ FAULTS = {
         "operands follow in the place of dlse": Edit(
             "torch.py", "_backward_names", '*(("dlse",) if has_dlse else ()), *operands',
             '*operands, *(("dlse",) if has_dlse else ())',
+        ),
+    },
+    scores_of_tensors_are_right: {
+        "all operands have gradients": Edit(
+            "torch.py", "_called", 'if getattr(each, "requires_grad", False))', "if each.is_floating_point())"
+        ),
+        "gradients of operands are the next one's": Edit(
+            "torch.py", "_Attention.backward", "next(more) if is_needed else None for is_needed in needed",
+            "next(more, None) for is_needed in needed",
+        ),
+        "a captured tensor has to be one of floats": Edit("torch.py", "_kind_reasons", "and not is_captured:", ":"),
+        "a Score of the library loses its tensors": Edit(
+            "scores/score.py", "_as_array", "isinstance(array, ShapeDtype) or is_differentiated(array)",
+            "isinstance(array, ShapeDtype)",
+        ),
+        "numbers beside a tensor are of its dtype": Edit(
+            "scores/library.py", "_beside", 'dtype=sys.modules["torch"].int32, ', ""
+        ),
+        "a score over other arrays is over its own": Edit(
+            "scores/score.py", "Score.with_arrays", "{name: arrays[name] for name in self.arrays}", "dict(self.arrays)"
+        ),
+    },
+    scores_of_jax_are_right: {
+        "all operands have a gradient": Edit(
+            "jax.py", "_forward", "if each.perturbed)", 'if each.value.dtype.kind == "f")'
+        ),
+        "zeros that JAX leaves out are ones": Edit("jax.py", "_backward", "jax.numpy.zeros(", "jax.numpy.ones("),
+        "plans do not differ by what gradients are asked of": Edit(
+            "jax.py", "_Call.planned", "else options.key(", "else options._replace(wrt=()).key(",
         ),
     },
     writing_is_told: {
@@ -68,22 +97,25 @@ FAULTS = {
             "layouts.py", "is_on_cuda", "and value.requires_grad", "and False"
         ),
         "an output may require gradients": Edit(
-            "torch.py", "_kind_reasons", 'name.startswith("out") and tensor.requires_grad', "False"
+            "torch.py", "_kind_reasons", 'name.startswith("out") and not is_captured and tensor.requires_grad', "False"
         ),
     },
     arrays_of_jax_are_right: {
         "cotangents are taken in the other order": Edit(
-            "jax.py", "_backward", "do, dlse, o, lse, q, k, v, *operands = given",
+            "jax.py", "_gradients", "do, dlse, o, lse, q, k, v, *operands = given",
             "dlse, do, o, lse, q, k, v, *operands = given",
         ),
         "gradients of operands are left out": Edit(
-            "jax.py", "_backward", "return *made, *(made[name] for name in names)", "return tuple(made)"
+            "jax.py", "_gradients", "return *made, *(made[name] for name in wrt)", "return tuple(made)"
+        ),
+        "gradients of held arrays are traced": Edit(
+            "jax.py", "_data", "array.to_concrete_value() if", "None if"
         ),
         "an array of NumPy is one of JAX": Edit(
             "jax.py", "_array_reasons", "if not isinstance(array, jax.Array):", "if False:"
         ),
         "a tracer on a GPU becomes a callback": Edit(
-            "jax.py", "_array_reasons", 'if is_traced and _platform([array]) != "cpu":', "if False:"
+            "jax.py", "_array_reasons", 'if data is None and _platform([array]) != "cpu":', "if False:"
         ),
         "tracers are read": Edit(
             "jax.py", "_run", "if any(isinstance(array, jax.core.Tracer) for array in arrays):", "if False:"

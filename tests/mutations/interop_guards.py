@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -43,6 +46,77 @@ def tensors_are_right(library: ModuleType) -> None:
     out.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(found, given, [do, dlse])
+
+
+BIAS, TABLE = np.random.default_rng(1).standard_normal((4, 6, 6)), np.random.default_rng(2).standard_normal((4, 4))
+
+
+def expected_of_scores(library: ModuleType, wrt: tuple[str, ...]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """o with a bias, a sink, and a table of relative positions that is read by integers; gradients of sum(o DO)."""
+    score = library.scores.relative_position(TABLE, 3, bidirectional=True)
+    o, vjp = library.attention_vjp(Q, K, V, sink=SINK, bias=BIAS, score=score, wrt=wrt)
+    made = vjp(DO)
+    return o, [*made, *(made[name] for name in wrt)]
+
+
+def scores_of_tensors_are_right(library: ModuleType) -> None:
+    """Results and gradients of a call whose bias, sink and score hold tensors, of which one requires a gradient."""
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    for name in ("bias", "sink", "table"):
+        o, gradients = expected_of_scores(library, (name,))
+        given = {each: torch.from_numpy(array.copy()) for each, array in zip("qkv", (Q, K, V))}
+        others = {"bias": torch.from_numpy(BIAS), "sink": torch.from_numpy(SINK), "table": torch.from_numpy(TABLE)}
+        others[name] = others[name].clone().requires_grad_()
+        leaves = [*(tensor.requires_grad_() for tensor in given.values()), others[name]]
+        score = library.scores.relative_position(others.pop("table"), 3, bidirectional=True)
+        with watched(module.api, "run") as calls:
+            found = module.attention(**given, score=score, **others)
+        assert (found.detach().numpy() == o).all() and calls[0][3].wrt == (name,)
+        pulled = torch.autograd.grad(found, leaves, torch.from_numpy(DO))
+        assert all((ours.numpy() == theirs).all() for ours, theirs in zip(pulled, gradients, strict=True))
+
+
+def scores_of_jax_are_right(library: ModuleType) -> None:
+    """The same of JAX's arrays; the integers of the score are an argument that JAX differentiates too."""
+    jax, module = pytest.importorskip("jax"), part(library, "jax")
+
+    def gathered(s, b, h, i, j, table, places):
+        return s + table[h, np.clip(places[j], 0, 3)]
+
+    score = library.Score(gathered, table=TABLE, places=np.arange(6) % 4)
+    o, vjp = library.attention_vjp(Q, K, V, score=score, bias=BIAS, sink=SINK, wrt=("bias", "table"))
+    made = vjp(DO)
+    with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(True):
+        q, k, v, bias, sink, table, places = map(jax.numpy.asarray, (Q, K, V, BIAS, SINK, TABLE, np.arange(6) % 4))
+
+        def call(table, places, bias):
+            score = library.Score(gathered, table=table, places=places)
+            return module.attention(q, k, v, score=score, bias=bias, sink=sink)
+
+        with watched(module.api, "planned") as calls:
+            ours = call(table, places, bias)
+            found, of_table = jax.vjp(lambda table, places: call(table, places, bias), table, places)
+            _, of_bias = jax.vjp(lambda bias: call(table, places, bias), bias)
+            (dtable, _), (dbias,) = of_table(DO), of_bias(DO)
+    assert {given[3].wrt for given in calls} == {(), ("table",), ("bias",)}
+    assert (np.asarray(ours) == o).all() and (np.asarray(found) == o).all()
+    assert np.allclose(dtable, made["table"], rtol=1e-12) and np.allclose(dbias, made["bias"], rtol=1e-12)
+
+
+@contextmanager
+def watched(owner: ModuleType, name: str) -> Iterator[list[tuple[Any, ...]]]:
+    """The arguments of the calls of a function within a block."""
+    calls, function = [], getattr(owner, name)
+
+    def watching(*given: Any, **options: Any) -> Any:
+        calls.append(given)
+        return function(*given, **options)
+
+    setattr(owner, name, watching)
+    try:
+        yield calls
+    finally:
+        setattr(owner, name, function)
 
 
 def writing_is_told(library: ModuleType) -> None:
@@ -109,9 +183,10 @@ def arrays_of_jax_are_right(library: ModuleType) -> None:
                 assert np.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
         with pytest.raises(TypeError, match="q must be a jax.Array"):
             module.attention(Q, *arrays[1:3])
-        platform, module._platform = module._platform, lambda arrays: "gpu"
+        platform, module._default_platform = module._default_platform, lambda: "gpu"
         try:
+            pulled(*arrays)  # of arrays that lie on the CPU, wherever JAX would run what it traces
             with pytest.raises(part(library, "errors").UnsupportedProblem, match="^3 reasons:\n- q must hold data"):
                 jax.jit(module.attention)(*arrays[:3])
         finally:
-            module._platform = platform
+            module._default_platform = platform

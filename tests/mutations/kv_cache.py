@@ -49,6 +49,9 @@ def pages_are_used_sparingly(library: ModuleType) -> None:
     assert cache.num_free_pages == 0 and cache.lengths.tolist() == [23, 23]
     cache.truncate([16, 23])
     assert cache.num_free_pages == 1
+    before, rows = cache.block_table[1].tolist(), np.repeat(K, 4, axis=2)
+    cache.append(rows, rows, counts=[0, 12])
+    assert cache.block_table[1].tolist()[:2] == before[:2] and cache.num_free_pages == 0
     cache.reset()
     assert cache.num_free_pages == 3
 
@@ -127,6 +130,12 @@ FAULTS = {
         "queries see later keys": Edit(
             FILE, "KVCache._attend_one_by_one", '"bottom_right" if causal else False', "False"
         ),
+        "rows on one page are written to it though it is shared": Edit(
+            PAGES, "PagePool._has_page", "self._references[table[place]] == 1", "True"
+        ),
+        "rows on the next page are taken for rows on this one": Edit(
+            PAGES, "PagePool._has_page", "(growth.stop - 1) // self.page_size", "growth.length // self.page_size"
+        ),
         "shared pages are written to": Edit(PAGES, "PagePool.grow", "if self._references[page] > 1:", "if False:"),
         "a copy of a page misses its last row": Edit(
             PAGES, "PagePool.grow", "rows = growth.length -", "rows = growth.length - 1 -"
@@ -157,7 +166,7 @@ FAULTS = {
     pages_are_used_sparingly: {
         "resetting keeps pages": Edit(FILE, "KVCache.reset", "self._pages.shrink(row, 0)", "pass"),
         "a page that one sequence writes to alone is counted as shared": Edit(
-            PAGES, "PagePool.shortages", "references.subtract(shared)", "pass"
+            PAGES, "PagePool.shortages", "dropped.get(page, 0) + 1", "0"
         ),
         "a fork copies": Edit(PAGES, "PagePool.grow", "> 1:", "> 0:"),
         "truncating keeps pages": Edit(FILE, "KVCache.truncate", "self._pages.shrink(sequence, length)", "pass"),
@@ -179,7 +188,7 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).append(K, K[:, :, :2]), "v must have k's 3 rows"): {
         "keys and values need not be as many": Edit(
-            FILE, "KVCache.append", "if k.shape[2] != v.shape[2]:", "if False:"
+            FILE, "KVCache._checked_rows", "if k.shape[2] != v.shape[2]:", "if False:"
         ),
     },
     refuses(lambda library: filled(library).append(K, K.astype(float)), "v must have shape"): {

@@ -14,14 +14,14 @@ FAULTS = {
         "what an index remembers leads back to it": Edit(
             "blocks/index.py", "BlockIndex.remembered", "IndexMask.of_index(replace(self))", "IndexMask.of_index(self)"
         ),
-        "a plan holds the index itself": Edit("api.py", "plan", "mask = mask.remembered.mask", "pass"),
+        "a plan holds the index itself": Edit("api.py", "planned", "mask = mask.remembered.mask", "pass"),
         "a call that is remembered holds its plan": Edit(
-            "plans.py", "Executable.bind", "executor.forward(plan, dict(zip(names, (*arrays, *made))))",
+            "plans.py", "Plan.bind", "executor.forward(plan, dict(zip(names, (*arrays, *made))))",
             "EXECUTORS[self.executor].forward(plan, dict(zip(names, (*arrays, *made))))",
         ),
     },
     an_index_is_read_once_and_never_changes: {
-        "indices share their calls": Edit("api.py", "calls_with", "(None, kept.calls)", "(None, shared)"),
+        "indices share their calls": Edit("planning/lookup.py", "lookup", "Lookup(kept.calls, ", "Lookup(shared, "),
         "lists are not kept": Edit(
             "blocks/work_list.py", "_work_of_index",
             "mask.works.setdefault(block, ListedWork(index=index))", "ListedWork(index=index)",

@@ -111,16 +111,16 @@ FAULTS = {
     },
     recall_is_right: {
         "the mask's causal part is not all keys'": Edit(
-            "study/recall.py", "recall", "attention(q, k, v, mask=mask, causal=causal,", "attention(q, k, v, mask=mask,"
+            "study/recall.py", "kept", "attention(q, k, v, mask=mask, causal=causal,", "attention(q, k, v, mask=mask,"
         ),
         "queries without a key lose all": Edit(
-            "study/recall.py", "recall", "xp.where(is_empty, 1,", "xp.where(is_empty, 0,"
+            "study/recall.py", "kept", "xp.where(is_empty, 1,", "xp.where(is_empty, 0,"
         ),
         "the mass is the inverse": Edit(
-            "study/recall.py", "recall", "xp.exp(kept_lse - lse)", "xp.exp(lse - kept_lse)"
+            "study/recall.py", "kept", "xp.exp(kept_lse - lse)", "xp.exp(lse - kept_lse)"
         ),
         "the error is of the masked output": Edit(
-            "study/recall.py", "recall", "for x in (kept_o - o, o))", "for x in (kept_o - o, kept_o))"
+            "study/recall.py", "kept", "for x in (kept_o - o, o))", "for x in (kept_o - o, kept_o))"
         ),
     },
     scipy_is_read: {

@@ -171,10 +171,10 @@ FAULTS = {
             "masks/content.py", "Described.to", 'if "__dataclass_fields__" in vars(type(self)):', "if True:"
         ),
         "calls are told apart as masks tell themselves apart": Edit(
-            "api.py", "call_key", "else content(mask), causal", "else mask, causal"
+            "planning/options.py", "Options.key", "else content(mask)", "else mask"
         ),
         "plans are told apart as masks tell themselves apart": Edit(
-            "api.py", "_plan", "_MaskKey(mask, content(mask))", "_MaskKey(mask, mask)"
+            "planning/plan_cache.py", "plan_for", "_MaskKey(mask, content(mask))", "_MaskKey(mask, mask)"
         ),
     },
     wide_trees_are_right: {

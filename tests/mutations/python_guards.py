@@ -65,7 +65,7 @@ def attention_is_right(library):
         tile = max(block_q, work.block_q), max(block_kv, work.block_kv)
         tiling = host.HostTiling(problem, device, *tile, work)
         kernels = plan.KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling)
-        ready = launch.Executable(kernels)
+        ready = launch.Plan(kernels)
         o, lse = ready.forward(example.q, example.k, example.v)
         dq, dk, dv = ready.backward(example.do, example.q, example.k, example.v, o, lse, example.dlse)
         part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)

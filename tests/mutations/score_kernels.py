@@ -112,7 +112,8 @@ FAULTS = {
             "true",
         ),
         "rows have no score function": Edit(
-            "sm80/backward_rows.cu", "sm80_backward_rows", "if constexpr (kHasScore)", "if constexpr (false)"
+            "sm80/backward_rows.cu", "sm80_backward_rows", "if constexpr (kHasScore || config::kHasDropout)",
+            "if constexpr (false)",
         ),
     },
     packed_heads_are_exact: {
@@ -153,7 +154,9 @@ FAULTS = {
             'f"batch_extents + {extents - axes}, {member}_strides"',
             'f"batch_extents, {member}_strides"',
         ),
-        "gradients are not zeroed": Edit("executors/launch.py", "__call__", "all_arrays[i].fill(0)", "pass"),
+        "gradients are not zeroed": Edit(
+            "executors/launch.py", "__call__", "self._target.set_zero(all_arrays[i])", "pass"
+        ),
         "slopes of arrays are those of the score": Edit(
             "compiler/score_text.py", "_Printer._additions",
             'f"    of_{level}.g{place} += df * slopes.d{place + 1};"',

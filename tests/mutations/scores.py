@@ -297,12 +297,14 @@ FAULTS = {
             LIBRARY, "composed", "reduce(matmul, parts)", "reduce(matmul, [*parts[:-2], *parts[-2:][::-1]])"
         ),
         "the score is first": Edit(LIBRARY, "composed", "reduce(matmul, parts)", "reduce(matmul, parts[::-1])"),
-        "numbers are remembered": Edit("api.py", "_call", "(score.program, score.numbers)", "score.program"),
+        "numbers are remembered": Edit(
+            "planning/options.py", "Options.key", "score.program, score.numbers", "score.program"
+        ),
         "arrays of a plan are left out": Edit(
-            "api.py", "plan", "if not isinstance(each, ShapeDtype)", "if isinstance(each, ShapeDtype)"
+            "api.py", "planned", "if not isinstance(each, ShapeDtype)", "if isinstance(each, ShapeDtype)"
         ),
         "arrays of a plan cannot be replaced": Edit(
-            "plans.py", "Executable.forward", "{**self.captured, **operands}", "{**operands, **self.captured}"
+            "plans.py", "Plan.forward", "{**self.captured, **operands}", "{**operands, **self.captured}"
         ),
         "gradients of an empty call are what memory held": Edit(
             "executors/without_keys.py", "backward",
@@ -311,8 +313,8 @@ FAULTS = {
         ),
         "a cap of 0 is taken": Edit(LIBRARY, "softcap_reasons", "0 < cap", "0 <= cap"),
         "a cap of inf is taken": Edit(LIBRARY, "softcap_reasons", "and math.isfinite(cap)", ""),
-        "a bool bias is taken": Edit(LIBRARY, "bias", "np.dtype(array.dtype) not in DTYPES", "False"),
-        "a float64 bias is taken": Edit(OPERANDS, "_bias_reasons", "bias.dtype == _WIDEST != accumulator", "False"),
+        "a bool bias is taken": Edit(LIBRARY, "bias", "dtype not in DTYPES", "False"),
+        "a float64 bias is taken": Edit(OPERANDS, "_bias_reasons", "dtype == _WIDEST != accumulator", "False"),
         "the bias's shape is not looked at": Edit(
             OPERANDS, "captured_operands", 'if "bias" in score.arrays:', "if False:"
         ),

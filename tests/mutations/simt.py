@@ -74,8 +74,8 @@ FAULTS = {
         ),
         "P takes dS before it is read": Edit(
             "simt/backward.cu", "simt_backward",
-            "} __syncthreads(); if constexpr (!kHasScore) score_gradients_of_keys(",
-            "} if constexpr (!kHasScore) score_gradients_of_keys(",
+            "} __syncthreads(); if constexpr (!kHasScore && !config::kHasDropout) score_gradients_of_keys(",
+            "} if constexpr (!kHasScore && !config::kHasDropout) score_gradients_of_keys(",
         ),
         "Q takes dQ before it is read": Edit(
             "simt/backward.cu", "simt_backward",

@@ -73,21 +73,21 @@ FAULTS = {
     sinks_are_refused: {
         "a sink may have any shape": Edit("planning/operands.py", "_broadcasts", "return False", "return True"),
         "a plan runs without its sink": Edit(
-            "plans.py", "Executable._input_reasons", "if name in needed and name not in given", "if False"
+            "plans.py", "Plan._input_reasons", "if name in needed and name not in given", "if False"
         ),
         "a plan takes what it was made without": Edit(
-            "plans.py", "Executable._input_reasons",
+            "plans.py", "Plan._input_reasons",
             'reasons.append(f"{name} must not be given: the plan was made without it")', "pass",
         ),
     },
     calls_are_told_apart: {
         "calls do not differ by their operands": Edit(
-            "api.py", "_call",
-            "layout_key(*arrays, *outs), in_key, causal, window, options, of_lists, program, len(outs), *operands)",
-            "layout_key(*arrays[:3], *outs), in_key, causal, window, options, of_lists, program, len(outs))",
+            "api.py", "run",
+            "looked_up.key(layout_key(*given.values(), *outs), len(outs), *operands)",
+            "looked_up.key(layout_key(q, k, v, *outs), len(outs))",
         ),
         "calls do not differ by what gradients are asked of": Edit(
-            "api.py", "_call", "options, of_lists, program,", "(*options[:-1], ()), of_lists, program,"
+            "planning/options.py", "Options.key", "draws, wrt, *words,", "draws, (), *words,"
         ),
     },
     simt_is_right: {

@@ -253,8 +253,8 @@ FAULTS = {
         "O goes on from tile to tile": Edit("sm90/forward.cu", "consume_with_two_q_stages", "o.fill(0); }", "}"),
         "a tile has the sums of the next one": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages",
-            "- 1, previous_softmax, o, false, sink);",
-            "- 1, softmax, o, false);",
+            "- 1, previous_softmax, o, false, sink, dropout);",
+            "- 1, softmax, o, false, sink, dropout);",
         ),
         "a tile goes on with the maximum of the one before": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages", "softmax = Softmax();", ""

@@ -341,7 +341,7 @@ def on_simulator(load, experiment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment.gpu, "current_device", lambda: experiment.DeviceSpec.gpu("H100"))
     device = experiment.DeviceSpec.gpu("H100")
     monkeypatch.setattr(experiment, "base_plan", partial(experiment.base_plan, executor="sim", device=device))
-    monkeypatch.setattr(experiment, "Executable", lambda plan, executor: launch.Executable(plan, "sim"))
+    monkeypatch.setattr(experiment, "Plan", lambda plan, executor: launch.Plan(plan, "sim"))
     rng = np.random.default_rng(0)
     monkeypatch.setattr(experiment, "draw", lambda *shape, dtype: list(rng.standard_normal((4, *shape)).astype(dtype)))
     monkeypatch.setattr(
@@ -647,7 +647,7 @@ def test_repeats_are_counted(load, monkeypatch: pytest.MonkeyPatch) -> None:
         gradients=3,
     )  # fmt: skip
     every = [
-        each._replace(ready=launch.Executable(each.ready.plan, "sim"))
+        each._replace(ready=launch.Plan(each.ready.plan, "sim"))
         for each in proof.repeated_calls(config, device)
         if each.mask == "causal"
     ]
@@ -657,14 +657,14 @@ def test_repeats_are_counted(load, monkeypatch: pytest.MonkeyPatch) -> None:
         (way, 3, 0) for way in ("forward", "gradients", "gradients, deterministic")
     ]
     assert not any(map(proof.is_wrong, records))
-    backward, calls = launch.Executable.backward, iter(range(9))
+    backward, calls = launch.Plan.backward, iter(range(9))
 
     def unsteady(self, *arrays):
         found = backward(self, *arrays)
         found.dk[0, 0, 0, 0] += next(calls) == 2
         return found
 
-    monkeypatch.setattr(launch.Executable, "backward", unsteady)
+    monkeypatch.setattr(launch.Plan, "backward", unsteady)
     forward, gradients, repeating = proof.run_repeats(config, device)
     assert [row["errors"] for row in (forward, gradients, repeating)] == [0, 1, 0] and proof.is_wrong(gradients)
     proof.table([forward, gradients, repeating])

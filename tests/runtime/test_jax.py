@@ -125,7 +125,7 @@ def test_masks_are_arrays_and_indexes(make):
 def test_calls_of_equal_shapes_and_options_plan_once(monkeypatch):
     q, k, v = given()
     first = attention(q, k, v, mask=masks.Dilated(3))
-    monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+    monkeypatch.setattr(api, "planned", lambda *args, **options: pytest.fail("planned again"))
     assert (attention(q, k, v, mask=masks.Dilated(3)) == first).all()
     monkeypatch.undo()
     for options in ({"causal": True}, {"scale": 0.5}, {"window": (2, 2)}, {}):
@@ -184,6 +184,18 @@ def test_a_tracer_on_a_gpu_is_refused_in_one_sentence(monkeypatch):
         "must hold data where attention runs on a GPU; got a tracer"
     ] * 3
     assert "call cuflash.jax.attention outside of what is traced, or trace it for the CPU within jax.def" in reasons[0]
+
+
+def test_derivatives_of_arrays_that_hold_data_are_taken_where_these_lie(monkeypatch):
+    """Tracers of grad and vjp outside of what is traced hold arrays, wherever JAX would run what it traces."""
+    expected = jax.grad(lambda q: attention(q, *given()[1:]).sum())(given()[0])
+    monkeypatch.setattr(cuflash.jax, "_default_platform", lambda: "gpu")
+    q, k, v = given()
+    dq = jax.grad(lambda q: attention(q, k, v).sum())(q)
+    assert (dq == expected).all() and dq.devices() == q.devices()
+    for traced in (jax.jit(jax.grad(lambda q: attention(q, k, v).sum())), jax.vmap(lambda q: attention(q, k[0], v[0]))):
+        (reason,) = reasons_of(traced, q)
+        assert reason.startswith("q must hold data where attention runs on a GPU; got a tracer")
 
 
 def test_forward_mode_and_second_derivatives_are_refused_by_jax():

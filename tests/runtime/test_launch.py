@@ -25,6 +25,7 @@ from cuflash import plans as launch
 from cuflash.compiler import nvrtc as compiling
 from cuflash.executors.params import ParamsTemplate, View
 from cuflash.compiler.params_layout import PARAMS
+from cuflash.planning import plan_cache
 
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
@@ -87,7 +88,7 @@ def test_empty_problems_have_shaped_results_without_a_launch(cupy, monkeypatch, 
 
 def test_a_repeated_call_gives_what_the_first_gave_and_asks_nothing_again(cupy, monkeypatch):
     first = cuflash.attention(*map(cupy.asarray, (Q, K, V)), mask=LISTED)
-    monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+    monkeypatch.setattr(api, "planned", lambda *args, **options: pytest.fail("planned again"))
     monkeypatch.setattr(gpu, "BoundPass", lambda *args: pytest.fail("bound again"))
     monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
     again = cuflash.attention(*map(cupy.asarray, (Q.copy(), K.copy(), V.copy())), mask=masks.Dilated(3))
@@ -107,7 +108,7 @@ def test_repeated_gradients_are_what_the_first_call_gave_and_ask_nothing_again(c
     (_, host_lse), host_vjp = cuflash.attention_vjp(2 * Q, K, V, causal=True, return_lse=True)
     expected = host_vjp(DO, host_lse if has_dlse else None)
     first = call(Q)
-    monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+    monkeypatch.setattr(api, "planned", lambda *args, **options: pytest.fail("planned again"))
     monkeypatch.setattr(gpu, "BoundPass", lambda *args: pytest.fail("bound again"))
     monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
     assert all((again == x).all() for again, x in zip(call(Q), first))
@@ -610,7 +611,7 @@ def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
     assert len([x for x in temporaries if x.shape == Q.shape[:-1]]) == 4  # lse and delta of two calls
     assert len([x for x in temporaries if x.shape == Q.shape]) == 2 + 6  # o and gradients
     del ready, temporaries
-    api._cached_plan.cache_clear()
+    plan_cache._cached_plan.cache_clear()
     gc.collect()
     assert [x for x in made if x() is not None] == []
 

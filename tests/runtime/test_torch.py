@@ -398,7 +398,7 @@ def test_lists_of_a_mask_are_made_anew_at_each_call_and_in_replays(machines, mon
     first, second, third = map(of_host, (KEPT, ~KEPT, KEPT.flip(-1)))
     with pytorch.stream(stream):
         assert all(map(close, step(), first))
-        monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+        monkeypatch.setattr(api, "planned", lambda *args, **options: pytest.fail("planned again"))
         with torch.no_grad():
             kept.copy_(~KEPT)
         assert all(map(close, step(), second))
@@ -415,7 +415,7 @@ def test_a_repeated_call_asks_nothing_again(machines, monkeypatch):
     given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
     first = attention(*given, mask=LISTED)
     dq, *_ = torch.autograd.grad(first, given, DO)
-    monkeypatch.setattr(api, "plan", lambda *args, **options: pytest.fail("planned again"))
+    monkeypatch.setattr(api, "planned", lambda *args, **options: pytest.fail("planned again"))
     monkeypatch.setattr(gpu, "BoundPass", lambda *args: pytest.fail("bound again"))
     again = attention(*(on_device(tensor).requires_grad_() for tensor in (Q, K, V)), mask=masks.Dilated(3))
     assert (again == first).all()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import DeviceSpec, masks, reference
 from cuflash.executors import cpu
-from cuflash.plans import Executable
+from cuflash.plans import Plan
 from cuflash.planning.host import HostTiling
 from cuflash.planning.plan import KernelPlan
 from cuflash.planning.problem import Problem
@@ -33,7 +33,7 @@ def at_tile(example, tile, num_processors=1):
     mask = requested_mask(example.mask, False, None, problem.mask_shape)
     work = work_list(mask, problem.mask_shape, tile)
     tiling = HostTiling(problem, device, *tile, work)
-    return Executable(KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling))
+    return Plan(KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling))
 
 
 TILES = st.tuples(st.integers(8, 70), st.integers(8, 70))

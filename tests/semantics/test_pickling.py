@@ -93,7 +93,7 @@ def used_work(mask: Mask) -> Any:
     return work
 
 
-def used_plan(mask: Mask | None, **options: Any) -> cuflash.Executable:
+def used_plan(mask: Mask | None, **options: Any) -> cuflash.Plan:
     ready = cuflash.plan(Q, K, V, mask=mask, **options)
     for _ in range(2):
         ready.backward(DO, Q, K, V, *ready.forward(Q, K, V))
@@ -146,6 +146,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Bounds": lambda: cuflash.error_bound(Q, K, V, DO),
     "CompileError": lambda: cuflash.CompileError("simt_forward", "sm_90", "error: expected a ;", "text.cu"),
     "DeviceSpec": lambda: H100,
+    "Dropout": lambda: cuflash.Dropout(0.1, np.array(3), 4),
     "Peaks": lambda: cuflash.Peaks.of(H100),
     "QuantizationBound": lambda: cuflash.quantization_bound(Q, K, V, *map(cuflash.quantize, (Q, K, V))),
     "Quantized": lambda: cuflash.quantize(Q, rotate=cuflash.Rotation(16, seed=3)),
@@ -180,7 +181,7 @@ EXECUTABLES = {
 }
 
 
-def used_for_a_gpu(mask: Mask | None) -> cuflash.Executable:
+def used_for_a_gpu(mask: Mask | None) -> cuflash.Plan:
     half = cuflash.ShapeDtype((2, 4096, 64), np.float16)
     shape = masks.MaskShape((), 2, 4096, 4096)
     mask = None if mask is None else BlockIndex.from_mask(masks.Dilated(3), block=128, **shape._asdict()).as_mask()
@@ -290,7 +291,7 @@ def test_every_public_class_is_in_the_table_and_every_function_is_pickled_by_nam
     public = {f"{place}{name}": getattr(module, name) for place, module in places.items() for name in module.__all__}
     classes = {name for name, value in public.items() if inspect.isclass(value)}
     makers = {name for name in public if name.startswith("patterns.")}
-    assert {name for name in OBJECTS if name in public} | {"Executable"} == classes | makers
+    assert {name for name in OBJECTS if name in public} | {"Plan"} == classes | makers
     for name, value in public.items():
         if inspect.isclass(value) or inspect.isroutine(value) and "testing." not in name:  # Hypothesis wraps those
             assert pickle.loads(pickle.dumps(value)) is value

@@ -171,6 +171,7 @@ GOOD: dict[str, Any] = {
     "q": an_array(), "k": an_array(), "v": an_array(), "do": an_array(), "dlse": an_array(2, 10), "mask": None,
     "causal": False, "window": None, "scale": None, "kernel": "auto", "executor": "auto", "precision": "ieee",
     "deterministic": False, "sink": an_array(2), "wrt": "sink", "return_lse": False, "device": None, "out": None,
+    "dropout": cuflash.Dropout(0.5, seed=3),
     "product_dtype": None, "probable": False,
 }  # fmt: skip
 O, LSE = cuflash.attention(GOOD["q"], GOOD["k"], GOOD["v"], return_lse=True)
@@ -206,16 +207,18 @@ def given_to(call: Callable[..., Any], *names: str) -> tuple[Callable[..., Any],
 
 OPTIONS = ("mask", "causal", "window", "scale", "kernel", "executor", "precision", "deterministic")
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "attention": given_to(cuflash.attention, "q", "k", "v", *OPTIONS, "sink", "out", "return_lse"),
+    "attention": given_to(cuflash.attention, "q", "k", "v", *OPTIONS, "sink", "dropout", "out", "return_lse"),
     "attention_vjp": given_to(cuflash.attention_vjp, "q", "k", "v", *OPTIONS, "sink", "out", "return_lse"),
     "wrt": given_to(lambda wrt: cuflash.attention_vjp(O, O, O, sink=GOOD["sink"], wrt=wrt), "wrt"),
     "vjp": given_to(VJP, "do", "dlse"),
-    "plan": given_to(cuflash.plan, "q", "k", "v", *OPTIONS, "sink", "device"),
+    "plan": given_to(cuflash.plan, "q", "k", "v", *OPTIONS, "sink", "dropout", "device"),
+    "Dropout": (cuflash.Dropout, {"p": 0.1, "seed": 3, "offset": 4}),
+    "keep": (cuflash.Dropout(0.1, seed=3).keep, {"shape": (2, 3, 4), "queries": np.arange(2), "keys": None}),
     "plan for a GPU": given_to(planned_elsewhere, "q", "k", "v", *OPTIONS, "sink"),
     "forward with a sink": (lambda sink: WITH_SINK.forward(O, O, O, sink=sink), {"sink": GOOD["sink"]}),
     "backward with a sink": (lambda sink: WITH_SINK.backward(O, O, O, O, O, LSE, sink=sink), {"sink": GOOD["sink"]}),
-    "Executable.forward": given_to(READY.forward, "q", "k", "v", "out"),
-    "Executable.backward": given_to(READY.backward, "do", "q", "k", "v", "o", "lse", "dlse"),
+    "Plan.forward": given_to(READY.forward, "q", "k", "v", "out"),
+    "Plan.backward": given_to(READY.backward, "do", "q", "k", "v", "o", "lse", "dlse"),
     "forward on the simulator": given_to(SIM.forward, "q", "k", "v", "out"),
     "precompile": given_to(precompile, "q", "k", "v", *OPTIONS[:5], "precision", "deterministic", "device"),
     "recall": given_to(cuflash.recall, "q", "k", "v", "mask", "causal", "scale"),

@@ -58,6 +58,9 @@ class Ndarray:
     def get(self) -> Any:
         return self.host.copy()
 
+    def __deepcopy__(self, memo: Any) -> Ndarray:
+        return Ndarray(self.host.copy(), self.data.device_id)
+
     def __getitem__(self, key: Any) -> Any:
         return self._like(self.host[key])
 
@@ -255,6 +258,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     """The stand-in as `import cupy`, with rooms that know nothing of an earlier one."""
     from cuflash import api
     from cuflash.executors import gpu
+    from cuflash.planning import plan_cache
 
     machine = Cupy(cache)
 
@@ -270,7 +274,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     monkeypatch.setattr(gpu, "_pinned", set())
     monkeypatch.setattr(api, "_bound_calls", {})
     gpu._device_spec.cache_clear()
-    api._cached_plan.cache_clear()
+    plan_cache._cached_plan.cache_clear()
     yield machine
     gpu._device_spec.cache_clear()
-    api._cached_plan.cache_clear()
+    plan_cache._cached_plan.cache_clear()

@@ -130,6 +130,7 @@ class Run:
         sink = {} if example.sink is None else {"sink": self.put(example.sink), "wrt": "sink"}
         mask = self.put_mask(example.mask, example.q, example.k, example.v)
         options = {"mask": mask, "scale": example.scale, "precision": example.precision, "return_lse": True}
+        options |= {} if example.dropout is None else {"dropout": example.dropout}
         (o, lse), vjp = cuflash.attention_vjp(q, k, v, **options, **sink, **self.options)
         gradients = vjp(do, dlse)
         results = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients)))

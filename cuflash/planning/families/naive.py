@@ -40,7 +40,7 @@ class Naive(Family):
 
     name = "naive"
     dtypes = (np.dtype(np.float16), np.dtype(np.float32))
-    operands = ("sink",)
+    operands = ("sink", "dropout_seed")
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
         return _SIDE, _SIDE

@@ -63,7 +63,7 @@ class Simt(Family):
 
     name = "simt"
     dtypes = DTYPES
-    operands = ("sink",)
+    operands = ("sink", "dropout_seed")
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
         """The forward tile, but no smaller than the smallest tile of the backward kernels."""

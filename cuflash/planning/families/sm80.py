@@ -99,7 +99,7 @@ class Sm80(Family):
 
     name = "sm80"
     dtypes = (np.dtype(np.float16), BFLOAT16)
-    operands = ("sink",)
+    operands = ("sink", "dropout_seed")
     oldest = (8, 0)
 
     def _dtype_reasons(self, problem: Problem) -> list[str]:

@@ -72,12 +72,13 @@ _SAMPLED_QUERIES = 256  # queries whose numbers of keys are averaged
 class Sm90(Family):
     """Kernels for compute capability 9.0 alone.
 
-    Where their backward tiles do not fit, and for gradients of score functions, the sm80 family's kernels serve.
+    Where their backward tiles do not fit, and for gradients of score functions or under dropout, the sm80 family's
+    kernels serve.
     """
 
     name = "sm90"
     dtypes = (np.dtype(np.float16), BFLOAT16)
-    operands = ("sink",)
+    operands = ("sink", "dropout_seed")
     oldest = (9, 0)
     waits_at_barriers = True
 
@@ -111,7 +112,7 @@ class Sm90(Family):
         dims = rounded_dims(problem)
         forward = forward_spec(problem, dims, device, largest, num_keys or 0)
         backward = backward_specs(problem.dtype, dims, largest, deterministic=deterministic)
-        if not backward or problem.score is not None:
+        if not backward or problem.score is not None or problem.dropout is not None:
             backward = _SM80.specs(problem, device, largest, deterministic=deterministic)
         return {"forward": forward} | backward | {"forward": forward}
 
@@ -275,7 +276,8 @@ def forward_spec(
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
     is_curved = problem.score is not None and curvature(problem.score) == "curved"
-    if largest is None and not is_curved:  # in three and four warpgroups a function of scores spills
+    is_large = is_curved or problem.dropout is not None  # it spills in three and four warpgroups
+    if largest is None and not is_large:
         min_keys, tile_3_consumers = _FORWARD_3_CONSUMERS.get(width, (inf, _FORWARD[width]))
         max_keys, tile_4_consumers = _FORWARD_4_CONSUMERS.get(width, (0, tile_3_consumers))
         num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-num_queries // tile_4_consumers.block_q)

@@ -1,0 +1,211 @@
+"""Launches on a cache's arrays that are bound once for each layout of what calls give: later ones write addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, namespace
+from ..executors import checks
+from ..executors.appending import bound_append
+from ..executors.decoding import bound_decode
+from ..executors.launch import LaunchTarget
+from ..layouts import address, reach
+from ..planning.appending import AppendPlan
+from ..planning.decoding import DecodePlan
+from ..plans import layout_key
+
+_MOST_STEPS = 512
+_ALIGNMENT = 256  # bytes, of arrays that share memory
+
+Extent = tuple[int, int]  # the first address of an array's memory, and the one after its last
+
+
+class AppendStep:
+    """The append kernel for rows of one layout.
+
+    Attributes
+    ----------
+    plan : AppendPlan
+    is_checked : bool
+        CUFLASH_CHECK was on, so that the launch is waited for; such a step serves one call alone.
+
+    Parameters
+    ----------
+    arrays : dict by name
+        As `executors.appending.bound_append` takes them.
+    target : LaunchTarget
+    """
+
+    def __init__(self, plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
+        self.plan, self.is_checked = plan, checks.is_on()
+        self._rows = [_Place(arrays[name]) for name in ("k", "v")]
+        self._start = bound_append(plan, arrays, ("k", "v", "counts"), target)
+
+    def takes(self, rows: tuple[Array, Array], own: Iterable[Extent]) -> bool:
+        """Whether nothing has to be checked of rows of this layout: they lie apart from the cache's own memory."""
+        k, v = self._rows
+        return k.is_apart(rows[0], own) and v.is_apart(rows[1], own)
+
+    def run(self, k: Array, v: Array, counts: Array | None, stream: Any) -> None:
+        """Launch the kernel."""
+        self._start((k.data.ptr, v.data.ptr, 0 if counts is None else counts.data.ptr), stream)
+
+
+class DecodeStep:
+    """The decode kernel for queries and options of one kind.
+
+    Attributes
+    ----------
+    plan : DecodePlan
+    is_checked : bool
+        As of `AppendStep`.
+    nbytes : int
+        Memory of the kernel's workspaces, and of lse where the caller does not want it.
+    make_o, make_lse : callable
+        Allocate results.
+
+    Parameters
+    ----------
+    arrays : dict by name
+        As `executors.decoding.bound_decode` takes them; workspaces that hold nothing between calls are None.
+    target : LaunchTarget
+    """
+
+    def __init__(self, plan: DecodePlan, arrays: Mapping[str, Any], target: LaunchTarget) -> None:
+        self.plan, self.is_checked = plan, checks.is_on()
+        q, o, lse, sink = (arrays[name] for name in ("q", "o", "lse", "sink"))
+        shared = [each for each in plan.workspaces if arrays[each] is None]
+        sizes = [lse.nbytes, *(plan.workspaces[name].nbytes for name in shared)]
+        *self._offsets, self.nbytes = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
+        xp = namespace(q)
+        self.make_o, self.make_lse = partial(xp.empty, o.shape, o.dtype), partial(xp.empty, lse.shape, lse.dtype)
+        self._q, self._o, self._sink = _Place(q), _Place(o), None if sink is None else _Place(sink)
+        names = ("lse", *shared, "q", "o", "counts", *(() if sink is None else ("sink",)))
+        self._start = bound_decode(plan, arrays, names, target)
+
+    def takes(self, q: Array, out: Array | None, sink: Array | None, own: Iterable[Extent]) -> bool:
+        """Whether nothing has to be checked of arrays of this layout: they are aligned, and out overlaps no other."""
+        if not self._q.is_aligned(q) or self._sink is not None and not self._sink.is_aligned(sink):
+            return False
+        return out is None or self._o.is_aligned(out) and self._o.is_apart(out, [*own, self._q.extent(q)])
+
+    def run(self, q: Array, o: Array, lse: Array | None, counts: Any, sink: Any, memory: Array, stream: Any) -> None:
+        """Launch the kernel; `memory` is that of the workspaces, and of lse where the caller does not want it."""
+        start = memory.data.ptr
+        addresses = [start + offset for offset in self._offsets]
+        if lse is not None:
+            addresses[0] = lse.data.ptr
+        addresses += (q.data.ptr, o.data.ptr, 0 if counts is None else counts.data.ptr)
+        if sink is not None:
+            addresses.append(sink.data.ptr)
+        self._start(addresses, stream)
+
+
+class _Place:
+    """How far arrays of one layout reach from their first element, and how they have to be aligned."""
+
+    def __init__(self, array: Any) -> None:
+        self._low, self._high = reach(array)
+        self._odd_bits = array.dtype.itemsize - 1
+
+    def is_aligned(self, array: Any) -> bool:
+        return not array.data.ptr & self._odd_bits
+
+    def extent(self, array: Array) -> Extent:
+        start = array.data.ptr
+        return start + self._low, start + self._high
+
+    def is_apart(self, array: Array, others: Iterable[Extent]) -> bool:
+        """Whether memory is surely disjoint from others': none lies between an array's first and last element."""
+        first, end = self.extent(array)
+        for other_first, other_end in others:
+            if first < other_end and other_first < end:
+                return False
+        return True
+
+
+class Steps:
+    """The steps of a cache, and what they share: extents of its memory, and memory that they use one after another.
+
+    Parameters
+    ----------
+    k, v : arrays
+        The cache's pages.
+    """
+
+    def __init__(self, k: Array, v: Array) -> None:
+        xp = namespace(k)
+        self.current_stream, self._empty = xp.cuda.get_current_stream, xp.empty
+        self._own = [(address(array) + low, address(array) + high) for array in (k, v) for low, high in [reach(array)]]
+        self._appends: dict[Hashable, AppendStep] = {}
+        self._decodes: dict[Hashable, DecodeStep] = {}
+        self._memory: list[Array] = []  # the last one is in use; a stream may still read the others
+
+    def append(self, k: Any, v: Any) -> AppendStep | None:
+        """The step for rows like which some have been checked and bound; None where they have to be checked."""
+        step = self._appends.get(_append_key(k, v))
+        return step if step is not None and step.takes((k, v), self._own) else None
+
+    def decode(self, q: Any, out: Any, sink: Any, options: tuple[Any, ...]) -> DecodeStep | None:
+        """The step for a call like which one has been checked and bound; None where it has to be checked."""
+        key = _decode_key(q, out, sink, options)
+        step = None if key is None else self._decodes.get(key)
+        return step if step is not None and step.takes(q, out, sink, self._own) else None
+
+    def bind_append(self, plan: AppendPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> AppendStep:
+        """The step for rows that have been checked."""
+        key = _append_key(arrays["k"], arrays["v"])
+        step = self._appends.get(key) or AppendStep(plan, arrays, target)
+        if key is not None:
+            _remember(self._appends, key, step)
+        return step
+
+    def bind_decode(
+        self, plan: DecodePlan, arrays: Mapping[str, Array | None], out: Any, options: tuple[Any, ...],
+        target: LaunchTarget,
+    ) -> DecodeStep:  # fmt: skip
+        """The step for a call that has been checked; `out` is None where each call has an array made."""
+        key = _decode_key(arrays["q"], out, arrays["sink"], options)
+        step = self._decodes.get(key) or DecodeStep(plan, arrays, target)
+        if key is not None:
+            _remember(self._decodes, key, step)
+        return step
+
+    def memory(self, nbytes: int) -> Array:
+        """At least so many bytes, which calls that follow each other share."""
+        if not self._memory or self._memory[-1].nbytes < nbytes:
+            least = 2 * self._memory[-1].nbytes if self._memory else 0
+            self._memory.append(self._empty((max(nbytes, least),), np.uint8))
+        return self._memory[-1]
+
+
+def _append_key(k: Any, v: Any) -> Hashable:
+    """How rows lie; None for what is not CuPy's, and under CUFLASH_CHECK."""
+    return None if checks.is_on() else layout_key(k, v)
+
+
+def _decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...]) -> Hashable:
+    """What decides a call of `KVCache.attention` but its data and counts; None for what may not be plain.
+
+    `options` are causal, window, scale, kernel, executor and precision. Equal ones have one type here: 1 is not True.
+    """
+    causal, window, scale, *names = options
+    if type(causal) is not bool or type(scale) not in (type(None), float, int) or set(map(type, names)) != {str}:
+        return None
+    if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
+        return None
+    others = [array for array in (out, sink) if array is not None]
+    layout = None if checks.is_on() else layout_key(q, *others)
+    return None if layout is None else (layout, out is None, sink is None, options)
+
+
+def _remember(steps: dict[Hashable, Any], key: Hashable, step: Any) -> None:
+    """Keep a step; when there are too many, all earlier ones are forgotten."""
+    if len(steps) >= _MOST_STEPS:
+        steps.clear()
+    steps[key] = step

@@ -1,0 +1,42 @@
+"""Philox4x32-10 in NumPy: four random words of 32 bits from a key and a counter of four words.
+
+It is the generator of Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011). The one of NumPy,
+`numpy.random.Philox`, has words of 64 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..arrays import Array
+
+__all__ = ["philox4x32", "round_keys"]
+
+_MASK = (1 << 32) - 1
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL = 0x9E3779B9, 0xBB67AE85  # what a round adds to the words of the key
+_ROUNDS = 10
+
+
+def round_keys(key: int) -> list[int]:
+    """The two words of the key that each round of Philox has, one round after the other."""
+    halves = zip((key & _MASK, key >> 32), _WEYL, strict=True)
+    words = [[(half + number * step) & _MASK for number in range(_ROUNDS)] for half, step in halves]
+    return [word for pair in zip(*words) for word in pair]
+
+
+def philox4x32(key: int, counter: Sequence[Array]) -> list[Array]:
+    """Four words from each counter of four words, all as uint64 arrays below 2^32, which broadcast.
+
+    >>> [f"{int(word):08x}" for word in philox4x32(0, np.zeros(4, np.uint64))]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    mask, shift = np.uint64(_MASK), np.uint64(32)
+    c0, c1, c2, c3 = counter
+    keys = np.array(round_keys(key), np.uint64)
+    for k0, k1 in zip(keys[::2], keys[1::2]):
+        p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & mask, (p0 >> shift) ^ c3 ^ k1, p0 & mask
+    return [c0, c1, c2, c3]

@@ -1,0 +1,238 @@
+"""Dropout of attention's weights, by numbers that a seed and the place of a weight determine: the host's half.
+
+A number of 16 bits belongs to every weight. Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
+SC 2011) makes eight of them at a time, from the seed as key and a counter of four words::
+
+    counter = (8 (i // 16) + i % 8, 4 (j // 16) + j % 8 // 2, b num_heads + h, offset)
+    number  = half j % 2 of word 2 (i // 8 % 2) + j // 8 % 2
+
+A weight is kept where its number is at least p 2^16. The eight numbers of a counter are those of the weights that a
+thread holds of two products of tensor cores side by side. kernels_cu/attention/dropout.cuh is the device's half.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, ShapeDtype, describe, is_array, is_int, is_number, to_host
+from ..errors import UnsupportedProblem
+from .philox import philox4x32
+
+__all__ = ["Dropout", "Draws", "kept", "seed_of"]
+
+LEVELS = 1 << 16  # values of a number
+SEED_DTYPES = (np.dtype(np.int64), np.dtype(np.uint64))
+_MASK = (1 << 32) - 1
+
+
+class Draws(NamedTuple):
+    """All that the numbers of a call depend on but an array that holds the seed.
+
+    >>> Draws(16384, 3, 0).factor
+    1.3333333333333333
+
+    Attributes
+    ----------
+    threshold : int
+        A weight is dropped where its number is below it.
+    seed : int, optional
+        None where an array holds the seed.
+    offset : int
+    """
+
+    threshold: int
+    seed: int | None
+    offset: int
+
+    @property
+    def factor(self) -> float:
+        """What weights that are kept are multiplied by, 1 / (1 - p)."""
+        return LEVELS / (LEVELS - self.threshold)
+
+
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """Dropout of attention's weights: each is 0 with probability p, and else divided by 1 - p.
+
+    Which weights are dropped depends on the seed, the offset and the weight's place alone: its batch entry, query head,
+    query and key. So every call with equal ones drops the same weights, whatever kernel or executor computes it, and
+    the gradients' pass draws them again instead of reading them.
+
+    Parameters
+    ----------
+    p : float
+        The probability, 0 <= p < 1. It is rounded to a multiple of 2^-16, which the attribute is.
+    seed : int, or array of no axes
+        64 bits. An array of int64 or uint64, where q is, is read by each call when it runs: a CUDA graph that is
+        replayed draws other weights once the array holds another seed.
+    offset : int
+        32 bits, such as a training step: another offset draws other weights.
+
+    Raises
+    ------
+    UnsupportedProblem
+        A number is out of its range, or none.
+
+    Notes
+    -----
+    Srivastava et al., Dropout: a simple way to prevent neural networks from overfitting (JMLR 15, 2014). The numbers
+    are those of Philox4x32-10 (Salmon et al., SC 2011).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((2, 100, 8), np.float32)
+    >>> dropout = cuflash.Dropout(0.25, seed=3)
+    >>> o = cuflash.attention(q, k, v, dropout=dropout)
+    >>> kept = dropout.keep((2, 100, 100))
+    >>> bool(np.allclose(o[..., 0], kept.sum(axis=-1) / 75))     # each weight is 1/100, and 1/75 where it is kept
+    True
+    """
+
+    p: float
+    seed: Any
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        reasons = []
+        if not (is_number(self.p) and 0 <= self.p < 1):
+            reasons.append(f"p must be a number, 0 <= p < 1; got {describe(self.p)}")
+        elif round(self.p * LEVELS) == LEVELS:
+            reasons.append(f"p must round to a multiple of 2^-16 below 1; got {describe(self.p)}")
+        reasons += _seed_reasons(self.seed)
+        if not (is_int(self.offset) and 0 <= self.offset <= _MASK):
+            reasons.append(f"offset must be an int from 0 to 2^32 - 1; got {describe(self.offset)}")
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        object.__setattr__(self, "p", round(float(self.p) * LEVELS) / LEVELS)
+        object.__setattr__(self, "offset", int(self.offset))
+        if is_int(self.seed):
+            object.__setattr__(self, "seed", int(self.seed))
+
+    def __eq__(self, other: object) -> bool:
+        return self._key == other._key if isinstance(other, Dropout) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        """Equal of equal dropouts; an array equals itself alone."""
+        return self.draws, None if self.array is None else id(self.array)
+
+    @property
+    def array(self) -> Any:
+        """The array that holds the seed; None where the seed is a number.
+
+        Examples
+        --------
+        >>> Dropout(0.1, seed=3).array is None
+        True
+        """
+        return None if isinstance(self.seed, int) else self.seed
+
+    @property
+    def draws(self) -> Draws:
+        """All that the weights dropped depend on but an array that holds the seed.
+
+        Examples
+        --------
+        >>> Dropout(0.5, seed=3).draws
+        Draws(threshold=32768, seed=3, offset=0)
+        """
+        return Draws(round(self.p * LEVELS), self.seed if isinstance(self.seed, int) else None, self.offset)
+
+    def keep(
+        self, shape: Sequence[int], queries: Array | None = None, keys: Array | None = None
+    ) -> Array:
+        """Tell which weights are kept, in NumPy.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            (*batch, num_heads, seqlen_q, seqlen_kv), or (seqlen_q, seqlen_kv) for one head.
+        queries, keys : int array of one axis, optional
+            Rows and columns of the result; all of them unless given.
+
+        Returns
+        -------
+        array of bool (*batch, num_heads, queries, keys), or (queries, keys)
+            True where a weight is kept.
+
+        Raises
+        ------
+        UnsupportedProblem
+            `shape`, `queries` or `keys` is something else.
+
+        Examples
+        --------
+        >>> Dropout(0.5, seed=0).keep((2, 5)).astype(int)
+        array([[1, 0, 1, 0, 0],
+               [1, 1, 0, 0, 0]])
+        """
+        is_shape = isinstance(shape, tuple) and len(shape) >= 2 and all(is_int(each) and each >= 0 for each in shape)
+        if not is_shape:
+            wanted = "(*batch, num_heads, seqlen_q, seqlen_kv) or (seqlen_q, seqlen_kv)"
+            raise UnsupportedProblem([f"shape must be {wanted}; got {describe(shape)}"])
+        *leading, seqlen_q, seqlen_kv = shape
+        lengths = {"queries": (queries, seqlen_q), "keys": (keys, seqlen_kv)}
+        reasons = [
+            f"{name} must be an int array of one axis; got {describe(given)}"
+            for name, (given, _) in lengths.items()
+            if given is not None and not _is_places(given)
+        ]
+        if isinstance(self.seed, ShapeDtype):
+            reasons.append("seed must be a number or an array that holds one; got a ShapeDtype")
+        if reasons:
+            raise UnsupportedProblem(reasons)
+        i, j = (np.arange(length) if given is None else to_host(given) for given, length in lengths.values())
+        seed = self.seed if isinstance(self.seed, int) else seed_of(self.seed)
+        found = kept(self.draws, seed, np.arange(math.prod(leading)), i, j)
+        return found.reshape(*leading, len(i), len(j))
+
+
+def seed_of(array: Array) -> int:
+    """The seed that an array holds, of any library with DLPack, as the 64 bits that kernels read."""
+    host = array if is_array(array) else np.from_dlpack(array)
+    return int(to_host(host)) % (1 << 64)
+
+
+def kept(draws: Draws, seed: int, heads: Array, i: Array, j: Array) -> Array:
+    """Which weights are kept, bool [heads, queries, keys].
+
+    Parameters
+    ----------
+    heads, i, j : int arrays of one axis
+        Numbers of heads over all batch entries, queries, and keys.
+    """
+    i, j = i.astype(np.uint64), j.astype(np.uint64)
+    rows, row_of = np.unique(8 * (i // 16) + i % 8, return_inverse=True)
+    columns, column_of = np.unique(4 * (j // 16) + j % 8 // 2, return_inverse=True)
+    leading = heads.astype(np.uint64)[:, None, None] & np.uint64(_MASK)
+    words = philox4x32(seed, (rows[:, None], columns, leading, np.uint64(draws.offset)))
+    every = np.stack(np.broadcast_arrays(*words))
+    word_of = 2 * (i // 8 % 2)[:, None] + j // 8 % 2
+    drawn = every[word_of.astype(np.intp), :, row_of[:, None], column_of]  # [queries, keys, heads]
+    number = (drawn >> (16 * (j % 2))[:, None]) & np.uint64(LEVELS - 1)
+    return np.moveaxis(number >= draws.threshold, -1, 0)
+
+
+def _seed_reasons(seed: Any) -> list[str]:
+    if is_int(seed):
+        return [] if 0 <= seed < 1 << 64 else [f"seed must be an int from 0 to 2^64 - 1; got {describe(seed)}"]
+    is_known = is_array(seed) or isinstance(seed, ShapeDtype)
+    if not is_known and (isinstance(seed, np.generic) or not hasattr(seed, "__dlpack__")):
+        wanted = "seed must be an int, or an array of no axes of int64 or uint64"
+        return [f"{wanted}; got {describe(seed)}"]
+    if is_known and (tuple(seed.shape) or seed.dtype not in SEED_DTYPES):
+        return [f"seed must be an array of no axes of int64 or uint64; got {describe(seed)}: np.array(3) is one"]
+    return []
+
+
+def _is_places(value: Any) -> bool:
+    return is_array(value) and value.ndim == 1 and value.dtype.kind in "iu"

@@ -1,0 +1,50 @@
+"""One kernel with its records, complete but for the addresses that change from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from ..planning.launches import Launch
+from .launch import LaunchTarget
+
+
+class BoundLaunch:
+    """A launch that needs nothing but the addresses of some arrays.
+
+    Parameters
+    ----------
+    launch : Launch
+    grid : int
+        Thread blocks.
+    records : sequence of records
+        The kernel's arguments, complete for arrays of one layout. Each is a multiple of 8 bytes long.
+    places : sequence of (int, int)
+        The number of a record and the offset in bytes of an address in it, for each address that a call gives.
+    target : LaunchTarget
+        Where the arrays are.
+    """
+
+    def __init__(
+        self, launch: Launch, grid: int, records: Sequence[Any], places: Sequence[tuple[int, int]], target: LaunchTarget
+    ) -> None:
+        ends = list(accumulate((record.dtype.itemsize // 8 for record in records), initial=0))
+        self._words: Any = np.concatenate([record.reshape(1).view(np.uint64) for record in records])
+        kinds = (np.dtype([("bytes", np.void, record.dtype.itemsize)]) for record in records)
+        self._slices = [(slice(*pair), kind) for pair, kind in zip(pairwise(ends), kinds)]
+        self._places = [ends[number] + offset // 8 for number, offset in places]
+        self._start = target.launcher(launch.spec, grid, launch.shared_bytes)
+
+    def __call__(self, addresses: Iterable[int], stream: Any) -> None:
+        """Launch the kernel on a stream, for arrays at these addresses in the order of the places.
+
+        A record goes to the kernel as a scalar of one field: of fields of fields, CuPy would look at each.
+        """
+        copied = self._words.copy()
+        words = memoryview(copied)
+        for place, address in zip(self._places, addresses):
+            words[place] = address
+        self._start(tuple([copied[part].view(kind)[0] for part, kind in self._slices]), stream)

@@ -1,0 +1,68 @@
+"""Dropout on tiles of the cpu executor: which weights are dropped, and what that does to weights and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays import Array
+from ..dropout import Draws, kept, seed_of
+from ..planning.problem import Problem
+
+
+class Dropped(NamedTuple):
+    """The weights of tiles that are dropped, bool [tiles, keys, queries], and what the others are multiplied by."""
+
+    where: Array
+    factor: float
+
+    def apply(self, p: Array) -> None:
+        """Set weights that are dropped to 0, in their place; the others are yet to be multiplied by the factor."""
+        np.copyto(p, 0, where=self.where)
+
+    def apply_to_gradients(self, dp: Array) -> None:
+        """The gradient by all weights from that by the weights that are left, in its place."""
+        dp *= dp.dtype.type(self.factor)
+        np.copyto(dp, 0, where=self.where)
+
+
+@dataclass(frozen=True, eq=False)
+class TileDropout:
+    """A problem's dropout with its seed. Weights are tiles [tiles, keys, queries].
+
+    Attributes
+    ----------
+    draws : Draws
+    seed : int
+    num_heads : int
+        Query heads of a batch entry.
+    """
+
+    draws: Draws
+    seed: int
+    num_heads: int
+
+    @classmethod
+    def of(cls, problem: Problem, array: Array | None) -> TileDropout:
+        """Of a problem with dropout, and of the array that holds the seed if there is one."""
+        draws = problem.dropout
+        assert draws is not None
+        seed = seed_of(array) if draws.seed is None else draws.seed
+        return cls(draws, seed, problem.num_heads)
+
+    def dropped(self, at: tuple[Array, ...]) -> Dropped:
+        """Which weights are dropped, from b, h, i and j of tiles as `tile_scores.coordinates` has them."""
+        b, h, i, j = at
+        heads = (b * self.num_heads + h)[:, 0, 0]
+        rows, columns = i[:, 0, :], j[:, :, 0]
+        if len(rows) == len(columns) == 1:
+            found = kept(self.draws, self.seed, heads, rows[0], columns[0])
+        else:
+            shape = len(heads), rows.shape[-1], columns.shape[-1]
+            rows, columns = (np.broadcast_to(x, (len(heads), x.shape[-1])) for x in (rows, columns))
+            found = np.empty(shape, bool)
+            for number, head in enumerate(heads):
+                (found[number],) = kept(self.draws, self.seed, head[None], rows[number], columns[number])
+        return Dropped(~found.swapaxes(-1, -2), self.draws.factor)

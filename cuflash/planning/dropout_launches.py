@@ -1,0 +1,107 @@
+"""Dropout in a plan: the parameters of the kernels that draw, and the operand that an array with the seed is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays import describe
+from ..dropout import SEED_DTYPES, Draws, Dropout, round_keys
+from ..errors import UnsupportedProblem
+from .launches import Feature, Kernels, Launch, Pass
+from .operands import Operand
+
+NAME = "dropout"  # of the feature
+SEED = "dropout_seed"  # of the operand
+DROPOUT = np.dtype(
+    [
+        ("round_keys", np.uint32, (20,)),
+        (SEED, np.uint64),
+        ("offset", np.uint32),
+        ("threshold", np.uint32),
+        ("factor", np.float64),
+    ],
+    align=True,
+)
+# Kernels that make weights, or gradients of scores from them.
+_DRAWING = ("softmax", "forward", "gradient_scores", "backward", "backward_wide", "backward_rows", "backward_columns")
+
+
+def dropout_of(dropout: Any) -> tuple[Draws | None, tuple[Operand, ...]]:
+    """What a problem has of `dropout=`: nothing where no weight is dropped, and the array that holds the seed.
+
+    Raises
+    ------
+    UnsupportedProblem
+        It is no `Dropout`, or its array has axes.
+    """
+    if dropout is None:
+        return None, ()
+    if not isinstance(dropout, Dropout):
+        raise UnsupportedProblem([_no_dropout(dropout)])
+    if not dropout.draws.threshold:
+        return None, ()
+    if dropout.array is None:
+        return dropout.draws, ()
+    dtype = np.dtype(dropout.array.dtype)
+    if tuple(dropout.array.shape) or dtype not in SEED_DTYPES:
+        wanted = "seed must be an array of no axes of int64 or uint64"
+        raise UnsupportedProblem([f"{wanted}; got {describe(dropout.array)}: np.array(3) is one"])
+    return dropout.draws, (Operand(SEED, (), dtype),)
+
+
+def seed_array(dropout: Any) -> dict[str, Any]:
+    """The array that holds the seed under the name of its operand, where the dropout of a call has one."""
+    is_read = isinstance(dropout, Dropout) and dropout.draws.threshold and dropout.array is not None
+    return {SEED: dropout.array} if is_read else {}
+
+
+def require_number(dropout: Any) -> None:
+    """Refuse an array as the seed of a `Dropout`, where calls take no further arrays.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The seed is an array, or this is no `Dropout`.
+    """
+    if dropout is not None and not isinstance(dropout, Dropout):
+        raise UnsupportedProblem([_no_dropout(dropout)])
+    if dropout is not None and dropout.array is not None:
+        wanted = "dropout's seed must be an int here; got an array"
+        raise UnsupportedProblem([f"{wanted}: another offset in each step draws other weights"])
+
+
+def with_dropout(kernels: Kernels, draws: Draws) -> Kernels:
+    """The launches with dropout in each kernel that makes weights or gradients of scores."""
+    return replace(kernels, forward=_pass(kernels.forward, draws), backward=_pass(kernels.backward, draws))
+
+
+def _pass(made: Pass, draws: Draws) -> Pass:
+    launches: Mapping[str, Launch] = {
+        role: _drawing(launch, draws) if launch.spec.entry in _DRAWING else launch
+        for role, launch in made.launches.items()
+    }
+    values = {
+        "round_keys": round_keys(draws.seed or 0), "offset": draws.offset, "threshold": draws.threshold << 16,
+        "factor": draws.factor,
+    }  # fmt: skip
+    feature = Feature(NAME, DROPOUT, values, _tables(draws))
+    return replace(made, launches=launches, features=(*made.features, feature))
+
+
+def _drawing(launch: Launch, draws: Draws) -> Launch:
+    return replace(
+        launch, spec=replace(launch.spec, has_dropout=True, reads_dropout_seed=draws.seed is None),
+        reads=(*launch.reads, *_tables(draws)), features=(*launch.features, NAME),
+    )  # fmt: skip
+
+
+def _no_dropout(value: Any) -> str:
+    return f"dropout must be a Dropout; got {describe(value)}: Dropout(0.1, seed=0) is one"
+
+
+def _tables(draws: Draws) -> tuple[str, ...]:
+    return () if draws.seed is not None else (SEED,)

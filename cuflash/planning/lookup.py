@@ -1,0 +1,47 @@
+"""Where calls are remembered, by which of their options, and what of a mask is given anew at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from ..blocks.index import BlockIndex
+from ..masks.one_array import MaskContents, mask_contents
+from .options import Options
+
+_MAX_CALLS = 512
+
+
+class Lookup(NamedTuple):
+    """Where calls with some options are remembered, and what of their mask is no part of their keys."""
+
+    calls: dict[Hashable, Any]
+    options: Options  # without the mask where its contents, or where the calls are, stand for it
+    contents: MaskContents | None
+
+    def key(self, layout: Hashable, *more: Hashable) -> Hashable:
+        """`Options.key`, with how the array of the mask lies."""
+        return self.options.key(layout, None if self.contents is None else self.contents.key, *more)
+
+
+def lookup(options: Options, shared: dict[Hashable, Any], layout_of: Callable[..., Hashable]) -> Lookup:
+    """Where to look a call up.
+
+    Calls with a block index on the host are remembered by the index, and go with it; all others are `shared`.
+    `layout_of` tells how an array of a mask lies.
+    """
+    mask = options.mask
+    if mask is None:
+        return Lookup(shared, options, None)
+    kept = mask.remembered if type(mask) is BlockIndex else None
+    if kept is not None:
+        return Lookup(kept.calls, options._replace(mask=None), None)
+    contents = mask_contents(mask, layout_of)
+    return Lookup(shared, options if contents is None else options._replace(mask=None), contents)
+
+
+def remember(calls: dict[Hashable, Any], key: Hashable, call: Any) -> None:
+    """Keep a call for later ones with the same key; when there are too many, all earlier ones are forgotten."""
+    if len(calls) >= _MAX_CALLS:
+        calls.clear()
+    calls[key] = call

@@ -1,0 +1,231 @@
+"""``python -m cuflash study``: which block patterns keep the attention of one's own queries, keys and values."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import sys
+import zlib
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn, cast
+from zipfile import BadZipFile
+
+import numpy as np
+
+from ..arrays import BFLOAT16, Array
+from ..errors import UnsupportedProblem
+from .families import FAMILIES, ORACLE
+from .survey import Case, Measurement, Survey
+
+PATTERNS = (*FAMILIES, ORACLE)
+_COLUMNS = ("study", *Measurement._fields)
+_PICTURES = (".png", ".pdf", ".svg")
+_PROGRAM = "python -m cuflash study"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Print one line, without the usage, and leave."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def study_report(arguments: Sequence[str]) -> str:
+    """What ``python -m cuflash study`` prints; measurements go to a CSV file as they are made, progress to stderr.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+        The words after ``study``.
+
+    Returns
+    -------
+    str
+        A table for each block size.
+
+    Raises
+    ------
+    SystemExit
+        An argument, the archive or the CSV file is wrong: one line says what, and the status is 2. Status 130 after
+        an interruption.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    path = Path(given.csv or f"{Path(given.archive).stem}.study.csv")
+    try:
+        _check(given)
+        survey = Survey(*_loaded(Path(given.archive), given.names), causal=given.causal, scale=given.scale)
+        made = _recovered(path, survey.identity)
+    except (UnsupportedProblem, TypeError, OSError) as error:
+        parser.error("; ".join(getattr(error, "reasons", (str(error),))))
+    wanted = [Case(*case) for case in _cases(given)]
+    try:
+        made += _surveyed(survey, given, path, {row.case for row in made})
+    except KeyboardInterrupt:
+        parser.exit(130, f"\n{_PROGRAM}: interrupted; the same command goes on from what {path} holds\n")
+    rows = [row for row in made if row.case in wanted]
+    if given.plot is not None:
+        _plot(rows, given.blocks, given.plot)
+    return "\n\n".join([*(_table(rows, block, given) for block in given.blocks), f"{len(rows)} rows in {path}"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(_PROGRAM, description="how much of your attention block patterns keep, and at which density")
+    parser.add_argument("archive", help="an .npz file with q, k and v, [..., heads, tokens, dim] or [tokens, dim]")
+    parser.add_argument("--names", nargs=3, default=["q", "k", "v"], metavar=("Q", "K", "V"), help="keys of arrays")
+    parser.add_argument("--patterns", nargs="+", default=[*PATTERNS], help=f"of {', '.join(PATTERNS)}; all by default")
+    parser.add_argument("--blocks", nargs="+", type=int, default=[64], help="sides of square blocks in tokens")
+    parser.add_argument(
+        "--densities", nargs="+", type=float, default=[0.125, 0.25, 0.5], help="at most so many blocks of all"
+    )
+    parser.add_argument("--causal", action="store_true", help="queries attend no later keys")
+    parser.add_argument("--scale", type=float, help="of the scores; 1 / sqrt(dim) by default")
+    parser.add_argument("--csv", help="where rows are kept, and found again; NAME.study.csv here by default")
+    parser.add_argument("--plot", type=Path, help="a picture of recall over density, made by matplotlib")
+    return parser
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Refuse options that no study can have, and leave lists without repetitions, densities increasing."""
+    given.patterns, given.blocks = list(dict.fromkeys(given.patterns)), list(dict.fromkeys(given.blocks))
+    given.densities = sorted(set(given.densities))
+    reasons = [
+        f"--patterns must be of {', '.join(PATTERNS)}; got {name}" for name in given.patterns if name not in PATTERNS
+    ]
+    reasons += [f"--blocks must be positive; got {block}" for block in given.blocks if block < 1]
+    reasons += [f"--densities must lie in (0, 1]; got {limit:g}" for limit in given.densities if not 0 < limit <= 1]
+    if given.plot is not None and find_spec("matplotlib") is None:
+        reasons.append("--plot needs matplotlib: pip install matplotlib, or leave it out")
+    if given.plot is not None and given.plot.suffix not in _PICTURES:
+        reasons.append(f"--plot must end with {', '.join(_PICTURES)}; got {given.plot}")
+    for option, place in (("--csv", given.csv), ("--plot", given.plot)):
+        if place is not None and not Path(place).parent.is_dir():
+            reasons.append(f"{option} must be in a folder that exists; got {place}")
+    if reasons:
+        raise UnsupportedProblem(reasons)
+
+
+def _cases(given: argparse.Namespace) -> Iterable[tuple[int, str, float]]:
+    return ((block, name, limit) for block in given.blocks for name in given.patterns for limit in given.densities)
+
+
+def _loaded(path: Path, names: Sequence[str]) -> list[Array]:
+    """q, k and v of an archive; float16 and bfloat16 as float32, in which NumPy holds both exactly."""
+    try:
+        with path.open("rb") as file:
+            archive = np.load(file)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise UnsupportedProblem([f"{path} must be an .npz file of q, k and v; got one array: use numpy.savez"])
+            missing = [name for name in names if name not in archive.files]
+            if missing:
+                there = ", ".join(archive.files) or "nothing"
+                fix = "--names says how q, k and v are called"
+                raise UnsupportedProblem([f"{path} must hold {', '.join(missing)}; got {there}: {fix}"])
+            arrays = [archive[name] for name in names]
+    except UnsupportedProblem:
+        raise
+    except FileNotFoundError:
+        raise UnsupportedProblem([f"{path} must be an .npz file; there is no such file"]) from None
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
+        rule = f"{path} must be an .npz file of numbers, as numpy.savez writes it"
+        raise UnsupportedProblem([f"{rule}; got {_line(error)}"]) from error
+    return _usable(arrays)
+
+
+def _usable(arrays: Sequence[Array]) -> list[Array]:
+    reasons, widened = [], []
+    for name, array in zip("qkv", arrays):
+        if array.dtype == np.dtype("V2"):  # so NumPy's files hold bfloat16
+            array = array.view(BFLOAT16)
+        if array.dtype in (np.float16, BFLOAT16):
+            array = array.astype(np.float32)
+        if array.dtype not in (np.float32, np.float64):
+            reasons.append(f"{name} must be float16, bfloat16, float32 or float64; got {array.dtype}")
+        elif not np.isfinite(array).all():
+            reasons.append(f"{name} must be finite; got inf or NaN")
+        widened.append(array)
+    q, k, _ = widened
+    if q.ndim >= 2 and k.ndim >= 2 and q.shape[-2] != k.shape[-2]:
+        reasons.append(f"q and k must be of equally many tokens; got {q.shape[-2]} and {k.shape[-2]}")
+    elif q.size == 0:
+        reasons.append(f"q must hold a query; got shape {q.shape}")
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return widened
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _recovered(path: Path, identity: str) -> list[Measurement]:
+    """The rows of an earlier run of the same study; an unfinished last line is dropped from the file."""
+    header = _csv_line(_COLUMNS)
+    text = path.read_text("utf-8") if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1] or header
+    fix = "name another --csv, or remove the file"
+    try:
+        if not (text.startswith(header) or header.startswith(text)):
+            raise ValueError("other columns")
+        _, *rows = csv.reader(io.StringIO(whole))
+        made = [Measurement(int(block), name, *map(float, numbers)) for _, block, name, *numbers in rows]
+    except (ValueError, TypeError) as error:
+        raise UnsupportedProblem([f"{path} must hold an earlier study; got another file: {fix}"]) from error
+    if any(study != identity for study, *_ in rows):
+        raise UnsupportedProblem([f"{path} must be of the same arrays and options; got others: {fix}"])
+    if whole != text:
+        path.write_text(whole, "utf-8")
+    return made
+
+
+def _csv_line(cells: Iterable[object]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(cells)
+    return line.getvalue()
+
+
+def _surveyed(survey: Survey, given: argparse.Namespace, path: Path, known: set[Case]) -> list[Measurement]:
+    """Measure what is not known; each row is in the file before the next one is begun."""
+    made, number = [], len(given.blocks) * len(given.patterns) * len(given.densities)
+    cases = survey.measurements(given.blocks, given.patterns, given.densities, known)
+    for count, found in enumerate(cases, 1):
+        head = f"{count}/{number} {found.pattern}, blocks of {found.block}, at most {found.at_most:g}"
+        if isinstance(found, Measurement):
+            with path.open("a", encoding="utf-8") as file:
+                file.write(_csv_line([survey.identity, *found]))
+            made.append(found)
+            told = f"{found.recall:.1%} of the mass in {found.density:.1%} of the blocks"
+        else:
+            told = "known" if found in known else "no size fits"
+        print(f"{head}: {told}", file=sys.stderr, flush=True)
+    return made
+
+
+def _table(rows: Sequence[Measurement], block: int, given: argparse.Namespace) -> str:
+    """Recall, and the density in brackets, by pattern and limit."""
+    cells = {row.case: f"{row.recall:.2f} ({row.density:.2f})" for row in rows}
+    width = max(map(len, given.patterns))
+    lines = [f"softmax mass kept (density), blocks of {block}"]
+    lines.append(f"{'at most':<{width}}" + "".join(f"{limit:>14g}" for limit in given.densities))
+    for name in given.patterns:
+        shown = (cells.get(Case(block, name, limit), "") for limit in given.densities)
+        lines.append((f"{name:<{width}}" + "".join(f"{cell:>14}" for cell in shown)).rstrip())
+    return "\n".join(lines)
+
+
+def _plot(rows: Sequence[Measurement], blocks: Sequence[int], path: Path) -> None:
+    """Recall over density, a line for each pattern, a panel for each block size."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5 * len(blocks), 4.5), layout="constrained")
+    for axes, block in zip(np.ravel(cast(Any, figure.subplots(1, len(blocks)))), blocks):
+        for name in dict.fromkeys(row.pattern for row in rows):
+            points = sorted((row.density, row.recall) for row in rows if (row.block, row.pattern) == (block, name))
+            axes.plot(*zip(*points), marker="o", label=name, color="black" if name == ORACLE else None)
+        axes.axline((0, 0), slope=1, color="grey", linestyle=":", label="even attention")
+        axes.set(xlabel="density: blocks kept / blocks visited", ylabel="softmax mass kept", xlim=(0, 1), ylim=(0, 1))
+        axes.set_title(f"blocks of {block}", fontsize="medium")
+        axes.legend(fontsize="small")
+    figure.savefig(path)

@@ -1,0 +1,154 @@
+"""Patterns of the literature in all their sizes, drawn on a square grid of blocks, and the blocks of most true mass."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import patterns
+from ..arrays import Array
+from ..masks import SlidingWindow
+
+ORACLE = "oracle"
+
+
+class Family(NamedTuple):
+    """One pattern in all its sizes.
+
+    Attributes
+    ----------
+    make : callable (grid, size, num_heads) -> bool array [grid, grid] or [num_heads, grid, grid]
+        The blocks that one size keeps. Causal patterns are joined with their transposes, since causal attention leaves
+        out the blocks above the diagonal anyway.
+    sizes : callable (grid) -> range
+        Every size on a grid.
+    grows : bool
+        Whether a larger size keeps all blocks of a smaller one.
+    """
+
+    make: Callable[[int, int, int], Array]
+    sizes: Callable[[int], range]
+    grows: bool = True
+
+
+def _window(grid: int, size: int, num_heads: int) -> Array:
+    return SlidingWindow(size, size).toarray(grid)
+
+
+def _sink_local(grid: int, size: int, num_heads: int) -> Array:
+    return patterns.sink_local(1, (size, size)).toarray(grid)
+
+
+def _longformer(grid: int, size: int, num_heads: int) -> Array:
+    return patterns.longformer((size, size), 1).toarray(grid)
+
+
+def _bigbird(grid: int, size: int, num_heads: int) -> Array:
+    drawn = patterns.bigbird(grid, block=1, num_random_blocks=size, num_heads=num_heads)
+    return drawn.toarray(grid, num_heads=num_heads)
+
+
+def _butterfly(grid: int, size: int, num_heads: int) -> Array:
+    return patterns.butterfly(grid, block=1, max_stride=2**size).toarray(grid)
+
+
+def _strided(grid: int, size: int, num_heads: int) -> Array:
+    return patterns.strided(size).on_blocks(1, mirrored=True).toarray(grid)
+
+
+def _fixed(grid: int, size: int, num_heads: int) -> Array:
+    return patterns.fixed(size, 1).on_blocks(1, mirrored=True).toarray(grid)
+
+
+def _random(grid: int, size: int, num_heads: int) -> Array:
+    drawn = patterns.random(grid, block=1, density=size / grid, num_heads=num_heads)
+    return drawn.toarray(grid, num_heads=num_heads)
+
+
+FAMILIES = {
+    "window": Family(_window, range),
+    "sink_local": Family(_sink_local, range),
+    "longformer": Family(_longformer, range),
+    "bigbird": Family(_bigbird, range),
+    "butterfly": Family(_butterfly, lambda grid: range(grid.bit_length() + 1)),
+    "strided": Family(_strided, lambda grid: range(1, grid + 1), grows=False),
+    "fixed": Family(_fixed, lambda grid: range(1, grid + 1), grows=False),
+    "random": Family(_random, lambda grid: range(1, grid + 1)),
+}
+
+
+def densest(family: Family, densities: Iterable[float], eligible: Array, num_heads: int) -> dict[float, Array]:
+    """The densest size of a pattern that each density allows and the next smaller density does not.
+
+    Parameters
+    ----------
+    family : Family
+        The pattern.
+    densities : iterable of float
+        Upper limits of kept blocks over eligible blocks, increasing.
+    eligible : bool array [grid, grid]
+        The blocks that attention without the pattern visits.
+    num_heads : int
+        Query heads, of which some patterns have blocks of their own.
+
+    Returns
+    -------
+    dict of float to bool array
+        Kept blocks, [grid, grid] or [num_heads, grid, grid], by limit; limits that no size fits are absent.
+    """
+    grid = len(eligible)
+
+    @cache
+    def density(size: int) -> float:
+        return density_of(family.make(grid, size, num_heads), eligible)
+
+    sizes = family.sizes(grid) if family.grows else sorted(family.sizes(grid), key=density)
+    chosen, before = {}, 0
+    for limit in densities:
+        fitting = bisect_right(sizes, limit, key=density)
+        if fitting > before:
+            chosen[limit] = family.make(grid, sizes[fitting - 1], num_heads)
+        before = fitting
+    return chosen
+
+
+def heaviest(mass: Array, densities: Iterable[float], eligible: Array) -> dict[float, Array]:
+    """The blocks of most mass, equally many in every block row of every head: what no static pattern can know.
+
+    Parameters
+    ----------
+    mass : float array [..., grid, grid]
+        The softmax mass of each block.
+    densities : iterable of float
+        Upper limits of kept blocks over eligible blocks, increasing.
+    eligible : bool array [grid, grid]
+        The blocks that attention visits.
+
+    Returns
+    -------
+    dict of float to bool array [..., grid, grid]
+        Kept blocks by limit; limits that do not hold a block of every row are absent.
+    """
+    rank = np.argsort(np.argsort(-np.where(eligible, mass, -1.0), axis=-1), axis=-1)
+    in_row = eligible.sum(-1)
+    shares = [np.minimum(in_row, count).sum() / in_row.sum() for count in range(1, len(eligible) + 1)]
+    chosen, before = {}, 0
+    for limit in densities:
+        count = bisect_right(shares, limit)
+        if count > before:
+            chosen[limit] = (rank < count) & eligible
+        before = count
+    return chosen
+
+
+def density_of(blocks: Array, eligible: Array) -> float:
+    """Kept blocks over eligible blocks.
+
+    >>> density_of(np.eye(2, dtype=bool), np.tri(2, dtype=bool))
+    0.6666666666666666
+    """
+    return float((blocks & eligible).mean() / eligible.mean())

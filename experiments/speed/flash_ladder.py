@@ -1,0 +1,307 @@
+"""What does each step of the FlashAttention papers bring, in time and in memory, over the length?
+
+    python -m experiments flash_ladder           # on the host: standard attention in NumPy beside the cpu executor
+    python -m experiments flash_ladder --gpu     # on a GPU: naive, simt, sm80 and sm90 kernels in float16
+
+The kernels of a run compute the same attention on the same standard normal data, and their calls are timed in turn,
+after some rows of their results and gradients were found within their error bounds. TFLOP/s count the products of the
+paper, 2 forward and 5 backward, half of them when causal. Peak memory is what a call holds at its peak beside arguments
+and results: on a GPU in CuPy's pool, on the host in NumPy's arrays, without the buffers that BLAS keeps. Workspace is
+what a plan says that its larger pass takes.
+
+"plain" is attention as a few lines of NumPy: it stores the matrix of scores, and its backward pass makes the weights
+again from lse. "naive" are kernels that do the same on a GPU.
+
+Expect: memory of "plain" and "naive" grows with the square of the length, that of all others at most with the length.
+"""
+
+import concurrent.futures
+import itertools
+import multiprocessing
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cpu_speed
+import cuflash
+import matplotlib.pyplot as plt
+import numpy as np
+import simt_speed
+from block_sparsity import sent
+from cuflash import masks
+from cuflash.compiler import nvrtc
+from cuflash.executors import gpu
+from harness import Record, check_names, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
+from rich.table import Table
+from spot_check import SpotCheck
+from workloads import flops
+
+MASKS, WAYS = ("full", "causal"), ("forward", "backward")
+GPU_KERNELS = ("naive", "simt", "sm80", "sm90")
+Peaks = dict[tuple[str, str, int, str], int]  # bytes, by kernel, mask, length and pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which calls; every combination is one row."""
+
+    gpu: bool = False
+    masks: tuple[str, ...] = MASKS
+    seqlens: tuple[int, ...] = (256, 512, 1024, 2048)
+    num_heads: int = 4
+    head_dim: int = 64
+    repeats: int = 25
+    gpu_kernels: tuple[str, ...] = GPU_KERNELS
+    gpu_seqlens: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    gpu_num_heads: int = 8
+    gpu_head_dim: int = 128
+    gpu_repeats: int = 10
+
+    def __post_init__(self) -> None:
+        check_names(self, {"masks": MASKS, "gpu_kernels": GPU_KERNELS})
+        counts = (self.num_heads, self.head_dim, self.repeats, *self.seqlens)
+        if min(*counts, self.gpu_num_heads, self.gpu_head_dim, self.gpu_repeats, *self.gpu_seqlens) < 1:
+            raise ValueError("lengths, num_heads, head_dim and repeats must be positive")
+
+    @property
+    def cases(self) -> list[tuple[int, str]]:
+        """Lengths and masks, the shortest first."""
+        return list(itertools.product(sorted(self.gpu_seqlens if self.gpu else self.seqlens), self.masks))
+
+    def shape(self, seqlen: int) -> tuple[int, int, int, int]:
+        heads, dim = (self.gpu_num_heads, self.gpu_head_dim) if self.gpu else (self.num_heads, self.head_dim)
+        return 1, heads, seqlen, dim
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Standard attention in NumPy, with the methods of a plan."""
+
+    causal: bool
+    workspace_bytes: int | None = None
+
+    def scores(self, q: Any, k: Any) -> Any:
+        s = q @ k.swapaxes(-1, -2)
+        s *= q.dtype.type(q.shape[-1] ** -0.5)
+        if self.causal:
+            s[..., np.triu(np.ones(s.shape[-2:], bool), 1)] = -np.inf
+        return s
+
+    def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        p = self.scores(q, k)
+        largest = p.max(-1, keepdims=True)
+        p -= largest
+        np.exp(p, out=p)
+        total = p.sum(-1, keepdims=True)
+        p /= total
+        return p @ v, (largest + np.log(total))[..., 0]
+
+    def backward(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any) -> tuple[Any, Any, Any]:
+        p = self.scores(q, k)
+        p -= lse[..., None]
+        np.exp(p, out=p)
+        dv = p.swapaxes(-1, -2) @ do
+        ds = do @ v.swapaxes(-1, -2)
+        ds -= (do * o).sum(-1, keepdims=True)
+        ds *= p
+        ds *= q.dtype.type(q.shape[-1] ** -0.5)
+        return ds @ k, ds.swapaxes(-1, -2) @ q, dv
+
+
+def kernels_of(config: Config, seqlen: int, mask: str) -> dict[str, Any]:
+    """Plans by the names of their kernels, and standard attention on the host."""
+    causal, dtype = mask == "causal", np.float16 if config.gpu else np.float32
+    x = cuflash.ShapeDtype(config.shape(seqlen), np.dtype(dtype))
+    if not config.gpu:
+        return {"plain": Plain(causal), "cpu": cuflash.plan(x, x, x, causal=causal, executor="cpu")}
+    return {
+        name: cuflash.plan(x, x, x, causal=causal, executor="gpu", kernel=name)
+        for name in GPU_KERNELS
+        if name in config.gpu_kernels
+    }
+
+
+def draw(config: Config, seqlen: int) -> list[Any]:
+    """q, k, v and dO, on the device or on the host."""
+    if config.gpu:
+        return simt_speed.draw(*config.shape(seqlen), dtype=np.float16)
+    return [x[None] for x in cpu_speed.draw(*config.shape(seqlen)[1:])]
+
+
+def host_peaks(config: Config) -> Peaks:
+    """The most bytes of NumPy's arrays beside arguments and results, in a process that called nothing before.
+
+    Buffers that the library keeps for later calls count in each.
+    """
+    peaks: Peaks = {}
+    tracemalloc.start()
+
+    def measured(call: Callable[[], Any], *held: Any) -> tuple[Any, int]:
+        tracemalloc.reset_peak()
+        results = tuple(call())
+        return results, tracemalloc.get_traced_memory()[1] - sum(x.nbytes for x in (*held, *results))
+
+    for name, (seqlen, mask) in itertools.product(("plain", "cpu"), config.cases):  # "plain" before there are buffers
+        arrays, ready = draw(config, seqlen), kernels_of(config, seqlen, mask)[name]
+        q, k, v, do = arrays
+        (o, lse), peaks[name, mask, seqlen, "forward"] = measured(partial(ready.forward, q, k, v), *arrays)
+        backward = partial(ready.backward, do, q, k, v, o, lse)
+        peaks[name, mask, seqlen, "backward"] = measured(backward, *arrays, o, lse)[1]
+        del arrays, q, k, v, do, o, lse, backward
+    tracemalloc.stop()
+    return peaks
+
+
+def in_new_pool(call: Callable[[], Any]) -> tuple[Any, int]:
+    """Results of a call, and the bytes that it took from the device beside them."""
+    import cupy
+
+    pool = cupy.cuda.MemoryPool()  # nothing returns to the device before the end: what it took is the peak
+    with cupy.cuda.using_allocator(pool.malloc):
+        results = tuple(call())
+    cupy.cuda.Device().synchronize()
+    peak = pool.total_bytes() - sum(x.nbytes for x in results)
+    pool.free_all_blocks()
+    return results, peak
+
+
+def device_peaks(ready: Any, arrays: list[Any]) -> dict[str, int]:
+    """The peak of each pass of a plan that has not run yet."""
+    q, k, v, do = arrays
+    ready.compile()
+    (o, lse), forward = in_new_pool(partial(ready.forward, q, k, v))
+    return {"forward": forward, "backward": in_new_pool(partial(ready.backward, do, q, k, v, o, lse))[1]}
+
+
+def checked(name: str, ready: Any, arrays: list[Any], check: SpotCheck) -> dict[str, Callable[[], object]]:
+    """Both passes ready to time, after some rows of them were found right.
+
+    Raises
+    ------
+    RuntimeError
+        A result lies outside its bound.
+    """
+    q, k, v, do = arrays
+    o, lse = ready.forward(q, k, v)
+    cotangent = check.do if isinstance(q, np.ndarray) else sent(check.do)
+    dq, dk, dv = ready.backward(cotangent, q, k, v, o, lse)
+    share = check.share(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+    if not share <= 1:
+        raise RuntimeError(f"{name} is wrong by {share:.3g} times its bound, and is not timed")
+    return simt_speed.both_passes(ready, q, k, v, do, o, lse)
+
+
+def rows(config: Config, seqlen: int, mask: str, peaks: Peaks) -> Iterator[Record]:
+    """A record a kernel and pass, at one length and mask."""
+    arrays, kernels = draw(config, seqlen), kernels_of(config, seqlen, mask)
+    check = SpotCheck.of(*arrays[:3], masks.Causal() if mask == "causal" else None)
+    calls = dict[str, Callable[[], object]]()
+    for name, ready in kernels.items():
+        if config.gpu:
+            found = device_peaks(ready, arrays)
+            peaks |= {(name, mask, seqlen, way): peak for way, peak in found.items()}
+        calls |= {f"{name} {way}": call for way, call in checked(name, ready, arrays, check).items()}
+    if config.gpu:
+        times = time_on_device(calls, repeats=config.gpu_repeats, warmup=1)
+    else:
+        times = time_alternately(calls, repeats=config.repeats, budget_s=2.5)
+    batch, num_heads, _, head_dim = config.shape(seqlen)
+    shape = {"seqlen": seqlen, "num_heads": num_heads, "head_dim": head_dim}
+    for (name, ready), way in itertools.product(kernels.items(), WAYS):
+        timing, planned = times[f"{name} {way}"], ready.workspace_bytes
+        yield {
+            "kernel": name, "mask": mask, "pass": way, "dtype": arrays[0].dtype.name, **shape,
+            "ms": timing.median_ms, "spread_ms": timing.spread_ms,
+            "tflops": flops(way, mask, batch=batch, **shape) / timing.median_ms / 1e9,
+            "peak_mib": peaks[name, mask, seqlen, way] / 2**20,
+            "workspace_mib": None if planned is None else planned / 2**20,
+        }  # fmt: skip
+
+
+def run_host(config: Config) -> Iterator[Record]:
+    """Memory first, in a process of its own; then the times."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        peaks = pool.submit(host_peaks, config).result()
+    for case in track(config.cases, "lengths and masks"):
+        yield from rows(config, *case, peaks)
+
+
+def run_gpu(config: Config) -> Iterator[Record]:
+    """Compile every kernel at once, then measure."""
+    if reason := why_no_gpu():
+        sys.exit(f"flash_ladder --gpu times kernels on a GPU: {reason}")
+    import cupy
+
+    device = gpu.current_device()
+    there = ["naive", "simt", *simt_speed.tensor_core_families(device)]
+    if missing := [name for name in config.gpu_kernels if name not in there]:
+        sys.exit(f"{device.name} does not run {', '.join(missing)}: choose --gpu-kernels among {','.join(there)}")
+    plans = {(case, name): ready for case in config.cases for name, ready in kernels_of(config, *case).items()}
+    free, _ = cupy.cuda.Device().mem_info
+    for ((seqlen, _), name), ready in plans.items():
+        if ready.workspace_bytes > 0.9 * free:
+            sys.exit(f"{name} at {seqlen} tokens takes {ready.workspace_bytes >> 20} MiB; {free >> 20} MiB are free")
+    specs = {spec for ready in plans.values() for spec in ready.plan.specs.values()}
+    nvrtc.precompile(specs, device.compute_capability)
+    for case in track(config.cases, "lengths and masks"):
+        for row in rows(config, *case, {}):
+            yield row | gpu_versions()
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def run(config: Config) -> Iterator[Record]:
+    """The host's part, or a GPU's."""
+    return run_gpu(config) if config.gpu else run_host(config)
+
+
+def table(records: list[Record]) -> Table:
+    made = Table(title="peak and workspace in MiB beside arguments and results")
+    for column in ("mask", "pass", "tokens", "kernel", "ms", "TFLOP/s", "peak", "workspace"):
+        made.add_column(column, justify="left" if column in ("mask", "pass", "kernel") else "right")
+    order = sorted(records, key=lambda row: (row["mask"], row["pass"], row["seqlen"]))
+    for row in order:
+        planned = "" if row["workspace_mib"] is None else f"{row['workspace_mib']:.4g}"
+        numbers = (f"{row[name]:.4g}" for name in ("ms", "tflops", "peak_mib"))
+        made.add_row(row["mask"], row["pass"], str(row["seqlen"]), row["kernel"], *numbers, planned)
+    return made
+
+
+def plot(records: list[Record]) -> Any:
+    """Rate above and memory below over the length; a column a pass and mask, a line a kernel."""
+    columns = list(dict.fromkeys((row["mask"], row["pass"]) for row in records))
+    figure, axes = plt.subplots(
+        2, len(columns), figsize=(2.7 * len(columns), 5.2), sharex=True, sharey="row", squeeze=False
+    )  # fmt: skip
+    lengths = sorted({row["seqlen"] for row in records})
+    for column, (mask, way) in zip(axes.T, columns):
+        chosen = [row for row in records if (row["mask"], row["pass"]) == (mask, way)]
+        for name in dict.fromkeys(row["kernel"] for row in chosen):
+            of_kernel = [row for row in chosen if row["kernel"] == name]
+            for ax, measure in zip(column, ("tflops", "peak_mib")):
+                values = [row[measure] for row in of_kernel]
+                ax.loglog([row["seqlen"] for row in of_kernel], values, "-o", label=name, markersize=4)
+        column[0].set_title(f"{way}, {mask}", fontsize="medium")
+        column[1].set_xticks(lengths, [str(x) if x < 4096 else f"{x // 1024}k" for x in lengths], fontsize="small")
+        column[1].tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        column[1].set_xlabel("tokens")
+    for row_of_axes, label in zip(axes, ("TFLOP/s", "peak MiB beside arrays")):
+        row_of_axes[0].set_ylabel(label)
+    if not all(row["peak_mib"] > 0 for row in records):
+        axes[1][0].set_yscale("symlog", linthresh=2.0**-6)
+    lines, names = axes[0][0].get_legend_handles_labels()
+    figure.legend(lines, names, ncols=len(names), loc="upper center", fontsize="small")
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
+    return figure
+
+
+# What tells the rows of a result apart.
+ROW = ("gpu", "kernel", "mask", "pass", "dtype", "seqlen", "num_heads", "head_dim")
+
+if __name__ == "__main__":
+    main(
+        Config, run, table, plot, replacing=lambda config: ROW if config.gpu else (),
+        name=lambda config: "flash_ladder_gpu" if config.gpu else "flash_ladder",
+    )  # fmt: skip

@@ -1,0 +1,116 @@
+"""Faults in dropout: of Python and of kernels."""
+
+from __future__ import annotations
+
+from mutations.dropout_guards import (
+    bounds_are_sharp,
+    calls_are_told_apart,
+    naive_is_right,
+    simt_is_right,
+    sm80_is_right,
+    sm90_is_right,
+    the_host_is_right,
+    wrong_numbers_are_refused,
+)
+from mutations.planting import Edit
+
+FAULTS = {
+    the_host_is_right: {
+        "philox has nine rounds": Edit("dropout/philox.py", None, "_ROUNDS = 10", "_ROUNDS = 9"),
+        "heads of all batch entries draw alike": Edit(
+            "executors/tile_dropout.py", "TileDropout.dropped", "(b * self.num_heads + h)", "(0 * b + h)"
+        ),
+        "the upper half of a word is never drawn": Edit(
+            "dropout/weights.py", "kept", "(drawn >> (16 * (j % 2))[:, None])", "drawn"
+        ),
+        "a number at the threshold is dropped": Edit(
+            "dropout/weights.py", "kept", "number >= draws.threshold", "number > draws.threshold + 600"
+        ),
+        "weights that are left keep their size": Edit(
+            "executors/cpu.py", "_HostCall.forward_rows", "o = o * self.wide(self.dropout.draws.factor)", "pass"
+        ),
+        "gradients by dropped weights count": Edit(
+            "executors/tile_dropout.py", "Dropped.apply_to_gradients", "np.copyto(dp, 0, where=self.where)", "pass"
+        ),
+        "dv is that of all weights": Edit(
+            "executors/cpu.py", "_HostCall.backward_columns", "dropped.apply(p)", "pass"
+        ),
+    },
+    bounds_are_sharp: {
+        "what dropout multiplies does not round": Edit(
+            "bounds.py", "_Weights.of", "factor * dropout.keep((*shape.batch, *shape[1:])), factor, 2",
+            "factor * dropout.keep((*shape.batch, *shape[1:])), factor, 1",
+        ),
+        "dropped weights count in dv": Edit("bounds.py", "_gradient_tolerances", "weights = z * (", "weights = ("),
+    },
+    wrong_numbers_are_refused: {
+        "p may be negative": Edit(
+            "dropout/weights.py", "Dropout.__post_init__", "0 <= self.p < 1", "self.p < 1"
+        ),
+        "an offset may have 33 bits": Edit(
+            "dropout/weights.py", "Dropout.__post_init__", "0 <= self.offset <= _MASK", "0 <= self.offset <= 2 * _MASK"
+        ),
+        "the backward pass alone needs the seed": Edit(
+            "planning/dropout_launches.py", "dropout_of", "return dropout.draws, (Operand(SEED, (), dtype),)",
+            "return dropout.draws._replace(seed=0), ()",
+        ),
+    },
+    calls_are_told_apart: {
+        "calls do not differ by what they draw": Edit(
+            "planning/options.py", "Options.key", "scale, program, draws, wrt,", "scale, program, wrt,"
+        ),
+    },
+    simt_is_right: {
+        "keys of a word's halves change places": Edit(
+            "attention/dropout.cuh", "WeightDraw.keeps", "place.key % 2", "1 - place.key % 2"
+        ),
+        "numbers drawn last are another head's": Edit(
+            "attention/dropout.cuh", "head_number", "batch_head.batch_index", "0 * batch_head.batch_index"
+        ),
+        "dropped weights stay in dv": Edit(
+            "simt/backward.cu", "simt_backward", "drop_weights<decltype(scores)>(p_at, kept);", ";"
+        ),
+        "gradients by dropped weights count": Edit(
+            "attention/dropout.cuh", "drop_gradients", "kept.at(i, j) ? element(dp, i, j) * factor : T(0)",
+            "element(dp, i, j) * factor",
+        ),
+    },
+    naive_is_right: {
+        "the offset is not drawn with": Edit(
+            "attention/dropout.cuh", "Draws.counter", "{{row, column, head, dropout_.offset}}",
+            "{{row, column, head, 0}}",
+        ),
+        "P of the gradients keeps its size": Edit(
+            "naive/gradient_scores.cu", "naive_gradient_scores", "s.scale(dropout.factor);", ";"
+        ),
+    },
+    sm80_is_right: {
+        "a step draws the next one's numbers": Edit(
+            "sm80/forward.cu", "sm80_forward", "drop_step(s, params, state.work, first_key, dropout);",
+            "drop_step(s, params, state.work, block.start, dropout);",
+        ),
+        "parts keep the size of their weights": Edit(
+            "sm80/forward.cu", "write_part", "if constexpr (config::kHasDropout) o.scale(dropout.factor);", ""
+        ),
+        "heads of a tile draw alike": Edit(
+            "sm80/forward.cu", "drop_step", "work.batch_head.head + heads.quotient", "work.batch_head.head"
+        ),
+        "rows of a call change places": Edit(
+            "attention/dropout.cuh", "for_each_weight", "+ e / 4,", "+ 1 - e / 4,"
+        ),
+        "dropped weights have no gradient at all": Edit(
+            "attention/dropout_gradient_mma.cuh", "dropout_score_gradients",
+            "is_allowed ? p * (by_weight - row.delta[i])", "is_allowed && is_kept ? p * (by_weight - row.delta[i])",
+        ),
+    },
+    sm90_is_right: {
+        "tiles that start anywhere draw as aligned ones": Edit(
+            "attention/dropout.cuh", "for_each_weight", "if ((first_query | first_key) % 16 != 0)", "if (false)"
+        ),
+        "plain steps drop nothing": Edit(
+            "sm90/forward.cu", "consume_with_two_q_stages",
+            "release_k(num_k_blocks, false); drop_step(params, dropout, s, num_tiles_done, first_key);",
+            "release_k(num_k_blocks, false);",
+        ),
+    },
+}

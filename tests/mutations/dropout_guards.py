@@ -1,0 +1,94 @@
+"""What must see the faults of dropout: of Python, where the library is given to the guard, and of kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from cuflash.dropout import Dropout
+from cuflash.testing import Structure, assert_within_bounds
+from executors import SIM
+
+SIGNS = (AssertionError, ValueError)
+SEED = 0x9ABCDEF012345678
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
+SHORT = Structure(**HEADS, seqlen_q=40, seqlen_kv=33, dropout=Dropout(0.3, SEED, 5))
+HALF = replace(SHORT, dtype="float16")
+
+
+def the_host_is_right(library: ModuleType) -> None:
+    """Results of a copy, which draws itself, within the bounds of the installed library's weights."""
+    example = SHORT.example()
+    for seed in (SEED, np.array(SEED, np.uint64)):
+        dropout = library.Dropout(0.3, seed, 5)
+        assert np.array_equal(dropout.keep((2, 4, 40, 33)), SHORT.dropout.keep((2, 4, 40, 33)))
+        (o, lse), vjp = library.attention_vjp(example.q, example.k, example.v, dropout=dropout, return_lse=True)
+        results = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(example.do, example.dlse))))
+        assert_within_bounds(example, **results)
+
+
+def bounds_are_sharp(library: ModuleType) -> None:
+    """A copy's bounds are the installed ones."""
+    example = SHORT.example()
+    found = import_module(f"{library.__name__}.bounds").error_bound(
+        example.q, example.k, example.v, example.do, dlse=example.dlse, dropout=library.Dropout(0.3, SEED, 5)
+    )
+    for name in ("o", "lse", "dq", "dk", "dv"):
+        np.testing.assert_allclose(getattr(found, name), getattr(example.bounds, name), rtol=1e-9)
+
+
+def wrong_numbers_are_refused(library: ModuleType) -> None:
+    """What is wrong is said, and what is right is not."""
+    wrong: tuple[tuple[Any, ...], ...] = ((1.0, 0), (-0.1, 0), (0.1, 0.5), (0.1, 2**64), (0.1, 0, -1), (0.1, 0, 2**32))
+    for arguments in wrong:
+        try:
+            library.Dropout(*arguments)
+        except library.UnsupportedProblem:
+            continue
+        raise AssertionError(f"{arguments} were taken")
+    library.Dropout(0, 2**64 - 1, 2**32 - 1)
+    q = np.ones((2, 4, 5, 8), np.float32)
+    ready = library.plan(q, q, q, dropout=library.Dropout(0.5, library.ShapeDtype((), np.int64)))
+    try:
+        ready.forward(q, q, q)
+    except library.UnsupportedProblem:
+        return
+    raise AssertionError("the plan ran without its seed")
+
+
+def calls_are_told_apart(library: ModuleType) -> None:
+    """Equal calls but for what they draw are not one call."""
+    q = np.random.default_rng(0).standard_normal((4, 20, 8), np.float32)
+    dropouts = None, library.Dropout(0.5, 1), library.Dropout(0.5, 2), library.Dropout(0.5, 1, 1)
+    found = {library.attention(q, q, q, dropout=dropout).tobytes() for _ in range(2) for dropout in dropouts}
+    assert len(found) == 4
+
+
+def _check(kernel: str, structure: Structure, **options: Any) -> None:
+    run = replace(SIM, kernel=kernel, **options)
+    example = run.rounded(structure.example())
+    assert_within_bounds(example, **run.everything(example))
+
+
+def simt_is_right() -> None:
+    """In one walk and in two."""
+    _check("simt", SHORT)
+    _check("simt", SHORT, deterministic=True)
+
+
+def naive_is_right() -> None:
+    _check("naive", SHORT)
+
+
+def sm80_is_right() -> None:
+    """In one walk and in two, over several steps of keys, and with keys that blocks share."""
+    _check("sm80", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_kv=150))
+    _check("sm80", HALF, deterministic=True)
+    _check("sm80", replace(HALF, seqlen_q=3, seqlen_kv=400))
+
+
+def sm90_is_right() -> None:
+    _check("sm90", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_q=150, seqlen_kv=300))

@@ -1,0 +1,160 @@
+"""The ladder of kernels and the crossover of blocks at tiny sizes: their rows, memory, and what they refuse."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
+pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import an experiment as its script does."""
+    for folder in ("sparsity", "speed", "support"):
+        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
+    return importlib.import_module
+
+
+def published(name: str) -> list[dict[str, str]]:
+    with open(EXPERIMENTS / "results" / f"{name}.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# The ladder
+
+
+def test_memory_of_plain_attention_is_matrices_and_that_of_tiles_is_not(load) -> None:
+    ladder = load("flash_ladder")
+    config = ladder.Config(seqlens=(1024, 64), num_heads=1, head_dim=16, repeats=1)
+    rows = list(ladder.run(config))
+    cases = itertools.product((64, 1024), ladder.MASKS, ("plain", "cpu"), ladder.WAYS)
+    assert [(row["seqlen"], row["mask"], row["kernel"], row["pass"]) for row in rows] == list(cases)
+    for row in rows:
+        matrix = 4 * row["seqlen"] ** 2 / 2**20
+        assert row["ms"] > 0 and row["tflops"] > 0
+        if row["kernel"] == "plain":
+            assert row["workspace_mib"] is None
+            assert row["peak_mib"] >= matrix * {"forward": 1, "backward": 2}[row["pass"]]
+    tiled, plain = ({row["seqlen"]: row["peak_mib"] for row in rows if row["kernel"] == x} for x in ("cpu", "plain"))
+    assert tiled[1024] < plain[1024] / 2
+    assert len(ladder.table(rows).rows) == len(rows) and len(ladder.plot(rows).axes) == 8
+
+
+def test_a_kernel_with_wrong_results_is_not_timed(load) -> None:
+    ladder, spot_check, masks = load("flash_ladder"), load("spot_check"), load("cuflash.masks")
+    arrays = ladder.draw(ladder.Config(num_heads=2, head_dim=8), 40)
+    check = spot_check.SpotCheck.of(*arrays[:3], masks.Causal())
+    assert set(ladder.checked("plain", ladder.Plain(True), arrays, check)) == set(ladder.WAYS)
+    with pytest.raises(RuntimeError, match="plain is wrong by .* and is not timed"):
+        ladder.checked("plain", ladder.Plain(False), arrays, check)
+
+
+@pytest.mark.gpu
+def test_every_kernel_of_the_ladder_is_timed_on_a_gpu(load) -> None:
+    ladder = load("flash_ladder")
+    there = ("naive", "simt", *load("simt_speed").tensor_core_families(ladder.gpu.current_device()))
+    config = ladder.Config(
+        gpu=True, gpu_kernels=there, gpu_seqlens=(256, 512), gpu_num_heads=2, gpu_head_dim=64, gpu_repeats=2
+    )
+    rows = list(ladder.run(config))
+    cases = itertools.product((256, 512), ladder.MASKS, there, ladder.WAYS)
+    assert [(row["seqlen"], row["mask"], row["kernel"], row["pass"]) for row in rows] == list(cases)
+    for row in rows:
+        assert row["ms"] > 0 and 0 <= row["peak_mib"] <= row["workspace_mib"] + 1
+        if row["kernel"] == "naive":
+            matrices = 2 * {"forward": 1, "backward": 2}[row["pass"]]
+            assert row["peak_mib"] >= matrices * 4 * row["seqlen"] ** 2 / 2**20
+
+
+# The crossover
+
+
+def test_a_crossover_lies_where_the_line_between_two_densities_meets_the_dense_time(
+    load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With times of our own: a block of 32 takes 2 density, one of 64 0.9 density, one of 128 more than dense."""
+    crossover, timing = load("crossover"), load("harness").Timing
+    slopes = {32: 2.0, 64: 0.9, 128: 9.0}
+
+    def timed(config, arrays, block: int) -> dict:
+        both = itertools.product(config.densities, crossover.WAYS)
+        sparse = {f"{density} {way}": timing(10 * slopes[block] * density, 0.0, 1) for density, way in both}
+        return sparse | {f"dense {way}": timing(10.0, 0.0, 1) for way in crossover.WAYS}
+
+    monkeypatch.setattr(crossover, "timed", timed)
+    rows = list(crossover.run(crossover.Config(seqlens=(1024,), densities=(0.125, 0.25, 0.75, 1.0))))
+    assert {row["block"]: row["crossover"] for row in rows} == {32: pytest.approx(0.5), 64: 1.0, 128: None}
+    assert all(row["of_dense"] == pytest.approx(slopes[row["block"]] * row["density"]) for row in rows)
+    assert len(rows) == 3 * 2 * 4 and len(crossover.plot(rows).axes) == 2
+    crossover.table(rows)
+
+
+def test_blocks_of_every_size_and_density_are_timed(load) -> None:
+    crossover = load("crossover")
+    config = crossover.Config(seqlens=(128, 256), blocks=(32, 64), densities=(0.5, 1.0), head_dim=16, repeats=1)
+    rows = list(crossover.run(config))
+    cases = itertools.product((128, 256), (32, 64), crossover.WAYS, (0.5, 1.0))
+    assert [(row["seqlen"], row["block"], row["pass"], row["density"]) for row in rows] == list(cases)
+    assert all(row["ms"] > 0 and row["of_dense"] == pytest.approx(row["ms"] / row["dense_ms"]) for row in rows)
+
+
+@pytest.mark.gpu
+def test_blocks_are_timed_on_a_gpu(load) -> None:
+    crossover = load("crossover")
+    config = crossover.Config(
+        gpu=True, gpu_seqlens=(512,), gpu_densities=(0.25, 1.0), blocks=(32, 128), gpu_num_heads=2, gpu_head_dim=64,
+        gpu_repeats=2,
+    )  # fmt: skip
+    rows = list(crossover.run(config))
+    assert len(rows) == 2 * 2 * 2 and all(row["ms"] > 0 and row["dtype"] == "float16" for row in rows)
+
+
+# Both
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "complaint"),
+    [
+        ("flash_ladder", ["--gpu-kernels", "naive,sm70"], "no sm70 in gpu_kernels; there are naive, simt, sm80, sm90"),
+        ("flash_ladder", ["--masks", "window"], "no window in masks; there are full, causal"),
+        ("flash_ladder", ["--gpu-seqlens", "512,0"], "must be positive"),
+        ("crossover", ["--blocks", "0"], "must be positive"),
+        ("crossover", ["--blocks", "48"], "1024 tokens in blocks of 48: the diagonal must fit"),
+        ("crossover", ["--gpu-densities", "0.001"], "4096 tokens in blocks of 32: the diagonal must fit"),
+        ("crossover", ["--densities", "0.5,0.25"], "densities must lie in (0, 1] and increase; got (0.5, 0.25)"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_in_one_line(
+    load, capsys: pytest.CaptureFixture[str], name: str, argv: list[str], complaint: str
+) -> None:
+    with pytest.raises(SystemExit):
+        load("harness").parse_config(load(name).Config, "", argv)
+    assert complaint in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["flash_ladder", "crossover"])
+def test_without_a_gpu_its_part_is_refused_in_one_line(load, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    experiment = load(name)
+    monkeypatch.setattr(experiment, "why_no_gpu", lambda: "CuPy finds no GPU")
+    with pytest.raises(SystemExit, match=f"^{name} --gpu times kernels on a GPU: CuPy finds no GPU$"):
+        list(experiment.run(experiment.Config(gpu=True)))
+
+
+def test_the_published_rows_are_those_of_the_published_runs(load) -> None:
+    ladder, crossover = load("flash_ladder").Config(), load("crossover").Config()
+    rows = [(row["seqlen"], row["mask"], row["kernel"], row["pass"]) for row in published("flash_ladder")]
+    ways = ("forward", "backward")
+    assert rows == list(itertools.product(map(str, ladder.seqlens), ladder.masks, ("plain", "cpu"), ways))
+    cases = [(row["seqlen"], row["block"], row["pass"], float(row["density"])) for row in published("crossover")]
+    sizes = (map(str, crossover.seqlens), map(str, crossover.blocks))
+    assert cases == list(itertools.product(*sizes, ways, crossover.densities))

@@ -1,0 +1,152 @@
+"""Score functions, caps, biases and sinks of JAX's arrays, traced or not: gradients follow what JAX differentiates."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+
+from jax import test_util  # noqa: E402
+
+import cuflash.jax  # noqa: E402
+from cuflash import Score, scores  # noqa: E402
+
+jnp = jax.numpy
+attention = cuflash.jax.attention
+
+
+@pytest.fixture(autouse=True)
+def on_the_host():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def drawn(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+Q, K, V, DO = drawn(2, 4, 6, 5), drawn(2, 2, 7, 5, seed=1), drawn(2, 2, 7, 3, seed=2), drawn(2, 4, 6, 3, seed=3)
+OPERANDS = {
+    "bias": drawn(4, 1, 7, seed=4), "sink": drawn(4, seed=5), "slope": drawn(4, seed=6), "table": drawn(4, 9, seed=7),
+    "place": np.arange(7, dtype=np.int32) % 3,
+}  # fmt: skip
+
+
+def warped(s, b, h, i, j, slope, table, place):
+    return 2 * np.tanh(s / 2) - np.exp(slope[h]) * np.abs(i - j) + s * table[h, 3 * np.clip(place[j], 0, 2) + i % 3]
+
+
+def options_of(bias, sink, slope, table, place):
+    return {"bias": bias, "sink": sink, "score": Score(warped, slope=slope, table=table, place=place), "softcap": 5.0}
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("needed", [(), ("bias", "slope"), ("sink", "table")])
+def test_results_and_gradients_are_those_of_the_same_arrays(is_traced, needed):
+    names = [name for name in OPERANDS if name in needed]
+    (o, lse), vjp = cuflash.attention_vjp(Q, K, V, **options_of(**OPERANDS), wrt=tuple(names), return_lse=True)
+    made = vjp(DO, lse)
+
+    def pulled(arrays, others, do, dlse):
+        def call(arrays):
+            given = options_of(**others | arrays["operands"])
+            return attention(*arrays["qkv"], **given, return_lse=True)
+
+        results, vjp = jax.vjp(call, arrays)
+        return results, vjp((do, dlse))
+
+    arrays = {"qkv": (Q, K, V), "operands": {name: OPERANDS[name] for name in names}}
+    given = jax.tree.map(jnp.asarray, (arrays, OPERANDS, DO, lse))
+    results, (found,) = (jax.jit(pulled) if is_traced else pulled)(*given)
+    for ours, theirs in zip(results, (o, lse), strict=True):
+        assert np.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+    for ours, theirs in zip(found["qkv"], made, strict=True):
+        assert np.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    for name in names:
+        assert np.allclose(found["operands"][name], made[name], rtol=1e-5, atol=1e-6)
+        assert found["operands"][name].shape == OPERANDS[name].shape
+
+
+def test_gradients_are_those_of_differences():
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(array[:1], np.float64) for array in (Q, K, V))
+        table = jnp.asarray(OPERANDS["table"][:, :8], np.float64)
+
+        def call(table):
+            score = scores.relative_position(jnp.asarray(table), 5, bidirectional=True)
+            return attention(q, k, v, score=score, return_lse=True)
+
+        test_util.check_grads(call, (table,), order=1, modes=("rev",))
+
+
+def test_a_gradient_that_jax_does_not_use_is_not_computed():
+    """deterministic=True refuses the gradient of a gathered table on kernels, and takes the call without it."""
+    q, k, v = map(jnp.asarray, (Q, K, V))
+    operands = {name: jnp.asarray(array) for name, array in OPERANDS.items() if name not in ("bias", "sink")}
+
+    def loss(q, table):
+        score = Score(warped, **operands | {"table": table})
+        return attention(q, k, v, score=score, executor="sim", deterministic=True).sum()
+
+    assert jax.grad(loss)(q, operands["table"]).shape == q.shape
+    with pytest.raises(cuflash.UnsupportedProblem, match="table"):
+        jax.grad(loss, argnums=1)(q, operands["table"])
+
+
+def test_another_number_function_or_bias_is_another_call():
+    q, k, v = map(jnp.asarray, (Q, K, V))
+    for _ in range(2):
+        for options in ({"softcap": 2.0}, {"softcap": 3.0}, {}, {"score": lambda s, b, h, i, j: s + 1.5 * h}):
+            expected = cuflash.attention(Q, K, V, **options)
+            assert np.allclose(attention(q, k, v, **options), expected, rtol=1e-6, atol=1e-7)
+    for bias in (OPERANDS["bias"], 2 * OPERANDS["bias"], OPERANDS["bias"].astype(ml_dtypes.bfloat16)):
+        expected = cuflash.attention(Q, K, V, bias=bias)
+        assert np.allclose(attention(q, k, v, bias=jnp.asarray(bias)), expected, rtol=1e-6, atol=1e-7)
+
+
+BAD = {
+    "a bias of NumPy": (lambda: {"bias": OPERANDS["bias"]}, TypeError, "bias must be a jax.Array; got an array of sha"),
+    "a captured array of NumPy": (
+        lambda: {"score": scores.alibi(OPERANDS["slope"])}, TypeError, "slopes must be a jax.Array; got an array of"
+    ),
+    "a bias that is no array": (lambda: {"bias": 3.0}, TypeError, "bias must be an array; got 3.0"),
+    "a bool bias": (lambda: {"bias": jnp.ones(7, bool)}, cuflash.UnsupportedProblem, "give it as mask="),
+    "a bias of another length": (lambda: {"bias": jnp.ones(3)}, cuflash.UnsupportedProblem, "bias must broadcast to"),
+    "a cap of 0, and a bias": (
+        lambda: {"softcap": 0.0, "bias": jnp.ones(7)}, cuflash.UnsupportedProblem, "softcap must be a positive finite"
+    ),
+    "no function": (lambda: {"score": 3}, TypeError, "score must be a Score or a function"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_wrong_operands_are_named(kind, is_traced):
+    make, error, sentence = BAD[kind]
+
+    def call(q, k, v):
+        return attention(q, k, v, **make())
+
+    with pytest.raises(error, match=sentence):
+        (jax.jit(call) if is_traced else call)(*map(jnp.asarray, (Q, K, V)))
+
+
+@pytest.mark.gpu
+def test_operands_on_a_gpu_have_gradients():
+    try:
+        (device, *_) = jax.devices("gpu")
+    except RuntimeError as error:
+        pytest.skip(f"JAX finds no GPU: {error}")
+    (_, lse), vjp = cuflash.attention_vjp(
+        Q, K, V, **options_of(**OPERANDS), wrt=("bias", "sink", "slope", "table"), return_lse=True
+    )
+    made = vjp(DO, lse)
+    q, k, v, do, operands = jax.device_put((Q, K, V, DO, OPERANDS), device)
+    reals = {name: operands[name] for name in ("bias", "sink", "slope", "table")}
+    results, pull = jax.vjp(lambda x: attention(q, k, v, **options_of(**operands | x), return_lse=True), reals)
+    (found,) = pull((do, results[1]))
+    for name, ours in found.items():
+        assert ours.devices() == {device}
+        assert np.allclose(ours, made[name], rtol=1e-3, atol=1e-4)

@@ -1,0 +1,247 @@
+"""Score functions, caps, biases and sinks of PyTorch's tensors: gradients follow `requires_grad`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch_machine  # noqa: E402
+from torch_machine import on_device  # noqa: E402
+
+import cuflash.torch  # noqa: E402
+from cuflash import Score, api, masks, scores  # noqa: E402
+
+attention = cuflash.torch.attention
+
+
+def drawn(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape))
+
+
+Q, K, V, DO = drawn(2, 4, 6, 5), drawn(2, 2, 7, 5, seed=1), drawn(2, 2, 7, 3, seed=2), drawn(2, 4, 6, 3, seed=3)
+BIAS, SINK, SLOPE = drawn(4, 1, 7, seed=4), drawn(4, seed=5), drawn(4, seed=6)
+TABLE, PLACE = drawn(4, 9, seed=7), torch.arange(7) % 3
+
+
+def warped(s, b, h, i, j, slope, table, place):
+    """Curved in s, with a gather by an array of integers, and two arrays that may be learnt."""
+    return 2 * np.tanh(s / 2) - np.exp(slope[h]) * np.abs(i - j) + s * table[h, 3 * np.clip(place[j], 0, 2) + i % 3]
+
+
+def options_of(bias=None, sink=None, slope=None, table=None, place=PLACE, to=lambda tensor: tensor):
+    """The arguments of a call with these tensors, and the names of those that a gradient is asked of."""
+    given = {} if bias is None else {"bias": to(bias)}
+    given |= {} if sink is None else {"sink": to(sink)}
+    if slope is not None:
+        given |= {"score": Score(warped, slope=to(slope), table=to(table), place=to(place)), "softcap": 5.0}
+    return given
+
+
+def as_numpy(tensor):
+    return tensor.detach().numpy()
+
+
+def expected(names, *, dtype=np.float64, **tensors):
+    """o, lse and gradients by NumPy's calls."""
+    q, k, v, do = (as_numpy(tensor).astype(dtype) for tensor in (Q, K, V, DO))
+    options = options_of(**tensors, to=lambda x: as_numpy(x).astype(dtype) if x.is_floating_point() else as_numpy(x))
+    (o, lse), vjp = cuflash.attention_vjp(q, k, v, **options, wrt=tuple(names), causal="top_left", return_lse=True)
+    made = vjp(do, lse)
+    return o, lse, [*made, *(made[name] for name in names)]
+
+
+EVERY = {"bias": BIAS, "sink": SINK, "slope": SLOPE, "table": TABLE}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_gradients_of_operands_are_those_of_differences(name):
+    def call(leaf):
+        given = options_of(**EVERY | {name: leaf})
+        return attention(Q[:1, :, :3], K[:1], V[:1], **given, causal="top_left", return_lse=True)
+
+    assert torch.autograd.gradcheck(call, [EVERY[name].clone().requires_grad_()])
+
+
+@pytest.mark.parametrize("make", [scores.alibi, scores.temperature], ids=["alibi", "temperature"])
+def test_scores_of_the_library_take_tensors_with_gradients(make):
+    slopes = SLOPE.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: attention(Q[:1], K[:1], V[:1], score=make(x)), [slopes])
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_table_of_relative_positions_is_learnable(bidirectional):
+    table = TABLE[:, :8].clone().requires_grad_()
+
+    def call(table):
+        score = scores.relative_position(table, 5, bidirectional=bidirectional)
+        return attention(Q[:1], K[:1], V[:1], score=score)
+
+    assert torch.autograd.gradcheck(call, [table])
+
+
+@pytest.mark.parametrize("needed", [("bias",), ("slope", "sink"), ("table",), tuple(EVERY)])
+@pytest.mark.parametrize("place", ["cpu", "gpu"])
+def test_only_operands_that_require_gradients_have_them(tmp_path, monkeypatch, place, needed):
+    dtype = np.float64 if place == "cpu" else np.float32
+    of_torch = torch.float64 if place == "cpu" else torch.float32
+    names = [name for name in ("sink", "slope", "table", "bias") if name in needed]
+    o, lse, gradients = expected(sorted(names, key=list(needed).index), dtype=dtype, **EVERY)
+
+    def check(send):
+        def to(tensor):
+            return send(tensor.to(of_torch) if tensor.is_floating_point() else tensor)
+
+        q, k, v = (to(tensor).requires_grad_() for tensor in (Q, K, V))
+        leaves = {name: to(tensor).requires_grad_(name in needed) for name, tensor in EVERY.items()}
+        for _ in range(2):
+            given = options_of(**leaves, place=to(PLACE))
+            ours = attention(q, k, v, **given, causal="top_left", return_lse=True)
+            found = torch.autograd.grad(
+                ours, [q, k, v, *(leaves[name] for name in needed)], [DO.to(of_torch), torch.from_numpy(lse)]
+            )
+            for mine, theirs in zip([*ours, *found], [o, lse, *gradients], strict=True):
+                np.testing.assert_allclose(as_numpy(mine), theirs, rtol=1e-4, atol=1e-5)
+                assert mine.dtype == of_torch
+
+    if place == "cpu":
+        check(torch.clone)
+    else:
+        with torch_machine.installed(monkeypatch, tmp_path / "cache"):
+            check(on_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("needed", [(), ("bias", "slope"), ("sink", "table"), ("table", "bias", "slope", "sink")])
+def test_operands_on_a_gpu_have_gradients_captured_or_not(needed):
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    o, lse, gradients = expected(needed, **EVERY)
+
+    def to(tensor):
+        return tensor.to("cuda", torch.float32 if tensor.is_floating_point() else None)
+
+    q, k, v = (to(tensor).requires_grad_() for tensor in (Q, K, V))
+    leaves = {name: to(tensor).requires_grad_(name in needed) for name, tensor in EVERY.items()}
+    do, dlse = to(DO), torch.from_numpy(lse).to("cuda", torch.float32)
+
+    place = to(PLACE)
+
+    def step():
+        ours = attention(q, k, v, **options_of(**leaves, place=place), causal="top_left", return_lse=True)
+        return [*ours, *torch.autograd.grad(ours, [q, k, v, *(leaves[name] for name in needed)], [do, dlse])]
+
+    def check(found):
+        for mine, theirs in zip(found, [o, lse, *gradients], strict=True):
+            np.testing.assert_allclose(as_numpy(mine.cpu()), theirs, rtol=1e-3, atol=1e-4)
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        check(step())
+        with torch.cuda.graph(graph, stream=stream):
+            captured = step()
+        graph.replay()
+    torch.cuda.synchronize()
+    check(captured)
+
+
+@pytest.mark.parametrize("executor", ["cpu", "sim"])
+def test_results_are_those_of_the_same_arrays(executor):
+    o, lse, _ = expected([], dtype=np.float32, **EVERY)
+    given = options_of(**EVERY, to=lambda x: x.float() if x.is_floating_point() else x)
+    ours = attention(Q.float(), K.float(), V.float(), **given, causal="top_left", executor=executor, return_lse=True)
+    assert not ours[0].requires_grad
+    for mine, theirs in zip(ours, (o, lse)):
+        assert (as_numpy(mine) == theirs).all() if executor == "cpu" else np.allclose(mine, theirs, 1e-4, 1e-5)
+
+
+def test_a_gradient_that_nothing_requires_is_not_computed():
+    """deterministic=True refuses the gradient of a gathered table on kernels, and takes the call without it."""
+    given = options_of(slope=SLOPE.float(), table=TABLE.float())
+    tensors = [tensor.float().requires_grad_() for tensor in (Q, K, V)]
+    attention(*tensors, **given, executor="sim", deterministic=True).sum().backward()
+    given = options_of(slope=SLOPE.float(), table=TABLE.float().requires_grad_())
+    with pytest.raises(cuflash.UnsupportedProblem, match="table"):
+        attention(*tensors, **given, executor="sim", deterministic=True)
+
+
+def test_a_repeated_call_on_a_gpu_reads_new_numbers_and_tensors(tmp_path, monkeypatch):
+    """Another number is another argument of the same kernels; another function, bias or sink is told apart."""
+    q, k, v = (tensor.float() for tensor in (Q, K, V))
+    calls = [
+        {"softcap": 2.0}, {"softcap": 3.0}, {}, {"bias": BIAS.float()}, {"sink": SINK.float()},
+        {"bias": 2 * BIAS.float()}, {"score": scores.alibi(SLOPE.float())},
+        {"score": scores.temperature(SLOPE.float())}, {"score": lambda s, b, h, i, j: s + 1.5 * h},
+        {"score": lambda s, b, h, i, j: s * 1.5},
+    ]  # fmt: skip
+
+    def sent(options):
+        score = options.get("score")
+        if isinstance(score, Score):
+            return {"score": score.with_arrays({name: on_device(array) for name, array in score.arrays.items()})}
+        return {name: on_device(each) if isinstance(each, torch.Tensor) else each for name, each in options.items()}
+
+    host = [attention(q, k, v, **options) for options in calls]
+    with torch_machine.installed(monkeypatch, tmp_path / "cache"):
+        for _ in range(2):
+            for options, o in zip(calls, host):
+                found = attention(*map(on_device, (q, k, v)), **sent(options))
+                np.testing.assert_allclose(as_numpy(found), o, rtol=1e-4, atol=1e-5)
+        monkeypatch.setattr(api, "planned", lambda *given: pytest.fail("planned again"))
+        attention(*map(on_device, (q, k, v)), **sent({"score": scores.alibi(2 * SLOPE.float())}))
+
+
+def test_calls_for_numpy_take_scores_over_tensors_without_gradients():
+    q, k, v = map(as_numpy, (Q, K, V))
+    expected = cuflash.attention(q, k, v, score=scores.alibi(as_numpy(SLOPE)), bias=as_numpy(BIAS))
+    assert (cuflash.attention(q, k, v, score=scores.alibi(SLOPE), bias=BIAS) == expected).all()
+    ready = cuflash.plan(q, k, v, score=scores.alibi(SLOPE), bias=BIAS)
+    assert (ready.forward(q, k, v)[0] == expected).all()
+    assert float(scores.alibi(SLOPE)(0.0, 0, 1, 3, 1)) == -2 * float(SLOPE[1])
+    learnt = {"bias": BIAS.clone().requires_grad_(), "slopes": SLOPE.clone().requires_grad_()}
+    for call in (cuflash.attention, cuflash.plan):
+        with pytest.raises(cuflash.UnsupportedProblem) as caught:
+            call(q, k, v, score=scores.alibi(learnt["slopes"]), bias=learnt["bias"])
+        assert [reason.partition(" must not require gradients, which calls for NumPy")[0] for reason in (
+            caught.value.reasons
+        )] == [*learnt]  # fmt: skip
+
+
+BAD = {
+    "a bias of NumPy": (lambda: {"bias": as_numpy(BIAS)}, TypeError, "bias must be a torch.Tensor; got an array of sh"),
+    "a captured array of NumPy": (
+        lambda: {"score": scores.alibi(as_numpy(SLOPE))}, TypeError, "slopes must be a torch.Tensor; got an array of"
+    ),
+    "a bias that is no array": (lambda: {"bias": 3.0}, TypeError, "bias must be an array; got 3.0"),
+    "a bool bias": (lambda: {"bias": BIAS > 0}, cuflash.UnsupportedProblem, "bias must be float16.*give it as mask="),
+    "an eighth of a bias": (
+        lambda: {"bias": BIAS.to(torch.float8_e4m3fn)}, cuflash.UnsupportedProblem, "bias must be float16, bfloat16"
+    ),
+    "complex slopes": (
+        lambda: {"score": scores.alibi(SLOPE.cfloat())}, cuflash.UnsupportedProblem, "slopes's dtype must be float16"
+    ),
+    "a bias without data": (lambda: {"bias": BIAS.to("meta")}, cuflash.UnsupportedProblem, "bias must hold data; got"),
+    "a bias of another length": (lambda: {"bias": BIAS[..., :3]}, cuflash.UnsupportedProblem, "bias must broadcast to"),
+    "slopes of fewer heads": (
+        lambda: {"score": scores.alibi(SLOPE[:3])}, cuflash.UnsupportedProblem, "slopes may be 0..3 and the axis has 3"
+    ),
+    "a cap of 0": (lambda: {"softcap": 0.0}, cuflash.UnsupportedProblem, "softcap must be a positive finite number"),
+    "no function": (lambda: {"score": 3}, TypeError, "score must be a Score or a function"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_wrong_operands_are_named(kind, has_graph):
+    make, error, sentence = BAD[kind]
+    with pytest.raises(error, match=sentence):
+        attention(Q.clone().requires_grad_(has_graph), K, V, **make())
+
+
+def test_every_reason_comes_at_once():
+    bias = BIAS.clone().requires_grad_()
+    with pytest.raises(cuflash.UnsupportedProblem) as caught:
+        attention(Q[..., :2], K, V, bias=bias, softcap=-1.0, causal="yes", mask=masks.Causal())
+    told = [reason.split()[0] for reason in caught.value.reasons]
+    assert told == ["softcap", "k"], caught.value.reasons

@@ -1,0 +1,133 @@
+"""A real client: models of Hugging Face transformers with the attention function of the page on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from test_docs import blocks  # noqa: E402
+
+import cuflash.torch  # noqa: E402
+
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+TOKENS = torch.randint(1, 50, (3, 11), generator=torch.Generator().manual_seed(0))
+PADDING = torch.ones_like(TOKENS)
+PADDING[0, :3] = 0
+PADDING[1, -4:] = 0
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of itself and of what it imports
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    """What the page registers, by the page's own code."""
+    exec(compile(blocks(PAGE)[0].source, str(PAGE), "exec"), {})
+
+
+def llama(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | changes))
+    return model.to(torch.float64).eval()
+
+
+def trained(model: Any, name: str, tokens: Any = TOKENS, padding: Any = PADDING) -> tuple[Any, Any, Any]:
+    """Logits of what is no padding, loss, and the gradients of all parameters.
+
+    No token is predicted from padding, whose queries attend whatever a mask function of transformers lets them.
+    """
+    follows_padding = torch.nn.functional.pad(padding[:, :-1], (1, 0), value=1) == 0
+    labels = tokens.masked_fill((padding == 0) | follows_padding, -100)
+    model.set_attn_implementation(name)
+    model.zero_grad()
+    out = model(tokens, attention_mask=padding, labels=labels)
+    out.loss.backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    return out.logits[padding.bool()].detach(), out.loss.detach(), gradients
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, dict[str, Any]]]:
+    """Queries, keys and options of the calls of `cuflash.torch.attention`."""
+    made: list[tuple[Any, Any, dict[str, Any]]] = []
+    attention = cuflash.torch.attention
+    monkeypatch.setattr(
+        cuflash.torch, "attention", lambda q, k, v, **given: made.append((q, k, given)) or attention(q, k, v, **given)
+    )
+    return made
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("padding", [torch.ones_like(TOKENS), PADDING], ids=["whole", "padded"])
+def test_loss_and_gradients_of_llama_are_those_of_pytorch(calls: Any, num_kv_heads: int, padding: Any) -> None:
+    model = llama(num_key_value_heads=num_kv_heads)
+    theirs = trained(model, "sdpa", padding=padding)
+    assert calls == []
+    for mine, right in zip(trained(model, "exact", padding=padding), theirs):
+        torch.testing.assert_close(mine, right)
+    assert len(calls) == 2 and {key.shape[1] for _, key, _ in calls} == {num_kv_heads}
+
+
+def test_bfloat16_is_as_far_from_float64_as_pytorch_s_is() -> None:
+    exact = trained(llama(), "sdpa")
+    errors = {
+        name: [(found.double() - right).norm() for found, right in zip(trained(llama().bfloat16(), name), exact)]
+        for name in ("sdpa", "exact")
+    }
+    rounded = [(right.bfloat16().double() - right).norm() for right in exact]
+    for mine, theirs, least in zip(errors["exact"], errors["sdpa"], rounded):
+        assert mine <= 2 * theirs + least
+
+
+def test_generation_with_a_cache_writes_the_same_tokens(calls: Any) -> None:
+    model, tokens, padding = llama(), TOKENS[[0, 2]], PADDING[[0, 2]]
+    written = []
+    for name in ("sdpa", "exact"):
+        model.set_attn_implementation(name)
+        written.append(model.generate(tokens, attention_mask=padding, max_new_tokens=6, do_sample=False))
+    assert (written[0] == written[1]).all() and written[0].shape == (2, 17)
+    assert {(q.shape[2], k.shape[2]) for q, k, _ in calls} == {(11, 11), *((1, length) for length in range(12, 17))}
+
+
+def test_a_sequence_may_come_in_pieces(calls: Any) -> None:
+    """Several queries against the keys of a cache and their own."""
+    model = llama()
+    model.set_attn_implementation("exact")
+    with torch.no_grad():
+        whole = model(TOKENS).logits
+        first = model(TOKENS[:, :5], use_cache=True)
+        rest = model(TOKENS[:, 5:], past_key_values=first.past_key_values, use_cache=True)
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), whole)
+    assert (6, 11) in {(q.shape[2], k.shape[2]) for q, k, _ in calls}
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "GptOss"])
+def test_caps_and_sinks_of_other_models_are_taken(calls: Any, kind: str) -> None:
+    if not hasattr(transformers, f"{kind}ForCausalLM"):
+        pytest.skip(f"this version of transformers has no {kind}")
+    more = {"num_local_experts": 2, "num_experts_per_tok": 1} if kind == "GptOss" else {"query_pre_attn_scalar": 8}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **more, attention_dropout=0.0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    theirs = trained(model, "eager")
+    for mine, right in zip(trained(model, "exact"), theirs):
+        torch.testing.assert_close(mine, right)
+    option = {"Gemma2": "softcap", "GptOss": "sink"}[kind]
+    assert calls and all(given[option] is not None for _, _, given in calls)
+
+
+def test_dropout_is_refused() -> None:
+    model = llama(attention_dropout=0.5).train()
+    with pytest.raises(NotImplementedError, match="exact attention takes no dropout: set attention_dropout=0.0"):
+        trained(model, "exact")

@@ -1,0 +1,256 @@
+"""Calls on a cache on a GPU are bound once: later ones write what first ones write, and refuse what they refuse."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cupy_machine
+import numpy as np
+import pytest
+from cuflash import KVCache, UnsupportedProblem
+from cuflash.cache import kv_cache, on_device
+from cuflash.cache.steps import Steps
+from cuflash.executors import appending, decoding
+from executors import needs_compiler
+
+RNG = np.random.default_rng(0)
+SIZES = {"batch": 3, "num_kv_heads": 2, "head_dim": 64, "capacity": 100, "dtype": np.float16}
+PAGED = {"contiguous": {}, "pages": {"page_size": 16, "num_pages": 15}}
+ROWS = RNG.standard_normal((12, 3, 4, 4, 64)).astype(np.float16)  # of 12 steps
+
+
+@pytest.fixture(
+    params=[pytest.param("stand-in", marks=needs_compiler), pytest.param("cupy", marks=pytest.mark.gpu)]
+)
+def xp(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """CuPy, or what runs its kernels on the simulator."""
+    if request.param == "cupy":
+        yield pytest.importorskip("cupy")
+        return
+    with cupy_machine.installed(monkeypatch, tmp_path) as machine:
+        yield machine
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """What counts arrays, and logs what streams are told."""
+    with cupy_machine.installed(monkeypatch, tmp_path) as machine:
+        yield machine
+
+
+def a_cache(xp: Any, pages: str = "contiguous", counted: str = "host", **sizes: Any) -> KVCache:
+    cache = KVCache(**SIZES | sizes, **PAGED[pages], xp=xp)
+    prompt = xp.asarray(ROWS[0, :, :2])
+    cache.append(prompt, prompt, counts=[4, 0, 3])
+    cache.reserve([40, 40, 40])
+    if counted == "device":
+        cache.count_on_device()
+    return cache
+
+
+def rows_of(xp: Any, step: int, count: int = 1) -> tuple[Any, Any, Any]:
+    """q, k and v of a step, at places of their own."""
+    rows = ROWS[step, :, :, :count]
+    q, k, v = (xp.asarray(np.ascontiguousarray(x)) for x in (rows, rows[:, :2], rows[:, 2:]))
+    return q, k, v
+
+
+def forgotten(cache: KVCache) -> None:
+    assert cache._device is not None
+    cache._device.steps = Steps(cache.k, cache.v)
+
+
+def walked(xp: Any, cache: KVCache, before: Callable[[KVCache], None]) -> list[Any]:
+    """Results of steps of several kinds, each of which comes more than once, and the cache's rows and lengths."""
+    made: list[Any] = []
+    out = xp.asarray(np.zeros((3, 4, 1, 64), np.float16))
+    counts = [1, 0, 2]
+    if cache._is_counted_on_device:
+        counts = xp.asarray(np.array(counts, np.int32))
+    for step in range(4):
+        before(cache)
+        q, k, v = rows_of(xp, step)
+        cache.append(k, v)
+        before(cache)
+        made += [cache.attention(q), *cache.attention(q, return_lse=True)]
+        before(cache)
+        made += cache.attention(q, window=(2, None), out=out, return_lse=True)
+        made[-2] = out.copy()
+        before(cache)
+        q, k, v = rows_of(xp, step + 4, 2)
+        cache.append(k, v, counts=counts)
+        before(cache)
+        made += cache.attention(q, counts=counts, scale=0.5, return_lse=True)
+    made = [x.get() for x in (*made, cache.lengths)]
+    return [*made, *(x.get() for b in range(3) for x in cache.rows(b))] if not cache._is_counted_on_device else made
+
+
+@pytest.mark.parametrize("pages", PAGED)
+@pytest.mark.parametrize("counted", ["host", "device"])
+def test_a_bound_step_has_the_bits_of_an_unbound_one(xp: Any, pages: str, counted: str) -> None:
+    bound, unbound = (
+        walked(xp, a_cache(xp, pages, counted), before) for before in (lambda cache: None, forgotten)
+    )
+    assert len(bound) == len(unbound) and all(np.array_equal(*pair) for pair in zip(bound, unbound))
+    assert all(np.isfinite(x).all() for x in bound[:3]) and not np.array_equal(bound[0], bound[7])
+
+
+@needs_compiler
+@pytest.mark.parametrize("counted", ["host", "device"])
+def test_a_later_step_plans_nothing_and_allocates_its_result_alone(
+    stand_in: Any, counted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xp = stand_in
+    cache = a_cache(xp, "pages", counted)
+    q, k, v = rows_of(xp, 1)
+    cache.append(k, v)
+    cache.attention(q)
+    for place, name in (
+        (on_device, "append_plan"), (kv_cache, "decode_plan_of"), (kv_cache, "as_arrays"), (kv_cache, "row_reasons"),
+        (appending, "BoundLaunch"), (decoding, "BoundLaunch"),
+    ):  # fmt: skip
+        monkeypatch.setattr(place, name, lambda *args, name=name, **options: pytest.fail(f"{name} again"))
+    q, k, v = rows_of(xp, 2)
+    before = xp.allocated
+    xp.log.clear()
+    cache.append(k, v)
+    cache.attention(q)
+    assert xp.allocated == before + 1 and xp.log == [("launch", 0, "append"), ("launch", 0, "decode")]
+    cache.attention(q, return_lse=True)
+    assert xp.allocated == before + 3
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises((UnsupportedProblem, TypeError)) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_wrong_calls_are_refused_after_right_ones_as_before_them(xp: Any) -> None:
+    def wrong_calls(cache: KVCache) -> list[Callable[[], Any]]:
+        q, k, v = rows_of(xp, 1)
+        own = cache.k[:, :, :1]
+        junk = xp.asarray(np.zeros((3, 4, 2, 64), np.float16))
+        appended: list[tuple[Any, Any]] = [
+            (k, k[:2]), (k[:, :, :0], v), (k.astype(np.float32), v), (own, v), (k, own), (k, None),
+        ]  # fmt: skip
+        options: list[dict[str, Any]] = [
+            {"causal": 1}, {"return_lse": 1}, {"window": (True, None)}, {"window": (1,)},
+            {"scale": "1"}, {"kernel": 3}, {"kernel": "none"}, {"executor": "cpu"}, {"precision": "tf64"},
+            {"counts": [1, 1]}, {"counts": [2, 1, 1]}, {"out": q}, {"out": junk}, {"out": cache.k[:, :, :1]},
+            {"sink": xp.asarray(np.ones(3, np.float32))}, {"out": q[:, :, :, ::-1]},
+        ]  # fmt: skip
+        return [
+            *(lambda k=k, v=v: cache.append(k, v) for k, v in appended),
+            *(lambda each=each: cache.attention(q, **each) for each in options),
+            lambda: cache.attention(q[:2]), lambda: cache.attention(None), lambda: cache.attention(q[0]),
+        ]  # fmt: skip
+
+    fresh = a_cache(xp)
+    told = [refused(call) for call in wrong_calls(fresh)]
+    used = a_cache(xp)
+    strided = rows_of(xp, 2, 4)[1][:, :, :1]
+    for turn in range(2):
+        q, k, v = rows_of(xp, turn)
+        far = xp.asarray(np.zeros((3, 2, 100, 64), np.float16))[:, :, :1]  # lies as the cache's own rows do
+        for rows in ((k, v), (far, v), (v, far), (strided, v)):
+            used.append(*rows)
+        used.truncate([4, 0, 3])
+        for out in (None, xp.asarray(np.zeros((3, 4, 1, 64), np.float16))):
+            used.attention(q, out=out)
+            used.attention(q, window=(1, None), scale=1.0, out=out, return_lse=True)
+    assert [refused(call) for call in wrong_calls(used)] == told
+    assert used.lengths.get().tolist() == [4, 0, 3]
+
+
+def test_rows_that_start_at_an_odd_byte_are_refused_after_a_step(xp: Any) -> None:
+    cache = a_cache(xp, counted="device")
+    memory = xp.asarray(np.zeros(3 * 4 * 64 * 2 + 1, np.uint8))
+    even, odd = (memory[i : memory.size - 1 + i].view(np.float16).reshape(3, 4, 1, 64) for i in range(2))
+    cache.attention(even)
+    assert "q must be what the decode kernel serves" in refused(lambda: cache.attention(odd))
+
+
+def test_a_copy_of_a_cache_binds_steps_of_its_own(xp: Any) -> None:
+    cache = a_cache(xp)
+    q, k, v = rows_of(xp, 1)
+    cache.append(k, v)
+    first = cache.attention(q).get()
+    other = copy.deepcopy(cache)
+    q2, k2, v2 = rows_of(xp, 2)
+    other.append(k2, v2)
+    assert not np.array_equal(other.attention(q).get(), first) and np.array_equal(cache.attention(q).get(), first)
+    assert other.lengths.get().tolist() == [6, 2, 5] and cache.lengths.get().tolist() == [5, 1, 4]
+    cache.append(k2, v2)
+    assert np.array_equal(other.attention(q2).get(), cache.attention(q2).get())
+
+
+def test_steps_go_to_the_stream_that_is_current(xp: Any) -> None:
+    cache, alone = a_cache(xp), a_cache(xp)
+    streams = [xp.cuda.get_current_stream(), xp.cuda.Stream(non_blocking=True)]
+    for step, number in enumerate((0, 1, 0)):
+        q, k, v = rows_of(xp, step)
+        alone.append(k, v)
+        wanted = alone.attention(q).get()
+        streams[1 - number].synchronize()
+        with streams[number]:
+            cache.append(k, v)
+            made = cache.attention(q)
+        if isinstance(xp, cupy_machine.Cupy):
+            launched = [entry for entry in xp.log if entry[0] == "launch"]
+            assert launched[-2:] == [("launch", streams[number].ptr, entry) for entry in ("append", "decode")]
+        streams[number].synchronize()
+        assert np.array_equal(made.get(), wanted)
+
+
+def test_larger_calls_leave_the_memory_of_a_captured_one(xp: Any) -> None:
+    """A graph replays rightly after calls that need more memory, which it does not share."""
+    cache, alone = a_cache(xp, counted="device"), a_cache(xp, counted="device")
+    q, k, v = rows_of(xp, 1)
+    cache.append(k, v)
+    cache.attention(q)
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        made = cache.attention(q)
+        graph = stream.end_capture()
+        wide = rows_of(xp, 2, 4)[0]
+        cache.attention(wide)
+        assert cache._device is not None and len(cache._device.steps._memory) == 2
+        graph.launch(stream)
+        stream.synchronize()
+    alone.append(k, v)
+    assert np.array_equal(made.get(), alone.attention(q).get())
+    assert np.array_equal(cache.attention(wide).get(), alone.attention(wide).get())
+
+
+@needs_compiler
+def test_checks_that_are_asked_for_between_steps_are_made(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, waits = a_cache(stand_in), []
+    q, k, v = rows_of(stand_in, 1)
+    for asked in ("0", "1", "0", "1"):
+        monkeypatch.setenv("CUFLASH_CHECK", asked)
+        stand_in.log.clear()
+        cache.append(k, v)
+        cache.attention(q)
+        waits.append([kind for kind, *_ in stand_in.log].count("synchronize"))
+    assert waits == [0, 2, 0, 2]
+
+
+def test_rows_of_other_layouts_have_steps_of_their_own(xp: Any) -> None:
+    """After one token, three tokens are right, and so are rows whose axes lie in another order."""
+    cache, alone = a_cache(xp), a_cache(xp)
+    for step, count in enumerate((1, 3, 1, 3)):
+        rows = rows_of(xp, step, count)
+        others = [xp.asarray(np.ascontiguousarray(x.get().transpose(0, 2, 1, 3))) for x in rows]
+        q, k, v = (x.transpose(0, 2, 1, 3) for x in others)
+        cache.append(*(rows[1:] if step < 2 else (k, v)))
+        forgotten(alone)
+        alone.append(*rows[1:])
+        forgotten(alone)
+        wanted = alone.attention(rows[0]).get()
+        assert all(np.array_equal(cache.attention(each).get(), wanted) for each in (rows[0], q))

@@ -1,0 +1,317 @@
+"""Dropout on every executor: the weights that are dropped are those of the host's twin, bit by bit."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuflash.dropout import philox4x32
+from cuflash.testing import Structure, assert_within, assert_within_bounds
+from executors import CPU, GPU, SIM, holds_for_examples, needs_compiler, on_every_executor
+from hypothesis import given, target
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import Dropout, ShapeDtype, UnsupportedProblem, masks, scores
+
+SEED = 0x9ABCDEF012345678
+PARTIAL = masks.FromFunction(lambda b, h, i, j: (i + 2 * j + h) % 5 != 0)
+BLOCKS = masks.BlockPattern(np.array([[1, 0, 1], [0, 1, 1], [1, 0, 0]], bool), (40, 24))
+TWO = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,), "num_heads": 4, "num_kv_heads": 2}
+SHORT = {**TWO, "seqlen_q": 40, "seqlen_kv": 32, "value_dim": 32}
+# A list of blocks that start anywhere, a window that does, packed sequences, keys that blocks share, and heads that
+# share a tile of queries.
+SHAPES: dict[str, dict[str, Any]] = {
+    "list": {**SHORT, "seqlen_q": 120, "seqlen_kv": 72, "value_dim": 72, "mask": BLOCKS & PARTIAL},
+    "window": {
+        **SHORT, "seqlen_q": 43, "seqlen_kv": 61, "value_dim": 61, "mask": masks.SlidingWindow(9, 3, "top_left")
+    },
+    "packed": {**SHORT, "mask": masks.Sequences(np.array([0, 7, 7, 40]), np.array([0, 11, 16, 32]))},
+    "shared": {**TWO, "seqlen_q": 3, "seqlen_kv": 400, "value_dim": 8},
+}  # fmt: skip
+KERNELS = [
+    ("simt", "list", "float32"), ("simt", "window", "float64"), ("naive", "list", "float16"),
+    ("sm80", "list", "float16"), ("sm80", "shared", "bfloat16"), ("sm90", "window", "float16"),
+    ("sm90", "packed", "bfloat16"),
+]  # fmt: skip
+RUNS = [
+    pytest.param(run, shape, dtype, id=f"{run}-{shape}", marks=marks)
+    for base, marks in ((SIM, needs_compiler), (GPU, pytest.mark.gpu))
+    for kernel, shape, dtype in KERNELS
+    for run in [replace(base, kernel=kernel, deterministic=shape == "window")]
+] + [pytest.param(CPU, shape, "float32", id=f"cpu-{shape}") for shape in SHAPES]
+
+WITH_SCORE = {("simt", "list"), ("sm80", "list"), ("sm90", "packed"), ("auto", "list")}
+RNG = np.random.default_rng(0)
+Q = RNG.standard_normal((2, 4, 20, 8), np.float32)
+K, V = RNG.standard_normal((2, 2, 2, 30, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)  # fmt: skip
+def test_philox_gives_the_known_answers_of_random123(counter, key, words) -> None:
+    low, high = (int(word, 16) for word in key.split())
+    found = philox4x32(low + (high << 32), np.array([int(word, 16) for word in counter.split()], np.uint64))
+    assert [f"{int(word):08x}" for word in found] == words.split()
+
+
+@given(
+    st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(1, 2**16 - 1), st.integers(0, 5),
+    st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1),
+)  # fmt: skip
+def test_a_weight_is_kept_by_the_number_of_its_place(seed, offset, threshold, head, i, j) -> None:
+    """One weight by the module's formula."""
+    counter = [8 * (i // 16) + i % 8, 4 * (j // 16) + j % 8 // 2, head, offset]
+    word = int(philox4x32(seed, np.array(counter, np.uint64))[2 * (i // 8 % 2) + j // 8 % 2])
+    expected = (word >> 16 * (j % 2)) % (1 << 16) >= threshold
+    found = Dropout(threshold / 2**16, seed, offset).keep((3, 2, 2**31, 2**31), np.array([i]), np.array([j, i, j]))
+    assert found.shape == (3, 2, 1, 3)
+    assert found[head // 2, head % 2, 0, 0] == found[head // 2, head % 2, 0, 2] == expected
+
+
+def test_every_number_belongs_to_one_weight() -> None:
+    """Of a tile of 16 x 16 weights no two have the same half of the same word of the same counter."""
+    i, j = np.mgrid[:16, :16]
+    places = 8 * (i // 16) + i % 8, 4 * (j // 16) + j % 8 // 2, 2 * (i // 8 % 2) + j // 8 % 2, j % 2
+    assert len(set(zip(*(x.ravel().tolist() for x in places)))) == 256
+
+
+@pytest.mark.parametrize(("run", "shape", "dtype"), RUNS)
+def test_kernels_drop_the_weights_that_the_host_drops(run, shape, dtype) -> None:
+    """With q = 0 and an identity as v, o shows the weights that are kept; with one as dO, so does dV."""
+    dropout = Dropout(0.4, SEED, offset=2**32 - 1)
+    structure = Structure(**SHAPES[shape], dtype=dtype, sink=(4,))
+    example = structure.example().but(mask=structure.mask, dropout=dropout)
+    probe = np.broadcast_to(np.eye(structure.seqlen_kv, structure.value_dim), example.v.shape).astype(example.v.dtype)
+    pulled = np.broadcast_to(np.eye(structure.seqlen_q, structure.value_dim), example.do.shape).astype(example.v.dtype)
+    found = run.everything(example.but(q=np.zeros_like(example.q), v=probe, do=pulled, scale=None))
+    kept = dropout.keep((2, 4, structure.seqlen_q, structure.seqlen_kv)) & example.allowed
+    shown = min(structure.seqlen_kv, structure.value_dim)
+    np.testing.assert_array_equal(found["o"][..., :shown] != 0, kept[..., :shown])
+    of_groups = kept.reshape(2, 2, 2, *kept.shape[2:]).any(axis=2).swapaxes(-1, -2)
+    shown = min(structure.seqlen_q, structure.value_dim)
+    np.testing.assert_array_equal(found["dv"][..., :shown] != 0, of_groups[..., :shown])
+
+
+@pytest.mark.parametrize(("run", "shape", "dtype"), RUNS)
+def test_every_result_of_a_kernel_is_within_its_bound(run, shape, dtype) -> None:
+    """With a sink and, on a few, a score function, too."""
+    score = scores.softcap(2.0) if (run.kernel, shape) in WITH_SCORE else None
+    structure = Structure(**SHAPES[shape], dtype=dtype, sink=(4,), dropout=Dropout(0.3, SEED, 7))
+    example = run.rounded(structure.example().but(score=score))
+    o, vjp = cuflash.attention_vjp(
+        *(run.put(x) for x in (example.q, example.k, example.v)), sink=run.put(example.sink), wrt="sink", score=score,
+        mask=run.put_mask(example.mask, example.q, example.k, example.v), dropout=example.dropout, return_lse=True,
+        **run.options,
+    )  # fmt: skip
+    gradients = vjp(run.put(example.do), run.put(example.dlse))
+    found = dict(zip(("o", "lse", "dq", "dk", "dv", "dsink"), (*o, *gradients, gradients["sink"])))
+    assert_within_bounds(example, **{name: run.get(x) for name, x in found.items()})
+
+
+@holds_for_examples(
+    has_dropout=True, most_scores=1 << 11, longest=40, widest=8, max_leaves=1, dtypes=["float16", "float64"]
+)  # fmt: skip
+def test_every_result_with_dropout_is_within_its_bound(run, example):
+    target(assert_within_bounds(example, **run.everything(example)))
+
+
+@on_every_executor
+@pytest.mark.parametrize("dtype", ["float16"])
+def test_lse_is_that_of_all_weights_and_calls_repeat(run, dtype) -> None:
+    example = run.rounded(Structure(**SHORT, dtype=dtype, mask=PARTIAL).example())
+    plain, nothing = run.everything(example), run.everything(example.but(dropout=Dropout(2.0**-18, SEED)))
+    assert {name: x.tobytes() for name, x in nothing.items()} == {name: x.tobytes() for name, x in plain.items()}
+    dropped = example.but(dropout=Dropout(0.5, SEED))
+    first, second = run.everything(dropped), run.everything(dropped)
+    assert first["lse"].tobytes() == plain["lse"].tobytes() and not np.array_equal(first["o"], plain["o"])
+    repeating = first.keys() - (set() if run.deterministic or run.executor == "cpu" else {"dq"})
+    assert all(first[name].tobytes() == second[name].tobytes() for name in repeating)
+
+
+@on_every_executor
+def test_a_seed_in_an_array_is_read_by_each_call(run) -> None:
+    q, k, v = map(run.put, (Q[:1], K[:1], V[:1]))
+    seed = run.put(np.array(-5))
+    ready = cuflash.plan(q, k, v, dropout=Dropout(0.5, seed, 3), executor=run.executor)
+
+    def results(seeds: dict[str, Any], plan: Any = ready) -> list[Any]:
+        o, lse = plan.forward(q, k, v, **seeds)
+        return [run.get(x) for x in (o, *plan.backward(o, q, k, v, o, lse, **seeds))]
+
+    def expected(number: int) -> list[Any]:
+        return results({}, cuflash.plan(q, k, v, dropout=Dropout(0.5, number % 2**64, 3), executor=run.executor))
+
+    def is_equal(first: list[Any], second: list[Any]) -> bool:
+        return all(np.allclose(x, y, atol=1e-5) for x, y in zip(first, second, strict=True))
+
+    assert is_equal(results({}), expected(-5)) and not is_equal(expected(-5), expected(7))
+    seed[...] = 7
+    assert is_equal(results({}), expected(7))
+    assert is_equal(results({"dropout_seed": run.put(np.array(9, np.uint64).view(np.int64))}), expected(9))
+    o, vjp = cuflash.attention_vjp(q, k, v, dropout=Dropout(0.5, seed, 3), executor=run.executor)
+    assert is_equal([run.get(o), *map(run.get, vjp(o))], expected(7))
+    seed[...] = 8
+    assert is_equal([run.get(x) for x in (o, *vjp(o))][:1], expected(7)[:1])
+
+
+@pytest.mark.gpu
+def test_a_graph_that_is_replayed_draws_anew() -> None:
+    import cupy
+
+    q, seed = cupy.asarray(Q), cupy.array(1)
+    ready = cuflash.plan(q, q, q, dropout=Dropout(0.5, seed))
+    ready.compile()
+    expected = {}
+    for number in (1, 2):
+        seed[...] = number
+        o, lse = ready.forward(q, q, q)
+        expected[number] = cupy.asnumpy(o), cupy.asnumpy(ready.backward(o, q, q, q, o, lse).dv)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        o, lse = ready.forward(q, q, q)
+        gradients = ready.backward(o, q, q, q, o, lse)
+        graph = stream.end_capture()
+        for number in (2, 1):
+            seed[...] = number
+            graph.launch(stream)
+            stream.synchronize()
+            assert cupy.asnumpy(o).tobytes() == expected[number][0].tobytes()
+            assert cupy.asnumpy(gradients.dv).tobytes() == expected[number][1].tobytes()
+
+
+def test_parts_of_the_keys_merge_to_the_whole() -> None:
+    """Masks leave positions as they are, so parts of one array's keys draw what the whole does."""
+    dropout, left = Dropout(0.3, SEED), masks.FromFunction(lambda b, h, i, j: j < 13)
+    parts = [cuflash.attention(Q, K, V, mask=mask, dropout=dropout, return_lse=True) for mask in (left, ~left)]
+    o, lse = cuflash.merge([part[0] for part in parts], [part[1] for part in parts])
+    whole = cuflash.attention(Q, K, V, dropout=dropout, return_lse=True)
+    bounds = cuflash.error_bound(Q, K, V, dropout=dropout)
+    assert_within("o", o, whole[0], 4 * bounds.o)
+    assert_within("lse", lse, whole[1], 4 * bounds.lse)
+
+
+def test_calls_differ_by_seed_offset_and_probability() -> None:
+    found = {
+        cuflash.attention(Q, K, V, dropout=dropout).tobytes()
+        for _ in range(2)
+        for dropout in (None, Dropout(0.5, 1), Dropout(0.5, 2), Dropout(0.5, 1, 1), Dropout(0.4, 1))
+    }
+    assert len(found) == 5
+
+
+def test_a_dropout_is_what_its_numbers_say() -> None:
+    assert Dropout(0.1, 3).p == 6554 / 65536
+    assert Dropout(np.float32(0.5), np.int64(3), np.uint8(2)) == Dropout(0.5, 3, 2)
+    assert len({Dropout(0.1, 3), Dropout(0.1, 3, 0), Dropout(0.1 + 1e-9, 3), Dropout(0.1, 4)}) == 2
+    assert pickle.loads(pickle.dumps(Dropout(0.1, 3))) == Dropout(0.1, 3)
+    array = np.array(3)
+    assert Dropout(0.1, array) == Dropout(0.1, array) != Dropout(0.1, np.array(3))
+    np.testing.assert_array_equal(Dropout(0.1, array).keep((9, 9)), Dropout(0.1, 3).keep((9, 9)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((1.0, 0), r"p must be a number, 0 <= p < 1; got 1.0"),
+        ((-0.1, 0), "p must be a number, 0 <= p < 1; got -0.1"),
+        ((float("nan"), 0), "p must be a number, 0 <= p < 1; got nan"),
+        ((True, 0), "p must be a number"),
+        ((np.float64(1 - 1e-9), 0), "p must round to a multiple of 2.-16 below 1"),
+        ((0.1, 0.5), "seed must be an int, or an array of no axes"),
+        ((0.1, "7"), "seed must be an int, or an array of no axes"),
+        ((0.1, None), "seed must be an int, or an array of no axes"),
+        ((0.1, True), "seed must be an int, or an array of no axes"),
+        ((0.1, -1), "seed must be an int from 0 to 2.64 - 1; got -1"),
+        ((0.1, 2**64), "seed must be an int from 0 to 2.64 - 1"),
+        ((0.1, np.zeros(1, int)), "seed must be an array of no axes of int64 or uint64; got an array of shape"),
+        ((0.1, np.array(1.0)), "seed must be an array of no axes of int64 or uint64"),
+        ((0.1, 0, -1), r"offset must be an int from 0 to 2.32 - 1; got -1"),
+        ((0.1, 0, 2**32), "offset must be an int from 0 to 2.32 - 1; got 4294967296"),
+        ((0.1, 0, 0.5), "offset must be an int from 0 to 2.32 - 1; got 0.5"),
+    ],
+)  # fmt: skip
+def test_a_wrong_dropout_is_refused(arguments, told) -> None:
+    with pytest.raises(UnsupportedProblem, match=told):
+        Dropout(*arguments)
+
+
+def test_all_that_is_wrong_with_a_dropout_is_said_at_once() -> None:
+    with pytest.raises(UnsupportedProblem) as caught:
+        Dropout(2, "7", -1)
+    assert len(caught.value.reasons) == 3
+    with pytest.raises(UnsupportedProblem, match="dropout must be a Dropout; got 0.1: Dropout") as caught:
+        cuflash.attention(Q, K, V, dropout=0.1, causal=True, sink=np.zeros(3, np.float32))
+    assert len(caught.value.reasons) == 3
+    with pytest.raises(UnsupportedProblem, match="shape must be .*; got .5,"):
+        Dropout(0.1, 0).keep((5,))
+
+
+def test_a_plan_needs_the_seed_that_it_was_made_without() -> None:
+    ready = cuflash.plan(Q, K, V, dropout=Dropout(0.5, ShapeDtype((), np.int64)))
+    with pytest.raises(UnsupportedProblem, match=r"dropout_seed must be given, of shape \(\) and dtype int64"):
+        ready.forward(Q, K, V)
+    with pytest.raises(UnsupportedProblem, match=r"dropout_seed must have shape \(\) and dtype int64; got \(1,\)"):
+        ready.forward(Q, K, V, dropout_seed=np.zeros(1, int))
+    o, _ = ready.forward(Q, K, V, dropout_seed=np.array(3))
+    np.testing.assert_array_equal(o, cuflash.attention(Q, K, V, dropout=Dropout(0.5, 3)))
+    with pytest.raises(UnsupportedProblem, match="dropout_seed must not be given"):
+        cuflash.plan(Q, K, V, dropout=Dropout(0.5, 3)).forward(Q, K, V, dropout_seed=np.array(3))
+
+
+def test_a_plan_tells_what_is_drawn() -> None:
+    told = cuflash.plan(Q, K, V, dropout=Dropout(0.5, 3, 1)).explain()
+    assert "dropout    p 0.5, seed 3, offset 1" in told
+    assert "p 0.5, a seed from an array, offset 0" in cuflash.plan(Q, K, V, dropout=Dropout(0.5, np.array(3))).explain()
+
+
+def test_a_cache_has_no_dropout() -> None:
+    cache = cuflash.KVCache(batch=1, num_kv_heads=2, head_dim=8, capacity=16, dtype=np.float32)
+    with pytest.raises(TypeError, match="dropout"):
+        cache.attention(Q[:1], dropout=Dropout(0.1, 0))
+
+
+def test_pytorch_differentiates_attention_with_dropout() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    import cuflash.torch
+
+    o, vjp = cuflash.attention_vjp(Q, K, V, dropout=Dropout(0.5, 3, 1))
+    q, k, v = (torch.from_numpy(x).requires_grad_() for x in (Q, K, V))
+    for _ in range(2):
+        found = cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, 3, 1))
+        np.testing.assert_array_equal(found.detach().numpy(), o)
+    gradients = torch.autograd.grad(found, (q, k, v), torch.from_numpy(o))
+    assert all(np.array_equal(x.numpy(), y) for x, y in zip(gradients, vjp(o), strict=True))
+    other = cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, 3, 2))
+    assert not np.array_equal(other.detach().numpy(), o)
+    with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int here; got an array"):
+        cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, np.array(3)))
+
+
+def test_jax_differentiates_attention_with_dropout() -> None:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    import cuflash.jax
+
+    o, vjp = cuflash.attention_vjp(Q, K, V, dropout=Dropout(0.5, 3, 1))
+
+    def pulled(q: Any, k: Any, v: Any) -> Any:
+        found, pullback = jax.vjp(lambda *x: cuflash.jax.attention(*x, dropout=Dropout(0.5, 3, 1)), q, k, v)
+        return found, pullback(found)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        found, gradients = jax.jit(pulled)(*map(jax.numpy.asarray, (Q, K, V)))
+        np.testing.assert_array_equal(found, o)
+        assert all(np.array_equal(x, y) for x, y in zip(gradients, vjp(o), strict=True))
+        with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int here; got an array"):
+            cuflash.jax.attention(*map(jax.numpy.asarray, (Q, K, V)), dropout=Dropout(0.5, np.array(3)))
