@@ -91,7 +91,8 @@ class Grid:
         ]
         if not isinstance(forced, Forced):
             reasons.append(f"forced must be a Forced; got {describe(forced)}: selectors.Forced(sink=1) is one")
-        key = None if reasons else Options(mask, causal, scale=scale).key(layout_key(q, k), repr(block))
+        options = Options(mask, causal, scale=scale)
+        key = None if reasons else options.key(layout_key(q, k), "selectors", repr(block))
         if key in _facts:
             return cls(q, k, *_facts[key])
         q, k = as_arrays({"q": q, "k": k}).values()
