@@ -27,10 +27,14 @@ from typing import Any, NamedTuple
 import cuflash
 import ml_dtypes
 import numpy as np
+from harness import machine, why_no_gpu
 
 SIZES = ((1, 1024), (1, 16384), (1, 131072), (16, 4096), (64, 8192))
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-COLUMNS = ("library", "operation", "batch", "keys", "us", "gb_per_s", "ratio", "calls", "replays", "gpu", "versions")
+COLUMNS = (
+    "library", "operation", "batch", "keys", "us", "gb_per_s", "ratio", "calls", "replays", "gpu", "versions",
+    "commit", "date",
+)  # fmt: skip
 _ROTATED_BYTES = 128 << 20  # more than twice the level-2 cache of an H100
 _MOST_CALLS = 20
 _MANY_BYTES = 1 << 30  # of a call, of which a graph then has few
@@ -44,17 +48,6 @@ class Case(NamedTuple):
     operation: str
     prepare: Callable[[], Callable[[], Any]]
     capture: Callable[[list[Callable[[], Any]]], Callable[[], float]]
-
-
-def why_no_gpu() -> str | None:
-    """Why nothing can be timed here; None where it can."""
-    try:
-        import cupy
-
-        cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # CuPy is missing, or finds no driver or no GPU
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def captured_by_cupy(calls: list[Callable[[], Any]]) -> Callable[[], float]:
@@ -264,13 +257,15 @@ def rows_of(batch: int, keys: int, replays: int) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """The GPU, and the versions of the libraries that are there."""
+    """The GPU, the versions of the libraries that are there, and the commit and date of the run."""
     import cupy
 
     found = [f"cuflash {cuflash.__version__}", f"cupy {cupy.__version__}"]
     found += [f"{name} {sys.modules[name].__version__}" for name in ("torch", "flash_attn", "flashinfer")
               if hasattr(sys.modules.get(name), "__version__")]  # fmt: skip
-    return {"gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(), "versions": ", ".join(found)}
+    of_run = {name: machine()[name] for name in ("commit", "date")}
+    gpu = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    return {"gpu": gpu, "versions": ", ".join(found)} | of_run
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -209,11 +208,9 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
 
 
 def test_the_times_of_decoding_are_taken_or_it_is_said_why_not(tmp_path: Path) -> None:
-    script, path = Path(__file__).parents[2] / "experiments" / "speed" / "decode.py", tmp_path / "decode.csv"
-    run = subprocess.run(
-        [sys.executable, str(script), "--csv", str(path), "--quick"], capture_output=True, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": str(script.parents[2])},
-    )  # fmt: skip
+    path = tmp_path / "decode.csv"
+    command = [sys.executable, "-m", "experiments", "decode", "--csv", str(path), "--quick"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     if run.returncode:
         assert run.stderr.startswith("decode.py times kernels on a GPU, and there is none: ")
         assert len(run.stderr.splitlines()) == 1
