@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import operator
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import numpy as np
@@ -71,10 +74,23 @@ def classes_are_told_apart(library: ModuleType) -> None:
     check_classes(library)
 
 
+@contextmanager
+def usual_stack() -> Iterator[None]:
+    """Python's usual recursion limit, which Hypothesis may have raised in this process."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
 def deep_trees_are_right(library: ModuleType) -> None:
-    check_tree(library, *deep(library, 400))
+    with usual_stack():
+        check_tree(library, *deep(library, 400))
 
 
 def wide_trees_are_right(library: ModuleType) -> None:
     at = np.arange(8) - np.arange(8)[:, None]
-    check_tree(library, wide(library, operator.and_, 1200), at == 0)
+    with usual_stack():
+        check_tree(library, wide(library, operator.and_, 1200), at == 0)
