@@ -284,7 +284,7 @@ def _is_finite(scale: Any) -> bool:
 def precision_reasons(q: Array, precision: str) -> list[str]:
     """Why products of q's dtype cannot be made at a precision."""
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        return [f"precision must be {', '.join(map(repr, PRECISIONS))}; got {describe(precision)}"]
+        return [f"precision must be {', '.join(map(repr, (*PRECISIONS, 'fp8')))}; got {describe(precision)}"]
     dtype = getattr(q, "dtype", np.float32)  # what is no array is said elsewhere
     if precision != "ieee" and dtype != np.float32:
         return [f"precision={precision!r} is for float32; got {dtype}: use precision='ieee'"]
