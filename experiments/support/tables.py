@@ -161,6 +161,45 @@ def sparse_gpu(rows: list[Row]) -> str:
     return markdown(header, lines)
 
 
+def decode(rows: list[Row]) -> str:
+    """Steps of decoding from a cache, beside other libraries."""
+    header = ["sequences", "keys of each", "library", "call", "us", "GB/s"]
+    lines = [
+        [row["batch"], row["keys"], row["library"], row["operation"], number(row, "us"), number(row, "gb_per_s", ".0f")]
+        for row in rows
+        if not row["operation"].endswith("host")
+    ]
+    return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
+
+
+def host_time(rows: list[Row]) -> str:
+    """How long a warm call keeps the host, by kind of arrays and mask, for the shortest calls that were timed."""
+    tokens = min((row["tokens"] for row in rows if int(row["tokens"])), key=int)
+    chosen = [row for row in rows if row["tokens"] == tokens]
+    libraries = list(dict.fromkeys(row["library"] for row in chosen))
+    us = {(row["operation"], row["mask"], row["library"]): number(row, "us", ".0f") for row in chosen}
+    calls = dict.fromkeys((row["operation"], row["mask"]) for row in chosen)
+    lines = ([*call, *(us.get((*call, library), "") for library in libraries)] for call in calls)
+    return f"{markdown(['call', 'mask', *libraries], lines)}\n\n{tokens} tokens. {of_gpu(rows)}"
+
+
+def beside_plain(rows: list[Row]) -> str:
+    """What score functions, sinks or dropout cost, as the time of plain attention over theirs."""
+    first = "score" if "score" in rows[0] else "p"
+    header = [first, "mask", "pass", "kernel", "head_dim", "ms", "TFLOP/s", "of plain"]
+    lines = (
+        [number(row, "p") if first == "p" else row["score"], row["mask"], row["pass"], row["kernel"], row["head_dim"]]
+        + [number(row, "ms"), number(row, "tflops", ".0f"), number(row, "of_plain", ".2f")]
+        for row in rows
+    )
+    return f"{markdown(header, lines)}\n\n{rows[0]['seqlen']} tokens, {rows[0]['num_heads']} heads. {of_gpu(rows)}"
+
+
+def of_gpu(rows: list[Row]) -> str:
+    """The GPU, commit and date of rows, one line for each."""
+    return "  \n".join(dict.fromkeys(f"*{row['gpu']}; commit {row['commit']}, {row['date']}.*" for row in rows))
+
+
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "recall": ("block_sparsity", recall),
     "sparse-speed": ("block_sparsity", sparse_speed),
@@ -173,11 +212,16 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "simulator-speed": ("simulator_speed", simulator_speed),
     "sim-against-gpu": ("sim_against_gpu", sim_against_gpu),
     "tolerance-health": ("tolerance_health", tolerance_health),
+    "decode": ("decode", decode),
+    "host-time": ("host_time", host_time),
+    "scores": ("score_functions", beside_plain),
+    "dropout": ("dropout", beside_plain),
 }
 
 
-# Tables that choose their rows themselves, and say of each line which commit it is of.
-CHOOSING = ("speed-vs-peers", "peers-lead")
+# Tables that choose their rows themselves, and say which commits these are of.
+OF_PEERS = ("speed-vs-peers", "peers-lead")
+CHOOSING = (*OF_PEERS, "decode", "host-time", "scores", "dropout")
 
 
 def written(text: str, results: Path = RESULTS) -> str:
@@ -192,7 +236,7 @@ def written(text: str, results: Path = RESULTS) -> str:
         if not rows:
             return f"{begin}\n*Not measured yet.*\n\n{end}"
         if name in CHOOSING:
-            return f"{begin}\n{make(rows)}\n\n{end}"
+            return f"{begin}\n{make(committed(rows) if name not in OF_PEERS else rows)}\n\n{end}"
         kept = committed(rows)
         parts = [make(kept), signature(kept)] if kept else ["*There is no row of a committed tree.*"]
         return f"{begin}\n" + "\n\n".join([*parts, *filter(None, [left_out(rows)])]) + f"\n\n{end}"

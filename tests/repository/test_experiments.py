@@ -1434,3 +1434,21 @@ def test_small_studies_refuse_what_they_cannot_draw(
     with pytest.raises(SystemExit):
         harness.parse_config(load(name).Config, "", argv)
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["decode", "scores", "dropout", "host-time"])
+def test_tables_of_calls_show_every_row_with_its_commit(load, name: str) -> None:
+    tables = load("tables")
+    source, make = tables.TABLES[name]
+    rows = load("harness").read_csv(tables.RESULTS / f"{source}.csv")
+    text = make(rows)
+    assert {row["commit"] for row in rows} == set(re.findall(r"commit (\w+),", text))
+    values = [row for row in rows if name != "decode" or not row["operation"].endswith("host")]
+    shown = [line for line in text.splitlines() if line.startswith("|")][2:]
+    if name == "host-time":
+        assert len(shown) == len({(row["operation"], row["mask"]) for row in rows if int(row["tokens"])})
+    else:
+        assert len(shown) == len(values)
+        column = "us" if name == "decode" else "ms"
+        for row, line in zip(values, shown):
+            assert f"| {float(row[column]):.3g} |" in line
