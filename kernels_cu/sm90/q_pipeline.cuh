@@ -73,7 +73,7 @@ CUFLASH_DEVICE int dq_offset(int part) { return kDqOffset + part * kDqPartBytes;
 // What the producer says of a step; in one word what all ask for.
 struct StepMessage {
   // Some key of the tile is hidden from some query; K is brought, and V, with a tile's first step; no tile is left; and,
-  // which is known with its queries, some query's lse is large. Then what helpers copy; and the parities of the phases that
+  // which is known with its queries, some query's lse is large. Then what copy warps load; and the parities of the phases that
   // fill the rooms of K and V.
   enum Flag {
     kMasked = 1, kLoadsK = 2, kLoadsV = 4, kEndOfWork = 8, kLargeLse = 16,
@@ -131,13 +131,13 @@ struct HeadWork {
 // What consumers do with dQ of a step: have it added to the sums, or finish it, alone or with the sums of others.
 enum class DqFinish : int { kNot, kAlone, kWithSums };
 
-// Steps that helpers may be at, and one that the producer goes on to.
+// The number of steps that copy warps and producer may have between them, and one more that the producer works on.
 constexpr int kNumHeadWorks = kNumStages + 1;
 
 struct SharedStorage {
   StageQueries queries[kNumStages];
   tile::PipelineSlot k, v, q[kNumStages], d_o[kDoStages];
-  uint64_t message_ready[kNumStages];  // helpers may read the note
+  uint64_t message_ready[kNumStages];  // copy warps may read the message
   StepMessage messages[kNumStages];
   HeadWork works[kNumHeadWorks];  // of heads that have steps, in turn
   float softmax_scale_log2;
@@ -211,7 +211,7 @@ CUFLASH_DEVICE bool has_rows_to_zero(const attention::Params& params, const Head
   return work.stats[query_tile_number<Listed>(params, block.start, kBlockQ)].has_empty_rows;
 }
 
-// Have an operand brought, or say that a helper brings it; with it come so many bytes by other copies.
+// Start the copies of an operand, or count on those of a copy warp; other copies bring so many bytes with it.
 CUFLASH_DEVICE void load_operand(const tile::TmaBoxes& to, const attention::TensorMapParam& map,
                                  const tile::TmaCoords& at, int first,
                                  const tile::PipelineSlot& slot, bool threads_copy, int extra_bytes = 0) {
@@ -364,7 +364,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         ptx::bulk_load(ptx::shared_address(&smem.queries[state.stage].stats), &stats, sizeof stats,
                        ptx::shared_address(&smem.q[state.stage].full));
         ptx::mbarrier_arrive(ptx::shared_address(&smem.message_ready[state.stage]));
-        if (loads_k) {  // helpers have them brought once their rooms are empty: from the cache, by then
+        if (loads_k) {  // copy warps load them once their slots are empty, and find them in the level-2 cache
           if (!message.is(StepMessage::kThreadsCopyK)) tile::tma_prefetch_boxes(tile::TmaBoxes(k_smem), maps.k,
                                                                                 message.k_coords, work.first);
           if (!has_k && !message.is(StepMessage::kThreadsCopyV)) tile::tma_prefetch_boxes(tile::TmaBoxes(v_smem), maps.v, message.v_coords, work.first);
@@ -407,7 +407,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   }
 }
 
-static_assert(kIsWide || kBlockQ % kCopyThreads == 0, "whole warps of helpers have rows");
+static_assert(kIsWide || kBlockQ % kCopyThreads == 0, "whole copy warps have rows");
 
 // Bits lo <= x < hi of a word.
 CUFLASH_DEVICE uint32_t bit_range(int lo, int hi) { return ptx::bits_at_or_above(lo) & ~ptx::bits_at_or_above(hi); }
@@ -500,7 +500,7 @@ CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attenti
     if (message.is(StepMessage::kLoadsK)) {
       const WorkTile& tile = work().tile;
       const auto kv_head = [&] { return tile.batch_head.head / shape.group_size; };
-      // else a helper could arrive for this K while another copies the last
+      // else a copy warp could arrive for this K while another one copies the last
       tile::wait_empty(smem.k, k_phase(message.flags));
       __syncwarp();
       if (thread() == 0) {
