@@ -72,9 +72,9 @@ CUFLASH_DEVICE int dq_offset(int part) { return kDqOffset + part * kDqPartBytes;
 
 // What the producer says of a step; in one word what all ask for.
 struct StepMessage {
-  // Some key of the tile is hidden from some query; K is brought, and V, with a tile's first step; no tile is left; and,
-  // which is known with its queries, some query's lse is large. Then what copy warps load; and the parities of the phases that
-  // fill the rooms of K and V.
+  // Some key of the tile is hidden from some query; K and V are loaded with a tile's first step; no tile is left; some
+  // query's lse is large, which is known with its queries. Then the operands that copy warps load, and the phases of the
+  // slots of K and V.
   enum Flag {
     kMasked = 1, kLoadsK = 2, kLoadsV = 4, kEndOfWork = 8, kLargeLse = 16,
     kThreadsCopyK = 32, kThreadsCopyV = 64, kThreadsCopyQ = 128, kThreadsCopyDo = 256, kPhaseOfK = 512,
