@@ -552,7 +552,7 @@ def with_one_score(options: Options) -> tuple[Options, dict[str, Any]]:
 
 
 def run(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Plan, dict[str, Any], Any, Any]:
-    """What ran the forward pass of a call, its arrays by name, o and lse; equal calls are looked up.
+    """Run the forward pass of a call: the plan that ran it, its arrays by name, o and lse; equal calls are looked up.
 
     Where the call makes the lists of its mask, they are the last of the arrays.
     """

@@ -321,7 +321,7 @@ class _Rounding:
         )
 
     def of_quantized(self) -> _Rounding:
-        """The same where operands are rounded to A as they are dequantised, and results to A before they are to T."""
+        """Tolerances where operands are rounded to A as they are dequantised, and results to A before T."""
         return replace(self, t=2 * self.ua * (1 + self.ua), u=self.u if self.u == self.ua else self.u + 2 * self.ua)
 
     def k(self, terms: int) -> float:
@@ -345,7 +345,7 @@ def _underflow(dtype: np.dtype[Any]) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weights:
-    """What weights are multiplied by under dropout, the largest of it, and in how many roundings."""
+    """Factors of the weights under dropout, the largest factor, and the number of roundings that it takes."""
 
     factors: Any = 1.0
     most: float = 1.0

@@ -260,7 +260,7 @@ def _platform(arrays: Iterable[jax.Array]) -> str:
 
 
 def _default_platform() -> str:
-    """Where JAX runs what it traces."""
+    """Return the platform on which JAX runs the functions that it traces."""
     device = jax.config.jax_default_device or jax.devices()[0]
     return device if isinstance(device, str) else str(device.platform)
 

@@ -48,7 +48,7 @@ def is_broadcast(array: Array) -> bool:
 
 
 def reach(array: Array) -> tuple[int, int]:
-    """Where an array's memory starts and ends, in bytes from its first element."""
+    """Return where an array's memory starts and ends, in bytes from its first element."""
     if not array.size:
         return 0, 0
     steps = [step * (extent - 1) for step, extent in zip(array.strides, array.shape)]
@@ -214,7 +214,7 @@ def dtype_of(array: Any) -> np.dtype[Any]:
 
 
 def is_differentiated(value: object) -> bool:
-    """Whether a value is an array of a library with derivatives, PyTorch or JAX, neither of which is imported here."""
+    """Tell whether a value is an array of PyTorch or JAX, neither of which is imported here."""
     jax_array = getattr(sys.modules.get("jax"), "Array", None)
     return is_tensor(value) or jax_array is not None and isinstance(value, jax_array)
 

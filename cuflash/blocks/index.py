@@ -27,7 +27,7 @@ from .report import IndexReport
 
 
 class Remembered(NamedTuple):
-    """What calls with a block index keep for later calls with it, which is freed with the index.
+    """Memory of calls with a block index, for later calls with it; it is freed with the index.
 
     Nothing here may lead back to the index: a circle would keep memory of a device until Python's collector runs.
 
@@ -364,7 +364,7 @@ class BlockIndex:
 
     @cached_property
     def remembered(self) -> Remembered | None:
-        """What calls with an index on the host keep for later calls with it; None for an index on a device.
+        """Memory of calls with an index on the host, for later calls with it; None for an index on a device.
 
         Examples
         --------
@@ -869,7 +869,7 @@ def _transposed_intervals(lo: Array, hi: Array, seqlen_kv: int) -> tuple[Array, 
 
 
 def _read_only(array: Array) -> Array:
-    """The same memory, which cannot be written to through the array returned."""
+    """Return a view of an array through which its memory cannot be written."""
     view = array.view()
     view.flags.writeable = False
     return view

@@ -92,7 +92,7 @@ def _plan(
 
 
 def _has_layout(given: dict[str, Array]) -> bool:
-    """Whether the kernel can walk arrays, all of which lie on the current device or on the host."""
+    """Tell whether the kernel can walk arrays, all of which lie on the current device or on the host."""
     if any(layout_reasons(name, array) for name, array in given.items()):
         return False
     for name in ("k", "v"):

@@ -395,7 +395,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         self._is_counted_on_device = True
 
     def _put(self) -> OnDevice:
-        """What kernels read of the cache, as it is now."""
+        """Return the arrays of the cache that kernels read, as they are now."""
         assert self._device is not None
         self._device.put(None if self._is_counted_on_device else self._lengths, self._pages)
         return self._device

@@ -1,4 +1,4 @@
-"""What the kernels of a cache read on a GPU: lengths, the page table, and a count of what was out of range."""
+"""The device's copy of a cache's state: lengths, the page table, and a count of what was out of range."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class OnDevice:
             gpu.require_compiled([launch], "make the same call on the cache once before the capture")
 
     def tables(self, counts: Array | None) -> dict[str, Array | None]:
-        """What kernels read beside keys and values, by name."""
+        """Return the arrays that kernels read beside keys and values, by name."""
         return {"table": self.table, "lengths": self.lengths, "counts": counts, "num_faults": self.num_faults}
 
 
@@ -148,7 +148,7 @@ def is_capturing() -> bool:
 
 
 def is_on_device(value: Any) -> bool:
-    """Whether a value is an array that is not the host's."""
+    """Tell whether a value is an array that lies on a device."""
     return is_array(value) and not isinstance(value, np.ndarray)
 
 

@@ -164,7 +164,7 @@ class PagePool:
         return faults
 
     def _has_page(self, growth: Growth) -> bool:
-        """Whether all new positions are on a page that the sequence has, and has alone."""
+        """Tell whether all new positions are on a page that the sequence has, and shares with no other."""
         table, place = self.tables[growth.sequence], growth.length // self.page_size
         return (growth.stop - 1) // self.page_size == place < len(table) and self._references[table[place]] == 1
 

@@ -47,7 +47,7 @@ class AppendStep:
         self._start = bound_append(plan, arrays, ("k", "v", "counts"), target)
 
     def takes(self, rows: tuple[Array, Array], own: Iterable[Extent]) -> bool:
-        """Whether nothing has to be checked of rows of this layout: they lie apart from the cache's own memory."""
+        """Tell whether rows of this layout need no check: they lie apart from the cache's own memory."""
         k, v = self._rows
         return k.is_apart(rows[0], own) and v.is_apart(rows[1], own)
 
@@ -89,7 +89,7 @@ class DecodeStep:
         self._start = bound_decode(plan, arrays, names, target)
 
     def takes(self, q: Array, out: Array | None, sink: Array | None, own: Iterable[Extent]) -> bool:
-        """Whether nothing has to be checked of arrays of this layout: they are aligned, and out overlaps no other."""
+        """Tell whether arrays of this layout need no check: they are aligned, and out overlaps no other."""
         if not self._q.is_aligned(q) or self._sink is not None and not self._sink.is_aligned(sink):
             return False
         return out is None or self._o.is_aligned(out) and self._o.is_apart(out, [*own, self._q.extent(q)])
@@ -121,7 +121,7 @@ class _Place:
         return start + self._low, start + self._high
 
     def is_apart(self, array: Array, others: Iterable[Extent]) -> bool:
-        """Whether memory is surely disjoint from others': none lies between an array's first and last element."""
+        """Tell whether memory is surely disjoint from others': none lies between an array's first and last element."""
         first, end = self.extent(array)
         for other_first, other_end in others:
             if first < other_end and other_first < end:
@@ -190,7 +190,7 @@ def _append_key(k: Any, v: Any) -> Hashable:
 
 
 def _decode_key(q: Any, out: Any, sink: Any, options: tuple[Any, ...]) -> Hashable:
-    """What decides a call of `KVCache.attention` but its data and counts; None for what may not be plain.
+    """Key of a call of `KVCache.attention`, without its data and counts; None for arguments that may not be plain.
 
     `options` are causal, window, scale, kernel, executor and precision. Equal ones have one type here: 1 is not True.
     """

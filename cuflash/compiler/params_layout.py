@@ -105,7 +105,7 @@ def assertions(parts: Collection[str] = (), *, host: bool = False) -> str:
 
 
 def list_assertions(*, host: bool = False) -> str:
-    """The same of the record of the kernels that make lists."""
+    """C++ that stops a compiler where the record of the kernels that make lists is not laid out as its NumPy twin."""
     return _assertions({"Params": LIST_PARAMS}, "lists", host)
 
 

@@ -51,7 +51,7 @@ class Draws(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """What weights that are kept are multiplied by, 1 / (1 - p)."""
+        """The factor of weights that are kept, 1 / (1 - p)."""
         return LEVELS / (LEVELS - self.threshold)
 
 

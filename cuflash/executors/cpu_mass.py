@@ -30,7 +30,7 @@ def block_mass(plan: KernelPlan, arrays: Mapping[str, Array], block: tuple[int, 
 
 
 def _from_lse(tiles: QueryTiles) -> tuple[Array, Array]:
-    """What is subtracted from scores in base 2, and what weights are multiplied by, [tiles, queries]."""
+    """Return the terms subtracted from scores in base 2, and the factors of weights, [tiles, queries]."""
     lse = tiles.read("lse")
     has_key = lse != -np.inf
     return np.where(has_key, lse * lse.dtype.type(LOG2_E), 0), has_key.astype(lse.dtype)

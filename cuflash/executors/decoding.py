@@ -20,7 +20,7 @@ _TABLES = ("table", "lengths", "counts", "num_faults")
 
 
 def target_of(executor: str) -> LaunchTarget:
-    """What runs kernels of the executor "gpu" or "sim"."""
+    """Return the object that launches kernels of the executor "gpu" or "sim"."""
     return gpu.current_target() if executor == "gpu" else sim.Simulator()
 
 

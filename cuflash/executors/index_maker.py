@@ -89,7 +89,7 @@ def _whole(kept: Array, mask: Mask, block: tuple[int, int]) -> Mask:
 
 
 def index_key(device: int, kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Hashable:
-    """What decides how an index is made but the blocks chosen; None where the contents of the mask may change."""
+    """Key of how an index is made, without the blocks chosen; None where the contents of the mask may change."""
     try:
         return device, tuple(kept.shape), tuple(kept.strides), content(mask), shape, block
     except TypeError:
@@ -97,7 +97,7 @@ def index_key(device: int, kept: Array, mask: Mask, shape: MaskShape, block: tup
 
 
 def _maker(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> IndexMaker | None:
-    """What makes indices of blocks that lie as these do; None where the kernels do not serve them."""
+    """Return the maker of indices of blocks that lie as these do; None where the kernels do not serve them."""
     key = index_key(nvrtc.current_device()[1], kept, mask, shape, block)
     if key is None:
         return None

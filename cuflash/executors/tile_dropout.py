@@ -53,7 +53,7 @@ class TileDropout:
         return cls(draws, seed, problem.num_heads)
 
     def dropped(self, at: tuple[Array, ...]) -> Dropped:
-        """Which weights are dropped, from b, h, i and j of tiles as `tile_scores.coordinates` has them."""
+        """Return the weights that are dropped, from b, h, i and j of tiles as `tile_scores.coordinates` has them."""
         b, h, i, j = at
         heads = (b * self.num_heads + h)[:, 0, 0]
         rows, columns = i[:, 0, :], j[:, :, 0]

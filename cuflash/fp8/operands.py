@@ -16,12 +16,12 @@ PRECISION = "fp8"
 
 
 def are_quantized(*arrays: Any) -> bool:
-    """Whether one of the arguments is quantised."""
+    """Tell whether one of the arguments is quantised."""
     return any(isinstance(array, Quantized) for array in arrays)
 
 
 def is_asked_for(q: Any, k: Any, v: Any, precision: Any) -> bool:
-    """Whether a call is one of quantised operands, or one that quantises."""
+    """Tell whether a call has quantised operands, or quantises its operands."""
     is_quantized = type(q) is Quantized or type(k) is Quantized or type(v) is Quantized
     return is_quantized or type(precision) is str and precision == PRECISION
 
@@ -78,7 +78,7 @@ def bound_reasons(q: Any, k: Any, v: Any, do: Any, precision: Any) -> list[str]:
 
 
 def quantized_operands(q: Array, k: Array, v: Array) -> tuple[Quantized, Quantized, Quantized]:
-    """What precision="fp8" makes of plain arrays: blocks of 128 rows, and one rotation of q and k."""
+    """Quantise plain arrays for precision="fp8": blocks of 128 rows, and one rotation of q and k."""
     if are_quantized(q, k, v):
         raise UnsupportedProblem(["precision must not be 'fp8' where q, k or v is Quantized already: leave it out"])
     rotation = Rotation(q.shape[-1]) if getattr(q, "ndim", 0) else None
@@ -86,5 +86,5 @@ def quantized_operands(q: Array, k: Array, v: Array) -> tuple[Quantized, Quantiz
 
 
 def host_arrays(q: Quantized, k: Quantized, v: Quantized) -> tuple[Array, Array, Array]:
-    """What the cpu executor computes with, of float32: rotated q and k, and v."""
+    """Return the operands of the cpu executor, float32: rotated q and k, and v."""
     return q.scaled(), k.scaled(), v.scaled()

@@ -26,7 +26,7 @@ class AtEachCall(Mask):
 
 
 def at_each_call(mask: Any) -> Any:
-    """What stands for a mask, to be listed at each call; itself if it is none, of which the plan says why."""
+    """Return a mask that is listed at each call, in place of an argument; what is no mask is left to the plan."""
     try:
         return AtEachCall(as_mask(mask))
     except UnsupportedProblem:

@@ -31,7 +31,7 @@ _DRAWING = ("softmax", "forward", "gradient_scores", "backward", "backward_wide"
 
 
 def dropout_of(dropout: Any) -> tuple[Draws | None, tuple[Operand, ...]]:
-    """What a problem has of `dropout=`: nothing where no weight is dropped, and the array that holds the seed.
+    """Resolve `dropout=` for a problem: None where no weight is dropped, and the array that holds the seed.
 
     Raises
     ------

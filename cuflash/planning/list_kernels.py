@@ -64,7 +64,7 @@ LIST_SPECS = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ListSource:
-    """What kernels make lists from: a boolean array on the device, and row intervals that the host knows.
+    """Sources of the lists that kernels make: a boolean array on the device, and row intervals that the host knows.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class ListSource:
 
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tuple[ListSource, Array] | None:
-        """What lists of a resolved mask are made from, and its array; None for a mask that the kernels do not serve."""
+        """Return the sources of a mask's lists, and its array; None for a mask that the kernels do not serve."""
         factors = mask.operands if type(mask) is And else (mask,)
         closed = tuple(factor for factor in factors if factor.has_intervals)
         others = [factor for factor in factors if not factor.has_intervals]
@@ -145,7 +145,7 @@ class ListSource:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Where each result starts in the array of bytes that holds all of them."""
+        """Return the offset of each result in the array of bytes that holds all of them."""
         found, end = {}, 0
         for name, shape in self.shapes.items():
             found[name] = end
@@ -231,7 +231,7 @@ class ListedAtCall(ListedWork):
 
     @property
     def offsets(self) -> Mapping[str, int]:
-        """Where each list starts in the array of bytes."""
+        """Return the offset of each list in the array of bytes."""
         return {name: start for name, start in self.source.offsets.items() if name not in _OF_LISTS_ALONE}
 
 

@@ -1,4 +1,4 @@
-"""Where calls are remembered, by which of their options, and what of a mask is given anew at each call."""
+"""The place and the key under which a call is remembered, and the array of its mask, which each call gives anew."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_CALLS = 512
 
 
 class Lookup(NamedTuple):
-    """Where calls with some options are remembered, and what of their mask is no part of their keys."""
+    """The place where calls with some options are remembered, and the contents of their mask that keys leave out."""
 
     calls: dict[Hashable, Any]
     options: Options  # without the mask where its contents, or where the calls are, stand for it
@@ -25,7 +25,7 @@ class Lookup(NamedTuple):
 
 
 def lookup(options: Options, shared: dict[Hashable, Any], layout_of: Callable[..., Hashable]) -> Lookup:
-    """Where to look a call up.
+    """Find the place where a call is looked up.
 
     Calls with a block index on the host are remembered by the index, and go with it; all others are `shared`.
     `layout_of` tells how an array of a mask lies.

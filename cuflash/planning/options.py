@@ -87,7 +87,7 @@ class Options(NamedTuple):
     deterministic: Any = False
 
     def key(self, layout: Hashable, *more: Hashable) -> Hashable:
-        """What decides a call but its data.
+        """Key of a call, without its data.
 
         Parameters
         ----------

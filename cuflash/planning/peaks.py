@@ -1,4 +1,4 @@
-"""What a GPU can do at most in a second: counts of units from NVIDIA's documents, and the highest clock."""
+"""Peak rates of GPUs: counts of units from NVIDIA's documents, and the highest clock."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Diagonal:
 
     @classmethod
     def of(cls, xp: Any, lengths: tuple[int, int], block: tuple[int, int], offset: int) -> Diagonal:
-        """Of a grid of blocks where query i meets key i + offset on the diagonal."""
+        """Make the diagonal of a grid of blocks where query i meets key i + offset."""
         num_rows, num_columns = (-(-length // side) for length, side in zip(lengths, block))
         column = xp.arange(num_columns)
         stops = xp.arange(block[0], (num_rows + 1) * block[0], block[0])[:, None]
@@ -141,7 +141,7 @@ class Diagonal:
         return cls(column, first, last, column <= last)
 
     def forced(self, forced: Forced) -> Array:
-        """Which blocks are forced, bool [num_q_blocks, num_kv_blocks]."""
+        """Return the blocks that are forced, bool [num_q_blocks, num_kv_blocks]."""
         # Local and diagonal blocks are two runs that end with the same block, so that the longer one is both.
         first = self.first
         if forced.local or not forced.diagonal:

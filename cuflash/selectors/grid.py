@@ -138,7 +138,7 @@ class Grid:
 
     @cached_property
     def diagonal(self) -> Diagonal:
-        """Where the diagonal crosses the blocks."""
+        """Return the positions at which the diagonal crosses the blocks."""
         return Diagonal.of(self.xp, (self.shape.seqlen_q, self.shape.seqlen_kv), self.block, self.offset)
 
     def eligible(self) -> Any:

@@ -36,7 +36,7 @@ _PASSES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class KernelRoofline:
-    """What one kernel must do, and how long each resource needs for it.
+    """Work of one kernel, and how long each resource needs for it.
 
     Attributes
     ----------

@@ -18,7 +18,7 @@ from .recall import kept
 
 
 class Case(NamedTuple):
-    """What one measurement is about: a pattern in blocks of a size, with at most a share of the blocks."""
+    """Subject of a measurement: a pattern in blocks of a size, with at most a share of the blocks."""
 
     block: int
     pattern: str

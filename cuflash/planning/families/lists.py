@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Lists:
-    """What is asked of a kernel's family, of kernels that are none of attention: ``kernel=`` cannot name them."""
+    """The family of the kernels that make lists; ``kernel=`` cannot name it."""
 
     name = "lists"
     waits_at_barriers = False
