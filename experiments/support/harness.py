@@ -41,6 +41,7 @@ matplotlib.use("Agg")
 
 EXPERIMENTS = Path(__file__).parents[1]
 RESULTS = EXPERIMENTS / "results"
+UNPUBLISHED = EXPERIMENTS.parent / "build" / "results"  # which git ignores
 FOLDERS = [str(EXPERIMENTS / name) for name in ("support", "speed", "sparsity", "proof", "language")]  # of modules
 FLUSH_BYTES = 512 << 20  # many times any level-2 cache; 0.2 ms of writing, in which the host queues what is timed
 Record = dict[str, Any]
@@ -241,7 +242,7 @@ def check_names(config: object, known: Mapping[str, Iterable[str]]) -> None:
 def parse_config(
     config_type: Callable[..., Config], doc: str | None, argv: Sequence[str] | None = None
 ) -> tuple[Config, Path]:
-    """(config, results folder) from the command line: a flag for each field of the dataclass, and --results."""
+    """(config, results folder) from the command line: a flag for each field of the dataclass, --results, --publish."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     types = typing.get_type_hints(config_type)
     for field in dataclasses.fields(config_type):  # type: ignore[arg-type]
@@ -251,7 +252,11 @@ def parse_config(
         else:
             convert = _list_of(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else kind
             parser.add_argument(flag, type=convert, default=default, help=f"default {_shown(default)}")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="where files go")
+    folder = parser.add_mutually_exclusive_group()
+    folder.add_argument("--results", type=Path, default=UNPUBLISHED, metavar="DIR", help="default build/results")
+    folder.add_argument(
+        "--publish", dest="results", action="store_const", const=RESULTS, help="write to experiments/results"
+    )
     values = vars(parser.parse_args(argv))
     results = values.pop("results")
     try:

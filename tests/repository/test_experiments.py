@@ -61,8 +61,12 @@ def test_flags_become_the_fields_of_the_config(harness: ModuleType) -> None:
     assert (config, results) == (Config(seqlens=(3, 4), is_full=True), Path("there"))
 
 
-def test_no_flags_are_the_published_run(harness: ModuleType) -> None:
-    assert harness.parse_config(Config, "", []) == (Config(), harness.RESULTS)
+def test_no_flags_are_the_published_run_and_publish_alone_writes_among_tracked_files(harness: ModuleType) -> None:
+    config, results = harness.parse_config(Config, "", [])
+    assert (config, results) == (Config(), EXPERIMENTS.parent / "build" / "results")
+    assert harness.parse_config(Config, "", ["--publish"]) == (Config(), EXPERIMENTS / "results")
+    with pytest.raises(SystemExit):
+        harness.parse_config(Config, "", ["--publish", "--results", "there"])
 
 
 @pytest.mark.parametrize(
