@@ -1,0 +1,225 @@
+"""Which patterns let a model learn what only two far ends of a sequence decide together?
+
+    python -m experiments long_range           # 256 tokens on the host, in under a minute
+    python -m experiments long_range --gpu     # 4096 and 16384 tokens on a GPU
+
+The task is in one dimension what Pathfinder is in two (Long Range Arena, arXiv 2011.04006; its 16k tokens, Path-X,
+are what FlashAttention's paper, arXiv 2205.14135, section 4.2, learns first): on a blank sequence lie dashes of paths
+of four colours, and two marked ends, one in the second eighth and one in the last quarter. Is the path that begins at
+the one end the path that stops at the other? Colours of the ends are equal in half of the sequences and independent
+of all dashes, so that one end alone tells nothing: a model without a way between them is right in one half.
+
+The model has two layers of attention and perceptrons (model.py), no positions, and reads its answer at the second
+end. In two steps `exact` attention, `bigbird` (a window, global and random blocks) and `strided` (a window and every
+so many blocks) connect any two tokens. `window` reaches two windows far; in `sink_local`, where all see the first
+block too, that block itself sees a window, which ends before the first end. Each is trained on `seeds`, and judged on
+sequences that it did not see.
+
+Expect: every pattern with a way in two steps above 90 %, the two without one at 50 %.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cuflash
+import matplotlib.pyplot as plt
+import model
+import numpy as np
+from cuflash import masks, patterns
+from harness import Record, check_names, gpu_versions, main, track, why_no_gpu
+from rich.table import Table
+
+NAMES = ("exact", "bigbird", "strided", "window", "sink_local")
+COLOURS = 4
+BLANK, DASH, START, GOAL, VOCABULARY = 0, 1, 1 + COLOURS, 1 + 2 * COLOURS, 1 + 3 * COLOURS
+LAYERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every combination of length, pattern and seed is one row; fields that begin with gpu are those of --gpu."""
+
+    gpu: bool = False
+    names: tuple[str, ...] = NAMES
+    seqlens: tuple[int, ...] = (256,)
+    block: int = 8
+    batch: int = 32
+    steps: int = 300
+    tests: int = 2048
+    seeds: tuple[int, ...] = (0,)
+    gpu_seqlens: tuple[int, ...] = (4096, 16384)
+    gpu_block: int = 128
+    gpu_tokens: int = 131072
+    gpu_steps: int = 400
+    gpu_tests: int = 8192
+    gpu_seeds: tuple[int, ...] = (0, 1, 2)
+
+    def __post_init__(self) -> None:
+        check_names(self, {"names": NAMES})
+        for seqlens, block in ((self.seqlens, self.block), (self.gpu_seqlens, self.gpu_block)):
+            if block < 1 or not all(seqlen % (32 * block) == 0 and seqlen > 0 for seqlen in seqlens):
+                raise ValueError(f"seqlens must be multiples of 32 blocks; got {seqlens} and blocks of {block}")
+        if any(self.gpu_tokens % seqlen for seqlen in self.gpu_seqlens):
+            raise ValueError(f"gpu_seqlens must divide gpu_tokens; got {self.gpu_seqlens} and {self.gpu_tokens}")
+        counts = (self.batch, self.steps, self.tests, self.gpu_steps, self.gpu_tests)
+        if min(counts) < 1 or min(*self.seeds, *self.gpu_seeds) < 0:
+            raise ValueError("batch, steps and tests must be positive, and seeds not negative")
+
+    @property
+    def cases(self) -> list[tuple[int, str, int]]:
+        """Lengths, patterns and seeds."""
+        seqlens, seeds = (self.gpu_seqlens, self.gpu_seeds) if self.gpu else (self.seqlens, self.seeds)
+        return list(itertools.product(seqlens, self.names, seeds))
+
+
+# The task
+
+
+def sequences(seqlen: int, count: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens [count, seqlen], the places of the second ends, and whether both ends are of one path."""
+    rng = np.random.default_rng(seed)
+    tokens = np.where(rng.random((count, seqlen)) < 1 / 64, DASH + rng.integers(0, COLOURS, (count, seqlen)), BLANK)
+    starts = rng.integers(seqlen // 8, seqlen // 4, count)
+    goals = rng.integers(3 * seqlen // 4, seqlen, count)
+    labels = rng.integers(0, 2, count)
+    colours = rng.integers(0, COLOURS, count)
+    others = (colours + np.where(labels, 0, rng.integers(1, COLOURS, count))) % COLOURS
+    tokens[np.arange(count), starts] = START + colours
+    tokens[np.arange(count), goals] = GOAL + others
+    return tokens, goals, labels
+
+
+def mask_of(name: str, seqlen: int, block: int) -> masks.Mask | None:
+    """A pattern; windows are of two blocks on either side, a sixteenth of the shortest length."""
+    grid = seqlen // block
+    return {
+        "exact": lambda: None,
+        "bigbird": lambda: patterns.bigbird(seqlen, block=block),
+        "strided": lambda: patterns.strided(round(grid**0.5)).on_blocks(block, mirrored=True),
+        "window": lambda: masks.SlidingWindow(2, 2).on_blocks(block),
+        "sink_local": lambda: patterns.sink_local(1, (2, 2)).on_blocks(block),
+    }[name]()
+
+
+# Training
+
+
+def answers(
+    weights: model.Parameters, drawn: tuple[np.ndarray, ...], config: model.Config, attend: model.Attend
+) -> tuple[Any, Any]:
+    """Logits of "no" and "yes" at the second ends, [batch, 2], and what gives all gradients from theirs."""
+    xp = model.xp_of(weights["logits"])
+    tokens, goals = (xp.asarray(x) for x in drawn[:2])
+    logits, gradients_of = model.forward(weights, tokens, config, attend=attend)
+    rows = xp.arange(len(goals))
+
+    def pull(danswers: Any) -> model.Parameters:
+        dlogits = xp.zeros_like(logits)
+        dlogits[rows, goals, :2] = danswers
+        return gradients_of(dlogits)
+
+    return logits[rows, goals, :2], pull
+
+
+def step(
+    weights: model.Parameters, drawn: tuple[np.ndarray, ...], config: model.Config, attend: model.Attend
+) -> tuple[float, model.Parameters]:
+    """Cross-entropy of the answers, and its gradients but those of the positions, which stay 0."""
+    found, pull = answers(weights, drawn, config, attend)
+    xp = model.xp_of(found)
+    wanted = xp.asarray(drawn[2])[:, None] == xp.arange(2)
+    shifted = found - found.max(axis=-1, keepdims=True)
+    logs = shifted - xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))
+    gradients = pull(((xp.exp(logs) - wanted) / len(found)).astype(found.dtype))
+    gradients.pop("positions")
+    return float(-(logs * wanted).sum() / len(found)), gradients
+
+
+def learned(config: Config, seqlen: int, name: str, seed: int, xp: Any) -> Record:
+    """Train on one pattern, and judge."""
+    shape = model.Config(
+        vocabulary=VOCABULARY, context=seqlen, num_layers=LAYERS, num_heads=1, num_kv_heads=1, head_dim=32, width=32
+    )
+    batch = config.gpu_tokens // seqlen if config.gpu else config.batch
+    steps, tests = (config.gpu_steps, config.gpu_tests) if config.gpu else (config.steps, config.tests)
+    block = config.gpu_block if config.gpu else config.block
+    mask = mask_of(name, seqlen, block)
+    index = None if mask is None else cuflash.BlockIndex.from_mask(mask, seqlen, seqlen, block)
+    attend = partial(cuflash.attention_vjp, mask=index, precision="tf32" if config.gpu else "ieee")
+    weights = {x: xp.asarray(array) for x, array in model.parameters(shape, seed).items()}
+    weights["positions"] *= 0
+    means, squares = ({x: xp.zeros_like(array) for x, array in weights.items()} for _ in range(2))
+    losses, start = [], time.perf_counter()
+    for number in range(1, steps + 1):
+        loss, gradients = step(weights, sequences(seqlen, batch, (seed, 0, number)), shape, attend)
+        rate = 3e-3 * min(1, number / 20) * min(1, 2 * (1 - (number - 1) / steps))
+        model.adam(weights, means, squares, gradients, number, rate)
+        losses.append(loss)
+    seconds = time.perf_counter() - start
+    right = 0
+    for part in range(-(-tests // batch)):
+        drawn = sequences(seqlen, min(batch, tests - part * batch), (seed, 1, part))
+        found, _ = answers(weights, drawn, shape, attend)
+        right += int((found.argmax(axis=-1) == xp.asarray(drawn[2])).sum())
+    return {
+        "seqlen": seqlen, "pattern": name, "seed": seed, "density": 1.0 if index is None else index.report().density,
+        "batch": batch, "steps": steps, "loss": float(np.mean(losses[-20:])), "accuracy": right / tests,
+        "tests": tests, "seconds": seconds,
+    }  # fmt: skip
+
+
+def run(config: Config) -> Iterator[Record]:
+    """A row a length, pattern and seed."""
+    xp: Any = np
+    if config.gpu:
+        if reason := why_no_gpu():
+            sys.exit(f"long_range --gpu trains on a GPU: {reason}")
+        import cupy as xp
+    versions = gpu_versions() if config.gpu else {}
+    for seqlen, name, seed in track(config.cases, "lengths, patterns and seeds"):
+        yield learned(config, seqlen, name, seed, xp) | versions
+
+
+def table(records: list[Record]) -> Table:
+    """The accuracy of every seed, a line a length and pattern."""
+    made = Table(title="share of right answers; guessing has 0.5")
+    seeds = sorted({row["seed"] for row in records})
+    for column in ("tokens", "pattern", "density", *(f"seed {seed}" for seed in seeds), "seconds of a seed"):
+        made.add_column(column, justify="left" if column == "pattern" else "right")
+    for seqlen, name in dict.fromkeys((row["seqlen"], row["pattern"]) for row in records):
+        rows = [row for row in records if (row["seqlen"], row["pattern"]) == (seqlen, name)]
+        shares = {row["seed"]: f"{row['accuracy']:.3f}" for row in rows}
+        cells = (shares.get(seed, "") for seed in seeds)
+        seconds = np.median([row["seconds"] for row in rows])
+        made.add_row(str(seqlen), name, f"{rows[0]['density']:.3f}", *cells, f"{seconds:.1f}")
+    return made
+
+
+def plot(records: list[Record]) -> Any:
+    """A dot a seed; a column a length."""
+    seqlens = list(dict.fromkeys(row["seqlen"] for row in records))
+    figure, axes = plt.subplots(1, len(seqlens), figsize=(4.5 * len(seqlens), 3.2), sharey=True, squeeze=False)
+    for ax, seqlen in zip(axes[0], seqlens):
+        rows = [row for row in records if row["seqlen"] == seqlen]
+        ax.plot([row["pattern"] for row in rows], [row["accuracy"] for row in rows], "o", alpha=0.6)
+        ax.axhline(0.5, color="grey", linestyle=":", label="guessing")
+        ax.set(title=f"{seqlen} tokens", ylim=(0.4, 1.03))
+    axes[0][0].set_ylabel("share of right answers")
+    axes[0][0].legend(fontsize="small")
+    figure.tight_layout()
+    return figure
+
+
+# What tells the rows of a result apart.
+ROW = ("gpu", "seqlen", "pattern", "seed")
+
+if __name__ == "__main__":
+    main(
+        Config, run, table, plot, replacing=lambda config: ROW if config.gpu else (),
+        name=lambda config: "long_range_gpu" if config.gpu else "long_range",
+    )  # fmt: skip
