@@ -70,11 +70,14 @@ def parameters(config: Config, seed: int = 0, dtype: Any = np.float32) -> Parame
 
 
 def linear(x: Any, weights: Parameters, name: str, gradients: Parameters) -> tuple[Any, Pull]:
-    def pull(dy: Any) -> Any:
-        gradients[name] = x.reshape(-1, x.shape[-1]).T @ dy.reshape(-1, dy.shape[-1])
-        return dy @ weights[name].T
+    flat, weight = x.reshape(-1, x.shape[-1]), weights[name]
 
-    return x @ weights[name], pull
+    def pull(dy: Any) -> Any:
+        dflat = dy.reshape(-1, dy.shape[-1])
+        gradients[name] = flat.T @ dflat
+        return (dflat @ weight.T).reshape(x.shape)
+
+    return (flat @ weight).reshape(*x.shape[:-1], -1), pull
 
 
 def rms_norm(x: Any, weights: Parameters, name: str, gradients: Parameters) -> tuple[Any, Pull]:

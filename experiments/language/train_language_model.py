@@ -7,7 +7,7 @@
 The model of model.py learns the source of Python's standard library, character by character. Runs of one seed start
 at the same weights and see the same text; only attention differs: `naive`, array formulas that keep the matrix of
 weights; `exact`, cuflash's; `sink_local` and `butterfly`, block-sparse patterns; and `wrong_key`, exact attention in
-which the first key of every block is its neighbour's. At each step the loss may differ from naive's by sqrt(eps) of
+which the every sixteenth key is its neighbour's. At each step the loss may differ from naive's by sqrt(eps) of
 it: half of the digits have to survive all steps. `wrong_key` ends at the first step that breaks this, which shows
 that the bound sees one wrong key in a block. Tokens per second are of the median step; peak memory is what the
 gradients of one step take beside the weights: the most bytes of NumPy's arrays, or the bytes that CuPy's pool took
@@ -53,6 +53,7 @@ class Config:
     context: int = 256
     batch: int = 2
     steps: int = 200
+    compared_steps: int = 200
     block: int = 16
     seed: int = 0
     characters: int = 2_000_000
@@ -138,7 +139,7 @@ def longest_context(xp: Any, recipe: Recipe, name: str, text: Any, budget: int) 
     while context < len(text) // 20:
         longer = resized(recipe, context, batch=1)
         weights = {x: xp.asarray(array, recipe.dtype) for x, array in model.parameters(longer.model).items()}
-        attend = attentions(block_indices(context, recipe.block), recipe.block)[name]
+        attend = attentions(block_indices(context, recipe.block))[name]
         if peak_bytes(xp, gradients_of(longer, text, weights, attend), budget) is None:
             break
         fitting, context = context, 2 * context
@@ -157,7 +158,7 @@ def run_training(config: Config, xp: Any) -> Iterator[Record]:
     """A row a step and attention, and one an attention with what it cost and reached."""
     base, text = config.recipe, xp.asarray(library_text(config.characters))
     indices = block_indices(base.model.context, base.block)
-    ways = attentions(indices, base.block)
+    ways = attentions(indices)
     bound = float(np.finfo(base.dtype).eps ** 0.5)
     budget = (config.gpu_budget_mib if config.gpu else config.budget_mib) << 20
     naive_losses: list[float] = []
@@ -168,7 +169,8 @@ def run_training(config: Config, xp: Any) -> Iterator[Record]:
             if name == "wrong_key" and abs(loss / naive_losses[len(run.losses) - 1] - 1) > bound:
                 break
         naive_losses = run.losses if name == "naive" else naive_losses
-        gap = max(abs(loss / right - 1) for loss, right in zip(run.losses, naive_losses))
+        compared = zip(run.losses[: config.compared_steps], naive_losses)
+        gap = max(abs(loss / right - 1) for loss, right in compared)
         shape = {"attention": name, "context": base.model.context, "batch": base.batch, "dtype": base.dtype}
         for step in range(0, len(run.losses), max(1, base.steps // 40)):
             yield {"part": "step", **shape, "step": step + 1, "loss": run.losses[step]}
@@ -194,7 +196,7 @@ def run_long(config: Config, xp: Any) -> Iterator[Record]:
             head_dim=64, width=768,
         )  # fmt: skip
         indices, naive_s = block_indices(context, 128), None
-        for name, attend in track(list(attentions(indices, 128).items()), f"{context} tokens"):
+        for name, attend in track(list(attentions(indices).items()), f"{context} tokens"):
             if name == "wrong_key" or name not in config.names:
                 continue
             batch = config.long_tokens // context

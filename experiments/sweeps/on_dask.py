@@ -23,7 +23,7 @@ def run(tasks: Sequence[Task], *, scheduler: str, workers: int) -> Iterator[tupl
         if scheduler:
             client = stack.enter_context(distributed.Client(scheduler))
         else:
-            options = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None}
+            options = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": ":0"}
             client = stack.enter_context(distributed.Client(stack.enter_context(distributed.LocalCluster(**options))))
         futures = dict(zip(client.map(measure, tasks, pure=False), tasks))
         for future in distributed.as_completed(futures):

@@ -49,7 +49,12 @@ class Task:
 
 
 def measure(task: Task) -> bool:
-    """Run a task in this process and write its file; whether it succeeded. What the experiment prints is dropped."""
+    """Run a task in this process and write its file; whether it succeeded. What the experiment prints is dropped.
+
+    A task that is done, which an engine may start anew after a worker died, is left as it is.
+    """
+    if task.result.exists():
+        return True
     sys.path[:0] = [folder for folder in task.modules if folder not in sys.path]
     harness = importlib.import_module("harness")
     told: dict[str, Any] = {"experiment": task.experiment, "config": dict(task.values)}
