@@ -37,7 +37,7 @@ from rich.table import Table
 NAMES = ("exact", "bigbird", "strided", "window", "sink_local")
 COLOURS = 4
 BLANK, DASH, START, GOAL, VOCABULARY = 0, 1, 1 + COLOURS, 1 + 2 * COLOURS, 1 + 3 * COLOURS
-LAYERS = 2
+LAYERS, DASHES = 2, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,10 @@ class Config:
     seeds: tuple[int, ...] = (0,)
     gpu_seqlens: tuple[int, ...] = (4096, 16384)
     gpu_block: int = 128
-    gpu_tokens: int = 131072
+    gpu_tokens: int = 65536
     gpu_steps: int = 400
+    gpu_steps_more: int = 60
+    rate: float = 3e-3
     gpu_tests: int = 8192
     gpu_seeds: tuple[int, ...] = (0, 1, 2)
 
@@ -83,7 +85,9 @@ class Config:
 def sequences(seqlen: int, count: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens [count, seqlen], the places of the second ends, and whether both ends are of one path."""
     rng = np.random.default_rng(seed)
-    tokens = np.where(rng.random((count, seqlen)) < 1 / 64, DASH + rng.integers(0, COLOURS, (count, seqlen)), BLANK)
+    tokens = np.full((count, seqlen), BLANK)
+    places, dashes = (rng.integers(0, bound, (count, DASHES)) for bound in (seqlen, COLOURS))
+    np.put_along_axis(tokens, places, DASH + dashes, axis=1)
     starts = rng.integers(seqlen // 8, seqlen // 4, count)
     goals = rng.integers(3 * seqlen // 4, seqlen, count)
     labels = rng.integers(0, 2, count)
@@ -140,36 +144,50 @@ def step(
     return float(-(logs * wanted).sum() / len(found)), gradients
 
 
-def learned(config: Config, seqlen: int, name: str, seed: int, xp: Any) -> Record:
-    """Train on one pattern, and judge."""
-    shape = model.Config(
-        vocabulary=VOCABULARY, context=seqlen, num_layers=LAYERS, num_heads=1, num_kv_heads=1, head_dim=32, width=32
-    )
-    batch = config.gpu_tokens // seqlen if config.gpu else config.batch
-    steps, tests = (config.gpu_steps, config.gpu_tests) if config.gpu else (config.steps, config.tests)
-    block = config.gpu_block if config.gpu else config.block
+def stages(config: Config, seqlen: int) -> list[tuple[int, int, int]]:
+    """Length, block and number of steps of each stage: lengths double up to the last one, over a grid of 32 blocks."""
+    if not config.gpu:
+        return [(seqlen, config.block, config.steps)]
+    lengths = [seqlen >> shift for shift in range(seqlen.bit_length()) if seqlen >> shift >= 32 * 16][::-1]
+    counts = [config.gpu_steps, *[config.gpu_steps_more] * (len(lengths) - 1)]
+    return [(length, min(config.gpu_block, length // 32), count) for length, count in zip(lengths, counts)]
+
+
+def attention_of(config: Config, name: str, seqlen: int, block: int) -> tuple[model.Attend, float]:
+    """Attention of a pattern, and its density."""
     mask = mask_of(name, seqlen, block)
     index = None if mask is None else cuflash.BlockIndex.from_mask(mask, seqlen, seqlen, block)
     attend = partial(cuflash.attention_vjp, mask=index, precision="tf32" if config.gpu else "ieee")
+    return attend, 1.0 if index is None else index.report().density
+
+
+def learned(config: Config, seqlen: int, name: str, seed: int, xp: Any) -> Record:
+    """Train on one pattern, and judge at the last length."""
+    shape = model.Config(
+        vocabulary=VOCABULARY, context=seqlen, num_layers=LAYERS, num_heads=1, num_kv_heads=1, head_dim=32, width=32
+    )
     weights = {x: xp.asarray(array) for x, array in model.parameters(shape, seed).items()}
     weights["positions"] *= 0
     means, squares = ({x: xp.zeros_like(array) for x, array in weights.items()} for _ in range(2))
-    losses, start = [], time.perf_counter()
-    for number in range(1, steps + 1):
-        loss, gradients = step(weights, sequences(seqlen, batch, (seed, 0, number)), shape, attend)
-        rate = 3e-3 * min(1, number / 20) * min(1, 2 * (1 - (number - 1) / steps))
-        model.adam(weights, means, squares, gradients, number, rate)
-        losses.append(loss)
+    losses, start = list[float](), time.perf_counter()
+    for length, block, steps in stages(config, seqlen):
+        attend, density = attention_of(config, name, length, block)
+        batch = config.gpu_tokens // length if config.gpu else config.batch
+        for _ in range(steps):
+            number = len(losses) + 1
+            loss, gradients = step(weights, sequences(length, batch, (seed, 0, number)), shape, attend)
+            model.adam(weights, means, squares, gradients, number, config.rate * min(1, number / 20))
+            losses.append(loss)
     seconds = time.perf_counter() - start
+    tests = config.gpu_tests if config.gpu else config.tests
     right = 0
     for part in range(-(-tests // batch)):
         drawn = sequences(seqlen, min(batch, tests - part * batch), (seed, 1, part))
         found, _ = answers(weights, drawn, shape, attend)
         right += int((found.argmax(axis=-1) == xp.asarray(drawn[2])).sum())
     return {
-        "seqlen": seqlen, "pattern": name, "seed": seed, "density": 1.0 if index is None else index.report().density,
-        "batch": batch, "steps": steps, "loss": float(np.mean(losses[-20:])), "accuracy": right / tests,
-        "tests": tests, "seconds": seconds,
+        "seqlen": seqlen, "pattern": name, "seed": seed, "density": density, "batch": batch, "steps": len(losses),
+        "loss": float(np.mean(losses[-20:])), "accuracy": right / tests, "tests": tests, "seconds": seconds,
     }  # fmt: skip
 
 
