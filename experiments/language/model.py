@@ -8,11 +8,14 @@ trains on the first page of Pride and Prejudice, within a minute on a CPU. `--xp
 
 Without a cache, each new character costs a pass over all earlier ones. With one, it costs a pass over itself, and
 reads the keys and values of the earlier ones. Both write the same text.
+
+Found:  both ways write the same text, and the cached way writes more characters in a second.
+
+Cost: A minute on two cores.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import time
 from collections.abc import Callable
@@ -22,6 +25,7 @@ from typing import Any, NamedTuple
 
 import cuflash
 import numpy as np
+from command_line import Parser
 
 TEXT = Path(__file__).parents[1] / "data" / "text.txt"
 Parameters = dict[str, Any]  # arrays by name
@@ -261,12 +265,14 @@ def read_text() -> tuple[Any, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--batch", type=int, default=6)
     parser.add_argument("--count", type=int, default=72, help="characters to write")
     parser.add_argument("--xp", choices=("numpy", "cupy"), default="numpy")
     given = parser.parse_args()
+    if min(given.steps, given.batch, given.count) < 1 or given.count >= Config.context:
+        parser.error(f"steps, batch and count must be positive, and count below {Config.context}")
     xp = importlib.import_module(given.xp)
     numbers, alphabet = read_text()
     config, text = Config(vocabulary=len(alphabet)), xp.asarray(numbers)

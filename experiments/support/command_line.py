@@ -1,4 +1,4 @@
-"""Command lines of the experiments: a wrong flag is one line on standard error, and so is a result that has no place."""
+"""Command lines of the experiments: a wrong flag is one line on standard error, and so is a folder without room."""
 
 import argparse
 import dataclasses
@@ -50,7 +50,7 @@ def check_values(config_type: Any, values: Mapping[str, Any]) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """End the program with one line if no file could be written to a folder; nothing is left there, and nothing made."""
+    """End the program with one line if no file could be written to a folder, which is not made."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     try:
         with tempfile.TemporaryFile(dir=there):

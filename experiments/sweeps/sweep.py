@@ -137,7 +137,8 @@ def arguments(argv: Sequence[str] | None = None) -> tuple[list[Task], str, dict[
     parser.add_argument("--over", action="append", default=[], metavar="NAME=VALUE,...", help="values to combine")
     parser.add_argument("--fixed", action="append", default=[], metavar="NAME=VALUE", help="a value of all tasks")
     parser.add_argument("--engine", choices=ENGINES, default="local")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="local, dask: processes")
+    cores = os.cpu_count() or 1
+    parser.add_argument("--workers", type=int, default=max(1, cores // 2), help="local, dask: processes")
     parser.add_argument("--gpus", type=int, default=0, help="local: the machine's GPUs, one for each worker")
     parser.add_argument("--scheduler", default="", help="dask: address of the scheduler")
     parser.add_argument("--folder", type=Path, default=Path("build/submitit"), help="submitit: its logs")
@@ -190,7 +191,8 @@ def main() -> None:
     if failed:
         told = [json.loads(x.failure.read_text("utf-8"))["failure"] for x in failed if x.failure.exists()]
         reasons = "; ".join(dict.fromkeys(told)) or "their workers were killed"
-        sys.exit(f"{len(failed)} tasks failed ({' '.join(reasons.split())}); their traces are in {path.with_suffix('')}")
+        traces = path.with_suffix("")
+        sys.exit(f"{len(failed)} tasks failed ({' '.join(reasons.split())}); their traces are in {traces}")
 
 
 if __name__ == "__main__":

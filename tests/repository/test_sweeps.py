@@ -105,7 +105,7 @@ def test_a_failure_is_recorded_and_the_sweep_goes_on(sweep: ModuleType, tmp_path
 
 @pytest.mark.parametrize("engine", ["local", "dask"])
 def test_a_killed_worker_loses_nothing_that_was_done(sweep: ModuleType, tmp_path: Path, engine: str) -> None:
-    """A worker is killed during the second task; the first one's file stays, and the others are measured all the same."""
+    """A worker is killed during the second task; the first file stays, and the other tasks are done all the same."""
     if engine == "dask":
         pytest.importorskip("distributed")
         pytest.importorskip("cloudpickle")
@@ -165,4 +165,3 @@ def test_an_engine_without_its_package_is_one_line(
 @pytest.mark.parametrize("name", ["on_processes", "on_dask", "on_submitit"])
 def test_an_engine_is_a_thin_adapter(name: str) -> None:
     assert len((EXPERIMENTS / "sweeps" / f"{name}.py").read_text("utf-8").splitlines()) <= 60
-
