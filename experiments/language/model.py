@@ -17,6 +17,7 @@ Cost: A minute on two cores.
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,10 +47,12 @@ class Config:
     width: int = 64
 
 
-def parameters(config: Config, seed: int = 0, dtype: Any = np.float32) -> Parameters:
-    """Random weights [inputs, outputs], and gains of 1."""
-    rng, width = np.random.default_rng(seed), config.width
-    shapes = {"characters": (config.vocabulary, width), "positions": (config.context, width)}
+def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters: weights [inputs, outputs], then gains."""
+    width = config.width
+    shapes: dict[str, tuple[int, ...]] = {
+        "characters": (config.vocabulary, width), "positions": (config.context, width)
+    }  # fmt: skip
     for layer in range(config.num_layers):
         shapes |= {
             f"{layer}.q": (width, config.num_heads * config.head_dim),
@@ -60,14 +63,29 @@ def parameters(config: Config, seed: int = 0, dtype: Any = np.float32) -> Parame
             f"{layer}.down": (4 * width, width),
         }
     shapes["logits"] = (width, config.vocabulary)
-    scales = {"characters": 1.0, "positions": 0.3}
-    scales |= {name: 0.3 / shape[0] ** 0.5 for name, shape in shapes.items() if name.endswith((".o", ".down"))}
-    made = {
-        name: rng.standard_normal(shape) * scales.get(name, shape[0] ** -0.5) for name, shape in shapes.items()
-    }
     norms = [f"{layer}.{name}" for layer in range(config.num_layers) for name in ("norm_attention", "norm_perceptron")]
-    made |= {name: np.ones(width) for name in (*norms, "norm")}
-    return {name: array.astype(dtype) for name, array in made.items()}
+    return shapes | {name: (width,) for name in (*norms, "norm")}
+
+
+def parameters(config: Config, seed: int = 0, dtype: Any = np.float32) -> Parameters:
+    """Random weights, and gains of 1."""
+    rng = np.random.default_rng(seed)
+
+    def drawn(name: str, shape: tuple[int, ...]) -> Any:
+        if len(shape) == 1:
+            return np.ones(shape)
+        scales = {"characters": 1.0, "positions": 0.3, "o": 0.3 / shape[0] ** 0.5, "down": 0.3 / shape[0] ** 0.5}
+        return rng.standard_normal(shape) * scales.get(name.rpartition(".")[2], shape[0] ** -0.5)
+
+    return {name: drawn(name, shape).astype(dtype) for name, shape in shapes_of(config).items()}
+
+
+def views(flat: Any, shapes: dict[str, tuple[int, ...]]) -> Parameters:
+    """Parts of a vector, by the names and shapes of some parameters."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    ends = np.cumsum(sizes).tolist()
+    parts = zip(shapes.items(), sizes, ends, strict=True)
+    return {name: flat[end - size : end].reshape(shape) for (name, shape), size, end in parts}
 
 
 # Layers: each returns its result and what pulls a gradient back through it. Gradients of parameters go to a dict.
@@ -89,7 +107,7 @@ def rms_norm(x: Any, weights: Parameters, name: str, gradients: Parameters) -> t
     normed = x * inverse
 
     def pull(dy: Any) -> Any:
-        gradients[name] = (dy * normed).reshape(-1, x.shape[-1]).sum(axis=0)
+        gradients[name] = (dy * normed).sum(axis=-2).sum(axis=0)
         dn = dy * weights[name]
         return inverse * (dn - normed * (dn * normed).mean(axis=-1, keepdims=True))
 

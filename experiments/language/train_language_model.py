@@ -82,8 +82,9 @@ class Config:
         counts = (self.batch, self.steps, self.budget_mib, self.save_every, self.gpu_batch, self.gpu_steps)
         if min(*counts, self.gpu_budget_mib, self.long_steps, self.long_layers, *self.long_contexts) < 1:
             raise ValueError("counts, contexts and budgets must be positive")
-        if max(self.context, self.gpu_context, *self.long_contexts) > self.characters // 20:
-            raise ValueError("characters must be at least 20 times the longest context")
+        longest = max(self.long_contexts) if self.long else self.gpu_context if self.gpu else self.context
+        if longest > self.characters // 20:
+            raise ValueError(f"characters must be at least 20 times the context; got {self.characters}, {longest}")
         if any(self.long_tokens % context or context % 128 for context in self.long_contexts):
             raise ValueError("long_contexts must be multiples of 128 that divide long_tokens")
 
@@ -178,7 +179,7 @@ def run_training(config: Config, xp: Any) -> Iterator[Record]:
         row |= {"gap": gap, "bound": bound, "density": density(indices[name]) if name in indices else 1.0}
         if name != "wrong_key":
             tokens = base.batch * base.model.context
-            peak = peak_bytes(xp, gradients_of(base, text, run.rounded(), ways[name]))
+            peak = peak_bytes(xp, gradients_of(base, text, run.weights, ways[name]))
             row |= {
                 "held_out_loss": run.held_out_loss(text, ways[name]),
                 "tokens_per_s": tokens / float(np.median(run.seconds)), "peak_mib": (peak or 0) / 2**20,
@@ -209,7 +210,7 @@ def run_long(config: Config, xp: Any) -> Iterator[Record]:
             run, memory = Training.new(recipe, xp), xp.get_default_memory_pool()
             memory.free_all_blocks()
             try:
-                peak = peak_bytes(xp, gradients_of(recipe, text, run.rounded(), attend))
+                peak = peak_bytes(xp, gradients_of(recipe, text, run.weights, attend))
                 if peak is None:
                     yield row | {"note": "does not fit"}
                     continue

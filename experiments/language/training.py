@@ -137,57 +137,54 @@ class Recipe:
 
 @dataclass
 class Training:
-    """A run: weights, Adam's means and squares, and the loss and seconds of each step that is done."""
+    """A run: its weights in one vector, Adam's means and squares, and the loss and seconds of each step that is done."""
 
     recipe: Recipe
-    weights: model.Parameters
-    means: model.Parameters
-    squares: model.Parameters
+    flat: Any
+    means: Any
+    squares: Any
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     @classmethod
     def new(cls, recipe: Recipe, xp: Any) -> Training:
         """A run at its beginning, on NumPy's or CuPy's arrays."""
-        made = {name: xp.asarray(x) for name, x in model.parameters(recipe.model, recipe.seed).items()}
-        means, squares = ({name: xp.zeros_like(x) for name, x in made.items()} for _ in range(2))
-        return cls(recipe, made, means, squares)
+        made = model.parameters(recipe.model, recipe.seed)
+        flat = xp.asarray(np.concatenate([x.ravel() for x in made.values()]))
+        return cls(recipe, flat, xp.zeros_like(flat), xp.zeros_like(flat))
 
     @classmethod
     def continued(cls, recipe: Recipe, xp: Any, folder: Path) -> Training:
         """A run from its checkpoint, or a new one where there is none."""
-        run, path = cls.new(recipe, xp), folder / f"{recipe.key}.npz"
-        if path.exists():
-            with np.load(path) as file:
-                for part in ("weights", "means", "squares"):
-                    found = {name: xp.asarray(file[f"{part}/{name}"]) for name in run.weights}
-                    setattr(run, part, found)
-                run.losses, run.seconds = file["losses"].tolist(), file["seconds"].tolist()
-        return run
+        path = folder / f"{recipe.key}.npz"
+        if not path.exists():
+            return cls.new(recipe, xp)
+        with np.load(path) as file:
+            arrays = {part: xp.asarray(file[part]) for part in ("flat", "means", "squares")}
+            return cls(recipe, **arrays, losses=file["losses"].tolist(), seconds=file["seconds"].tolist())
 
     def save(self, folder: Path) -> None:
         """Write the checkpoint, whole or not at all."""
-        arrays = {
-            f"{part}/{name}": x if isinstance(x, np.ndarray) else x.get()
-            for part in ("weights", "means", "squares")
-            for name, x in getattr(self, part).items()
-        }
+        parts = {part: getattr(self, part) for part in ("flat", "means", "squares")}
+        arrays = {part: x if isinstance(x, np.ndarray) else x.get() for part, x in parts.items()}
         with atomic_path(folder / f"{self.recipe.key}.npz") as partial, partial.open("wb") as file:
             np.savez(file, losses=np.array(self.losses), seconds=np.array(self.seconds), **arrays)
 
-    def rounded(self) -> model.Parameters:
-        """The weights in the dtype of the activations."""
-        return {name: x.astype(self.recipe.dtype, copy=False) for name, x in self.weights.items()}
+    @property
+    def weights(self) -> model.Parameters:
+        """The weights by name, in the dtype of the activations."""
+        return model.views(self.flat.astype(self.recipe.dtype, copy=False), model.shapes_of(self.recipe.model))
 
     def step(self, text: Any, attend: model.Attend) -> float:
         """One step of Adam on random pieces of the text; returns its loss."""
         recipe, number, start = self.recipe, len(self.losses) + 1, time.perf_counter()
-        loss, gradients = model.loss_and_gradients(
-            self.rounded(), pieces(text, recipe, number), recipe.model, attend, recipe.loss_scale
-        )
-        wide = {name: x.astype(np.float32, copy=False) / recipe.loss_scale for name, x in gradients.items()}
+        weights, tokens = self.weights, pieces(text, recipe, number)
+        loss, gradients = model.loss_and_gradients(weights, tokens, recipe.model, attend, recipe.loss_scale)
+        flat = model.xp_of(text).concatenate([gradients[name].ravel() for name in weights])
+        wide = flat.astype(np.float32, copy=False) / recipe.loss_scale
         rate = recipe.rate * min(1, number / 20) * (1 - (number - 1) / recipe.steps)
-        model.adam(self.weights, self.means, self.squares, wide, number, rate)
+        parts = ({"": x} for x in (self.flat, self.means, self.squares, wide))
+        model.adam(*parts, number, rate)
         self.losses.append(loss)
         self.seconds.append(time.perf_counter() - start)
         return loss
@@ -207,7 +204,7 @@ class Training:
         starts = np.linspace(first, len(text) - length, count).astype(int)
         losses = [
             model.loss_and_gradients(
-                self.rounded(), text[xp.asarray(start + np.arange(length))][None], self.recipe.model, attend
+                self.weights, text[xp.asarray(start + np.arange(length))][None], self.recipe.model, attend
             )[0]
             for start in starts
         ]

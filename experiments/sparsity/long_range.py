@@ -63,9 +63,10 @@ class Config:
 
     def __post_init__(self) -> None:
         check_names(self, {"names": NAMES})
-        for seqlens, block in ((self.seqlens, self.block), (self.gpu_seqlens, self.gpu_block)):
-            if block < 1 or not all(seqlen % (32 * block) == 0 and seqlen > 0 for seqlen in seqlens):
-                raise ValueError(f"seqlens must be multiples of 32 blocks; got {seqlens} and blocks of {block}")
+        if any(seqlen % (32 * self.block) for seqlen in self.seqlens):
+            raise ValueError(f"seqlens must be multiples of 32 blocks; got {self.seqlens} and blocks of {self.block}")
+        if any(seqlen < 512 or seqlen & (seqlen - 1) for seqlen in self.gpu_seqlens) or self.gpu_block < 16:
+            raise ValueError("gpu_seqlens must be powers of two from 512 on, and gpu_block at least 16")
         if any(self.gpu_tokens % seqlen for seqlen in self.gpu_seqlens):
             raise ValueError(f"gpu_seqlens must divide gpu_tokens; got {self.gpu_seqlens} and {self.gpu_tokens}")
         counts = (self.batch, self.steps, self.tests, self.gpu_steps, self.gpu_tests)
@@ -133,15 +134,14 @@ def answers(
 def step(
     weights: model.Parameters, drawn: tuple[np.ndarray, ...], config: model.Config, attend: model.Attend
 ) -> tuple[float, model.Parameters]:
-    """Cross-entropy of the answers, and its gradients but those of the positions, which stay 0."""
+    """Cross-entropy of the answers, and its gradients."""
     found, pull = answers(weights, drawn, config, attend)
     xp = model.xp_of(found)
     wanted = xp.asarray(drawn[2])[:, None] == xp.arange(2)
     shifted = found - found.max(axis=-1, keepdims=True)
     logs = shifted - xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))
-    gradients = pull(((xp.exp(logs) - wanted) / len(found)).astype(found.dtype))
-    gradients.pop("positions")
-    return float(-(logs * wanted).sum() / len(found)), gradients
+    loss = -(logs * wanted).sum() / len(found)
+    return float(loss), pull(((xp.exp(logs) - wanted) / len(found)).astype(found.dtype))
 
 
 def stages(config: Config, seqlen: int) -> list[tuple[int, int, int]]:
@@ -166,9 +166,11 @@ def learned(config: Config, seqlen: int, name: str, seed: int, xp: Any) -> Recor
     shape = model.Config(
         vocabulary=VOCABULARY, context=seqlen, num_layers=LAYERS, num_heads=1, num_kv_heads=1, head_dim=32, width=32
     )
-    weights = {x: xp.asarray(array) for x, array in model.parameters(shape, seed).items()}
-    weights["positions"] *= 0
-    means, squares = ({x: xp.zeros_like(array) for x, array in weights.items()} for _ in range(2))
+    made = model.parameters(shape, seed)
+    positions = xp.zeros_like(xp.asarray(made.pop("positions")))  # which stay 0
+    flat = xp.asarray(np.concatenate([x.ravel() for x in made.values()]))
+    weights = model.views(flat, {x: array.shape for x, array in made.items()}) | {"positions": positions}
+    means, squares = xp.zeros_like(flat), xp.zeros_like(flat)
     losses, start = list[float](), time.perf_counter()
     for length, block, steps in stages(config, seqlen):
         attend, density = attention_of(config, name, length, block)
@@ -176,7 +178,9 @@ def learned(config: Config, seqlen: int, name: str, seed: int, xp: Any) -> Recor
         for _ in range(steps):
             number = len(losses) + 1
             loss, gradients = step(weights, sequences(length, batch, (seed, 0, number)), shape, attend)
-            model.adam(weights, means, squares, gradients, number, config.rate * min(1, number / 20))
+            gradient = xp.concatenate([gradients[x].ravel() for x in made])
+            parts = ({"": x} for x in (flat, means, squares, gradient))
+            model.adam(*parts, number, config.rate * min(1, number / 20))
             losses.append(loss)
     seconds = time.perf_counter() - start
     tests = config.gpu_tests if config.gpu else config.tests

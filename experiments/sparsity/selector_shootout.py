@@ -3,8 +3,8 @@
     python -m experiments selector_shootout                                    # a minute on two cores
     python -m experiments selector_shootout --data minilm --top-ks 2,4         # a part of it
 
-Data: activations of four heads of layer 2 of a sentence encoder (data/README.md), bidirectional; and heads of known
-structure, causal: `clusters`, whose queries and keys belong to one of eight topics that change every 32 tokens;
+Data: activations of four heads of layer 2 of a sentence encoder, bidirectional, and of four heads of a layer of a
+language model of source text, causal (`language`; data/README.md has both); and heads of known structure, causal: `clusters`, whose queries and keys belong to one of eight topics that change every 32 tokens;
 `columns`, where all queries attend a few keys; `slashes`, where each attends the keys at a few distances. All hold
 noise beside.
 Every selector keeps as many blocks in each row, those on the diagonal among them if the data is causal; of
@@ -35,7 +35,7 @@ from cuflash import selectors
 from cuflash.selectors import Budget, Forced
 from harness import Record, check_names, machine, main, time_alternately, track
 from rich.table import Table
-from workloads import activations
+from workloads import activations, language_activations
 
 SELECTORS = ("oracle", "pooled", "antidiagonal", "nsa", "vertical_slash", "local", "random")
 Heads = tuple[np.ndarray, np.ndarray, np.ndarray, bool]  # q, k, v and whether the mask is causal
@@ -43,7 +43,7 @@ Heads = tuple[np.ndarray, np.ndarray, np.ndarray, bool]  # q, k, v and whether t
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    data: tuple[str, ...] = ("minilm", "clusters", "columns", "slashes")
+    data: tuple[str, ...] = ("minilm", "language", "clusters", "columns", "slashes")
     names: tuple[str, ...] = SELECTORS
     top_ks: tuple[int, ...] = (2, 4, 8)
     block: int = 32
@@ -61,6 +61,10 @@ class Config:
 def minilm(seqlen: int) -> Heads:
     q, k, v = (x[1, :4] for x in activations())
     return q, k, v, False
+
+
+def language(seqlen: int) -> Heads:
+    return *language_activations(), True
 
 
 def _noise(seqlen: int) -> list[np.ndarray]:
@@ -93,7 +97,7 @@ def slashes(seqlen: int) -> Heads:
     return 3 * shifted + 0.3 * q, 3 * turned + 0.3 * k, v, True
 
 
-DATA: dict[str, Callable[[int], Heads]] = {each.__name__: each for each in (minilm, clusters, columns, slashes)}
+DATA: dict[str, Callable[[int], Heads]] = {each.__name__: each for each in (minilm, language, clusters, columns, slashes)}
 
 
 def selection(name: str, heads: Heads, config: Config, top_k: int) -> Callable[[], Any]:

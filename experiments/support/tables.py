@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import experiment_tables
 import peer_tables
 from block_sparsity import pays_below
 from command_line import Parser
@@ -218,6 +219,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "host-time": ("host_time", host_time),
     "scores": ("score_functions", beside_plain),
     "dropout": ("dropout", beside_plain),
+    **experiment_tables.TABLES,
 }
 
 

@@ -7,6 +7,8 @@ Tasks that only wait run on `workers` processes, each engine in turn; submitit r
 all at once. Overhead is the time from the first call to the last result, over the time that the tasks sleep in a row
 on one worker, minus 1: it holds the start of the workers, the import of the library in each, and the files.
 
+Found:  with one-minute tasks, two after another on each worker, the start of the workers is nearly all of it.
+
 Cost: twice `seconds` for each engine.
 """
 
