@@ -87,6 +87,7 @@ def test_what_is_done_is_not_measured_again_and_other_commits_are(sweep: ModuleT
     assert sweep.run(tasks, engine, {}) == [] and engine.ran == tasks
     files = {path.name: path.stat().st_mtime_ns for path in tasks[0].folder.iterdir()}
     assert sweep.run(tasks, engine, {}) == [] and engine.ran == tasks
+    assert importlib.import_module("tasks").measure(tasks[0])  # as an engine does whose worker died
     assert files == {path.name: path.stat().st_mtime_ns for path in tasks[0].folder.iterdir()} and len(files) == 3
     assert [row["number"] for row in sweep.rows_of(tasks)] == ["1", "2", "3"]
     other = importlib.import_module("dataclasses").replace(tasks[0], commit="other")
@@ -97,9 +98,9 @@ def test_a_failure_is_recorded_and_the_sweep_goes_on(sweep: ModuleType, tmp_path
     tasks = naps(sweep, tmp_path, seconds=(0.0001,), number=(1, 2))
     broken = importlib.import_module("dataclasses").replace(tasks[0], values=(("seconds", "x"), ("number", 1)))
     assert sweep.run([broken, tasks[1]], InTurn(), {}) == [broken]
+    assert broken.failure.exists() and not broken.result.exists() and tasks[1].result.exists()
     told = json.loads(broken.failure.read_text("utf-8"))
     assert told["failure"].startswith("TypeError: ") and "nap.py" in told["trace"]
-    assert not broken.result.exists() and tasks[1].result.exists()
     assert len(sweep.rows_of([broken, tasks[1]])) == 1
 
 
