@@ -93,6 +93,7 @@ def capture(config: Config) -> dict[str, Any]:
         "largest_value": round(max(float(np.abs(x).max()) for x in (q, k, v)), 3),
     }  # fmt: skip
     half = {name: x.astype(np.float16) for name, x in zip("qkv", (q, k, v))}
+    run.forget(config.checkpoints)
     return half | {"provenance": np.array(json.dumps(provenance, indent=1))}
 
 

@@ -170,6 +170,10 @@ class Training:
         with atomic_path(folder / f"{self.recipe.key}.npz") as partial, partial.open("wb") as file:
             np.savez(file, losses=np.array(self.losses), seconds=np.array(self.seconds), **arrays)
 
+    def forget(self, folder: Path) -> None:
+        """Remove the checkpoint of a run whose results are written, so that the next call trains anew."""
+        (folder / f"{self.recipe.key}.npz").unlink(missing_ok=True)
+
     @property
     def weights(self) -> model.Parameters:
         """The weights by name, in the dtype of the activations."""
