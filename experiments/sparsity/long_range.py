@@ -5,7 +5,7 @@
 
 The task is in one dimension what Pathfinder is in two (Long Range Arena, arXiv 2011.04006; its 16k tokens, Path-X,
 are what FlashAttention's paper, arXiv 2205.14135, section 4.2, learns first): on a blank sequence lie dashes of paths
-of four colours, and two marked ends, one in the second eighth and one in the last quarter. Is the path that begins at
+of two colours, and two marked ends, one in the second eighth and one in the last quarter. Is the path that begins at
 the one end the path that stops at the other? Colours of the ends are equal in half of the sequences and independent
 of all dashes, so that one end alone tells nothing: a model without a way between them is right in one half.
 
@@ -35,7 +35,7 @@ from harness import Record, check_names, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
 
 NAMES = ("exact", "bigbird", "strided", "window", "sink_local")
-COLOURS = 4
+COLOURS = 2
 BLANK, DASH, START, GOAL, VOCABULARY = 0, 1, 1 + COLOURS, 1 + 2 * COLOURS, 1 + 3 * COLOURS
 LAYERS, DASHES = 2, 16
 

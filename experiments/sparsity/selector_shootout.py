@@ -4,7 +4,8 @@
     python -m experiments selector_shootout --data minilm --top-ks 2,4         # a part of it
 
 Data: activations of four heads of layer 2 of a sentence encoder, bidirectional, and of four heads of a layer of a
-language model of source text, causal (`language`; data/README.md has both); and heads of known structure, causal: `clusters`, whose queries and keys belong to one of eight topics that change every 32 tokens;
+language model of source text, causal (`language`; data/README.md has both); and heads of known structure, causal:
+`clusters`, whose queries and keys belong to one of eight topics that change every 32 tokens;
 `columns`, where all queries attend a few keys; `slashes`, where each attends the keys at a few distances. All hold
 noise beside.
 Every selector keeps as many blocks in each row, those on the diagonal among them if the data is causal; of
@@ -97,7 +98,8 @@ def slashes(seqlen: int) -> Heads:
     return 3 * shifted + 0.3 * q, 3 * turned + 0.3 * k, v, True
 
 
-DATA: dict[str, Callable[[int], Heads]] = {each.__name__: each for each in (minilm, language, clusters, columns, slashes)}
+HEADS = (minilm, language, clusters, columns, slashes)
+DATA: dict[str, Callable[[int], Heads]] = {each.__name__: each for each in HEADS}
 
 
 def selection(name: str, heads: Heads, config: Config, top_k: int) -> Callable[[], Any]:
