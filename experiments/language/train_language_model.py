@@ -300,8 +300,11 @@ def plot(records: list[Record]) -> Any:
     return figure
 
 
+# What tells the rows of --long apart.
+ROW = ("gpu", "attention", "context", "dtype")
+
 if __name__ == "__main__":
     main(
-        Config, run, table, plot,
+        Config, run, table, plot, replacing=lambda config: ROW if config.long else (),
         name=lambda config: "train_language_model" + "_gpu" * config.gpu + "_long" * config.long,
     )  # fmt: skip

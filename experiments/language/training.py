@@ -8,13 +8,13 @@ run ends with the same weights, bit for bit, as one that was not.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def attentions(indices: dict[str, cuflash.BlockIndex]) -> dict[str, model.Attend
     return {
         "naive": naive,
         "exact": model.exact,
-        **{name: partial(cuflash.attention_vjp, mask=index) for name, index in indices.items()},
+        **{name: functools.partial(cuflash.attention_vjp, mask=index) for name, index in indices.items()},
         "wrong_key": wrong_key,
     }
 
@@ -135,6 +135,12 @@ class Recipe:
         return f"{self.attention}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
+@functools.lru_cache(maxsize=1)
+def drawn(config: model.Config, seed: int) -> np.ndarray:
+    """The weights of a run at its beginning; runs of one seed that differ in attention share them."""
+    return np.concatenate([x.ravel() for x in model.parameters(config, seed).values()])
+
+
 @dataclass
 class Training:
     """A run: its weights in one vector, Adam's means and squares, and the loss and seconds of each step that is done."""
@@ -149,8 +155,7 @@ class Training:
     @classmethod
     def new(cls, recipe: Recipe, xp: Any) -> Training:
         """A run at its beginning, on NumPy's or CuPy's arrays."""
-        made = model.parameters(recipe.model, recipe.seed)
-        flat = xp.asarray(np.concatenate([x.ravel() for x in made.values()]))
+        flat = xp.array(drawn(recipe.model, recipe.seed))
         return cls(recipe, flat, xp.zeros_like(flat), xp.zeros_like(flat))
 
     @classmethod
