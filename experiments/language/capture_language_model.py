@@ -33,7 +33,7 @@ ARCHIVE = Path(__file__).parents[1] / "data" / "language_activations.npz"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The training and what is kept of it, layers counted from 1; the defaults with --gpu made the committed archive."""
+    """The training, and the layer that is kept, from 1 on; the defaults with --gpu made the committed archive."""
 
     gpu: bool = False
     context: int = 512

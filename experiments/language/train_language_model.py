@@ -4,15 +4,15 @@
     python -m experiments train_language_model --gpu     # a larger one on a GPU
     python -m experiments train_language_model --long    # GPT-2 small's layers on a GPU at 1k, 4k and 16k tokens
 
-The model of model.py learns the source of Python's standard library, character by character. Runs of one seed start at
-the same weights and see the same text; only attention differs: `naive`, array formulas that keep the matrix of weights;
-`exact`, cuflash's; `sink_local` and `butterfly`, block-sparse patterns; and `wrong_key`, exact attention in which every
-sixteenth key is that of the token before it. Over the first `compared_steps` steps each loss may differ from naive's by
-sqrt(eps) of it, so that half of the digits survive. `wrong_key` ends at the first step that breaks this, which shows that
-the bound sees such a fault. Tokens per second are of the median step. Peak memory is what the gradients of one step
-take beside the weights: the most bytes of NumPy's arrays, or the bytes that CuPy's pool took from the device. The
-longest context is the largest power of two whose gradients, of one sequence, fit in `budget_mib`. The held-out loss is
-of pieces that no step saw, in nats a character.
+The model of model.py learns the source of Python's standard library, character by character. Runs of one seed start
+at the same weights and see the same text; only attention differs: `naive`, array formulas that keep the matrix of
+weights; `exact`, cuflash's; `sink_local` and `butterfly`, block-sparse patterns; and `wrong_key`, exact attention in
+which every sixteenth key is that of the token before it. Over the first `compared_steps` steps each loss may differ
+from naive's by sqrt(eps) of it, so that half of the digits survive. `wrong_key` ends at the first step that breaks
+this, which shows that the bound sees such a fault. Tokens per second are of the median step. Peak memory is what the
+gradients of one step take beside the weights: the most bytes of NumPy's arrays, or the bytes that CuPy's pool took
+from the device. The longest context is the largest power of two whose gradients, of one sequence, fit in
+`budget_mib`. The held-out loss is of pieces that no step saw, in nats a character.
 
 `--long` times whole steps, gradients and Adam, of 12 layers of width 768 with 12 heads of 64 in float16, with a
 vocabulary of characters. FlashAttention's paper (arXiv 2205.14135, table 2) trains GPT-2 small on 8 A100 at 1k tokens

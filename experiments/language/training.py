@@ -143,7 +143,7 @@ def drawn(config: model.Config, seed: int) -> np.ndarray:
 
 @dataclass
 class Training:
-    """A run: its weights in one vector, Adam's means and squares, and the loss and seconds of each step that is done."""
+    """A run: its weights in one vector, Adam's means and squares, and the loss and seconds of each step done."""
 
     recipe: Recipe
     flat: Any

@@ -178,8 +178,9 @@ def attention_of(config: Config, name: str, seqlen: int, block: int) -> tuple[mo
 
 
 def accuracy(
-    weights: model.Parameters, seqlen: int, tests: int, batch: int, seed: int, config: model.Config, attend: model.Attend
-) -> float:
+    weights: model.Parameters, seqlen: int, *, tests: int, batch: int, seed: int, config: model.Config,
+    attend: model.Attend,
+) -> float:  # fmt: skip
     """The share of right answers on sequences that no step saw.
 
     Each comes twice, with either colour of the first end: a model that does not see this end is right in exactly half.
@@ -221,7 +222,10 @@ def learned(config: Config, name: str, seed: int, xp: Any) -> Iterator[Record]:
             yield {
                 "seqlen": length, "pattern": name, "seed": seed, "density": density, "batch": batch,
                 "steps": len(losses), "loss": float(np.mean(losses[-20:])), "tests": 2 * tests,
-                "accuracy": accuracy(weights, length, tests, batch, seed, shape, attend), "seconds": seconds,
+                "accuracy": accuracy(
+                    weights, length, tests=tests, batch=batch, seed=seed, config=shape, attend=attend
+                ),
+                "seconds": seconds,
             }  # fmt: skip
 
 

@@ -111,7 +111,6 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "pattern-zoo": ("pattern_zoo", zoo),
     "flash-ladder": ("flash_ladder", ladder),
     "language-model": ("train_language_model", language),
-    "language-model-gpu": ("train_language_model_gpu", language),
     "language-model-long": ("train_language_model_long", language_long),
     "long-range": ("long_range", long_range),
     "long-range-gpu": ("long_range_gpu", long_range),
