@@ -1,0 +1,15 @@
+#pragma once
+#include <attention/config_mma.cuh>
+
+namespace cuflash {
+
+// Whatever a query without a key brings, its gradients are 0. Called by all threads.
+CUFLASH_DEVICE void clear_empty_rows(OTile d_o, const tile::Matrix<float>& lse) {
+  for (int row = threadIdx.x; row < lse.num_rows; row += kThreads)
+    if (lse.at(row, 0) == ptx::negative_infinity<float>())
+      for (int chunk = 0; chunk < OTile::kChunks; ++chunk)
+        *d_o.pointer<tile::Chunk<Element>>(OTile::offset(row, chunk)) = {};
+  __syncthreads();
+}
+
+}  // namespace cuflash

@@ -1,0 +1,78 @@
+#pragma once
+#include <attention/config_mma.cuh>
+#include <attention/tiling.cuh>
+#include <tile/accumulator_layout.cuh>
+
+// What FlashAttention-1 (arXiv 2205.14135, algorithm 1) keeps of every query in device memory between its inner turns.
+namespace cuflash::attention {
+
+// The parameters of the forward kernel beside Params. cuflash/planning/families/fa1.py has the same record in NumPy.
+struct Running {
+  Matrices running_o;           // [query tiles, kBlockQ * kValueDim] float32, O of the keys so far, divided by l
+  Matrices running_statistics;  // [seqlen_q, 2] float32: m, the largest product q k^T so far, and l
+};
+
+}  // namespace cuflash::attention
+
+namespace cuflash {
+
+// What a block remembers of its outer turn in shared memory: registers are for accumulators.
+struct BlockState {
+  attention::WorkTile keys;
+  attention::VisitRange visit_range;  // of the queries that meet them
+};
+
+// A tile's sums in device memory as the warps of the block hold them: each thread reads what it wrote itself.
+template <class Tile>
+CUFLASH_DEVICE tile::AccumulatorLayout<Tile, 4> sums_of_tile(const attention::Params& params,
+                                                             const attention::Matrices& sums,
+                                                             const attention::BatchHead& batch_head, int first_query) {
+  const int64_t number = attention::query_tile_number<Listed>(params, first_query, kBlockQ);
+  float* const data = attention::matrix<float>(sums, batch_head, batch_head.head, 0, 0).data;
+  return tile::AccumulatorLayout<Tile, 4>(data + number * sums.row_stride);
+}
+
+// Set such sums of all tiles of a head to 0. Called by all threads.
+CUFLASH_DEVICE void clear_sums(const attention::Params& params, const attention::Matrices& sums,
+                               const attention::BatchHead& batch_head, int sums_per_tile) {
+  float* const data = attention::matrix<float>(sums, batch_head, batch_head.head, 0, 0).data;
+  const int64_t num_sums = static_cast<int64_t>(attention::query_tiling(params, kBlockQ).num_tiles()) * sums_per_tile;
+  for (int64_t x = 4 * threadIdx.x; x < num_sums; x += 4 * kThreads)
+    *reinterpret_cast<tile::Bits128*>(data + x) = {};
+}
+
+// Start to copy the rows of a tile of keys that some query of the head may see: what stands at other keys must not meet
+// their weights of 0.
+template <class Tile>
+CUFLASH_DEVICE void load_visible_rows(const attention::Params& params, const attention::WorkTile& keys, Tile to,
+                                      const attention::Matrices& matrices, int num_columns) {
+  using namespace attention;
+  const Shape& shape = params.shape;
+  const int kv_head = divmod(keys.batch_head.head, shape.group_size).quotient;
+  const int first = interval(params, keys.batch_head, 0).lo,
+      last = interval(params, keys.batch_head, shape.seqlen_q - 1).hi;
+  const auto all = matrix<Element>(matrices, keys.batch_head, kv_head, shape.seqlen_kv, num_columns);
+  tile::load_async<kThreads>(to, all.rows(keys.first, max(keys.first, min(keys.last, last))), first - keys.first);
+}
+
+// Note the keys of an outer turn and the queries that meet them, in whole tiles. Called by all threads, between barriers.
+CUFLASH_DEVICE void begin_keys(const attention::Params& params, const attention::WorkTile& keys, BlockState& state) {
+  const auto visit_range = attention::aligned_to_tiles(params, attention::visit_range_of_keys(params, keys), kBlockQ);
+  if (threadIdx.x == 0) state = {keys, visit_range};
+}
+
+// Whether no score of a turn needs a mask.
+CUFLASH_DEVICE bool fills_tiles(const attention::WorkTile& keys, const attention::KvBlock& queries) {
+  return queries.kind == attention::BlockKind::kFull && queries.stop - queries.start == kBlockQ &&
+         keys.last - keys.first == kBlockKv;
+}
+
+// Set the scores that the mask hides in a turn to a value.
+template <class Scores>
+CUFLASH_DEVICE void mask_turn(Scores& s, const attention::Params& params, const attention::WorkTile& keys,
+                              const attention::KvBlock& queries, float value) {
+  attention::mask_scores<config::kIsListed>(s, params, {keys.batch_head, queries.start, queries.stop},
+                                            {keys.first, keys.last, queries.kind, queries.entry}, value);
+}
+
+}  // namespace cuflash
