@@ -1,7 +1,7 @@
 """What does each step of the FlashAttention papers bring, in time and in memory, over the length?
 
     python -m experiments flash_ladder           # on the host: standard attention in NumPy beside the cpu executor
-    python -m experiments flash_ladder --gpu     # on a GPU: naive, simt, sm80 and sm90 kernels in float16
+    python -m experiments flash_ladder --gpu     # on a GPU: naive, simt, fa1, sm80 and sm90 kernels in float16
 
 The kernels of a run compute the same attention on the same standard normal data, and their calls are timed in turn,
 after some rows of their results and gradients were found within their error bounds. TFLOP/s count the products of the
@@ -40,7 +40,7 @@ from spot_check import SpotCheck
 from workloads import flops
 
 MASKS, WAYS = ("full", "causal"), ("forward", "backward")
-GPU_KERNELS = ("naive", "simt", "sm80", "sm90")
+GPU_KERNELS = ("naive", "simt", "fa1", "sm80", "sm90")
 Peaks = dict[tuple[str, str, int, str], int]  # bytes, by kernel, mask, length and pass
 
 
@@ -55,15 +55,16 @@ class Config:
     head_dim: int = 64
     repeats: int = 25
     gpu_kernels: tuple[str, ...] = GPU_KERNELS
-    gpu_seqlens: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    gpu_seqlens: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    gpu_batch: int = 16
     gpu_num_heads: int = 8
-    gpu_head_dim: int = 128
-    gpu_repeats: int = 10
+    gpu_head_dim: int = 64
+    gpu_repeats: int = 5
 
     def __post_init__(self) -> None:
         check_names(self, {"masks": MASKS, "gpu_kernels": GPU_KERNELS})
         counts = (self.num_heads, self.head_dim, self.repeats, *self.seqlens)
-        if min(*counts, self.gpu_num_heads, self.gpu_head_dim, self.gpu_repeats, *self.gpu_seqlens) < 1:
+        if min(*counts, self.gpu_batch, self.gpu_num_heads, self.gpu_head_dim, self.gpu_repeats, *self.gpu_seqlens) < 1:
             raise ValueError("lengths, num_heads, head_dim and repeats must be positive")
 
     @property
@@ -72,8 +73,9 @@ class Config:
         return list(itertools.product(sorted(self.gpu_seqlens if self.gpu else self.seqlens), self.masks))
 
     def shape(self, seqlen: int) -> tuple[int, int, int, int]:
-        heads, dim = (self.gpu_num_heads, self.gpu_head_dim) if self.gpu else (self.num_heads, self.head_dim)
-        return 1, heads, seqlen, dim
+        if self.gpu:
+            return self.gpu_batch, self.gpu_num_heads, seqlen, self.gpu_head_dim
+        return 1, self.num_heads, seqlen, self.head_dim
 
 
 @dataclass(frozen=True)
@@ -209,13 +211,13 @@ def rows(config: Config, seqlen: int, mask: str, peaks: Peaks) -> Iterator[Recor
     else:
         times = time_alternately(calls, repeats=config.repeats, budget_s=2.5)
     batch, num_heads, _, head_dim = config.shape(seqlen)
-    shape = {"seqlen": seqlen, "num_heads": num_heads, "head_dim": head_dim}
+    shape = {"batch": batch, "seqlen": seqlen, "num_heads": num_heads, "head_dim": head_dim}
     for (name, ready), way in itertools.product(kernels.items(), WAYS):
         timing, planned = times[f"{name} {way}"], ready.workspace_bytes
         yield {
             "kernel": name, "mask": mask, "pass": way, "dtype": arrays[0].dtype.name, **shape,
             "ms": timing.median_ms, "spread_ms": timing.spread_ms,
-            "tflops": flops(way, mask, batch=batch, **shape) / timing.median_ms / 1e9,
+            "tflops": flops(way, mask, **shape) / timing.median_ms / 1e9,
             "peak_mib": peaks[name, mask, seqlen, way] / 2**20,
             "workspace_mib": None if planned is None else planned / 2**20,
         }  # fmt: skip
@@ -236,7 +238,8 @@ def run_gpu(config: Config) -> Iterator[Record]:
     import cupy
 
     device = gpu.current_device()
-    there = ["naive", "simt", *simt_speed.tensor_core_families(device)]
+    tensor_cores = simt_speed.tensor_core_families(device)
+    there = ["naive", "simt", *(["fa1"] if tensor_cores else []), *tensor_cores]
     if missing := [name for name in config.gpu_kernels if name not in there]:
         sys.exit(f"{device.name} does not run {', '.join(missing)}: choose --gpu-kernels among {','.join(there)}")
     plans = {(case, name): ready for case in config.cases for name, ready in kernels_of(config, *case).items()}
@@ -298,7 +301,7 @@ def plot(records: list[Record]) -> Any:
 
 
 # What tells the rows of a result apart.
-ROW = ("gpu", "kernel", "mask", "pass", "dtype", "seqlen", "num_heads", "head_dim")
+ROW = ("gpu", "kernel", "mask", "pass", "dtype", "batch", "seqlen", "num_heads", "head_dim")
 
 if __name__ == "__main__":
     main(
