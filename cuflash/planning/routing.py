@@ -14,7 +14,9 @@ from .families.sm80 import Sm80
 from .problem import Problem
 from .spec import KernelSpec
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive(), FlashAttention1())}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive(), FlashAttention1())
+}
 _LISTS = Lists()
 _TALLEST = 128  # queries of the sm90 family's usual tile
 

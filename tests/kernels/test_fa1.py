@@ -1,4 +1,4 @@
-"""The fa1 family: FlashAttention-1's loops within the bounds of every other kernel, their memory, and what they refuse."""
+"""The fa1 family: FlashAttention-1's loops within the bounds of all kernels, their memory, and what they refuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import cuflash
 FA1 = replace(SIM, kernel="fa1", most_examples=4)
 on_fa1 = pytest.mark.parametrize(
     "run",
-    [pytest.param(FA1, marks=needs_compiler), pytest.param(replace(GPU, kernel="fa1"), marks=pytest.mark.gpu(8, 0))],
+    [pytest.param(FA1, marks=needs_compiler), pytest.param(replace(GPU, kernel="fa1"), marks=pytest.mark.gpu)],
     ids=str,
 )
 DRAWN = {"dtypes": HALVES, "widest": 64}  # wider heads are refused, and come below
@@ -60,7 +60,8 @@ CASES = {
     "causal": replace(LONG, seqlen_q=270, seqlen_kv=270, mask=masks.Causal("bottom_right")),
     "a band that leaves rows without a key": replace(SHORT, mask=masks.Band(30, 60)),
     "lengths, and axes that broadcast": replace(
-        SHORT, q_batch=(2,), k_batch=(1,), v_batch=(2,), mask=masks.Lengths(q=np.array([150, 0]), kv=np.array([140, 33]))
+        SHORT, q_batch=(2,), k_batch=(1,), v_batch=(2,),
+        mask=masks.Lengths(q=np.array([150, 0]), kv=np.array([140, 33])),
     ),
     "heads see other keys": replace(SHORT, mask=KeysOfHead()),
     "blocks of 64": replace(SHORT, mask=masks.BlockPattern(BLOCKS, 64)),
@@ -141,7 +142,7 @@ def test_traffic_counts_what_every_turn_moves(dim: int, keys: int, backward_keys
     per_head[0] += 1024 * (2 * 4 * (dim + 2) + 2 * dim + 4)  # O, m, l cleared and read; O and lse written
     for _ in range(1024 // backward_keys):
         per_head[1] += 4 * backward_keys * dim * 2 + 1024 * (4 * dim + 2 * 4 * dim + 8)  # K, V, dK, dV; Q, dO, dQ, lse
-    per_head[1] += 1024 * (4 * dim + 8 + 4 * dim) + 1024 * (4 * dim + 2 * dim)  # O, dO, lse, delta, dQ; dQ there and out
+    per_head[1] += 1024 * (4 * dim + 8 + 4 * dim) + 1024 * (4 * dim + 2 * dim)  # O, dO, lse, delta; dQ
     found = traffic(ready.plan.problem, ready.plan.kernels, ready.plan.visited_scores)
     assert list(found) == [6 * each for each in per_head]
 

@@ -23,7 +23,8 @@ FAULTS = {
             FORWARD, "update_softmax", "turn_max == ptx::negative_infinity<float>() && turn_sum == 0", "false"
         ),
         "what a turn adds to O is not scaled to m": Edit(
-            FORWARD, "update_softmax", "turn_factor * ptx::reciprocal_approx(row_sum)", "ptx::reciprocal_approx(row_sum)"
+            FORWARD, "update_softmax", "turn_factor * ptx::reciprocal_approx(row_sum)",
+            "ptx::reciprocal_approx(row_sum)",
         ),
         "a negative scale is not turned": Edit(
             FORWARD, "add_keys", "if (Softmax::needs_negation(params.shape.softmax_scale))", "if (false)"
@@ -66,7 +67,9 @@ FAULTS = {
     },
     the_plan_is_right: {
         "O, m and l are counted once a turn": Edit(PLAN, "traffic", "(q + 2 * running)", "(q + running)"),
-        "dQ is counted once a turn": Edit(PLAN, "traffic", "(q + v + 2 * dq + statistics)", "(q + v + dq + statistics)"),
+        "dQ is counted once a turn": Edit(
+            PLAN, "traffic", "(q + v + 2 * dq + statistics)", "(q + v + dq + statistics)"
+        ),
         "keys are counted for each query head": Edit(PLAN, "traffic", "keys // problem.group_size", "keys"),
         "heads of 128 are refused": Edit(PLAN, "FlashAttention1.reasons", "if dim > _WIDEST", "if dim >= _WIDEST"),
         "a score is not refused": Edit(PLAN, "FlashAttention1.reasons", "problem.score is not None", "False"),

@@ -1,7 +1,7 @@
 """The fa1 family: FlashAttention-1's own loops on tensor cores, to compare the algorithms of the papers.
 
-A thread block works on one head. Its outer loop walks the keys and its inner loop the queries, whose running sums lie in
-device memory between two turns.
+A thread block works on one head. Its outer loop walks the keys and its inner loop the queries, whose running sums lie
+in device memory between two turns.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ class FlashAttention1(Family):
 def traffic(problem: Problem, kernels: Kernels, visited_scores: int) -> tuple[int, int]:
     """Bytes that the loops read from device memory or write to it, forward and backward, where no cache holds them.
 
-    An inner turn meets `block_kv` keys, so that the queries of all turns are `visited_scores / block_kv`. A turn reads q
-    and reads and writes O, m and l; backward it reads q, dO, lse and delta, and reads and writes dQ. Everything else is
-    moved once.
+    An inner turn meets `block_kv` keys, so that the queries of all turns are `visited_scores / block_kv`. A turn reads
+    q, and reads and writes O, m and l. Backward it reads q, dO, lse and delta, and reads and writes dQ. Everything else
+    is moved once.
     """
     forward, backward = kernels.forward.launches["forward"].spec, kernels.backward.launches["backward"].spec
     itemsize, number = problem.dtype.itemsize, problem.accumulator.itemsize
