@@ -19,7 +19,7 @@ from ..device import DeviceSpec
 from ..launches import MATRICES, Feature, Kernels, Launch, Pass, Workspace
 from ..problem import Problem
 from ..spec import KernelSpec
-from .family import BACKWARD_INPUTS, FORWARD_INPUTS, Family, list_block_of, query_tiles, rounded_dims
+from .family import BACKWARD_INPUTS, FORWARD_INPUTS, Family, list_block_of, query_tiles
 from .sm80 import Sm80
 
 RUNNING = np.dtype([("running_o", MATRICES), ("running_statistics", MATRICES)], align=True)
@@ -37,7 +37,7 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# By the wider of the two dimensions, best first: as many keys as the paper's own kernels keep at a time, since device
+# By the columns that there is room for, best first: as many keys as the paper's own kernels keep at a time, since device
 # memory is read and written once for each tile of keys.
 _FORWARD: dict[int, tuple[_Tile, ...]] = {
     64: (_Tile(128, 256, 2), _Tile(64, 128, 1)),
@@ -81,9 +81,11 @@ class FlashAttention1(Family):
         deterministic: bool = False,
     ) -> dict[str, KernelSpec]:
         """The backward kernel has a part of sm80's tile, whose products it makes."""
-        most = next(block for width, block in _BACKWARD.items() if width >= max(rounded_dims(problem)))
+        width = _width(problem)
+        most = _BACKWARD[width]
         block = tuple(map(min, most, largest or most))
-        of_sm80 = Sm80().specs(problem, device, (block[0], block[1]))["backward"]
+        wide = replace(problem, head_dim=width, value_dim=width)
+        of_sm80 = Sm80().specs(wide, device, (block[0], block[1]))["backward"]
         is_listed = largest is not None
         backward = replace(of_sm80, family=self.name, min_blocks=1, dq_atomic_width=0, is_listed=is_listed)
         return {"forward": _forward_spec(problem, device, largest), "backward": backward}
@@ -150,15 +152,20 @@ def traffic(problem: Problem, kernels: Kernels, visited_scores: int) -> tuple[in
     return forward_bytes, turns + keys // problem.group_size * 2 * (q + v) + ends
 
 
+def _width(problem: Problem) -> int:
+    """Columns that the kernels have room for, of q and k as of v."""
+    return next(width for width in _FORWARD if width >= max(problem.head_dim, problem.value_dim))
+
+
 def _forward_spec(problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None) -> KernelSpec:
     """The forward kernel with the first of its tiles that fits; in a list, cut to its blocks."""
-    dims = rounded_dims(problem)
-    for tile in next(tiles for width, tiles in _FORWARD.items() if width >= max(dims)):
+    width = _width(problem)
+    for tile in _FORWARD[width]:
         block_q, block_kv = (
             1 << min(side, most).bit_length() - 1 for side, most in zip(tile[:2], largest or tile[:2])
         )
         spec = KernelSpec(
-            family="fa1", entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
+            family="fa1", entry="forward", dtype=problem.dtype, head_dim=width, value_dim=width,
             block_q=block_q, block_kv=block_kv, num_warps=block_q // _ROWS_OF_WARP, min_blocks=1,
             is_listed=largest is not None, num_stages=tile.num_stages,
         )  # fmt: skip
