@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 from cuflash import DeviceSpec, Dropout, ShapeDtype, UnsupportedProblem, masks
 from cuflash.blocks.work_list import IntervalWork, ListedWork
+from cuflash.executors.launch import run as run_pass
 from cuflash.executors.sim import Simulator
 from cuflash.planning.families.fa1 import traffic
+from cuflash.planning.plan import KernelPlan
 from cuflash.sim import Schedule
 from cuflash.testing import FORWARD_PROPERTIES, Example, Structure, assert_exact_probes, assert_within_bounds
-from executors import GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler
+from executors import GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler
 from poison import call
 
 import cuflash
 
-FA1 = replace(SIM, kernel="fa1", most_examples=4)
+FA1 = replace(SIM, kernel="fa1", most_examples=2)
 on_fa1 = pytest.mark.parametrize(
     "run",
     [pytest.param(FA1, marks=needs_compiler), pytest.param(replace(GPU, kernel="fa1"), marks=pytest.mark.gpu)],
@@ -37,8 +39,18 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
     assert_exact_probes(run.attend, example)
 
 
-@pytest.mark.parametrize("check", FORWARD_PROPERTIES, ids=lambda check: check.__name__.removeprefix("check_"))
-@holds_for_examples(on_fa1, most_scores=1 << 12, **DRAWN)
+# All on a GPU; on the simulator, in a short run, some of them.
+on_properties = pytest.mark.parametrize(
+    ("run", "check"),
+    [
+        pytest.param(*each.values, check, marks=each.marks, id=f"{each.values[0]}-{check.__name__}")
+        for each in on_fa1.args[1]
+        for check in (FORWARD_PROPERTIES if each.values[0].is_on_device or is_long() else FORWARD_PROPERTIES[::6])
+    ],
+)
+
+
+@holds_for_examples(on_properties, most_scores=1 << 12, **DRAWN)
 def test_forward(run: Run, example: Example, check: Any) -> None:
     check(run.attend, example)
 
@@ -95,14 +107,31 @@ def test_the_cases_above_are_of_every_kind() -> None:
     assert {kind for work in listed for kind in work.index.kinds} == {1, 2, 3}
 
 
+def results_of(plan: KernelPlan, example: Example, machine: Simulator) -> dict[str, Any]:
+    """Both passes of a plan on a machine, of arrays whose heads do not broadcast."""
+    problem, operands = plan.problem, {name: getattr(example, name) for name in "qkv"}
+    forward = {"o": np.empty(problem.o_shape(), problem.dtype), "lse": np.empty(problem.lse_shape(), np.float32)}
+    run_pass(plan, plan.kernels.forward, machine, operands | forward)
+    backward = {name: np.empty(made.shape, made.dtype) for name, made in plan.gradients.items()}
+    cotangents = {"do": example.do, "dlse": example.dlse}
+    run_pass(plan, plan.kernels.backward, machine, operands | forward | cotangents | backward)
+    return forward | backward
+
+
 @needs_compiler
 @pytest.mark.parametrize("schedule", hostile_schedules("fa1"), ids=str)
 def test_every_schedule_gives_the_same_bits(schedule: Any) -> None:
     """Two stages and, on a chip of little shared memory, one; blocks of a list as well."""
-    for case, chip in (("all keys", "L4"), ("128 columns", "L4"), ("blocks under a diagonal", "H100")):
+    for case, chip, num_stages in (("128 columns", "L4", 1), ("blocks under a diagonal", "H100", 2)):
         example = FA1.rounded(CASES[case].example())
-        expected, found = (call(example, FA1, Simulator(each)) for each in (Schedule(), schedule))
+        arrays = example.q, example.k, example.v
+        plan = cuflash.plan(
+            *arrays, mask=example.mask, executor="sim", kernel="fa1", device=DeviceSpec.gpu(chip)
+        ).plan
+        assert plan.specs["backward"].num_stages == num_stages
+        expected, found = (results_of(plan, example, Simulator(each)) for each in (Schedule(), schedule))
         assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+        assert_within_bounds(example, **found)
 
 
 @on_fa1

@@ -37,8 +37,8 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# By the columns that there is room for, best first: as many keys as the paper's own kernels keep at a time, since device
-# memory is read and written once for each tile of keys.
+# By the columns that there is room for, best first: as many keys as the paper's own kernels keep at a time, since
+# device memory is read and written once for each tile of keys.
 _FORWARD: dict[int, tuple[_Tile, ...]] = {
     64: (_Tile(128, 256, 2), _Tile(64, 128, 1)),
     128: (_Tile(128, 128, 2), _Tile(64, 128, 2), _Tile(64, 64, 1)),
