@@ -59,7 +59,7 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None
 
 
 class _Step(NamedTuple):
-    """What a tile visits at once: an index of rows, their number, and which of them need a mask."""
+    """Keys that a tile visits at once: an index of rows, their number, and those that need a mask."""
 
     rows: slice | Array
     num_rows: int
@@ -165,7 +165,7 @@ class _HostCall:
         self, visits_of: dict[_BatchHead, _VisitedRows], visited: Callable[..., list[Segment]], batch_head: _BatchHead,
         rows: slice
     ) -> _VisitedRows:
-        """What some rows of a place visit, made once for all places that share it."""
+        """Return the segments that some rows of a place visit, made once for all places that share them."""
         shared = self.plan.work.owner(*batch_head)
         if shared not in visits_of:
             width = self.tiling.step_width(rows.stop - rows.start)
@@ -422,7 +422,7 @@ def _added(total: Array | None, term: Array) -> Array:
 
 
 def _with_sink(lse: Array, sink: Array) -> tuple[Array, Array]:
-    """What a row's o is multiplied by, and its lse, once (o, lse) is merged with (0, sink)."""
+    """Return the factor of a row's o, and its lse, after (o, lse) is merged with (0, sink)."""
     top = np.maximum(lse, sink)  # NaN if either is
     shift = np.where(top == -np.inf, 0, top).astype(lse.dtype, copy=False)  # -inf - (-inf) must not arise
     weight = np.exp(lse - shift)
@@ -492,7 +492,7 @@ def _groups(segments: list[Segment], limit: int) -> Iterator[list[Segment]]:
 
 
 def _masked_elements(work: WorkList, batch_head: _BatchHead, segment: Segment, rows: slice, keys: slice) -> Array:
-    """Which elements of a partial segment are masked, bool [keys, queries]."""
+    """Return which elements of a partial segment are masked, bool [keys, queries]."""
     if segment.kind == BlockKind.BITS:
         assert isinstance(work, ListedWork)
         first_row, first_key = rows.start % work.block_q, keys.start % work.block_kv

@@ -432,7 +432,7 @@ class Structure:
         return MaskShape(batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
 
     def __repr__(self) -> str:
-        """What differs from the defaults; a mask with many elements is cut short."""
+        """Show the fields that differ from the defaults; a mask with many elements is cut short."""
         with np.printoptions(threshold=64, edgeitems=2):
             changed = [
                 f"{each.name}={getattr(self, each.name)!r}"

@@ -138,7 +138,7 @@ def _meaning(symbol: _Symbol, sections: list[_Section]) -> str:
 
 
 def _reads_addresses(code: bytes) -> bool:
-    """Whether an instruction takes an operand from the constant bank of addresses, or looks as if it did."""
+    """Return whether an instruction takes an operand from the constant bank of addresses, or looks as if it did."""
     return any(
         low >> 54 & 31 == _ADDRESSES and low >> 9 & 7 in _READS_CONSTANTS and low & 0x1FF != _BARRIER_OPERATION
         for low, _ in struct.iter_unpack("<QQ", code)

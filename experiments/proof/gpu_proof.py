@@ -218,7 +218,7 @@ class Case(NamedTuple):
 
     @property
     def makes_lists(self) -> bool:
-        """Whether kernels list the blocks of the mask at each call."""
+        """Return whether kernels list the blocks of the mask at each call."""
         return self.is_device_mask and isinstance(self.structure.mask, (masks.Dense, masks.BlockPattern))
 
     @property
@@ -528,7 +528,7 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def is_wrong(record: Record) -> bool:
-    """Whether a row is not what the proof needs."""
+    """Return whether a row is not what the proof needs."""
     has_errors = record["errors"] is None or record["errors"] > 0
     return bool(record.get("note")) or has_errors != (record["check"] == CONTROL)
 

@@ -185,7 +185,7 @@ def accumulator_words(spec: KernelSpec) -> float:
 
 
 def fills_registers(spec: KernelSpec) -> bool:
-    """Whether accumulators take a quarter to three quarters of a thread's registers; of simt a sixteenth is enough.
+    """Return whether accumulators take 1/4 to 3/4 of a thread's registers; for simt 1/16 is enough.
 
     Of more some spill: operands and addresses want the rest. With fewer too little is multiplied for what is loaded;
     but simt keeps float32 in shared memory, and some chips have room for little of it.
@@ -234,7 +234,7 @@ def finds_room(spec: KernelSpec, device: DeviceSpec) -> bool:
 
 
 def is_shared_evenly(spec: KernelSpec) -> bool:
-    """Whether the threads of a block have equal parts of all that they multiply."""
+    """Return whether the threads of a block have equal parts of all that they multiply."""
     if spec.family == "sm90":  # of dQ a warpgroup makes 64 rows, or of 64 rows half the columns, in whole panels
         return spec.entry != "backward" or spec.block_q * spec.head_dim % (2 * 64 * sm90.ROWS) == 0
     if spec.family == "simt":

@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 
 def is_committed(row: Row) -> bool:
-    """Whether the row's code is a commit, so that the row can be measured again."""
+    """Return whether the row's code is a commit, so that the row can be measured again."""
     return bool(row["commit"]) and not row["commit"].endswith("-dirty")
 
 

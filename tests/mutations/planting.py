@@ -103,7 +103,7 @@ def _fitted(replacement: str, before: str, after: str) -> str:
 
 
 def _would_join(left: str, right: str) -> bool:
-    """Whether two characters might become one token."""
+    """Return whether two characters might become one token."""
     if not left.strip() or not right.strip():
         return False
     is_word = [each.isalnum() or each in "_\"'" for each in (left, right)]

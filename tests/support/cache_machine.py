@@ -61,7 +61,7 @@ class CheckedCache:
         return self.rng.standard_normal(shape).astype(np.float32)
 
     def _is_taken(self, stops: list[int], call: Callable[[], None]) -> bool:
-        """Whether a call that takes room is not refused; it may be refused only where room is short."""
+        """Return whether a call that takes room is not refused; it may be refused only where room is short."""
         held = [max(pages, -(-stop // PAGE)) for pages, stop in zip(self.held, stops)]
         is_long = max(stops) > self.cache.capacity
         try:
