@@ -45,7 +45,7 @@ LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to compare; the defaults are the published run."""
+    """Configuration; the defaults are those of the published run."""
 
     seqlen_q: int = 150
     seqlen_kv: int = 200

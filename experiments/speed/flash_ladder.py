@@ -297,7 +297,7 @@ def plot(records: list[Record]) -> Any:
     return figure
 
 
-# What tells the rows of a result apart.
+# Columns that distinguish the rows of a result.
 ROW = ("gpu", "kernel", "mask", "pass", "dtype", "seqlen", "num_heads", "head_dim")
 
 if __name__ == "__main__":

@@ -317,7 +317,7 @@ def plans_of(config: Config, family: str, head_dim: int, **options: Any) -> dict
 
 
 def compiled(specs: Sequence[KernelSpec], architecture: str) -> dict[KernelSpec, nvrtc.Compiled | CompileError]:
-    """What the compiler says of kernels, on as many threads as there are cores."""
+    """Compile kernels on as many threads as there are cores, and return the compiler's reports."""
 
     def tried(spec: KernelSpec) -> nvrtc.Compiled | CompileError:
         try:
@@ -430,7 +430,7 @@ def name_of(spec: KernelSpec) -> str:
     return f"{spec.block_q}x{spec.block_kv} w{spec.num_warps} b{spec.min_blocks} s{spec.num_stages}"
 
 
-# What the rows say
+# Summary of the rows
 
 
 def run(config: Config) -> Iterable[Record]:
@@ -466,7 +466,7 @@ def table(records: list[Record]) -> Table:
     return shown
 
 
-# What tells the rows of a GPU's result apart.
+# Columns that distinguish the rows of a GPU's result.
 GPU_ROW = ("gpu", "pass", "family", "dtype", "head_dim", "mask", "seqlen", "batch", "heads", "tile")
 
 if __name__ == "__main__":

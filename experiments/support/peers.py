@@ -25,7 +25,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What a peer is asked for: a mask by its kind, and random blocks as they are.
+    """Call of a peer: a mask by its kind, and random blocks as they are.
 
     Attributes
     ----------

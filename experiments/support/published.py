@@ -1,4 +1,4 @@
-"""Which rows of a result may be published, and which of them stand together in a table.
+"""Selection of the rows of a result that may be published, and of those that one table may combine.
 
 A row can be made again only if its tree was committed: rows whose commit is unknown or ends in `-dirty` are left out.
 Numbers of different commits never meet in one line or one mean: a set of cases that is summed up is of one commit, the

@@ -1,4 +1,4 @@
-"""What users give masks: numbers of every kind and size, classes of their own, and trees that are wide and deep.
+"""Arguments of masks: numbers of every kind and size, classes of their own, and trees that are wide and deep.
 
 Checks take the library as an argument, so that they guard copies of it with planted faults as well.
 """
