@@ -47,6 +47,7 @@ THIRD_PARTY = {
     "study.command": {"matplotlib"},
     "testing.oracle": {"ml_dtypes", "scipy"},
     "testing.assertions": {"ml_dtypes"},
+    "testing.mask_strategies": {"hypothesis"},
     "testing.strategies": {"hypothesis", "ml_dtypes"},
     "testing.properties": {"hypothesis"},
 }
