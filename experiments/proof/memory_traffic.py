@@ -193,7 +193,7 @@ def plot(records: list[Record]) -> Any:
     return figure
 
 
-# What tells the rows of a result apart.
+# Columns that distinguish the rows of a result.
 ROW = ("gpu", "kernel", "pass", "dtype", "batch", "seqlen", "num_heads", "head_dim")
 
 if __name__ == "__main__":

@@ -326,7 +326,7 @@ def draw_line(ax: Any, chosen: list[Record], measure: str, label: str, color: st
         ax.loglog(lengths, values, style, color=color, label=label, markersize=3.5)
 
 
-# What tells the rows of a result apart.
+# Columns that distinguish the rows of a result.
 ROW = ("gpu", "method", "pass", "dtype", "batch", "seqlen", "num_heads", "head_dim")
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #pragma once
 #include <attention/tile_scheduler.cuh>
 
-// The tiles of a length by their numbers, for blocks that work on more than one of them.
+// The tiles of a length by their numbers, for thread blocks that work on several of them.
 namespace cuflash::attention {
 
-// first <= x < last, of queries, keys or columns.
+// A range first <= x < last of queries, keys or columns.
 struct Range {
   int first, last;
 
