@@ -30,7 +30,7 @@ CUFLASH_DEVICE attention::BatchHead query_head(const attention::Params& params, 
   return batch_head;
 }
 
-// A column of a head's rows in float32: lse or delta of some queries.
+// lse or delta of some queries.
 CUFLASH_DEVICE tile::Matrix<float> rows_of_queries(const attention::Matrices& matrices,
                                                    const attention::BatchHead& batch_head,
                                                    const attention::KvBlock& queries) {
@@ -38,7 +38,7 @@ CUFLASH_DEVICE tile::Matrix<float> rows_of_queries(const attention::Matrices& ma
       .rows(queries.start, queries.stop);
 }
 
-// Start to copy Q and dO of a turn.
+// Starts to copy Q and dO of an inner turn.
 CUFLASH_DEVICE void load_queries(const attention::Params& params, const attention::BatchHead& batch_head,
                                  const attention::KvBlock& queries, int stage) {
   const attention::Shape& shape = params.shape;
@@ -50,7 +50,7 @@ CUFLASH_DEVICE void load_queries(const attention::Params& params, const attentio
   load(OTile{kDoOffset + stage * OTile::kBytes}, params.do_, shape.value_dim);
 }
 
-// Start to copy the rows of V of a tile of keys.
+// Starts to copy V of a tile of keys.
 CUFLASH_DEVICE void load_v(const attention::Params& params, const attention::WorkTile& keys) {
   const attention::Shape& shape = params.shape;
   const int kv_head = attention::divmod(keys.batch_head.head, shape.group_size).quotient;
@@ -58,8 +58,8 @@ CUFLASH_DEVICE void load_v(const attention::Params& params, const attention::Wor
   tile::load_async<kThreads>(v_smem, all.rows(keys.first, keys.last));
 }
 
-// delta = rowsum(dO o O) - dlse of all queries of a head, and dQ = 0: lines 5 and 19 of algorithm 4, the sum once a query
-// and not once a turn.
+// Writes delta = rowsum(dO o O) - dlse of all queries of a head and sets dQ = 0: lines 5 and 19 of algorithm 4, but the
+// sum is made once a query and not once a turn.
 CUFLASH_DEVICE void begin_head(const attention::Params& params, const attention::BatchHead& batch_head) {
   const int length = params.shape.seqlen_q;
   const auto delta = attention::matrix<float>(params.delta, batch_head, batch_head.head, length, 1);
@@ -67,7 +67,7 @@ CUFLASH_DEVICE void begin_head(const attention::Params& params, const attention:
   clear_sums(params, params.dq_sum, batch_head, kBlockQ * kHeadDim);
 }
 
-// One inner turn, lines 11 to 22: what a tile of queries adds to dK and dV, and a tile of keys to dQ.
+// One inner turn, lines 11 to 22 of algorithm 4: adds a tile of queries to dK and dV, and a tile of keys to dQ.
 CUFLASH_DEVICE void add_queries(const attention::Params& params, const attention::WorkTile& keys,
                                 const attention::KvBlock& queries, QTile q_smem, OTile do_smem, WarpDk& dk,
                                 WarpDv& dv) {
@@ -105,7 +105,7 @@ CUFLASH_DEVICE void add_queries(const attention::Params& params, const attention
   sums.store(dq);
 }
 
-// The queries of one head that meet a tile of keys, turn after turn. K and V of the tile are being copied.
+// Adds all queries of one head that meet a tile of keys. The caller has started to copy K and V of the tile.
 CUFLASH_DEVICE void add_head(const attention::Params& params, const BlockState& state, WarpDk& dk, WarpDv& dv) {
   using namespace attention;
   const WorkTile& keys = state.keys;
@@ -134,7 +134,7 @@ CUFLASH_DEVICE void add_head(const attention::Params& params, const BlockState& 
   __syncthreads();  // K, V, Q and dO are there, even without a turn, and read
 }
 
-// dQ scaled and rounded to the dtype of Q.
+// Writes dQ, scaled, in the dtype of Q.
 CUFLASH_DEVICE void write_dq(const attention::Params& params, const attention::BatchHead& batch_head) {
   using namespace attention;
   const Tiling query_tiles = query_tiling(params, kBlockQ);

@@ -20,7 +20,7 @@ constexpr int kQOffset = v_smem.start + VTile::kBytes;  // stages of Q
 
 constexpr int kStateOffset = kQOffset + kNumStages * QTile::kBytes;
 
-// m and l of a query, as they lie in device memory.
+// m and l of a query in device memory.
 struct alignas(8) Statistics {
   float row_max, row_sum;
 };
@@ -31,15 +31,15 @@ CUFLASH_DEVICE Statistics& statistics_of(const attention::Running& running, cons
   return reinterpret_cast<Statistics&>(all.at(query, 0));
 }
 
-// The factors by which a turn scales what a thread's rows had before it and what it adds; rows that see no key in a turn
-// stay as they are, bit for bit.
+// Factors of a thread's rows by which an inner turn scales O and the product that it adds. Rows that attend no key in a
+// turn are skipped, so that they keep O, l and m bit for bit.
 struct TurnFactors {
   float old_o[Scores::kRows], new_o[Scores::kRows];
   bool is_skipped[Scores::kRows];
 };
 
-// Lines 10 and 11 of algorithm 1: scores become exp(S - m~), and m and l of their rows are brought up to date. Scores come
-// as they left the product; the scale times log2(e) is part of the exponent.
+// Lines 10 and 11 of algorithm 1: replaces scores by exp(S - m~) and updates m and l of their rows. Scores are products
+// q k^T, and the exponent has the scale times log2(e).
 CUFLASH_DEVICE TurnFactors update_softmax(Scores& s, Statistics (&rows)[Scores::kRows], float softmax_scale_log2) {
   TurnFactors factors;
   const auto finite = [](float x) { return x == ptx::negative_infinity<float>() ? 0 : x; };  // no -inf - (-inf)
@@ -69,7 +69,7 @@ CUFLASH_DEVICE TurnFactors update_softmax(Scores& s, Statistics (&rows)[Scores::
   return factors;
 }
 
-// Start to copy the queries of a turn.
+// Starts to copy the queries of an inner turn.
 CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::BatchHead& batch_head,
                            const attention::KvBlock& queries, int stage) {
   const auto q = attention::matrix<Element>(params.q, batch_head, batch_head.head, params.shape.seqlen_q,
@@ -77,7 +77,7 @@ CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::Bat
   tile::load_async<kThreads>(QTile{kQOffset + stage * QTile::kBytes}, q.rows(queries.start, queries.stop));
 }
 
-// One inner turn, lines 8 to 13: the keys of a tile are added to O, l and m of a tile of queries.
+// One inner turn, lines 8 to 13 of algorithm 1: adds a tile of keys to O, l and m of a tile of queries.
 CUFLASH_DEVICE void add_keys(const attention::Params& params, const attention::Running& running,
                              const attention::WorkTile& keys, const attention::KvBlock& queries, QTile q_smem,
                              float softmax_scale_log2) {
@@ -114,7 +114,7 @@ CUFLASH_DEVICE void add_keys(const attention::Params& params, const attention::R
   }
 }
 
-// Line 2: O = 0, l = 0, m = -inf.
+// Line 2 of algorithm 1: sets O = 0, l = 0, m = -inf.
 CUFLASH_DEVICE void clear_running(const attention::Params& params, const attention::Running& running,
                                   const attention::BatchHead& batch_head) {
   clear_sums(params, running.running_o, batch_head, kBlockQ * kValueDim);
@@ -122,7 +122,7 @@ CUFLASH_DEVICE void clear_running(const attention::Params& params, const attenti
     statistics_of(running, batch_head, query) = {ptx::negative_infinity<float>(), 0};
 }
 
-// O rounded to the dtype of the operands, and the natural log-sum-exp of each row; of rows without a key 0 and -inf.
+// Writes O in the dtype of the operands, and the natural log-sum-exp of each row; 0 and -inf for rows without a key.
 CUFLASH_DEVICE void write_results(const attention::Params& params, const attention::Running& running,
                                   const attention::BatchHead& batch_head, float softmax_scale_log2) {
   using namespace attention;

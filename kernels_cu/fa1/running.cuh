@@ -3,12 +3,13 @@
 #include <attention/tiling.cuh>
 #include <tile/accumulator_layout.cuh>
 
-// What FlashAttention-1 (arXiv 2205.14135, algorithm 1) keeps of every query in device memory between its inner turns.
+// State of the loops of FlashAttention-1 (arXiv 2205.14135): its sums in device memory, and its masks. An outer turn of a
+// kernel works on a tile of keys, an inner turn on a tile of queries that meets these keys.
 namespace cuflash::attention {
 
-// The parameters of the forward kernel beside Params. cuflash/planning/families/fa1.py has the same record in NumPy.
+// Arrays of the forward kernel that hold the state of each query. cuflash/planning/families/fa1.py has the same record.
 struct Running {
-  Matrices running_o;           // [query tiles, kBlockQ * kValueDim] float32, O of the keys so far, divided by l
+  Matrices running_o;           // [query tiles, kBlockQ * kValueDim] float32: O of the keys so far, divided by l
   Matrices running_statistics;  // [seqlen_q, 2] float32: m, the largest product q k^T so far, and l
 };
 
@@ -16,13 +17,13 @@ struct Running {
 
 namespace cuflash {
 
-// What a block remembers of its outer turn in shared memory: registers are for accumulators.
+// State of the outer turn, which a thread block keeps in shared memory to save registers.
 struct BlockState {
   attention::WorkTile keys;
-  attention::VisitRange visit_range;  // of the queries that meet them
+  attention::VisitRange visit_range;  // of the queries that meet the keys
 };
 
-// A tile's sums in device memory as the warps of the block hold them: each thread reads what it wrote itself.
+// Sums of a tile of queries in device memory, in the layout of the block's warps: a thread reads its own sums back.
 template <class Tile>
 CUFLASH_DEVICE tile::AccumulatorLayout<Tile, 4> sums_of_tile(const attention::Params& params,
                                                              const attention::Matrices& sums,
@@ -32,7 +33,7 @@ CUFLASH_DEVICE tile::AccumulatorLayout<Tile, 4> sums_of_tile(const attention::Pa
   return tile::AccumulatorLayout<Tile, 4>(data + number * sums.row_stride);
 }
 
-// Set such sums of all tiles of a head to 0. Called by all threads.
+// Sets the sums of all tiles of a head to 0. All threads call it.
 CUFLASH_DEVICE void clear_sums(const attention::Params& params, const attention::Matrices& sums,
                                const attention::BatchHead& batch_head, int sums_per_tile) {
   float* const data = attention::matrix<float>(sums, batch_head, batch_head.head, 0, 0).data;
@@ -41,8 +42,7 @@ CUFLASH_DEVICE void clear_sums(const attention::Params& params, const attention:
     *reinterpret_cast<tile::Bits128*>(data + x) = {};
 }
 
-// Start to copy the rows of a tile of keys that some query of the head may see: what stands at other keys must not meet
-// their weights of 0.
+// Starts to copy a tile of K or V. Rows that no query of the head attends become 0, since a weight of 0 times NaN is NaN.
 template <class Tile>
 CUFLASH_DEVICE void load_visible_rows(const attention::Params& params, const attention::WorkTile& keys, Tile to,
                                       const attention::Matrices& matrices, int num_columns) {
@@ -55,19 +55,20 @@ CUFLASH_DEVICE void load_visible_rows(const attention::Params& params, const att
   tile::load_async<kThreads>(to, all.rows(keys.first, max(keys.first, min(keys.last, last))), first - keys.first);
 }
 
-// Note the keys of an outer turn and the queries that meet them, in whole tiles. Called by all threads, between barriers.
+// Stores the keys of an outer turn and the range of queries that meet them, in whole tiles. All threads call it, between
+// barriers.
 CUFLASH_DEVICE void begin_keys(const attention::Params& params, const attention::WorkTile& keys, BlockState& state) {
   const auto visit_range = attention::aligned_to_tiles(params, attention::visit_range_of_keys(params, keys), kBlockQ);
   if (threadIdx.x == 0) state = {keys, visit_range};
 }
 
-// Whether no score of a turn needs a mask.
+// Returns whether no score of an inner turn needs a mask.
 CUFLASH_DEVICE bool fills_tiles(const attention::WorkTile& keys, const attention::KvBlock& queries) {
   return queries.kind == attention::BlockKind::kFull && queries.stop - queries.start == kBlockQ &&
          keys.last - keys.first == kBlockKv;
 }
 
-// Set the scores that the mask hides in a turn to a value.
+// Sets the scores that the mask hides in an inner turn to a value.
 template <class Scores>
 CUFLASH_DEVICE void mask_turn(Scores& s, const attention::Params& params, const attention::WorkTile& keys,
                               const attention::KvBlock& queries, float value) {

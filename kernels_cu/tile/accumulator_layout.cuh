@@ -76,7 +76,7 @@ struct AccumulatorLayout {
         }
   }
 
-  // The inverse of `load`. No other block may write the matrix.
+  // Stores a part, as the inverse of `load`. No other thread block may write the matrix.
   CUFLASH_DEVICE void store(const Tile& part) const {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
