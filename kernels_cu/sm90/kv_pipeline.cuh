@@ -2,6 +2,7 @@
 #include <attention/config_mma.cuh>
 #include <attention/mask_softmax_mma.cuh>
 #include <attention/sink.cuh>
+#include <sm90/page_copies.cuh>
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
 
@@ -135,6 +136,30 @@ CUFLASH_DEVICE void load_operand(const attention::Params& params, const attentio
   tile::arrive(slot.full);
 }
 
+// Fill a room of keys or values, which is empty, with those of a step, or with zeros past them where that is asked for. By a
+// warp.
+template <Operand kOperand>
+CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::TensorMaps& maps, attention::NoPages,
+                              const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
+                              const attention::KvBlock& block, bool zero_fills) {
+  load_operand<kOperand>(params, maps, slot, stage, tile_info, block.start, block.stop, zero_fills);
+}
+// The same of a sequence that lies in pages. Values past its end are always zeros, since 0 times what may be anything is not 0;
+// scores of such keys are masked.
+template <Operand kOperand>
+CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::TensorMaps& maps,
+                              const attention::Pages& pages, const tile::PipelineSlot& slot, int stage,
+                              const WorkTileInfo& tile_info, const attention::KvBlock& block, bool) {
+  const int first = block.start;
+  const attention::Matrices& matrices = (&params.q)[kOperand];
+  const tile::TmaBoxes to = boxes_of<kOperand>(stage);
+  const int sequence = tile_info.work.batch_head.batch_index, length = attention::rows_of_sequence(pages, sequence).length;
+  if (kOperand == kV && ends_inside_box(pages, first, kBlockKv, length))
+    copy_pages(to, matrices, pages, slot, sequence, tile_info.kv_head, first, length, params.shape.value_dim);
+  else
+    tma_load_pages(to, (&maps.q)[kOperand], pages, slot, sequence, tile_info.kv_head, first, length, kOperand == kK);
+}
+
 // Queries without a key, of which nobody hears: what the kernel writes of them. By a warp.
 CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
                                      attention::SinkArgument sink);
@@ -145,6 +170,14 @@ CUFLASH_DEVICE int advance_tile(const attention::Params& params, bool is_first, 
   int number = 0;
   if (elect_one()) number = attention::next_tile_number(params, num_tiles);
   return __shfl_sync(0xffffffffu, number, 0);
+}
+
+// The tile of a number; of sequences in pages, without queries that belong to none.
+CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, attention::NoPages, int number) {
+  return attention::query_tile_at<Listed>(params, kBlockQ, number);
+}
+CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, const attention::Pages& pages, int number) {
+  return attention::query_tile_of_sequence<Listed>(params, pages, kBlockQ, number);
 }
 
 // What 64 of a tile's queries see.
@@ -160,7 +193,7 @@ CUFLASH_DEVICE GroupVisitRange group_visit_range(const attention::Params& params
 // Look up the tiles of this block, each once the last steps, or the first, of the one before are brought: who took tiles
 // further ahead would keep what others could do sooner.
 CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attention::TensorMaps& maps,
-                                   attention::SinkArgument sink) {
+                                   attention::SinkArgument sink, attention::PagesArgument pages) {
   using namespace attention;
   const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
   unsigned num_tiles_done = 0;
@@ -172,9 +205,10 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
     WorkTile work{};
     VisitRange visit_range{};
     if (!is_end) {
-      work = query_tile_at<Listed>(params, kBlockQ, number);
+      work = tile_at(params, pages, number);
       if (work.is_empty()) continue;
       visit_range = visit_range_of_queries(params, work);
+      if (config::kIsPaged) visit_range.start = first_step_start(visit_range.start, kBlockKv);
       if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
         write_empty_rows(params, work, sink);
         continue;
@@ -233,7 +267,17 @@ CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int lengt
   return block.stop - block.start < kBlockKv && block.stop < length;
 }
 
-CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps) {
+// Whether steps stay where their block is: a list's, or, of keys in pages, those that start at multiples of their width.
+constexpr bool kKeepsSteps = config::kIsListed || config::kIsPaged;
+
+// Whether queries follow on a tile's that belong to no sequence: they may be anything, and a warp's rows decide together when
+// their maxima rise.
+CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const attention::WorkTile& work) {
+  return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
+}
+
+CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
+                              attention::PagesArgument pages) {
   using namespace attention;
   unsigned num_k_blocks = 0, num_tiles_done = 0;  // tiles brought
   while (true) {
@@ -251,7 +295,7 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
       const int stage = stage_of(num_k_blocks), start = block.start;
       const tile::PipelineSlot& k = shared().k[stage];
       const bool is_shifted = shift_short_block<kBlockKv,
-          config::kIsListed>(block, tile_info.visit_range, params.shape.seqlen_kv);
+          kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
       const bool is_last_of_tile = !blocks.has_next();
       const int flags = step_flags(params, block, tile_info.group_ranges[min(tile::lane(), kNumConsumers - 1)],
                                    is_shifted, is_last_of_tile);
@@ -264,12 +308,13 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
         message.unread_start = start;
       }
       __syncwarp();
-      load_operand<kK>(params, maps, k, stage, tile_info, block.start, block.stop, kLoadsDo &&
-                       ends_inside_block(block, params.shape.seqlen_kv));
+      load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
+                    ends_inside_block(block, params.shape.seqlen_kv));
       ++num_k_blocks;
       if (!is_first) continue;
       wait_slot(q, q_phase_of(num_tiles_done));
-      load_operand<kQ>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last, false);
+      load_operand<kQ>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last,
+                       config::kIsPaged && ends_before_others(params, tile_info.work));
       if constexpr (kLoadsDo) load_operand<kDo>(params, maps, q, q_stage, tile_info, tile_info.work.first,
                                                 tile_info.work.last, false);
     }
@@ -277,7 +322,8 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
   }
 }
 
-CUFLASH_DEVICE void load_values(const attention::Params& params, const attention::TensorMaps& maps) {
+CUFLASH_DEVICE void load_values(const attention::Params& params, const attention::TensorMaps& maps,
+                                attention::PagesArgument pages) {
   using namespace attention;
   unsigned num_v_blocks = 0;
   for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);  // nobody reads them yet
@@ -288,10 +334,10 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
     KvBlock block;
     while (blocks.next(block)) {
       const int stage = stage_of(num_v_blocks), length = params.shape.seqlen_kv;
-      shift_short_block<kBlockKv, config::kIsListed>(block, tile_info.visit_range, length);
+      shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, length);
       const bool zero_fills = ends_inside_block(block, length);
       wait_slot(shared().v[stage], phase_of(num_v_blocks));
-      load_operand<kV>(params, maps, shared().v[stage], stage, tile_info, block.start, block.stop, zero_fills);
+      load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
       ++num_v_blocks;
     }
     tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
@@ -345,11 +391,11 @@ CUFLASH_DEVICE void init_barriers() {
 
 // By the producers.
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
-                            attention::SinkArgument sink) {
+                            attention::SinkArgument sink, attention::PagesArgument pages) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == kLoadsKeys) load_keys(params, maps);
-  else if (warp == kLoadsValues) load_values(params, maps);
-  else if (warp == kSchedulesTiles) schedule_tiles(params, maps, sink);
+  if (warp == kLoadsKeys) load_keys(params, maps, pages);
+  else if (warp == kLoadsValues) load_values(params, maps, pages);
+  else if (warp == kSchedulesTiles) schedule_tiles(params, maps, sink, pages);
 }
 
 }  // namespace cuflash
