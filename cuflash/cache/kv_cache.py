@@ -588,7 +588,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         o : array [batch, num_heads, n, value_dim]
             0 in rows that attend no key: those at positions below 0, and all of an empty sequence.
         lse : array [batch, num_heads, n]
-            -inf in such rows.
+            -inf in such rows, or their head's sink.
 
         Raises
         ------
@@ -688,7 +688,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
                 causal="bottom_right" if causal else False,
                 mask=None if window is None else SlidingWindow(*window, "bottom_right"),
             )  # fmt: skip
-            o[sequence], lse[sequence] = 0, -np.inf
+            o[sequence], lse[sequence] = 0, -np.inf if sink is None else sink[..., None]
             o[sequence, :, rows], lse[sequence, :, rows] = made
 
     def _counted(self, counts: Any, num_rows: int) -> Any:

@@ -100,7 +100,8 @@ def _intervals_records(
     places = {name: [(0, offset_of(QUERY_INTERVALS, name))] for name in ("o", "lse", *plan.workspaces)}
     assert QUERY_INTERVALS.fields is not None
     start = int(QUERY_INTERVALS.fields["pages"][1])
-    return [record], places | {name: [(0, start + offset_of(PAGES, name))] for name in _TABLES}
+    places |= {name: [(0, start + offset_of(PAGES, name))] for name in _TABLES}
+    return [record, *_sink_records(plan, arrays, target, places, 1)], places
 
 
 def _forward_records(
@@ -129,13 +130,20 @@ def _forward_records(
         records.append(_maps(plan, arrays, target, places))
     else:
         del places["tile_counter"]
-    if plan.launch.spec.has_sink:
-        sink = arrays["sink"]
-        assert sink is not None
-        places["sink"] = [(len(records), 0)]
-        records.append(sink_record(sink, target))
+    records += _sink_records(plan, arrays, target, places, len(records))
     places |= {name: [(len(records), offset_of(PAGES, name))] for name in _TABLES}
     return [*records, _pages(plan, arrays, target)], places
+
+
+def _sink_records(
+    plan: PrefillPlan, arrays: Mapping[str, Array | None], target: LaunchTarget, places: dict[str, _Places], number: int
+) -> list[Any]:
+    """The record of the sink, which is that of a number among a kernel's, where there is one; adds its place."""
+    sink = arrays.get("sink")
+    if sink is None or not plan.launch.spec.has_sink:
+        return []
+    places["sink"] = [(number, 0)]
+    return [sink_record(sink, target)]
 
 
 def _shape(plan: PrefillPlan) -> Any:

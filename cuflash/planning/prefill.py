@@ -39,6 +39,7 @@ QUERY_INTERVALS = np.dtype(
 )
 PREFILL_FAMILIES = ("sm90", "sm80")  # the first that serves a call is taken
 _WARPS = 8  # of the kernel that makes intervals, a thread a query
+_ROWS_OF_ONE_PAGE = 64
 _LONG = 4096  # queries, of which tiles are as tall as they may be
 
 
@@ -100,11 +101,11 @@ def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpe
     return replace(spec, is_paged=True, has_sink=problem.operand("sink") is not None)
 
 
-def intervals_spec(dtype: np.dtype[Any]) -> KernelSpec:
-    """The kernel that says which keys each query sees, for a dtype; its machine code depends on nothing else."""
+def intervals_spec(dtype: np.dtype[Any], has_sink: bool = False) -> KernelSpec:
+    """The kernel that says which keys each query sees, and writes results of queries that belong to no sequence."""
     return KernelSpec(
         family="cache", entry="query_intervals", dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16,
-        num_warps=_WARPS, min_blocks=1,
+        num_warps=_WARPS, min_blocks=1, has_sink=has_sink,
     )  # fmt: skip
 
 
@@ -124,20 +125,20 @@ def prefill_plan(
     """
     spec = prefill_spec(problem, device, family)
     batch, rows = problem.mask_shape.num_batch, problem.seqlen_q
-    first = intervals_spec(problem.dtype)
+    first = intervals_spec(problem.dtype, spec.has_sink)
     blocks = -(-rows // first.num_threads)
     number = np.dtype(np.int32)
     workspaces = {"lo": Workspace((batch, rows), number), "hi": Workspace((batch, rows), number)}
     if family == "sm90":
         workspaces["tile_counter"] = Workspace((1,), number)
-    of_cache = ("table", "lengths", "counts")
+    of_cache = ("lengths", "counts", *(operand.name for operand in problem.operands))
     intervals = Launch(
         spec=first, tiles=blocks, shared_bytes=0, reads=of_cache, writes=("o", "lse", "num_faults", *workspaces)
     )
     owner = FAMILIES[family]
     launch = Launch(
         spec=spec, tiles=problem.num_heads * -(-rows // spec.block_q), shared_bytes=owner.shared_bytes(spec),
-        reads=(*FORWARD_INPUTS, *of_cache, *workspaces, *(operand.name for operand in problem.operands)),
+        reads=(*FORWARD_INPUTS, "table", *of_cache, *workspaces),
         writes=("o", "lse", "num_faults"), features=("pages",),
         max_blocks=owner.resident_blocks(spec, device) if family == "sm90" else None,
         boxes=_boxes(spec, layout) if family == "sm90" else {},
@@ -158,8 +159,11 @@ def prefill_plan(
 
 
 def _box_rows(spec: KernelSpec, layout: CacheLayout) -> int:
-    """Rows of a box, which lies within one page: steps of keys start at multiples of their width."""
-    return spec.block_kv if layout.max_pages == 1 else gcd(spec.block_kv, layout.page_size)
+    """Rows of a box, which lies within one page: steps of keys start at multiples of their width.
+
+    One page of all positions has boxes of as many rows as are soon copied one by one, where a sequence ends.
+    """
+    return gcd(spec.block_kv, _ROWS_OF_ONE_PAGE if layout.max_pages == 1 else layout.page_size)
 
 
 def _boxes(spec: KernelSpec, layout: CacheLayout) -> dict[str, tuple[int, int]]:

@@ -1,5 +1,5 @@
 #pragma once
-#include <attention/tile_scheduler.cuh>
+#include <attention/block_iterator.cuh>
 #include <ptx/atomic.cuh>
 
 // Keys and values that lie in the pages of a KV cache: which page holds a position. cuflash/planning/prefill.py has the record as
@@ -58,7 +58,12 @@ CUFLASH_DEVICE WorkTile query_tile_of_sequence(const Params& params, const Pages
   return work;
 }
 
-// Steps start at multiples of their width, whatever the queries see: so no page decides how a sum is cut.
-CUFLASH_DEVICE int first_step_start(int first_key, int width) { return first_key - first_key % width; }
+// Have steps start at multiples of their width, whatever the queries see: so no page decides how a sum is cut. The first key that
+// one of them sees is kept in the place of the first entry of a list, of which there is none.
+CUFLASH_DEVICE void align_steps(VisitRange& visit_range, int width) {
+  visit_range.first_entry = visit_range.start;
+  visit_range.start -= visit_range.start % width;
+}
+CUFLASH_DEVICE int first_key(const VisitRange& visit_range) { return visit_range.first_entry; }
 
 }  // namespace cuflash::attention

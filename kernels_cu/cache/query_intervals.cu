@@ -1,6 +1,7 @@
 // Says which keys of a KV cache each new query sees, from the lengths on the device, for the kernel that follows; and writes the
 // results of queries that belong to no sequence, which that kernel leaves out.
 #include <attention/query_intervals.cuh>
+#include <attention/sink.cuh>
 
 namespace cuflash {
 
@@ -26,28 +27,33 @@ CUFLASH_DEVICE void write_interval(const QueryIntervals& params, const SequenceR
   params.hi[at] = hi;
 }
 
-// o = 0 and lse = -inf of queries first <= row < last, in all heads. By all threads.
-CUFLASH_DEVICE void write_empty_rows(const QueryIntervals& params, int sequence, int first, int last) {
+// o = 0 of queries first <= row < last in all heads, and lse = -inf or what the sink makes of it. By all threads.
+CUFLASH_DEVICE void write_empty_rows(const QueryIntervals& params, int sequence, int first, int last,
+                                     attention::SinkArgument sink) {
   const int64_t num_columns = params.value_dim, num_elements = max(last - first, 0) * params.num_heads * num_columns;
   for (int64_t at = threadIdx.x; at < num_elements; at += kThreads) {
     const int column = at % num_columns, number = at / num_columns;
     const int head = number % params.num_heads, row = first + number / params.num_heads;
     const attention::BatchHead place{{sequence}, sequence, head};
     attention::matrix<Element>(params.o, place, head, 0, 0).at(row, column) = Element{};
-    if (column == 0) attention::matrix<float>(params.lse, place, head, 0, 0).at(row, 0) = ptx::negative_infinity<float>();
+    if (column != 0) continue;
+    float lse = ptx::negative_infinity<float>();
+    attention::merge_sink(lse, attention::sink_logit<float>(sink, place, head));
+    attention::matrix<float>(params.lse, place, head, 0, 0).at(row, 0) = lse;
   }
 }
 
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
-cache_query_intervals(const __grid_constant__ cuflash::attention::QueryIntervals params) {
+cache_query_intervals(const __grid_constant__ cuflash::attention::QueryIntervals params CUFLASH_FEATURES) {
   using namespace cuflash;
+  using namespace cuflash::attention;
   const int sequence = blockIdx.x / params.blocks_per_sequence, block = blockIdx.x % params.blocks_per_sequence;
-  const attention::SequenceRows of = attention::rows_of_sequence(params.pages, sequence);
+  const SequenceRows of = rows_of_sequence(params.pages, sequence);
   if (threadIdx.x == 0 && blockIdx.x == 0 && params.tile_counter != nullptr) *params.tile_counter = 0;
   if (threadIdx.x == 0 && block == 0 && !of.is_valid) ptx::fetch_add(params.pages.num_faults, 1);
   const int first = block * kThreads, row = first + threadIdx.x, last = min(first + kThreads, params.pages.num_queries);
   if (row < last) write_interval(params, of, sequence, row);
-  write_empty_rows(params, sequence, max(first, of.count), last);
+  write_empty_rows(params, sequence, max(first, of.count), last, sink);
 }

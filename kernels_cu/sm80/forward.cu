@@ -51,7 +51,7 @@ CUFLASH_DEVICE attention::VisitRange visit_range_of_block(const attention::Param
   using namespace attention;
   if (kPackGqa) work.last = params.shape.seqlen_q;  // each head's queries are the same
   VisitRange full_range = visit_range_of_queries(params, work);
-  if (config::kIsPaged) full_range.start = first_step_start(full_range.start, kBlockKv);
+  if (config::kIsPaged) align_steps(full_range, kBlockKv);
   const int num_splits = params.shape.num_splits;
   return kIsSplit ? split_range<kBlockKv, Listed>(params, full_range, split_index(num_splits), num_splits) : full_range;
 }
@@ -86,7 +86,8 @@ CUFLASH_DEVICE void save_state(const attention::Params& params, const attention:
 // A step's rows of K, or of V.
 template <class Tile>
 CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
-                               const attention::KvBlock& block, bool rows_fill_tiles, attention::NoPages, int) {
+                               const attention::KvBlock& block, bool rows_fill_tiles, attention::NoPages,
+                               const BlockState&) {
   if (__builtin_expect(rows_fill_tiles && block.stop - block.start == kBlockKv, true)) {
     const int64_t row_stride = matrices.row_stride;
     tile::FullTileCopy<kThreads, Element, kBlockKv,
@@ -101,12 +102,14 @@ CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices
 // page, which are counted.
 template <class Tile>
 CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
-                               const attention::KvBlock& block, bool, const attention::Pages& pages, int sequence) {
+                               const attention::KvBlock& block, bool, const attention::Pages& pages,
+                               const BlockState& state) {
   using Partition = tile::ChunkPartition<kThreads, Tile>;
+  const int sequence = state.work.batch_head.batch_index, first = attention::first_key(state.visit_range);
 #pragma unroll
   for (int row = Partition::first_row(); row < kBlockKv; row += Partition::kRowsPerPass) {
     const int position = block.start + row;
-    const bool is_visited = position < block.stop;
+    const bool is_visited = position >= first && position < block.stop;
     const int page = is_visited ? attention::page_of(pages, sequence, position) : 0;
     const bool is_there = is_visited && page < pages.num_pages;
     if (is_visited && !is_there && Partition::first_chunk() == 0) ptx::fetch_add(pages.num_faults, 1);
@@ -234,16 +237,15 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   Element* const v = state.v;
   const VisitRange visit_range = state.visit_range;
   const bool rows_fill_tiles = state.rows_fill_tiles;
-  const int sequence = config::kIsPaged ? state.work.batch_head.batch_index : 0;
   BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, visit_range);
   KvBlock block;
   bool has_block = blocks.next(block);
-  if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles, pages, sequence);
+  if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles, pages, state);
   ptx::cp_async_commit();
   while (has_block) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // K, and Q before the first step, is there; V of the last step is read
-    load_block(v_smem, v, params.v, shape.value_dim, block, rows_fill_tiles, pages, sequence);
+    load_block(v_smem, v, params.v, shape.value_dim, block, rows_fill_tiles, pages, state);
     ptx::cp_async_commit();
     Scores s;
     tile::gemm_nt(s, q_smem, k_smem);
@@ -254,7 +256,7 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     if (!is_unmasked<kBlockKv>(block)) mask_block(s, params, state, block);
     const int first_key = block.start;
     has_block = blocks.next(block);
-    if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles, pages, sequence);
+    if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles, pages, state);
     ptx::cp_async_commit();
     softmax.update(s, o, state.softmax_scale_log2);
     drop_step(s, params, state.work, first_key, dropout);

@@ -144,20 +144,19 @@ CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::
                               const attention::KvBlock& block, bool zero_fills) {
   load_operand<kOperand>(params, maps, slot, stage, tile_info, block.start, block.stop, zero_fills);
 }
-// The same of a sequence that lies in pages. Values past its end are always zeros, since 0 times what may be anything is not 0;
-// scores of such keys are masked.
+// The same of a sequence that lies in pages. Values that no query of the tile sees, since the sequence ends or their window starts,
+// are always zeros, as 0 times what may be anything is not 0; scores of such keys are masked.
 template <Operand kOperand>
 CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::TensorMaps& maps,
                               const attention::Pages& pages, const tile::PipelineSlot& slot, int stage,
                               const WorkTileInfo& tile_info, const attention::KvBlock& block, bool) {
-  const int first = block.start;
-  const attention::Matrices& matrices = (&params.q)[kOperand];
-  const tile::TmaBoxes to = boxes_of<kOperand>(stage);
-  const int sequence = tile_info.work.batch_head.batch_index, length = attention::rows_of_sequence(pages, sequence).length;
-  if (kOperand == kV && ends_inside_box(pages, first, kBlockKv, length))
-    copy_pages(to, matrices, pages, slot, sequence, tile_info.kv_head, first, length, params.shape.value_dim);
-  else
-    tma_load_pages(to, (&maps.q)[kOperand], pages, slot, sequence, tile_info.kv_head, first, length, kOperand == kK);
+  const int sequence = tile_info.work.batch_head.batch_index;
+  const attention::Interval seen{attention::first_key(tile_info.visit_range),
+                                 attention::rows_of_sequence(pages, sequence).length};
+  PageCopy copy(boxes_of<kOperand>(stage), pages, sequence, tile_info.kv_head, block.start, seen);
+  if (kOperand == kV) copy.copy_cut_boxes((&params.q)[kOperand], params.shape.value_dim);
+  else copy.count_faults();
+  copy.start((&maps.q)[kOperand], slot);
 }
 
 // Queries without a key, of which nobody hears: what the kernel writes of them. By a warp.
@@ -208,7 +207,7 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
       work = tile_at(params, pages, number);
       if (work.is_empty()) continue;
       visit_range = visit_range_of_queries(params, work);
-      if (config::kIsPaged) visit_range.start = first_step_start(visit_range.start, kBlockKv);
+      if (config::kIsPaged) align_steps(visit_range, kBlockKv);
       if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
         write_empty_rows(params, work, sink);
         continue;
