@@ -646,8 +646,9 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         return CacheLayout(self._capacity, page_size, self._pages.num_pages, -(-self._capacity // page_size))
 
     def _decode(
-        self, plan: DecodePlan | PrefillPlan, arrays: dict[str, Array | None], counts: Any, out: Any, asked: tuple[Any, ...]
-    ) -> None:
+        self, plan: DecodePlan | PrefillPlan, arrays: dict[str, Array | None], counts: Any, out: Any,
+        asked: tuple[Any, ...],
+    ) -> None:  # fmt: skip
         """Write o and lse by the cache's kernels; `out` and `asked` are what the caller of `attention` gave."""
         if self._device is not None:
             device = self._put()

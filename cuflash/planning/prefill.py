@@ -90,10 +90,8 @@ def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpe
     Its tile is that of one head of many queries, whatever the problem has of them: results of a sequence have the same
     bits whoever else is in the batch, and however many rows the longest sequence has.
     """
-    one = {name: ShapeDtype((1, rows, dim), problem.dtype) for name, rows, dim in (
-        ("q", _LONG, problem.head_dim), ("k", _LONG, problem.head_dim), ("v", _LONG, problem.value_dim),
-    )}  # fmt: skip
-    alike = Problem.of(**one, scale=problem.softmax_scale)
+    keys, values = (ShapeDtype((1, _LONG, dim), problem.dtype) for dim in (problem.head_dim, problem.value_dim))
+    alike = Problem.of(keys, keys, values, scale=problem.softmax_scale)
     if family == "sm90":
         spec = sm90.forward_spec(alike, rounded_dims(alike), device, None, 0)
     else:

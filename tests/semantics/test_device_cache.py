@@ -127,7 +127,7 @@ CHUNK = 35  # rows of two heads for each key/value head: more than the decode ke
 
 
 def test_a_graph_attends_chunk_by_chunk(xp: Any) -> None:
-    """Captured once with counts on the device, replayed for each chunk of a prompt, of another length in each sequence."""
+    """Captured once with counts on the device, replayed for the next chunk, of another length in each sequence."""
     counts = np.array([[CHUNK, 3, 0], [20, CHUNK, 1]], np.int32)
     chunks = [tuple(RNG.standard_normal((3, h, CHUNK, 64)).astype(np.float16) for h in (4, 2, 2)) for _ in counts]
     wanted, host = [], KVCache(**SIZES, **PAGED["pages"])
