@@ -1,6 +1,5 @@
 #pragma once
 #include <attention/block_iterator.cuh>
-#include <ptx/atomic.cuh>
 
 // Keys and values that lie in the pages of a KV cache: which page holds a position. cuflash/planning/prefill.py has the record as
 // a NumPy dtype.
