@@ -8,8 +8,9 @@ array, in bfloat16 with 128 dims: `mixed` are 16 sequences of 64 to 4096 tokens,
 heads and (`mixed_gqa`) with fewer, `short` are 256 of 128 tokens on average, and `window` is one sequence of 8192 whose
 queries see 1024 keys each. Every library computes o (and what its backward pass needs) and then the three gradients.
 
-Rows of `cuflash` run a plan that is made once for the mask, on CuPy arrays. Rows of `cuflash, as called` make the mask
-from offsets on the device and call `attention`, or the function that `attention_vjp` returns, each time: their kernels
+Rows of `cuflash` run a plan that is made once for the mask, on CuPy arrays. Rows of `cuflash, as called` call
+`attention`, or the function that `attention_vjp` returns, each time, with a mask that is made once from offsets on the
+device, as all layers of a model share it; those of `cuflash, new mask` make the mask for each call, and their kernels
 include those that find each query's keys. `host_us` is how long a call keeps the host, while nothing waits for the GPU.
 Other libraries take part where they can be imported and serve the case; a row says why one does not.
 
@@ -39,7 +40,7 @@ from spot_check import SpotCheck
 
 HEAD_DIM = 128
 WAYS = {"forward": 2, "backward": 5}  # with the products of each
-OURS = ("cuflash", "cuflash, as called")
+OURS = ("cuflash", "cuflash, as called", "cuflash, new mask")
 _MIXED = (863, 1123, 456, 3314, 3432, 2997, 2935, 68, 1350, 2924, 3767, 3052, 520, 1278, 934, 3747)
 _SHORT = tuple(np.random.default_rng(0).integers(16, 241, 256).tolist())
 _HOST_CALLS = 50
@@ -71,7 +72,12 @@ class Case(NamedTuple):
         return WAYS[way] * 2 * self.num_heads * HEAD_DIM * self.num_scores
 
     def mask(self, offsets: Any) -> masks.Mask:
-        return masks.Sequences(offsets, causal=True, window=None if self.left is None else (self.left, 0))
+        """As cuflash has it: of one sequence, no offsets are needed."""
+        window = None if self.left is None else masks.SlidingWindow(self.left, 0)
+        if len(self.lengths) == 1:
+            return masks.Causal() if window is None else window
+        sequences = masks.Sequences(offsets, causal=True)
+        return sequences if window is None else sequences & window
 
 
 CASES = {
@@ -229,18 +235,22 @@ def of_plan(case: Case, arrays: Sequence[Any]) -> Method:
     return Method(lambda: plan.forward(q, k, v)[0], backward, lambda x: x, as_cupy)
 
 
-def as_called(case: Case, arrays: Sequence[Any]) -> Method:
-    """cuflash's functions, given offsets on the device."""
+def as_called(case: Case, arrays: Sequence[Any], makes_mask: bool) -> Method:
+    """cuflash's functions, given a mask from offsets on the device, or making it for each call."""
     import cupy
 
     q, k, v = (as_cupy(x) for x in arrays)
     offsets = cupy.asarray(_offsets(case))
+    mask = case.mask(offsets)
+
+    def forward() -> Any:
+        return cuflash.attention(q, k, v, mask=case.mask(offsets) if makes_mask else mask)
 
     def backward(do: Any) -> Callable[[], Any]:
-        _, vjp = cuflash.attention_vjp(q, k, v, mask=case.mask(offsets))
+        _, vjp = cuflash.attention_vjp(q, k, v, mask=mask)
         return lambda: vjp(do)
 
-    return Method(lambda: cuflash.attention(q, k, v, mask=case.mask(offsets)), backward, lambda x: x, as_cupy)
+    return Method(forward, backward, lambda x: x, as_cupy)
 
 
 def of_peer(name: str, case: Case, arrays: Sequence[Any]) -> Method:
@@ -295,7 +305,8 @@ def measured(name: str, config: Config) -> Iterator[Record]:
     spread = [as_cupy(x.repeat_interleave(group, 1)) for x in (k, v)]
     check = SpotCheck.of(as_cupy(q), *spread, case.mask(_offsets(case)))
     makers: dict[str, Callable[[], Method]] = {
-        OURS[0]: lambda: of_plan(case, (q, k, v)), OURS[1]: lambda: as_called(case, (q, k, v)),
+        OURS[0]: lambda: of_plan(case, (q, k, v)), OURS[1]: lambda: as_called(case, (q, k, v), False),
+        OURS[2]: lambda: as_called(case, (q, k, v), True),
         **{peer: lambda peer=peer: of_peer(peer, case, (q, k, v)) for peer in config.peers},
     }  # fmt: skip
     methods, errors, notes = dict[str, Method](), dict[str, float](), dict[str, str]()
@@ -313,6 +324,7 @@ def measured(name: str, config: Config) -> Iterator[Record]:
         calls: dict[str, Callable[[], Any]] = {
             library: method.forward if way == "forward" else method.backward(method.cotangent(do))
             for library, method in methods.items()
+            if (way, library) != ("backward", OURS[2])  # a backward pass makes no mask
         }
         times = time_on_device(calls, repeats=config.repeats)
         host = {library: host_time(calls[library]) for library in OURS if library in calls}
@@ -400,7 +412,7 @@ def plot(records: list[Record]) -> Figure:
                 if (record["pass"], record["library"]) == (way, library) and record["ms"]
             }
             at = [cases.index(case) + place / (len(libraries) + 1) for case in rates]
-            color = {OURS[0]: "black", OURS[1]: "grey"}.get(library, f"C{place}")
+            color = {OURS[0]: "black", OURS[1]: "grey", OURS[2]: "silver"}.get(library, f"C{place}")
             panel.bar(at, list(rates.values()), 1 / (len(libraries) + 1), label=library, color=color, align="edge")
         panel.set_xticks([place + 0.4 for place in range(len(cases))], cases)
         panel.set(title=way, ylabel="TFLOP/s" if way == "forward" else "")

@@ -189,6 +189,25 @@ CUFLASH_DEVICE GroupVisitRange group_visit_range(const attention::Params& params
   return {visit_range.stop, visit_range.full_start, visit_range.full_stop};
 }
 
+// Whether a tile's queries see a band, which is that of the first one: each sees one key further than the one before, and starts
+// one key further too, or with the first key of all. By a warp.
+CUFLASH_DEVICE bool find_band(const attention::Params& params, const attention::WorkTile& work, attention::Interval& band) {
+  using namespace attention;
+  const Interval first = interval(params, work.batch_head, work.first);
+  bool is_band = true, lo_moves = true, lo_stays = true;
+  for (int row = work.first + tile::lane(); row < work.last; row += 32) {
+    const Interval keys = interval(params, work.batch_head, row);
+    const int rows = row - work.first;
+    is_band &= keys.hi == first.hi + rows;
+    lo_moves &= keys.lo == first.lo + rows;
+    lo_stays &= keys.lo == 0;
+  }
+  lo_moves = __all_sync(0xffffffffu, lo_moves);
+  lo_stays = __all_sync(0xffffffffu, lo_stays);
+  band = {lo_moves ? first.lo : clamped_to_int(-(int64_t{1} << 32)), first.hi};
+  return __all_sync(0xffffffffu, is_band) && (lo_moves || lo_stays);
+}
+
 // Look up the tiles of this block, each once the last steps, or the first, of the one before are brought: who took tiles
 // further ahead would keep what others could do sooner.
 CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attention::TensorMaps& maps,
@@ -214,6 +233,8 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
       }
     }
     WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
+    Interval band{};
+    const bool has_band = config::kIsPaged && !is_end && find_band(params, work, band);
     if (!is_end && tile::lane() < kNumConsumers)
       tile_info.group_ranges[tile::lane()] = group_visit_range(params, work, 64 * tile::lane());
     if (elect_one()) {
@@ -235,9 +256,9 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
                                      work.first,
                                      tma_coords(params.o, work.batch_head, work.batch_head.head)};
       }
-      tile_info.is_band = !config::kIsListed && params.work.lo == nullptr;
-      tile_info.band = {clamped_to_int(work.first + params.work.lower),
-                        clamped_to_int(work.first + params.work.upper + 1)};
+      tile_info.is_band = config::kIsPaged ? has_band : !config::kIsListed && params.work.lo == nullptr;
+      tile_info.band = config::kIsPaged ? band : Interval{clamped_to_int(work.first + params.work.lower),
+                                                          clamped_to_int(work.first + params.work.upper + 1)};
     }
     tile::arrive(tile_info_slot.full);
     if (is_end) return;

@@ -16,7 +16,7 @@ from cuflash.planning.prefill import prefill_reasons, prefill_spec
 from cuflash.planning.problem import Problem
 from cuflash.testing import Example, assert_within_bounds
 from executors import RUNS, SIM, Run, hostile_schedules
-from prefill_calls import CHIP, CHUNK, FAMILIES, KINDS, LENGTHS, prefilled
+from prefill_calls import CHIP, CHUNK, FAMILIES, KINDS, LENGTHS, prefilled, with_counts
 
 on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 of_families = pytest.mark.parametrize("family", FAMILIES)
@@ -51,9 +51,7 @@ def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, family:
 @of_families
 def test_rows_of_a_sequence_may_be_fewer_than_those_given(run: Run, family: str) -> None:
     """Rows that belong to no sequence may be anything: those that do have the bits that they have alone."""
-    call = replace(drawn(CHUNK | {"rows": 150}, (193, 150)), counts=(139, 3))
-    for b, count in enumerate(call.counts or ()):
-        call.q[b, :, count:] = np.nan
+    call = with_counts()
     o, lse, faults = prefilled(run, family, call)
     for b, count in enumerate(call.counts or ()):
         one = replace(call.of([b]), q=call.q[b : b + 1, :, :count], counts=None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from cache_calls import CAPACITY, NEW, Drawn, hidden
+from cache_calls import NEW, Drawn, hidden
 from cuflash import DeviceSpec
 from cuflash.executors.decoding import target_of
 from cuflash.executors.prefill import prefill
@@ -25,12 +25,21 @@ KINDS = {
 }
 
 
+def with_counts() -> Drawn:
+    """Sequences of several steps, fewer rows of each than are given, and NaN in the rows that belong to none."""
+    rng, counts = np.random.default_rng(0), (133, 3)
+    q, k, v = (rng.standard_normal((2, 2, rows, 64)).astype(np.float16) for rows in (140, 460, 460))
+    for b, count in enumerate(counts):
+        q[b, :, count:] = np.nan
+    return Drawn(q, k, v, None, (450, 150), counts=counts)
+
+
 def prefilled(
     run: Run, family: str, call: Drawn, pages: tuple[Any, Any, Any] | None = None, target: Any = None
 ) -> tuple[Any, Any, int]:
     """o, lse and the number of faults of the kernels; what they may not read holds NaN, and so do results before."""
     k, v, table = (*hidden(call), None) if pages is None else pages
-    layout = CacheLayout(CAPACITY, k.shape[2], k.shape[0], 1 if table is None else table.shape[1])
+    layout = CacheLayout(call.k.shape[2], k.shape[2], k.shape[0], 1 if table is None else table.shape[1])
     sink = {} if call.sink is None else {"sink": call.sink}
     problem = with_operands(Problem.of(call.q, call.k, call.v), sink)
     assert prefill_reasons(problem, CHIP, family) == []
