@@ -63,12 +63,13 @@ class KVCache:
     (`count_on_device`), and then be captured into CUDA graphs. Calls on one cache follow each other: those on several
     streams must be ordered by events.
 
-    On a GPU one kernel appends for all sequences, and one decodes where it serves the call: float16 or bfloat16, at
-    most 64 query rows for each key/value head, dims in multiples of 8. Every other call of `attention` is one call of
-    `cuflash.attention` for each sequence, on its own rows alone, which are gathered into contiguous memory where they
-    lie in several pages. Either way the result of a sequence depends on nothing but its own queries, keys and values:
-    not on the other sequences, nor on their number or order, nor on rows that are not in use, which may hold NaN. On
-    the host and by the decode kernel it is the same bit for bit for any page table, with pages or without.
+    On a GPU one kernel appends for all sequences, one decodes, and others attend from more new tokens: all of them read
+    rows where they lie. They serve float16 and bfloat16 with dims in multiples of 8; up to 64 query rows for each
+    key/value head are decoded. Every other call of `attention` is one call of `cuflash.attention` for each sequence, on
+    its own rows alone, which are gathered into contiguous memory where they lie in several pages. Either way the result
+    of a sequence depends on nothing but its own queries, keys and values: not on the other sequences, nor on their
+    number or order, nor on rows that are not in use, which may hold NaN. On the host and by the cache's kernels it is
+    the same bit for bit for any page table, with pages or without.
 
     On a GPU the cache keeps the launches of its calls, one for each layout and options, and the memory that the kernels
     of the largest of them need. A later call of the same kind checks nothing but where its arrays lie.

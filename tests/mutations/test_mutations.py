@@ -24,8 +24,8 @@ import cuflash
 from mutations import (
     attention, blocks, cache_steps, calculators, calls, decode, dropout, fp8, host, interop, kernel_guards, kv_cache,
     lists, mask_algebra, mask_inputs, non_finite, planting, prefill, python, python_guards, score_kernels, scores,
-    selectors, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards,
-    study, tile,
+    selectors, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward,
+    sm90_guards, study, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 

@@ -1,7 +1,7 @@
 """What does a chunk of a prompt cost that attends to a KV cache, in pages and without, beside contiguous arrays?
 
-    python -m experiments prefill                        # all cases; the rows go to packed.csv
-    python -m experiments prefill --cases chunks         # one of them
+    python -m experiments chunked_prefill                        # all cases; rows of packed.csv
+    python -m experiments chunked_prefill --cases chunks         # one of them
 
 It needs an NVIDIA GPU, CuPy and PyTorch. A case is the new tokens of some sequences and the tokens that each has before
 them, in bfloat16, 32 query heads that share 8 key/value heads of 128 dims. `chunks` are 4 sequences of 8192 tokens,
@@ -233,7 +233,7 @@ def run(config: Config) -> Iterator[Record]:
     """The rows of all cases, with the versions that a GPU's numbers depend on."""
     reason = why_no_gpu()
     if reason:
-        sys.exit(f"prefill compares libraries on a GPU: {reason}")
+        sys.exit(f"chunked_prefill compares libraries on a GPU: {reason}")
     import cupy
 
     for name in config.cases:
