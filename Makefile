@@ -27,7 +27,8 @@ stamp  = $(VENV)/.installed-$(1)$(if $(CUDA),-$(CUDA))
 demo: $(call stamp,experiments)
 	$(RUN) -m experiments block_sparsity
 
-GALLERY = selector_shootout crossover pattern_zoo flash_ladder train_language_model long_range
+GALLERY = selector_shootout crossover pattern_zoo flash_ladder flashattention1_tables train_language_model \
+  long_range
 gallery: $(call stamp,experiments)
 	for name in $(GALLERY); do $(RUN) -m experiments $$name || exit; done
 

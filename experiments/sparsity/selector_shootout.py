@@ -18,7 +18,7 @@ Expect: nothing with as many blocks in each row above the oracle, every selector
 structure is finer than a block.
 Found:  with 4 of 16 blocks a row the oracle keeps 86 % of the encoder's mass, means and antidiagonals 83 %, compressed
 keys 82 %, and the blocks nearest to the diagonal 76 %. The language model's heads look at the last characters: two
-blocks hold all but 0.2 % of their mass, by `local` as by the oracle, and random blocks 93 %. Clusters of a block's size
+blocks hold all but 0.2 % of their mass, by `local` as by the oracle, and random blocks 94 %. Clusters of a block's size
 all three find. On columns antidiagonals keep 69 % and means 66 % of what the oracle finds in 78 %. Antidiagonals of
 sharp slashes keep 48 %, less than random blocks with 65 %: a sum over eight distances of which one counts. Columns and
 diagonals in equal numbers, by powers of two, keep less than random blocks on columns (42 % and 55 %), and the most, 91

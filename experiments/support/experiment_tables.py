@@ -108,6 +108,7 @@ def overhead(rows: list[Row]) -> str:
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "selector-shootout": ("selector_shootout", shootout),
     "crossover": ("crossover", crossover),
+    "crossover-gpu": ("crossover_gpu", crossover),
     "pattern-zoo": ("pattern_zoo", zoo),
     "flash-ladder": ("flash_ladder", ladder),
     "language-model": ("train_language_model", language),
