@@ -22,6 +22,7 @@ from ..planning.launches import Launch, Pass, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from . import checks
+from .arguments import KernelArguments
 from ..planning.list_kernels import LIST_SPECS, ListSource
 from .launch import BoundPass, Lists, run
 from .list_maker import ListMaker
@@ -235,11 +236,16 @@ class Gpu:
     def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(encoded, tiles)
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
         """A function (arguments, stream) that launches a kernel, compiled and loaded now."""
-        function = _function(spec, shared_bytes)
-        blocks, threads = (grid,), (spec.num_threads,)
-        return lambda arguments, stream: function(blocks, threads, arguments, shared_bytes, stream)
+        import cupy
+
+        function, launch, threads = _function(spec, shared_bytes), cupy.cuda.driver.launchKernel, spec.num_threads
+
+        def start(arguments: KernelArguments, stream: Any) -> None:
+            launch(function.ptr, grid, 1, 1, threads, 1, 1, shared_bytes, stream.ptr, arguments.table, 0)
+
+        return start
 
     def wait(self, launch: Launch) -> None:
         """Wait until a launch has ended.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, Protocol
 
 from ..arrays import Array
@@ -11,6 +10,7 @@ from ..blocks.work_list import WorkList
 from ..planning.launches import Launch, Pass, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
+from .arguments import KernelArguments
 from .checks import Check, check_lists
 from .params import ParamsTemplate, View
 from .tensor_map import Template, BoxedArray
@@ -48,8 +48,8 @@ class LaunchTarget(Protocol):
     def tensor_map(self, tiles: BoxedArray) -> Template:
         """The tensor map, but for its address, of arrays of one layout."""
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:
-        """A function (arguments, stream) that launches a kernel."""
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
+        """A function (arguments, stream) that launches a kernel and leaves nothing that reads the arguments."""
 
     def wait(self, launch: Launch) -> None:
         """Wait until a launch has ended; raises RuntimeError where it failed."""
@@ -74,22 +74,21 @@ class BoundPass:
         self._plan, self._kernels, self._target = plan, kernels, target
         self._names = tuple(view.name for view in (*views, *made))
         self._lists = target.lists(plan.work)
-        self._params = records.with_lists(
-            {name: target.address(array) for name, array in self._lists.arrays.items()}
-        )
-        self._allocate = target.allocator(kernels.workspaces)
         grids = [(launch, launch.grid(num_batch)) for launch in kernels.launches.values()]
         self.launches = tuple((launch, grid) for launch, grid in grids if grid)
-        self._zeroed = tuple(self._names.index(name) for name in kernels.zeroed)
         names = [feature.name for feature in kernels.features]
+        self._arguments = records.with_lists(
+            {name: target.address(array) for name, array in self._lists.arrays.items()},
+            [
+                (*range(1 + bool(launch.boxes)), *(2 + names.index(name) for name in launch.features))
+                for launch, _ in self.launches
+            ],
+        )
+        self._allocate = target.allocator(kernels.workspaces)
+        self._zeroed = tuple(self._names.index(name) for name in kernels.zeroed)
         self._launchers = [
-            (
-                launch,
-                itemgetter(slice(0, 1 + bool(launch.boxes))),
-                tuple(2 + names.index(name) for name in launch.features),
-                target.launcher(launch.spec, grid, launch.shared_bytes),
-            )
-            for launch, grid in self.launches
+            (number, launch, target.launcher(launch.spec, grid, launch.shared_bytes))
+            for number, (launch, grid) in enumerate(self.launches)
         ]
 
     def __call__(self, arrays: Sequence[Array], stream: Any, check: Check | None = None) -> list[Array]:
@@ -99,15 +98,17 @@ class BoundPass:
         self._lists.use(stream)
         for i in self._zeroed:
             self._target.set_zero(all_arrays[i])
-        records = self._params.at(list(map(self._target.address, all_arrays)))
-        for launch, params_of, features, start in self._launchers:
-            for record in records:
-                arguments = params_of(record)
-                start(arguments + tuple(record[i] for i in features) if features else arguments, stream)
+        addresses = list(map(self._target.address, all_arrays))
+        buffers = [arguments.take(addresses) for arguments in self._arguments]
+        for number, launch, start in self._launchers:
+            for buffer in buffers:
+                start(buffer.kernels[number], stream)
             if check is not None:
                 self._target.wait(launch)
                 named = dict(zip(self._names, all_arrays))
                 check.after(launch.spec.name, {name: named[name] for name in launch.writes if name in named})
+        for arguments, buffer in zip(self._arguments, buffers):
+            arguments.give_back(buffer)
         return made
 
     def _checked_workspaces(self, check: Check) -> list[Array]:

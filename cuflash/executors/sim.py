@@ -16,6 +16,7 @@ from ..compiler.source import source
 from ..planning.launches import Launch, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
+from .arguments import KernelArguments
 from .checks import Check
 from .launch import run
 from .tensor_map import Template, BoxedArray, simulated, template
@@ -68,8 +69,10 @@ class Simulator:
     def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(simulated, tiles)
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:
-        return lambda arguments, stream: self.launch(spec, grid, shared_bytes, arguments)
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
+        return lambda arguments, stream: self.launch(
+            spec, grid, shared_bytes, tuple(record[0] for record in arguments.records)
+        )
 
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
         """Run a kernel to its end."""

@@ -128,9 +128,9 @@ def test_checks_asked_for_between_calls_are_made_by_repeated_ones(cupy, monkeypa
 
 def test_calls_at_once_have_records_of_their_own():
     views = tuple(View(name, array.dtype, array.shape, array.strides) for name, array in (("q", Q), ("k", K)))
-    params = ParamsTemplate.of(cuflash.plan(Q, K, V, executor="sim").plan, views).with_lists({})
-    calls = params.at([1 << 40, 2 << 40]), params.at([3 << 40, 4 << 40])
-    found = [np.frombuffer(record.tobytes(), PARAMS)[0] for ((record, _),) in calls]
+    (params,) = ParamsTemplate.of(cuflash.plan(Q, K, V, executor="sim").plan, views).with_lists({})
+    calls = params.take([1 << 40, 2 << 40]), params.take([3 << 40, 4 << 40])
+    found = [np.frombuffer(call.kernels[0].records[0].tobytes(), PARAMS)[0] for call in calls]
     assert [int(record[name]["data"]) >> 40 for record in found for name in ("q", "k")] == [1, 2, 3, 4]
 
 
