@@ -196,7 +196,7 @@ def attention(
     if fp8.is_asked_for(q, k, v, precision):
         o, lse = _quantized_attention(q, k, v, options, out)
     else:
-        _, _, o, lse = run(q, k, v, options, out)
+        _, _, o, lse = run(q, k, v, options, out, wants_lse=return_lse)
     return (o, lse) if return_lse else o
 
 
@@ -540,8 +540,11 @@ def _composed(options: Options) -> Score | None:
 
 def with_one_score(options: Options) -> tuple[Options, dict[str, Any]]:
     """Options with one Score in place of score, softcap and bias, and the call's arrays beside q, k and v by name."""
-    operands = ({} if options.sink is None else {"sink": options.sink}) | seed_array(options.dropout)
-    if options.score is options.softcap is options.bias is None:
+    _, _, _, _, score, softcap, bias, sink, dropout, *_ = options
+    if score is softcap is bias is sink is dropout is None:
+        return options, {}
+    operands = ({} if sink is None else {"sink": sink}) | seed_array(dropout)
+    if score is softcap is bias is None:
         return options, operands
     try:
         composed = _composed(options)
@@ -551,10 +554,12 @@ def with_one_score(options: Options) -> tuple[Options, dict[str, Any]]:
     return options._replace(score=composed, softcap=None, bias=None), operands | dict(composed.arrays)
 
 
-def run(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Plan, dict[str, Any], Any, Any]:
+def run(
+    q: Any, k: Any, v: Any, options: Options, out: Any, *, wants_lse: bool = True
+) -> tuple[Plan, dict[str, Any], Any, Any]:
     """Run the forward pass of a call: the plan that ran it, its arrays by name, o and lse; equal calls are looked up.
 
-    Where the call makes the lists of its mask, they are the last of the arrays.
+    Where the call makes the lists of its mask, they are the last of the arrays. An lse that is not wanted may be None.
     """
     options, operands = with_one_score(options)
     if type(options.causal) is np.bool:
@@ -565,7 +570,7 @@ def run(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Plan, dict[
     calls, _, contents = looked_up
     key = None
     if not checks.is_on():
-        key = looked_up.key(layout_key(*given.values(), *outs), len(outs), *operands)
+        key = looked_up.key(layout_key(*given.values(), *outs), len(outs), wants_lse, *operands)
     try:
         found = calls.get(key)
     except TypeError:  # an option that cannot be hashed
@@ -576,14 +581,16 @@ def run(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Plan, dict[
             given[AT_CALL] = lists_of(contents.array)
         made = forward(*given.values(), *outs)
         if made is not None:
-            return ready, given, *made
+            return ready, given, made[0], made[1] if len(made) > 1 else None
         given = {name: array for name, array in given.items() if name != AT_CALL}
     given = as_arrays(given)
     options = options._replace(sink=given.get("sink"))
-    ready, made, again = _first_call(given, out, outs, options, None if key is None else contents, key is not None)
+    ready, made, again = _first_call(
+        given, out, outs, options, None if key is None else contents, key is not None, wants_lse
+    )
     if again is not None:
         remember(calls, key, (ready, *again))
-    return ready, given, *made
+    return ready, given, made[0], made[1] if len(made) > 1 else None
 
 
 def _first_call(
@@ -593,6 +600,7 @@ def _first_call(
     options: Options,
     contents: MaskContents | None,
     is_repeatable: bool,
+    wants_lse: bool,
 ) -> tuple[Plan, Sequence[Array], tuple[Any, ...] | None]:
     """A call that is planned: what ran it, o and lse, and what runs it again, None if that is all of this.
 
@@ -616,7 +624,11 @@ def _first_call(
         ready = without_mask(ready)  # nor an array of the mask
         lists_of = gpu.list_maker(ready.plan, work.source)
         given[AT_CALL] = lists_of(contents.array)
-    forward: Any = ready.bind_into(given, dict(zip(("o", "lse"), outs))) if outs else ready.bind(given, pins=True)
+    forward: Any = (
+        ready.bind_into(given, dict(zip(("o", "lse"), outs)), wants_lse=wants_lse)
+        if outs
+        else ready.bind(given, pins=True, wants_lse=wants_lse)
+    )
     made = forward(*given.values(), *outs)
     if made is None:  # an output may lie in the gaps of another array
         made = ready.forward(**given, out=out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ..arrays import Array
@@ -14,6 +15,7 @@ from .arguments import KernelArguments
 from .checks import Check, check_lists
 from .params import ParamsTemplate, View
 from .tensor_map import Template, BoxedArray
+from .workspaces import Taken
 
 
 class Lists(Protocol):
@@ -27,6 +29,16 @@ class Lists(Protocol):
         """Prepare the arrays for kernels that are launched on a stream."""
 
 
+class WorkspaceMemory(Protocol):
+    """The memory of the workspaces of a pass."""
+
+    def take(self, stream: Any) -> Taken:
+        """The workspaces of a call on a stream."""
+
+    def give_back(self, stream: Any, taken: Taken) -> None:
+        """Let later calls on the stream have the memory of a call that has launched its kernels."""
+
+
 class LaunchTarget(Protocol):
     """A device that runs kernels: a GPU or the simulator."""
 
@@ -37,10 +49,13 @@ class LaunchTarget(Protocol):
         """Set an array to zeros, on the current stream."""
 
     def stream(self) -> Any:
-        """The current stream, on which `allocator` works."""
+        """The current stream, on which arrays are allocated."""
+
+    def workspaces(self, needs: Mapping[str, Workspace]) -> WorkspaceMemory:
+        """The memory of the workspaces of a pass."""
 
     def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
-        """A function that makes the workspaces of one call on a stream."""
+        """A function that makes new arrays for workspaces on a stream, zeros where they must be zero."""
 
     def lists(self, work: WorkList) -> Lists:
         """The arrays of a work list, put where kernels can read them."""
@@ -65,10 +80,20 @@ class BoundPass:
     views : tuple of View
         The layouts of operands and results.
     target : Machine
+    unwanted : dict of Workspace by name
+        Results that no caller wants.
     """
 
-    def __init__(self, plan: KernelPlan, kernels: Pass, views: tuple[View, ...], target: LaunchTarget) -> None:
-        made = tuple(View.of_new(name, workspace) for name, workspace in kernels.workspaces.items())
+    def __init__(
+        self,
+        plan: KernelPlan,
+        kernels: Pass,
+        views: tuple[View, ...],
+        target: LaunchTarget,
+        unwanted: Mapping[str, Workspace] = MappingProxyType({}),
+    ) -> None:
+        needs = {**unwanted, **kernels.workspaces}
+        made = tuple(View.of_new(name, workspace) for name, workspace in needs.items())
         records = ParamsTemplate.of(plan, (*views, *made), kernels.boxes, target.tensor_map, kernels.features)
         num_batch = plan.problem.mask_shape.num_batch // len(records.templates)
         self._plan, self._kernels, self._target = plan, kernels, target
@@ -84,41 +109,46 @@ class BoundPass:
                 for launch, _ in self.launches
             ],
         )
-        self._allocate = target.allocator(kernels.workspaces)
+        self._workspaces = target.workspaces(needs)
         self._zeroed = tuple(self._names.index(name) for name in kernels.zeroed)
         self._launchers = [
             (number, launch, target.launcher(launch.spec, grid, launch.shared_bytes))
             for number, (launch, grid) in enumerate(self.launches)
         ]
 
-    def __call__(self, arrays: Sequence[Array], stream: Any, check: Check | None = None) -> list[Array]:
-        """Launch the kernels on arrays in the order of the views; returns the workspaces, which kernels still use."""
-        made = self._allocate(stream) if check is None else self._checked_workspaces(check)
-        all_arrays = [*arrays, *made]
+    def __call__(
+        self, arrays: Sequence[Array], stream: Any, check: Check | None = None, addresses: Sequence[int] = ()
+    ) -> list[Array]:
+        """Launch the kernels on arrays in the order of the views; returns what holds the workspaces, for a capture.
+
+        `addresses` are those of the first arrays, if the caller has them.
+        """
+        taken = self._workspaces.take(stream) if check is None else self._checked_workspaces(check)
         self._lists.use(stream)
         for i in self._zeroed:
-            self._target.set_zero(all_arrays[i])
-        addresses = list(map(self._target.address, all_arrays))
-        buffers = [arguments.take(addresses) for arguments in self._arguments]
+            self._target.set_zero(arrays[i])
+        places = [*addresses, *map(self._target.address, arrays[len(addresses) :]), *taken.addresses]
+        buffers = [arguments.take(places) for arguments in self._arguments]
         for number, launch, start in self._launchers:
             for buffer in buffers:
                 start(buffer.kernels[number], stream)
             if check is not None:
                 self._target.wait(launch)
-                named = dict(zip(self._names, all_arrays))
+                named = dict(zip(self._names, [*arrays, *taken.arrays]))
                 check.after(launch.spec.name, {name: named[name] for name in launch.writes if name in named})
         for arguments, buffer in zip(self._arguments, buffers):
             arguments.give_back(buffer)
-        return made
+        self._workspaces.give_back(stream, taken)
+        return taken.arrays
 
-    def _checked_workspaces(self, check: Check) -> list[Array]:
+    def _checked_workspaces(self, check: Check) -> Taken:
         check_lists(self._plan.work, self._lists.arrays)
         made = []
         for name, workspace in self._kernels.workspaces.items():
             made.append(check.empty(name, workspace.shape, workspace.dtype))
             if workspace.is_zeroed:
                 made[-1].fill(0)
-        return made
+        return Taken(list(map(self._target.address, made)), made)
 
 
 def run(
@@ -127,8 +157,8 @@ def run(
     target: LaunchTarget,
     arrays: Mapping[str, Array],
     check: Check | None = None,
-) -> dict[str, Array]:
-    """Launch a pass once on operands and results by name; returns its workspaces by name."""
+) -> list[Array]:
+    """Launch a pass once on operands and results by name; returns what holds its workspaces."""
     views = tuple(View.of(name, array) for name, array in arrays.items())
     bound = BoundPass(plan, kernels, views, target)
-    return dict(zip(kernels.workspaces, bound(list(arrays.values()), target.stream(), check)))
+    return bound(list(arrays.values()), target.stream(), check)

@@ -285,7 +285,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
 
     monkeypatch.setitem(__import__("sys").modules, "cupy", machine)
     monkeypatch.setattr(compiling, "source", remembered)
-    for name, fresh in (("_loaded", {}), ("_compiled", {}), ("_process", None)):
+    for name, fresh in (("_loaded", {}), ("_compiled", {}), ("_process", None), ("_is_started", False)):
         monkeypatch.setattr(compiling, name, fresh)
     monkeypatch.setattr(gpu, "_GPU", gpu.Gpu())
     monkeypatch.setattr(gpu, "_pinned", set())
