@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, Unpack, overload
@@ -22,7 +23,7 @@ from .masks.at_each_call import at_each_call
 from .masks.base import Band, Mask
 from .masks.content import held_arrays
 from .masks.one_array import MaskContents
-from .layouts import device_number, is_differentiated
+from .layouts import device_number, is_differentiated, is_foreign
 from .planning.device import DeviceSpec
 from .planning.dropout_launches import seed_array
 from .planning.list_kernels import AT_CALL, ListedAtCall
@@ -527,6 +528,7 @@ def planned(q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None 
     return Plan(made, where, {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)})
 
 
+_FIRST_OPERAND, _END_OF_OPERANDS = (Options._fields.index(name) for name in ("score", "wrt"))
 _bound_calls: dict[Hashable, tuple[Plan, BoundCall, Any]] = {}  # the last makes lists for calls that do
 
 
@@ -540,7 +542,7 @@ def _composed(options: Options) -> Score | None:
 
 def with_one_score(options: Options) -> tuple[Options, dict[str, Any]]:
     """Options with one Score in place of score, softcap and bias, and the call's arrays beside q, k and v by name."""
-    _, _, _, _, score, softcap, bias, sink, dropout, *_ = options
+    score, softcap, bias, sink, dropout = options[_FIRST_OPERAND:_END_OF_OPERANDS]
     if score is softcap is bias is sink is dropout is None:
         return options, {}
     operands = ({} if sink is None else {"sink": sink}) | seed_array(dropout)
@@ -565,12 +567,18 @@ def run(
     if type(options.causal) is np.bool:
         options = options._replace(causal=bool(options.causal))
     given = {"q": q, "k": k, "v": v, **operands}
-    outs = () if out is None else tuple(out) if type(out) in (tuple, list) and len(out) == 2 else (out,)
+    outs: tuple[Any, ...] = ()
+    if out is not None:
+        outs = tuple(out) if type(out) in (tuple, list) and len(out) == 2 else (out,)
+    layout = layout_key(*given.values(), *outs)
+    if layout is None or is_foreign(options.mask):
+        given, outs, options = _taken(given, outs, options)
+        layout = layout_key(*given.values(), *outs)
     looked_up = lookup(options, _bound_calls, layout_key)
     calls, _, contents = looked_up
     key = None
     if not checks.is_on():
-        key = looked_up.key(layout_key(*given.values(), *outs), len(outs), wants_lse, *operands)
+        key = looked_up.key(layout, len(outs), wants_lse, *operands)
     try:
         found = calls.get(key)
     except TypeError:  # an option that cannot be hashed
@@ -583,7 +591,6 @@ def run(
         if made is not None:
             return ready, given, made[0], made[1] if len(made) > 1 else None
         given = {name: array for name, array in given.items() if name != AT_CALL}
-    given = as_arrays(given)
     options = options._replace(sink=given.get("sink"))
     ready, made, again = _first_call(
         given, out, outs, options, None if key is None else contents, key is not None, wants_lse
@@ -591,6 +598,21 @@ def run(
     if again is not None:
         remember(calls, key, (ready, *again))
     return ready, given, made[0], made[1] if len(made) > 1 else None
+
+
+def _taken(
+    given: dict[str, Any], outs: tuple[Any, ...], options: Options
+) -> tuple[dict[str, Any], tuple[Any, ...], Options]:
+    """The arrays of a call with those of other libraries as `as_arrays` takes them; the plan says what cannot be."""
+    given = as_arrays(given)
+    names = ("out",) if len(outs) == 1 else ("out[0]", "out[1]")
+    with suppress(UnsupportedProblem):
+        outs = tuple(as_arrays(dict(zip(names, outs))).values())
+    if options.mask is not None:
+        with suppress(UnsupportedProblem):
+            where = "gpu" if namespace(given["q"]).__name__ == "cupy" else "cpu"
+            options = options._replace(mask=as_mask_of_arrays(options.mask, where))
+    return given, outs, options
 
 
 def _first_call(

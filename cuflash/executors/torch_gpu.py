@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from operator import methodcaller
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,7 +149,11 @@ def stream() -> Any:
 
 
 def bind(
-    plan: KernelPlan, kernels: Pass, given: Mapping[str, Any], results: Mapping[str, ShapeDtype]
+    plan: KernelPlan,
+    kernels: Pass,
+    given: Mapping[str, Any],
+    results: Mapping[str, ShapeDtype],
+    unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
 ) -> Callable[..., list[Any]]:
     """`gpu.bind` for tensors: `given` has the layouts of operands; the function returned takes and makes tensors."""
-    return gpu.bind(plan, kernels, given, results, pins=True, machine=MACHINE)
+    return gpu.bind(plan, kernels, given, results, unwanted=unwanted, pins=True, machine=MACHINE)
