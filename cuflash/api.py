@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, Unpack, overload
@@ -13,6 +12,8 @@ import numpy as np
 from .arrays import Array, ShapeDtype, describe, flag_reasons, is_array, namespace
 from .blocks.index import BlockIndex
 from .blocks.work_list import requested_mask
+from .calls.foreign import with_known_arrays
+from .calls.listed_plan import listed_plan, without_mask
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .dropout import Dropout
@@ -377,7 +378,10 @@ def plan(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
         deterministic,
     )  # fmt: skip
-    return planned(q, k, v, options, device)
+    listed = None
+    if options.mask is not None and device is None and not checks.is_on():
+        listed = listed_plan(q, k, v, *with_one_score(options), planned)
+    return listed or planned(q, k, v, options, device)
 
 
 def precompile(
@@ -572,7 +576,7 @@ def run(
         outs = tuple(out) if type(out) in (tuple, list) and len(out) == 2 else (out,)
     layout = layout_key(*given.values(), *outs)
     if layout is None or is_foreign(options.mask):
-        given, outs, options = _taken(given, outs, options)
+        given, outs, options = with_known_arrays(given, outs, options)
         layout = layout_key(*given.values(), *outs)
     looked_up = lookup(options, _bound_calls, layout_key)
     calls, _, contents = looked_up
@@ -598,21 +602,6 @@ def run(
     if again is not None:
         remember(calls, key, (ready, *again))
     return ready, given, made[0], made[1] if len(made) > 1 else None
-
-
-def _taken(
-    given: dict[str, Any], outs: tuple[Any, ...], options: Options
-) -> tuple[dict[str, Any], tuple[Any, ...], Options]:
-    """The arrays of a call with those of other libraries as `as_arrays` takes them; the plan says what cannot be."""
-    given = as_arrays(given)
-    names = ("out",) if len(outs) == 1 else ("out[0]", "out[1]")
-    with suppress(UnsupportedProblem):
-        outs = tuple(as_arrays(dict(zip(names, outs))).values())
-    if options.mask is not None:
-        with suppress(UnsupportedProblem):
-            where = "gpu" if namespace(given["q"]).__name__ == "cupy" else "cpu"
-            options = options._replace(mask=as_mask_of_arrays(options.mask, where))
-    return given, outs, options
 
 
 def _first_call(
@@ -655,11 +644,6 @@ def _first_call(
     if made is None:  # an output may lie in the gaps of another array
         made = ready.forward(**given, out=out)
     return ready, made, (forward, lists_of)
-
-
-def without_mask(ready: Plan) -> Plan:
-    """A plan whose calls make their lists, without the arrays of the mask that it was made with."""
-    return replace(ready, plan=replace(ready.plan, mask=Band()))
 
 
 def require_flag(name: str, value: Any) -> None:

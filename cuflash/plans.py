@@ -286,6 +286,34 @@ class Plan:
 
         return call
 
+    def bind_backward(self, given: Mapping[str, Array], results: Mapping[str, ShapeDtype]) -> BoundCall:
+        """Return `backward` without its checks, on a GPU, for arrays of the same layout as these.
+
+        Parameters
+        ----------
+        given : dict of arrays by name
+            The arrays of the backward pass by the names that kernels have for them, of the layout to come.
+        results : dict of ShapeDtype by name
+            The gradients.
+
+        Returns
+        -------
+        callable
+            Takes the arrays in that order and returns the gradients.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> cuflash.plan(q, k, v).bind_backward({}, {})
+        Traceback (most recent call last):
+            ...
+        ValueError: backward passes are bound on a GPU alone
+        """
+        if self.executor != "gpu" or self.plan.kernels is None:
+            raise ValueError("backward passes are bound on a GPU alone")
+        return gpu.bind(self.plan, self.plan.kernels.backward, given, results)
+
     def _cache_bound_call(self, key: Hashable, bound_call: BoundCall) -> BoundCall:
         """The same, found by calls on arrays that lie alike."""
         if len(self._bound_calls) < _MAX_BOUND_CALLS:
@@ -364,10 +392,7 @@ class Plan:
         read = {name: array for name, array in given_arrays.items() if name not in ("o", "lse")}
         check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
         if key is not None and check is None and not is_summed and self.executor == "gpu" and self.can_bind:
-            assert self.plan.kernels is not None
-            bound_call = self._cache_bound_call(
-                key, gpu.bind(self.plan, self.plan.kernels.backward, given_arrays, made)
-            )
+            bound_call = self._cache_bound_call(key, self.bind_backward(given_arrays, made))
             return _gradients(problem, bound_call(*arrays))
         empty = _empty(given["q"], check)
         results = {name: empty(name, result.shape, result.dtype) for name, result in made.items()}

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from . import api
+from .calls.listed_plan import without_mask
 from .arrays import BFLOAT16, Array, ShapeDtype, describe
 from .dropout import Dropout
 from .errors import UnsupportedProblem
@@ -409,7 +410,7 @@ def _first(
         given = {name: layout for name, layout in (("o", out_o), ("lse", out_lse)) if layout is not None}
         work, lists_of = ready.plan.work, None
         if isinstance(work, ListedAtCall):
-            ready = api.without_mask(ready)
+            ready = without_mask(ready)
             lists_of = gpu.list_maker(ready.plan, work.source, torch_gpu.MACHINE)
         call = _OnGpu(ready, layouts, given, lists_of, wants_lse)
     if key is not None and (lists_of is not None or not lists_at_call):

@@ -217,9 +217,16 @@ class Gpu:
                 for _ in range(len(self._to_release)):
                     self._release(self._to_release.popleft())
                 arrays = {name: self.sent(array) for name, array in work.lists.items()}
-                by_device[number] = _DeviceLists(cupy, arrays)
-                finalize(work, self._retire, by_device[number]).atexit = False
+                by_device[number] = self.guarded(work, arrays)
             return by_device[number]
+
+    def guarded(self, owner: Any, arrays: dict[str, Array]) -> _DeviceLists:
+        """What keeps arrays, which the current stream has made, from streams that still read them once `owner` is gone."""
+        import cupy
+
+        made = _DeviceLists(cupy, arrays)
+        finalize(owner, self._retire, made).atexit = False
+        return made
 
     def _retire(self, device_lists: _DeviceLists) -> None:
         """A work list is gone, at any moment and on any thread: what others may still read goes with the next copy."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from ..arrays import Array
 from ..blocks.work_list import WorkList
 from ..planning.launches import Launch, Pass, Workspace
+from ..planning.list_kernels import ListedAtCall
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from .arguments import KernelArguments
@@ -142,7 +143,8 @@ class BoundPass:
         return taken.arrays
 
     def _checked_workspaces(self, check: Check) -> Taken:
-        check_lists(self._plan.work, self._lists.arrays)
+        if not isinstance(self._plan.work, ListedAtCall):
+            check_lists(self._plan.work, self._lists.arrays)
         made = []
         for name, workspace in self._kernels.workspaces.items():
             made.append(check.empty(name, workspace.shape, workspace.dtype))

@@ -80,6 +80,9 @@ class Ndarray:
     def __bool__(self) -> bool:
         return bool(self.host)
 
+    def __len__(self) -> int:
+        return len(self.host)
+
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -274,6 +277,7 @@ class Cupy(cupy_double.Double):
 def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     """The stand-in as `import cupy`, with rooms that know nothing of an earlier one."""
     from cuflash import api
+    from cuflash.calls import listed_plan
     from cuflash.executors import gpu
     from cuflash.planning import plan_cache
 
@@ -290,6 +294,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     monkeypatch.setattr(gpu, "_GPU", gpu.Gpu())
     monkeypatch.setattr(gpu, "_pinned", set())
     monkeypatch.setattr(api, "_bound_calls", {})
+    monkeypatch.setattr(listed_plan, "_shared_plans", {})
     gpu._device_spec.cache_clear()
     plan_cache._cached_plan.cache_clear()
     yield machine
