@@ -504,7 +504,8 @@ def planned(q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None 
         reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
     elif device is not None and (where == "cpu") != (device.compute_capability is None):
         kind = "the host" if where == "cpu" else "a GPU"
-        reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}")
+        makes = "DeviceSpec.host()" if where == "cpu" else "DeviceSpec.gpu('H100')"
+        reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}: {makes} is one")
     if type(mask) is BlockIndex and mask.remembered is not None:
         mask = mask.remembered.mask  # so that nothing that the index remembers leads back to it
     resolved = None
@@ -683,8 +684,10 @@ def _option_reasons(
         )
     elif not is_elsewhere and spaces - {"cupy" if executor == "gpu" else "numpy"}:
         wanted = "CuPy" if executor == "gpu" else "NumPy"
+        makes = "cupy.asarray(q)" if executor == "gpu" else "cupy.asnumpy(q)"
         reasons.append(
-            f"executor={executor!r} takes {wanted} arrays; got {spaces.pop()}'s as q, k and v: copy them explicitly"
+            f"executor={executor!r} takes {wanted} arrays; got {spaces.pop()}'s as q, k and v: pass {makes}, or leave "
+            f"executor= out"
         )
     families = () if executor == "cpu" else FAMILIES
     if not isinstance(kernel, str) or kernel not in ("auto", *families):

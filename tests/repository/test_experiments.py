@@ -819,6 +819,12 @@ def test_mask_compile_counts_time_and_memory(load) -> None:
     experiment.table(records)
 
 
+def test_tolerance_health_draws_no_more_than_it_is_asked_for(load) -> None:
+    config = load("tolerance_health").Config
+    assert (config(examples=40).size, len(config(examples=40).shards)) == (10, 4)
+    assert config(examples=100_000).size == 250 and len(config(examples=100_000).shards) == 400
+
+
 def test_tolerance_health_counts_its_examples_and_goes_on_where_it_was(load, tmp_path: Path) -> None:
     experiment = load("tolerance_health")
     config = experiment.Config(
