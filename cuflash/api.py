@@ -21,7 +21,7 @@ from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
 from .fp8 import Quantized, operands as fp8
 from .masks.at_each_call import at_each_call
-from .masks.base import Band, Mask
+from .masks.base import Mask
 from .masks.content import held_arrays
 from .masks.one_array import MaskContents
 from .layouts import device_number, is_differentiated, is_foreign

@@ -10,11 +10,11 @@ import numpy as np
 
 
 class Place(NamedTuple):
-    """The place of an address in a buffer: the number of a word, and what the address that a call gives is raised by."""
+    """The word of a buffer that holds an address, given by its number among those of a call, plus an offset."""
 
     word: int
     offset: int  # in bytes
-    number: int  # of the address among those that a call gives
+    number: int
 
 
 class KernelArguments(NamedTuple):
@@ -47,7 +47,7 @@ class Buffer:
         starts = list(accumulate(map(len, kernels), initial=len(words)))
         self._words: Any = np.concatenate([words, np.zeros(starts[-1] - len(words), np.uint64)])
         base = int(self._words.ctypes.data)
-        self.words = memoryview(self._words)
+        self.words: memoryview = self._words.data
         for start, slices in zip(starts, kernels):
             self._words[start : start + len(slices)] = [base + 8 * part.start for part in slices]
         self.kernels = tuple(

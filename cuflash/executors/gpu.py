@@ -221,7 +221,7 @@ class Gpu:
             return by_device[number]
 
     def guarded(self, owner: Any, arrays: dict[str, Array]) -> _DeviceLists:
-        """What keeps arrays, which the current stream has made, from streams that still read them once `owner` is gone."""
+        """Arrays that the current stream has made, which stay until no stream reads them once `owner` is gone."""
         import cupy
 
         made = _DeviceLists(cupy, arrays)

@@ -1034,7 +1034,9 @@ def test_what_cannot_be_compared_is_named(
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["speed_vs_peers", "block_sparsity", "gpu_proof", "score_functions"])
+@pytest.mark.parametrize(
+    "name", ["speed_vs_peers", "block_sparsity", "gpu_proof", "score_functions", "torch_calls", "training_step"]
+)
 def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, capsys, monkeypatch, name: str) -> None:
     for package in ("cupy", "torch"):
         monkeypatch.setitem(sys.modules, package, None)
@@ -1049,7 +1051,7 @@ def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, ca
     ("name", "options"),
     [
         ("speed_vs_peers", {}), ("block_sparsity", {"gpu": True}), ("tile_sweep", {"gpu": True}), ("gpu_proof", {}),
-        ("score_functions", {}),
+        ("score_functions", {}), ("torch_calls", {}), ("training_step", {}),
     ],
 )  # fmt: skip
 def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.MonkeyPatch, name: str, options) -> None:

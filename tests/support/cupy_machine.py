@@ -168,9 +168,8 @@ class Function(cupy_double.Function):
             return
         kernel = simulated._kernel(self.spec, "")
         sizes = kernel._parameter_sizes
-        copied = [
-            ctypes.string_at(address, size) for address, size in zip((ctypes.c_void_p * len(sizes)).from_address(table), sizes)
-        ]
+        addresses = (ctypes.c_void_p * len(sizes)).from_address(table)
+        copied = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes)]
         records = tuple(np.frombuffer(each, np.dtype([("bytes", np.void, len(each))]))[0] for each in copied)
         stream.do(lambda: kernel((grid,), threads, records, shared_bytes))
 
