@@ -576,7 +576,7 @@ def run(
     if out is not None:
         outs = tuple(out) if type(out) in (tuple, list) and len(out) == 2 else (out,)
     layout = layout_key(*given.values(), *outs)
-    if layout is None or is_foreign(options.mask):
+    if layout is None or options.mask is not None and is_foreign(options.mask):
         given, outs, options = with_known_arrays(given, outs, options)
         layout = layout_key(*given.values(), *outs)
     looked_up = lookup(options, _bound_calls, layout_key)

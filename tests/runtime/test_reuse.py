@@ -166,6 +166,17 @@ def test_repeated_calls_with_arrays_of_other_libraries_ask_nothing_again(cupy, m
         assert all(map(close, call(turn), expected[turn]))
 
 
+def test_repeated_calls_of_a_plan_take_arrays_of_other_libraries(cupy, monkeypatch):
+    expected = results((Q, K, V), DO, None)
+    ready = cuflash.plan(*map(cupy.asarray, (Q, K, V)))
+    for _ in range(2):
+        arrays = [on_device(array) for array in (Q, K, V)]
+        o, lse = ready.forward(*arrays)
+        assert all(map(close, (o, *ready.backward(on_device(DO), *arrays, o, lse)), expected))
+        asks_nothing_again(monkeypatch)
+        monkeypatch.setattr(gpu, "bind", lambda *given, **options: pytest.fail("bound again"))
+
+
 def test_an_output_of_another_library_is_written_by_a_repeated_call(cupy, monkeypatch):
     expected = cuflash.attention(Q, K, V)
     for turn in range(2):
