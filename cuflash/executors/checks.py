@@ -25,7 +25,7 @@ _OFF = (None, "", "0", b"", b"0")
 
 
 def is_on() -> bool:
-    """Whether the environment asks for checks: CUFLASH_CHECK, set and not 0.
+    """Return whether the environment asks for checks: CUFLASH_CHECK, set and not 0.
 
     `os.environ.get` raises and catches an error where a name is not set, which takes 1 us of each call; so this reads
     the dictionary that `os.environ` keeps.
@@ -89,7 +89,7 @@ class Check:
 
 
 def check_lists(work: WorkList, lists: Mapping[str, Array]) -> None:
-    """What kernels follow without looking leads nowhere outside.
+    """Check that indices which kernels follow unchecked stay within their arrays.
 
     Raises
     ------

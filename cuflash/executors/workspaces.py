@@ -55,6 +55,28 @@ class Taken(NamedTuple):
 _NOTHING = Taken([], [])
 
 
+class SeparateWorkspaces:
+    """An array for each workspace of a call, so that no write beyond one hits another.
+
+    Parameters
+    ----------
+    allocate : callable (stream) -> list of arrays
+        Makes the arrays.
+    address : callable (array) -> int
+    """
+
+    def __init__(self, allocate: Callable[[Any], list[Array]], address: Callable[[Array], int]) -> None:
+        self._allocate, self._address = allocate, address
+
+    def take(self, stream: Any) -> Taken:
+        """New arrays for a call on a stream."""
+        arrays = self._allocate(stream)
+        return Taken(list(map(self._address, arrays)), arrays)
+
+    def give_back(self, stream: Any, taken: Taken) -> None:
+        """A later call has arrays of its own."""
+
+
 class Workspaces:
     """Memory of the workspaces of a pass: one piece for all of them, but for those that must be zero.
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import BlockIndex, DeviceSpec, masks, reference
-from cuflash.executors import cpu
+from cuflash.executors import host_threads
 from cuflash.plans import Plan
 from cuflash.planning.host import HostTiling
 from cuflash.planning.plan import KernelPlan
@@ -221,8 +221,8 @@ def test_what_earlier_calls_left_in_the_scratch_memory_never_matters():
     plan = cuflash.plan(q, k, v, causal=True)
     o, lse = plan.forward(q, k, v)
     once = [o, lse, *plan.backward(do, q, k, v, o, lse)]
-    assert cpu._free_scratch
-    for memory in cpu._free_scratch:
+    assert host_threads._free_scratch
+    for memory in host_threads._free_scratch:
         memory[:] = 0xFF  # NaN in every dtype
     o, lse = plan.forward(q, k, v)
     again = [o, lse, *plan.backward(do, q, k, v, o, lse)]
@@ -274,8 +274,8 @@ def test_merging_nothing_to_see_changes_nothing():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda q: cuflash.merge([], []), "outs and lses must have the same number of parts, at least one; got 0 and 0"),
-        (lambda q: cuflash.merge([q], []), "outs and lses must have the same number of parts, at least one; got 1 and 0"),
+        (lambda q: cuflash.merge([], []), "must have the same number of parts, at least one; got 0 and 0"),
+        (lambda q: cuflash.merge([q], []), "must have the same number of parts, at least one; got 1 and 0"),
         (lambda q: cuflash.attention(q, q, q, executor="gpu"), "pass cupy.asarray(q), or leave executor= out"),
         (lambda q: cuflash.precompile(q, q, q, device=cuflash.DeviceSpec.host()), "DeviceSpec.gpu('H100') is one"),
         (lambda q: BlockIndex.from_scipy(scipy.sparse.eye_array(6), 6, 6), "matrix.tobsr((16, 16)) is one"),
