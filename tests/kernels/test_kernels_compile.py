@@ -102,7 +102,7 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
         found = {gradient_spec(spec.accumulator, spec)}
     else:
         found = {gradient_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
-    takes_it = spec.entry in ("forward", "combine", "softmax") and not spec.is_split
+    takes_it = spec.entry in ("forward", "combine", "softmax") and not spec.is_split and spec.family != "fa1"
     return found | ({replace(spec, has_sink=True)} if takes_it else set())
 
 
