@@ -9,7 +9,7 @@ of calls from the first until the device has done the last, over the number of c
 is slower than the device. The backward pass is `torch.autograd.grad` on a kept graph. `of_best` is the best time of the
 other libraries over ours.
 
-Found:  results/torch_calls.csv has the times, and docs/pytorch.md explains them.
+Found:  results/torch_calls.csv has the times and ratios.
 
 Cost: Minutes of a GPU.
 """
