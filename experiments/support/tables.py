@@ -237,6 +237,8 @@ def prefill(rows: list[Row]) -> str:
 
 def of_libraries(rows: list[Row]) -> str:
     """What was timed, by case and pass, and whose time over a row's own `ratio` is."""
+    if not rows:
+        return "*Not measured yet.*"
     header = ["case", "pass", "library", "ms", "TFLOP/s", "fastest other / own", "host us"]
     lines = (
         [row["case"], row["pass"], row["library"], number(row, "ms"), number(row, "tflops", ".0f")]
