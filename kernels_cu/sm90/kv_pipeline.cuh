@@ -1,6 +1,7 @@
 #pragma once
 #include <attention/config_mma.cuh>
 #include <attention/mask_softmax_mma.cuh>
+#include <attention/scales.cuh>
 #include <attention/sink.cuh>
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
@@ -22,9 +23,21 @@ constexpr int kNumTileInfos = 4;  // tiles known of: looked up, brought, multipl
 // Whether a block asks for its next tile with a tile's first step, not with its last: what a list says of it comes later.
 constexpr bool kFetchesTileEarly = config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
 
-using SmemQ = tile::WgmmaTile<Element, kBlockQ, kHeadDim>;
-using SmemK = tile::WgmmaTile<Element, kBlockKv, kHeadDim>;
-using SmemV = tile::WgmmaTile<Element, kBlockKv, kValueDim>;
+template <bool IsQuantized>
+struct OperandTiles {
+  using Q = tile::WgmmaTile<Element, kBlockQ, kHeadDim>;
+  using K = tile::WgmmaTile<Element, kBlockKv, kHeadDim>;
+  using V = tile::WgmmaTile<Element, kBlockKv, kValueDim>;
+};
+template <>
+struct OperandTiles<true> {  // tensor cores read numbers of 8 bits along what they sum over: V is transposed
+  using Q = tile::WgmmaTile<ptx::Float8E4M3, kBlockQ, kHeadDim>;
+  using K = tile::WgmmaTile<ptx::Float8E4M3, kBlockKv, kHeadDim>;
+  using V = tile::WgmmaTile<ptx::Float8E4M3, kValueDim, kBlockKv>;
+};
+using SmemQ = OperandTiles<config::kIsQuantized>::Q;
+using SmemK = OperandTiles<config::kIsQuantized>::K;
+using SmemV = OperandTiles<config::kIsQuantized>::V;
 CUFLASH_DEVICE SmemQ q_smem(int slot) { return {slot * SmemQ::kBytes}; }
 CUFLASH_DEVICE SmemK k_smem(int stage) { return {kQStages * SmemQ::kBytes + stage * SmemK::kBytes}; }
 CUFLASH_DEVICE SmemV v_smem(int stage) { return {k_smem(kNumStages).start + stage * SmemV::kBytes}; }
@@ -122,17 +135,21 @@ CUFLASH_DEVICE void load_operand(const attention::Params& params, const attentio
                                  int stage, const WorkTileInfo& tile_info, int first, int last, bool zero_fills) {
   const attention::TensorMapParam& map = (&maps.q)[kOperand];
   const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
-  if (attention::has_tensor_map(map, matrices) && !zero_fills) {
-    if (elect_one()) tile::tma_load_boxes(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand], first, slot.full);
+  constexpr bool kIsTransposed = config::kIsQuantized && kOperand == kV;  // rows are columns of the map's matrix
+  if (config::kIsQuantized || (attention::has_tensor_map(map, matrices) && !zero_fills)) {  // quantised ones have maps
+    if (elect_one()) tile::tma_load_boxes<SmemQ::Element>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
+                                                          kIsTransposed ? 0 : first, slot.full, 0, kIsTransposed ? first : 0);
     else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
     return;
   }
-  constexpr bool kIsOfQueries = kOperand == kQ || kOperand == kDo, kHasValueDim = kOperand == kV || kOperand == kDo;
-  const int head = kIsOfQueries ? tile_info.work.batch_head.head : tile_info.kv_head;
-  const int num_columns = kHasValueDim ? params.shape.value_dim : params.shape.head_dim;
-  const auto all = attention::matrix<Element>(matrices, tile_info.work.batch_head, head, 0, num_columns);
-  tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), [](int) { return true; });
-  tile::arrive(slot.full);
+  if constexpr (!config::kIsQuantized) {
+    constexpr bool kIsOfQueries = kOperand == kQ || kOperand == kDo, kHasValueDim = kOperand == kV || kOperand == kDo;
+    const int head = kIsOfQueries ? tile_info.work.batch_head.head : tile_info.kv_head;
+    const int num_columns = kHasValueDim ? params.shape.value_dim : params.shape.head_dim;
+    const auto all = attention::matrix<Element>(matrices, tile_info.work.batch_head, head, 0, num_columns);
+    tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), [](int) { return true; });
+    tile::arrive(slot.full);
+  }
 }
 
 // Queries without a key, of which nobody hears: what the kernel writes of them. By a warp.
@@ -175,6 +192,7 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
       work = query_tile_at<Listed>(params, kBlockQ, number);
       if (work.is_empty()) continue;
       visit_range = visit_range_of_queries(params, work);
+      if (config::kIsQuantized && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % kBlockKv;
       if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
         write_empty_rows(params, work, sink);
         continue;
@@ -233,7 +251,11 @@ CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int lengt
   return block.stop - block.start < kBlockKv && block.stop < length;
 }
 
-CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps) {
+// Put the scales of a step's keys and values beside its message. By a warp.
+CUFLASH_DEVICE void write_scales(attention::ScalesArgument scales, const WorkTileInfo& tile_info, int stage, int first_key);
+
+CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
+                              attention::ScalesArgument scales) {
   using namespace attention;
   unsigned num_k_blocks = 0, num_tiles_done = 0;  // tiles brought
   while (true) {
@@ -251,7 +273,7 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
       const int stage = stage_of(num_k_blocks), start = block.start;
       const tile::PipelineSlot& k = shared().k[stage];
       const bool is_shifted = shift_short_block<kBlockKv,
-          config::kIsListed>(block, tile_info.visit_range, params.shape.seqlen_kv);
+          config::kIsListed || config::kIsQuantized>(block, tile_info.visit_range, params.shape.seqlen_kv);
       const bool is_last_of_tile = !blocks.has_next();
       const int flags = step_flags(params, block, tile_info.group_ranges[min(tile::lane(), kNumConsumers - 1)],
                                    is_shifted, is_last_of_tile);
@@ -263,6 +285,7 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
         message.block = block;
         message.unread_start = start;
       }
+      if constexpr (config::kIsQuantized) write_scales(scales, tile_info, stage, start);
       __syncwarp();
       load_operand<kK>(params, maps, k, stage, tile_info, block.start, block.stop, kLoadsDo &&
                        ends_inside_block(block, params.shape.seqlen_kv));
@@ -288,7 +311,7 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
     KvBlock block;
     while (blocks.next(block)) {
       const int stage = stage_of(num_v_blocks), length = params.shape.seqlen_kv;
-      shift_short_block<kBlockKv, config::kIsListed>(block, tile_info.visit_range, length);
+      shift_short_block<kBlockKv, config::kIsListed || config::kIsQuantized>(block, tile_info.visit_range, length);
       const bool zero_fills = ends_inside_block(block, length);
       wait_slot(shared().v[stage], phase_of(num_v_blocks));
       load_operand<kV>(params, maps, shared().v[stage], stage, tile_info, block.start, block.stop, zero_fills);
@@ -345,9 +368,9 @@ CUFLASH_DEVICE void init_barriers() {
 
 // By the producers.
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
-                            attention::SinkArgument sink) {
+                            attention::SinkArgument sink, attention::ScalesArgument scales) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == kLoadsKeys) load_keys(params, maps);
+  if (warp == kLoadsKeys) load_keys(params, maps, scales);
   else if (warp == kLoadsValues) load_values(params, maps);
   else if (warp == kSchedulesTiles) schedule_tiles(params, maps, sink);
 }

@@ -75,16 +75,18 @@ struct TmaCoords {
 };
 
 // Have the tensor memory accelerator fill it with rows from `first` on, a panel at a time; other copies, which are started
-// after it, bring so many bytes beside. By one thread.
+// after it, bring so many bytes beside. Columns are those from `first_column` on. By one thread.
+template <class T = ptx::Half>
 CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first,
-                                   const uint64_t& full, int extra_bytes = 0) {
+                                   const uint64_t& full, int extra_bytes = 0, int first_column = 0) {
+  constexpr int kBytes = sizeof(T);
   const uint32_t barrier = ptx::shared_address(&full);
   uint32_t panel = ptx::shared_address(ptx::dynamic_shared<unsigned char>()) + to.start;
-  ptx::mbarrier_arrive_expect_tx(barrier, 2 * to.rows * to.columns + extra_bytes);
+  ptx::mbarrier_arrive_expect_tx(barrier, kBytes * to.rows * to.columns + extra_bytes);
 #pragma unroll
   for (int column = 0; column < to.columns; column += to.width) {
-    ptx::tma_load_5d(panel, &from.map, barrier, column, first, matrix.x, matrix.y, matrix.z);
-    panel += 2 * to.rows * to.width;
+    ptx::tma_load_5d(panel, &from.map, barrier, first_column + column, first, matrix.x, matrix.y, matrix.z);
+    panel += kBytes * to.rows * to.width;
   }
 }
 
