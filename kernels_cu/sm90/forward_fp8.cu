@@ -16,8 +16,8 @@ constexpr bool kLoadsDo = false;
 namespace cuflash {
 
 constexpr bool kPingPong = kNumConsumers > 1;
-constexpr int kProducerRegisters = kMinBlocks == 3 ? 24 : 40;
-constexpr int kConsumerRegisters = kMinBlocks == 3 ? 144 : kMinBlocks == 2 ? 216 : 232;
+constexpr int kProducerRegisters = kMinBlocks == 1 ? 24 : 40;
+constexpr int kConsumerRegisters = kMinBlocks == 1 ? 240 : 216;
 constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
 static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a warpgroup has 64 rows");
 
@@ -257,6 +257,8 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
       tile::arrive(shared().k[stage].empty);
       const bool max_has_risen = softmax.update_max(s, step_scale, factor);
       softmax.exp_scores(s, step_scale);
+      // Weights are made while products with values run: a barrier that depends on them keeps the wait behind them.
+      __syncwarp(__ballot_sync(0xffffffffu, !(softmax.row_sum[0] + softmax.row_sum[1] < 0)));
       tile::wait_wgmma<0>(sum);
       if (has_sum) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
       add_scaled(o, sum, value_scale);
