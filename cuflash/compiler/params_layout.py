@@ -17,6 +17,7 @@ from ..planning.decoding import CACHE_PAGES, DECODE
 from ..planning.dropout_launches import DROPOUT
 from ..planning.launches import BATCH_AXES, MATRICES
 from ..planning.list_kernels import LIST_PARAMS
+from ..planning.quantizing import QUANTIZE, TRANSPOSE
 from ..planning.scales import SCALES, SCALE_ARRAYS
 from ..planning.sinks import SINK
 
@@ -91,6 +92,7 @@ _FURTHER_RECORDS = {
     "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},
     "attention/append_params.cuh": {"Append": APPEND},
     "attention/block_mass.cuh": {"MassGrid": MASS_GRID},
+    "attention/quantize_params.cuh": {"Quantize": QUANTIZE, "Transpose": TRANSPOSE},
 }
 
 

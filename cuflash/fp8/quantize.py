@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import BFLOAT16, Array, as_dtype, describe, is_array, is_int, is_number, namespace, no_array
 from ..errors import UnsupportedProblem, collecting
 from ..plans import as_arrays
-from . import e4m3
+from . import e4m3, on_device
 from .rotation import Rotation
 from .transposed import transposed_values
 
@@ -166,7 +166,8 @@ class Quantized:
         (2, 64, 256)
         """
         if not self._transposed:
-            self._transposed.append(transposed_values(self.data))
+            made = on_device.transposed_bytes(self.data)
+            self._transposed.append(transposed_values(self.data) if made is None else made)
         return self._transposed[0]
 
     def _data_reasons(self) -> list[str]:
@@ -261,6 +262,10 @@ def quantize(
     if reasons:
         raise UnsupportedProblem(reasons)
     source = np.dtype(x.dtype)
+    if per == "block" and (made := on_device.quantized_blocks(x, rotate, int(block), largest)) is not None:
+        return Quantized(
+            data=made[0], scale=made[1], per=per, block=int(block), rotation=rotate, source_dtype=source
+        )
     wide = x.astype(np.float32) if rotate is None else rotate.apply(x)
     parts, scale = _parts_and_scale(wide, per, int(block), np.float32(largest))
     with np.errstate(invalid="ignore"):

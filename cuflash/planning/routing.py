@@ -15,6 +15,7 @@ from .problem import Problem
 from .spec import KernelSpec
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive())}
+_OTHER_FAMILIES = {"cache": "simt", "fp8": "sm90"}  # which run where others do
 _LISTS = Lists()
 _FP8 = Sm90Fp8()
 _TALLEST = 128  # queries of the sm90 family's usual tile
@@ -23,11 +24,11 @@ _TALLEST = 128  # queries of the sm90 family's usual tile
 def family_of(spec: KernelSpec) -> Family | Lists:
     """The family that a kernel belongs to: one of attention, or the one that makes lists.
 
-    Kernels that only move rows of caches run wherever simt's do.
+    Kernels that only move rows of caches run wherever simt's do, and those that round to 8 bits where sm90's do.
     """
     if spec.family == _LISTS.name:
         return _LISTS
-    return FAMILIES["simt" if spec.family == "cache" else spec.family]
+    return FAMILIES[_OTHER_FAMILIES.get(spec.family, spec.family)]
 
 
 def named(kernel: str, problem: Problem) -> Family:

@@ -8,9 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cuflash.executors import quantizing
 from cuflash.executors.sim import Simulator
 from cuflash.fp8 import kernel_calls
 from cuflash.fp8.transposed import transposed_values
+from cuflash.planning.quantizing import quantize_spec, transpose_spec
 from executors import GPU, SIM, Run, hostile_schedules, in_turn, needs_compiler
 
 import cuflash
@@ -274,3 +276,44 @@ def test_other_chips_are_refused() -> None:
     assert Sm90Fp8().reasons(problem, DeviceSpec.gpu("H100")) == []
     (reason,) = Sm90Fp8().reasons(problem, DeviceSpec.gpu("A100"))
     assert reason.startswith("precision='fp8' needs compute capability 9.0; got A100")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "columns, block, dtype, rotates",
+    [(64, 32, "float16", True), (128, 128, "bfloat16", True), (256, 64, "float32", True), (64, 16, "float32", False)],
+)
+def test_kernels_quantise_with_the_bits_of_the_host(columns: int, block: int, dtype: str, rotates: bool) -> None:
+    x = np.random.default_rng(columns).standard_normal((3, 2, 150, columns)).astype(DTYPES[dtype])
+    x[0, 1, 100:130] *= DTYPES[dtype](30)
+    x[1, 0] = 0
+    x[1, 1, 40, 5], x[2, 0, 3, 1] = np.nan, np.inf
+    x[2, 1] *= DTYPES[dtype](1e-5)
+    rotation = Rotation(columns, seed=2) if rotates else None
+    right = cuflash.quantize(x, block=block, rotate=rotation)
+    spec = quantize_spec(np.dtype(DTYPES[dtype]), columns, block)
+    assert spec is not None
+    data, scale = np.full(x.shape, 0xA5, np.uint8), np.full(right.scale.shape, -1, np.float32)
+    signs = None if rotation is None else rotation.signs
+    quantizing.quantize(spec, x, data, scale, signs, 448.0, Simulator())
+    np.testing.assert_array_equal(scale, right.scale)
+    np.testing.assert_array_equal(data, right.data.view(np.uint8))
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns", [64, 128, 256])
+def test_a_kernel_transposes_as_the_host_does(columns: int) -> None:
+    data = np.random.default_rng(columns).integers(0, 256, (2, 150, columns), dtype=np.uint8)
+    transposed = np.full((2, columns, 256), 0xA5, np.uint8)
+    spec = transpose_spec(columns)
+    assert spec is not None
+    quantizing.transpose(spec, data, transposed, Simulator())
+    np.testing.assert_array_equal(transposed, transposed_values(data))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [48, 64, 128, 256])
+def test_a_gpu_transposes_as_the_host_does(columns: int) -> None:
+    data = np.random.default_rng(columns).integers(0, 127, (2, 150, columns), dtype=np.uint8)
+    x8 = replace(X8, data=data.view(E4M3), scale=np.ones((2, 2), np.float32))
+    np.testing.assert_array_equal(put(GPU, x8).transposed().get(), transposed_values(data))
