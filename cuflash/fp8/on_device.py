@@ -55,6 +55,5 @@ def _is_on_hopper(x: Array) -> bool:
 @lru_cache(maxsize=16)
 def _signs(rotation: Rotation, device: int | None) -> Array:
     """The signs of a rotation on the current device, which has this number."""
-    import cupy
-
-    return cupy.asarray(rotation.signs)
+    signs: Array = gpu.current_target().sent(rotation.signs)
+    return signs

@@ -151,13 +151,13 @@ class Quantized:
         return self.scaled() if self.rotation is None else self.rotation.undo(self.scaled())
 
     def transposed(self) -> Array:
-        """Return the bytes of data with the last two axes exchanged, as kernels read values; kept from the first call on.
+        """Return the bytes of data transposed, as kernels read values; the first call makes them.
 
         Returns
         -------
         array
-            Of uint8, of shape (..., columns, rows rounded up to a multiple of 128). Of 16 rows that follow each other, 0,
-            1, 8, 9, 2, 3, 10, 11, ... stand in this order.
+            Of uint8, of shape (..., columns, rows rounded up to a multiple of 128). Of 16 rows that follow each other,
+            0, 1, 8, 9, 2, 3, 10, 11, ... stand in this order.
 
         Examples
         --------

@@ -18,7 +18,10 @@ QUANTIZE = np.dtype(
     align=True,
 )
 TRANSPOSE = np.dtype(
-    [*((name, np.uint64) for name in ("data", "transposed")), *((name, np.int32) for name in ("num_rows", "padded_rows"))],
+    [
+        *((name, np.uint64) for name in ("data", "transposed")),
+        *((name, np.int32) for name in ("num_rows", "padded_rows")),
+    ],
     align=True,
 )
 CAPABILITY = (9, 0)  # of the chips that these kernels are for

@@ -5,12 +5,12 @@
 
 Needs an NVIDIA GPU of compute capability 9.0 and CuPy; cuDNN's kernel needs PyTorch and cuDNN's Python front end, and
 is left out, with the reason, where it cannot be had. Every case holds `tokens` tokens of `hidden` channels, standard
-normal. Operands are quantised in blocks of 128 rows with q and k rotated; cuDNN's have one scale of 1. Before a case is
-timed, the last 128 rows of a head are compared with float64 of what was dequantised: `error` is the largest error as a
-share of the bound. The methods take turns, each call between two events with the level-2 cache written over before it: medians,
-and the width of their middle half. `of_cudnn` and `of_bfloat16` are the times of these over ours. `prepare_ms` is the time
-of `quantize` for q, k and v, with the transposition of v, and `prepare_share` its share of our time. TFLOP/s count two
-products of the scores that the mask keeps.
+normal. Operands are quantised in blocks of 128 rows with q and k rotated; cuDNN's have one scale of 1. Before a case
+is timed, the last 128 rows of a head are compared with float64 of what was dequantised: `error` is the largest error
+as a share of the bound. The methods take turns, each call between two events with the level-2 cache written over
+before it: medians, and the width of their middle half. `of_cudnn` and `of_bfloat16` are the times of these over ours.
+`prepare_ms` is the time of `quantize` for q, k and v, with the transposition of v, and `prepare_share` its share of
+our time. TFLOP/s count two products of the scores that the mask keeps.
 """
 
 import dataclasses

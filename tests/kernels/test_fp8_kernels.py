@@ -1,4 +1,4 @@
-"""Kernels for operands of 8 bits: on the simulator and on a GPU within bounds of the exact result, and exact where it is."""
+"""Kernels for operands of 8 bits, on the simulator and on a GPU: within bounds of the exact result."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def operands(seqlen_q: int, seqlen_kv: int, dims: tuple[int, int], heads: tuple[
 
 
 def require_bounds(found: tuple[Any, Any], x8: Any, **named: Any) -> float:
-    """Require that results are within the bounds of the exact ones; the largest share of its bound that an error of o has."""
+    """Require that results are within the bounds of the exact ones; the largest share of a bound that an error has."""
     bound = cuflash.error_bound(*x8, product_dtype=E4M3, **named)
     mask, causal, window = (named.get(name) for name in ("mask", "causal", "window"))
     q, k, v = (x.scaled(np.float64) for x in x8)

@@ -1,7 +1,7 @@
 """The sm90 family's kernel for numbers of 8 bits: FlashAttention-3's FP8 forward pass on Hopper.
 
-It shares the producers of the sm90 family's forward kernel. Beside O, consumers hold the sum of a step in registers: the
-tensor cores keep 14 bits of a sum of e4m3, so that steps are added in float32.
+It shares the producers of the sm90 family's forward kernel. Beside O, consumers hold the sum of a step in registers:
+the tensor cores keep 14 bits of a sum of e4m3, so that steps are added in float32.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Sm90Fp8(Family):
         for name, columns in (("q", problem.head_dim), ("v", problem.value_dim)):
             if columns > _ROOMS[-1]:
                 reasons.append(
-                    f"{name} must have at most {_ROOMS[-1]} columns with precision='fp8' on a GPU, as registers hold two "
-                    f"accumulators of as many; got {columns}: use executor='cpu', or give dequantized()"
+                    f"{name} must have at most {_ROOMS[-1]} columns with precision='fp8' on a GPU, as registers hold "
+                    f"two accumulators of as many; got {columns}: use executor='cpu', or give dequantized()"
                 )
         rows = problem.rows_per_scale
         assert rows is not None
