@@ -63,7 +63,8 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
     if "lists/params.cuh" in included:
         return f"// {spec}\n{types}{constants(spec)}{entry}{list_assertions(host=host)}"
-    made = assertions({*included, *(name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))}, host=host)
+    features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))
+    made = assertions({*included, *features}, host=host)
     layout = f'#line 1 "cuflash/records.py: assertions()"\n{made}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in included else ''}"
 

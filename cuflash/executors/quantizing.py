@@ -57,7 +57,7 @@ def transpose(spec: KernelSpec, data: Array, transposed: Array, target: LaunchTa
 
 
 def _launch(spec: KernelSpec, record: Any, grid: int, shared_bytes: int, target: LaunchTarget) -> None:
-    """Launch a kernel on the current stream with its record, as a scalar of one field, at whose dtype alone CuPy looks."""
+    """Launch a kernel on the current stream with its record, as a scalar of one field, as CuPy looks at its dtype."""
     if grid == 0:
         return
     one_field = np.dtype([("bytes", np.void, record.dtype.itemsize)])

@@ -1,15 +1,15 @@
 """What tensor cores cut off sums of e4m3, as terms of the error bound.
 
-A product with 32 terms and an accumulator cuts each of the 33, towards zero, to multiples of 2^(e - 13), e being the largest
-of their exponents, and its result to 13 bits of mantissa. The exponent of a product is the sum of its factors', where a
-subnormal factor counts as 2^-6. With |x|' = max(|x|, 2^-6) of numbers x that are not 0, one instruction costs at most
-34 2^-13 times the sum of |a|'|b|' over all that was added before and in it::
+A product with 32 terms and an accumulator cuts each of the 33, towards zero, to multiples of 2^(e - 13), e being the
+largest of their exponents, and its result to 13 bits of mantissa. The exponent of a product is the sum of its factors',
+where a subnormal factor counts as 2^-6. With |x|' = max(|x|, 2^-6) of numbers x that are not 0, one instruction costs
+at most 34 2^-13 times the sum of |a|'|b|' over all that was added before and in it::
 
     |error of S| <= ceil(d / 32) 34 2^-13 |scale| |Q|'|K|'^T
     |error of O| <= 4 34 2^-13 sum_j max(P_j, 2^-14 exp(m - L)) |v_j|'
 
-The second line has the four instructions of a step of 128 keys, whose sum is then added in float32. Weights are 2^8 times
-as large in the tensor cores, and 2^-6 of these is 2^-14 of the largest.
+The second line has the four instructions of a step of 128 keys, whose sum is then added in float32. Weights are 2^8
+times as large in the tensor cores, and 2^-6 of these is 2^-14 of the largest.
 """
 
 from __future__ import annotations

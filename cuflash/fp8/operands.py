@@ -68,7 +68,8 @@ def place_reasons(q: Any, k: Any, v: Any, executor: Any) -> list[str]:
     if executor not in ("cpu", "gpu", "sim") or len(are_on_host) != 1 or are_on_host == {executor != "gpu"}:
         return []
     wanted, there = ("CuPy", "NumPy") if executor == "gpu" else ("NumPy", "CuPy")
-    return [f"executor={executor!r} takes {wanted}'s arrays in Quantized q, k and v; got {there}'s: copy them explicitly"]
+    told = f"executor={executor!r} takes {wanted}'s arrays in Quantized q, k and v; got {there}'s"
+    return [f"{told}: copy them explicitly"]
 
 
 def gradient_reasons(*arrays: Any, precision: Any = None) -> list[str]:

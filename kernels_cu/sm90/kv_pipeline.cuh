@@ -251,8 +251,9 @@ CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int lengt
   return block.stop - block.start < kBlockKv && block.stop < length;
 }
 
-// Put the scales of a step's keys and values beside its message. By a warp.
-CUFLASH_DEVICE void write_scales(attention::ScalesArgument scales, const WorkTileInfo& tile_info, int stage, int first_key);
+// Put the scales of a step's keys and values, if there are any, beside its message. By a warp.
+CUFLASH_DEVICE void write_scales(attention::NoScales, const WorkTileInfo&, int, int) {}
+CUFLASH_DEVICE void write_scales(const attention::Scales& scales, const WorkTileInfo& tile_info, int stage, int first_key);
 
 CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
                               attention::ScalesArgument scales) {
@@ -285,7 +286,7 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
         message.block = block;
         message.unread_start = start;
       }
-      if constexpr (config::kIsQuantized) write_scales(scales, tile_info, stage, start);
+      write_scales(scales, tile_info, stage, start);
       __syncwarp();
       load_operand<kK>(params, maps, k, stage, tile_info, block.start, block.stop, kLoadsDo &&
                        ends_inside_block(block, params.shape.seqlen_kv));
