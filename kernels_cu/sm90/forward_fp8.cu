@@ -213,23 +213,26 @@ CUFLASH_DEVICE void add_scaled(Output& o, Output& sum, float scale) {
     for (int j = 0; j < Output::kColumns; ++j) o.at(i, j) = ptx::fma(sum.at(i, j), scale, o.at(i, j));
 }
 
-// Start the scores of the keys after `num_k_blocks` - 1, and the products of weights with the values of these. Says the kind
-// of the keys' step.
-CUFLASH_DEVICE int start_products(Scores& s, Output& sum, const PackedP& p, int group, unsigned num_tiles_done,
-                                  unsigned num_k_blocks) {
-  const int stage = stage_of(num_k_blocks), value_stage = stage_of(num_k_blocks - 1);
+// Start the scores of a step that is not a tile's first one of a block. Says its kind.
+CUFLASH_DEVICE int start_scores(Scores& s, int group, unsigned num_tiles_done, unsigned num_k_blocks) {
+  const int stage = stage_of(num_k_blocks);
   tile::wait_full(shared().k[stage], phase_of(num_k_blocks));
-  tile::wait_full(shared().v[value_stage], phase_of(num_k_blocks - 1));
   const int flags = flags_of_warpgroup(group, num_k_blocks);
   ping_pong_wait();
   tile::start_gemm_nt(s, q_operand(group, num_tiles_done), KOperand(k_smem(stage)));
-  tile::start_gemm_nt(sum, p, VOperand(v_smem(value_stage)));
-  ping_pong_signal();
   return flags;
 }
 
-// Tile after tile. Scores of the next tile's first step are made under the last step of this one, and its results are written
-// once the next tile has its first weights; if the warpgroup has a part in all of this one's steps.
+// Start the products of weights with the values of a step.
+CUFLASH_DEVICE void start_values(Output& sum, const PackedP& p, unsigned num_k_blocks) {
+  const int stage = stage_of(num_k_blocks);
+  tile::wait_full(shared().v[stage], phase_of(num_k_blocks));
+  tile::start_gemm_nt(sum, p, VOperand(v_smem(stage)));
+}
+
+// Tile after tile. A step's values are added to O under the scores of the next step, and where there is room for Q of two tiles,
+// scores of the next tile's first step are made under the last step of this one, whose results are written then; if the
+// warpgroup has a part in all of its steps.
 CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attention::TensorMaps& maps, int group,
                                   attention::SinkArgument sink, attention::ScalesArgument scales) {
   unsigned num_k_blocks = 0, num_tiles_done = 0;
@@ -245,6 +248,18 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
     bool has_sum = false;  // products with values are under way
     read_row_scales(row_scales, scales, num_tiles_done);
     int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks);
+    // Add the last step's values to O, which is the tile's before where this one `follows`.
+    const auto add_values = [&](bool follows, bool max_has_risen, const float (&factor)[Softmax::kRows]) {
+      add_scaled(o, sum, value_scale);
+      if (follows) {
+        epilogue(params, maps, num_tiles_done - 1, previous_softmax, o, sink);
+        o.fill(0);
+        if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done - 1)].empty);
+      } else if (max_has_risen) {
+#pragma unroll
+        for (int i = 0; i < Output::kRows; ++i) o.scale_row(i, factor[i]);
+      }
+    };
     while (true) {
       const int stage = stage_of(num_k_blocks);
       const bool is_last = flags & StepMessage::kLastForWarpgroup, follows = flags & StepMessage::kEpiloguePending;
@@ -261,41 +276,39 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
       __syncwarp(__ballot_sync(0xffffffffu, !(softmax.row_sum[0] + softmax.row_sum[1] < 0)));
       tile::wait_wgmma<0>(sum);
       if (has_sum) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
-      add_scaled(o, sum, value_scale);
-      if (follows) {
-        epilogue(params, maps, num_tiles_done - 1, previous_softmax, o, sink);
-        o.fill(0);
-        if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done - 1)].empty);
-      } else if (max_has_risen) {
-#pragma unroll
-        for (int i = 0; i < Output::kRows; ++i) o.scale_row(i, factor[i]);
-      }
       p = s;
+      ++num_k_blocks;
+      const bool is_end = is_last &&
+          (kQStages == 1 || !(flags & StepMessage::kLastOfTile) || !wait_tile(num_tiles_done + 1));
+      if (is_end) {
+        add_values(follows, max_has_risen, factor);
+        value_scale = next_value_scale;
+        ++num_tiles_done;
+        break;
+      }
+      flags = is_last * StepMessage::kEpiloguePending |
+          start_scores(s, group, num_tiles_done + is_last, num_k_blocks);
+      add_values(follows, max_has_risen, factor);
       value_scale = next_value_scale;
       has_sum = true;
-      if (kQStages == 1 && is_last) tile::arrive(shared().q[0].empty);
-      ++num_k_blocks;
+      start_values(sum, p, num_k_blocks - 1);
+      ping_pong_signal();
       if (is_last) {
         ++num_tiles_done;
-        if (!(flags & StepMessage::kLastOfTile) || !wait_tile(num_tiles_done)) break;
         previous_softmax = softmax;
         softmax = Softmax();
         read_row_scales(row_scales, scales, num_tiles_done);
       }
-      flags = is_last * StepMessage::kEpiloguePending |
-          start_products(s, sum, p, group, num_tiles_done, num_k_blocks);
       tile::wait_wgmma<1>(s);
     }
-    const int value_stage = stage_of(num_k_blocks - 1);
-    tile::wait_full(shared().v[value_stage], phase_of(num_k_blocks - 1));
-    tile::start_gemm_nt(sum, p, VOperand(v_smem(value_stage)));
+    if (kQStages == 1) tile::arrive(shared().q[0].empty);
+    start_values(sum, p, num_k_blocks - 1);
     tile::wait_wgmma<0>(sum);
-    tile::arrive(shared().v[value_stage].empty);
+    tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
     add_scaled(o, sum, value_scale);
     if (!(flags & StepMessage::kLastOfTile)) skip_blocks(group, num_k_blocks);
     epilogue(params, maps, num_tiles_done - 1, softmax, o, sink);
     if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done - 1)].empty);
-    if (flags & StepMessage::kLastOfTile) break;
   }
   if (kStoresOByTma) ptx::bulk_wait_read<0>();
 }
