@@ -90,8 +90,7 @@ def attention(
     ----------
     q : array [..., num_heads, seqlen_q, head_dim] or [seqlen_q, head_dim]
         Queries, of float16, bfloat16, float32 or float64, with any strides. An array of any library with DLPack is
-        used where it lies, without a copy. q, k and v may be `Quantized`, on the host: o has the dtype from which v
-        was quantised.
+        used where it lies, without a copy. q, k and v may be `Quantized`: o has the dtype from which v was quantised.
     k : array [..., num_kv_heads, seqlen_kv, head_dim] or [seqlen_kv, head_dim]
         Keys, of q's dtype. The axes before the heads broadcast by NumPy's rules. Query head h reads key/value head
         h // (num_heads / num_kv_heads).
@@ -134,8 +133,8 @@ def attention(
         "ieee" multiplies and sums in float32 (float64 for float64). The others multiply float32 on tensor cores of
         compute capability 8.0 or newer: "tf32" rounds the operands of each product to 11 significant bits; "tf32x3"
         makes three products of their upper and lower halves and errs about as "ieee" does, except that a product with
-        an infinite operand is NaN. `error_bound` bounds each. "fp8" is for the host: it quantises q, k and v as
-        `quantize` does, in blocks of 128 rows, with one rotation of q and k.
+        an infinite operand is NaN. `error_bound` bounds each. "fp8" quantises q, k and v as
+        `quantize` does, in blocks of 128 rows, with one rotation of q and k; on a GPU it needs compute capability 9.0.
     deterministic : bool
         Whether dq must be bitwise repeatable on a GPU. Otherwise thread blocks add to it in the order in which they
         arrive, where that is faster. All other results are bitwise repeatable either way.
@@ -457,7 +456,7 @@ def _require_plain(q: Any, k: Any, v: Any, precision: Any) -> None:
 
 
 def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Array, Array]:
-    """Attention of quantised operands on the host, and its lse."""
+    """Attention of quantised operands, and its lse."""
     reasons = []
     if options.precision == fp8.PRECISION and isinstance(options.precision, str):
         q, k, v = fp8.quantized_operands(**as_arrays({"q": q, "k": k, "v": v}))

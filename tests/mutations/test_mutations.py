@@ -22,8 +22,8 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, blocks, cache_steps, calculators, calls, decode, dropout, fp8, host, interop, kernel_guards, kv_cache,
-    lists, mask_algebra, mask_inputs, non_finite, planting, python, python_guards, score_kernels, scores, selectors,
+    attention, blocks, cache_steps, calculators, calls, decode, dropout, fp8, fp8_kernels, host, interop, kernel_guards,
+    kv_cache, lists, mask_algebra, mask_inputs, non_finite, planting, python, python_guards, score_kernels, scores, selectors,
     sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards,
     study, tile,
 )  # fmt: skip
@@ -33,7 +33,7 @@ OF_INPUTS = (calls, mask_inputs, sequences, kv_cache, calculators, interop, fp8,
 OF_BOTH = (lists, non_finite, score_kernels, selectors, sinks, dropout)  # faults of Python and of kernels
 OF_KERNELS = (
     simt, attention, tile, sm80, decode, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, blocks,
-    *OF_BOTH,
+    fp8_kernels, *OF_BOTH,
 )  # fmt: skip
 Guard = Callable[..., None]
 # Faults of shared work are seen by what runs these too.
