@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash.executors import quantizing
+from cuflash.executors import quantizing, sim as sim_executor
 from cuflash.executors.sim import Simulator
 from cuflash.fp8 import kernel_calls
 from cuflash.fp8.transposed import transposed_values
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
 from executors import GPU, SIM, Run, hostile_schedules, in_turn, needs_compiler
+from test_sm90 import FewBlocks
 
 import cuflash
 from cuflash import Quantized, Rotation, UnsupportedProblem, masks, reference
@@ -209,14 +212,33 @@ def test_precision_fp8_quantises(run: Run) -> None:
     np.testing.assert_array_equal(run.get(found).view(np.uint16), right.view(np.uint16))
 
 
+@contextmanager
+def on_simulator(machine: Simulator) -> Iterator[None]:
+    """Calls of the simulator's executor run on a machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim_executor, "_SIMULATOR", machine)
+        yield
+
+
+SCHEDULED: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True, "sink": np.float32([0.5, -1.0, 30.0, -np.inf])},
+    "window": {"window": (150, 3)},
+    "list": {"mask": cuflash.BlockIndex.from_mask(
+        masks.Documents(np.repeat(np.arange(3), 200)) & masks.Causal(), block=64, batch=(), num_heads=4, seqlen_q=600,
+        seqlen_kv=600,
+    )},
+}  # fmt: skip
+
+
 @needs_compiler
-@pytest.mark.parametrize("name", ["causal", "bits"])
-def test_no_schedule_changes_a_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x8 = [cuflash.quantize(x) for x in operands(200, 200, (64, 64), (4, 2), "bfloat16")]
-    right = attention(SIM, x8, **CALLS[name])
-    for schedule in hostile_schedules(f"fp8 {name}", 3):
-        monkeypatch.setattr(cuflash.executors.sim, "_SIMULATOR", Simulator(schedule))
-        found = attention(SIM, x8, **CALLS[name])
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_no_schedule_changes_a_bit(name: str) -> None:
+    """One block for all tiles, which go on in each other, under hostile schedules; against a block for each tile."""
+    x8 = [cuflash.quantize(x, block=64) for x in operands(600, 600, (64, 64), (4, 2), "bfloat16")]
+    right = attention(SIM, x8, **SCHEDULED[name])
+    for schedule in hostile_schedules(f"fp8 {name}"):
+        with on_simulator(FewBlocks(schedule)):
+            found = attention(SIM, x8, **SCHEDULED[name])
         np.testing.assert_array_equal(found[0].view(np.uint16), right[0].view(np.uint16))
         np.testing.assert_array_equal(found[1], right[1])
 

@@ -12,7 +12,8 @@ from cuflash.executors.sim import Simulator
 from cuflash.fp8.transposed import transposed_values
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
 from executors import SIM
-from test_fp8_kernels import attention, operands, require_bounds
+from test_fp8_kernels import SCHEDULED, attention, on_simulator, operands, require_bounds
+from test_sm90 import FewBlocks
 
 import cuflash
 from cuflash import Rotation, masks, sim
@@ -39,6 +40,19 @@ def fp8_is_right() -> None:
     mask = masks.Documents(np.repeat(np.arange(3), 100)) & masks.Causal()
     index = cuflash.BlockIndex.from_mask(mask, block=64, batch=(), num_heads=4, seqlen_q=300, seqlen_kv=300)
     require_bounds(attention(SIM, y8, mask=index), y8, mask=mask)
+
+
+def fp8_is_scheduled_right() -> None:
+    """Results of one block for all tiles, under hostile schedules, are those of a block for each tile."""
+    x8 = [cuflash.quantize(x, block=64) for x in operands(600, 600, (64, 64), (4, 2), "bfloat16")]
+    for name in ("causal", "list"):
+        right = attention(SIM, x8, **SCHEDULED[name])
+        for copies, order in (("late", "priorities"), ("random", "first_warp")):
+            schedule = sim.Schedule(seed=1, order=order, copies=copies, shuffle_lanes=True)
+            with on_simulator(FewBlocks(schedule)):
+                found = attention(SIM, x8, **SCHEDULED[name])
+            np.testing.assert_array_equal(found[0].view(np.uint16), right[0].view(np.uint16))
+            np.testing.assert_array_equal(found[1], right[1])
 
 
 def rounding_is_right() -> None:

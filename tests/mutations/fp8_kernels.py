@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutations.fp8_guards import fp8_is_right, rounding_is_right, transposition_is_right
+from mutations.fp8_guards import fp8_is_right, fp8_is_scheduled_right, rounding_is_right, transposition_is_right
 from mutations.planting import Edit
 
 FORWARD, SOFTMAX, PIPELINE = "sm90/forward_fp8.cu", "attention/softmax_fp8.cuh", "sm90/kv_pipeline.cuh"
@@ -30,6 +30,11 @@ FAULTS = {
         "lse has the weights' exponent": Edit(
             SOFTMAX, "finalize", "row_max[i] - kWeightExponent", "row_max[i]"
         ),
+        "all rows have the first row's scale": Edit(
+            FORWARD, "read_row_scales", "work.batch_head.head, row, scales.q_rows", "work.batch_head.head, 0, scales.q_rows"
+        ),
+    },
+    fp8_is_scheduled_right: {
         "Q is left before the scores are made": Edit(
             FORWARD, "consume_tiles",
             "read_row_scales(row_scales, scales, num_tiles_done); int flags",
@@ -44,8 +49,10 @@ FAULTS = {
         "the room of O is written while the last O leaves it": Edit(
             FORWARD, "store_boxes", "ptx::bulk_wait_read<0>();", ""
         ),
-        "all rows have the first row's scale": Edit(
-            FORWARD, "read_row_scales", "work.batch_head.head, row, scales.q_rows", "work.batch_head.head, 0, scales.q_rows"
+        "a tile's results are the next one's": Edit(
+            FORWARD, "consume_tiles",
+            "epilogue(params, maps, num_tiles_done - 1, previous_softmax, o, sink); o.fill(0);",
+            "epilogue(params, maps, num_tiles_done - 1, previous_softmax, o, sink);",
         ),
     },
     rounding_is_right: {
