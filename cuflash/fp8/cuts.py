@@ -6,10 +6,10 @@ where a subnormal factor counts as 2^-6. With |x|' = max(|x|, 2^-6) of numbers x
 at most 34 2^-13 times the sum of |a|'|b|' over all that was added before and in it::
 
     |error of S| <= ceil(d / 32) 34 2^-13 |scale| |Q|'|K|'^T
-    |error of O| <= 4 34 2^-13 sum_j max(P_j, 2^-14 exp(m - L)) |v_j|'
+    |error of O| <= 4 34 2^-13 sum_j max(P_j, 2^-12 exp(m - L)) |v_j|'
 
-The second line has the four instructions of a step of 128 keys, whose sum is then added in float32. Weights are 2^8
-times as large in the tensor cores, and 2^-6 of these is 2^-14 of the largest.
+The second line has the four instructions of a step of 128 keys, whose sum is then added in float32. Weights are 2^6
+times as large in the tensor cores, and 2^-6 of these is 2^-12 of the largest.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..reference import expand_heads, with_heads
 from . import e4m3
 from .quantize import Quantized
 
-LOST_WEIGHT = 2.0**-18  # half of the smallest subnormal number, 2^-9, over 2^8
+LOST_WEIGHT = 2.0**-16  # half of the smallest subnormal number, 2^-9, over 2^6
 _CUT = 34 * 2.0**-13
 _DEPTH = 32  # terms of an instruction
 _STEP = 128  # keys whose values are summed in the tensor cores
-_SMALLEST_NORMAL, _SMALLEST_NORMAL_WEIGHT = 2.0**-6, 2.0**-14
+_SMALLEST_NORMAL, _SMALLEST_NORMAL_WEIGHT = 2.0**-6, 2.0**-12
 
 
 @dataclass(frozen=True, slots=True, eq=False)

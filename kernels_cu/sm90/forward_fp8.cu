@@ -31,12 +31,22 @@ using RowScales = float[Scores::kRows];
 struct StepScales {
   float key[kNumStages], value[kNumStages];
 };
+// What a thread keeps there, as its registers are for accumulators: the softmax of the tile before, and its rows' scales.
+struct alignas(16) ThreadRoom {
+  float row_max[2], row_sum[2], row_scales[2], unused[2];
+};
 constexpr int kStepScalesOffset = (kStorageOffset + static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
 CUFLASH_DEVICE StepScales& step_scales() {
   return *reinterpret_cast<StepScales*>(ptx::dynamic_shared<unsigned char>() + kStepScalesOffset);
 }
 constexpr bool kStoresOByTma = sizeof(Element) == 2;
-constexpr int kSmemOOffset = (kStepScalesOffset + static_cast<int>(sizeof(StepScales)) + 1023) / 1024 * 1024;
+constexpr int kThreadRoomsOffset = (kStepScalesOffset + static_cast<int>(sizeof(StepScales)) + 15) / 16 * 16;
+CUFLASH_DEVICE ThreadRoom& thread_room() {
+  const int number = ptx::thread_index() - kWarpgroupThreads;
+  return reinterpret_cast<ThreadRoom*>(ptx::dynamic_shared<unsigned char>() + kThreadRoomsOffset)[number];
+}
+constexpr int kThreadRoomsEnd = kThreadRoomsOffset + kNumConsumers * kWarpgroupThreads * static_cast<int>(sizeof(ThreadRoom));
+constexpr int kSmemOOffset = (kThreadRoomsEnd + 1023) / 1024 * 1024;
 
 constexpr int kPingPongBarrier = 1;  // names of barriers, one for each warpgroup of consumers
 
@@ -79,7 +89,7 @@ CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const atte
 // ---- the consumers ----
 
 // The warpgroup whose turn it is to start products: groups are numbered from 1 on.
-CUFLASH_DEVICE int own_group() { return threadIdx.x / kWarpgroupThreads; }
+CUFLASH_DEVICE int own_group() { return ptx::thread_index() / kWarpgroupThreads; }
 CUFLASH_DEVICE void ping_pong_wait() {
   if (kPingPong) ptx::bar_sync(kPingPongBarrier + own_group() - 1, 2 * kWarpgroupThreads);
 }
@@ -159,13 +169,13 @@ CUFLASH_DEVICE QOperand q_operand(int group, unsigned num_tiles_done) {
   return QOperand(q_smem(q_stage_of(num_tiles_done)), 64 * (group % kNumConsumers));
 }
 
-// What scores of a thread's rows are multiplied by, but for the scale of keys.
-CUFLASH_DEVICE void read_row_scales(RowScales& row_scales, attention::ScalesArgument scales, unsigned num_tiles_done) {
+// Keep what scores of a thread's rows are multiplied by, but for the scale of keys.
+CUFLASH_DEVICE void read_row_scales(attention::ScalesArgument scales, unsigned num_tiles_done) {
   const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
     const int row = min(work.first + Scores::first_row() + Scores::row(i), work.last - 1);
-    row_scales[i] = shared().softmax_scale_log2 *
+    thread_room().row_scales[i] = shared().softmax_scale_log2 *
         scale_of_row(scales.q_scale, work.batch_head, work.batch_head.head, row, scales.q_rows);
   }
 }
@@ -205,12 +215,43 @@ CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, 
   mask_block(params, s, shared().tile_infos[tile_info_index(num_tiles_done)], message);
 }
 
-// o = o * factor + sum * scale, of rows.
-CUFLASH_DEVICE void add_scaled(Output& o, Output& sum, float scale) {
+// The scores of a step once more, from the numbers themselves, for one warp alone, whose own are lost.
+CUFLASH_DEVICE float number_of(const uint8_t* e4m3) {  // whose bits are those of a float 2^120 times smaller
+  const uint32_t bits = *e4m3;
+  return __uint_as_float((bits & 0x7f) << 20 | (bits & 0x80) << 24) * 1.329227995784916e36f;
+}
+template <class Tile>
+CUFLASH_DEVICE const uint8_t* place_of(Tile tile, int row, int column) {
+  const auto panel = tile.panel(column / Tile::kPanelWidth);
+  const int at = column % Tile::kPanelWidth;
+  return panel.template pointer<uint8_t>(panel.offset(row, at / 16)) + at % 16;
+}
+CUFLASH_DEVICE void recompute_scores(Scores& s, unsigned num_tiles_done, unsigned num_k_blocks) {
+  const SmemQ q = q_smem(q_stage_of(num_tiles_done));
+  const SmemK k = k_smem(stage_of(num_k_blocks));
+  s.fill(0);
+#pragma unroll 1  // rare: less text
+  for (int column = 0; column < kHeadDim; ++column) {
+    const int at = ptx::opaque(column);  // so that no address is kept
+    float query[Scores::kRows];
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) query[i] = number_of(place_of(q, s.first_row() + s.row(i), at));
+    const uint8_t* const keys[2] = {place_of(k, s.first_column(), at), place_of(k, s.first_column() + 1, at)};
+#pragma unroll
+    for (int j = 0; j < Scores::kColumns; ++j) {  // swizzles repeat after eight rows
+      const float key = number_of(keys[j % 2] + j / 2 * 8 * SmemK::kRowBytes);
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::fma(query[i], key, s.at(i, j));
+    }
+  }
+}
+
+// o += sum * scale, of rows.
+CUFLASH_DEVICE void add_scaled(Output& o, Output& sum, const RowScales& scale) {
 #pragma unroll
   for (int i = 0; i < Output::kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < Output::kColumns; ++j) o.at(i, j) = ptx::fma(sum.at(i, j), scale, o.at(i, j));
+    for (int j = 0; j < Output::kColumns; ++j) o.at(i, j) = ptx::fma(sum.at(i, j), scale[i], o.at(i, j));
 }
 
 // Start the scores of a step that is not a tile's first one of a block. Says its kind.
@@ -237,67 +278,88 @@ CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attenti
                                   attention::SinkArgument sink, attention::ScalesArgument scales) {
   unsigned num_k_blocks = 0, num_tiles_done = 0;
   while (wait_tile(num_tiles_done)) {
-    Softmax softmax, previous_softmax;
+    Softmax softmax;
     Output o, sum;
     Scores s;
     PackedP p;
-    RowScales row_scales;
     o.fill(0);
     sum.fill(0);
-    float value_scale = 0;
-    bool has_sum = false;  // products with values are under way
-    read_row_scales(row_scales, scales, num_tiles_done);
+    RowScales value_scale = {};  // of `sum`
+    read_row_scales(scales, num_tiles_done);
     int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks);
     // Add the last step's values to O, which is the tile's before where this one `follows`.
-    const auto add_values = [&](bool follows, bool max_has_risen, const float (&factor)[Softmax::kRows]) {
+    const auto add_values = [&](bool follows, float next_value_scale) {
       add_scaled(o, sum, value_scale);
       if (follows) {
-        epilogue(params, maps, num_tiles_done - 1, previous_softmax, o, sink);
+        Softmax previous;
+#pragma unroll
+        for (int i = 0; i < Softmax::kRows; ++i) {
+          previous.row_max[i] = thread_room().row_max[i];
+          previous.row_sum[i] = thread_room().row_sum[i];
+        }
+        epilogue(params, maps, num_tiles_done - 1, previous, o, sink);
         o.fill(0);
         if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done - 1)].empty);
-      } else if (max_has_risen) {
-#pragma unroll
-        for (int i = 0; i < Output::kRows; ++i) o.scale_row(i, factor[i]);
       }
+#pragma unroll
+      for (int i = 0; i < Output::kRows; ++i) value_scale[i] = next_value_scale;
     };
+    constexpr int kAsPlain = StepMessage::kUnmasked | StepMessage::kSkipMax;
     while (true) {
       const int stage = stage_of(num_k_blocks);
       const bool is_last = flags & StepMessage::kLastForWarpgroup, follows = flags & StepMessage::kEpiloguePending;
       const float next_value_scale = step_scales().value[stage];
-      float factor[Softmax::kRows];
       RowScales step_scale;
 #pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) step_scale[i] = row_scales[i] * step_scales().key[stage];
-      if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks);
-      tile::arrive(shared().k[stage].empty);
-      const bool max_has_risen = softmax.update_max(s, step_scale, factor);
-      softmax.exp_scores(s, step_scale);
-      // Weights are made while products with values run: a barrier that depends on them keeps the wait behind them.
-      __syncwarp(__ballot_sync(0xffffffffu, !(softmax.row_sum[0] + softmax.row_sum[1] < 0)));
+      for (int i = 0; i < Scores::kRows; ++i) step_scale[i] = thread_room().row_scales[i] * step_scales().key[stage];
+      // Weights are made while products with values run: the vote on them keeps the wait for these behind them.
+      const bool is_plain = (flags & kAsPlain) == kAsPlain;
+      if (is_plain && softmax.try_exp_with_stale_max(s, step_scale)) {
+        tile::arrive(shared().k[stage].empty);
+      } else {
+        float factor[Softmax::kRows];
+        bool max_has_risen = is_plain && softmax.lower_weights(s, factor);
+        if (!max_has_risen) {
+          if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);
+          if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks);
+          const Softmax::Rise rise = softmax.update_max(s, step_scale, factor);
+          max_has_risen = rise != Softmax::kHasNotRisen;
+          if (max_has_risen && __all_sync(0xffffffffu, rise == Softmax::kHasMaximum)) flags |= StepMessage::kSkipMax;
+          softmax.exp_scores(s, step_scale);
+        }
+        tile::arrive(shared().k[stage].empty);
+        if (max_has_risen && !follows)
+#pragma unroll
+          for (int i = 0; i < Output::kRows; ++i) {
+            o.scale_row(i, factor[i]);
+            value_scale[i] *= factor[i];
+          }
+      }
       tile::wait_wgmma<0>(sum);
-      if (has_sum) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
+      if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
       p = s;
       ++num_k_blocks;
       const bool is_end = is_last &&
           (kQStages == 1 || !(flags & StepMessage::kLastOfTile) || !wait_tile(num_tiles_done + 1));
       if (is_end) {
-        add_values(follows, max_has_risen, factor);
-        value_scale = next_value_scale;
+        add_values(follows, next_value_scale);
         ++num_tiles_done;
         break;
       }
-      flags = is_last * StepMessage::kEpiloguePending |
-          start_scores(s, group, num_tiles_done + is_last, num_k_blocks);
-      add_values(follows, max_has_risen, factor);
-      value_scale = next_value_scale;
-      has_sum = true;
+      flags = is_last * StepMessage::kEpiloguePending | StepMessage::kValuesPending |
+          (is_last ? 0 : flags & StepMessage::kSkipMax) | start_scores(s, group, num_tiles_done + is_last, num_k_blocks);
+      add_values(follows, next_value_scale);
       start_values(sum, p, num_k_blocks - 1);
       ping_pong_signal();
       if (is_last) {
         ++num_tiles_done;
-        previous_softmax = softmax;
+#pragma unroll
+        for (int i = 0; i < Softmax::kRows; ++i) {
+          thread_room().row_max[i] = softmax.row_max[i];
+          thread_room().row_sum[i] = softmax.row_sum[i];
+        }
         softmax = Softmax();
-        read_row_scales(row_scales, scales, num_tiles_done);
+        read_row_scales(scales, num_tiles_done);
       }
       tile::wait_wgmma<1>(s);
     }

@@ -73,9 +73,10 @@ struct WorkTileInfo {
 struct StepMessage {
   // Scores are what leaves the product, as no mask hides one and the scale is positive; the warpgroup's queries see no key
   // of the tile's further steps; nobody's do. And what a warpgroup itself knows: the tile follows on another, whose results
-  // are to be written; no maxima are to be looked for; O of the tile before is leaving the room of its Q.
+  // are to be written; no maxima are to be looked for; O of the tile before is leaving the room of its Q; products with the
+  // values of the step before are under way.
   enum Flag { kUnmasked = 1, kLastForWarpgroup = 2, kLastOfTile = 4, kEpiloguePending = 8, kSkipMax = 16,
-             kOStoreInFlight = 32 };
+             kOStoreInFlight = 32, kValuesPending = 64 };
   attention::KvBlock block;
   int unread_start;  // keys before it were the last step's
   int flags[kNumConsumers];
