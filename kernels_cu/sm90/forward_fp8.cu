@@ -16,8 +16,9 @@ constexpr bool kLoadsDo = false;
 namespace cuflash {
 
 constexpr bool kPingPong = kNumConsumers > 1;
-constexpr int kProducerRegisters = kMinBlocks == 1 ? 24 : 40;
-constexpr int kConsumerRegisters = kMinBlocks == 1 ? 240 : 216;
+constexpr bool kIsWide = kValueDim > 64 && kMinBlocks == 1;  // consumers need nearly all registers
+constexpr int kProducerRegisters = kIsWide ? 24 : 40;
+constexpr int kConsumerRegisters = kIsWide ? 240 : kMinBlocks == 1 ? 232 : 216;
 constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
 static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a warpgroup has 64 rows");
 
