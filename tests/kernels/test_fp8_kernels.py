@@ -124,6 +124,22 @@ def test_a_list_is_the_mask_that_it_stands_for(run: Run, block: int) -> None:
     require_bounds(found, x8, mask=mask)
 
 
+def rising_scores(seqlen: int) -> list[Quantized]:
+    """Operands whose scores rise from one block of keys to the next: by so little that no maximum has to, by so much that
+    weights are too large, and by so much that they are infinite; from head to head more."""
+    q, k, v = operands(128, seqlen, (64, 64), (4, 4), "float32")
+    q[..., 0], k[..., 0] = 8, (np.arange(seqlen) // 128 + np.arange(seqlen) % 128 / 128)
+    k[..., 0] *= np.float32([0.5, 4, 40, 400])[:, None]
+    return [cuflash.quantize(x) for x in (q, k, v)]
+
+
+@on_fp8
+def test_maxima_that_rise_late(run: Run) -> None:
+    x8 = rising_scores(640)
+    require_bounds(attention(run, x8), x8)
+    require_bounds(attention(run, x8, causal="bottom_right"), x8, causal="bottom_right")
+
+
 @on_fp8
 def test_whole_numbers_are_exact(run: Run) -> None:
     """One key a query takes the whole weight, so that each row of v comes back exactly: the order of keys is right."""

@@ -12,7 +12,7 @@ from cuflash.executors.sim import Simulator
 from cuflash.fp8.transposed import transposed_values
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
 from executors import SIM
-from test_fp8_kernels import SCHEDULED, attention, on_simulator, operands, require_bounds
+from test_fp8_kernels import SCHEDULED, attention, on_simulator, operands, require_bounds, rising_scores
 from test_sm90 import FewBlocks
 
 import cuflash
@@ -36,6 +36,8 @@ def fp8_is_right() -> None:
     sink = np.float32([0.5, -1.0, 30.0, -np.inf])
     for named in ({"causal": True, "sink": sink}, {"window": (150, 3)}, {"scale": -0.3}, {"scale": 2.0}):
         require_bounds(attention(SIM, x8, **named), x8, **named)
+    rising = rising_scores(512)
+    require_bounds(attention(SIM, rising), rising)
     y8 = [replace(x, scale=np.repeat(x.scale, 2, axis=-1)[..., :5], block=64) for x in x8]
     mask = masks.Documents(np.repeat(np.arange(3), 100)) & masks.Causal()
     index = cuflash.BlockIndex.from_mask(mask, block=64, batch=(), num_heads=4, seqlen_q=300, seqlen_kv=300)
