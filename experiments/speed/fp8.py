@@ -162,8 +162,8 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Record:
         if named_blocks(mask) is not None:
             raise ValueError("takes no list of blocks")
         calls["cudnn"] = cudnn_fp8(batch, num_heads, seqlen, head_dim, mask == "causal")
-    except Exception as error:  # of packages that may be missing, or of what they support
-        note = f"cudnn: {str(error).splitlines()[0][:100] if str(error) else type(error).__name__}"
+    except Exception as missing:  # of packages that may be absent, or of what they support
+        note = f"cudnn: {str(missing).splitlines()[0][:100] if str(missing) else type(missing).__name__}"
     timings = time_on_device(calls, repeats=config.repeats)
     ours, cudnn, half, prepare = (timings.get(name) for name in ("ours", "cudnn", "bfloat16", "prepare"))
     assert ours is not None and half is not None and prepare is not None

@@ -28,7 +28,7 @@ FAULTS = {
         "O keeps its size as maxima rise": Edit(
             FORWARD, "consume_tiles", "o.scale_row(i, factor[i])", "o.scale_row(i, 1)"
         ),
-        "weights exceed e4m3": Edit(SOFTMAX, "QuantizedSoftmax", "kLargestWeight = 448", "kLargestWeight = 4e4f"),
+        "weights exceed e4m3": Edit(SOFTMAX, "QuantizedSoftmax", "kMaxRise = 2", "kMaxRise = 6"),
         "scores of infinite weights are not made again": Edit(
             FORWARD, "consume_tiles", "if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);", ""
         ),
@@ -44,8 +44,8 @@ FAULTS = {
     fp8_is_scheduled_right: {
         "Q is left before the scores are made": Edit(
             FORWARD, "consume_tiles",
-            "read_row_scales(row_scales, scales, num_tiles_done); int flags",
-            "read_row_scales(row_scales, scales, num_tiles_done); "
+            "read_row_scales(scales, num_tiles_done); int flags",
+            "read_row_scales(scales, num_tiles_done); "
             "tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty); int flags",
         ),
         "V is left before it is multiplied": Edit(
