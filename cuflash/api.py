@@ -487,8 +487,9 @@ def _on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Options) -> t
     """Attention of quantised operands by the kernels of a GPU or of the simulator, and its lse."""
     options = options._replace(sink=as_arrays({"sink": options.sink})["sink"])
     rows, given = kernel_calls.rows_per_scale(q, k, v), kernel_calls.kernel_arrays(q, k, v)
-    if options.sink is not None:
-        given["sink"] = options.sink
+    given |= {"sink": options.sink} if is_array(options.sink) else {}
+    if reasons := kernel_calls.location_reasons(given):
+        raise UnsupportedProblem(reasons)
     looked_up = lookup(options, _fp8_calls, layout_key)
     is_kept = options.executor == "gpu" and looked_up.contents is None and not checks.is_on()
     layouts = layout_key(*given.values()) if is_kept else None
@@ -534,6 +535,9 @@ def _planned(
         problem = replace(problem, precision=fp8.PRECISION, rows_per_scale=rows)
         if isinstance(kernel, str) and kernel in FAMILIES and kernel != "sm90":
             reasons.append(f"kernel must be 'auto' or 'sm90' for 8-bit q, k and v; got {kernel!r}")
+        if precision != "ieee":
+            told = f"precision must be 'ieee' or 'fp8' for Quantized q, k and v; got {precision!r}"
+            reasons.append(f"{told}: leave it out")
     if device is not None and not isinstance(device, DeviceSpec):
         reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
     elif device is not None and (where == "cpu") != (device.compute_capability is None):

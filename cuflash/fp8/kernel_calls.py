@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import Array, ShapeDtype, namespace
 from ..executors import checks, gpu, without_keys
-from ..layouts import address
+from ..layouts import address, device_number, kind_of
 from ..planning.scales import RowsPerScale
 from ..plans import EXECUTORS, Plan
 from .quantize import Quantized
@@ -21,6 +21,25 @@ def kernel_arrays(q: Quantized, k: Quantized, v: Quantized) -> dict[str, Array]:
     """The arrays of a kernel that computes with quantised operands, by name."""
     scales = {f"{name}_scale": _scales(x) for name, x in {"q": q, "k": k, "v": v}.items()}
     return {"q": _aligned(q.data), "k": _aligned(k.data), "v": v.transposed(), **scales}
+
+
+def location_reasons(given: Mapping[str, Array]) -> list[str]:
+    """Why the arrays of a call do not lie together: of one kind and, on GPUs, on the current device."""
+    xp = namespace(given["q"])
+    reasons = [
+        f"{name} must be of one kind with q's data, {xp.__name__}; got {kind_of(array)}: copy it explicitly"
+        for name, array in given.items()
+        if namespace(array) is not xp
+    ]
+    if xp is np or reasons:
+        return reasons
+    current = int(xp.cuda.runtime.getDevice())
+    return [
+        f"{name} must be on the current device, {current}; got device {device_number(array)}: "
+        f"call within cupy.cuda.Device({device_number(array)}), with all arrays there"
+        for name, array in given.items()
+        if device_number(array) != current
+    ]
 
 
 def rows_per_scale(q: Quantized, k: Quantized, v: Quantized) -> RowsPerScale:

@@ -125,8 +125,10 @@ def test_a_list_is_the_mask_that_it_stands_for(run: Run, block: int) -> None:
 
 
 def rising_scores(seqlen: int) -> list[Quantized]:
-    """Operands whose scores rise from one block of keys to the next: by so little that no maximum has to, by so much that
-    weights are too large, and by so much that they are infinite; from head to head more."""
+    """Operands whose scores rise from one block of keys to the next, from head to head more.
+
+    In the first head no maximum has to rise; in the others weights are too large, or infinite.
+    """
     q, k, v = operands(128, seqlen, (64, 64), (4, 4), "float32")
     q[..., 0], k[..., 0] = 8, (np.arange(seqlen) // 128 + np.arange(seqlen) % 128 / 128)
     k[..., 0] *= np.float32([0.5, 4, 40, 400])[:, None]
@@ -286,6 +288,10 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
             ),
         ),
         ["mask's blocks must be multiples of 64 queries and 64 keys"],
+    ),
+    "another precision and kernel": (
+        lambda: cuflash.attention(X8, X8, X8, executor="sim", precision="tf32", kernel="naive"),
+        ["precision must be 'ieee' or 'fp8' for Quantized", "kernel must be 'auto' or 'sm90'"],
     ),
     "arrays of the host on a GPU": (
         lambda: cuflash.attention(X8, X8, X8, executor="gpu", out=np.ones(3)),
