@@ -15,8 +15,10 @@ from ..planning.appending import APPEND
 from ..planning.block_mass import MASS_GRID
 from ..planning.decoding import CACHE_PAGES, DECODE
 from ..planning.dropout_launches import DROPOUT
+from ..planning.families.fa1 import RUNNING
 from ..planning.launches import BATCH_AXES, MATRICES
 from ..planning.list_kernels import LIST_PARAMS
+from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.quantizing import QUANTIZE, TRANSPOSE
 from ..planning.scales import SCALES, SCALE_ARRAYS
 from ..planning.sinks import SINK
@@ -93,6 +95,9 @@ _FURTHER_RECORDS = {
     "attention/append_params.cuh": {"Append": APPEND},
     "attention/block_mass.cuh": {"MassGrid": MASS_GRID},
     "attention/quantize_params.cuh": {"Quantize": QUANTIZE, "Transpose": TRANSPOSE},
+    "fa1/running.cuh": {"Running": RUNNING},
+    "attention/page_table.cuh": {"Pages": PAGES},
+    "attention/query_intervals.cuh": {"QueryIntervals": QUERY_INTERVALS},
 }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays import Array
 from ..planning.quantizing import KEYS, QUANTIZE, SHARED_BYTES, TRANSPOSE
 from ..planning.spec import KernelSpec
+from .arguments import Buffer
 from .launch import LaunchTarget
 
 
@@ -57,8 +58,9 @@ def transpose(spec: KernelSpec, data: Array, transposed: Array, target: LaunchTa
 
 
 def _launch(spec: KernelSpec, record: Any, grid: int, shared_bytes: int, target: LaunchTarget) -> None:
-    """Launch a kernel on the current stream with its record, as a scalar of one field, as CuPy looks at its dtype."""
+    """Launch a kernel on the current stream with its record."""
     if grid == 0:
         return
-    one_field = np.dtype([("bytes", np.void, record.dtype.itemsize)])
-    target.launcher(spec, grid, shared_bytes)((record.reshape(1).view(one_field)[0],), target.stream())
+    words = record.reshape(1).view(np.uint64)
+    buffer = Buffer(words, [[slice(0, len(words))]])
+    target.launcher(spec, grid, shared_bytes)(buffer.kernels[0], target.stream())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..blocks.work_list import ListedWork, WorkList
 from .device import DeviceSpec
 from .families import sm90
+from .families.fa1 import FlashAttention1
 from .families.family import Family
 from .families.lists import Lists
 from .families.naive import Naive
@@ -14,7 +15,9 @@ from .families.sm90_fp8 import Sm90Fp8
 from .problem import Problem
 from .spec import KernelSpec
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive())}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive(), FlashAttention1())
+}
 _OTHER_FAMILIES = {"cache": "simt", "fp8": "sm90"}  # which run where others do
 _LISTS = Lists()
 _FP8 = Sm90Fp8()

@@ -75,8 +75,7 @@ struct TmaCoords {
 };
 
 // Start TMA copies of the rows from `first` on into the slot, one panel a copy; the barrier also expects the bytes of other
-// copies, which are started after it. Columns are those from
-// `first_column` on. Called by one thread.
+// copies, which are started after it. Columns are those from `first_column` on. Called by one thread.
 template <class T = ptx::Half>
 CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first,
                                    const uint64_t& full, int extra_bytes = 0, int first_column = 0) {
