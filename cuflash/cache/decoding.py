@@ -47,7 +47,7 @@ def decode_plan_of(
     Parameters
     ----------
     arrays : dict by name
-        q, k, v, o, lse and sink, as `executors.decoding.decode` takes them.
+        q, k, v, o, lse and sink, as `executors.decoding.decode` takes them, and scales of 8-bit numbers.
     """
     executor = _executor(options, arrays["q"])
     given = {name: array for name, array in arrays.items() if array is not None}
@@ -55,8 +55,9 @@ def decode_plan_of(
         return None
     device = gpu.current_device() if executor == "gpu" else _SIMULATED
     shapes = {name: ShapeDtype(array.shape, array.dtype) for name, array in given.items()}
+    has_scales = "k_scale" in given
     try:
-        return _plan(shapes["q"], shapes["k"], shapes["v"], shapes.get("sink"), layout, device, options)
+        return _plan(shapes["q"], shapes["k"], shapes["v"], shapes.get("sink"), layout, device, options, has_scales)
     except (UnsupportedProblem, TypeError):  # `attention` says all that is wrong with a call
         return None
 
@@ -80,15 +81,21 @@ def _plan(
     layout: CacheLayout,
     device: DeviceSpec,
     options: DecodeOptions,
+    is_quantized: bool,
 ) -> DecodePlan | None:
-    """The kernel's plan for a cache's pages; None where it does not serve the problem."""
+    """The kernel's plan for a cache's pages, of q's dtype or of 8-bit numbers; None where it does not serve the problem."""
     if sink is not None and sink.ndim != 1:
         return None
-    longest = (ShapeDtype((q.shape[0], x.shape[1], layout.capacity, x.shape[3]), x.dtype) for x in (k, v))
+    longest = (
+        ShapeDtype((q.shape[0], x.shape[1], layout.capacity, x.shape[3]), q.dtype if is_quantized else x.dtype)
+        for x in (k, v)
+    )
     problem = with_operands(Problem.of(q, *longest, scale=options.scale, precision=options.precision), {"sink": sink})
-    if decode_reasons(problem, device):
+    if decode_reasons(problem, device, is_quantized=is_quantized):
         return None
-    return decode_plan(problem, device, layout, left=options.left, right=options.right)
+    return decode_plan(
+        problem, device, layout, left=options.left, right=options.right, is_quantized=is_quantized
+    )
 
 
 def _has_layout(given: dict[str, Array]) -> bool:

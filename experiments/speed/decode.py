@@ -10,7 +10,7 @@ larger than the level-2 cache, and the graph is replayed; `us` is the median ove
 own: above 1, the row is faster than all of them.
 
 Rows of `cuflash` are `KVCache.attention` on a contiguous cache, on pages of 64 and of 16 in random order, and
-`KVCache.append`. Beside them stand, each where it can be imported, PyTorch's scaled_dot_product_attention with
+`KVCache.append`; those of 8 bits are on caches of float8_e4m3fn, whose bytes include the scales. Beside them stand, each where it can be imported, PyTorch's scaled_dot_product_attention with
 FlashAttention-2 and with cuDNN, the package flash_attn, and FlashInfer on pages of 16. A last row has the host's time
 of `append` and `attention` outside of a graph.
 """
@@ -48,6 +48,7 @@ class Case(NamedTuple):
     operation: str
     prepare: Callable[[], Callable[[], Any]]
     capture: Callable[[list[Callable[[], Any]]], Callable[[], float]]
+    position_bytes: int = 4 * HEAD_DIM  # of a key/value head
 
 
 def captured_by_cupy(calls: list[Callable[[], Any]]) -> Callable[[], float]:
@@ -108,10 +109,11 @@ def cases_of_cuflash(batch: int, keys: int) -> Iterator[Case]:
 
     q, row = normal(HEADS, 1), normal(KV_HEADS, 1)
 
-    def filled(capacity: int, page_size: int | None) -> Any:
+    def filled(capacity: int, page_size: int | None, kept: np.dtype[Any] = dtype) -> Any:
         sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "capacity": capacity}
-        if page_size is None:
-            cache = cuflash.KVCache(**sizes, dtype=dtype, xp=cupy)
+        if page_size is None or kept != dtype:
+            pages = {} if page_size is None else {"page_size": page_size, "num_pages": batch * -(-capacity // page_size)}
+            cache = cuflash.KVCache(**sizes, **pages, dtype=kept, xp=cupy)
         else:
             table = np.random.default_rng(0).permutation(batch * capacity // page_size).reshape(batch, -1)
             pages = cupy.empty((2, table.size, KV_HEADS, page_size, HEAD_DIM), dtype)
@@ -134,6 +136,22 @@ def cases_of_cuflash(batch: int, keys: int) -> Iterator[Case]:
         return lambda: cache.append(row, row)
 
     yield Case("cuflash", "append, pages of 64", appends, captured_by_cupy)
+    eight, position_bytes = np.dtype(ml_dtypes.float8_e4m3fn), 2 * (HEAD_DIM + 4)
+
+    for name, page_size in (("contiguous", None), ("pages of 64", 64)):
+
+        def attends_to_bytes(page_size: int | None = page_size) -> Callable[[], Any]:
+            cache = filled(keys, page_size, eight)
+            return lambda: cache.attention(q)
+
+        operation = f"attention, 8 bits, {name}"
+        yield Case("cuflash", operation, attends_to_bytes, captured_by_cupy, position_bytes)
+
+    def appends_bytes() -> Callable[[], Any]:
+        cache = filled(keys + _ROOM, 64, eight)
+        return lambda: cache.append(row, row)
+
+    yield Case("cuflash", "append, 8 bits, pages of 64", appends_bytes, captured_by_cupy, position_bytes)
 
 
 def cases_of_torch(batch: int, keys: int) -> Iterator[Case]:
@@ -238,7 +256,6 @@ def rows_of(batch: int, keys: int, replays: int) -> list[dict[str, Any]]:
     """The rows of one size; what cannot be run is printed and left out."""
     import cupy
 
-    nbytes = 2 * batch * keys * KV_HEADS * HEAD_DIM * 2
     cases, rows = list(cases_of_cuflash(batch, keys)), []
     try:
         cases += cases_of_torch(batch, keys)
@@ -246,7 +263,7 @@ def rows_of(batch: int, keys: int, replays: int) -> list[dict[str, Any]]:
         print(f"no rows of PyTorch: {error}")
     for case in cases:
         try:
-            found = timed(case, nbytes, replays)
+            found = timed(case, batch * keys * KV_HEADS * case.position_bytes, replays)
         except (ImportError, RuntimeError, ValueError, TypeError) as error:
             print(f"no row of {case.library}, {case.operation}: {str(error).splitlines()[0][:200]}")
             continue
