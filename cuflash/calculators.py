@@ -248,7 +248,8 @@ def _bytes_of_token(
     reasons += wrong
     if wrong:
         return 0
-    return int(num_layers) * int(num_kv_heads) * ((int(head_dim) + int(value_dim)) * itemsize + of_scales)
+    a_head: int = (int(head_dim) + int(value_dim)) * itemsize + of_scales
+    return int(num_layers) * int(num_kv_heads) * a_head
 
 
 def _count_reasons(**counts: Any) -> list[str]:

@@ -10,7 +10,6 @@ import numpy as np
 from ..arrays import DTYPES, Array, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, no_array
 from ..errors import UnsupportedProblem
 from ..fp8.e4m3 import E4M3
-from ..fp8.quantize import SOURCES as QUANTIZED_SOURCES
 from ..layouts import is_broadcast, kind_of, overlap
 from ..masks import SlidingWindow
 from ..planning.problem import MAX_HEAD_DIM

@@ -83,7 +83,7 @@ def _plan(
     options: DecodeOptions,
     is_quantized: bool,
 ) -> DecodePlan | None:
-    """The kernel's plan for a cache's pages, of q's dtype or of 8-bit numbers; None where it does not serve the problem."""
+    """The kernel's plan for pages of q's dtype, or of 8-bit numbers; None where it does not serve the problem."""
     if sink is not None and sink.ndim != 1:
         return None
     longest = (

@@ -11,11 +11,12 @@ from ..api import attention
 from ..arrays import Array, accumulator_dtype, describe, flag_reasons, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..executors.decoding import decode, target_of
+from ..fp8.quantize import SOURCES
 from ..masks import SlidingWindow
 from ..planning.decoding import MOST_ROWS, CacheLayout, DecodePlan
 from ..plans import as_arrays
 from .arguments import (
-    PAGE_SIZE, QUANTIZED_SOURCES, capacity_reason, checked_window, dtype_of, numbers, out_reasons, overlap_reasons,
+    PAGE_SIZE, capacity_reason, checked_window, dtype_of, numbers, out_reasons, overlap_reasons,
     page_reasons, row_reasons, sequence_reasons, shortage_reason, size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
@@ -569,7 +570,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         Parameters
         ----------
         q : array [batch, num_heads, n, head_dim]
-            Of the cache's dtype, or for 8 bits of float16, bfloat16 or float32, where the cache is. Query head h reads key/value head h // (num_heads / num_kv_heads).
+            Of the cache's dtype, or for 8 bits of float16, bfloat16 or float32, where the cache is. Query head h reads
+            key/value head h // (num_heads / num_kv_heads).
         counts : list or NumPy array of ints [batch], optional
             Of the n rows the first counts[b] belong to sequence b: row t stands at lengths[b] - counts[b] + t. The
             rows after them are empty. An int32 array on the cache's device is taken as by `append`.
@@ -645,7 +647,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
     @property
     def _row_dtypes(self) -> tuple[np.dtype[Any], ...]:
         """Dtypes that new rows and queries may have."""
-        return QUANTIZED_SOURCES if self._arrays.is_quantized else (self._arrays.dtype,)
+        return SOURCES if self._arrays.is_quantized else (self._arrays.dtype,)
 
     @property
     def _layout(self) -> CacheLayout:

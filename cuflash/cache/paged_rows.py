@@ -40,7 +40,8 @@ class PagedRows:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The format of the rows as they are kept."""
-        return E4M3 if self.is_quantized else np.dtype(self.k.dtype)
+        kept: np.dtype[Any] = E4M3 if self.is_quantized else np.dtype(self.k.dtype)
+        return kept
 
     @property
     def arrays(self) -> list[Array]:

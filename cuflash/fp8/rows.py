@@ -11,13 +11,15 @@ from . import e4m3
 
 SCALE_BYTES = 4
 _NAN = np.float32(np.nan)
+_SMALLEST = np.float32(2.0**-126)
 
 
 def quantized_rows(x: Array) -> tuple[Array, Array]:
     """Round rows to 8 bits, with a scale for each.
 
     The scale of a row is the least power of two by which no number exceeds 448, at least 2^-126, and 1 where all are 0.
-    Rows are divided by it, and multiplied with it, exactly. A row that holds NaN or an infinity is NaN.
+    Rows are divided by it, and multiplied with it, exactly. Numbers below 2^-126 count as 0, and a row that holds NaN
+    or an infinity is NaN.
 
     Parameters
     ----------
@@ -34,13 +36,13 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
     Examples
     --------
     >>> import numpy as np
-    >>> data, scale = quantized_rows(np.float32([[1, 3, -448], [0.1, 0, 450]]))
-    >>> data.astype(np.float32) * scale[:, None], scale
-    (array([[ 1.00e+00,  3.00e+00, -4.48e+02],
-           [ 1.02e-01,  0.00e+00,  4.48e+02]], dtype=float32), array([1., 2.], dtype=float32))
+    >>> data, scale = quantized_rows(np.float32([[1, 3, -448], [0.25, 0, 450]]))
+    >>> (data.astype(np.float32) * scale[:, None]).tolist(), scale.tolist()
+    ([[1.0, 3.0, -448.0], [0.25, 0.0, 448.0]], [1.0, 2.0])
     """
     xp = namespace(x)
     wide = x.astype(np.float32)
+    wide = xp.where(xp.abs(wide) < _SMALLEST, xp.copysign(np.float32(0), wide), wide)
     largest = xp.abs(wide).max(axis=-1)
     is_finite = xp.isfinite(largest)
     wide = xp.where(is_finite[..., None], wide, _NAN)

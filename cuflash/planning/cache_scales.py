@@ -1,4 +1,4 @@
-"""The record of what a KV cache of 8-bit numbers has beside its pages: an argument of its own of kernels that take it."""
+"""What a KV cache of 8-bit numbers has beside its pages: a record that kernels take as an argument of its own."""
 
 from __future__ import annotations
 

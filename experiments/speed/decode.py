@@ -10,9 +10,10 @@ larger than the level-2 cache, and the graph is replayed; `us` is the median ove
 own: above 1, the row is faster than all of them.
 
 Rows of `cuflash` are `KVCache.attention` on a contiguous cache, on pages of 64 and of 16 in random order, and
-`KVCache.append`; those of 8 bits are on caches of float8_e4m3fn, whose bytes include the scales. Beside them stand, each where it can be imported, PyTorch's scaled_dot_product_attention with
-FlashAttention-2 and with cuDNN, the package flash_attn, and FlashInfer on pages of 16. A last row has the host's time
-of `append` and `attention` outside of a graph.
+`KVCache.append`; those of 8 bits are on caches of float8_e4m3fn, whose bytes include the scales. Beside them stand,
+each where it can be imported, PyTorch's scaled_dot_product_attention with FlashAttention-2 and with cuDNN, the
+package flash_attn, and FlashInfer on pages of 16. A last row has the host's time of `append` and `attention` outside
+of a graph.
 """
 
 import argparse
@@ -112,7 +113,8 @@ def cases_of_cuflash(batch: int, keys: int) -> Iterator[Case]:
     def filled(capacity: int, page_size: int | None, kept: np.dtype[Any] = dtype) -> Any:
         sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "capacity": capacity}
         if page_size is None or kept != dtype:
-            pages = {} if page_size is None else {"page_size": page_size, "num_pages": batch * -(-capacity // page_size)}
+            num_pages = batch * -(-capacity // (page_size or capacity))
+            pages = {} if page_size is None else {"page_size": page_size, "num_pages": num_pages}
             cache = cuflash.KVCache(**sizes, **pages, dtype=kept, xp=cupy)
         else:
             table = np.random.default_rng(0).permutation(batch * capacity // page_size).reshape(batch, -1)

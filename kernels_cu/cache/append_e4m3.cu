@@ -1,6 +1,7 @@
 // Rounds the new keys and values of each sequence to 8 bits, with a scale for each row of a head, and puts them behind those
 // that a KV cache has; all else is as in append.cu. A scale is the least power of two by which no number exceeds 448, so that
-// rows are divided by it, and multiplied with it, exactly. A row that holds NaN or an infinity is NaN.
+// rows are divided by it, and multiplied with it, exactly. Numbers below 2^-126 count as 0, and a row that holds NaN or an
+// infinity is NaN.
 #include <attention/append_work.cuh>
 #include <attention/cache_scales.cuh>
 #include <tile/e4m3.cuh>
@@ -26,7 +27,9 @@ class Row {
 #pragma unroll
     for (int c = 0; c < kColumnsOfLane; ++c) {
       const int column = 32 * c + ptx::lane();
-      x_[c] = column < num_columns ? tile::to_accumulator(data.at(row, column)) : 0;
+      const float x = column < num_columns ? tile::to_accumulator(data.at(row, column)) : 0;
+      const uint32_t bits = __float_as_uint(x);
+      x_[c] = bits & 0x7f800000u ? x : __uint_as_float(bits & 0x80000000u);
     }
   }
   CUFLASH_DEVICE void store(const Matrices& to, const Matrices& scales, int page, int head, int row, int num_columns) const {

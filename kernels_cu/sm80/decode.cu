@@ -13,10 +13,11 @@ struct PlainStage {
 
   int start;
 
+  static CUFLASH_DEVICE QTile queries() { return q_smem; }
   CUFLASH_DEVICE KTile keys() const { return {start}; }
   CUFLASH_DEVICE VTile values() const { return {start + KTile::kBytes}; }
-  CUFLASH_DEVICE void start_scales(const Arrays&, int, int, const attention::BatchHead&, int, bool) const {}
-  CUFLASH_DEVICE void multiply(Scores& s) const { tile::gemm_nt(s, q_smem, keys()); }
+  CUFLASH_DEVICE void start_scales(const Arrays&, int, const attention::BatchHead&, int, int, int) const {}
+  CUFLASH_DEVICE void multiply(Scores& s, QTile queries) const { tile::gemm_nt(s, queries, keys()); }
   CUFLASH_DEVICE void add(Output& o, const Scores& weights) const {
     tile::gemm_add_nn(o, weights, WarpV{values().start + key_group() * WarpV::kBytes});
   }

@@ -7,9 +7,10 @@
 // A kernel names how a stage holds keys and values, a type with
 //   Arrays                 what the kernel takes beside its parameters
 //   KTile, VTile, Stored   tiles of keys and values, and the type of their elements
-//   kThreadsPerRow         that share the copy of a row of either
+//   kThreadsPerRow         that share the copy of a row
 //   kBytes                 of a stage, a multiple of 128; a stage is made of the byte where it starts
-//   start_scales           copy what else a row has
+//   start_scales           copy what else sixteen rows have; by the first of the warps that share them
+//   queries                of the warp, once they are in shared memory
 //   multiply, add          scores of the stage's keys, and its values times their weights
 //   column, store_row      where the output's columns are
 #pragma once
@@ -39,6 +40,11 @@ CUFLASH_DEVICE Stage stage_smem(int number) {
   return {QTile::kBytes + number * Stage::kBytes};
 }
 CUFLASH_DEVICE int key_group() { return threadIdx.x / 32 / kRowGroups; }
+// Wait for the warps that read the same keys.
+CUFLASH_DEVICE void sync_key_group() {
+  if constexpr (kRowGroups == 1) __syncwarp();
+  else __syncthreads();
+}
 
 // In the place of queries, keys and values, once all of them are read.
 constexpr int kFloatsOfWarp = Output::kColumnTiles * 4 * 32;
@@ -48,104 +54,123 @@ constexpr int kMostParts = 128;
 constexpr int kPartsFloats = (2 * kMostParts + 1) * kBlockQ;
 CUFLASH_DEVICE float* merge_room() { return ptx::dynamic_shared<float>(); }
 
-// The rows of K and V that a thread copies in each step, a chunk of every few: which page holds them is looked up one step
-// ahead of their copies. Pages and rows are counted, since dividing by the size of a page takes longer than a copy.
+// The rows of K and V that a warp reads, and copies with the other warps that read them, so that no others have to wait. As pages
+// have a multiple of sixteen rows, sixteen keys lie in one page, which is looked up one step ahead of their copies.
 template <class Stage>
 class CacheCopy {
  public:
   CUFLASH_DEVICE CacheCopy(const Decode& params, const typename Stage::Arrays& arrays, int sequence, int kv_head,
                            const Sequence& of, const Part& part)
       : cache_(params.cache), arrays_(arrays), sequence_(sequence), kv_head_(kv_head), first_key_(of.first_key),
-        stop_(part.stop), next_(part.start + first_row()),
-        k_(of_head(cache_.k, kv_head)), v_(of_head(cache_.v, kv_head)),
+        stop_(part.stop), next_(part.start + key_group() * kKeysOfWarp),
+        k_(first_chunk_of<KTile>(cache_.k, kv_head)), v_(first_chunk_of<VTile>(cache_.v, kv_head)),
         table_(cache_.table == nullptr ? nullptr : cache_.table + static_cast<int64_t>(sequence) * cache_.max_pages) {
     const attention::DivMod first = attention::divmod(next_, cache_.page_size),
-                            pass = attention::divmod(kRowsPerPass, cache_.page_size);
+                            step = attention::divmod(kBlockKv, cache_.page_size);
     number_ = first.quotient;
     row_ = first.remainder;
-    pages_of_pass_ = pass.quotient;
-    rows_of_pass_ = pass.remainder;
+    pages_of_step_ = step.quotient;
+    rows_of_step_ = step.remainder;
     look_up();
   }
 
   // Start to copy the next step's rows; zeros in the place of rows that are not the part's.
   CUFLASH_DEVICE void start_next(int number) {
-    if (kRowsOfThreads > kRowsPerPass && first_row() >= kRowsPerPass) return;
     const Stage stage = stage_smem<Stage>(number);
     const int first = next_;
-    int pages[kPasses], rows[kPasses];
+    int pages[kUnits], rows[kUnits];
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      pages[pass] = pages_[pass];
-      rows[pass] = rows_[pass];
+    for (int unit = 0; unit < kUnits; ++unit) {
+      pages[unit] = pages_[unit];
+      rows[unit] = rows_[unit];
     }
     next_ += kBlockKv;
     look_up();
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int position = first + pass * kRowsPerPass, page = pages[pass];
-      const bool is_part = position >= first_key_ && position < stop_;
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const int position = first + unit * kUnit, page = pages[unit];
       const bool is_page = page >= 0 && page < cache_.num_pages;
-      if (is_part && !is_page && first_chunk() == 0) ptx::fetch_add(cache_.num_faults, 1);
-      const bool is_there = is_part && is_page;
-      const int64_t from_page = is_there ? page : 0;
-      const int row = is_there ? rows[pass] : 0, to = first_row() + pass * kRowsPerPass;
-      copy_row(stage.keys(), to, k_ + from_page * cache_.k.batch_strides[0] + row * cache_.k.row_stride, cache_.head_dim,
-               is_there);
-      copy_row(stage.values(), to, v_ + from_page * cache_.v.batch_strides[0] + row * cache_.v.row_stride,
-               cache_.value_dim, is_there);
-      stage.start_scales(arrays_, first_chunk(), to, {{static_cast<int>(from_page)}, 0, kv_head_}, row, is_there);
+      const bool is_part = position + kUnit > first_key_ && position < stop_;
+      if (is_part && !is_page && thread() == 0) ptx::fetch_add(cache_.num_faults, 1);
+      // Rows of the unit: none where it has no page.
+      const int first_row = is_page ? first_key_ - position : kUnit, last_row = is_page ? stop_ - position : 0;
+      const int64_t from_page = is_page ? page : 0;
+      const int to = key_group() * kKeysOfWarp + unit * kUnit;
+      copy_rows(stage.keys(), to, k_ + from_page * cache_.k.batch_strides[0] + rows[unit] * cache_.k.row_stride,
+                cache_.k.row_stride, cache_.head_dim, first_row, last_row);
+      copy_rows(stage.values(), to, v_ + from_page * cache_.v.batch_strides[0] + rows[unit] * cache_.v.row_stride,
+                cache_.v.row_stride, cache_.value_dim, first_row, last_row);
+      if (thread() < 32)
+        stage.start_scales(arrays_, to, {{static_cast<int>(from_page)}, 0, kv_head_}, rows[unit], first_row, last_row);
     }
   }
 
  private:
   using Stored = typename Stage::Stored;
-  static constexpr int kRowsOfThreads = kThreads / Stage::kThreadsPerRow;
-  static constexpr int kRowsPerPass = kRowsOfThreads < kBlockKv ? kRowsOfThreads : kBlockKv;
-  static constexpr int kPasses = kBlockKv / kRowsPerPass;
-  static_assert(kBlockKv % kRowsPerPass == 0, "all threads copy as many rows, or none");
+  using KTile = typename Stage::KTile;
+  using VTile = typename Stage::VTile;
+  static constexpr int kUnit = 16, kUnits = kKeysOfWarp / kUnit;
+  static constexpr int kRowsOfThreads = 32 * kRowGroups / Stage::kThreadsPerRow;
+  static constexpr int kRowsPerPass = kRowsOfThreads < kUnit ? kRowsOfThreads : kUnit;
 
-  static CUFLASH_DEVICE int first_row() { return threadIdx.x / Stage::kThreadsPerRow; }
-  static CUFLASH_DEVICE int first_chunk() { return threadIdx.x % Stage::kThreadsPerRow; }
-  static CUFLASH_DEVICE const Stored* of_head(const attention::Matrices& matrices, int head) {
-    return static_cast<const Stored*>(matrices.data) + head * matrices.head_stride;
+  // Of those that copy the same keys.
+  static CUFLASH_DEVICE int thread() { return threadIdx.x % (32 * kRowGroups); }
+  static CUFLASH_DEVICE int own_row() { return thread() / Stage::kThreadsPerRow; }
+  static CUFLASH_DEVICE int own_chunk() { return thread() % Stage::kThreadsPerRow; }
+  template <class Tile>
+  static CUFLASH_DEVICE const Stored* first_chunk_of(const attention::Matrices& matrices, int head) {
+    return static_cast<const Stored*>(matrices.data) + head * matrices.head_stride + own_row() * matrices.row_stride +
+           own_chunk() * Tile::kChunk;
   }
 
   CUFLASH_DEVICE void look_up() {
+    int number = number_, row = row_;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      pages_[pass] = sequence_;
-      if (table_ != nullptr && next_ + pass * kRowsPerPass < stop_) pages_[pass] = table_[number_];
-      rows_[pass] = row_;
-      number_ += pages_of_pass_;
-      row_ += rows_of_pass_;
-      if (row_ >= cache_.page_size) {
-        row_ -= cache_.page_size;
-        ++number_;
-      }
+    for (int unit = 0; unit < kUnits; ++unit) {
+      pages_[unit] = sequence_;
+      if (table_ != nullptr && next_ + unit * kUnit < stop_) pages_[unit] = table_[number];
+      rows_[unit] = row;
+      advance(number, row, 0, kUnit);
     }
+    advance(number_, row_, pages_of_step_, rows_of_step_);
+  }
+  // Pages and rows are counted, since dividing by the size of a page takes longer than a copy.
+  CUFLASH_DEVICE void advance(int& number, int& row, int pages, int rows) const {
+    number += pages;
+    row += rows;
+    if (row < cache_.page_size) return;
+    row -= cache_.page_size;
+    ++number;
   }
 
+  // Copy a thread's chunks of sixteen rows, of which first_row <= x < last_row are there.
   template <class Tile>
-  static CUFLASH_DEVICE void copy_row(Tile to, int to_row, const Stored* row, int num_columns, bool is_there) {
+  static CUFLASH_DEVICE void copy_rows(Tile tile, int to, const Stored* from, int64_t row_stride, int num_columns,
+                                       int first_row, int last_row) {
     static_assert(Tile::kChunks % Stage::kThreadsPerRow == 0, "threads copy as many chunks");
+    if (kRowsOfThreads > kRowsPerPass && own_row() >= kRowsPerPass) return;
+    const uint32_t start = tile.address(to + own_row(), own_chunk());
 #pragma unroll
-    for (int c = 0; c < Tile::kChunks; c += Stage::kThreadsPerRow) {
-      const int chunk = first_chunk() + c, column = chunk * Tile::kChunk;
-      const bool has_column = column < num_columns;
-      ptx::cp_async_cg_16(to.address(to_row, chunk), row + (has_column ? column : 0), is_there && has_column ? 16 : 0);
+    for (int row = 0; row < kUnit; row += kRowsPerPass) {
+      const bool is_there = own_row() + row >= first_row && own_row() + row < last_row;
+#pragma unroll
+      for (int chunk = 0; chunk < Tile::kChunks; chunk += Stage::kThreadsPerRow) {
+        const bool is_copied = is_there && (own_chunk() + chunk) * Tile::kChunk < num_columns;
+        ptx::cp_async_cg_16(Tile::advanced(start, row, chunk), from + (is_copied ? row * row_stride + chunk * Tile::kChunk : 0),
+                            is_copied ? 16 : 0);
+      }
     }
   }
 
   const attention::CachePages& cache_;
   const typename Stage::Arrays& arrays_;
   const int sequence_, kv_head_, first_key_, stop_;
-  int next_;  // the position of the thread's first row in the next step
+  int next_;  // the position of the warp's first key in the next step
   const Stored *const k_, *const v_;
   const int32_t* const table_;  // of the sequence
-  int number_, row_;            // of a page in the table, and in the page: of the row that is looked up next
-  int pages_of_pass_, rows_of_pass_;
-  int pages_[kPasses], rows_[kPasses];
+  int number_, row_;            // of a page in the table, and in the page: of the key that is looked up next
+  int pages_of_step_, rows_of_step_;
+  int pages_[kUnits], rows_[kUnits];
 };
 
 // Maximum and sum of a thread's rows, in the units of q k^T; each row's follow from its own scores alone.
@@ -157,10 +182,12 @@ struct RowStats {
     return ptx::exp2_approx((max - shift(to)) * softmax_scale_log2);
   }
 
-  // Scores become weights, and what has been summed before is scaled by what the maximum rose.
-  CUFLASH_DEVICE void update(Scores& s, Output& o, float softmax_scale_log2) {
+  // Scores become weights, and what has been summed before is scaled by what the maximum rose. The lower eight rows of the tile
+  // stay as they are where there is no query in them.
+  CUFLASH_DEVICE void update(Scores& s, Output& o, float softmax_scale_log2, bool has_lower_rows) {
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
+      if (i % 2 == 1 && !has_lower_rows) continue;
       float highest = max[i];
 #pragma unroll
       for (int j = 0; j < Scores::kColumns; ++j) highest = fmaxf(highest, s.at(i, j));
@@ -174,7 +201,7 @@ struct RowStats {
         step += s.at(i, j);
       }
       sum[i] = sum[i] * factor + step;
-      o.scale_row(i, factor);
+      if (__any_sync(0xffffffffu, factor != 1)) o.scale_row(i, factor);  // once maxima are found, they rarely rise
     }
   }
 };
@@ -361,6 +388,7 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   const auto q = matrix<Element>(params.q, heads, heads.head, params.num_queries, params.cache.head_dim);
   const int num_rows = params.group_size * params.num_queries;
   tile::load_async<kThreads>(q_smem, tile::StackedRows<Element>{q, params.q.head_stride, num_rows});
+  ptx::cp_async_commit();
 
   const int num_steps = (part.stop - part.start + kBlockKv - 1) / kBlockKv;  // none of an empty sequence
   CacheCopy<Stage> copy(params, arrays, number, kv_head, of, part);
@@ -370,6 +398,8 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
     ptx::cp_async_commit();
   }
   const float softmax_scale_log2 = Softmax::scale_log2(params.softmax_scale);
+  const bool has_lower_rows = kRowGroups > 1 || num_rows > 8;
+  const Interval seen = seen_by_all(params, of);
   RowStats stats;
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
@@ -378,19 +408,23 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   }
   Output o;
   o.fill(0);
+  ptx::cp_async_wait<kNumStages - 1>();
+  __syncthreads();  // queries are there
+  const auto queries = Stage::queries();
   int stage = 0, free_stage = kNumStages - 1;
   for (int step = 0; step < num_steps; ++step) {
     ptx::cp_async_wait<kNumStages - 2>();
-    __syncthreads();  // the step's keys and values are there, those of the step before are read
+    sync_key_group();  // the step's keys and values are there, those of the step before are read
     if (step + kNumStages - 1 < num_steps) copy.start_next(free_stage);
     ptx::cp_async_commit();
     Scores s;
-    stage_smem<Stage>(stage).multiply(s);
+    stage_smem<Stage>(stage).multiply(s, queries);
     if (Softmax::needs_negation(params.softmax_scale)) Softmax::negate(s, params.softmax_scale);
-    const int start = part.start + step * kBlockKv;
-    mask_rows<false>(s, KvBlock{start, min(start + kBlockKv, part.stop), BlockKind::kInterval, 0},
-                     ptx::negative_infinity<float>(), [&](int row) { return packed_row_mask(params, of, row); });
-    stats.update(s, o, softmax_scale_log2);
+    const int start = part.start + step * kBlockKv, stop = min(start + kBlockKv, part.stop);
+    if (start < seen.lo || start + kBlockKv > min(seen.hi, part.stop))
+      mask_rows<false>(s, KvBlock{start, stop, BlockKind::kInterval, 0}, ptx::negative_infinity<float>(),
+                       [&](int row) { return packed_row_mask(params, of, row); });
+    stats.update(s, o, softmax_scale_log2, has_lower_rows);
     stage_smem<Stage>(stage).add(o, s);
     free_stage = stage;
     stage = stage + 1 == kNumStages ? 0 : stage + 1;

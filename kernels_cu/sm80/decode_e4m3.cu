@@ -12,27 +12,31 @@ struct ScaledStage {
   using KTile = tile::E4M3Tile<kBlockKv, kHeadDim>;
   using VTile = tile::E4M3Tile<kBlockKv, kValueDim>;
   using Stored = ptx::Float8E4M3;
+  using Queries = tile::InterleavedRows<(kNumWarps <= 4 && kHeadDim <= 128), Element, kBlockQ, kHeadDim>;
   using WarpV = tile::E4M3Tile<kKeysOfWarp, kValueDim>;
   static constexpr int kThreadsPerRow = KTile::kChunks % 8 == 0 && VTile::kChunks % 8 == 0 ? 8 : 4;
   static constexpr int kScales = KTile::kBytes + VTile::kBytes, kBytes = kScales + 2 * 4 * kBlockKv;
 
   int start;
 
+  static CUFLASH_DEVICE Queries queries() { return {q_smem, Scores::warp_row()}; }
   CUFLASH_DEVICE KTile keys() const { return {start}; }
   CUFLASH_DEVICE VTile values() const { return {start + KTile::kBytes}; }
   CUFLASH_DEVICE float* scales(bool of_values) const {
     return reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + start + kScales) + of_values * kBlockKv;
   }
-  // Of the threads that copy a row the first takes its key's scale, and the second its value's.
-  CUFLASH_DEVICE void start_scales(const Arrays& arrays, int thread, int to, const attention::BatchHead& place, int row,
-                                   bool is_there) const {
-    if (thread > 1) return;
-    const auto& from = thread == 0 ? arrays.k_scale : arrays.v_scale;
-    ptx::cp_async_ca_4(ptx::shared_address(scales(thread) + to),
-                       &attention::matrix<float>(from, place, place.head, 0, 0).at(row, 0), is_there ? 4 : 0);
+  // A half of the warp takes the keys' scales, and the other half the values'.
+  CUFLASH_DEVICE void start_scales(const Arrays& arrays, int to, const attention::BatchHead& place, int row, int first_row,
+                                   int last_row) const {
+    const int lane = ptx::lane(), own_row = lane % 16;
+    const auto& from = lane < 16 ? arrays.k_scale : arrays.v_scale;
+    const bool is_there = own_row >= first_row && own_row < last_row;
+    ptx::cp_async_ca_4(ptx::shared_address(scales(lane >= 16) + to + own_row),
+                       &attention::matrix<float>(from, place, place.head, 0, 0).at(row + (is_there ? own_row : 0), 0),
+                       is_there ? 4 : 0);
   }
-  CUFLASH_DEVICE void multiply(Scores& s) const {
-    tile::gemm_nt(s, q_smem, keys());
+  CUFLASH_DEVICE void multiply(Scores& s, const Queries& queries) const {
+    tile::gemm_nt(s, queries, keys());
     scale_columns(s, scales(false));
   }
   CUFLASH_DEVICE void add(Output& o, Scores& weights) const {

@@ -52,9 +52,36 @@ CUFLASH_DEVICE void load_interleaved(uint32_t (&frag)[4], SwizzledTile<T, Rows, 
   }
 }
 
+// Sixteen such rows, which registers keep from product to product, or which are read for each.
+template <bool IsKept, class T, int Rows, int Columns>
+class InterleavedRows {
+ public:
+  using From = SwizzledTile<T, Rows, Columns>;
+
+  CUFLASH_DEVICE InterleavedRows(From from, int first_row) : from_(from), first_row_(first_row) {
+    if constexpr (IsKept) {
+#pragma unroll
+      for (int k = 0; k < Columns / 16; ++k) load_interleaved(kept_[k], from, first_row, k);
+    }
+  }
+  CUFLASH_DEVICE void get(uint32_t (&frag)[4], int k) const {
+    if constexpr (IsKept) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) frag[e] = kept_[k][e];
+    } else {
+      load_interleaved(frag, from_, first_row_, k);
+    }
+  }
+
+ private:
+  From from_;
+  int first_row_;
+  uint32_t kept_[IsKept ? Columns / 16 : 1][4];
+};
+
 // c = a b^T, where b has 8 bits. Called by whole warps.
-template <class Tile, class T, int Rows, int Columns, int Depth>
-CUFLASH_DEVICE void gemm_nt(Tile& c, SwizzledTile<T, Rows, Depth> a, E4M3Tile<Columns, Depth> b) {
+template <class Tile, bool IsKept, class T, int Rows, int Columns, int Depth>
+CUFLASH_DEVICE void gemm_nt(Tile& c, const InterleavedRows<IsKept, T, Rows, Depth>& a, E4M3Tile<Columns, Depth> b) {
   static_assert(Tile::kRowTiles == 1 && Depth % 32 == 0, "a warp has 16 rows, and two chunks of b are 32 columns");
   const auto b_frags = right_k_major(b, c.warp_column());
   c.fill(0);
@@ -62,7 +89,7 @@ CUFLASH_DEVICE void gemm_nt(Tile& c, SwizzledTile<T, Rows, Depth> a, E4M3Tile<Co
   for (int k = 0; k < Depth / 32; ++k) {
     uint32_t a_frag[2][4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) load_interleaved(a_frag[half], a, c.warp_row(), 2 * k + half);
+    for (int half = 0; half < 2; ++half) a.get(a_frag[half], 2 * k + half);
 #pragma unroll
     for (int j = 0; j < Tile::kColumnTiles; j += 2) {
       uint32_t bytes[4];  // of columns 32 k on: eight rows, their next chunk, and the same of eight further rows

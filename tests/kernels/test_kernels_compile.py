@@ -107,7 +107,7 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
 
 
 def of_caches(name: str) -> set[KernelSpec]:
-    """The kernels of KV caches on a known GPU: tiles of few rows and of many, with a sink and without, and of 8 bits."""
+    """The kernels of KV caches on a known GPU, in 16 and 8 bits: tiles of few rows and of many, with a sink too."""
     device = DeviceSpec.gpu(name)
     specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
     specs |= {append_spec(spec.dtype, is_quantized=True) for spec in specs if spec.dtype in SOURCES}

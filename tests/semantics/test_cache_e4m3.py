@@ -127,7 +127,9 @@ WRONG = {
     "rows of two dtypes": (
         lambda cache: cache.append(ROWS, ROWS.astype(BFLOAT16)), "v must have k's dtype, float32; got bfloat16"
     ),
-    "queries of doubles": (lambda cache: cache.attention(ROWS.astype(float)), "q must have shape (2, num_heads, n, 16)"),
+    "queries of doubles": (
+        lambda cache: cache.attention(ROWS.astype(float)), "q must have shape (2, num_heads, n, 16) and dtype float16"
+    ),
     "another out": (
         lambda cache: cache.attention(ROWS.astype(BFLOAT16), out=ROWS.copy()),
         "out must have shape (2, 2, 3, 16) and dtype bfloat16; got (2, 2, 3, 16) and float32",

@@ -139,6 +139,24 @@ TABLE = np.array([[3, 1, 0], [7, -1, 0], [9, PAGES, 2], [5, 6, 8]], np.int32)
 HELD = [14, 3, 15, 36]
 
 
+HARD = np.float32([0, -0.0, 1e-42, 1e-38, 2e-38, -1e-37, 5e-36, 1, 448, 448.00003, 464, 1.75, 1.7500001, 3.4e38, 1e-30,
+                   2**-9, 2**-10, 3 * 2**-11, 2**-7, 0.0156, 0.0155, 13, 17, 19, -21, 239, 240, 241, 455.99, -1e38,
+                   np.nan, -np.nan, np.inf, -np.inf])  # fmt: skip
+
+
+def _hard(shape: tuple[int, ...]) -> Any:
+    """Ties, subnormal numbers, the ends of both formats, NaN and infinities; rows of one number, and of many."""
+    rng, (_, num_rows, heads, _) = np.random.default_rng(0), shape
+    near = (rng.integers(0, 2**32, shape, dtype=np.uint32) >> 5 | 0x3A000000).view(np.float32)
+    rows = np.where(rng.random(shape) < 0.5, near, HARD[rng.integers(0, len(HARD) - 4, shape)])
+    any_bits = rng.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)
+    rows[:, ::4] = any_bits[:, ::4]
+    rows[0, 1::2] = np.resize(HARD, (num_rows // 2, heads, 1))
+    rows[1, 4::9] = HARD[rng.integers(0, len(HARD), shape)][1, 4::9]
+    rows[1, :4] = HARD[-4 * heads :].reshape(4, heads, 1)
+    return rows
+
+
 def appended(
     run: Run,
     dtype: Any,
@@ -147,10 +165,12 @@ def appended(
     num_rows: int = 5,
     target: Any = None,
     is_quantized: bool = False,
+    is_hard: bool = False,
 ) -> Any:
     """New rows, and the pages, lengths and faults after the kernel; then scales, where pages have 8-bit numbers."""
     batch = len(HELD)
-    rows = [_RNG.standard_normal((batch, num_rows, HEADS, dim)).astype(dtype).swapaxes(1, 2) for dim in dims]
+    draw = _hard if is_hard else _RNG.standard_normal
+    rows = [draw((batch, num_rows, HEADS, dim)).astype(dtype).swapaxes(1, 2) for dim in dims]
     pages = [np.zeros((PAGES, HEADS, PAGE, dim), np.uint8 if is_quantized else dtype) for dim in dims]
     scales = {name: np.zeros(pages[0].shape[:3], np.float32) for name in ("k_scale", "v_scale") if is_quantized}
     host = {
