@@ -211,7 +211,8 @@ def timed(case: Case, nbytes: int, replays: int) -> dict[str, Any]:
     """Microseconds of a call, as the median over replays of a graph of several."""
     places = max(2, min(_MOST_CALLS, -(-_ROTATED_BYTES // nbytes)))
     calls = [case.prepare() for _ in range(places)]
-    num_calls = _MOST_CALLS if nbytes < _MANY_BYTES else places
+    is_short = nbytes < _MANY_BYTES or case.operation.startswith("append")
+    num_calls = _MOST_CALLS if is_short else places
     replay = case.capture([calls[number % places] for number in range(num_calls)])
     replay()
     us = statistics.median(replay() for _ in range(replays)) / num_calls
@@ -300,10 +301,16 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for batch, keys in SIZES[: 1 if chosen.quick else None]:
         rows += rows_of(batch, keys, replays)
+        write(chosen.csv, rows)
     host = {"library": "cuflash", "operation": "append and attention, host", "batch": 1, "keys": 1}
     rows.append(host | host_time(100 if chosen.quick else 1000))
     print(*rows[-1].values())
-    with chosen.csv.open("w", newline="", encoding="utf-8") as file:
+    write(chosen.csv, rows)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows that there are so far."""
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
         writer.writeheader()
         writer.writerows(row | versions() for row in rows)
