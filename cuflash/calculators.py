@@ -12,6 +12,8 @@ import numpy as np
 
 from .arrays import as_dtype, describe, is_int, is_number
 from .errors import UnsupportedProblem, collecting
+from .fp8.e4m3 import E4M3
+from .fp8.rows import SCALE_BYTES
 from .planning.plan import KernelPlan
 from .plans import Plan
 
@@ -118,7 +120,8 @@ def kv_cache_bytes(
     """Count the bytes of keys and values of all layers: num_layers num_kv_heads (head_dim + value_dim) tokens itemsize.
 
     A model of 70 billion parameters has 80 layers, 64 query heads and 128 dims. With 8 key/value heads a token takes
-    320 KiB, and a sequence of 8192 tokens 2.5 GiB; with a key/value head for each query head it would be 20 GiB.
+    320 KiB, and a sequence of 8192 tokens 2.5 GiB; with a key/value head for each query head it would be 20 GiB. In
+    float8_e4m3fn a row of keys or values of a head takes 4 bytes more, for its scale.
 
     Pages round each sequence up, and less than a page of it is not in use.
 
@@ -155,6 +158,8 @@ def kv_cache_bytes(
     2.5
     >>> kv_cache_bytes(num_kv_heads=64, tokens=8192, **model) / 2**30
     20.0
+    >>> kv_cache_bytes(num_kv_heads=8, tokens=1, **model | {"dtype": "float8_e4m3fn"}) / 2**10
+    165.0
 
     >>> kv_cache_bytes(num_kv_heads=8, tokens=[100, 1000], page_size=64, **model) / 2**20
     360.0
@@ -234,14 +239,17 @@ def _bytes_of_token(
     value_dim = head_dim if value_dim is None else value_dim
     sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     wrong = _count_reasons(**sizes, page_size=1 if page_size is None else page_size)
-    itemsize = 0
+    itemsize = of_scales = 0
     with collecting(wrong):
         made = as_dtype("dtype", dtype)
-        itemsize = made.itemsize
+        itemsize, of_scales = made.itemsize, 2 * SCALE_BYTES * (made == E4M3)
         if made.kind not in "fiuV" or made.names or not itemsize:
             wrong.append(f"dtype must be one of numbers; got {made}")
     reasons += wrong
-    return 0 if wrong else int(num_layers) * int(num_kv_heads) * (int(head_dim) + int(value_dim)) * itemsize
+    if wrong:
+        return 0
+    a_head: int = (int(head_dim) + int(value_dim)) * itemsize + of_scales
+    return int(num_layers) * int(num_kv_heads) * a_head
 
 
 def _count_reasons(**counts: Any) -> list[str]:

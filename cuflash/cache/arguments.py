@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..arrays import DTYPES, Array, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace, no_array
 from ..errors import UnsupportedProblem
+from ..fp8.e4m3 import E4M3
 from ..layouts import is_broadcast, kind_of, overlap
+from ..masks import SlidingWindow
 from ..planning.problem import MAX_HEAD_DIM
+from .pages import Growth, Shortage
 
 PAGE_SIZE = 64
 _LARGEST_PAGE = 1024
@@ -39,8 +42,8 @@ def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
     return reasons + size_reasons(num_pages=num_pages)
 
 
-def dtype_of(dtype: Any) -> np.dtype[Any]:
-    """The dtype of a cache.
+def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[Any]:
+    """The dtype of a cache, which has scales if it makes its own arrays.
 
     Raises
     ------
@@ -48,8 +51,12 @@ def dtype_of(dtype: Any) -> np.dtype[Any]:
         Attention does not compute with it.
     """
     made = as_dtype("dtype", dtype)
-    if made not in DTYPES:
-        known = ", ".join(each.name for each in DTYPES)
+    if made == E4M3 and not has_scales:
+        raise UnsupportedProblem(
+            ["dtype must be that of pages without scales; got float8_e4m3fn: KVCache(dtype=...) makes pages with them"]
+        )
+    if made not in (*DTYPES, E4M3):
+        known = ", ".join(each.name for each in (*DTYPES, E4M3))
         raise UnsupportedProblem([f"dtype must be one of {known}; got {made}"])
     return made
 
@@ -82,8 +89,15 @@ def sequence_reasons(name: str, value: Any, batch: int) -> list[str]:
     return [f"{name} must be a sequence from 0 to {batch - 1}; got {describe(value)}"]
 
 
-def row_reasons(arrays: Mapping[str, Array], like: Array, wanted: Mapping[str, tuple[Any, ...]]) -> list[str]:
+def row_reasons(
+    arrays: Mapping[str, Array],
+    like: Array,
+    wanted: Mapping[str, tuple[Any, ...]],
+    dtypes: Sequence[np.dtype[Any]] = (),
+) -> list[str]:
     """Why arrays are no rows of a cache like this: a shape may have a name for an extent that is free.
+
+    Their dtype is one of `dtypes`, or of the array that they are like.
 
     Raises
     ------
@@ -94,12 +108,13 @@ def row_reasons(arrays: Mapping[str, Array], like: Array, wanted: Mapping[str, t
     for name, array in arrays.items():
         if not is_array(array):
             raise TypeError(no_array(name, array))
+        dtypes = dtypes or (like.dtype,)
         shape, expected = tuple(array.shape), wanted[name]
         pairs = zip(shape, expected)
         fits = len(shape) == len(expected) and all(isinstance(want, str) or have == want for have, want in pairs)
-        if not fits or array.dtype != like.dtype:
-            written = ", ".join(map(str, expected))
-            reasons.append(f"{name} must have shape ({written}) and dtype {like.dtype}; got {shape} and {array.dtype}")
+        if not fits or array.dtype not in dtypes:
+            written, known = ", ".join(map(str, expected)), " or ".join(map(str, dtypes))
+            reasons.append(f"{name} must have shape ({written}) and dtype {known}; got {shape} and {array.dtype}")
         if namespace(array) is not namespace(like):
             home = namespace(like).__name__
             reasons.append(
@@ -132,3 +147,35 @@ def overlap_reasons(name: str, array: Array, others: Mapping[str, Array]) -> lis
         for other, value in others.items()
         if namespace(value) is namespace(array) and overlap(array, value)
     ]
+
+
+def checked_window(window: Any) -> tuple[int | None, int | None] | None:
+    """A window as ints, if it is one."""
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
+    try:
+        asked = SlidingWindow(*window)
+    except UnsupportedProblem as error:
+        raise UnsupportedProblem(f"window's {reason}" for reason in error.reasons) from None
+    return asked.left, asked.right
+
+
+def capacity_reason(name: str, growth: Growth, capacity: int) -> str:
+    """Why a sequence cannot become so long."""
+    return (
+        f"{name} must fit the room of sequence {growth.sequence}; got {growth.stop - growth.length} rows, which need "
+        f"{growth.stop} positions, and the cache has {capacity}: truncate or reset the sequence, or make the cache "
+        f"with a larger capacity"
+    )
+
+
+def shortage_reason(name: str, shortage: Shortage, num_pages: int) -> str:
+    """Why there are no pages for a sequence's growth."""
+    sequence, length, stop = shortage.growth
+    more = f"{shortage.wanted} more page{'s' * (shortage.wanted > 1)}"
+    return (
+        f"{name} must fit the free pages; got {stop - length} rows for sequence {sequence}, which need {more}, and of "
+        f"{num_pages} there are {shortage.free} free: truncate or reset sequences, or make the cache with more pages"
+    )

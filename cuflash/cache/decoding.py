@@ -47,14 +47,14 @@ def decode_plan_of(
     Parameters
     ----------
     arrays : dict by name
-        q, k, v, o, lse and sink, as `executors.decoding.decode` takes them.
+        q, k, v, o, lse and sink, as `executors.decoding.decode` takes them, and scales of 8-bit numbers.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     device = device_of(options, given, _KERNELS)
     if device is None or not has_layout(given):
         return None
     try:
-        return _plan(*shapes_of(given), layout, device, options)
+        return _plan(*shapes_of(given), layout, device, options, "k_scale" in given)
     except (UnsupportedProblem, TypeError):  # `attention` says all that is wrong with a call
         return None
 
@@ -94,12 +94,16 @@ def _plan(
     layout: CacheLayout,
     device: DeviceSpec,
     options: DecodeOptions,
+    is_quantized: bool,
 ) -> DecodePlan | None:
-    """The kernel's plan for a cache's pages; None where it does not serve the problem."""
+    """The kernel's plan for pages of q's dtype, or of 8-bit numbers; None where it does not serve the problem."""
+    k, v = (ShapeDtype(x.shape, q.dtype) if is_quantized else x for x in (k, v))
     problem = problem_of(q, k, v, sink, layout, options)
-    if problem is None or decode_reasons(problem, device):
+    if problem is None or decode_reasons(problem, device, is_quantized=is_quantized):
         return None
-    return decode_plan(problem, device, layout, left=options.left, right=options.right)
+    return decode_plan(
+        problem, device, layout, left=options.left, right=options.right, is_quantized=is_quantized
+    )
 
 
 def problem_of(

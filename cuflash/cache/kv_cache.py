@@ -8,21 +8,24 @@ from typing import Any
 import numpy as np
 
 from ..api import attention
-from ..arrays import Array, accumulator_dtype, describe, flag_reasons, is_array, is_integer_dtype, namespace, to_host
+from ..arrays import Array, accumulator_dtype, describe, flag_reasons, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..executors.decoding import decode, target_of
 from ..executors.prefill import prefill
+from ..fp8.quantize import SOURCES
 from ..masks import SlidingWindow
 from ..planning.decoding import CacheLayout, DecodePlan
 from ..planning.prefill import PrefillPlan
 from ..plans import as_arrays
 from .arguments import (
-    PAGE_SIZE, dtype_of, numbers, out_reasons, overlap_reasons, page_reasons, row_reasons, sequence_reasons,
-    size_reasons,
+    PAGE_SIZE, capacity_reason, checked_window, dtype_of, numbers, out_reasons, overlap_reasons,
+    page_reasons, row_reasons, sequence_reasons, shortage_reason, size_reasons,
 )  # fmt: skip
 from .decoding import DecodeOptions, decode_plan_of
+from .given_pages import checked_pages
 from .on_device import OnDevice, device_reasons, is_on_device
-from .pages import Copy, Growth, OwnPages, PagePool, Shortage
+from .paged_rows import PagedRows
+from .pages import Growth, OwnPages, PagePool
 from .prefill import prefill_plan_of
 
 
@@ -38,7 +41,8 @@ class KVCache:
     capacity : int
         The most positions that a sequence may have.
     dtype : dtype
-        Of keys and values: float16, bfloat16, float32 or float64.
+        Of keys and values: float16, bfloat16, float32 or float64; or float8_e4m3fn, for rows of 8 bits with a scale
+        each.
     value_dim : int, optional
         `head_dim` unless given.
     page_size : int, optional
@@ -70,6 +74,11 @@ class KVCache:
     of a sequence depends on nothing but its own queries, keys and values: not on the other sequences, nor on their
     number or order, nor on rows that are not in use, which may hold NaN. On the host and by the cache's kernels it is
     the same bit for bit for any page table, with pages or without.
+
+    A cache of float8_e4m3fn takes rows of float16, bfloat16 or float32 and rounds them once, when they are appended.
+    Each row of a key/value head has a scale in float32, a power of two, so that rows are scaled exactly. Whatever the
+    cache does with a row afterwards moves its 8-bit numbers and its scale. Queries are of any of the three dtypes, and
+    the result is attention to what `rows` returns, in q's dtype.
 
     On a GPU the cache keeps the launches of its calls, one for each layout and options, and the memory that the kernels
     of the largest of them need. A later call of the same kind checks nothing but where its arrays lie.
@@ -130,15 +139,16 @@ class KVCache:
             assert page_size is not None and num_pages is not None
             pages = PagePool(int(page_size), int(num_pages), [[] for _ in range(batch)])
         shape = pages.num_pages, int(num_kv_heads), pages.page_size
-        k, v = (xp.empty((*shape, int(dim)), dtype) for dim in (head_dim, value_dim))
-        self._hold(k, v, pages, [0] * int(batch), int(capacity))
+        arrays = PagedRows.empty(xp, shape, (int(head_dim), int(value_dim)), dtype)
+        self._hold(arrays, pages, [0] * int(batch), int(capacity))
 
-    def _hold(self, k: Array, v: Array, pages: OwnPages | PagePool, lengths: list[int], capacity: int) -> None:
-        self._k, self._v, self._pages, self._lengths, self._capacity = k, v, pages, lengths, capacity
+    def _hold(self, arrays: PagedRows, pages: OwnPages | PagePool, lengths: list[int], capacity: int) -> None:
+        self._arrays, self._k, self._v = arrays, arrays.k, arrays.v
+        self._pages, self._lengths, self._capacity = pages, lengths, capacity
         self._is_counted_on_device = False
         self._device = None
-        if not isinstance(k, np.ndarray):
-            self._device = OnDevice(k, v, self._layout, len(lengths), isinstance(pages, PagePool))
+        if not isinstance(arrays.k, np.ndarray):
+            self._device = OnDevice(arrays, self._layout, len(lengths), isinstance(pages, PagePool))
 
     def __copy__(self) -> KVCache:
         """A cache with arrays of its own: two that share arrays would write over each other's rows."""
@@ -182,44 +192,37 @@ class KVCache:
         >>> pages[[7, 4], 0, [4, 5], 0], cache.lengths
         (array([1., 1.], dtype=float32), array([21,  6], dtype=int32))
         """
-        given = as_arrays({"k_pages": k_pages, "v_pages": v_pages})
-        k, v = given.values()
-        reasons = row_reasons({"k_pages": k}, k, {"k_pages": ("num_pages", "num_kv_heads", "page_size", "head_dim")})
-        if reasons:
-            raise UnsupportedProblem(reasons)
-        reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
-        with collecting(reasons):
-            dtype_of(k.dtype)
-        page_size, num_pages = int(k.shape[2]), int(k.shape[0])
-        reasons += page_reasons(page_size, num_pages) + size_reasons(head_dim=k.shape[3])
-        table, lengths = as_arrays({"block_table": block_table, "lengths": lengths}).values()
-        if not (is_array(table) and table.ndim == 2 and is_integer_dtype(table.dtype) and all(table.shape)):
-            reasons.append(f"block_table must be an integer array (batch, max_pages); got {describe(table)}")
-        if reasons:
-            raise UnsupportedProblem(reasons)
-        batch, max_pages = table.shape
-        tables = [_until_negative(row) for row in to_host(table).tolist()]
-        on_host = to_host(lengths) if is_array(lengths) else lengths
-        positions = numbers("lengths", on_host, batch)
-        reasons = _table_reasons(tables, positions, page_size, num_pages)
-        if reasons:
-            raise UnsupportedProblem(reasons)
+        arrays, tables, positions, max_pages = checked_pages(k_pages, v_pages, block_table, lengths)
+        page_size, num_pages = int(arrays.k.shape[2]), int(arrays.k.shape[0])
         cache = cls.__new__(cls)
         pages = PagePool(page_size, num_pages, tables, owns_rest=False)
-        cache._hold(k, v, pages, positions, int(max_pages) * page_size)
+        cache._hold(arrays, pages, positions, max_pages * page_size)
         return cache
 
     # What it holds
 
     @property
     def k(self) -> Array:
-        """Keys, [batch, num_kv_heads, capacity, head_dim], or with pages [num_pages, num_kv_heads, page_size, ...]."""
+        """Keys, [batch, num_kv_heads, capacity, head_dim], or with pages [num_pages, num_kv_heads, page_size, ...].
+
+        Those of 8 bits are float8_e4m3fn in NumPy, and uint8 with the same bits in CuPy.
+        """
         return self._k
 
     @property
     def v(self) -> Array:
         """Values, as `k` with value_dim."""
         return self._v
+
+    @property
+    def k_scale(self) -> Array | None:
+        """What rows of 8-bit keys are to be multiplied by, float32, as `k` without its last axis; else None."""
+        return self._arrays.k_scale
+
+    @property
+    def v_scale(self) -> Array | None:
+        """What rows of 8-bit values are to be multiplied by, as `k_scale`."""
+        return self._arrays.v_scale
 
     @property
     def lengths(self) -> Array:
@@ -250,7 +253,8 @@ class KVCache:
         Returns
         -------
         k : array [num_kv_heads, length, head_dim]
-            A view if the rows lie next to each other in one page, else a copy.
+            A view if the rows lie next to each other in one page, else a copy. Rows of 8 bits are multiplied by their
+            scales, in float32.
         v : array [num_kv_heads, length, value_dim]
             As k.
 
@@ -270,8 +274,7 @@ class KVCache:
         reasons = sequence_reasons("sequence", sequence, len(self._lengths))
         if reasons:
             raise UnsupportedProblem(reasons)
-        length = self._lengths[sequence]
-        return self._rows(self._k, sequence, 0, length), self._rows(self._v, sequence, 0, length)
+        return self._arrays.gather(self._pages.tables[sequence], 0, self._lengths[sequence])
 
     @property
     def capacity(self) -> int:
@@ -285,15 +288,15 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values, in use or not."""
-        return int(self._k.nbytes + self._v.nbytes)
+        """Bytes of all keys and values, and of their scales, in use or not."""
+        return sum(int(array.nbytes) for array in self._arrays.arrays)
 
     def __repr__(self) -> str:
         batch, (num_pages, heads, page_size, head_dim) = len(self._lengths), self._k.shape
         pages = f", page_size={page_size}, num_pages={num_pages}" if isinstance(self._pages, PagePool) else ""
         return (
             f"KVCache(batch={batch}, num_kv_heads={heads}, head_dim={head_dim}, value_dim={self._v.shape[-1]}, "
-            f"capacity={self._capacity}, dtype={self._k.dtype}{pages})"
+            f"capacity={self._capacity}, dtype={self._arrays.dtype}{pages})"
         )
 
     # What changes it
@@ -305,7 +308,7 @@ class KVCache:
         ----------
         k : array [batch, num_kv_heads, n, head_dim]
         v : array [batch, num_kv_heads, n, value_dim]
-            Of the cache's dtype, where it is; any strides.
+            Of the cache's dtype, where it is; any strides. For a cache of 8 bits both of float16, bfloat16 or float32.
         counts : list or NumPy array of ints [batch], optional
             Of the n rows the first counts[b] belong to sequence b; all of them unless given. An int32 array on the
             cache's device counts rows there from now on, as `count_on_device` does.
@@ -346,7 +349,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             self._grow(growth)
         lengths = [length + new for length, new in zip(self._lengths, news)]
         if self._device is None:
-            self._write(k, v, growths)
+            self._arrays.write(k, v, growths, self._pages.tables)
         elif growths:
             self._put().append(k, v, news if counts is not None else None, lengths, step)
         self._lengths = lengths
@@ -356,9 +359,11 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         given = as_arrays({"k": k, "v": v})
         batch, heads = len(self._lengths), self._k.shape[1]
         wanted = {"k": (batch, heads, "n", self._k.shape[3]), "v": (batch, heads, "n", self._v.shape[3])}
-        reasons = row_reasons(given, self._k, wanted)
+        reasons = row_reasons(given, self._k, wanted, self._row_dtypes)
         k, v = given.values()
         if not reasons:
+            if k.dtype != v.dtype:
+                reasons.append(f"v must have k's dtype, {k.dtype}; got {v.dtype}")
             if k.shape[2] != v.shape[2]:
                 reasons.append(f"v must have k's {k.shape[2]} rows; got {v.shape[2]}")
             own = {"the cache's keys": self._k, "the cache's values": self._v}
@@ -390,7 +395,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         ]
         if isinstance(self._pages, PagePool):
             shortages = self._pages.shortages(growths)
-            reasons = [_shortage_reason("pages", each, self._pages.num_pages) for each in shortages]
+            reasons = [shortage_reason("pages", each, self._pages.num_pages) for each in shortages]
             if reasons:
                 raise UnsupportedProblem(reasons)
             for growth in growths:
@@ -501,7 +506,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         if reasons:
             raise UnsupportedProblem(reasons)
         for copy in self._pages.fork(source, target, self._lengths[source]):
-            self._copy(copy)
+            self._arrays.copy(copy)
         self._lengths[target] = self._lengths[source]
 
     def reserve(self, lengths: Any) -> None:
@@ -569,7 +574,8 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         Parameters
         ----------
         q : array [batch, num_heads, n, head_dim]
-            Of the cache's dtype, where it is. Query head h reads key/value head h // (num_heads / num_kv_heads).
+            Of the cache's dtype, or for 8 bits of float16, bfloat16 or float32, where the cache is. Query head h reads
+            key/value head h // (num_heads / num_kv_heads).
         counts : list or NumPy array of ints [batch], optional
             Of the n rows the first counts[b] belong to sequence b: row t stands at lengths[b] - counts[b] + t. The
             rows after them are empty. An int32 array on the cache's device is taken as by `append`.
@@ -607,14 +613,15 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             return (o, lse) if return_lse else o
         xp, batch = namespace(self._k), len(self._lengths)
         q = as_arrays({"q": q})["q"]
-        reasons = row_reasons({"q": q}, self._k, {"q": (batch, "num_heads", "n", self._k.shape[3])})
+        wanted = {"q": (batch, "num_heads", "n", self._k.shape[3])}
+        reasons = row_reasons({"q": q}, self._k, wanted, self._row_dtypes)
         reasons += flag_reasons("causal", causal) + flag_reasons("return_lse", return_lse)
         with collecting(reasons):
-            limits = _checked_window(window)
+            limits = checked_window(window)
         if not reasons:
             shape = (*q.shape[:3], self._v.shape[3])
             own = {"q": q, "the cache's keys": self._k, "the cache's values": self._v}
-            reasons += out_reasons(out, shape, self._k, own)
+            reasons += out_reasons(out, shape, q, own)
             if q.shape[2] > self._capacity:
                 reasons.append(f"q must have at most as many rows as the capacity, {self._capacity}; got {q.shape[2]}")
         if reasons:
@@ -625,7 +632,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         sink = as_arrays({"sink": sink})["sink"]
         left, right = limits or (None, None)
         options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision)
-        arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink}
+        arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink, **self._arrays.scales}
         plan = decode_plan_of(arrays, self._layout, options) or prefill_plan_of(arrays, self._layout, options)
         if plan is not None:
             self._decode(plan, arrays, None if counts is None else news, out, asked)
@@ -640,6 +647,11 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         else:
             self._attend_one_by_one(q, o, lse, news, sink, limits, causal, options)
         return (o, lse) if return_lse else o
+
+    @property
+    def _row_dtypes(self) -> tuple[np.dtype[Any], ...]:
+        """Dtypes that new rows and queries may have."""
+        return SOURCES if self._arrays.is_quantized else (self._arrays.dtype,)
 
     @property
     def _layout(self) -> CacheLayout:
@@ -682,11 +694,11 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         xp = namespace(q)
         for sequence, (length, new) in enumerate(zip(self._lengths, news)):
             first = 0 if window is None or window[0] is None else max(0, length - new - window[0])
-            k, v = self._rows(self._k, sequence, first, length), self._rows(self._v, sequence, first, length)
+            k, v = self._arrays.gather(self._pages.tables[sequence], first, length, q.dtype)
             rows = slice(max(0, new - length), new)  # those at positions from 0 on
             made = attention(
-                xp.ascontiguousarray(q[sequence, :, rows]), k, v, return_lse=True, sink=sink, scale=options.scale,
-                kernel=options.kernel, executor=options.executor, precision=options.precision,
+                xp.ascontiguousarray(q[sequence, :, rows], k.dtype), k, v, return_lse=True, sink=sink,
+                scale=options.scale, kernel=options.kernel, executor=options.executor, precision=options.precision,
                 causal="bottom_right" if causal else False,
                 mask=None if window is None else SlidingWindow(*window, "bottom_right"),
             )  # fmt: skip
@@ -714,99 +726,12 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         return news
 
     def _require_room(self, name: str, growths: list[Growth]) -> None:
-        reasons = [_capacity_reason(name, growth, self._capacity) for growth in growths if growth.stop > self._capacity]
+        reasons = [capacity_reason(name, growth, self._capacity) for growth in growths if growth.stop > self._capacity]
         if not reasons:
-            reasons = [_shortage_reason(name, each, self._pages.num_pages) for each in self._pages.shortages(growths)]
+            reasons = [shortage_reason(name, each, self._pages.num_pages) for each in self._pages.shortages(growths)]
         if reasons:
             raise UnsupportedProblem(reasons)
 
     def _grow(self, growth: Growth) -> None:
         for copy in self._pages.grow(growth):
-            self._copy(copy)
-
-    def _copy(self, copy: Copy) -> None:
-        for array in (self._k, self._v):
-            array[copy.target, :, : copy.rows] = array[copy.source, :, : copy.rows]
-
-    def _write(self, k: Array, v: Array, growths: list[Growth]) -> None:
-        """Write the first rows of each sequence to its new positions, all sequences at once."""
-        if not growths:
-            return
-        size, places = self._pages.page_size, []
-        for sequence, length, stop in growths:
-            positions = np.arange(length, stop)
-            pages = np.array(self._pages.tables[sequence])[positions // size]
-            places.append((np.full(len(positions), sequence), positions - length, pages, positions % size))
-        xp = namespace(self._k)
-        sequences, given, pages, rows = (xp.asarray(np.concatenate(each)) for each in zip(*places))
-        self._k[pages, :, rows] = k[sequences, :, given]
-        self._v[pages, :, rows] = v[sequences, :, given]
-
-    def _rows(self, array: Array, sequence: int, start: int, stop: int) -> Array:
-        """Positions start <= j < stop of a sequence, [num_kv_heads, stop - start, dim], with rows next to each other.
-
-        It is a view if one page holds them so, else a copy; attention has the same bits for either.
-        """
-        xp, size = namespace(array), self._pages.page_size
-        if start >= stop:
-            return xp.empty((array.shape[1], 0, array.shape[3]), array.dtype)
-        first = start // size
-        pages = self._pages.tables[sequence][first : -(-stop // size)]
-        cut = slice(start - first * size, stop - first * size)
-        if len(pages) == 1:
-            rows = array[pages[0], :, cut]
-            return rows if rows[0].flags.c_contiguous else xp.ascontiguousarray(rows)
-        gathered = array[xp.asarray(np.array(pages))].transpose(1, 0, 2, 3)
-        return gathered.reshape(array.shape[1], len(pages) * size, array.shape[3])[:, cut]
-
-
-def _checked_window(window: Any) -> tuple[int | None, int | None] | None:
-    """A window as ints, if it is one."""
-    if window is None:
-        return None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
-    try:
-        asked = SlidingWindow(*window)
-    except UnsupportedProblem as error:
-        raise UnsupportedProblem(f"window's {reason}" for reason in error.reasons) from None
-    return asked.left, asked.right
-
-
-def _capacity_reason(name: str, growth: Growth, capacity: int) -> str:
-    return (
-        f"{name} must fit the room of sequence {growth.sequence}; got {growth.stop - growth.length} rows, which need "
-        f"{growth.stop} positions, and the cache has {capacity}: truncate or reset the sequence, or make the cache "
-        f"with a larger capacity"
-    )
-
-
-def _shortage_reason(name: str, shortage: Shortage, num_pages: int) -> str:
-    sequence, length, stop = shortage.growth
-    more = f"{shortage.wanted} more page{'s' * (shortage.wanted > 1)}"
-    return (
-        f"{name} must fit the free pages; got {stop - length} rows for sequence {sequence}, which need {more}, and of "
-        f"{num_pages} there are {shortage.free} free: truncate or reset sequences, or make the cache with more pages"
-    )
-
-
-def _until_negative(row: list[int]) -> list[int]:
-    stop = next((place for place, page in enumerate(row) if page < 0), len(row))
-    return row[:stop]
-
-
-def _table_reasons(tables: list[list[int]], lengths: list[int], page_size: int, num_pages: int) -> list[str]:
-    """Why pages do not hold what sequences are said to have."""
-    reasons = []
-    for sequence, (table, length) in enumerate(zip(tables, lengths)):
-        wrong = [page for page in table if page >= num_pages]
-        if wrong:
-            reasons.append(
-                f"block_table must name pages below {num_pages}; got {wrong[0]} for sequence {sequence}: -1 is no page"
-            )
-        if length > len(table) * page_size:
-            reasons.append(
-                f"lengths must be at most what pages hold; got {length} for sequence {sequence}, which has "
-                f"{len(table)} pages of {page_size}"
-            )
-    return reasons
+            self._arrays.copy(copy)

@@ -13,6 +13,7 @@ from ..planning.appending import append_plan
 from ..planning.decoding import CacheLayout, DecodePlan
 from ..planning.launches import Launch
 from ..planning.prefill import PrefillPlan
+from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool
 from .steps import AppendStep, DecodeStep, Steps
 
@@ -22,25 +23,25 @@ class OnDevice:
 
     Parameters
     ----------
-    k, v : arrays of CuPy
-        The cache's pages.
+    arrays : PagedRows of CuPy's arrays
+        The cache's pages, and scales of 8-bit numbers.
     layout : CacheLayout
     batch : int
     is_paged : bool
     """
 
-    def __init__(self, k: Array, v: Array, layout: CacheLayout, batch: int, is_paged: bool) -> None:
-        xp = namespace(k)
-        self.k, self.v, self.layout = k, v, layout
+    def __init__(self, arrays: PagedRows, layout: CacheLayout, batch: int, is_paged: bool) -> None:
+        xp = namespace(arrays.k)
+        self.k, self.v, self.scales, self.layout = arrays.k, arrays.v, arrays.scales, layout
         self.lengths = xp.zeros((batch,), np.int32)
         self.num_faults = xp.zeros((1,), np.int32)
         self.table = xp.full((batch, layout.max_pages), -1, np.int32) if is_paged else None
         self._known_lengths: list[int] | None = [0] * batch
         self._known_version = -1
         self._arrived_blocks = xp.zeros((batch,), np.int32)
-        self._arrived_parts = xp.zeros((batch, int(k.shape[1])), np.int32)
+        self._arrived_parts = xp.zeros((batch, int(self.k.shape[1])), np.int32)
         self._captured: list[Any] = []
-        self.steps = Steps(k, v)
+        self.steps = Steps(self.k, self.v)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the steps, which hold addresses of these very arrays: a copy binds its own."""
@@ -94,12 +95,13 @@ class OnDevice:
         stream = self.steps.current_stream()
         step.run(k, v, counts, stream)
         self._after(step, stream, [k, v, counts])
-        self._known_lengths = new_lengths
+        self._known_lengths = None if new_lengths is None else list(new_lengths)  # the cache changes its own
 
     def _bound_append(self, k: Array, v: Array, counts: Array | None) -> AppendStep:
-        plan = append_plan(tuple(map(int, k.shape)), int(v.shape[3]), np.dtype(k.dtype), self.layout)
+        shape, dtype = tuple(map(int, k.shape)), np.dtype(k.dtype)
+        plan = append_plan(shape, int(v.shape[3]), dtype, self.layout, is_quantized=bool(self.scales))
         self._require_ready(plan.launch)
-        arrays = {**self.tables(counts), "k": k, "v": v, "cache_k": self.k, "cache_v": self.v}
+        arrays = {**self.tables(counts), **self.scales, "k": k, "v": v, "cache_k": self.k, "cache_v": self.v}
         return self.steps.bind_append(plan, arrays | {"arrivals": self._arrived_blocks}, gpu.current_target())
 
     def bound_decode(
@@ -111,7 +113,7 @@ class OnDevice:
         ----------
         plan : DecodePlan or PrefillPlan
         arrays : dict by name
-            q, k, v, o, lse and sink.
+            q, k, v, o, lse and sink, and scales of 8-bit numbers.
         out : array, optional
             As the caller gave it.
         options : tuple

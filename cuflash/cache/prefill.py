@@ -27,7 +27,7 @@ def prefill_plan_of(
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     device = device_of(options, given, _KERNELS)
-    if device is None or not has_layout(given):
+    if device is None or "k_scale" in given or not has_layout(given):  # rows of 8 bits are gathered and scaled
         return None
     for family in PREFILL_FAMILIES if options.kernel == "auto" else (options.kernel,):
         try:

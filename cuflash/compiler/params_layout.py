@@ -13,6 +13,7 @@ import numpy as np
 
 from ..planning.appending import APPEND
 from ..planning.block_mass import MASS_GRID
+from ..planning.cache_scales import CACHE_SCALES
 from ..planning.decoding import CACHE_PAGES, DECODE
 from ..planning.dropout_launches import DROPOUT
 from ..planning.families.fa1 import RUNNING
@@ -93,6 +94,7 @@ _FURTHER_RECORDS = {
     "is_quantized": {"Scales": SCALES},
     "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},
     "attention/append_params.cuh": {"Append": APPEND},
+    "attention/cache_scales.cuh": {"CacheScales": CACHE_SCALES},
     "attention/block_mass.cuh": {"MassGrid": MASS_GRID},
     "attention/quantize_params.cuh": {"Quantize": QUANTIZE, "Transpose": TRANSPOSE},
     "fa1/running.cuh": {"Running": RUNNING},

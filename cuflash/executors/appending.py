@@ -10,7 +10,7 @@ from ..arrays import Array
 from ..planning.appending import APPEND, AppendPlan
 from . import checks
 from .bound_launch import BoundLaunch
-from .decoding import fill_cache, fill_matrices, offset_of
+from .decoding import fill_cache, fill_matrices, offset_of, scale_records
 from .launch import LaunchTarget
 
 
@@ -24,7 +24,7 @@ def append(
     plan : AppendPlan
     arrays : dict by name
         k and v, the new rows; cache_k and cache_v, the cache's pages; int32 arrays table, lengths, counts and
-        num_faults, of which table and counts may be None.
+        num_faults, of which table and counts may be None; k_scale and v_scale, where the cache has 8-bit numbers.
     target : LaunchTarget
         Where the arrays are.
     made : list of arrays, optional
@@ -66,4 +66,4 @@ def bound_append(
         record[name] = plan.numbers[name]
     record["arrivals"] = target.address(arrays["arrivals"])
     places = [(0, offset_of(APPEND, name)) for name in names]
-    return BoundLaunch(plan.launch, plan.grid, [record], places, target)
+    return BoundLaunch(plan.launch, plan.grid, [record, *scale_records(arrays, target)], places, target)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, DTYPES
+from ..planning.cache_scales import CACHE_SCALES
 from ..planning.decoding import DECODE, DecodePlan
 from ..planning.launches import BATCH_AXES
 from ..planning.sinks import SINK
@@ -34,7 +35,7 @@ def decode(
     plan : DecodePlan
     arrays : dict by name
         q, o, lse; k and v, the cache's pages; int32 arrays table, lengths, counts and num_faults, of which table and
-        counts may be None; and sink, where the problem has one.
+        counts may be None; k_scale and v_scale, where the cache has 8-bit numbers; and sink, where the problem has one.
     target : LaunchTarget
         Where the arrays are.
     made : list of arrays, optional
@@ -78,11 +79,12 @@ def bound_decode(
     fill_cache(record["cache"], plan.numbers["cache"], arrays, target)
     for name in plan.workspaces:
         record[name] = 0 if arrays[name] is None else target.address(arrays[name])
-    records = [record]
+    records = [record, *scale_records(arrays, target)]
     sink = arrays.get("sink")
     if sink is not None:
         records.append(sink_record(sink, target))
-    places = [(1, offset_of(SINK, name)) if name == "sink" else (0, offset_of(DECODE, name)) for name in names]
+    last = len(records) - 1
+    places = [(last, offset_of(SINK, name)) if name == "sink" else (0, offset_of(DECODE, name)) for name in names]
     return BoundLaunch(plan.launch, plan.grid, records, places, target)
 
 
@@ -114,6 +116,16 @@ def fill_cache(
     for name in _TABLES:
         table = arrays[name]
         record[name] = 0 if table is None else target.address(table)
+
+
+def scale_records(arrays: Mapping[str, Array | None], target: LaunchTarget) -> list[Any]:
+    """The record of a cache's scales, k_scale and v_scale among some arrays; none where there are no scales."""
+    scales = {name: arrays.get(name) for name in CACHE_SCALES.names or ()}
+    if any(scale is None for scale in scales.values()):
+        return []
+    record = np.zeros((), CACHE_SCALES)
+    fill_matrices(record, scales, target)
+    return [record]
 
 
 def fill_matrices(record: Any, arrays: Mapping[str, Any], target: LaunchTarget) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .cache_scales import CACHE_SCALES
 from .decoding import CACHE_PAGES, CacheLayout
 from .launches import MATRICES, Launch, Workspace
 from .spec import KernelSpec
@@ -23,6 +24,8 @@ APPEND = np.dtype(
     align=True,
 )
 _WARPS = 8
+_WARPS_OF_ROWS = 16  # of the kernel that rounds to 8 bits, one for each row of a head
+_ROWS_OF_A_WARP = 2
 _BYTES_OF_A_THREAD = 64  # of keys or values
 _MOST_BLOCKS = 256  # of a sequence
 
@@ -48,7 +51,12 @@ class AppendPlan:
 
 
 def append_plan(
-    k_shape: tuple[int, ...], value_dim: int, dtype: np.dtype[Any], layout: CacheLayout
+    k_shape: tuple[int, ...],
+    value_dim: int,
+    dtype: np.dtype[Any],
+    layout: CacheLayout,
+    *,
+    is_quantized: bool = False,
 ) -> AppendPlan:
     """The launch that appends keys and values to a cache.
 
@@ -56,26 +64,35 @@ def append_plan(
     ----------
     k_shape : tuple of int
         [batch, num_kv_heads, new rows, head_dim]
+    dtype : dtype
+        Of the new rows.
+    is_quantized : bool
+        The cache has 8-bit numbers, to which the kernel rounds.
     """
     batch, heads, rows, head_dim = k_shape
-    nbytes = rows * heads * max(head_dim, value_dim) * dtype.itemsize
-    blocks = max(1, min(_MOST_BLOCKS, nbytes // (32 * _WARPS * _BYTES_OF_A_THREAD)))
+    work, of_block = rows * heads * max(head_dim, value_dim) * dtype.itemsize, 32 * _WARPS * _BYTES_OF_A_THREAD
+    if is_quantized:
+        work, of_block = 2 * rows * heads, _WARPS_OF_ROWS * _ROWS_OF_A_WARP
+    blocks = max(1, min(_MOST_BLOCKS, work // of_block))
     cache = {
         "batch": batch, "num_pages": layout.num_pages, "max_pages": layout.max_pages, "page_size": layout.page_size,
         "capacity": layout.capacity, "num_kv_heads": heads, "head_dim": head_dim, "value_dim": value_dim,
     }  # fmt: skip
     workspaces = {"arrivals": Workspace((batch,), np.dtype(np.int32), is_zeroed=True)}
+    scales = CACHE_SCALES.names if is_quantized else ()
+    assert scales is not None
     launch = Launch(
-        spec=append_spec(dtype), tiles=blocks, shared_bytes=0, reads=("k", "v", "table", "counts", "lengths"),
-        writes=("cache_k", "cache_v", "lengths", "num_faults", *workspaces),
+        spec=append_spec(dtype, is_quantized=is_quantized), tiles=blocks, shared_bytes=0,
+        reads=("k", "v", "table", "counts", "lengths"),
+        writes=("cache_k", "cache_v", *scales, "lengths", "num_faults", *workspaces),
     )  # fmt: skip
     numbers = {"cache": cache, "num_rows": rows, "blocks_per_sequence": blocks}
     return AppendPlan(launch=launch, grid=batch * blocks, workspaces=workspaces, numbers=numbers)
 
 
-def append_spec(dtype: np.dtype[Any]) -> KernelSpec:
-    """The kernel for a dtype; its machine code depends on nothing else."""
+def append_spec(dtype: np.dtype[Any], *, is_quantized: bool = False) -> KernelSpec:
+    """The kernel for a dtype of new rows, and for caches that keep it or 8 bits; it depends on nothing else."""
     return KernelSpec(
-        family="cache", entry="append", dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16,
-        num_warps=_WARPS, min_blocks=1,
+        family="cache", entry="append_e4m3" if is_quantized else "append", dtype=dtype, head_dim=32, value_dim=32,
+        block_q=16, block_kv=16, num_warps=_WARPS_OF_ROWS if is_quantized else _WARPS, min_blocks=1,
     )  # fmt: skip

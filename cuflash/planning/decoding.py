@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .cache_scales import CACHE_SCALES
 from .device import DeviceSpec
 from .families.family import FORWARD_INPUTS
 from .launches import MATRICES, Launch, Workspace
@@ -75,6 +76,8 @@ _TILES: dict[int, dict[int, tuple[_Tile, ...]]] = {
 }
 _STAGES_OF_MANY_BLOCKS = 2  # more blocks on a multiprocessor then: one starts while another ends
 _STAGES_OF_TWO_BLOCKS = 3  # a multiprocessor has shared memory for two of them
+_E4M3_STAGES = 2  # of a cache of 8-bit numbers for each of these, which takes as many bytes
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -107,23 +110,24 @@ class DecodePlan:
         return self.launch.grid(self.problem.mask_shape.num_batch)
 
 
-def decode_reasons(problem: Problem, device: DeviceSpec) -> list[str]:
-    """Why the decode kernel does not serve a problem on a device."""
+def decode_reasons(problem: Problem, device: DeviceSpec, *, is_quantized: bool = False) -> list[str]:
+    """Why the decode kernel does not serve a problem on a device, for a cache of q's dtype or of 8-bit numbers."""
     reasons = FAMILIES["sm80"].reasons(problem, device)
     rows = problem.group_size * problem.seqlen_q
     if not 1 <= rows <= MOST_ROWS:
         reasons.append(f"q must have 1 to {MOST_ROWS} rows for each key/value head; got {rows}")
-    return reasons + chunked_dim_reasons(problem)
+    return reasons + chunked_dim_reasons(problem, is_quantized=is_quantized)
 
 
-def chunked_dim_reasons(problem: Problem) -> list[str]:
+def chunked_dim_reasons(problem: Problem, *, is_quantized: bool = False) -> list[str]:
     """Why kernels that copy rows of a cache in chunks do not serve a problem's dtype, dimensions or scale."""
     reasons = []
     if problem.precision != "ieee" or problem.dtype.itemsize != 2:
         reasons.append(f"q must be float16 or bfloat16; got {problem.dtype} at precision {problem.precision!r}")
+    itemsize = 1 if is_quantized else problem.dtype.itemsize
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
-        if dim * problem.dtype.itemsize % _CHUNK:
-            reasons.append(f"{name} must be a multiple of {_CHUNK // problem.dtype.itemsize}; got {dim}")
+        if dim * itemsize % _CHUNK:
+            reasons.append(f"{name} must be a multiple of {_CHUNK // itemsize}; got {dim}")
     scaling = problem.scaling
     if (scaling.q_exponent, scaling.k_exponent) != (0, 0):
         reasons.append(f"scale must be near enough to 1 that q and k need none; got {problem.softmax_scale}")
@@ -142,7 +146,13 @@ def chunk_reasons(name: str, strides: tuple[int, ...], itemsize: int, address: i
 
 
 def decode_plan(
-    problem: Problem, device: DeviceSpec, layout: CacheLayout, *, left: int | None, right: int | None
+    problem: Problem,
+    device: DeviceSpec,
+    layout: CacheLayout,
+    *,
+    left: int | None,
+    right: int | None,
+    is_quantized: bool = False,
 ) -> DecodePlan:
     """The launch of the decode kernel for a problem that `decode_reasons` has nothing against.
 
@@ -155,8 +165,10 @@ def decode_plan(
         Of q [batch, num_heads, new tokens, head_dim], and of keys and values [batch, num_kv_heads, capacity, ...].
     left, right : int, optional
         Keys before and after a query's own position that it sees; None is unlimited.
+    is_quantized : bool
+        The cache has 8-bit numbers and scales, in the place of keys and values of q's dtype.
     """
-    spec = decode_spec(problem, device)
+    spec = decode_spec(problem, device, is_quantized=is_quantized)
     shape = problem.mask_shape
     rows = problem.group_size * problem.seqlen_q
     most = max(1, min(MOST_PARTS, -(-layout.capacity // spec.block_kv)))
@@ -170,7 +182,8 @@ def decode_plan(
     }
     launch = Launch(
         spec=spec, tiles=problem.num_kv_heads * max_parts, shared_bytes=decode_shared_bytes(spec),
-        reads=(*FORWARD_INPUTS, "table", "lengths", "counts", *(operand.name for operand in problem.operands)),
+        reads=(*FORWARD_INPUTS, *(CACHE_SCALES.names or ()) * is_quantized, "table", "lengths", "counts",
+               *(operand.name for operand in problem.operands)),
         writes=("o", "lse", "num_faults", *workspaces),
     )  # fmt: skip
     cache = {
@@ -192,7 +205,7 @@ def num_parts(problem: Problem, device: DeviceSpec) -> int:
     return int(min(MOST_PARTS, max(1, 2 ** round(float(np.log2(ratio))))))
 
 
-def decode_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
+def decode_spec(problem: Problem, device: DeviceSpec, *, is_quantized: bool = False) -> KernelSpec:
     """The kernel for a problem: the first tile that fits the device's shared memory."""
     head_dim, value_dim = (next(each for each in _DIMS if each >= dim) for dim in (problem.head_dim, problem.value_dim))
     rows = problem.group_size * problem.seqlen_q
@@ -208,10 +221,11 @@ def decode_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
     for tile in tiles:
         num_warps = tile.key_groups * block_q // 16
         spec = KernelSpec(
-            family="sm80", entry="decode", dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
-            block_q=block_q, block_kv=tile.block_kv, num_warps=num_warps,
-            min_blocks=_min_blocks(widest, num_warps, tile.num_stages), num_stages=tile.num_stages, is_split=True,
-            pack_gqa=True, has_sink=problem.operand("sink") is not None,
+            family="sm80", entry="decode_e4m3" if is_quantized else "decode", dtype=problem.dtype, head_dim=head_dim,
+            value_dim=value_dim, block_q=block_q, block_kv=tile.block_kv, num_warps=num_warps,
+            min_blocks=_min_blocks(widest, num_warps, tile.num_stages),
+            num_stages=tile.num_stages * (_E4M3_STAGES if is_quantized else 1), is_split=True, pack_gqa=True,
+            has_sink=problem.operand("sink") is not None,
         )  # fmt: skip
         if decode_shared_bytes(spec) <= device.tile_memory_bytes:
             break
@@ -226,6 +240,8 @@ def _min_blocks(widest: int, num_warps: int, num_stages: int) -> int:
 
 
 def decode_shared_bytes(spec: KernelSpec) -> int:
-    """Shared memory of a thread block: its queries, and the keys and values of all stages."""
-    elements = spec.block_q * spec.head_dim + spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
-    return elements * spec.dtype.itemsize
+    """Shared memory of a thread block: its queries, and keys and values of all stages; then weights of parts."""
+    columns = spec.head_dim + spec.value_dim
+    row = columns + 2 * _SCALE_BYTES if spec.entry == "decode_e4m3" else columns * spec.dtype.itemsize
+    tiles = spec.block_q * spec.head_dim * spec.dtype.itemsize + spec.num_stages * spec.block_kv * row
+    return max(tiles, (2 * MOST_PARTS + 1) * spec.block_q * np.dtype(np.float32).itemsize)

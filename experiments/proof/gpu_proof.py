@@ -349,9 +349,13 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     cupy.cuda.get_current_stream().synchronize()
 
 
-# Calls on caches: dtype, query heads, new rows, page size or None. Two key/value heads of 64 dims, 300 positions.
-CACHES = (("float16", 2, 1, None), ("float16", 8, 5, 16), ("bfloat16", 4, 20, 64), ("float32", 2, 3, 16),
-          ("bfloat16", 4, 70, 16))  # fmt: skip
+# Calls on caches: dtype, query heads, new rows, page size or None, and whether rows are kept in 8 bits. Two key/value
+# heads of 64 dims, 300 positions.
+CACHES = (
+    ("float16", 2, 1, None, False), ("float16", 8, 5, 16, False), ("bfloat16", 4, 20, 64, False),
+    ("float32", 2, 3, 16, False), ("float16", 2, 1, 16, True), ("bfloat16", 4, 20, None, True),
+    ("bfloat16", 4, 70, 16, False),
+)  # fmt: skip
 MASS_DTYPES = ("float16", "bfloat16", "float32")
 _CACHE = {"num_kv_heads": 2, "head_dim": 64, "capacity": 300}
 
@@ -359,12 +363,13 @@ _CACHE = {"num_kv_heads": 2, "head_dim": 64, "capacity": 300}
 def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
     """The kernels of caches that these calls launch."""
     specs = set()
-    for dtype, heads, rows, _ in CACHES:
-        specs.add(append_spec(as_dtype("dtype", dtype)))
+    for dtype, heads, rows, _, has_8_bits in CACHES:
+        specs.add(append_spec(as_dtype("dtype", dtype), is_quantized=has_8_bits))
         q, k = (cuflash.ShapeDtype((3, *shape, 64), dtype) for shape in ((heads, rows), (2, 300)))
         problem = Problem.of(q, k, k)
         if not decode_reasons(problem, device):
-            specs |= {decode_spec(problem, device), replace(decode_spec(problem, device), has_sink=True)}
+            spec = decode_spec(problem, device, is_quantized=has_8_bits)
+            specs |= {spec, replace(spec, has_sink=True)}
         elif not prefill_reasons(problem, device, "sm90"):
             spec, of_queries = prefill_spec(problem, device, "sm90"), intervals_spec(problem.dtype)
             specs |= {spec, of_queries, replace(spec, has_sink=True), replace(of_queries, has_sink=True)}
@@ -375,10 +380,11 @@ def run_caches() -> int:
     """Append to caches and attend to them, by counts on the host and on the device; how many calls that were."""
     import cupy
 
-    for dtype, heads, rows, page_size in CACHES:
+    for dtype, heads, rows, page_size, has_8_bits in CACHES:
         pages = {} if page_size is None else {"page_size": page_size, "num_pages": 60}
         made = as_dtype("dtype", dtype)
-        cache = cuflash.KVCache(batch=3, dtype=made, xp=cupy, **_CACHE, **pages)
+        kept = as_dtype("dtype", "float8_e4m3fn") if has_8_bits else made
+        cache = cuflash.KVCache(batch=3, dtype=kept, xp=cupy, **_CACHE, **pages)
         k, q = (cupy.full((3, *shape, 64), 1, made) for shape in ((2, 200), (heads, rows)))
         cache.append(k, k, counts=[200, 0, 130])
         if made.itemsize == 2:

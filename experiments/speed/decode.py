@@ -10,9 +10,10 @@ larger than the level-2 cache, and the graph is replayed; `us` is the median ove
 own: above 1, the row is faster than all of them.
 
 Rows of `cuflash` are `KVCache.attention` on a contiguous cache, on pages of 64 and of 16 in random order, and
-`KVCache.append`. Beside them stand, each where it can be imported, PyTorch's scaled_dot_product_attention with
-FlashAttention-2 and with cuDNN, the package flash_attn, and FlashInfer on pages of 16. A last row has the host's time
-of `append` and `attention` outside of a graph.
+`KVCache.append`; those of 8 bits are on caches of float8_e4m3fn, whose bytes include the scales. Beside them stand,
+each where it can be imported, PyTorch's scaled_dot_product_attention with FlashAttention-2 and with cuDNN, the
+package flash_attn, and FlashInfer on pages of 16. A last row has the host's time of `append` and `attention` outside
+of a graph.
 
 Found:  long caches are read at nearly the rate of the GPU's memory, by cuflash and by the fastest other libraries;
 docs/kv_cache.md has the table.
@@ -53,6 +54,7 @@ class Case(NamedTuple):
     operation: str
     prepare: Callable[[], Callable[[], Any]]
     capture: Callable[[list[Callable[[], Any]]], Callable[[], float]]
+    position_bytes: int = 4 * HEAD_DIM  # of a key/value head
 
 
 def captured_by_cupy(calls: list[Callable[[], Any]]) -> Callable[[], float]:
@@ -113,10 +115,12 @@ def cases_of_cuflash(batch: int, keys: int) -> Iterator[Case]:
 
     q, row = normal(HEADS, 1), normal(KV_HEADS, 1)
 
-    def filled(capacity: int, page_size: int | None) -> Any:
+    def filled(capacity: int, page_size: int | None, kept: np.dtype[Any] = dtype) -> Any:
         sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "capacity": capacity}
-        if page_size is None:
-            cache = cuflash.KVCache(**sizes, dtype=dtype, xp=cupy)
+        if page_size is None or kept != dtype:
+            num_pages = batch * -(-capacity // (page_size or capacity))
+            pages = {} if page_size is None else {"page_size": page_size, "num_pages": num_pages}
+            cache = cuflash.KVCache(**sizes, **pages, dtype=kept, xp=cupy)
         else:
             table = np.random.default_rng(0).permutation(batch * capacity // page_size).reshape(batch, -1)
             pages = cupy.empty((2, table.size, KV_HEADS, page_size, HEAD_DIM), dtype)
@@ -139,6 +143,22 @@ def cases_of_cuflash(batch: int, keys: int) -> Iterator[Case]:
         return lambda: cache.append(row, row)
 
     yield Case("cuflash", "append, pages of 64", appends, captured_by_cupy)
+    eight, position_bytes = np.dtype(ml_dtypes.float8_e4m3fn), 2 * (HEAD_DIM + 4)
+
+    for name, page_size in (("contiguous", None), ("pages of 64", 64)):
+
+        def attends_to_bytes(page_size: int | None = page_size) -> Callable[[], Any]:
+            cache = filled(keys, page_size, eight)
+            return lambda: cache.attention(q)
+
+        operation = f"attention, 8 bits, {name}"
+        yield Case("cuflash", operation, attends_to_bytes, captured_by_cupy, position_bytes)
+
+    def appends_bytes() -> Callable[[], Any]:
+        cache = filled(keys + _ROOM, 64, eight)
+        return lambda: cache.append(row, row)
+
+    yield Case("cuflash", "append, 8 bits, pages of 64", appends_bytes, captured_by_cupy, position_bytes)
 
 
 def cases_of_torch(batch: int, keys: int) -> Iterator[Case]:
@@ -196,7 +216,8 @@ def timed(case: Case, nbytes: int, replays: int) -> dict[str, Any]:
     """Microseconds of a call, as the median over replays of a graph of several."""
     places = max(2, min(_MOST_CALLS, -(-_ROTATED_BYTES // nbytes)))
     calls = [case.prepare() for _ in range(places)]
-    num_calls = _MOST_CALLS if nbytes < _MANY_BYTES else places
+    is_short = nbytes < _MANY_BYTES or case.operation.startswith("append")
+    num_calls = _MOST_CALLS if is_short else places
     replay = case.capture([calls[number % places] for number in range(num_calls)])
     replay()
     us = statistics.median(replay() for _ in range(replays)) / num_calls
@@ -243,7 +264,6 @@ def rows_of(batch: int, keys: int, replays: int) -> list[dict[str, Any]]:
     """The rows of one size; what cannot be run is printed and left out."""
     import cupy
 
-    nbytes = 2 * batch * keys * KV_HEADS * HEAD_DIM * 2
     cases, rows = list(cases_of_cuflash(batch, keys)), []
     try:
         cases += cases_of_torch(batch, keys)
@@ -251,7 +271,7 @@ def rows_of(batch: int, keys: int, replays: int) -> list[dict[str, Any]]:
         print(f"no rows of PyTorch: {error}")
     for case in cases:
         try:
-            found = timed(case, nbytes, replays)
+            found = timed(case, batch * keys * KV_HEADS * case.position_bytes, replays)
         except (ImportError, RuntimeError, ValueError, TypeError) as error:
             print(f"no row of {case.library}, {case.operation}: {str(error).splitlines()[0][:200]}")
             continue
@@ -289,10 +309,16 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for batch, keys in SIZES[: 1 if chosen.quick else None]:
         rows += rows_of(batch, keys, replays)
+        write(chosen.csv, rows)
     host = {"library": "cuflash", "operation": "append and attention, host", "batch": 1, "keys": 1}
     rows.append(host | host_time(100 if chosen.quick else 1000))
     print(*rows[-1].values())
-    with chosen.csv.open("w", newline="", encoding="utf-8") as file:
+    write(chosen.csv, rows)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows that there are so far."""
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
         writer.writeheader()
         writer.writerows(row | versions() for row in rows)

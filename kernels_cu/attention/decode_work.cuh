@@ -29,6 +29,13 @@ CUFLASH_DEVICE RowMask packed_row_mask(const Decode& params, const Sequence& of,
           0};
 }
 
+// The keys lo <= j < hi that every new row sees; none where some rows see no key.
+CUFLASH_DEVICE Interval seen_by_all(const Decode& params, const Sequence& of) {
+  if (of.count < params.num_queries || of.count > of.length) return {0, 0};
+  const int first = of.length - of.count;
+  return {max(0, of.length - 1 - params.left), min(of.count - 1, params.right) + first + 1};
+}
+
 // The keys start <= j < stop of a block.
 struct Part {
   int number, num_parts;  // of the sequence

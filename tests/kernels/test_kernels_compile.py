@@ -21,6 +21,7 @@ from cuflash.compiler import nvrtc as room
 from cuflash.compiler import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES
 from cuflash.compiler.nvrtc import Compiled
+from cuflash.fp8.quantize import SOURCES
 from cuflash.planning.appending import append_spec
 from cuflash.planning.decoding import decode_shared_bytes, decode_spec
 from cuflash.planning.prefill import PREFILL_FAMILIES, intervals_spec, prefill_spec
@@ -112,16 +113,18 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
 
 
 def of_caches(name: str) -> set[KernelSpec]:
-    """The kernels of KV caches on a known GPU: tiles of few rows and of many, with a sink and without."""
+    """The kernels of KV caches on a known GPU, in 16 and 8 bits: tiles of few rows and of many, with a sink too."""
     device = DeviceSpec.gpu(name)
     specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
+    specs |= {append_spec(spec.dtype, is_quantized=True) for spec in specs if spec.dtype in SOURCES}
     for dtype, dim, rows, batch in product(_HALVES, (64, 128, 256), (16, 32, 64), (1, 2, 100)):
         q, k = ShapeDtype((batch, rows, 1, dim), dtype), ShapeDtype((batch, 1, 1000, dim), dtype)
         problem = Problem.of(q, k, k)
         if not FAMILIES["sm80"].reasons(problem, device):
-            spec = decode_spec(problem, device)
-            assert decode_shared_bytes(spec) <= device.tile_memory_bytes
-            specs |= {spec, replace(spec, has_sink=True)}
+            for is_quantized in (False, True):
+                spec = decode_spec(problem, device, is_quantized=is_quantized)
+                assert decode_shared_bytes(spec) <= device.tile_memory_bytes
+                specs |= {spec, replace(spec, has_sink=True)}
         for family in PREFILL_FAMILIES:
             if not FAMILIES[family].reasons(problem, device):
                 spec = prefill_spec(problem, device, family)

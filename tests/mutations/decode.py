@@ -8,36 +8,55 @@ from mutations.planting import Edit
 FAULTS = {
     decode_is_right: {
         "the last part to arrive waits for one more": Edit(
-            "sm80/decode.cu", "arrives_last", "ptx::fetch_add(arrivals, 1) == num_parts - 1",
+            "sm80/decode.cuh", "arrives_last", "ptx::fetch_add(arrivals, 1) == num_parts - 1",
             "ptx::fetch_add(arrivals, 1) == num_parts",
         ),
         "the next launch finds parts that have arrived": Edit(
-            "sm80/decode.cu", "sm80_decode", "if (threadIdx.x == 0) *arrivals = 0;", ""
+            "sm80/decode.cuh", "decode", "if (threadIdx.x == 0) *arrivals = 0;", ""
         ),
         "a step starts before its keys and values are there": Edit(
-            "sm80/decode.cu", "sm80_decode", "ptx::cp_async_wait<kNumStages - 2>();",
+            "sm80/decode.cuh", "decode", "ptx::cp_async_wait<kNumStages - 2>();",
             "ptx::cp_async_wait<kNumStages - 1>();",
         ),
-        "a step's place is filled before others have read it": Edit(
-            "sm80/decode.cu", "sm80_decode", "ptx::cp_async_wait<kNumStages - 2>(); __syncthreads();",
-            "ptx::cp_async_wait<kNumStages - 2>(); __syncwarp();",
+        "a step is copied over the one that is read": Edit(
+            "sm80/decode.cuh", "decode", "if (step + kNumStages - 1 < num_steps) copy.start_next(free_stage);",
+            "if (step + kNumStages - 1 < num_steps) copy.start_next(stage);",
         ),
         "rows past the end are copied": Edit(
-            "sm80/decode.cu", "CacheCopy.start_next", "position >= first_key_ && position < stop_",
-            "position >= first_key_",
+            "sm80/decode.cuh", "CacheCopy.start_next", "last_row = is_page ? stop_ - position : 0",
+            "last_row = is_page ? kUnit : 0",
         ),
         "rows before the window are copied": Edit(
-            "sm80/decode.cu", "CacheCopy.start_next", "position >= first_key_ && position < stop_", "position < stop_"
+            "sm80/decode.cuh", "CacheCopy.start_next", "is_page ? first_key_ - position : kUnit",
+            "is_page ? 0 : kUnit",
         ),
         "a page is that of the step after": Edit(
-            "sm80/decode.cu", "CacheCopy.start_next", "next_ += kBlockKv; look_up();", "next_ += kBlockKv;"
+            "sm80/decode.cuh", "CacheCopy.start_next", "next_ += kBlockKv; look_up();", "next_ += kBlockKv;"
         ),
         "sums of parts are not brought to one maximum": Edit(
-            "sm80/decode.cu", "merge_parts", "sum += of.at[1] * weight;", "sum += of.at[1];"
+            "sm80/decode.cuh", "merge_parts", "sum += sums[part * num_rows + row] * weight;",
+            "sum += sums[part * num_rows + row];",
         ),
         "sums of warps are not brought to one maximum": Edit(
-            "sm80/decode.cu", "merge_warps",
+            "sm80/decode.cuh", "merge_warps",
             "o.scale_row(i, RowStats::weight(stats.max[i], highest, softmax_scale_log2));", "",
+        ),
+        "sixteen keys lie on the page of those before them": Edit(
+            "sm80/decode.cuh", "CacheCopy.advance", "number += pages;", ""
+        ),
+        "parts that are read ahead are left out": Edit(
+            "sm80/decode.cuh", "merge_parts", "if (part < num_parts) add(part, ahead[part]);",
+            "if (part > 0 && part < num_parts) add(part, ahead[part]);",
+        ),
+        "sums are not brought to a maximum that rose": Edit(
+            "sm80/decode.cuh", "RowStats.update",
+            "if (__any_sync(0xffffffffu, factor != 1)) o.scale_row(i, factor);", "",
+        ),
+        "the last query's keys count as seen by all": Edit(
+            "attention/decode_work.cuh", "seen_by_all", "min(of.count - 1, params.right) + first + 1", "of.length"
+        ),
+        "the first query's window counts as seen by all": Edit(
+            "attention/decode_work.cuh", "seen_by_all", "max(0, of.length - 1 - params.left)", "0"
         ),
         "parts depend on the batch": Edit(
             "attention/decode_work.cuh", "part_of", "max(1, (num_steps + params.max_parts - 1) / params.max_parts)",
@@ -50,14 +69,14 @@ FAULTS = {
             "attention/decode_work.cuh", "packed_row_mask", "min(of.length - position, params.right + 1) + position",
             "of.length",
         ),
-        "a sink is left out of o": Edit("sm80/decode.cu", "finish_row", "factor *= merge_sink(", "merge_sink("),
+        "a sink is left out of o": Edit("sm80/decode.cuh", "finish_row", "factor *= merge_sink(", "merge_sink("),
     },
     pages_out_of_range_are_counted: {
         "a negative page is read": Edit(
-            "sm80/decode.cu", "CacheCopy.start_next", "page >= 0 && page < cache_.num_pages", "page < cache_.num_pages"
+            "sm80/decode.cuh", "CacheCopy.start_next", "page >= 0 && page < cache_.num_pages", "page < cache_.num_pages"
         ),
         "a page beyond the last is read": Edit(
-            "sm80/decode.cu", "CacheCopy.start_next", "page >= 0 && page < cache_.num_pages", "page >= 0"
+            "sm80/decode.cuh", "CacheCopy.start_next", "page >= 0 && page < cache_.num_pages", "page >= 0"
         ),
         "a length beyond the capacity is not told": Edit(
             "attention/decode_work.cuh", "sequence", "length == clamped && count == clamped_count",
@@ -66,24 +85,34 @@ FAULTS = {
     },
     append_is_right: {
         "the next append finds blocks that have arrived": Edit(
-            "cache/append.cu", "cache_append", "params.arrivals[sequence] = 0;", ""
+            "attention/append_work.cuh", "set_length", "params.arrivals[sequence] = 0;", ""
         ),
         "the first block to read a length sets the next one": Edit(
-            "cache/append.cu", "cache_append",
-            "ptx::fetch_add(params.arrivals + sequence, 1) == params.blocks_per_sequence - 1",
-            "ptx::fetch_add(params.arrivals + sequence, 1) == 0",
+            "attention/append_work.cuh", "set_length",
+            "ptx::fetch_add(params.arrivals + sequence, 1) != params.blocks_per_sequence - 1",
+            "ptx::fetch_add(params.arrivals + sequence, 1) != 0",
         ),
         "rows beyond the capacity are written": Edit(
-            "cache/append.cu", "cache_append", "min(count, cache.capacity - length)", "count"
+            "attention/append_work.cuh", "new_rows", "min(count, cache.capacity - length)", "count"
         ),
-        "rows that have no room are not told": Edit("cache/append.cu", "cache_append", "|| count != num_rows", ""),
+        "rows that have no room are not told": Edit(
+            "attention/append_work.cuh", "new_rows", "|| count != num_rows", ""
+        ),
         "a page that is none is not told": Edit(
-            "cache/append.cu", "copy_rows", "if (counts_faults && part == 0 && head == 0)", "if (false)"
+            "cache/append.cu", "copy_rows", "if (start.remainder == 0) ptx::fetch_add", "if (false) ptx::fetch_add"
         ),
         "odd rows are moved as whole chunks": Edit(
-            "cache/append.cu", "append",
-            "if (has_aligned_units(from, num_columns) && has_aligned_units(to, num_columns))", "if (num_columns > 0)",
+            "cache/append.cu", "cache_append", "has_aligned_units(params.k, cache.head_dim) && ",
+            "true || has_aligned_units(params.k, cache.head_dim) && ",
         ),
-        "a position is that of its first page": Edit("cache/append.cu", "page_of", "position / cache.page_size", "0"),
+        "values are taken for keys": Edit(
+            "cache/append.cu", "Place", "is_value = number >= of_keys;", "is_value = number > of_keys;"
+        ),
+        "the row that is read first is written to all places": Edit(
+            "cache/append.cu", "copy_rows", "if (row != start.quotient || number != start.remainder)", "if (false)"
+        ),
+        "a position is that of its first page": Edit(
+            "attention/append_work.cuh", "page_of", "position / cache.page_size", "0"
+        ),
     },
 }

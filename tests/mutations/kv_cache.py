@@ -6,6 +6,7 @@ import copy
 from types import ModuleType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from cache_machine import KINDS, walk
 from mutations.calls import refuses, takes
@@ -13,6 +14,7 @@ from mutations.planting import Edit
 
 SIGNS = (AssertionError, ValueError, IndexError, RuntimeError)
 K = np.ones((2, 1, 3, 4), np.float32)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def operations_are_right(library: ModuleType) -> None:
@@ -29,8 +31,8 @@ def operations_are_right(library: ModuleType) -> None:
         walk(library, kind, seed=2, steps=40)
 
 
-def a_cache(library: ModuleType, **pages: int) -> Any:
-    return library.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=40, dtype=np.float32, **pages)
+def a_cache(library: ModuleType, dtype: Any = np.float32, **pages: int) -> Any:
+    return library.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=40, dtype=dtype, **pages)
 
 
 def filled(library: ModuleType, **pages: int) -> Any:
@@ -96,22 +98,32 @@ def forked_without_room(library: ModuleType) -> None:
     cache.append(K, K, counts=[0, 1])
 
 
-FILE, PAGES = "cache/kv_cache.py", "cache/pages.py"
+FILE, PAGES, ROWS = "cache/kv_cache.py", "cache/pages.py", "cache/paged_rows.py"
+GIVEN = "cache/given_pages.py"
 FAULTS = {
     operations_are_right: {
         "rows are written one early": Edit(
-            FILE, "KVCache._write", "positions = np.arange(length, stop)", "positions = np.arange(length, stop) - 1"
+            ROWS, "PagedRows.write", "positions = np.arange(length, stop)", "positions = np.arange(length, stop) - 1"
         ),
         "rows of another sequence are written": Edit(
-            FILE, "KVCache._write", "np.full(len(positions), sequence)", "np.full(len(positions), 0)"
+            ROWS, "PagedRows.write", "np.full(len(positions), sequence)", "np.full(len(positions), 0)"
         ),
-        "values are written where keys come from": Edit(FILE, "KVCache._write", "v[sequences, :, given]",
-                                                        "v[sequences, :, given * 0]"),
+        "a sequence's first row is written to all places": Edit(
+            ROWS, "PagedRows.write", "array[sequences, :, given]", "array[sequences, :, given * 0]"
+        ),
+        "scales of keys are those of values": Edit(
+            ROWS, "PagedRows.write", "(self.v, self.v_scale, v)", "(self.v, self.k_scale, v)"
+        ),
+        "scales stay behind when pages are copied": Edit(ROWS, "PagedRows.copy", "self.arrays", "(self.k, self.v)"),
+        "rows are read without their scales": Edit(
+            ROWS, "PagedRows.gather", "dequantized_rows(v, v_scale, made)", "dequantized_rows(v, v_scale * 0 + 1, made)"
+        ),
+        "numbers exceed the format": Edit("fp8/rows.py", "quantized_rows", "+ 0x1FFFFF", ""),
         "lengths count all rows": Edit(
             FILE, "KVCache.append", "[length + new for length, new in", "[length + max(news) for length, new in"
         ),
         "a window reads the first pages": Edit(
-            FILE, "KVCache._rows", "[first : -(-stop // size)]", "[0 : -(-stop // size) - first]"
+            ROWS, "PagedRows._gathered", "[first : -(-stop // size)]", "[0 : -(-stop // size) - first]"
         ),
         "a window forgets its first key": Edit(
             FILE, "KVCache._attend_one_by_one", "max(0, length - new - window[0])",
@@ -153,7 +165,7 @@ FAULTS = {
         "a fork keeps its length": Edit(
             FILE, "KVCache.fork", "self._lengths[target] = self._lengths[source]", "pass"
         ),
-        "keys alone are copied": Edit(FILE, "KVCache._copy", "(self._k, self._v)", "(self._k,)"),
+        "keys alone are copied": Edit(ROWS, "PagedRows.copy", "self.arrays", "self.arrays[:1]"),
         "a page too many is given back": Edit(
             PAGES, "PagePool.shrink", "while len(table) > self._pages(length):", "while len(table) > length // 17:"
         ),
@@ -192,9 +204,16 @@ FAULTS = {
             FILE, "KVCache._checked_rows", "if k.shape[2] != v.shape[2]:", "if False:"
         ),
     },
+    refuses(
+        lambda library: (lambda x: x.append(K, K.astype("f2")))(a_cache(library, dtype=E4M3)), "v must have k's dtype"
+    ): {
+        "keys and values are rounded from two dtypes": Edit(
+            FILE, "KVCache._checked_rows", "if k.dtype != v.dtype:", "if False:"
+        ),
+    },
     refuses(lambda library: filled(library).append(K, K.astype(float)), "v must have shape"): {
         "rows of another dtype are rounded": Edit(
-            "cache/arguments.py", "row_reasons", "if not fits or array.dtype != like.dtype:", "if not fits:"
+            "cache/arguments.py", "row_reasons", "if not fits or array.dtype not in dtypes:", "if not fits:"
         ),
     },
     refuses(lambda library: (lambda x: x.append(x.k[:, :, :2], x.v[:, :, :2]))(filled(library)), "must not overlap"): {
@@ -213,14 +232,14 @@ FAULTS = {
         ),
     },
     refuses(lambda library: over(library, [[0, 3]], [0]), "block_table must name pages below 3"): {
-        "tables name pages that are not there": Edit(FILE, "_table_reasons", "if page >= num_pages]", "if False]"),
+        "tables name pages that are not there": Edit(GIVEN, "_table_reasons", "if page >= num_pages]", "if False]"),
     },
     refuses(lambda library: over(library, [[0, -1, 2]], [17]), "which has 1 pages of 16"): {
         "pages after a missing one count": Edit(
-            FILE, "_until_negative", "if page < 0), len(row))", "if page < -1), len(row))"
+            GIVEN, "_until_negative", "if page < 0), len(row))", "if page < -1), len(row))"
         ),
         "a table may be shorter than its sequence": Edit(
-            FILE, "_table_reasons", "if length > len(table) * page_size:", "if False:"
+            GIVEN, "_table_reasons", "if length > len(table) * page_size:", "if False:"
         ),
     },
     refuses(lambda library: a_cache(library, page_size=40, num_pages=3), "page_size must be a multiple of 16"): {

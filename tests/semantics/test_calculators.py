@@ -27,7 +27,7 @@ SIZES = st.fixed_dictionaries(
         "num_kv_heads": st.integers(1, 5),
         "head_dim": st.sampled_from([1, 8, 40]),
         "value_dim": st.none() | st.just(7),
-        "dtype": st.sampled_from(["float16", "float32", "float64"]),
+        "dtype": st.sampled_from(["float16", "float32", "float64", "float8_e4m3fn"]),
     }
 )
 

@@ -69,15 +69,17 @@ def xp(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 
 SIZES = {"batch": 3, "num_kv_heads": HEADS, "head_dim": 64, "capacity": 100, "dtype": np.float16}
 PAGED = {"contiguous": {}, "pages": {"page_size": 16, "num_pages": 15}}
+OF_8_BITS = {"dtype": ml_dtypes.float8_e4m3fn}
 STEPS = 6
+REPLAYS = 1000
 
 
 def steps_of(count: int) -> list[Any]:
     return [tuple(RNG.standard_normal((3, h, 1, 64)).astype(np.float16) for h in (4, 2, 2)) for _ in range(count)]
 
 
-def host_counted(prompt: Any, steps: list[Any], pages: dict[str, int]) -> list[Any]:
-    cache = KVCache(**SIZES, **pages)
+def host_counted(prompt: Any, steps: list[Any], pages: dict[str, Any]) -> list[Any]:
+    cache = KVCache(**SIZES | pages)
     cache.append(*prompt, counts=[20, 0, 33])
     made = []
     for q, k, v in steps:
@@ -94,12 +96,13 @@ def same(made: Any, wanted: Any, xp: Any) -> bool:
     return all(np.allclose(*pair, atol=2e-3) for pair in pairs)
 
 
+@pytest.mark.parametrize("kept", [{}, OF_8_BITS], ids=["plain", "8 bits"])
 @pytest.mark.parametrize("pages", PAGED)
-def test_a_graph_decodes_step_by_step(xp: Any, pages: str) -> None:
+def test_a_graph_decodes_step_by_step(xp: Any, pages: str, kept: dict[str, Any]) -> None:
     """Captured once, replayed for each token: as calls of a cache that the host counts, one after another."""
     steps, prompt = steps_of(STEPS), RNG.standard_normal((2, 3, HEADS, 33, 64)).astype(np.float16)
-    wanted = host_counted(prompt, steps, PAGED[pages])
-    cache = KVCache(**SIZES, **PAGED[pages], xp=xp)
+    wanted = host_counted(prompt, steps, PAGED[pages] | kept)
+    cache = KVCache(**SIZES | PAGED[pages] | kept, xp=xp)
     cache.append(*map(xp.asarray, prompt), counts=[20, 0, 33])
     cache.reserve([60, 40, 70])
     cache.count_on_device()
@@ -121,6 +124,63 @@ def test_a_graph_decodes_step_by_step(xp: Any, pages: str) -> None:
             assert same(results, expected_now, xp)
     assert cache.lengths.get().tolist() == [20 + STEPS, STEPS, 33 + STEPS]
     cache.check()
+
+
+@pytest.mark.parametrize("kept", [{}, OF_8_BITS], ids=["plain", "8 bits"])
+@pytest.mark.parametrize("pages", PAGED)
+def test_many_replays_have_the_bits_of_calls_that_the_host_counts(xp: Any, pages: str, kept: dict[str, Any]) -> None:
+    """Append and attention, captured once: on a GPU 1,000 replays, each equal bit for bit to a call of its own."""
+    is_stand_in = xp.__class__ is cupy_machine.Cupy
+    replays, sizes = 8 if is_stand_in else REPLAYS, SIZES | PAGED[pages] | kept
+    sizes["capacity"] = replays + 40
+    if pages == "pages":
+        sizes["num_pages"] = 3 * -(-sizes["capacity"] // 16)
+    of_graph, of_calls = KVCache(**sizes, xp=xp), KVCache(**sizes, xp=xp)
+    prompt = RNG.standard_normal((2, 3, HEADS, 33, 64)).astype(np.float16)
+    for cache in (of_graph, of_calls):
+        cache.append(*map(xp.asarray, prompt), counts=[20, 0, 33])
+    of_graph.reserve([sizes["capacity"]] * 3)
+    of_graph.count_on_device()
+    rows = [xp.asarray(x) for x in steps_of(1)[0]]
+    of_graph.append(*rows[1:])
+    of_graph.attention(rows[0])
+    of_calls.append(*rows[1:])
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        of_graph.append(*rows[1:])
+        results = of_graph.attention(rows[0], return_lse=True)
+        graph = stream.end_capture()
+        for _ in range(replays):
+            for array, new in zip(rows, steps_of(1)[0]):
+                array[...] = xp.asarray(new)
+            graph.launch(stream)
+            of_calls.append(*rows[1:])
+            wanted = of_calls.attention(rows[0], return_lse=True)
+            stream.synchronize()
+            assert all(np.array_equal(one.get(), other.get()) for one, other in zip(results, wanted))
+    assert of_graph.lengths.get().tolist() == of_calls.lengths.get().tolist() == [n + 1 + replays for n in (20, 0, 33)]
+    of_graph.check(), of_calls.check()
+
+
+@pytest.mark.parametrize("rows", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_rows_of_8_bits_are_those_of_the_host(xp: Any, rows: Any) -> None:
+    """Appended, forked, written to and read: the same bytes and scales."""
+    caches = [KVCache(**SIZES | OF_8_BITS | PAGED["pages"], **place) for place in ({}, {"xp": xp})]
+    for cache, put in zip(caches, (np.asarray, xp.asarray)):
+        k, v = (put(x) for x in np.random.default_rng(0).standard_normal((2, 3, HEADS, 21, 64)).astype(rows))
+        cache.append(k, v, counts=[20, 3, 0])
+        cache.fork(0, 2)
+        cache.append(k[:, :, :2], v[:, :, :2])
+    host, device = caches
+    assert host.block_table.tolist() == device.block_table.get().tolist()
+    for b in range(3):
+        for page, start in zip(host.block_table[b], range(0, int(host.lengths[b]), 16)):
+            rows_there = slice(0, int(host.lengths[b]) - start)
+            for name in ("k", "v", "k_scale", "v_scale"):
+                one, other = getattr(host, name)[page, :, rows_there], getattr(device, name)[page].get()[:, rows_there]
+                assert np.array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
 CHUNK = 35  # rows of two heads for each key/value head: more than the decode kernel serves

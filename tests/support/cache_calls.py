@@ -11,6 +11,7 @@ import numpy as np
 from cuflash import DeviceSpec
 from cuflash.executors.appending import append
 from cuflash.executors.decoding import decode, target_of
+from cuflash.fp8.rows import quantized_rows
 from cuflash.planning.appending import append_plan
 from cuflash.planning.decoding import CacheLayout, decode_plan, decode_reasons
 from cuflash.planning.problem import Problem, with_operands
@@ -86,27 +87,44 @@ def paged(call: Drawn, page_size: int, seed: int) -> tuple[Any, Any, Any]:
 
 
 def attended(
-    run: Run, call: Drawn, device: DeviceSpec, pages: tuple[Any, Any, Any] | None = None, target: Any = None
+    run: Run,
+    call: Drawn,
+    device: DeviceSpec,
+    pages: tuple[Any, Any, Any] | None = None,
+    target: Any = None,
+    is_quantized: bool = False,
 ) -> tuple[Any, Any, int]:
-    """o, lse and the number of faults of the kernel; what it may not read holds NaN, and so do results before."""
+    """o, lse and the number of faults of the kernel; what it may not read holds NaN, and so do results before.
+
+    Keys and values are rounded to 8 bits first for the kernel that takes such ones.
+    """
     k, v, table = (*hidden(call), None) if pages is None else pages
+    scales = {}
+    if is_quantized:
+        (k, k_scale), (v, v_scale) = quantized_rows(k), quantized_rows(v)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
     layout = CacheLayout(CAPACITY, k.shape[2], k.shape[0], 1 if table is None else table.shape[1])
     problem = Problem.of(call.q, call.k, call.v)
     sink = {} if call.sink is None else {"sink": call.sink}
     problem = with_operands(problem, sink)
-    assert decode_reasons(problem, device) == []
+    assert decode_reasons(problem, device, is_quantized=is_quantized) == []
     left, right = call.window or (None, None)
-    plan = decode_plan(problem, device, layout, left=left, right=0)
+    plan = decode_plan(problem, device, layout, left=left, right=0, is_quantized=is_quantized)
     arrays = {
         "q": call.q, "k": k, "v": v, "o": np.full_like(call.q, np.nan), "table": table,
         "lse": np.full(call.q.shape[:3], np.nan, np.float32), "lengths": np.array(call.lengths, np.int32),
         "counts": None if call.counts is None else np.array(call.counts, np.int32),
-        "num_faults": np.zeros(1, np.int32), **sink,
+        "num_faults": np.zeros(1, np.int32), **sink, **scales,
     }  # fmt: skip
-    arrays = {name: run.put(array) for name, array in arrays.items()}
+    arrays = {name: run.put(bits_of(array)) for name, array in arrays.items()}
     made = dict(zip(plan.workspaces, decode(plan, arrays, target or target_of(run.executor))))
     assert not run.get(made["arrivals"]).any()  # it is left as it was
     return run.get(arrays["o"]), run.get(arrays["lse"]), int(run.get(arrays["num_faults"])[0])
+
+
+def bits_of(array: Any) -> Any:
+    """An array of a dtype that CuPy has."""
+    return array.view(np.uint8) if array is not None and array.dtype == ml_dtypes.float8_e4m3fn else array
 
 
 def same_bits(one: Any, other: Any) -> bool:
@@ -121,26 +139,56 @@ TABLE = np.array([[3, 1, 0], [7, -1, 0], [9, PAGES, 2], [5, 6, 8]], np.int32)
 HELD = [14, 3, 15, 36]
 
 
-def appended(run: Run, dtype: Any, dims: tuple[int, int], counts: Any, num_rows: int = 5, target: Any = None) -> Any:
-    """New rows, and the pages, lengths and faults after the kernel."""
+HARD = np.float32([0, -0.0, 1e-42, 1e-38, 2e-38, -1e-37, 5e-36, 1, 448, 448.00003, 464, 1.75, 1.7500001, 3.4e38, 1e-30,
+                   2**-9, 2**-10, 3 * 2**-11, 2**-7, 0.0156, 0.0155, 13, 17, 19, -21, 239, 240, 241, 455.99, -1e38,
+                   np.nan, -np.nan, np.inf, -np.inf])  # fmt: skip
+
+
+def _hard(shape: tuple[int, ...]) -> Any:
+    """Ties, subnormal numbers, the ends of both formats, NaN and infinities; rows of one number, and of many."""
+    rng, (_, num_rows, heads, _) = np.random.default_rng(0), shape
+    near = (rng.integers(0, 2**32, shape, dtype=np.uint32) >> 5 | 0x3A000000).view(np.float32)
+    rows = np.where(rng.random(shape) < 0.5, near, HARD[rng.integers(0, len(HARD) - 4, shape)])
+    any_bits = rng.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)
+    rows[:, ::4] = any_bits[:, ::4]
+    rows[0, 1::2] = np.resize(HARD, (num_rows // 2, heads, 1))
+    rows[1, 4::9] = HARD[rng.integers(0, len(HARD), shape)][1, 4::9]
+    rows[1, :4] = HARD[-4 * heads :].reshape(4, heads, 1)
+    return rows
+
+
+def appended(
+    run: Run,
+    dtype: Any,
+    dims: tuple[int, int],
+    counts: Any,
+    num_rows: int = 5,
+    target: Any = None,
+    is_quantized: bool = False,
+    is_hard: bool = False,
+) -> Any:
+    """New rows, and the pages, lengths and faults after the kernel; then scales, where pages have 8-bit numbers."""
     batch = len(HELD)
-    rows = [_RNG.standard_normal((batch, num_rows, HEADS, dim)).astype(dtype).swapaxes(1, 2) for dim in dims]
-    pages = [np.zeros((PAGES, HEADS, PAGE, dim), dtype) for dim in dims]
+    draw = _hard if is_hard else _RNG.standard_normal
+    rows = [draw((batch, num_rows, HEADS, dim)).astype(dtype).swapaxes(1, 2) for dim in dims]
+    pages = [np.zeros((PAGES, HEADS, PAGE, dim), np.uint8 if is_quantized else dtype) for dim in dims]
+    scales = {name: np.zeros(pages[0].shape[:3], np.float32) for name in ("k_scale", "v_scale") if is_quantized}
     host = {
         "k": rows[0], "v": rows[1], "cache_k": pages[0], "cache_v": pages[1], "table": TABLE,
         "lengths": np.array(HELD, np.int32), "num_faults": np.zeros(1, np.int32),
-        "counts": None if counts is None else np.array(counts, np.int32),
+        "counts": None if counts is None else np.array(counts, np.int32), **scales,
     }  # fmt: skip
     arrays = {name: run.put(array) for name, array in host.items()}
-    plan = append_plan(rows[0].shape, dims[1], np.dtype(dtype), CacheLayout(ROOM, PAGE, PAGES, 3))
+    layout = CacheLayout(ROOM, PAGE, PAGES, 3)
+    plan = append_plan(rows[0].shape, dims[1], np.dtype(dtype), layout, is_quantized=is_quantized)
     arrivals = append(plan, arrays, target or target_of(run.executor))[0]
     assert not run.get(arrivals).any()  # it is left as it was
-    return rows, *(run.get(arrays[name]) for name in ("cache_k", "cache_v", "lengths", "num_faults"))
+    return rows, *(run.get(arrays[name]) for name in ("cache_k", "cache_v", "lengths", "num_faults", *scales))
 
 
 def expected(rows: Any, counts: Any) -> tuple[list[Any], list[int]]:
     """Pages as rows go there one by one, and the lengths."""
-    pages = [np.zeros((PAGES, HEADS, PAGE, x.shape[3]), x.dtype) for x in rows]
+    pages = [np.zeros((PAGES, HEADS, PAGE, *x.shape[3:]), x.dtype) for x in rows]
     lengths = []
     for b, (length, count) in enumerate(zip(HELD, counts)):
         lengths.append(min(length + count, ROOM))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -16,7 +17,14 @@ import cuflash
 from cuflash.testing import Example, assert_within_bounds
 
 BATCH, HEADS, DIM, VALUE_DIM, CAPACITY, PAGE, NUM_PAGES = 3, 2, 4, 3, 70, 16, 9
-KINDS = ("contiguous", "pages", "over contiguous pages", "over strided pages")
+KINDS = ("contiguous", "pages", "over contiguous pages", "over strided pages", "8 bits", "8 bits in pages")
+
+
+def rounded_to_8_bits(rows: Any) -> Any:
+    """Rows as a cache of float8_e4m3fn has them: by the least power of two that keeps a row at 448 or below."""
+    largest = np.abs(rows).max(axis=-1, keepdims=True).astype(np.float64)
+    scale = np.where(largest == 0, 1, 2.0 ** np.ceil(np.log2(np.where(largest == 0, 448, largest) / 448)))
+    return ((rows / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale).astype(np.float32)
 
 
 class CheckedCache:
@@ -24,19 +32,23 @@ class CheckedCache:
 
     def __init__(self, library: Any, kind: str, seed: int) -> None:
         self.library, self.kind, self.rng = library, kind, np.random.default_rng(seed)
+        self.has_8_bits = kind.startswith("8 bits")
         self.keys = [np.empty((HEADS, 0, DIM), np.float32) for _ in range(BATCH)]
         self.values = [np.empty((HEADS, 0, VALUE_DIM), np.float32) for _ in range(BATCH)]
         self.held = [0] * BATCH  # pages that each sequence has, shared or not
         if kind.startswith("over"):
             self.cache = self._over(kind == "over strided pages")
         else:
-            self.cache = self._made(BATCH, {} if kind == "contiguous" else {"page_size": PAGE, "num_pages": NUM_PAGES})
-            self.cache.k[...], self.cache.v[...] = np.nan, np.nan
+            pages = {"page_size": PAGE, "num_pages": NUM_PAGES}
+            self.cache = self._made(BATCH, pages if kind.endswith("pages") else {})
+            for array in (self.cache.k, self.cache.v, self.cache.k_scale, self.cache.v_scale):
+                if array is not None:
+                    array[...] = np.nan
 
     def _made(self, batch: int, pages: dict[str, int]) -> Any:
         return self.library.KVCache(
-            batch=batch, num_kv_heads=HEADS, head_dim=DIM, value_dim=VALUE_DIM, capacity=CAPACITY, dtype=np.float32,
-            **pages,
+            batch=batch, num_kv_heads=HEADS, head_dim=DIM, value_dim=VALUE_DIM, capacity=CAPACITY,
+            dtype=ml_dtypes.float8_e4m3fn if self.has_8_bits else np.float32, **pages,
         )  # fmt: skip
 
     def _over(self, is_strided: bool) -> Any:
@@ -68,7 +80,7 @@ class CheckedCache:
             call()
         except self.library.UnsupportedProblem as error:
             # Pages that sequences share leave more of them free than are counted here.
-            assert is_long or self.kind != "contiguous" and sum(held) > NUM_PAGES, error
+            assert is_long or self.kind not in ("contiguous", "8 bits") and sum(held) > NUM_PAGES, error
             assert "sequence" in str(error) and "must fit the" in str(error)
             return False
         assert not is_long
@@ -84,6 +96,7 @@ class CheckedCache:
         news = [num_rows] * BATCH if counts is None else counts
         stops = [length + new for length, new in zip(self.lengths(), news)]
         if self._is_taken(stops, lambda: self.cache.append(k, v, counts=counts)):
+            k, v = (rounded_to_8_bits(x) if self.has_8_bits and x.size else x for x in (k, v))
             for b, new in enumerate(news):
                 self.keys[b] = np.concatenate([self.keys[b], k[b, :, :new]], axis=1)
                 self.values[b] = np.concatenate([self.values[b], v[b, :, :new]], axis=1)
@@ -147,6 +160,9 @@ class CheckedCache:
         assert self.cache.lengths.tolist() == self.lengths() and self.cache.lengths.dtype == np.int32
         table, k, v = self.cache.block_table, self.cache.k, self.cache.v
         size = k.shape[2]
+        if self.has_8_bits:
+            scales = self.cache.k_scale, self.cache.v_scale
+            k, v = (pages.astype(np.float32) * scale[..., None] for pages, scale in zip((k, v), scales))
         for b, length in enumerate(self.lengths()):
             for held, pages in ((self.keys[b], k), (self.values[b], v)):
                 starts = range(0, length, size)

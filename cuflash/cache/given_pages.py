@@ -1,0 +1,71 @@
+"""Pages, a page table and lengths that somebody else has made, checked before a cache works on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays import describe, is_array, is_integer_dtype, to_host
+from ..errors import UnsupportedProblem, collecting
+from ..plans import as_arrays
+from .arguments import dtype_of, numbers, page_reasons, row_reasons, size_reasons
+from .paged_rows import PagedRows
+
+
+def checked_pages(
+    k_pages: Any, v_pages: Any, block_table: Any, lengths: Any
+) -> tuple[PagedRows, list[list[int]], list[int], int]:
+    """The arrays of pages, the pages of each sequence, its positions, and how many pages it may have.
+
+    Raises
+    ------
+    TypeError
+        The pages or the table are no arrays.
+    UnsupportedProblem
+        Shapes or dtypes do not fit each other, or a sequence has fewer pages than it has positions; all reasons at
+        once.
+    """
+    given = as_arrays({"k_pages": k_pages, "v_pages": v_pages})
+    k, v = given.values()
+    shape = ("num_pages", "num_kv_heads", "page_size", "head_dim")
+    reasons = row_reasons({"k_pages": k}, k, {"k_pages": shape})
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
+    with collecting(reasons):
+        dtype_of(k.dtype, has_scales=False)
+    page_size, num_pages = int(k.shape[2]), int(k.shape[0])
+    reasons += page_reasons(page_size, num_pages) + size_reasons(head_dim=k.shape[3])
+    table, lengths = as_arrays({"block_table": block_table, "lengths": lengths}).values()
+    if not (is_array(table) and table.ndim == 2 and is_integer_dtype(table.dtype) and all(table.shape)):
+        reasons.append(f"block_table must be an integer array (batch, max_pages); got {describe(table)}")
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    batch, max_pages = table.shape
+    tables = [_until_negative(row) for row in to_host(table).tolist()]
+    positions = numbers("lengths", to_host(lengths) if is_array(lengths) else lengths, batch)
+    reasons = _table_reasons(tables, positions, page_size, num_pages)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return PagedRows(k, v), tables, positions, int(max_pages)
+
+
+def _until_negative(row: list[int]) -> list[int]:
+    stop = next((place for place, page in enumerate(row) if page < 0), len(row))
+    return row[:stop]
+
+
+def _table_reasons(tables: list[list[int]], lengths: list[int], page_size: int, num_pages: int) -> list[str]:
+    """Why pages do not hold what sequences are said to have."""
+    reasons = []
+    for sequence, (table, length) in enumerate(zip(tables, lengths)):
+        wrong = [page for page in table if page >= num_pages]
+        if wrong:
+            reasons.append(
+                f"block_table must name pages below {num_pages}; got {wrong[0]} for sequence {sequence}: -1 is no page"
+            )
+        if length > len(table) * page_size:
+            reasons.append(
+                f"lengths must be at most what pages hold; got {length} for sequence {sequence}, which has "
+                f"{len(table)} pages of {page_size}"
+            )
+    return reasons

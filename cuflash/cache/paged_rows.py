@@ -1,0 +1,105 @@
+"""The arrays of a KV cache: keys and values in pages, and of 8-bit numbers the scale of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import BFLOAT16, Array, namespace
+from ..fp8.e4m3 import E4M3
+from ..fp8.rows import dequantized_rows, quantized_rows
+from .pages import Copy, Growth
+
+
+class PagedRows:
+    """Keys and values [num_pages, num_kv_heads, page_size, dim], of which rows are copied, written and gathered.
+
+    Parameters
+    ----------
+    k, v : arrays
+    k_scale, v_scale : arrays [num_pages, num_kv_heads, page_size], optional
+        Powers of two that rows of 8-bit numbers are multiplied by.
+    """
+
+    def __init__(self, k: Array, v: Array, k_scale: Array | None = None, v_scale: Array | None = None) -> None:
+        self.k, self.v, self.k_scale, self.v_scale = k, v, k_scale, v_scale
+
+    @classmethod
+    def empty(cls, xp: Any, shape: tuple[int, int, int], dims: tuple[int, int], dtype: np.dtype[Any]) -> PagedRows:
+        """Rows that hold anything; 8-bit numbers are uint8 in CuPy, which has no such dtype."""
+        stored = np.dtype(np.uint8) if dtype == E4M3 and xp is not np else dtype
+        k, v = (xp.empty((*shape, dim), stored) for dim in dims)
+        return cls(k, v, *(xp.empty(shape, np.float32) for _ in dims)) if dtype == E4M3 else cls(k, v)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.k_scale is not None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The format of the rows as they are kept."""
+        kept: np.dtype[Any] = E4M3 if self.is_quantized else np.dtype(self.k.dtype)
+        return kept
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Return what the rows take memory for."""
+        return [array for array in (self.k, self.v, self.k_scale, self.v_scale) if array is not None]
+
+    @property
+    def scales(self) -> dict[str, Array]:
+        """The scales by the names that kernels have for them; none of plain rows."""
+        return {name: x for name, x in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if x is not None}
+
+    def copy(self, copy: Copy) -> None:
+        """Copy the first rows of a page to another, as they are."""
+        for array in self.arrays:
+            array[copy.target, :, : copy.rows] = array[copy.source, :, : copy.rows]
+
+    def write(self, k: Array, v: Array, growths: Sequence[Growth], tables: Sequence[Sequence[int]]) -> None:
+        """Write the first rows of each sequence to its new positions, all sequences at once."""
+        if not growths:
+            return
+        size, places = self.k.shape[2], []
+        for sequence, length, stop in growths:
+            positions = np.arange(length, stop)
+            pages = np.array(tables[sequence])[positions // size]
+            places.append((np.full(len(positions), sequence), positions - length, pages, positions % size))
+        xp = namespace(self.k)
+        sequences, given, pages, rows = (xp.asarray(np.concatenate(each)) for each in zip(*places))
+        for to, scale, array in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+            new = array[sequences, :, given]
+            if scale is not None:
+                new, scale[pages, :, rows] = quantized_rows(new)
+            to[pages, :, rows] = new
+
+    def gather(self, table: Sequence[int], start: int, stop: int, dtype: Any = np.float32) -> tuple[Array, Array]:
+        """Positions start <= j < stop of a sequence, with rows next to each other: keys and values.
+
+        Plain rows are a view if one page holds them so, else a copy; attention has the same bits for either. Rows of
+        8 bits are multiplied by their scales, and exact in bfloat16 and float32: of these it is what `dtype` is, and
+        float32 for any other.
+        """
+        k, v = (self._gathered(array, table, start, stop) for array in (self.k, self.v))
+        if not self.is_quantized:
+            return k, v
+        made = BFLOAT16 if dtype == BFLOAT16 else np.dtype(np.float32)
+        k_scale, v_scale = (
+            self._gathered(scale[..., None], table, start, stop)[..., 0] for scale in self.scales.values()
+        )
+        return dequantized_rows(k, k_scale, made), dequantized_rows(v, v_scale, made)
+
+    def _gathered(self, array: Array, table: Sequence[int], start: int, stop: int) -> Array:
+        xp, size = namespace(array), self.k.shape[2]
+        if start >= stop:
+            return xp.empty((array.shape[1], 0, array.shape[3]), array.dtype)
+        first = start // size
+        pages = table[first : -(-stop // size)]
+        cut = slice(start - first * size, stop - first * size)
+        if len(pages) == 1:
+            rows = array[pages[0], :, cut]
+            return rows if rows[0].flags.c_contiguous else xp.ascontiguousarray(rows)
+        gathered = array[xp.asarray(np.array(pages))].transpose(1, 0, 2, 3)
+        return gathered.reshape(array.shape[1], len(pages) * size, array.shape[3])[:, cut]

@@ -1,0 +1,44 @@
+#pragma once
+#include <attention/append_params.cuh>
+#include <attention/tile_scheduler.cuh>
+
+// What kernels that append to a cache share: where new rows go, and how a sequence gets its new length.
+namespace cuflash::attention {
+
+// The new rows of a sequence stand at positions length <= j < length + num_rows.
+struct NewRows {
+  int length, num_rows;
+};
+
+// How many of the rows that are given belong to a sequence, and have room. Its first block counts what is out of range.
+CUFLASH_DEVICE NewRows new_rows(const Append& params, int sequence, int block) {
+  const CachePages& cache = params.cache;
+  const int found = cache.lengths[sequence], length = min(max(found, 0), cache.capacity);
+  const int asked = cache.counts == nullptr ? params.num_rows : cache.counts[sequence];
+  const int count = min(max(asked, 0), params.num_rows), num_rows = min(count, cache.capacity - length);
+  if (block == 0 && threadIdx.x == 0 && (found != length || asked != count || count != num_rows))
+    ptx::fetch_add(cache.num_faults, 1);
+  return {length, num_rows};
+}
+
+// The last block of a sequence to have read its length sets the new one. By all threads of a block.
+CUFLASH_DEVICE void set_length(const Append& params, int sequence, const NewRows& rows) {
+  __syncthreads();  // all threads have read the length
+  if (threadIdx.x != 0) return;
+  if (params.blocks_per_sequence > 1) {
+    __threadfence();
+    if (ptx::fetch_add(params.arrivals + sequence, 1) != params.blocks_per_sequence - 1) return;
+    __threadfence();
+    params.arrivals[sequence] = 0;  // for the next launch: no block of this one is left
+  }
+  params.cache.lengths[sequence] = rows.length + rows.num_rows;
+}
+
+// The page of a position; the number of pages where it has none.
+CUFLASH_DEVICE int page_of(const CachePages& cache, int sequence, int position) {
+  if (cache.table == nullptr) return sequence;
+  const int page = cache.table[static_cast<int64_t>(sequence) * cache.max_pages + position / cache.page_size];
+  return page >= 0 && page < cache.num_pages ? page : cache.num_pages;
+}
+
+}  // namespace cuflash::attention

@@ -1,0 +1,154 @@
+#pragma once
+#include <ptx/packed.cuh>
+#include <tile/shared_tile.cuh>
+#include <tile/warp_tile.cuh>
+
+// Numbers of 8 bits in tiles that the tensor cores multiply in 16 bits. Both formats of 16 bits hold each of them exactly.
+namespace cuflash::tile {
+
+// The numbers that 8 bits hold, as they are rounded to: to nearest, ties to even, at most 448; no NaN.
+CUFLASH_DEVICE ptx::Float8E4M3 to_e4m3(float x) {
+  const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
+  // A float has 20 bits of mantissa more and an exponent larger by 120. Adding half of the last place that is kept, less one
+  // where that place is even, and cutting rounds to nearest.
+  const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
+  // Below 2^-6 the last place is 2^-9, as that of floats from 2^14 on is: the sum with 2^14 is rounded there.
+  const uint32_t subnormal = __float_as_uint(__uint_as_float(magnitude) + 16384.0f) - __float_as_uint(16384.0f);
+  return {static_cast<unsigned char>((magnitude < 0x3c800000u ? subnormal : normal) | (bits >> 24 & 0x80u))};
+}
+
+// Four numbers of 8 bits as two registers of 16-bit numbers: the first and third, and the second and fourth. Their bits are
+// put where those of the wider format stand, which makes them smaller by a power of two; a NaN becomes 480.
+struct Widened {
+  uint32_t even, odd;
+};
+CUFLASH_DEVICE Widened widened(ptx::Half, uint32_t x) {
+  constexpr uint32_t kBits = 0x3f803f80u, kSigns = 0x80008000u, kFactors = 0x5c005c00u;  // 2^8
+  return {ptx::multiply2(ptx::Half{}, (x << 7 & kBits) | (x << 8 & kSigns), kFactors),
+          ptx::multiply2(ptx::Half{}, (x >> 1 & kBits) | (x & kSigns), kFactors)};
+}
+CUFLASH_DEVICE Widened widened(ptx::BFloat16, uint32_t x) {
+  constexpr uint32_t kBits = 0x07f007f0u, kSigns = 0x80008000u, kFactors = 0x7b807b80u;  // 2^120
+  return {ptx::multiply2(ptx::BFloat16{}, (x << 4 & kBits) | (x << 8 & kSigns), kFactors),
+          ptx::multiply2(ptx::BFloat16{}, (x >> 4 & kBits) | (x & kSigns), kFactors)};
+}
+
+template <int Rows, int Columns>
+using E4M3Tile = SwizzledTile<ptx::Float8E4M3, Rows, Columns>;
+
+// A left operand of 16 columns, in the order in which `widened` gives those of the right one: in the place of columns 2t,
+// 2t + 1 and 2t + 8, 2t + 9 there are 4t, 4t + 2 and 4t + 1, 4t + 3.
+template <class T, int Rows, int Columns>
+CUFLASH_DEVICE void load_interleaved(uint32_t (&frag)[4], SwizzledTile<T, Rows, Columns> a, int first_row, int k) {
+  struct alignas(8) Pairs {
+    uint32_t at[2];
+  };
+  const int lane = ptx::lane(), row = first_row + lane / 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Pairs x = a.template pointer<Pairs>(a.offset(row + 8 * half, 2 * k + lane % 4 / 2))[lane % 2];
+    frag[half] = (x.at[0] & 0xffffu) | x.at[1] << 16;
+    frag[2 + half] = x.at[0] >> 16 | (x.at[1] & 0xffff0000u);
+  }
+}
+
+// Sixteen such rows, which registers keep from product to product, or which are read for each.
+template <bool IsKept, class T, int Rows, int Columns>
+class InterleavedRows {
+ public:
+  using From = SwizzledTile<T, Rows, Columns>;
+
+  CUFLASH_DEVICE InterleavedRows(From from, int first_row) : from_(from), first_row_(first_row) {
+    if constexpr (IsKept) {
+#pragma unroll
+      for (int k = 0; k < Columns / 16; ++k) load_interleaved(kept_[k], from, first_row, k);
+    }
+  }
+  CUFLASH_DEVICE void get(uint32_t (&frag)[4], int k) const {
+    if constexpr (IsKept) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) frag[e] = kept_[k][e];
+    } else {
+      load_interleaved(frag, from_, first_row_, k);
+    }
+  }
+
+ private:
+  From from_;
+  int first_row_;
+  uint32_t kept_[IsKept ? Columns / 16 : 1][4];
+};
+
+// c = a b^T, where b has 8 bits. Called by whole warps.
+template <class Tile, bool IsKept, class T, int Rows, int Columns, int Depth>
+CUFLASH_DEVICE void gemm_nt(Tile& c, const InterleavedRows<IsKept, T, Rows, Depth>& a, E4M3Tile<Columns, Depth> b) {
+  static_assert(Tile::kRowTiles == 1 && Depth % 32 == 0, "a warp has 16 rows, and two chunks of b are 32 columns");
+  const auto b_frags = right_k_major(b, c.warp_column());
+  c.fill(0);
+#pragma unroll
+  for (int k = 0; k < Depth / 32; ++k) {
+    uint32_t a_frag[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) a.get(a_frag[half], 2 * k + half);
+#pragma unroll
+    for (int j = 0; j < Tile::kColumnTiles; j += 2) {
+      uint32_t bytes[4];  // of columns 32 k on: eight rows, their next chunk, and the same of eight further rows
+      ptx::ldmatrix_x4(bytes, b_frags.at(j / 2, k));
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {
+        const Widened x = widened(T{}, bytes[part]);
+        const uint32_t b_frag[2] = {x.even, x.odd};
+        ptx::mma_m16n8k16(T{}, c.tiles[0][j + part / 2], a_frag[part % 2], b_frag);
+      }
+    }
+  }
+}
+
+// c += a b, where b has 8 bits, and a is a product of the same warp, rounded to bfloat16. Of sixteen columns of c the even ones
+// are a tile, and the odd ones the next: `interleaved_column` says which is where.
+template <class Tile, class Left, int Depth, int Columns>
+CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, E4M3Tile<Depth, Columns> b) {
+  static_assert(8 * Left::kColumnTiles == Depth && 8 * Tile::kColumnTiles == Columns && Tile::kRowTiles == 1,
+                "a warp holds whole rows");
+  constexpr ptx::BFloat16 kType{};
+  const auto b_frags = right_mn_major<1>(b, 0);
+#pragma unroll
+  for (int k = 0; k < Depth / 16; ++k) {
+    uint32_t a_frag[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float(&from)[4] = a.tiles[0][2 * k + e / 2];
+      a_frag[e] = ptx::pack2(kType, from[e % 2 * 2], from[e % 2 * 2 + 1]);
+    }
+#pragma unroll
+    for (int j = 0; j < Columns / 32; ++j) {
+      uint32_t bytes[4];  // of columns 32 j on: rows of eight, then further chunks
+      ptx::ldmatrix_x4_trans(bytes, b_frags.at(j, k));
+#pragma unroll
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        const Widened upper = widened(kType, bytes[2 * chunk]), lower = widened(kType, bytes[2 * chunk + 1]);
+        const uint32_t even[2] = {upper.even, lower.even}, odd[2] = {upper.odd, lower.odd};
+        ptx::mma_m16n8k16(kType, c.tiles[0][4 * j + 2 * chunk], a_frag, even);
+        ptx::mma_m16n8k16(kType, c.tiles[0][4 * j + 2 * chunk + 1], a_frag, odd);
+      }
+    }
+  }
+}
+
+// The column of c that a thread's column j is then.
+template <class Tile>
+CUFLASH_DEVICE int interleaved_column(const Tile& c, int j) {
+  return 2 * c.first_column() + 16 * (j / 4) + 2 * (j % 2) + j / 2 % 2;
+}
+
+// Put row i of a thread's part of such a c into global memory, where the row starts at a multiple of 16 bytes.
+template <class Tile>
+CUFLASH_DEVICE void store_interleaved_row(float* to, const Tile& c, int i) {
+#pragma unroll
+  for (int j = 0; j < Tile::kColumnTiles; j += 2) {
+    const float *const even = &c.tiles[i / 2][j][i % 2 * 2], *const odd = &c.tiles[i / 2][j + 1][i % 2 * 2];
+    *reinterpret_cast<Vector<float>*>(to + interleaved_column(c, 2 * j)) = {{even[0], odd[0], even[1], odd[1]}};
+  }
+}
+
+}  // namespace cuflash::tile

@@ -1,0 +1,151 @@
+"""The kernels of caches of 8 bits: append rounds as the host does, and decode attends to the rows that are kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cache_calls import FEW, KINDS, LENGTHS, NEW, appended, attended, drawn, expected, paged, same_bits
+from cuflash import DeviceSpec, masks
+from cuflash.executors.sim import Simulator
+from cuflash.fp8.rows import dequantized_rows, quantized_rows
+from cuflash.planning.decoding import decode_reasons
+from cuflash.planning.problem import Problem
+from cuflash.testing import Example, assert_within_bounds
+from executors import RUNS, SIM, Run, hostile_schedules
+
+on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+HALVES = {"float16": np.float16, "bfloat16": BFLOAT16}
+OF_DECODE = {
+    "one token": KINDS["one token"],
+    "many parts": KINDS["many parts"],
+    "several tokens, grouped heads": KINDS["several tokens, grouped heads"] | {"dim": 128},
+    "a full tile": KINDS["a full tile"],
+    "a window": KINDS["a window"],
+    "dims that are padded": NEW | {"dim": 48, "rows": 2, "dtype": BFLOAT16},
+    "wide": NEW | {"dim": 256, "dtype": BFLOAT16},
+}
+
+
+def kept(rows: Any, dtype: Any) -> Any:
+    """Rows as a cache of 8 bits has them, exactly."""
+    wide = dequantized_rows(*quantized_rows(rows), np.float32)
+    made = wide.astype(dtype)
+    assert np.array_equal(made.astype(np.float32), wide)
+    return made
+
+
+@on_kernels
+@pytest.mark.parametrize("kind", OF_DECODE)
+def test_it_is_attention_to_the_rows_that_are_kept(run: Run, kind: str) -> None:
+    """Within the bound of weights in bfloat16; alone, in another order, and in pages anywhere: the same bits."""
+    call, device = drawn(OF_DECODE[kind]), OF_DECODE[kind]["device"]
+    *results, faults = attended(run, call, device, is_quantized=True)
+    assert not faults
+    o, lse = results
+    for b, length in enumerate(call.lengths):
+        new, rows = min(call.q.shape[2], length), call.q.shape[2]
+        mask = masks.Causal("bottom_right")
+        mask = mask if call.window is None else mask & masks.SlidingWindow(*call.window, "bottom_right")
+        k, v = (kept(x[b, :, :length], call.q.dtype) for x in (call.k, call.v))
+        example = Example(q=call.q[b, :, rows - new :], k=k, v=v, mask=mask, sink=call.sink)
+        example = example.but(product_dtype=BFLOAT16)
+        assert_within_bounds(example, o=o[b, :, rows - new :], lse=lse[b, :, rows - new :])
+        assert not o[b, :, : rows - new].any()
+    for rows in ([6], range(len(LENGTHS))[::-1]):
+        made = attended(run, call.of(rows), device, is_quantized=True)[:2]
+        assert same_bits(made, [x[list(rows)] for x in results])
+    for seed, page_size in enumerate((16, 48, 128)):
+        *made, faults = attended(run, call, device, paged(call, page_size, seed), is_quantized=True)
+        assert same_bits(made, results) and not faults
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", HALVES)
+def test_numbers_of_8_bits_are_multiplied_exactly(run: Run, dtype: str) -> None:
+    """One key for each query: o is the row of values that is kept, of all 256 numbers but NaN, and lse the score."""
+    bits = np.arange(256, dtype=np.uint8)
+    bits[[0x7F, 0xFF]] = 0
+    numbers = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    call = drawn(NEW | {"dim": 256, "dtype": HALVES[dtype], "heads": 2}, (1,))
+    rows = np.stack([numbers, numbers[::-1] * 2**-5])[None, :, None].astype(call.q.dtype)
+    call.k[:, :, :1], call.v[:, :, :1] = rows, rows
+    call = replace(call, q=np.zeros_like(call.q))
+    for column in (3, 0x46, 0x81, 0xFE):
+        call.q[...] = 0
+        call.q[..., column] = 0.5
+        o, lse, _ = attended(run, call, FEW, is_quantized=True)
+        assert np.array_equal(o[:, :, 0], rows[:, :, 0])
+        assert np.array_equal(lse[:, :, 0], np.float32(rows[:, :, 0, column]) * np.float32(0.5 / 16))
+
+
+@on_kernels
+def test_a_row_of_nan_reaches_the_queries_that_see_it(run: Run) -> None:
+    for array in ("k", "v"):
+        call = drawn(NEW, (70, 33))
+        getattr(call, array)[0, 0, 3, 5] = np.inf
+        o, lse, _ = attended(run, call, FEW, is_quantized=True)
+        assert np.isnan(o[0, 0].astype(np.float32)).all() and np.isfinite(o[0, 1].astype(np.float32)).all()
+        assert np.isfinite(o[1].astype(np.float32)).all() and np.isnan(lse[0, 0, 0]) == (array == "k")
+
+
+@pytest.mark.parametrize("kind", ["many parts", "a full tile"])
+def test_every_schedule_decodes_alike(kind: str) -> None:
+    call, device = drawn(OF_DECODE[kind], (300, 130)), OF_DECODE[kind]["device"]
+    results = attended(SIM, call, device, is_quantized=True)[:2]
+    for schedule in hostile_schedules(kind):
+        assert same_bits(attended(SIM, call, device, target=Simulator(schedule), is_quantized=True)[:2], results)
+
+
+def test_dims_that_are_no_whole_chunks_are_refused() -> None:
+    call = drawn(NEW | {"dim": 40}, (3,))
+    problem = Problem.of(call.q, call.k, call.v)
+    told = decode_reasons(problem, DeviceSpec.gpu("H100"), is_quantized=True)
+    assert told == [f"{name} must be a multiple of 16; got 40" for name in ("head_dim", "value_dim")]
+    assert decode_reasons(problem, DeviceSpec.gpu("H100")) == []
+
+
+# Appending
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
+@pytest.mark.parametrize("dims", [(8, 16), (256, 3)], ids=str)
+def test_rows_are_rounded_as_on_the_host(run: Run, dtype: Any, dims: tuple[int, int]) -> None:
+    """Bit for bit, and go where plain rows go; rows that have no room are left out and counted."""
+    for counts, num_rows in (((5, 2, 0, 4), 5), ((26, 10, 1, 4), 26)):
+        rows, k, v, lengths, faults, *scales = appended(run, dtype, dims, counts, num_rows, is_quantized=True)
+        made = [quantized_rows(x) for x in rows]
+        pages, wanted = expected([data.view(np.uint8) for data, _ in made], counts)
+        assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1])
+        assert all(map(np.array_equal, scales, expected([scale for _, scale in made], counts)[0]))
+        assert lengths.tolist() == wanted and not faults[0]
+    assert appended(run, dtype, dims, (6, 0, 0, 0), is_quantized=True)[4][0]
+
+
+@on_kernels
+def test_hard_numbers_are_rounded_as_on_the_host(run: Run) -> None:
+    """Ties, subnormal numbers, the ends of both formats, NaN and infinities; rows of one number, and of many."""
+    counts = (26, 10, 1, 4)
+    rows, k, v, _, _, *scales = appended(run, np.float32, (64, 40), counts, 26, is_quantized=True, is_hard=True)
+    for given, pages, scale in zip(rows, (k, v), scales):
+        data, wanted = quantized_rows(given)
+        assert np.isnan(wanted).any() and (wanted == 1).any() and (wanted == np.float32(2.0**-126)).any()
+        assert np.array_equal(pages, expected([data.view(np.uint8)], counts)[0][0])
+        assert np.array_equal(scale, expected([wanted], counts)[0][0], equal_nan=True)
+
+
+def test_every_schedule_rounds_alike() -> None:
+    rows, k, *_ = appended(SIM, np.float16, (64, 64), (26, 10, 1, 4), 26, is_quantized=True)
+    wanted = expected([quantized_rows(rows[0])[0].view(np.uint8)], (26, 10, 1, 4))[0][0]
+    assert np.array_equal(k, wanted)
+    for schedule in hostile_schedules("append e4m3"):
+        rows, k, _, lengths, *_ = appended(
+            SIM, np.float16, (64, 64), (26, 10, 1, 4), 26, Simulator(schedule), is_quantized=True
+        )
+        assert np.array_equal(k, expected([quantized_rows(rows[0])[0].view(np.uint8)], (26, 10, 1, 4))[0][0])
+        assert lengths.tolist() == [40, 13, 16, 40]

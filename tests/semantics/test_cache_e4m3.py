@@ -1,0 +1,157 @@
+"""A KV cache of float8_e4m3fn rounds rows once, keeps a scale for each, and attends to what it keeps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cache_machine import rounded_to_8_bits
+from cuflash import KVCache, UnsupportedProblem, masks
+from cuflash.fp8.e4m3 import E4M3
+from cuflash.fp8.rows import quantized_rows
+from cuflash.selectors import Budget, quest
+from cuflash.testing import Example, assert_within_bounds
+from executors import on_every_executor
+
+import cuflash
+
+RNG = np.random.default_rng(0)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+HEADS, CAPACITY, PAGE = 2, 90, 16
+SMALL = {"batch": 2, "num_kv_heads": HEADS, "head_dim": 16, "capacity": CAPACITY, "dtype": E4M3}
+PAGES = {"page_size": PAGE, "num_pages": 24}
+
+
+def normal(*shape: int, dtype: Any = np.float32) -> Any:
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+@on_every_executor
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
+@pytest.mark.parametrize("num_rows", [1, 70])
+def test_it_attends_to_the_rows_that_it_keeps(run: Any, dtype: Any, num_rows: int) -> None:
+    """Of one token, and of more than the decode kernel takes; with pages, without and alone: the same bits."""
+    lengths = [CAPACITY, 0, 17, 33]
+    q, k, v = (normal(4, heads, rows, 16, dtype=dtype) for heads, rows in ((4, num_rows), (2, CAPACITY), (2, CAPACITY)))
+
+    def attend(numbers: list[int], **pages: Any) -> list[Any]:
+        sizes = SMALL | {"batch": len(numbers)} | ({"xp": pytest.importorskip("cupy")} if run.is_on_device else {})
+        cache = KVCache(**sizes, **pages)
+        for array in (cache.k, cache.v):
+            array[...] = 0x7F if run.is_on_device else np.nan
+        cache.k_scale[...] = cache.v_scale[...] = np.nan
+        cache.append(run.put(k[numbers]), run.put(v[numbers]), counts=[lengths[b] for b in numbers])
+        options = {"executor": run.executor, "kernel": run.kernel, "return_lse": True}
+        return [run.get(x) for x in cache.attention(run.put(q[numbers]), **options)]
+
+    o, lse = attend([0, 1, 2, 3])
+    assert o.dtype == dtype and lse.dtype == np.float32
+    for one, other in zip((o, lse), attend([0, 1, 2, 3], **PAGES)):
+        assert np.array_equal(one, other)
+    for b, length in enumerate(lengths):
+        if b % 2 == 0:
+            assert all(np.array_equal(one[0], x[b]) for one, x in zip(attend([b]), (o, lse)))
+        kept = [rounded_to_8_bits(x[b, :, :length].astype(np.float32)) for x in (k, v)]
+        exact = [x.astype(dtype) for x in kept]
+        assert all(np.array_equal(x.astype(np.float32), y) for x, y in zip(exact, kept))
+        new = min(num_rows, length)
+        example = Example(q=q[b, :, num_rows - new :], k=exact[0], v=exact[1], mask=masks.Causal("bottom_right"))
+        if dtype != np.float32:
+            example = example.but(product_dtype=BFLOAT16)
+        assert_within_bounds(example, o=o[b, :, num_rows - new :], lse=lse[b, :, num_rows - new :])
+
+
+def test_rows_are_rounded_once() -> None:
+    """One by one as at once; what is forked, copied and truncated keeps its bits, and so do the rows that are read."""
+    k, v = normal(2, 2, HEADS, 40, 16)
+    made = []
+    for pages in ({}, PAGES):
+        at_once, one_by_one = KVCache(**SMALL, **pages), KVCache(**SMALL, **pages)
+        at_once.append(k, v)
+        for t in range(40):
+            one_by_one.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        one_by_one.fork(0, 1)
+        one_by_one.append(k[:, :, :3], v[:, :, :3])
+        one_by_one.truncate([40, 40])
+        made += [at_once.rows(0), one_by_one.rows(0), one_by_one.rows(1), copy.copy(one_by_one).rows(0)]
+        made.append(pickle.loads(pickle.dumps(one_by_one)).rows(0))
+    for rows in made:
+        for found, given in zip(rows, (k, v)):
+            assert found.dtype == np.float32 and np.array_equal(found, rounded_to_8_bits(given[0]))
+
+
+def test_scales_are_powers_of_two_that_fill_the_format() -> None:
+    x = normal(500, 64) * np.exp2(RNG.integers(-100, 100, (500, 1))).astype(np.float32)
+    data, scale = quantized_rows(x)
+    assert np.array_equal(np.frexp(scale)[0], np.full(500, 0.5))
+    largest = np.abs(x).max(axis=-1) / scale
+    assert ((largest > 224) & (largest <= 448)).all()
+    error = np.abs(data.astype(np.float64) * scale[:, None] - x)
+    assert (error <= np.maximum(np.abs(x) * 2.0**-4, scale[:, None] * 2.0**-10)).all()
+    for row in ([np.nan, 1], [np.inf, 1], [-np.inf, np.nan]):
+        data, scale = quantized_rows(np.float32(row))
+        assert np.isnan(scale) and np.isnan(data.astype(np.float32)).all()
+    data, scale = quantized_rows(np.zeros((2, 3), np.float16))
+    assert (scale == 1).all() and not data.astype(np.float32).any()
+
+
+def test_a_cache_of_8_bits_says_what_it_is_and_takes() -> None:
+    cache = KVCache(**SMALL, **PAGES)
+    assert "dtype=float8_e4m3fn" in repr(cache) and cache.k.dtype == E4M3
+    assert cache.k_scale.shape == cache.v_scale.shape == (24, HEADS, PAGE)
+    tokens = {"tokens": 24 * PAGE, "dtype": E4M3}
+    assert cache.nbytes == cuflash.kv_cache_bytes(num_layers=1, num_kv_heads=HEADS, head_dim=16, **tokens)
+    plain = KVCache(**SMALL | {"dtype": np.float32})
+    assert plain.k_scale is None and plain.v_scale is None
+
+
+def test_pages_are_chosen_from_the_rows_that_are_kept() -> None:
+    cache, q, k = KVCache(**SMALL), normal(2, HEADS, 1, 16), normal(2, HEADS, 40, 16)
+    cache.append(k, k)
+    chosen = quest(q, cache, budget=Budget(top_k=2))
+    wanted = [quest(q[b], rounded_to_8_bits(k[b]), budget=Budget(top_k=2)) for b in range(2)]
+    assert all(np.array_equal(one.states(), other.states()) for one, other in zip(chosen, wanted))
+
+
+ROWS = normal(2, HEADS, 3, 16)
+WRONG = {
+    "rows of doubles": (
+        lambda cache: cache.append(ROWS.astype(float), ROWS.astype(float)),
+        "k must have shape (2, 2, n, 16) and dtype float16 or bfloat16 or float32; got (2, 2, 3, 16) and float64",
+    ),
+    "rows of 8 bits": (lambda cache: cache.append(ROWS.astype(E4M3), ROWS.astype(E4M3)), "k must have shape"),
+    "rows of two dtypes": (
+        lambda cache: cache.append(ROWS, ROWS.astype(BFLOAT16)), "v must have k's dtype, float32; got bfloat16"
+    ),
+    "queries of doubles": (
+        lambda cache: cache.attention(ROWS.astype(float)), "q must have shape (2, num_heads, n, 16) and dtype float16"
+    ),
+    "another out": (
+        lambda cache: cache.attention(ROWS.astype(BFLOAT16), out=ROWS.copy()),
+        "out must have shape (2, 2, 3, 16) and dtype bfloat16; got (2, 2, 3, 16) and float32",
+    ),
+    "pages without scales": (
+        lambda cache: KVCache.over(cache.k, cache.v, np.zeros((2, 1), int), [0, 0]),
+        "dtype must be that of pages without scales; got float8_e4m3fn",
+    ),
+    "another format of 8 bits": (
+        lambda cache: KVCache(**SMALL | {"dtype": ml_dtypes.float8_e5m2}),
+        "dtype must be one of float16, bfloat16, float32, float64, float8_e4m3fn; got float8_e5m2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused_with_a_reason(name: str) -> None:
+    call, words = WRONG[name]
+    cache = KVCache(**SMALL)
+    cache.append(ROWS, ROWS)
+    kept = cache.k.copy()
+    with pytest.raises(UnsupportedProblem) as caught:
+        call(cache)
+    assert words in str(caught.value)
+    assert np.array_equal(cache.k.view(np.uint8), kept.view(np.uint8)) and cache.lengths.tolist() == [3, 3]
