@@ -679,7 +679,7 @@ def _first_call(
     ready.check_forward(given, "out" if out_lse is None else "out[0]", out_o, out_lse)
     if contents is not None and isinstance(work, ListedAtCall):
         ready = without_mask(ready)  # nor an array of the mask
-        lists_of = gpu.list_maker(ready.plan, work.source)
+        lists_of = gpu.lists_of_calls(ready.plan, work)
         given[AT_CALL] = lists_of(contents.array)
     forward: Any = (
         ready.bind_into(given, dict(zip(("o", "lse"), outs)), wants_lse=wants_lse)

@@ -411,7 +411,7 @@ def _first(
         work, lists_of = ready.plan.work, None
         if isinstance(work, ListedAtCall):
             ready = without_mask(ready)
-            lists_of = gpu.list_maker(ready.plan, work.source, torch_gpu.MACHINE)
+            lists_of = gpu.lists_of_calls(ready.plan, work, torch_gpu.MACHINE)
         call = _OnGpu(ready, layouts, given, lists_of, wants_lse)
     if key is not None and (lists_of is not None or not lists_at_call):
         remember(calls, key, call)

@@ -15,7 +15,7 @@ import scipy.sparse
 from ..arrays import Array, is_array, namespace, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting
 from ..masks.arrays import Sparse, as_mask
-from ..masks.base import Mask
+from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import mask_namespace, without_memos
 from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
@@ -41,6 +41,35 @@ class Remembered(NamedTuple):
 
     mask: IndexMask
     calls: dict[Any, Any]
+
+
+_EVERYTHING = Band()
+
+
+class CarriedLists(NamedTuple):
+    """The lists of an index on a device, in the form that kernels walk; they are made with the index.
+
+    Attributes
+    ----------
+    lists : uint8 array
+        All of them, one after the other.
+    source : ListSource
+        How they lie in the array: one object for all indices of one layout.
+    """
+
+    lists: Array
+    source: Any
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """The lists by name, as `ListedWork.lists` has them."""
+        found: dict[str, Array] = self.source.lists_of(self.lists)
+        return found
+
+
+# Makes an index of chosen blocks on a device: of the blocks, a resolved mask, its shape, and the sides of a block. The
+# executors put their kernels here, which this room does not know; without them operations on arrays make the index.
+make_on_device: Callable[[Array, Mask, MaskShape, tuple[int, int]], BlockIndex] | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -209,6 +238,11 @@ class BlockIndex:
         pattern = BlockPattern(blocks, block)
         leading = (1, 1, *pattern.blocks.shape[:-2])
         shape = MaskShape(tuple(leading[2:-1]), int(leading[-1]), seqlen_q, seqlen_kv)
+        if make_on_device is not None and is_array(pattern.blocks) and namespace(pattern.blocks).__name__ == "cupy":
+            reasons = shape_reasons(shape) or length_reasons(shape)
+            if not reasons:
+                pattern.require_fit(shape)
+                return make_on_device(pattern.blocks, _EVERYTHING, shape, pattern.block)
         return cls.from_mask(pattern, block=pattern.block, **shape._asdict())
 
     @classmethod
@@ -375,6 +409,18 @@ class BlockIndex:
         {}
         """
         return Remembered(IndexMask.of_index(replace(self)), {}) if self.is_on_host else None
+
+    @cached_property
+    def carried(self) -> CarriedLists | None:
+        """Lists that were made with an index on a device; None for an index that calls list anew.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).carried is None
+        True
+        """
+        return None
 
     @cached_property
     def block_rows(self) -> Array:

@@ -193,6 +193,8 @@ class ListedWork:
         in `BlockIndex`.
         """
         index = self.index
+        if index.carried is not None:
+            return index.carried.arrays | ({} if index.lo is None else {"lo": index.lo, "hi": index.hi})
         pointers, entries = self.transposed
         rows = index.block_rows % max(index.num_q_blocks, 1)
         found = {

@@ -109,7 +109,7 @@ def listed_plan(
         if not isinstance(work, ListedAtCall) or not shared.can_bind:
             return None
         shared = replace(without_mask(shared), captured={})
-        found = shared, gpu.list_maker(shared.plan, work.source)
+        found = shared, gpu.lists_of_calls(shared.plan, work)
         remember(looked_up.calls, key, found)
     shared, lists_of = found
     captured = {name: array for name, array in operands.items() if name != "sink"}

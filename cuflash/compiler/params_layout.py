@@ -22,6 +22,7 @@ from ..planning.list_kernels import LIST_PARAMS
 from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.quantizing import QUANTIZE, TRANSPOSE
 from ..planning.scales import SCALES, SCALE_ARRAYS
+from ..planning.selection_kernels import CHOICE, POOLED_ROWS, POOLING
 from ..planning.sinks import SINK
 
 _POINTER = np.uint64
@@ -95,7 +96,7 @@ _FURTHER_RECORDS = {
     "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},
     "attention/append_params.cuh": {"Append": APPEND},
     "attention/cache_scales.cuh": {"CacheScales": CACHE_SCALES},
-    "attention/block_mass.cuh": {"MassGrid": MASS_GRID},
+    "attention/mass_grid.cuh": {"MassGrid": MASS_GRID},
     "attention/quantize_params.cuh": {"Quantize": QUANTIZE, "Transpose": TRANSPOSE},
     "fa1/running.cuh": {"Running": RUNNING},
     "attention/page_table.cuh": {"Pages": PAGES},
@@ -115,9 +116,19 @@ def assertions(parts: Collection[str] = (), *, host: bool = False) -> str:
     return _assertions(records, "attention", host)
 
 
-def list_assertions(*, host: bool = False) -> str:
-    """C++ that stops a compiler where the record of the kernels that make lists is not laid out as its NumPy twin."""
-    return _assertions({"Params": LIST_PARAMS}, "lists", host)
+_LIST_RECORDS = {
+    "lists/params.cuh": {"Params": LIST_PARAMS},
+    "lists/selection.cuh": {"Choice": CHOICE, "PooledRows": POOLED_ROWS, "Pooling": POOLING},
+}
+
+
+def list_assertions(parts: Collection[str], *, host: bool = False) -> str:
+    """C++ that stops a compiler where a record of the kernels of lists is not laid out as its NumPy twin.
+
+    The records are those of the headers among `parts`.
+    """
+    records = {name: dtype for part, made in _LIST_RECORDS.items() if part in parts for name, dtype in made.items()}
+    return _assertions(records, "lists", host) if records else ""
 
 
 def _assertions(records: Mapping[str, np.dtype[Any]], room: str, host: bool) -> str:

@@ -23,7 +23,7 @@ from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from . import checks
 from .arguments import KernelArguments
-from ..planning.list_kernels import LIST_SPECS, ListSource
+from ..planning.list_kernels import LIST_SPECS, ListedAtCall, ListSource
 from .launch import BoundPass, Lists, run
 from .list_maker import ListMaker
 from .params import View
@@ -439,7 +439,18 @@ def compile_list_kernels(machine: Gpu) -> None:
     RuntimeError
         The stream is captured, and one of them is not loaded yet.
     """
-    not_loaded = [spec for spec in LIST_SPECS.values() if not nvrtc.is_loaded(spec, _capability())]
+    compile_kernels(LIST_SPECS.values(), machine)
+
+
+def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
+    """Compile and load kernels without shared memory of a size that is asked for.
+
+    Raises
+    ------
+    RuntimeError
+        The stream is captured, and one of them is not loaded yet.
+    """
+    not_loaded = [spec for spec in specs if not nvrtc.is_loaded(spec, _capability())]
     if not_loaded and machine.stream().is_capturing():
         raise RuntimeError(
             f"{not_loaded[0].name} is not compiled yet, which a stream capture cannot wait for: {_COMPILE_FIRST}"
@@ -469,6 +480,25 @@ def list_maker(plan: KernelPlan, source: ListSource, machine: Gpu | None = None)
         return lists
 
     return call
+
+
+def carried_lists(plan: KernelPlan, machine: Gpu | None = None) -> Callable[[Array], Array]:
+    """A function that puts the lists that a block index carries where calls of a plan read them: they lie there."""
+    machine = machine or _GPU
+    current_stream, keep_captured, sent = machine.stream, machine.keep_captured, machine.sent
+
+    def call(lists: Array) -> Array:
+        lists = sent(lists)
+        if current_stream().is_capturing():
+            keep_captured(plan, [lists], True)
+        return lists
+
+    return call
+
+
+def lists_of_calls(plan: KernelPlan, work: ListedAtCall, machine: Gpu | None = None) -> Callable[[Array], Array]:
+    """A function that gives calls of a plan their lists: of an array of a mask, or those that an index carries."""
+    return carried_lists(plan, machine) if work.is_carried else list_maker(plan, work.source, machine)
 
 
 def run_pass(plan: KernelPlan, kernels: Pass, arrays: Mapping[str, Array], check: checks.Check | None) -> None:

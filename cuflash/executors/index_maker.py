@@ -6,7 +6,8 @@ from collections.abc import Hashable
 from typing import Any
 
 from ..arrays import Array
-from ..blocks.index import BlockIndex
+from ..blocks import index as indices
+from ..blocks.index import BlockIndex, CarriedLists
 from ..compiler import nvrtc
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
@@ -36,7 +37,7 @@ class IndexMaker:
 
     def __init__(self, source: ListSource, target: LaunchTarget) -> None:
         self.lists = ListMaker(source, target)
-        self._source = source
+        self._source, self._names = source, tuple(_FIELDS.values())
         self._facts: dict[str, Any] = {
             "seqlen_q": source.shape.seqlen_q, "seqlen_kv": source.shape.seqlen_kv, "block": source.block,
             "batch": source.batch, "num_heads": source.num_heads,
@@ -44,10 +45,13 @@ class IndexMaker:
 
     def __call__(self, mask: int, stream: Any) -> BlockIndex:
         """The index of the mask at an address, once the stream has come so far."""
-        found = list_results(self.lists(mask, stream), self._source, tuple(_FIELDS.values()))
+        lists = self.lists(mask, stream)
+        found = list_results(lists, self._source, self._names)
         arrays = {field: found[name] for field, name in _FIELDS.items()}
         intervals = self.lists.intervals if self._source.is_whole else {}
-        return BlockIndex(**self._facts, **arrays, lo=intervals.get("lo"), hi=intervals.get("hi"))
+        index = BlockIndex(**self._facts, **arrays, lo=intervals.get("lo"), hi=intervals.get("hi"))
+        vars(index)["carried"] = CarriedLists(lists, self._source)
+        return index
 
 
 def index_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> BlockIndex:
@@ -73,7 +77,7 @@ def index_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) 
     RuntimeError
         The stream is captured, and the kernels are not compiled yet.
     """
-    maker = _maker(kept, mask, shape, block)
+    maker = maker_of(kept, mask, shape, block)
     if maker is None:
         return BlockIndex.from_mask(_whole(kept, mask, block), block=block, **shape._asdict())
     target = gpu.current_target()
@@ -96,7 +100,7 @@ def index_key(device: int, kept: Array, mask: Mask, shape: MaskShape, block: tup
         return None
 
 
-def _maker(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> IndexMaker | None:
+def maker_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> IndexMaker | None:
     """Return the maker of indices of blocks that lie as these do; None where the kernels do not serve them."""
     key = index_key(nvrtc.current_device()[1], kept, mask, shape, block)
     if key is None:
@@ -108,6 +112,10 @@ def _maker(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) ->
     if found is not None:
         gpu.compile_list_kernels(gpu.current_target())
         maker = IndexMaker(found[0], gpu.current_target())
-    if len(_makers) < _MAX_MAKERS:
-        _makers[key] = maker
+    if len(_makers) >= _MAX_MAKERS:
+        _makers.clear()
+    _makers[key] = maker
     return maker
+
+
+indices.make_on_device = index_of

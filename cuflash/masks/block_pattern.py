@@ -67,7 +67,14 @@ class BlockPattern(Mask):
         q, kv = (int(extent) * side for extent, side in zip(self.blocks.shape[-2:], self.block))
         return q, kv
 
-    def resolve(self, shape: MaskShape) -> Mask:
+    def require_fit(self, shape: MaskShape) -> None:
+        """Refuse a shape whose blocks are not those of the mask.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The blocks have another shape.
+        """
         grid = (-(-shape.seqlen_q // self.block[0]), -(-shape.seqlen_kv // self.block[1]))
         reasons = []
         if tuple(self.blocks.shape[-2:]) != grid:
@@ -79,6 +86,10 @@ class BlockPattern(Mask):
         reasons.extend(leading_reasons("blocks", leading, (*shape.batch, shape.num_heads)))
         if reasons:
             raise UnsupportedProblem(reasons)
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        self.require_fit(shape)
+        grid, leading = tuple(self.blocks.shape[-2:]), tuple(self.blocks.shape[:-2])
         if scipy.sparse.issparse(self.blocks):
             return BlockSet((1, 1, *grid), self.block, *sorted_places(self.blocks))
         if namespace(self.blocks) is not np:

@@ -7,19 +7,27 @@ from typing import Any
 
 import numpy as np
 
+from ..blocks.work_list import ListedWork, WorkList
 from ..errors import UnsupportedProblem
 from .device import DeviceSpec
+from .families import sm80
 from .families.family import DIMS
-from .families.simt import shared_bytes
-from .launches import MATRICES, Feature, Kernels, Launch, Pass
+from .families.simt import shared_bytes as simt_shared_bytes
+from .launches import MATRICES, Feature, Kernels, Launch, Pass, TileOrder, Workspace
 from .problem import Problem
 from .score_launches import with_score
 from .spec import KernelSpec
 
 MASS_GRID = np.dtype(
-    [("mass", MATRICES), ("block_q", np.int64), ("block_kv", np.int64), ("has_lse", np.int64)], align=True
-)
+    [
+        ("mass", MATRICES), ("block_q", np.int64), ("block_kv", np.int64), ("has_lse", np.int64),
+        ("row_masses", np.uint64),
+    ],
+    align=True,
+)  # fmt: skip
 _WIDEST_CHUNK = 128  # columns of head_dim that shared memory holds at a time
+# On tensor cores: columns of a chunk where rows come in chunks, queries of a tile, and keys of the narrowest block.
+_CHUNK, _QUERIES, _LEAST_KEYS = 64, 128, 8
 _SIDES = {np.dtype(np.float32): 64, np.dtype(np.float64): 32}  # of a tile, by accumulator
 
 
@@ -29,14 +37,35 @@ def mass_shape(problem: Problem, block: tuple[int, int]) -> tuple[int, ...]:
     return (*problem.lse_shape()[:-1], *grid)
 
 
-def mass_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
-    """The kernel with the widest chunks of head_dim that fit a multiprocessor twice, or else once.
+def mass_spec(problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool) -> KernelSpec:
+    """The kernel of tensor cores where that serves elements, chip and blocks of keys, else the one of multiply-adds.
 
     Raises
     ------
     UnsupportedProblem
-        No chunk fits.
+        No tile fits a multiprocessor.
     """
+    capability = device.compute_capability or (0, 0)
+    if problem.dtype in sm80.Sm80.dtypes and capability >= sm80.Sm80.oldest and block_kv >= _LEAST_KEYS:
+        spec = _tensor_core_spec(problem, is_listed, is_hopper=capability[0] == 9)
+        if sm80.shared_bytes(spec) <= device.tile_memory_bytes:
+            return spec
+    return _multiply_add_spec(problem, device)
+
+
+def _tensor_core_spec(problem: Problem, is_listed: bool, *, is_hopper: bool) -> KernelSpec:
+    """Rows of q that fit shared memory twice stay there; longer ones come in chunks, as those of k do."""
+    splits_head_dim = problem.head_dim > _WIDEST_CHUNK
+    dim = _CHUNK if splits_head_dim else next(dim for dim in DIMS if dim >= problem.head_dim)
+    return KernelSpec(
+        family="sm90" if is_hopper else "sm80", entry="block_mass", dtype=problem.dtype, head_dim=dim,
+        value_dim=DIMS[0], block_q=_QUERIES, block_kv=128, num_warps=8, min_blocks=1,
+        num_stages=3 if splits_head_dim else 2, is_listed=is_listed, splits_head_dim=splits_head_dim,
+    )  # fmt: skip
+
+
+def _multiply_add_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
+    """The kernel with the widest chunks of head_dim that fit a multiprocessor twice, or else once."""
     side = _SIDES[problem.accumulator]
     needed = next((dim for dim in DIMS if dim >= problem.head_dim), _WIDEST_CHUNK)
     specs = [
@@ -49,31 +78,42 @@ def mass_spec(problem: Problem, device: DeviceSpec) -> KernelSpec:
     ]  # fmt: skip
     for available in (device.tile_memory_bytes // 2, device.tile_memory_bytes):
         for spec in specs:
-            if shared_bytes(spec) <= available:
+            if simt_shared_bytes(spec) <= available:
                 return spec
     raise UnsupportedProblem(
-        [f"{device.name} must have {shared_bytes(specs[-1])} bytes of shared memory a block; it has "
+        [f"{device.name} must have {simt_shared_bytes(specs[-1])} bytes of shared memory a block; it has "
          f"{device.tile_memory_bytes}: use a narrower dtype"]
     )  # fmt: skip
 
 
-def mass_kernels(problem: Problem, device: DeviceSpec, block: tuple[int, int], *, has_lse: bool) -> Kernels:
+def mass_kernels(
+    problem: Problem, device: DeviceSpec, block: tuple[int, int], work: WorkList, *, has_lse: bool
+) -> Kernels:
     """A forward pass of one launch that writes the sums of each block's weights, and lse unless it is given."""
-    spec = mass_spec(problem, device)
-    height = _queries_of_thread_block(block[0], spec.block_q)
+    spec = mass_spec(problem, device, block[1], is_listed=isinstance(work, ListedWork))
+    tiles = problem.num_heads * -(-problem.seqlen_q // _queries_of_thread_block(block[0], spec.block_q))
     launch = Launch(
         spec=spec,
-        tiles=problem.num_heads * -(-problem.seqlen_q // height),
-        shared_bytes=shared_bytes(spec),
+        tiles=tiles,
+        shared_bytes=simt_shared_bytes(spec) if spec.family == "simt" else sm80.shared_bytes(spec),
         reads=("q", "k", "lse") if has_lse else ("q", "k"),
         writes=("mass",) if has_lse else ("mass", "lse"),
         features=("mass",),
     )
     numbers: dict[str, Any] = {"block_q": block[0], "block_kv": block[1], "has_lse": has_lse}
-    feature = Feature("mass", MASS_GRID, numbers)
-    kernels = Kernels(
-        forward=Pass({"block_mass": launch}, features=(feature,), zeroed=("mass",)), backward=Pass({})
+    workspaces: dict[str, Workspace] = {}
+    tables: tuple[str, ...] = ()
+    if spec.family != "simt":
+        most = sm80.Sm80().resident_blocks(spec, device)
+        launch = replace(launch, max_blocks=most, writes=(*launch.writes, "row_masses"))
+        rows = launch.grid(problem.mask_shape.num_batch) * -(-problem.seqlen_kv // block[1]) * spec.block_q
+        workspaces, tables = {"row_masses": Workspace((rows,), np.dtype(np.float32))}, ("row_masses",)
+    forward = Pass(
+        {"block_mass": launch}, workspaces, (Feature("mass", MASS_GRID, numbers, tables),), zeroed=("mass",)
     )
+    # The longest tiles of all heads that the thread blocks of a round work on come first.
+    heads = max(1, (launch.max_blocks or 1) * problem.num_heads // max(tiles, 1))
+    kernels = Kernels(forward=forward, backward=Pass({}), order=TileOrder(heads))
     return kernels if problem.score is None else replace(with_score(kernels, problem), backward=Pass({}))
 
 

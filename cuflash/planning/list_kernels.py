@@ -17,6 +17,7 @@ import numpy as np
 from ..arrays import Array
 from ..blocks.classify import extents, row_intervals
 from ..blocks.index import BlockIndex
+from ..blocks.index_mask import IndexGrid
 from ..blocks.work_list import IntervalWork, ListedWork, WorkList, listed_block, work_list
 from ..masks.arrays import ResolvedDense
 from ..masks.at_each_call import without_at_each_call
@@ -158,6 +159,10 @@ class ListSource:
         last = _RESULTS[-1]
         return self.offsets[last] + -(-prod(self.shapes[last]) * 4 // _ALIGNMENT) * _ALIGNMENT
 
+    def lists_of(self, lists: Array) -> dict[str, Array]:
+        """What attention kernels read, by name, as views of the array of bytes that holds all results."""
+        return list_results(lists, self, tuple(name for name in _RESULTS if name not in _OF_LISTS_ALONE))
+
     def params(self) -> Any:
         """The record of the kernels, without addresses."""
         matrices, num_rows, num_columns = self.grid
@@ -187,7 +192,7 @@ class ListSource:
             return -(-threads // LIST_SPECS[entry].num_threads)
 
         return {
-            "classify": blocks("classify", 32 * rows * num_columns),
+            "classify": blocks("classify", (1 if self.is_whole else 32) * rows * num_columns),
             "ranks": blocks("ranks", 32 * rows) + blocks("ranks", columns),
             "pointers": 2,
             "entries": blocks("entries", 32 * rows) + blocks("entries", columns + rows),
@@ -198,17 +203,19 @@ class ListSource:
 class ListedAtCall(ListedWork):
     """Work whose lists are made at each call, in one array of bytes that the call hands to its kernels as `AT_CALL`.
 
-    `index` has shapes and dtypes alone. `lists` are what does not change from call to call.
+    `index` has shapes and dtypes alone. `lists` are what does not change from call to call. Where `is_carried`, calls
+    hand over an array that came with a block index.
     """
 
     source: ListSource
+    is_carried: bool = False
 
     @property
     def max_entries_in_row(self) -> int:
         return self.index.num_kv_blocks
 
     @classmethod
-    def of(cls, source: ListSource) -> ListedAtCall:
+    def of(cls, source: ListSource, *, is_carried: bool = False) -> ListedAtCall:
         """Work of a mask that `ListSource.of` takes."""
         zeros = {name: np.zeros((), source.dtype(name)) for name in source.shapes}
         empty = {name: np.broadcast_to(zero, source.shapes[name]) for name, zero in zeros.items()}
@@ -218,7 +225,7 @@ class ListedAtCall(ListedWork):
             num_heads=source.num_heads, indptr=empty["row_pointers"], indices=empty["kv_blocks"], kinds=empty["kinds"],
             tiles=empty["tiles"], bits=empty["bits"], lo=lo, hi=hi,
         )  # fmt: skip
-        return cls(index=index, source=source)
+        return cls(index=index, source=source, is_carried=is_carried)
 
     @property
     def nbytes(self) -> int:
@@ -242,14 +249,18 @@ def _blocks_of(mask: BlockGrid) -> tuple[Array, tuple[int, int]]:
 def work_of_kernels(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
     """The work of a resolved mask on a GPU; calls make the lists of one that is `AtEachCall`, if kernels serve it."""
     mask, is_at_each_call = without_at_each_call(mask)
+    if is_at_each_call and isinstance(mask, IndexGrid) and mask.index.carried is not None:
+        if listed_block(mask, tile) == mask.index.block:
+            return ListedAtCall.of(mask.index.carried.source, is_carried=True)
     found = ListSource.of(mask, shape, listed_block(mask, tile)) if is_at_each_call else None
     return work_list(mask, shape, tile) if found is None else ListedAtCall.of(found[0])
 
 
 def list_results(lists: Array, source: ListSource, names: tuple[str, ...] = _RESULTS) -> dict[str, Array]:
     """Results by name, as views of the array of bytes that holds them."""
-    views = {}
+    views, words = {}, lists.view(np.int32)
     for name in names:
-        start, dtype, shape = source.offsets[name], source.dtype(name), source.shapes[name]
-        views[name] = lists[start : start + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        start, shape = source.offsets[name], source.shapes[name]
+        flat = lists[start : start + prod(shape)] if name in _BYTES else words[start // 4 : start // 4 + prod(shape)]
+        views[name] = flat if len(shape) == 1 else flat.reshape(shape)
     return views

@@ -27,7 +27,8 @@ class Lookup(NamedTuple):
 def lookup(options: Options, shared: dict[Hashable, Any], layout_of: Callable[..., Hashable]) -> Lookup:
     """Find the place where a call is looked up.
 
-    Calls with a block index on the host are remembered by the index, and go with it; all others are `shared`.
+    Calls with a block index on the host are remembered by the index, and go with it; all others are `shared`. The lists
+    that an index on a device carries are its contents.
     `layout_of` tells how an array of a mask lies.
     """
     mask = options.mask
@@ -36,6 +37,8 @@ def lookup(options: Options, shared: dict[Hashable, Any], layout_of: Callable[..
     kept = mask.remembered if type(mask) is BlockIndex else None
     if kept is not None:
         return Lookup(kept.calls, options._replace(mask=None), None)
+    if type(mask) is BlockIndex and mask.carried is not None:
+        return Lookup(shared, options._replace(mask=None), MaskContents(mask.carried.source, mask.carried.lists))
     contents = mask_contents(mask, layout_of)
     return Lookup(shared, options if contents is None else options._replace(mask=None), contents)
 

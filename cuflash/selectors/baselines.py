@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from ..arrays import Array, whole_number
 from ..blocks.index import BlockIndex
+from ..dropout.philox import philox4x32
 from ..errors import UnsupportedProblem, collecting
 from ..study.block_mass import block_mass
 from .budget import Budget, Forced
@@ -125,9 +127,15 @@ def random(
         grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, scale)
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
-    drawn = np.random.default_rng(seed).random((*grid.heads, *grid.size), np.float32)
-    scores = grid.xp.asarray(drawn)
-    return grid.index(grid.chosen(scores, grid.xp.ones(scores.shape, dtype=np.float32), budget, forced))
+    scores = _drawn(grid.xp, (*grid.heads, *grid.size), seed)
+    return grid.index(grid.chosen(scores, None, budget, forced))
+
+
+def _drawn(xp: Any, shape: tuple[int, ...], seed: int) -> Array:
+    """Uniform numbers of [0, 1), float32, of 24 bits, that depend on the place and the seed alone."""
+    place, zero = xp.arange(prod(shape), dtype=np.uint64), xp.zeros(1, dtype=np.uint64)
+    word, *_ = philox4x32(seed % (1 << 64), [place & np.uint64(0xFFFFFFFF), place >> np.uint64(32), zero, zero])
+    return ((word >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)).reshape(shape)
 
 
 def local(
@@ -183,4 +191,4 @@ def local(
     query = (xp.arange(num_rows)[:, None] + 0.5) * grid.block[0] + grid.offset
     distance = abs(query - (xp.arange(num_columns)[None, :] + 0.5) * grid.block[1])
     scores = xp.broadcast_to(-distance.astype(np.float32), (*grid.heads, *grid.size))
-    return grid.index(grid.chosen(scores, xp.ones(scores.shape, dtype=np.float32), budget, forced))
+    return grid.index(grid.chosen(scores, None, budget, forced))

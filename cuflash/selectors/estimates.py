@@ -11,7 +11,8 @@ from ..arrays import Array, accumulator_dtype, describe, is_number, namespace, w
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..study.block_mass import block_mass
-from .budget import Budget, Forced, choose
+from . import bound
+from .budget import Budget, Forced
 from .grid import Grid, block_means, padded
 
 _DIAGONAL = Forced()
@@ -84,6 +85,12 @@ def pooled(
     >>> [int(count) for count in (index.states() > 0).sum(-1)[0, 0]]
     [1, 2, 3, 3, 3, 3, 3, 3]
     """
+    key = None
+    if mask is None and pool_queries is True and self_similarity is None:
+        key = bound.key_of("pooled", q, k, block, budget, forced, causal, scale, executor)
+        index = bound.selected(key, q, k)
+        if index is not None:
+            return index
     reasons = _similarity_reasons(self_similarity)
     if not isinstance(pool_queries, (bool, np.bool)):
         reasons.append(f"pool_queries must be True or False; got {describe(pool_queries)}")
@@ -93,16 +100,20 @@ def pooled(
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
     block_q, block_kv = grid.block
+    if key is not None and bound.remember(key, bound.of_means(grid, budget, forced)):
+        index = bound.selected(key, q, k)
+        if index is not None:
+            return index
     means = block_means(grid.k, block_kv)
-    extra: Any = False
-    left_out: Any = False
+    extra: Any = None
+    left_out: Any = None
     if self_similarity is not None:
         left_out = _of_query_heads(grid, _self_similarity(grid.k, block_kv) < self_similarity)[..., None, :]
         extra = left_out
     if not pool_queries:
         return _by_query(grid, means, budget, forced, left_out, executor)
     if self_similarity is not None:
-        extra = extra | (_self_similarity(grid.q, block_q) < self_similarity)[..., :, None]
+        extra = left_out | (_self_similarity(grid.q, block_q) < self_similarity)[..., :, None]
     mass = block_mass(
         block_means(grid.q, block_q), means, block=1, scale=grid.scale, mask=grid.stairs(block_q, block_kv),
         executor=executor,
@@ -169,6 +180,12 @@ def antidiagonal(
     >>> (index.states() > 0).sum(-1)[0, 0].tolist()
     [1, 2, 2, 2]
     """
+    key = None
+    if mask is None:
+        key = bound.key_of("antidiagonal", q, k, block, budget, forced, causal, scale, executor, stride)
+        index = bound.selected(key, q, k)
+        if index is not None:
+            return index
     reasons: list[str] = []
     grid = None
     with collecting(reasons):
@@ -182,6 +199,10 @@ def antidiagonal(
             reasons.append(f"stride must be at most 4096 / head_dim={4096 // grid.q.shape[-1]}; got {stride}")
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
+    if key is not None and bound.remember(key, bound.of_antidiagonals(grid, stride, budget, forced)):
+        index = bound.selected(key, q, k)
+        if index is not None:
+            return index
     rows, columns = (
         padded(x, -(-x.shape[-2] // stride) * stride).reshape(*x.shape[:-2], -1, stride, x.shape[-1])
         for x in (grid.q, grid.k)
@@ -204,16 +225,17 @@ def _by_query(
         grid.q.astype(means.dtype), means, block=1, scale=grid.scale, mask=grid.stairs(1, block_kv, block_kv),
         executor=executor,
     )  # fmt: skip
-    mass = mass if left_out is False else mass * (~left_out)
+    mass = mass if left_out is None else mass * (~left_out)
     of_queries = replace(grid, block=(1, block_kv))
     # A block that ends after the query is chosen only where it is forced.
     ends = (xp.arange(grid.size[1]) + 1)[None, :] * block_kv
     is_past = ends <= xp.arange(grid.shape.seqlen_q)[:, None] + grid.offset + 1
-    must = of_queries.forced(forced) | left_out
+    must = of_queries.forced(forced)
+    must = must if left_out is None else must | left_out
     eligible = of_queries.eligible()
     may = is_past | must | (not grid.is_causal)
     may = may if eligible is None else eligible & may
-    kept = choose(mass, mass, may, must, budget)
+    kept = of_queries.chosen(mass, mass, budget, forced, left_out, may)
     rows = xp.zeros((*kept.shape[:-2], grid.size[0] * block_q, kept.shape[-1]), dtype=bool)
     rows[..., : grid.shape.seqlen_q, :] = kept
     return grid.index(rows.reshape(*kept.shape[:-2], grid.size[0], block_q, kept.shape[-1]).any(axis=-2))

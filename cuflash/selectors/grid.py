@@ -14,12 +14,14 @@ from ..blocks.index import BlockIndex
 from ..blocks.work_list import requested_mask
 from ..errors import UnsupportedProblem, collecting
 from ..executors.index_maker import index_of
+from ..executors.selecting import chosen
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.coordinates import Intervals, widened
 from ..masks.shape import MaskShape, block_pair
 from ..planning.options import Options
 from ..planning.problem import Problem
+from ..planning.selection_kernels import ChoiceRule
 from ..plans import as_arrays, as_mask_of_arrays, layout_key
 from .budget import Budget, Diagonal, Forced, choose
 
@@ -161,10 +163,36 @@ class Grid:
         """
         return Stairs(step_q, step_kv, step_q + self.offset - needed_keys) if self.is_causal else None
 
-    def chosen(self, scores: Array, weights: Array, budget: Budget, forced: Forced, extra: Any = False) -> Array:
-        """The blocks that a budget keeps, bool of the scores' shape; `extra` are further ones that are forced."""
+    def rule(self, budget: Budget, forced: Forced) -> ChoiceRule:
+        """Everything that decides which blocks of a row are kept but their scores and a mask of the caller's."""
+        return ChoiceRule(
+            lengths=(self.shape.seqlen_q, self.shape.seqlen_kv), block=self.block, offset=self.offset,
+            is_causal=self.is_causal and not self.has_own_mask, count=max(budget.top_k or 0, budget.min_blocks),
+            mass=float(budget.mass or 0), threshold=None if budget.threshold is None else float(budget.threshold),
+            num_sinks=forced.sink, num_local=forced.local, has_diagonal=bool(forced.diagonal),
+        )  # fmt: skip
+
+    def chosen(
+        self,
+        scores: Array,
+        shares: Array | None,
+        budget: Budget,
+        forced: Forced,
+        extra: Any = None,
+        allowed: Any = None,
+    ) -> Array:
+        """The blocks that a budget keeps, bool of the scores' shape.
+
+        `shares` None counts all blocks alike. `extra` are further blocks that are forced, and `allowed` those that may
+        be kept, where fewer may than the masks allow. On a device a kernel chooses.
+        """
+        if self.xp.__name__ == "cupy":
+            allowed = self.eligible() if allowed is None and self.has_own_mask else allowed
+            return chosen(self.rule(budget, forced), scores, shares, allowed, extra)
+        shares = self.xp.ones(scores.shape, dtype=np.float32) if shares is None else shares
         must = self.forced(forced)
-        return choose(scores, weights, self.eligible(), must if extra is False else must | extra, budget)
+        allowed = self.eligible() if allowed is None else allowed
+        return choose(scores, shares, allowed, must if extra is None else must | extra, budget)
 
     def forced(self, forced: Forced) -> Array:
         """The blocks that must be kept where they are eligible, bool [rows, columns]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -49,9 +49,10 @@ def block_mass(
         As in `attention`.
     lse : array [..., num_heads, seqlen_q], optional
         What `attention` returns with ``return_lse=True``: the weights are exp(s - lse). Without it the weights are
-        those of the keys that the masks allow, and the scores are computed twice.
+        those of the keys that the masks allow; scores that tensor cores do not multiply are then computed twice.
     executor : {"auto", "cpu", "gpu", "sim"}
-        As in `attention`. Kernels multiply in float32, or float64 for float64, on every chip.
+        As in `attention`. A kernel multiplies 16-bit elements on tensor cores, from compute capability 8.0 on and in
+        blocks of at least 8 keys; else it multiplies in float32, or float64 for float64, on every chip.
 
     Returns
     -------
@@ -78,7 +79,7 @@ def block_mass(
     key = None
     if score is None:
         arrays = (q, k) if lse is None else (q, k, lse)
-        options = Options(mask, causal, scale=scale, kernel="simt", executor=executor)
+        options = Options(mask, causal, scale=scale, executor=executor)
         key = options.key(layout_key(*arrays), "block_mass", repr(block))
     if key in _bound_calls:
         made_plan, call = _bound_calls[key]
@@ -95,7 +96,7 @@ def block_mass(
     inputs = given if lse is None else given | {"lse": lse}
     made = {"mass": result, "lse": new_lse} if lse is None else {"mass": result}
     if ready.executor != "cpu":
-        kernels = mass_kernels(problem, ready.plan.device, sides, has_lse=lse is not None)
+        kernels = mass_kernels(problem, ready.plan.device, sides, ready.plan.work, has_lse=lse is not None)
         made_plan = replace(ready.plan, kernels=kernels)
         if ready.executor == "gpu" and score is None:
             call = gpu.bind(made_plan, kernels.forward, inputs, made, pins=True)
@@ -110,6 +111,30 @@ def block_mass(
     else:
         (gpu if ready.executor == "gpu" else sim).forward(made_plan, arrays_by_name)
     return _mean(results["mass"], results["lse"] if lse is None else lse, sides[0], problem.seqlen_q)
+
+
+def bound_block_mass(
+    q: Array, k: Array, block: tuple[int, int], mask: Any, scale: float
+) -> Callable[..., list[Array]] | None:
+    """Masses as one launch on the current GPU, for q and k of the layouts of these.
+
+    Returns
+    -------
+    callable or None
+        Takes q and k, and returns the masses, times the number of queries of each row that have a key, and lse; None
+        where there is nothing to multiply.
+    """
+    ready, sides = _planned({"q": q, "k": k, "lse": None}, block, mask, False, scale, None, "gpu")
+    plan = ready.plan
+    problem = plan.problem
+    if plan.is_empty:
+        return None
+    kernels = mass_kernels(problem, plan.device, sides, plan.work, has_lse=False)
+    made = {
+        "mass": ShapeDtype(mass_shape(problem, sides), problem.accumulator),
+        "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
+    }
+    return gpu.bind(replace(plan, kernels=kernels), kernels.forward, {"q": q, "k": k}, made, pins=True)
 
 
 def _planned(
@@ -137,8 +162,7 @@ def _planned(
         # `planned` checks everything but head_dim, and takes one column of k for v.
         arguments = [array[..., :1] if array.ndim >= 2 else array for array in (q, k, k)]
         of_dim = 1 / math.sqrt(dim) if scale is None and has_dims else scale
-        kernel = "auto" if executor == "cpu" or (executor == "auto" and namespace(q) is np) else "simt"
-        options = Options(mask, causal, scale=of_dim, score=score, kernel=kernel, executor=executor)
+        options = Options(mask, causal, scale=of_dim, score=score, executor=executor)
         ready = planned(arguments[0], arguments[1], arguments[2], options)
         ready.check_forward(dict(zip("qkv", arguments)) | dict(ready.captured), "out", None, None)
     if ready is not None:

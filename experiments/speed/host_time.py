@@ -12,7 +12,8 @@ An empty launch of CuPy and PyTorch's scaled_dot_product_attention are timed bes
 
 Rows of `cupy` are calls of `cuflash.attention` and others on CuPy's arrays. Rows of `torch` and `jax` are the same
 calls on tensors and arrays of these libraries, which DLPack hands over; `cuflash.torch` and `cuflash.jax` are the
-functions of these modules. A vjp's time is that of the backward pass alone; `out=` is `attention` with it.
+functions of these modules. A vjp's time is that of the backward pass alone; `out=` is `attention` with it. A selector
+chooses a quarter of the blocks of a causal call, and makes their index.
 
 Found:  a warm call on CuPy's arrays keeps the host for some tens of microseconds; docs/performance.md has the table.
 
@@ -34,13 +35,18 @@ from typing import Any
 import cuflash
 import numpy as np
 from command_line import Parser, check_writable
-from cuflash import BlockIndex, masks
+from cuflash import BlockIndex, masks, selectors
+from cuflash.selectors import Budget
 from harness import why_no_gpu
 
 PLACES = 64
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 4, 64, 64
 OPERATIONS = ("attention", "grouped heads", "out=", "attention_vjp", "vjp", "plan.forward", "plan.backward")
-MASKS = ("none", "causal", "same BlockIndex", "new BlockIndex", "new bool array", "new BlockPattern")
+SELECTORS = ("selectors.pooled", "selectors.antidiagonal", "selectors.random")
+MASKS = (
+    "none", "causal", "same BlockIndex", "new BlockIndex", "new BlockIndex on the device", "new bool array",
+    "new BlockPattern",
+)  # fmt: skip
 LIBRARIES = ("cupy", "torch", "cuflash.torch", "jax", "cuflash.jax")
 COLUMNS = (
     "library", "operation", "mask", "tokens", "us", "low_us", "high_us", "mask_us", "calls", "heads", "head_dim",
@@ -56,6 +62,7 @@ class Case:
     operation: str
     prepare: Callable[[int, Any], tuple[Any, ...]]
     call: Callable[..., Any]
+    takes_mask: bool = True
 
 
 class Inputs:
@@ -107,6 +114,17 @@ def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
         return ready, do, q, k, v, *ready.forward(q, k, v)
 
     yield Case(library, "plan.backward", after_forward, lambda ready, *arrays: ready.backward(*arrays))
+    if library == "cupy":
+        yield from cases_of_selectors(inputs)
+
+
+def cases_of_selectors(inputs: Inputs) -> Iterator[Case]:
+    """Selectors on CuPy's arrays, which they choose blocks of; the mask that they make is not used here."""
+    tokens = inputs.places[0][0].shape[-2]
+    given: dict[str, Any] = {"block": BLOCK, "budget": Budget(top_k=max(1, tokens // BLOCK // 4)), "causal": True}
+    for name in SELECTORS:
+        select = partial(getattr(selectors, name.partition(".")[2]), **given)
+        yield Case("cupy", name, lambda turn, mask: inputs.places[turn][:2], select, takes_mask=False)
 
 
 def cases_of_torch(inputs: Inputs) -> Iterator[Case]:
@@ -148,11 +166,11 @@ def cases_of_sdpa(inputs: Inputs) -> Iterator[Case]:
         with torch.no_grad():
             return sdpa(q, k, v)
 
-    yield Case("PyTorch's SDPA", "attention", lambda turn, mask: batches[turn][:3], forward)
-    yield Case("PyTorch's SDPA", "attention_vjp", lambda turn, mask: leaves[turn], sdpa)
+    yield Case("PyTorch's SDPA", "attention", lambda turn, mask: batches[turn][:3], forward, takes_mask=False)
+    yield Case("PyTorch's SDPA", "attention_vjp", lambda turn, mask: leaves[turn], sdpa, takes_mask=False)
     yield Case(
         "PyTorch's SDPA", "vjp", lambda turn, mask: (sdpa(*leaves[turn]), leaves[turn], batches[turn][3]),
-        torch.autograd.grad,
+        torch.autograd.grad, takes_mask=False,
     )  # fmt: skip
 
 
@@ -203,6 +221,9 @@ def makers_of_masks(tokens: int, send: Callable[[Any], Any]) -> dict[str, Callab
         "causal": lambda turn: causal,
         "same BlockIndex": lambda turn: same,
         "new BlockIndex": lambda turn: BlockIndex.from_blocks(kept[turn % PLACES], tokens, tokens, BLOCK),
+        "new BlockIndex on the device": lambda turn: BlockIndex.from_blocks(
+            on_device[turn % PLACES], tokens, tokens, BLOCK
+        ),
         "new bool array": lambda turn: dense[turn % 4] | False,
         "new BlockPattern": lambda turn: masks.BlockPattern(on_device[turn % PLACES], BLOCK),
     }
@@ -299,7 +320,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10000, help="calls of a case, at most")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds for all cases together")
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 8192])
-    for name, known in (("libraries", LIBRARIES), ("operations", OPERATIONS), ("masks", MASKS)):
+    for name, known in (("libraries", LIBRARIES), ("operations", (*OPERATIONS, *SELECTORS)), ("masks", MASKS)):
         parser.add_argument(f"--{name}", nargs="+", choices=known, default=list(known))
     chosen = parser.parse_args()
     if min(chosen.calls, *chosen.tokens) < 1 or not chosen.budget_s > 0:
@@ -336,7 +357,7 @@ def main() -> None:
                 (case, mask)
                 for case in cases(chosen.libraries, name, Inputs(tokens, send))
                 for mask in chosen.masks
-                if case.operation in chosen.operations and (mask == "none" or case.library != "PyTorch's SDPA")
+                if case.operation in chosen.operations and (mask == "none" or case.takes_mask)
             ]
             part = (deadline - time.perf_counter()) / (len(plan) - number)
             ends = time.perf_counter() + part

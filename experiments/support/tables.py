@@ -186,6 +186,17 @@ def host_time(rows: list[Row]) -> str:
     return f"{markdown(['call', 'mask', *libraries], lines)}\n\n{tokens} tokens. {of_gpu(rows)}"
 
 
+def selection_speed(rows: list[Row]) -> str:
+    """Block masses and selections beside dense attention, and what a call keeps the host."""
+    header = ["tokens", "mask", "call", "density", "ms", "of dense attention", "us on the host"]
+    lines = (
+        [row["seqlen"], "causal" if row["causal"] == "True" else "none", row["call"], number(row, "density", ".2f")]
+        + [number(row, "ms"), number(row, "of_dense", ".3f"), number(row, "us", ".0f")]
+        for row in rows
+    )
+    return f"{markdown(header, lines)}\n\n{rows[0]['num_heads']} heads of {rows[0]['head_dim']}. {of_gpu(rows)}"
+
+
 def beside_plain(rows: list[Row]) -> str:
     """Table of the time of plain attention over that with score functions, sinks or dropout."""
     first = "score" if "score" in rows[0] else "p"
@@ -278,6 +289,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "packed": ("packed", packed),
     "prefill": ("packed", prefill),
     **experiment_tables.TABLES,
+    "selection-speed": ("selection_speed", selection_speed),
 }
 
 
@@ -285,6 +297,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
 OF_PEERS = ("speed-vs-peers", "peers-lead")
 CHOOSING = (
     *OF_PEERS, "decode", "host-time", "torch-calls", "training-step", "scores", "dropout", "packed", "prefill",
+    "selection-speed",
 )  # fmt: skip
 
 

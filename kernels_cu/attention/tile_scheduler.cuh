@@ -168,10 +168,22 @@ CUFLASH_DEVICE WorkTile query_tile_at(const Params& params, int height, int numb
 }
 
 // Cuts the queries after every `height`, whatever the blocks of a list.
-CUFLASH_DEVICE WorkTile query_rows(const Params& params, int height) {
-  const TileAxis queries{params.shape.seqlen_q, 1, 0, nullptr, true, params.shape.heads_per_l2_group};
-  return work_tile(params, queries, height, blockIdx.x);
+CUFLASH_DEVICE TileAxis uncut_query_axis(const Params& params) {
+  return {params.shape.seqlen_q, 1, 0, nullptr, true, params.shape.heads_per_l2_group};
 }
+CUFLASH_DEVICE WorkTile query_rows(const Params& params, int height) {
+  return work_tile(params, uncut_query_axis(params), height, blockIdx.x);
+}
+// For blocks that work on every so many of them: how many there are, and the rows of a number.
+CUFLASH_DEVICE int num_query_rows(const Params& params, int height) {
+  const TileScheduler scheduler(params.shape, uncut_query_axis(params), height);
+  return scheduler.num_batch_heads * scheduler.num_tiles;
+}
+CUFLASH_DEVICE WorkTile query_rows_at(const Params& params, int height, int number) {
+  return work_tile(params, uncut_query_axis(params), height, number);
+}
+CUFLASH_DEVICE int thread_block() { return blockIdx.x; }
+CUFLASH_DEVICE int num_thread_blocks() { return gridDim.x; }
 
 // The queries of all heads that share a key/value head, head after head; `batch_head.head` is the first of them.
 CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int num_parts) {

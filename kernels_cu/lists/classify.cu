@@ -1,4 +1,5 @@
-// Classifies each cell of the grid, one warp a cell: its kind and, where the mask has elements, its bits.
+// Classifies each cell of the grid: its kind and, where the mask has elements, its bits. A warp classifies one cell, or 32 cells of
+// a mask of whole blocks.
 #include <lists/params.cuh>
 
 namespace cuflash::lists {
@@ -71,12 +72,10 @@ CUFLASH_DEVICE int kind_by_elements(const MaskMatrix& matrix, int cell, int q_bl
   return __any_sync(0xffffffffu, has_some) ? kBits : kAbsent;
 }
 
-// The kind of a cell that lies in one block of a mask of whole blocks.
+// The kind of a cell that lies in a block that a mask of whole blocks keeps. By a warp.
 CUFLASH_DEVICE int kind_of_whole_block(const MaskMatrix& matrix, int q_block, int kv_block) {
   const Params& params = matrix.params;
   const int query = q_block * params.block_q, key = kv_block * params.block_kv;
-  if (*matrix.at(query, key) == 0) return kAbsent;
-  if (matrix.lo == nullptr) return kFull;
   const int last_query = minimum(query + params.block_q, params.seqlen_q);
   const int last_key = minimum(key + params.block_kv, params.seqlen_kv);
   bool has_some = false, is_full = true;
@@ -89,18 +88,48 @@ CUFLASH_DEVICE int kind_of_whole_block(const MaskMatrix& matrix, int q_block, in
   return __any_sync(0xffffffffu, has_some) ? kInterval : kAbsent;
 }
 
+// A cell of the grid.
+struct Cell {
+  int q_block, kv_block;
+  MaskMatrix matrix;
+
+  CUFLASH_DEVICE Cell(const Params& params, int number)
+      : q_block(number / params.num_kv_blocks % params.num_q_blocks), kv_block(number % params.num_kv_blocks),
+        matrix(params, number / params.num_kv_blocks / params.num_q_blocks) {}
+};
+
+// Decide 32 cells of a mask of whole blocks, of which most are absent. By a warp.
+CUFLASH_DEVICE void classify_whole_blocks(const Params& params, int first) {
+  const int own = first + ptx::lane();
+  bool is_kept = false;
+  if (own < params.num_cells()) {
+    const Cell cell(params, own);
+    is_kept = *cell.matrix.at(cell.q_block * params.block_q, cell.kv_block * params.block_kv) != 0;
+  }
+  int own_kind = is_kept && params.lo == nullptr ? kFull : kAbsent;
+  uint32_t kept = params.lo == nullptr ? 0 : __ballot_sync(0xffffffffu, is_kept);
+  for (; kept != 0; kept &= kept - 1) {
+    const int number = __ffs(kept) - 1;
+    const Cell cell(params, first + number);
+    const int kind = kind_of_whole_block(cell.matrix, cell.q_block, cell.kv_block);
+    if (ptx::lane() == number) own_kind = kind;
+  }
+  if (own < params.num_cells()) params.grid_kinds[own] = static_cast<uint8_t>(own_kind);
+}
+
 }  // namespace cuflash::lists
 
 extern "C" __global__ void __launch_bounds__(32 * cuflash::config::kNumWarps)
 lists_classify(const __grid_constant__ cuflash::lists::Params params) {
   using namespace cuflash;
   using namespace cuflash::lists;
-  const int cell = warp_of_grid();
-  if (cell >= params.num_cells()) return;
-  const int kv_block = cell % params.num_kv_blocks, row = cell / params.num_kv_blocks;
-  const int q_block = row % params.num_q_blocks;
-  const MaskMatrix matrix(params, row / params.num_q_blocks);
-  const int kind = params.bits == nullptr ? kind_of_whole_block(matrix, q_block, kv_block)
-                                          : kind_by_elements(matrix, cell, q_block, kv_block);
-  if (ptx::lane() == 0) params.grid_kinds[cell] = static_cast<uint8_t>(kind);
+  if (params.bits == nullptr) {
+    classify_whole_blocks(params, 32 * warp_of_grid());
+    return;
+  }
+  const int number = warp_of_grid();
+  if (number >= params.num_cells()) return;
+  const Cell cell(params, number);
+  const int kind = kind_by_elements(cell.matrix, number, cell.q_block, cell.kv_block);
+  if (ptx::lane() == 0) params.grid_kinds[number] = static_cast<uint8_t>(kind);
 }

@@ -19,15 +19,24 @@ CUFLASH_DEVICE void list_row(const Params& params, int row) {
 
 CUFLASH_DEVICE void list_column(const Params& params, int column) {
   const int first_row = column / params.num_kv_blocks * params.num_q_blocks, kv_block = column % params.num_kv_blocks;
+  constexpr int kBatch = 16;  // rows that are read at once, whose loads do not wait for stores
   int place = params.column_pointers[column];
-  for (int q_block = 0; q_block < params.num_q_blocks; ++q_block) {
-    const int row = first_row + q_block;
-    const int64_t cell = static_cast<int64_t>(row) * params.num_kv_blocks + kv_block;
-    const int kind = params.grid_kinds[cell];
-    if (kind == kAbsent) continue;
-    params.column_entries[place] = params.row_pointers[row] + params.ranks[cell];
-    params.column_steps[place] = 4 * q_block + kind;
-    ++place;
+  for (int start = 0; start < params.num_q_blocks; start += kBatch) {
+    int kinds[kBatch], entries[kBatch];
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) {
+      const int q_block = start + n < params.num_q_blocks ? start + n : start, row = first_row + q_block;
+      const int64_t cell = static_cast<int64_t>(row) * params.num_kv_blocks + kv_block;
+      kinds[n] = start + n < params.num_q_blocks ? params.grid_kinds[cell] : kAbsent;
+      entries[n] = kinds[n] == kAbsent ? 0 : params.row_pointers[row] + params.ranks[cell];
+    }
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) {
+      if (kinds[n] == kAbsent) continue;
+      params.column_entries[place] = entries[n];
+      params.column_steps[place] = 4 * (start + n) + kinds[n];
+      ++place;
+    }
   }
 }
 

@@ -22,6 +22,7 @@ CUFLASH_DEVICE void count_column(const Params& params, int column) {
   const int matrix = column / params.num_kv_blocks;
   const uint8_t* kinds = params.grid_kinds + static_cast<int64_t>(matrix) * params.num_q_blocks * params.num_kv_blocks;
   int count = 0;
+#pragma unroll 16
   for (int row = 0; row < params.num_q_blocks; ++row)
     count += kinds[static_cast<int64_t>(row) * params.num_kv_blocks + column % params.num_kv_blocks] != kAbsent;
   params.column_pointers[column + 1] = count;

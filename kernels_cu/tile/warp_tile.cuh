@@ -92,6 +92,13 @@ CUFLASH_DEVICE float quad_max(float x) {
   return x;
 }
 
+// A sum over the threads of a warp, the same for all of them. Called by whole warps.
+CUFLASH_DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int lane_offset = 1; lane_offset < 32; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
+  return x;
+}
+
 // Fragments of a matrix in shared memory, 16 x 16 at a time: where a thread's row of 16 bytes lies. `KMajorFragments`
 // is read as it stands, the left operand's rows and the right operand's columns being rows of the matrix;
 // `MnMajorFragments` is read transposed.

@@ -160,6 +160,18 @@ CUFLASH_DEVICE void start_gemm_nt(Tile& c, KMajor<A> a, KMajor<B> b) {
   ptx::wgmma_commit();
 }
 
+// c += a b^T
+template <class Tile, class A, class B>
+CUFLASH_DEVICE void start_gemm_add_nt(Tile& c, KMajor<A> a, KMajor<B> b) {
+  static_assert(A::kColumns == B::kColumns, "what the sum runs over");
+  ptx::fence_registers(accumulators(c));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < A::kColumns / 16; ++k)
+    ptx::wgmma<ptx::Major::kK, ptx::Major::kK>(typename A::Element{}, accumulators(c), a.at(k), b.at(k), true);
+  ptx::wgmma_commit();
+}
+
 // c = a b
 template <class Tile, class A, class B>
 CUFLASH_DEVICE void start_gemm_nn(Tile& c, KMajor<A> a, MnMajor<B> b) {

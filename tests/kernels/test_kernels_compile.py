@@ -32,6 +32,7 @@ from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.families.family import DIMS
 from cuflash.planning.routing import FAMILIES
 from cuflash.planning.list_kernels import LIST_SPECS
+from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning.block_mass import mass_spec
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
 from cuflash.planning.scales import RowsPerScale
@@ -84,8 +85,9 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
             with suppress(UnsupportedProblem):  # no tile fits
                 found = FAMILIES[family].specs(problem, device, limit, deterministic=deterministic)
                 specs |= set(found.values())
-                if family == "simt":
-                    specs.add(mass_spec(problem, device))
+                if family in ("simt", "sm80"):
+                    least = 1 if family == "simt" else 128
+                    specs.add(mass_spec(problem, device, least, is_listed=limit is not None))
                 if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
                     many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
                     thousand = Problem.of(*many, precision=precision)
@@ -158,7 +160,8 @@ def every_target() -> list[tuple[KernelSpec, str]]:
             with suppress(UnsupportedProblem):  # the chip lacks the family or its instructions
                 targets.append((spec, room.architecture(spec, DeviceSpec.gpu(chip).compute_capability)))
         capability = DeviceSpec.gpu(chip).compute_capability
-        targets += [(spec, room.architecture(spec, capability)) for spec in LIST_SPECS.values()]
+        lists = {*LIST_SPECS.values(), *every_selection_spec(DTYPES)}
+        targets += [(spec, room.architecture(spec, capability)) for spec in lists]
     return targets
 
 

@@ -43,7 +43,7 @@ CHANGED = {
     "has_sink": True,
     "has_dropout": True,
     "reads_dropout_seed": True, "is_paged": True,
-    "is_quantized": True,
+    "is_quantized": True, "splits_head_dim": True,
     "score": CAPPED.program,
     "score_wrt": ("slope",),
 }

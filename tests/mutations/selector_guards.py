@@ -5,16 +5,26 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import device_double
 import numpy as np
 from executors import CPU, SIM, Run
+from mutations.python_guards import part
 from test_block_mass import summed
 from test_recall import weights
+from test_selection_kernels import check_choice, check_means
 from test_selectors import by_sorting, means, of_antidiagonal, of_nsa, of_pooled
 
 import cuflash
 
 SIGNS = (AssertionError, ValueError)
 CAUSAL = np.tri(8, dtype=bool)
+EVERY_BUDGET = [
+    cuflash.selectors.Budget(**rule)
+    for rule in (
+        {"top_k": 1}, {"top_k": 5}, {"mass": 0.5}, {"mass": 0.75, "min_blocks": 3}, {"mass": 1.0}, {"threshold": 0.5},
+        {"threshold": 9.0, "min_blocks": 4}, {"top_k": 9},
+    )
+]  # fmt: skip
 
 
 def the_host_sums_masses(library: ModuleType) -> None:
@@ -48,6 +58,43 @@ def check_masses(library: Any, run: Run) -> None:
             v = np.broadcast_to(k[..., :1], (2, 2, 90, 1))
             _, lse = cuflash.attention(q, k, v, mask=allowed, return_lse=True)
             np.testing.assert_allclose(library.block_mass(q, k, lse=lse, **options), mass, rtol=1e-9, atol=1e-13)
+
+
+def the_kernel_chooses() -> None:
+    """Ties, zeros of both signs, what is no number, blocks that must or may not be kept, and diagonals before key 0."""
+    rng = np.random.default_rng(0)
+    for turn, budget in enumerate(EVERY_BUDGET):
+        lengths, block = (90, 64 + 30 * (turn % 2)), (8, 5)
+        scores = (rng.integers(-3, 4, (2, 12, -(-lengths[1] // 5))) / 4).astype(np.float32)
+        scores.reshape(-1)[rng.integers(0, scores.size, 40)] = np.resize([np.nan, -np.nan, -0.0, np.inf, -np.inf], 40)
+        allowed, forced = (rng.random(scores.shape) < odds for odds in (0.7, 0.1))
+        shares = (rng.integers(0, 5, scores.shape) / 64).astype(np.float32)
+        must = cuflash.selectors.Forced(sink=turn % 2, local=turn % 3, diagonal=turn % 2 == 0)
+        case = scores, shares, allowed, forced, budget, must, lengths, block, lengths[1] - 90, turn % 3 == 0
+        check_choice("sim", case)
+        check_choice("sim", (scores, None, None, None, *case[4:]))
+
+
+def the_kernel_makes_means() -> None:
+    check_means()
+
+
+def an_index_hands_its_lists_over(library: ModuleType) -> None:
+    """Lists that an index on a device carries are what its calls read, where kernels list in blocks of its size."""
+    kernels, room, looking_up = (part(library, name) for name in ("planning.list_kernels", "masks", "planning.lookup"))
+    options, carried = part(library, "planning.options").Options, part(library, "blocks.index").CarriedLists
+    at_each_call = part(library, "masks.at_each_call").at_each_call
+    for side in (16, 8):
+        kept = device_double.to_device(np.eye(64 // side, dtype=bool))
+        index = library.BlockIndex.from_blocks(kept, 64, 64, side)
+        shape = room.MaskShape((), 1, 64, 64)
+        source, _ = kernels.ListSource.of(room.BlockPattern(kept, side).resolve(shape), shape, (side, side))
+        vars(index)["carried"] = carried(kept, source)
+        found = looking_up.lookup(options(mask=index), {}, lambda array: None)
+        assert found.options.mask is None and found.contents == (source, kept)
+        work = kernels.work_of_kernels(at_each_call(index).resolve(shape), shape, (64, 64))
+        assert isinstance(work, kernels.ListedAtCall) == (side == 16)
+        assert side == 8 or work.is_carried and work.source is source
 
 
 def budgets_are_exact(library: ModuleType) -> None:

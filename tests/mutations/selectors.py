@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from mutations.mass_guards import tensor_cores_sum_masses
 from mutations.planting import Edit
 from mutations.selector_guards import (
+    an_index_hands_its_lists_over,
     budgets_are_exact,
     rooflines_are_right,
     selections_are_right,
     slashes_are_right,
     the_host_sums_masses,
+    the_kernel_chooses,
+    the_kernel_makes_means,
     the_kernel_sums_masses,
 )
 
 MASS, KERNEL, SUMS = "executors/cpu_mass.py", "simt/block_mass.cu", "attention/block_mass.cuh"
+CUTS, HALVES, HOPPER = "attention/mass_grid.cuh", "attention/mass_walk.cuh", "sm90/block_mass.cu"
+CHOOSE, POOL, AT_CALL = "lists/choose.cu", "lists/pool.cu", "planning/list_kernels.py"
 BUDGET, GRID, ESTIMATES = "selectors/budget.py", "selectors/grid.py", "selectors/estimates.py"
 SLASHES, PAGES, NSA = "selectors/slashes.py", "selectors/pages.py", "selectors/compressed.py"
 ROOFLINE = "study/roofline.py"
@@ -34,14 +40,76 @@ FAULTS = {
         ),
         "masses overwrite each other": Edit(SUMS, "add_masses", "+= total;\n", "= total;"),
         "a block of keys goes on past the step": Edit(
-            SUMS, "BlockCuts", "n + 1 == count() ? last - first : start(n + 1)", "start(n + 1)"
+            CUTS, "BlockCuts", "n + 1 == count() ? last - first : start(n + 1)", "start(n + 1)"
         ),
         "a block of queries starts with the tile": Edit(
-            SUMS, "BlockCuts", "n == 0 ? 0 : (first_block() + n) * block - first", "n * block"
+            CUTS, "BlockCuts", "n == 0 ? 0 : (first_block() + n) * block - first", "n * block"
         ),
         "weights are summed before they are there": Edit(
             SUMS, "add_masses", "__syncthreads();", ""
         ),
+    },
+    tensor_cores_sum_masses: {
+        "every chunk is a block's last": Edit(
+            HALVES, "ChunkLoader", "const bool is_last = last_column == head_dim;", "const bool is_last = true;"
+        ),
+        "Q stays where it comes in chunks": Edit(HALVES, "ChunkLoader", "if (kSplitsHeadDim)", "if (false)"),
+        "parts of a block overwrite each other": Edit(
+            HALVES, "RowMasses", "is_whole ? log_sum : add_logarithms(to, log_sum)", "log_sum"
+        ),
+        "what rows give to blocks is not cleared": Edit(
+            HALVES, "RowMasses", "data[i] = ptx::negative_infinity<float>();", "data[i] = 0;"
+        ),
+        "masses are summed before lse is there": Edit(
+            HALVES, "add_tile", "scale_log2, state);\n  __syncthreads();", "scale_log2, state);"
+        ),
+        "a block of keys has the first column after it": Edit(
+            HALVES, "add_step", "columns_from(stop))", "columns_from(stop + 1))"
+        ),
+        "lse of a row without a key is not told apart": Edit(
+            HALVES, "save_shifts", "row_lse[i] != ptx::negative_infinity<float>()", "true"
+        ),
+        "lse that is given is not read": Edit(HALVES, "save_shifts", "if (grid.has_lse)", "if (false)"),
+        "tiles of queries overwrite each other": Edit(HALVES, "add_masses", "+= sum;", "= sum;"),
+        "warpgroups have the same queries": Edit(HOPPER, "WgmmaProduct", "threadIdx.x / 128 * 64", "0"),
+        "products see no copies": Edit(HOPPER, "WgmmaProduct", "ptx::fence_proxy_async();", ""),
+        "warps of Ampere have the same queries": Edit(
+            "sm80/block_mass.cu", "MmaProduct", "QTile{q}, s.warp_row()", "QTile{q}, 0"
+        ),
+    },
+    the_kernel_chooses: {
+        "the last of equal scores comes first": Edit(
+            CHOOSE, "Row", "--missing) end = start + __ffs(equal) - 1;", "--missing) end = start + 31 - __clz(equal);"
+        ),
+        "-0 is less than 0": Edit(CHOOSE, "Row", "0.0f - (", "-("),
+        "NaN comes first": Edit(CHOOSE, "Row", "as_float != as_float", "false"),
+        "scores above 0 are in reverse": Edit(CHOOSE, "Row", "bits ^ (bits >> 31 & 0x7fffffff)", "bits"),
+        "equal scores are all taken": Edit(
+            CHOOSE, "lists_choose", "!end.is_before(End{place, column})", "place <= end.place"
+        ),
+        "forced blocks beyond the budget are dropped": Edit(
+            CHOOSE, "lists_choose", "if (end.is_before(of_count)) end", "end"
+        ),
+        "a score of the threshold is too low": Edit(
+            CHOOSE, "lists_choose", "row.score(column) >=", "row.score(column) >"
+        ),
+        "diagonals before key 0 are rounded up": Edit(CHOOSE, "floor_divided", "-((by - 1 - x) / by)", "x / by"),
+        "local blocks begin one too early": Edit(CHOOSE, "Row", "(choice.num_local - 1)", "choice.num_local"),
+        "shares that reach the part are not enough": Edit(
+            CHOOSE, "Row", "return !(shares_before(at) >= needed);", "return shares_before(at) <= needed;"
+        ),
+    },
+    the_kernel_makes_means: {
+        "means of a short block count missing rows": Edit(
+            POOL, "pool_block", "static_cast<Accumulator>(last - first)", "static_cast<Accumulator>(rows.block)"
+        ),
+        "heads are batch entries": Edit(POOL, "pool_block", "matrix /= rows.num_heads;", ""),
+    },
+    an_index_hands_its_lists_over: {
+        "lists of small blocks are walked as they are": Edit(
+            AT_CALL, "work_of_kernels", "listed_block(mask, tile) == mask.index.block", "True"
+        ),
+        "lists are made of the index's array": Edit(AT_CALL, "work_of_kernels", ", is_carried=True", ""),
     },
     budgets_are_exact: {
         "the last of equal scores comes first": Edit(

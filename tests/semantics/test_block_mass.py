@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-from executors import CPU, DTYPES, Run, on_every_executor, to_device
+from executors import CPU, DTYPES, SIM, Run, needs_compiler, on_every_executor, to_device
 from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 from test_recall import problems, weights
 
 import cuflash
-from cuflash import masks
+from cuflash import DeviceSpec, api, masks
 
 
 def summed(p: Any, block: tuple[int, int]) -> Any:
@@ -76,6 +78,66 @@ def test_each_dtype_errs_by_what_its_sums_round(run: Run, dtype: str) -> None:
     largest = (np.abs(wide_q) @ np.abs(wide_k).swapaxes(-1, -2)).max() * 40**-0.5
     assert mass.dtype == (np.float64 if dtype == "float64" else np.float32)
     np.testing.assert_allclose(mass, expected, rtol=eps * (2 * (40 + 4) * largest + 2 * 133 + 48))
+
+
+HALVES = {
+    "rows of one block and of several": {"shape": (150, 133, 40), "block": (48, 32), "causal": "bottom_right"},
+    "whole tiles": {"shape": (130, 260, 64), "block": (128, 128)},
+    "chunks of head_dim": {"shape": (100, 300, 200), "block": (16, 16), "causal": "top_left"},
+    "blocks of odd sides, and a row of several tiles": {"shape": (200, 70, 32), "block": (150, 13)},
+    "a list of blocks": {"shape": (230, 300, 64), "block": (40, 200), "listed": 48},
+    "a list of elements, and rows without a key": {"shape": (77, 100, 64), "block": (32, 24), "listed": 1},
+}
+
+
+@on_every_executor
+@pytest.mark.parametrize("case", HALVES.values(), ids=HALVES)
+def test_halves_have_the_masses_of_their_exact_scores(run: Run, case: dict[str, Any]) -> None:
+    check_halves(run, **case)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", HALVES.values(), ids=HALVES)
+def test_chips_before_hopper_have_these_masses(case: dict[str, Any]) -> None:
+    check_on_chip("A100", **case)
+
+
+def check_on_chip(chip: str, **case: Any) -> None:
+    """On the simulator, which plays another chip."""
+    with patch.object(api, "_SIMULATED", replace(DeviceSpec.gpu(chip), name="simulator")):
+        check_halves(SIM, **case)
+
+
+def check_halves(run: Run, shape: Any, block: Any, causal: Any = False, listed: int = 0) -> None:
+    """Masses of 16-bit q and k, within what their scores and sums round in float32: without lse, and with that of a
+    mask that allows as much again."""
+    (seqlen_q, seqlen_kv, dim), rng = shape, np.random.default_rng(6)
+    q = (3 * rng.standard_normal((4, seqlen_q, dim))).astype(np.float16)
+    k = rng.standard_normal((2, seqlen_kv, dim)).astype(np.float16)
+    allowed, mask = np.ones((4, seqlen_q, seqlen_kv), bool), None
+    if listed:
+        grid = [-(-length // listed) for length in (seqlen_q, seqlen_kv)]
+        kept = rng.random((4, *grid)) < 0.5
+        kept[:, 0] = False
+        allowed = kept.repeat(listed, axis=-2).repeat(listed, axis=-1)[:, :seqlen_q, :seqlen_kv]
+        mask = masks.BlockPattern(kept, listed) if listed > 1 else allowed
+    if causal:
+        allowed = allowed & masks.Band(None, seqlen_kv - seqlen_q if causal == "bottom_right" else 0).toarray(
+            seqlen_q, seqlen_kv
+        )
+    p = weights(q.astype(np.float64), k.astype(np.float64), allowed)
+    wide_k = np.repeat(np.abs(k.astype(np.float64)), 2, axis=0)
+    largest = (np.abs(q.astype(np.float64)) @ wide_k.swapaxes(-1, -2)).max() * dim**-0.5
+    # exp2 and products of tensor cores err by some units of 2^-22 more than float32's arithmetic.
+    tolerance = np.finfo(np.float32).eps * (4 * (dim + 4) * largest + 2 * seqlen_kv + block[0] + 16)
+    options = {"block": block, "mask": mask, "causal": causal}
+    mass = masses(run, q, k, **options)
+    np.testing.assert_allclose(mass, summed(p, block), rtol=tolerance, atol=1e-30)
+    with np.errstate(divide="ignore"):
+        scores = np.where(allowed, q.astype(float) @ k.astype(float).repeat(2, axis=0).swapaxes(-1, -2), -np.inf)
+        lse = (np.logaddexp.reduce(scores * dim**-0.5, axis=-1) + np.log(2)).astype(np.float32)
+    again = masses(run, q, k, lse=lse, **options)
+    np.testing.assert_allclose(again, summed(p, block) / 2, rtol=tolerance, atol=1e-30)
 
 
 @on_every_executor

@@ -380,6 +380,7 @@ def _power_of_two(largest: int) -> int:
 
 
 _WORK_TILE, _VISIT_RANGE, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of what a block remembers of its tile
+_CHUNK, _MATRIX = 20, 32  # and a step of the masses' walk, and an operand
 
 
 def shared_bytes(spec: KernelSpec) -> int:
@@ -396,6 +397,12 @@ def shared_bytes(spec: KernelSpec) -> int:
         statistics = 2 * 4 * spec.num_stages * spec.block_q
         elements = keys + spec.num_stages * queries + 2 * scores
         return spec.dtype.itemsize * elements + statistics + 5 * _POINTER + state_bytes + _FLAG
+    if spec.entry == "block_mass":  # there are no values; beside the operands lies lse of the queries
+        slots = spec.num_stages * (spec.block_kv + spec.splits_head_dim * spec.block_q)
+        rows = slots + (0 if spec.splits_head_dim else spec.block_q)
+        chunk_bytes = -(-spec.num_stages * _CHUNK // _POINTER) * _POINTER
+        state_bytes = 4 * spec.block_q + chunk_bytes + 2 * _MATRIX + _WORK_TILE + _VISIT_RANGE + _SCALE
+        return spec.dtype.itemsize * rows * spec.head_dim + state_bytes
     if spec.entry == "combine":  # sums of its groups of threads
         return (8 if spec.value_dim > 192 else 16) * spec.value_dim * 4
     return spec.dtype.itemsize * spec.block_q * spec.head_dim if spec.entry == "convert_dq" else 0

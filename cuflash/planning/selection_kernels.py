@@ -1,0 +1,140 @@
+"""Kernels of selectors: means of blocks of rows, and the blocks that a budget keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..arrays import accumulator_dtype
+from .launches import BATCH_AXES, Launch
+from .spec import KernelSpec
+
+# Mirror `kernels_cu/lists/selection.cuh`.
+CHOICE = np.dtype(
+    [
+        *((name, np.uint64) for name in ("scores", "shares", "allowed", "forced", "kept")),
+        *((name, np.float64) for name in ("mass", "threshold")),
+        ("offset", np.int64),
+        *((name, np.int32) for name in ("num_rows", "num_q_blocks", "num_kv_blocks", "seqlen_q", "block_q")),
+        *((name, np.int32) for name in ("block_kv", "count", "has_threshold", "is_causal", "num_sinks", "num_local")),
+        *((name, np.int32) for name in ("has_diagonal", "keeps_places", "padding")),
+    ],
+    align=True,
+)
+POOLED_ROWS = np.dtype(
+    [
+        ("data", np.uint64),
+        ("means", np.uint64),
+        ("batch_strides", np.int64, (BATCH_AXES,)),
+        *((f"{axis}_stride", np.int64) for axis in ("head", "row", "column")),
+        ("batch", np.int32, (BATCH_AXES,)),
+        *((name, np.int32) for name in ("num_heads", "num_rows", "num_columns", "block", "num_blocks")),
+    ],
+    align=True,
+)
+POOLING = np.dtype([("q", POOLED_ROWS), ("k", POOLED_ROWS), ("num_thread_blocks_of_q", np.int64)], align=True)
+_WARPS = 4
+_ROOM = 48 << 10  # bytes of shared memory that a thread block has on every chip
+
+
+def selection_spec(entry: str, dtype: np.dtype[Any]) -> KernelSpec:
+    """The kernel "choose" for scores of a dtype, or "pool" for rows of one."""
+    return KernelSpec(
+        family="lists", entry=entry, dtype=dtype, head_dim=0, value_dim=0, block_q=0, block_kv=0, num_warps=_WARPS,
+        min_blocks=1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceRule:
+    """Which blocks of each row of a grid are kept, but for their scores.
+
+    Attributes
+    ----------
+    lengths : (int, int)
+        Queries and keys.
+    block : (int, int)
+        Sides of a block.
+    offset : int
+        Query i meets key i + offset on the diagonal.
+    is_causal : bool
+        Blocks after the last diagonal one of a row may not be kept.
+    count : int
+        Blocks that are kept at least.
+    mass : float
+        The part of all shares that kept blocks hold; 0 for none.
+    threshold : float or None
+        The score from which on blocks are kept.
+    num_sinks, num_local : int
+        Blocks that are kept at the start of the keys, and up to the last diagonal one.
+    has_diagonal : bool
+        Blocks with a diagonal key are kept.
+    """
+
+    lengths: tuple[int, int]
+    block: tuple[int, int]
+    offset: int
+    is_causal: bool
+    count: int
+    mass: float
+    threshold: float | None
+    num_sinks: int
+    num_local: int
+    has_diagonal: bool
+
+    def launch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Launch, int, Any]:
+        """Return the launch for scores of a shape [..., rows, columns], its thread blocks, and its record."""
+        *_, num_q_blocks, num_kv_blocks = shape
+        num_rows, places = prod(shape[:-1]), 4 * _WARPS * num_kv_blocks
+        record = np.zeros((), CHOICE)
+        numbers = {
+            "mass": self.mass, "threshold": self.threshold or 0.0, "offset": self.offset, "num_rows": num_rows,
+            "num_q_blocks": num_q_blocks, "num_kv_blocks": num_kv_blocks, "seqlen_q": self.lengths[0],
+            "block_q": self.block[0], "block_kv": self.block[1], "count": min(self.count, num_kv_blocks),
+            "has_threshold": self.threshold is not None, "is_causal": self.is_causal,
+            "num_sinks": min(self.num_sinks, num_kv_blocks), "num_local": min(self.num_local, num_kv_blocks),
+            "has_diagonal": self.has_diagonal, "keeps_places": places <= _ROOM,
+        }  # fmt: skip
+        for name, number in numbers.items():
+            record[name] = number
+        spec = selection_spec("choose", dtype)
+        launch = Launch(
+            spec=spec, tiles=0, shared_bytes=places if places <= _ROOM else 0, reads=("scores",), writes=("kept",)
+        )
+        return launch, -(-num_rows // _WARPS), record
+
+
+def pooling_launch(arrays: tuple[Any, Any], block: tuple[int, int]) -> tuple[Launch, int, Any]:
+    """Return the launch that makes means of q and k, its thread blocks, and its record; None of them holds addresses.
+
+    Parameters
+    ----------
+    arrays : (q, k)
+        Arrays [*batch, heads, rows, columns], or without batch and heads.
+    block : (int, int)
+        Rows of a block of each.
+    """
+    record, grids = np.zeros((), POOLING), []
+    for name, array, side in zip("qk", arrays, block):
+        shape = (1,) * max(BATCH_AXES + 3 - array.ndim, 0) + tuple(array.shape)
+        steps = (0,) * (len(shape) - array.ndim) + tuple(step // array.dtype.itemsize for step in array.strides)
+        num_blocks = -(-shape[-2] // side)
+        grids.append(prod(shape[:-2]) * num_blocks)
+        record[name] = (0, 0, steps[:-3], *steps[-3:], shape[:-3], *shape[-3:], side, num_blocks)
+    record["num_thread_blocks_of_q"] = grids[0]
+    spec = selection_spec("pool", arrays[0].dtype)
+    return Launch(spec=spec, tiles=0, shared_bytes=0, reads=("q", "k"), writes=("means",)), sum(grids), record
+
+
+def means_shape(shape: tuple[int, ...], side: int) -> tuple[int, ...]:
+    """The shape of means of blocks of so many rows."""
+    return (*shape[:-2], -(-shape[-2] // side), shape[-1])
+
+
+def every_selection_spec(dtypes: tuple[np.dtype[Any], ...]) -> set[KernelSpec]:
+    """The kernels for arrays of some dtypes."""
+    choosing = {selection_spec("choose", accumulator_dtype(dtype)) for dtype in dtypes}
+    return choosing | {selection_spec("pool", dtype) for dtype in dtypes}

@@ -1,0 +1,104 @@
+"""Selections on a GPU that are remembered: later calls of one layout launch kernels and do nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, namespace
+from ..blocks.index import BlockIndex
+from ..executors import checks, gpu
+from ..executors.index_maker import maker_of
+from ..executors.selecting import Chooser, Pooler, Selection
+from ..planning.options import Options
+from ..plans import layout_key
+from ..study.block_mass import bound_block_mass
+from .budget import Budget, Forced
+from .grid import Grid
+
+_MAX_SELECTIONS = 256
+_MOST_AXES = 6  # that the kernel of means takes
+
+_selections: dict[Hashable, Selection] = {}
+
+
+def key_of(
+    name: str, q: Any, k: Any, block: Any, budget: Any, forced: Any, causal: Any, scale: Any, executor: Any, *more: Any
+) -> Hashable:
+    """Key of a call of a selector without a mask of its own; None where kernels alone do not serve it."""
+    if not (type(budget) is Budget and type(forced) is Forced and executor in ("auto", "gpu")) or checks.is_on():
+        return None
+    if isinstance(q, np.ndarray) or budget.threshold is not None:
+        return None
+    return Options(None, causal, scale=scale).key(layout_key(q, k), name, repr(block), budget, forced, repr(more))
+
+
+def selected(key: Hashable, q: Array, k: Array) -> BlockIndex | None:
+    """The index of a remembered selection; None where there is none, or where arrays lie at odd addresses."""
+    found = _selections.get(key)
+    if found is None or (q.data.ptr | k.data.ptr) % q.dtype.itemsize:
+        return None
+    return found(q, k)
+
+
+def remember(key: Hashable, selection: Selection | None) -> bool:
+    """Keep a selection for calls with the same key, and tell whether there is one."""
+    if selection is None:
+        return False
+    if len(_selections) >= _MAX_SELECTIONS:
+        _selections.clear()
+    _selections[key] = selection
+    return True
+
+
+def of_means(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
+    """The selection by the softmax of means of blocks; None where the kernels do not serve it."""
+    if _is_empty(grid) or grid.q.ndim > _MOST_AXES:
+        return None
+    target = gpu.current_target()
+    pool = Pooler(grid.q, grid.k, grid.block, target)
+    means = pool(grid.q, grid.k, target.stream())
+    return _selection(grid, pool, means, (1, 1), grid.scale, grid.stairs(*grid.block), budget, forced)
+
+
+def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) -> Selection | None:
+    """The selection by the softmax of antidiagonal sums; None where the kernels do not serve it."""
+    if _is_empty(grid) or grid.shape.seqlen_q % stride or grid.shape.seqlen_kv % stride:
+        return None
+
+    def prepare(q: Array, k: Array, stream: Any) -> tuple[Array, Array]:
+        return of_strides(q, stride, turned=True), of_strides(k, stride, turned=False)
+
+    block_q, block_kv = (side // stride for side in grid.block)
+    return _selection(
+        grid, prepare, prepare(grid.q, grid.k, None), (block_q, block_kv), grid.scale / stride,
+        grid.stairs(stride, stride), budget, forced,
+    )  # fmt: skip
+
+
+def of_strides(x: Array, stride: int, *, turned: bool) -> Array:
+    """Rows of so many rows of x beside each other, in their order or in the reverse one."""
+    groups = x.reshape(*x.shape[:-2], -1, stride, x.shape[-1])
+    groups = groups[..., ::-1, :] if turned else groups
+    return groups.reshape(*groups.shape[:-2], stride * x.shape[-1])
+
+
+def _is_empty(grid: Grid) -> bool:
+    return 0 in (grid.shape.num_batch, grid.shape.num_heads, grid.shape.seqlen_q, grid.shape.seqlen_kv)
+
+
+def _selection(
+    grid: Grid, prepare: Any, prepared: tuple[Array, Array], block: tuple[int, int], scale: float, mask: Any,
+    budget: Budget, forced: Forced,
+) -> Selection | None:  # fmt: skip
+    """A selection by the masses of rows that `prepare` makes of q and k, of which `prepared` is an example."""
+    xp, target = namespace(grid.q), gpu.current_target()
+    shape = (*grid.heads, *grid.size)
+    mass = bound_block_mass(*prepared, block, mask, scale)
+    make_index = maker_of(xp.empty(shape, bool), grid.mask, grid.shape, grid.block)
+    if mass is None or make_index is None:
+        return None
+    dtype = np.dtype(np.float64 if grid.q.dtype == np.float64 else np.float32)
+    return Selection(prepare, mass, Chooser(grid.rule(budget, forced), shape, dtype, target), make_index, target)

@@ -1,0 +1,131 @@
+"""What do block masses and selections of blocks cost on a GPU, beside dense attention and with what follows?
+
+    python -m experiments selection_speed --publish                    # 4 heads of 128, 16384 and 65536 tokens, float16
+    python -m experiments selection_speed --seqlens 16384              # a part of it
+
+Every row is a call on the device, in turn with the dense call of its length: `block_mass` in blocks of 128, with lse of
+an earlier call and without; a selection of so many blocks of 128 that at most a quarter of those of the dense call are
+kept; and the selection with the attention to what it chose. A selection is made anew in each call. Calls are timed
+between events of the stream. `us` is how long a warm call keeps the host. Random q and k do not change the time:
+equally many blocks are kept in each row, whatever q and k are.
+
+Expect: a mass of blocks costs half of the products of attention, so half of its time or a little more; means cost next
+to nothing; antidiagonals of 8 a sixteenth of the products.
+"""
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cuflash
+import numpy as np
+import simt_speed
+from cuflash import selectors
+from cuflash.selectors import Budget
+from harness import Record, gpu_versions, machine, main, time_on_device, track, why_no_gpu
+from rich.table import Table
+
+BLOCK = 128
+SELECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pooled": ("pooled", {}),
+    "antidiagonal, stride 8": ("antidiagonal", {"stride": 8}),
+    "antidiagonal, stride 16": ("antidiagonal", {"stride": 16}),
+    "oracle": ("oracle", {}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every length, full and causal, is a dense call and the calls beside it."""
+
+    seqlens: tuple[int, ...] = (16384, 65536)
+    num_heads: int = 4
+    head_dim: int = 128
+    share: int = 4
+    repeats: int = 10
+    host_calls: int = 50
+
+    def __post_init__(self) -> None:
+        if min(*self.seqlens, self.num_heads, self.head_dim, self.share, self.repeats, self.host_calls) < 1:
+            raise ValueError("lengths, num_heads, head_dim, share, repeats and host_calls must be positive")
+        if any(seqlen % BLOCK for seqlen in self.seqlens):
+            raise ValueError(f"seqlens must be multiples of {BLOCK}; got {self.seqlens}")
+
+
+def calls_of(q: Any, k: Any, v: Any, causal: bool, share: int) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
+    """The calls by name, and the share of the dense call's blocks that a selection keeps."""
+    num_blocks = q.shape[-2] // BLOCK
+    every = num_blocks * (num_blocks + 1) // 2 if causal else num_blocks**2
+    top_k = max(1, num_blocks // share // (2 if causal else 1))
+    _, lse = cuflash.attention(q, k, v, causal=causal, return_lse=True)
+    calls: dict[str, Callable[[], Any]] = {
+        "dense attention": lambda: cuflash.attention(q, k, v, causal=causal),
+        "block_mass with lse": lambda: cuflash.block_mass(q, k, block=BLOCK, causal=causal, lse=lse),
+        "block_mass": lambda: cuflash.block_mass(q, k, block=BLOCK, causal=causal),
+    }
+    densities = {}
+    for name, (selector, options) in SELECTIONS.items():
+        given = {"block": BLOCK, "budget": Budget(top_k=top_k), "causal": causal, **options}
+
+        def select(selector: str = selector, given: dict[str, Any] = given) -> Any:
+            return getattr(selectors, selector)(q, k, **given)
+
+        calls[name] = select
+        calls[f"{name}, and attention"] = lambda select=select: cuflash.attention(q, k, v, mask=select())
+        densities[name] = densities[f"{name}, and attention"] = select().num_entries / (every * q.shape[0])
+    return calls, densities
+
+
+def host_us(call: Callable[[], Any], count: int) -> float:
+    """The median of how long a call keeps the host; the device is waited for between calls."""
+    import cupy
+
+    spent = []
+    for _ in range(count):
+        cupy.cuda.get_current_stream().synchronize()
+        begin = time.perf_counter()
+        result = call()
+        spent.append(time.perf_counter() - begin)
+        del result
+    return statistics.median(spent) * 1e6
+
+
+def run(config: Config) -> Iterator[Record]:
+    """A record a call."""
+    if reason := why_no_gpu():
+        sys.exit(f"selection_speed times kernels on a GPU: {reason}")
+    for seqlen, causal in track(list(itertools.product(config.seqlens, (False, True))), "lengths"):
+        q, k, v, _ = (x[0] for x in simt_speed.draw(1, config.num_heads, seqlen, config.head_dim, dtype=np.float16))
+        calls, densities = calls_of(q, k, v, causal, config.share)
+        times = time_on_device(calls, repeats=config.repeats, warmup=2)
+        dense = times["dense attention"].median_ms
+        for name, call in calls.items():
+            yield {
+                "call": name, "seqlen": seqlen, "causal": causal, "block": BLOCK, "num_heads": config.num_heads,
+                "head_dim": config.head_dim, "dtype": "float16", "density": densities.get(name, 1.0),
+                "ms": times[name].median_ms, "spread_ms": times[name].spread_ms, "dense_ms": dense,
+                "of_dense": times[name].median_ms / dense, "us": host_us(call, config.host_calls),
+                **machine(), **gpu_versions(),
+            }  # fmt: skip
+
+
+def table(records: list[Record]) -> Table:
+    """Time and share of the dense call's time, by length."""
+    made = Table(title="ms, and time / dense time")
+    for column in ("tokens", "causal", "call", "density", "ms", "of dense", "host us"):
+        made.add_column(column, justify="left" if column == "call" else "right")
+    for row in records:
+        cells = (f"{row['density']:.2f}", f"{row['ms']:.3g}", f"{row['of_dense']:.3f}", f"{row['us']:.0f}")
+        made.add_row(str(row["seqlen"]), str(row["causal"]), row["call"], *cells)
+    return made
+
+
+# What tells the rows of the result apart.
+ROW = ("gpu", "call", "seqlen", "causal", "block", "num_heads", "head_dim", "dtype")
+
+if __name__ == "__main__":
+    main(Config, run, table, replacing=lambda config: ROW, name=lambda config: "selection_speed")

@@ -1,0 +1,163 @@
+"""The kernels of selectors keep the blocks, and make the means, that the array formulas of hosts say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy_machine
+import numpy as np
+import pytest
+from cuflash import selectors
+from cuflash.executors import index_maker, selecting
+from cuflash.executors.bound_launch import BoundLaunch
+from cuflash.executors.decoding import offset_of
+from cuflash.executors.sim import Simulator
+from cuflash.planning.selection_kernels import CHOICE, POOLING, ChoiceRule, means_shape, pooling_launch
+from cuflash.selectors import Budget, Forced, bound
+from cuflash.selectors.budget import Diagonal, choose
+from cuflash.selectors.grid import block_means
+from executors import needs_compiler, to_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
+BUDGETS = st.one_of(
+    st.builds(lambda k, m: Budget(top_k=k, min_blocks=m), st.integers(1, 40), st.integers(0, 9)),
+    st.builds(lambda x, m: Budget(mass=x, min_blocks=m), st.sampled_from([0.25, 0.5, 0.875, 1.0]), st.integers(0, 9)),
+    st.builds(lambda x, m: Budget(threshold=x, min_blocks=m), st.sampled_from([-1.0, 0.0, 0.5]), st.integers(0, 9)),
+)
+
+
+@st.composite
+def choices(draw: Any) -> Any:
+    """Scores with ties and what is no number, shares whose sums are exact, a rule, and blocks of the caller's."""
+    lengths = draw(st.integers(1, 90)), draw(st.integers(1, 700))
+    block = draw(st.sampled_from([(8, 8), (5, 16), (16, 3)]))
+    rows, columns = (-(-length // side) for length, side in zip(lengths, block))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    scores = (rng.integers(-4, 5, (2, rows, columns)) / 4).astype(dtype)
+    if draw(st.booleans()):
+        scores.reshape(-1)[rng.integers(0, scores.size, 5)] = [np.nan, np.inf, -np.inf, -0.0, -np.nan]
+    shares = (rng.integers(0, 5, scores.shape) / 64).astype(dtype) if draw(st.booleans()) else None
+    allowed, forced = (rng.random(scores.shape) < odds if draw(st.booleans()) else None for odds in (0.7, 0.1))
+    budget = draw(BUDGETS)
+    must = Forced(sink=draw(st.integers(0, 2)), local=draw(st.integers(0, 3)), diagonal=draw(st.booleans()))
+    offset = draw(st.sampled_from([0, lengths[1] - lengths[0]]))
+    return scores, shares, allowed, forced, budget, must, lengths, block, offset, draw(st.booleans())
+
+
+def rule_of(budget: Budget, must: Forced, lengths: Any, block: Any, offset: int, is_causal: bool) -> ChoiceRule:
+    count = max(budget.top_k or 0, budget.min_blocks)
+    return ChoiceRule(
+        lengths=lengths, block=block, offset=offset, is_causal=is_causal, count=count, mass=budget.mass or 0.0,
+        threshold=budget.threshold, num_sinks=must.sink, num_local=must.local, has_diagonal=must.diagonal,
+    )  # fmt: skip
+
+
+def kept_by_kernel(executor: str, rule: ChoiceRule, *arrays: Any) -> Any:
+    if executor == "gpu":
+        return selecting.chosen(rule, *(None if x is None else to_device(x) for x in arrays)).get()
+    scores, kept = arrays[0], np.full(arrays[0].shape, 7, np.uint8)
+    launch, grid, record = rule.launch(scores.shape, scores.dtype)
+    names = ("scores", "shares", "allowed", "forced", "kept")
+    bound_launch = BoundLaunch(launch, grid, [record], [(0, offset_of(CHOICE, name)) for name in names], Simulator())
+    bound_launch([0 if x is None else x.ctypes.data for x in (*arrays, kept)], None)
+    return kept.view(bool) if kept.max() <= 1 else kept
+
+
+def check_choice(executor: str, case: Any) -> None:
+    scores, shares, allowed, forced, budget, must, lengths, block, offset, is_causal = case
+    diagonal = Diagonal.of(np, lengths, block, offset)
+    eligible = np.broadcast_to(diagonal.is_met if is_causal else True, scores.shape)
+    eligible = eligible if allowed is None else eligible & allowed
+    every = diagonal.forced(must) if forced is None else diagonal.forced(must) | forced
+    expected = choose(scores, np.ones_like(scores) if shares is None else shares, eligible, every, budget)
+    rule = rule_of(budget, must, lengths, block, offset, is_causal)
+    np.testing.assert_array_equal(kept_by_kernel(executor, rule, scores, shares, allowed, forced), expected)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_kernel_keeps_what_the_specification_says(executor: str) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(choices())
+    def check(case: Any) -> None:
+        check_choice(executor, case)
+
+    check()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_rows_longer_than_shared_memory_are_chosen_from(executor: str) -> None:
+    scores = np.random.default_rng(0).standard_normal((1, 3, 4000)).astype(np.float32)
+    for budget in (Budget(top_k=77), Budget(threshold=2.0)):
+        case = scores, None, None, None, budget, Forced(sink=1), (24, 32000), (8, 8), 0, False
+        check_choice(executor, case)
+
+
+def check_means() -> None:
+    """Rows that lie apart, in several heads and batch entries, and a last block that is short."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((3, 2, 4, 21, 10)).astype(np.float16)[..., ::2], np.ones((3, 2, 2, 30, 5), np.float16)
+    launch, grid, record = pooling_launch((q, k), (8, 7))
+    made = [np.full(means_shape(x.shape, side), np.nan, np.float32) for x, side in ((q, 8), (k, 7))]
+    inner = offset_of(POOLING["q"], "means")
+    places = [(0, offset_of(POOLING, name) + at) for name in "qk" for at in (0, inner)]
+    addresses = [array.ctypes.data for array in (q, made[0], k, made[1])]
+    BoundLaunch(launch, grid, [record], places, Simulator())(addresses, None)
+    np.testing.assert_allclose(made[0], block_means(q, 8), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(made[1], 1)
+
+
+@needs_compiler
+def test_the_kernel_makes_the_means_of_blocks() -> None:
+    check_means()
+
+
+@pytest.fixture
+def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
+    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
+        monkeypatch.setattr(index_maker, "_makers", {})
+        monkeypatch.setattr(bound, "_selections", {})
+        yield machine
+
+
+def check_selections(machine: Any) -> None:
+    """Later calls too, and q and k whose last blocks are short and whose rows lie apart."""
+    rng = np.random.default_rng(0)
+    for name, options in {
+        "pooled": {"block": (16, 24), "causal": "bottom_right"},
+        "antidiagonal": {"block": (16, 32), "stride": 4},
+    }.items():
+        select = getattr(selectors, name)
+        for budget in (Budget(top_k=3), Budget(mass=0.5, min_blocks=2)):
+            for _ in range(2):
+                q, k = rng.standard_normal((4, 84, 24))[..., ::2], rng.standard_normal((2, 92, 12))
+                q, k = np.array([q, 2 * q]), np.array([k, k])
+                more = {"budget": budget, "forced": Forced(sink=1, local=1)} | options
+                index = select(machine.asarray(q), machine.asarray(k), **more)
+                np.testing.assert_array_equal(index.on_host.states(), select(q, k, **more).states())
+
+
+def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: Any) -> None:
+    check_selections(cupy)
+    assert len(bound._selections) == 4
+
+
+def test_later_selections_launch_kernels_alone(cupy: Any, monkeypatch: Any) -> None:
+    q, k = np.random.default_rng(0).standard_normal((2, 2, 64, 8)).astype(np.float16)
+    on_device, options = (cupy.asarray(q), cupy.asarray(k)), {"block": 16, "budget": Budget(top_k=2), "causal": True}
+    first = selectors.pooled(*on_device, **options)
+    monkeypatch.setattr(selectors.estimates, "Grid", None)
+    cupy.log.clear()
+    again = selectors.pooled(*on_device, **options)
+    launches = [entry for kind, *_, entry in cupy.log if kind == "launch"]
+    assert launches == ["pool", "block_mass", "choose", "classify", "ranks", "pointers", "entries"]
+    np.testing.assert_array_equal(again.on_host.states(), first.on_host.states())
+
+
+@pytest.mark.gpu
+def test_a_gpu_selects_what_the_host_does() -> None:
+    import cupy
+
+    check_selections(cupy)

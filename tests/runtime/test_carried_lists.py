@@ -1,0 +1,158 @@
+"""An index made on a device carries the lists that kernels walk, and calls with it make none."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import cupy_machine
+import numpy as np
+import pytest
+from cuflash import BlockIndex, api, masks
+from cuflash.executors import index_maker
+from cuflash.executors.index_maker import index_of
+from cuflash.masks.shape import MaskShape
+
+import cuflash
+
+LENGTHS, BLOCK = (70, 52), (16, 32)
+RNG = np.random.default_rng(0)
+Q, DO = RNG.standard_normal((2, 4, LENGTHS[0], 16), dtype=np.float32)
+K, V = RNG.standard_normal((2, 2, LENGTHS[1], 16), dtype=np.float32)
+CAUSAL = masks.Causal("bottom_right")
+
+
+@pytest.fixture
+def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
+    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
+        monkeypatch.setattr(index_maker, "_makers", {})
+        monkeypatch.setattr(api, "_bound_calls", {})
+        yield machine
+
+
+def blocks(seed: int) -> Any:
+    sides = [-(-length // side) for length, side in zip(LENGTHS, BLOCK)]
+    return np.random.default_rng(seed).random((4, *sides)) < 0.6
+
+
+def index_on(machine: Any, kept: Any, is_causal: bool) -> BlockIndex:
+    if not is_causal:
+        return BlockIndex.from_blocks(machine.asarray(kept), *LENGTHS, BLOCK)
+    shape = MaskShape((), 4, *LENGTHS)
+    return index_of(machine.asarray(kept), CAUSAL.resolve(shape), shape, BLOCK)
+
+
+def on_host(kept: Any, is_causal: bool) -> Any:
+    pattern = masks.BlockPattern(kept, BLOCK)
+    return pattern & CAUSAL if is_causal else pattern
+
+
+def launched(machine: Any) -> list[str]:
+    return [entry for kind, *_, entry in machine.log if kind == "launch"]
+
+
+def results(library: Any, arrays: Any, mask: Any, **options: Any) -> list[Any]:
+    *operands, do = arrays
+    o, vjp = library.attention_vjp(*operands, mask=mask, **options)
+    return [o, *vjp(do)]
+
+
+def check(library: Any, machine: Any, is_causal: bool) -> None:
+    arrays = [machine.asarray(array) for array in (Q, K, V, DO)]
+    for seed in range(3):
+        kept = blocks(seed)
+        index = index_on(machine, kept, is_causal)
+        machine.log.clear()
+        for got, expected in zip(
+            results(library, arrays, index), results(cuflash, (Q, K, V, DO), on_host(kept, is_causal)), strict=True
+        ):
+            np.testing.assert_allclose(got.get(), expected, rtol=1e-4, atol=1e-5)
+        assert not {"classify", "ranks", "pointers", "entries"} & set(launched(machine))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["whole blocks", "causal"])
+def test_calls_walk_the_lists_that_an_index_carries(cupy: Any, is_causal: bool) -> None:
+    check(cuflash, cupy, is_causal)
+
+
+def test_calls_with_new_indices_of_one_layout_are_one_remembered_call(cupy: Any, monkeypatch: Any) -> None:
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    first = cuflash.attention(*arrays, mask=index_on(cupy, blocks(0), True))
+    (remembered,) = api._bound_calls
+    monkeypatch.setattr(api, "planned", None)
+    for seed in (0, 1):
+        o = cuflash.attention(*arrays, mask=index_on(cupy, blocks(seed), True))
+        assert (o.get() == first.get()).all() == (seed == 0)
+    assert list(api._bound_calls) == [remembered]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"causal": "top_left"}, {"window": (9, 3), "causal": "bottom_right"}])
+def test_an_index_that_is_intersected_is_listed_anew(options: dict[str, Any]) -> None:
+    import cupy
+
+    arrays, kept = [cupy.asarray(array) for array in (Q, K, V, DO)], blocks(0)
+    index = index_on(cupy, kept, False)
+    for got, expected in zip(
+        results(cuflash, arrays, index, **options), results(cuflash, (Q, K, V, DO), on_host(kept, False), **options)
+    ):
+        np.testing.assert_allclose(got.get(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_reads_the_lists_that_an_index_carries(cupy: Any) -> None:
+    arrays, kept = [cupy.asarray(array) for array in (Q, K, V)], blocks(0)
+    index = index_on(cupy, kept, True)
+    cupy.log.clear()
+    o, _ = cuflash.plan(*arrays, mask=index).forward(*arrays)
+    assert not {"classify", "ranks", "pointers", "entries"} & set(launched(cupy))
+    np.testing.assert_allclose(o.get(), cuflash.attention(Q, K, V, mask=on_host(kept, True)), rtol=1e-4, atol=1e-5)
+
+
+def test_lists_are_those_of_the_array_operations(cupy: Any) -> None:
+    index = index_on(cupy, blocks(0), True)
+    carried = index.carried
+    assert carried is not None
+    vars(index)["carried"] = None
+    expected = cuflash.blocks.work_list.ListedWork(index=index.on_host).lists
+    count = len(expected["kv_blocks"])
+    for name, array in expected.items():
+        if name not in ("lo", "hi", "bits", "tiles"):  # which the index has itself
+            got = carried.arrays[name].get()
+            np.testing.assert_array_equal(got[: len(array)], array, err_msg=name)
+    assert count == index.num_entries
+
+
+def test_copies_of_an_index_carry_nothing(cupy: Any) -> None:
+    index = index_on(cupy, blocks(0), False)
+    assert index.carried is not None
+    assert index.on_host.carried is None and pickle.loads(pickle.dumps(index.on_host)).carried is None
+    assert index.to(lambda array: array).carried is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["whole blocks", "causal"])
+def test_a_gpu_walks_the_lists_that_an_index_carries(is_causal: bool) -> None:
+    import cupy
+
+    arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
+    for seed in range(3):
+        kept = blocks(seed)
+        got = results(cuflash, arrays, index_on(cupy, kept, is_causal))
+        for made, expected in zip(got, results(cuflash, (Q, K, V, DO), on_host(kept, is_causal)), strict=True):
+            np.testing.assert_allclose(made.get(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_memory_does_not_grow_with_new_indices() -> None:
+    import cupy
+    import resource
+
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    kept = cupy.asarray(blocks(0))
+    pool, used, resident = cupy.get_default_memory_pool(), [], []
+    for turn in range(3000):
+        cuflash.attention(*arrays, mask=BlockIndex.from_blocks(kept, *LENGTHS, BLOCK))
+        if turn in (300, 2999):
+            used.append(pool.total_bytes())
+            resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert used[0] == used[1] and resident[1] - resident[0] < 5 << 10
