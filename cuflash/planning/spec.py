@@ -62,6 +62,8 @@ class KernelSpec:
         It reads the seed that they depend on from an array.
     is_paged : bool
         Keys and values lie in the pages of a cache.
+    is_quantized : bool
+        q, k and v are numbers of e4m3 with scales, and dtype is o's.
     splits_head_dim : bool
         Rows of q and k are longer than head_dim, and come in chunks of it.
     score : Program, optional
@@ -92,6 +94,7 @@ class KernelSpec:
     has_dropout: bool = False
     reads_dropout_seed: bool = False
     is_paged: bool = False
+    is_quantized: bool = False
     splits_head_dim: bool = False
     score: Program | None = None
     score_wrt: tuple[str, ...] = ()

@@ -14,13 +14,17 @@ Rows of `cupy` are calls of `cuflash.attention` and others on CuPy's arrays. Row
 calls on tensors and arrays of these libraries, which DLPack hands over; `cuflash.torch` and `cuflash.jax` are the
 functions of these modules. A vjp's time is that of the backward pass alone; `out=` is `attention` with it. A selector
 chooses a quarter of the blocks of a causal call, and makes their index.
+
+Found:  a warm call on CuPy's arrays keeps the host for some tens of microseconds; docs/performance.md has the table.
+
+Cost: An hour of a GPU with 10^4 calls a case, minutes with --budget-s 100.
 """
 
-import argparse
 import csv
 import datetime
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,8 +34,10 @@ from typing import Any
 
 import cuflash
 import numpy as np
+from command_line import Parser, check_writable
 from cuflash import BlockIndex, masks, selectors
 from cuflash.selectors import Budget
+from harness import why_no_gpu
 
 PLACES = 64
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 4, 64, 64
@@ -309,7 +315,7 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--csv", type=Path, required=True, help="where the rows go")
     parser.add_argument("--calls", type=int, default=10000, help="calls of a case, at most")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds for all cases together")
@@ -317,6 +323,11 @@ def main() -> None:
     for name, known in (("libraries", LIBRARIES), ("operations", (*OPERATIONS, *SELECTORS)), ("masks", MASKS)):
         parser.add_argument(f"--{name}", nargs="+", choices=known, default=list(known))
     chosen = parser.parse_args()
+    if min(chosen.calls, *chosen.tokens) < 1 or not chosen.budget_s > 0:
+        parser.error("calls, tokens and budget-s must be positive")
+    check_writable(chosen.csv.parent)
+    if reason := why_no_gpu():
+        sys.exit(f"host_time times calls on a GPU: {reason}")
 
     import cupy
 

@@ -42,7 +42,8 @@ CHANGED = {
     "has_watchdog": True,
     "has_sink": True,
     "has_dropout": True,
-    "reads_dropout_seed": True, "is_paged": True, "splits_head_dim": True,
+    "reads_dropout_seed": True, "is_paged": True,
+    "is_quantized": True, "splits_head_dim": True,
     "score": CAPPED.program,
     "score_wrt": ("slope",),
 }
