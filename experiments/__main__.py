@@ -59,7 +59,8 @@ def complaint(error: Exception) -> str | None:
     if isinstance(error, OSError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name not in {path.stem for path in FOLDER.glob("*/*.py")}:
-        return f"the module {error.name} is missing: pip install -e '.[experiments]'"
+        extra = "experiments,cuda13" if error.name in ("cupy", "cuda") else "experiments"
+        return f"the module {error.name} is missing: pip install -e '.[{extra}]'"
     return str(error) if type(error) is ImportError and error.name is None else None
 
 

@@ -11,6 +11,10 @@ as a share of the bound. The methods take turns, each call between two events wi
 before it: medians, and the width of their middle half. `of_cudnn` and `of_bfloat16` are the times of these over ours.
 `prepare_ms` is the time of `quantize` for q, k and v, with the transposition of v, and `prepare_share` its share of
 our time. TFLOP/s count two products of the scores that the mask keeps.
+
+Found:  results/fp8_steps.log has what was measured on the way.
+
+Cost: Minutes of a GPU.
 """
 
 import dataclasses

@@ -5,6 +5,10 @@
 It needs an NVIDIA GPU with CuPy, PyTorch and transformers. A step is the forward pass, the loss and the backward pass
 of a model with random weights in bfloat16; its time lasts until the device is done. The attention function is that of
 the page on transformers. `of_sdpa` is our time over that of PyTorch's scaled_dot_product_attention.
+
+Found:  results/training_step.csv has the times of a step.
+
+Cost: A minute of a GPU.
 """
 
 from __future__ import annotations

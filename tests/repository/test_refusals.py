@@ -191,6 +191,7 @@ sys.exit(main(["pattern_zoo"]))
 def test_a_fault_of_a_program_is_no_missing_package() -> None:
     assert command.complaint(ModuleNotFoundError("no harness", name="harness")) is None
     assert command.complaint(ImportError("cannot import name", name="cuflash")) is None
+    assert "cuda13]'" in (command.complaint(ModuleNotFoundError("no cupy", name="cupy")) or "")
     assert "rich is missing" in (command.complaint(ModuleNotFoundError("no rich", name="rich")) or "")
     assert command.complaint(PermissionError(13, "Permission denied", "x")) == "[Errno 13] Permission denied: 'x'"
 
