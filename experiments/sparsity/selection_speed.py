@@ -11,6 +11,10 @@ equally many blocks are kept in each row, whatever q and k are.
 
 Expect: a mass of blocks costs half of the products of attention, so half of its time or a little more; means cost next
 to nothing; antidiagonals of 8 a sixteenth of the products.
+Found:  before the last changes, whose times are not measured yet, means and attention to their blocks took 4.5 ms, and
+the dense call 11.6, at 65536 tokens without a mask; results/selection_steps.log has what was tried.
+
+Cost: Half a minute of a GPU.
 """
 
 import itertools
