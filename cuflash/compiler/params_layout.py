@@ -18,6 +18,7 @@ from ..planning.dropout_launches import DROPOUT
 from ..planning.families.fa1 import RUNNING
 from ..planning.launches import BATCH_AXES, MATRICES
 from ..planning.list_kernels import LIST_PARAMS
+from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.sinks import SINK
 
 _POINTER = np.uint64
@@ -91,6 +92,8 @@ _FURTHER_RECORDS = {
     "attention/append_params.cuh": {"Append": APPEND},
     "attention/block_mass.cuh": {"MassGrid": MASS_GRID},
     "fa1/running.cuh": {"Running": RUNNING},
+    "attention/page_table.cuh": {"Pages": PAGES},
+    "attention/query_intervals.cuh": {"QueryIntervals": QUERY_INTERVALS},
 }
 
 
