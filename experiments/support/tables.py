@@ -195,6 +195,60 @@ def beside_plain(rows: list[Row]) -> str:
     return f"{markdown(header, lines)}\n\n{rows[0]['seqlen']} tokens, {rows[0]['num_heads']} heads. {of_gpu(rows)}"
 
 
+def torch_calls(rows: list[Row]) -> str:
+    """Calls of PyTorch's users, one after the other, beside other libraries."""
+    libraries = list(dict.fromkeys(row["library"] for row in rows))
+    calls: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        named = tuple(row[name] for name in ("pass", "mask", "tokens", "head_dim", "batch", "heads"))
+        calls.setdefault(named, {})[row["library"]] = row
+    lines = []
+    for call, by_library in calls.items():
+        of_one_commit(list(by_library.values()), " ".join(call))
+        us = [number(by_library.get(library, {}), "us", ".0f") for library in libraries]
+        lines.append([*call, *us, number(by_library["cuflash"], "of_best", ".2f")])
+    header = ["pass", "mask", "tokens", "head_dim", "batch", "heads", *(f"{name}, us" for name in libraries), "lead"]
+    return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
+
+
+def training_step(rows: list[Row]) -> str:
+    """A step of a Llama model with PyTorch's attention and with ours."""
+    header = ["tokens", "sequences", "attention", "ms", "of PyTorch's", "error of gradients"]
+    lines = (
+        [row["tokens"], row["batch"], row["attention"], number(row, "ms", ".1f"), number(row, "of_sdpa", ".2f")]
+        + [number(row, "gradient_error", ".3f")]
+        for row in rows
+    )
+    return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
+
+
+_CHUNKS = ("chunks", "unequal")  # cases of chunked_prefill.py, whose rows are in the file of packed.py
+
+
+def packed(rows: list[Row]) -> str:
+    """Packed sequences and windows, beside other libraries."""
+    return of_libraries([row for row in rows if row["case"] not in _CHUNKS])
+
+
+def prefill(rows: list[Row]) -> str:
+    """Chunks of prompts on caches, beside packed sequences and other libraries."""
+    return of_libraries([row for row in rows if row["case"] in _CHUNKS])
+
+
+def of_libraries(rows: list[Row]) -> str:
+    """What was timed, by case and pass, and whose time over a row's own `ratio` is."""
+    if not rows:
+        return "*Not measured yet.*"
+    header = ["case", "pass", "library", "ms", "TFLOP/s", "fastest other / own", "host us"]
+    lines = (
+        [row["case"], row["pass"], row["library"], number(row, "ms"), number(row, "tflops", ".0f")]
+        + [number(row, "ratio", ".2f"), number(row, "host_us", ".0f")]
+        for row in rows
+        if row["ms"]
+    )
+    return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
+
+
 def flash_ladder(rows: list[Row]) -> str:
     """Table of the families of kernels on full attention, one step of the papers after the other."""
     header = ["pass", "tokens", "kernel", "ms", "TFLOP/s", "share of peak", "peak MiB", "MB moved, by the model"]
@@ -230,31 +284,6 @@ def memory_traffic(rows: list[Row]) -> str:
     return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
 
 
-_CHUNKS = ("chunks", "unequal")  # cases of chunked_prefill.py, whose rows are in the file of packed.py
-
-
-def packed(rows: list[Row]) -> str:
-    """Packed sequences and windows, beside other libraries."""
-    return of_libraries([row for row in rows if row["case"] not in _CHUNKS])
-
-
-def prefill(rows: list[Row]) -> str:
-    """Chunks of prompts on caches, beside packed sequences and other libraries."""
-    return of_libraries([row for row in rows if row["case"] in _CHUNKS])
-
-
-def of_libraries(rows: list[Row]) -> str:
-    """What was timed, by case and pass, and whose time over a row's own `ratio` is."""
-    header = ["case", "pass", "library", "ms", "TFLOP/s", "fastest other / own", "host us"]
-    lines = (
-        [row["case"], row["pass"], row["library"], number(row, "ms"), number(row, "tflops", ".0f")]
-        + [number(row, "ratio", ".2f"), number(row, "host_us", ".0f")]
-        for row in rows
-        if row["ms"]
-    )
-    return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
-
-
 def of_gpu(rows: list[Row]) -> str:
     """The GPU, commit and date of rows, one line for each."""
     return "  \n".join(dict.fromkeys(f"*{row['gpu']}; commit {row['commit']}, {row['date']}.*" for row in rows))
@@ -274,21 +303,23 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "tolerance-health": ("tolerance_health", tolerance_health),
     "decode": ("decode", decode),
     "host-time": ("host_time", host_time),
+    "torch-calls": ("torch_calls", torch_calls),
+    "training-step": ("training_step", training_step),
     "scores": ("score_functions", beside_plain),
     "dropout": ("dropout", beside_plain),
-    "packed": ("packed", packed),
-    "prefill": ("packed", prefill),
     "flash-ladder": ("flash_ladder_gpu", flash_ladder),
     "flashattention1": ("flashattention1_tables_gpu", flashattention1),
     "memory-traffic": ("memory_traffic_gpu", memory_traffic),
+    "packed": ("packed", packed),
+    "prefill": ("packed", prefill),
 }
 
 
 # Tables that choose their rows themselves, and say which commits these are of.
 OF_PEERS = ("speed-vs-peers", "peers-lead")
 CHOOSING = (
-    *OF_PEERS, "decode", "host-time", "scores", "dropout", "packed", "prefill", "flash-ladder", "flashattention1",
-    "memory-traffic",
+    *OF_PEERS, "decode", "host-time", "torch-calls", "training-step", "scores", "dropout", "packed", "prefill",
+    "flash-ladder", "flashattention1", "memory-traffic",
 )  # fmt: skip
 
 
