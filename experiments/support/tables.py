@@ -252,7 +252,7 @@ def of_libraries(rows: list[Row]) -> str:
     return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
 
 
-def flash_ladder(rows: list[Row]) -> str:
+def flash_ladder_gpu(rows: list[Row]) -> str:
     """Table of the families of kernels on full attention, one step of the papers after the other."""
     header = ["pass", "tokens", "kernel", "ms", "TFLOP/s", "share of peak", "peak MiB", "MB moved, by the model"]
     forms = {"ms": ".3g", "tflops": ".3g", "share_of_peak": ".2f", "peak_mib": ".4g", "moved_mb": ".4g"}
@@ -310,7 +310,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "training-step": ("training_step", training_step),
     "scores": ("score_functions", beside_plain),
     "dropout": ("dropout", beside_plain),
-    "flash-ladder": ("flash_ladder_gpu", flash_ladder),
+    "flash-ladder-gpu": ("flash_ladder_gpu", flash_ladder_gpu),
     "flashattention1": ("flashattention1_tables_gpu", flashattention1),
     "memory-traffic": ("memory_traffic_gpu", memory_traffic),
     "packed": ("packed", packed),
@@ -323,7 +323,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
 OF_PEERS = ("speed-vs-peers", "peers-lead")
 CHOOSING = (
     *OF_PEERS, "decode", "host-time", "torch-calls", "training-step", "scores", "dropout", "packed", "prefill",
-    "flash-ladder", "flashattention1", "memory-traffic",
+    "flash-ladder-gpu", "flashattention1", "memory-traffic",
 )  # fmt: skip
 
 

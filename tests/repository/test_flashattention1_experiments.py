@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip i
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-TABLES = ("flash-ladder", "memory-traffic")
+TABLES = ("flash-ladder-gpu", "memory-traffic")
 H100 = cuflash.DeviceSpec.gpu("H100")
 
 
@@ -92,7 +92,7 @@ def test_pages_show_every_row_with_its_commit(load) -> None:
     machine = {"gpu": "none", "commit": "abc1234", "date": "2026-01-01"}
     made = [{name: harness._text(x) for name, x in row.items()} | machine for row in paper.run(config)]
     published = {name: harness.read_csv(tables.RESULTS / f"{tables.TABLES[name][0]}.csv") for name in TABLES}
-    published["flash-ladder"] = [row for row in published["flash-ladder"] if row["mask"] == "full"]
+    published["flash-ladder-gpu"] = [row for row in published["flash-ladder-gpu"] if row["mask"] == "full"]
     for name, rows in (published | {"flashattention1": made}).items():
         text = tables.TABLES[name][1](rows)
         shown = [line for line in text.splitlines() if line.startswith("|")][2:]
