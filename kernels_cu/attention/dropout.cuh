@@ -12,6 +12,7 @@ struct Dropout {
   uint32_t offset;
   uint32_t threshold;  // times 2^16: a weight is dropped whose number is below it
   double factor;       // 1 / (1 - p)
+  float single_factor;  // the same rounded: the unit for doubles waits for products of tensor cores
 };
 
 // The argument as functions take it; other kernels have none, and hand over the constant in its place.
@@ -221,6 +222,18 @@ CUFLASH_DEVICE void for_each_weight(const Tile& tile, const Draws& draws, uint32
         visit(2 * ((first + n) / kInRow) + e / 4, 4 * ((first + n) % kInRow) + e % 4,
               draws.keeps(words[n].at[e / 2], e % 2));
   }
+}
+
+// `kept_weights` as tensor cores hold weights, rows being queries.
+template <class Tile>
+CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_fragments(const Tile& tile, const Draws& draws, uint32_t head,
+                                                           int first_query, int first_key) {
+  KeptWeights<Tile> kept{};
+  for_each_weight(tile, draws, head, first_query, first_key, [&](int i, int j, bool is_kept) {
+    const int number = i * Tile::kColumns + j;
+    kept.words[number / 32] |= static_cast<uint32_t>(is_kept) << number % 32;
+  });
+  return kept;
 }
 
 // Set weights of a tile of queries that are dropped to 0.

@@ -3,7 +3,7 @@
 // of each query; two multiply, 64 keys each. They make S and dP transposed: so P and dS, and dK and dV, stay in registers,
 // and only dS goes through shared memory, for dQ, whose parts are added up in global memory. Where sm90/backward_rows.cu
 // makes dQ, nothing does, and one warpgroup multiplies.
-#include <sm90/q_pipeline.cuh>
+#include <sm90/changed_weights.cuh>
 
 namespace cuflash {
 
@@ -43,6 +43,7 @@ template <>
 struct ThreadMask<false> {
   uint32_t bits[Scores::kRows][kQueryWords];  // of the thread's first query on
 
+  ThreadMask() = default;
   explicit CUFLASH_DEVICE ThreadMask(const StepQueries& queries) {
     const uint32_t all = queries.flags & StepMessage::kMasked ? 0 : ~0u;  // where an lse is large, but nothing hidden
     const uint32_t(*const row_masks)[kQueryWords] = &queries.stage.row_masks[Scores::first_row()];
@@ -145,6 +146,104 @@ CUFLASH_DEVICE void make_p_and_ds(Scores& s, Scores& dp, const QueryValues& lse_
   if (!queries.is_plain()) clamp_and_mask<false>(dp, queries);
 }
 
+// Where a score function or dropout changes weights.
+
+using Kept = attention::KeptWeights<Scores>;
+
+// P is made while dP is multiplied: where slopes do not need scores, and registers hold dP of the next step.
+constexpr bool kMakesPEarly = kChangesWeights && !kMakesPairs && kDpRunsAhead;
+
+// visit(i, j) of a thread's elements of 16 queries.
+template <class Visit>
+CUFLASH_DEVICE void for_each_of_fragment(int k, Visit visit) {
+#pragma unroll
+  for (int j = 4 * k; j < 4 * (k + 1); ++j)
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) visit(i, j);
+}
+
+// P in the place of q k^T for 16 queries: 0 where it is hidden, and of queries without a key. `scale` is that of products
+// with a score function, else of exponents.
+template <bool IsPlain, class Step>
+CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, const StepQueries& queries,
+                                   const ThreadMask<IsPlain>& mask, float scale) {
+  step.apply(s, k, scale);
+  const float exponent_scale = kHasScore ? static_cast<float>(attention::kLog2E) : scale;
+  for_each_of_fragment(k, [&](int i, int j) {
+    const float lse_2 = queries.lse_2()[Scores::column(j)];
+    const float p = ptx::exp2_approx(ptx::fma(s.at(i, j), exponent_scale, -lse_2));
+    const bool is_seen = mask.at(i, j) && lse_2 != -ptx::negative_infinity<float>();
+    s.at(i, j) = IsPlain ? p : is_seen ? ptx::min_or_nan(p, 1) : 0.0f;
+  });
+}
+
+// The same for all, as of a plain step, and mended if it is none: under products code is in one piece.
+template <class Step>
+CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQueries& queries, float scale) {
+  const ThreadMask<true> all(queries);
+#pragma unroll
+  for (int k = 0; k < PackedScores::kNumFragments; ++k) make_changed_p(s, step, k, queries, all, scale);
+  if (queries.is_plain()) return;
+  clamp_and_mask<true>(s, queries);
+#pragma unroll
+  for (int k = 0; k < PackedScores::kNumFragments; ++k)
+    for_each_of_fragment(k, [&](int i, int j) {
+      if (queries.lse_2()[Scores::column(j)] == -ptx::negative_infinity<float>()) s.at(i, j) = 0;
+    });
+}
+
+// Which weights are kept.
+CUFLASH_DEVICE void draw_step(Kept& kept, const StepPlace& place, attention::DropoutArgument dropout,
+                              const attention::Shape& shape) {
+  if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, place);
+}
+
+// Which of two copies of a function, of plain steps and of others.
+template <bool Value>
+struct IsPlain {
+  static constexpr bool kValue = Value;
+};
+
+// P and dS as left operands, of P, or q k^T, and dP; and dS, transposed, where dQ's product reads it. P is left as dV
+// has it, without what is dropped.
+template <bool IsPlain, class Score>
+CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds,
+                                          const Kept& kept, const StepQueries& queries, const StepPlace& place,
+                                          const Score& score, attention::DropoutArgument dropout, float scale,
+                                          uint32_t ds_address) {
+  using Step = StepScoreIf<Scores, Score>;
+  const Step step(score, place);
+  typename Step::Sums sums;
+  const ThreadMask<IsPlain> mask(queries);
+#pragma unroll
+  for (int k = 0; k < PackedScores::kNumFragments; ++k) {
+    if constexpr (config::kHasDropout)
+      for_each_of_fragment(k, [&](int i, int j) {
+        dp.at(i, j) = kept.at(i, j) ? dp.at(i, j) * dropout.single_factor : 0.0f;
+      });
+    if constexpr (kMakesPairs) {
+      step.make_pairs(
+          s, dp, scale, [&](int i, int j) { return mask.at(i, j); },
+          [&](int j) { return queries.lse_2()[Scores::column(j)]; },
+          [&](int j) { return queries.delta()[Scores::column(j)]; }, k, sums);
+    } else {
+      if constexpr (!kMakesPEarly) make_changed_p(s, step, k, queries, mask, scale);
+      for_each_of_fragment(k, [&](int i, int j) {
+        const float ds = s.at(i, j) * (dp.at(i, j) - queries.delta()[Scores::column(j)]);
+        // of a query that the score function hides from all keys too
+        dp.at(i, j) = IsPlain || s.at(i, j) != 0 ? ds : 0.0f;
+      });
+      if constexpr (kHasSlopes) step.apply_slopes(s, dp, k, sums);
+    }
+    if constexpr (config::kHasDropout)
+      for_each_of_fragment(k, [&](int i, int j) { s.at(i, j) = kept.at(i, j) ? s.at(i, j) : 0.0f; });
+    p.pack(s, k);
+    ds.pack(dp, k);
+    if constexpr (kMakesDq) tile::store_transposed<SmemDs>(ds_address, ds, k);
+  }
+  step.flush(sums);
+}
+
 CUFLASH_DEVICE void start_scores(Scores& s, const PipelineState& state, int part) {
   tile::start_gemm_nt(s, tile::KMajor<SmemK>(k_smem, 64 * part),
                       tile::KMajor<SmemQ>(q_smem(state.stage)));
@@ -198,9 +297,10 @@ CUFLASH_DEVICE void finish_dq(const attention::Params& params, WarpDq& dq, const
 
 // Of a tile, all of whose steps were walked.
 CUFLASH_DEVICE void write_gradients(const attention::Params& params, const attention::WorkTile& work, WarpDk& dk,
-                                    WarpDv& dv) {
+                                    WarpDv& dv, attention::DropoutArgument dropout) {
   const int kv_head = work.batch_head.head / params.shape.group_size;
   dk.scale(params.shape.softmax_scale);
+  if constexpr (config::kHasDropout) dv.scale(dropout.single_factor);
   write_gradient(params.dk, work, kv_head, params.shape.head_dim, dk);
   write_gradient(params.dv, work, kv_head, params.shape.value_dim, dv);
 }
@@ -208,7 +308,8 @@ CUFLASH_DEVICE void write_gradients(const attention::Params& params, const atten
 // Walk all steps, tile after tile. A product's registers are variables of their own where they live: what starts anew is no
 // one's before. There is one loop, each time of one step, at whose end no product is under way: so the compiler knows that
 // where operands lie is one number for the warp, and waits for none by itself.
-CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
+CUFLASH_DEVICE void consume(const attention::Params& params, int part, const score::Function& score,
+                            attention::DropoutArgument dropout) {
   using namespace attention;
   SharedStorage& smem = shared();
   PipelineState state;
@@ -221,9 +322,15 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   int ds_address = 0;
   if constexpr (kMakesDq)  // opaque: else reckoned anew in each step
     ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
-  const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state) {
+  Kept kept;
+  using Step = StepScoreIf<Scores, score::Function>;
+  const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state,
+                               const Step& step) {
     const StepQueries queries{smem.queries[state.stage], first_query, flags};
-    if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
+    if constexpr (kMakesPEarly)
+      make_changed_p(s, step, queries, softmax_scale_log2);
+    else if constexpr (kChangesWeights) return;
+    else if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
     else make_p<false>(s, lse_2, delta, queries, softmax_scale_log2);
   };
   wait_kv(flags);
@@ -239,8 +346,11 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   if constexpr (kDpRunsAhead) {
     const QueryValues lse_2(smem.queries[state.stage].stats.lse_2 + first_query);
     start_dp(dp, state, part);
+    const StepPlace place = place_of_step(smem.messages[state.stage]);
+    const Step step(score, place);
+    draw_step(kept, place, dropout, params.shape);
     tile::wait_wgmma<1>(s);
-    make_step_p(s, delta, lse_2, state);
+    make_step_p(s, delta, lse_2, state, step);
     tile::wait_wgmma<0>(dp);
   } else {
     tile::wait_wgmma<0>(s);
@@ -248,7 +358,22 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   while (true) {
     const StepQueries queries{smem.queries[state.stage], first_query, flags};
     PackedScores p, ds;
-    if constexpr (kDpRunsAhead) {
+    if constexpr (kChangesWeights) {
+      const StepPlace place = place_of_step(smem.messages[state.stage]);
+      if constexpr (!kDpRunsAhead) {
+        start_dp(dp, state, part);
+        draw_step(kept, place, dropout, params.shape);
+        tile::wait_wgmma<0>(dp);
+        ptx::fence_registers(tile::accumulators(s));
+      }
+      wait_ds(part);
+      const auto make_operands = [&](auto is_plain) {
+        make_changed_operands<decltype(is_plain)::kValue>(s, dp, p, ds, kept, queries, place, score, dropout,
+                                                          softmax_scale_log2, ds_address);
+      };
+      if (queries.is_plain()) make_operands(IsPlain<true>());
+      else make_operands(IsPlain<false>());
+    } else if constexpr (kDpRunsAhead) {
       wait_ds(part);
       if (queries.is_plain()) make_operands<true>(s, dp, p, ds, delta, queries, ds_address);
       else make_operands<false>(s, dp, p, ds, delta, queries, ds_address);
@@ -291,7 +416,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
                               dq_finish == DqFinish::kWithSums);
       else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
       if (starts_next_tile(flags)) {
-        write_gradients(params, smem.works[smem.messages[state.stage].work].tile, dk, dv);
+        write_gradients(params, smem.works[smem.messages[state.stage].work].tile, dk, dv, dropout);
         if (flags & StepMessage::kEndOfWork) return;
         release_ds(part);
         dk.fill(0);
@@ -315,8 +440,11 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
       Scores next_dp;
       tile::arrive(smem.q[state.stage].empty);
       start_dp(next_dp, next_state, part);
+      const StepPlace next_place = place_of_step(smem.messages[next_state.stage]);
+      const Step next_step(score, next_place);  // found, as is what is drawn, while products run
+      draw_step(kept, next_place, dropout, params.shape);
       tile::wait_wgmma<1>(next_s);
-      make_step_p(next_s, delta, next_lse_2, next_state);
+      make_step_p(next_s, delta, next_lse_2, next_state, next_step);
       tile::wait_wgmma<0>(next_dp);
       dp = next_dp;
     } else {
@@ -334,7 +462,8 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
 sm90_backward(const __grid_constant__ cuflash::attention::Params params,
-              const __grid_constant__ cuflash::attention::TensorMaps maps) {
+              const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;
-  run_roles(params, maps, [&](int part) { consume(params, part); });
+  using namespace cuflash::attention;
+  run_roles(params, maps, [&](int part) { consume(params, part, score_function, dropout); });
 }

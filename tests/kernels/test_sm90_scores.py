@@ -1,0 +1,147 @@
+"""Score functions and dropout in Hopper's gradients: each form of function, in both tiles, under each kind of mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuflash.testing import Structure, assert_within_bounds
+from executors import GPU, SIM, Run, in_turn, is_long, needs_compiler
+from test_score_kernels import Probe, check_shared_bias
+from test_scores import TEN, everything
+
+import cuflash
+from cuflash import Dropout, Score, masks, scores
+
+pytestmark = needs_compiler
+DROPOUT = Dropout(0.3, 0x9ABCDEF012345678, 7)
+BLOCKS = masks.BlockPattern(np.array([[True, False], [True, True]]), 128)
+UNALIGNED = masks.BlockPattern(np.array([[True, False], [True, True]]), (136, 152))
+# Each kind of work that a kernel walks, for 150 queries and 200 keys.
+MASKS = {
+    "full": None,
+    "causal": masks.Causal("bottom_right"),
+    "window": masks.SlidingWindow(70, 9, "top_left"),
+    "lengths": masks.Lengths(kv=np.array([200, 131])),
+    "list": BLOCKS & masks.Dilated(3, align="top_left"),
+    "unaligned": UNALIGNED,
+}
+HIDDEN = np.where(np.arange(150)[:, None] % 7 == 0, -np.inf, np.random.default_rng(3).standard_normal((150, 200)))
+# Functions whose slopes are 1, constant or not, with arrays that are read at each kind of place.
+FUNCTIONS = {
+    name: score for name, score in TEN.items() if name not in ("bias", "boost", "polynomial")
+} | {
+    "bias": scores.bias(HIDDEN.astype(np.float16)),  # which leaves some queries without a key
+    "no slope": Score(lambda s, b, h, i, j: 0.125 * (i % 3) - 0.25 * (j % 2)),
+}  # fmt: skip
+WIDTHS = {"64": (24, 16), "128": (80, 72)}  # of the tiles of 128 queries and of 64
+CASES = in_turn(
+    FUNCTIONS, MASKS, ["64", "64", "128", "128"], [None, DROPOUT, DROPOUT, None, DROPOUT], ["float16", "bfloat16"] * 2
+)
+SHORT = [("softcap", "causal", "128", DROPOUT, "bfloat16")]
+
+
+def cases() -> Any:
+    """All on a GPU; on the simulator, where a kernel takes seconds to build, a few."""
+    for run, chosen, marks in (
+        (replace(SIM, kernel="sm90"), CASES if is_long() else SHORT, ()),
+        (replace(GPU, kernel="sm90"), CASES, pytest.mark.gpu(9, 0)),
+    ):
+        for name, mask, width, dropout, dtype in chosen:
+            about = f"{run}-{name}-{mask}-{width}-{'dropped' if dropout else 'kept'}"
+            yield pytest.param(run, name, mask, width, dropout, dtype, id=about, marks=marks)
+
+
+def check(run: Run, name: str, mask: str, width: str, dropout: Dropout | None, dtype: str) -> None:
+    """All results within their bounds, by Hopper's own kernels."""
+    head_dim, value_dim = WIDTHS[width]
+    plain = run.rounded(Structure(
+        q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=200,
+        head_dim=head_dim, value_dim=value_dim, dtype=dtype, mask=MASKS[mask], dropout=dropout,
+    ).example())  # fmt: skip
+    score = FUNCTIONS[name]
+    example = plain.but(score=score, wrt=tuple(x.name for x in score.program.arrays if x.kind == "real"))
+    options = {} if dropout is None else {"dropout": dropout}
+    plan = cuflash.plan(
+        *(cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)), mask=MASKS[mask],
+        score=score, wrt=example.wrt, executor="sim", kernel="sm90", **options,
+    ).plan  # fmt: skip
+    backward = plan.kernels.backward.launches["backward"].spec
+    assert (backward.family, backward.block_q) == ("sm90", {"64": 128, "128": 64}[width])
+    assert_within_bounds(example, **everything(run, example, **options))
+
+
+@pytest.mark.parametrize(("run", "name", "mask", "width", "dropout", "dtype"), list(cases()))
+def test_gradients_are_within_their_bounds(
+    run: Run, name: str, mask: str, width: str, dropout: Dropout | None, dtype: str
+) -> None:
+    check(run, name, mask, width, dropout, dtype)
+
+
+ON_GPU = pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))
+on_hopper = pytest.mark.parametrize("run", [replace(SIM, kernel="sm90"), ON_GPU], ids=str)
+# The simulator builds each kernel in seconds: in a short run others, and guards of planted faults, run like ones there.
+on_hopper_in_long = pytest.mark.parametrize("run", [*[replace(SIM, kernel="sm90")] * is_long(), ON_GPU], ids=str)
+LONG = {"batch": (2,), "heads": (2, 1), "lengths": (150, 140)}
+
+
+@on_hopper_in_long
+@pytest.mark.parametrize("mask", ["full", "list"])
+def test_every_slope_and_gradient_is_its_own_in_tiles_of_64_queries(run: Run, mask: str) -> None:
+    made = Probe("float16", BLOCKS if mask == "list" else None, dim=80, **LONG)
+    made.check(made.found(run))
+
+
+@on_hopper_in_long
+def test_gradients_of_a_bias_are_summed_over_what_shares_it(run: Run) -> None:
+    check_shared_bias(run)
+
+
+def check_hidden_queries(run: Run) -> None:
+    """Every third query is hidden by the function, whose value is none where the kernel has zeros for the query.
+
+    NaN in its dO reaches nothing. Of one function slopes need scores, and an array's gradient is added to.
+    """
+    rng = np.random.default_rng(0)
+    zeros, factors = np.zeros((37, 150), np.float32), np.ones(37, np.float32)
+    factors[::3] = np.inf
+    for dim, scale, arrays, wrt, function in (
+        (32, 0.125, {"x": zeros}, ("x",), lambda s, b, h, i, j, x: np.where(s > 1.0, -np.inf, 1 / s) + x[i, j]),
+        (80, -0.125, {"x": factors}, (), lambda s, b, h, i, j, x: s * x[i]),
+    ):
+        q, k = (rng.uniform(0.25, 0.5, (1, rows, dim)).astype(np.float16) for rows in (37, 150))
+        v, do = (rng.standard_normal((1, rows, dim)).astype(np.float16) for rows in (150, 37))
+        q[:, ::3] *= 16
+
+        def found(run: Run, dtype: Any, do: Any) -> dict[str, Any]:
+            score = Score(function, **{name: run.put(x) for name, x in arrays.items()})
+            operands = (run.put(x.astype(dtype)) for x in (q, k, v))
+            _, vjp = cuflash.attention_vjp(*operands, scale=scale, score=score, wrt=wrt, **run.options)
+            gradients = vjp(run.put(do.astype(dtype)))
+            names = ("dq", "dk", "dv", *wrt)
+            return {name: run.get(x) for name, x in zip(names, (*gradients, *(gradients[name] for name in wrt)))}
+
+        expected = found(Run("cpu"), np.float64, do)
+        with_nan = do.copy()
+        with_nan[:, ::3] = np.nan
+        for name, x in found(run, np.float16, with_nan).items():
+            assert np.allclose(x, expected[name], atol=0.01 * abs(expected[name]).max()), name
+
+
+@on_hopper
+def test_queries_that_a_function_hides_reach_nothing(run: Run) -> None:
+    check_hidden_queries(run)
+
+
+@on_hopper
+def test_weights_are_dropped_in_lists_whose_blocks_start_anywhere(run: Run) -> None:
+    """With q = 0 and an identity as dO, dV shows which weights are kept."""
+    example = Structure(
+        seqlen_q=150, seqlen_kv=200, value_dim=64, dtype="float16", mask=UNALIGNED, dropout=DROPOUT
+    ).example()  # fmt: skip
+    pulled = np.broadcast_to(np.eye(150, 64), example.do.shape).astype(np.float16)
+    found = run.everything(example.but(q=np.zeros_like(example.q), do=pulled, scale=None))
+    kept = DROPOUT.keep((*example.q.shape[:-1], 200)) & example.allowed
+    np.testing.assert_array_equal(found["dv"][..., :64] != 0, kept[..., :64, :].swapaxes(-1, -2))
