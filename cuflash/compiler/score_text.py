@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 from ..planning.score_launches import layout, num_leading, tables
 from ..scores.program import Instruction, Program, depends, gradient_loads
@@ -31,7 +34,9 @@ _KINDS = {"real": "T", "int": "int", "bool": "bool"}
 _LEVELS = ("tile", "query", "key", "score")
 
 
-def text(program: Program, wrt: tuple[str, ...] = ()) -> str:
+def text(
+    program: Program, wrt: tuple[str, ...] = (), accumulator: np.dtype[Any] = np.dtype(np.float32)
+) -> str:
     """A program as C++, in the place of kernels_cu/attention/score_function.cuh.
 
     Parameters
@@ -41,18 +46,27 @@ def text(program: Program, wrt: tuple[str, ...] = ()) -> str:
     wrt : tuple of str
         Captured arrays whose gradients are arguments beside them; a program that is derived with respect to them adds
         to these.
+    accumulator : dtype
+        Of the numbers that kernels compute with: float32 or float64.
     """
-    return _Printer(program, wrt).text()
+    return _Printer(program, wrt, accumulator).text()
 
 
 class _Printer:
-    def __init__(self, program: Program, wrt: tuple[str, ...]) -> None:
+    def __init__(self, program: Program, wrt: tuple[str, ...], accumulator: np.dtype[Any]) -> None:
         self.program, self.wrt = program, wrt
+        self.layout = layout(program, wrt, accumulator)
         has_slopes_of_arrays = len(program.results) > 2
         self.loads = gradient_loads(program, wrt) if has_slopes_of_arrays else ()
         self.levels = [_level(names) for names in depends(program)]
         # What functions of other levels name: they find it in the structure of its level.
         self.exported = self._exported()
+        # Positions that are wanted as reals alone, which functions are given beside the integers.
+        self.only_real = {
+            n for n, instruction in enumerate(program.instructions)
+            if instruction.op in ("i", "j") and n not in self.exported and n not in program.results
+            and all(user.op == "real" for user in program.instructions if n in user.args)
+        }  # fmt: skip
 
     def text(self) -> str:
         is_derived = len(self.program.results) > 1
@@ -74,22 +88,36 @@ class _Printer:
             "  using OfScoreSums = ScoreSums;",
             f"  static constexpr bool kIsDerived = {str(is_derived).lower()};",
             f"  static constexpr bool kAddsGradients = {str(bool(self.loads)).lower()};",
+            *self._facts(),
             *self._fields(),
         ]
         functions = [*self._of_levels(), *self._values(is_derived), *self._additions(), *self._flushes()]
-        size = layout(self.program, self.wrt).itemsize
+        size = self.layout.itemsize
         tail = ["};", f'static_assert(sizeof(Function) == {size}, "Function");', "}  // namespace cuflash::score", ""]
         return "\n".join([*head, *functions, *tail])
 
     # The parts.
 
+    def _facts(self) -> list[str]:
+        """What kernels choose their code by: whether arrays are read at positions, and what slopes depend on."""
+        dependencies = depends(self.program)
+        loads = (n for n, instruction in enumerate(self.program.instructions) if instruction.op == "load")
+        slopes = self.program.results[1:]
+        is_one = Instruction("const", "real", (), 1.0)
+        facts = {
+            "kReadsAtPositions": any(self.levels[n] != "tile" for n in loads),
+            "kIsShift": bool(slopes) and self.program.instructions[slopes[0]] == is_one,
+            "kSlopesNeedScore": any("s" in dependencies[n] for n in slopes),
+        }
+        return [f"  static constexpr bool {name} = {str(value).lower()};" for name, value in facts.items()]
+
     def _fields(self) -> list[str]:
         names = dict(zip(tables(self.program, self.wrt), self._pointer_names()))
         lines = []
-        dtype = layout(self.program, self.wrt)
+        dtype = self.layout
         for name in dtype.names or ():
             if name == "numbers":
-                lines.append(f"  double numbers[{self.program.num_numbers}];")
+                lines.append(f"  T numbers[{self.program.num_numbers}];")
             elif name == "batch_extents":
                 lines.append(f"  int64_t batch_extents[{num_leading(self.program)}];")
             elif name in names:
@@ -136,8 +164,11 @@ class _Printer:
         lines += [*self._body("tile"), "    return tile;", "  }"]
         for level, position in (("query", "i"), ("key", "j")):
             name = level.capitalize()
-            lines.append(f"  CUFLASH_DEVICE {name} of_{level}(const Tile& tile, int {position}) const {{")
+            given = f"const Tile& tile, int {position}"
+            lines.append(f"  CUFLASH_DEVICE {name} of_{level}({given}, T real_{position}) const {{")
             lines += [f"    {name} {level};", *self._body(level), f"    return {level};", "  }"]
+            lines.append(f"  CUFLASH_DEVICE {name} of_{level}({given}) const {{")
+            lines += [f"    return of_{level}(tile, {position}, static_cast<T>({position}));", "  }"]
         return lines
 
     def _values(self, is_derived: bool) -> list[str]:
@@ -155,7 +186,7 @@ class _Printer:
         """The operations of one level, in their order."""
         lines = []
         for n, instruction in enumerate(self.program.instructions):
-            if self.levels[n] != level or instruction.op == "const":
+            if self.levels[n] != level or instruction.op == "const" or n in self.only_real:
                 continue
             kind = _KINDS[instruction.kind]
             lines.append(f"    const {kind} x{n} = {self._expression(instruction, level)};")
@@ -248,9 +279,11 @@ class _Printer:
         if op in ("s", "b", "h", "i", "j"):
             return op
         if op == "number":
-            return f"static_cast<T>(numbers[{instruction.value}])"
+            return f"numbers[{instruction.value}]"
         if op == "load":
             return self._load(instruction, level)
+        if op == "real" and self.program.instructions[instruction.args[0]].op in ("i", "j"):
+            return f"real_{self.program.instructions[instruction.args[0]].op}"
         if op in _OPERATORS:
             return f"{args[0]} {_OPERATORS[op]} {args[1]}"
         if op == "where":

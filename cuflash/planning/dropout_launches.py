@@ -23,6 +23,7 @@ DROPOUT = np.dtype(
         ("offset", np.uint32),
         ("threshold", np.uint32),
         ("factor", np.float64),
+        ("single_factor", np.float32),
     ],
     align=True,
 )
@@ -86,7 +87,7 @@ def _pass(made: Pass, draws: Draws) -> Pass:
     }
     values = {
         "round_keys": round_keys(draws.seed or 0), "offset": draws.offset, "threshold": draws.threshold << 16,
-        "factor": draws.factor,
+        "factor": draws.factor, "single_factor": draws.factor,
     }  # fmt: skip
     feature = Feature(NAME, DROPOUT, values, _tables(draws))
     return replace(made, launches=launches, features=(*made.features, feature))

@@ -37,15 +37,15 @@ def num_leading(program: Program) -> int:
     return max((program.num_leading_axes(load) for load in loads), default=0)
 
 
-def layout(program: Program, wrt: Sequence[str]) -> np.dtype[Any]:
+def layout(program: Program, wrt: Sequence[str], accumulator: np.dtype[Any]) -> np.dtype[Any]:
     """The record of a program's arrays and numbers, as the structure that `compiler.score_text` prints has them.
 
-    The field ``numbers`` holds the program's numbers, and ``batch_extents`` the extents of the leading axes. An array
+    The field ``numbers`` holds the program's numbers in the dtype that kernels compute in, and ``batch_extents`` the extents of the leading axes. An array
     has a field with its address, and one with its strides in elements.
     """
     fields: list[tuple[Any, ...]] = []
     if program.num_numbers:
-        fields.append(("numbers", np.float64, (program.num_numbers,)))
+        fields.append(("numbers", accumulator, (program.num_numbers,)))
     if num_leading(program):
         fields.append(("batch_extents", np.int64, (num_leading(program),)))
     for name, rank in _pointers(program, wrt):
@@ -68,7 +68,7 @@ def _pointers(program: Program, wrt: Sequence[str]) -> list[tuple[str, int]]:
 
 def with_score(kernels: Kernels, problem: Problem) -> Kernels:
     """The launches with the problem's score function in each kernel that makes scores or their gradients."""
-    program, numbers, batch = problem.score, problem.numbers, problem.batch
+    program = problem.score
     assert program is not None
     wrt = captured_wrt(problem)
     slope, slopes = derived(program), derived(program, wrt)
@@ -85,9 +85,9 @@ def with_score(kernels: Kernels, problem: Problem) -> Kernels:
     return replace(
         kernels,
         is_repeatable=kernels.is_repeatable and not repeat_reasons(problem),
-        forward=_pass(kernels.forward, forward, _feature(program, (), numbers, batch)),
+        forward=_pass(kernels.forward, forward, _feature(program, (), problem)),
         backward=replace(
-            _pass(kernels.backward, backward, _feature(slopes, wrt, numbers, batch)),
+            _pass(kernels.backward, backward, _feature(slopes, wrt, problem)),
             zeroed=tuple(map(gradient_name, wrt)),
         ),
     )
@@ -142,9 +142,11 @@ def _pass(kernels: Pass, launches: Mapping[str, Launch], feature: Feature) -> Pa
     return replace(kernels, launches=launches, features=(*kernels.features, feature))
 
 
-def _feature(program: Program, wrt: tuple[str, ...], numbers: Sequence[float], batch: tuple[int, ...]) -> Feature:
-    values = _values(program, numbers, batch)
-    return Feature(NAME, layout(program, wrt), values, tables(program, wrt))
+def _feature(program: Program, wrt: tuple[str, ...], problem: Problem) -> Feature:
+    with np.errstate(over="ignore"):  # a number that float32 lacks is infinite there
+        numbers = np.asarray(problem.numbers, problem.accumulator).tolist()
+    values = _values(program, numbers, problem.batch)
+    return Feature(NAME, layout(program, wrt, problem.accumulator), values, tables(program, wrt))
 
 
 def _values(program: Program, numbers: Sequence[float], batch: tuple[int, ...]) -> dict[str, Any]:

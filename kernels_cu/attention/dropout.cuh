@@ -12,6 +12,7 @@ struct Dropout {
   uint32_t offset;
   uint32_t threshold;  // times 2^16: a weight is dropped whose number is below it
   double factor;       // 1 / (1 - p)
+  float single_factor;  // the same rounded: the unit for doubles waits for products of tensor cores
 };
 
 // The argument as functions take it; other kernels have none, and hand over the constant in its place.

@@ -22,6 +22,34 @@ struct Positions {
   CUFLASH_DEVICE int at(int number) const { return min(first + number, last - 1); }
 };
 
+// A position as an integer and as a real.
+template <class T>
+struct Position {
+  int whole;
+  T real;
+};
+
+// Positions of rows or columns that come at constant distances from the first one, as a score function takes them. Where it
+// reads no array at them they may go on past the last one; then the reals too are sums, and not conversions, which are slow.
+template <class Score>
+class PositionsOf {
+ public:
+  using T = typename Score::Number;
+
+  CUFLASH_DEVICE PositionsOf(const Positions& positions, int first)
+      : positions_(positions), first_(first), real_(static_cast<T>(positions.first + first)) {}
+  CUFLASH_DEVICE Position<T> at(int distance) const {
+    const int number = first_ + distance;
+    if constexpr (Score::kReadsAtPositions) return {positions_.at(number), static_cast<T>(positions_.at(number))};
+    else return {positions_.first + number, real_ + static_cast<T>(distance)};
+  }
+
+ private:
+  Positions positions_;
+  int first_;
+  T real_;
+};
+
 // Scores by a thread's row and column, whichever units multiplied.
 template <class T, int Rows, int Columns, int Run>
 CUFLASH_DEVICE T& element(tile::RegisterTile<T, Rows, Columns, Run>& s, int i, int j) {
@@ -48,14 +76,23 @@ CUFLASH_DEVICE int column_of(const Tile& s, int j) {
   return s.first_column() + s.column(j);
 }
 
-// The score function of q k^T times `softmax_scale`, in its place, times `unit`; rows are queries. `query_of(i)` says which
-// query of which head a thread's row is.
+// How far a thread's columns are from its first one.
+template <class T, int Rows, int Columns, int Run>
+CUFLASH_DEVICE int column_distance(const tile::RegisterTile<T, Rows, Columns, Run>& s, int j) {
+  return s.column(j) - s.column(0);
+}
+template <class Tile>
+constexpr CUFLASH_DEVICE int column_distance(const Tile&, int j) {
+  return Tile::column(j);
+}
+
+// The score function of q k^T times `scale`, in its place, times `unit`; rows are queries. `query_of(i)` says which query of
+// which head a thread's row is.
 template <class Tile, class Score, class QueryOf>
-CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, const Shape& shape, const BatchHead& batch_head,
-                                QueryOf query_of,
-                                const Positions& keys, double unit) {
+CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, typename Score::Number scale, const BatchHead& batch_head,
+                                QueryOf query_of, const Positions& keys, double unit) {
   using T = typename Score::Number;
-  const T scale = shape.softmax_scale, by = unit;
+  const T by = unit;
   HeadAndQuery rows[Tile::kRows];
   typename Score::OfTile of_tile[Tile::kRows];
   typename Score::OfQuery of_query[Tile::kRows];
@@ -65,24 +102,26 @@ CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, const Shape& shape,
     of_tile[i] = score.of_tile(batch_head.batch_index, rows[i].head);
     of_query[i] = score.of_query(of_tile[i], rows[i].query);
   }
+  const PositionsOf<Score> positions(keys, column_of(s, 0));
 #pragma unroll
   for (int j = 0; j < Tile::kColumns; ++j) {  // what depends on the key is needed in one column alone
-    const int key = keys.at(column_of(s, j));
+    const Position<T> key = positions.at(column_distance(s, j));
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
       T& x = element(s, i, j);
-      x = by * score.value(of_tile[i], of_query[i], score.of_key(of_tile[i], key), rows[i].query, key, x * scale);
+      const auto of_key = score.of_key(of_tile[i], key.whole, key.real);
+      x = by * score.value(of_tile[i], of_query[i], of_key, rows[i].query, key.whole, x * scale);
     }
   }
 }
 
 // The same of a tile whose rows are queries of one head.
 template <class Tile, class Score>
-CUFLASH_DEVICE void score_of_queries(Tile& s, const Score& score, const Params& params, const WorkTile& work,
+CUFLASH_DEVICE void score_of_queries(Tile& s, const Score& score, typename Score::Number scale, const WorkTile& work,
                                      const KvBlock& block, double unit) {
   const Positions queries{work.first, work.last}, keys{block.start, block.stop};
   const auto query_of = [&](int i) { return HeadAndQuery{work.batch_head.head, queries.at(row_of(s, i))}; };
-  apply_score(s, score, params.shape, work.batch_head, query_of, keys, unit);
+  apply_score(s, score, scale, work.batch_head, query_of, keys, unit);
 }
 
 }  // namespace cuflash::attention

@@ -8,7 +8,9 @@ constexpr bool kHasScore = false;
 
 namespace score {
 struct Function {
-  static constexpr bool kIsDerived = false, kAddsGradients = false;
+  using Number = config::Accumulator;
+  static constexpr bool kIsDerived = false, kAddsGradients = false, kReadsAtPositions = false, kIsShift = false,
+                        kSlopesNeedScore = false;
 };
 }  // namespace score
 

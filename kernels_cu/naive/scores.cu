@@ -40,7 +40,8 @@ naive_scores(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   // With a score function the backward pass keeps q k^T, of which it makes P and slopes.
   constexpr bool kScales = !kHasScore, kApplies = kHasScore && !score::Function::kIsDerived;
   if constexpr (kScales) s.scale(shape.softmax_scale * kLog2E);
-  if constexpr (kApplies) score_of_queries(s, score_function, params, work, {keys.first, keys.last}, kLog2E);
+  if constexpr (kApplies)
+    score_of_queries(s, score_function, params.shape.softmax_scale, work, {keys.first, keys.last}, kLog2E);
   KvBlock block;
   if (find_block(params, batch_head, rows_of(work), keys, block)) {
     mask_scores(s, params, work, block);

@@ -33,7 +33,7 @@ CUFLASH_DEVICE void step_scores(Scores& s, Accumulator* smem, const attention::P
     __syncthreads();  // Q and K are there
     tile::gemm_add_nt(s, q_smem, k_smem);
   }
-  if constexpr (kHasScore) score_of_queries(s, score, params, work, block, kLog2E);
+  if constexpr (kHasScore) score_of_queries(s, score, params.shape.softmax_scale, work, block, kLog2E);
   else s.scale(static_cast<Accumulator>(params.shape.softmax_scale * kLog2E));
   mask_scores(s, params, work, block);
 }

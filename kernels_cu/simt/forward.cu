@@ -51,7 +51,7 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     tile::gemm_add_nt(s, q_smem, k_smem);
     __syncthreads();  // K is read
     tile::load(v_smem, v.rows(block.start, block.stop));
-    if constexpr (kHasScore) score_of_queries(s, score_function, params, work, block, kLog2E);
+    if constexpr (kHasScore) score_of_queries(s, score_function, params.shape.softmax_scale, work, block, kLog2E);
     else s.scale(softmax_scale_log2);
     mask_scores(s, params, work, block);
     softmax.update(s, o);

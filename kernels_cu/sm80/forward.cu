@@ -110,7 +110,7 @@ CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const
     const DivMod heads = divmod(row, params.shape.seqlen_q);
     return HeadAndQuery{work.batch_head.head + heads.quotient, heads.remainder};
   };
-  apply_score(s, score, params.shape, work.batch_head, query_of, {block.start, block.stop}, 1);
+  apply_score(s, score, params.shape.softmax_scale, work.batch_head, query_of, {block.start, block.stop}, 1);
 }
 
 // Set weights of a step that are dropped to 0.

@@ -3,7 +3,7 @@
 // of each query; two multiply, 64 keys each. They make S and dP transposed: so P and dS, and dK and dV, stay in registers,
 // and only dS goes through shared memory, for dQ, whose parts are added up in global memory. Where sm90/backward_rows.cu
 // makes dQ, nothing does, and one warpgroup multiplies.
-#include <sm90/q_pipeline.cuh>
+#include <sm90/changed_weights.cuh>
 
 namespace cuflash {
 
@@ -26,6 +26,7 @@ using KOfWarpgroup = tile::WgmmaTile<Element, kBlockKv, kHeadDim * kRowParts / k
 // A step's queries as a thread asks about them, from its first one on.
 struct StepQueries {
   const StageQueries& stage;
+  const StepMessage& message;
   int first_query, flags;
 
   CUFLASH_DEVICE bool is_plain() const { return !(flags & (StepMessage::kMasked | StepMessage::kLargeLse)); }
@@ -43,6 +44,7 @@ template <>
 struct ThreadMask<false> {
   uint32_t bits[Scores::kRows][kQueryWords];  // of the thread's first query on
 
+  ThreadMask() = default;
   explicit CUFLASH_DEVICE ThreadMask(const StepQueries& queries) {
     const uint32_t all = queries.flags & StepMessage::kMasked ? 0 : ~0u;  // where an lse is large, but nothing hidden
     const uint32_t(*const row_masks)[kQueryWords] = &queries.stage.row_masks[Scores::first_row()];
@@ -145,6 +147,78 @@ CUFLASH_DEVICE void make_p_and_ds(Scores& s, Scores& dp, const QueryValues& lse_
   if (!queries.is_plain()) clamp_and_mask<false>(dp, queries);
 }
 
+// Where a score function or dropout changes weights.
+
+using Kept = attention::KeptWeights<Scores>;
+
+// P, or dS, of a step that is not plain: 0 where it is hidden, and of queries without a key.
+template <bool IsP>
+CUFLASH_DEVICE void mend_changed(Scores& x, const StepQueries& queries) {
+  clamp_and_mask<IsP>(x, queries);
+#pragma unroll
+  for (int j = 0; j < Scores::kColumns; ++j) {
+    const bool is_empty = queries.lse_2()[Scores::column(j)] == -ptx::negative_infinity<float>();
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) x.at(i, j) = is_empty ? 0.0f : x.at(i, j);
+  }
+}
+
+// What needs no dP, while that is multiplied: P in the place of q k^T, if slopes do not need scores, and which weights are
+// kept. `scale` is that of products with a score function, else of exponents.
+template <class Score>
+CUFLASH_DEVICE void make_changed_p(Scores& s, QueryValues& delta, Kept& kept, const StepQueries& queries,
+                                   const Score& score, attention::DropoutArgument dropout,
+                                   const attention::Shape& shape, float scale) {
+  const StepPlace place = place_of_step(queries.message);
+  if constexpr (!kMakesPairs) {
+    const QueryValues lse_2(queries.lse_2());
+    if constexpr (kHasScore) StepScore<Scores, Score>(score, place).apply(s, scale);
+    const float exponent_scale = kHasScore ? static_cast<float>(attention::kLog2E) : scale;
+#pragma unroll
+    for (int j = 0; j < Scores::kColumns; ++j)
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::fma(s.at(i, j), exponent_scale, -lse_2.at(j));
+    ptx::compiler_barrier();
+    delta = QueryValues(queries.delta());
+#pragma unroll
+    for (int j = 0; j < Scores::kColumns; ++j)
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::exp2_approx(s.at(i, j));
+    if (!queries.is_plain()) mend_changed<true>(s, queries);
+  }
+  if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, place);
+}
+
+// P and dS in the places of P, or of q k^T, and dP; P as dV has it, without what is dropped.
+template <class Score>
+CUFLASH_DEVICE void make_changed_ds(Scores& s, Scores& dp, const QueryValues& delta, const Kept& kept,
+                                    const StepQueries& queries, const Score& score,
+                                    attention::DropoutArgument dropout, float scale) {
+  if constexpr (config::kHasDropout) attention::drop_gradients(dp, kept, dropout.single_factor);
+  if constexpr (kMakesPairs) {
+    ThreadMask<false> mask;
+#pragma unroll
+    for (uint32_t(&bits)[kQueryWords] : mask.bits)
+#pragma unroll
+      for (uint32_t& word : bits) word = ~0u;
+    if (!queries.is_plain()) mask = ThreadMask<false>(queries);
+    StepScore<Scores, Score>(score, place_of_step(queries.message))
+        .make_pairs(
+            s, dp, scale, [&](int i, int j) { return mask.at(i, j); },
+            [&](int j) { return queries.lse_2()[Scores::column(j)]; },
+            [&](int j) { return queries.delta()[Scores::column(j)]; });
+  } else {
+#pragma unroll
+    for (int j = 0; j < Scores::kColumns; ++j)
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i) dp.at(i, j) = s.at(i, j) * (dp.at(i, j) - delta.at(j));
+    if (!queries.is_plain()) mend_changed<false>(dp, queries);
+    if constexpr (kHasScore && !(Score::kIsShift && !Score::kAddsGradients))
+      StepScore<Scores, Score>(score, place_of_step(queries.message)).apply_slopes(s, dp);
+  }
+  if constexpr (config::kHasDropout) attention::drop_weights(s, kept);
+}
+
 CUFLASH_DEVICE void start_scores(Scores& s, const PipelineState& state, int part) {
   tile::start_gemm_nt(s, tile::KMajor<SmemK>(k_smem, 64 * part),
                       tile::KMajor<SmemQ>(q_smem(state.stage)));
@@ -198,9 +272,10 @@ CUFLASH_DEVICE void finish_dq(const attention::Params& params, WarpDq& dq, const
 
 // Of a tile, all of whose steps were walked.
 CUFLASH_DEVICE void write_gradients(const attention::Params& params, const attention::WorkTile& work, WarpDk& dk,
-                                    WarpDv& dv) {
+                                    WarpDv& dv, attention::DropoutArgument dropout) {
   const int kv_head = work.batch_head.head / params.shape.group_size;
   dk.scale(params.shape.softmax_scale);
+  if constexpr (config::kHasDropout) dv.scale(dropout.single_factor);
   write_gradient(params.dk, work, kv_head, params.shape.head_dim, dk);
   write_gradient(params.dv, work, kv_head, params.shape.value_dim, dv);
 }
@@ -208,7 +283,8 @@ CUFLASH_DEVICE void write_gradients(const attention::Params& params, const atten
 // Walk all steps, tile after tile. A product's registers are variables of their own where they live: what starts anew is no
 // one's before. There is one loop, each time of one step, at whose end no product is under way: so the compiler knows that
 // where operands lie is one number for the warp, and waits for none by itself.
-CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
+CUFLASH_DEVICE void consume(const attention::Params& params, int part, const score::Function& score,
+                            attention::DropoutArgument dropout) {
   using namespace attention;
   SharedStorage& smem = shared();
   PipelineState state;
@@ -221,9 +297,12 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
   int ds_address = 0;
   if constexpr (kMakesDq)  // opaque: else reckoned anew in each step
     ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+  Kept kept;
   const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state) {
-    const StepQueries queries{smem.queries[state.stage], first_query, flags};
-    if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
+    const StepQueries queries{smem.queries[state.stage], smem.messages[state.stage], first_query, flags};
+    if constexpr (kChangesWeights)
+      make_changed_p(s, delta, kept, queries, score, dropout, params.shape, softmax_scale_log2);
+    else if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
     else make_p<false>(s, lse_2, delta, queries, softmax_scale_log2);
   };
   wait_kv(flags);
@@ -246,9 +325,21 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     tile::wait_wgmma<0>(s);
   }
   while (true) {
-    const StepQueries queries{smem.queries[state.stage], first_query, flags};
+    const StepQueries queries{smem.queries[state.stage], smem.messages[state.stage], first_query, flags};
     PackedScores p, ds;
-    if constexpr (kDpRunsAhead) {
+    if constexpr (kChangesWeights) {
+      if constexpr (!kDpRunsAhead) {
+        start_dp(dp, state, part);
+        make_changed_p(s, delta, kept, queries, score, dropout, params.shape, softmax_scale_log2);
+        tile::wait_wgmma<0>(dp);
+        ptx::fence_registers(tile::accumulators(s));
+      }
+      make_changed_ds(s, dp, delta, kept, queries, score, dropout, softmax_scale_log2);
+      p = s;
+      ds = dp;
+      wait_ds(part);
+      if constexpr (kMakesDq) tile::store_transposed<SmemDs>(ds_address, ds);
+    } else if constexpr (kDpRunsAhead) {
       wait_ds(part);
       if (queries.is_plain()) make_operands<true>(s, dp, p, ds, delta, queries, ds_address);
       else make_operands<false>(s, dp, p, ds, delta, queries, ds_address);
@@ -291,7 +382,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
                               dq_finish == DqFinish::kWithSums);
       else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
       if (starts_next_tile(flags)) {
-        write_gradients(params, smem.works[smem.messages[state.stage].work].tile, dk, dv);
+        write_gradients(params, smem.works[smem.messages[state.stage].work].tile, dk, dv, dropout);
         if (flags & StepMessage::kEndOfWork) return;
         release_ds(part);
         dk.fill(0);
@@ -334,7 +425,8 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
 sm90_backward(const __grid_constant__ cuflash::attention::Params params,
-              const __grid_constant__ cuflash::attention::TensorMaps maps) {
+              const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;
-  run_roles(params, maps, [&](int part) { consume(params, part); });
+  using namespace cuflash::attention;
+  run_roles(params, maps, [&](int part) { consume(params, part, score_function, dropout); });
 }

@@ -160,7 +160,8 @@ CUFLASH_DEVICE void score_step(const attention::Params& params, const score::Fun
                                unsigned num_tiles_done, unsigned num_k_blocks) {
   if constexpr (kHasScore) {
     const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
-    attention::score_of_queries(s, function, params, work, shared().messages[stage_of(num_k_blocks)].block, 1);
+    attention::score_of_queries(s, function, shared().softmax_scale, work,
+                                shared().messages[stage_of(num_k_blocks)].block, 1);
   }
 }
 
@@ -433,6 +434,7 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   if (threadIdx.x == 0) {
     init_barriers();
     shared().softmax_scale_log2 = Softmax::scale_log2(attention::exponent_scale(params.shape));
+    if constexpr (kHasScore) shared().softmax_scale = params.shape.softmax_scale;
   }
   __syncthreads();
   if (group == 0) {

@@ -74,6 +74,7 @@ struct SharedStorage {
   WorkTileInfo tile_infos[kNumTileInfos];
   StepMessage messages[kNumStages];
   float softmax_scale_log2;  // consumers' registers are for accumulators
+  float softmax_scale;       // of a kernel with a score function
 };
 CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);

@@ -1,5 +1,6 @@
 #pragma once
 #include <attention/block_iterator.cuh>
+#include <attention/score_function.cuh>
 #include <sm90/dq_semaphore.cuh>
 #include <sm90/epilogue_gradient.cuh>
 #include <sm90/query_stats.cuh>
@@ -53,6 +54,8 @@ constexpr int kTileBytes = SmemK::kBytes + SmemV::kBytes + kNumStages * SmemQ::k
 constexpr int kDoStages = !kIsWide || kTileBytes + kNumStages * SmemDo::kBytes + kStorageBytes <= kMaxSharedBytes
     ? kNumStages : 1;
 static_assert(kDoStages == kNumStages || kNumStages == 2, "of two stages, the one says whose turn the other's phase is");
+// Consumers are told where each step stands: a score function, or dropout, depends on it.
+constexpr bool kTellsPlaces = kHasScore || config::kHasDropout;
 // Consumers say of dO by itself that they have left it, not only with Q: where it has fewer stages; and at 128 columns, where
 // what ptxas makes of all that follows is 5 % faster with it.
 constexpr bool kReleasesDo = kDoStages < kNumStages || (!kIsWide && kBlockQ == 64);
@@ -140,7 +143,7 @@ struct SharedStorage {
   uint64_t message_ready[kNumStages];  // copy warps may read the message
   StepMessage messages[kNumStages];
   HeadWork works[kNumHeadWorks];  // of heads that have steps, in turn
-  float softmax_scale_log2;
+  float softmax_scale_log2;  // with a score function, which scales products itself, the scale
   // The producer's own, whose registers are few: whether it has a tile, the parities of the next K and V as a note says them,
   // and how far a head reaches.
   int has_tile, kv_phases;
@@ -160,6 +163,8 @@ CUFLASH_DEVICE int wait_step(const PipelineState& state) {
   tile::wait_full(smem.q[state.stage], state.phase);
   int flags = smem.messages[state.stage].flags;
   if constexpr (kSkipsClamp) flags |= smem.queries[state.stage].stats.has_large_lse ? StepMessage::kLargeLse : 0;
+  // What a score function gives of queries that it hides from all keys does not matter.
+  if constexpr (kHasScore) flags |= smem.queries[state.stage].stats.has_empty_rows ? StepMessage::kLargeLse : 0;
   return flags;
 }
 CUFLASH_DEVICE bool starts_next_tile(int flags) { return flags & (StepMessage::kLoadsV | StepMessage::kEndOfWork); }
@@ -201,6 +206,8 @@ CUFLASH_DEVICE bool has_rows_to_zero(const attention::Params& params, const Head
                                      const attention::KvBlock& block) {
   using namespace attention;
   if (block.stop < min(block.start + kBlockQ, params.shape.seqlen_q)) return true;
+  if constexpr (kHasScore)  // it may hide a query from all keys
+    if (work.stats[query_tile_number<Listed>(params, block.start, kBlockQ)].has_empty_rows) return true;
   if (block.kind == BlockKind::kFull) return false;
   if (!Listed::has_list(params.work) && params.work.lo == nullptr) {  // of a band, which ends at both ends
     const BatchHead& batch_head = work.tile.batch_head;
@@ -353,7 +360,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
         if constexpr (kMakesDq) message.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
         QueryStats& stats = head_work.stats[number];
         if constexpr (kFirstArrivalStoresDq && kMakesDq) message.arrivals = &stats.arrivals.count;
-        if (kLastArrivalFinishesDq || flags & (StepMessage::kMasked | StepMessage::kThreadsCopyQ | StepMessage::kThreadsCopyDo | StepMessage::kFinalizesDq)) message.block = block;
+        if (kLastArrivalFinishesDq || kTellsPlaces || flags & (StepMessage::kMasked | StepMessage::kThreadsCopyQ | StepMessage::kThreadsCopyDo | StepMessage::kFinalizesDq)) message.block = block;
         if (flags & (StepMessage::kThreadsCopyQ | StepMessage::kThreadsCopyDo)) {
 #pragma unroll 1
           for (int x = 0; x < kNonemptyWords; ++x) message.nonempty[x] = stats.nonempty[x];
@@ -402,6 +409,7 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
   if (elect_one()) {
     smem.messages[state.stage].flags = StepMessage::kEndOfWork;
     smem.queries[state.stage].stats.has_large_lse = 0;  // asked of every step
+    if constexpr (kHasScore) smem.queries[state.stage].stats.has_empty_rows = 0;
     ptx::mbarrier_arrive(ptx::shared_address(&smem.q[state.stage].full));
     ptx::mbarrier_arrive(ptx::shared_address(&smem.message_ready[state.stage]));
   }
@@ -682,7 +690,7 @@ CUFLASH_DEVICE void run_roles(const attention::Params& params, const attention::
   // one for the warp: branches do not part it
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   if (threadIdx.x == 0) {
-    shared().softmax_scale_log2 = params.shape.softmax_scale * attention::kLog2E;
+    shared().softmax_scale_log2 = params.shape.softmax_scale * (kHasScore ? 1 : attention::kLog2E);
     shared().has_tile = shared().kv_phases = 0;
     tile::PipelineSlot* const slots = &shared().k;
     for (int i = 0; i < 2 + kNumStages + kDoStages; ++i) {

@@ -72,8 +72,8 @@ _SAMPLED_QUERIES = 256  # queries whose numbers of keys are averaged
 class Sm90(Family):
     """Kernels for compute capability 9.0 alone.
 
-    Where their backward tiles do not fit, and for gradients of score functions or under dropout, the sm80 family's
-    kernels serve.
+    Where their backward tiles do not fit, the sm80 family's kernels serve; with a score function or under dropout also
+    beyond 128 columns and where dQ has a kernel of its own.
     """
 
     name = "sm90"
@@ -112,7 +112,8 @@ class Sm90(Family):
         dims = rounded_dims(problem)
         forward = forward_spec(problem, dims, device, largest, num_keys or 0)
         backward = backward_specs(problem.dtype, dims, largest, deterministic=deterministic)
-        if not backward or problem.score is not None or problem.dropout is not None:
+        changes_weights = problem.score is not None or problem.dropout is not None
+        if not backward or (changes_weights and not _takes_changed_weights(backward["backward"])):
             backward = _SM80.specs(problem, device, largest, deterministic=deterministic)
         return {"forward": forward} | backward | {"forward": forward}
 
@@ -250,6 +251,11 @@ class Sm90(Family):
 
 
 _SM80 = Sm80()
+
+
+def _takes_changed_weights(backward: KernelSpec) -> bool:
+    """Whether the kernel takes score functions and dropout: up to 128 columns, where it makes dQ too."""
+    return backward.entry == "backward" and backward.dq_atomic_width > 0
 
 
 def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:

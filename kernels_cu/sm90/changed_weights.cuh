@@ -1,0 +1,169 @@
+#pragma once
+#include <attention/dropout.cuh>
+#include <attention/score_slopes.cuh>
+#include <sm90/q_pipeline.cuh>
+#include <tile/exchange.cuh>
+
+// Score functions and dropout in the backward pass on Hopper, where rows of a tile of scores are keys, and columns queries.
+namespace cuflash {
+
+constexpr bool kChangesWeights = kHasScore || config::kHasDropout;
+// Slopes depend on scores: P and dS are made together, of S, once dP is there. Else P is made while dP is multiplied.
+constexpr bool kMakesPairs = kHasScore && score::Function::kSlopesNeedScore;
+
+// A step's tile of scores: where its keys and queries stand.
+struct StepPlace {
+  const attention::BatchHead& batch_head;
+  attention::Positions keys, queries;
+};
+CUFLASH_DEVICE StepPlace place_of_step(const StepMessage& message) {
+  const attention::WorkTile& work = shared().works[message.work].tile;
+  return {work.batch_head, {work.first, work.last}, {message.block.start, message.block.stop}};
+}
+
+// A score function at the elements of a step that a thread has.
+template <class Tile, class Score>
+class StepScore {
+ public:
+  using T = typename Score::Number;
+
+  CUFLASH_DEVICE StepScore(const Score& score, const StepPlace& place)
+      : score_(score),
+        of_tile_(score.of_tile(place.batch_head.batch_index, place.batch_head.head)),
+        queries_(place.queries, Tile::first_column()) {
+    const attention::PositionsOf<Score> keys(place.keys, Tile::first_row());
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+      keys_[i] = keys.at(Tile::row(i));
+      of_key_[i] = score.of_key(of_tile_, keys_[i].whole, keys_[i].real);
+    }
+  }
+
+  // The scores in the place of q k^T, as exponents of 2.
+  CUFLASH_DEVICE void apply(Tile& s, float softmax_scale) const {
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      const attention::Position<T> query = queries_.at(Tile::column(j));
+      const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i) {
+        typename Score::Derivatives slopes;
+        s.at(i, j) = score_.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, s.at(i, j) * softmax_scale,
+                                  slopes);
+      }
+    }
+  }
+
+  // dS = dF f' in the place of dF, where slopes do not depend on the score; 0 where P is. Gradients of captured arrays are
+  // added to. Called by whole warps.
+  CUFLASH_DEVICE void apply_slopes(Tile& p, Tile& df) const {
+    typename Score::OfTileSums tile_sums;
+    typename Score::OfKeySums key_sums[Tile::kRows];
+    typename Score::OfScoreSums score_sums;
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      const attention::Position<T> query = queries_.at(Tile::column(j));
+      const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
+      typename Score::OfQuerySums query_sums;
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i) {
+        typename Score::Derivatives slopes;
+        score_.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
+        if (Score::kAddsGradients && p.at(i, j) != 0)
+          score_.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes, tile_sums,
+                     query_sums, key_sums[i], score_sums);
+        if constexpr (!Score::kIsShift) df.at(i, j) = p.at(i, j) == 0 ? T(0) : df.at(i, j) * slopes.d0;
+      }
+      if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
+    }
+    flush(tile_sums, key_sums, score_sums);
+  }
+
+  // P and dS in the places of q k^T and dP. `is_seen(i, j)` and statistics are asked for by a thread's row and column.
+  // Called by whole warps.
+  template <class IsSeen, class LseOf, class DeltaOf>
+  CUFLASH_DEVICE void make_pairs(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2,
+                                 DeltaOf delta) const {
+    typename Score::OfTileSums tile_sums;
+    typename Score::OfKeySums key_sums[Tile::kRows];
+    typename Score::OfScoreSums score_sums;
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      const attention::Position<T> query = queries_.at(Tile::column(j));
+      const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
+      typename Score::OfQuerySums query_sums;
+      const float query_lse_2 = lse_2(j), query_delta = delta(j);
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i)
+        attention::make_pair(s.at(i, j), dp.at(i, j), score_, of_tile_, of_query, of_key_[i], query.whole,
+                             keys_[i].whole, softmax_scale, query_lse_2, query_delta, is_seen(i, j),
+                             Score::kAddsGradients, tile_sums, query_sums, key_sums[i], score_sums);
+      if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
+    }
+    flush(tile_sums, key_sums, score_sums);
+  }
+
+ private:
+  template <class TileSums, class KeySums, class ScoreSums>
+  CUFLASH_DEVICE void flush(const TileSums& tile_sums, const KeySums& key_sums, const ScoreSums& score_sums) const {
+    if constexpr (Score::kAddsGradients) {
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i) score_.flush(of_tile_, of_key_[i], key_sums[i]);
+      score_.flush(of_tile_, tile_sums);
+      score_.flush(score_sums);
+    }
+  }
+
+  const Score& score_;
+  typename Score::OfTile of_tile_;
+  attention::PositionsOf<Score> queries_;
+  attention::Position<T> keys_[Tile::kRows];
+  typename Score::OfKey of_key_[Tile::kRows];
+};
+
+// Which of a thread's weights are kept. Where both sides of the tile start at multiples of 16, of two threads whose keys are
+// neighbours one draws the numbers of even queries and the other those of odd ones, and each gives the other what it has for
+// the other's key. Called by whole warps.
+template <class Tile>
+CUFLASH_DEVICE attention::KeptWeights<Tile> kept_weights_of_step(const attention::Dropout& dropout,
+                                                                 const attention::Shape& shape,
+                                                                 const StepPlace& place) {
+  using namespace attention;
+  static_assert(Tile::kRows == 2 && Tile::kColumnTiles % 2 == 0 && Tile::row(1) == 8 && Tile::column(2) == 8,
+                "a draw is for 16 x 16");
+  const Draws draws(dropout);
+  const uint32_t head = head_number(shape, place.batch_head, place.batch_head.head);
+  const int first_key = place.keys.first + Tile::first_row(), first_query = place.queries.first + Tile::first_column();
+  if ((place.keys.first | place.queries.first) % 16 != 0)
+    return kept_weights<Tile>(draws, [&](int i, int j) {
+      return WeightPlace{head, first_query + Tile::column(j), first_key + Tile::row(i)};
+    });
+  const int half = first_key % 2;  // of words, which numbers of the thread's keys are
+  const uint32_t row = first_query / 16 * 8 + first_query % 8 + half, column = first_key / 16 * 4 + first_key % 8 / 2;
+  constexpr int kNum = Tile::kColumnTiles / 2, kAtOnce = 4;
+  static_assert(kNum % kAtOnce == 0, "as many draws at a time");
+  KeptWeights<Tile> kept{};
+#pragma unroll
+  for (int first = 0; first < kNum; first += kAtOnce) {
+    PhiloxWords words[kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) words[n] = draws.counter(head, row + 8 * (first + n), column);
+    draws.draw(words);
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n)
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {  // eight queries further on
+        const uint32_t(&drawn)[4] = words[n].at;
+        const tile::HalvesOfPair halves = tile::exchange_halves(drawn[2 * lower], drawn[2 * lower + 1], half, 4);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {  // query e % 2 and key e / 2 * 8
+          const int number = e / 2 * Tile::kColumns + 4 * (first + n) + 2 * lower + e % 2;
+          kept.words[number / 32] |=
+              static_cast<uint32_t>(draws.keeps(e % 2 ? halves.odd : halves.even, e / 2)) << number % 32;
+        }
+      }
+  }
+  return kept;
+}
+
+}  // namespace cuflash
