@@ -151,72 +151,97 @@ CUFLASH_DEVICE void make_p_and_ds(Scores& s, Scores& dp, const QueryValues& lse_
 
 using Kept = attention::KeptWeights<Scores>;
 
-// P, or dS, of a step that is not plain: 0 where it is hidden, and of queries without a key.
-template <bool IsP>
-CUFLASH_DEVICE void mend_changed(Scores& x, const StepQueries& queries) {
-  clamp_and_mask<IsP>(x, queries);
+// P is made while dP is multiplied: where slopes do not need scores, and registers hold dP of the next step.
+constexpr bool kMakesPEarly = !kMakesPairs && kDpRunsAhead;
+
+// visit(i, j) of a thread's elements of 16 queries.
+template <class Visit>
+CUFLASH_DEVICE void for_each_of_fragment(int k, Visit visit) {
 #pragma unroll
-  for (int j = 0; j < Scores::kColumns; ++j) {
-    const bool is_empty = queries.lse_2()[Scores::column(j)] == -ptx::negative_infinity<float>();
+  for (int j = 4 * k; j < 4 * (k + 1); ++j)
 #pragma unroll
-    for (int i = 0; i < Scores::kRows; ++i) x.at(i, j) = is_empty ? 0.0f : x.at(i, j);
-  }
+    for (int i = 0; i < Scores::kRows; ++i) visit(i, j);
 }
 
-// What needs no dP, while that is multiplied: P in the place of q k^T, if slopes do not need scores, and which weights are
-// kept. `scale` is that of products with a score function, else of exponents.
+// P in the place of q k^T for 16 queries: 0 where it is hidden, and of queries without a key. `scale` is that of products with
+// a score function, else of exponents.
+template <bool IsPlain, class Step>
+CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, const StepQueries& queries,
+                                   const ThreadMask<IsPlain>& mask, float scale) {
+  step.apply(s, k, scale);
+  const float exponent_scale = kHasScore ? static_cast<float>(attention::kLog2E) : scale;
+  for_each_of_fragment(k, [&](int i, int j) {
+    const float lse_2 = queries.lse_2()[Scores::column(j)];
+    const float p = ptx::exp2_approx(ptx::fma(s.at(i, j), exponent_scale, -lse_2));
+    const bool is_seen = mask.at(i, j) && lse_2 != -ptx::negative_infinity<float>();
+    s.at(i, j) = IsPlain ? p : is_seen ? ptx::min_or_nan(p, 1) : 0.0f;
+  });
+}
+
+// The same for all, as of a plain step, and mended if it is none: under products code is in one piece.
+template <class Step>
+CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQueries& queries, float scale) {
+  const ThreadMask<true> all(queries);
+#pragma unroll
+  for (int k = 0; k < PackedScores::kNumFragments; ++k) make_changed_p(s, step, k, queries, all, scale);
+  if (queries.is_plain()) return;
+  clamp_and_mask<true>(s, queries);
+#pragma unroll
+  for (int k = 0; k < PackedScores::kNumFragments; ++k)
+    for_each_of_fragment(k, [&](int i, int j) {
+      if (queries.lse_2()[Scores::column(j)] == -ptx::negative_infinity<float>()) s.at(i, j) = 0;
+    });
+}
+
+// What needs no dP, while that is multiplied: P in the place of q k^T, and which weights are kept.
 template <class Score>
-CUFLASH_DEVICE void make_changed_p(Scores& s, QueryValues& delta, Kept& kept, const StepQueries& queries,
-                                   const Score& score, attention::DropoutArgument dropout,
-                                   const attention::Shape& shape, float scale) {
+CUFLASH_DEVICE void prepare_changed(Scores& s, Kept& kept, const StepQueries& queries, const Score& score,
+                                    attention::DropoutArgument dropout, const attention::Shape& shape, float scale) {
   const StepPlace place = place_of_step(queries.message);
-  if constexpr (!kMakesPairs) {
-    const QueryValues lse_2(queries.lse_2());
-    if constexpr (kHasScore) StepScore<Scores, Score>(score, place).apply(s, scale);
-    const float exponent_scale = kHasScore ? static_cast<float>(attention::kLog2E) : scale;
-#pragma unroll
-    for (int j = 0; j < Scores::kColumns; ++j)
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::fma(s.at(i, j), exponent_scale, -lse_2.at(j));
-    ptx::compiler_barrier();
-    delta = QueryValues(queries.delta());
-#pragma unroll
-    for (int j = 0; j < Scores::kColumns; ++j)
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::exp2_approx(s.at(i, j));
-    if (!queries.is_plain()) mend_changed<true>(s, queries);
+  if constexpr (kMakesPEarly) {
+    make_changed_p(s, StepScoreIf<Scores, Score>(score, place), queries, scale);
   }
   if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, place);
 }
 
-// P and dS in the places of P, or of q k^T, and dP; P as dV has it, without what is dropped.
-template <class Score>
-CUFLASH_DEVICE void make_changed_ds(Scores& s, Scores& dp, const QueryValues& delta, const Kept& kept,
-                                    const StepQueries& queries, const Score& score,
-                                    attention::DropoutArgument dropout, float scale) {
-  if constexpr (config::kHasDropout) attention::drop_gradients(dp, kept, dropout.single_factor);
-  if constexpr (kMakesPairs) {
-    ThreadMask<false> mask;
+// P and dS as left operands, of P, or q k^T, and dP; and dS, transposed, where dQ's product reads it. P is left as dV has it,
+// without what is dropped.
+template <bool IsPlain, class Score>
+CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds,
+                                          const Kept& kept, const StepQueries& queries,
+                                          const Score& score, attention::DropoutArgument dropout, float scale,
+                                          uint32_t ds_address) {
+  using Step = StepScoreIf<Scores, Score>;
+  const Step step(score, place_of_step(queries.message));
+  typename Step::Sums sums;
+  const ThreadMask<IsPlain> mask(queries);
 #pragma unroll
-    for (uint32_t(&bits)[kQueryWords] : mask.bits)
-#pragma unroll
-      for (uint32_t& word : bits) word = ~0u;
-    if (!queries.is_plain()) mask = ThreadMask<false>(queries);
-    StepScore<Scores, Score>(score, place_of_step(queries.message))
-        .make_pairs(
-            s, dp, scale, [&](int i, int j) { return mask.at(i, j); },
-            [&](int j) { return queries.lse_2()[Scores::column(j)]; },
-            [&](int j) { return queries.delta()[Scores::column(j)]; });
-  } else {
-#pragma unroll
-    for (int j = 0; j < Scores::kColumns; ++j)
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) dp.at(i, j) = s.at(i, j) * (dp.at(i, j) - delta.at(j));
-    if (!queries.is_plain()) mend_changed<false>(dp, queries);
-    if constexpr (kHasScore && !(Score::kIsShift && !Score::kAddsGradients))
-      StepScore<Scores, Score>(score, place_of_step(queries.message)).apply_slopes(s, dp);
+  for (int k = 0; k < PackedScores::kNumFragments; ++k) {
+    if constexpr (config::kHasDropout)
+      for_each_of_fragment(k, [&](int i, int j) {
+        dp.at(i, j) = kept.at(i, j) ? dp.at(i, j) * dropout.single_factor : 0.0f;
+      });
+    if constexpr (kMakesPairs) {
+      step.make_pairs(
+          s, dp, scale, [&](int i, int j) { return mask.at(i, j); },
+          [&](int j) { return queries.lse_2()[Scores::column(j)]; },
+          [&](int j) { return queries.delta()[Scores::column(j)]; }, k, sums);
+    } else {
+      if constexpr (!kMakesPEarly) make_changed_p(s, step, k, queries, mask, scale);
+      for_each_of_fragment(k, [&](int i, int j) {
+        const float ds = s.at(i, j) * (dp.at(i, j) - queries.delta()[Scores::column(j)]);
+        // of a query that the score function hides from all keys too
+        dp.at(i, j) = IsPlain || s.at(i, j) != 0 ? ds : 0.0f;
+      });
+      if constexpr (kHasSlopes) step.apply_slopes(s, dp, k, sums);
+    }
+    if constexpr (config::kHasDropout)
+      for_each_of_fragment(k, [&](int i, int j) { s.at(i, j) = kept.at(i, j) ? s.at(i, j) : 0.0f; });
+    p.pack(s, k);
+    ds.pack(dp, k);
+    if constexpr (kMakesDq) tile::store_transposed<SmemDs>(ds_address, ds, k);
   }
-  if constexpr (config::kHasDropout) attention::drop_weights(s, kept);
+  step.flush(sums);
 }
 
 CUFLASH_DEVICE void start_scores(Scores& s, const PipelineState& state, int part) {
@@ -301,7 +326,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
   const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state) {
     const StepQueries queries{smem.queries[state.stage], smem.messages[state.stage], first_query, flags};
     if constexpr (kChangesWeights)
-      make_changed_p(s, delta, kept, queries, score, dropout, params.shape, softmax_scale_log2);
+      prepare_changed(s, kept, queries, score, dropout, params.shape, softmax_scale_log2);
     else if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
     else make_p<false>(s, lse_2, delta, queries, softmax_scale_log2);
   };
@@ -316,7 +341,8 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
   release_ds(part);
   tile::wait_full(smem.d_o[state.stage], state.phase);
   if constexpr (kDpRunsAhead) {
-    const QueryValues lse_2(smem.queries[state.stage].stats.lse_2 + first_query);
+    QueryValues lse_2;
+    if constexpr (!kChangesWeights) lse_2 = QueryValues(smem.queries[state.stage].stats.lse_2 + first_query);
     start_dp(dp, state, part);
     tile::wait_wgmma<1>(s);
     make_step_p(s, delta, lse_2, state);
@@ -330,15 +356,15 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     if constexpr (kChangesWeights) {
       if constexpr (!kDpRunsAhead) {
         start_dp(dp, state, part);
-        make_changed_p(s, delta, kept, queries, score, dropout, params.shape, softmax_scale_log2);
+        prepare_changed(s, kept, queries, score, dropout, params.shape, softmax_scale_log2);
         tile::wait_wgmma<0>(dp);
         ptx::fence_registers(tile::accumulators(s));
       }
-      make_changed_ds(s, dp, delta, kept, queries, score, dropout, softmax_scale_log2);
-      p = s;
-      ds = dp;
       wait_ds(part);
-      if constexpr (kMakesDq) tile::store_transposed<SmemDs>(ds_address, ds);
+      if (queries.is_plain())
+        make_changed_operands<true>(s, dp, p, ds, kept, queries, score, dropout, softmax_scale_log2, ds_address);
+      else
+        make_changed_operands<false>(s, dp, p, ds, kept, queries, score, dropout, softmax_scale_log2, ds_address);
     } else if constexpr (kDpRunsAhead) {
       wait_ds(part);
       if (queries.is_plain()) make_operands<true>(s, dp, p, ds, delta, queries, ds_address);
@@ -361,7 +387,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     QueryValues next_lse_2;
     if constexpr (kDpRunsAhead) {  // asked before stores of dQ, and the next scores, ask shared memory for all it gives
       flags = wait_step(next_state);
-      next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
+      if constexpr (!kChangesWeights) next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
     }
     tile::wait_wgmma<1>(dv);
     tile::fence_registers(p);

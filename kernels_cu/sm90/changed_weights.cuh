@@ -10,6 +10,7 @@ namespace cuflash {
 constexpr bool kChangesWeights = kHasScore || config::kHasDropout;
 // Slopes depend on scores: P and dS are made together, of S, once dP is there. Else P is made while dP is multiplied.
 constexpr bool kMakesPairs = kHasScore && score::Function::kSlopesNeedScore;
+constexpr bool kHasSlopes = kHasScore && (!score::Function::kIsShift || score::Function::kAddsGradients);
 
 // A step's tile of scores: where its keys and queries stand.
 struct StepPlace {
@@ -39,10 +40,10 @@ class StepScore {
     }
   }
 
-  // The scores in the place of q k^T, as exponents of 2.
-  CUFLASH_DEVICE void apply(Tile& s, float softmax_scale) const {
+  // The scores in the place of q k^T, for 16 queries.
+  CUFLASH_DEVICE void apply(Tile& s, int k, float softmax_scale) const {
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) {
+    for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
       const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
 #pragma unroll
@@ -54,14 +55,18 @@ class StepScore {
     }
   }
 
-  // dS = dF f' in the place of dF, where slopes do not depend on the score; 0 where P is. Gradients of captured arrays are
-  // added to. Called by whole warps.
-  CUFLASH_DEVICE void apply_slopes(Tile& p, Tile& df) const {
-    typename Score::OfTileSums tile_sums;
-    typename Score::OfKeySums key_sums[Tile::kRows];
-    typename Score::OfScoreSums score_sums;
+  // Sums of what a step adds to gradients of captured arrays.
+  struct Sums {
+    typename Score::OfTileSums of_tile;
+    typename Score::OfKeySums of_key[Tile::kRows];
+    typename Score::OfScoreSums of_score;
+  };
+
+  // dS = dF f' in the place of dF, for 16 queries, where slopes do not depend on the score; 0 where P is. Gradients of
+  // captured arrays are added to. Called by whole warps.
+  CUFLASH_DEVICE void apply_slopes(Tile& p, Tile& df, int k, Sums& sums) const {
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) {
+    for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
       const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
       typename Score::OfQuerySums query_sums;
@@ -70,25 +75,21 @@ class StepScore {
         typename Score::Derivatives slopes;
         score_.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
         if (Score::kAddsGradients && p.at(i, j) != 0)
-          score_.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes, tile_sums,
-                     query_sums, key_sums[i], score_sums);
+          score_.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes, sums.of_tile,
+                     query_sums, sums.of_key[i], sums.of_score);
         if constexpr (!Score::kIsShift) df.at(i, j) = p.at(i, j) == 0 ? T(0) : df.at(i, j) * slopes.d0;
       }
       if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
     }
-    flush(tile_sums, key_sums, score_sums);
   }
 
-  // P and dS in the places of q k^T and dP. `is_seen(i, j)` and statistics are asked for by a thread's row and column.
-  // Called by whole warps.
+  // P and dS in the places of q k^T and dP, for 16 queries. `is_seen(i, j)` and statistics are asked for by a thread's row
+  // and column. Called by whole warps.
   template <class IsSeen, class LseOf, class DeltaOf>
-  CUFLASH_DEVICE void make_pairs(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2,
-                                 DeltaOf delta) const {
-    typename Score::OfTileSums tile_sums;
-    typename Score::OfKeySums key_sums[Tile::kRows];
-    typename Score::OfScoreSums score_sums;
+  CUFLASH_DEVICE void make_pairs(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
+                                 int k, Sums& sums) const {
 #pragma unroll
-    for (int j = 0; j < Tile::kColumns; ++j) {
+    for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
       const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
       typename Score::OfQuerySums query_sums;
@@ -97,29 +98,49 @@ class StepScore {
       for (int i = 0; i < Tile::kRows; ++i)
         attention::make_pair(s.at(i, j), dp.at(i, j), score_, of_tile_, of_query, of_key_[i], query.whole,
                              keys_[i].whole, softmax_scale, query_lse_2, query_delta, is_seen(i, j),
-                             Score::kAddsGradients, tile_sums, query_sums, key_sums[i], score_sums);
+                             Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i], sums.of_score);
       if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
     }
-    flush(tile_sums, key_sums, score_sums);
+  }
+
+  // Add the sums to memory. Called by whole warps.
+  CUFLASH_DEVICE void flush(const Sums& sums) const {
+    if constexpr (Score::kAddsGradients) {
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i) score_.flush(of_tile_, of_key_[i], sums.of_key[i]);
+      score_.flush(of_tile_, sums.of_tile);
+      score_.flush(sums.of_score);
+    }
   }
 
  private:
-  template <class TileSums, class KeySums, class ScoreSums>
-  CUFLASH_DEVICE void flush(const TileSums& tile_sums, const KeySums& key_sums, const ScoreSums& score_sums) const {
-    if constexpr (Score::kAddsGradients) {
-#pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i) score_.flush(of_tile_, of_key_[i], key_sums[i]);
-      score_.flush(of_tile_, tile_sums);
-      score_.flush(score_sums);
-    }
-  }
-
   const Score& score_;
   typename Score::OfTile of_tile_;
   attention::PositionsOf<Score> queries_;
   attention::Position<T> keys_[Tile::kRows];
   typename Score::OfKey of_key_[Tile::kRows];
 };
+
+// The same without a score function.
+template <class Tile>
+struct NoStepScore {
+  struct Sums {};
+  template <class Score>
+  CUFLASH_DEVICE NoStepScore(const Score&, const StepPlace&) {}
+  CUFLASH_DEVICE void apply(Tile&, int, float) const {}
+  CUFLASH_DEVICE void flush(const Sums&) const {}
+};
+
+template <class Tile, class Score, bool HasScore = kHasScore>
+struct StepScoreOr {
+  using Type = StepScore<Tile, Score>;
+};
+template <class Tile, class Score>
+struct StepScoreOr<Tile, Score, false> {
+  using Type = NoStepScore<Tile>;
+};
+template <class Tile, class Score>
+using StepScoreIf = typename StepScoreOr<Tile, Score>::Type;
 
 // Which of a thread's weights are kept. Where both sides of the tile start at multiples of 16, of two threads whose keys are
 // neighbours one draws the numbers of even queries and the other those of odd ones, and each gives the other what it has for
