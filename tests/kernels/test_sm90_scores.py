@@ -1,0 +1,117 @@
+"""Score functions and dropout in Hopper's gradients: each form of a function, in both tiles, under each kind of mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuflash.testing import Structure, assert_within_bounds
+from executors import GPU, SIM, Run, in_turn, is_long, needs_compiler
+from test_score_kernels import Probe, check_past_the_end, check_shared_bias
+from test_scores import TEN, everything
+
+import cuflash
+from cuflash import Dropout, Score, masks, scores
+
+pytestmark = needs_compiler
+DROPOUT = Dropout(0.3, 0x9ABCDEF012345678, 7)
+BLOCKS = masks.BlockPattern(np.array([[True, False], [True, True]]), 128)
+UNALIGNED = masks.BlockPattern(np.array([[True, False], [True, True]]), (136, 152))
+# Each kind of work that a kernel walks, for 150 queries and 200 keys.
+MASKS = {
+    "full": None,
+    "causal": masks.Causal("bottom_right"),
+    "window": masks.SlidingWindow(70, 9, "top_left"),
+    "lengths": masks.Lengths(kv=np.array([200, 131])),
+    "list": BLOCKS & masks.Dilated(3, align="top_left"),
+    "unaligned": UNALIGNED,
+}
+HIDDEN = np.where(np.arange(150)[:, None] % 7 == 0, -np.inf, np.random.default_rng(3).standard_normal((150, 200)))
+# Functions whose slopes are 1, constant or not, with arrays that are read at each kind of place.
+FUNCTIONS = {
+    name: score for name, score in TEN.items() if name not in ("bias", "boost", "polynomial")
+} | {
+    "bias": scores.bias(HIDDEN.astype(np.float16)),  # which leaves some queries without a key
+    "no slope": Score(lambda s, b, h, i, j: 0.125 * (i % 3) - 0.25 * (j % 2)),
+}  # fmt: skip
+WIDTHS = {"64": (24, 16), "128": (80, 72)}  # of the tiles of 128 queries and of 64
+CASES = in_turn(
+    FUNCTIONS, MASKS, ["64", "64", "128", "128"], [None, DROPOUT, DROPOUT, None, DROPOUT], ["float16", "bfloat16"] * 2
+)
+SHORT = [
+    ("softcap", "causal", "128", None, "bfloat16"), ("temperature", "window", "64", DROPOUT, "float16"),
+    ("bias", "full", "128", DROPOUT, "float16"),
+]  # fmt: skip
+
+
+def cases() -> Any:
+    """All on a GPU; on the simulator, where a kernel takes seconds to build, a few."""
+    for run, chosen, marks in (
+        (replace(SIM, kernel="sm90"), CASES if is_long() else SHORT, ()),
+        (replace(GPU, kernel="sm90"), CASES, pytest.mark.gpu(9, 0)),
+    ):
+        for name, mask, width, dropout, dtype in chosen:
+            about = f"{run}-{name}-{mask}-{width}-{'dropped' if dropout else 'kept'}"
+            yield pytest.param(run, name, mask, width, dropout, dtype, id=about, marks=marks)
+
+
+def check(run: Run, name: str, mask: str, width: str, dropout: Dropout | None, dtype: str) -> None:
+    """All results within their bounds, by Hopper's own kernels."""
+    head_dim, value_dim = WIDTHS[width]
+    plain = run.rounded(Structure(
+        q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=200,
+        head_dim=head_dim, value_dim=value_dim, dtype=dtype, mask=MASKS[mask], dropout=dropout,
+    ).example())  # fmt: skip
+    score = FUNCTIONS[name]
+    example = plain.but(score=score, wrt=tuple(x.name for x in score.program.arrays if x.kind == "real"))
+    options = {} if dropout is None else {"dropout": dropout}
+    plan = cuflash.plan(
+        *(cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)), mask=MASKS[mask],
+        score=score, wrt=example.wrt, executor="sim", kernel="sm90", **options,
+    ).plan  # fmt: skip
+    backward = plan.kernels.backward.launches["backward"].spec
+    assert (backward.family, backward.block_q) == ("sm90", {"64": 128, "128": 64}[width])
+    assert_within_bounds(example, **everything(run, example, **options))
+
+
+@pytest.mark.parametrize(("run", "name", "mask", "width", "dropout", "dtype"), list(cases()))
+def test_gradients_are_within_their_bounds(
+    run: Run, name: str, mask: str, width: str, dropout: Dropout | None, dtype: str
+) -> None:
+    check(run, name, mask, width, dropout, dtype)
+
+
+on_hopper = pytest.mark.parametrize(
+    "run", [replace(SIM, kernel="sm90"), pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))], ids=str
+)
+LONG = {"batch": (2,), "heads": (2, 1), "lengths": (150, 140)}
+
+
+@on_hopper
+@pytest.mark.parametrize("mask", ["full", "list"])
+def test_every_slope_and_gradient_is_its_own_in_tiles_of_64_queries(run: Run, mask: str) -> None:
+    made = Probe("float16", BLOCKS if mask == "list" else None, dim=80, **LONG)
+    made.check(made.found(run))
+
+
+@on_hopper
+def test_gradients_of_a_bias_are_summed_over_what_shares_it(run: Run) -> None:
+    check_shared_bias(run)
+
+
+def test_what_a_function_gives_past_the_end_does_not_matter() -> None:
+    check_past_the_end("sm90")
+
+
+@on_hopper
+def test_weights_are_dropped_in_lists_whose_blocks_start_anywhere(run: Run) -> None:
+    """With q = 0 and an identity as dO, dV shows which weights are kept."""
+    example = Structure(
+        seqlen_q=150, seqlen_kv=200, value_dim=64, dtype="float16", mask=UNALIGNED, dropout=DROPOUT
+    ).example()  # fmt: skip
+    pulled = np.broadcast_to(np.eye(150, 64), example.do.shape).astype(np.float16)
+    found = run.everything(example.but(q=np.zeros_like(example.q), do=pulled, scale=None))
+    kept = DROPOUT.keep((*example.q.shape[:-1], 200)) & example.allowed
+    np.testing.assert_array_equal(found["dv"][..., :64] != 0, kept[..., :64, :].swapaxes(-1, -2))
