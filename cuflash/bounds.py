@@ -456,7 +456,7 @@ def _dense_bounds(
     queries = with_heads(np.asarray(q).astype(np.float64))
     num_heads = queries.shape[-3]
     allowed = allowed_of(mask, (*batch, num_heads, np.shape(q)[-2], np.shape(k)[-2]))
-    # What no one attends, and rows that attend nothing, take no part whatever they hold.
+    # Keys that no query attends, and rows without a key, change no result, whatever they hold.
     is_seen = allowed.any(axis=-2)[..., None]
     is_row = allowed.any(axis=-1)[..., None]
     queries = np.where(is_row, queries, 0)

@@ -143,7 +143,7 @@ class OnDevice:
 
 
 def is_capturing() -> bool:
-    """Whether CuPy's current stream is being captured."""
+    """Return whether CuPy's current stream is being captured."""
     return bool(gpu.namespace().cuda.get_current_stream().is_capturing())
 
 

@@ -14,7 +14,7 @@ from .score_launches import repeat_reasons
 
 
 def explain(plan: KernelPlan, notes: Mapping[str, str]) -> str:
-    """What was decided and why; `notes`, by entry, say more of some kernels."""
+    """Describe a plan's decisions and their reasons; `notes`, by entry, add sentences about some kernels."""
     problem, device, kernels = plan.problem, plan.device, plan.kernels
     heads = f"{problem.num_heads} heads"
     if problem.num_heads != problem.num_kv_heads:

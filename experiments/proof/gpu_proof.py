@@ -1,4 +1,4 @@
-"""What only a GPU can show: that repeated calls give the same bits, and that NVIDIA's sanitizers find nothing.
+"""Do repeated calls on a GPU give the same bits, and do NVIDIA's sanitizers find nothing?
 
     python -m experiments gpu_proof                                                # needs CuPy and a GPU
     python -m experiments gpu_proof --sections repeats
@@ -76,7 +76,7 @@ CONTROL = "initcheck, k unwritten"  # which has to report errors
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to prove; the defaults are the published run."""
+    """Configuration; the defaults are those of the published run."""
 
     sections: tuple[str, ...] = SECTIONS
     families: tuple[str, ...] = tuple(FAMILIES)
@@ -218,12 +218,12 @@ class Case(NamedTuple):
 
     @property
     def makes_lists(self) -> bool:
-        """Whether kernels list the blocks of the mask at each call."""
+        """Return whether kernels list the blocks of the mask at each call."""
         return self.is_device_mask and isinstance(self.structure.mask, (masks.Dense, masks.BlockPattern))
 
     @property
     def mask(self) -> masks.Mask | BlockIndex | None:
-        """What the plan is made of: a mask's arrays go to the device with q, or a list of blocks stands for them."""
+        """Return the plan's mask: its arrays go to the device with q, or a list of blocks replaces them."""
         mask, frame = self.structure.mask, self.structure.mask_shape
         if mask is None or isinstance(mask, masks.Causal) or self.is_device_mask:
             return mask
@@ -231,7 +231,7 @@ class Case(NamedTuple):
 
     @as_of_large_calls
     def plan(self, device: DeviceSpec) -> KernelPlan:
-        """What a device runs, of shapes alone."""
+        """Return the plan of a device, from shapes alone."""
         example = self.structure.example()
         shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
         sink = {} if example.sink is None else {"sink": cuflash.ShapeDtype(example.sink.shape, example.sink.dtype)}
@@ -419,7 +419,7 @@ DONE = "cases done:"  # and how many, as the child's last line
 
 
 def child(argument: str) -> None:
-    """What runs under a sanitizer: the cases that are asked for, as JSON says."""
+    """Run the requested cases, given as JSON, under a sanitizer."""
     import cupy
 
     asked = json.loads(argument)
@@ -459,7 +459,7 @@ def sanitizer() -> str:
 
 
 def errors_in(output: str) -> int | None:
-    """What the last lines of a tool count, of each process; None where the tool itself failed, and there are none."""
+    """Return the counts in the last lines of a tool, of each process; None if the tool itself failed."""
     found = re.findall(r"ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: (\d+) hazard", output, re.MULTILINE)
     return sum(int(errors or hazards) for errors, hazards in found) if found else None
 
@@ -528,7 +528,7 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def is_wrong(record: Record) -> bool:
-    """Whether a row is not what the proof needs."""
+    """Return whether a row is not what the proof needs."""
     has_errors = record["errors"] is None or record["errors"] > 0
     return bool(record.get("note")) or has_errors != (record["check"] == CONTROL)
 
@@ -545,7 +545,7 @@ def table(records: Sequence[Record]) -> Table:
     return shown
 
 
-# What tells the rows of the result apart.
+# Columns that distinguish the rows of the result.
 ROW = ("gpu", "section", "check", "family", "dtype", "head_dim", "mask")
 
 if __name__ == "__main__":

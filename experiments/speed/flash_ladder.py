@@ -46,7 +46,7 @@ Peaks = dict[tuple[str, str, int, str], int]  # bytes, by kernel, mask, length a
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which calls; every combination is one row."""
+    """Return which calls; every combination is one row."""
 
     gpu: bool = False
     masks: tuple[str, ...] = MASKS
@@ -297,7 +297,7 @@ def plot(records: list[Record]) -> Any:
     return figure
 
 
-# What tells the rows of a result apart.
+# Columns that distinguish the rows of a result.
 ROW = ("gpu", "kernel", "mask", "pass", "dtype", "seqlen", "num_heads", "head_dim")
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ Row = dict[str, str]
 
 
 def signature(rows: list[Row]) -> str:
-    """What the numbers were measured on; rows of several runs may have several answers."""
+    """Describe the machines of a table's numbers; rows of several runs may have several."""
     return "  \n".join(dict.fromkeys(map(_measured_on, rows)))
 
 
@@ -184,7 +184,7 @@ def host_time(rows: list[Row]) -> str:
 
 
 def beside_plain(rows: list[Row]) -> str:
-    """What score functions, sinks or dropout cost, as the time of plain attention over theirs."""
+    """Table of the time of plain attention over that with score functions, sinks or dropout."""
     first = "score" if "score" in rows[0] else "p"
     header = [first, "mask", "pass", "kernel", "head_dim", "ms", "TFLOP/s", "of plain"]
     lines = (

@@ -1,10 +1,10 @@
 #pragma once
 #include <attention/block_iterator.cuh>
 
-// What the naive kernels need to work on a matrix of scores that is there as a whole: any tile of it may be asked for.
+// Access of naive kernels to a matrix of scores that is stored as a whole: they may read any tile of it.
 namespace cuflash::attention {
 
-// first <= x < last, of queries, keys or columns.
+// A range first <= x < last of queries, keys or columns.
 struct Range {
   int first, last;
 
@@ -34,7 +34,7 @@ CUFLASH_DEVICE Tiling key_tiling(const Params& params, int height) {
   return {params.shape.seqlen_kv, params.work.row_pointers != nullptr ? params.work.block_kv : height, height};
 }
 
-// The step that a tile of scores is: all of it lies within one block of a list. False where that block is absent.
+// The step of a tile of scores, which lies within one block of a list. Returns false if that block is absent.
 CUFLASH_DEVICE bool find_block(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
                                KvBlock& block) {
   const WorkList& list = params.work;
@@ -55,8 +55,8 @@ CUFLASH_DEVICE bool find_block(const Params& params, const BatchHead& batch_head
   return true;
 }
 
-// Which keys of a tile some query of it visits. What stands at the others never matters: products take it as 0, since
-// the P of 0 that they have would make NaN of NaN.
+// Returns whether some query of a tile visits this key. Products read the rows of other keys as 0: their P is 0, and 0 times
+// NaN would be NaN.
 CUFLASH_DEVICE bool is_visited_key(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
                                    int key) {
   KvBlock block;
@@ -70,7 +70,7 @@ CUFLASH_DEVICE bool is_visited_key(const Params& params, const BatchHead& batch_
   return false;
 }
 
-// Which queries of a tile visit some key of it.
+// Returns whether this query visits some key of a tile.
 CUFLASH_DEVICE bool is_visiting_query(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
                                       int query) {
   KvBlock block;

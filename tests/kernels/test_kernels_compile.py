@@ -137,7 +137,7 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
     which compiles fastest."""
     if is_long():
         return targets
-    # What a target adds never grows: one that still adds what it did is the best.
+    # The gain of a target never grows: one whose gain has not fallen is the best.
     heap = [(-len(covers(each)), each[0].head_dim + each[0].value_dim, number) for number, each in enumerate(targets)]
     heapq.heapify(heap)
     found, covered = [], set[tuple[str, ...]]()
@@ -227,7 +227,7 @@ FLAT_OR_WIDE = (
 
 @pytest.mark.parametrize(("precision", "dims", "limit"), FLAT_OR_WIDE[:: 1 if is_long() else 3])
 def test_gradients_of_few_warps_and_wide_rows_do_not_spill(precision: str, dims: tuple[int, int], limit: Limit) -> None:
-    """Where blocks of a list are flat, or rows of 96 are shared by few: up to 5750 bytes, or no kernel at all."""
+    """Flat blocks of a list, and rows of 96 that few threads share: up to 5750 bytes, or no kernel at all."""
     assert faults(room.cubin(gradients(precision, dims, limit), "sm_90")) == []
 
 

@@ -43,7 +43,7 @@ RUN_IN_LONG = (sm90_guards.finished_gradients_are_right, sm90_guards.gradients_o
 
 
 def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[str, Guard, Edit]]:
-    """What each fault is called, who must see it, and what it is; of one language if it is given."""
+    """Return each fault with its name and the guard that must see it; of one language if it is given."""
     return [
         (f"{table.__name__.removeprefix('mutations.')}: {name} ({guard.__name__})", guard, edit)
         for table in tables

@@ -36,7 +36,7 @@ def xp(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """What counts arrays, and logs what streams are told."""
+    """Stand-in for CuPy that counts arrays and logs operations on streams."""
     with cupy_machine.installed(monkeypatch, tmp_path) as machine:
         yield machine
 

@@ -31,7 +31,7 @@ def small_calls_get_the_kernels_of_large_ones() -> Iterator[None]:
         yield
 
 
-# What stands in a head: operand, row, column, value. Some heads have a q or k that is positive in column 0, where -inf
+# Contents of a head: operand, row, column, value. Some heads have a q or k that is positive in column 0, where -inf
 # on the other side makes every score -inf.
 HIDDEN_KEY = ("k", 7, 0, "-inf")
 FAULTS: dict[str, tuple[tuple[str, int, int, str], ...]] = {
@@ -141,7 +141,7 @@ def test_the_property_holds_of_calls_with_a_bool_array(run: Run, example: Exampl
     check_non_finite_values_reach_what_they_should(run.attend, run.pull, example)
 
 
-# Where blocks share a tile's keys, and where parts are merged
+# Tiles whose keys several blocks share, and merged parts
 
 
 SPLITS = pytest.mark.parametrize(
@@ -152,7 +152,7 @@ SPLITS = pytest.mark.parametrize(
 def assert_parts_follow_the_rule(
     run: Run = SIM, group_size: int = 1, seqlen_q: int = 70, scale: float | None = None
 ) -> None:
-    """What blocks that share the keys of a tile leave is merged to what the whole gives."""
+    """Parts of blocks that share the keys of a tile are merged to the result of the whole."""
     fields = {"seqlen_q": seqlen_q, "seqlen_kv": 300, "dtype": "float16", "scale": scale}
     example = splitting.rounded(a_fault_a_head(group_size, **fields))
     plan = splitting.split_plan(example, 3, run)

@@ -40,7 +40,7 @@ OVER_MANY_TILES = Structure(
 )  # fmt: skip
 
 
-# What must give the same bits twice: dq does where it was asked for.
+# Results that must have the same bits twice: dq only if that was requested.
 REPEATABLE_PROPERTIES = (check_empty_rows_give_nothing, check_gradients_repeat_bitwise)
 
 
