@@ -26,7 +26,7 @@ from ..planning.routing import family_of
 from ..planning.spec import KernelSpec
 from .source import source
 
-# Options of CuPy beside the architecture; it adds the last two itself.
+# What CuPy is told beside the architecture; it adds the last two itself.
 _OPTIONS = ("-std=c++17", "-lineinfo")
 _CUPY_OPTIONS = {"ftz": True, "device_as_default_execution_space": True}
 
@@ -42,7 +42,7 @@ _CACHE_ENTRY = re.compile(r"[0-9a-f]{40}\.cubin")
 
 
 class Resources(NamedTuple):
-    """Resources of one thread of a kernel; shared memory is that of one block."""
+    """What one thread, or for shared memory one block, of a kernel takes."""
 
     registers: int
     stack_bytes: int  # spilled registers and arrays
@@ -130,6 +130,7 @@ _guard = Lock()
 _loaded: dict[_Key, _Loaded] = {}
 _compiled: dict[_Key, Compiled] = {}
 _process: int | None = None  # that used CUDA first
+_is_started = False  # this process is the one
 _warned = False
 
 
@@ -196,7 +197,7 @@ def is_loaded(spec: KernelSpec, compute_capability: tuple[int, int], shared_byte
 
 
 def compiled(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled | None:
-    """Return the resources of a kernel that this process compiled for such a chip; None if it compiled none."""
+    """What this process knows of a kernel that it compiled for such a chip; None where it compiled none."""
     name = architecture(spec, compute_capability)
     found = [
         compiled_kernel for (each, chip, _), compiled_kernel in list(_compiled.items()) if (each, chip) == (spec, name)
@@ -229,7 +230,7 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
 
 
 def cache_info() -> CacheInfo:
-    """Describe the content of CuPy's cache, and the kernels that this process compiled.
+    """What CuPy's cache holds, and what this process compiled.
 
     Neither CuPy nor CUDA is started.
 
@@ -303,7 +304,7 @@ def _nvrtc(spec: KernelSpec, architecture: str) -> tuple[bytes, str]:
     options = ProgramOptions(
         name=f"{spec.name}.cu",  # without a name the text goes through a temporary file
         arch=architecture, std="c++17", lineinfo=True, ptxas_options=["-v"], **_CUPY_OPTIONS,
-        # If there is a driver, NVRTC finds code in the driver's cache, and then logs nothing.
+        # Where there is a driver, NVRTC finds code in the driver's cache, and then logs nothing.
         no_cache=version >= _FIRST_WITH_NO_CACHE,
     )  # fmt: skip
     try:
@@ -328,7 +329,7 @@ def _failure(
 
 
 def _resources(log: str) -> Resources:
-    """Return the resources that ptxas reports of a kernel and the functions that it did not inline."""
+    """What ptxas says of a kernel and the functions that it did not inline."""
     registers = [int(found) for found in _REGISTERS.findall(log)]
     stacks = [tuple(map(int, found)) for found in _STACK.findall(log)]
     if not registers or not stacks:
@@ -349,7 +350,7 @@ def current_device() -> tuple[Any, int]:
     RuntimeError
         CuPy or the GPU is missing, or the process was forked from one that used CUDA.
     """
-    global _process
+    global _process, _is_started
     if _process not in (None, os.getpid()):
         raise RuntimeError(
             "this process was forked from one that had used CUDA, which does not survive a fork: start it by "
@@ -361,13 +362,22 @@ def current_device() -> tuple[Any, int]:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         advice = "python -m cuflash says what this machine has"
         raise RuntimeError(f"CuPy finds no usable GPU ({error}): {advice}") from error
-    _process = os.getpid()
+    _process, _is_started = os.getpid(), True
     return cupy, device
 
 
 def is_started() -> bool:
     """Return whether `current_device` has answered in this very process, and not in one that it was forked from."""
-    return _process == os.getpid()
+    return _is_started
+
+
+def _after_fork() -> None:
+    global _is_started
+    _is_started = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _cupy() -> Any:

@@ -16,9 +16,11 @@ from ..compiler.source import source
 from ..planning.launches import Launch, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
+from .arguments import KernelArguments
 from .checks import Check
 from .launch import run
 from .tensor_map import Template, BoxedArray, simulated, template
+from .workspaces import Taken
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,21 @@ class HostLists:
 
     def use(self, stream: Any) -> None:
         """The arrays are ready at any time."""
+
+
+@dataclass(frozen=True)
+class HostWorkspaces:
+    """The workspaces of a pass on the host, an array for each, so that no write beyond one hits another."""
+
+    needs: Mapping[str, Workspace]
+
+    def take(self, stream: Any) -> Taken:
+        """New arrays for a call."""
+        arrays = list(map(_workspace, self.needs.values()))
+        return Taken([int(array.ctypes.data) for array in arrays], arrays)
+
+    def give_back(self, stream: Any, taken: Taken) -> None:
+        """A later call has arrays of its own."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +75,9 @@ class Simulator:
     def stream(self) -> None:
         """The simulator has no streams: every launch ends before it returns."""
 
+    def workspaces(self, needs: Mapping[str, Workspace]) -> HostWorkspaces:
+        return HostWorkspaces(needs)
+
     def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
         """Every bit is set where a kernel must write before another reads: NaN, if it is a float."""
         return lambda stream: [_workspace(each) for each in workspaces.values()]
@@ -68,8 +88,10 @@ class Simulator:
     def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(simulated, tiles)
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:
-        return lambda arguments, stream: self.launch(spec, grid, shared_bytes, arguments)
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
+        return lambda arguments, stream: self.launch(
+            spec, grid, shared_bytes, tuple(record[0] for record in arguments.records)
+        )
 
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
         """Run a kernel to its end."""

@@ -37,7 +37,7 @@ class Recording:
         return int(array.data.ptr)
 
     def launcher(self, *launch: Any) -> Any:
-        return lambda arguments, stream: self.launched.append(arguments)
+        return lambda arguments, stream: self.launched.append(tuple(part.copy() for part in arguments.records))
 
 
 def zeros(*shape: int, dtype: Any = np.float16) -> Given:

@@ -58,6 +58,10 @@ class Torch(ModuleType):
     def __init__(self, cupy: cupy_machine.Cupy) -> None:
         super().__init__("torch")
         self.streams, self.pool, self.allocated = [cupy.null], [], 0
+        self._C = SimpleNamespace(
+            _cuda_getDevice=lambda: self.cuda.current_device(),
+            _cuda_getCurrentRawStream=lambda device: self.streams[-1].ptr,
+        )
         self.cuda = SimpleNamespace(
             current_device=lambda: 0,
             current_stream=lambda: SimpleNamespace(
