@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..planning.appending import APPEND
+from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
 from ..planning.decoding import CACHE_PAGES, DECODE
 from ..planning.dropout_launches import DROPOUT
@@ -89,6 +90,7 @@ _FURTHER_RECORDS = {
     "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},
     "attention/append_params.cuh": {"Append": APPEND},
     "attention/block_mass.cuh": {"MassGrid": MASS_GRID},
+    "attention/captured_sums.cuh": {"CapturedSums": CAPTURED_SUMS},
 }
 
 

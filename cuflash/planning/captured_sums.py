@@ -1,11 +1,11 @@
 """Repeatable gradients of a score function's arrays: sums whose bits do not depend on the order of additions.
 
-Thread blocks add to the gradient of an element that several scores read. In the default form they add numbers, which are
-rounded in the order in which blocks come. In the repeatable form each kind of array has sums of its own:
+Thread blocks add to the gradient of an element that several scores read. In the default form they add numbers, which
+are rounded in the order in which blocks come. In the repeatable form each kind of array has sums of its own:
 
 - ``own``: each element is read for one score, so one number is added to it.
-- ``parts``: the array is read at the query and the key, and shared over the batch or over heads. Each batch entry or head
-  adds to a part of its own, and a kernel adds the parts in their order.
+- ``parts``: the array is read at the query and the key, and shared over the batch or over heads. Each batch entry or
+  head adds to a part of its own, and a kernel adds the parts in their order.
 - ``exact``: any other array. Sums are integers wide enough to need no rounding, and a kernel rounds them.
 """
 
@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from ..scores.program import Program
 from .launches import Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .spec import KernelSpec
@@ -30,12 +29,14 @@ CAPTURED_SUMS = np.dtype(
         ("sums", np.uint64),
         ("num_elements", np.int64),
         ("num_parts", np.int64),
-        ("is_exact", np.int64),
+        ("operation", np.int64),
     ],
     align=True,
 )
-OWN, EXACT, PARTS = "own", "exact", "parts"  # "parts" is followed by the axes of the parts: "parts b", "parts h", "parts bh"
-_WARPS = 4
+OWN, EXACT, PARTS = "own", "exact", "parts"  # "parts" is followed by their axes: "parts b", "parts h" or "parts bh"
+_SET_ZERO, _ROUND, _ADD_PARTS = range(3)  # operations of the kernel
+_WARPS, _ELEMENTS_OF_THREAD, _MAX_BLOCKS = 4, 8, 1 << 12
+_WORD = 4  # bytes that the kernel sets to 0 at a time
 
 
 def sums_name(name: str) -> str:
@@ -72,7 +73,7 @@ def _kind(problem: Problem, name: str) -> str:
 
 
 def with_captured_sums(backward: Pass, problem: Problem, gradients: Mapping[str, str], kinds: tuple[str, ...]) -> Pass:
-    """A backward pass whose kernels add to sums, with a kernel behind them that writes each gradient.
+    """A backward pass whose kernels add to sums, between kernels that set these to 0 and that write each gradient.
 
     Parameters
     ----------
@@ -81,7 +82,7 @@ def with_captured_sums(backward: Pass, problem: Problem, gradients: Mapping[str,
     kinds : tuple of str
         The kinds of their sums.
     """
-    launches, workspaces = dict(backward.launches), dict(backward.workspaces)
+    before, after, workspaces = {}, {}, dict(backward.workspaces)
     features, zeroed = list(backward.features), list(backward.zeroed)
     for (name, gradient), kind in zip(gradients.items(), kinds):
         if kind == OWN:
@@ -90,18 +91,14 @@ def with_captured_sums(backward: Pass, problem: Problem, gradients: Mapping[str,
         operand = problem.operand(name)
         assert operand is not None
         num_elements, sums = prod(operand.shape), sums_name(name)
-        workspaces[sums] = _workspace(problem, operand.shape, kind)
-        zeroed.append(sums)
-        numbers = {
-            "num_elements": num_elements, "num_parts": workspaces[sums].shape[0] if kind != EXACT else 0,
-            "is_exact": kind == EXACT,
-        }  # fmt: skip
-        features.append(Feature(sums, _record(gradient, sums), _parts_numbers(problem, kind, numbers), (gradient, sums)))
-        launches[sums] = Launch(
-            spec=sums_spec(problem.accumulator), tiles=max(1, -(-num_elements // (32 * _WARPS * 8))), shared_bytes=0,
-            reads=(sums,), writes=(gradient,), features=(sums,),
-        )  # fmt: skip
-    return Pass(launches, workspaces, tuple(features), tuple(zeroed))
+        workspace = workspaces[sums] = _workspace(problem, operand.shape, kind)
+        set_zero = _feature(f"zero.{sums}", ("", sums), workspace.nbytes // _WORD, 1, _SET_ZERO)
+        num_parts = prod(_extents_of_parts(problem, kind))
+        finish = _feature(sums, (gradient, sums), num_elements, num_parts, _ROUND if kind == EXACT else _ADD_PARTS)
+        features += set_zero, finish
+        before[set_zero.name] = _launch(problem, set_zero, reads=(), writes=(sums,))
+        after[sums] = _launch(problem, finish, reads=(sums,), writes=(gradient,))
+    return Pass({**before, **backward.launches, **after}, workspaces, tuple(features), tuple(zeroed))
 
 
 def sums_spec(accumulator: np.dtype[Any]) -> KernelSpec:
@@ -121,22 +118,27 @@ def _workspace(problem: Problem, shape: tuple[int, ...], kind: str) -> Workspace
     accumulator = problem.accumulator
     if kind == EXACT:
         return Workspace((*shape, EXACT_WORDS[accumulator]), np.dtype(np.int64))
+    return Workspace((*_extents_of_parts(problem, kind), *shape), accumulator)
+
+
+def _extents_of_parts(problem: Problem, kind: str) -> tuple[int, ...]:
     extents = {"b": problem.mask_shape.num_batch, "h": problem.num_heads}
-    return Workspace((*(extents[axis] for axis in axes_of_parts(kind)), *shape), accumulator)
+    return tuple(extents[axis] for axis in axes_of_parts(kind))
 
 
-def _parts_numbers(problem: Problem, kind: str, numbers: dict[str, Any]) -> dict[str, Any]:
-    extents = {"b": problem.mask_shape.num_batch, "h": problem.num_heads}
-    return numbers | {"num_parts": prod(extents[axis] for axis in axes_of_parts(kind))}
-
-
-def _record(gradient: str, sums: str) -> np.dtype[Any]:
-    """`CAPTURED_SUMS` with the names of the arrays in the pass."""
-    names = {"gradient": gradient, "sums": sums}
+def _feature(name: str, arrays: tuple[str, str], num_elements: int, num_parts: int, operation: int) -> Feature:
+    """The parameters of a launch; `arrays` are the names of the gradient, or nothing, and of the sums."""
+    gradient, sums = arrays
+    names = {"gradient": gradient or "gradient", "sums": sums}
     assert CAPTURED_SUMS.fields is not None
-    return np.dtype([(names.get(name, name), kind) for name, (kind, *_) in CAPTURED_SUMS.fields.items()], align=True)
+    record = np.dtype([(names.get(each, each), kind) for each, (kind, *_) in CAPTURED_SUMS.fields.items()], align=True)
+    numbers = {"num_elements": num_elements, "num_parts": num_parts, "operation": operation}
+    return Feature(name, record, numbers, tuple(filter(None, arrays)))
 
 
-def has_sums(program: Program, kind: str) -> bool:
-    """Return whether kernels add to sums of a kind in place of the gradient itself."""
-    return kind != OWN
+def _launch(problem: Problem, feature: Feature, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
+    blocks = -(-feature.values["num_elements"] // (32 * _WARPS * _ELEMENTS_OF_THREAD))
+    return Launch(
+        spec=sums_spec(problem.accumulator), tiles=max(1, min(blocks, _MAX_BLOCKS)), shared_bytes=0, reads=reads,
+        writes=writes, features=(feature.name,),
+    )  # fmt: skip

@@ -10,7 +10,8 @@ from ..dropout import LEVELS, Draws
 from ..scores.program import Program, curvature, depends
 from .launches import Launch
 from .plan import KernelPlan
-from .score_launches import repeat_reasons
+from .captured_sums import OWN, kinds_of_sums
+from .score_launches import captured_wrt
 
 
 def explain(plan: KernelPlan, notes: Mapping[str, str]) -> str:
@@ -77,7 +78,7 @@ def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
         lines.append("scores     every score is made and kept, whatever the mask; backward, its gradient too")
     if kernels.is_repeatable:
         lines.append("gradients  every result is bitwise repeatable")
-    elif repeat_reasons(plan.problem):
+    elif set(kinds_of_sums(plan.problem, captured_wrt(plan.problem))) - {OWN}:
         lines.append("gradients  some by atomic additions: their bits may differ from call to call, for speed")
     else:
         lines.append("gradients  dq by atomic additions: its bits may differ from call to call, for speed")
