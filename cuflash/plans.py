@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -137,6 +137,10 @@ class Plan:
             operands = {**self.captured, **operands}
         if out is None:
             key = layout_key(q, k, v, *operands.values())
+            if key is None:
+                q, k, v, *others = as_arrays({"q": q, "k": k, "v": v, **operands}).values()
+                operands = dict(zip(operands, others))
+                key = layout_key(q, k, v, *others)
             if operands:
                 key = key and (key, *operands)
             bound_call = self._bound_calls.get(key)
@@ -286,6 +290,11 @@ class Plan:
 
         return call
 
+    @staticmethod
+    def _names_of_backward(dlse: Array | None, operands: Iterable[str]) -> tuple[str, ...]:
+        """The arrays of a backward pass by name, in the order in which it takes them."""
+        return "do", "q", "k", "v", "o", "lse", *(() if dlse is None else ("dlse",)), *operands
+
     def bind_backward(self, given: Mapping[str, Array], results: Mapping[str, ShapeDtype]) -> BoundCall:
         """Return `backward` without its checks, on a GPU, for arrays of the same layout as these.
 
@@ -373,18 +382,20 @@ class Plan:
         if operands:
             arrays = *arrays, *operands.values()
         key = layout_key(*arrays)
+        if key is None:
+            arrays = tuple(as_arrays(dict(zip(self._names_of_backward(dlse, operands), arrays))).values())
+            key = layout_key(*arrays)
         if operands:
             key = key and (key, dlse is None, *operands)
         bound_call, problem = self._bound_calls.get(key), self.plan.problem
         if bound_call is not None and not checks.is_on():
             return _gradients(problem, bound_call(*arrays))
-        given = as_arrays({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse, **operands})
-        given_arrays = {name: array for name, array in given.items() if name != "dlse" or array is not None}
-        reasons = self._input_reasons(given_arrays, self.plan.problem.wrt)
+        given = dict(zip(self._names_of_backward(dlse, operands), arrays))
+        reasons = self._input_reasons(given, self.plan.problem.wrt)
         if reasons:
             raise UnsupportedProblem(reasons)
         self.require_ready()
-        given_arrays = problem.keyed(given_arrays)
+        given_arrays = problem.keyed(given)
         wanted, made = self.plan.gradients, self.plan.gradients_made
         is_summed = wanted != made
         if self.executor == "gpu" and is_summed:

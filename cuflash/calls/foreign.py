@@ -16,9 +16,10 @@ def with_known_arrays(
 ) -> tuple[dict[str, Any], tuple[Any, ...], Options]:
     """The arrays of a call with those of other libraries as `as_arrays` takes them; the plan says what cannot be."""
     given = as_arrays(given)
-    names = ("out",) if len(outs) == 1 else ("out[0]", "out[1]")
-    with suppress(UnsupportedProblem):
-        outs = tuple(as_arrays(dict(zip(names, outs))).values())
+    if outs:
+        names = ("out",) if len(outs) == 1 else ("out[0]", "out[1]")
+        with suppress(UnsupportedProblem):
+            outs = tuple(as_arrays(dict(zip(names, outs))).values())
     if options.mask is not None:
         with suppress(UnsupportedProblem):
             where = "gpu" if namespace(given["q"]).__name__ == "cupy" else "cpu"

@@ -16,8 +16,10 @@ from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
 from ..planning.decoding import CACHE_PAGES, DECODE
 from ..planning.dropout_launches import DROPOUT
+from ..planning.families.fa1 import RUNNING
 from ..planning.launches import BATCH_AXES, MATRICES
 from ..planning.list_kernels import LIST_PARAMS
+from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.sinks import SINK
 
 _POINTER = np.uint64
@@ -91,6 +93,9 @@ _FURTHER_RECORDS = {
     "attention/append_params.cuh": {"Append": APPEND},
     "attention/block_mass.cuh": {"MassGrid": MASS_GRID},
     "attention/captured_sums.cuh": {"CapturedSums": CAPTURED_SUMS},
+    "fa1/running.cuh": {"Running": RUNNING},
+    "attention/page_table.cuh": {"Pages": PAGES},
+    "attention/query_intervals.cuh": {"QueryIntervals": QUERY_INTERVALS},
 }
 
 

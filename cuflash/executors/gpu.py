@@ -153,7 +153,7 @@ class Gpu:
         """A function that allocates an array on the device that is current now, in C order."""
         import cupy
 
-        return partial(cupy.empty, shape, dtype)
+        return partial(cupy.ndarray, shape, dtype)  # cupy.empty calls it, and takes 0.6 us more
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array of zeros on the current device."""
@@ -419,7 +419,11 @@ def bind(
         stream = current_stream()
         is_capturing = stream.is_capturing()
         made = [make() for make in makers]
-        workspaces = bound([*arrays, *made], stream, addresses=addresses)
+        if bound.sets_zeros:
+            workspaces = bound([*arrays, *made], stream)
+        else:
+            addresses += map(address, made)
+            workspaces = bound.launch(addresses, stream)
         if is_capturing:
             keep_captured(plan, [*made, *workspaces], pins)
         return made

@@ -117,29 +117,43 @@ class BoundPass:
             for number, (launch, grid) in enumerate(self.launches)
         ]
 
-    def __call__(
-        self, arrays: Sequence[Array], stream: Any, check: Check | None = None, addresses: Sequence[int] = ()
-    ) -> list[Array]:
-        """Launch the kernels on arrays in the order of the views; returns what holds the workspaces, for a capture.
-
-        `addresses` are those of the first arrays, if the caller has them.
-        """
-        taken = self._workspaces.take(stream) if check is None else self._checked_workspaces(check)
-        self._lists.use(stream)
+    def __call__(self, arrays: Sequence[Array], stream: Any, check: Check | None = None) -> list[Array]:
+        """Launch the kernels on arrays in the order of the views; returns what holds the workspaces, for a capture."""
         for i in self._zeroed:
             self._target.set_zero(arrays[i])
-        places = [*addresses, *map(self._target.address, arrays[len(addresses) :]), *taken.addresses]
-        buffers = [arguments.take(places) for arguments in self._arguments]
-        for number, launch, start in self._launchers:
+        addresses = list(map(self._target.address, arrays))
+        return self.launch(addresses, stream) if check is None else self._checked(arrays, addresses, stream, check)
+
+    @property
+    def sets_zeros(self) -> bool:
+        """Whether results are set to zero before the kernels, so that `launch` alone does not do."""
+        return bool(self._zeroed)
+
+    def launch(self, addresses: list[int], stream: Any) -> list[Array]:
+        """Launch the kernels on arrays at these addresses; returns what holds the workspaces, for a capture."""
+        taken = self._workspaces.take(stream)
+        self._lists.use(stream)
+        addresses += taken.addresses
+        buffers = [arguments.take(addresses) for arguments in self._arguments]
+        for number, _, start in self._launchers:
             for buffer in buffers:
                 start(buffer.kernels[number], stream)
-            if check is not None:
-                self._target.wait(launch)
-                named = dict(zip(self._names, [*arrays, *taken.arrays]))
-                check.after(launch.spec.name, {name: named[name] for name in launch.writes if name in named})
         for arguments, buffer in zip(self._arguments, buffers):
             arguments.give_back(buffer)
         self._workspaces.give_back(stream, taken)
+        return taken.arrays
+
+    def _checked(self, arrays: Sequence[Array], addresses: list[int], stream: Any, check: Check) -> list[Array]:
+        """The same, with a wait for each kernel and a look at what it wrote."""
+        taken = self._checked_workspaces(check)
+        self._lists.use(stream)
+        buffers = [arguments.take(addresses + taken.addresses) for arguments in self._arguments]
+        named = dict(zip(self._names, [*arrays, *taken.arrays]))
+        for number, launch, start in self._launchers:
+            for buffer in buffers:
+                start(buffer.kernels[number], stream)
+            self._target.wait(launch)
+            check.after(launch.spec.name, {name: named[name] for name in launch.writes if name in named})
         return taken.arrays
 
     def _checked_workspaces(self, check: Check) -> Taken:

@@ -20,7 +20,7 @@ from .arguments import KernelArguments
 from .checks import Check
 from .launch import run
 from .tensor_map import Template, BoxedArray, simulated, template
-from .workspaces import Taken
+from .workspaces import SeparateWorkspaces
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,6 @@ class HostLists:
 
     def use(self, stream: Any) -> None:
         """The arrays are ready at any time."""
-
-
-@dataclass(frozen=True)
-class HostWorkspaces:
-    """The workspaces of a pass on the host, an array for each, so that no write beyond one hits another."""
-
-    needs: Mapping[str, Workspace]
-
-    def take(self, stream: Any) -> Taken:
-        """New arrays for a call."""
-        arrays = list(map(_workspace, self.needs.values()))
-        return Taken([int(array.ctypes.data) for array in arrays], arrays)
-
-    def give_back(self, stream: Any, taken: Taken) -> None:
-        """A later call has arrays of its own."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +60,8 @@ class Simulator:
     def stream(self) -> None:
         """The simulator has no streams: every launch ends before it returns."""
 
-    def workspaces(self, needs: Mapping[str, Workspace]) -> HostWorkspaces:
-        return HostWorkspaces(needs)
+    def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces:
+        return SeparateWorkspaces(self.allocator(needs), self.address)
 
     def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
         """Every bit is set where a kernel must write before another reads: NaN, if it is a float."""

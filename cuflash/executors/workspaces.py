@@ -21,6 +21,7 @@ class Piece(NamedTuple):
 
     nbytes: int
     array: Array
+    address: int
 
 
 class Memory(Protocol):
@@ -54,6 +55,28 @@ class Taken(NamedTuple):
 _NOTHING = Taken([], [])
 
 
+class SeparateWorkspaces:
+    """An array for each workspace of a call, so that no write beyond one hits another.
+
+    Parameters
+    ----------
+    allocate : callable (stream) -> list of arrays
+        Makes the arrays.
+    address : callable (array) -> int
+    """
+
+    def __init__(self, allocate: Callable[[Any], list[Array]], address: Callable[[Array], int]) -> None:
+        self._allocate, self._address = allocate, address
+
+    def take(self, stream: Any) -> Taken:
+        """New arrays for a call on a stream."""
+        arrays = self._allocate(stream)
+        return Taken(list(map(self._address, arrays)), arrays)
+
+    def give_back(self, stream: Any, taken: Taken) -> None:
+        """A later call has arrays of its own."""
+
+
 class Workspaces:
     """Memory of the workspaces of a pass: one piece for all of them, but for those that must be zero.
 
@@ -73,39 +96,38 @@ class Workspaces:
     def __init__(self, needs: Mapping[str, Workspace], memory: Memory) -> None:
         self._memory, self._address = memory, memory.address
         sizes = [0 if need.is_zeroed else need.nbytes for need in needs.values()]
-        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
-        kept_zeros = [memory.kept_zeros(need) if need.is_zeroed else None for need in needs.values()]
-        self._places = list(zip(needs.values(), kept_zeros, starts))
-        self._nbytes = max((start + size for start, size in zip(starts, sizes)), default=0)
+        self._starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))[:-1]
+        self._zeros = [
+            (place, need, memory.kept_zeros(need)) for place, need in enumerate(needs.values()) if need.is_zeroed
+        ]
+        self._nbytes = max((start + size for start, size in zip(self._starts, sizes)), default=0)
         self._make = memory.maker((self._nbytes,), np.dtype(np.uint8))
         self._pieces = memory.kept_pieces()
 
     def take(self, stream: Any) -> Taken:
         """The workspaces of a call on a stream."""
-        if not self._places:
+        if not self._starts:
             return _NOTHING
         number = stream.ptr
         is_apart = number == _PER_THREAD or bool(stream.is_capturing())
-        addresses, arrays, piece = [], list[Array](), None
-        base = 0
+        piece, base = None, 0
         if self._nbytes:
             free = self._pieces.get(number)
             piece = free.pop() if free and not is_apart and self._nbytes <= MOST_KEPT else None
             if piece is None or piece.nbytes < self._nbytes:
-                piece = Piece(self._nbytes, self._make())
-            arrays.append(piece.array)
-            base = self._address(piece.array)
-        for need, by_stream, start in self._places:
-            if by_stream is None:
-                addresses.append(base + start)
-                continue
+                made = self._make()
+                piece = Piece(self._nbytes, made, self._address(made))
+            base = piece.address
+        addresses = [base + start for start in self._starts]
+        arrays = [] if piece is None else [piece.array]
+        for place, need, by_stream in self._zeros:
             zeros = None if is_apart else by_stream.get(number)
             if zeros is None:
                 zeros = self._memory.zeros(need.shape, need.dtype)
             if not is_apart:
                 zeros = by_stream.setdefault(number, zeros)
             arrays.append(zeros)
-            addresses.append(self._address(zeros))
+            addresses[place] = self._address(zeros)
         return Taken(addresses, arrays, None if is_apart or self._nbytes > MOST_KEPT else piece)
 
     def give_back(self, stream: Any, taken: Taken) -> None:

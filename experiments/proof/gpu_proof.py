@@ -56,6 +56,7 @@ from cuflash.arrays import as_dtype
 from cuflash.planning.appending import append_spec
 from cuflash.planning.block_mass import mass_spec
 from cuflash.planning.decoding import decode_reasons, decode_spec
+from cuflash.planning.prefill import intervals_spec, prefill_reasons, prefill_spec
 from cuflash.planning.launches import Launch
 from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.problem import Problem
@@ -344,7 +345,8 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
 
 
 # Calls on caches: dtype, query heads, new rows, page size or None. Two key/value heads of 64 dims, 300 positions.
-CACHES = (("float16", 2, 1, None), ("float16", 8, 5, 16), ("bfloat16", 4, 20, 64), ("float32", 2, 3, 16))
+CACHES = (("float16", 2, 1, None), ("float16", 8, 5, 16), ("bfloat16", 4, 20, 64), ("float32", 2, 3, 16),
+          ("bfloat16", 4, 70, 16))  # fmt: skip
 MASS_DTYPES = ("float16", "bfloat16", "float32")
 _CACHE = {"num_kv_heads": 2, "head_dim": 64, "capacity": 300}
 
@@ -358,6 +360,9 @@ def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
         problem = Problem.of(q, k, k)
         if not decode_reasons(problem, device):
             specs |= {decode_spec(problem, device), replace(decode_spec(problem, device), has_sink=True)}
+        elif not prefill_reasons(problem, device, "sm90"):
+            spec, of_queries = prefill_spec(problem, device, "sm90"), intervals_spec(problem.dtype)
+            specs |= {spec, of_queries, replace(spec, has_sink=True), replace(of_queries, has_sink=True)}
     return specs
 
 

@@ -195,6 +195,31 @@ def beside_plain(rows: list[Row]) -> str:
     return f"{markdown(header, lines)}\n\n{rows[0]['seqlen']} tokens, {rows[0]['num_heads']} heads. {of_gpu(rows)}"
 
 
+_CHUNKS = ("chunks", "unequal")  # cases of chunked_prefill.py, whose rows are in the file of packed.py
+
+
+def packed(rows: list[Row]) -> str:
+    """Packed sequences and windows, beside other libraries."""
+    return of_libraries([row for row in rows if row["case"] not in _CHUNKS])
+
+
+def prefill(rows: list[Row]) -> str:
+    """Chunks of prompts on caches, beside packed sequences and other libraries."""
+    return of_libraries([row for row in rows if row["case"] in _CHUNKS])
+
+
+def of_libraries(rows: list[Row]) -> str:
+    """What was timed, by case and pass, and whose time over a row's own `ratio` is."""
+    header = ["case", "pass", "library", "ms", "TFLOP/s", "fastest other / own", "host us"]
+    lines = (
+        [row["case"], row["pass"], row["library"], number(row, "ms"), number(row, "tflops", ".0f")]
+        + [number(row, "ratio", ".2f"), number(row, "host_us", ".0f")]
+        for row in rows
+        if row["ms"]
+    )
+    return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
+
+
 def of_gpu(rows: list[Row]) -> str:
     """The GPU, commit and date of rows, one line for each."""
     return "  \n".join(dict.fromkeys(f"*{row['gpu']}; commit {row['commit']}, {row['date']}.*" for row in rows))
@@ -216,12 +241,14 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "host-time": ("host_time", host_time),
     "scores": ("score_functions", beside_plain),
     "dropout": ("dropout", beside_plain),
+    "packed": ("packed", packed),
+    "prefill": ("packed", prefill),
 }
 
 
 # Tables that choose their rows themselves, and say which commits these are of.
 OF_PEERS = ("speed-vs-peers", "peers-lead")
-CHOOSING = (*OF_PEERS, "decode", "host-time", "scores", "dropout")
+CHOOSING = (*OF_PEERS, "decode", "host-time", "scores", "dropout", "packed", "prefill")
 
 
 def written(text: str, results: Path = RESULTS) -> str:

@@ -186,6 +186,12 @@ CUFLASH_DEVICE BatchHead head_place(const Params& params) {
   return work_tile(params, one, 1, blockIdx.x).batch_head;
 }
 
+// The place of a block that works on a whole head of the keys; `head` is the first of the query heads that share them.
+CUFLASH_DEVICE BatchHead kv_head_place(const Params& params) {
+  const TileAxis one{1, params.shape.group_size, 0, nullptr, true, 1};
+  return work_tile(params, one, 1, blockIdx.x).batch_head;
+}
+
 // The number, within its matrix, of the tile that starts with a query.
 template <class Listed = DynamicListed>
 CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height) {

@@ -75,6 +75,21 @@ struct AccumulatorLayout {
           for (int x = 0; x < Run; ++x) part.tiles[i][j][e + x] = sums.at[x];
         }
   }
+
+  // Stores a part, as the inverse of `load`. No other thread block may write the matrix.
+  CUFLASH_DEVICE void store(const Tile& part) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < Tile::kColumnTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; e += Run) {
+          Sums<Run> sums;
+#pragma unroll
+          for (int x = 0; x < Run; ++x) sums.at[x] = part.tiles[i][j][e + x];
+          *reinterpret_cast<Sums<Run>*>(at(i, j, e)) = sums;
+        }
+  }
 };
 
 }  // namespace cuflash::tile

@@ -23,6 +23,7 @@ from cuflash.arrays import BFLOAT16, DTYPES
 from cuflash.compiler.nvrtc import Compiled
 from cuflash.planning.appending import append_spec
 from cuflash.planning.decoding import decode_shared_bytes, decode_spec
+from cuflash.planning.prefill import PREFILL_FAMILIES, intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
@@ -101,7 +102,7 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
         found = {gradient_spec(spec.accumulator, spec)}
     else:
         found = {gradient_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
-    takes_it = spec.entry in ("forward", "combine", "softmax") and not spec.is_split
+    takes_it = spec.entry in ("forward", "combine", "softmax") and not spec.is_split and spec.family != "fa1"
     return found | ({replace(spec, has_sink=True)} if takes_it else set())
 
 
@@ -116,6 +117,11 @@ def of_caches(name: str) -> set[KernelSpec]:
             spec = decode_spec(problem, device)
             assert decode_shared_bytes(spec) <= device.tile_memory_bytes
             specs |= {spec, replace(spec, has_sink=True)}
+        for family in PREFILL_FAMILIES:
+            if not FAMILIES[family].reasons(problem, device):
+                spec = prefill_spec(problem, device, family)
+                of_queries = intervals_spec(dtype)
+                specs |= {spec, replace(spec, has_sink=True), of_queries, replace(of_queries, has_sink=True)}
     return specs
 
 

@@ -42,7 +42,7 @@ CHANGED = {
     "has_watchdog": True,
     "has_sink": True,
     "has_dropout": True,
-    "reads_dropout_seed": True,
+    "reads_dropout_seed": True, "is_paged": True,
     "score": CAPPED.program,
     "score_wrt": ("slope",),
 }

@@ -51,7 +51,8 @@ FAULTS = {
             "executors/cpu.py", "backward", 'with np.errstate(all="ignore"):', "if True:"
         ),
         "what the caller has NumPy raise comes out of batches": Edit(
-            "executors/host_threads.py", "_work_off", 'with np.errstate(all="ignore"), _scratch(tiling)', "with _scratch(tiling)"
+            "executors/host_threads.py", "_work_off",
+            'with np.errstate(all="ignore"), _scratch(tiling)', "with _scratch(tiling)",
         ),
         "what the caller has NumPy raise comes out of sums": Edit(
             "plans.py", "_summed_to", 'with np.errstate(all="ignore"):', "if True:"

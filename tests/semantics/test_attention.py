@@ -12,8 +12,8 @@ from hypothesis import event, given, target
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.executors import host_threads
 from cuflash import BlockIndex, DeviceSpec, masks, reference
+from cuflash.executors import host_threads
 from cuflash.plans import Plan
 from cuflash.planning.host import HostTiling
 from cuflash.planning.plan import KernelPlan
@@ -274,8 +274,8 @@ def test_merging_nothing_to_see_changes_nothing():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda q: cuflash.merge([], []), "outs and lses must have the same number of parts, at least one; got 0 and 0"),
-        (lambda q: cuflash.merge([q], []), "outs and lses must have the same number of parts, at least one; got 1 and 0"),
+        (lambda q: cuflash.merge([], []), "must have the same number of parts, at least one; got 0 and 0"),
+        (lambda q: cuflash.merge([q], []), "must have the same number of parts, at least one; got 1 and 0"),
         (lambda q: cuflash.attention(q, q, q, executor="gpu"), "pass cupy.asarray(q), or leave executor= out"),
         (lambda q: cuflash.precompile(q, q, q, device=cuflash.DeviceSpec.host()), "DeviceSpec.gpu('H100') is one"),
         (lambda q: BlockIndex.from_scipy(scipy.sparse.eye_array(6), 6, 6), "matrix.tobsr((16, 16)) is one"),

@@ -211,7 +211,7 @@ def test_kernels_give_the_same_bits_every_time(run, dtype):
 
 
 @needs_compiler
-@pytest.mark.parametrize("kernel", ["simt", "naive", "sm80", "sm90"])
+@pytest.mark.parametrize("kernel", ["simt", "naive", "fa1", "sm80", "sm90"])
 @pytest.mark.parametrize("scale", [1e-39, -1e-39, 1e-50, -1e-320])
 def test_a_scale_below_the_kernels_numbers_is_0(kernel, scale):
     """2^-126 is the least normal number of float32, and a GPU may take smaller ones for 0."""

@@ -39,9 +39,19 @@ class Pointer:
 
 
 class Ndarray:
-    """An array on a device: no subclass of NumPy's, and without `__array_namespace__`, as CuPy's."""
+    """An array on a device: no subclass of NumPy's, and without `__array_namespace__`, as CuPy's.
 
-    def __init__(self, host: Any, device_id: int) -> None:
+    Given a shape and a dtype, as CuPy's class is, it is a new array of the machine.
+    """
+
+    machine: Cupy
+
+    def __new__(cls, host: Any, device_id: Any = None) -> Ndarray:
+        return cls.machine.empty(host, device_id) if isinstance(host, tuple) else object.__new__(cls)
+
+    def __init__(self, host: Any, device_id: Any) -> None:
+        if isinstance(host, tuple):
+            return
         self.host, self.shape, self.strides, self.dtype = host, host.shape, host.strides, host.dtype
         self.data = Pointer(host.ctypes.data, device_id)
 
@@ -277,7 +287,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     """The stand-in as `import cupy`, with rooms that know nothing of an earlier one."""
     from cuflash import api
     from cuflash.calls import listed_plan
-    from cuflash.executors import gpu
+    from cuflash.executors import gpu, tensor_map
     from cuflash.planning import plan_cache
 
     machine = Cupy(cache)
@@ -291,9 +301,11 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     for name, fresh in (("_loaded", {}), ("_compiled", {}), ("_process", None), ("_is_started", False)):
         monkeypatch.setattr(compiling, name, fresh)
     monkeypatch.setattr(gpu, "_GPU", gpu.Gpu())
+    monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)
     monkeypatch.setattr(gpu, "_pinned", set())
     monkeypatch.setattr(api, "_bound_calls", {})
     monkeypatch.setattr(listed_plan, "_shared_plans", {})
+    monkeypatch.setattr(Ndarray, "machine", machine, raising=False)
     gpu._device_spec.cache_clear()
     plan_cache._cached_plan.cache_clear()
     yield machine
