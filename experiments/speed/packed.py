@@ -404,7 +404,8 @@ def plot(records: list[Record]) -> Figure:
     cases = list(dict.fromkeys(record["case"] for record in records))
     libraries = list(dict.fromkeys(record["library"] for record in records if record["ms"]))
     figure = Figure(figsize=(8, 3), layout="constrained")
-    for panel, way in zip(figure.subplots(1, len(WAYS), sharey=True), WAYS, strict=True):
+    panels = figure.subplots(1, len(WAYS), sharey=True)
+    for panel, way in zip(panels, WAYS, strict=True):
         for place, library in enumerate(libraries):
             rates = {
                 record["case"]: float(record["tflops"])
@@ -417,7 +418,7 @@ def plot(records: list[Record]) -> Figure:
         panel.set_xticks([place + 0.4 for place in range(len(cases))], cases)
         panel.set(title=way, ylabel="TFLOP/s" if way == "forward" else "")
     if libraries:
-        panel.legend(fontsize="x-small")
+        panels[0].legend(fontsize="x-small")
     return figure
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import peers
 from harness import Record, check_names, gpu_versions, main, time_alternately, track, why_no_gpu
 from rich.table import Table
@@ -156,13 +155,14 @@ def run(config: Config) -> Iterator[Record]:
             batches = {library: batch_of(call, config.calls) for library, call in calls.items()}
             timings = time_alternately(batches, repeats=config.repeats)
             us = {library: timing.median_ms * 1e3 / config.calls for library, timing in timings.items()}
-            best = min((value for library, value in us.items() if library != "cuflash"), default=np.nan)
+            best = min((value for library, value in us.items() if library != "cuflash"), default=None)
             for library, value in us.items():
                 yield {
                     "library": library, "pass": name, "mask": case.mask, "tokens": case.q.shape[-2],
                     "head_dim": case.q.shape[-1], "batch": case.q.shape[0], "heads": case.q.shape[1], "us": value,
                     "spread_us": timings[library].spread_ms * 1e3 / config.calls,
-                    "of_best": best / value if library == "cuflash" else None, "calls": config.calls, **versions,
+                    "of_best": best / value if library == "cuflash" and best is not None else None,
+                    "calls": config.calls, **versions,
                 }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ class Training:
         loss = self._model(self._ids, labels=self._ids).loss
         loss.backward()
         torch.cuda.synchronize()
-        return loss
+        return loss.detach()
 
     def gradients(self) -> Any:
         """The gradients of all parameters after a step, as one vector."""
