@@ -19,7 +19,7 @@ from .compiler.nvrtc import Compiled
 from .dropout import Dropout
 from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
-from .fp8 import Quantized, operands as fp8
+from .fp8 import Quantized, kernel_calls, operands as fp8
 from .masks.at_each_call import at_each_call
 from .masks.base import Mask
 from .masks.content import held_arrays
@@ -35,7 +35,8 @@ from .planning.options import (
 )  # fmt: skip
 from .planning.plan_cache import plan_for
 from .planning.problem import Problem, precision_reasons, with_operands
-from .planning.routing import FAMILIES, routed
+from .planning.routing import FAMILIES, named, routed
+from .planning.scales import RowsPerScale
 from .plans import EXECUTORS, Plan, Gradients, Pullback, BoundCall, as_arrays, as_mask_of_arrays, layout_key
 from .scores import Score, library
 
@@ -91,8 +92,7 @@ def attention(
     ----------
     q : array [..., num_heads, seqlen_q, head_dim] or [seqlen_q, head_dim]
         Queries, of float16, bfloat16, float32 or float64, with any strides. An array of any library with DLPack is
-        used where it lies, without a copy. q, k and v may be `Quantized`, on the host: o has the dtype from which v
-        was quantised.
+        used where it lies, without a copy. q, k and v may be `Quantized`: o has the dtype from which v was quantised.
     k : array [..., num_kv_heads, seqlen_kv, head_dim] or [seqlen_kv, head_dim]
         Keys, of q's dtype. The axes before the heads broadcast by NumPy's rules. Query head h reads key/value head
         h // (num_heads / num_kv_heads).
@@ -135,8 +135,8 @@ def attention(
         "ieee" multiplies and sums in float32 (float64 for float64). The others multiply float32 on tensor cores of
         compute capability 8.0 or newer: "tf32" rounds the operands of each product to 11 significant bits; "tf32x3"
         makes three products of their upper and lower halves and errs about as "ieee" does, except that a product with
-        an infinite operand is NaN. `error_bound` bounds each. "fp8" is for the host: it quantises q, k and v as
-        `quantize` does, in blocks of 128 rows, with one rotation of q and k.
+        an infinite operand is NaN. `error_bound` bounds each. "fp8" quantises q, k and v as
+        `quantize` does, in blocks of 128 rows, with one rotation of q and k; on a GPU it needs compute capability 9.0.
     deterministic : bool
         Whether dq must be bitwise repeatable on a GPU. Otherwise thread blocks add to it in the order in which they
         arrive, where that is faster. All other results are bitwise repeatable either way.
@@ -463,11 +463,12 @@ def _require_plain(q: Any, k: Any, v: Any, precision: Any) -> None:
 
 
 def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Array, Array]:
-    """Attention of quantised operands on the host, and its lse."""
+    """Attention of quantised operands, and its lse."""
     reasons = []
     if options.precision == fp8.PRECISION and isinstance(options.precision, str):
         q, k, v = fp8.quantized_operands(**as_arrays({"q": q, "k": k, "v": v}))
         options = options._replace(precision="ieee")
+    options = options._replace(executor=fp8.executor_of(q, k, v, options.executor))
     reasons += fp8.operand_reasons({"q": q, "k": k, "v": v})
     reasons += fp8.place_reasons(q, k, v, options.executor)
     if out is not None:
@@ -479,14 +480,49 @@ def _quantized_attention(q: Any, k: Any, v: Any, options: Options, out: Any) -> 
             q, k, v = (ShapeDtype(x.shape, np.dtype(np.float32)) for x in (q, k, v))
             planned(q, k, v, options._replace(executor="cpu"))
         raise UnsupportedProblem(reasons)
+    if options.executor != "cpu":
+        return _on_kernels(q, k, v, options)
     _, _, o, lse = run(*fp8.host_arrays(q, k, v), options, None)
     with np.errstate(over="ignore", invalid="ignore"):
         return o.astype(v.source_dtype, copy=False), lse
 
 
+_fp8_calls: dict[Hashable, Callable[..., Sequence[Array]]] = {}
+
+
+def _on_kernels(q: Quantized, k: Quantized, v: Quantized, options: Options) -> tuple[Array, Array]:
+    """Attention of quantised operands by the kernels of a GPU or of the simulator, and its lse."""
+    options = options._replace(sink=as_arrays({"sink": options.sink})["sink"])
+    rows, given = kernel_calls.rows_per_scale(q, k, v), kernel_calls.kernel_arrays(q, k, v)
+    given |= {"sink": options.sink} if is_array(options.sink) else {}
+    if reasons := kernel_calls.location_reasons(given):
+        raise UnsupportedProblem(reasons)
+    looked_up = lookup(options, _fp8_calls, layout_key)
+    is_kept = options.executor == "gpu" and looked_up.contents is None and not checks.is_on()
+    layouts = layout_key(*given.values()) if is_kept else None
+    key = looked_up.key(layouts, v.source_dtype, q.shape, k.shape, v.shape, rows)
+    call = None if key is None else looked_up.calls.get(key)
+    if call is None:
+        ready = _planned(*kernel_calls.shapes(q, k, v), options, rows=rows)
+        ready.require_ready()
+        if key is None or not ready.can_bind:
+            return kernel_calls.run_once(ready, given)
+        call = kernel_calls.bound(ready, given)
+        remember(looked_up.calls, key, call)
+    o, lse = call(*given.values())
+    return o, lse
+
+
 def planned(q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None = None) -> Plan:
     """`plan` with its options as one value."""
     _require_plain(q, k, v, options.precision)
+    return _planned(q, k, v, options, device)
+
+
+def _planned(
+    q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None = None, rows: RowsPerScale | None = None
+) -> Plan:
+    """The same; with `rows` that share a scale, of operands of 8 bits."""
     q, k, v, sink = as_arrays({"q": q, "k": k, "v": v, "sink": options.sink}).values()
     kernel, precision, mask = options.kernel, options.precision, options.mask
     where = _executor((q, k, v), options.executor, device)
@@ -502,6 +538,13 @@ def planned(q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None 
     with collecting(reasons):
         problem = Problem.of(q, k, v, scale=options.scale, precision=precision)
         problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
+    if problem is not None and rows is not None:
+        problem = replace(problem, precision=fp8.PRECISION, rows_per_scale=rows)
+        if isinstance(kernel, str) and kernel in FAMILIES and kernel != "sm90":
+            reasons.append(f"kernel must be 'auto' or 'sm90' for 8-bit q, k and v; got {kernel!r}")
+        if precision != "ieee":
+            told = f"precision must be 'ieee' or 'fp8' for Quantized q, k and v; got {precision!r}"
+            reasons.append(f"{told}: leave it out")
     if device is not None and not isinstance(device, DeviceSpec):
         reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
     elif device is not None and (where == "cpu") != (device.compute_capability is None):
@@ -520,14 +563,14 @@ def planned(q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None 
                 mask, options.causal, options.window, problem.mask_shape, namespace(q) if is_array(q) else None
             )
         if isinstance(kernel, str) and kernel in FAMILIES and where != "cpu":
-            reasons += FAMILIES[kernel].reasons(problem, None)
+            reasons += named(kernel, problem).reasons(problem, None)
     if resolved is not None and where == "gpu" and device is None and not reasons:
         reasons += _mask_device_reasons(resolved)
     if reasons or problem is None or resolved is None:
         raise UnsupportedProblem(reasons)
     target = device or _device(where)
     if where != "cpu":
-        family = routed(problem, target)[0] if kernel == "auto" else FAMILIES[kernel]
+        family = routed(problem, target)[0] if kernel == "auto" else named(kernel, problem)
         reasons = family.reasons(problem, target)
         if reasons:
             raise UnsupportedProblem(reasons)

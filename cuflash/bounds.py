@@ -99,7 +99,8 @@ from .arrays import DTYPES, Array, accumulator_dtype, as_dtype, describe, flag_r
 from .blocks.work_list import requested_mask
 from .dropout import Dropout
 from .errors import UnsupportedProblem, collecting
-from .fp8 import operands as fp8
+from .fp8 import e4m3, operands as fp8
+from .fp8.cuts import LOST_WEIGHT, Cuts
 from .layouts import kind_of
 from .planning.problem import Problem, with_operands
 from .plans import as_arrays, as_mask_of_arrays
@@ -188,7 +189,8 @@ def error_bound(
         As in `attention`.
     product_dtype : dtype, optional
         The dtype that P and dS are rounded to before they multiply v, do, k and q. It is the accumulator's dtype unless
-        given, as in the `cpu` executor; kernels on tensor cores round to float16 or bfloat16.
+        given, as in the `cpu` executor; kernels on tensor cores round to float16 or bfloat16. Of `Quantized`
+        operands, float8_e4m3fn stands for the kernels' arithmetic: tensor cores cut sums too.
     probable : bool
         Let a sum of n terms err by min(n, 6 sqrt(n)) roundoffs instead of n. That is no guarantee any more (rounding
         errors that all point one way can exceed it), but at thousands of keys it sees far smaller faults; Higham and
@@ -225,7 +227,7 @@ def error_bound(
     >>> bound.shape, bool(bound.max() < 2e-3)
     ((4, 100, 32), True)
     """
-    reasons, storage = flag_reasons("probable", probable), None
+    reasons, storage, quantized = flag_reasons("probable", probable), None, (q, k, v)
     if fp8.are_quantized(q, k, v):
         reasons += fp8.bound_reasons(q, k, v, do, precision)
         if reasons:
@@ -249,10 +251,13 @@ def error_bound(
         raise UnsupportedProblem(reasons)
     allowed = asked.toarray(**problem.mask_shape._asdict())
     model = _Rounding.of(storage or problem.dtype, precision, product_dtype, probable)
-    model = model if storage is None else model.of_quantized()
+    cuts = None
+    if storage is not None:
+        cuts = Cuts.of(*quantized) if product_dtype == e4m3.E4M3 else None
+        model = model.of_quantized(are_products_cut=cuts is not None)
     captured = None if composed is None else _Captured.of(composed, problem)
     weights = _Weights.of(dropout, problem)
-    return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured, weights)
+    return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured, weights, cuts)
 
 
 def _host_arrays(given: dict[str, Any]) -> list[Array]:
@@ -321,9 +326,10 @@ class _Rounding:
             probable=probable,
         )
 
-    def of_quantized(self) -> _Rounding:
+    def of_quantized(self, are_products_cut: bool) -> _Rounding:
         """Tolerances where operands are rounded to A as they are dequantised, and results to A before T."""
-        return replace(self, t=2 * self.ua * (1 + self.ua), u=self.u if self.u == self.ua else self.u + 2 * self.ua)
+        made = replace(self, t=2 * self.ua * (1 + self.ua), u=self.u if self.u == self.ua else self.u + 2 * self.ua)
+        return replace(made, wp=LOST_WEIGHT) if are_products_cut else made
 
     def k(self, terms: int) -> float:
         return min(terms, 6 * math.sqrt(terms)) if self.probable else terms
@@ -451,6 +457,7 @@ def _dense_bounds(
     model: _Rounding,
     captured: _Captured | None,
     weights: _Weights,
+    cuts: Cuts | None,
 ) -> Bounds:
     """`error_bound` with the mask as a bool array, or None, and the scale as a number."""
     batch = np.broadcast_shapes(*(np.shape(x)[:-3] for x in (q, k, v)))
@@ -465,7 +472,7 @@ def _dense_bounds(
 
     logit = np.full((), -np.inf) if sink is None else np.atleast_1d(sink).astype(np.float64)[..., None, None]
 
-    forward = _forward_tolerances(queries, keys, values, allowed, scale, logit, model, captured, weights)
+    forward = _forward_tolerances(queries, keys, values, allowed, scale, logit, model, captured, weights, cuts)
     is_row = forward.allowed.any(axis=-1)[..., None]
     tol_o = _rounded_up(forward.tol_o, forward.o, model)
     tol_lse = _nan_to_inf(SECOND_ORDER * forward.tol_lse[..., 0])
@@ -495,6 +502,7 @@ def _forward_tolerances(
     model: _Rounding,
     captured: _Captured | None,
     weights: _Weights,
+    cuts: Cuts | None,
 ) -> _Forward:
     seqlen_kv, head_dim = keys.shape[-2:]
     ua, k_n = model.ua, model.k(seqlen_kv)
@@ -504,6 +512,7 @@ def _forward_tolerances(
     score = np.where(allowed, scale * (queries @ transposed), 0)
     mass = np.where(allowed, abs(scale) * (np.abs(queries) @ np.abs(transposed)), 0)
     e_score = ((model.k(head_dim) + 4) * ua + model.t) * mass
+    e_score = e_score if cuts is None else e_score + cuts.of_scores(allowed, scale)
     final = None
     if captured is not None:
         final = captured.final(score, e_score + head_dim * model.wa * abs(scale), allowed, model)
@@ -535,9 +544,11 @@ def _forward_tolerances(
     lost = np.minimum(p, model.wp * np.exp(row_max - lse))
     rounding = model.up + model.t + 2 * (k_n + 8) * ua + has_sink * 4 * ua + z_rounding
     first = (z * (p_excess + lost + rounding * (p + p_excess))) @ np.abs(values)
+    cut = 0.0 if cuts is None else cuts.of_output(p + p_excess, allowed, np.exp(row_max - lse))
+    first = first + cut
     by_weights = (1 + r) * (first + r * np.abs(o)) + model.u * np.abs(o)
     of_mean = _rounding_of_sum(values, rounding + seqlen_kv * model.wp + model.u, has_sink | weights.is_dropping)
-    tol_o = np.fmin(by_weights, weights.most * of_mean)
+    tol_o = np.fmin(by_weights, weights.most * of_mean + cut)
     tol_o = tol_o + model.w + seqlen_kv * model.wa
     return _Forward(
         allowed=allowed,

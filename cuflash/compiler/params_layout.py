@@ -20,6 +20,8 @@ from ..planning.families.fa1 import RUNNING
 from ..planning.launches import BATCH_AXES, MATRICES
 from ..planning.list_kernels import LIST_PARAMS
 from ..planning.prefill import PAGES, QUERY_INTERVALS
+from ..planning.quantizing import QUANTIZE, TRANSPOSE
+from ..planning.scales import SCALES, SCALE_ARRAYS
 from ..planning.sinks import SINK
 
 _POINTER = np.uint64
@@ -75,7 +77,7 @@ TENSOR_MAP_PARAM = np.dtype(
 )
 # beside PARAMS, to kernels of the sm90 family
 TENSOR_MAPS = np.dtype([(name, TENSOR_MAP_PARAM) for name in TENSOR_MAP_ARRAYS])
-ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "tile_counter")  # of one number a row
+ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "tile_counter", *SCALE_ARRAYS)  # of one number a row
 HEAD_VECTORS = ("sink", "dsink")  # of one number a head
 _RECORDS = {
     "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "NaiveMatrices": NAIVE_MATRICES, "Parts": PARTS,
@@ -89,10 +91,12 @@ _FURTHER_RECORDS = {
     "sm90/tensor_maps.cuh": _MAP_RECORDS,
     "has_sink": {"Sink": SINK},
     "has_dropout": {"Dropout": DROPOUT},
+    "is_quantized": {"Scales": SCALES},
     "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},
     "attention/append_params.cuh": {"Append": APPEND},
     "attention/block_mass.cuh": {"MassGrid": MASS_GRID},
     "attention/captured_sums.cuh": {"CapturedSums": CAPTURED_SUMS},
+    "attention/quantize_params.cuh": {"Quantize": QUANTIZE, "Transpose": TRANSPOSE},
     "fa1/running.cuh": {"Running": RUNNING},
     "attention/page_table.cuh": {"Pages": PAGES},
     "attention/query_intervals.cuh": {"QueryIntervals": QUERY_INTERVALS},

@@ -28,6 +28,7 @@ _ELEMENTS = {
 _FEATURES = {
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",
     "has_dropout": "cuflash::attention::Dropout dropout", "is_paged": "cuflash::attention::Pages pages",
+    "is_quantized": "cuflash::attention::Scales scales",
 }  # fmt: skip
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
@@ -63,7 +64,8 @@ def source(spec: KernelSpec, *, host: bool = False) -> str:
     entry = "".join(_flattened(f"{spec.family}/{spec.entry}.cu", included, host))
     if "lists/params.cuh" in included:
         return f"// {spec}\n{types}{constants(spec)}{entry}{list_assertions(host=host)}"
-    made = assertions({*included, *(name for name in ("has_sink", "has_dropout") if getattr(spec, name))}, host=host)
+    features = (name for name in ("has_sink", "has_dropout", "is_quantized") if getattr(spec, name))
+    made = assertions({*included, *features}, host=host)
     layout = f'#line 1 "cuflash/records.py: assertions()"\n{made}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout if 'attention/params.cuh' in included else ''}"
 

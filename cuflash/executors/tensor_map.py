@@ -15,8 +15,9 @@ BYTES = 128
 _MAGIC = 0x70616D726F736E65
 _MAX_STRIDE_BYTES = 1 << 40  # of a stride
 _MAX_BOX = 256  # elements along an axis
-_TYPES = {np.dtype(np.float16): 1, BFLOAT16: 2, np.dtype(np.float32): 3}  # as in sim/runtime/bulk.cpp
-_NAMES = {1: "FLOAT16", 2: "BFLOAT16", 3: "FLOAT32"}  # of CUDA's
+# as in sim/runtime/bulk.cpp, where integers are of no kind that is added
+_TYPES = {np.dtype(np.uint8): 0, np.dtype(np.float16): 1, BFLOAT16: 2, np.dtype(np.float32): 3}
+_NAMES = {0: "UINT8", 1: "FLOAT16", 2: "BFLOAT16", 3: "FLOAT32"}  # of CUDA's
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 # Map in sim/runtime/bulk.cpp.
 _SIMULATED = np.dtype(
@@ -45,7 +46,7 @@ class BoxedArray(NamedTuple):
     Attributes
     ----------
     dtype : numpy.dtype
-        float16, bfloat16 or float32.
+        float16, bfloat16, float32 or uint8.
     shape, strides : tuple of 2 to 5 ints
         Strides in bytes. The last axis is dense; the stride of an axis of one element does not matter.
     box : tuple of ints
@@ -72,7 +73,7 @@ class BoxedArray(NamedTuple):
         if not 2 <= len(self.shape) <= 5 or not len(self.shape) == len(self.strides) == len(self.box):
             reasons.append(f"an array must have 2 to 5 axes and a box as many; got {self.shape} and {self.box}")
         if self.dtype not in _TYPES:
-            reasons.append(f"dtype must be float16, bfloat16 or float32; got {self.dtype}")
+            reasons.append(f"dtype must be float16, bfloat16, float32 or uint8; got {self.dtype}")
         if not all(1 <= size < 2**32 for size in self.shape):
             reasons.append(f"no axis may be empty; got shape {self.shape}")
         if address % 16:

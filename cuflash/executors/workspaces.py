@@ -110,10 +110,13 @@ class Workspaces:
             return _NOTHING
         number = stream.ptr
         is_apart = number == _PER_THREAD or bool(stream.is_capturing())
+        is_kept = not is_apart and self._nbytes <= MOST_KEPT
         piece, base = None, 0
         if self._nbytes:
-            free = self._pieces.get(number)
-            piece = free.pop() if free and not is_apart and self._nbytes <= MOST_KEPT else None
+            try:
+                piece = self._pieces[number].pop() if is_kept else None
+            except (KeyError, IndexError):  # no piece is free, or another thread has just taken the last
+                piece = None
             if piece is None or piece.nbytes < self._nbytes:
                 made = self._make()
                 piece = Piece(self._nbytes, made, self._address(made))
@@ -128,7 +131,7 @@ class Workspaces:
                 zeros = by_stream.setdefault(number, zeros)
             arrays.append(zeros)
             addresses[place] = self._address(zeros)
-        return Taken(addresses, arrays, None if is_apart or self._nbytes > MOST_KEPT else piece)
+        return Taken(addresses, arrays, piece if is_kept else None)
 
     def give_back(self, stream: Any, taken: Taken) -> None:
         """Let later calls on the stream have the memory of a call that has launched its kernels."""

@@ -45,14 +45,31 @@ def operand_reasons(given: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def place_reasons(q: Any, k: Any, v: Any, executor: Any) -> list[str]:
-    """Why quantised operands are refused for where they are, or for where they are to be computed with."""
+def host_reasons(q: Any, k: Any, v: Any) -> list[str]:
+    """Why the error of quantised operands is not bounded where they are."""
     found = [array for array in (q, k, v) if isinstance(array, Quantized)]
     if any(not isinstance(array.data, np.ndarray) for array in found):
-        return ["q, k and v must be NumPy's arrays when they are Quantized; got CuPy's: give dequantized()"]
-    if isinstance(executor, str) and executor in ("gpu", "sim"):
-        return [f"executor must be 'cpu' for Quantized q, k and v; got {executor!r}: give dequantized()"]
+        return ["q, k and v must be NumPy's arrays when they are Quantized; got CuPy's: copy data and scale with get()"]
     return []
+
+
+def executor_of(q: Any, k: Any, v: Any, executor: Any) -> Any:
+    """The executor that "auto" stands for: where the quantised operands are; any other value as it is."""
+    if not isinstance(executor, str) or executor != "auto":
+        return executor
+    found = [array for array in (q, k, v) if isinstance(array, Quantized)]
+    return "cpu" if all(isinstance(array.data, np.ndarray) for array in found) else "gpu"
+
+
+def place_reasons(q: Any, k: Any, v: Any, executor: Any) -> list[str]:
+    """Why quantised operands are refused by an executor for where they are."""
+    found = [array for array in (q, k, v) if isinstance(array, Quantized)]
+    are_on_host = {isinstance(array.data, np.ndarray) for array in found}
+    if executor not in ("cpu", "gpu", "sim") or len(are_on_host) != 1 or are_on_host == {executor != "gpu"}:
+        return []
+    wanted, there = ("CuPy", "NumPy") if executor == "gpu" else ("NumPy", "CuPy")
+    told = f"executor={executor!r} takes {wanted}'s arrays in Quantized q, k and v; got {there}'s"
+    return [f"{told}: copy them explicitly"]
 
 
 def gradient_reasons(*arrays: Any, precision: Any = None) -> list[str]:
@@ -69,7 +86,7 @@ def gradient_reasons(*arrays: Any, precision: Any = None) -> list[str]:
 
 def bound_reasons(q: Any, k: Any, v: Any, do: Any, precision: Any) -> list[str]:
     """Why the error of a call of quantised operands is not bounded."""
-    reasons = operand_reasons({"q": q, "k": k, "v": v}) + place_reasons(q, k, v, "cpu")
+    reasons = operand_reasons({"q": q, "k": k, "v": v}) + host_reasons(q, k, v)
     if do is not None:
         reasons.append("do must be None for Quantized q, k and v, which have no gradients: give dequantized()")
     if precision != "ieee":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,9 @@ import numpy as np
 from ..arrays import BFLOAT16, Array, as_dtype, describe, is_array, is_int, is_number, namespace, no_array
 from ..errors import UnsupportedProblem, collecting
 from ..plans import as_arrays
-from . import e4m3
+from . import e4m3, on_device
 from .rotation import Rotation
+from .transposed import transposed_values
 
 SOURCES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
 PARTS = ("block", "head", "tensor")
@@ -60,6 +61,7 @@ class Quantized:
     block: int
     rotation: Rotation | None
     source_dtype: np.dtype[Any]
+    _transposed: list[Array] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("data", "scale"):
@@ -147,6 +149,26 @@ class Quantized:
         True
         """
         return self.scaled() if self.rotation is None else self.rotation.undo(self.scaled())
+
+    def transposed(self) -> Array:
+        """Return the bytes of data transposed, as kernels read values; the first call makes them.
+
+        Returns
+        -------
+        array
+            Of uint8, of shape (..., columns, rows rounded up to a multiple of 128). Of 16 rows that follow each other,
+            0, 1, 8, 9, 2, 3, 10, 11, ... stand in this order.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cuflash.quantize(np.ones((2, 200, 64), np.float32)).transposed().shape
+        (2, 64, 256)
+        """
+        if not self._transposed:
+            made = on_device.transposed_bytes(self.data)
+            self._transposed.append(transposed_values(self.data) if made is None else made)
+        return self._transposed[0]
 
     def _data_reasons(self) -> list[str]:
         wanted = e4m3.E4M3 if isinstance(self.data, np.ndarray) else np.dtype(np.uint8)
@@ -240,6 +262,10 @@ def quantize(
     if reasons:
         raise UnsupportedProblem(reasons)
     source = np.dtype(x.dtype)
+    if per == "block" and (made := on_device.quantized_blocks(x, rotate, int(block), largest)) is not None:
+        return Quantized(
+            data=made[0], scale=made[1], per=per, block=int(block), rotation=rotate, source_dtype=source
+        )
     wide = x.astype(np.float32) if rotate is None else rotate.apply(x)
     parts, scale = _parts_and_scale(wide, per, int(block), np.float32(largest))
     with np.errstate(invalid="ignore"):

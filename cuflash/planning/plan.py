@@ -20,7 +20,7 @@ from .host import HostTiling, host_tile
 from .launches import Kernels
 from .list_kernels import work_of_kernels
 from .problem import Problem
-from .routing import FAMILIES, rerouted, routed
+from .routing import named, rerouted, routed
 from .score_launches import with_score
 from .spec import KernelSpec
 
@@ -191,7 +191,7 @@ def gpu_plan(
     UnsupportedProblem
         No tile of the family fits the device's shared memory, or there are more tiles than kernels can number.
     """
-    family, why = routed(problem, device) if kernel == "auto" else (FAMILIES[kernel], "")
+    family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
     work = work_of_kernels(mask, problem.mask_shape, family.list_block(problem, device))
     other = rerouted(family, work) if kernel == "auto" else None
     if other is not None:

@@ -17,6 +17,7 @@ from ..scores.program import Program
 from ..scores.score import Score
 from .dropout_launches import SEED, dropout_of
 from .operands import Operand, operands_of, wrt_of
+from .scales import RowsPerScale
 from .score_operands import captured_operands
 
 MAX_HEAD_DIM = 256
@@ -54,7 +55,7 @@ class Problem:
         What q . k is multiplied by; 1 / sqrt(head_dim) unless given. Where it lies outside 2^-64 to 2^64 (2^-512 to
         2^512 for float64), powers of two go from it to q and k before they are multiplied, so that no product overflows
         or vanishes whose score does not; for float16, whose products do neither, a scale beyond 2^126 counts as 2^126.
-    precision : "ieee", "tf32" or "tf32x3"
+    precision : "ieee", "tf32", "tf32x3" or "fp8"
         Of the products.
     operands : tuple of Operand
         Arrays beside q, k and v.
@@ -66,6 +67,8 @@ class Problem:
         What the program reads beside its arrays. Kernels are given them, and do not depend on them.
     dropout : Draws, optional
         Which weights are dropped.
+    rows_per_scale : RowsPerScale, optional
+        Rows that share a scale, where q, k and v are numbers of 8 bits; dtype is o's then.
     """
 
     q_batch: tuple[int, ...]
@@ -87,6 +90,7 @@ class Problem:
     score: Program | None = None
     numbers: tuple[float, ...] = ()
     dropout: Draws | None = None
+    rows_per_scale: RowsPerScale | None = None
 
     @classmethod
     def of(

@@ -11,30 +11,39 @@ from .families.lists import Lists
 from .families.naive import Naive
 from .families.simt import Simt
 from .families.sm80 import Sm80
+from .families.sm90_fp8 import Sm90Fp8
 from .problem import Problem
 from .spec import KernelSpec
 
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive(), FlashAttention1())
 }
+_OTHER_FAMILIES = {"cache": "simt", "fp8": "sm90"}  # which run where others do
 _LISTS = Lists()
+_FP8 = Sm90Fp8()
 _TALLEST = 128  # queries of the sm90 family's usual tile
 
 
 def family_of(spec: KernelSpec) -> Family | Lists:
     """The family that a kernel belongs to: one of attention, or the one that makes lists.
 
-    Kernels that only move rows of caches run wherever simt's do.
+    Kernels that only move rows of caches run wherever simt's do, and those that round to 8 bits where sm90's do.
     """
     if spec.family == _LISTS.name:
         return _LISTS
-    return FAMILIES["simt" if spec.family == "cache" else spec.family]
+    return FAMILIES[_OTHER_FAMILIES.get(spec.family, spec.family)]
+
+
+def named(kernel: str, problem: Problem) -> Family:
+    """The family of kernels that a name other than "auto" stands for."""
+    return FAMILIES[kernel] if problem.rows_per_scale is None else _FP8
 
 
 def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
     """The family that kernel="auto" stands for, and why: the first row that serves the problem on the device.
 
     ============================================  ======
+    numbers of 8 bits with scales                 sm90
     precision 'tf32' or 'tf32x3'                  sm80
     float16, bfloat16, compute capability 9.0     sm90
     float16, bfloat16, compute capability >= 8.0  sm80
@@ -45,6 +54,8 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
 
     sm90 is passed over where its tiles of 128 queries are fewer than multiprocessors, where sm80 is faster.
     """
+    if problem.rows_per_scale is not None:
+        return _FP8, "numbers of 8 bits on Hopper's tensor cores"
     if problem.precision != "ieee":
         return FAMILIES["sm80"], "it has the precision asked for"
     num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-problem.seqlen_q // _TALLEST)

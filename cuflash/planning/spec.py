@@ -62,6 +62,8 @@ class KernelSpec:
         It reads the seed that they depend on from an array.
     is_paged : bool
         Keys and values lie in the pages of a cache.
+    is_quantized : bool
+        q, k and v are numbers of e4m3 with scales, and dtype is o's.
     score : Program, optional
         The score function, derived for kernels that make gradients.
     score_wrt : tuple of str
@@ -92,6 +94,7 @@ class KernelSpec:
     has_dropout: bool = False
     reads_dropout_seed: bool = False
     is_paged: bool = False
+    is_quantized: bool = False
     score: Program | None = None
     score_wrt: tuple[str, ...] = ()
     score_sums: tuple[str, ...] = ()

@@ -23,6 +23,8 @@ Expect: no repeat differs, no tool reports an error, and initcheck does where k 
 Found:  of sm80 and sm90 no repeat differs, 24,000 forward calls and 4,400 gradients. The sanitizers find what was left
 unwritten, and else nothing but seven reports of racecheck: of sm90's gradients that finish dQ, where it does not follow
 bar.arrive (results/sm90_steps.log, 28 and 29).
+
+Cost: Half an hour of a GPU, most of it under the sanitizers.
 """
 
 import json
@@ -60,6 +62,9 @@ from cuflash.planning.prefill import intervals_spec, prefill_reasons, prefill_sp
 from cuflash.planning.launches import Launch
 from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.problem import Problem
+from cuflash.planning.families.sm90_fp8 import Sm90Fp8
+from cuflash.planning.quantizing import quantize_spec, transpose_spec
+from cuflash.planning.scales import RowsPerScale
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.routing import FAMILIES
 from harness import FOLDERS, Record, check_names, gpu_versions, main, track, why_no_gpu
@@ -402,6 +407,35 @@ def run_masses() -> int:
     return len(MASS_DTYPES)
 
 
+# Calls on operands of 8 bits: columns, rows that share a scale, and what else the call has.
+QUANTIZED: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (64, 128, {"causal": True}), (128, 128, {"window": (70, 3)}),
+    (64, 64, {"mask": masks.Documents(np.arange(300) // 90)}),
+)  # fmt: skip
+
+
+def specs_of_quantized(device: DeviceSpec) -> set[KernelSpec]:
+    """The kernels that these calls launch, but for those of lists."""
+    specs = set()
+    for columns, block, _ in QUANTIZED:
+        x = cuflash.ShapeDtype((2, 300, columns), "bfloat16")
+        problem = replace(Problem.of(x, x, x), precision="fp8", rows_per_scale=RowsPerScale(block, block, block))
+        specs |= {*Sm90Fp8().specs(problem, device).values(), quantize_spec(x.dtype, columns, block)}
+        specs.add(transpose_spec(columns))
+    return specs
+
+
+def run_quantized() -> int:
+    """Quantise operands and attend to them; how many calls that were."""
+    import cupy
+
+    for columns, block, options in QUANTIZED:
+        x = cupy.full((2, 300, columns), 1, as_dtype("dtype", "bfloat16"))
+        rotated = cuflash.quantize(x, block=block, rotate=cuflash.Rotation(columns))
+        cuflash.attention(rotated, rotated, cuflash.quantize(x, block=block), **options)
+    return len(QUANTIZED)
+
+
 @contextmanager
 def zeros_for_sums(plan: KernelPlan) -> Iterator[None]:
     """Sums of dQ hold zeros before a kernel writes them, or adds to them; any other new array is as it comes."""
@@ -443,6 +477,8 @@ def child(argument: str) -> None:
             done += run_caches()
         if "simt" in asked["families"]:
             done += run_masses()
+        if "sm90" in asked["families"]:
+            done += run_quantized()
     print(DONE, done, flush=True)
 
 
@@ -510,6 +546,7 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     specs = {spec for case in every for spec in case.plan(device).specs.values()} | set(LIST_SPECS.values())
     specs |= specs_of_caches(device) if "sm80" in runs else set()
     specs |= specs_of_masses(device) if "simt" in runs else set()
+    specs |= specs_of_quantized(device) if "sm90" in runs else set()
     if set(config.tools) & set(WATCHED):
         specs |= {replace(spec, has_watchdog=True) for spec in specs if spec.family == "sm90"}
     nvrtc.precompile(specs, device.compute_capability)  # into CuPy's cache, where each child finds them

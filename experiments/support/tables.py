@@ -5,16 +5,19 @@
 
 A table stands in a page between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is one of `TABLES`. Where there is no
 result yet it says so. Only rows of committed trees are shown, and no line mixes commits (published.py).
+
+Cost: Seconds on one core.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import experiment_tables
 import peer_tables
 from block_sparsity import pays_below
+from command_line import Parser
 from harness import RESULTS, atomic_path, read_csv
 from peer_tables import markdown
 from published import committed, left_out, of_one_commit
@@ -274,6 +277,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "dropout": ("dropout", beside_plain),
     "packed": ("packed", packed),
     "prefill": ("packed", prefill),
+    **experiment_tables.TABLES,
 }
 
 
@@ -331,7 +335,7 @@ def draw_plots(results: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is stale")
     is_check = parser.parse_args().check
     for page in PAGES:

@@ -439,7 +439,7 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (group == 0) {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce(params, maps, sink, pages);
+    produce(params, maps, sink, pages, scales);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params, maps, group, sink, score_function, dropout);

@@ -1,6 +1,7 @@
 #pragma once
 #include <attention/config_mma.cuh>
 #include <attention/mask_softmax_mma.cuh>
+#include <attention/scales.cuh>
 #include <attention/sink.cuh>
 #include <sm90/page_copies.cuh>
 #include <sm90/tensor_maps.cuh>
@@ -23,9 +24,21 @@ constexpr int kNumTileInfos = 4;  // tiles known of: looked up, brought, multipl
 // Whether a block asks for its next tile with a tile's first step, not with its last: what a list says of it comes later.
 constexpr bool kFetchesTileEarly = config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
 
-using SmemQ = tile::WgmmaTile<Element, kBlockQ, kHeadDim>;
-using SmemK = tile::WgmmaTile<Element, kBlockKv, kHeadDim>;
-using SmemV = tile::WgmmaTile<Element, kBlockKv, kValueDim>;
+template <bool IsQuantized>
+struct OperandTiles {
+  using Q = tile::WgmmaTile<Element, kBlockQ, kHeadDim>;
+  using K = tile::WgmmaTile<Element, kBlockKv, kHeadDim>;
+  using V = tile::WgmmaTile<Element, kBlockKv, kValueDim>;
+};
+template <>
+struct OperandTiles<true> {  // tensor cores read numbers of 8 bits along what they sum over: V is transposed
+  using Q = tile::WgmmaTile<ptx::Float8E4M3, kBlockQ, kHeadDim>;
+  using K = tile::WgmmaTile<ptx::Float8E4M3, kBlockKv, kHeadDim>;
+  using V = tile::WgmmaTile<ptx::Float8E4M3, kValueDim, kBlockKv>;
+};
+using SmemQ = OperandTiles<config::kIsQuantized>::Q;
+using SmemK = OperandTiles<config::kIsQuantized>::K;
+using SmemV = OperandTiles<config::kIsQuantized>::V;
 CUFLASH_DEVICE SmemQ q_smem(int slot) { return {slot * SmemQ::kBytes}; }
 CUFLASH_DEVICE SmemK k_smem(int stage) { return {kQStages * SmemQ::kBytes + stage * SmemK::kBytes}; }
 CUFLASH_DEVICE SmemV v_smem(int stage) { return {k_smem(kNumStages).start + stage * SmemV::kBytes}; }
@@ -61,9 +74,10 @@ struct WorkTileInfo {
 struct StepMessage {
   // Scores are what leaves the product, as no mask hides one and the scale is positive; the warpgroup's queries see no key
   // of the tile's further steps; nobody's do. And what a warpgroup itself knows: the tile follows on another, whose results
-  // are to be written; no maxima are to be looked for; O of the tile before is leaving the room of its Q.
+  // are to be written; no maxima are to be looked for; O of the tile before is leaving the room of its Q; products with the
+  // values of the step before are under way.
   enum Flag { kUnmasked = 1, kLastForWarpgroup = 2, kLastOfTile = 4, kEpiloguePending = 8, kSkipMax = 16,
-             kOStoreInFlight = 32 };
+             kOStoreInFlight = 32, kValuesPending = 64 };
   attention::KvBlock block;
   int unread_start;  // keys before it were the last step's
   int flags[kNumConsumers];
@@ -124,17 +138,21 @@ CUFLASH_DEVICE void load_operand(const attention::Params& params, const attentio
                                  int stage, const WorkTileInfo& tile_info, int first, int last, bool zero_fills) {
   const attention::TensorMapParam& map = (&maps.q)[kOperand];
   const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
-  if (attention::has_tensor_map(map, matrices) && !zero_fills) {
-    if (elect_one()) tile::tma_load_boxes(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand], first, slot.full);
+  constexpr bool kIsTransposed = config::kIsQuantized && kOperand == kV;  // rows are columns of the map's matrix
+  if (config::kIsQuantized || (attention::has_tensor_map(map, matrices) && !zero_fills)) {  // quantised ones have maps
+    if (elect_one()) tile::tma_load_boxes<SmemQ::Element>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
+                                                          kIsTransposed ? 0 : first, slot.full, 0, kIsTransposed ? first : 0);
     else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
     return;
   }
-  constexpr bool kIsOfQueries = kOperand == kQ || kOperand == kDo, kHasValueDim = kOperand == kV || kOperand == kDo;
-  const int head = kIsOfQueries ? tile_info.work.batch_head.head : tile_info.kv_head;
-  const int num_columns = kHasValueDim ? params.shape.value_dim : params.shape.head_dim;
-  const auto all = attention::matrix<Element>(matrices, tile_info.work.batch_head, head, 0, num_columns);
-  tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), [](int) { return true; });
-  tile::arrive(slot.full);
+  if constexpr (!config::kIsQuantized) {
+    constexpr bool kIsOfQueries = kOperand == kQ || kOperand == kDo, kHasValueDim = kOperand == kV || kOperand == kDo;
+    const int head = kIsOfQueries ? tile_info.work.batch_head.head : tile_info.kv_head;
+    const int num_columns = kHasValueDim ? params.shape.value_dim : params.shape.head_dim;
+    const auto all = attention::matrix<Element>(matrices, tile_info.work.batch_head, head, 0, num_columns);
+    tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), [](int) { return true; });
+    tile::arrive(slot.full);
+  }
 }
 
 // Fill a room of keys or values, which is empty, with those of a step, or with zeros past them where that is asked for. By a
@@ -229,6 +247,7 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
       if (work.is_empty()) continue;
       visit_range = visit_range_of_queries(params, work);
       if (config::kIsPaged) align_steps(visit_range, kBlockKv);
+      if (config::kIsQuantized && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % kBlockKv;
       if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
         write_empty_rows(params, work, sink);
         continue;
@@ -289,8 +308,9 @@ CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int lengt
   return block.stop - block.start < kBlockKv && block.stop < length;
 }
 
-// Whether steps stay where their block is: a list's, or, of keys in pages, those that start at multiples of their width.
-constexpr bool kKeepsSteps = config::kIsListed || config::kIsPaged;
+// Whether steps stay where their block is: a list's, or those that start at multiples of their width, of keys in pages or of 8
+// bits.
+constexpr bool kKeepsSteps = config::kIsListed || config::kIsPaged || config::kIsQuantized;
 
 // Whether queries follow on a tile's that belong to no sequence: they may be anything, and a warp's rows decide together when
 // their maxima rise.
@@ -298,8 +318,12 @@ CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const at
   return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
 }
 
+// Put the scales of a step's keys and values, if there are any, beside its message. By a warp.
+CUFLASH_DEVICE void write_scales(attention::NoScales, const WorkTileInfo&, int, int) {}
+CUFLASH_DEVICE void write_scales(const attention::Scales& scales, const WorkTileInfo& tile_info, int stage, int first_key);
+
 CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
-                              attention::PagesArgument pages) {
+                              attention::PagesArgument pages, attention::ScalesArgument scales) {
   using namespace attention;
   unsigned num_k_blocks = 0, num_tiles_done = 0;  // tiles brought
   while (true) {
@@ -329,6 +353,7 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
         message.block = block;
         message.unread_start = start;
       }
+      write_scales(scales, tile_info, stage, start);
       __syncwarp();
       load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
                     ends_inside_block(block, params.shape.seqlen_kv));
@@ -413,9 +438,10 @@ CUFLASH_DEVICE void init_barriers() {
 
 // By the producers.
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
-                            attention::SinkArgument sink, attention::PagesArgument pages) {
+                            attention::SinkArgument sink, attention::PagesArgument pages,
+                            attention::ScalesArgument scales) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == kLoadsKeys) load_keys(params, maps, pages);
+  if (warp == kLoadsKeys) load_keys(params, maps, pages, scales);
   else if (warp == kLoadsValues) load_values(params, maps, pages);
   else if (warp == kSchedulesTiles) schedule_tiles(params, maps, sink, pages);
 }

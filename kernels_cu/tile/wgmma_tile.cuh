@@ -9,10 +9,14 @@
 // Matrices in shared memory in the layout in which TMA copies them and wgmma multiplies them.
 namespace cuflash::tile {
 
-constexpr CUFLASH_DEVICE int panel_width(int columns) { return columns % 64 == 0 ? 64 : 32; }
+template <class T = ptx::Half>
+constexpr CUFLASH_DEVICE int panel_width(int columns) {
+  constexpr int kWidest = 128 / static_cast<int>(sizeof(T));
+  return columns % kWidest == 0 ? kWidest : kWidest / 2;
+}
 
 // Panels side by side, each as wide as the swizzle. Each panel starts at a multiple of 1024 bytes.
-template <class T, int Rows, int Columns, int Width = panel_width(Columns)>
+template <class T, int Rows, int Columns, int Width = panel_width<T>(Columns)>
 struct WgmmaTile {
   using Element = T;
   static constexpr int kRows = Rows;
@@ -20,8 +24,9 @@ struct WgmmaTile {
   static constexpr int kPanelWidth = Width;
   static constexpr int kNumPanels = Columns / kPanelWidth;
   using Panel = SwizzledTile<T, Rows, kPanelWidth>;
-  static constexpr ptx::Swizzle kSwizzle = kPanelWidth == 64 ? ptx::Swizzle::k128 : ptx::Swizzle::k64;
-  static constexpr int kRowBytes = 2 * kPanelWidth;
+  static constexpr int kRowBytes = static_cast<int>(sizeof(T)) * kPanelWidth;
+  static constexpr ptx::Swizzle kSwizzle = kRowBytes == 128 ? ptx::Swizzle::k128 : ptx::Swizzle::k64;
+  static constexpr int kDepth = 32 / static_cast<int>(sizeof(T));  // columns that one product sums over
   static constexpr int kBytes = kNumPanels * Panel::kBytes;
   static_assert(Columns % kPanelWidth == 0 && Panel::kBytes % 1024 == 0, "swizzles repeat after 1024 bytes at most");
 
@@ -64,8 +69,8 @@ struct KMajor {
   KMajor() = default;
   explicit CUFLASH_DEVICE KMajor(Tile tile, int first_row = 0) : descriptor(tile.panel(0).address(first_row, 0)) {}
   CUFLASH_DEVICE uint64_t at(int k) const {
-    const int column = 16 * k, panel = column / Tile::kPanelWidth;
-    return descriptor.at(panel * Tile::Panel::kBytes + column % Tile::kPanelWidth * 2);
+    const int column = Tile::kDepth * k, panel = column / Tile::kPanelWidth;
+    return descriptor.at(panel * Tile::Panel::kBytes + column % Tile::kPanelWidth * (32 / Tile::kDepth));
   }
 };
 
@@ -111,6 +116,35 @@ struct PackedOperand {
   }
 };
 
+// A product rounded to e4m3, as the left operand of the next, whose other one has its columns k in the order
+// `e4m3_column`: each thread's numbers are its own then, and no lane gives another any.
+template <class Tile>
+struct E4M3Operand {
+  static constexpr int kNumFragments = Tile::kColumnTiles / 4;
+  static_assert(Tile::kColumnTiles % 4 == 0, "a product sums over 32 columns");
+
+  uint32_t fragments[kNumFragments][4];
+
+  CUFLASH_DEVICE void operator=(const Tile& from) {
+#pragma unroll
+    for (int k = 0; k < kNumFragments; ++k)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {  // rows g and g + 8 of the first 16 columns, then of the others
+        const auto& left = from.tiles[0][4 * k + e / 2 * 2];
+        const auto& right = from.tiles[0][4 * k + e / 2 * 2 + 1];
+        const int row = e % 2 * 2;
+        fragments[k][e] = ptx::pack4(ptx::Float8E4M3{}, left[row], left[row + 1], right[row], right[row + 1]);
+      }
+  }
+};
+
+// Which column of a product stands at `place` of an E4M3Operand: of each 16, thread t of four has 2t, 2t + 1, 2t + 8 and
+// 2t + 9 in a row.
+constexpr CUFLASH_DEVICE int e4m3_column(int place) {
+  const int thread = place % 16 / 4, element = place % 4;
+  return place / 16 * 16 + element / 2 * 8 + thread * 2 + element % 2;
+}
+
 // Products of a warpgroup, which run asynchronously: no thread may touch their operands and results until their group is waited
 // for, and the registers must stay in place until then.
 
@@ -121,7 +155,7 @@ CUFLASH_DEVICE void start_gemm_nt(Tile& c, KMajor<A> a, KMajor<B> b) {
   ptx::fence_registers(accumulators(c));
   ptx::wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < A::kColumns / 16; ++k)
+  for (int k = 0; k < A::kColumns / A::kDepth; ++k)
     ptx::wgmma<ptx::Major::kK, ptx::Major::kK>(typename A::Element{}, accumulators(c), a.at(k), b.at(k), k > 0);
   ptx::wgmma_commit();
 }
@@ -171,6 +205,18 @@ CUFLASH_DEVICE void start_gemm_add_nn(Tile& c, const PackedOperand<T, Left>& a, 
 #pragma unroll
   for (int k = 0; k < Depth / 16; ++k)
     ptx::wgmma<ptx::Major::kMN>(T{}, accumulators(c), a.fragments[k], b.at(k), true);
+  ptx::wgmma_commit();
+}
+
+// c = a b^T, where b's columns are in the order `e4m3_column`
+template <class Tile, class Left, class B>
+CUFLASH_DEVICE void start_gemm_nt(Tile& c, const E4M3Operand<Left>& a, KMajor<B> b) {
+  static_assert(B::kColumns == 32 * E4M3Operand<Left>::kNumFragments, "what the sum runs over");
+  ptx::fence_registers(accumulators(c));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < B::kColumns / 32; ++k)
+    ptx::wgmma<ptx::Major::kK>(ptx::Float8E4M3{}, accumulators(c), a.fragments[k], b.at(k), k > 0);
   ptx::wgmma_commit();
 }
 

@@ -27,10 +27,13 @@ from cuflash.planning.prefill import PREFILL_FAMILIES, intervals_spec, prefill_s
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
+from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.families.family import DIMS
 from cuflash.planning.routing import FAMILIES
 from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.block_mass import mass_spec
+from cuflash.planning.quantizing import quantize_spec, transpose_spec
+from cuflash.planning.scales import RowsPerScale
 from cuflash.planning.sinks import gradient_spec
 from executors import is_long
 
@@ -59,6 +62,8 @@ SPILLS = {
     **{("sm80_backward", dtype, 256): 8 for dtype in _HALVES},  # on sm_100
     # In the producer, which has 24 registers, and here keeps the time at which it began to wait.
     **{("sm90_backward watched", dtype, 128): 20 for dtype in _HALVES},
+    # Most of it in the producer, which has 24 registers and walks a list here; consumers keep two accumulators.
+    **{("sm90_forward_fp8", dtype, 128): 240 for dtype in (*_HALVES, np.dtype(np.float32))},
     ("sm80_forward", np.dtype(np.float32), 192): 12,  # of tf32x3, on sm_100, where a tile holds few queries
 }
 
@@ -125,11 +130,27 @@ def of_caches(name: str) -> set[KernelSpec]:
     return specs
 
 
+def of_fp8() -> set[KernelSpec]:
+    """The kernels for operands of 8 bits, which one chip has."""
+    device, specs = DeviceSpec.gpu("H100"), set()
+    for dtype, dim, length, limit in product(
+        (*_HALVES, np.dtype(np.float32)), (64, 128), LENGTHS, (None, (64, 64), (128, 128))
+    ):
+        x = ShapeDtype((2, length, dim), dtype)
+        problem = replace(Problem.of(x, x, x), precision="fp8", rows_per_scale=RowsPerScale(128, 128, 128))
+        spec = Sm90Fp8().specs(problem, device, limit)["forward"]
+        assert Sm90Fp8().shared_bytes(spec) <= device.tile_memory_bytes
+        specs |= {spec, replace(spec, has_sink=True)}
+    for dtype, dim in product((*_HALVES, np.dtype(np.float32)), (64, 128, 256)):
+        specs |= {spec for spec in (quantize_spec(dtype, dim, 128), transpose_spec(dim)) if spec is not None}
+    return specs
+
+
 def every_target() -> list[tuple[KernelSpec, str]]:
     """Each specification for equal dimensions, with the architecture of the chip that it was chosen for."""
     targets = []
     for chip in CHIPS:
-        specs = every_spec(chip, zip(DIMS, DIMS)) | of_caches(chip)
+        specs = every_spec(chip, zip(DIMS, DIMS)) | of_caches(chip) | (of_fp8() if chip == "H100" else set())
         for spec in sorted(specs.union(*map(with_sinks, specs)), key=str):
             with suppress(UnsupportedProblem):  # the chip lacks the family or its instructions
                 targets.append((spec, room.architecture(spec, DeviceSpec.gpu(chip).compute_capability)))

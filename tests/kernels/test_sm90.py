@@ -126,7 +126,8 @@ def on_two_blocks(plan: KernelPlan) -> KernelPlan:
     return replace(plan, kernels=made)
 
 
-GO_ON = ("sm90_forward", "sm90_backward", "sm90_backward_rows", "sm90_backward_wide")  # kernels whose blocks can
+# kernels whose blocks can
+GO_ON = ("sm90_forward", "sm90_forward_fp8", "sm90_backward", "sm90_backward_rows", "sm90_backward_wide")
 
 
 @dataclass(frozen=True)

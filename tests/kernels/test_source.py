@@ -43,6 +43,7 @@ CHANGED = {
     "has_sink": True,
     "has_dropout": True,
     "reads_dropout_seed": True, "is_paged": True,
+    "is_quantized": True,
     "score": CAPPED.program,
     "score_wrt": ("slope",),
 }

@@ -14,7 +14,7 @@ FITTING = {
     "swizzle_bytes": 128,
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "dtype": ({"dtype": np.dtype(np.float64)}, "dtype must be float16, bfloat16 or float32; got float64"),
+    "dtype": ({"dtype": np.dtype(np.float64)}, "dtype must be float16, bfloat16, float32 or uint8; got float64"),
     "no axis": ({"shape": (), "strides": (2,), "box": (8,)}, "must have 2 to 5 axes and a box as many; got ()"),
     "one axis": ({"shape": (72,), "strides": (2,), "box": (8,)}, "must have 2 to 5 axes and a box as many; got (72,)"),
     "six axes": (

@@ -426,12 +426,12 @@ FAULTS = {
     },
     refuses(lambda library: library.plan(Q, Q, Q, device="H100"), "device must be a DeviceSpec", "DeviceSpec.gpu"): {
         "devices are names": Edit(
-            "api.py", "planned", "if device is not None and not isinstance(device, DeviceSpec):", "if False:"
+            "api.py", "_planned", "if device is not None and not isinstance(device, DeviceSpec):", "if False:"
         ),
     },
     refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"): {
         "a flag is whatever is true": Edit(
-            "api.py", "planned", 'reasons += flag_reasons("deterministic", options.deterministic)', ""
+            "api.py", "_planned", 'reasons += flag_reasons("deterministic", options.deterministic)', ""
         ),
     },
     refuses(attends(return_lse=1), "return_lse must be True or False; got 1"): {

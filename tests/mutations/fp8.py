@@ -84,7 +84,7 @@ def mixtures_are_refused(library: ModuleType) -> None:
     for reason, call in {
         "q and k must have one rotation": lambda: library.attention(plain, rotated, plain),
         "v must not be rotated": lambda: library.attention(rotated, rotated, rotated),
-        "executor must be 'cpu'": lambda: library.attention(plain, plain, plain, executor="gpu"),
+        "executor='gpu' takes CuPy's arrays": lambda: library.attention(plain, plain, plain, executor="gpu"),
         "precision must not be 'fp8' here": lambda: library.attention_vjp(x, x, x, precision="fp8"),
         "q, k and v must not be Quantized here": lambda: library.attention_vjp(plain, plain, plain),
         "scale must be positive": lambda: library.Quantized(**made, scale=-plain.scale),
@@ -136,7 +136,9 @@ FAULTS = {
     mixtures_are_refused: {
         "rotations may differ": Edit(OPERAND, "operand_reasons", "q.rotation != k.rotation", "False"),
         "values may be rotated": Edit(OPERAND, "operand_reasons", "v.rotation is not None", "False"),
-        "other executors are ignored": Edit(OPERAND, "place_reasons", 'executor in ("gpu", "sim")', "False"),
+        "other executors are ignored": Edit(
+            OPERAND, "place_reasons", 'are_on_host == {executor != "gpu"}', "are_on_host"
+        ),
         "gradients ignore the precision": Edit(OPERAND, "is_asked_for", "precision == PRECISION", "False"),
         "scales may be negative": Edit(QUANTIZE, "Quantized._scale_reasons", "(self.scale <= 0).any()", "False"),
     },

@@ -100,7 +100,7 @@ WORKSPACES, ARGUMENTS = "executors/workspaces.py", "executors/arguments.py"
 FAULTS = {
     workspaces_serve_one_call_at_a_time: {
         "a piece stays with its stream while a call has it": Edit(
-            WORKSPACES, "Workspaces.take", "free.pop() if free", "free[-1] if free"
+            WORKSPACES, "Workspaces.take", "self._pieces[number].pop()", "self._pieces[number][-1]"
         ),
         "a capture uses the pieces of its stream": Edit(
             WORKSPACES, "Workspaces.take", "or bool(stream.is_capturing())", ""
@@ -116,7 +116,7 @@ FAULTS = {
             WORKSPACES, "Workspaces.take", "or piece.nbytes < self._nbytes", ""
         ),
         "what a capture had goes to its stream": Edit(
-            WORKSPACES, "Workspaces.take", "None if is_apart or self._nbytes > MOST_KEPT else piece", "piece"
+            WORKSPACES, "Workspaces.take", "piece if is_kept else None", "piece"
         ),
     },
     arguments_serve_one_call_at_a_time: {

@@ -573,7 +573,7 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
     on_disk = {f"{path.parent.name}_{path.stem}" for path in load("cuflash.compiler.source").KERNELS.glob("*/*.cu")}
     assert any(case.makes_lists for _, case in found)
     of_lists = {spec.name for spec in load("cuflash.planning.list_kernels").LIST_SPECS.values()}
-    specs_beside = proof.specs_of_caches(device) | proof.specs_of_masses(device)
+    specs_beside = proof.specs_of_caches(device) | proof.specs_of_masses(device) | proof.specs_of_quantized(device)
     assert {spec.name for spec in specs | specs_beside} | of_lists == on_disk
     assert {64, 128, 256} <= {spec.block_q for spec in specs if spec.name == "sm90_forward"}
     assert {(spec.is_split, spec.pack_gqa) for spec in specs if spec.name == "sm80_forward"} == {

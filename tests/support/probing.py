@@ -826,6 +826,25 @@ def e4m3_accumulation(name: str) -> Launch:
     )  # fmt: skip
 
 
+def two_e4m3_products(depth: int, keys: int, values: int) -> Launch:
+    """Whole numbers whose products, and their products rounded to e4m3 with others, are exact."""
+    rng = np.random.default_rng(8)
+    q = np.zeros((64, depth), np.float32)
+    q[np.arange(64), rng.integers(0, depth, 64)] = rng.choice([1, 2], 64)  # scores are numbers of e4m3
+    k, v = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((keys, depth), (keys, values)))
+    place = np.arange(keys)
+    column = place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2
+    a, b, c = (x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) for x in (q, k, v[column].T))
+    right = (column, q @ k.T, q @ k.T @ v)
+    return Launch(
+        name=f"two products of e4m3, {depth} x {keys} x {values}", file="fp8", entry="two_products", block=128,
+        architecture=HOPPER, shared_bytes=64 * depth + keys * (depth + values),
+        constants={"kDepth": depth, "kKeys": keys, "kValues": values},
+        arguments=(a, b, np.ascontiguousarray(c), np.zeros(keys, np.int32), *(0 * x for x in right[1:])),
+        expected={3 + i: Expected(x) for i, x in enumerate(right)},
+    )  # fmt: skip
+
+
 def e4m3_packs() -> Launch:
     """Floats that lie at and around all numbers of e4m3 and the middles between them, and floats of any bits."""
     number = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)[:-1]
@@ -1009,6 +1028,7 @@ LAUNCHES = (
       for columns in (*range(16, 257, 16), 40) for dtype in ("float16", "bfloat16")),
     *(group_products("float8_e4m3fn", columns, columns % 32 == 0) for columns in (16, 40, 128)),
     e4m3_packs(),
+    *(two_e4m3_products(*sizes) for sizes in ((64, 64, 64), (128, 128, 128))),
     *map(e4m3_accumulation, ("any", "few", "normal", "positive", "subnormal")),
     *(maps(*way) for way in (("float32",), ("float64",), FRAGMENTS)),
     *(launch for way in (*((dtype, 0) for dtype in ELEMENTS), FRAGMENTS) for launch in loads(*way)),

@@ -390,11 +390,15 @@ def shared_bytes(spec: KernelSpec) -> int:
     q_stages = 2 if max(spec.head_dim, spec.value_dim) <= 128 and not is_small and not loads_do else 1
     query_dims = spec.head_dim + spec.value_dim * loads_do
     elements = q_stages * spec.block_q * query_dims + stages * spec.block_kv * both
-    groups = spec.block_q // ROWS
+    return spec.dtype.itemsize * elements + storage_bytes(spec, q_stages, loads_do)
+
+
+def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> int:
+    """Shared memory of what warpgroups tell each other that walk the keys of a tile of queries."""
+    groups, stages = spec.block_q // ROWS, spec.num_stages
     tile_info = _TILE_INFO + _GROUP_RANGE * groups + _COORDS * loads_do
     storage = _SLOT * (q_stages + 2 * stages) + _NUM_TILE_INFOS * (_SLOT + -(-tile_info // 16) * 16)
-    storage += (_MESSAGE + _FLAGS * groups) * stages + _OTHER
-    return spec.dtype.itemsize * elements + storage
+    return storage + (_MESSAGE + _FLAGS * groups) * stages + _OTHER
 
 
 def query_stats_words(spec: KernelSpec) -> int:

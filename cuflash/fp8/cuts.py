@@ -1,0 +1,68 @@
+"""What tensor cores cut off sums of e4m3, as terms of the error bound.
+
+A product with 32 terms and an accumulator cuts each of the 33, towards zero, to multiples of 2^(e - 13), e being the
+largest of their exponents, and its result to 13 bits of mantissa. The exponent of a product is the sum of its factors',
+where a subnormal factor counts as 2^-6. With |x|' = max(|x|, 2^-6) of numbers x that are not 0, one instruction costs
+at most 34 2^-13 times the sum of |a|'|b|' over all that was added before and in it::
+
+    |error of S| <= ceil(d / 32) 34 2^-13 |scale| |Q|'|K|'^T
+    |error of O| <= 4 34 2^-13 sum_j max(P_j, 2^-12 exp(m - L)) |v_j|'
+
+The second line has the four instructions of a step of 128 keys, whose sum is then added in float32. Weights are 2^6
+times as large in the tensor cores, and 2^-6 of these is 2^-12 of the largest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Array
+from ..reference import expand_heads, with_heads
+from . import e4m3
+from .quantize import Quantized
+
+LOST_WEIGHT = 2.0**-16  # half of the smallest subnormal number, 2^-9, over 2^6
+_CUT = 34 * 2.0**-13
+_DEPTH = 32  # terms of an instruction
+_STEP = 128  # keys whose values are summed in the tensor cores
+_SMALLEST_NORMAL, _SMALLEST_NORMAL_WEIGHT = 2.0**-6, 2.0**-12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cuts:
+    """Magnitudes of quantised operands, in which no number but 0 is smaller than the smallest normal one."""
+
+    q: Array
+    k: Array
+    v: Array
+
+    @classmethod
+    def of(cls, q: Quantized, k: Quantized, v: Quantized) -> Cuts:
+        """The magnitudes of a call's operands, with k and v for each query head."""
+        queries = with_heads(_magnitudes(q))
+        keys, values = (expand_heads(_magnitudes(x), queries.shape[-3]) for x in (k, v))
+        return cls(queries, keys, values)
+
+    def of_scores(self, allowed: Array, scale: float) -> Array:
+        """What scores may be off by, 0 where they are masked."""
+        instructions = -(-self.q.shape[-1] // _DEPTH)
+        return np.where(allowed, instructions * _CUT * abs(scale) * (self.q @ np.swapaxes(self.k, -1, -2)), 0)
+
+    def of_output(self, p: Array, allowed: Array, largest: Array) -> Array:
+        """What o may be off by, with weights p of which the largest is at most `largest`."""
+        weights = np.where(allowed, np.maximum(p, _SMALLEST_NORMAL_WEIGHT * largest), 0)
+        values = np.where(allowed.any(axis=-2)[..., None], self.v, 0)
+        cut: Array = _STEP // _DEPTH * _CUT * (weights @ values)
+        return cut
+
+
+def _magnitudes(x: Quantized) -> Array:
+    numbers = np.abs(e4m3.to_float32(x.data).astype(np.float64))
+    floored = np.where(numbers == 0, 0, np.maximum(numbers, _SMALLEST_NORMAL))
+    scale = x.scale.astype(np.float64)
+    if x.per == "block":
+        scale = np.repeat(scale, x.block, axis=-1)[..., : x.shape[-2]]
+    made: Array = floored * scale[..., None]
+    return made

@@ -1,0 +1,107 @@
+"""Calls of kernels on quantised operands, which they read as bytes, V transposed, and a scale for each run of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from ..arrays import Array, ShapeDtype, namespace
+from ..executors import checks, gpu, without_keys
+from ..layouts import address, device_number, kind_of
+from ..planning.scales import RowsPerScale
+from ..plans import EXECUTORS, Plan
+from .quantize import Quantized
+
+_ONE_SCALE = 1 << 30  # rows, more than any sequence has; a multiple of all blocks
+_PACKET = 16  # bytes that the hardware copies at once
+
+
+def kernel_arrays(q: Quantized, k: Quantized, v: Quantized) -> dict[str, Array]:
+    """The arrays of a kernel that computes with quantised operands, by name."""
+    scales = {f"{name}_scale": _scales(x) for name, x in {"q": q, "k": k, "v": v}.items()}
+    return {"q": _aligned(q.data), "k": _aligned(k.data), "v": v.transposed(), **scales}
+
+
+def location_reasons(given: Mapping[str, Array]) -> list[str]:
+    """Why the arrays of a call do not lie together: of one kind and, on GPUs, on the current device."""
+    xp = namespace(given["q"])
+    reasons = [
+        f"{name} must be of one kind with q's data, {xp.__name__}; got {kind_of(array)}: copy it explicitly"
+        for name, array in given.items()
+        if namespace(array) is not xp
+    ]
+    if xp is np or reasons:
+        return reasons
+    current = int(xp.cuda.runtime.getDevice())
+    return [
+        f"{name} must be on the current device, {current}; got device {device_number(array)}: "
+        f"call within cupy.cuda.Device({device_number(array)}), with all arrays there"
+        for name, array in given.items()
+        if device_number(array) != current
+    ]
+
+
+def rows_per_scale(q: Quantized, k: Quantized, v: Quantized) -> RowsPerScale:
+    """The numbers of rows that share a scale."""
+    return RowsPerScale(*(x.block if x.per == "block" else _ONE_SCALE for x in (q, k, v)))
+
+
+def shapes(q: Quantized, k: Quantized, v: Quantized) -> tuple[ShapeDtype, ShapeDtype, ShapeDtype]:
+    """The operands as a problem sees them: their shapes, and the dtype of o."""
+    q_shape, k_shape, v_shape = (ShapeDtype(x.shape, v.source_dtype) for x in (q, k, v))
+    return q_shape, k_shape, v_shape
+
+
+def bound(ready: Plan, given: Mapping[str, Array]) -> Callable[..., Sequence[Array]]:
+    """A function of arrays that lie as those given on a GPU, in their order, that returns o and lse."""
+    problem, kernels = ready.plan.problem, ready.plan.kernels
+    assert kernels is not None
+    results = {
+        "o": ShapeDtype(problem.o_shape(), problem.dtype),
+        "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
+    }
+    return gpu.bind(ready.plan, kernels.forward, given, results, pins=True)
+
+
+def run_once(ready: Plan, given: dict[str, Array]) -> tuple[Array, Array]:
+    """o and lse of a call that is not repeated."""
+    xp, problem = namespace(given["q"]), ready.plan.problem
+    check = checks.Check(xp, given) if checks.is_on() else None
+    shapes = {"o": (problem.o_shape(), problem.dtype), "lse": (problem.lse_shape(), problem.accumulator)}
+    made = {
+        name: xp.empty(shape, dtype) if check is None else check.empty(name, shape, dtype)
+        for name, (shape, dtype) in shapes.items()
+    }
+    if ready.plan.is_empty:
+        without_keys.forward(ready.plan, given | made)
+    else:
+        scaling = problem.scaling
+        exponents = {"q_scale": scaling.q_exponent, "k_scale": scaling.k_exponent}
+        given = given | {name: xp.ldexp(given[name], by) for name, by in exponents.items() if by}
+        EXECUTORS[ready.executor].forward(ready.plan, given | made, check)
+        if ready.executor == "gpu":
+            gpu.keep_for_capture(ready.plan, *made.values())
+            gpu.pin(ready.plan)
+    if check is not None:
+        check.after(f"the {ready.executor} executor", made)
+    return made["o"], made["lse"]
+
+
+def _aligned(data: Array) -> Array:
+    """The bytes of an array in rows of whole packets of 16 bytes, which the hardware copies: itself if it has them."""
+    data = data.view(np.uint8)
+    outer = (step for step, extent in zip(data.strides[:-1], data.shape[:-1]) if extent != 1)
+    is_dense = data.strides[-1] == 1 or data.shape[-1] == 1
+    if is_dense and not any(step % _PACKET for step in outer) and address(data) % _PACKET == 0 and data.shape[-1] != 1:
+        return data
+    columns = data.shape[-1]
+    copied = namespace(data).zeros((*data.shape[:-1], columns + -columns % _PACKET), np.uint8)
+    copied[..., :columns] = data
+    return copied[..., :columns]
+
+
+def _scales(x: Quantized) -> Array:
+    """The scales with one for each head, by strides of 0 where heads share one."""
+    number = x.scale.shape[-1]
+    return namespace(x.scale).broadcast_to(x.scale, (*x.shape[:-2], number))

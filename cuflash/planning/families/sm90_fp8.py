@@ -1,0 +1,170 @@
+"""The sm90 family's kernel for numbers of 8 bits: FlashAttention-3's FP8 forward pass on Hopper.
+
+It shares the producers of the sm90 family's forward kernel. Beside O, consumers hold the sum of a step in registers:
+the tensor cores keep 14 bits of a sum of e4m3, so that steps are added in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from ...arrays import BFLOAT16
+from ...blocks.work_list import ListedWork, WorkList
+from ...errors import UnsupportedProblem
+from ..device import DeviceSpec
+from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
+from ..problem import Problem
+from ..scales import SCALE_ARRAYS
+from ..sinks import sink_forward
+from ..spec import KernelSpec
+from ..tile_order import balanced_heads, is_uneven_band, listed_heads, listed_kv_heads
+from .family import FORWARD_INPUTS, Family, list_block_of, query_tiles
+from .sm90 import LIST_BLOCK, ROWS, storage_bytes
+
+_ROOMS = (64, 128)  # columns that kernels are compiled for
+_KEYS = 128  # of a step
+_MIN_KEYS = 64
+_STAGES = 4
+_THREAD_ROOM = 32  # bytes that a consumer's thread keeps
+
+
+class Sm90Fp8(Family):
+    """Kernels for compute capability 9.0 alone; there is no backward pass."""
+
+    name = "sm90_fp8"
+    dtypes = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
+    operands = ("sink",)
+    oldest = (9, 0)
+    waits_at_barriers = True
+
+    def reasons(self, problem: Problem, device: DeviceSpec | None) -> list[str]:
+        reasons = [
+            f"{operand.name} must not be given with 8-bit q, k and v on a GPU; got one: use executor='cpu'"
+            for operand in problem.operands
+            if not operand.is_captured and operand.name not in self.operands
+        ]
+        given = {"score": problem.score, "dropout": problem.dropout}
+        reasons += [
+            f"{name} must be None with 8-bit q, k and v on a GPU: use executor='cpu'"
+            for name, value in given.items()
+            if value is not None
+        ]
+        for name, columns in (("q", problem.head_dim), ("v", problem.value_dim)):
+            if columns > _ROOMS[-1]:
+                reasons.append(
+                    f"{name} must have at most {_ROOMS[-1]} columns with precision='fp8' on a GPU, as registers hold "
+                    f"two accumulators of as many; got {columns}: use executor='cpu', or give dequantized()"
+                )
+        rows = problem.rows_per_scale
+        assert rows is not None
+        reasons += [
+            f"{name} must have a scale for multiples of {_MIN_KEYS} rows on a GPU; got one for {count}: "
+            f"quantize with block={_KEYS}"
+            for name, count in (("k", rows.k), ("v", rows.v))
+            if count % _MIN_KEYS
+        ]
+        if device is not None and device.compute_capability not in (None, self.oldest):
+            reasons.append(f"precision='fp8' needs compute capability 9.0; got {device.name}: use executor='cpu'")
+        return reasons
+
+    def architecture(self, capability: tuple[int, int]) -> str:
+        return super().architecture(capability) + "a"
+
+    def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
+        return LIST_BLOCK
+
+    def specs(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        largest: tuple[int, int] | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> dict[str, KernelSpec]:
+        rows = problem.rows_per_scale
+        assert rows is not None
+        head_dim, value_dim = (next(x for x in _ROOMS if x >= dim) for dim in (problem.head_dim, problem.value_dim))
+        block_q = 2 * ROWS if problem.seqlen_q > ROWS else ROWS
+        keys = [rows.k, rows.v]
+        if largest is not None:
+            if largest[0] % ROWS or largest[1] % _MIN_KEYS:
+                raise UnsupportedProblem(
+                    [
+                        f"mask's blocks must be multiples of {ROWS} queries and {_MIN_KEYS} keys with 8-bit q, k and v "
+                        f"on a GPU; got blocks of {largest}: give the mask itself, or use executor='cpu'"
+                    ]
+                )
+            block_q = ROWS if largest[0] % block_q else block_q
+            keys.append(largest[1])
+        block_kv = _MIN_KEYS if block_q == ROWS or any(count % _KEYS for count in keys) else _KEYS
+        return {
+            "forward": KernelSpec(
+                family="sm90", entry="forward_fp8", dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
+                block_q=block_q, block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS),
+                min_blocks=2 if block_q == ROWS else 1, is_listed=largest is not None,
+                num_stages=_STAGES,
+                is_quantized=True,
+            )
+        }  # fmt: skip
+
+    def launches(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        work: WorkList,
+        *,
+        deterministic: bool = False,
+        specs: Mapping[str, KernelSpec] | None = None,
+    ) -> Kernels:
+        rows = problem.rows_per_scale
+        assert rows is not None
+        spec = (self.specs(problem, device, list_block_of(work)) | dict(specs or {}))["forward"]
+        launch = Launch(
+            spec=spec, tiles=problem.num_heads * query_tiles(problem, work, spec.block_q),
+            shared_bytes=self.shared_bytes(spec), reads=(*FORWARD_INPUTS, *SCALE_ARRAYS),
+            writes=("o", "lse", "tile_counter"), max_blocks=self.resident_blocks(spec, device), boxes=boxes(spec),
+        )  # fmt: skip
+        counter = Workspace((2 + 2 * problem.mask_shape.num_batch * problem.num_heads,), np.dtype(np.int32), True)
+        forward = sink_forward(Pass({"forward": launch}, {"tile_counter": counter}), problem, "forward")
+        launch = forward.launches["forward"]
+        forward = replace(
+            forward, launches={"forward": replace(launch, features=(*launch.features, "scales"))},
+            features=(*forward.features, rows.feature()),
+        )  # fmt: skip
+        return Kernels(forward=forward, backward=Pass({}), order=self._order(problem, device, work, spec))
+
+    def _order(self, problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelSpec) -> TileOrder:
+        if isinstance(work, ListedWork):
+            return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
+        if not is_uneven_band(work) or not problem.seqlen_q:
+            return TileOrder()
+        blocks = self.resident_blocks(spec, device)
+        return TileOrder(balanced_heads(problem, device, work, (spec.block_q, spec.block_kv), blocks))
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        return shared_bytes(spec)
+
+
+def q_stages(spec: KernelSpec) -> int:
+    """Tiles of queries in shared memory at once."""
+    return 1 if spec.is_listed and spec.block_q == ROWS else 2
+
+
+def shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a block: operands, what warpgroups tell each other, and the rounded O."""
+    operands = q_stages(spec) * spec.block_q * spec.head_dim
+    operands += spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
+    storage = storage_bytes(spec, q_stages(spec))
+    scales = 8 * spec.num_stages
+    end = operands + storage + -storage % 16 + scales + -scales % 16 + _THREAD_ROOM * 128 * (spec.block_q // ROWS)
+    return end + -end % 1024 + (2 * spec.block_q * spec.value_dim if spec.dtype.itemsize == 2 else 0)
+
+
+def boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the boxes that bring operands, panels of at most 128 bytes; V is transposed."""
+    head_panel, key_panel = (128 if width % 128 == 0 else 64 for width in (spec.head_dim, spec.block_kv))
+    found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.value_dim, key_panel)}
+    return found | ({"o": (ROWS // 4, 64)} if spec.dtype.itemsize == 2 else {})

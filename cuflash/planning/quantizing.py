@@ -1,0 +1,53 @@
+"""Plans the kernels that round arrays to 8 bits and transpose them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import BFLOAT16
+from .spec import KernelSpec
+
+QUANTIZE = np.dtype(
+    [
+        *((name, np.uint64) for name in ("x", "data", "scale", "signs")),
+        *((name, np.int32) for name in ("num_rows", "num_blocks")),
+        *((name, np.float32) for name in ("largest", "normalizer")),
+    ],
+    align=True,
+)
+TRANSPOSE = np.dtype(
+    [
+        *((name, np.uint64) for name in ("data", "transposed")),
+        *((name, np.int32) for name in ("num_rows", "padded_rows")),
+    ],
+    align=True,
+)
+CAPABILITY = (9, 0)  # of the chips that these kernels are for
+KEYS = 128  # that a block transposes, and that lengths are rounded up to
+_COLUMNS = (64, 128, 256)
+_BLOCKS = (16, 32, 64, 128)
+_MOST_WARPS = 16
+SHARED_BYTES = 4 * _MOST_WARPS
+_DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
+
+
+def quantize_spec(dtype: np.dtype[Any], columns: int, block: int) -> KernelSpec | None:
+    """The kernel that rounds blocks of rows; None where there is none for these."""
+    if dtype not in _DTYPES or columns not in _COLUMNS or block not in _BLOCKS:
+        return None
+    return KernelSpec(
+        family="fp8", entry="quantize", dtype=dtype, head_dim=columns, value_dim=columns, block_q=block, block_kv=16,
+        num_warps=min(block, _MOST_WARPS), min_blocks=1,
+    )  # fmt: skip
+
+
+def transpose_spec(columns: int) -> KernelSpec | None:
+    """The kernel that transposes values; None where there is none for so many columns."""
+    if columns not in _COLUMNS:
+        return None
+    return KernelSpec(
+        family="fp8", entry="transpose", dtype=np.dtype(np.float32), head_dim=columns, value_dim=columns, block_q=16,
+        block_kv=KEYS, num_warps=8, min_blocks=1,
+    )  # fmt: skip

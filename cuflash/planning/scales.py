@@ -1,0 +1,30 @@
+"""Scales of quantised operands in a plan: the parameters of kernels that take them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .launches import MATRICES, Feature
+
+SCALE_ARRAYS = ("q_scale", "k_scale", "v_scale")
+_ROWS = ("q_rows", "k_rows", "v_rows")
+SCALES = np.dtype([*((name, MATRICES) for name in SCALE_ARRAYS), *((name, np.int64) for name in _ROWS)], align=True)
+
+
+class RowsPerScale(NamedTuple):
+    """Rows of q, k and v that share a scale, counted from the first row of a head.
+
+    >>> RowsPerScale(128, 128, 128).feature().values["q_rows"]
+    128
+    """
+
+    q: int
+    k: int
+    v: int
+
+    def feature(self) -> Feature:
+        """The feature whose record tells kernels the scales."""
+        values: dict[str, Any] = dict(zip(_ROWS, self))
+        return Feature("scales", SCALES, values)

@@ -1,0 +1,25 @@
+#pragma once
+#include <attention/params.cuh>
+
+// What launches hand to the kernels that round arrays to 8 bits. planning/quantizing.py has the same records.
+namespace cuflash::attention {
+
+// Dense arrays [matrices, rows, kHeadDim]; a thread block takes a block of rows.
+struct Quantize {
+  const void* x;
+  uint8_t* data;
+  float* scale;        // [matrices, blocks]
+  const float* signs;  // of columns, before a Hadamard matrix; null where rows are not rotated
+  int32_t num_rows, num_blocks;
+  float largest;       // magnitude of a block, once it is divided by its scale
+  float normalizer;    // of the Hadamard matrix
+};
+
+// Bytes [matrices, rows, columns] become [matrices, columns, padded_rows].
+struct Transpose {
+  const uint8_t* data;
+  uint8_t* transposed;
+  int32_t num_rows, padded_rows;
+};
+
+}  // namespace cuflash::attention

@@ -1,0 +1,144 @@
+#pragma once
+#include <attention/softmax_simt.cuh>
+#include <tile/warp_tile.cuh>
+
+namespace cuflash::attention {
+
+// Online softmax whose weights are rounded to e4m3, times 2^6, of which the format holds at most 448. Scales differ from step
+// to step, so that maxima are of scores times scale times log2(e). A maximum stays until it rises by more than kMaxRise, or in
+// steps that look for none until a weight would exceed 448.
+template <int Rows>
+struct QuantizedSoftmax {
+  static constexpr int kRows = Rows;  // of a thread
+  static constexpr float kWeightExponent = 6;
+  static constexpr float kMaxRise = 2;
+  static constexpr float kLargestWeight = 448;
+
+  float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns, times 2^6
+
+  CUFLASH_DEVICE QuantizedSoftmax() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      row_max[i] = ptx::negative_infinity<float>();
+      row_sum[i] = 0;
+    }
+  }
+
+  // Raise maxima to those of scores where they rose by enough, and scale sums by what that takes from them. Says whether any of
+  // the warp's did, and o is to be scaled too, and then whether the thread's rows have seen a key. Called by whole warps.
+  enum Rise { kHasNotRisen, kHasRisen, kHasMaximum };
+  template <class Tile>
+  CUFLASH_DEVICE Rise update_max(Tile& s, const float (&scale_log2)[kRows], float (&factor)[kRows]) {
+    float row_highest[kRows][4];  // four of a row, so that none waits for the other
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j)
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        row_highest[i][j % 4] = j < 4 ? s.at(i, j) : fmaxf(row_highest[i][j % 4], s.at(i, j));
+    float thread_max[kRows];
+    bool has_risen = false, has_maximum = true;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float highest = fmaxf(fmaxf(row_highest[i][0], row_highest[i][1]),
+                                  fmaxf(row_highest[i][2], row_highest[i][3]));
+      thread_max[i] = highest * scale_log2[i];
+      has_risen |= thread_max[i] - row_max[i] > kMaxRise;  // not of -inf - (-inf)
+    }
+    if (!__any_sync(0xffffffffu, has_risen)) return kHasNotRisen;  // each thread asks for its own columns: rarely any has
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      thread_max[i] = tile::quad_max(thread_max[i]);
+      const float new_max = thread_max[i] - row_max[i] > kMaxRise ? thread_max[i] : row_max[i];
+      factor[i] = new_max == row_max[i] ? 1 : ptx::exp2_approx(row_max[i] - new_max);
+      row_max[i] = new_max;
+      row_sum[i] *= factor[i];
+      has_maximum &= new_max != ptx::negative_infinity<float>();
+    }
+    return has_maximum ? kHasMaximum : kHasRisen;
+  }
+
+  // Turn scores into weights times 2^6, and add them up.
+  template <class Tile>
+  CUFLASH_DEVICE void exp_scores(Tile& s, const float (&scale_log2)[kRows]) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float highest = row_max[i] == ptx::negative_infinity<float>() ? 0 : row_max[i];
+      exp_row(s, i, scale_log2[i], kWeightExponent - highest, row_sum[i]);
+    }
+  }
+
+  // Turn scores into weights under the maxima as they are, which all rows have. False where a thread's weights of a row sum up
+  // to so much that one of them may be too large: they are not added up then. Called by whole warps.
+  template <class Tile>
+  CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, const float (&scale_log2)[kRows]) {
+    float sum[kRows] = {};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) exp_row(s, i, scale_log2[i], kWeightExponent - row_max[i], sum[i]);
+    bool is_small = true;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestWeight;  // false of NaN
+    if (!__all_sync(0xffffffffu, is_small)) return false;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) row_sum[i] += sum[i];
+    return true;
+  }
+
+  // Raise maxima so that no such weight is too large, and add the weights up; `factor` is what sums are scaled by. False, and
+  // nothing is done, where weights are infinite: scores are needed again. Called by whole warps.
+  template <class Tile>
+  CUFLASH_DEVICE bool lower_weights(Tile& s, float (&factor)[kRows]) {
+    float highest[kRows];
+    bool is_finite = true;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      highest[i] = 0;
+#pragma unroll
+      for (int j = 0; j < Tile::kColumns; ++j) highest[i] = fmaxf(highest[i], s.at(i, j));
+      highest[i] = tile::quad_max(highest[i]);
+      is_finite &= highest[i] < -ptx::negative_infinity<float>();
+    }
+    if (!__all_sync(0xffffffffu, is_finite)) return false;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float rise = highest[i] > kLargestWeight ? log2f(highest[i]) - kWeightExponent : 0;
+      factor[i] = ptx::exp2_approx(-rise);
+      row_max[i] += rise;
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < Tile::kColumns; ++j) {
+        s.at(i, j) *= factor[i];
+        sum += s.at(i, j);
+      }
+      row_sum[i] = ptx::fma(row_sum[i], factor[i], sum);
+    }
+    return true;
+  }
+
+  // Divide o by its row sums; `lse` is the natural log-sum-exp of rows. Rows without a key: o = 0, lse = -inf. Called by whole
+  // warps.
+  template <class OutputTile>
+  CUFLASH_DEVICE void finalize(OutputTile& o, float (&lse)[kRows]) const {
+    float sum[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) sum[i] = tile::quad_sum(row_sum[i]);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool is_empty = row_max[i] == ptx::negative_infinity<float>() && sum[i] == 0;
+      const float divisor = is_empty ? 1 : sum[i];
+      o.scale_row(i, ptx::reciprocal_approx(divisor));
+      lse[i] = ptx::fma(row_max[i] - kWeightExponent, static_cast<float>(kLn2), ptx::log_accurate(divisor));
+    }
+  }
+
+ private:
+  template <class Tile>
+  static CUFLASH_DEVICE void exp_row(Tile& s, int i, float scale_log2, float shift, float& sum) {
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), scale_log2, shift));
+      sum += s.at(i, j);
+    }
+  }
+};
+
+}  // namespace cuflash::attention

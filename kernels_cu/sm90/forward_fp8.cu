@@ -1,0 +1,407 @@
+// FlashAttention-3's forward pass in 8 bits (arXiv 2407.08608, section 3.3) on Hopper. Q, K and V are numbers of e4m3 with a
+// scale for each block of rows, and V is transposed, with its keys in the order in which a thread holds a row of P: no lane
+// hands another any weight. Each step's P V is summed by the tensor cores, which keep 14 bits of it, and then added to O in
+// float32. Scores of the next step are multiplied while this one's become weights and while the last one's are multiplied by
+// V; warpgroups take turns at starting products. Blocks go on to further tiles until none is left.
+#include <attention/config_mma.cuh>
+#include <attention/score.cuh>
+#include <attention/sink.cuh>
+#include <attention/softmax_fp8.cuh>
+
+namespace cuflash {
+constexpr bool kLoadsDo = false;
+}  // namespace cuflash
+#include <sm90/kv_pipeline.cuh>
+
+namespace cuflash {
+
+constexpr bool kPingPong = kNumConsumers > 1;
+constexpr bool kIsWide = kValueDim > 64 && kMinBlocks == 1;  // consumers need nearly all registers
+constexpr int kProducerRegisters = kIsWide ? 24 : 40;
+constexpr int kConsumerRegisters = kIsWide ? 240 : kMinBlocks == 1 ? 232 : 216;
+constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
+static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a warpgroup has 64 rows");
+
+using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
+using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
+using PackedP = tile::E4M3Operand<Scores>;
+using Softmax = attention::QuantizedSoftmax<Scores::kRows>;
+using RowScales = float[Scores::kRows];
+
+// What steps have beside messages, and the room in which O is rounded, each warp's rows in one place.
+struct StepScales {
+  float key[kNumStages], value[kNumStages];
+};
+// What a thread keeps there, as its registers are for accumulators: the softmax of the tile before, and its rows' scales.
+struct alignas(16) ThreadRoom {
+  float row_max[2], row_sum[2], row_scales[2], unused[2];
+};
+constexpr int kStepScalesOffset = (kStorageOffset + static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
+CUFLASH_DEVICE StepScales& step_scales() {
+  return *reinterpret_cast<StepScales*>(ptx::dynamic_shared<unsigned char>() + kStepScalesOffset);
+}
+constexpr bool kStoresOByTma = sizeof(Element) == 2;
+constexpr int kThreadRoomsOffset = (kStepScalesOffset + static_cast<int>(sizeof(StepScales)) + 15) / 16 * 16;
+CUFLASH_DEVICE ThreadRoom& thread_room() {
+  const int number = ptx::thread_index() - kWarpgroupThreads;
+  return reinterpret_cast<ThreadRoom*>(ptx::dynamic_shared<unsigned char>() + kThreadRoomsOffset)[number];
+}
+constexpr int kThreadRoomsEnd = kThreadRoomsOffset + kNumConsumers * kWarpgroupThreads * static_cast<int>(sizeof(ThreadRoom));
+constexpr int kSmemOOffset = (kThreadRoomsEnd + 1023) / 1024 * 1024;
+
+constexpr int kPingPongBarrier = 1;  // names of barriers, one for each warpgroup of consumers
+
+// The scale of a row of an operand.
+CUFLASH_DEVICE float scale_of_row(const attention::Matrices& scales, const attention::BatchHead& batch_head, int head, int row,
+                                  int64_t rows_of_a_scale) {
+  const int number = row / static_cast<int>(rows_of_a_scale);
+  return attention::matrix<float>(scales, batch_head, head, 0, 1).at(number, 0);
+}
+
+CUFLASH_DEVICE void write_scales(attention::ScalesArgument scales, const WorkTileInfo& tile_info, int stage, int first_key) {
+  const attention::BatchHead& batch_head = tile_info.work.batch_head;
+  const float key = scale_of_row(scales.k_scale, batch_head, tile_info.kv_head, first_key, scales.k_rows);
+  const float value = scale_of_row(scales.v_scale, batch_head, tile_info.kv_head, first_key, scales.v_rows);
+  if (elect_one()) {
+    step_scales().key[stage] = key;
+    step_scales().value[stage] = value;
+  }
+}
+
+// Queries without a key: no consumer is told of them.
+CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
+                                     attention::SinkArgument sink) {
+  using namespace attention;
+  const int length = params.shape.seqlen_q, num_columns = params.shape.value_dim;
+  const auto lse = matrix<float>(params.lse, work.batch_head, work.batch_head.head, length, 1);
+  const auto o = matrix<Element>(params.o, work.batch_head, work.batch_head.head, length, num_columns);
+  float row_lse = ptx::negative_infinity<float>();
+  Element zero = {};
+  if (config::kHasSink) tile::to_element(0 * merge_sink(row_lse, sink_logit<float>(sink, work.batch_head,
+                                                                                   work.batch_head.head)), zero);
+#pragma unroll 1
+  for (int row = work.first; row < work.last; ++row) {
+    if (elect_one()) lse.at(row, 0) = row_lse;
+#pragma unroll 1
+    for (int column = ptx::lane(); column < num_columns; column += 32) o.at(row, column) = zero;
+  }
+}
+
+// ---- the consumers ----
+
+// The warpgroup whose turn it is to start products: groups are numbered from 1 on.
+CUFLASH_DEVICE int own_group() { return ptx::thread_index() / kWarpgroupThreads; }
+CUFLASH_DEVICE void ping_pong_wait() {
+  if (kPingPong) ptx::bar_sync(kPingPongBarrier + own_group() - 1, 2 * kWarpgroupThreads);
+}
+CUFLASH_DEVICE void ping_pong_signal() {
+  if (kPingPong) ptx::bar_arrive(kPingPongBarrier + own_group() % kNumConsumers, 2 * kWarpgroupThreads);
+}
+
+// Write a warp's rows of O, rounded, with what the accelerator cannot copy; or as floats.
+template <class T>
+CUFLASH_DEVICE void store_rows(const tile::Matrix<T>& to, Output& o) {
+  tile::store(to, o);
+}
+CUFLASH_DEVICE void store_rows(const tile::Matrix<float>& to, Output& o) {
+#pragma unroll
+  for (int i = 0; i < Output::kRows; ++i) {
+    const int row = o.first_row() + o.row(i);
+#pragma unroll
+    for (int j = 0; j < Output::kColumns; ++j) {
+      const int column = o.first_column() + o.column(j);
+      if (row < to.num_rows && column < to.num_columns) to.at(row, column) = o.at(i, j);
+    }
+  }
+}
+
+// Round a warp's rows of O into its room, and let the accelerator copy them from there.
+template <class T>
+CUFLASH_DEVICE void store_boxes(T, const attention::TensorMaps& maps, const EpilogueTarget& target, const Output& o) {
+  using SmemO = tile::WgmmaTile<T, kBlockQ, kValueDim>;
+  const SmemO o_smem{kSmemOOffset};
+  ptx::bulk_wait_read<0>();  // the tile before has left
+  __syncwarp();
+  tile::PackedOperand<T, Output> rounded;
+  rounded = o;
+  tile::store(o_smem, rounded, o.warp_row());
+  ptx::fence_proxy_async();
+  __syncwarp();
+#pragma unroll
+  for (int panel = 0; panel < SmemO::kNumPanels && o.warp_row() < target.num_rows; ++panel)
+    ptx::tma_store_5d(&maps.o.map, o_smem.panel(panel).address(o.warp_row(), 0), panel * SmemO::kPanelWidth,
+                      target.first + o.warp_row(), target.o_coords.x, target.o_coords.y, target.o_coords.z);
+  ptx::bulk_commit();
+}
+CUFLASH_DEVICE void store_boxes(float, const attention::TensorMaps&, const EpilogueTarget&, const Output&) {}
+
+// Write lse and O of a tile. O leaves by a room in shared memory where the accelerator writes it, a box for each warp's rows.
+CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tiles_done,
+                             const Softmax& softmax, Output& o, attention::SinkArgument sink) {
+  using namespace attention;
+  const WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
+  const BatchHead& batch_head = tile_info.work.batch_head;
+  const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
+  float row_lse[Output::kRows];
+  softmax.finalize(o, row_lse);
+  if constexpr (config::kHasSink)
+#pragma unroll
+    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
+  const EpilogueTarget target = tile_info.epilogue_target;
+  if (kStoresOByTma && target.uses_tma_store) {
+    store_boxes(Element{}, maps, target, o);
+  } else {
+    const auto all = matrix<Element>(params.o, batch_head, batch_head.head, 0, params.shape.value_dim);
+    store_rows(all.rows(tile_info.work.first, tile_info.work.last), o);
+  }
+#pragma unroll
+  for (int i = 0; i < o.kRows; ++i) {
+    const int row = o.first_row() + o.row(i);
+    if (o.first_column() == 0 && row < target.num_rows) target.lse[row * params.lse.row_stride] = row_lse[i];
+  }
+}
+
+// Numbers count what a warpgroup has read: tiles of queries, and of keys.
+
+using QOperand = tile::KMajor<SmemQ>;
+using KOperand = tile::KMajor<SmemK>;
+using VOperand = tile::KMajor<SmemV>;
+CUFLASH_DEVICE QOperand q_operand(int group, unsigned num_tiles_done) {
+  return QOperand(q_smem(q_stage_of(num_tiles_done)), 64 * (group % kNumConsumers));
+}
+
+// Keep what scores of a thread's rows are multiplied by, but for the scale of keys.
+CUFLASH_DEVICE void read_row_scales(attention::ScalesArgument scales, unsigned num_tiles_done) {
+  const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
+#pragma unroll
+  for (int i = 0; i < Scores::kRows; ++i) {
+    const int row = min(work.first + Scores::first_row() + Scores::row(i), work.last - 1);
+    thread_room().row_scales[i] = shared().softmax_scale_log2 *
+        scale_of_row(scales.q_scale, work.batch_head, work.batch_head.head, row, scales.q_rows);
+  }
+}
+
+// Start the scores of a tile's first step, and wait for them; says the step's kind.
+CUFLASH_DEVICE int start_first_scores(Scores& s, int group, unsigned num_tiles_done, unsigned num_k_blocks) {
+  tile::wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks));
+  const int flags = flags_of_warpgroup(group, num_k_blocks);
+  if (num_k_blocks > 0) ping_pong_wait();
+  tile::start_gemm_nt(s, q_operand(group, num_tiles_done), KOperand(k_smem(stage_of(num_k_blocks))));
+  if (num_k_blocks > 0) ping_pong_signal();
+  tile::wait_wgmma<0>(s);
+  return flags;
+}
+
+// Pass over the rest of a tile, of which the warpgroup's queries see nothing: take turns and pass them, and leave what is not
+// read.
+CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks) {
+  for (bool is_end = false; !is_end; ++num_k_blocks) {
+    const int stage = stage_of(num_k_blocks), phase = phase_of(num_k_blocks);
+    tile::wait_full(shared().k[stage], phase);
+    is_end = flags_of_warpgroup(group, num_k_blocks) & StepMessage::kLastOfTile;
+    tile::arrive(shared().k[stage].empty);
+    ping_pong_wait();
+    ping_pong_signal();
+    tile::wait_full(shared().v[stage], phase);
+    tile::arrive(shared().v[stage].empty);
+  }
+}
+
+// What is not so as it left the product: hide what masks hide, and turn what falls as scores grow.
+CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, unsigned num_tiles_done,
+                                    unsigned num_k_blocks) {
+  using Signs = attention::LazySoftmax<Scores::kRows>;
+  const StepMessage& message = shared().messages[stage_of(num_k_blocks)];
+  if (Signs::needs_negation(params.shape.softmax_scale)) Signs::negate(s, params.shape.softmax_scale);
+  mask_block(params, s, shared().tile_infos[tile_info_index(num_tiles_done)], message);
+}
+
+// The scores of a step once more, from the numbers themselves, for one warp alone, whose own are lost.
+CUFLASH_DEVICE float number_of(const uint8_t* e4m3) {  // whose bits are those of a float 2^120 times smaller
+  const uint32_t bits = *e4m3;
+  return __uint_as_float((bits & 0x7f) << 20 | (bits & 0x80) << 24) * 1.329227995784916e36f;
+}
+template <class Tile>
+CUFLASH_DEVICE const uint8_t* place_of(Tile tile, int row, int column) {
+  const auto panel = tile.panel(column / Tile::kPanelWidth);
+  const int at = column % Tile::kPanelWidth;
+  return panel.template pointer<uint8_t>(panel.offset(row, at / 16)) + at % 16;
+}
+CUFLASH_DEVICE void recompute_scores(Scores& s, unsigned num_tiles_done, unsigned num_k_blocks) {
+  const SmemQ q = q_smem(q_stage_of(num_tiles_done));
+  const SmemK k = k_smem(stage_of(num_k_blocks));
+  s.fill(0);
+#pragma unroll 1  // rare: less text
+  for (int column = 0; column < kHeadDim; ++column) {
+    const int at = ptx::opaque(column);  // so that no address is kept
+    float query[Scores::kRows];
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) query[i] = number_of(place_of(q, s.first_row() + s.row(i), at));
+    const uint8_t* const keys[2] = {place_of(k, s.first_column(), at), place_of(k, s.first_column() + 1, at)};
+#pragma unroll
+    for (int j = 0; j < Scores::kColumns; ++j) {  // swizzles repeat after eight rows
+      const float key = number_of(keys[j % 2] + j / 2 * 8 * SmemK::kRowBytes);
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::fma(query[i], key, s.at(i, j));
+    }
+  }
+}
+
+// o += sum * scale, of rows.
+CUFLASH_DEVICE void add_scaled(Output& o, Output& sum, const RowScales& scale) {
+#pragma unroll
+  for (int i = 0; i < Output::kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < Output::kColumns; ++j) o.at(i, j) = ptx::fma(sum.at(i, j), scale[i], o.at(i, j));
+}
+
+// Start the scores of a step that is not a tile's first one of a block. Says its kind.
+CUFLASH_DEVICE int start_scores(Scores& s, int group, unsigned num_tiles_done, unsigned num_k_blocks) {
+  const int stage = stage_of(num_k_blocks);
+  tile::wait_full(shared().k[stage], phase_of(num_k_blocks));
+  const int flags = flags_of_warpgroup(group, num_k_blocks);
+  ping_pong_wait();
+  tile::start_gemm_nt(s, q_operand(group, num_tiles_done), KOperand(k_smem(stage)));
+  return flags;
+}
+
+// Start the products of weights with the values of a step.
+CUFLASH_DEVICE void start_values(Output& sum, const PackedP& p, unsigned num_k_blocks) {
+  const int stage = stage_of(num_k_blocks);
+  tile::wait_full(shared().v[stage], phase_of(num_k_blocks));
+  tile::start_gemm_nt(sum, p, VOperand(v_smem(stage)));
+}
+
+// Tile after tile. A step's values are added to O under the scores of the next step, and where there is room for Q of two tiles,
+// scores of the next tile's first step are made under the last step of this one, whose results are written then; if the
+// warpgroup has a part in all of its steps.
+CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const attention::TensorMaps& maps, int group,
+                                  attention::SinkArgument sink, attention::ScalesArgument scales) {
+  unsigned num_k_blocks = 0, num_tiles_done = 0;
+  while (wait_tile(num_tiles_done)) {
+    Softmax softmax;
+    Output o, sum;
+    Scores s;
+    PackedP p;
+    o.fill(0);
+    sum.fill(0);
+    RowScales value_scale = {};  // of `sum`
+    read_row_scales(scales, num_tiles_done);
+    int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks);
+    // Add the last step's values to O, which is the tile's before where this one `follows`.
+    const auto add_values = [&](bool follows, float next_value_scale) {
+      add_scaled(o, sum, value_scale);
+      if (follows) {
+        Softmax previous;
+#pragma unroll
+        for (int i = 0; i < Softmax::kRows; ++i) {
+          previous.row_max[i] = thread_room().row_max[i];
+          previous.row_sum[i] = thread_room().row_sum[i];
+        }
+        epilogue(params, maps, num_tiles_done - 1, previous, o, sink);
+        o.fill(0);
+        if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done - 1)].empty);
+      }
+#pragma unroll
+      for (int i = 0; i < Output::kRows; ++i) value_scale[i] = next_value_scale;
+    };
+    constexpr int kAsPlain = StepMessage::kUnmasked | StepMessage::kSkipMax;
+    while (true) {
+      const int stage = stage_of(num_k_blocks);
+      const bool is_last = flags & StepMessage::kLastForWarpgroup, follows = flags & StepMessage::kEpiloguePending;
+      const float next_value_scale = step_scales().value[stage];
+      RowScales step_scale;
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i) step_scale[i] = thread_room().row_scales[i] * step_scales().key[stage];
+      // Weights are made while products with values run: the vote on them keeps the wait for these behind them.
+      const bool is_plain = (flags & kAsPlain) == kAsPlain;
+      if (is_plain && softmax.try_exp_with_stale_max(s, step_scale)) {
+        tile::arrive(shared().k[stage].empty);
+      } else {
+        float factor[Softmax::kRows];
+        bool max_has_risen = is_plain && softmax.lower_weights(s, factor);
+        if (!max_has_risen) {
+          if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);
+          if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks);
+          const Softmax::Rise rise = softmax.update_max(s, step_scale, factor);
+          max_has_risen = rise != Softmax::kHasNotRisen;
+          if (max_has_risen && __all_sync(0xffffffffu, rise == Softmax::kHasMaximum)) flags |= StepMessage::kSkipMax;
+          softmax.exp_scores(s, step_scale);
+        }
+        tile::arrive(shared().k[stage].empty);
+        if (max_has_risen && !follows)
+#pragma unroll
+          for (int i = 0; i < Output::kRows; ++i) {
+            o.scale_row(i, factor[i]);
+            value_scale[i] *= factor[i];
+          }
+      }
+      tile::wait_wgmma<0>(sum);
+      if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
+      p = s;
+      ++num_k_blocks;
+      const bool is_end = is_last &&
+          (kQStages == 1 || !(flags & StepMessage::kLastOfTile) || !wait_tile(num_tiles_done + 1));
+      if (is_end) {
+        add_values(follows, next_value_scale);
+        ++num_tiles_done;
+        break;
+      }
+      flags = is_last * StepMessage::kEpiloguePending | StepMessage::kValuesPending |
+          (is_last ? 0 : flags & StepMessage::kSkipMax) | start_scores(s, group, num_tiles_done + is_last, num_k_blocks);
+      add_values(follows, next_value_scale);
+      start_values(sum, p, num_k_blocks - 1);
+      ping_pong_signal();
+      if (is_last) {
+        ++num_tiles_done;
+#pragma unroll
+        for (int i = 0; i < Softmax::kRows; ++i) {
+          thread_room().row_max[i] = softmax.row_max[i];
+          thread_room().row_sum[i] = softmax.row_sum[i];
+        }
+        softmax = Softmax();
+        read_row_scales(scales, num_tiles_done);
+      }
+      tile::wait_wgmma<1>(s);
+    }
+    if (kQStages == 1) tile::arrive(shared().q[0].empty);
+    start_values(sum, p, num_k_blocks - 1);
+    tile::wait_wgmma<0>(sum);
+    tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
+    add_scaled(o, sum, value_scale);
+    if (!(flags & StepMessage::kLastOfTile)) skip_blocks(group, num_k_blocks);
+    epilogue(params, maps, num_tiles_done - 1, softmax, o, sink);
+    if (kQStages == 2) tile::arrive(shared().q[q_stage_of(num_tiles_done - 1)].empty);
+  }
+  if (kStoresOByTma) ptx::bulk_wait_read<0>();
+}
+
+CUFLASH_DEVICE void consume(const attention::Params& params, const attention::TensorMaps& maps, int group,
+                            attention::SinkArgument sink, attention::ScalesArgument scales) {
+  if (group == kNumConsumers) ping_pong_signal();
+  consume_tiles(params, maps, group, sink, scales);
+  if (group == 1) ping_pong_wait();  // no group is left to take the last turn
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+sm90_forward_fp8(const __grid_constant__ cuflash::attention::Params params,
+                 const __grid_constant__ cuflash::attention::TensorMaps maps CUFLASH_FEATURES) {
+  using namespace cuflash;
+  using namespace cuflash::attention;
+  // one for the warp: branches do not part it
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
+  if (threadIdx.x == 0) {
+    init_barriers();
+    shared().softmax_scale_log2 = LazySoftmax<Scores::kRows>::scale_log2(params.shape.softmax_scale);
+  }
+  __syncthreads();
+  if (group == 0) {
+    if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
+    produce(params, maps, sink, pages, scales);
+  } else {
+    if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
+    consume(params, maps, group, sink, scales);
+  }
+}

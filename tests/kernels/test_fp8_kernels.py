@@ -1,0 +1,363 @@
+"""Kernels for operands of 8 bits, on the simulator and on a GPU: within bounds of the exact result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuflash.executors import quantizing, sim as sim_executor
+from cuflash.executors.sim import Simulator
+from cuflash.fp8 import kernel_calls
+from cuflash.fp8.transposed import transposed_values
+from cuflash.planning.quantizing import quantize_spec, transpose_spec
+from executors import GPU, SIM, Run, hostile_schedules, in_turn, needs_compiler
+from test_sm90 import FewBlocks
+
+import cuflash
+from cuflash import Quantized, Rotation, UnsupportedProblem, masks, reference
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+on_fp8 = pytest.mark.parametrize(
+    "run", (pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu)), ids=str
+)
+
+
+def put(run: Run, x: Quantized) -> Quantized:
+    """Quantised operands where a run computes."""
+    if not run.is_on_device:
+        return x
+    return replace(x, data=run.put(x.data.view(np.uint8)), scale=run.put(x.scale))
+
+
+def attention(run: Run, x8: Any, mask: Any = None, **named: Any) -> tuple[Any, Any]:
+    sink = named.pop("sink", None)
+    placed = mask
+    if run.is_on_device and mask is not None:
+        shapes = [np.empty(x.shape, np.float16) for x in x8]
+        placed = mask if isinstance(mask, cuflash.BlockIndex) else run.put_mask(mask, *shapes)
+    o, lse = cuflash.attention(
+        *(put(run, x) for x in x8), mask=placed, sink=run.put(sink), executor=run.executor, return_lse=True, **named
+    )
+    return run.get(o), run.get(lse)
+
+
+def operands(seqlen_q: int, seqlen_kv: int, dims: tuple[int, int], heads: tuple[int, int], dtype: str) -> list[Any]:
+    rng = np.random.default_rng([seqlen_q, seqlen_kv, *dims])
+    shapes = (heads[0], seqlen_q, dims[0]), (heads[1], seqlen_kv, dims[0]), (heads[1], seqlen_kv, dims[1])
+    return [rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes]
+
+
+def require_bounds(found: tuple[Any, Any], x8: Any, **named: Any) -> float:
+    """Require that results are within the bounds of the exact ones; the largest share of a bound that an error has."""
+    bound = cuflash.error_bound(*x8, product_dtype=E4M3, **named)
+    mask, causal, window = (named.get(name) for name in ("mask", "causal", "window"))
+    q, k, v = (x.scaled(np.float64) for x in x8)
+    allowed = None
+    if mask is not None or causal or window:
+        allowed = allowed_of(q, k, mask, causal or False, window)
+    exact_o, exact_lse = reference.attention(q, k, v, mask=allowed, scale=named.get("scale"), **sink_of(named))
+    errors = np.abs(found[0].astype(np.float64) - exact_o)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        assert (errors <= bound.o).all(), np.nanmax(errors / bound.o)
+        is_near = np.abs(found[1] - exact_lse) <= bound.lse
+    assert (is_near | (found[1] == exact_lse)).all()
+    return float(np.max(errors / np.maximum(bound.o, 1e-30)))
+
+
+def sink_of(named: Any) -> dict[str, Any]:
+    return {"sink": named["sink"]} if named.get("sink") is not None else {}
+
+
+def allowed_of(q: Any, k: Any, mask: Any, causal: Any, window: Any) -> Any:
+    from cuflash.blocks.work_list import requested_mask
+    from cuflash.planning.problem import Problem
+
+    shape = Problem.of(q, k, k).mask_shape
+    return requested_mask(mask, causal, window, shape, np).toarray(**shape._asdict())
+
+
+DOCUMENTS = masks.Documents(np.repeat(np.arange(4), 50))
+BITS = np.random.default_rng(1).random((200, 200)) < 0.3
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True, "sink": np.float32([0.5, -1.0, 30.0, -np.inf])},
+    "window": {"window": (40, 3)},
+    "documents": {"mask": DOCUMENTS, "scale": -0.3},
+    "bits": {"mask": BITS},
+    "lengths": {"mask": masks.Lengths(70)},
+    "a scale of 0": {"scale": 0.0},
+}
+
+
+@on_fp8
+@pytest.mark.parametrize(
+    "name, dims, dtype, per",
+    in_turn(CALLS, [(64, 64), (128, 128), (48, 80)], ["bfloat16", "float16", "float32"], ["block", "head", "tensor"]),
+)
+def test_results_are_within_the_bound(run: Run, name: str, dims: tuple[int, int], dtype: str, per: str) -> None:
+    x8 = [cuflash.quantize(x, per=per) for x in operands(200, 200, dims, (4, 2), dtype)]
+    found = attention(run, x8, **CALLS[name])
+    assert found[0].dtype == DTYPES[dtype]
+    assert require_bounds(found, x8, **CALLS[name]) < 1
+
+
+@on_fp8
+@pytest.mark.parametrize("seqlen_q, seqlen_kv", [(1, 1), (40, 300), (129, 15), (260, 513)])
+def test_any_length(run: Run, seqlen_q: int, seqlen_kv: int) -> None:
+    x8 = [cuflash.quantize(x) for x in operands(seqlen_q, seqlen_kv, (64, 64), (2, 2), "bfloat16")]
+    require_bounds(attention(run, x8, causal="bottom_right"), x8, causal="bottom_right")
+
+
+@on_fp8
+@pytest.mark.parametrize("block", [64, 128])
+def test_a_list_is_the_mask_that_it_stands_for(run: Run, block: int) -> None:
+    x8 = [cuflash.quantize(x, block=block) for x in operands(300, 300, (64, 64), (2, 1), "bfloat16")]
+    mask = masks.Documents(np.repeat(np.arange(3), 100)) & masks.Causal()
+    index = cuflash.BlockIndex.from_mask(mask, block=block, batch=(), num_heads=2, seqlen_q=300, seqlen_kv=300)
+    found = attention(run, x8, mask=index)
+    require_bounds(found, x8, mask=mask)
+
+
+def rising_scores(seqlen: int) -> list[Quantized]:
+    """Operands whose scores rise from one block of keys to the next, from head to head more.
+
+    In the first head no maximum has to rise; in the others weights are too large, or infinite.
+    """
+    q, k, v = operands(128, seqlen, (64, 64), (4, 4), "float32")
+    q[..., 0], k[..., 0] = 8, (np.arange(seqlen) // 128 + np.arange(seqlen) % 128 / 128)
+    k[..., 0] *= np.float32([0.5, 4, 40, 400])[:, None]
+    return [cuflash.quantize(x) for x in (q, k, v)]
+
+
+@on_fp8
+def test_maxima_that_rise_late(run: Run) -> None:
+    x8 = rising_scores(640)
+    require_bounds(attention(run, x8), x8)
+    require_bounds(attention(run, x8, causal="bottom_right"), x8, causal="bottom_right")
+
+
+@on_fp8
+def test_whole_numbers_are_exact(run: Run) -> None:
+    """One key a query takes the whole weight, so that each row of v comes back exactly: the order of keys is right."""
+    keys, dim = 160, 128
+    codes = np.where((np.arange(keys)[:, None] >> np.arange(8)) % 2, 1.0, -1.0)
+    k = np.zeros((1, keys, dim), np.float32)
+    k[0, :, :8] = codes
+    v = np.random.default_rng(0).integers(-7, 8, (1, keys, dim)).astype(np.float32)
+    x8 = [one_scale(x) for x in (64 * k, k, v)]
+    o, lse = attention(run, x8, scale=1.0)
+    np.testing.assert_array_equal(o, v)
+    np.testing.assert_array_equal(lse, np.float32(512))
+
+
+def one_scale(x: Any) -> Quantized:
+    """Numbers of e4m3 as they are."""
+    return Quantized(
+        data=x.astype(E4M3), scale=np.ones((*x.shape[:-2], 1), np.float32), per="head", block=128, rotation=None,
+        source_dtype=np.dtype(np.float32),
+    )  # fmt: skip
+
+
+@on_fp8
+def test_scales_move_through(run: Run) -> None:
+    """A scale of one block of v changes what its keys give, and powers of two in q and k that cancel change nothing."""
+    q8, k8, v8 = (cuflash.quantize(x) for x in operands(256, 256, (64, 64), (1, 1), "float32"))
+    mask = masks.Documents(np.arange(256) // 128)
+    before, _ = attention(run, [q8, k8, v8], mask=mask)
+    scale = v8.scale.copy()
+    scale[:, 1] *= 2
+    after, _ = attention(run, [q8, k8, replace(v8, scale=scale)], mask=mask)
+    np.testing.assert_array_equal(after[:, :128], before[:, :128])
+    np.testing.assert_array_equal(after[:, 128:], 2 * before[:, 128:])
+    larger = [replace(q8, scale=q8.scale * np.float32(8)), replace(k8, scale=k8.scale / np.float32(8)), v8]
+    np.testing.assert_array_equal(attention(run, larger, mask=mask)[0], before)
+
+
+@on_fp8
+def test_rows_without_keys_and_what_is_not_finite(run: Run) -> None:
+    x = operands(200, 200, (64, 64), (2, 2), "bfloat16")
+    x[2][1, 150, 3] = np.nan
+    x8 = [cuflash.quantize(each) for each in x]
+    mask = masks.Lengths(60, 100)
+    o, lse = attention(run, x8, mask=mask)
+    assert (o[:, 60:] == 0).all() and np.isneginf(lse[:, 60:]).all() and np.isfinite(lse[:, :60]).all()
+    assert np.isfinite(o[0].astype(np.float32)).all()
+    full, _ = attention(run, x8)
+    assert np.isfinite(full[0].astype(np.float32)).all() and np.isnan(full[1].astype(np.float32)).all()
+    none, none_lse = attention(run, [x8[0], *(cuflash.quantize(each[:, :0]) for each in x[1:])])
+    assert not none.any() and np.isneginf(none_lse).all()
+
+
+@on_fp8
+def test_a_scale_of_any_size(run: Run) -> None:
+    q, k, v = operands(100, 100, (64, 64), (1, 1), "float32")
+    for factor in (1e-25, 1e12):
+        x8 = [cuflash.quantize(x) for x in (q * np.float32(factor), k, v)]
+        require_bounds(attention(run, x8, scale=0.125 / factor), x8, scale=0.125 / factor)
+
+
+@on_fp8
+def test_strides_and_batches(run: Run) -> None:
+    """Data with any strides, broadcast batches, and two-dimensional operands."""
+    rng = np.random.default_rng(5)
+    q, v = rng.standard_normal((2, 3, 2, 70, 64), dtype=np.float32)
+    k = rng.standard_normal((3, 1, 70, 64), dtype=np.float32)
+    q8, k8, v8 = map(cuflash.quantize, (q, k, v[0, :1]))
+    found = attention(run, [q8, k8, v8])
+    right = attention(run, [q8, *(cuflash.quantize(np.repeat(x, 2, axis=-3)) for x in (k, v[0, :1]))])
+    np.testing.assert_array_equal(found[0], right[0])
+    turned = [replace(x, data=np.asfortranarray(x.data)) for x in (q8, k8, v8)]
+    if not run.is_on_device:
+        np.testing.assert_array_equal(attention(run, turned)[0], found[0])
+    flat = [cuflash.quantize(x) for x in (q[0, 0], k[0, 0], v[0, 0])]
+    with_heads = [cuflash.quantize(x[None]) for x in (q[0, 0], k[0, 0], v[0, 0])]
+    np.testing.assert_array_equal(attention(run, flat)[0], attention(run, with_heads)[0][0])
+
+
+@on_fp8
+def test_precision_fp8_quantises(run: Run) -> None:
+    x = operands(130, 130, (64, 64), (2, 2), "bfloat16")
+    rotation = Rotation(64)
+    right, _ = attention(run, [cuflash.quantize(x[0], rotate=rotation), cuflash.quantize(x[1], rotate=rotation),
+                               cuflash.quantize(x[2])], causal=True)  # fmt: skip
+    found = cuflash.attention(*map(run.put, x), causal=True, precision="fp8", executor=run.executor)
+    np.testing.assert_array_equal(run.get(found).view(np.uint16), right.view(np.uint16))
+
+
+@contextmanager
+def on_simulator(machine: Simulator) -> Iterator[None]:
+    """Calls of the simulator's executor run on a machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim_executor, "_SIMULATOR", machine)
+        yield
+
+
+SCHEDULED: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True, "sink": np.float32([0.5, -1.0, 30.0, -np.inf])},
+    "window": {"window": (150, 3)},
+    "list": {"mask": cuflash.BlockIndex.from_mask(
+        masks.Documents(np.repeat(np.arange(3), 200)) & masks.Causal(), block=64, batch=(), num_heads=4, seqlen_q=600,
+        seqlen_kv=600,
+    )},
+}  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_no_schedule_changes_a_bit(name: str) -> None:
+    """One block for all tiles, which go on in each other, under hostile schedules; against a block for each tile."""
+    x8 = [cuflash.quantize(x, block=64) for x in operands(600, 600, (64, 64), (4, 2), "bfloat16")]
+    right = attention(SIM, x8, **SCHEDULED[name])
+    for schedule in hostile_schedules(f"fp8 {name}"):
+        with on_simulator(FewBlocks(schedule)):
+            found = attention(SIM, x8, **SCHEDULED[name])
+        np.testing.assert_array_equal(found[0].view(np.uint16), right[0].view(np.uint16))
+        np.testing.assert_array_equal(found[1], right[1])
+
+
+def test_values_are_transposed_in_the_order_of_weights() -> None:
+    v = np.arange(3 * 2, dtype=np.uint8).reshape(3, 2)
+    np.testing.assert_array_equal(transposed_values(v)[:, :8], [[0, 2, 0, 0, 4, 0, 0, 0], [1, 3, 0, 0, 5, 0, 0, 0]])
+    x8 = cuflash.quantize(np.ones((2, 200, 16), np.float32))
+    assert x8.transposed() is x8.transposed() and x8.transposed().shape == (2, 16, 256)
+
+
+X8 = cuflash.quantize(np.ones((2, 40, 64), np.float32))
+WIDE = cuflash.quantize(np.ones((2, 40, 256), np.float32), block=16)
+REFUSED: dict[str, tuple[Any, list[str]]] = {
+    "more than 128 columns, and small blocks": (
+        lambda: cuflash.attention(WIDE, WIDE, WIDE, executor="sim", score=lambda s, b, h, i, j: 2 * s),
+        ["score must be None with 8-bit", "q must have at most 128 columns", "v must have at most 128 columns",
+         "k must have a scale for multiples of 64 rows", "v must have a scale for multiples of 64 rows"],
+    ),
+    "another family, and dropout": (
+        lambda: cuflash.attention(X8, X8, X8, executor="sim", kernel="sm80", dropout=cuflash.Dropout(0.1, seed=1)),
+        ["kernel must be 'auto' or 'sm90'", "dropout must be None with 8-bit"],
+    ),
+    "lists of small blocks": (
+        lambda: cuflash.attention(
+            X8, X8, X8, executor="sim",
+            mask=cuflash.BlockIndex.from_mask(
+                masks.Causal(), block=16, batch=(), num_heads=2, seqlen_q=40, seqlen_kv=40
+            ),
+        ),
+        ["mask's blocks must be multiples of 64 queries and 64 keys"],
+    ),
+    "another precision and kernel": (
+        lambda: cuflash.attention(X8, X8, X8, executor="sim", precision="tf32", kernel="naive"),
+        ["precision must be 'ieee' or 'fp8' for Quantized", "kernel must be 'auto' or 'sm90'"],
+    ),
+    "arrays of the host on a GPU": (
+        lambda: cuflash.attention(X8, X8, X8, executor="gpu", out=np.ones(3)),
+        ["executor='gpu' takes CuPy's arrays", "out must be None"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_that_is_wrong_is_said_at_once(name: str) -> None:
+    call, reasons = REFUSED[name]
+    with pytest.raises(UnsupportedProblem) as caught:
+        call()
+    assert len(caught.value.reasons) == len(reasons), caught.value.reasons
+    for reason in reasons:
+        assert any(each.startswith(reason) for each in caught.value.reasons), caught.value.reasons
+
+
+def test_other_chips_are_refused() -> None:
+    from cuflash.planning.device import DeviceSpec
+    from cuflash.planning.families.sm90_fp8 import Sm90Fp8
+    from cuflash.planning.problem import Problem
+
+    shapes = kernel_calls.shapes(X8, X8, X8)
+    problem = replace(Problem.of(*shapes), precision="fp8", rows_per_scale=kernel_calls.rows_per_scale(X8, X8, X8))
+    assert Sm90Fp8().reasons(problem, DeviceSpec.gpu("H100")) == []
+    (reason,) = Sm90Fp8().reasons(problem, DeviceSpec.gpu("A100"))
+    assert reason.startswith("precision='fp8' needs compute capability 9.0; got A100")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "columns, block, dtype, rotates",
+    [(64, 32, "float16", True), (128, 128, "bfloat16", True), (256, 64, "float32", True), (64, 16, "float32", False)],
+)
+def test_kernels_quantise_with_the_bits_of_the_host(columns: int, block: int, dtype: str, rotates: bool) -> None:
+    x = np.random.default_rng(columns).standard_normal((3, 2, 150, columns)).astype(DTYPES[dtype])
+    x[0, 1, 100:130] *= DTYPES[dtype](30)
+    x[1, 0] = 0
+    x[1, 1, 40, 5], x[2, 0, 3, 1] = np.nan, np.inf
+    x[2, 1] *= DTYPES[dtype](1e-5)
+    rotation = Rotation(columns, seed=2) if rotates else None
+    right = cuflash.quantize(x, block=block, rotate=rotation)
+    spec = quantize_spec(np.dtype(DTYPES[dtype]), columns, block)
+    assert spec is not None
+    data, scale = np.full(x.shape, 0xA5, np.uint8), np.full(right.scale.shape, -1, np.float32)
+    signs = None if rotation is None else rotation.signs
+    quantizing.quantize(spec, x, data, scale, signs, 448.0, Simulator())
+    np.testing.assert_array_equal(scale, right.scale)
+    np.testing.assert_array_equal(data, right.data.view(np.uint8))
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns", [64, 128, 256])
+def test_a_kernel_transposes_as_the_host_does(columns: int) -> None:
+    data = np.random.default_rng(columns).integers(0, 256, (2, 150, columns), dtype=np.uint8)
+    transposed = np.full((2, columns, 256), 0xA5, np.uint8)
+    spec = transpose_spec(columns)
+    assert spec is not None
+    quantizing.transpose(spec, data, transposed, Simulator())
+    np.testing.assert_array_equal(transposed, transposed_values(data))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [48, 64, 128, 256])
+def test_a_gpu_transposes_as_the_host_does(columns: int) -> None:
+    data = np.random.default_rng(columns).integers(0, 127, (2, 150, columns), dtype=np.uint8)
+    x8 = replace(X8, data=data.view(E4M3), scale=np.ones((2, 2), np.float32))
+    np.testing.assert_array_equal(put(GPU, x8).transposed().get(), transposed_values(data))

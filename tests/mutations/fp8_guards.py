@@ -1,0 +1,82 @@
+"""What must see faults of the kernels for 8 bits, on the simulator: as a wrong number, or as a broken rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from cuflash.executors import quantizing
+from cuflash.executors.sim import Simulator
+from cuflash.fp8.transposed import transposed_values
+from cuflash.planning.quantizing import quantize_spec, transpose_spec
+from executors import SIM
+from test_fp8_kernels import SCHEDULED, attention, on_simulator, operands, require_bounds, rising_scores
+from test_sm90 import FewBlocks
+
+import cuflash
+from cuflash import Rotation, masks, sim
+
+SIGNS = (AssertionError, sim.SimulationError)
+
+
+@cache
+def quantised(seqlen: int, dim: int, dtype: str) -> tuple[Any, ...]:
+    """Operands with outliers, so that scales of blocks differ."""
+    x = operands(seqlen, seqlen, (dim, dim), (4, 2), dtype)
+    x[1][:, :128] *= x[1].dtype.type(4)
+    x[2][:, 128:] *= x[2].dtype.type(8)
+    return tuple(cuflash.quantize(each) for each in x)
+
+
+def fp8_is_right() -> None:
+    """Of a kernel with two warpgroups on a band and with a sink, and of one with one warpgroup on a list."""
+    x8 = quantised(300, 64, "bfloat16")
+    sink = np.float32([0.5, -1.0, 30.0, -np.inf])
+    for named in ({"causal": True, "sink": sink}, {"window": (150, 3)}, {"scale": -0.3}, {"scale": 2.0}):
+        require_bounds(attention(SIM, x8, **named), x8, **named)
+    rising = rising_scores(512)
+    require_bounds(attention(SIM, rising), rising)
+    y8 = [replace(x, scale=np.repeat(x.scale, 2, axis=-1)[..., :5], block=64) for x in x8]
+    mask = masks.Documents(np.repeat(np.arange(3), 100)) & masks.Causal()
+    index = cuflash.BlockIndex.from_mask(mask, block=64, batch=(), num_heads=4, seqlen_q=300, seqlen_kv=300)
+    require_bounds(attention(SIM, y8, mask=index), y8, mask=mask)
+
+
+def fp8_is_scheduled_right() -> None:
+    """Results of one block for all tiles, under hostile schedules, are those of a block for each tile."""
+    x8 = [cuflash.quantize(x, block=64) for x in operands(600, 600, (64, 64), (4, 2), "bfloat16")]
+    for name in ("causal", "list"):
+        right = attention(SIM, x8, **SCHEDULED[name])
+        for copies, order in (("late", "priorities"), ("random", "first_warp")):
+            schedule = sim.Schedule(seed=1, order=order, copies=copies, shuffle_lanes=True)
+            with on_simulator(FewBlocks(schedule)):
+                found = attention(SIM, x8, **SCHEDULED[name])
+            np.testing.assert_array_equal(found[0].view(np.uint16), right[0].view(np.uint16))
+            np.testing.assert_array_equal(found[1], right[1])
+
+
+def rounding_is_right() -> None:
+    """Bits of blocks whose last one is short, rotated, with NaN in one of them."""
+    x = np.random.default_rng(0).standard_normal((3, 100, 64)).astype(np.float16)
+    x[1, 70, 3] = np.nan
+    x[2] = 0
+    rotation = Rotation(64, seed=2)
+    right = cuflash.quantize(x, block=32, rotate=rotation)
+    spec = quantize_spec(x.dtype, 64, 32)
+    assert spec is not None
+    data, scale = np.full(x.shape, 0xA5, np.uint8), np.full(right.scale.shape, -1, np.float32)
+    quantizing.quantize(spec, x, data, scale, rotation.signs, 448.0, Simulator())
+    np.testing.assert_array_equal(scale, right.scale)
+    np.testing.assert_array_equal(data, right.data.view(np.uint8))
+
+
+def transposition_is_right() -> None:
+    """Of lengths that are no multiple of 128."""
+    data = np.random.default_rng(0).integers(0, 256, (2, 150, 64), dtype=np.uint8)
+    transposed = np.full((2, 64, 256), 0xA5, np.uint8)
+    spec = transpose_spec(64)
+    assert spec is not None
+    quantizing.transpose(spec, data, transposed, Simulator())
+    np.testing.assert_array_equal(transposed, transposed_values(data))

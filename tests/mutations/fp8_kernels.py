@@ -1,0 +1,87 @@
+"""Faults in the kernels for 8 bits."""
+
+from __future__ import annotations
+
+from mutations.fp8_guards import fp8_is_right, fp8_is_scheduled_right, rounding_is_right, transposition_is_right
+from mutations.planting import Edit
+
+FORWARD, SOFTMAX, PIPELINE = "sm90/forward_fp8.cu", "attention/softmax_fp8.cuh", "sm90/kv_pipeline.cuh"
+FAULTS = {
+    fp8_is_right: {
+        "K's scale is V's": Edit(
+            FORWARD, "write_scales", "step_scales().key[stage] = key", "step_scales().key[stage] = value"
+        ),
+        "windows begin in the middle of a scale": Edit(
+            PIPELINE, "schedule_tiles",
+            "if (config::kIsQuantized && visit_range.start < visit_range.stop) "
+            "visit_range.start -= visit_range.start % kBlockKv;",
+            "",
+        ),
+        "V of all steps is that of the first": Edit(
+            PIPELINE, "load_operand", "slot.full, 0, kIsTransposed ? first : 0)", "slot.full, 0, 0)"
+        ),
+        "a step's values have the next one's scale": Edit(
+            FORWARD, "consume_tiles",
+            "flags = is_last * StepMessage::kEpiloguePending |",
+            "value_scale[0] = next_value_scale; flags = is_last * StepMessage::kEpiloguePending |",
+        ),
+        "O keeps its size as maxima rise": Edit(
+            FORWARD, "consume_tiles", "o.scale_row(i, factor[i])", "o.scale_row(i, 1)"
+        ),
+        "weights exceed e4m3": Edit(SOFTMAX, "QuantizedSoftmax", "kMaxRise = 2", "kMaxRise = 6"),
+        "scores of infinite weights are not made again": Edit(
+            FORWARD, "consume_tiles", "if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);", ""
+        ),
+        "maxima rise without the weights": Edit(SOFTMAX, "lower_weights", "s.at(i, j) *= factor[i];", ""),
+        "lse has the weights' exponent": Edit(
+            SOFTMAX, "finalize", "row_max[i] - kWeightExponent", "row_max[i]"
+        ),
+        "all rows have the first row's scale": Edit(
+            FORWARD, "read_row_scales", "work.batch_head.head, row, scales.q_rows",
+            "work.batch_head.head, 0, scales.q_rows",
+        ),
+    },
+    fp8_is_scheduled_right: {
+        "Q is left before the scores are made": Edit(
+            FORWARD, "consume_tiles",
+            "read_row_scales(scales, num_tiles_done); int flags",
+            "read_row_scales(scales, num_tiles_done); "
+            "tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty); int flags",
+        ),
+        "V is left before it is multiplied": Edit(
+            FORWARD, "consume_tiles",
+            "tile::wait_wgmma<0>(sum); if (flags & StepMessage::kValuesPending) "
+            "tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);",
+            "if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty); "
+            "tile::wait_wgmma<0>(sum);",
+        ),
+        "the room of O is written while the last O leaves it": Edit(
+            FORWARD, "store_boxes", "ptx::bulk_wait_read<0>();", ""
+        ),
+        "a tile's results are the next one's": Edit(
+            FORWARD, "consume_tiles",
+            "epilogue(params, maps, num_tiles_done - 1, previous, o, sink); o.fill(0);",
+            "epilogue(params, maps, num_tiles_done - 1, previous, o, sink);",
+        ),
+    },
+    rounding_is_right: {
+        "warps have maxima of their own": Edit(
+            "fp8/quantize.cu", "fp8_quantize", "ptx::lane() < config::kNumWarps ? of_warps[ptx::lane()] : 0",
+            "of_warps[warp]",
+        ),
+        "differences of lanes have the wrong sign": Edit(
+            "fp8/quantize.cu", "butterfly", "? other - x[j]", "? x[j] - other"
+        ),
+        "rows past the last are read": Edit(
+            "fp8/quantize.cu", "fp8_quantize", "if (row < params.num_rows) packet", "packet"
+        ),
+    },
+    transposition_is_right: {
+        "keys keep their order": Edit(
+            "fp8/transpose.cu", "fp8_transpose", "2 * t + e / 2 * 8 + e % 2", "4 * t + e"
+        ),
+        "keys past the last are not zeros": Edit(
+            "fp8/transpose.cu", "fp8_transpose", "first_key + key < params.num_rows", "true"
+        ),
+    },
+}
