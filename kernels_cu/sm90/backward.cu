@@ -26,7 +26,6 @@ using KOfWarpgroup = tile::WgmmaTile<Element, kBlockKv, kHeadDim * kRowParts / k
 // A step's queries as a thread asks about them, from its first one on.
 struct StepQueries {
   const StageQueries& stage;
-  const StepMessage& message;
   int first_query, flags;
 
   CUFLASH_DEVICE bool is_plain() const { return !(flags & (StepMessage::kMasked | StepMessage::kLargeLse)); }
@@ -195,9 +194,9 @@ CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQuerie
 
 // What needs no dP, while that is multiplied: P in the place of q k^T, and which weights are kept.
 template <class Score>
-CUFLASH_DEVICE void prepare_changed(Scores& s, Kept& kept, const StepQueries& queries, const Score& score,
-                                    attention::DropoutArgument dropout, const attention::Shape& shape, float scale) {
-  const StepPlace place = place_of_step(queries.message);
+CUFLASH_DEVICE void prepare_changed(Scores& s, Kept& kept, const StepQueries& queries, const StepPlace& place,
+                                    const Score& score, attention::DropoutArgument dropout,
+                                    const attention::Shape& shape, float scale) {
   if constexpr (kMakesPEarly) {
     make_changed_p(s, StepScoreIf<Scores, Score>(score, place), queries, scale);
   }
@@ -209,10 +208,10 @@ CUFLASH_DEVICE void prepare_changed(Scores& s, Kept& kept, const StepQueries& qu
 template <bool IsPlain, class Score>
 CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds,
                                           const Kept& kept, const StepQueries& queries,
-                                          const Score& score, attention::DropoutArgument dropout, float scale,
+                                          const StepPlace& place, const Score& score, attention::DropoutArgument dropout, float scale,
                                           uint32_t ds_address) {
   using Step = StepScoreIf<Scores, Score>;
-  const Step step(score, place_of_step(queries.message));
+  const Step step(score, place);
   typename Step::Sums sums;
   const ThreadMask<IsPlain> mask(queries);
 #pragma unroll
@@ -324,9 +323,10 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
   Kept kept;
   const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state) {
-    const StepQueries queries{smem.queries[state.stage], smem.messages[state.stage], first_query, flags};
+    const StepQueries queries{smem.queries[state.stage], first_query, flags};
     if constexpr (kChangesWeights)
-      prepare_changed(s, kept, queries, score, dropout, params.shape, softmax_scale_log2);
+      prepare_changed(s, kept, queries, place_of_step(smem.messages[state.stage]), score, dropout, params.shape,
+                      softmax_scale_log2);
     else if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
     else make_p<false>(s, lse_2, delta, queries, softmax_scale_log2);
   };
@@ -341,8 +341,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
   release_ds(part);
   tile::wait_full(smem.d_o[state.stage], state.phase);
   if constexpr (kDpRunsAhead) {
-    QueryValues lse_2;
-    if constexpr (!kChangesWeights) lse_2 = QueryValues(smem.queries[state.stage].stats.lse_2 + first_query);
+    const QueryValues lse_2(smem.queries[state.stage].stats.lse_2 + first_query);
     start_dp(dp, state, part);
     tile::wait_wgmma<1>(s);
     make_step_p(s, delta, lse_2, state);
@@ -351,20 +350,21 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     tile::wait_wgmma<0>(s);
   }
   while (true) {
-    const StepQueries queries{smem.queries[state.stage], smem.messages[state.stage], first_query, flags};
+    const StepQueries queries{smem.queries[state.stage], first_query, flags};
     PackedScores p, ds;
     if constexpr (kChangesWeights) {
+      const StepPlace place = place_of_step(smem.messages[state.stage]);
       if constexpr (!kDpRunsAhead) {
         start_dp(dp, state, part);
-        prepare_changed(s, kept, queries, score, dropout, params.shape, softmax_scale_log2);
+        prepare_changed(s, kept, queries, place, score, dropout, params.shape, softmax_scale_log2);
         tile::wait_wgmma<0>(dp);
         ptx::fence_registers(tile::accumulators(s));
       }
       wait_ds(part);
       if (queries.is_plain())
-        make_changed_operands<true>(s, dp, p, ds, kept, queries, score, dropout, softmax_scale_log2, ds_address);
+        make_changed_operands<true>(s, dp, p, ds, kept, queries, place, score, dropout, softmax_scale_log2, ds_address);
       else
-        make_changed_operands<false>(s, dp, p, ds, kept, queries, score, dropout, softmax_scale_log2, ds_address);
+        make_changed_operands<false>(s, dp, p, ds, kept, queries, place, score, dropout, softmax_scale_log2, ds_address);
     } else if constexpr (kDpRunsAhead) {
       wait_ds(part);
       if (queries.is_plain()) make_operands<true>(s, dp, p, ds, delta, queries, ds_address);
@@ -387,7 +387,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     QueryValues next_lse_2;
     if constexpr (kDpRunsAhead) {  // asked before stores of dQ, and the next scores, ask shared memory for all it gives
       flags = wait_step(next_state);
-      if constexpr (!kChangesWeights) next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
+      next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
     }
     tile::wait_wgmma<1>(dv);
     tile::fence_registers(p);

@@ -101,6 +101,42 @@ def test_gradients_of_a_bias_are_summed_over_what_shares_it(run: Run) -> None:
     check_shared_bias(run)
 
 
+def check_hidden_queries(run: Run) -> None:
+    """Every third query is hidden by the function, whose value is none where the kernel has zeros for the query.
+
+    NaN in its dO reaches nothing. One function's slopes need scores and an array's gradient is added to, the other's not.
+    """
+    rng = np.random.default_rng(0)
+    q, k = (rng.uniform(0.25, 0.5, (1, rows, 32)).astype(np.float16) for rows in (37, 150))
+    v, do = (rng.standard_normal((1, rows, 32)).astype(np.float16) for rows in (150, 37))
+    q[:, ::3] *= 16
+    zeros, factors = np.zeros((37, 150), np.float32), np.ones(37, np.float32)
+    factors[::3] = np.inf
+    for scale, arrays, wrt, function in (
+        (0.125, {"x": zeros}, ("x",), lambda s, b, h, i, j, x: np.where(s > 1.0, -np.inf, 1 / s) + x[i, j]),
+        (-0.125, {"x": factors}, (), lambda s, b, h, i, j, x: s * x[i]),
+    ):
+
+        def found(run: Run, dtype: Any, do: Any) -> dict[str, Any]:
+            score = Score(function, **{name: run.put(x) for name, x in arrays.items()})
+            operands = (run.put(x.astype(dtype)) for x in (q, k, v))
+            _, vjp = cuflash.attention_vjp(*operands, scale=scale, score=score, wrt=wrt, **run.options)
+            gradients = vjp(run.put(do.astype(dtype)))
+            names = ("dq", "dk", "dv", *wrt)
+            return {name: run.get(x) for name, x in zip(names, (*gradients, *(gradients[name] for name in wrt)))}
+
+        expected = found(Run("cpu"), np.float64, do)
+        with_nan = do.copy()
+        with_nan[:, ::3] = np.nan
+        for name, x in found(run, np.float16, with_nan).items():
+            assert np.allclose(x, expected[name], atol=0.01 * abs(expected[name]).max()), name
+
+
+@on_hopper
+def test_queries_that_a_function_hides_reach_nothing(run: Run) -> None:
+    check_hidden_queries(run)
+
+
 def test_what_a_function_gives_past_the_end_does_not_matter() -> None:
     check_past_the_end("sm90")
 
