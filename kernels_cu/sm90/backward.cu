@@ -151,7 +151,7 @@ CUFLASH_DEVICE void make_p_and_ds(Scores& s, Scores& dp, const QueryValues& lse_
 using Kept = attention::KeptWeights<Scores>;
 
 // P is made while dP is multiplied: where slopes do not need scores, and registers hold dP of the next step.
-constexpr bool kMakesPEarly = !kMakesPairs && kDpRunsAhead;
+constexpr bool kMakesPEarly = kChangesWeights && !kMakesPairs && kDpRunsAhead;
 
 // visit(i, j) of a thread's elements of 16 queries.
 template <class Visit>
@@ -192,14 +192,9 @@ CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQuerie
     });
 }
 
-// What needs no dP, while that is multiplied: P in the place of q k^T, and which weights are kept.
-template <class Score>
-CUFLASH_DEVICE void prepare_changed(Scores& s, Kept& kept, const StepQueries& queries, const StepPlace& place,
-                                    const Score& score, attention::DropoutArgument dropout,
-                                    const attention::Shape& shape, float scale) {
-  if constexpr (kMakesPEarly) {
-    make_changed_p(s, StepScoreIf<Scores, Score>(score, place), queries, scale);
-  }
+// Which weights are kept.
+CUFLASH_DEVICE void draw_step(Kept& kept, const StepPlace& place, attention::DropoutArgument dropout,
+                              const attention::Shape& shape) {
   if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, place);
 }
 
@@ -322,11 +317,13 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
   if constexpr (kMakesDq)  // opaque: else reckoned anew in each step
     ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
   Kept kept;
-  const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state) {
+  using Step = StepScoreIf<Scores, score::Function>;
+  const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state,
+                               const Step& step) {
     const StepQueries queries{smem.queries[state.stage], first_query, flags};
-    if constexpr (kChangesWeights)
-      prepare_changed(s, kept, queries, place_of_step(smem.messages[state.stage]), score, dropout, params.shape,
-                      softmax_scale_log2);
+    if constexpr (kMakesPEarly)
+      make_changed_p(s, step, queries, softmax_scale_log2);
+    else if constexpr (kChangesWeights) return;
     else if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
     else make_p<false>(s, lse_2, delta, queries, softmax_scale_log2);
   };
@@ -343,8 +340,11 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
   if constexpr (kDpRunsAhead) {
     const QueryValues lse_2(smem.queries[state.stage].stats.lse_2 + first_query);
     start_dp(dp, state, part);
+    const StepPlace place = place_of_step(smem.messages[state.stage]);
+    const Step step(score, place);
+    draw_step(kept, place, dropout, params.shape);
     tile::wait_wgmma<1>(s);
-    make_step_p(s, delta, lse_2, state);
+    make_step_p(s, delta, lse_2, state, step);
     tile::wait_wgmma<0>(dp);
   } else {
     tile::wait_wgmma<0>(s);
@@ -356,7 +356,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       const StepPlace place = place_of_step(smem.messages[state.stage]);
       if constexpr (!kDpRunsAhead) {
         start_dp(dp, state, part);
-        prepare_changed(s, kept, queries, place, score, dropout, params.shape, softmax_scale_log2);
+        draw_step(kept, place, dropout, params.shape);
         tile::wait_wgmma<0>(dp);
         ptx::fence_registers(tile::accumulators(s));
       }
@@ -432,8 +432,11 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       Scores next_dp;
       tile::arrive(smem.q[state.stage].empty);
       start_dp(next_dp, next_state, part);
+      const StepPlace next_place = place_of_step(smem.messages[next_state.stage]);
+      const Step next_step(score, next_place);  // found, as is what is drawn, while products run
+      draw_step(kept, next_place, dropout, params.shape);
       tile::wait_wgmma<1>(next_s);
-      make_step_p(next_s, delta, next_lse_2, next_state);
+      make_step_p(next_s, delta, next_lse_2, next_state, next_step);
       tile::wait_wgmma<0>(next_dp);
       dp = next_dp;
     } else {

@@ -77,7 +77,11 @@ class StepScore {
         if (Score::kAddsGradients && p.at(i, j) != 0)
           score_.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes, sums.of_tile,
                      query_sums, sums.of_key[i], sums.of_score);
-        if constexpr (!Score::kIsShift) df.at(i, j) = p.at(i, j) == 0 ? T(0) : df.at(i, j) * slopes.d0;
+        if constexpr (!Score::kIsShift) {
+          // A P of 0 leaves 0 of a finite slope by itself; of one that a whole tile has it is known at once.
+          const T ds = df.at(i, j) * slopes.d0;
+          df.at(i, j) = !score::is_finite(slopes.d0) && p.at(i, j) == 0 ? T(0) : ds;
+        }
       }
       if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
     }
