@@ -1,5 +1,6 @@
 #pragma once
 #include <attention/dropout.cuh>
+#include <attention/score_math.cuh>
 #include <attention/score_slopes.cuh>
 #include <sm90/q_pipeline.cuh>
 #include <tile/exchange.cuh>

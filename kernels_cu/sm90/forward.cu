@@ -37,6 +37,7 @@ using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
 using PackedP = tile::PackedOperand<Element, Scores>;
 using Softmax = attention::LazySoftmax<Scores::kRows>;
 using ScoresOfTile = TileScoreOr<Scores, score::Function>::Type;
+using Kept = attention::KeptWeights<Scores>;
 
 // O goes through the room that its Q had, where each warp's rows of both have one place.
 using SmemO = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
@@ -168,18 +169,21 @@ CUFLASH_DEVICE void find_scores_of_tile(ScoresOfTile& of_tile, const score::Func
   if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work);
 }
 
-// Where a step's keys start, as long as they are not released; asked for under dropout alone.
-CUFLASH_DEVICE int first_key_of(unsigned num_k_blocks) {
-  return config::kHasDropout ? shared().messages[stage_of(num_k_blocks)].block.start : 0;
+// Find which weights of a step are kept, while its scores are multiplied.
+CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::DropoutArgument dropout, Kept& kept,
+                              unsigned num_tiles_done, unsigned num_k_blocks) {
+  if constexpr (config::kHasDropout) {
+    const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
+    kept = attention::kept_weights_of_fragments(
+        Scores(), attention::Draws(dropout),
+        attention::head_number(params.shape, work.batch_head, work.batch_head.head), work.first,
+        shared().messages[stage_of(num_k_blocks)].block.start);
+  }
 }
 
 // Set weights of a step that are dropped to 0.
-CUFLASH_DEVICE void drop_step(const attention::Params& params, attention::DropoutArgument dropout, Scores& p,
-                              unsigned num_tiles_done, int first_key) {
-  if constexpr (config::kHasDropout) {
-    const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
-    attention::drop_weights_of_queries(p, dropout, params.shape, work.batch_head, work.first, first_key);
-  }
+CUFLASH_DEVICE void drop_step(Scores& p, const Kept& kept) {
+  if constexpr (config::kHasDropout) attention::drop_weights(p, kept);
 }
 
 // A step's scores once more, for one warp alone, whose own are lost.
@@ -318,16 +322,17 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
     Scores s;
     PackedP p;
     o.fill(0);
+    Kept kept;
     find_scores_of_tile(of_tile, function, num_tiles_done);
     int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks, false);
+    draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
     for (bool is_first = true;; is_first = false) {
       const bool is_last = flags & StepMessage::kLastForWarpgroup, was_plain = is_plain(flags);
       score_step(of_tile, function, s, num_k_blocks);
-      const int first_key = first_key_of(num_k_blocks);
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
       if (p_is_ready) {
         release_k(num_k_blocks, false);
-        drop_step(params, dropout, s, num_tiles_done, first_key);
+        drop_step(s, kept);
         wait_output(o, num_k_blocks);
         p = s;
       } else {
@@ -338,13 +343,14 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
         tile::wait_wgmma<0>(o);
         if (!is_first) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen, factor);
-        drop_step(params, dropout, s, num_tiles_done, first_key);
+        drop_step(s, kept);
         p = s;
       }
       ++num_k_blocks;
       if (is_last) break;
       flags = next_flags(flags, p_is_ready, softmax) |
           NextOperands(group, num_tiles_done, num_k_blocks).start_products(s, o, p, group, num_k_blocks);
+      draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
       tile::wait_wgmma<1>(s);
     }
     add_last_v(o, p, num_k_blocks);
@@ -367,18 +373,19 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
     Scores s;
     PackedP p;
     o.fill(0);
+    Kept kept;
     find_scores_of_tile(of_tile, function, num_tiles_done);
     int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks, num_k_blocks > 0);
+    draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
     while (true) {
       NextOperands next_operands;
       const bool is_last = flags & StepMessage::kLastForWarpgroup, is_first = flags & StepMessage::kEpiloguePending,
           was_plain = is_plain(flags);
       score_step(of_tile, function, s, num_k_blocks);
-      const int first_key = first_key_of(num_k_blocks);
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
       if (p_is_ready) {
         release_k(num_k_blocks, false);
-        drop_step(params, dropout, s, num_tiles_done, first_key);
+        drop_step(s, kept);
         wait_output(o, num_k_blocks);
         if (flags & StepMessage::kOStoreInFlight) release_q(num_tiles_done - 1);
         ++num_k_blocks;
@@ -396,7 +403,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
           o.fill(0);
         }
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen && !is_first, factor);
-        drop_step(params, dropout, s, num_tiles_done, first_key);
+        drop_step(s, kept);
         p = s;
         if (flags & StepMessage::kOStoreInFlight || is_first && is_last) release_q(num_tiles_done - 1);
         ++num_k_blocks;
@@ -413,6 +420,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
       flags = next_flags(flags, p_is_ready, softmax) | is_last * StepMessage::kEpiloguePending |
           (is_first && !is_last) * StepMessage::kOStoreInFlight |
              next_operands.start_products(s, o, p, group, num_k_blocks);
+      draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
       tile::wait_wgmma<1>(s);
     }
     add_last_v(o, p, num_k_blocks);
