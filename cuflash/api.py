@@ -123,7 +123,7 @@ def attention(
         strides. -inf is no sink; NaN and +inf make all rows of the head NaN.
     dropout : Dropout, optional
         Which weights are dropped, after the softmax; lse is that of all of them.
-    kernel : {"auto", "sm90", "sm80", "simt", "naive"}
+    kernel : {"auto", "sm90", "sm80", "simt", "fa1", "naive"}
         Kernel family of the gpu and sim executors. "auto" takes the fastest that supports the call; Notes has the
         rest.
     executor : {"auto", "cpu", "gpu", "sim"}
@@ -174,6 +174,8 @@ def attention(
     - "sm80": tensor cores, float16 and bfloat16, compute capability 8.0 or newer; float32 with `precision="tf32"` or
       "tf32x3".
     - "simt": every dtype, on every supported chip.
+    - "fa1": the loop of FlashAttention-1 on tensor cores, to compare algorithms; float16 and bfloat16, dims up to 128,
+      compute capability 8.0 or newer; no score function, bias, sink or dropout.
     - "naive": a baseline of three kernels that store every score, so that memory is not linear; float16 and float32.
 
     Examples

@@ -80,7 +80,7 @@ def namespace(*arrays: Any) -> Namespace:
 
 
 def is_array(value: object) -> bool:
-    """Whether `value` is an array of a known kind: one that names its namespace and hides no mask of its own.
+    """Return whether `value` is an array of a known kind: one that names its namespace and hides no mask of its own.
 
     NumPy's scalars are numbers, and classes of arrays are none.
     """
@@ -105,17 +105,17 @@ def to_host(array: Array) -> Array:
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an integer, Python's or NumPy's; NumPy's durations, which it counts among them, are none."""
+    """Return whether a value is an integer of Python or NumPy; NumPy's durations are not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number of Python or of NumPy."""
+    """Return whether a value is a real number of Python or of NumPy."""
     return is_int(value) or isinstance(value, (float, np.floating))
 
 
 def is_flag(value: object) -> TypeGuard[bool]:
-    """Whether a value is a boolean of Python or of NumPy."""
+    """Return whether a value is a boolean of Python or of NumPy."""
     return isinstance(value, (bool, np.bool))
 
 
@@ -144,7 +144,7 @@ def whole_number(name: str, value: Any, least: int | None = None, meaning: str =
 
 
 def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
-    """What NumPy makes of a dtype, which is not float64 for None.
+    """Return NumPy's dtype of a value; None, which NumPy would take for float64, is refused.
 
     Raises
     ------

@@ -26,7 +26,8 @@ Its effect is carried without linearising, which keeps the bound valid when eta 
 and with r = sum_j P_j (exp(eta_j) - 1) the computed row sum lies between l / (1 + r) and l (1 + r).
 
 Sums over keys. k(n) = n holds for any order of summation. It also covers an online softmax with tiles of b >= 6 keys,
-whose n / b tiles each add once and rescale once (a product and an exp2, five roundoffs): b + 6 n / b <= n + 8.
+whose n / b tiles each add once and rescale once (a product and an exp2, five roundoffs): b + 6 n / b <= n + 8. Kernels
+that also divide by the row sum in each tile ("fa1") have tiles of b >= 8: b + 8 (n / b - 1) + 1 <= n + 8.
 
     tol_L = log(1 + r) + (k(n) + 8) ua + 4 ua (|m| + |L|)        four: log, the change of base twice, the last addition
     tol_O = (1 + r) (sum_j P (exp(eta) - 1) |v| + r |O| + (up + t + 2 (k(n) + 8) ua) sum_j P exp(eta) |v|
@@ -456,7 +457,7 @@ def _dense_bounds(
     queries = with_heads(np.asarray(q).astype(np.float64))
     num_heads = queries.shape[-3]
     allowed = allowed_of(mask, (*batch, num_heads, np.shape(q)[-2], np.shape(k)[-2]))
-    # What no one attends, and rows that attend nothing, take no part whatever they hold.
+    # Keys that no query attends, and rows without a key, change no result, whatever they hold.
     is_seen = allowed.any(axis=-2)[..., None]
     is_row = allowed.any(axis=-1)[..., None]
     queries = np.where(is_row, queries, 0)

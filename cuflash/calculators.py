@@ -253,7 +253,7 @@ def _count_reasons(**counts: Any) -> list[str]:
 
 
 def memory_report(arguments: Sequence[str]) -> str:
-    """What ``python -m cuflash memory`` prints.
+    """Run ``python -m cuflash memory``.
 
     Examples
     --------

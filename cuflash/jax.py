@@ -87,7 +87,7 @@ def attention(
         As in `cuflash.attention`.
     dropout : Dropout, optional
         As in `cuflash.attention`, with a number as its seed, known when the call is traced.
-    kernel : {"auto", "sm90", "sm80", "simt", "naive"}
+    kernel : {"auto", "sm90", "sm80", "simt", "fa1", "naive"}
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
         "auto" lets the arrays decide: "cpu" or "gpu". "sim" runs the GPU's kernels on a simulator.
@@ -254,7 +254,7 @@ def _run(
 
 
 def _platform(arrays: Iterable[jax.Array]) -> str:
-    """Where arrays lie, or where what is traced is going to run: "cpu", "gpu" or another of JAX's names."""
+    """Return the platform of arrays, or of a traced computation: "cpu", "gpu" or another of JAX's names."""
     held = [data for data in map(_data, arrays) if data is not None]
     return str(next(iter(held[0].devices())).platform) if held else _default_platform()
 

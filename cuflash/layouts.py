@@ -1,4 +1,4 @@
-"""Where arrays lie: address, device, extent; whether two overlap; arrays of other libraries taken without a copy."""
+"""Addresses, devices and extents of arrays; overlap of two; arrays of other libraries taken without a copy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def layout_reasons(name: str, array: Array) -> list[str]:
 
 
 def is_broadcast(array: Array) -> bool:
-    """Whether two places of an array are the same memory by a stride of 0."""
+    """Return whether two places of an array are the same memory by a stride of 0."""
     return bool(array.size) and any(step == 0 and extent > 1 for step, extent in zip(array.strides, array.shape))
 
 
@@ -56,7 +56,7 @@ def reach(array: Array) -> tuple[int, int]:
 
 
 def overlap(first: Array, second: Array) -> bool:
-    """Whether two arrays share any element; yes where that would be hard to tell."""
+    """Return whether two arrays share any element; yes where that would be hard to tell."""
     try:
         return bool(np.shares_memory(_span(first), _span(second), max_work=1 << 16))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
@@ -78,14 +78,14 @@ def _span(array: Array) -> Any:
 
 
 def is_foreign(value: object) -> bool:
-    """Whether a value is another library's array that can be taken without a copy."""
+    """Return whether a value is another library's array that can be taken without a copy."""
     if isinstance(value, (np.ndarray, type)) or not hasattr(value, "__dlpack_device__"):
         return False
     return not (is_array(value) and namespace(value).__name__ == "cupy")
 
 
 def is_on_cuda(name: str, value: Any) -> bool:
-    """Where another library's array lies.
+    """Return the device of another library's array.
 
     Raises
     ------
@@ -172,7 +172,7 @@ def _bfloat16(value: Any, xp: Any) -> Array:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is a tensor of PyTorch, which is not imported for that."""
+    """Return whether a value is a tensor of PyTorch, which is not imported for that."""
     kind = getattr(sys.modules.get("torch"), "Tensor", None)
     return kind is not None and isinstance(value, kind)
 

@@ -441,7 +441,7 @@ def _random_rows(rng: np.random.Generator, candidates: Array, count: Any) -> Arr
 
 
 def _generator(seed: Any) -> np.random.Generator:
-    """What numpy.random.default_rng makes of a seed; some of what it does not take ends the process."""
+    """Return numpy.random.default_rng(seed); seeds of other types, some of which would end the process, are refused."""
     made = np.random.Generator, np.random.BitGenerator, np.random.SeedSequence
     ints = seed if isinstance(seed, (tuple, list)) else [] if seed is None or isinstance(seed, made) else [seed]
     if all(is_int(each) and each >= 0 for each in ints):

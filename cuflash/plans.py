@@ -1,4 +1,4 @@
-"""Where a plan meets arrays: checks them, allocates results, and hands both to an executor."""
+"""Plans that take arrays: they check them, allocate results, and hand both to an executor."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Plan:
     _bound_calls: dict[Hashable, BoundCall] = field(default_factory=dict, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a pickle or a copy takes along: how earlier calls ran stays here, and is found anew there."""
+        """Return the state that a pickle or a copy holds; bound calls are left out, and are made anew there."""
         return {**vars(self), "_bound_calls": {}}
 
     def forward(self, q: Array, k: Array, v: Array, out: Any = None, **operands: Array) -> tuple[Array, Array]:
@@ -170,7 +170,7 @@ class Plan:
 
     @property
     def can_bind(self) -> bool:
-        """Whether calls on arrays that lie alike differ in nothing but addresses.
+        """Return whether calls on arrays that lie alike differ in nothing but addresses.
 
         Examples
         --------
@@ -184,7 +184,7 @@ class Plan:
 
     @property
     def _scales_arrays(self) -> bool:
-        """Whether q and k are multiplied by powers of two, since the scale is far from 1."""
+        """Return whether q and k are multiplied by powers of two, since the scale is far from 1."""
         return any(self.plan.problem.scaling[1:])
 
     def _scaled(self, q: Array, k: Array) -> tuple[Array, Array]:
@@ -663,7 +663,7 @@ def as_arrays(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_mask_of_arrays(mask: Any, executor: str) -> Any:
-    """What `mask=` was given, with arrays of other libraries taken as `as_arrays` takes them; all else as it is.
+    """Return the value of `mask=`, with arrays of other libraries taken as `as_arrays` takes them; all else as it is.
 
     Raises
     ------
@@ -698,7 +698,7 @@ def _device_reasons(planned: DeviceSpec, here: DeviceSpec) -> list[str]:
 
 
 def _empty(like: Array, check: checks.Check | None) -> Callable[..., Array]:
-    """What makes a result (name, shape, dtype): with margins around it where they are checked."""
+    """Return the function that allocates a result (name, shape, dtype), with margins around it if they are checked."""
     xp = namespace(like)
     return check.empty if check is not None else lambda name, shape, dtype: xp.empty(shape, dtype)
 
@@ -715,7 +715,7 @@ def _summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return gradient.astype(dtype, copy=False)
     missing = gradient.ndim - len(shape)
     summed_axes = tuple(missing + axis for axis, extent in enumerate(shape) if extent != gradient.shape[missing + axis])
-    # What float16 cannot hold becomes inf or 0, and sums of inf NaN, as in the results that need no sum.
+    # Values that float16 cannot hold become inf or 0, and sums of inf NaN, as in the results that need no sum.
     with np.errstate(all="ignore"):
         return gradient.sum(axis=(*range(missing), *summed_axes)).reshape(shape).astype(dtype, copy=False)
 

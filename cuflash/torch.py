@@ -96,7 +96,7 @@ def attention(
         As in `cuflash.attention`.
     dropout : Dropout, optional
         As in `cuflash.attention`, with a number as its seed.
-    kernel : {"auto", "sm90", "sm80", "simt", "naive"}
+    kernel : {"auto", "sm90", "sm80", "simt", "fa1", "naive"}
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
         "auto" lets the tensors decide: "cpu" or "gpu". "sim" runs the GPU's kernels on a simulator.

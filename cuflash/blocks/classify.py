@@ -1,4 +1,4 @@
-"""Which blocks of a mask are absent, full or partial: exact, by closed forms first, element by element where needed."""
+"""Exact classification of a mask's blocks, absent, full or partial: closed forms first, then elements where needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_ELEMENTS_PER_SWEEP = 1 << 21  # elements evaluated in one sweep, likewise
 
 
 class BlockKind(IntEnum):
-    """What a listed block holds; blocks that are not listed hold nothing."""
+    """Content of a listed block; blocks that are not listed hold nothing."""
 
     FULL = 1
     """Every element that exists is allowed."""
@@ -61,7 +61,7 @@ class _Blocks:
 
 @dataclass(frozen=True, eq=False)
 class _Grid:
-    """Where blocks lie: lengths, block size, and over how many batch entries and heads the mask varies."""
+    """Lengths, block size, and the numbers of batch entries and heads over which a mask varies."""
 
     seqlen_q: int
     seqlen_kv: int
@@ -90,7 +90,7 @@ class _Grid:
         return may, must
 
     def is_uniform(self, mask: Mask, blocks: _Blocks) -> Array:
-        """Which blocks a mask is known to allow altogether."""
+        """Return which blocks a mask is known to allow altogether."""
         return self.rectangle(mask, blocks.matrix, blocks.row, blocks.row + 1, blocks.col, blocks.col + 1)[1]
 
     def coordinates(self, blocks: _Blocks) -> tuple[Array, Array, Array, Array, Array]:
@@ -219,7 +219,7 @@ def _chunks(blocks: _Blocks, elements: int) -> Iterator[_Blocks]:
 
 
 def _overlaps_interval(rows: Mask, grid: _Grid, blocks: _Blocks) -> Array:
-    """Which blocks hold any key of any row's interval."""
+    """Return which blocks hold any key of any row's interval."""
     kept = [np.zeros(0, bool)]
     for chunk in _chunks(blocks, grid.block[0]):
         b, h, i, _, _ = grid.coordinates(chunk)
@@ -292,7 +292,7 @@ def row_intervals(
 
 
 def pointers(rows: Array, num_rows: int) -> Array:
-    """Where each row's entries start, int32 [num_rows + 1], from the row of every entry."""
+    """Return the start of each row's entries, int32 [num_rows + 1], from the row of every entry."""
     counts = np.bincount(rows, minlength=num_rows)
     if counts.sum() > np.iinfo(np.int32).max:
         raise MemoryError(f"the mask keeps {counts.sum()} blocks, more than int32 counts: use larger blocks")

@@ -109,7 +109,7 @@ def _by_closed_forms(grid: _Grid, whole: list[BlockGrid], rows: tuple[Array, Arr
 
 
 def _met_by_rows(grid: _Grid, lo: Array, hi: Array) -> tuple[Array, Array]:
-    """Which blocks hold a key of any row's interval, and which lie in the intervals of all their rows."""
+    """Return which blocks hold a key of any row's interval, and which lie in the intervals of all their rows."""
     xp = grid.xp
     block_q, block_kv = grid.block
     start = xp.arange(grid.num_cols) * block_kv

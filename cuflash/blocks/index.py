@@ -556,7 +556,7 @@ class BlockIndex:
         raise TypeError("a block index has no truth value: combine indices with & | ^ - ~, count elements with nnz")
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other is a block index of the same shape and block that allows the same elements."""
+        """Return whether the other is a block index of the same shape and block that allows the same elements."""
         if not isinstance(other, BlockIndex):
             return NotImplemented
         alike = (self.shape, self.block) == (other.shape, other.block)

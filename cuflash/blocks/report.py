@@ -1,4 +1,4 @@
-"""What a block index holds, in numbers."""
+"""Numbers that describe a block index."""
 
 from __future__ import annotations
 

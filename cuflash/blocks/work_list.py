@@ -1,4 +1,4 @@
-"""What a kernel walks: for each tile of queries the keys it visits, and the same seen from the keys.
+"""Work lists of kernels: the keys that each tile of queries visits, and the queries that visit each tile of keys.
 
 Implicit work is a few integers or two integers a row and has no list at all; explicit work is a block index and
 its transpose. All three answer the same two questions, `row` and `column`, with segments.
@@ -294,7 +294,7 @@ class ListedWork:
 
 
 def _owner(b: int, h: int, extents: tuple[int, ...]) -> tuple[int, int]:
-    """Where an entry lies in arrays whose first axes may have extent 1."""
+    """Return an entry's index in arrays whose first axes may have extent 1."""
     return (b if extents[0] > 1 else 0), (h if extents[1] > 1 else 0)
 
 

@@ -1,4 +1,4 @@
-"""What a cache is given: shapes, counts and arrays, checked before any work."""
+"""Checks of a cache's arguments, shapes, counts and arrays, before any work."""
 
 from __future__ import annotations
 

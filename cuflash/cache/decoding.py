@@ -49,26 +49,40 @@ def decode_plan_of(
     arrays : dict by name
         q, k, v, o, lse and sink, as `executors.decoding.decode` takes them.
     """
-    executor = _executor(options, arrays["q"])
     given = {name: array for name, array in arrays.items() if array is not None}
-    if executor is None or not all(map(is_array, given.values())) or not _has_layout(given):
+    device = device_of(options, given, _KERNELS)
+    if device is None or not has_layout(given):
         return None
-    device = gpu.current_device() if executor == "gpu" else _SIMULATED
-    shapes = {name: ShapeDtype(array.shape, array.dtype) for name, array in given.items()}
     try:
-        return _plan(shapes["q"], shapes["k"], shapes["v"], shapes.get("sink"), layout, device, options)
+        return _plan(*shapes_of(given), layout, device, options)
     except (UnsupportedProblem, TypeError):  # `attention` says all that is wrong with a call
         return None
 
 
-def _executor(options: DecodeOptions, q: Any) -> str | None:
-    """The executor that would run the decode kernel on arrays like q; None where there is none."""
+def device_of(options: DecodeOptions, given: dict[str, Array], kernels: tuple[str, ...]) -> DeviceSpec | None:
+    """The device whose kernels would run on what is given; None where there is none.
+
+    Parameters
+    ----------
+    kernels : tuple of str
+        Names under which the kernels may be asked for.
+    """
     names = options.executor, options.kernel, options.precision
-    if not all(isinstance(name, str) for name in names) or options.kernel not in _KERNELS:
+    if not all(isinstance(name, str) for name in names) or options.kernel not in kernels:
         return None
-    of_arrays = ("cpu", "sim") if isinstance(q, np.ndarray) else ("gpu",)
+    if not all(map(is_array, given.values())):
+        return None
+    of_arrays = ("cpu", "sim") if isinstance(given["q"], np.ndarray) else ("gpu",)
     executor = of_arrays[0] if options.executor == "auto" else options.executor
-    return executor if executor in of_arrays and executor != "cpu" else None
+    if executor not in of_arrays or executor == "cpu":
+        return None
+    return gpu.current_device() if executor == "gpu" else _SIMULATED
+
+
+def shapes_of(given: dict[str, Array]) -> tuple[ShapeDtype, ShapeDtype, ShapeDtype, ShapeDtype | None]:
+    """Shapes and dtypes of q, k, v and the sink."""
+    shapes = {name: ShapeDtype(array.shape, array.dtype) for name, array in given.items()}
+    return shapes["q"], shapes["k"], shapes["v"], shapes.get("sink")
 
 
 @lru_cache(maxsize=256)
@@ -82,17 +96,25 @@ def _plan(
     options: DecodeOptions,
 ) -> DecodePlan | None:
     """The kernel's plan for a cache's pages; None where it does not serve the problem."""
-    if sink is not None and sink.ndim != 1:
-        return None
-    longest = (ShapeDtype((q.shape[0], x.shape[1], layout.capacity, x.shape[3]), x.dtype) for x in (k, v))
-    problem = with_operands(Problem.of(q, *longest, scale=options.scale, precision=options.precision), {"sink": sink})
-    if decode_reasons(problem, device):
+    problem = problem_of(q, k, v, sink, layout, options)
+    if problem is None or decode_reasons(problem, device):
         return None
     return decode_plan(problem, device, layout, left=options.left, right=options.right)
 
 
-def _has_layout(given: dict[str, Array]) -> bool:
-    """Tell whether the kernel can walk arrays, all of which lie on the current device or on the host."""
+def problem_of(
+    q: ShapeDtype, k: ShapeDtype, v: ShapeDtype, sink: ShapeDtype | None, layout: CacheLayout, options: DecodeOptions
+) -> Problem | None:
+    """The problem of keys and values as long as the capacity; None with a sink that is not one number a head."""
+    if sink is not None and sink.ndim != 1:
+        return None
+    longest = (ShapeDtype((q.shape[0], x.shape[1], layout.capacity, x.shape[3]), x.dtype) for x in (k, v))
+    problem = Problem.of(q, *longest, scale=options.scale, precision=options.precision)
+    return with_operands(problem, {"sink": sink})
+
+
+def has_layout(given: dict[str, Array]) -> bool:
+    """Tell whether kernels can walk arrays, all of which lie on the current device or on the host."""
     if any(layout_reasons(name, array) for name, array in given.items()):
         return False
     for name in ("k", "v"):

@@ -11,8 +11,10 @@ from ..api import attention
 from ..arrays import Array, accumulator_dtype, describe, flag_reasons, is_array, is_integer_dtype, namespace, to_host
 from ..errors import UnsupportedProblem, collecting
 from ..executors.decoding import decode, target_of
+from ..executors.prefill import prefill
 from ..masks import SlidingWindow
-from ..planning.decoding import MOST_ROWS, CacheLayout, DecodePlan
+from ..planning.decoding import CacheLayout, DecodePlan
+from ..planning.prefill import PrefillPlan
 from ..plans import as_arrays
 from .arguments import (
     PAGE_SIZE, dtype_of, numbers, out_reasons, overlap_reasons, page_reasons, row_reasons, sequence_reasons,
@@ -21,6 +23,7 @@ from .arguments import (
 from .decoding import DecodeOptions, decode_plan_of
 from .on_device import OnDevice, device_reasons, is_on_device
 from .pages import Copy, Growth, OwnPages, PagePool, Shortage
+from .prefill import prefill_plan_of
 
 
 class KVCache:
@@ -60,12 +63,13 @@ class KVCache:
     (`count_on_device`), and then be captured into CUDA graphs. Calls on one cache follow each other: those on several
     streams must be ordered by events.
 
-    On a GPU one kernel appends for all sequences, and one decodes where it serves the call: float16 or bfloat16, at
-    most 64 query rows for each key/value head, dims in multiples of 8. Every other call of `attention` is one call of
-    `cuflash.attention` for each sequence, on its own rows alone, which are gathered into contiguous memory where they
-    lie in several pages. Either way the result of a sequence depends on nothing but its own queries, keys and values:
-    not on the other sequences, nor on their number or order, nor on rows that are not in use, which may hold NaN. On
-    the host and by the decode kernel it is the same bit for bit for any page table, with pages or without.
+    On a GPU one kernel appends for all sequences, one decodes, and others attend from more new tokens: all of them read
+    rows where they lie. They serve float16 and bfloat16 with dims in multiples of 8; up to 64 query rows for each
+    key/value head are decoded. Every other call of `attention` is one call of `cuflash.attention` for each sequence, on
+    its own rows alone, which are gathered into contiguous memory where they lie in several pages. Either way the result
+    of a sequence depends on nothing but its own queries, keys and values: not on the other sequences, nor on their
+    number or order, nor on rows that are not in use, which may hold NaN. On the host and by the cache's kernels it is
+    the same bit for bit for any page table, with pages or without.
 
     On a GPU the cache keeps the launches of its calls, one for each layout and options, and the memory that the kernels
     of the largest of them need. A later call of the same kind checks nothing but where its arrays lie.
@@ -585,7 +589,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         o : array [batch, num_heads, n, value_dim]
             0 in rows that attend no key: those at positions below 0, and all of an empty sequence.
         lse : array [batch, num_heads, n]
-            -inf in such rows.
+            -inf in such rows, or their head's sink.
 
         Raises
         ------
@@ -622,14 +626,14 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         left, right = limits or (None, None)
         options = DecodeOptions(left, 0 if causal else right, scale, kernel, executor, precision)
         arrays = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse, "sink": sink}
-        plan = decode_plan_of(arrays, self._layout, options)
+        plan = decode_plan_of(arrays, self._layout, options) or prefill_plan_of(arrays, self._layout, options)
         if plan is not None:
             self._decode(plan, arrays, None if counts is None else news, out, asked)
         elif self._is_counted_on_device:
             raise UnsupportedProblem(
                 [
-                    "q must be what the decode kernel serves in a cache that is counted on the device: float16 or "
-                    f"bfloat16, at most {MOST_ROWS} rows for each key/value head, kernel 'auto' or 'sm80'; got "
+                    "q must be what the cache's kernels serve in a cache that is counted on the device: float16 or "
+                    "bfloat16, head_dim and value_dim in multiples of 8, kernel 'auto', 'sm80' or 'sm90'; got "
                     f"{q.shape} of {q.dtype}, kernel {describe(kernel)}"
                 ]
             )
@@ -643,9 +647,10 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
         return CacheLayout(self._capacity, page_size, self._pages.num_pages, -(-self._capacity // page_size))
 
     def _decode(
-        self, plan: DecodePlan, arrays: dict[str, Array | None], counts: Any, out: Any, asked: tuple[Any, ...]
-    ) -> None:
-        """Write o and lse by the decode kernel; `out` and `asked` are what the caller of `attention` gave."""
+        self, plan: DecodePlan | PrefillPlan, arrays: dict[str, Array | None], counts: Any, out: Any,
+        asked: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        """Write o and lse by the cache's kernels; `out` and `asked` are what the caller of `attention` gave."""
         if self._device is not None:
             device = self._put()
             step = device.bound_decode(plan, arrays, out, asked)
@@ -657,7 +662,10 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
             "counts": None if counts is None else np.array(counts, np.int32),
             "num_faults": np.zeros(1, np.int32),
         }
-        decode(plan, arrays | tables, target_of("sim"))
+        if isinstance(plan, PrefillPlan):
+            prefill(plan, arrays | tables, target_of("sim"))
+        else:
+            decode(plan, arrays | tables, target_of("sim"))
 
     def _attend_one_by_one(
         self,
@@ -682,7 +690,7 @@ the cache has 3: truncate or reset the sequence, or make the cache with a larger
                 causal="bottom_right" if causal else False,
                 mask=None if window is None else SlidingWindow(*window, "bottom_right"),
             )  # fmt: skip
-            o[sequence], lse[sequence] = 0, -np.inf
+            o[sequence], lse[sequence] = 0, -np.inf if sink is None else sink[..., None]
             o[sequence, :, rows], lse[sequence, :, rows] = made
 
     def _counted(self, counts: Any, num_rows: int) -> Any:

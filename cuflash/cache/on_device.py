@@ -12,6 +12,7 @@ from ..executors import gpu
 from ..planning.appending import append_plan
 from ..planning.decoding import CacheLayout, DecodePlan
 from ..planning.launches import Launch
+from ..planning.prefill import PrefillPlan
 from .pages import OwnPages, PagePool
 from .steps import AppendStep, DecodeStep, Steps
 
@@ -102,13 +103,13 @@ class OnDevice:
         return self.steps.bind_append(plan, arrays | {"arrivals": self._arrived_blocks}, gpu.current_target())
 
     def bound_decode(
-        self, plan: DecodePlan, arrays: dict[str, Array | None], out: Any, options: tuple[Any, ...]
+        self, plan: DecodePlan | PrefillPlan, arrays: dict[str, Array | None], out: Any, options: tuple[Any, ...]
     ) -> DecodeStep:
         """The step of a call of `attention`; counts of arrived parts, which the kernel leaves at 0, are the cache's.
 
         Parameters
         ----------
-        plan : DecodePlan
+        plan : DecodePlan or PrefillPlan
         arrays : dict by name
             q, k, v, o, lse and sink.
         out : array, optional
@@ -116,7 +117,7 @@ class OnDevice:
         options : tuple
             causal, window, scale, kernel, executor and precision, as the caller gave them.
         """
-        self._require_ready(plan.launch)
+        self._require_ready(*plan.launches)
         made = {name: self._arrived_parts if each.is_zeroed else None for name, each in plan.workspaces.items()}
         return self.steps.bind_decode(plan, arrays | self.tables(None) | made, out, options, gpu.current_target())
 
@@ -133,9 +134,9 @@ class OnDevice:
         if step.is_checked:
             gpu.current_target().wait(step.plan.launch)
 
-    def _require_ready(self, launch: Launch) -> None:
+    def _require_ready(self, *launches: Launch) -> None:
         if is_capturing():
-            gpu.require_compiled([launch], "make the same call on the cache once before the capture")
+            gpu.require_compiled(launches, "make the same call on the cache once before the capture")
 
     def tables(self, counts: Array | None) -> dict[str, Array | None]:
         """Return the arrays that kernels read beside keys and values, by name."""
@@ -143,7 +144,7 @@ class OnDevice:
 
 
 def is_capturing() -> bool:
-    """Whether CuPy's current stream is being captured."""
+    """Return whether CuPy's current stream is being captured."""
     return bool(gpu.namespace().cuda.get_current_stream().is_capturing())
 
 

@@ -1,4 +1,4 @@
-"""Which page of a cache holds which positions of a sequence: numbers on the host, and no arrays of keys or values.
+"""Page tables of a cache: the page of each position of a sequence, as numbers on the host, without keys or values.
 
 A page holds `page_size` consecutive positions of all key/value heads. A sequence has a table: page numbers in the order
 of its positions.
@@ -152,7 +152,7 @@ class PagePool:
         return []
 
     def faults(self) -> list[str]:
-        """What contradicts itself."""
+        """List contradictions among the tables."""
         named = Counter(page for table in self.tables for page in table)
         faults = [f"page {page} is in {named[page]} tables and is counted as in {count}"
                   for page, count in self._references.items() if named[page] != count]  # fmt: skip

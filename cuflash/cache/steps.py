@@ -14,9 +14,11 @@ from ..executors import checks
 from ..executors.appending import bound_append
 from ..executors.decoding import bound_decode
 from ..executors.launch import LaunchTarget
+from ..executors.prefill import BoundPrefill
 from ..layouts import address, reach
 from ..planning.appending import AppendPlan
 from ..planning.decoding import DecodePlan
+from ..planning.prefill import PrefillPlan
 from ..plans import layout_key
 
 _MOST_STEPS = 512
@@ -57,11 +59,11 @@ class AppendStep:
 
 
 class DecodeStep:
-    """The decode kernel for queries and options of one kind.
+    """The decode kernel, or those of many new tokens, for queries and options of one kind.
 
     Attributes
     ----------
-    plan : DecodePlan
+    plan : DecodePlan or PrefillPlan
     is_checked : bool
         As of `AppendStep`.
     nbytes : int
@@ -76,7 +78,7 @@ class DecodeStep:
     target : LaunchTarget
     """
 
-    def __init__(self, plan: DecodePlan, arrays: Mapping[str, Any], target: LaunchTarget) -> None:
+    def __init__(self, plan: DecodePlan | PrefillPlan, arrays: Mapping[str, Any], target: LaunchTarget) -> None:
         self.plan, self.is_checked = plan, checks.is_on()
         q, o, lse, sink = (arrays[name] for name in ("q", "o", "lse", "sink"))
         shared = [each for each in plan.workspaces if arrays[each] is None]
@@ -86,7 +88,11 @@ class DecodeStep:
         self.make_o, self.make_lse = partial(xp.empty, o.shape, o.dtype), partial(xp.empty, lse.shape, lse.dtype)
         self._q, self._o, self._sink = _Place(q), _Place(o), None if sink is None else _Place(sink)
         names = ("lse", *shared, "q", "o", "counts", *(() if sink is None else ("sink",)))
-        self._start = bound_decode(plan, arrays, names, target)
+        self._start = (
+            BoundPrefill(plan, arrays, names, target)
+            if isinstance(plan, PrefillPlan)
+            else bound_decode(plan, arrays, names, target)
+        )
 
     def takes(self, q: Array, out: Array | None, sink: Array | None, own: Iterable[Extent]) -> bool:
         """Tell whether arrays of this layout need no check: they are aligned, and out overlaps no other."""
@@ -166,7 +172,7 @@ class Steps:
         return step
 
     def bind_decode(
-        self, plan: DecodePlan, arrays: Mapping[str, Array | None], out: Any, options: tuple[Any, ...],
+        self, plan: DecodePlan | PrefillPlan, arrays: Mapping[str, Array | None], out: Any, options: tuple[Any, ...],
         target: LaunchTarget,
     ) -> DecodeStep:  # fmt: skip
         """The step for a call that has been checked; `out` is None where each call has an array made."""

@@ -26,7 +26,7 @@ from ..planning.routing import family_of
 from ..planning.spec import KernelSpec
 from .source import source
 
-# What CuPy is told beside the architecture; it adds the last two itself.
+# Options of CuPy beside the architecture; it adds the last two itself.
 _OPTIONS = ("-std=c++17", "-lineinfo")
 _CUPY_OPTIONS = {"ftz": True, "device_as_default_execution_space": True}
 
@@ -42,7 +42,7 @@ _CACHE_ENTRY = re.compile(r"[0-9a-f]{40}\.cubin")
 
 
 class Resources(NamedTuple):
-    """What one thread, or for shared memory one block, of a kernel takes."""
+    """Resources of one thread of a kernel; shared memory is that of one block."""
 
     registers: int
     stack_bytes: int  # spilled registers and arrays
@@ -189,14 +189,14 @@ def kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, shared_byte
 
 
 def is_loaded(spec: KernelSpec, compute_capability: tuple[int, int], shared_bytes: int = 0) -> bool:
-    """Whether `kernel` would answer at once."""
+    """Return whether `kernel` would answer at once."""
     _, device = current_device()
     loaded = _loaded.get((spec, architecture(spec, compute_capability), device))
     return loaded is not None and loaded.function is not None and shared_bytes <= loaded.shared_bytes
 
 
 def compiled(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled | None:
-    """What this process knows of a kernel that it compiled for such a chip; None where it compiled none."""
+    """Return the resources of a kernel that this process compiled for such a chip; None if it compiled none."""
     name = architecture(spec, compute_capability)
     found = [
         compiled_kernel for (each, chip, _), compiled_kernel in list(_compiled.items()) if (each, chip) == (spec, name)
@@ -229,7 +229,7 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
 
 
 def cache_info() -> CacheInfo:
-    """What CuPy's cache holds, and what this process compiled.
+    """Describe the content of CuPy's cache, and the kernels that this process compiled.
 
     Neither CuPy nor CUDA is started.
 
@@ -303,7 +303,7 @@ def _nvrtc(spec: KernelSpec, architecture: str) -> tuple[bytes, str]:
     options = ProgramOptions(
         name=f"{spec.name}.cu",  # without a name the text goes through a temporary file
         arch=architecture, std="c++17", lineinfo=True, ptxas_options=["-v"], **_CUPY_OPTIONS,
-        # Where there is a driver, NVRTC finds code in the driver's cache, and then logs nothing.
+        # If there is a driver, NVRTC finds code in the driver's cache, and then logs nothing.
         no_cache=version >= _FIRST_WITH_NO_CACHE,
     )  # fmt: skip
     try:
@@ -328,7 +328,7 @@ def _failure(
 
 
 def _resources(log: str) -> Resources:
-    """What ptxas says of a kernel and the functions that it did not inline."""
+    """Return the resources that ptxas reports of a kernel and the functions that it did not inline."""
     registers = [int(found) for found in _REGISTERS.findall(log)]
     stacks = [tuple(map(int, found)) for found in _STACK.findall(log)]
     if not registers or not stacks:
@@ -366,7 +366,7 @@ def current_device() -> tuple[Any, int]:
 
 
 def is_started() -> bool:
-    """Whether `current_device` has answered in this very process, and not in one that it was forked from."""
+    """Return whether `current_device` has answered in this very process, and not in one that it was forked from."""
     return _process == os.getpid()
 
 

@@ -15,8 +15,10 @@ from ..planning.appending import APPEND
 from ..planning.block_mass import MASS_GRID
 from ..planning.decoding import CACHE_PAGES, DECODE
 from ..planning.dropout_launches import DROPOUT
+from ..planning.families.fa1 import RUNNING
 from ..planning.launches import BATCH_AXES, MATRICES
 from ..planning.list_kernels import LIST_PARAMS
+from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.sinks import SINK
 
 _POINTER = np.uint64
@@ -89,6 +91,9 @@ _FURTHER_RECORDS = {
     "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},
     "attention/append_params.cuh": {"Append": APPEND},
     "attention/block_mass.cuh": {"MassGrid": MASS_GRID},
+    "fa1/running.cuh": {"Running": RUNNING},
+    "attention/page_table.cuh": {"Pages": PAGES},
+    "attention/query_intervals.cuh": {"QueryIntervals": QUERY_INTERVALS},
 }
 
 

@@ -59,7 +59,7 @@ class _Printer:
         has_slopes_of_arrays = len(program.results) > 2
         self.loads = gradient_loads(program, wrt) if has_slopes_of_arrays else ()
         self.levels = [_level(names) for names in depends(program)]
-        # What functions of other levels name: they find it in the structure of its level.
+        # Values that functions of other levels name: they find them in the structure of their level.
         self.exported = self._exported()
         # Positions that are wanted as reals alone, which functions are given beside the integers.
         self.only_real = {
@@ -209,7 +209,7 @@ class _Printer:
         return [(place, n) for place, n in enumerate(self.loads) if self.levels[n] == level]
 
     def _repeats(self, n: int) -> bool:
-        """Whether scores of a thread may read one element of a load: not if query and key are indices of it."""
+        """Return whether scores of a thread may read one element of a load: not if query and key are indices of it."""
         return not {"i", "j"} <= {self.program.instructions[a].op for a in self.program.instructions[n].args}
 
     def _addition(self, place: int, n: int) -> str:

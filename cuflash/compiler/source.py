@@ -27,11 +27,11 @@ _ELEMENTS = {
 # By field: the argument of a kernel that has the feature, in the order of `Launch.features`.
 _FEATURES = {
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",
-    "has_dropout": "cuflash::attention::Dropout dropout",
+    "has_dropout": "cuflash::attention::Dropout dropout", "is_paged": "cuflash::attention::Pages pages",
 }  # fmt: skip
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
-_OURS = re.compile(r"\s*<((?:ptx|tile|attention|lists|naive|simt|sm80|sm90)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
+_OURS = re.compile(r"\s*<((?:ptx|tile|attention|lists|naive|fa1|simt|sm80|sm90)/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
 
 def constants(spec: KernelSpec) -> str:

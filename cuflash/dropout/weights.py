@@ -203,7 +203,7 @@ def seed_of(array: Array) -> int:
 
 
 def kept(draws: Draws, seed: int, heads: Array, i: Array, j: Array) -> Array:
-    """Which weights are kept, bool [heads, queries, keys].
+    """Return which weights are kept, bool [heads, queries, keys].
 
     Parameters
     ----------

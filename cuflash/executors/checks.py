@@ -21,7 +21,7 @@ _PATTERN = 0xA5
 
 
 def is_on() -> bool:
-    """Whether the environment asks for checks: CUFLASH_CHECK, set and not 0."""
+    """Return whether the environment asks for checks: CUFLASH_CHECK, set and not 0."""
     return os.environ.get("CUFLASH_CHECK", "0") not in ("", "0")
 
 
@@ -81,7 +81,7 @@ class Check:
 
 
 def check_lists(work: WorkList, lists: Mapping[str, Array]) -> None:
-    """What kernels follow without looking leads nowhere outside.
+    """Check that indices which kernels follow unchecked stay within their arrays.
 
     Raises
     ------

@@ -8,9 +8,7 @@ algorithm 1); the backward pass recomputes P tile by tile, once by rows for dQ a
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -24,7 +22,7 @@ from ..blocks.work_list import ListedWork, Segment, WorkList
 from ..planning.dropout_launches import SEED
 from ..planning.host import HostTiling
 from ..planning.plan import KernelPlan
-from .blas import on_one_thread
+from .host_threads import run
 from .tile_dropout import TileDropout
 from .tile_scores import TileScores, coordinates
 
@@ -35,7 +33,7 @@ LN_2 = math.log(2.0)
 def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
     call = _HostCall.of(plan, **arrays)
-    _run(call.tiling, (call.forward_rows, call.row_tiles()))
+    run(call.tiling, (call.forward_rows, _batches(call.tiling, call.row_tiles())))
 
 
 def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None) -> None:
@@ -48,18 +46,19 @@ def backward(plan: KernelPlan, arrays: Mapping[str, Array], check: object = None
         lse_2 = np.where(empty, np.inf, lse * LOG2_E).astype(plan.problem.accumulator, copy=False)
     derived = {"lse_2": lse_2, "delta": np.empty_like(lse_2), "empty": empty if empty.any() else None}
     call = _HostCall.of(plan, **arrays, **derived)
-    rows, columns = (call.backward_rows, call.row_tiles()), (call.backward_columns, call.column_tiles())
+    rows = call.backward_rows, _batches(call.tiling, call.row_tiles())
+    columns = call.backward_columns, _batches(call.tiling, call.column_tiles())
     if call.score is not None and call.score.adds_gradients:
-        _run(call.tiling, rows, in_order=True)  # sums of many tiles in one array must not depend on which is done first
-        _run(call.tiling, columns)
+        run(call.tiling, rows, in_order=True)  # sums of many tiles in one array must not depend on which is done first
+        run(call.tiling, columns)
     else:
-        _run(call.tiling, rows, columns)
+        run(call.tiling, rows, columns)
     if "dsink" in arrays:
         arrays["dsink"][...] = call.sink_gradient()
 
 
 class _Step(NamedTuple):
-    """What a tile visits at once: an index of rows, their number, and which of them need a mask."""
+    """Keys that a tile visits at once: an index of rows, their number, and those that need a mask."""
 
     rows: slice | Array
     num_rows: int
@@ -165,7 +164,7 @@ class _HostCall:
         self, visits_of: dict[_BatchHead, _VisitedRows], visited: Callable[..., list[Segment]], batch_head: _BatchHead,
         rows: slice
     ) -> _VisitedRows:
-        """What some rows of a place visit, made once for all places that share it."""
+        """Return the segments that some rows of a place visit, made once for all places that share them."""
         shared = self.plan.work.owner(*batch_head)
         if shared not in visits_of:
             width = self.tiling.step_width(rows.stop - rows.start)
@@ -386,7 +385,7 @@ def over_queries(
     def step(tiles: list[_Tile], scratch: Array) -> None:
         visit(QueryTiles(call, tiles, scratch))
 
-    _run(call.tiling, (step, call.row_tiles()), in_order=in_order)
+    run(call.tiling, (step, _batches(call.tiling, call.row_tiles())), in_order=in_order)
 
 
 def _steps_side_by_side(tiles: list[_Tile], head: int = 0) -> Iterator[tuple[_Step, ...]]:
@@ -422,7 +421,7 @@ def _added(total: Array | None, term: Array) -> Array:
 
 
 def _with_sink(lse: Array, sink: Array) -> tuple[Array, Array]:
-    """What a row's o is multiplied by, and its lse, once (o, lse) is merged with (0, sink)."""
+    """Return the factor of a row's o, and its lse, after (o, lse) is merged with (0, sink)."""
     top = np.maximum(lse, sink)  # NaN if either is
     shift = np.where(top == -np.inf, 0, top).astype(lse.dtype, copy=False)  # -inf - (-inf) must not arise
     weight = np.exp(lse - shift)
@@ -492,7 +491,7 @@ def _groups(segments: list[Segment], limit: int) -> Iterator[list[Segment]]:
 
 
 def _masked_elements(work: WorkList, batch_head: _BatchHead, segment: Segment, rows: slice, keys: slice) -> Array:
-    """Which elements of a partial segment are masked, bool [keys, queries]."""
+    """Return which elements of a partial segment are masked, bool [keys, queries]."""
     if segment.kind == BlockKind.BITS:
         assert isinstance(work, ListedWork)
         first_row, first_key = rows.start % work.block_q, keys.start % work.block_kv
@@ -502,100 +501,3 @@ def _masked_elements(work: WorkList, batch_head: _BatchHead, segment: Segment, r
     lo, hi = work.bounds(*batch_head, rows.start, rows.stop)
     j = np.arange(keys.start, keys.stop)
     return (j[:, None] < lo) | (j[:, None] >= hi)
-
-
-# Threads
-
-
-_Pass: TypeAlias = tuple[Callable[[list[_Tile], Array], None], Iterable[_Tile]]  # what befalls a batch, and all tiles
-
-_free_scratch: list[Array] = []  # bytes that earlier calls worked in, at most one piece a processor
-
-
-@contextmanager
-def _scratch(tiling: HostTiling) -> Iterator[Array]:
-    """Memory for two tiles of scores, kept for later calls."""
-    dtype = tiling.problem.accumulator
-    size = 2 * tiling.scratch_scores * dtype.itemsize
-    try:
-        memory = _free_scratch.pop()
-    except IndexError:
-        memory = np.empty(0, np.uint8)
-    if memory.size < size:
-        memory = np.empty(size, np.uint8)
-    yield memory[:size].view(dtype).reshape(2, -1)
-    if len(_free_scratch) < tiling.device.num_processors:
-        _free_scratch.append(memory)
-
-
-def _run(tiling: HostTiling, *passes: _Pass, in_order: bool = False) -> None:
-    """Every tile of each pass once, one pass after the other, on the plan's number of threads.
-
-    The tiles of a pass write to places of their own, or are done in order on one thread, beside BLAS's own.
-    """
-    if tiling.num_workers == 1 or in_order:
-        for step, tiles in passes:
-            _work_off(tiling, step, _batches(tiling, tiles), threading.Lock(), threading.Event())
-        return
-
-    def share_all() -> None:
-        for step, tiles in passes:
-            _share(tiling, step, _batches(tiling, tiles))
-
-    on_one_thread(share_all)
-
-
-def _share(
-    tiling: HostTiling, step: Callable[[list[_Tile], Array], None], batches: Iterator[list[_Tile]]
-) -> None:
-    """Do batches on the calling thread and on others, all of which have ended when this returns or raises.
-
-    Where a thread cannot be started, as while the interpreter exits, fewer do the same work, with the same bits.
-    """
-    lock, stop, errors = threading.Lock(), threading.Event(), list[BaseException]()
-
-    drain = partial(_work_off, tiling, step, batches, lock, stop)
-
-    def work() -> None:
-        try:
-            on_one_thread(drain)
-        except BaseException as error:
-            errors.append(error)
-            stop.set()
-
-    threads = [threading.Thread(target=work, name="cuflash") for _ in range(tiling.num_workers - 1)]
-    try:
-        for thread in threads:
-            try:
-                thread.start()
-            except RuntimeError:
-                break
-        drain()
-    finally:
-        stop.set()  # after an error or an interrupt the other threads stop at their next batch
-        for thread in threads:
-            if thread.is_alive():
-                thread.join()
-    if errors:
-        error = errors.pop()
-        try:
-            raise error
-        finally:
-            del error  # its traceback holds this frame
-
-
-def _work_off(
-    tiling: HostTiling,
-    step: Callable[[list[_Tile], Array], None],
-    batches: Iterator[list[_Tile]],
-    lock: threading.Lock,
-    stop: threading.Event,
-) -> None:
-    """Do batches until none is left: what each thread runs."""
-    with np.errstate(all="ignore"), _scratch(tiling) as scratch:
-        while not stop.is_set():
-            with lock:
-                batch = next(batches, None)
-            if batch is None:
-                return
-            step(batch, scratch)

@@ -81,13 +81,18 @@ def bound_decode(
     records = [record]
     sink = arrays.get("sink")
     if sink is not None:
-        of_sink = np.zeros((), SINK)
-        head_stride = 0 if sink.shape[-1] == 1 else sink.strides[-1] // sink.dtype.itemsize
-        of_sink["sink"] = (target.address(sink), (0,) * BATCH_AXES, head_stride, 0, 0, 0)
-        of_sink["dtype"] = DTYPES.index(sink.dtype)
-        records.append(of_sink)
+        records.append(sink_record(sink, target))
     places = [(1, offset_of(SINK, name)) if name == "sink" else (0, offset_of(DECODE, name)) for name in names]
     return BoundLaunch(plan.launch, plan.grid, records, places, target)
+
+
+def sink_record(sink: Array, target: LaunchTarget) -> Any:
+    """The record SINK of a sink of one number a head, or of one for all."""
+    record = np.zeros((), SINK)
+    head_stride = 0 if sink.shape[-1] == 1 else sink.strides[-1] // sink.dtype.itemsize
+    record["sink"] = (target.address(sink), (0,) * BATCH_AXES, head_stride, 0, 0, 0)
+    record["dtype"] = DTYPES.index(sink.dtype)
+    return record
 
 
 def offset_of(dtype: np.dtype[Any], name: str) -> int:

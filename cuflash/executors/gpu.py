@@ -162,7 +162,7 @@ class Gpu:
         return cupy.asarray(array)
 
     def layout(self, array: Array) -> Array:
-        """What has the shape, dtype, strides and address of an array by the names that CuPy gives them."""
+        """Return an object with an array's shape, dtype, strides and address under CuPy's names."""
         return array
 
     def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
@@ -204,7 +204,7 @@ class Gpu:
         return self.device_lists(work) or _NO_LISTS
 
     def device_lists(self, work: WorkList) -> _DeviceLists | None:
-        """What holds the arrays of a work list on the current device; None where it has none."""
+        """Return the holder of a work list's arrays on the current device; None if the list has no arrays."""
         import cupy
 
         number = cupy.cuda.runtime.getDevice()
@@ -316,7 +316,7 @@ def _launches(plan: KernelPlan) -> tuple[Launch, ...]:
 
 
 def require_capturable(plan: KernelPlan, machine: Gpu | None = None) -> None:
-    """Where the current stream is captured, everything that a capture cannot make is there, on a machine that runs it.
+    """Check, while the current stream is captured, that everything is ready that cannot be made during a capture.
 
     Raises
     ------

@@ -38,7 +38,7 @@ _NESTED_RECORDS = {"naive": NAIVE_ARRAYS, "parts": PART_ARRAYS}  # arrays that h
 
 
 def _word_offsets() -> dict[str, int]:
-    """Where each address lies in a record, in words of 8 bytes."""
+    """Return the position of each address in a record, in words of 8 bytes."""
     assert PARAMS.fields is not None
     bytes_before = {name: PARAMS.fields[name][1] for name in ARRAYS}
     for record, names in {"work": ("lo", "hi", *LISTS), **_NESTED_RECORDS}.items():

@@ -157,7 +157,7 @@ _ADDRESSES = 0x5A5A_5A5A_5A50, 0x25A5_A5A5_A5A0  # of no array: they differ in m
 
 @lru_cache(maxsize=4096)
 def template(make: Callable[[BoxedArray, int], Any], boxed: BoxedArray) -> Template:
-    """What tensor maps of arrays that lie alike share; `make` is `simulated` or `encoded`.
+    """Fields that tensor maps of arrays of one layout share; `make` is `simulated` or `encoded`.
 
     Raises
     ------

@@ -56,7 +56,7 @@ class TileScores:
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether captured arrays have gradients."""
+        """Return whether captured arrays have gradients."""
         return bool(self.sums)
 
     def apply(self, s: Array, at: tuple[Array, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What every executor gives where nothing is visited: no queries, no keys, or nothing in the batch."""
+"""Results of every executor for calls without queries, without keys or with an empty batch."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def _bound(
     batch = np.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     allowed = allowed_of(allowed, (*batch, num_heads, q.shape[-2], k.shape[-2]))
     is_seen, is_row = allowed.any(axis=-2)[..., None], allowed.any(axis=-1, keepdims=True)
-    # What is not attended takes no part whatever it holds.
+    # Keys that no query attends change no result, whatever they hold.
     v, v8 = (np.where(is_seen, x, 0) for x in (v, v8))
     scores, scores8 = (scale * (x @ np.swapaxes(y, -1, -2)) for x, y in ((q, k), (q8, k8)))
     scores = np.where(allowed, scores, -np.inf)

@@ -75,7 +75,7 @@ class Dense(Mask):
 
 @dataclass(frozen=True, eq=False)
 class ResolvedDense(Mask):
-    """What `Dense` resolves to."""
+    """Resolved form of `Dense`."""
 
     allowed: LeadingArray
 
@@ -142,7 +142,7 @@ class Sparse(Mask):
 
 @dataclass(frozen=True, eq=False)
 class SparseElements(BlockSet):
-    """What `Sparse` resolves to: blocks of one element, which are listed in whatever blocks suit."""
+    """Resolved form of `Sparse`: blocks of one element, which are listed in blocks of any size."""
 
     rectangle = BlockSet.rectangle
 
@@ -240,7 +240,7 @@ def as_mask(value: Any) -> Mask:
 
 @runtime_checkable
 class Indexed(Protocol):
-    """What stands for a mask: a block index."""
+    """Mask that a block index stands for."""
 
     def as_mask(self) -> Mask: ...
 

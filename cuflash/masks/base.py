@@ -60,7 +60,7 @@ class Mask(Described):
     __array_priority__ = 1000.0  # above the arrays of NumPy and CuPy, which so leave operators to masks
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """What a class inherits in closed form does not know what the class defines anew."""
+        """Drop inherited closed forms of a class that defines its elements anew: they would contradict these."""
         super().__init_subclass__(**options)
 
         def place(name: str) -> int:
@@ -108,7 +108,7 @@ class Mask(Described):
 
     @property
     def has_intervals(self) -> bool:
-        """Whether `intervals` has an answer.
+        """Return whether `intervals` has an answer.
 
         Examples
         --------
@@ -690,7 +690,7 @@ _NODES = (And, Or, Xor, Not)
 
 
 def _parts(mask: Mask, root: Mask | None = None) -> tuple[Mask, ...]:
-    """What a node of a tree is made of; nothing for a tip, which may be of a class derived from a node's."""
+    """Return the children of a node; a leaf, which may be of a class derived from a node's, has none."""
     if mask is not root and type(mask) not in _NODES:
         return ()
     if isinstance(mask, Not):
@@ -699,7 +699,7 @@ def _parts(mask: Mask, root: Mask | None = None) -> tuple[Mask, ...]:
 
 
 def _kind(node: Mask) -> Any:
-    """Which kind of node a mask is, or is derived from."""
+    """Return which kind of node a mask is, or is derived from."""
     return next(kind for kind in _NODES if isinstance(node, kind))
 
 

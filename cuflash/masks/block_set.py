@@ -49,13 +49,13 @@ class BlockSet(Mask):
         return may, must
 
     def _lookup(self, level: int, b: Array, h: Array, row: Array, col: Array) -> tuple[Array, Array]:
-        """Whether the cell is there, and whether all of it is full."""
+        """Return whether the cell is there, and whether all of it is full."""
         keys, full = self.levels[level]
         position, hit = self._find(level, b, h, row, col)
         return hit, hit & (full[position] if len(keys) else False)
 
     def _find(self, level: int, b: Array, h: Array, row: Array, col: Array) -> tuple[Array, Array]:
-        """Where the cell's number stands among the sorted ones, and whether it stands there."""
+        """Return the position of the cell's number among the sorted ones, and whether it is present."""
         keys, _ = self.levels[level]
         batch, heads, num_rows, num_cols = self.grid
         num_rows, num_cols = _coarse(num_rows, level), _coarse(num_cols, level)

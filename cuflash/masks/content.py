@@ -1,4 +1,4 @@
-"""What a mask holds: the content that masks are compared by, and the arrays among it."""
+"""Content by which masks are compared, and the arrays among it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _converted(value: Any, convert: Callable[[Array], Array]) -> Any:
 
 
 class Content:
-    """What a mask is, as caches compare it: by no `__eq__` or `__hash__` that a class of the user's may define."""
+    """Identity of a mask in caches; it uses no `__eq__` or `__hash__` that a user's class may define."""
 
     __slots__ = ("_hash", "_tokens")
 
@@ -85,7 +85,7 @@ class Content:
 
 
 def content(mask: Described) -> Content:
-    """What tells a mask from all others, made once.
+    """Key that distinguishes a mask from all others, made once.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def _token(value: Any) -> Any:
 
 
 class _Layout(NamedTuple):
-    """Where masks of a class hold what they hold."""
+    """Names of the attributes in which masks of a class hold their content."""
 
     is_declared: bool  # the class is a dataclass itself, not by a parent alone
     fields: tuple[str, ...]

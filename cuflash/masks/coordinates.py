@@ -16,7 +16,7 @@ Intervals: TypeAlias = tuple[Array, Array]
 
 
 def elements(mask: Any, b: Array, h: Array, i: Array, j: Array) -> Array:
-    """What a mask answers for coordinates, if it is an answer.
+    """Return a mask's answer for coordinates, after a check of its shape and dtype.
 
     Raises
     ------

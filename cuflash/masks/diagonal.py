@@ -204,7 +204,7 @@ class PrefixLM(_Aligned):
 
 @dataclass(frozen=True, eq=False)
 class ResolvedPrefix(Mask):
-    """What `PrefixLM` resolves to."""
+    """Resolved form of `PrefixLM`."""
 
     prefix: PerBatch
     causal: Mask

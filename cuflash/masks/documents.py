@@ -112,12 +112,12 @@ def _document_bounds(q_ids: LeadingArray, kv_ids: LeadingArray) -> tuple[Leading
 
 
 def _share_integers(x: Array, y: Array) -> bool:
-    """Whether some integer dtype holds what both hold: not of uint64 and signed integers, which meet as float64."""
+    """Return whether an integer dtype holds the values of both: uint64 and signed integers meet as float64."""
     return np.result_type(x.dtype, y.dtype).kind in "iu"
 
 
 def _are_equal(x: Array, y: Array) -> Array:
-    """Which integers are equal, whatever their dtypes."""
+    """Return which integers are equal, whatever their dtypes."""
     if _share_integers(x, y):
         return x == y
     return (x >= 0) & (y >= 0) & (x.astype(np.uint64) == y.astype(np.uint64))
@@ -139,7 +139,7 @@ def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
 
 @dataclass(frozen=True, eq=False)
 class SortedDocuments(Mask):
-    """What `Documents` resolves to when no id is followed by a smaller one."""
+    """Resolved form of `Documents` whose ids never decrease."""
 
     first: LeadingArray
     end: LeadingArray
@@ -150,7 +150,7 @@ class SortedDocuments(Mask):
 
 @dataclass(frozen=True, eq=False)
 class ResolvedDocuments(Mask):
-    """What `Documents` resolves to when ids come in any order."""
+    """Resolved form of `Documents` whose ids come in any order."""
 
     q_ids: LeadingArray
     kv_ids: LeadingArray

@@ -57,7 +57,7 @@ class Lengths(Mask):
 
 @dataclass(frozen=True, eq=False)
 class ResolvedLengths(Mask):
-    """What `Lengths` resolves to."""
+    """Resolved form of `Lengths`."""
 
     q: PerBatch
     kv: PerBatch

@@ -217,7 +217,7 @@ class Sequences(Mask):
 
 @dataclass(frozen=True, eq=False)
 class ResolvedSequences(Mask):
-    """What `Sequences` resolves to."""
+    """Resolved form of `Sequences`."""
 
     lo: LeadingArray
     hi: LeadingArray

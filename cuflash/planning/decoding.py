@@ -97,6 +97,11 @@ class DecodePlan:
     numbers: Mapping[str, Any]
 
     @property
+    def launches(self) -> tuple[Launch, ...]:
+        """All of them."""
+        return (self.launch,)
+
+    @property
     def grid(self) -> int:
         """Thread blocks: one for each part that a sequence may have."""
         return self.launch.grid(self.problem.mask_shape.num_batch)
@@ -108,6 +113,12 @@ def decode_reasons(problem: Problem, device: DeviceSpec) -> list[str]:
     rows = problem.group_size * problem.seqlen_q
     if not 1 <= rows <= MOST_ROWS:
         reasons.append(f"q must have 1 to {MOST_ROWS} rows for each key/value head; got {rows}")
+    return reasons + chunked_dim_reasons(problem)
+
+
+def chunked_dim_reasons(problem: Problem) -> list[str]:
+    """Why kernels that copy rows of a cache in chunks do not serve a problem's dtype, dimensions or scale."""
+    reasons = []
     if problem.precision != "ieee" or problem.dtype.itemsize != 2:
         reasons.append(f"q must be float16 or bfloat16; got {problem.dtype} at precision {problem.precision!r}")
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):

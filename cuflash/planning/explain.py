@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from ..blocks.work_list import ListedWork, WorkList
 from ..dropout import LEVELS, Draws
 from ..scores.program import Program, curvature, depends
+from .families.fa1 import traffic
 from .launches import Launch
 from .plan import KernelPlan
 from .score_launches import repeat_reasons
 
 
 def explain(plan: KernelPlan, notes: Mapping[str, str]) -> str:
-    """What was decided and why; `notes`, by entry, say more of some kernels."""
+    """Describe a plan's decisions and their reasons; `notes`, by entry, add sentences about some kernels."""
     problem, device, kernels = plan.problem, plan.device, plan.kernels
     heads = f"{problem.num_heads} heads"
     if problem.num_heads != problem.num_kv_heads:
@@ -75,6 +76,10 @@ def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
         lines.append(f"splits     {kernels.num_splits} blocks share the keys of a tile{packed}")
     if "scores" in kernels.forward.workspaces:
         lines.append("scores     every score is made and kept, whatever the mask; backward, its gradient too")
+    if "running_o" in kernels.forward.workspaces:
+        forward, backward = traffic(plan.problem, kernels, plan.visited_scores)
+        loop = "it grows with the square of the length times that of the dims, over a block's shared memory"
+        lines.append(f"traffic    {forward} bytes of device memory forward, {backward} backward: {loop}")
     if kernels.is_repeatable:
         lines.append("gradients  every result is bitwise repeatable")
     elif repeat_reasons(plan.problem):

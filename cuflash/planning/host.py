@@ -47,7 +47,7 @@ class HostTiling:
 
     @property
     def is_small(self) -> bool:
-        """Whether the work is too little to share among threads, whatever their number."""
+        """Return whether the work is too little to share among threads, whatever their number."""
         return self._num_heads * self.problem.seqlen_q * self.problem.seqlen_kv < _SHARED_SCORES
 
     @property

@@ -69,7 +69,7 @@ class KernelPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute: no queries, no keys, or nothing in the batch."""
+        """Return whether there is nothing to compute: no queries, no keys, or nothing in the batch."""
         return 0 in (self.num_heads, self.problem.seqlen_q, self.problem.seqlen_kv)
 
     @cached_property

@@ -25,7 +25,7 @@ _MAX_EXPONENT = 64  # of a scale that float32 products are multiplied by as it i
 
 
 class Scaling(NamedTuple):
-    """What the executors multiply by in place of the scale: q by a power of two, k by another, and their products."""
+    """Factors by which executors multiply in place of the scale: powers of two for q and k, a number for products."""
 
     scale: float
     q_exponent: int
@@ -177,7 +177,7 @@ class Problem:
         return {keys.get(name, name): array for name, array in given.items()}
 
     def is_of_forward(self, name: str) -> bool:
-        """Whether an operand is one that the backward pass does not read."""
+        """Return whether an operand is one that the backward pass does not read."""
         operand = self.operand(name)
         return operand is not None and not operand.is_captured and name not in (*self.wrt, SEED)
 
@@ -270,7 +270,7 @@ def _scale_reasons(scale: float | None) -> list[str]:
 
 
 def _is_finite(scale: Any) -> bool:
-    """Whether a value is one finite real number; a NumPy array of no axes is one."""
+    """Return whether a value is one finite real number; a NumPy array of no axes is one."""
     if isinstance(scale, (str, bytes, complex, np.complexfloating)):
         return False
     if is_array(scale) and not (isinstance(scale, np.ndarray) and scale.ndim == 0 and scale.dtype.kind in "iuf"):

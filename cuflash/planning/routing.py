@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..blocks.work_list import ListedWork, WorkList
 from .device import DeviceSpec
 from .families import sm90
+from .families.fa1 import FlashAttention1
 from .families.family import Family
 from .families.lists import Lists
 from .families.naive import Naive
@@ -13,7 +14,9 @@ from .families.sm80 import Sm80
 from .problem import Problem
 from .spec import KernelSpec
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive())}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (Simt(), Sm80(), sm90.Sm90(), Naive(), FlashAttention1())
+}
 _LISTS = Lists()
 _TALLEST = 128  # queries of the sm90 family's usual tile
 

@@ -22,7 +22,7 @@ _ADDING = ("gradient_scores", "backward", "backward_columns")
 
 
 def array_name(name: str) -> str:
-    """What a captured array is called among the arrays of a pass, which have names such as "delta" too."""
+    """Name a captured array among the arrays of a pass, which have names such as "delta" too."""
     return _PREFIX + name
 
 
@@ -111,7 +111,7 @@ def repeat_reasons(problem: Problem) -> list[str]:
 
 
 def _has_own_elements(problem: Problem, name: str) -> bool:
-    """Whether each element of a captured array is read for one score at most."""
+    """Return whether each element of a captured array is read for one score at most."""
     program, shape = problem.score, problem.mask_shape
     assert program is not None
     loads = [each for each in program.instructions if each.op == "load" and program.arrays[each.value].name == name]

@@ -60,6 +60,8 @@ class KernelSpec:
         The kernel drops weights.
     reads_dropout_seed : bool
         It reads the seed that they depend on from an array.
+    is_paged : bool
+        Keys and values lie in the pages of a cache.
     score : Program, optional
         The score function, derived for kernels that make gradients.
     score_wrt : tuple of str
@@ -87,6 +89,7 @@ class KernelSpec:
     has_sink: bool = False
     has_dropout: bool = False
     reads_dropout_seed: bool = False
+    is_paged: bool = False
     score: Program | None = None
     score_wrt: tuple[str, ...] = ()
 

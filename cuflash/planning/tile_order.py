@@ -17,7 +17,7 @@ _OVERHEAD_STEPS, _MAX_IMBALANCE, _MAX_ROUNDS, _MIN_BLOCKS_PER_HEAD = 2, 1.005, 6
 
 
 def is_uneven_band(work: WorkList) -> bool:
-    """Whether tiles of a band see unlike numbers of keys."""
+    """Return whether tiles of a band see unlike numbers of keys."""
     return isinstance(work, IntervalWork) and work.band not in (None, Band())
 
 

@@ -335,7 +335,7 @@ def temperature(per_head: Array) -> Score:
 
 
 def composed(score: Any, softcap_by: Any, bias_by: Any) -> Score | None:
-    """What `score=`, `softcap=` and `bias=` of a call make together: the cap is first, then the bias, then the score.
+    """Compose `score=`, `softcap=` and `bias=` of a call: the cap is first, then the bias, then the score.
 
     Raises
     ------

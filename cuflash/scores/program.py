@@ -359,7 +359,7 @@ def _only_reals(instructions: list[Instruction], kept: list[int], arrays: list[A
 
 
 def depends(program: Program) -> tuple[frozenset[str], ...]:
-    """Which of "s", "b", "h", "i", "j" each instruction's value depends on.
+    """Return which of "s", "b", "h", "i", "j" each instruction's value depends on.
 
     A number and a captured array without axes depend on none.
     """
@@ -433,7 +433,7 @@ class _ReverseSweep:
         self._adjoints[n] = self.builder.binary("add", self._adjoints[n], term) if n in self._adjoints else term
 
     def _terms(self, n: int, instruction: Instruction, g: int) -> list[tuple[int, int]]:
-        """What the adjoint g of instruction n adds to the adjoints of its arguments."""
+        """Add the contributions of the adjoint g of instruction n to the adjoints of its arguments."""
         put, times, (a, *more) = self.builder, self._times, instruction.args
         op, b = instruction.op, (more or [0])[0]
         if op in ("add", "sub"):
@@ -453,7 +453,7 @@ class _ReverseSweep:
         return [(a, self._through(n, op, a, g))]
 
     def _through(self, n: int, op: str, a: int, g: int) -> int:
-        """What the adjoint g of the function n = op(a) gives a."""
+        """Return the contribution of the adjoint g of the function n = op(a) to a's adjoint."""
         put, times = self.builder, self._times
         if op == "neg":
             return self._negative(g)

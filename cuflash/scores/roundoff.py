@@ -56,7 +56,7 @@ class ScoreErrors(NamedTuple):
 def score_errors(
     program: Program, operands: Operands, wrt: Sequence[str], s: Array, e_s: Array, model: Arithmetic
 ) -> ScoreErrors:
-    """What a program makes of all scores [*batch, num_heads, seqlen_q, seqlen_kv] and their errors."""
+    """Evaluate a program on all scores [*batch, num_heads, seqlen_q, seqlen_kv] and their errors."""
     *batch, num_heads, seqlen_q, seqlen_kv = s.shape
     h, i, j = np.ogrid[:num_heads, :seqlen_q, :seqlen_kv]
     b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
@@ -209,7 +209,7 @@ _OF_ONE: dict[str, Callable[..., Any]] = {
 
 
 def _may_flip(instruction: Instruction, args: list[_Pair]) -> Any:
-    """Whether a condition may turn out the other way."""
+    """Return whether a condition may turn out the other way."""
     if instruction.op in COMPARISONS:
         a, b = args
         room = a.error + b.error
@@ -235,7 +235,7 @@ _OF_BOTH = ("add", "mul", "div", "min", "pow", "where")
 
 
 def _nonnegative(program: Program, operands: Operands) -> list[bool]:
-    """Whether no rounding can make a result negative: of each instruction."""
+    """Return whether no rounding can make a result negative: of each instruction."""
     found: list[bool] = []
     for instruction in program.instructions:
         op, args = instruction.op, instruction.args

@@ -1,4 +1,4 @@
-"""What a score program gives on NumPy arrays: tiles of scores, with index arrays that broadcast against them."""
+"""Evaluation of score programs on NumPy arrays: tiles of scores, and index arrays that broadcast against them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
 
 
 class Operands(NamedTuple):
-    """What a run of a program is given beside the scores.
+    """Inputs of a program beside the scores.
 
     Attributes
     ----------

@@ -152,7 +152,7 @@ class Diagonal:
 
 
 def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Budget) -> Array:
-    """Which blocks of each row are kept, bool [..., num_kv_blocks].
+    """Return which blocks of each row are kept, bool [..., num_kv_blocks].
 
     Parameters
     ----------

@@ -142,7 +142,7 @@ class Grid:
         return Diagonal.of(self.xp, (self.shape.seqlen_q, self.shape.seqlen_kv), self.block, self.offset)
 
     def eligible(self) -> Any:
-        """Which blocks hold an element that the masks allow, bool, broadcasts against [*heads, rows, columns].
+        """Return which blocks hold an element that the masks allow, bool, broadcasts against [*heads, rows, columns].
 
         None for all of them.
         """

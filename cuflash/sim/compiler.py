@@ -45,7 +45,7 @@ _LINK = ("-shared", "-nostdlib")
 # Flavours of the runtime.
 _FLAVOUR: dict[str, tuple[str, ...]] = {"address": ("-DCUFLASH_SIM_ADDRESS",), "thread": ("-DCUFLASH_SIM_THREAD",)}
 _TSAN_SYMBOL = "__tsan_create_fiber"
-# What has to be in the process before Python starts, and a symbol that shows it is.
+# Libraries that must be in the process before Python starts, and a symbol of each that shows its presence.
 _PRELOAD = {"address": ("libasan.so", "__asan_init"), "thread": ("libtsan.so", _TSAN_SYMBOL)}
 
 
@@ -130,7 +130,7 @@ def preload_environment(sanitize: Sanitizer) -> dict[str, str]:
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: the user's cache folder, or one of this process where that cannot serve."""
+    """Return the folder of compiled kernels: the user's cache folder, or one of this process if that cannot serve."""
     try:
         folder = Path.home() / ".cache" / "cuflash" / "sim"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ def _build_prelude(compiler: str, flags: tuple[str, ...]) -> Path:
 
 
 def _glue(entry: str) -> str:
-    """What the launch asks a kernel's library for."""
+    """Return the text of the function that a kernel's library exports for launches."""
     export = '__attribute__((visibility("default")))'
     return f"""#line 1 "(launch of {entry})"
 extern "C" {export} void cuflash_sim_kernel(void** arguments) {{ ::cuflash::sim::call(&{entry}, arguments); }}
@@ -234,7 +234,7 @@ def _target(kind: str, *parts: str) -> Path:
 
 
 def _is_whole(target: Path) -> bool:
-    """Whether a file is there as `_publish` left it: a disk that was full, or a crash, may have cut it short."""
+    """Return whether a file is there as `_publish` left it: a disk that was full, or a crash, may have cut it short."""
     try:
         data = target.read_bytes()
     except OSError:
@@ -243,7 +243,7 @@ def _is_whole(target: Path) -> bool:
 
 
 def _seal(data: bytes) -> bytes:
-    """What stands behind a library or a prelude, where neither the loader nor g++ looks."""
+    """Return the digest that is appended to a library or a prelude; the loader and g++ ignore it."""
     return hashlib.sha256(data).digest()
 
 

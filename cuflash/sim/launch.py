@@ -1,4 +1,4 @@
-"""Where a kernel built for the host meets arrays: arguments by address, a simulated launch, failures as exceptions."""
+"""Simulated launches of a kernel built for the host: arguments by address, failures as exceptions."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def _load_runtime(path: Path) -> ctypes.CDLL:
 
 
 def _source_lines(library: Path, offset: int, word: str) -> list[str]:
-    """Which line of the kernel an instruction came from, and the lines that it was inlined into."""
+    """Return which line of the kernel an instruction came from, and the lines that it was inlined into."""
     tool = shutil.which("addr2line")
     if tool is None:
         return ["install binutils (addr2line) to see the line that was interrupted"]

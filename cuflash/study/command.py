@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def study_report(arguments: Sequence[str]) -> str:
-    """What ``python -m cuflash study`` prints; measurements go to a CSV file as they are made, progress to stderr.
+    """Run ``python -m cuflash study``; measurements go to a CSV file as they are made, progress to stderr.
 
     Parameters
     ----------

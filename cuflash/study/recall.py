@@ -12,7 +12,7 @@ from ..planning.options import AnyArray, Causality, MaskLike
 
 
 class Recall(NamedTuple):
-    """What `recall` returns.
+    """Result of `recall`.
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What a pattern keeps.
+    """Share of attention that a pattern keeps.
 
     Attributes
     ----------

@@ -169,7 +169,7 @@ class Example:
 
     @property
     def weight_factors(self) -> Any:
-        """What dropout multiplies weights by, [*batch, num_heads, seqlen_q, seqlen_kv]; None without dropout.
+        """Return dropout's factors of weights, [*batch, num_heads, seqlen_q, seqlen_kv]; None without dropout.
 
         Examples
         --------

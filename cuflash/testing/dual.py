@@ -130,7 +130,7 @@ class Captured:
         self._reads: list[Any] = []
 
     def read(self) -> Any:
-        """What a function is given: this, or where the array has no axes its only element."""
+        """Return the argument of a user's function: this array, or its only element if it has no axes."""
         return self if self.array.ndim else self[()]
 
     def __getitem__(self, index: Any) -> Dual:

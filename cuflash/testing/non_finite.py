@@ -39,7 +39,7 @@ class Expected(NamedTuple):
 
 
 class _Holds(NamedTuple):
-    """Where an operand holds NaN, and where NaN or an infinity."""
+    """Return the places of NaN in an operand, and those of NaN or an infinity."""
 
     nan: Any
     any: Any
@@ -203,7 +203,7 @@ def _operand(example: Example, name: str) -> Any:
 
 
 def _meets(pairs: Any, holds: Any) -> Any:
-    """Whether some pair of a row has a column of what is held."""
+    """Return whether some pair of a row has a column of what is held."""
     return pairs.astype(np.float32) @ holds.astype(np.float32) > 0
 
 

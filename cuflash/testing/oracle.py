@@ -129,7 +129,7 @@ class _Heads:
             yield (*leading, head), (*leading, head // self.group)
 
     def probabilities(self, head: tuple[int, ...], kv_head: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
-        """What a head's queries may attend, with which probabilities, which are 0 elsewhere, lse, and P of the sink."""
+        """Return the allowed pairs of a head, their probabilities, 0 elsewhere, lse, and P of the sink."""
         allowed = self.allowed[head]
         if self.final is None:
             score = self.scale * np.dot(self.queries[head], self.keys[kv_head].T)

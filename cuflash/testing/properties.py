@@ -38,7 +38,7 @@ class Pull(Protocol):
         """dq, dk and dv."""
 
 
-# Where keys, queries, heads and batch entries stand
+# Properties of the positions of keys, queries, heads and batch entries
 
 
 def check_order_of_keys_does_not_matter(attend: Attend, example: Example) -> None:
@@ -81,7 +81,7 @@ def check_queries_may_come_in_pieces(attend: Attend, example: Example) -> None:
     _same((np.concatenate(o, axis=-2), np.concatenate(lse, axis=-1)), _run(attend, example), example, example)
 
 
-# What is done to scores and values
+# Properties of changed scores and values
 
 
 def check_a_vector_added_to_every_key_moves_only_lse(attend: Attend, example: Example) -> None:
@@ -163,7 +163,7 @@ def check_zeros_may_pad_the_head_dim(attend: Attend, example: Example) -> None:
     _same(_run(attend, plain), _run(attend, other), plain, other)
 
 
-# Which keys there are
+# Properties of the set of keys
 
 
 def check_parts_of_the_keys_merge_to_the_whole(attend: Attend, example: Example) -> None:
@@ -595,7 +595,7 @@ def _group_sum(example: Example, x: Any) -> Any:
 
 
 def _is_stretched(example: Example) -> bool:
-    """Whether an operand lacks leading axes of the results."""
+    """Return whether an operand lacks leading axes of the results."""
     problem = example.problem
     return any(batch != problem.batch for batch in (problem.q_batch, problem.k_batch, problem.v_batch))
 

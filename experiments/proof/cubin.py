@@ -53,7 +53,7 @@ def functions(elf: bytes) -> dict[str, Function]:
 
 
 def _function(text: _Section, inside: set[int], sections: list[_Section], symbols: list[_Symbol]) -> Function:
-    """What the function in a section .text.<name> is; `inside` numbers the symbols of it and of what it calls there."""
+    """Read the function of a section .text.<name>; `inside` numbers the symbols of it and of what it calls there."""
     name = text.name.removeprefix(".text.")
     found: Function = {"instructions": text.data, "registers": 0, "stack bytes": 0, "shared bytes": 0, "barriers": 0}
     for attribute, value in _attributes(_data(sections, ".nv.info")):
@@ -116,7 +116,7 @@ def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _relocations(target: str, sections: list[_Section], symbols: list[_Symbol]) -> list[str]:
-    """What is filled into a section when it is loaded: offset, type, what the symbol stands for, addend."""
+    """Return the relocations of a section: offset, type, what the symbol stands for, addend."""
     return [
         f"{offset:#x} {info & 0xFFFFFFFF} {_meaning(symbols[info >> 32], sections)} {sum(addend)}"
         for section in sections
@@ -126,7 +126,7 @@ def _relocations(target: str, sections: list[_Section], symbols: list[_Symbol]) 
 
 
 def _meaning(symbol: _Symbol, sections: list[_Section]) -> str:
-    """What a symbol stands for: a function's code, a place in memory, a variable's value, or, of others', its name."""
+    """Return the meaning of a symbol: a function's code, a place in memory, a variable's value, or its name."""
     if not 0 < symbol.section < len(sections):
         return symbol.name
     section = sections[symbol.section]
@@ -138,7 +138,7 @@ def _meaning(symbol: _Symbol, sections: list[_Section]) -> str:
 
 
 def _reads_addresses(code: bytes) -> bool:
-    """Whether an instruction takes an operand from the constant bank of addresses, or looks as if it did."""
+    """Return whether an instruction takes an operand from the constant bank of addresses, or looks as if it did."""
     return any(
         low >> 54 & 31 == _ADDRESSES and low >> 9 & 7 in _READS_CONSTANTS and low & 0x1FF != _BARRIER_OPERATION
         for low, _ in struct.iter_unpack("<QQ", code)

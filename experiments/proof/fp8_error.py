@@ -30,7 +30,7 @@ PARTS = ("tensor", "head", "block")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is measured; the defaults are the published run."""
+    """Configuration; the defaults are those of the published run."""
 
     head_dims: tuple[int, ...] = (64, 128)
     heads: int = 4

@@ -1,4 +1,4 @@
-"""What only a GPU can show: that repeated calls give the same bits, and that NVIDIA's sanitizers find nothing.
+"""Do repeated calls on a GPU give the same bits, and do NVIDIA's sanitizers find nothing?
 
     python -m experiments gpu_proof                                                # needs CuPy and a GPU
     python -m experiments gpu_proof --sections repeats
@@ -56,6 +56,7 @@ from cuflash.arrays import as_dtype
 from cuflash.planning.appending import append_spec
 from cuflash.planning.block_mass import mass_spec
 from cuflash.planning.decoding import decode_reasons, decode_spec
+from cuflash.planning.prefill import intervals_spec, prefill_reasons, prefill_spec
 from cuflash.planning.launches import Launch
 from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.problem import Problem
@@ -76,7 +77,7 @@ CONTROL = "initcheck, k unwritten"  # which has to report errors
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to prove; the defaults are the published run."""
+    """Configuration; the defaults are those of the published run."""
 
     sections: tuple[str, ...] = SECTIONS
     families: tuple[str, ...] = tuple(FAMILIES)
@@ -218,12 +219,12 @@ class Case(NamedTuple):
 
     @property
     def makes_lists(self) -> bool:
-        """Whether kernels list the blocks of the mask at each call."""
+        """Return whether kernels list the blocks of the mask at each call."""
         return self.is_device_mask and isinstance(self.structure.mask, (masks.Dense, masks.BlockPattern))
 
     @property
     def mask(self) -> masks.Mask | BlockIndex | None:
-        """What the plan is made of: a mask's arrays go to the device with q, or a list of blocks stands for them."""
+        """Return the plan's mask: its arrays go to the device with q, or a list of blocks replaces them."""
         mask, frame = self.structure.mask, self.structure.mask_shape
         if mask is None or isinstance(mask, masks.Causal) or self.is_device_mask:
             return mask
@@ -231,7 +232,7 @@ class Case(NamedTuple):
 
     @as_of_large_calls
     def plan(self, device: DeviceSpec) -> KernelPlan:
-        """What a device runs, of shapes alone."""
+        """Return the plan of a device, from shapes alone."""
         example = self.structure.example()
         shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
         sink = {} if example.sink is None else {"sink": cuflash.ShapeDtype(example.sink.shape, example.sink.dtype)}
@@ -344,7 +345,8 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
 
 
 # Calls on caches: dtype, query heads, new rows, page size or None. Two key/value heads of 64 dims, 300 positions.
-CACHES = (("float16", 2, 1, None), ("float16", 8, 5, 16), ("bfloat16", 4, 20, 64), ("float32", 2, 3, 16))
+CACHES = (("float16", 2, 1, None), ("float16", 8, 5, 16), ("bfloat16", 4, 20, 64), ("float32", 2, 3, 16),
+          ("bfloat16", 4, 70, 16))  # fmt: skip
 MASS_DTYPES = ("float16", "bfloat16", "float32")
 _CACHE = {"num_kv_heads": 2, "head_dim": 64, "capacity": 300}
 
@@ -358,6 +360,9 @@ def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
         problem = Problem.of(q, k, k)
         if not decode_reasons(problem, device):
             specs |= {decode_spec(problem, device), replace(decode_spec(problem, device), has_sink=True)}
+        elif not prefill_reasons(problem, device, "sm90"):
+            spec, of_queries = prefill_spec(problem, device, "sm90"), intervals_spec(problem.dtype)
+            specs |= {spec, of_queries, replace(spec, has_sink=True), replace(of_queries, has_sink=True)}
     return specs
 
 
@@ -419,7 +424,7 @@ DONE = "cases done:"  # and how many, as the child's last line
 
 
 def child(argument: str) -> None:
-    """What runs under a sanitizer: the cases that are asked for, as JSON says."""
+    """Run the requested cases, given as JSON, under a sanitizer."""
     import cupy
 
     asked = json.loads(argument)
@@ -459,7 +464,7 @@ def sanitizer() -> str:
 
 
 def errors_in(output: str) -> int | None:
-    """What the last lines of a tool count, of each process; None where the tool itself failed, and there are none."""
+    """Return the counts in the last lines of a tool, of each process; None if the tool itself failed."""
     found = re.findall(r"ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: (\d+) hazard", output, re.MULTILINE)
     return sum(int(errors or hazards) for errors, hazards in found) if found else None
 
@@ -528,7 +533,7 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def is_wrong(record: Record) -> bool:
-    """Whether a row is not what the proof needs."""
+    """Return whether a row is not what the proof needs."""
     has_errors = record["errors"] is None or record["errors"] > 0
     return bool(record.get("note")) or has_errors != (record["check"] == CONTROL)
 
@@ -545,7 +550,7 @@ def table(records: Sequence[Record]) -> Table:
     return shown
 
 
-# What tells the rows of the result apart.
+# Columns that distinguish the rows of the result.
 ROW = ("gpu", "section", "check", "family", "dtype", "head_dim", "mask")
 
 if __name__ == "__main__":

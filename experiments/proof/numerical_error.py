@@ -35,7 +35,7 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which calls; every combination is one row."""
+    """Return which calls; every combination is one row."""
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
     seqlens: tuple[int, ...] = (256, 1024, 4096)

@@ -73,7 +73,7 @@ class Kernel(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the library hands to NVRTC for a kernel, and what it asks for at a launch."""
+    """Text that the library hands to NVRTC for a kernel, and the resources of its launch."""
 
     text: str
     options: tuple[str, ...]
@@ -93,7 +93,7 @@ class Difference(NamedTuple):
         return f"{self.kernel}: {self.function}: {self.field}: {self.before} -> {self.after}"
 
 
-# What a tree would compile. This part runs in a process of its own for each tree, which imports that tree's library.
+# Kernels that a tree would compile. This part runs in one process a tree, which imports that tree's library.
 
 
 def specifications(gate: Mapping[str, Any]) -> set[tuple[Any, str]]:
@@ -165,8 +165,8 @@ def _launch_shared_bytes(spec: Any) -> int:
 
     Trees from before families were objects are asked for ``cuflash.tiles.shared_bytes``.
     """
-    if spec.entry == "sink_gradient":
-        return 0  # its launch has one sum for each thread, and `num_threads` is a field that is compared
+    if spec.entry == "sink_gradient" or spec.family in ("cache", "lists"):
+        return 0  # a sum for each thread, and `num_threads` is a field that is compared; and nothing
     if hasattr(spec, "shared_bytes"):
         return int(spec.shared_bytes)
     for module, function in (("cuflash.planning.routing", "family_of"), ("cuflash.tiles", "shared_bytes")):
@@ -179,7 +179,7 @@ def _launch_shared_bytes(spec: Any) -> int:
 
 
 def served(root: Path, wanted: Sequence[int] | None = None) -> Any:
-    """What `serve` writes in a process that imports the library of that tree."""
+    """Return the output of `serve` in a process that imports the library of that tree."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / "served.json"]
         if wanted is not None:
@@ -374,7 +374,7 @@ _DIMS, _TILE = ("head_dim", "value_dim"), ("block_q", "block_kv", "num_warps", "
 
 
 def _parts(kernel: Kernel) -> set[object]:
-    """What a kernel shows: each field, both dimensions, its tile, and all other fields together but its dtype."""
+    """Return the values that a kernel covers: each field, both dimensions, its tile, all other fields but dtype."""
     said = kernel.specification
     values = dict(said)
     flags = tuple(pair for pair in said if pair[0] not in (*_DIMS, *_TILE, "dtype"))

@@ -45,7 +45,7 @@ LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to compare; the defaults are the published run."""
+    """Configuration; the defaults are those of the published run."""
 
     seqlen_q: int = 150
     seqlen_kv: int = 200
@@ -135,7 +135,7 @@ def results(example: Example, executor: str, layout: str, kernel: str) -> dict[s
 
 
 def probes_agree(example: Example, layout: str, kernel: str) -> tuple[bool, bool]:
-    """Whether the exact probes pass on the GPU, and whether each returned the simulator's bits there."""
+    """Return whether the exact probes pass on the GPU, and whether each returned the simulator's bits there."""
     agree = True
 
     def attend(q: Any, k: Any, v: Any, *, mask: Any, scale: float | None) -> tuple[Any, Any]:
@@ -176,7 +176,7 @@ def compare(kernel: str, kind: str, structure: Structure) -> Record:
 
 
 def takes_bfloat16() -> bool:
-    """Whether CuPy knows ml_dtypes' bfloat16; not all versions do."""
+    """Return whether CuPy knows ml_dtypes' bfloat16; not all versions do."""
     import cupy
 
     try:

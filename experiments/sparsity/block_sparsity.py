@@ -105,7 +105,7 @@ def within_budgets(
 
 
 def run_recall(config: Config) -> list[Record]:
-    """What each pattern keeps of the captured attention, one record a pattern and budget."""
+    """Measure the share of the captured attention that each pattern keeps, one record a pattern and budget."""
     q, k, v = activations()
     shape = masks.MaskShape(q.shape[:1], *q.shape[1:3], k.shape[2])
     o, lse = cuflash.attention(q, k, v, return_lse=True, executor=config.executor)
@@ -126,7 +126,7 @@ def run_recall(config: Config) -> list[Record]:
 
 
 def check(mask: masks.Mask, q: np.ndarray, k: np.ndarray, v: np.ndarray, executor: str) -> None:
-    """What is to be timed is right, forward and backward: within the bounds of the reference, seen from 64 rows.
+    """Check the timed calls, forward and backward: within the bounds of the reference, seen from 64 rows.
 
     Only those rows have a gradient to send back, so only they need the reference.
     """
@@ -244,7 +244,7 @@ def gpu_row(config: Config, seqlen: int, block: int, density: float, times: Mapp
 
 
 def break_even(points: Sequence[tuple[float, float]]) -> float | None:
-    """Where time over the dense time reaches 1, of points (density, time over dense) that increase in density.
+    """Return the density at which time reaches the dense time, from points (density, time) by density.
 
     Between two points by a line; 1 where even the densest is faster than dense; None where none is.
     """

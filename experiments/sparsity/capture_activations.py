@@ -40,7 +40,7 @@ SENTENCES = (  # pairs of the same meaning, each pair about something else
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to capture; the defaults made the committed archive."""
+    """Configuration of the capture; the defaults made the committed archive."""
 
     layers: tuple[int, ...] = (0, 2, 5)
     seqlen: int = 512

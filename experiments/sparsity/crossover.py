@@ -178,7 +178,7 @@ def plot(records: list[Record]) -> Any:
     return figure
 
 
-# What tells the rows of a result apart.
+# Columns that distinguish the rows of a result.
 ROW = ("gpu", "pass", "seqlen", "block", "density", "dtype", "num_heads", "head_dim")
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ CASE = ("gpu", "pass", "head_dim", "mask", "seqlen", "batch", "heads", "determin
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to compare, of bfloat16."""
+    """Configuration; all calls are of bfloat16."""
 
     before: str = ""
     passes: tuple[str, ...] = ("backward",)

@@ -217,7 +217,7 @@ def run(config: Config) -> list[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """What was measured, in rows."""
+    """Return the measurements as rows."""
     made = Table(title="cpu executor, float32")
     for column in ("measure", "seqlen", "density", "ms", "± ms", "MiB", "ratio", "of what"):
         made.add_column(column, justify="left" if column in ("measure", "of what") else "right")

@@ -24,7 +24,7 @@ from workloads import flops
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to time; the defaults are the published run."""
+    """Configuration; the defaults are those of the published run."""
 
     p: float = 0.1
     head_dims: tuple[int, ...] = (64, 128)

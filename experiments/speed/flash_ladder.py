@@ -1,16 +1,17 @@
 """What does each step of the FlashAttention papers bring, in time and in memory, over the length?
 
     python -m experiments flash_ladder           # on the host: standard attention in NumPy beside the cpu executor
-    python -m experiments flash_ladder --gpu     # on a GPU: naive, simt, sm80 and sm90 kernels in float16
+    python -m experiments flash_ladder --gpu     # on a GPU: naive, simt, fa1, sm80 and sm90 kernels in float16
 
 The kernels of a run compute the same attention on the same standard normal data, and their calls are timed in turn,
 after some rows of their results and gradients were found within their error bounds. TFLOP/s count the products of the
-paper, 2 forward and 5 backward, half of them when causal. Peak memory is what a call holds at its peak beside arguments
-and results: on a GPU in CuPy's pool, on the host in NumPy's arrays, without the buffers that BLAS keeps. Workspace is
-what a plan says that its larger pass takes.
+paper, 2 forward and 5 backward, half of them when causal; on a GPU the share is that of its tensor cores' rate for 16
+bits. Peak memory is what a call holds at its peak beside arguments and results: on a GPU in CuPy's pool, on the host in
+NumPy's arrays, without the buffers that BLAS keeps. Workspace is what a plan says that its larger pass takes. Moved are
+the bytes of device memory that the papers' model counts, which `memory_traffic` compares with the profiler's.
 
 "plain" is attention as a few lines of NumPy: it stores the matrix of scores, and its backward pass makes the weights
-again from lse. "naive" are kernels that do the same on a GPU.
+again from lse. "naive" are kernels that do the same on a GPU, as long as the matrices fit its memory.
 
 Expect: memory of "plain" and "naive" grows with the square of the length, that of all others at most with the length.
 """
@@ -37,16 +38,17 @@ from cuflash.executors import gpu
 from harness import Record, check_names, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from rich.table import Table
 from spot_check import SpotCheck
+from traffic_model import modelled
 from workloads import flops
 
 MASKS, WAYS = ("full", "causal"), ("forward", "backward")
-GPU_KERNELS = ("naive", "simt", "sm80", "sm90")
+GPU_KERNELS = ("naive", "simt", "fa1", "sm80", "sm90")
 Peaks = dict[tuple[str, str, int, str], int]  # bytes, by kernel, mask, length and pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which calls; every combination is one row."""
+    """Return which calls; every combination is one row."""
 
     gpu: bool = False
     masks: tuple[str, ...] = MASKS
@@ -55,15 +57,16 @@ class Config:
     head_dim: int = 64
     repeats: int = 25
     gpu_kernels: tuple[str, ...] = GPU_KERNELS
-    gpu_seqlens: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    gpu_seqlens: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    gpu_batch: int = 16
     gpu_num_heads: int = 8
-    gpu_head_dim: int = 128
-    gpu_repeats: int = 10
+    gpu_head_dim: int = 64
+    gpu_repeats: int = 5
 
     def __post_init__(self) -> None:
         check_names(self, {"masks": MASKS, "gpu_kernels": GPU_KERNELS})
         counts = (self.num_heads, self.head_dim, self.repeats, *self.seqlens)
-        if min(*counts, self.gpu_num_heads, self.gpu_head_dim, self.gpu_repeats, *self.gpu_seqlens) < 1:
+        if min(*counts, self.gpu_batch, self.gpu_num_heads, self.gpu_head_dim, self.gpu_repeats, *self.gpu_seqlens) < 1:
             raise ValueError("lengths, num_heads, head_dim and repeats must be positive")
 
     @property
@@ -72,8 +75,9 @@ class Config:
         return list(itertools.product(sorted(self.gpu_seqlens if self.gpu else self.seqlens), self.masks))
 
     def shape(self, seqlen: int) -> tuple[int, int, int, int]:
-        heads, dim = (self.gpu_num_heads, self.gpu_head_dim) if self.gpu else (self.num_heads, self.head_dim)
-        return 1, heads, seqlen, dim
+        if self.gpu:
+            return self.gpu_batch, self.gpu_num_heads, seqlen, self.gpu_head_dim
+        return 1, self.num_heads, seqlen, self.head_dim
 
 
 @dataclass(frozen=True)
@@ -117,11 +121,19 @@ def kernels_of(config: Config, seqlen: int, mask: str) -> dict[str, Any]:
     x = cuflash.ShapeDtype(config.shape(seqlen), np.dtype(dtype))
     if not config.gpu:
         return {"plain": Plain(causal), "cpu": cuflash.plan(x, x, x, causal=causal, executor="cpu")}
-    return {
+    plans = {
         name: cuflash.plan(x, x, x, causal=causal, executor="gpu", kernel=name)
         for name in GPU_KERNELS
         if name in config.gpu_kernels
     }
+    most = 0.6 * memory_of_device()  # the forward pass's workspace stays in the pool
+    return {name: ready for name, ready in plans.items() if ready.workspace_bytes < most}
+
+
+def memory_of_device() -> int:
+    import cupy
+
+    return int(cupy.cuda.Device().mem_info[1])
 
 
 def draw(config: Config, seqlen: int) -> list[Any]:
@@ -194,6 +206,19 @@ def checked(name: str, ready: Any, arrays: list[Any], check: SpotCheck) -> dict[
     return simt_speed.both_passes(ready, q, k, v, do, o, lse)
 
 
+def passes_moved(ready: Any) -> dict[str, int]:
+    """Bytes of device memory by pass, of the papers' model."""
+    each = modelled(ready)
+    return {way: sum(moved for (of_way, _), moved in each.items() if of_way == way) for way in WAYS}
+
+
+def tensor_core_rate() -> float:
+    """FLOP/s of the device's tensor cores, of 16-bit elements."""
+    device = gpu.current_device()
+    peaks = cuflash.Peaks.of(device)
+    return peaks.tensor_16 * peaks.clock * device.num_processors
+
+
 def rows(config: Config, seqlen: int, mask: str, peaks: Peaks) -> Iterator[Record]:
     """A record a kernel and pass, at one length and mask."""
     arrays, kernels = draw(config, seqlen), kernels_of(config, seqlen, mask)
@@ -208,16 +233,20 @@ def rows(config: Config, seqlen: int, mask: str, peaks: Peaks) -> Iterator[Recor
         times = time_on_device(calls, repeats=config.gpu_repeats, warmup=1)
     else:
         times = time_alternately(calls, repeats=config.repeats, budget_s=2.5)
+    moved = {name: passes_moved(ready) if config.gpu else {} for name, ready in kernels.items()}
+    rate = tensor_core_rate() if config.gpu else None
     batch, num_heads, _, head_dim = config.shape(seqlen)
-    shape = {"seqlen": seqlen, "num_heads": num_heads, "head_dim": head_dim}
+    shape = {"batch": batch, "seqlen": seqlen, "num_heads": num_heads, "head_dim": head_dim}
     for (name, ready), way in itertools.product(kernels.items(), WAYS):
         timing, planned = times[f"{name} {way}"], ready.workspace_bytes
+        tflops = flops(way, mask, **shape) / timing.median_ms / 1e9
         yield {
             "kernel": name, "mask": mask, "pass": way, "dtype": arrays[0].dtype.name, **shape,
             "ms": timing.median_ms, "spread_ms": timing.spread_ms,
-            "tflops": flops(way, mask, batch=batch, **shape) / timing.median_ms / 1e9,
+            "tflops": tflops, "share_of_peak": None if rate is None else 1e12 * tflops / rate,
             "peak_mib": peaks[name, mask, seqlen, way] / 2**20,
             "workspace_mib": None if planned is None else planned / 2**20,
+            "moved_mb": moved[name][way] / 1e6 if config.gpu else None,
         }  # fmt: skip
 
 
@@ -236,14 +265,11 @@ def run_gpu(config: Config) -> Iterator[Record]:
     import cupy
 
     device = gpu.current_device()
-    there = ["naive", "simt", *simt_speed.tensor_core_families(device)]
+    tensor_cores = simt_speed.tensor_core_families(device)
+    there = ["naive", "simt", *(["fa1"] if tensor_cores else []), *tensor_cores]
     if missing := [name for name in config.gpu_kernels if name not in there]:
         sys.exit(f"{device.name} does not run {', '.join(missing)}: choose --gpu-kernels among {','.join(there)}")
     plans = {(case, name): ready for case in config.cases for name, ready in kernels_of(config, *case).items()}
-    free, _ = cupy.cuda.Device().mem_info
-    for ((seqlen, _), name), ready in plans.items():
-        if ready.workspace_bytes > 0.9 * free:
-            sys.exit(f"{name} at {seqlen} tokens takes {ready.workspace_bytes >> 20} MiB; {free >> 20} MiB are free")
     specs = {spec for ready in plans.values() for spec in ready.plan.specs.values()}
     nvrtc.precompile(specs, device.compute_capability)
     for case in track(config.cases, "lengths and masks"):
@@ -259,35 +285,39 @@ def run(config: Config) -> Iterator[Record]:
 
 def table(records: list[Record]) -> Table:
     made = Table(title="peak and workspace in MiB beside arguments and results")
-    for column in ("mask", "pass", "tokens", "kernel", "ms", "TFLOP/s", "peak", "workspace"):
+    for column in ("mask", "pass", "tokens", "kernel", "ms", "TFLOP/s", "share", "peak", "workspace", "moved MB"):
         made.add_column(column, justify="left" if column in ("mask", "pass", "kernel") else "right")
     order = sorted(records, key=lambda row: (row["mask"], row["pass"], row["seqlen"]))
     for row in order:
-        planned = "" if row["workspace_mib"] is None else f"{row['workspace_mib']:.4g}"
-        numbers = (f"{row[name]:.4g}" for name in ("ms", "tflops", "peak_mib"))
-        made.add_row(row["mask"], row["pass"], str(row["seqlen"]), row["kernel"], *numbers, planned)
+        measures = (row[name] for name in ("ms", "tflops", "share_of_peak", "peak_mib", "workspace_mib", "moved_mb"))
+        numbers = ("" if x is None else f"{x:.4g}" for x in measures)
+        made.add_row(row["mask"], row["pass"], str(row["seqlen"]), row["kernel"], *numbers)
     return made
 
 
 def plot(records: list[Record]) -> Any:
-    """Rate above and memory below over the length; a column a pass and mask, a line a kernel."""
+    """Rate, memory and, on a GPU, bytes moved over the length; a column a pass and mask, a line a kernel."""
     columns = list(dict.fromkeys((row["mask"], row["pass"]) for row in records))
+    measures = {"tflops": "TFLOP/s", "peak_mib": "peak MiB beside arrays", "moved_mb": "MB moved"}
+    if any(row["moved_mb"] is None for row in records):
+        del measures["moved_mb"]
     figure, axes = plt.subplots(
-        2, len(columns), figsize=(2.7 * len(columns), 5.2), sharex=True, sharey="row", squeeze=False
+        len(measures), len(columns), figsize=(2.7 * len(columns), 2.6 * len(measures)), sharex=True, sharey="row",
+        squeeze=False,
     )  # fmt: skip
     lengths = sorted({row["seqlen"] for row in records})
     for column, (mask, way) in zip(axes.T, columns):
         chosen = [row for row in records if (row["mask"], row["pass"]) == (mask, way)]
         for name in dict.fromkeys(row["kernel"] for row in chosen):
             of_kernel = [row for row in chosen if row["kernel"] == name]
-            for ax, measure in zip(column, ("tflops", "peak_mib")):
+            for ax, measure in zip(column, measures):
                 values = [row[measure] for row in of_kernel]
                 ax.loglog([row["seqlen"] for row in of_kernel], values, "-o", label=name, markersize=4)
         column[0].set_title(f"{way}, {mask}", fontsize="medium")
-        column[1].set_xticks(lengths, [str(x) if x < 4096 else f"{x // 1024}k" for x in lengths], fontsize="small")
-        column[1].tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-        column[1].set_xlabel("tokens")
-    for row_of_axes, label in zip(axes, ("TFLOP/s", "peak MiB beside arrays")):
+        column[-1].set_xticks(lengths, [str(x) if x < 4096 else f"{x // 1024}k" for x in lengths], fontsize="small")
+        column[-1].tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        column[-1].set_xlabel("tokens")
+    for row_of_axes, label in zip(axes, measures.values()):
         row_of_axes[0].set_ylabel(label)
     if not all(row["peak_mib"] > 0 for row in records):
         axes[1][0].set_yscale("symlog", linthresh=2.0**-6)
@@ -297,8 +327,8 @@ def plot(records: list[Record]) -> Any:
     return figure
 
 
-# What tells the rows of a result apart.
-ROW = ("gpu", "kernel", "mask", "pass", "dtype", "seqlen", "num_heads", "head_dim")
+# Columns that distinguish the rows of a result.
+ROW = ("gpu", "kernel", "mask", "pass", "dtype", "batch", "seqlen", "num_heads", "head_dim")
 
 if __name__ == "__main__":
     main(

@@ -183,7 +183,7 @@ def case_of_an_empty_launch() -> Case:
 
 
 def makers_of_masks(tokens: int, send: Callable[[Any], Any]) -> dict[str, Callable[[int], Any]]:
-    """What makes the mask of a call from its number; about half of the blocks are kept, the diagonal always."""
+    """Return the maker of a call's mask from its number; masks keep about half of the blocks, and the diagonal."""
     blocks = -(-tokens // BLOCK)
     rng = np.random.default_rng(1)
     kept = [(rng.random((blocks, blocks)) < 0.5) | np.eye(blocks, dtype=bool) for _ in range(PLACES)]
@@ -231,7 +231,7 @@ def timed(
 
 
 def senders(libraries: list[str]) -> dict[str, Callable[[Any], Any]]:
-    """What puts an array of NumPy on the GPU, for each library that is there."""
+    """Return the functions that copy a NumPy array to the GPU, one for each installed library."""
     import cupy
 
     found: dict[str, Callable[[Any], Any]] = {"cupy": cupy.asarray}
@@ -267,7 +267,7 @@ def cases(libraries: list[str], library: str, inputs: Inputs) -> Iterator[Case]:
 
 
 def versions() -> dict[str, str]:
-    """What a number depends on besides the case."""
+    """Return what a measurement depends on besides the case."""
     import importlib.metadata as metadata
 
     import cupy

@@ -98,7 +98,7 @@ def run(config: Config) -> list[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """What was measured, in rows."""
+    """Return the measurements as rows."""
     made = Table(title="masks compiled on the host")
     for column in ("mask", "seqlen", "made", "ms", "± ms", "peak MiB", "kept MiB"):
         made.add_column(column, justify="left" if column in ("mask", "made") else "right")

@@ -28,7 +28,7 @@ BUCKETS, MAX_DISTANCE, CAP = 32, 128, 50.0
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to time; the defaults are the published run."""
+    """Configuration; the defaults are those of the published run."""
 
     scores: tuple[str, ...] = (
         "alibi", "temperature", "softcap", "softcap_fast", "bias", "relative_position", "sink"

@@ -317,7 +317,7 @@ def run(config: Config) -> list[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """What was measured, in rows."""
+    """Return the measurements as rows."""
     made = Table(title="simt kernels")
     columns = ("measure", "dtype", "seqlen", "head_dim", "density", "ms", "tflops", "ratio", "us", "mib", "registers")
     for column in columns:

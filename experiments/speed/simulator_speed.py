@@ -113,7 +113,7 @@ def run(config: Config) -> list[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """What was measured, in rows."""
+    """Return the measurements as rows."""
     made = Table(title="the simulator")
     columns = ("measure", "kernel", "seqlen", "head_dim", "ms", "spread_ms", "runs", "reports", "other_bits")
     for column in columns:

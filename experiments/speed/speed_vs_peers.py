@@ -44,7 +44,7 @@ from workloads import blocks_name, flops, named_blocks, num_kept, random_blocks
 
 WAYS = ("forward", "backward")
 DTYPES = ("float16", "bfloat16", "float32")
-# What tells the rows of a result apart. Rows of an older commit stay: a set of cases is of one commit.
+# Columns that distinguish the rows of a result. Rows of an older commit stay: a set of cases is of one commit.
 CASE = ("gpu", "dtype", "pass", "head_dim", "mask", "seqlen", "batch", "heads", "request", "kernel", "commit")
 OURS = "cuflash"
 GRAPH_BELOW_MS = 0.04
@@ -53,7 +53,7 @@ Prepared = Callable[[], Callable[[], object]]  # makes a pass ready on the curre
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to compare; the defaults are the published run."""
+    """Configuration; the defaults are those of the published run."""
 
     passes: tuple[str, ...] = WAYS
     head_dims: tuple[int, ...] = (64, 128, 256)
@@ -332,7 +332,7 @@ def run(config: Config) -> Iterator[Record]:
         torch.cuda.empty_cache()
 
 
-# What the rows say: records of a run, or rows of the file
+# Summary of the rows: records of a run, or rows of the file
 
 
 def milliseconds(row: Mapping[str, Any], column: str) -> float | None:
@@ -380,7 +380,7 @@ class Lead(NamedTuple):
 def leads(
     rows: Sequence[Mapping[str, Any]], name: Callable[[Mapping[str, Any]], Hashable]
 ) -> dict[Hashable, Lead]:
-    """Who leads in each set of cases that `name` tells apart, over those that have a time of ours and of a peer."""
+    """Return the leader of each set of cases, named by `name`, over those that have a time of ours and of a peer."""
     ratios: dict[Hashable, list[float]] = {}
     for case in by_case(rows).values():
         best = over_best(case)

@@ -185,7 +185,7 @@ def accumulator_words(spec: KernelSpec) -> float:
 
 
 def fills_registers(spec: KernelSpec) -> bool:
-    """Whether accumulators take a quarter to three quarters of a thread's registers; of simt a sixteenth is enough.
+    """Return whether accumulators take 1/4 to 3/4 of a thread's registers; for simt 1/16 is enough.
 
     Of more some spill: operands and addresses want the rest. With fewer too little is multiplied for what is loaded;
     but simt keeps float32 in shared memory, and some chips have room for little of it.
@@ -234,7 +234,7 @@ def finds_room(spec: KernelSpec, device: DeviceSpec) -> bool:
 
 
 def is_shared_evenly(spec: KernelSpec) -> bool:
-    """Whether the threads of a block have equal parts of all that they multiply."""
+    """Return whether the threads of a block have equal parts of all that they multiply."""
     if spec.family == "sm90":  # of dQ a warpgroup makes 64 rows, or of 64 rows half the columns, in whole panels
         return spec.entry != "backward" or spec.block_q * spec.head_dim % (2 * 64 * sm90.ROWS) == 0
     if spec.family == "simt":
@@ -317,7 +317,7 @@ def plans_of(config: Config, family: str, head_dim: int, **options: Any) -> dict
 
 
 def compiled(specs: Sequence[KernelSpec], architecture: str) -> dict[KernelSpec, nvrtc.Compiled | CompileError]:
-    """What the compiler says of kernels, on as many threads as there are cores."""
+    """Compile kernels on as many threads as there are cores, and return the compiler's reports."""
 
     def tried(spec: KernelSpec) -> nvrtc.Compiled | CompileError:
         try:
@@ -430,7 +430,7 @@ def name_of(spec: KernelSpec) -> str:
     return f"{spec.block_q}x{spec.block_kv} w{spec.num_warps} b{spec.min_blocks} s{spec.num_stages}"
 
 
-# What the rows say
+# Summary of the rows
 
 
 def run(config: Config) -> Iterable[Record]:
@@ -466,7 +466,7 @@ def table(records: list[Record]) -> Table:
     return shown
 
 
-# What tells the rows of a GPU's result apart.
+# Columns that distinguish the rows of a GPU's result.
 GPU_ROW = ("gpu", "pass", "family", "dtype", "head_dim", "mask", "seqlen", "batch", "heads", "tile")
 
 if __name__ == "__main__":

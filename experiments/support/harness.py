@@ -1,4 +1,4 @@
-"""What the experiments share: flags from a Config, the machine's record, progress, timing, files written whole or not.
+"""Shared by all experiments: flags from a Config, the machine's record, progress, timing, files written whole or not.
 
     records = harness.main(Config, run, table, plot)     # the last line of an experiment
 
@@ -59,7 +59,7 @@ class Timing(NamedTuple):
 
 @functools.cache
 def machine() -> Record:
-    """What a number depends on besides the code: CPU, GPU, system, versions, commit, date; all text or integers."""
+    """Return the machine's record: CPU, GPU, system, versions, commit, date; all text or integers."""
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return {
         "cpu": _cpu_model(),
@@ -154,7 +154,7 @@ def time_on_device(calls: Mapping[str, Callable[[], object]], *, repeats: int, w
 
 
 def why_no_gpu() -> str | None:
-    """What is missing to run on a GPU."""
+    """List what is missing to run on a GPU."""
     try:
         import cupy
 
@@ -167,7 +167,7 @@ def why_no_gpu() -> str | None:
 
 
 def gpu_versions() -> Record:
-    """What a number of a GPU depends on besides the machine's record."""
+    """Return what a GPU's measurement depends on besides the machine's record."""
     import cupy
 
     return {

@@ -25,7 +25,7 @@ Row = Mapping[str, Any]
 
 
 class Request(NamedTuple):
-    """What a table holds the calls of."""
+    """Calls that a table shows."""
 
     gpu: str
     dtype: str

@@ -25,7 +25,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What a peer is asked for: a mask by its kind, and random blocks as they are.
+    """Call of a peer: a mask by its kind, and random blocks as they are.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ def _flex_mask(flexible: ModuleType, wanted: Wanted, seqlen: int, device: Any) -
 
 
 def partial_and_full(blocks: np.ndarray, factor: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which blocks `factor` times as long keep some of their parts, and which keep all: bool [heads, grid, grid]."""
+    """Return the blocks `factor` times as long of which some parts are kept, and all: bool [heads, grid, grid]."""
     heads, grid, _ = blocks.shape
     coarse = grid // factor
     parts = blocks.reshape(heads, coarse, factor, coarse, factor)

@@ -1,4 +1,4 @@
-"""Which rows of a result may be published, and which of them stand together in a table.
+"""Selection of the rows of a result that may be published, and of those that one table may combine.
 
 A row can be made again only if its tree was committed: rows whose commit is unknown or ends in `-dirty` are left out.
 Numbers of different commits never meet in one line or one mean: a set of cases that is summed up is of one commit, the
@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 
 def is_committed(row: Row) -> bool:
-    """Whether the row's code is a commit, so that the row can be measured again."""
+    """Return whether the row's code is a commit, so that the row can be measured again."""
     return bool(row["commit"]) and not row["commit"].endswith("-dirty")
 
 

@@ -12,7 +12,7 @@ _SCORES = 2**18  # of a head's rows that are recomputed; the bound holds some th
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SpotCheck:
-    """What a call on arrays [batch, heads, seqlen, head_dim] has to return at some places.
+    """Expected results of a call on arrays [batch, heads, seqlen, head_dim] at some places.
 
     Gradients are those of `do`, which is 0 but in the rows that are recomputed: so dk and dv are known for all keys.
 

@@ -27,7 +27,7 @@ Row = dict[str, str]
 
 
 def signature(rows: list[Row]) -> str:
-    """What the numbers were measured on; rows of several runs may have several answers."""
+    """Describe the machines of a table's numbers; rows of several runs may have several."""
     return "  \n".join(dict.fromkeys(map(_measured_on, rows)))
 
 
@@ -184,7 +184,7 @@ def host_time(rows: list[Row]) -> str:
 
 
 def beside_plain(rows: list[Row]) -> str:
-    """What score functions, sinks or dropout cost, as the time of plain attention over theirs."""
+    """Table of the time of plain attention over that with score functions, sinks or dropout."""
     first = "score" if "score" in rows[0] else "p"
     header = [first, "mask", "pass", "kernel", "head_dim", "ms", "TFLOP/s", "of plain"]
     lines = (
@@ -193,6 +193,31 @@ def beside_plain(rows: list[Row]) -> str:
         for row in rows
     )
     return f"{markdown(header, lines)}\n\n{rows[0]['seqlen']} tokens, {rows[0]['num_heads']} heads. {of_gpu(rows)}"
+
+
+_CHUNKS = ("chunks", "unequal")  # cases of chunked_prefill.py, whose rows are in the file of packed.py
+
+
+def packed(rows: list[Row]) -> str:
+    """Packed sequences and windows, beside other libraries."""
+    return of_libraries([row for row in rows if row["case"] not in _CHUNKS])
+
+
+def prefill(rows: list[Row]) -> str:
+    """Chunks of prompts on caches, beside packed sequences and other libraries."""
+    return of_libraries([row for row in rows if row["case"] in _CHUNKS])
+
+
+def of_libraries(rows: list[Row]) -> str:
+    """What was timed, by case and pass, and whose time over a row's own `ratio` is."""
+    header = ["case", "pass", "library", "ms", "TFLOP/s", "fastest other / own", "host us"]
+    lines = (
+        [row["case"], row["pass"], row["library"], number(row, "ms"), number(row, "tflops", ".0f")]
+        + [number(row, "ratio", ".2f"), number(row, "host_us", ".0f")]
+        for row in rows
+        if row["ms"]
+    )
+    return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
 
 
 def of_gpu(rows: list[Row]) -> str:
@@ -216,12 +241,14 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "host-time": ("host_time", host_time),
     "scores": ("score_functions", beside_plain),
     "dropout": ("dropout", beside_plain),
+    "packed": ("packed", packed),
+    "prefill": ("packed", prefill),
 }
 
 
 # Tables that choose their rows themselves, and say which commits these are of.
 OF_PEERS = ("speed-vs-peers", "peers-lead")
-CHOOSING = (*OF_PEERS, "decode", "host-time", "scores", "dropout")
+CHOOSING = (*OF_PEERS, "decode", "host-time", "scores", "dropout", "packed", "prefill")
 
 
 def written(text: str, results: Path = RESULTS) -> str:

@@ -1,4 +1,4 @@
-"""What the experiments run on: captured activations, more of their kind, families of block patterns, masks by name."""
+"""Data and masks: captured activations, more of their kind, families of block patterns, masks by name."""
 
 import re
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 #pragma once
 #include <attention/tile_scheduler.cuh>
 
-// What a tile visits, step by step, and which elements of a step are allowed.
+// The blocks that a tile visits, step by step, and the elements of a step that masks allow.
 namespace cuflash::attention {
 
 enum class BlockKind : int { kFull = 1, kInterval = 2, kBits = 3 };
@@ -12,13 +12,13 @@ struct Interval {
 
 CUFLASH_DEVICE int clamped(int64_t x, int length) { return x < 0 ? 0 : x > length ? length : static_cast<int>(x); }
 
-// A place along a sequence as an int, or one further out than any.
+// Converts a position along a sequence to int; positions beyond the range of int become its limits.
 CUFLASH_DEVICE int clamped_to_int(int64_t x) {
   constexpr int64_t kFar = 1 << 30;
   return static_cast<int>(max(min(x, kFar), -kFar));
 }
 
-// The keys lo <= j < hi of query i, where a mask says it by intervals.
+// The keys lo <= j < hi of query i, for masks that are intervals.
 CUFLASH_DEVICE Interval interval(const Params& params, const BatchHead& batch_head, int i) {
   const WorkList& list = params.work;
   const int length = params.shape.seqlen_kv;
@@ -28,7 +28,7 @@ CUFLASH_DEVICE Interval interval(const Params& params, const BatchHead& batch_he
   return {clamped(list.lo[at], length), clamped(list.hi[at], length)};
 }
 
-// Which keys a query sees in a step: lo <= j < hi, and of them those whose bits are 1, where there are bits.
+// The keys that a query attends in a step: lo <= j < hi, and of them those whose bits are 1, if there are bits.
 struct RowMask {
   int lo, hi;
   const uint8_t* bits;  // from first_bit_key on
@@ -48,7 +48,7 @@ struct KvBlock {
   BlockKind kind;
   int entry;  // of the list, where bits say it
 
-  // Asked once for a row: what it takes to find out would otherwise be most of a kernel's text.
+  // Computed once for a row: inlined at each use, it would be most of a kernel's text.
   CUFLASH_DEVICE RowMask row_mask(const Params& params, const BatchHead& batch_head, int i) const {
     const int length = params.shape.seqlen_kv;
     if (kind == BlockKind::kFull) return {0, length, nullptr, 0};
@@ -66,8 +66,8 @@ struct KvBlock {
   }
 };
 
-// How far a tile's rows, or keys, reach: start <= x < stop, of which full_start <= x < full_stop needs no mask; and its
-// places first_entry <= x < last_entry in the list, if there is one.
+// The range of a tile's rows, or keys: start <= x < stop, of which full_start <= x < full_stop needs no mask; and its entries
+// first_entry <= x < last_entry in the list, if there is one.
 struct VisitRange {
   int start, stop, full_start, full_stop;
   int first_entry, last_entry;
@@ -89,7 +89,7 @@ CUFLASH_DEVICE VisitRange visit_range_of_queries(const Params& params, const Wor
   return visit_range;
 }
 
-// How many rows end, or start, at or before a key: neither lo nor hi ever decreases.
+// Count the rows that end, or start, at or before a key; neither lo nor hi ever decreases.
 CUFLASH_DEVICE int rows_ending_by(const Params& params, const BatchHead& batch_head, int key) {
   if (params.work.lo == nullptr) return clamped(key - params.work.upper, params.shape.seqlen_q);
   int first = 0, last = params.shape.seqlen_q;
@@ -111,7 +111,7 @@ CUFLASH_DEVICE int rows_starting_by(const Params& params, const BatchHead& batch
   return first;
 }
 
-// The places of a tile of keys in the list, if there is one.
+// The entries of a tile of keys in the list, if there is one.
 CUFLASH_DEVICE void find_list_entries(const Params& params, const WorkTile& tile, VisitRange& visit_range) {
   const WorkList& list = params.work;
   if (list.column_pointers == nullptr) return;
@@ -132,7 +132,7 @@ CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, const WorkTi
   return visit_range;
 }
 
-// The same, but that it starts where a tile of queries does, as `work_tile` cuts them.
+// The queries of one head that may visit a tile of keys, from the start of a tile of queries on, as `work_tile` cuts them.
 CUFLASH_DEVICE VisitRange aligned_to_tiles(const Params& params, VisitRange visit_range, int height) {
   const int offset_in_block = params.work.row_pointers != nullptr
       ? divmod(visit_range.start, params.work.block_q).remainder : visit_range.start;
@@ -140,7 +140,7 @@ CUFLASH_DEVICE VisitRange aligned_to_tiles(const Params& params, VisitRange visi
   return visit_range;
 }
 
-// What the steps of a tile of queries, or of keys, run over.
+// The range over which the steps of a tile of queries, or of keys, run.
 struct OverKvBlocks {
   static CUFLASH_DEVICE int entry(const WorkList&, int position) { return position; }
   static CUFLASH_DEVICE BlockKind kind(const WorkList& list, int position) {
@@ -164,12 +164,12 @@ struct OverQBlocks {
   static CUFLASH_DEVICE int length(const Shape& shape) { return shape.seqlen_q; }
 };
 
-// Where a part of `total` things starts, which parts share evenly; it ends where the next one starts.
+// The start of one of several even parts of `total` items; a part ends where the next one starts.
 CUFLASH_DEVICE int split_start(int total, int part, int num_parts) {
   return total / num_parts * part + min(part, total % num_parts);
 }
 
-// One of several parts of what a tile of queries reaches: of listed blocks, or of steps of Width keys.
+// One of several parts of the range of a tile of queries: of listed blocks, or of steps of Width keys.
 template <int Width, class Listed>
 CUFLASH_DEVICE VisitRange split_range(const Params& params, const VisitRange& full_range, int part, int num_parts) {
   VisitRange visit_range = full_range;
@@ -185,8 +185,8 @@ CUFLASH_DEVICE VisitRange split_range(const Params& params, const VisitRange& fu
   return visit_range;
 }
 
-// Steps of at most Width over what a tile reaches; over the listed blocks, if there is a list. The reach stays where it
-// is, in registers or in shared memory.
+// Steps of at most Width over the range of a tile; over the listed blocks, if there is a list. The range stays where it is,
+// in registers or in shared memory.
 template <int Width, class Side, class Listed = DynamicListed>
 class BlockIterator {
  public:
@@ -218,7 +218,7 @@ class BlockIterator {
   }
 
  private:
-  // The next listed block; one of intervals is cut to the tile's reach.
+  // The next listed block; a block of intervals is cut to the tile's range.
   CUFLASH_DEVICE void open_block(int position) {
     const WorkList& list = params_.work;
     entry_ = Side::entry(list, position);
@@ -239,8 +239,8 @@ class BlockIterator {
   int entry_ = -1;
 };
 
-// A last step that is short, and is not the matrix's end, where the accelerator writes zeros: it starts earlier instead, if
-// the tile reaches as far. What lies past it may be anything, and 0 times that is not 0.
+// Moves a short last step that does not end at the matrix's end to an earlier start, if the tile's range allows it: rows past a
+// step may hold anything, and 0 times NaN is not 0, whereas TMA writes zeros past the end of the matrix.
 template <int Width, bool IsListed>
 CUFLASH_DEVICE bool shift_short_block(KvBlock& block, const VisitRange& visit_range, int length) {
   const bool is_shifted =

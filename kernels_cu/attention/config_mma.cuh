@@ -29,7 +29,7 @@ CUFLASH_DEVICE tile::Matrix<T> rows(T* data, const attention::Matrices& matrices
   return {data + first * matrices.row_stride, matrices.row_stride, matrices.column_stride, last - first, num_columns};
 }
 
-// Whether its rows are those of a tile: asked once, so that no step has to look.
+// Returns whether a matrix has as many columns as the tile: computed once, before the steps.
 template <class Tile, class T>
 CUFLASH_DEVICE bool has_full_rows(T* data, const attention::Matrices& matrices, int num_columns) {
   return tile::has_full_rows<Tile>(rows(data, matrices, num_columns, 0, 0));

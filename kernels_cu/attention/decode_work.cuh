@@ -2,7 +2,7 @@
 #include <attention/block_iterator.cuh>
 #include <attention/decode_params.cuh>
 
-// What the blocks of a decode kernel share: the keys of a sequence, cut into parts by the sequence's own length.
+// The work of a decode kernel's blocks: the keys of a sequence, cut into parts by the sequence's own length.
 namespace cuflash::attention {
 
 // The new rows of a sequence are its last positions.
@@ -20,7 +20,7 @@ CUFLASH_DEVICE Sequence sequence(const Decode& params, int number) {
   return {clamped, clamped_count, first_key, length == clamped && count == clamped_count};
 }
 
-// The keys that a row of a tile of packed queries sees.
+// The keys that a row of a tile of packed queries attends.
 CUFLASH_DEVICE RowMask packed_row_mask(const Decode& params, const Sequence& of, int row) {
   const int number = row % params.num_queries, position = of.length - of.count + number;
   const bool is_there = row < params.group_size * params.num_queries && number < of.count && position >= 0;
@@ -29,13 +29,13 @@ CUFLASH_DEVICE RowMask packed_row_mask(const Decode& params, const Sequence& of,
           0};
 }
 
-// Keys start <= j < stop are a block's.
+// The keys start <= j < stop of a block.
 struct Part {
   int number, num_parts;  // of the sequence
   int start, stop;
 };
 
-// Parts are as long as a sequence's own keys ask for: at least Width keys, in at most max_parts parts.
+// Cuts a sequence's keys by their number alone: parts of at least Width keys, at most max_parts parts.
 template <int Width>
 CUFLASH_DEVICE Part part_of(const Decode& params, const Sequence& of, int number) {
   const int base = of.first_key / Width * Width, num_steps = (of.length - base + Width - 1) / Width;

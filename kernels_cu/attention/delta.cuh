@@ -1,7 +1,7 @@
 #pragma once
 #include <attention/config_mma.cuh>
 
-// What FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) starts with, where tensor cores multiply.
+// The first step of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) for kernels on tensor cores.
 namespace cuflash {
 
 // write(row, delta) of each row of a tile: delta = rowsum(dO o O) - dlse, 0 in rows without a key. A few neighbouring threads
@@ -45,7 +45,7 @@ CUFLASH_DEVICE void for_each_delta(const attention::Params& params, const attent
   }
 }
 
-// The sums of dQ of a tile are set to 0, where a pass has them.
+// Set the sums of dQ of a tile to 0, in passes that have them.
 CUFLASH_DEVICE void clear_dq_sum(const attention::Params& params, const attention::WorkTile& work) {
   using namespace attention;
   if (params.dq_sum.data == nullptr) return;

@@ -3,18 +3,18 @@
 #include <attention/score_gradient_mma.cuh>
 #include <tile/accumulator_layout.cuh>
 
-// Where gradients go.
+// The epilogue of gradients, from accumulators to global memory.
 namespace cuflash {
 
 using DqPartition = tile::WarpPartition<kBlockQ, kHeadDim, kNumWarps>;
 using WarpDq = DqPartition::Tile;
 static_assert(DqPartition::kNumOwnerWarps == kNumWarps, "what two warps hold would be added twice");
 
-// The sums of dQ of a tile of queries, as the warps of both kernels hold them.
+// The layout of a query tile's sums of dQ, which the kernels that add and the one that rounds share.
 using DqSumLayout = tile::AccumulatorLayout<WarpDq, config::kDqAtomicWidth == 4 ? 4 : 1>;
 
-// Rows of a gradient leave by way of a room in shared memory, which is free; or in float32, where they are summed over
-// broadcast axes afterwards, at once.
+// Stage the rows of a gradient in free shared memory before they are stored; float32 gradients, which are summed over broadcast
+// axes afterwards, are stored at once.
 template <class Gradient, class Tile>
 CUFLASH_DEVICE void stage_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
                                    int num_columns, Tile staging, Gradient& gradient) {
@@ -22,7 +22,7 @@ CUFLASH_DEVICE void stage_gradient(const attention::Matrices& to, const attentio
   else if (gradient.is_first_owner()) tile::store(staging, gradient);
 }
 
-// What is held. Called by all threads, once all of it is there.
+// Store the staged rows. Called by all threads, after a barrier.
 template <class Tile>
 CUFLASH_DEVICE void write_staged_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
                                           int num_columns,
@@ -32,7 +32,7 @@ CUFLASH_DEVICE void write_staged_gradient(const attention::Matrices& to, const a
   tile::store<kThreads>(all.rows(work.first, work.last), staging);
 }
 
-// Both. Called by all threads.
+// Stage and store the rows. Called by all threads.
 template <class Gradient, class Tile>
 CUFLASH_DEVICE void write_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
                                    int num_columns, Tile staging, Gradient& gradient) {

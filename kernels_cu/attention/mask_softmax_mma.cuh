@@ -3,16 +3,16 @@
 #include <attention/softmax_simt.cuh>
 #include <tile/warp_tile.cuh>
 
-// Masks and softmax on scores as the tensor cores leave them.
+// Masks and softmax on scores in the accumulator layout of tensor cores.
 namespace cuflash::attention {
 
-// Whether a step needs no mask.
+// Returns whether a step needs no mask.
 template <int Width>
 CUFLASH_DEVICE bool is_unmasked(const KvBlock& block) {
   return block.kind == BlockKind::kFull && block.stop - block.start == Width;
 }
 
-// Which query a row of a tile is.
+// The query of a row of a tile.
 struct UnpackedQuery {
   CUFLASH_DEVICE int operator()(int row) const { return row; }
 };
@@ -21,7 +21,7 @@ struct PackedQuery {
   CUFLASH_DEVICE int operator()(int row) const { return row % seqlen_q; }
 };
 
-// A gradient's masked scores: a NaN that no arithmetic makes, told by its bits from every score, of which -inf is one too.
+// The value of masked scores in backward passes: a NaN that no arithmetic makes, recognised by its bits. -inf can be a score.
 constexpr uint32_t kMaskedScore = 0x7fc5a5a5u;
 CUFLASH_DEVICE float masked_score() { return __uint_as_float(kMaskedScore); }
 CUFLASH_DEVICE bool is_masked_score(float s) { return __float_as_uint(s) == kMaskedScore; }
@@ -57,8 +57,8 @@ CUFLASH_DEVICE void mask_rows(Tile& s, const KvBlock& block, float value, RowMas
   }
 }
 
-// The same where each row sees one key further than the row before: the tile's first one what `keys` says. Of the step, keys
-// from `start` on.
+// Masks rows of which each attends one key further than the row before: `keys` are those of the tile's first row. Keys of the
+// step from `start` on are set.
 template <class Tile>
 CUFLASH_DEVICE void mask_band(Tile& s, const KvBlock& block, float value, const Interval& keys, int start) {
   static_assert(Tile::kColumns <= 32 && Tile::row(1) == 8 && Tile::column(2) == 8, "a thread's next row: two columns on");
@@ -76,7 +76,7 @@ CUFLASH_DEVICE void mask_band(Tile& s, const KvBlock& block, float value, const 
   }
 }
 
-// What a row of a tile sees in a step; one past its last, nothing.
+// The keys that a row of a tile attends in a step; a row past the last one attends none.
 template <class Queries = UnpackedQuery>
 CUFLASH_DEVICE RowMask row_mask_of_row(const Params& params, const WorkTile& work, const KvBlock& block, int row,
                                        Queries query_of = {}) {
@@ -104,8 +104,8 @@ struct LazySoftmax {
   static constexpr float kLargestPlainScore = 1 << 14;  // of a score whose rounding changes no digit that o has
 
   float row_max[kRows], row_sum[kRows];  // the sum of the thread's own columns
-  // Why a step must look for maxima: some of the warp's queries have seen no key yet, or some maxima are so large that what
-  // rounds in a score times the scale would be a large exponent.
+  // Reasons why a step must compute maxima: some of the warp's queries have attended no key yet, or some maxima are so large that
+  // the rounding of a score times the scale would be a large exponent.
   enum MaxReason { kNoKeyYet = 1, kLargeMax = 2 };
   int max_reasons = kNoKeyYet;
 
@@ -117,14 +117,14 @@ struct LazySoftmax {
     }
   }
 
-  // The scale times log2(e), without its sign, and 1 in the place of 0.
+  // The absolute scale times log2(e); 1 if the scale is 0.
   static CUFLASH_DEVICE float scale_log2(double softmax_scale) {
     const float scale = softmax_scale * kLog2E;
     return scale == 0 ? 1 : fabsf(scale);
   }
 
-  // Whether q k^T has to be turned into what grows with the scores: the scale is not positive. Doubles are compared by
-  // their bits, as the unit for their arithmetic waits for products of tensor cores that were started before.
+  // Whether q k^T must be negated so that weights grow with it: the scale is not positive. Doubles are compared by their bits,
+  // since the unit for their arithmetic waits for products that tensor cores have started before.
   static CUFLASH_DEVICE bool needs_negation(double softmax_scale) { return __double_as_longlong(softmax_scale) <= 0; }
 
   template <class Tile>
@@ -193,7 +193,7 @@ struct LazySoftmax {
     for (int i = 0; i < kRows; ++i) o.scale_row(i, factor[i]);
   }
 
-  // Of large maxima, take them off the scores before these are scaled.
+  // Subtract large maxima from the scores before these are scaled.
   template <class Tile>
   CUFLASH_DEVICE void subtract_max(Tile& s) const {
 #pragma unroll
@@ -202,7 +202,7 @@ struct LazySoftmax {
       for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) -= shift(i);
   }
 
-  // Turn scores, from which large maxima are taken off, into weights, and add them up.
+  // Turn scores, from which large maxima were subtracted, into weights, and add them up.
   template <class Tile>
   CUFLASH_DEVICE void exp_scores(Tile& s, float softmax_scale_log2) {
 #pragma unroll
@@ -210,7 +210,7 @@ struct LazySoftmax {
       exp_row(s, i, softmax_scale_log2, max_reasons & kLargeMax ? 0 : shift(i) * softmax_scale_log2, row_sum[i]);
   }
 
-  // All of it: scores become weights, and what has been summed before is scaled by what the maximum rose.
+  // The whole update: scores become weights, and earlier sums are scaled by the rise of the maximum.
   template <class Tile, class OutputTile>
   CUFLASH_DEVICE void update(Tile& s, OutputTile& o, float softmax_scale_log2) {
     float factor[kRows];

@@ -1,40 +1,11 @@
 #pragma once
 #include <attention/block_iterator.cuh>
+#include <attention/tiling.cuh>
 
-// What the naive kernels need to work on a matrix of scores that is there as a whole: any tile of it may be asked for.
+// Access of naive kernels to a matrix of scores that is stored as a whole: they may read any tile of it.
 namespace cuflash::attention {
 
-// first <= x < last, of queries, keys or columns.
-struct Range {
-  int first, last;
-
-  CUFLASH_DEVICE bool is_empty() const { return first >= last; }
-};
-
-CUFLASH_DEVICE Range rows_of(const WorkTile& work) { return {work.first, work.last}; }
-
-// A length in tiles that stay within blocks, as `work_tile` has them: the last of a block may be short, or empty.
-struct Tiling {
-  int length, block, height;
-
-  CUFLASH_DEVICE int tiles_in_block() const { return (block + height - 1) / height; }
-  CUFLASH_DEVICE int num_tiles() const { return (length + block - 1) / block * tiles_in_block(); }
-  CUFLASH_DEVICE Range tile(int number) const {
-    const int start = number / tiles_in_block() * block;
-    const int first = start + number % tiles_in_block() * height;
-    return {first, min(min(first + height, start + block), length)};
-  }
-};
-
-CUFLASH_DEVICE Tiling query_tiling(const Params& params, int height) {
-  return {params.shape.seqlen_q, params.work.row_pointers != nullptr ? params.work.block_q : height, height};
-}
-
-CUFLASH_DEVICE Tiling key_tiling(const Params& params, int height) {
-  return {params.shape.seqlen_kv, params.work.row_pointers != nullptr ? params.work.block_kv : height, height};
-}
-
-// The step that a tile of scores is: all of it lies within one block of a list. False where that block is absent.
+// The step of a tile of scores, which lies within one block of a list. Returns false if that block is absent.
 CUFLASH_DEVICE bool find_block(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
                                KvBlock& block) {
   const WorkList& list = params.work;
@@ -55,8 +26,8 @@ CUFLASH_DEVICE bool find_block(const Params& params, const BatchHead& batch_head
   return true;
 }
 
-// Which keys of a tile some query of it visits. What stands at the others never matters: products take it as 0, since
-// the P of 0 that they have would make NaN of NaN.
+// Returns whether some query of a tile visits this key. Products read the rows of other keys as 0: their P is 0, and 0 times
+// NaN would be NaN.
 CUFLASH_DEVICE bool is_visited_key(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
                                    int key) {
   KvBlock block;
@@ -70,7 +41,7 @@ CUFLASH_DEVICE bool is_visited_key(const Params& params, const BatchHead& batch_
   return false;
 }
 
-// Which queries of a tile visit some key of it.
+// Returns whether this query visits some key of a tile.
 CUFLASH_DEVICE bool is_visiting_query(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
                                       int query) {
   KvBlock block;

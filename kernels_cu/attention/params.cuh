@@ -1,7 +1,8 @@
 #pragma once
 #include <ptx/types.cuh>
 
-// What a launch hands to every attention kernel, by value. cuflash/params.py has the same records as NumPy dtypes; each
+// The parameters of every attention kernel, passed by value. cuflash/compiler/params_layout.py has the same records as NumPy
+// dtypes; each translation unit asserts that all offsets agree.
 // translation unit asserts that all offsets agree.
 namespace cuflash::attention {
 
@@ -34,7 +35,7 @@ struct Shape {
   double softmax_scale;
 };
 
-// Which keys a query may see: a band, an interval for every row, or a list of blocks.
+// The keys that a query may attend: a band, an interval for every row, or a list of blocks.
 struct WorkList {
   int64_t lower, upper;  // lower <= j - i <= upper
   const int32_t* lo;     // [batch or 1, heads or 1, seqlen_q] lo <= j < hi; null where the band says it all
@@ -56,14 +57,14 @@ struct WorkList {
   int32_t num_q_blocks, num_kv_blocks;
 };
 
-// What the naive kernels alone keep: whole matrices [seqlen_q, seqlen_kv], float32.
+// Workspaces of the naive kernels alone: whole matrices [seqlen_q, seqlen_kv], float32.
 struct NaiveMatrices {
   Matrices scores;  // S in base 2, then P in its place
   Matrices score_gradients;
 };
 
-// What blocks that share a tile's keys leave to be merged, float32: O and lse of each part, the parts' rows one after the
-// other.
+// Partial results of blocks that share a tile's keys, float32: O and lse of each part, the rows of one part after those of
+// another.
 struct Parts {
   Matrices o_parts;    // [splits * seqlen_q, room for value_dim]
   Matrices lse_parts;  // [splits * seqlen_q]

@@ -14,7 +14,7 @@ struct Sink {
 };
 enum SinkDtype { kHalfSink, kBFloat16Sink, kFloatSink, kDoubleSink };
 
-// The argument as functions take it; other kernels have none, and hand over the constant in its place.
+// The type of the sink argument in functions: kernels without a sink pass a constant in its place.
 struct NoSink {};
 template <bool HasSink>
 struct SinkArgumentIf {
@@ -49,7 +49,7 @@ CUFLASH_DEVICE T sink_weight(T logit, T other) {
   return ptx::exp2_accurate((logit - other) * T(kLog2E));
 }
 
-// Merge a row with its head's sink: returns what o is to be multiplied by. A sink of -inf leaves everything as it is.
+// Merge a row with its head's sink: returns the factor of o. A sink of -inf leaves everything as it is.
 template <class T>
 CUFLASH_DEVICE T merge_sink(T& lse, T sink) {
   if (sink == ptx::negative_infinity<T>()) return 1;

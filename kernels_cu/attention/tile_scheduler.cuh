@@ -3,7 +3,7 @@
 #include <tile/copy.cuh>
 #include <tile/counter.cuh>
 
-// Which tile of which matrix a block works on. Only here do kernels ask for their block's number.
+// The tile scheduler: maps a thread block to its work tiles. Kernels read their block's number only here.
 namespace cuflash::attention {
 
 // A batch entry and a head: the matrices of one softmax.
@@ -13,7 +13,7 @@ struct BatchHead {
   int head;         // of the queries
 };
 
-// Rows first <= x < last of the place's matrices.
+// Rows first <= x < last of the matrices of a batch entry and head.
 struct WorkTile {
   BatchHead batch_head;
   int first, last;
@@ -21,7 +21,7 @@ struct WorkTile {
   CUFLASH_DEVICE bool is_empty() const { return first >= last; }
 };
 
-// Whether the work is listed: known to the kernel, or asked when it runs.
+// Whether the work is listed: a constant of the kernel, or a value at run time.
 template <bool IsListed>
 struct StaticListed {
   static CUFLASH_DEVICE bool has_list(const WorkList&) { return IsListed; }
@@ -30,13 +30,13 @@ struct DynamicListed {
   static CUFLASH_DEVICE bool has_list(const WorkList& list) { return list.row_pointers != nullptr; }
 };
 
-// Which matrix of a list a place shares.
+// The matrix of a list that a batch entry and head uses.
 CUFLASH_DEVICE int64_t list_index(const WorkList& list, const BatchHead& batch_head) {
   return batch_head.batch_index * list.list_batch_stride + batch_head.head * list.list_head_stride;
 }
 
-// How often a number contains another, and what is left; neither is negative. Mostly the other one is a power of two, and a
-// division takes a hundred cycles in which a block has nothing else to do.
+// Quotient and remainder of two numbers that are not negative. The divisor is mostly a power of two, and a division takes a
+// hundred cycles in which a block has nothing else to do.
 struct DivMod {
   int quotient, remainder;
 };
@@ -47,7 +47,7 @@ CUFLASH_DEVICE DivMod divmod(int number, int by) {
   return {quotient, number - quotient * by};
 }
 
-// The queries or the keys, as tiles cut them. A place is a batch entry and as many query heads as share the rows.
+// The tiles of the queries, or of the keys, as an axis. A place is a batch entry and the query heads that share the rows.
 struct TileAxis {
   int length, heads_per_row_group;
   int block;             // of the list
@@ -56,7 +56,7 @@ struct TileAxis {
   int heads_per_l2_group;
 };
 
-// How a side is cut. Tiles stay within blocks: the last block, and the last tile of a block, may be short.
+// How an axis is cut. Tiles stay within blocks: the last block, and the last tile of a block, may be short.
 struct TileScheduler {
   int block, tiles_in_block, num_blocks, num_tiles, num_heads, num_batch_heads;
 
@@ -71,13 +71,13 @@ struct TileScheduler {
   }
 };
 
-// A place, and which of its tiles, in the order in which they are taken.
+// A place and one of its tiles, in the order in which blocks take them.
 struct TileOrder {
   int batch_head_number, rank;
 };
 
-// What starts last decides how long others idle. So places take turns, each with its longest tiles first; as many at a
-// time as the plan says.
+// The tiles that start last decide how long other blocks idle. So places alternate, each with its longest tiles first; the plan
+// says how many places alternate at a time.
 CUFLASH_DEVICE TileOrder tile_order_at(const TileAxis& axis, const TileScheduler& scheduler, int number) {
   const int heads_per_group = min(axis.heads_per_l2_group, scheduler.num_batch_heads);
   const DivMod groups = divmod(number, heads_per_group * scheduler.num_tiles);
@@ -120,7 +120,7 @@ CUFLASH_DEVICE int batch_head_number(const Shape& shape, const BatchHead& batch_
   return (batch_head.batch_index - shape.first_batch) * shape.num_heads + batch_head.head;
 }
 
-// Which part of its tile's work a block does, where `num_parts` of them share it.
+// The part of its tile's work that a block computes, where `num_parts` blocks share the tile.
 CUFLASH_DEVICE int split_index(int num_parts) { return divmod(blockIdx.x, num_parts).remainder; }
 
 // The queries of one head.
@@ -136,8 +136,8 @@ CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_par
   return work_tile(params, query_axis<Listed>(params), height, divmod(blockIdx.x, num_parts).quotient);
 }
 
-// The last first. Kernels that run before and after one that takes tiles in their order find, or leave, in the level-2 cache
-// what it starts with, or ended with.
+// Reverses the order: a kernel that runs before or after another finds, or leaves, in the level-2 cache the tiles that the other
+// ended or starts with.
 template <class Listed>
 CUFLASH_DEVICE WorkTile query_tile_reversed(const Params& params, int height) {
   TileAxis queries = query_axis<Listed>(params);
@@ -167,7 +167,7 @@ CUFLASH_DEVICE WorkTile query_tile_at(const Params& params, int height, int numb
   return work;
 }
 
-// Queries cut after every `height`, whatever the blocks of a list.
+// Cuts the queries after every `height`, whatever the blocks of a list.
 CUFLASH_DEVICE WorkTile query_rows(const Params& params, int height) {
   const TileAxis queries{params.shape.seqlen_q, 1, 0, nullptr, true, params.shape.heads_per_l2_group};
   return work_tile(params, queries, height, blockIdx.x);
@@ -180,13 +180,19 @@ CUFLASH_DEVICE WorkTile packed_query_tile(const Params& params, int height, int 
   return work_tile(params, queries, height, divmod(blockIdx.x, num_parts).quotient);
 }
 
-// The place of a block that works on a whole head of the queries.
+// The batch entry and head of a block that works on a whole head of the queries.
 CUFLASH_DEVICE BatchHead head_place(const Params& params) {
   const TileAxis one{1, 1, 0, nullptr, true, 1};
   return work_tile(params, one, 1, blockIdx.x).batch_head;
 }
 
-// Which tile of its matrix starts with a query.
+// The place of a block that works on a whole head of the keys; `head` is the first of the query heads that share them.
+CUFLASH_DEVICE BatchHead kv_head_place(const Params& params) {
+  const TileAxis one{1, params.shape.group_size, 0, nullptr, true, 1};
+  return work_tile(params, one, 1, blockIdx.x).batch_head;
+}
+
+// The number, within its matrix, of the tile that starts with a query.
 template <class Listed = DynamicListed>
 CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height) {
   const int block = params.work.block_q;
@@ -194,7 +200,7 @@ CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height
   return first / block * ((block + height - 1) / height) + first % block / height;
 }
 
-// Where the tile of queries ends that starts with one.
+// The end of the tile of queries that starts with a query.
 template <class Listed = DynamicListed>
 CUFLASH_DEVICE int query_tile_end(const Params& params, int first, int height) {
   const int last = min(first + height, params.shape.seqlen_q), block = params.work.block_q;
@@ -219,9 +225,9 @@ CUFLASH_DEVICE WorkTile key_tile_at(const Params& params, int height, int number
   return work_tile(params, key_axis<Listed>(params), height, number);
 }
 
-// Where the blocks of gradients finish dQ of the first places (sm90/dq_semaphore.cuh), a group of places has its last keys
-// walked some rounds ahead of others, those backwards, and its first keys some rounds behind, between tiles of other groups.
-// So a tile waits for none that is taken later, and finds done what it waits for.
+// In kernels that finish dQ of the first places themselves (sm90/dq_semaphore.cuh), a group of places takes its last keys some
+// rounds before other tiles, in reverse, and its first keys some rounds after them, between tiles of other groups. So no tile
+// waits for one that is taken later, and most find done what they wait for.
 struct FusedDqTileOrder {
   int batch_heads, num_tiles, num_groups, ahead, behind;
 
@@ -266,8 +272,8 @@ CUFLASH_DEVICE WorkTile fused_dq_key_tile_at(const Params& params, int height, i
                             : tile_order_at(keys, scheduler, number));
 }
 
-// For blocks that go on to further tiles as they end: how many there are, a block's first, and the next that nobody has.
-// The last to ask leaves the count as it found it, for a further launch. By one thread.
+// For persistent blocks: the number of tiles, a block's first tile, and the next tile that no block has taken. The last block
+// that takes a number resets the counter, for a later launch. Called by one thread.
 template <class Listed>
 CUFLASH_DEVICE int num_key_tiles(const Params& params, int height) {
   const TileScheduler scheduler(params.shape, key_axis<Listed>(params), height);
@@ -280,14 +286,14 @@ CUFLASH_DEVICE int next_tile_number(const Params& params, int num_tiles) {
   if (fetched == num_tiles - 1) *next = 0;
   return gridDim.x + fetched;
 }
-// The same where a block asks for its first tile too, so that tiles are taken in their order, whichever blocks start.
+// Takes a block's first tile from the counter as well, so that tiles are taken in order, whichever blocks start first.
 CUFLASH_DEVICE int next_tile_number_in_order(const Params& params, int num_tiles) {
   int* const next = static_cast<int*>(params.tile_counter.data);
   const int fetched = tile::fetch_increment(next);
   if (fetched + 1 - num_tiles == static_cast<int>(gridDim.x)) *next = 0;
   return fetched;
 }
-// In a kernel that runs before.
+// Resets the counter, in a kernel that runs before.
 CUFLASH_DEVICE void reset_tile_counter(const Params& params) {
   int* const next = static_cast<int*>(params.tile_counter.data);
   if (next != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *next = 0;

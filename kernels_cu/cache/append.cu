@@ -1,6 +1,6 @@
-// Puts the new keys and values of each sequence behind those that a KV cache has. Where they go follows from the lengths on the
-// device, so that a graph that holds this kernel can be replayed. Several blocks share the rows of a sequence, and the last of
-// them to have read its length sets the new one. What has no room is left out and counted.
+// Appends the new keys and values of each sequence to a KV cache. The positions follow from the lengths on the device, so that a
+// graph with this kernel can be replayed. Several blocks copy the rows of a sequence; the last block to read its length sets the
+// new one. Rows for which there is no room are dropped and counted.
 #include <attention/append_params.cuh>
 #include <attention/tile_scheduler.cuh>
 
@@ -16,7 +16,7 @@ struct alignas(16) Unit {
   uint64_t at[2];
 };
 
-// Whether rows are made of units that start at multiples of their size.
+// Returns whether rows consist of units that start at multiples of their size.
 CUFLASH_DEVICE bool has_aligned_units(const Matrices& matrices, int num_columns) {
   constexpr int kElements = sizeof(Unit) / sizeof(Element);
   const auto is_whole = [](int64_t stride) { return stride % kElements == 0; };
@@ -25,7 +25,7 @@ CUFLASH_DEVICE bool has_aligned_units(const Matrices& matrices, int num_columns)
          reinterpret_cast<uint64_t>(matrices.data) % sizeof(Unit) == 0;
 }
 
-// The page of a position; the number of pages where it has none.
+// The page of a position; the number of pages if the position has none.
 CUFLASH_DEVICE int page_of(const CachePages& cache, int sequence, int position) {
   if (cache.table == nullptr) return sequence;
   const int page = cache.table[static_cast<int64_t>(sequence) * cache.max_pages + position / cache.page_size];

@@ -1,4 +1,4 @@
-// Decides each cell of the grid, a warp for a cell: its kind and, where elements of the mask count one by one, its bits.
+// Classifies each cell of the grid, one warp a cell: its kind and, where the mask has elements, its bits.
 #include <lists/params.cuh>
 
 namespace cuflash::lists {
@@ -51,7 +51,7 @@ CUFLASH_DEVICE int bits_of_keys(const MaskMatrix& matrix, int query, int key, in
   return allowed & exists;
 }
 
-// The kind of a cell whose elements count one by one; writes its bits.
+// The kind of a cell whose mask has elements; writes its bits.
 CUFLASH_DEVICE int kind_by_elements(const MaskMatrix& matrix, int cell, int q_block, int kv_block) {
   const Params& params = matrix.params;
   const int num_bytes = (params.block_kv + 7) / 8, size = params.block_q * num_bytes;

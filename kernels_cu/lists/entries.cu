@@ -31,7 +31,7 @@ CUFLASH_DEVICE void list_column(const Params& params, int column) {
   }
 }
 
-// Puts a block row, or column, of a matrix in its place among them: those of most entries first, and of equally many the last.
+// Sets the position of a block row, or column, of a matrix in the order: most entries first, the last one first among equals.
 CUFLASH_DEVICE void put_in_order(const int32_t* pointers, int32_t* order, int number, int num_blocks) {
   const int first = number / num_blocks * num_blocks;
   const int length = pointers[number + 1] - pointers[number];

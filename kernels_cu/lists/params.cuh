@@ -9,7 +9,7 @@ namespace cuflash::lists {
 constexpr int kBatchAxes = 3;
 constexpr int kThreads = 32 * config::kNumWarps;
 
-// As BlockKind in cuflash/blocks/classify.py, but for the first: a block that is not listed.
+// BlockKind of cuflash/blocks/classify.py, and kAbsent for blocks that are not listed.
 enum Kind : int { kAbsent, kFull, kInterval, kBits };
 
 // What a launch hands to every kernel, by value. cuflash/planning/list_kernels.py has the same record as a NumPy dtype. A cell is

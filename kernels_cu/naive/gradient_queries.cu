@@ -5,7 +5,7 @@
 #include <ptx/shared.cuh>
 #include <tile/gemm_simt.cuh>
 
-// Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
+// Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params) {
   using namespace cuflash;

@@ -1,4 +1,4 @@
-// The gradient of a sink. One block sums over the queries of one head, and makes delta = rowsum(dO o O) - dlse of each again.
+// The gradient of a sink. One block sums over the queries of one head, and recomputes delta = rowsum(dO o O) - dlse of each.
 #include <attention/config_simt.cuh>
 #include <attention/sink.cuh>
 #include <ptx/shared.cuh>

@@ -6,7 +6,7 @@
 #include <attention/softmax_simt.cuh>
 #include <attention/tile_scheduler.cuh>
 
-// Four blocks on a multiprocessor: left alone, ptxas 13.0 spills registers of some to have more.
+// Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_softmax(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;

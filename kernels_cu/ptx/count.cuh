@@ -1,4 +1,4 @@
-// Counts in global memory, by which blocks tell each other what is done.
+// Counters in global memory, by which blocks signal completed work to each other.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model
 #pragma once
 
@@ -6,13 +6,13 @@
 
 namespace cuflash::ptx {
 
-// Adds to a count, by which other blocks learn of all that this thread wrote, or knows to be written, before.
+// Adds to a counter with release order: blocks that acquire it see all writes that this thread made or observed before.
 CUFLASH_DEVICE void red_add_release(int* counter, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
-// Waits until these bits of such a count are no less than a number: what others wrote before they added to it, this thread
-// sees after. Called by whole warps: where one lane waits, ptxas takes registers from the whole kernel. A kernel that is
-// watched faults after four seconds.
+// Waits until the masked bits of a counter reach a threshold, with acquire order: this thread then sees all writes that others
+// made before their additions. Called by whole warps: if one lane alone waits, ptxas takes registers from the whole kernel. In a
+// kernel with a watchdog, the wait ends with a fault after four seconds.
 CUFLASH_DEVICE void wait_for_counter(const int* counter, int mask, int threshold) {
   const uint64_t started_at = config::kHasWatchdog ? assembly::nanoseconds() : 0;
   while (true) {

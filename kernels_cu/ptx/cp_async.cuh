@@ -22,7 +22,7 @@ CUFLASH_DEVICE void cp_async_ca_16(uint32_t destination, const void* source, int
                : "memory");
 }
 
-// Past the L1 cache: for tiles that a block reads once.
+// Bypasses the L1 cache: for tiles that a block reads once.
 CUFLASH_DEVICE void cp_async_cg_16(uint32_t destination, const void* source, int source_bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(source_bytes)
                : "memory");

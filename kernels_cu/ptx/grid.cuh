@@ -1,4 +1,4 @@
-// Grids of one stream that overlap, where the launch allows it: without that, both do nothing.
+// Programmatic dependent launch: grids of one stream that overlap. In launches that do not allow it, both functions do nothing.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol (sm_90)
 #pragma once
 
@@ -6,10 +6,10 @@
 
 namespace cuflash::ptx {
 
-// Waits until the grids before this one have ended and their writes are seen.
+// Waits until the grids before this one have ended and their writes are visible.
 CUFLASH_DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The grid after this one may start once all blocks have called this or ended; its writes are not promised by that.
+// The next grid may start once all blocks have called this or have ended; it does not see this grid's writes by that.
 CUFLASH_DEVICE void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -13,14 +13,14 @@ CUFLASH_DEVICE float exp2_approx(float x) {
   return y;
 }
 
-// 1 / x, off by one unit in the last place at most; of subnormal x infinite, and subnormal results are 0.
+// 1 / x with an error of at most one unit in the last place; infinite for subnormal x; subnormal results become 0.
 CUFLASH_DEVICE float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// The library's functions, one name for float and double.
+// Functions of CUDA's math library, under one name for float and double.
 CUFLASH_DEVICE float exp2_accurate(float x) { return ::exp2f(x); }
 CUFLASH_DEVICE double exp2_accurate(double x) { return ::exp2(x); }
 CUFLASH_DEVICE float log2_accurate(float x) { return ::log2f(x); }
@@ -47,14 +47,14 @@ CUFLASH_DEVICE float tanh_approx(float x) {
 CUFLASH_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
 
-// The lesser of two; NaN if either is.
+// The smaller of two numbers; NaN if either is NaN.
 CUFLASH_DEVICE float min_or_nan(float x, float y) {
   float z;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;
 }
 
-// The bits from `first` on: all where it is negative, none from 32 on.
+// A word whose bits from number `first` on are set: all of them if `first` is negative, none from 32 on.
 CUFLASH_DEVICE uint32_t bits_at_or_above(int first) {
   uint32_t bits;
   asm("shl.b32 %0, %1, %2;" : "=r"(bits) : "r"(~0u), "r"(max(first, 0)));
@@ -81,7 +81,7 @@ CUFLASH_DEVICE float to_float(Half x) {
 // A bfloat16 is the upper half of a float; the instruction for it exists only from sm_90 on.
 CUFLASH_DEVICE float to_float(BFloat16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
 
-// Rounds to nearest, ties to even; too large becomes infinity.
+// Rounds to nearest, ties to even; values that are too large become infinity.
 template <class T>
 CUFLASH_DEVICE T from_float(float x);
 
@@ -102,7 +102,7 @@ CUFLASH_DEVICE BFloat16 from_float<BFloat16>(float x) {
   return y;
 }
 
-// As from_float<BFloat16>, by integers: chips before sm_80 have no instruction for it.
+// Computes from_float<BFloat16> in integers: chips before sm_80 have no instruction for it.
 CUFLASH_DEVICE BFloat16 bfloat16_by_integers(float x) {
   const uint32_t bits = __float_as_uint(x);
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;

@@ -14,15 +14,15 @@ CUFLASH_DEVICE uint64_t nanoseconds() {
   return time;
 }
 
-// Ends the kernel with an error, as a trap does, which is a way out of it: where a wait has one, ptxas keeps no products in
-// flight (C7512).
+// Ends the kernel with an error by a store to address 0. A trap would be an exit from the wait loop, for which ptxas serialises
+// wgmma (C7512).
 CUFLASH_DEVICE void fault() { asm volatile("st.global.u32 [%0], 0;" ::"l"(0ull) : "memory"); }
 
 }  // namespace cuflash::assembly
 
 namespace cuflash::ptx {
 
-// By one thread, before fence_mbarrier_init and a barrier of the block.
+// Called by one thread, before fence_mbarrier_init and a barrier of the block.
 CUFLASH_DEVICE void mbarrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -30,7 +30,7 @@ CUFLASH_DEVICE void mbarrier_init(uint32_t barrier, int count) {
 // Lets asynchronous copies, and other blocks of a cluster, see the barriers that this thread made.
 CUFLASH_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// What this thread wrote before, whoever waits sees after.
+// Arrives with release order: threads that wait for the phase see this thread's earlier writes.
 CUFLASH_DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -40,7 +40,7 @@ CUFLASH_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Whether the phase of this parity has ended; waits for it a while, as long as the hardware likes.
+// Returns whether the phase of this parity has ended; suspends the thread for up to a time that the hardware chooses.
 CUFLASH_DEVICE bool mbarrier_try_wait(uint32_t barrier, int phase) {
   int has_ended;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
@@ -50,7 +50,7 @@ CUFLASH_DEVICE bool mbarrier_try_wait(uint32_t barrier, int phase) {
   return has_ended;
 }
 
-// Waits until the phase of this parity has ended. A kernel that is watched faults after four seconds.
+// Waits until the phase of this parity has ended. In a kernel with a watchdog, the wait ends with a fault after four seconds.
 CUFLASH_DEVICE void mbarrier_wait(uint32_t barrier, int phase) {
   const uint64_t started_at = config::kHasWatchdog ? assembly::nanoseconds() : 0;
   while (!mbarrier_try_wait(barrier, phase))

@@ -1,5 +1,5 @@
-// A store to global memory under a predicate. As a branch it would be a block of its own: two hundred of them took a
-// compiler a fifth of a kernel's time (experiments/results/sm90_steps.log, 16).
+// A predicated store to global memory. Written as a branch it would be a basic block of its own; two hundred of them took a
+// fifth of a kernel's time (experiments/results/sm90_steps.log, 16).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#predicated-execution
 #pragma once
 

@@ -10,10 +10,10 @@
 
 namespace cuflash::ptx {
 
-// Opaque: cuTensorMapEncodeTiled makes it. Only as a __grid_constant__ parameter.
+// An opaque record that cuTensorMapEncodeTiled makes. It is passed only as a __grid_constant__ parameter.
 struct alignas(64) TensorMap { uint64_t words[16]; };
 
-// How long the level-2 cache shall keep what a copy reads.
+// How long the level-2 cache keeps the data that a copy reads.
 enum class Cache : uint64_t {
   kNormal = 0x1000000000000000, kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000
 };
@@ -22,13 +22,13 @@ CUFLASH_DEVICE void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// What this thread wrote to shared memory, or knows by a barrier that others wrote, copies and wgmma see that are issued
-// later, after a barrier where another thread issues them. What copies brought, wgmma sees without.
+// Makes this thread's writes to shared memory, and those that it observed through a barrier, visible to bulk copies and wgmma
+// that are issued later, also by other threads after a barrier. wgmma sees data that a bulk copy wrote without this fence.
 CUFLASH_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// The same of global memory, between copies and what threads read, write or tell each other.
+// Orders accesses of threads to global memory with those of bulk copies.
 CUFLASH_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- to shared memory: the barrier gets as many bytes as the box has, zeros included ----
+// ---- to shared memory: the mbarrier counts as many bytes as the box has, zeros included ----
 
 CUFLASH_DEVICE void tma_load_4d(uint32_t destination, const TensorMap* map, uint32_t barrier, int x0, int x1, int x2,
                                 int x3, Cache cache = Cache::kNormal) {
@@ -46,14 +46,14 @@ CUFLASH_DEVICE void tma_load_5d(uint32_t destination, const TensorMap* map, uint
                : "memory");
 }
 
-// Brings a box to the level-2 cache, where a later copy finds it.
+// Prefetches a box into the level-2 cache, where a later copy finds it.
 CUFLASH_DEVICE void tma_prefetch_5d(const TensorMap* map, int x0, int x1, int x2, int x3, int x4) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(x0), "r"(x1),
                "r"(x2), "r"(x3), "r"(x4)
                : "memory");
 }
 
-// Bytes as they lie; addresses and number of bytes are multiples of 16.
+// Copies consecutive bytes; addresses and the number of bytes are multiples of 16.
 CUFLASH_DEVICE void bulk_load(uint32_t destination, const void* source, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :
@@ -69,7 +69,7 @@ CUFLASH_DEVICE void tma_store_4d(const TensorMap* map, uint32_t source, int x0, 
                : "memory");
 }
 
-// By the first lane, called by whole warps: in a branch of one lane's the compiler would serialize wgmma.
+// The first lane issues the copy; whole warps call this, since inside a branch of one lane the compiler would serialise wgmma.
 CUFLASH_DEVICE void tma_store_5d(const TensorMap* map, uint32_t source, int x0, int x1, int x2, int x3, int x4) {
   asm volatile("{\n"
                ".reg .pred is_first;\n"
@@ -82,7 +82,7 @@ CUFLASH_DEVICE void tma_store_5d(const TensorMap* map, uint32_t source, int x0, 
                : "memory");
 }
 
-// Adds to what is there, element by element, in the map's type.
+// Adds to the values in global memory, element by element, in the map's type.
 CUFLASH_DEVICE void tma_add_4d(const TensorMap* map, uint32_t source, int x0, int x1, int x2, int x3) {
   asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                :
@@ -97,7 +97,7 @@ CUFLASH_DEVICE void tma_add_5d(const TensorMap* map, uint32_t source, int x0, in
                : "memory");
 }
 
-// By the first lane, called by whole warps, as tma_store_5d.
+// The first lane issues the copy; whole warps call this, for the reason at tma_store_5d.
 CUFLASH_DEVICE void bulk_store(void* destination, uint32_t source, int bytes) {
   asm volatile("{\n"
                ".reg .pred is_first;\n"
@@ -111,7 +111,7 @@ CUFLASH_DEVICE void bulk_store(void* destination, uint32_t source, int bytes) {
                : "memory");
 }
 
-// Adds floats. By the first lane, called by whole warps: in a branch of one lane's the compiler would serialize wgmma.
+// Adds floats. The first lane issues the copy; whole warps call this, for the reason at tma_store_5d.
 CUFLASH_DEVICE void bulk_add(float* destination, uint32_t source, int bytes) {
   asm volatile("{\n"
                ".reg .pred is_first;\n"
@@ -134,7 +134,7 @@ CUFLASH_DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// The same, until their writes are made and seen by this thread.
+// Waits until all but the newest kPending groups of this thread have completed and their writes are visible to this thread.
 template <int kPending>
 CUFLASH_DEVICE void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,5 +1,5 @@
-// The names that every other file leans on: integers of known width, and tags for the 8-bit and 16-bit floats.
-// NVRTC has no <stdint.h>; the 64-bit types are spelled so that they are glibc's where a compiler brings those too.
+// Types that all other files use: integers of known width, and tags for the 8-bit and 16-bit floats.
+// NVRTC has no <stdint.h>; the 64-bit types are spelled as in glibc, for compilers that also include its headers.
 #pragma once
 
 #define CUFLASH_DEVICE __device__ __forceinline__
@@ -15,7 +15,7 @@ typedef decltype(sizeof(0)) uint64_t;
 
 namespace cuflash::ptx {
 
-// Storage only: arithmetic happens in float registers, conversions are in ptx/math.cuh.
+// Storage types: arithmetic happens in float registers, and ptx/math.cuh has the conversions.
 struct Half { unsigned short bits; };
 struct BFloat16 { unsigned short bits; };
 struct Float8E4M3 { unsigned char bits; };  // 4 bits of exponent, 3 of mantissa, at most 448, no infinity

@@ -1,4 +1,4 @@
-// What four warps of a warpgroup agree on, and what one lane does for its warp.
+// Register counts of warpgroups, and the election of one lane in a warp.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg (sm_90a)
 #pragma once
 
@@ -6,14 +6,14 @@
 
 namespace cuflash::ptx {
 
-// Registers that each thread of this warpgroup keeps: a multiple of 8 from 24 to 256, fewer than it has. Called by all
-// of its threads.
+// Reduces the registers of each thread of this warpgroup to a number that is a multiple of 8 from 24 to 256. Called by all of
+// the warpgroup's threads.
 template <int kRegisters>
 CUFLASH_DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// More than it has; waits until other warpgroups of the block have given up enough.
+// Raises the registers of each thread; waits until other warpgroups of the block have released enough.
 template <int kRegisters>
 CUFLASH_DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

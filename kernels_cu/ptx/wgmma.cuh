@@ -1,5 +1,5 @@
 // Products of the four warps of a warpgroup on tensor cores: d (64 x N) = a (64 x 16) * b (16 x N), plus d if `adds`.
-// They run asynchronously: from wgmma_fence to the wgmma_wait that ends their group nobody else touches d, a and b.
+// They run asynchronously: no thread may touch d, a and b from wgmma_fence to the wgmma_wait that ends their group.
 // Warp w has rows 16w to 16w + 15. With g = lane / 4 and t = lane % 4 (16-bit elements are two to a register):
 //   d[4j], d[4j + 1]: row g, columns 8j + 2t, 8j + 2t + 1;   d[4j + 2], d[4j + 3]: the same columns of row g + 8
 //   a[0], a[1]: rows g, g + 8, columns 2t, 2t + 1;           a[2], a[3]: the same rows, columns 2t + 8, 2t + 9
@@ -98,7 +98,7 @@ CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_
 
 namespace cuflash::ptx {
 
-// Which dimension of an operand in shared memory lies densely: that of the sum (k), or the rows of a, the columns of b.
+// The dimension along which an operand lies contiguously in shared memory: the sum's (k), or rows of a and columns of b.
 enum class Major { kK = 0, kMN = 1 };
 
 // How 16-byte chunks of rows of so many bytes are permuted, here as by tensor maps: bits 4 to 6 of an address change by
@@ -117,17 +117,17 @@ constexpr CUFLASH_DEVICE uint64_t wgmma_descriptor(Swizzle swizzle, uint32_t add
          static_cast<uint64_t>(leading_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Before the first wgmma, and wherever d, or a in registers, was touched by anything but a wgmma of the same shape.
+// Required before the first wgmma, and whenever d, or a in registers, was accessed by anything but a wgmma of the same shape.
 CUFLASH_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// a and b in shared memory.
+// Both a and b lie in shared memory.
 template <Major kMajorA, Major kMajorB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T tag, float (&d)[kCount], uint64_t a, uint64_t b, bool adds) {
   constexpr uint32_t unused[4] = {};
   assembly::wgmma<false, static_cast<int>(kMajorA), static_cast<int>(kMajorB)>(tag, d, unused, a, b, adds);
 }
 
-// a in registers.
+// The operand a lies in registers.
 template <Major kMajorB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T tag, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool adds) {
   assembly::wgmma<true, 0, static_cast<int>(kMajorB)>(tag, d, a, 0, b, adds);
@@ -142,15 +142,15 @@ CUFLASH_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Ends the use of what these registers hold: a product that starts anew is no reason to keep it.
+// Ends the lifetime of these registers' values, so that the compiler does not preserve them for a product that starts anew.
 template <int kCount>
 CUFLASH_DEVICE void mark_undefined(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i]));
 }
 
-// Keeps what else is done with these registers on its side of this line: that products under way use them, the compiler
-// does not see.
+// Keeps other accesses to these registers on their side of this line: the compiler does not know that products in flight use
+// them.
 template <int kCount>
 CUFLASH_DEVICE void fence_registers(float (&registers)[kCount]) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) in one walk over the scores: dK and dV of one tile of
-// keys, and what it adds to dQ, which other blocks add to in an order of their own. Scores are transposed here: rows are
-// keys. Q, dO, Q again and the sum for dQ take turns in one shared tile; P and then dS keep theirs.
+// FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) in one walk over the scores: a block computes dK and dV of one
+// tile of keys, and adds its contributions to dQ atomically, in no fixed order. Scores are transposed here: rows are keys. Q, dO,
+// Q again and the sum for dQ share one tile of shared memory in turn; P and then dS have a tile of their own.
 #include <attention/block_iterator.cuh>
 #include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>
@@ -15,7 +15,7 @@ constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 constexpr int kDqWidth = tile::kMmaRows > 0 ? 32 : kHeadDim % 64 == 0 ? 64 : kHeadDim;  // columns of dQ in registers at a time
 constexpr int kUnroll = 1;  // of a product at a time: more gain little, and compile half as long again
 constexpr int kScoreUnroll = tile::kMmaRows > 0 ? tile::kMmaUnroll : kUnroll;  // where registers are free for operands
-// Multiply-adds only read these along rows, by vectors; tensor cores read down columns too.
+// Multiply-adds read these only along rows, by vectors; tensor cores read along columns too.
 constexpr int kPadding = tile::kMmaRows > 0 ? tile::kPadding<Accumulator> : 0;
 using KRows = tile::SharedTile<Accumulator, kBlockKv, kHeadDim, kHeadDim + kPadding>;
 using VRows = tile::SharedTile<Accumulator, kBlockKv, kValueDim, kValueDim + kPadding>;
@@ -23,7 +23,7 @@ using VRows = tile::SharedTile<Accumulator, kBlockKv, kValueDim, kValueDim + kPa
 constexpr int kPtPadding = kPadding == 0 && kBlockQ > 64 ? 8 : kPadding;
 using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ, kBlockQ + kPtPadding>;
 
-// Q, dO and dQ take turns in one place; behind each row stand lse and delta of its query.
+// Q, dO and dQ share one tile in turn; behind each row lie lse and delta of its query.
 template <int Columns>
 using SharedSlot = tile::SharedTile<Accumulator, kBlockQ, Columns, kWidest + tile::kPadding<Accumulator>>;
 
@@ -76,7 +76,7 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       if constexpr (!kHasScore) probabilities_of_keys(scores, params, work, block, lse_2);
       tile::store(p_smem, scores);  // with a score function S, which its thread alone reads
       __syncthreads();  // P is there, and Q is read
-      // Whatever a query without a key brings, its gradients are 0.
+      // The gradients of a query without a key are 0, whatever its rows hold.
       tile::load(do_smem, d_o.rows(block.start, block.stop),
                  [&](int row) { return lse_2(row) != -ptx::negative_infinity<Accumulator>(); });
       __syncthreads();  // dO is there

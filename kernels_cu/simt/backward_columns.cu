@@ -11,7 +11,7 @@
 namespace cuflash {
 
 using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ>;
-// of a product at a time; 3 % slower than four, and compiled in 2/3
+// Steps of a product that are unrolled; 3 % slower than four, and compiled in 2/3
 constexpr int kUnroll = tile::kMmaRows > 0 ? 4 : 1;
 
 }  // namespace cuflash
@@ -52,7 +52,7 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
       __syncthreads();  // Q and dS of the last step are read
       load_statistics<kHeadDim>(q_smem, block, lse, delta);
       tile::load(q_smem, q.rows(block.start, block.stop));
-      // Whatever a query without a key brings, its gradients are 0.
+      // The gradients of a query without a key are 0, whatever its rows hold.
       tile::load(do_smem, d_o.rows(block.start, block.stop), [&](int row) {
         return lse.at(block.start + row, 0) != ptx::negative_infinity<Accumulator>();
       });

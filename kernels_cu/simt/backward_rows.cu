@@ -1,5 +1,5 @@
 // The rows' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2): delta = rowsum(dO o O) - dlse and
-// dQ of one tile of queries, P recomputed from lse. The columns' half reads delta; no sum depends on who finishes first.
+// dQ of one tile of queries, P recomputed from lse. The columns' half reads delta; results repeat bit for bit.
 #include <attention/block_iterator.cuh>
 #include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>

@@ -2,6 +2,7 @@
 // of keys and walks the queries that visit it, over the query heads that share it. dK and dV stay in registers; what a
 // step adds to dQ goes to global memory, unless dQ has a kernel of its own (backward_rows.cu).
 #include <attention/dropout_gradient_mma.cuh>
+#include <attention/empty_rows.cuh>
 #include <attention/epilogue_mma.cuh>
 #include <attention/fragment_slopes.cuh>
 #include <attention/score_gradient_mma.cuh>
@@ -203,15 +204,6 @@ CUFLASH_DEVICE void add_dv_overlapped(WarpDv& dv, Scores& s, OTile do_smem, floa
       tile::store_columns(ds_smem, dp, j);
     }
   });
-}
-
-// Whatever a query without a key brings, its gradients are 0. Called by all threads.
-CUFLASH_DEVICE void clear_empty_rows(OTile d_o, const tile::Matrix<float>& lse) {
-  for (int row = threadIdx.x; row < lse.num_rows; row += kThreads)
-    if (lse.at(row, 0) == ptx::negative_infinity<float>())
-      for (int chunk = 0; chunk < OTile::kChunks; ++chunk)
-        *d_o.pointer<tile::Chunk<Element>>(OTile::offset(row, chunk)) = {};
-  __syncthreads();
 }
 
 }  // namespace cuflash

@@ -5,6 +5,7 @@
 // where queries are few too, a tile holds those of all the heads that share keys.
 #include <attention/config_mma.cuh>
 #include <attention/dropout.cuh>
+#include <attention/page_table.cuh>
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
 #include <ptx/cp_async.cuh>
@@ -36,16 +37,21 @@ struct BlockState {
 };
 
 // The tile that a block works on, alone or with others.
-CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params) {
+CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params, attention::NoPages) {
   if (kPackGqa) return attention::packed_query_tile(params, kBlockQ, params.shape.num_splits);
   return attention::query_tile<Listed>(params, kBlockQ, kIsSplit ? params.shape.num_splits : 1);
+}
+
+CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params, const attention::Pages& pages) {
+  return attention::query_tile_of_sequence<Listed>(params, pages, kBlockQ, attention::first_tile_number());
 }
 
 // What the block visits of the keys that the tile's queries reach.
 CUFLASH_DEVICE attention::VisitRange visit_range_of_block(const attention::Params& params, attention::WorkTile work) {
   using namespace attention;
   if (kPackGqa) work.last = params.shape.seqlen_q;  // each head's queries are the same
-  const VisitRange full_range = visit_range_of_queries(params, work);
+  VisitRange full_range = visit_range_of_queries(params, work);
+  if (config::kIsPaged) align_steps(full_range, kBlockKv);
   const int num_splits = params.shape.num_splits;
   return kIsSplit ? split_range<kBlockKv, Listed>(params, full_range, split_index(num_splits), num_splits) : full_range;
 }
@@ -66,8 +72,9 @@ CUFLASH_DEVICE void save_state(const attention::Params& params, const attention:
   using namespace attention;
   const Shape& shape = params.shape;
   const int kv_head = divmod(work.batch_head.head, shape.group_size).quotient;
-  state.k = matrix<Element>(params.k, work.batch_head, kv_head, 0, 0).data;
-  state.v = matrix<Element>(params.v, work.batch_head, kv_head, 0, 0).data;
+  const BatchHead place = config::kIsPaged ? BatchHead{} : work.batch_head;  // of pages, the first
+  state.k = matrix<Element>(params.k, place, kv_head, 0, 0).data;
+  state.v = matrix<Element>(params.v, place, kv_head, 0, 0).data;
   state.work = work;
   state.visit_range = visit_range;
   state.softmax_scale_log2 = Softmax::scale_log2(exponent_scale(shape));
@@ -79,7 +86,8 @@ CUFLASH_DEVICE void save_state(const attention::Params& params, const attention:
 // A step's rows of K, or of V.
 template <class Tile>
 CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
-                               const attention::KvBlock& block, bool rows_fill_tiles) {
+                               const attention::KvBlock& block, bool rows_fill_tiles, attention::NoPages,
+                               const BlockState&) {
   if (__builtin_expect(rows_fill_tiles && block.stop - block.start == kBlockKv, true)) {
     const int64_t row_stride = matrices.row_stride;
     tile::FullTileCopy<kThreads, Element, kBlockKv,
@@ -87,6 +95,33 @@ CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices
         .start();
   } else {
     tile::load_async<kThreads, false>(to, rows(data, matrices, num_columns, block.start, block.stop));
+  }
+}
+
+// The same of a sequence whose rows lie in pages; zeros in the place of those that are not visited, and of those that have no
+// page, which are counted.
+template <class Tile>
+CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
+                               const attention::KvBlock& block, bool, const attention::Pages& pages,
+                               const BlockState& state) {
+  using Partition = tile::ChunkPartition<kThreads, Tile>;
+  const int sequence = state.work.batch_head.batch_index, first = attention::first_key(state.visit_range);
+#pragma unroll
+  for (int row = Partition::first_row(); row < kBlockKv; row += Partition::kRowsPerPass) {
+    const int position = block.start + row;
+    const bool is_visited = position >= first && position < block.stop;
+    const int page = is_visited ? attention::page_of(pages, sequence, position) : 0;
+    const bool is_there = is_visited && page < pages.num_pages;
+    if (is_visited && !is_there && Partition::first_chunk() == 0) ptx::fetch_add(pages.num_faults, 1);
+    const int64_t row_of_page = is_there ? attention::divmod(position, pages.page_size).remainder : 0;
+    const Element* const from = data + (is_there ? page : 0) * matrices.batch_strides[attention::kBatchAxes - 1] +
+                                row_of_page * matrices.row_stride;
+#pragma unroll
+    for (int c = 0; c < Tile::kChunks; c += Partition::kThreadsPerRow) {
+      const int chunk = Partition::first_chunk() + c, column = chunk * Tile::kChunk;
+      const bool has_column = column < num_columns;
+      ptx::cp_async_cg_16(to.address(row, chunk), from + (has_column ? column : 0), is_there && has_column ? 16 : 0);
+    }
   }
 }
 
@@ -189,7 +224,7 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
-  const WorkTile work = tile_of_block(params);
+  const WorkTile work = tile_of_block(params, pages);
   if (work.is_empty()) return;
   const VisitRange block_range = visit_range_of_block(params, work);  // first: a list takes time to answer
   load_q(params, work);
@@ -205,12 +240,12 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, visit_range);
   KvBlock block;
   bool has_block = blocks.next(block);
-  if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles);
+  if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles, pages, state);
   ptx::cp_async_commit();
   while (has_block) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // K, and Q before the first step, is there; V of the last step is read
-    load_block(v_smem, v, params.v, shape.value_dim, block, rows_fill_tiles);
+    load_block(v_smem, v, params.v, shape.value_dim, block, rows_fill_tiles, pages, state);
     ptx::cp_async_commit();
     Scores s;
     tile::gemm_nt(s, q_smem, k_smem);
@@ -221,7 +256,7 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     if (!is_unmasked<kBlockKv>(block)) mask_block(s, params, state, block);
     const int first_key = block.start;
     has_block = blocks.next(block);
-    if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles);
+    if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles, pages, state);
     ptx::cp_async_commit();
     softmax.update(s, o, state.softmax_scale_log2);
     drop_step(s, params, state.work, first_key, dropout);

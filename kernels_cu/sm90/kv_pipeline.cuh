@@ -2,6 +2,7 @@
 #include <attention/config_mma.cuh>
 #include <attention/mask_softmax_mma.cuh>
 #include <attention/sink.cuh>
+#include <sm90/page_copies.cuh>
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
 
@@ -136,6 +137,29 @@ CUFLASH_DEVICE void load_operand(const attention::Params& params, const attentio
   tile::arrive(slot.full);
 }
 
+// Fill a room of keys or values, which is empty, with those of a step, or with zeros past them where that is asked for. By a
+// warp.
+template <Operand kOperand>
+CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::TensorMaps& maps, attention::NoPages,
+                              const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
+                              const attention::KvBlock& block, bool zero_fills) {
+  load_operand<kOperand>(params, maps, slot, stage, tile_info, block.start, block.stop, zero_fills);
+}
+// The same of a sequence that lies in pages. Values that no query of the tile sees, since the sequence ends or their window starts,
+// are always zeros, as 0 times what may be anything is not 0; scores of such keys are masked.
+template <Operand kOperand>
+CUFLASH_DEVICE void load_step(const attention::Params& params, const attention::TensorMaps& maps,
+                              const attention::Pages& pages, const tile::PipelineSlot& slot, int stage,
+                              const WorkTileInfo& tile_info, const attention::KvBlock& block, bool) {
+  const int sequence = tile_info.work.batch_head.batch_index;
+  const attention::Interval seen{attention::first_key(tile_info.visit_range),
+                                 attention::rows_of_sequence(pages, sequence).length};
+  PageCopy copy(boxes_of<kOperand>(stage), pages, sequence, tile_info.kv_head, block.start, seen);
+  if (kOperand == kV) copy.copy_cut_boxes((&params.q)[kOperand], params.shape.value_dim);
+  else copy.count_faults();
+  copy.start((&maps.q)[kOperand], slot);
+}
+
 // Queries without a key, of which nobody hears: what the kernel writes of them. By a warp.
 CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
                                      attention::SinkArgument sink);
@@ -148,6 +172,14 @@ CUFLASH_DEVICE int advance_tile(const attention::Params& params, bool is_first, 
   return __shfl_sync(0xffffffffu, number, 0);
 }
 
+// The tile of a number; of sequences in pages, without queries that belong to none.
+CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, attention::NoPages, int number) {
+  return attention::query_tile_at<Listed>(params, kBlockQ, number);
+}
+CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, const attention::Pages& pages, int number) {
+  return attention::query_tile_of_sequence<Listed>(params, pages, kBlockQ, number);
+}
+
 // What 64 of a tile's queries see.
 CUFLASH_DEVICE GroupVisitRange group_visit_range(const attention::Params& params, attention::WorkTile work,
                                                  int first_row) {
@@ -158,10 +190,29 @@ CUFLASH_DEVICE GroupVisitRange group_visit_range(const attention::Params& params
   return {visit_range.stop, visit_range.full_start, visit_range.full_stop};
 }
 
+// Whether a tile's queries see a band, which is that of the first one: each sees one key further than the one before, and starts
+// one key further too, or with the first key of all. By a warp.
+CUFLASH_DEVICE bool find_band(const attention::Params& params, const attention::WorkTile& work, attention::Interval& band) {
+  using namespace attention;
+  const Interval first = interval(params, work.batch_head, work.first);
+  bool is_band = true, lo_moves = true, lo_stays = true;
+  for (int row = work.first + tile::lane(); row < work.last; row += 32) {
+    const Interval keys = interval(params, work.batch_head, row);
+    const int rows = row - work.first;
+    is_band &= keys.hi == first.hi + rows;
+    lo_moves &= keys.lo == first.lo + rows;
+    lo_stays &= keys.lo == 0;
+  }
+  lo_moves = __all_sync(0xffffffffu, lo_moves);
+  lo_stays = __all_sync(0xffffffffu, lo_stays);
+  band = {lo_moves ? first.lo : clamped_to_int(-(int64_t{1} << 32)), first.hi};
+  return __all_sync(0xffffffffu, is_band) && (lo_moves || lo_stays);
+}
+
 // Look up the tiles of this block, each once the last steps, or the first, of the one before are brought: who took tiles
 // further ahead would keep what others could do sooner.
 CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attention::TensorMaps& maps,
-                                   attention::SinkArgument sink) {
+                                   attention::SinkArgument sink, attention::PagesArgument pages) {
   using namespace attention;
   const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
   unsigned num_tiles_done = 0;
@@ -173,15 +224,18 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
     WorkTile work{};
     VisitRange visit_range{};
     if (!is_end) {
-      work = query_tile_at<Listed>(params, kBlockQ, number);
+      work = tile_at(params, pages, number);
       if (work.is_empty()) continue;
       visit_range = visit_range_of_queries(params, work);
+      if (config::kIsPaged) align_steps(visit_range, kBlockKv);
       if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
         write_empty_rows(params, work, sink);
         continue;
       }
     }
     WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
+    Interval band{};
+    const bool has_band = config::kIsPaged && !is_end && find_band(params, work, band);
     if (!is_end && tile::lane() < kNumConsumers)
       tile_info.group_ranges[tile::lane()] = group_visit_range(params, work, 64 * tile::lane());
     if (elect_one()) {
@@ -203,9 +257,9 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
                                      work.first,
                                      tma_coords(params.o, work.batch_head, work.batch_head.head)};
       }
-      tile_info.is_band = !config::kIsListed && params.work.lo == nullptr;
-      tile_info.band = {clamped_to_int(work.first + params.work.lower),
-                        clamped_to_int(work.first + params.work.upper + 1)};
+      tile_info.is_band = config::kIsPaged ? has_band : !config::kIsListed && params.work.lo == nullptr;
+      tile_info.band = config::kIsPaged ? band : Interval{clamped_to_int(work.first + params.work.lower),
+                                                          clamped_to_int(work.first + params.work.upper + 1)};
     }
     tile::arrive(tile_info_slot.full);
     if (is_end) return;
@@ -234,7 +288,17 @@ CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int lengt
   return block.stop - block.start < kBlockKv && block.stop < length;
 }
 
-CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps) {
+// Whether steps stay where their block is: a list's, or, of keys in pages, those that start at multiples of their width.
+constexpr bool kKeepsSteps = config::kIsListed || config::kIsPaged;
+
+// Whether queries follow on a tile's that belong to no sequence: they may be anything, and a warp's rows decide together when
+// their maxima rise.
+CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const attention::WorkTile& work) {
+  return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
+}
+
+CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
+                              attention::PagesArgument pages) {
   using namespace attention;
   unsigned num_k_blocks = 0, num_tiles_done = 0;  // tiles brought
   while (true) {
@@ -252,7 +316,7 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
       const int stage = stage_of(num_k_blocks), start = block.start;
       const tile::PipelineSlot& k = shared().k[stage];
       const bool is_shifted = shift_short_block<kBlockKv,
-          config::kIsListed>(block, tile_info.visit_range, params.shape.seqlen_kv);
+          kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
       const bool is_last_of_tile = !blocks.has_next();
       const int flags = step_flags(params, block, tile_info.group_ranges[min(tile::lane(), kNumConsumers - 1)],
                                    is_shifted, is_last_of_tile);
@@ -265,12 +329,13 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
         message.unread_start = start;
       }
       __syncwarp();
-      load_operand<kK>(params, maps, k, stage, tile_info, block.start, block.stop, kLoadsDo &&
-                       ends_inside_block(block, params.shape.seqlen_kv));
+      load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
+                    ends_inside_block(block, params.shape.seqlen_kv));
       ++num_k_blocks;
       if (!is_first) continue;
       wait_slot(q, q_phase_of(num_tiles_done));
-      load_operand<kQ>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last, false);
+      load_operand<kQ>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last,
+                       config::kIsPaged && ends_before_others(params, tile_info.work));
       if constexpr (kLoadsDo) load_operand<kDo>(params, maps, q, q_stage, tile_info, tile_info.work.first,
                                                 tile_info.work.last, false);
     }
@@ -278,7 +343,8 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
   }
 }
 
-CUFLASH_DEVICE void load_values(const attention::Params& params, const attention::TensorMaps& maps) {
+CUFLASH_DEVICE void load_values(const attention::Params& params, const attention::TensorMaps& maps,
+                                attention::PagesArgument pages) {
   using namespace attention;
   unsigned num_v_blocks = 0;
   for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);  // nobody reads them yet
@@ -289,10 +355,10 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
     KvBlock block;
     while (blocks.next(block)) {
       const int stage = stage_of(num_v_blocks), length = params.shape.seqlen_kv;
-      shift_short_block<kBlockKv, config::kIsListed>(block, tile_info.visit_range, length);
+      shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, length);
       const bool zero_fills = ends_inside_block(block, length);
       wait_slot(shared().v[stage], phase_of(num_v_blocks));
-      load_operand<kV>(params, maps, shared().v[stage], stage, tile_info, block.start, block.stop, zero_fills);
+      load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
       ++num_v_blocks;
     }
     tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
@@ -346,11 +412,11 @@ CUFLASH_DEVICE void init_barriers() {
 
 // By the producers.
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
-                            attention::SinkArgument sink) {
+                            attention::SinkArgument sink, attention::PagesArgument pages) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == kLoadsKeys) load_keys(params, maps);
-  else if (warp == kLoadsValues) load_values(params, maps);
-  else if (warp == kSchedulesTiles) schedule_tiles(params, maps, sink);
+  if (warp == kLoadsKeys) load_keys(params, maps, pages);
+  else if (warp == kLoadsValues) load_values(params, maps, pages);
+  else if (warp == kSchedulesTiles) schedule_tiles(params, maps, sink, pages);
 }
 
 }  // namespace cuflash

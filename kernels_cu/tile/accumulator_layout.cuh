@@ -5,9 +5,9 @@
 
 namespace cuflash::tile {
 
-// A block's matrix of sums in global memory as its warps hold it, Run registers of a thread beside each other: each access
-// of a warp fills lines. Of no use to whoever does not share it among warps in the same way: NumWarps of them, where they
-// stand among others.
+// A block's matrix of sums in global memory, in the order of the accumulator's registers: Run registers of a thread are
+// neighbours, so that each access of a warp fills whole cache lines. Readers must share the matrix among NumWarps warps in the
+// same way as writers.
 template <class Tile, int Run, int NumWarps = 0>
 struct AccumulatorLayout {
   static_assert(Run == 1 || Run == 4, "one instruction adds to one sum, or to four");
@@ -24,7 +24,7 @@ struct AccumulatorLayout {
     return data + (i * Tile::kColumnTiles + j) * 128 + e / Run * 32 + e % Run;
   }
 
-  // A part of it: the warp's columns from eight times `first` on.
+  // Part of the matrix: the warp's columns from 8 * `first` on.
   template <class Part>
   CUFLASH_DEVICE void atomic_add(const Part& part, int first = 0) const {
 #pragma unroll
@@ -39,7 +39,7 @@ struct AccumulatorLayout {
         }
   }
 
-  // Put it into a room in shared memory, of which `thread_data` is the thread's place.
+  // Store it to a buffer in shared memory, in which `thread_data` points to the thread's elements.
   static CUFLASH_DEVICE void store_shared(float* thread_data, const Tile& part) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
@@ -51,7 +51,7 @@ struct AccumulatorLayout {
       }
   }
 
-  // Add what is in such a room to some columns of 8.
+  // Add the content of such a buffer to some columns of 8.
   static CUFLASH_DEVICE void add_shared(const float* thread_data, Tile& part, int first, int num) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
@@ -73,6 +73,21 @@ struct AccumulatorLayout {
           const auto sums = *reinterpret_cast<const Sums<Run>*>(at(i, j, e));
 #pragma unroll
           for (int x = 0; x < Run; ++x) part.tiles[i][j][e + x] = sums.at[x];
+        }
+  }
+
+  // Stores a part, as the inverse of `load`. No other thread block may write the matrix.
+  CUFLASH_DEVICE void store(const Tile& part) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < Tile::kColumnTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; e += Run) {
+          Sums<Run> sums;
+#pragma unroll
+          for (int x = 0; x < Run; ++x) sums.at[x] = part.tiles[i][j][e + x];
+          *reinterpret_cast<Sums<Run>*>(at(i, j, e)) = sums;
         }
   }
 };

@@ -7,7 +7,7 @@
 
 namespace cuflash::tile {
 
-// A matrix in global memory, and how much of it there is. Strides in elements.
+// A matrix in global memory: address, strides in elements, and numbers of rows and columns.
 template <class T>
 struct Matrix {
   using Value = T;
@@ -25,7 +25,7 @@ struct Matrix {
   CUFLASH_DEVICE T& at(int row, int column) const { return data[row * row_stride + column * column_stride]; }
 };
 
-// Zeros in a matrix. By a warp.
+// Set a matrix to zero. Called by a warp.
 template <class T>
 CUFLASH_DEVICE void clear(const Matrix<T>& matrix) {
 #pragma unroll 1
@@ -34,7 +34,7 @@ CUFLASH_DEVICE void clear(const Matrix<T>& matrix) {
     for (int column = ptx::lane(); column < matrix.num_columns; column += 32) matrix.at(row, column) = {};
 }
 
-// Whether rows are whole vectors that start at multiples of 16 bytes.
+// Returns whether rows are whole vectors that start at multiples of 16 bytes.
 template <class T>
 CUFLASH_DEVICE bool has_aligned_vectors(const Matrix<T>& matrix) {
   constexpr int kVector = Vector<T>::kLength;
@@ -42,12 +42,12 @@ CUFLASH_DEVICE bool has_aligned_vectors(const Matrix<T>& matrix) {
          reinterpret_cast<uint64_t>(matrix.data) % 16 == 0;
 }
 
-// Rows that are kept, for `load`.
+// The rows that `load` keeps.
 struct AllRowsValid {
   CUFLASH_DEVICE bool operator()(int) const { return true; }
 };
 
-// Threads as `load` and `add` share rows among them: eight to each, whose vectors meet no bank of a shared tile twice.
+// The share of each thread in `load` and `add`: eight threads for a row, whose vectors meet no bank of a shared tile twice.
 constexpr int kLoadColumns = 8, kLoadRows = kThreads / kLoadColumns;
 CUFLASH_DEVICE int load_row() { return threadIdx.x / kLoadColumns; }
 CUFLASH_DEVICE int load_column() { return threadIdx.x % kLoadColumns; }
@@ -66,7 +66,7 @@ CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<Element>
   }
 }
 
-// The same in vectors, for matrices of numbers that have them.
+// Copies as `load` does, in vectors, for matrices whose rows are vectors.
 template <class T, int Rows, int Columns, int Pitch, class IsRowValid = AllRowsValid>
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from, IsRowValid is_row_valid = {}) {
   constexpr int kVector = Vector<T>::kLength, kWidth = kLoadColumns * kVector;
@@ -86,7 +86,7 @@ CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from,
   }
 }
 
-// Copy registers to shared memory, runs that are vectors as such. Called by all threads.
+// Copy registers to shared memory, with vector stores for runs that are vectors. Called by all threads.
 template <class T, int Rows, int Columns, int Pitch, int Run>
 CUFLASH_DEVICE void store(SharedTile<T, Rows, Columns, Pitch> to, const RegisterTile<T, Rows, Columns, Run>& from) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
@@ -122,7 +122,7 @@ CUFLASH_DEVICE void store(Matrix<Element> to, const RegisterTile<T, Rows, Column
   }
 }
 
-// The same, runs that are vectors as such, where the matrix has them.
+// Copies as `store` does, with vector stores for runs that are vectors, if the matrix's rows are.
 template <class T, int Rows, int Columns, int Run, class Element>
 CUFLASH_DEVICE void store_vectorized(Matrix<Element> to, const RegisterTile<T, Rows, Columns, Run>& from) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
@@ -145,7 +145,7 @@ CUFLASH_DEVICE void store_vectorized(Matrix<Element> to, const RegisterTile<T, R
   }
 }
 
-// Add shared memory to global memory, as far as the matrix goes, while other blocks do. Called by all threads.
+// Add shared memory atomically to global memory, as far as the matrix goes. Called by all threads.
 template <class T, int Rows, int Columns, int Pitch>
 CUFLASH_DEVICE void add(Matrix<T> to, SharedTile<T, Rows, Columns, Pitch> from) {
   const int64_t stride = kLoadColumns * to.column_stride;

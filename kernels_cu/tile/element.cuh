@@ -2,7 +2,7 @@
 #include <ptx/math.cuh>
 #include <ptx/types.cuh>
 
-// Elements as they are stored, and the numbers that kernels reckon with.
+// Storage types of elements, and the types in which kernels compute.
 namespace cuflash::tile {
 
 CUFLASH_DEVICE float to_accumulator(ptx::Half x) { return ptx::to_float(x); }
@@ -15,14 +15,14 @@ CUFLASH_DEVICE void to_element(float x, ptx::BFloat16& to) { to = ptx::from_floa
 CUFLASH_DEVICE void to_element(float x, float& to) { to = x; }
 CUFLASH_DEVICE void to_element(double x, double& to) { to = x; }
 
-// Of a number and a NaN, the number.
+// The larger of two numbers; of a number and a NaN, the number.
 CUFLASH_DEVICE float maximum(float x, float y) { return fmaxf(x, y); }
 CUFLASH_DEVICE double maximum(double x, double y) { return fmax(x, y); }
-// NaN if x is: fminf would give y.
+// The smaller of two numbers; NaN if x is NaN, where fminf would return y.
 template <class T>
 CUFLASH_DEVICE T min_or_nan(T x, T y) { return y < x ? y : x; }
 
-// The least finite number: what -inf is replaced by where -inf - (-inf) could arise.
+// The least finite number, which replaces -inf where -inf - (-inf) could arise.
 template <class T>
 CUFLASH_DEVICE T lowest();
 template <>

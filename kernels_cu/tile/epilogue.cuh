@@ -4,7 +4,7 @@
 
 namespace cuflash::tile {
 
-// Thread t of four has element t of each row of 4 x 4; thereafter, of each column.
+// Transposes 4 x 4 elements among four threads: thread t has element t of each row before, and of each column after.
 CUFLASH_DEVICE void transpose_in_quad(uint32_t (&words)[4]) {
 #pragma unroll
   for (int lane_offset = 1; lane_offset < 4; lane_offset *= 2) {
@@ -20,7 +20,7 @@ CUFLASH_DEVICE void transpose_in_quad(uint32_t (&words)[4]) {
   }
 }
 
-// Round a warp's part to T and put it into global memory, as far as the matrix goes. Called by whole warps.
+// Round a warp's part to T and store it to global memory, as far as the matrix goes. Called by whole warps.
 template <class T, class Tile>
 CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
   constexpr int kChunks = Tile::kColumnTiles / 4;  // of a row, a thread's
@@ -70,8 +70,8 @@ CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
     }
 }
 
-// Scale four columns of 8 of a warp's part, from `first` on, round them to T, and put them into global memory, whose rows are
-// whole packets, and as long as the tile's. Called by whole warps.
+// Scale four columns of 8 of a warp's part, from `first` on, round them to T, and store them to global memory. Its rows must be
+// whole 16-byte packets, and as long as the tile's. Called by whole warps.
 template <class T, class Tile>
 CUFLASH_DEVICE void store_full_rows(Matrix<T> to, const Tile& from, int first, float scale) {
   const int column = from.warp_column() + 8 * first + ptx::lane() % 4 * 8;

@@ -45,7 +45,7 @@ CUFLASH_DEVICE void gemm_add_mma(RegisterTile<T, Rows, Columns, Run>& c, const T
   }
 }
 
-// Steps of a product's loop that are laid out at once, unless the caller says: as many as leave registers for
+// Number of steps that a product's loop unrolls by default: as many as leave registers for
 // accumulators.
 template <class T, class Tile>
 constexpr int kDefaultUnroll = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ? 1 : 2;

@@ -5,7 +5,7 @@
 // Sums in global memory that many thread blocks add to.
 namespace cuflash::tile {
 
-// Add what all threads of a warp have for one address. Called by whole warps.
+// Add the values of all threads of a warp to one address. Called by whole warps.
 template <class T>
 CUFLASH_DEVICE void add_of_warp(T* address, T x) {
 #pragma unroll
@@ -13,13 +13,13 @@ CUFLASH_DEVICE void add_of_warp(T* address, T x) {
   if (ptx::lane() == 0) ptx::red_add(address, x);
 }
 
-// A sum for one element of global memory, of values that follow each other in a thread: one addition in memory for all.
+// Accumulates consecutive values of a thread for one element of global memory, and adds their sum to it once.
 template <class T>
 struct RunningSum {
   T* address = nullptr;
   T sum = 0;
 
-  // Add x for an element: in a register while the element stays, else what there was goes to memory first.
+  // Add x to an element: in a register while the element stays the same; a new element first adds the old sum to memory.
   CUFLASH_DEVICE void add(T* element, T x) {
     if (element != address) {
       if (address != nullptr) ptx::red_add(address, sum);
@@ -29,7 +29,7 @@ struct RunningSum {
     sum += x;
   }
 
-  // Add what is left to memory, once for the warp where all of its threads have one element. Called by whole warps.
+  // Add the remaining sum to memory, once for the warp if all of its threads have the same element. Called by whole warps.
   CUFLASH_DEVICE void flush() const {
     const auto own = reinterpret_cast<unsigned long long>(address);
     const auto first = __shfl_sync(0xffffffffu, own, 0);

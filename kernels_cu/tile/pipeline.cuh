@@ -7,39 +7,39 @@
 #include <tile/tensor_map_param.cuh>
 #include <tile/wgmma_tile.cuh>
 
-// Rooms in shared memory for tiles that some warps bring and others multiply.
+// Pipeline slots in shared memory: tiles that producer warps load and consumer warps multiply.
 namespace cuflash::tile {
 
-// A room is full once all of it has come, and empty once all warps that read it have arrived.
+// A slot is full once all of its data has arrived, and empty once all warps that read it have arrived at its barrier.
 struct PipelineSlot {
   uint64_t full, empty;
 };
 
-// Lanes of a warp that arrive: one, for all. NVIDIA's racecheck follows no order from a lane through __syncwarp to what
-// another one does, so that in watched kernels, which it can be shown, each arrives.
+// Number of lanes of a warp that arrive. One lane arrives for its warp; in kernels with a watchdog each lane does, since NVIDIA's
+// racecheck, which runs on these, follows no order from one lane through __syncwarp to another.
 constexpr int kArrivalsPerWarp = config::kHasWatchdog ? 32 : 1;
 
-// Of a thread that shares with its warp what there is to do.
+// The thread's number in its warp.
 CUFLASH_DEVICE int lane() { return ptx::lane(); }
 
 CUFLASH_DEVICE void wait_full(const PipelineSlot& slot, int phase) {
   ptx::mbarrier_wait(ptx::shared_address(&slot.full), phase);
 }
-// Whether it is, where there is time to go on otherwise.
+// Returns whether the slot is full, without waiting.
 CUFLASH_DEVICE bool try_wait_full(const PipelineSlot& slot, int phase) {
   return ptx::mbarrier_try_wait(ptx::shared_address(&slot.full), phase);
 }
-// of the phase that fills it: the first finds it so
+// Waits until the slot may be filled in a phase of this parity; before the first fill it returns at once.
 CUFLASH_DEVICE void wait_empty(const PipelineSlot& slot, int phase) {
   ptx::mbarrier_wait(ptx::shared_address(&slot.empty), phase ^ 1);
 }
-// By whole warps.
+// Called by whole warps.
 CUFLASH_DEVICE void arrive(const uint64_t& barrier) {
   __syncwarp();
   if (ptx::lane() < kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
 }
 
-// Lane t of 32 has row t of a matrix of bits; thereafter column t.
+// Transposes a matrix of bits: lane t of 32 has row t before, and column t after.
 CUFLASH_DEVICE uint32_t transpose_bits_in_warp(uint32_t bits) {
   uint32_t low = 0xffff;  // of columns without this bit of their number
 #pragma unroll
@@ -52,7 +52,7 @@ CUFLASH_DEVICE uint32_t transpose_bits_in_warp(uint32_t bits) {
   return bits;
 }
 
-// How a tile's room is made up.
+// Layout of a tile in a slot.
 struct TmaBoxes {
   int start, rows, columns, width;  // bytes, then elements
 
@@ -62,20 +62,20 @@ struct TmaBoxes {
   explicit CUFLASH_DEVICE TmaBoxes(Tile tile)
       : start(tile.start), rows(tile.kRows), columns(tile.kColumns), width(tile.kPanelWidth) {}
 
-  // Where 16 bytes of a row lie, as SwizzledTile has them.
+  // The address of 16 bytes of a row, as in SwizzledTile.
   CUFLASH_DEVICE int at(int row, int chunk, int chunks_per_panel) const {
     const int swizzled = chunk % chunks_per_panel ^ row * chunks_per_panel / kChunkOf<uint16_t> % chunks_per_panel;
     return start + (chunk / chunks_per_panel * rows * chunks_per_panel + row * chunks_per_panel + swizzled) * 16;
   }
 };
 
-// Which matrix of a stack: coordinates of the axes before its rows, the last axis first.
+// Selects a matrix of a stack: coordinates of the axes before its rows, the last axis first.
 struct TmaCoords {
   int x, y, z;
 };
 
-// Have the tensor memory accelerator fill it with rows from `first` on, a panel at a time; other copies, which are started
-// after it, bring so many bytes beside. By one thread.
+// Start TMA copies of the rows from `first` on into the slot, one panel a copy; the barrier also expects the bytes of other
+// copies, which are started after it. Called by one thread.
 CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first,
                                    const uint64_t& full, int extra_bytes = 0) {
   const uint32_t barrier = ptx::shared_address(&full);
@@ -88,15 +88,15 @@ CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& fro
   }
 }
 
-// Have it bring these rows to the level-2 cache.
+// Prefetch these rows into the level-2 cache by TMA.
 CUFLASH_DEVICE void tma_prefetch_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first) {
 #pragma unroll
   for (int column = 0; column < to.columns; column += to.width)
     ptx::tma_prefetch_5d(&from.map, column, first, matrix.x, matrix.y, matrix.z);
 }
 
-// What the accelerator cannot: fill it as `thread` of Threads that share the work, with zeros past the matrix and in rows
-// that are not kept.
+// Fill the slot by threads, for matrices that TMA cannot copy: `thread` is one of Threads that share the work; rows past the
+// matrix and rows that are not kept become zeros.
 template <int Threads, class T, class IsRowValid>
 CUFLASH_DEVICE void copy(const TmaBoxes& to, const Matrix<T>& from, int thread, IsRowValid is_row_valid) {
   const int chunks = to.columns / kChunkOf<T>, chunks_per_panel = to.width / kChunkOf<T>;
@@ -124,7 +124,7 @@ CUFLASH_DEVICE void copy(const TmaBoxes& to, const Matrix<T>& from, int thread, 
   ptx::fence_proxy_async();
 }
 
-// The other way, as far as the matrix goes.
+// Store the tile to global memory, as far as the matrix goes.
 template <int Threads, class T>
 CUFLASH_DEVICE void copy(const Matrix<T>& to, const TmaBoxes& from, int thread) {
   const int chunks = from.columns / kChunkOf<T>, chunks_per_panel = from.width / kChunkOf<T>;

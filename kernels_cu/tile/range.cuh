@@ -3,7 +3,7 @@
 
 namespace cuflash::tile {
 
-// The sum of an int of each of first <= x < last. By whole warps.
+// Sum a function of int over first <= x < last. Called by whole warps.
 template <class Value>
 CUFLASH_DEVICE int warp_sum(int first, int last, Value value_of) {
   int sum = 0;

@@ -51,8 +51,8 @@ struct RegisterTile {
     for (int j = 0; j < kColumns; ++j) at[i][j] *= factor;
   }
 
-  // By a number of at least 1, rounded as division is, unless what is left over is subnormal (P. Markstein, IBM J. Res.
-  // Dev. 34, 1990, on quotients from reciprocals). So many divisions would be a sixth of a kernel's text.
+  // Divide by a number of at least 1, rounded as division is unless the remainder is subnormal (P. Markstein, IBM J. Res.
+  // Dev. 34, 1990, on quotients from reciprocals). As many true divisions would be a sixth of a kernel's text.
   CUFLASH_DEVICE void divide_row(int i, T factor) {
     const T reciprocal = 1 / factor;
 #pragma unroll
@@ -80,7 +80,7 @@ CUFLASH_DEVICE T row_max(T x) {
   return x;
 }
 
-// Whether this thread speaks for the rows it shares.
+// Returns whether this thread writes the results of the rows that it shares.
 CUFLASH_DEVICE bool is_row_leader() { return column_lane() == 0; }
 
 }  // namespace cuflash::tile

@@ -10,13 +10,13 @@ struct alignas(16) Vector {
   T at[kLength];
 };
 
-// How much longer than it is wide a row is in shared memory. One vector: eight rows that follow each other then start 16
-// bytes apart modulo the 128 bytes of the banks, so that reading a column of vectors meets no bank twice. Two where tensor
-// cores multiply: half a warp then reads four numbers of four rows, in either direction, from all banks.
+// Padding of a row in shared memory. One vector: eight consecutive rows then start 16 bytes apart modulo the 128 bytes of the
+// banks, so that reading a column of vectors meets no bank twice. Two vectors where tensor cores multiply: half a warp then
+// reads four numbers of four rows, in either direction, from all banks.
 template <class T>
 constexpr int kPadding = (config::kMmaRows > 0 ? 2 : 1) * Vector<T>::kLength;
 
-// A matrix in shared memory, row after row. What is only read along its rows, by vectors, needs no padding.
+// A matrix in shared memory, row after row. A matrix that is read only along its rows, by vectors, needs no padding.
 template <class T, int Rows, int Columns, int Pitch = Columns + kPadding<T>>
 struct SharedTile {
   static constexpr int kVector = Vector<T>::kLength;

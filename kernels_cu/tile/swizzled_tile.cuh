@@ -6,9 +6,9 @@ namespace cuflash::tile {
 template <class T>
 constexpr int kChunkOf = 16 / sizeof(T);  // elements in 16 bytes: a row of a matrix that ldmatrix moves
 
-// A matrix in shared memory, row after row. Within a row its chunks are permuted, so that one chunk of eight rows that
-// follow each other meets no bank twice: neither ldmatrix nor a copy waits. Nor do reads of two chunks of floats in four
-// rows, which follow each other or are every other one.
+// A matrix in shared memory, row after row. The chunks of a row are permuted, so that the same chunk of eight consecutive rows
+// meets no bank twice: ldmatrix and copies have no bank conflicts. Neither have reads of two chunks of floats in four rows
+// that are consecutive or two apart.
 template <class T, int Rows, int Columns>
 struct SwizzledTile {
   static constexpr int kRows = Rows;
@@ -17,12 +17,12 @@ struct SwizzledTile {
   static constexpr int kBytes = Rows * Columns * static_cast<int>(sizeof(T));
   static_assert(kChunks % 2 == 0, "ldmatrix takes two chunks of a row");
 
-  // Chunks that change places with each other; as many rows as they need to fill the banks do so alike.
+  // Number of chunks that are permuted among each other; as many rows as fill the banks share a permutation.
   static constexpr int kSwizzledChunks = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;
 
   int start;  // bytes from the start of shared memory, which is a multiple of 128
 
-  // Where a row has its first chunk; of a sum of powers of two the exclusive or of what they have.
+  // The address of the first chunk of a row; an exclusive or stands for a sum of distinct powers of two.
   static CUFLASH_DEVICE int swizzle(int row) {
     return sizeof(T) == 4 && kSwizzledChunks == 8 ? row % 2 * 2 ^ row / 2 % 2 * 7 ^ row / 4 % 2 * 4
         : row / (8 / kSwizzledChunks) % kSwizzledChunks;
@@ -36,7 +36,7 @@ struct SwizzledTile {
     return (from ^ static_cast<Offset>((chunks % kSwizzledChunks ^ swizzle(rows)) * 16)) +
         (rows * kChunks + chunks / kSwizzledChunks * kSwizzledChunks) * 16;
   }
-  // For instructions that take a 32-bit address, and for all others.
+  // The address for instructions that take 32 bits, and the pointer for all others.
   CUFLASH_DEVICE uint32_t address(int row, int chunk) const {
     return ptx::shared_address(ptx::dynamic_shared<unsigned char>()) + start + offset(row, chunk);
   }

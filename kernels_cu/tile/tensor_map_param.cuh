@@ -3,7 +3,7 @@
 
 namespace cuflash::tile {
 
-// A stack of matrices as the tensor memory accelerator walks it.
+// A stack of matrices as a tensor map describes it to the tensor memory accelerator.
 struct TensorMapParam {
   ptx::TensorMap map;
   int64_t is_valid;  // else its strides are not what the accelerator can walk

@@ -63,7 +63,7 @@ CUFLASH_DEVICE void load(uint32_t (&frag)[4], const TransposedWords<Matrix, Tile
   for (int e = 0; e < 4; ++e) frag[e] = from.at(tile, k, IsLeft ? e / 2 : e % 2, IsLeft ? e % 2 : e / 2);
 }
 
-// A product of the same warp: its neighbouring columns are what a left operand takes.
+// A product of the same warp as a left operand: its neighbouring columns are those that the operand needs.
 template <class Tile>
 struct FragmentSource {
   const Tile& tile;
@@ -75,8 +75,8 @@ CUFLASH_DEVICE void load(uint32_t (&frag)[4], const FragmentSource<Tile>& from, 
   for (int e = 0; e < 4; ++e) frag[e] = __float_as_uint(from.tile.tiles[tile][k][e % 2 * 2 + e / 2]);
 }
 
-// Tensor cores round sums towards zero. So what three products for one add to c starts from zero every time, and is
-// added rounded to nearest; as many tiles of columns at once as registers allow.
+// Tensor cores round sums towards zero. So the contribution of three products to c is summed from zero every time, and then
+// added with rounding to nearest; as many tiles of columns at once as registers allow.
 constexpr CUFLASH_DEVICE int tiles_per_pass(int row_tiles, int column_tiles) {
   const int registers = row_tiles * column_tiles > 16 ? 16 : 32;
   int most = column_tiles;
@@ -84,7 +84,7 @@ constexpr CUFLASH_DEVICE int tiles_per_pass(int row_tiles, int column_tiles) {
   return most;
 }
 
-// Steps that are laid out at once: more would load fragments early, into registers that accumulators need.
+// Number of steps that a loop unrolls: more would load fragments early, into registers that accumulators need.
 template <class Tile, int Depth>
 constexpr int kStepUnroll = Tile::kRowTiles * Tile::kColumnTiles <= 8 ? 4 : Depth <= 16 ? 1 : 2;
 
@@ -133,7 +133,7 @@ CUFLASH_DEVICE void multiply_tf32(Tile& c, const Left& a, const Right& b) {
   }
 }
 
-// The products of tile/warp_tile.cuh.
+// Products with the interface of those in tile/warp_tile.cuh.
 
 // c = a b^T
 template <class Tile, int Rows, int Columns, int Depth>
@@ -164,7 +164,7 @@ CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, SwizzledTile<float, Dept
   multiply_tf32<true, Depth, Depth / 8>(c, FragmentSource<Left>{a}, transposed_words<true, 1, false>(b, 0));
 }
 
-// Put a warp's part into shared memory. Called by whole warps, of those that hold the same part by the first.
+// Store a warp's part to shared memory. Called by whole warps; of warps that hold the same part, the first stores it.
 template <class Tile, int Rows, int Columns>
 CUFLASH_DEVICE void store(SwizzledTile<float, Rows, Columns> to, const Tile& from) {
   const int row = from.first_row(), chunk = from.first_column() / kChunkOf<float>;

@@ -22,7 +22,7 @@ struct WarpTile {
 
   static CUFLASH_DEVICE int warp_row() { return threadIdx.x / 32 % RowGroups * 16 * RowTiles; }
   static CUFLASH_DEVICE int warp_column() { return threadIdx.x / 32 / RowGroups % ColumnGroups * 8 * ColumnTiles; }
-  // Warps beyond those that the matrix has parts for hold parts that others hold too.
+  // Warps beyond the number of parts hold parts that other warps hold too.
   static CUFLASH_DEVICE bool is_first_owner() { return threadIdx.x / 32 < RowGroups * ColumnGroups; }
   static CUFLASH_DEVICE int first_row() { return warp_row() + ptx::lane() / 4; }
   static CUFLASH_DEVICE int first_column() { return warp_column() + ptx::lane() % 4 * 2; }
@@ -49,8 +49,8 @@ struct WarpTile {
   }
 };
 
-// Into how many rows NumWarps warps are put that share a matrix of Rows x Columns: of those that give each whole pairs of
-// fragments, the one with which they read least of their operands; 0 if there is none.
+// Returns the number of rows in which NumWarps warps share a matrix of Rows x Columns: among those that give each warp pairs of
+// fragments, the one with which warps read least of their operands; 0 if there is none.
 constexpr CUFLASH_DEVICE int row_groups(int rows, int columns, int num_warps) {
   int best = 0, min_read = rows + columns + 1;
   for (int groups = 1; groups <= num_warps; ++groups) {
@@ -64,7 +64,7 @@ constexpr CUFLASH_DEVICE int row_groups(int rows, int columns, int num_warps) {
   return best;
 }
 
-// How many of NumWarps warps can share a matrix.
+// Returns how many of NumWarps warps can share a matrix.
 constexpr CUFLASH_DEVICE int num_owner_warps(int rows, int columns, int num_warps) {
   while (row_groups(rows, columns, num_warps) == 0) num_warps /= 2;
   return num_warps;
@@ -169,7 +169,7 @@ struct NoOp {
   CUFLASH_DEVICE void operator()(int) const {}
 };
 
-// After each sixteen of Depth, `overlapped` is called: tensor cores are still at work then.
+// After each sixteen of Depth, `overlapped` is called, while tensor cores are still busy.
 template <class T, int Depth, class Tile, class Left, class Right, class Overlapped = NoOp>
 CUFLASH_DEVICE void mma_over_k(Tile& c, const Left& a, const Right& b, bool is_first, Overlapped overlapped = {}) {
 #pragma unroll
@@ -182,7 +182,7 @@ CUFLASH_DEVICE void mma_over_k(Tile& c, const Left& a, const Right& b, bool is_f
   }
 }
 
-// Products of matrices in shared memory, the warp's part of them. Called by whole warps.
+// Products of matrices in shared memory, of which each warp computes its part. Called by whole warps.
 
 // c = a b^T
 template <class Tile, class T, int Rows, int Columns, int Depth, class Overlapped = NoOp>
@@ -206,7 +206,7 @@ CUFLASH_DEVICE void gemm_add_tn(Tile& c, SwizzledTile<T, Depth, Rows> a, Swizzle
                        right_mn_major<Tile::kColumnTiles / 2>(b, c.warp_column()), false, overlapped);
 }
 
-// c += a b, where a is a product of the same warp, rounded to T: its registers are what the next product takes.
+// c += a b, where a is a product of the same warp, rounded to T: its registers have the layout of the operand.
 template <class Tile, class Left, class T, int Depth, int Columns>
 CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, SwizzledTile<T, Depth, Columns> b) {
   static_assert(8 * Left::kColumnTiles == Depth && 8 * Tile::kColumnTiles == Columns, "a warp holds whole rows");
@@ -229,7 +229,7 @@ struct alignas(8) Float2 {
   float at[2];
 };
 
-// Put row i of a thread's part into global memory, where the row starts at a multiple of 8 bytes.
+// Store row i of a thread's part to global memory, where the row starts at a multiple of 8 bytes.
 template <class Tile>
 CUFLASH_DEVICE void store_row(float* to, const Tile& from, int i) {
 #pragma unroll
@@ -239,8 +239,8 @@ CUFLASH_DEVICE void store_row(float* to, const Tile& from, int i) {
   }
 }
 
-// Round eight columns of a warp's part to T and put them into shared memory. Called by whole warps, of those that hold the
-// same part by the first.
+// Round eight columns of a warp's part to T and store them to shared memory. Called by whole warps; of warps that hold the same
+// part, the first stores it.
 template <class Tile, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store_columns(SwizzledTile<T, Rows, Columns> to, const Tile& from, int column_tile) {
   constexpr int kChunk = kChunkOf<T>;
@@ -253,7 +253,7 @@ CUFLASH_DEVICE void store_columns(SwizzledTile<T, Rows, Columns> to, const Tile&
   }
 }
 
-// All of them.
+// Store all columns.
 template <class Tile, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store(SwizzledTile<T, Rows, Columns> to, const Tile& from) {
 #pragma unroll

@@ -6,12 +6,12 @@
 #include <tile/copy_async.cuh>
 #include <tile/swizzled_tile.cuh>
 
-// Matrices in shared memory as the tensor memory accelerator brings them and warpgroups multiply them.
+// Matrices in shared memory in the layout in which TMA copies them and wgmma multiplies them.
 namespace cuflash::tile {
 
 constexpr CUFLASH_DEVICE int panel_width(int columns) { return columns % 64 == 0 ? 64 : 32; }
 
-// Panels side by side, each as wide as a swizzle. It starts at a multiple of 1024 bytes, and so does each panel.
+// Panels side by side, each as wide as the swizzle. Each panel starts at a multiple of 1024 bytes.
 template <class T, int Rows, int Columns, int Width = panel_width(Columns)>
 struct WgmmaTile {
   using Element = T;
@@ -30,14 +30,14 @@ struct WgmmaTile {
   CUFLASH_DEVICE Panel panel(int number) const { return {start + number * Panel::kBytes}; }
 };
 
-// The same for all threads of a warp, where the compiler does not know: then a single register serves them all, and products
-// follow each other at once.
+// Returns a value that is equal in all threads of a warp in a form in which the compiler knows that: one uniform register then
+// holds it, and products are issued without gaps.
 template <class Tile>
 CUFLASH_DEVICE Tile warp_uniform(Tile tile) {
   return {__shfl_sync(0xffffffffu, tile.start, 0)};
 }
 
-// Where an operand lies, and what is further on in it.
+// The address of an operand, and of the parts that lie further on in it.
 template <ptx::Swizzle kSwizzle, int kLeadingBytes, int kStrideBytes>
 class WgmmaDescriptor {
  public:
@@ -54,7 +54,7 @@ class WgmmaDescriptor {
   uint32_t low_word_;  // the half with the address
 };
 
-// Operands of a product: where 16 columns of the left one, or as many of what the sum runs over, start.
+// Operands of a product, whose members return the descriptors of 16 columns of the left operand, or of 16 along the sum.
 
 // Rows of the matrix are rows of a, or columns of b.
 template <class Tile>
@@ -69,7 +69,7 @@ struct KMajor {
   }
 };
 
-// Rows of the matrix are what the sum runs over.
+// Rows of the matrix are the sum's dimension.
 template <class Tile>
 struct MnMajor {
   WgmmaDescriptor<Tile::kSwizzle, Tile::Panel::kBytes, 8 * Tile::kRowBytes> descriptor;
@@ -89,7 +89,7 @@ CUFLASH_DEVICE Accumulators<Tile>& accumulators(Tile& tile) {
   return reinterpret_cast<Accumulators<Tile>&>(tile.tiles);
 }
 
-// A product rounded to T, as the left operand of the next.
+// A product rounded to T, as the left operand of the next product.
 template <class T, class Tile>
 struct PackedOperand {
   static constexpr int kColumnTiles = Tile::kColumnTiles;
@@ -111,8 +111,8 @@ struct PackedOperand {
   }
 };
 
-// Products of a warpgroup, which run on: nobody touches what they read and write until their group is waited for, and
-// the registers are kept in place then.
+// Products of a warpgroup, which run asynchronously: no thread may touch their operands and results until their group is waited
+// for, and the registers must stay in place until then.
 
 // c = a b^T
 template <class Tile, class A, class B>
@@ -174,7 +174,7 @@ CUFLASH_DEVICE void start_gemm_add_nn(Tile& c, const PackedOperand<T, Left>& a, 
   ptx::wgmma_commit();
 }
 
-// Wait until at most kPending groups of products are under way; `c` is of one that is not.
+// Wait until at most kPending groups of products are in flight; `c` belongs to a completed one.
 template <int kPending, class Tile>
 CUFLASH_DEVICE void wait_wgmma(Tile& c) {
   ptx::wgmma_wait<kPending>();
@@ -186,7 +186,7 @@ CUFLASH_DEVICE void fence_registers(PackedOperand<T, Left>& a) {
   for (int k = 0; k < a.kNumFragments; ++k) ptx::fence_registers(a.fragments[k]);
 }
 
-// Put a warpgroup's product, rounded, into shared memory, the warp's rows from first_row on. Called by whole warps.
+// Store a warpgroup's product, rounded, to shared memory, the warp's rows from first_row on. Called by whole warps.
 template <class Tile, class T, class Left>
 CUFLASH_DEVICE void store(Tile to, const PackedOperand<T, Left>& from, int first_row) {
   using Panel = typename Tile::Panel;
@@ -199,8 +199,8 @@ CUFLASH_DEVICE void store(Tile to, const PackedOperand<T, Left>& from, int first
                      from.fragments[k]);
 }
 
-// Put a warpgroup's product, rounded and transposed, into shared memory: its rows are columns of the panels, the warp's
-// from first_column on, and its columns their rows from first_row on. Called by whole warps.
+// Store a warpgroup's product, rounded and transposed, to shared memory: its rows become columns of the panels, the warp's from
+// first_column on, and its columns their rows from first_row on. Called by whole warps.
 template <class Tile>
 CUFLASH_DEVICE uint32_t transposed_address(Tile to, int first_column, int first_row = 0) {  // of the thread
   constexpr int kChunk = Tile::Panel::kChunk;

@@ -25,7 +25,7 @@ def small_calls_get_the_tiles_of_large_ones() -> Iterator[None]:
         yield
 
 
-# Where it does.
+# Calls whose last visitor finishes dQ.
 
 
 def planned(blocks: Any, dim: int = 128, block: Any = 128, q_batch: tuple[int, ...] = (2,)) -> KernelPlan:
@@ -79,7 +79,7 @@ def test_half_a_count_holds_all_tiles_that_come(columns: int, expected: bool) ->
     assert finishes(planned(blocks)) == expected
 
 
-# What comes out.
+# Results.
 
 
 def structures() -> dict[str, Structure]:

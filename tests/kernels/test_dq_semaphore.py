@@ -94,7 +94,7 @@ def test_places_that_are_finished_are_whole_groups_of_those_there_are(launch_pla
     assert (finished > 0) == (launch_places >= 16 + 8 * 6)
 
 
-# Where they do.
+# Calls whose blocks finish dQ.
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -140,7 +140,7 @@ def test_the_first_keys_must_see_all_queries_and_all_keys_some(
     assert plan.specs["backward"].fuses_dq_epilogue == finishes
 
 
-# What comes out.
+# Results.
 
 
 def structures() -> dict[str, Structure]:

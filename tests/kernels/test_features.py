@@ -25,7 +25,7 @@ SCALING = np.dtype([("bias", MATRICES), ("slopes", np.uint64), ("factor", np.flo
 
 
 def scaled(bias: Any, slopes: Any, factor: float, batch: tuple[int, ...], spec: Any, run: Run = SIM) -> Any:
-    """What the test's kernel makes of a bias that broadcasts over the batch, through the library's launches."""
+    """Run the test's kernel on a bias that broadcasts over the batch, through the library's launches."""
     num_heads, seqlen_q, value_dim = bias.shape[-3:]
     q, v = (np.zeros((*batch, num_heads, seqlen_q, dim), np.float32) for dim in (8, value_dim))
     plan = cuflash.plan(q, q, v, executor="sim").plan

@@ -32,7 +32,7 @@ def blocks_of(shape, block, heads, seed):
 
 
 def expected_of(kept, mask, shape, block):
-    """What `blocks.classify_on_device` makes."""
+    """Return the lists of `blocks.classify_on_device`."""
     whole = masks.BlockPattern(device.to_device(kept), block)
     return BlockIndex.from_mask(whole if mask == masks.Band() else whole & mask, block=block, **shape._asdict())
 

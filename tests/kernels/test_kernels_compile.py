@@ -24,6 +24,7 @@ from cuflash.arrays import BFLOAT16, DTYPES
 from cuflash.compiler.nvrtc import Compiled
 from cuflash.planning.appending import append_spec
 from cuflash.planning.decoding import decode_shared_bytes, decode_spec
+from cuflash.planning.prefill import PREFILL_FAMILIES, intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
@@ -102,7 +103,7 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
         found = {gradient_spec(spec.accumulator, spec)}
     else:
         found = {gradient_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
-    takes_it = spec.entry in ("forward", "combine", "softmax") and not spec.is_split
+    takes_it = spec.entry in ("forward", "combine", "softmax") and not spec.is_split and spec.family != "fa1"
     return found | ({replace(spec, has_sink=True)} if takes_it else set())
 
 
@@ -138,6 +139,11 @@ def of_caches(name: str) -> set[KernelSpec]:
             spec = decode_spec(problem, device)
             assert decode_shared_bytes(spec) <= device.tile_memory_bytes
             specs |= {spec, replace(spec, has_sink=True)}
+        for family in PREFILL_FAMILIES:
+            if not FAMILIES[family].reasons(problem, device):
+                spec = prefill_spec(problem, device, family)
+                of_queries = intervals_spec(dtype)
+                specs |= {spec, replace(spec, has_sink=True), of_queries, replace(of_queries, has_sink=True)}
     return specs
 
 
@@ -162,7 +168,7 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
     which compiles fastest."""
     if is_long():
         return targets
-    # What a target adds never grows: one that still adds what it did is the best.
+    # The gain of a target never grows: one whose gain has not fallen is the best.
     heap = [(-len(covers(each)), each[0].head_dim + each[0].value_dim, number) for number, each in enumerate(targets)]
     heapq.heapify(heap)
     found, covered = [], set[tuple[str, ...]]()
@@ -256,7 +262,7 @@ FLAT_OR_WIDE = (
 
 @pytest.mark.parametrize(("precision", "dims", "limit"), FLAT_OR_WIDE[:: 1 if is_long() else 3])
 def test_gradients_of_few_warps_and_wide_rows_do_not_spill(precision: str, dims: tuple[int, int], limit: Limit) -> None:
-    """Where blocks of a list are flat, or rows of 96 are shared by few: up to 5750 bytes, or no kernel at all."""
+    """Flat blocks of a list, and rows of 96 that few threads share: up to 5750 bytes, or no kernel at all."""
     assert faults(room.cubin(gradients(precision, dims, limit), "sm_90")) == []
 
 

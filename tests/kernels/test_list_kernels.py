@@ -57,13 +57,13 @@ def cases(draw):
 
 
 def array_form(mask, shape, block, to_device, to_host):
-    """What `blocks.classify_on_device` lists, on the host, with the intervals of rows."""
+    """Return the lists of `blocks.classify_on_device`, on the host, with the intervals of rows."""
     index = BlockIndex.from_mask(sent(mask, to_device), block=block, **shape._asdict())
     return {name: to_host(array) for name, array in ListedWork(index=index).lists.items()}
 
 
 def made_by_kernels(mask, shape, block, machine=None):
-    """What the kernels list, on the simulator, and what it was made from."""
+    """Return the lists that the kernels make on the simulator, and their inputs."""
     source, array = ListSource.of(sent(mask, device.DeviceArray).resolve(shape), shape, block)
     made = ListMaker(source, machine or Simulator())(array._host.ctypes.data, None)
     return source, list_results(made, source)

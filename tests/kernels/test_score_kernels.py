@@ -110,7 +110,7 @@ class Probe:
     def found(
         self, run: Run, wrt: tuple[str, ...] = WRT, *, is_backward: bool = True, library: ModuleType = cuflash
     ) -> dict[str, Any]:
-        """What a run of the library gives."""
+        """Return the results of a run of the library."""
         q, k, v, do = map(run.put, (self.q, self.k, self.v, self.do))
         score = library.Score(probe, **{name: run.put(array) for name, array in self.arrays.items()})
         mask = run.put_mask(self.mask, self.q, self.k, self.v)
@@ -181,7 +181,7 @@ def test_the_host_gives_the_same() -> None:
 @pytest.mark.parametrize("kernel", ["simt", "sm80", "sm90"])
 @pytest.mark.parametrize("run", [SIM, pytest.param(GPU, marks=pytest.mark.gpu)], ids=str)
 def test_gradients_that_repeat_are_added_once(run: Run, kernel: str) -> None:
-    """Where dQ has a kernel of its own, which of both adds to captured gradients makes no difference but twice does."""
+    """If dQ has a kernel of its own, either of the two may add to captured gradients, but not both."""
     made = Probe("float32" if kernel == "simt" else "float16", MASKS["causal"])
     made.check(made.found(replace(run, kernel=kernel, deterministic=True), ("at",)))
 

@@ -220,7 +220,7 @@ def test_a_thousand_calls_give_the_same_bits(name: str) -> None:
         assert all(again[each].tobytes() == first[each].tobytes() for each in first)
 
 
-# Which calls take it.
+# Calls that take two walks.
 
 KERNELS = {"sm90_forward", "sm90_backward_statistics", "sm90_backward", "sm90_backward_rows"}
 

@@ -42,7 +42,7 @@ CHANGED = {
     "has_watchdog": True,
     "has_sink": True,
     "has_dropout": True,
-    "reads_dropout_seed": True,
+    "reads_dropout_seed": True, "is_paged": True,
     "score": CAPPED.program,
     "score_wrt": ("slope",),
 }
@@ -130,7 +130,7 @@ def _broken(kernels: Path, place: str) -> tuple[str, int]:
 
 
 def _host_compiler(text: str, standard: str) -> str:
-    """What g++ says of a text without CUDA's words; nothing if it is right."""
+    """Return g++'s messages about a text without CUDA's words; none if it is right."""
     path = shutil.which("g++")
     if path is None:
         pytest.skip("no g++: apt install g++")
@@ -197,7 +197,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def rules(path: str, text: str) -> Iterator[str]:
-    """What a file of kernels_cu/ holds that it may not."""
+    """List what a file of kernels_cu/ contains against its folder's rules."""
     room_of = path.partition("/")[0]
     kind = room_of if room_of in ORDER else ENTRIES
     if (kind != ENTRIES and not path.endswith(".cuh")) or not re.fullmatch(r"[a-z0-9_]+/[a-z0-9_]+\.cuh?", path):

@@ -224,7 +224,7 @@ def test_rectangles_of_whole_blocks_are_exact_on_a_device():
     assert device.to_host(must).tolist() == [part.all() for part in inside]
 
 
-# What kernels read
+# Lists that kernels read
 
 
 @given(CASES, BLOCKS)
@@ -284,7 +284,7 @@ def test_an_index_is_sent_as_it_is():
         assert_same_blocks(there.on_host, index)
 
 
-# What it costs
+# Number of operations
 
 
 @pytest.mark.parametrize(("batch", "most"), [((), 23), ((3,), 27), ((2, 4), 35)])
@@ -308,7 +308,7 @@ def test_listing_takes_operations_that_do_not_follow_the_blocks():
     assert counts[0] == counts[1] <= 104
 
 
-# What may wait, and what may be anywhere
+# Operations that may wait, and arrays on any device
 
 SHOWN = {
     "num_entries": lambda index: index.num_entries,

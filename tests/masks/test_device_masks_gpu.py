@@ -34,7 +34,7 @@ def cupy():
 
 
 def captured(cupy, build):
-    """What `build` makes inside a stream capture, which any wait for the stream would break."""
+    """Run `build` inside a stream capture, which any wait for the stream would break."""
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:

@@ -18,7 +18,7 @@ OF_NUMPY = {
     operator.sub: lambda x, y: x & ~y,
 }  # fmt: skip
 FORMATS = ("csr", "csc", "coo", "bsr", "lil", "dok", "dia")
-# What stands for a table of booleans; all but the first two need one of these on the other side.
+# Forms of a table of booleans; all but the first two need one of these on the other side.
 FORMS = {
     "mask": lambda library, table, block: library.masks.Dense(table),
     "index": lambda library, table, block: library.BlockIndex.from_mask(table, *table.shape, block),

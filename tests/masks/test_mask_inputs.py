@@ -1,4 +1,4 @@
-"""What users give masks: numbers of every kind and size, classes of their own, and trees that are wide and deep.
+"""Arguments of masks: numbers of every kind and size, classes of their own, and trees that are wide and deep.
 
 Checks take the library as an argument, so that they guard copies of it with planted faults as well.
 """
@@ -39,7 +39,7 @@ def part(library, name):
 
 
 def seen(library, executor, seqlen_q, seqlen_kv, mask=None, **options):
-    """Which keys each query attends: scores are 0, and V tells the keys apart."""
+    """Return which keys each query attends: scores are 0, and V tells the keys apart."""
     q, k, v = np.zeros((seqlen_q, 1)), np.zeros((seqlen_kv, 1)), np.eye(seqlen_kv)
     q, k, v = (x.astype(np.float32) for x in (q, k, v))
     return library.attention(q, k, v, mask=mask, executor=executor, **options) > 0

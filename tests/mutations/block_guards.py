@@ -1,4 +1,4 @@
-"""What must see faults between thread blocks: they run together on the simulator, and races between them are errors."""
+"""Guards for faults between thread blocks: they run together on the simulator, and races between them are errors."""
 
 from __future__ import annotations
 

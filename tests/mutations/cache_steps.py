@@ -45,7 +45,7 @@ def zeros(*shape: int, dtype: Any = np.float16) -> Given:
 
 
 def given() -> dict[str, Any]:
-    """What an `attention` of one token and an `append` are given, and the arrays of their cache."""
+    """Make the arguments of an `attention` of one token and of an `append`, and the arrays of their cache."""
     tables = {name: zeros(3, dtype=np.int32) for name in ("table", "lengths", "num_faults", "counts", "arrivals")}
     pages = {name: zeros(3, 2, 100, 64) for name in ("k", "v")}
     single = {"lse": zeros(3, 4, 1, dtype=np.float32), "sink": zeros(4, dtype=np.float32)}

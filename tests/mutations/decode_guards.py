@@ -1,4 +1,4 @@
-"""What must see the faults of the kernels of KV caches."""
+"""Guards that must see the faults of the kernels of KV caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must see the faults of dropout: of Python, where the library is given to the guard, and of kernels."""
+"""Guards that must see the faults of dropout: of Python, where the library is given to the guard, and of kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bounds_are_sharp(library: ModuleType) -> None:
 
 
 def wrong_numbers_are_refused(library: ModuleType) -> None:
-    """What is wrong is said, and what is right is not."""
+    """Wrong arguments are reported, and right ones are not."""
     wrong: tuple[tuple[Any, ...], ...] = ((1.0, 0), (-0.1, 0), (0.1, 0.5), (0.1, 2**64), (0.1, 0, -1), (0.1, 0, 2**32))
     for arguments in wrong:
         try:

@@ -51,7 +51,8 @@ FAULTS = {
             "executors/cpu.py", "backward", 'with np.errstate(all="ignore"):', "if True:"
         ),
         "what the caller has NumPy raise comes out of batches": Edit(
-            "executors/cpu.py", "_work_off", 'with np.errstate(all="ignore"), _scratch(tiling)', "with _scratch(tiling)"
+            "executors/host_threads.py", "_work_off",
+            'with np.errstate(all="ignore"), _scratch(tiling)', "with _scratch(tiling)",
         ),
         "what the caller has NumPy raise comes out of sums": Edit(
             "plans.py", "_summed_to", 'with np.errstate(all="ignore"):', "if True:"
@@ -102,16 +103,16 @@ FAULTS = {
         ),
     },
     threads_are_right: {
-        "an error on another thread is lost": Edit("executors/cpu.py", "_share", "if errors:", "if False:"),
+        "an error on another thread is lost": Edit("executors/host_threads.py", "_share", "if errors:", "if False:"),
         "threads that cannot be started are an error": Edit(
-            "executors/cpu.py", "_share", "except RuntimeError:", "except ZeroDivisionError:"
+            "executors/host_threads.py", "_share", "except RuntimeError:", "except ZeroDivisionError:"
         ),
-        "a call ends before its threads": Edit("executors/cpu.py", "_share", "thread.join()", "pass"),
+        "a call ends before its threads": Edit("executors/host_threads.py", "_share", "thread.join()", "pass"),
         "BLAS keeps its threads on the calling thread": Edit(
-            "executors/cpu.py", "_run", "on_one_thread(share_all)", "share_all()"
+            "executors/host_threads.py", "run", "on_one_thread(share_all)", "share_all()"
         ),
         "BLAS keeps its threads on other threads": Edit(
-            "executors/cpu.py", "_share", "on_one_thread(drain)", "drain()"
+            "executors/host_threads.py", "_share", "on_one_thread(drain)", "drain()"
         ),
     },
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What must see faults in how the host scales scores, what it lets NumPy raise, and how many threads BLAS has.
+"""Guards that must see faults in how the host scales scores, what it lets NumPy raise, and how many threads BLAS has.
 
 Each is given a library: the one that is installed, or a copy with a fault under a name of its own.
 """
@@ -23,7 +23,7 @@ SIGNS = (AssertionError, ValueError, pytest.fail.Exception)
 
 
 def all_results(library):
-    """What returns all results of an example by name, those of `attention` and of `attention_vjp` alike."""
+    """Function that returns all results of an example by name, of `attention` and of `attention_vjp`."""
 
     def everything(example):
         q, k, v, mask, scale = example.q, example.k, example.v, example.dense_mask, example.scale

@@ -1,4 +1,4 @@
-"""What must see the faults of how PyTorch's tensors and JAX's arrays are taken, given and differentiated."""
+"""Guards that must see the faults of how PyTorch's tensors and JAX's arrays are taken, given and differentiated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must see the faults of the simt and sm80 families and of what all families share, on the simulator.
+"""Guards that must see the faults of the simt and sm80 families and of what all families share, on the simulator.
 
 Each fault is a wrong number, and not a crash. Barriers that are taken away are seen under hostile schedules.
 """
@@ -57,7 +57,7 @@ def examples() -> Iterator[Structure]:
 
 @cache
 def beside_clean() -> list[tuple[Example, Example]]:
-    """What kernels are given, and the same without NaN, which knows what is exact: made once for all edits."""
+    """Inputs of kernels, and the same inputs without NaN, whose results are exact: made once for all edits."""
     given = [*(structure.example() for structure in examples()), padded_with_nan()]
     return [(example, without_nan(example)) for example in given]
 

@@ -121,7 +121,8 @@ FAULTS = {
             FILE, "KVCache._attend_one_by_one", "slice(max(0, new - length), new)", "slice(0, new)"
         ),
         "rows that are not counted keep what they had": Edit(
-            FILE, "KVCache._attend_one_by_one", "o[sequence], lse[sequence] = 0, -np.inf", "pass"
+            FILE, "KVCache._attend_one_by_one",
+            "o[sequence], lse[sequence] = 0, -np.inf if sink is None else sink[..., None]", "pass",
         ),
         "a window is not handed on": Edit(
             FILE, "KVCache._attend_one_by_one", "None if window is None else SlidingWindow",

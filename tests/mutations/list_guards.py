@@ -1,4 +1,4 @@
-"""What must see the faults of how block lists are kept between calls and made on a device."""
+"""Guards that must see the faults of how block lists are kept between calls and made on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must see faults of operators, of coarsening, of pictures, of recall and of scipy.sparse arrays."""
+"""Guards that must see faults of operators, of coarsening, of pictures, of recall and of scipy.sparse arrays."""
 
 from __future__ import annotations
 

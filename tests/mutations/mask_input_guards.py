@@ -1,4 +1,4 @@
-"""What must see the faults of how masks take numbers, arrays, classes and trees from callers."""
+"""Guards that must see the faults of how masks take numbers, arrays, classes and trees from callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must see faults in where NaN and infinities go: small calls whose heads have a fault each in an operand.
+"""Guards that must see faults in where NaN and infinities go: small calls whose heads have a fault each in an operand.
 
 Those of Python are given a library: the one that is installed, or a copy with a fault under a name of its own. Those of
 kernels run on the simulator, where small calls get the kernels of large ones.
@@ -75,7 +75,7 @@ def doubles_follow_the_rule() -> None:
 
 
 def kept_scores_follow_the_rule() -> None:
-    """Where the naive family keeps the matrix of scores."""
+    """Return the naive family's matrix of scores."""
     calls_are_right("naive")
 
 

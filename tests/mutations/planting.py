@@ -44,7 +44,7 @@ class Edit(NamedTuple):
 
 
 def places(text: str, anchor: str, function: str | None = None, *, language: Language) -> list[range]:
-    """Where the anchor stands in a text, or in all of its functions of one name, as numbers of the text's tokens."""
+    """Return the places of an anchor in a text, or in all of its functions of one name, as numbers of tokens."""
     of_text, of_anchor = tokens(text, language), tokens(anchor, language)
     if not of_anchor:
         raise ValueError(f"{anchor!r} has no tokens")
@@ -103,7 +103,7 @@ def _fitted(replacement: str, before: str, after: str) -> str:
 
 
 def _would_join(left: str, right: str) -> bool:
-    """Whether two characters might become one token."""
+    """Return whether two characters might become one token."""
     if not left.strip() or not right.strip():
         return False
     is_word = [each.isalnum() or each in "_\"'" for each in (left, right)]
@@ -111,7 +111,7 @@ def _would_join(left: str, right: str) -> bool:
 
 
 def misfits(edits: Iterable[Edit]) -> list[str]:
-    """What is wrong with edits that fit the sources no more: their anchor is gone, or stands twice."""
+    """List edits that no longer fit the sources: their anchor is gone, or occurs twice."""
     wrong = []
     for edit in edits:
         try:

@@ -1,4 +1,4 @@
-"""What must see the faults of the library's own Python: properties of results, indices and lists, on many examples.
+"""Guards for faults of the library's own Python: properties of results, indices and lists, on many examples.
 
 Each is given a library: the one that is installed, or a copy with a fault under a name of its own.
 """

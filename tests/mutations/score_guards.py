@@ -1,4 +1,4 @@
-"""What must see the faults of score functions: properties of programs, ranges, errors and results, on many functions.
+"""Guards for faults of score functions: properties of programs, ranges, errors and results, on many functions.
 
 Each is given a library: the one that is installed, or a copy with a fault under a name of its own.
 """
@@ -156,7 +156,7 @@ def ties_are_kept(library):
 
 
 def errors_hold(library):
-    """What float32 makes of scores that are off lies within the errors, at every operation."""
+    """Results in float32 of perturbed scores lie within the errors, at every operation."""
     program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
     info = np.finfo(np.float32)
     model = roundoff.Arithmetic(float(info.eps) / 2, float(info.smallest_normal), float(info.max))

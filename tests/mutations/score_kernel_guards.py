@@ -1,4 +1,4 @@
-"""What must see the faults of score functions in kernels, and in the text that is printed of them.
+"""Guards that must see the faults of score functions in kernels, and in the text that is printed of them.
 
 Results of the probe are small multiples of 1/16: a fault makes others.
 """

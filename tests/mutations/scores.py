@@ -323,8 +323,8 @@ FAULTS = {
         ),
         "two arrays have one name": Edit(SCORE, "Score.__matmul__", "if shared:", "if False:"),
         "sums are added as threads finish": Edit(
-            CPU, "backward", "_run(call.tiling, rows, in_order=True)",
-            "_run(call.tiling, rows)",
+            CPU, "backward", "run(call.tiling, rows, in_order=True)",
+            "run(call.tiling, rows)",
         ),
     },
     the_library_of_scores_is_right: {

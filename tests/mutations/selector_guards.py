@@ -1,4 +1,4 @@
-"""What must see the faults of block masses, selectors and rooflines: numbers against their definitions in NumPy."""
+"""Guards for faults of block masses, selectors and rooflines: numbers against their definitions in NumPy."""
 
 from __future__ import annotations
 

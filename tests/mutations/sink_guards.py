@@ -1,4 +1,4 @@
-"""What must see the faults of sinks: of the library's Python, given to each guard, and of kernels on the simulator."""
+"""Guards for faults of sinks: of the library's Python, given to each guard, and of kernels on the simulator."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bounds_are_sharp(library: ModuleType) -> None:
 
 
 def sinks_are_refused(library: ModuleType) -> None:
-    """What is wrong is said, and what is right is not."""
+    """Wrong arguments are reported, and right ones are not."""
     q, sink = np.ones((2, 4, 5, 8), np.float32), np.zeros(4, np.float32)
     wrong = ({"sink": sink[:3]}, {"sink": sink.astype(float)}, {"sink": sink.astype(int)}, {"wrt": "sink"})
     for options in (*wrong, {"sink": sink, "wrt": "q"}, {"sink": sink, "wrt": ["sink"]}):

@@ -28,7 +28,7 @@ FAULTS = {
         ),
         "V is that of a step that is not wider": Edit(
             "sm90/kv_pipeline.cuh", "load_values",
-            "shift_short_block<kBlockKv, config::kIsListed>(block, tile_info.visit_range, length);",
+            "shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, length);",
             "",
         ),
         "an array without a map is left to the accelerator": Edit(

@@ -1,4 +1,4 @@
-"""What must see the faults of the sm90 family, on the simulator: as a wrong number, or as a broken rule.
+"""Guards that must see the faults of the sm90 family, on the simulator: as a wrong number, or as a broken rule.
 
 What is not waited for, or waited for in vain, the simulator reports by itself. But blocks run one after another there:
 that a block does not wait for others at all it cannot show, and whoever comes last finds all others done.

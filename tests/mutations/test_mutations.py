@@ -22,18 +22,19 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, blocks, cache_steps, calculators, calls, decode, dropout, fp8, host, interop, kernel_guards, kv_cache,
-    lists, mask_algebra, mask_inputs, non_finite, planting, python, python_guards, score_kernels, scores, selectors,
-    sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards,
-    study, tile,
+    attention, blocks, cache_steps, calculators, calls, decode, dropout, fa1, fp8, host, interop, kernel_guards,
+    kv_cache, lists, mask_algebra, mask_inputs, non_finite, planting, prefill, python, python_guards, score_kernels,
+    scores,
+    selectors, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward,
+    sm90_guards, study, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
 OF_INPUTS = (calls, mask_inputs, sequences, kv_cache, calculators, interop, fp8, study, cache_steps)
-OF_BOTH = (lists, non_finite, score_kernels, selectors, sinks, dropout)  # faults of Python and of kernels
+OF_BOTH = (lists, non_finite, score_kernels, selectors, sinks, dropout, fa1)  # faults of Python and of kernels
 OF_KERNELS = (
-    simt, attention, tile, sm80, decode, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide, blocks,
-    *OF_BOTH,
+    simt, attention, tile, sm80, decode, prefill, sm90_forward, sm90_backward, sm90_backward_rows, sm90_backward_wide,
+    blocks, *OF_BOTH,
 )  # fmt: skip
 Guard = Callable[..., None]
 # Faults of shared work are seen by what runs these too.
@@ -43,7 +44,7 @@ RUN_IN_LONG = (sm90_guards.finished_gradients_are_right, sm90_guards.gradients_o
 
 
 def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[str, Guard, Edit]]:
-    """What each fault is called, who must see it, and what it is; of one language if it is given."""
+    """Return each fault with its name and the guard that must see it; of one language if it is given."""
     return [
         (f"{table.__name__.removeprefix('mutations.')}: {name} ({guard.__name__})", guard, edit)
         for table in tables
@@ -109,7 +110,7 @@ def edited(
 
 @each(
     faults(python, host, lists, mask_algebra, non_finite, language="python")
-    + sampled(faults(*OF_INPUTS, score_kernels, selectors, sinks, dropout, language="python"), 3)
+    + sampled(faults(*OF_INPUTS, score_kernels, selectors, sinks, dropout, fa1, language="python"), 3)
     + sampled(faults(scores), 6)
 )
 @pytest.mark.filterwarnings("ignore")

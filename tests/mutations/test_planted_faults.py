@@ -88,7 +88,7 @@ def test_a_gradient_fault_is_outside_the_bounds(fault, seqlen, dtype):
     assert is_caught(assert_within_bounds, example, **gradients(example, fault))
 
 
-# What each tier is there for
+# The purpose of each tier
 
 
 @pytest.mark.parametrize("dtype", [*NARROW, "float32"])

@@ -24,7 +24,7 @@ def texts(source: str, language: lexing.Language) -> list[str]:
 
 
 def of_tokenize(source: str) -> list[str]:
-    """What the standard library finds, with the parts of a formatted string put together again."""
+    """Return the standard library's tokens, with the parts of a formatted string joined again."""
     lines, found, depth, start = [0], [], 0, 0
     for line in io.StringIO(source):
         lines.append(lines[-1] + len(line))

@@ -131,7 +131,7 @@ class Source:
                         yield span.stop - span.start, span.start, span.stop
 
     def rename_at(self, at: int, name: str) -> Rename | None:
-        """What becomes of a name that stands at a place."""
+        """Return the new form of a name at a place."""
         found = [region for region in self.regions.get(name, ()) if region[1] <= at < region[2]]
         if not found or (self.language == "python" and keyword.iskeyword(name)):
             return None
@@ -194,7 +194,7 @@ class Source:
 
 
 def parts_of_string(text: str, language: Language) -> Iterator[tuple[bool, int, int]]:
-    """Where the parts of a string's source start and stop, after its prefix, and whether each is code of a field."""
+    """Return start and stop of the parts of a string's source, after its prefix, and whether each is a field's code."""
     at = first = re.search("['\"<]", text).start()  # type: ignore[union-attr]
     if language != "python" or not _FORMATTED.match(text):
         yield False, first, len(text)
@@ -355,7 +355,7 @@ class Result(NamedTuple):
 
 
 def renamed(root: Path, renames: Sequence[Rename]) -> Result:
-    """What all files become. Refused with all that is wrong, if anything is."""
+    """Return the new text of all files, or raise an error that lists everything that is wrong."""
     paths = sorted({path for pattern in PATTERNS for path in root.glob(pattern)})
     sources = {path: Source(root, path, renames) for path in paths}
     wrong = [*_without_effect(renames, sources.values()), *_collisions(renames, sources.values())]
@@ -464,7 +464,7 @@ def _long_lines(root: Path, sources: dict[Path, Source], texts: dict[Path, str])
 def _left(
     sources: Iterable[Source], new: dict[Path, list[Change]], faults: dict[Path, list[tuple[int, int]]]
 ) -> Iterator[str]:
-    """Where old names still stand in comments, strings and pages, by name."""
+    """Return the places of old names in comments, strings and pages, by name."""
     left: dict[str, Counter[str]] = defaultdict(Counter)
     for source in sources:
         if source.has_names:

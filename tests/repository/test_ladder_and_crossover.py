@@ -62,10 +62,12 @@ def test_a_kernel_with_wrong_results_is_not_timed(load) -> None:
 @pytest.mark.gpu
 def test_every_kernel_of_the_ladder_is_timed_on_a_gpu(load) -> None:
     ladder = load("flash_ladder")
-    there = ("naive", "simt", *load("simt_speed").tensor_core_families(ladder.gpu.current_device()))
+    tensor_cores = load("simt_speed").tensor_core_families(ladder.gpu.current_device())
+    there = ("naive", "simt", *(["fa1"] if tensor_cores else []), *tensor_cores)
     config = ladder.Config(
-        gpu=True, gpu_kernels=there, gpu_seqlens=(256, 512), gpu_num_heads=2, gpu_head_dim=64, gpu_repeats=2
-    )
+        gpu=True, gpu_kernels=there, gpu_seqlens=(256, 512), gpu_batch=1, gpu_num_heads=2, gpu_head_dim=64,
+        gpu_repeats=2,
+    )  # fmt: skip
     rows = list(ladder.run(config))
     cases = itertools.product((256, 512), ladder.MASKS, there, ladder.WAYS)
     assert [(row["seqlen"], row["mask"], row["kernel"], row["pass"]) for row in rows] == list(cases)
@@ -125,7 +127,7 @@ def test_blocks_are_timed_on_a_gpu(load) -> None:
 @pytest.mark.parametrize(
     ("name", "argv", "complaint"),
     [
-        ("flash_ladder", ["--gpu-kernels", "naive,sm70"], "no sm70 in gpu_kernels; there are naive, simt, sm80, sm90"),
+        ("flash_ladder", ["--gpu-kernels", "naive,sm70"], "no sm70 in gpu_kernels; there are naive, simt, fa1, sm80"),
         ("flash_ladder", ["--masks", "window"], "no window in masks; there are full, causal"),
         ("flash_ladder", ["--gpu-seqlens", "512,0"], "must be positive"),
         ("crossover", ["--blocks", "0"], "must be positive"),

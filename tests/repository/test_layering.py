@@ -47,6 +47,7 @@ THIRD_PARTY = {
     "study.command": {"matplotlib"},
     "testing.oracle": {"ml_dtypes", "scipy"},
     "testing.assertions": {"ml_dtypes"},
+    "testing.mask_strategies": {"hypothesis"},
     "testing.strategies": {"hypothesis", "ml_dtypes"},
     "testing.properties": {"hypothesis"},
 }
@@ -77,7 +78,7 @@ SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "lega
 
 
 def rules(room: str, source: str) -> Iterator[str]:
-    """What the source of a room does that the room may not do."""
+    """List what the source of a room does against the room's rules."""
     if SHAPELESS_NAMES & set(room.split(".")):
         yield "a room is named after a concept"
     if _room_of(room) not in ROOMS:

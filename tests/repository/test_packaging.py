@@ -1,4 +1,4 @@
-"""What is installed is what was meant: wheel, source archive and both editable modes, built and imported offline."""
+"""Installed files are the intended ones: wheel, source archive and both editable modes, built and imported offline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USE = "import numpy as np, cuflash; q = np.ones((3, 2)); print(cuflash.attention
 
 
 def _build(source: Path, hook: str, out: Path, settings: object = None) -> Path:
-    """What the build backend makes of a copy of the project, as pip and build call it, without a network."""
+    """Build a copy of the project by its backend, as pip and build call it, without a network."""
     out.mkdir(parents=True, exist_ok=True)
     code = f"from setuptools import build_meta as b; print('made', b.{hook}({str(out)!r}, {settings!r}))"
     run = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120)
@@ -124,7 +124,7 @@ print(cuflash.__file__)
 
 
 def _run_in(folder: Path, *arguments: str) -> str:
-    """What Python prints there, with the packages of this environment and no path to this checkout."""
+    """Return Python's output there, with the packages of this environment and no path to this checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, *arguments]
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)

@@ -124,7 +124,7 @@ def in_a_thread(run: Callable[[], Any]) -> Any:
 
 @contextmanager
 def at_each_batch(look: Callable[[], Any], cpu: ModuleType = cpu) -> Iterator[list[Any]]:
-    """What `look` returns at each batch of the forward pass, on the batch's thread."""
+    """Collect the results of `look` at each batch of the forward pass, on the batch's thread."""
     seen: list[Any] = []
     original = cpu._HostCall.forward_rows
 
@@ -288,7 +288,7 @@ class _Functions(dict[str, Any]):
 
 
 def fake(api: str, layer: str = "pthreads", **functions: Any) -> Any:
-    """What threadpoolctl finds, with functions of some names; its own setter does nothing."""
+    """Stand-in for a library that threadpoolctl finds, with functions of given names; its own setter does nothing."""
     return SimpleNamespace(
         internal_api=api,
         threading_layer=layer,

@@ -35,7 +35,7 @@ def cupy(tmp_path, monkeypatch):
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """What goes within the block goes by itself, and not by Python's collector of circles."""
+    """Check that objects are freed within the block by their reference counts, without Python's cycle collector."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What happens around a kernel: bad arrays, streams, captures, checks, memory; on a stand-in for CuPy that runs it."""
+"""Around a kernel's launch: bad arrays, streams, captures, checks, memory; on a stand-in for CuPy that runs it."""
 
 from __future__ import annotations
 

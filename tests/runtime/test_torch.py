@@ -51,7 +51,7 @@ def leaves(*tensors):
 
 
 def gradients(call, tensors, do, dlse=None):
-    """What PyTorch finds for sum(do * o) + sum(dlse * lse)."""
+    """Return PyTorch's gradients of sum(do * o) + sum(dlse * lse)."""
     given = leaves(*tensors)
     o, lse = call(*given)
     return torch.autograd.grad([o, lse][: 1 + (dlse is not None)], given, [do, dlse][: 1 + (dlse is not None)])

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of itsel
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
-    """What the page registers, by the page's own code."""
+    """Return the attention function that the page registers, by the page's own code."""
     exec(compile(blocks(PAGE)[0].source, str(PAGE), "exec"), {})
 
 

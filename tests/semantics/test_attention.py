@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import DeviceSpec, masks, reference
-from cuflash.executors import cpu
+from cuflash.executors import host_threads
 from cuflash.plans import Plan
 from cuflash.planning.host import HostTiling
 from cuflash.planning.plan import KernelPlan
@@ -219,8 +219,8 @@ def test_what_earlier_calls_left_in_the_scratch_memory_never_matters():
     plan = cuflash.plan(q, k, v, causal=True)
     o, lse = plan.forward(q, k, v)
     once = [o, lse, *plan.backward(do, q, k, v, o, lse)]
-    assert cpu._free_scratch
-    for memory in cpu._free_scratch:
+    assert host_threads._free_scratch
+    for memory in host_threads._free_scratch:
         memory[:] = 0xFF  # NaN in every dtype
     o, lse = plan.forward(q, k, v)
     again = [o, lse, *plan.backward(do, q, k, v, o, lse)]

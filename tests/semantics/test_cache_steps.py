@@ -36,7 +36,7 @@ def xp(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """What counts arrays, and logs what streams are told."""
+    """Stand-in for CuPy that counts arrays and logs operations on streams."""
     with cupy_machine.installed(monkeypatch, tmp_path) as machine:
         yield machine
 
@@ -171,7 +171,7 @@ def test_rows_that_start_at_an_odd_byte_are_refused_after_a_step(xp: Any) -> Non
     memory = xp.asarray(np.zeros(3 * 4 * 64 * 2 + 1, np.uint8))
     even, odd = (memory[i : memory.size - 1 + i].view(np.float16).reshape(3, 4, 1, 64) for i in range(2))
     cache.attention(even)
-    assert "q must be what the decode kernel serves" in refused(lambda: cache.attention(odd))
+    assert "q must be what the cache's kernels serve" in refused(lambda: cache.attention(odd))
 
 
 def test_a_copy_of_a_cache_binds_steps_of_its_own(xp: Any) -> None:

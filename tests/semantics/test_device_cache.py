@@ -123,10 +123,45 @@ def test_a_graph_decodes_step_by_step(xp: Any, pages: str) -> None:
     cache.check()
 
 
+CHUNK = 35  # rows of two heads for each key/value head: more than the decode kernel serves
+
+
+def test_a_graph_attends_chunk_by_chunk(xp: Any) -> None:
+    """Captured once with counts on the device, replayed for the next chunk, of another length in each sequence."""
+    counts = np.array([[CHUNK, 3, 0], [20, CHUNK, 1]], np.int32)
+    chunks = [tuple(RNG.standard_normal((3, h, CHUNK, 64)).astype(np.float16) for h in (4, 2, 2)) for _ in counts]
+    wanted, host = [], KVCache(**SIZES, **PAGED["pages"])
+    for (q, k, v), news in zip(chunks, counts):
+        host.append(k, v, counts=news)
+        wanted.append(host.attention(q, counts=news, executor="sim", return_lse=True))
+    cache = KVCache(**SIZES, **PAGED["pages"], xp=xp)
+    cache.reserve([80, 80, 10])
+    cache.count_on_device()
+    q, k, v = (xp.asarray(x) for x in chunks[0])
+    news = xp.asarray(counts[0])
+    cache.append(k, v, counts=news)
+    assert same(cache.attention(q, counts=news, return_lse=True), wanted[0], xp)
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        cache.append(k, v, counts=news)
+        results = cache.attention(q, counts=news, return_lse=True)
+        graph = stream.end_capture()
+        for array, rows in zip((q, k, v, news), (*chunks[1], counts[1])):
+            array[...] = xp.asarray(rows)
+        graph.launch(stream)
+        stream.synchronize()
+        assert same(results, wanted[1], xp)
+    assert cache.lengths.get().tolist() == counts.sum(0).tolist()
+    cache.check()
+
+
+@pytest.mark.parametrize("rows_of_each", [4, CHUNK])
 @pytest.mark.parametrize("pages", PAGED)
-def test_counts_on_the_device_are_counts_on_the_host(xp: Any, pages: str) -> None:
-    rows = RNG.standard_normal((2, 3, HEADS, 4, 64)).astype(np.float16)
-    q = RNG.standard_normal((3, 4, 4, 64)).astype(np.float16)
+def test_counts_on_the_device_are_counts_on_the_host(xp: Any, pages: str, rows_of_each: int) -> None:
+    rows = RNG.standard_normal((2, 3, HEADS, rows_of_each, 64)).astype(np.float16)
+    q = RNG.standard_normal((3, 4, rows_of_each, 64)).astype(np.float16)
     made = []
     for counts in ([4, 0, 2], xp.asarray(np.array([4, 0, 2], np.int32))):
         cache = KVCache(**SIZES, **PAGED[pages], xp=xp)
@@ -202,8 +237,8 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
     assert "fork must know lengths on the host" in refused(lambda: cache.fork(0, 1))
     many = xp.asarray(np.ones((3, 66, 1, 64), np.float16))
     wide = xp.asarray(np.ones((3, 2, 65, 64), np.float16))
-    for q, options in ((wide, {}), (many[:, :4], {"kernel": "simt"})):
-        assert "q must be what the decode kernel serves" in refused(lambda: cache.attention(q, **options))
+    for q, options in ((wide, {"kernel": "naive"}), (many[:, :4], {"kernel": "simt"})):
+        assert "q must be what the cache's kernels serve" in refused(lambda: cache.attention(q, **options))
     assert "the cache must be on a GPU" in refused(lambda: KVCache(**SIZES).count_on_device())
 
 

@@ -1,4 +1,4 @@
-"""What bad input gets: one error before any work, naming the argument, the rule, what came, and the fix."""
+"""Bad input raises one error before any work, which names the argument, the rule, the value that came, and the fix."""
 
 import sys
 from decimal import Decimal

@@ -168,7 +168,7 @@ def test_attention_is_within_both_bounds(example: Any, per: str) -> None:
 
 
 def within(found: Any, right: Any, bound: Any) -> bool:
-    """Whether errors are at most their bounds and the rounding of the float64 that they are computed in."""
+    """Return whether errors are at most their bounds and the rounding of the float64 that they are computed in."""
     with np.errstate(invalid="ignore"):
         is_near = np.abs(found - right) <= bound * (1 + 1e-9) + 1e-11
     return bool((is_near | (found == right)).all())

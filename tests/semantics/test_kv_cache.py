@@ -267,7 +267,7 @@ def test_a_cache_says_what_it_is() -> None:
     assert KVCache(**SMALL, num_pages=2).k.shape == (2, HEADS, 64, 8)
 
 
-# What is refused
+# Refused calls
 
 
 def refused(call: Any) -> str:

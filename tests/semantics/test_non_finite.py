@@ -31,7 +31,7 @@ def small_calls_get_the_kernels_of_large_ones() -> Iterator[None]:
         yield
 
 
-# What stands in a head: operand, row, column, value. Some heads have a q or k that is positive in column 0, where -inf
+# Contents of a head: operand, row, column, value. Some heads have a q or k that is positive in column 0, where -inf
 # on the other side makes every score -inf.
 HIDDEN_KEY = ("k", 7, 0, "-inf")
 FAULTS: dict[str, tuple[tuple[str, int, int, str], ...]] = {
@@ -75,13 +75,14 @@ WORK = {
     "causal, weights of 0": {"mask": masks.Causal("bottom_right"), "scale": 30.0, **_SHORT},
     "bits, weights of 0": {"mask": masks.Dilated(3, align="bottom_right"), "scale": 30.0, **_SHORT},
 }
-SIMT, NAIVE = (replace(SIM, kernel=kernel) for kernel in ("simt", "naive"))
+SIMT, NAIVE, FA1 = (replace(SIM, kernel=kernel) for kernel in ("simt", "naive", "fa1"))
 KINDS = {
     "float32": (SIM, {"dtype": "float32"}),
     "float64": (SIM, {"dtype": "float64"}),
     "float16 in float32": (SIMT, {"dtype": "float16"}),
     "naive": (NAIVE, {"dtype": "float32"}),
     "naive, float16": (NAIVE, {"dtype": "float16"}),
+    "FlashAttention-1": (FA1, {"dtype": "float16"}),
     "float16": (SIM, {"dtype": "float16"}),
     "bfloat16": (SIM, {"dtype": "bfloat16"}),
     "tf32": (SIM, {"precision": "tf32"}),
@@ -100,7 +101,7 @@ def cases() -> Iterator[Any]:
     for name, (run, fields) in KINDS.items():
         on_gpu = GPU90 if run is SIM90 else replace(GPU, kernel=run.kernel)
         mark = pytest.mark.gpu(9, 0) if run is SIM90 else pytest.mark.gpu
-        for each in (run, *([] if run is NAIVE else [replace(run, deterministic=True)])):
+        for each in (run, *([] if run in (NAIVE, FA1) else [replace(run, deterministic=True)])):
             for work in WORK if os.environ.get("CUFLASH_PROFILE") == "long" else [next(in_turn)]:
                 yield pytest.param(each, fields, work, id=f"{each}-{name}-{work}", marks=needs_compiler)
             on_device = replace(on_gpu, deterministic=each.deterministic)
@@ -125,7 +126,7 @@ def test_what_is_drawn_reaches_what_it_should(run: Run, example: Example) -> Non
     assert_non_finite(example, **run.everything(example))
 
 
-FEW = [replace(each, most_examples=4) for each in (NAIVE, SIM90, replace(SIM90, deterministic=True))]
+FEW = [replace(each, most_examples=4) for each in (NAIVE, FA1, SIM90, replace(SIM90, deterministic=True))]
 
 
 @holds_for_examples(
@@ -141,7 +142,7 @@ def test_the_property_holds_of_calls_with_a_bool_array(run: Run, example: Exampl
     check_non_finite_values_reach_what_they_should(run.attend, run.pull, example)
 
 
-# Where blocks share a tile's keys, and where parts are merged
+# Tiles whose keys several blocks share, and merged parts
 
 
 SPLITS = pytest.mark.parametrize(
@@ -152,7 +153,7 @@ SPLITS = pytest.mark.parametrize(
 def assert_parts_follow_the_rule(
     run: Run = SIM, group_size: int = 1, seqlen_q: int = 70, scale: float | None = None
 ) -> None:
-    """What blocks that share the keys of a tile leave is merged to what the whole gives."""
+    """Parts of blocks that share the keys of a tile are merged to the result of the whole."""
     fields = {"seqlen_q": seqlen_q, "seqlen_kv": 300, "dtype": "float16", "scale": scale}
     example = splitting.rounded(a_fault_a_head(group_size, **fields))
     plan = splitting.split_plan(example, 3, run)

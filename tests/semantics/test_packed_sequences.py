@@ -291,7 +291,7 @@ def test_offsets_lie_where_the_arrays_do(device):
     assert packed.shape == (2, 5, 3)
 
 
-# What is refused
+# Refused calls
 
 
 def refused(call):

@@ -191,7 +191,7 @@ def used_for_a_gpu(mask: Mask | None) -> cuflash.Plan:
 
 
 def told(value: Any) -> Any:
-    """What a value says, in a form that compares: arrays by their bytes, records by their fields, masks by elements."""
+    """Return a value's content for comparison: arrays by their bytes, records by their fields, masks by elements."""
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, Mask):

@@ -287,7 +287,7 @@ REFUSED = {
 
 
 def told(error: Exception) -> str:
-    """What an error says without the text of a line of this file's lambdas, which holds what it should say."""
+    """Return an error's text without the source line of this file's lambdas, which has the expected words itself."""
 
     def blank(found: re.Match[str]) -> str:
         return found[0].replace(linecache.getline(__file__, int(found[1])).strip().rstrip(":"), "")

@@ -95,7 +95,7 @@ def test_a_sink_takes_part_beside_a_score(run: Run) -> None:
     assert_within_bounds(example, **everything(run, example, sink=run.put(example.sink)))
 
 
-# What a function means by other means
+# Functions computed in another way
 
 
 STRUCTURES = (

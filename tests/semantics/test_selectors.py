@@ -47,7 +47,7 @@ def select(name: str, run: Run, q: Any, k: Any, *, top_k: int = 3, **options: An
 def by_sorting(
     scores: Any, shares: Any, eligible: Any, forced: Any, budget: Budget
 ) -> list[int]:
-    """What is kept of a row, by the words of `Budget`."""
+    """Return the blocks kept of a row, computed from the definition of `Budget`."""
     forced = forced & eligible
     scores = np.where(np.isnan(scores), -np.inf, scores)
     order = sorted(np.flatnonzero(eligible), key=lambda j: (not forced[j], 0 if forced[j] else -scores[j], j))
@@ -305,7 +305,7 @@ def test_a_mask_of_the_caller_decides_what_is_eligible() -> None:
 
 
 def test_calls_of_one_layout_are_not_mixed_up(monkeypatch: Any) -> None:
-    """What was found out about an earlier call serves those that differ in addresses and budgets alone."""
+    """Checks of an earlier call serve later calls that differ in addresses and budgets alone."""
     q = np.zeros((2, 32, 8))
     usual = {"block": 8, "budgets": {"budget": FEW}, "forced": Forced(), "causal": True, "mask": None, "scale": None}
     changes: list[dict[str, Any]] = [

@@ -195,7 +195,7 @@ def precompile(**arguments: Any) -> Any:
         return cuflash.precompile(**{**arguments, **shapes})
 
 
-# What stands for an argument in the words of a message.
+# Texts that stand for an argument in a message.
 NAMES = {"mask": "mask|q_ids|block index", "outs": "outs|lses", "lses": "outs|lses"} | dict.fromkeys(
     ("seqlen_q", "seqlen_kv", "block", "shape", "matrix"), r"seqlen_\w+|block|shape|matrix"
 )
@@ -264,7 +264,7 @@ PLACES = [(name, argument) for name, (_, arguments) in CALLS.items() for argumen
 
 
 def bytes_of(value: Any) -> Any:
-    """What a value holds in arrays, to see whether a call has changed it."""
+    """Copy the arrays that a value holds, to see whether a call has changed it."""
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value.tobytes()
     if isinstance(value, Foreign):
@@ -273,7 +273,7 @@ def bytes_of(value: Any) -> Any:
 
 
 def complaint(name: str, argument: str, junk: Any) -> str | None:
-    """What is wrong with how a call takes a value."""
+    """List what is wrong with a call's answer to a value."""
     call, good = CALLS[name]
     arguments = {**good, argument: junk}
     before = bytes_of(list(arguments.values()))

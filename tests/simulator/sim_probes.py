@@ -92,7 +92,7 @@ PIPELINE_PARAMS = np.dtype([("in", "u8"), ("out", "u8"), ("tiles", "i4"), ("faul
 def run_pipeline(
     kernel: sim.Kernel, schedule: sim.Schedule, fault: int = 0, short: int = 0, time_limit: float = 60.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the pipeline computes, and what it should; `short` elements are missing from the end of its input."""
+    """Return the pipeline's result and the expected one; `short` elements are missing from the end of its input."""
     blocks, tiles = 2, 3
     data = np.arange(blocks * tiles * 384, dtype=np.float32) % 37
     given = data[: data.size - short].copy()
@@ -211,7 +211,7 @@ HOPPER_PIPELINE = HOPPER_PIPELINE.replace(
 def run_hopper_pipeline(
     kernel: sim.Kernel, schedule: sim.Schedule, fault: int = 0, tiles: int = 5
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the pipeline computes, and what it should."""
+    """Return the pipeline's result and the expected one."""
     rng = np.random.default_rng(tiles)
     a, b = (rng.integers(-4, 5, (1, 1, 64, 64 * tiles)).astype(np.float16) for _ in range(2))
     out = np.full((1, 1, 64, 64), np.nan, np.float32)

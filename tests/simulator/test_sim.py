@@ -454,7 +454,7 @@ def test_an_unwritable_home_is_said_and_does_not_stop(monkeypatch: pytest.Monkey
     assert folder.is_dir() and compiler.cache_directory() == folder
 
 
-# What is kept, and programs that fail.
+# Kept programs, and programs that fail.
 
 DAMAGES = st.one_of(
     st.tuples(st.just("cut"), st.integers(0, 139)),

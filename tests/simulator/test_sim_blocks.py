@@ -125,7 +125,7 @@ def test_turns_that_nothing_orders_are_seen_under_every_schedule(fault: str) -> 
 
 
 def test_a_count_that_is_one_too_low_is_seen_under_some_schedule() -> None:
-    """Where blocks happen to come in their order, each has waited for the one before."""
+    """If blocks happen to run in their order, each has waited for the one before."""
     seen = 0
     for schedule in schedules():
         try:

@@ -61,7 +61,7 @@ class CheckedCache:
         return self.rng.standard_normal(shape).astype(np.float32)
 
     def _is_taken(self, stops: list[int], call: Callable[[], None]) -> bool:
-        """Whether a call that takes room is not refused; it may be refused only where room is short."""
+        """Return whether a call that takes room is not refused; it may be refused only where room is short."""
         held = [max(pages, -(-stop // PAGE)) for pages, stop in zip(self.held, stops)]
         is_long = max(stops) > self.cache.capacity
         try:
@@ -142,7 +142,7 @@ class CheckedCache:
         assert_within_bounds(Example(q=q, k=keys, v=values, mask=allowed), o=o, lse=lse)
 
     def assert_holds(self) -> None:
-        """What was put there, found through the table."""
+        """Return the stored rows, found through the table."""
         self.cache.check()
         assert self.cache.lengths.tolist() == self.lengths() and self.cache.lengths.dtype == np.int32
         table, k, v = self.cache.block_table, self.cache.k, self.cache.v
@@ -199,7 +199,7 @@ def counts_of(draw: st.DrawFn, most: int) -> tuple[int, list[int] | None]:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """What a cache holds, and what it attends to, is what plain arrays hold, bit for bit."""
+    """A cache's content and its attention equal those of plain arrays, bit for bit."""
 
     checked: CheckedCache | None = None
 

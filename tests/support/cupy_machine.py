@@ -257,7 +257,7 @@ class Cupy(cupy_double.Double):
 def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     """The stand-in as `import cupy`, with rooms that know nothing of an earlier one."""
     from cuflash import api
-    from cuflash.executors import gpu
+    from cuflash.executors import gpu, tensor_map
     from cuflash.planning import plan_cache
 
     machine = Cupy(cache)
@@ -271,6 +271,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     for name, fresh in (("_loaded", {}), ("_compiled", {}), ("_process", None)):
         monkeypatch.setattr(compiling, name, fresh)
     monkeypatch.setattr(gpu, "_GPU", gpu.Gpu())
+    monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)
     monkeypatch.setattr(gpu, "_pinned", set())
     monkeypatch.setattr(api, "_bound_calls", {})
     gpu._device_spec.cache_clear()

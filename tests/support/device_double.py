@@ -260,7 +260,7 @@ class DeviceArray:
         _operations += 1
         self._host[_unwrapped(key)] = _unwrapped(value)
 
-    # What NumPy calls on meeting an array that is not its own.
+    # Methods that NumPy calls on an array that is not its own.
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         host = isinstance(inputs[0], np.ndarray)
@@ -287,7 +287,7 @@ class DeviceArray:
         _synchronise("__dlpack__ to the host")
         raise BufferError("a device array cannot be read on the host")
 
-    # What the host cannot know without waiting.
+    # Operations that make the host wait for the device.
 
     __bool__ = _converted("bool()", bool)
     __int__ = _converted("int()", int)

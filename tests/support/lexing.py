@@ -102,7 +102,7 @@ def _python_spans(text: str) -> Iterator[Span]:
     return walk(ast.parse(text), "")
 
 
-# What may stand before a parenthesis in a declaration and is not the name of its function.
+# Words before a parenthesis in a declaration that are not the name of its function.
 _NO_NAMES = {
     "alignas", "__align__", "__attribute__", "__launch_bounds__", "decltype", "explicit", "noexcept", "requires",
     "static_assert", "operator",
@@ -158,7 +158,7 @@ class _Declarations:
             yield Span(prefix + name, self.tokens[first].start, self.tokens[self.at - 1].stop)
 
     def text(self, ahead: int = 0) -> str:
-        """What stands at a place, or an end that ends every declaration."""
+        """Return the token at a place, or an end token that ends every declaration."""
         return self.texts[self.at + ahead] if self.at + ahead < len(self.texts) else ";"
 
     def pass_group(self) -> None:

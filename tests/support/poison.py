@@ -59,7 +59,7 @@ class Guarded:
         return whole[tuple(slice(width, -width or None) for width in self.margins)]
 
     def result(self, name: str, run: Run) -> Any:
-        """What was written; fails where anything was written around it, or not everything in it."""
+        """Return the written array; fail if anything around it was written, or anything in it was not."""
         memory = run.get(self.memory).copy()
         inner = self._inner(memory)
         result = inner.copy()
@@ -146,7 +146,7 @@ MASKS = {
 
 
 def structures() -> dict[str, Structure]:
-    """What is called in the midst of poison, by name."""
+    """Operands that lie amid poison, by name."""
     found = {
         f"mask: {name}": Structure(**_SQUARE, mask=mask, layouts=("padded",) * 5) for name, mask in MASKS.items()
     }

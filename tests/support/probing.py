@@ -31,7 +31,7 @@ ULP = {np.dtype(np.float32): 2.0**-23, np.dtype(np.float64): 2.0**-52}
 
 @dataclass(frozen=True)
 class Expected:
-    """What an argument holds after a launch: these bits, or numbers that are at most some last places away."""
+    """Expected content of an argument after a launch: these bits, or numbers within some units in the last place."""
 
     values: Any
     ulps: float = 0.0
@@ -95,7 +95,7 @@ class Launch:
         return flatten_text("\n".join(lines) + "\n" + own, f"tests/support/probes/{self.file}.cu", host=host)
 
     def on_simulator(self, schedule: sim.Schedule = sim.Schedule()) -> dict[int, Any]:
-        """What arrays among the arguments hold after a run on the simulator, by place."""
+        """Return the content of arrays among the arguments after a run on the simulator, by place."""
         given = [_own(x) if isinstance(x, np.ndarray) and x.size else x for x in self.arguments]
         passed = list(given)
         for place, x in enumerate(given):
@@ -314,7 +314,7 @@ def copy() -> Launch:
     for lane, size in enumerate(sizes):
         for start, bytes_ in ((0, size % 5), (8, size % 9), (16, size), (32, size)):
             right[lane, start : start + bytes_] = data[lane, start : start + bytes_]
-    # What stands between the copies is not written.
+    # Bytes between the copies are not written.
     written = np.zeros(64, bool)
     written[[*range(4), *range(8, 48)]] = True
     return Launch(
@@ -556,7 +556,7 @@ def _inside(array: Any, start: tuple[int, ...], box: tuple[int, ...]) -> tuple[A
 
 
 def _box(array: Any, start: tuple[int, ...], box: tuple[int, ...]) -> Any:
-    """What a box holds, zeros where it is outside."""
+    """Return the content of a box, zeros outside the tensor."""
     index, inside = _inside(array, start, box)
     is_inside = np.logical_and.reduce(inside)
     held = array[tuple(np.clip(x, 0, size - 1) for x, size in zip(index, array.shape))]
@@ -580,7 +580,7 @@ TILES: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = (
 
 
 def _places(dtype: str, shape: tuple[int, ...], box: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Where boxes start: at the first element, in the middle, past the last and before the first."""
+    """Return starts of boxes: at the first element, in the middle, past the last and before the first."""
     rng = np.random.default_rng(len(shape))
     places = [(0,) * len(shape), tuple(size - 1 for size in shape), tuple(1 - size for size in box), shape]
     places += [tuple(map(int, rng.integers(-3, np.array(shape) + 1))) for _ in range(3)]
@@ -757,7 +757,7 @@ def group_products(dtype: str, columns: int, adds: bool) -> Launch:
 
 
 def e4m3_sums(a: Any, b: Any, before: Any) -> Any:
-    """What an H100's tensor cores add to `before`, for bytes a [..., rows, 32] and b [..., columns, 32].
+    """Compute what an H100's tensor cores add to `before`, for bytes a [..., rows, 32] and b [..., columns, 32].
 
     Each term is cut below 2^-13 of the largest, and the sum behind 13 bits of mantissa; subnormals have exponent -6.
     """
@@ -892,7 +892,7 @@ WALKS = _steps_of(
 
 
 def wrong_steps(plan: KernelPlan, records: Any) -> list[str]:
-    """What is wrong with the steps of a walk, beside what they allow: order, width, kinds, and what they visit."""
+    """List faults of the steps of a walk, beside their elements: order, width, kinds, and visited blocks."""
     work, allowed = plan.work, plan.mask.toarray(**plan.problem.mask_shape._asdict())
     allowed = allowed.reshape(plan.problem.mask_shape.num_batch, *allowed.shape[-3:])
     wrong = []
@@ -922,7 +922,7 @@ def wrong_steps(plan: KernelPlan, records: Any) -> list[str]:
 
 
 def wrong_tiles(plan: KernelPlan, tiles: Any) -> list[str]:
-    """What is wrong with the tiles of a grid: each query or key is in one, and those of a list come longest first.
+    """List faults of the tiles of a grid: each query or key is in one, and those of a list come longest first.
 
     `tiles` [blocks, 2, 4] says entry, head, first and last of each block's tile of queries and of keys.
     """

@@ -18,7 +18,7 @@ from cuflash.executors.launch import run as run_pass
 
 
 class Left(NamedTuple):
-    """What a forward pass wrote, results and parts, on the host."""
+    """Return all that a forward pass wrote, results and parts, on the host."""
 
     o: Any
     lse: Any

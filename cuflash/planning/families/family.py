@@ -59,7 +59,7 @@ class Family(ABC):
         """Why the family does not serve a problem, on any device or, where one is given, on that device."""
         reasons = self._dtype_reasons(problem)
         reasons += [
-            f"kernel={self.name!r} must be given no {operand.name}; got one: use executor='cpu'"
+            f"kernel={self.name!r} must be given no {operand.name}; got one: use kernel='auto'"
             for operand in problem.operands
             if not operand.is_captured and operand.name not in self.operands
         ]

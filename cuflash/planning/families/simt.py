@@ -228,7 +228,7 @@ def accumulator_words(spec: KernelSpec) -> int:
 
 
 def _is_simt_tile(spec: KernelSpec) -> bool:
-    """Whether threads share its rows evenly and its accumulators fit their registers."""
+    """Return whether threads share its rows evenly and its accumulators fit their registers."""
     entry, words = _LIMITS[spec.entry], accumulator_words(spec)
     rows, step = rows_and_step(spec)
     if spec.mma_rows:  # of the backward pass in one walk dQ has as many rows as a step

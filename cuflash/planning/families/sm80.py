@@ -368,7 +368,7 @@ def _num_accumulators(tile: _Tile, dims: tuple[int, int]) -> float:
 
 
 def can_partition(rows: int, columns: int, num_warps: int) -> bool:
-    """Whether warps can share a product in whole pairs of fragments: `row_groups` of tile/warp_tile.cuh is not 0."""
+    """Return whether warps can share a product in pairs of fragments: `row_groups` of tile/warp_tile.cuh is not 0."""
     groups = (group for group in range(1, num_warps + 1) if num_warps % group == 0)
     return any(
         rows % (_MMA_SIDE * group) == 0 and columns % (_MMA_SIDE * (num_warps // group)) == 0 for group in groups

@@ -67,14 +67,14 @@ def fuses_dq_epilogue_of_list(problem: Problem, work: ListedWork, backward: Kern
 
 
 def _can_write_dq(problem: Problem, backward: KernelSpec) -> bool:
-    """Whether blocks that add to dQ can write it: in whole packets, as it is returned."""
+    """Return whether blocks that add to dQ can write it: in whole packets, as it is returned."""
     adds_to_dq = backward.name == "sm90_backward" and backward.dq_atomic_width > 0
     is_returned = problem.gradient_shapes()["q"] == problem.argument_shapes()["q"]
     return adds_to_dq and is_returned and problem.head_dim == backward.head_dim
 
 
 def _is_faster(seqlen_kv: int, width: int, is_masked: bool) -> bool:
-    """Whether it is faster than two kernels beside the gradients', as measured: experiments/results/sm90_steps.log, 27.
+    """Return whether writing dQ so was measured faster than two more kernels (experiments/results/sm90_steps.log, 27).
 
     The more keys a query sees, the less of the time those take. Where all tiles are alike, blocks end together unless
     some take longer, as those that finish dQ do: beyond 64 columns 512 keys and 2048 lost more by it than they gained.

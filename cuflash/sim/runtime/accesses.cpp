@@ -36,7 +36,7 @@ void note_access(const Cta& cta, const void* address, size_t bytes, Kind kind, L
 }  // namespace cuflash::sim
 
 #if !defined(CUFLASH_SIM_THREAD)
-// What a compiler calls before each access, and in the place of each atomic operation.
+// Functions that a compiler calls before each access, and in the place of each atomic operation.
 namespace cuflash::sim {
 namespace {
 

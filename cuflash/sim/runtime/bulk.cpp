@@ -31,7 +31,7 @@ struct Map {
 };
 static_assert(sizeof(Map) <= 128);
 
-// Which bytes of 16 in shared memory are there in global memory, and where the first of the 16 would be.
+// Bytes of 16 in shared memory that exist in global memory, and the address there of the first of the 16.
 struct Piece { unsigned char* shared; unsigned char* global; int first, last; };
 
 struct Transfer {
@@ -245,7 +245,7 @@ void start_store(std::unique_ptr<Transfer> store) {
   me.stores.push_back(std::move(store));
 }
 
-// Whether further lanes of the warp will come to a fence that this one has come to, as they did the last time.
+// Return whether further lanes of the warp will reach the fence at which this one is, as they did the last time.
 bool awaits_other_lanes(Location where) {
   const Thread& me = self();
   FenceRound* round = nullptr;

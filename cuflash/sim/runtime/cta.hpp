@@ -121,7 +121,7 @@ struct Mbarrier {
   Clock clocks[2];                        // of even and odd phases
 };
 
-// What the warps of a warpgroup have to do alike, one after another.
+// Operation that all warps of a warpgroup must carry out in the same order.
 struct Deed {
   const char* format;                     // of its numbers, for reports
   long long numbers[4] = {};

@@ -1,4 +1,4 @@
-// What a kernel sees of the simulator: who is running, and the operations behind the language words and ptx/.
+// Interface of the simulator to kernels: the running thread, and the operations behind the language words and ptx/.
 // Every operation takes the place it was called from, so that a report can name the kernel's line.
 #pragma once
 

@@ -20,7 +20,7 @@ size_t num_slots(const Request& request) {
   return std::min(num_blocks(request), static_cast<size_t>(request.schedule.resident_blocks));
 }
 
-// Where a fiber begins, and where it is again when its thread's next block starts.
+// Entry function of a fiber, which begins again here when its thread's next block starts.
 void run_thread() {
   enter_stack(nullptr);
   for (;;) {

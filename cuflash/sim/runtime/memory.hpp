@@ -19,7 +19,7 @@ inline unsigned char* shared_bytes(uint32_t address, size_t bytes, size_t alignm
   return cta.shared + offset;
 }
 
-// What an asynchronous operation reads must be what it sees.
+// Report bytes that an asynchronous operation would read before a fence made them visible to it.
 inline void check_fenced(const unsigned char* from, size_t bytes, const char* name, Location where) {
   Cta& cta = *self().cta;
   if (cta.is_view_late) update_view(cta);
@@ -27,7 +27,7 @@ inline void check_fenced(const unsigned char* from, size_t bytes, const char* na
   if (memcmp(&cta.proxy_view[offset], from, bytes) != 0) report_unfenced(offset, name, where);
 }
 
-// Where 16-byte chunks lie in rows of so many bytes (128, 64 or 32) that are swizzled; 16 for rows that are not.
+// Swizzled address of a 16-byte chunk in rows of row_bytes (128, 64 or 32); rows of 16 bytes are not swizzled.
 inline uint32_t swizzled(uint32_t address, uint32_t row_bytes) {
   return address ^ ((address >> 7 & ((row_bytes >> 4) - 1)) << 4);
 }

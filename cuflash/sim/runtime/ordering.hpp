@@ -1,4 +1,4 @@
-// Which accesses of one block to global memory come before which of another, by fences, releases and atomic operations.
+// Order of one block's accesses to global memory and another's, by fences, releases and atomic operations.
 #pragma once
 
 #include <unordered_map>

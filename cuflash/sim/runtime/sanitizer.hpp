@@ -1,4 +1,4 @@
-// What AddressSanitizer and ThreadSanitizer must be told; empty functions in the plain flavour.
+// Announcements to AddressSanitizer and ThreadSanitizer; they are empty functions in the plain flavour.
 //
 // ThreadSanitizer's model: every CUDA thread is one of its fibers, every group of asynchronous copies runs as another
 // ("engine"), and only barriers, __syncwarp, fences and waits carry what one has seen to the next. A race is then found

@@ -57,14 +57,14 @@ int pick_lane(uint32_t ready) {
 
 namespace {
 
-// What a thread does, as "waits in __syncthreads at forward.cu:12".
+// Describe a thread's state, as "waits in __syncthreads at forward.cu:12".
 Text state_of(const Thread& thread) {
   if (thread.state == State::exited) return text("exited");
   return text("waits in %s at %s%s", thread.doing, place(thread.where).letters,
               thread.awaited ? state_of(*thread.awaited).letters : "");
 }
 
-// Which lanes of a warp do the same, a line each, as far as there is room for.
+// Write groups of lanes in the same state, one line a group, as far as the buffer has room.
 void describe(const Cta& cta, const Warp& warp, char*& to, const char* end) {
   for (int lane = 0; lane < 32 && warp.existing >> lane & 1;) {
     const int first = lane;

@@ -18,7 +18,7 @@ bool kernel_is_running() {
          pthread_equal(pthread_self(), launch->os_thread);
 }
 
-// Where in the kernel's library the interrupted instruction is, for whoever turns that into a line; 0 if elsewhere.
+// Offset of the interrupted instruction in the kernel's library, from which a report finds the line; 0 if elsewhere.
 void note_instruction(void* context) {
   [[maybe_unused]] auto* interrupted = static_cast<ucontext_t*>(context);
   uint64_t instruction = 0;

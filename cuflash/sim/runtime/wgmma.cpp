@@ -17,7 +17,7 @@ constexpr int kProductEngines = 4;   // of one warp; groups take turns
 void* product_engines[kMaxWarps][kProductEngines];
 constexpr uint32_t kPoison = 0x7fc0dead;   // NaN in registers that a product will write
 
-// What wgmma_descriptor packs.
+// Fields that wgmma_descriptor packs.
 struct Matrix { uint32_t start, leading, stride, width; };
 
 Matrix unpacked(uint64_t bits) {
@@ -26,7 +26,7 @@ Matrix unpacked(uint64_t bits) {
   return {field(0), field(16), field(32), kWidths[bits >> 62]};
 }
 
-// Where 8 elements of k lie from (row, k) on, for k a multiple of 8; of an MN-major matrix 8 rows, for row a multiple of 8.
+// Address of 8 elements along k from (row, k) on, k a multiple of 8; of an MN-major matrix, of 8 rows, row a multiple of 8.
 uint32_t chunk_address(const Matrix& matrix, bool mn_major, int row, int k) {
   const uint32_t width = matrix.width, per_atom = width / 2;   // elements
   const auto r = static_cast<uint32_t>(row), c = static_cast<uint32_t>(k);
@@ -144,7 +144,7 @@ CUFLASH_SIM_WITHIN void unpack(const Chunk* chunks, bool mn_major, int rows, boo
   }
 }
 
-// Where a lane's registers lie among 16 rows of 2 * count columns: two neighbours, two more eight rows below, and so on.
+// Element of a lane's register among 16 rows of 2 * count columns: two neighbours, two more eight rows below, and so on.
 size_t place_of(int lane, int element, int count) {
   const int row = lane / 4 + element / 2 % 2 * 8, column = element / 4 * 8 + lane % 4 * 2 + element % 2;
   return static_cast<size_t>(row * 2 * count + column);
@@ -399,7 +399,7 @@ void execute_setmaxnreg(void* const* arguments, uint32_t) {
 }
 
 void execute_elect(void* const* arguments, uint32_t) {
-  // Which lane it is, PTX does not say; only that it is the same each time.
+  // PTX does not say which lane it is, only that it is the same each time.
   const Schedule& schedule = launch->request.schedule;
   const int chosen = schedule.shuffle_lanes ? static_cast<int>(schedule.seed % 32) : 0;
   for (int i = 0; i < 32; ++i) *static_cast<bool*>(arguments[i]) = i == chosen;

@@ -1,0 +1,107 @@
+"""Threads of the `cpu` executor: batches of tiles on a plan's number of threads, each with memory to work in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..arrays import Array
+from ..planning.host import HostTiling
+from .blas import on_one_thread
+
+_Step: TypeAlias = Callable[[Any, Array], None]  # computes a batch of tiles, with memory to work in
+_Pass: TypeAlias = tuple[_Step, Iterator[Any]]  # the step of a pass, and its batches
+
+_free_scratch: list[Array] = []  # bytes that earlier calls worked in, at most one piece a processor
+
+
+@contextmanager
+def _scratch(tiling: HostTiling) -> Iterator[Array]:
+    """Memory for two tiles of scores, kept for later calls."""
+    dtype = tiling.problem.accumulator
+    size = 2 * tiling.scratch_scores * dtype.itemsize
+    try:
+        memory = _free_scratch.pop()
+    except IndexError:
+        memory = np.empty(0, np.uint8)
+    if memory.size < size:
+        memory = np.empty(size, np.uint8)
+    yield memory[:size].view(dtype).reshape(2, -1)
+    if len(_free_scratch) < tiling.device.num_processors:
+        _free_scratch.append(memory)
+
+
+def run(tiling: HostTiling, *passes: _Pass, in_order: bool = False) -> None:
+    """Compute every batch of each pass once, one pass after the other, on the plan's number of threads.
+
+    The batches of a pass write to places of their own, or are done in order on one thread, beside BLAS's own.
+    """
+    if tiling.num_workers == 1 or in_order:
+        for step, batches in passes:
+            _work_off(tiling, step, batches, threading.Lock(), threading.Event())
+        return
+
+    def share_all() -> None:
+        for step, batches in passes:
+            _share(tiling, step, batches)
+
+    on_one_thread(share_all)
+
+
+def _share(tiling: HostTiling, step: _Step, batches: Iterator[Any]) -> None:
+    """Do batches on the calling thread and on others, all of which have ended when this returns or raises.
+
+    If a thread cannot be started, as while the interpreter exits, fewer threads do the same work, with the same bits.
+    """
+    lock, stop, errors = threading.Lock(), threading.Event(), list[BaseException]()
+
+    drain = partial(_work_off, tiling, step, batches, lock, stop)
+
+    def work() -> None:
+        try:
+            on_one_thread(drain)
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=work, name="cuflash") for _ in range(tiling.num_workers - 1)]
+    try:
+        for thread in threads:
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+        drain()
+    finally:
+        stop.set()  # after an error or an interrupt the other threads stop at their next batch
+        for thread in threads:
+            if thread.is_alive():
+                thread.join()
+    if errors:
+        error = errors.pop()
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
+
+
+def _work_off(
+    tiling: HostTiling,
+    step: _Step,
+    batches: Iterator[Any],
+    lock: threading.Lock,
+    stop: threading.Event,
+) -> None:
+    """Compute batches until none is left; each thread runs this."""
+    with np.errstate(all="ignore"), _scratch(tiling) as scratch:
+        while not stop.is_set():
+            with lock:
+                batch = next(batches, None)
+            if batch is None:
+                return
+            step(batch, scratch)

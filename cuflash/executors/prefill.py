@@ -1,0 +1,199 @@
+"""Launches the kernels that attend from many new tokens to a cache, on its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array
+from ..compiler.params_layout import PARAMS, SHAPE, TENSOR_MAP_ARRAYS, TENSOR_MAP_PARAM, TENSOR_MAPS
+from ..planning.launches import BATCH_AXES
+from ..planning.prefill import PAGES, QUERY_INTERVALS, PrefillPlan
+from . import checks
+from .bound_launch import BoundLaunch
+from .decoding import fill_matrices, offset_of, sink_record
+from .launch import LaunchTarget
+from .params import UNLIMITED, softmax_scale
+from .tensor_map import BoxedArray
+
+_TABLES = ("table", "lengths", "counts", "num_faults")
+_OF_PARAMS = ("q", "k", "v", "o", "lse", "tile_counter")  # arrays whose addresses Params holds, beside lo and hi
+_Places = list[tuple[int, int]]
+
+
+def prefill(
+    plan: PrefillPlan, arrays: Mapping[str, Array | None], target: LaunchTarget, made: list[Array] | None = None
+) -> list[Array]:
+    """Write o [batch, heads, new tokens, value_dim] and lse [batch, heads, new tokens].
+
+    Parameters
+    ----------
+    plan : PrefillPlan
+    arrays : dict by name
+        As `executors.decoding.decode` takes them.
+    target : LaunchTarget
+        Where the arrays are.
+    made : list of arrays, optional
+        The plan's workspaces, in their order, which no other launch uses meanwhile; new ones unless given.
+
+    Returns
+    -------
+    list of arrays
+        The workspaces, which the kernels may still use.
+    """
+    stream = target.stream()
+    made = target.allocator(plan.workspaces)(stream) if made is None else made
+    BoundPrefill(plan, {**arrays, **dict(zip(plan.workspaces, made))}, (), target)((), stream)
+    if checks.is_on():
+        target.wait(plan.launch)
+    return made
+
+
+class BoundPrefill:
+    """Both launches on arrays, complete but for the addresses of those that are named.
+
+    Parameters
+    ----------
+    plan : PrefillPlan
+    arrays : dict by name
+        As `prefill` takes them, and the plan's workspaces. Of those that are named, their layouts alone matter, and
+        tables and workspaces among them may be None.
+    names : sequence of str
+        The arrays whose addresses each call gives, in this order.
+    target : LaunchTarget
+        Where the arrays are.
+    """
+
+    def __init__(
+        self, plan: PrefillPlan, arrays: Mapping[str, Array | None], names: Sequence[str], target: LaunchTarget
+    ) -> None:
+        kernels = (
+            (plan.intervals, plan.grids[0], *_intervals_records(plan, arrays, target)),
+            (plan.launch, plan.grids[1], *_forward_records(plan, arrays, target)),
+        )
+        self._launches = []
+        for launch, grid, records, places_of in kernels:
+            numbered = [(number, place) for number, name in enumerate(names) for place in places_of.get(name, ())]
+            bound = BoundLaunch(launch, grid, records, [place for _, place in numbered], target)
+            self._launches.append((bound, tuple(number for number, _ in numbered)))
+
+    def __call__(self, addresses: Iterable[int], stream: Any) -> None:
+        """Launch the kernels on a stream, for arrays at these addresses in the order of the names."""
+        given = list(addresses)
+        for bound, numbers in self._launches:
+            bound([given[number] for number in numbers], stream)
+
+
+def _intervals_records(
+    plan: PrefillPlan, arrays: Mapping[str, Array | None], target: LaunchTarget
+) -> tuple[list[Any], dict[str, _Places]]:
+    """The record of the kernel that makes intervals, and where it holds the addresses of arrays."""
+    record = np.zeros((), QUERY_INTERVALS)
+    for name, number in plan.numbers.items():
+        record[name] = number
+    fill_matrices(record, {name: arrays[name] for name in ("o", "lse")}, target)
+    record["pages"] = _pages(plan, arrays, target)
+    for name in plan.workspaces:
+        record[name] = _address(arrays[name], target)
+    places = {name: [(0, offset_of(QUERY_INTERVALS, name))] for name in ("o", "lse", *plan.workspaces)}
+    assert QUERY_INTERVALS.fields is not None
+    start = int(QUERY_INTERVALS.fields["pages"][1])
+    places |= {name: [(0, start + offset_of(PAGES, name))] for name in _TABLES}
+    return [record, *_sink_records(plan, arrays, target, places, 1)], places
+
+
+def _forward_records(
+    plan: PrefillPlan, arrays: Mapping[str, Array | None], target: LaunchTarget
+) -> tuple[list[Any], dict[str, _Places]]:
+    """The records of the forward kernel, and where they hold the addresses of arrays."""
+    record = np.zeros((), PARAMS)
+    fill_matrices(record, {name: arrays[name] for name in ("q", "k", "v", "o", "lse")}, target)
+    for name in ("q", "k", "v", "o", "lse"):  # the batch is the last of its axes, as tensor maps have it
+        record[name]["batch_strides"] = record[name]["batch_strides"][::-1]
+    record["lse"]["is_accumulator"] = 1
+    record["shape"] = _shape(plan)
+    lo, hi = (_address(arrays[name], target) for name in ("lo", "hi"))
+    tile = plan.launch.spec.block_q, plan.launch.spec.block_kv
+    work = record["work"]
+    work["lower"], work["upper"], work["lo"], work["hi"] = -UNLIMITED, UNLIMITED, lo, hi
+    work["interval_batch_stride"] = plan.problem.seqlen_q
+    work["block_q"], work["block_kv"] = tile
+    places = {name: [(0, offset_of(PARAMS, name))] for name in _OF_PARAMS}
+    assert PARAMS.fields is not None
+    kind, start = PARAMS.fields["work"][:2]
+    places |= {name: [(0, int(start) + offset_of(kind, name))] for name in ("lo", "hi")}
+    records = [record]
+    if "tile_counter" in plan.workspaces:
+        record["tile_counter"]["data"] = _address(arrays["tile_counter"], target)
+        records.append(_maps(plan, arrays, target, places))
+    else:
+        del places["tile_counter"]
+    records += _sink_records(plan, arrays, target, places, len(records))
+    places |= {name: [(len(records), offset_of(PAGES, name))] for name in _TABLES}
+    return [*records, _pages(plan, arrays, target)], places
+
+
+def _sink_records(
+    plan: PrefillPlan, arrays: Mapping[str, Array | None], target: LaunchTarget, places: dict[str, _Places], number: int
+) -> list[Any]:
+    """The record of the sink, which is that of a number among a kernel's, where there is one; adds its place."""
+    sink = arrays.get("sink")
+    if sink is None or not plan.launch.spec.has_sink:
+        return []
+    places["sink"] = [(number, 0)]
+    return [sink_record(sink, target)]
+
+
+def _shape(plan: PrefillPlan) -> Any:
+    """The SHAPE of the call: no mask depends on the batch, and blocks do not share tiles."""
+    problem, shape = plan.problem, np.zeros((), SHAPE)
+    shape["batch"] = (*[1] * (BATCH_AXES - 1), problem.mask_shape.num_batch)
+    for name in ("num_heads", "group_size", "seqlen_q", "seqlen_kv", "head_dim", "value_dim"):
+        shape[name] = getattr(problem, name)
+    for name in ("heads_per_l2_group", "kv_heads_per_l2_group", "num_splits"):
+        shape[name] = 1
+    shape["softmax_scale"] = softmax_scale(problem)
+    return shape
+
+
+def _pages(plan: PrefillPlan, arrays: Mapping[str, Array | None], target: LaunchTarget) -> Any:
+    """The record PAGES of a call."""
+    record = np.zeros((), PAGES)
+    for name, number in plan.pages.items():
+        record[name] = number
+    for name in _TABLES:
+        record[name] = _address(arrays[name], target)
+    return record
+
+
+def _maps(
+    plan: PrefillPlan, arrays: Mapping[str, Array | None], target: LaunchTarget, places: dict[str, _Places]
+) -> Any:
+    """Tensor maps of those arrays that the hardware can copy; adds the places of their addresses."""
+    record = np.zeros((), TENSOR_MAPS)
+    for name, box in plan.launch.boxes.items():
+        array = arrays[name]
+        boxed = boxed_array(array, box)
+        if boxed.reasons(address=0):
+            continue
+        made = target.tensor_map(boxed)
+        words = np.array(made.words, np.uint64)
+        words[made.offset] = _address(array, target)
+        record[name] = words, 1
+        start = TENSOR_MAP_ARRAYS.index(name) * TENSOR_MAP_PARAM.itemsize
+        places[name] = [*places[name], (1, start + 8 * made.offset)]
+    return record
+
+
+def boxed_array(array: Any, box: tuple[int, int]) -> BoxedArray:
+    """An array [batch or pages, heads, rows, columns] as boxes of rows and columns."""
+    shape = (1, *(int(extent) for extent in array.shape))
+    return BoxedArray(
+        array.dtype, shape, (0, *array.strides), (1, 1, 1, *box), swizzle_bytes=box[1] * array.dtype.itemsize
+    )
+
+
+def _address(array: Array | None, target: LaunchTarget) -> int:
+    return 0 if array is None else target.address(array)

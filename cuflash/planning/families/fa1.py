@@ -1,0 +1,189 @@
+"""The fa1 family: FlashAttention-1's own loops on tensor cores, to compare the algorithms of the papers.
+
+A thread block works on one head. Its outer loop walks the keys and its inner loop the queries, whose running sums lie
+in device memory between two turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ...arrays import BFLOAT16
+from ...blocks.work_list import WorkList
+from ...errors import UnsupportedProblem
+from ..device import DeviceSpec
+from ..launches import MATRICES, Feature, Kernels, Launch, Pass, Workspace
+from ..problem import Problem
+from ..spec import KernelSpec
+from .family import BACKWARD_INPUTS, FORWARD_INPUTS, Family, list_block_of, query_tiles
+from .sm80 import Sm80
+
+RUNNING = np.dtype([("running_o", MATRICES), ("running_statistics", MATRICES)], align=True)
+_WIDEST = 128  # columns of q, k and v
+_ROWS_OF_WARP = 16
+_STATE_BYTES = 52  # of what a block remembers of its outer turn
+_STATISTICS = 2  # numbers of a query beside O: its maximum and its sum
+
+
+class _Tile(NamedTuple):
+    """Queries of an inner turn, keys of an outer one, and tiles of queries that are being copied or at hand."""
+
+    block_q: int
+    block_kv: int
+    num_stages: int
+
+
+# By the columns that there is room for, best first: as many keys as the paper's own kernels keep at a time, since
+# device memory is read and written once for each tile of keys.
+_FORWARD: dict[int, tuple[_Tile, ...]] = {
+    64: (_Tile(128, 256, 2), _Tile(64, 128, 1)),
+    128: (_Tile(128, 128, 2), _Tile(64, 128, 2), _Tile(64, 64, 1)),
+}
+# Queries and keys of a backward tile at most: as many keys as sm80's, and so few queries that their sums fit registers
+# beside what the two loops count with.
+_BACKWARD = {64: (64, 128), 128: (32, 128)}
+
+
+class FlashAttention1(Family):
+    """FlashAttention-1 (arXiv 2205.14135), algorithms 1, 4 and 5, for compute capability 8.0 and newer."""
+
+    name = "fa1"
+    dtypes = (np.dtype(np.float16), BFLOAT16)
+    oldest = (8, 0)
+
+    def reasons(self, problem: Problem, device: DeviceSpec | None) -> list[str]:
+        """Why the family does not serve a problem: it has no kernels for what the paper's loops lack."""
+        reasons = [
+            f"kernel='fa1' takes {name} of at most {_WIDEST}; got {dim}: use kernel='auto'"
+            for name, dim in (("a head_dim", problem.head_dim), ("a value dim", problem.value_dim))
+            if dim > _WIDEST
+        ]
+        if problem.score is not None:
+            reasons.append("kernel='fa1' must be given no score, softcap or bias; got one: use kernel='auto'")
+        if problem.dropout is not None and problem.dropout.seed is not None:  # else its seed is an operand
+            reasons.append("kernel='fa1' must be given no dropout; got one: use kernel='auto'")
+        return reasons + super().reasons(problem, device)
+
+    def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
+        forward = _forward_spec(problem, device, None)
+        return forward.block_q, forward.block_kv
+
+    def specs(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        largest: tuple[int, int] | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> dict[str, KernelSpec]:
+        """The backward kernel has a part of sm80's tile, whose products it makes."""
+        width = _width(problem)
+        most = _BACKWARD[width]
+        block = tuple(map(min, most, largest or most))
+        wide = replace(problem, head_dim=width, value_dim=width)
+        of_sm80 = Sm80().specs(wide, device, (block[0], block[1]))["backward"]
+        is_listed = largest is not None
+        backward = replace(of_sm80, family=self.name, min_blocks=1, dq_atomic_width=0, is_listed=is_listed)
+        return {"forward": _forward_spec(problem, device, largest), "backward": backward}
+
+    def launches(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        work: WorkList,
+        *,
+        deterministic: bool = False,
+        specs: Mapping[str, KernelSpec] | None = None,
+    ) -> Kernels:
+        chosen = self.specs(problem, device, list_block_of(work)) | dict(specs or {})
+        forward, backward = chosen["forward"], chosen["backward"]
+        lse_shape, accumulator = problem.lse_shape(), problem.accumulator
+
+        def sums(spec: KernelSpec, dim: int) -> Workspace:
+            tiles = query_tiles(problem, work, spec.block_q)
+            return Workspace((*lse_shape[:-1], tiles, spec.block_q * dim), accumulator)
+
+        running = {
+            "running_o": sums(forward, forward.value_dim),
+            "running_statistics": Workspace((*lse_shape, _STATISTICS), accumulator),
+        }
+        forward_launch = Launch(
+            spec=forward, tiles=problem.num_heads, shared_bytes=self.shared_bytes(forward),
+            reads=(*FORWARD_INPUTS, *running), writes=("o", "lse", *running), features=("running",),
+        )  # fmt: skip
+        between = {"delta": Workspace(lse_shape, accumulator), "dq_sum": sums(backward, backward.head_dim)}
+        backward_launch = Launch(
+            spec=backward, tiles=problem.num_kv_heads, shared_bytes=self.shared_bytes(backward),
+            reads=(*BACKWARD_INPUTS, "o", "dlse", *between), writes=("dq", "dk", "dv", *between),
+        )  # fmt: skip
+        return Kernels(
+            forward=Pass({"forward": forward_launch}, running, (Feature("running", RUNNING),)),
+            backward=Pass({"backward": backward_launch}, between),
+        )
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        return _shared_bytes(spec)
+
+
+def traffic(problem: Problem, kernels: Kernels, visited_scores: int) -> tuple[int, int]:
+    """Bytes that the loops read from device memory or write to it, forward and backward, where no cache holds them.
+
+    An inner turn meets `block_kv` keys, so that the queries of all turns are `visited_scores / block_kv`. A turn reads
+    q, and reads and writes O, m and l. Backward it reads q, dO, lse and delta, and reads and writes dQ. Everything else
+    is moved once.
+    """
+    forward, backward = kernels.forward.launches["forward"].spec, kernels.backward.launches["backward"].spec
+    itemsize, number = problem.dtype.itemsize, problem.accumulator.itemsize
+    q, v = itemsize * problem.head_dim, itemsize * problem.value_dim  # bytes of a row; those of k and o are the same
+    num_heads = problem.mask_shape.num_batch * problem.num_heads
+    queries, keys = num_heads * problem.seqlen_q, num_heads * problem.seqlen_kv
+
+    running = number * (forward.value_dim + _STATISTICS)
+    turns = visited_scores // forward.block_kv * (q + 2 * running)
+    forward_bytes = turns + keys * (q + v) + queries * (2 * running + v + number)
+
+    dq, statistics = number * backward.head_dim, 2 * number
+    turns = visited_scores // backward.block_kv * (q + v + 2 * dq + statistics)
+    ends = queries * (2 * v + statistics + 2 * dq + q)
+    return forward_bytes, turns + keys // problem.group_size * 2 * (q + v) + ends
+
+
+def _width(problem: Problem) -> int:
+    """Columns that the kernels have room for, of q and k as of v."""
+    return next(width for width in _FORWARD if width >= max(problem.head_dim, problem.value_dim))
+
+
+def _forward_spec(problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None) -> KernelSpec:
+    """The forward kernel with the first of its tiles that fits; in a list, cut to its blocks."""
+    width = _width(problem)
+    for tile in _FORWARD[width]:
+        block_q, block_kv = (
+            1 << min(side, most).bit_length() - 1 for side, most in zip(tile[:2], largest or tile[:2])
+        )
+        spec = KernelSpec(
+            family="fa1", entry="forward", dtype=problem.dtype, head_dim=width, value_dim=width,
+            block_q=block_q, block_kv=block_kv, num_warps=block_q // _ROWS_OF_WARP, min_blocks=1,
+            is_listed=largest is not None, num_stages=tile.num_stages,
+        )  # fmt: skip
+        if _shared_bytes(spec) <= device.tile_memory_bytes:
+            return spec
+    raise UnsupportedProblem(
+        [
+            f"{device.name} must have {_shared_bytes(spec)} bytes of shared memory a block for fa1_forward; it has "
+            f"{device.tile_memory_bytes}: use kernel='auto'"
+        ]
+    )
+
+
+def _shared_bytes(spec: KernelSpec) -> int:
+    both = spec.head_dim + spec.value_dim
+    elements = spec.block_kv * both
+    if spec.entry == "forward":
+        elements += spec.num_stages * spec.block_q * spec.head_dim
+    else:
+        elements += spec.num_stages * spec.block_q * both + 2 * spec.block_q * spec.block_kv
+    return spec.dtype.itemsize * elements + _STATE_BYTES

@@ -1,0 +1,171 @@
+"""Plans the kernels that attend from many new tokens to a KV cache where its pages lie: chunked prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from ..arrays import ShapeDtype
+from .decoding import CacheLayout, chunked_dim_reasons
+from .device import DeviceSpec
+from .families import sm90
+from .families.family import FORWARD_INPUTS, rounded_dims
+from .launches import MATRICES, Launch, Workspace
+from .problem import Problem
+from .routing import FAMILIES
+from .spec import KernelSpec
+
+_POINTER = np.uint64
+PAGES = np.dtype(
+    [
+        *((name, _POINTER) for name in ("table", "lengths", "counts", "num_faults")),
+        *((name, np.int32) for name in ("num_pages", "max_pages", "page_size", "capacity", "num_queries", "box_rows")),
+    ],
+    align=True,
+)
+QUERY_INTERVALS = np.dtype(
+    [
+        ("o", MATRICES),
+        ("lse", MATRICES),
+        ("pages", PAGES),
+        *((name, _POINTER) for name in ("lo", "hi", "tile_counter")),
+        *((name, np.int32) for name in ("num_heads", "value_dim", "left", "right", "blocks_per_sequence", "unused")),
+    ],
+    align=True,
+)
+PREFILL_FAMILIES = ("sm90", "sm80")  # the first that serves a call is taken
+_WARPS = 8  # of the kernel that makes intervals, a thread a query
+_ROWS_OF_ONE_PAGE = 64
+_LONG = 4096  # queries, of which tiles are as tall as they may be
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PrefillPlan:
+    """The kernels of a call on a cache, with the numbers that they take.
+
+    Attributes
+    ----------
+    problem : Problem
+        Of q, and of keys and values as long as the capacity.
+    intervals, launch : Launch
+        The kernel that says which keys each query sees, and the one that attends to them.
+    grids : (int, int)
+        Thread blocks of each.
+    workspaces : dict of Workspace by name
+    pages : dict by name
+        Numbers of the record PAGES.
+    numbers : dict by name
+        Further numbers of the record QUERY_INTERVALS.
+    """
+
+    problem: Problem
+    intervals: Launch
+    launch: Launch
+    grids: tuple[int, int]
+    workspaces: Mapping[str, Workspace]
+    pages: Mapping[str, int]
+    numbers: Mapping[str, int]
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Both, in their order."""
+        return self.intervals, self.launch
+
+
+def prefill_reasons(problem: Problem, device: DeviceSpec, family: str) -> list[str]:
+    """Why a family's forward kernel does not attend to a cache where its pages lie."""
+    reasons = FAMILIES[family].reasons(problem, device)
+    if problem.seqlen_q < 1:
+        reasons.append("q must have at least one row")
+    return reasons + chunked_dim_reasons(problem)
+
+
+def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpec:
+    """The family's kernel for a problem.
+
+    Its tile is that of one head of many queries, whatever the problem has of them: results of a sequence have the same
+    bits whoever else is in the batch, and however many rows the longest sequence has.
+    """
+    keys, values = (ShapeDtype((1, _LONG, dim), problem.dtype) for dim in (problem.head_dim, problem.value_dim))
+    alike = Problem.of(keys, keys, values, scale=problem.softmax_scale)
+    if family == "sm90":
+        spec = sm90.forward_spec(alike, rounded_dims(alike), device, None, 0)
+    else:
+        spec = FAMILIES[family].specs(alike, device)["forward"]
+    return replace(spec, is_paged=True, has_sink=problem.operand("sink") is not None)
+
+
+def intervals_spec(dtype: np.dtype[Any], has_sink: bool = False) -> KernelSpec:
+    """The kernel that says which keys each query sees, and writes results of queries that belong to no sequence."""
+    return KernelSpec(
+        family="cache", entry="query_intervals", dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16,
+        num_warps=_WARPS, min_blocks=1, has_sink=has_sink,
+    )  # fmt: skip
+
+
+def prefill_plan(
+    problem: Problem, device: DeviceSpec, layout: CacheLayout, family: str, *, left: int | None, right: int | None
+) -> PrefillPlan:
+    """The launches for a problem that `prefill_reasons` has nothing against.
+
+    Parameters
+    ----------
+    problem : Problem
+        Of q [batch, num_heads, new tokens, head_dim], and of keys and values [batch, num_kv_heads, capacity, ...].
+    family : str
+        One of `PREFILL_FAMILIES`.
+    left, right : int, optional
+        Keys before and after a query's own position that it sees; None is unlimited.
+    """
+    spec = prefill_spec(problem, device, family)
+    batch, rows = problem.mask_shape.num_batch, problem.seqlen_q
+    first = intervals_spec(problem.dtype, spec.has_sink)
+    blocks = -(-rows // first.num_threads)
+    number = np.dtype(np.int32)
+    workspaces = {"lo": Workspace((batch, rows), number), "hi": Workspace((batch, rows), number)}
+    if family == "sm90":
+        workspaces["tile_counter"] = Workspace((1,), number)
+    of_cache = ("lengths", "counts", *(operand.name for operand in problem.operands))
+    intervals = Launch(
+        spec=first, tiles=blocks, shared_bytes=0, reads=of_cache, writes=("o", "lse", "num_faults", *workspaces)
+    )
+    owner = FAMILIES[family]
+    launch = Launch(
+        spec=spec, tiles=problem.num_heads * -(-rows // spec.block_q), shared_bytes=owner.shared_bytes(spec),
+        reads=(*FORWARD_INPUTS, "table", *of_cache, *workspaces),
+        writes=("o", "lse", "num_faults"), features=("pages",),
+        max_blocks=owner.resident_blocks(spec, device) if family == "sm90" else None,
+        boxes=_boxes(spec, layout) if family == "sm90" else {},
+    )  # fmt: skip
+    pages = {
+        "num_pages": layout.num_pages, "max_pages": layout.max_pages, "page_size": layout.page_size,
+        "capacity": layout.capacity, "num_queries": rows, "box_rows": _box_rows(spec, layout),
+    }  # fmt: skip
+    numbers = {
+        "num_heads": problem.num_heads, "value_dim": problem.value_dim, "blocks_per_sequence": blocks,
+        "left": layout.capacity if left is None else min(left, layout.capacity),
+        "right": layout.capacity - 1 if right is None else min(right, layout.capacity - 1),
+    }  # fmt: skip
+    return PrefillPlan(
+        problem=problem, intervals=intervals, launch=launch, grids=(intervals.grid(batch), launch.grid(batch)),
+        workspaces=workspaces, pages=pages, numbers=numbers,
+    )  # fmt: skip
+
+
+def _box_rows(spec: KernelSpec, layout: CacheLayout) -> int:
+    """Rows of a box, which lies within one page: steps of keys start at multiples of their width.
+
+    One page of all positions has boxes of as many rows as are soon copied one by one, where a sequence ends.
+    """
+    return gcd(spec.block_kv, _ROWS_OF_ONE_PAGE if layout.max_pages == 1 else layout.page_size)
+
+
+def _boxes(spec: KernelSpec, layout: CacheLayout) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the boxes of tensor maps; those of keys and values have the rows of `_box_rows`."""
+    rows = _box_rows(spec, layout)
+    found = sm90.boxes(spec)
+    return found | {name: (rows, found[name][1]) for name in ("k", "v")}

@@ -1,0 +1,212 @@
+"""Hypothesis strategies for masks: every kind that fits a shape, alone and composed, with rows that attend nothing."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ..masks.arrays import Dense, FromFunction
+from ..masks.base import Mask
+from ..masks.block_pattern import BlockPattern
+from ..masks.diagonal import Causal, Dilated, PrefixLM, SlidingWindow
+from ..masks.documents import Documents
+from ..masks.lengths import Lengths
+from ..masks.sequences import Sequences
+from ..masks.shape import MaskShape
+
+INTEGER_TYPES = (
+    np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64
+)  # fmt: skip
+
+
+@st.composite
+def masks(draw: st.DrawFn, shape: MaskShape, max_leaves: int = 3) -> Mask:
+    """Masks of every kind that fit this shape, alone and composed by ``& | ^ - ~``; with rows that attend nothing."""
+    mask = _leaf(draw, shape)
+    for _ in range(draw(st.integers(0, max_leaves - 1))):
+        combine = draw(st.sampled_from((operator.and_, operator.or_, operator.xor, operator.sub)))
+        mask = combine(mask, _leaf(draw, shape))
+        mask = ~mask if draw(st.booleans()) else mask
+    return mask
+
+
+def _leaf(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    kind = draw(st.sampled_from(_LEAVES))
+    mask = kind(draw, shape)
+    return ~mask if draw(st.sampled_from((False, False, False, True))) else mask
+
+
+def _align(draw: st.DrawFn, shape: MaskShape) -> str | None:
+    is_square = shape.seqlen_q == shape.seqlen_kv
+    return draw(st.sampled_from([None] * is_square + ["bottom_right", "top_left"]))
+
+
+INTEGER_KINDS = st.sampled_from((int, *INTEGER_TYPES))
+
+
+def as_kind(number: int, kind: type[Any]) -> Any:
+    """A number as one of a kind of integers, if that holds it."""
+    return kind(number) if kind is int or np.iinfo(kind).min <= number <= np.iinfo(kind).max else number
+
+
+def _numbers(least: int, most: int) -> st.SearchStrategy[Any]:
+    """Python ints and NumPy's of every kind."""
+    return st.builds(as_kind, st.integers(least, most), INTEGER_KINDS)
+
+
+def _sides(draw: st.DrawFn, shape: MaskShape) -> tuple[int | None, int | None]:
+    """Sides of a window; some are beyond all keys."""
+    side = st.none() | _numbers(0, shape.seqlen_kv + 1) | st.sampled_from((2**31, 2**63 - 1, 2**70))
+    return draw(side), draw(side)
+
+
+def _count(draw: st.DrawFn, shape: MaskShape, most: int) -> Any:
+    """One count for all, or an array of one for each entry of the leading axes."""
+    size = math.prod(shape.batch)
+    if not shape.batch or not size or draw(st.booleans()):
+        return draw(_numbers(0, most))
+    counts = [draw(st.integers(0, most)) for _ in range(size)]
+    return np.array(counts, _integers_that_hold(draw, most)).reshape(shape.batch)
+
+
+def _integers_that_hold(draw: st.DrawFn, most: int) -> type[Any]:
+    return draw(st.sampled_from([np.int64, *(kind for kind in INTEGER_TYPES if most <= np.iinfo(kind).max)]))
+
+
+def _generator(draw: st.DrawFn) -> np.random.Generator:
+    return np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+
+def _causal(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return Causal(_align(draw, shape))
+
+
+def _sliding_window(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return SlidingWindow(*_sides(draw, shape), _align(draw, shape))
+
+
+def _lengths(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    q, kv = (_count(draw, shape, most) if draw(st.booleans()) else None for most in shape[2:])
+    return Lengths(q=q, kv=kv)
+
+
+def _prefix_lm(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return PrefixLM(_count(draw, shape, shape.seqlen_kv), _align(draw, shape))
+
+
+def _dilated(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return Dilated(draw(_numbers(1, 5)), *_sides(draw, shape), _align(draw, shape))
+
+
+def _documents(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    rng, count = _generator(draw), draw(st.integers(1, 5))
+    leading = shape.batch if draw(st.booleans()) else ()
+    q_ids = rng.integers(0, count, (*leading, shape.seqlen_q), _integers_that_hold(draw, count))
+    kv_ids = rng.integers(0, count + 1, (*leading, shape.seqlen_kv), _integers_that_hold(draw, count))
+    if draw(st.booleans()):
+        q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
+    is_one_sequence = shape.seqlen_q == shape.seqlen_kv and draw(st.booleans())
+    return Documents(q_ids) if is_one_sequence else Documents(q_ids, kv_ids)
+
+
+def _sequences(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    rng, count = _generator(draw), draw(st.integers(0, 5))
+    leading = shape.batch if draw(st.booleans()) else ()
+    left, right = _sides(draw, shape) if draw(st.booleans()) else (None, None)
+    q_offsets, kv_offsets = (
+        np.sort(rng.integers(0, length, (*leading, count + 1), _integers_that_hold(draw, length), endpoint=True))
+        for length in shape[2:]
+    )
+    if draw(st.booleans()) and (q_offsets <= shape.seqlen_kv).all():
+        return Sequences(q_offsets, causal=draw(st.booleans()), window=(left, right))
+    causal: Any = draw(st.sampled_from(("bottom_right", "top_left", False)))
+    return Sequences(q_offsets, kv_offsets, causal=causal, window=(left, right) if causal else None)
+
+
+def _block_pattern(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    sizes = st.sampled_from((1, 2, 3, 16, 17, 64, 100))
+    block = draw(sizes), draw(sizes)
+    grid = -(-shape.seqlen_q // block[0]), -(-shape.seqlen_kv // block[1])
+    return BlockPattern(_random_bools(draw, shape, grid), block)
+
+
+def _on_blocks(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    sizes = st.sampled_from((1, 2, 3, 16, 17))
+    block = draw(sizes), draw(sizes)
+    grid = -(-shape.seqlen_q // block[0]), -(-shape.seqlen_kv // block[1])
+    pattern = draw(st.sampled_from((_causal, _dilated, _dense)))(draw, MaskShape(shape.batch, shape.num_heads, *grid))
+    return pattern.on_blocks(block, mirrored=grid[0] == grid[1] and draw(st.booleans()))
+
+
+def _dense(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return Dense(_random_bools(draw, shape, shape[2:]))
+
+
+def _single_cell(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    allowed = np.zeros(shape[2:], bool)
+    if allowed.size:
+        allowed.flat[draw(st.integers(0, allowed.size - 1))] = True
+    return Dense(allowed)
+
+
+def _some_rows(draw: st.DrawFn, shape: MaskShape) -> slice:
+    third = -(-shape.seqlen_q // 3)
+    first, middle, last, every_other = slice(third), slice(third, -third), slice(-third, None), slice(0, None, 2)
+    return draw(st.sampled_from((first, middle, last, every_other)))
+
+
+def _without_rows(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    """Everything but some rows, which attend nothing."""
+    kept = np.ones((shape.seqlen_q, 1), bool)
+    kept[_some_rows(draw, shape)] = False
+    return Dense(kept)
+
+
+def _without_first_keys(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    """Everything, but some rows attend none of the first keys."""
+    allowed = np.ones(shape[2:], bool)
+    allowed[_some_rows(draw, shape), : draw(st.integers(0, shape.seqlen_kv))] = False
+    return Dense(allowed)
+
+
+def _checkered(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    period, by_head = draw(st.integers(2, 7)), draw(st.booleans())
+
+    def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i + 2 * j + (h + b if by_head else 0)) % period != 0
+
+    return FromFunction(allowed)
+
+
+_LEAVES = (
+    _causal,
+    _sliding_window,
+    _lengths,
+    _prefix_lm,
+    _dilated,
+    _documents,
+    _sequences,
+    _block_pattern,
+    _on_blocks,
+    _dense,
+    _single_cell,
+    _without_rows,
+    _without_first_keys,
+    _checkered,
+)
+
+
+def _random_bools(draw: st.DrawFn, shape: MaskShape, last: tuple[int, ...]) -> Any:
+    leading = _leading(shape, draw(st.integers(0, 3)))
+    density = draw(st.sampled_from((0.5, 0.05, 0.95, 0.0, 1.0)))
+    return _generator(draw).random((*leading, *last)) < density
+
+
+def _leading(shape: MaskShape, axes: int) -> tuple[int, ...]:
+    """That many of (*batch, num_heads), from the right; 3 is all, and one less than all keeps a stretched axis."""
+    full = (*shape.batch, shape.num_heads)
+    return (*full[:-1], 1) if axes == 2 and len(full) > 1 else full[len(full) - min(axes, len(full)) :]

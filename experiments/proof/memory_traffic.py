@@ -1,0 +1,203 @@
+"""Do kernels move as many bytes of a GPU's memory as the papers' model of input and output says?
+
+    python -m experiments memory_traffic           # the model's bytes, from plans: no GPU, a second
+    python -m experiments memory_traffic --gpu     # beside the counters of NVIDIA's profiler, which ncu reads
+
+FlashAttention's argument (arXiv 2205.14135, theorem 2) counts what moves between a GPU's memory and its chip. Standard
+attention moves its matrices of scores, Theta(N d + N^2) elements. FlashAttention-1 keeps M bytes of K and V on the chip
+and moves Q and O past them, Theta(N^2 d^2 / M). FlashAttention-2 and 3 keep Q and O, and move K and V past them, which
+thread blocks that run together find in the level-2 cache: each array moves about once.
+
+The model of "fa1" is `traffic` of its family, which `plan.explain()` prints. That of other kernels counts each array
+that a kernel reads or writes once. A cache that holds an array between two turns makes the counters smaller than the
+model, and an array that is read again makes them larger. At these lengths the sums of all heads of "fa1" are larger
+than the cache.
+
+Counters are `dram__bytes_read.sum` and `dram__bytes_write.sum` of every kernel of a call, by `ncu --csv` in a process
+of its own, which empties the caches before each kernel. ncu needs a permission to read counters; where it lacks it, the
+experiment ends with what ncu says.
+"""
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cuflash
+import matplotlib.pyplot as plt
+import numpy as np
+from cuflash.executors import gpu
+from harness import FOLDERS, Record, check_names, gpu_versions, main, track, why_no_gpu
+from rich.table import Table
+from traffic_model import WAYS, modelled
+
+KERNELS = ("naive", "fa1", "sm80", "sm90")
+MOST_OF_MEMORY = 0.6  # of a GPU, for a workspace: that of the forward pass stays in the pool
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+CALL = "import sys; sys.path[:0] = {folders!r}; import memory_traffic; memory_traffic.call({kernels!r}, {shape!r})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every kernel at every length, in float16."""
+
+    gpu: bool = False
+    kernels: tuple[str, ...] = KERNELS
+    seqlens: tuple[int, ...] = (2048, 4096, 8192, 16384)
+    batch: int = 16
+    num_heads: int = 8
+    head_dim: int = 64
+    device: str = "H100"
+
+    def __post_init__(self) -> None:
+        check_names(self, {"kernels": KERNELS})
+        if min(self.batch, self.num_heads, self.head_dim, *self.seqlens) < 1:
+            raise ValueError("seqlens, batch, num_heads and head_dim must be positive")
+
+    def shape(self, seqlen: int) -> tuple[int, int, int, int]:
+        return self.batch, self.num_heads, seqlen, self.head_dim
+
+
+def plan_of(shape: tuple[int, ...], kernel: str, device: str) -> Any:
+    """A plan on a GPU by its name, without one."""
+    x = cuflash.ShapeDtype(shape, np.dtype(np.float16))
+    return cuflash.plan(x, x, x, kernel=kernel, device=cuflash.DeviceSpec.gpu(device))
+
+
+def call(kernels: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    """Both passes of each family once, in the process whose kernels are counted."""
+    import cupy
+
+    q, k, v, do = (cupy.random.standard_normal(shape, dtype=np.float32).astype(np.float16) for _ in range(4))
+    for kernel in kernels:
+        ready = cuflash.plan(q, k, v, executor="gpu", kernel=kernel)
+        o, lse = ready.forward(q, k, v)
+        ready.backward(do, q, k, v, o, lse)
+    cupy.cuda.Device().synchronize()
+
+
+def counted(kernels: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, int]:
+    """Bytes of each kernel by its name, from the profiler's counters, of one call of each family.
+
+    Raises
+    ------
+    RuntimeError
+        ncu is not there, may not read counters, or says something else.
+    """
+    if shutil.which("ncu") is None:
+        raise RuntimeError("ncu is not on the PATH: install NVIDIA Nsight Compute")
+    command = [
+        "ncu", "--csv", "--print-units", "base", "--metrics", ",".join(METRICS), "-k", "regex:^(naive|fa1|sm80|sm90)_",
+        sys.executable, "-c", CALL.format(folders=FOLDERS, kernels=kernels, shape=shape),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+    if done.returncode:
+        complaints = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("==ERROR==")]
+        raise RuntimeError("; ".join(complaints) or f"ncu ended with {done.returncode}: {done.stderr[-300:]}")
+    return parsed(done.stdout)
+
+
+def parsed(printed: str) -> dict[str, int]:
+    """Bytes read and written by each kernel, from what ncu prints: messages, then a table of comma-separated values.
+
+    Raises
+    ------
+    RuntimeError
+        The counters have no numbers.
+    """
+    lines = printed.splitlines()
+    start = next((at for at, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    found: dict[str, int] = {}
+    for row in csv.DictReader(lines[start:]):
+        value = row["Metric Value"].replace(",", "")
+        if row["Metric Name"] not in METRICS:
+            continue
+        if not value.replace(".", "", 1).isdigit():
+            raise RuntimeError(f"ncu has no number for {row['Metric Name']} of {row['Kernel Name']}: {value}")
+        found[row["Kernel Name"]] = found.get(row["Kernel Name"], 0) + round(float(value))
+    if not found:
+        raise RuntimeError(f"ncu saw no kernel: {printed[-300:]}")
+    return found
+
+
+def run(config: Config) -> Iterator[Record]:
+    """A record a length, kernel and pass; on a GPU those that fit its memory."""
+    device, free = config.device, float("inf")
+    if config.gpu:
+        if reason := why_no_gpu():
+            sys.exit(f"memory_traffic --gpu counts bytes on a GPU: {reason}")
+        import cupy
+
+        device, free = gpu.current_device().name, cupy.cuda.Device().mem_info[0]
+    for seqlen in track(config.seqlens, "lengths"):
+        plans = {kernel: plan_of(config.shape(seqlen), kernel, device) for kernel in config.kernels}
+        fitting = {kernel: ready for kernel, ready in plans.items() if ready.workspace_bytes < MOST_OF_MEMORY * free}
+        try:
+            counters = counted(tuple(fitting), config.shape(seqlen)) if config.gpu else {}
+        except RuntimeError as error:
+            sys.exit(f"memory_traffic: {error}")
+        for kernel, ready in fitting.items():
+            for row in rows_of(config, kernel, seqlen, modelled(ready), counters):
+                yield row | (gpu_versions() if config.gpu else {})
+
+
+def rows_of(
+    config: Config, kernel: str, seqlen: int, moved: dict[tuple[str, str], int], counters: dict[str, int]
+) -> Iterator[Record]:
+    """A record a pass, from the bytes of its kernels by the model and by the counters, where these were read."""
+    batch, num_heads, _, head_dim = config.shape(seqlen)
+    for way in WAYS:
+        names = [name for each, name in moved if each == way]
+        total = sum(moved[way, name] for name in names)
+        measured = sum(counters[name] for name in names) if counters else None
+        yield {
+            "kernel": kernel, "pass": way, "seqlen": seqlen, "dtype": "float16", "batch": batch,
+            "num_heads": num_heads, "head_dim": head_dim, "model_mb": total / 1e6,
+            "measured_mb": None if measured is None else measured / 1e6,
+            "measured_over_model": None if measured is None else measured / total,
+        }  # fmt: skip
+
+
+def table(records: list[Record]) -> Table:
+    made = Table(title="MB of device memory that a pass reads and writes")
+    for column in ("pass", "kernel", "tokens", "model", "counters", "counters / model"):
+        made.add_column(column, justify="left" if column in ("pass", "kernel") else "right")
+    for row in sorted(records, key=lambda row: (row["pass"], row["kernel"], row["seqlen"])):
+        measures = (row[name] for name in ("model_mb", "measured_mb", "measured_over_model"))
+        numbers = ("" if x is None else f"{x:.4g}" for x in measures)
+        made.add_row(row["pass"], row["kernel"], str(row["seqlen"]), *numbers)
+    return made
+
+
+def plot(records: list[Record]) -> Any:
+    """Bytes over the length: the model as lines, the counters as circles."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), sharey=True)
+    for ax, way in zip(axes, WAYS):
+        for number, kernel in enumerate(dict.fromkeys(row["kernel"] for row in records)):
+            chosen = [row for row in records if (row["kernel"], row["pass"]) == (kernel, way)]
+            lengths = [row["seqlen"] for row in chosen]
+            values = [row["model_mb"] for row in chosen]
+            ax.loglog(lengths, values, "--", color=f"C{number}", label=f"{kernel}, model")
+            known = [row for row in chosen if row["measured_mb"] is not None]
+            if known:
+                lengths, values = zip(*((row["seqlen"], row["measured_mb"]) for row in known))
+                ax.loglog(lengths, values, "o", color=f"C{number}", label=f"{kernel}, counters")
+        ax.set(title=way, xlabel="tokens")
+    axes[0].set_ylabel("MB of device memory")
+    axes[0].legend(fontsize="x-small")
+    figure.tight_layout()
+    return figure
+
+
+# Columns that distinguish the rows of a result.
+ROW = ("gpu", "kernel", "pass", "dtype", "batch", "seqlen", "num_heads", "head_dim")
+
+if __name__ == "__main__":
+    main(
+        Config, run, table, plot, replacing=lambda config: ROW if config.gpu else (),
+        name=lambda config: "memory_traffic_gpu" if config.gpu else "memory_traffic",
+    )  # fmt: skip

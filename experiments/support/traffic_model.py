@@ -1,0 +1,20 @@
+"""The bytes of a GPU's memory that kernels read and write, by the papers' model of input and output."""
+
+from typing import Any
+
+import cuflash
+from cuflash.planning.families.fa1 import traffic
+
+WAYS = ("forward", "backward")
+
+
+def modelled(ready: Any) -> dict[tuple[str, str], int]:
+    """Bytes of each kernel of a plan, by pass and name: of "fa1" what its loops move, of others each array once."""
+    plan = ready.plan
+    if plan.family.name == "fa1":
+        both = traffic(plan.problem, plan.kernels, plan.visited_scores)
+        return {(way, f"fa1_{way}"): moved for way, moved in zip(WAYS, both)}
+    return {
+        (way, kernel.name): kernel.hbm_bytes
+        for way in WAYS for kernel in cuflash.roofline(ready, which=way).kernels
+    }  # fmt: skip

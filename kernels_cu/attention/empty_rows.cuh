@@ -1,0 +1,15 @@
+#pragma once
+#include <attention/config_mma.cuh>
+
+namespace cuflash {
+
+// Sets dO of queries without a key to 0, since their gradients are 0 whatever dO holds. All threads call it.
+CUFLASH_DEVICE void clear_empty_rows(OTile d_o, const tile::Matrix<float>& lse) {
+  for (int row = threadIdx.x; row < lse.num_rows; row += kThreads)
+    if (lse.at(row, 0) == ptx::negative_infinity<float>())
+      for (int chunk = 0; chunk < OTile::kChunks; ++chunk)
+        *d_o.pointer<tile::Chunk<Element>>(OTile::offset(row, chunk)) = {};
+  __syncthreads();
+}
+
+}  // namespace cuflash

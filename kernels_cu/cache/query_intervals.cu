@@ -1,0 +1,59 @@
+// Says which keys of a KV cache each new query sees, from the lengths on the device, for the kernel that follows; and writes the
+// results of queries that belong to no sequence, which that kernel leaves out.
+#include <attention/query_intervals.cuh>
+#include <attention/sink.cuh>
+
+namespace cuflash {
+
+using attention::QueryIntervals;
+using attention::SequenceRows;
+using config::Element;
+
+constexpr int kThreads = 32 * config::kNumWarps;
+
+// The keys of a query. Neither bound ever decreases from one query to the next.
+CUFLASH_DEVICE void write_interval(const QueryIntervals& params, const SequenceRows& of, int sequence, int row) {
+  const int position = of.length - of.count + row;
+  int lo = 0, hi = 0;  // of a position before the first
+  if (row >= of.count) {
+    lo = params.pages.capacity;
+    hi = of.length;
+  } else if (position >= 0) {
+    lo = position - min(params.left, position);
+    hi = min(of.length - position, params.right + 1) + position;
+  }
+  const int64_t at = static_cast<int64_t>(sequence) * params.pages.num_queries + row;
+  params.lo[at] = lo;
+  params.hi[at] = hi;
+}
+
+// o = 0 of queries first <= row < last in all heads, and lse = -inf or what the sink makes of it. By all threads.
+CUFLASH_DEVICE void write_empty_rows(const QueryIntervals& params, int sequence, int first, int last,
+                                     attention::SinkArgument sink) {
+  const int64_t num_columns = params.value_dim, num_elements = max(last - first, 0) * params.num_heads * num_columns;
+  for (int64_t at = threadIdx.x; at < num_elements; at += kThreads) {
+    const int column = at % num_columns, number = at / num_columns;
+    const int head = number % params.num_heads, row = first + number / params.num_heads;
+    const attention::BatchHead place{{sequence}, sequence, head};
+    attention::matrix<Element>(params.o, place, head, 0, 0).at(row, column) = Element{};
+    if (column != 0) continue;
+    float lse = ptx::negative_infinity<float>();
+    attention::merge_sink(lse, attention::sink_logit<float>(sink, place, head));
+    attention::matrix<float>(params.lse, place, head, 0, 0).at(row, 0) = lse;
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads)
+cache_query_intervals(const __grid_constant__ cuflash::attention::QueryIntervals params CUFLASH_FEATURES) {
+  using namespace cuflash;
+  using namespace cuflash::attention;
+  const int sequence = blockIdx.x / params.blocks_per_sequence, block = blockIdx.x % params.blocks_per_sequence;
+  const SequenceRows of = rows_of_sequence(params.pages, sequence);
+  if (threadIdx.x == 0 && blockIdx.x == 0 && params.tile_counter != nullptr) *params.tile_counter = 0;
+  if (threadIdx.x == 0 && block == 0 && !of.is_valid) ptx::fetch_add(params.pages.num_faults, 1);
+  const int first = block * kThreads, row = first + threadIdx.x, last = min(first + kThreads, params.pages.num_queries);
+  if (row < last) write_interval(params, of, sequence, row);
+  write_empty_rows(params, sequence, max(first, of.count), last, sink);
+}

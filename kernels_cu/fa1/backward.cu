@@ -1,0 +1,189 @@
+// FlashAttention-1's backward pass (arXiv 2205.14135, algorithm 4) on the tensor cores of Ampere: a block works on one
+// key/value head. Its outer loop keeps a tile of K and V, with dK and dV of these keys in registers; its inner loop visits
+// the queries that meet them. dQ of a tile of queries is read from device memory and written back in each inner turn.
+#include <attention/delta.cuh>
+#include <attention/empty_rows.cuh>
+#include <attention/epilogue_mma.cuh>
+#include <fa1/running.cuh>
+#include <ptx/cp_async.cuh>
+
+namespace cuflash {
+
+using config::kNumStages;
+
+using Scores = tile::WarpPartition<kBlockQ, kBlockKv, kNumWarps>::Tile;
+using WarpDk = tile::WarpPartition<kBlockKv, kHeadDim, kNumWarps>::Tile;
+using WarpDv = tile::WarpPartition<kBlockKv, kValueDim, kNumWarps>::Tile;
+
+constexpr KTile k_smem{0};
+constexpr VTile v_smem{KTile::kBytes};
+constexpr int kQOffset = v_smem.start + VTile::kBytes;  // stages of Q, then of dO
+constexpr int kDoOffset = kQOffset + kNumStages * QTile::kBytes;
+constexpr PTile p_smem{kDoOffset + kNumStages * OTile::kBytes};
+constexpr PTile ds_smem{p_smem.start + PTile::kBytes};
+constexpr int kStateOffset = ds_smem.start + PTile::kBytes;
+
+// The place of a query head, by its number among those that share the block's keys.
+CUFLASH_DEVICE attention::BatchHead query_head(const attention::Params& params, int number) {
+  attention::BatchHead batch_head = attention::kv_head_place(params);
+  batch_head.head += number;
+  return batch_head;
+}
+
+// lse or delta of some queries.
+CUFLASH_DEVICE tile::Matrix<float> rows_of_queries(const attention::Matrices& matrices,
+                                                   const attention::BatchHead& batch_head,
+                                                   const attention::KvBlock& queries) {
+  return attention::matrix<float>(matrices, batch_head, batch_head.head, queries.stop, 1)
+      .rows(queries.start, queries.stop);
+}
+
+// Starts to copy Q and dO of an inner turn.
+CUFLASH_DEVICE void load_queries(const attention::Params& params, const attention::BatchHead& batch_head,
+                                 const attention::KvBlock& queries, int stage) {
+  const attention::Shape& shape = params.shape;
+  const auto load = [&](auto to, const attention::Matrices& matrices, int num_columns) {
+    const auto all = attention::matrix<Element>(matrices, batch_head, batch_head.head, shape.seqlen_q, num_columns);
+    tile::load_async<kThreads>(to, all.rows(queries.start, queries.stop));
+  };
+  load(QTile{kQOffset + stage * QTile::kBytes}, params.q, shape.head_dim);
+  load(OTile{kDoOffset + stage * OTile::kBytes}, params.do_, shape.value_dim);
+}
+
+// Starts to copy V of a tile of keys.
+CUFLASH_DEVICE void load_v(const attention::Params& params, const attention::WorkTile& keys) {
+  const attention::Shape& shape = params.shape;
+  const int kv_head = attention::divmod(keys.batch_head.head, shape.group_size).quotient;
+  const auto all = attention::matrix<Element>(params.v, keys.batch_head, kv_head, shape.seqlen_kv, shape.value_dim);
+  tile::load_async<kThreads>(v_smem, all.rows(keys.first, keys.last));
+}
+
+// Writes delta = rowsum(dO o O) - dlse of all queries of a head and sets dQ = 0: lines 5 and 19 of algorithm 4, but the
+// sum is made once a query and not once a turn.
+CUFLASH_DEVICE void begin_head(const attention::Params& params, const attention::BatchHead& batch_head) {
+  const int length = params.shape.seqlen_q;
+  const auto delta = attention::matrix<float>(params.delta, batch_head, batch_head.head, length, 1);
+  for_each_delta(params, {batch_head, 0, length}, [&](int row, float sum) { delta.at(row, 0) = sum; });
+  clear_sums(params, params.dq_sum, batch_head, kBlockQ * kHeadDim);
+}
+
+// One inner turn, lines 11 to 22 of algorithm 4: adds a tile of queries to dK and dV, and a tile of keys to dQ.
+CUFLASH_DEVICE void add_queries(const attention::Params& params, const attention::WorkTile& keys,
+                                const attention::KvBlock& queries, QTile q_smem, OTile do_smem, WarpDk& dk,
+                                WarpDv& dv) {
+  using namespace attention;
+  const auto lse = rows_of_queries(params.lse, keys.batch_head, queries);
+  const auto delta = rows_of_queries(params.delta, keys.batch_head, queries);
+  const float softmax_scale_log2 = params.shape.softmax_scale * kLog2E;
+  Scores s, dp;
+  tile::gemm_nt(s, q_smem, k_smem);
+  if (fills_tiles(keys, queries)) {
+    tile::gemm_nt(dp, do_smem, v_smem);
+    score_gradients<false>(s, dp, softmax_scale_log2, row_statistics<Scores>(lse, delta));
+  } else {
+    mask_turn(s, params, keys, queries, masked_score());
+    clear_empty_rows(do_smem, lse);
+    tile::gemm_nt(dp, do_smem, v_smem);
+    score_gradients<true>(s, dp, softmax_scale_log2, row_statistics<Scores>(lse, delta));
+  }
+  if (Scores::is_first_owner()) {
+    tile::store(p_smem, s);
+    tile::store(ds_smem, dp);
+  }
+  __syncthreads();  // P and dS are there
+  tile::gemm_add_tn(dv, p_smem, do_smem);
+  tile::gemm_add_tn(dk, ds_smem, q_smem);
+  const auto sums = sums_of_tile<WarpDq>(params, params.dq_sum, keys.batch_head, queries.start);
+  WarpDq dq, added;
+  tile::gemm_nn(added, ds_smem, k_smem);
+  ptx::compiler_barrier();  // sums of dQ that are loaded early take registers from dK and dV
+  sums.load(dq);
+#pragma unroll
+  for (int i = 0; i < WarpDq::kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < WarpDq::kColumns; ++j) dq.at(i, j) += added.at(i, j);
+  sums.store(dq);
+}
+
+// Adds all queries of one head that meet a tile of keys. The caller has started to copy K and V of the tile.
+CUFLASH_DEVICE void add_head(const attention::Params& params, const BlockState& state, WarpDk& dk, WarpDv& dv) {
+  using namespace attention;
+  const WorkTile& keys = state.keys;
+  BlockIterator<kBlockQ, OverQBlocks, Listed> blocks(params, state.visit_range);
+  KvBlock block, next_block;
+  bool has_block = blocks.next(block);
+  if (has_block) load_queries(params, keys.batch_head, block, 0);
+  ptx::cp_async_commit();
+  for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
+    const bool has_next_block = blocks.next(next_block);
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // Q and dO, and K and V before the first turn, are there; P and dS of the last turn are read
+    if (kNumStages == 2 && has_next_block) load_queries(params, keys.batch_head, next_block, 1 - stage);
+    ptx::cp_async_commit();
+    add_queries(params, keys, block, QTile{kQOffset + stage * QTile::kBytes},
+                OTile{kDoOffset + stage * OTile::kBytes}, dk, dv);
+    if (kNumStages == 1) {
+      __syncthreads();  // Q and dO are read
+      if (has_next_block) load_queries(params, keys.batch_head, next_block, 0);
+      ptx::cp_async_commit();
+    }
+    block = next_block;
+    has_block = has_next_block;
+  }
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // K, V, Q and dO are there, even without a turn, and read
+}
+
+// Writes dQ, scaled, in the dtype of Q.
+CUFLASH_DEVICE void write_dq(const attention::Params& params, const attention::BatchHead& batch_head) {
+  using namespace attention;
+  const Tiling query_tiles = query_tiling(params, kBlockQ);
+  for (int number = 0; number < query_tiles.num_tiles(); ++number) {
+    const Range queries = query_tiles.tile(number);
+    if (queries.is_empty()) continue;
+    WarpDq dq;
+    sums_of_tile<WarpDq>(params, params.dq_sum, batch_head, queries.first).load(dq);
+    dq.scale(params.shape.softmax_scale);
+    __syncthreads();  // what was staged last is read
+    write_gradient(params.dq, {batch_head, queries.first, queries.last}, batch_head.head, params.shape.head_dim,
+                   QTile{kQOffset}, dq);
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::config::kMinBlocks)
+fa1_backward(const __grid_constant__ cuflash::attention::Params params) {
+  using namespace cuflash;
+  using namespace cuflash::attention;
+  const Shape& shape = params.shape;
+  auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
+  for (int head = 0; head < shape.group_size; ++head) begin_head(params, query_head(params, head));
+  const Tiling key_tiles = key_tiling(params, kBlockKv);
+  for (int number = 0; number < key_tiles.num_tiles(); ++number) {
+    if (key_tiles.tile(number).is_empty()) continue;
+    WarpDk dk;
+    WarpDv dv;
+    dk.fill(0);
+    dv.fill(0);
+    for (int head = 0; head < shape.group_size; ++head) {
+      const Range range = key_tiles.tile(number);
+      __syncthreads();  // delta and dQ are there; what is in shared memory is read
+      begin_keys(params, {query_head(params, head), range.first, range.last}, state);
+      __syncthreads();  // the state is there
+      if (head == 0) load_v(params, state.keys);
+      if (head == 0 || params.work.interval_head_stride != 0)  // heads see other keys
+        load_visible_rows(params, state.keys, k_smem, params.k, shape.head_dim);
+      add_head(params, state, dk, dv);
+    }
+    const int kv_head = divmod(state.keys.batch_head.head, shape.group_size).quotient;
+    dk.scale(shape.softmax_scale);
+    stage_gradient(params.dk, state.keys, kv_head, shape.head_dim, k_smem, dk);
+    stage_gradient(params.dv, state.keys, kv_head, shape.value_dim, v_smem, dv);
+    __syncthreads();  // all of both is there
+    write_staged_gradient(params.dk, state.keys, kv_head, shape.head_dim, k_smem);
+    write_staged_gradient(params.dv, state.keys, kv_head, shape.value_dim, v_smem);
+  }
+  __syncthreads();  // dQ is there
+  for (int head = 0; head < shape.group_size; ++head) write_dq(params, query_head(params, head));
+}

@@ -1,0 +1,79 @@
+#pragma once
+#include <attention/config_mma.cuh>
+#include <attention/tiling.cuh>
+#include <tile/accumulator_layout.cuh>
+
+// State of the loops of FlashAttention-1 (arXiv 2205.14135): its sums in device memory, and its masks. An outer turn of a
+// kernel works on a tile of keys, an inner turn on a tile of queries that meets these keys.
+namespace cuflash::attention {
+
+// Arrays of the forward kernel that hold the state of each query. cuflash/planning/families/fa1.py has the same record.
+struct Running {
+  Matrices running_o;           // [query tiles, kBlockQ * kValueDim] float32: O of the keys so far, divided by l
+  Matrices running_statistics;  // [seqlen_q, 2] float32: m, the largest product q k^T so far, and l
+};
+
+}  // namespace cuflash::attention
+
+namespace cuflash {
+
+// State of the outer turn, which a thread block keeps in shared memory to save registers.
+struct BlockState {
+  attention::WorkTile keys;
+  attention::VisitRange visit_range;  // of the queries that meet the keys
+};
+
+// Sums of a tile of queries in device memory, in the layout of the block's warps: a thread reads its own sums back.
+template <class Tile>
+CUFLASH_DEVICE tile::AccumulatorLayout<Tile, 4> sums_of_tile(const attention::Params& params,
+                                                             const attention::Matrices& sums,
+                                                             const attention::BatchHead& batch_head, int first_query) {
+  const int64_t number = attention::query_tile_number<Listed>(params, first_query, kBlockQ);
+  float* const data = attention::matrix<float>(sums, batch_head, batch_head.head, 0, 0).data;
+  return tile::AccumulatorLayout<Tile, 4>(data + number * sums.row_stride);
+}
+
+// Sets the sums of all tiles of a head to 0. All threads call it.
+CUFLASH_DEVICE void clear_sums(const attention::Params& params, const attention::Matrices& sums,
+                               const attention::BatchHead& batch_head, int sums_per_tile) {
+  float* const data = attention::matrix<float>(sums, batch_head, batch_head.head, 0, 0).data;
+  const int64_t num_sums = static_cast<int64_t>(attention::query_tiling(params, kBlockQ).num_tiles()) * sums_per_tile;
+  for (int64_t x = 4 * threadIdx.x; x < num_sums; x += 4 * kThreads)
+    *reinterpret_cast<tile::Bits128*>(data + x) = {};
+}
+
+// Starts to copy a tile of K or V. Rows that no query of the head attends become 0, since a weight of 0 times NaN is NaN.
+template <class Tile>
+CUFLASH_DEVICE void load_visible_rows(const attention::Params& params, const attention::WorkTile& keys, Tile to,
+                                      const attention::Matrices& matrices, int num_columns) {
+  using namespace attention;
+  const Shape& shape = params.shape;
+  const int kv_head = divmod(keys.batch_head.head, shape.group_size).quotient;
+  const int first = interval(params, keys.batch_head, 0).lo,
+      last = interval(params, keys.batch_head, shape.seqlen_q - 1).hi;
+  const auto all = matrix<Element>(matrices, keys.batch_head, kv_head, shape.seqlen_kv, num_columns);
+  tile::load_async<kThreads>(to, all.rows(keys.first, max(keys.first, min(keys.last, last))), first - keys.first);
+}
+
+// Stores the keys of an outer turn and the range of queries that meet them, in whole tiles. All threads call it, between
+// barriers.
+CUFLASH_DEVICE void begin_keys(const attention::Params& params, const attention::WorkTile& keys, BlockState& state) {
+  const auto visit_range = attention::aligned_to_tiles(params, attention::visit_range_of_keys(params, keys), kBlockQ);
+  if (threadIdx.x == 0) state = {keys, visit_range};
+}
+
+// Returns whether no score of an inner turn needs a mask.
+CUFLASH_DEVICE bool fills_tiles(const attention::WorkTile& keys, const attention::KvBlock& queries) {
+  return queries.kind == attention::BlockKind::kFull && queries.stop - queries.start == kBlockQ &&
+         keys.last - keys.first == kBlockKv;
+}
+
+// Sets the scores that the mask hides in an inner turn to a value.
+template <class Scores>
+CUFLASH_DEVICE void mask_turn(Scores& s, const attention::Params& params, const attention::WorkTile& keys,
+                              const attention::KvBlock& queries, float value) {
+  attention::mask_scores<config::kIsListed>(s, params, {keys.batch_head, queries.start, queries.stop},
+                                            {keys.first, keys.last, queries.kind, queries.entry}, value);
+}
+
+}  // namespace cuflash

@@ -1,0 +1,216 @@
+"""The fa1 family: FlashAttention-1's loops within the bounds of all kernels, their memory, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuflash import DeviceSpec, Dropout, ShapeDtype, UnsupportedProblem, masks
+from cuflash.blocks.work_list import IntervalWork, ListedWork
+from cuflash.executors.launch import run as run_pass
+from cuflash.executors.sim import Simulator
+from cuflash.planning.families.fa1 import traffic
+from cuflash.planning.plan import KernelPlan
+from cuflash.sim import Schedule
+from cuflash.testing import FORWARD_PROPERTIES, Example, Structure, assert_exact_probes, assert_within_bounds
+from executors import GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler
+from poison import call
+
+import cuflash
+
+FA1 = replace(SIM, kernel="fa1", most_examples=2)
+on_fa1 = pytest.mark.parametrize(
+    "run",
+    [pytest.param(FA1, marks=needs_compiler), pytest.param(replace(GPU, kernel="fa1"), marks=pytest.mark.gpu)],
+    ids=str,
+)
+DRAWN = {"dtypes": HALVES, "widest": 64}  # wider heads are refused, and come below
+
+
+@holds_for_examples(on_fa1, **DRAWN)
+def test_every_result_is_within_its_bound(run: Run, example: Example) -> None:
+    assert_within_bounds(example, **run.everything(example))
+
+
+@holds_for_examples(on_fa1, **DRAWN)
+def test_the_exact_probes_pass(run: Run, example: Example) -> None:
+    assert_exact_probes(run.attend, example)
+
+
+# All on a GPU; on the simulator, in a short run, some of them.
+on_properties = pytest.mark.parametrize(
+    ("run", "check"),
+    [
+        pytest.param(*each.values, check, marks=each.marks, id=f"{each.values[0]}-{check.__name__}")
+        for each in on_fa1.args[1]
+        for check in (FORWARD_PROPERTIES if each.values[0].is_on_device or is_long() else FORWARD_PROPERTIES[::6])
+    ],
+)
+
+
+@holds_for_examples(on_properties, most_scores=1 << 12, **DRAWN)
+def test_forward(run: Run, example: Example, check: Any) -> None:
+    check(run.attend, example)
+
+
+class KeysOfHead(masks.Mask):
+    """The first head attends keys 20 to 99, the second keys 60 to 139."""
+
+    def intervals(self, b: Any, h: Any, i: Any) -> Any:
+        lo = 20 + 40 * h + 0 * (b + i)
+        return lo, lo + 80
+
+
+# Three tiles of queries and of keys, so that every sum in memory is read again; none of the lengths fills its tiles.
+LONG = Structure(num_heads=2, num_kv_heads=1, seqlen_q=300, seqlen_kv=530, dtype="float16", head_dim=64, value_dim=64)
+SHORT = replace(LONG, seqlen_q=150, seqlen_kv=140, head_dim=24, value_dim=40)
+BLOCKS = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)
+CASES = {
+    "all keys": LONG,
+    "causal": replace(LONG, seqlen_q=270, seqlen_kv=270, mask=masks.Causal("bottom_right")),
+    "a band that leaves rows without a key": replace(SHORT, mask=masks.Band(30, 60)),
+    "lengths, and axes that broadcast": replace(
+        SHORT, q_batch=(2,), k_batch=(1,), v_batch=(2,),
+        mask=masks.Lengths(q=np.array([150, 0]), kv=np.array([140, 33])),
+    ),
+    "heads see other keys": replace(SHORT, mask=KeysOfHead()),
+    "blocks of 64": replace(SHORT, mask=masks.BlockPattern(BLOCKS, 64)),
+    "blocks of 24 x 72": replace(SHORT, seqlen_q=70, seqlen_kv=200, mask=masks.BlockPattern(BLOCKS, (24, 72))),
+    "blocks under a diagonal": replace(SHORT, mask=masks.BlockPattern(BLOCKS, 64) & masks.Causal("bottom_right")),
+    "bits": replace(SHORT, mask=masks.Dilated(3, align="bottom_right")),
+    "96 columns": replace(SHORT, head_dim=90, value_dim=70),
+    "128 columns": replace(SHORT, head_dim=128, value_dim=100),
+    "a negative scale": replace(SHORT, scale=-0.3),
+}  # fmt: skip
+
+
+@on_fa1
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CASES, HALVES))
+def test_all_work_is_within_its_bounds_in_the_midst_of_poison(run: Run, case: str, dtype: str) -> None:
+    example = run.rounded(replace(CASES[case], dtype=dtype).example())
+    assert_within_bounds(example, **call(example, run))
+
+
+def work_of(case: str) -> Any:
+    example = CASES[case].example()
+    return cuflash.plan(example.q, example.k, example.v, mask=example.mask, kernel="fa1", executor="sim").plan.work
+
+
+def test_the_cases_above_are_of_every_kind() -> None:
+    works = {case: work_of(case) for case in CASES}
+    intervals = [work for work in works.values() if isinstance(work, IntervalWork)]
+    assert {work.band is None for work in intervals} == {False, True}
+    assert works["heads see other keys"].lo.shape[1] == 2
+    listed = [work for work in works.values() if isinstance(work, ListedWork)]
+    assert {kind for work in listed for kind in work.index.kinds} == {1, 2, 3}
+
+
+def results_of(plan: KernelPlan, example: Example, machine: Simulator) -> dict[str, Any]:
+    """Both passes of a plan on a machine, of arrays whose heads do not broadcast."""
+    problem, operands = plan.problem, {name: getattr(example, name) for name in "qkv"}
+    forward = {"o": np.empty(problem.o_shape(), problem.dtype), "lse": np.empty(problem.lse_shape(), np.float32)}
+    run_pass(plan, plan.kernels.forward, machine, operands | forward)
+    backward = {name: np.empty(made.shape, made.dtype) for name, made in plan.gradients.items()}
+    cotangents = {"do": example.do, "dlse": example.dlse}
+    run_pass(plan, plan.kernels.backward, machine, operands | forward | cotangents | backward)
+    return forward | backward
+
+
+@needs_compiler
+@pytest.mark.parametrize("schedule", hostile_schedules("fa1"), ids=str)
+def test_every_schedule_gives_the_same_bits(schedule: Any) -> None:
+    """Two stages and, on a chip of little shared memory, one; blocks of a list as well."""
+    for case, chip, num_stages in (("128 columns", "L4", 1), ("blocks under a diagonal", "H100", 2)):
+        example = FA1.rounded(CASES[case].example())
+        arrays = example.q, example.k, example.v
+        plan = cuflash.plan(
+            *arrays, mask=example.mask, executor="sim", kernel="fa1", device=DeviceSpec.gpu(chip)
+        ).plan
+        assert plan.specs["backward"].num_stages == num_stages
+        expected, found = (results_of(plan, example, Simulator(each)) for each in (Schedule(), schedule))
+        assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+        assert_within_bounds(example, **found)
+
+
+@on_fa1
+def test_all_results_repeat_bit_for_bit(run: Run) -> None:
+    example = run.rounded(CASES["causal"].example())
+    first, second = run.everything(example), run.everything(example)
+    assert all(first[name].tobytes() == second[name].tobytes() for name in first)
+
+
+# Plans.
+
+
+def plan_of(*shape: int, dtype: Any = np.float16, chip: str = "H100", **options: Any) -> Any:
+    x = ShapeDtype(shape, np.dtype(dtype))
+    return cuflash.plan(x, x, x, kernel="fa1", device=DeviceSpec.gpu(chip), **options)
+
+
+def test_memory_is_linear_in_the_length_and_explain_tells_the_traffic() -> None:
+    """A float32 O with two numbers a row forward; dQ and delta backward, which takes less."""
+    short, long = plan_of(16, 8, 1024, 64), plan_of(16, 8, 4096, 64)
+    assert long.workspace_bytes == 16 * 8 * 4096 * 4 * (64 + 2) == 4 * short.workspace_bytes
+    told = long.explain()
+    forward, backward = traffic(long.plan.problem, long.plan.kernels, long.plan.visited_scores)
+    assert f"traffic    {forward} bytes of device memory forward, {backward} backward" in told
+    assert "every result is bitwise repeatable" in told and "grid 128" in told
+
+
+@pytest.mark.parametrize(("dim", "keys", "backward_keys"), [(64, 256, 128), (128, 128, 128)])
+def test_traffic_counts_what_every_turn_moves(dim: int, keys: int, backward_keys: int) -> None:
+    """By the sums of algorithms 1 and 4, turn after turn, of tiles that fill their matrices."""
+    ready = plan_of(2, 3, 1024, dim)
+    specs = ready.plan.specs
+    assert (specs["forward"].block_kv, specs["backward"].block_kv) == (keys, backward_keys)
+    per_head = [0, 0]
+    for _ in range(1024 // keys):
+        per_head[0] += 2 * keys * dim * 2 + 1024 * (2 * dim + 2 * 4 * (dim + 2))  # K, V; Q; O, m and l there and back
+    per_head[0] += 1024 * (2 * 4 * (dim + 2) + 2 * dim + 4)  # O, m, l cleared and read; O and lse written
+    for _ in range(1024 // backward_keys):
+        per_head[1] += 4 * backward_keys * dim * 2 + 1024 * (4 * dim + 2 * 4 * dim + 8)  # K, V, dK, dV; Q, dO, dQ, lse
+    per_head[1] += 1024 * (4 * dim + 8 + 4 * dim) + 1024 * (4 * dim + 2 * dim)  # O, dO, lse, delta; dQ
+    found = traffic(ready.plan.problem, ready.plan.kernels, ready.plan.visited_scores)
+    assert list(found) == [6 * each for each in per_head]
+
+
+def test_a_mask_of_half_the_blocks_moves_about_half() -> None:
+    dense, causal = plan_of(1, 1, 8192, 64), plan_of(1, 1, 8192, 64, causal=True)
+    moved = [traffic(x.plan.problem, x.plan.kernels, x.plan.visited_scores) for x in (dense, causal)]
+    assert all(0.5 < half / whole < 0.6 for half, whole in zip(moved[1], moved[0]))
+
+
+def test_auto_never_chooses_it() -> None:
+    x = ShapeDtype((2, 8, 4096, 64), np.dtype(np.float16))
+    families = {cuflash.plan(x, x, x, device=DeviceSpec.gpu(chip)).plan.family.name for chip in ("T4", "A100", "H100")}
+    assert families == {"simt", "sm80", "sm90"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "words"),
+    [
+        ((2, 9, 8), {"dtype": np.float32}, ["kernel='fa1' takes float16 or bfloat16; got float32", "kernel='simt'"]),
+        ((2, 9, 8), {"softcap": 10.0}, ["must be given no score, softcap or bias; got one: use kernel='auto'"]),
+        ((2, 9, 8), {"sink": np.zeros(2, np.float32)}, ["must be given no sink; got one: use kernel='auto'"]),
+        ((2, 9, 8), {"dropout": Dropout(0.1, seed=0)}, ["must be given no dropout; got one: use kernel='auto'"]),
+        ((2, 9, 8), {"dropout": Dropout(0.1, seed=np.array(3))}, ["must be given no dropout_seed; got one"]),
+        ((2, 9, 129), {}, ["takes a head_dim of at most 128; got 129", "takes a value dim of at most 128; got 129"]),
+        ((2, 9, 8), {"chip": "T4"}, ["kernel='fa1' needs compute capability 8.0 or newer; got 7.5"]),
+        ((2, 9, 136), {"dtype": np.float32, "softcap": 1.0, "causal": "up"}, ["136", "float32", "softcap", "causal"]),
+    ],
+)
+def test_what_the_paper_lacks_is_refused_with_all_reasons(
+    shape: tuple[int, ...], options: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(UnsupportedProblem) as caught:
+        plan_of(*shape, **options)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0)])
+def test_empty_problems_have_shaped_results(lengths: tuple[int, int]) -> None:
+    example = Structure(num_heads=2, seqlen_q=lengths[0], seqlen_kv=lengths[1], dtype="float16").example()
+    results = FA1.everything(example)
+    assert (results["lse"] == -np.inf).all() and all((results[name] == 0).all() for name in ("o", "dq", "dk", "dv"))

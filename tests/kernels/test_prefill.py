@@ -1,0 +1,140 @@
+"""Attention of many new tokens to a cache where its pages lie: bits depend on nothing but the sequence's own tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cache_calls import CAPACITY, drawn, paged, same_bits
+from cuflash import DeviceSpec, KVCache, UnsupportedProblem, masks
+from cuflash.cache import kv_cache
+from cuflash.executors.sim import Simulator
+from cuflash.planning.prefill import prefill_reasons, prefill_spec
+from cuflash.planning.problem import Problem
+from cuflash.testing import Example, assert_within_bounds
+from executors import RUNS, SIM, Run, hostile_schedules
+from prefill_calls import CHIP, CHUNK, FAMILIES, KINDS, LENGTHS, prefilled, with_counts
+
+on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
+of_families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@on_kernels
+@of_families
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, family: str, kind: str) -> None:
+    """Within the bound; alone, in another order, and in pages of any size in any place: the same bits."""
+    call = drawn(KINDS[kind], LENGTHS)
+    *results, faults = prefilled(run, family, call)
+    assert not faults
+    o, lse = results
+    for b, length in enumerate(call.lengths):
+        new, rows = min(call.q.shape[2], length), call.q.shape[2]
+        mask = masks.Causal("bottom_right")
+        mask = mask if call.window is None else mask & masks.SlidingWindow(*call.window, "bottom_right")
+        k, v = call.k[b, :, :length], call.v[b, :, :length]
+        example = Example(q=call.q[b, :, rows - new :], k=k, v=v, mask=mask, sink=call.sink)
+        assert_within_bounds(run.rounded(example), o=o[b, :, rows - new :], lse=lse[b, :, rows - new :])
+        assert not o[b, :, : rows - new].any()
+    for rows in ([2], [0, 1]):
+        made = prefilled(run, family, call.of(rows))[:2]
+        assert same_bits(made, [x[list(rows)] for x in results])
+    for seed, page_size in enumerate((16, 48, 128) if run.is_on_device else (16, 48)):
+        *made, faults = prefilled(run, family, call, paged(call, page_size, seed))
+        assert same_bits(made, results) and not faults
+
+
+@on_kernels
+@of_families
+def test_rows_of_a_sequence_may_be_fewer_than_those_given(run: Run, family: str) -> None:
+    """Rows that belong to no sequence may be anything: those that do have the bits that they have alone."""
+    call = with_counts()
+    o, lse, faults = prefilled(run, family, call)
+    for b, count in enumerate(call.counts or ()):
+        one = replace(call.of([b]), q=call.q[b : b + 1, :, :count], counts=None)
+        assert same_bits(prefilled(run, family, one)[:2], (o[b : b + 1, :, :count], lse[b : b + 1, :, :count]))
+        assert not o[b, :, count:].any() and np.isneginf(lse[b, :, count:]).all()
+    assert not faults
+
+
+@on_kernels
+@of_families
+def test_numbers_out_of_range_are_counted_and_lead_nowhere(run: Run, family: str) -> None:
+    """Page numbers, lengths and counts: nothing but the sequence's own result is lost, which is finite."""
+    call = drawn(CHUNK, (100, 200))
+    k, v, table = paged(call, 16, 0)
+    right = prefilled(run, family, call, (k, v, table))
+    assert right[2] == 0
+    for junk in (-1, len(k), 2**31 - 1, -(2**31)):
+        wrong = table.copy()
+        wrong[1, 3] = junk
+        o, lse, faults = prefilled(run, family, call, (k, v, wrong))
+        assert faults > 0 and np.isfinite(o.astype(np.float32)).all() and np.isfinite(lse).all()
+        assert same_bits([x[:1] for x in (o, lse)], [x[:1] for x in right[:2]])
+    for lengths in ((100, CAPACITY + 1), (100, -7)):
+        assert prefilled(run, family, replace(call, lengths=lengths), (k, v, table * 0))[2] > 0
+    assert prefilled(run, family, replace(call, counts=(70, 71)), (k, v, table))[2] > 0
+
+
+@of_families
+def test_every_schedule_gives_the_same_bits(family: str) -> None:
+    call = drawn(CHUNK, (193,))
+    results = prefilled(SIM, family, call)[:2]
+    for schedule in hostile_schedules(f"prefill {family}"):
+        assert same_bits(prefilled(SIM, family, call, paged(call, 16, 0), Simulator(schedule))[:2], results)
+
+
+@on_kernels
+@pytest.mark.parametrize("pages", [{}, {"page_size": 16, "num_pages": 40}], ids=["contiguous", "pages"])
+def test_a_cache_takes_the_kernels_where_they_serve(run: Run, pages: dict[str, int], monkeypatch: Any) -> None:
+    call = drawn(KINDS["grouped heads and a sink"], (193, 7))
+    sizes = {"batch": 2, "num_kv_heads": 2, "head_dim": 64, "capacity": CAPACITY, "dtype": call.q.dtype, **pages}
+    cache = KVCache(**sizes, **({"xp": pytest.importorskip("cupy")} if run.is_on_device else {}))
+    cache.k[...], cache.v[...] = np.nan, np.nan
+    cache.append(run.put(call.k[:, :, :193]), run.put(call.v[:, :, :193]), counts=call.lengths)
+    q, sink, options = run.put(call.q), run.put(call.sink), {"executor": run.executor, "return_lse": True}
+    one_by_one = [run.get(x) for x in cache.attention(q, sink=sink, kernel="simt", **options)]
+    monkeypatch.setattr(kv_cache, "attention", None)  # what else would serve
+    for kernel in FAMILIES:
+        made = [run.get(x) for x in cache.attention(q, sink=sink, kernel=kernel, **options)]
+        assert same_bits(made, prefilled(run, kernel, call)[:2])
+        for x, y in zip(made, one_by_one):
+            assert np.allclose(x.astype(np.float32), y.astype(np.float32), atol=0.02)
+    assert same_bits([run.get(x) for x in cache.attention(q, sink=sink, **options)], made)
+
+
+def test_every_key_is_seen_without_causality() -> None:
+    call = drawn(CHUNK, (193,))
+    sizes = {"batch": 1, "num_kv_heads": 2, "head_dim": 64, "capacity": CAPACITY, "dtype": np.float16}
+    cache = KVCache(**sizes, page_size=16, num_pages=19)
+    cache.append(call.k[:, :, :193], call.v[:, :, :193])
+    made = cache.attention(call.q, executor="sim", causal=False, return_lse=True)
+    example = Example(q=call.q[0], k=call.k[0, :, :193], v=call.v[0, :, :193])
+    assert_within_bounds(SIM.rounded(example), o=made[0][0], lse=made[1][0])
+
+
+REASONS = {
+    "a dim in half a chunk": ({"dim": 36}, {}, "head_dim must be a multiple of 8; got 36"),
+    "float32": ({"dtype": np.float32}, {}, "takes float16 or bfloat16; got float32"),
+    "a scale like no other": ({"dtype": ml_dtypes.bfloat16}, {"scale": 1e36}, "scale must be near enough to 1"),
+    "no row": ({"rows": 0}, {}, "q must have at least one row"),
+}
+
+
+@of_families
+@pytest.mark.parametrize("name", REASONS)
+def test_what_the_kernels_do_not_serve_is_told(name: str, family: str) -> None:
+    kind, options, told = REASONS[name]
+    call = drawn(CHUNK | kind, (3,))
+    assert told in str(UnsupportedProblem(prefill_reasons(Problem.of(call.q, call.k, call.v, **options), CHIP, family)))
+
+
+def test_the_tile_depends_on_neither_the_batch_nor_the_rows() -> None:
+    k, older = np.empty((9, 2, 300, 64), np.float16), DeviceSpec.gpu("A100")
+    few, many = Problem.of(k[:1, :, :1], k[:1], k[:1]), Problem.of(k, k, k)
+    for family in FAMILIES:
+        assert prefill_spec(few, CHIP, family) == prefill_spec(many, CHIP, family)
+    assert prefill_reasons(few, older, "sm90") and not prefill_reasons(few, older, "sm80")

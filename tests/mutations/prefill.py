@@ -1,0 +1,81 @@
+"""Faults in the kernels that attend from many new tokens to a KV cache."""
+
+from __future__ import annotations
+
+from mutations.planting import Edit
+from mutations.prefill_guards import sm80_prefill_is_right, sm90_prefill_is_right
+
+FAULTS = {
+    sm80_prefill_is_right: {
+        "rows past the end are copied": Edit(
+            "sm80/forward.cu", "load_block", "position >= first && position < block.stop", "position >= first"
+        ),
+        "rows before the window are copied": Edit(
+            "sm80/forward.cu", "load_block", "position >= first && position < block.stop", "position < block.stop"
+        ),
+        "a page that is none is not counted": Edit(
+            "sm80/forward.cu", "load_block", "ptx::fetch_add(pages.num_faults, 1)", "(void)0"
+        ),
+        "a row is that of its page's first position": Edit(
+            "sm80/forward.cu", "load_block", "attention::divmod(position, pages.page_size).remainder", "0"
+        ),
+        "a negative page is read": Edit(
+            "attention/page_table.cuh", "page_of", "page >= 0 && page < pages.num_pages", "page < pages.num_pages"
+        ),
+        "a length beyond the capacity is not told": Edit(
+            "attention/page_table.cuh", "rows_of_sequence", "length == clamped && count == clamped_count",
+            "count == clamped_count",
+        ),
+        "queries that belong to no sequence have no result": Edit(
+            "cache/query_intervals.cu", "cache_query_intervals", "max(first, of.count)", "last"
+        ),
+        "a sink is left out of their lse": Edit(
+            "cache/query_intervals.cu", "write_empty_rows", "attention::merge_sink(lse,", "attention::sink_weight(lse,"
+        ),
+        "new tokens see those after them": Edit(
+            "cache/query_intervals.cu", "write_interval", "min(of.length - position, params.right + 1) + position",
+            "of.length",
+        ),
+        "a window has no start": Edit(
+            "cache/query_intervals.cu", "write_interval", "position - min(params.left, position)", "0"
+        ),
+    },
+    sm90_prefill_is_right: {
+        "every tile is a band": Edit(
+            "sm90/kv_pipeline.cuh", "find_band", "__all_sync(0xffffffffu, is_band) && (lo_moves || lo_stays)", "true"
+        ),
+        "a box lies in two pages": Edit(
+            "attention/page_table.cuh", "align_steps", "visit_range.start -= visit_range.start % width;", ""
+        ),
+        "a short last step starts earlier": Edit(
+            "sm90/kv_pipeline.cuh", None, "config::kIsListed || config::kIsPaged", "config::kIsListed"
+        ),
+        "a box's row is that of the sequence": Edit(
+            "sm90/page_copies.cuh", "PageCopy", "attention::divmod(position, pages.page_size).remainder", "position"
+        ),
+        "pages past the end are looked up": Edit(
+            "sm90/page_copies.cuh", "PageCopy", "position < seen.hi && position + pages.box_rows > seen.lo",
+            "position + pages.box_rows > seen.lo",
+        ),
+        "values past the end are those of their page": Edit(
+            "sm90/page_copies.cuh", "PageCopy.copy_cut_boxes", "start < seen_.lo || stop > seen_.hi", "start < seen_.lo"
+        ),
+        "values before the window are those of their page": Edit(
+            "sm90/page_copies.cuh", "PageCopy.copy_cut_boxes", "start < seen_.lo || stop > seen_.hi", "stop > seen_.hi"
+        ),
+        "a box that is copied row by row is copied once more": Edit(
+            "sm90/page_copies.cuh", "PageCopy.start", "|| cut_ >> tile::lane() & 1", ""
+        ),
+        "a page that is none is not counted": Edit(
+            "sm90/page_copies.cuh", "PageCopy.count_faults", "!has_page_", "false"
+        ),
+        "queries that belong to no sequence turn a warp's maxima": Edit(
+            "sm90/kv_pipeline.cuh", "load_keys", "config::kIsPaged && ends_before_others(params, tile_info.work)",
+            "false",
+        ),
+        "a tile has queries that belong to no sequence": Edit(
+            "attention/page_table.cuh", "query_tile_of_sequence",
+            "work.last = min(work.last, rows_of_sequence(pages, work.batch_head.batch_index).count);", "",
+        ),
+    },
+}

@@ -1,0 +1,156 @@
+"""FlashAttention-1's tables and the memory traffic at tiny sizes: their rows, what they parse, and what they refuse."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
+pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import an experiment as its script does."""
+    for folder in ("sparsity", "speed", "proof", "support"):
+        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
+    return importlib.import_module
+
+
+# The tables
+
+
+def test_every_method_of_the_host_has_a_row_for_each_pass_and_length(load) -> None:
+    tables = load("flashattention1_tables")
+    config = tables.Config(seqlens=(256, 128), num_heads=1, head_dim=16, budget_s=0.05)
+    rows = list(tables.run(config))
+    cases = itertools.product((128, 256), ("standard", "dense", "butterfly"), tables.WAYS)
+    assert [(row["seqlen"], row["method"], row["pass"]) for row in rows] == list(cases)
+    for row in rows:
+        assert row["ms"] > 0 and row["density"] == 1.0
+        standard = next(
+            other["ms"] for other in rows
+            if (other["method"], other["pass"], other["seqlen"]) == ("standard", row["pass"], row["seqlen"])
+        )  # fmt: skip
+        assert row["over_standard"] == pytest.approx(standard / row["ms"])
+    assert len(tables.table(rows).rows) == len(rows) and len(tables.plot(rows).axes) == 4
+
+
+def test_numbers_of_the_paper_stand_at_their_lengths(load) -> None:
+    tables = load("flashattention1_tables")
+    assert tables.of_paper(tables.PAPER_MS, ("fa1", "forward"), 65536) == 2147.05
+    assert tables.of_paper(tables.PAPER_MS, ("standard", "both"), 4096) == 50.44
+    assert tables.of_paper(tables.PAPER_MS, ("standard", "both"), 8192) is None  # memory ended
+    assert tables.of_paper(tables.PAPER_MS, ("fa1", "forward"), 384) is None
+    assert tables.of_paper(tables.PAPER_MB, "butterfly", 128) is None
+    of_flash = [column for (name, _), column in tables.PAPER_MS.items() if name != "standard"]
+    assert all(len(column) == len(tables.LENGTHS) for column in of_flash)
+    for name in ("standard", "fa1", "butterfly"):  # a forward and a backward pass take about what both take
+        forward, backward, both = (tables.PAPER_MS[name, way] for way in tables.WAYS)
+        assert all(0.8 < total / (f + b) < 1.1 for f, b, total in zip(forward[3:], backward[3:], both[3:]))
+
+
+def test_planned_memory_is_linear_but_for_standard_attention(load) -> None:
+    tables = load("flashattention1_tables")
+    for kernel, growth in (("fa1", 4), ("sm90", 4), ("naive", 16)):
+        short, long = (
+            tables.planned_mib(kernel, load("memory_traffic").plan_of((16, 8, seqlen, 64), kernel, "H100"))
+            for seqlen in (4096, 16384)
+        )
+        assert growth * 0.85 < long / short < growth * 1.01
+
+
+@pytest.mark.gpu
+def test_every_method_is_timed_on_a_gpu(load) -> None:
+    tables = load("flashattention1_tables")
+    config = tables.Config(
+        gpu=True, methods=("standard", "fa1", "dense", "butterfly"), gpu_seqlens=(256, 512), batch=1, gpu_num_heads=2,
+        budget_s=0.05,
+    )  # fmt: skip
+    rows = list(tables.run(config))
+    assert len(rows) == 2 * 4 * 3 and all(row["ms"] > 0 and row["memory_mib"] > 0 for row in rows)
+
+
+# The traffic
+
+PRINTED = """==PROF== Connected to process 1503 (/usr/bin/python3)
+==PROF== Disconnected from process 1503
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","1503","fa1_forward","dram__bytes_read.sum","byte","3,560,369,152"
+"0","1503","fa1_forward","dram__bytes_write.sum","byte","2,410,447,616"
+"0","1503","fa1_forward","lts__t_bytes.sum","byte","8,976,395,264"
+"1","1503","fa1_backward","dram__bytes_read.sum","byte","9,120,865,024"
+"1","1503","fa1_backward","dram__bytes_write.sum","byte","4617513216.5"
+"""
+
+
+def test_counters_are_read_from_what_ncu_prints(load) -> None:
+    traffic = load("memory_traffic")
+    assert traffic.parsed(PRINTED) == {"fa1_forward": 5970816768, "fa1_backward": 13738378240}
+    with pytest.raises(RuntimeError, match="ncu saw no kernel: ==ERROR== ERR_NVGPUCTRPERM"):
+        traffic.parsed("==ERROR== ERR_NVGPUCTRPERM")
+    with pytest.raises(RuntimeError, match="no number for dram__bytes_read.sum of fa1_forward: n/a"):
+        traffic.parsed(PRINTED.replace("3,560,369,152", "n/a"))
+
+
+def test_rows_compare_the_counters_of_a_pass_with_the_model(load) -> None:
+    traffic = load("memory_traffic")
+    config = traffic.Config(seqlens=(4096,), kernels=("fa1", "naive"))
+    rows = list(traffic.run(config))
+    assert [(row["kernel"], row["pass"]) for row in rows] == list(itertools.product(("fa1", "naive"), traffic.WAYS))
+    assert all(row["measured_mb"] is None for row in rows)
+    moved = {(way, f"fa1_{way}"): 10**9 for way in traffic.WAYS}
+    forward, backward = traffic.rows_of(config, "fa1", 4096, moved, traffic.parsed(PRINTED))
+    assert (forward["measured_over_model"], backward["measured_over_model"]) == (5.970816768, 13.73837824)
+    assert len(traffic.table([forward, backward]).rows) == 2 and len(traffic.plot([forward, backward]).axes) == 2
+
+
+def test_the_model_is_the_order_that_the_papers_prove(load) -> None:
+    """Four times the bytes for twice the tokens where matrices or turns move, and twice where each array moves once."""
+    traffic = load("memory_traffic")
+    for kernel, growth in (("naive", 4), ("fa1", 4), ("sm80", 2), ("sm90", 2)):
+        short, long = (
+            sum(traffic.modelled(traffic.plan_of((16, 8, seqlen, 64), kernel, "H100")).values())
+            for seqlen in (8192, 16384)
+        )
+        assert growth * 0.95 < long / short <= growth
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "complaint"),
+    [
+        ("flashattention1_tables", ["--methods", "fa4"], "no fa4 in methods; there are standard, pytorch, fa1, dense"),
+        ("flashattention1_tables", ["--seqlens", "100"], "lengths must be multiples of 128"),
+        ("flashattention1_tables", ["--budget-s", "0"], "budget_s must be positive"),
+        ("memory_traffic", ["--kernels", "simt"], "no simt in kernels; there are naive, fa1, sm80, sm90"),
+        ("memory_traffic", ["--seqlens", "0"], "must be positive"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(
+    load, capsys: pytest.CaptureFixture[str], name: str, argv: list[str], complaint: str
+) -> None:
+    with pytest.raises(SystemExit):
+        load("harness").parse_config(load(name).Config, "", argv)
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["flashattention1_tables", "memory_traffic"])
+def test_without_a_gpu_its_part_is_refused_in_one_line(load, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    experiment = load(name)
+    monkeypatch.setattr(experiment, "why_no_gpu", lambda: "CuPy finds no GPU")
+    with pytest.raises(SystemExit, match=f"^{name} --gpu .* a GPU: CuPy finds no GPU$"):
+        list(experiment.run(experiment.Config(gpu=True)))
+
+
+def test_a_profiler_that_is_not_there_is_named(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = load("memory_traffic")
+    monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="ncu is not on the PATH: install NVIDIA Nsight Compute"):
+        traffic.counted(("fa1",), (1, 1, 128, 64))
