@@ -40,8 +40,8 @@ def num_leading(program: Program) -> int:
 def layout(program: Program, wrt: Sequence[str], accumulator: np.dtype[Any]) -> np.dtype[Any]:
     """The record of a program's arrays and numbers, as the structure that `compiler.score_text` prints has them.
 
-    The field ``numbers`` holds the program's numbers in the dtype that kernels compute in, and ``batch_extents`` the extents of the leading axes. An array
-    has a field with its address, and one with its strides in elements.
+    The field ``numbers`` holds the program's numbers in the dtype that kernels compute in, and ``batch_extents`` the
+    extents of the leading axes. An array has a field with its address, and one with its strides in elements.
     """
     fields: list[tuple[Any, ...]] = []
     if program.num_numbers:

@@ -162,8 +162,8 @@ CUFLASH_DEVICE void for_each_of_fragment(int k, Visit visit) {
     for (int i = 0; i < Scores::kRows; ++i) visit(i, j);
 }
 
-// P in the place of q k^T for 16 queries: 0 where it is hidden, and of queries without a key. `scale` is that of products with
-// a score function, else of exponents.
+// P in the place of q k^T for 16 queries: 0 where it is hidden, and of queries without a key. `scale` is that of products
+// with a score function, else of exponents.
 template <bool IsPlain, class Step>
 CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, const StepQueries& queries,
                                    const ThreadMask<IsPlain>& mask, float scale) {
@@ -198,12 +198,18 @@ CUFLASH_DEVICE void draw_step(Kept& kept, const StepPlace& place, attention::Dro
   if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, place);
 }
 
-// P and dS as left operands, of P, or q k^T, and dP; and dS, transposed, where dQ's product reads it. P is left as dV has it,
-// without what is dropped.
+// Which of two copies of a function, of plain steps and of others.
+template <bool Value>
+struct IsPlain {
+  static constexpr bool kValue = Value;
+};
+
+// P and dS as left operands, of P, or q k^T, and dP; and dS, transposed, where dQ's product reads it. P is left as dV
+// has it, without what is dropped.
 template <bool IsPlain, class Score>
 CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds,
-                                          const Kept& kept, const StepQueries& queries,
-                                          const StepPlace& place, const Score& score, attention::DropoutArgument dropout, float scale,
+                                          const Kept& kept, const StepQueries& queries, const StepPlace& place,
+                                          const Score& score, attention::DropoutArgument dropout, float scale,
                                           uint32_t ds_address) {
   using Step = StepScoreIf<Scores, Score>;
   const Step step(score, place);
@@ -361,10 +367,12 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
         ptx::fence_registers(tile::accumulators(s));
       }
       wait_ds(part);
-      if (queries.is_plain())
-        make_changed_operands<true>(s, dp, p, ds, kept, queries, place, score, dropout, softmax_scale_log2, ds_address);
-      else
-        make_changed_operands<false>(s, dp, p, ds, kept, queries, place, score, dropout, softmax_scale_log2, ds_address);
+      const auto make_operands = [&](auto is_plain) {
+        make_changed_operands<decltype(is_plain)::kValue>(s, dp, p, ds, kept, queries, place, score, dropout,
+                                                          softmax_scale_log2, ds_address);
+      };
+      if (queries.is_plain()) make_operands(IsPlain<true>());
+      else make_operands(IsPlain<false>());
     } else if constexpr (kDpRunsAhead) {
       wait_ds(part);
       if (queries.is_plain()) make_operands<true>(s, dp, p, ds, delta, queries, ds_address);

@@ -275,7 +275,8 @@ CUFLASH_DEVICE bool is_plain(int flags) {
 // Scores of a step that is not plain, or was, and they are lost: `scores_are_lost`. Whether they are weights then; else
 // they are as masks leave them.
 CUFLASH_DEVICE bool process_other_block(const attention::Params& params, const ScoresOfTile& of_tile,
-                                        const score::Function& function, Scores& s, Softmax& softmax, unsigned num_tiles_done, unsigned num_k_blocks, int flags,
+                                        const score::Function& function, Scores& s, Softmax& softmax,
+                                        unsigned num_tiles_done, unsigned num_k_blocks, int flags,
                                             bool scores_are_lost) {
   bool p_is_ready = false;
   if constexpr (kSkipsMaxOnMasked) {

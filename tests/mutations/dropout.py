@@ -140,7 +140,7 @@ FAULTS = {
         ),
         "plain steps drop nothing": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages",
-            "release_k(num_k_blocks, false); drop_step(params, dropout, s, num_tiles_done, first_key);",
+            "release_k(num_k_blocks, false); drop_step(s, kept);",
             "release_k(num_k_blocks, false);",
         ),
     },

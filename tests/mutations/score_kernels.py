@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from mutations.planting import Edit
 from mutations.score_kernel_guards import (
-    hopper_gradients_are_exact, naive_is_exact, nothing_past_the_end_matters, packed_heads_are_exact, printed_functions_are_exact, simt_is_exact,
-    sm80_is_exact, sm90_is_exact, warps_that_share_elements_are_exact,
+    hopper_gradients_are_exact, naive_is_exact, nothing_past_the_end_matters, packed_heads_are_exact,
+    printed_functions_are_exact, simt_is_exact, sm80_is_exact, sm90_is_exact, warps_that_share_elements_are_exact,
 )  # fmt: skip
 
 FAULTS = {
     simt_is_exact: {
         "scores are not scaled before their function": Edit(
-            "attention/score.cuh", "apply_score", "key, x * scale)", "key, x)"
+            "attention/score.cuh", "apply_score", "key.whole, x * scale)", "key.whole, x)"
         ),
         "a function is that of the first head": Edit(
             "attention/score.cuh", "apply_score",
@@ -30,10 +30,11 @@ FAULTS = {
         ),
         "scores get their function after their mask": Edit(
             "simt/forward.cu", "simt_forward",
-            "if constexpr (kHasScore) score_of_queries(s, score_function, params, work, block, kLog2E); else "
+            "if constexpr (kHasScore) score_of_queries(s, score_function, params.shape.softmax_scale, work, block, "
+            "kLog2E); else "
             "s.scale(softmax_scale_log2); mask_scores(s, params, work, block);",
             "mask_scores(s, params, work, block); if constexpr (kHasScore) score_of_queries(s, score_function, "
-            "params, work, block, kLog2E); else s.scale(softmax_scale_log2);",
+            "params.shape.softmax_scale, work, block, kLog2E); else s.scale(softmax_scale_log2);",
         ),
         "the slope is left out": Edit("attention/score_slopes.cuh", "make_pair", "df * slopes.d0", "df"),
         "masked elements have a gradient": Edit("attention/score_slopes.cuh", "make_pair", "is_seen && lse_2", "lse_2"),
@@ -139,7 +140,7 @@ FAULTS = {
             "sm90/forward.cu", "score_step", "if constexpr (kHasScore)", "if constexpr (false)"
         ),
         "scores have the function of a later tile": Edit(
-            "sm90/forward.cu", "score_step",
+            "sm90/forward.cu", "find_scores_of_tile",
             "shared().tile_infos[tile_info_index(num_tiles_done)]",
             "shared().tile_infos[tile_info_index(num_tiles_done + 1)]",
         ),
