@@ -105,15 +105,15 @@ def check_hidden_queries(run: Run) -> None:
     NaN in its dO reaches nothing. Of one function slopes need scores, and an array's gradient is added to.
     """
     rng = np.random.default_rng(0)
-    q, k = (rng.uniform(0.25, 0.5, (1, rows, 32)).astype(np.float16) for rows in (37, 150))
-    v, do = (rng.standard_normal((1, rows, 32)).astype(np.float16) for rows in (150, 37))
-    q[:, ::3] *= 16
     zeros, factors = np.zeros((37, 150), np.float32), np.ones(37, np.float32)
     factors[::3] = np.inf
-    for scale, arrays, wrt, function in (
-        (0.125, {"x": zeros}, ("x",), lambda s, b, h, i, j, x: np.where(s > 1.0, -np.inf, 1 / s) + x[i, j]),
-        (-0.125, {"x": factors}, (), lambda s, b, h, i, j, x: s * x[i]),
+    for dim, scale, arrays, wrt, function in (
+        (32, 0.125, {"x": zeros}, ("x",), lambda s, b, h, i, j, x: np.where(s > 1.0, -np.inf, 1 / s) + x[i, j]),
+        (80, -0.125, {"x": factors}, (), lambda s, b, h, i, j, x: s * x[i]),
     ):
+        q, k = (rng.uniform(0.25, 0.5, (1, rows, dim)).astype(np.float16) for rows in (37, 150))
+        v, do = (rng.standard_normal((1, rows, dim)).astype(np.float16) for rows in (150, 37))
+        q[:, ::3] *= 16
 
         def found(run: Run, dtype: Any, do: Any) -> dict[str, Any]:
             score = Score(function, **{name: run.put(x) for name, x in arrays.items()})
