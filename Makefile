@@ -1,5 +1,6 @@
 # make demo    installs, then runs the block-sparsity study
 # make test    installs, then runs every test that this machine can run
+# make gallery installs, then runs the quick form of the experiments of docs/experiments.md, into build/results
 # make docs    installs into .venv-docs, then builds docs/_build/html; a warning is an error
 # make types lint cover clean
 # Needs make, python3 (3.11 or newer, with venv) and g++. PYTHON=python3.13 picks another Python;
@@ -22,9 +23,14 @@ extra  = $(if $(CUDA),$(comma)$(CUDA))
 # The name of the stamp holds the choice of CUDA: another driver, another install.
 stamp  = $(VENV)/.installed-$(1)$(if $(CUDA),-$(CUDA))
 
-.PHONY: demo test docs types lint cover clean
+.PHONY: demo gallery test docs types lint cover clean
 demo: $(call stamp,experiments)
 	$(RUN) -m experiments block_sparsity
+
+GALLERY = selector_shootout crossover pattern_zoo flash_ladder flashattention1_tables train_language_model \
+  long_range
+gallery: $(call stamp,experiments)
+	for name in $(GALLERY); do $(RUN) -m experiments $$name || exit; done
 
 # Bytecode is kept in the environment: tests start many processes, each of which would compile the library anew.
 test: $(call stamp,test)

@@ -12,6 +12,8 @@ import numpy as np
 from .arrays import Array, ShapeDtype, describe, flag_reasons, is_array, namespace
 from .blocks.index import BlockIndex
 from .blocks.work_list import requested_mask
+from .calls.foreign import with_known_arrays
+from .calls.listed_plan import listed_plan, without_mask
 from .compiler import nvrtc
 from .compiler.nvrtc import Compiled
 from .dropout import Dropout
@@ -19,10 +21,10 @@ from .errors import UnsupportedProblem, collecting
 from .executors import checks, gpu
 from .fp8 import Quantized, operands as fp8
 from .masks.at_each_call import at_each_call
-from .masks.base import Band, Mask
+from .masks.base import Mask
 from .masks.content import held_arrays
 from .masks.one_array import MaskContents
-from .layouts import device_number, is_differentiated
+from .layouts import device_number, is_differentiated, is_foreign
 from .planning.device import DeviceSpec
 from .planning.dropout_launches import seed_array
 from .planning.list_kernels import AT_CALL, ListedAtCall
@@ -198,7 +200,7 @@ def attention(
     if fp8.is_asked_for(q, k, v, precision):
         o, lse = _quantized_attention(q, k, v, options, out)
     else:
-        _, _, o, lse = run(q, k, v, options, out)
+        _, _, o, lse = run(q, k, v, options, out, wants_lse=return_lse)
     return (o, lse) if return_lse else o
 
 
@@ -378,7 +380,10 @@ def plan(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
         deterministic,
     )  # fmt: skip
-    return planned(q, k, v, options, device)
+    listed = None
+    if options.mask is not None and device is None and not checks.is_on():
+        listed = listed_plan(q, k, v, *with_one_score(options), planned)
+    return listed or planned(q, k, v, options, device)
 
 
 def precompile(
@@ -501,7 +506,8 @@ def planned(q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None 
         reasons.append(f"device must be a DeviceSpec or None; got {describe(device)}: DeviceSpec.gpu('H100') is one")
     elif device is not None and (where == "cpu") != (device.compute_capability is None):
         kind = "the host" if where == "cpu" else "a GPU"
-        reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}")
+        makes = "DeviceSpec.host()" if where == "cpu" else "DeviceSpec.gpu('H100')"
+        reasons.append(f"device must be {kind} for executor={where!r}; got {device.name}: {makes} is one")
     if type(mask) is BlockIndex and mask.remembered is not None:
         mask = mask.remembered.mask  # so that nothing that the index remembers leads back to it
     resolved = None
@@ -529,6 +535,7 @@ def planned(q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None 
     return Plan(made, where, {name: each for name, each in captured.items() if not isinstance(each, ShapeDtype)})
 
 
+_FIRST_OPERAND, _END_OF_OPERANDS = (Options._fields.index(name) for name in ("score", "wrt"))
 _bound_calls: dict[Hashable, tuple[Plan, BoundCall, Any]] = {}  # the last makes lists for calls that do
 
 
@@ -542,8 +549,11 @@ def _composed(options: Options) -> Score | None:
 
 def with_one_score(options: Options) -> tuple[Options, dict[str, Any]]:
     """Options with one Score in place of score, softcap and bias, and the call's arrays beside q, k and v by name."""
-    operands = ({} if options.sink is None else {"sink": options.sink}) | seed_array(options.dropout)
-    if options.score is options.softcap is options.bias is None:
+    score, softcap, bias, sink, dropout = options[_FIRST_OPERAND:_END_OF_OPERANDS]
+    if score is softcap is bias is sink is dropout is None:
+        return options, {}
+    operands = ({} if sink is None else {"sink": sink}) | seed_array(dropout)
+    if score is softcap is bias is None:
         return options, operands
     try:
         composed = _composed(options)
@@ -553,21 +563,29 @@ def with_one_score(options: Options) -> tuple[Options, dict[str, Any]]:
     return options._replace(score=composed, softcap=None, bias=None), operands | dict(composed.arrays)
 
 
-def run(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Plan, dict[str, Any], Any, Any]:
+def run(
+    q: Any, k: Any, v: Any, options: Options, out: Any, *, wants_lse: bool = True
+) -> tuple[Plan, dict[str, Any], Any, Any]:
     """Run the forward pass of a call: the plan that ran it, its arrays by name, o and lse; equal calls are looked up.
 
-    Where the call makes the lists of its mask, they are the last of the arrays.
+    Where the call makes the lists of its mask, they are the last of the arrays. An lse that is not wanted may be None.
     """
     options, operands = with_one_score(options)
     if type(options.causal) is np.bool:
         options = options._replace(causal=bool(options.causal))
     given = {"q": q, "k": k, "v": v, **operands}
-    outs = () if out is None else tuple(out) if type(out) in (tuple, list) and len(out) == 2 else (out,)
+    outs: tuple[Any, ...] = ()
+    if out is not None:
+        outs = tuple(out) if type(out) in (tuple, list) and len(out) == 2 else (out,)
+    layout = layout_key(*given.values(), *outs)
+    if layout is None or options.mask is not None and is_foreign(options.mask):
+        given, outs, options = with_known_arrays(given, outs, options)
+        layout = layout_key(*given.values(), *outs)
     looked_up = lookup(options, _bound_calls, layout_key)
     calls, _, contents = looked_up
     key = None
     if not checks.is_on():
-        key = looked_up.key(layout_key(*given.values(), *outs), len(outs), *operands)
+        key = looked_up.key(layout, len(outs), wants_lse, *operands)
     try:
         found = calls.get(key)
     except TypeError:  # an option that cannot be hashed
@@ -578,14 +596,15 @@ def run(q: Any, k: Any, v: Any, options: Options, out: Any) -> tuple[Plan, dict[
             given[AT_CALL] = lists_of(contents.array)
         made = forward(*given.values(), *outs)
         if made is not None:
-            return ready, given, *made
+            return ready, given, made[0], made[1] if len(made) > 1 else None
         given = {name: array for name, array in given.items() if name != AT_CALL}
-    given = as_arrays(given)
     options = options._replace(sink=given.get("sink"))
-    ready, made, again = _first_call(given, out, outs, options, None if key is None else contents, key is not None)
+    ready, made, again = _first_call(
+        given, out, outs, options, None if key is None else contents, key is not None, wants_lse
+    )
     if again is not None:
         remember(calls, key, (ready, *again))
-    return ready, given, *made
+    return ready, given, made[0], made[1] if len(made) > 1 else None
 
 
 def _first_call(
@@ -595,6 +614,7 @@ def _first_call(
     options: Options,
     contents: MaskContents | None,
     is_repeatable: bool,
+    wants_lse: bool,
 ) -> tuple[Plan, Sequence[Array], tuple[Any, ...] | None]:
     """A call that is planned: what ran it, o and lse, and what runs it again, None if that is all of this.
 
@@ -618,16 +638,15 @@ def _first_call(
         ready = without_mask(ready)  # nor an array of the mask
         lists_of = gpu.list_maker(ready.plan, work.source)
         given[AT_CALL] = lists_of(contents.array)
-    forward: Any = ready.bind_into(given, dict(zip(("o", "lse"), outs))) if outs else ready.bind(given, pins=True)
+    forward: Any = (
+        ready.bind_into(given, dict(zip(("o", "lse"), outs)), wants_lse=wants_lse)
+        if outs
+        else ready.bind(given, pins=True, wants_lse=wants_lse)
+    )
     made = forward(*given.values(), *outs)
     if made is None:  # an output may lie in the gaps of another array
         made = ready.forward(**given, out=out)
     return ready, made, (forward, lists_of)
-
-
-def without_mask(ready: Plan) -> Plan:
-    """A plan whose calls make their lists, without the arrays of the mask that it was made with."""
-    return replace(ready, plan=replace(ready.plan, mask=Band()))
 
 
 def require_flag(name: str, value: Any) -> None:
@@ -667,8 +686,10 @@ def _option_reasons(
         )
     elif not is_elsewhere and spaces - {"cupy" if executor == "gpu" else "numpy"}:
         wanted = "CuPy" if executor == "gpu" else "NumPy"
+        makes = "cupy.asarray(q)" if executor == "gpu" else "cupy.asnumpy(q)"
         reasons.append(
-            f"executor={executor!r} takes {wanted} arrays; got {spaces.pop()}'s as q, k and v: copy them explicitly"
+            f"executor={executor!r} takes {wanted} arrays; got {spaces.pop()}'s as q, k and v: pass {makes}, or leave "
+            f"executor= out"
         )
     families = () if executor == "cpu" else FAMILIES
     if not isinstance(kernel, str) or kernel not in ("auto", *families):

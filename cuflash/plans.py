@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -137,6 +137,10 @@ class Plan:
             operands = {**self.captured, **operands}
         if out is None:
             key = layout_key(q, k, v, *operands.values())
+            if key is None:
+                q, k, v, *others = as_arrays({"q": q, "k": k, "v": v, **operands}).values()
+                operands = dict(zip(operands, others))
+                key = layout_key(q, k, v, *others)
             if operands:
                 key = key and (key, *operands)
             bound_call = self._bound_calls.get(key)
@@ -192,7 +196,7 @@ class Plan:
         scaling = self.plan.problem.scaling
         return _times_power_of_two(q, scaling.q_exponent), _times_power_of_two(k, scaling.k_exponent)
 
-    def bind(self, given: Mapping[str, Array], *, pins: bool = False) -> BoundCall:
+    def bind(self, given: Mapping[str, Array], *, pins: bool = False, wants_lse: bool = True) -> BoundCall:
         """Return `forward` without its checks, for arrays of the same layout as these, which it has accepted.
 
         Parameters
@@ -201,6 +205,8 @@ class Plan:
             The arrays q, k, v and the operands, of the layout to come.
         pins : bool
             Whether what a capture needs stays for ever, since the caller does not hold the plan.
+        wants_lse : bool
+            Whether the function must return lse; else it may return o alone.
 
         Returns
         -------
@@ -221,7 +227,8 @@ class Plan:
         o, lse = ShapeDtype(problem.o_shape(), problem.dtype), ShapeDtype(problem.lse_shape(), problem.accumulator)
         if self.executor == "gpu":
             assert plan.kernels is not None
-            return gpu.bind(plan, plan.kernels.forward, given, {"o": o, "lse": lse}, pins=pins)
+            wanted, unwanted = ({"o": o, "lse": lse}, {}) if wants_lse else ({"o": o}, {"lse": lse})
+            return gpu.bind(plan, plan.kernels.forward, given, wanted, unwanted=unwanted, pins=pins)
         names, executor = (*given, "o", "lse"), EXECUTORS[self.executor]
 
         def bound_call(*arrays: Array) -> tuple[Array, Array]:
@@ -231,7 +238,9 @@ class Plan:
 
         return bound_call
 
-    def bind_into(self, given: Mapping[str, Array], outs: Mapping[str, Array]) -> Callable[..., Sequence[Array] | None]:
+    def bind_into(
+        self, given: Mapping[str, Array], outs: Mapping[str, Array], *, wants_lse: bool = True
+    ) -> Callable[..., Sequence[Array] | None]:
         """Return `forward` for arrays of one layout that writes to arrays of the caller's, on a GPU.
 
         Parameters
@@ -240,6 +249,8 @@ class Plan:
             The arrays q, k, v and the operands, of the layout to come.
         outs : dict of arrays by name
             ``o``, or ``o`` and ``lse``: arrays like those that are written to.
+        wants_lse : bool
+            Whether the function must return lse; else it may return o alone.
 
         Returns
         -------
@@ -261,7 +272,10 @@ class Plan:
         if self.executor != "gpu" or plan.kernels is None:
             raise ValueError("calls that write to given arrays are bound on a GPU alone")
         results = {"lse": ShapeDtype(problem.lse_shape(), problem.accumulator)} if "lse" not in outs else {}
-        bound = gpu.bind(plan, plan.kernels.forward, {**problem.keyed(given), **outs}, results, pins=True)
+        wanted, unwanted = (results, {}) if wants_lse else ({}, results)
+        bound = gpu.bind(
+            plan, plan.kernels.forward, {**problem.keyed(given), **outs}, wanted, unwanted=unwanted, pins=True
+        )
         spans, first_out = [reach(array) for array in (*given.values(), *outs.values())], len(given)
 
         def call(*arrays: Array) -> Sequence[Array] | None:
@@ -275,6 +289,39 @@ class Plan:
             return (*arrays[first_out:], *bound(*arrays))
 
         return call
+
+    @staticmethod
+    def _names_of_backward(dlse: Array | None, operands: Iterable[str]) -> tuple[str, ...]:
+        """The arrays of a backward pass by name, in the order in which it takes them."""
+        return "do", "q", "k", "v", "o", "lse", *(() if dlse is None else ("dlse",)), *operands
+
+    def bind_backward(self, given: Mapping[str, Array], results: Mapping[str, ShapeDtype]) -> BoundCall:
+        """Return `backward` without its checks, on a GPU, for arrays of the same layout as these.
+
+        Parameters
+        ----------
+        given : dict of arrays by name
+            The arrays of the backward pass by the names that kernels have for them, of the layout to come.
+        results : dict of ShapeDtype by name
+            The gradients.
+
+        Returns
+        -------
+        callable
+            Takes the arrays in that order and returns the gradients.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q = k = v = np.ones((2, 16, 8), np.float32)
+        >>> cuflash.plan(q, k, v).bind_backward({}, {})
+        Traceback (most recent call last):
+            ...
+        ValueError: backward passes are bound on a GPU alone
+        """
+        if self.executor != "gpu" or self.plan.kernels is None:
+            raise ValueError("backward passes are bound on a GPU alone")
+        return gpu.bind(self.plan, self.plan.kernels.backward, given, results)
 
     def _cache_bound_call(self, key: Hashable, bound_call: BoundCall) -> BoundCall:
         """The same, found by calls on arrays that lie alike."""
@@ -335,18 +382,20 @@ class Plan:
         if operands:
             arrays = *arrays, *operands.values()
         key = layout_key(*arrays)
+        if key is None:
+            arrays = tuple(as_arrays(dict(zip(self._names_of_backward(dlse, operands), arrays))).values())
+            key = layout_key(*arrays)
         if operands:
             key = key and (key, dlse is None, *operands)
         bound_call, problem = self._bound_calls.get(key), self.plan.problem
         if bound_call is not None and not checks.is_on():
             return _gradients(problem, bound_call(*arrays))
-        given = as_arrays({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse, **operands})
-        given_arrays = {name: array for name, array in given.items() if name != "dlse" or array is not None}
-        reasons = self._input_reasons(given_arrays, self.plan.problem.wrt)
+        given = dict(zip(self._names_of_backward(dlse, operands), arrays))
+        reasons = self._input_reasons(given, self.plan.problem.wrt)
         if reasons:
             raise UnsupportedProblem(reasons)
         self.require_ready()
-        given_arrays = problem.keyed(given_arrays)
+        given_arrays = problem.keyed(given)
         wanted, made = self.plan.gradients, self.plan.gradients_made
         is_summed = wanted != made
         if self.executor == "gpu" and is_summed:
@@ -354,10 +403,7 @@ class Plan:
         read = {name: array for name, array in given_arrays.items() if name not in ("o", "lse")}
         check = checks.Check(namespace(given["q"]), read) if checks.is_on() else None
         if key is not None and check is None and not is_summed and self.executor == "gpu" and self.can_bind:
-            assert self.plan.kernels is not None
-            bound_call = self._cache_bound_call(
-                key, gpu.bind(self.plan, self.plan.kernels.backward, given_arrays, made)
-            )
+            bound_call = self._cache_bound_call(key, self.bind_backward(given_arrays, made))
             return _gradients(problem, bound_call(*arrays))
         empty = _empty(given["q"], check)
         results = {name: empty(name, result.shape, result.dtype) for name, result in made.items()}
@@ -627,8 +673,9 @@ def layout_key(*arrays: Array) -> Hashable:
     Two calls for which all of it is equal are refused for the same reasons, or for none, but for odd addresses.
     """
     kind = type(arrays[0])
-    if len(set(map(type, arrays))) > 1:
-        return None
+    for array in arrays:
+        if type(array) is not kind:
+            return None
     if kind is np.ndarray:
         return tuple(map(_host_layout, arrays))
     cupy = sys.modules.get("cupy")

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from . import api
+from .calls.listed_plan import without_mask
 from .arrays import BFLOAT16, Array, ShapeDtype, describe
 from .dropout import Dropout
 from .errors import UnsupportedProblem
@@ -164,13 +165,17 @@ def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_
     if has_graph and operands:
         needed = (name for name, each in operands.items() if getattr(each, "requires_grad", False))
         options = options._replace(wrt=tuple(needed))
+    wants_lse = has_graph or return_lse
     try:
         looked_up = lookup(options, _bound_calls, _mask_layout)
         calls, _, contents = looked_up
-        key = _key(given, outs, looked_up)
-        call: _Call | None = None if key is None else calls.get(key)
+        key = _key(given, outs, looked_up, wants_lse)
+        try:
+            call: _Call | None = calls.get(key)
+        except TypeError:  # an option that cannot be hashed
+            call = key = None
         if call is None:
-            call = _first(calls, key, given, outs, options, key is not None and contents is not None)
+            call = _first(calls, key, given, outs, options, key is not None and contents is not None, wants_lse)
         if contents is not None and isinstance(call, _OnGpu) and call.lists_of is not None:
             call = _WithLists(call, call.lists_of(contents.array))
         if has_graph:
@@ -190,7 +195,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, outs: _Outs, *tensors: Tensor) -> Any:
-        o, lse = (each.detach() for each in call.forward(outs, *tensors))
+        o, lse = call.forward(outs, *tensors)
+        if outs[0] is not None or outs[1] is not None:
+            o, lse = o.detach(), lse.detach()
         ctx.call = call
         ctx.save_for_backward(o, lse, *tensors)
         ctx.set_materialize_grads(False)
@@ -276,6 +283,7 @@ class _OnGpu:
         layouts: dict[str, Layout],
         given: dict[str, Layout],
         lists_of: Callable[[Any], Tensor] | None,
+        wants_lse: bool,
     ) -> None:
         plan, problem = ready.plan, ready.plan.problem
         assert plan.kernels is not None
@@ -288,13 +296,20 @@ class _OnGpu:
         work = plan.work
         self._lists = {AT_CALL: Layout.of_lists(work.source.nbytes)} if isinstance(work, ListedAtCall) else {}
         self._read = [(place, name) for place, name in enumerate([*layouts][3:]) if not problem.is_of_forward(name)]
-        self._forward = torch_gpu.bind(plan, plan.kernels.forward, problem.keyed(layouts) | given | self._lists, made)
+        unwanted = {} if wants_lse or "lse" not in made else {"lse": made.pop("lse")}
+        self._makes_lse = "lse" in made
+        self._forward = torch_gpu.bind(
+            plan, plan.kernels.forward, problem.keyed(layouts) | given | self._lists, made, unwanted
+        )
         self._backward: dict[Hashable, Callable[..., Sequence[Tensor]]] = {}
 
-    def forward(self, outs: _Outs, *tensors: Tensor, lists: Sequence[Tensor] = ()) -> Sequence[Tensor]:
-        if not self._is_given:
-            return self._forward(*tensors, *lists)
-        return _returned(outs, self._forward(*tensors, *(each for each in outs if each is not None), *lists))
+    def forward(self, outs: _Outs, *tensors: Tensor, lists: Sequence[Tensor] = ()) -> Sequence[Any]:
+        """o and lse; None for an lse that is not wanted."""
+        if self._is_given:
+            made = self._forward(*tensors, *(each for each in outs if each is not None), *lists)
+            return _returned(outs, made)
+        made = self._forward(*tensors, *lists)
+        return made if self._makes_lse else (made[0], None)
 
     def backward(self, has_dlse: bool, *tensors: Tensor, lists: Sequence[Tensor] = ()) -> Sequence[Tensor]:
         first = 6 + has_dlse
@@ -357,18 +372,16 @@ def _over(arrays: Mapping[str, Any], options: Options) -> Options:
     return options._replace(score=score, bias=bias, sink=arrays.get("sink"))
 
 
-def _key(given: dict[str, Any], outs: _Outs, looked_up: Lookup) -> Hashable:
+def _key(given: dict[str, Any], outs: _Outs, looked_up: Lookup, wants_lse: bool) -> Hashable:
     """What decides a call on a GPU but its data; None for all that is not looked up."""
-    tensors = (*given.values(), *(each for each in outs if each is not None))
+    o, lse = outs
+    tensors: tuple[Any, ...] = tuple(given.values())
+    if o is not None or lse is not None:
+        tensors += tuple(each for each in outs if each is not None)
     if not _PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
         return None
-    lie = torch_gpu.layout_key(*tensors), outs[0] is None, outs[1] is None
-    key = looked_up.key(lie, *given)
-    try:
-        hash(key)
-    except TypeError:  # an option that cannot be hashed
-        return None
-    return key
+    lie = torch_gpu.layout_key(*tensors), o is None, lse is None, wants_lse
+    return looked_up.key(lie, *given)
 
 
 def _first(
@@ -378,6 +391,7 @@ def _first(
     outs: _Outs,
     options: Options,
     lists_at_call: bool,
+    wants_lse: bool,
 ) -> _OnGpu | _ByArrays:
     """What runs a call that is made for the first time, once its arguments are accepted."""
     reasons = _tensor_reasons(tensors, outs) or _executor_reasons(tensors["q"].device, options.executor)
@@ -396,9 +410,9 @@ def _first(
         given = {name: layout for name, layout in (("o", out_o), ("lse", out_lse)) if layout is not None}
         work, lists_of = ready.plan.work, None
         if isinstance(work, ListedAtCall):
-            ready = api.without_mask(ready)
+            ready = without_mask(ready)
             lists_of = gpu.list_maker(ready.plan, work.source, torch_gpu.MACHINE)
-        call = _OnGpu(ready, layouts, given, lists_of)
+        call = _OnGpu(ready, layouts, given, lists_of, wants_lse)
     if key is not None and (lists_of is not None or not lists_at_call):
         remember(calls, key, call)
     return call
@@ -464,11 +478,11 @@ def _kind_reasons(name: str, tensor: Tensor, is_captured: bool) -> list[str]:
     return []
 
 
-def _returned(outs: _Outs, made: Iterable[Tensor]) -> tuple[Tensor, ...]:
+def _returned(outs: _Outs, made: Iterable[Tensor]) -> tuple[Any, ...]:
     """o and lse: given ones, of which PyTorch is told that they were written to, and those that were made."""
     increment_version([each for each in outs if each is not None])
     others = iter(made)
-    return tuple(next(others) if each is None else each for each in outs)
+    return tuple(next(others, None) if each is None else each for each in outs)
 
 
 def _as_tensor(array: Array) -> Tensor:

@@ -1,8 +1,9 @@
-"""Run an experiment, or list all of them with their questions.
+"""Run an experiment, or list all of them with what they ask, what they found and what they cost.
 
-    python -m experiments                           # the names, each with the question that it answers
+    python -m experiments                           # the names, each with question, finding and cost
     python -m experiments block_sparsity --help     # the flags of one
     python -m experiments block_sparsity            # run it
+    python -m experiments sweep crossover --help    # run it over many configurations, on several machines
 
 It is called in the folder of a clone, with the packages of ``pip install -e '.[experiments]'``.
 """
@@ -10,14 +11,16 @@ It is called in the folder of a clone, with the packages of ``pip install -e '.[
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 import sys
+import textwrap
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SUBJECTS = {
     "sparsity": "Block sparsity", "speed": "Speed and memory", "proof": "Correctness", "language": "A language model",
-    "support": "Tables and pictures of the pages",
+    "sweeps": "Sweeps", "support": "Tables and pictures of the pages",
 }  # fmt: skip
 
 
@@ -27,18 +30,37 @@ def scripts(folder: Path) -> dict[str, Path]:
     return {name: path for name, path in found.items() if 'if __name__ == "__main__":' in path.read_text("utf-8")}
 
 
-def question(path: Path) -> str:
-    """First line of a script's docstring."""
-    return (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").split("\n")[0]
+def summary(path: Path) -> dict[str, str]:
+    """What a script's docstring says of it: its question, and in paragraphs of these names what it found and costs."""
+    text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    found = {"question": text.split("\n")[0]}
+    for name in ("Found", "Cost"):
+        part = re.search(rf"^{name}: (.*?)(?=^\w+:|^$|\Z)", text, re.MULTILINE | re.DOTALL)
+        found[name.lower()] = " ".join(part[1].split()) if part else ""
+    return found
 
 
 def listing() -> str:
-    """All scripts by subject, each with its question."""
+    """All scripts by subject, each with its question, the first sentence of its finding, and its cost."""
     lines = []
     for folder, subject in SUBJECTS.items():
         lines.append(f"\n{subject}")
-        lines += [f"  {name:20} {question(path)}" for name, path in scripts(FOLDER / folder).items()]
+        for name, path in scripts(FOLDER / folder).items():
+            told = summary(path)
+            lines.append(f"  {name:22} {told['question']}")
+            said = {"found": re.split(r"(?<=[.]) (?=[A-Z])", told["found"])[0], "cost": told["cost"]}
+            wrapped = (textwrap.wrap(f"{key}: {text}", 92) for key, text in said.items() if text)
+            lines += [f"{'':25}{line}" for part in wrapped for line in part]
     return "\n".join(lines)[1:]
+
+
+def complaint(error: Exception) -> str | None:
+    """One line about what a machine lacks; None for a fault of the program."""
+    if isinstance(error, OSError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name not in {path.stem for path in FOLDER.glob("*/*.py")}:
+        return f"the module {error.name} is missing: pip install -e '.[experiments]'"
+    return str(error) if type(error) is ImportError and error.name is None else None
 
 
 def main(arguments: list[str]) -> int:
@@ -52,7 +74,13 @@ def main(arguments: list[str]) -> int:
         return 2
     sys.path[:0] = [str(FOLDER / folder) for folder in SUBJECTS]
     sys.argv = [str(found[name]), *flags]
-    runpy.run_path(str(found[name]), run_name="__main__")
+    try:
+        runpy.run_path(str(found[name]), run_name="__main__")
+    except (ImportError, OSError) as error:
+        if (line := complaint(error)) is None:
+            raise
+        print(f"{name}: {line}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -252,7 +252,8 @@ class BlockIndex:
         reasons = count_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
         with collecting(reasons):
             if block is None and matrix.format != "bsr":
-                reasons.append("block must be given unless matrix is a BSR array of elements; got None")
+                fix = "matrix.tobsr((16, 16)) is one"
+                reasons.append(f"block must be given unless matrix is a BSR array of elements; got None: {fix}")
             else:
                 block = block_pair(tuple(map(int, matrix.blocksize)) if block is None else block)
         if reasons:

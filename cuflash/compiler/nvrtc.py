@@ -130,6 +130,7 @@ _guard = Lock()
 _loaded: dict[_Key, _Loaded] = {}
 _compiled: dict[_Key, Compiled] = {}
 _process: int | None = None  # that used CUDA first
+_is_started = False  # this process is the one
 _warned = False
 
 
@@ -349,7 +350,7 @@ def current_device() -> tuple[Any, int]:
     RuntimeError
         CuPy or the GPU is missing, or the process was forked from one that used CUDA.
     """
-    global _process
+    global _process, _is_started
     if _process not in (None, os.getpid()):
         raise RuntimeError(
             "this process was forked from one that had used CUDA, which does not survive a fork: start it by "
@@ -361,13 +362,22 @@ def current_device() -> tuple[Any, int]:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         advice = "python -m cuflash says what this machine has"
         raise RuntimeError(f"CuPy finds no usable GPU ({error}): {advice}") from error
-    _process = os.getpid()
+    _process, _is_started = os.getpid(), True
     return cupy, device
 
 
 def is_started() -> bool:
     """Return whether `current_device` has answered in this very process, and not in one that it was forked from."""
-    return _process == os.getpid()
+    return _is_started
+
+
+def _after_fork() -> None:
+    global _is_started
+    _is_started = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _cupy() -> Any:

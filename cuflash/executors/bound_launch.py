@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from ..planning.launches import Launch
+from .arguments import Arguments, Place
 from .launch import LaunchTarget
 
 
@@ -32,19 +33,17 @@ class BoundLaunch:
         self, launch: Launch, grid: int, records: Sequence[Any], places: Sequence[tuple[int, int]], target: LaunchTarget
     ) -> None:
         ends = list(accumulate((record.dtype.itemsize // 8 for record in records), initial=0))
-        self._words: Any = np.concatenate([record.reshape(1).view(np.uint64) for record in records])
-        kinds = (np.dtype([("bytes", np.void, record.dtype.itemsize)]) for record in records)
-        self._slices = [(slice(*pair), kind) for pair, kind in zip(pairwise(ends), kinds)]
-        self._places = [ends[number] + offset // 8 for number, offset in places]
+        words = np.concatenate([record.reshape(1).view(np.uint64) for record in records])
+        at = (ends[number] + offset // 8 for number, offset in places)
+        self._arguments = Arguments(
+            words,
+            [[slice(*pair) for pair in pairwise(ends)]],
+            [Place(word, 0, number) for number, word in enumerate(at)],
+        )
         self._start = target.launcher(launch.spec, grid, launch.shared_bytes)
 
-    def __call__(self, addresses: Iterable[int], stream: Any) -> None:
-        """Launch the kernel on a stream, for arrays at these addresses in the order of the places.
-
-        A record goes to the kernel as a scalar of one field: of fields of fields, CuPy would look at each.
-        """
-        copied = self._words.copy()
-        words = memoryview(copied)
-        for place, address in zip(self._places, addresses):
-            words[place] = address
-        self._start(tuple([copied[part].view(kind)[0] for part, kind in self._slices]), stream)
+    def __call__(self, addresses: Sequence[int], stream: Any) -> None:
+        """Launch the kernel on a stream, for arrays at these addresses in the order of the places."""
+        buffer = self._arguments.take(addresses)
+        self._start(buffer.kernels[0], stream)
+        self._arguments.give_back(buffer)

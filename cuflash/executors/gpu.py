@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from itertools import starmap
-from operator import and_, attrgetter
+from operator import and_, attrgetter, or_
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -22,11 +22,13 @@ from ..planning.launches import Launch, Pass, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
 from . import checks
+from .arguments import KernelArguments
 from ..planning.list_kernels import LIST_SPECS, ListSource
 from .launch import BoundPass, Lists, run
 from .list_maker import ListMaker
 from .params import View
 from .tensor_map import Template, BoxedArray, encoded, template
+from .workspaces import Piece, Workspaces
 
 _COMPILE_FIRST = "make the same call once, or call plan.compile() before the capture, then run the same plan inside it"
 
@@ -115,7 +117,6 @@ class _NoLists:
 
 
 _NO_LISTS = _NoLists()
-_PER_THREAD = 2  # cudaStreamPerThread
 
 
 class Gpu:
@@ -128,6 +129,7 @@ class Gpu:
         self._device_lists: WeakKeyDictionary[WorkList, dict[int, _DeviceLists]] = WeakKeyDictionary()
         self._to_release: deque[_DeviceLists] = deque()
         self._zeroed: dict[tuple[int, Workspace], dict[int, Array]] = {}
+        self._pieces: dict[int, dict[int, list[Piece]]] = {}
         self._lock = threading.Lock()
 
     address: Callable[[Array], int] = attrgetter("data.ptr")
@@ -139,15 +141,19 @@ class Gpu:
 
     def stream(self) -> Any:
         """CuPy's current stream."""
-        import cupy
+        return namespace().cuda.get_current_stream()
 
-        return cupy.cuda.get_current_stream()
+    @property
+    def current_stream(self) -> Callable[[], Any]:
+        """What `stream` calls, for calls that count microseconds."""
+        stream: Callable[[], Any] = namespace().cuda.get_current_stream
+        return stream
 
     def maker(self, shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
         """A function that allocates an array on the device that is current now, in C order."""
         import cupy
 
-        return partial(cupy.empty, shape, dtype)
+        return partial(cupy.ndarray, shape, dtype)  # cupy.empty calls it, and takes 0.6 us more
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array of zeros on the current device."""
@@ -171,33 +177,25 @@ class Gpu:
         if pins:
             hold(plan)
 
+    def kept_zeros(self, workspace: Workspace) -> dict[int, Array]:
+        """Arrays for a workspace that hold zeros between calls on the current device, by the stream that keeps each."""
+        return self._zeroed.setdefault((nvrtc.current_device()[1], workspace), {})
+
+    def kept_pieces(self) -> dict[int, list[Piece]]:
+        """Pieces for the workspaces of calls on the current device, by the stream that keeps them."""
+        return self._pieces.setdefault(nvrtc.current_device()[1], {})
+
+    def workspaces(self, needs: Mapping[str, Workspace]) -> Workspaces:
+        """The memory of the workspaces of a pass."""
+        return Workspaces(needs, self)
+
     def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
-        """A function that makes the workspaces of a call on a stream.
-
-        A zeroed workspace is kept for later calls of its stream, since kernels leave it zeroed: that saves a memset of
-        6 us a call. It is not kept under a capture, as replays may overlap with the stream's calls, nor for
-        cudaStreamPerThread, which is one handle for the streams of many threads.
-        """
-        import cupy
-
-        device, needs = cupy.cuda.runtime.getDevice(), list(workspaces.values())
-        zeroed = [self._zeroed.setdefault((device, each), {}) if each.is_zeroed else None for each in needs]
-        makers = [self.maker(each.shape, each.dtype) for each in needs]
-
-        def allocate(stream: Any) -> list[Array]:
-            allocated = []
-            for workspace, by_stream, make in zip(needs, zeroed, makers):
-                if by_stream is None:
-                    allocated.append(make())
-                elif stream.is_capturing() or stream.ptr == _PER_THREAD:
-                    allocated.append(self.zeros(workspace.shape, workspace.dtype))
-                else:
-                    if stream.ptr not in by_stream:
-                        by_stream.setdefault(stream.ptr, self.zeros(workspace.shape, workspace.dtype))
-                    allocated.append(by_stream[stream.ptr])
-            return allocated
-
-        return allocate
+        """A function that makes new arrays for workspaces on a stream, zeros where they must be zero."""
+        zeros = {name: partial(self.zeros, each.shape, each.dtype) for name, each in workspaces.items()}
+        makers = [
+            zeros[name] if each.is_zeroed else self.maker(each.shape, each.dtype) for name, each in workspaces.items()
+        ]
+        return lambda stream: [make() for make in makers]
 
     def lists(self, work: WorkList) -> Lists:
         """The arrays of a work list on the current device, put there once."""
@@ -219,9 +217,16 @@ class Gpu:
                 for _ in range(len(self._to_release)):
                     self._release(self._to_release.popleft())
                 arrays = {name: self.sent(array) for name, array in work.lists.items()}
-                by_device[number] = _DeviceLists(cupy, arrays)
-                finalize(work, self._retire, by_device[number]).atexit = False
+                by_device[number] = self.guarded(work, arrays)
             return by_device[number]
+
+    def guarded(self, owner: Any, arrays: dict[str, Array]) -> _DeviceLists:
+        """Arrays that the current stream has made, which stay until no stream reads them once `owner` is gone."""
+        import cupy
+
+        made = _DeviceLists(cupy, arrays)
+        finalize(owner, self._retire, made).atexit = False
+        return made
 
     def _retire(self, device_lists: _DeviceLists) -> None:
         """A work list is gone, at any moment and on any thread: what others may still read goes with the next copy."""
@@ -235,11 +240,16 @@ class Gpu:
     def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(encoded, tiles)
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
         """A function (arguments, stream) that launches a kernel, compiled and loaded now."""
-        function = _function(spec, shared_bytes)
-        blocks, threads = (grid,), (spec.num_threads,)
-        return lambda arguments, stream: function(blocks, threads, arguments, shared_bytes, stream)
+        import cupy
+
+        function, launch, threads = _function(spec, shared_bytes), cupy.cuda.driver.launchKernel, spec.num_threads
+
+        def start(arguments: KernelArguments, stream: Any) -> None:
+            launch(function.ptr, grid, 1, 1, threads, 1, 1, shared_bytes, stream.ptr, arguments.table, 0)
+
+        return start
 
     def wait(self, launch: Launch) -> None:
         """Wait until a launch has ended.
@@ -359,6 +369,7 @@ def bind(
     given: Mapping[str, Array],
     results: Mapping[str, ShapeDtype],
     *,
+    unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
     pins: bool = False,
     machine: Gpu | None = None,
 ) -> Callable[..., list[Array]]:
@@ -370,6 +381,8 @@ def bind(
         Operands whose layout later calls share.
     results : dict of ShapeDtype by name
         Results, which each call allocates.
+    unwanted : dict of ShapeDtype by name
+        Results that the caller leaves to the kernels, as workspaces.
     pins : bool
         Whether memory that a captured call uses is kept for ever, because its caller does not hold the plan.
     machine : Gpu, optional
@@ -388,22 +401,30 @@ def bind(
     machine = machine or _GPU
     _compile_in_parallel(kernels)
     views = *starmap(View.of, given.items()), *starmap(View.of_new, results.items())
-    bound = BoundPass(plan, kernels, views, machine)
-    names, misaligned_bits = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
+    besides = {name: Workspace(result.shape, result.dtype) for name, result in unwanted.items()}
+    bound = BoundPass(plan, kernels, views, machine, besides)
+    names, item_bits = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
+    any_bits = reduce(or_, item_bits)
     makers = [machine.maker(result.shape, result.dtype) for result in results.values()]
     current_stream, address, layout, keep_captured = (
-        machine.stream, machine.address, machine.layout, machine.keep_captured
+        machine.current_stream, machine.address, machine.layout, machine.keep_captured
     )  # fmt: skip
 
     def call(*arrays: Array) -> list[Array]:
-        if any(map(and_, map(address, arrays), misaligned_bits)):
+        addresses = list(map(address, arrays))
+        if reduce(or_, addresses) & any_bits and any(map(and_, addresses, item_bits)):
             raise UnsupportedProblem(
                 reason for name, array in zip(names, arrays) for reason in layout_reasons(name, layout(array))
             )
         stream = current_stream()
+        is_capturing = stream.is_capturing()
         made = [make() for make in makers]
-        workspaces = bound([*arrays, *made], stream)
-        if stream.is_capturing():
+        if bound.sets_zeros:
+            workspaces = bound([*arrays, *made], stream)
+        else:
+            addresses += map(address, made)
+            workspaces = bound.launch(addresses, stream)
+        if is_capturing:
             keep_captured(plan, [*made, *workspaces], pins)
         return made
 
@@ -453,7 +474,7 @@ def list_maker(plan: KernelPlan, source: ListSource, machine: Gpu | None = None)
 def run_pass(plan: KernelPlan, kernels: Pass, arrays: Mapping[str, Array], check: checks.Check | None) -> None:
     """Run a pass once on operands and results by name; a capture keeps its workspaces."""
     _compile_in_parallel(kernels)
-    keep_for_capture(plan, *run(plan, kernels, _GPU, arrays, check).values())
+    keep_for_capture(plan, *run(plan, kernels, _GPU, arrays, check))
 
 
 def forward(plan: KernelPlan, arrays: Mapping[str, Array], check: checks.Check | None = None) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ..arrays import Array
 from ..blocks.work_list import WorkList
 from ..planning.launches import Launch, Pass, Workspace
+from ..planning.list_kernels import ListedAtCall
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
+from .arguments import KernelArguments
 from .checks import Check, check_lists
 from .params import ParamsTemplate, View
 from .tensor_map import Template, BoxedArray
+from .workspaces import Taken
 
 
 class Lists(Protocol):
@@ -27,6 +30,16 @@ class Lists(Protocol):
         """Prepare the arrays for kernels that are launched on a stream."""
 
 
+class WorkspaceMemory(Protocol):
+    """The memory of the workspaces of a pass."""
+
+    def take(self, stream: Any) -> Taken:
+        """The workspaces of a call on a stream."""
+
+    def give_back(self, stream: Any, taken: Taken) -> None:
+        """Let later calls on the stream have the memory of a call that has launched its kernels."""
+
+
 class LaunchTarget(Protocol):
     """A device that runs kernels: a GPU or the simulator."""
 
@@ -37,10 +50,13 @@ class LaunchTarget(Protocol):
         """Set an array to zeros, on the current stream."""
 
     def stream(self) -> Any:
-        """The current stream, on which `allocator` works."""
+        """The current stream, on which arrays are allocated."""
+
+    def workspaces(self, needs: Mapping[str, Workspace]) -> WorkspaceMemory:
+        """The memory of the workspaces of a pass."""
 
     def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
-        """A function that makes the workspaces of one call on a stream."""
+        """A function that makes new arrays for workspaces on a stream, zeros where they must be zero."""
 
     def lists(self, work: WorkList) -> Lists:
         """The arrays of a work list, put where kernels can read them."""
@@ -48,8 +64,8 @@ class LaunchTarget(Protocol):
     def tensor_map(self, tiles: BoxedArray) -> Template:
         """The tensor map, but for its address, of arrays of one layout."""
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:
-        """A function (arguments, stream) that launches a kernel."""
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
+        """A function (arguments, stream) that launches a kernel and leaves nothing that reads the arguments."""
 
     def wait(self, launch: Launch) -> None:
         """Wait until a launch has ended; raises RuntimeError where it failed."""
@@ -65,59 +81,90 @@ class BoundPass:
     views : tuple of View
         The layouts of operands and results.
     target : Machine
+    unwanted : dict of Workspace by name
+        Results that no caller wants.
     """
 
-    def __init__(self, plan: KernelPlan, kernels: Pass, views: tuple[View, ...], target: LaunchTarget) -> None:
-        made = tuple(View.of_new(name, workspace) for name, workspace in kernels.workspaces.items())
+    def __init__(
+        self,
+        plan: KernelPlan,
+        kernels: Pass,
+        views: tuple[View, ...],
+        target: LaunchTarget,
+        unwanted: Mapping[str, Workspace] = MappingProxyType({}),
+    ) -> None:
+        needs = {**unwanted, **kernels.workspaces}
+        made = tuple(View.of_new(name, workspace) for name, workspace in needs.items())
         records = ParamsTemplate.of(plan, (*views, *made), kernels.boxes, target.tensor_map, kernels.features)
         num_batch = plan.problem.mask_shape.num_batch // len(records.templates)
         self._plan, self._kernels, self._target = plan, kernels, target
         self._names = tuple(view.name for view in (*views, *made))
         self._lists = target.lists(plan.work)
-        self._params = records.with_lists(
-            {name: target.address(array) for name, array in self._lists.arrays.items()}
-        )
-        self._allocate = target.allocator(kernels.workspaces)
         grids = [(launch, launch.grid(num_batch)) for launch in kernels.launches.values()]
         self.launches = tuple((launch, grid) for launch, grid in grids if grid)
-        self._zeroed = tuple(self._names.index(name) for name in kernels.zeroed)
         names = [feature.name for feature in kernels.features]
+        self._arguments = records.with_lists(
+            {name: target.address(array) for name, array in self._lists.arrays.items()},
+            [
+                (*range(1 + bool(launch.boxes)), *(2 + names.index(name) for name in launch.features))
+                for launch, _ in self.launches
+            ],
+        )
+        self._workspaces = target.workspaces(needs)
+        self._zeroed = tuple(self._names.index(name) for name in kernels.zeroed)
         self._launchers = [
-            (
-                launch,
-                itemgetter(slice(0, 1 + bool(launch.boxes))),
-                tuple(2 + names.index(name) for name in launch.features),
-                target.launcher(launch.spec, grid, launch.shared_bytes),
-            )
-            for launch, grid in self.launches
+            (number, launch, target.launcher(launch.spec, grid, launch.shared_bytes))
+            for number, (launch, grid) in enumerate(self.launches)
         ]
 
     def __call__(self, arrays: Sequence[Array], stream: Any, check: Check | None = None) -> list[Array]:
-        """Launch the kernels on arrays in the order of the views; returns the workspaces, which kernels still use."""
-        made = self._allocate(stream) if check is None else self._checked_workspaces(check)
-        all_arrays = [*arrays, *made]
-        self._lists.use(stream)
+        """Launch the kernels on arrays in the order of the views; returns what holds the workspaces, for a capture."""
         for i in self._zeroed:
-            self._target.set_zero(all_arrays[i])
-        records = self._params.at(list(map(self._target.address, all_arrays)))
-        for launch, params_of, features, start in self._launchers:
-            for record in records:
-                arguments = params_of(record)
-                start(arguments + tuple(record[i] for i in features) if features else arguments, stream)
-            if check is not None:
-                self._target.wait(launch)
-                named = dict(zip(self._names, all_arrays))
-                check.after(launch.spec.name, {name: named[name] for name in launch.writes if name in named})
-        return made
+            self._target.set_zero(arrays[i])
+        addresses = list(map(self._target.address, arrays))
+        return self.launch(addresses, stream) if check is None else self._checked(arrays, addresses, stream, check)
 
-    def _checked_workspaces(self, check: Check) -> list[Array]:
-        check_lists(self._plan.work, self._lists.arrays)
+    @property
+    def sets_zeros(self) -> bool:
+        """Whether results are set to zero before the kernels, so that `launch` alone does not do."""
+        return bool(self._zeroed)
+
+    def launch(self, addresses: list[int], stream: Any) -> list[Array]:
+        """Launch the kernels on arrays at these addresses; returns what holds the workspaces, for a capture."""
+        taken = self._workspaces.take(stream)
+        self._lists.use(stream)
+        addresses += taken.addresses
+        buffers = [arguments.take(addresses) for arguments in self._arguments]
+        for number, _, start in self._launchers:
+            for buffer in buffers:
+                start(buffer.kernels[number], stream)
+        for arguments, buffer in zip(self._arguments, buffers):
+            arguments.give_back(buffer)
+        self._workspaces.give_back(stream, taken)
+        return taken.arrays
+
+    def _checked(self, arrays: Sequence[Array], addresses: list[int], stream: Any, check: Check) -> list[Array]:
+        """The same, with a wait for each kernel and a look at what it wrote."""
+        taken = self._checked_workspaces(check)
+        self._lists.use(stream)
+        buffers = [arguments.take(addresses + taken.addresses) for arguments in self._arguments]
+        named = dict(zip(self._names, [*arrays, *taken.arrays]))
+        for number, launch, start in self._launchers:
+            for buffer in buffers:
+                start(buffer.kernels[number], stream)
+            self._target.wait(launch)
+            check.after(launch.spec.name, {name: named[name] for name in launch.writes if name in named})
+        return taken.arrays
+
+    def _checked_workspaces(self, check: Check) -> Taken:
+        if not isinstance(self._plan.work, ListedAtCall):
+            check_lists(self._plan.work, self._lists.arrays)
         made = []
         for name, workspace in self._kernels.workspaces.items():
             made.append(check.empty(name, workspace.shape, workspace.dtype))
             if workspace.is_zeroed:
                 made[-1].fill(0)
-        return made
+        return Taken(list(map(self._target.address, made)), made)
 
 
 def run(
@@ -126,8 +173,8 @@ def run(
     target: LaunchTarget,
     arrays: Mapping[str, Array],
     check: Check | None = None,
-) -> dict[str, Array]:
-    """Launch a pass once on operands and results by name; returns its workspaces by name."""
+) -> list[Array]:
+    """Launch a pass once on operands and results by name; returns what holds its workspaces."""
     views = tuple(View.of(name, array) for name, array in arrays.items())
     bound = BoundPass(plan, kernels, views, target)
-    return dict(zip(kernels.workspaces, bound(list(arrays.values()), target.stream(), check)))
+    return bound(list(arrays.values()), target.stream(), check)

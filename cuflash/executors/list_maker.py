@@ -10,9 +10,9 @@ import numpy as np
 from ..arrays import Array
 from ..planning.launches import Workspace
 from ..planning.list_kernels import LIST_PARAMS, LIST_SPECS, ListSource
+from .arguments import Arguments, Place
 from .launch import LaunchTarget
 
-_BYTES = np.dtype([("bytes", np.void, LIST_PARAMS.itemsize)])  # CuPy looks at the dtype of a scalar alone
 _SHARED_BYTES = {"pointers": 4}  # of a thread
 
 
@@ -37,12 +37,12 @@ class ListMaker:
         if self._rows is not None:
             for name, array in self._rows.arrays.items():
                 record[name] = target.address(array)
-        self._template = record.reshape(1).view(np.uint64).copy()
-        self._offsets = [
-            (_word(name), start) for name, start in source.offsets.items() if name != "bits" or not source.is_whole
-        ]
+        words = record.reshape(1).view(np.uint64).copy()
+        offsets = {name: start for name, start in source.offsets.items() if name != "bits" or not source.is_whole}
+        places = [Place(_word("mask"), 0, 0), *(Place(_word(name), start, 1) for name, start in offsets.items())]
+        self._arguments = Arguments(words, [[slice(0, len(words))]], places)
         self._allocate = target.allocator({"lists": Workspace((source.nbytes,), np.dtype(np.uint8))})
-        self._target, self._mask_word = target, _word("mask")
+        self._target = target
         self._kept = source.rows  # its copy on the device goes with it
         self._launchers = [
             target.launcher(LIST_SPECS[entry], grid, _SHARED_BYTES.get(entry, 0) * LIST_SPECS[entry].num_threads)
@@ -57,14 +57,11 @@ class ListMaker:
     def __call__(self, mask: int, stream: Any) -> Array:
         """The lists of the mask at an address, as bytes, once the stream has come so far."""
         (lists,) = self._allocate(stream)
-        base, words = self._target.address(lists), self._template.copy()
-        view = memoryview(words)
-        view[self._mask_word] = mask
-        for word, start in self._offsets:
-            view[word] = base + start
         if self._rows is not None:
             self._rows.use(stream)
-        arguments = (words.view(_BYTES)[0],)
+        buffer = self._arguments.take((mask, self._target.address(lists)))
+        (arguments,) = buffer.kernels
         for launch in self._launchers:
             launch(arguments, stream)
+        self._arguments.give_back(buffer)
         return lists

@@ -29,6 +29,7 @@ from ..planning.launches import BATCH_AXES, MATRICES, Feature, Workspace
 from ..planning.list_kernels import AT_CALL, ListedAtCall
 from ..planning.plan import KernelPlan
 from ..planning.problem import Problem
+from .arguments import Arguments, Place
 from .tensor_map import Template, BoxedArray
 
 UNLIMITED = 1 << 40  # beyond any length, and far from overflow
@@ -156,28 +157,40 @@ class ParamsTemplate:
         list_offsets = plan.work.offsets if isinstance(plan.work, ListedAtCall) else {}
         return cls(views, tuple(templates), maps, map_offsets, features, list_offsets)
 
-    def with_lists(self, lists: Mapping[str, int]) -> ParamsBuffer:
-        """The records complete but for the arrays' addresses; those of the work list's arrays are given."""
+    def with_lists(self, lists: Mapping[str, int], kernels: Sequence[Sequence[int]] = ()) -> list[Arguments]:
+        """The arguments of each launch of the kernels, complete but for the arrays' addresses in the views' order.
+
+        Parameters
+        ----------
+        lists : dict of addresses by name
+            Those of the work list's arrays.
+        kernels : sequence of sequences of int
+            The numbers of each kernel's arguments: 0 are Params, 1 the tensor maps, and further ones the features. One
+            kernel that takes all of them, unless given.
+        """
         at_call = [(_WORD_OFFSETS[name], start) for name, start in self.list_offsets.items()]
         word_offsets = _WORD_OFFSETS | _feature_offsets(self.features) | {AT_CALL: at_call[0][0] if at_call else 0}
         offsets = [word_offsets[view.name] for view in self.views]
         maps = self.maps.reshape(1).view(np.uint64)
         names = [view.name for view in self.views]
-        ends = tuple(accumulate((feature.dtype.itemsize // 8 for feature in self.features), initial=_ALL_WORDS))
-        slices = [(slice(*pair), _one_field(feature.dtype)) for pair, feature in zip(pairwise(ends), self.features)]
-        templates = []
-        for params, *parts in self.templates:
-            part_words = (part.reshape(1).view(np.uint64) for part in parts)
-            words = np.concatenate([params.reshape(1).view(np.uint64), maps, *part_words])
+        sizes = (_WORDS, len(maps), *(feature.dtype.itemsize // 8 for feature in self.features))
+        parts = [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
+        taken = [[parts[number] for number in numbers] for numbers in kernels] or [parts]
+        made = []
+        for params, *records in self.templates:
+            of_features = (record.reshape(1).view(np.uint64) for record in records)
+            words = np.concatenate([params.reshape(1).view(np.uint64), maps, *of_features])
             words[[_WORD_OFFSETS[name] for name in lists]] = list(lists.values())
             for offset, start in at_call:
                 words[offset] = start
             starts = words[offsets].tolist()
-            map_words = ((_WORDS + offset, names.index(name)) for name, offset in self.map_offsets.items())
-            mapped = tuple((offset, starts[number], number) for offset, number in map_words)
-            mapped += tuple((offset, start, names.index(AT_CALL)) for offset, start in at_call)
-            templates.append((words, tuple(zip(offsets, starts)), mapped))
-        return ParamsBuffer(templates, slices)
+            places = [Place(offset, start, number) for number, (offset, start) in enumerate(zip(offsets, starts))]
+            for name, offset in self.map_offsets.items():
+                number = names.index(name)
+                places.append(Place(_WORDS + offset, starts[number], number))
+            places += (Place(offset, start, names.index(AT_CALL)) for offset, start in at_call)
+            made.append(Arguments(words, taken, places))
+        return made
 
 
 def _numbers(feature: Feature, views: tuple[View, ...]) -> Any:
@@ -204,54 +217,8 @@ def _feature_offsets(features: tuple[Feature, ...]) -> dict[str, int]:
     return found
 
 
-def _one_field(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """A dtype of as many bytes, and of one field, which makes a scalar that is a view of an array.
-
-    CuPy looks at the dtype of a scalar alone; fields of fields would take it 70 us.
-    """
-    return np.dtype([("bytes", np.void, dtype.itemsize)])
-
-
-_BYTES, _MAP_BYTES = _one_field(PARAMS), _one_field(TENSOR_MAPS)
 _WORDS = PARAMS.itemsize // 8
 _ALL_WORDS = _WORDS + TENSOR_MAPS.itemsize // 8
-
-
-class ParamsBuffer:
-    """Records of the launches of a pass, complete but for the addresses of arrays.
-
-    Parameters
-    ----------
-    templates : list of (words, places, mapped)
-        For each launch of a kernel: the words of its record and tensor maps; the places of arrays' addresses among them
-        with offsets in bytes; and the places of addresses in tensor maps, with offsets and the numbers of their arrays.
-    features : list of (slice, dtype)
-        The words of each feature's record, and the dtype of the scalar that a kernel takes.
-    """
-
-    def __init__(
-        self,
-        templates: list[tuple[Any, tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]],
-        features: list[tuple[slice, np.dtype[Any]]],
-    ) -> None:
-        self._templates = templates
-        self._features = features
-
-    def at(self, addresses: Sequence[int]) -> list[tuple[Any, ...]]:
-        """Parameters, tensor maps and features of each launch, for arrays at these addresses, in the views' order."""
-        arguments = []
-        for template, offsets, mapped in self._templates:
-            copied = template.copy()
-            words = memoryview(copied)
-            for (offset, start), address in zip(offsets, addresses):
-                words[offset] = start + address
-            for offset, start, number in mapped:
-                words[offset] = start + addresses[number]
-            features = [copied[words].view(dtype)[0] for words, dtype in self._features]
-            arguments.append(
-                (copied[:_WORDS].view(_BYTES)[0], copied[_WORDS:_ALL_WORDS].view(_MAP_BYTES)[0], *features)
-            )
-        return arguments
 
 
 def softmax_scale(problem: Problem) -> float:

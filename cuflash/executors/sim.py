@@ -16,9 +16,11 @@ from ..compiler.source import source
 from ..planning.launches import Launch, Workspace
 from ..planning.plan import KernelPlan
 from ..planning.spec import KernelSpec
+from .arguments import KernelArguments
 from .checks import Check
 from .launch import run
 from .tensor_map import Template, BoxedArray, simulated, template
+from .workspaces import SeparateWorkspaces
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class Simulator:
     def stream(self) -> None:
         """The simulator has no streams: every launch ends before it returns."""
 
+    def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces:
+        return SeparateWorkspaces(self.allocator(needs), self.address)
+
     def allocator(self, workspaces: Mapping[str, Workspace]) -> Callable[[Any], list[Array]]:
         """Every bit is set where a kernel must write before another reads: NaN, if it is a float."""
         return lambda stream: [_workspace(each) for each in workspaces.values()]
@@ -68,8 +73,10 @@ class Simulator:
     def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(simulated, tiles)
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[tuple[Any, ...], Any], None]:
-        return lambda arguments, stream: self.launch(spec, grid, shared_bytes, arguments)
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
+        return lambda arguments, stream: self.launch(
+            spec, grid, shared_bytes, tuple(record[0] for record in arguments.records)
+        )
 
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
         """Run a kernel to its end."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
+from math import prod
 from operator import methodcaller
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,7 +65,7 @@ class Layout(NamedTuple):
 
 def layout_key(*tensors: Any) -> Hashable:
     """Shapes, strides, dtypes and devices of tensors, and the current device."""
-    return torch.cuda.current_device(), *[(each.shape, each.stride(), each.dtype, each.device) for each in tensors]
+    return torch._C._cuda_getDevice(), *[(each.shape, each.stride(), each.dtype, each.device) for each in tensors]
 
 
 class TorchGpu(gpu.Gpu):
@@ -86,15 +88,22 @@ class TorchGpu(gpu.Gpu):
 
     def stream(self) -> Any:
         """PyTorch's current stream as CuPy names it."""
-        current = torch.cuda.current_stream()
-        key = current.device_index, current.cuda_stream
+        device = torch._C._cuda_getDevice()
+        key = device, torch._C._cuda_getCurrentRawStream(device)  # as PyTorch's compiled code asks for it
         found = self._streams.get(key)
-        return found if found is not None else self._streams.setdefault(key, _as_cupy_stream(current))
+        return found if found is not None else self._streams.setdefault(key, _as_cupy_stream())
+
+    @property
+    def current_stream(self) -> Callable[[], Any]:
+        return self.stream
 
     def maker(self, shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
         """A function that allocates a tensor on the device that is current now; bytes for what no result can be."""
         shape, kind = _as_tensor_of(shape, dtype)
-        return partial(torch.empty, shape, dtype=kind, device=torch.device("cuda", torch.cuda.current_device()))
+        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        device = torch.device("cuda", torch.cuda.current_device())
+        # torch.empty takes 2 us more.
+        return partial(torch.empty_strided, shape, strides, dtype=kind, device=device)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new tensor of zeros on the current device."""
@@ -123,9 +132,9 @@ class TorchGpu(gpu.Gpu):
             gpu.hold(plan)
 
 
-def _as_cupy_stream(stream: Any) -> Any:
+def _as_cupy_stream() -> Any:
     cupy, _ = nvrtc.current_device()
-    return cupy.cuda.Stream.from_external(stream)
+    return cupy.cuda.Stream.from_external(torch.cuda.current_stream())
 
 
 def _as_tensor_of(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
@@ -144,7 +153,11 @@ def stream() -> Any:
 
 
 def bind(
-    plan: KernelPlan, kernels: Pass, given: Mapping[str, Any], results: Mapping[str, ShapeDtype]
+    plan: KernelPlan,
+    kernels: Pass,
+    given: Mapping[str, Any],
+    results: Mapping[str, ShapeDtype],
+    unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
 ) -> Callable[..., list[Any]]:
     """`gpu.bind` for tensors: `given` has the layouts of operands; the function returned takes and makes tensors."""
-    return gpu.bind(plan, kernels, given, results, pins=True, machine=MACHINE)
+    return gpu.bind(plan, kernels, given, results, unwanted=unwanted, pins=True, machine=MACHINE)

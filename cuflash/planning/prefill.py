@@ -38,7 +38,8 @@ QUERY_INTERVALS = np.dtype(
     align=True,
 )
 PREFILL_FAMILIES = ("sm90", "sm80")  # the first that serves a call is taken
-_WARPS = 8  # of the kernel that makes intervals, a thread a query
+# Of the kernel that makes intervals: warps, the rows of one head that a warp writes, and blocks of a sequence at most.
+_WARPS, _ROWS_OF_WARP, _MOST_BLOCKS = 8, 16, 64
 _ROWS_OF_ONE_PAGE = 64
 _LONG = 4096  # queries, of which tiles are as tall as they may be
 
@@ -124,7 +125,7 @@ def prefill_plan(
     spec = prefill_spec(problem, device, family)
     batch, rows = problem.mask_shape.num_batch, problem.seqlen_q
     first = intervals_spec(problem.dtype, spec.has_sink)
-    blocks = -(-rows // first.num_threads)
+    blocks = min(_MOST_BLOCKS, -(-rows * problem.num_heads // (_WARPS * _ROWS_OF_WARP)))
     number = np.dtype(np.int32)
     workspaces = {"lo": Workspace((batch, rows), number), "hi": Workspace((batch, rows), number)}
     if family == "sm90":

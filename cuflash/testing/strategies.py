@@ -196,6 +196,7 @@ class Structure:
 
     Examples
     --------
+    >>> from cuflash.masks import Causal
     >>> example = Structure(num_heads=4, num_kv_heads=2, seqlen_q=5, seqlen_kv=7, mask=Causal("bottom_right")).example()
     >>> example.q.shape, example.k.shape, example.q.dtype
     ((4, 5, 8), (2, 7, 8), dtype('float32'))

@@ -13,6 +13,10 @@ are 10 times as large, the distribution by which FlashAttention-3 (arXiv 2407.08
 
 Expect: in 16 bits "tiled" is at the rounding of its result, and "plain", which stores S and P, some times above it; in
 float32 both are alike.
+Found:  in float16 at 4096 tokens "tiled" errs by at most 0.00021, the rounding of its result, and "plain" by 0.00057 to
+0.0020; in float32 both err alike.
+
+Cost: Under a minute on two cores.
 """
 
 import itertools

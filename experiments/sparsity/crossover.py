@@ -12,6 +12,10 @@ block size the sparsest call was first found right, on some rows and within thei
 
 Expect: blocks of 128, as long as the kernels' own tiles, pay at nearly every density, and those of 32, whose tiles are
 a quarter as long, below a half.
+Found:  on two cores blocks of 128 are faster than dense attention below densities of 0.77 to 0.84, blocks of 64 below
+0.72 to 0.78, and blocks of 32 below 0.39 to 0.55.
+
+Cost: Under a minute on two cores; --gpu a minute of a GPU.
 """
 
 import itertools

@@ -7,6 +7,11 @@ Every function of `cuflash.patterns`, and the closed masks beside them, on 512 t
 heads). `kept` is the share of elements that the pattern allows, `mass` the mean softmax mass on them, exact by
 `cuflash.recall`, and `output error` the relative change of the output. A pattern keeps its share of elements as mass
 where attention is uniform: below 1, `mass / kept` tells that it looks where the encoder does not.
+
+Found:  a sink of 32 tokens and a window of 64 on either side keep 71 % of the mass with 29 % of the elements, where
+random blocks keep 54 % with 25 %; causal masks keep 57 % with half of the elements.
+
+Cost: Seconds on two cores.
 """
 
 from collections.abc import Iterator

@@ -13,9 +13,13 @@ Rows of `cuflash` are `KVCache.attention` on a contiguous cache, on pages of 64 
 `KVCache.append`. Beside them stand, each where it can be imported, PyTorch's scaled_dot_product_attention with
 FlashAttention-2 and with cuDNN, the package flash_attn, and FlashInfer on pages of 16. A last row has the host's time
 of `append` and `attention` outside of a graph.
+
+Found:  long caches are read at nearly the rate of the GPU's memory, by cuflash and by the fastest other libraries;
+docs/kv_cache.md has the table.
+
+Cost: Minutes of a GPU.
 """
 
-import argparse
 import csv
 import statistics
 import sys
@@ -27,6 +31,7 @@ from typing import Any, NamedTuple
 import cuflash
 import ml_dtypes
 import numpy as np
+from command_line import Parser, check_writable
 from harness import machine, why_no_gpu
 
 SIZES = ((1, 1024), (1, 16384), (1, 131072), (16, 4096), (64, 8192))
@@ -269,11 +274,14 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="the smallest size, a few replays")
     parser.add_argument("--replays", type=int, default=15)
     chosen = parser.parse_args()
+    if chosen.replays < 1:
+        parser.error(f"replays must be positive; got {chosen.replays}")
+    check_writable(chosen.csv.parent)
     reason = why_no_gpu()
     if reason:
         sys.exit(f"decode.py times kernels on a GPU, and there is none: {reason}")

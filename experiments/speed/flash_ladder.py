@@ -14,6 +14,10 @@ the bytes of device memory that the papers' model counts, which `memory_traffic`
 again from lse. "naive" are kernels that do the same on a GPU, as long as the matrices fit its memory.
 
 Expect: memory of "plain" and "naive" grows with the square of the length, that of all others at most with the length.
+Found:  on the host, at 2048 tokens and without a mask, the cpu executor takes 5 MiB where standard attention takes 64
+forward and 128 backward.
+
+Cost: A minute on two cores; --gpu two minutes of a GPU.
 """
 
 import concurrent.futures

@@ -18,6 +18,9 @@ no row.
 Up to 4096 tokens some rows of results and gradients were found within their error bounds before they were timed.
 
 Expect: dense is at least twice as fast as standard from 1024 tokens on, and its memory grows with the length.
+Found:  memory of standard attention grows with the square of the length, and that of all other methods with the length.
+
+Cost: Under a minute on two cores; --gpu minutes of a GPU.
 """
 
 import sys

@@ -13,13 +13,17 @@ An empty launch of CuPy and PyTorch's scaled_dot_product_attention are timed bes
 Rows of `cupy` are calls of `cuflash.attention` and others on CuPy's arrays. Rows of `torch` and `jax` are the same
 calls on tensors and arrays of these libraries, which DLPack hands over; `cuflash.torch` and `cuflash.jax` are the
 functions of these modules. A vjp's time is that of the backward pass alone; `out=` is `attention` with it.
+
+Found:  a warm call on CuPy's arrays keeps the host for some tens of microseconds; docs/performance.md has the table.
+
+Cost: An hour of a GPU with 10^4 calls a case, minutes with --budget-s 100.
 """
 
-import argparse
 import csv
 import datetime
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +33,9 @@ from typing import Any
 
 import cuflash
 import numpy as np
+from command_line import Parser, check_writable
 from cuflash import BlockIndex, masks
+from harness import why_no_gpu
 
 PLACES = 64
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 4, 64, 64
@@ -288,7 +294,7 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--csv", type=Path, required=True, help="where the rows go")
     parser.add_argument("--calls", type=int, default=10000, help="calls of a case, at most")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds for all cases together")
@@ -296,6 +302,11 @@ def main() -> None:
     for name, known in (("libraries", LIBRARIES), ("operations", OPERATIONS), ("masks", MASKS)):
         parser.add_argument(f"--{name}", nargs="+", choices=known, default=list(known))
     chosen = parser.parse_args()
+    if min(chosen.calls, *chosen.tokens) < 1 or not chosen.budget_s > 0:
+        parser.error("calls, tokens and budget-s must be positive")
+    check_writable(chosen.csv.parent)
+    if reason := why_no_gpu():
+        sys.exit(f"host_time times calls on a GPU: {reason}")
 
     import cupy
 

@@ -7,6 +7,8 @@ Causal attention within documents at 128k tokens, and a butterfly at a million: 
 
 Expect: closed forms answer for rows and blocks, so neither time nor memory grows with seqlen squared.
 Found:  6 ms for causal and documents at 128k tokens, 26 ms for a butterfly at 1M; listing all blocks: 69 MiB at most.
+
+Cost: Half a minute on one core.
 """
 
 import tracemalloc

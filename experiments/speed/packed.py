@@ -19,6 +19,10 @@ of our kernels' bound, which may be 2 for others, which may round once more. Met
 events with the level-2 cache written over before it: medians, and the width of their middle half. TFLOP/s count two
 products forward and five backward, over the scores that the mask keeps. `ratio` is the time of the fastest other
 library over a row's own: above 1, the row is faster than all of them.
+
+Found:  docs/packed_sequences.md has what was measured.
+
+Cost: Minutes of a GPU.
 """
 
 import statistics
@@ -404,7 +408,8 @@ def plot(records: list[Record]) -> Figure:
     cases = list(dict.fromkeys(record["case"] for record in records))
     libraries = list(dict.fromkeys(record["library"] for record in records if record["ms"]))
     figure = Figure(figsize=(8, 3), layout="constrained")
-    for panel, way in zip(figure.subplots(1, len(WAYS), sharey=True), WAYS, strict=True):
+    panels = figure.subplots(1, len(WAYS), sharey=True)
+    for panel, way in zip(panels, WAYS, strict=True):
         for place, library in enumerate(libraries):
             rates = {
                 record["case"]: float(record["tflops"])
@@ -417,7 +422,7 @@ def plot(records: list[Record]) -> Figure:
         panel.set_xticks([place + 0.4 for place in range(len(cases))], cases)
         panel.set(title=way, ylabel="TFLOP/s" if way == "forward" else "")
     if libraries:
-        panel.legend(fontsize="x-small")
+        panels[0].legend(fontsize="x-small")
     return figure
 
 

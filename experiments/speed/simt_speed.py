@@ -22,6 +22,8 @@ the backward pass at 0.99. The naive kernels reach 0.12 to 0.17 forward, 0.15 to
 Of simt the slowest kernel takes 1.6 s to compile, and up to 2.1 s on those other hosts. On the slowest of them
 `plan.compile()` takes 3.4 to 3.7 s from cold for sm80's kernels and 3.2 to 3.6 for sm90's, whose times add up to 5.5 to
 6.4 and 5.5 to 5.8.
+
+Cost: Minutes of a GPU, most of them compiling.
 """
 
 import itertools
@@ -44,7 +46,7 @@ from cuflash.executors import gpu
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.plan import KernelPlan
 from cuflash.blocks.work_list import requested_mask, work_list
-from harness import Record, gpu_versions, main, time_alternately, time_on_device, track
+from harness import Record, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from mask_compile import document_ids
 from rich.table import Table
 
@@ -304,6 +306,8 @@ def run_compile(config: Config, device: DeviceSpec) -> list[Record]:
 
 def run(config: Config) -> list[Record]:
     """Every measure, one record each, with the versions that a GPU's numbers depend on."""
+    if reason := why_no_gpu():
+        sys.exit(f"simt_speed times kernels on a GPU: {reason}")
     nvrtc.current_device()
     versions = gpu_versions()
     compile_rates(config, gpu.current_device())

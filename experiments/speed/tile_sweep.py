@@ -21,6 +21,8 @@ Expect: tall tiles, as many keys as stream through the cache well; threads win b
 GPU the tiles with most products for what they load, as long as registers hold them.
 Found:  threads win 1.2 to 1.4 times; forward hardly depends on the tile from 256 queries on, backward slows by a third
 once its two tiles of scores leave the level-2 cache. 512 x 512 is best in both. exp2 takes half of exp's time.
+
+Cost: Minutes on two cores; --gpu an hour, most of it compiling.
 """
 
 import itertools

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import cuflash
 import numpy as np
 import scipy
+from command_line import Parser, check_values, check_writable
 
 try:
     import matplotlib
@@ -42,7 +43,7 @@ matplotlib.use("Agg")
 EXPERIMENTS = Path(__file__).parents[1]
 RESULTS = EXPERIMENTS / "results"
 UNPUBLISHED = EXPERIMENTS.parent / "build" / "results"  # which git ignores
-FOLDERS = [str(EXPERIMENTS / name) for name in ("support", "speed", "sparsity", "proof", "language")]  # of modules
+FOLDERS = [str(EXPERIMENTS / name) for name in ("support", "speed", "sparsity", "proof", "language", "sweeps")]
 FLUSH_BYTES = 512 << 20  # many times any level-2 cache; 0.2 ms of writing, in which the host queues what is timed
 Record = dict[str, Any]
 Item = TypeVar("Item")
@@ -199,7 +200,7 @@ def write_csv(path: Path, records: Sequence[Record], replacing: Sequence[str] = 
 
     With `replacing`, columns that tell rows apart, rows of the file that no record replaces stay, where they are.
     """
-    rows = [{name: _text(value) for name, value in (record | machine()).items()} for record in records]
+    rows = [{name: _text(value) for name, value in (machine() | record).items()} for record in records]
     if replacing:
         named = {} if not path.exists() else {_key(row, replacing): row for row in read_csv(path)}
         rows = list((named | {_key(row, replacing): row for row in rows}).values())
@@ -243,7 +244,7 @@ def parse_config(
     config_type: Callable[..., Config], doc: str | None, argv: Sequence[str] | None = None
 ) -> tuple[Config, Path]:
     """(config, results folder) from the command line: a flag for each field of the dataclass, --results, --publish."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(doc)
     types = typing.get_type_hints(config_type)
     for field in dataclasses.fields(config_type):  # type: ignore[arg-type]
         flag, kind, default = "--" + field.name.replace("_", "-"), types[field.name], field.default
@@ -260,6 +261,7 @@ def parse_config(
     values = vars(parser.parse_args(argv))
     results = values.pop("results")
     try:
+        check_values(config_type, values)
         return config_type(**values), results
     except ValueError as error:
         parser.error(str(error))
@@ -294,6 +296,7 @@ def main(
     stem = source.stem if name is None else name(config)
     columns = replacing(config) if callable(replacing) else replacing
     written, records = [results / f"{stem}.csv"], list[Record]()
+    check_writable(results)
     try:
         for record in run(config):
             records.append(record)
@@ -308,5 +311,7 @@ def main(
                 plot(records).savefig(partial, dpi=150)
     except KeyboardInterrupt:
         sys.exit("interrupted: what was not yet written whole is as it was before")
+    except cuflash.UnsupportedProblem as error:
+        sys.exit(f"{source.stem}: {' '.join(str(error).split())}")
     print("wrote", *(os.path.relpath(path) for path in written))
     return records

@@ -5,16 +5,19 @@
 
 A table stands in a page between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is one of `TABLES`. Where there is no
 result yet it says so. Only rows of committed trees are shown, and no line mixes commits (published.py).
+
+Cost: Seconds on one core.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import experiment_tables
 import peer_tables
 from block_sparsity import pays_below
+from command_line import Parser
 from harness import RESULTS, atomic_path, read_csv
 from peer_tables import markdown
 from published import committed, left_out, of_one_commit
@@ -195,6 +198,33 @@ def beside_plain(rows: list[Row]) -> str:
     return f"{markdown(header, lines)}\n\n{rows[0]['seqlen']} tokens, {rows[0]['num_heads']} heads. {of_gpu(rows)}"
 
 
+def torch_calls(rows: list[Row]) -> str:
+    """Calls of PyTorch's users, one after the other, beside other libraries."""
+    libraries = list(dict.fromkeys(row["library"] for row in rows))
+    calls: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        named = tuple(row[name] for name in ("pass", "mask", "tokens", "head_dim", "batch", "heads"))
+        calls.setdefault(named, {})[row["library"]] = row
+    lines = []
+    for call, by_library in calls.items():
+        of_one_commit(list(by_library.values()), " ".join(call))
+        us = [number(by_library.get(library, {}), "us", ".0f") for library in libraries]
+        lines.append([*call, *us, number(by_library["cuflash"], "of_best", ".2f")])
+    header = ["pass", "mask", "tokens", "head_dim", "batch", "heads", *(f"{name}, us" for name in libraries), "lead"]
+    return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
+
+
+def training_step(rows: list[Row]) -> str:
+    """A step of a Llama model with PyTorch's attention and with ours."""
+    header = ["tokens", "sequences", "attention", "ms", "of PyTorch's", "error of gradients"]
+    lines = (
+        [row["tokens"], row["batch"], row["attention"], number(row, "ms", ".1f"), number(row, "of_sdpa", ".2f")]
+        + [number(row, "gradient_error", ".3f")]
+        for row in rows
+    )
+    return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
+
+
 _CHUNKS = ("chunks", "unequal")  # cases of chunked_prefill.py, whose rows are in the file of packed.py
 
 
@@ -210,6 +240,8 @@ def prefill(rows: list[Row]) -> str:
 
 def of_libraries(rows: list[Row]) -> str:
     """What was timed, by case and pass, and whose time over a row's own `ratio` is."""
+    if not rows:
+        return "*Not measured yet.*"
     header = ["case", "pass", "library", "ms", "TFLOP/s", "fastest other / own", "host us"]
     lines = (
         [row["case"], row["pass"], row["library"], number(row, "ms"), number(row, "tflops", ".0f")]
@@ -239,16 +271,21 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "tolerance-health": ("tolerance_health", tolerance_health),
     "decode": ("decode", decode),
     "host-time": ("host_time", host_time),
+    "torch-calls": ("torch_calls", torch_calls),
+    "training-step": ("training_step", training_step),
     "scores": ("score_functions", beside_plain),
     "dropout": ("dropout", beside_plain),
     "packed": ("packed", packed),
     "prefill": ("packed", prefill),
+    **experiment_tables.TABLES,
 }
 
 
 # Tables that choose their rows themselves, and say which commits these are of.
 OF_PEERS = ("speed-vs-peers", "peers-lead")
-CHOOSING = (*OF_PEERS, "decode", "host-time", "scores", "dropout", "packed", "prefill")
+CHOOSING = (
+    *OF_PEERS, "decode", "host-time", "torch-calls", "training-step", "scores", "dropout", "packed", "prefill",
+)  # fmt: skip
 
 
 def written(text: str, results: Path = RESULTS) -> str:
@@ -298,7 +335,7 @@ def draw_plots(results: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is stale")
     is_check = parser.parse_args().check
     for page in PAGES:

@@ -8,6 +8,7 @@ import numpy as np
 from cuflash import masks, patterns
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "minilm_activations.npz"
+LANGUAGE = ARCHIVE.with_name("language_activations.npz")
 LAYERS, NUM_HEADS = (0, 2, 5), 12  # what the archive holds
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -15,6 +16,13 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 def activations() -> Arrays:
     """q, k, v of a sentence encoder on 512 tokens of English, float32 (3 layers, 12 heads, 512, 32)."""
     with np.load(ARCHIVE) as archive:
+        q, k, v = (archive[name].astype(np.float32) for name in "qkv")
+    return q, k, v
+
+
+def language_activations() -> Arrays:
+    """q, k, v of a layer of the language model on 512 characters of source text, float32 (4 heads, 512, 32)."""
+    with np.load(LANGUAGE) as archive:
         q, k, v = (archive[name].astype(np.float32) for name in "qkv")
     return q, k, v
 

@@ -27,16 +27,18 @@ CUFLASH_DEVICE void write_interval(const QueryIntervals& params, const SequenceR
   params.hi[at] = hi;
 }
 
-// o = 0 of queries first <= row < last in all heads, and lse = -inf or what the sink makes of it. By all threads.
-CUFLASH_DEVICE void write_empty_rows(const QueryIntervals& params, int sequence, int first, int last,
+// o = 0 of queries from `first` on in all heads, and lse = -inf or what the sink makes of it. The warps of a sequence's blocks
+// share the rows.
+CUFLASH_DEVICE void write_empty_rows(const QueryIntervals& params, int sequence, int first, int block,
                                      attention::SinkArgument sink) {
-  const int64_t num_columns = params.value_dim, num_elements = max(last - first, 0) * params.num_heads * num_columns;
-  for (int64_t at = threadIdx.x; at < num_elements; at += kThreads) {
-    const int column = at % num_columns, number = at / num_columns;
+  const int num_rows = (params.pages.num_queries - first) * params.num_heads, lane = threadIdx.x % 32;
+  const int stride = params.blocks_per_sequence * config::kNumWarps;
+  for (int number = block * config::kNumWarps + threadIdx.x / 32; number < num_rows; number += stride) {
     const int head = number % params.num_heads, row = first + number / params.num_heads;
     const attention::BatchHead place{{sequence}, sequence, head};
-    attention::matrix<Element>(params.o, place, head, 0, 0).at(row, column) = Element{};
-    if (column != 0) continue;
+    const auto o = attention::matrix<Element>(params.o, place, head, 0, 0);
+    for (int column = lane; column < params.value_dim; column += 32) o.at(row, column) = Element{};
+    if (lane != 0) continue;
     float lse = ptx::negative_infinity<float>();
     attention::merge_sink(lse, attention::sink_logit<float>(sink, place, head));
     attention::matrix<float>(params.lse, place, head, 0, 0).at(row, 0) = lse;
@@ -53,7 +55,7 @@ cache_query_intervals(const __grid_constant__ cuflash::attention::QueryIntervals
   const SequenceRows of = rows_of_sequence(params.pages, sequence);
   if (threadIdx.x == 0 && blockIdx.x == 0 && params.tile_counter != nullptr) *params.tile_counter = 0;
   if (threadIdx.x == 0 && block == 0 && !of.is_valid) ptx::fetch_add(params.pages.num_faults, 1);
-  const int first = block * kThreads, row = first + threadIdx.x, last = min(first + kThreads, params.pages.num_queries);
-  if (row < last) write_interval(params, of, sequence, row);
-  write_empty_rows(params, sequence, max(first, of.count), last, sink);
+  for (int row = block * kThreads + threadIdx.x; row < params.pages.num_queries; row += params.blocks_per_sequence * kThreads)
+    write_interval(params, of, sequence, row);
+  write_empty_rows(params, sequence, of.count, block, sink);
 }

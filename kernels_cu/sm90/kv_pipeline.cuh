@@ -196,9 +196,10 @@ CUFLASH_DEVICE bool find_band(const attention::Params& params, const attention::
   using namespace attention;
   const Interval first = interval(params, work.batch_head, work.first);
   bool is_band = true, lo_moves = true, lo_stays = true;
-  for (int row = work.first + tile::lane(); row < work.last; row += 32) {
-    const Interval keys = interval(params, work.batch_head, row);
-    const int rows = row - work.first;
+#pragma unroll
+  for (int i = 0; i < kBlockQ / 32; ++i) {  // all at once: a tile's first keys wait for it
+    const int rows = min(32 * i + tile::lane(), work.last - work.first - 1);
+    const Interval keys = interval(params, work.batch_head, work.first + rows);
     is_band &= keys.hi == first.hi + rows;
     lo_moves &= keys.lo == first.lo + rows;
     lo_stays &= keys.lo == 0;

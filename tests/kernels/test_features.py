@@ -73,8 +73,8 @@ def test_numbers_are_read_at_each_launch(factor: float, num_heads: int, seqlen: 
     views = (View.of("q", q), View.of("bias", q), View("slopes", np.dtype(np.float32), (num_heads,), (4,)))
     numbers = np.dtype([("scale", np.float64), ("seed", np.int64)])
     second = Feature("second", numbers, {"scale": -factor, "seed": seqlen})
-    records = ParamsTemplate.of(plan, views, features=(replace(first, tables=("slopes",)), second)).with_lists({})
-    ((_, _, scaling, other),) = records.at([1 << 40, 2 << 40, 3 << 40])
+    (arguments,) = ParamsTemplate.of(plan, views, features=(replace(first, tables=("slopes",)), second)).with_lists({})
+    _, _, scaling, other = arguments.take([1 << 40, 2 << 40, 3 << 40]).kernels[0].records
     found = np.frombuffer(scaling.tobytes(), SCALING)[0]
     assert (int(found["bias"]["data"]), int(found["slopes"]), float(found["factor"])) == (2 << 40, 3 << 40, factor)
     assert np.frombuffer(other.tobytes(), second.dtype)[0].item() == (-factor, seqlen)

@@ -37,7 +37,7 @@ class Recording:
         return int(array.data.ptr)
 
     def launcher(self, *launch: Any) -> Any:
-        return lambda arguments, stream: self.launched.append(arguments)
+        return lambda arguments, stream: self.launched.append(tuple(part.copy() for part in arguments.records))
 
 
 def zeros(*shape: int, dtype: Any = np.float16) -> Given:
@@ -122,10 +122,10 @@ def shared_memory_is_as_large_as_the_largest_call(library: ModuleType) -> None:
     assert steps._memory[0] is small
 
 
-FILE, LAUNCH = "cache/steps.py", "executors/bound_launch.py"
+FILE, LAUNCH, ARGUMENTS = "cache/steps.py", "executors/bound_launch.py", "executors/arguments.py"
 FAULTS = {
     steps_write_the_addresses_of_their_call: {
-        "calls share a record": Edit(LAUNCH, "BoundLaunch.__call__", "self._words.copy()", "self._words"),
+        "an address is not written": Edit(ARGUMENTS, "Arguments.take", "addresses[number] + offset", "words[word]"),
         "a sink's address goes to the first record": Edit(
             LAUNCH, "BoundLaunch.__init__", "ends[number] + offset // 8", "offset // 8"
         ),

@@ -24,8 +24,8 @@ FAULTS = {
             "torch.py", "_called", "options = options._replace(wrt=tuple(needed))", "pass"
         ),
         "a given output is returned for the other": Edit(
-            "torch.py", "_returned", "next(others) if each is None else each for each in outs",
-            "next(others) if each is None else each for each in reversed(outs)",
+            "torch.py", "_returned", "next(others, None) if each is None else each for each in outs",
+            "next(others, None) if each is None else each for each in reversed(outs)",
         ),
         "operands follow in the place of dlse": Edit(
             "torch.py", "_backward_names", '*(("dlse",) if has_dlse else ()), *operands',

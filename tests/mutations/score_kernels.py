@@ -188,7 +188,7 @@ FAULTS = {
             'f"batch_extents, {member}_strides"',
         ),
         "gradients are not zeroed": Edit(
-            "executors/launch.py", "__call__", "self._target.set_zero(all_arrays[i])", "pass"
+            "executors/launch.py", "__call__", "self._target.set_zero(arrays[i])", "pass"
         ),
         "slopes of arrays are those of the score": Edit(
             "compiler/score_text.py", "_Printer._additions",

@@ -819,6 +819,12 @@ def test_mask_compile_counts_time_and_memory(load) -> None:
     experiment.table(records)
 
 
+def test_tolerance_health_draws_no_more_than_it_is_asked_for(load) -> None:
+    config = load("tolerance_health").Config
+    assert (config(examples=40).size, len(config(examples=40).shards)) == (10, 4)
+    assert config(examples=100_000).size == 250 and len(config(examples=100_000).shards) == 400
+
+
 def test_tolerance_health_counts_its_examples_and_goes_on_where_it_was(load, tmp_path: Path) -> None:
     experiment = load("tolerance_health")
     config = experiment.Config(
@@ -1028,7 +1034,9 @@ def test_what_cannot_be_compared_is_named(
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["speed_vs_peers", "block_sparsity", "gpu_proof", "score_functions"])
+@pytest.mark.parametrize(
+    "name", ["speed_vs_peers", "block_sparsity", "gpu_proof", "score_functions", "torch_calls", "training_step"]
+)
 def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, capsys, monkeypatch, name: str) -> None:
     for package in ("cupy", "torch"):
         monkeypatch.setitem(sys.modules, package, None)
@@ -1043,7 +1051,7 @@ def test_help_needs_neither_a_gpu_nor_its_packages(load, harness: ModuleType, ca
     ("name", "options"),
     [
         ("speed_vs_peers", {}), ("block_sparsity", {"gpu": True}), ("tile_sweep", {"gpu": True}), ("gpu_proof", {}),
-        ("score_functions", {}),
+        ("score_functions", {}), ("torch_calls", {}), ("training_step", {}),
     ],
 )  # fmt: skip
 def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.MonkeyPatch, name: str, options) -> None:

@@ -13,13 +13,14 @@ import pytest
 
 import cuflash
 
-FOLDER = Path(__file__).parents[2] / "experiments" / "language"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 SIZES = {"vocabulary": 11, "context": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 3, "width": 8}
 
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
+    for folder in ("language", "support"):
+        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
     return importlib.import_module("model")
 
 

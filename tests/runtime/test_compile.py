@@ -32,7 +32,8 @@ Make = Callable[..., KernelSpec]
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has compiled nothing."""
-    for name, value in {"_loaded": {}, "_compiled": {}, "_process": None, "_warned": False}.items():
+    started = {"_loaded": {}, "_compiled": {}, "_process": None, "_is_started": False, "_warned": False}
+    for name, value in started.items():
         monkeypatch.setattr(room, name, value)
     for name in ("CUFLASH_DUMP", "CUPY_CACHE_DIR", "CUPY_CACHE_IN_MEMORY"):
         monkeypatch.delenv(name, raising=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -151,6 +152,26 @@ def test_streams_do_not_disturb_each_other(cupy):
     cupy.cuda.Device().synchronize()
     for _, result in found:
         assert all((ours == first).all() for ours, first in zip(result, expected[0]))
+
+
+def test_a_new_thread_s_first_call_may_be_a_repeated_one(cupy):
+    """The thread has no CUDA context of its own before, and what it allocates may come from CuPy's pool."""
+    q, k, v, do = sent(cupy, *drawn(4, 2, 190, 48))
+    _, vjp = cuflash.attention_vjp(q, k, v)
+    expected, found = [cuflash.attention(q, k, v), *vjp(do)], []
+    for _ in range(2):
+        cuflash.attention(q, k, v)
+        vjp(do)
+    cupy.cuda.Device().synchronize()
+
+    def calls():
+        found.extend([cuflash.attention(q, k, v), *vjp(do)])
+        cupy.cuda.get_current_stream().synchronize()
+
+    thread = threading.Thread(target=calls)
+    thread.start()
+    thread.join()
+    assert len(found) == 4 and (found[0] == expected[0]).all() and (found[2] == expected[2]).all()
 
 
 def results_of(ready, arrays):

@@ -1,16 +1,18 @@
 """The semantics that systems in the field disagree on, each pinned; values are checked in test_properties and below."""
 
+import re
 from dataclasses import fields
 
 import ml_dtypes
 import numpy as np
 import pytest
+import scipy.sparse
 import threadpoolctl
 from hypothesis import event, given, target
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import DeviceSpec, masks, reference
+from cuflash import BlockIndex, DeviceSpec, masks, reference
 from cuflash.executors import host_threads
 from cuflash.plans import Plan
 from cuflash.planning.host import HostTiling
@@ -267,6 +269,21 @@ def test_merging_nothing_to_see_changes_nothing():
     assert (merged_o == o).all() and (merged_lse == lse).all()
     empty_o, empty_lse = cuflash.merge([nothing[0]] * 2, [nothing[1]] * 2)
     assert (empty_o == 0).all() and (empty_lse == -np.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda q: cuflash.merge([], []), "must have the same number of parts, at least one; got 0 and 0"),
+        (lambda q: cuflash.merge([q], []), "must have the same number of parts, at least one; got 1 and 0"),
+        (lambda q: cuflash.attention(q, q, q, executor="gpu"), "pass cupy.asarray(q), or leave executor= out"),
+        (lambda q: cuflash.precompile(q, q, q, device=cuflash.DeviceSpec.host()), "DeviceSpec.gpu('H100') is one"),
+        (lambda q: BlockIndex.from_scipy(scipy.sparse.eye_array(6), 6, 6), "matrix.tobsr((16, 16)) is one"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_what_to_pass(call, sentence):
+    with pytest.raises(cuflash.UnsupportedProblem, match=re.escape(sentence)):
+        call(drawn(6, 8))
 
 
 def test_merging_survives_far_apart_lses():

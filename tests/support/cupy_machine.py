@@ -6,6 +6,7 @@ told stands in `log`. What CUDA forbids inside a capture raises here: waits, cop
 
 from __future__ import annotations
 
+import ctypes
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,9 +39,19 @@ class Pointer:
 
 
 class Ndarray:
-    """An array on a device: no subclass of NumPy's, and without `__array_namespace__`, as CuPy's."""
+    """An array on a device: no subclass of NumPy's, and without `__array_namespace__`, as CuPy's.
 
-    def __init__(self, host: Any, device_id: int) -> None:
+    Given a shape and a dtype, as CuPy's class is, it is a new array of the machine.
+    """
+
+    machine: Cupy
+
+    def __new__(cls, host: Any, device_id: Any = None) -> Ndarray:
+        return cls.machine.empty(host, device_id) if isinstance(host, tuple) else object.__new__(cls)
+
+    def __init__(self, host: Any, device_id: Any) -> None:
+        if isinstance(host, tuple):
+            return
         self.host, self.shape, self.strides, self.dtype = host, host.shape, host.strides, host.dtype
         self.data = Pointer(host.ctypes.data, device_id)
 
@@ -79,6 +90,9 @@ class Ndarray:
     def __bool__(self) -> bool:
         return bool(self.host)
 
+    def __len__(self) -> int:
+        return len(self.host)
+
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -110,6 +124,7 @@ class Graph:
 class Stream:
     def __init__(self, machine: Cupy, ptr: int) -> None:
         self._machine, self.ptr = machine, ptr
+        machine.streams[ptr] = self
         self.nodes: list[Callable[[], None]] | None = None
 
     def __enter__(self) -> Stream:
@@ -121,6 +136,13 @@ class Stream:
 
     def is_capturing(self) -> bool:
         return self.nodes is not None
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Do work that the stream is told, now or at each replay of a capture."""
+        if self.nodes is None:
+            work()
+        else:
+            self.nodes.append(work)
 
     def begin_capture(self) -> None:
         self.nodes = []
@@ -148,21 +170,18 @@ class Function(cupy_double.Function):
     machine: Cupy
     spec: KernelSpec
 
-    def __call__(
-        self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...], shared_mem: int = 0, stream: Any = None
-    ) -> None:
-        machine, records = self.machine, tuple(record.copy() for record in args)
-        stream = stream or machine.stream
+    def launch(self, grid: int, threads: int, shared_bytes: int, stream: Stream, table: int) -> None:
+        """Run a kernel whose arguments lie at the addresses of a table, now or at each replay of a capture."""
+        machine = self.machine
         machine.log.append(("launch", stream.ptr, self.spec.entry))
-
-        def run() -> None:
-            if machine.runs_kernels:
-                simulated._kernel(self.spec, "")(grid, block[0], records, shared_mem)
-
-        if stream.nodes is None:
-            run()
-        else:
-            stream.nodes.append(run)
+        if not machine.runs_kernels:
+            return
+        kernel = simulated._kernel(self.spec, "")
+        sizes = kernel._parameter_sizes
+        addresses = (ctypes.c_void_p * len(sizes)).from_address(table)
+        copied = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes)]
+        records = tuple(np.frombuffer(each, np.dtype([("bytes", np.void, len(each))]))[0] for each in copied)
+        stream.do(lambda: kernel((grid,), threads, records, shared_bytes))
 
 
 class Cupy(cupy_double.Double):
@@ -183,10 +202,12 @@ class Cupy(cupy_double.Double):
     def __init__(self, cache: Path) -> None:
         super().__init__(cache)
         self.specs: dict[str, KernelSpec] = {}
+        self.launchable: list[Function] = []
         self.log: list[tuple[Any, ...]] = []
         self.allocated, self.room, self.fault = 0, 1 << 30, ""
         self.runs_kernels = self.events_are_reached = True
         self._number = 0
+        self.streams: dict[int, Stream] = {}
         self.null = self.stream = Stream(self, 0)
         self.ndarray, self.uint8 = Ndarray, np.uint8
         cuda = self.cuda
@@ -195,6 +216,7 @@ class Cupy(cupy_double.Double):
         cuda.get_current_stream = lambda: self.stream
         cuda.runtime.getDeviceProperties = lambda number: H100
         cuda.runtime.getDeviceCount = lambda: 2
+        cuda.driver.launchKernel = self._launch
 
     def _next(self) -> int:
         self._number += 1
@@ -211,7 +233,14 @@ class Cupy(cupy_double.Double):
     def _function(self, module: Any, code: str, name: str) -> Any:
         function = Function(super()._function(module, code, name).name, module)
         function.machine, function.spec = self, self.specs[code]
+        self.launchable.append(function)
         return function
+
+    def _launch(self, pointer: int, *sizes: int) -> None:
+        """The driver's launch: a grid and a block of three sizes, bytes of shared memory, a stream, arguments."""
+        grid, _, _, threads, _, _, shared_bytes, stream, table, _ = sizes
+        (function,) = (function for function in self.launchable if function.ptr == pointer)
+        function.launch(grid, threads, shared_bytes, self.streams[stream], table)
 
     # Arrays.
 
@@ -257,6 +286,7 @@ class Cupy(cupy_double.Double):
 def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
     """The stand-in as `import cupy`, with rooms that know nothing of an earlier one."""
     from cuflash import api
+    from cuflash.calls import listed_plan
     from cuflash.executors import gpu, tensor_map
     from cuflash.planning import plan_cache
 
@@ -268,12 +298,14 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[Cupy]:
 
     monkeypatch.setitem(__import__("sys").modules, "cupy", machine)
     monkeypatch.setattr(compiling, "source", remembered)
-    for name, fresh in (("_loaded", {}), ("_compiled", {}), ("_process", None)):
+    for name, fresh in (("_loaded", {}), ("_compiled", {}), ("_process", None), ("_is_started", False)):
         monkeypatch.setattr(compiling, name, fresh)
     monkeypatch.setattr(gpu, "_GPU", gpu.Gpu())
     monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)
     monkeypatch.setattr(gpu, "_pinned", set())
     monkeypatch.setattr(api, "_bound_calls", {})
+    monkeypatch.setattr(listed_plan, "_shared_plans", {})
+    monkeypatch.setattr(Ndarray, "machine", machine, raising=False)
     gpu._device_spec.cache_clear()
     plan_cache._cached_plan.cache_clear()
     yield machine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ import cuflash
 from cuflash import masks
 from cuflash.executors import gpu
 from cuflash.executors.launch import run as run_pass
+from cuflash.executors.workspaces import SeparateWorkspaces
+from cuflash.planning.launches import Workspace
 
 MARGIN = 2
 
@@ -24,11 +26,14 @@ MARGIN = 2
 class PoisonedGpu(gpu.Gpu):
     """The GPU, whose workspaces have every bit set, NaN as a float, where CuPy's would hold whatever was there."""
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces:
         import cupy
 
-        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        return cupy.full(nbytes, 0xFF, np.uint8).view(dtype).reshape(shape)
+        def poisoned(need: Workspace) -> Any:
+            fill = 0 if need.is_zeroed else 0xFF
+            return cupy.full(need.nbytes, fill, np.uint8).view(need.dtype).reshape(need.shape)
+
+        return SeparateWorkspaces(lambda stream: list(map(poisoned, needs.values())), self.address)
 
 
 @dataclass

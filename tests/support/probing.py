@@ -48,8 +48,8 @@ class Record:
         problem = self.plan.problem
         view = View("lse", problem.accumulator, problem.lse_shape(), (0,) * len(problem.lse_shape()))
         addresses = {name: address(array) for name, array in lists.items()}
-        ((record, _),) = ParamsTemplate.of(self.plan, (view,)).with_lists(addresses).at([0])
-        return record
+        (arguments,) = ParamsTemplate.of(self.plan, (view,)).with_lists(addresses)
+        return arguments.take([0]).kernels[0].records[0][0].copy()
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def forward(example: Example, num_splits: int, run: Run = SIM, machine: Any = No
     lse = Guarded.of(plan.problem.lse_shape(), plan.problem.accumulator, run, MARGIN)
     q, k, v = (run.put(array) for array in (example.q, example.k, example.v))
     arrays = {"q": q, "k": k, "v": v, "o": o.view, "lse": lse.view}
-    parts = run_pass(plan, plan.kernels.forward, machine, arrays)
+    parts = dict(zip(plan.kernels.forward.workspaces, run_pass(plan, plan.kernels.forward, machine, arrays)))
     return Left(o.result("o", run), lse.result("lse", run), *(run.get(parts[name]) for name in parts))
 
 

@@ -15,6 +15,7 @@ import cupy_machine
 import torch
 
 import cuflash.torch
+from cuflash import layouts
 from cuflash.executors import torch_gpu
 
 
@@ -58,6 +59,10 @@ class Torch(ModuleType):
     def __init__(self, cupy: cupy_machine.Cupy) -> None:
         super().__init__("torch")
         self.streams, self.pool, self.allocated = [cupy.null], [], 0
+        self._C = SimpleNamespace(
+            _cuda_getDevice=lambda: self.cuda.current_device(),
+            _cuda_getCurrentRawStream=lambda device: self.streams[-1].ptr,
+        )
         self.cuda = SimpleNamespace(
             current_device=lambda: 0,
             current_stream=lambda: SimpleNamespace(
@@ -71,9 +76,9 @@ class Torch(ModuleType):
     def device(self, kind: str, number: int) -> torch.device:
         return torch.device("cpu")
 
-    def empty(self, shape: Any, *, dtype: Any, device: Any) -> Any:
+    def empty_strided(self, shape: Any, strides: Any, *, dtype: Any, device: Any) -> Any:
         self.allocated += 1
-        made = torch.empty(shape, dtype=dtype)
+        made = torch.empty_strided(shape, strides, dtype=dtype)
         if self.streams[-1].is_capturing():
             self.pool.append(made)
         return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(255)
@@ -111,6 +116,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[tuple[cupy_machine.Cupy
         machine = Torch(cupy)
         cupy.cuda.Stream = _Streams(cupy.cuda.Stream)
         cupy.from_dlpack = _as_cupy_array
+        monkeypatch.setattr(layouts, "_is_on_stream_of", lambda tensor, cupy: False)
         monkeypatch.setattr(torch_gpu, "torch", machine)
         monkeypatch.setattr(torch_gpu, "MACHINE", torch_gpu.TorchGpu())
         monkeypatch.setattr(cuflash.torch, "torch", machine)

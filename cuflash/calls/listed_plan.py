@@ -1,0 +1,121 @@
+"""Plans for masks that kernels have listed on the device; plans for masks of one layout share their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..arrays import Array, ShapeDtype
+from ..blocks.index import BlockIndex
+from ..blocks.index_mask import IndexGrid
+from ..executors import gpu
+from ..masks.at_each_call import at_each_call
+from ..masks.base import Band
+from ..planning.list_kernels import AT_CALL, ListedAtCall, list_results
+from ..planning.lookup import lookup, remember
+from ..planning.options import Options
+from ..plans import BoundCall, Gradients, Plan, layout_key
+
+_OF_INDEX = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
+
+
+@dataclass(frozen=True, eq=False)
+class ListedPlan(Plan):
+    """A plan whose calls read lists that kernels made on the device when the plan was made.
+
+    Parameters
+    ----------
+    shared : Plan
+        The plan that binds the launches, for all masks of one layout.
+    guard : object, optional
+        What lets other streams wait for the lists, and the lists wait for other streams before they go.
+    """
+
+    shared: Plan | None = field(default=None, repr=False)
+    guard: Any = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, shared: Plan, lists: Array, captured: dict[str, Array]) -> ListedPlan:
+        """The plan for a mask with these lists, of the layout for which `shared` is."""
+        work = shared.plan.work
+        assert isinstance(work, ListedAtCall)
+        found = list_results(lists, work.source, tuple(_OF_INDEX.values()))
+        index: BlockIndex = replace(work.index, **{name: found[of_list] for name, of_list in _OF_INDEX.items()})
+        plan = replace(shared.plan, mask=IndexGrid(index), work=replace(work, index=index))
+        made = cls(plan, shared.executor, {**captured, AT_CALL: lists}, shared)
+        object.__setattr__(made, "_bound_calls", shared._bound_calls)
+        object.__setattr__(made, "guard", gpu.current_target().guarded(made, {AT_CALL: lists}))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "guard": None}
+
+    def forward(self, q: Array, k: Array, v: Array, out: Any = None, **operands: Array) -> tuple[Array, Array]:
+        self._wait_for_lists()
+        return super().forward(q, k, v, out, **operands)
+
+    def backward(
+        self, do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dlse: Array | None = None,
+        **operands: Array,
+    ) -> Gradients:  # fmt: skip
+        self._wait_for_lists()
+        return super().backward(do, q, k, v, o, lse, dlse, **operands)
+
+    def bind(self, given: Mapping[str, Array], *, pins: bool = False, wants_lse: bool = True) -> BoundCall:
+        assert self.shared is not None
+        return self.shared.bind(given, pins=pins, wants_lse=wants_lse)
+
+    def bind_backward(self, given: Mapping[str, Array], results: Mapping[str, ShapeDtype]) -> BoundCall:
+        assert self.shared is not None
+        return self.shared.bind_backward(given, results)
+
+    def _wait_for_lists(self) -> None:
+        if self.guard is not None:
+            self.guard.use(gpu.current_target().stream())
+
+
+_shared_plans: dict[Hashable, tuple[Plan, Callable[[Any], Array]]] = {}  # and what lists the blocks of a mask
+
+
+def listed_plan(
+    q: Any, k: Any, v: Any, options: Options, operands: Mapping[str, Any], planned: Callable[..., Plan]
+) -> ListedPlan | None:
+    """A plan for a mask of one array on the GPU, whose blocks kernels list; None for any other plan.
+
+    Parameters
+    ----------
+    q, k, v : arrays
+        Arrays, or their shapes and dtypes.
+    options : Options
+        The arguments of the call, its score in one piece.
+    operands : dict of arrays by name
+        The arrays of the call beside q, k and v.
+    planned : callable (q, k, v, options) -> Plan
+        What plans a call whose like was not planned before.
+    """
+    looked_up = lookup(options, _shared_plans, layout_key)
+    key = looked_up.key(layout_key(q, k, v, *operands.values()), *operands)
+    contents = looked_up.contents
+    if contents is None or key is None:
+        return None
+    try:
+        found = looked_up.calls.get(key)
+    except TypeError:  # an option that cannot be hashed
+        return None
+    if found is None:
+        shared = planned(q, k, v, options._replace(mask=at_each_call(options.mask)))
+        work = shared.plan.work
+        if not isinstance(work, ListedAtCall) or not shared.can_bind:
+            return None
+        shared = replace(without_mask(shared), captured={})
+        found = shared, gpu.list_maker(shared.plan, work.source)
+        remember(looked_up.calls, key, found)
+    shared, lists_of = found
+    captured = {name: array for name, array in operands.items() if name != "sink"}
+    return ListedPlan.of(shared, lists_of(contents.array), captured)
+
+
+def without_mask(ready: Plan) -> Plan:
+    """A plan whose calls make their lists, without the arrays of the mask that it was made with."""
+    return replace(ready, plan=replace(ready.plan, mask=Band()))

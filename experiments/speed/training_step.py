@@ -1,0 +1,118 @@
+"""How long does a training step of a Llama model take with cuflash.torch as its attention, beside PyTorch's?
+
+    python -m experiments training_step
+
+It needs an NVIDIA GPU with CuPy, PyTorch and transformers. A step is the forward pass, the loss and the backward pass
+of a model with random weights in bfloat16; its time lasts until the device is done. The attention function is that of
+the page on transformers. `of_sdpa` is our time over that of PyTorch's scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import Record, gpu_versions, main, time_alternately, track, why_no_gpu
+from rich.table import Table
+
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+OURS = "exact"  # as the page registers it
+WAYS = ("sdpa", OURS)
+ROW = ("attention", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The model and the lengths; the defaults are the published run."""
+
+    tokens: tuple[int, ...] = (512, 2048, 8192)
+    tokens_of_batch: int = 4096  # at least one sequence
+    hidden_size: int = 1024
+    layers: int = 4
+    heads: int = 16
+    kv_heads: int = 4
+    repeats: int = 15
+
+
+def register() -> None:
+    """Run the first block of code of the page on transformers, which registers the attention function."""
+    text = PAGE.read_text("utf-8")
+    exec(compile(text.split("```python\n", 1)[1].split("```", 1)[0], str(PAGE), "exec"), {})
+
+
+class Training:
+    """A model with an attention function; all have the same weights and tokens."""
+
+    def __init__(self, config: Config, attention: str, tokens: int) -> None:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        described = LlamaConfig(
+            hidden_size=config.hidden_size, intermediate_size=11 * config.hidden_size // 4,
+            num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+            vocab_size=8192, max_position_embeddings=2 * tokens,
+        )  # fmt: skip
+        self._model = LlamaForCausalLM(described).to("cuda", torch.bfloat16).train()
+        self._model.set_attn_implementation(attention)
+        self.batch = max(1, config.tokens_of_batch // tokens)
+        self._ids = torch.randint(0, 8192, (self.batch, tokens), device="cuda")
+
+    def step(self) -> Any:
+        """The loss, once the device has all gradients."""
+        import torch
+
+        self._model.zero_grad(set_to_none=True)
+        loss = self._model(self._ids, labels=self._ids).loss
+        loss.backward()
+        torch.cuda.synchronize()
+        return loss.detach()
+
+    def gradients(self) -> Any:
+        """The gradients of all parameters after a step, as one vector."""
+        import torch
+
+        return torch.cat([parameter.grad.float().flatten() for parameter in self._model.parameters()])
+
+
+def run(config: Config) -> Iterator[Record]:
+    missing = why_no_gpu()
+    if missing:
+        raise SystemExit(f"training_step needs an NVIDIA GPU: {missing}")
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise SystemExit(f"training_step needs PyTorch and transformers: {error}") from None
+    register()
+    versions = gpu_versions() | {"torch": torch.__version__, "transformers": transformers.__version__}
+    for tokens in track(config.tokens, "lengths"):
+        trained = {way: Training(config, way, tokens) for way in WAYS}
+        losses = {way: float(each.step()) for way, each in trained.items()}
+        theirs, found = (each.gradients() for each in trained.values())
+        error = float((theirs - found).norm() / theirs.norm())
+        timings = time_alternately({way: each.step for way, each in trained.items()}, repeats=config.repeats, warmup=3)
+        for way, timing in timings.items():
+            is_ours = way == OURS
+            yield {
+                "attention": way, "tokens": tokens, "batch": trained[way].batch, "ms": timing.median_ms,
+                "spread_ms": timing.spread_ms,
+                "of_sdpa": timing.median_ms / timings["sdpa"].median_ms if is_ours else None, "loss": losses[way],
+                "gradient_error": error if is_ours else None, **versions,
+            }  # fmt: skip
+
+
+def table(records: list[Record]) -> Table:
+    made = Table(title="ms of a training step")
+    for column in (*ROW, "ms", "of_sdpa", "gradient_error"):
+        made.add_column(column)
+    for row in records:
+        found = ("" if row[name] is None else f"{row[name]:.3f}" for name in ("of_sdpa", "gradient_error"))
+        made.add_row(*(str(row[column]) for column in ROW), f"{row['ms']:.2f}", *found)
+    return made
+
+
+if __name__ == "__main__":
+    main(Config, run, table, replacing=ROW)

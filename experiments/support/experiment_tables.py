@@ -1,0 +1,119 @@
+"""Tables of docs/experiments.md, from the rows of results of the experiments on sparsity, memory and training."""
+
+from collections.abc import Callable
+
+from block_sparsity import pays_below
+from peer_tables import markdown
+
+Row = dict[str, str]
+
+
+def number(row: Row, name: str, form: str = ".3g") -> str:
+    """A cell; empty where the row has no such measure."""
+    return format(float(row[name]), form) if row.get(name) else ""
+
+
+def shootout(rows: list[Row]) -> str:
+    """Recall, with the error of the output in brackets, by data, selector and number of blocks a row."""
+    budgets = sorted({row["top_k"] for row in rows}, key=int)
+    lines = []
+    for data, name in dict.fromkeys((row["data"], row["selector"]) for row in rows):
+        found = {row["top_k"]: row for row in rows if (row["data"], row["selector"]) == (data, name)}
+        cells = (f"{number(found[k], 'recall', '.2f')} ({number(found[k], 'error', '.2f')})" for k in budgets)
+        last = found[budgets[-1]]
+        times = (number(last, f"{call}_ms", ".2g") for call in ("select", "attention", "dense"))
+        lines.append([data, name, *cells, *times])
+    header = ["data", "selector", *(f"{budget} blocks a row" for budget in budgets)]
+    return markdown([*header, "ms to select", "ms of attention", "ms of dense"], lines)
+
+
+def crossover(rows: list[Row]) -> str:
+    """The density below which blocks are faster than dense attention."""
+    lines = []
+    for case in dict.fromkeys((row["pass"], row["seqlen"], row["block"]) for row in rows):
+        found = [row for row in rows if (row["pass"], row["seqlen"], row["block"]) == case]
+        least, wins = float(found[0]["density"]), found[0]["crossover"]
+        ratios = {f"{float(row['density']):.3g}": number(row, "of_dense", ".2f") for row in found}
+        lines.append([*case, *ratios.values(), pays_below(float(wins) if wins else None, least)])
+        names = list(ratios)
+    return markdown(["pass", "tokens", "block", *(f"at {name}" for name in names), "faster below"], lines)
+
+
+def zoo(rows: list[Row]) -> str:
+    """Elements and mass that patterns keep, the most mass first."""
+    order = sorted(rows, key=lambda row: -float(row["mass"]))
+    names = ("kept", "mass", "output_error")
+    lines = ([f"`{row['pattern']}`", *(number(row, name, ".2f") for name in names)] for row in order)
+    return markdown(["pattern", "elements kept", "mass kept", "error of the output"], lines)
+
+
+def ladder(rows: list[Row]) -> str:
+    """Time, rate and memory of every kernel at the longest length."""
+    longest = max(rows, key=lambda row: int(row["seqlen"]))["seqlen"]
+    names = {"ms": ".3g", "tflops": ".3g", "peak_mib": ".3g"}
+    lines = (
+        [row["mask"], row["pass"], row["kernel"], row["seqlen"], *(number(row, *each) for each in names.items())]
+        for row in rows
+        if row["seqlen"] == longest
+    )
+    return markdown(["mask", "pass", "kernel", "tokens", "ms", "TFLOP/s", "peak MiB"], lines)
+
+
+def language(rows: list[Row]) -> str:
+    """What each attention of a training reached, and what it took."""
+    names = {"step": "", "loss": ".4f", "held_out_loss": ".4f", "gap": ".1e", "bound": ".1e", "density": ".2f"}
+    names |= {"tokens_per_s": ".3g", "peak_mib": ".3g", "longest_context": ""}
+    lines = (
+        [row["attention"], *(number(row, name, form) if form else row.get(name, "") for name, form in names.items())]
+        for row in rows
+        if row["part"] == "run"
+    )
+    header = ["attention", "steps", "loss", "held-out loss", "gap to naive", "bound", "density"]
+    return markdown([*header, "tokens/s", "peak MiB", "longest context"], lines)
+
+
+def language_long(rows: list[Row]) -> str:
+    """Steps of GPT-2 small's layers, and how much faster than naive attention they are."""
+    names = {"ms": ".3g", "tokens_per_s": ".3g", "speedup": ".2f", "published_speedup": ".2g", "peak_mib": ".3g"}
+    lines = (
+        [row["attention"], row["context"], row["batch"], *(number(row, *each) for each in names.items()), row["note"]]
+        for row in rows
+    )
+    header = ["attention", "context", "batch", "ms a step", "tokens/s", "speed-up over naive"]
+    return markdown([*header, "FlashAttention's paper", "peak MiB", "note"], lines)
+
+
+def long_range(rows: list[Row]) -> str:
+    """The share of right answers of every seed."""
+    seeds = sorted({row["seed"] for row in rows}, key=int)
+    lines = []
+    for case in dict.fromkeys((row["pattern"], row["seqlen"]) for row in rows):
+        found = {row["seed"]: row for row in rows if (row["pattern"], row["seqlen"]) == case}
+        first = next(iter(found.values()))
+        shares = (number(found.get(seed, {}), "accuracy", ".3f") for seed in seeds)
+        lines.append([*case, number(first, "density", ".2f"), *shares, number(first, "seconds", ".0f")])
+    return markdown(["pattern", "tokens", "density", *(f"seed {seed}" for seed in seeds), "seconds of a seed"], lines)
+
+
+def overhead(rows: list[Row]) -> str:
+    """What sweeps take beside their tasks."""
+    lines = (
+        [row["engine"], row["tasks"], row["workers"], number(row, "task_s"), number(row, "seconds", ".4g")]
+        + [number(row, "overhead", ".2%")]
+        for row in rows
+    )
+    return markdown(["engine", "tasks", "at once", "s of a task", "s of the sweep", "overhead"], lines)
+
+
+TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "selector-shootout": ("selector_shootout", shootout),
+    "crossover": ("crossover", crossover),
+    "crossover-gpu": ("crossover_gpu", crossover),
+    "pattern-zoo": ("pattern_zoo", zoo),
+    "flash-ladder": ("flash_ladder", ladder),
+    "language-model": ("train_language_model", language),
+    "language-model-long": ("train_language_model_long", language_long),
+    "long-range": ("long_range", long_range),
+    "long-range-gpu": ("long_range_gpu", long_range),
+    "sweep-overhead": ("sweep_overhead", overhead),
+}

@@ -1,0 +1,30 @@
+"""Tasks of a sweep on the workers of a Dask cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import cloudpickle
+import distributed
+import tasks as module
+from tasks import Task, measure
+
+
+def run(tasks: Sequence[Task], *, scheduler: str, workers: int) -> Iterator[tuple[Task, bool]]:
+    """Each task with whether it succeeded, as they end.
+
+    Without the address of a scheduler, processes of this machine are the workers. A task whose worker dies goes to
+    another one, up to three times. Workers see the folder of results and a clone at the same paths; they pin their GPUs
+    themselves, as dask-cuda's do.
+    """
+    cloudpickle.register_pickle_by_value(module)  # a worker cannot import it before its path is set
+    with ExitStack() as stack:
+        if scheduler:
+            client = stack.enter_context(distributed.Client(scheduler))
+        else:
+            options = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": ":0"}
+            client = stack.enter_context(distributed.Client(stack.enter_context(distributed.LocalCluster(**options))))
+        futures = dict(zip(client.map(measure, tasks, pure=False), tasks))
+        for future in distributed.as_completed(futures):
+            yield futures[future], future.status == "finished" and future.result()

@@ -1,0 +1,43 @@
+"""Tasks of a sweep on processes of this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from tasks import Task, measure
+
+POOLS = 3  # a worker that is killed ends its pool; the tasks that it leaves go to a new one
+
+
+def begin(numbers: Any, num_gpus: int, num_threads: int) -> None:
+    """A worker's own GPU, if there are some, and its share of the cores for BLAS."""
+    import threadpoolctl
+
+    number = numbers.get()
+    if num_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(number % num_gpus)
+    threadpoolctl.threadpool_limits(num_threads)
+
+
+def run(tasks: Sequence[Task], *, workers: int, gpus: int) -> Iterator[tuple[Task, bool]]:
+    """Each task with whether it succeeded, as they end; those that killed their workers fail."""
+    context, left = multiprocessing.get_context("spawn"), dict.fromkeys(tasks)
+    num_threads = max(1, (os.cpu_count() or 1) // workers)
+    for _ in range(POOLS):
+        numbers = context.SimpleQueue()
+        for number in range(workers):
+            numbers.put(number)
+        with ProcessPoolExecutor(workers, context, begin, (numbers, gpus, num_threads)) as pool:
+            futures = {pool.submit(measure, task): task for task in left}
+            for future in as_completed(futures):
+                if not isinstance(future.exception(), BrokenProcessPool):
+                    left.pop(futures[future])
+                    yield futures[future], future.result()
+        if not left:
+            return
+    yield from ((task, False) for task in left)

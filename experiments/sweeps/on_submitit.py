@@ -1,0 +1,26 @@
+"""Tasks of a sweep as jobs of Slurm, or of this machine, through submitit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import cloudpickle
+import submitit
+import tasks as module
+from tasks import Task, measure
+
+
+def run(
+    tasks: Sequence[Task], *, folder: Path, cluster: str, parameters: Mapping[str, str | int]
+) -> Iterator[tuple[Task, bool]]:
+    """Each task with whether it succeeded, in the order in which they were given.
+
+    Slurm starts jobs anew whose nodes were taken away. A job sees the folder of results and a clone at the same paths,
+    and the GPUs that Slurm gives it.
+    """
+    cloudpickle.register_pickle_by_value(module)  # a job cannot import it before its path is set
+    executor = submitit.AutoExecutor(folder, cluster=cluster or None)
+    executor.update_parameters(**parameters)
+    for task, job in zip(tasks, executor.map_array(measure, tasks)):
+        yield task, job.exception() is None and job.result()

@@ -1,0 +1,199 @@
+"""Runs an experiment over every combination of some values of its flags, on processes or on a cluster.
+
+    python -m experiments sweep crossover --over seqlens=1024,2048 --over blocks=32,64 --fixed repeats=5
+    python -m experiments sweep crossover --over ... --engine dask --scheduler tcp://host:8786
+    python -m experiments sweep crossover --over ... --engine submitit --folder logs --parameter slurm_partition=gpu
+
+A combination is one task, and its rows are one file: DIR/sweeps/NAME/HASH.json, with configuration, machine and
+seconds. A sweep that was interrupted, or lost workers, goes on when the same command is given again: what is done is
+not measured anew, as long as the code is of the same commit. A task that fails leaves HASH.failed.json with its
+trace, and the sweep goes on; the next call tries it again. At the end all rows are in DIR/sweeps/NAME.csv. A flag of
+several values, such as seqlens, gets one of them in each task.
+
+Engines: `local` (processes of this machine; with --gpus N each has a GPU of its own), `dask` (the workers of a
+scheduler, or processes), `submitit` (Slurm; --cluster debug or local runs jobs here). The latter two are installed by
+pip install -e '.[experiments,sweeps]'.
+
+Cost: that of its tasks, and a few seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import json
+import os
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from command_line import Parser, check_values, check_writable
+from harness import EXPERIMENTS, RESULTS, UNPUBLISHED, Record, machine, track, write_csv
+from tasks import Task
+
+ENGINES = {"local": "on_processes", "dask": "on_dask", "submitit": "on_submitit"}
+
+
+def experiment_of(name: str) -> Any:
+    """The module of an experiment.
+
+    Raises
+    ------
+    ValueError
+        There is none of that name, or it has no configurations.
+    """
+    paths = {path.stem for path in EXPERIMENTS.glob("*/*.py")}
+    module = importlib.import_module(name) if name in paths else None
+    if not hasattr(module, "run") or not dataclasses.is_dataclass(getattr(module, "Config", None)):
+        raise ValueError(f"{name!r} is no experiment that runs a configuration: python -m experiments lists them")
+    return module
+
+
+def parsed(config_type: Any, text: str) -> tuple[str, tuple[Any, ...]]:
+    """A field's name and its values, from NAME=VALUE,VALUE.
+
+    Raises
+    ------
+    ValueError
+        There is no such field, or a value is not of its type.
+    """
+    name, sign, listed = text.partition("=")
+    name = name.replace("-", "_")
+    types = typing.get_type_hints(config_type)
+    names = [field.name for field in dataclasses.fields(config_type)]
+    if not sign or name not in names:
+        raise ValueError(f"{text!r} must be NAME=VALUE,...; names are {', '.join(names)}")
+    kind = typing.get_args(types[name])[0] if typing.get_origin(types[name]) is tuple else types[name]
+    convert = {"true": True, "false": False}.__getitem__ if kind is bool else kind
+    try:
+        return name, tuple(convert(part) for part in listed.split(","))
+    except (ValueError, KeyError):
+        raise ValueError(f"{name} takes values of type {kind.__name__}; got {listed!r}") from None
+
+
+def combinations(config_type: Any, over: Sequence[str], fixed: Sequence[str]) -> list[dict[str, Any]]:
+    """The fields of each configuration that differ from the default.
+
+    Raises
+    ------
+    ValueError
+        A field is named twice, or a configuration is out of range.
+    """
+    types = typing.get_type_hints(config_type)
+    several = {name for name, kind in types.items() if typing.get_origin(kind) is tuple}
+    swept = [parsed(config_type, text) for text in over]
+    rest = [parsed(config_type, text) for text in fixed]
+    names = [name for name, _ in (*swept, *rest)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"each field may be given once; got {', '.join(names)}")
+    for name, values in rest:
+        if name not in several and len(values) != 1:
+            raise ValueError(f"{name} takes one value; --over takes several")
+    shared = {name: values if name in several else values[0] for name, values in rest}
+    found = []
+    for chosen in itertools.product(*(values for _, values in swept)):
+        here = {name: (value,) if name in several else value for (name, _), value in zip(swept, chosen)}
+        check_values(config_type, shared | here)
+        config_type(**shared, **here)
+        found.append(shared | here)
+    return found
+
+
+def engine_of(name: str) -> Any:
+    """The module of an engine, or the end of the program with a line about the package that it lacks."""
+    try:
+        return importlib.import_module(ENGINES[name])
+    except ModuleNotFoundError as error:
+        sys.exit(f"--engine {name} needs the module {error.name}: pip install -e '.[experiments,sweeps]'")
+
+
+def rows_of(tasks: Sequence[Task]) -> list[Record]:
+    """The rows of all tasks that are done, each with its configuration and the machine that measured it."""
+    found: list[Record] = []
+    for task in tasks:
+        if task.result.exists():
+            told = json.loads(task.result.read_text("utf-8"))
+            given = {name: str(value) for name, value in told["config"].items()}
+            found += [given | record | told["machine"] for record in told["records"]]
+    return found
+
+
+def run(tasks: Sequence[Task], engine: Any, options: Mapping[str, Any]) -> list[Task]:
+    """Run the tasks that are not done by an engine's module, and return those that failed."""
+    left = [task for task in tasks if not task.result.exists()]
+    if not left:
+        return []
+    ended = zip(track(range(len(left)), f"{len(left)} of {len(tasks)}"), engine.run(left, **options))
+    return [task for _, (task, succeeded) in ended if not succeeded]
+
+
+def arguments(argv: Sequence[str] | None = None) -> tuple[list[Task], str, dict[str, Any], Path]:
+    """Tasks, engine, its options, and the path of the table, from the command line."""
+    parser = Parser(__doc__)
+    parser.add_argument("experiment")
+    parser.add_argument("--over", action="append", default=[], metavar="NAME=VALUE,...", help="values to combine")
+    parser.add_argument("--fixed", action="append", default=[], metavar="NAME=VALUE", help="a value of all tasks")
+    parser.add_argument("--engine", choices=ENGINES, default="local")
+    cores = os.cpu_count() or 1
+    parser.add_argument("--workers", type=int, default=max(1, cores // 2), help="local, dask: processes")
+    parser.add_argument("--gpus", type=int, default=0, help="local: the machine's GPUs, one for each worker")
+    parser.add_argument("--scheduler", default="", help="dask: address of the scheduler")
+    parser.add_argument("--folder", type=Path, default=Path("build/submitit"), help="submitit: its logs")
+    parser.add_argument("--cluster", choices=("slurm", "local", "debug"), help="submitit: where jobs run")
+    parser.add_argument("--parameter", action="append", default=[], metavar="NAME=VALUE", help="submitit: of a job")
+    parser.add_argument("--results", type=Path, default=UNPUBLISHED, metavar="DIR", help="default build/results")
+    parser.add_argument("--publish", dest="results", action="store_const", const=RESULTS)
+    given = parser.parse_args(argv)
+    try:
+        config_type = experiment_of(given.experiment).Config
+        if not given.over:
+            raise ValueError("a sweep needs --over NAME=VALUE,VALUE at least once")
+        if given.workers < 1 or given.gpus < 0:
+            raise ValueError("workers must be positive, gpus not negative")
+        if wrong := [text for text in given.parameter if "=" not in text]:
+            raise ValueError(f"--parameter must be NAME=VALUE; got {wrong[0]!r}")
+        configs = combinations(config_type, given.over, given.fixed)
+    except ValueError as error:
+        parser.error(str(error))
+    folder = given.results.resolve() / "sweeps" / given.experiment
+    shared: dict[str, Any] = {"experiment": given.experiment, "commit": machine()["commit"], "folder": folder}
+    options: dict[str, dict[str, Any]] = {
+        "local": {"workers": min(given.workers, len(configs)), "gpus": given.gpus},
+        "dask": {"scheduler": given.scheduler, "workers": min(given.workers, len(configs))},
+        "submitit": {"folder": given.folder, "cluster": given.cluster, "parameters": _numbers(given.parameter)},
+    }
+    tasks = [Task(values=tuple(config.items()), **shared) for config in configs]
+    return tasks, given.engine, options[given.engine], folder.with_suffix(".csv")
+
+
+def _numbers(texts: Sequence[str]) -> dict[str, str | int]:
+    """NAME=VALUE as a dictionary, in which digits are an integer."""
+    pairs = (text.partition("=")[::2] for text in texts)
+    return {name: int(value) if value.isdecimal() else value for name, value in pairs}
+
+
+def main() -> None:
+    tasks, name, options, path = arguments()
+    engine = engine_of(name)
+    check_writable(path.parent)
+    there = sum(task.result.exists() for task in tasks)
+    try:
+        failed = run(tasks, engine, options)
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on from what is done")
+    if rows := rows_of(tasks):
+        write_csv(path, rows)
+    print(f"{len(tasks)} tasks: {there} were done before, {len(tasks) - there - len(failed)} were done now")
+    print("wrote", os.path.relpath(path))
+    if failed:
+        told = [json.loads(x.failure.read_text("utf-8"))["failure"] for x in failed if x.failure.exists()]
+        reasons = "; ".join(dict.fromkeys(told)) or "their workers were killed"
+        traces = path.with_suffix("")
+        sys.exit(f"{len(failed)} tasks failed ({' '.join(reasons.split())}); their traces are in {traces}")
+
+
+if __name__ == "__main__":
+    main()

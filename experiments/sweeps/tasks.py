@@ -1,0 +1,77 @@
+"""One configuration of an experiment as a task of a sweep: what a worker runs, and the file that it leaves.
+
+A task is a frozen value of text, numbers and a path, so that any engine can send it. Its file is named by a hash of
+experiment, configuration and commit, and takes its name when it is complete: a task whose file is there is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDERS = tuple(str(folder) for folder in Path(__file__).parents[1].iterdir() if folder.is_dir())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """An experiment's name, the fields of its configuration that are not the default, and the folder of results."""
+
+    experiment: str
+    values: tuple[tuple[str, Any], ...]
+    commit: str
+    folder: Path
+    modules: tuple[str, ...] = FOLDERS  # where a worker finds the experiment
+
+    @property
+    def stem(self) -> Path:
+        """Path of the result without its ending."""
+        told = json.dumps([self.experiment, sorted(self.values), self.commit], default=str)
+        return self.folder / hashlib.sha256(told.encode()).hexdigest()[:16]
+
+    @property
+    def result(self) -> Path:
+        """The file of a task that was done."""
+        return self.stem.with_suffix(".json")
+
+    @property
+    def failure(self) -> Path:
+        """The file that tells why a task failed."""
+        return self.stem.with_suffix(".failed.json")
+
+
+def measure(task: Task) -> bool:
+    """Run a task in this process and write its file; whether it succeeded. What the experiment prints is dropped.
+
+    A task that is done, which an engine may start anew after a worker died, is left as it is.
+    """
+    if task.result.exists():
+        return True
+    sys.path[:0] = [folder for folder in task.modules if folder not in sys.path]
+    harness = importlib.import_module("harness")
+    told: dict[str, Any] = {"experiment": task.experiment, "config": dict(task.values)}
+    start = time.perf_counter()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            experiment = importlib.import_module(task.experiment)
+            told["records"] = list(experiment.run(experiment.Config(**dict(task.values))))
+    except (Exception, SystemExit) as error:
+        told |= {"failure": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    told |= {"seconds": time.perf_counter() - start, "machine": harness.machine()}
+    task.failure.unlink(missing_ok=True)
+    with harness.atomic_path(task.failure if "failure" in told else task.result) as partial:
+        partial.write_text(json.dumps(told, indent=1, default=_plain), encoding="utf-8")
+    return "failure" not in told
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy as Python's, and everything else as text."""
+    return value.item() if hasattr(value, "item") else str(value)

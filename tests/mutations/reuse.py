@@ -1,0 +1,138 @@
+"""Faults in memory that calls use in turn: arguments of kernels, workspaces, and what shared plans are given."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from mutations.planting import Edit
+from mutations.python_guards import part
+
+SIGNS = (AssertionError,)
+
+
+def memory() -> SimpleNamespace:
+    """Memory of a device that remembers what it allocated."""
+    made: list[Any] = []
+    zeros: dict[Any, dict[int, Any]] = {}
+    pieces: dict[int, list[Any]] = {}
+
+    def maker(shape: tuple[int, ...], dtype: Any) -> Any:
+        return lambda: made.append(np.zeros(shape, dtype)) or made[-1]
+
+    return SimpleNamespace(
+        made=made, maker=maker, zeros=lambda shape, dtype: maker(shape, dtype)(),
+        address=lambda array: int(array.ctypes.data), kept_zeros=lambda need: zeros.setdefault(need, {}),
+        kept_pieces=lambda: pieces,
+    )  # fmt: skip
+
+
+def stream(ptr: int = 7, is_capturing: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(ptr=ptr, is_capturing=lambda: is_capturing)
+
+
+def workspaces_serve_one_call_at_a_time(library: ModuleType) -> None:
+    """Workspaces of a call lie apart and aligned; only calls that follow each other on a stream share memory."""
+    room, need = part(library, "executors.workspaces"), part(library, "planning.launches").Workspace
+    where, byte = memory(), np.dtype(np.uint8)
+    needs = {"a": need((300,), byte), "zeros": need((40,), byte, True), "b": need((1000,), byte)}
+    found = room.Workspaces(needs, where)
+    first = found.take(stream())
+    a, zeros, b = first.addresses
+    assert (b - a) % 256 == 0 and b - a >= 300 and zeros == where.made[1].ctypes.data
+    assert where.made[0].ctypes.data == a and b + 1000 <= a + where.made[0].nbytes
+    for other in (stream(8), stream(2), stream(7, True)):
+        taken = found.take(other)
+        found.give_back(other, taken)
+        again = found.take(other)
+        assert not {*taken.addresses} & {*first.addresses} and (taken.addresses == again.addresses) == (other.ptr == 8)
+    second = found.take(stream())
+    assert second.addresses[0] != a and second.addresses[1] == zeros
+    found.give_back(stream(), second)
+    found.give_back(stream(), first)
+    assert found.take(stream()).addresses == first.addresses
+    found.give_back(stream(7, True), found.take(stream(7, True)))
+    assert found.take(stream()).addresses == second.addresses
+    larger = room.Workspaces({"c": need((5000,), byte)}, where)
+    found.give_back(stream(), first)
+    larger.take(stream())
+    assert where.made[-1].nbytes >= 5000
+
+
+def arguments_serve_one_call_at_a_time(library: ModuleType) -> None:
+    """A table leads to the records of its kernel, which hold the addresses of the call until it gives them back."""
+    room = part(library, "executors.arguments")
+    words = np.arange(6, dtype=np.uint64)
+    places = [room.Place(1, 0, 0), room.Place(4, 64, 1)]
+    found = room.Arguments(words, [[slice(0, 2), slice(2, 6)], [slice(2, 6)]], places)
+    first, second = found.take([100, 200]), found.take([300, 400])
+    for buffer, start, other in ((first, 100, 200), (second, 300, 400)):
+        (_, (one, two)), (_, (again,)) = buffer.kernels
+        assert np.frombuffer(one.tobytes(), np.uint64).tolist() == [0, start]
+        assert np.frombuffer(two.tobytes(), np.uint64).tolist() == [2, 3, other + 64, 5]
+        for kernel in buffer.kernels:
+            table = (ctypes.c_uint64 * len(kernel.records)).from_address(kernel.table)
+            assert list(table) == [record.ctypes.data for record in kernel.records]
+        assert again.ctypes.data == two.ctypes.data
+    found.give_back(first)
+    assert found.take([5, 6]) is first
+
+
+def checks_follow_the_environment(library: ModuleType) -> None:
+    """CUFLASH_CHECK is read at each call; it is off where it is not set, empty or 0."""
+    checks, before = part(library, "executors.checks"), os.environ.get("CUFLASH_CHECK")
+    try:
+        for value, is_on in ((None, False), ("1", True), ("0", False), ("", False), ("yes", True)):
+            os.environ.pop("CUFLASH_CHECK", None)
+            if value is not None:
+                os.environ["CUFLASH_CHECK"] = value
+            assert checks.is_on() == is_on
+    finally:
+        os.environ.pop("CUFLASH_CHECK", None)
+        if before is not None:
+            os.environ["CUFLASH_CHECK"] = before
+
+
+WORKSPACES, ARGUMENTS = "executors/workspaces.py", "executors/arguments.py"
+FAULTS = {
+    workspaces_serve_one_call_at_a_time: {
+        "a piece stays with its stream while a call has it": Edit(
+            WORKSPACES, "Workspaces.take", "free.pop() if free", "free[-1] if free"
+        ),
+        "a capture uses the pieces of its stream": Edit(
+            WORKSPACES, "Workspaces.take", "or bool(stream.is_capturing())", ""
+        ),
+        "cudaStreamPerThread is taken for one stream": Edit(
+            WORKSPACES, "Workspaces.take", "number == _PER_THREAD or", ""
+        ),
+        "workspaces lie in one place": Edit(WORKSPACES, "Workspaces.take", "base + start for", "base for"),
+        "workspaces are not aligned": Edit(
+            WORKSPACES, "Workspaces.__init__", "-(-size // _ALIGNMENT) * _ALIGNMENT for", "size for"
+        ),
+        "a small piece serves a large call": Edit(
+            WORKSPACES, "Workspaces.take", "or piece.nbytes < self._nbytes", ""
+        ),
+        "what a capture had goes to its stream": Edit(
+            WORKSPACES, "Workspaces.take", "None if is_apart or self._nbytes > MOST_KEPT else piece", "piece"
+        ),
+    },
+    arguments_serve_one_call_at_a_time: {
+        "a buffer is free while its call has it": Edit(
+            ARGUMENTS, "Arguments.take",
+            "buffer = Buffer(self._words, self._kernels)",
+            "buffer = Buffer(self._words, self._kernels); self._free.append(buffer)",
+        ),
+        "addresses are not raised by offsets": Edit(
+            ARGUMENTS, "Arguments.take", "addresses[number] + offset", "addresses[number]"
+        ),
+        "arguments start at the first record": Edit(
+            ARGUMENTS, "Buffer.__init__", "[base + 8 * part.start for part in slices]", "[base for part in slices]"
+        ),
+    },
+    checks_follow_the_environment: {
+        "an empty value asks for checks": Edit("executors/checks.py", "is_on", "not in _OFF", "not in (None, b'0')"),
+    },
+}

@@ -1,0 +1,94 @@
+"""Faults planted in the experiments' own source, each of which a test of theirs must see."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+from mutations.planting import replaced
+
+pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
+pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+Load = Callable[[str], ModuleType]
+
+
+class Fault(NamedTuple):
+    """An edit of a function of an experiment, and the test that fails with it."""
+
+    file: str
+    function: str
+    anchor: str
+    replacement: str
+    test: str
+
+
+def of(name: str) -> Any:
+    """A test by "module.function"."""
+    module, _, function = name.partition(".")
+    return getattr(importlib.import_module(module), function)
+
+
+TRAINING, TASKS = "language/training.py", "sweeps/tasks.py"
+RESUMES = "test_training.test_an_interrupted_training_ends_with_the_same_bits"
+HELD_OUT = "test_training.test_steps_never_see_the_held_out_text"
+GRADIENTS = "test_training.test_naive_attention_is_exact_and_a_wrong_key_is_not"
+DONE = "test_sweeps.test_what_is_done_is_not_measured_again_and_other_commits_are"
+FAILED = "test_sweeps.test_a_failure_is_recorded_and_the_sweep_goes_on"
+ENDS = "test_training.test_ends_are_far_apart_and_labels_are_equal_colours"
+FAULTS = {
+    "squares start anew": Fault(TRAINING, "continued", "xp.asarray(file[part])", "0 * xp.asarray(file[part])", RESUMES),
+    "checkpoints are late": Fault(TRAINING, "steps", "% every == 0", "% every == 1", RESUMES),
+    "every step sees the same text": Fault(TRAINING, "pieces", "(recipe.seed, step)", "(recipe.seed, 1)", HELD_OUT),
+    "no text is held out": Fault(TRAINING, "trained_on", "(1 - HELD_OUT)", "1", HELD_OUT),
+    "naive weights are not centred": Fault(TRAINING, "vjp", "(do * o).sum(axis=-1, keepdims=True)", "0", GRADIENTS),
+    "no key is wrong": Fault(TRAINING, "wrong_key", "k[:, :, 15:-1:16]", "k[:, :, 16::16]", GRADIENTS),
+    "a done task is measured again": Fault(TASKS, "measure", "task.result.exists()", "False", DONE),
+    "results of another commit count": Fault(TASKS, "stem", "self.commit]", "'']", DONE),
+    "a failure is a result": Fault(TASKS, "measure", 'if "failure" in told else', "if False else", FAILED),
+    "one end alone tells": Fault(
+        "sparsity/long_range.py", "sequences", "(colours + np.where(", "(0 * colours + np.where(", ENDS
+    ),
+    "ends are near": Fault(
+        "sparsity/long_range.py", "sequences", "rng.integers(3 * seqlen // 4,", "rng.integers(seqlen // 4,", ENDS
+    ),
+}  # fmt: skip
+
+
+def arguments(test: str, load: Load, folder: Path) -> list[Any]:
+    """What a test takes, in the order of its parameters."""
+    first = {"test_sweeps": "sweep", "test_training": "training"}[test.partition(".")[0]]
+    return {
+        RESUMES: [load(first), folder], HELD_OUT: [load(first)], GRADIENTS: [load(first)], DONE: [load(first), folder],
+        FAILED: [load(first), folder], ENDS: [load],
+    }[test]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FAULTS[name]
+    for folder in ("language", "proof", "sparsity", "speed", "support", "sweeps"):
+        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
+    path = EXPERIMENTS / fault.file
+    for module in ("sweep", "tasks", "training", "long_range"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    planted = ModuleType(path.stem)
+    planted.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, path.stem, planted)
+    text = replaced(path.read_text("utf-8"), fault.anchor, fault.replacement, fault.function, language="python")
+    exec(compile(text, str(path), "exec"), vars(planted))
+    with pytest.raises((AssertionError, ValueError)):
+        of(fault.test)(*arguments(fault.test, importlib.import_module, tmp_path))
+
+
+@pytest.mark.parametrize("test", sorted({fault.test for fault in FAULTS.values()}))
+def test_without_a_fault_it_passes(test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("language", "proof", "sparsity", "speed", "support", "sweeps"):
+        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
+    of(test)(*arguments(test, importlib.import_module, tmp_path))

@@ -1,0 +1,204 @@
+"""What an experiment cannot run is one line on standard error and a status other than 0, for every experiment."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import math
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
+pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
+
+ROOT = Path(__file__).parents[2]
+command = importlib.import_module("experiments.__main__")
+SCRIPTS = {name: path for folder in command.SUBJECTS for name, path in command.scripts(command.FOLDER / folder).items()}
+SUPPORT = set(command.scripts(command.FOLDER / "support"))
+FOLDERS = [str(command.FOLDER / folder) for folder in command.SUBJECTS]
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(folder)
+    return importlib.import_module("harness")
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Status and complaint of the command; its standard error must be one line."""
+    try:
+        status: Any = command.main(argv)
+    except SystemExit as ended:
+        status = ended.code
+        if isinstance(status, str):  # Python prints it, and ends with 1
+            print(status, file=sys.stderr)
+            status = 1
+    told = capsys.readouterr().err
+    assert status not in (0, None) and told.count("\n") == 1 and told.strip(), (argv, status, told)
+    return status, told
+
+
+def configured(name: str) -> Any:
+    """The configuration of an experiment that is run with one; None where it parses flags of its own."""
+    module = importlib.import_module(name)
+    config_type = getattr(module, "Config", None)
+    is_run = "config_type" in inspect.signature(getattr(module, "main", lambda: None)).parameters
+    return config_type if is_run or "parse_config(Config" in SCRIPTS[name].read_text("utf-8") else None
+
+
+# The list
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_experiment_tells_its_question_its_finding_and_its_cost(name: str) -> None:
+    told = command.summary(SCRIPTS[name])
+    wanted = {"question", "cost"} | ({"found"} if name not in SUPPORT | {"sweep"} else set())
+    assert {key for key, text in told.items() if text} >= wanted
+
+
+def test_the_list_shows_question_finding_and_cost() -> None:
+    lines = command.listing().splitlines()
+    (first,) = (number for number, line in enumerate(lines) if line.startswith("  pattern_zoo "))
+    assert "How does each static pattern look" in lines[first] and lines[first + 1].lstrip().startswith("found: ")
+    rest = [line.split(":")[0].strip() for line in lines[first + 1 : first + 6]]
+    assert "cost" in rest
+
+
+# Flags
+
+
+def test_every_experiment_that_takes_flags_has_the_parser_of_one_line() -> None:
+    """Configurations are parsed by it too."""
+    for name, path in SCRIPTS.items():
+        assert "ArgumentParser(" not in path.read_text("utf-8"), name
+
+
+@pytest.mark.parametrize("name", [name for name, path in SCRIPTS.items() if "Parser(" in path.read_text("utf-8")])
+def test_an_unknown_flag_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harness: ModuleType
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert refused([name, "--no-such-flag"], capsys)[0] == 2
+
+
+def wrong_values(kind: Any, default: Any) -> Iterator[str]:
+    """Texts of values that no field of a type takes."""
+    several = typing.get_origin(kind) is tuple
+    element = typing.get_args(kind)[0] if several else kind
+    takes_zero = 0 in (default if several else (default,))
+    if element is int:
+        yield "-1" if takes_zero else "0"
+    if element is float:
+        yield from ("nan", "-1.0")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_number_out_of_range_is_refused(
+    name: str, harness: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
+    if (config_type := configured(name)) is None:
+        pytest.skip("it has no configuration")
+    types = typing.get_type_hints(config_type)
+    for field in dataclasses.fields(config_type):
+        flag = "--" + field.name.replace("_", "-")
+        for text in wrong_values(types[field.name], field.default):
+            with pytest.raises(SystemExit) as ended:
+                harness.parse_config(config_type, "", [f"{flag}={text}"])
+            told = capsys.readouterr().err
+            assert ended.value.code == 2 and told.count("\n") == 1, (flag, text, told)
+            assert field.name in told or flag in told, told
+
+
+def test_lists_and_numbers_are_checked_before_a_configuration_is_made(harness: ModuleType) -> None:
+    check = importlib.import_module("command_line").check_values
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        sizes: tuple[int, ...] = (1,)
+        seed: int = 0
+        share: float = 0.5
+        name: str = ""
+
+    check(Config, {"sizes": (1, 2), "seed": 0, "share": 1e-9, "name": ""})
+    for wrong in ({"sizes": ()}, {"sizes": (3, 0)}, {"seed": -1}, {"share": 0.0}, {"share": math.nan}):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must"):
+            check(Config, wrong)
+
+
+# Places
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_folder_that_takes_no_file_is_refused_before_anything_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harness: ModuleType
+) -> None:
+    (tmp_path / "file").write_text("")
+    text, place = SCRIPTS[name].read_text("utf-8"), str(tmp_path / "file" / "results")
+    flags = {"decode": ["--csv", f"{place}/x"], "host_time": ["--csv", f"{place}/x"]}.get(name, ["--results", place])
+    flags += {"before_after": ["--before", str(ROOT)], "sweep": ["nap", "--over", "number=1"]}.get(name, [])
+    if flags[0] == "--results" and not re.search(r"\bmain\(\s*Config", text) and name != "sweep":
+        pytest.skip("it writes to no folder that is named")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    told = refused([name, *flags], capsys)[1]
+    assert "cannot write results to" in told and "name another folder" in told
+
+
+# Packages and devices
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if "why_no_gpu" in SCRIPTS[name].read_text("utf-8")])
+def test_a_missing_gpu_is_refused(
+    name: str, harness: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(harness, "why_no_gpu", lambda: "CuPy finds no GPU")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    text = SCRIPTS[name].read_text("utf-8")
+    flags = ["--gpu"] if "    gpu: bool" in text else []
+    flags += ["--csv", str(tmp_path / "x")] if name in ("decode", "host_time") else ["--results", str(tmp_path)]
+    flags += ["--before", str(ROOT)] if name == "before_after" else []
+    assert "CuPy finds no GPU" in refused([name, *flags], capsys)[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_named_with_what_installs_it() -> None:
+    """In a process that blocks it, as on a machine that has none."""
+    code = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name == "rich":
+            raise ModuleNotFoundError("No module named 'rich'", name="rich")
+sys.meta_path.insert(0, Blocked())
+from experiments.__main__ import main
+sys.exit(main(["pattern_zoo"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("pattern_zoo: ") and "pip install -e '.[experiments]'" in done.stderr
+
+
+def test_a_fault_of_a_program_is_no_missing_package() -> None:
+    assert command.complaint(ModuleNotFoundError("no harness", name="harness")) is None
+    assert command.complaint(ImportError("cannot import name", name="cuflash")) is None
+    assert "rich is missing" in (command.complaint(ModuleNotFoundError("no rich", name="rich")) or "")
+    assert command.complaint(PermissionError(13, "Permission denied", "x")) == "[Errno 13] Permission denied: 'x'"
+
+
+def test_what_the_library_refuses_is_one_line(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    flags = ["--executor", "no_such", "--results", str(tmp_path)]
+    monkeypatch.setattr(harness, "track", lambda items, label: iter(items))
+    assert "executor must be" in refused(["block_sparsity", *flags], capsys)[1]

@@ -1,0 +1,263 @@
+"""Training of the language model and the task on far ends: what their rows say holds at tiny sizes too."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
+pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import an experiment as its script does."""
+    for folder in ("language", "sparsity", "speed", "support"):
+        monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
+    return importlib.import_module
+
+
+@pytest.fixture
+def training(load) -> ModuleType:
+    return load("training")
+
+
+def recipe(training: ModuleType, name: str = "exact", **changes: Any) -> Any:
+    sizes = {"context": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "width": 16}
+    shape = training.model.Config(vocabulary=len(training.ALPHABET), **sizes)
+    return training.Recipe(attention=name, model=shape, batch=2, steps=6, block=16, **changes)
+
+
+# Steps
+
+
+def test_an_interrupted_training_ends_with_the_same_bits(training: ModuleType, tmp_path: Path) -> None:
+    """Interrupted between two checkpoints: the steps after the last one are made again."""
+    text, exact = training.library_text(5000), training.model.exact
+    whole = training.Training.new(recipe(training), np)
+    list(whole.steps(text, exact, tmp_path / "whole", every=6))
+    first = training.Training.continued(recipe(training), np, tmp_path)
+    for _ in zip(range(5), first.steps(text, exact, tmp_path, every=2)):
+        pass
+    resumed = training.Training.continued(recipe(training), np, tmp_path)
+    assert len(resumed.losses) == 4
+    assert list(resumed.steps(text, exact, tmp_path, every=2)) == whole.losses[4:]
+    assert resumed.losses == whole.losses and len(whole.losses) == 6
+    for part in ("flat", "means", "squares"):
+        assert np.array_equal(getattr(resumed, part), getattr(whole, part))
+    assert list(training.Training.continued(recipe(training), np, tmp_path).steps(text, exact, tmp_path, every=2)) == []
+
+
+def test_a_checkpoint_is_of_one_recipe(training: ModuleType, tmp_path: Path) -> None:
+    base = recipe(training)
+    training.Training.new(base, np).save(tmp_path)
+    others = [replace(base, seed=1), replace(base, steps=7), replace(base, model=replace(base.model, context=32))]
+    assert len({each.key for each in (base, *others)}) == 4
+    assert [path.stem for path in tmp_path.iterdir()] == [base.key]
+
+
+def test_a_checkpoint_that_is_not_written_whole_leaves_the_old_one(
+    training: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training.Training.new(recipe(training), np)
+    run.losses, run.seconds = [1.0], [1.0]
+    run.save(tmp_path)
+
+    def killed(file: Any, **arrays: Any) -> None:
+        file.write(b"half of the n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.np, "savez", killed)
+    run.losses.append(2.0)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert training.Training.continued(run.recipe, np, tmp_path).losses == [1.0]
+
+
+def test_steps_never_see_the_held_out_text(training: ModuleType) -> None:
+    text = np.arange(2000)
+    for step in range(1, 50):
+        tokens = training.pieces(text, recipe(training), step)
+        assert tokens.shape == (2, 49) and tokens.max() < training.trained_on(text) == 1800
+        assert (np.diff(tokens) == 1).all()
+    assert not np.array_equal(training.pieces(text, recipe(training), 1), training.pieces(text, recipe(training), 2))
+
+
+def test_the_text_is_the_librarys_source(training: ModuleType) -> None:
+    numbers = training.library_text(20000)
+    assert len(numbers) == 20000
+    shown = "".join(training.ALPHABET[number] for number in numbers)
+    first = min(Path(importlib.import_module("sysconfig").get_path("stdlib")).glob("*.py")).read_text("utf-8")
+    assert shown.startswith(first[:200]) and "import " in shown
+
+
+# Attentions
+
+
+def test_naive_attention_is_exact_and_a_wrong_key_is_not(training: ModuleType) -> None:
+    """In float64, where rounding is far below a wrong key; four query heads on two of keys."""
+    rng = np.random.default_rng(0)
+    q, k, v, do = (rng.standard_normal((2, heads, 48, 8)) for heads in (4, 2, 2, 4))
+    ways = training.attentions(training.block_indices(48, 16))
+    right, pull = ways["exact"](q, k, v)
+    for name in ("naive", "wrong_key"):
+        o, vjp = ways[name](q, k, v)
+        pairs = [(o, right), *zip(vjp(do), pull(do))]
+        assert all(np.allclose(*pair, rtol=1e-10, atol=1e-12) for pair in pairs) == (name == "naive")
+
+
+def test_block_sparse_attentions_are_causal_and_keep_their_density(training: ModuleType) -> None:
+    for name, index in training.block_indices(96, 16).items():
+        kept = index.toarray().reshape(96, 96).astype(bool)
+        assert np.array_equal(kept, np.tril(kept)) and kept.diagonal().all(), name
+        assert training.density(index) == pytest.approx(kept.sum() / (96 * 97 / 2)) and not np.tril(~kept).sum() == 0
+
+
+def test_losses_agree_but_with_a_wrong_key_and_every_attention_has_its_row(load, tmp_path: Path) -> None:
+    experiment = load("train_language_model")
+    config = experiment.Config(
+        context=64, batch=1, steps=12, compared_steps=12, characters=3000, budget_mib=2, checkpoints=tmp_path
+    )
+    rows = list(experiment.run(config))
+    runs = {row["attention"]: row for row in rows if row["part"] == "run"}
+    assert tuple(runs) == experiment.NAMES
+    assert runs["exact"]["gap"] <= runs["exact"]["bound"] < runs["wrong_key"]["gap"]
+    assert runs["exact"]["step"] == 12 > runs["wrong_key"]["step"]
+    assert min(runs["sink_local"]["gap"], runs["butterfly"]["gap"]) > runs["exact"]["gap"]
+    for name in experiment.NAMES[:4]:
+        assert runs[name]["tokens_per_s"] > 0 and runs[name]["peak_mib"] > 0 and runs[name]["held_out_loss"] > 0
+    assert list(tmp_path.iterdir()) == []  # an experiment that ended leaves no checkpoint
+    assert 32 <= runs["naive"]["longest_context"] <= runs["exact"]["longest_context"]
+    assert experiment.plot(rows).axes and experiment.table(rows).renderables
+
+
+def test_memory_above_a_limit_does_not_fit(load) -> None:
+    peak = load("train_language_model").peak_bytes
+    taken = peak(np, lambda: np.ones(1 << 20))
+    assert 8 << 20 <= taken <= 9 << 20
+    assert peak(np, lambda: np.ones(1 << 20), 4 << 20) is None and peak(np, lambda: np.ones(1 << 20), 9 << 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", ["gpu", "long"])
+def test_a_language_model_trains_on_a_gpu(load, tmp_path: Path, part: str) -> None:
+    experiment = load("train_language_model")
+    config = experiment.Config(
+        **{part: True}, gpu_context=128, gpu_batch=2, gpu_steps=10, compared_steps=10, gpu_budget_mib=64,
+        characters=40000, checkpoints=tmp_path, long_contexts=(128, 256), long_tokens=512, long_steps=4, long_layers=1,
+    )  # fmt: skip
+    rows = list(experiment.run(config))
+    if part == "gpu":
+        runs = {row["attention"]: row for row in rows if row["part"] == "run"}
+        assert runs["exact"]["gap"] <= runs["exact"]["bound"] < runs["wrong_key"]["gap"]
+    else:
+        assert [row["attention"] for row in rows] == list(experiment.NAMES[:4]) * 2
+        assert all(row["ms"] > 0 and np.isfinite(row["loss"]) for row in rows)
+    experiment.table(rows), experiment.plot(rows)
+
+
+# Far ends
+
+
+def test_ends_are_far_apart_and_labels_are_equal_colours(load) -> None:
+    task = load("long_range")
+    tokens, goals, labels = task.sequences(256, 4000, (1,))
+    starts = ((tokens >= task.START) & (tokens < task.GOAL)).argmax(axis=1)
+    rows = np.arange(len(tokens))
+    assert ((tokens >= task.START).sum(axis=1) == 2).all() and (tokens[rows, goals] >= task.GOAL).all()
+    assert (goals - starts > 128).all() and starts.min() >= 32
+    first, second = tokens[rows, starts] - task.START, tokens[rows, goals] - task.GOAL
+    assert np.array_equal(first == second, labels == 1)
+    other, _, answers = task.recoloured(tokens, goals, labels)
+    assert np.array_equal(other[rows, starts] - task.START == second, answers == 1)
+    assert ((other != tokens).sum(axis=1) == 1).all() and np.array_equal(answers, 1 - labels)
+    for colours in (first, second):  # one end alone tells nothing: six standard errors of a share of 1000 draws
+        shares = [labels[colours == colour].mean() for colour in range(task.COLOURS)]
+        assert np.abs(np.array(shares) - 0.5).max() < 6 * 0.5 / 900**0.5
+
+
+@pytest.mark.parametrize(("seqlen", "block"), [(64, 4), (512, 16), (4096, 128), (16384, 128)])
+def test_two_steps_connect_the_ends_by_far_patterns_alone(load, seqlen: int, block: int) -> None:
+    """Over blocks: whether any block of a second end sees, in two steps, blocks where the first end may lie."""
+    task, grid = load("long_range"), seqlen // block
+    for name in task.NAMES:
+        mask = task.mask_of(name, seqlen, block)
+        blocks = np.ones((grid, grid), bool)
+        if mask is not None:
+            index = task.cuflash.BlockIndex.from_mask(mask, seqlen, seqlen, block)
+            blocks = index.to_scipy().toarray() > 0
+        reached = (blocks.astype(int) @ blocks.astype(int) > 0)[3 * grid // 4 :, grid // 8 : grid // 4]
+        assert reached.all() if name in ("exact", "bigbird", "strided") else not reached.any(), name
+
+
+def test_the_task_is_trained_and_judged_in_stages(load) -> None:
+    task = load("long_range")
+    config = task.Config(gpu=True, gpu_seqlens=(4096,), gpu_steps=7, gpu_steps_more=3)
+    assert task.stages(config) == [(512, 16, 7), (1024, 32, 3), (2048, 64, 3), (4096, 128, 3)]
+    config = task.Config(seqlens=(32, 64), block=2, batch=4, steps=2, tests=6, names=("exact", "window"))
+    rows = list(task.run(config))
+    cases = [(row["pattern"], row["seqlen"], row["steps"]) for row in rows]
+    assert cases == [(name, seqlen, steps) for name in config.names for seqlen, steps in ((32, 2), (64, 4))]
+    assert [row["accuracy"] for row in rows if row["pattern"] == "window"] == [0.5, 0.5]
+    assert task.plot(rows).axes and len(task.table(rows).rows) == 4
+
+
+@pytest.mark.gpu
+def test_the_task_is_trained_on_a_gpu(load) -> None:
+    task = load("long_range")
+    config = task.Config(
+        gpu=True, gpu_seqlens=(1024,), gpu_steps=3, gpu_steps_more=2, gpu_tests=64, gpu_seeds=(0,), gpu_tokens=4096
+    )
+    rows = list(task.run(config))
+    assert [row["pattern"] for row in rows] == list(task.NAMES) and all(np.isfinite(row["loss"]) for row in rows)
+
+
+# What is published
+
+
+def published(name: str) -> list[dict[str, str]]:
+    with open(EXPERIMENTS / "results" / f"{name}.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_published_losses_agree_and_the_wrong_key_is_seen() -> None:
+    runs = {row["attention"]: row for row in published("train_language_model") if row["part"] == "run"}
+    assert int(runs["exact"]["step"]) >= 200
+    assert float(runs["exact"]["gap"]) <= float(runs["exact"]["bound"]) < float(runs["wrong_key"]["gap"])
+
+
+PUBLISHED = [path.stem for path in (EXPERIMENTS / "results").glob("long_range*.csv")]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_far_patterns_learn_and_local_ones_do_not(load, name: str) -> None:
+    task = load("long_range")
+    rows = published(name)
+    cases = {(int(row["seed"]), row["pattern"]) for row in rows}
+    assert cases == set(task.Config(gpu=name.endswith("gpu")).cases)
+    for row in rows:
+        share = float(row["accuracy"])
+        assert share >= 0.9 if row["pattern"] in ("exact", "bigbird", "strided") else share <= 0.52, row
+
+
+def test_the_archive_of_the_language_model_says_where_it_is_from(load) -> None:
+    q, k, v = load("workloads").language_activations()
+    assert q.shape == k.shape == v.shape == (4, 512, 32) and all(np.isfinite(x).all() for x in (q, k, v))
+    path = EXPERIMENTS / "data" / "language_activations.npz"
+    with np.load(path) as archive:
+        told = json.loads(str(archive["provenance"]))
+    assert path.stat().st_size <= 2**20 and told.keys() >= {"model", "text", "steps", "held_out_loss", "commit", "date"}
+    readme = (EXPERIMENTS / "data" / "README.md").read_text("utf-8")
+    assert str(told["held_out_loss"]) in readme and told["date"] in readme

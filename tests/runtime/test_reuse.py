@@ -1,0 +1,252 @@
+"""Memory that calls use in turn, and calls that share launches: of other libraries' arrays, and plans for new masks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from types import SimpleNamespace
+
+import cupy_machine
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import api, masks
+from cuflash.calls import listed_plan
+from cuflash.executors import gpu, workspaces
+from test_launch import DO, K, Q, V, Foreign, close
+
+RNG = np.random.default_rng(1)
+DENSE = RNG.random((3, 40, 40)) < 0.4
+KEPT = RNG.random((3, 5, 5)) < 0.5
+MASKS = {
+    "elements": lambda take, turn: take(DENSE[turn]),
+    "elements and a closed form": lambda take, turn: masks.Dense(take(DENSE[turn])) & masks.Causal(),
+    "blocks": lambda take, turn: masks.BlockPattern(take(KEPT[turn]), 8),
+}
+
+
+@pytest.fixture
+def cupy(tmp_path, monkeypatch):
+    with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
+        yield machine
+
+
+def asks_nothing_again(monkeypatch):
+    for place, name in ((api, "planned"), (gpu, "BoundPass"), (gpu, "ListMaker")):
+        monkeypatch.setattr(place, name, lambda *args, name=name, **options: pytest.fail(f"{name} again"))
+
+
+# Workspaces.
+
+
+def test_repeated_calls_allocate_their_results_alone(cupy):
+    arrays, do = [cupy.asarray(array) for array in (Q, K, V)], cupy.asarray(DO)
+    _, vjp = cuflash.attention_vjp(*arrays)
+    vjp(do)
+    for options, made in (({}, 1), ({"return_lse": True}, 2)):
+        cuflash.attention(*arrays, **options)
+        before = cupy.allocated
+        cuflash.attention(*arrays, **options)
+        assert cupy.allocated == before + made
+    before = cupy.allocated
+    vjp(do)
+    assert cupy.allocated == before + 3
+
+
+def test_an_lse_that_nobody_wants_changes_nothing(cupy):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    o, lse = cuflash.attention(*arrays, return_lse=True)
+    for _ in range(2):
+        assert (cuflash.attention(*arrays).get() == o.get()).all()
+        out = cupy.empty(Q.shape, np.float32)
+        assert cuflash.attention(*arrays, out=out) is out and (out.get() == o.get()).all()
+        again = cuflash.attention(*arrays, return_lse=True)
+        assert all((x.get() == y.get()).all() for x, y in zip(again, (o, lse)))
+
+
+def test_calls_of_one_stream_that_are_launched_at_once_have_memory_of_their_own(cupy):
+    """Another thread makes a call between the kernels of a call."""
+    launch, between = cupy.cuda.driver.launchKernel, []
+
+    def launched(*arguments):
+        launch(*arguments)
+        if between:
+            thread = threading.Thread(target=between.pop())
+            thread.start()
+            thread.join()
+
+    cupy.cuda.driver.launchKernel = launched
+    _, vjp = cuflash.attention_vjp(*map(cupy.asarray, (Q, K, V)))
+    do, found = cupy.asarray(DO), []
+    expected = [x.get() for x in vjp(do)]
+    between.append(lambda: found.extend(vjp(cupy.asarray(2 * DO))))
+    assert all((ours.get() == x).all() for ours, x in zip(vjp(do), expected)) and len(found) == 3
+    assert all(np.allclose(ours.get(), 2 * x, rtol=1e-4, atol=1e-5) for ours, x in zip(found, expected))
+
+
+def memory_of(sizes):
+    """Memory of workspaces of some sizes, and the arrays that were made."""
+    made, kept, pieces = [], {}, {}
+
+    def maker(shape, dtype):
+        return lambda: made.append(np.zeros(shape, dtype)) or made[-1]
+
+    memory = SimpleNamespace(
+        maker=maker, zeros=lambda shape, dtype: maker(shape, dtype)(), address=lambda array: array.ctypes.data,
+        kept_zeros=lambda need: kept.setdefault(need, {}), kept_pieces=lambda: pieces,
+    )  # fmt: skip
+    needs = {str(n): workspaces.Workspace((abs(size),), np.dtype(np.uint8), size < 0) for n, size in enumerate(sizes)}
+    return workspaces.Workspaces(needs, memory), made, memory
+
+
+def stream(ptr=7, is_capturing=False):
+    return SimpleNamespace(ptr=ptr, is_capturing=lambda: is_capturing)
+
+
+def test_workspaces_lie_apart_and_aligned_and_those_of_zeros_are_kept():
+    found, made, _ = memory_of((300, -40, 5, 1000))
+    taken = found.take(stream())
+    first, zeros, second, third = taken.addresses
+    base = made[0].ctypes.data
+    assert [first - base, second - base, third - base] == [0, 512, 768] and made[0].nbytes == 1768
+    assert zeros == made[1].ctypes.data and len(made) == 2
+    found.give_back(stream(), taken)
+    assert found.take(stream()).addresses == taken.addresses
+
+
+@pytest.mark.parametrize("other", [stream(8), stream(2), stream(7, True)], ids=["stream", "per thread", "capture"])
+def test_other_streams_and_captures_have_memory_of_their_own(other):
+    found, made, _ = memory_of((300, -40))
+    taken = found.take(stream())
+    found.give_back(stream(), taken)
+    apart = found.take(other)
+    assert len(made) == 4 and not {*apart.addresses} & {*taken.addresses}
+    found.give_back(other, apart)
+    found.take(other)
+    assert len(made) == (4 if other.ptr == 8 else 6)
+
+
+def test_a_piece_is_large_enough_for_each_call_and_what_is_large_is_not_kept(monkeypatch):
+    monkeypatch.setattr(workspaces, "MOST_KEPT", 1000)
+    small, made, memory = memory_of((300,))
+    needs = {"x": workspaces.Workspace((900,), np.dtype(np.uint8))}
+    large = workspaces.Workspaces(needs, memory)
+    small.give_back(stream(), small.take(stream()))
+    large.give_back(stream(), large.take(stream()))
+    assert [array.nbytes for array in made] == [300, 900]
+    small.give_back(stream(), small.take(stream()))
+    assert len(made) == 2  # the small call uses the large piece
+    huge = workspaces.Workspaces({"x": needs["x"]._replace(shape=(1001,))}, memory)
+    for _ in range(2):
+        huge.give_back(stream(), huge.take(stream()))
+    assert [array.nbytes for array in made] == [300, 900, 1001, 1001]
+
+
+# Arrays of other libraries.
+
+
+def results(arrays, do, mask):
+    o, vjp = cuflash.attention_vjp(*arrays, mask=mask)
+    return o, *vjp(do)
+
+
+def on_device(array):
+    return Foreign(array, (2, 0))
+
+
+@pytest.mark.parametrize("name", [None, *MASKS])
+def test_repeated_calls_with_arrays_of_other_libraries_ask_nothing_again(cupy, monkeypatch, name):
+    make = (lambda take, turn: None) if name is None else MASKS[name]
+    expected = [results((Q, K, V), DO, make(np.asarray, turn)) for turn in range(3)]
+    call = lambda turn: results(map(on_device, (Q, K, V)), on_device(DO), make(on_device, turn))  # noqa: E731
+    call(0)
+    asks_nothing_again(monkeypatch)
+    for turn in range(3):
+        assert all(map(close, call(turn), expected[turn]))
+
+
+def test_repeated_calls_of_a_plan_take_arrays_of_other_libraries(cupy, monkeypatch):
+    expected = results((Q, K, V), DO, None)
+    ready = cuflash.plan(*map(cupy.asarray, (Q, K, V)))
+    for _ in range(2):
+        arrays = [on_device(array) for array in (Q, K, V)]
+        o, lse = ready.forward(*arrays)
+        assert all(map(close, (o, *ready.backward(on_device(DO), *arrays, o, lse)), expected))
+        asks_nothing_again(monkeypatch)
+        monkeypatch.setattr(gpu, "bind", lambda *given, **options: pytest.fail("bound again"))
+
+
+def test_an_output_of_another_library_is_written_by_a_repeated_call(cupy, monkeypatch):
+    expected = cuflash.attention(Q, K, V)
+    for turn in range(2):
+        out = np.zeros_like(Q)
+        cuflash.attention(*map(on_device, (Q, K, V)), out=on_device(out))
+        assert np.allclose(out, expected, rtol=1e-4, atol=1e-5)
+        asks_nothing_again(monkeypatch)
+
+
+# Plans for masks on the device.
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_plans_for_new_masks_share_launches_and_read_each_mask_once(cupy, monkeypatch, name):
+    arrays, do = [cupy.asarray(array) for array in (Q, K, V)], cupy.asarray(DO)
+    made = [MASKS[name](cupy.asarray, turn) for turn in range(3)]
+    expected = [results((Q, K, V), DO, MASKS[name](np.asarray, turn)) for turn in range(3)]
+    plans = [cuflash.plan(*arrays, mask=made[0])]
+    plans[0].backward(do, *arrays, *plans[0].forward(*arrays))
+    asks_nothing_again(monkeypatch)
+    plans += [cuflash.plan(*arrays, mask=mask) for mask in made[1:]]
+    monkeypatch.setattr(listed_plan, "lookup", lambda *given: pytest.fail("looked up again"))
+    for ready, (o, *gradients) in zip(plans, expected):
+        found_o, lse = ready.forward(*arrays)
+        found = ready.backward(do, *arrays, found_o, lse)
+        assert close(found_o, o) and all(map(close, found, gradients))
+
+
+def test_a_plan_for_a_mask_on_the_device_tells_the_blocks_of_its_mask(cupy):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    for turn in range(2):
+        there, here = (
+            cuflash.plan(*arrays, mask=masks.BlockPattern(take(KEPT[turn][:2, :2]), 20)).explain()
+            for take in (cupy.asarray, np.asarray)
+        )
+        told = [[line for line in text.splitlines() if line.startswith(("work ", "FLOPs"))] for text in (there, here)]
+        assert told[0] == told[1] and len(told[0]) == 2
+
+
+def test_other_streams_wait_for_the_lists_of_a_plan_which_wait_for_them(cupy):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    cupy.events_are_reached = False
+    ready = cuflash.plan(*arrays, mask=cupy.asarray(DENSE[0]))
+    (recorded,) = [entry[2] for entry in cupy.log if entry[0] == "record"]
+    stream = cupy.cuda.Stream()
+    with stream:
+        ready.forward(*arrays)
+    assert ("wait", stream.ptr, recorded) in cupy.log
+    cupy.log.clear()
+    del ready
+    gc.collect()
+    cuflash.plan(*arrays, mask=cuflash.BlockIndex.from_blocks(KEPT[0], 40, 40, 8)).forward(*arrays)
+    assert ("record", stream.ptr) in [entry[:2] for entry in cupy.log]
+    assert ("wait", 0) in [entry[:2] for entry in cupy.log]
+
+
+@pytest.mark.parametrize("options", [{"out": True}, {"check": True}], ids=str)
+def test_a_plan_for_a_mask_on_the_device_runs_unbound_too(cupy, monkeypatch, options):
+    arrays = [cupy.asarray(array) for array in (Q, K, V)]
+    ready = cuflash.plan(*arrays, mask=cupy.asarray(DENSE[0]))
+    if "check" in options:
+        monkeypatch.setenv("CUFLASH_CHECK", "1")
+    out = cupy.empty(Q.shape, np.float32) if "out" in options else None
+    o, _ = ready.forward(*arrays, out=out)
+    assert close(o, cuflash.attention(Q, K, V, mask=DENSE[0], executor="cpu"))
+
+
+def test_a_plan_for_a_mask_on_the_device_takes_its_sink_at_each_call(cupy):
+    arrays, sinks = [cupy.asarray(array) for array in (Q, K, V)], RNG.standard_normal((2, 2)).astype(np.float32)
+    ready = cuflash.plan(*arrays, mask=cupy.asarray(DENSE[0]), sink=cupy.asarray(sinks[0]))
+    for sink in sinks:
+        o, _ = ready.forward(*arrays, sink=cupy.asarray(sink))
+        assert close(o, cuflash.attention(Q, K, V, mask=DENSE[0], sink=sink))
