@@ -224,6 +224,18 @@ CUFLASH_DEVICE void for_each_weight(const Tile& tile, const Draws& draws, uint32
   }
 }
 
+// `kept_weights` as tensor cores hold weights, rows being queries.
+template <class Tile>
+CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_fragments(const Tile& tile, const Draws& draws, uint32_t head,
+                                                           int first_query, int first_key) {
+  KeptWeights<Tile> kept{};
+  for_each_weight(tile, draws, head, first_query, first_key, [&](int i, int j, bool is_kept) {
+    const int number = i * Tile::kColumns + j;
+    kept.words[number / 32] |= static_cast<uint32_t>(is_kept) << number % 32;
+  });
+  return kept;
+}
+
 // Set weights of a tile of queries that are dropped to 0.
 template <class Tile>
 CUFLASH_DEVICE void drop_weights_of_queries(Tile& p, const Dropout& dropout, const Shape& shape,

@@ -29,8 +29,9 @@ struct Position {
   T real;
 };
 
-// Positions of rows or columns that come at constant distances from the first one, as a score function takes them. Where it
-// reads no array at them they may go on past the last one; then the reals too are sums, and not conversions, which are slow.
+// Positions of rows or columns that come at constant distances from the first one, as a score function takes them. Where
+// it reads no array at them they may go on past the last one; then the reals too are sums, and not conversions, which are
+// slow.
 template <class Score>
 class PositionsOf {
  public:
@@ -86,8 +87,8 @@ constexpr CUFLASH_DEVICE int column_distance(const Tile&, int j) {
   return Tile::column(j);
 }
 
-// The score function of q k^T times `scale`, in its place, times `unit`; rows are queries. `query_of(i)` says which query of
-// which head a thread's row is.
+// The score function of q k^T times `scale`, in its place, times `unit`; rows are queries. `query_of(i)` says which query
+// of which head a thread's row is.
 template <class Tile, class Score, class QueryOf>
 CUFLASH_DEVICE void apply_score(Tile& s, const Score& score, typename Score::Number scale, const BatchHead& batch_head,
                                 QueryOf query_of, const Positions& keys, double unit) {

@@ -26,7 +26,6 @@ using KOfWarpgroup = tile::WgmmaTile<Element, kBlockKv, kHeadDim * kRowParts / k
 // A step's queries as a thread asks about them, from its first one on.
 struct StepQueries {
   const StageQueries& stage;
-  const StepMessage& message;
   int first_query, flags;
 
   CUFLASH_DEVICE bool is_plain() const { return !(flags & (StepMessage::kMasked | StepMessage::kLargeLse)); }
@@ -152,7 +151,7 @@ CUFLASH_DEVICE void make_p_and_ds(Scores& s, Scores& dp, const QueryValues& lse_
 using Kept = attention::KeptWeights<Scores>;
 
 // P is made while dP is multiplied: where slopes do not need scores, and registers hold dP of the next step.
-constexpr bool kMakesPEarly = !kMakesPairs && kDpRunsAhead;
+constexpr bool kMakesPEarly = kChangesWeights && !kMakesPairs && kDpRunsAhead;
 
 // visit(i, j) of a thread's elements of 16 queries.
 template <class Visit>
@@ -163,8 +162,8 @@ CUFLASH_DEVICE void for_each_of_fragment(int k, Visit visit) {
     for (int i = 0; i < Scores::kRows; ++i) visit(i, j);
 }
 
-// P in the place of q k^T for 16 queries: 0 where it is hidden, and of queries without a key. `scale` is that of products with
-// a score function, else of exponents.
+// P in the place of q k^T for 16 queries: 0 where it is hidden, and of queries without a key. `scale` is that of products
+// with a score function, else of exponents.
 template <bool IsPlain, class Step>
 CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, const StepQueries& queries,
                                    const ThreadMask<IsPlain>& mask, float scale) {
@@ -193,26 +192,27 @@ CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQuerie
     });
 }
 
-// What needs no dP, while that is multiplied: P in the place of q k^T, and which weights are kept.
-template <class Score>
-CUFLASH_DEVICE void prepare_changed(Scores& s, Kept& kept, const StepQueries& queries, const Score& score,
-                                    attention::DropoutArgument dropout, const attention::Shape& shape, float scale) {
-  const StepPlace place = place_of_step(queries.message);
-  if constexpr (kMakesPEarly) {
-    make_changed_p(s, StepScoreIf<Scores, Score>(score, place), queries, scale);
-  }
+// Which weights are kept.
+CUFLASH_DEVICE void draw_step(Kept& kept, const StepPlace& place, attention::DropoutArgument dropout,
+                              const attention::Shape& shape) {
   if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, place);
 }
 
-// P and dS as left operands, of P, or q k^T, and dP; and dS, transposed, where dQ's product reads it. P is left as dV has it,
-// without what is dropped.
+// Which of two copies of a function, of plain steps and of others.
+template <bool Value>
+struct IsPlain {
+  static constexpr bool kValue = Value;
+};
+
+// P and dS as left operands, of P, or q k^T, and dP; and dS, transposed, where dQ's product reads it. P is left as dV
+// has it, without what is dropped.
 template <bool IsPlain, class Score>
 CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds,
-                                          const Kept& kept, const StepQueries& queries,
+                                          const Kept& kept, const StepQueries& queries, const StepPlace& place,
                                           const Score& score, attention::DropoutArgument dropout, float scale,
                                           uint32_t ds_address) {
   using Step = StepScoreIf<Scores, Score>;
-  const Step step(score, place_of_step(queries.message));
+  const Step step(score, place);
   typename Step::Sums sums;
   const ThreadMask<IsPlain> mask(queries);
 #pragma unroll
@@ -323,10 +323,13 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
   if constexpr (kMakesDq)  // opaque: else reckoned anew in each step
     ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
   Kept kept;
-  const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state) {
-    const StepQueries queries{smem.queries[state.stage], smem.messages[state.stage], first_query, flags};
-    if constexpr (kChangesWeights)
-      prepare_changed(s, kept, queries, score, dropout, params.shape, softmax_scale_log2);
+  using Step = StepScoreIf<Scores, score::Function>;
+  const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state,
+                               const Step& step) {
+    const StepQueries queries{smem.queries[state.stage], first_query, flags};
+    if constexpr (kMakesPEarly)
+      make_changed_p(s, step, queries, softmax_scale_log2);
+    else if constexpr (kChangesWeights) return;
     else if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
     else make_p<false>(s, lse_2, delta, queries, softmax_scale_log2);
   };
@@ -341,30 +344,35 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
   release_ds(part);
   tile::wait_full(smem.d_o[state.stage], state.phase);
   if constexpr (kDpRunsAhead) {
-    QueryValues lse_2;
-    if constexpr (!kChangesWeights) lse_2 = QueryValues(smem.queries[state.stage].stats.lse_2 + first_query);
+    const QueryValues lse_2(smem.queries[state.stage].stats.lse_2 + first_query);
     start_dp(dp, state, part);
+    const StepPlace place = place_of_step(smem.messages[state.stage]);
+    const Step step(score, place);
+    draw_step(kept, place, dropout, params.shape);
     tile::wait_wgmma<1>(s);
-    make_step_p(s, delta, lse_2, state);
+    make_step_p(s, delta, lse_2, state, step);
     tile::wait_wgmma<0>(dp);
   } else {
     tile::wait_wgmma<0>(s);
   }
   while (true) {
-    const StepQueries queries{smem.queries[state.stage], smem.messages[state.stage], first_query, flags};
+    const StepQueries queries{smem.queries[state.stage], first_query, flags};
     PackedScores p, ds;
     if constexpr (kChangesWeights) {
+      const StepPlace place = place_of_step(smem.messages[state.stage]);
       if constexpr (!kDpRunsAhead) {
         start_dp(dp, state, part);
-        prepare_changed(s, kept, queries, score, dropout, params.shape, softmax_scale_log2);
+        draw_step(kept, place, dropout, params.shape);
         tile::wait_wgmma<0>(dp);
         ptx::fence_registers(tile::accumulators(s));
       }
       wait_ds(part);
-      if (queries.is_plain())
-        make_changed_operands<true>(s, dp, p, ds, kept, queries, score, dropout, softmax_scale_log2, ds_address);
-      else
-        make_changed_operands<false>(s, dp, p, ds, kept, queries, score, dropout, softmax_scale_log2, ds_address);
+      const auto make_operands = [&](auto is_plain) {
+        make_changed_operands<decltype(is_plain)::kValue>(s, dp, p, ds, kept, queries, place, score, dropout,
+                                                          softmax_scale_log2, ds_address);
+      };
+      if (queries.is_plain()) make_operands(IsPlain<true>());
+      else make_operands(IsPlain<false>());
     } else if constexpr (kDpRunsAhead) {
       wait_ds(part);
       if (queries.is_plain()) make_operands<true>(s, dp, p, ds, delta, queries, ds_address);
@@ -387,7 +395,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     QueryValues next_lse_2;
     if constexpr (kDpRunsAhead) {  // asked before stores of dQ, and the next scores, ask shared memory for all it gives
       flags = wait_step(next_state);
-      if constexpr (!kChangesWeights) next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
+      next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
     }
     tile::wait_wgmma<1>(dv);
     tile::fence_registers(p);
@@ -432,8 +440,11 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       Scores next_dp;
       tile::arrive(smem.q[state.stage].empty);
       start_dp(next_dp, next_state, part);
+      const StepPlace next_place = place_of_step(smem.messages[next_state.stage]);
+      const Step next_step(score, next_place);  // found, as is what is drawn, while products run
+      draw_step(kept, next_place, dropout, params.shape);
       tile::wait_wgmma<1>(next_s);
-      make_step_p(next_s, delta, next_lse_2, next_state);
+      make_step_p(next_s, delta, next_lse_2, next_state, next_step);
       tile::wait_wgmma<0>(next_dp);
       dp = next_dp;
     } else {

@@ -1,10 +1,12 @@
 #pragma once
 #include <attention/dropout.cuh>
+#include <attention/score_math.cuh>
 #include <attention/score_slopes.cuh>
 #include <sm90/q_pipeline.cuh>
 #include <tile/exchange.cuh>
 
-// Score functions and dropout in the backward pass on Hopper, where rows of a tile of scores are keys, and columns queries.
+// Score functions and dropout in the backward pass on Hopper, where rows of a tile of scores are keys, and columns are
+// queries.
 namespace cuflash {
 
 constexpr bool kChangesWeights = kHasScore || config::kHasDropout;
@@ -49,8 +51,8 @@ class StepScore {
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i) {
         typename Score::Derivatives slopes;
-        s.at(i, j) = score_.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, s.at(i, j) * softmax_scale,
-                                  slopes);
+        s.at(i, j) = score_.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole,
+                                  s.at(i, j) * softmax_scale, slopes);
       }
     }
   }
@@ -75,16 +77,20 @@ class StepScore {
         typename Score::Derivatives slopes;
         score_.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
         if (Score::kAddsGradients && p.at(i, j) != 0)
-          score_.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes, sums.of_tile,
-                     query_sums, sums.of_key[i], sums.of_score);
-        if constexpr (!Score::kIsShift) df.at(i, j) = p.at(i, j) == 0 ? T(0) : df.at(i, j) * slopes.d0;
+          score_.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes,
+                     sums.of_tile, query_sums, sums.of_key[i], sums.of_score);
+        if constexpr (!Score::kIsShift) {
+          // A P of 0 leaves 0 of a finite slope by itself; of one that a whole tile has it is known at once.
+          const T ds = df.at(i, j) * slopes.d0;
+          df.at(i, j) = !score::is_finite(slopes.d0) && p.at(i, j) == 0 ? T(0) : ds;
+        }
       }
       if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
     }
   }
 
-  // P and dS in the places of q k^T and dP, for 16 queries. `is_seen(i, j)` and statistics are asked for by a thread's row
-  // and column. Called by whole warps.
+  // P and dS in the places of q k^T and dP, for 16 queries. `is_seen(i, j)` and statistics are asked for by a thread's
+  // row and column. Called by whole warps.
   template <class IsSeen, class LseOf, class DeltaOf>
   CUFLASH_DEVICE void make_pairs(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
                                  int k, Sums& sums) const {
@@ -142,9 +148,9 @@ struct StepScoreOr<Tile, Score, false> {
 template <class Tile, class Score>
 using StepScoreIf = typename StepScoreOr<Tile, Score>::Type;
 
-// Which of a thread's weights are kept. Where both sides of the tile start at multiples of 16, of two threads whose keys are
-// neighbours one draws the numbers of even queries and the other those of odd ones, and each gives the other what it has for
-// the other's key. Called by whole warps.
+// Which of a thread's weights are kept. Where both sides of the tile start at multiples of 16, of two threads whose keys
+// are neighbours one draws the numbers of even queries and the other those of odd ones, and each gives the other what it
+// has for the other's key. Called by whole warps.
 template <class Tile>
 CUFLASH_DEVICE attention::KeptWeights<Tile> kept_weights_of_step(const attention::Dropout& dropout,
                                                                  const attention::Shape& shape,

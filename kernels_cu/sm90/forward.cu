@@ -11,6 +11,7 @@ constexpr bool kLoadsDo = false;
 }  // namespace cuflash
 #include <attention/score.cuh>
 #include <sm90/kv_pipeline.cuh>
+#include <sm90/tile_score.cuh>
 
 namespace cuflash {
 
@@ -35,6 +36,8 @@ using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
 using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
 using PackedP = tile::PackedOperand<Element, Scores>;
 using Softmax = attention::LazySoftmax<Scores::kRows>;
+using ScoresOfTile = TileScoreOr<Scores, score::Function>::Type;
+using Kept = attention::KeptWeights<Scores>;
 
 // O goes through the room that its Q had, where each warp's rows of both have one place.
 using SmemO = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
@@ -156,31 +159,35 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
 }
 
 // The score function of a step's scores, in their place, before masks hide any.
-CUFLASH_DEVICE void score_step(const attention::Params& params, const score::Function& function, Scores& s,
-                               unsigned num_tiles_done, unsigned num_k_blocks) {
-  if constexpr (kHasScore) {
-    const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
-    attention::score_of_queries(s, function, shared().softmax_scale, work,
-                                shared().messages[stage_of(num_k_blocks)].block, 1);
-  }
+CUFLASH_DEVICE void score_step(const ScoresOfTile& of_tile, const score::Function& function, Scores& s,
+                               unsigned num_k_blocks) {
+  if constexpr (kHasScore)
+    of_tile.apply(s, function, shared().softmax_scale, shared().messages[stage_of(num_k_blocks)].block);
+}
+CUFLASH_DEVICE void find_scores_of_tile(ScoresOfTile& of_tile, const score::Function& function,
+                                        unsigned num_tiles_done) {
+  if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work);
 }
 
-// Where a step's keys start, as long as they are not released; asked for under dropout alone.
-CUFLASH_DEVICE int first_key_of(unsigned num_k_blocks) {
-  return config::kHasDropout ? shared().messages[stage_of(num_k_blocks)].block.start : 0;
+// Find which weights of a step are kept, while its scores are multiplied.
+CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::DropoutArgument dropout, Kept& kept,
+                              unsigned num_tiles_done, unsigned num_k_blocks) {
+  if constexpr (config::kHasDropout) {
+    const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
+    kept = attention::kept_weights_of_fragments(
+        Scores(), attention::Draws(dropout),
+        attention::head_number(params.shape, work.batch_head, work.batch_head.head), work.first,
+        shared().messages[stage_of(num_k_blocks)].block.start);
+  }
 }
 
 // Set weights of a step that are dropped to 0.
-CUFLASH_DEVICE void drop_step(const attention::Params& params, attention::DropoutArgument dropout, Scores& p,
-                              unsigned num_tiles_done, int first_key) {
-  if constexpr (config::kHasDropout) {
-    const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
-    attention::drop_weights_of_queries(p, dropout, params.shape, work.batch_head, work.first, first_key);
-  }
+CUFLASH_DEVICE void drop_step(Scores& p, const Kept& kept) {
+  if constexpr (config::kHasDropout) attention::drop_weights(p, kept);
 }
 
 // A step's scores once more, for one warp alone, whose own are lost.
-CUFLASH_DEVICE void recompute_scores(const attention::Params& params, const score::Function& function, Scores& s,
+CUFLASH_DEVICE void recompute_scores(const ScoresOfTile& of_tile, const score::Function& function, Scores& s,
                                      unsigned num_tiles_done, unsigned num_k_blocks) {
   constexpr int kInPanel = SmemQ::kPanelWidth / 16;
   s.fill(0);
@@ -192,7 +199,7 @@ CUFLASH_DEVICE void recompute_scores(const attention::Params& params, const scor
     tile::load(q_frag[0], q, 0, k % kInPanel);
     tile::mma_k_step<Element>(s, q_frag, keys, k % kInPanel, false);
   }
-  score_step(params, function, s, num_tiles_done, num_k_blocks);
+  score_step(of_tile, function, s, num_k_blocks);
 }
 
 // What is not so as it left the product: hide what masks hide, and turn what falls as scores grow.
@@ -267,21 +274,22 @@ CUFLASH_DEVICE bool is_plain(int flags) {
 
 // Scores of a step that is not plain, or was, and they are lost: `scores_are_lost`. Whether they are weights then; else
 // they are as masks leave them.
-CUFLASH_DEVICE bool process_other_block(const attention::Params& params, const score::Function& function, Scores& s,
-                                        Softmax& softmax, unsigned num_tiles_done, unsigned num_k_blocks, int flags,
+CUFLASH_DEVICE bool process_other_block(const attention::Params& params, const ScoresOfTile& of_tile,
+                                        const score::Function& function, Scores& s, Softmax& softmax,
+                                        unsigned num_tiles_done, unsigned num_k_blocks, int flags,
                                             bool scores_are_lost) {
   bool p_is_ready = false;
   if constexpr (kSkipsMaxOnMasked) {
 #pragma unroll 1
     for (int recomputes = scores_are_lost; recomputes < 2 && !p_is_ready; ++recomputes) {
-      if (recomputes) recompute_scores(params, function, s, num_tiles_done, num_k_blocks);
+      if (recomputes) recompute_scores(of_tile, function, s, num_tiles_done, num_k_blocks);
       if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks);
       if (!(flags & StepMessage::kSkipMax) || recomputes) break;
       p_is_ready = softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
     }
     release_k(num_k_blocks, flags & StepMessage::kLastForWarpgroup);
   } else {
-    if (scores_are_lost) recompute_scores(params, function, s, num_tiles_done, num_k_blocks);
+    if (scores_are_lost) recompute_scores(of_tile, function, s, num_tiles_done, num_k_blocks);
     if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks);
     release_k(num_k_blocks, flags & StepMessage::kLastForWarpgroup);
   }
@@ -310,35 +318,40 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
   unsigned num_k_blocks = 0;
   for (unsigned num_tiles_done = 0; wait_tile(num_tiles_done); ++num_tiles_done) {
     Softmax softmax;
+    ScoresOfTile of_tile;
     Output o;
     Scores s;
     PackedP p;
     o.fill(0);
+    Kept kept;
+    find_scores_of_tile(of_tile, function, num_tiles_done);
     int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks, false);
+    draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
     for (bool is_first = true;; is_first = false) {
       const bool is_last = flags & StepMessage::kLastForWarpgroup, was_plain = is_plain(flags);
-      score_step(params, function, s, num_tiles_done, num_k_blocks);
-      const int first_key = first_key_of(num_k_blocks);
+      score_step(of_tile, function, s, num_k_blocks);
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
       if (p_is_ready) {
         release_k(num_k_blocks, false);
-        drop_step(params, dropout, s, num_tiles_done, first_key);
+        drop_step(s, kept);
         wait_output(o, num_k_blocks);
         p = s;
       } else {
         float factor[Softmax::kRows];
-        p_is_ready = process_other_block(params, function, s, softmax, num_tiles_done, num_k_blocks, flags, was_plain);
+        p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
+                                         was_plain);
         const bool max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
         tile::wait_wgmma<0>(o);
         if (!is_first) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen, factor);
-        drop_step(params, dropout, s, num_tiles_done, first_key);
+        drop_step(s, kept);
         p = s;
       }
       ++num_k_blocks;
       if (is_last) break;
       flags = next_flags(flags, p_is_ready, softmax) |
           NextOperands(group, num_tiles_done, num_k_blocks).start_products(s, o, p, group, num_k_blocks);
+      draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
       tile::wait_wgmma<1>(s);
     }
     add_last_v(o, p, num_k_blocks);
@@ -356,21 +369,24 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
   unsigned num_k_blocks = 0, num_tiles_done = 0;
   while (wait_tile(num_tiles_done)) {
     Softmax softmax, previous_softmax;
+    ScoresOfTile of_tile;
     Output o;
     Scores s;
     PackedP p;
     o.fill(0);
+    Kept kept;
+    find_scores_of_tile(of_tile, function, num_tiles_done);
     int flags = start_first_scores(s, group, num_tiles_done, num_k_blocks, num_k_blocks > 0);
+    draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
     while (true) {
       NextOperands next_operands;
       const bool is_last = flags & StepMessage::kLastForWarpgroup, is_first = flags & StepMessage::kEpiloguePending,
           was_plain = is_plain(flags);
-      score_step(params, function, s, num_tiles_done, num_k_blocks);
-      const int first_key = first_key_of(num_k_blocks);
+      score_step(of_tile, function, s, num_k_blocks);
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
       if (p_is_ready) {
         release_k(num_k_blocks, false);
-        drop_step(params, dropout, s, num_tiles_done, first_key);
+        drop_step(s, kept);
         wait_output(o, num_k_blocks);
         if (flags & StepMessage::kOStoreInFlight) release_q(num_tiles_done - 1);
         ++num_k_blocks;
@@ -378,7 +394,8 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
         p = s;
       } else {
         float factor[Softmax::kRows];
-        p_is_ready = process_other_block(params, function, s, softmax, num_tiles_done, num_k_blocks, flags, was_plain);
+        p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
+                                         was_plain);
         const bool max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
         tile::wait_wgmma<0>(o);
         if (num_k_blocks > 0) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
@@ -387,7 +404,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
           o.fill(0);
         }
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen && !is_first, factor);
-        drop_step(params, dropout, s, num_tiles_done, first_key);
+        drop_step(s, kept);
         p = s;
         if (flags & StepMessage::kOStoreInFlight || is_first && is_last) release_q(num_tiles_done - 1);
         ++num_k_blocks;
@@ -396,6 +413,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
           if (!(flags & StepMessage::kLastOfTile) || !wait_tile(num_tiles_done)) break;
           previous_softmax = softmax;
           softmax = Softmax();
+          find_scores_of_tile(of_tile, function, num_tiles_done);
         }
         next_operands = NextOperands(group, num_tiles_done, num_k_blocks);
       }
@@ -403,6 +421,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
       flags = next_flags(flags, p_is_ready, softmax) | is_last * StepMessage::kEpiloguePending |
           (is_first && !is_last) * StepMessage::kOStoreInFlight |
              next_operands.start_products(s, o, p, group, num_k_blocks);
+      draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
       tile::wait_wgmma<1>(s);
     }
     add_last_v(o, p, num_k_blocks);

@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem
+import cuflash
+from cuflash import DeviceSpec, Dropout, ShapeDtype, UnsupportedProblem, scores
 from cuflash.compiler import nvrtc as room
 from cuflash.compiler import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES
@@ -111,6 +112,27 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
     return found | ({replace(spec, has_sink=True)} if takes_it else set())
 
 
+def of_scores(name: str) -> set[KernelSpec]:
+    """Kernels of the sm80 or sm90 family on a known GPU with score functions and dropout: each library function, whose
+    slopes are 1, constant or neither, with gradients of arrays that are read once a tile, a score, or by a table."""
+    device, specs = DeviceSpec.gpu(name), set()
+    heads, slopes = 2, ShapeDtype((2,), np.float32)
+    table = np.zeros((heads, 32), np.float32)
+    changes: list[dict[str, Any]] = [
+        {"softcap": 50.0}, {"softcap": 50.0, "dropout": Dropout(0.1, 1)}, {"dropout": Dropout(0.1, 1)},
+        {"score": scores.softcap(50.0, fast=True)}, {"score": scores.alibi(slopes)},
+        {"score": scores.temperature(slopes)}, {"score": scores.temperature(slopes), "wrt": "per_head"},
+        {"score": scores.relative_position(table, bidirectional=True), "wrt": "table"},
+        {"bias": ShapeDtype((heads, 5000, 5000), BFLOAT16), "wrt": "bias"},
+    ]  # fmt: skip
+    for dim, options in product((64, 128), changes):
+        x = ShapeDtype((heads, 5000, dim), BFLOAT16)
+        kernel = "sm90" if device.compute_capability == (9, 0) else "sm80"
+        planned = cuflash.plan(x, x, x, kernel=kernel, executor="gpu", device=device, **options).plan.specs
+        specs |= {planned[entry] for entry in ("forward", "backward")}
+    return specs
+
+
 def of_caches(name: str) -> set[KernelSpec]:
     """The kernels of KV caches on a known GPU: tiles of few rows and of many, with a sink and without."""
     device = DeviceSpec.gpu(name)
@@ -155,6 +177,9 @@ def every_target() -> list[tuple[KernelSpec, str]]:
             with suppress(UnsupportedProblem):  # the chip lacks the family or its instructions
                 targets.append((spec, room.architecture(spec, DeviceSpec.gpu(chip).compute_capability)))
         capability = DeviceSpec.gpu(chip).compute_capability
+        if chip in ("A100", "H100"):
+            of_chip = sorted(of_scores(chip), key=lambda spec: (str(spec), str(spec.score), spec.score_wrt))
+            targets += [(spec, room.architecture(spec, capability)) for spec in of_chip]
         targets += [(spec, room.architecture(spec, capability)) for spec in LIST_SPECS.values()]
     return targets
 
@@ -182,7 +207,9 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
 def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
     """The family with its architecture; the kernel with each field of its specification, and as wide for its dtype."""
     spec, architecture = target
-    each = {(spec.name, field.name, str(getattr(spec, field.name))) for field in fields(spec)}
+    plain = replace(spec, score=None, score_wrt=())
+    each = {(spec.name, field.name, str(getattr(plain, field.name))) for field in fields(spec)}
+    each |= {(spec.name, "score", str(spec.score is not None))}
     width = "wide" if spec.head_dim > 128 else "narrow"
     return {(spec.family, architecture), (spec.name, str(spec.dtype), width), *each}
 
@@ -190,7 +217,9 @@ def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
 def faults(made: Compiled) -> list[str]:
     """Why a kernel does not pass."""
     found = [f"advice: {line}" for line in made.advisories]
-    name = made.spec.name + " watched" * made.spec.has_watchdog
+    spec = made.spec
+    name = spec.name + " watched" * spec.has_watchdog + " scored" * (spec.score is not None)
+    name += " dropped" * spec.has_dropout
     known = SPILLS.get((name, made.spec.dtype, made.spec.head_dim), 0)
     if (made.resources.spill_bytes or 0) > known:
         found.append(f"spills {made.resources.spill_bytes} bytes")

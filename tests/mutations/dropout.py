@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutations.dropout_guards import (
     bounds_are_sharp,
     calls_are_told_apart,
+    hopper_gradients_are_right,
     naive_is_right,
     simt_is_right,
     sm80_is_right,
@@ -103,13 +104,43 @@ FAULTS = {
             "is_allowed ? p * (by_weight - row.delta[i])", "is_allowed && is_kept ? p * (by_weight - row.delta[i])",
         ),
     },
+    hopper_gradients_are_right: {
+        "where a plain step stands is not told": Edit(
+            "sm90/q_pipeline.cuh", None, "constexpr bool kTellsPlaces = kHasScore || config::kHasDropout;",
+            "constexpr bool kTellsPlaces = false;",
+        ),
+        "neighbours keep what they drew": Edit(
+            "tile/exchange.cuh", "exchange_halves", "half == 0 ? HalvesOfPair{own, other} : HalvesOfPair{other, own}",
+            "HalvesOfPair{own, other}",
+        ),
+        "a thread gives its own half away": Edit(
+            "tile/exchange.cuh", "exchange_halves", "halves(half == 0), lane_bit", "halves(half != 0), lane_bit"
+        ),
+        "neighbours draw the same numbers": Edit(
+            "sm90/changed_weights.cuh", "kept_weights_of_step", "first_query % 8 + half", "first_query % 8"
+        ),
+        "steps that start anywhere draw as aligned ones": Edit(
+            "sm90/changed_weights.cuh", "kept_weights_of_step",
+            "if ((place.keys.first | place.queries.first) % 16 != 0)", "if (false)",
+        ),
+        "dP of a dropped weight is kept": Edit(
+            "sm90/backward.cu", "make_changed_operands", "kept.at(i, j) ? dp.at(i, j) * dropout.single_factor : 0.0f",
+            "dp.at(i, j) * dropout.single_factor",
+        ),
+        "dV has what is dropped": Edit(
+            "sm90/backward.cu", "make_changed_operands", "s.at(i, j) = kept.at(i, j) ? s.at(i, j) : 0.0f;", ";"
+        ),
+        "dV keeps its size": Edit(
+            "sm90/backward.cu", "write_gradients", "dv.scale(dropout.single_factor);", ";"
+        ),
+    },
     sm90_is_right: {
         "tiles that start anywhere draw as aligned ones": Edit(
             "attention/dropout.cuh", "for_each_weight", "if ((first_query | first_key) % 16 != 0)", "if (false)"
         ),
         "plain steps drop nothing": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages",
-            "release_k(num_k_blocks, false); drop_step(params, dropout, s, num_tiles_done, first_key);",
+            "release_k(num_k_blocks, false); drop_step(s, kept);",
             "release_k(num_k_blocks, false);",
         ),
     },

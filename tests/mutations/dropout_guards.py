@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from cuflash.dropout import Dropout
+from cuflash.masks import BlockPattern
 from cuflash.testing import Structure, assert_within_bounds
 from executors import SIM
 
@@ -92,3 +93,10 @@ def sm80_is_right() -> None:
 
 def sm90_is_right() -> None:
     _check("sm90", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_q=150, seqlen_kv=300))
+
+
+def hopper_gradients_are_right() -> None:
+    """In tiles of 128 queries and of 64, and in blocks that start anywhere."""
+    _check("sm90", replace(HALF, seqlen_q=70, seqlen_kv=140, head_dim=80))
+    blocks = BlockPattern(np.array([[True, False], [True, True]]), (136, 152))
+    _check("sm90", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_q=150, seqlen_kv=200, mask=blocks))

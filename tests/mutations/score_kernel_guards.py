@@ -18,6 +18,7 @@ from probing import assert_expected, exact_sums
 from test_score_kernels import (
     MASKS, WRT, Probe, check_few_queries, check_past_the_end, check_shared_elements, normal_call
 )  # fmt: skip
+from test_sm90_scores import check_hidden_queries
 
 SIGNS = (AssertionError, ValueError)
 
@@ -62,6 +63,14 @@ def sm80_is_exact() -> None:
 def sm90_is_exact() -> None:
     _masked_keys_stay_hidden("sm90")
     _check("sm90", "lengths", ("at",), deterministic=True)
+
+
+def hopper_gradients_are_exact() -> None:
+    """In tiles of 128 queries and of 64, over several tiles of keys; and queries that a function hides."""
+    _check("sm90", "lengths")
+    made = Probe("float16", None, batch=(2,), lengths=(70, 140), dim=80)
+    made.check(made.found(replace(SIM, kernel="sm90")))
+    check_hidden_queries(replace(SIM, kernel="sm90"))
 
 
 def packed_heads_are_exact() -> None:

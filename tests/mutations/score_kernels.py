@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from mutations.planting import Edit
 from mutations.score_kernel_guards import (
-    exact_sums_are_right, naive_is_exact, nothing_past_the_end_matters, packed_heads_are_exact,
-    printed_functions_are_exact, repeatable_sums_are_planned, repeatable_sums_are_right, simt_is_exact, sm80_is_exact,
-    sm90_is_exact, warps_that_share_elements_are_exact,
+    exact_sums_are_right, hopper_gradients_are_exact, naive_is_exact, nothing_past_the_end_matters,
+    packed_heads_are_exact, printed_functions_are_exact, repeatable_sums_are_planned, repeatable_sums_are_right,
+    simt_is_exact, sm80_is_exact, sm90_is_exact, warps_that_share_elements_are_exact,
 )  # fmt: skip
 
 FAULTS = {
     simt_is_exact: {
         "scores are not scaled before their function": Edit(
-            "attention/score.cuh", "apply_score", "key, x * scale)", "key, x)"
+            "attention/score.cuh", "apply_score", "key.whole, x * scale)", "key.whole, x)"
         ),
         "a function is that of the first head": Edit(
             "attention/score.cuh", "apply_score",
@@ -31,10 +31,11 @@ FAULTS = {
         ),
         "scores get their function after their mask": Edit(
             "simt/forward.cu", "simt_forward",
-            "if constexpr (kHasScore) score_of_queries(s, score_function, params, work, block, kLog2E); else "
+            "if constexpr (kHasScore) score_of_queries(s, score_function, params.shape.softmax_scale, work, block, "
+            "kLog2E); else "
             "s.scale(softmax_scale_log2); mask_scores(s, params, work, block);",
             "mask_scores(s, params, work, block); if constexpr (kHasScore) score_of_queries(s, score_function, "
-            "params, work, block, kLog2E); else s.scale(softmax_scale_log2);",
+            "params.shape.softmax_scale, work, block, kLog2E); else s.scale(softmax_scale_log2);",
         ),
         "the slope is left out": Edit("attention/score_slopes.cuh", "make_pair", "df * slopes.d0", "df"),
         "masked elements have a gradient": Edit("attention/score_slopes.cuh", "make_pair", "is_seen && lse_2", "lse_2"),
@@ -140,9 +141,41 @@ FAULTS = {
             "sm90/forward.cu", "score_step", "if constexpr (kHasScore)", "if constexpr (false)"
         ),
         "scores have the function of a later tile": Edit(
-            "sm90/forward.cu", "score_step",
+            "sm90/forward.cu", "find_scores_of_tile",
             "shared().tile_infos[tile_info_index(num_tiles_done)]",
             "shared().tile_infos[tile_info_index(num_tiles_done + 1)]",
+        ),
+    },
+    hopper_gradients_are_exact: {
+        "a step has the keys of the first tile": Edit(
+            "sm90/changed_weights.cuh", "place_of_step", "{work.first, work.last}", "{0, work.last}"
+        ),
+        "a step has the queries of the first one": Edit(
+            "sm90/changed_weights.cuh", "place_of_step", "{message.block.start, message.block.stop}",
+            "{0, message.block.stop}",
+        ),
+        "a slope that is constant is left out": Edit(
+            "sm90/changed_weights.cuh", "apply_slopes", "df.at(i, j) * slopes.d0", "df.at(i, j)"
+        ),
+        "what keys have in common goes to a thread's first key": Edit(
+            "sm90/changed_weights.cuh", "StepScore.flush", "score_.flush(of_tile_, of_key_[i],",
+            "score_.flush(of_tile_, of_key_[0],",
+        ),
+        "running sums are not added": Edit(
+            "sm90/changed_weights.cuh", "StepScore.flush", "score_.flush(sums.of_score);", ""
+        ),
+        "P of a masked step is kept": Edit(
+            "sm90/backward.cu", "make_changed_p", "clamp_and_mask<true>(s, queries);", ""
+        ),
+        "a hidden query has a P": Edit(
+            "sm90/backward.cu", "make_changed_p", "== -ptx::negative_infinity<float>()) s.at(i, j) = 0;",
+            "== -ptx::negative_infinity<float>()) s.at(i, j) = s.at(i, j);",
+        ),
+        "dO of hidden queries is multiplied": Edit(
+            "sm90/q_pipeline.cuh", "has_rows_to_zero", "if constexpr (kHasScore)", "if constexpr (false)"
+        ),
+        "exponents are scaled twice": Edit(
+            "sm90/q_pipeline.cuh", "run_roles", "(kHasScore ? 1 : attention::kLog2E)", "attention::kLog2E"
         ),
     },
     printed_functions_are_exact: {

@@ -1,0 +1,58 @@
+#pragma once
+#include <attention/score.cuh>
+
+namespace cuflash {
+
+// A score function at the queries of a tile that a thread has: what does not depend on keys is found once a tile.
+template <class Tile, class Score>
+class TileScore {
+ public:
+  using T = typename Score::Number;
+
+  CUFLASH_DEVICE void find(const Score& score, const attention::WorkTile& work) {
+    const attention::Positions queries{work.first, work.last};
+    of_tile_ = score.of_tile(work.batch_head.batch_index, work.batch_head.head);
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+      queries_[i] = queries.at(Tile::first_row() + Tile::row(i));
+      of_query_[i] = score.of_query(of_tile_, queries_[i]);
+    }
+  }
+
+  // The scores of a step in the place of q k^T.
+  CUFLASH_DEVICE void apply(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block) const {
+    const attention::PositionsOf<Score> keys({block.start, block.stop}, Tile::first_column());
+#pragma unroll
+    for (int j = 0; j < Tile::kColumns; ++j) {
+      const attention::Position<T> key = keys.at(Tile::column(j));
+      const auto of_key = score.of_key(of_tile_, key.whole, key.real);
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i)
+        s.at(i, j) = score.value(of_tile_, of_query_[i], of_key, queries_[i], key.whole, s.at(i, j) * softmax_scale);
+    }
+  }
+
+ private:
+  typename Score::OfTile of_tile_;
+  typename Score::OfQuery of_query_[Tile::kRows];
+  int queries_[Tile::kRows];
+};
+
+// The same without a score function.
+template <class Tile>
+struct NoTileScore {
+  template <class Score>
+  CUFLASH_DEVICE void find(const Score&, const attention::WorkTile&) {}
+  template <class Score>
+  CUFLASH_DEVICE void apply(Tile&, const Score&, float, const attention::KvBlock&) const {}
+};
+template <class Tile, class Score, bool HasScore = kHasScore>
+struct TileScoreOr {
+  using Type = TileScore<Tile, Score>;
+};
+template <class Tile, class Score>
+struct TileScoreOr<Tile, Score, false> {
+  using Type = NoTileScore<Tile>;
+};
+
+}  // namespace cuflash
