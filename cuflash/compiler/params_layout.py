@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..planning.appending import APPEND
+from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
 from ..planning.cache_scales import CACHE_SCALES
 from ..planning.decoding import CACHE_PAGES, DECODE
@@ -97,6 +98,7 @@ _FURTHER_RECORDS = {
     "attention/append_params.cuh": {"Append": APPEND},
     "attention/cache_scales.cuh": {"CacheScales": CACHE_SCALES},
     "attention/mass_grid.cuh": {"MassGrid": MASS_GRID},
+    "attention/captured_sums.cuh": {"CapturedSums": CAPTURED_SUMS},
     "attention/quantize_params.cuh": {"Quantize": QUANTIZE, "Transpose": TRANSPOSE},
     "fa1/running.cuh": {"Running": RUNNING},
     "attention/page_table.cuh": {"Pages": PAGES},

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..planning.captured_sums import EXACT, EXACT_WORDS, OWN, axes_of_parts
 from ..planning.score_launches import layout, num_leading, tables
 from ..scores.program import Instruction, Program, depends, gradient_loads
 
@@ -35,7 +36,10 @@ _LEVELS = ("tile", "query", "key", "score")
 
 
 def text(
-    program: Program, wrt: tuple[str, ...] = (), accumulator: np.dtype[Any] = np.dtype(np.float32)
+    program: Program,
+    wrt: tuple[str, ...] = (),
+    accumulator: np.dtype[Any] = np.dtype(np.float32),
+    sums: tuple[str, ...] = (),
 ) -> str:
     """A program as C++, in the place of kernels_cu/attention/score_function.cuh.
 
@@ -48,14 +52,19 @@ def text(
         to these.
     accumulator : dtype
         Of the numbers that kernels compute with: float32 or float64.
+    sums : tuple of str
+        The kinds of sums of these gradients in the repeatable form, as `planning.captured_sums` names them.
     """
-    return _Printer(program, wrt, accumulator).text()
+    return _Printer(program, wrt, accumulator, sums).text()
 
 
 class _Printer:
-    def __init__(self, program: Program, wrt: tuple[str, ...], accumulator: np.dtype[Any]) -> None:
-        self.program, self.wrt = program, wrt
-        self.layout = layout(program, wrt, accumulator)
+    def __init__(
+        self, program: Program, wrt: tuple[str, ...], accumulator: np.dtype[Any], sums: tuple[str, ...]
+    ) -> None:
+        self.program, self.wrt, self.sums = program, wrt, sums
+        self.kinds = dict(zip(wrt, sums))  # by name; OWN where there is none
+        self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums)
         has_slopes_of_arrays = len(program.results) > 2
         self.loads = gradient_loads(program, wrt) if has_slopes_of_arrays else ()
         self.levels = [_level(names) for names in depends(program)]
@@ -93,7 +102,10 @@ class _Printer:
         ]
         functions = [*self._of_levels(), *self._values(is_derived), *self._additions(), *self._flushes()]
         size = self.layout.itemsize
-        tail = ["};", f'static_assert(sizeof(Function) == {size}, "Function");', "}  // namespace cuflash::score", ""]
+        tail = ["};", f'static_assert(sizeof(Function) == {size}, "Function");']
+        if EXACT in self.sums and self.loads:
+            tail.append(f"static_assert(tile::ExactSum<T>::kNumWords == {EXACT_WORDS[self.accumulator]});")
+        tail += ["}  // namespace cuflash::score", ""]
         return "\n".join([*head, *functions, *tail])
 
     # The parts.
@@ -112,7 +124,7 @@ class _Printer:
         return [f"  static constexpr bool {name} = {str(value).lower()};" for name, value in facts.items()]
 
     def _fields(self) -> list[str]:
-        names = dict(zip(tables(self.program, self.wrt), self._pointer_names()))
+        names = dict(zip(tables(self.program, self.wrt, self.sums), self._pointer_names()))
         lines = []
         dtype = self.layout
         for name in dtype.names or ():
@@ -134,13 +146,24 @@ class _Printer:
         """Type and member of each address, in the order of `tables`."""
         arrays = list(enumerate(self.program.arrays))
         found = [(f"const {_ELEMENTS[array.dtype]}", f"array_{n}") for n, array in arrays]
-        return found + [("T", f"gradient_{n}") for n, array in arrays if array.name in self.wrt]
+        return found + [(self._sum_type(n), f"gradient_{n}") for n, array in arrays if array.name in self.wrt]
+
+    def _kind(self, array: int) -> str:
+        return self.kinds.get(self.program.arrays[array].name, OWN)
+
+    def _sum_type(self, array: int) -> str:
+        """The type of what is added to for the gradient of an array: numbers, or words of exact sums."""
+        return "int64_t" if self._kind(array) == EXACT else "T"
+
+    def _num_part_axes(self, array: int) -> int:
+        return len(axes_of_parts(self._kind(array)))
 
     def _members(self, level: str) -> str:
         values = (n for n in self.exported if self.levels[n] == level)
         lines = [f"{_KINDS[self.program.instructions[n].kind]} x{n};" for n in values]
         if level == "tile":
             lines += [f"int64_t at{name};" for name in self._leading()]
+            lines += [f"int64_t part_{n};" for n in self._arrays_with_parts()]
         return " ".join(lines)
 
     def _leading(self) -> dict[str, tuple[str, int]]:
@@ -155,12 +178,20 @@ class _Printer:
                 found[f"_gradient_{load.value}_{axes}"] = (f"gradient_{load.value}", axes)
         return found
 
+    def _arrays_with_parts(self) -> list[int]:
+        return sorted({load for n in self.loads if self._num_part_axes(load := self.program.instructions[n].value)})
+
     def _of_levels(self) -> list[str]:
         lines = ["  CUFLASH_DEVICE Tile of_tile(int b, int h) const {", "    Tile tile;"]
         extents = num_leading(self.program)
         for name, (member, axes) in self._leading().items():
-            of = f"batch_extents + {extents - axes}, {member}_strides"
+            kind, number = member.split("_")
+            skipped = self._num_part_axes(int(number)) if kind == "gradient" else 0
+            of = f"batch_extents + {extents - axes}, {member}_strides" + f" + {skipped}" * bool(skipped)
             lines.append(f"    tile.at{name} = leading_offset<{axes}>(b, {of});")
+        for n in self._arrays_with_parts():
+            terms = (f"{axis} * gradient_{n}_strides[{at}]" for at, axis in enumerate(axes_of_parts(self._kind(n))))
+            lines.append(f"    tile.part_{n} = {' + '.join(terms)};")
         lines += [*self._body("tile"), "    return tile;", "  }"]
         for level, position in (("query", "i"), ("key", "j")):
             name = level.capitalize()
@@ -199,7 +230,8 @@ class _Printer:
     def _sums(self, level: str) -> str:
         if level == "score":
             repeated = [place for place, n in self._loads_of(level) if self._repeats(n)]
-            members = " ".join(f"tile::RunningSum<T> g{place};" for place in repeated)
+            of_place = {place: self._sum_type(self.program.instructions[n].value) for place, n in self._loads_of(level)}
+            members = " ".join(f"tile::RunningSum<T, {of_place[place]}> g{place};" for place in repeated)
         else:
             members = " ".join(f"T g{place} = 0;" for place, n in self._loads_of(level))
         return f"struct {level.capitalize()}Sums {{ {members} }};"
@@ -217,7 +249,7 @@ class _Printer:
         address, x = self._address(n, "score"), f"df * slopes.d{place + 1}"
         if self._repeats(n):
             return f"    of_score.g{place}.add({address}, {x});"
-        return f"    ptx::red_add({address}, {x});"
+        return f"    tile::add({address}, {x});"
 
     def _additions(self) -> list[str]:
         given = "const Tile& tile, const Query& query, const Key& key, int i, int j, T s, T df, const Slopes& slopes"
@@ -248,7 +280,7 @@ class _Printer:
         for level, parameters in given.items():
             lines.append(f"  CUFLASH_DEVICE void flush({parameters}, const {level.capitalize()}Sums& sums) const {{")
             for place, n in self._loads_of(level):
-                add = "tile::add_of_warp" if level == "tile" else "ptx::red_add"
+                add = "tile::add_of_warp" if level == "tile" else "tile::add"
                 lines.append(f"    {add}({self._address(n, '')}, sums.g{place});")
             lines.append("  }")
         repeated = [place for place, n in self._loads_of("score") if self._repeats(n)]
@@ -301,10 +333,12 @@ class _Printer:
 
     def _place(self, load: Instruction, level: str, what: str) -> str:
         member, axes = f"{what}_{load.value}", self.program.num_leading_axes(load)
-        terms = [member]
+        skipped = self._num_part_axes(load.value) if what == "gradient" else 0
+        terms = [member] + [f"tile.part_{load.value}"] * bool(skipped)
         if axes:
             terms.append(f"tile.at_{member}_{axes}")
-        terms += [f"{self._named(n, level)} * {member}_strides[{axes + at}]" for at, n in enumerate(load.args)]
+        at = skipped + axes
+        terms += [f"{self._named(n, level)} * {member}_strides[{at + axis}]" for axis, n in enumerate(load.args)]
         return f"({' + '.join(terms)})"
 
 

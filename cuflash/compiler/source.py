@@ -75,7 +75,7 @@ def _score(spec: KernelSpec, included: set[str], host: bool) -> str:
     assert spec.score is not None
     included.add("attention/score_function.cuh")
     functions = "".join(_flattened("attention/score_math.cuh", included, host))
-    printed = score_text.text(spec.score, spec.score_wrt, spec.accumulator)
+    printed = score_text.text(spec.score, spec.score_wrt, spec.accumulator, spec.score_sums)
     return f'{functions}#line 1 "cuflash/compiler/score_text.py: text()"\n{printed}'
 
 

@@ -169,7 +169,9 @@ class ParamsTemplate:
             kernel that takes all of them, unless given.
         """
         at_call = [(_WORD_OFFSETS[name], start) for name, start in self.list_offsets.items()]
-        word_offsets = _WORD_OFFSETS | _feature_offsets(self.features) | {AT_CALL: at_call[0][0] if at_call else 0}
+        of_features = _feature_offsets(self.features)
+        first_of_features = {name: places[0] for name, places in of_features.items()}
+        word_offsets = _WORD_OFFSETS | first_of_features | {AT_CALL: at_call[0][0] if at_call else 0}
         offsets = [word_offsets[view.name] for view in self.views]
         maps = self.maps.reshape(1).view(np.uint64)
         names = [view.name for view in self.views]
@@ -178,8 +180,8 @@ class ParamsTemplate:
         taken = [[parts[number] for number in numbers] for numbers in kernels] or [parts]
         made = []
         for params, *records in self.templates:
-            of_features = (record.reshape(1).view(np.uint64) for record in records)
-            words = np.concatenate([params.reshape(1).view(np.uint64), maps, *of_features])
+            feature_words = (record.reshape(1).view(np.uint64) for record in records)
+            words = np.concatenate([params.reshape(1).view(np.uint64), maps, *feature_words])
             words[[_WORD_OFFSETS[name] for name in lists]] = list(lists.values())
             for offset, start in at_call:
                 words[offset] = start
@@ -189,6 +191,8 @@ class ParamsTemplate:
                 number = names.index(name)
                 places.append(Place(_WORDS + offset, starts[number], number))
             places += (Place(offset, start, names.index(AT_CALL)) for offset, start in at_call)
+            for name, (_, *others) in of_features.items():  # arrays that several features take
+                places += (Place(offset, 0, names.index(name)) for offset in others)
             made.append(Arguments(words, taken, places))
         return made
 
@@ -205,14 +209,18 @@ def _numbers(feature: Feature, views: tuple[View, ...]) -> Any:
     return record
 
 
-def _feature_offsets(features: tuple[Feature, ...]) -> dict[str, int]:
-    """The words of addresses in the records of features, which follow Params and the tensor maps."""
-    found, start = {}, _ALL_WORDS
+def _feature_offsets(features: tuple[Feature, ...]) -> dict[str, list[int]]:
+    """The words of addresses in the records of features, which follow Params and the tensor maps.
+
+    Several features may take the address of one table.
+    """
+    found: dict[str, list[int]] = {}
+    start = _ALL_WORDS
     for feature in features:
         assert feature.dtype.fields is not None and feature.dtype.itemsize % 8 == 0
         for name, (kind, offset, *_) in feature.dtype.fields.items():
             if kind == MATRICES or name in feature.tables:
-                found[name] = start + offset // 8
+                found.setdefault(name, []).append(start + offset // 8)
         start += feature.dtype.itemsize // 8
     return found
 

@@ -11,7 +11,8 @@ from ..scores.program import Program, curvature, depends
 from .families.fa1 import traffic
 from .launches import Launch
 from .plan import KernelPlan
-from .score_launches import repeat_reasons
+from .captured_sums import OWN, kinds_of_sums
+from .score_launches import captured_wrt
 
 
 def explain(plan: KernelPlan, notes: Mapping[str, str]) -> str:
@@ -82,7 +83,7 @@ def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
         lines.append(f"traffic    {forward} bytes of device memory forward, {backward} backward: {loop}")
     if kernels.is_repeatable:
         lines.append("gradients  every result is bitwise repeatable")
-    elif repeat_reasons(plan.problem):
+    elif set(kinds_of_sums(plan.problem, captured_wrt(plan.problem))) - {OWN}:
         lines.append("gradients  some by atomic additions: their bits may differ from call to call, for speed")
     else:
         lines.append("gradients  dq by atomic additions: its bits may differ from call to call, for speed")

@@ -21,7 +21,7 @@ from .launches import Kernels
 from .list_kernels import work_of_kernels
 from .problem import Problem
 from .routing import named, rerouted, routed
-from .score_launches import repeat_reasons, with_score
+from .score_launches import with_score
 from .spec import KernelSpec
 
 _OF_ARGUMENTS = ("dq", "dk", "dv")
@@ -200,8 +200,7 @@ def gpu_plan(
     kernels = family.launches(problem, device, work, deterministic=deterministic)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
     if problem.score is not None:
-        kernels = with_score(kernels, problem)
-        reasons += repeat_reasons(problem) if deterministic else []
+        kernels = with_score(kernels, problem, deterministic=deterministic)
     if problem.dropout is not None:
         kernels = with_dropout(kernels, problem.dropout)
     if reasons:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from ..scores.program import Program, derived
+from .captured_sums import OWN, address_rank, kinds_of_sums, sums_name, with_captured_sums
 from .launches import Feature, Kernels, Launch, Pass
 from .problem import Problem
 
@@ -37,7 +37,9 @@ def num_leading(program: Program) -> int:
     return max((program.num_leading_axes(load) for load in loads), default=0)
 
 
-def layout(program: Program, wrt: Sequence[str], accumulator: np.dtype[Any]) -> np.dtype[Any]:
+def layout(
+    program: Program, wrt: Sequence[str], accumulator: np.dtype[Any], sums: Sequence[str] = ()
+) -> np.dtype[Any]:
     """The record of a program's arrays and numbers, as the structure that `compiler.score_text` prints has them.
 
     The field ``numbers`` holds the program's numbers in the dtype that kernels compute in, and ``batch_extents`` the
@@ -48,49 +50,65 @@ def layout(program: Program, wrt: Sequence[str], accumulator: np.dtype[Any]) -> 
         fields.append(("numbers", accumulator, (program.num_numbers,)))
     if num_leading(program):
         fields.append(("batch_extents", np.int64, (num_leading(program),)))
-    for name, rank in _pointers(program, wrt):
+    for name, rank in _pointers(program, wrt, sums):
         fields.append((name, np.uint64))
         if rank:
             fields.append((f"{name}_strides", np.int64, (rank,)))
     return np.dtype(fields or [("unused", np.uint64)], align=True)
 
 
-def tables(program: Program, wrt: Sequence[str]) -> tuple[str, ...]:
+def tables(program: Program, wrt: Sequence[str], sums: Sequence[str] = ()) -> tuple[str, ...]:
     """The fields of `layout` that hold addresses."""
-    return tuple(name for name, _ in _pointers(program, wrt))
+    return tuple(name for name, _ in _pointers(program, wrt, sums))
 
 
-def _pointers(program: Program, wrt: Sequence[str]) -> list[tuple[str, int]]:
-    """Name and rank of each array whose address the record has: captured arrays, then gradients."""
+def _pointers(program: Program, wrt: Sequence[str], sums: Sequence[str]) -> list[tuple[str, int]]:
+    """Name and number of strides of each array whose address the record has: captured arrays, then their sums."""
     found = [(array_name(array.name), array.rank) for array in program.arrays]
-    return found + [(gradient_name(array.name), array.rank) for array in program.arrays if array.name in wrt]
+    kinds = dict(zip(wrt, sums))
+    for array in program.arrays:
+        if array.name in wrt:
+            kind = kinds.get(array.name, OWN)
+            name = gradient_name(array.name) if kind == OWN else sums_name(array.name)
+            found.append((name, address_rank(array.rank, kind)))
+    return found
 
 
-def with_score(kernels: Kernels, problem: Problem) -> Kernels:
-    """The launches with the problem's score function in each kernel that makes scores or their gradients."""
+def with_score(kernels: Kernels, problem: Problem, *, deterministic: bool = False) -> Kernels:
+    """The launches with the problem's score function in each kernel that makes scores or their gradients.
+
+    Parameters
+    ----------
+    deterministic : bool
+        Gradients of captured arrays must be bitwise repeatable.
+    """
     program = problem.score
     assert program is not None
     wrt = captured_wrt(problem)
     slope, slopes = derived(program), derived(program, wrt)
+    kinds = kinds_of_sums(problem, wrt)
+    is_repeatable = kernels.is_repeatable and (deterministic or all(kind == OWN for kind in kinds))
+    sums = kinds if deterministic else ()
     forward = {
-        role: _changed(launch, program, ()) if launch.spec.entry in _FORWARD else launch
+        role: _changed(launch, program, (), ()) if launch.spec.entry in _FORWARD else launch
         for role, launch in kernels.forward.launches.items()
     }
     backward = {
-        role: _changed(launch, slopes if launch.spec.entry in _ADDING else slope, wrt)
+        role: _changed(launch, slopes if launch.spec.entry in _ADDING else slope, wrt, sums)
         if launch.spec.entry in _BACKWARD
         else launch
         for role, launch in kernels.backward.launches.items()
     }
+    made = _pass(kernels.backward, backward, _feature(slopes, wrt, problem, sums))
+    gradients = {name: gradient_name(name) for name in wrt}
+    if deterministic:
+        made = with_captured_sums(made, problem, gradients, sums)
+    else:
+        made = replace(made, zeroed=tuple(gradients.values()))
     return replace(
-        kernels,
-        is_repeatable=kernels.is_repeatable and not repeat_reasons(problem),
-        forward=_pass(kernels.forward, forward, _feature(program, (), problem)),
-        backward=replace(
-            _pass(kernels.backward, backward, _feature(slopes, wrt, problem)),
-            zeroed=tuple(map(gradient_name, wrt)),
-        ),
-    )
+        kernels, is_repeatable=is_repeatable, backward=made,
+        forward=_pass(kernels.forward, forward, _feature(program, (), problem, ())),
+    )  # fmt: skip
 
 
 def captured_wrt(problem: Problem) -> tuple[str, ...]:
@@ -98,43 +116,15 @@ def captured_wrt(problem: Problem) -> tuple[str, ...]:
     return tuple(operand.name for operand in problem.operands if operand.is_captured and operand.name in problem.wrt)
 
 
-def repeat_reasons(problem: Problem) -> list[str]:
-    """Why gradients of captured arrays may differ from call to call: several scores add to an element, in any order."""
-    if problem.score is None:
-        return []
-    return [
-        f"deterministic=True must be without a gradient of {name}, to whose elements several scores add; got it in "
-        f"wrt=: use deterministic=False, or executor='cpu'"
-        for name in captured_wrt(problem)
-        if not _has_own_elements(problem, name)
-    ]
-
-
-def _has_own_elements(problem: Problem, name: str) -> bool:
-    """Return whether each element of a captured array is read for one score at most."""
-    program, shape = problem.score, problem.mask_shape
-    assert program is not None
-    loads = [each for each in program.instructions if each.op == "load" and program.arrays[each.value].name == name]
-    if len(loads) != 1:
-        return not loads
-    (load,) = loads
-    read = {program.instructions[n].op for n in load.args}
-    operand = problem.operand(name)
-    assert operand is not None
-    leading = operand.shape[: program.num_leading_axes(load)]
-    if prod(leading) == shape.num_batch:
-        read.add("b")
-    extents = {"b": shape.num_batch, "h": shape.num_heads, "i": shape.seqlen_q, "j": shape.seqlen_kv}
-    return all(extent <= 1 or name in read for name, extent in extents.items())
-
-
-def _changed(launch: Launch, program: Program, wrt: tuple[str, ...]) -> Launch:
+def _changed(launch: Launch, program: Program, wrt: tuple[str, ...], sums: tuple[str, ...]) -> Launch:
     """A launch whose kernel runs the program, and adds up gradients where the program has their slopes."""
     arrays = tuple(array_name(array.name) for array in program.arrays)
-    gradients = tuple(map(gradient_name, wrt)) if len(program.results) > 2 else ()
+    adds = len(program.results) > 2
+    gradients = tables(program, wrt, sums)[len(program.arrays) :] if adds else ()
     return replace(
-        launch, spec=replace(launch.spec, score=program, score_wrt=wrt), reads=(*launch.reads, *arrays, *gradients),
-        writes=(*launch.writes, *gradients), features=(*launch.features, NAME),
+        launch, spec=replace(launch.spec, score=program, score_wrt=wrt, score_sums=sums),
+        reads=(*launch.reads, *arrays, *gradients), writes=(*launch.writes, *gradients),
+        features=(*launch.features, NAME),
     )  # fmt: skip
 
 
@@ -142,11 +132,11 @@ def _pass(kernels: Pass, launches: Mapping[str, Launch], feature: Feature) -> Pa
     return replace(kernels, launches=launches, features=(*kernels.features, feature))
 
 
-def _feature(program: Program, wrt: tuple[str, ...], problem: Problem) -> Feature:
+def _feature(program: Program, wrt: tuple[str, ...], problem: Problem, sums: tuple[str, ...]) -> Feature:
     with np.errstate(over="ignore"):  # a number that float32 lacks is infinite there
         numbers = np.asarray(problem.numbers, problem.accumulator).tolist()
     values = _values(program, numbers, problem.batch)
-    return Feature(NAME, layout(program, wrt, problem.accumulator), values, tables(program, wrt))
+    return Feature(NAME, layout(program, wrt, problem.accumulator, sums), values, tables(program, wrt, sums))
 
 
 def _values(program: Program, numbers: Sequence[float], batch: tuple[int, ...]) -> dict[str, Any]:

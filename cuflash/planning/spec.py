@@ -70,6 +70,8 @@ class KernelSpec:
         The score function, derived for kernels that make gradients.
     score_wrt : tuple of str
         Captured arrays whose gradients are arguments of the kernel.
+    score_sums : tuple of str
+        The kinds of their sums, as `planning.captured_sums` names them; empty if numbers are added to the gradients.
     """
 
     family: str
@@ -98,6 +100,7 @@ class KernelSpec:
     splits_head_dim: bool = False
     score: Program | None = None
     score_wrt: tuple[str, ...] = ()
+    score_sums: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

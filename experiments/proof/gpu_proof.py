@@ -57,10 +57,12 @@ from cuflash.planning.families import sm90
 from cuflash.arrays import as_dtype
 from cuflash.planning.appending import append_spec
 from cuflash.planning.block_mass import mass_spec
+from cuflash.planning.captured_sums import sums_spec
 from cuflash.planning.decoding import decode_reasons, decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_reasons, prefill_spec
 from cuflash.planning.launches import Launch
 from cuflash.planning.list_kernels import LIST_SPECS
+from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning.problem import Problem
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
@@ -108,7 +110,8 @@ class Config:
 
 def families(config: Config, device: DeviceSpec) -> list[str]:
     """Those asked for that the device runs."""
-    runs = {"simt", "naive", *tensor_core_families(device)}
+    of_tensor_cores = tensor_core_families(device)
+    runs = {"simt", "naive", *of_tensor_cores, *(("fa1",) if "sm80" in of_tensor_cores else ())}
     return [family for family in config.families if family in runs]
 
 
@@ -251,6 +254,7 @@ KERNELS = (
     ("sm80", "float32", "tf32"), ("sm80", "float32", "tf32x3"),
     ("simt", "float32", "ieee"), ("simt", "float64", "ieee"),
     ("naive", "float16", "ieee"), ("naive", "float32", "ieee"),
+    ("fa1", "float16", "ieee"), ("fa1", "bfloat16", "ieee"),
 )  # fmt: skip
 DIMS = ((64, 64), (128, 128), (40, 24))
 GROUPS = (1, 2, 4)
@@ -293,7 +297,8 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
 
         for number, (kind, mask) in enumerate(kinds.items(), turn):
             yield kind, case(number, mask)
-        yield "dense", case(turn, sink=(4,))
+        if kernel != "fa1":
+            yield "dense", case(turn, sink=(4,))
         if kernel in ("sm80", "sm90"):
             for number in (0, 1):
                 yield "dense", case(number, head_dim=256, value_dim=256)
@@ -413,6 +418,23 @@ def run_masses() -> int:
     return len(MASS_DTYPES)
 
 
+def specs_of_selectors() -> set[KernelSpec]:
+    """The kernels that choose blocks and average rows, for the dtypes of these calls."""
+    return every_selection_spec(tuple(as_dtype("dtype", dtype) for dtype in MASS_DTYPES))
+
+
+def run_selectors() -> int:
+    """Blocks chosen by means of rows and by diagonals; how many calls that were."""
+    import cupy
+
+    budget = cuflash.selectors.Budget(top_k=2)
+    for dtype in MASS_DTYPES:
+        x = cupy.full((2, 200, 64), 1, as_dtype("dtype", dtype))
+        cuflash.selectors.pooled(x, x, block=32, budget=budget, causal=True)
+        cuflash.selectors.antidiagonal(x, x, block=32, budget=budget, causal=True)
+    return 2 * len(MASS_DTYPES)
+
+
 # Calls on operands of 8 bits: columns, rows that share a scale, and what else the call has.
 QUANTIZED: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (64, 128, {"causal": True}), (128, 128, {"window": (70, 3)}),
@@ -440,6 +462,22 @@ def run_quantized() -> int:
         rotated = cuflash.quantize(x, block=block, rotate=cuflash.Rotation(columns))
         cuflash.attention(rotated, rotated, cuflash.quantize(x, block=block), **options)
     return len(QUANTIZED)
+
+
+def specs_of_captured_sums() -> set[KernelSpec]:
+    """The kernels that these calls launch besides those of every backward pass."""
+    return {sums_spec(np.dtype(np.float32))}
+
+
+def run_captured_sums() -> int:
+    """Repeatable gradients of a bias that the batch shares, and of slopes; how many calls that were."""
+    import cupy
+
+    x = cupy.full((2, 2, 90, 32), 1, np.float32)
+    bias, slopes = cupy.full((2, 90, 90), 1, np.float32), cupy.full(2, 1, np.float32)
+    for options in ({"bias": bias, "wrt": "bias"}, {"score": cuflash.scores.alibi(slopes), "wrt": "slopes"}):
+        cuflash.attention_vjp(x, x, x, deterministic=True, kernel="simt", **options)[1](x)
+    return 2
 
 
 @contextmanager
@@ -482,7 +520,7 @@ def child(argument: str) -> None:
         if "sm80" in asked["families"]:
             done += run_caches()
         if "simt" in asked["families"]:
-            done += run_masses()
+            done += run_masses() + run_selectors() + run_captured_sums()
         if "sm90" in asked["families"]:
             done += run_quantized()
     print(DONE, done, flush=True)
@@ -551,7 +589,8 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     every = [case for _, case in cases(Config(families=tuple(runs)))] + [control(family) for family in runs]
     specs = {spec for case in every for spec in case.plan(device).specs.values()} | set(LIST_SPECS.values())
     specs |= specs_of_caches(device) if "sm80" in runs else set()
-    specs |= specs_of_masses(device) if "simt" in runs else set()
+    if "simt" in runs:
+        specs |= specs_of_masses(device) | specs_of_selectors() | specs_of_captured_sums()
     specs |= specs_of_quantized(device) if "sm90" in runs else set()
     if set(config.tools) & set(WATCHED):
         specs |= {replace(spec, has_watchdog=True) for spec in specs if spec.family == "sm90"}

@@ -14,6 +14,11 @@ CUFLASH_DEVICE void red_add(double* address, double value) {
   asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" ::"l"(address), "d"(value) : "memory");
 }
 
+// Wraps around. The instruction is the same for signed integers.
+CUFLASH_DEVICE void red_add(int64_t* address, int64_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 CUFLASH_DEVICE int fetch_add(int* address, int value) {
   int before;
   asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");

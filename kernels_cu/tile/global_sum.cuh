@@ -1,28 +1,39 @@
 #pragma once
 #include <ptx/atomic.cuh>
 #include <ptx/thread.cuh>
+#include <tile/exact_sum.cuh>
 
-// Sums in global memory that many thread blocks add to.
+// Sums in global memory that many thread blocks add to: numbers, which are rounded after each addition, or the words of exact
+// sums, which have the same bits whatever the order of additions is.
 namespace cuflash::tile {
 
-// Add the values of all threads of a warp to one address. Called by whole warps.
 template <class T>
-CUFLASH_DEVICE void add_of_warp(T* address, T x) {
+CUFLASH_DEVICE void add(T* address, T x) {
+  ptx::red_add(address, x);
+}
+template <class T>
+CUFLASH_DEVICE void add(int64_t* words, T x) {
+  ExactSum<T>::add(words, x);
+}
+
+// Add the sum of the values of all threads of a warp to one address. Called by whole warps.
+template <class Address, class T>
+CUFLASH_DEVICE void add_of_warp(Address* address, T x) {
 #pragma unroll
   for (int lane_offset = 16; lane_offset > 0; lane_offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
-  if (ptx::lane() == 0) ptx::red_add(address, x);
+  if (ptx::lane() == 0) add(address, x);
 }
 
 // Accumulates consecutive values of a thread for one element of global memory, and adds their sum to it once.
-template <class T>
+template <class T, class Address = T>
 struct RunningSum {
-  T* address = nullptr;
+  Address* address = nullptr;
   T sum = 0;
 
   // Add x to an element: in a register while the element stays the same; a new element first adds the old sum to memory.
-  CUFLASH_DEVICE void add(T* element, T x) {
+  CUFLASH_DEVICE void add(Address* element, T x) {
     if (element != address) {
-      if (address != nullptr) ptx::red_add(address, sum);
+      if (address != nullptr) tile::add(address, sum);
       address = element;
       sum = 0;
     }
@@ -36,7 +47,7 @@ struct RunningSum {
     if (first != 0 && __all_sync(0xffffffffu, own == first)) {
       add_of_warp(address, sum);
     } else if (address != nullptr) {
-      ptx::red_add(address, sum);
+      tile::add(address, sum);
     }
   }
 };

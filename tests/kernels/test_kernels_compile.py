@@ -37,6 +37,7 @@ from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning.block_mass import mass_spec
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
 from cuflash.planning.scales import RowsPerScale
+from cuflash.planning.captured_sums import sums_spec
 from cuflash.planning.sinks import gradient_spec
 from executors import is_long
 
@@ -68,8 +69,8 @@ SPILLS = {
     # Most of it in the producer, which has 24 registers and walks a list here; consumers keep two accumulators.
     **{("sm90_forward_fp8", dtype, 128): 240 for dtype in (*_HALVES, np.dtype(np.float32))},
     ("sm80_forward", np.dtype(np.float32), 192): 12,  # of tf32x3, on sm_100, where a tile holds few queries
-    # With score functions and dropout, of tiles that plain attention has: what a function computes of several elements at
-    # once, which ptxas orders so. Smaller tiles were not timed; at 128 columns most functions do not spill on Hopper.
+    # With score functions and dropout, of tiles that plain attention has: ptxas keeps what functions compute of several
+    # elements at once. Smaller tiles were not timed; at 128 columns most functions do not spill on Hopper.
     ("sm80_backward scored", BFLOAT16, 64): 342,
     ("sm80_backward scored", BFLOAT16, 128): 30,
     ("sm80_backward scored dropped", BFLOAT16, 128): 82,
@@ -120,7 +121,7 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
     if spec.name in ("naive_softmax", "sm90_backward_statistics"):
         found = {gradient_spec(spec.accumulator, spec)}
     else:
-        found = {gradient_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
+        found = {gradient_spec(spec.accumulator), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
     takes_it = spec.entry in ("forward", "combine", "softmax") and not spec.is_split and spec.family != "fa1"
     return found | ({replace(spec, has_sink=True)} if takes_it else set())
 

@@ -20,7 +20,8 @@ from cuflash.planning.problem import Problem
 from executors import GPU, SIM, Run, needs_compiler
 
 import cuflash
-from cuflash import DeviceSpec, UnsupportedProblem, masks
+from cuflash import DeviceSpec, masks, sim
+from cuflash.executors import sim as executor
 
 pytestmark = needs_compiler
 WRT = ("at", "column", "entry", "of_head", "row", "table")
@@ -298,19 +299,70 @@ def test_another_number_compiles_nothing() -> None:
     assert specs(3.0) == specs(7.5)
 
 
-@pytest.mark.parametrize("name", [name for name in WRT if name != "at"])
-def test_gradients_that_do_not_repeat_are_refused_where_all_must(name: str) -> None:
-    made = Probe("float32")
-    with pytest.raises(UnsupportedProblem, match=f"deterministic=True must be without a gradient of {name}, "):
-        made.found(replace(SIM, deterministic=True), (name,))
+@on_every_family
+@pytest.mark.parametrize("mask", ["nothing", "causal"])
+def test_repeatable_gradients_are_those_of_every_array(run: Run, dtype: str, mask: str) -> None:
+    made = Probe(dtype, MASKS[mask])
+    made.check(made.found(replace(run, deterministic=True)))
 
 
-def test_a_bias_that_entries_share_does_not_repeat() -> None:
+SHARED = {  # a bias by what shares it, and the kind of its sums
+    "nothing": ((2, 3, 16, 16), "own"), "the batch": ((3, 16, 16), "parts b"), "heads": ((2, 1, 16, 16), "parts h"),
+    "both": ((16, 16), "parts bh"), "queries": ((2, 3, 1, 16), "exact"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "kind"), SHARED.values(), ids=SHARED)
+def test_the_kind_of_sums_follows_what_shares_an_array(shape: tuple[int, ...], kind: str) -> None:
     q = np.ones((2, 3, 16, 8), np.float32)
-    for shape, refused in (((2, 3, 16, 16), False), ((3, 16, 16), True), ((2, 1, 16, 16), True), ((2, 3, 1, 16), True)):
-        options = {"bias": np.zeros(shape, np.float32), "wrt": "bias", "deterministic": True, "executor": "sim"}
-        if refused:
-            with pytest.raises(UnsupportedProblem, match="deterministic=True must be without a gradient of bias"):
-                cuflash.plan(q, q, q, **options)
-        else:
-            assert cuflash.plan(q, q, q, **options).plan.kernels.is_repeatable
+    plan = cuflash.plan(q, q, q, bias=np.zeros(shape, np.float32), wrt="bias", deterministic=True, executor="sim").plan
+    assert plan.kernels.is_repeatable
+    sums = {spec.score_sums for spec in plan.kernels.backward.specs.values()} - {()}
+    assert sums == {(kind,)}
+    default = cuflash.plan(q, q, q, bias=np.zeros(shape, np.float32), wrt="bias", executor="sim").plan
+    assert {spec.score_sums for spec in default.kernels.backward.specs.values()} == {()}
+    assert default.kernels.is_repeatable <= (kind == "own")
+
+
+def normal_call(run: Run, kernel: str, library: ModuleType = cuflash, **given: Any) -> dict[str, Any]:
+    """The gradients of captured arrays whose terms are rounded when they are added in another order."""
+    rng = np.random.default_rng(3)
+    dtype = "float32" if kernel in ("simt", "naive") else "float16"
+    q, k, v, do = (run.put(rng.standard_normal((2, 2, 70, 16)).astype(dtype)) for _ in range(4))
+    arrays = {
+        "pairs": run.put(rng.standard_normal((2, 70, 70)).astype(np.float32)),
+        "slopes": run.put(rng.standard_normal(2).astype(np.float32)),
+        "table": run.put(rng.standard_normal((2, 8)).astype(np.float32)),
+    }
+
+    def function(s: Any, b: Any, h: Any, i: Any, j: Any, pairs: Any, slopes: Any, table: Any) -> Any:
+        return s + slopes[h] * (j - i) / 8 + table[h, (i * j) % 8] + pairs[h, i, j]
+
+    score = library.Score(function, **arrays)
+    options = {**run.options, "kernel": kernel, **given}
+    _, vjp = library.attention_vjp(q, k, v, score=score, wrt=tuple(arrays), **options)
+    gradients = vjp(do)
+    return {name: run.get(gradients[name]) for name in arrays}
+
+
+@pytest.mark.parametrize("kernel", ["simt", "sm80"])
+def test_repeatable_gradients_have_the_same_bits_in_every_order(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that come in another order change the bits of the default form, and none of the repeatable one."""
+    found = []
+    for schedule in (sim.Schedule(), sim.Schedule(seed=5, order="random", resident_blocks=4)):
+        monkeypatch.setattr(executor, "_SIMULATOR", executor.Simulator(schedule))
+        found.append([normal_call(SIM, kernel, deterministic=deterministic) for deterministic in (True, False)])
+    (first, default), (second, other) = found
+    assert all(x.tobytes() == second[name].tobytes() for name, x in first.items())
+    assert any(x.tobytes() != other[name].tobytes() for name, x in default.items())
+    for name, x in first.items():
+        np.testing.assert_allclose(x, default[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["simt", "naive", "sm80", "sm90"])
+def test_a_thousand_calls_on_a_gpu_have_the_same_bits(kernel: str) -> None:
+    first = normal_call(GPU, kernel, deterministic=True)
+    for _ in range(1000 if kernel == "sm90" else 50):
+        again = normal_call(GPU, kernel, deterministic=True)
+        assert all(again[name].tobytes() == x.tobytes() for name, x in first.items())

@@ -46,6 +46,7 @@ CHANGED = {
     "is_quantized": True, "splits_head_dim": True,
     "score": CAPPED.program,
     "score_wrt": ("slope",),
+    "score_sums": ("exact",),
 }
 
 
@@ -61,7 +62,9 @@ def test_equal_specifications_give_equal_texts(kernels: Path, spec: Make) -> Non
 @pytest.mark.parametrize("field", KernelSpec.__slots__)
 def test_every_field_changes_the_text(kernels: Path, spec: Make, field: str) -> None:
     shutil.copy(kernels / "simt" / "plain.cu", kernels / "sm90" / "plain.cu")
-    plain = spec("plain", score=CAPPED.program if field == "score_wrt" else None)
+    scored = {"score": CAPPED.program}
+    others = {"score_wrt": scored, "score_sums": {**scored, "score_wrt": ("slope",)}}.get(field, {})
+    plain = spec("plain", **others)
     assert room.source(replace(plain, **{field: CHANGED[field]})) != room.source(plain)
 
 

@@ -14,7 +14,10 @@ import cuflash
 import numpy as np
 from cuflash.compiler import source as sources
 from executors import SIM
-from test_score_kernels import MASKS, WRT, Probe, check_few_queries, check_past_the_end, check_shared_elements
+from probing import assert_expected, exact_sums
+from test_score_kernels import (
+    MASKS, WRT, Probe, check_few_queries, check_past_the_end, check_shared_elements, normal_call
+)  # fmt: skip
 from test_sm90_scores import check_hidden_queries
 
 SIGNS = (AssertionError, ValueError)
@@ -87,3 +90,24 @@ def printed_functions_are_exact(library: ModuleType) -> None:
     importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
     made = Probe("float32", batch=(2, 3), lengths=(5, 21))
     made.check(made.found(replace(SIM, kernel="simt"), library=library))
+
+
+def _repeatable_as_default(library: ModuleType) -> None:
+    expected = normal_call(SIM, "simt")
+    for name, x in normal_call(SIM, "simt", library, deterministic=True).items():
+        np.testing.assert_allclose(x, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def exact_sums_are_right() -> None:
+    launch = exact_sums("float32")
+    assert_expected(launch, launch.on_simulator())
+
+
+def repeatable_sums_are_right() -> None:
+    _repeatable_as_default(cuflash)
+
+
+def repeatable_sums_are_planned(library: ModuleType) -> None:
+    """By a copy of the library, whose kernels are the installed one's."""
+    importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
+    _repeatable_as_default(library)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from mutations.planting import Edit
 from mutations.score_kernel_guards import (
-    hopper_gradients_are_exact, naive_is_exact, nothing_past_the_end_matters, packed_heads_are_exact,
-    printed_functions_are_exact, simt_is_exact, sm80_is_exact, sm90_is_exact, warps_that_share_elements_are_exact,
+    exact_sums_are_right, hopper_gradients_are_exact, naive_is_exact, nothing_past_the_end_matters,
+    packed_heads_are_exact, printed_functions_are_exact, repeatable_sums_are_planned, repeatable_sums_are_right,
+    simt_is_exact, sm80_is_exact, sm90_is_exact, warps_that_share_elements_are_exact,
 )  # fmt: skip
 
 FAULTS = {
@@ -198,6 +199,38 @@ FAULTS = {
         "both kernels of two walks add gradients": Edit(
             "planning/score_launches.py", None, '_ADDING = ("gradient_scores", "backward", "backward_columns")',
             '_ADDING = ("gradient_scores", "backward_columns")',
+        ),
+    },
+    exact_sums_are_right: {
+        "a subnormal term lies a bit too high": Edit(
+            "tile/exact_sum.cuh", "add", "exponent == 0 ? 0 : exponent - 1", "exponent"
+        ),
+        "a normal term lacks its first bit": Edit(
+            "tile/exact_sum.cuh", "add", "static_cast<uint64_t>(exponent != 0)", "static_cast<uint64_t>(exponent == 0)"
+        ),
+        "negative terms are added": Edit("tile/exact_sum.cuh", "add_bits", "is_negative ? -value : value", "value"),
+        "infinities are counted as NaN": Edit("tile/exact_sum.cuh", "add", "mantissa != 0 ? 0", "true ? 0"),
+        "carries are lost": Edit(
+            "tile/exact_sum.cuh", "for_digits", "sign * words[digit] + carry", "sign * words[digit]"
+        ),
+        "a negative sum is rounded by its low digits": Edit(
+            "tile/exact_sum.cuh", "rounded", "carry_out(words, 1) < 0", "false"
+        ),
+    },
+    repeatable_sums_are_right: {
+        "sums hold what was there": Edit(
+            "simt/captured_sums.cu", "simt_captured_sums", "static_cast<int*>(captured.sums)[n] = 0", "continue"
+        ),
+        "one part is the gradient": Edit(
+            "simt/captured_sums.cu", "simt_captured_sums", "part < captured.num_parts", "part < 1"
+        ),
+        "exact sums are a word apart": Edit(
+            "simt/captured_sums.cu", "simt_captured_sums", "Exact::kNumWords * n", "n"
+        ),
+    },
+    repeatable_sums_are_planned: {
+        "half of the words are set to 0": Edit(
+            "planning/captured_sums.py", "with_captured_sums", "workspace.nbytes // _WORD", "workspace.nbytes // 8"
         ),
     },
 }

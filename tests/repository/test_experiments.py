@@ -574,6 +574,8 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
     assert any(case.makes_lists for _, case in found)
     of_lists = {spec.name for spec in load("cuflash.planning.list_kernels").LIST_SPECS.values()}
     specs_beside = proof.specs_of_caches(device) | proof.specs_of_masses(device) | proof.specs_of_quantized(device)
+    specs_beside |= proof.specs_of_captured_sums() | proof.specs_of_selectors()
+    specs_beside |= proof.specs_of_masses(load("cuflash").DeviceSpec.gpu("A100"))  # whose masses no GPU of Hopper runs
     assert {spec.name for spec in specs | specs_beside} | of_lists == on_disk
     assert {64, 128, 256} <= {spec.block_q for spec in specs if spec.name == "sm90_forward"}
     assert {(spec.is_split, spec.pack_gqa) for spec in specs if spec.name == "sm80_forward"} == {
@@ -602,8 +604,8 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
 def test_what_a_device_does_not_run_is_not_asked_for(load) -> None:
     proof, of = load("gpu_proof"), load("cuflash").DeviceSpec.gpu
     runs = {gpu: set(proof.families(proof.Config(), of(gpu))) for gpu in ("T4", "A100", "H100")}
-    everywhere = {"simt", "naive"}
-    assert runs == {"T4": everywhere, "A100": everywhere | {"sm80"}, "H100": everywhere | {"sm80", "sm90"}}
+    everywhere, newer = {"simt", "naive"}, {"sm80", "fa1"}
+    assert runs == {"T4": everywhere, "A100": everywhere | newer, "H100": everywhere | newer | {"sm90"}}
 
 
 def test_repeats_are_of_calls_that_fill_the_gpu_several_times_over(load) -> None:

@@ -156,14 +156,16 @@ def test_results_are_those_of_the_same_arrays(executor):
         assert (as_numpy(mine) == theirs).all() if executor == "cpu" else np.allclose(mine, theirs, 1e-4, 1e-5)
 
 
-def test_a_gradient_that_nothing_requires_is_not_computed():
-    """deterministic=True refuses the gradient of a gathered table on kernels, and takes the call without it."""
-    given = options_of(slope=SLOPE.float(), table=TABLE.float())
+def test_gradients_of_a_gathered_table_repeat_on_kernels():
+    """The gradient is that of the default form; what nothing requires is not computed."""
     tensors = [tensor.float().requires_grad_() for tensor in (Q, K, V)]
-    attention(*tensors, **given, executor="sim", deterministic=True).sum().backward()
-    given = options_of(slope=SLOPE.float(), table=TABLE.float().requires_grad_())
-    with pytest.raises(cuflash.UnsupportedProblem, match="table"):
-        attention(*tensors, **given, executor="sim", deterministic=True)
+    found = []
+    for deterministic in (False, True):
+        table = TABLE.float().requires_grad_()
+        given = options_of(slope=SLOPE.float(), table=table)
+        attention(*tensors, **given, executor="sim", deterministic=deterministic).sum().backward()
+        found.append(as_numpy(table.grad))
+    assert np.allclose(*found, rtol=1e-4, atol=1e-5) and found[0].any()
 
 
 def test_a_repeated_call_on_a_gpu_reads_new_numbers_and_tensors(tmp_path, monkeypatch):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import fsum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from cuflash.planning.captured_sums import EXACT_WORDS
 from cuflash.planning.launches import DqSemaphoreOrder
 from cuflash.executors.params import ParamsTemplate, View
 from cuflash.planning.plan import KernelPlan
@@ -260,6 +262,34 @@ def atomics() -> Launch:
     return Launch(
         name="atomics", file="atomics", entry="atomics", block=128, grid=3, arguments=arguments,
         expected={place: Expected(np.array(values)) for place, values in enumerate(right)},
+    )  # fmt: skip
+
+
+def exact_sums(dtype: str) -> Launch:
+    """Terms of all magnitudes, terms that cancel, and terms that are not finite; `math.fsum` gives their sums."""
+    number, rng, size = np.dtype(dtype), np.random.default_rng(7), 96
+    any_bits = rng.integers(0, 2**32, (12, size * number.itemsize // 4), np.uint32).view(number)
+    largest = np.finfo(number).max / (4 * size)  # so that no sum overflows
+    with np.errstate(all="ignore"):
+        any_bits = np.where(abs(any_bits) < largest, any_bits, number.type(0))
+    least = np.full((2, size), np.finfo(number).smallest_subnormal)
+    terms = np.concatenate([any_bits, rng.standard_normal((6, size)), least]).astype(number)
+    terms[6:9, 1::2] = -terms[6:9, ::2]  # 0
+    terms[9:12, 2::2] = -terms[9:12, 1:-1:2]  # one term, and the last
+    terms[-1, ::3] *= -1
+    special, lowest = np.repeat(terms[12:13], 5, axis=0), np.finfo(number).min
+    for row, values in zip(special, ((np.inf,), (-np.inf,), (np.nan,), (np.inf, -np.inf), (lowest,) * 3)):
+        row[5 : 5 + len(values)] = values
+    terms = np.ascontiguousarray(np.concatenate([terms, special]))
+    sums = [fsum(map(float, row)) for row in terms[:-5]] + [np.inf, -np.inf, np.nan, np.nan, -np.inf]
+    with np.errstate(over="ignore"):
+        right = np.array(sums).astype(number)
+    rows = len(terms)
+    return Launch(
+        name=f"exact sums of {dtype}", file="exact_sum", entry="exact_sums", block=64, grid=rows,
+        arguments=(terms, np.int32(size), np.zeros((rows, EXACT_WORDS[number]), np.int64), np.zeros(rows, number)),
+        expected={3: Expected(right, ulps=1)},
+        constants={"Number": ELEMENTS[dtype], "kNumWords": EXACT_WORDS[number]},
     )  # fmt: skip
 
 
@@ -983,6 +1013,7 @@ LAUNCHES = (
     *map(mma_double, (8, 16)),
     words(),
     atomics(),
+    *map(exact_sums, ("float32", "float64")),
     math(),
     copy(),
     *(tile_loads(*case) for case in TILES),

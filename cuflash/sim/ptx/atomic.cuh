@@ -7,6 +7,7 @@ namespace cuflash::ptx {
 
 CUFLASH_DEVICE void red_add(float* address, float value, CUFLASH_SIM_WHERE) { atomicAdd(address, value, where); }
 CUFLASH_DEVICE void red_add(double* address, double value, CUFLASH_SIM_WHERE) { atomicAdd(address, value, where); }
+CUFLASH_DEVICE void red_add(int64_t* address, int64_t value, CUFLASH_SIM_WHERE) { atomicAdd(address, value, where); }
 
 CUFLASH_DEVICE int fetch_add(int* address, int value, CUFLASH_SIM_WHERE) { return atomicAdd(address, value, where); }
 

@@ -1,0 +1,18 @@
+#pragma once
+#include <ptx/types.cuh>
+
+// The gradient of a score function's array from sums whose bits do not depend on the order of additions.
+namespace cuflash::attention {
+
+enum class SumsOperation : int64_t { kSetZero, kRound, kAddParts };
+
+// The parameters of the kernel that prepares sums, and writes the gradient from them, an argument of its own.
+// cuflash/planning/captured_sums.py has the record as a NumPy dtype.
+struct CapturedSums {
+  config::Accumulator* gradient;  // [num_elements]
+  void* sums;                     // [num_elements] exact sums, [num_parts, num_elements] numbers, or words to set to 0
+  int64_t num_elements, num_parts;
+  SumsOperation operation;
+};
+
+}  // namespace cuflash::attention
