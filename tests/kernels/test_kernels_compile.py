@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem
+import cuflash
+from cuflash import DeviceSpec, Dropout, ShapeDtype, UnsupportedProblem, scores
 from cuflash.compiler import nvrtc as room
 from cuflash.compiler import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES
@@ -67,6 +68,16 @@ SPILLS = {
     # Most of it in the producer, which has 24 registers and walks a list here; consumers keep two accumulators.
     **{("sm90_forward_fp8", dtype, 128): 240 for dtype in (*_HALVES, np.dtype(np.float32))},
     ("sm80_forward", np.dtype(np.float32), 192): 12,  # of tf32x3, on sm_100, where a tile holds few queries
+    # With score functions and dropout, of tiles that plain attention has: what a function computes of several elements
+    # at once. Smaller tiles were not timed; at 128 columns most functions do not spill on Hopper.
+    ("sm80_backward scored", BFLOAT16, 64): 342,
+    ("sm80_backward scored", BFLOAT16, 128): 30,
+    ("sm80_backward scored dropped", BFLOAT16, 128): 82,
+    ("sm80_forward scored dropped", BFLOAT16, 128): 16,
+    ("sm90_forward scored", BFLOAT16, 64): 244,  # a bias; 40 and 148 with other functions
+    ("sm90_forward scored", BFLOAT16, 128): 40,  # a bias
+    ("sm90_backward scored", BFLOAT16, 64): 384,  # the gradient of a bias; 344 with a cap
+    ("sm90_backward scored", BFLOAT16, 128): 60,  # the gradient of a table
 }
 
 
@@ -112,6 +123,27 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
         found = {gradient_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
     takes_it = spec.entry in ("forward", "combine", "softmax") and not spec.is_split and spec.family != "fa1"
     return found | ({replace(spec, has_sink=True)} if takes_it else set())
+
+
+def of_scores(name: str) -> set[KernelSpec]:
+    """Kernels of the sm80 or sm90 family on a known GPU with score functions and dropout: each library function, whose
+    slopes are 1, constant or neither, with gradients of arrays that are read once a tile, a score, or by a table."""
+    device, specs = DeviceSpec.gpu(name), set()
+    heads, slopes = 2, ShapeDtype((2,), np.float32)
+    table = np.zeros((heads, 32), np.float32)
+    changes: list[dict[str, Any]] = [
+        {"softcap": 50.0}, {"softcap": 50.0, "dropout": Dropout(0.1, 1)}, {"dropout": Dropout(0.1, 1)},
+        {"score": scores.softcap(50.0, fast=True)}, {"score": scores.alibi(slopes)},
+        {"score": scores.temperature(slopes)}, {"score": scores.temperature(slopes), "wrt": "per_head"},
+        {"score": scores.relative_position(table, bidirectional=True), "wrt": "table"},
+        {"bias": ShapeDtype((heads, 5000, 5000), BFLOAT16), "wrt": "bias"},
+    ]  # fmt: skip
+    for dim, options in product((64, 128), changes):
+        x = ShapeDtype((heads, 5000, dim), BFLOAT16)
+        kernel = "sm90" if device.compute_capability == (9, 0) else "sm80"
+        planned = cuflash.plan(x, x, x, kernel=kernel, executor="gpu", device=device, **options).plan.specs
+        specs |= {planned[entry] for entry in ("forward", "backward")}
+    return specs
 
 
 def of_caches(name: str) -> set[KernelSpec]:
@@ -160,6 +192,9 @@ def every_target() -> list[tuple[KernelSpec, str]]:
             with suppress(UnsupportedProblem):  # the chip lacks the family or its instructions
                 targets.append((spec, room.architecture(spec, DeviceSpec.gpu(chip).compute_capability)))
         capability = DeviceSpec.gpu(chip).compute_capability
+        if chip in ("A100", "H100"):
+            of_chip = sorted(of_scores(chip), key=lambda spec: (str(spec), str(spec.score), spec.score_wrt))
+            targets += [(spec, room.architecture(spec, capability)) for spec in of_chip]
         lists = {*LIST_SPECS.values(), *every_selection_spec(DTYPES)}
         targets += [(spec, room.architecture(spec, capability)) for spec in lists]
     return targets
@@ -188,7 +223,9 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
 def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
     """The family with its architecture; the kernel with each field of its specification, and as wide for its dtype."""
     spec, architecture = target
-    each = {(spec.name, field.name, str(getattr(spec, field.name))) for field in fields(spec)}
+    plain = replace(spec, score=None, score_wrt=())
+    each = {(spec.name, field.name, str(getattr(plain, field.name))) for field in fields(spec)}
+    each |= {(spec.name, "score", str(spec.score is not None))}
     width = "wide" if spec.head_dim > 128 else "narrow"
     return {(spec.family, architecture), (spec.name, str(spec.dtype), width), *each}
 
@@ -196,7 +233,9 @@ def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
 def faults(made: Compiled) -> list[str]:
     """Why a kernel does not pass."""
     found = [f"advice: {line}" for line in made.advisories]
-    name = made.spec.name + " watched" * made.spec.has_watchdog
+    spec = made.spec
+    name = spec.name + " watched" * spec.has_watchdog + " scored" * (spec.score is not None)
+    name += " dropped" * spec.has_dropout
     known = SPILLS.get((name, made.spec.dtype, made.spec.head_dim), 0)
     if (made.resources.spill_bytes or 0) > known:
         found.append(f"spills {made.resources.spill_bytes} bytes")
