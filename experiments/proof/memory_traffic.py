@@ -67,10 +67,10 @@ class Config:
         return self.batch, self.num_heads, seqlen, self.head_dim
 
 
-def plan_of(shape: tuple[int, ...], kernel: str, device: str) -> Any:
-    """A plan on a GPU by its name, without one."""
+def plan_of(shape: tuple[int, ...], kernel: str, device: cuflash.DeviceSpec) -> Any:
+    """A plan on a GPU, from its numbers."""
     x = cuflash.ShapeDtype(shape, np.dtype(np.float16))
-    return cuflash.plan(x, x, x, kernel=kernel, device=cuflash.DeviceSpec.gpu(device))
+    return cuflash.plan(x, x, x, kernel=kernel, device=device)
 
 
 def call(kernels: tuple[str, ...], shape: tuple[int, ...]) -> None:
@@ -131,13 +131,13 @@ def parsed(printed: str) -> dict[str, int]:
 
 def run(config: Config) -> Iterator[Record]:
     """A record a length, kernel and pass; on a GPU those that fit its memory."""
-    device, free = config.device, float("inf")
+    device, free = cuflash.DeviceSpec.gpu(config.device), float("inf")
     if config.gpu:
         if reason := why_no_gpu():
             sys.exit(f"memory_traffic --gpu counts bytes on a GPU: {reason}")
         import cupy
 
-        device, free = gpu.current_device().name, cupy.cuda.Device().mem_info[0]
+        device, free = gpu.current_device(), cupy.cuda.Device().mem_info[0]
     for seqlen in track(config.seqlens, "lengths"):
         plans = {kernel: plan_of(config.shape(seqlen), kernel, device) for kernel in config.kernels}
         fitting = {kernel: ready for kernel, ready in plans.items() if ready.workspace_bytes < MOST_OF_MEMORY * free}

@@ -199,14 +199,22 @@ def methods_of(config: Config, seqlen: int) -> list[str]:
     return [name for name in here if fits.get(name, True)]
 
 
-def passes(config: Config, method: str, seqlen: int, arrays: list[Any]) -> tuple[Any, dict[str, Callable[[], object]]]:
-    """A plan and its passes; up to some length after some rows of it were found right."""
+def passes(
+    config: Config, method: str, arrays: list[Any], checks: dict[bool, SpotCheck]
+) -> tuple[Any, dict[str, Callable[[], object]]]:
+    """A plan and its passes; up to some length after some rows of it were found right.
+
+    `checks` keeps what methods that have a mask, and those that have none, share.
+    """
     if method == "pytorch":
         made = PyTorch(*arrays)
         return made, {way: getattr(made, way) for way in WAYS}
-    ready = plan_of(config, method, seqlen)
+    seqlen = arrays[0].shape[-2]
+    ready, mask = plan_of(config, method, seqlen), mask_of(method, seqlen)
     if seqlen <= LONGEST_CHECKED:
-        checked(method, ready, arrays, SpotCheck.of(*arrays[:3], mask_of(method, seqlen)))
+        if (mask is None) not in checks:
+            checks[mask is None] = SpotCheck.of(*arrays[:3], mask)
+        checked(method, ready, arrays, checks[mask is None])
     return ready, calls_of(ready, arrays)
 
 
@@ -214,8 +222,9 @@ def measured(config: Config, seqlen: int, arrays: list[Any]) -> dict[str, tuple[
     """Times of the passes and planned memory, by method: in turn on the host; one by one on a GPU, for its memory."""
     found: dict[str, tuple[dict[str, Timing], float | None]] = {}
     in_turn: dict[str, Callable[[], object]] = {}
+    checks: dict[bool, SpotCheck] = {}
     for method in methods_of(config, seqlen):
-        ready, calls = passes(config, method, seqlen, arrays)
+        ready, calls = passes(config, method, arrays, checks)
         found[method] = timed_on_device(config, calls) if config.gpu else {}, planned_mib(method, ready)
         if not config.gpu:
             in_turn |= {f"{method} {way}": call for way, call in calls.items()}

@@ -263,6 +263,41 @@ def of_libraries(rows: list[Row]) -> str:
     return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
 
 
+def flash_ladder_gpu(rows: list[Row]) -> str:
+    """Table of the families of kernels on full attention, one step of the papers after the other."""
+    header = ["pass", "tokens", "kernel", "ms", "TFLOP/s", "share of peak", "peak MiB", "MB moved, by the model"]
+    forms = {"ms": ".3g", "tflops": ".3g", "share_of_peak": ".2f", "peak_mib": ".4g", "moved_mb": ".4g"}
+    chosen = sorted((row for row in rows if row["mask"] == "full"), key=lambda row: (row["pass"], int(row["seqlen"])))
+    lines = (
+        [row["pass"], row["seqlen"], row["kernel"], *(number(row, *cell) for cell in forms.items())] for row in chosen
+    )
+    return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
+
+
+def flashattention1(rows: list[Row]) -> str:
+    """Table of FlashAttention-1's appendix with our kernels, its own numbers beside."""
+    header = ["pass", "tokens", "method", "density", "ms", "paper's ms, A100", "over standard", "paper's"]
+    forms = {"density": ".3f", "ms": ".3g", "paper_ms": ".3g", "over_standard": ".3g", "paper_over_standard": ".3g"}
+    header += ["MiB of both passes", "paper's MB"]
+    forms |= {"memory_mib": ".4g", "paper_memory_mb": ".4g"}
+    chosen = sorted(rows, key=lambda row: (("forward", "backward", "both").index(row["pass"]), int(row["seqlen"])))
+    lines = (
+        [row["pass"], row["seqlen"], row["method"], *(number(row, *cell) for cell in forms.items())] for row in chosen
+    )
+    return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
+
+
+def memory_traffic(rows: list[Row]) -> str:
+    """Table of the bytes of device memory by the model of the papers and by the profiler's counters."""
+    header = ["pass", "kernel", "tokens", "MB by the model", "MB by counters", "counters / model"]
+    forms = {"model_mb": ".4g", "measured_mb": ".4g", "measured_over_model": ".2f"}
+    chosen = sorted(rows, key=lambda row: (row["pass"] != "forward", row["kernel"], int(row["seqlen"])))
+    lines = (
+        [row["pass"], row["kernel"], row["seqlen"], *(number(row, *cell) for cell in forms.items())] for row in chosen
+    )
+    return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
+
+
 def of_gpu(rows: list[Row]) -> str:
     """The GPU, commit and date of rows, one line for each."""
     return "  \n".join(dict.fromkeys(f"*{row['gpu']}; commit {row['commit']}, {row['date']}.*" for row in rows))
@@ -286,6 +321,9 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "training-step": ("training_step", training_step),
     "scores": ("score_functions", beside_plain),
     "dropout": ("dropout", beside_plain),
+    "flash-ladder-gpu": ("flash_ladder_gpu", flash_ladder_gpu),
+    "flashattention1": ("flashattention1_tables_gpu", flashattention1),
+    "memory-traffic": ("memory_traffic_gpu", memory_traffic),
     "packed": ("packed", packed),
     "prefill": ("packed", prefill),
     **experiment_tables.TABLES,
@@ -298,6 +336,7 @@ OF_PEERS = ("speed-vs-peers", "peers-lead")
 CHOOSING = (
     *OF_PEERS, "decode", "host-time", "torch-calls", "training-step", "scores", "dropout", "packed", "prefill",
     "selection-speed",
+    "flash-ladder-gpu", "flashattention1", "memory-traffic",
 )  # fmt: skip
 
 

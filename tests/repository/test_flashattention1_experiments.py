@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import cuflash
 import pytest
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+TABLES = ("flash-ladder-gpu", "memory-traffic")
+H100 = cuflash.DeviceSpec.gpu("H100")
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def test_planned_memory_is_linear_but_for_standard_attention(load) -> None:
     tables = load("flashattention1_tables")
     for kernel, growth in (("fa1", 4), ("sm90", 4), ("naive", 16)):
         short, long = (
-            tables.planned_mib(kernel, load("memory_traffic").plan_of((16, 8, seqlen, 64), kernel, "H100"))
+            tables.planned_mib(kernel, load("memory_traffic").plan_of((16, 8, seqlen, 64), kernel, H100))
             for seqlen in (4096, 16384)
         )
         assert growth * 0.85 < long / short < growth * 1.01
@@ -76,6 +80,25 @@ def test_every_method_is_timed_on_a_gpu(load) -> None:
     )  # fmt: skip
     rows = list(tables.run(config))
     assert len(rows) == 2 * 4 * 3 and all(row["ms"] > 0 and row["memory_mib"] > 0 for row in rows)
+
+
+# Their tables in the pages
+
+
+def test_pages_show_every_row_with_its_commit(load) -> None:
+    """Of the ladder the rows without a mask; of FlashAttention-1's tables rows that are made here."""
+    tables, harness, paper = load("tables"), load("harness"), load("flashattention1_tables")
+    config = paper.Config(seqlens=(128,), num_heads=1, head_dim=16, budget_s=0.05)
+    machine = {"gpu": "none", "commit": "abc1234", "date": "2026-01-01"}
+    made = [{name: harness._text(x) for name, x in row.items()} | machine for row in paper.run(config)]
+    published = {name: harness.read_csv(tables.RESULTS / f"{tables.TABLES[name][0]}.csv") for name in TABLES}
+    published["flash-ladder-gpu"] = [row for row in published["flash-ladder-gpu"] if row["mask"] == "full"]
+    for name, rows in (published | {"flashattention1": made}).items():
+        text = tables.TABLES[name][1](rows)
+        shown = [line for line in text.splitlines() if line.startswith("|")][2:]
+        assert len(shown) == len(rows) and {row["commit"] for row in rows} == set(re.findall(r"commit (\w+),", text))
+        column, form = ("measured_mb", ".4g") if name == "memory-traffic" else ("ms", ".3g")
+        assert all(any(f"| {float(row[column]):{form}} |" in line for line in shown) for row in rows)
 
 
 # The traffic
@@ -117,7 +140,7 @@ def test_the_model_is_the_order_that_the_papers_prove(load) -> None:
     traffic = load("memory_traffic")
     for kernel, growth in (("naive", 4), ("fa1", 4), ("sm80", 2), ("sm90", 2)):
         short, long = (
-            sum(traffic.modelled(traffic.plan_of((16, 8, seqlen, 64), kernel, "H100")).values())
+            sum(traffic.modelled(traffic.plan_of((16, 8, seqlen, 64), kernel, H100)).values())
             for seqlen in (8192, 16384)
         )
         assert growth * 0.95 < long / short <= growth
