@@ -196,7 +196,7 @@ def every_target() -> list[tuple[KernelSpec, str]]:
         if chip in ("A100", "H100"):
             of_chip = sorted(of_scores(chip), key=lambda spec: (str(spec), str(spec.score), spec.score_wrt))
             targets += [(spec, room.architecture(spec, capability)) for spec in of_chip]
-        lists = {*LIST_SPECS.values(), *every_selection_spec(DTYPES)}
+        lists = sorted({*LIST_SPECS.values(), *every_selection_spec(DTYPES)}, key=str)
         targets += [(spec, room.architecture(spec, capability)) for spec in lists]
     return targets
 
