@@ -182,7 +182,10 @@ def calls_of(ready: Any, arrays: list[Any]) -> dict[str, Callable[[], object]]:
 
 
 def methods_of(config: Config, seqlen: int) -> list[str]:
-    """Methods that run here and fit memory, which standard attention takes two matrices of."""
+    """Methods that run here and fit memory.
+
+    Standard attention takes a matrix of scores forward, which CuPy's pool keeps, and two backward.
+    """
     here = [name for name in METHODS if name in config.methods]
     if not config.gpu:
         return [name for name in here if name not in ("pytorch", "fa1")]
@@ -190,7 +193,7 @@ def methods_of(config: Config, seqlen: int) -> list[str]:
 
     free, _ = cupy.cuda.Device().mem_info
     batch, num_heads, _, _ = config.shape(seqlen)
-    matrices = {"standard": 2 * 4, "pytorch": 5 * 2}  # bytes of a score: of PyTorch some copies in 16 bits
+    matrices = {"standard": 3 * 4, "pytorch": 5 * 2}  # bytes of a score: of PyTorch some copies in 16 bits
     fits = {name: batch * num_heads * seqlen**2 * size < 0.85 * free for name, size in matrices.items()}
     try:
         import torch  # noqa: F401
