@@ -138,8 +138,9 @@ def attention(
         an infinite operand is NaN. `error_bound` bounds each. "fp8" quantises q, k and v as
         `quantize` does, in blocks of 128 rows, with one rotation of q and k; on a GPU it needs compute capability 9.0.
     deterministic : bool
-        Whether dq must be bitwise repeatable on a GPU. Otherwise thread blocks add to it in the order in which they
-        arrive, where that is faster. All other results are bitwise repeatable either way.
+        Whether dq, and gradients of arrays of a score function, must be bitwise repeatable on a GPU. Otherwise thread
+        blocks add to them in the order in which they arrive, where that is faster. All other results are bitwise
+        repeatable either way.
     out : array, or pair (o, lse), optional
         Arrays that are written to instead of new ones. They must not overlap q, k or v.
     return_lse : bool
