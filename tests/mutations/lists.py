@@ -80,7 +80,7 @@ FAULTS = {
             "sums[thread] += before; __syncthreads();", "sums[thread] += before;",
         ),
         "pointers begin anywhere": Edit("lists/pointers.cu", "lists_pointers", "pointers[0] = 0", "pointers[0] = 1"),
-        "steps have no kind": Edit("lists/entries.cu", "list_column", "4 * q_block + kind", "4 * q_block"),
+        "steps have no kind": Edit("lists/entries.cu", "list_column", "4 * (start + n) + kinds[n]", "4 * (start + n)"),
         "of equally many the first comes first": Edit(
             "lists/entries.cu", "put_in_order", "other > number", "other < number"
         ),

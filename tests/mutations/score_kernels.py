@@ -49,7 +49,7 @@ FAULTS = {
         ),
         "a running sum goes on with the next element": Edit("tile/global_sum.cuh", "RunningSum.add", "sum = 0;", ""),
         "a running sum is lost where another element follows": Edit(
-            "tile/global_sum.cuh", "RunningSum.add", "if (address != nullptr) ptx::red_add(address, sum);", ""
+            "tile/global_sum.cuh", "RunningSum.add", "if (address != nullptr) tile::add(address, sum);", ""
         ),
         "the last running sum is lost": Edit(
             "attention/score_slopes.cuh", "score_pairs", "if (adds) score.flush(score_sums);", ""

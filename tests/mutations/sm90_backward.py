@@ -94,8 +94,8 @@ FAULTS = {
         ),
         "delta is that of the step before": Edit(
             "sm90/backward.cu", "consume",
-            "make_step_p(next_s, delta, next_lse_2, next_state);",
-            "make_step_p(next_s, delta, next_lse_2, state);",
+            "make_step_p(next_s, delta, next_lse_2, next_state, next_step);",
+            "make_step_p(next_s, delta, next_lse_2, state, next_step);",
         ),
         "P is made before the scores are there": Edit(
             "sm90/backward.cu", "consume", "tile::wait_wgmma<1>(next_s);", ""
@@ -488,7 +488,8 @@ FAULTS = {
             "sm90/q_pipeline.cuh", "dq_writer_fused", "ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);", ""
         ),
         "steps that hide nothing are not noted": Edit(
-            "sm90/q_pipeline.cuh", "produce", "if (kLastArrivalFinishesDq || flags & (", "if (flags & ("
+            "sm90/q_pipeline.cuh", "produce",
+            "if (kLastArrivalFinishesDq || kTellsPlaces || flags & (", "if (kTellsPlaces || flags & (",
         ),
         "whether a step finishes is asked too early": Edit(
             "sm90/backward.cu", "consume",

@@ -128,12 +128,12 @@ FAULTS = {
         ),
         "lost scores are weighed again": Edit(
             "sm90/forward.cu", "process_other_block",
-            "if (recomputes) recompute_scores(params, function, s, num_tiles_done, num_k_blocks);",
+            "if (recomputes) recompute_scores(of_tile, function, s, num_tiles_done, num_k_blocks);",
             "",
         ),
         "lost scores are weighed again, of two warpgroups": Edit(
             "sm90/forward.cu", "process_other_block",
-            "if (scores_are_lost) recompute_scores(params, function, s, num_tiles_done, num_k_blocks);",
+            "if (scores_are_lost) recompute_scores(of_tile, function, s, num_tiles_done, num_k_blocks);",
             "",
         ),
         "lost scores are not masked again": Edit(

@@ -27,6 +27,8 @@ COMMAND = [sys.executable, "-m", "experiments", "sweep"]
 def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for folder in ("language", "proof", "speed", "sparsity", "support", "sweeps"):
         monkeypatch.syspath_prepend(str(EXPERIMENTS / folder))
+    for module in ("sweep", "tasks", "on_processes", "on_dask", "on_submitit"):  # all of one import: tasks are pickled
+        monkeypatch.delitem(sys.modules, module, raising=False)
     return importlib.import_module("sweep")
 
 
