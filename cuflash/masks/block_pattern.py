@@ -70,10 +70,21 @@ class BlockPattern(Mask):
     def require_fit(self, shape: MaskShape) -> None:
         """Refuse a shape whose blocks are not those of the mask.
 
+        Parameters
+        ----------
+        shape : MaskShape
+            Batch, heads and lengths of the scores.
+
         Raises
         ------
         UnsupportedProblem
             The blocks have another shape.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cuflash.masks.shape import MaskShape
+        >>> BlockPattern(np.eye(2, dtype=bool), 4).require_fit(MaskShape((), 1, 8, 8))
         """
         grid = (-(-shape.seqlen_q // self.block[0]), -(-shape.seqlen_kv // self.block[1]))
         reasons = []
