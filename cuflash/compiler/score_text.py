@@ -129,7 +129,7 @@ class _Printer:
         dtype = self.layout
         for name in dtype.names or ():
             if name == "numbers":
-                lines.append(f"  T numbers[{self.program.num_numbers}];")
+                lines.append(f"  T numbers[{dtype[name].shape[0]}];")
             elif name == "batch_extents":
                 lines.append(f"  int64_t batch_extents[{num_leading(self.program)}];")
             elif name in names:

@@ -42,12 +42,13 @@ def layout(
 ) -> np.dtype[Any]:
     """The record of a program's arrays and numbers, as the structure that `compiler.score_text` prints has them.
 
-    The field ``numbers`` holds the program's numbers in the dtype that kernels compute in, and ``batch_extents`` the
-    extents of the leading axes. An array has a field with its address, and one with its strides in elements.
+    The field ``numbers`` holds the program's numbers in the dtype that kernels compute in, and zeros up to a multiple
+    of 8 bytes; ``batch_extents`` holds the extents of the leading axes. An array has a field with its address, and one
+    with its strides in elements.
     """
     fields: list[tuple[Any, ...]] = []
     if program.num_numbers:
-        fields.append(("numbers", accumulator, (program.num_numbers,)))
+        fields.append(("numbers", accumulator, (_room_for_numbers(program, accumulator),)))
     if num_leading(program):
         fields.append(("batch_extents", np.int64, (num_leading(program),)))
     for name, rank in _pointers(program, wrt, sums):
@@ -55,6 +56,12 @@ def layout(
         if rank:
             fields.append((f"{name}_strides", np.int64, (rank,)))
     return np.dtype(fields or [("unused", np.uint64)], align=True)
+
+
+def _room_for_numbers(program: Program, accumulator: np.dtype[Any]) -> int:
+    """Return how many numbers the record has room for: a multiple of 8 bytes."""
+    in_a_word = 8 // accumulator.itemsize
+    return -(-program.num_numbers // in_a_word) * in_a_word
 
 
 def tables(program: Program, wrt: Sequence[str], sums: Sequence[str] = ()) -> tuple[str, ...]:
@@ -135,15 +142,15 @@ def _pass(kernels: Pass, launches: Mapping[str, Launch], feature: Feature) -> Pa
 def _feature(program: Program, wrt: tuple[str, ...], problem: Problem, sums: tuple[str, ...]) -> Feature:
     with np.errstate(over="ignore"):  # a number that float32 lacks is infinite there
         numbers = np.asarray(problem.numbers, problem.accumulator).tolist()
-    values = _values(program, numbers, problem.batch)
+    values = _values(program, numbers, problem.batch, _room_for_numbers(program, problem.accumulator))
     return Feature(NAME, layout(program, wrt, problem.accumulator, sums), values, tables(program, wrt, sums))
 
 
-def _values(program: Program, numbers: Sequence[float], batch: tuple[int, ...]) -> dict[str, Any]:
-    """The numbers in a program's record."""
+def _values(program: Program, numbers: Sequence[float], batch: tuple[int, ...], room: int) -> dict[str, Any]:
+    """The numbers in a program's record, which has room for so many."""
     values: dict[str, Any] = {}
     if program.num_numbers:
-        values["numbers"] = list(numbers[: program.num_numbers])
+        values["numbers"] = list(numbers[: program.num_numbers]) + [0.0] * (room - program.num_numbers)
     axes = num_leading(program)
     if axes:
         values["batch_extents"] = [*(1 for _ in range(axes - len(batch))), *batch[max(len(batch) - axes, 0) :]]

@@ -306,6 +306,23 @@ def test_repeatable_gradients_are_those_of_every_array(run: Run, dtype: str, mas
     made.check(made.found(replace(run, deterministic=True)))
 
 
+ONE_TO_THREE_NUMBERS = {
+    "one": lambda s, b, h, i, j: s + 1.5 * h,
+    "two": lambda s, b, h, i, j: 0.5 * s + 1.5 * h,
+    "three": lambda s, b, h, i, j: 0.5 * s + 1.5 * h - 0.25 * i,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("run", [SIM, pytest.param(GPU, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("function", ONE_TO_THREE_NUMBERS.values(), ids=ONE_TO_THREE_NUMBERS)
+def test_a_function_has_any_number_of_numbers(function: Any, run: Run, dtype: str) -> None:
+    q, k, v = np.random.default_rng(1).standard_normal((3, 2, 20, 8)).astype(dtype)
+    expected = cuflash.attention(q, k, v, score=function, executor="cpu")
+    found = run.get(cuflash.attention(*map(run.put, (q, k, v)), score=function, **run.options))
+    np.testing.assert_allclose(found.astype(float), expected.astype(float), atol=2e-3)
+
+
 SHARED = {  # a bias by what shares it, and the kind of its sums
     "nothing": ((2, 3, 16, 16), "own"), "the batch": ((3, 16, 16), "parts b"), "heads": ((2, 1, 16, 16), "parts h"),
     "both": ((16, 16), "parts bh"), "queries": ((2, 3, 1, 16), "exact"),
