@@ -25,7 +25,7 @@ stamp  = $(VENV)/.installed-$(1)$(if $(CUDA),-$(CUDA))
 
 .PHONY: demo gallery test docs types lint cover clean
 demo: $(call stamp,experiments)
-	$(RUN) -m experiments block_sparsity
+	$(RUN) -m experiments block_sparsity --speed-seqlens 4096 --repeats 3
 
 GALLERY = selector_shootout crossover pattern_zoo flash_ladder flashattention1_tables train_language_model \
   long_range
