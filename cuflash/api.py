@@ -523,7 +523,7 @@ def planned(q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None 
 def _planned(
     q: Any, k: Any, v: Any, options: Options, device: DeviceSpec | None = None, rows: RowsPerScale | None = None
 ) -> Plan:
-    """The same; with `rows` that share a scale, of operands of 8 bits."""
+    """Return the plan of a call; `rows` are the rows that share a scale, of operands of 8 bits."""
     q, k, v, sink = as_arrays({"q": q, "k": k, "v": v, "sink": options.sink}).values()
     kernel, precision, mask = options.kernel, options.precision, options.mask
     where = _executor((q, k, v), options.executor, device)

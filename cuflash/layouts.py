@@ -144,7 +144,7 @@ def taken(name: str, value: Any, xp: Any) -> Array:
 
 
 def _is_on_stream_of(tensor: Any, cupy: Any) -> bool:
-    """Whether PyTorch's current stream on a tensor's device is CuPy's, so that neither has to wait for the other."""
+    """Return whether PyTorch's current stream on a tensor's device is CuPy's, so that neither waits for the other."""
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(tensor.get_device())
     return stream == int(cupy.cuda.get_current_stream().ptr)
 

@@ -373,7 +373,7 @@ def _over(arrays: Mapping[str, Any], options: Options) -> Options:
 
 
 def _key(given: dict[str, Any], outs: _Outs, looked_up: Lookup, wants_lse: bool) -> Hashable:
-    """What decides a call on a GPU but its data; None for all that is not looked up."""
+    """Return the key of a call on a GPU, which holds everything but its data; None for calls that are not looked up."""
     o, lse = outs
     tensors: tuple[Any, ...] = tuple(given.values())
     if o is not None or lse is not None:
@@ -393,7 +393,7 @@ def _first(
     lists_at_call: bool,
     wants_lse: bool,
 ) -> _OnGpu | _ByArrays:
-    """What runs a call that is made for the first time, once its arguments are accepted."""
+    """Check the arguments of a call that is made for the first time, and return the function that runs it."""
     reasons = _tensor_reasons(tensors, outs) or _executor_reasons(tensors["q"].device, options.executor)
     if reasons:
         raise UnsupportedProblem(reasons)

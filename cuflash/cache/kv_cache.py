@@ -216,12 +216,12 @@ class KVCache:
 
     @property
     def k_scale(self) -> Array | None:
-        """What rows of 8-bit keys are to be multiplied by, float32, as `k` without its last axis; else None."""
+        """Scales of rows of 8-bit keys, float32, of `k`'s shape without its last axis; None for other dtypes."""
         return self._arrays.k_scale
 
     @property
     def v_scale(self) -> Array | None:
-        """What rows of 8-bit values are to be multiplied by, as `k_scale`."""
+        """Scales of rows of 8-bit values, of the form of `k_scale`."""
         return self._arrays.v_scale
 
     @property

@@ -111,7 +111,7 @@ class _Printer:
     # The parts.
 
     def _facts(self) -> list[str]:
-        """What kernels choose their code by: whether arrays are read at positions, and what slopes depend on."""
+        """Constants that select code in kernels: whether arrays are read at positions, and what slopes depend on."""
         dependencies = depends(self.program)
         loads = (n for n, instruction in enumerate(self.program.instructions) if instruction.op == "load")
         slopes = self.program.results[1:]

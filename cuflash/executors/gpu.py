@@ -145,7 +145,7 @@ class Gpu:
 
     @property
     def current_stream(self) -> Callable[[], Any]:
-        """What `stream` calls, for calls that count microseconds."""
+        """CuPy's function that returns the current stream, which saves the call of `stream`."""
         stream: Callable[[], Any] = namespace().cuda.get_current_stream
         return stream
 

@@ -126,7 +126,7 @@ class BoundPass:
 
     @property
     def sets_zeros(self) -> bool:
-        """Whether results are set to zero before the kernels, so that `launch` alone does not do."""
+        """Return whether results must be set to zero before the kernels, which `launch` does not do."""
         return bool(self._zeroed)
 
     def launch(self, addresses: list[int], stream: Any) -> list[Array]:
@@ -144,7 +144,7 @@ class BoundPass:
         return taken.arrays
 
     def _checked(self, arrays: Sequence[Array], addresses: list[int], stream: Any, check: Check) -> list[Array]:
-        """The same, with a wait for each kernel and a look at what it wrote."""
+        """Launch the kernels one by one, wait for each, and check the arrays that it wrote."""
         taken = self._checked_workspaces(check)
         self._lists.use(stream)
         buffers = [arguments.take(addresses + taken.addresses) for arguments in self._arguments]

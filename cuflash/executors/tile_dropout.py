@@ -46,7 +46,7 @@ class TileDropout:
 
     @classmethod
     def of(cls, problem: Problem, array: Array | None) -> TileDropout:
-        """Of a problem with dropout, and of the array that holds the seed if there is one."""
+        """Make the dropout of a problem's tiles; the seed comes from an array if the problem has one."""
         draws = problem.dropout
         assert draws is not None
         seed = seed_of(array) if draws.seed is None else draws.seed

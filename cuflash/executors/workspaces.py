@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 
 class Memory(Protocol):
-    """What allocates on the current device, and knows what the streams of the device keep."""
+    """Allocator of the current device, with the memory that its streams keep."""
 
     def maker(self, shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
         """A function that allocates an array."""

@@ -1,4 +1,4 @@
-"""What tensor cores cut off sums of e4m3, as terms of the error bound.
+"""Terms of the error bound for the bits that tensor cores cut off sums of e4m3.
 
 A product with 32 terms and an accumulator cuts each of the 33, towards zero, to multiples of 2^(e - 13), e being the
 largest of their exponents, and its result to 13 bits of mantissa. The exponent of a product is the sum of its factors',
@@ -46,12 +46,12 @@ class Cuts:
         return cls(queries, keys, values)
 
     def of_scores(self, allowed: Array, scale: float) -> Array:
-        """What scores may be off by, 0 where they are masked."""
+        """Return the largest errors of scores, 0 where they are masked."""
         instructions = -(-self.q.shape[-1] // _DEPTH)
         return np.where(allowed, instructions * _CUT * abs(scale) * (self.q @ np.swapaxes(self.k, -1, -2)), 0)
 
     def of_output(self, p: Array, allowed: Array, largest: Array) -> Array:
-        """What o may be off by, with weights p of which the largest is at most `largest`."""
+        """Return the largest errors of o, for weights p of which the largest is at most `largest`."""
         weights = np.where(allowed, np.maximum(p, _SMALLEST_NORMAL_WEIGHT * largest), 0)
         values = np.where(allowed.any(axis=-2)[..., None], self.v, 0)
         cut: Array = _STEP // _DEPTH * _CUT * (weights @ values)

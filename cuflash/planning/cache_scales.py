@@ -1,4 +1,4 @@
-"""What a KV cache of 8-bit numbers has beside its pages: a record that kernels take as an argument of its own."""
+"""Scales of a KV cache of 8-bit numbers: a record that kernels take as an argument of its own."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class ListSource:
         return self.offsets[last] + -(-prod(self.shapes[last]) * 4 // _ALIGNMENT) * _ALIGNMENT
 
     def lists_of(self, lists: Array) -> dict[str, Array]:
-        """What attention kernels read, by name, as views of the array of bytes that holds all results."""
+        """Return the lists that attention kernels read, by name, as views of the array that holds all results."""
         return list_results(lists, self, tuple(name for name in _RESULTS if name not in _OF_LISTS_ALONE))
 
     def params(self) -> Any:

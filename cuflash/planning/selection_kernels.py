@@ -50,7 +50,7 @@ def selection_spec(entry: str, dtype: np.dtype[Any]) -> KernelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceRule:
-    """Which blocks of each row of a grid are kept, but for their scores.
+    """Rule that chooses the blocks of each row of a grid, without their scores.
 
     Attributes
     ----------

@@ -254,7 +254,7 @@ _SM80 = Sm80()
 
 
 def _takes_changed_weights(backward: KernelSpec) -> bool:
-    """Whether the kernel takes score functions and dropout: up to 128 columns, where it makes dQ too."""
+    """Return whether the kernel takes score functions and dropout: up to 128 columns, if it computes dQ too."""
     return backward.entry == "backward" and backward.dq_atomic_width > 0
 
 
