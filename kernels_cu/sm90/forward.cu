@@ -5,12 +5,9 @@
 #include <attention/config_mma.cuh>
 #include <attention/dropout.cuh>
 #include <attention/sink.cuh>
-
-namespace cuflash {
-constexpr bool kLoadsDo = false;
-}  // namespace cuflash
 #include <attention/score.cuh>
 #include <sm90/forward_epilogue.cuh>
+#include <sm90/forward_hooks.cuh>
 #include <sm90/kv_pipeline.cuh>
 #include <sm90/tile_score.cuh>
 
@@ -378,7 +375,7 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (group == 0) {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce(params, maps, sink, pages, scales);
+    produce<ForwardHooks>(params, maps, sink, pages, scales);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params, maps, group, sink, score_function, dropout);

@@ -18,25 +18,6 @@ using SmemO = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
 constexpr bool kStoresOByTma =
     kQStages > 1 && kValueDim <= kHeadDim && SmemO::kPanelWidth == SmemQ::kPanelWidth;
 
-// Queries without a key: nobody hears of them.
-CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
-                                     attention::SinkArgument sink) {
-  using namespace attention;
-  const int length = params.shape.seqlen_q, num_columns = params.shape.value_dim;
-  const auto lse = matrix<float>(params.lse, work.batch_head, work.batch_head.head, length, 1);
-  const auto o = matrix<Element>(params.o, work.batch_head, work.batch_head.head, length, num_columns);
-  float row_lse = ptx::negative_infinity<float>();
-  Element zero = {};
-  if (config::kHasSink) tile::to_element(0 * merge_sink(row_lse, sink_logit<float>(sink, work.batch_head,
-                                                                                   work.batch_head.head)), zero);
-#pragma unroll 1
-  for (int row = work.first; row < work.last; ++row) {
-    if (elect_one()) lse.at(row, 0) = row_lse;
-#pragma unroll 1
-    for (int column = ptx::lane(); column < num_columns; column += 32) o.at(row, column) = zero;
-  }
-}
-
 // lse and O of a tile. O leaves by the room of its Q where the accelerator writes it, a box for each warp's rows.
 CUFLASH_DEVICE void epilogue(const attention::Params& params, const attention::TensorMaps& maps, unsigned num_tiles_done,
                              const Softmax& softmax, Output& o, bool is_last, attention::SinkArgument sink,

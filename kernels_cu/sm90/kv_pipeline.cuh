@@ -3,8 +3,8 @@
 #include <sm90/kv_tile_scheduler.cuh>
 
 // The pipeline of Hopper's kernels that keep a tile of queries and walk the blocks of keys it visits. The producer
-// warpgroup has a warp that schedules tiles (sm90/kv_tile_scheduler.cuh) and two that load Q, K and V, and dO if kLoadsDo
-// says so (sm90/kv_producer.cuh). The consumer warpgroups multiply, 64 rows of queries each. Blocks take further tiles
+// warpgroup has a warp that schedules tiles (sm90/kv_tile_scheduler.cuh) and two that load Q, K and V, and dO in a
+// backward pass (sm90/kv_producer.cuh). The consumer warpgroups multiply, 64 rows of queries each. Blocks take further tiles
 // until none is left. This file has the masks and barriers of consumers and the roles of warps.
 namespace cuflash {
 
@@ -56,14 +56,17 @@ CUFLASH_DEVICE void init_barriers() {
   ptx::fence_mbarrier_init();
 }
 
-// By the producers.
+// Run the role of a producer warp. `Hooks` has what kernels do themselves:
+//   write_empty_rows(params, work, sink)         write the results of a tile whose queries see no key
+//   write_scales(scales, tile_info, stage, key)  with operands of 8 bits: put the scales of a step beside its message
+template <class Hooks>
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
                             attention::SinkArgument sink, attention::PagesArgument pages,
                             attention::ScalesArgument scales) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == kLoadsKeys) load_keys(params, maps, pages, scales);
+  if (warp == kLoadsKeys) load_keys<Hooks>(params, maps, pages, scales);
   else if (warp == kLoadsValues) load_values(params, maps, pages);
-  else if (warp == kSchedulesTiles) schedule_tiles(params, maps, sink, pages);
+  else if (warp == kSchedulesTiles) schedule_tiles<Hooks>(params, maps, sink, pages);
 }
 
 }  // namespace cuflash

@@ -96,10 +96,7 @@ CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const at
   return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
 }
 
-// Put the scales of a step's keys and values, if there are any, beside its message. By a warp.
-CUFLASH_DEVICE void write_scales(attention::NoScales, const WorkTileInfo&, int, int) {}
-CUFLASH_DEVICE void write_scales(const attention::Scales& scales, const WorkTileInfo& tile_info, int stage, int first_key);
-
+template <class Hooks>
 CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
                               attention::PagesArgument pages, attention::ScalesArgument scales) {
   using namespace attention;
@@ -131,7 +128,7 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
         message.block = block;
         message.unread_start = start;
       }
-      write_scales(scales, tile_info, stage, start);
+      if constexpr (config::kIsQuantized) Hooks::write_scales(scales, tile_info, stage, start);
       __syncwarp();
       load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
                     ends_inside_block(block, params.shape.seqlen_kv));

@@ -6,7 +6,7 @@
 #include <tile/wgmma_tile.cuh>
 
 // The shared memory of the kernels that keep a tile of queries and walk blocks of keys (sm90/kv_pipeline.cuh): tiles of
-// Q, K, V and dO, messages, and barriers. Requires the constant kLoadsDo: whether dO is loaded with Q.
+// Q, K, V and dO, messages, and barriers.
 namespace cuflash {
 
 using config::kMinBlocks;
@@ -14,6 +14,7 @@ using config::kNumStages;
 
 constexpr int kWarpgroupThreads = 128;  // threads of a warpgroup
 constexpr int kNumConsumers = kBlockQ / 64;
+constexpr bool kLoadsDo = config::kIsBackward;  // with Q
 // other blocks of the multiprocessor work meanwhile
 constexpr bool kIsSmallTile = config::kIsListed && kNumConsumers == 1;
 constexpr int kQStages = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo ? 2 : 1;

@@ -7,10 +7,6 @@
 // writes for each what the other warps need to know, without tiles that see no key.
 namespace cuflash {
 
-// Queries without a key, of which nobody hears: what the kernel writes of them. By a warp.
-CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
-                                     attention::SinkArgument sink);
-
 // The number of a block's next tile, which nobody else has. By a warp.
 CUFLASH_DEVICE int advance_tile(const attention::Params& params, bool is_first, int num_tiles) {
   if (is_first) return attention::first_tile_number();
@@ -59,6 +55,7 @@ CUFLASH_DEVICE bool find_band(const attention::Params& params, const attention::
 
 // Look up the tiles of this block, each once the last steps, or the first, of the one before are brought: who took tiles
 // further ahead would keep what others could do sooner.
+template <class Hooks>
 CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attention::TensorMaps& maps,
                                    attention::SinkArgument sink, attention::PagesArgument pages) {
   using namespace attention;
@@ -78,7 +75,7 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
       if (config::kIsPaged) align_steps(visit_range, kBlockKv);
       if (config::kIsQuantized && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % kBlockKv;
       if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
-        write_empty_rows(params, work, sink);
+        Hooks::write_empty_rows(params, work, sink);
         continue;
       }
     }
