@@ -453,6 +453,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("base", metavar="BASE", help="a commit")
     parser.add_argument("--quick", action="store_true", help="few kernels of sm_80, sm_90 and sm_90a")
     parser.add_argument("--families", type=_comma_separated, default=(), help="default all")
+    parser.add_argument("--kernels", type=_comma_separated, default=(), help="as sm90_forward; default all")
     parser.add_argument("--architectures", type=_comma_separated, default=(), help="default all")
     parser.add_argument("--renamed", type=_comma_separated, default=(), metavar="OLD=NEW,...", help="names of BASE")
     parser.add_argument("--cache", type=Path, default=CACHE, metavar="DIR", help=f"default {CACHE}")
@@ -469,8 +470,10 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
     def is_asked_for(kernel: Kernel) -> bool:
         family = kernel.name.partition("_")[0]
-        return family in (asked.families or (family,)) and (
-            kernel.architecture in (asked.architectures or (kernel.architecture,))
+        return (
+            family in (asked.families or (family,))
+            and kernel.name in (asked.kernels or (kernel.name,))
+            and kernel.architecture in (asked.architectures or (kernel.architecture,))
         )
 
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:

@@ -28,9 +28,9 @@ CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, const Ste
   const float exponent_scale = kHasScore ? static_cast<float>(attention::kLog2E) : scale;
   for_each_of_fragment(k, [&](int i, int j) {
     const float lse_2 = queries.lse_2()[Scores::column(j)];
-    const float p = ptx::exp2_approx(ptx::fma(s.at(i, j), exponent_scale, -lse_2));
+    const float p = attention::unclamped_probability(attention::score_exponent(s.at(i, j), exponent_scale, lse_2));
     const bool is_seen = mask.at(i, j) && lse_2 != -ptx::negative_infinity<float>();
-    s.at(i, j) = IsPlain ? p : is_seen ? ptx::min_or_nan(p, 1) : 0.0f;
+    s.at(i, j) = IsPlain ? p : is_seen ? attention::clamp_probability(p) : 0.0f;
   });
 }
 
@@ -86,7 +86,8 @@ CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p
     } else {
       if constexpr (!kMakesPEarly) make_changed_p(s, step, k, queries, mask, scale);
       for_each_of_fragment(k, [&](int i, int j) {
-        const float ds = s.at(i, j) * (dp.at(i, j) - queries.delta()[Scores::column(j)]);
+        const float delta = queries.delta()[Scores::column(j)];
+        const float ds = attention::score_gradient(s.at(i, j), dp.at(i, j), delta);
         // of a query that the score function hides from all keys too
         dp.at(i, j) = IsPlain || s.at(i, j) != 0 ? ds : 0.0f;
       });

@@ -67,7 +67,7 @@ CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const Statistics& stats) {
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
-      const float ds = p.at(i, j) * (dp.at(i, j) - stats.delta[i]);
+      const float ds = attention::score_gradient(p.at(i, j), dp.at(i, j), stats.delta[i]);
       dp.at(i, j) = IsPlain || !attention::is_masked_score(p.at(i, j)) ? ds : 0.0f;
     }
 }

@@ -13,15 +13,16 @@ CUFLASH_DEVICE void make_p(Scores& s, const QueryValues& lse_2, QueryValues& del
 #pragma unroll
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
-    for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::fma(s.at(i, j), softmax_scale_log2, -lse_2.at(j));
+    for (int i = 0; i < Scores::kRows; ++i)
+      s.at(i, j) = attention::score_exponent(s.at(i, j), softmax_scale_log2, lse_2.at(j));
   ptx::compiler_barrier();
   delta = QueryValues(queries.delta());
 #pragma unroll
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
-      const float p = ptx::exp2_approx(s.at(i, j));
-      s.at(i, j) = IsPlain ? p : mask.at(i, j) ? ptx::min_or_nan(p, 1) : 0.0f;
+      const float p = attention::unclamped_probability(s.at(i, j));
+      s.at(i, j) = IsPlain ? p : mask.at(i, j) ? attention::clamp_probability(p) : 0.0f;
     }
 }
 
@@ -32,7 +33,7 @@ CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const QueryValues& delta, con
   for (int j = 4 * k; j < 4 * (k + 1); ++j)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i)
-      dp.at(i, j) = mask.at(i, j) ? p.at(i, j) * (dp.at(i, j) - delta.at(j)) : 0.0f;
+      dp.at(i, j) = mask.at(i, j) ? attention::score_gradient(p.at(i, j), dp.at(i, j), delta.at(j)) : 0.0f;
 }
 
 // The same for all; and P and dS as left operands, and dS, transposed, where dQ's product reads it.
@@ -57,7 +58,7 @@ CUFLASH_DEVICE void clamp_and_mask(Scores& x, const StepQueries& queries) {
   for (int j = 0; j < Scores::kColumns; ++j)
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i)
-      x.at(i, j) = !mask.at(i, j) ? 0.0f : IsP ? ptx::min_or_nan(x.at(i, j), 1) : x.at(i, j);
+      x.at(i, j) = !mask.at(i, j) ? 0.0f : IsP ? attention::clamp_probability(x.at(i, j)) : x.at(i, j);
   ptx::fence_registers(tile::accumulators(x));
 }
 

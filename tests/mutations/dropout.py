@@ -101,7 +101,8 @@ FAULTS = {
         ),
         "dropped weights have no gradient at all": Edit(
             "attention/dropout_gradient_mma.cuh", "dropout_score_gradients",
-            "is_allowed ? p * (by_weight - row.delta[i])", "is_allowed && is_kept ? p * (by_weight - row.delta[i])",
+            "is_allowed ? score_gradient(p, by_weight, row.delta[i])",
+            "is_allowed && is_kept ? score_gradient(p, by_weight, row.delta[i])",
         ),
     },
     hopper_gradients_are_right: {
