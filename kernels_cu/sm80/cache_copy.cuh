@@ -4,8 +4,9 @@
 // Copies of K and V from the rows or pages of a cache into the stages of a decode kernel (sm80/decode.cuh).
 namespace cuflash {
 
-// The rows of K and V that a warp reads, and copies with the other warps that read them, so that no others have to wait. As pages
-// have a multiple of sixteen rows, sixteen keys lie in one page, which is looked up one step ahead of their copies.
+// Copies the rows of K and V that a warp reads, together with the other warps that read them, so that no other warp has
+// to wait. The size of a page is a multiple of 16 rows, so 16 keys lie in one page. Pages are looked up one step before
+// their rows are copied.
 template <class Stage>
 class CacheCopy {
  public:
@@ -24,7 +25,7 @@ class CacheCopy {
     look_up();
   }
 
-  // Start to copy the next step's rows; zeros in the place of rows that are not the part's.
+  // Start to copy the rows of the next step. Rows outside the part of the sequence become 0.
   CUFLASH_DEVICE void start_next(int number) {
     const Stage stage = stage_smem<Stage>(number);
     const int first = next_;
@@ -42,7 +43,7 @@ class CacheCopy {
       const bool is_page = page >= 0 && page < cache_.num_pages;
       const bool is_part = position + kUnit > first_key_ && position < stop_;
       if (is_part && !is_page && thread() == 0) ptx::fetch_add(cache_.num_faults, 1);
-      // Rows of the unit: none where it has no page.
+      // The valid rows of the unit; none if it has no page.
       const int first_row = is_page ? first_key_ - position : kUnit, last_row = is_page ? stop_ - position : 0;
       const int64_t from_page = is_page ? page : 0;
       const int to = key_group() * kKeysOfWarp + unit * kUnit;
@@ -63,7 +64,7 @@ class CacheCopy {
   static constexpr int kRowsOfThreads = 32 * kRowGroups / Stage::kThreadsPerRow;
   static constexpr int kRowsPerPass = kRowsOfThreads < kUnit ? kRowsOfThreads : kUnit;
 
-  // Of those that copy the same keys.
+  // The number of a thread among those that copy the same keys.
   static CUFLASH_DEVICE int thread() { return threadIdx.x % (32 * kRowGroups); }
   static CUFLASH_DEVICE int own_row() { return thread() / Stage::kThreadsPerRow; }
   static CUFLASH_DEVICE int own_chunk() { return thread() % Stage::kThreadsPerRow; }
@@ -84,7 +85,7 @@ class CacheCopy {
     }
     advance(number_, row_, pages_of_step_, rows_of_step_);
   }
-  // Pages and rows are counted, since dividing by the size of a page takes longer than a copy.
+  // Add pages and rows to a position. A division by the size of a page would take longer than a copy.
   CUFLASH_DEVICE void advance(int& number, int& row, int pages, int rows) const {
     number += pages;
     row += rows;
@@ -93,7 +94,7 @@ class CacheCopy {
     ++number;
   }
 
-  // Copy a thread's chunks of sixteen rows, of which first_row <= x < last_row are there.
+  // Start to copy a thread's chunks of 16 rows, of which rows first_row <= x < last_row exist. Other rows become 0.
   template <class Tile>
   static CUFLASH_DEVICE void copy_rows(Tile tile, int to, const Stored* from, int64_t row_stride, int num_columns,
                                        int first_row, int last_row) {
@@ -117,8 +118,8 @@ class CacheCopy {
   const int sequence_, kv_head_, first_key_, stop_;
   int next_;  // the position of the warp's first key in the next step
   const Stored *const k_, *const v_;
-  const int32_t* const table_;  // of the sequence
-  int number_, row_;            // of a page in the table, and in the page: of the key that is looked up next
+  const int32_t* const table_;  // the sequence's row of the page table
+  int number_, row_;  // page number in the table, and row in the page, of the key that is looked up next
   int pages_of_step_, rows_of_step_;
   int pages_[kUnits], rows_[kUnits];
 };

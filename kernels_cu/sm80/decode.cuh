@@ -1,25 +1,26 @@
-// Attention of a few new tokens to the keys and values of a cache (split-KV decoding: Flash-Decoding, T. Dao et al., 2023).
-// A block works on a part of one sequence's keys for one key/value head, with the queries of all heads that share it as rows
-// of one tile. Its warps share keys, not rows: each has its own softmax, and they merge at the end. How a sequence is cut into
-// parts follows from its own length alone, and parts are merged in their order by whichever block ends last: results of a
-// sequence have the same bits whoever else is in the batch, and wherever its pages lie.
+// Attention of a few new tokens to the keys and values of a cache (split-KV decoding: Flash-Decoding, T. Dao et al.,
+// 2023). A thread block works on a part of the keys of one sequence for one key/value head. The rows of its tile are
+// the queries of all heads that share the key/value head. Its warps share the keys, not the rows: each warp has a
+// softmax of its own, and the warps merge at the end. The number of parts of a sequence depends on its length alone,
+// and the block that ends last merges the parts in their order. So results of a sequence have the same bits whatever
+// else is in the batch and wherever its pages lie.
 //
-// A kernel names how a stage holds keys and values, a type with
-//   Arrays                 what the kernel takes beside its parameters
+// A kernel passes a type `Stage`, which defines how a pipeline stage holds keys and values:
+//   Arrays                 the arguments of the kernel beside its parameters
 //   KTile, VTile, Stored   tiles of keys and values, and the type of their elements
-//   kThreadsPerRow         that share the copy of a row
-//   kBytes                 of a stage, a multiple of 128; a stage is made of the byte where it starts
-//   start_scales           copy what else sixteen rows have; by the first of the warps that share them
-//   queries                of the warp, once they are in shared memory
-//   multiply, add          scores of the stage's keys, and its values times their weights
-//   column, store_row      where the output's columns are
+//   kThreadsPerRow         number of threads that share the copy of a row
+//   kBytes                 size of a stage in bytes, a multiple of 128; a stage is constructed from its first byte
+//   start_scales           starts to copy the scales of 16 rows; called by the first of the warps that share them
+//   queries                returns the queries of the warp, once they are in shared memory
+//   multiply, add          multiply queries by the keys of the stage, and add its values times their weights
+//   column, store_row      the columns of a thread's output, and a store of one of its rows
 #pragma once
 #include <sm80/cache_copy.cuh>
 #include <sm80/decode_epilogue.cuh>
 
 namespace cuflash {
 
-// All of a kernel.
+// The body of a decode kernel. Each thread block computes one part of one sequence for one key/value head.
 template <class Stage>
 CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays, attention::SinkArgument sink) {
   using namespace attention;
@@ -37,9 +38,9 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   tile::load_async<kThreads>(q_smem, tile::StackedRows<Element>{q, params.q.head_stride, num_rows});
   ptx::cp_async_commit();
 
-  const int num_steps = (part.stop - part.start + kBlockKv - 1) / kBlockKv;  // none of an empty sequence
+  const int num_steps = (part.stop - part.start + kBlockKv - 1) / kBlockKv;  // 0 for an empty sequence
   CacheCopy<Stage> copy(params, arrays, number, kv_head, of, part);
-#pragma unroll 1  // a text that is loaded once
+#pragma unroll 1  // keeps the code small: it is loaded once
   for (int stage = 0; stage < kNumStages - 1; ++stage) {
     if (stage < num_steps) copy.start_next(stage);
     ptx::cp_async_commit();
@@ -56,12 +57,12 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   Output o;
   o.fill(0);
   ptx::cp_async_wait<kNumStages - 1>();
-  __syncthreads();  // queries are there
+  __syncthreads();  // the queries have arrived
   const auto queries = Stage::queries();
   int stage = 0, free_stage = kNumStages - 1;
   for (int step = 0; step < num_steps; ++step) {
     ptx::cp_async_wait<kNumStages - 2>();
-    sync_key_group();  // the step's keys and values are there, those of the step before are read
+    sync_key_group();  // keys and values of the step have arrived, and those of the step before are read
     if (step + kNumStages - 1 < num_steps) copy.start_next(free_stage);
     ptx::cp_async_commit();
     Scores s;
@@ -86,7 +87,7 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   int* const arrivals = params.arrivals + by_part.quotient;
   if (!arrives_last(arrivals, part.num_parts)) return;
   merge_parts(params, heads, first_row, part.num_parts, softmax_scale_log2, sink);
-  if (threadIdx.x == 0) *arrivals = 0;  // for the next launch: no part of this one is left
+  if (threadIdx.x == 0) *arrivals = 0;  // reset for the next launch: all parts of this one have arrived
 }
 
 }  // namespace cuflash

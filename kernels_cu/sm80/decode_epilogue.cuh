@@ -6,7 +6,7 @@
 // the merge of parts by the block that ends last.
 namespace cuflash {
 
-// o and lse of a row: o is to be multiplied by what is returned.
+// Write lse of a row, and return the factor by which its o must be multiplied.
 CUFLASH_DEVICE float finish_row(const Decode& params, const attention::BatchHead& heads, int row, float max, float sum,
                                 float softmax_scale_log2, attention::SinkArgument sink) {
   using namespace attention;
@@ -26,7 +26,7 @@ CUFLASH_DEVICE Element& o_at(const Decode& params, const attention::BatchHead& h
   return attention::matrix<Element>(params.o, heads, head, 0, 0).at(row % params.num_queries, column);
 }
 
-// The results of a sequence that is one part. By the warps that hold them.
+// Write the results of a sequence that has one part. Called by the warps that hold them.
 template <class Stage>
 CUFLASH_DEVICE void write_results(const Decode& params, const attention::BatchHead& heads, const RowStats& stats, Output& o,
                                   float softmax_scale_log2, attention::SinkArgument sink) {
@@ -45,7 +45,7 @@ CUFLASH_DEVICE void write_results(const Decode& params, const attention::BatchHe
   }
 }
 
-// What a part leaves to be merged. By the warps that hold it.
+// Write the partial results of a part, which are merged later. Called by the warps that hold them.
 template <class Stage>
 CUFLASH_DEVICE void write_part(const Decode& params, int64_t first_row, const RowStats& stats, const Output& o) {
   const int num_rows = params.group_size * params.num_queries;
@@ -59,10 +59,11 @@ CUFLASH_DEVICE void write_part(const Decode& params, int64_t first_row, const Ro
   }
 }
 
-// Count a part that is written. Whether it is the last one to arrive, which then sees what all the others wrote. By all.
+// Count a part as written. Return whether it is the last one to arrive; its block then sees what all others wrote.
+// Called by all threads.
 CUFLASH_DEVICE bool arrives_last(int* arrivals, int num_parts) {
   int& is_last = *reinterpret_cast<int*>(merge_room());
-  __syncthreads();  // the part is written, and the room is read
+  __syncthreads();  // the part is written, and the merge buffer is read
   if (threadIdx.x == 0) {
     __threadfence();
     is_last = ptx::fetch_add(arrivals, 1) == num_parts - 1;
@@ -72,15 +73,15 @@ CUFLASH_DEVICE bool arrives_last(int* arrivals, int num_parts) {
   return is_last;
 }
 
-// Merge all parts of a sequence in their order: their rows follow each other from `first_row` on. A thread's first parts are
-// read before their weights are known. By all.
+// Merge all parts of a sequence in their order; their rows follow each other from `first_row` on. A thread loads its
+// first parts before it computes their weights. Called by all threads.
 CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead& heads, int64_t first_row, int num_parts,
                                 float softmax_scale_log2, attention::SinkArgument sink) {
   using Vector = tile::Vector<float>;
   constexpr int kVectors = kValueDim / 4, kAhead = kNumWarps > 4 ? 8 : 16;  // more warps have fewer registers each
   const int own = threadIdx.x;
   const int num_rows = params.group_size * params.num_queries, num_vectors = num_rows * kVectors;
-  float* const weights = merge_room();  // maxima before
+  float* const weights = merge_room();  // maxima first, then weights
   float* const sums = weights + kMostParts * kBlockQ;
   float* const factors = sums + kMostParts * kBlockQ;
   const auto* const stats = reinterpret_cast<const tile::Float2*>(params.stats_parts) + first_row;
@@ -89,13 +90,13 @@ CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead
 #pragma unroll
   for (int part = 0; part < kAhead; ++part)
     if (part < num_parts && own < num_vectors) ahead[part] = parts[part * num_vectors + own];
-  __syncthreads();  // the room is read
+  __syncthreads();  // the merge buffer is read
   for (int at = own; at < num_parts * num_rows; at += kThreads) {
     const tile::Float2 of = stats[at];
     weights[at] = of.at[0];
     sums[at] = of.at[1];
   }
-  __syncthreads();  // maxima and sums are there
+  __syncthreads();  // maxima and sums are stored
   for (int row = own; row < num_rows; row += kThreads) {
     float highest = ptx::negative_infinity<float>(), sum = 0;
 #pragma unroll 8
@@ -108,7 +109,7 @@ CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead
     }
     factors[row] = finish_row(params, heads, row, highest, sum, softmax_scale_log2, sink);
   }
-  __syncthreads();  // weights are there
+  __syncthreads();  // weights are stored
   for (int at = own; at < num_vectors; at += kThreads) {
     const int row = at / kVectors, column = at % kVectors * 4;
     Vector o{};

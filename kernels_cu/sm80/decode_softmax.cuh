@@ -4,7 +4,7 @@
 // The online softmax of each warp of a decode kernel (sm80/decode.cuh), and the merge of the warps' results.
 namespace cuflash {
 
-// Maximum and sum of a thread's rows, in the units of q k^T; each row's follow from its own scores alone.
+// Running maximum and sum of a thread's rows, in the units of q k^T. Those of a row depend on its own scores alone.
 struct RowStats {
   float max[Scores::kRows], sum[Scores::kRows];
 
@@ -13,8 +13,8 @@ struct RowStats {
     return ptx::exp2_approx((max - shift(to)) * softmax_scale_log2);
   }
 
-  // Scores become weights, and what has been summed before is scaled by what the maximum rose. The lower eight rows of the tile
-  // stay as they are where there is no query in them.
+  // Turn scores into weights, and rescale the sums and O of earlier steps by the rise of the maximum. The lower eight
+  // rows of the tile are skipped if no query is in them.
   CUFLASH_DEVICE void update(Scores& s, Output& o, float softmax_scale_log2, bool has_lower_rows) {
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
@@ -32,18 +32,18 @@ struct RowStats {
         step += s.at(i, j);
       }
       sum[i] = sum[i] * factor + step;
-      if (__any_sync(0xffffffffu, factor != 1)) o.scale_row(i, factor);  // once maxima are found, they rarely rise
+      if (__any_sync(0xffffffffu, factor != 1)) o.scale_row(i, factor);  // after the first steps, maxima rarely rise
     }
   }
 };
 
-// Merge what the warps that share keys have; those of the first keys get it all.
+// Merge the results of the warps that share the keys; the warps of the first keys get the sums.
 CUFLASH_DEVICE void merge_warps(RowStats& stats, Output& o, float softmax_scale_log2) {
   const int own_group = key_group(), row_group = threadIdx.x / 32 % kRowGroups;
   float* const maxima = merge_room();
   float* const sums = maxima + kKeyGroups * kBlockQ;
   ptx::cp_async_wait<0>();
-  __syncthreads();  // queries, keys and values are read
+  __syncthreads();  // all warps have read queries, keys and values
 #pragma unroll
   for (int i = 0; i < Output::kRows; ++i) {
     const int at = own_group * kBlockQ + o.first_row() + o.row(i);
@@ -52,7 +52,7 @@ CUFLASH_DEVICE void merge_warps(RowStats& stats, Output& o, float softmax_scale_
     maxima[at] = stats.max[i];
     sums[at] = sum;
   }
-  __syncthreads();  // every warp's are there
+  __syncthreads();  // all warps have stored their maxima and sums
 #pragma unroll
   for (int i = 0; i < Output::kRows; ++i) {
     const int row = o.first_row() + o.row(i);
@@ -72,9 +72,9 @@ CUFLASH_DEVICE void merge_warps(RowStats& stats, Output& o, float softmax_scale_
     const int slot = own_group % half * kRowGroups + row_group;
     float* const room = merge_room() + kStatsFloats + slot * kFloatsOfWarp + 4 * ptx::lane();
     if (own_group >= half && own_group < 2 * half) Layout::store_shared(room, o);
-    __syncthreads();  // what others add is there
+    __syncthreads();  // the summands are stored
     if (own_group < half) Layout::add_shared(room, o, 0, Output::kColumnTiles);
-    __syncthreads();  // and read
+    __syncthreads();  // the summands are read
   }
 }
 

@@ -15,7 +15,7 @@ using config::kNumStages;
 constexpr int kRowGroups = kBlockQ / 16, kKeyGroups = kNumWarps / kRowGroups, kKeysOfWarp = kBlockKv / kKeyGroups;
 using Scores = tile::WarpTile<1, kKeysOfWarp / 8, kRowGroups, kKeyGroups>;
 using Output = tile::WarpTile<1, kValueDim / 8, kRowGroups>;
-using Softmax = attention::LazySoftmax<Scores::kRows>;  // of its scale alone: its maxima are those of a whole warp
+using Softmax = attention::LazySoftmax<Scores::kRows>;  // for its scale alone, since its maxima are shared by a warp
 static_assert(kRowGroups * kKeyGroups == kNumWarps && kKeysOfWarp % 16 == 0 && kBlockKv % 16 == 0, "warps share evenly");
 
 constexpr QTile q_smem{0};
@@ -31,7 +31,7 @@ CUFLASH_DEVICE void sync_key_group() {
   else __syncthreads();
 }
 
-// In the place of queries, keys and values, once all of them are read.
+// Sizes of the merge buffer, in floats. It takes the place of queries, keys and values once all warps have read them.
 constexpr int kFloatsOfWarp = Output::kColumnTiles * 4 * 32;
 constexpr int kStatsFloats = 2 * kKeyGroups * kBlockQ;
 constexpr int kMergeFloats = kStatsFloats + kKeyGroups / 2 * kRowGroups * kFloatsOfWarp;
