@@ -468,17 +468,17 @@ FAULTS = {
     },
     takes(lambda library: library.error_bound(Foreign(Q), Q, Q).o.shape == Q.shape): {
         "bounds take no arrays of another library": Edit(
-            "bounds.py", "_host_arrays", "arrays = as_arrays(given)", "arrays = given"
+            "bounds/host.py", "host_arrays", "arrays = as_arrays(given)", "arrays = given"
         ),
     },
     refuses(lambda library: library.error_bound(Q, Q, Q, Q[:, :3]), "do must have shape (2, 10, 8)"): {
         "bounds take any gradient": Edit(
-            "bounds.py", "error_bound", 'reasons += _cotangent_reasons("do", do, problem.o_shape())', ""
+            "bounds/elements.py", "error_bound", 'reasons += _cotangent_reasons("do", do, problem.o_shape())', ""
         ),
     },
     refuses(lambda library: library.error_bound(Q, Q, Q, product_dtype=int), "product_dtype must be a dtype of"): {
         "bounds are for any dtype of products": Edit(
-            "bounds.py", "_product_dtype", "except ValueError as error:", "except KeyError as error:"
+            "bounds/elements.py", "_product_dtype", "except ValueError as error:", "except KeyError as error:"
         ),
     },
     refuses(
