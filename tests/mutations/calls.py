@@ -407,31 +407,33 @@ FAULTS = {
     },
     refuses(attends(executor=["cpu"]), "executor must be 'auto'"): {
         "executors are unhashable": Edit(
-            "api.py", "_option_reasons",
+            "calls/checked_plan.py", "_option_reasons",
             "if not isinstance(executor, str) or executor not in EXECUTORS:",
             "if executor not in EXECUTORS:",
         ),
     },
     refuses(attends(executor=Q), "executor must be 'auto'"): {
         "executors are arrays": Edit(
-            "api.py", "_executor", 'if not isinstance(executor, str) or executor != "auto":', 'if executor != "auto":'
+            "calls/checked_plan.py", "_executor",
+            'if not isinstance(executor, str) or executor != "auto":', 'if executor != "auto":'
         ),
     },
     refuses(attends(kernel=Q), "kernel must be 'auto'"): {
         "kernels are arrays": Edit(
-            "api.py", "_option_reasons",
+            "calls/checked_plan.py", "_option_reasons",
             'if not isinstance(kernel, str) or kernel not in ("auto", *families):',
             'if kernel not in ("auto", *families):',
         ),
     },
     refuses(lambda library: library.plan(Q, Q, Q, device="H100"), "device must be a DeviceSpec", "DeviceSpec.gpu"): {
         "devices are names": Edit(
-            "api.py", "_planned", "if device is not None and not isinstance(device, DeviceSpec):", "if False:"
+            "calls/checked_plan.py", "planned",
+            "if device is not None and not isinstance(device, DeviceSpec):", "if False:"
         ),
     },
     refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"): {
         "a flag is whatever is true": Edit(
-            "api.py", "_planned", 'reasons += flag_reasons("deterministic", options.deterministic)', ""
+            "calls/checked_plan.py", "planned", 'reasons += flag_reasons("deterministic", options.deterministic)', ""
         ),
     },
     refuses(attends(return_lse=1), "return_lse must be True or False; got 1"): {

@@ -302,7 +302,7 @@ FAULTS = {
             "planning/options.py", "Options.key", "score.program, score.numbers", "score.program"
         ),
         "arrays of a plan are left out": Edit(
-            "api.py", "_planned", "if not isinstance(each, ShapeDtype)", "if isinstance(each, ShapeDtype)"
+            "calls/checked_plan.py", "planned", "if not isinstance(each, ShapeDtype)", "if isinstance(each, ShapeDtype)"
         ),
         "arrays of a plan cannot be replaced": Edit(
             "plans.py", "Plan.forward", "{**self.captured, **operands}", "{**operands, **self.captured}"

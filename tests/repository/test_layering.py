@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 # Left to right; "cuflash" is __init__.py. A new room is a new word here.
 ROOMS = """errors arrays layouts dropout scores masks patterns reference blocks planning compiler sim executors plans
-calls merging packing fp8 bounds api torch jax cache study selectors doctor cuflash __main__
+fp8 calls merging packing bounds api torch jax cache study selectors doctor cuflash __main__
 testing""".split()
 MODULES = {
     ".".join(path.relative_to(ROOT / "cuflash").with_suffix("").parts).removesuffix(".__init__")
