@@ -14,9 +14,10 @@ from ..executors import gpu
 from ..layouts import device_number, layout_reasons
 from ..planning.decoding import CacheLayout, DecodePlan, chunk_reasons, decode_plan, decode_reasons
 from ..planning.device import DeviceSpec
+from ..planning.families import SM80
 from ..planning.problem import Problem, with_operands
 
-_KERNELS = ("auto", "sm80")  # names of families under which the decode kernel runs
+_KERNELS = ("auto", SM80)  # names of families under which the decode kernel runs
 _SIMULATED = DeviceSpec.gpu("H100")
 
 

@@ -23,6 +23,7 @@ from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from ..tile_order import balanced_heads, heads_per_wave, is_uneven_band, listed_heads, listed_kv_heads
+from . import SM90
 from .family import (
     BACKWARD_INPUTS,
     FORWARD_INPUTS,
@@ -76,7 +77,7 @@ class Sm90(Family):
     beyond 128 columns and where dQ has a kernel of its own.
     """
 
-    name = "sm90"
+    name = SM90
     dtypes = (np.dtype(np.float16), BFLOAT16)
     operands = ("sink", "dropout_seed")
     oldest = (9, 0)
@@ -301,7 +302,7 @@ def forward_spec(
         if largest[1] % block_kv:
             block_kv = max(_MMA_COLUMNS, _power_of_two(min(largest[1], block_kv)))
     spec = KernelSpec(
-        family="sm90", entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
+        family=SM90, entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
         block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
         num_stages=_NARROW_STAGES if width <= 64 and block_q > ROWS else _STAGES,
     )  # fmt: skip
@@ -338,7 +339,7 @@ def backward_specs(
     if largest is not None and (largest[0] < block_q or largest[1] < block_kv):
         return {}
     backward = KernelSpec(
-        family="sm90", entry=entry, dtype=dtype, head_dim=head_dim, value_dim=value_dim, block_q=block_q,
+        family=SM90, entry=entry, dtype=dtype, head_dim=head_dim, value_dim=value_dim, block_q=block_q,
         block_kv=block_kv, num_warps=12, min_blocks=1, is_listed=largest is not None, num_stages=stages,
         dq_atomic_width=4,
     )  # fmt: skip
@@ -356,7 +357,7 @@ def _backward_in_two_kernels(
         return {}
     stages = _NARROW_STAGES if max(dims) <= 64 else _STAGES
     rows = KernelSpec(
-        family="sm90", entry="backward_rows", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=ROWS,
+        family=SM90, entry="backward_rows", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=ROWS,
         block_kv=ROWS, num_warps=8, min_blocks=2, is_listed=largest is not None, num_stages=stages,
     )  # fmt: skip
     statistics = replace(

@@ -21,6 +21,7 @@ from ..scales import SCALE_ARRAYS
 from ..sinks import sink_forward
 from ..spec import KernelSpec
 from ..tile_order import balanced_heads, is_uneven_band, listed_heads, listed_kv_heads
+from . import SM90
 from .family import FORWARD_INPUTS, Family, list_block_of, query_tiles
 from .sm90 import LIST_BLOCK, ROWS, storage_bytes
 
@@ -102,7 +103,7 @@ class Sm90Fp8(Family):
         block_kv = _MIN_KEYS if block_q == ROWS or any(count % _KEYS for count in keys) else _KEYS
         return {
             "forward": KernelSpec(
-                family="sm90", entry="forward_fp8", dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
+                family=SM90, entry="forward_fp8", dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
                 block_q=block_q, block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS),
                 min_blocks=2 if block_q == ROWS else 1, is_listed=largest is not None,
                 num_stages=_STAGES,
