@@ -48,7 +48,7 @@ def decode_plan_of(
     Parameters
     ----------
     arrays : dict by name
-        q, k, v, o, lse and sink, as `executors.decoding.decode` takes them, and scales of 8-bit numbers.
+        q, k, v, o, lse and sink, as `executors.decoding.bound_decode` takes them, and scales of 8-bit numbers.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     device = device_of(options, given, _KERNELS)
