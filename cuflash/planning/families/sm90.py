@@ -22,7 +22,7 @@ from ..launches import DqSemaphoreOrder, Kernels, Launch, Pass, TileOrder, Works
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
-from ..tile_order import balanced_heads, heads_per_wave, is_uneven_band, listed_heads, listed_kv_heads
+from ..tile_order import forward_order, heads_per_wave
 from . import SM90
 from .family import (
     BACKWARD_INPUTS,
@@ -221,17 +221,14 @@ class Sm90(Family):
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
     ) -> TileOrder:
         """Heads that alternate: those that fit the cache with a list; under a band, those that end together."""
+        tile = forward.block_q, forward.block_kv
+        order = forward_order(problem, device, work, tile, self.resident_blocks(forward, device))
         if isinstance(work, ListedWork):
-            return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
+            return order
         owner = self if backward.family == self.name else _SM80
         blocks = owner.resident_blocks(backward, device)
         kv_heads = heads_per_wave(work, blocks, -(-problem.seqlen_kv // backward.block_kv))
-        if not is_uneven_band(work) or not problem.seqlen_q:
-            return TileOrder(1, kv_heads)
-        blocks = self.resident_blocks(forward, device)
-        return TileOrder(
-            balanced_heads(problem, device, work, (forward.block_q, forward.block_kv), blocks), kv_heads
-        )
+        return order._replace(kv_heads_per_group=kv_heads)
 
     def _launch(
         self, spec: KernelSpec, device: DeviceSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...]
