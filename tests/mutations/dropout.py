@@ -39,10 +39,12 @@ FAULTS = {
     },
     bounds_are_sharp: {
         "what dropout multiplies does not round": Edit(
-            "bounds.py", "_Weights.of", "factor * dropout.keep((*shape.batch, *shape[1:])), factor, 2",
+            "bounds/forward.py", "Weights.of", "factor * dropout.keep((*shape.batch, *shape[1:])), factor, 2",
             "factor * dropout.keep((*shape.batch, *shape[1:])), factor, 1",
         ),
-        "dropped weights count in dv": Edit("bounds.py", "_gradient_tolerances", "weights = z * (", "weights = ("),
+        "dropped weights count in dv": Edit(
+            "bounds/gradients.py", "gradient_tolerances", "weights = z * (", "weights = ("
+        ),
     },
     wrong_numbers_are_refused: {
         "p may be negative": Edit(

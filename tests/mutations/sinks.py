@@ -58,16 +58,17 @@ FAULTS = {
     },
     bounds_are_sharp: {
         "the sink's weight has no error": Edit(
-            "bounds.py", "_forward_tolerances",
-            "r = p_excess.sum(axis=-1, keepdims=True) + _excess(log_p_sink, p_sink, eta_sink)",
+            "bounds/forward.py", "forward_tolerances",
+            "r = p_excess.sum(axis=-1, keepdims=True) + excess_of(log_p_sink, p_sink, eta_sink)",
             "r = p_excess.sum(axis=-1, keepdims=True)",
         ),
         "the merge with a sink does not round": Edit(
-            "bounds.py", "_forward_tolerances", "tol_lse = tol_lse + has_sink * 4", "tol_lse = tol_lse + has_sink * 0"
+            "bounds/forward.py", "forward_tolerances",
+            "tol_lse = tol_lse + has_sink * 4", "tol_lse = tol_lse + has_sink * 0",
         ),
-        "delta has no error": Edit("bounds.py", "_sink_tolerance", "+ p_sink * e_delta", ""),
+        "delta has no error": Edit("bounds/gradients.py", "sink_tolerance", "+ p_sink * e_delta", ""),
         "lse has no error for the sink": Edit(
-            "bounds.py", "_sink_tolerance", "eta = forward.tol_lse + 4", "eta = 4"
+            "bounds/gradients.py", "sink_tolerance", "eta = forward.tol_lse + 4", "eta = 4"
         ),
     },
     sinks_are_refused: {
