@@ -170,6 +170,14 @@ def test_what_was_compiled_is_kept_by_all_that_is_not_a_comment(
     assert proof.bare('f("// kept"); // dropped\n') == 'f("// kept");'
 
 
+def test_line_numbers_count_where_a_text_reads_them(proof: ModuleType) -> None:
+    for constants in ("", "int a;  // one\n}  // namespace cuflash::config\n"):
+        plain, numbered = constants + "int b;\n", constants + "int b = __LINE__;\n"
+        assert proof.compared_text(plain + "\n") == proof.compared_text(plain)
+        assert proof.compared_text(numbered + "\n") != proof.compared_text(numbered)
+        assert proof.compared_text(plain.replace("one", "two")) == proof.compared_text(plain)
+
+
 def test_a_text_that_does_not_compile_is_a_difference(nvrtc: Any, proof: ModuleType, tmp_path: Path) -> None:
     before, after = (proof.kept(tmp_path, text, OPTIONS) for text in (TEXT, "no C++\n"))
     found = {each.field: each.after for each in proof.differences("kernel", before, after)}
