@@ -211,6 +211,10 @@ def test_every_kernel_is_compared_and_the_quick_choice_has_whatever_one_of_them_
             for side in (kernels, chosen)
         ]  # fmt: skip
         assert values[0] == values[1]
+    one_of_each = {kernel.name: number for number, kernel in enumerate(kernels)}
+    given = proof.given_for(ROOT, tmp_path, list(one_of_each.values()))
+    assert len({each.text.read_text("utf-8") for each in given}) == len(on_disk)
+    assert all(each.launch_shared_bytes >= 0 for each in given)
     of_hopper = [dict(kernel.specification) for kernel in chosen if kernel.name == "sm90_backward"]
     missing = {"is_listed": "True", "fuses_dq_epilogue": "True", "has_watchdog": "True", "dq_atomic_width": "0"}
     for field, value in missing.items():
