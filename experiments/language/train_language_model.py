@@ -40,6 +40,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import model
 import numpy as np
+from device_memory import peak_on_device
 from harness import Record, check_names, gpu_versions, main, track, why_no_gpu
 from rich.console import Group
 from rich.table import Table
@@ -68,7 +69,7 @@ class Config:
     checkpoints: Path = CHECKPOINTS
     gpu_context: int = 1024
     gpu_batch: int = 16
-    gpu_steps: int = 1000
+    gpu_steps: int = 600
     gpu_block: int = 64
     gpu_budget_mib: int = 8192
     long_contexts: tuple[int, ...] = (1024, 4096, 16384)
@@ -120,18 +121,10 @@ def peak_bytes(xp: Any, call: Callable[[], object], limit: int = 0) -> int | Non
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return peak if not limit or peak <= limit else None
-    pool = xp.cuda.MemoryPool()  # nothing returns to the device before the end: what it took is the peak
-    if limit:
-        pool.set_limit(size=limit)
     try:
-        with xp.cuda.using_allocator(pool.malloc):
-            call()
-        xp.cuda.Device().synchronize()
-        return pool.total_bytes()
+        return peak_on_device(call, limit)[1]
     except MemoryError:  # CuPy's OutOfMemoryError is one
         return None
-    finally:
-        pool.free_all_blocks()
 
 
 def gradients_of(recipe: Recipe, text: Any, weights: model.Parameters, attend: model.Attend) -> Callable[[], object]:
