@@ -30,7 +30,33 @@ def test_every_selector_keeps_as_much_and_none_more_than_the_oracle(shootout: Mo
         if name != "vertical_slash":  # it spends its blocks over all rows, and not as many in each
             assert row["density"] == rows["oracle"]["density"]
             assert row["recall"] <= rows["oracle"]["recall"] + 1e-6
-    assert shootout.table(list(rows.values())).row_count == len(rows)
+        assert row["both_ms"] > 0 and row["error"] > 0 and row["gradient_error"] > 0
+    (shown,) = shootout.table(list(rows.values())).renderables
+    assert shown.row_count == len(rows) and len(shootout.plot(list(rows.values())).axes) == 2
+
+
+def test_all_blocks_have_no_error_and_equal_gradients(shootout: ModuleType) -> None:
+    """In float64, by a selection that keeps every block; half of the gradients doubled are apart by a known share."""
+    q, k, v, causal = shootout.columns(64, 2)
+    heads = *(x.astype(float) for x in (q, k, v)), causal
+    index = shootout.selection("local", heads, 16, 4)()
+    right = shootout.gradients(heads)
+    assert shootout.distance(shootout.gradients(heads, index), right) < 1e-6
+    assert shootout.distance([2 * x for x in right], right) == pytest.approx(1)
+    zeros = [0 * x for x in right[:2]]
+    assert 0 < shootout.distance([*zeros, right[2]], right) < 1
+
+
+@pytest.mark.gpu
+def test_selectors_choose_on_a_gpu(shootout: ModuleType) -> None:
+    config = shootout.Config(
+        gpu=True, data=("minilm", "slashes"), gpu_top_ks=(4,), top_ks=(4,), gpu_seqlen=512, gpu_num_heads=2,
+        gpu_repeats=1,
+    )  # fmt: skip
+    rows = list(shootout.run(config))
+    assert [row["selector"] for row in rows] == 2 * list(shootout.SELECTORS)
+    for row in rows:
+        assert row["dtype"] == "float16" and row["both_ms"] > 0 and 0 < row["recall"] <= 1.001
 
 
 @pytest.mark.parametrize(
