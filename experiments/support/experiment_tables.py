@@ -6,6 +6,7 @@ from block_sparsity import pays_below
 from peer_tables import markdown
 
 Row = dict[str, str]
+BOUNDS = ("oracle", "local", "random")  # of selectors: the most that is there to recall, and what one has to beat
 
 
 def number(row: Row, name: str, form: str = ".3g") -> str:
@@ -14,17 +15,58 @@ def number(row: Row, name: str, form: str = ".3g") -> str:
 
 
 def shootout(rows: list[Row]) -> str:
-    """Recall, with the error of the output in brackets, by data, selector and number of blocks a row."""
-    budgets = sorted({row["top_k"] for row in rows}, key=int)
-    lines = []
-    for data, name in dict.fromkeys((row["data"], row["selector"]) for row in rows):
-        found = {row["top_k"]: row for row in rows if (row["data"], row["selector"]) == (data, name)}
-        cells = (f"{number(found[k], 'recall', '.2f')} ({number(found[k], 'error', '.2f')})" for k in budgets)
-        last = found[budgets[-1]]
-        times = (number(last, f"{call}_ms", ".2g") for call in ("select", "attention", "dense"))
-        lines.append([data, name, *cells, *times])
-    header = ["data", "selector", *(f"{budget} blocks a row" for budget in budgets)]
-    return markdown([*header, "ms to select", "ms of attention", "ms of dense"], lines)
+    """Recall and errors by selector and number of blocks a row, a table for each group of data of one length."""
+    made = []
+    for seqlen, group in by_budgets(rows).items():
+        budgets = sorted({row["top_k"] for row in group}, key=int)
+        lines = []
+        for data, name in dict.fromkeys((row["data"], row["selector"]) for row in group):
+            found = {row["top_k"]: row for row in group if (row["data"], row["selector"]) == (data, name)}
+            cells = (
+                f"{number(found[k], 'recall', '.2f')} ({number(found[k], 'error', '.2f')}, "
+                f"{number(found[k], 'gradient_error', '.2f')})"
+                for k in budgets
+            )
+            last = found[budgets[-1]]
+            times = (number(last, f"{call}_ms", ".2g") for call in ("select", "attention", "both", "dense"))
+            lines.append([data, name, *cells, *times])
+        header = ["data", "selector", *(f"{budget} blocks a row" for budget in budgets)]
+        made.append(f"{seqlen} tokens, blocks of {group[0]['block']}:\n\n")
+        made[-1] += markdown([*header, "ms to select", "ms of attention", "ms of both", "ms of dense"], lines)
+    return "\n\n".join(made)
+
+
+def by_budgets(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows of the experiment on selectors by their length, whose data have equal budgets."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["seqlen"], []).append(row)
+    return found
+
+
+def unbeaten(rows: list[Row]) -> str:
+    """Selectors that recall no more than blocks at random or near the diagonal do, by data and budget."""
+    made = []
+    for seqlen, group in by_budgets(rows).items():
+        recalls = {(row["data"], row["selector"], row["top_k"]): float(row["recall"]) for row in group}
+        budgets, lines = sorted({row["top_k"] for row in group}, key=int), []
+        for data, name in dict.fromkeys((row["data"], row["selector"]) for row in group):
+            if name in BOUNDS:
+                continue
+            cells = []
+            for budget in budgets:
+                own = recalls[data, name, budget]
+                ahead = {bound: recalls[data, bound, budget] for bound in BOUNDS[1:]}
+                told = [f"{bound} {share:.4f}" for bound, share in ahead.items() if own <= share]
+                cells.append(f"{own:.4f}; {', '.join(told)}" if told else "")
+            if any(cells):
+                lines.append([data, name, *cells])
+        header = ["data", "selector", *(f"{budget} blocks a row" for budget in budgets)]
+        many = len({(row["data"], row["selector"]) for row in group if row["selector"] not in BOUNDS})
+        made.append(f"{seqlen} tokens: {many - len(lines)} of {many} selectors and data recall more at every budget.")
+        if lines:
+            made[-1] += f" The others:\n\n{markdown(header, lines)}"
+    return "\n\n".join(made)
 
 
 def crossover(rows: list[Row]) -> str:
@@ -107,11 +149,15 @@ def overhead(rows: list[Row]) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "selector-shootout": ("selector_shootout", shootout),
+    "selectors-unbeaten": ("selector_shootout", unbeaten),
+    "selector-shootout-gpu": ("selector_shootout_gpu", shootout),
+    "selectors-unbeaten-gpu": ("selector_shootout_gpu", unbeaten),
     "crossover": ("crossover", crossover),
     "crossover-gpu": ("crossover_gpu", crossover),
     "pattern-zoo": ("pattern_zoo", zoo),
     "flash-ladder": ("flash_ladder", ladder),
     "language-model": ("train_language_model", language),
+    "language-model-gpu": ("train_language_model_gpu", language),
     "language-model-long": ("train_language_model_long", language_long),
     "long-range": ("long_range", long_range),
     "long-range-gpu": ("long_range_gpu", long_range),
