@@ -76,7 +76,7 @@ def test_every_method_is_timed_on_a_gpu(load) -> None:
     tables = load("flashattention1_tables")
     config = tables.Config(
         gpu=True, methods=("standard", "fa1", "dense", "butterfly"), gpu_seqlens=(256, 512), batch=1, gpu_num_heads=2,
-        budget_s=0.05,
+        gpu_budget_s=0.05,
     )  # fmt: skip
     rows = list(tables.run(config))
     assert len(rows) == 2 * 4 * 3 and all(row["ms"] > 0 and row["memory_mib"] > 0 for row in rows)
