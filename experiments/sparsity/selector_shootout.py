@@ -20,10 +20,10 @@ Expect: nothing with as many blocks in each row above the oracle, every selector
 structure is finer than a block.
 Found:  with 4 of 16 blocks a row the oracle keeps 86 % of the encoder's mass, means and antidiagonals 83 %, compressed
 keys 82 %, and the blocks nearest to the diagonal 76 %. The language model's heads look at the last characters: two
-blocks hold all but 0.2 % of their mass, by `local` as by the oracle, and random blocks 94 %. Clusters of a block's size
+blocks hold all but 0.2 % of their mass, by `local` as by the oracle, and random blocks 93 %. Clusters of a block's size
 all three find. On columns antidiagonals keep 69 % and means 66 % of what the oracle finds in 78 %. Antidiagonals of
-sharp slashes keep 48 %, less than random blocks with 65 %: a sum over eight distances of which one counts. Columns and
-diagonals in equal numbers, by powers of two, keep less than random blocks on columns (42 % and 55 %), and the most, 91
+sharp slashes keep 48 %, less than random blocks with 66 %: a sum over eight distances of which one counts. Columns and
+diagonals in equal numbers, by powers of two, keep less than random blocks on columns (42 % and 57 %), and the most, 91
 %, on slashes but for the oracle. The times are of a busy machine with one thread.
 
 Cost: A minute on two cores; --gpu half a minute of a GPU.
@@ -227,7 +227,7 @@ def table(records: list[Record]) -> Group:
 def plot(records: list[Record]) -> Any:
     """Recall over the share of blocks, and the time of selection and attention over that of dense, by data."""
     names = list(dict.fromkeys(row["data"] for row in records))
-    figure, axes = plt.subplots(2, len(names), figsize=(2.6 * len(names), 5.2), sharex="col", squeeze=False)
+    figure, axes = plt.subplots(2, len(names), figsize=(2.1 * len(names), 4.2), sharex="col", squeeze=False)
     for column, data in zip(axes.T, names):
         for name in dict.fromkeys(row["selector"] for row in records):
             rows = [row for row in records if (row["data"], row["selector"]) == (data, name)]

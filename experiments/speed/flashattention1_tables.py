@@ -85,8 +85,8 @@ class Config:
 
     def __post_init__(self) -> None:
         check_names(self, {"methods": METHODS})
-        lengths = (*self.seqlens, *self.gpu_seqlens)
-        if min(self.num_heads, self.batch, self.gpu_num_heads, self.head_dim, *lengths) < 1 or min(self.budget_s, self.gpu_budget_s) <= 0:
+        lengths, counts = (*self.seqlens, *self.gpu_seqlens), (self.num_heads, self.batch, self.gpu_num_heads)
+        if min(*counts, self.head_dim, *lengths) < 1 or min(self.budget_s, self.gpu_budget_s) <= 0:
             raise ValueError("lengths, batch, num_heads, head_dim and budgets must be positive")
         if any(seqlen % BLOCK for seqlen in lengths):
             raise ValueError(f"lengths must be multiples of {BLOCK}, the blocks of the butterfly; got {lengths}")
