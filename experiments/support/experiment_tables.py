@@ -141,6 +141,19 @@ def long_range(rows: list[Row]) -> str:
     return markdown(["pattern", "tokens", "density", *(f"seed {seed}" for seed in seeds), "seconds of a seed"], lines)
 
 
+def errors(rows: list[Row]) -> str:
+    """Errors of attention against float64 at the longest length."""
+    longest = max((row["seqlen"] for row in rows), key=int)
+    names = ("rounding", "tiled", "plain")
+    lines = (
+        [row["dtype"], row["seqlen"], row["logit_std"], row["outliers"]] + [number(row, name, ".2g") for name in names]
+        for row in rows
+        if row["seqlen"] == longest
+    )
+    header = ["dtype", "tokens", "logits' deviation", "outliers", "rounding alone", "tiled", "plain"]
+    return markdown(header, lines)
+
+
 def overhead(rows: list[Row]) -> str:
     """What sweeps take beside their tasks."""
     lines = (
@@ -165,5 +178,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "language-model-long": ("train_language_model_long", language_long),
     "long-range": ("long_range", long_range),
     "long-range-gpu": ("long_range_gpu", long_range),
+    "numerical-error": ("numerical_error", errors),
+    "numerical-error-gpu": ("numerical_error_gpu", errors),
     "sweep-overhead": ("sweep_overhead", overhead),
 }
