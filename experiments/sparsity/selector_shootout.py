@@ -15,6 +15,8 @@ than the budget has, and one of both at least. Recall is exact, the mean over qu
 over |o_dense|, and gradient_error the same of dq, dk and dv together, for a normal gradient of o. Times are medians of
 calls made in turn: both_ms of a selection and attention to what it chose, select_ms of the selection, attention_ms of
 a call with an index made before. On a GPU the heads of known structure are 16 heads of 16384 tokens, in blocks of 64.
+`quest`, which is for decoding, chooses pages of 16 keys for each of the last 32 queries, beside the selectors that have
+no structure in mind.
 
 Expect: nothing with as many blocks in each row above the oracle, every selector above random, antidiagonals where
 structure is finer than a block.
@@ -29,8 +31,9 @@ diagonals in equal numbers, by powers of two, keep less than random blocks on co
 Cost: A minute on two cores; --gpu half a minute of a GPU.
 """
 
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +51,11 @@ from rich.table import Table
 from workloads import activations, language_activations
 
 SELECTORS = ("oracle", "pooled", "antidiagonal", "nsa", "vertical_slash", "local", "random")
+OF_PAGES = ("oracle", "quest", "local", "random")
+PAGE, LAST = 16, 32  # keys of a page, and queries that choose some
 CAPTURED = ("minilm", "language")  # 512 tokens
 CALLS = ("select", "attention", "both", "dense")
-Heads = tuple[Any, Any, Any, bool]  # q, k, v and whether the mask is causal
+Heads = tuple[Any, Any, Any, bool | str]  # q, k, v and whether, or how, the mask is causal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,7 @@ class Config:
 
     gpu: bool = False
     data: tuple[str, ...] = (*CAPTURED, "clusters", "columns", "slashes")
-    names: tuple[str, ...] = SELECTORS
+    names: tuple[str, ...] = (*SELECTORS, "quest")
     top_ks: tuple[int, ...] = (2, 4, 8)
     block: int = 32
     seqlen: int = 512
@@ -71,7 +76,7 @@ class Config:
     gpu_repeats: int = 5
 
     def __post_init__(self) -> None:
-        check_names(self, {"data": DATA, "names": SELECTORS})
+        check_names(self, {"data": DATA, "names": (*SELECTORS, *OF_PAGES)})
         counts = (*self.top_ks, *self.gpu_top_ks, self.repeats, self.gpu_num_heads, self.gpu_repeats)
         if min(counts) < 1:
             raise ValueError("top_ks, repeats and gpu_num_heads must be at least 1")
@@ -129,10 +134,12 @@ HEADS = (minilm, language, clusters, columns, slashes)
 DATA: dict[str, Callable[[int, int], Heads]] = {each.__name__: each for each in HEADS}
 
 
-def selection(name: str, heads: Heads, block: int, top_k: int) -> Callable[[], Any]:
+def selection(name: str, heads: Heads, block: int | tuple[int, int], top_k: int) -> Callable[[], Any]:
     """A function that makes the index of a selector."""
     q, k, _, causal = heads
-    options: dict[str, Any] = {"block": block, "causal": causal, "forced": Forced(diagonal=causal)}
+    options: dict[str, Any] = {"block": block, "causal": causal, "forced": Forced(diagonal=bool(causal))}
+    if name == "quest":
+        options["page_size"] = options.pop("block")[1]
     if name != "vertical_slash":
         return lambda: getattr(selectors, name)(q, k, budget=Budget(top_k=top_k), **options)
     most = selectors.local(q, k, budget=Budget(top_k=top_k), **options).num_entries
@@ -180,41 +187,54 @@ def timed(config: Config, heads: Heads, select: Callable[[], Any], index: Any) -
 
 
 def run(config: Config) -> Iterator[Record]:
-    """A row a selector and budget, by data."""
+    """A row a selector and budget, by data: blocks of all queries first, then pages of the last ones."""
     if config.gpu and (reason := why_no_gpu()):
         sys.exit(f"selector_shootout --gpu times kernels on a GPU: {reason}")
     constants = machine() | (gpu_versions() if config.gpu else {})
-    for data in track(config.data, "data"):
+    cases = [(data, names) for names in (SELECTORS, OF_PAGES) for data in config.data]
+    for data, names in track(cases, "data"):
         seqlen, block, top_ks, num_heads = config.sizes(data)
         q, k, v, causal = DATA[data](seqlen, num_heads)
         if config.gpu:
             q, k, v = (sent(x.astype(np.float16)) for x in (q, k, v))
-        heads = q, k, v, causal
-        right = gradients(heads)
-        for name in config.names:
-            for top_k in top_ks:
-                select = selection(name, heads, block, top_k)
-                index = select()
-                kept = cuflash.recall(q, k, v, index, causal=causal)
-                grid = index.num_q_blocks * index.num_kv_blocks * index.num_heads
-                yield {
-                    "data": data, "selector": name, "top_k": top_k, "block": block, "seqlen": q.shape[-2],
-                    "num_heads": len(q), "dtype": q.dtype.name, "density": index.num_entries / grid,
-                    "recall": float(kept.mass.mean()), "error": kept.output_error,
-                    "gradient_error": distance(gradients(heads, index), right),
-                    **timed(config, heads, select, index), **constants,
-                }  # fmt: skip
+        if names == OF_PAGES and "quest" in config.names:
+            heads = q[:, -LAST:], k, v, causal and "bottom_right"
+            pages = [top_k * block // PAGE for top_k in top_ks]
+            yield from rows(config, data, names, heads, (1, PAGE), pages, constants)
+        elif names == SELECTORS:
+            yield from rows(config, data, names, (q, k, v, causal), block, top_ks, constants)
+
+
+def rows(
+    config: Config, data: str, names: tuple[str, ...], heads: Heads, block: Any, top_ks: Sequence[int],
+    constants: Record,
+) -> Iterator[Record]:  # fmt: skip
+    """A row a selector and budget, of some heads."""
+    q, k, v, causal = heads
+    right = gradients(heads)
+    for name, top_k in itertools.product((name for name in names if name in config.names), top_ks):
+        select = selection(name, heads, block, top_k)
+        index = select()
+        kept = cuflash.recall(q, k, v, index, causal=causal)
+        grid = index.num_q_blocks * index.num_kv_blocks * index.num_heads
+        yield {
+            "data": data, "selector": name, "top_k": top_k, "block": f"1 x {PAGE}" if names == OF_PAGES else block,
+            "seqlen": k.shape[-2], "num_heads": len(q), "dtype": q.dtype.name, "density": index.num_entries / grid,
+            "recall": float(kept.mass.mean()), "error": kept.output_error,
+            "gradient_error": distance(gradients(heads, index), right),
+            **timed(config, heads, select, index), **constants,
+        }  # fmt: skip
 
 
 def table(records: list[Record]) -> Group:
-    """A table for each data: recall and errors by budget, and times of the largest budget."""
+    """A table for each data and size of blocks: recall and errors by budget, and times of the largest budget."""
     made = []
-    for data in dict.fromkeys(row["data"] for row in records):
-        of_data = [row for row in records if row["data"] == data]
+    for data, block in dict.fromkeys((row["data"], row["block"]) for row in records):
+        of_data = [row for row in records if (row["data"], row["block"]) == (data, block)]
         budgets = sorted({row["top_k"] for row in of_data})
-        title = f"{data}, {of_data[0]['seqlen']} tokens: recall (error, of gradients) by blocks a row; ms of the most"
-        shown = Table(title=title)
-        for column in ("selector", *map(str, budgets), *CALLS):
+        sizes = f"{data}, {of_data[0]['seqlen']} tokens in blocks of {block}"
+        shown = Table(title=f"{sizes}: recall (error, of gradients) by blocks a row")
+        for column in ("selector", *map(str, budgets), *(f"{call} ms" for call in CALLS)):
             shown.add_column(column, justify="left" if column == "selector" else "right")
         for name in dict.fromkeys(row["selector"] for row in of_data):
             rows = sorted((row for row in of_data if row["selector"] == name), key=lambda row: row["top_k"])
@@ -226,11 +246,12 @@ def table(records: list[Record]) -> Group:
 
 def plot(records: list[Record]) -> Any:
     """Recall over the share of blocks, and the time of selection and attention over that of dense, by data."""
-    names = list(dict.fromkeys(row["data"] for row in records))
+    blocks = [row for row in records if "x" not in str(row["block"])]
+    names = list(dict.fromkeys(row["data"] for row in blocks))
     figure, axes = plt.subplots(2, len(names), figsize=(2.1 * len(names), 4.2), sharex="col", squeeze=False)
     for column, data in zip(axes.T, names):
-        for name in dict.fromkeys(row["selector"] for row in records):
-            rows = [row for row in records if (row["data"], row["selector"]) == (data, name)]
+        for name in dict.fromkeys(row["selector"] for row in blocks):
+            rows = [row for row in blocks if (row["data"], row["selector"]) == (data, name)]
             shares = [row["density"] for row in rows]
             style = ":" if name in ("local", "random") else "--" if name == "oracle" else "-"
             column[0].plot(shares, [row["recall"] for row in rows], style, marker="o", markersize=3, label=name)

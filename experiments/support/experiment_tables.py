@@ -15,9 +15,9 @@ def number(row: Row, name: str, form: str = ".3g") -> str:
 
 
 def shootout(rows: list[Row]) -> str:
-    """Recall and errors by selector and number of blocks a row, a table for each group of data of one length."""
+    """Recall and errors by selector and number of blocks a row, a table for each length and size of blocks."""
     made = []
-    for seqlen, group in by_budgets(rows).items():
+    for sizes, group in by_sizes(rows).items():
         budgets = sorted({row["top_k"] for row in group}, key=int)
         lines = []
         for data, name in dict.fromkeys((row["data"], row["selector"]) for row in group):
@@ -31,23 +31,23 @@ def shootout(rows: list[Row]) -> str:
             times = (number(last, f"{call}_ms", ".2g") for call in ("select", "attention", "both", "dense"))
             lines.append([data, name, *cells, *times])
         header = ["data", "selector", *(f"{budget} blocks a row" for budget in budgets)]
-        made.append(f"{seqlen} tokens, blocks of {group[0]['block']}:\n\n")
-        made[-1] += markdown([*header, "ms to select", "ms of attention", "ms of both", "ms of dense"], lines)
+        shown = markdown([*header, "ms to select", "ms of attention", "ms of both", "ms of dense"], lines)
+        made.append(f"{sizes}:\n\n{shown}")
     return "\n\n".join(made)
 
 
-def by_budgets(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows of the experiment on selectors by their length, whose data have equal budgets."""
+def by_sizes(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows of the experiment on selectors by length and size of blocks, whose data have equal budgets."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["seqlen"], []).append(row)
+        found.setdefault(f"{row['seqlen']} tokens, blocks of {row['block']}", []).append(row)
     return found
 
 
 def unbeaten(rows: list[Row]) -> str:
     """Selectors that recall no more than blocks at random or near the diagonal do, by data and budget."""
     made = []
-    for seqlen, group in by_budgets(rows).items():
+    for sizes, group in by_sizes(rows).items():
         recalls = {(row["data"], row["selector"], row["top_k"]): float(row["recall"]) for row in group}
         budgets, lines = sorted({row["top_k"] for row in group}, key=int), []
         for data, name in dict.fromkeys((row["data"], row["selector"]) for row in group):
@@ -63,7 +63,7 @@ def unbeaten(rows: list[Row]) -> str:
                 lines.append([data, name, *cells])
         header = ["data", "selector", *(f"{budget} blocks a row" for budget in budgets)]
         many = len({(row["data"], row["selector"]) for row in group if row["selector"] not in BOUNDS})
-        made.append(f"{seqlen} tokens: {many - len(lines)} of {many} selectors and data recall more at every budget.")
+        made.append(f"{sizes}: {many - len(lines)} of {many} selectors and data recall more at every budget.")
         if lines:
             made[-1] += f" The others:\n\n{markdown(header, lines)}"
     return "\n\n".join(made)
