@@ -248,7 +248,7 @@ def plot(records: list[Record]) -> Any:
     """Recall over the share of blocks, and the time of selection and attention over that of dense, by data."""
     blocks = [row for row in records if "x" not in str(row["block"])]
     names = list(dict.fromkeys(row["data"] for row in blocks))
-    figure, axes = plt.subplots(2, len(names), figsize=(2.1 * len(names), 4.2), sharex="col", squeeze=False)
+    figure, axes = plt.subplots(2, len(names), figsize=(2 * len(names), 3.8), sharex="col", squeeze=False)
     for column, data in zip(axes.T, names):
         for name in dict.fromkeys(row["selector"] for row in blocks):
             rows = [row for row in blocks if (row["data"], row["selector"]) == (data, name)]
