@@ -158,10 +158,11 @@ def overhead(rows: list[Row]) -> str:
     """What sweeps take beside their tasks."""
     lines = (
         [row["engine"], row["tasks"], row["workers"], number(row, "task_s"), number(row, "seconds", ".4g")]
-        + [number(row, "overhead", ".2%")]
+        + [number(row, name, form) for name, form in {"overhead": ".2%", "cpu_s": ".3g", "cpu_overhead": ".2%"}.items()]
         for row in rows
     )
-    return markdown(["engine", "tasks", "at once", "s of a task", "s of the sweep", "overhead"], lines)
+    header = ["engine", "tasks", "at once", "s of a task", "s of the sweep", "overhead", "CPU s", "overhead by CPU"]
+    return markdown(header, lines)
 
 
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
