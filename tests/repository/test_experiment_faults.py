@@ -71,7 +71,7 @@ FAULTS = {
     "only writes are counted": Fault(
         TRAFFIC, "parsed", 'found.get(int(row["ID"]), (name, 0))[1] + round', "round", COUNTERS
     ),
-    "the last launch of a kernel counts": Fault(TRAFFIC, "by_shape", "made[-1].get(name, 0) + moved", "moved", COUNTERS),
+    "the last launch counts": Fault(TRAFFIC, "by_shape", "made[-1].get(name, 0) + moved", "moved", COUNTERS),
     "one end alone tells": Fault(
         "sparsity/long_range.py", "sequences", "(colours + np.where(", "(0 * colours + np.where(", ENDS
     ),
