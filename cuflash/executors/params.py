@@ -25,6 +25,7 @@ from ..compiler.params_layout import (
     TENSOR_MAPS,
     NAIVE_ARRAYS,
 )
+from ..layouts import dense_strides
 from ..planning.launches import BATCH_AXES, MATRICES, DqSemaphoreOrder, Feature, Workspace
 from ..planning.list_kernels import AT_CALL, ListedAtCall
 from ..planning.plan import KernelPlan
@@ -65,10 +66,10 @@ class View(NamedTuple):
         return cls(name, array.dtype, array.shape, array.strides)
 
     @classmethod
-    def of_new(cls, name: str, workspace: ShapeDtype | Workspace) -> View:
-        """The layout of an array in C order that is yet to be allocated."""
-        shape, step = workspace.shape, workspace.dtype.itemsize
-        return cls(name, workspace.dtype, shape, tuple(step * prod(shape[axis + 1 :]) for axis in range(len(shape))))
+    def of_new(cls, name: str, made: ShapeDtype | Workspace, axes: Sequence[int] | None = None) -> View:
+        """The layout of a dense array that is yet to be allocated, its axes in memory from the outermost inwards."""
+        steps = dense_strides(made.shape, axes)
+        return cls(name, made.dtype, made.shape, tuple(made.dtype.itemsize * step for step in steps))
 
 
 @dataclass(frozen=True, eq=False)

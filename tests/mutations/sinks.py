@@ -167,12 +167,12 @@ FAULTS = {
     },
     sm90_is_right: {
         "o of a tile keeps the weights without a sink": Edit(
-            "sm90/forward.cu", "epilogue",
+            "sm90/forward_epilogue.cuh", "epilogue",
             "o.scale_row(i, merge_sink(row_lse[i], logit));",
             "merge_sink(row_lse[i], logit);",
         ),
         "tiles without a key know no sink": Edit(
-            "sm90/forward.cu", "write_empty_rows",
+            "sm90/forward_hooks.cuh", "write_empty_rows",
             "lse.at(row, 0) = row_lse;",
             "lse.at(row, 0) = ptx::negative_infinity<float>();",
         ),

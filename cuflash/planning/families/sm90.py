@@ -47,7 +47,7 @@ _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144
 _COORDS = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
-_WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # of sm90/q_pipeline.cuh
+_WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # of sm90/q_tiles.cuh
 
 
 class _Tile(NamedTuple):
