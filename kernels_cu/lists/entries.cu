@@ -1,5 +1,5 @@
-// Writes the lists: the entries of each row (a warp per row), their numbers in the order of columns (a thread per
-// column), the orders of rows and of columns (a thread each), and zeros behind the last entry.
+// Writes the lists: entries row after row, a warp for a row; their numbers column after column, a thread for a column; the orders
+// of rows and columns, a thread for each; and zeros in the room behind the last entry.
 #include <lists/params.cuh>
 
 namespace cuflash::lists {
@@ -40,8 +40,7 @@ CUFLASH_DEVICE void list_column(const Params& params, int column) {
   }
 }
 
-// Sets the position of a block row, or column, of a matrix in the order: most entries first, the last one first among
-// equals.
+// Sets the position of a block row, or column, of a matrix in the order: most entries first, the last one first among equals.
 CUFLASH_DEVICE void put_in_order(const int32_t* pointers, int32_t* order, int number, int num_blocks) {
   const int first = number / num_blocks * num_blocks;
   const int length = pointers[number + 1] - pointers[number];

@@ -1,8 +1,8 @@
 #pragma once
 #include <ptx/thread.cuh>
 
-// What the kernels of selectors take, by value: lists_pool makes means of blocks of rows, lists_choose chooses blocks
-// by their scores. cuflash/planning/selection_kernels.py has the same records as NumPy dtypes.
+// What the kernels of selectors take, by value: lists_pool makes means of blocks of rows, lists_choose chooses blocks by their
+// scores. cuflash/planning/selection_kernels.py has the same records as NumPy dtypes.
 namespace cuflash::lists {
 
 constexpr int kSelectionThreads = 32 * config::kNumWarps;
@@ -11,13 +11,12 @@ constexpr int kSelectionThreads = 32 * config::kNumWarps;
 struct Choice {
   const void* scores;      // accumulators
   const void* shares;      // accumulators that count for `mass`, or null where all eligible blocks count alike
-  const uint8_t* allowed;  // [blocks] whether a block may be kept; or null
-  // [blocks] whether a block must be kept if it may be, besides those of the numbers below; or null
-  const uint8_t* forced;
+  const uint8_t* allowed;  // of each block whether it may be kept, or null
+  const uint8_t* forced;   // of each block whether it must be kept if it may, beside those of the numbers below, or null
   uint8_t* kept;
   double mass;             // the part of the shares that kept blocks hold, or 0
   double threshold;        // the score from which on blocks are kept
-  int64_t offset;  // query i and key i + offset are on the diagonal
+  int64_t offset;          // query i meets key i + offset on the diagonal
   int32_t num_rows, num_q_blocks, num_kv_blocks;
   int32_t seqlen_q, block_q, block_kv;
   int32_t count;           // blocks that are kept at least
@@ -32,7 +31,7 @@ struct Choice {
 struct PooledRows {
   const void* data;
   void* means;                // accumulators
-  int64_t batch_strides[3];  // in elements, as are the other strides
+  int64_t batch_strides[3];   // in elements; so are the others
   int64_t head_stride, row_stride, column_stride;
   int32_t batch[3];
   int32_t num_heads, num_rows, num_columns;
