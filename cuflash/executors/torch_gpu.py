@@ -27,7 +27,7 @@ TORCH_DTYPES = {theirs: ours for ours, theirs in NUMPY_DTYPES.items()}
 
 
 def axes_in_memory(tensor: Layout) -> tuple[int, ...] | None:
-    """The axes of a dense tensor in memory from the outermost inwards; None in C order, and where rows are not dense."""
+    """The axes of a dense tensor in memory, outermost first; None for C order, and where rows are not dense."""
     strides = [step // tensor.dtype.itemsize for step in tensor.strides]
     last = tensor.ndim - 1
     axes = (*sorted(range(last), key=lambda axis: (-strides[axis], axis)), last)
