@@ -43,7 +43,10 @@ class KernelSpec:
     dq_atomic_width : 0, 1 or 4
         Sums of dQ that one instruction adds to; 0 where dQ has a kernel of its own.
     fuses_dq_epilogue : bool
-        Blocks that add to dQ may finish it: of some batch entries and heads, or, of a list, all of it.
+        Blocks that add to dQ may finish it: of some batch entries and heads, or, where they count arrivals, all of it.
+    counts_dq_arrivals : bool
+        Without a list too, blocks count the tiles of keys that have come to a tile of queries: the first stores its part
+        of dQ, and with `fuses_dq_epilogue` the last finishes it.
     is_split : bool
         Blocks share a tile's keys, and leave their parts to be merged.
     pack_gqa : bool
@@ -87,6 +90,7 @@ class KernelSpec:
     num_stages: int = 1
     dq_atomic_width: int = 0
     fuses_dq_epilogue: bool = False
+    counts_dq_arrivals: bool = False
     is_split: bool = False
     pack_gqa: bool = False
     mma_rows: int = 0

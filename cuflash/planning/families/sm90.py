@@ -34,7 +34,7 @@ from .family import (
     rounded_dims,
 )
 from .sm80 import Sm80
-from .sm90_dq import dq_semaphore_order, fuses_dq_epilogue_of_list
+from .sm90_dq import dq_semaphore_order, fuses_dq_epilogue_of_list, with_counted_arrivals
 
 ROWS = 64  # of queries, of a warpgroup
 LIST_BLOCK = (128, 128)  # of a list that is made for the kernels
@@ -170,7 +170,7 @@ class Sm90(Family):
             return {entry: spec for entry, spec in (specs | fused).items() if entry != "convert_dq"}, order
         dq_order = dq_semaphore_order(problem, work.band, backward, device)
         if dq_order is None or not dq_order.num_fused_heads(num_heads):
-            return specs, order
+            return with_counted_arrivals(problem, work, specs), order
         order = order._replace(kv_heads_per_group=dq_order.heads_per_group, dq=dq_order)
         return specs | {"backward": replace(backward, fuses_dq_epilogue=True)}, order
 

@@ -5,7 +5,9 @@ The device's side is kernels_cu/attention/dq_semaphore_order.cuh, and for lists 
 
 from __future__ import annotations
 
-from ...blocks.work_list import ListedWork
+from dataclasses import replace
+
+from ...blocks.work_list import IntervalWork, ListedWork
 from ...masks.base import Band
 from ..device import DeviceSpec
 from ..launches import DqSemaphoreOrder
@@ -64,6 +66,33 @@ def fuses_dq_epilogue_of_list(problem: Problem, work: ListedWork, backward: Kern
         return False
     rows = work.index.batch * work.index.num_heads * work.index.num_q_blocks
     return len(work.index.indices) * tiles_in_block < _MAX_FUSED_ARRIVALS * rows
+
+
+def with_counted_arrivals(problem: Problem, work: IntervalWork, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
+    """The kernels of work without a list, of which those of the backward pass may count who has come to queries.
+
+    Then nobody sets sums of dQ to 0. Where few tiles of keys come, the last one finishes dQ, as of a list.
+    """
+    way = ARRIVALS(problem, work, specs["backward"])
+    if way is None:
+        return specs
+    entries = ("backward_statistics", "backward")
+    if way == "finish":
+        counting = {entry: replace(specs[entry], counts_dq_arrivals=True, fuses_dq_epilogue=True) for entry in entries}
+        return {entry: spec for entry, spec in (specs | counting).items() if entry != "convert_dq"}
+    return specs | {
+        entry: replace(specs[entry], counts_dq_arrivals=True) for entry in (*entries, "convert_dq")
+    }
+
+
+def ARRIVALS(problem, work, backward):
+    import os
+    way = os.environ.get("ARRIVALS")
+    if not way or backward.name != "sm90_backward" or not backward.dq_atomic_width:
+        return None
+    if way == "finish" and not _can_write_dq(problem, backward):
+        return None
+    return way
 
 
 def _can_write_dq(problem: Problem, backward: KernelSpec) -> bool:
