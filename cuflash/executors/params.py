@@ -26,7 +26,7 @@ from ..compiler.params_layout import (
     NAIVE_ARRAYS,
 )
 from ..planning.launches import BATCH_AXES, MATRICES, Feature, Workspace
-from ..planning.list_kernels import AT_CALL, ListedAtCall
+from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.plan import KernelPlan
 from ..planning.problem import Problem
 from .arguments import Arguments, Place
@@ -154,7 +154,7 @@ class ParamsTemplate:
                 filled[view.name] = (start, steps_of_batch, *steps[-3:], view.dtype == problem.accumulator)
             templates.append((record.copy(), *(part.copy() for part in parts.values())))
             record["shape"]["first_batch"] += prod(extent for extent, _ in inner)
-        list_offsets = plan.work.offsets if isinstance(plan.work, ListedAtCall) else {}
+        list_offsets = plan.work.offsets if isinstance(plan.work, WorkAtCall) else {}
         return cls(views, tuple(templates), maps, map_offsets, features, list_offsets)
 
     def with_lists(self, lists: Mapping[str, int], kernels: Sequence[Sequence[int]] = ()) -> list[Arguments]:

@@ -79,7 +79,7 @@ def lists_are_those_of_the_array_form() -> None:
         source, array = ListSource.of(mask.resolve(frame), frame, BLOCK)
         for seed, order in enumerate(("random", "priorities")):
             schedule = sim.Schedule(seed=seed, order=order, shuffle_lanes=bool(seed))
-            made = ListMaker(source, Simulator(schedule))(array._host.ctypes.data, None)
+            made = ListMaker(source, Simulator(schedule))((array._host.ctypes.data,), None)
             count = int(expected["row_pointers"][-1])
             for name, got in list_results(made, source).items():
                 if name in expected:
@@ -97,7 +97,7 @@ def indices_are_those_of_their_blocks(library: ModuleType) -> None:
         pattern = library.masks.BlockPattern(device_double.to_device(kept), block) & mask
         expected = library.BlockIndex.from_mask(pattern, block=block, **frame._asdict()).to(device_double.to_host)
         source, array = source_of(pattern.resolve(frame), frame, block)
-        made = made_by.IndexMaker(source, Simulator())(array._host.ctypes.data, None)
+        made = made_by.IndexMaker(source, Simulator())((array._host.ctypes.data,), None)
         for name in ("indptr", "indices", "kinds", "tiles", "bits", "lo", "hi"):
             np.testing.assert_array_equal(getattr(made, name), getattr(expected, name))
         assert (made.shape, made.block) == (expected.shape, expected.block)
