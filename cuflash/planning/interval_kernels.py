@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -24,9 +26,10 @@ from .launches import BATCH_AXES
 from .spec import KernelSpec
 
 _POINTER = np.uint64
-_ALIGNMENT = 256  # bytes; of lo and of hi in the array that holds both
+_ALIGNMENT = 256  # bytes; of each result in the array that holds all of them
 _UNLIMITED = 1 << 40  # beyond any length, and far from overflow
 _SIDES = ("q", "kv")
+_OF_ORDERS_ALONE = ("row_lengths", "column_lengths")  # which no attention kernel reads
 # Mirrors `kernels_cu/lists/interval_params.cuh`.
 INTERVAL_PARAMS = np.dtype(
     [
@@ -35,21 +38,24 @@ INTERVAL_PARAMS = np.dtype(
         *((f"{side}_stride", np.int64) for side in _SIDES),
         *((name, _POINTER) for name in ("rows_lo", "rows_hi")),
         *((f"rows_{axis}_stride", np.int64) for axis in ("batch", "head")),
-        *((name, _POINTER) for name in ("lo", "hi")),
+        *((name, _POINTER) for name in ("lo", "hi", "row_lengths", "column_lengths", "row_order", "column_order")),
         *((name, np.int64) for name in ("left", "right")),
         ("batch", np.int32, (BATCH_AXES,)),
         *((name, np.int32) for name in ("num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "num_offsets")),
         *((f"{side}_itemsize", np.int32) for side in _SIDES),
         *((f"is_{side}_signed", np.int32) for side in _SIDES),
         ("is_bottom_right", np.int32),
-        ("padding", np.int32),
+        *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks", "padding")),
     ],
     align=True,
 )
-INTERVAL_SPEC = KernelSpec(
-    family="lists", entry="intervals", dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
-    num_warps=4, min_blocks=1,
-)  # fmt: skip
+INTERVAL_SPECS = {
+    entry: KernelSpec(
+        family="lists", entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
+        num_warps=4, min_blocks=1,
+    )
+    for entry in ("intervals", "interval_orders")
+}  # fmt: skip
 
 
 class _Offsets:
@@ -80,6 +86,8 @@ class IntervalSource:
     rows : IntervalWork or None
         Row intervals that the sequences are intersected with.
     shape : MaskShape
+    block : (int, int) or None
+        Blocks of queries and of keys that are ordered by their lengths.
     batch, num_heads : int
         Over which the intervals vary; 1 where they do not.
     """
@@ -92,12 +100,13 @@ class IntervalSource:
     is_bottom_right: bool
     rows: IntervalWork | None
     shape: MaskShape
+    block: tuple[int, int] | None
     batch: int
     num_heads: int
     row_names = MappingProxyType({"lo": "rows_lo", "hi": "rows_hi"})  # fields of the record for the arrays of `rows`
 
     @classmethod
-    def of(cls, mask: Mask, shape: MaskShape) -> IntervalSource | None:
+    def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int] | None) -> IntervalSource | None:
         """The sources of a resolved mask of sequences and closed forms without arrays; None of any other mask."""
         factors = mask.operands if type(mask) is And else (mask,)
         found = [factor for factor in factors if isinstance(factor, ResolvedSequences)]
@@ -118,7 +127,7 @@ class IntervalSource:
                 seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1, lo=lo, hi=hi
             )
             over = max(over[0], of_closed[0]), max(over[1], of_closed[1])
-        return cls(**_closed_form(sequences), rows=rows, shape=shape, batch=over[0], num_heads=over[1])
+        return cls(**_closed_form(sequences), rows=rows, shape=shape, block=block, batch=over[0], num_heads=over[1])
 
     @property
     def extents(self) -> tuple[int, int, int]:
@@ -126,14 +135,38 @@ class IntervalSource:
         return self.batch, self.num_heads, self.shape.seqlen_q
 
     @property
+    def num_blocks(self) -> tuple[int, int]:
+        """Blocks of queries and of keys of a matrix that are ordered."""
+        if self.block is None:
+            return 0, 0
+        return -(-self.shape.seqlen_q // self.block[0]), -(-self.shape.seqlen_kv // self.block[1])
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all results by name, int32."""
+        rows, columns = ((self.batch * self.num_heads * number,) for number in self.num_blocks)
+        intervals = {"lo": self.extents, "hi": self.extents}
+        orders = {"row_lengths": rows, "column_lengths": columns, "row_order": rows, "column_order": columns}
+        return intervals if self.block is None else intervals | orders
+
+    @cached_property
     def written(self) -> dict[str, int]:
-        """Return the offset of lo and of hi in the array of bytes that holds both."""
-        return {"lo": 0, "hi": self.nbytes // 2}
+        """Return the offset of each result in the array of bytes that holds all of them."""
+        ends = accumulate((_room(shape) for shape in self.shapes.values()), initial=0)
+        return dict(zip(self.shapes, ends))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array that holds both."""
-        return 2 * -(-4 * prod(self.extents) // _ALIGNMENT) * _ALIGNMENT
+        """Bytes of the array that holds all results."""
+        return sum(map(_room, self.shapes.values()))
+
+    def views(self, found: Array) -> dict[str, Array]:
+        """Results by name, as views of the array of bytes that holds them."""
+        words = found.view(np.int32)
+        return {
+            name: words[start // 4 : start // 4 + prod(self.shapes[name])].reshape(self.shapes[name])
+            for name, start in self.written.items()
+        }
 
     def params(self) -> Any:
         """The record of the kernel, without addresses."""
@@ -153,11 +186,22 @@ class IntervalSource:
         record["num_matrices"], record["num_heads"] = self.batch * self.num_heads, self.num_heads
         record["seqlen_q"], record["seqlen_kv"] = self.shape.seqlen_q, self.shape.seqlen_kv
         record["num_offsets"] = self.num_offsets
+        record["block_q"], record["block_kv"] = self.block or (0, 0)
+        record["num_q_blocks"], record["num_kv_blocks"] = self.num_blocks
         return record
 
     def launches(self) -> list[tuple[KernelSpec, int, int]]:
-        """The kernel with its thread blocks, a thread a row, and the bytes of their shared memory."""
-        return [(INTERVAL_SPEC, -(-prod(self.extents) // INTERVAL_SPEC.num_threads), 0)]
+        """The kernels with their thread blocks, and the bytes of their shared memory."""
+        num_matrices, num_blocks = self.batch * self.num_heads, sum(self.num_blocks)
+        threads = {"intervals": num_matrices * (self.shape.seqlen_q + num_blocks)}  # one for each query and block
+        if self.block is not None:
+            threads["interval_orders"] = 32 * num_matrices * num_blocks
+        return [(INTERVAL_SPECS[entry], -(-num // INTERVAL_SPECS[entry].num_threads), 0) for entry, num in threads.items()]
+
+
+def _room(shape: tuple[int, ...]) -> int:
+    """Bytes of a result."""
+    return -(-4 * prod(shape) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _closed_form(sequences: Sequences) -> dict[str, Any]:
@@ -177,7 +221,7 @@ def _closed_form(sequences: Sequences) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class IntervalsAtCall(IntervalWork):
-    """Work whose row intervals are found at each call, in one array of bytes that the call hands to its kernels.
+    """Work whose row intervals, and orders, are found at each call, in one array of bytes that it hands to its kernels.
 
     `lo` and `hi` have shapes and dtypes alone.
     """
@@ -186,21 +230,18 @@ class IntervalsAtCall(IntervalWork):
     is_carried = False
 
     @classmethod
-    def of(cls, source: IntervalSource, tile: tuple[int, int]) -> IntervalsAtCall:
+    def of(cls, source: IntervalSource, tile: tuple[int, int], *, is_ordered: bool = False) -> IntervalsAtCall:
         """Work of a mask that `IntervalSource.of` takes."""
         empty = np.broadcast_to(np.zeros((), np.int32), source.extents)
         return cls(
             seqlen_q=source.shape.seqlen_q, seqlen_kv=source.shape.seqlen_kv, block_q=tile[0], block_kv=tile[1],
-            lo=empty, hi=empty, source=source,
+            lo=empty, hi=empty, is_ordered=is_ordered, source=source,
         )  # fmt: skip
 
     def with_intervals(self, found: Array) -> IntervalsAtCall:
         """The same work with the row intervals in an array of bytes that a call has made."""
-        size, words = prod(self.source.extents), found.view(np.int32)
-        lo, hi = (
-            words[start // 4 : start // 4 + size].reshape(self.source.extents) for start in self.source.written.values()
-        )
-        return replace(self, lo=lo, hi=hi)
+        views = self.source.views(found)
+        return replace(self, lo=views["lo"], hi=views["hi"])
 
     @property
     def nbytes(self) -> int:
@@ -212,5 +253,5 @@ class IntervalsAtCall(IntervalWork):
 
     @property
     def offsets(self) -> Mapping[str, int]:
-        """Return the offset of lo and of hi in the array of bytes."""
-        return self.source.written
+        """Return the offset of each array that attention kernels read in the array of bytes."""
+        return {name: start for name, start in self.source.written.items() if name not in _OF_ORDERS_ALONE}

@@ -267,19 +267,24 @@ def _blocks_of(mask: BlockGrid) -> tuple[Array, tuple[int, int]]:
     return mask.blocks.array, mask.block
 
 
-def work_of_kernels(mask: Mask, shape: MaskShape, tile: tuple[int, int]) -> WorkList:
-    """The work of a resolved mask on a GPU; calls make the lists of one that is `AtEachCall`, if kernels serve it."""
+def work_of_kernels(
+    mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered: bool = False
+) -> WorkList:
+    """The work of a resolved mask on a GPU; calls make the lists of one that is `AtEachCall`, if kernels serve it.
+
+    Row intervals have orders of blocks, where `is_ordered`.
+    """
     mask, is_at_each_call = without_at_each_call(mask)
     if is_at_each_call and isinstance(mask, IndexGrid) and mask.index.carried is not None:
         if listed_block(mask, tile) == mask.index.block:
             return ListedAtCall.of(mask.index.carried.source, is_carried=True)
     if not is_at_each_call:
-        return work_list(mask, shape, tile)
-    source = IntervalSource.of(mask, shape)
+        return work_list(mask, shape, tile, is_ordered=is_ordered)
+    source = IntervalSource.of(mask, shape, tile if is_ordered else None)
     if source is not None:
-        return IntervalsAtCall.of(source, tile)
+        return IntervalsAtCall.of(source, tile, is_ordered=is_ordered)
     found = ListSource.of(mask, shape, listed_block(mask, tile))
-    return work_list(mask, shape, tile) if found is None else ListedAtCall.of(found[0])
+    return work_list(mask, shape, tile, is_ordered=is_ordered) if found is None else ListedAtCall.of(found[0])
 
 
 def list_results(lists: Array, source: ListSource, names: tuple[str, ...] = _RESULTS) -> dict[str, Array]:

@@ -38,6 +38,8 @@ class KernelSpec:
         Thread blocks that a multiprocessor holds at least: what the compiler shares the registers among.
     is_listed : bool
         The kernel walks a list of blocks.
+    is_ordered : bool
+        Without a list too, tiles are taken in an order that the work has.
     num_stages : int
         Tiles that are copied ahead and at hand.
     dq_atomic_width : 0, 1 or 4
@@ -87,6 +89,7 @@ class KernelSpec:
     num_warps: int = 4
     min_blocks: int = 2
     is_listed: bool = False
+    is_ordered: bool = False
     num_stages: int = 1
     dq_atomic_width: int = 0
     fuses_dq_epilogue: bool = False

@@ -21,7 +21,7 @@ using VTile = tile::SwizzledTile<Element, kBlockKv, kValueDim>;
 using OTile = tile::SwizzledTile<Element, kBlockQ, kValueDim>;  // and dO's
 using PTile = tile::SwizzledTile<Element, kBlockQ, kBlockKv>;   // and dS's
 
-using Listed = attention::StaticListed<config::kIsListed>;
+using Listed = attention::StaticListed<config::kIsListed, config::kIsOrdered>;
 
 // Rows first <= x < last of a matrix that starts at `data`.
 template <class T>

@@ -50,10 +50,11 @@ struct WorkList {
   const int32_t* column_pointers;  // [batch or 1, heads or 1, num_kv_blocks], then one more
   const int32_t* column_entries;   // entry numbers, column after column
   const int32_t* column_steps;     // 4 * q_block + kind of each of those
-  const int32_t* row_order;        // [batch or 1, heads or 1, num_q_blocks] block rows, those of most entries first
+  // [batch or 1, heads or 1, num_q_blocks] block rows, those of most entries first, or without a list of most keys; else null
+  const int32_t* row_order;
   const int32_t* column_order;     // [batch or 1, heads or 1, num_kv_blocks] block columns likewise
   int32_t list_batch_stride, list_head_stride;  // in matrices of the list: 0 where it is shared
-  int32_t block_q, block_kv;                    // of the list
+  int32_t block_q, block_kv;                    // of the list, or of the orders
   int32_t num_q_blocks, num_kv_blocks;
 };
 

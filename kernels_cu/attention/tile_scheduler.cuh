@@ -21,13 +21,16 @@ struct WorkTile {
   CUFLASH_DEVICE bool is_empty() const { return first >= last; }
 };
 
-// Whether the work is listed: a constant of the kernel, or a value at run time.
-template <bool IsListed>
+// Whether the work is listed, and whether its tiles have an order, as those of a list do: a constant of the kernel, or a value
+// at run time.
+template <bool IsListed, bool IsOrdered = IsListed>
 struct StaticListed {
   static CUFLASH_DEVICE bool has_list(const WorkList&) { return IsListed; }
+  static CUFLASH_DEVICE bool has_order(const WorkList&) { return IsListed || IsOrdered; }
 };
 struct DynamicListed {
   static CUFLASH_DEVICE bool has_list(const WorkList& list) { return list.row_pointers != nullptr; }
+  static CUFLASH_DEVICE bool has_order(const WorkList& list) { return has_list(list); }
 };
 
 // The matrix of a list that a batch entry and head uses.
@@ -50,8 +53,8 @@ CUFLASH_DEVICE DivMod divmod(int number, int by) {
 // The tiles of the queries, or of the keys, as an axis. A place is a batch entry and the query heads that share the rows.
 struct TileAxis {
   int length, heads_per_row_group;
-  int block;             // of the list
-  const int32_t* order;  // of the list; null without one
+  int block;             // that the order numbers
+  const int32_t* order;  // null without one
   bool is_last_longest;  // under a causal mask, without a list
   int heads_per_l2_group;
 };
@@ -127,7 +130,7 @@ CUFLASH_DEVICE int split_index(int num_parts) { return divmod(blockIdx.x, num_pa
 template <class Listed>
 CUFLASH_DEVICE TileAxis query_axis(const Params& params) {
   const WorkList& list = params.work;
-  const int32_t* const order = Listed::has_list(list) ? list.row_order : nullptr;
+  const int32_t* const order = Listed::has_order(list) ? list.row_order : nullptr;
   return {params.shape.seqlen_q, 1, list.block_q, order, true, params.shape.heads_per_l2_group};
 }
 
@@ -224,7 +227,7 @@ template <class Listed>
 CUFLASH_DEVICE TileAxis key_axis(const Params& params) {
   const Shape& shape = params.shape;
   const WorkList& list = params.work;
-  const int32_t* const order = Listed::has_list(list) ? list.column_order : nullptr;
+  const int32_t* const order = Listed::has_order(list) ? list.column_order : nullptr;
   return {shape.seqlen_kv, shape.group_size, list.block_kv, order, false, shape.kv_heads_per_l2_group};
 }
 

@@ -18,6 +18,10 @@ struct IntervalParams {
   int64_t rows_batch_stride, rows_head_stride;  // in elements
   int32_t* lo;                            // [matrix, query] the query sees lo <= j < hi
   int32_t* hi;
+  int32_t* row_lengths;                   // [matrix, q block] blocks of keys that a block of queries sees; null without orders
+  int32_t* column_lengths;                // [matrix, kv block] blocks of queries that see a block of keys
+  int32_t* row_order;                     // [matrix, q block] blocks of queries, the longest first; as in attention/params.cuh
+  int32_t* column_order;
   int64_t left, right;                    // keys on either side of the diagonal
   int32_t batch[kBatchAxes];              // of the leading axes, in which a batch entry is counted
   int32_t num_matrices, num_heads;
@@ -25,6 +29,7 @@ struct IntervalParams {
   int32_t q_itemsize, kv_itemsize;        // bytes of an offset
   int32_t is_q_signed, is_kv_signed;
   int32_t is_bottom_right;                // the diagonal ends with each sequence; else it starts with it
+  int32_t block_q, block_kv, num_q_blocks, num_kv_blocks;
   int32_t padding;
 };
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import cupy_machine
 import device_double as device
 import numpy as np
 import pytest
 from cuflash import api, masks
 from cuflash.blocks.classify import row_intervals
+from cuflash.blocks.work_list import IntervalWork
 from cuflash.executors import gpu
 from cuflash.executors.list_maker import ListMaker
 from cuflash.executors.sim import Simulator
@@ -27,6 +26,7 @@ import cuflash
 RNG = np.random.default_rng(0)
 EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
 DTYPES = tuple(np.dtype(kind) for kind in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"))
+BLOCK = (16, 8)  # that are ordered
 CLOSED = [None, masks.SlidingWindow(7, 3, "top_left"), masks.Causal("bottom_right"), masks.Lengths(q=30, kv=33)]
 
 
@@ -56,13 +56,12 @@ def cases(draw):
 
 
 def found_by_kernel(mask, shape, convert, target, address, stream):
-    """lo and hi as the kernel finds them, of a mask whose offsets are sent by `convert`; and its source."""
+    """Results of the kernels by name, of a mask whose offsets are sent by `convert`; and its source."""
     resolved = sent(mask, convert).resolve(shape)
-    source = IntervalSource.of(resolved, shape)
+    source = IntervalSource.of(resolved, shape, BLOCK)
     parts = getattr(resolved, "operands", (resolved,))
     arrays = next(part for part in parts if isinstance(part, ResolvedSequences)).source.arrays
-    work = IntervalsAtCall.of(source, (128, 128)).with_intervals(ListMaker(source, target)(map(address, arrays), stream))
-    return source, work.lo, work.hi
+    return source, source.views(ListMaker(source, target)(map(address, arrays), stream))
 
 
 def on_simulator(mask, shape, schedule=None):
@@ -70,11 +69,17 @@ def on_simulator(mask, shape, schedule=None):
     return found_by_kernel(mask, shape, device.DeviceArray, machine, lambda array: array._host.ctypes.data, None)
 
 
-def assert_found(mask, shape, source, lo, hi):
-    expected = row_intervals(mask.resolve(shape), *shape[2:], source.batch, source.num_heads)
-    for got, wanted in zip((lo, hi), expected):
-        assert got.dtype == np.int32
-        np.testing.assert_array_equal(got, np.broadcast_to(wanted, got.shape))
+def assert_found(mask, shape, source, found):
+    """Intervals and orders are those of the array form."""
+    sides = row_intervals(mask.resolve(shape), *shape[2:], source.batch, source.num_heads)
+    lo, hi = (np.broadcast_to(side, source.extents) for side in sides)
+    (seqlen_q, seqlen_kv), (block_q, block_kv) = shape[2:], BLOCK
+    work = IntervalWork(
+        seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_q=block_q, block_kv=block_kv, lo=lo, hi=hi, is_ordered=True
+    )
+    for name, wanted in work.lists.items():
+        assert found[name].dtype == wanted.dtype == np.int32
+        np.testing.assert_array_equal(found[name], wanted, err_msg=name)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -88,8 +93,8 @@ def test_the_kernel_finds_what_the_array_form_finds(executor):
         import cupy
 
         stream = cupy.cuda.get_current_stream()
-        source, *sides = found_by_kernel(mask, shape, to_device, gpu.Gpu(), lambda array: array.data.ptr, stream)
-        assert_found(mask, shape, source, *map(cupy.asnumpy, sides))
+        source, found = found_by_kernel(mask, shape, to_device, gpu.Gpu(), lambda array: array.data.ptr, stream)
+        assert_found(mask, shape, source, {name: cupy.asnumpy(each) for name, each in found.items()})
 
     check()
 
@@ -109,7 +114,7 @@ def test_any_order_of_threads_finds_the_same_intervals():
 def test_offsets_that_break_their_condition_stay_within_the_keys(offsets):
     mask = masks.Sequences(device.DeviceArray(np.array(offsets, np.int64)), causal=True)
     shape = MaskShape((), 1, 40, 40)
-    source = IntervalSource.of(ResolvedSequences(mask, shape), shape)
+    source = IntervalSource.of(ResolvedSequences(mask, shape), shape, None)
     made = ListMaker(source, Simulator())([mask.q_offsets._host.ctypes.data], None)
     work = IntervalsAtCall.of(source, (64, 64)).with_intervals(made)
     assert all(((side >= 0) & (side <= 40)).all() for side in (work.lo, work.hi))
@@ -119,9 +124,9 @@ def test_masks_that_the_kernel_does_not_serve_are_left_to_the_array_form():
     shape = MaskShape((2,), 1, 40, 40)
     sequences, lengths = masks.Sequences(np.array([0, 9, 40])), masks.Lengths(kv=np.array([1, 2]))
     for mask in (sequences & lengths, sequences & sequences, sequences | masks.Causal(), ~sequences, masks.Causal()):
-        assert IntervalSource.of(sent(mask, device.to_device).resolve(shape), shape) is None
+        assert IntervalSource.of(sent(mask, device.to_device).resolve(shape), shape, None) is None
     for other in (MaskShape((1, 1, 1, 2), 1, 40, 40), MaskShape((0,), 1, 40, 40)):
-        assert IntervalSource.of(sent(sequences, device.to_device).resolve(other), other) is None
+        assert IntervalSource.of(sent(sequences, device.to_device).resolve(other), other, None) is None
 
 
 # Calls, on a stand-in for CuPy that runs the kernels.

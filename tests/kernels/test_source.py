@@ -36,6 +36,7 @@ CHANGED = {
     "dq_atomic_width": 4,
     "fuses_dq_epilogue": True,
     "counts_dq_arrivals": True,
+    "is_ordered": True,
     "mma_rows": 8,
     "is_split": True,
     "pack_gqa": True,

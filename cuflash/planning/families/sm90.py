@@ -81,6 +81,7 @@ class Sm90(Family):
     operands = ("sink", "dropout_seed")
     oldest = (9, 0)
     waits_at_barriers = True
+    takes_orders = True
 
     def _device_reasons(self, problem: Problem, device: DeviceSpec) -> list[str]:
         if device.compute_capability in (None, self.oldest):
@@ -129,7 +130,7 @@ class Sm90(Family):
         largest = list_block_of(work)
         num_keys = None if largest is not None else _mean_visible_keys(work, problem)
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
-        chosen |= dict(specs or {})
+        chosen = _ordered(chosen, work) | dict(specs or {})
         forward, backward = chosen["forward"], chosen["backward"]
         tiles = problem.num_heads * query_tiles(problem, work, forward.block_q)
         counter = self._counter(problem)
@@ -256,6 +257,20 @@ _SM80 = Sm80()
 def _takes_changed_weights(backward: KernelSpec) -> bool:
     """Return whether the kernel takes score functions and dropout: up to 128 columns, if it computes dQ too."""
     return backward.entry == "backward" and backward.dq_atomic_width > 0
+
+
+def _ordered(specs: dict[str, KernelSpec], work: WorkList) -> dict[str, KernelSpec]:
+    """The kernels, of which those that walk ordered row intervals take tiles in the order, if they divide its blocks."""
+    if not isinstance(work, IntervalWork) or not work.is_ordered:
+        return specs
+    blocks = {"sm90_forward": work.block_q, "sm90_backward": work.block_kv, "sm90_backward_wide": work.block_kv}
+    sides = {"sm90_forward": "block_q", "sm90_backward": "block_kv", "sm90_backward_wide": "block_kv"}
+    return {
+        entry: replace(spec, is_ordered=True)
+        if spec.name in blocks and blocks[spec.name] % getattr(spec, sides[spec.name]) == 0
+        else spec
+        for entry, spec in specs.items()
+    }
 
 
 def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:
