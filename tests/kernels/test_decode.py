@@ -8,14 +8,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cache_calls import CAPACITY, FEW, KINDS, LENGTHS, NEW, attended, drawn, paged, same_bits
-from cuflash import DeviceSpec, KVCache, UnsupportedProblem, masks
+from cache_calls import CAPACITY, FEW, KINDS, LENGTHS, NEW, assert_attention, attended, drawn, paged, same_bits
+from cuflash import DeviceSpec, KVCache, UnsupportedProblem
 from cuflash.cache import kv_cache
 from cuflash.executors import gpu
 from cuflash.executors.sim import Simulator
 from cuflash.planning.decoding import decode_reasons, num_parts
 from cuflash.planning.problem import Problem
-from cuflash.testing import Example, assert_within_bounds
 from executors import RUNS, SIM, Run, hostile_schedules
 
 import cuflash
@@ -30,15 +29,7 @@ def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, kind: s
     call, device = drawn(KINDS[kind]), KINDS[kind]["device"]
     *results, faults = attended(run, call, device)
     assert not faults
-    o, lse = results
-    for b, length in enumerate(call.lengths):
-        new, rows = min(call.q.shape[2], length), call.q.shape[2]
-        mask = masks.Causal("bottom_right")
-        mask = mask if call.window is None else mask & masks.SlidingWindow(*call.window, "bottom_right")
-        k, v = call.k[b, :, :length], call.v[b, :, :length]
-        example = Example(q=call.q[b, :, rows - new :], k=k, v=v, mask=mask, sink=call.sink)
-        assert_within_bounds(run.rounded(example), o=o[b, :, rows - new :], lse=lse[b, :, rows - new :])
-        assert not o[b, :, : rows - new].any()
+    assert_attention(run, call, *results)
     for rows in ([6], [2, 0, 5], range(len(LENGTHS))[::-1]):
         made = attended(run, call.of(rows), device)[:2]
         assert same_bits(made, [x[list(rows)] for x in results])
@@ -95,13 +86,12 @@ def test_a_cache_takes_the_kernel_where_it_serves(run: Run, pages: dict[str, int
     cache.k[...], cache.v[...] = np.nan, np.nan
     cache.append(run.put(call.k), run.put(call.v), counts=call.lengths)
     q, sink, options = run.put(call.q), run.put(call.sink), {"executor": run.executor, "return_lse": True}
-    one_by_one = [run.get(x) for x in cache.attention(q, sink=sink, kernel="simt", **options)]
+    assert_attention(run, call, *(run.get(x) for x in cache.attention(q, sink=sink, kernel="simt", **options)))
     monkeypatch.setattr(kv_cache, "attention", None)  # what else would serve
     made = [run.get(x) for x in cache.attention(q, sink=sink, **options)]
     device = gpu.current_device() if run.is_on_device else DeviceSpec.gpu("H100")
     assert same_bits(made, attended(run, call, device)[:2])
-    for x, y in zip(made, one_by_one):
-        assert np.allclose(x.astype(np.float32), y.astype(np.float32), atol=0.02)
+    assert_attention(run, call, *made)
 
 
 REASONS = {

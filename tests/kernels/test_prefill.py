@@ -8,8 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cache_calls import CAPACITY, Drawn, drawn, paged, same_bits
-from cuflash import DeviceSpec, KVCache, UnsupportedProblem, masks
+from cache_calls import CAPACITY, assert_attention, drawn, paged, same_bits
+from cuflash import DeviceSpec, KVCache, UnsupportedProblem
 from cuflash.cache import kv_cache
 from cuflash.executors.sim import Simulator
 from cuflash.planning.prefill import prefill_reasons, prefill_spec
@@ -20,18 +20,6 @@ from prefill_calls import CHIP, CHUNK, FAMILIES, KINDS, LENGTHS, prefilled, with
 
 on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 of_families = pytest.mark.parametrize("family", FAMILIES)
-
-
-def assert_attention(run: Run, call: Drawn, o: Any, lse: Any) -> None:
-    """Results of each sequence are within the bound, and 0 in rows before its first position."""
-    for b, length in enumerate(call.lengths):
-        new, rows = min(call.q.shape[2], length), call.q.shape[2]
-        mask = masks.Causal("bottom_right")
-        mask = mask if call.window is None else mask & masks.SlidingWindow(*call.window, "bottom_right")
-        k, v = call.k[b, :, :length], call.v[b, :, :length]
-        example = Example(q=call.q[b, :, rows - new :], k=k, v=v, mask=mask, sink=call.sink)
-        assert_within_bounds(run.rounded(example), o=o[b, :, rows - new :], lse=lse[b, :, rows - new :])
-        assert not o[b, :, : rows - new].any()
 
 
 @on_kernels

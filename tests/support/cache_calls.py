@@ -8,13 +8,14 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from cuflash import DeviceSpec
+from cuflash import DeviceSpec, masks
 from cuflash.executors.appending import append
 from cuflash.executors.decoding import decode, target_of
 from cuflash.fp8.rows import quantized_rows
 from cuflash.planning.appending import append_plan
 from cuflash.planning.decoding import CacheLayout, decode_plan, decode_reasons
 from cuflash.planning.problem import Problem, with_operands
+from cuflash.testing import Example, assert_within_bounds
 from executors import Run
 
 CAPACITY = 300
@@ -198,3 +199,15 @@ def expected(rows: Any, counts: Any) -> tuple[list[Any], list[int]]:
                 if 0 <= page < PAGES:
                     array[page, :, position % PAGE] = given[b, :, position - length]
     return pages, lengths
+
+
+def assert_attention(run: Run, call: Drawn, o: Any, lse: Any) -> None:
+    """Results of each sequence are within the bound, and 0 in rows before its first position."""
+    for b, length in enumerate(call.lengths):
+        new, rows = min(call.q.shape[2], length), call.q.shape[2]
+        mask = masks.Causal("bottom_right")
+        mask = mask if call.window is None else mask & masks.SlidingWindow(*call.window, "bottom_right")
+        k, v = call.k[b, :, :length], call.v[b, :, :length]
+        example = Example(q=call.q[b, :, rows - new :], k=k, v=v, mask=mask, sink=call.sink)
+        assert_within_bounds(run.rounded(example), o=o[b, :, rows - new :], lse=lse[b, :, rows - new :])
+        assert not o[b, :, : rows - new].any()
