@@ -12,8 +12,8 @@ own: above 1, the row is faster than all of them.
 Rows of `cuflash` are `KVCache.attention` on a contiguous cache, on pages of 64 and of 16 in random order, and
 `KVCache.append`; those of 8 bits are on caches of float8_e4m3fn, whose bytes include the scales. Beside them stand,
 each where it can be imported, PyTorch's scaled_dot_product_attention with FlashAttention-2 and with cuDNN, the
-package flash_attn, and FlashInfer on pages of 16. A last row has the host's time of `append` and `attention` outside
-of a graph.
+package flash_attn, and FlashInfer on pages of 16. Last rows have the host's time of `append` and `attention` outside
+of a graph, on CuPy's arrays and on PyTorch's tensors.
 
 Found:  long caches are read at nearly the rate of the GPU's memory, by cuflash and by the fastest other libraries;
 docs/kv_cache.md has the table.
@@ -35,7 +35,7 @@ import numpy as np
 from command_line import Parser, check_writable
 from harness import machine, why_no_gpu
 
-SIZES = ((1, 1024), (1, 16384), (1, 131072), (16, 4096), (64, 8192))
+SIZES = ((1, 1024), (1, 16384), (1, 131072), (16, 4096), (32, 4096), (64, 8192))
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 COLUMNS = (
     "library", "operation", "batch", "keys", "us", "gb_per_s", "ratio", "calls", "replays", "gpu", "versions",
@@ -227,14 +227,32 @@ def timed(case: Case, nbytes: int, replays: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def host_time(calls: int) -> dict[str, Any]:
-    """Microseconds that `append` and `attention` keep the host, for a cache that it counts."""
+def zeros_of_cupy(*shape: int) -> Any:
+    import cupy
+
+    return cupy.zeros(shape, np.dtype(ml_dtypes.bfloat16))
+
+
+def zeros_of_torch(*shape: int) -> Any:
+    import torch
+
+    return torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+
+
+HOST_ROWS = {
+    "append and attention, host": zeros_of_cupy,
+    "append and attention of PyTorch's tensors, host": zeros_of_torch,
+}
+
+
+def host_time(calls: int, zeros: Callable[..., Any]) -> dict[str, Any]:
+    """Microseconds that `append` and `attention` of arrays of a kind keep the host, for a cache that it counts."""
     import cupy
 
     dtype = np.dtype(ml_dtypes.bfloat16)
     sizes: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "capacity": calls + 8, "dtype": dtype}
     cache = cuflash.KVCache(batch=1, **sizes, xp=cupy)
-    q, row = (cupy.zeros((1, heads, 1, HEAD_DIM), dtype) for heads in (HEADS, KV_HEADS))
+    q, row = (zeros(1, heads, 1, HEAD_DIM) for heads in (HEADS, KV_HEADS))
     spent = []
     for _ in range(calls):
         begin = time.perf_counter()
@@ -310,9 +328,14 @@ def main() -> None:
     for batch, keys in SIZES[: 1 if chosen.quick else None]:
         rows += rows_of(batch, keys, replays)
         write(chosen.csv, rows)
-    host = {"library": "cuflash", "operation": "append and attention, host", "batch": 1, "keys": 1}
-    rows.append(host | host_time(100 if chosen.quick else 1000))
-    print(*rows[-1].values())
+    for operation, zeros in HOST_ROWS.items():
+        try:
+            found = host_time(100 if chosen.quick else 1000, zeros)
+        except ImportError as error:
+            print(f"no row of {operation}: {error}")
+            continue
+        rows.append({"library": "cuflash", "operation": operation, "batch": 1, "keys": 1, **found})
+        print(*rows[-1].values())
     write(chosen.csv, rows)
 
 
