@@ -6,6 +6,7 @@ The device's side is kernels_cu/attention/dq_semaphore_order.cuh, and for lists 
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 
 from ...blocks.work_list import IntervalWork, ListedWork
 from ...masks.base import Band
@@ -73,26 +74,39 @@ def with_counted_arrivals(problem: Problem, work: IntervalWork, specs: dict[str,
 
     Then nobody sets sums of dQ to 0. Where few tiles of keys come, the last one finishes dQ, as of a list.
     """
-    way = ARRIVALS(problem, work, specs["backward"])
-    if way is None:
+    use = use_of_arrivals(problem, work, specs["backward"])
+    if use is ArrivalUse.NONE:
         return specs
-    entries = ("backward_statistics", "backward")
-    if way == "finish":
-        counting = {entry: replace(specs[entry], counts_dq_arrivals=True, fuses_dq_epilogue=True) for entry in entries}
-        return {entry: spec for entry, spec in (specs | counting).items() if entry != "convert_dq"}
-    return specs | {
-        entry: replace(specs[entry], counts_dq_arrivals=True) for entry in (*entries, "convert_dq")
+    finishes = use is ArrivalUse.FINISH
+    counting = {
+        entry: replace(specs[entry], counts_dq_arrivals=True, fuses_dq_epilogue=finishes and entry != "convert_dq")
+        for entry in ("backward_statistics", "backward", "convert_dq")
     }
+    return {entry: spec for entry, spec in (specs | counting).items() if entry != "convert_dq" or not finishes}
 
 
-def ARRIVALS(problem, work, backward):
+class ArrivalUse(Enum):
+    """What the count of the tiles of keys that have come to queries is for."""
+
+    NONE = "nothing"
+    STORE = "the first stores its part of dQ"
+    FINISH = "the first stores, and the last finishes dQ"
+
+
+def use_of_arrivals(problem: Problem, work: IntervalWork, backward: KernelSpec) -> ArrivalUse:
+    """How kernels of row intervals, or of a band, use the count."""
+    if backward.name != "sm90_backward" or not backward.dq_atomic_width:
+        return ArrivalUse.NONE
+    if problem.mask_shape.seqlen_kv >= _MAX_ARRIVALS * backward.block_kv:
+        return ArrivalUse.NONE
+    use = best_use_of_arrivals(problem, work, backward)
+    return ArrivalUse.STORE if use is ArrivalUse.FINISH and not _can_write_dq(problem, backward) else use
+
+
+def best_use_of_arrivals(problem: Problem, work: IntervalWork, backward: KernelSpec) -> ArrivalUse:
+    """How they had better use it where they can, as measured: experiments/results/packed_steps.log."""
     import os
-    way = os.environ.get("ARRIVALS")
-    if not way or backward.name != "sm90_backward" or not backward.dq_atomic_width:
-        return None
-    if way == "finish" and not _can_write_dq(problem, backward):
-        return None
-    return way
+    return {"": ArrivalUse.NONE, "stores": ArrivalUse.STORE, "finish": ArrivalUse.FINISH}[os.environ.get("ARRIVALS","")]
 
 
 def _can_write_dq(problem: Problem, backward: KernelSpec) -> bool:
