@@ -45,7 +45,8 @@ class IntervalWork:
     `band` alone says it all where it is given: a few integers, no array of any length.
     Otherwise `lo` and `hi` [batch or 1, num_heads or 1, seqlen_q] never decrease along a row's index, which makes
     the keys of a tile of rows, the rows of a tile of keys, and the full part of either binary searches.
-    Where `is_ordered`, kernels take blocks of rows, and of keys, in the order of their lengths.
+    Where `is_ordered`, kernels take blocks of rows, and of keys, in the order of their lengths. `mean_length` is how
+    many keys a sequence has on average, of those that do not see each other, where the host knows it.
     """
 
     seqlen_q: int
@@ -56,6 +57,7 @@ class IntervalWork:
     lo: Array | None = None
     hi: Array | None = None
     is_ordered: bool = False
+    mean_length: float | None = None
 
     def __getstate__(self) -> Any:
         return without_memos(self)
@@ -90,11 +92,8 @@ class IntervalWork:
             return {}
         xp, (batch, num_heads, _) = namespace(self.lo), self.lo.shape
         lo, hi = (side.reshape(batch * num_heads, self.seqlen_q) for side in (self.lo, self.hi))
-        ends = [
-            (np.arange(0, length, block), np.minimum(np.arange(0, length, block) + block, length) - 1)
-            for length, block in ((self.seqlen_q, self.block_q), (self.seqlen_kv, self.block_kv))
-        ]
-        (first_row, last_row), (first_key, last_key) = ([xp.asarray(side, dtype=np.int32) for side in sides] for sides in ends)
+        first_row, last_row = (xp.asarray(side) for side in _block_ends(self.seqlen_q, self.block_q))
+        first_key, last_key = (xp.asarray(side) for side in _block_ends(self.seqlen_kv, self.block_kv))
         rows = hi[:, last_row] - lo[:, first_row]
         columns = xp.stack(
             [
@@ -103,8 +102,8 @@ class IntervalWork:
             ]
         )
         return {
-            name: _longest_first(xp.clip(-(-lengths // block), 0, MAX_LENGTH), MAX_LENGTH).reshape(-1)
-            for name, lengths, block in (("row_order", rows, self.block_kv), ("column_order", columns, self.block_q))
+            "row_order": _longest_first(_in_blocks(rows, self.block_kv), MAX_LENGTH).reshape(-1),
+            "column_order": _longest_first(_in_blocks(columns, self.block_q), MAX_LENGTH).reshape(-1),
         }
 
     def owner(self, b: int, h: int) -> tuple[int, int]:
@@ -325,8 +324,19 @@ class ListedWork:
         return b * self.index.num_heads + h
 
 
+def _block_ends(length: int, block: int) -> tuple[Array, Array]:
+    """The first and the last element of each block, int32."""
+    first = np.arange(0, length, block, dtype=np.int32)
+    return first, np.minimum(first + block, length).astype(np.int32) - 1
+
+
+def _in_blocks(lengths: Array, block: int) -> Array:
+    """Lengths in blocks, up to `MAX_LENGTH`."""
+    return namespace(lengths).clip(-(-lengths // block), 0, MAX_LENGTH)
+
+
 def _longest_first(lengths: Array, longest: int) -> Array:
-    """Numbers of rows, int32 [matrices, rows], by lengths 0..longest, the longest first; of equally long ones the last."""
+    """Numbers of rows, int32 [matrices, rows], by lengths 0..longest, the longest first; of equal ones the last."""
     if namespace(lengths) is not np:
         return longest_first(lengths, longest)
     return np.argsort(lengths, axis=1, kind="stable")[:, ::-1].astype(np.int32)

@@ -135,6 +135,11 @@ class IntervalSource:
         return self.batch, self.num_heads, self.shape.seqlen_q
 
     @property
+    def mean_length(self) -> float:
+        """Keys of a sequence on average, or of the window where that is narrower."""
+        return min(self.shape.seqlen_kv / max(1, self.num_offsets - 1), self.left + self.right + 1)
+
+    @property
     def num_blocks(self) -> tuple[int, int]:
         """Blocks of queries and of keys of a matrix that are ordered."""
         if self.block is None:
@@ -145,9 +150,10 @@ class IntervalSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all results by name, int32."""
         rows, columns = ((self.batch * self.num_heads * number,) for number in self.num_blocks)
-        intervals = {"lo": self.extents, "hi": self.extents}
-        orders = {"row_lengths": rows, "column_lengths": columns, "row_order": rows, "column_order": columns}
-        return intervals if self.block is None else intervals | orders
+        found: dict[str, tuple[int, ...]] = {"lo": self.extents, "hi": self.extents}
+        if self.block is not None:
+            found |= {"row_lengths": rows, "column_lengths": columns, "row_order": rows, "column_order": columns}
+        return found
 
     @cached_property
     def written(self) -> dict[str, int]:
@@ -196,7 +202,8 @@ class IntervalSource:
         threads = {"intervals": num_matrices * (self.shape.seqlen_q + num_blocks)}  # one for each query and block
         if self.block is not None:
             threads["interval_orders"] = 32 * num_matrices * num_blocks
-        return [(INTERVAL_SPECS[entry], -(-num // INTERVAL_SPECS[entry].num_threads), 0) for entry, num in threads.items()]
+        specs = ((INTERVAL_SPECS[entry], number) for entry, number in threads.items())
+        return [(spec, -(-number // spec.num_threads), 0) for spec, number in specs]
 
 
 def _room(shape: tuple[int, ...]) -> int:
@@ -235,7 +242,7 @@ class IntervalsAtCall(IntervalWork):
         empty = np.broadcast_to(np.zeros((), np.int32), source.extents)
         return cls(
             seqlen_q=source.shape.seqlen_q, seqlen_kv=source.shape.seqlen_kv, block_q=tile[0], block_kv=tile[1],
-            lo=empty, hi=empty, is_ordered=is_ordered, source=source,
+            lo=empty, hi=empty, is_ordered=is_ordered, mean_length=source.mean_length, source=source,
         )  # fmt: skip
 
     def with_intervals(self, found: Array) -> IntervalsAtCall:

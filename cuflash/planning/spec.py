@@ -47,8 +47,8 @@ class KernelSpec:
     fuses_dq_epilogue : bool
         Blocks that add to dQ may finish it: of some batch entries and heads, or, where they count arrivals, all of it.
     counts_dq_arrivals : bool
-        Without a list too, blocks count the tiles of keys that have come to a tile of queries: the first stores its part
-        of dQ, and with `fuses_dq_epilogue` the last finishes it.
+        Without a list too, blocks count the tiles of keys that have come to a tile of queries: the first stores its
+        part of dQ, and with `fuses_dq_epilogue` the last finishes it.
     is_split : bool
         Blocks share a tile's keys, and leave their parts to be merged.
     pack_gqa : bool

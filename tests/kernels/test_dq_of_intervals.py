@@ -1,5 +1,7 @@
-"""Row intervals and bands whose tiles of keys count when they come to queries, in the sm90 family's gradients: the first
-stores its part of dQ, and the last may finish it. All come out right under every schedule, in the simulator and on a GPU."""
+"""Row intervals and bands whose tiles of keys count when they come to queries, in the sm90 family's gradients.
+
+The first stores its part of dQ, and the last may finish it: right under every schedule, in the simulator and on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ def structures() -> dict[str, Structure]:
         "grouped heads": Structure(**square | {"num_kv_heads": 1}, **wide, mask=sequences),
         "a window": Structure(**square, **wide, mask=masks.SlidingWindow(200, 0)),
         "a window of tiles": Structure(**square, **narrow, mask=masks.SlidingWindow(128, 128, "top_left")),
-        "fewer keys, the last of which nobody sees": Structure(
+        "queries past all sequences": Structure(
             **heads, **wide, seqlen_q=330, seqlen_kv=300, mask=masks.Sequences(
-                np.array([0, 100, 256]), np.array([0, 128, 200]), causal="bottom_right"
+                np.array([0, 100, 256]), np.array([0, 128, 300]), causal="bottom_right"
             ),
         ),
         "of each entry": Structure(

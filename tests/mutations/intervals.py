@@ -62,13 +62,15 @@ def calls_read_offsets_anew(library: ModuleType) -> None:
 KERNEL, ORDERS, SOURCE = "lists/intervals.cu", "lists/interval_orders.cu", "planning/interval_kernels.py"
 FAULTS = {
     intervals_are_those_of_the_array_form: {
-        "a sequence starts after its first query": Edit(KERNEL, "keys_of_sequence", "q.at(middle) <= query", "q.at(middle) < query"),
+        "a sequence starts after its first query": Edit(
+            KERNEL, "keys_of_sequence", "q.at(middle) <= query", "q.at(middle) < query"
+        ),
         "queries after all sequences see keys": Edit(KERNEL, "keys_of_sequence", "after > last ? kFar : ", ""),
         "the window is not cut to the sequence": Edit(
             KERNEL, "keys_of_sequence", "clipped(diagonal - params.left, start, stop)", "diagonal - params.left"
         ),
         "the diagonal starts with the sequence": Edit(
-            KERNEL, "keys_of_sequence", "params.is_bottom_right ? stop - q.at(end) : start", "false ? stop - q.at(end) : start"
+            KERNEL, "keys_of_sequence", "params.is_bottom_right ? stop - q.at(end)", "false ? stop - q.at(end)"
         ),
         "keys have the offsets of queries": Edit(
             KERNEL, "Matrix.Matrix", "if (params.kv_offsets != nullptr)", "if (false)"
@@ -84,16 +86,28 @@ FAULTS = {
         "a short last block reaches past the end": Edit(
             KERNEL, "row_length", "(end < params.seqlen_q ? end : params.seqlen_q) - 1", "params.seqlen_q - 1"
         ),
-        "columns end with their first key": Edit(KERNEL, "column_length", "rows_by<false>(last)", "rows_by<false>(first)"),
-        "blocks that are begun do not count": Edit(KERNEL, "blocks_of", "(length + block - 1) / block", "length / block"),
+        "columns end with their first key": Edit(
+            KERNEL, "column_length", "rows_by<false>(last)", "rows_by<false>(first)"
+        ),
+        "blocks that are begun do not count": Edit(
+            KERNEL, "blocks_of", "(length + block - 1) / block", "length / block"
+        ),
         "long blocks are told apart": Edit(KERNEL, "blocks_of", "0, kMaxLength", "0, 1 << 20"),
         "the shortest come first": Edit(ORDERS, "put_in_order", "lengths[other] > length", "lengths[other] < length"),
-        "of equally long ones the first comes first": Edit(ORDERS, "put_in_order", "&& other > number", "&& other < number"),
+        "of equally long ones the first comes first": Edit(
+            ORDERS, "put_in_order", "&& other > number", "&& other < number"
+        ),
         "matrices have one order": Edit(ORDERS, "put_in_order", "number / num_blocks * num_blocks", "0"),
     },
     calls_read_offsets_anew: {
-        "windows do not count": Edit("masks/one_array.py", "_arrays_of", "(part.causal, part.window)", "(part.causal,)"),
-        "alignments do not count": Edit("masks/one_array.py", "_arrays_of", "(part.causal, part.window)", "(part.window,)"),
-        "keys have no offsets": Edit("masks/one_array.py", "_arrays_of", "return part.arrays, ", "return part.arrays[:1], "),
+        "windows do not count": Edit(
+            "masks/one_array.py", "_arrays_of", "(part.causal, part.window)", "(part.causal,)"
+        ),
+        "alignments do not count": Edit(
+            "masks/one_array.py", "_arrays_of", "(part.causal, part.window)", "(part.window,)"
+        ),
+        "keys have no offsets": Edit(
+            "masks/one_array.py", "_arrays_of", "return part.arrays, ", "return part.arrays[:1], "
+        ),
     },
 }  # fmt: skip

@@ -46,7 +46,9 @@ FAULTS = {
         "layouts do not count": Edit(
             CONTENTS, "mask_contents", "(type(part), *more, layout)", "(type(part), *more)"
         ),
-        "a second array is left out": Edit(CONTENTS, "mask_contents", "if layout is None or found is not None:", "if layout is None:"),
+        "a second array is left out": Edit(
+            CONTENTS, "mask_contents", "if layout is None or found is not None:", "if layout is None:"
+        ),
     },
     lists_are_those_of_the_array_form: {
         "bytes of a packet are bits in reverse": Edit(

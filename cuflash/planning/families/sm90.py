@@ -260,17 +260,15 @@ def _takes_changed_weights(backward: KernelSpec) -> bool:
 
 
 def _ordered(specs: dict[str, KernelSpec], work: WorkList) -> dict[str, KernelSpec]:
-    """The kernels, of which those that walk ordered row intervals take tiles in the order, if they divide its blocks."""
+    """The kernels; those that walk ordered row intervals take tiles in the order, where tiles divide its blocks."""
     if not isinstance(work, IntervalWork) or not work.is_ordered:
         return specs
-    blocks = {"sm90_forward": work.block_q, "sm90_backward": work.block_kv, "sm90_backward_wide": work.block_kv}
-    sides = {"sm90_forward": "block_q", "sm90_backward": "block_kv", "sm90_backward_wide": "block_kv"}
-    return {
-        entry: replace(spec, is_ordered=True)
-        if spec.name in blocks and blocks[spec.name] % getattr(spec, sides[spec.name]) == 0
-        else spec
+    divides = {
+        entry: spec.name in ("sm90_forward", "sm90_backward", "sm90_backward_wide")
+        and (work.block_q % spec.block_q if entry == "forward" else work.block_kv % spec.block_kv) == 0
         for entry, spec in specs.items()
     }
+    return {entry: replace(spec, is_ordered=True) if divides[entry] else spec for entry, spec in specs.items()}
 
 
 def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:

@@ -18,6 +18,7 @@ from ..spec import KernelSpec
 _MAX_STORING_TILES = 31  # tiles of keys of a batch entry and head that have a bit
 _MAX_ARRIVALS = 1 << 15  # by tiles of keys, of a tile of queries: what a half of their count holds
 _MAX_FUSED_ARRIVALS = 8  # fewer, on average
+_MOST_FINISHED_TILES = 16  # of keys, in a window or in a sequence of mean length, without a list
 _LEAD_IN_WAVES = 2  # rounds of all blocks between a place's last tiles and its first one, of tiles of unlike lengths
 
 
@@ -99,14 +100,21 @@ def use_of_arrivals(problem: Problem, work: IntervalWork, backward: KernelSpec) 
         return ArrivalUse.NONE
     if problem.mask_shape.seqlen_kv >= _MAX_ARRIVALS * backward.block_kv:
         return ArrivalUse.NONE
-    use = best_use_of_arrivals(problem, work, backward)
+    use = best_use_of_arrivals(work, backward)
     return ArrivalUse.STORE if use is ArrivalUse.FINISH and not _can_write_dq(problem, backward) else use
 
 
-def best_use_of_arrivals(problem: Problem, work: IntervalWork, backward: KernelSpec) -> ArrivalUse:
-    """How they had better use it where they can, as measured: experiments/results/packed_steps.log."""
-    import os
-    return {"": ArrivalUse.NONE, "stores": ArrivalUse.STORE, "finish": ArrivalUse.FINISH}[os.environ.get("ARRIVALS","")]
+def best_use_of_arrivals(work: IntervalWork, backward: KernelSpec) -> ArrivalUse:
+    """How they had better use it where they can, as measured: experiments/results/packed_steps.log, 5.
+
+    Where nothing bounds the keys of a band, neither use gained anything; of row intervals the first use never lost.
+    """
+    keys = work.mean_length
+    if work.band is not None and work.band.lower is not None and work.band.upper is not None:
+        keys = work.band.upper - work.band.lower + 1
+    if keys is not None and keys <= _MOST_FINISHED_TILES * backward.block_kv:
+        return ArrivalUse.FINISH
+    return ArrivalUse.NONE if work.band is not None else ArrivalUse.STORE
 
 
 def _can_write_dq(problem: Problem, backward: KernelSpec) -> bool:
