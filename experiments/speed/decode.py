@@ -278,8 +278,20 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def rows_of(batch: int, keys: int, replays: int) -> list[dict[str, Any]]:
-    """The rows of one size; what cannot be run is printed and left out."""
+def sizes_of(text: str) -> tuple[tuple[int, int], ...]:
+    """Sequences and keys of each, as the command line has them.
+
+    >>> sizes_of("1x1024,16x4096")
+    ((1, 1024), (16, 4096))
+    """
+    found = [tuple(map(int, size.split("x"))) for size in text.split(",")]
+    if not all(len(size) == 2 and min(size) > 0 for size in found):
+        raise ValueError(text)
+    return tuple((batch, keys) for batch, keys in found)
+
+
+def rows_of(batch: int, keys: int, replays: int, operations: str = "") -> list[dict[str, Any]]:
+    """The rows of one size whose operation starts with some text; what cannot be run is printed and left out."""
     import cupy
 
     cases, rows = list(cases_of_cuflash(batch, keys)), []
@@ -288,6 +300,8 @@ def rows_of(batch: int, keys: int, replays: int) -> list[dict[str, Any]]:
     except ImportError as error:
         print(f"no rows of PyTorch: {error}")
     for case in cases:
+        if not case.operation.startswith(operations):
+            continue
         try:
             found = timed(case, batch * keys * KV_HEADS * case.position_bytes, replays)
         except (ImportError, RuntimeError, ValueError, TypeError) as error:
@@ -316,6 +330,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="the smallest size, a few replays")
     parser.add_argument("--replays", type=int, default=15)
+    parser.add_argument("--sizes", type=sizes_of, default=SIZES, help="sequences x keys, as 1x1024,16x4096")
+    parser.add_argument("--operations", default="", help="rows whose operation starts so, and those of the host's time")
     chosen = parser.parse_args()
     if chosen.replays < 1:
         parser.error(f"replays must be positive; got {chosen.replays}")
@@ -325,8 +341,8 @@ def main() -> None:
         sys.exit(f"decode.py times kernels on a GPU, and there is none: {reason}")
     replays = 3 if chosen.quick else chosen.replays
     rows: list[dict[str, Any]] = []
-    for batch, keys in SIZES[: 1 if chosen.quick else None]:
-        rows += rows_of(batch, keys, replays)
+    for batch, keys in chosen.sizes[: 1 if chosen.quick else None]:
+        rows += rows_of(batch, keys, replays, chosen.operations)
         write(chosen.csv, rows)
     for operation, zeros in HOST_ROWS.items():
         try:
