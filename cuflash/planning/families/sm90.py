@@ -35,7 +35,7 @@ from .family import (
     rounded_dims,
 )
 from .sm80 import Sm80
-from .sm90_dq import dq_semaphore_order, fuses_dq_epilogue_of_list
+from .sm90_dq import dq_semaphore_order, fuses_dq_epilogue_of_list, with_counted_arrivals
 
 ROWS = 64  # of queries, of a warpgroup
 LIST_BLOCK = (128, 128)  # of a list that is made for the kernels
@@ -82,6 +82,7 @@ class Sm90(Family):
     operands = ("sink", "dropout_seed")
     oldest = (9, 0)
     waits_at_barriers = True
+    takes_orders = True
 
     def _device_reasons(self, problem: Problem, device: DeviceSpec) -> list[str]:
         if device.compute_capability in (None, self.oldest):
@@ -130,7 +131,7 @@ class Sm90(Family):
         largest = list_block_of(work)
         num_keys = None if largest is not None else _mean_visible_keys(work, problem)
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
-        chosen |= dict(specs or {})
+        chosen = _ordered(chosen, work) | dict(specs or {})
         forward, backward = chosen["forward"], chosen["backward"]
         tiles = problem.num_heads * query_tiles(problem, work, forward.block_q)
         counter = self._counter(problem)
@@ -171,7 +172,7 @@ class Sm90(Family):
             return {entry: spec for entry, spec in (specs | fused).items() if entry != "convert_dq"}, order
         dq_order = dq_semaphore_order(problem, work.band, backward, device)
         if dq_order is None or not dq_order.num_fused_heads(num_heads):
-            return specs, order
+            return with_counted_arrivals(problem, work, specs), order
         order = order._replace(kv_heads_per_group=dq_order.heads_per_group, dq=dq_order)
         return specs | {"backward": replace(backward, fuses_dq_epilogue=True)}, order
 
@@ -254,6 +255,18 @@ _SM80 = Sm80()
 def _takes_changed_weights(backward: KernelSpec) -> bool:
     """Return whether the kernel takes score functions and dropout: up to 128 columns, if it computes dQ too."""
     return backward.entry == "backward" and backward.dq_atomic_width > 0
+
+
+def _ordered(specs: dict[str, KernelSpec], work: WorkList) -> dict[str, KernelSpec]:
+    """The kernels; those that walk ordered row intervals take tiles in the order, where tiles divide its blocks."""
+    if not isinstance(work, IntervalWork) or not work.is_ordered:
+        return specs
+    divides = {
+        entry: spec.name in ("sm90_forward", "sm90_backward", "sm90_backward_wide")
+        and (work.block_q % spec.block_q if entry == "forward" else work.block_kv % spec.block_kv) == 0
+        for entry, spec in specs.items()
+    }
+    return {entry: replace(spec, is_ordered=True) if divides[entry] else spec for entry, spec in specs.items()}
 
 
 def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:
