@@ -14,6 +14,7 @@ import numpy as np
 
 from ..planning.captured_sums import EXACT, EXACT_WORDS, OWN, axes_of_parts
 from ..planning.score_launches import layout, num_leading, tables
+from ..planning.staged_array import staged_load
 from ..scores.program import Instruction, Program, depends, gradient_loads
 
 _ELEMENTS = {
@@ -40,6 +41,9 @@ def text(
     wrt: tuple[str, ...] = (),
     accumulator: np.dtype[Any] = np.dtype(np.float32),
     sums: tuple[str, ...] = (),
+    *,
+    is_staged: bool = False,
+    is_stored: bool = False,
 ) -> str:
     """A program as C++, in the place of kernels_cu/attention/score_function.cuh.
 
@@ -54,19 +58,30 @@ def text(
         Of the numbers that kernels compute with: float32 or float64.
     sums : tuple of str
         The kinds of sums of these gradients in the repeatable form, as `planning.captured_sums` names them.
+    is_staged : bool
+        Kernels give the function the element of the array that `planning.staged_array` names.
+    is_stored : bool
+        Kernels store the gradient of that array themselves.
     """
-    return _Printer(program, wrt, accumulator, sums).text()
+    return _Printer(program, wrt, accumulator, sums, staged_load(program) if is_staged else None, is_stored).text()
 
 
 class _Printer:
     def __init__(
-        self, program: Program, wrt: tuple[str, ...], accumulator: np.dtype[Any], sums: tuple[str, ...]
+        self,
+        program: Program,
+        wrt: tuple[str, ...],
+        accumulator: np.dtype[Any],
+        sums: tuple[str, ...],
+        staged: int | None,
+        is_stored: bool,
     ) -> None:
         self.program, self.wrt, self.sums = program, wrt, sums
         self.kinds = dict(zip(wrt, sums))  # by name; OWN where there is none
         self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums)
         has_slopes_of_arrays = len(program.results) > 2
         self.loads = gradient_loads(program, wrt) if has_slopes_of_arrays else ()
+        self.staged, self.stored = staged, staged if is_stored else None
         self.levels = [_level(names) for names in depends(program)]
         # Values that functions of other levels name: they find them in the structure of their level.
         self.exported = self._exported()
@@ -96,11 +111,12 @@ class _Printer:
             *(f"  using Of{name} = {name}; using Of{name}Sums = {name}Sums;" for name in ("Tile", "Query", "Key")),
             "  using OfScoreSums = ScoreSums;",
             f"  static constexpr bool kIsDerived = {str(is_derived).lower()};",
-            f"  static constexpr bool kAddsGradients = {str(bool(self.loads)).lower()};",
+            f"  static constexpr bool kAddsGradients = {str(set(self.loads) > {self.stored} or bool(self.loads and self.stored is None)).lower()};",
             *self._facts(),
             *self._fields(),
         ]
         functions = [*self._of_levels(), *self._values(is_derived), *self._additions(), *self._flushes()]
+        functions += self._matrices()
         size = self.layout.itemsize
         tail = ["};", f'static_assert(sizeof(Function) == {size}, "Function");']
         if EXACT in self.sums and self.loads:
@@ -113,11 +129,13 @@ class _Printer:
     def _facts(self) -> list[str]:
         """Constants that select code in kernels: whether arrays are read at positions, and what slopes depend on."""
         dependencies = depends(self.program)
-        loads = (n for n, instruction in enumerate(self.program.instructions) if instruction.op == "load")
+        loads = [n for n, each in enumerate(self.program.instructions) if each.op == "load" and n != self.staged]
         slopes = self.program.results[1:]
         is_one = Instruction("const", "real", (), 1.0)
         facts = {
             "kReadsAtPositions": any(self.levels[n] != "tile" for n in loads),
+            "kIsStaged": self.staged is not None,
+            "kStoresGradient": self.stored is not None,
             "kIsShift": bool(slopes) and self.program.instructions[slopes[0]] == is_one,
             "kSlopesNeedScore": any("s" in dependencies[n] for n in slopes),
         }
@@ -153,6 +171,8 @@ class _Printer:
 
     def _sum_type(self, array: int) -> str:
         """The type of what is added to for the gradient of an array: numbers, or words of exact sums."""
+        if self.stored is not None and array == self.program.instructions[self.stored].value:
+            return _ELEMENTS[self.program.arrays[array].dtype]
         return "int64_t" if self._kind(array) == EXACT else "T"
 
     def _num_part_axes(self, array: int) -> int:
@@ -206,11 +226,12 @@ class _Printer:
         """The function itself; of a derived program, with slopes."""
         f, *slopes = self.program.results
         given = "const Tile& tile, const Query& query, const Key& key, int i, int j, T s"
+        staged = "" if self.staged is None else ", T staged"
         if is_derived:
-            lines = [f"  CUFLASH_DEVICE T value({given}, Slopes& slopes) const {{", *self._body("score")]
+            lines = [f"  CUFLASH_DEVICE T value({given}, Slopes& slopes{staged}) const {{", *self._body("score")]
             lines += [f"    slopes.d{place} = {self._named(n, 'score')};" for place, n in enumerate(slopes)]
         else:
-            lines = [f"  CUFLASH_DEVICE T value({given}) const {{", *self._body("score")]
+            lines = [f"  CUFLASH_DEVICE T value({given}{staged}) const {{", *self._body("score")]
         return [*lines, f"    return {self._named(f, 'score')};", "  }"]
 
     def _body(self, level: str) -> list[str]:
@@ -220,7 +241,8 @@ class _Printer:
             if self.levels[n] != level or instruction.op == "const" or n in self.only_real:
                 continue
             kind = _KINDS[instruction.kind]
-            lines.append(f"    const {kind} x{n} = {self._expression(instruction, level)};")
+            expression = "staged" if n == self.staged else self._expression(instruction, level)
+            lines.append(f"    const {kind} x{n} = {expression};")
             if n in self.exported:
                 lines.append(f"    {level}.x{n} = x{n};")
         return lines
@@ -238,7 +260,7 @@ class _Printer:
 
     def _loads_of(self, level: str) -> list[tuple[int, int]]:
         """The place among the gradients and the instruction of each load of a level that has one."""
-        return [(place, n) for place, n in enumerate(self.loads) if self.levels[n] == level]
+        return [(place, n) for place, n in enumerate(self.loads) if self.levels[n] == level and n != self.stored]
 
     def _repeats(self, n: int) -> bool:
         """Return whether scores of a thread may read one element of a load: not if query and key are indices of it."""
@@ -287,6 +309,26 @@ class _Printer:
         lines.append("  CUFLASH_DEVICE void flush(const ScoreSums& sums) const {")
         return [*lines, *(f"    sums.g{place}.flush();" for place in repeated), "  }"]
 
+    def _matrices(self) -> list[str]:
+        """The staged array and its gradient, of a tile's batch entry and head, as matrices of queries and keys."""
+        lines = []
+        for n, what, const in ((self.staged, "array", "const "), (self.stored, "gradient", "")):
+            if n is None:
+                continue
+            load = self.program.instructions[n]
+            axes = self.program.num_leading_axes(load)
+            row = axes + len(load.args) - 2
+            strides = ", ".join(f"{what}_{load.value}_strides[{axis}]" for axis in (row, row + 1))
+            element = _ELEMENTS[self.program.arrays[load.value].dtype]
+            if what == "array":
+                lines.append(f"  using StagedElement = {element};")
+            lines += [
+                f"  CUFLASH_DEVICE tile::Matrix<{const}{element}> staged_{what}(const Tile& tile) const {{",
+                f"    return {{{self._place(load._replace(args=load.args[:-2]), '', what, axes)}, {strides}, 0, 0}};",
+                "  }",
+            ]
+        return lines
+
     # Expressions.
 
     def _exported(self) -> set[int]:
@@ -331,8 +373,9 @@ class _Printer:
     def _address(self, n: int, level: str) -> str:
         return self._place(self.program.instructions[n], level, "gradient")
 
-    def _place(self, load: Instruction, level: str, what: str) -> str:
-        member, axes = f"{what}_{load.value}", self.program.num_leading_axes(load)
+    def _place(self, load: Instruction, level: str, what: str, axes: int | None = None) -> str:
+        member = f"{what}_{load.value}"
+        axes = self.program.num_leading_axes(load) if axes is None else axes
         skipped = self._num_part_axes(load.value) if what == "gradient" else 0
         terms = [member] + [f"tile.part_{load.value}"] * bool(skipped)
         if axes:

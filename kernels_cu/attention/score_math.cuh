@@ -1,5 +1,6 @@
 #pragma once
 #include <ptx/math.cuh>
+#include <tile/copy.cuh>
 #include <tile/element.cuh>
 #include <tile/global_sum.cuh>
 

@@ -18,10 +18,12 @@ constexpr bool kHasSlopes = kHasScore && (!score::Function::kIsShift || score::F
 struct StepPlace {
   const attention::BatchHead& batch_head;
   attention::Positions keys, queries;
+  int stage;  // of its Q
 };
-CUFLASH_DEVICE StepPlace place_of_step(const StepMessage& message) {
+CUFLASH_DEVICE StepPlace place_of_step(int stage) {
+  const StepMessage& message = shared().messages[stage];
   const attention::WorkTile& work = shared().works[message.work].tile;
-  return {work.batch_head, {work.first, work.last}, {message.block.start, message.block.stop}};
+  return {work.batch_head, {work.first, work.last}, {message.block.start, message.block.stop}, stage};
 }
 
 // A score function at the elements of a step that a thread has.
@@ -33,7 +35,8 @@ class StepScore {
   CUFLASH_DEVICE StepScore(const Score& score, const StepPlace& place)
       : score_(score),
         of_tile_(score.of_tile(place.batch_head.batch_index, place.batch_head.head)),
-        queries_(place.queries, Tile::first_column()) {
+        queries_(place.queries, Tile::first_column()),
+        staged_(array_smem(place.stage).at(Tile::first_column(), Tile::first_row())) {
     const attention::PositionsOf<Score> keys(place.keys, Tile::first_row());
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
@@ -51,8 +54,8 @@ class StepScore {
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i) {
         typename Score::Derivatives slopes;
-        s.at(i, j) = score_.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole,
-                                  s.at(i, j) * softmax_scale, slopes);
+        s.at(i, j) = function_at(i, j).value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole,
+                                             s.at(i, j) * softmax_scale, slopes);
       }
     }
   }
@@ -75,7 +78,7 @@ class StepScore {
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i) {
         typename Score::Derivatives slopes;
-        score_.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
+        function_at(i, j).value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
         if (Score::kAddsGradients && p.at(i, j) != 0)
           score_.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes,
                      sums.of_tile, query_sums, sums.of_key[i], sums.of_score);
@@ -102,7 +105,7 @@ class StepScore {
       const float query_lse_2 = lse_2(j), query_delta = delta(j);
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
-        attention::make_pair(s.at(i, j), dp.at(i, j), score_, of_tile_, of_query, of_key_[i], query.whole,
+        attention::make_pair(s.at(i, j), dp.at(i, j), function_at(i, j), of_tile_, of_query, of_key_[i], query.whole,
                              keys_[i].whole, softmax_scale, query_lse_2, query_delta, is_seen(i, j),
                              Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i], sums.of_score);
       if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
@@ -120,9 +123,20 @@ class StepScore {
   }
 
  private:
+  // The function at a thread's element: with its number of the staged array, if there is one.
+  CUFLASH_DEVICE decltype(auto) function_at(int i, int j) const {
+    if constexpr (kStagesArray) {
+      const unsigned char* const from = staged_ + Tile::column(j) * SmemArray::kPitch + 2 * Tile::row(i);
+      return WithStaged<Score>{score_, score::real<T>(*reinterpret_cast<const typename Score::StagedElement*>(from))};
+    } else {
+      return (score_);
+    }
+  }
+
   const Score& score_;
   typename Score::OfTile of_tile_;
   attention::PositionsOf<Score> queries_;
+  const unsigned char* staged_;  // of the thread's first query and key
   attention::Position<T> keys_[Tile::kRows];
   typename Score::OfKey of_key_[Tile::kRows];
 };
@@ -147,6 +161,17 @@ struct StepScoreOr<Tile, Score, false> {
 };
 template <class Tile, class Score>
 using StepScoreIf = typename StepScoreOr<Tile, Score>::Type;
+
+// Store dS of a step, which all consumers have put into shared memory, as the gradient of the staged array.
+template <class Score, class SmemDs>
+CUFLASH_DEVICE void store_gradient(const Score& score, const StepPlace& place, SmemDs ds) {
+  const auto all = score.staged_gradient(score.of_tile(place.batch_head.batch_index, place.batch_head.head));
+  const attention::Positions &keys = place.keys, &queries = place.queries;
+  const tile::Matrix<typename Score::StagedElement> part{&all.at(queries.first, keys.first), all.row_stride,
+                                                         all.column_stride, queries.last - queries.first,
+                                                         keys.last - keys.first};
+  tile::copy<kNumConsumers * kWarpgroupThreads>(part, tile::TmaBoxes(ds), ptx::thread_index() - kWarpgroupThreads);
+}
 
 // Which of a thread's weights are kept. Where both sides of the tile start at multiples of 16, of two threads whose keys
 // are neighbours one draws the numbers of even queries and the other those of odd ones, and each gives the other what it

@@ -22,12 +22,13 @@ constexpr bool kTestsBarriersEarly = kHeadDim > 64;
 // two warpgroups, which take more keys in the same time, would wait for them.
 constexpr bool kSkipsMaxOnMasked = kNumConsumers == 3;
 constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
-// With a score function, consumers want more of them.
+// With a score function, consumers want more of them, unless it reads arrays at positions.
+constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions;
 constexpr int kProducerRegisters =
     kNumConsumers == 4 ? 24
     : kNumConsumers == 3 ? 32
-    : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) || kHasScore ? 40
-                                                                         : 56;
+    : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) || kKeepsScoreInRegisters ? 40
+                                                                                      : 56;
 constexpr int kConsumerRegisters =
     kNumConsumers == 4   ? 112
     : kNumConsumers == 3 ? 160
@@ -166,7 +167,8 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
 CUFLASH_DEVICE void score_step(const ScoresOfTile& of_tile, const score::Function& function, Scores& s,
                                unsigned num_k_blocks) {
   if constexpr (kHasScore)
-    of_tile.apply(s, function, shared().softmax_scale, shared().messages[stage_of(num_k_blocks)].block);
+    of_tile.apply(s, function, shared().softmax_scale, shared().messages[stage_of(num_k_blocks)].block,
+                  array_smem(stage_of(num_k_blocks)));
 }
 CUFLASH_DEVICE void find_scores_of_tile(ScoresOfTile& of_tile, const score::Function& function,
                                         unsigned num_tiles_done) {
@@ -462,7 +464,7 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   __syncthreads();
   if (group == 0) {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    produce(params, maps, sink, pages, scales);
+    produce(params, maps, sink, pages, scales, score_function);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params, maps, group, sink, score_function, dropout);

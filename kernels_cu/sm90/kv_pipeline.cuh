@@ -4,6 +4,7 @@
 #include <attention/scales.cuh>
 #include <attention/sink.cuh>
 #include <sm90/page_copies.cuh>
+#include <sm90/staged_array.cuh>
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
 
@@ -19,7 +20,7 @@ constexpr int kWarpgroupThreads = 128;  // threads of a warpgroup
 constexpr int kNumConsumers = kBlockQ / 64;
 // other blocks of the multiprocessor work meanwhile
 constexpr bool kIsSmallTile = config::kIsListed && kNumConsumers == 1;
-constexpr int kQStages = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo ? 2 : 1;
+constexpr int kQStages = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;
 constexpr int kNumTileInfos = 4;  // tiles known of: looked up, brought, multiplied, and written
 // Whether a block asks for its next tile with a tile's first step, not with its last: what a list says of it comes later.
 constexpr bool kFetchesTileEarly = config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
@@ -95,6 +96,12 @@ CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
 }
 
+// The step's elements of a captured array, behind all else; they come and go with the step's keys.
+using SmemArray = StagedArray<kBlockQ, kBlockKv>;
+CUFLASH_DEVICE SmemArray array_smem(int stage) {
+  return {kStorageOffset + (static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16 + stage * SmemArray::kBytes};
+}
+
 // The room of a ring that the count-th tile has, and the parity of its phases.
 CUFLASH_DEVICE int stage_of(unsigned count) { return count % kNumStages; }
 CUFLASH_DEVICE int phase_of(unsigned count) { return count / kNumStages % 2; }
@@ -135,13 +142,15 @@ CUFLASH_DEVICE tile::TmaBoxes boxes_of(int stage) {
 template <Operand kOperand>
 CUFLASH_DEVICE void load_operand(const attention::Params& params, const attention::TensorMaps& maps,
                                  const tile::PipelineSlot& slot,
-                                 int stage, const WorkTileInfo& tile_info, int first, int last, bool zero_fills) {
+                                 int stage, const WorkTileInfo& tile_info, int first, int last, bool zero_fills,
+                                 int extra_bytes = 0) {
   const attention::TensorMapParam& map = (&maps.q)[kOperand];
   const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
   constexpr bool kIsTransposed = config::kIsQuantized && kOperand == kV;  // rows are columns of the map's matrix
   if (config::kIsQuantized || (attention::has_tensor_map(map, matrices) && !zero_fills)) {  // quantised ones have maps
     if (elect_one()) tile::tma_load_boxes<SmemQ::Element>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
-                                                          kIsTransposed ? 0 : first, slot.full, 0, kIsTransposed ? first : 0);
+                                                          kIsTransposed ? 0 : first, slot.full, extra_bytes,
+                                                          kIsTransposed ? first : 0);
     else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
     return;
   }
@@ -248,6 +257,7 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
       visit_range = visit_range_of_queries(params, work);
       if (config::kIsPaged) align_steps(visit_range, kBlockKv);
       if (config::kIsQuantized && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % kBlockKv;
+      if (kStagesArray && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % 8;  // packets
       if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
         write_empty_rows(params, work, sink);
         continue;
@@ -322,8 +332,30 @@ CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const at
 CUFLASH_DEVICE void write_scales(attention::NoScales, const WorkTileInfo&, int, int) {}
 CUFLASH_DEVICE void write_scales(const attention::Scales& scales, const WorkTileInfo& tile_info, int stage, int first_key);
 
+// Fill the rooms of a step's keys and of its elements of the staged array, which are empty. By a warp.
+template <class Score>
+CUFLASH_DEVICE void load_keys_and_array(const attention::Params& params, const attention::TensorMaps& maps,
+                                        const Score& score, int stage, const WorkTileInfo& tile_info,
+                                        const attention::KvBlock& block) {
+  const attention::WorkTile& work = tile_info.work;
+  const auto of_tile = score.of_tile(work.batch_head.batch_index, work.batch_head.head);
+  const StagedPart<const typename Score::StagedElement> part{
+      score.staged_array(of_tile), {work.first, work.last}, {block.start, block.stop}};
+  const tile::PipelineSlot& k = shared().k[stage];
+  const bool is_brought = part.has_whole_packets() && attention::has_tensor_map(maps.k, params.k);
+  if (!is_brought) {
+    part.template copy<32>(array_smem(stage), tile::lane());
+    __syncwarp();
+  }
+  load_operand<kK>(params, maps, k, stage, tile_info, block.start, block.stop, false,
+                   is_brought ? kBlockQ * part.num_bytes() : 0);
+  __syncwarp();  // bytes are announced before they come
+  if (is_brought) part.template start_copies<32>(array_smem(stage), tile::lane(), k.full);
+}
+
+template <class Score>
 CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
-                              attention::PagesArgument pages, attention::ScalesArgument scales) {
+                              attention::PagesArgument pages, attention::ScalesArgument scales, const Score& score) {
   using namespace attention;
   unsigned num_k_blocks = 0, num_tiles_done = 0;  // tiles brought
   while (true) {
@@ -355,8 +387,12 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
       }
       write_scales(scales, tile_info, stage, start);
       __syncwarp();
-      load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
-                    ends_inside_block(block, params.shape.seqlen_kv));
+      if constexpr (kStagesArray) {
+        load_keys_and_array(params, maps, score, stage, tile_info, block);
+      } else {
+        load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
+                      ends_inside_block(block, params.shape.seqlen_kv));
+      }
       ++num_k_blocks;
       if (!is_first) continue;
       wait_slot(q, q_phase_of(num_tiles_done));
@@ -439,9 +475,9 @@ CUFLASH_DEVICE void init_barriers() {
 // By the producers.
 CUFLASH_DEVICE void produce(const attention::Params& params, const attention::TensorMaps& maps,
                             attention::SinkArgument sink, attention::PagesArgument pages,
-                            attention::ScalesArgument scales) {
+                            attention::ScalesArgument scales, const score::Function& score) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == kLoadsKeys) load_keys(params, maps, pages, scales);
+  if (warp == kLoadsKeys) load_keys(params, maps, pages, scales, score);
   else if (warp == kLoadsValues) load_values(params, maps, pages);
   else if (warp == kSchedulesTiles) schedule_tiles(params, maps, sink, pages);
 }

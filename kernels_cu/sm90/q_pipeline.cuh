@@ -4,6 +4,7 @@
 #include <sm90/dq_semaphore.cuh>
 #include <sm90/epilogue_gradient.cuh>
 #include <sm90/query_stats.cuh>
+#include <sm90/staged_array.cuh>
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
 
@@ -153,6 +154,12 @@ struct SharedStorage {
 };
 CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
+}
+
+// The step's elements of a captured array, behind all else; they come and go with the step's Q.
+using SmemArray = StagedArray<kBlockQ, kBlockKv>;
+CUFLASH_DEVICE SmemArray array_smem(int stage) {
+  return {kStorageOffset + (static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16 + stage * SmemArray::kBytes};
 }
 
 // ---- the consumers ----
@@ -488,7 +495,28 @@ CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attentio
   });
 }
 
-CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attention::TensorMaps& maps) {
+// Fill the room of a step's elements of the staged array, and arrive for its Q. By all copy warps.
+template <class Score>
+CUFLASH_DEVICE void load_array(const Score& score, const attention::WorkTile& work, const attention::KvBlock& block,
+                               int stage, int thread) {
+  const auto of_tile = score.of_tile(work.batch_head.batch_index, work.batch_head.head);
+  const StagedPart<const typename Score::StagedElement> part{
+      score.staged_array(of_tile), {block.start, block.stop}, {work.first, work.last}};
+  const uint64_t& full = shared().q[stage].full;
+  if (!part.has_whole_packets()) {
+    part.template copy<kCopyThreads>(array_smem(stage), thread);
+    return tile::arrive(full);
+  }
+  __syncwarp();
+  if (tile::lane() == 0) ptx::mbarrier_arrive_expect_tx(ptx::shared_address(&full), kBlockQ / kCopyThreads * 32 * part.num_bytes());
+  else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&full));
+  __syncwarp();
+  part.template start_copies<kCopyThreads>(array_smem(stage), thread, full);
+}
+
+template <class Score>
+CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attention::TensorMaps& maps,
+                                  const Score& score) {
   using namespace attention;
   SharedStorage& smem = shared();
   const Shape& shape = params.shape;
@@ -504,7 +532,8 @@ CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const attenti
                                                             thread());
     if (message.is(StepMessage::kThreadsCopyQ)) copy_queries(params, params.q, message, shape.head_dim,
                                                              q_smem(state.stage), thread());
-    tile::arrive(smem.q[state.stage].full);
+    if constexpr (kStagesArray) load_array(score, work().tile, message.block, state.stage, thread());
+    else tile::arrive(smem.q[state.stage].full);
     if (message.is(StepMessage::kLoadsK)) {
       const WorkTile& tile = work().tile;
       const auto kv_head = [&] { return tile.batch_head.head / shape.group_size; };
@@ -686,7 +715,8 @@ CUFLASH_DEVICE void dq_writer_fused() {
 
 // What a block does: `consume` is called by both warpgroups of consumers, with the number of the warpgroup among them.
 template <class Consume>
-CUFLASH_DEVICE void run_roles(const attention::Params& params, const attention::TensorMaps& maps, Consume consume) {
+CUFLASH_DEVICE void run_roles(const attention::Params& params, const attention::TensorMaps& maps, Consume consume,
+                              const score::Function& score) {
   // one for the warp: branches do not part it
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   if (threadIdx.x == 0) {
@@ -708,7 +738,7 @@ CUFLASH_DEVICE void run_roles(const attention::Params& params, const attention::
     ptx::setmaxnreg_dec<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) produce(params, maps);
-    else if (32 * warp < kProducerThreads) prepare_steps(params, maps);
+    else if (32 * warp < kProducerThreads) prepare_steps(params, maps, score);
     else if constexpr (kLastArrivalFinishesDq) dq_writer_fused();
     else if constexpr (kHasDqWriter) dq_writer();
   } else {

@@ -1,5 +1,5 @@
 #pragma once
-#include <attention/score.cuh>
+#include <sm90/staged_array.cuh>
 
 namespace cuflash {
 
@@ -20,15 +20,31 @@ class TileScore {
   }
 
   // The scores of a step in the place of q k^T.
-  CUFLASH_DEVICE void apply(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block) const {
+  template <class Staged>
+  CUFLASH_DEVICE void apply(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block,
+                            Staged staged) const {
     const attention::PositionsOf<Score> keys({block.start, block.stop}, Tile::first_column());
+    const unsigned char* rows[Tile::kRows];
+    float pairs[Tile::kRows][2];
+    if constexpr (kStagesArray)
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i)
+        rows[i] = staged.at(Tile::first_row() + Tile::row(i), Tile::first_column());
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) {
       const attention::Position<T> key = keys.at(Tile::column(j));
       const auto of_key = score.of_key(of_tile_, key.whole, key.real);
 #pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i)
-        s.at(i, j) = score.value(of_tile_, of_query_[i], of_key, queries_[i], key.whole, s.at(i, j) * softmax_scale);
+      for (int i = 0; i < Tile::kRows; ++i) {
+        const T scaled = s.at(i, j) * softmax_scale;
+        if constexpr (kStagesArray) {
+          if (j % 2 == 0)
+            Staged::template load_pair<typename Score::StagedElement>(rows[i] + 2 * Tile::column(j), pairs[i]);
+          s.at(i, j) = score.value(of_tile_, of_query_[i], of_key, queries_[i], key.whole, scaled, pairs[i][j % 2]);
+        } else {
+          s.at(i, j) = score.value(of_tile_, of_query_[i], of_key, queries_[i], key.whole, scaled);
+        }
+      }
     }
   }
 
@@ -43,8 +59,8 @@ template <class Tile>
 struct NoTileScore {
   template <class Score>
   CUFLASH_DEVICE void find(const Score&, const attention::WorkTile&) {}
-  template <class Score>
-  CUFLASH_DEVICE void apply(Tile&, const Score&, float, const attention::KvBlock&) const {}
+  template <class Score, class Staged>
+  CUFLASH_DEVICE void apply(Tile&, const Score&, float, const attention::KvBlock&, Staged) const {}
 };
 template <class Tile, class Score, bool HasScore = kHasScore>
 struct TileScoreOr {

@@ -22,6 +22,7 @@ from ..launches import DqSemaphoreOrder, Kernels, Launch, Pass, TileOrder, Works
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
+from ..staged_array import can_stage, can_store_gradient
 from ..tile_order import balanced_heads, heads_per_wave, is_uneven_band, listed_heads, listed_kv_heads
 from .family import (
     BACKWARD_INPUTS,
@@ -43,6 +44,7 @@ _MMA_COLUMNS = 16  # columns of a product
 _NUM_TILE_INFOS = 4  # tiles that they know of
 # bytes that warpgroups tell each other
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
+_PADDING = 16  # bytes between rows of a staged array
 _COORDS = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
@@ -62,6 +64,7 @@ _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256:
 _FORWARD_3_CONSUMERS = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 _FORWARD_4_CONSUMERS = {64: (1536, _Tile(256, 64))}
 MIN_TILES_PER_PROCESSOR = 2
+_STAGED_KEYS = {64: 128, 128: 96}  # at most, where elements of a captured array lie beside them
 # Of a list: how many blocks of one warpgroup share a multiprocessor, and stages.
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 
@@ -115,6 +118,11 @@ class Sm90(Family):
         changes_weights = problem.score is not None or problem.dropout is not None
         if not backward or (changes_weights and not _takes_changed_weights(backward["backward"])):
             backward = _SM80.specs(problem, device, largest, deterministic=deterministic)
+        elif can_stage(problem) and backward["backward"].block_q == ROWS:
+            backward["backward"] = replace(
+                backward["backward"], num_stages=_STAGES, score_is_staged=True,
+                score_is_stored=can_store_gradient(problem),
+            )  # fmt: skip
         return {"forward": forward} | backward | {"forward": forward}
 
     def launches(
@@ -300,11 +308,16 @@ def forward_spec(
             block_kv = min(block_kv, ROWS)  # so that several blocks fit
         if largest[1] % block_kv:
             block_kv = max(_MMA_COLUMNS, _power_of_two(min(largest[1], block_kv)))
+    is_staged = largest is None and block_q > ROWS and width <= 128 and can_stage(problem)
+    if is_staged:
+        block_kv = min(block_kv, _STAGED_KEYS[width])
     spec = KernelSpec(
         family="sm90", entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
         block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
         num_stages=_NARROW_STAGES if width <= 64 and block_q > ROWS else _STAGES,
     )  # fmt: skip
+    if is_staged:
+        return replace(spec, num_stages=_STAGES, score_is_staged=True)
     # One warpgroup of consumers leaves tensor cores idle while it reckons, so several blocks share a multiprocessor.
     if block_q > ROWS or width > 128:
         return spec
@@ -384,13 +397,20 @@ def shared_bytes(spec: KernelSpec) -> int:
         storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_OTHER
         storage += _SLOT * (2 + stages + do_stages)
         storage += -storage % 16
-        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage
+        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage + _staged_bytes(spec)
     loads_do = spec.entry == "backward_rows"
     is_small = spec.is_listed and spec.block_q == ROWS
-    q_stages = 2 if max(spec.head_dim, spec.value_dim) <= 128 and not is_small and not loads_do else 1
+    is_narrow = max(spec.head_dim, spec.value_dim) <= 128
+    q_stages = 2 if is_narrow and not is_small and not loads_do and not spec.score_is_staged else 1
     query_dims = spec.head_dim + spec.value_dim * loads_do
     elements = q_stages * spec.block_q * query_dims + stages * spec.block_kv * both
-    return spec.dtype.itemsize * elements + storage_bytes(spec, q_stages, loads_do)
+    storage = storage_bytes(spec, q_stages, loads_do)
+    return spec.dtype.itemsize * elements + storage + (-storage % 16 + _staged_bytes(spec)) * spec.score_is_staged
+
+
+def _staged_bytes(spec: KernelSpec) -> int:
+    """The rooms of a staged array's elements, of each stage: StagedArray of sm90/staged_array.cuh."""
+    return spec.num_stages * spec.block_q * (2 * spec.block_kv + _PADDING) * spec.score_is_staged
 
 
 def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> int:
