@@ -302,10 +302,12 @@ CUFLASH_DEVICE bool process_other_block(const attention::Params& params, const S
   return p_is_ready;
 }
 
-// Whether the next step is to look for maxima: it is after one that did not, and lost its scores.
-CUFLASH_DEVICE int next_flags(int flags, bool p_is_ready, const Softmax& softmax) {
+// Whether the next step is to look for maxima: it is after one that did not, and lost its scores. A score function may
+// let scores rise with the key, step after step: then it is also after one that raised a maximum.
+CUFLASH_DEVICE int next_flags(int flags, bool p_is_ready, const Softmax& softmax, bool max_has_risen) {
   const bool scores_are_lost = (kSkipsMaxOnMasked ? flags & StepMessage::kSkipMax : is_plain(flags)) && !p_is_ready;
-  return ptx::opaque(scores_are_lost | softmax.max_reasons) ? 0 : StepMessage::kSkipMax;
+  const bool may_rise_again = kHasScore && max_has_risen;
+  return ptx::opaque(scores_are_lost | may_rise_again | softmax.max_reasons) ? 0 : StepMessage::kSkipMax;
 }
 
 // O gets the last values.
@@ -337,6 +339,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
       const bool is_last = flags & StepMessage::kLastForWarpgroup, was_plain = is_plain(flags);
       score_step(of_tile, function, s, num_k_blocks);
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
+      bool max_has_risen = false;
       if (p_is_ready) {
         release_k(num_k_blocks, false);
         drop_step(s, kept);
@@ -346,7 +349,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
         float factor[Softmax::kRows];
         p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
                                          was_plain);
-        const bool max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
+        max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
         tile::wait_wgmma<0>(o);
         if (!is_first) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen, factor);
@@ -355,7 +358,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
       }
       ++num_k_blocks;
       if (is_last) break;
-      flags = next_flags(flags, p_is_ready, softmax) |
+      flags = next_flags(flags, p_is_ready, softmax, max_has_risen) |
           NextOperands(group, num_tiles_done, num_k_blocks).start_products(s, o, p, group, num_k_blocks);
       draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
       tile::wait_wgmma<1>(s);
@@ -390,6 +393,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
           was_plain = is_plain(flags);
       score_step(of_tile, function, s, num_k_blocks);
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
+      bool max_has_risen = false;
       if (p_is_ready) {
         release_k(num_k_blocks, false);
         drop_step(s, kept);
@@ -402,7 +406,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
         float factor[Softmax::kRows];
         p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
                                          was_plain);
-        const bool max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
+        max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
         tile::wait_wgmma<0>(o);
         if (num_k_blocks > 0) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         if (is_first) {
@@ -424,7 +428,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
         next_operands = NextOperands(group, num_tiles_done, num_k_blocks);
       }
       // Before scores are waited for.
-      flags = next_flags(flags, p_is_ready, softmax) | is_last * StepMessage::kEpiloguePending |
+      flags = next_flags(flags, p_is_ready, softmax, max_has_risen) | is_last * StepMessage::kEpiloguePending |
           (is_first && !is_last) * StepMessage::kOStoreInFlight |
              next_operands.start_products(s, o, p, group, num_k_blocks);
       draw_step(params, dropout, kept, num_tiles_done, num_k_blocks);
