@@ -43,20 +43,11 @@ class StepScore {
       keys_[i] = keys.at(Tile::row(i));
       of_key_[i] = score.of_key(of_tile_, keys_[i].whole, keys_[i].real);
     }
-  }
-
-  // The scores in the place of q k^T, for 16 queries.
-  CUFLASH_DEVICE void apply(Tile& s, int k, float softmax_scale) const {
-#pragma unroll
-    for (int j = 4 * k; j < 4 * (k + 1); ++j) {
-      const attention::Position<T> query = queries_.at(Tile::column(j));
-      const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
-#pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i) {
-        typename Score::Derivatives slopes;
-        s.at(i, j) = function_at(i, j).value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole,
-                                             s.at(i, j) * softmax_scale, slopes);
-      }
+    if constexpr (Score::kCanBeUniform) {
+      const attention::Positions &rows = place.keys, &queries = place.queries;
+      const int first = rows.at(Tile::warp_row()), last = rows.at(Tile::warp_row() + 15);
+      is_uniform_ = score.is_uniform(of_tile_, queries.first, queries.last - 1, first, last);
+      if (is_uniform_) uniform_ = score.of_uniform(of_tile_, queries.first, first);
     }
   }
 
@@ -65,11 +56,95 @@ class StepScore {
     typename Score::OfTileSums of_tile;
     typename Score::OfKeySums of_key[Tile::kRows];
     typename Score::OfScoreSums of_score;
+    typename Score::OfUniformSums of_uniform;
   };
+
+  // The scores in the place of q k^T, for 16 queries.
+  CUFLASH_DEVICE void apply(Tile& s, int k, float softmax_scale) const {
+    by_form([&](auto form) { apply_in<decltype(form)>(s, k, softmax_scale); });
+  }
 
   // dS = dF f' in the place of dF, for 16 queries, where slopes do not depend on the score; 0 where P is. Gradients of
   // captured arrays are added to. Called by whole warps.
   CUFLASH_DEVICE void apply_slopes(Tile& p, Tile& df, int k, Sums& sums) const {
+    by_form([&](auto form) { apply_slopes_in<decltype(form)>(p, df, k, sums); });
+  }
+
+  // P and dS in the places of q k^T and dP, for 16 queries. `is_seen(i, j)` and statistics are asked for by a thread's
+  // row and column. Called by whole warps.
+  template <class IsSeen, class LseOf, class DeltaOf>
+  CUFLASH_DEVICE void make_pairs(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
+                                 int k, Sums& sums) const {
+    by_form([&](auto form) { make_pairs_in<decltype(form)>(s, dp, softmax_scale, is_seen, lse_2, delta, k, sums); });
+  }
+
+  // Add the sums to memory. Called by whole warps.
+  CUFLASH_DEVICE void flush(const Sums& sums) const {
+    if constexpr (Score::kAddsGradients) {
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i) score_.flush(of_tile_, of_key_[i], sums.of_key[i]);
+      score_.flush(of_tile_, sums.of_tile);
+      if constexpr (Score::kCanBeUniform) {
+        if (is_uniform_) {
+          typename Score::OfScoreSums of_score = sums.of_score;
+          score_.flush(of_tile_, uniform_, sums.of_uniform, of_score);
+          return score_.flush(of_score);
+        }
+      }
+      score_.flush(sums.of_score);
+    }
+  }
+
+ private:
+  // How captured arrays are read: an element for each score, one for the warp's tile, or one that is at hand.
+  struct OfEach {};
+  struct OfUniform {};
+  struct OfStaged {};
+
+  template <class Visit>
+  CUFLASH_DEVICE void by_form(Visit visit) const {
+    if constexpr (Score::kIsStaged) return visit(OfStaged());
+    if constexpr (Score::kCanBeUniform)
+      if (is_uniform_) return visit(OfUniform());
+    if constexpr (!Score::kIsStaged) visit(OfEach());
+  }
+
+  // The function at a thread's element.
+  template <class Form>
+  CUFLASH_DEVICE decltype(auto) function_at(int i, int j) const {
+    if constexpr (kIsSame<Form, OfStaged>) {
+      const unsigned char* const from = staged_ + Tile::column(j) * SmemArray::kPitch + 2 * Tile::row(i);
+      return WithValue<Score, T>{score_,
+                                 score::real<T>(*reinterpret_cast<const typename Score::StagedElement*>(from))};
+    } else if constexpr (kIsSame<Form, OfUniform>) {
+      return WithValue<Score, typename Score::OfUniform>{score_, uniform_};
+    } else {
+      return (score_);
+    }
+  }
+  template <class Form>
+  static CUFLASH_DEVICE auto& sums_of_scores(Sums& sums) {
+    if constexpr (kIsSame<Form, OfUniform>) return sums.of_uniform;
+    else return sums.of_score;
+  }
+
+  template <class Form>
+  CUFLASH_DEVICE void apply_in(Tile& s, int k, float softmax_scale) const {
+#pragma unroll
+    for (int j = 4 * k; j < 4 * (k + 1); ++j) {
+      const attention::Position<T> query = queries_.at(Tile::column(j));
+      const auto of_query = score_.of_query(of_tile_, query.whole, query.real);
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; ++i) {
+        typename Score::Derivatives slopes;
+        s.at(i, j) = function_at<Form>(i, j).value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole,
+                                                   s.at(i, j) * softmax_scale, slopes);
+      }
+    }
+  }
+
+  template <class Form>
+  CUFLASH_DEVICE void apply_slopes_in(Tile& p, Tile& df, int k, Sums& sums) const {
 #pragma unroll
     for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
@@ -78,10 +153,11 @@ class StepScore {
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i) {
         typename Score::Derivatives slopes;
-        function_at(i, j).value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
+        const auto& function = function_at<Form>(i, j);
+        function.value(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), slopes);
         if (Score::kAddsGradients && p.at(i, j) != 0)
-          score_.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes,
-                     sums.of_tile, query_sums, sums.of_key[i], sums.of_score);
+          function.add(of_tile_, of_query, of_key_[i], query.whole, keys_[i].whole, T(0), df.at(i, j), slopes,
+                       sums.of_tile, query_sums, sums.of_key[i], sums_of_scores<Form>(sums));
         if constexpr (!Score::kIsShift) {
           // A P of 0 leaves 0 of a finite slope by itself; of one that a whole tile has it is known at once.
           const T ds = df.at(i, j) * slopes.d0;
@@ -92,11 +168,9 @@ class StepScore {
     }
   }
 
-  // P and dS in the places of q k^T and dP, for 16 queries. `is_seen(i, j)` and statistics are asked for by a thread's
-  // row and column. Called by whole warps.
-  template <class IsSeen, class LseOf, class DeltaOf>
-  CUFLASH_DEVICE void make_pairs(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
-                                 int k, Sums& sums) const {
+  template <class Form, class IsSeen, class LseOf, class DeltaOf>
+  CUFLASH_DEVICE void make_pairs_in(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2, DeltaOf delta,
+                                    int k, Sums& sums) const {
 #pragma unroll
     for (int j = 4 * k; j < 4 * (k + 1); ++j) {
       const attention::Position<T> query = queries_.at(Tile::column(j));
@@ -105,31 +179,10 @@ class StepScore {
       const float query_lse_2 = lse_2(j), query_delta = delta(j);
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i)
-        attention::make_pair(s.at(i, j), dp.at(i, j), function_at(i, j), of_tile_, of_query, of_key_[i], query.whole,
+        attention::make_pair(s.at(i, j), dp.at(i, j), function_at<Form>(i, j), of_tile_, of_query, of_key_[i], query.whole,
                              keys_[i].whole, softmax_scale, query_lse_2, query_delta, is_seen(i, j),
-                             Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i], sums.of_score);
+                             Score::kAddsGradients, sums.of_tile, query_sums, sums.of_key[i], sums_of_scores<Form>(sums));
       if (Score::kAddsGradients) score_.flush(of_tile_, of_query, query_sums);
-    }
-  }
-
-  // Add the sums to memory. Called by whole warps.
-  CUFLASH_DEVICE void flush(const Sums& sums) const {
-    if constexpr (Score::kAddsGradients) {
-#pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i) score_.flush(of_tile_, of_key_[i], sums.of_key[i]);
-      score_.flush(of_tile_, sums.of_tile);
-      score_.flush(sums.of_score);
-    }
-  }
-
- private:
-  // The function at a thread's element: with its number of the staged array, if there is one.
-  CUFLASH_DEVICE decltype(auto) function_at(int i, int j) const {
-    if constexpr (kStagesArray) {
-      const unsigned char* const from = staged_ + Tile::column(j) * SmemArray::kPitch + 2 * Tile::row(i);
-      return WithStaged<Score>{score_, score::real<T>(*reinterpret_cast<const typename Score::StagedElement*>(from))};
-    } else {
-      return (score_);
     }
   }
 
@@ -137,6 +190,8 @@ class StepScore {
   typename Score::OfTile of_tile_;
   attention::PositionsOf<Score> queries_;
   const unsigned char* staged_;  // of the thread's first query and key
+  bool is_uniform_ = false;
+  typename Score::OfUniform uniform_;
   attention::Position<T> keys_[Tile::kRows];
   typename Score::OfKey of_key_[Tile::kRows];
 };

@@ -68,18 +68,24 @@ struct StagedPart {
   }
 };
 
-// A score function at an element whose number of the staged array is at hand.
-template <class Score>
-struct WithStaged {
+template <class A, class B>
+constexpr bool kIsSame = false;
+template <class A>
+constexpr bool kIsSame<A, A> = true;
+
+// A score function with what it is given beside its arguments: a number of the staged array, or values of a uniform
+// tile.
+template <class Score, class Value>
+struct WithValue {
   using Number = typename Score::Number;
   using Derivatives = typename Score::Derivatives;
 
   const Score& score;
-  Number staged;
+  Value given;
 
   template <class... Arguments>
   CUFLASH_DEVICE Number value(Arguments&&... arguments) const {
-    return score.value(arguments..., staged);
+    return score.value(arguments..., given);
   }
   template <class... Arguments>
   CUFLASH_DEVICE void add(Arguments&&... arguments) const {

@@ -16,13 +16,13 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
-from ...scores.program import curvature
+from ...scores.program import Program, curvature, depends
 from ..device import DeviceSpec
 from ..launches import DqSemaphoreOrder, Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
-from ..staged_array import can_stage, can_store_gradient
+from ..staged_array import can_stage, can_store_gradient, staged_load
 from ..tile_order import balanced_heads, heads_per_wave, is_uneven_band, listed_heads, listed_kv_heads
 from .family import (
     BACKWARD_INPUTS,
@@ -289,8 +289,8 @@ def forward_spec(
     """
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
-    is_curved = problem.score is not None and curvature(problem.score) == "curved"
-    is_large = is_curved or problem.dropout is not None  # it spills in three and four warpgroups
+    # What needs more registers than three or four warpgroups have.
+    is_large = problem.dropout is not None or (problem.score is not None and _is_large(problem.score, can_stage(problem)))
     if largest is None and not is_large:
         min_keys, tile_3_consumers = _FORWARD_3_CONSUMERS.get(width, (inf, _FORWARD[width]))
         max_keys, tile_4_consumers = _FORWARD_4_CONSUMERS.get(width, (0, tile_3_consumers))
@@ -324,6 +324,17 @@ def forward_spec(
     blocks, stages = (2, _STAGES) if largest is None else _LISTED_SMALL[width]
     small = replace(spec, min_blocks=blocks, num_stages=stages)
     return small if blocks * (shared_bytes(small) + 1024) <= device.tile_memory_bytes + 1024 else spec
+
+
+def _is_large(program: Program, is_staged: bool) -> bool:
+    """Return whether a function is curved or reads elements of arrays at queries and keys."""
+    if curvature(program) == "curved":
+        return True
+    dependencies, staged = depends(program), staged_load(program) if is_staged else None
+    return any(
+        load.op == "load" and n != staged and dependencies[n] & {"i", "j"}
+        for n, load in enumerate(program.instructions)
+    )
 
 
 def backward_specs(
