@@ -15,8 +15,8 @@ import numpy as np
 from ..planning.captured_sums import EXACT, EXACT_WORDS, OWN, axes_of_parts
 from ..planning.score_launches import layout, num_leading, tables
 from ..planning.staged_array import staged_load
-from ..scores.program import Instruction, Program, depends, gradient_loads
-from .uniform_text import KINDS, UniformText, needed_for
+from ..scores.program import Instruction, Program, depends, gradient_loads, needed_for
+from .uniform_text import KINDS, UniformText
 
 _ELEMENTS = {
     "float16": "ptx::Half", "bfloat16": "ptx::BFloat16", "float32": "float", "float64": "double",

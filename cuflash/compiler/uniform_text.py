@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
-from ..scores.program import Instruction
+from ..scores.program import needed_for
 from ..scores.uniform import Direction, uniform
 
 if TYPE_CHECKING:
@@ -91,14 +91,3 @@ class UniformText:
         lines += ["  }", f"  CUFLASH_DEVICE void flush({parameters}) const {{"]
         lines += [f"    of_score.g{place}.add({given.address(n, 'score')}, sums.g{place});" for place, n in self._loads]
         return [*lines, "  }"]
-
-
-def needed_for(instructions: Sequence[Instruction], results: Iterable[int]) -> list[int]:
-    """The instructions that results need, in order."""
-    needed, stack = set[int](), list(results)
-    while stack:
-        n = stack.pop()
-        if n not in needed:
-            needed.add(n)
-            stack += instructions[n].args
-    return sorted(needed)

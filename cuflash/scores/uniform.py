@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .program import Instruction, Program, depends
+from .program import Instruction, Program, depends, needed_for
 
 
 class Direction(NamedTuple):
@@ -37,7 +37,7 @@ class Uniform:
 
 
 def uniform(program: Program) -> Uniform:
-    """What is uniform in a program; no value where no captured array is read by monotone integers alone.
+    """What is uniform in a program; nothing if no array is read by monotone integers alone that may stay the same.
 
     >>> import numpy as np
     >>> from cuflash.scores import Score
@@ -59,9 +59,15 @@ def uniform(program: Program) -> Uniform:
             if all(a in values or (a in directions and {"i", "j"} <= dependencies[a]) for a in varying):
                 values.add(n)
                 roots |= {a: directions[a] for a in varying if a not in values}
-    if not any(instructions[n].op == "load" for n in values):
+    reads = any(instructions[n].op == "load" for n in values)
+    if not reads or not all(_has_steps(n, instructions) for n in roots):
         return Uniform({}, frozenset())
     return Uniform(roots, frozenset(values))
+
+
+def _has_steps(root: int, instructions: Sequence[Instruction]) -> bool:
+    """Return whether an integer may stay the same from one query or key to the next."""
+    return any(instructions[n].op in ("min", "max", "floordiv") for n in needed_for(instructions, [root]))
 
 
 def _direction(
