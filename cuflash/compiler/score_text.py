@@ -7,7 +7,7 @@ what it depends on allows: once for a tile's batch entry and head, for a query, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -117,7 +117,7 @@ class Printer:
             *(f"  using Of{name} = {name}; using Of{name}Sums = {name}Sums;" for name in ("Tile", "Query", "Key")),
             "  using OfScoreSums = ScoreSums;",
             f"  static constexpr bool kIsDerived = {str(is_derived).lower()};",
-            f"  static constexpr bool kAddsGradients = {str(set(self.loads) > {self.stored} or bool(self.loads and self.stored is None)).lower()};",
+            f"  static constexpr bool kAddsGradients = {str(bool({*self.loads} - {self.stored})).lower()};",
             *self._facts(),
             *self._fields(),
         ]

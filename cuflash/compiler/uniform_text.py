@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from ..scores.program import needed_for
+from ..scores.program import Program, needed_for
 from ..scores.uniform import Direction, uniform
-
-if TYPE_CHECKING:
-    from .score_text import Printer
 
 KINDS = {"real": "T", "int": "int", "bool": "bool"}
 _CORNERS = {1: ("first", "last"), 0: ("first", "first"), -1: ("last", "first")}  # of the least and the greatest value
+
+
+class Printer(Protocol):
+    """What prints the program of a function: `score_text.Printer`."""
+
+    program: Program
+    levels: list[str]
+    renamed: dict[int, str]
+    given: str
+    staged: int | None
+
+    def loads_of(self, level: str) -> list[tuple[int, int]]: ...
+    def assignment(self, n: int, level: str) -> str: ...
+    def address(self, n: int, level: str) -> str: ...
+    def values(self, is_derived: bool) -> list[str]: ...
 
 
 class UniformText:
@@ -81,7 +93,7 @@ class UniformText:
 
     def _additions(self, given: Printer) -> list[str]:
         """Sums over a tile in registers, and their addition to memory."""
-        arguments = "const Tile& tile, const Query& query, const Key& key, int i, int j, T s, T df, const Slopes& slopes"
+        arguments = "const Tile& tile, const Query&, const Key&, int, int, T, T df, const Slopes& slopes"
         sums = "TileSums& of_tile, QuerySums& of_query, KeySums& of_key, UniformSums& of_uniform"
         lines = [f"  CUFLASH_DEVICE void add({arguments}, {sums}) const {{"]
         for level, name in (("tile", "tile"), ("query", "query"), ("key", "key"), ("score", "uniform")):

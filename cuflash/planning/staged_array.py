@@ -55,9 +55,9 @@ def can_store_gradient(problem: Problem) -> bool:
         return False
     load = staged_load(program)
     assert load is not None
-    array = program.arrays[program.instructions[load].value]
-    loads = [each for each in program.instructions if each.op == "load" and each.value == program.instructions[load].value]
-    if array.name not in problem.wrt or array.dtype != problem.dtype.name or len(loads) != 1:
+    number = program.instructions[load].value
+    array, is_read = program.arrays[number], [each.op == "load" and each.value == number for each in program.instructions]
+    if array.name not in problem.wrt or array.dtype != problem.dtype.name or sum(is_read) != 1:
         return False
     _, slope, slope_of_array = derived(program, (array.name,)).results
     return slope == slope_of_array and kinds_of_sums(problem, (array.name,)) == (OWN,)

@@ -94,7 +94,9 @@ LAYOUTS = {
     "padded": lambda x: np.concatenate([x, x[..., :8]], -1)[..., : x.shape[-1]],
 }
 ON_GPU = pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))
-on_hopper = pytest.mark.parametrize("run", [pytest.param(replace(SIM, kernel="sm90"), marks=needs_compiler), ON_GPU], ids=str)
+on_hopper = pytest.mark.parametrize(
+    "run", [pytest.param(replace(SIM, kernel="sm90"), marks=needs_compiler), ON_GPU], ids=str
+)  # fmt: skip
 
 
 def problem(mask: Any, dim: int = 72, seqlen_kv: int = 136) -> Example:

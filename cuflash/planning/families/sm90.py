@@ -290,7 +290,8 @@ def forward_spec(
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
     # What needs more registers than three or four warpgroups have.
-    is_large = problem.dropout is not None or (problem.score is not None and _is_large(problem.score, can_stage(problem)))
+    score = problem.score
+    is_large = problem.dropout is not None or (score is not None and _is_large(score, can_stage(problem)))
     if largest is None and not is_large:
         min_keys, tile_3_consumers = _FORWARD_3_CONSUMERS.get(width, (inf, _FORWARD[width]))
         max_keys, tile_4_consumers = _FORWARD_4_CONSUMERS.get(width, (0, tile_3_consumers))
