@@ -56,7 +56,8 @@ def can_store_gradient(problem: Problem) -> bool:
     load = staged_load(program)
     assert load is not None
     number = program.instructions[load].value
-    array, is_read = program.arrays[number], [each.op == "load" and each.value == number for each in program.instructions]
+    array = program.arrays[number]
+    is_read = [each.op == "load" and each.value == number for each in program.instructions]
     if array.name not in problem.wrt or array.dtype != problem.dtype.name or sum(is_read) != 1:
         return False
     _, slope, slope_of_array = derived(program, (array.name,)).results

@@ -16,72 +16,77 @@ from hypothesis import strategies as st
 from test_scores import everything
 
 import cuflash
-from cuflash import Score, ShapeDtype, masks, scores
+from cuflash import Score, masks, scores
 
-HOPPER = cuflash.DeviceSpec.gpu("H100")
 HALF, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 
-def specs(score: Score, wrt: tuple[str, ...] = (), **changes: Any) -> dict[str, KernelSpec]:
+def specs(library: Any, score: Any, wrt: tuple[str, ...] = (), **changes: Any) -> dict[str, KernelSpec]:
     """The kernels of a problem of float16."""
     sizes = {"heads": 4, "seqlen_q": 300, "seqlen_kv": 512, "dim": 128} | changes
-    q, k = (ShapeDtype((2, sizes["heads"], sizes[name], sizes["dim"]), HALF) for name in ("seqlen_q", "seqlen_kv"))
-    options = {"mask": sizes.get("mask"), "executor": "gpu", "device": HOPPER, "kernel": "sm90"}
-    return dict(cuflash.plan(q, k, k, score=score, wrt=wrt, **options).plan.specs)
+    shapes = ((2, sizes["heads"], sizes[name], sizes["dim"]) for name in ("seqlen_q", "seqlen_kv"))
+    q, k = (library.ShapeDtype(shape, HALF) for shape in shapes)
+    options = {"executor": "gpu", "device": library.DeviceSpec.gpu("H100"), "kernel": "sm90"}
+    return dict(library.plan(q, k, k, mask=sizes.get("mask"), score=score, wrt=wrt, **options).plan.specs)
 
 
-def bias(*shape: int, dtype: Any = HALF) -> Score:
-    return scores.bias(ShapeDtype(shape, np.dtype(dtype)))
+def check_plans(library: Any) -> None:
+    """Which arrays kernels stage, and of which they store the gradient."""
 
+    def bias(*shape: int, dtype: Any = HALF) -> Any:
+        return library.scores.bias(library.ShapeDtype(shape, np.dtype(dtype)))
 
-def staged(score: Score, **changes: Any) -> tuple[bool, bool]:
-    """Whether the forward kernel and the backward kernel stage an array."""
-    made = specs(score, **changes)
-    return made["forward"].score_is_staged, made["backward"].score_is_staged
+    def staged(score: Any, **changes: Any) -> tuple[bool, bool]:
+        made = specs(library, score, **changes)
+        return made["forward"].score_is_staged, made["backward"].score_is_staged
 
+    def is_stored(score: Any, wrt: tuple[str, ...] = ("bias",)) -> bool:
+        return specs(library, score, wrt)["backward"].score_is_stored
 
-def test_kernels_stage_an_array_that_is_as_large_as_the_scores() -> None:
+    softcap, blocks = library.scores.softcap(3.0), library.masks.BlockPattern(np.eye(3, 4, dtype=bool), 128)
     assert staged(bias(2, 4, 300, 512)) == (True, True)
     assert staged(bias(300, 512, dtype=BFLOAT16)) == (True, True)  # which all heads share
-    assert staged(scores.softcap(3.0) @ bias(4, 300, 512)) == (True, True)
+    assert staged(softcap @ bias(4, 300, 512)) == (True, True)
     assert staged(bias(4, 300, 512), dim=64) == (True, False)
-
-
-def test_kernels_read_other_arrays_where_they_are() -> None:
-    table = ShapeDtype((4, 300, 512), HALF)
-    turned = Score(lambda s, b, h, i, j, x: s + x[h, j, i], x=ShapeDtype((4, 512, 300), HALF))
-    two = Score(lambda s, b, h, i, j, x, y: s + x[h, i, j] * y[h, i, j], x=table, y=table)
-    shifted = Score(lambda s, b, h, i, j, x: s + x[h, i, np.maximum(j - 1, 0)], x=table)
-    for score in (bias(4, 300, 512, dtype=np.float32), bias(4, 1, 512), bias(4, 300, 1), turned, two, shifted):
+    assert staged(bias(4, 300, 512), mask=blocks) == (False, True)
+    table, turned = library.ShapeDtype((4, 300, 512), HALF), library.ShapeDtype((4, 512, 300), HALF)
+    for score in (
+        bias(4, 300, 512, dtype=np.float32), bias(4, 1, 512), bias(4, 300, 1),
+        library.Score(lambda s, b, h, i, j, x: s + x[h, j, i], x=turned),
+        library.Score(lambda s, b, h, i, j, x, y: s + x[h, i, j] * y[h, i, j], x=table, y=table),
+        library.Score(lambda s, b, h, i, j, x: s + x[h, i, np.maximum(j - 1, 0)], x=table),
+    ):  # fmt: skip
         assert staged(score) == (False, False)
     assert staged(bias(4, 300, 509), seqlen_kv=509) == (False, False)  # rows are no whole packets
     assert staged(bias(4, 300, 512), dim=192) == (False, False)
-    assert staged(bias(4, 300, 512), mask=masks.BlockPattern(np.eye(3, 4, dtype=bool), 128)) == (False, True)
-
-
-def test_a_gradient_is_stored_where_it_is_that_of_the_score() -> None:
-    def is_stored(score: Score, wrt: tuple[str, ...] = ("bias",)) -> bool:
-        return specs(score, wrt)["backward"].score_is_stored
-
     own = bias(2, 4, 300, 512)
     assert is_stored(own)
-    assert is_stored(scores.softcap(3.0) @ own)  # the cap comes after the bias
+    assert is_stored(softcap @ own)  # the cap comes after the bias
     assert not is_stored(own, ())
-    assert not is_stored(own @ scores.softcap(3.0))  # it comes before: the slope by the score is another
+    assert not is_stored(own @ softcap)  # it comes before: the slope by the score is another
     assert not is_stored(bias(4, 300, 512))  # which two batch entries share
     assert not is_stored(bias(2, 4, 300, 512, dtype=BFLOAT16))  # dS is float16
 
 
-def test_a_gradient_that_is_stored_needs_zeros_where_a_mask_hides_scores() -> None:
-    q, array = ShapeDtype((4, 512, 128), HALF), ShapeDtype((4, 512, 512), HALF)
-    for causal, zeroed in ((False, ()), (True, ("dscore.bias",))):
-        plan = cuflash.plan(q, q, q, bias=array, wrt="bias", causal=causal, executor="gpu", device=HOPPER,
-                            kernel="sm90").plan
+def test_kernels_stage_arrays_that_are_as_large_as_the_scores() -> None:
+    check_plans(cuflash)
+
+
+def check_zeros(library: Any) -> None:
+    """A gradient that is stored needs zeros where a mask hides scores, and one that is added to needs them always."""
+    q, array = library.ShapeDtype((4, 512, 128), HALF), library.ShapeDtype((4, 512, 512), HALF)
+    for kernel, causal, dtype, zeroed in (
+        ("sm90", False, HALF, ()), ("sm90", True, HALF, ("dscore.bias",)),
+        ("sm80", False, np.dtype(np.float32), ("dscore.bias",)),
+    ):  # fmt: skip
+        options = {"executor": "gpu", "device": library.DeviceSpec.gpu("H100"), "kernel": kernel}
+        plan = library.plan(q, q, q, bias=array, wrt="bias", causal=causal, **options).plan
         assert plan.kernels.backward.zeroed == zeroed
-        assert plan.gradients_made["dscore.bias"] == array
-    other = cuflash.plan(q, q, q, bias=array, wrt="bias", executor="gpu", device=HOPPER, kernel="sm80").plan
-    assert other.gradients_made["dscore.bias"].dtype == np.float32
-    assert other.kernels.backward.zeroed == ("dscore.bias",)
+        assert plan.gradients_made["dscore.bias"] == library.ShapeDtype((4, 512, 512), dtype)
+
+
+def test_a_gradient_is_zero_before_kernels_where_they_do_not_write_all_of_it() -> None:
+    check_zeros(cuflash)
 
 
 # Results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -18,29 +19,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scores import everything
 
+import cuflash
 from cuflash import Score, masks, scores
 
 TABLE = np.random.default_rng(2).standard_normal((2, 9)).astype(np.float32)
 NEAR = Score(lambda s, b, h, i, j, near: s + near[h, np.clip(j - i, -4, 4) + 4], near=TABLE)
 
 
-def directions(function: Any) -> list[tuple[int, int]]:
-    """How the roots of a function that reads a table of 100 elements change with the query and the key."""
-    return sorted(map(tuple, uniform(Score(function, table=np.zeros(100, np.float32)).program).roots.values()))
+def check_directions(library: Any) -> None:
+    """Which integers of a function with a table of 100 elements are monotone in the query and the key."""
+    found = importlib.import_module(f"{library.__name__}.scores.uniform").uniform
+
+    def directions(index: Any) -> list[tuple[int, int]]:
+        made = library.Score(lambda s, b, h, i, j, table: s + table[index(h, i, j)], table=np.zeros(100, np.float32))
+        return sorted(map(tuple, found(made.program).roots.values()))
+
+    assert directions(lambda h, i, j: np.clip(j - i, 0, 9)) == [(-1, 1)]
+    assert directions(lambda h, i, j: np.clip(3 * i - -2 * j, 0, 9)) == [(1, 1)]
+    assert directions(lambda h, i, j: np.minimum((i + j) // 4, 9)) == [(1, 1)]
+    assert directions(lambda h, i, j: np.maximum(i, j)) == [(1, 1)]
+    assert directions(lambda h, i, j: h + np.clip(-(i - j), 0, 3)) == [(-1, 1)]
+    assert directions(lambda h, i, j: 10 * np.clip(i + j, 0, 3) + np.clip(j - i, 0, 3)) == [(-1, 1), (1, 1)]
+    assert directions(lambda h, i, j: np.clip((i - j) % 7, 0, 9)) == []
+    for never in (np.abs, lambda x: x % 7, lambda x: x * x):
+        assert directions(lambda h, i, j, never=never: np.clip(never(i - j), 0, 9)) == []
+    assert directions(lambda h, i, j: i) == []
 
 
 def test_integers_that_are_monotone_are_found() -> None:
-    assert directions(lambda s, b, h, i, j, table: s + table[np.clip(j - i, 0, 9)]) == [(-1, 1)]
-    assert directions(lambda s, b, h, i, j, table: s + table[np.clip(3 * i - -2 * j, 0, 9)]) == [(1, 1)]
-    assert directions(lambda s, b, h, i, j, table: s + table[np.minimum((i + j) // 4, 9)]) == [(1, 1)]
-    assert directions(lambda s, b, h, i, j, table: s + table[np.maximum(i, j)]) == [(1, 1)]
-    assert directions(lambda s, b, h, i, j, table: s + table[h + np.clip(-(i - j), 0, 3)]) == [(-1, 1)]
-    assert directions(lambda s, b, h, i, j, table: s + table[10 * np.clip(i + j, 0, 3) + np.clip(j - i, 0, 3)]) == [
-        (-1, 1), (1, 1)
-    ]  # fmt: skip
-    for other in (lambda i, j: np.abs(i - j), lambda i, j: (i - j) % 7, lambda i, j: i * j):
-        assert directions(lambda s, b, h, i, j, table, other=other: s + table[np.clip(other(i, j), 0, 9)]) == []
-    assert directions(lambda s, b, h, i, j, table: s + table[i]) == []
+    check_directions(cuflash)
 
 
 @settings(max_examples=300 if is_long() else 60, deadline=None)
