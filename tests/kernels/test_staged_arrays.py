@@ -96,6 +96,7 @@ LAYOUTS = {
     "one element further on": lambda x: np.concatenate([x[..., :1], x], -1)[..., 1:],
     "columns": lambda x: np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2),
     "backwards": lambda x: np.ascontiguousarray(x[..., ::-1])[..., ::-1],
+    "every second element": lambda x: np.repeat(x, 2, -1)[..., ::2],
     "padded": lambda x: np.concatenate([x, x[..., :8]], -1)[..., : x.shape[-1]],
 }
 ON_GPU = pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))

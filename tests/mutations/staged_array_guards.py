@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from types import ModuleType
 
+from cuflash.sim import SimulationError
 from executors import SIM
 from test_staged_arrays import check_hidden, check_layouts, check_masks, check_plans, check_zeros
 from test_uniform_steps import check_clipped, check_directions
 
-SIGNS = (AssertionError, ValueError)
+SIGNS = (AssertionError, ValueError, SimulationError)
 _HOPPER = replace(SIM, kernel="sm90")
 
 

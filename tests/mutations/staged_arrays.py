@@ -11,16 +11,13 @@ from mutations.staged_array_guards import (
 STAGED, WEIGHTS = "sm90/staged_array.cuh", "sm90/changed_weights.cuh"
 FAULTS = {
     staged_results_are_right: {
-        "rows past the last query are brought": Edit(STAGED, "row", "queries.at(number)", "queries.first + number"),
         "a step has the elements of the first keys": Edit(STAGED, "row", "keys.first)", "0)"),
         "P has the element of a pair's other key": Edit(
             "sm90/tile_score.cuh", "apply", "pairs[i][j % 2]", "pairs[i][1 - j % 2]"
         ),
         "a step reads the elements of the step before": Edit(
-            "sm90/forward.cu", "score_step", "array_smem(stage_of(num_k_blocks))", "array_smem(stage_of(num_k_blocks + 1))"
-        ),
-        "windows start within a packet": Edit(
-            "sm90/kv_pipeline.cuh", "schedule_tiles", "visit_range.start -= visit_range.start % 8;", ""
+            "sm90/forward.cu", "score_step", "array_smem(stage_of(num_k_blocks))",
+            "array_smem(stage_of(num_k_blocks + 1))",
         ),
         "gradients read elements of other queries": Edit(
             WEIGHTS, "function_at", "Tile::column(j) * SmemArray::kPitch", "Tile::row(i) * SmemArray::kPitch"
@@ -63,7 +60,9 @@ FAULTS = {
         ),
     },
     zeros_are_planned: {
-        "hidden elements keep what was there": Edit("planning/plan.py", "_visits_all", "work.band == Band(None, None)", "True"),
+        "hidden elements keep what was there": Edit(
+            "planning/plan.py", "_visits_all", "work.band == Band(None, None)", "True"
+        ),
     },
     monotone_integers_are_found: {
         "what is subtracted keeps its direction": Edit(

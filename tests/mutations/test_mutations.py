@@ -31,7 +31,8 @@ from mutations import (
 from mutations.planting import Edit, planted
 
 OF_INPUTS = (calls, mask_inputs, sequences, kv_cache, calculators, interop, fp8, study, cache_steps, reuse)
-OF_BOTH = (lists, non_finite, score_kernels, selectors, sinks, dropout, fa1, staged_arrays)  # faults of Python and of kernels
+# Faults of Python and of kernels.
+OF_BOTH = (lists, non_finite, score_kernels, selectors, sinks, dropout, fa1, staged_arrays)
 OF_KERNELS = (
     simt, attention, tile, sm80, decode, cache_e4m3, prefill, sm90_forward, sm90_backward, sm90_backward_rows,
     sm90_backward_wide, blocks, fp8_kernels, *OF_BOTH,
