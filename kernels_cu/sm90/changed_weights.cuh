@@ -36,7 +36,7 @@ class StepScore {
       : score_(score),
         of_tile_(score.of_tile(place.batch_head.batch_index, place.batch_head.head)),
         queries_(place.queries, Tile::first_column()),
-        staged_(array_smem(place.stage).at(Tile::first_column(), Tile::first_row())) {
+        array_(array_smem(place.stage)) {
     const attention::PositionsOf<Score> keys(place.keys, Tile::first_row());
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
@@ -113,7 +113,8 @@ class StepScore {
   template <class Form>
   CUFLASH_DEVICE decltype(auto) function_at(int i, int j) const {
     if constexpr (kIsSame<Form, OfStaged>) {
-      const unsigned char* const from = staged_ + Tile::column(j) * SmemArray::kPitch + 2 * Tile::row(i);
+      const int query = Tile::first_column() + Tile::column(j), key = Tile::first_row() + Tile::row(i);
+      const unsigned char* const from = array_.at(query, key / 8) + 2 * (key % 8);
       return WithValue<Score, T>{score_,
                                  score::real<T>(*reinterpret_cast<const typename Score::StagedElement*>(from))};
     } else if constexpr (kIsSame<Form, OfUniform>) {
@@ -189,7 +190,7 @@ class StepScore {
   const Score& score_;
   typename Score::OfTile of_tile_;
   attention::PositionsOf<Score> queries_;
-  const unsigned char* staged_;  // of the thread's first query and key
+  SmemArray array_;  // of the step
   bool is_uniform_ = false;
   typename Score::OfUniform uniform_;
   attention::Position<T> keys_[Tile::kRows];

@@ -23,7 +23,7 @@ constexpr bool kTestsBarriersEarly = kHeadDim > 64;
 constexpr bool kSkipsMaxOnMasked = kNumConsumers == 3;
 constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
 // With a score function, consumers want more of them, unless it reads arrays at positions.
-constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions;
+constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions && !kStagesArray;
 constexpr int kProducerRegisters =
     kNumConsumers == 4 ? 24
     : kNumConsumers == 3 ? 32
@@ -156,6 +156,10 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
     tile::wait_full(shared().k[stage], phase);
     is_end = flags_of_warpgroup(group, num_k_blocks) & StepMessage::kLastOfTile;
     tile::arrive(shared().k[stage].empty);
+    if constexpr (kStagesArray) {
+      tile::wait_full(array_slot(stage), phase);
+      tile::arrive(array_slot(stage).empty);
+    }
     ping_pong_wait();
     ping_pong_signal();
     tile::wait_full(shared().v[stage], phase);
@@ -166,6 +170,7 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
 // The score function of a step's scores, in their place, before masks hide any.
 CUFLASH_DEVICE void score_step(const ScoresOfTile& of_tile, const score::Function& function, Scores& s,
                                unsigned num_k_blocks) {
+  if constexpr (kStagesArray) tile::wait_full(array_slot(stage_of(num_k_blocks)), phase_of(num_k_blocks));
   if constexpr (kHasScore)
     of_tile.apply(s, function, shared().softmax_scale, shared().messages[stage_of(num_k_blocks)].block,
                   array_smem(stage_of(num_k_blocks)));
@@ -220,6 +225,7 @@ CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, 
 // A step's keys are not read any more; nor are, with its last ones, a tile's queries, if they have the one room.
 CUFLASH_DEVICE void release_k(unsigned num_k_blocks, bool is_last) {
   tile::arrive(shared().k[stage_of(num_k_blocks)].empty);
+  if constexpr (kStagesArray) tile::arrive(array_slot(stage_of(num_k_blocks)).empty);
   if (is_last && kQStages == 1) tile::arrive(shared().q[0].empty);
 }
 

@@ -96,10 +96,14 @@ CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
 }
 
-// The step's elements of a captured array, behind all else; they come and go with the step's keys.
+// The step's elements of a captured array and their slots, behind all else.
 using SmemArray = StagedArray<kBlockQ, kBlockKv>;
+constexpr int kArrayOffset = kStorageOffset + (static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16;
+CUFLASH_DEVICE tile::PipelineSlot& array_slot(int stage) {
+  return reinterpret_cast<tile::PipelineSlot*>(ptx::dynamic_shared<unsigned char>() + kArrayOffset)[stage];
+}
 CUFLASH_DEVICE SmemArray array_smem(int stage) {
-  return {kStorageOffset + (static_cast<int>(sizeof(SharedStorage)) + 15) / 16 * 16 + stage * SmemArray::kBytes};
+  return {kArrayOffset + kNumStages * static_cast<int>(sizeof(tile::PipelineSlot)) + stage * SmemArray::kBytes};
 }
 
 // The room of a ring that the count-th tile has, and the parity of its phases.
@@ -142,15 +146,13 @@ CUFLASH_DEVICE tile::TmaBoxes boxes_of(int stage) {
 template <Operand kOperand>
 CUFLASH_DEVICE void load_operand(const attention::Params& params, const attention::TensorMaps& maps,
                                  const tile::PipelineSlot& slot,
-                                 int stage, const WorkTileInfo& tile_info, int first, int last, bool zero_fills,
-                                 int extra_bytes = 0) {
+                                 int stage, const WorkTileInfo& tile_info, int first, int last, bool zero_fills) {
   const attention::TensorMapParam& map = (&maps.q)[kOperand];
   const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
   constexpr bool kIsTransposed = config::kIsQuantized && kOperand == kV;  // rows are columns of the map's matrix
   if (config::kIsQuantized || (attention::has_tensor_map(map, matrices) && !zero_fills)) {  // quantised ones have maps
     if (elect_one()) tile::tma_load_boxes<SmemQ::Element>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
-                                                          kIsTransposed ? 0 : first, slot.full, extra_bytes,
-                                                          kIsTransposed ? first : 0);
+                                                          kIsTransposed ? 0 : first, slot.full, 0, kIsTransposed ? first : 0);
     else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
     return;
   }
@@ -332,30 +334,8 @@ CUFLASH_DEVICE bool ends_before_others(const attention::Params& params, const at
 CUFLASH_DEVICE void write_scales(attention::NoScales, const WorkTileInfo&, int, int) {}
 CUFLASH_DEVICE void write_scales(const attention::Scales& scales, const WorkTileInfo& tile_info, int stage, int first_key);
 
-// Fill the rooms of a step's keys and of its elements of the staged array, which are empty. By a warp.
-template <class Score>
-CUFLASH_DEVICE void load_keys_and_array(const attention::Params& params, const attention::TensorMaps& maps,
-                                        const Score& score, int stage, const WorkTileInfo& tile_info,
-                                        const attention::KvBlock& block) {
-  const attention::WorkTile& work = tile_info.work;
-  const auto of_tile = score.of_tile(work.batch_head.batch_index, work.batch_head.head);
-  const StagedPart<const typename Score::StagedElement> part{
-      score.staged_array(of_tile), {work.first, work.last}, {block.start, block.stop}};
-  const tile::PipelineSlot& k = shared().k[stage];
-  const bool is_brought = part.has_whole_packets() && attention::has_tensor_map(maps.k, params.k);
-  if (!is_brought) {
-    part.template copy<32>(array_smem(stage), tile::lane());
-    __syncwarp();
-  }
-  load_operand<kK>(params, maps, k, stage, tile_info, block.start, block.stop, false,
-                   is_brought ? kBlockQ * part.num_bytes() : 0);
-  __syncwarp();  // bytes are announced before they come
-  if (is_brought) part.template start_copies<32>(array_smem(stage), tile::lane(), k.full);
-}
-
-template <class Score>
 CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::TensorMaps& maps,
-                              attention::PagesArgument pages, attention::ScalesArgument scales, const Score& score) {
+                              attention::PagesArgument pages, attention::ScalesArgument scales) {
   using namespace attention;
   unsigned num_k_blocks = 0, num_tiles_done = 0;  // tiles brought
   while (true) {
@@ -387,12 +367,8 @@ CUFLASH_DEVICE void load_keys(const attention::Params& params, const attention::
       }
       write_scales(scales, tile_info, stage, start);
       __syncwarp();
-      if constexpr (kStagesArray) {
-        load_keys_and_array(params, maps, score, stage, tile_info, block);
-      } else {
-        load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
-                      ends_inside_block(block, params.shape.seqlen_kv));
-      }
+      load_step<kK>(params, maps, pages, k, stage, tile_info, block, kLoadsDo &&
+                    ends_inside_block(block, params.shape.seqlen_kv));
       ++num_k_blocks;
       if (!is_first) continue;
       wait_slot(q, q_phase_of(num_tiles_done));
@@ -423,6 +399,39 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
       load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
       ++num_v_blocks;
     }
+    tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
+  }
+}
+
+// Bring the elements of the staged array, two steps at a time: a step's are there once the next one's copy has started.
+template <class Score>
+CUFLASH_DEVICE void load_array(const attention::Params& params, const Score& score) {
+  using namespace attention;
+  unsigned num_blocks = 0;
+  for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);  // nobody reads them yet
+  for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
+    const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
+    if (tile_info.is_end) return;
+    const WorkTile& work = tile_info.work;
+    const auto of_tile = score.of_tile(work.batch_head.batch_index, work.batch_head.head);
+    BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
+    KvBlock block;
+    for (bool is_first = true; blocks.next(block); is_first = false) {
+      const int stage = stage_of(num_blocks);
+      shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
+      wait_slot(array_slot(stage), phase_of(num_blocks));
+      const StagedPart<const typename Score::StagedElement> part{
+          score.staged_array(of_tile), {work.first, work.last}, {block.start, block.stop}};
+      part.template start_copy<32, 4>(array_smem(stage), tile::lane());
+      ptx::cp_async_commit();
+      if (!is_first) {
+        ptx::cp_async_wait<1>();
+        tile::arrive(array_slot(stage_of(num_blocks - 1)).full);
+      }
+      ++num_blocks;
+    }
+    ptx::cp_async_wait<0>();
+    tile::arrive(array_slot(stage_of(num_blocks - 1)).full);
     tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
   }
 }
@@ -467,8 +476,13 @@ CUFLASH_DEVICE void init_barriers() {
   }
   for (const tile::PipelineSlot& tile_info_slot : shared().tile_info_slots) {
     ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.full), tile::kArrivalsPerWarp);
-    ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty), 2 * tile::kArrivalsPerWarp);
+    ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty), (2 + kStagesArray) * tile::kArrivalsPerWarp);
   }
+  if constexpr (kStagesArray)
+    for (int stage = 0; stage < kNumStages; ++stage) {
+      ptx::mbarrier_init(ptx::shared_address(&array_slot(stage).full), tile::kArrivalsPerWarp);
+      ptx::mbarrier_init(ptx::shared_address(&array_slot(stage).empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
+    }
   ptx::fence_mbarrier_init();
 }
 
@@ -477,9 +491,10 @@ CUFLASH_DEVICE void produce(const attention::Params& params, const attention::Te
                             attention::SinkArgument sink, attention::PagesArgument pages,
                             attention::ScalesArgument scales, const score::Function& score) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == kLoadsKeys) load_keys(params, maps, pages, scales, score);
+  if (warp == kLoadsKeys) load_keys(params, maps, pages, scales);
   else if (warp == kLoadsValues) load_values(params, maps, pages);
   else if (warp == kSchedulesTiles) schedule_tiles(params, maps, sink, pages);
+  else if constexpr (kStagesArray) load_array(params, score);
 }
 
 }  // namespace cuflash

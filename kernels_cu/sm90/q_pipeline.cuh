@@ -502,16 +502,9 @@ CUFLASH_DEVICE void load_array(const Score& score, const attention::WorkTile& wo
   const auto of_tile = score.of_tile(work.batch_head.batch_index, work.batch_head.head);
   const StagedPart<const typename Score::StagedElement> part{
       score.staged_array(of_tile), {block.start, block.stop}, {work.first, work.last}};
-  const uint64_t& full = shared().q[stage].full;
-  if (!part.has_whole_packets()) {
-    part.template copy<kCopyThreads>(array_smem(stage), thread);
-    return tile::arrive(full);
-  }
-  __syncwarp();
-  if (tile::lane() == 0) ptx::mbarrier_arrive_expect_tx(ptx::shared_address(&full), kBlockQ / kCopyThreads * 32 * part.num_bytes());
-  else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&full));
-  __syncwarp();
-  part.template start_copies<kCopyThreads>(array_smem(stage), thread, full);
+  part.template start_copy<kCopyThreads, 1>(array_smem(stage), thread);
+  ptx::cp_async_wait_all();
+  tile::arrive(shared().q[stage].full);
 }
 
 template <class Score>

@@ -1,7 +1,6 @@
 #pragma once
 #include <attention/score.cuh>
-#include <ptx/mbarrier.cuh>
-#include <ptx/tma.cuh>
+#include <ptx/cp_async.cuh>
 #include <tile/copy.cuh>
 
 // A captured array of 16-bit numbers that a score function reads at the query and the key of a score, such as a bias:
@@ -10,26 +9,27 @@ namespace cuflash {
 
 constexpr bool kStagesArray = score::Function::kIsStaged;
 
-// The room of a step: a row for each query, so far apart that eight rows meet no bank twice.
+// The room of a step: a row for each query, whose chunks of 16 bytes are permuted, so that the same chunk of eight rows
+// meets no bank twice.
 template <int Rows, int Columns>
 struct StagedArray {
-  static constexpr int kPitch = 2 * Columns + 16, kBytes = Rows * kPitch;
-  static_assert(Columns % 8 == 0, "rows start at multiples of 16 bytes");
+  static constexpr int kRows = Rows, kChunks = Columns / 8, kRowBytes = 2 * Columns, kBytes = Rows * kRowBytes;
+  static_assert(Columns % 64 == 0, "eight chunks are permuted among each other");
 
   int start;  // bytes from the start of shared memory
 
-  CUFLASH_DEVICE unsigned char* at(int row, int column) const {
-    return ptx::dynamic_shared<unsigned char>() + start + row * kPitch + 2 * column;
-  }
-
-  // Two numbers of a row, of which the first has an even column.
-  template <class Element>
-  static CUFLASH_DEVICE void load_pair(const unsigned char* from, float (&pair)[2]) {
-    const uint32_t word = *reinterpret_cast<const uint32_t*>(from);
-    pair[0] = ptx::to_float(Element{static_cast<unsigned short>(word)});
-    pair[1] = ptx::to_float(Element{static_cast<unsigned short>(word >> 16)});
+  static CUFLASH_DEVICE int offset(int row, int chunk) { return row * kRowBytes + (chunk ^ row % 8) * 16; }
+  CUFLASH_DEVICE unsigned char* at(int row, int chunk) const {
+    return ptx::dynamic_shared<unsigned char>() + start + offset(row, chunk);
   }
 };
+
+// Two 16-bit numbers.
+template <class Element>
+CUFLASH_DEVICE void to_floats(uint32_t word, float (&pair)[2]) {
+  pair[0] = ptx::to_float(Element{static_cast<unsigned short>(word)});
+  pair[1] = ptx::to_float(Element{static_cast<unsigned short>(word >> 16)});
+}
 
 // The part of a matrix that a step reads: queries and keys first <= x < last.
 template <class Element>
@@ -37,33 +37,39 @@ struct StagedPart {
   tile::Matrix<Element> matrix;
   attention::Positions queries, keys;
 
-  CUFLASH_DEVICE int num_bytes() const { return 2 * (keys.last - keys.first); }  // of a row
-  // Whether bulk copies can bring its rows: whole packets of 16 bytes.
-  CUFLASH_DEVICE bool has_whole_packets() const {
-    return matrix.column_stride == 1 && matrix.row_stride % 8 == 0 && keys.first % 8 == 0 && num_bytes() % 16 == 0 &&
-        reinterpret_cast<uint64_t>(matrix.data) % 16 == 0;
+  // Start the copy of the part by threads, of which `thread` is one; zeros past its ends. Bits that cannot be copied
+  // asynchronously are there at once.
+  template <int Threads, int kUnroll, class Room>
+  CUFLASH_DEVICE void start_copy(Room to, int thread) const {
+    static_assert(Threads % Room::kChunks == 0 && Room::kRows % (Threads / Room::kChunks) == 0, "whole rows at a time");
+    constexpr int kRowsAtOnce = Threads / Room::kChunks;
+    const int chunk = thread % Room::kChunks, num_rows = queries.last - queries.first;
+    const int remaining = min(max(keys.last - keys.first - 8 * chunk, 0), 8);
+    const Element* from = &matrix.at(queries.first, keys.first) + 8 * chunk * matrix.column_stride;
+    const bool is_aligned = matrix.column_stride == 1 && matrix.row_stride % 8 == 0 &&
+        reinterpret_cast<uint64_t>(&matrix.at(queries.first, keys.first)) % 16 == 0;
+    if (!is_aligned) return copy_each<kRowsAtOnce>(to, thread, remaining);
+    from += thread / Room::kChunks * matrix.row_stride;
+#pragma unroll kUnroll
+    for (int first = 0; first < Room::kRows; first += kRowsAtOnce) {
+      const int row = first + thread / Room::kChunks;
+      const bool in_bounds = row < num_rows && remaining > 0;
+      ptx::cp_async_cg_16(ptx::shared_address(to.at(row, chunk)), in_bounds ? from : matrix.data,
+                          in_bounds ? 2 * remaining : 0);
+      from += kRowsAtOnce * matrix.row_stride;
+    }
   }
-  CUFLASH_DEVICE const Element* row(int number) const { return &matrix.at(queries.at(number), keys.first); }
 
-  // Start the copies of rows `thread`, `thread` + Threads and so on; past the last query the rows are that query's. The
-  // barrier expects the bytes of all rows.
-  template <int Threads, int Rows, int Columns>
-  CUFLASH_DEVICE void start_copies(StagedArray<Rows, Columns> to, int thread, const uint64_t& full) const {
+ private:
+  template <int RowsAtOnce, class Room>
+  CUFLASH_DEVICE void copy_each(Room to, int thread, int remaining) const {
+    const int chunk = thread % Room::kChunks;
 #pragma unroll 1
-    for (int i = thread; i < Rows; i += Threads)
-      ptx::bulk_load(ptx::shared_address(to.at(i, 0)), row(i), num_bytes(), ptx::shared_address(&full));
-  }
-
-  // Copy all of it by threads, of which `thread` is one.
-  template <int Threads, int Rows, int Columns>
-  CUFLASH_DEVICE void copy(StagedArray<Rows, Columns> to, int thread) const {
-    const int num_columns = keys.last - keys.first;
+    for (int row = thread / Room::kChunks; row < Room::kRows; row += RowsAtOnce) {
+      const Element* const from = &matrix.at(queries.at(row), keys.first) + 8 * chunk * matrix.column_stride;
+      auto* const elements = reinterpret_cast<unsigned short*>(to.at(row, chunk));
 #pragma unroll 1
-    for (int i = 0; i < Rows; ++i) {
-      const Element* const from = row(i);
-#pragma unroll 1
-      for (int j = thread; j < num_columns; j += Threads)
-        *reinterpret_cast<unsigned short*>(to.at(i, j)) = from[j * matrix.column_stride].bits;
+      for (int e = 0; e < 8; ++e) elements[e] = e < remaining ? from[e * matrix.column_stride].bits : 0;
     }
   }
 };

@@ -21,14 +21,13 @@ class TileScore {
   CUFLASH_DEVICE void apply(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block,
                             Staged staged) const {
     if constexpr (Score::kIsStaged) {
-      const unsigned char* rows[Tile::kRows];
       float pairs[Tile::kRows][2];
-#pragma unroll
-      for (int i = 0; i < Tile::kRows; ++i)
-        rows[i] = staged.at(Tile::first_row() + Tile::row(i), Tile::first_column());
+      const unsigned char* const first = staged.at(Tile::first_row(), 0) + 2 * Tile::first_column();
       apply_to_each(s, score, softmax_scale, block, [&](int i, int j, const auto&... arguments) {
-        if (j % 2 == 0)
-          Staged::template load_pair<typename Score::StagedElement>(rows[i] + 2 * Tile::column(j), pairs[i]);
+        if (j % 2 == 0) {
+          const int distance = Staged::offset(Tile::first_row() + Tile::row(i), j / 2) - Staged::offset(Tile::first_row(), 0);
+          to_floats<typename Score::StagedElement>(*reinterpret_cast<const uint32_t*>(first + distance), pairs[i]);
+        }
         return score.value(arguments..., pairs[i][j % 2]);
       });
     } else {

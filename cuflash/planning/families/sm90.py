@@ -44,7 +44,6 @@ _MMA_COLUMNS = 16  # columns of a product
 _NUM_TILE_INFOS = 4  # tiles that they know of
 # bytes that warpgroups tell each other
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
-_PADDING = 16  # bytes between rows of a staged array
 _COORDS = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
@@ -64,7 +63,7 @@ _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256:
 _FORWARD_3_CONSUMERS = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 _FORWARD_4_CONSUMERS = {64: (1536, _Tile(256, 64))}
 MIN_TILES_PER_PROCESSOR = 2
-_STAGED_KEYS = {64: 128, 128: 96}  # at most, where elements of a captured array lie beside them
+_STAGED_KEYS = 128  # of a step, where elements of a captured array lie beside them
 # Of a list: how many blocks of one warpgroup share a multiprocessor, and stages.
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 
@@ -311,7 +310,7 @@ def forward_spec(
             block_kv = max(_MMA_COLUMNS, _power_of_two(min(largest[1], block_kv)))
     is_staged = largest is None and block_q > ROWS and width <= 128 and can_stage(problem)
     if is_staged:
-        block_kv = min(block_kv, _STAGED_KEYS[width])
+        block_q, block_kv = 2 * ROWS, _STAGED_KEYS
     spec = KernelSpec(
         family="sm90", entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
         block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
@@ -417,12 +416,13 @@ def shared_bytes(spec: KernelSpec) -> int:
     query_dims = spec.head_dim + spec.value_dim * loads_do
     elements = q_stages * spec.block_q * query_dims + stages * spec.block_kv * both
     storage = storage_bytes(spec, q_stages, loads_do)
-    return spec.dtype.itemsize * elements + storage + (-storage % 16 + _staged_bytes(spec)) * spec.score_is_staged
+    staged = -storage % 16 + _SLOT * stages + _staged_bytes(spec)
+    return spec.dtype.itemsize * elements + storage + staged * spec.score_is_staged
 
 
 def _staged_bytes(spec: KernelSpec) -> int:
     """The rooms of a staged array's elements, of each stage: StagedArray of sm90/staged_array.cuh."""
-    return spec.num_stages * spec.block_q * (2 * spec.block_kv + _PADDING) * spec.score_is_staged
+    return spec.num_stages * 2 * spec.block_q * spec.block_kv * spec.score_is_staged
 
 
 def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> int:
