@@ -36,7 +36,9 @@ class StepScore {
       : score_(score),
         of_tile_(score.of_tile(place.batch_head.batch_index, place.batch_head.head)),
         queries_(place.queries, Tile::first_column()),
-        array_(array_smem(place.stage)) {
+        array_(array_smem(place.stage)),
+        place_(SmemArray::offset(Tile::first_column(), Tile::first_row() / 8) + 2 * (Tile::first_row() % 8)) {
+    if constexpr (kStagesArray) place_ = ptx::opaque(place_);  // else it takes registers from step to step
     const attention::PositionsOf<Score> keys(place.keys, Tile::first_row());
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
@@ -113,10 +115,8 @@ class StepScore {
   template <class Form>
   CUFLASH_DEVICE decltype(auto) function_at(int i, int j) const {
     if constexpr (kIsSame<Form, OfStaged>) {
-      const int query = Tile::first_column() + Tile::column(j), key = Tile::first_row() + Tile::row(i);
-      const unsigned char* const from = array_.at(query, key / 8) + 2 * (key % 8);
-      return WithValue<Score, T>{score_,
-                                 score::real<T>(*reinterpret_cast<const typename Score::StagedElement*>(from))};
+      const int place = SmemArray::advanced(place_, Tile::column(j), Tile::row(i) / 8);
+      return WithValue<Score, T>{score_, score::real<T>(*array_.template pointer<typename Score::StagedElement>(place))};
     } else if constexpr (kIsSame<Form, OfUniform>) {
       return WithValue<Score, typename Score::OfUniform>{score_, uniform_};
     } else {
@@ -191,6 +191,7 @@ class StepScore {
   typename Score::OfTile of_tile_;
   attention::PositionsOf<Score> queries_;
   SmemArray array_;  // of the step
+  int place_;  // of the thread's first key and query
   bool is_uniform_ = false;
   typename Score::OfUniform uniform_;
   attention::Position<T> keys_[Tile::kRows];

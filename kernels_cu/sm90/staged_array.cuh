@@ -2,6 +2,7 @@
 #include <attention/score.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/copy.cuh>
+#include <tile/swizzled_tile.cuh>
 
 // A captured array of 16-bit numbers that a score function reads at the query and the key of a score, such as a bias:
 // its elements of a step lie in shared memory, where producers put them beside the step's keys or queries.
@@ -9,20 +10,10 @@ namespace cuflash {
 
 constexpr bool kStagesArray = score::Function::kIsStaged;
 
-// The room of a step: a row for each query, whose chunks of 16 bytes are permuted, so that the same chunk of eight rows
-// meets no bank twice.
+// The room of a step: a row for each query. It starts at a multiple of kArrayAlignment bytes.
 template <int Rows, int Columns>
-struct StagedArray {
-  static constexpr int kRows = Rows, kChunks = Columns / 8, kRowBytes = 2 * Columns, kBytes = Rows * kRowBytes;
-  static_assert(Columns % 64 == 0, "eight chunks are permuted among each other");
-
-  int start;  // bytes from the start of shared memory
-
-  static CUFLASH_DEVICE int offset(int row, int chunk) { return row * kRowBytes + (chunk ^ row % 8) * 16; }
-  CUFLASH_DEVICE unsigned char* at(int row, int chunk) const {
-    return ptx::dynamic_shared<unsigned char>() + start + offset(row, chunk);
-  }
-};
+using StagedArray = tile::SwizzledTile<uint16_t, Rows, Columns>;
+constexpr int kArrayAlignment = 128;
 
 // Two 16-bit numbers.
 template <class Element>
@@ -41,6 +32,7 @@ struct StagedPart {
   // asynchronously are there at once.
   template <int Threads, int kUnroll, class Room>
   CUFLASH_DEVICE void start_copy(Room to, int thread) const {
+    static_assert(Room::kChunks % 8 == 0, "eight chunks are permuted among each other");
     static_assert(Threads % Room::kChunks == 0 && Room::kRows % (Threads / Room::kChunks) == 0, "whole rows at a time");
     constexpr int kRowsAtOnce = Threads / Room::kChunks;
     const int chunk = thread % Room::kChunks, num_rows = queries.last - queries.first;
@@ -54,7 +46,7 @@ struct StagedPart {
     for (int first = 0; first < Room::kRows; first += kRowsAtOnce) {
       const int row = first + thread / Room::kChunks;
       const bool in_bounds = row < num_rows && remaining > 0;
-      ptx::cp_async_cg_16(ptx::shared_address(to.at(row, chunk)), in_bounds ? from : matrix.data,
+      ptx::cp_async_cg_16(to.address(row, chunk), in_bounds ? from : matrix.data,
                           in_bounds ? 2 * remaining : 0);
       from += kRowsAtOnce * matrix.row_stride;
     }
@@ -67,7 +59,7 @@ struct StagedPart {
 #pragma unroll 1
     for (int row = thread / Room::kChunks; row < Room::kRows; row += RowsAtOnce) {
       const Element* const from = &matrix.at(queries.at(row), keys.first) + 8 * chunk * matrix.column_stride;
-      auto* const elements = reinterpret_cast<unsigned short*>(to.at(row, chunk));
+      auto* const elements = to.template pointer<unsigned short>(Room::offset(row, chunk));
 #pragma unroll 1
       for (int e = 0; e < 8; ++e) elements[e] = e < remaining ? from[e * matrix.column_stride].bits : 0;
     }

@@ -22,11 +22,12 @@ class TileScore {
                             Staged staged) const {
     if constexpr (Score::kIsStaged) {
       float pairs[Tile::kRows][2];
-      const unsigned char* const first = staged.at(Tile::first_row(), 0) + 2 * Tile::first_column();
+      // Opaque: else places of all columns take registers from step to step.
+      const int first = ptx::opaque(Staged::offset(Tile::first_row(), 0)) + 2 * Tile::first_column();
       apply_to_each(s, score, softmax_scale, block, [&](int i, int j, const auto&... arguments) {
         if (j % 2 == 0) {
-          const int distance = Staged::offset(Tile::first_row() + Tile::row(i), j / 2) - Staged::offset(Tile::first_row(), 0);
-          to_floats<typename Score::StagedElement>(*reinterpret_cast<const uint32_t*>(first + distance), pairs[i]);
+          const int place = Staged::advanced(first, Tile::row(i), j / 2);
+          to_floats<typename Score::StagedElement>(*staged.template pointer<const uint32_t>(place), pairs[i]);
         }
         return score.value(arguments..., pairs[i][j % 2]);
       });

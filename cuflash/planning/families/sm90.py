@@ -23,7 +23,8 @@ from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
 from ..staged_array import can_stage, can_store_gradient, staged_load
-from ..tile_order import balanced_heads, heads_per_wave, is_uneven_band, listed_heads, listed_kv_heads
+from ..tile_order import forward_order, heads_per_wave
+from . import SM90
 from .family import (
     BACKWARD_INPUTS,
     FORWARD_INPUTS,
@@ -44,10 +45,11 @@ _MMA_COLUMNS = 16  # columns of a product
 _NUM_TILE_INFOS = 4  # tiles that they know of
 # bytes that warpgroups tell each other
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
+_ARRAY_ALIGNMENT = 128  # of a staged array's rooms, whose rows are permuted by bits of their places
 _COORDS = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
-_WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # of sm90/q_pipeline.cuh
+_WIDE_STAGES, _MAX_SHARED_BYTES, _STORAGE_BYTES = 2, 227 << 10, 5 << 10  # of sm90/q_tiles.cuh
 
 
 class _Tile(NamedTuple):
@@ -78,7 +80,7 @@ class Sm90(Family):
     beyond 128 columns and where dQ has a kernel of its own.
     """
 
-    name = "sm90"
+    name = SM90
     dtypes = (np.dtype(np.float16), BFLOAT16)
     operands = ("sink", "dropout_seed")
     oldest = (9, 0)
@@ -227,17 +229,14 @@ class Sm90(Family):
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
     ) -> TileOrder:
         """Heads that alternate: those that fit the cache with a list; under a band, those that end together."""
+        tile = forward.block_q, forward.block_kv
+        order = forward_order(problem, device, work, tile, self.resident_blocks(forward, device))
         if isinstance(work, ListedWork):
-            return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
+            return order
         owner = self if backward.family == self.name else _SM80
         blocks = owner.resident_blocks(backward, device)
         kv_heads = heads_per_wave(work, blocks, -(-problem.seqlen_kv // backward.block_kv))
-        if not is_uneven_band(work) or not problem.seqlen_q:
-            return TileOrder(1, kv_heads)
-        blocks = self.resident_blocks(forward, device)
-        return TileOrder(
-            balanced_heads(problem, device, work, (forward.block_q, forward.block_kv), blocks), kv_heads
-        )
+        return order._replace(kv_heads_per_group=kv_heads)
 
     def _launch(
         self, spec: KernelSpec, device: DeviceSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...]
@@ -312,7 +311,7 @@ def forward_spec(
     if is_staged:
         block_q, block_kv = 2 * ROWS, _STAGED_KEYS
     spec = KernelSpec(
-        family="sm90", entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
+        family=SM90, entry="forward", dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
         block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
         num_stages=_NARROW_STAGES if width <= 64 and block_q > ROWS else _STAGES,
     )  # fmt: skip
@@ -362,7 +361,7 @@ def backward_specs(
     if largest is not None and (largest[0] < block_q or largest[1] < block_kv):
         return {}
     backward = KernelSpec(
-        family="sm90", entry=entry, dtype=dtype, head_dim=head_dim, value_dim=value_dim, block_q=block_q,
+        family=SM90, entry=entry, dtype=dtype, head_dim=head_dim, value_dim=value_dim, block_q=block_q,
         block_kv=block_kv, num_warps=12, min_blocks=1, is_listed=largest is not None, num_stages=stages,
         dq_atomic_width=4,
     )  # fmt: skip
@@ -380,7 +379,7 @@ def _backward_in_two_kernels(
         return {}
     stages = _NARROW_STAGES if max(dims) <= 64 else _STAGES
     rows = KernelSpec(
-        family="sm90", entry="backward_rows", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=ROWS,
+        family=SM90, entry="backward_rows", dtype=dtype, head_dim=dims[0], value_dim=dims[1], block_q=ROWS,
         block_kv=ROWS, num_warps=8, min_blocks=2, is_listed=largest is not None, num_stages=stages,
     )  # fmt: skip
     statistics = replace(
@@ -408,7 +407,7 @@ def shared_bytes(spec: KernelSpec) -> int:
         storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * _BACKWARD_WORK + _BACKWARD_OTHER
         storage += _SLOT * (2 + stages + do_stages)
         storage += -storage % 16
-        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage + _staged_bytes(spec)
+        return spec.dtype.itemsize * (elements + do_stages * do_elements) + storage + _staged_bytes(spec, storage)
     loads_do = spec.entry == "backward_rows"
     is_small = spec.is_listed and spec.block_q == ROWS
     is_narrow = max(spec.head_dim, spec.value_dim) <= 128
@@ -416,13 +415,13 @@ def shared_bytes(spec: KernelSpec) -> int:
     query_dims = spec.head_dim + spec.value_dim * loads_do
     elements = q_stages * spec.block_q * query_dims + stages * spec.block_kv * both
     storage = storage_bytes(spec, q_stages, loads_do)
-    staged = -storage % 16 + _SLOT * stages + _staged_bytes(spec)
-    return spec.dtype.itemsize * elements + storage + staged * spec.score_is_staged
+    return spec.dtype.itemsize * elements + storage + _staged_bytes(spec, storage, _SLOT)
 
 
-def _staged_bytes(spec: KernelSpec) -> int:
-    """The rooms of a staged array's elements, of each stage: StagedArray of sm90/staged_array.cuh."""
-    return spec.num_stages * 2 * spec.block_q * spec.block_kv * spec.score_is_staged
+def _staged_bytes(spec: KernelSpec, storage: int, slot: int = 0) -> int:
+    """The rooms of a staged array's elements and their slots, of each stage: StagedArray of sm90/staged_array.cuh."""
+    rooms = spec.num_stages * (2 * spec.block_q * spec.block_kv + slot)
+    return (rooms + -storage % _ARRAY_ALIGNMENT) * spec.score_is_staged
 
 
 def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> int:
