@@ -37,6 +37,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
     ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
   Kept kept;
   using Step = StepScoreIf<Scores, score::Function>;
+  typename Step::StepSums of_steps;
   const auto make_step_p = [&](Scores& s, QueryValues& delta, const QueryValues& lse_2, const PipelineState& state,
                                const Step& step) {
     const StepQueries queries{smem.queries[state.stage], first_query, flags};
@@ -82,7 +83,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       wait_ds(part);
       const auto make_operands = [&](auto is_plain) {
         make_changed_operands<decltype(is_plain)::kValue>(s, dp, p, ds, kept, queries, place, score, dropout,
-                                                          softmax_scale_log2, ds_address);
+                                                          softmax_scale_log2, ds_address, of_steps);
       };
       if (queries.is_plain()) make_operands(IsPlain<true>());
       else make_operands(IsPlain<false>());
@@ -131,7 +132,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
       if (starts_next_tile(flags)) {
         write_gradients(params, smem.works[smem.messages[state.stage].work].tile, dk, dv, dropout);
-        if (flags & StepMessage::kEndOfWork) return;
+        if (flags & StepMessage::kEndOfWork) return finish_sums(score, of_steps);
         release_ds(part);
         dk.fill(0);
         dv.fill(0);

@@ -80,18 +80,16 @@ class StepScore {
     by_form([&](auto form) { make_pairs_in<decltype(form)>(s, dp, softmax_scale, is_seen, lse_2, delta, k, sums); });
   }
 
-  // Add the sums to memory. Called by whole warps.
-  CUFLASH_DEVICE void flush(const Sums& sums) const {
+  // Add the sums of a step to memory; those of a uniform step join `of_steps`, the sums of steps that read the same
+  // elements. Called by whole warps.
+  using StepSums = typename Score::OfScoreSums;
+  CUFLASH_DEVICE void flush(const Sums& sums, StepSums& of_steps) const {
     if constexpr (Score::kAddsGradients) {
 #pragma unroll
       for (int i = 0; i < Tile::kRows; ++i) score_.flush(of_tile_, of_key_[i], sums.of_key[i]);
       score_.flush(of_tile_, sums.of_tile);
       if constexpr (Score::kCanBeUniform) {
-        if (is_uniform_) {
-          typename Score::OfScoreSums of_score = sums.of_score;
-          score_.flush(of_tile_, uniform_, sums.of_uniform, of_score);
-          return score_.flush(of_score);
-        }
+        if (is_uniform_) return score_.flush(of_tile_, uniform_, sums.of_uniform, of_steps);
       }
       score_.flush(sums.of_score);
     }
@@ -202,10 +200,11 @@ class StepScore {
 template <class Tile>
 struct NoStepScore {
   struct Sums {};
+  struct StepSums {};
   template <class Score>
   CUFLASH_DEVICE NoStepScore(const Score&, const StepPlace&) {}
   CUFLASH_DEVICE void apply(Tile&, int, float) const {}
-  CUFLASH_DEVICE void flush(const Sums&) const {}
+  CUFLASH_DEVICE void flush(const Sums&, StepSums&) const {}
 };
 
 template <class Tile, class Score, bool HasScore = kHasScore>
@@ -218,6 +217,12 @@ struct StepScoreOr<Tile, Score, false> {
 };
 template <class Tile, class Score>
 using StepScoreIf = typename StepScoreOr<Tile, Score>::Type;
+
+// Add the last sums of uniform steps to memory. Called by whole warps.
+template <class Score, class StepSums>
+CUFLASH_DEVICE void finish_sums(const Score& score, const StepSums& of_steps) {
+  if constexpr (Score::kAddsGradients && Score::kCanBeUniform) score.flush(of_steps);
+}
 
 // Store dS of a step, which all consumers have put into shared memory, as the gradient of the staged array.
 template <class Score, class SmemDs>
