@@ -101,5 +101,5 @@ class UniformText:
             lines += [f"    of_{name}.g{place} += df * slopes.d{place + 1};" for place, _ in loads]
         parameters = "const Tile& tile, const Uniform& uniform, const UniformSums& sums, ScoreSums& of_score"
         lines += ["  }", f"  CUFLASH_DEVICE void flush({parameters}) const {{"]
-        lines += [f"    of_score.g{place}.join({given.address(n, 'score')}, sums.g{place});" for place, n in self._loads]
-        return [*lines, "  }"]
+        joined = (f"g{place}.join({given.address(n, 'score')}, sums.g{place});" for place, n in self._loads)
+        return [*lines, *(f"    of_score.{each}" for each in joined), "  }"]

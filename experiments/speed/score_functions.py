@@ -6,8 +6,8 @@
 Needs an NVIDIA GPU and CuPy; PyTorch for the peer. Before a case is timed, its results and gradients for a shorter
 problem, by the same family of kernels, must be within their error bounds. Times are of the device's part of `attention`
 and of a `vjp`, called on CuPy arrays in turn with plain attention, with the level-2 cache written over before each
-call. TFLOP/s count the products of plain attention. of_plain is the time of plain attention over the case's; ratio is the
-peer's time over ours. FlexAttention's tanh is exact, its backward pass gives the gradient of a captured array where
+call. TFLOP/s count the products of plain attention. of_plain is the time of plain attention over the case's; ratio is
+the peer's time over ours. FlexAttention's tanh is exact, its backward pass gives the gradient of a captured array where
 the case asks for one, and it has no sink.
 
 Found:  a sink costs nothing that can be measured, and a bias with its gradient costs the most; docs/scores.md has the
