@@ -77,6 +77,10 @@ class KernelSpec:
         Captured arrays whose gradients are arguments of the kernel.
     score_sums : tuple of str
         The kinds of their sums, as `planning.captured_sums` names them; empty if numbers are added to the gradients.
+    score_is_staged : bool
+        Producers put a step's elements of the array that `planning.staged_array` names into shared memory.
+    score_is_stored : bool
+        The kernel stores the gradient of that array, which no other thread block adds to.
     """
 
     family: str
@@ -108,6 +112,8 @@ class KernelSpec:
     score: Program | None = None
     score_wrt: tuple[str, ...] = ()
     score_sums: tuple[str, ...] = ()
+    score_is_staged: bool = False
+    score_is_stored: bool = False
 
     @property
     def name(self) -> str:
