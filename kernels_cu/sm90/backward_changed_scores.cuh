@@ -68,7 +68,7 @@ template <bool IsPlain, class Score>
 CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds,
                                           const Kept& kept, const StepQueries& queries, const StepPlace& place,
                                           const Score& score, attention::DropoutArgument dropout, float scale,
-                                          uint32_t ds_address) {
+                                          uint32_t ds_address, typename StepScoreIf<Scores, Score>::StepSums& of_steps) {
   using Step = StepScoreIf<Scores, Score>;
   const Step step(score, place);
   typename Step::Sums sums;
@@ -100,7 +100,7 @@ CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p
     ds.pack(dp, k);
     if constexpr (kMakesDq) tile::store_transposed<SmemDs>(ds_address, ds, k);
   }
-  step.flush(sums);
+  step.flush(sums, of_steps);
 }
 
 }  // namespace cuflash

@@ -172,4 +172,38 @@ CUFLASH_DEVICE void load_values(const attention::Params& params, const attention
   }
 }
 
+// Bring the elements of the staged array. A step's are there once the copy of the tile's next step has started, or at
+// the tile's end.
+template <class Score>
+CUFLASH_DEVICE void load_array(const attention::Params& params, const Score& score) {
+  using namespace attention;
+  unsigned num_blocks = 0;
+  for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);  // nobody reads them yet
+  for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
+    const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
+    if (tile_info.is_end) return;
+    const WorkTile& work = tile_info.work;
+    const auto array = score.staged_array(score.of_tile(work.batch_head.batch_index, work.batch_head.head));
+    BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
+    KvBlock block;
+    for (bool is_first = true; blocks.next(block); is_first = false) {
+      const int stage = stage_of(num_blocks);
+      shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
+      wait_slot(array_slot(stage), phase_of(num_blocks));
+      const StagedPart<const typename Score::StagedElement> part{
+          array, {work.first, work.last}, {block.start, block.stop}};
+      part.template start_copy<32, 4>(array_smem(stage), tile::lane());
+      ptx::cp_async_commit();
+      if (!is_first) {
+        ptx::cp_async_wait<1>();
+        tile::arrive(array_slot(stage_of(num_blocks - 1)).full);
+      }
+      ++num_blocks;
+    }
+    ptx::cp_async_wait<0>();
+    tile::arrive(array_slot(stage_of(num_blocks - 1)).full);
+    tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done)].empty);
+  }
+}
+
 }  // namespace cuflash

@@ -75,6 +75,7 @@ CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const attent
       visit_range = visit_range_of_queries(params, work);
       if (config::kIsPaged) align_steps(visit_range, kBlockKv);
       if (config::kIsQuantized && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % kBlockKv;
+      if (kStagesArray && visit_range.start < visit_range.stop) visit_range.start -= visit_range.start % 8;  // 16 bytes
       if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
         Hooks::write_empty_rows(params, work, sink);
         continue;

@@ -3,6 +3,7 @@
 #include <sm90/dq_semaphore.cuh>
 #include <sm90/q_tiles.cuh>
 #include <sm90/query_stats.cuh>
+#include <sm90/staged_array.cuh>
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
 
@@ -92,6 +93,13 @@ struct SharedStorage {
 };
 CUFLASH_DEVICE SharedStorage& shared() {
   return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
+}
+
+// The step's elements of a captured array, behind all else; they come and go with the step's Q.
+using SmemArray = StagedArray<kBlockQ, kBlockKv>;
+CUFLASH_DEVICE SmemArray array_smem(int stage) {
+  constexpr int kEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
+  return {(kEnd + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment + stage * SmemArray::kBytes};
 }
 
 }  // namespace cuflash
