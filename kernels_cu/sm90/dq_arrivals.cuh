@@ -51,7 +51,8 @@ CUFLASH_DEVICE int num_expected_arrivals(const Params& params, const WorkTile& w
   });
 }
 
-// The same without a list: tiles from the first key that the first of the queries sees to the last key of the last one.
+// Return the number of tiles of Width keys that arrive at a tile of queries without a list: the tiles from the first
+// key that the first query sees to the last key that the last query sees.
 template <int Width>
 CUFLASH_DEVICE int num_visiting_key_tiles(const Params& params, const WorkTile& work) {
   const int lo = interval(params, work.batch_head, work.first).lo,

@@ -15,7 +15,7 @@ struct alignas(16) QueryStats {
   uint32_t nonempty[kNonemptyWords];  // a bit for each query that has a key
   int has_large_lse;  // some lse is so large that its rounding may raise P by a thousandth above 1
   int has_empty_rows;                 // some query has no key
-  attention::DqArrivals arrivals;  // where tiles of keys count theirs
+  attention::DqArrivals arrivals;  // used if tiles of keys count their arrivals
 
   static CUFLASH_DEVICE bool is_nonempty(const uint32_t* nonempty, int row) {
     return nonempty[row / 16] >> row % 16 & 1;
