@@ -148,7 +148,7 @@ CUFLASH_DEVICE void make_p_and_ds(Scores& s, Scores& dp, const QueryValues& lse_
 
 // Where a score function or dropout changes weights.
 
-using Kept = attention::KeptWeights<Scores>;
+using Kept = attention::KeptFragments<Scores, true>;
 
 // P is made while dP is multiplied: where slopes do not need scores, and registers hold dP of the next step.
 constexpr bool kMakesPEarly = kChangesWeights && !kMakesPairs && kDpRunsAhead;

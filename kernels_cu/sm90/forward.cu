@@ -41,7 +41,7 @@ using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
 using PackedP = tile::PackedOperand<Element, Scores>;
 using Softmax = attention::LazySoftmax<Scores::kRows>;
 using ScoresOfTile = TileScoreOr<Scores, score::Function>::Type;
-using Kept = attention::KeptWeights<Scores>;
+using Kept = attention::KeptFragments<Scores>;
 
 // O goes through the room that its Q had, where each warp's rows of both have one place.
 using SmemO = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
@@ -178,7 +178,7 @@ CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::Dropou
                               unsigned num_tiles_done, unsigned num_k_blocks) {
   if constexpr (config::kHasDropout) {
     const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
-    kept = attention::kept_weights_of_fragments(
+    kept = attention::kept_fragments<false>(
         Scores(), attention::Draws(dropout),
         attention::head_number(params.shape, work.batch_head, work.batch_head.head), work.first,
         shared().messages[stage_of(num_k_blocks)].block.start);
