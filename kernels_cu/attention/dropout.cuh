@@ -211,6 +211,11 @@ struct KeptFragments {
                         : 16 * half + 8 * (j % 2) + 4 * number + 2 * (i % 2) + j / 2 % 2;
   }
   CUFLASH_DEVICE bool at(int i, int j) const { return words[tile(i, j) / 4] >> bit(i, j) & 1; }
+  // All bits of the halves of a word whose weights are kept: of columns j and j + 1, j being even.
+  CUFLASH_DEVICE uint32_t halves_at(int i, int j) const {
+    static_assert(!IsTransposed, "neighbours have one bit of two bytes");
+    return ptx::permute_bytes(words[tile(i, j) / 4] << (7 - bit(i, j) % 8), 0, bit(i, j) < 16 ? 0x9988 : 0xbbaa);
+  }
   CUFLASH_DEVICE void set(int i, int j, bool is_kept) {
     words[tile(i, j) / 4] |= static_cast<uint32_t>(is_kept) << bit(i, j);
   }

@@ -185,9 +185,14 @@ CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::Dropou
   }
 }
 
-// Set weights of a step that are dropped to 0.
-CUFLASH_DEVICE void drop_step(Scores& p, const Kept& kept) {
-  if constexpr (config::kHasDropout) attention::drop_weights(p, kept);
+// The weights of a step as an operand, 0 where they are dropped.
+CUFLASH_DEVICE void pack_step(PackedP& p, const Scores& s, const Kept& kept) {
+  p = s;
+  if constexpr (config::kHasDropout)
+#pragma unroll
+    for (int k = 0; k < PackedP::kNumFragments; ++k)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) p.fragments[k][e] &= kept.halves_at(e % 2, 4 * k + e / 2 * 2);
 }
 
 // A step's scores once more, for one warp alone, whose own are lost.
@@ -337,9 +342,8 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
       if (p_is_ready) {
         release_k(num_k_blocks, false);
-        drop_step(s, kept);
         wait_output(o, num_k_blocks);
-        p = s;
+        pack_step(p, s, kept);
       } else {
         float factor[Softmax::kRows];
         p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
@@ -348,8 +352,7 @@ CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, co
         tile::wait_wgmma<0>(o);
         if (!is_first) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen, factor);
-        drop_step(s, kept);
-        p = s;
+        pack_step(p, s, kept);
       }
       ++num_k_blocks;
       if (is_last) break;
@@ -390,12 +393,11 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
       bool p_is_ready = was_plain && softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
       if (p_is_ready) {
         release_k(num_k_blocks, false);
-        drop_step(s, kept);
         wait_output(o, num_k_blocks);
         if (flags & StepMessage::kOStoreInFlight) release_q(num_tiles_done - 1);
         ++num_k_blocks;
         next_operands = NextOperands(group, num_tiles_done, num_k_blocks);
-        p = s;
+        pack_step(p, s, kept);
       } else {
         float factor[Softmax::kRows];
         p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
@@ -408,8 +410,7 @@ CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, c
           o.fill(0);
         }
         if (!p_is_ready) make_p(s, softmax, o, max_has_risen && !is_first, factor);
-        drop_step(s, kept);
-        p = s;
+        pack_step(p, s, kept);
         if (flags & StepMessage::kOStoreInFlight || is_first && is_last) release_q(num_tiles_done - 1);
         ++num_k_blocks;
         if (is_last) {
