@@ -218,10 +218,10 @@ CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p
 #pragma unroll
   for (int k = 0; k < PackedScores::kNumFragments; ++k) {
     if constexpr (config::kHasDropout)
-      for_each_of_fragment(k, [&](int i, int j) {
-        dp.at(i, j) = kept.at(i, j) ? dp.at(i, j) * dropout.single_factor : 0.0f;
-      });
+      for_each_of_fragment(k, [&](int i, int j) { dp.at(i, j) = kept.at(i, j) ? dp.at(i, j) : 0.0f; });
     if constexpr (kMakesPairs) {
+      if constexpr (config::kHasDropout)
+        for_each_of_fragment(k, [&](int i, int j) { dp.at(i, j) *= dropout.single_factor; });
       step.make_pairs(
           s, dp, scale, [&](int i, int j) { return mask.at(i, j); },
           [&](int j) { return queries.lse_2()[Scores::column(j)]; },
@@ -229,7 +229,11 @@ CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p
     } else {
       if constexpr (!kMakesPEarly) make_changed_p(s, step, k, queries, mask, scale);
       for_each_of_fragment(k, [&](int i, int j) {
-        const float ds = s.at(i, j) * (dp.at(i, j) - queries.delta()[Scores::column(j)]);
+        const float delta = queries.delta()[Scores::column(j)];
+        float difference;  // of the gradient by the weight and delta
+        if constexpr (config::kHasDropout) difference = ptx::fma(dp.at(i, j), dropout.single_factor, -delta);
+        else difference = dp.at(i, j) - delta;
+        const float ds = s.at(i, j) * difference;
         // of a query that the score function hides from all keys too
         dp.at(i, j) = IsPlain || s.at(i, j) != 0 ? ds : 0.0f;
       });
