@@ -7,9 +7,9 @@ four words::
     counter = (4 (i // 16) + i % 8 // 2, 4 (j // 16) + j % 8 // 2, b num_heads + h, offset)
     number  = bits 8 (j % 2) + 4 (i % 2) + 2 (i // 8 % 2) + j // 8 % 2 of the words' eight halves, the lowest bit first
 
-A weight is kept where its number is at least p 2^8. A thread holds half of a cell's weights in a product of tensor
-cores, whether its rows are queries or keys, and a neighbour the other half: they draw in turn and exchange what is kept.
-All numbers of two cells are compared with p 2^8 in eight instructions, a bit of each at a time.
+A weight is kept where its number is at least 256 p. A thread holds half of a cell's weights in a product of tensor
+cores, whether its rows are queries or keys, and a neighbour the other half: they draw in turn and exchange the bits.
+All numbers of two cells are compared with 256 p in eight instructions, a bit of each at a time.
 kernels_cu/attention/dropout.cuh is the device's half.
 """
 
@@ -36,7 +36,7 @@ _MASK = (1 << 32) - 1
 class Draws(NamedTuple):
     """All that the numbers of a call depend on but an array that holds the seed.
 
-    >>> Draws(16384, 3, 0).factor
+    >>> Draws(64, 3, 0).factor
     1.3333333333333333
 
     Attributes
@@ -69,7 +69,7 @@ class Dropout:
     Parameters
     ----------
     p : float
-        The probability, 0 <= p < 1. It is rounded to a multiple of 2^-8, which the attribute is.
+        The probability, 0 <= p < 1. It is rounded to a multiple of 1/256, which the attribute is.
     seed : int, or array of no axes
         64 bits. An array of int64 or uint64, where q is, is read by each call when it runs: a CUDA graph that is
         replayed draws other weights once the array holds another seed.
@@ -105,8 +105,8 @@ class Dropout:
         reasons = []
         if not (is_number(self.p) and 0 <= self.p < 1):
             reasons.append(f"p must be a number, 0 <= p < 1; got {describe(self.p)}")
-        elif round(self.p * LEVELS) == LEVELS:
-            reasons.append(f"p must round to a multiple of 2^-8 below 1; got {describe(self.p)}")
+        elif self.p and round(self.p * LEVELS) in (0, LEVELS):
+            reasons.append(f"p must be 0, or round to one of 1/256, 2/256, ..., 255/256; got {describe(self.p)}")
         reasons += _seed_reasons(self.seed)
         if not (is_int(self.offset) and 0 <= self.offset <= _MASK):
             reasons.append(f"offset must be an int from 0 to 2^32 - 1; got {describe(self.offset)}")
@@ -146,7 +146,7 @@ class Dropout:
         Examples
         --------
         >>> Dropout(0.5, seed=3).draws
-        Draws(threshold=32768, seed=3, offset=0)
+        Draws(threshold=128, seed=3, offset=0)
         """
         return Draws(round(self.p * LEVELS), self.seed if isinstance(self.seed, int) else None, self.offset)
 
