@@ -21,7 +21,9 @@ FAULTS = {
         "heads of all batch entries draw alike": Edit(
             "executors/tile_dropout.py", "TileDropout.dropped", "(b * self.num_heads + h)", "(0 * b + h)"
         ),
-        "halves of words change places": Edit("dropout/weights.py", "kept", "for shift in (0, 16)", "for shift in (16, 0)"),
+        "halves of words change places": Edit(
+            "dropout/weights.py", "kept", "for shift in (0, 16)", "for shift in (16, 0)"
+        ),
         "a number at the threshold is dropped": Edit(
             "dropout/weights.py", "kept", "is_kept: Array = np.uint64(0xFFFF)", "is_kept: Array = np.uint64(0)"
         ),

@@ -66,7 +66,8 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, words) -> Non
 
 def cell_and_bit(i: Any, j: Any) -> tuple[Any, Any, Any]:
     """Two words of a weight's counter, and the bit of each half of the words that is of its number."""
-    return 4 * (i // 16) + i % 8 // 2, 4 * (j // 16) + j % 8 // 2, 8 * (j % 2) + 4 * (i % 2) + 2 * (i // 8 % 2) + j // 8 % 2
+    bit = 8 * (j % 2) + 4 * (i % 2) + 2 * (i // 8 % 2) + j // 8 % 2
+    return 4 * (i // 16) + i % 8 // 2, 4 * (j // 16) + j % 8 // 2, bit
 
 
 @given(
