@@ -192,12 +192,10 @@ CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQuerie
     });
 }
 
-// Find which weights of a step are kept, if there is one, while products of the step before run.
-CUFLASH_DEVICE void draw_step(Kept& kept, const PipelineState& state, int flags, attention::DropoutArgument dropout,
+// Which weights are kept.
+CUFLASH_DEVICE void draw_step(Kept& kept, const StepPlace& place, attention::DropoutArgument dropout,
                               const attention::Shape& shape) {
-  if constexpr (config::kHasDropout)
-    if (!(flags & StepMessage::kEndOfWork))
-      kept = kept_weights_of_step<Scores>(dropout, shape, place_of_step(shared().messages[state.stage]));
+  if constexpr (config::kHasDropout) kept = kept_weights_of_step<Scores>(dropout, shape, place);
 }
 
 // Which of two copies of a function, of plain steps and of others.
@@ -348,13 +346,13 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
   QueryValues delta;
   start_scores(s, state, part);
   release_ds(part);
-  draw_step(kept, state, flags, dropout, params.shape);
   tile::wait_full(smem.d_o[state.stage], state.phase);
   if constexpr (kDpRunsAhead) {
     const QueryValues lse_2(smem.queries[state.stage].stats.lse_2 + first_query);
     start_dp(dp, state, part);
     const StepPlace place = place_of_step(smem.messages[state.stage]);
     const Step step(score, place);
+    draw_step(kept, place, dropout, params.shape);
     tile::wait_wgmma<1>(s);
     make_step_p(s, delta, lse_2, state, step);
     tile::wait_wgmma<0>(dp);
@@ -368,6 +366,7 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       const StepPlace place = place_of_step(smem.messages[state.stage]);
       if constexpr (!kDpRunsAhead) {
         start_dp(dp, state, part);
+        draw_step(kept, place, dropout, params.shape);
         tile::wait_wgmma<0>(dp);
         ptx::fence_registers(tile::accumulators(s));
       }
@@ -402,15 +401,11 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       flags = wait_step(next_state);
       next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
     }
-    if constexpr (config::kHasDropout) {
-      if constexpr (!kDpRunsAhead) flags = wait_step(next_state);
-      draw_step(kept, next_state, flags, dropout, params.shape);
-    }
     tile::wait_wgmma<1>(dv);
     tile::fence_registers(p);
     if constexpr (kMakesDq) ptx::fence_registers(tile::accumulators(dq));
     if constexpr (kReleasesDo) tile::arrive(smem.d_o[state.stage].empty);
-    if constexpr (!kDpRunsAhead && !config::kHasDropout) flags = wait_step(next_state);
+    if constexpr (!kDpRunsAhead) flags = wait_step(next_state);
     wait_next_head_k(flags);
     if constexpr (kLastArrivalFinishesDq) {
       wait_dq(part);
@@ -450,7 +445,8 @@ CUFLASH_DEVICE void consume(const attention::Params& params, int part, const sco
       tile::arrive(smem.q[state.stage].empty);
       start_dp(next_dp, next_state, part);
       const StepPlace next_place = place_of_step(smem.messages[next_state.stage]);
-      const Step next_step(score, next_place);  // found while products run
+      const Step next_step(score, next_place);  // found, as is what is drawn, while products run
+      draw_step(kept, next_place, dropout, params.shape);
       tile::wait_wgmma<1>(next_s);
       make_step_p(next_s, delta, next_lse_2, next_state, next_step);
       tile::wait_wgmma<0>(next_dp);
