@@ -282,10 +282,12 @@ def forward_spec(
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
     is_curved = problem.score is not None and curvature(problem.score) == "curved"
-    is_large = is_curved or problem.dropout is not None  # it spills in three and four warpgroups
-    if largest is None and not is_large:
+    has_dropout = problem.dropout is not None
+    if largest is None and not is_curved:  # a curved score spills in three and four warpgroups
         min_keys, tile_3_consumers = _FORWARD_3_CONSUMERS.get(width, (inf, _FORWARD[width]))
         max_keys, tile_4_consumers = _FORWARD_4_CONSUMERS.get(width, (0, tile_3_consumers))
+        if has_dropout:  # as measured: experiments/results/dropout_steps.log, 4
+            min_keys, max_keys = inf, inf if max_keys and problem.score is None else 0
         num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-num_queries // tile_4_consumers.block_q)
         if num_keys < max_keys and num_tiles >= MIN_TILES_PER_PROCESSOR * device.num_processors:
             block_q, block_kv = tile_4_consumers
