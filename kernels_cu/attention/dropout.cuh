@@ -216,6 +216,7 @@ CUFLASH_DEVICE void drop_gradients(Tile& dp, const Kept& kept, T factor) {
 // word has bits of four tiles of 16 x 16, eight of each.
 template <class Tile, bool IsTransposed = false>
 struct KeptFragments {
+  using WeightTile = Tile;
   static_assert(Tile::kColumnTiles % 2 == 0 && Tile::row(1) == 8 && Tile::column(2) == 8, "tiles of 16 x 16");
   static constexpr int kTilesInRow = Tile::kColumnTiles / 2, kNumTiles = Tile::kRowTiles * kTilesInRow;
   uint32_t words[(kNumTiles + 3) / 4];

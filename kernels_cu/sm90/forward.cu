@@ -10,7 +10,7 @@ namespace cuflash {
 constexpr bool kLoadsDo = false;
 }  // namespace cuflash
 #include <attention/score.cuh>
-#include <sm90/kv_pipeline.cuh>
+#include <sm90/drawn_weights.cuh>
 #include <sm90/tile_score.cuh>
 
 namespace cuflash {
@@ -25,16 +25,17 @@ constexpr bool kReallocatesRegisters = kNumConsumers > 1 || kMinBlocks > 1;
 // With a score function, consumers want more of them.
 constexpr int kProducerRegisters =
     kNumConsumers == 4 ? 24
-    : kNumConsumers == 3 ? 32
+    : kNumConsumers == 3 || kHasDrawers ? 32
     : kMinBlocks == 3 || (kValueDim > 128 && kBlockKv > 64) || kHasScore ? 40
                                                                          : 56;
+constexpr int kDrawerRegisters = 72;
 constexpr int kConsumerRegisters =
     kNumConsumers == 4   ? 112
     : kNumConsumers == 3 ? 160
-    : kNumConsumers == 2 ? (504 - kProducerRegisters) / 2
+    : kNumConsumers == 2 ? (504 - kProducerRegisters - kHasDrawers * kDrawerRegisters) / 2
     : kMinBlocks == 3 ? 120
                       : 200;
-static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a warpgroup has 64 rows");
+static_assert(kThreads == kWarpgroupThreads * (1 + kNumConsumers + kHasDrawers), "a warpgroup has 64 rows");
 
 using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
 using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
@@ -155,6 +156,7 @@ CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_la
     tile::wait_full(shared().k[stage], phase);
     is_end = flags_of_warpgroup(group, num_k_blocks) & StepMessage::kLastOfTile;
     tile::arrive(shared().k[stage].empty);
+    if constexpr (kHasDrawers) skip_kept(num_k_blocks);
     ping_pong_wait();
     ping_pong_signal();
     tile::wait_full(shared().v[stage], phase);
@@ -173,10 +175,12 @@ CUFLASH_DEVICE void find_scores_of_tile(ScoresOfTile& of_tile, const score::Func
   if constexpr (kHasScore) of_tile.find(function, shared().tile_infos[tile_info_index(num_tiles_done)].work);
 }
 
-// Find which weights of a step are kept, while its scores are multiplied.
+// Find which weights of a step are kept, while its scores are multiplied: it is drawn here, or read where others draw.
 CUFLASH_DEVICE void draw_step(const attention::Params& params, attention::DropoutArgument dropout, Kept& kept,
                               unsigned num_tiles_done, unsigned num_k_blocks) {
-  if constexpr (config::kHasDropout) {
+  if constexpr (kHasDrawers) {
+    read_kept(kept, num_k_blocks);
+  } else if constexpr (config::kHasDropout) {
     const attention::WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
     kept = attention::kept_fragments<false>(
         Scores(), attention::Draws(dropout),
@@ -464,6 +468,9 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
   if (group == 0) {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
     produce(params, maps, sink, pages, scales);
+  } else if (kHasDrawers && group == kNumConsumers + 1) {
+    ptx::setmaxnreg_dec<kDrawerRegisters>();
+    draw_steps<Scores>(params, dropout);
   } else {
     if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(params, maps, group, sink, score_function, dropout);

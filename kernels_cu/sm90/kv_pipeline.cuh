@@ -1,5 +1,6 @@
 #pragma once
 #include <attention/config_mma.cuh>
+#include <attention/dropout.cuh>
 #include <attention/mask_softmax_mma.cuh>
 #include <attention/scales.cuh>
 #include <attention/sink.cuh>
@@ -21,6 +22,9 @@ constexpr int kNumConsumers = kBlockQ / 64;
 constexpr bool kIsSmallTile = config::kIsListed && kNumConsumers == 1;
 constexpr int kQStages = kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo ? 2 : 1;
 constexpr int kNumTileInfos = 4;  // tiles known of: looked up, brought, multiplied, and written
+// Whether a warpgroup after the consumers draws which weights are dropped, ahead of them.
+constexpr bool kHasDrawers = config::kHasDropout && kThreads == kWarpgroupThreads * (2 + kNumConsumers);
+constexpr int kKeptStages = 2;
 // Whether a block asks for its next tile with a tile's first step, not with its last: what a list says of it comes later.
 constexpr bool kFetchesTileEarly = config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
 
@@ -83,7 +87,17 @@ struct StepMessage {
   int flags[kNumConsumers];
 };
 
-struct SharedStorage {
+// Which weights of steps are kept, as threads of consumers hold them: a ring of its own.
+template <bool HasDrawers>
+struct KeptRing {};
+template <>
+struct KeptRing<true> {
+  static constexpr int kNumWords = (kBlockKv / 16 + 3) / 4;  // of a thread
+  uint32_t kept_words[kKeptStages][kNumWords][kNumConsumers * kWarpgroupThreads];
+  tile::PipelineSlot kept[kKeptStages];
+};
+
+struct SharedStorage : KeptRing<kHasDrawers> {
   tile::PipelineSlot q[kQStages], k[kNumStages], v[kNumStages];
   tile::PipelineSlot tile_info_slots[kNumTileInfos];  // tasks
   WorkTileInfo tile_infos[kNumTileInfos];
@@ -421,6 +435,14 @@ CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const W
 
 // ---- all ----
 
+CUFLASH_DEVICE void init_kept_barriers(const KeptRing<false>&) {}
+CUFLASH_DEVICE void init_kept_barriers(const KeptRing<true>& ring) {
+  for (const tile::PipelineSlot& slot : ring.kept) {
+    ptx::mbarrier_init(ptx::shared_address(&slot.full), 4 * tile::kArrivalsPerWarp);
+    ptx::mbarrier_init(ptx::shared_address(&slot.empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
+  }
+}
+
 // By one thread, before all else.
 CUFLASH_DEVICE void init_barriers() {
   tile::PipelineSlot* const slots = shared().q;
@@ -429,6 +451,7 @@ CUFLASH_DEVICE void init_barriers() {
                        (kLoadsDo && i < kQStages ? 2 : 1) * tile::kArrivalsPerWarp);
     ptx::mbarrier_init(ptx::shared_address(&slots[i].empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
   }
+  init_kept_barriers(shared());
   for (const tile::PipelineSlot& tile_info_slot : shared().tile_info_slots) {
     ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.full), tile::kArrivalsPerWarp);
     ptx::mbarrier_init(ptx::shared_address(&tile_info_slot.empty), 2 * tile::kArrivalsPerWarp);

@@ -43,6 +43,7 @@ _MMA_COLUMNS = 16  # columns of a product
 _NUM_TILE_INFOS = 4  # tiles that they know of
 # bytes that warpgroups tell each other
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 144, 12, 20, 4, 8
+_KEPT_STAGES = 2  # steps that dropout's bits are drawn ahead
 _COORDS = 12  # more of a task where dO is brought too
 _BACKWARD_KEYS, _BACKWARD_STAGES, _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 128, 3, 88, 104, 48
 _STATISTICS_WARPS = 4  # as measured: experiments/results/sm90_steps.log, 28
@@ -287,7 +288,7 @@ def forward_spec(
         min_keys, tile_3_consumers = _FORWARD_3_CONSUMERS.get(width, (inf, _FORWARD[width]))
         max_keys, tile_4_consumers = _FORWARD_4_CONSUMERS.get(width, (0, tile_3_consumers))
         if has_dropout:  # as measured: experiments/results/dropout_steps.log, 4
-            min_keys, max_keys = inf, inf if max_keys and problem.score is None else 0
+            min_keys, max_keys = inf, 0
         num_tiles = problem.mask_shape.num_batch * problem.num_heads * -(-num_queries // tile_4_consumers.block_q)
         if num_keys < max_keys and num_tiles >= MIN_TILES_PER_PROCESSOR * device.num_processors:
             block_q, block_kv = tile_4_consumers
@@ -307,6 +308,8 @@ def forward_spec(
         block_kv=block_kv, num_warps=4 * (1 + block_q // ROWS), min_blocks=1, is_listed=largest is not None,
         num_stages=_NARROW_STAGES if width <= 64 and block_q > ROWS else _STAGES,
     )  # fmt: skip
+    if has_dropout and problem.score is None and width <= 128 and block_q == 2 * ROWS:
+        spec = replace(spec, num_warps=spec.num_warps + 4)  # a warpgroup draws for the others
     # One warpgroup of consumers leaves tensor cores idle while it reckons, so several blocks share a multiprocessor.
     if block_q > ROWS or width > 128:
         return spec
@@ -400,6 +403,9 @@ def storage_bytes(spec: KernelSpec, q_stages: int, loads_do: bool = False) -> in
     groups, stages = spec.block_q // ROWS, spec.num_stages
     tile_info = _TILE_INFO + _GROUP_RANGE * groups + _COORDS * loads_do
     storage = _SLOT * (q_stages + 2 * stages) + _NUM_TILE_INFOS * (_SLOT + -(-tile_info // 16) * 16)
+    if spec.entry == "forward" and spec.num_warps == 4 * (2 + groups):  # a warpgroup that draws
+        words = spec.block_q * 2 * -(-spec.block_kv // 64)
+        storage += _KEPT_STAGES * (_SLOT + 4 * words)
     return storage + (_MESSAGE + _FLAGS * groups) * stages + _OTHER
 
 
