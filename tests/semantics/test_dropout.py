@@ -23,7 +23,7 @@ BLOCKS = masks.BlockPattern(np.array([[1, 0, 1], [0, 1, 1], [1, 0, 0]], bool), (
 TWO = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,), "num_heads": 4, "num_kv_heads": 2}
 SHORT = {**TWO, "seqlen_q": 40, "seqlen_kv": 32, "value_dim": 32}
 # A list of blocks that start anywhere, a window that does, packed sequences, keys that blocks share, and heads that
-# share a tile of queries.
+# share a tile of queries; and several whole tiles.
 SHAPES: dict[str, dict[str, Any]] = {
     "list": {**SHORT, "seqlen_q": 120, "seqlen_kv": 72, "value_dim": 72, "mask": BLOCKS & PARTIAL},
     "window": {
@@ -31,11 +31,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "packed": {**SHORT, "mask": masks.Sequences(np.array([0, 7, 7, 40]), np.array([0, 11, 16, 32]))},
     "shared": {**TWO, "seqlen_q": 3, "seqlen_kv": 400, "value_dim": 8},
+    "tiles": {**TWO, "seqlen_q": 150, "seqlen_kv": 270, "value_dim": 128, "mask": masks.Causal("bottom_right")},
 }  # fmt: skip
 KERNELS = [
     ("simt", "list", "float32"), ("simt", "window", "float64"), ("naive", "list", "float16"),
     ("sm80", "list", "float16"), ("sm80", "shared", "bfloat16"), ("sm90", "window", "float16"),
-    ("sm90", "packed", "bfloat16"),
+    ("sm90", "packed", "bfloat16"), ("sm90", "tiles", "float16"),
 ]  # fmt: skip
 RUNS = [
     pytest.param(run, shape, dtype, id=f"{run}-{shape}", marks=marks)
