@@ -76,7 +76,7 @@ def test_every_method_is_timed_on_a_gpu(load) -> None:
     tables = load("flashattention1_tables")
     config = tables.Config(
         gpu=True, methods=("standard", "fa1", "dense", "butterfly"), gpu_seqlens=(256, 512), batch=1, gpu_num_heads=2,
-        budget_s=0.05,
+        gpu_budget_s=0.05,
     )  # fmt: skip
     rows = list(tables.run(config))
     assert len(rows) == 2 * 4 * 3 and all(row["ms"] > 0 and row["memory_mib"] > 0 for row in rows)
@@ -116,7 +116,15 @@ PRINTED = """==PROF== Connected to process 1503 (/usr/bin/python3)
 
 def test_counters_are_read_from_what_ncu_prints(load) -> None:
     traffic = load("memory_traffic")
-    assert traffic.parsed(PRINTED) == {"fa1_forward": 5970816768, "fa1_backward": 13738378240}
+    launches = traffic.parsed(PRINTED)
+    assert launches == [("fa1_forward", 5970816768), ("fa1_backward", 13738378240)]
+    assert traffic.by_shape(launches, 1) == [dict(launches)]
+    longer = [(name, 4 * moved) for name, moved in launches]
+    assert traffic.by_shape([*launches, *longer, longer[1]], 2) == [
+        dict(launches), {"fa1_forward": longer[0][1], "fa1_backward": 2 * longer[1][1]}
+    ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="ncu saw fa1_forward 1 times at 2 shapes"):
+        traffic.by_shape(launches, 2)
     with pytest.raises(RuntimeError, match="ncu saw no kernel: ==ERROR== ERR_NVGPUCTRPERM"):
         traffic.parsed("==ERROR== ERR_NVGPUCTRPERM")
     with pytest.raises(RuntimeError, match="no number for dram__bytes_read.sum of fa1_forward: n/a"):
@@ -130,7 +138,7 @@ def test_rows_compare_the_counters_of_a_pass_with_the_model(load) -> None:
     assert [(row["kernel"], row["pass"]) for row in rows] == list(itertools.product(("fa1", "naive"), traffic.WAYS))
     assert all(row["measured_mb"] is None for row in rows)
     moved = {(way, f"fa1_{way}"): 10**9 for way in traffic.WAYS}
-    forward, backward = traffic.rows_of(config, "fa1", 4096, moved, traffic.parsed(PRINTED))
+    forward, backward = traffic.rows_of(config, "fa1", 4096, moved, dict(traffic.parsed(PRINTED)))
     assert (forward["measured_over_model"], backward["measured_over_model"]) == (5.970816768, 13.73837824)
     assert len(traffic.table([forward, backward]).rows) == 2 and len(traffic.plot([forward, backward]).axes) == 2
 
@@ -176,4 +184,4 @@ def test_a_profiler_that_is_not_there_is_named(load, monkeypatch: pytest.MonkeyP
     traffic = load("memory_traffic")
     monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match="ncu is not on the PATH: install NVIDIA Nsight Compute"):
-        traffic.counted(("fa1",), (1, 1, 128, 64))
+        traffic.counted([((1, 1, 128, 64), ("fa1",))])
