@@ -151,6 +151,15 @@ FAULTS = {
         "neighbouring keys change places": Edit(
             "attention/dropout.cuh", "KeptFragments.halves_at", "0x9988 : 0xbbaa", "0x8899 : 0xaabb"
         ),
+        "drawers draw one warpgroup's rows for all": Edit(
+            "sm90/drawn_weights.cuh", "draw_steps", "work.first + 64 * group - own_row", "work.first - own_row"
+        ),
+        "warpgroups read what was drawn for one": Edit(
+            "sm90/drawn_weights.cuh", "read_kept", "Tile::warp_row() / 64 * kWarpgroupThreads", "0"
+        ),
+        "a warpgroup never leaves the rooms of what it passes over": Edit(
+            "sm90/forward.cu", "skip_blocks", "if constexpr (kHasDrawers) skip_kept(num_k_blocks);", ""
+        ),
         "no weight is dropped": Edit(
             "sm90/forward.cu", "pack_step", "p.fragments[k][e] &=", "p.fragments[k][e] |= 0 &"
         ),
