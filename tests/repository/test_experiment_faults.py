@@ -45,6 +45,8 @@ PEAK = "test_device_memory.test_a_call_after_others_has_the_peak_of_the_first"
 LIMIT = "test_device_memory.test_more_than_a_limit_is_a_memory_error"
 GRADIENT_ERROR = "test_selector_shootout.test_all_blocks_have_no_error_and_equal_gradients"
 UNBEATEN = "test_selector_shootout.test_pages_tell_what_a_selector_does_not_beat"
+COUNTERS = "test_flashattention1_experiments.test_counters_are_read_from_what_ncu_prints"
+TRAFFIC = "proof/memory_traffic.py"
 SHOOTOUT = "sparsity/selector_shootout.py"
 ENDS = "test_training.test_ends_are_far_apart_and_labels_are_equal_colours"
 FAULTS = {
@@ -66,6 +68,10 @@ FAULTS = {
     "gradients are those of all keys": Fault(SHOOTOUT, "gradients", "mask=index", "mask=None", GRADIENT_ERROR),
     "errors are squares": Fault(SHOOTOUT, "distance", ") ** 0.5", ")", GRADIENT_ERROR),
     "as good is better": Fault("support/experiment_tables.py", "unbeaten", "own <= share", "own < share", UNBEATEN),
+    "only writes are counted": Fault(
+        TRAFFIC, "parsed", 'found.get(int(row["ID"]), (name, 0))[1] + round', "round", COUNTERS
+    ),
+    "the last launch counts": Fault(TRAFFIC, "by_shape", "made[-1].get(name, 0) + moved", "moved", COUNTERS),
     "one end alone tells": Fault(
         "sparsity/long_range.py", "sequences", "(colours + np.where(", "(0 * colours + np.where(", ENDS
     ),
@@ -79,7 +85,7 @@ def arguments(test: str, load: Load, folder: Path) -> list[Any]:
     """What a test takes, in the order of its parameters."""
     first = {"test_sweeps": "sweep", "test_training": "training"}.get(test.partition(".")[0], "selector_shootout")
     return {
-        PEAK: [load], LIMIT: [load], GRADIENT_ERROR: [load(first)], UNBEATEN: [load(first)],
+        PEAK: [load], LIMIT: [load], COUNTERS: [load], GRADIENT_ERROR: [load(first)], UNBEATEN: [load(first)],
         RESUMES: [load(first), folder], HELD_OUT: [load(first)], GRADIENTS: [load(first)], DONE: [load(first), folder],
         FAILED: [load(first), folder], ENDS: [load],
     }[test]  # fmt: skip

@@ -101,6 +101,26 @@ def test_pages_show_every_row_with_its_commit(load) -> None:
         assert all(any(f"| {float(row[column]):{form}} |" in line for line in shown) for row in rows)
 
 
+def test_published_dense_calls_are_ahead_of_standard_attention_in_memory_linear_in_the_length(load) -> None:
+    """By 2 at least from 1024 tokens on, and forward by 7.6 of three separate kernels at 2048."""
+    rows = load("harness").read_csv(EXPERIMENTS / "results" / "flashattention1_tables_gpu.csv")
+    ms = {(row["method"], row["pass"], int(row["seqlen"])): float(row["ms"]) for row in rows}
+    for method, way, seqlen in ms:
+        if method in ("standard", "pytorch") and seqlen >= 1024:
+            assert ms[method, way, seqlen] >= 2 * ms["dense", way, seqlen]
+    assert ms["standard", "forward", 2048] >= 7.6 * ms["dense", "forward", 2048]
+    for method in ("fa1", "dense", "butterfly"):
+        mib = {int(row["seqlen"]): float(row["memory_mib"]) for row in rows if row["method"] == method}
+        assert all(1.9 < mib[2 * seqlen] / mib[seqlen] < 2.1 for seqlen in mib if 2 * seqlen in mib and seqlen >= 512)
+
+
+def test_published_counters_are_near_the_model(load) -> None:
+    """Of FlashAttention-1 and of the kernels that `auto` takes, within a fifth."""
+    rows = load("harness").read_csv(EXPERIMENTS / "results" / "memory_traffic_gpu.csv")
+    assert {row["kernel"] for row in rows} >= {"fa1", "sm90"}
+    assert all(0.8 <= float(row["measured_over_model"]) <= 1.2 for row in rows if row["kernel"] in ("fa1", "sm90"))
+
+
 # The traffic
 
 PRINTED = """==PROF== Connected to process 1503 (/usr/bin/python3)
