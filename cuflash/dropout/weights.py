@@ -175,8 +175,8 @@ class Dropout:
         Examples
         --------
         >>> Dropout(0.5, seed=0).keep((2, 5)).astype(int)
-        array([[1, 0, 1, 0, 0],
-               [1, 1, 0, 0, 0]])
+        array([[0, 1, 1, 1, 1],
+               [0, 1, 0, 0, 0]])
         """
         is_shape = isinstance(shape, tuple) and len(shape) >= 2 and all(is_int(each) and each >= 0 for each in shape)
         if not is_shape:
